@@ -1,0 +1,30 @@
+"""The methods, one file each. Adding one: write its file, add its line here."""
+
+from __future__ import annotations
+
+from polyclinic.algorithms.averaging import Averaging, RunningMean
+from polyclinic.algorithms.centralised import Centralised
+from polyclinic.algorithms.crosssite import CrossSite
+from polyclinic.algorithms.fedavg import FedAvg
+from polyclinic.algorithms.fedcycle import FedCycle
+from polyclinic.algorithms.fednova import FedNova
+from polyclinic.algorithms.fedprox import FedProx
+from polyclinic.algorithms.fedsgd import FedSGD
+from polyclinic.algorithms.local import Local
+from polyclinic.algorithms.scaffold import Scaffold
+from polyclinic.algorithms.single import Single
+
+ALGORITHMS: dict[str, type[Averaging]] = {
+    "fedavg": FedAvg,
+    "fedsgd": FedSGD,
+    "fedprox": FedProx,
+    "scaffold": Scaffold,
+    "fednova": FedNova,
+    "fedcycle": FedCycle,
+    "local": Local,
+    "single": Single,
+    "centralised": Centralised,
+    "cross-site": CrossSite,
+}
+
+__all__ = ["ALGORITHMS", "Averaging", "RunningMean"]

@@ -1,0 +1,90 @@
+"""What the averaging algorithms share: a streaming mean, and the defaults of the contract."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from polyclinic.core import Bundle, Exchange, Federation, Site, SiteId, Stream, Tensors, Training, Update, Work
+
+WEIGHTS = ("model", "buffers")
+
+
+class RunningMean:
+    """Weighted mean of tensors that arrive one at a time: m ← m + (w/Σw)·(t − m). Holds one copy, never all.
+
+    One summand, or equal ones, come out bit for bit. Integers (BatchNorm's batch counters) are averaged and rounded.
+    """
+
+    def __init__(self) -> None:
+        self.total = 0.0
+        self.count = 0
+        self._mean: Tensors = {}
+        self._dtypes: dict[str, torch.dtype] = {}
+
+    def add(self, tensors: Tensors, weight: float = 1.0) -> None:
+        self.total += weight
+        self.count += 1
+        if self.count == 1:
+            self._dtypes = {name: t.dtype for name, t in tensors.items()}
+            self._mean = {n: t.clone() if t.is_floating_point() else t.double() for n, t in tensors.items()}
+        elif tensors:
+            new = [tensors[n] if tensors[n].is_floating_point() else tensors[n].double() for n in self._mean]
+            torch._foreach_lerp_(list(self._mean.values()), new, weight / self.total)
+
+    def value(self) -> Tensors:
+        return {
+            name: mean if self._dtypes[name].is_floating_point else mean.round().to(self._dtypes[name])
+            for name, mean in self._mean.items()
+        }
+
+
+@dataclass(frozen=True)
+class Averaging(ABC):
+    """Defaults: the state is one set of weights, every site receives it, and predicts with it.
+
+    A subclass says what a site does (`local`) and how updates meet (`aggregate`).
+    """
+
+    training: Training = Training()
+    pooled: ClassVar[bool] = False
+
+    @property
+    def exchanges(self) -> tuple[Exchange, ...]:
+        return tuple(Exchange(kind, like=kind) for kind in WEIGHTS)
+
+    def init(self, federation: Federation) -> Bundle:
+        return dict(federation.initial)
+
+    def broadcast(self, state: Bundle, site: SiteId) -> Bundle:
+        del site
+        return state
+
+    @abstractmethod
+    def local(self, received: Bundle, memory: Bundle | None, site: Site, rng: Stream) -> Work: ...
+
+    @abstractmethod
+    def aggregate(self, state: Bundle, updates: Iterable[Update]) -> Bundle: ...
+
+    def check(self, update: Update) -> None:
+        del update
+
+    def finish(self, state: Bundle) -> Bundle:
+        return state
+
+    def models(self, received: Bundle, memory: Bundle | None) -> dict[str, Bundle]:
+        del memory
+        return {"global": weights(received)}
+
+    def weight(self, update: Update) -> float:
+        """n_k, or 1 where the recipe asks for uniform weights."""
+        return float(update.examples) if self.training.weights == "examples" else 1.0
+
+
+def weights(bundle: Bundle) -> Bundle:
+    """Only what a network needs: parameters and buffers."""
+    return {kind: bundle.get(kind, {}) for kind in WEIGHTS}

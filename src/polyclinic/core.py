@@ -1,0 +1,257 @@
+"""The words of polyclinic: what crosses the wire, what an algorithm is, what a site is asked to do.
+
+Nothing here knows where a site runs. An algorithm is a frozen set of options with pure functions;
+`local` is a generator that yields jobs (`Fit`, `Score`) and receives their results from whatever engine drives it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Generator, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal, Protocol, TypeAlias
+
+import torch
+from torch import Tensor
+
+SiteId: TypeAlias = str
+Tensors: TypeAlias = dict[str, Tensor]
+"""Flat and named: the only thing that crosses the wire."""
+
+Bundle: TypeAlias = dict[str, Tensors]
+"""Tensors by kind. A kind ("model", "buffers", "control", "features") is what may be released, protected, counted.
+
+Weights are a bundle of two kinds: "model" (parameters) and "buffers" (statistics such as BatchNorm's), kept apart
+because only parameters have gradients, may be noised, or enter a control variate.
+"""
+
+Batch: TypeAlias = tuple[Tensor, Tensor]
+Part: TypeAlias = Literal["train", "validation", "test"]
+
+
+@dataclass(frozen=True)
+class Stream:
+    """All randomness of a run: one seed and a path of names. Equal paths give equal numbers, everywhere."""
+
+    seed: int
+    path: tuple[str | int, ...] = ()
+
+    def child(self, *names: str | int) -> Stream:
+        return Stream(self.seed, self.path + names)
+
+    def integer(self) -> int:
+        digest = hashlib.sha256(json.dumps([self.seed, *self.path]).encode()).digest()
+        return int.from_bytes(digest[:8], "big") >> 1
+
+    def generator(self) -> torch.Generator:
+        return torch.Generator().manual_seed(self.integer())
+
+
+class Examples(Protocol):
+    """Labelled images of one part of one site."""
+
+    @property
+    def labels(self) -> Tensor: ...
+
+    @property
+    def patients(self) -> tuple[str, ...] | None: ...
+
+    def __len__(self) -> int: ...
+
+    def batch(self, index: Tensor) -> Batch:
+        """Images (float, n × channels × height × width) and labels at `index`, on the examples' device."""
+        ...
+
+
+class Network(Protocol):
+    """A network as a function of its weights. Engines may recognise weights that already live in the module."""
+
+    def __call__(self, weights: Bundle, images: Tensor) -> Tensor:
+        """Logits."""
+        ...
+
+    def features(self, weights: Bundle, images: Tensor) -> Tensor:
+        """What the extractor hands to the head."""
+        ...
+
+    def loss(self, weights: Bundle, batch: Batch) -> Tensor:
+        """The task's loss: cross-entropy of the logits."""
+        ...
+
+
+Objective: TypeAlias = Callable[[Network, Bundle, Batch, Bundle], Tensor]
+"""(network, weights, batch, reference) -> loss. A module-level pure function, so that jobs of many sites stack."""
+
+Scorer: TypeAlias = Callable[[Network, Bundle, Batch, Bundle], Tensors]
+"""(network, weights, batch, reference) -> one row per example (`cat`) or one mean per batch (`mean`)."""
+
+
+@dataclass(frozen=True)
+class Optimiser:
+    name: Literal["sgd", "adam", "adamw"] = "sgd"
+    lr: float = 0.01
+    momentum: float = 0.0
+    weight_decay: float = 0.0
+
+
+@dataclass(frozen=True)
+class Training:
+    """What every algorithm's local work shares."""
+
+    optimiser: Optimiser = Optimiser()
+    batch: int = 32
+    epochs: int | None = 1
+    """Average every `epochs` epochs …"""
+    steps: int | None = None
+    """… or every `steps` steps, walking through the epochs (then `epochs` is None)."""
+    weights: Literal["examples", "uniform"] = "examples"
+    fine_tune: float = 1.0
+    """Share of leaf layers, nearest the output, that is trained; the rest is frozen, its BatchNorm in eval mode."""
+    oversample: bool = False
+    """Repeat minority-class examples of the training part until all classes are equally frequent."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One optimiser step per batch: an objective and the parameters it may move (by name prefix; () = all)."""
+
+    objective: Objective
+    train: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Fit:
+    """A training job. Yielded by `Algorithm.local`; the engine answers with `Fitted`."""
+
+    weights: Bundle
+    steps: Objective | tuple[Step, ...]
+    training: Training
+    reference: Bundle = field(default_factory=dict)
+    optimiser_state: Tensors | None = None
+    """Continue with this state (from `Fitted.optimiser_state`) instead of a fresh optimiser."""
+    whole: bool = False
+    """One step per epoch on the gradient over ALL examples, accumulated in batches."""
+
+
+@dataclass(frozen=True)
+class Fitted:
+    weights: Bundle
+    steps: int
+    loss: float
+    optimiser_state: Tensors
+
+
+@dataclass(frozen=True)
+class Score:
+    """Compute a function of weights and data. The engine answers with `Tensors`."""
+
+    weights: Bundle
+    function: Scorer
+    reference: Bundle = field(default_factory=dict)
+    part: Part = "train"
+    reduce: Literal["cat", "mean"] = "cat"
+
+
+Job: TypeAlias = Fit | Score
+Work: TypeAlias = Generator[Job, Any, tuple["Update", Bundle | None]]
+
+
+@dataclass(frozen=True)
+class Update:
+    """What a site hands in after local work: absolute values, by kind.
+
+    Stages and the wire look at the difference from what the site received; the algorithm does not need to.
+    """
+
+    tensors: Bundle
+    examples: int
+    site: SiteId = ""
+    scalars: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a site has no reply."""
+
+    kind: Literal["dead", "late", "refused", "error"]
+    sentence: str
+
+
+@dataclass(frozen=True)
+class Unprotected:
+    """A kind that leaves the site without a privacy stage, and why that is accepted. The report lists it."""
+
+    why: str
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """One kind of thing that a site sends. It must have the names, shapes and dtypes of the state's entry `like`."""
+
+    kind: str
+    like: str
+    protection: Unprotected = Unprotected("no privacy plan in this recipe")
+    optional: bool = False
+
+
+@dataclass(frozen=True)
+class Site:
+    """What an algorithm may know of the site it works at, this round. Images are reached through jobs only."""
+
+    name: SiteId
+    examples: int
+    round: int
+    """1 is the first."""
+    rounds: int
+    lr: float
+
+
+@dataclass(frozen=True)
+class Federation:
+    """What the server knows: the task, who takes part with how many training examples, where training starts."""
+
+    classes: tuple[str, ...]
+    sites: Mapping[SiteId, int]
+    initial: Bundle
+
+
+class Algorithm(Protocol):
+    """A learning method: one file, one paper. Options are fields; everything else is a pure function."""
+
+    @property
+    def training(self) -> Training: ...
+
+    pooled: ClassVar[bool]
+    """Trains on everybody's images in one place (a yardstick, never deployable)."""
+
+    @property
+    def exchanges(self) -> tuple[Exchange, ...]: ...
+
+    def init(self, federation: Federation) -> Bundle:
+        """The server's state before round 1."""
+        ...
+
+    def broadcast(self, state: Bundle, site: SiteId) -> Bundle:
+        """What this site receives; may differ between sites."""
+        ...
+
+    def local(self, received: Bundle, memory: Bundle | None, site: Site, rng: Stream) -> Work:
+        """One site's work in one round: yields jobs, returns its update and what it remembers."""
+        ...
+
+    def check(self, update: Update) -> None:
+        """Refuse (`errors.Refused`) an update that only this algorithm can see is wrong."""
+        ...
+
+    def aggregate(self, state: Bundle, updates: Iterable[Update]) -> Bundle:
+        """The next state. `updates` arrive in site order, one at a time: do not keep them."""
+        ...
+
+    def finish(self, state: Bundle) -> Bundle:
+        """After the last round (refinement, ensembles)."""
+        ...
+
+    def models(self, received: Bundle, memory: Bundle | None) -> dict[str, Bundle]:
+        """The weights a site would predict with, by name: "global", "personal", another site's."""
+        ...

@@ -1,0 +1,31 @@
+"""scikit-learn's copy of the UCI optical digits: 1,797 real images that need no download."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field
+from sklearn.datasets import load_digits
+
+from polyclinic.core import Stream
+from polyclinic.data.examples import Collection
+from polyclinic.data.options import Options
+
+CLASSES = tuple(str(digit) for digit in range(10))
+
+
+class DigitsOptions(Options):
+    size: int = Field(8, ge=8, le=256)
+    """Height and width; the originals are 8 × 8."""
+
+
+def digits(options: DigitsOptions, stream: Stream, folder: Path | None = None) -> Collection:  # noqa: ARG001
+    bunch = load_digits()
+    images = torch.from_numpy(bunch.images).float()[:, None] * (255 / 16)
+    if options.size != 8:
+        images = F.interpolate(images, size=(options.size, options.size), mode="bilinear")
+    labels = torch.from_numpy(bunch.target).long()
+    patients = tuple(f"digit-{row}" for row in range(len(labels)))
+    return Collection(images.round().to(torch.uint8), labels, CLASSES, patients)

@@ -1,0 +1,21 @@
+"""Where real images lie."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from polyclinic.errors import DataError
+
+VARIABLE = "POLYCLINIC_DATA"
+
+
+def data_folder(explicit: Path | None = None) -> Path:
+    """The folder given by argument, or else by the environment."""
+    named = explicit or os.environ.get(VARIABLE)
+    if not named:
+        raise DataError(f"No data folder is set; give --data DIR or set {VARIABLE} to the folder of datasets.")
+    folder = Path(named)
+    if not folder.is_dir():
+        raise DataError(f"The data folder '{folder}' does not exist; correct --data DIR or {VARIABLE}.")
+    return folder

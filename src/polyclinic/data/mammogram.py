@@ -1,0 +1,137 @@
+"""Drawing breasts with lesions, many at once. Lengths are shares of the image's height; grey values are about 0..1."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+SPICULES = 12
+CALCIFICATIONS = 8
+
+
+@dataclass(frozen=True)
+class Cases:
+    """What is on each image: one entry per image in every field."""
+
+    lesion: Tensor
+    """1 where there is a lesion, else 0."""
+    malignancy: Tensor
+    """From 0 (round, smooth, sharp) to 1 (irregular, spiculated, blurred); the classes overlap a little."""
+    density: Tensor
+    """Share of fibroglandular tissue."""
+    depth: Tensor
+    """Chest wall to nipple."""
+    height: Tensor
+    """Half the length along the chest wall."""
+    radius: Tensor
+    place: Tensor
+    """How far from the chest wall the lesion lies, as a share of the depth."""
+    oblique: Tensor
+    """True: MLO-like, with the pectoral muscle in the upper corner. False: CC-like."""
+    right: Tensor
+    """True: chest wall on the right of the image."""
+
+    def __len__(self) -> int:
+        return len(self.lesion)
+
+    def rows(self, index: Tensor | slice) -> Cases:
+        return Cases(*(getattr(self, field.name)[index] for field in fields(self)))
+
+
+def draw(cases: Cases, size: int, generator: torch.Generator) -> Tensor:
+    """Images (n × size × size) before any machine's curve, blur and noise."""
+    c = Cases(*(getattr(cases, field.name).reshape(-1, 1, 1) for field in fields(cases)))
+    x = ((torch.arange(size) + 0.5) / size).reshape(1, 1, -1)
+    y = ((torch.arange(size) + 0.5) / size - 0.5).reshape(1, -1, 1)
+    sag = torch.where(c.oblique, 0.22, 0.0) * x
+    radial = ((x / c.depth) ** 2 + ((y - sag) / c.height) ** 2).sqrt()
+    inside = torch.sigmoid((1 - radial) * c.depth * 80)
+    thickness = (1 - radial.clamp(max=1) ** 4).sqrt()
+    image = inside * (0.12 + thickness * _tissue(c, radial, size, generator))
+    image = image + torch.where(c.oblique, 0.32, 0.0) * _muscle(x, y, len(cases), generator)
+    image = image + c.lesion * inside * _lesion(c, x, y, generator)
+    return torch.where(c.right, image.flip(-1), image)
+
+
+def spectral_noise(count: int, size: int, exponent: float, generator: torch.Generator) -> Tensor:
+    """Unit-variance noise whose power falls as 1 / frequency^exponent; about 3 is measured in mammograms."""
+    white = torch.randn(count, size, size, generator=generator)
+    response = frequencies(size).clamp(min=1.0) ** (-exponent / 2)
+    response[0, 0] = 0
+    noise = torch.fft.irfft2(torch.fft.rfft2(white) * response, s=(size, size))
+    return noise / noise.std(dim=(1, 2), keepdim=True)
+
+
+def frequencies(size: int) -> Tensor:
+    """Cycles per image height, on the grid of `rfft2`."""
+    vertical = torch.fft.fftfreq(size, 1 / size).reshape(-1, 1)
+    return (vertical**2 + torch.fft.rfftfreq(size, 1 / size) ** 2).sqrt()
+
+
+def _uniform(count: int, columns: int, low: float, high: float, generator: torch.Generator) -> Tensor:
+    return low + (high - low) * torch.rand(count, columns, 1, 1, generator=generator)
+
+
+def _tissue(c: Cases, radial: Tensor, size: int, generator: torch.Generator) -> Tensor:
+    """Fat, with glandular clouds behind the nipple and fine strands everywhere."""
+    clouds = spectral_noise(len(c), size, 3.0, generator)
+    strands = spectral_noise(len(c), size, 1.8, generator)
+    gland = torch.sigmoid(2.5 * (clouds + 3 * (c.density - 0.5))) * torch.exp(-((radial / 0.75) ** 4))
+    return 0.16 + 0.24 * gland + 0.02 * strands
+
+
+def _muscle(x: Tensor, y: Tensor, count: int, generator: torch.Generator) -> Tensor:
+    width, length = _uniform(count, 2, 0.25, 0.4, generator).unbind(1)
+    return torch.sigmoid(60 * (width * (1 - (y + 0.5) / (1.6 * length)) - x))
+
+
+def _lesion(c: Cases, x: Tensor, y: Tensor, generator: torch.Generator) -> Tensor:
+    count = len(c)
+    offset, turn, aspect = _uniform(count, 3, 0.0, 1.0, generator).unbind(1)
+    centre_x = c.place * c.depth
+    reach = c.height * (1 - c.place**2).sqrt() - c.radius
+    centre_y = (2 * offset - 1) * 0.4 * reach + torch.where(c.oblique, 0.22, 0.0) * centre_x
+    dx, dy = x - centre_x, (y - centre_y) * (1 + 0.3 * aspect)
+    distance, angle = (dx**2 + dy**2).sqrt(), torch.atan2(dy, dx) + 2 * math.pi * turn
+    mass = _mass(c, distance, angle, generator)
+    spicules = _spicules(c, distance, angle, generator)
+    contrast = 0.12 + 0.06 * torch.rand(count, 1, 1, generator=generator) + 0.14 * c.malignancy
+    return contrast * torch.maximum(mass, spicules) + _calcifications(c, dx, dy, generator)
+
+
+def _mass(c: Cases, distance: Tensor, angle: Tensor, generator: torch.Generator) -> Tensor:
+    edge = torch.ones_like(angle)
+    for order in range(2, 7):
+        weight, phase = _uniform(len(c), 2, 0.0, 1.0, generator).unbind(1)
+        edge += 0.28 * c.malignancy * weight * torch.cos(order * angle + 2 * math.pi * phase)
+    softness = 0.006 + 0.02 * c.malignancy
+    return torch.sigmoid((c.radius * edge - distance) / softness)
+
+
+def _spicules(c: Cases, distance: Tensor, angle: Tensor, generator: torch.Generator) -> Tensor:
+    """Thin rays from the centre; how many of them show grows with malignancy."""
+    rays = torch.zeros_like(angle)
+    start, length, shown = _uniform(len(c), 3 * SPICULES, 0.0, 1.0, generator).chunk(3, dim=1)
+    width = 0.008 + 0.1 * distance.clamp(max=0.05)
+    for ray in range(SPICULES):
+        turned = angle - 2 * math.pi * (ray + 0.7 * start[:, ray]) / SPICULES
+        across = distance * turned.sin() / width
+        along = torch.sigmoid((c.radius * (1.3 + 1.2 * length[:, ray]) - distance) / 0.02)
+        visible = (shown[:, ray] < 1.4 * c.malignancy - 0.4) & (turned.cos() > 0)
+        rays = torch.maximum(rays, torch.where(visible, torch.exp(-(across**2)) * along, 0.0))
+    return 0.7 * rays
+
+
+def _calcifications(c: Cases, dx: Tensor, dy: Tensor, generator: torch.Generator) -> Tensor:
+    """A cluster of bright specks in some lesions, more often in malignant ones."""
+    clustered = _uniform(len(c), 1, 0.0, 1.0, generator)[:, 0] < 0.1 + 0.4 * c.malignancy
+    across, down = _uniform(len(c), 2 * CALCIFICATIONS, -1.0, 1.0, generator).chunk(2, dim=1)
+    size = max(0.006, 0.6 / dx.shape[-1])
+    specks = torch.zeros(len(c), dy.shape[-2], dx.shape[-1])
+    for speck in range(CALCIFICATIONS):
+        squared = (dx - c.radius * across[:, speck]) ** 2 + (dy - c.radius * down[:, speck]) ** 2
+        specks += torch.exp(-squared / (2 * size**2))
+    return 0.3 * clustered * specks

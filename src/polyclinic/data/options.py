@@ -1,0 +1,34 @@
+"""Options of datasets, partitions and splits: frozen, closed to unknown names, refused with one sentence."""
+
+from __future__ import annotations
+
+from typing import Any, Self
+
+from pydantic import BaseModel, ConfigDict, ModelWrapValidatorHandler, ValidationError, model_validator
+
+from polyclinic.errors import RecipeError
+
+
+class Options(BaseModel):
+    """Base of all option classes; `model_validate(dict)` and the constructor raise `RecipeError`."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _in_one_sentence(cls, values: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        try:
+            return handler(values)
+        except ValidationError as error:
+            raise RecipeError(cls._sentence(error)) from None
+
+    @classmethod
+    def _sentence(cls, error: ValidationError) -> str:
+        first = error.errors()[0]
+        option = ".".join(str(step) for step in first["loc"]) or "value"
+        if first["type"] == "extra_forbidden":
+            return f"{cls.__name__} has no option '{option}'; it has: {', '.join(cls.model_fields)}."
+        if first["type"] == "missing":
+            return f"{cls.__name__} needs the option '{option}'; add it."
+        wish = first["msg"].removeprefix("Input ")
+        return f"The option '{option}' of {cls.__name__} {wish}, but is {first['input']!r}."

@@ -1,0 +1,227 @@
+"""How a collection is divided among sites.
+
+Every partition divides PATIENTS, so no patient's images are on two sites. A patient's class is the majority label
+of its images. All partitions but `Admixture` give disjoint sites that together hold everything.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import Field
+
+from polyclinic.core import Stream
+from polyclinic.data.options import Options
+from polyclinic.data.patients import Indices, Patients
+from polyclinic.errors import DataError
+
+DRAWS = 1000
+
+
+class Partition(Options, ABC):
+    minimum: int = Field(1, ge=0)
+    """Images that every site must have."""
+
+    @abstractmethod
+    def assign(
+        self, labels: Indices, patients: Sequence[str], stream: Stream, column: Sequence[str] | None = None
+    ) -> list[Indices]:
+        """The images of every site. `column` names the natural site of every image."""
+
+    @abstractmethod
+    def names(self, column: Sequence[str] | None = None) -> list[str]:
+        """The names of the sites, in the order of `assign`."""
+
+
+class Natural(Partition):
+    """The sites that the images really come from."""
+
+    def assign(
+        self, labels: Indices, patients: Sequence[str], stream: Stream, column: Sequence[str] | None = None
+    ) -> list[Indices]:
+        names, site = np.unique(np.asarray(self._known(column)), return_inverse=True)
+        _refuse_shared_patients(Patients.of(labels, patients), site)
+        for name, size in zip(names, np.bincount(site), strict=True):
+            if size < self.minimum:
+                raise DataError(
+                    f"Site '{name}' has {size} images, below the minimum of {self.minimum}; lower the minimum."
+                )
+        return [np.flatnonzero(site == number) for number in range(len(names))]
+
+    def names(self, column: Sequence[str] | None = None) -> list[str]:
+        return sorted(set(self._known(column)))
+
+    def _known(self, column: Sequence[str] | None) -> Sequence[str]:
+        if column is None:
+            raise DataError("This collection has no natural sites; choose another partition, such as iid.")
+        return column
+
+
+class Drawn(Partition):
+    """A division drawn at random, again and again until every site has its minimum."""
+
+    sites: int = Field(ge=1)
+    remedy: ClassVar[str] = "ask for fewer sites or a lower minimum"
+
+    def assign(
+        self, labels: Indices, patients: Sequence[str], stream: Stream, column: Sequence[str] | None = None
+    ) -> list[Indices]:
+        people = Patients.of(labels, patients)
+        self.check(people)
+        rng = np.random.default_rng(stream.integer())
+        for _ in range(DRAWS):
+            members = self.draw(people, rng)
+            if min(people.sizes[site].sum() for site in members) >= self.minimum:
+                return [people.images(site) for site in members]
+        raise self._too_small(people)
+
+    def names(self, column: Sequence[str] | None = None) -> list[str]:
+        width = len(str(self.sites))
+        return [f"site-{number:0{width}d}" for number in range(1, self.sites + 1)]
+
+    def check(self, people: Patients) -> None:
+        """Refuse at once what no draw can give."""
+        if self.sites * self.minimum > people.sizes.sum() or (self.minimum and self.sites > len(people)):
+            raise self._too_small(people)
+
+    @abstractmethod
+    def draw(self, people: Patients, rng: np.random.Generator) -> list[Indices]:
+        """The patients of every site."""
+
+    def _too_small(self, people: Patients) -> DataError:
+        return DataError(
+            f"{people.sizes.sum()} images of {len(people)} patients could not be divided among {self.sites} sites "
+            f"with at least {self.minimum} images each; {self.remedy}."
+        )
+
+
+class Iid(Drawn):
+    """Every site a random sample of equal size."""
+
+    def draw(self, people: Patients, rng: np.random.Generator) -> list[Indices]:
+        return _dealt(people, rng.permutation(len(people)), np.ones(self.sites))
+
+
+class Quantity(Drawn):
+    """Random samples whose sizes follow a Dirichlet distribution."""
+
+    alpha: float = Field(0.5, gt=0)
+    remedy = "ask for fewer sites, a lower minimum or a larger alpha"
+
+    def draw(self, people: Patients, rng: np.random.Generator) -> list[Indices]:
+        return _dealt(people, rng.permutation(len(people)), rng.dirichlet(np.full(self.sites, self.alpha)))
+
+
+class Dirichlet(Drawn):
+    """Every class is divided by its own Dirichlet draw (Hsu, Qi and Brown 2019; Li et al. 2022)."""
+
+    alpha: float = Field(0.5, gt=0)
+    remedy = "ask for fewer sites, a lower minimum or a larger alpha"
+
+    def draw(self, people: Patients, rng: np.random.Generator) -> list[Indices]:
+        dealt = [
+            _dealt(people, rng.permutation(members), rng.dirichlet(np.full(self.sites, self.alpha)))
+            for members in _by_class(people)
+        ]
+        return [np.concatenate(pieces) for pieces in zip(*dealt, strict=True)]
+
+
+class Shards(Drawn):
+    """Few classes at a site (McMahan et al. 2017): each class is cut into shards, each site is dealt some.
+
+    Departure: shards end where a class ends, so that no site has more than `classes_per_site` classes.
+    """
+
+    classes_per_site: int = Field(2, ge=1)
+    remedy = "ask for fewer sites, a lower minimum or more classes_per_site"
+
+    def check(self, people: Patients) -> None:
+        super().check(people)
+        classes = len(np.unique(people.labels))
+        if self.sites * self.classes_per_site < classes:
+            raise DataError(
+                f"{self.sites} sites with {self.classes_per_site} classes each cannot hold all {classes} classes; "
+                "ask for more sites or more classes_per_site."
+            )
+
+    def draw(self, people: Patients, rng: np.random.Generator) -> list[Indices]:
+        classes = _by_class(people)
+        counts = _apportion([int(people.sizes[members].sum()) for members in classes], self._shards)
+        shards = [
+            shard
+            for members, count in zip(classes, counts, strict=True)
+            for shard in _dealt(people, rng.permutation(members), np.ones(count))
+        ]
+        hands = rng.permutation(self._shards).reshape(self.sites, self.classes_per_site)
+        return [np.concatenate([shards[number] for number in hand]) for hand in hands]
+
+    @property
+    def _shards(self) -> int:
+        return self.sites * self.classes_per_site
+
+
+class Admixture(Drawn):
+    """Overlapping sites: all patients of a site's primary classes, every other with probability `admixture`.
+
+    Site k's primary classes are k·m … k·m + m − 1, modulo the number of classes, with m = `primary`.
+    """
+
+    primary: int = Field(2, ge=1)
+    admixture: float = Field(0.7, ge=0, le=1)
+    remedy = "ask for a lower minimum or more admixture"
+
+    def check(self, people: Patients) -> None:
+        """Sites overlap: any number of them may share the same patients."""
+
+    def draw(self, people: Patients, rng: np.random.Generator) -> list[Indices]:
+        classes, label = np.unique(people.labels, return_inverse=True)
+        return [
+            np.flatnonzero(
+                ((label - site * self.primary) % len(classes) < self.primary)
+                | (rng.random(len(people)) < self.admixture)
+            )
+            for site in range(self.sites)
+        ]
+
+
+PARTITIONS: Mapping[str, type[Partition]] = {
+    "natural": Natural,
+    "iid": Iid,
+    "dirichlet": Dirichlet,
+    "shards": Shards,
+    "quantity": Quantity,
+    "admixture": Admixture,
+}
+
+
+def _refuse_shared_patients(people: Patients, site: Indices) -> None:
+    shared = people.spread(site)
+    if shared:
+        raise DataError(
+            f"{shared} patients have images at more than one natural site; choose another partition, or write the "
+            "site into the patient identifiers if they are different people."
+        )
+
+
+def _by_class(people: Patients) -> list[Indices]:
+    return [np.flatnonzero(people.labels == label) for label in np.unique(people.labels)]
+
+
+def _dealt(people: Patients, order: Indices, shares: NDArray[np.float64]) -> list[Indices]:
+    """`order` cut into consecutive pieces whose image counts follow `shares` as nearly as patients allow."""
+    ends = np.cumsum(people.sizes[order])
+    bounds = np.cumsum(shares)[:-1] / shares.sum() * ends[-1]
+    return np.split(order, np.searchsorted(ends - people.sizes[order] / 2, bounds))
+
+
+def _apportion(sizes: list[int], seats: int) -> list[int]:
+    """Seats for every size, at least one each, the next always to whom a seat weighs most (D'Hondt)."""
+    counts = [1] * len(sizes)
+    for _ in range(seats - len(sizes)):
+        weight = [size / count for size, count in zip(sizes, counts, strict=True)]
+        counts[weight.index(max(weight))] += 1
+    return counts

@@ -1,0 +1,48 @@
+"""Images grouped by patient: whoever divides images divides patients, so that nobody is on both sides."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+Indices: TypeAlias = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Patients:
+    of_image: Indices
+    """The patient's number, for every image."""
+    sizes: Indices
+    """How many images, for every patient."""
+    labels: Indices
+    """The most frequent label (of equals the lowest), for every patient."""
+
+    @staticmethod
+    def of(labels: Indices, names: Sequence[str]) -> Patients:
+        _, of_image, sizes = np.unique(np.asarray(names), return_inverse=True, return_counts=True)
+        return Patients(of_image.astype(np.int64), sizes.astype(np.int64), _majority(of_image, labels))
+
+    def __len__(self) -> int:
+        return len(self.sizes)
+
+    def images(self, members: Indices) -> Indices:
+        """Indices of all images of these patients, ascending."""
+        chosen = np.zeros(len(self), dtype=bool)
+        chosen[members] = True
+        return np.flatnonzero(chosen[self.of_image])
+
+    def spread(self, group: Indices) -> int:
+        """How many patients have images in more than one group. Who they are is not told: errors end up in logs."""
+        pairs = np.unique(np.stack([self.of_image, group]), axis=1)
+        return int((np.bincount(pairs[0]) > 1).sum())
+
+
+def _majority(groups: Indices, labels: Indices) -> Indices:
+    pairs, counts = np.unique(np.stack([groups, labels]), axis=1, return_counts=True)
+    order = np.lexsort((-pairs[1], counts, pairs[0]))
+    last = np.flatnonzero(np.diff(pairs[0][order], append=-1))
+    return pairs[1][order][last].astype(np.int64)

@@ -1,0 +1,102 @@
+"""Training, validation and test parts, divided by patient."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Self, TypeAlias, get_args
+
+import numpy as np
+from pydantic import Field, model_validator
+
+from polyclinic.core import Part, Stream
+from polyclinic.data.options import Options
+from polyclinic.data.patients import Indices, Patients
+from polyclinic.errors import DataError, RecipeError
+
+PARTS: tuple[Part, ...] = get_args(Part)
+Parts: TypeAlias = dict[Part, Indices]
+
+
+class Fractions(Options):
+    """Shares of a site's images; a part with share 0 stays empty."""
+
+    train: float = Field(0.8, gt=0)
+    validation: float = Field(0.1, ge=0)
+    test: float = Field(0.1, ge=0)
+    official: bool = True
+    """Keep the official split of a collection that has one."""
+
+    @model_validator(mode="after")
+    def _sum_to_one(self) -> Self:
+        total = self.train + self.validation + self.test
+        if abs(total - 1) > 1e-6:
+            raise RecipeError(f"The fractions train, validation and test add up to {total:g}; make them 1.")
+        return self
+
+    def of(self, part: Part) -> float:
+        return float(getattr(self, part))
+
+
+def split(
+    labels: Indices,
+    patients: Sequence[str],
+    fractions: Fractions,
+    stream: Stream,
+    official: Sequence[str] | None = None,
+) -> Parts:
+    """Indices of each part, ascending. Parts that an official split lacks are cut from its training part."""
+    people = Patients.of(labels, patients)
+    if official is None or not fractions.official:
+        given = np.zeros(len(people), dtype=np.int64)
+    else:
+        given = _official_parts(people, official)
+    wanted = np.array([fractions.of(part) for part in PARTS])
+    wanted[1:][np.isin([1, 2], given)] = 0
+    part = given.copy()
+    pool = np.flatnonzero(given == 0)
+    part[pool] = _stratified(people, pool, wanted / wanted.sum(), np.random.default_rng(stream.integer()))
+    return {name: people.images(np.flatnonzero(part == number)) for number, name in enumerate(PARTS)}
+
+
+def _official_parts(people: Patients, official: Sequence[str]) -> Indices:
+    unknown = sorted(set(official) - set(PARTS))
+    if unknown:
+        raise DataError(f"The official split has a part '{unknown[0]}'; use only train, validation and test.")
+    part = np.array([PARTS.index(name) for name in official if name in PARTS], dtype=np.int64)
+    leaked = people.spread(part)
+    if leaked:
+        raise DataError(
+            f"The official split puts {leaked} patients into more than one part; set official: false to split by patient."
+        )
+    of_patient = np.zeros(len(people), dtype=np.int64)
+    of_patient[people.of_image] = part
+    return of_patient
+
+
+def _stratified(people: Patients, pool: Indices, shares: np.ndarray, rng: np.random.Generator) -> Indices:
+    """A part for every patient of `pool`: class after class, each patient to the part that is furthest behind.
+
+    The rarest class comes first, because the first patients go to training.
+    """
+    labels = people.labels[pool]
+    _, inverse, counts = np.unique(labels, return_inverse=True, return_counts=True)
+    order = np.lexsort((rng.permutation(len(pool)), labels, counts[inverse]))
+    part = np.zeros(len(pool), dtype=np.int64)
+    behind = np.zeros(len(shares))
+    for position, size in zip(order, people.sizes[pool][order], strict=True):
+        behind += shares * size
+        part[position] = np.argmax(behind)
+        behind[part[position]] -= size
+    _fill_empty(part, labels, shares)
+    return part
+
+
+def _fill_empty(part: Indices, labels: Indices, shares: np.ndarray) -> None:
+    """Give every part that should have patients one of the commonest class of the fullest part."""
+    for empty in np.flatnonzero(shares > 0):
+        fullest = np.bincount(part, minlength=len(shares)).argmax() if len(part) else 0
+        donors = np.flatnonzero(part == fullest)
+        if (part == empty).any() or len(donors) < 2:
+            continue
+        values, counts = np.unique(labels[donors], return_counts=True)
+        part[donors[labels[donors] == values[counts.argmax()]][-1]] = empty

@@ -1,0 +1,121 @@
+"""Sites in this process, one after another; or shared out to worker processes, each with its own threads.
+
+Workers are forked, so they share the images; bytes travel over pipes, nothing is pickled. Any worker may serve any
+site, since what a site remembers lies on disk.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterable, Mapping
+from multiprocessing import get_context
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+
+import torch
+
+from polyclinic.core import Failure, SiteId
+from polyclinic.errors import PolyclinicError, Refused
+from polyclinic.runner import SiteRunner
+
+
+def attempt(runner: SiteRunner, data: bytes) -> bytes | Failure:
+    """A site's answer, or why it has none. Only errors with a sentence are the site's; bugs surface."""
+    try:
+        return runner.answer(data)
+    except Refused as refusal:
+        return Failure("refused", str(refusal))
+    except PolyclinicError as error:
+        return Failure("error", str(error))
+
+
+class LocalEngine:
+    """In this process. `threads` is what PyTorch may use; one makes results independent of the machine's cores."""
+
+    def __init__(self, runners: Mapping[SiteId, SiteRunner], threads: int = 1) -> None:
+        self.runners = runners
+        torch.set_num_threads(threads)
+
+    def exchange(
+        self, round: int, sent: Mapping[SiteId, bytes], deadline: float | None
+    ) -> Iterable[tuple[SiteId, bytes | Failure]]:
+        for site in sent:
+            yield site, attempt(self.runners[site], sent[site])
+
+    def close(self) -> None:
+        """Nothing to release."""
+
+
+class WorkerEngine:
+    """The same runners in `workers` forked processes; a free worker takes the next site."""
+
+    def __init__(self, runners: Mapping[SiteId, SiteRunner], workers: int, threads: int = 1) -> None:
+        torch.set_num_threads(1)  # forking while other threads compute would hang the child
+        self.runners, self.names = runners, list(runners)
+        context = get_context("fork")
+        self.pipes: list[Connection] = []
+        self.processes: list[BaseProcess] = []
+        for _ in range(workers):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=self._serve, args=(theirs, threads), daemon=True)
+            process.start()
+            theirs.close()
+            self.pipes.append(ours)
+            self.processes.append(process)
+
+    def _serve(self, pipe: Connection, threads: int) -> None:
+        """A worker's life: a site's number and a message in, a reply or a failure out, until the pipe closes."""
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        for inherited in self.pipes:
+            inherited.close()
+        torch.set_num_threads(threads)
+        while True:
+            try:
+                site = self.names[int(pipe.recv_bytes())]
+                answer = attempt(self.runners[site], pipe.recv_bytes())
+            except EOFError:
+                os._exit(0)
+            failed = isinstance(answer, Failure)
+            pipe.send_bytes(b"failure" if failed else b"reply")
+            pipe.send_bytes(f"{answer.kind}|{answer.sentence}".encode() if isinstance(answer, Failure) else answer)
+
+    def exchange(
+        self, round: int, sent: Mapping[SiteId, bytes], deadline: float | None
+    ) -> Iterable[tuple[SiteId, bytes | Failure]]:
+        waiting = list(sent)
+        busy: dict[Connection, SiteId] = {}
+        idle = [pipe for pipe, process in zip(self.pipes, self.processes, strict=True) if process.is_alive()]
+        while waiting or busy:
+            while waiting and idle:
+                site, pipe = waiting.pop(0), idle.pop()
+                pipe.send_bytes(str(self.names.index(site)).encode())
+                pipe.send_bytes(sent[site])
+                busy[pipe] = site
+            if not busy:
+                yield from ((site, Failure("dead", "no worker process is left")) for site in waiting)
+                return
+            for ready in wait(list(busy)):
+                assert isinstance(ready, Connection)
+                site = busy.pop(ready)
+                answer = _receive(ready)
+                if not (isinstance(answer, Failure) and answer.kind == "dead"):
+                    idle.append(ready)
+                yield site, answer
+
+    def close(self) -> None:
+        for pipe in self.pipes:
+            pipe.close()
+        for process in self.processes:
+            process.join(timeout=5)
+
+
+def _receive(pipe: Connection) -> bytes | Failure:
+    try:
+        kind, payload = pipe.recv_bytes(), pipe.recv_bytes()
+    except (EOFError, OSError):
+        return Failure("dead", "the worker process ended; was it out of memory?")
+    if kind == b"reply":
+        return payload
+    reason, _, sentence = payload.decode().partition("|")
+    return Failure("refused" if reason == "refused" else "error", sentence)

@@ -1,0 +1,39 @@
+"""Every error a person can hit. Each carries one sentence: what is wrong, where, and what to do."""
+
+from __future__ import annotations
+
+
+class PolyclinicError(Exception):
+    """Base of all errors that are somebody's to mend; the command line prints them without a traceback."""
+
+
+class RecipeError(PolyclinicError):
+    """A recipe that cannot run: an unknown key, a wrong value, an impossible combination."""
+
+
+class DataError(PolyclinicError):
+    """Images, labels or partitions that cannot be trained on."""
+
+
+class WeightsError(PolyclinicError):
+    """A weights file that is missing, unreadable, or made for another network."""
+
+
+class StoreError(PolyclinicError):
+    """A run folder that cannot be written, read or resumed."""
+
+
+class EngineError(PolyclinicError):
+    """An engine that cannot run here."""
+
+
+class RoundFailed(PolyclinicError):  # noqa: N818  it names what happened
+    """Fewer sites than the quorum delivered an acceptable update; the state was left as it was."""
+
+
+class Refused(PolyclinicError):  # noqa: N818
+    """A message that was not accepted. `kind` is a stable name; the text says what was found."""
+
+    def __init__(self, kind: str, sentence: str) -> None:
+        super().__init__(f"{kind}: {sentence}")
+        self.kind = kind

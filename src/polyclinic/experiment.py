@@ -1,0 +1,287 @@
+"""From a recipe to a finished run: data, network, sites, engine, rounds, result."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from polyclinic import wire
+from polyclinic.core import Bundle, Federation, Score, SiteId, Stream
+from polyclinic.data import DATASETS
+from polyclinic.data.examples import Images, SiteData, concatenate
+from polyclinic.data.federate import SiteSummary, describe, federate
+from polyclinic.engines.local import LocalEngine, WorkerEngine
+from polyclinic.errors import EngineError, RecipeError, StoreError
+from polyclinic.faults import reach
+from polyclinic.flops import parameters, training_step_flops
+from polyclinic.journal import FolderJournal, RamJournal
+from polyclinic.learning.fit import score
+from polyclinic.learning.network import LiveNetwork, weights_of
+from polyclinic.learning.objectives import probabilities
+from polyclinic.metrics import Predictions, finite, measure
+from polyclinic.models import adopt_weights, build, download_weights, load_weights
+from polyclinic.models.classifier import Classifier
+from polyclinic.recipe import Recipe
+from polyclinic.results import assess, cost, drift, headline, versions
+from polyclinic.rounds import POOLED, Outcome, Rounds, Rules, Watch
+from polyclinic.runner import EVALUATION_BATCH, SiteRunner
+from polyclinic.store import DiskMemory, MemoryStore, RamMemory, write_atomically, write_json
+
+
+@dataclass(frozen=True)
+class Consortium:
+    """The hospitals of a recipe, with their images, before any algorithm: shared by all methods of a comparison."""
+
+    classes: tuple[str, ...]
+    sites: Mapping[SiteId, SiteData]
+    held_out: Images | None
+    channels: int
+    size: int
+
+    def describe(self) -> list[SiteSummary]:
+        return describe(self.sites, self.classes)
+
+
+@dataclass(frozen=True)
+class Result:
+    """A finished run. `summary` is what result.json holds; `model` the final weights (empty for Local)."""
+
+    summary: dict[str, Any]
+    state: Bundle
+    folder: Path | None
+
+    @property
+    def headline(self) -> dict[str, Any]:
+        found: dict[str, Any] = self.summary["headline"]
+        return found
+
+
+def gather(recipe: Recipe, data: Path | None = None) -> Consortium:
+    """Load the recipe's data set and divide it among sites, checked."""
+    stream, spec = Stream(recipe.seed), DATASETS[recipe.data.name]
+    options = spec.options.model_validate(recipe.data.options)
+    collection = spec.load(options, stream.child("data"), data)
+    sites = federate(
+        collection,
+        recipe.partition_of(),
+        recipe.data.split,
+        stream.child("sites"),
+        recipe.data.allow_single_class,
+    )
+    channels, size = collection.images.shape[1], collection.images.shape[-1]
+    return Consortium(collection.classes, sites, collection.held_out, channels, size)
+
+
+def network_of(recipe: Recipe, consortium: Consortium) -> Classifier:
+    """The recipe's network, its first weights from the seed or from a file."""
+    module = build(
+        recipe.model.name,
+        classes=len(consortium.classes),
+        channels=consortium.channels,
+        size=consortium.size,
+        dropout=recipe.model.dropout,
+        seed=Stream(recipe.seed, ("model",)),
+    )
+    if recipe.model.weights == "torchvision":
+        adopt_weights(module, download_weights(recipe.model.name), "torchvision")
+    elif recipe.model.weights is not None:
+        load_weights(module, recipe.model.weights)
+    return module
+
+
+def device_of(recipe: Recipe) -> torch.device:
+    wanted = recipe.engine.device
+    if wanted == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(wanted)
+        torch.zeros(1, device=device)
+    except (RuntimeError, AssertionError):
+        raise EngineError(f"the device {wanted!r} is not to be had here; use --device cpu or --device auto") from None
+    return device
+
+
+def rules_of(recipe: Recipe) -> Rules:
+    return Rules(
+        rounds=recipe.rounds,
+        run=hashlib.sha256(recipe.to_yaml().encode()).hexdigest()[:16],
+        seed=recipe.seed,
+        cohort=recipe.cohort,
+        quorum=recipe.quorum,
+        schedule=recipe.schedule,
+        early_stop=recipe.early_stop,
+        evaluate_every=recipe.evaluate.every,
+        snapshot_every=recipe.snapshot_every,
+        max_norm=recipe.max_norm,
+    )
+
+
+class Experiment:
+    """One recipe, one algorithm, one seed, put together; `run` plays it."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        folder: Path | None = None,
+        data: Path | None = None,
+        watch: Watch = lambda *_: None,
+        consortium: Consortium | None = None,
+    ) -> None:
+        if recipe.methods:
+            raise RecipeError(f"{recipe.name} compares {len(recipe.methods)} methods; use `polyclinic compare`")
+        self.recipe, self.folder, self.watch = recipe, folder, watch
+        self.algorithm = recipe.algorithm_of()
+        self.consortium = consortium or gather(recipe, data)
+        self.module = network_of(recipe, self.consortium)
+        if recipe.cohort is not None and recipe.cohort > len(self.consortium.sites):
+            raise RecipeError(
+                f"a cohort of {recipe.cohort} is asked of {len(self.consortium.sites)} sites; lower or drop cohort"
+            )
+        if recipe.quorum > len(self.consortium.sites):
+            raise RecipeError(
+                f"a quorum of {recipe.quorum} is asked of {len(self.consortium.sites)} sites; lower quorum"
+            )
+        device = device_of(recipe)
+        self.network = LiveNetwork(self.module, device)
+        self.sites = {name: _on(site, device) for name, site in self.consortium.sites.items()}
+        if self.algorithm.pooled:
+            self.sites[POOLED] = pool(self.sites)
+        initial = weights_of(self.module)
+        registered = {name: len(site.train) for name, site in self.sites.items()}
+        cpu = {kind: {n: t.cpu() for n, t in group.items()} for kind, group in initial.items()}
+        self.federation = Federation(self.consortium.classes, registered, cpu)
+
+    def run(self) -> Result:
+        """Play the rounds that are left, evaluate, and write the result."""
+        began = time.perf_counter()
+        recipe, scratch = self.recipe, tempfile.TemporaryDirectory(prefix="polyclinic-")
+        journal = FolderJournal(self.folder) if self.folder else RamJournal()
+        if self.folder:
+            write_atomically(self.folder / "recipe.yaml", recipe.to_yaml().encode())
+        memory = self._memory(Path(scratch.name))
+        runners = {
+            name: SiteRunner(name, site, self.algorithm, self.network, memory) for name, site in self.sites.items()
+        }
+        workers, threads = recipe.engine.workers, recipe.engine.threads
+        engine = WorkerEngine(runners, workers, threads) if workers else LocalEngine(runners, threads)
+        try:
+            judge = self.judge if self.held_out(self.algorithm.init(self.federation)) is not None else None
+            rounds = Rounds(self.federation, self.algorithm, engine, rules_of(recipe), journal, self.watch, judge)
+            outcome = rounds.run()
+            predictions = rounds.predictions(outcome, ["train", "validation", "test"])
+            reach("evaluated")
+        finally:
+            engine.close()
+            scratch.cleanup()
+        held_out = self.held_out(outcome.state)
+        scores = assess(predictions, held_out, recipe.evaluate.bootstrap, Stream(recipe.seed, ("bootstrap",)))
+        summary = self.summarise(outcome, scores, journal, time.perf_counter() - began)
+        if self.folder:
+            self.write(outcome, summary)
+        return Result(summary, outcome.state, self.folder)
+
+    def _memory(self, scratch: Path) -> MemoryStore:
+        if self.folder:
+            return DiskMemory(self.folder / "sites")
+        return DiskMemory(scratch) if self.recipe.engine.workers else RamMemory()
+
+    def held_out(self, state: Bundle) -> Predictions | None:
+        """The final global model's predictions on a test set that belongs to no site."""
+        examples = self.consortium.held_out
+        models = self.algorithm.models(state, None)
+        if examples is None or "global" not in models:
+            return None
+        here = examples.to(self.network.device)
+        found = score(Score(models["global"], probabilities), self.network, here, EVALUATION_BATCH)
+        return Predictions(found["probabilities"].double().numpy(), found["labels"].numpy())
+
+    def judge(self, state: Bundle) -> dict[str, Any]:
+        found = self.held_out(state)
+        assert found is not None
+        return {"n": len(found), **finite(measure(found.probabilities, found.labels))}
+
+    def summarise(
+        self, outcome: Outcome, scores: Mapping[str, Any], journal: FolderJournal | RamJournal, seconds: float
+    ) -> dict[str, Any]:
+        recipe, consortium = self.recipe, self.consortium
+        model, best = headline(scores["merged"])
+        shape = (recipe.training.batch, consortium.channels, consortium.size, consortium.size)
+        return {
+            "name": recipe.name,
+            "algorithm": recipe.algorithm.name,
+            "data": recipe.data.name,
+            "seed": recipe.seed,
+            "rounds": outcome.rounds,
+            "stopped_early": outcome.stopped_early,
+            "classes": list(consortium.classes),
+            "hospitals": list(consortium.describe()),
+            "model": {
+                "name": recipe.model.name,
+                "parameters": parameters(self.module),
+                "flops_per_step": training_step_flops(self.module, shape),
+            },
+            "headline": {"model": model, **best},
+            **scores,
+            "drift": drift(journal.rows),
+            "cost": {**cost(journal.costs), "run_seconds": seconds},
+            "released": [{"kind": e.kind, "protection": e.protection.why} for e in self.algorithm.exchanges],
+            "sha256": wire.digest(outcome.state),
+            "versions": versions(),
+        }
+
+    def write(self, outcome: Outcome, summary: Mapping[str, Any]) -> None:
+        assert self.folder is not None
+        write_atomically(self.folder / "model.safetensors", wire.encode_body(outcome.state).data)
+        reach("model-written")
+        write_json(self.folder / "result.json", summary)
+        reach("result-written")
+
+
+def _on(site: SiteData, device: torch.device) -> SiteData:
+    if device.type == "cpu":
+        return site
+    parts = {part: getattr(site, part).to(device) for part in ("train", "validation", "test")}
+    return replace(site, **parts)
+
+
+def pool(sites: Mapping[SiteId, SiteData]) -> SiteData:
+    """Everybody's training and validation images in one place; nothing to test on, the sites do that."""
+    train, validation = (concatenate([getattr(site, p) for site in sites.values()]) for p in ("train", "validation"))
+    return SiteData(POOLED, train, validation, validation.subset(torch.arange(0)))
+
+
+def run(
+    recipe: Recipe,
+    out: Path | str | None = None,
+    data: Path | str | None = None,
+    watch: Watch = lambda *_: None,
+    consortium: Consortium | None = None,
+) -> Result:
+    """Run a recipe. With `out`, everything is written there and an interrupted run goes on where it stopped."""
+    folder = Path(out) if out is not None else None
+    if folder is not None and (folder / "result.json").exists():
+        return finished(folder, recipe)
+    if folder is not None and (folder / "recipe.yaml").exists():
+        _check_same(folder, recipe)
+    return Experiment(recipe, folder, Path(data) if data else None, watch, consortium).run()
+
+
+def finished(folder: Path, recipe: Recipe | None = None) -> Result:
+    """A run that has already ended, read back."""
+    if recipe is not None:
+        _check_same(folder, recipe)
+    summary = json.loads((folder / "result.json").read_text())
+    return Result(summary, {}, folder)
+
+
+def _check_same(folder: Path, recipe: Recipe) -> None:
+    if Recipe.load(folder / "recipe.yaml") != recipe:
+        raise StoreError(f"{folder} holds a run of another recipe; choose another folder with --out, or remove it")

@@ -1,0 +1,174 @@
+"""The one training loop, and its counterpart that only looks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from polyclinic.core import (
+    Bundle,
+    Examples,
+    Fit,
+    Fitted,
+    Optimiser,
+    Score,
+    Site,
+    Step,
+    Stream,
+    Tensors,
+    Training,
+)
+from polyclinic.learning.network import LiveNetwork
+
+
+def order(labels: Tensor, training: Training, stream: Stream) -> Tensor:
+    """One epoch's examples in random order, minority classes repeated if the recipe says so."""
+    generator = stream.generator()
+    pool = oversampled(labels, generator) if training.oversample else torch.arange(len(labels))
+    return pool[torch.randperm(len(pool), generator=generator)]
+
+
+def oversampled(labels: Tensor, generator: torch.Generator) -> Tensor:
+    """Every example once, then random repeats of each class until all are as frequent as the largest."""
+    counts = labels.cpu().bincount()
+    chosen = [torch.arange(len(labels))]
+    for value in counts.nonzero().squeeze(1).tolist():
+        members = (labels.cpu() == value).nonzero().squeeze(1)
+        missing = int(counts.max()) - len(members)
+        chosen.append(members[torch.randint(len(members), (missing,), generator=generator)])
+    return torch.cat(chosen)
+
+
+def batches(labels: Tensor, training: Training, stream: Stream) -> list[Tensor]:
+    """One epoch cut into batches. A single left-over example joins the batch before it (BatchNorm needs two)."""
+    cut = list(torch.split(order(labels, training, stream), training.batch))
+    if len(cut) > 1 and len(cut[-1]) == 1:
+        cut[-2:] = [torch.cat(cut[-2:])]
+    return cut
+
+
+def walk(labels: Tensor, training: Training, stream: Stream, round: int, whole: bool) -> Iterator[list[Tensor]]:
+    """The batches of each step of one round.
+
+    Epochs are numbered over the whole run, so averaging more often changes when sites meet, not what they see: the
+    same site draws the same order in epoch e whether that epoch is a round, a part of one, or spans several.
+    """
+    if training.epochs is not None:
+        for epoch in range((round - 1) * training.epochs, round * training.epochs):
+            cut = batches(labels, training, stream.child("order", epoch))
+            yield from [cut] if whole else ([index] for index in cut)
+    else:
+        steps = training.steps or 1
+        epoch, cut = -1, []
+        for position in range((round - 1) * steps, round * steps):
+            per_epoch = len(cut) or len(batches(labels, training, stream.child("order", 0)))
+            if position // per_epoch != epoch:
+                epoch = position // per_epoch
+                cut = batches(labels, training, stream.child("order", epoch))
+            yield [cut[position % per_epoch]]
+
+
+def make_optimiser(parameters: list[torch.nn.Parameter], options: Optimiser, lr: float) -> torch.optim.Optimizer:
+    if options.name == "sgd":
+        return torch.optim.SGD(parameters, lr, options.momentum, weight_decay=options.weight_decay)
+    kind = torch.optim.Adam if options.name == "adam" else torch.optim.AdamW
+    return kind(parameters, lr, weight_decay=options.weight_decay)
+
+
+def fit(job: Fit, network: LiveNetwork, data: Examples, site: Site, stream: Stream) -> Fitted:
+    """Train from `job.weights` on `data`; `stream` is the site's, so its data order does not depend on the engine."""
+    live, training = network.load(job.weights), job.training
+    steps = job.steps if isinstance(job.steps, tuple) else (Step(job.steps),)
+    moving = [network.trainable(training.fine_tune, step.train) for step in steps]
+    network.training_mode(frozenset().union(*moving))
+    reference = {k: {n: t.to(network.device) for n, t in g.items()} for k, g in job.reference.items()}
+    optimisers = [make_optimiser(network.require_gradients(n), training.optimiser, site.lr) for n in moving]
+    restore_optimiser(optimisers[0], network, moving[0], job.optimiser_state)
+    count, total = 0, torch.zeros((), device=network.device)
+    with DropoutFrom(stream.child("dropout", site.round), network):
+        for micro in walk(data.labels, training, stream, site.round, job.whole):
+            for step, names, optimiser in zip(steps, moving, optimisers, strict=True):
+                if len(steps) > 1:
+                    network.require_gradients(names)
+                optimiser.zero_grad(set_to_none=True)
+                loss = _gradient(step, network, live, data, micro, reference)
+                optimiser.step()
+            total += loss
+            count += 1
+    state = {} if job.optimiser_state is None else optimiser_state(optimisers[0], network, moving[0])
+    return Fitted(network.take(), count, float(total) / max(count, 1), state)
+
+
+def _gradient(
+    step: Step, network: LiveNetwork, live: Bundle, data: Examples, micro: list[Tensor], reference: Bundle
+) -> Tensor:
+    """Leave the gradient of the mean over `micro` in the parameters; returns the mean loss, detached."""
+    if len(micro) == 1:
+        loss = step.objective(network, live, data.batch(micro[0]), reference)
+        loss.backward()  # type: ignore[no-untyped-call]
+        return loss.detach()
+    examples = sum(len(index) for index in micro)
+    total = torch.zeros((), device=network.device)
+    for index in micro:
+        loss = step.objective(network, live, data.batch(index), reference) * (len(index) / examples)
+        loss.backward()  # type: ignore[no-untyped-call]
+        total += loss.detach()
+    return total
+
+
+class DropoutFrom:
+    """Draw dropout masks from a stream, and leave the process's own generator as it was."""
+
+    def __init__(self, stream: Stream, network: LiveNetwork) -> None:
+        self.stream, self.needed = stream, network.stochastic
+        devices = [network.device] if network.device.type == "cuda" else []
+        self.fork = torch.random.fork_rng(devices)
+
+    def __enter__(self) -> None:
+        if self.needed:
+            self.fork.__enter__()
+            torch.manual_seed(self.stream.integer())
+
+    def __exit__(self, *error: object) -> None:
+        if self.needed:
+            self.fork.__exit__(None, None, None)
+
+
+def optimiser_state(optimiser: torch.optim.Optimizer, network: LiveNetwork, names: frozenset[str]) -> Tensors:
+    state: Tensors = {}
+    for name, parameter in network.live["model"].items():
+        if name in names:
+            for slot, value in optimiser.state.get(parameter, {}).items():
+                if isinstance(value, Tensor):
+                    state[f"{slot}/{name}"] = value.detach().to("cpu", copy=True)
+    return state
+
+
+def restore_optimiser(
+    optimiser: torch.optim.Optimizer, network: LiveNetwork, names: frozenset[str], state: Tensors | None
+) -> None:
+    for path, value in (state or {}).items():
+        slot, _, name = path.partition("/")
+        if name in names:
+            parameter = network.live["model"][name]
+            device = torch.device("cpu") if slot == "step" else parameter.device
+            optimiser.state[parameter][slot] = value.to(device, copy=True)
+
+
+@torch.no_grad()
+def score(job: Score, network: LiveNetwork, data: Examples, batch: int) -> Tensors:
+    """`job.function` over all of `data`, in its own order, in evaluation mode."""
+    weights = network.load(job.weights)
+    network.module.eval()
+    reference = {k: {n: t.to(network.device) for n, t in g.items()} for k, g in job.reference.items()}
+    parts = [
+        (len(index), job.function(network, weights, data.batch(index), reference))
+        for index in torch.split(torch.arange(len(data)), batch)
+    ]
+    if job.reduce == "cat":
+        return {name: torch.cat([rows[name] for _, rows in parts]).cpu() for name in parts[0][1]} if parts else {}
+    return {
+        name: sum((rows[name] * (n / len(data)) for n, rows in parts), torch.zeros(())).cpu() for name in parts[0][1]
+    }

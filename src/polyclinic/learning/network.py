@@ -1,0 +1,91 @@
+"""A network as a function of its weights, with a fast path for the weights that live in the module."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from polyclinic.core import Batch, Bundle, Tensors
+from polyclinic.models import Classifier
+
+
+class LiveNetwork:
+    """Implements `core.Network` on one module.
+
+    `load` copies weights into the module once per job; calls with exactly those weights run the plain module, at the
+    speed of an ordinary training loop. Any other weights (a teacher, a previous model) are called functionally.
+    """
+
+    def __init__(self, module: Classifier, device: torch.device | None = None) -> None:
+        self.module = module.to(device or torch.device("cpu"))
+        self.device = device or torch.device("cpu")
+        parameters, buffers = dict(module.named_parameters()), dict(module.named_buffers())
+        self.live: Bundle = {"model": dict(parameters), "buffers": buffers}
+        self.stochastic = any(isinstance(m, nn.modules.dropout._DropoutNd) and m.p > 0 for m in module.modules())
+        self._norms = {name: m for name, m in module.named_modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)}
+
+    def __call__(self, weights: Bundle, images: Tensor) -> Tensor:
+        logits: Tensor = self.module(images) if weights is self.live else self._call(self.module, weights, images, "")
+        return logits
+
+    def features(self, weights: Bundle, images: Tensor) -> Tensor:
+        extractor = self.module.extractor
+        live = weights is self.live
+        output: Tensor = extractor(images) if live else self._call(extractor, weights, images, "extractor.")
+        return output
+
+    def loss(self, weights: Bundle, batch: Batch) -> Tensor:
+        images, labels = batch
+        return F.cross_entropy(self(weights, images), labels)
+
+    @staticmethod
+    def _call(module: nn.Module, weights: Bundle, images: Tensor, prefix: str) -> Tensor:
+        tensors = {**weights["model"], **weights["buffers"]}
+        own = {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
+        output: Tensor = functional_call(module, own, (images,))
+        return output
+
+    @torch.no_grad()
+    def load(self, weights: Bundle) -> Bundle:
+        """Copy weights in; returns the live bundle, by whose identity calls take the fast path."""
+        for kind, live in self.live.items():
+            given = weights.get(kind, {})
+            if live:
+                torch._foreach_copy_(list(live.values()), [given[name] for name in live])
+        return self.live
+
+    @torch.no_grad()
+    def take(self) -> Bundle:
+        """A copy of the live weights, on the CPU."""
+        return {kind: {n: t.detach().to("cpu", copy=True) for n, t in g.items()} for kind, g in self.live.items()}
+
+    def training_mode(self, trainable: frozenset[str]) -> None:
+        """Train mode, but normalisation layers whose own parameters are frozen stay in eval."""
+        self.module.train()
+        for name, norm in self._norms.items():
+            if f"{name}.weight" in self.live["model"] and f"{name}.weight" not in trainable:
+                norm.eval()
+
+    def trainable(self, fraction: float, prefixes: Iterable[str]) -> frozenset[str]:
+        """Names of the parameters a step may move: the top `fraction` of layers, within `prefixes` if any."""
+        names = frozenset(self.live["model"]) if fraction >= 1 else self.module.tail(fraction)
+        wanted = tuple(prefixes)
+        return frozenset(n for n in names if n.startswith(wanted)) if wanted else names
+
+    def require_gradients(self, names: frozenset[str]) -> list[nn.Parameter]:
+        chosen: Tensors = self.live["model"]
+        for name, parameter in chosen.items():
+            parameter.requires_grad_(name in names)
+        return [p for n, p in chosen.items() if n in names and isinstance(p, nn.Parameter)]
+
+
+def weights_of(module: nn.Module) -> Bundle:
+    """A copy of a module's parameters and buffers, as a bundle."""
+    return {
+        "model": {n: p.detach().clone() for n, p in module.named_parameters()},
+        "buffers": {n: b.detach().clone() for n, b in module.named_buffers()},
+    }

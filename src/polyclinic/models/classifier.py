@@ -1,0 +1,60 @@
+"""A network in two parts, `extractor` and `head`, and its layers in order from input to output."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor, nn
+
+from polyclinic.errors import RecipeError
+
+
+class Classifier(nn.Module):
+    """Logits = head(extractor(images)). Every weight's name starts with `extractor.` or `head.`.
+
+    The extractor hands a flat feature vector (n × d) to the head.
+    """
+
+    def __init__(self, extractor: nn.Module, head: nn.Module) -> None:
+        super().__init__()
+        self.extractor = extractor
+        self.head = head
+
+    def forward(self, images: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.extractor(images))
+        return logits
+
+    def leaf_layers(self) -> list[str]:
+        """Names of the modules that own weights or statistics themselves, from input to output.
+
+        The order is that of definition. Every network of this package is written so that definition and
+        execution agree (parallel branches count in the order in which they are computed); the tests
+        compare the two with forward hooks.
+        """
+        return [name for name, module in self.named_modules() if _owns_tensors(module)]
+
+    def tail(self, fraction: float) -> frozenset[str]:
+        """Names of the parameters in the `fraction` of all leaf layers that lies nearest the output.
+
+        FedCycle's fine-tuning: "approximately the top 30% of the layers closest to the output". The number
+        of layers is rounded to the nearest whole number, but is at least one unless `fraction` is 0.
+        """
+        if not 0 <= fraction <= 1:
+            raise RecipeError(f"The fine-tuned share of layers is {fraction}; it must lie between 0 and 1.")
+        layers = self.leaf_layers()
+        count = max(1, round(fraction * len(layers))) if fraction > 0 else 0
+        return frozenset(
+            f"{layer}.{name}"
+            for layer in layers[len(layers) - count :]
+            for name, _ in self.get_submodule(layer).named_parameters(recurse=False)
+        )
+
+
+class Builder(Protocol):
+    """Builds one architecture for a task; draws its first weights from torch's current random state."""
+
+    def __call__(self, *, classes: int, channels: int, size: int, dropout: float) -> Classifier: ...
+
+
+def _owns_tensors(module: nn.Module) -> bool:
+    return bool([*module.parameters(recurse=False), *module.buffers(recurse=False)])

@@ -1,0 +1,47 @@
+"""The cluster models and the student of PFedCDP.
+
+N. S. Shadin, X. Zhang, J. Wang, M. Pan: "Heterogeneity-Aware Private Personalized Federated Learning for
+Medical Imaging via Contrastive Distillation", section "Simulation Environment and Models".
+
+Departures. The paper ends its networks in a softmax; ours return logits, because a softmax that is softened
+again by a temperature is no longer the distribution the equations mean. The paper prints no padding; ours is
+1, so that a block halves the image exactly. It names no rate for model B's dropout; 0.5 is the rate of its
+student and of the authors' published client for that cluster.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from functools import partial
+
+from torch import nn
+
+from polyclinic.models.classifier import Builder, Classifier
+
+
+def _two_blocks(
+    filters: tuple[int, int], dense: int, *, classes: int, channels: int, size: int, dropout: float
+) -> Classifier:
+    """Two blocks of 3×3 convolution, ReLU and 2×2 max-pool, a dense layer, dropout, the classes."""
+    first, second = filters
+    extractor = nn.Sequential(
+        OrderedDict(
+            conv1=nn.Conv2d(channels, first, 3, padding=1),
+            relu1=nn.ReLU(),
+            pool1=nn.MaxPool2d(2),
+            conv2=nn.Conv2d(first, second, 3, padding=1),
+            relu2=nn.ReLU(),
+            pool2=nn.MaxPool2d(2),
+            flatten=nn.Flatten(),
+            dense=nn.Linear(second * (size // 4) ** 2, dense),
+            relu3=nn.ReLU(),
+            dropout=nn.Dropout(dropout),
+        )
+    )
+    return Classifier(extractor, nn.Linear(dense, classes))
+
+
+cnn_a: Builder = partial(_two_blocks, (32, 64), 128)
+cnn_b: Builder = partial(_two_blocks, (16, 32), 64)
+cnn_c: Builder = partial(_two_blocks, (8, 16), 32)
+student = cnn_b

@@ -1,0 +1,115 @@
+"""What a finished run says: metrics per site, merged and personal, with intervals; the gap; drift; cost."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+
+from polyclinic.core import Bundle, SiteId, Stream, Tensors
+from polyclinic.metrics import Predictions, confusion, finite, measure
+from polyclinic.rounds import POOLED
+from polyclinic.stats import bootstrap
+
+INTERVALS = ("accuracy", "balanced_accuracy", "f1", "auc", "pr_auc")
+HEADLINES = ("global", "personal", "transfer")
+
+
+def assess(
+    predictions: Mapping[SiteId, Bundle], held_out: Predictions | None, resamples: int, stream: Stream
+) -> dict[str, Any]:
+    """By site and merged: model → part → metrics; test parts with bootstrap intervals and a confusion matrix."""
+    found = {site: {k: _predictions(t, site) for k, t in groups.items()} for site, groups in predictions.items()}
+    sites = {s: _by_model(groups, resamples, stream.child(s)) for s, groups in found.items()}
+    pools: dict[str, list[Predictions]] = {}
+    for site, groups in found.items():
+        for key, value in groups.items():
+            model, _, part = key.partition("|")
+            pools.setdefault(key, []).append(value)
+            if model in found and model != site:
+                pools.setdefault(f"transfer|{part}", []).append(value)
+    merged_groups = {key: Predictions.merge(parts) for key, parts in pools.items()}
+    merged = _by_model(merged_groups, resamples, stream.child("merged"))
+    if held_out is not None:
+        merged["held-out"] = {"test": _assess(held_out, "test", resamples, stream.child("held-out"))}
+    return {"sites": sites, "merged": merged}
+
+
+def _by_model(groups: Mapping[str, Predictions], resamples: int, stream: Stream) -> dict[str, Any]:
+    models: dict[str, Any] = {}
+    for key, value in groups.items():
+        model, _, part = key.partition("|")
+        models.setdefault(model, {})[part] = _assess(value, part, resamples, stream.child(key))
+    for parts in models.values():
+        if "train" in parts and "validation" in parts:
+            parts["gap"] = parts["train"]["accuracy"] - parts["validation"]["accuracy"]
+    return models
+
+
+def _assess(predictions: Predictions, part: str, resamples: int, stream: Stream) -> dict[str, Any]:
+    row: dict[str, Any] = finite(measure(predictions.probabilities, predictions.labels))
+    row["n"] = len(predictions)
+    if part == "test":
+        row["confusion"] = confusion(predictions.probabilities, predictions.labels)
+        if resamples:
+            bounds = bootstrap(predictions, INTERVALS, stream=stream, resamples=resamples)
+            row["intervals"] = {
+                name: list(finite({"low": low, "high": high}).values()) for name, (low, high) in bounds.items()
+            }
+    return row
+
+
+def _predictions(tensors: Tensors, site: SiteId) -> Predictions:
+    patients = tuple(f"{site}:{number}" for number in tensors["patients"].tolist())
+    return Predictions(tensors["probabilities"].double().numpy(), tensors["labels"].numpy(), patients)
+
+
+def headline(merged: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """The model a run is judged by, and its metrics on all test images together."""
+    for model in ("held-out", *HEADLINES):
+        if "test" in merged.get(model, {}):
+            return model, merged[model]["test"]
+    return next((m, parts["test"]) for m, parts in merged.items() if "test" in parts)
+
+
+def cost(ledger: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Bytes both ways and seconds, over everything the ledger has seen, repeated rounds included."""
+    total: dict[str, Any] = {
+        "bytes_down": 0,
+        "bytes_up": 0,
+        "seconds": 0.0,
+        "site_seconds": 0.0,
+        "refused": 0,
+        "failed": 0,
+    }
+    for row in ledger:
+        total["seconds"] += row.get("seconds", 0.0)
+        for note in row["sites"].values() if isinstance(row.get("sites"), dict) else ():
+            total["bytes_down"] += note.get("down", 0)
+            total["bytes_up"] += note.get("up", 0)
+            total["site_seconds"] += note.get("seconds", 0.0)
+            total["refused"] += note.get("outcome") == "refused"
+            total["failed"] += note.get("outcome") in ("dead", "late", "error")
+    return total
+
+
+def drift(rows: Sequence[Mapping[str, Any]]) -> dict[SiteId, float]:
+    """Mean distance ‖w_k − w‖₂ a site's model travelled per round."""
+    moved: dict[SiteId, list[float]] = {}
+    for row in rows:
+        if row["event"] == "train" and "drift" in row and row["site"] != POOLED:
+            moved.setdefault(row["site"], []).append(row["drift"])
+    return {site: sum(values) / len(values) for site, values in moved.items()}
+
+
+def versions() -> dict[str, str]:
+    found = {"python": platform.python_version(), "torch": torch.__version__}
+    for package in ("polyclinic", "torchvision", "numpy", "scikit-learn"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = "not installed"
+    return found

@@ -1,0 +1,380 @@
+"""The round loop, written once, used by every engine.
+
+cohort → charge → broadcast → sites work → replies, put into site order → validate → aggregate → cost → snapshot.
+The model a site receives in round t is evaluated there, before training, and entered as round t − 1: so evaluation
+costs no extra message, exactly as it would between real hospitals.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from itertools import chain
+from typing import Any, Literal
+
+import torch
+
+from polyclinic import wire
+from polyclinic.core import Algorithm, Bundle, Failure, Federation, Part, SiteId, Stream, Update
+from polyclinic.engines import Engine
+from polyclinic.errors import Refused, RoundFailed
+from polyclinic.faults import reach
+from polyclinic.journal import Journal
+from polyclinic.mail import Outbox, in_site_order
+
+Watch = Callable[[str, Mapping[str, Any]], None]
+Judge = Callable[[Bundle], dict[str, Any]]
+POOLED: SiteId = "pooled"
+HELD_OUT: SiteId = "held-out"
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How the learning rate changes over ROUNDS (a fresh schedule inside each round would never anneal)."""
+
+    name: Literal["constant", "cosine", "plateau"] = "constant"
+    period: int | None = None
+    """cosine: rounds from full rate to `minimum` (default: the whole run)."""
+    patience: int = 3
+    """plateau: rounds without improvement of the validation loss before the rate is cut …"""
+    factor: float = 0.1
+    """… by this factor."""
+    minimum: float = 0.0
+    """The rate never falls below this share of the initial one."""
+
+    def share(self, round: int, rounds: int, cuts: int) -> float:
+        if self.name == "cosine":
+            angle = math.pi * (round - 1) / (self.period or rounds)
+            return self.minimum + (1 - self.minimum) * (1 + math.cos(angle)) / 2
+        return max(self.minimum, self.factor**cuts) if self.name == "plateau" else 1.0
+
+
+@dataclass(frozen=True)
+class EarlyStop:
+    """Stop when `metric` on the validation parts has not improved by `min_delta` for `patience` rounds."""
+
+    patience: int = 5
+    min_delta: float = 0.0
+    metric: str = "loss"
+
+
+@dataclass(frozen=True)
+class Rules:
+    """How a run proceeds, whatever the algorithm and the engine."""
+
+    rounds: int
+    run: str = "run"
+    seed: int = 0
+    cohort: int | None = None
+    """Sites per round, drawn anew each time; None: all."""
+    quorum: int = 1
+    deadline: float | None = None
+    schedule: Schedule = Schedule()
+    early_stop: EarlyStop | None = None
+    evaluate_every: int = 1
+    """Evaluate where the round number is a multiple of this; 0: only at the end."""
+    snapshot_every: int = 1
+    max_norm: float = 1e6
+
+
+@dataclass(frozen=True)
+class Progress:
+    """The loop's own state: what resume needs beside the algorithm's."""
+
+    round: int = 0
+    cuts: int = 0
+    best_loss: float = math.inf
+    stale: int = 0
+    best: float = math.inf
+    waited: int = 0
+    stopped: bool = False
+
+    def as_json(self) -> dict[str, Any]:
+        return {k: None if v == math.inf else v for k, v in asdict(self).items()}
+
+    @staticmethod
+    def from_json(fields: Mapping[str, Any]) -> Progress:
+        values: dict[str, Any] = {k: math.inf if v is None else v for k, v in fields.items()}
+        return Progress(**values)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The end of a run: the final state, how many rounds were played, and whether it stopped early."""
+
+    state: Bundle
+    rounds: int
+    stopped_early: bool
+
+
+@dataclass
+class Exchanged:
+    """Book-keeping of one round: by site, bytes both ways, seconds, drift, what became of the reply, its report."""
+
+    sites: dict[SiteId, dict[str, Any]] = field(default_factory=dict)
+    reports: dict[SiteId, list[dict[str, Any]]] = field(default_factory=dict)
+    accepted: int = 0
+
+
+def draw_cohort(sites: Sequence[SiteId], rules: Rules, round: int) -> list[SiteId]:
+    """The sites of a round, from a public stream, in the federation's order."""
+    if rules.cohort is None or rules.cohort >= len(sites):
+        return list(sites)
+    generator = Stream(rules.seed, ("run", "cohort", round)).generator()
+    chosen = torch.randperm(len(sites), generator=generator)[: rules.cohort]
+    return [sites[i] for i in sorted(chosen.tolist())]
+
+
+class Rounds:
+    """A run in progress: a federation, an algorithm, an engine, and the journal that makes it survive."""
+
+    def __init__(
+        self,
+        federation: Federation,
+        algorithm: Algorithm,
+        engine: Engine,
+        rules: Rules,
+        journal: Journal,
+        watch: Watch = lambda *_: None,
+        judge: Judge | None = None,
+    ) -> None:
+        self.federation, self.algorithm, self.engine = federation, algorithm, engine
+        self.rules, self.journal, self.watch, self.judge = rules, journal, watch, judge
+        self.trainers = [POOLED] if algorithm.pooled else [s for s in federation.sites if s != POOLED]
+
+    def run(self) -> Outcome:
+        """Play all rounds that are left, then finish."""
+        resumed = self.journal.resume()
+        state = resumed.state if resumed else self.algorithm.init(self.federation)
+        progress = Progress.from_json(resumed.progress) if resumed else Progress()
+        while progress.round < self.rules.rounds and not progress.stopped:
+            state, progress = self.play(state, progress)
+            if (
+                progress.round % self.rules.snapshot_every == 0
+                or progress.round == self.rules.rounds
+                or progress.stopped
+            ):
+                self.journal.snapshot(progress.round, state, progress.as_json())
+        state = self.algorithm.finish(state)
+        reach("finished")
+        return Outcome(state, progress.round, progress.stopped)
+
+    def play(self, state: Bundle, progress: Progress) -> tuple[Bundle, Progress]:
+        """One round: state in, state out."""
+        round = progress.round + 1
+        reach("round-begun")
+        cohort, began, book = draw_cohort(self.trainers, self.rules, round), time.perf_counter(), Exchanged()
+        self.watch("round", {"round": round, "cohort": cohort})
+        evaluating = self.rules.evaluate_every > 0 and (round - 1) % self.rules.evaluate_every == 0
+        judged = self.judge(state) if self.judge and evaluating else None
+        self.journal.charge(round, cohort)
+        updates = self.updates(round, state, cohort, progress, ["validation"] if evaluating else [], book)
+        first = next(updates, None)
+        if first is not None:
+            state = self.algorithm.aggregate(state, chain([first], updates))
+        if book.accepted < max(1, self.rules.quorum):
+            self.journal.cost("failed round", round, time.perf_counter() - began, book.sites)
+            raise RoundFailed(_why(round, book, self.rules.quorum))
+        reach("aggregated")
+        seconds = time.perf_counter() - began
+        self.journal.metrics(_rows(round, book, judged))
+        self.journal.cost("round", round, seconds, book.sites)
+        progress = advance(replace(progress, round=round), book, self.rules)
+        summary = {m: mean_report(book, m) for m in ("loss", "accuracy", "auc")} if evaluating else {}
+        self.watch("round done", {"round": round, "seconds": seconds, "stopped": progress.stopped, **summary})
+        return state, progress
+
+    def updates(
+        self,
+        round: int,
+        state: Bundle,
+        cohort: Sequence[SiteId],
+        progress: Progress,
+        parts: list[Part],
+        book: Exchanged,
+    ) -> Iterator[Update]:
+        """Send, receive, validate: yields each acceptable update in site order and notes what became of every one."""
+        outbox = self.outbox("train", round, state, cohort, parts, progress.cuts)
+
+        def refuse(site: SiteId, refusal: Refused) -> None:
+            book.sites.setdefault(site, {}).setdefault("extra", []).append(refusal.kind)
+
+        arrivals = self.engine.exchange(round, outbox, self.rules.deadline)
+        for site, answer in in_site_order(arrivals, cohort, refuse):
+            note = book.sites.setdefault(site, {})
+            note["down"] = outbox.sizes.get(site, 0)
+            update = self.receive(round, state, site, answer, book)
+            del answer
+            self.watch("site", {"round": round, "site": site, **note})
+            if update is not None:
+                book.accepted += 1
+                reach("reply-accepted")
+                yield update
+                del update  # the aggregate may be the only one that holds it
+
+    def receive(
+        self, round: int, state: Bundle, site: SiteId, answer: bytes | Failure, book: Exchanged
+    ) -> Update | None:
+        """A site's update if it is acceptable; what became of it is noted either way."""
+        note = book.sites[site]
+        if isinstance(answer, Failure):
+            note |= {"up": 0, "outcome": answer.kind, "why": answer.sentence}
+            return None
+        note["up"] = len(answer)
+        try:
+            reply = wire.accept(answer, self.expected(round, state, site))
+            self.algorithm.check(reply.update)
+            book.reports[site] = checked_report(reply.fields)
+        except Refused as refusal:
+            note |= {"outcome": "refused", "kind": refusal.kind, "why": str(refusal)}
+            return None
+        note |= {"outcome": "accepted", "drift": reply.drift, "seconds": _seconds(reply.fields)}
+        return reply.update
+
+    def outbox(
+        self,
+        purpose: str,
+        round: int,
+        state: Bundle,
+        sites: Sequence[SiteId],
+        parts: list[Part],
+        cuts: int = 0,
+    ) -> Outbox:
+        rules = self.rules
+        common = {
+            "run": rules.run,
+            "seed": rules.seed,
+            "purpose": purpose,
+            "round": round,
+            "rounds": rules.rounds,
+            "lr": self.algorithm.training.optimiser.lr * rules.schedule.share(round, rules.rounds, cuts),
+            "parts": parts,
+            "durable": self.journal.durable(),
+        }
+        return Outbox({s: {**common, "site": s} for s in sites}, lambda site: self.algorithm.broadcast(state, site))
+
+    def expected(self, round: int, state: Bundle, site: SiteId) -> wire.Expected:
+        exchanges = self.algorithm.exchanges
+        return wire.Expected(
+            run=self.rules.run,
+            round=round,
+            site=site,
+            received=self.algorithm.broadcast(state, site),
+            like={exchange.kind: state.get(exchange.like, {}) for exchange in exchanges},
+            optional=frozenset(exchange.kind for exchange in exchanges if exchange.optional),
+            examples=self.federation.sites[site],
+            max_norm=self.rules.max_norm,
+        )
+
+    def predictions(self, outcome: Outcome, parts: list[Part]) -> dict[SiteId, Bundle]:
+        """After the last round: every site's predictions with the final model(s), by model and part."""
+        round, began, book = outcome.rounds + 1, time.perf_counter(), Exchanged()
+        sites = [s for s in self.federation.sites if s != POOLED]
+        outbox = self.outbox("evaluate", round, outcome.state, sites, parts)
+        found: dict[SiteId, Bundle] = {}
+        for site, answer in in_site_order(self.engine.exchange(round, outbox, None), sites, lambda *_: None):
+            self.watch("evaluated", {"site": site})
+            if isinstance(answer, Failure):
+                raise RoundFailed(f"site {site} could not be evaluated: {answer.sentence}")
+            message = wire.decode(answer)
+            wire.check_address(message.fields, self.rules.run, round, site)
+            found[site] = split_predictions(message.tensors.get("predictions", {}), len(self.federation.classes))
+            book.sites[site] = {"down": outbox.sizes[site], "up": len(answer)}
+        self.journal.cost("evaluation", round, time.perf_counter() - began, book.sites)
+        return found
+
+
+def split_predictions(tensors: Mapping[str, torch.Tensor], classes: int) -> Bundle:
+    """By `model|part`: probabilities, labels and patient numbers, checked against each other."""
+    bundle: Bundle = {}
+    for path, tensor in tensors.items():
+        group, _, key = path.rpartition("|")
+        bundle.setdefault(group, {})[key] = tensor
+    for group, found in bundle.items():
+        rows = found.get("probabilities", torch.zeros(0))
+        if rows.ndim != 2 or rows.shape[1] != classes or not bool(torch.isfinite(rows).all()):
+            raise Refused("predictions", f"{group} are not finite probabilities of {classes} classes")
+        if any(len(found.get(key, ())) != len(rows) for key in ("labels", "patients")):
+            raise Refused("predictions", f"{group} has not one label and one patient per row")
+    return bundle
+
+
+def advance(progress: Progress, book: Exchanged, rules: Rules) -> Progress:
+    """Move schedule and early stopping on by what the sites reported of the model they received."""
+    loss = mean_report(book, "loss")
+    if loss is not None:
+        better = loss < progress.best_loss - 1e-4
+        stale = 0 if better else progress.stale + 1
+        cut = rules.schedule.name == "plateau" and stale > rules.schedule.patience
+        progress = replace(
+            progress,
+            best_loss=min(loss, progress.best_loss),
+            stale=0 if cut else stale,
+            cuts=progress.cuts + cut,
+        )
+    stop = rules.early_stop
+    value = mean_report(book, stop.metric) if stop else None
+    if stop is not None and value is not None:
+        value = value if stop.metric == "loss" else -value
+        better = value < progress.best - stop.min_delta
+        waited = 0 if better else progress.waited + 1
+        progress = replace(progress, best=min(value, progress.best), waited=waited, stopped=waited >= stop.patience)
+    return progress
+
+
+def mean_report(book: Exchanged, metric: str) -> float | None:
+    """Mean of a metric over the sites' validation parts, weighted by their size; None when nobody reported it."""
+    rows = [r for report in book.reports.values() for r in report if r.get(metric) is not None]
+    total = sum(r["n"] for r in rows)
+    return sum(r[metric] * r["n"] for r in rows) / total if total else None
+
+
+def checked_report(fields: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """A site's metrics, checked to be rows of finite numbers: they steer the schedule."""
+    report = fields.get("report", [])
+    if not isinstance(report, list):
+        raise Refused("report", "the report is not a list")
+    for row in report:
+        if not isinstance(row, dict) or type(row.get("n")) is not int or row["n"] < 0:
+            raise Refused("report", "a row of the report has no count")
+        for name, value in row.items():
+            if name not in ("model", "part") and value is not None and type(value) not in (int, float):
+                raise Refused("report", f"{name[:40]!r} is not a number")
+    return report
+
+
+def _seconds(fields: Mapping[str, Any]) -> float:
+    seconds = fields.get("seconds")
+    return float(seconds) if isinstance(seconds, int | float) else 0.0
+
+
+def _rows(round: int, book: Exchanged, judged: Mapping[str, Any] | None) -> list[dict[str, Any]]:
+    """A row per round and site: how it worked in this round, and how the model of the round before did there."""
+    rows: list[dict[str, Any]] = []
+    for site, note in book.sites.items():
+        rows.append({"round": round, "site": site, "event": "train", **note})
+        rows += [{"round": round - 1, "site": site, "event": "evaluate", **r} for r in book.reports.get(site, [])]
+    if judged is not None:
+        rows.append(
+            {
+                "round": round - 1,
+                "site": HELD_OUT,
+                "event": "evaluate",
+                "model": "global",
+                "part": "test",
+                **judged,
+            }
+        )
+    return rows
+
+
+def _why(round: int, book: Exchanged, quorum: int) -> str:
+    failed = [
+        f"{site}: {n.get('why', n['outcome'])}" for site, n in book.sites.items() if n.get("outcome") != "accepted"
+    ]
+    return (
+        f"round {round} had {book.accepted} acceptable updates where the quorum is {max(1, quorum)}, so the state was "
+        f"left as it was ({'; '.join(failed[:3])}); mend that and resume, or lower the quorum"
+    )

@@ -1,0 +1,193 @@
+"""A site's whole part in a round, the same class on every engine:
+decode → load memory → evaluate → drive `local` → stages → encode → save memory.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from polyclinic import wire
+from polyclinic.core import (
+    Algorithm,
+    Bundle,
+    Examples,
+    Fit,
+    Fitted,
+    Job,
+    Part,
+    Score,
+    Site,
+    SiteId,
+    Stream,
+    Tensors,
+    Update,
+    Work,
+)
+from polyclinic.errors import Refused
+from polyclinic.faults import reach
+from polyclinic.learning.fit import fit, score
+from polyclinic.learning.network import LiveNetwork
+from polyclinic.learning.objectives import probabilities
+from polyclinic.metrics import finite, measure
+from polyclinic.store import MemoryStore
+
+EVALUATION_BATCH = 256
+
+
+class Stage(Protocol):
+    """A transformation on the way out of a site (clip, noise, quantise) and, reversed, on the way in."""
+
+    def out(self, tensors: Bundle, received: Bundle, rng: Stream) -> Bundle: ...
+
+    def back(self, tensors: Bundle, received: Bundle) -> Bundle: ...
+
+
+class Holdings(Protocol):
+    """One site's images."""
+
+    @property
+    def train(self) -> Examples: ...
+
+    @property
+    def validation(self) -> Examples: ...
+
+    @property
+    def test(self) -> Examples: ...
+
+
+@dataclass(frozen=True)
+class Visit:
+    """A round at a site, begun: what came, and the work to be driven."""
+
+    order: wire.Message
+    memory: Bundle | None
+    site: Site
+    rng: Stream
+    report: list[dict[str, Any]]
+    begun: float
+
+
+class SiteRunner:
+    """Plays one site. Many runners of one process may share a network: jobs load their own weights."""
+
+    def __init__(
+        self,
+        name: SiteId,
+        holdings: Holdings,
+        algorithm: Algorithm,
+        network: LiveNetwork,
+        memory: MemoryStore,
+        stages: Sequence[Stage] = (),
+    ) -> None:
+        self.name, self.holdings, self.algorithm = name, holdings, algorithm
+        self.network, self.memory, self.stages = network, memory, tuple(stages)
+
+    def answer(self, data: bytes) -> bytes:
+        """One message in, one message out, driving jobs one after another."""
+        order = wire.decode(data)
+        if order.fields["purpose"] == "evaluate":
+            return self.evaluate(order)
+        visit = self.begin(order)
+        update, memory = drive(self.work(visit), lambda job: self.run(job, visit))
+        return self.end(visit, update, memory)
+
+    def begin(self, order: wire.Message) -> Visit:
+        begun = time.perf_counter()
+        fields = order.fields
+        if fields["site"] != self.name:
+            raise Refused("site", f"a message for {fields['site']!r} reached {self.name!r}")
+        reach("site-received")
+        memory = self.memory.load(self.name, int(fields["round"]))
+        site = Site(self.name, len(self.holdings.train), fields["round"], fields["rounds"], fields["lr"])
+        report = self.report(order.tensors, memory, fields["parts"])
+        reach("site-evaluated")
+        return Visit(order, memory, site, Stream(fields["seed"], ("site", self.name)), report, begun)
+
+    def work(self, visit: Visit) -> Work:
+        return self.algorithm.local(visit.order.tensors, visit.memory, visit.site, visit.rng)
+
+    def run(self, job: Job, visit: Visit) -> Fitted | Tensors:
+        if isinstance(job, Fit):
+            return fit(job, self.network, self.holdings.train, visit.site, visit.rng)
+        return score(job, self.network, getattr(self.holdings, job.part), EVALUATION_BATCH)
+
+    def end(self, visit: Visit, update: Update, memory: Bundle | None) -> bytes:
+        """Remember before anything leaves: a round that is asked for again starts from the memory before it."""
+        reach("site-trained")
+        fields, tensors = visit.order.fields, update.tensors
+        for number, stage in enumerate(self.stages):
+            tensors = stage.out(tensors, visit.order.tensors, visit.rng.child("stage", number, visit.site.round))
+        if memory is not None:
+            self.memory.save(self.name, visit.site.round, memory, int(fields["durable"]))
+            reach("memory-saved")
+        reply = {
+            "run": fields["run"],
+            "round": visit.site.round,
+            "site": self.name,
+            "examples": update.examples,
+            "scalars": dict(update.scalars),
+            "report": visit.report,
+            "seconds": time.perf_counter() - visit.begun,
+        }
+        return wire.encode(reply, tensors)
+
+    def report(self, received: Bundle, memory: Bundle | None, parts: Sequence[Part]) -> list[dict[str, Any]]:
+        """Metrics of the model(s) this site would predict with now, by part."""
+        rows = []
+        models = self.algorithm.models(received, memory) if parts else {}
+        for name, weights in models.items():
+            for part in self.nonempty(parts):
+                found = self.predict(weights, part)
+                values = measure(found["probabilities"].double().numpy(), found["labels"].numpy())
+                rows.append({"model": name, "part": part, "n": len(found["labels"]), **finite(values)})
+        return rows
+
+    def nonempty(self, parts: Sequence[Part]) -> list[Part]:
+        return [part for part in parts if len(getattr(self.holdings, part))]
+
+    def predict(self, weights: Bundle, part: Part) -> Tensors:
+        return score(Score(weights, probabilities), self.network, getattr(self.holdings, part), EVALUATION_BATCH)
+
+    def evaluate(self, order: wire.Message) -> bytes:
+        """Predictions of every model on the asked parts, patients as anonymous numbers; nothing is trained."""
+        fields = order.fields
+        memory = self.memory.load(self.name, int(fields["round"]))
+        found: Tensors = {}
+        for name, weights in self.algorithm.models(order.tensors, memory).items():
+            for part in self.nonempty(fields["parts"]):
+                for key, value in self.predict(weights, part).items():
+                    found[f"{name}|{part}|{key}"] = value
+                found[f"{name}|{part}|patients"] = _patient_numbers(getattr(self.holdings, part))
+        reply = {"run": fields["run"], "round": fields["round"], "site": self.name}
+        return wire.encode(reply, {"predictions": found})
+
+
+def drive(work: Work, run: Any) -> tuple[Update, Bundle | None]:
+    """Send each job's result back into the generator until it returns."""
+    result: Fitted | Tensors | None = None
+    while True:
+        try:
+            job = work.send(result)
+        except StopIteration as end:
+            update, memory = end.value
+            return update, memory
+        result = run(job)
+
+
+def _patient_numbers(examples: Examples) -> torch.Tensor:
+    if examples.patients is None:
+        return torch.arange(len(examples))
+    return torch.from_numpy(np.unique(np.array(examples.patients), return_inverse=True)[1].astype(np.int64))
+
+
+def refuse_names(sites: Mapping[SiteId, object]) -> None:
+    """Site names become part of kinds on the wire."""
+    for name in sites:
+        if not name or "/" in name or "@" in name or "|" in name:
+            raise Refused("site", f"the site name {name!r} may not be empty or hold '/', '@' or '|'")

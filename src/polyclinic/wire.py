@@ -1,0 +1,300 @@
+"""Bytes ↔ messages. The only code that reads what another machine wrote, in every engine.
+
+A message is one frame: `PCL1 | header length | SHA-256 of header | header (JSON) | body (safetensors)`. The header
+holds the body's SHA-256, so every bit is covered. Nothing is executed, nothing is pickled, and nothing larger than what
+was announced is ever allocated. Whatever does not fit is `Refused` by name.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import struct
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from safetensors.torch import save as write_safetensors
+from torch import Tensor
+
+from polyclinic.core import Bundle, SiteId, Tensors, Update
+from polyclinic.errors import Refused
+
+MAGIC = b"PCL1"
+SCHEMA = 1
+PREFIX = struct.Struct("<4sI32s")
+MAX_HEADER = 1 << 20
+ALIGNMENT = 64
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+OVERHEAD = 1 << 16
+"""Allowance, beyond the tensors themselves, for names, shapes and one site's report."""
+
+
+@dataclass(frozen=True)
+class Message:
+    """A decoded frame: JSON fields and tensors by kind."""
+
+    fields: Mapping[str, Any]
+    tensors: Bundle
+
+
+@dataclass(frozen=True)
+class Body:
+    """Encoded tensors, made once and sent to many."""
+
+    data: bytes
+    sha256: str
+
+
+def flatten(bundle: Bundle) -> Tensors:
+    return {f"{kind}/{name}": t for kind, tensors in bundle.items() for name, t in tensors.items()}
+
+
+def unflatten(tensors: Mapping[str, Tensor]) -> Bundle:
+    bundle: Bundle = {}
+    for path, tensor in tensors.items():
+        kind, slash, name = path.partition("/")
+        if not slash:
+            raise Refused("name", f"tensor {path[:60]!r} has no kind")
+        bundle.setdefault(kind, {})[name] = tensor
+    return bundle
+
+
+def digest(bundle: Bundle) -> str:
+    """SHA-256 of names, dtypes, shapes and values, whatever order they were put in."""
+    total = hashlib.sha256()
+    for path, tensor in sorted(flatten(bundle).items()):
+        total.update(f"{path}|{tensor.dtype}|{tuple(tensor.shape)}|".encode())
+        total.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return total.hexdigest()
+
+
+def encode_body(bundle: Bundle) -> Body:
+    data: bytes = write_safetensors({k: t.detach().cpu().contiguous() for k, t in flatten(bundle).items()})
+    return Body(data, hashlib.sha256(data).hexdigest())
+
+
+def pack(fields: Mapping[str, Any], body: Body) -> bytes:
+    header = json.dumps({**fields, "schema": SCHEMA, "body": body.sha256}, allow_nan=False).encode()
+    header += b" " * (-(PREFIX.size + len(header)) % ALIGNMENT)
+    return b"".join((PREFIX.pack(MAGIC, len(header), hashlib.sha256(header).digest()), header, body.data))
+
+
+def encode(fields: Mapping[str, Any], bundle: Bundle) -> bytes:
+    return pack(fields, encode_body(bundle))
+
+
+def decode(data: bytes, limit: int | None = None) -> Message:
+    """The message in `data`, or `Refused`. Checks everything that can be checked without knowing what was expected."""
+    if not data:
+        raise Refused("empty", "the message has no bytes")
+    if limit is not None and len(data) > limit:
+        raise Refused("oversize", f"{len(data)} bytes where at most {limit} were expected")
+    if len(data) < PREFIX.size or data[:4] != MAGIC:
+        raise Refused("format", "this is not a polyclinic message")
+    _, length, checksum = PREFIX.unpack_from(data)
+    if length > MAX_HEADER or PREFIX.size + length > len(data):
+        raise Refused("header", f"a header of {length} bytes is announced in a message of {len(data)}")
+    header = data[PREFIX.size : PREFIX.size + length]
+    if hashlib.sha256(header).digest() != checksum:
+        raise Refused("checksum", "the header does not match its checksum")
+    fields = _parse_header(header)
+    body = memoryview(data)[PREFIX.size + length :]
+    if hashlib.sha256(body).hexdigest() != fields["body"]:
+        raise Refused("checksum", "the tensors do not match their checksum")
+    return Message(fields, unflatten(_parse_body(body)))
+
+
+def _parse_json(text: bytes, kind: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text, parse_constant=_no_constant)
+    except (ValueError, RecursionError) as error:
+        raise Refused(kind, f"this is not valid JSON ({str(error)[:60]})") from None
+    if not isinstance(found, dict):
+        raise Refused(kind, "this is not a JSON object")
+    return found
+
+
+def _parse_header(header: bytes) -> dict[str, Any]:
+    fields = _parse_json(header, "json")
+    if not isinstance(fields.get("body"), str):
+        raise Refused("json", "the header names no checksum of the body")
+    if fields.get("schema") != SCHEMA:
+        raise Refused(
+            "schema",
+            f"schema {fields.get('schema')!r:.20} where {SCHEMA} is spoken; install the same version",
+        )
+    return fields
+
+
+def _no_constant(name: str) -> float:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _parse_body(body: memoryview) -> Tensors:
+    """Read safetensors without a copy: tensors are views of the message, and read-only by contract.
+
+    Stricter than the format: every byte belongs to exactly one tensor, in the order of the header, and a tensor's
+    bytes are exactly what its shape and dtype need. So what is announced can never exceed what was sent.
+    """
+    length = int.from_bytes(body[:8], "little")
+    if len(body) < 8 or length > len(body) - 8:
+        raise Refused("tensors", f"a table of {length} bytes is announced in a body of {len(body)}")
+    table = _parse_json(bytes(body[8 : 8 + length]), "tensors")
+    table.pop("__metadata__", None)
+    tensors, position, end = {}, 8 + length, len(body)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # torch warns that the message cannot be written to
+        for name, entry in sorted(table.items(), key=_offset):
+            dtype, shape, size = _parse_entry(name, entry, position - 8 - length)
+            if position + size > end:
+                raise Refused("tensors", f"{name[:60]!r} ends beyond the message")
+            flat = (
+                torch.frombuffer(body, dtype=dtype, count=math.prod(shape), offset=position) if size else torch.empty(0)
+            )
+            tensors[name] = flat.to(dtype).reshape(shape)
+            position += size
+    if position != end:
+        raise Refused("tensors", f"{end - position} bytes belong to no tensor")
+    return tensors
+
+
+def _offset(item: tuple[str, Any]) -> int:
+    try:
+        start = item[1]["data_offsets"][0]
+    except (TypeError, KeyError, IndexError):
+        raise Refused("tensors", f"{item[0][:60]!r} has no place in the message") from None
+    return start if type(start) is int else -1
+
+
+def _parse_entry(name: str, entry: Any, start: int) -> tuple[torch.dtype, tuple[int, ...], int]:
+    dtype, shape = DTYPES.get(entry.get("dtype")), entry.get("shape")
+    if dtype is None:
+        raise Refused("dtype", f"{name[:60]!r} is {entry.get('dtype')!r:.20}, which is not spoken here")
+    if not isinstance(shape, list) or not all(type(n) is int and 0 <= n < 1 << 48 for n in shape) or len(shape) > 16:
+        raise Refused("shape", f"{name[:60]!r} has no proper shape")
+    size = math.prod(shape) * dtype.itemsize
+    if entry["data_offsets"] != [start, start + size]:
+        raise Refused("tensors", f"{name[:60]!r} does not lie where its shape and dtype put it")
+    return dtype, tuple(shape), size
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What the server will accept from one site in one round."""
+
+    run: str
+    round: int
+    site: SiteId
+    received: Bundle
+    """What the site was sent; updates are measured as the distance from it."""
+    like: Mapping[str, Tensors]
+    """By kind: tensors with the names, shapes and dtypes that must come back."""
+    optional: frozenset[str] = frozenset()
+    examples: int = 1
+    """What the site registered: it may never claim more."""
+    max_norm: float = 1e6
+    limit: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        size = sum(t.nbytes for tensors in self.like.values() for t in tensors.values())
+        names = sum(256 + len(n) for tensors in self.like.values() for n in tensors)
+        object.__setattr__(self, "limit", size + names + OVERHEAD)
+
+
+@dataclass(frozen=True)
+class Reply:
+    """An accepted update with what the site reported, and how far its weights moved (client drift)."""
+
+    update: Update
+    fields: Mapping[str, Any]
+    drift: float
+
+
+def accept(data: bytes, expected: Expected) -> Reply:
+    """Decode a site's reply and check everything about it: names, shapes, dtypes, values, weight, round, site, size."""
+    message = decode(data, expected.limit)
+    fields = message.fields
+    check_address(fields, expected.run, expected.round, expected.site)
+    examples = fields.get("examples")
+    if type(examples) is not int or not 0 < examples <= expected.examples:
+        raise Refused("examples", f"{examples!r:.20} training examples where {expected.examples} are registered")
+    for kind in message.tensors.keys() - expected.like.keys():
+        raise Refused("kind", f"{kind[:60]!r} was not agreed to leave a site")
+    for kind, like in expected.like.items():
+        if kind in message.tensors or not (kind in expected.optional or not like):
+            _check_like(kind, message.tensors.get(kind, {}), like)
+    drift = _check_values(message.tensors, expected)
+    return Reply(Update(message.tensors, examples, expected.site, _scalars(fields)), fields, drift)
+
+
+def check_address(fields: Mapping[str, Any], run: str, round: int, site: SiteId) -> None:
+    """The message belongs to this run, this round and this site: no replay, no impostor."""
+    for name, wanted in (("run", run), ("site", site), ("round", round)):
+        found = fields.get(name)
+        if found != wanted or type(found) is not type(wanted):
+            raise Refused(name, f"{found!r:.60} where {wanted!r} was expected")
+
+
+def _check_like(kind: str, tensors: Tensors, like: Tensors) -> None:
+    for name in like.keys() - tensors.keys():
+        raise Refused("missing", f"{kind}/{name} is not there")
+    for name in tensors.keys() - like.keys():
+        raise Refused("extra", f"{kind}/{name[:60]} was not asked for")
+    for name, tensor in tensors.items():
+        if tensor.shape != like[name].shape:
+            raise Refused("shape", f"{kind}/{name} is {tuple(tensor.shape)}, not {tuple(like[name].shape)}")
+        if tensor.dtype != like[name].dtype:
+            raise Refused("dtype", f"{kind}/{name} is {tensor.dtype}, not {like[name].dtype}")
+
+
+def _check_values(tensors: Bundle, expected: Expected) -> float:
+    """Every value is finite and each kind lies within `max_norm` of what was sent; returns the model's distance."""
+    drift = 0.0
+    for kind, group in tensors.items():
+        start = expected.received.get(kind, {})
+        norm = distance(group, start)
+        if not math.isfinite(norm):
+            bad = next((n for n, t in group.items() if not bool(torch.isfinite(t).all())), None)
+            if bad is not None:
+                raise Refused(
+                    "finite",
+                    f"{kind}/{bad} holds NaN or infinity; training diverged, lower the learning rate",
+                )
+        if not norm <= expected.max_norm:
+            raise Refused("norm", f"{kind} moved by {norm:.3g}, more than {expected.max_norm:.3g} in one round")
+        drift = norm if kind == "model" else drift
+    return drift
+
+
+def distance(tensors: Tensors, start: Tensors) -> float:
+    """‖tensors − start‖₂ over all floating-point tensors; where there is no start, the norm itself."""
+    names = [n for n, t in tensors.items() if t.is_floating_point()]
+    if not names:
+        return 0.0
+    moved = [tensors[n] - start[n] if n in start else tensors[n] for n in names]
+    return float(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(moved)).double()))
+
+
+def _scalars(fields: Mapping[str, Any]) -> dict[str, float]:
+    scalars = fields.get("scalars", {})
+    if not isinstance(scalars, dict):
+        raise Refused("scalars", "scalars are not an object")
+    for name, value in scalars.items():
+        if type(value) not in (int, float) or not math.isfinite(value):
+            raise Refused("scalars", f"{name[:40]!r} is not a finite number")
+    return {name: float(value) for name, value in scalars.items()}

@@ -1,0 +1,154 @@
+"""Intervals against scipy and scikit-learn, by simulation, and by what a cluster bootstrap must do."""
+
+from __future__ import annotations
+
+import math
+import time
+
+import numpy as np
+import pytest
+from scipy import stats as scipy_stats
+from sklearn.metrics import accuracy_score, roc_auc_score
+
+from polyclinic.core import Stream
+from polyclinic.errors import DataError, RecipeError
+from polyclinic.metrics import Predictions
+from polyclinic.stats import bootstrap, paired, summary
+
+
+def binormal(rng: np.random.Generator, n: int, patients: tuple[str, ...] | None = None) -> Predictions:
+    """Scores half N(0, 1), half N(1, 1): the true AUC is Φ(1/√2), the accuracy at the midpoint Φ(1/2)."""
+    labels = np.arange(n) % 2
+    logit = rng.normal(labels, 1.0) - 0.5
+    positive = 1 / (1 + np.exp(-logit))
+    return Predictions(np.stack([1 - positive, positive], axis=1), labels, patients)
+
+
+TRUTH = {"auc": scipy_stats.norm.cdf(1 / math.sqrt(2)), "accuracy": scipy_stats.norm.cdf(0.5)}
+
+
+def test_the_interval_covers_the_truth_as_often_as_it_says() -> None:
+    rng, simulations = np.random.default_rng(1), 200
+    covered = dict.fromkeys(TRUTH, 0)
+    for number in range(simulations):
+        intervals = bootstrap(binormal(rng, 120), list(TRUTH), resamples=400, stream=Stream(1, (number,)))
+        for name, (low, high) in intervals.items():
+            covered[name] += low <= TRUTH[name] <= high
+    for name, times in covered.items():
+        assert times / simulations == pytest.approx(0.95, abs=0.05), name
+
+
+def test_the_interval_agrees_with_scikit_learn_on_real_resamples() -> None:
+    """A plain loop over drawn rows, with scikit-learn's metrics, has the same distribution."""
+    given, rng = binormal(np.random.default_rng(2), 200), np.random.default_rng(3)
+    figures = []
+    for _ in range(600):
+        rows = rng.integers(0, 200, 200)
+        score, labels = given.probabilities[rows, 1], given.labels[rows]
+        figures.append((roc_auc_score(labels, score), accuracy_score(labels, score > 0.5)))
+    theirs = np.quantile(figures, [0.025, 0.975], axis=0).T
+    ours = bootstrap(given, ["auc", "accuracy"], resamples=4000, stream=Stream(4))
+    assert np.allclose([ours["auc"], ours["accuracy"]], theirs, atol=0.012)
+
+
+def test_copies_of_an_image_do_not_make_us_surer() -> None:
+    single = binormal(np.random.default_rng(5), 100)
+    p, y = single.probabilities.repeat(4, axis=0), single.labels.repeat(4)
+    names = tuple(np.arange(100).repeat(4).astype(str))
+    widths = [
+        high - low
+        for given in (single, Predictions(p, y, names), Predictions(p, y))
+        for low, high in [bootstrap(given, ["auc"], resamples=2000, stream=Stream(6))["auc"]]
+    ]
+    assert widths[1] == pytest.approx(widths[0], rel=0.08)
+    assert widths[2] == pytest.approx(widths[0] / 2, rel=0.15)
+
+
+def test_equal_streams_give_equal_intervals_and_blocks_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = binormal(np.random.default_rng(7), 50)
+    first = bootstrap(given, ["auc", "ece"], resamples=100, stream=Stream(8))
+    monkeypatch.setattr("polyclinic.stats.BLOCK", 7 * 50)
+    assert bootstrap(given, ["auc", "ece"], resamples=100, stream=Stream(8)) == first
+    assert bootstrap(given, ["auc", "ece"], resamples=100, stream=Stream(9)) != first
+
+
+def test_a_higher_level_is_wider() -> None:
+    given = binormal(np.random.default_rng(10), 80)
+    (low, high), (lower, higher) = (
+        bootstrap(given, ["auc"], level=level, stream=Stream(11))["auc"] for level in (0.8, 0.99)
+    )
+    assert lower < low < high < higher
+
+
+def test_rarely_defined_metrics_have_no_interval() -> None:
+    """One ill among three patients is drawn in 1 − (2/3)³ = 70 % of resamples; none among three never."""
+    p, ill, names = np.array([[0.8, 0.2], [0.6, 0.4], [0.3, 0.7]]), np.array([0, 0, 1]), ("a", "b", "c")
+    assert bootstrap(Predictions(p, ill, names), ["recall"], stream=Stream(12))["recall"] == (1, 1)
+    nobody = bootstrap(Predictions(p, 0 * ill, names), ["recall", "accuracy"], stream=Stream(12))
+    assert all(math.isnan(bound) for bound in nobody["recall"])
+    assert not any(math.isnan(bound) for bound in nobody["accuracy"])
+
+
+@pytest.mark.parametrize("names", [("ann",) * 4, ()])
+def test_one_patient_says_nothing_about_others(names: tuple[str, ...]) -> None:
+    given = Predictions(np.full((len(names), 2), 0.5), np.zeros(len(names), dtype=np.int64), names)
+    assert all(math.isnan(bound) for bound in bootstrap(given, ["accuracy"], stream=Stream(0))["accuracy"])
+
+
+@pytest.mark.parametrize(("resamples", "level"), [(0, 0.95), (10, 0.0), (10, 1.0), (10, 95.0)])
+def test_impossible_bootstraps_are_refused(resamples: int, level: float) -> None:
+    given = binormal(np.random.default_rng(0), 4)
+    with pytest.raises(RecipeError, match=r"1000 and 0\.95"):
+        bootstrap(given, ["auc"], resamples=resamples, level=level, stream=Stream(0))
+
+
+def test_a_thousand_resamples_take_less_than_a_second() -> None:
+    given = binormal(np.random.default_rng(13), 500)
+    start = time.perf_counter()
+    bootstrap(given, ["accuracy", "balanced_accuracy", "auc"], stream=Stream(14))
+    assert time.perf_counter() - start < 1
+
+
+def test_summary_agrees_with_scipy() -> None:
+    values = [0.81, 0.84, 0.79, 0.88, 0.83]
+    ours, theirs = summary(values), scipy_stats.ttest_1samp(values, 0.0).confidence_interval(0.95)
+    assert (ours.low, ours.high) == pytest.approx((theirs.low, theirs.high))
+    assert ours.mean == pytest.approx(np.mean(values))
+    assert ours.std == pytest.approx(math.sqrt(scipy_stats.describe(values).variance))
+    assert ours.n == 5
+
+
+def test_summary_of_one_value_of_equal_values_and_of_nan() -> None:
+    alone = summary([0.5])
+    assert alone.mean == 0.5
+    assert all(math.isnan(figure) for figure in (alone.std, alone.low, alone.high))
+    equal = summary([0.5, 0.5, 0.5])
+    assert (equal.std, equal.low, equal.high) == (0, 0.5, 0.5)
+    assert math.isnan(summary([0.5, math.nan]).mean)
+    with pytest.raises(DataError, match="no values"):
+        summary([])
+
+
+def test_paired_agrees_with_scipy() -> None:
+    a, b = [0.81, 0.84, 0.79, 0.88], [0.80, 0.80, 0.78, 0.83]
+    ours, theirs = paired(a, b), scipy_stats.ttest_rel(a, b)
+    assert ours.p == pytest.approx(theirs.pvalue)
+    assert (ours.low, ours.high) == pytest.approx(tuple(theirs.confidence_interval(0.95)))
+    assert ours.difference == pytest.approx(np.mean(a) - np.mean(b))
+    assert ours.n == 4
+
+
+def test_paired_excludes_zero_exactly_when_p_is_small() -> None:
+    rng = np.random.default_rng(15)
+    for shift in np.linspace(0, 2, 40):
+        result = paired(rng.normal(shift, 1, 6).tolist(), rng.normal(0, 1, 6).tolist())
+        assert (result.p < 0.05) == (result.low > 0 or result.high < 0)
+
+
+def test_paired_degenerate_cases_do_not_warn() -> None:
+    assert math.isnan(paired([0.5, 0.6], [0.5, 0.6]).p)
+    assert math.isnan(paired([0.5], [0.4]).p)
+    constant = paired([0.75, 0.5, 0.25], [0.5, 0.25, 0.0])
+    assert (constant.difference, constant.low, constant.high, constant.p) == (0.25, 0.25, 0.25, 0)
+    with pytest.raises(DataError, match="missing seeds"):
+        paired([0.5], [0.5, 0.6])
