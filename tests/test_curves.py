@@ -93,9 +93,7 @@ def test_equal_figures_give_equal_bytes(tmp_path: Path) -> None:
 
 
 @both
-def test_an_interrupted_write_leaves_the_old_picture_alone(
-    draw: Callable[[Path], None], tmp_path: Path
-) -> None:
+def test_an_interrupted_write_leaves_the_old_picture_alone(draw: Callable[[Path], None], tmp_path: Path) -> None:
     """The kernel refuses to let any file grow past 4 KiB, so the write stops half way."""
     path = tmp_path / "picture.png"
     path.write_bytes(b"the old picture")
@@ -113,9 +111,7 @@ def test_an_interrupted_write_leaves_the_old_picture_alone(
 
 
 @both
-def test_a_picture_that_cannot_take_its_place_leaves_nothing(
-    draw: Callable[[Path], None], tmp_path: Path
-) -> None:
+def test_a_picture_that_cannot_take_its_place_leaves_nothing(draw: Callable[[Path], None], tmp_path: Path) -> None:
     (tmp_path / "picture.png").mkdir()
     for path in (tmp_path / "picture.png", tmp_path / "no such folder" / "picture.png"):
         with pytest.raises(StoreError, match="cannot be written"):

@@ -110,9 +110,7 @@ def test_calibration_error_agrees_with_scikit_learns_bins(given: Predictions) ->
     edges = np.linspace(0, 1, 16)
     sizes = [((confidence > low) & (confidence <= high)).sum() for low, high in pairwise(edges)]
     share = np.array([size for size in sizes if size]) / len(given)
-    assert close(
-        measure(given.probabilities, given.labels)["ece"], float(share @ np.abs(frequency - mean)[1:])
-    )
+    assert close(measure(given.probabilities, given.labels)["ece"], float(share @ np.abs(frequency - mean)[1:]))
 
 
 def test_calibration_error_closed_forms() -> None:
@@ -155,9 +153,7 @@ def test_no_examples_have_no_metrics() -> None:
 
 
 def test_impossible_truth_has_a_finite_loss() -> None:
-    assert measure(np.array([[1.0, 0.0]]), np.array([1]))["loss"] == pytest.approx(
-        -math.log(np.finfo(float).eps)
-    )
+    assert measure(np.array([[1.0, 0.0]]), np.array([1]))["loss"] == pytest.approx(-math.log(np.finfo(float).eps))
 
 
 @given(predictions(classes=2))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import tempfile
@@ -162,25 +163,23 @@ class Experiment:
     def run(self) -> Result:
         """Play the rounds that are left, evaluate, and write the result."""
         began = time.perf_counter()
-        recipe, scratch = self.recipe, tempfile.TemporaryDirectory(prefix="polyclinic-")
+        recipe = self.recipe
         journal = FolderJournal(self.folder) if self.folder else RamJournal()
         if self.folder:
             write_atomically(self.folder / "recipe.yaml", recipe.to_yaml().encode())
-        memory = self._memory(Path(scratch.name))
-        runners = {
-            name: SiteRunner(name, site, self.algorithm, self.network, memory) for name, site in self.sites.items()
-        }
-        workers, threads = recipe.engine.workers, recipe.engine.threads
-        engine = WorkerEngine(runners, workers, threads) if workers else LocalEngine(runners, threads)
-        try:
+        with contextlib.ExitStack() as lent:
+            memory = self._memory(lent)
+            runners = {
+                name: SiteRunner(name, site, self.algorithm, self.network, memory) for name, site in self.sites.items()
+            }
+            workers, threads = recipe.engine.workers, recipe.engine.threads
+            engine = WorkerEngine(runners, workers, threads) if workers else LocalEngine(runners, threads)
+            lent.callback(engine.close)
             judge = self.judge if self.held_out(self.algorithm.init(self.federation)) is not None else None
             rounds = Rounds(self.federation, self.algorithm, engine, rules_of(recipe), journal, self.watch, judge)
             outcome = rounds.run()
             predictions = rounds.predictions(outcome, ["train", "validation", "test"])
             reach("evaluated")
-        finally:
-            engine.close()
-            scratch.cleanup()
         held_out = self.held_out(outcome.state)
         scores = assess(predictions, held_out, recipe.evaluate.bootstrap, Stream(recipe.seed, ("bootstrap",)))
         summary = self.summarise(outcome, scores, journal, time.perf_counter() - began)
@@ -188,10 +187,13 @@ class Experiment:
             self.write(outcome, summary)
         return Result(summary, outcome.state, self.folder)
 
-    def _memory(self, scratch: Path) -> MemoryStore:
+    def _memory(self, lent: contextlib.ExitStack) -> MemoryStore:
+        """Where sites remember: in the run's folder; without one in this process, or where workers share a disk."""
         if self.folder:
             return DiskMemory(self.folder / "sites")
-        return DiskMemory(scratch) if self.recipe.engine.workers else RamMemory()
+        if not self.recipe.engine.workers:
+            return RamMemory()
+        return DiskMemory(Path(lent.enter_context(tempfile.TemporaryDirectory(prefix="polyclinic-"))))
 
     def held_out(self, state: Bundle) -> Predictions | None:
         """The final global model's predictions on a test set that belongs to no site."""
@@ -278,8 +280,11 @@ def finished(folder: Path, recipe: Recipe | None = None) -> Result:
     """A run that has already ended, read back."""
     if recipe is not None:
         _check_same(folder, recipe)
-    summary = json.loads((folder / "result.json").read_text())
-    return Result(summary, {}, folder)
+    path = folder / "result.json"
+    try:
+        return Result(json.loads(path.read_text()), {}, folder)
+    except (OSError, ValueError) as error:
+        raise StoreError(f"{path} is damaged ({error}); remove it and run again: only the end is repeated") from error
 
 
 def _check_same(folder: Path, recipe: Recipe) -> None:

@@ -31,8 +31,15 @@ POINTS = (
     "result-written",
 )
 
-_name, _, _count = os.environ.get("POLYCLINIC_FAULT", "").partition(":")
-_left = int(_count or 1)
+_name, _left = "", 0
+
+
+def arm(name: str, count: int = 1) -> None:
+    """Die the `count`-th time `name` is reached; an empty name disarms."""
+    global _name, _left
+    if name and name not in POINTS:
+        raise ValueError(f"there is no fault point {name!r}; there are: {', '.join(POINTS)}")
+    _name, _left = name, count
 
 
 def reach(name: str) -> None:
@@ -41,3 +48,7 @@ def reach(name: str) -> None:
         _left -= 1
         if _left == 0:
             os.kill(os.getpid(), signal.SIGKILL)
+
+
+_asked, _, _count = os.environ.get("POLYCLINIC_FAULT", "").partition(":")
+arm(_asked, int(_count or 1))

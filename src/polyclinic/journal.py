@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -11,6 +12,8 @@ from polyclinic.core import Bundle, SiteId
 from polyclinic.errors import StoreError
 from polyclinic.faults import reach
 from polyclinic.store import Ledger, Metrics, Snapshots, prepare
+
+SPENT = ("down", "up", "seconds")
 
 
 @dataclass(frozen=True)
@@ -82,7 +85,7 @@ class FolderJournal:
 
     @property
     def costs(self) -> list[dict[str, Any]]:
-        return self.ledger.read()
+        return with_interrupted(self.ledger.read())
 
     def resume(self) -> Resumed | None:
         """The newest sound snapshot; what was measured after it is forgotten, what was spent after it is not."""
@@ -99,7 +102,7 @@ class FolderJournal:
                 f"{self.ledger.path} lacks rows that the snapshot of round {round} has seen; what the run has cost "
                 "can no longer be shown, so it cannot be resumed: restore the file or start anew in another folder"
             )
-        self._metrics.cut(fields["metrics_size"])
+        self._metrics.cut(fields["metrics_size"], fields["metrics_sha256"])
         self.ledger.append(event="resumed", round=round)
         return Resumed(round, message.tensors, fields["progress"])
 
@@ -121,6 +124,7 @@ class FolderJournal:
             "ledger_rows": self.ledger.rows,
             "ledger_chain": self.ledger.chain,
             "metrics_size": self._metrics.size(),
+            "metrics_sha256": self._metrics.checksum(),
         }
         self.snapshots.save(round, state, fields)
         reach("snapshot-written")
@@ -131,3 +135,16 @@ class FolderJournal:
 
 def round_seconds(seconds: float) -> float:
     return round(seconds, 6)
+
+
+def with_interrupted(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Add what rounds cost that were begun and cut short: nobody knows how far they came, so all of it is counted."""
+    played = {row["round"]: row for row in rows if row["event"] == "round"}
+    found: list[dict[str, Any]] = []
+    for row, after in pairwise([*rows, {"event": "end"}]):
+        found.append(dict(row))
+        if row["event"] == "charge" and after["event"] not in ("round", "failed round") and row["round"] in played:
+            again = played[row["round"]]
+            sites = {site: {k: note.get(k, 0) for k in SPENT} for site, note in again["sites"].items()}
+            found.append({**again, "event": "interrupted round", "sites": sites})
+    return found

@@ -78,9 +78,13 @@ def in_site_order(
             refuse(site, Refused("duplicate", f"{site} has already replied this round"))
         else:
             seen.add(site)
-            shelf.put(site, answer)
-        while turn < len(sites) and sites[turn] in shelf:
-            yield sites[turn], shelf.take(sites[turn])
+            if site != sites[turn]:
+                shelf.put(site, answer)
+                continue
+            yield site, answer
             turn += 1
+            while turn < len(sites) and sites[turn] in shelf:
+                yield sites[turn], shelf.take(sites[turn])
+                turn += 1
     for site in sites[turn:]:
         yield site, shelf.take(site) if site in shelf else Failure("late", "no reply before the deadline")

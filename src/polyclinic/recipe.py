@@ -88,6 +88,8 @@ class Recipe(BaseModel):
     snapshot_every: int = Field(1, ge=1)
     methods: dict[str, dict[str, Any]] = Field(default_factory=dict)
     """For comparisons: a name for each method and the keys it sets, dotted, on top of this recipe."""
+    paper: dict[str, str] = Field(default_factory=dict)
+    """What the paper reports for each method, shown beside what we measure."""
 
     @field_validator("algorithm", mode="before")
     @classmethod
@@ -122,7 +124,7 @@ class Recipe(BaseModel):
 
     def method(self, name: str) -> Recipe:
         """The recipe of one of its `methods`."""
-        base = TypeAdapter(Recipe).dump_python(self, mode="json") | {"methods": {}, "name": name}
+        base = TypeAdapter(Recipe).dump_python(self, mode="json") | {"methods": {}, "paper": {}, "name": name}
         return Recipe.of(base, self.methods[name], f"method {name}")
 
 
@@ -139,7 +141,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 def with_settings(values: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
-    """A deep copy of `values` with dotted keys set; naming another algorithm or data set drops the old one's options."""
+    """A deep copy of `values` with dotted keys set; naming another algorithm drops the options of the one before."""
     result: dict[str, Any] = _copy(dict(values))
     for key, value in settings.items():
         *path, last = key.split(".")
@@ -149,6 +151,8 @@ def with_settings(values: Mapping[str, Any], settings: Mapping[str, Any]) -> dic
             here[step] = here = (
                 {"name": inner} if isinstance(inner, str) else (inner if isinstance(inner, dict) else {})
             )
+        if key == "algorithm.name" and here.get(last) != value:
+            here.clear()
         here[last] = _copy(value)
     return result
 

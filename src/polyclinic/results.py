@@ -10,12 +10,13 @@ from typing import Any
 import torch
 
 from polyclinic.core import Bundle, SiteId, Stream, Tensors
+from polyclinic.errors import DataError
 from polyclinic.metrics import Predictions, confusion, finite, measure
 from polyclinic.rounds import POOLED
 from polyclinic.stats import bootstrap
 
 INTERVALS = ("accuracy", "balanced_accuracy", "f1", "auc", "pr_auc")
-HEADLINES = ("global", "personal", "transfer")
+HEADLINES = ("global", "personal", "transfer", "held-out")
 
 
 def assess(
@@ -69,10 +70,11 @@ def _predictions(tensors: Tensors, site: SiteId) -> Predictions:
 
 def headline(merged: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     """The model a run is judged by, and its metrics on all test images together."""
-    for model in ("held-out", *HEADLINES):
-        if "test" in merged.get(model, {}):
-            return model, merged[model]["test"]
-    return next((m, parts["test"]) for m, parts in merged.items() if "test" in parts)
+    for model in HEADLINES:
+        for part in ("test", "validation"):
+            if part in merged.get(model, {}):
+                return model, merged[model][part]
+    raise DataError("no site has a test or validation image, so nothing can be reported; raise data.split.test")
 
 
 def cost(ledger: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

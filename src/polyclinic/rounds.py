@@ -23,11 +23,15 @@ from polyclinic.errors import Refused, RoundFailed
 from polyclinic.faults import reach
 from polyclinic.journal import Journal
 from polyclinic.mail import Outbox, in_site_order
+from polyclinic.metrics import METRICS
 
 Watch = Callable[[str, Mapping[str, Any]], None]
 Judge = Callable[[Bundle], dict[str, Any]]
 POOLED: SiteId = "pooled"
 HELD_OUT: SiteId = "held-out"
+NOTICEABLE = 1e-4
+"""The share by which a loss must fall to count as better for the plateau schedule, as in torch."""
+LOWER_IS_BETTER = ("loss", "ece")
 
 
 @dataclass(frozen=True)
@@ -278,9 +282,12 @@ class Rounds:
             self.watch("evaluated", {"site": site})
             if isinstance(answer, Failure):
                 raise RoundFailed(f"site {site} could not be evaluated: {answer.sentence}")
-            message = wire.decode(answer)
-            wire.check_address(message.fields, self.rules.run, round, site)
-            found[site] = split_predictions(message.tensors.get("predictions", {}), len(self.federation.classes))
+            try:
+                message = wire.decode(answer)
+                wire.check_address(message.fields, self.rules.run, round, site)
+                found[site] = split_predictions(message.tensors.get("predictions", {}), len(self.federation.classes))
+            except Refused as refusal:
+                raise RoundFailed(f"site {site} could not be evaluated: {refusal}") from refusal
             book.sites[site] = {"down": outbox.sizes[site], "up": len(answer)}
         self.journal.cost("evaluation", round, time.perf_counter() - began, book.sites)
         return found
@@ -294,10 +301,12 @@ def split_predictions(tensors: Mapping[str, torch.Tensor], classes: int) -> Bund
         bundle.setdefault(group, {})[key] = tensor
     for group, found in bundle.items():
         rows = found.get("probabilities", torch.zeros(0))
-        if rows.ndim != 2 or rows.shape[1] != classes or not bool(torch.isfinite(rows).all()):
-            raise Refused("predictions", f"{group} are not finite probabilities of {classes} classes")
-        if any(len(found.get(key, ())) != len(rows) for key in ("labels", "patients")):
-            raise Refused("predictions", f"{group} has not one label and one patient per row")
+        shaped = rows.is_floating_point() and rows.ndim == 2 and rows.shape[1] == classes
+        if not shaped or not bool(torch.isfinite(rows).all()):
+            raise Refused("predictions", f"{group[:60]!r} are not finite probabilities of {classes} classes")
+        columns = [found.get(key, torch.zeros(0)) for key in ("labels", "patients")]
+        if any(c.dtype != torch.int64 or c.shape != rows.shape[:1] for c in columns):
+            raise Refused("predictions", f"{group[:60]!r} has not one label and one patient per row")
     return bundle
 
 
@@ -305,22 +314,23 @@ def advance(progress: Progress, book: Exchanged, rules: Rules) -> Progress:
     """Move schedule and early stopping on by what the sites reported of the model they received."""
     loss = mean_report(book, "loss")
     if loss is not None:
-        better = loss < progress.best_loss - 1e-4
+        better = loss < progress.best_loss * (1 - NOTICEABLE)
         stale = 0 if better else progress.stale + 1
         cut = rules.schedule.name == "plateau" and stale > rules.schedule.patience
         progress = replace(
             progress,
-            best_loss=min(loss, progress.best_loss),
+            best_loss=loss if better else progress.best_loss,
             stale=0 if cut else stale,
             cuts=progress.cuts + cut,
         )
     stop = rules.early_stop
     value = mean_report(book, stop.metric) if stop else None
     if stop is not None and value is not None:
-        value = value if stop.metric == "loss" else -value
+        value = value if stop.metric in LOWER_IS_BETTER else -value
         better = value < progress.best - stop.min_delta
         waited = 0 if better else progress.waited + 1
-        progress = replace(progress, best=min(value, progress.best), waited=waited, stopped=waited >= stop.patience)
+        best = value if better else progress.best  # small steps add up to an improvement
+        progress = replace(progress, best=best, waited=waited, stopped=waited >= stop.patience)
     return progress
 
 
@@ -332,22 +342,31 @@ def mean_report(book: Exchanged, metric: str) -> float | None:
 
 
 def checked_report(fields: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """A site's metrics, checked to be rows of finite numbers: they steer the schedule."""
+    """A site's metrics, checked to be rows of finite numbers, one per model and part: they steer the schedule."""
     report = fields.get("report", [])
-    if not isinstance(report, list):
-        raise Refused("report", "the report is not a list")
+    if not isinstance(report, list) or not all(isinstance(row, dict) for row in report):
+        raise Refused("report", "the report is not a list of rows")
     for row in report:
-        if not isinstance(row, dict) or type(row.get("n")) is not int or row["n"] < 0:
+        if type(row.get("n")) is not int or not 0 <= row["n"] <= wire.EXACT:
             raise Refused("report", "a row of the report has no count")
         for name, value in row.items():
-            if name not in ("model", "part") and value is not None and type(value) not in (int, float):
-                raise Refused("report", f"{name[:40]!r} is not a number")
+            if not _is_cell(name, value):
+                raise Refused("report", f"{name[:40]!r} is not a metric with a finite value")
+    if len({(row.get("model"), row.get("part")) for row in report}) < len(report):
+        raise Refused("report", "two rows of the report are about the same model and part")
     return report
+
+
+def _is_cell(name: str, value: object) -> bool:
+    """Only what belongs into a row: it is written beside the round and the site, and must not pose as them."""
+    if name in ("model", "part"):
+        return isinstance(value, str) and len(value) <= 200 and value.isprintable()
+    return name == "n" or (name in METRICS and (value is None or wire.is_number(value)))
 
 
 def _seconds(fields: Mapping[str, Any]) -> float:
     seconds = fields.get("seconds")
-    return float(seconds) if isinstance(seconds, int | float) else 0.0
+    return float(seconds) if wire.is_number(seconds) else 0.0
 
 
 def _rows(round: int, book: Exchanged, judged: Mapping[str, Any] | None) -> list[dict[str, Any]]:
@@ -371,9 +390,7 @@ def _rows(round: int, book: Exchanged, judged: Mapping[str, Any] | None) -> list
 
 
 def _why(round: int, book: Exchanged, quorum: int) -> str:
-    failed = [
-        f"{site}: {n.get('why', n['outcome'])}" for site, n in book.sites.items() if n.get("outcome") != "accepted"
-    ]
+    failed = [f"{site}: {n.get('why')}" for site, n in book.sites.items() if n.get("outcome", "accepted") != "accepted"]
     return (
         f"round {round} had {book.accepted} acceptable updates where the quorum is {max(1, quorum)}, so the state was "
         f"left as it was ({'; '.join(failed[:3])}); mend that and resume, or lower the quorum"

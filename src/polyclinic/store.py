@@ -13,23 +13,28 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import IO, Any, Protocol
 
 from polyclinic import wire
 from polyclinic.core import Bundle, SiteId
 from polyclinic.errors import Refused, StoreError
 from polyclinic.faults import reach
 
+MARK = b'"chain": "'
+HASH = 32
+"""Hexadecimal digits of a row's hash."""
+
 
 @contextlib.contextmanager
-def named_failure(path: Path) -> Iterator[None]:
+def named_failure(path: Path, deed: str = "write") -> Iterator[None]:
     """Turn what the disk says into one sentence."""
     try:
         yield
     except OSError as error:
-        reason = "the disk is full" if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) else error.strerror
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+        reason = "the disk is full" if full else error.strerror or error
         raise StoreError(
-            f"cannot write {path}: {reason}; make room or choose another folder with --out, then resume the run"
+            f"cannot {deed} {path}: {reason}; make room or choose another folder with --out, then resume the run"
         ) from error
 
 
@@ -38,18 +43,35 @@ def write_atomically(path: Path, data: bytes, half: str = "", unnamed: str = "")
     with named_failure(path):
         try:
             with open(temporary, "wb") as file:
-                file.write(data[: len(data) // 2])
-                file.flush()
-                reach(half)
-                file.write(data[len(data) // 2 :])
-                file.flush()
-                os.fsync(file.fileno())
+                _write_and_sync(file, data, half)
             reach(unnamed)
             os.replace(temporary, path)
-        except OSError:
+        except BaseException:
             temporary.unlink(missing_ok=True)
             raise
         _sync_folder(path.parent)
+
+
+def append_durably(path: Path, data: bytes, half: str = "") -> None:
+    """Add to the end of a file. Where the disk gives out on the way, nothing was added."""
+    with named_failure(path):
+        start = path.stat().st_size if path.exists() else 0
+        try:
+            with open(path, "ab") as file:
+                _write_and_sync(file, data, half)
+        except OSError:
+            if path.exists():
+                os.truncate(path, start)
+            raise
+
+
+def _write_and_sync(file: IO[bytes], data: bytes, half: str) -> None:
+    file.write(data[: len(data) // 2])
+    file.flush()
+    reach(half)
+    file.write(data[len(data) // 2 :])
+    file.flush()
+    os.fsync(file.fileno())
 
 
 def _sync_folder(folder: Path) -> None:
@@ -65,9 +87,12 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def prepare(folder: Path) -> None:
-    """Make a run's folder, or say why it cannot be."""
+    """Make a run's folder, or say why it cannot be; sweep up what a killed process had not finished writing."""
     with named_failure(folder):
         (folder / "snapshots").mkdir(parents=True, exist_ok=True)
+        for place in (folder, folder / "snapshots", *folder.glob("sites/*")):
+            for unfinished in place.glob(".*.[0-9]*.tmp"):
+                unfinished.unlink(missing_ok=True)
         probe = folder / ".probe"
         probe.write_bytes(b"")
         probe.unlink()
@@ -82,8 +107,9 @@ class Snapshots:
     def save(self, round: int, state: Bundle, fields: Mapping[str, Any]) -> None:
         data = wire.encode({**fields, "round": round}, state)
         write_atomically(self._path(round), data, "snapshot-half-written", "snapshot-unnamed")
-        for old in self._paths()[: -self.keep]:
-            old.unlink(missing_ok=True)
+        with named_failure(self.folder):
+            for old in self._paths()[: -self.keep]:
+                old.unlink(missing_ok=True)
 
     def load(self) -> tuple[int, wire.Message] | None:
         """The newest snapshot that passes its checksum; None when there is none at all."""
@@ -124,18 +150,8 @@ class Ledger:
     def append(self, **row: Any) -> None:
         text = json.dumps(row, allow_nan=False)
         chain = _link(self.chain, text)
-        line = f'{text[:-1]}{", " if row else ""}"chain": "{chain}"}}\n'.encode()
-        with named_failure(self.path):
-            start = self.path.stat().st_size
-            try:
-                with open(self.path, "ab", buffering=0) as file:
-                    file.write(line[: len(line) // 2])
-                    reach("ledger-half-written")
-                    file.write(line[len(line) // 2 :])
-                    os.fsync(file.fileno())
-            except OSError:
-                os.truncate(self.path, start)
-                raise
+        line = f'{text[:-1]}{", " if row else ""}{MARK.decode()}{chain}"}}\n'.encode()
+        append_durably(self.path, line, "ledger-half-written")
         self.chain, self.rows = chain, self.rows + 1
 
     def read(self) -> list[dict[str, Any]]:
@@ -148,48 +164,70 @@ class Ledger:
 
     def _verify(self) -> None:
         """Walk the chain. A half-written last line is what a crash leaves: it is cut off. Anything else is damage."""
-        data = self.path.read_bytes()
-        whole = data[: data.rfind(b"\n") + 1]
-        if len(whole) < len(data):
-            os.truncate(self.path, len(whole))
-        for number, line in enumerate(whole.splitlines(), 1):
-            text, mark, rest = line.decode(errors="replace").rpartition('"chain": "')
-            row = text.rstrip().removesuffix(",") + "}"
-            if not mark or rest != f'{_link(self.chain, row)}"}}':
-                raise StoreError(
-                    f"{self.path} is damaged at row {number} (checksum); what the run has cost can no longer be "
-                    "shown, so it cannot be resumed: restore the file or start anew in another folder"
-                )
-            self.chain, self.rows = rest[:-2], number
+        with named_failure(self.path, "read"):
+            *lines, tail = self.path.read_bytes().split(b"\n")
+        for line in lines:
+            self.chain, self.rows = self._checked(line), self.rows + 1
+        if tail:
+            whole = tail[: tail.find(MARK) + len(MARK) + HASH + 2]
+            if whole != tail and _own_link(self.chain, whole):
+                self._checked(tail)  # a row with its line's end lost was never half-written
+            with named_failure(self.path):
+                os.truncate(self.path, self.path.stat().st_size - len(tail))
+
+    def _checked(self, line: bytes) -> str:
+        chain = _own_link(self.chain, line)
+        if chain is None:
+            raise StoreError(
+                f"{self.path} is damaged at row {self.rows + 1} (checksum); what the run has cost can no longer be "
+                "shown, so it cannot be resumed: restore the file or start anew in another folder"
+            )
+        return chain
 
 
 def _link(chain: str, row: str) -> str:
-    return hashlib.sha256(f"{chain}|{row}".encode()).hexdigest()[:32]
+    return hashlib.sha256(f"{chain}|{row}".encode()).hexdigest()[:HASH]
+
+
+def _own_link(chain: str, line: bytes) -> str | None:
+    """The hash a row carries, if that is what follows from the row before."""
+    row, _, carried = line.decode(errors="replace").rpartition(MARK.decode())
+    link = _link(chain, row.removesuffix(", ") + "}")
+    return link if carried == f'{link}"}}' else None
 
 
 class Metrics:
     """`metrics.jsonl`: a row per round and site."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path
+        self.path, self._sum = path, hashlib.sha256()
 
     def append(self, rows: list[dict[str, Any]]) -> None:
-        lines = "".join(json.dumps(row, allow_nan=False) + "\n" for row in rows)
-        with named_failure(self.path), open(self.path, "ab", buffering=0) as file:
-            file.write(lines.encode())
-            os.fsync(file.fileno())
+        data = "".join(json.dumps(row, allow_nan=False) + "\n" for row in rows).encode()
+        append_durably(self.path, data)
+        self._sum.update(data)
 
     def size(self) -> int:
         return self.path.stat().st_size if self.path.exists() else 0
 
-    def cut(self, size: int) -> None:
+    def checksum(self) -> str:
+        """Of everything that was appended, or kept by `cut`."""
+        return self._sum.hexdigest()
+
+    def cut(self, size: int, checksum: str | None = None) -> None:
         """Forget what was written after the snapshot that is resumed from; those rounds run again."""
-        if self.size() < size:
+        with named_failure(self.path, "read"):
+            seen = self.path.read_bytes()[:size] if self.path.exists() else b""
+        self._sum = hashlib.sha256(seen)
+        if len(seen) < size:
             raise StoreError(
                 f"{self.path} is shorter than its snapshot says; restore it or start anew in another folder"
             )
+        if checksum not in (None, self.checksum()):
+            raise StoreError(f"{self.path} is damaged (checksum); restore it or start anew in another folder")
         if self.path.exists():
-            os.truncate(self.path, size)
+            with named_failure(self.path):
+                os.truncate(self.path, size)
 
     def read(self) -> list[dict[str, Any]]:
         return [json.loads(line) for line in self.path.read_text().splitlines()] if self.path.exists() else []
@@ -229,10 +267,10 @@ class DiskMemory:
             if int(path.stem) < before:
                 try:
                     return wire.decode(path.read_bytes()).tensors
-                except Refused as refusal:
+                except (Refused, OSError) as error:
                     raise StoreError(
-                        f"what site {site} remembers in {path} is damaged ({refusal}); restore the file or start anew"
-                    ) from refusal
+                        f"what site {site} remembers in {path} is damaged ({error}); restore the file or start anew"
+                    ) from error
         return None
 
     def save(self, site: SiteId, round: int, memory: Bundle, durable: int) -> None:
@@ -242,8 +280,9 @@ class DiskMemory:
             folder.mkdir(parents=True, exist_ok=True)
         write_atomically(folder / f"{round:06d}.pcl", wire.encode({"round": round}, memory), "memory-half-written")
         settled = [path for path in self._paths(site) if int(path.stem) <= durable]
-        for old in settled[:-1]:
-            old.unlink(missing_ok=True)
+        with named_failure(folder):
+            for old in settled[:-1]:
+                old.unlink(missing_ok=True)
 
     def _folder(self, site: SiteId) -> Path:
         return self.folder / hashlib.sha256(site.encode()).hexdigest()[:16]

@@ -14,7 +14,7 @@ import struct
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from safetensors.torch import save as write_safetensors
@@ -27,6 +27,8 @@ MAGIC = b"PCL1"
 SCHEMA = 1
 PREFIX = struct.Struct("<4sI32s")
 MAX_HEADER = 1 << 20
+MAX_TABLE = 100_000_000
+"""Bytes of names, shapes and dtypes: safetensors' own limit, for readers that do not know what to expect."""
 ALIGNMENT = 64
 DTYPES = {
     "F64": torch.float64,
@@ -42,6 +44,14 @@ DTYPES = {
 }
 OVERHEAD = 1 << 16
 """Allowance, beyond the tensors themselves, for names, shapes and one site's report."""
+LARGEST = 1e100
+"""Numbers that sites report lie within this, so that weighing them with counts stays finite."""
+EXACT = 1 << 53
+"""Integers within this are averaged without loss."""
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore", UserWarning)
+    torch.frombuffer(b"\0", dtype=torch.uint8)  # torch warns once per process that messages cannot be written to
 
 
 @dataclass(frozen=True)
@@ -78,14 +88,26 @@ def digest(bundle: Bundle) -> str:
     """SHA-256 of names, dtypes, shapes and values, whatever order they were put in."""
     total = hashlib.sha256()
     for path, tensor in sorted(flatten(bundle).items()):
-        total.update(f"{path}|{tensor.dtype}|{tuple(tensor.shape)}|".encode())
+        total.update(json.dumps([path, str(tensor.dtype), list(tensor.shape)]).encode())
         total.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return total.hexdigest()
 
 
 def encode_body(bundle: Bundle) -> Body:
-    data: bytes = write_safetensors({k: t.detach().cpu().contiguous() for k, t in flatten(bundle).items()})
+    data: bytes = write_safetensors(_apart(flatten(bundle)))
     return Body(data, hashlib.sha256(data).hexdigest())
+
+
+def _apart(tensors: Tensors) -> Tensors:
+    """Contiguous, on the CPU, no two in the same memory: safetensors refuses a tensor that is sent twice."""
+    apart: Tensors = {}
+    homes: set[int] = set()
+    for path, tensor in tensors.items():
+        here = tensor.detach().cpu().contiguous()
+        home = here.untyped_storage().data_ptr()
+        apart[path] = here.clone() if home in homes else here
+        homes.add(home)
+    return apart
 
 
 def pack(fields: Mapping[str, Any], body: Body) -> bytes:
@@ -98,8 +120,11 @@ def encode(fields: Mapping[str, Any], bundle: Bundle) -> bytes:
     return pack(fields, encode_body(bundle))
 
 
-def decode(data: bytes, limit: int | None = None) -> Message:
-    """The message in `data`, or `Refused`. Checks everything that can be checked without knowing what was expected."""
+def decode(data: bytes, limit: int | None = None, table: int = MAX_TABLE) -> Message:
+    """The message in `data`, or `Refused`. Checks everything that can be checked without knowing what was expected.
+
+    `limit` and `table`: the most bytes that the message, and the table of its tensors, may have.
+    """
     if not data:
         raise Refused("empty", "the message has no bytes")
     if limit is not None and len(data) > limit:
@@ -109,6 +134,8 @@ def decode(data: bytes, limit: int | None = None) -> Message:
     _, length, checksum = PREFIX.unpack_from(data)
     if length > MAX_HEADER or PREFIX.size + length > len(data):
         raise Refused("header", f"a header of {length} bytes is announced in a message of {len(data)}")
+    if (PREFIX.size + length) % ALIGNMENT:
+        raise Refused("header", f"the header's {length} bytes would leave the tensors at an odd address")
     header = data[PREFIX.size : PREFIX.size + length]
     if hashlib.sha256(header).digest() != checksum:
         raise Refused("checksum", "the header does not match its checksum")
@@ -116,12 +143,36 @@ def decode(data: bytes, limit: int | None = None) -> Message:
     body = memoryview(data)[PREFIX.size + length :]
     if hashlib.sha256(body).hexdigest() != fields["body"]:
         raise Refused("checksum", "the tensors do not match their checksum")
-    return Message(fields, unflatten(_parse_body(body)))
+    return Message(fields, unflatten(_parse_body(body, table)))
+
+
+def _no_constant(name: str) -> float:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if math.isinf(number):
+        raise ValueError(f"{text[:20]} is beyond every number")
+    return number
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("a key occurs twice")
+    return found
+
+
+_JSON = json.JSONDecoder(parse_constant=_no_constant, parse_float=_finite, object_pairs_hook=_unique)
 
 
 def _parse_json(text: bytes, kind: str) -> dict[str, Any]:
+    """Strict: UTF-8, each key once, finite numbers, and only text that can be written again."""
     try:
-        found = json.loads(text, parse_constant=_no_constant)
+        found = _JSON.decode(str(text, "utf-8"))
+        if b"\\u" in text:
+            json.dumps(found, ensure_ascii=False).encode()  # fails on half a surrogate pair
     except (ValueError, RecursionError) as error:
         raise Refused(kind, f"this is not valid JSON ({str(error)[:60]})") from None
     if not isinstance(found, dict):
@@ -131,43 +182,37 @@ def _parse_json(text: bytes, kind: str) -> dict[str, Any]:
 
 def _parse_header(header: bytes) -> dict[str, Any]:
     fields = _parse_json(header, "json")
+    schema = fields.get("schema")
     if not isinstance(fields.get("body"), str):
         raise Refused("json", "the header names no checksum of the body")
-    if fields.get("schema") != SCHEMA:
-        raise Refused(
-            "schema",
-            f"schema {fields.get('schema')!r:.20} where {SCHEMA} is spoken; install the same version",
-        )
+    if type(schema) is not int or schema != SCHEMA:
+        raise Refused("schema", f"schema {shown(schema)} where {SCHEMA} is spoken; install the same version")
     return fields
 
 
-def _no_constant(name: str) -> float:
-    raise ValueError(f"{name} is not JSON")
+def shown(value: object) -> str:
+    """What a stranger wrote, harmless in a log: short, escaped, and lists without what is nested in them."""
+    return repr(value)[:60] if value is None or isinstance(value, str | int | float) else f"a {type(value).__name__}"
 
 
-def _parse_body(body: memoryview) -> Tensors:
+def _parse_body(body: memoryview, most: int) -> Tensors:
     """Read safetensors without a copy: tensors are views of the message, and read-only by contract.
 
     Stricter than the format: every byte belongs to exactly one tensor, in the order of the header, and a tensor's
     bytes are exactly what its shape and dtype need. So what is announced can never exceed what was sent.
     """
     length = int.from_bytes(body[:8], "little")
-    if len(body) < 8 or length > len(body) - 8:
+    if len(body) < 8 or length > min(len(body) - 8, most):
         raise Refused("tensors", f"a table of {length} bytes is announced in a body of {len(body)}")
     table = _parse_json(bytes(body[8 : 8 + length]), "tensors")
-    table.pop("__metadata__", None)
-    tensors, position, end = {}, 8 + length, len(body)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # torch warns that the message cannot be written to
-        for name, entry in sorted(table.items(), key=_offset):
-            dtype, shape, size = _parse_entry(name, entry, position - 8 - length)
-            if position + size > end:
-                raise Refused("tensors", f"{name[:60]!r} ends beyond the message")
-            flat = (
-                torch.frombuffer(body, dtype=dtype, count=math.prod(shape), offset=position) if size else torch.empty(0)
-            )
-            tensors[name] = flat.to(dtype).reshape(shape)
-            position += size
+    tensors, first, end = {}, 8 + length, len(body)
+    position = first
+    for name, entry in sorted(table.items(), key=_offset):
+        dtype, shape, size = _parse_entry(name, entry, position - first)
+        if position + size > end or position % dtype.itemsize:
+            raise Refused("tensors", f"{name[:60]!r} ends beyond the message or lies at an odd address")
+        tensors[name] = _view(name, body[position : position + size], dtype).view(shape)
+        position += size
     if position != end:
         raise Refused("tensors", f"{end - position} bytes belong to no tensor")
     return tensors
@@ -182,15 +227,26 @@ def _offset(item: tuple[str, Any]) -> int:
 
 
 def _parse_entry(name: str, entry: Any, start: int) -> tuple[torch.dtype, tuple[int, ...], int]:
-    dtype, shape = DTYPES.get(entry.get("dtype")), entry.get("shape")
+    spoken, shape, place = entry.get("dtype"), entry.get("shape"), entry["data_offsets"]
+    dtype = DTYPES.get(spoken) if isinstance(spoken, str) else None
     if dtype is None:
-        raise Refused("dtype", f"{name[:60]!r} is {entry.get('dtype')!r:.20}, which is not spoken here")
+        raise Refused("dtype", f"{name[:60]!r} is {shown(spoken)}, which is not spoken here")
     if not isinstance(shape, list) or not all(type(n) is int and 0 <= n < 1 << 48 for n in shape) or len(shape) > 16:
         raise Refused("shape", f"{name[:60]!r} has no proper shape")
     size = math.prod(shape) * dtype.itemsize
-    if entry["data_offsets"] != [start, start + size]:
+    if not size and math.prod(n or 1 for n in shape) >> 48:
+        raise Refused("shape", f"{name[:60]!r} is empty, but its shape is too large to be handled")
+    if place != [start, start + size] or not all(type(n) is int for n in place) or len(entry) > 3:
         raise Refused("tensors", f"{name[:60]!r} does not lie where its shape and dtype put it")
     return dtype, tuple(shape), size
+
+
+def _view(name: str, data: memoryview, dtype: torch.dtype) -> Tensor:
+    if not data:
+        return torch.empty(0, dtype=dtype)
+    if dtype is torch.bool and bytes(data).translate(None, b"\0\1"):
+        raise Refused("tensors", f"{name[:60]!r} holds bytes that are neither true nor false")
+    return torch.frombuffer(data, dtype=dtype)
 
 
 @dataclass(frozen=True)
@@ -209,10 +265,14 @@ class Expected:
     """What the site registered: it may never claim more."""
     max_norm: float = 1e6
     limit: int = field(init=False)
+    """The most bytes its message may have …"""
+    table: int = field(init=False)
+    """… and the most that names, shapes and dtypes may take of them, since reading those multiplies their size."""
 
     def __post_init__(self) -> None:
         size = sum(t.nbytes for tensors in self.like.values() for t in tensors.values())
         names = sum(256 + len(n) for tensors in self.like.values() for n in tensors)
+        object.__setattr__(self, "table", names + OVERHEAD)
         object.__setattr__(self, "limit", size + names + OVERHEAD)
 
 
@@ -227,12 +287,12 @@ class Reply:
 
 def accept(data: bytes, expected: Expected) -> Reply:
     """Decode a site's reply and check everything about it: names, shapes, dtypes, values, weight, round, site, size."""
-    message = decode(data, expected.limit)
+    message = decode(data, expected.limit, expected.table)
     fields = message.fields
     check_address(fields, expected.run, expected.round, expected.site)
     examples = fields.get("examples")
     if type(examples) is not int or not 0 < examples <= expected.examples:
-        raise Refused("examples", f"{examples!r:.20} training examples where {expected.examples} are registered")
+        raise Refused("examples", f"{shown(examples)} training examples where {expected.examples} are registered")
     for kind in message.tensors.keys() - expected.like.keys():
         raise Refused("kind", f"{kind[:60]!r} was not agreed to leave a site")
     for kind, like in expected.like.items():
@@ -247,14 +307,14 @@ def check_address(fields: Mapping[str, Any], run: str, round: int, site: SiteId)
     for name, wanted in (("run", run), ("site", site), ("round", round)):
         found = fields.get(name)
         if found != wanted or type(found) is not type(wanted):
-            raise Refused(name, f"{found!r:.60} where {wanted!r} was expected")
+            raise Refused(name, f"{shown(found)} where {wanted!r} was expected")
 
 
 def _check_like(kind: str, tensors: Tensors, like: Tensors) -> None:
     for name in like.keys() - tensors.keys():
         raise Refused("missing", f"{kind}/{name} is not there")
     for name in tensors.keys() - like.keys():
-        raise Refused("extra", f"{kind}/{name[:60]} was not asked for")
+        raise Refused("extra", f"{kind}/{name[:60]!r} was not asked for")
     for name, tensor in tensors.items():
         if tensor.shape != like[name].shape:
             raise Refused("shape", f"{kind}/{name} is {tuple(tensor.shape)}, not {tuple(like[name].shape)}")
@@ -277,6 +337,9 @@ def _check_values(tensors: Bundle, expected: Expected) -> float:
                 )
         if not norm <= expected.max_norm:
             raise Refused("norm", f"{kind} moved by {norm:.3g}, more than {expected.max_norm:.3g} in one round")
+        for name, tensor in group.items():
+            if tensor.dtype == torch.int64 and tensor.numel() and max(abs(int(v)) for v in tensor.aminmax()) > EXACT:
+                raise Refused("norm", f"{kind}/{name} holds counts beyond {EXACT}")
         drift = norm if kind == "model" else drift
     return drift
 
@@ -295,6 +358,11 @@ def _scalars(fields: Mapping[str, Any]) -> dict[str, float]:
     if not isinstance(scalars, dict):
         raise Refused("scalars", "scalars are not an object")
     for name, value in scalars.items():
-        if type(value) not in (int, float) or not math.isfinite(value):
+        if not is_number(value):
             raise Refused("scalars", f"{name[:40]!r} is not a finite number")
     return {name: float(value) for name, value in scalars.items()}
+
+
+def is_number(value: object) -> TypeGuard[int | float]:
+    """A number that can be reckoned with: neither true or false, nor infinite, nor an integer of 400 digits."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and -LARGEST <= value <= LARGEST

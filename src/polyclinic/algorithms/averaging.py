@@ -17,7 +17,8 @@ WEIGHTS = ("model", "buffers")
 class RunningMean:
     """Weighted mean of tensors that arrive one at a time: m ← m + (w/Σw)·(t − m). Holds one copy, never all.
 
-    One summand, or equal ones, come out bit for bit. Integers (BatchNorm's batch counters) are averaged and rounded.
+    One summand comes out bit for bit, equal ones too but for the sign of a zero. Integers (BatchNorm's batch counters)
+    are averaged and rounded.
     """
 
     def __init__(self) -> None:

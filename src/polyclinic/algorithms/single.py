@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import chain
 
 from polyclinic.algorithms.averaging import WEIGHTS
 from polyclinic.algorithms.fedavg import FedAvg
@@ -32,10 +33,10 @@ class Single(FedAvg):
         return Update(sent, site.examples), remember(fitted)
 
     def aggregate(self, state: Bundle, updates: Iterable[Update]) -> Bundle:
-        first = next(iterator := iter(updates), None)
-        if first is None or first.tensors:
-            return super().aggregate(state, [first, *iterator] if first else [])  # (2)
-        return Local().aggregate(state, [first, *iterator])
+        first = next(iterator := iter(updates))
+        if first.tensors:
+            return super().aggregate(state, chain([first], iterator))  # (2)
+        return Local().aggregate(state, chain([first], iterator))
 
     def models(self, received: Bundle, memory: Bundle | None) -> dict[str, Bundle]:
         return {"global": received} if "model" in received else Local().models(received, memory)

@@ -13,7 +13,7 @@ from polyclinic.core import Stream
 from polyclinic.data.examples import Collection
 from polyclinic.data.options import Options
 
-CLASSES = tuple(str(digit) for digit in range(10))
+CLASSES = tuple("0123456789")
 
 
 class DigitsOptions(Options):

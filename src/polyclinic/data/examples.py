@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -75,8 +76,16 @@ class Selection:
         return self.shared.batch(self.rows.index_select(0, index))
 
 
-def concatenate(parts: Sequence[Images]) -> Images:
-    """All parts, one after the other; patients are kept where every part knows them."""
+def concatenate(parts: Sequence[Images | Selection]) -> Images:
+    """All parts, one after the other; of selections every image once, however many sites share it."""
+    selections = [part for part in parts if isinstance(part, Selection)]
+    if selections:
+        rows = np.unique(np.concatenate([part.rows.cpu().numpy() for part in selections]))
+        return selections[0].shared.subset(torch.from_numpy(rows))
+    return _joined([part for part in parts if isinstance(part, Images)])
+
+
+def _joined(parts: Sequence[Images]) -> Images:
     known = [part.patients for part in parts if part.patients is not None]
     return replace(
         parts[0],

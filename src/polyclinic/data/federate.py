@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sized
 from typing import TypedDict
 
 import numpy as np
@@ -102,7 +102,7 @@ def _check_counts(collection: Collection) -> None:
     images = len(collection.images)
     if not images:
         raise DataError("The collection has no images; check where it was loaded from.")
-    columns = {
+    columns: dict[str, Sized | None] = {
         "labels": collection.labels,
         "patients": collection.patients,
         "sites": collection.sites,
@@ -150,7 +150,7 @@ def _check_parts(
                 f"Site '{site}' has no images left for its {part} part; "
                 "give it at least three patients or set that fraction to 0."
             )
-    labels = collection.labels[torch.from_numpy(parts["train"])].unique().tolist()
+    labels = np.unique(collection.labels.cpu().numpy()[parts["train"]])
     if len(labels) == 1 and not allow_single_class:
         raise DataError(
             f"Site '{site}' would train on class '{collection.classes[labels[0]]}' only; "

@@ -62,13 +62,13 @@ def spectral_noise(count: int, size: int, exponent: float, generator: torch.Gene
     response = frequencies(size).clamp(min=1.0) ** (-exponent / 2)
     response[0, 0] = 0
     noise = torch.fft.irfft2(torch.fft.rfft2(white) * response, s=(size, size))
-    return noise / noise.std(dim=(1, 2), keepdim=True)
+    return torch.div(noise, noise.std(dim=(1, 2), keepdim=True))
 
 
 def frequencies(size: int) -> Tensor:
     """Cycles per image height, on the grid of `rfft2`."""
     vertical = torch.fft.fftfreq(size, 1 / size).reshape(-1, 1)
-    return (vertical**2 + torch.fft.rfftfreq(size, 1 / size) ** 2).sqrt()
+    return torch.hypot(vertical, torch.fft.rfftfreq(size, 1 / size))
 
 
 def _uniform(count: int, columns: int, low: float, high: float, generator: torch.Generator) -> Tensor:
@@ -93,12 +93,12 @@ def _lesion(c: Cases, x: Tensor, y: Tensor, generator: torch.Generator) -> Tenso
     offset, turn, aspect = _uniform(count, 3, 0.0, 1.0, generator).unbind(1)
     centre_x = c.place * c.depth
     reach = c.height * (1 - c.place**2).sqrt() - c.radius
-    centre_y = (2 * offset - 1) * 0.4 * reach + torch.where(c.oblique, 0.22, 0.0) * centre_x
+    centre_y = (2 * offset - 1) * 0.35 * reach + torch.where(c.oblique, 0.22, 0.0) * centre_x
     dx, dy = x - centre_x, (y - centre_y) * (1 + 0.3 * aspect)
     distance, angle = (dx**2 + dy**2).sqrt(), torch.atan2(dy, dx) + 2 * math.pi * turn
     mass = _mass(c, distance, angle, generator)
     spicules = _spicules(c, distance, angle, generator)
-    contrast = 0.12 + 0.06 * torch.rand(count, 1, 1, generator=generator) + 0.14 * c.malignancy
+    contrast = 0.12 + 0.04 * torch.rand(count, 1, 1, generator=generator) + 0.18 * c.malignancy
     return contrast * torch.maximum(mass, spicules) + _calcifications(c, dx, dy, generator)
 
 
@@ -122,7 +122,7 @@ def _spicules(c: Cases, distance: Tensor, angle: Tensor, generator: torch.Genera
         along = torch.sigmoid((c.radius * (1.3 + 1.2 * length[:, ray]) - distance) / 0.02)
         visible = (shown[:, ray] < 1.4 * c.malignancy - 0.4) & (turned.cos() > 0)
         rays = torch.maximum(rays, torch.where(visible, torch.exp(-(across**2)) * along, 0.0))
-    return 0.7 * rays
+    return 0.8 * rays
 
 
 def _calcifications(c: Cases, dx: Tensor, dy: Tensor, generator: torch.Generator) -> Tensor:

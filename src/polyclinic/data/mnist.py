@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import gzip
+import io
 import math
 import struct
 import zlib
 from pathlib import Path
-from typing import BinaryIO
 
 import numpy as np
 import torch
@@ -20,7 +20,7 @@ from polyclinic.data.folder import data_folder
 from polyclinic.data.options import Options
 from polyclinic.errors import DataError
 
-CLASSES = tuple(str(digit) for digit in range(10))
+CLASSES = tuple("0123456789")
 SIDE = 28
 PUBLISHED = {"train": 60_000, "t10k": 10_000}
 
@@ -74,8 +74,8 @@ def _read_idx(path: Path, shape: tuple[int, ...], most: int) -> Tensor:
     return torch.from_numpy(np.frombuffer(bytearray(body), dtype=np.uint8)).reshape(count, *shape)
 
 
-def _opened(path: Path) -> BinaryIO:
-    return gzip.open(path) if path.suffix == ".gz" else path.open("rb")  # type: ignore[return-value]
+def _opened(path: Path) -> io.BufferedIOBase:
+    return gzip.GzipFile(path) if path.suffix == ".gz" else path.open("rb")
 
 
 def _count(path: Path, header: bytes, shape: tuple[int, ...], most: int) -> int:

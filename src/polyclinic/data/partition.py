@@ -19,7 +19,7 @@ from polyclinic.data.options import Options
 from polyclinic.data.patients import Indices, Patients
 from polyclinic.errors import DataError
 
-DRAWS = 1000
+DRAWS = 500
 
 
 class Partition(Options, ABC):
@@ -95,7 +95,7 @@ class Drawn(Partition):
     def _too_small(self, people: Patients) -> DataError:
         return DataError(
             f"{people.sizes.sum()} images of {len(people)} patients could not be divided among {self.sites} sites "
-            f"with at least {self.minimum} images each; {self.remedy}."
+            f"with at least {self.minimum} images each ({DRAWS} draws at most); {self.remedy}."
         )
 
 

@@ -45,4 +45,5 @@ def _majority(groups: Indices, labels: Indices) -> Indices:
     pairs, counts = np.unique(np.stack([groups, labels]), axis=1, return_counts=True)
     order = np.lexsort((-pairs[1], counts, pairs[0]))
     last = np.flatnonzero(np.diff(pairs[0][order], append=-1))
-    return pairs[1][order][last].astype(np.int64)
+    majority: Indices = pairs[1][order][last].astype(np.int64)
+    return majority

@@ -28,14 +28,16 @@ class Vendor:
     noise: float = 0.02
     grain: float = 0.0
     """Correlation length of the noise."""
+    inverted: bool = False
+    """Raw images ("for processing"), where dense tissue is dark."""
 
 
 VENDORS: Mapping[str, Vendor] = {
-    "selenium": Vendor(window=(0.0, 0.75), sharpen=0.5, noise=0.015),
-    "silicon": Vendor(gamma=0.65, window=(0.0, 0.8), blur=0.006, noise=0.02, grain=0.008),
-    "photon-counting": Vendor(gamma=1.4, window=(0.1, 0.7), sharpen=1.0, noise=0.02),
-    "phosphor-plate": Vendor(slope=-4.0, window=(-0.15, 0.8), blur=0.010, noise=0.02, grain=0.012),
-    "film": Vendor(slope=5.0, window=(0.0, 0.7), blur=0.008, noise=0.03, grain=0.02),
+    "selenium": Vendor(window=(0.0, 0.8), sharpen=0.5, noise=0.015),
+    "silicon": Vendor(gamma=0.55, window=(0.0, 0.9), blur=0.006, noise=0.015, grain=0.008),
+    "photon-counting": Vendor(inverted=True, gamma=1.6, window=(0.0, 0.8), sharpen=1.0, noise=0.02),
+    "phosphor-plate": Vendor(slope=-4.0, window=(-0.2, 0.8), blur=0.010, noise=0.015, grain=0.012),
+    "film": Vendor(slope=6.0, window=(0.0, 0.7), blur=0.008, noise=0.03, grain=0.02),
 }
 
 
@@ -49,7 +51,8 @@ def acquire(tissue: Tensor, vendor: Vendor, generator: torch.Generator) -> Tenso
     image = _filtered(tissue, optics) + vendor.noise * _grain(tissue.shape, vendor.grain, generator)
     low, high = vendor.window
     shown = ((image - low) / (high - low)).clamp(0, 1)
-    return (255 * _curve(shown, vendor)).round().to(torch.uint8)[:, None]
+    grey = _curve(1 - shown if vendor.inverted else shown, vendor)
+    return (255 * grey).round().to(torch.uint8)[:, None]
 
 
 def _gaussian(frequency: Tensor, length: float) -> Tensor:
@@ -63,7 +66,7 @@ def _filtered(image: Tensor, response: Callable[[Tensor], Tensor]) -> Tensor:
     padded = F.pad(image, (margin,) * 4, mode="reflect")
     whole = size + 2 * margin
     frequency = frequencies(whole) * (size / whole)
-    filtered = torch.fft.irfft2(torch.fft.rfft2(padded) * response(frequency), s=(whole, whole))
+    filtered: Tensor = torch.fft.irfft2(torch.fft.rfft2(padded) * response(frequency), s=(whole, whole))
     return filtered[:, margin:-margin, margin:-margin]
 
 

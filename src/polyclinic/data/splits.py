@@ -66,7 +66,8 @@ def _official_parts(people: Patients, official: Sequence[str]) -> Indices:
     leaked = people.spread(part)
     if leaked:
         raise DataError(
-            f"The official split puts {leaked} patients into more than one part; set official: false to split by patient."
+            f"The official split puts {leaked} patients into more than one part; "
+            "set official: false to split by patient instead."
         )
     of_patient = np.zeros(len(people), dtype=np.int64)
     of_patient[people.of_image] = part

@@ -58,17 +58,17 @@ class WorkerEngine:
         self.processes: list[BaseProcess] = []
         for _ in range(workers):
             ours, theirs = context.Pipe()
+            self.pipes.append(ours)
             process = context.Process(target=self._serve, args=(theirs, threads), daemon=True)
             process.start()
             theirs.close()
-            self.pipes.append(ours)
             self.processes.append(process)
 
     def _serve(self, pipe: Connection, threads: int) -> None:
         """A worker's life: a site's number and a message in, a reply or a failure out, until the pipe closes."""
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        for inherited in self.pipes:
-            inherited.close()
+        for ours in self.pipes:
+            ours.close()  # or this worker would keep its own pipe open and never see that the parent is gone
         torch.set_num_threads(threads)
         while True:
             try:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -44,7 +45,7 @@ def oversampled(labels: Tensor, generator: torch.Generator) -> Tensor:
 def batches(labels: Tensor, training: Training, stream: Stream) -> list[Tensor]:
     """One epoch cut into batches. A single left-over example joins the batch before it (BatchNorm needs two)."""
     cut = list(torch.split(order(labels, training, stream), training.batch))
-    if len(cut) > 1 and len(cut[-1]) == 1:
+    if len(cut) > 1 and len(cut[-1]) == 1 < training.batch:
         cut[-2:] = [torch.cat(cut[-2:])]
     return cut
 
@@ -85,9 +86,9 @@ def fit(job: Fit, network: LiveNetwork, data: Examples, site: Site, stream: Stre
     network.training_mode(frozenset().union(*moving))
     reference = {k: {n: t.to(network.device) for n, t in g.items()} for k, g in job.reference.items()}
     optimisers = [make_optimiser(network.require_gradients(n), training.optimiser, site.lr) for n in moving]
-    restore_optimiser(optimisers[0], network, moving[0], job.optimiser_state)
+    restore_optimisers(optimisers, network, moving, job.optimiser_state)
     count, total = 0, torch.zeros((), device=network.device)
-    with DropoutFrom(stream.child("dropout", site.round), network):
+    with draws_from(stream.child("dropout", site.round), network.device):
         for micro in walk(data.labels, training, stream, site.round, job.whole):
             for step, names, optimiser in zip(steps, moving, optimisers, strict=True):
                 if len(steps) > 1:
@@ -97,7 +98,7 @@ def fit(job: Fit, network: LiveNetwork, data: Examples, site: Site, stream: Stre
                 optimiser.step()
             total += loss
             count += 1
-    state = {} if job.optimiser_state is None else optimiser_state(optimisers[0], network, moving[0])
+    state = {} if job.optimiser_state is None else optimiser_state(optimisers, network, moving)
     return Fitted(network.take(), count, float(total) / max(count, 1), state)
 
 
@@ -118,43 +119,44 @@ def _gradient(
     return total
 
 
-class DropoutFrom:
-    """Draw dropout masks from a stream, and leave the process's own generator as it was."""
-
-    def __init__(self, stream: Stream, network: LiveNetwork) -> None:
-        self.stream, self.needed = stream, network.stochastic
-        devices = [network.device] if network.device.type == "cuda" else []
-        self.fork = torch.random.fork_rng(devices)
-
-    def __enter__(self) -> None:
-        if self.needed:
-            self.fork.__enter__()
-            torch.manual_seed(self.stream.integer())
-
-    def __exit__(self, *error: object) -> None:
-        if self.needed:
-            self.fork.__exit__(None, None, None)
+@contextmanager
+def draws_from(stream: Stream, device: torch.device) -> Iterator[None]:
+    """Whatever the network draws (dropout, stochastic depth) comes from `stream`; no generator is left changed."""
+    cuda = device.type == "cuda"
+    with torch.random.fork_rng([device] if cuda else []):
+        # torch.manual_seed would also reseed accelerators that were not forked.
+        torch.default_generator.manual_seed(stream.integer())
+        if cuda:
+            with torch.cuda.device(device):
+                torch.cuda.manual_seed(stream.integer())
+        yield
 
 
-def optimiser_state(optimiser: torch.optim.Optimizer, network: LiveNetwork, names: frozenset[str]) -> Tensors:
+def optimiser_state(
+    optimisers: Sequence[torch.optim.Optimizer], network: LiveNetwork, moving: Sequence[frozenset[str]]
+) -> Tensors:
+    """What the optimisers remember, by `step/slot/parameter`: the job's steps have an optimiser each."""
     state: Tensors = {}
-    for name, parameter in network.live["model"].items():
-        if name in names:
-            for slot, value in optimiser.state.get(parameter, {}).items():
+    for number, (optimiser, names) in enumerate(zip(optimisers, moving, strict=True)):
+        for name in sorted(names):
+            for slot, value in optimiser.state.get(network.live["model"][name], {}).items():
                 if isinstance(value, Tensor):
-                    state[f"{slot}/{name}"] = value.detach().to("cpu", copy=True)
+                    state[f"{number}/{slot}/{name}"] = value.detach().to("cpu", copy=True)
     return state
 
 
-def restore_optimiser(
-    optimiser: torch.optim.Optimizer, network: LiveNetwork, names: frozenset[str], state: Tensors | None
+def restore_optimisers(
+    optimisers: Sequence[torch.optim.Optimizer],
+    network: LiveNetwork,
+    moving: Sequence[frozenset[str]],
+    state: Tensors | None,
 ) -> None:
     for path, value in (state or {}).items():
-        slot, _, name = path.partition("/")
-        if name in names:
+        number, slot, name = path.split("/", 2)
+        if name in moving[int(number)]:
             parameter = network.live["model"][name]
             device = torch.device("cpu") if slot == "step" else parameter.device
-            optimiser.state[parameter][slot] = value.to(device, copy=True)
+            optimisers[int(number)].state[parameter][slot] = value.to(device, copy=True)
 
 
 @torch.no_grad()

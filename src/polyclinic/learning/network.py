@@ -25,7 +25,6 @@ class LiveNetwork:
         self.device = device or torch.device("cpu")
         parameters, buffers = dict(module.named_parameters()), dict(module.named_buffers())
         self.live: Bundle = {"model": dict(parameters), "buffers": buffers}
-        self.stochastic = any(isinstance(m, nn.modules.dropout._DropoutNd) and m.p > 0 for m in module.modules())
         self._norms = {name: m for name, m in module.named_modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)}
 
     def __call__(self, weights: Bundle, images: Tensor) -> Tensor:

@@ -77,8 +77,8 @@ def download_weights(name: str, *, progress: bool = False) -> Tensors:
     """torchvision's best ImageNet weights for the network `name`, under torchvision's names.
 
     torchvision publishes pickled checkpoints. They are read inside torchvision by `torch.load` with
-    `weights_only=True`, which rebuilds tensors and refuses any other object, and only after the download's
-    SHA-256 has matched the published name. The file is kept in torch's cache (`TORCH_HOME`).
+    `weights_only=True`, which rebuilds tensors and refuses any other object. A download is checked against the
+    first digits of its SHA-256, which its name carries; a file already in torch's cache (`TORCH_HOME`) is not.
     """
     from torchvision.models import get_model_weights
 

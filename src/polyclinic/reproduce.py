@@ -1,0 +1,122 @@
+"""A paper's experiments again: every recipe under recipes/PAPER, one page of results."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from polyclinic.compare import Comparison, compare, lines, markdown
+from polyclinic.errors import RecipeError, StoreError
+from polyclinic.recipe import Recipe, our_recipes, recipes_folder
+from polyclinic.rounds import Watch
+from polyclinic.store import named_failure, write_atomically, write_json
+
+FULL_SEEDS, QUICK_SEEDS = 5, 2
+KEPT = (
+    "algorithm",
+    "data",
+    "seed",
+    "rounds",
+    "hospitals",
+    "model",
+    "headline",
+    "sites",
+    "drift",
+    "cost",
+    "sha256",
+    "versions",
+)
+
+
+def reproduce(
+    paper: str,
+    quick: bool,
+    out: Path,
+    data: Path | None = None,
+    watch: Watch = lambda *_: None,
+    begin: Callable[[Recipe, int, int], None] = lambda *_: None,
+    results: Path | None = None,
+) -> tuple[Path, list[Comparison]]:
+    """Run the paper's recipes and write its page.
+
+    A recipe named quick*.yaml belongs to the quick version, whose page goes into `out`; every other to the full one,
+    whose figures are kept in docs/results/data/ and whose page in docs/results/ is made from them.
+    """
+    chosen = recipes_of(paper, quick)
+    seeds = QUICK_SEEDS if quick else FULL_SEEDS
+    folder = out if quick else results or results_folder()
+    with named_failure(folder):
+        (folder / "data").mkdir(parents=True, exist_ok=True)
+    for table, path in chosen.items():
+        comparison = compare([Recipe.load(path)], seeds, out / table, data, watch, begin)
+        write_json(folder / "data" / f"{paper}-{table}.json", _kept(comparison))
+    return write_page(paper, quick, folder)
+
+
+def recipes_of(paper: str, quick: bool) -> dict[str, Path]:
+    """The recipes of a paper's quick or full version, by table."""
+    ours = {name: path for name, path in our_recipes().items() if "/" in name}
+    found = {name.split("/")[1]: path for name, path in ours.items() if name.split("/")[0] == paper}
+    if not found:
+        papers = sorted({name.split("/")[0] for name in ours})
+        raise RecipeError(f"there are no recipes for {paper!r}; there are some for: {', '.join(papers) or 'none'}")
+    chosen = {table: path for table, path in found.items() if table.startswith("quick") == quick}
+    if not chosen:
+        raise RecipeError(
+            f"{paper} has no {'quick' if quick else 'full'} version; try it {'without' if quick else 'with'} --quick"
+        )
+    return chosen
+
+
+def write_page(paper: str, quick: bool, folder: Path) -> tuple[Path, list[Comparison]]:
+    """The page from the figures that are kept: runs nothing."""
+    comparisons = [_read(folder / "data" / f"{paper}-{table}.json") for table in recipes_of(paper, quick)]
+    head = [f"<!-- Written by `polyclinic reproduce {paper}{' --quick' if quick else ''}`; do not edit. -->", ""]
+    notes = recipes_folder() / paper / "notes.md"
+    tail = ["", notes.read_text()] if notes.exists() and not quick else []
+    page = folder / f"{paper}.md"
+    write_atomically(page, "\n".join([*head, *(markdown(c) for c in comparisons), *tail]).encode())
+    return page, comparisons
+
+
+def _kept(comparison: Comparison) -> dict[str, Any]:
+    """What a page needs of a comparison: figures by method and seed, no images, no pictures."""
+    runs = {name: [_trim(r) for r in found] for name, found in comparison.results.items()}
+    return {"title": comparison.title, "about": comparison.about, "paper": dict(comparison.paper), "runs": runs}
+
+
+def _trim(result: Mapping[str, Any]) -> dict[str, Any]:
+    kept = {key: result[key] for key in KEPT}
+    model = kept["headline"]["model"]
+    kept["sites"] = {
+        site: {
+            model: {
+                "test": {
+                    k: v for k, v in _parts(models, model).get("test", {}).items() if k in ("auc", "accuracy", "n")
+                }
+            }
+        }
+        for site, models in result["sites"].items()
+    }
+    return kept
+
+
+def _parts(models: Mapping[str, Any], model: str) -> Mapping[str, Any]:
+    found: Mapping[str, Any] = models.get(model) or next(iter(models.values()))
+    return found
+
+
+def _read(path: Path) -> Comparison:
+    try:
+        kept = json.loads(path.read_text())
+    except (OSError, ValueError):
+        raise StoreError(f"{path} is missing or damaged; run `polyclinic reproduce` without --rebuild first") from None
+    return Comparison(kept["title"], tuple(lines(kept["runs"])), kept["runs"], None, kept["about"], kept["paper"])
+
+
+def results_folder() -> Path:
+    """docs/results of the checkout that the recipes lie in; elsewhere, a folder of that name right here."""
+    folder = recipes_folder().parent / "docs" / "results"
+    return folder if folder.is_dir() else Path("docs") / "results"

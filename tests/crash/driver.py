@@ -1,0 +1,169 @@
+"""Runs recipes in forked children that may be killed: `python -m tests.crash.driver`, one JSON job per line.
+
+Importing PyTorch takes seconds, a fork takes none. The driver itself only forks and waits; it has one thread, so its
+children may compute whatever they like.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import resource
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from polyclinic import Recipe, faults, run
+from polyclinic.errors import PolyclinicError
+from polyclinic.experiment import Consortium, gather
+from polyclinic.rounds import Watch
+
+INTERRUPTED = 130
+BUG = 70
+consortium: Consortium | None = None
+
+
+def main() -> None:
+    global consortium
+    torch.set_num_threads(1)
+    recipe = Recipe.of(json.loads(sys.argv[1]))
+    consortium = gather(recipe)
+    run(recipe, consortium=consortium)  # whatever PyTorch loads at first use
+    gc.freeze()
+    assert psutil.Process().num_threads() == 1, "a process with threads cannot be forked safely"
+    print("ready", flush=True)
+    for line in sys.stdin:
+        job = json.loads(line)
+        print(start(**job) if job.pop("do") == "start" else wait(**job), flush=True)
+    os._exit(0)
+
+
+def start(**job: Any) -> int:
+    pid = os.fork()
+    if pid:
+        return pid
+    os.setsid()  # so that whatever the child leaves behind can be found by its group
+    os._exit(play(**job))
+
+
+def wait(pid: int) -> int:
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def play(
+    recipe: Mapping[str, Any],
+    folder: str,
+    report: str,
+    fault: tuple[str, int] | None = None,
+    file_limit: int | None = None,
+    act: str = "",
+) -> int:
+    """A child's whole life. What stops it, if it has a sentence, goes into `report`."""
+    if fault:
+        faults.arm(*fault)
+    if file_limit:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (file_limit, resource.RLIM_INFINITY))
+    try:
+        run(Recipe.of(recipe), folder, watch=ACTS[act](), consortium=consortium)
+    except PolyclinicError as error:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        Path(report).write_text(json.dumps({"error": type(error).__name__, "sentence": str(error)}))
+        return 1
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BaseException:
+        traceback.print_exc()
+        return BUG
+    return 0
+
+
+def nothing() -> Watch:
+    return lambda *_: None
+
+
+def interrupt() -> Watch:
+    """Ctrl-C while the second site of round 2 is at work."""
+
+    def watch(event: str, details: Mapping[str, Any]) -> None:
+        if event == "site" and details["round"] == 2:
+            raise KeyboardInterrupt
+
+    return watch
+
+
+def kill_busy_worker() -> Watch:
+    """Round 2: hold the first worker, so that the site it is given stays unfinished; kill it when another is done."""
+
+    def watch(event: str, details: Mapping[str, Any]) -> None:
+        if event == "round" and details["round"] == 2:
+            workers()[0].suspend()
+        if event == "site" and details["round"] == 2:
+            end(workers()[0])
+
+    return once_each(watch)
+
+
+def kill_idle_worker() -> Watch:
+    """Round 2: kill the worker that has just handed in a reply and waits for the next site."""
+
+    def watch(event: str, details: Mapping[str, Any]) -> None:
+        if event == "round" and details["round"] == 2:
+            workers()[0].suspend()
+        if event == "site" and details["round"] == 2:
+            held, idle = workers()
+            end(idle)
+            held.resume()
+
+    return once_each(watch)
+
+
+def kill_all_workers() -> Watch:
+    def watch(event: str, details: Mapping[str, Any]) -> None:
+        if event == "round" and details["round"] == 2:
+            for worker in workers():
+                end(worker)
+
+    return watch
+
+
+def once_each(watch: Watch) -> Watch:
+    """Only the first event of each kind that concerns round 2."""
+    seen: set[str] = set()
+
+    def first(event: str, details: Mapping[str, Any]) -> None:
+        if details.get("round") == 2 and event not in seen:
+            seen.add(event)
+            watch(event, details)
+
+    return first
+
+
+def workers() -> list[psutil.Process]:
+    return sorted(psutil.Process().children(), key=lambda process: process.pid)
+
+
+def end(process: psutil.Process) -> None:
+    process.kill()
+    while process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+        time.sleep(0.01)
+
+
+ACTS: dict[str, Callable[[], Watch]] = {
+    "": nothing,
+    "interrupt": interrupt,
+    "kill busy worker": kill_busy_worker,
+    "kill idle worker": kill_idle_worker,
+    "kill all workers": kill_all_workers,
+}
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,17 @@
+"""Jobs for a site that has sixteen examples."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from polyclinic.core import Fit, Site, Training
+from polyclinic.learning.network import LiveNetwork, weights_of
+from polyclinic.learning.objectives import task_loss
+
+
+def at_round(round: int, lr: float = 0.1) -> Site:
+    return Site("here", 16, round, 10, lr)
+
+
+def job(network: LiveNetwork, training: Training, **options: object) -> Fit:
+    return replace(Fit(weights_of(network.module), task_loss, training), **options)  # type: ignore[arg-type]
