@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import json
+import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,9 +18,10 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+from typer.core import TyperGroup
 
 from polyclinic.algorithms import ALGORITHMS
-from polyclinic.compare import Comparison, compare, compare_folders
+from polyclinic.compare import Comparison, compare, compare_folders, slug
 from polyclinic.data import DATASETS
 from polyclinic.display import Display, comparison_table, result_table
 from polyclinic.errors import PolyclinicError, RecipeError, StoreError
@@ -26,7 +31,30 @@ from polyclinic.recipe import Recipe, our_recipes, read_yaml
 from polyclinic.reproduce import reproduce as reproduce_paper
 from polyclinic.reproduce import results_folder, write_page
 
+SAME_COMMAND = "go on with the same command"
+
+
+class OneSentence(TyperGroup):
+    """Tells a person's mistakes, and what the disk says, in one sentence and without a traceback."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except PolyclinicError as error:
+            tell(f"error: {error}")
+        except OSError as error:
+            if error.errno == errno.EPIPE:
+                raise
+            tell(f"error: {error.filename or 'the system'}: {error.strerror or error}; mend that and try again")
+        raise typer.Exit(1)
+
+
+def tell(sentence: str) -> None:
+    err.print(Text(sentence), soft_wrap=True)
+
+
 app = typer.Typer(
+    cls=OneSentence,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     add_completion=False,
@@ -37,22 +65,18 @@ out, err = Console(), Console(stderr=True)
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON; progress goes to standard error.")]
 Data = Annotated[Path | None, typer.Option("--data", help="Folder of the data sets (or POLYCLINIC_DATA).")]
 Settings = Annotated[list[str] | None, typer.Option("--set", help="Set a key of the recipe: training.batch=16")]
-Seed = Annotated[int | None, typer.Option("--seed", min=0, help="The seed all randomness comes from.")]
+Seed = Annotated[int | None, typer.Option("--seed", help="The seed all randomness comes from.")]
 
 
 @contextmanager
-def resumable(folder: Path, command: str) -> Iterator[None]:
-    """Ctrl-C loses nothing; say how to go on."""
+def following(way_on: Callable[[], str] = lambda: SAME_COMMAND) -> Iterator[Display]:
+    """Show what happens. Ctrl-C loses nothing: say how to go on."""
     try:
-        yield
+        with Display(err) as display:
+            yield display
     except KeyboardInterrupt:
-        err.print(Text(f"stopped; nothing is lost. Go on with: {command}"), soft_wrap=True)
+        tell(f"stopped; nothing that was finished is lost: {way_on()}")
         raise typer.Exit(130) from None
-    except StoreError as error:
-        err.print(Text(f"error: {error}"), soft_wrap=True)
-        if (folder / "recipe.yaml").exists():
-            err.print(Text(f"go on with: {command}"), soft_wrap=True)
-        raise typer.Exit(1) from None
 
 
 def parse_settings(settings: list[str] | None, **given: Any) -> dict[str, Any]:
@@ -64,7 +88,7 @@ def parse_settings(settings: list[str] | None, **given: Any) -> dict[str, Any]:
             raise RecipeError(f"--set {text!r} is not key=value; write for example --set training.batch=16")
         try:
             found[key.strip()] = yaml.safe_load(value)
-        except yaml.YAMLError:
+        except (yaml.YAMLError, ValueError):
             raise RecipeError(f"--set {text!r}: the value is not YAML; quote it") from None
     return found | {key.replace("__", "."): value for key, value in given.items() if value is not None}
 
@@ -76,19 +100,25 @@ def find_recipe(name: str) -> Path:
         return Path(name)
     if name in ours:
         return ours[name]
+    if Path(name).is_dir():
+        raise RecipeError(
+            f"{name} is a folder; give a recipe file, or go on with a run there: polyclinic resume {name}"
+        )
     raise RecipeError(f"there is no recipe {name!r}: give a file, or one of ours: {', '.join(ours) or 'none'}")
 
 
 def show_comparison(comparison: Comparison, as_json: bool) -> None:
     if as_json:
-        print(json.dumps(comparison.as_json(), indent=2))
+        print_json(comparison.as_json())
         return
     out.print(comparison_table(comparison))
-    if comparison.folder is not None and (comparison.folder / "report.md").exists():
-        out.print(
-            Text(f"report: {comparison.folder / 'report.md'}   curves: {comparison.folder / 'curves.png'}"),
-            soft_wrap=True,
-        )
+    if comparison.folder is not None:
+        written = [comparison.folder / name for name in ("report.md", "curves.png", "auc.png")]
+        out.print(Text("written: " + "  ".join(str(path) for path in written if path.exists())), soft_wrap=True)
+
+
+def print_json(value: Any) -> None:
+    print(json.dumps(value, indent=2, allow_nan=False))
 
 
 @app.command()
@@ -100,8 +130,8 @@ def demo(
     """Compare several methods on five phantom hospitals: under two minutes, no data needed."""
     recipe = Recipe.load(our_recipes()["demo"], parse_settings(None, seed=seed))
     if not as_json:
-        out.print(Text(recipe.about), soft_wrap=True)
-    with resumable(folder, f"polyclinic demo --out {folder}"), Display(err) as display:
+        out.print(Text(recipe.about))
+    with following() as display:
         comparison = compare([recipe], 1, folder, None, display.watch, display.begin)
     show_comparison(comparison, as_json)
 
@@ -120,7 +150,7 @@ def run(
     """Run one recipe."""
     given = parse_settings(settings, seed=seed, engine__name=engine, engine__device=device)
     loaded = Recipe.load(find_recipe(recipe), given)
-    _run(loaded, folder or Path("runs") / loaded.name, data, as_json)
+    _run(loaded, folder or Path("runs") / slug(loaded.name), data, as_json)
 
 
 @app.command()
@@ -131,16 +161,23 @@ def resume(
 ) -> None:
     """Go on with an interrupted run; the result is the same as if it had never stopped."""
     if not (folder / "recipe.yaml").is_file():
-        raise StoreError(f"{folder} holds no run (recipe.yaml is missing); give the folder that `run --out` wrote to")
+        raise StoreError(
+            f"{folder} holds no run (recipe.yaml is missing); give the folder that `run` wrote to, or, for a "
+            "comparison, the same command again"
+        )
     _run(Recipe.load(folder / "recipe.yaml"), folder, data, as_json)
 
 
 def _run(recipe: Recipe, folder: Path, data: Path | None, as_json: bool) -> None:
-    with resumable(folder, f"polyclinic resume {folder}"), Display(err) as display:
+    def way_on() -> str:
+        again = ["polyclinic", "resume", str(folder), *(["--data", str(data)] if data else [])]
+        return f"go on with {shlex.join(again)}" if (folder / "recipe.yaml").exists() else SAME_COMMAND
+
+    with following(way_on) as display:
         display.begin(recipe, 0, 1)
         result = run_recipe(recipe, folder, data, display.watch)
     if as_json:
-        print(json.dumps(result.summary, indent=2))
+        print_json(result.summary)
         return
     out.print(result_table(result.summary))
     out.print(Text(f"run: {folder}"), soft_wrap=True)
@@ -159,14 +196,15 @@ def compare_command(
     folders = [Path(name) for name in what if Path(name).is_dir()]
     if folders and len(folders) < len(what):
         raise RecipeError("give either recipes to run or folders of finished runs, not both")
+    if folders and settings:
+        raise RecipeError("--set changes recipes, and these folders hold runs that have ended; leave --set out")
     if folders:
         show_comparison(compare_folders(folders, folder), as_json)
         return
     given = parse_settings(settings)
     recipes = [Recipe.of(read_yaml(path), given, str(path)) for path in map(find_recipe, what)]
-    target = folder or Path("runs") / recipes[0].name
-    again = f"polyclinic compare {' '.join(what)} --seeds {seeds} --out {target}"
-    with resumable(target, again), Display(err) as display:
+    target = folder or Path("runs") / slug(recipes[0].name)
+    with following() as display:
         comparison = compare(recipes, seeds, target, data, display.watch, display.begin)
     show_comparison(comparison, as_json)
 
@@ -182,13 +220,13 @@ def list_command(
         raise RecipeError(f"there is no list of {what!r}; choose one of {', '.join(listings)}")
     rows = listings[what]()
     if as_json:
-        print(json.dumps(rows, indent=2))
+        print_json(rows)
         return
     table = Table(box=None, padding=(0, 1), pad_edge=False)
-    for column in rows[0] if rows else ():
-        table.add_column(column, overflow="fold")
+    for column in rows[0]:
+        table.add_column(column.replace("_", " "), overflow="fold", no_wrap=column == "name")
     for row in rows:
-        table.add_row(*(Text(str(value)) for value in row.values()))
+        table.add_row(*(Text(", ".join(cell) or "–" if isinstance(cell, list) else str(cell)) for cell in row.values()))
     out.print(table)
 
 
@@ -196,23 +234,27 @@ def _algorithms() -> list[dict[str, Any]]:
     rows = []
     for name, kind in ALGORITHMS.items():
         doc = (sys.modules[kind.__module__].__doc__ or "").split("\n\n")[0]
-        options = [f for f in kind.__dataclass_fields__ if f != "training"]
-        rows.append({"name": name, "options": ", ".join(options) or "–", "what it is": " ".join(doc.split())})
+        options = [option.name for option in fields(kind) if option.name != "training"]
+        rows.append({"name": name, "options": options, "about": " ".join(doc.split())})
     return rows
 
 
 def _models() -> list[dict[str, Any]]:
     return [
-        {"name": n, "smallest image": s.minimum, "what it is": s.about, "paper": s.paper} for n, s in MODELS.items()
+        {"name": name, "min_pixels": spec.minimum, "about": spec.about, "paper": spec.paper}
+        for name, spec in MODELS.items()
     ]
 
 
 def _datasets() -> list[dict[str, Any]]:
-    return [{"name": n, "what it is": s.about, "licence": s.licence} for n, s in DATASETS.items()]
+    return [
+        {"name": name, "options": list(spec.options.model_fields), "about": spec.about, "licence": spec.licence}
+        for name, spec in DATASETS.items()
+    ]
 
 
 def _recipes() -> list[dict[str, Any]]:
-    return [{"name": name, "what it is": Recipe.load(path).about} for name, path in our_recipes().items()]
+    return [{"name": name, "about": Recipe.load(path).about} for name, path in our_recipes().items()]
 
 
 @app.command()
@@ -228,14 +270,13 @@ def reproduce(
 ) -> None:
     """Run all recipes of a paper and write its page of results (docs/results/; with --quick into the output folder)."""
     target = folder or Path("runs") / (f"{paper}-quick" if quick else paper)
-    again = f"polyclinic reproduce {paper}{' --quick' if quick else ''} --out {target}"
     if rebuild:
         page, comparisons = write_page(paper, quick, target if quick else results_folder())
     else:
-        with resumable(target, again), Display(err) as display:
+        with following() as display:
             page, comparisons = reproduce_paper(paper, quick, target, data, display.watch, display.begin)
     if as_json:
-        print(json.dumps({"page": str(page), "tables": [c.as_json() for c in comparisons]}, indent=2))
+        print_json({"page": str(page), "tables": [c.as_json() for c in comparisons]})
         return
     for comparison in comparisons:
         out.print(comparison_table(comparison))
@@ -243,8 +284,7 @@ def reproduce(
 
 
 def main() -> None:
-    try:
-        app()
-    except PolyclinicError as error:
-        err.print(Text(f"error: {error}"), soft_wrap=True)
-        sys.exit(1)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal that knows no Greek still gets its table
+    app()

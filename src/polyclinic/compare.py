@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from polyclinic.curves import Row, draw_comparison, draw_curves
-from polyclinic.errors import StoreError
-from polyclinic.experiment import Result, finished, gather, run
-from polyclinic.recipe import Recipe
+from polyclinic.algorithms import ALGORITHMS
+from polyclinic.errors import RecipeError, StoreError
+from polyclinic.experiment import Consortium, Experiment, finished, gather, refuse_other, run
+from polyclinic.recipe import EngineSection, Recipe
+from polyclinic.results import at_site, judged_on
 from polyclinic.rounds import HELD_OUT, Watch
 from polyclinic.stats import summary
-from polyclinic.store import Metrics, write_atomically, write_json
+from polyclinic.store import Metrics, named_failure, write_atomically, write_json
 
 SHOWN = ("accuracy", "balanced_accuracy", "auc")
 
@@ -55,6 +56,7 @@ class Line:
     megabytes: float
     seconds: float
     pools_images: bool
+    judged_on: str
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,20 @@ class Comparison:
     about: str = ""
     paper: Mapping[str, str] = field(default_factory=dict)
 
+    @property
+    def judged_on(self) -> str:
+        """What the figures were measured on: the same for all methods, unless only some can be judged by held-out."""
+        return ", or ".join(dict.fromkeys(line.judged_on for line in self.lines))
+
+    @property
+    def interval(self) -> str:
+        """What the intervals are over."""
+        counts = {line.seeds for line in self.lines}
+        patients, seeds = "test patients (bootstrap)", "seeds (Student)"
+        if counts == {1}:
+            return patients
+        return f"{counts.pop()} {seeds}" if len(counts) == 1 else f"{seeds}, or with one seed over {patients}"
+
     def as_json(self) -> dict[str, Any]:
         found: dict[str, Any] = _clean({"title": self.title, "methods": [asdict(line) for line in self.lines]})
         return found
@@ -79,8 +95,8 @@ def grid(recipes: Sequence[Recipe], seeds: int) -> dict[str, list[Recipe]]:
     for recipe in recipes:
         found = {name: recipe.method(name) for name in recipe.methods} or {recipe.name: recipe}
         for name, method in found.items():
-            if name in methods:
-                raise StoreError(f"two methods are called {name!r}; give each recipe its own name")
+            if slug(name) in map(slug, methods):
+                raise RecipeError(f"two methods are called {name!r}, or nearly so; give each a name of its own")
             methods[name] = method
     return {
         name: [method.model_copy(update={"seed": method.seed + k}) for k in range(seeds)]
@@ -97,37 +113,75 @@ def compare(
     begin: Callable[[Recipe, int, int], None] = lambda *_: None,
 ) -> Comparison:
     """Run every method with every seed (finished runs are read back), draw the pictures, write the table."""
-    plan = grid(recipes, seeds)
+    gathered: dict[str, Consortium] = {}
+
+    def hospitals(recipe: Recipe) -> Consortium:
+        key = f"{recipe.seed} {recipe.data.model_dump_json()}"
+        if key not in gathered:
+            gathered[key] = gather(recipe, data)
+        return gathered[key]
+
+    plan = {
+        name: [(recipe, out / slug(name) / f"seed-{recipe.seed}") for recipe in runs]
+        for name, runs in grid(recipes, seeds).items()
+    }
+    _check(plan, hospitals)
     total, done = sum(map(len, plan.values())), 0
     results: dict[str, list[Mapping[str, Any]]] = {}
-    hospitals: dict[str, Any] = {}
     for name, runs in plan.items():
-        for recipe in runs:
+        for recipe, folder in runs:
             begin(recipe, done, total)
-            folder = out / slug(name) / f"seed-{recipe.seed}"
-            key = f"{recipe.seed} {recipe.data.model_dump_json()}"
-            if key not in hospitals and not (folder / "result.json").exists():
-                hospitals[key] = gather(recipe, data)
-            result: Result = run(recipe, folder, data, watch, hospitals.get(key))
-            results.setdefault(name, []).append(result.summary)
+            known = None if _ended(folder) else hospitals(recipe)
+            results.setdefault(name, []).append(run(recipe, folder, data, watch, known).summary)
             done += 1
-    first = recipes[0]
-    return write(Comparison(first.name, tuple(lines(results)), results, out, first.about, first.paper))
+    title, about = ", ".join(recipe.name for recipe in recipes), "\n\n".join(r.about for r in recipes if r.about)
+    paper = {method: text for recipe in recipes for method, text in recipe.paper.items()}
+    comparison = Comparison(title, tuple(lines(results)), results, out, about, paper)
+    write(comparison, {name: [folder for _, folder in runs] for name, runs in plan.items()})
+    return comparison
+
+
+def _check(plan: Mapping[str, Sequence[tuple[Recipe, Path]]], hospitals: Callable[[Recipe], Consortium]) -> None:
+    """What cannot run is refused before hours go into what can."""
+    for runs in plan.values():
+        for recipe, folder in runs:
+            refuse_other(folder, recipe)
+        for recipe, _ in [pair for pair in runs if not _ended(pair[1])][:1]:
+            Experiment(recipe, consortium=hospitals(recipe))
+
+
+def _ended(folder: Path) -> bool:
+    return (folder / "result.json").exists()
 
 
 def compare_folders(folders: Sequence[Path], out: Path | None) -> Comparison:
-    """Runs that have already ended, side by side; runs of one name are seeds of one method."""
-    results: dict[str, list[Mapping[str, Any]]] = {}
+    """Runs that have already ended, side by side; runs whose recipes differ in the seed only are one method."""
+    found: dict[str, dict[int, tuple[Recipe, Path]]] = {}
     for folder in folders:
-        paths = sorted(folder.rglob("result.json"))
+        paths = sorted(path.parent for path in folder.rglob("result.json"))
         if not paths:
             raise StoreError(
                 f"{folder} holds no finished run; `polyclinic resume {folder}` finishes an interrupted one"
             )
         for path in paths:
-            found = finished(path.parent).summary
-            results.setdefault(found["name"], []).append(found)
-    return Comparison("comparison", tuple(lines(results)), results, out)
+            recipe = Recipe.load(path / "recipe.yaml")
+            method = recipe.model_copy(update={"seed": 0, "engine": EngineSection()}).to_yaml()
+            found.setdefault(method, {})[recipe.seed] = recipe, path
+    runs = [[seeds[seed] for seed in sorted(seeds)] for seeds in found.values()]
+    plan = dict(zip(_labels([seeds[0] for seeds in runs]), runs, strict=True))
+    results = {name: [finished(path).summary for _, path in seeds] for name, seeds in plan.items()}
+    comparison = Comparison("comparison", tuple(lines(results)), results, out)
+    if out is not None:
+        write(comparison, {name: [path for _, path in seeds] for name, seeds in plan.items()})
+    return comparison
+
+
+def _labels(methods: Sequence[tuple[Recipe, Path]]) -> list[str]:
+    """The shortest names that tell methods apart: the recipe's, with the algorithm, or the folder's."""
+    named = [recipe.name for recipe, _ in methods]
+    longer = [f"{recipe.name} ({recipe.algorithm.name})" for recipe, _ in methods]
+    folders = [str(path) for _, path in methods]
+    return next(labels for labels in (named, longer, folders) if len(set(labels)) == len(labels))
 
 
 def lines(results: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[Line]:
@@ -146,102 +200,114 @@ def _line(name: str, runs: Sequence[Mapping[str, Any]]) -> Line:
         drift=_mean(moved),
         megabytes=_mean([(r["cost"]["bytes_up"] + r["cost"]["bytes_down"]) / 1e6 for r in runs]),
         seconds=_mean([r["cost"]["seconds"] for r in runs]),
-        pools_images=runs[0]["algorithm"] == "centralised",
+        pools_images=getattr(ALGORITHMS.get(runs[0]["algorithm"]), "pooled", False),
+        judged_on=judged_on(runs[0]["headline"]),
     )
 
 
 def _worst_site(runs: Sequence[Mapping[str, Any]]) -> tuple[str, float]:
-    """The hospital served worst: the lowest mean test AUC of the model it would use."""
+    """The hospital served worst: the lowest mean AUC of the model the run is judged by."""
     values: dict[str, list[float]] = {}
     for result in runs:
-        for site, models in result["sites"].items():
-            parts = models.get(result["headline"]["model"]) or next(iter(models.values()))
-            values.setdefault(site, []).append(_number(parts.get("test", {}).get("auc")))
+        for site in result["sites"]:
+            values.setdefault(site, []).append(_number(at_site(result, site).get("auc")))
     known = {site: _mean(found) for site, found in values.items() if not math.isnan(_mean(found))}
     return min(known.items(), key=lambda item: item[1]) if known else ("", math.nan)
 
 
-def curves_of(folder: Path, metric: str) -> list[tuple[int, float]]:
+def curve_of(folder: Path, result: Mapping[str, Any], metric: str) -> dict[int, float]:
     """A run's metric on validation images after each round: the mean over sites, weighted by their size."""
     totals: dict[int, list[tuple[float, int]]] = {}
     for row in Metrics(folder / "metrics.jsonl").read():
         if row["event"] == "evaluate" and row["site"] != HELD_OUT and row.get(metric) is not None:
             totals.setdefault(row["round"], []).append((row[metric], row["n"]))
-    return [(r, sum(v * n for v, n in rows) / sum(n for _, n in rows)) for r, rows in sorted(totals.items())]
+    last = [
+        (parts["validation"][metric], parts["validation"]["n"])
+        for models in result["sites"].values()
+        for name, parts in models.items()
+        if name in ("global", "personal") and parts.get("validation", {}).get(metric) is not None
+    ]
+    if last:
+        totals[result["rounds"]] = last
+    return {r: sum(v * n for v, n in rows) / sum(n for _, n in rows) for r, rows in sorted(totals.items())}
 
 
-def write(comparison: Comparison) -> Comparison:
+def write(comparison: Comparison, folders: Mapping[str, Sequence[Path]]) -> None:
     """The pictures, the table as Markdown, and everything as JSON, into the comparison's folder."""
-    folder = comparison.folder
-    assert folder is not None
+    out = comparison.folder
+    assert out is not None
+    with named_failure(out):
+        out.mkdir(parents=True, exist_ok=True)
+    _draw(comparison, folders, out)
+    write_json(out / "comparison.json", comparison.as_json())
+    write_atomically(out / "report.md", markdown(comparison).encode())
+
+
+def _draw(comparison: Comparison, folders: Mapping[str, Sequence[Path]], out: Path) -> None:
+    from polyclinic.curves import Row, draw_comparison, draw_curves  # matplotlib takes a second to load
+
     series = {}
-    for name, runs in comparison.results.items():
-        found = [dict(curves_of(folder / slug(name) / f"seed-{r['seed']}", "accuracy")) for r in runs]
+    for name, results in comparison.results.items():
+        found = [curve_of(*run, "accuracy") for run in zip(folders[name], results, strict=True)]
         shared = sorted(set.intersection(*(set(points) for points in found)))
         series[name] = [(r, _mean([points[r] for points in found])) for r in shared]
     if any(series.values()):
-        title = f"{comparison.title}: accuracy on validation images, mean over hospitals"
-        draw_curves(series, title, "communication round", "accuracy", folder / "curves.png")
+        title = f"{comparison.title}: accuracy on the hospitals' validation images"
+        draw_curves(series, title, "communication round", "accuracy", out / "curves.png")
     bars = [
         Row(line.name, line.figures["auc"].mean, line.figures["auc"].low, line.figures["auc"].high)
         for line in comparison.lines
         if not math.isnan(line.figures["auc"].mean)
     ]
     if bars:
-        draw_comparison(bars, f"{comparison.title}: test AUC, all hospitals together", "AUC", folder / "auc.png")
-    write_json(folder / "comparison.json", comparison.as_json())
-    write_atomically(folder / "report.md", markdown(comparison).encode())
-    return comparison
+        draw_comparison(bars, f"{comparison.title}: AUC on {comparison.judged_on}", "AUC", out / "auc.png")
 
 
 def markdown(comparison: Comparison) -> str:
-    """The report of a comparison: hospitals, table, pictures, how to run it again."""
+    """The report of a comparison: table, notes, hospitals, pictures, versions."""
     first = next(iter(comparison.results.values()))[0]
-    seeds = comparison.lines[0].seeds
-    kind = (
-        "95 % interval over test patients (bootstrap), one seed"
-        if seeds == 1
-        else f"95 % interval of the mean over {seeds} seeds (Student)"
-    )
+    model, out = first["model"], comparison.folder
+    pictures = [name for name in ("curves.png", "auc.png") if out is not None and (out / name).exists()]
+    versions = ", ".join(f"{name} {number}" for name, number in first["versions"].items())
     text = [
         f"# {comparison.title}",
-        "",
-        *([comparison.about, ""] if comparison.about else []),
-        f"{first['data']} data, {first['model']['name']} ({first['model']['parameters']:,} parameters, "
-        f"{first['model']['flops_per_step'] / 1e9:.2f} GFLOP a training step). Figures on the test images of all "
-        f"hospitals together; in brackets the {kind}.",
-        "",
-        "| method | rounds | accuracy | balanced accuracy | AUC | worst-served hospital (AUC) | drift | MB sent | s |"
-        + (" paper |" if comparison.paper else ""),
-        "|---|---|---|---|---|---|---|---|---|" + ("---|" if comparison.paper else ""),
-    ]
-    for line in comparison.lines:
-        rounds = comparison.results[line.name][0]["rounds"]
-        cells = [line.name, str(rounds), *(show(line.figures[m]) for m in SHOWN)]
-        cells += [
-            f"{line.worst_site} {decimal(line.worst_auc)}",
-            decimal(line.drift, 2),
-            sent(line),
-            f"{line.seconds:.1f}",
-        ]
-        cells += [comparison.paper.get(line.name, "–")] if comparison.paper else []
-        text.append("| " + " | ".join(cells) + " |")
-    text += [
-        "",
-        *_notes(comparison),
-        "",
+        comparison.about,
+        f"{first['data']} data, {model['name']} ({model['parameters']:,} parameters, "
+        f"{model['flops_per_step'] / 1e9:.2g} GFLOP a training step). Figures on {comparison.judged_on} together; in "
+        f"brackets the 95 % interval over {comparison.interval}.",
+        "\n".join(_table(comparison)),
+        " ".join(_notes(comparison)),
         "## Hospitals (first seed)",
-        "",
-        "| hospital | train | validation | test | classes |",
+        "\n".join(_hospitals(first["hospitals"])),
+        *(f"![{name.removesuffix('.png')}]({name})" for name in pictures),
+        f"Versions: {versions}.",
     ]
-    text.append("|---|---|---|---|---|")
-    for site in first["hospitals"]:
+    return "\n\n".join(block for block in text if block) + "\n"
+
+
+def _table(comparison: Comparison) -> Iterator[str]:
+    head = ["method", "rounds", "accuracy", "balanced accuracy", "AUC", "worst-served hospital (AUC)", "drift"]
+    head += ["MB sent", "s", *(["paper"] if comparison.paper else [])]
+    yield _row(head)
+    yield "|" + "---|" * len(head)
+    for line in comparison.lines:
+        cells = [line.name, str(comparison.results[line.name][0]["rounds"])]
+        cells += [show(line.figures[metric]) for metric in SHOWN]
+        cells += [f"{line.worst_site} {decimal(line.worst_auc)}", decimal(line.drift, 2), sent(line)]
+        cells += [f"{line.seconds:.1f}", *([comparison.paper.get(line.name, "–")] if comparison.paper else [])]
+        yield _row(cells)
+
+
+def _hospitals(hospitals: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    yield _row(["hospital", "train", "validation", "test", "classes"])
+    yield "|" + "---|" * 5
+    for site in hospitals:
         counts = ", ".join(f"{name} {count}" for name, count in site["classes"].items())
-        text.append(f"| {site['site']} | {site['train']} | {site['validation']} | {site['test']} | {counts} |")
-    if comparison.folder and (comparison.folder / "curves.png").exists():
-        text += ["", "![learning curves](curves.png)", "", "![AUC with intervals](auc.png)"]
-    found = ", ".join(f"{name} {number}" for name, number in first["versions"].items())
-    return "\n".join([*text, "", f"Versions: {found}.", ""])
+        yield _row([site["site"], str(site["train"]), str(site["validation"]), str(site["test"]), counts])
+
+
+def _row(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
 def _notes(comparison: Comparison) -> list[str]:
@@ -250,12 +316,17 @@ def _notes(comparison: Comparison) -> list[str]:
         notes.append("Centralised pools the images themselves, which hospitals may not do: it is a yardstick.")
     if any(r["algorithm"] == "local" for runs in comparison.results.values() for r in runs):
         notes.append("Local is judged by each hospital's own model on its own test images.")
+    if any(r["algorithm"] == "cross-site" for runs in comparison.results.values() for r in runs):
+        notes.append("Cross-site is judged by every hospital's model on the images of all the others.")
+    if len({line.judged_on for line in comparison.lines}) > 1:
+        notes += [f"{line.name} is judged on {line.judged_on}." for line in comparison.lines]
     notes.append("Nothing here is private in the sense of a guarantee: no privacy plan was in the recipe.")
     return notes
 
 
 def show(figure: Figure) -> str:
-    return f"{decimal(figure.mean)} [{decimal(figure.low)}, {decimal(figure.high)}]"
+    bounds = "" if math.isnan(figure.low) else f" [{decimal(figure.low)}, {decimal(figure.high)}]"
+    return decimal(figure.mean) + bounds
 
 
 def sent(line: Line) -> str:
@@ -267,7 +338,8 @@ def decimal(value: float, places: int = 3) -> str:
 
 
 def slug(name: str) -> str:
-    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-") or "method"
+    """A name as part of a path."""
+    return re.sub(r"\W+", "-", name.lower()).strip("-")[:100] or "method"
 
 
 def _number(value: float | None) -> float:

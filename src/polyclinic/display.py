@@ -1,7 +1,8 @@
-"""What a run looks like while it runs: a live panel in a terminal, plain lines elsewhere."""
+"""What a run looks like: a live panel in a terminal, plain lines elsewhere; and the tables at its end."""
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Mapping
 from types import TracebackType
@@ -10,13 +11,17 @@ from typing import Any
 from rich.console import Console, Group
 from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from polyclinic.compare import Comparison, decimal, sent, show
 from polyclinic.recipe import Recipe
+from polyclinic.results import at_site, judged_on
 
 MARKS = {"accepted": "✓", "refused": "refused", "dead": "dead", "late": "late", "error": "error"}
+SITES = 24
+"""Sites the live panel names; of more it gives the number."""
+DAY = 86_400.0
 
 
 class Display:
@@ -25,19 +30,21 @@ class Display:
     def __init__(self, console: Console) -> None:
         self.console = console
         self.live: Live | None = None
-        self.name, self.rounds, self.done, self.total = "", 0, 0, 1
+        self.heading, self.rounds = "", 0
         self.sites: dict[str, str] = {}
         self.summary = ""
         self.bars = Progress(
-            TextColumn("{task.description}", markup=False),
-            BarColumn(bar_width=24),
+            TextColumn("{task.description}", markup=False, table_column=Column(max_width=30, no_wrap=True)),
+            BarColumn(bar_width=20),
             MofNCompleteColumn(),
             TextColumn("{task.fields[unit]}"),
             TimeRemainingColumn(),
+            TextColumn("left"),
             console=console,
+            speed_estimate_period=DAY,  # a round may take hours
         )
-        self.overall = self.bars.add_task("runs", total=1, unit="runs", visible=False)
-        self.current = self.bars.add_task("", total=1, unit="rounds")
+        self.overall = self.bars.add_task("all methods", total=1, unit="runs", visible=False)
+        self.current = self.bars.add_task("", total=1, unit="rounds", visible=False)
 
     def __enter__(self) -> Display:
         if self.console.is_terminal:
@@ -53,83 +60,103 @@ class Display:
 
     def begin(self, recipe: Recipe, done: int, total: int) -> None:
         """A run begins, the `done + 1`-th of `total`."""
-        self.name, self.rounds, self.done, self.total = recipe.name, recipe.rounds, done, total
-        self.sites, self.summary, self.started = {}, "", time.perf_counter()
+        number = f" ({done + 1} of {total})" if total > 1 else ""
+        self.heading, self.rounds = f"{recipe.name}, seed {recipe.seed}{number}", recipe.rounds
+        self.sites, self.summary = {}, "preparing images and network"
         self.bars.update(self.overall, total=total, completed=done, visible=total > 1)
-        self.bars.reset(self.current, total=recipe.rounds, description=recipe.name, unit="rounds")
-        if self.live is None:
-            number = f" ({done + 1} of {total})" if total > 1 else ""
-            self.line(f"{recipe.name}, seed {recipe.seed}{number}")
+        self.bars.reset(self.current, total=recipe.rounds, description=recipe.name, visible=True)
 
     def watch(self, event: str, info: Mapping[str, Any]) -> None:
+        if self.live is None and self.heading:
+            self.line(self.heading)
+            self.heading = ""
         if event == "round":
             self.sites = dict.fromkeys(info["cohort"], "…")
+            self.summary = "" if info["round"] == 1 else self.summary
+            self.bars.update(self.current, completed=info["round"] - 1)
         elif event == "site":
-            self.sites[info["site"]] = MARKS[info["outcome"]]
-            if info["outcome"] != "accepted":
-                self.line(f"  round {info['round']}: {info['site']} {info['outcome']}: {info['why']}")
+            self._site(info)
         elif event == "round done":
-            known = [f"{name} {info[name]:.3f}" for name in ("loss", "accuracy", "auc") if info.get(name) is not None]
-            self.summary = f"model of round {info['round'] - 1}, validation: {', '.join(known)}" if known else ""
-            self.bars.update(self.current, completed=info["round"])
-            if self.live is None:
-                self.line(f"  round {info['round']}/{self.rounds}  {info['seconds']:.1f} s  {self.summary}".rstrip())
-            if info["stopped"]:
-                self.line(f"  stopped early after round {info['round']}: validation no longer improves")
+            self._round_done(info)
+        elif event == "evaluated":
+            self.sites[info["site"]] = "tested"
+
+    def _site(self, info: Mapping[str, Any]) -> None:
+        self.sites[info["site"]] = MARKS[info["outcome"]]
+        if info["outcome"] != "accepted":
+            self.line(f"  round {info['round']}: {info['site']} {info['outcome']}: {info['why']}")
+
+    def _round_done(self, info: Mapping[str, Any]) -> None:
+        known = [f"{name} {info[name]:.3f}" for name in ("loss", "accuracy", "auc") if info.get(name) is not None]
+        if known:
+            self.summary = f"validation after round {info['round'] - 1}: {', '.join(known)}"
+        self.bars.update(self.current, completed=info["round"])
+        if self.live is None:
+            told = f"  {self.summary}" if known else ""
+            self.line(f"  round {info['round']}/{self.rounds}  {info['seconds']:.1f} s{told}")
+        if info["stopped"]:
+            self.line(f"  stopped early after round {info['round']}: validation no longer improves")
+        if info["stopped"] or info["round"] == self.rounds:
+            self.sites = dict.fromkeys(self.sites, "…")
+            self.summary = f"{self.summary}; testing the final model".removeprefix("; ")
 
     def line(self, text: str) -> None:
         self.console.print(Text(text), soft_wrap=True)
 
     def render(self) -> Group:
-        marks = [f"{site} {mark}" for site, mark in list(self.sites.items())[:12]]
-        more = f" … {len(self.sites) - 12} more" if len(self.sites) > 12 else ""
-        return Group(self.bars, Text("  " + "  ".join(marks) + more), Text("  " + self.summary))
+        marks = [f"{site} {mark}" for site, mark in list(self.sites.items())[:SITES]]
+        more = [f"and {len(self.sites) - SITES} more"] if len(self.sites) > SITES else []
+        spinner = "◐◓◑◒"[int(time.monotonic() * 4) % 4]
+        cells = Table.grid(padding=(0, 2))
+        cells.add_row(Text(spinner), Text("   ".join(mark.replace(" ", "\u00a0") for mark in marks + more)))
+        cells.add_row("", Text(self.summary))
+        return Group(self.bars, cells)
 
 
 def comparison_table(comparison: Comparison) -> Table:
     """The table of a comparison, for 80 columns."""
-    seeds = comparison.lines[0].seeds
-    table = Table(
-        title=f"{comparison.title}: test images of all hospitals", title_justify="left", box=None, padding=(0, 1)
-    )
+    table = _titled(f"{comparison.title}: {comparison.judged_on}")
     table.add_column("method")
-    table.add_column("accuracy [95 %]", justify="right")
-    table.add_column("AUC [95 %]", justify="right")
-    table.add_column("worst AUC at", justify="right")
-    table.add_column("MB", justify="right")
-    table.add_column("s", justify="right")
+    for name in ("accuracy [95 %]", "AUC [95 %]", "worst AUC, at", "MB", "s"):
+        table.add_column(name, justify="right", no_wrap=name != "worst AUC, at")
     for line in comparison.lines:
-        worst = f"{line.worst_site[:10]} {decimal(line.worst_auc, 2)}"
+        worst = f"{compact(decimal(line.worst_auc, 2))} {line.worst_site[:12]}".rstrip()
         figures = [compact(show(line.figures[metric])) for metric in ("accuracy", "auc")]
-        table.add_row(line.name, *figures, worst, sent(line), f"{line.seconds:.0f}")
-    over = "test patients (bootstrap)" if seeds == 1 else f"{seeds} seeds (Student)"
-    table.caption = f"intervals over {over}; MB both ways; s: wall-clock"
-    table.caption_justify = "left"
+        cells = [line.name, *figures, worst, sent(line), f"{line.seconds:.0f}"]
+        table.add_row(*map(Text, cells))
+    table.caption = Text(f"intervals over {comparison.interval}; MB both ways; s: wall-clock")
     return table
-
-
-def compact(text: str) -> str:
-    """0.873 → .873: a table of eighty columns has no room for zeros."""
-    return text.replace("0.", ".").replace(", ", " ")
 
 
 def result_table(summary: Mapping[str, Any]) -> Table:
     """One finished run, by hospital."""
-    model = summary["headline"]["model"]
-    title = f"{summary['name']}: {summary['rounds']} rounds, test images"
-    table = Table(title=title, title_justify="left", box=None, padding=(0, 1))
-    for name in ("hospital", "n", "accuracy [95 %]", "AUC [95 %]", "sensitivity", "specificity"):
-        table.add_column(name, justify="left" if name == "hospital" else "right")
-    for site, models in summary["sites"].items():
-        parts = models.get(model) or next(iter(models.values()))
-        if "test" in parts:
-            table.add_row(site, *_cells(parts["test"]))
-    table.add_row(f"all ({model})", *_cells(summary["headline"]), style="bold")
-    cost = summary["cost"]
+    best, cost = summary["headline"], summary["cost"]
+    early = " (stopped early)" if summary["stopped_early"] else ""
+    table = _titled(f"{summary['name']}: {summary['rounds']} rounds{early}, {judged_on(best)}")
+    table.add_column("hospital")
+    for name in ("n", "accuracy [95 %]", "AUC [95 %]", "sensit.", "specif."):
+        table.add_column(name, justify="right", no_wrap=True)
+    for site in summary["sites"]:
+        here = at_site(summary, site)
+        if here:
+            table.add_row(*map(Text, [site, *_cells(here)]))
+    table.add_row(*map(Text, [f"all ({best['model']})", *_cells(best)]), style="bold")
+    held_out = summary["merged"].get("held-out", {}).get("test")
+    if held_out and best["model"] != "held-out":
+        table.add_row(*map(Text, ["held-out", *_cells(held_out)]))
     megabytes = (cost["bytes_up"] + cost["bytes_down"]) / 1e6
-    table.caption = f"{megabytes:.1f} MB both ways, {cost['seconds']:.1f} s; intervals over patients (bootstrap)"
-    table.caption_justify = "left"
+    intervals = "; intervals over patients (bootstrap)" if best.get("intervals") else ""
+    table.caption = Text(f"{megabytes:.1f} MB both ways, {cost['seconds']:.1f} s{intervals}")
     return table
+
+
+def _titled(title: str) -> Table:
+    return Table(title=Text(title), title_justify="left", caption_justify="left", box=None, padding=(0, 1))
+
+
+def compact(text: str) -> str:
+    """0.873 → .873: a table of eighty columns has no room for zeros."""
+    return re.sub(r"\b0\.", ".", text).replace(", ", " ")
 
 
 def _cells(row: Mapping[str, Any]) -> list[str]:
@@ -139,4 +166,4 @@ def _cells(row: Mapping[str, Any]) -> list[str]:
         low, high = bounds.get(metric, (None, None))
         interval = f" [{low:.3f} {high:.3f}]" if low is not None else ""
         cells.append("–" if row.get(metric) is None else compact(f"{row[metric]:.3f}{interval}"))
-    return cells + ["–" if row.get(m) is None else f"{row[m]:.3f}" for m in ("recall", "specificity")]
+    return cells + ["–" if row.get(m) is None else compact(f"{row[m]:.3f}") for m in ("recall", "specificity")]

@@ -20,7 +20,7 @@ from polyclinic.data import DATASETS
 from polyclinic.data.examples import Images, SiteData, concatenate
 from polyclinic.data.federate import SiteSummary, describe, federate
 from polyclinic.engines.local import LocalEngine, WorkerEngine
-from polyclinic.errors import EngineError, RecipeError, StoreError
+from polyclinic.errors import DataError, EngineError, RecipeError, StoreError
 from polyclinic.faults import reach
 from polyclinic.flops import parameters, training_step_flops
 from polyclinic.journal import FolderJournal, RamJournal
@@ -32,9 +32,9 @@ from polyclinic.models import adopt_weights, build, download_weights, load_weigh
 from polyclinic.models.classifier import Classifier
 from polyclinic.recipe import Recipe
 from polyclinic.results import assess, cost, drift, headline, versions
-from polyclinic.rounds import POOLED, Outcome, Rounds, Rules, Watch
+from polyclinic.rounds import HELD_OUT, POOLED, Outcome, Rounds, Rules, Watch
 from polyclinic.runner import EVALUATION_BATCH, SiteRunner
-from polyclinic.store import DiskMemory, MemoryStore, RamMemory, write_atomically, write_json
+from polyclinic.store import DiskMemory, MemoryStore, RamMemory, locked, write_atomically, write_json
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Consortium:
 
 @dataclass(frozen=True)
 class Result:
-    """A finished run. `summary` is what result.json holds; `model` the final weights (empty for Local)."""
+    """A finished run. `summary` is what result.json holds; `state` the server's last (empty when read back)."""
 
     summary: dict[str, Any]
     state: Bundle
@@ -77,8 +77,21 @@ def gather(recipe: Recipe, data: Path | None = None) -> Consortium:
         stream.child("sites"),
         recipe.data.allow_single_class,
     )
+    _refuse_names(sites)
     channels, size = collection.images.shape[1], collection.images.shape[-1]
     return Consortium(collection.classes, sites, collection.held_out, channels, size)
+
+
+def _refuse_names(sites: Mapping[SiteId, SiteData]) -> None:
+    """Site names become parts of names on the wire and in results, beside others that mean something there."""
+    for name in sites:
+        if not (0 < len(name) <= 100 and name.isprintable()) or set("/@|") & set(name):
+            raise DataError(
+                f"The site name {name[:100]!r} is empty, too long, or holds '/', '@', '|' or a control character; "
+                "rename the site."
+            )
+        if name in (POOLED, HELD_OUT, "global", "personal", "transfer"):
+            raise DataError(f"A site cannot be called {name!r}, which has a meaning in results; rename the site.")
 
 
 def network_of(recipe: Recipe, consortium: Consortium) -> Classifier:
@@ -150,6 +163,10 @@ class Experiment:
             raise RecipeError(
                 f"a quorum of {recipe.quorum} is asked of {len(self.consortium.sites)} sites; lower quorum"
             )
+        if self.consortium.held_out is None and not any(
+            len(site.validation) + len(site.test) for site in self.consortium.sites.values()
+        ):
+            raise DataError("No site has a validation or test image, so nothing could be reported; mend data.split.")
         device = device_of(recipe)
         self.network = LiveNetwork(self.module, device)
         self.sites = {name: _on(site, device) for name, site in self.consortium.sites.items()}
@@ -162,6 +179,10 @@ class Experiment:
 
     def run(self) -> Result:
         """Play the rounds that are left, evaluate, and write the result."""
+        with locked(self.folder) if self.folder else contextlib.nullcontext():
+            return self._run()
+
+    def _run(self) -> Result:
         began = time.perf_counter()
         recipe = self.recipe
         journal = FolderJournal(self.folder) if self.folder else RamJournal()
@@ -175,12 +196,12 @@ class Experiment:
             workers, threads = recipe.engine.workers, recipe.engine.threads
             engine = WorkerEngine(runners, workers, threads) if workers else LocalEngine(runners, threads)
             lent.callback(engine.close)
-            judge = self.judge if self.held_out(self.algorithm.init(self.federation)) is not None else None
+            judge = self.judge if self.has_held_out() else None
             rounds = Rounds(self.federation, self.algorithm, engine, rules_of(recipe), journal, self.watch, judge)
             outcome = rounds.run()
             predictions = rounds.predictions(outcome, ["train", "validation", "test"])
             reach("evaluated")
-        held_out = self.held_out(outcome.state)
+        held_out = self.held_out(outcome.state) if self.has_held_out() else None
         scores = assess(predictions, held_out, recipe.evaluate.bootstrap, Stream(recipe.seed, ("bootstrap",)))
         summary = self.summarise(outcome, scores, journal, time.perf_counter() - began)
         if self.folder:
@@ -195,19 +216,21 @@ class Experiment:
             return RamMemory()
         return DiskMemory(Path(lent.enter_context(tempfile.TemporaryDirectory(prefix="polyclinic-"))))
 
-    def held_out(self, state: Bundle) -> Predictions | None:
-        """The final global model's predictions on a test set that belongs to no site."""
-        examples = self.consortium.held_out
-        models = self.algorithm.models(state, None)
-        if examples is None or "global" not in models:
-            return None
-        here = examples.to(self.network.device)
-        found = score(Score(models["global"], probabilities), self.network, here, EVALUATION_BATCH)
+    def has_held_out(self) -> bool:
+        """Whether there are test images that belong to no site, and a global model to try on them."""
+        models = self.algorithm.models(self.algorithm.init(self.federation), None)
+        return self.consortium.held_out is not None and "global" in models
+
+    def held_out(self, state: Bundle) -> Predictions:
+        """The global model's predictions on the test set that belongs to no site."""
+        assert self.consortium.held_out is not None
+        examples = self.consortium.held_out.to(self.network.device)
+        weights = self.algorithm.models(state, None)["global"]
+        found = score(Score(weights, probabilities), self.network, examples, EVALUATION_BATCH)
         return Predictions(found["probabilities"].double().numpy(), found["labels"].numpy())
 
     def judge(self, state: Bundle) -> dict[str, Any]:
         found = self.held_out(state)
-        assert found is not None
         return {"n": len(found), **finite(measure(found.probabilities, found.labels))}
 
     def summarise(
@@ -271,22 +294,27 @@ def run(
     folder = Path(out) if out is not None else None
     if folder is not None and (folder / "result.json").exists():
         return finished(folder, recipe)
-    if folder is not None and (folder / "recipe.yaml").exists():
-        _check_same(folder, recipe)
+    if folder is not None:
+        refuse_other(folder, recipe)
     return Experiment(recipe, folder, Path(data) if data else None, watch, consortium).run()
 
 
 def finished(folder: Path, recipe: Recipe | None = None) -> Result:
     """A run that has already ended, read back."""
     if recipe is not None:
-        _check_same(folder, recipe)
+        refuse_other(folder, recipe)
     path = folder / "result.json"
     try:
-        return Result(json.loads(path.read_text()), {}, folder)
-    except (OSError, ValueError) as error:
+        summary = json.loads(path.read_text())
+        if "part" not in summary["headline"]:
+            raise ValueError("its headline names no part")
+        return Result(summary, {}, folder)
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise StoreError(f"{path} is damaged ({error}); remove it and run again: only the end is repeated") from error
 
 
-def _check_same(folder: Path, recipe: Recipe) -> None:
-    if Recipe.load(folder / "recipe.yaml") != recipe:
+def refuse_other(folder: Path, recipe: Recipe) -> None:
+    """A folder that already holds a run must hold one of this very recipe."""
+    path = folder / "recipe.yaml"
+    if path.exists() and Recipe.load(path).to_yaml() != recipe.to_yaml():
         raise StoreError(f"{folder} holds a run of another recipe; choose another folder with --out, or remove it")

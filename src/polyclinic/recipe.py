@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
-from dataclasses import fields
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
 from importlib import resources
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, get_args, get_type_hints
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, field_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    TypeAdapter,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    field_validator,
+)
 
 from polyclinic.algorithms import ALGORITHMS, Averaging
 from polyclinic.core import Optimiser, Training
@@ -23,27 +33,41 @@ from polyclinic.models import MODELS
 from polyclinic.rounds import EarlyStop, Schedule
 
 CLOSED = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-for _options in (Optimiser, Training, Schedule, EarlyStop, *ALGORITHMS.values()):
-    setattr(_options, "__pydantic_config__", CLOSED)  # noqa: B010  plain dataclasses, closed to unknown keys
+for _options in (Optimiser, Training, Schedule, EarlyStop, Averaging):
+    setattr(_options, "__pydantic_config__", CLOSED)  # noqa: B010  plain dataclasses; algorithms inherit it
 
 T = TypeVar("T")
 
 
-class Named(BaseModel):
+class Open(BaseModel):
     """A section that names something and gives its options beside the name."""
 
     model_config = ConfigDict(extra="allow", frozen=True)
-    name: str
 
     @property
     def options(self) -> dict[str, Any]:
         return dict(self.__pydantic_extra__ or {})
 
 
-class DataSection(Named):
-    partition: dict[str, Any] = Field(default_factory=lambda: {"by": "natural"})
+class AlgorithmSection(Open):
+    name: str
+
+
+class PartitionSection(Open):
+    by: str = "natural"
+
+
+class DataSection(Open):
+    name: str
+    partition: PartitionSection = PartitionSection()
     split: Fractions = Fractions()
     allow_single_class: bool = False
+
+    @field_validator("split", mode="wrap")
+    @classmethod
+    def _where(cls, value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
+        with _blaming("data.split"):
+            return handler(value)
 
 
 class ModelSection(BaseModel):
@@ -76,7 +100,7 @@ class Recipe(BaseModel):
     rounds: int = Field(ge=1)
     data: DataSection
     model: ModelSection
-    algorithm: Named
+    algorithm: AlgorithmSection
     training: Training = Training()
     schedule: Schedule = Schedule()
     early_stop: EarlyStop | None = None
@@ -91,7 +115,7 @@ class Recipe(BaseModel):
     paper: dict[str, str] = Field(default_factory=dict)
     """What the paper reports for each method, shown beside what we measure."""
 
-    @field_validator("algorithm", mode="before")
+    @field_validator("algorithm", "data", "model", "schedule", mode="before")
     @classmethod
     def _name_alone(cls, value: Any) -> Any:
         return {"name": value} if isinstance(value, str) else value
@@ -103,54 +127,80 @@ class Recipe(BaseModel):
 
     @staticmethod
     def of(values: Mapping[str, Any], settings: Mapping[str, Any] | None = None, source: str = "recipe") -> Recipe:
-        recipe = _validate(Recipe, with_settings(values, settings or {}), source)
-        _check(recipe, source)
-        return recipe
+        with _blaming(source):
+            wanted = with_settings(values, settings or {})
+            _refuse_unknown(wanted, _layout(wanted))
+            recipe = _validate(Recipe, wanted)
+            _check(recipe)
+            return recipe
 
     def algorithm_of(self) -> Averaging:
         """The algorithm with its options and this recipe's training."""
         kind = _choose(ALGORITHMS, self.algorithm.name, "algorithm", "algorithm.name")
-        values = {**self.algorithm.options, "training": self.training}
-        return _validate(kind, values, "algorithm")
+        return _validate(kind, {**self.algorithm.options, "training": self.training}, "algorithm.")
 
     def partition_of(self) -> Partition:
-        options = {key: value for key, value in self.data.partition.items() if key != "by"}
-        by = str(self.data.partition.get("by", "natural"))
-        return _choose(PARTITIONS, by, "partition", "data.partition.by").model_validate(options)
+        kind = _choose(PARTITIONS, self.data.partition.by, "partition", "data.partition.by")
+        with _blaming("data.partition"):
+            return kind.model_validate(self.data.partition.options)
 
     def to_yaml(self) -> str:
-        text: str = yaml.safe_dump(TypeAdapter(Recipe).dump_python(self, mode="json"), sort_keys=False)
+        text: str = yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
         return text
 
     def method(self, name: str) -> Recipe:
         """The recipe of one of its `methods`."""
-        base = TypeAdapter(Recipe).dump_python(self, mode="json") | {"methods": {}, "paper": {}, "name": name}
-        return Recipe.of(base, self.methods[name], f"method {name}")
+        settings = _choose(self.methods, name, "method", "methods")
+        base = self.model_dump(mode="json") | {"methods": {}, "paper": {}, "name": name}
+        with _blaming(f"method {name}"):
+            if {"methods", "paper"} & {key.split(".")[0] for key in settings}:
+                raise RecipeError("a method cannot have methods or a paper of its own; set other keys")
+        return Recipe.of(base, settings, f"method {name}")
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML lets a later key silently replace an equal one before it; here that is a mistake."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        names = [str(key.value) for key, _ in node.value]
+        for (key, _), name in zip(node.value, names, strict=True):
+            if names.count(name) > 1:
+                raise yaml.MarkedYAMLError(problem=f"the key {name!r} is there twice", problem_mark=key.start_mark)
+        return super().construct_mapping(node, deep)
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
     try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+        values = yaml.load(path.read_text(encoding="utf-8"), _Loader)
     except OSError as error:
         raise RecipeError(f"cannot read the recipe {path}: {error.strerror}; see `polyclinic list recipes`") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise RecipeError(f"{path} is not YAML: {' '.join(str(error).split())[:160]}") from None
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise RecipeError(f"{path} cannot be read as YAML: {_yaml_problem(error)}") from None
     if not isinstance(values, dict):
         raise RecipeError(f"{path} is not a recipe: it should hold keys such as data, model and algorithm")
     return values
 
 
+def _yaml_problem(error: Exception) -> str:
+    mark = getattr(error, "problem_mark", None)
+    if mark is None:
+        return " ".join(str(error).split())[:160]
+    return f"{getattr(error, 'problem', '')}, at line {mark.line + 1}, column {mark.column + 1}"
+
+
 def with_settings(values: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
-    """A deep copy of `values` with dotted keys set; naming another algorithm drops the options of the one before."""
+    """A deep copy of `values` with dotted keys set: a section before the keys in it, a name before its options.
+
+    Naming another algorithm drops the options of the one before.
+    """
     result: dict[str, Any] = _copy(dict(values))
-    for key, value in settings.items():
+    for key, value in sorted(settings.items(), key=lambda item: (item[0].count("."), not item[0].endswith(".name"))):
         *path, last = key.split(".")
         here = result
         for step in path:
             inner = here.get(step)
-            here[step] = here = (
-                {"name": inner} if isinstance(inner, str) else (inner if isinstance(inner, dict) else {})
-            )
+            inside = {"name": inner} if isinstance(inner, str) else inner if isinstance(inner, dict) else {}
+            here[step] = here = inside
         if key == "algorithm.name" and here.get(last) != value:
             here.clear()
         here[last] = _copy(value)
@@ -161,38 +211,85 @@ def _copy(value: Any) -> Any:
     return {k: _copy(v) for k, v in value.items()} if isinstance(value, dict) else value
 
 
-def _validate(kind: type[T], values: Any, source: str) -> T:
+@contextmanager
+def _blaming(source: str) -> Iterator[None]:
+    """Say where the mistake is."""
+    try:
+        yield
+    except RecipeError as error:
+        raise RecipeError(f"{source}: {error}") from None
+
+
+def _layout(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys a recipe may have and what lies below them, which depends on what it names."""
+    layout, data = _keys(Recipe), values.get("data")
+    algorithm, dataset = _named(values.get("algorithm")), _named(data)
+    partition = _named(data.get("partition", {}), "by", "natural") if isinstance(data, dict) else None
+    if algorithm is not None:
+        options = _keys(_choose(ALGORITHMS, algorithm, "algorithm", "algorithm.name"))
+        layout["algorithm"] = {"name": str} | {key: hint for key, hint in options.items() if key != "training"}
+    if dataset is not None:
+        layout["data"] = _keys(DataSection) | _keys(_choose(DATASETS, dataset, "data set", "data.name").options)
+    if dataset is not None and partition is not None:
+        kind = _choose(PARTITIONS, partition, "partition", "data.partition.by")
+        layout["data"]["partition"] = {"by": str} | _keys(kind)
+    return layout
+
+
+def _named(section: Any, key: str = "name", default: str | None = None) -> str | None:
+    """What a section names, if it is written well enough to tell."""
+    name = section.get(key, default) if isinstance(section, dict) else section
+    return name if isinstance(name, str) else None
+
+
+def _keys(section: Any) -> dict[str, Any]:
+    """The keys of a section and the type of what lies below each."""
+    if isinstance(section, dict):
+        return section
+    hints = get_type_hints(section)
+    names = section.model_fields if issubclass(section, BaseModel) else [f.name for f in fields(section)]
+    return {name: hints[name] for name in names}
+
+
+def _refuse_unknown(values: Any, section: Any, place: str = "") -> None:
+    """Checked before anything else: a mistyped key is usually also a missing one. And true is no number."""
+    for item in values if isinstance(values, list) else ():
+        _refuse_unknown(item, section, place)
+    known = _keys(section)
+    for key, value in values.items() if isinstance(values, dict) else ():
+        if key not in known:
+            near = _nearest(str(key), list(known))
+            raise RecipeError(f"there is no key {place + str(key)!r}{near}; known here: {', '.join(known)}")
+        kinds = (known[key], *get_args(known[key]))
+        if isinstance(value, bool) and bool not in kinds and (int in kinds or float in kinds):
+            raise RecipeError(f"{place}{key} is {str(value).lower()}, but should be a number")
+        for inner in kinds:
+            if isinstance(inner, dict) or is_dataclass(inner) or _is_closed(inner):
+                _refuse_unknown(value, inner, f"{place}{key}.")
+
+
+def _is_closed(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, BaseModel) and not issubclass(kind, Open)
+
+
+def _validate(kind: type[T], values: Any, place: str = "") -> T:
     try:
         found: T = TypeAdapter(kind).validate_python(values)
         return found
     except ValidationError as error:
-        raise RecipeError(f"{source}: {_sentence(error, kind)}") from None
+        raise RecipeError(_sentence(error, place)) from None
 
 
-def _sentence(error: ValidationError, kind: Any) -> str:
+def _sentence(error: ValidationError, place: str) -> str:
     first = error.errors()[0]
-    steps = [str(step) for step in first["loc"]]
-    key = ".".join(steps)
+    key = place + ".".join(str(step) for step in first["loc"])
     more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
-    if first["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
-        known = _keys_at(kind, steps[:-1])
-        return f"there is no key {key!r}{_nearest(steps[-1], known)}; known here: {', '.join(known)}{more}"
     if first["type"] == "missing":
         return f"the key {key!r} is missing; add it{more}"
-    wish = first["msg"].removeprefix("Input ").removeprefix("Value error, ")
+    wish = re.sub("^(Input|String|Value error,) ", "", first["msg"])
+    if first["type"] in ("model_type", "dataclass_type", "dict_type"):
+        wish = "should hold keys of its own, written as {key: value} or indented below it"
     return f"{key} is {first['input']!r:.60}, but {wish}{more}"
-
-
-def _keys_at(kind: Any, steps: list[str]) -> list[str]:
-    """The keys that exist at a place of the recipe."""
-    for step in steps:
-        hint = kind.model_fields[step].annotation if hasattr(kind, "model_fields") else _hint(kind, step)
-        kind = next((a for a in getattr(hint, "__args__", ()) if a is not type(None)), hint)
-    return list(kind.model_fields) if hasattr(kind, "model_fields") else [f.name for f in fields(kind)]
-
-
-def _hint(kind: Any, step: str) -> Any:
-    return {"optimiser": Optimiser, "training": Training}.get(step, kind)
 
 
 def _nearest(word: str, known: list[str]) -> str:
@@ -203,77 +300,87 @@ def _nearest(word: str, known: list[str]) -> str:
 def _choose(registry: Mapping[str, T], name: str, what: str, key: str) -> T:
     if name not in registry:
         near = _nearest(name, list(registry))
-        raise RecipeError(f"{key}: there is no {what} {name!r}{near}; there are: {', '.join(registry)}")
+        raise RecipeError(f"{key}: there is no {what} {name!r}{near}; there are: {', '.join(registry) or 'none'}")
     return registry[name]
 
 
-def _check(recipe: Recipe, source: str) -> None:
+def _check(recipe: Recipe) -> None:
     """Everything that can be known to be wrong before anything runs."""
-    training, options = recipe.training, recipe.training.optimiser
-    at_the_end = recipe.algorithm.name in ("single", "cross-site")
-    problems = [
-        (
-            (training.epochs is None) == (training.steps is None),
-            "training needs either epochs or steps: to average every τ steps write `epochs: null` and `steps: τ`",
-        ),
-        (
-            (training.epochs or 1) < 1 or (training.steps or 1) < 1,
-            "training.epochs and training.steps start at 1",
-        ),
-        (training.batch < 1, f"training.batch is {training.batch}; choose 1 or more"),
-        (
-            not 0 < training.fine_tune <= 1,
-            f"training.fine_tune is {training.fine_tune}; choose a share in (0, 1]",
-        ),
-        (not options.lr > 0, f"training.optimiser.lr is {options.lr}; choose a positive learning rate"),
-        (
-            not 0 <= options.momentum < 1,
-            f"training.optimiser.momentum is {options.momentum}; choose one in [0, 1)",
-        ),
-        (
-            options.weight_decay < 0,
-            f"training.optimiser.weight_decay is {options.weight_decay}; choose 0 or more",
-        ),
-        (
-            options.name != "sgd" and options.momentum != 0,
-            f"{options.name} has no momentum option; leave training.optimiser.momentum at 0",
-        ),
-        (
-            recipe.evaluate.every != 1 and (recipe.schedule.name == "plateau" or recipe.early_stop is not None),
-            "schedule plateau and early_stop watch the validation parts of every round; set evaluate.every: 1",
-        ),
-        (
-            at_the_end and recipe.early_stop is not None,
-            f"{recipe.algorithm.name} hands its models in after the last round, which early_stop would skip; set "
-            "early_stop: null",
-        ),
-        (
-            at_the_end and recipe.cohort is not None,
-            f"{recipe.algorithm.name} needs every site in the last round; set cohort: null",
-        ),
-        (
-            recipe.early_stop is not None and recipe.early_stop.metric not in METRICS,
-            f"early_stop.metric is not one of {', '.join(METRICS)}",
-        ),
-        (
-            recipe.cohort is not None and recipe.quorum > recipe.cohort,
-            f"a quorum of {recipe.quorum} can never be met by a cohort of {recipe.cohort}; lower quorum",
-        ),
-        (
-            recipe.engine.workers > 0 and recipe.engine.device != "cpu",
-            "worker processes share the CPU only; set engine.workers: 0 or engine.device: cpu",
-        ),
-    ]
-    for problem, sentence in problems:
-        if problem:
-            raise RecipeError(f"{source}: {sentence}")
     _choose(MODELS, recipe.model.name, "model", "model.name")
-    _choose(DATASETS, recipe.data.name, "data set", "data.name").options.model_validate(recipe.data.options)
+    for sentence in (*_training_problems(recipe.training), *_pace_problems(recipe), *_problems(recipe)):
+        raise RecipeError(sentence)
+    with _blaming("data"):
+        DATASETS[recipe.data.name].options.model_validate(recipe.data.options)
     recipe.partition_of()
     if not recipe.methods:
         recipe.algorithm_of()
     for name in recipe.methods:
         recipe.method(name)
+
+
+def _training_problems(training: Training) -> Iterator[str]:
+    options = training.optimiser
+    if (training.epochs is None) == (training.steps is None):
+        yield "training needs either epochs or steps: to average every τ steps write `epochs: null` and `steps: τ`"
+    if (training.epochs or 1) < 1 or (training.steps or 1) < 1:
+        yield "training.epochs and training.steps start at 1"
+    if training.batch < 1:
+        yield f"training.batch is {training.batch}; choose 1 or more"
+    if not 0 < training.fine_tune <= 1:
+        yield f"training.fine_tune is {training.fine_tune}; choose a share in (0, 1]"
+    if not options.lr > 0:
+        yield f"training.optimiser.lr is {options.lr}; choose a positive learning rate"
+    if not 0 <= options.momentum < 1:
+        yield f"training.optimiser.momentum is {options.momentum}; choose one in [0, 1)"
+    if options.weight_decay < 0:
+        yield f"training.optimiser.weight_decay is {options.weight_decay}; choose 0 or more"
+    if options.name != "sgd" and options.momentum != 0:
+        yield f"{options.name} has no momentum option; leave training.optimiser.momentum at 0"
+
+
+def _pace_problems(recipe: Recipe) -> Iterator[str]:
+    schedule, stop = recipe.schedule, recipe.early_stop
+    watching = schedule.name == "plateau" or stop is not None
+    if watching and recipe.evaluate.every != 1:
+        yield "schedule plateau and early_stop watch the validation parts of every round; set evaluate.every: 1"
+    if watching and recipe.data.split.validation == 0:
+        yield "schedule plateau and early_stop watch the validation parts; give data.split.validation a share"
+    if schedule.period is not None and schedule.period < 1:
+        yield f"schedule.period is {schedule.period}; choose 1 round or more"
+    if schedule.patience < 0:
+        yield f"schedule.patience is {schedule.patience}; choose 0 rounds or more"
+    if not 0 < schedule.factor < 1:
+        yield f"schedule.factor is {schedule.factor}; choose a share between 0 and 1"
+    if not 0 <= schedule.minimum <= 1:
+        yield f"schedule.minimum is {schedule.minimum}; choose a share of the first learning rate in [0, 1]"
+    if stop is not None and stop.patience < 1:
+        yield f"early_stop.patience is {stop.patience}; choose 1 round or more"
+    if stop is not None and stop.min_delta < 0:
+        yield f"early_stop.min_delta is {stop.min_delta}; choose 0 or more"
+    if stop is not None and stop.metric not in METRICS:
+        near = _nearest(stop.metric, list(METRICS))
+        yield f"early_stop.metric: there is no metric {stop.metric!r}{near}; there are: {', '.join(METRICS)}"
+
+
+def _problems(recipe: Recipe) -> Iterator[str]:
+    name, engine = recipe.algorithm.name, recipe.engine
+    at_the_end = name in ("single", "cross-site")
+    if at_the_end and recipe.early_stop is not None:
+        yield f"{name} hands its models in after the last round, which early_stop would skip; set early_stop: null"
+    if at_the_end and recipe.cohort is not None:
+        yield f"{name} needs every site in the last round; set cohort: null"
+    if ALGORITHMS[name].pooled and recipe.quorum > 1:
+        yield f"{name} trains in one place, so a quorum of {recipe.quorum} can never be met; set quorum: 1"
+    if recipe.cohort is not None and recipe.quorum > recipe.cohort:
+        yield f"a quorum of {recipe.quorum} can never be met by a cohort of {recipe.cohort}; lower quorum"
+    if not re.fullmatch(r"auto|cpu|mps|cuda(:\d+)?", engine.device):
+        yield f"engine.device is {engine.device!r}; choose cpu, cuda, cuda:1 and so on, mps or auto"
+    if engine.workers > 0 and engine.device != "cpu":
+        yield "worker processes share the CPU only; set engine.workers: 0 or engine.device: cpu"
+    methods = recipe.methods or {recipe.name: {}}
+    for unknown in (method for method in recipe.paper if method not in methods):
+        near = _nearest(unknown, list(methods))
+        yield f"paper: there is no method {unknown!r}{near}; there are: {', '.join(methods)}"
 
 
 def recipes_folder() -> Path:

@@ -10,6 +10,7 @@ from typing import Any
 from polyclinic.compare import Comparison, compare, lines, markdown
 from polyclinic.errors import RecipeError, StoreError
 from polyclinic.recipe import Recipe, our_recipes, recipes_folder
+from polyclinic.results import at_site
 from polyclinic.rounds import Watch
 from polyclinic.store import named_failure, write_atomically, write_json
 
@@ -75,7 +76,7 @@ def write_page(paper: str, quick: bool, folder: Path) -> tuple[Path, list[Compar
     comparisons = [_read(folder / "data" / f"{paper}-{table}.json") for table in recipes_of(paper, quick)]
     head = [f"<!-- Written by `polyclinic reproduce {paper}{' --quick' if quick else ''}`; do not edit. -->", ""]
     notes = recipes_folder() / paper / "notes.md"
-    tail = ["", notes.read_text()] if notes.exists() and not quick else []
+    tail = ["", notes.read_text(encoding="utf-8")] if notes.exists() and not quick else []
     page = folder / f"{paper}.md"
     write_atomically(page, "\n".join([*head, *(markdown(c) for c in comparisons), *tail]).encode())
     return page, comparisons
@@ -89,31 +90,20 @@ def _kept(comparison: Comparison) -> dict[str, Any]:
 
 def _trim(result: Mapping[str, Any]) -> dict[str, Any]:
     kept = {key: result[key] for key in KEPT}
-    model = kept["headline"]["model"]
+    model, part = kept["headline"]["model"], kept["headline"]["part"]
     kept["sites"] = {
-        site: {
-            model: {
-                "test": {
-                    k: v for k, v in _parts(models, model).get("test", {}).items() if k in ("auc", "accuracy", "n")
-                }
-            }
-        }
-        for site, models in result["sites"].items()
+        site: {model: {part: {k: v for k, v in at_site(result, site).items() if k in ("auc", "accuracy", "n")}}}
+        for site in result["sites"]
     }
     return kept
 
 
-def _parts(models: Mapping[str, Any], model: str) -> Mapping[str, Any]:
-    found: Mapping[str, Any] = models.get(model) or next(iter(models.values()))
-    return found
-
-
 def _read(path: Path) -> Comparison:
     try:
-        kept = json.loads(path.read_text())
-    except (OSError, ValueError):
+        kept = json.loads(path.read_text(encoding="utf-8"))
+        return Comparison(kept["title"], tuple(lines(kept["runs"])), kept["runs"], None, kept["about"], kept["paper"])
+    except (OSError, ValueError, LookupError, TypeError):
         raise StoreError(f"{path} is missing or damaged; run `polyclinic reproduce` without --rebuild first") from None
-    return Comparison(kept["title"], tuple(lines(kept["runs"])), kept["runs"], None, kept["about"], kept["paper"])
 
 
 def results_folder() -> Path:

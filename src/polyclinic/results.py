@@ -24,19 +24,28 @@ def assess(
 ) -> dict[str, Any]:
     """By site and merged: model → part → metrics; test parts with bootstrap intervals and a confusion matrix."""
     found = {site: {k: _predictions(t, site) for k, t in groups.items()} for site, groups in predictions.items()}
+    for site, groups in found.items():
+        groups |= _transfer(groups, set(found) - {site})
     sites = {s: _by_model(groups, resamples, stream.child(s)) for s, groups in found.items()}
     pools: dict[str, list[Predictions]] = {}
-    for site, groups in found.items():
+    for groups in found.values():
         for key, value in groups.items():
-            model, _, part = key.partition("|")
             pools.setdefault(key, []).append(value)
-            if model in found and model != site:
-                pools.setdefault(f"transfer|{part}", []).append(value)
     merged_groups = {key: Predictions.merge(parts) for key, parts in pools.items()}
     merged = _by_model(merged_groups, resamples, stream.child("merged"))
     if held_out is not None:
         merged["held-out"] = {"test": _assess(held_out, "test", resamples, stream.child("held-out"))}
     return {"sites": sites, "merged": merged}
+
+
+def _transfer(groups: Mapping[str, Predictions], others: set[SiteId]) -> dict[str, Predictions]:
+    """What models that were trained at other sites say here, together."""
+    pools: dict[str, list[Predictions]] = {}
+    for key, value in groups.items():
+        model, _, part = key.partition("|")
+        if model in others:
+            pools.setdefault(f"transfer|{part}", []).append(value)
+    return {key: Predictions.merge(parts) for key, parts in pools.items()}
 
 
 def _by_model(groups: Mapping[str, Predictions], resamples: int, stream: Stream) -> dict[str, Any]:
@@ -69,12 +78,24 @@ def _predictions(tensors: Tensors, site: SiteId) -> Predictions:
 
 
 def headline(merged: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """The model a run is judged by, and its metrics on all test images together."""
-    for model in HEADLINES:
-        for part in ("test", "validation"):
+    """The model a run is judged by, and its metrics on all test images together; without any, on validation images."""
+    for part in ("test", "validation"):
+        for model in HEADLINES:
             if part in merged.get(model, {}):
-                return model, merged[model][part]
+                return model, {"part": part, **merged[model][part]}
     raise DataError("no site has a test or validation image, so nothing can be reported; raise data.split.test")
+
+
+def at_site(summary: Mapping[str, Any], site: SiteId) -> dict[str, Any]:
+    """A run's headline at one site; empty where the headline is about images of no site."""
+    best = summary["headline"]
+    found: dict[str, Any] = summary["sites"][site].get(best["model"], {}).get(best["part"], {})
+    return found
+
+
+def judged_on(best: Mapping[str, Any]) -> str:
+    """What a headline's figures were measured on."""
+    return "held-out test images" if best["model"] == "held-out" else f"{best['part']} images of all hospitals"
 
 
 def cost(ledger: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

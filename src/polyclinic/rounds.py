@@ -276,6 +276,7 @@ class Rounds:
         """After the last round: every site's predictions with the final model(s), by model and part."""
         round, began, book = outcome.rounds + 1, time.perf_counter(), Exchanged()
         sites = [s for s in self.federation.sites if s != POOLED]
+        self.journal.charge(round, sites)
         outbox = self.outbox("evaluate", round, outcome.state, sites, parts)
         found: dict[SiteId, Bundle] = {}
         for site, answer in in_site_order(self.engine.exchange(round, outbox, None), sites, lambda *_: None):

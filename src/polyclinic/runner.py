@@ -5,8 +5,9 @@ decode → load memory → evaluate → drive `local` → stages → encode → 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import count
 from typing import Any, Protocol
 
 import numpy as np
@@ -94,7 +95,7 @@ class SiteRunner:
         if order.fields["purpose"] == "evaluate":
             return self.evaluate(order)
         visit = self.begin(order)
-        update, memory = drive(self.work(visit), lambda job: self.run(job, visit))
+        update, memory = drive(self.work(visit), lambda job, number: self.run(job, visit, number))
         return self.end(visit, update, memory)
 
     def begin(self, order: wire.Message) -> Visit:
@@ -112,9 +113,11 @@ class SiteRunner:
     def work(self, visit: Visit) -> Work:
         return self.algorithm.local(visit.order.tensors, visit.memory, visit.site, visit.rng)
 
-    def run(self, job: Job, visit: Visit) -> Fitted | Tensors:
+    def run(self, job: Job, visit: Visit, number: int) -> Fitted | Tensors:
+        """The `number`-th job of the round; later ones draw their own order of the data."""
         if isinstance(job, Fit):
-            return fit(job, self.network, self.holdings.train, visit.site, visit.rng)
+            rng = visit.rng.child("job", number) if number else visit.rng
+            return fit(job, self.network, self.holdings.train, visit.site, rng)
         return score(job, self.network, getattr(self.holdings, job.part), EVALUATION_BATCH)
 
     def end(self, visit: Visit, update: Update, memory: Bundle | None) -> bytes:
@@ -168,26 +171,20 @@ class SiteRunner:
         return wire.encode(reply, {"predictions": found})
 
 
-def drive(work: Work, run: Any) -> tuple[Update, Bundle | None]:
+def drive(work: Work, run: Callable[[Job, int], Fitted | Tensors]) -> tuple[Update, Bundle | None]:
     """Send each job's result back into the generator until it returns."""
     result: Fitted | Tensors | None = None
-    while True:
+    for number in count():
         try:
             job = work.send(result)
         except StopIteration as end:
             update, memory = end.value
             return update, memory
-        result = run(job)
+        result = run(job, number)
+    raise AssertionError("count() never ends")
 
 
 def _patient_numbers(examples: Examples) -> torch.Tensor:
     if examples.patients is None:
         return torch.arange(len(examples))
     return torch.from_numpy(np.unique(np.array(examples.patients), return_inverse=True)[1].astype(np.int64))
-
-
-def refuse_names(sites: Mapping[SiteId, object]) -> None:
-    """Site names become part of kinds on the wire."""
-    for name in sites:
-        if not name or "/" in name or "@" in name or "|" in name:
-            raise Refused("site", f"the site name {name!r} may not be empty or hold '/', '@' or '|'")

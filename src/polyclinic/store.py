@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import hashlib
 import json
 import os
@@ -96,6 +97,20 @@ def prepare(folder: Path) -> None:
         probe = folder / ".probe"
         probe.write_bytes(b"")
         probe.unlink()
+
+
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """One process at a time works in a run's folder; the lock goes with the process, however it ends."""
+    with named_failure(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        file = open(folder / ".lock", "wb")  # noqa: SIM115  named_failure is for opening it only
+    with file:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise StoreError(f"another process is at work in {folder}; wait for it, or choose another folder") from None
+        yield
 
 
 class Snapshots:

@@ -72,10 +72,7 @@ def test_a_new_algorithm_runs_from_a_recipe() -> None:
     "options",
     [
         {"stride": "far"},
-        pytest.param(
-            {"strides": 0.1},
-            marks=pytest.mark.xfail(strict=True, reason="recipe.py closes only what is registered when it is imported"),
-        ),
+        {"strides": 0.1},
     ],
 )
 def test_its_options_are_checked_like_everybodys(options: dict[str, Any]) -> None:

@@ -64,8 +64,8 @@ def test_the_previous_snapshot_serves(
     assert [path.name for path in snapshots(folder)] == ["round-000002.pcl", "round-000003.pcl"]
     spoil(snapshots(folder)[-1], DAMAGES[kind])
     assert driver.run(RECIPES[name], folder).code == 0
-    assert ledger_rows(folder)[-6]["event"] == "resumed"
-    assert ledger_rows(folder)[-6]["round"] == 2
+    assert ledger_rows(folder)[-7]["event"] == "resumed"
+    assert ledger_rows(folder)[-7]["round"] == 2
     assert_same_end(folder, whole(name))
 
 
@@ -180,7 +180,7 @@ def test_a_damaged_recipe(driver: Driver, stopped: Stopped, place: Path) -> None
     (folder / "recipe.yaml").write_text("{")
     ended = driver.run(RECIPES["single"], folder)
     assert (ended.code, ended.error) == (1, "RecipeError")
-    assert f"{folder}/recipe.yaml is not YAML" in ended.sentence
+    assert f"{folder}/recipe.yaml cannot be read as YAML" in ended.sentence
 
 
 def test_a_stopped_run_leaves_plain_files(stopped: Stopped, place: Path) -> None:

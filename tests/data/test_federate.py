@@ -160,20 +160,49 @@ def test_no_images_at_all_is_refused() -> None:
     assert "The collection has no images" in refused(nothing, Iid(sites=2))
 
 
+def tiny(labels: list[int]) -> Collection:
+    """One clinic, one image a patient."""
+    n = len(labels)
+    names = tuple(f"p{row}" for row in range(n))
+    return Collection(torch.rand(n, 1, 2, 2), torch.tensor(labels), ("benign", "malignant"), names, ("north",) * n)
+
+
 def test_a_site_without_images_is_named() -> None:
-    assert "Site 'site-1' has no images" in refused(collection(), Admixture(sites=1, primary=1, admixture=0, minimum=0)) or True
-    data = collection(patients=4)
-    assert "has no images; ask for fewer sites" in refused(data, Iid(sites=9, minimum=0))
+    sentence = refused(tiny([0, 1, 0, 1]), Iid(sites=9, minimum=0))
+    assert sentence.startswith("Site 'site-")
+    assert "has no images; ask for fewer sites" in sentence
 
 
 def test_an_empty_part_is_named() -> None:
-    data = collection(patients=10)
-    keep = [row for row, patient in enumerate(data.patients) if patient in data.patients[:1] or row < 2]
-    few = sorted(set(data.patients[row] for row in keep))[:2]
-    rows = [row for row, patient in enumerate(data.patients) if patient in few]
-    small = Collection(
-        data.images[rows], data.labels[rows], data.classes, tuple(data.patients[row] for row in rows), ("north",) * len(rows)
-    )
-    sentence = refused(small)
-    assert "Site 'north' has no images left for its" in sentence
-    assert "three patients" in sentence
+    assert "Site 'north' has no images left for its test part; give it at least three" in refused(tiny([0, 1]))
+    fractions = Fractions(train=0.5, validation=0.5, test=0)
+    assert len(federate(tiny([0, 0]), NATURAL, fractions, Stream(0), allow_single_class=True)["north"].test) == 0
+
+
+def test_a_single_class_is_named_unless_allowed() -> None:
+    assert "Site 'north' would train on class 'malignant' only" in refused(tiny([1] * 10))
+    assert len(federate(tiny([1] * 10), NATURAL, Fractions(), Stream(0), allow_single_class=True)["north"].train) == 8
+
+
+def test_pathological_sites_are_possible_on_request() -> None:
+    data = collection(patients=120, classes=4)
+    partition = Shards(sites=8, classes_per_site=1)
+    sites = federate(data, partition, Fractions(), Stream(0), allow_single_class=True)
+    assert len(sites) == 8
+    for site in sites.values():
+        counts = np.bincount(site.train.labels.numpy(), minlength=4)
+        assert counts.max() > 0.6 * counts.sum(), "one class by majority; single images of a patient may differ"
+
+
+def test_a_rare_class_is_trained_on() -> None:
+    for seed in range(20):
+        site = federate(tiny([1] * 3 + [0] * 40), NATURAL, Fractions(), Stream(seed))["north"]
+        assert 1 in site.train.labels
+
+
+def test_bytes_are_never_called_infinite() -> None:
+    data = collection()
+    images = (data.images * 255).to(torch.uint8)
+    site = federated(replace(data, images=images))["clinic-0"]
+    assert isinstance(site.train, Images)
+    assert site.train.images.dtype == torch.uint8

@@ -26,7 +26,7 @@ def parts_of(made: Sample, fractions: Fractions, seed: int = 0, official: list[s
     return dict(split(made.labels, made.patients, fractions, Stream(seed), official))
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=60)
 @given(samples, shares, st.integers(0, 1000))
 def test_parts_divide_patients(made: Sample, fractions: Fractions, seed: int) -> None:
     parts = parts_of(made, fractions, seed)
@@ -36,7 +36,7 @@ def test_parts_divide_patients(made: Sample, fractions: Fractions, seed: int) ->
     assert all(owners), "every part has patients when there are three"
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=60)
 @given(samples, shares, st.integers(0, 1000))
 def test_fractions_hold_to_within_a_patient_or_two(made: Sample, fractions: Fractions, seed: int) -> None:
     largest = Patients.of(made.labels, made.patients).sizes.max()
@@ -45,7 +45,7 @@ def test_fractions_hold_to_within_a_patient_or_two(made: Sample, fractions: Frac
         assert abs(len(rows) - fractions.of(part) * len(made)) <= (BOUND + moved) * largest
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=60)
 @given(samples, shares, st.integers(0, 1000))
 def test_every_class_is_divided_alike(made: Sample, fractions: Fractions, seed: int) -> None:
     people = Patients.of(made.labels, made.patients)
@@ -81,7 +81,7 @@ def test_streams_decide() -> None:
 
 def test_every_patient_can_land_in_every_part() -> None:
     made = Sample(np.repeat([0, 1], 10), [f"p{row}" for row in range(20)], [])
-    tested = set().union(*(parts_of(made, Fractions(), seed)["test"].tolist() for seed in range(150)))
+    tested = set().union(*(parts_of(made, Fractions(), seed)["test"].tolist() for seed in range(120)))
     assert tested == set(range(20))
 
 

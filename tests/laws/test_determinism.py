@@ -171,7 +171,9 @@ class Witness:
         self.unchanged(lambda: self.algorithm.models(received, memory), received, memory)
         site = Site(name, len(self.sites[name].train), number, rounds, 0.1)
         work = self.algorithm.local(received, memory, site, Stream(0, ("site", name)))
-        update, remembered = self.unchanged(lambda: drive(work, lambda job: self.run(job, site)), received, memory)
+        update, remembered = self.unchanged(
+            lambda: drive(work, lambda job, number: self.run(job, site)), received, memory
+        )
         assert hashlib.sha256(message).hexdigest() == fingerprint
         self.memories[name] = remembered
         return Update(wire.decode(wire.encode({}, update.tensors)).tensors, update.examples, name, update.scalars)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
@@ -76,6 +76,7 @@ LOSSES = st.lists(
 
 
 @settings(max_examples=40, deadline=None)
+@example(losses=[1.0, 0.99995, 0.99988, 1.0], patience=1, minimum=0.0)  # two steps, noticeable only together
 @given(losses=LOSSES, patience=st.integers(0, 3), minimum=st.sampled_from([0.0, 0.05, 0.3]))
 def test_the_plateau_schedule_is_torchs(losses: list[float], patience: int, minimum: float) -> None:
     """A report of round t steers round t + 1, as torch's scheduler after epoch t steers epoch t + 1."""

@@ -112,8 +112,8 @@ def shifted(start: int, end: int) -> Make:
 
 
 def as_floats(found: dict[str, Any]) -> dict[str, Any]:
-    place = [float(n) for n in found[BIAS]["data_offsets"]]
-    return {**found, BIAS: {**found[BIAS], "data_offsets": place}}
+    low, high = found[BIAS]["data_offsets"]
+    return {**found, BIAS: {**found[BIAS], "data_offsets": [low, float(high)]}}
 
 
 def flipped(data: bytes, position: int) -> bytes:

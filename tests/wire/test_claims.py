@@ -38,7 +38,7 @@ CLAIMS: dict[str, tuple[str, bytes]] = {
     "a square of 4 TiB": ("tensors", tensor_of("U8", [1 << 21, 1 << 21], 4 * TIB)),
     "2^768 elements": ("tensors", tensor_of("U8", [(1 << 48) - 1] * 16, ((1 << 48) - 1) ** 16)),
     "4 TiB in no bytes": ("tensors", tensor_of("F32", [TIB], 0)),
-    "an empty tensor of 16 TiB²": ("shape", tensor_of("F32", [4 * TIB, 4 * TIB, 0], 0)),
+    "an empty tensor of 16 square TiB": ("shape", tensor_of("F32", [4 * TIB, 4 * TIB, 0], 0)),
 }
 
 
@@ -77,6 +77,14 @@ def test_a_table_may_not_hide_in_the_room_for_tensors() -> None:
     before = process.memory_info().rss
     assert refuse("tensors", lambda: wire.accept(bomb, expected)) < 0.5
     assert process.memory_info().rss - before <= 4 * MEGABYTE
+
+
+def test_a_header_may_not_outgrow_its_limit() -> None:
+    """Readers without an expected size, such as a site, hold to the header's own."""
+    body = wire.encode_body({})
+    padding = "x" * (wire.MAX_HEADER - 200)
+    assert wire.decode(wire.pack({"padding": padding}, body)).fields["padding"] == padding
+    refuse("header", lambda: wire.decode(wire.pack({"padding": padding + "x" * 200}, body)))
 
 
 def test_an_honest_message_of_many_tensors_has_room() -> None:

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from polyclinic.algorithms.averaging import Averaging, RunningMean
 from polyclinic.core import Bundle, Fit, Site, Stream, Update, Work
 from polyclinic.errors import RecipeError, Refused
+from polyclinic.learning.fit import batches_per_epoch
 from polyclinic.learning.objectives import task_loss
 
 
@@ -41,11 +42,11 @@ class FedNova(Averaging):
         return Update(fitted.weights, site.examples, scalars={"steps": float(fitted.steps)}), None
 
     def check(self, update: Update) -> None:
-        """A site cannot claim more steps than its examples allow: the claim scales everybody's step."""
+        """The steps a site claims scale its pull and everybody's step: they must be what its examples imply."""
         steps, own = update.scalars.get("steps", 0.0), self.training
-        most = own.steps if own.epochs is None else own.epochs * -(-update.examples // own.batch)
-        if not 1 <= steps <= (most or 1) and not (own.oversample and 1 <= steps <= 1e6):
-            raise Refused("scalars", f"{steps:g} steps reported where at most {most} are possible")
+        implied = own.steps if own.epochs is None else own.epochs * batches_per_epoch(update.examples, own.batch)
+        if steps != implied and not (own.oversample and own.epochs and 1 <= steps <= 1e6):
+            raise Refused("scalars", f"{steps:g} steps reported where {update.examples} examples imply {implied}")
 
     def aggregate(self, state: Bundle, updates: Iterable[Update]) -> Bundle:
         x = state["model"]

@@ -25,11 +25,9 @@ class FedSGD(FedAvg):
     def __post_init__(self) -> None:
         if self.steps_per_round < 1:
             raise RecipeError(f"algorithm.steps_per_round is {self.steps_per_round}; choose 1 or more")
-        if self.training.optimiser.name != "sgd":
-            raise RecipeError(
-                f"fedsgd takes plain gradient steps and cannot use {self.training.optimiser.name}; "
-                "set training.optimiser.name: sgd"
-            )
+        options = self.training.optimiser
+        if options.name != "sgd" or options.momentum:
+            raise RecipeError("fedsgd takes plain gradient steps; set training.optimiser to {name: sgd, momentum: 0}")
 
     def local(self, received: Bundle, memory: Bundle | None, site: Site, rng: Stream) -> Work:
         full = replace(self.training, epochs=self.steps_per_round, steps=None)

@@ -14,6 +14,7 @@ import torch
 
 from polyclinic.algorithms.averaging import Averaging, weights
 from polyclinic.core import Bundle, Exchange, Fit, Fitted, Site, SiteId, Stream, Update, Work
+from polyclinic.errors import StoreError
 from polyclinic.learning.objectives import task_loss
 
 
@@ -40,6 +41,8 @@ class Local(Averaging):
 
 def train_on(received: Bundle, memory: Bundle | None, algorithm: Averaging) -> Fit:
     """Go on from what the site remembers, weights and optimiser alike; the first time, from what it was sent."""
+    if not memory and "model" not in received:
+        raise StoreError("this site lost what it remembered, and its model with it; restore its folder or start anew")
     state = memory.get("optimiser", {}) if memory else {}
     return Fit(weights(memory or received), task_loss, algorithm.training, optimiser_state=state)
 

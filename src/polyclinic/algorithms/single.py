@@ -10,9 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import chain
 
-from polyclinic.algorithms.averaging import WEIGHTS
+from polyclinic.algorithms.averaging import WEIGHTS, RunningMean
 from polyclinic.algorithms.fedavg import FedAvg
 from polyclinic.algorithms.local import Local, remember, train_on
 from polyclinic.core import Bundle, Exchange, Site, SiteId, Stream, Update, Work
@@ -33,10 +32,15 @@ class Single(FedAvg):
         return Update(sent, site.examples), remember(fitted)
 
     def aggregate(self, state: Bundle, updates: Iterable[Update]) -> Bundle:
-        first = next(iterator := iter(updates))
-        if first.tensors:
-            return super().aggregate(state, chain([first], iterator))  # (2)
-        return Local().aggregate(state, chain([first], iterator))
+        means = {kind: RunningMean() for kind in WEIGHTS}
+        started = []
+        for update in updates:
+            started.append(Update({}, update.examples, update.site))
+            for kind in WEIGHTS if update.tensors else ():
+                means[kind].add(update.tensors.get(kind, {}), self.weight(update))
+        if means["model"].count:
+            return {kind: mean.value() for kind, mean in means.items()}  # (2)
+        return Local().aggregate(state, started)
 
     def models(self, received: Bundle, memory: Bundle | None) -> dict[str, Bundle]:
         return {"global": received} if "model" in received else Local().models(received, memory)

@@ -34,6 +34,7 @@ class Images:
         return len(self.labels)
 
     def batch(self, index: Tensor) -> Batch:
+        index = index.to(self.labels.device)
         # index_select copies whole rows; indexing with [] takes two to three times as long.
         images = self.images.index_select(0, index)
         if images.dtype == torch.uint8:
@@ -51,8 +52,8 @@ class Images:
     def to(self, device: torch.device | str) -> Images:
         return replace(self, images=self.images.to(device), labels=self.labels.to(device))
 
-    def _shaped(self, value: PerChannel) -> Tensor:
-        return torch.tensor(value, device=self.images.device).reshape(-1, 1, 1)
+    def _shaped(self, value: PerChannel) -> Tensor | float:
+        return value if isinstance(value, float) else torch.tensor(value, device=self.images.device).reshape(-1, 1, 1)
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,10 @@ class Selection:
         return len(self.rows)
 
     def batch(self, index: Tensor) -> Batch:
-        return self.shared.batch(self.rows.index_select(0, index))
+        return self.shared.batch(self.rows.index_select(0, index.to(self.rows.device)))
+
+    def to(self, device: torch.device | str) -> Selection:
+        return replace(self, shared=self.shared.to(device), rows=self.rows.to(device), labels=self.labels.to(device))
 
 
 def concatenate(parts: Sequence[Images | Selection]) -> Images:

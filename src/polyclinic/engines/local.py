@@ -6,6 +6,7 @@ site, since what a site remembers lies on disk.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 from collections.abc import Iterable, Mapping
@@ -16,14 +17,19 @@ from multiprocessing.process import BaseProcess
 import torch
 
 from polyclinic.core import Failure, SiteId
-from polyclinic.errors import PolyclinicError, Refused
+from polyclinic.errors import PolyclinicError, Refused, StoreError
 from polyclinic.runner import SiteRunner
 
 
 def attempt(runner: SiteRunner, data: bytes) -> bytes | Failure:
-    """A site's answer, or why it has none. Only errors with a sentence are the site's; bugs surface."""
+    """A site's answer, or why it has none. Only errors with a sentence are the site's; bugs surface.
+
+    All sites remember in the run's own folder: where that fails, the run stops, rather than go on without the site.
+    """
     try:
         return runner.answer(data)
+    except StoreError:
+        raise
     except Refused as refusal:
         return Failure("refused", str(refusal))
     except PolyclinicError as error:
@@ -72,13 +78,15 @@ class WorkerEngine:
         torch.set_num_threads(threads)
         while True:
             try:
-                site = self.names[int(pipe.recv_bytes())]
-                answer = attempt(self.runners[site], pipe.recv_bytes())
-            except EOFError:
+                site, data = self.names[int(pipe.recv_bytes())], pipe.recv_bytes()
+            except (EOFError, OSError):
                 os._exit(0)
-            failed = isinstance(answer, Failure)
-            pipe.send_bytes(b"failure" if failed else b"reply")
-            pipe.send_bytes(f"{answer.kind}|{answer.sentence}".encode() if isinstance(answer, Failure) else answer)
+            kind, payload = answer_or_failure(self.runners[site], data)
+            try:
+                pipe.send_bytes(kind.encode())
+                pipe.send_bytes(payload)
+            except OSError:
+                os._exit(0)
 
     def exchange(
         self, round: int, sent: Mapping[SiteId, bytes], deadline: float | None
@@ -88,10 +96,11 @@ class WorkerEngine:
         idle = [pipe for pipe, process in zip(self.pipes, self.processes, strict=True) if process.is_alive()]
         while waiting or busy:
             while waiting and idle:
-                site, pipe = waiting.pop(0), idle.pop()
-                pipe.send_bytes(str(self.names.index(site)).encode())
-                pipe.send_bytes(sent[site])
-                busy[pipe] = site
+                site, pipe = waiting[0], idle.pop()
+                with contextlib.suppress(OSError):  # it died while idle: another worker takes the site
+                    pipe.send_bytes(str(self.names.index(site)).encode())
+                    pipe.send_bytes(sent[site])
+                    busy[pipe] = waiting.pop(0)
             if not busy:
                 yield from ((site, Failure("dead", "no worker process is left")) for site in waiting)
                 return
@@ -110,6 +119,15 @@ class WorkerEngine:
             process.join(timeout=5)
 
 
+def answer_or_failure(runner: SiteRunner, data: bytes) -> tuple[str, bytes]:
+    """What a worker hands back: "reply", or the kind of failure, or "store"; and the reply, or a sentence."""
+    try:
+        answer = attempt(runner, data)
+    except StoreError as error:
+        return "store", str(error).encode()
+    return (answer.kind, answer.sentence.encode()) if isinstance(answer, Failure) else ("reply", answer)
+
+
 def _receive(pipe: Connection) -> bytes | Failure:
     try:
         kind, payload = pipe.recv_bytes(), pipe.recv_bytes()
@@ -117,5 +135,6 @@ def _receive(pipe: Connection) -> bytes | Failure:
         return Failure("dead", "the worker process ended; was it out of memory?")
     if kind == b"reply":
         return payload
-    reason, _, sentence = payload.decode().partition("|")
-    return Failure("refused" if reason == "refused" else "error", sentence)
+    if kind == b"store":
+        raise StoreError(payload.decode())
+    return Failure("refused" if kind == b"refused" else "error", payload.decode())

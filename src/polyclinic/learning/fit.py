@@ -50,6 +50,12 @@ def batches(labels: Tensor, training: Training, stream: Stream) -> list[Tensor]:
     return cut
 
 
+def batches_per_epoch(examples: int, batch: int) -> int:
+    """How many batches `batches` cuts that many examples into."""
+    whole, left = divmod(examples, batch)
+    return max(1, whole + (left > 1 or (left == 1 and whole == 0)))
+
+
 def walk(labels: Tensor, training: Training, stream: Stream, round: int, whole: bool) -> Iterator[list[Tensor]]:
     """The batches of each step of one round.
 
@@ -169,8 +175,10 @@ def score(job: Score, network: LiveNetwork, data: Examples, batch: int) -> Tenso
         (len(index), job.function(network, weights, data.batch(index), reference))
         for index in torch.split(torch.arange(len(data)), batch)
     ]
+    if not parts:
+        return {}
     if job.reduce == "cat":
-        return {name: torch.cat([rows[name] for _, rows in parts]).cpu() for name in parts[0][1]} if parts else {}
+        return {name: torch.cat([rows[name] for _, rows in parts]).cpu() for name in parts[0][1]}
     return {
         name: sum((rows[name] * (n / len(data)) for n, rows in parts), torch.zeros(())).cpu() for name in parts[0][1]
     }
