@@ -138,7 +138,7 @@ def demo(
 
 @app.command()
 def run(
-    recipe: Annotated[str, typer.Argument(help="A recipe file, or the name of one of ours.")],
+    recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="A recipe file, or the name of one of ours.")],
     settings: Settings = None,
     data: Data = None,
     engine: Annotated[str | None, typer.Option(help="Where site work runs: local.")] = None,
@@ -155,7 +155,7 @@ def run(
 
 @app.command()
 def resume(
-    folder: Annotated[Path, typer.Argument(help="The folder of an interrupted run.")],
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="The folder of an interrupted run.")],
     data: Data = None,
     as_json: Json = False,
 ) -> None:
@@ -185,7 +185,9 @@ def _run(recipe: Recipe, folder: Path, data: Path | None, as_json: bool) -> None
 
 @app.command("compare")
 def compare_command(
-    what: Annotated[list[str], typer.Argument(help="Recipes to run, or folders of finished runs.")],
+    what: Annotated[
+        list[str], typer.Argument(metavar="RECIPE|DIR...", help="Recipes to run, or folders of finished runs.")
+    ],
     seeds: Annotated[int, typer.Option(min=1, help="How many seeds each method gets.")] = 1,
     settings: Settings = None,
     data: Data = None,
@@ -211,7 +213,7 @@ def compare_command(
 
 @app.command("list")
 def list_command(
-    what: Annotated[str, typer.Argument(help="algorithms, models, datasets or recipes")],
+    what: Annotated[str, typer.Argument(metavar="WHAT", help="algorithms, models, datasets or recipes")],
     as_json: Json = False,
 ) -> None:
     """What a recipe can name."""
@@ -259,7 +261,7 @@ def _recipes() -> list[dict[str, Any]]:
 
 @app.command()
 def reproduce(
-    paper: Annotated[str, typer.Argument(help="A folder of recipes/: a paper.")],
+    paper: Annotated[str, typer.Argument(metavar="PAPER", help="A folder of recipes/: a paper.")],
     quick: Annotated[
         bool, typer.Option("--quick", help="A small honest version, on the CPU, in five minutes.")
     ] = False,

@@ -30,7 +30,7 @@ class Display:
     def __init__(self, console: Console) -> None:
         self.console = console
         self.live: Live | None = None
-        self.heading, self.rounds = "", 0
+        self.heading, self.rounds, self.done, self.playing = "", 0, 0, False
         self.sites: dict[str, str] = {}
         self.summary = ""
         self.bars = Progress(
@@ -61,7 +61,7 @@ class Display:
     def begin(self, recipe: Recipe, done: int, total: int) -> None:
         """A run begins, the `done + 1`-th of `total`."""
         number = f" ({done + 1} of {total})" if total > 1 else ""
-        self.heading, self.rounds = f"{recipe.name}, seed {recipe.seed}{number}", recipe.rounds
+        self.heading, self.rounds, self.done = f"{recipe.name}, seed {recipe.seed}{number}", recipe.rounds, done
         self.sites, self.summary = {}, "preparing images and network"
         self.bars.update(self.overall, total=total, completed=done, visible=total > 1)
         self.bars.reset(self.current, total=recipe.rounds, description=recipe.name, visible=True)
@@ -73,13 +73,21 @@ class Display:
         if event == "round":
             self.sites = dict.fromkeys(info["cohort"], "…")
             self.summary = "" if info["round"] == 1 else self.summary
-            self.bars.update(self.current, completed=info["round"] - 1)
+            self._advance(info["round"] - 1)
         elif event == "site":
             self._site(info)
         elif event == "round done":
             self._round_done(info)
         elif event == "evaluated":
             self.sites[info["site"]] = "tested"
+
+    def _advance(self, round: int) -> None:
+        """A round is a part of a run, so that the time left is known before the first run ends."""
+        self.bars.update(self.current, completed=round)
+        if not self.playing:  # runs that were only read back say nothing about the speed of others
+            self.bars.reset(self.overall)
+            self.playing = True
+        self.bars.update(self.overall, completed=self.done + round / self.rounds)
 
     def _site(self, info: Mapping[str, Any]) -> None:
         self.sites[info["site"]] = MARKS[info["outcome"]]
@@ -90,7 +98,7 @@ class Display:
         known = [f"{name} {info[name]:.3f}" for name in ("loss", "accuracy", "auc") if info.get(name) is not None]
         if known:
             self.summary = f"validation after round {info['round'] - 1}: {', '.join(known)}"
-        self.bars.update(self.current, completed=info["round"])
+        self._advance(info["round"])
         if self.live is None:
             told = f"  {self.summary}" if known else ""
             self.line(f"  round {info['round']}/{self.rounds}  {info['seconds']:.1f} s{told}")
