@@ -166,7 +166,7 @@ def compare_folders(folders: Sequence[Path], out: Path | None) -> Comparison:
         for path in paths:
             recipe = Recipe.load(path / "recipe.yaml")
             method = recipe.model_copy(update={"seed": 0, "engine": EngineSection()}).to_yaml()
-            found.setdefault(method, {})[recipe.seed] = recipe, path
+            found.setdefault(method, {}).setdefault(recipe.seed, (recipe, path))
     runs = [[seeds[seed] for seed in sorted(seeds)] for seeds in found.values()]
     plan = dict(zip(_labels([seeds[0] for seeds in runs]), runs, strict=True))
     results = {name: [finished(path).summary for _, path in seeds] for name, seeds in plan.items()}
@@ -315,9 +315,13 @@ def _notes(comparison: Comparison) -> list[str]:
     if any(line.pools_images for line in comparison.lines):
         notes.append("Centralised pools the images themselves, which hospitals may not do: it is a yardstick.")
     if any(r["algorithm"] == "local" for runs in comparison.results.values() for r in runs):
-        notes.append("Local is judged by each hospital's own model on its own test images.")
+        notes.append("Local is judged by each hospital's own model on its own images.")
     if any(r["algorithm"] == "cross-site" for runs in comparison.results.values() for r in runs):
         notes.append("Cross-site is judged by every hospital's model on the images of all the others.")
+    if any(r["headline"]["model"] in ("personal", "transfer") for runs in comparison.results.values() for r in runs):
+        notes.append(
+            "Where several models are judged together, their AUC also tells how classes are spread over sites."
+        )
     if len({line.judged_on for line in comparison.lines}) > 1:
         notes += [f"{line.name} is judged on {line.judged_on}." for line in comparison.lines]
     notes.append("Nothing here is private in the sense of a guarantee: no privacy plan was in the recipe.")

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from types import TracebackType
 from typing import Any
 
+from rich.columns import Columns
 from rich.console import Console, Group
 from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -116,7 +117,7 @@ class Display:
         more = [f"and {len(self.sites) - SITES} more"] if len(self.sites) > SITES else []
         spinner = "◐◓◑◒"[int(time.monotonic() * 4) % 4]
         cells = Table.grid(padding=(0, 2))
-        cells.add_row(Text(spinner), Text("   ".join(mark.replace(" ", "\u00a0") for mark in marks + more)))
+        cells.add_row(Text(spinner), Columns([Text(mark) for mark in marks + more], padding=(0, 3)))
         cells.add_row("", Text(self.summary))
         return Group(self.bars, cells)
 

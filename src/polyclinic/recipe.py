@@ -162,10 +162,11 @@ class _Loader(yaml.SafeLoader):
     """YAML lets a later key silently replace an equal one before it; here that is a mistake."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        names = [str(key.value) for key, _ in node.value]
-        for (key, _), name in zip(node.value, names, strict=True):
-            if names.count(name) > 1:
-                raise yaml.MarkedYAMLError(problem=f"the key {name!r} is there twice", problem_mark=key.start_mark)
+        seen = set()
+        for name, mark in [(str(key.value), key.start_mark) for key, _ in node.value]:
+            if name in seen:
+                raise yaml.MarkedYAMLError(problem=f"the key {name!r} is there twice", problem_mark=mark)
+            seen.add(name)
         return super().construct_mapping(node, deep)
 
 
@@ -255,11 +256,12 @@ def _refuse_unknown(values: Any, section: Any, place: str = "") -> None:
     """Checked before anything else: a mistyped key is usually also a missing one. And true is no number."""
     for item in values if isinstance(values, list) else ():
         _refuse_unknown(item, section, place)
-    known = _keys(section)
-    for key, value in values.items() if isinstance(values, dict) else ():
-        if key not in known:
-            near = _nearest(str(key), list(known))
-            raise RecipeError(f"there is no key {place + str(key)!r}{near}; known here: {', '.join(known)}")
+    known, given = _keys(section), values if isinstance(values, dict) else {}
+    unknown = [(_nearest(str(key), list(known)), str(key)) for key in given if key not in known]
+    if unknown:
+        near, key = max(unknown, key=lambda found: bool(found[0]))
+        raise RecipeError(f"there is no key {place + key!r}{near}; known here: {', '.join(known)}")
+    for key, value in given.items():
         kinds = (known[key], *get_args(known[key]))
         if isinstance(value, bool) and bool not in kinds and (int in kinds or float in kinds):
             raise RecipeError(f"{place}{key} is {str(value).lower()}, but should be a number")
@@ -322,7 +324,7 @@ def _training_problems(training: Training) -> Iterator[str]:
     options = training.optimiser
     if (training.epochs is None) == (training.steps is None):
         yield "training needs either epochs or steps: to average every τ steps write `epochs: null` and `steps: τ`"
-    if (training.epochs or 1) < 1 or (training.steps or 1) < 1:
+    if 0 in (training.epochs, training.steps) or min(training.epochs or 1, training.steps or 1) < 1:
         yield "training.epochs and training.steps start at 1"
     if training.batch < 1:
         yield f"training.batch is {training.batch}; choose 1 or more"

@@ -120,10 +120,10 @@ def cost(ledger: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def drift(rows: Sequence[Mapping[str, Any]]) -> dict[SiteId, float]:
-    """Mean distance ‖w_k − w‖₂ a site's model travelled per round."""
+    """Mean distance ‖w_k − w‖₂ a site's model travelled per round, where it sent one."""
     moved: dict[SiteId, list[float]] = {}
     for row in rows:
-        if row["event"] == "train" and "drift" in row and row["site"] != POOLED:
+        if row["event"] == "train" and row.get("drift") is not None and row["site"] != POOLED:
             moved.setdefault(row["site"], []).append(row["drift"])
     return {site: sum(values) / len(values) for site, values in moved.items()}
 

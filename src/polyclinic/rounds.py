@@ -234,7 +234,9 @@ class Rounds:
         except Refused as refusal:
             note |= {"outcome": "refused", "kind": refusal.kind, "why": str(refusal)}
             return None
-        note |= {"outcome": "accepted", "drift": reply.drift, "seconds": _seconds(reply.fields)}
+        note |= {"outcome": "accepted", "seconds": _seconds(reply.fields)}
+        if reply.drift is not None:
+            note["drift"] = reply.drift
         return reply.update
 
     def outbox(

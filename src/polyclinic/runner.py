@@ -39,6 +39,8 @@ from polyclinic.metrics import finite, measure
 from polyclinic.store import MemoryStore
 
 EVALUATION_BATCH = 256
+ORDER = frozenset({"run", "seed", "purpose", "site", "round", "rounds", "lr", "parts", "durable"})
+"""What a message to a site must say."""
 
 
 class Stage(Protocol):
@@ -92,6 +94,8 @@ class SiteRunner:
     def answer(self, data: bytes) -> bytes:
         """One message in, one message out, driving jobs one after another."""
         order = wire.decode(data)
+        if missing := ORDER - order.fields.keys():
+            raise Refused("json", f"the order to {self.name} lacks {', '.join(sorted(missing))}")
         if order.fields["purpose"] == "evaluate":
             return self.evaluate(order)
         visit = self.begin(order)

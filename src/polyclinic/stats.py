@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy import stats
 
 from polyclinic.core import Stream
 from polyclinic.errors import DataError, RecipeError
@@ -75,6 +74,8 @@ def summary(values: Sequence[float]) -> Summary:
     mean = float(np.mean(values))
     if n == 1:
         return Summary(mean, math.nan, n, math.nan, math.nan)
+    from scipy import stats  # takes a second to load, and most runs do without
+
     std = float(np.std(values, ddof=1))
     half = float(stats.t.ppf(0.975, n - 1)) * std / math.sqrt(n)
     return Summary(mean, std, n, mean - half, mean + half)
@@ -92,6 +93,8 @@ def paired(a: Sequence[float], b: Sequence[float]) -> Paired:
 
 
 def _paired_p(a: Sequence[float], b: Sequence[float]) -> float:
+    from scipy import stats
+
     with warnings.catch_warnings():
         # scipy warns of one pair and of differences that do not vary; the NaN or 0 it returns says as much.
         warnings.simplefilter("ignore", RuntimeWarning)

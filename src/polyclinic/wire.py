@@ -14,10 +14,10 @@ import struct
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, TypeGuard
 
 import torch
-from safetensors.torch import save as write_safetensors
 from torch import Tensor
 
 from polyclinic.core import Bundle, SiteId, Tensors, Update
@@ -42,6 +42,7 @@ DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
 OVERHEAD = 1 << 16
 """Allowance, beyond the tensors themselves, for names, shapes and one site's report."""
 LARGEST = 1e100
@@ -94,20 +95,23 @@ def digest(bundle: Bundle) -> str:
 
 
 def encode_body(bundle: Bundle) -> Body:
-    data: bytes = write_safetensors(_apart(flatten(bundle)))
+    """The tensors as a safetensors file, the widest dtypes first so that every tensor lies at a proper address."""
+    tensors = sorted(flatten(bundle).items(), key=lambda item: (-item[1].element_size(), item[0]))
+    table = _table(tuple((path, tensor.dtype, tensor.shape) for path, tensor in tensors))
+    pieces = (t.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data for _, t in tensors)
+    data = b"".join((len(table).to_bytes(8, "little"), table, *pieces))
     return Body(data, hashlib.sha256(data).hexdigest())
 
 
-def _apart(tensors: Tensors) -> Tensors:
-    """Contiguous, on the CPU, no two in the same memory: safetensors refuses a tensor that is sent twice."""
-    apart: Tensors = {}
-    homes: set[int] = set()
-    for path, tensor in tensors.items():
-        here = tensor.detach().cpu().contiguous()
-        home = here.untyped_storage().data_ptr()
-        apart[path] = here.clone() if home in homes else here
-        homes.add(home)
-    return apart
+@lru_cache(maxsize=16)
+def _table(layout: tuple[tuple[str, torch.dtype, torch.Size], ...]) -> bytes:
+    table, position = {}, 0
+    for path, dtype, shape in layout:
+        end = position + math.prod(shape) * dtype.itemsize
+        table[path] = {"dtype": NAMES[dtype], "shape": list(shape), "data_offsets": [position, end]}
+        position = end
+    text = json.dumps(table, separators=(",", ":")).encode()
+    return text + b" " * (-len(text) % 8)
 
 
 def pack(fields: Mapping[str, Any], body: Body) -> bytes:
@@ -204,18 +208,28 @@ def _parse_body(body: memoryview, most: int) -> Tensors:
     length = int.from_bytes(body[:8], "little")
     if len(body) < 8 or length > min(len(body) - 8, most):
         raise Refused("tensors", f"a table of {length} bytes is announced in a body of {len(body)}")
-    table = _parse_json(bytes(body[8 : 8 + length]), "tensors")
-    tensors, first, end = {}, 8 + length, len(body)
-    position = first
-    for name, entry in sorted(table.items(), key=_offset):
-        dtype, shape, size = _parse_entry(name, entry, position - first)
-        if position + size > end or position % dtype.itemsize:
-            raise Refused("tensors", f"{name[:60]!r} ends beyond the message or lies at an odd address")
+    tensors, position = {}, 8 + length
+    for name, dtype, shape, size in _layout(bytes(body[8:position])):
+        if position + size > len(body):
+            raise Refused("tensors", f"{name[:60]!r} ends beyond the message")
         tensors[name] = _view(name, body[position : position + size], dtype).view(shape)
         position += size
-    if position != end:
-        raise Refused("tensors", f"{end - position} bytes belong to no tensor")
+    if position != len(body):
+        raise Refused("tensors", f"{len(body) - position} bytes belong to no tensor")
     return tensors
+
+
+@lru_cache(maxsize=16)
+def _layout(table: bytes) -> tuple[tuple[str, torch.dtype, tuple[int, ...], int], ...]:
+    """What a table says, checked. Sites of one federation send the same table again and again."""
+    entries, position = [], 0
+    for name, entry in sorted(_parse_json(table, "tensors").items(), key=_offset):
+        dtype, shape, size = _parse_entry(name, entry, position)
+        if (8 + len(table) + position) % dtype.itemsize:
+            raise Refused("tensors", f"{name[:60]!r} lies at an odd address")
+        entries.append((name, dtype, shape, size))
+        position += size
+    return tuple(entries)
 
 
 def _offset(item: tuple[str, Any]) -> int:
@@ -282,7 +296,8 @@ class Reply:
 
     update: Update
     fields: Mapping[str, Any]
-    drift: float
+    drift: float | None
+    """None where no weights were sent."""
 
 
 def accept(data: bytes, expected: Expected) -> Reply:
@@ -322,9 +337,9 @@ def _check_like(kind: str, tensors: Tensors, like: Tensors) -> None:
             raise Refused("dtype", f"{kind}/{name} is {tensor.dtype}, not {like[name].dtype}")
 
 
-def _check_values(tensors: Bundle, expected: Expected) -> float:
+def _check_values(tensors: Bundle, expected: Expected) -> float | None:
     """Every value is finite and each kind lies within `max_norm` of what was sent; returns the model's distance."""
-    drift = 0.0
+    drift: float | None = None
     for kind, group in tensors.items():
         start = expected.received.get(kind, {})
         norm = distance(group, start)

@@ -200,8 +200,8 @@ def described(bundle: Bundle | None) -> tuple[str, list[tuple[str, list[str]]]] 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_no_algorithm_changes_what_it_is_handed(name: str, momentum: float) -> None:
-    if name == "scaffold" and momentum:
-        pytest.skip("scaffold refuses momentum")
+    if name in ("scaffold", "fedsgd") and momentum:
+        pytest.skip(f"{name} refuses momentum")
     algorithm = ALGORITHMS[name](Training(Optimiser(lr=0.1, momentum=momentum), batch=5))
     witness = Witness(algorithm, small(dropout=0.2))
     start: Federation = witness.federation

@@ -79,6 +79,7 @@ def check_update(data: bytes) -> None:
     }
     assert all(bool(torch.isfinite(t).all()) for group in tensors.values() for t in group.values())
     assert 0 < reply.update.examples <= expected().examples
+    assert reply.drift is not None
     assert reply.drift <= expected().max_norm
     json.dumps(rows, allow_nan=False)
     check_alike(tensors, data)

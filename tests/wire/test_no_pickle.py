@@ -16,7 +16,8 @@ import polyclinic
 
 PACKAGE = Path(polyclinic.__file__).parent
 UNPICKLERS = {"pickle", "_pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
-LOADERS = {"torch.load", "torch.save", "torch.jit.load", "torch.package", "pandas.read_pickle", "yaml.load"}
+LOADERS = {"torch.load", "torch.save", "torch.jit.load", "torch.package", "pandas.read_pickle"}
+LOADERS |= {f"yaml.{name}" for name in ("Loader", "FullLoader", "UnsafeLoader", "full_load", "unsafe_load")}
 NUMPY = {"np.load", "numpy.load", "np.save", "numpy.save", "np.savez", "numpy.savez"}
 
 
@@ -67,14 +68,18 @@ def test_no_source_file_can_unpickle() -> None:
         "np.load('x', **options)",
         "numpy.load('x', allow_pickle=trust)",
         "pipe.recv()",
-        "yaml.load(text)",
+        "yaml.load(text, yaml.Loader)",
+        "class Ours(yaml.UnsafeLoader): ...",
+        "from yaml import full_load",
     ],
 )
 def test_the_source_check_sees(source: str) -> None:
     assert list(offences(source))
 
 
-@pytest.mark.parametrize("source", ["np.load('x')", "np.load('x', allow_pickle=False)", "pipe.recv_bytes()"])
+@pytest.mark.parametrize(
+    "source", ["np.load('x')", "np.load('x', allow_pickle=False)", "pipe.recv_bytes()", "yaml.SafeLoader"]
+)
 def test_the_source_check_lets_pass(source: str) -> None:
     assert not list(offences(source))
 

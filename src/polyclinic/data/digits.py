@@ -7,7 +7,6 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from pydantic import Field
-from sklearn.datasets import load_digits
 
 from polyclinic.core import Stream
 from polyclinic.data.examples import Collection
@@ -22,6 +21,8 @@ class DigitsOptions(Options):
 
 
 def digits(options: DigitsOptions, stream: Stream, folder: Path | None = None) -> Collection:  # noqa: ARG001
+    from sklearn.datasets import load_digits  # takes a second to load, and most runs do without
+
     bunch = load_digits()
     images = torch.from_numpy(bunch.images).float()[:, None] * (255 / 16)
     if options.size != 8:

@@ -1,0 +1,291 @@
+"""Methods side by side: the grid, what is not repeated, and figures worked out by hand."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from polyclinic import Recipe, run
+from polyclinic.compare import Comparison, Figure, compare, compare_folders, curve_of, grid, lines, markdown, slug
+from polyclinic.errors import RecipeError, StoreError
+from polyclinic.reproduce import recipes_of, reproduce, write_page
+from tests.small import SITES, tiny
+
+METHODS = {"FedAvg": {}, "Local": {"algorithm": "local"}, "Centralised": {"algorithm": "centralised"}}
+T_TWO_DEGREES = 4.302653
+"""Student's 97.5 % quantile with two degrees of freedom, from a table."""
+
+
+class Watcher:
+    """Counts rounds that were really played, and notes which runs began."""
+
+    def __init__(self, stop_at: int = 10**9) -> None:
+        self.played, self.begun, self.stop_at = 0, list[tuple[str, int, int, int]](), stop_at
+
+    def watch(self, event: str, info: Mapping[str, Any]) -> None:
+        self.played += event == "round done"
+        if self.played >= self.stop_at:
+            raise KeyboardInterrupt
+
+    def begin(self, recipe: Recipe, done: int, total: int) -> None:
+        self.begun.append((recipe.name, recipe.seed, done, total))
+
+
+@pytest.fixture(scope="module")
+def compared(tmp_path_factory: pytest.TempPathFactory) -> Comparison:
+    out = tmp_path_factory.mktemp("compare") / "out"
+    return compare([tiny(methods=METHODS, paper={"FedAvg": "0.9"}, about="Small.")], 3, out)
+
+
+def test_the_grid_is_every_method_with_every_seed() -> None:
+    found = grid([tiny(methods=METHODS, seed=5)], 2)
+    assert {name: [recipe.seed for recipe in runs] for name, runs in found.items()} == {
+        name: [5, 6] for name in METHODS
+    }
+    assert [recipe.algorithm.name for recipe in found["Local"]] == ["local", "local"]
+    assert list(grid([tiny(), tiny(name="other")], 1)) == ["tiny", "other"]
+
+
+@pytest.mark.parametrize("names", [("FedAvg", "fedavg"), ("a b", "a-b"), ("tiny", "tiny")])
+def test_two_methods_that_would_share_a_folder_are_refused(names: tuple[str, str]) -> None:
+    with pytest.raises(RecipeError, match="a name of its own"):
+        grid([tiny(name=name) for name in names], 1)
+
+
+def test_figures_are_mean_deviation_and_students_interval(compared: Comparison) -> None:
+    for line in compared.lines:
+        for metric in ("accuracy", "balanced_accuracy", "auc"):
+            values = [result["headline"][metric] for result in compared.results[line.name]]
+            figure = line.figures[metric]
+            half = T_TWO_DEGREES * statistics.stdev(values) / math.sqrt(3)
+            assert figure.mean == pytest.approx(statistics.mean(values))
+            assert figure.std == pytest.approx(statistics.stdev(values))
+            assert (figure.low, figure.high) == pytest.approx((figure.mean - half, figure.mean + half), abs=1e-6)
+        assert line.seeds == 3
+
+
+def test_costs_and_drift_are_means_over_seeds(compared: Comparison) -> None:
+    line, results = compared.lines[0], compared.results["FedAvg"]
+    assert line.seconds == pytest.approx(statistics.mean(r["cost"]["seconds"] for r in results))
+    sent = [(r["cost"]["bytes_up"] + r["cost"]["bytes_down"]) / 1e6 for r in results]
+    assert line.megabytes == pytest.approx(statistics.mean(sent))
+    assert line.drift == pytest.approx(statistics.mean(r["drift"][site] for r in results for site in SITES))
+    assert math.isnan(compared.lines[2].drift), "centralised training has no drift"
+    assert [line.pools_images for line in compared.lines] == [False, False, True]
+
+
+def test_the_hospital_served_worst_has_the_lowest_mean_auc(compared: Comparison) -> None:
+    line, results = compared.lines[0], compared.results["FedAvg"]
+    means = {s: statistics.mean(r["sites"][s]["global"]["test"]["auc"] for r in results) for s in SITES}
+    assert line.worst_site == min(SITES, key=means.__getitem__)
+    assert line.worst_auc == pytest.approx(min(means.values()))
+
+
+def test_with_one_seed_the_interval_is_the_bootstraps() -> None:
+    result = {"headline": {"accuracy": 0.9, "intervals": {"accuracy": [0.8, 0.95]}, "auc": None}}
+    assert Figure.of([result], "accuracy") == Figure(0.9, 0.8, 0.95)
+    undefined = Figure.of([result], "auc")
+    assert all(math.isnan(value) for value in (undefined.mean, undefined.low, undefined.high))
+
+
+def test_a_comparison_writes_report_pictures_and_json(compared: Comparison) -> None:
+    out = compared.folder
+    assert out is not None
+    written = {"report.md", "comparison.json", "curves.png", "auc.png", "fedavg", "local", "centralised"}
+    assert {path.name for path in out.iterdir()} == written
+    for picture in ("curves.png", "auc.png"):
+        with Image.open(out / picture) as image:
+            image.verify()
+    found = json.loads((out / "comparison.json").read_text(), parse_constant=pytest.fail)
+    assert [method["name"] for method in found["methods"]] == list(METHODS)
+    assert found["methods"][0]["figures"]["auc"]["mean"] == compared.lines[0].figures["auc"].mean
+    assert found["methods"][2]["drift"] is None
+
+
+def test_the_report_is_a_table_with_everything(compared: Comparison) -> None:
+    text = markdown(compared)
+    rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| ")]
+    head, methods = rows[0], rows[1:4]
+    assert {len(row) for row in rows[:4]} == {len(head)} == {10}
+    assert head[-1] == "paper"
+    assert [row[-1] for row in methods] == ["0.9", "–", "–"]
+    assert methods[2][head.index("MB sent")] == "images"
+    figure = compared.lines[0].figures["accuracy"]
+    assert methods[0][head.index("accuracy")] == f"{figure.mean:.3f} [{figure.low:.3f}, {figure.high:.3f}]"
+    assert "3 seeds (Student)" in text
+    assert "Small." in text
+    assert "nan" not in text.lower()
+    assert sum(f"| {site} |" in text for site in SITES) == 3
+
+
+def test_a_bar_in_a_name_does_not_break_the_table(compared: Comparison) -> None:
+    results = {"a|b": compared.results["FedAvg"]}
+    text = markdown(Comparison("x", tuple(lines(results)), results, None))
+    assert "| a\\|b |" in text
+
+
+def test_curves_go_from_the_start_to_the_final_model(compared: Comparison) -> None:
+    assert compared.folder is not None
+    result, folder = compared.results["FedAvg"][0], compared.folder / "fedavg" / "seed-0"
+    curve = curve_of(folder, result, "accuracy")
+    assert list(curve) == [0, 1, 2]
+    assert curve[2] == pytest.approx(result["merged"]["global"]["validation"]["accuracy"])
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    first = [row for row in rows if row["event"] == "evaluate" and row["round"] == 0]
+    right, count = sum(row["accuracy"] * row["n"] for row in first), sum(row["n"] for row in first)
+    assert curve[0] == pytest.approx(right / count)
+
+
+def test_a_second_call_trains_nothing_again(compared: Comparison) -> None:
+    assert compared.folder is not None
+    before = {path: path.stat().st_mtime_ns for path in compared.folder.rglob("seed-*/**/*")}
+    watcher = Watcher()
+    recipe = tiny(methods=METHODS, paper={"FedAvg": "0.9"}, about="Small.")
+    again = compare([recipe], 3, compared.folder, None, watcher.watch, watcher.begin)
+    assert watcher.played == 0
+    assert [(done, total) for *_, done, total in watcher.begun] == [(k, 9) for k in range(9)]
+    assert {path: path.stat().st_mtime_ns for path in compared.folder.rglob("seed-*/**/*")} == before
+    assert again.as_json() == compared.as_json()
+
+
+def test_a_comparison_goes_on_where_it_stopped(tmp_path: Path) -> None:
+    recipe, first, second = tiny(methods=METHODS), Watcher(stop_at=3), Watcher()
+    with pytest.raises(KeyboardInterrupt):
+        compare([recipe], 1, tmp_path / "cut", None, first.watch)
+    found = compare([recipe], 1, tmp_path / "cut", None, second.watch)
+    assert second.played == 6 - 2, "FedAvg had ended, Local had not come through its first round"
+    whole = compare([recipe], 1, tmp_path / "whole")
+    for name in METHODS:
+        assert found.results[name][0]["sha256"] == whole.results[name][0]["sha256"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"), [({"model": "inception_v3"}, "75 pixels"), ({"cohort": 9}, "a cohort of 9")]
+)
+def test_a_method_that_cannot_run_is_refused_before_others_have(
+    tmp_path: Path, settings: dict[str, Any], told: str
+) -> None:
+    watcher = Watcher()
+    with pytest.raises(RecipeError, match=told):
+        compare([tiny(methods={"good": {}, "bad": settings})], 1, tmp_path / "out", None, watcher.watch)
+    assert watcher.played == 0
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_of_another_comparison_is_refused_before_anything_runs(tmp_path: Path) -> None:
+    compare([tiny(methods={"A": {}, "B": {"rounds": 1}})], 1, tmp_path / "out")
+    (tmp_path / "out" / "a" / "seed-0" / "result.json").unlink()
+    watcher = Watcher()
+    with pytest.raises(StoreError, match="another recipe"):
+        compare([tiny(methods={"A": {}, "B": {}})], 1, tmp_path / "out", None, watcher.watch)
+    assert watcher.played == 0
+
+
+def test_finished_runs_are_compared_by_folder(compared: Comparison, tmp_path: Path) -> None:
+    assert compared.folder is not None
+    found = compare_folders([compared.folder], tmp_path / "report")
+    assert {line.name: line.figures for line in found.lines} == {line.name: line.figures for line in compared.lines}
+    assert {path.name for path in (tmp_path / "report").iterdir()} == {
+        "report.md",
+        "comparison.json",
+        "curves.png",
+        "auc.png",
+    }
+
+
+def test_runs_of_one_name_but_different_recipes_are_not_one_method(tmp_path: Path) -> None:
+    """`run my.yaml --set algorithm=…` keeps the recipe's name: pooling such runs as seeds would be a lie."""
+    settings: list[dict[str, Any]] = [{}, {"seed": 1}, {"algorithm": "local"}]
+    folders = [tmp_path / str(number) for number in range(3)]
+    for changes, folder in zip(settings, folders, strict=True):
+        run(tiny(**changes), folder)
+    found = compare_folders([*folders, folders[0]], None)
+    assert {line.name: line.seeds for line in found.lines} == {"tiny (fedavg)": 2, "tiny (local)": 1}
+    assert "or with one seed over test patients" in found.interval
+    other = tmp_path / "other"
+    run(tiny(rounds=1), other)
+    assert [line.name for line in compare_folders([folders[0], other], None).lines] == [str(folders[0]), str(other)]
+
+
+def test_a_folder_without_a_finished_run_says_how_to_finish_it(tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match="polyclinic resume"):
+        compare_folders([tmp_path], None)
+
+
+def test_methods_judged_on_different_images_are_told_apart(compared: Comparison) -> None:
+    results = {name: [dict(runs[0])] for name, runs in compared.results.items()}
+    assert compared.judged_on == "test images of all hospitals"
+    best = {**results["FedAvg"][0]["headline"], "model": "held-out"}
+    results["FedAvg"][0]["headline"] = best
+    mixed = Comparison("x", tuple(lines(results)), results, None)
+    assert mixed.judged_on == "held-out test images, or test images of all hospitals"
+    assert "FedAvg is judged on held-out test images." in markdown(mixed)
+
+
+@pytest.mark.parametrize(
+    ("name", "part"), [("FedAvg, 5 × 2", "fedavg-5-2"), ("../../etc", "etc"), ("/", "method"), ("μ = 0.1", "μ-0-1")]
+)
+def test_a_name_becomes_one_part_of_a_path(name: str, part: str) -> None:
+    assert slug(name) == part
+
+
+QUICK = """name: small again
+rounds: 1
+data: {name: digits, partition: {by: iid, sites: 2}}
+model: linear
+algorithm: fedavg
+evaluate: {bootstrap: 0}
+methods: {FedAvg: {}, Local: {algorithm: local}}
+"""
+
+
+@pytest.fixture
+def paper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of recipes with one paper in it, in place of ours."""
+    recipes = tmp_path / "recipes"
+    (recipes / "paper").mkdir(parents=True)
+    (recipes / "paper" / "quick.yaml").write_text(QUICK)
+    (recipes / "paper" / "table1.yaml").write_text(QUICK)
+    (recipes / "paper" / "notes.md").write_text("What differs from the paper: all of it.")
+    monkeypatch.setattr("polyclinic.recipe.recipes_folder", lambda: recipes)
+    monkeypatch.setattr("polyclinic.reproduce.recipes_folder", lambda: recipes)
+    return recipes
+
+
+def test_a_paper_is_reproduced_in_small_and_in_full(paper: Path, tmp_path: Path) -> None:
+    page, (quick,) = reproduce("paper", True, tmp_path / "quick")
+    assert page == tmp_path / "quick" / "paper.md"
+    assert [line.seeds for line in quick.lines] == [2, 2]
+    full, (table,) = reproduce("paper", False, tmp_path / "runs", results=tmp_path / "docs")
+    assert full == tmp_path / "docs" / "paper.md"
+    assert "What differs from the paper" in full.read_text()
+    assert [line.seeds for line in table.lines] == [5, 5]
+    text = full.read_text()
+    full.unlink()
+    rebuilt, _ = write_page("paper", False, tmp_path / "docs")
+    assert rebuilt.read_text() == text, "the page follows from the kept figures alone"
+
+
+def test_a_paper_we_do_not_have_is_refused(paper: Path, tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match="there are some for: paper"):
+        recipes_of("papers", True)
+    (paper / "paper" / "quick.yaml").unlink()
+    with pytest.raises(RecipeError, match="try it without --quick"):
+        reproduce("paper", True, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("content", ["", "{}", "[]", '{"title": 1, "runs": {"a": [{}]}}'])
+def test_a_page_is_not_made_of_damaged_figures(paper: Path, tmp_path: Path, content: str) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "paper-quick.json").write_text(content)
+    with pytest.raises(StoreError, match="without --rebuild first"):
+        write_page("paper", True, tmp_path)
+    assert not (tmp_path / "paper.md").exists()

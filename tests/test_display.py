@@ -1,0 +1,184 @@
+"""What a person sees: everything fits eighty columns, nothing is swallowed, and a mistake comes alone."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console, RenderableType
+
+from polyclinic import run
+from polyclinic.compare import Comparison, lines
+from polyclinic.display import Display, compact, comparison_table, result_table
+from tests.small import SITES, tiny
+
+
+def console(terminal: bool = False) -> Console:
+    return Console(file=io.StringIO(), width=80, height=24, force_terminal=terminal, color_system=None)
+
+
+def shown(renderable: RenderableType) -> str:
+    screen = console()
+    screen.print(renderable)
+    return text_of(screen)
+
+
+def text_of(screen: Console) -> str:
+    assert isinstance(screen.file, io.StringIO)
+    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", screen.file.getvalue())
+
+
+@pytest.fixture(scope="module")
+def summary() -> dict[str, Any]:
+    return run(tiny()).summary
+
+
+def event(**info: Any) -> Mapping[str, Any]:
+    return info
+
+
+DONE = event(round=1, seconds=1.26, stopped=False, loss=0.5, accuracy=0.75, auc=None)
+
+
+def followed(display: Display) -> None:
+    display.begin(tiny(), 0, 2)
+    display.watch("round", event(round=1, cohort=list(SITES)))
+    display.watch("site", event(round=1, site="site-1", outcome="accepted"))
+    display.watch("site", event(round=1, site="site-2", outcome="refused", why="norm: too long"))
+
+
+def test_without_a_terminal_there_are_plain_lines() -> None:
+    screen = console()
+    with Display(screen) as display:
+        followed(display)
+        display.watch("round done", DONE)
+    assert text_of(screen).splitlines() == [
+        "tiny, seed 0 (1 of 2)",
+        "  round 1: site-2 refused: norm: too long",
+        "  round 1/2  1.3 s  validation after round 0: loss 0.500, accuracy 0.750",
+    ]
+
+
+def test_nothing_is_said_before_something_happens() -> None:
+    """So that the one sentence about a mistake stands alone."""
+    screen = console()
+    with Display(screen) as display:
+        display.begin(tiny(), 0, 1)
+    assert text_of(screen) == ""
+
+
+def test_the_live_panel_shows_rounds_sites_metrics_and_time_left() -> None:
+    screen = console(terminal=True)
+    with Display(screen) as display:
+        followed(display)
+        display.watch("round done", DONE)
+        display.watch("round", event(round=2, cohort=list(SITES)))
+        display.watch("site", event(round=2, site="site-1", outcome="accepted"))
+        display.bars.update(display.current, completed=1.5)
+        panel = shown(display.render())
+    assert re.search(r"tiny .* 1/2 rounds \d:\d\d:\d\d left", panel)
+    assert re.search(r"all methods .* 0/2 runs", panel)
+    assert "site-1 ✓   site-2 …   site-3 …" in panel
+    assert "validation after round 0: loss 0.500, accuracy 0.750" in panel
+    assert max(map(len, panel.splitlines())) <= 80
+    assert "site-2 refused: norm: too long" in text_of(screen), "what goes wrong stays on the screen"
+
+
+def test_the_panel_tells_of_testing_and_of_early_stopping() -> None:
+    screen = console(terminal=True)
+    with Display(screen) as display:
+        followed(display)
+        display.watch("round done", {**DONE, "stopped": True})
+        display.watch("evaluated", event(site="site-1"))
+        panel = shown(display.render())
+    assert "testing the final model" in panel
+    assert "site-1 tested" in panel
+    assert "stopped early after round 1" in text_of(screen)
+
+
+def test_the_panel_counts_sites_it_has_no_room_for() -> None:
+    display = Display(console(terminal=True))
+    display.begin(tiny(name="a long name " * 9), 0, 1)
+    display.watch("round", event(round=1, cohort=[f"hospital-{k:03}" for k in range(200)]))
+    panel = shown(display.render())
+    assert "and 176 more" in panel
+    assert len(panel.splitlines()) < 20
+    assert max(map(len, panel.splitlines())) <= 80
+
+
+def test_time_left_does_not_count_runs_that_were_only_read_back() -> None:
+    display = Display(console(terminal=True))
+    for done in range(3):
+        display.begin(tiny(), done, 5)
+    display.watch("round", event(round=1, cohort=["a"]))
+    display.watch("round done", DONE)
+    task = display.bars.tasks[0]
+    assert (task.completed, task.total) == (2.5, 5)
+    assert task.speed is None or task.speed * 0 == 0
+    assert len(task._progress) <= 2
+
+
+def test_a_run_is_shown_by_hospital_within_eighty_columns(summary: dict[str, Any]) -> None:
+    text = shown(result_table(summary))
+    assert max(map(len, text.splitlines())) <= 80
+    assert text.startswith("tiny: 2 rounds, test images of all hospitals")
+    best = summary["headline"]
+    rows = {line.split()[0]: line for line in text.splitlines()}
+    assert compact(f"{best['accuracy']:.3f}") in rows["all"]
+    for site in SITES:
+        here = summary["sites"][site]["global"]["test"]
+        assert rows[site].split()[1:3] == [str(here["n"]), compact(f"{here['accuracy']:.3f}")]
+    assert f"{(summary['cost']['bytes_up'] + summary['cost']['bytes_down']) / 1e6:.1f} MB both ways" in text
+
+
+def test_a_run_judged_on_validation_images_says_so() -> None:
+    found = run(tiny(data__split={"train": 0.8, "validation": 0.2, "test": 0})).summary
+    text = shown(result_table(found))
+    assert "validation images of all hospitals" in text
+    assert "bootstrap" not in text
+    assert all(site in text for site in SITES)
+
+
+def test_a_held_out_set_has_its_own_row(summary: dict[str, Any]) -> None:
+    merged = {**summary["merged"], "held-out": {"test": {**summary["headline"], "n": 777}}}
+    assert re.search(r"held-out +777 ", shown(result_table({**summary, "merged": merged})))
+    alone = {**summary, "merged": merged, "headline": {**summary["headline"], "model": "held-out"}}
+    text = shown(result_table(alone))
+    assert "held-out test images" in text
+    assert not any(site in text for site in SITES)
+
+
+def test_names_are_shown_as_they_are_written(summary: dict[str, Any]) -> None:
+    name = "[bold]FedAvg[/bold] [a]"
+    results = {name: [{**summary, "name": name}]}
+    text = shown(comparison_table(Comparison(name, tuple(lines(results)), results, None)))
+    assert text.count("[bold]FedAvg[/bold]") == 2
+    assert name in shown(result_table({**summary, "name": name}))
+
+
+def test_a_comparison_fits_eighty_columns(summary: dict[str, Any], tmp_path: Path) -> None:
+    results = {name: [summary] for name in ("FedAvg, 10 rounds × 1 epoch, uniform", "Local", "FedProx (μ = 0.01)")}
+    comparison = Comparison("a comparison", tuple(lines(results)), results, tmp_path)
+    text = shown(comparison_table(comparison))
+    assert max(map(len, text.splitlines())) <= 80
+    assert text.count("[.") == 2 * len(results), "no interval is cut in two"
+    assert "intervals over test patients (bootstrap); MB both ways; s: wall-clock" in text
+
+
+def test_undefined_figures_are_a_dash(summary: dict[str, Any]) -> None:
+    best = {**summary["headline"], "auc": None, "intervals": {"accuracy": [None, None]}}
+    text = shown(result_table({**summary, "headline": best}))
+    last = next(line for line in text.splitlines() if "all (global)" in line)
+    assert "–" in last
+    assert "None" not in text
+
+
+@pytest.mark.parametrize(
+    ("text", "short"), [("0.873 [0.850, 0.900]", ".873 [.850 .900]"), ("1.000", "1.000"), ("10.5", "10.5"), ("–", "–")]
+)
+def test_figures_are_shortened_without_harm(text: str, short: str) -> None:
+    assert compact(text) == short
