@@ -69,10 +69,10 @@ Seed = Annotated[int | None, typer.Option("--seed", help="The seed all randomnes
 
 
 @contextmanager
-def following(way_on: Callable[[], str] = lambda: SAME_COMMAND) -> Iterator[Display]:
+def following(way_on: Callable[[], str] = lambda: SAME_COMMAND, about: str = "") -> Iterator[Display]:
     """Show what happens. Ctrl-C loses nothing: say how to go on."""
     try:
-        with Display(err) as display:
+        with Display(err, about) as display:
             yield display
     except KeyboardInterrupt:
         tell(f"stopped; nothing that was finished is lost: {way_on()}")
@@ -129,9 +129,7 @@ def demo(
 ) -> None:
     """Compare several methods on five phantom hospitals: under two minutes, no data needed."""
     recipe = Recipe.load(our_recipes()["demo"], parse_settings(None, seed=seed))
-    if not as_json:
-        out.print(Text(recipe.about))
-    with following() as display:
+    with following(about=recipe.about) as display:
         comparison = compare([recipe], 1, folder, None, display.watch, display.begin)
     show_comparison(comparison, as_json)
 

@@ -26,10 +26,10 @@ DAY = 86_400.0
 
 
 class Display:
-    """Follows runs through their `watch` events."""
+    """Follows runs through their `watch` events. Says nothing before the first: a mistake's sentence stands alone."""
 
-    def __init__(self, console: Console) -> None:
-        self.console = console
+    def __init__(self, console: Console, about: str = "") -> None:
+        self.console, self.about = console, about
         self.live: Live | None = None
         self.heading, self.rounds, self.done, self.playing = "", 0, 0, False
         self.sites: dict[str, str] = {}
@@ -68,9 +68,11 @@ class Display:
         self.bars.reset(self.current, total=recipe.rounds, description=recipe.name, visible=True)
 
     def watch(self, event: str, info: Mapping[str, Any]) -> None:
+        if self.about:
+            self.console.print(Text(self.about))
         if self.live is None and self.heading:
             self.line(self.heading)
-            self.heading = ""
+        self.about = self.heading = ""
         if event == "round":
             self.sites = dict.fromkeys(info["cohort"], "…")
             self.summary = "" if info["round"] == 1 else self.summary

@@ -364,8 +364,9 @@ def distance(tensors: Tensors, start: Tensors) -> float:
     names = [n for n, t in tensors.items() if t.is_floating_point()]
     if not names:
         return 0.0
-    moved = [tensors[n] - start[n] if n in start else tensors[n] for n in names]
-    return float(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(moved)).double()))
+    # One difference at a time: all at once would be another copy of the model.
+    norms = [torch.linalg.vector_norm(tensors[n] - start[n] if n in start else tensors[n]) for n in names]
+    return float(torch.linalg.vector_norm(torch.stack(norms).double()))
 
 
 def _scalars(fields: Mapping[str, Any]) -> dict[str, float]:

@@ -169,7 +169,7 @@ def restore_optimisers(
 def score(job: Score, network: LiveNetwork, data: Examples, batch: int) -> Tensors:
     """`job.function` over all of `data`, in its own order, in evaluation mode."""
     weights = network.load(job.weights)
-    network.module.eval()
+    network.evaluation_mode()
     reference = {k: {n: t.to(network.device) for n, t in g.items()} for k, g in job.reference.items()}
     parts = [
         (len(index), job.function(network, weights, data.batch(index), reference))

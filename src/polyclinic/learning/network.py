@@ -25,6 +25,8 @@ class LiveNetwork:
         self.device = device or torch.device("cpu")
         parameters, buffers = dict(module.named_parameters()), dict(module.named_buffers())
         self.live: Bundle = {"model": dict(parameters), "buffers": buffers}
+        self._mode: frozenset[str] | None = None
+        """What `training_mode` was last called with; None after evaluation. Walking all modules takes its time."""
         self._norms = {name: m for name, m in module.named_modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)}
 
     def __call__(self, weights: Bundle, images: Tensor) -> Tensor:
@@ -48,6 +50,10 @@ class LiveNetwork:
         output: Tensor = functional_call(module, own, (images,))
         return output
 
+    def evaluation_mode(self) -> None:
+        self._mode = None
+        self.module.eval()
+
     @torch.no_grad()
     def load(self, weights: Bundle) -> Bundle:
         """Copy weights in; returns the live bundle, by whose identity calls take the fast path."""
@@ -64,6 +70,9 @@ class LiveNetwork:
 
     def training_mode(self, trainable: frozenset[str]) -> None:
         """Train mode, but normalisation layers whose own parameters are frozen stay in eval."""
+        if self._mode == trainable:
+            return
+        self._mode = trainable
         self.module.train()
         for name, norm in self._norms.items():
             if f"{name}.weight" in self.live["model"] and f"{name}.weight" not in trainable:
