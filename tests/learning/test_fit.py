@@ -116,7 +116,8 @@ class Sealed(Images):
 def test_training_looks_at_the_training_part_only(oversample: bool) -> None:
     train, sealed = noise(12, "here"), Sealed(noise(6, "sealed").images, noise(6, "sealed").labels)
     sites = {"here": SiteData("here", train, sealed, sealed)}
-    play(FedAvg(Training(SGD, batch=5, oversample=oversample)), sites, small(), 2)
+    played = play(FedAvg(Training(SGD, batch=5, oversample=oversample)), sites, small(), 2)
+    assert not same(played.weights, weights_of(small().module))
 
 
 # What a job may move.
