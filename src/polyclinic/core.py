@@ -195,6 +195,18 @@ class Exchange:
     optional: bool = False
 
 
+class Stage(Protocol):
+    """A transformation on the way out of a site (clip, noise, quantise) and, reversed, on the way into the server."""
+
+    def out(self, tensors: Bundle, received: Bundle, rng: Stream) -> Bundle:
+        """At the site: what leaves instead of `tensors`. Names, shapes and dtypes may depend on nothing but theirs."""
+        ...
+
+    def back(self, tensors: Bundle, received: Bundle) -> Bundle:
+        """At the server, before values are checked: what the algorithm sees."""
+        ...
+
+
 @dataclass(frozen=True)
 class Site:
     """What an algorithm may know of the site it works at, this round. Images are reached through jobs only."""

@@ -30,7 +30,7 @@ from polyclinic.data.splits import Fractions
 from polyclinic.errors import RecipeError
 from polyclinic.metrics import METRICS
 from polyclinic.models import MODELS
-from polyclinic.rounds import EarlyStop, Schedule
+from polyclinic.pace import EarlyStop, Schedule
 
 CLOSED = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 for _options in (Optimiser, Training, Schedule, EarlyStop, Averaging):

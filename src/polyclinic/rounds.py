@@ -12,18 +12,19 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import chain
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from polyclinic import wire
-from polyclinic.core import Algorithm, Bundle, Failure, Federation, Part, SiteId, Stream, Update
+from polyclinic.core import Algorithm, Bundle, Failure, Federation, Part, SiteId, Stage, Stream, Update
 from polyclinic.engines import Engine
 from polyclinic.errors import Refused, RoundFailed
 from polyclinic.faults import reach
 from polyclinic.journal import Journal
 from polyclinic.mail import Outbox, in_site_order
 from polyclinic.metrics import METRICS
+from polyclinic.pace import EarlyStop, Schedule
 
 Watch = Callable[[str, Mapping[str, Any]], None]
 Judge = Callable[[Bundle], dict[str, Any]]
@@ -32,36 +33,6 @@ HELD_OUT: SiteId = "held-out"
 NOTICEABLE = 1e-4
 """The share by which a loss must fall to count as better for the plateau schedule, as in torch."""
 LOWER_IS_BETTER = ("loss", "ece")
-
-
-@dataclass(frozen=True)
-class Schedule:
-    """How the learning rate changes over ROUNDS (a fresh schedule inside each round would never anneal)."""
-
-    name: Literal["constant", "cosine", "plateau"] = "constant"
-    period: int | None = None
-    """cosine: rounds from full rate to `minimum` (default: the whole run)."""
-    patience: int = 3
-    """plateau: rounds without improvement of the validation loss before the rate is cut …"""
-    factor: float = 0.1
-    """… by this factor."""
-    minimum: float = 0.0
-    """The rate never falls below this share of the initial one."""
-
-    def share(self, round: int, rounds: int, cuts: int) -> float:
-        if self.name == "cosine":
-            angle = math.pi * (round - 1) / (self.period or rounds)
-            return self.minimum + (1 - self.minimum) * (1 + math.cos(angle)) / 2
-        return max(self.minimum, self.factor**cuts) if self.name == "plateau" else 1.0
-
-
-@dataclass(frozen=True)
-class EarlyStop:
-    """Stop when `metric` on the validation parts has not improved by `min_delta` for `patience` rounds."""
-
-    patience: int = 5
-    min_delta: float = 0.0
-    metric: str = "loss"
 
 
 @dataclass(frozen=True)
@@ -143,9 +114,11 @@ class Rounds:
         journal: Journal,
         watch: Watch = lambda *_: None,
         judge: Judge | None = None,
+        stages: Sequence[Stage] = (),
     ) -> None:
         self.federation, self.algorithm, self.engine = federation, algorithm, engine
         self.rules, self.journal, self.watch, self.judge = rules, journal, watch, judge
+        self.stages = tuple(stages)
         self.trainers = [POOLED] if algorithm.pooled else [s for s in federation.sites if s != POOLED]
 
     def run(self) -> Outcome:
@@ -228,7 +201,8 @@ class Rounds:
             return None
         note["up"] = len(answer)
         try:
-            reply = wire.accept(answer, self.expected(round, state, site))
+            received = self.algorithm.broadcast(state, site)
+            reply = wire.accept(answer, self.expected(round, state, site), lambda sent: self.restore(sent, received))
             self.algorithm.check(reply.update)
             book.reports[site] = checked_report(reply.fields)
         except Refused as refusal:
@@ -262,17 +236,26 @@ class Rounds:
         return Outbox({s: {**common, "site": s} for s in sites}, lambda site: self.algorithm.broadcast(state, site))
 
     def expected(self, round: int, state: Bundle, site: SiteId) -> wire.Expected:
-        exchanges = self.algorithm.exchanges
+        exchanges, received = self.algorithm.exchanges, self.algorithm.broadcast(state, site)
+        like = {exchange.kind: state.get(exchange.like, {}) for exchange in exchanges}
+        for stage in self.stages:
+            like = stage.out(like, received, Stream(0))  # only what it looks like counts, not its values
         return wire.Expected(
             run=self.rules.run,
             round=round,
             site=site,
-            received=self.algorithm.broadcast(state, site),
-            like={exchange.kind: state.get(exchange.like, {}) for exchange in exchanges},
+            received=received,
+            like=like,
             optional=frozenset(exchange.kind for exchange in exchanges if exchange.optional),
             examples=self.federation.sites[site],
             max_norm=self.rules.max_norm,
         )
+
+    def restore(self, tensors: Bundle, received: Bundle) -> Bundle:
+        """Undo the stages, last first."""
+        for stage in reversed(self.stages):
+            tensors = stage.back(tensors, received)
+        return tensors
 
     def predictions(self, outcome: Outcome, parts: list[Part]) -> dict[SiteId, Bundle]:
         """After the last round: every site's predictions with the final model(s), by model and part."""

@@ -25,6 +25,7 @@ from polyclinic.core import (
     Score,
     Site,
     SiteId,
+    Stage,
     Stream,
     Tensors,
     Update,
@@ -41,14 +42,6 @@ from polyclinic.store import MemoryStore
 EVALUATION_BATCH = 256
 ORDER = frozenset({"run", "seed", "purpose", "site", "round", "rounds", "lr", "parts", "durable"})
 """What a message to a site must say."""
-
-
-class Stage(Protocol):
-    """A transformation on the way out of a site (clip, noise, quantise) and, reversed, on the way in."""
-
-    def out(self, tensors: Bundle, received: Bundle, rng: Stream) -> Bundle: ...
-
-    def back(self, tensors: Bundle, received: Bundle) -> Bundle: ...
 
 
 class Holdings(Protocol):

@@ -12,7 +12,7 @@ import json
 import math
 import struct
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, TypeGuard
@@ -300,7 +300,7 @@ class Reply:
     """None where no weights were sent."""
 
 
-def accept(data: bytes, expected: Expected) -> Reply:
+def accept(data: bytes, expected: Expected, restore: Callable[[Bundle], Bundle] = lambda tensors: tensors) -> Reply:
     """Decode a site's reply and check everything about it: names, shapes, dtypes, values, weight, round, site, size."""
     message = decode(data, expected.limit, expected.table)
     fields = message.fields
@@ -313,8 +313,9 @@ def accept(data: bytes, expected: Expected) -> Reply:
     for kind, like in expected.like.items():
         if kind in message.tensors or not (kind in expected.optional or not like):
             _check_like(kind, message.tensors.get(kind, {}), like)
-    drift = _check_values(message.tensors, expected)
-    return Reply(Update(message.tensors, examples, expected.site, _scalars(fields)), fields, drift)
+    tensors = restore(message.tensors)
+    drift = _check_values(tensors, expected)
+    return Reply(Update(tensors, examples, expected.site, _scalars(fields)), fields, drift)
 
 
 def check_address(fields: Mapping[str, Any], run: str, round: int, site: SiteId) -> None:

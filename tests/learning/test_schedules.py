@@ -19,7 +19,8 @@ from polyclinic.algorithms.fedavg import FedAvg
 from polyclinic.core import Optimiser, SiteId, Training
 from polyclinic.engines.mock import MockEngine
 from polyclinic.journal import RamJournal
-from polyclinic.rounds import EarlyStop, Outcome, Progress, Rounds, Rules, Schedule, draw_cohort
+from polyclinic.pace import EarlyStop, Schedule
+from polyclinic.rounds import Outcome, Progress, Rounds, Rules, draw_cohort
 from tests.laws.bench import clinics, federation, small
 
 LR = 0.1
