@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import shutil
 import struct
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,10 @@ from safetensors.torch import load_file, save_file
 
 import polyclinic
 from polyclinic import Recipe, Result, run, wire
+from polyclinic.compare import compare_folders, markdown
 from polyclinic.core import Failure, SiteId
+from polyclinic.data import Images
+from polyclinic.display import comparison_table, result_table
 from polyclinic.engines.local import LocalEngine
 from polyclinic.errors import DataError, EngineError, PolyclinicError, RecipeError, StoreError, WeightsError
 from polyclinic.experiment import finished, gather, network_of
@@ -83,9 +88,8 @@ def test_the_result_tells_everything(result: dict[str, Any]) -> None:
     assert sum(map(sum, merged["test"]["confusion"])) == merged["test"]["n"]
     assert result["headline"] == {"model": "global", "part": "test", **merged["test"]}
     assert set(result["drift"]) == set(SITES)
-    assert result["released"] == [
-        {"kind": kind, "protection": "no privacy plan in this recipe"} for kind in ("model", "buffers")
-    ]
+    assert [e["kind"] for e in result["released"]] == ["model", "buffers", "metrics", "predictions"]
+    assert all("plan" in e["protection"] for e in result["released"])
     assert (result["rounds"], result["seed"], result["stopped_early"]) == (2, 0, False)
     assert sum(h["train"] + h["validation"] + h["test"] for h in result["hospitals"]) == 1797
 
@@ -216,7 +220,7 @@ def test_local_is_judged_by_own_models_on_own_images(yardsticks: dict[str, Resul
     summary = yardsticks["local"].summary
     assert summary["headline"]["model"] == "personal"
     assert all(list(models) == ["personal"] for models in summary["sites"].values())
-    assert summary["released"] == []
+    assert [e["kind"] for e in summary["released"]] == ["metrics", "predictions"]
     assert summary["cost"]["bytes_down"] < run(tiny()).summary["cost"]["bytes_down"]
 
 
@@ -394,3 +398,43 @@ def test_early_stopping_is_told() -> None:
     summary = run(tiny(rounds=9, early_stop={"patience": 1, "metric": "auc", "min_delta": 1})).summary
     assert summary["stopped_early"]
     assert summary["rounds"] == 2
+
+
+def test_a_run_goes_on_with_its_own_data_only(tmp_path: Path) -> None:
+    recipe = tiny(rounds=4)
+    interrupted(recipe, tmp_path, at=3)
+    mine = gather(recipe)
+    name, site = next(iter(mine.sites.items()))
+    assert isinstance(site.train, Images)
+    others = replace(site, train=replace(site.train, labels=site.train.labels.roll(1)))
+    with pytest.raises(StoreError, match="other data"):
+        run(recipe, tmp_path, consortium=replace(mine, sites={**mine.sites, name: others}))
+    assert run(recipe, tmp_path).summary["sha256"] == run(recipe).summary["sha256"]
+
+
+def test_a_run_may_go_on_elsewhere(tmp_path: Path) -> None:
+    recipe = tiny(rounds=4, algorithm="scaffold")
+    interrupted(recipe, tmp_path, at=3)
+    moved = tiny(rounds=4, algorithm="scaffold", engine__workers=2, about="moved to two processes")
+    assert run(moved, tmp_path).summary["sha256"] == run(recipe).summary["sha256"]
+
+
+@pytest.mark.parametrize("algorithm", ["scaffold", "local"])
+def test_a_site_that_lost_its_memory_does_not_go_on_as_if_it_were_new(tmp_path: Path, algorithm: str) -> None:
+    recipe = tiny(rounds=4, algorithm=algorithm)
+    interrupted(recipe, tmp_path, at=3)
+    shutil.rmtree(next((tmp_path / "sites").iterdir()))
+    with pytest.raises(StoreError, match="lost what it remembered"):
+        run(recipe, tmp_path)
+
+
+def test_refused_hospitals_are_seen_in_the_tables(tmp_path: Path) -> None:
+    partition = {"by": "quantity", "sites": 4, "alpha": 0.7, "minimum": 30}
+    recipe = tiny(data__partition=partition, max_norm=0.2)
+    result = run(recipe, tmp_path / "run")
+    lost = result.summary["cost"]["refused"]
+    assert lost > 0
+    assert f"{lost} updates" in str(result_table(result.summary).caption)
+    comparison = compare_folders([tmp_path / "run"], None)
+    assert f"{lost} updates" in markdown(comparison)
+    assert f"{lost} updates" in str(comparison_table(comparison).caption)

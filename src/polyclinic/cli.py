@@ -30,6 +30,7 @@ from polyclinic.models import MODELS
 from polyclinic.recipe import Recipe, our_recipes, read_yaml
 from polyclinic.reproduce import reproduce as reproduce_paper
 from polyclinic.reproduce import results_folder, write_page
+from polyclinic.results import versions
 
 SAME_COMMAND = "go on with the same command"
 
@@ -119,6 +120,21 @@ def show_comparison(comparison: Comparison, as_json: bool) -> None:
 
 def print_json(value: Any) -> None:
     print(json.dumps(value, indent=2, allow_nan=False))
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(versions()["polyclinic"])
+        raise typer.Exit
+
+
+@app.callback()
+def polyclinic(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Federated learning on medical images, for hospitals that differ."""
 
 
 @app.command()

@@ -40,7 +40,7 @@ class Figure:
             low, high = (results[0]["headline"].get("intervals") or {}).get(metric, (None, None))
             return Figure(values[0], _number(low), _number(high))
         spread = summary(values)
-        return Figure(spread.mean, spread.low, spread.high, spread.std)
+        return Figure(spread.mean, max(0.0, spread.low), min(1.0, spread.high), spread.std)
 
 
 @dataclass(frozen=True)
@@ -56,6 +56,8 @@ class Line:
     megabytes: float
     seconds: float
     pools_images: bool
+    lost: int
+    """Updates that were refused or never came, over all rounds and seeds."""
     judged_on: str
 
 
@@ -201,6 +203,7 @@ def _line(name: str, runs: Sequence[Mapping[str, Any]]) -> Line:
         megabytes=_mean([(r["cost"]["bytes_up"] + r["cost"]["bytes_down"]) / 1e6 for r in runs]),
         seconds=_mean([r["cost"]["seconds"] for r in runs]),
         pools_images=getattr(ALGORITHMS.get(runs[0]["algorithm"]), "pooled", False),
+        lost=sum(r["cost"].get("refused", 0) + r["cost"].get("failed", 0) for r in runs),
         judged_on=judged_on(runs[0]["headline"]),
     )
 
@@ -311,7 +314,10 @@ def _row(cells: Sequence[str]) -> str:
 
 
 def _notes(comparison: Comparison) -> list[str]:
-    notes = ["Drift is the mean distance ‖w_k − w‖₂ that a hospital's weights travel in one round."]
+    notes = [
+        f"{line.name}: {line.lost} updates of hospitals were refused or lost." for line in comparison.lines if line.lost
+    ]
+    notes += ["Drift is the mean distance ‖w_k − w‖₂ that a hospital's weights travel in one round."]
     if any(line.pools_images for line in comparison.lines):
         notes.append("Centralised pools the images themselves, which hospitals may not do: it is a yardstick.")
     if any(r["algorithm"] == "local" for runs in comparison.results.values() for r in runs):

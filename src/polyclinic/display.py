@@ -135,7 +135,8 @@ def comparison_table(comparison: Comparison) -> Table:
         figures = [compact(show(line.figures[metric])) for metric in ("accuracy", "auc")]
         cells = [line.name, *figures, worst, sent(line), f"{line.seconds:.0f}"]
         table.add_row(*map(Text, cells))
-    table.caption = Text(f"intervals over {comparison.interval}; MB both ways; s: wall-clock")
+    lost = [f"{line.name}: {line.lost} updates refused or lost!" for line in comparison.lines if line.lost]
+    table.caption = Text("\n".join([f"intervals over {comparison.interval}; MB both ways; s: wall-clock", *lost]))
     return table
 
 
@@ -157,7 +158,9 @@ def result_table(summary: Mapping[str, Any]) -> Table:
         table.add_row(*map(Text, ["held-out", *_cells(held_out)]))
     megabytes = (cost["bytes_up"] + cost["bytes_down"]) / 1e6
     intervals = "; intervals over patients (bootstrap)" if best.get("intervals") else ""
-    table.caption = Text(f"{megabytes:.1f} MB both ways, {cost['seconds']:.1f} s{intervals}")
+    lost = cost.get("refused", 0) + cost.get("failed", 0)
+    warning = f"\n{lost} updates of hospitals were refused or lost; ledger.jsonl says why" if lost else ""
+    table.caption = Text(f"{megabytes:.1f} MB both ways, {cost['seconds']:.1f} s{intervals}{warning}")
     return table
 
 

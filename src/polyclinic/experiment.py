@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from polyclinic import wire
 from polyclinic.core import Bundle, Federation, Score, SiteId, Stream
@@ -30,7 +31,7 @@ from polyclinic.learning.objectives import probabilities
 from polyclinic.metrics import Predictions, finite, measure
 from polyclinic.models import adopt_weights, build, download_weights, load_weights
 from polyclinic.models.classifier import Classifier
-from polyclinic.recipe import Recipe
+from polyclinic.recipe import EngineSection, Recipe
 from polyclinic.results import assess, cost, drift, headline, versions
 from polyclinic.rounds import HELD_OUT, POOLED, Outcome, Rounds, Rules, Watch
 from polyclinic.runner import EVALUATION_BATCH, SiteRunner
@@ -123,10 +124,10 @@ def device_of(recipe: Recipe) -> torch.device:
     return device
 
 
-def rules_of(recipe: Recipe) -> Rules:
+def rules_of(recipe: Recipe, mark: str) -> Rules:
     return Rules(
         rounds=recipe.rounds,
-        run=hashlib.sha256(recipe.to_yaml().encode()).hexdigest()[:16],
+        run=mark,
         seed=recipe.seed,
         cohort=recipe.cohort,
         quorum=recipe.quorum,
@@ -167,6 +168,12 @@ class Experiment:
             len(site.validation) + len(site.test) for site in self.consortium.sites.values()
         ):
             raise DataError("No site has a validation or test image, so nothing could be reported; mend data.split.")
+        if recipe.training.batch == 1 and any(
+            isinstance(m, nn.modules.batchnorm._BatchNorm) for m in self.module.modules()
+        ):
+            raise RecipeError(
+                f"{recipe.model.name} normalises over the batch, which one image cannot be; raise training.batch"
+            )
         device = device_of(recipe)
         self.network = LiveNetwork(self.module, device)
         self.sites = {name: _on(site, device) for name, site in self.consortium.sites.items()}
@@ -197,7 +204,9 @@ class Experiment:
             engine = WorkerEngine(runners, workers, threads) if workers else LocalEngine(runners, threads)
             lent.callback(engine.close)
             judge = self.judge if self.has_held_out() else None
-            rounds = Rounds(self.federation, self.algorithm, engine, rules_of(recipe), journal, self.watch, judge)
+            rounds = Rounds(
+                self.federation, self.algorithm, engine, rules_of(recipe, self.mark()), journal, self.watch, judge
+            )
             outcome = rounds.run()
             predictions = rounds.predictions(outcome, ["train", "validation", "test"])
             reach("evaluated")
@@ -207,6 +216,17 @@ class Experiment:
         if self.folder:
             self.write(outcome, summary)
         return Result(summary, outcome.state, self.folder)
+
+    def mark(self) -> str:
+        """What this run is: a hash over everything that decides its result, the images among it."""
+        total = hashlib.sha256(decisive(self.recipe).encode())
+        for name, site in self.consortium.sites.items():
+            for part in (site.train, site.validation, site.test):
+                total.update(f"{name}|{len(part)}".encode())
+                for index in torch.split(torch.arange(len(part)), EVALUATION_BATCH):
+                    for tensor in part.batch(index):
+                        total.update(tensor.contiguous().numpy().data)
+        return total.hexdigest()[:16]
 
     def _memory(self, lent: contextlib.ExitStack) -> MemoryStore:
         """Where sites remember: in the run's folder; without one in this process, or where workers share a disk."""
@@ -239,6 +259,7 @@ class Experiment:
         recipe, consortium = self.recipe, self.consortium
         model, best = headline(scores["merged"])
         shape = (recipe.training.batch, consortium.channels, consortium.size, consortium.size)
+        self.network.require_gradients(self.network.trainable(recipe.training.fine_tune, ()))
         return {
             "name": recipe.name,
             "algorithm": recipe.algorithm.name,
@@ -257,7 +278,11 @@ class Experiment:
             **scores,
             "drift": drift(journal.rows),
             "cost": {**cost(journal.costs), "run_seconds": seconds},
-            "released": [{"kind": e.kind, "protection": e.protection.why} for e in self.algorithm.exchanges],
+            "released": [
+                *({"kind": e.kind, "protection": e.protection.why} for e in self.algorithm.exchanges),
+                {"kind": "metrics", "protection": "every evaluated round, of the site's validation images; no plan"},
+                {"kind": "predictions", "protection": "after the last round, of every image, with its label; no plan"},
+            ],
             "sha256": wire.digest(outcome.state),
             "versions": versions(),
         }
@@ -306,15 +331,20 @@ def finished(folder: Path, recipe: Recipe | None = None) -> Result:
     path = folder / "result.json"
     try:
         summary = json.loads(path.read_text())
-        if "part" not in summary["headline"]:
-            raise ValueError("its headline names no part")
+        if "part" not in summary["headline"] or not {"sites", "cost", "drift", "rounds", "name"} <= summary.keys():
+            raise ValueError("it is not whole")
         return Result(summary, {}, folder)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise StoreError(f"{path} is damaged ({error}); remove it and run again: only the end is repeated") from error
 
 
+def decisive(recipe: Recipe) -> str:
+    """The recipe without what cannot change a result: where it runs, and words about it."""
+    return recipe.model_copy(update={"engine": EngineSection(), "about": "", "paper": {}}).to_yaml()
+
+
 def refuse_other(folder: Path, recipe: Recipe) -> None:
     """A folder that already holds a run must hold one of this very recipe."""
     path = folder / "recipe.yaml"
-    if path.exists() and Recipe.load(path).to_yaml() != recipe.to_yaml():
+    if path.exists() and decisive(Recipe.load(path)) != decisive(recipe):
         raise StoreError(f"{folder} holds a run of another recipe; choose another folder with --out, or remove it")

@@ -139,11 +139,15 @@ def round_seconds(seconds: float) -> float:
 
 def with_interrupted(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Add what rounds cost that were begun and cut short: nobody knows how far they came, so all of it is counted."""
-    played = {row["round"]: row for row in rows if row["event"] == "round"}
+    played = {row["round"]: row for row in rows if row["event"] in ("round", "evaluation")}
     found: list[dict[str, Any]] = []
     for row, after in pairwise([*rows, {"event": "end"}]):
         found.append(dict(row))
-        if row["event"] == "charge" and after["event"] not in ("round", "failed round") and row["round"] in played:
+        if (
+            row["event"] == "charge"
+            and after["event"] not in ("round", "failed round", "evaluation")
+            and row["round"] in played
+        ):
             again = played[row["round"]]
             sites = {site: {k: note.get(k, 0) for k in SPENT} for site, note in again["sites"].items()}
             found.append({**again, "event": "interrupted round", "sites": sites})

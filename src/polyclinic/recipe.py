@@ -326,12 +326,12 @@ def _training_problems(training: Training) -> Iterator[str]:
         yield "training needs either epochs or steps: to average every τ steps write `epochs: null` and `steps: τ`"
     if 0 in (training.epochs, training.steps) or min(training.epochs or 1, training.steps or 1) < 1:
         yield "training.epochs and training.steps start at 1"
-    if training.batch < 1:
-        yield f"training.batch is {training.batch}; choose 1 or more"
+    if not 1 <= training.batch <= 1_000_000:
+        yield f"training.batch is {training.batch}; choose 1 to 1,000,000"
     if not 0 < training.fine_tune <= 1:
         yield f"training.fine_tune is {training.fine_tune}; choose a share in (0, 1]"
-    if not options.lr > 0:
-        yield f"training.optimiser.lr is {options.lr}; choose a positive learning rate"
+    if not 0 < options.lr <= 1e6:
+        yield f"training.optimiser.lr is {options.lr}; choose a positive learning rate of at most 1e6"
     if not 0 <= options.momentum < 1:
         yield f"training.optimiser.momentum is {options.momentum}; choose one in [0, 1)"
     if options.weight_decay < 0:
@@ -345,6 +345,10 @@ def _pace_problems(recipe: Recipe) -> Iterator[str]:
     watching = schedule.name == "plateau" or stop is not None
     if watching and recipe.evaluate.every != 1:
         yield "schedule plateau and early_stop watch the validation parts of every round; set evaluate.every: 1"
+    if watching and recipe.cohort is not None:
+        yield "schedule plateau and early_stop would compare different sites from round to round; set cohort: null"
+    if schedule.name == "cosine" and schedule.minimum == 0 and (schedule.period or recipe.rounds) < recipe.rounds:
+        yield "schedule cosine reaches a learning rate of exactly 0 within the run; give schedule.minimum a small share"
     if watching and recipe.data.split.validation == 0:
         yield "schedule plateau and early_stop watch the validation parts; give data.split.validation a share"
     if schedule.period is not None and schedule.period < 1:

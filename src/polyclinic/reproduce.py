@@ -14,7 +14,7 @@ from polyclinic.results import at_site
 from polyclinic.rounds import Watch
 from polyclinic.store import named_failure, write_atomically, write_json
 
-FULL_SEEDS, QUICK_SEEDS = 5, 3
+FULL_SEEDS, QUICK_SEEDS = 5, 5
 KEPT = (
     "algorithm",
     "data",

@@ -19,7 +19,7 @@ import torch
 from polyclinic import wire
 from polyclinic.core import Algorithm, Bundle, Failure, Federation, Part, SiteId, Stage, Stream, Update
 from polyclinic.engines import Engine
-from polyclinic.errors import Refused, RoundFailed
+from polyclinic.errors import Refused, RoundFailed, StoreError
 from polyclinic.faults import reach
 from polyclinic.journal import Journal
 from polyclinic.mail import Outbox, in_site_order
@@ -65,6 +65,10 @@ class Progress:
     best: float = math.inf
     waited: int = 0
     stopped: bool = False
+    run: str = ""
+    """The run's own mark, of recipe and data: resume goes on with the same ones or not at all."""
+    remembering: tuple[SiteId, ...] = ()
+    """Sites that keep a memory: one that has lost it must not go on as if it were new."""
 
     def as_json(self) -> dict[str, Any]:
         return {k: None if v == math.inf else v for k, v in asdict(self).items()}
@@ -72,7 +76,7 @@ class Progress:
     @staticmethod
     def from_json(fields: Mapping[str, Any]) -> Progress:
         values: dict[str, Any] = {k: math.inf if v is None else v for k, v in fields.items()}
-        return Progress(**values)
+        return Progress(**{**values, "remembering": tuple(values["remembering"])})
 
 
 @dataclass(frozen=True)
@@ -91,6 +95,7 @@ class Exchanged:
     sites: dict[SiteId, dict[str, Any]] = field(default_factory=dict)
     reports: dict[SiteId, list[dict[str, Any]]] = field(default_factory=dict)
     accepted: int = 0
+    remembering: set[SiteId] = field(default_factory=set)
 
 
 def draw_cohort(sites: Sequence[SiteId], rules: Rules, round: int) -> list[SiteId]:
@@ -125,7 +130,12 @@ class Rounds:
         """Play all rounds that are left, then finish."""
         resumed = self.journal.resume()
         state = resumed.state if resumed else self.algorithm.init(self.federation)
-        progress = Progress.from_json(resumed.progress) if resumed else Progress()
+        progress = Progress.from_json(resumed.progress) if resumed else Progress(run=self.rules.run)
+        if progress.run != self.rules.run:
+            raise StoreError(
+                "this run was begun with other data or another recipe than it would now go on with; give it the same "
+                "--data and recipe.yaml, or start anew in another folder"
+            )
         while progress.round < self.rules.rounds and not progress.stopped:
             state, progress = self.play(state, progress)
             if (
@@ -142,10 +152,11 @@ class Rounds:
         """One round: state in, state out."""
         round = progress.round + 1
         reach("round-begun")
-        cohort, began, book = draw_cohort(self.trainers, self.rules, round), time.perf_counter(), Exchanged()
+        cohort, book = draw_cohort(self.trainers, self.rules, round), Exchanged()
         self.watch("round", {"round": round, "cohort": cohort})
         evaluating = self.rules.evaluate_every > 0 and (round - 1) % self.rules.evaluate_every == 0
         judged = self.judge(state) if self.judge and evaluating else None
+        began = time.perf_counter()
         self.journal.charge(round, cohort)
         updates = self.updates(round, state, cohort, progress, ["validation"] if evaluating else [], book)
         first = next(updates, None)
@@ -158,7 +169,8 @@ class Rounds:
         seconds = time.perf_counter() - began
         self.journal.metrics(_rows(round, book, judged))
         self.journal.cost("round", round, seconds, book.sites)
-        progress = advance(replace(progress, round=round), book, self.rules)
+        remembering = tuple(sorted({*progress.remembering, *book.remembering}))
+        progress = advance(replace(progress, round=round, remembering=remembering), book, self.rules)
         summary = {m: mean_report(book, m) for m in ("loss", "accuracy", "auc")} if evaluating else {}
         self.watch("round done", {"round": round, "seconds": seconds, "stopped": progress.stopped, **summary})
         return state, progress
@@ -173,7 +185,7 @@ class Rounds:
         book: Exchanged,
     ) -> Iterator[Update]:
         """Send, receive, validate: yields each acceptable update in site order and notes what became of every one."""
-        outbox = self.outbox("train", round, state, cohort, parts, progress.cuts)
+        outbox = self.outbox("train", round, state, cohort, parts, progress)
 
         def refuse(site: SiteId, refusal: Refused) -> None:
             book.sites.setdefault(site, {}).setdefault("extra", []).append(refusal.kind)
@@ -209,6 +221,8 @@ class Rounds:
             note |= {"outcome": "refused", "kind": refusal.kind, "why": str(refusal)}
             return None
         note |= {"outcome": "accepted", "seconds": _seconds(reply.fields)}
+        if reply.fields.get("remembers") is True:
+            book.remembering.add(site)
         if reply.drift is not None:
             note["drift"] = reply.drift
         return reply.update
@@ -220,7 +234,7 @@ class Rounds:
         state: Bundle,
         sites: Sequence[SiteId],
         parts: list[Part],
-        cuts: int = 0,
+        progress: Progress = Progress(),  # noqa: B008  frozen
     ) -> Outbox:
         rules = self.rules
         common = {
@@ -229,11 +243,12 @@ class Rounds:
             "purpose": purpose,
             "round": round,
             "rounds": rules.rounds,
-            "lr": self.algorithm.training.optimiser.lr * rules.schedule.share(round, rules.rounds, cuts),
+            "lr": self.algorithm.training.optimiser.lr * rules.schedule.share(round, rules.rounds, progress.cuts),
             "parts": parts,
             "durable": self.journal.durable(),
         }
-        return Outbox({s: {**common, "site": s} for s in sites}, lambda site: self.algorithm.broadcast(state, site))
+        fields = {s: {**common, "site": s, "remembers": s in progress.remembering} for s in sites}
+        return Outbox(fields, lambda site: self.algorithm.broadcast(state, site))
 
     def expected(self, round: int, state: Bundle, site: SiteId) -> wire.Expected:
         exchanges, received = self.algorithm.exchanges, self.algorithm.broadcast(state, site)

@@ -31,7 +31,7 @@ from polyclinic.core import (
     Update,
     Work,
 )
-from polyclinic.errors import Refused
+from polyclinic.errors import Refused, StoreError
 from polyclinic.faults import reach
 from polyclinic.learning.fit import fit, score
 from polyclinic.learning.network import LiveNetwork
@@ -102,6 +102,8 @@ class SiteRunner:
             raise Refused("site", f"a message for {fields['site']!r} reached {self.name!r}")
         reach("site-received")
         memory = self.memory.load(self.name, int(fields["round"]))
+        if memory is None and fields.get("remembers"):
+            raise StoreError(f"site {self.name} lost what it remembered; restore its folder, or start the run anew")
         site = Site(self.name, len(self.holdings.train), fields["round"], fields["rounds"], fields["lr"])
         report = self.report(order.tensors, memory, fields["parts"])
         reach("site-evaluated")
@@ -133,6 +135,7 @@ class SiteRunner:
             "examples": update.examples,
             "scalars": dict(update.scalars),
             "report": visit.report,
+            "remembers": memory is not None,
             "seconds": time.perf_counter() - visit.begun,
         }
         return wire.encode(reply, tensors)

@@ -125,10 +125,6 @@ BAD: dict[str, tuple[Change, str]] = {
         lambda t: t.update({"model/extractor.conv9.weight": torch.ones(1)}),
         r"conv9\.weight \(unknown\)",
     ),
-    "other kind": (
-        lambda t: t.update({"control/extractor.x": torch.ones(1)}),
-        r"control/extractor\.x \(unknown\)",
-    ),
     "wrong kind": (
         lambda t: t.update({"buffers/head.bias": t.pop("model/head.bias")}),
         r"head\.bias \(missing\)",

@@ -31,6 +31,8 @@ class Scaffold(Averaging):
     global_lr: float = 1.0
 
     def __post_init__(self) -> None:
+        if not 0 < self.global_lr <= 100:
+            raise RecipeError(f"algorithm.global_lr is {self.global_lr}; choose a positive step, usually 1")
         options = self.training.optimiser
         if options.name != "sgd" or options.momentum or options.weight_decay:
             raise RecipeError(

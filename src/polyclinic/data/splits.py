@@ -86,7 +86,7 @@ def _stratified(people: Patients, pool: Indices, shares: np.ndarray, rng: np.ran
     behind = np.zeros(len(shares))
     for position, size in zip(order, people.sizes[pool][order], strict=True):
         behind += shares * size
-        part[position] = np.argmax(behind)
+        part[position] = len(behind) - 1 - np.argmax(behind[::-1])  # a tie goes to the test part, which is reported
         behind[part[position]] -= size
     _fill_empty(part, labels, shares)
     return part

@@ -120,7 +120,8 @@ def _translate(classifier: Classifier, tensors: Tensors, source: str) -> Tensors
     if _is_polyclinic(tensors):
         kinds = {f"model/{name}": name for name, _ in classifier.named_parameters()}
         kinds |= {f"buffers/{name}": name for name, _ in classifier.named_buffers()}
-        pairs = [(kinds.get(name, name), tensor) for name, tensor in tensors.items()]
+        own = [name for name in tensors if name.startswith(KINDS + PARTS)]  # a state may hold more, such as controls
+        pairs = [(kinds.get(name, name), tensors[name]) for name in own]
     else:
         last = classifier.leaf_layers()[-1]
         used = [name for name in tensors if not name.startswith("AuxLogits.")]
