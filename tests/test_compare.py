@@ -289,3 +289,11 @@ def test_a_page_is_not_made_of_damaged_figures(paper: Path, tmp_path: Path, cont
     with pytest.raises(StoreError, match="without --rebuild first"):
         write_page("paper", True, tmp_path)
     assert not (tmp_path / "paper.md").exists()
+
+
+def test_a_method_that_diverges_does_not_take_the_others_with_it(tmp_path: Path) -> None:
+    methods = {"Mild": {}, "Wild": {"training.optimiser.lr": 1e6, "training.epochs": 5}, "Calm": {"rounds": 1}}
+    comparison = compare([tiny(methods=methods)], 1, tmp_path)
+    assert [line.name for line in comparison.lines] == ["Mild", "Calm"]
+    assert [failure.split(",")[0] for failure in comparison.failures] == ["Wild"]
+    assert "Wild, seed 0, did not end" in (tmp_path / "report.md").read_text()

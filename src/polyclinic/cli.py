@@ -118,6 +118,14 @@ def show_comparison(comparison: Comparison, as_json: bool) -> None:
         out.print(Text("written: " + "  ".join(str(path) for path in written if path.exists())), soft_wrap=True)
 
 
+def tell_failures(comparison: Comparison) -> None:
+    """The table of what ended was shown; what did not end is a failure all the same."""
+    for failure in comparison.failures:
+        tell(f"error: {failure}")
+    if comparison.failures:
+        raise typer.Exit(1)
+
+
 def print_json(value: Any) -> None:
     print(json.dumps(value, indent=2, allow_nan=False))
 
@@ -223,6 +231,7 @@ def compare_command(
     with following() as display:
         comparison = compare(recipes, seeds, target, data, display.watch, display.begin)
     show_comparison(comparison, as_json)
+    tell_failures(comparison)
 
 
 @app.command("list")

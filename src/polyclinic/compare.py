@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from polyclinic.algorithms import ALGORITHMS
-from polyclinic.errors import RecipeError, StoreError
+from polyclinic.errors import RecipeError, RoundFailed, StoreError
 from polyclinic.experiment import Consortium, Experiment, finished, gather, refuse_other, run
 from polyclinic.recipe import EngineSection, Recipe
 from polyclinic.results import at_site, judged_on
@@ -71,6 +71,8 @@ class Comparison:
     folder: Path | None
     about: str = ""
     paper: Mapping[str, str] = field(default_factory=dict)
+    failures: tuple[str, ...] = ()
+    """Runs that did not end, and why; the others stand."""
 
     @property
     def judged_on(self) -> str:
@@ -130,16 +132,23 @@ def compare(
     _check(plan, hospitals)
     total, done = sum(map(len, plan.values())), 0
     results: dict[str, list[Mapping[str, Any]]] = {}
+    failures: list[str] = []
     for name, runs in plan.items():
         for recipe, folder in runs:
             begin(recipe, done, total)
             known = None if _ended(folder) else hospitals(recipe)
-            results.setdefault(name, []).append(run(recipe, folder, data, watch, known).summary)
+            try:
+                results.setdefault(name, []).append(run(recipe, folder, data, watch, known).summary)
+            except RoundFailed as error:
+                failures.append(f"{name}, seed {recipe.seed}, did not end: {error}")
             done += 1
+    results = {name: found for name, found in results.items() if found}
+    if not results:
+        raise RoundFailed(failures[0])
     title, about = ", ".join(recipe.name for recipe in recipes), "\n\n".join(r.about for r in recipes if r.about)
     paper = {method: text for recipe in recipes for method, text in recipe.paper.items()}
-    comparison = Comparison(title, tuple(lines(results)), results, out, about, paper)
-    write(comparison, {name: [folder for _, folder in runs] for name, runs in plan.items()})
+    comparison = Comparison(title, tuple(lines(results)), results, out, about, paper, tuple(failures))
+    write(comparison, {name: [folder for _, folder in runs if _ended(folder)] for name, runs in plan.items()})
     return comparison
 
 
@@ -314,7 +323,8 @@ def _row(cells: Sequence[str]) -> str:
 
 
 def _notes(comparison: Comparison) -> list[str]:
-    notes = [
+    notes = [f"{failure}." for failure in comparison.failures]
+    notes += [
         f"{line.name}: {line.lost} updates of hospitals were refused or lost." for line in comparison.lines if line.lost
     ]
     notes += ["Drift is the mean distance ‖w_k − w‖₂ that a hospital's weights travel in one round."]
