@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import scipy.stats
 from PIL import Image
 
 from polyclinic import Recipe, run
@@ -297,3 +298,18 @@ def test_a_method_that_diverges_does_not_take_the_others_with_it(tmp_path: Path)
     assert [line.name for line in comparison.lines] == ["Mild", "Calm"]
     assert [failure.split(",")[0] for failure in comparison.failures] == ["Wild"]
     assert "Wild, seed 0, did not end" in (tmp_path / "report.md").read_text()
+
+
+def test_differences_are_paired_by_seed(tmp_path: Path) -> None:
+    comparison = compare([tiny(methods={"One": {}, "Two": {"rounds": 1}})], 3, tmp_path)
+    one, two = ([r["headline"]["accuracy"] for r in comparison.results[name]] for name in ("One", "Two"))
+    p = scipy.stats.ttest_rel(two, one).pvalue
+    difference = sum(b - a for a, b in zip(one, two, strict=True)) / 3
+    row = next(line for line in (tmp_path / "report.md").read_text().splitlines() if line.startswith("| Two | "))
+    assert any(f"| Two | {difference:+.3f} [" in line and f"| {p:.3f} |" in line for line in report_lines(tmp_path)), (
+        row
+    )
+
+
+def report_lines(folder: Path) -> list[str]:
+    return (folder / "report.md").read_text().splitlines()

@@ -15,9 +15,11 @@ from polyclinic.experiment import Consortium, Experiment, finished, gather, refu
 from polyclinic.recipe import EngineSection, Recipe
 from polyclinic.results import at_site, judged_on
 from polyclinic.rounds import HELD_OUT, Watch
-from polyclinic.stats import summary
+from polyclinic.stats import paired, summary
 from polyclinic.store import Metrics, named_failure, write_atomically, write_json
 
+FEWEST_SEEDS = 3
+"""With fewer, a paired test says nothing."""
 SHOWN = ("accuracy", "balanced_accuracy", "auc")
 
 
@@ -288,6 +290,7 @@ def markdown(comparison: Comparison) -> str:
         f"{model['flops_per_step'] / 1e9:.2g} GFLOP a training step). Figures on {comparison.judged_on} together; in "
         f"brackets the 95 % interval over {comparison.interval}.",
         "\n".join(_table(comparison)),
+        "\n".join(_differences(comparison)),
         " ".join(_notes(comparison)),
         "## Hospitals (first seed)",
         "\n".join(_hospitals(first["hospitals"])),
@@ -320,6 +323,21 @@ def _hospitals(hospitals: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 
 def _row(cells: Sequence[str]) -> str:
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def _differences(comparison: Comparison) -> list[str]:
+    """Seed by seed against the first method: an interval of its own says little about a difference."""
+    first, *others = comparison.lines
+    if first.seeds < FEWEST_SEEDS or not others:
+        return []
+    values = {n: [_number(r["headline"].get("accuracy")) for r in runs] for n, runs in comparison.results.items()}
+    rows = [f"| accuracy against {first.name}, seed by seed | difference [95 %] | p (paired t-test) |", "|---|---|---|"]
+    for line in others:
+        if line.seeds == first.seeds:
+            found = paired(values[line.name], values[first.name])
+            interval = f"{found.difference:+.3f} [{found.low:+.3f}, {found.high:+.3f}]"
+            rows.append(f"| {line.name} | {interval} | {decimal(found.p)} |")
+    return [*rows, "", f"{len(rows) - 2} tests, not corrected for their number."]
 
 
 def _notes(comparison: Comparison) -> list[str]:
