@@ -213,8 +213,8 @@ class Rounds:
             return None
         note["up"] = len(answer)
         try:
-            received = self.algorithm.broadcast(state, site)
-            reply = wire.accept(answer, self.expected(round, state, site), lambda sent: self.restore(sent, received))
+            expected = self.expected(round, state, site)
+            reply = wire.accept(answer, expected, lambda sent: self.restore(sent, expected.received))
             self.algorithm.check(reply.update)
             book.reports[site] = checked_report(reply.fields)
         except Refused as refusal:
