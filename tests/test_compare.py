@@ -14,8 +14,10 @@ import scipy.stats
 from PIL import Image
 
 from polyclinic import Recipe, run
-from polyclinic.compare import Comparison, Figure, compare, compare_folders, curve_of, grid, lines, markdown, slug
+from polyclinic.compare import compare, compare_folders, curve_of, grid, slug
+from polyclinic.comparison import Comparison, Figure, lines
 from polyclinic.errors import RecipeError, StoreError
+from polyclinic.report import markdown
 from polyclinic.reproduce import QUICK_SEEDS, recipes_of, reproduce, write_page
 from tests.small import SITES, tiny
 

@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console, RenderableType
 
 from polyclinic import run
-from polyclinic.compare import Comparison, lines
+from polyclinic.comparison import Comparison, lines
 from polyclinic.display import Display, compact, comparison_table, result_table
 from tests.small import SITES, tiny
 

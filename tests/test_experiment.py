@@ -17,14 +17,15 @@ from safetensors.torch import load_file, save_file
 
 import polyclinic
 from polyclinic import Recipe, Result, run, wire
-from polyclinic.compare import compare_folders, markdown
+from polyclinic.compare import compare_folders
 from polyclinic.core import Failure, SiteId
-from polyclinic.data import Images
+from polyclinic.data import Selection
 from polyclinic.display import comparison_table, result_table
 from polyclinic.engines.local import LocalEngine
 from polyclinic.errors import DataError, EngineError, PolyclinicError, RecipeError, StoreError, WeightsError
 from polyclinic.experiment import finished, gather, network_of
 from polyclinic.flops import training_step_flops
+from polyclinic.report import markdown
 from tests.small import SITES, TINY, WEIGHTS, tiny
 
 PHANTOM: dict[str, Any] = {
@@ -405,8 +406,8 @@ def test_a_run_goes_on_with_its_own_data_only(tmp_path: Path) -> None:
     interrupted(recipe, tmp_path, at=3)
     mine = gather(recipe)
     name, site = next(iter(mine.sites.items()))
-    assert isinstance(site.train, Images)
-    others = replace(site, train=replace(site.train, labels=site.train.labels.roll(1)))
+    assert isinstance(site.train, Selection)
+    others = replace(site, train=replace(site.train, rows=site.train.rows.roll(1)))
     with pytest.raises(StoreError, match="other data"):
         run(recipe, tmp_path, consortium=replace(mine, sites={**mine.sites, name: others}))
     assert run(recipe, tmp_path).summary["sha256"] == run(recipe).summary["sha256"]

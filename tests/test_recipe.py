@@ -43,6 +43,7 @@ FULL: dict[str, Any] = {
         "weights": "uniform",
         "fine_tune": 0.5,
         "oversample": True,
+        "augment": {"rotation": 10, "flip": True, "brightness": 0.2, "contrast": 0.2, "crop": 0.1, "blur": 0.5},
     },
     "schedule": {"name": "plateau", "period": 5, "patience": 2, "factor": 0.5, "minimum": 0.1},
     "early_stop": {"patience": 3, "min_delta": 0.01, "metric": "auc"},
@@ -53,6 +54,7 @@ FULL: dict[str, Any] = {
     "engine": {"name": "local", "workers": 1, "threads": 1, "device": "cpu"},
     "snapshot_every": 2,
     "paper": {},
+    "claims": [],
 }
 
 
@@ -148,6 +150,15 @@ def test_unknown_names_are_refused_with_the_nearest(changes: dict[str, Any], tol
         ("training.fine_tune", 0, "training.fine_tune is 0"),
         ("training.weights", "size", "training.weights is 'size', but should be 'examples' or 'uniform'"),
         ("training.oversample", "often", "training.oversample is 'often'"),
+        ("training.augment", "some", "training.augment is 'some', but should hold keys"),
+        ("training.augment.rotation", 181, "training.augment.rotation is 181"),
+        ("training.augment.rotation", True, "training.augment.rotation is true, but should be a number"),
+        ("training.augment.flip", "often", "training.augment.flip is 'often'"),
+        ("training.augment.brightness", -1, "training.augment.brightness is -1"),
+        ("training.augment.contrast", 2, "training.augment.contrast is 2"),
+        ("training.augment.crop", 1, "training.augment.crop is 1"),
+        ("training.augment.blur", float("inf"), "training.augment.blur is inf, but should be a finite number"),
+        ("training.augment.blur", 21, "training.augment.blur is 21"),
         ("training.optimiser.lr", float("nan"), "training.optimiser.lr is nan, but should be a finite number"),
         ("training.optimiser.lr", 0, "choose a positive learning rate"),
         ("training.optimiser.momentum", 1, "training.optimiser.momentum is 1"),

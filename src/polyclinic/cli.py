@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import io
-import json
 import shlex
 import sys
 from collections.abc import Callable, Iterator
@@ -15,13 +14,14 @@ from typing import Annotated, Any
 
 import typer
 import yaml
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 from typer.core import TyperGroup
 
+from polyclinic import cli_data
 from polyclinic.algorithms import ALGORITHMS
-from polyclinic.compare import Comparison, compare, compare_folders, slug
+from polyclinic.compare import compare, compare_folders, slug
+from polyclinic.comparison import Comparison
 from polyclinic.data import DATASETS
 from polyclinic.display import Display, comparison_table, result_table
 from polyclinic.errors import PolyclinicError, RecipeError, StoreError
@@ -31,6 +31,7 @@ from polyclinic.recipe import Recipe, our_recipes, read_yaml
 from polyclinic.reproduce import reproduce as reproduce_paper
 from polyclinic.reproduce import results_folder, write_page
 from polyclinic.results import versions
+from polyclinic.terminal import Data, Json, err, out, print_json, tell
 
 SAME_COMMAND = "go on with the same command"
 
@@ -50,10 +51,6 @@ class OneSentence(TyperGroup):
         raise typer.Exit(1)
 
 
-def tell(sentence: str) -> None:
-    err.print(Text(sentence), soft_wrap=True)
-
-
 app = typer.Typer(
     cls=OneSentence,
     no_args_is_help=True,
@@ -61,10 +58,8 @@ app = typer.Typer(
     add_completion=False,
     help="Federated learning on medical images, for hospitals that differ.",
 )
-out, err = Console(), Console(stderr=True)
+app.add_typer(cli_data.app, name="data")
 
-Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON; progress goes to standard error.")]
-Data = Annotated[Path | None, typer.Option("--data", help="Folder of the data sets (or POLYCLINIC_DATA).")]
 Settings = Annotated[list[str] | None, typer.Option("--set", help="Set a key of the recipe: training.batch=16")]
 Seed = Annotated[int | None, typer.Option("--seed", help="The seed all randomness comes from.")]
 
@@ -124,10 +119,6 @@ def tell_failures(comparison: Comparison) -> None:
         tell(f"error: {failure}")
     if comparison.failures:
         raise typer.Exit(1)
-
-
-def print_json(value: Any) -> None:
-    print(json.dumps(value, indent=2, allow_nan=False))
 
 
 def _version(wanted: bool) -> None:

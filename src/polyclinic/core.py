@@ -96,6 +96,24 @@ class Optimiser:
 
 
 @dataclass(frozen=True)
+class Augment:
+    """Random changes to training images, drawn anew for every image at every step. Evaluation never sees them."""
+
+    rotation: float = 0.0
+    """Turned by up to so many degrees, either way."""
+    flip: bool = False
+    """Left and right change over, in half of the images."""
+    brightness: float = 0.0
+    """Up to so many standard deviations of the image itself are added or taken away."""
+    contrast: float = 0.0
+    """Departures from the image's mean grow or shrink by up to this share."""
+    crop: float = 0.0
+    """Up to this share of the sides is cut off, at a random place; what is left is enlarged."""
+    blur: float = 0.0
+    """A Gaussian blur of up to so many pixels (its σ)."""
+
+
+@dataclass(frozen=True)
 class Training:
     """What every algorithm's local work shares."""
 
@@ -110,6 +128,8 @@ class Training:
     """Share of leaf layers, nearest the output, that is trained; the rest is frozen, its BatchNorm in eval mode."""
     oversample: bool = False
     """Repeat minority-class examples of the training part until all classes are equally frequent."""
+    augment: Augment | None = None
+    """Change training images at random; None leaves them as they are."""
 
 
 @dataclass(frozen=True)

@@ -60,7 +60,7 @@ def draw_curves(series: Mapping[str, Sequence[Point]], title: str, x_label: str,
     last = {name: _last(points) for name, points in series.items()}
     _draw_legend(axes, lines, sorted(series, key=last.__getitem__, reverse=True))
     words = "; ".join(f"{name} {_figure(value)}" for name, value in last.items())
-    _save(figure, path, title, f"Lines of {y_label} against {x_label}. Last values: {words}.")
+    save(figure, path, title, f"Lines of {y_label} against {x_label}. Last values: {words}.")
 
 
 def draw_comparison(rows: Sequence[Row], title: str, value_label: str, path: Path) -> None:
@@ -78,7 +78,7 @@ def draw_comparison(rows: Sequence[Row], title: str, value_label: str, path: Pat
     axes.grid(axis="x", color=FAINT, linewidth=0.8)
     _draw_figures(axes, [_interval(row) for row in rows])
     words = "; ".join(f"{row.name} {_interval(row)}" for row in rows)
-    _save(figure, path, title, f"Dots with intervals of {value_label}. {words}.")
+    save(figure, path, title, f"Dots with intervals of {value_label}. {words}.")
 
 
 def _paper(title: str, height: float) -> tuple[Figure, Axes]:
@@ -160,7 +160,7 @@ def _wrapped(text: str, width: int) -> str:
     return "\n".join(textwrap.wrap(text, width)) or text
 
 
-def _save(figure: Figure, path: Path, title: str, description: str) -> None:
+def save(figure: Figure, path: Path, title: str, description: str) -> None:
     picture = BytesIO()
     metadata = {"Title": title, "Description": description, "Software": None}
     FigureCanvasAgg(figure)

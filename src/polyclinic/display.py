@@ -15,7 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Column, Table
 from rich.text import Text
 
-from polyclinic.compare import Comparison, decimal, sent, show
+from polyclinic.comparison import Comparison, decimal, sent, show
 from polyclinic.recipe import Recipe
 from polyclinic.results import at_site, judged_on
 

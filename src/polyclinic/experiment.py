@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import os
 import tempfile
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +20,9 @@ from torch import nn
 from polyclinic import wire
 from polyclinic.core import Bundle, Federation, Score, SiteId, Stream
 from polyclinic.data import DATASETS
-from polyclinic.data.examples import Images, SiteData, concatenate
+from polyclinic.data.examples import Images, Selection, SiteData, concatenate
 from polyclinic.data.federate import SiteSummary, describe, federate
+from polyclinic.data.folder import VARIABLE
 from polyclinic.engines.local import LocalEngine, WorkerEngine
 from polyclinic.errors import DataError, EngineError, RecipeError, StoreError
 from polyclinic.faults import reach
@@ -50,6 +53,31 @@ class Consortium:
 
     def describe(self) -> list[SiteSummary]:
         return describe(self.sites, self.classes)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A hash over every image and label of every site."""
+        total = hashlib.sha256()
+        for name, site in self.sites.items():
+            for part in (site.train, site.validation, site.test):
+                total.update(f"{name}|{len(part)}".encode())
+                for index in torch.split(torch.arange(len(part)), EVALUATION_BATCH):
+                    for tensor in part.batch(index):
+                        total.update(tensor.contiguous().numpy().data)
+        return total.hexdigest()
+
+    @cached_property
+    def _moved(self) -> dict[torch.device, dict[SiteId, SiteData]]:
+        return {}
+
+    def on(self, device: torch.device) -> dict[SiteId, SiteData]:
+        """The sites with their images on `device`, where images that sites share lie once."""
+        if device.type == "cpu":
+            return dict(self.sites)
+        if device not in self._moved:
+            copies: dict[int, Images] = {}
+            self._moved[device] = {name: _on(site, device, copies) for name, site in self.sites.items()}
+        return dict(self._moved[device])
 
 
 @dataclass(frozen=True)
@@ -95,8 +123,8 @@ def _refuse_names(sites: Mapping[SiteId, SiteData]) -> None:
             raise DataError(f"A site cannot be called {name!r}, which has a meaning in results; rename the site.")
 
 
-def network_of(recipe: Recipe, consortium: Consortium) -> Classifier:
-    """The recipe's network, its first weights from the seed or from a file."""
+def network_of(recipe: Recipe, consortium: Consortium, data: Path | None = None) -> Classifier:
+    """The recipe's network, its first weights from the seed or from a file (in the data folder, or here)."""
     module = build(
         recipe.model.name,
         classes=len(consortium.classes),
@@ -108,8 +136,14 @@ def network_of(recipe: Recipe, consortium: Consortium) -> Classifier:
     if recipe.model.weights == "torchvision":
         adopt_weights(module, download_weights(recipe.model.name), "torchvision")
     elif recipe.model.weights is not None:
-        load_weights(module, recipe.model.weights)
+        load_weights(module, _in_data_folder(recipe.model.weights, data))
     return module
+
+
+def _in_data_folder(weights: str, data: Path | None) -> Path:
+    named = data or os.environ.get(VARIABLE)
+    inside = Path(named) / weights if named else Path(weights)
+    return inside if inside.is_file() else Path(weights)
 
 
 def device_of(recipe: Recipe) -> torch.device:
@@ -155,7 +189,7 @@ class Experiment:
         self.recipe, self.folder, self.watch = recipe, folder, watch
         self.algorithm = recipe.algorithm_of()
         self.consortium = consortium or gather(recipe, data)
-        self.module = network_of(recipe, self.consortium)
+        self.module = network_of(recipe, self.consortium, data)
         if recipe.cohort is not None and recipe.cohort > len(self.consortium.sites):
             raise RecipeError(
                 f"a cohort of {recipe.cohort} is asked of {len(self.consortium.sites)} sites; lower or drop cohort"
@@ -176,7 +210,7 @@ class Experiment:
             )
         device = device_of(recipe)
         self.network = LiveNetwork(self.module, device)
-        self.sites = {name: _on(site, device) for name, site in self.consortium.sites.items()}
+        self.sites = self.consortium.on(device)
         if self.algorithm.pooled:
             self.sites[POOLED] = pool(self.sites)
         initial = weights_of(self.module)
@@ -219,14 +253,7 @@ class Experiment:
 
     def mark(self) -> str:
         """What this run is: a hash over everything that decides its result, the images among it."""
-        total = hashlib.sha256(decisive(self.recipe).encode())
-        for name, site in self.consortium.sites.items():
-            for part in (site.train, site.validation, site.test):
-                total.update(f"{name}|{len(part)}".encode())
-                for index in torch.split(torch.arange(len(part)), EVALUATION_BATCH):
-                    for tensor in part.batch(index):
-                        total.update(tensor.contiguous().numpy().data)
-        return total.hexdigest()[:16]
+        return hashlib.sha256(f"{decisive(self.recipe)}|{self.consortium.fingerprint}".encode()).hexdigest()[:16]
 
     def _memory(self, lent: contextlib.ExitStack) -> MemoryStore:
         """Where sites remember: in the run's folder; without one in this process, or where workers share a disk."""
@@ -295,11 +322,15 @@ class Experiment:
         reach("result-written")
 
 
-def _on(site: SiteData, device: torch.device) -> SiteData:
-    if device.type == "cpu":
-        return site
-    parts = {part: getattr(site, part).to(device) for part in ("train", "validation", "test")}
-    return replace(site, **parts)
+def _on(site: SiteData, device: torch.device, copies: dict[int, Images]) -> SiteData:
+    def moved(part: Any) -> Any:
+        if not isinstance(part, Selection):
+            return part.to(device)
+        key = id(part.shared)
+        copies[key] = copies.get(key) or part.shared.to(device)
+        return part.of_copy(copies[key])
+
+    return SiteData(site.name, moved(site.train), moved(site.validation), moved(site.test))
 
 
 def pool(sites: Mapping[SiteId, SiteData]) -> SiteData:

@@ -23,7 +23,8 @@ from pydantic import (
 )
 
 from polyclinic.algorithms import ALGORITHMS, Averaging
-from polyclinic.core import Optimiser, Training
+from polyclinic.claims import Claim
+from polyclinic.core import Augment, Optimiser, Training
 from polyclinic.data import DATASETS, PARTITIONS
 from polyclinic.data.partition import Partition
 from polyclinic.data.splits import Fractions
@@ -31,9 +32,10 @@ from polyclinic.errors import RecipeError
 from polyclinic.metrics import METRICS
 from polyclinic.models import MODELS
 from polyclinic.pace import EarlyStop, Schedule
+from polyclinic.training_rules import training_problems
 
 CLOSED = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-for _options in (Optimiser, Training, Schedule, EarlyStop, Averaging):
+for _options in (Augment, Optimiser, Training, Schedule, EarlyStop, Averaging):
     setattr(_options, "__pydantic_config__", CLOSED)  # noqa: B010  plain dataclasses; algorithms inherit it
 
 T = TypeVar("T")
@@ -114,6 +116,8 @@ class Recipe(BaseModel):
     """For comparisons: a name for each method and the keys it sets, dotted, on top of this recipe."""
     paper: dict[str, str] = Field(default_factory=dict)
     """What the paper reports for each method, shown beside what we measure."""
+    claims: list[Claim] = Field(default_factory=list)
+    """What the paper claims of these methods, tested when all have run."""
 
     @field_validator("algorithm", "data", "model", "schedule", mode="before")
     @classmethod
@@ -151,10 +155,10 @@ class Recipe(BaseModel):
     def method(self, name: str) -> Recipe:
         """The recipe of one of its `methods`."""
         settings = _choose(self.methods, name, "method", "methods")
-        base = self.model_dump(mode="json") | {"methods": {}, "paper": {}, "name": name}
+        base = self.model_dump(mode="json") | {"methods": {}, "paper": {}, "claims": [], "name": name}
         with _blaming(f"method {name}"):
-            if {"methods", "paper"} & {key.split(".")[0] for key in settings}:
-                raise RecipeError("a method cannot have methods or a paper of its own; set other keys")
+            if {"methods", "paper", "claims"} & {key.split(".")[0] for key in settings}:
+                raise RecipeError("a method cannot have methods, a paper or claims of its own; set other keys")
         return Recipe.of(base, settings, f"method {name}")
 
 
@@ -309,7 +313,7 @@ def _choose(registry: Mapping[str, T], name: str, what: str, key: str) -> T:
 def _check(recipe: Recipe) -> None:
     """Everything that can be known to be wrong before anything runs."""
     _choose(MODELS, recipe.model.name, "model", "model.name")
-    for sentence in (*_training_problems(recipe.training), *_pace_problems(recipe), *_problems(recipe)):
+    for sentence in (*training_problems(recipe.training), *_pace_problems(recipe), *_problems(recipe)):
         raise RecipeError(sentence)
     with _blaming("data"):
         DATASETS[recipe.data.name].options.model_validate(recipe.data.options)
@@ -318,26 +322,6 @@ def _check(recipe: Recipe) -> None:
         recipe.algorithm_of()
     for name in recipe.methods:
         recipe.method(name)
-
-
-def _training_problems(training: Training) -> Iterator[str]:
-    options = training.optimiser
-    if (training.epochs is None) == (training.steps is None):
-        yield "training needs either epochs or steps: to average every τ steps write `epochs: null` and `steps: τ`"
-    if 0 in (training.epochs, training.steps) or min(training.epochs or 1, training.steps or 1) < 1:
-        yield "training.epochs and training.steps start at 1"
-    if not 1 <= training.batch <= 1_000_000:
-        yield f"training.batch is {training.batch}; choose 1 to 1,000,000"
-    if not 0 < training.fine_tune <= 1:
-        yield f"training.fine_tune is {training.fine_tune}; choose a share in (0, 1]"
-    if not 0 < options.lr <= 1e6:
-        yield f"training.optimiser.lr is {options.lr}; choose a positive learning rate of at most 1e6"
-    if not 0 <= options.momentum < 1:
-        yield f"training.optimiser.momentum is {options.momentum}; choose one in [0, 1)"
-    if options.weight_decay < 0:
-        yield f"training.optimiser.weight_decay is {options.weight_decay}; choose 0 or more"
-    if options.name != "sgd" and options.momentum != 0:
-        yield f"{options.name} has no momentum option; leave training.optimiser.momentum at 0"
 
 
 def _pace_problems(recipe: Recipe) -> Iterator[str]:
@@ -384,9 +368,10 @@ def _problems(recipe: Recipe) -> Iterator[str]:
     if engine.workers > 0 and engine.device != "cpu":
         yield "worker processes share the CPU only; set engine.workers: 0 or engine.device: cpu"
     methods = recipe.methods or {recipe.name: {}}
-    for unknown in (method for method in recipe.paper if method not in methods):
+    named = [("paper", name) for name in recipe.paper] + [("claims", n) for c in recipe.claims for n in c.methods]
+    for place, unknown in (pair for pair in named if pair[1] not in methods):
         near = _nearest(unknown, list(methods))
-        yield f"paper: there is no method {unknown!r}{near}; there are: {', '.join(methods)}"
+        yield f"{place}: there is no method {unknown!r}{near}; there are: {', '.join(methods)}"
 
 
 def recipes_folder() -> Path:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from polyclinic.compare import Comparison, compare, lines, markdown
+from polyclinic.compare import compare
+from polyclinic.comparison import Comparison, lines
 from polyclinic.errors import RecipeError, StoreError
 from polyclinic.recipe import Recipe, our_recipes, recipes_folder
-from polyclinic.results import at_site
+from polyclinic.report import markdown
 from polyclinic.rounds import Watch
 from polyclinic.store import named_failure, write_atomically, write_json
 
@@ -73,7 +75,10 @@ def recipes_of(paper: str, quick: bool) -> dict[str, Path]:
 
 def write_page(paper: str, quick: bool, folder: Path) -> tuple[Path, list[Comparison]]:
     """The page from the figures that are kept: runs nothing."""
-    comparisons = [_read(folder / "data" / f"{paper}-{table}.json") for table in recipes_of(paper, quick)]
+    comparisons = [
+        replace(_read(folder / "data" / f"{paper}-{table}.json"), claims=Recipe.load(path).claims)
+        for table, path in recipes_of(paper, quick).items()
+    ]
     head = [f"<!-- Written by `polyclinic reproduce {paper}{' --quick' if quick else ''}`; do not edit. -->", ""]
     notes = recipes_folder() / paper / "notes.md"
     tail = ["", notes.read_text(encoding="utf-8")] if notes.exists() and not quick else []
@@ -90,12 +95,16 @@ def _kept(comparison: Comparison) -> dict[str, Any]:
 
 def _trim(result: Mapping[str, Any]) -> dict[str, Any]:
     kept = {key: result[key] for key in KEPT}
-    model, part = kept["headline"]["model"], kept["headline"]["part"]
-    kept["sites"] = {
-        site: {model: {part: {k: v for k, v in at_site(result, site).items() if k in ("auc", "accuracy", "n")}}}
-        for site in result["sites"]
-    }
+    model = kept["headline"]["model"]
+    for places in ("sites", "merged"):
+        found = result[places] if places == "sites" else {"": result[places]}
+        trimmed = {site: {model: _figures(models.get(model, {}))} for site, models in found.items()}
+        kept[places] = trimmed if places == "sites" else trimmed[""]
     return kept
+
+
+def _figures(parts: Mapping[str, Any]) -> dict[str, Any]:
+    return {part: {name: row[name] for name in ("auc", "accuracy", "loss", "n")} for part, row in parts.items()}
 
 
 def _read(path: Path) -> Comparison:

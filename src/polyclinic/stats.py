@@ -92,6 +92,14 @@ def paired(a: Sequence[float], b: Sequence[float]) -> Paired:
     return Paired(spread.mean, spread.low, spread.high, _paired_p(a, b), spread.n)
 
 
+def holm(values: Sequence[float]) -> list[float]:
+    """p-values adjusted for their number (Holm 1979), in the order given."""
+    order = np.argsort(values, kind="stable")
+    factors = len(values) - np.arange(len(values))
+    adjusted = np.minimum(1, np.maximum.accumulate(np.asarray(values)[order] * factors))
+    return [float(adjusted[place]) for place in np.argsort(order, kind="stable")]
+
+
 def _paired_p(a: Sequence[float], b: Sequence[float]) -> float:
     from scipy import stats
 

@@ -14,8 +14,8 @@ from sklearn.datasets import load_digits
 from polyclinic.core import Stream
 from polyclinic.data import DATASETS, Collection, Fractions, data_folder, federate
 from polyclinic.data.digits import DigitsOptions, digits
-from polyclinic.data.mnist import MnistOptions, mnist
 from polyclinic.data.partition import Iid
+from polyclinic.data.sets.mnist.dataset import MnistOptions, mnist
 from polyclinic.errors import DataError, RecipeError
 
 PUBLISHED = [5923, 6742, 5958, 6131, 5842, 5421, 5918, 6265, 5851, 5949]
@@ -32,14 +32,22 @@ def test_sets_that_need_no_files_load_and_federate(name: str) -> None:
     assert len(federate(data, Iid(sites=4), Fractions(), Stream(0))) == 4
 
 
+PARTS = [{"set": "busi", "site": "a", "task": {}}, {"set": "mias", "site": "b", "task": {}}]
+NEEDED: dict[str, dict[str, object]] = {
+    **{name: {"path": "images"} for name in ("folder", "table", "npz")},
+    "several": {"parts": PARTS},
+}
+"""Options without a default."""
+
+
 @pytest.mark.parametrize("name", DATASETS)
 def test_options_are_frozen_and_closed(name: str) -> None:
     options = DATASETS[name].options
     with pytest.raises(RecipeError, match=f"{options.__name__} has no option 'colour'"):
-        options.model_validate({"colour": True})
+        options.model_validate({"colour": True, **NEEDED.get(name, {})})
     field = next(iter(options.model_fields))
     with pytest.raises(ValidationError, match="frozen"):
-        setattr(options(), field, 64)
+        setattr(options.model_validate(NEEDED.get(name, {})), field, 64)
 
 
 @pytest.mark.parametrize("name", DATASETS)
@@ -142,11 +150,11 @@ def edited(content: bytes, position: int, value: int) -> bytes:
         (
             "train-images-idx3-ubyte",
             lambda b: edited(b, 4, 2**32 - 1),
-            "claims 4294967295 items, where MNIST has 60000",
+            "claims 4294967295 items, where there can be 60000",
         ),
         ("train-images-idx3-ubyte", lambda b: edited(b, 4, 0), "claims 0 items"),
         ("train-images-idx3-ubyte", lambda b: edited(b, 8, 32), "has images of 32 × 28 pixels, not 28 × 28"),
-        ("t10k-images-idx3-ubyte", lambda b: edited(b, 4, 60_000), "claims 60000 items, where MNIST has 10000"),
+        ("t10k-images-idx3-ubyte", lambda b: edited(b, 4, 60_000), "claims 60000 items, where there can be 10000"),
         ("train-labels-idx1-ubyte", lambda b: edited(b[:-1], 4, 19), "has 19 labels for 20 images"),
         ("train-labels-idx1-ubyte", lambda b: b[:-1] + b"\x0a", "has a label 10, not a digit"),
         ("t10k-labels-idx1-ubyte", lambda b: edited(b, 0, 0x803), "starts with 0x00000803, not 0x00000801"),

@@ -63,6 +63,7 @@ def test_reading_a_batch_leaves_the_images_alone() -> None:
 def test_subsets_put_together_are_the_whole(floats: Images) -> None:
     parts = [floats.subset(torch.tensor(rows)) for rows in ([0, 1], [2], [3, 4, 5])]
     whole = concatenate(parts)
+    assert isinstance(whole, Images)
     assert torch.equal(whole.images, floats.images)
     assert torch.equal(whole.labels, floats.labels)
     assert whole.patients == floats.patients
@@ -91,7 +92,7 @@ def test_a_selection_reads_as_the_subset_does_without_a_copy(floats: Images) -> 
 
 def test_selections_put_together_hold_every_image_once(floats: Images) -> None:
     both = concatenate([Selection.of(floats, torch.tensor([0, 2, 5])), Selection.of(floats, torch.tensor([2, 4]))])
-    assert torch.equal(both.images, floats.images[[0, 2, 4, 5]])
+    assert torch.equal(both.batch(torch.arange(4))[0], floats.images[[0, 2, 4, 5]])
     assert both.patients == ("a", "b", "c", "c")
 
 

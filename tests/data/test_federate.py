@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from polyclinic.core import Examples, Stream
-from polyclinic.data import Collection, Fractions, Images, Partition, Selection, SiteData, describe, federate
+from polyclinic.data import Collection, Fractions, Partition, Selection, SiteData, describe, federate
 from polyclinic.data.partition import Admixture, Dirichlet, Iid, Natural, Shards
 from polyclinic.errors import DataError
 from tests.data.samples import collection
@@ -204,5 +204,5 @@ def test_bytes_are_never_called_infinite() -> None:
     data = collection()
     images = (data.images * 255).to(torch.uint8)
     site = federated(replace(data, images=images))["clinic-0"]
-    assert isinstance(site.train, Images)
-    assert site.train.images.dtype == torch.uint8
+    assert isinstance(site.train, Selection)
+    assert site.train.shared.images.dtype == torch.uint8

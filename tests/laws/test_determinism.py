@@ -30,7 +30,7 @@ from polyclinic.core import (
     Training,
     Update,
 )
-from polyclinic.data.examples import Images, SiteData
+from polyclinic.data.examples import Selection, SiteData
 from polyclinic.experiment import Consortium, gather
 from polyclinic.learning.fit import fit, score
 from polyclinic.learning.network import LiveNetwork
@@ -57,8 +57,8 @@ def digits() -> Consortium:
     return Consortium(whole.classes, sites, None, whole.channels, whole.size)
 
 
-def few(examples: Examples) -> Images:
-    assert isinstance(examples, Images)
+def few(examples: Examples) -> Selection:
+    assert isinstance(examples, Selection)
     return examples.subset(torch.arange(80))
 
 

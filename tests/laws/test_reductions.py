@@ -125,6 +125,7 @@ def test_fedsgd_on_any_division_of_the_images_is_full_gradient_descent_on_all_of
     sites, network = clinics(12, 7, 4, dtype=torch.float64), small(norm=False, dtype=torch.float64)
     divided = play(FedSGD(SGD), sites, network, 5)
     train = concatenate([held.train for held in sites.values() if isinstance(held.train, Images)])
+    assert isinstance(train, Images)
     whole_batches = replace(SGD, batch=23)
     pooled = plain_training(network, train, whole_batches, "any", [range(5)])
     for name, value in pooled["model"].items():

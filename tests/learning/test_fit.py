@@ -79,7 +79,7 @@ def test_batches_of_one_are_as_many_as_there_are_examples() -> None:
 
 def seen_by(training: Training, rounds: int, whole: bool = False) -> list[list[Tensor]]:
     labels = torch.arange(13) % 3
-    return [micro for r in range(1, rounds + 1) for micro in walk(labels, training, STREAM, r, whole)]
+    return [micro for r in range(1, rounds + 1) for _, micro in walk(labels, training, STREAM, r, whole)]
 
 
 def flat(steps: list[list[Tensor]]) -> list[list[int]]:
@@ -103,6 +103,16 @@ def test_whole_epochs_are_one_step_each() -> None:
     whole = seen_by(Training(batch=4), rounds=6, whole=True)
     assert [len(micro) for micro in whole] == [3] * 6
     assert flat(whole) == flat(seen_by(Training(batch=4), rounds=6))
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_steps_are_numbered_over_the_run(whole: bool) -> None:
+    labels, per_epoch = torch.arange(13) % 3, 1 if whole else 3
+    for training, rounds in ((Training(batch=4), 6), (Training(batch=4, epochs=3), 2)):
+        walked = [number for r in range(1, rounds + 1) for number, _ in walk(labels, training, STREAM, r, whole)]
+        assert walked == list(range(6 * per_epoch))
+    by_steps = Training(batch=4, epochs=None, steps=4)
+    assert [number for r in (1, 2) for number, _ in walk(labels, by_steps, STREAM, r, False)] == list(range(8))
 
 
 class Sealed(Images):

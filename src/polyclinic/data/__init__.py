@@ -12,10 +12,23 @@ from polyclinic.data.digits import DigitsOptions, digits
 from polyclinic.data.examples import Collection, Images, Selection, SiteData, concatenate
 from polyclinic.data.federate import SiteSummary, describe, federate
 from polyclinic.data.folder import data_folder
-from polyclinic.data.mnist import MnistOptions, mnist
+from polyclinic.data.load import load
 from polyclinic.data.options import Options
-from polyclinic.data.partition import PARTITIONS, Partition
+from polyclinic.data.own import (
+    FolderOptions,
+    OwnOptions,
+    SeveralOptions,
+    TableOptions,
+    own_folder,
+    own_npz,
+    own_table,
+    several,
+)
+from polyclinic.data.partition import PARTITIONS, Natural, Partition
 from polyclinic.data.phantom import PhantomOptions, phantom
+from polyclinic.data.preparation import ImageOptions
+from polyclinic.data.records import Listing
+from polyclinic.data.sets import SETS, NamedSet
 from polyclinic.data.splits import Fractions, split
 
 __all__ = [
@@ -25,6 +38,7 @@ __all__ = [
     "Dataset",
     "Fractions",
     "Images",
+    "Natural",
     "Options",
     "Partition",
     "Selection",
@@ -48,7 +62,34 @@ class Dataset:
     about: str
     licence: str
     classes: tuple[str, ...]
-    """With the default options."""
+    """With the default options; () where they depend on the files."""
+    read: Callable[[Any, Path | None], Listing] | None = None
+    """(options, data folder) -> what is listed, nothing opened; None where images are not files."""
+
+
+def _read(named: NamedSet) -> Callable[[Any, Path | None], Listing]:
+    def read(options: Any, folder: Path | None) -> Listing:
+        return named.read(options, data_folder(folder) / (named.folder or named.name))
+
+    return read
+
+
+def _loading(read: Callable[[Any, Path | None], Listing]) -> Callable[[Any, Stream, Path | None], Collection]:
+    return lambda options, stream, folder: load(read(options, folder), options, stream)
+
+
+def _public(named: NamedSet) -> Dataset:
+    read = _read(named)
+    about, licence = named.about, named.licence
+    return Dataset(named.load or _loading(read), named.options, about, licence, named.classes, read)
+
+
+def _several(options: SeveralOptions, folder: Path | None) -> Listing:
+    return several(options, data_folder(folder), SETS)
+
+
+def _own(read: Callable[[Any, Path | None], Listing], options: type[ImageOptions], about: str) -> Dataset:
+    return Dataset(_loading(read), options, about, "yours", (), read)
 
 
 DATASETS: Mapping[str, Dataset] = {
@@ -66,11 +107,9 @@ DATASETS: Mapping[str, Dataset] = {
         licence="CC BY 4.0",
         classes=tuple("0123456789"),
     ),
-    "mnist": Dataset(
-        load=mnist,
-        options=MnistOptions,
-        about="60,000 + 10,000 handwritten digits of 28 × 28 pixels (LeCun, Cortes and Burges)",
-        licence="CC BY-SA 3.0",
-        classes=tuple("0123456789"),
-    ),
+    "folder": _own(own_folder, FolderOptions, "your images in folders: of classes, of sites, as you say"),
+    "table": _own(own_table, TableOptions, "your images as a CSV file lists them: path, label, site, patient, split"),
+    "npz": _own(own_npz, OwnOptions, "your images as arrays in one npz file"),
+    "several": _own(_several, SeveralOptions, "several public sets side by side, a site each, under common classes"),
+    **{name: _public(named) for name, named in SETS.items()},
 }

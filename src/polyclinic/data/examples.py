@@ -58,7 +58,7 @@ class Images:
 
 @dataclass(frozen=True)
 class Selection:
-    """Some rows of images that other sites share: fifty overlapping sites need not hold fifty copies."""
+    """Some rows of images that lie in memory, or in a mapped file, once for all sites."""
 
     shared: Images
     rows: Tensor
@@ -76,16 +76,21 @@ class Selection:
     def batch(self, index: Tensor) -> Batch:
         return self.shared.batch(self.rows.index_select(0, index.to(self.rows.device)))
 
-    def to(self, device: torch.device | str) -> Selection:
-        return replace(self, shared=self.shared.to(device), rows=self.rows.to(device), labels=self.labels.to(device))
+    def subset(self, index: Tensor) -> Selection:
+        return Selection.of(self.shared, self.rows.cpu()[index])
+
+    def of_copy(self, shared: Images) -> Selection:
+        """The same rows of a copy of the images, on whatever device that is."""
+        device = shared.labels.device
+        return replace(self, shared=shared, rows=self.rows.to(device), labels=self.labels.to(device))
 
 
-def concatenate(parts: Sequence[Images | Selection]) -> Images:
+def concatenate(parts: Sequence[Images | Selection]) -> Images | Selection:
     """All parts, one after the other; of selections every image once, however many sites share it."""
     selections = [part for part in parts if isinstance(part, Selection)]
     if selections:
         rows = np.unique(np.concatenate([part.rows.cpu().numpy() for part in selections]))
-        return selections[0].shared.subset(torch.from_numpy(rows))
+        return Selection.of(selections[0].shared, torch.from_numpy(rows))
     return _joined([part for part in parts if isinstance(part, Images)])
 
 

@@ -8,8 +8,8 @@ from typing import TypedDict
 import numpy as np
 import torch
 
-from polyclinic.core import Examples, Part, Stream
-from polyclinic.data.examples import Collection, Selection, SiteData
+from polyclinic.core import Stream
+from polyclinic.data.examples import Collection, Images, Selection, SiteData
 from polyclinic.data.partition import Partition
 from polyclinic.data.patients import Indices
 from polyclinic.data.splits import PARTS, Fractions, Parts, split
@@ -43,7 +43,8 @@ def federate(
     parts = (_split_once if overlapping else _split_each)(collection, members, fractions, stream.child("split"))
     for name in members:
         _check_parts(name, parts[name], collection, fractions, allow_single_class)
-    return {name: _site(name, collection, parts[name], overlapping) for name in members}
+    everything = collection.examples()
+    return {name: _site(name, everything, parts[name]) for name in members}
 
 
 def describe(sites: Mapping[str, SiteData], classes: tuple[str, ...]) -> list[SiteSummary]:
@@ -51,14 +52,8 @@ def describe(sites: Mapping[str, SiteData], classes: tuple[str, ...]) -> list[Si
     return [_summary(site, classes) for site in sites.values()]
 
 
-def _site(name: str, collection: Collection, parts: Parts, overlapping: bool) -> SiteData:
-    everything = collection.examples()
-
-    def examples(part: Part) -> Examples:
-        rows = torch.from_numpy(parts[part])
-        return Selection.of(everything, rows) if overlapping else everything.subset(rows)
-
-    return SiteData(name, examples("train"), examples("validation"), examples("test"))
+def _site(name: str, everything: Images, parts: Parts) -> SiteData:
+    return SiteData(name, **{part: Selection.of(everything, torch.from_numpy(parts[part])) for part in PARTS})
 
 
 def _summary(site: SiteData, classes: tuple[str, ...]) -> SiteSummary:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from polyclinic.core import (
+    Augment,
+    Batch,
     Bundle,
     Examples,
     Fit,
@@ -21,6 +24,7 @@ from polyclinic.core import (
     Tensors,
     Training,
 )
+from polyclinic.learning.augment import augmented
 from polyclinic.learning.network import LiveNetwork
 
 
@@ -56,16 +60,20 @@ def batches_per_epoch(examples: int, batch: int) -> int:
     return max(1, whole + (left > 1 or (left == 1 and whole == 0)))
 
 
-def walk(labels: Tensor, training: Training, stream: Stream, round: int, whole: bool) -> Iterator[list[Tensor]]:
-    """The batches of each step of one round.
+def walk(
+    labels: Tensor, training: Training, stream: Stream, round: int, whole: bool
+) -> Iterator[tuple[int, list[Tensor]]]:
+    """Each step of one round: its number and its batches.
 
-    Epochs are numbered over the whole run, so averaging more often changes when sites meet, not what they see: the
-    same site draws the same order in epoch e whether that epoch is a round, a part of one, or spans several.
+    Epochs and steps are numbered over the whole run, so averaging more often changes when sites meet, not what they
+    see: the same site draws the same order in epoch e whether that epoch is a round, a part of one, or spans several,
+    and changes the images of step s in the same way.
     """
     if training.epochs is not None:
         for epoch in range((round - 1) * training.epochs, round * training.epochs):
             cut = batches(labels, training, stream.child("order", epoch))
-            yield from [cut] if whole else ([index] for index in cut)
+            steps_of_epoch = [cut] if whole else [[index] for index in cut]
+            yield from enumerate(steps_of_epoch, epoch * len(steps_of_epoch))
     else:
         steps = training.steps or 1
         epoch, cut = -1, []
@@ -74,7 +82,7 @@ def walk(labels: Tensor, training: Training, stream: Stream, round: int, whole: 
             if position // per_epoch != epoch:
                 epoch = position // per_epoch
                 cut = batches(labels, training, stream.child("order", epoch))
-            yield [cut[position % per_epoch]]
+            yield position, [cut[position % per_epoch]]
 
 
 def make_optimiser(parameters: list[torch.nn.Parameter], options: Optimiser, lr: float) -> torch.optim.Optimizer:
@@ -95,12 +103,13 @@ def fit(job: Fit, network: LiveNetwork, data: Examples, site: Site, stream: Stre
     restore_optimisers(optimisers, network, moving, job.optimiser_state)
     count, total = 0, torch.zeros((), device=network.device)
     with draws_from(stream.child("dropout", site.round), network.device):
-        for micro in walk(data.labels, training, stream, site.round, job.whole):
+        for number, micro in walk(data.labels, training, stream, site.round, job.whole):
+            look = partial(seen, data, training.augment, stream.child("augment", number))
             for step, names, optimiser in zip(steps, moving, optimisers, strict=True):
                 if len(steps) > 1:
                     network.require_gradients(names)
                 optimiser.zero_grad(set_to_none=True)
-                loss = _gradient(step, network, live, data, micro, reference)
+                loss = _gradient(step, network, live, look, micro, reference)
                 optimiser.step()
             total += loss
             count += 1
@@ -108,18 +117,29 @@ def fit(job: Fit, network: LiveNetwork, data: Examples, site: Site, stream: Stre
     return Fitted(network.take(), count, float(total) / max(count, 1), state)
 
 
+def seen(data: Examples, augment: Augment | None, stream: Stream, position: int, index: Tensor) -> Batch:
+    """The examples at `index` as a step sees them; `position` is the batch's among those of the step."""
+    images, labels = data.batch(index)
+    return (images if augment is None else augmented(images, augment, stream.child(position))), labels
+
+
 def _gradient(
-    step: Step, network: LiveNetwork, live: Bundle, data: Examples, micro: list[Tensor], reference: Bundle
+    step: Step,
+    network: LiveNetwork,
+    live: Bundle,
+    look: Callable[[int, Tensor], Batch],
+    micro: list[Tensor],
+    reference: Bundle,
 ) -> Tensor:
     """Leave the gradient of the mean over `micro` in the parameters; returns the mean loss, detached."""
     if len(micro) == 1:
-        loss = step.objective(network, live, data.batch(micro[0]), reference)
+        loss = step.objective(network, live, look(0, micro[0]), reference)
         loss.backward()  # type: ignore[no-untyped-call]
         return loss.detach()
     examples = sum(len(index) for index in micro)
     total = torch.zeros((), device=network.device)
-    for index in micro:
-        loss = step.objective(network, live, data.batch(index), reference) * (len(index) / examples)
+    for position, index in enumerate(micro):
+        loss = step.objective(network, live, look(position, index), reference) * (len(index) / examples)
         loss.backward()  # type: ignore[no-untyped-call]
         total += loss.detach()
     return total

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -60,13 +60,21 @@ class LiveNetwork:
         for kind, live in self.live.items():
             given = weights.get(kind, {})
             if live:
-                torch._foreach_copy_(list(live.values()), [given[name] for name in live])
+                wanted = [given[name] for name in live]
+                on_cpu = self.device.type == "cpu"
+                torch._foreach_copy_(list(live.values()), wanted if on_cpu else across(wanted, self.device))
         return self.live
 
     @torch.no_grad()
     def take(self) -> Bundle:
         """A copy of the live weights, on the CPU."""
-        return {kind: {n: t.detach().to("cpu", copy=True) for n, t in g.items()} for kind, g in self.live.items()}
+        if self.device.type == "cpu":
+            return {kind: {n: t.detach().clone() for n, t in g.items()} for kind, g in self.live.items()}
+        home = torch.device("cpu")
+        return {
+            kind: dict(zip(group, across([t.detach() for t in group.values()], home), strict=True))
+            for kind, group in self.live.items()
+        }
 
     def training_mode(self, trainable: frozenset[str]) -> None:
         """Train mode, but normalisation layers whose own parameters are frozen stay in eval."""
@@ -89,6 +97,17 @@ class LiveNetwork:
         for name, parameter in chosen.items():
             parameter.requires_grad_(name in names)
         return [p for n, p in chosen.items() if n in names and isinstance(p, nn.Parameter)]
+
+
+def across(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    """Copies on another device, moved as one block per dtype: each of hundreds of small ones would wait its turn."""
+    moved: dict[int, Tensor] = {}
+    for dtype in {tensor.dtype for tensor in tensors}:
+        chosen = [position for position, tensor in enumerate(tensors) if tensor.dtype == dtype]
+        block = torch.cat([tensors[position].reshape(-1) for position in chosen]).to(device)
+        pieces = torch.split(block, [tensors[position].numel() for position in chosen])
+        moved |= {p: piece.reshape(tensors[p].shape).clone() for p, piece in zip(chosen, pieces, strict=True)}
+    return [moved[position] for position in range(len(tensors))]
 
 
 def weights_of(module: nn.Module) -> Bundle:

@@ -2,14 +2,8 @@
 
 from __future__ import annotations
 
-import gzip
-import io
-import math
-import struct
-import zlib
 from pathlib import Path
 
-import numpy as np
 import torch
 from pydantic import Field
 from torch import Tensor
@@ -18,6 +12,9 @@ from polyclinic.core import Stream
 from polyclinic.data.examples import Collection, Images
 from polyclinic.data.folder import data_folder
 from polyclinic.data.options import Options
+from polyclinic.data.records import Listing, Record
+from polyclinic.data.sets.base import Download, NamedSet
+from polyclinic.data.sources.idx import read_idx
 from polyclinic.errors import DataError
 
 CLASSES = tuple("0123456789")
@@ -42,9 +39,9 @@ def mnist(options: MnistOptions, stream: Stream, folder: Path | None = None) -> 
 
 def _pair(home: Path, prefix: str) -> tuple[Tensor, Tensor]:
     most = PUBLISHED[prefix]
-    images = _read_idx(_find(home, f"{prefix}-images-idx3-ubyte"), (SIDE, SIDE), most)
+    images = read_idx(_find(home, f"{prefix}-images-idx3-ubyte"), (SIDE, SIDE), most)
     path = _find(home, f"{prefix}-labels-idx1-ubyte")
-    labels = _read_idx(path, (), most).long()
+    labels = read_idx(path, (), most).long()
     if len(images) != len(labels):
         raise DataError(f"'{path}' has {len(labels)} labels for {len(images)} images; get the four files anew.")
     if len(labels) and labels.max() > 9:
@@ -59,36 +56,36 @@ def _find(home: Path, name: str) -> Path:
     raise DataError(f"'{home / name}' is missing, plain and .gz; put MNIST's four idx files into '{home}'.")
 
 
-def _read_idx(path: Path, shape: tuple[int, ...], most: int) -> Tensor:
-    """The items of an idx file of bytes. The header is believed only within what MNIST can be."""
-    try:
-        with _opened(path) as file:
-            count = _count(path, file.read(8 + 4 * len(shape)), shape, most)
-            size = count * math.prod(shape)
-            body = file.read(size + 1)
-    except (OSError, EOFError, zlib.error) as error:
-        raise DataError(f"'{path}' cannot be read ({error}); get the file anew.") from None
-    if len(body) != size:
-        found = "is truncated" if len(body) < size else "has bytes after its end"
-        raise DataError(f"'{path}' {found}: its header promises {size} bytes of content; get the file anew.")
-    return torch.from_numpy(np.frombuffer(bytearray(body), dtype=np.uint8)).reshape(count, *shape)
+def read(options: MnistOptions, folder: Path) -> Listing:  # noqa: ARG001  the contract's
+    """Every digit with its official part, for `data check`."""
+    records: list[Record] = []
+    for prefix, part in (("train", "train"), ("t10k", "test")):
+        path = _find(folder, f"{prefix}-images-idx3-ubyte")
+        _, labels = _pair(folder, prefix)
+        records += [
+            Record(path, str(label), split=part, where=f"{prefix} image {row + 1}", row=row)
+            for row, label in enumerate(labels.tolist())
+        ]
+    return Listing("mnist", folder, tuple(records), CLASSES, declared=True)
 
 
-def _opened(path: Path) -> io.BufferedIOBase:
-    return gzip.GzipFile(path) if path.suffix == ".gz" else path.open("rb")
-
-
-def _count(path: Path, header: bytes, shape: tuple[int, ...], most: int) -> int:
-    fields = 2 + len(shape)
-    if len(header) < 4 * fields:
-        raise DataError(f"'{path}' is truncated within its header; get the file anew.")
-    magic, count, *sides = struct.unpack(f">{fields}I", header)
-    wanted = 0x800 + 1 + len(shape)
-    if magic != wanted:
-        raise DataError(f"'{path}' starts with {magic:#010x}, not {wanted:#010x}: it is not this idx file.")
-    if tuple(sides) != shape:
-        found = " × ".join(str(side) for side in sides)
-        raise DataError(f"'{path}' has images of {found} pixels, not {SIDE} × {SIDE}; it is not MNIST.")
-    if not 1 <= count <= most:
-        raise DataError(f"'{path}' claims {count} items, where MNIST has {most}; get the file anew.")
-    return int(count)
+SET = NamedSet(
+    name="mnist",
+    about="60,000 + 10,000 handwritten digits of 28 × 28 pixels (LeCun, Cortes and Burges)",
+    licence="CC BY-SA 3.0",
+    classes=CLASSES,
+    read=read,
+    obtain="Get the four files train-images-idx3-ubyte, train-labels-idx1-ubyte, t10k-images-idx3-ubyte and "
+    "t10k-labels-idx1-ubyte, plain or .gz.",
+    options=MnistOptions,
+    load=mnist,
+    downloads=tuple(
+        Download(f"https://ossci-datasets.s3.amazonaws.com/mnist/{name}.gz", sha256, f"{name}.gz")
+        for name, sha256 in {
+            "train-images-idx3-ubyte": "440fcabf73cc546fa21475e81ea370265605f56be210a4024d2ca8f203523609",
+            "train-labels-idx1-ubyte": "3552534a0a558bbed6aed32b30c495cca23d567ec52cac8be1a0730e8010255c",
+            "t10k-images-idx3-ubyte": "8d422c7b0a1c1c79245a5bcf07fe86e33eeafee792b84584aec276f5a2dbc4e6",
+            "t10k-labels-idx1-ubyte": "f7ae60f92e00ec6debd23a6088c31dbd2371eca3ffa0defaefb259924204aec6",
+        }.items()
+    ),
+)

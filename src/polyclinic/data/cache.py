@@ -1,0 +1,132 @@
+"""Decoded and resized images on disk, once per preparation: mapped into memory, checksummed, safe for many readers.
+
+A cached set is a folder named by a hash over the preparation and over every file's path, size and time of change; it
+holds pixels and nothing else: no name, no label, no patient. It lies under POLYCLINIC_CACHE, or XDG_CACHE_HOME, or
+~/.cache, readable by its owner only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import PIL
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from polyclinic.data.preparation import Preparation
+from polyclinic.data.records import Record
+from polyclinic.errors import StoreError
+from polyclinic.store import named_failure, write_json
+
+VARIABLE = "POLYCLINIC_CACHE"
+LAYOUT = 1
+"""Of the files and of the preparation; a change of either makes everything anew."""
+BLOCK = 1 << 24
+
+Pixels = NDArray[np.uint8]
+Fill = Callable[[Pixels], None]
+"""Writes all images into the array it is given."""
+
+
+def cache_folder() -> Path:
+    named = os.environ.get(VARIABLE)
+    if named:
+        return Path(named)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "polyclinic"
+
+
+def cached(records: Sequence[Record], preparation: Preparation, fill: Fill) -> Tensor:
+    """The prepared images of `records`, n × channels × size × size bytes, from the cache or made now and kept there."""
+    shape = shape_of(records, preparation)
+    home = cache_folder()
+    with named_failure(home):
+        home.mkdir(mode=0o700, parents=True, exist_ok=True)
+    folder = home / key_of(records, preparation)
+    with _alone(home / f"{folder.name}.lock"):
+        if not _is_sound(folder, shape):
+            _make(folder, shape, fill)
+    return torch.from_file(str(folder / "pixels"), shared=False, size=_size(shape), dtype=torch.uint8).reshape(shape)
+
+
+def shape_of(records: Sequence[Record], preparation: Preparation) -> tuple[int, int, int, int]:
+    return len(records), preparation.channels, preparation.size, preparation.size
+
+
+def key_of(records: Sequence[Record], preparation: Preparation) -> str:
+    """What decides the pixels: layout, decoder, preparation, and which state of which files."""
+    total = hashlib.sha256(f"{LAYOUT}|{PIL.__version__}|{preparation.model_dump_json()}".encode())
+    states: dict[Path, str] = {}
+    for record in records:
+        if record.path not in states:
+            state = record.path.stat()
+            states[record.path] = f"{record.path.resolve()}|{state.st_size}|{state.st_mtime_ns}"
+        total.update(f"{states[record.path]}|{record.array}|{record.row}\n".encode())
+    return total.hexdigest()[:32]
+
+
+def _size(shape: tuple[int, ...]) -> int:
+    return int(np.prod(shape, dtype=np.int64))
+
+
+@contextlib.contextmanager
+def _alone(lock: Path) -> Iterator[None]:
+    """One process makes a set while others wait for it."""
+    with named_failure(lock), open(lock, "wb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _make(folder: Path, shape: tuple[int, ...], fill: Fill) -> None:
+    """Written beside its place and renamed when whole, so that a killed process leaves nothing that looks finished."""
+    draft = folder.with_name(f"{folder.name}.draft")
+    shutil.rmtree(draft, ignore_errors=True)
+    _refuse_full_disk(folder.parent, _size(shape))
+    try:
+        with named_failure(draft):
+            draft.mkdir(mode=0o700)
+            pixels = np.memmap(draft / "pixels", np.uint8, "w+", shape=shape)
+            fill(pixels)
+            pixels.flush()
+            write_json(draft / "index.json", {"shape": list(shape), "sha256": _checksum(draft / "pixels")})
+            shutil.rmtree(folder, ignore_errors=True)
+            os.rename(draft, folder)
+    except BaseException:
+        shutil.rmtree(draft, ignore_errors=True)
+        raise
+
+
+def _refuse_full_disk(home: Path, wanted: int) -> None:
+    """A mapped file that outgrows the disk ends the process without a word, so ask first."""
+    free = shutil.disk_usage(home).free
+    if wanted > free:
+        raise StoreError(
+            f"the prepared images need {wanted / 2**20:,.0f} MiB but {home} has {free / 2**20:,.0f} MiB left; "
+            f"make room, set {VARIABLE} to another folder, or set cache: false"
+        )
+
+
+def _is_sound(folder: Path, shape: tuple[int, ...]) -> bool:
+    """Whether the set is there, whole, and has the bytes it was written with."""
+    try:
+        index: dict[str, Any] = json.loads((folder / "index.json").read_text())
+        return bool(index["shape"] == list(shape) and index["sha256"] == _checksum(folder / "pixels"))
+    except (OSError, ValueError, LookupError, TypeError):
+        return False
+
+
+def _checksum(path: Path) -> str:
+    total = hashlib.sha256()
+    with open(path, "rb") as file:
+        while block := file.read(BLOCK):
+            total.update(block)
+    return total.hexdigest()

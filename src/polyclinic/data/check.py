@@ -1,0 +1,80 @@
+"""What is wrong with a set of images, found before anybody trains on it: every file is opened once.
+
+Names of patients and files appear in nothing that is found: an image is told by where it is listed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from polyclinic.data.checks.duplicates import duplicate_findings
+from polyclinic.data.checks.faults import by, sayable, used_positions
+from polyclinic.data.checks.files import file_findings
+from polyclinic.data.checks.labels import label_findings, said_labels
+from polyclinic.data.checks.looks import Progress, look_at
+from polyclinic.data.checks.people import people_findings
+from polyclinic.data.findings import Finding
+from polyclinic.data.records import Listing
+
+LEVELS = ("stop", "warn", "note")
+RARE = "(rare ones)"
+"""Stands for labels or sites so rare that they might be a patient's name in the wrong column."""
+
+
+@dataclass(frozen=True)
+class Checked:
+    name: str
+    images: int
+    """Listed; `classes` and `sites` count those that are in use."""
+    classes: Mapping[str, int]
+    sites: Mapping[str, int]
+    findings: tuple[Finding, ...]
+    """Those that stop training first; those that the loader has dealt with last."""
+
+    @property
+    def may_train(self) -> bool:
+        return not any(finding.stops for finding in self.findings)
+
+    def as_json(self) -> dict[str, Any]:
+        findings = [
+            asdict(finding) | {"where": list(finding.where), "positions": list(finding.positions)}
+            for finding in self.findings
+        ]
+        return {
+            "name": self.name,
+            "images": self.images,
+            "classes": dict(self.classes),
+            "sites": dict(self.sites),
+            "may_train": self.may_train,
+            "findings": findings,
+        }
+
+
+def check(listing: Listing, workers: int = 0, report: Progress | None = None) -> Checked:
+    """Look at every image and every record. `workers` threads decode (0: one per core); `report` hears the progress."""
+    looks = look_at(listing, workers, report)
+    found = [
+        *file_findings(listing, looks),
+        *duplicate_findings(listing, looks),
+        *label_findings(listing),
+        *people_findings(listing),
+    ]
+    found.sort(key=lambda finding: (bool(finding.handled), LEVELS.index(finding.level)))
+    used = used_positions(listing)
+    labels = by(listing, used, lambda record: record.label)
+    sites = by(listing, used, lambda record: record.site)
+    return Checked(
+        name=listing.name,
+        images=len(listing.records),
+        classes=_counted(labels, said_labels(listing, labels)),
+        sites=_counted(sites, set(sayable(listing, sites))),
+        findings=tuple(found),
+    )
+
+
+def _counted(groups: Mapping[str, list[int]], said: set[str]) -> dict[str, int]:
+    counts = {name: len(groups[name]) for name in sorted(said & groups.keys())}
+    rare = sum(map(len, groups.values())) - sum(counts.values())
+    return counts | ({RARE: rare} if rare else {})

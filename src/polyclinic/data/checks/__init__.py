@@ -1,0 +1,1 @@
+"""The faults that `polyclinic.data.check` looks for, by where they show."""

@@ -1,0 +1,158 @@
+"""From a listing to a collection: the task, what stops training, the pixels, the numbers."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from polyclinic.core import Stream
+from polyclinic.data.cache import Pixels, cached, shape_of
+from polyclinic.data.checks.files import missing_files, unreadable_files
+from polyclinic.data.checks.labels import label_findings
+from polyclinic.data.examples import Collection, PerChannel
+from polyclinic.data.findings import Finding, refuse
+from polyclinic.data.preparation import NORMALISATIONS, ImageOptions, Preparation
+from polyclinic.data.prepare import prepare
+from polyclinic.data.records import Listing, Record
+from polyclinic.data.sources.pixels import Unreadable, decode, stream_rows
+from polyclinic.errors import DataError
+
+
+def load(listing: Listing, options: ImageOptions, stream: Stream) -> Collection:
+    """Everything the listing uses, checked, decoded once, as one collection."""
+    listing = for_task(listing, options.task)
+    refuse(before_decoding(listing))
+    records = drawn(listing.used, options.limit, stream.child("limit"))
+    images = pixels_of(replace(listing, records=records), options)
+    numbers = {name: number for number, name in enumerate(listing.classes)}
+    labels = torch.tensor([numbers[record.label] for record in records])
+    mean, std = _normalisation(options)
+    return Collection(
+        images,
+        labels,
+        listing.classes,
+        tuple(record.patient or f"image-{position}" for position, record in enumerate(records, 1)),
+        _column(record.site for record in records),
+        _column(record.split for record in records) if listing.official else None,
+        mean=mean,
+        std=std,
+    )
+
+
+def for_task(listing: Listing, task: dict[str, list[str]] | None) -> Listing:
+    """The listing with the task's classes in place of its labels; other labels are left out of use."""
+    if task is None:
+        return listing
+    named = [label for labels in task.values() for label in labels]
+    if len(task) < 2 or len(set(named)) < len(named):
+        raise DataError("The task needs two classes or more, and each label in one of them; mend data.task.")
+    unknown = sorted(set(named) - set(listing.classes))
+    if unknown:
+        raise DataError(
+            f"The task names the label '{unknown[0]}', which {listing.name} does not have; "
+            f"it has: {', '.join(listing.classes)}."
+        )
+    group = {label: name for name, labels in task.items() for label in labels}
+    outside = set(listing.classes) - set(named)
+    records = [
+        replace(record, excluded=record.excluded or "not part of the task")
+        if record.label in outside
+        else replace(record, label=group.get(record.label, record.label))
+        for record in listing.records
+    ]
+    return replace(listing, records=tuple(records), classes=tuple(task), declared=True)
+
+
+def before_decoding(listing: Listing) -> Iterator[Finding]:
+    """What stops training and can be seen without opening a file. Parts and sites are `federate`'s to judge."""
+    if not listing.used:
+        raise DataError(f"{listing.name} has no image to use; check where it was loaded from.")
+    gone = [position for position, record in enumerate(listing.records) if not record.path.is_file()]
+    yield from missing_files(listing, gone)
+    yield from label_findings(listing)
+
+
+def drawn(records: tuple[Record, ...], limit: int | None, stream: Stream) -> tuple[Record, ...]:
+    """At most `limit` images, patient after patient in random order; their own order is kept."""
+    if limit is None or limit >= len(records):
+        return records
+    names = [record.patient or f"image-{position}" for position, record in enumerate(records)]
+    patients = sorted(set(names))
+    rank = {patients[p]: n for n, p in enumerate(torch.randperm(len(patients), generator=stream.generator()).tolist())}
+    kept = sorted(range(len(records)), key=lambda position: (rank[names[position]], position))[:limit]
+    return tuple(records[position] for position in sorted(kept))
+
+
+def pixels_of(listing: Listing, options: ImageOptions) -> Tensor:
+    """The prepared images of all records, from the cache unless the options say otherwise."""
+    preparation = options.preparation
+    if options.cache:
+        return cached(listing.records, preparation, lambda pixels: decode_into(pixels, listing, preparation))
+    pixels: Pixels = np.empty(shape_of(listing.records, preparation), np.uint8)
+    decode_into(pixels, listing, preparation)
+    return torch.from_numpy(pixels)
+
+
+def decode_into(pixels: Pixels, listing: Listing, preparation: Preparation) -> None:
+    """Decode and prepare every record into its row of `pixels`; what cannot be read is told, all of it."""
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        jobs = [pool.submit(work) for work in _work(pixels, listing.records, preparation)]
+        broken = dict(sorted(problem for job in jobs for problem in job.result()))
+    refuse(unreadable_files(listing, broken))
+
+
+Problems: TypeAlias = list[tuple[int, str]]
+"""Positions of records that could not be read, each with the reason."""
+
+
+def _work(pixels: Pixels, records: Sequence[Record], preparation: Preparation) -> Iterator[Callable[[], Problems]]:
+    """Pieces of work: a file each, or all rows of one array."""
+    stacks: dict[tuple[Path, str], list[int]] = {}
+    for position, record in enumerate(records):
+        if record.row is None:
+            yield partial(_decode, pixels, position, record.path, preparation)
+        else:
+            stacks.setdefault((record.path, record.array), []).append(position)
+    for (path, array), positions in stacks.items():
+        rows = {position: records[position].row or 0 for position in positions}
+        yield partial(_decode_rows, pixels, rows, path, array, preparation)
+
+
+def _decode(pixels: Pixels, position: int, path: Path, preparation: Preparation) -> Problems:
+    try:
+        pixels[position] = prepare(decode(path, preparation.bits).pixels, preparation)
+    except Unreadable as problem:
+        return [(position, str(problem))]
+    return []
+
+
+def _decode_rows(pixels: Pixels, rows: Mapping[int, int], path: Path, array: str, preparation: Preparation) -> Problems:
+    places = sorted(rows, key=lambda position: rows[position])
+    try:
+        found = stream_rows(path, array, [rows[position] for position in places], preparation.bits)
+        for position, image in zip(places, found, strict=True):
+            pixels[position] = prepare(image, preparation)
+    except Unreadable as problem:
+        return [(position, str(problem)) for position in places]
+    return []
+
+
+def _normalisation(options: ImageOptions) -> tuple[PerChannel, PerChannel]:
+    if options.normalise == "none":
+        return 0.0, 1.0
+    mean, std = NORMALISATIONS[options.normalise]
+    return (mean, std) if options.channels == 3 else (sum(mean) / 3, sum(std) / 3)
+
+
+def _column(values: Iterable[str]) -> tuple[str, ...] | None:
+    column = tuple(values)
+    return column if any(column) else None

@@ -1,0 +1,286 @@
+"""DICOM: the one picture of a file as its sender meant it to be shown, in 8 bits (PS3.3 C.11: modality, then VOI).
+
+Only the tags below are read, and nothing of them leaves `read_dicom` but pixels: no exception, warning or log record
+carries a value of a tag, since any of them may hold a patient's name.
+
+Where a file says how it is to be shown, that is done: its VOI lookup table, else its first window. Where it says
+nothing, the values of this image, padding left out, are stretched from black to white. The alternative, the range of
+the declared bits, is the same for all images, but many scanners declare 16 bits and use 10: of 256 shades of grey, four
+would remain. The price is that such images can be compared in contrast, not in absolute values.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import zlib
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from pydicom import dcmread
+from pydicom.dataset import Dataset, FileDataset
+from pydicom.encaps import get_frame
+from pydicom.errors import InvalidDicomError
+from pydicom.multival import MultiValue
+from pydicom.pixels.decoders.base import Decoder, get_decoder
+from pydicom.uid import UID, JPEG2000TransferSyntaxes, JPEGLSTransferSyntaxes, JPEGTransferSyntaxes, RLELossless
+from scipy.special import expit
+
+from polyclinic.data.sources.pixels import (
+    LARGEST,
+    Bytes,
+    Decoded,
+    Unreadable,
+    first_bytes,
+    quiet,
+    refuse_large,
+    to_bytes,
+)
+
+Numbers = NDArray[np.float64]
+
+PALETTES = tuple(
+    (f"{colour}PaletteColorLookupTableDescriptor", f"{colour}PaletteColorLookupTableData")
+    for colour in ("Red", "Green", "Blue")
+)
+SHAPE: list[str] = [
+    "SamplesPerPixel", "PhotometricInterpretation", "PlanarConfiguration", "NumberOfFrames", "Rows", "Columns",
+    "BitsAllocated", "BitsStored", "HighBit", "PixelRepresentation",
+]  # fmt: skip
+RENDERING: list[str] = [
+    "PixelPaddingValue", "PixelPaddingRangeLimit", "RescaleSlope", "RescaleIntercept", "ModalityLUTSequence",
+    "VOILUTSequence", "WindowCenter", "WindowWidth", "VOILUTFunction", *(name for pair in PALETTES for name in pair),
+]  # fmt: skip
+PIXELS: list[str] = ["PixelData", "ExtendedOffsetTable", "ExtendedOffsetTableLengths"]
+COMPRESSIONS = (
+    ("JPEG", JPEGTransferSyntaxes, "libjpeg"),
+    ("JPEG-LS", JPEGLSTransferSyntaxes, "libjpeg"),
+    ("JPEG 2000", JPEG2000TransferSyntaxes, "openjpeg"),
+    ("RLE", [RLELossless], ""),
+)
+MONOCHROME = ("MONOCHROME1", "MONOCHROME2")
+PHOTOMETRICS = (*MONOCHROME, "PALETTE COLOR", "RGB", "YBR_FULL", "YBR_FULL_422", "YBR_ICT", "YBR_RCT")
+END_OF_IMAGE = b"\xff\xd9"
+
+
+def read_dicom(path: Path) -> Decoded:
+    first_bytes(path)
+    with quiet():
+        try:
+            return _read(path)
+        except Unreadable:
+            raise
+        except InvalidDicomError:
+            raise Unreadable("it is not a DICOM file: the mark DICM is missing") from None
+        except Exception:  # pydicom raises whatever a damaged file leads it to, and quotes tags
+            raise Unreadable("the DICOM file is damaged") from None
+
+
+def _read(path: Path) -> Decoded:
+    header = _opened(path, SHAPE + RENDERING, stop_before_pixels=True)
+    _refuse_unfit(header)
+    stored, photometric = _stored(path, header.file_meta.get("TransferSyntaxUID"))
+    if stored.shape[:2] != (header.Rows, header.Columns) or stored.ndim > 3:
+        raise Unreadable("its pixels are not the one picture that its header announces")
+    return Decoded(_shown(stored, photometric, header), int(header.BitsStored), photometric not in MONOCHROME)
+
+
+class _Guarded(io.BufferedReader):
+    """pydicom reads "all the rest" of a file only to inflate it: see first how large that would become."""
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        data = super().read(size)
+        if size is None or size < 0:
+            _refuse_inflating(data)
+        return data
+
+
+def _refuse_inflating(data: bytes, most: int = 6 * LARGEST) -> None:
+    """At most three samples of two bytes for each pixel of the largest image."""
+    stream, size = zlib.decompressobj(-zlib.MAX_WBITS), 0
+    while data and not stream.eof:
+        size += len(stream.decompress(data, 2**20))
+        data = stream.unconsumed_tail
+        if size > most:
+            raise Unreadable("its deflated content is larger than any image allowed")
+
+
+def _opened(path: Path, tags: list[str], *, stop_before_pixels: bool = False) -> FileDataset:
+    with _Guarded(io.FileIO(path)) as file:
+        return dcmread(file, specific_tags=tags, stop_before_pixels=stop_before_pixels)
+
+
+def _refuse_unfit(header: Dataset) -> None:
+    if "Rows" not in header or "Columns" not in header:
+        raise Unreadable("it holds no picture (it is a report or another document), or ends before it")
+    if int(header.get("NumberOfFrames") or 1) > 1:
+        raise Unreadable("it holds several pictures (multi-frame DICOM); export those wanted as files of their own")
+    refuse_large(header.Columns, header.Rows)
+    if header.PhotometricInterpretation not in PHOTOMETRICS:
+        raise Unreadable("its kind of colour (photometric interpretation) is not supported")
+    if header.BitsAllocated > 16:
+        raise Unreadable(f"its pixels have {int(header.BitsAllocated)} bits; up to 16 can be read")
+    if header.get("HighBit", header.BitsStored - 1) != header.BitsStored - 1:
+        raise Unreadable("its pixels are not kept in the lowest bits, an old habit that is not supported")
+
+
+def _stored(path: Path, syntax: UID | None) -> tuple[NDArray[np.integer[Any]], str]:
+    """Pixel values as stored (colour: as RGB), and their photometric interpretation after decompression."""
+    decoder, compression, package = _decoder(syntax)
+    dataset = _opened(path, SHAPE + PIXELS)
+    if not dataset.get("PixelData"):
+        raise Unreadable("it has no pixel data, or is truncated within them")
+    if package:
+        _refuse_false_frame(dataset, package)
+    try:
+        values, facts = decoder.as_array(dataset)
+    except Exception:
+        if package and "pylibjpeg" not in decoder.available_plugins:  # Pillow decodes some, not all
+            raise _missing(compression) from None
+        raise Unreadable("its pixel data are truncated or damaged") from None
+    return values, str(facts["photometric_interpretation"])
+
+
+def _decoder(syntax: UID | None) -> tuple[Decoder, str, str]:
+    """How to decompress, what the compression is called, the package that decodes it ("" where pydicom does)."""
+    if not syntax:
+        raise Unreadable("it does not say how its pixels are stored (no transfer syntax)")
+    compression, package = next(((name, package) for name, known, package in COMPRESSIONS if syntax in known), ("", ""))
+    try:
+        decoder = get_decoder(syntax)
+    except NotImplementedError:
+        raise Unreadable("its pixels are stored or compressed in a way that cannot be read (video, private)") from None
+    if not decoder.is_available:
+        raise _missing(compression)
+    return decoder, compression, package
+
+
+def _missing(compression: str) -> Unreadable:
+    return Unreadable(
+        f'its pixels are compressed ({compression}); install the decoders with pip install "polyclinic[dicom]"'
+    )
+
+
+def _refuse_false_frame(dataset: Dataset, package: str) -> None:
+    """A compressed picture announces its own size and its end; decoders believe the one and do not miss the other."""
+    frame = get_frame(dataset.PixelData, 0, number_of_frames=1)
+    if END_OF_IMAGE not in frame[-16:]:  # its end may be padded with zeros
+        raise Unreadable("its compressed pixels are truncated")
+    try:
+        size = import_module(package).get_parameters(frame)
+    except (ImportError, RuntimeError):  # then Pillow decodes it or nobody does, and Pillow has its own limit
+        return
+    if (size["rows"], size["columns"]) != (dataset.Rows, dataset.Columns):
+        raise Unreadable("its compressed picture has another size than its header announces")
+
+
+def _shown(stored: NDArray[np.integer[Any]], photometric: str, header: Dataset) -> Bytes:
+    if photometric == "RGB":
+        return to_bytes(stored.astype(np.uint16), int(header.BitsStored))
+    low = int(stored.min())
+    index = np.subtract(stored, low, dtype=np.int32)
+    seen = np.bincount(index.ravel()) > 0
+    # at most 2^16 different values: render each once
+    levels = np.arange(low, low + len(seen), dtype=np.float64)
+    if photometric == "PALETTE COLOR":
+        colours = [_Table(header, *names).shades(levels) for names in PALETTES]
+        return np.stack([np.take(shades, index) for shades in colours], axis=-1)
+    if photometric not in MONOCHROME:
+        raise Unreadable("its colours cannot be converted to red, green and blue")
+    seen &= ~_padding(levels, stored, header)
+    shades = np.rint(255 * _interest(_modality(levels, header), seen, header)).astype(np.uint8)
+    pixels: Bytes = np.take(shades, index)
+    return np.invert(pixels) if photometric == "MONOCHROME1" else pixels
+
+
+def _modality(levels: Numbers, header: Dataset) -> Numbers:
+    if header.get("ModalityLUTSequence"):
+        return _Table(header.ModalityLUTSequence[0]).entries_at(levels)
+    slope, intercept = _number(header, "RescaleSlope"), _number(header, "RescaleIntercept")
+    if slope == 0:
+        raise Unreadable("its rescale slope is 0, which makes all its pixels equal")
+    return levels * (1.0 if slope is None else slope) + (intercept or 0.0)
+
+
+def _interest(values: Numbers, seen: NDArray[np.bool_], header: Dataset) -> Numbers:
+    """What of the values is to be seen, as 0 (black) to 1 (white) of MONOCHROME2."""
+    if header.get("VOILUTSequence"):
+        table = _Table(header.VOILUTSequence[0])
+        return table.entries_at(values) / table.top
+    centre, width = _number(header, "WindowCenter"), _number(header, "WindowWidth")
+    if centre is not None and width is not None:
+        return _window(values, centre, width, str(header.get("VOILUTFunction") or "LINEAR").strip().upper())
+    if not seen.any() or (low := values[seen].min()) == (high := values[seen].max()):
+        return np.zeros_like(values)
+    return np.asarray(np.clip((values - low) / (high - low), 0, 1))
+
+
+def _window(values: Numbers, centre: float, width: float, function: str) -> Numbers:
+    """PS3.3 C.11.2.1.2.1 (linear), C.11.2.1.3.1 (sigmoid), C.11.2.1.3.2 (linear exact)."""
+    if width < 1 if function == "LINEAR" else width <= 0:
+        raise Unreadable("its window is too narrow to show anything; correct or remove its window")
+    if function == "SIGMOID":
+        return np.asarray(expit(4 * (values - centre) / width))
+    if function not in ("LINEAR", "LINEAR_EXACT"):
+        raise Unreadable("its window has an unknown shape (neither linear, linear exact nor sigmoid)")
+    if function == "LINEAR":
+        centre, width = centre - 0.5, width - 1
+    if width == 0:
+        return (values > centre).astype(np.float64)
+    return np.clip((values - centre) / width + 0.5, 0, 1)
+
+
+def _padding(levels: Numbers, stored: NDArray[np.integer[Any]], header: Dataset) -> NDArray[np.bool_]:
+    value = _number(header, "PixelPaddingValue")
+    if value is None:
+        return np.zeros(len(levels), dtype=bool)
+    limit = _number(header, "PixelPaddingRangeLimit")
+    # some writers give −2000 as the unsigned 63536: read it as the pixels are read
+    ends = np.array([value, value if limit is None else limit]).astype(np.int64).astype(stored.dtype)
+    return np.asarray((levels >= ends.min()) & (levels <= ends.max()))
+
+
+def _number(header: Dataset, keyword: str) -> float | None:
+    """The first value of a tag; None where it is absent or empty."""
+    value = header.get(keyword)
+    first = (value[0] if value else None) if isinstance(value, MultiValue) else value
+    if first is None or first == "":
+        return None
+    if not math.isfinite(number := float(first)):
+        raise Unreadable("a number that says how to show it is infinite or none")
+    return number
+
+
+class _Table:
+    """A lookup table (PS3.3 C.11.1.1). Values before its first get its first entry, values after its last its last."""
+
+    def __init__(self, holder: Dataset, descriptor: str = "LUTDescriptor", data: str = "LUTData") -> None:
+        if descriptor not in holder or data not in holder:
+            raise Unreadable("its lookup table is missing, or segmented, which is not supported")
+        count, self.first, bits = (int(number) for number in holder[descriptor].value)
+        self.entries, self.top = _entries(holder[data].value, (count & 0xFFFF) or 2**16, bits, holder)
+
+    def entries_at(self, values: Numbers) -> Numbers:
+        return self.entries[np.clip(values - self.first, 0, len(self.entries) - 1).astype(np.int64)]
+
+    def shades(self, values: Numbers) -> Bytes:
+        return np.rint(255 * self.entries_at(values) / self.top).astype(np.uint8)
+
+
+def _entries(raw: Any, count: int, bits: int, holder: Dataset) -> tuple[Numbers, int]:
+    """The entries of a table, and the greatest that they can be."""
+    little = bool(holder.original_encoding[1])
+    if not isinstance(raw, bytes):
+        entries = np.atleast_1d(np.asarray(raw, dtype=np.float64)) % 2**16
+    elif len(raw) >= 2 * count:
+        entries = np.frombuffer(raw[: 2 * count], dtype="<u2" if little else ">u2").astype(np.float64)
+    elif little:  # two entries of eight bits in each word
+        entries, bits = np.frombuffer(raw, dtype=np.uint8).astype(np.float64), 8
+    else:
+        raise Unreadable("its lookup table packs bytes in big-endian words, which is not supported")
+    if len(entries) < count or not 1 <= bits <= 16:
+        raise Unreadable("its lookup table is not what it announces")
+    return np.minimum(entries[:count], 2**bits - 1), 2**bits - 1

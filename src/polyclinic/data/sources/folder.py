@@ -1,0 +1,191 @@
+"""Images in folders whose names say what they are: `benign/…`, `train/benign/…`, `hospital/patient/benign/…`."""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from itertools import count
+from pathlib import Path
+from typing import Literal
+
+from polyclinic.data.findings import first, told
+from polyclinic.data.records import Listing, Record, classes_of, pseudonyms
+from polyclinic.errors import DataError
+
+Level = Literal["label", "site", "split", "patient", "skip"]
+TOLD: tuple[Level, ...] = ("label", "site", "split")
+"""Levels whose folders' names may be said; a patient's may not."""
+SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".tif", ".tiff", ".webp", ".pgm", ".dcm", ".dicom"})
+SPLITS = {
+    "train": "train",
+    "training": "train",
+    "val": "validation",
+    "valid": "validation",
+    "validation": "validation",
+    "test": "test",
+    "testing": "test",
+}
+
+
+@dataclass(frozen=True)
+class _Folder:
+    """A folder, and the names on the way from the root to it, one per level."""
+
+    path: Path
+    names: tuple[str, ...]
+
+
+def read_folder(
+    root: Path,
+    *,
+    name: str,
+    levels: tuple[Level, ...] = ("label",),
+    classes: tuple[str, ...] | None = None,
+    pattern: str = "*",
+) -> Listing:
+    """Every image in the folders `levels` deep; `levels` says what each folder level below `root` means.
+
+    Only files whose name fits the glob `pattern` (in any case) count. Images at another depth are `unlisted`.
+    A patient is told from the folder's name alone: the same name at two sites is the same patient.
+    """
+    if any(levels.count(level) > 1 for level in levels if level != "skip"):
+        raise DataError(f"The folder levels {'/'.join(levels)} name one level twice; call the others 'skip'.")
+    with reading(root):
+        ranks = _ranks(root, len(levels))
+        files = {folder: [file for file in images(folder.path) if _fits(file, pattern)] for folder in ranks[-1]}
+        unlisted = tuple(file for file in _elsewhere(ranks) if _fits(file, pattern))
+    _refuse_empty(root, levels, ranks, {folder.names for folder in files if files[folder]}, classes is not None)
+    records = _records(levels, files)
+    found = classes_of(record.label for record in records) if classes is None else classes
+    return Listing(name, root, records, found, declared=classes is not None, unlisted=unlisted)
+
+
+def is_image(path: Path) -> bool:
+    """By suffix, or by DICOM's own mark where there is none (the digits that end a UID are no suffix)."""
+    suffix = path.suffix.lower()
+    if path.name.startswith(".") or path.name == "DICOMDIR":
+        return False
+    return suffix in SUFFIXES or ((not suffix or suffix[1:].isdigit()) and _marked_as_dicom(path))
+
+
+def part_of(text: str) -> str:
+    """The part that a text names: "Training" is train, "val" is validation; other texts stay as they are."""
+    return SPLITS.get(text.lower(), text)
+
+
+def images(folder: Path) -> Iterator[Path]:
+    """The images directly in a folder, by name. A dangling link counts: whoever opens it will say so."""
+    for entry in _entries(folder):
+        if (entry.is_file() or entry.is_symlink()) and not entry.is_dir() and is_image(path := folder / entry.name):
+            yield path
+
+
+def subfolders(folder: Path) -> list[Path]:
+    return [folder / entry.name for entry in _entries(folder) if entry.is_dir()]
+
+
+@contextmanager
+def reading(root: Path) -> Iterator[None]:
+    """Turn what goes wrong below `root` into one sentence that names no other folder or file."""
+    try:
+        yield
+    except OSError as error:
+        raise DataError(
+            f"'{root}' or a folder in it cannot be read ({error.strerror}); correct the path or the permissions."
+        ) from None
+
+
+def _entries(folder: Path) -> list[os.DirEntry[str]]:
+    with os.scandir(folder) as entries:
+        seen = [entry for entry in entries if not entry.name.startswith(".") and entry.name != "__MACOSX"]
+    return sorted(seen, key=lambda entry: entry.name)
+
+
+def _marked_as_dicom(path: Path) -> bool:
+    if not path.is_file():
+        return False
+    try:
+        with path.open("rb") as file:
+            return file.read(132)[128:] == b"DICM"
+    except OSError:
+        return True  # nobody can tell: listed, it will be reported as unreadable instead of overlooked
+
+
+def _fits(file: Path, pattern: str) -> bool:
+    return pattern == "*" or fnmatchcase(file.name.lower(), pattern.lower())
+
+
+def _ranks(root: Path, depth: int) -> list[list[_Folder]]:
+    """All folders, by how deep they lie below the root, which is the first rank."""
+    ranks = [[_Folder(root, ())]]
+    for _ in range(depth):
+        above = ranks[-1]
+        ranks.append([_Folder(path, (*up.names, path.name)) for up in above for path in subfolders(up.path)])
+    return ranks
+
+
+def _elsewhere(ranks: Sequence[Sequence[_Folder]]) -> Iterator[Path]:
+    """Images above the last level, and below it."""
+    for rank in ranks[:-1]:
+        for folder in rank:
+            yield from images(folder.path)
+    for folder in ranks[-1]:
+        yield from _below(folder.path)
+
+
+def _below(folder: Path) -> Iterator[Path]:
+    for deeper in subfolders(folder):
+        if not deeper.is_symlink():  # a link may lead back up, for ever
+            yield from images(deeper)
+            yield from _below(deeper)
+
+
+def _records(levels: tuple[Level, ...], files: Mapping[_Folder, Sequence[Path]]) -> tuple[Record, ...]:
+    said = [{level: text.strip() for level, text in zip(levels, folder.names, strict=True)} for folder in files]
+    patients = pseudonyms([names.get("patient", "") for names in said])
+    numbers: defaultdict[str, Iterator[int]] = defaultdict(lambda: count(1))
+    records = []
+    for names, patient, found in zip(said, patients, files.values(), strict=True):
+        place = "/".join(names[level] for level in levels if level in TOLD)
+        label, site, split = names.get("label", ""), names.get("site", ""), part_of(names.get("split", ""))
+        for file in found:
+            number = next(numbers[place])
+            where = f"{place}, file {number}" if place else f"file {number}"
+            records.append(Record(file, label, site, patient, split, where))
+    return tuple(records)
+
+
+def _refuse_empty(
+    root: Path,
+    levels: tuple[Level, ...],
+    ranks: Sequence[Sequence[_Folder]],
+    used: set[tuple[str, ...]],
+    declared: bool,
+) -> None:
+    """A folder that was meant as a class, a site or a part but gives nothing would be overlooked."""
+    if not used:
+        layout = "".join(f"<{level}>/" for level in levels)
+        raise DataError(f"'{root}' holds no image as {layout}<file>; give the folder that is laid out so.")
+    for depth, level in enumerate(levels):
+        names = dict.fromkeys(folder.names[depth] for folder in ranks[depth + 1])
+        if level not in TOLD:
+            continue
+        _refuse_unsayable(root, level, names)
+        empty = [] if level == "label" and declared else sorted(names.keys() - {path[depth] for path in used})
+        if empty:
+            raise DataError(
+                f"'{root}' has {len(empty)} {level} folder(s) without an image ({told(first(empty), len(empty))}); "
+                "put images there or remove the folder(s)."
+            )
+
+
+def _refuse_unsayable(root: Path, level: Level, names: Iterable[str]) -> None:
+    broken = sum(not name.isprintable() for name in names)
+    if broken:
+        raise DataError(
+            f"'{root}' has {broken} {level} folder(s) whose name is not printable UTF-8 text; rename the folder(s)."
+        )

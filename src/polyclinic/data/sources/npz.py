@@ -1,0 +1,196 @@
+"""Images in a NumPy archive: MedMNIST's `train_images`, `train_labels`, … or plain `images` and `labels`.
+
+An npz file is a zip of arrays, and whoever sends one chooses every number in it. So only the headers of images are
+read here, nothing is unpickled, and what a header claims must agree with the zip before memory is asked for.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from io import BytesIO
+from itertools import chain
+from pathlib import Path
+from typing import Any
+from zipfile import ZIP_DEFLATED, ZIP_STORED, BadZipFile, ZipFile, ZipInfo
+
+import numpy as np
+from numpy.lib import format as npy
+
+from polyclinic.data.records import Listing, Record, classes_of, pseudonyms
+from polyclinic.data.sources.folder import SPLITS, part_of
+from polyclinic.errors import DataError
+
+MOST_IMAGES = 10_000_000
+MOST_BYTES = {"images": 8 * 2**30, "labels": 2**28, "site": 2**30, "patient": 2**30, "split": 2**30}
+MOST_HEADER = 10_000
+DEFLATE_LIMIT = 1032
+"""Deflate cannot shrink anything further than this (zlib's technical notes); a zip that claims so lies."""
+HEADERS = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}
+Array = np.ndarray[Any, np.dtype[Any]]
+
+
+@dataclass(frozen=True)
+class _Part:
+    """What one array of images comes with, a text per image."""
+
+    array: str
+    labels: list[str]
+    sites: list[str]
+    patients: list[str]
+    splits: list[str]
+
+
+def read_npz(
+    file: Path,
+    *,
+    name: str,
+    classes: tuple[str, ...] | None = None,
+    label_names: tuple[str, ...] | None = None,
+) -> Listing:
+    """One record per image: arrays `images` or `<part>_images` (n × height × width, or × 1 or 3 colours).
+
+    Beside each, under the same prefix: `labels` (n or n × 1, whole numbers or texts) and, if they are there, `site`,
+    `patient` and `split`. `label_names` calls label 0 by its first name, and so on; it also declares the classes,
+    and a number beyond it stays a number, for `check` to report.
+    Rows are counted from 0, as NumPy does.
+    """
+    with _opened(file) as archive:
+        parts = [_part(archive, prefix) for prefix in _prefixes(archive)]
+    classes = label_names if classes is None else classes
+    names = {str(number): text for number, text in enumerate(label_names or ())}
+    labels = [names.get(label, label) for part in parts for label in part.labels]
+    if not labels:
+        raise DataError(f"'{file}' has arrays of images, but no image in them; get the file anew.")
+    patients = pseudonyms([patient for part in parts for patient in part.patients])
+    rows = chain.from_iterable(zip(_rows(part), part.sites, part.splits, strict=True) for part in parts)
+    records = tuple(
+        Record(file, label, site, patient, split, f"{array} row {row}", array, row)
+        for ((array, row), site, split), label, patient in zip(rows, labels, patients, strict=True)
+    )
+    found = classes_of(set(labels)) if classes is None else classes
+    return Listing(name, file.parent, records, found, declared=classes is not None)
+
+
+def _rows(part: _Part) -> Iterator[tuple[str, int]]:
+    return ((part.array, row) for row in range(len(part.labels)))
+
+
+class _Archive:
+    """The arrays of an npz file, each looked at with distrust."""
+
+    def __init__(self, file: Path, members: ZipFile) -> None:
+        self.file, self.members = file, members
+        self.size = file.stat().st_size
+        self.keys = [name.removesuffix(".npy") for name in members.namelist() if name.endswith(".npy")]
+
+    def refuse(self, fault: str) -> DataError:
+        return DataError(f"'{self.file}': {fault}; get the file anew or write it with numpy.savez.")
+
+    def header(self, key: str, kind: str) -> tuple[tuple[int, ...], np.dtype[Any]]:
+        """Shape and type of an array, once they agree with the size of its member and the caps."""
+        info = self._info(key, kind)
+        with self._parsing(key), self.members.open(info) as member:
+            opening = BytesIO(member.read(MOST_HEADER))  # NumPy itself would read any length that a header claims
+            shape, _, dtype = HEADERS[npy.read_magic(opening)](opening)
+        if dtype.hasobject:
+            raise self.refuse(f"'{key}' holds Python objects, which may run code when read")
+        if any(side < 0 for side in shape) or opening.tell() + math.prod(shape) * dtype.itemsize != info.file_size:
+            raise self.refuse(f"the header of '{key}' claims another size than its member of {info.file_size:,} bytes")
+        return shape, dtype
+
+    def texts(self, key: str, kind: str, count: int) -> list[str]:
+        """A column of `count` whole numbers or texts."""
+        shape, dtype = self.header(key, kind)
+        if shape not in ((count,), (count, 1)):
+            raise self.refuse(f"'{key}' has the shape {_told(shape)} for {count} images; it must have one per image")
+        if dtype.kind not in "biuSU":
+            raise self.refuse(f"'{key}' is of type {dtype.name}; it must hold whole numbers or texts")
+        with self._parsing(key), self.members.open(f"{key}.npy") as member:
+            column: Array = npy.read_array(member, allow_pickle=False).reshape(count)
+            if dtype.kind in "biu":
+                return [str(int(value)) for value in column.tolist()]
+            texts = [_decoded(value).strip() for value in column.tolist()]
+        strange = sum(not text.isprintable() for text in texts)
+        if strange:
+            raise self.refuse(f"{strange} of '{key}' hold characters that cannot be printed")
+        return texts
+
+    def _info(self, key: str, kind: str) -> ZipInfo:
+        info, most = self.members.getinfo(f"{key}.npy"), MOST_BYTES[kind]
+        if info.compress_type not in (ZIP_STORED, ZIP_DEFLATED):
+            raise self.refuse(f"'{key}' is compressed in a way that NumPy does not write")
+        if info.file_size > most:
+            raise self.refuse(f"'{key}' has {info.file_size:,} bytes, more than the {most:,} that are read")
+        within = info.header_offset + info.compress_size <= self.size
+        if not within or info.file_size > DEFLATE_LIMIT * (info.compress_size + 1):
+            raise self.refuse(f"'{key}' claims {info.file_size:,} bytes, more than the file can hold")
+        return info
+
+    @contextmanager
+    def _parsing(self, key: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception:  # whatever zip and npy parsers stumble over; their own words may quote the file
+            raise self.refuse(f"'{key}' is damaged or not an array that NumPy writes") from None
+
+
+@contextmanager
+def _opened(file: Path) -> Iterator[_Archive]:
+    try:
+        with ZipFile(file) as members:
+            yield _Archive(file, members)
+    except OSError as error:
+        raise DataError(f"'{file}' cannot be read ({error.strerror}); correct the path or the permissions.") from None
+    except (BadZipFile, NotImplementedError, ValueError):
+        raise DataError(f"'{file}' is not an npz file, or only a part of one; get the file anew.") from None
+
+
+def _prefixes(archive: _Archive) -> list[str]:
+    """ "train_", "val_", …, or "": what stands before "images" in the names of arrays."""
+    if len(set(archive.keys)) < len(archive.keys):
+        raise archive.refuse("two of its arrays have the same name")
+    prefixes = [key.removesuffix("images") for key in archive.keys if key.endswith("images")]
+    unknown = sum(bool(prefix) and prefix.removesuffix("_") not in SPLITS for prefix in prefixes)
+    if unknown or not prefixes:
+        fault = f"{unknown} of its arrays of images" if unknown else "none of its arrays"
+        raise archive.refuse(
+            f"{fault} {'are not' if unknown else 'is'} called images, train_images, val_images or test_images"
+        )
+    return prefixes
+
+
+def _part(archive: _Archive, prefix: str) -> _Part:
+    count = _count(archive, f"{prefix}images")
+    if f"{prefix}labels" not in archive.keys:
+        raise archive.refuse(f"'{prefix}images' has no '{prefix}labels' beside it")
+
+    def column(kind: str) -> list[str]:
+        key = f"{prefix}{kind}"
+        return archive.texts(key, kind, count) if key in archive.keys else [""] * count
+
+    official = part_of(prefix.removesuffix("_"))
+    splits = [official] * count if official else [part_of(text) for text in column("split")]
+    return _Part(f"{prefix}images", column("labels"), column("site"), column("patient"), splits)
+
+
+def _count(archive: _Archive, key: str) -> int:
+    shape, dtype = archive.header(key, "images")
+    if dtype.kind != "u" or dtype.itemsize > 2:
+        raise archive.refuse(f"'{key}' is of type {dtype.name}; images must be uint8 or uint16")
+    grey, colour = len(shape) == 3, len(shape) == 4 and shape[-1] in (1, 3)
+    if not (grey or colour) or 0 in shape[1:]:
+        raise archive.refuse(f"'{key}' has the shape {_told(shape)}; images are n × height × width (× 1 or 3 colours)")
+    if shape[0] > MOST_IMAGES:
+        raise archive.refuse(f"'{key}' has {shape[0]:,} images, more than the {MOST_IMAGES:,} that are read")
+    return shape[0]
+
+
+def _decoded(value: str | bytes) -> str:
+    return value if isinstance(value, str) else value.decode()
+
+
+def _told(shape: Sequence[int]) -> str:
+    return " × ".join(map(str, shape)) or "of a single number"

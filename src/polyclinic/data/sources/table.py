@@ -1,0 +1,208 @@
+"""A table (CSV) with one row per image: where it lies and what is said of it."""
+
+from __future__ import annotations
+
+import gc
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from csv import Error, reader
+from operator import itemgetter
+from pathlib import Path
+from posixpath import isabs, join, normpath
+from typing import TextIO
+
+from polyclinic.data.findings import Finding, first, refuse, told
+from polyclinic.data.options import Options
+from polyclinic.data.records import Listing, Record, classes_of, pseudonyms
+from polyclinic.data.sources.folder import images, part_of
+from polyclinic.errors import DataError
+
+DELIMITERS = ",;\t"
+NEEDED = ("path", "label")
+USUAL = ("image", "images", "file", "filename", "file_name", "id", "class", "target", "diagnosis")
+"""What other tables call their columns: one of these in the first row, and it is a header."""
+
+
+class Columns(Options):
+    """What the columns are called. The last three may be missing from the file, unless they were named by hand."""
+
+    path: str = "path"
+    label: str = "label"
+    site: str | None = "site"
+    patient: str | None = "patient"
+    split: str | None = "split"
+
+
+PLAIN = Columns()
+
+
+def read_table(
+    csv: Path,
+    *,
+    name: str,
+    columns: Columns = PLAIN,
+    classes: tuple[str, ...] | None = None,
+    root: Path | None = None,
+) -> Listing:
+    """One record per row; files may be missing, labels empty, files named twice: `check` tells.
+
+    Relative paths start at the table's folder (or `root`) and may not leave it by "..": a table from elsewhere must
+    not point at a hospital's other files by counting folders. Absolute paths are allowed: whoever writes one knows
+    this machine. Backslashes are separators. `unlisted` are the images beside those that rows name.
+    """
+    home, table = csv.parent if root is None else root, csv.name
+    faults: defaultdict[str, list[int]] = defaultdict(list)
+    with _reading(csv) as file, _no_collection():
+        rows = list(_rows(csv, file, columns, faults))
+    _refuse_rows(csv, faults)
+    if not rows:
+        raise DataError(f"'{csv}' has a header but no rows; add one row per image.")
+    patients = pseudonyms([row[4] for row in rows])
+    with _no_collection():
+        records = tuple(
+            Record(home / path, label, site, patient, split, f"{table} row {number}")
+            for (number, path, label, site, _, split), patient in zip(rows, patients, strict=True)
+        )
+    found = classes_of({record.label for record in records}) if classes is None else classes
+    unlisted = _unlisted(home, [row[1] for row in rows])
+    return Listing(name, home, records, found, declared=classes is not None, unlisted=unlisted)
+
+
+_Row = tuple[int, str, str, str, str, str]
+"""Number, path, label, site, patient, split."""
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Millions of new objects, none of them garbage: looking through them again and again takes a third more time."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+@contextmanager
+def _reading(csv: Path) -> Iterator[TextIO]:
+    try:
+        with csv.open(encoding="utf-8-sig", newline="") as file:
+            yield file
+    except UnicodeDecodeError:
+        raise DataError(f"'{csv}' is not UTF-8 text; save it as 'CSV UTF-8'.") from None
+    except OSError as error:
+        raise DataError(f"'{csv}' cannot be read ({error.strerror}); correct the path or the permissions.") from None
+
+
+def _rows(csv: Path, file: TextIO, columns: Columns, faults: Mapping[str, list[int]]) -> Iterator[_Row]:
+    """The sound rows; the others' numbers go to `faults`. Rows count as in a spreadsheet: the header is row 1."""
+    delimiter = _delimiter(csv, file, columns)
+    table = _cells(csv, file, delimiter)
+    header = [cell.strip() for cell in next(table, [])]
+    pick = itemgetter(*_places(csv, header, columns))
+    parts = {"": ""}
+    for number, cells in enumerate(table, 2):
+        if not cells:  # a blank line
+            continue
+        if len(cells) != len(header):
+            faults["length"].append(number)
+            continue
+        cells.append("")  # where columns that are not there are looked up
+        path, label, site, patient, split = map(str.strip, pick(cells))
+        path = normpath(path.replace("\\", "/")) if path else "."
+        if path == ".":
+            faults["path"].append(number)
+        elif path == ".." or path.startswith("../"):
+            faults["outside"].append(number)
+        elif not (label.isprintable() and site.isprintable() and split.isprintable()):
+            faults["text"].append(number)
+        else:
+            yield number, path, label, site, patient, parts.setdefault(split, part_of(split))
+
+
+def _delimiter(csv: Path, file: TextIO, columns: Columns) -> str:
+    """The one that finds the needed columns in the header, or else the most columns."""
+
+    def merit(delimiter: str) -> tuple[bool, int]:
+        file.seek(0)
+        header = [cell.strip() for cell in next(_cells(csv, file, delimiter), [])]
+        return {columns.path, columns.label} <= set(header), len(header)
+
+    best = max(DELIMITERS, key=merit)
+    file.seek(0)
+    return best
+
+
+def _cells(csv: Path, file: TextIO, delimiter: str) -> Iterator[list[str]]:
+    # strict, because otherwise a quote that is never closed swallows all rows that follow, without a word
+    rows = reader(_lines(csv, file), delimiter=delimiter, strict=True)
+    try:
+        yield from rows
+    except Error:
+        raise DataError(
+            f"'{csv}' cannot be read as a table near line {rows.line_num}; look for a quote that is not closed."
+        ) from None
+
+
+def _lines(csv: Path, file: TextIO) -> Iterator[str]:
+    for number, line in enumerate(file, 1):
+        if "\0" in line:
+            raise DataError(f"'{csv}' has a NUL byte in line {number}; it is damaged or no text, save it anew as CSV.")
+        yield line
+
+
+def _places(csv: Path, header: Sequence[str], columns: Columns) -> list[int]:
+    """Where each field stands in a row; −1 for what the table does not say."""
+    wanted: dict[str, str | None] = columns.model_dump()
+    for field, column in wanted.items():
+        needed = field in NEEDED or (column is not None and field in columns.model_fields_set)
+        if needed and column not in header:
+            raise DataError(f"'{csv}' has no column '{column}' for the {field}; {_there_are(header, columns)}.")
+    twice = first(column for column in header if column and header.count(column) > 1)
+    if twice:
+        raise DataError(f"'{csv}' has more than one column called {' and '.join(twice)}; rename all but one.")
+    return [header.index(column) if column in header else -1 for column in wanted.values()]
+
+
+def _there_are(header: Sequence[str], columns: Columns) -> str:
+    """The columns there are, unless the first row may be a patient's: a table without a header is no rarity."""
+    if not header:
+        return "its first line is empty: write a header there"
+    known = {*PLAIN.model_dump().values(), *columns.model_dump().values(), *USUAL}
+    if known.isdisjoint(column.lower() for column in header):
+        return f"the {len(header)} cells of its first row do not look like a header: add one or name its columns"
+    shown = [column for column in header if column.isprintable() and column][:20]
+    return f"there are {told(shown, len(header))}: name the right one or rename it"
+
+
+_FAULTS = {
+    "length": ("with more or fewer cells than its header", "mend them, with quotes around cells that hold a delimiter"),
+    "path": ("without a path", "name the image file or remove the row"),
+    "text": ("whose label, site or split has characters that cannot be printed", "type these cells anew"),
+    "outside": ("with a path that leaves its folder by '..'", "move the images below that folder or write whole paths"),
+}
+
+
+def _refuse_rows(csv: Path, faults: Mapping[str, list[int]]) -> None:
+    refuse(
+        Finding(kind, "stop", len(rows), f"'{csv}' has {len(rows)} row(s) {fault}", remedy, _numbered(rows))
+        for kind, (fault, remedy) in _FAULTS.items()
+        if (rows := faults.get(kind))
+    )
+
+
+def _numbered(rows: Iterable[int]) -> tuple[str, ...]:
+    return first(f"row {row}" for row in rows)
+
+
+def _unlisted(home: Path, paths: Iterable[str]) -> tuple[Path, ...]:
+    """Images that no row names, in the folders below `home` that rows do name: a cheap look, nothing deeper."""
+    named = set(paths)
+    folders = {path.rpartition("/")[0] for path in named if not isabs(path)}
+    found = []
+    for folder in sorted(folders):
+        with suppress(OSError):  # a missing folder is told by its missing files
+            found += [path for path in images(home / folder) if join(folder, path.name) not in named]
+    return tuple(found)

@@ -1,0 +1,162 @@
+"""The report of a comparison, as Markdown."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from polyclinic import claims
+from polyclinic.comparison import SHOWN, Comparison, decimal, number, sent, show
+from polyclinic.stats import paired
+
+FEWEST_SEEDS = 3
+"""With fewer, a paired test says nothing."""
+MOST_HOSPITALS = 10
+
+
+def markdown(comparison: Comparison) -> str:
+    """The report of a comparison: table, notes, hospitals, pictures, versions."""
+    first = next(iter(comparison.results.values()))[0]
+    model, out = first["model"], comparison.folder
+    pictures = [name for name in ("curves.png", "auc.png") if out is not None and (out / name).exists()]
+    versions = ", ".join(f"{name} {number}" for name, number in first["versions"].items())
+    text = [
+        f"# {comparison.title}",
+        comparison.about,
+        f"{first['data']} data, {model['name']} ({model['parameters']:,} parameters, "
+        f"{model['flops_per_step'] / 1e9:.2g} GFLOP a training step). Figures on {comparison.judged_on} together; in "
+        f"brackets the 95 % interval over {comparison.interval}.",
+        "\n".join(_table(comparison)),
+        "\n".join(_differences(comparison)),
+        " ".join(_notes(comparison)),
+        *_claims(comparison),
+        *_by_hospital(comparison),
+        *_gaps(comparison),
+        *_costs(comparison),
+        "## Hospitals (first seed)",
+        "\n".join(_hospitals(first["hospitals"])),
+        *(f"![{name.removesuffix('.png')}]({name})" for name in pictures),
+        f"Versions: {versions}.",
+    ]
+    return "\n\n".join(block for block in text if block) + "\n"
+
+
+def _table(comparison: Comparison) -> Iterator[str]:
+    head = ["method", "rounds", "accuracy", "balanced accuracy", "AUC", "worst-served hospital (AUC)", "drift"]
+    head += ["MB sent", "s", *(["paper"] if comparison.paper else [])]
+    yield row(head)
+    yield "|" + "---|" * len(head)
+    for line in comparison.lines:
+        cells = [line.name, str(comparison.results[line.name][0]["rounds"])]
+        cells += [show(line.figures[metric]) for metric in SHOWN]
+        cells += [f"{line.worst_site} {decimal(line.worst_auc)}", decimal(line.drift, 2), sent(line)]
+        cells += [f"{line.seconds:.1f}", *([comparison.paper.get(line.name, "–")] if comparison.paper else [])]
+        yield row(cells)
+
+
+def _hospitals(hospitals: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    yield row(["hospital", "train", "validation", "test", "classes"])
+    yield "|" + "---|" * 5
+    for site in hospitals:
+        counts = ", ".join(f"{name} {count}" for name, count in site["classes"].items())
+        yield row([site["site"], str(site["train"]), str(site["validation"]), str(site["test"]), counts])
+
+
+def _claims(comparison: Comparison) -> list[str]:
+    found = claims.tested(comparison.claims, comparison.results)
+    if not found:
+        return []
+    note = (
+        "higher, lower: paired t-test over seeds; equal: the 95 % interval lies within the margin; effect: one-way "
+        "ANOVA, or Welch's t-test for two. "
+        f"p-values are corrected (Holm) for the {len(found)} claims of this table; a verdict "
+        f'needs p < {claims.LEVEL:g}. "Not decided" is no proof of the opposite.'
+    )
+    return ["## The paper's claims, tested", "\n".join(claims.rows(found)), note]
+
+
+def _by_hospital(comparison: Comparison) -> list[str]:
+    """Accuracy at each hospital, where they are few and every method has them."""
+    sites = [list(run["sites"]) for runs in comparison.results.values() for run in runs]
+    shared = [site for site in sites[0] if all(site in others for others in sites)]
+    if not 2 <= len(shared) <= MOST_HOSPITALS:
+        return []
+    head = [row(["method", *shared]), "|" + "---|" * (1 + len(shared))]
+    body = [
+        row([name, *(claims.spread_of(runs, "accuracy", site) for site in shared)])
+        for name, runs in comparison.results.items()
+    ]
+    return ["## Accuracy at each hospital (mean ± standard deviation over seeds)", "\n".join([*head, *body])]
+
+
+def _gaps(comparison: Comparison) -> list[str]:
+    """How much better a model is on what it has seen."""
+    known = {n: r for n, r in comparison.results.items() if not math.isnan(claims.value(r[0], "gap"))}
+    if not known:
+        return []
+    head = [row(["method", "accuracy, training − validation images"]), "|---|---|"]
+    body = [row([name, claims.spread_of(runs, "gap")]) for name, runs in known.items()]
+    return ["## Train–validation gap (mean ± standard deviation over seeds)", "\n".join([*head, *body])]
+
+
+def _costs(comparison: Comparison) -> list[str]:
+    """What the first method's extra megabytes bought, against every method that sends less."""
+    first, *others = comparison.lines
+    cheaper = [o for o in others if not o.pools_images and o.megabytes < first.megabytes]
+    if not cheaper or first.pools_images:
+        return []
+    head = ["against", f"MB that {first.name} sends more", "times", "accuracy gained", "per GB"]
+    body = [row(head), "|" + "---|" * 5]
+    for line in cheaper:
+        more = first.megabytes - line.megabytes
+        gain = first.figures["accuracy"].mean - line.figures["accuracy"].mean
+        times = first.megabytes / line.megabytes if line.megabytes else math.nan
+        cells = [f"{more:,.1f}", f"{decimal(times, 1)} ×", f"{gain:+.3f}", f"{gain / more * 1000:+.4f}"]
+        body.append(row([line.name, *cells]))
+    note = (
+        "Bytes are measured on the wire, both ways, the weights of the final evaluation included; the paper reckons "
+        "2·N·R·S of sites, rounds and model size."
+    )
+    return [f"## What the megabytes of {first.name} buy", "\n".join(body), note]
+
+
+def row(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def _differences(comparison: Comparison) -> list[str]:
+    """Seed by seed against the first method: an interval of its own says little about a difference."""
+    first, *others = comparison.lines
+    if first.seeds < FEWEST_SEEDS or not others:
+        return []
+    values = {n: [number(r["headline"].get("accuracy")) for r in runs] for n, runs in comparison.results.items()}
+    rows = [f"| accuracy against {first.name}, seed by seed | difference [95 %] | p (paired t-test) |", "|---|---|---|"]
+    for line in others:
+        if line.seeds == first.seeds:
+            found = paired(values[line.name], values[first.name])
+            interval = f"{found.difference:+.3f} [{found.low:+.3f}, {found.high:+.3f}]"
+            rows.append(f"| {line.name} | {interval} | {decimal(found.p)} |")
+    return [*rows, "", f"{len(rows) - 2} tests, not corrected for their number."]
+
+
+def _notes(comparison: Comparison) -> list[str]:
+    notes = [f"{failure}." for failure in comparison.failures]
+    notes += [
+        f"{line.name}: {line.lost} updates of hospitals were refused or lost." for line in comparison.lines if line.lost
+    ]
+    notes += ["Drift is the mean distance ‖w_k − w‖₂ that a hospital's weights travel in one round."]
+    if any(line.pools_images for line in comparison.lines):
+        notes.append("Centralised pools the images themselves, which hospitals may not do: it is a yardstick.")
+    if any(r["algorithm"] == "local" for runs in comparison.results.values() for r in runs):
+        notes.append("Local is judged by each hospital's own model on its own images.")
+    if any(r["algorithm"] == "cross-site" for runs in comparison.results.values() for r in runs):
+        notes.append("Cross-site is judged by every hospital's model on the images of all the others.")
+    if any(r["headline"]["model"] in ("personal", "transfer") for runs in comparison.results.values() for r in runs):
+        notes.append(
+            "Where several models are judged together, their AUC also tells how classes are spread over sites."
+        )
+    if len({line.judged_on for line in comparison.lines}) > 1:
+        notes += [f"{line.name} is judged on {line.judged_on}." for line in comparison.lines]
+    notes.append("Nothing here is private in the sense of a guarantee: no privacy plan was in the recipe.")
+    return notes

@@ -1,0 +1,15 @@
+"""Tests keep prepared images in a folder of their own, never in the user's cache."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from polyclinic.data.cache import VARIABLE
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
+    folder: Path = tmp_path_factory.mktemp("cache")
+    pytest.MonkeyPatch().setenv(VARIABLE, str(folder))
