@@ -329,4 +329,4 @@ finally:
     command = [sys.executable, "-c", code, "list", "datasets"]
     found = subprocess.run(command, capture_output=True, text=True, env=ascii_only, check=False)
     assert (found.returncode, found.stderr) == (0, "[]\n")
-    assert "8 ? 8 pixels" in found.stdout
+    assert "8 ? 8" in found.stdout

@@ -18,7 +18,8 @@ from polyclinic.results import at_site
 from polyclinic.stats import holm, paired, summary
 
 LEVEL = 0.05
-Verdict = Literal["supported", "contradicted", "not decided", "not run"]
+Verdict = Literal["supported", "suggested", "not decided", "suggested against", "contradicted", "not run"]
+"""Suggested: p is below the level before it is corrected for the number of claims, not after."""
 
 
 class Claim(BaseModel):
@@ -47,7 +48,8 @@ class Tested:
     """The mean of each method."""
     effect: str
     p: float
-    """Corrected by Holm for the number of claims tested together."""
+    corrected: float
+    """p, by Holm, for the number of claims tested together."""
     verdict: Verdict
 
 
@@ -69,6 +71,8 @@ def value(result: Mapping[str, Any], metric: str, site: str | None = None) -> fl
         return float(result["cost"]["bytes_up"] + result["cost"]["bytes_down"]) / 1e6
     if metric == "seconds":
         return float(result["cost"]["seconds"])
+    if site and site not in result["sites"]:
+        return math.nan
     best = at_site(result, site) if site else result["headline"]
     return number(best.get(metric))
 
@@ -130,7 +134,7 @@ def _anova(claim: Claim, figures: tuple[float, ...], values: Sequence[Sequence[f
 
 
 def _judged(found: _Raw, p: float) -> Tested:
-    return Tested(found.claim, found.figures, found.effect, p, _verdict(found, p))
+    return Tested(found.claim, found.figures, found.effect, found.p, p, _verdict(found, p))
 
 
 def _verdict(found: _Raw, p: float) -> Verdict:
@@ -139,13 +143,12 @@ def _verdict(found: _Raw, p: float) -> Verdict:
         return "not run"
     if test == "equal":
         return "not decided" if found.within is None else "supported" if found.within else "contradicted"
-    seen = p < LEVEL
-    if test == "effect":
-        return "supported" if seen else "not decided"
-    if test == "no effect":
-        return "contradicted" if seen else "not decided"
-    wanted = found.direction == (1 if test == "higher" else -1)
-    return "not decided" if not seen else "supported" if wanted else "contradicted"
+    seen, hinted = p < LEVEL, found.p < LEVEL
+    if not hinted:
+        return "not decided"
+    if test == "no effect" or (test != "effect" and found.direction != (1 if test == "higher" else -1)):
+        return "contradicted" if seen else "suggested against"
+    return "supported" if seen else "suggested"
 
 
 def signed(figure: float) -> str:
@@ -164,10 +167,27 @@ def rows(tests: Sequence[Tested]) -> list[str]:
     if not tests:
         return []
     head = [
-        "| the paper's claim | paper | ours | difference [95 %] | p (Holm) | our data |",
-        "|---|---|---|---|---|---|",
+        "| the paper's claim | paper | ours | difference [95 %] | p | p (Holm) | our data |",
+        "|---|---|---|---|---|---|---|",
     ]
     return [*head, *(_row(found) for found in tests)]
+
+
+def verdict_of(found: Tested) -> str:
+    """In words: that an effect was not seen is all a test can say for a claim that there is none."""
+    return "no effect seen" if (found.claim.test, found.verdict) == ("no effect", "not decided") else found.verdict
+
+
+def overview(tables: Mapping[str, Sequence[Tested]]) -> list[str]:
+    """Every claim that no single hospital is named in, with its verdict in each table."""
+    sentences = dict.fromkeys(t.claim.claim for found in tables.values() for t in found if t.claim.site is None)
+    if not sentences:
+        return []
+    verdicts = {title: {t.claim.claim: verdict_of(t) for t in found} for title, found in tables.items()}
+    lines = [f"| the paper's claim | {' | '.join(tables)} |", "|" + "---|" * (1 + len(tables))]
+    for sentence in sentences:
+        lines.append(f"| {sentence} | {' | '.join(verdicts[title].get(sentence, '–') for title in tables)} |")
+    return lines
 
 
 def _row(found: Tested) -> str:
@@ -175,7 +195,13 @@ def _row(found: Tested) -> str:
     metric = "" if claim.metric == "accuracy" else f"{claim.metric} "
     place = f"{claim.site}: " if claim.site else ""
     ours = ", ".join(f"{name} {decimal(v)}" for name, v in zip(claim.methods, found.figures, strict=False))
-    p = "–" if math.isnan(found.p) else "< 0.001" if found.p < 0.001 else f"{found.p:.3f}"
-    verdict = "no effect seen" if (claim.test, found.verdict) == ("no effect", "not decided") else found.verdict
-    cells = [claim.claim, claim.paper or "–", f"{place}{metric}{ours}" or "–", found.effect, p, f"**{verdict}**"]
+    chances = ["–" if math.isnan(p) else "< 0.001" if p < 0.001 else f"{p:.3f}" for p in (found.p, found.corrected)]
+    cells = [
+        claim.claim,
+        claim.paper or "–",
+        f"{place}{metric}{ours}" or "–",
+        found.effect,
+        *chances,
+        f"**{verdict_of(found)}**",
+    ]
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"

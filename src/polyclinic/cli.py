@@ -22,7 +22,8 @@ from polyclinic import cli_data
 from polyclinic.algorithms import ALGORITHMS
 from polyclinic.compare import compare, compare_folders, slug
 from polyclinic.comparison import Comparison
-from polyclinic.data import DATASETS
+from polyclinic.data import DATASETS, Options
+from polyclinic.data.preparation import ImageOptions
 from polyclinic.display import Display, comparison_table, result_table
 from polyclinic.errors import PolyclinicError, RecipeError, StoreError
 from polyclinic.experiment import run as run_recipe
@@ -264,9 +265,15 @@ def _models() -> list[dict[str, Any]]:
 
 def _datasets() -> list[dict[str, Any]]:
     return [
-        {"name": name, "options": list(spec.options.model_fields), "about": spec.about, "licence": spec.licence}
+        {"name": name, "about": spec.about, "licence": spec.licence, "options": _own_options(spec.options)}
         for name, spec in DATASETS.items()
     ]
+
+
+def _own_options(kind: type[Options]) -> list[str]:
+    """Its options beside those that every set of image files has (docs/data.md)."""
+    common = ImageOptions.model_fields if issubclass(kind, ImageOptions) else {}
+    return [name for name in kind.model_fields if name not in common] + (["image options"] if common else [])
 
 
 def _recipes() -> list[dict[str, Any]]:
@@ -280,6 +287,7 @@ def reproduce(
         bool, typer.Option("--quick", help="A small honest version, on the CPU, in five minutes.")
     ] = False,
     data: Data = None,
+    only: Annotated[str | None, typer.Option("--only", help="Run only this table; the page keeps the others.")] = None,
     rebuild: Annotated[bool, typer.Option("--rebuild", help="Only write the page again, from kept figures.")] = False,
     folder: Annotated[Path | None, typer.Option("--out", help="Where the runs go (default: runs/PAPER).")] = None,
     as_json: Json = False,
@@ -290,7 +298,7 @@ def reproduce(
         page, comparisons = write_page(paper, quick, target if quick else results_folder())
     else:
         with following() as display:
-            page, comparisons = reproduce_paper(paper, quick, target, data, display.watch, display.begin)
+            page, comparisons = reproduce_paper(paper, quick, target, data, display.watch, display.begin, only=only)
     if as_json:
         print_json({"page": str(page), "tables": [c.as_json() for c in comparisons]})
         return

@@ -8,13 +8,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from polyclinic import claims
 from polyclinic.compare import compare
 from polyclinic.comparison import Comparison, lines
 from polyclinic.errors import RecipeError, StoreError
 from polyclinic.recipe import Recipe, our_recipes, recipes_folder
 from polyclinic.report import markdown
 from polyclinic.rounds import Watch
-from polyclinic.store import named_failure, write_atomically, write_json
+from polyclinic.store import named_failure, write_atomically
 
 FULL_SEEDS, QUICK_SEEDS = 5, 5
 KEPT = (
@@ -41,20 +42,26 @@ def reproduce(
     watch: Watch = lambda *_: None,
     begin: Callable[[Recipe, int, int], None] = lambda *_: None,
     results: Path | None = None,
+    only: str | None = None,
 ) -> tuple[Path, list[Comparison]]:
-    """Run the paper's recipes and write its page.
+    """Run the paper's recipes, or `only` one table, and write its page.
 
     A recipe named quick*.yaml belongs to the quick version, whose page goes into `out`; every other to the full one,
     whose figures are kept in docs/results/data/ and whose page in docs/results/ is made from them.
     """
     chosen = recipes_of(paper, quick)
+    if only is not None and only not in chosen:
+        raise RecipeError(f"{paper} has no table {only!r}; there are: {', '.join(chosen)}")
     seeds = QUICK_SEEDS if quick else FULL_SEEDS
     folder = out if quick else results or results_folder()
     with named_failure(folder):
         (folder / "data").mkdir(parents=True, exist_ok=True)
     for table, path in chosen.items():
+        if only not in (None, table):
+            continue
         comparison = compare([Recipe.load(path)], seeds, out / table, data, watch, begin)
-        write_json(folder / "data" / f"{paper}-{table}.json", _kept(comparison))
+        kept = json.dumps(_kept(comparison), allow_nan=False) + "\n"
+        write_atomically(folder / "data" / f"{paper}-{table}.json", kept.encode())
     return write_page(paper, quick, folder)
 
 
@@ -76,15 +83,22 @@ def recipes_of(paper: str, quick: bool) -> dict[str, Path]:
 def write_page(paper: str, quick: bool, folder: Path) -> tuple[Path, list[Comparison]]:
     """The page from the figures that are kept: runs nothing."""
     comparisons = [
-        replace(_read(folder / "data" / f"{paper}-{table}.json"), claims=Recipe.load(path).claims)
+        _with(_read(folder / "data" / f"{paper}-{table}.json"), Recipe.load(path))
         for table, path in recipes_of(paper, quick).items()
     ]
     head = [f"<!-- Written by `polyclinic reproduce {paper}{' --quick' if quick else ''}`; do not edit. -->", ""]
+    summary = claims.overview({c.title: claims.tested(c.claims, c.results) for c in comparisons})
+    head += ["# What our data says about the paper's claims", "", *summary, ""] if summary else []
     notes = recipes_folder() / paper / "notes.md"
-    tail = ["", notes.read_text(encoding="utf-8")] if notes.exists() and not quick else []
+    remarks = [notes.read_text(encoding="utf-8")] if notes.exists() and not quick else []
     page = folder / f"{paper}.md"
-    write_atomically(page, "\n".join([*head, *(markdown(c) for c in comparisons), *tail]).encode())
+    write_atomically(page, "\n".join([*head, *remarks, *(markdown(c) for c in comparisons)]).encode())
     return page, comparisons
+
+
+def _with(comparison: Comparison, recipe: Recipe) -> Comparison:
+    """Kept figures under what the recipe says of them today."""
+    return replace(comparison, title=recipe.name, about=recipe.about, paper=recipe.paper, claims=recipe.claims)
 
 
 def _kept(comparison: Comparison) -> dict[str, Any]:
@@ -95,6 +109,7 @@ def _kept(comparison: Comparison) -> dict[str, Any]:
 
 def _trim(result: Mapping[str, Any]) -> dict[str, Any]:
     kept = {key: result[key] for key in KEPT}
+    kept["headline"] = {k: v for k, v in kept["headline"].items() if k != "confusion"}
     model = kept["headline"]["model"]
     for places in ("sites", "merged"):
         found = result[places] if places == "sites" else {"": result[places]}
@@ -104,7 +119,8 @@ def _trim(result: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _figures(parts: Mapping[str, Any]) -> dict[str, Any]:
-    return {part: {name: row[name] for name in ("auc", "accuracy", "loss", "n")} for part, row in parts.items()}
+    wanted = ("auc", "accuracy", "loss", "n")
+    return {part: {k: row[k] for k in wanted} for part, row in parts.items() if isinstance(row, Mapping)}
 
 
 def _read(path: Path) -> Comparison:
