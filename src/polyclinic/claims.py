@@ -5,19 +5,25 @@ A recipe lists claims as data: the page of results is made anew with the runs, a
 
 from __future__ import annotations
 
+import difflib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
-from polyclinic.comparison import Runs, decimal, mean, number
+from polyclinic.comparison import Runs, decimal, mean, number, row
+from polyclinic.metrics import METRICS
 from polyclinic.results import at_site
 from polyclinic.stats import holm, paired, summary
 
 LEVEL = 0.05
+PAIRED = ("higher", "lower", "equal")
+OF_RUNS = ("megabytes", "seconds")
+"""What a run has as a whole, and no hospital by itself."""
+FIGURES = (*METRICS, "gap", "drift", *OF_RUNS)
 Verdict = Literal["supported", "suggested", "not decided", "suggested against", "contradicted", "not run"]
 """Suggested: p is below the level before it is corrected for the number of claims, not after."""
 
@@ -25,7 +31,7 @@ Verdict = Literal["supported", "suggested", "not decided", "suggested against", 
 class Claim(BaseModel):
     """One sentence of the paper and the test that decides it."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     claim: str
     test: Literal["higher", "lower", "equal", "effect", "no effect"]
@@ -39,6 +45,31 @@ class Claim(BaseModel):
     margin: float = Field(0.01, gt=0)
     paper: str = ""
     """What the paper reports."""
+
+    @field_validator("methods")
+    @classmethod
+    def _comparable(cls, methods: list[str], info: ValidationInfo) -> list[str]:
+        if len(set(methods)) < len(methods):
+            raise ValueError("a method cannot be compared with itself; name each once")
+        if len(methods) > 2 and info.data.get("test") in PAIRED:
+            raise ValueError(f"{info.data['test']!r} compares two methods; name two, or test for an effect")
+        return methods
+
+    @field_validator("metric")
+    @classmethod
+    def _known(cls, metric: str) -> str:
+        if metric not in FIGURES:
+            near = difflib.get_close_matches(metric, FIGURES, 1)
+            hint = f" (did you mean {near[0]!r}?)" if near else ""
+            raise ValueError(f"there is no such metric{hint}; there are: {', '.join(FIGURES)}")
+        return metric
+
+    @field_validator("site")
+    @classmethod
+    def _has_such_figures(cls, site: str | None, info: ValidationInfo) -> str | None:
+        if site is not None and info.data.get("metric") in OF_RUNS:
+            raise ValueError(f"{info.data['metric']} are counted for whole runs; leave site out")
+        return site
 
 
 @dataclass(frozen=True)
@@ -93,21 +124,28 @@ class _Raw:
     within: bool | None = None
 
 
+def by_seed(a: Runs, b: Runs, metric: str, site: str | None = None) -> tuple[list[float], list[float]]:
+    """The figures of two methods on the seeds that both have ended, in the same order."""
+    one, other = ({run["seed"]: value(run, metric, site) for run in runs} for runs in (a, b))
+    shared = sorted(one.keys() & other.keys())
+    return [one[seed] for seed in shared], [other[seed] for seed in shared]
+
+
 def _raw(claim: Claim, results: Mapping[str, Runs]) -> _Raw:
     if not all(name in results for name in claim.methods):
         return _Raw(claim, ())
-    values = [[value(run, claim.metric, claim.site) for run in results[name]] for name in claim.methods]
+    runs = [results[name] for name in claim.methods]
+    values = [[value(run, claim.metric, claim.site) for run in found] for found in runs]
     figures = tuple(mean(found) for found in values)
-    if any(math.isnan(v) for found in values for v in found) or min(map(len, values)) < 2:
+    by = _pair if claim.test in PAIRED else _anova
+    sample = by_seed(runs[0], runs[1], claim.metric, claim.site) if by is _pair else values
+    if any(math.isnan(v) for found in sample for v in found) or min(map(len, sample)) < 2:
         return _Raw(claim, figures)
-    if claim.test in ("effect", "no effect"):
-        return _anova(claim, figures, values)
-    return _pair(claim, figures, values)
+    return by(claim, figures, sample)
 
 
 def _pair(claim: Claim, figures: tuple[float, ...], values: Sequence[Sequence[float]]) -> _Raw:
-    n = min(len(values[0]), len(values[1]))
-    found = paired(values[0][:n], values[1][:n])
+    found = paired(values[0], values[1])
     effect = f"{signed(found.difference)} [{signed(found.low)}, {signed(found.high)}]"
     if claim.test == "equal":
         inside = max(abs(found.low), abs(found.high)) <= claim.margin
@@ -139,7 +177,7 @@ def _judged(found: _Raw, p: float) -> Tested:
 
 def _verdict(found: _Raw, p: float) -> Verdict:
     test = found.claim.test
-    if found.effect == "–":
+    if not found.figures:
         return "not run"
     if test == "equal":
         return "not decided" if found.within is None else "supported" if found.within else "contradicted"
@@ -175,7 +213,8 @@ def rows(tests: Sequence[Tested]) -> list[str]:
 
 def verdict_of(found: Tested) -> str:
     """In words: that an effect was not seen is all a test can say for a claim that there is none."""
-    return "no effect seen" if (found.claim.test, found.verdict) == ("no effect", "not decided") else found.verdict
+    unseen = (found.claim.test, found.verdict) == ("no effect", "not decided") and not math.isnan(found.p)
+    return "no effect seen" if unseen else found.verdict
 
 
 def overview(tables: Mapping[str, Sequence[Tested]]) -> list[str]:
@@ -183,11 +222,14 @@ def overview(tables: Mapping[str, Sequence[Tested]]) -> list[str]:
     sentences = dict.fromkeys(t.claim.claim for found in tables.values() for t in found if t.claim.site is None)
     if not sentences:
         return []
-    verdicts = {title: {t.claim.claim: verdict_of(t) for t in found} for title, found in tables.items()}
-    lines = [f"| the paper's claim | {' | '.join(tables)} |", "|" + "---|" * (1 + len(tables))]
-    for sentence in sentences:
-        lines.append(f"| {sentence} | {' | '.join(verdicts[title].get(sentence, '–') for title in tables)} |")
-    return lines
+    verdicts = [{t.claim.claim: verdict_of(t) for t in found if t.claim.site is None} for found in tables.values()]
+    lines = [row(["the paper's claim", *tables]), "|" + "---|" * (1 + len(tables))]
+    return [*lines, *(row([claim, *(found.get(claim, "–") for found in verdicts)]) for claim in sentences)]
+
+
+def chance(p: float) -> str:
+    """A p-value."""
+    return "–" if math.isnan(p) else "< 0.001" if p < 0.001 else f"{p:.3f}"
 
 
 def _row(found: Tested) -> str:
@@ -195,13 +237,6 @@ def _row(found: Tested) -> str:
     metric = "" if claim.metric == "accuracy" else f"{claim.metric} "
     place = f"{claim.site}: " if claim.site else ""
     ours = ", ".join(f"{name} {decimal(v)}" for name, v in zip(claim.methods, found.figures, strict=False))
-    chances = ["–" if math.isnan(p) else "< 0.001" if p < 0.001 else f"{p:.3f}" for p in (found.p, found.corrected)]
-    cells = [
-        claim.claim,
-        claim.paper or "–",
-        f"{place}{metric}{ours}" or "–",
-        found.effect,
-        *chances,
-        f"**{verdict_of(found)}**",
-    ]
-    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+    told = f"{place}{metric}{ours}" if ours else "–"
+    chances = chance(found.p), chance(found.corrected)
+    return row([claim.claim, claim.paper or "–", told, found.effect, *chances, f"**{verdict_of(found)}**"])

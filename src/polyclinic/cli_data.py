@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
+import re
 import shutil
+import textwrap
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import typer
+from rich.console import Console
 from rich.progress import Progress, TaskID
 from rich.table import Table
 from rich.text import Text
@@ -21,15 +26,16 @@ from polyclinic.data.check import Checked, check
 from polyclinic.data.diagnose import Diagnosis, diagnose, lines
 from polyclinic.data.fetch import fetch
 from polyclinic.data.findings import Finding, told
+from polyclinic.data.folder import VARIABLE
 from polyclinic.data.load import load
 from polyclinic.data.preparation import ImageOptions
 from polyclinic.data.records import Listing
-from polyclinic.data.sets import SETS
+from polyclinic.data.sets import SETS, NamedSet
 from polyclinic.data.sources.open import open_source
 from polyclinic.data.splits import Fractions
 from polyclinic.errors import DataError
 from polyclinic.experiment import gather
-from polyclinic.recipe import Recipe
+from polyclinic.recipe import Recipe, our_recipes
 from polyclinic.store import write_json
 from polyclinic.terminal import Data, Json, err, out, print_json, tell
 
@@ -37,15 +43,21 @@ app = typer.Typer(no_args_is_help=True, help="Check, compare and get images befo
 
 What = Annotated[str, typer.Argument(metavar="NAME|PATH", help="A named set, a folder, a CSV file or an npz file.")]
 COLOURS = {"stop": "bold red", "warn": "yellow", "note": "dim"}
+MOST = 20
+"""Classes or sites that are counted singly."""
+OURS = re.compile(r"([0-9a-f]{32})(\.draft|\.lock)?")
+"""What `data.cache` calls a prepared set, one being made, and its lock."""
+OUR_FILES = re.compile(r"pixels|index\.json|\.index\.json\.\d+\.tmp")
 
 
 @app.command("list")
 def list_sets(data: Data = None, as_json: Json = False) -> None:
     """The named public sets, their terms, and whether they are at hand."""
+    folder = _given_folder(data)
     rows = [
         {
             "name": name,
-            "here": _is_here(name, data),
+            "here": folder is not None and _is_here(named, folder),
             "fetch": bool(named.downloads),
             "licence": named.licence,
             "about": named.about,
@@ -55,19 +67,25 @@ def list_sets(data: Data = None, as_json: Json = False) -> None:
     if as_json:
         print_json(rows)
         return
-    table = Table("name", "here", "licence", "about", box=None, padding=(0, 1), pad_edge=False)
+    table = Table(box=None, padding=(0, 1), pad_edge=False)
+    table.add_column("name", no_wrap=True)
+    table.add_column("here", no_wrap=True)
+    table.add_column("what it is, and its terms")
     for row in rows:
         here = "yes" if row["here"] else "fetch" if row["fetch"] else "no"
-        table.add_row(*map(Text, (str(row["name"]), here, str(row["licence"]), str(row["about"]))))
+        table.add_row(str(row["name"]), here, Text(f"{row['about']}\n").append(f"terms: {row['licence']}", "dim"))
     out.print(table)
-    tell("here: yes; fetch = `polyclinic data fetch NAME` gets it; no = `polyclinic data fetch NAME` says how to")
+    tell("fetch: `polyclinic data fetch NAME` gets it; no: the same command says how to")
 
 
-def _is_here(name: str, data: Path | None) -> bool:
+def _given_folder(data: Path | None) -> Path | None:
+    """The data folder, if one is named at all."""
+    return data_folder(data) if data or os.environ.get(VARIABLE) else None
+
+
+def _is_here(named: NamedSet, folder: Path) -> bool:
     try:
-        spec = DATASETS[name]
-        assert spec.read is not None
-        return bool(spec.read(spec.options(), data).records)
+        return bool(named.read(named.options(), folder / (named.folder or named.name)).records)
     except DataError:
         return False
 
@@ -96,6 +114,8 @@ def check_command(
 ) -> None:
     """Look for what is wrong with a set. The exit code is 1 if training may not start."""
     listing = listed(what, data)
+    if file is not None:
+        file.parent.mkdir(parents=True, exist_ok=True)
     with _bar("looking at images") as report:
         checked = check(listing, report=report)
     if file is not None:
@@ -105,47 +125,65 @@ def check_command(
     else:
         show_checked(checked)
     if show_names:
-        _show_names(listing, checked.findings)
+        _show_names(listing, checked.findings, err if as_json else out)
     if not checked.may_train:
         raise typer.Exit(1)
 
 
 @contextmanager
 def _bar(what: str) -> Iterator[Callable[[int, int], None]]:
-    with Progress(console=err, transient=True) as progress:
+    with Progress(console=err, transient=True, disable=not err.is_terminal) as progress:
         task: TaskID = progress.add_task(what, total=None)
         yield lambda done, total: progress.update(task, completed=done, total=total)
 
 
 def show_checked(checked: Checked) -> None:
-    counts = ", ".join(f"{name} {count:,}" for name, count in checked.classes.items())
-    sites = f" at {len(checked.sites)} sites" if len(checked.sites) > 1 else ""
-    out.print(Text(f"{checked.name}: {checked.images:,} images{sites} ({counts})"), soft_wrap=True)
-    table = Table("", "finding", "n", "what, where, what to do", box=None, padding=(0, 1), pad_edge=False)
+    _say(f"{checked.name}: {checked.images:,} images")
+    _say(f"classes: {_counts(checked.classes)}", 6)
+    if len(checked.sites) > 1:
+        _say(f"sites: {_counts(checked.sites)}", 6)
     for finding in checked.findings:
-        table.add_row(*_cells(finding))
-    if checked.findings:
-        out.print(table)
+        level = "done" if finding.handled else finding.level
+        out.print(Text(f"{level}  ", COLOURS.get(level, "green")).append(f"{finding.kind}: {finding.count:,}", "bold"))
+        for line in _told(finding):
+            _say(line, 6)
     stops = sum(finding.stops for finding in checked.findings)
     warns = sum(finding.level == "warn" and not finding.handled for finding in checked.findings)
     verdict = "training may start" if checked.may_train else "training may NOT start"
     out.print(Text(f"{verdict}: {stops} to mend first, {warns} to know of"), style="bold")
 
 
-def _cells(finding: Finding) -> tuple[Text, Text, Text, Text]:
-    level = "done" if finding.handled else finding.level
-    where = f" ({told(finding.where, finding.count)})" if finding.where else ""
-    rest = f". The loader: {finding.handled}." if finding.handled else f"; {finding.remedy}."
-    what = Text(f"{finding.sentence}{where}{rest}")
-    return Text(level, COLOURS.get(level, "green")), Text(finding.kind), Text(f"{finding.count:,}"), what
+def _say(text: str, indent: int = 0) -> None:
+    """Wrapped between words; a path that is too long for a line stays in one piece."""
+    space = " " * indent
+    wrap = textwrap.TextWrapper(out.width, space, space, break_long_words=False, break_on_hyphens=False)
+    out.print(Text(wrap.fill(text)), soft_wrap=True)
 
 
-def _show_names(listing: Listing, findings: tuple[Finding, ...]) -> None:
+def _counts(groups: Mapping[str, int]) -> str:
+    shown = [f"{name} {count:,}" for name, count in groups.items()][:MOST]
+    return ", ".join(shown) + (f" and {len(groups) - MOST} more" if len(groups) > MOST else "")
+
+
+def _told(finding: Finding) -> Iterator[str]:
+    yield f"{finding.sentence}."
+    if finding.where:
+        yield f"where: {told([_shortened(place) for place in finding.where], finding.count)}"
+    yield f"the loader: {finding.handled}" if finding.handled else f"to do: {finding.remedy}"
+
+
+def _shortened(place: str) -> str:
+    """ "labels.csv row 2 = 7" in place of "labels.csv row 2 = labels.csv row 7"."""
+    first, *others = place.split(" = ")
+    return " = ".join([first, *(other.removeprefix(first[: first.rfind(" ") + 1]) for other in others)])
+
+
+def _show_names(listing: Listing, findings: tuple[Finding, ...], console: Console) -> None:
     for finding in findings:
         for position in finding.positions:
-            out.print(Text(f"{finding.kind}: {listing.records[position].path}"), soft_wrap=True)
+            console.print(Text(f"{finding.kind}: {listing.records[position].path}"), soft_wrap=True)
     for path in listing.unlisted:
-        out.print(Text(f"unlisted image: {path}"), soft_wrap=True)
+        console.print(Text(f"unlisted image: {path}"), soft_wrap=True)
 
 
 @app.command("diagnose")
@@ -159,7 +197,8 @@ def diagnose_command(
     as_json: Json = False,
 ) -> None:
     """How the sites differ, and which method addresses that: numbers, a picture, plain sentences."""
-    title, found = _diagnosis(what, data, size, 3 if channels == 3 else 1, Stream(seed))
+    options = ImageOptions.model_validate({"size": size, "channels": channels})
+    title, found = _diagnosis(what, data, options, Stream(seed))
     from polyclinic.data.diagnose_picture import draw_diagnosis  # matplotlib takes a second to load
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -169,26 +208,25 @@ def diagnose_command(
         print_json(found.as_json())
         return
     for line in lines(found):
-        out.print(Text(line))
+        _say(line)
+        out.print()
     out.print(Text(f"written: {folder / 'diagnosis.png'}  {folder / 'diagnosis.json'}"), soft_wrap=True)
 
 
-def _diagnosis(
-    what: str, data: Path | None, size: int, channels: Literal[1, 3], stream: Stream
-) -> tuple[str, Diagnosis]:
-    if what.endswith((".yaml", ".yml")):
-        recipe = Recipe.load(what)
+def _diagnosis(what: str, data: Path | None, options: ImageOptions, stream: Stream) -> tuple[str, Diagnosis]:
+    ours = {} if Path(what).exists() else our_recipes()
+    if what in ours or what.endswith((".yaml", ".yml")):
+        recipe = Recipe.load(ours.get(what, what))
         consortium = gather(recipe, data)
         everything = {name: site.train for name, site in consortium.sites.items()}
         return f"{recipe.name}: how the sites' training images differ", diagnose(everything, consortium.classes, stream)
     listing = listed(what, data)
-    options = ImageOptions(size=size, channels=channels)
-    collection = load(listing, options, stream.child("data"))
-    if collection.sites is None or len(set(collection.sites)) < 2:
+    if len({record.site for record in listing.used} - {""}) < 2:
         raise DataError(
             f"{listing.name} names fewer than two sites, so there is nothing to compare; "
             "give a recipe, which divides images among sites."
         )
+    collection = load(listing, options, stream.child("data"))
     whole = Fractions(train=1, validation=0, test=0, official=False)
     sites = federate(collection, Natural(), whole, stream.child("sites"), allow_single_class=True)
     found = diagnose({name: site.train for name, site in sites.items()}, collection.classes, stream)
@@ -203,16 +241,20 @@ def fetch_command(
     """Download a set where its terms allow that; else say how to get it. Goes on where it was interrupted."""
     if name not in SETS:
         raise DataError(f"There is no named set '{name}'; there are: {', '.join(SETS)}.")
-    folder = data_folder(data)
-    with Progress(console=err, transient=True) as progress:
+    named = SETS[name]
+    folder = data_folder(data) if named.downloads else _given_folder(data) or Path("your data folder")
+    files = {download.name for download in named.downloads}
+    with Progress(console=err, transient=True, disable=not err.is_terminal) as progress:
         tasks: dict[str, TaskID] = {}
 
-        def report(file: str, done: int, total: int | None) -> None:
-            if file not in tasks:
-                tasks[file] = progress.add_task(file, total=total)
-            progress.update(tasks[file], completed=done, total=total)
+        def report(what: str, done: int, total: int | None) -> None:
+            if what not in tasks:
+                tasks[what] = progress.add_task(what, total=total)
+                if what not in files:  # a remark, such as a sum to compare by hand: bars vanish, this stays
+                    tell(what)
+            progress.update(tasks[what], completed=done, total=total)
 
-        written = fetch(SETS[name], folder, report)
+        written = fetch(named, folder, report)
     for path in written:
         out.print(Text(f"here: {path}"), soft_wrap=True)
 
@@ -224,14 +266,43 @@ def cache_command(
 ) -> None:
     """Where prepared images are kept, and how much there is. They are patients' images: clear them when done."""
     home = cache_folder()
-    rows = [_cached(path) for path in sorted(home.glob("*/pixels"))]
-    if clear:
-        shutil.rmtree(home, ignore_errors=True)
+    ours = sorted(path for path in home.glob("*") if _is_ours(path))
+    rows = [_cached(path / "pixels") for path in ours if (path / "pixels").is_file()]
+    kept = _clear(ours) if clear else []
     if as_json:
-        print_json({"folder": str(home), "cleared": clear, "sets": rows})
+        print_json({"folder": str(home), "cleared": clear, "in_use": kept, "sets": rows})
         return
     size = sum(row["bytes"] for row in rows)
-    out.print(Text(f"{home}: {len(rows)} prepared sets, {size / 2**20:,.1f} MiB{'; cleared' if clear else ''}"))
+    told = f"; cleared{f', except {len(kept)} being made right now' if kept else ''}" if clear else ""
+    out.print(Text(f"{home}: {len(rows)} prepared sets, {size / 2**20:,.1f} MiB{told}"), soft_wrap=True)
+
+
+def _is_ours(path: Path) -> bool:
+    """The folder may have been set to one that holds other things too: those are nobody's to delete."""
+    named = OURS.fullmatch(path.name)
+    if named is None or path.is_symlink():
+        return False
+    if path.is_dir():
+        return named[2] != ".lock" and all(OUR_FILES.fullmatch(file.name) for file in path.iterdir())
+    return named[2] == ".lock" and path.stat().st_size == 0
+
+
+def _clear(ours: list[Path]) -> list[str]:
+    """Delete what is ours, less the sets that another process is making; these are named."""
+    kept = sorted({path.name[:32] for path in ours if path.suffix == ".lock" and _is_held(path)})
+    for path in ours:
+        if path.name[:32] not in kept:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    return kept
+
+
+def _is_held(lock: Path) -> bool:
+    with open(lock, "rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
 
 
 def _cached(pixels: Path) -> dict[str, Any]:

@@ -132,6 +132,11 @@ def sent(line: Line) -> str:
     return "images" if line.pools_images else f"{line.megabytes:.1f}"
 
 
+def row(cells: Sequence[str]) -> str:
+    """A row of a Markdown table; what would end a cell or the row is escaped or left out."""
+    return "| " + " | ".join(" ".join(cell.split()).replace("|", "\\|") for cell in cells) + " |"
+
+
 def decimal(value: float, places: int = 3) -> str:
     return "–" if math.isnan(value) else f"{value:.{places}f}"
 

@@ -61,8 +61,10 @@ class Consortium:
         for name, site in self.sites.items():
             for part in (site.train, site.validation, site.test):
                 total.update(f"{name}|{len(part)}".encode())
+                if isinstance(part, Selection):
+                    total.update(f"{part.shared.mean}|{part.shared.std}".encode())
                 for index in torch.split(torch.arange(len(part)), EVALUATION_BATCH):
-                    for tensor in part.batch(index):
+                    for tensor in part.stored(index) if isinstance(part, Selection) else part.batch(index):
                         total.update(tensor.contiguous().numpy().data)
         return total.hexdigest()
 

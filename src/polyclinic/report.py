@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from polyclinic import claims
-from polyclinic.comparison import SHOWN, Comparison, decimal, number, sent, show
+from polyclinic.comparison import SHOWN, Comparison, decimal, row, sent, show
 from polyclinic.stats import paired
 
 FEWEST_SEEDS = 3
@@ -69,11 +69,12 @@ def _claims(comparison: Comparison) -> list[str]:
     found = claims.tested(comparison.claims, comparison.results)
     if not found:
         return []
+    tests = sum(not math.isnan(one.p) for one in found)
     note = (
         "higher, lower: paired t-test over seeds; equal: the 95 % interval lies within the margin; effect: one-way "
         "ANOVA, or Welch's t-test for two. "
-        f"Supported, contradicted: p < {claims.LEVEL:g} also after Holm's correction for the {len(found)} claims of this "
-        'table; suggested: only before it. "Not decided" is no proof of the opposite.'
+        f"Supported, contradicted: p < {claims.LEVEL:g} also after Holm's correction for the {tests} p-values of "
+        'this table; suggested: only before it. "Not decided" is no proof of the opposite.'
     )
     return ["## The paper's claims, tested", "\n".join(claims.rows(found)), note]
 
@@ -117,29 +118,26 @@ def _costs(comparison: Comparison) -> list[str]:
         cells = [f"{more:,.1f}", f"{decimal(times, 1)} ×", f"{gain:+.3f}", f"{gain / more * 1000:+.4f}"]
         body.append(row([line.name, *cells]))
     note = (
-        "Bytes are measured on the wire, both ways, the weights of the final evaluation included; the paper reckons "
-        "2·N·R·S of sites, rounds and model size."
+        "Bytes are measured on the wire, both ways, the weights of the final evaluation included, which the usual "
+        "reckoning (2 × sites × rounds × model size) leaves out."
     )
     return [f"## What the megabytes of {first.name} buy", "\n".join(body), note]
-
-
-def row(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
 def _differences(comparison: Comparison) -> list[str]:
     """Seed by seed against the first method: an interval of its own says little about a difference."""
     first, *others = comparison.lines
-    if first.seeds < FEWEST_SEEDS or not others:
-        return []
-    values = {n: [number(r["headline"].get("accuracy")) for r in runs] for n, runs in comparison.results.items()}
-    rows = [f"| accuracy against {first.name}, seed by seed | difference [95 %] | p (paired t-test) |", "|---|---|---|"]
+    rows = []
     for line in others:
-        if line.seeds == first.seeds:
-            found = paired(values[line.name], values[first.name])
+        ours, theirs = (comparison.results[name] for name in (line.name, first.name))
+        values = claims.by_seed(ours, theirs, "accuracy")
+        if len(values[0]) >= FEWEST_SEEDS:
+            found = paired(*values)
             interval = f"{found.difference:+.3f} [{found.low:+.3f}, {found.high:+.3f}]"
-            rows.append(f"| {line.name} | {interval} | {decimal(found.p)} |")
-    return [*rows, "", f"{len(rows) - 2} tests, not corrected for their number."]
+            rows.append(row([line.name, interval, claims.chance(found.p)]))
+    head = [f"accuracy against {first.name}, seed by seed", "difference [95 %]", "p (paired t-test)"]
+    note = f"{len(rows)} tests, not corrected for their number."
+    return [row(head), "|---|---|---|", *rows, "", note] if rows else []
 
 
 def _notes(comparison: Comparison) -> list[str]:

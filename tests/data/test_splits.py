@@ -127,7 +127,7 @@ def test_an_official_split_that_leaks_patients_is_refused_without_names() -> Non
 
 
 def test_an_unknown_official_part_is_refused() -> None:
-    with pytest.raises(DataError, match="has a part 'dev'; use only train, validation and test"):
+    with pytest.raises(DataError, match=r"names 1 part\(s\) besides train, validation and test \(1 images\)"):
         parts_of(Sample(np.array([0, 1]), ["a", "b"], []), Fractions(), official=["train", "dev"])
 
 

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from polyclinic.data.preparation import Preparation
 from polyclinic.data.records import Record
-from polyclinic.errors import StoreError
+from polyclinic.errors import DataError, StoreError
 from polyclinic.store import named_failure, write_json
 
 VARIABLE = "POLYCLINIC_CACHE"
@@ -65,13 +65,20 @@ def shape_of(records: Sequence[Record], preparation: Preparation) -> tuple[int, 
 def key_of(records: Sequence[Record], preparation: Preparation) -> str:
     """What decides the pixels: layout, decoder, preparation, and which state of which files."""
     total = hashlib.sha256(f"{LAYOUT}|{PIL.__version__}|{preparation.model_dump_json()}".encode())
-    states: dict[Path, str] = {}
+    states: dict[Path, bytes] = {}
     for record in records:
         if record.path not in states:
-            state = record.path.stat()
-            states[record.path] = f"{record.path.resolve()}|{state.st_size}|{state.st_mtime_ns}"
-        total.update(f"{states[record.path]}|{record.array}|{record.row}\n".encode())
+            states[record.path] = _state(record)
+        total.update(states[record.path] + f"|{record.array}|{record.row}\n".encode())
     return total.hexdigest()[:32]
+
+
+def _state(record: Record) -> bytes:
+    try:
+        state = record.path.stat()
+        return os.fsencode(record.path.resolve()) + f"|{state.st_size}|{state.st_mtime_ns}".encode()
+    except OSError as error:  # it names the file, and thereby perhaps a patient
+        raise DataError(f"The file of {record.where} cannot be read ({error.strerror}); get it back.") from None
 
 
 def _size(shape: tuple[int, ...]) -> int:
@@ -94,7 +101,8 @@ def _make(folder: Path, shape: tuple[int, ...], fill: Fill) -> None:
     try:
         with named_failure(draft):
             draft.mkdir(mode=0o700)
-            pixels = np.memmap(draft / "pixels", np.uint8, "w+", shape=shape)
+            _reserve(draft / "pixels", _size(shape))
+            pixels = np.memmap(draft / "pixels", np.uint8, "r+", shape=shape)
             fill(pixels)
             pixels.flush()
             write_json(draft / "index.json", {"shape": list(shape), "sha256": _checksum(draft / "pixels")})
@@ -105,8 +113,16 @@ def _make(folder: Path, shape: tuple[int, ...], fill: Fill) -> None:
         raise
 
 
+def _reserve(path: Path, size: int) -> None:
+    """A mapped file that outgrows the disk ends the process without a word, so take its room before filling it."""
+    with open(path, "wb") as file:
+        file.truncate(size)
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(file.fileno(), 0, size)
+
+
 def _refuse_full_disk(home: Path, wanted: int) -> None:
-    """A mapped file that outgrows the disk ends the process without a word, so ask first."""
+    """With both figures, which the system does not tell."""
     free = shutil.disk_usage(home).free
     if wanted > free:
         raise StoreError(

@@ -207,9 +207,9 @@ def _recognition(diagnosis: Diagnosis) -> str:
     domain = diagnosis.domain
     if domain is None:
         return "Features: too few patients\nto see whether sites can be recognised"
-    trust = "" if domain.trusted else "; too few patients to trust"
-    chance = f"(by chance {domain.chance:.0%}, p = {domain.p:.2g}{trust})"
-    return f"Features: site recognised in {domain.accuracy:.0%}\n{chance}"
+    trust = "" if domain.trusted else " (too few patients to trust)"
+    chance = f"(by chance {domain.chance:.0%}, p = {domain.p:.2g})"
+    return f"Features: site recognised in {domain.accuracy:.0%}{trust}\n{chance}"
 
 
 def _distances(pairs: Sequence[Pair], rows: Sequence[_Row]) -> Floats:

@@ -44,7 +44,7 @@ def first(places: Iterable[str]) -> tuple[str, ...]:
 def told(places: Sequence[str], count: int) -> str:
     """ "labels.csv row 2, 7, 9, 12, 30 and 12 more": what all begin with is said once."""
     more = f" and {count - len(places)} more" if count > len(places) else ""
-    head = os.path.commonprefix(list(places)) if len(places) > 1 else ""
+    head = os.path.commonprefix(list(places)) if len(places) > 1 else ""  # noqa: RUF071  texts, not paths
     shared = head[: head.rfind(" ") + 1]
     return f"{shared}{', '.join(place.removeprefix(shared) for place in places)}{more}"
 

@@ -16,10 +16,11 @@ from torch import Tensor
 
 from polyclinic.core import Stream
 from polyclinic.data.cache import Pixels, cached, shape_of
+from polyclinic.data.checks.faults import by
 from polyclinic.data.checks.files import missing_files, unreadable_files
-from polyclinic.data.checks.labels import label_findings
+from polyclinic.data.checks.labels import FEW, TYPO, label_findings, said_labels
 from polyclinic.data.examples import Collection, PerChannel
-from polyclinic.data.findings import Finding, refuse
+from polyclinic.data.findings import Finding, refuse, told
 from polyclinic.data.preparation import NORMALISATIONS, ImageOptions, Preparation
 from polyclinic.data.prepare import prepare
 from polyclinic.data.records import Listing, Record
@@ -35,12 +36,17 @@ def load(listing: Listing, options: ImageOptions, stream: Stream) -> Collection:
     images = pixels_of(replace(listing, records=records), options)
     numbers = {name: number for number, name in enumerate(listing.classes)}
     labels = torch.tensor([numbers[record.label] for record in records])
+    patients = tuple(record.patient or f"image-{position}" for position, record in enumerate(records, 1))
+    if options.join_copies:
+        from polyclinic.data.twins import with_twins_joined  # scipy takes a second to load, and most runs do without
+
+        patients = with_twins_joined(patients, images)
     mean, std = _normalisation(options)
     return Collection(
         images,
         labels,
         listing.classes,
-        tuple(record.patient or f"image-{position}" for position, record in enumerate(records, 1)),
+        patients,
         _column(record.site for record in records),
         _column(record.split for record in records) if listing.official else None,
         mean=mean,
@@ -58,11 +64,11 @@ def for_task(listing: Listing, task: dict[str, list[str]] | None) -> Listing:
     unknown = sorted(set(named) - set(listing.classes))
     if unknown:
         raise DataError(
-            f"The task names the label '{unknown[0]}', which {listing.name} does not have; "
-            f"it has: {', '.join(listing.classes)}."
+            f"The task names the label '{unknown[0]}', which {listing.name} does not have; it has {_labels(listing)}."
         )
     group = {label: name for name, labels in task.items() for label in labels}
     outside = set(listing.classes) - set(named)
+    _refuse_misspelt(listing, outside)
     records = [
         replace(record, excluded=record.excluded or "not part of the task")
         if record.label in outside
@@ -72,13 +78,37 @@ def for_task(listing: Listing, task: dict[str, list[str]] | None) -> Listing:
     return replace(listing, records=tuple(records), classes=tuple(task), declared=True)
 
 
+def _labels(listing: Listing) -> str:
+    """The labels there are, less the rare ones: those may be a patient's name in the wrong column."""
+    said = said_labels(listing, by(listing, range(len(listing.records)), lambda record: record.label))
+    common = [label for label in listing.classes if label in said]
+    return told(common, len(listing.classes)) if common else f"{len(listing.classes)} rare ones"
+
+
+def _refuse_misspelt(listing: Listing, outside: set[str]) -> None:
+    """What a task leaves out is left out without a word; an image whose label is misspelt must not be."""
+    refuse(
+        finding
+        for finding in label_findings(listing)
+        if finding.kind == TYPO.name and outside & {listing.records[position].label for position in finding.positions}
+    )
+
+
 def before_decoding(listing: Listing) -> Iterator[Finding]:
     """What stops training and can be seen without opening a file. Parts and sites are `federate`'s to judge."""
     if not listing.used:
         raise DataError(f"{listing.name} has no image to use; check where it was loaded from.")
-    gone = [position for position, record in enumerate(listing.records) if not record.path.is_file()]
+    # os.path, because Path.is_file raises, with the path, what it does not expect, such as a name that is too long
+    gone = [position for position, record in enumerate(listing.records) if not os.path.isfile(record.path)]
     yield from missing_files(listing, gone)
-    yield from label_findings(listing)
+    for finding in label_findings(listing):
+        yield _undeclared(finding) if finding.kind == FEW.name and not listing.declared else finding
+
+
+def _undeclared(finding: Finding) -> Finding:
+    """Classes are said aloud in every result, so what may be a name in the wrong column is not taken for one."""
+    remedy = "correct these labels, or declare the classes if these are some; they may be names in the wrong column"
+    return replace(finding, level="stop", remedy=remedy)
 
 
 def drawn(records: tuple[Record, ...], limit: int | None, stream: Stream) -> tuple[Record, ...]:

@@ -37,6 +37,8 @@ class ImageOptions(Preparation):
     """Classes to learn, each with the labels that belong to it; images with other labels are left out."""
     limit: int | None = Field(None, ge=1)
     """Use only so many images, drawn at random by patient."""
+    join_copies: bool = False
+    """Count patients who share a near duplicate as one, so that no split or partition parts the copies."""
     cache: bool = True
     """Keep decoded images on disk between runs."""
 

@@ -59,9 +59,12 @@ def split(
 
 
 def _official_parts(people: Patients, official: Sequence[str]) -> Indices:
-    unknown = sorted(set(official) - set(PARTS))
-    if unknown:
-        raise DataError(f"The official split has a part '{unknown[0]}'; use only train, validation and test.")
+    unknown = set(official) - set(PARTS)
+    if unknown:  # not said which: a cell of a table may hold anything, a patient's name among it
+        raise DataError(
+            f"The official split names {len(unknown)} part(s) besides train, validation and test "
+            f"({sum(part in unknown for part in official)} images); use only these, or set official: false."
+        )
     part = np.array([PARTS.index(name) for name in official if name in PARTS], dtype=np.int64)
     leaked = people.spread(part)
     if leaked:
