@@ -119,8 +119,12 @@ def _trim(result: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _figures(parts: Mapping[str, Any]) -> dict[str, Any]:
-    wanted = ("auc", "accuracy", "loss", "n")
-    return {part: {k: row[k] for k in wanted} for part, row in parts.items() if isinstance(row, Mapping)}
+    """Every figure a claim may ask for; intervals and confusion matrices stay in the run's folder."""
+    return {
+        part: {k: round(v, 6) if isinstance(v, float) else v for k, v in row.items() if not isinstance(v, Mapping | list)}
+        for part, row in parts.items()
+        if isinstance(row, Mapping)
+    }
 
 
 def _read(path: Path) -> Comparison:
