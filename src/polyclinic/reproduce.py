@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -88,12 +88,20 @@ def write_page(paper: str, quick: bool, folder: Path) -> tuple[Path, list[Compar
     ]
     head = [f"<!-- Written by `polyclinic reproduce {paper}{' --quick' if quick else ''}`; do not edit. -->", ""]
     summary = claims.overview({c.title: claims.tested(c.claims, c.results) for c in comparisons})
-    head += ["# What our data says about the paper's claims", "", *summary, ""] if summary else []
+    head += (
+        ["# What our data says about the paper's claims", "", *_warning(comparisons), *summary, ""] if summary else []
+    )
     notes = recipes_folder() / paper / "notes.md"
     remarks = [notes.read_text(encoding="utf-8")] if notes.exists() and not quick else []
     page = folder / f"{paper}.md"
     write_atomically(page, "\n".join([*head, *remarks, *(markdown(c) for c in comparisons)]).encode())
     return page, comparisons
+
+
+def _warning(comparisons: Sequence[Comparison]) -> list[str]:
+    if all(run["data"] == "phantom" for c in comparisons for runs in c.results.values() for run in runs):
+        return ["On drawn (phantom) images: this shows how the page reads, and is evidence of nothing.", ""]
+    return []
 
 
 def _with(comparison: Comparison, recipe: Recipe) -> Comparison:
@@ -121,7 +129,7 @@ def _trim(result: Mapping[str, Any]) -> dict[str, Any]:
 def _figures(parts: Mapping[str, Any]) -> dict[str, Any]:
     """Every figure a claim may ask for; intervals and confusion matrices stay in the run's folder."""
     return {
-        part: {k: round(v, 6) if isinstance(v, float) else v for k, v in row.items() if not isinstance(v, Mapping | list)}
+        part: {k: round(v, 6) if isinstance(v, float) else v for k, v in row.items() if not isinstance(v, dict | list)}
         for part, row in parts.items()
         if isinstance(row, Mapping)
     }

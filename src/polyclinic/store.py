@@ -22,21 +22,20 @@ from polyclinic.errors import Refused, StoreError
 from polyclinic.faults import reach
 
 MARK = b'"chain": "'
+ANOTHER = "make room or choose another folder with --out, then go on with the same command"
 HASH = 32
 """Hexadecimal digits of a row's hash."""
 
 
 @contextlib.contextmanager
-def named_failure(path: Path, deed: str = "write") -> Iterator[None]:
+def named_failure(path: Path, deed: str = "write", remedy: str = ANOTHER) -> Iterator[None]:
     """Turn what the disk says into one sentence."""
     try:
         yield
     except OSError as error:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
         reason = "the disk is full" if full else error.strerror or error
-        raise StoreError(
-            f"cannot {deed} {path}: {reason}; make room or choose another folder with --out, then resume the run"
-        ) from error
+        raise StoreError(f"cannot {deed} {path}: {reason}; {remedy}") from error
 
 
 def write_atomically(path: Path, data: bytes, half: str = "", unnamed: str = "") -> None:

@@ -29,6 +29,7 @@ from polyclinic.errors import DataError, StoreError
 from polyclinic.store import named_failure, write_json
 
 VARIABLE = "POLYCLINIC_CACHE"
+REMEDY = f"make room, set {VARIABLE} to another folder, or set cache: false"
 LAYOUT = 1
 """Of the files and of the preparation; a change of either makes everything anew."""
 BLOCK = 1 << 24
@@ -48,13 +49,9 @@ def cache_folder() -> Path:
 def cached(records: Sequence[Record], preparation: Preparation, fill: Fill) -> Tensor:
     """The prepared images of `records`, n × channels × size × size bytes, from the cache or made now and kept there."""
     shape = shape_of(records, preparation)
-    home = cache_folder()
-    with named_failure(home):
-        home.mkdir(mode=0o700, parents=True, exist_ok=True)
-    folder = home / key_of(records, preparation)
-    with _alone(home / f"{folder.name}.lock"):
-        if not _is_sound(folder, shape):
-            _make(folder, shape, fill)
+    folder = cache_folder() / key_of(records, preparation)
+    if not _is_sound(folder, shape):
+        _make_alone(folder, shape, fill)
     return torch.from_file(str(folder / "pixels"), shared=False, size=_size(shape), dtype=torch.uint8).reshape(shape)
 
 
@@ -88,9 +85,18 @@ def _size(shape: tuple[int, ...]) -> int:
 @contextlib.contextmanager
 def _alone(lock: Path) -> Iterator[None]:
     """One process makes a set while others wait for it."""
-    with named_failure(lock), open(lock, "wb") as file:
+    with named_failure(lock, remedy=REMEDY), open(lock, "wb") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
+
+
+def _make_alone(folder: Path, shape: tuple[int, ...], fill: Fill) -> None:
+    """One process makes a set; those that waited for it find it made."""
+    with named_failure(folder.parent, remedy=REMEDY):
+        folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with _alone(folder.with_name(f"{folder.name}.lock")):
+        if not _is_sound(folder, shape):
+            _make(folder, shape, fill)
 
 
 def _make(folder: Path, shape: tuple[int, ...], fill: Fill) -> None:
@@ -99,7 +105,7 @@ def _make(folder: Path, shape: tuple[int, ...], fill: Fill) -> None:
     shutil.rmtree(draft, ignore_errors=True)
     _refuse_full_disk(folder.parent, _size(shape))
     try:
-        with named_failure(draft):
+        with named_failure(draft, remedy=REMEDY):
             draft.mkdir(mode=0o700)
             _reserve(draft / "pixels", _size(shape))
             pixels = np.memmap(draft / "pixels", np.uint8, "r+", shape=shape)
@@ -126,8 +132,7 @@ def _refuse_full_disk(home: Path, wanted: int) -> None:
     free = shutil.disk_usage(home).free
     if wanted > free:
         raise StoreError(
-            f"the prepared images need {wanted / 2**20:,.0f} MiB but {home} has {free / 2**20:,.0f} MiB left; "
-            f"make room, set {VARIABLE} to another folder, or set cache: false"
+            f"the prepared images need {wanted / 2**20:,.0f} MiB but {home} has {free / 2**20:,.0f} MiB left; {REMEDY}"
         )
 
 
