@@ -263,6 +263,11 @@ def patient_at_two_sites(rows: Rows) -> None:
     rows[2]["site"] = "south"
 
 
+def site_of_a_patient(rows: Rows) -> None:
+    for row in rows[6:8]:
+        row["site"] = f"{WORDS[1]}; {WORDS[0]}"
+
+
 def no_header(rows: Rows) -> None:
     rows.insert(0, {value if value not in SITES else f"{key} of {value}": "" for key, value in rows[0].items()})
 
@@ -287,6 +292,7 @@ FAILURES: list[tuple[Callable[[Rows], None], str]] = [
     (open_quote, "cannot be read as a table"),
     (unknown_part, "The official split names 1 part(s) besides train, validation and test"),
     (patient_at_two_sites, "1 patients have images at more than one natural site"),
+    (site_of_a_patient, "Site 1 of 4, with 2 images, has no images left for its "),
     (no_header, "cells of its first row do not look like a header"),
     (no_label_column, "has no column 'label'"),
 ]
@@ -337,11 +343,32 @@ def test_folders_of_patients_are_not_told(rows: Rows, tmp_path: Path) -> None:
     assert hits("".join(traceback.format_exception(caught.value)).encode()) == 0
 
 
+def test_folders_of_patients_taken_for_classes_are_not_told(rows: Rows, tmp_path: Path) -> None:
+    for number, row in enumerate(rows):
+        path = tmp_path / "set" / row["patient"] / row["label"] / f"{number}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"no image")
+    checked = CliRunner().invoke(app, ["data", "check", "set", "--out", "check.json"])
+    assert checked.exit_code == 1
+    assert "folder 1/benign, file 1" in Path("check.json").read_text(encoding="utf-8")
+    assert hits(checked.output.encode() + Path("check.json").read_bytes()) == 0
+    (tmp_path / "set" / f"{NAME} alone").mkdir()
+    refused = CliRunner().invoke(app, ["data", "check", "set"])
+    assert "1 site folder(s) without an image" in " ".join(refused.output.split())
+    assert hits(refused.output.encode()) == 0
+
+
 def test_check_and_diagnose_tell_nobody(rows: Rows, tmp_path: Path) -> None:
     (tmp_path / "hospital" / f"{NAME} 0" / f"unlisted {NAME}.png").write_bytes(b"")
     good = CliRunner().invoke(app, ["data", "diagnose", "hospital", "--size", "32", "--channels", "1"])
     assert good.exit_code == 0, good.output
     assert told_in(tmp_path / "diagnosis") + hits(good.output.encode()) == 0
+    site_of_a_patient(rows)
+    write_table(rows)
+    numbered = CliRunner().invoke(app, ["data", "diagnose", "hospital", "--size", "32", "--channels", "1"])
+    assert numbered.exit_code == 0, numbered.output
+    assert "site 1 (2 images)" in (tmp_path / "diagnosis" / "diagnosis.json").read_text(encoding="utf-8")
+    assert told_in(tmp_path / "diagnosis") + hits(numbered.output.encode()) == 0
     cut_dicom(rows)
     label_of_a_patient(rows)
     rows[20]["site"] = NAME

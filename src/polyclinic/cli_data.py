@@ -8,10 +8,12 @@ import re
 import shutil
 import textwrap
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeAlias
 
 import typer
 from rich.console import Console
@@ -20,18 +22,20 @@ from rich.table import Table
 from rich.text import Text
 
 from polyclinic.core import Stream
-from polyclinic.data import DATASETS, Natural, data_folder, federate
+from polyclinic.data import DATASETS, Natural, Options, data_folder, federate
 from polyclinic.data.cache import cache_folder
 from polyclinic.data.check import Checked, check
 from polyclinic.data.diagnose import Diagnosis, diagnose, lines
+from polyclinic.data.division import Division, Refusal
 from polyclinic.data.fetch import fetch
 from polyclinic.data.findings import Finding, told
 from polyclinic.data.folder import VARIABLE
-from polyclinic.data.load import load
+from polyclinic.data.load import for_task, load
 from polyclinic.data.preparation import ImageOptions
 from polyclinic.data.records import Listing
 from polyclinic.data.sets import SETS, NamedSet
-from polyclinic.data.sources.open import open_source
+from polyclinic.data.sources.open import TABLE, open_source
+from polyclinic.data.sources.table import Columns, read_table
 from polyclinic.data.splits import Fractions
 from polyclinic.errors import DataError
 from polyclinic.experiment import gather
@@ -41,8 +45,10 @@ from polyclinic.terminal import Data, Json, err, out, print_json, tell
 
 app = typer.Typer(no_args_is_help=True, help="Check, compare and get images before anything trains on them.")
 
-What = Annotated[str, typer.Argument(metavar="NAME|PATH", help="A named set, a folder, a CSV file or an npz file.")]
+What = Annotated[str, typer.Argument(metavar="RECIPE|NAME|PATH", help="A recipe, a named set, or your images.")]
 COLOURS = {"stop": "bold red", "warn": "yellow", "note": "dim"}
+Work: TypeAlias = Sequence[tuple[Listing, Sequence[Refusal]]]
+"""What is to be checked: listings, each with the divisions to try (none: its own sites)."""
 MOST = 20
 """Classes or sites that are counted singly."""
 OURS = re.compile(r"([0-9a-f]{32})(\.draft|\.lock)?")
@@ -90,8 +96,10 @@ def _is_here(named: NamedSet, folder: Path) -> bool:
         return False
 
 
-def listed(what: str, data: Path | None) -> Listing:
-    """What a name or a path stands for."""
+def listed(what: str, data: Path | None, columns: str = "") -> Listing:
+    """What a name or a path stands for; `columns` ("path=file,label=diagnosis") are those of a table."""
+    if columns:
+        return _table(Path(what), columns)
     spec = DATASETS.get(what)
     if spec is not None and spec.read is not None and what in SETS:
         return spec.read(spec.options(), data)
@@ -102,32 +110,94 @@ def listed(what: str, data: Path | None) -> Listing:
     return open_source(Path(what))
 
 
+def _table(path: Path, columns: str) -> Listing:
+    pairs = [pair.partition("=")[::2] for pair in columns.split(",")]
+    if not all(name.strip() and column.strip() for name, column in pairs):
+        raise DataError("--columns needs names of columns, such as path=file,label=diagnosis,site=clinic.")
+    table = path / TABLE if path.is_dir() else path
+    if table.suffix.lower() not in (".csv", ".tsv") or not table.is_file():
+        raise DataError(f"--columns is for a table, but '{path}' is neither a CSV file nor a folder with {TABLE}.")
+    chosen = Columns.model_validate({name.strip(): column.strip() for name, column in pairs})
+    return read_table(table, name=str(path), columns=chosen)
+
+
 @app.command("check")
 def check_command(
     what: What,
     data: Data = None,
+    columns: Annotated[
+        str, typer.Option(metavar="path=…,label=…", help="Names of a table's columns: also site, patient, split.")
+    ] = "",
     show_names: Annotated[
         bool, typer.Option("--show-names", help="Also print file names, which may name patients. For your eyes only.")
     ] = False,
     file: Annotated[Path | None, typer.Option("--out", help="Also write the findings to this JSON file.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Look for what is wrong with a set. The exit code is 1 if training may not start."""
-    listing = listed(what, data)
+    """Look for what is wrong with a set, or with a recipe's. The exit code is 1 if training may not start."""
+    recipe = _recipe(what)
+    if recipe is not None and columns:
+        raise DataError("A recipe names its table's columns itself; leave out --columns.")
+    work: Work = [(listed(what, data, columns), ())] if recipe is None else _divisions(recipe, data)
     if file is not None:
         file.parent.mkdir(parents=True, exist_ok=True)
     with _bar("looking at images") as report:
-        checked = check(listing, report=report)
+        found = [check(listing, report=report, divisions=divisions) for listing, divisions in work]
+    rows = [checked.as_json() for checked in found]
+    document = rows[0] if len(rows) == 1 else rows
     if file is not None:
-        write_json(file, checked.as_json())
+        write_json(file, document)
     if as_json:
-        print_json(checked.as_json())
-    else:
-        show_checked(checked)
-    if show_names:
-        _show_names(listing, checked.findings, err if as_json else out)
-    if not checked.may_train:
+        print_json(document)
+    elif not work:
+        _say(f"{what}: its images are no files, so there is nothing to check")
+    for (listing, _), checked in zip(work, found, strict=True):
+        if not as_json:
+            show_checked(checked)
+        if show_names:
+            _show_names(listing, checked.findings, err if as_json else out)
+    if not all(checked.may_train for checked in found):
         raise typer.Exit(1)
+
+
+def _recipe(what: str) -> Recipe | None:
+    """The recipe that is meant: a file, or one of ours by name, unless something of that name lies here."""
+    ours = {} if Path(what).exists() else our_recipes()
+    return Recipe.load(ours.get(what, what)) if what in ours or what.endswith((".yaml", ".yml")) else None
+
+
+def _divisions(recipe: Recipe, data: Path | None) -> Work:
+    """The listings of a recipe's methods, each once, with the divisions that they make of it."""
+    listings: dict[str, Listing] = {}
+    divisions: defaultdict[str, dict[str, Refusal]] = defaultdict(dict)
+    for method in [recipe.method(name) for name in recipe.methods] or [recipe]:
+        section, spec = method.data, DATASETS[method.data.name]
+        if spec.read is None:
+            continue
+        options = spec.options.model_validate(section.options)
+        key = f"{section.name} {section.split.official} {options.model_dump_json()}"
+        if key not in listings:
+            listing = for_task(spec.read(options, data), getattr(options, "task", None))
+            official = listing.official and section.split.official
+            listings[key] = replace(listing, name=f"{listing.name}, as in {method.name}", official=official)
+        divisions[key].setdefault(section.model_dump_json(), _division(method, options, data))
+    return [(listing, tuple(divisions[key].values())) for key, listing in listings.items()]
+
+
+def _division(recipe: Recipe, options: Options, data: Path | None) -> Refusal:
+    split, alone = recipe.data.split, recipe.data.allow_single_class
+    if isinstance(options, ImageOptions) and not options.join_copies:
+        return Division(recipe.partition_of(), split, alone, options.limit, recipe.seed).refusal
+
+    def gathered(_: Listing) -> str:
+        """What depends on pixels, or is not loaded as it is listed, is divided as a run does."""
+        try:
+            gather(recipe, data)
+        except DataError as error:
+            return str(error)
+        return ""
+
+    return gathered
 
 
 @contextmanager
@@ -150,6 +220,8 @@ def show_checked(checked: Checked) -> None:
     stops = sum(finding.stops for finding in checked.findings)
     warns = sum(finding.level == "warn" and not finding.handled for finding in checked.findings)
     verdict = "training may start" if checked.may_train else "training may NOT start"
+    if checked.may_train and not checked.as_divided:
+        verdict += ", but not by its own sites and parts"
     out.print(Text(f"{verdict}: {stops} to mend first, {warns} to know of"), style="bold")
 
 
@@ -188,7 +260,7 @@ def _show_names(listing: Listing, findings: tuple[Finding, ...], console: Consol
 
 @app.command("diagnose")
 def diagnose_command(
-    what: Annotated[str, typer.Argument(metavar="RECIPE|NAME|PATH", help="A recipe, a named set, or your images.")],
+    what: What,
     data: Data = None,
     size: Annotated[int, typer.Option(min=8, max=512, help="Pixels of a side (not for recipes).")] = 64,
     channels: Annotated[int, typer.Option(min=1, max=3, help="1 or 3 (not for recipes).")] = 3,
@@ -214,9 +286,8 @@ def diagnose_command(
 
 
 def _diagnosis(what: str, data: Path | None, options: ImageOptions, stream: Stream) -> tuple[str, Diagnosis]:
-    ours = {} if Path(what).exists() else our_recipes()
-    if what in ours or what.endswith((".yaml", ".yml")):
-        recipe = Recipe.load(ours.get(what, what))
+    recipe = _recipe(what)
+    if recipe is not None:
         consortium = gather(recipe, data)
         everything = {name: site.train for name, site in consortium.sites.items()}
         return f"{recipe.name}: how the sites' training images differ", diagnose(everything, consortium.classes, stream)

@@ -20,9 +20,11 @@ from torch import nn
 from polyclinic import wire
 from polyclinic.core import Bundle, Federation, Score, SiteId, Stream
 from polyclinic.data import DATASETS
+from polyclinic.data.division import refuse_silence
 from polyclinic.data.examples import Images, Selection, SiteData, concatenate
 from polyclinic.data.federate import SiteSummary, describe, federate
 from polyclinic.data.folder import VARIABLE
+from polyclinic.data.load import for_task
 from polyclinic.engines.local import LocalEngine, WorkerEngine
 from polyclinic.errors import DataError, EngineError, RecipeError, StoreError
 from polyclinic.faults import reach
@@ -101,9 +103,13 @@ def gather(recipe: Recipe, data: Path | None = None) -> Consortium:
     stream, spec = Stream(recipe.seed), DATASETS[recipe.data.name]
     options = spec.options.model_validate(recipe.data.options)
     collection = spec.load(options, stream.child("data"), data)
+    partition = recipe.partition_of()
+    if spec.read is not None and "" in (*(collection.sites or ()), *(collection.split or ())):
+        listing = for_task(spec.read(options, data), getattr(options, "task", None))  # which knows the rows
+        refuse_silence(listing, partition, recipe.data.split)
     sites = federate(
         collection,
-        recipe.partition_of(),
+        partition,
         recipe.data.split,
         stream.child("sites"),
         recipe.data.allow_single_class,

@@ -34,7 +34,7 @@ def test_a_file_that_may_not_grow(
     """RLIMIT_FSIZE: the system refuses to write beyond a file size, as a full disk does, whatever file it is."""
     folder = place / "run"
     ended = driver.run(RECIPES[name], folder, file_limit=limit)
-    assert_refused(ended, f"/{victim}: the disk is full", "make room", "then resume")
+    assert_refused(ended, f"/{victim}: the disk is full", "make room", "go on with the same command")
     assert unfinished(folder) == []
     assert driver.run(RECIPES[name], folder).code == 0
     assert_same_end(folder, whole(name))

@@ -26,11 +26,11 @@ def noise(seed: int, *shape: int) -> NDArray[np.uint8]:
     return np.random.default_rng(seed).integers(0, 256, shape or (20, 20), dtype=np.uint8)
 
 
-def clinic(folder: Path) -> Rows:
+def clinic(folder: Path, seed: int = 0) -> Rows:
     """24 pictures of 12 patients, two each, six of either class, at two sites."""
     made = []
     for number in range(24):
-        Image.fromarray(noise(number)).save(folder / f"{NAME} {number}.png")
+        Image.fromarray(noise(seed + number)).save(folder / f"{NAME} {number}.png")
         patient = number // 2
         said = {"label": ("benign", "malignant")[patient % 2], "site": ("north", "south")[patient // 2 % 2]}
         made.append({"path": f"{NAME} {number}.png", **said, "patient": f"{NAME} {patient}"})

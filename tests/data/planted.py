@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from PIL import Image, ImageDraw
 
 from polyclinic.data.check import Checked, check
+from polyclinic.data.division import UNDIVIDED
 from polyclinic.data.findings import Level
 from polyclinic.data.records import Listing, Record
 
@@ -241,7 +242,7 @@ def one_of_a_kind(bench: Bench) -> list[int]:
     return [bench.change(60, label="temple")]
 
 
-@plants("class with few patients", "warn", 1, "class missing in a part", "class imbalance", "class missing at a site")
+@plants("class with few patients", "stop", 1, "class missing in a part", "class imbalance", "class missing at a site")
 def few_patients(bench: Bench) -> list[int]:
     return [bench.change(position, label="temple") for position in (60, 75, 61)]
 
@@ -273,7 +274,7 @@ def leaking(bench: Bench) -> list[int]:
     return [0, bench.change(15, split="test"), 1, bench.change(16, split="validation")]
 
 
-@plants("patient at two sites", "warn")
+@plants("patient at two sites", "warn", 1, UNDIVIDED)
 def two_sites(bench: Bench) -> list[int]:
     return [0, bench.change(15, site="clinic 1")]
 
@@ -288,12 +289,12 @@ def some_without_patient(bench: Bench) -> list[int]:
     return [bench.change(position, patient="") for position in (2, 3, 4)]
 
 
-@plants("image without a site", "warn", 2)
+@plants("image without a site", "warn", 2, UNDIVIDED)
 def some_without_site(bench: Bench) -> list[int]:
     return [bench.change(position, site="") for position in (2, 17)]
 
 
-@plants("image without a part", "warn", 2)
+@plants("image without a part", "warn", 2, UNDIVIDED)
 def some_without_part(bench: Bench) -> list[int]:
     return [bench.change(position, split="") for position in (2, 17)]
 
@@ -304,7 +305,7 @@ def small_site(bench: Bench) -> list[int]:
     return [bench.change(position, site="clinic 2") for position in places]
 
 
-@plants("site with a single class", "warn", 1, "label follows site")
+@plants("site with a single class", "warn", 1, "label follows site", UNDIVIDED)
 def single_class(bench: Bench) -> list[int]:
     return [bench.change(position, site="clinic 2") for position in range(30) if position % 15 > 4]
 
@@ -326,7 +327,7 @@ def class_missing_in_a_part(bench: Bench) -> None:
             bench.change(position, split="test")
 
 
-@plants("label follows site", "warn", 2)
+@plants("label follows site", "warn", 2, UNDIVIDED)
 def confounded(bench: Bench) -> None:
     for position in range(120):
         patient = position % 15

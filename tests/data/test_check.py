@@ -32,7 +32,13 @@ NAMING = (
 )
 NOTES = {"patients with several images"}
 TOLD_BY_NAME = {"class with one image", "class with few patients", "few images at a site", "site with a single class"}
-ABOUT_USED = {"class with one image", "unknown part", "patient in two parts", "duplicate in the test part"}
+ABOUT_USED = {
+    "class with one image",
+    "class with few patients",
+    "unknown part",
+    "patient in two parts",
+    "duplicate in the test part",
+}
 """Kinds that look only at images in use: leave those out, and the fault is gone."""
 
 

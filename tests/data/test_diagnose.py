@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from matplotlib.text import Text
 from PIL import Image
 from scipy import stats
 from scipy.spatial.distance import jensenshannon
@@ -25,8 +26,8 @@ from polyclinic.core import Stream
 from polyclinic.data import Images
 from polyclinic.data import diagnose_shift as shift
 from polyclinic.data.diagnose import PER_SITE, Diagnosis, diagnose, jensen_shannon, label_skew, lines
-from polyclinic.data.diagnose_advice import LABELS
-from polyclinic.data.diagnose_picture import draw_diagnosis
+from polyclinic.data.diagnose_advice import LABELS, advise
+from polyclinic.data.diagnose_picture import draw_diagnosis, picture
 from polyclinic.data.patients import Indices
 from polyclinic.data.phantom import Hospital, PhantomOptions, phantom
 from polyclinic.errors import DataError
@@ -252,6 +253,55 @@ def test_methods_that_do_not_exist_yet_are_said_not_to(scanners: Diagnosis, monk
     assert "FedBN (not yet" not in told
 
 
+def test_every_finding_begins_with_what_can_be_run_today(scanners: Diagnosis, skewed: Diagnosis) -> None:
+    large = diagnosed(site(1, patients=200), site(2, patients=8), site(3, patients=8))
+    found = {advice.kind: advice for one in (scanners, skewed, large) for advice in one.advice if advice.methods}
+    assert {"label skew", "size skew", "intensity shift", "feature shift"} <= found.keys()
+    for advice in found.values():
+        future = ["not yet in polyclinic" in method for method in advice.methods]
+        assert not future[0]
+        assert future == sorted(future), "what is yet to come stands last"
+
+
+def test_a_strong_shift_suggests_what_our_own_results_bear_out(scanners: Diagnosis) -> None:
+    (shifted,) = [advice for advice in scanners.advice if advice.kind == "feature shift"]
+    told = "; ".join(shifted.methods)
+    assert shifted.strength == "strong"
+    assert "training.epochs: 1" in told
+    assert "comparison with Local" in told
+    assert "Cross-site" in told
+    assert "FedCycle" not in told
+
+
+@pytest.mark.parametrize(("value", "told"), [(1.0, "1.0"), (12.34, "12.3"), (1000.0, "1,000"), (12345.6, "12,346")])
+def test_ratios_are_told_as_people_write_them(value: float, told: str, skewed: Diagnosis) -> None:
+    (sizes,) = [advice for advice in advise(replace(skewed, size_ratio=value)) if advice.kind == "size skew"]
+    assert f"the largest has {told} times" in sizes.sentence
+    shown = texts(replace(skewed, size_ratio=value))
+    assert any(f"largest : smallest = {told})" in text for text in shown)
+
+
+def texts(diagnosis: Diagnosis) -> list[str]:
+    """All that the picture says in words."""
+    return [text.get_text() for text in picture(diagnosis, "x").findobj(Text) if isinstance(text, Text)]
+
+
+def test_the_grey_cells_are_explained_and_all_words_fit(tmp_path: Path) -> None:
+    found = diagnosed(site(1, patients=14), site(2, patients=14, share=0.0))
+    assert found.domain is not None
+    assert not found.domain.trusted
+    assert any("grey: the same site, or no class in common" in text for text in texts(found))
+    draw_diagnosis(found, tmp_path / "one.png")
+    assert edges_are_white(tmp_path / "one.png")
+
+
+def edges_are_white(path: Path) -> bool:
+    """Nothing is cut off."""
+    with Image.open(path) as shown:
+        pixels = np.asarray(shown.convert("RGB"))
+    return all((edge == 255).all() for edge in (pixels[0], pixels[-1], pixels[:, 0], pixels[:, -1]))
+
+
 def test_label_skew_suggests_what_is_registered(skewed: Diagnosis) -> None:
     told = " ".join(lines(skewed))
     for name in ("SCAFFOLD", "FedProx", "oversampling", "Local"):
@@ -260,11 +310,12 @@ def test_label_skew_suggests_what_is_registered(skewed: Diagnosis) -> None:
 
 
 def test_too_few_patients_are_not_trusted_and_unknown_ones_named(alike: Diagnosis) -> None:
-    few = diagnosed(site(1, patients=14), site(2, patients=14), replace(site(3, patients=3), patients=None))
+    few_images = replace(site(3, patients=3), patients=None)
+    few = diagnosed(site(1, patients=14), site(2, patients=14), few_images)
     told = " ".join(lines(few))
     assert "cannot be trusted: it had 14 patients" in told
-    assert "leaves out clinic-2, with fewer than 10 patients" in told
-    assert "Patients are unknown at clinic-2" in told
+    assert f"leaves out site 3 ({len(few_images)} images), with fewer than 10 patients" in told
+    assert f"Patients are unknown at site 3 ({len(few_images)} images)" in told
     assert "trusted" not in " ".join(lines(alike))
 
 
@@ -280,7 +331,7 @@ BROKEN = replace(site(1), images=torch.full_like(site(1).images, float("nan")))
     ("sites", "words"),
     [
         ((site(1),), "fewer than two"),
-        ((site(1), Images(torch.zeros(0, 1, 12, 12), torch.zeros(0).long())), "'clinic-1' has no images"),
+        ((site(1), Images(torch.zeros(0, 1, 12, 12), torch.zeros(0).long())), "Site 2 of 2 has no images"),
         ((site(1), replace(site(2), labels=site(2).labels + 1)), "'clinic-1' has 38 images labelled outside"),
         ((BROKEN, site(2)), "'clinic-0' has at least"),
         ((site(1), CONSTANT), "different shapes"),
@@ -309,13 +360,11 @@ def many(sites: int, one: Diagnosis) -> Diagnosis:
 @pytest.mark.parametrize("sites", [3, 31])
 def test_the_picture_is_whole_and_describes_itself(sites: int, scanners: Diagnosis, tmp_path: Path) -> None:
     draw_diagnosis(scanners if sites == 3 else many(sites, scanners), tmp_path / "one.png", "How they differ")
-    with Image.open(tmp_path / "one.png") as picture:
-        assert (picture.width, picture.height) == (2400, 1800)
-        assert picture.info["Title"] == "How they differ"
-        assert scanners.advice[0].sentence in picture.info["Description"]
-        pixels = np.asarray(picture.convert("RGB"))
-    for edge in (pixels[0], pixels[-1], pixels[:, 0], pixels[:, -1]):
-        assert (edge == 255).all()
+    with Image.open(tmp_path / "one.png") as drawn:
+        assert (drawn.width, drawn.height) == (2400, 1800)
+        assert drawn.info["Title"] == "How they differ"
+        assert scanners.advice[0].sentence in drawn.info["Description"]
+    assert edges_are_white(tmp_path / "one.png")
     assert os.listdir(tmp_path) == ["one.png"]
 
 

@@ -174,7 +174,9 @@ def test_a_site_without_images_is_named() -> None:
 
 
 def test_an_empty_part_is_named() -> None:
-    assert "Site 'north' has no images left for its test part; give it at least three" in refused(tiny([0, 1]))
+    official = replace(tiny([0, 1] * 5), split=("test",) * 10)
+    assert "Site 'north' has no images left for its train part; give it at least three" in refused(official)
+    assert "Site 1 of 1, with 2 images, has no images left for its test part" in refused(tiny([0, 1]))
     fractions = Fractions(train=0.5, validation=0.5, test=0)
     assert len(federate(tiny([0, 0]), NATURAL, fractions, Stream(0), allow_single_class=True)["north"].test) == 0
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -127,6 +128,62 @@ def test_a_fault_is_told_and_counted_and_stops(
     assert not list(cache_folder().glob("*/index.json")), "what could not be read was kept as something else"
 
 
+def blank(folder: Path, rows: Rows) -> None:
+    """Square; and oblong and coloured, which prepared has black bars."""
+    Image.new("L", (30, 30), 7).save(folder / rows[4]["path"])
+    Image.new("RGB", (30, 20), (9, 99, 200)).save(folder / rows[9]["path"])
+
+
+def copied_to_another_class(folder: Path, rows: Rows) -> None:
+    """Grey as colour, in another format."""
+    Image.fromarray(noise(0)).convert("RGB").save(folder / f"{NAME}.bmp")
+    rows[2]["path"] = f"{NAME}.bmp"
+
+
+def listed_twice(folder: Path, rows: Rows) -> None:
+    rows.append({**rows[0], "label": "malignant"})
+
+
+PICTURES: list[tuple[Callable[[Path, Rows], None], str]] = [
+    (
+        blank,
+        "2 images are of one grey value all over (labels.csv row 6, 11); get these images anew, or leave them out.",
+    ),
+    (copied_to_another_class, "2 images have the same pixels as others, in 1 group: 1 under two labels"),
+    (listed_twice, "1 file is listed more than once, under different labels (labels.csv row 2 = labels.csv row 26); "),
+]
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+@WITHOUT
+@pytest.mark.parametrize(("plant", "sentence"), PICTURES)
+def test_what_check_sees_in_pictures_stops_too(
+    plant: Callable[[Path, Rows], None], sentence: str, rows: Rows, tmp_path: Path, cache: bool, channels: int
+) -> None:
+    plant(tmp_path, rows)
+    listing = listed(tmp_path, rows, classes=("benign", "malignant"))
+    assert not check(listing).may_train
+    for _ in range(2):  # the second time prepared images come from the cache
+        assert refused(lambda: loaded(listing, cache=cache, channels=channels)).startswith(sentence)
+    (finding,) = [finding for finding in check(listing).findings if finding.stops]
+    known = listing.excluding(dict.fromkeys(finding.positions, "a known fault"))
+    assert len(loaded(known, cache=cache, channels=channels)) == len(rows) - len(finding.positions)
+
+
+def test_what_only_looks_alike_when_prepared_is_no_copy_and_not_blank(rows: Rows, tmp_path: Path) -> None:
+    """Pictures that differ in the width of their black borders, and one whose middle is black."""
+    for number, width in ((0, 5), (2, 9)):
+        Image.fromarray(np.pad(noise(0), ((0, 0), (width, 0)))).save(tmp_path / rows[number]["path"])
+    black = np.pad(np.zeros((20, 30), np.uint8), ((0, 0), (20, 20)), constant_values=9)
+    Image.fromarray(black).save(tmp_path / rows[5]["path"])
+    listing = listed(tmp_path, rows)
+    assert check(listing).may_train
+    trimmed = loaded(listing, crop_borders=True)
+    assert torch.equal(trimmed.images[0], trimmed.images[2])
+    assert trimmed.labels[0] != trimmed.labels[2]
+    assert not loaded(listing, fit="crop").images[5].any()
+
+
 def test_faults_of_several_kinds_are_told_together(rows: Rows, tmp_path: Path) -> None:
     for plant in (no_such_files, no_label):
         plant(tmp_path, rows)
@@ -193,7 +250,14 @@ def test_names_alike_are_for_check_to_tell_and_both_are_loaded(rows: Rows, tmp_p
 def test_a_set_in_the_wrong_folder_is_refused(rows: Rows, tmp_path: Path) -> None:
     listed(tmp_path, rows)
     told = refused(lambda: SETS["office_caltech10"].read(SETS["office_caltech10"].options(), tmp_path))
-    assert told.startswith(f"The set office_caltech10 was not found in {tmp_path}, which must hold labels.csv")
+    assert told.startswith(
+        f"The folder {tmp_path} is not that of the set office_caltech10: the labels.csv there lists another set "
+        "(its labels are none of: "
+    )
+    assert re.search(r"; it looks like (\w+ or )*breakhis( or \w+)*\); put each set into a folder of its own: ", told)
+    assert "benign" not in told
+    listed(tmp_path, [{**row, "label": f"{NAME} {number % 2}"} for number, row in enumerate(rows)])
+    assert "looks like" not in refused(lambda: SETS["mias"].read(SETS["mias"].options(), tmp_path))
     told = refused(lambda: loaded(listed(tmp_path, rows, classes=("cat", "dog"))))
     assert told.startswith("24 images have a label that is none of the task's classes (labels.csv row 2, 3, 4, 5, 6 ")
 
@@ -206,12 +270,12 @@ def test_an_empty_folder_is_refused(tmp_path: Path) -> None:
 
 def test_files_whose_names_no_computer_likes(tmp_path: Path) -> None:
     """Not UTF-8, as old archives unpack them; and in a table one that is too long for any disk."""
-    for label in ("benign", "malignant"):
+    for seed, label in ((0, "benign"), (3, "malignant")):
         (tmp_path / "set" / label).mkdir(parents=True)
         for number in range(3):
             path = bytes(tmp_path / "set" / label) + b"/\xe9\xff" + str(number).encode() + b".png"
             with open(path, "wb") as file:
-                Image.fromarray(noise(number)).save(file, "PNG")
+                Image.fromarray(noise(seed + number)).save(file, "PNG")
     assert len(loaded(read_folder(tmp_path / "set", name="old"))) == 6
     table = listed(tmp_path, [{"path": f"{NAME * 20}.png", "label": "benign"}])
     assert refused(lambda: loaded(table)).startswith("1 listed file cannot be found (labels.csv row 2);")

@@ -15,10 +15,11 @@ from polyclinic.core import Stream
 from polyclinic.data import DATASETS, Fractions, Natural, Partition, federate
 from polyclinic.data.cache import VARIABLE, cache_folder
 from polyclinic.data.examples import Collection
+from polyclinic.data.load import pixels_of
 from polyclinic.data.partition import Iid
 from polyclinic.data.sources.folder import Level, read_folder
 from polyclinic.data.sources.npz import read_npz
-from tests.data.clinics import Rows, clinic, listed, loaded, noise
+from tests.data.clinics import OPTIONS, Rows, clinic, listed, loaded, noise
 from tests.data.written import counts, real
 
 
@@ -92,8 +93,9 @@ MIXED: dict[str, tuple[Image.Image, int, tuple[int, int, int]]] = {
 def test_grey_and_colour_of_any_size_come_out_alike(tmp_path: Path, channels: int) -> None:
     for name, (image, _, _) in MIXED.items():
         image.save(tmp_path / name)
-    found = loaded(listed(tmp_path, [{"path": name, "label": "a"} for name in MIXED]), channels=channels)
-    for image, (_, grey, colour) in zip(found.images, MIXED.values(), strict=True):
+    options = OPTIONS.model_copy(update={"channels": channels})
+    found = pixels_of(listed(tmp_path, [{"path": name, "label": "a"} for name in MIXED]), options)
+    for image, (_, grey, colour) in zip(found, MIXED.values(), strict=True):
         wanted = torch.tensor([grey] if channels == 1 else colour).reshape(-1, 1, 1)
         assert (image.int() - wanted).abs().max() <= 1
 
@@ -105,7 +107,7 @@ def test_a_wide_picture_keeps_its_shape_between_black_bars(tmp_path: Path) -> No
         rows.append({"path": f"{number}.png", "label": "a"})
     wide = torch.zeros(1, 16, 16, dtype=torch.uint8)
     wide[:, 4:12] = 200
-    assert torch.equal(loaded(listed(tmp_path, rows)).images, torch.stack([wide, wide.mT, wide]))
+    assert torch.equal(pixels_of(listed(tmp_path, rows), OPTIONS), torch.stack([wide, wide.mT, wide]))
 
 
 GREY = {"none": (0.0, 1.0), "half": (0.5, 0.5), "imagenet": (0.449, 0.226)}

@@ -223,7 +223,7 @@ def test_a_patient_at_two_natural_sites_is_refused_without_its_name() -> None:
 
 def test_a_small_natural_site_is_named() -> None:
     made = Sample(np.array([0, 1, 0]), ["a", "b", "c"], ["north", "south", "south"])
-    assert "Site 'north' has 1 images, below the minimum of 2" in refused(Natural(minimum=2), made)
+    assert "Site 1 of 2, with 1 image, is below the minimum of 2 images (1)" in refused(Natural(minimum=2), made)
 
 
 @pytest.mark.parametrize(

@@ -359,7 +359,8 @@ def test_a_wrong_folder_is_refused(name: str, other: str, tmp_path: Path) -> Non
 
 def test_another_sets_table_is_refused_although_it_has_the_same_classes(tmp_path: Path) -> None:
     table(tmp_path / "labels.csv", "path,label,site", f"{NAME}.png,benign,MIAS-UK")
-    with pytest.raises(DataError, match="The set busi was not found") as refusal:
+    told = r"the labels.csv there lists another set \(its sites are none of: BUSI-Cairo; it looks like .*mias.*\)"
+    with pytest.raises(DataError, match=f"is not that of the set busi: {told}") as refusal:
         read(BUSI, tmp_path)
     assert NAME not in str(refusal.value)
 

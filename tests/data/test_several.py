@@ -30,7 +30,7 @@ def sets(tmp_path: Path) -> dict[str, NamedSet]:
     (tmp_path / "breasts").mkdir()
     (tmp_path / "eyes").mkdir()
     clinic(tmp_path / "breasts")
-    rows = clinic(tmp_path / "eyes")
+    rows = clinic(tmp_path / "eyes", seed=100)
     for number, row in enumerate(rows):
         row["label"] = ("normal", "odd", "bad", "blurred")[number // 2 % 4]
         row["split"] = ("train", "test")[number // 2 % 2]
@@ -147,6 +147,8 @@ def test_a_path_is_in_the_data_folder_or_here(tmp_path: Path, monkeypatch: pytes
     assert located("set", None) == Path("set")
     told = refused(lambda: located("nowhere", tmp_path / "data"))
     assert told == f"There is nothing at {tmp_path}/data/nowhere or nowhere; correct data.path, or --data DIR."
+    told = refused(lambda: located(f"{tmp_path}/nowhere", tmp_path / "data"))
+    assert told == f"There is nothing at {tmp_path}/nowhere; correct data.path, or --data DIR."
 
 
 def test_two_real_sets_side_by_side() -> None:

@@ -5,17 +5,19 @@ Names of patients and files appear in nothing that is found: an image is told by
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from polyclinic.data.checks.duplicates import duplicate_findings
 from polyclinic.data.checks.faults import by, sayable, used_positions
 from polyclinic.data.checks.files import file_findings
-from polyclinic.data.checks.labels import label_findings, said_labels
+from polyclinic.data.checks.labels import said_labels
 from polyclinic.data.checks.looks import Progress, look_at
 from polyclinic.data.checks.people import people_findings
+from polyclinic.data.division import UNDIVIDED, Refusal, division_findings
 from polyclinic.data.findings import Finding
+from polyclinic.data.load import judged_labels
 from polyclinic.data.records import Listing
 
 LEVELS = ("stop", "warn", "note")
@@ -37,6 +39,11 @@ class Checked:
     def may_train(self) -> bool:
         return not any(finding.stops for finding in self.findings)
 
+    @property
+    def as_divided(self) -> bool:
+        """Whether training may start on its own sites and parts, with a recipe's usual settings."""
+        return all(finding.kind != UNDIVIDED for finding in self.findings)
+
     def as_json(self) -> dict[str, Any]:
         findings = [
             asdict(finding) | {"where": list(finding.where), "positions": list(finding.positions)}
@@ -52,15 +59,22 @@ class Checked:
         }
 
 
-def check(listing: Listing, workers: int = 0, report: Progress | None = None) -> Checked:
-    """Look at every image and every record. `workers` threads decode (0: one per core); `report` hears the progress."""
+def check(
+    listing: Listing, workers: int = 0, report: Progress | None = None, divisions: Sequence[Refusal] = ()
+) -> Checked:
+    """Look at every image and every record. `workers` threads decode (0: one per core); `report` hears the progress.
+
+    If nothing stops training, `divisions` (or, without any, its own sites and parts) are tried on the labels.
+    """
     looks = look_at(listing, workers, report)
     found = [
         *file_findings(listing, looks),
         *duplicate_findings(listing, looks),
-        *label_findings(listing),
+        *judged_labels(listing),
         *people_findings(listing),
     ]
+    if not any(finding.stops for finding in found):
+        found += division_findings(listing, divisions)
     found.sort(key=lambda finding: (bool(finding.handled), LEVELS.index(finding.level)))
     used = used_positions(listing)
     labels = by(listing, used, lambda record: record.label)

@@ -18,6 +18,7 @@ from polyclinic.core import Examples, Stream
 from polyclinic.data import diagnose_shift as shift
 from polyclinic.data.diagnose_advice import Advice, advise, caveats, thresholds
 from polyclinic.data.diagnose_shift import Cohort, Domain, Features
+from polyclinic.data.partition import Called, call_sites
 from polyclinic.data.patients import Indices, Patients
 from polyclinic.errors import DataError
 from polyclinic.metrics import Floats
@@ -84,7 +85,7 @@ class Pair:
 class Diagnosis:
     classes: tuple[str, ...]
     sites: tuple[Profile, ...]
-    """By name."""
+    """By name; one so small that its name may be a patient's is told by its number."""
     pairs: tuple[Pair, ...]
     labels: Measured
     """Divergence from everybody's labels, in bits; the mean over sites by their images."""
@@ -117,9 +118,11 @@ def diagnose(
     names = sorted(sites)
     if len(names) < 2:
         raise DataError("A diagnosis compares sites, and this federation has fewer than two; choose another partition.")
+    called = call_sites({name: _people(sites[name]) for name in names})
     for name in names:
-        _check(name, sites[name], classes)
-    seen = _look(sites, names, stream, features)
+        _check(called[name], sites[name], classes)
+    seen = _look(sites, called, stream, features)
+    told = [called[name].name for name in names]
     tallies, member = _tallies([sites[name] for name in names], len(classes))
     counts = np.stack([tallies[member == number].sum(axis=0) for number in range(len(names))])
     shares = counts.sum(axis=1) / counts.sum()
@@ -130,7 +133,7 @@ def diagnose(
         classes=classes,
         sites=tuple(
             Profile(
-                name=name,
+                name=told[number],
                 images=len(sites[name]),
                 patients=int((member == number).sum()),
                 counts=dict(zip(classes, counts[number].tolist(), strict=True)),
@@ -140,7 +143,7 @@ def diagnose(
             for number, name in enumerate(names)
         ),
         pairs=tuple(
-            Pair(names[i], names[j], float(jensen_shannon(counts[i], counts[j])), float(distances[i, j]), *answer)
+            Pair(told[i], told[j], float(jensen_shannon(counts[i], counts[j])), float(distances[i, j]), *answer)
             for (i, j), answer in zip(combinations(range(len(names)), 2), found, strict=True)
         ),
         labels=label_skew(tallies, member, stream.child("labels")),
@@ -148,11 +151,11 @@ def diagnose(
         size_ratio=float(shares.max() / shares.min()),
         intensity=intensity,
         greys=(grey.low, grey.high),
-        domain=shift.domain_classifier(seen.features, seen.cohort, names, stream.child("domain")),
+        domain=shift.domain_classifier(seen.features, seen.cohort, told, stream.child("domain")),
         features=RANDOM if features is None else "given by the caller",
         permutations=permutations,
     )
-    unknown = [name for name in names if sites[name].patients is None]
+    unknown = [called[name].name for name in names if sites[name].patients is None]
     shared = len(seen.cohort) - len(np.unique(seen.cohort.person))
     return replace(diagnosis, advice=advise(diagnosis), caveats=caveats(diagnosis, unknown, shared))
 
@@ -203,13 +206,13 @@ def _mean_skew(counts: Indices) -> Floats:
     return mean
 
 
-def _check(name: str, examples: Examples, classes: tuple[str, ...]) -> None:
+def _check(site: Called, examples: Examples, classes: tuple[str, ...]) -> None:
     if not len(examples):
-        raise DataError(f"Site '{name}' has no images; leave it out or choose another partition.")
+        raise DataError(f"{site.subject} has no images; leave it out or choose another partition.")
     wrong = int(((examples.labels < 0) | (examples.labels >= len(classes))).sum())
     if wrong:
         raise DataError(
-            f"Site '{name}' has {wrong} images labelled outside the {len(classes)} classes of the task; "
+            f"{site.subject} has {wrong} images labelled outside the {len(classes)} classes of the task; "
             f"use labels 0 to {len(classes) - 1}."
         )
 
@@ -239,10 +242,12 @@ class _Seen:
     values: Floats
 
 
-def _look(sites: Mapping[str, Examples], names: Sequence[str], stream: Stream, features: Features | None) -> _Seen:
-    most = max(2, min(PER_SITE, IN_ALL // len(names)))
+def _look(
+    sites: Mapping[str, Examples], called: Mapping[str, Called], stream: Stream, features: Features | None
+) -> _Seen:
+    most = max(2, min(PER_SITE, IN_ALL // len(called)))
     cohorts, persons, seen = [], [], []
-    for number, name in enumerate(names):
+    for number, (name, site_called) in enumerate(called.items()):
         examples = sites[name]
         labels, people = examples.labels.cpu().numpy().astype(np.int64), _people(examples)
         patients = Patients.of(labels, people)
@@ -251,7 +256,7 @@ def _look(sites: Mapping[str, Examples], names: Sequence[str], stream: Stream, f
         own = "" if examples.patients is not None else f"{name} image "
         persons += [own + people[rows[row]] for row in first]
         cohorts.append((np.full(len(drawn), number), patients.labels[drawn], of_image.reshape(-1)))
-        seen.append(_read(name, examples, rows, stream, features))
+        seen.append(_read(site_called, examples, rows, stream, features))
     widths = {(values.shape[1], found.shape[1]) for values, found in seen}
     if len(widths) > 1:
         raise DataError("The sites' images have different shapes; prepare them all with the same size and channels.")
@@ -277,7 +282,7 @@ def _drawn(patients: Patients, most: int, rng: np.random.Generator) -> Indices:
 
 
 def _read(
-    name: str, examples: Examples, rows: Indices, stream: Stream, features: Features | None
+    site: Called, examples: Examples, rows: Indices, stream: Stream, features: Features | None
 ) -> tuple[Floats, Floats]:
     values, found = [], []
     for chunk in torch.split(torch.from_numpy(rows), BATCH):
@@ -285,7 +290,7 @@ def _read(
         flat = images.flatten(1).float()
         broken = int((~flat.isfinite().all(1)).sum())
         if broken:
-            raise DataError(f"Site '{name}' has at least {broken} images with values that are not finite; mend them.")
+            raise DataError(f"{site.subject} has at least {broken} images with values that are not finite; mend them.")
         chosen = torch.randperm(flat.shape[1], generator=stream.child("pixels").generator())[:PIXELS]
         values.append(flat[:, chosen.to(flat.device)].cpu().numpy())
         with torch.no_grad():

@@ -46,10 +46,16 @@ FOR_SIZES: tuple[Method, ...] = (
     ("", "training.weights: uniform against examples"),
     ("fednova", "FedNova, where larger sites also take more steps"),
 )
-FOR_SCANNERS: tuple[Method, ...] = (("fedmp", "FedMP"), ("fedbn", "FedBN"))
+FOR_SCANNERS: tuple[Method, ...] = (
+    ("fedavg", "a comparison of FedAvg, FedProx, SCAFFOLD and Local"),
+    ("cross-site", "Cross-site, which tells what the shift costs"),
+    ("fedmp", "FedMP"),
+    ("fedbn", "FedBN"),
+)
 FOR_DOMAINS: tuple[Method, ...] = (
+    ("", "averaging after every epoch (training.epochs: 1)"),
+    ("local", "a comparison with Local, which was level or ahead where sites mixed modalities"),
     ("fed-align-cl", "Fed-Align-CL, against domain shift and forgetting"),
-    ("fedcycle", "FedCycle, which averages after every epoch, if sites mix modalities"),
 )
 
 
@@ -59,7 +65,7 @@ class Advice:
     strength: Strength
     sentence: str
     methods: tuple[str, ...] = ()
-    """Only where the difference is moderate or strong."""
+    """Only where the difference is moderate or strong; what can be run today comes first."""
 
 
 def advise(diagnosis: Diagnosis) -> tuple[Advice, ...]:
@@ -121,9 +127,14 @@ def _sizes(diagnosis: Diagnosis) -> Advice:
         strength = "moderate" if diagnosis.size_ratio >= RATIO else "none" if lost < SIZES[0] / 2 else "weak"
     sentence = (
         f"{len(diagnosis.sites)} sites weigh as much as {diagnosis.effective_sites:.1f} of equal size, and the largest "
-        f"has {diagnosis.size_ratio:.1f} times the images of the smallest."
+        f"has {ratio(diagnosis.size_ratio)} times the images of the smallest."
     )
     return _advice("size skew", strength, sentence, FOR_SIZES)
+
+
+def ratio(value: float) -> str:
+    """ "1.5", "1,000"."""
+    return f"{value:.1f}" if value < 100 else f"{value:,.0f}"
 
 
 def _intensity(diagnosis: Diagnosis) -> Advice:
@@ -224,11 +235,11 @@ def _strength(value: float, bounds: Bounds, p: float = 0.0) -> Strength:
 
 
 def _methods(methods: Sequence[Method]) -> tuple[str, ...]:
-    """What to say of each; the registry is asked every time, however it spells a name."""
-    known = {_plain(name) for name in ALGORITHMS}
-    return tuple(
-        words if not name or _plain(name) in known else f"{words} (not yet in polyclinic)" for name, words in methods
-    )
+    """What to say of each, what there is before what is yet to come; the registry is asked every time."""
+    known = {"", *map(_plain, ALGORITHMS)}
+    here = [words for name, words in methods if _plain(name) in known]
+    missing = [f"{words} (not yet in polyclinic)" for name, words in methods if _plain(name) not in known]
+    return (*here, *missing)
 
 
 def _plain(name: str) -> str:

@@ -15,7 +15,7 @@ from matplotlib.patches import Patch
 
 from polyclinic.curves import COLOURS, DASHES, DPI, FAINT, INK, TEXT, save
 from polyclinic.data.diagnose import Diagnosis, Pair, Profile
-from polyclinic.data.diagnose_advice import LEVEL, MMD
+from polyclinic.data.diagnose_advice import LEVEL, MMD, ratio
 from polyclinic.metrics import Floats
 
 WIDTH, HEIGHT = 12.0, 9.0
@@ -27,6 +27,7 @@ CLASS_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00
 """Okabe and Ito's, ordered so that neighbours differ in lightness; as areas, yellow can be seen."""
 ROOMY = 12
 """Sites up to which there is room for counts and large names."""
+GREY = "grey: the same site, or no class in common"
 FIGURES = 8
 """Sites up to which a cell of the map has room for its figure."""
 
@@ -59,6 +60,11 @@ class _Row:
 
 
 def draw_diagnosis(diagnosis: Diagnosis, path: Path, title: str = "How the sites differ") -> None:
+    words = " ".join(f"{one.kind.capitalize()} ({one.strength}): {one.sentence}" for one in diagnosis.advice)
+    save(picture(diagnosis, title), path, title, words)
+
+
+def picture(diagnosis: Diagnosis, title: str) -> Figure:
     rows = _rows(diagnosis.sites)
     layout = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.12, wspace=0.03, hspace=0.03)
     figure = Figure(figsize=(WIDTH, HEIGHT), dpi=DPI, layout=layout, facecolor="white")
@@ -69,8 +75,7 @@ def draw_diagnosis(diagnosis: Diagnosis, path: Path, title: str = "How the sites
     _draw_sizes(panels[0, 1], diagnosis, rows)
     _draw_greys(panels[1, 0], diagnosis, rows)
     _draw_map(panels[1, 1], diagnosis, rows)
-    words = " ".join(f"{one.kind.capitalize()} ({one.strength}): {one.sentence}" for one in diagnosis.advice)
-    save(figure, path, title, words)
+    return figure
 
 
 def _rows(sites: Sequence[Profile]) -> list[_Row]:
@@ -134,7 +139,7 @@ def _draw_sizes(axes: Axes, diagnosis: Diagnosis, rows: Sequence[_Row]) -> None:
     _finish(
         axes,
         f"Sizes: worth {diagnosis.effective_sites:.1f} of {len(diagnosis.sites)} equal sites\n"
-        f"(largest : smallest = {diagnosis.size_ratio:.1f})",
+        f"(largest : smallest = {ratio(diagnosis.size_ratio)})",
         "images (figures: images / patients" + ("; others: on average)" if len(diagnosis.sites) > SITES else ")"),
     )
 
@@ -180,7 +185,7 @@ def _draw_map(axes: Axes, diagnosis: Diagnosis, rows: Sequence[_Row]) -> None:
     bar = axes.figure.colorbar(image, ax=axes, pad=0.02)
     bar.ax.tick_params(labelsize=TEXT - 2, colors=INK)
     bar.outline.set_visible(False)
-    _finish(axes, _recognition(diagnosis), f"MMD² between sites, within classes (*: p ≤ {LEVEL})")
+    _finish(axes, _recognition(diagnosis), f"MMD² between sites, within classes (*: p ≤ {LEVEL})\n{GREY}")
 
 
 def _draw_cells(axes: Axes, distances: Floats, top: float, certain: Sequence[tuple[int, int]]) -> None:
@@ -207,9 +212,9 @@ def _recognition(diagnosis: Diagnosis) -> str:
     domain = diagnosis.domain
     if domain is None:
         return "Features: too few patients\nto see whether sites can be recognised"
-    trust = "" if domain.trusted else " (too few patients to trust)"
-    chance = f"(by chance {domain.chance:.0%}, p = {domain.p:.2g})"
-    return f"Features: site recognised in {domain.accuracy:.0%}{trust}\n{chance}"
+    trust = "" if domain.trusted else ", too few patients"
+    chance = f"(by chance {domain.chance:.0%}, p = {domain.p:.2g}{trust})"
+    return f"Features: site recognised in {domain.accuracy:.0%}\n{chance}"
 
 
 def _distances(pairs: Sequence[Pair], rows: Sequence[_Row]) -> Floats:

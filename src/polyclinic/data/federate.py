@@ -10,7 +10,7 @@ import torch
 
 from polyclinic.core import Stream
 from polyclinic.data.examples import Collection, Images, Selection, SiteData
-from polyclinic.data.partition import Partition
+from polyclinic.data.partition import Partition, call_sites
 from polyclinic.data.patients import Indices
 from polyclinic.data.splits import PARTS, Fractions, Parts, split
 from polyclinic.errors import DataError
@@ -37,12 +37,13 @@ def federate(
     labels = collection.labels.cpu().numpy()
     assigned = partition.assign(labels, collection.patients, stream.child("partition"), collection.sites)
     members = dict(zip(partition.names(collection.sites), assigned, strict=True))
+    called = call_sites({name: [collection.patients[row] for row in rows] for name, rows in members.items()})
     for name, rows in members.items():
-        _check_images(name, rows, collection)
+        _check_images(called[name].subject, rows, collection)
     overlapping = sum(map(len, assigned)) > len(np.unique(np.concatenate(assigned)))
     parts = (_split_once if overlapping else _split_each)(collection, members, fractions, stream.child("split"))
     for name in members:
-        _check_parts(name, parts[name], collection, fractions, allow_single_class)
+        _check_parts(called[name].subject, parts[name], collection, fractions, allow_single_class)
     everything = collection.examples()
     return {name: _site(name, everything, parts[name]) for name in members}
 
@@ -110,12 +111,12 @@ def _check_counts(collection: Collection) -> None:
 
 def _check_images(site: str, rows: Indices, collection: Collection) -> None:
     if not len(rows):
-        raise DataError(f"Site '{site}' has no images; ask for fewer sites or a minimum of at least 1.")
+        raise DataError(f"{site} has no images; ask for fewer sites or a minimum of at least 1.")
     index = torch.from_numpy(rows)
     _check_labels(site, index, collection)
     if collection.images.is_floating_point():
         finite = collection.images[index].isfinite().flatten(1).all(1)
-        _refuse(~finite, index, f"Site '{site}' has {{}} with values that are not finite", "mend or remove them")
+        _refuse(~finite, index, f"{site} has {{}} with values that are not finite", "mend or remove them")
 
 
 def _check_labels(site: str, index: torch.Tensor, collection: Collection) -> None:
@@ -124,7 +125,7 @@ def _check_labels(site: str, index: torch.Tensor, collection: Collection) -> Non
     _refuse(
         wrong,
         index,
-        f"Site '{site}' has {{}} labelled outside the {classes} classes of the task",
+        f"{site} has {{}} labelled outside the {classes} classes of the task",
         f"use labels 0 to {classes - 1}",
     )
 
@@ -142,12 +143,12 @@ def _check_parts(
     for part in PARTS:
         if fractions.of(part) > 0 and not len(parts[part]):
             raise DataError(
-                f"Site '{site}' has no images left for its {part} part; "
+                f"{site} has no images left for its {part} part; "
                 "give it at least three patients or set that fraction to 0."
             )
     labels = np.unique(collection.labels.cpu().numpy()[parts["train"]])
     if len(labels) == 1 and not allow_single_class:
         raise DataError(
-            f"Site '{site}' would train on class '{collection.classes[labels[0]]}' only; "
+            f"{site} would train on class '{collection.classes[labels[0]]}' only; "
             "choose another partition or set allow_single_class: true."
         )

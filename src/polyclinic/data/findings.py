@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -12,6 +12,8 @@ from polyclinic.errors import DataError
 Level = Literal["stop", "warn", "note"]
 """stop: training may not start; warn: it may, but read this before you believe the result; note: good to know."""
 SHOWN = 5
+NUMBERED = re.compile(r"((?:(?! = ).)*? |)(\d+(?: = \d+)*(?: = …)?)")
+"""A place that ends in a number, or in several that are the same: "labels.csv row 2 = 7"."""
 
 
 @dataclass(frozen=True)
@@ -42,15 +44,16 @@ def first(places: Iterable[str]) -> tuple[str, ...]:
 
 
 def told(places: Sequence[str], count: int) -> str:
-    """ "labels.csv row 2, 7, 9, 12, 30 and 12 more": what all begin with is said once."""
+    """ "labels.csv row 2, 7, 9, 12, 30 and 12 more": what all begin with is said once, if only numbers remain."""
     more = f" and {count - len(places)} more" if count > len(places) else ""
-    head = os.path.commonprefix(list(places)) if len(places) > 1 else ""  # noqa: RUF071  texts, not paths
-    shared = head[: head.rfind(" ") + 1]
-    return f"{shared}{', '.join(place.removeprefix(shared) for place in places)}{more}"
+    heads = {match[1] if (match := NUMBERED.fullmatch(place)) else None for place in places}
+    shared = heads.pop() if len(heads) == 1 else None
+    return f"{shared or ''}{', '.join(place.removeprefix(shared or '') for place in places)}{more}"
 
 
-def refuse(findings: Iterable[Finding]) -> None:
-    """Raise the findings that stop training, all in one error, a sentence each."""
+def refuse(findings: Iterable[Finding], end: str = "") -> None:
+    """Raise the findings that stop training, all in one error, a sentence each; `end` is the last one."""
     stopping = [finding for finding in findings if finding.stops]
     if stopping:
-        raise DataError(" ".join(f"{f.sentence} ({told(f.where, f.count)}); {f.remedy}." for f in stopping))
+        sentences = [f"{f.sentence} ({told(f.where, f.count)}); {f.remedy}." for f in stopping]
+        raise DataError(" ".join([*sentences, *([end] if end else [])]))

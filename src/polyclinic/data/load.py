@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import zlib
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -16,41 +18,50 @@ from torch import Tensor
 
 from polyclinic.core import Stream
 from polyclinic.data.cache import Pixels, cached, shape_of
+from polyclinic.data.checks.duplicates import CONFLICT, duplicate_findings
 from polyclinic.data.checks.faults import by
-from polyclinic.data.checks.files import missing_files, unreadable_files
+from polyclinic.data.checks.files import BLANK, file_findings, listed_twice, missing_files, unreadable_files
 from polyclinic.data.checks.labels import FEW, TYPO, label_findings, said_labels
+from polyclinic.data.checks.looks import look_at
 from polyclinic.data.examples import Collection, PerChannel
 from polyclinic.data.findings import Finding, refuse, told
 from polyclinic.data.preparation import NORMALISATIONS, ImageOptions, Preparation
 from polyclinic.data.prepare import prepare
 from polyclinic.data.records import Listing, Record
+from polyclinic.data.sources.folder import cleaned
 from polyclinic.data.sources.pixels import Unreadable, decode, stream_rows
 from polyclinic.errors import DataError
+
+SAMPLE = 16
+"""Every so many rows and columns are looked at first: they settle that most images are not blank."""
 
 
 def load(listing: Listing, options: ImageOptions, stream: Stream) -> Collection:
     """Everything the listing uses, checked, decoded once, as one collection."""
     listing = for_task(listing, options.task)
     refuse(before_decoding(listing))
-    records = drawn(listing.used, options.limit, stream.child("limit"))
-    images = pixels_of(replace(listing, records=records), options)
-    numbers = {name: number for number, name in enumerate(listing.classes)}
-    labels = torch.tensor([numbers[record.label] for record in records])
-    patients = tuple(record.patient or f"image-{position}" for position, record in enumerate(records, 1))
+    listing = replace(listing, records=drawn(listing.used, options.limit, stream.child("limit")))
+    images = pixels_of(listing, options)
+    refuse_pictures(listing, images)
+    found = collected(listing, images).normalised(*_normalisation(options))
     if options.join_copies:
         from polyclinic.data.twins import with_twins_joined  # scipy takes a second to load, and most runs do without
 
-        patients = with_twins_joined(patients, images)
-    mean, std = _normalisation(options)
+        found = replace(found, patients=with_twins_joined(found.patients, images))
+    return found
+
+
+def collected(listing: Listing, images: Tensor) -> Collection:
+    """What the listing says of its records, which are all in use, beside their images."""
+    records = listing.records
+    numbers = {name: number for number, name in enumerate(listing.classes)}
     return Collection(
         images,
-        labels,
+        torch.tensor([numbers[record.label] for record in records]),
         listing.classes,
-        patients,
+        tuple(record.patient or f"image-{position}" for position, record in enumerate(records, 1)),
         _column(record.site for record in records),
         _column(record.split for record in records) if listing.official else None,
-        mean=mean,
-        std=std,
     )
 
 
@@ -58,6 +69,7 @@ def for_task(listing: Listing, task: dict[str, list[str]] | None) -> Listing:
     """The listing with the task's classes in place of its labels; other labels are left out of use."""
     if task is None:
         return listing
+    task = {name: [cleaned(label) for label in labels] for name, labels in task.items()}
     named = [label for labels in task.values() for label in labels]
     if len(task) < 2 or len(set(named)) < len(named):
         raise DataError("The task needs two classes or more, and each label in one of them; mend data.task.")
@@ -101,6 +113,12 @@ def before_decoding(listing: Listing) -> Iterator[Finding]:
     # os.path, because Path.is_file raises, with the path, what it does not expect, such as a name that is too long
     gone = [position for position, record in enumerate(listing.records) if not os.path.isfile(record.path)]
     yield from missing_files(listing, gone)
+    yield from listed_twice(listing)
+    yield from judged_labels(listing)
+
+
+def judged_labels(listing: Listing) -> Iterator[Finding]:
+    """Faults of labels, as `check` tells them and `load` refuses them."""
     for finding in label_findings(listing):
         yield _undeclared(finding) if finding.kind == FEW.name and not listing.declared else finding
 
@@ -138,6 +156,40 @@ def decode_into(pixels: Pixels, listing: Listing, preparation: Preparation) -> N
         jobs = [pool.submit(work) for work in _work(pixels, listing.records, preparation)]
         broken = dict(sorted(problem for job in jobs for problem in job.result()))
     refuse(unreadable_files(listing, broken))
+
+
+def refuse_pictures(listing: Listing, images: Tensor) -> None:
+    """Refuse blank images and copies under different labels, which `check` would not let pass either.
+
+    A file that is blank, or a copy, is still that when it is prepared; so prepared pixels tell whom to suspect, at a
+    small part of what their checksum costs. Suspects are opened and judged as `check` does: other files may look alike
+    once they are small.
+    """
+    pixels: Pixels = images.numpy()
+    suspects = sorted({*_blank(pixels), *_contested(listing.records, pixels)})
+    if suspects:
+        some = replace(listing, records=tuple(listing.records[position] for position in suspects), unlisted=())
+        looks = look_at(some)
+        found = (*file_findings(some, looks), *duplicate_findings(some, looks))
+        refuse(finding for finding in found if finding.kind in (BLANK.name, CONFLICT.name))
+
+
+def _blank(pixels: Pixels) -> Iterator[int]:
+    """Rows that show one colour, apart from black bars such as those that fill up an oblong image."""
+    for row, image in enumerate(pixels):
+        middle = image[:, image.shape[1] // 2, image.shape[2] // 2, None, None]
+        if all(((some == middle) | (some == 0)).all() for some in (image[:, ::SAMPLE, ::SAMPLE], image)):
+            yield row
+
+
+def _contested(records: Sequence[Record], pixels: Pixels) -> Iterator[int]:
+    """Rows that share a checksum with one of another label."""
+    same: defaultdict[int, list[int]] = defaultdict(list)
+    for row, image in enumerate(pixels):
+        same[zlib.crc32(image.data)].append(row)
+    for rows in same.values():
+        if len({records[row].label for row in rows}) > 1:
+            yield from rows
 
 
 Problems: TypeAlias = list[tuple[int, str]]

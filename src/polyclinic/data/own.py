@@ -61,7 +61,7 @@ def located(path: str, data: Path | None) -> Path:
     """Where a recipe's path leads."""
     named = data or os.environ.get(VARIABLE)
     wanted = Path(path).expanduser()
-    places = [Path(named) / wanted, wanted] if named else [wanted]
+    places = list(dict.fromkeys([Path(named) / wanted, wanted] if named else [wanted]))
     for place in places:
         if place.exists():
             return place

@@ -6,8 +6,10 @@ of its images. All partitions but `Admixture` give disjoint sites that together 
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
@@ -15,11 +17,37 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from polyclinic.core import Stream
+from polyclinic.data.checks.faults import many, may_be_said
 from polyclinic.data.options import Options
 from polyclinic.data.patients import Indices, Patients
 from polyclinic.errors import DataError
 
 DRAWS = 500
+OURS = re.compile(r"site-\d+")
+"""What we call sites that were drawn."""
+
+
+@dataclass(frozen=True)
+class Called:
+    """How a site is called aloud: by its name, or where that may be a patient's in the wrong column, by a number."""
+
+    name: str
+    """ "north", or "site 3 (4 images)"."""
+    subject: str
+    """ "Site 'north'", or "Site 3 of 5, with 4 images,": for an error to begin with."""
+
+
+def call_sites(members: Mapping[str, Sequence[str]]) -> dict[str, Called]:
+    """Of every site, whose images show these patients. Numbers follow the names, in the order given."""
+    called = {}
+    for number, (name, patients) in enumerate(members.items(), 1):
+        if OURS.fullmatch(name) or may_be_said(len(patients), len(set(patients))):
+            called[name] = Called(name, f"Site '{name}'")
+        else:
+            size = many(len(patients), "image")
+            subject = f"Site {number} of {len(members)}" + (f", with {size}," if patients else "")
+            called[name] = Called(f"site {number} ({size})", subject)
+    return called
 
 
 class Partition(Options, ABC):
@@ -43,17 +71,23 @@ class Natural(Partition):
     def assign(
         self, labels: Indices, patients: Sequence[str], stream: Stream, column: Sequence[str] | None = None
     ) -> list[Indices]:
-        names, site = np.unique(np.asarray(self._known(column)), return_inverse=True)
+        found, site = np.unique(np.asarray(self._known(column)), return_inverse=True)
+        names: list[str] = found.tolist()
         _refuse_shared_patients(Patients.of(labels, patients), site)
-        for name, size in zip(names, np.bincount(site), strict=True):
-            if size < self.minimum:
-                raise DataError(
-                    f"Site '{name}' has {size} images, below the minimum of {self.minimum}; lower the minimum."
-                )
-        return [np.flatnonzero(site == number) for number in range(len(names))]
+        members = [np.flatnonzero(site == number) for number in range(len(names))]
+        people = [[patients[row] for row in rows.tolist()] for rows in members]
+        self._refuse_small(dict(zip(names, people, strict=True)))
+        return members
 
     def names(self, column: Sequence[str] | None = None) -> list[str]:
         return sorted(set(self._known(column)))
+
+    def _refuse_small(self, members: Mapping[str, Sequence[str]]) -> None:
+        for name, called in call_sites(members).items():
+            if (size := len(members[name])) < self.minimum:
+                raise DataError(
+                    f"{called.subject} is below the minimum of {self.minimum} images ({size}); lower the minimum."
+                )
 
     def _known(self, column: Sequence[str] | None) -> Sequence[str]:
         if column is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 
 from polyclinic.data.checks.copies import near_groups
@@ -11,6 +11,7 @@ from polyclinic.data.checks.files import one_per_file
 from polyclinic.data.checks.looks import Looks
 from polyclinic.data.findings import Finding
 from polyclinic.data.records import Listing
+from polyclinic.data.splits import PARTS
 
 CONFLICT = Kind("duplicate with another label", "stop", "find out which label is right, or leave all of them out")
 LEAK = Kind("duplicate in the test part", "stop", "remove them from one part: the result would count what was learned")
@@ -65,9 +66,16 @@ def _told(listing: Listing, groups: list[Group], what: str) -> str:
     fields = {
         "label": "under two labels",
         "patient": "of two patients",
-        "split": "in two parts",
         "site": "at two sites",
     }
     spread = {told: sum(_spread(listing, group, field) for group in groups) for field, told in fields.items()}
+    spread |= Counter(_parts(listing, group) for group in groups if _spread(listing, group, "split"))
     details = ", ".join(f"{count:,} {told}" for told, count in spread.items() if count)
     return f"{images:,} images have {what} as others, in {many(len(groups), 'group')}" + (details and f": {details}")
+
+
+def _parts(listing: Listing, group: Group) -> str:
+    """ "in train and test"; a part that is none of the three is not named: its cell may hold anything."""
+    found = {listing.records[position].split for position in group} - {""}
+    named = [part for part in PARTS if part in found]
+    return "in " + " and ".join([*named, *(["other parts"] if len(named) < len(found) else [])])

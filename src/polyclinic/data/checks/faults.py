@@ -110,7 +110,9 @@ def patients(listing: Listing, positions: Iterable[int]) -> int:
 
 def sayable(listing: Listing, groups: Mapping[str, list[int]]) -> dict[str, list[int]]:
     """The labels or sites that are common enough to be said aloud."""
-    images, people = SAYABLE
-    return {
-        name: group for name, group in groups.items() if len(group) >= images and patients(listing, group) >= people
-    }
+    return {name: group for name, group in groups.items() if may_be_said(len(group), patients(listing, group))}
+
+
+def may_be_said(images: int, people: int) -> bool:
+    """Whether so many share a label, a site or a folder that its name cannot be a patient's."""
+    return images >= SAYABLE[0] and people >= SAYABLE[1]

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import unicodedata
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -45,13 +48,51 @@ def file_findings(listing: Listing, looks: Looks) -> Iterator[Finding]:
     yield from _blank(listing, looks)
     yield from _sizes(listing, looks)
     yield from _mixtures(listing, looks)
-    yield from _listed_twice(listing)
+    yield from listed_twice(listing)
     yield from _alike(listing)
     yield from _unlisted(listing)
 
 
 def missing_files(listing: Listing, positions: Iterable[int]) -> Iterator[Finding]:
-    yield from findings(listing, MISSING, singly(positions), lambda f: many(len(f), "listed file") + " cannot be found")
+    beside = _Beside()
+
+    def sentence(faults: list[Group]) -> str:
+        alike = sum(beside.has_like(listing.records[position].path) for fault in faults for position in fault)
+        told = f", {alike:,} of them differ from a file that is there only in case or accents" if alike else ""
+        return many(len(faults), "listed file") + " cannot be found" + told
+
+    yield from findings(listing, MISSING, singly(positions), sentence)
+
+
+class _Beside:
+    """What is there in place of missing files; every folder is listed once."""
+
+    def __init__(self) -> None:
+        self.names = cache(_names)
+        self.folder = cache(self._folder)
+
+    def has_like(self, path: Path) -> bool:
+        found = self._like(path)
+        return found is not None and os.path.isfile(found)
+
+    def _like(self, path: Path) -> Path | None:
+        """What differs from this path in case, or in the form of accents, alone."""
+        folder = self.folder(path.parent)
+        name = self.names(folder).get(_folded(path.name)) if folder else None
+        return folder / name if folder and name else None
+
+    def _folder(self, path: Path) -> Path | None:
+        return path if os.path.isdir(path) or path == path.parent else self._like(path)
+
+
+def _names(folder: Path) -> dict[str, str]:
+    with suppress(OSError):
+        return {_folded(name): name for name in os.listdir(folder)}
+    return {}
+
+
+def _folded(name: str) -> str:
+    return unicodedata.normalize("NFC", unicodedata.normalize("NFD", name).casefold())
 
 
 def unreadable_files(listing: Listing, reasons: Mapping[int, str]) -> Iterator[Finding]:
@@ -107,7 +148,8 @@ def _mixtures(listing: Listing, looks: Looks) -> Iterator[Finding]:
     if rarer:
         told = f"the images have {len(sizes):,} sizes; {sizes[0][1]:,} of {len(images):,} are {sizes[0][0]} pixels"
         yield about_set(listing, SIZES, rarer, told)
-    depths, rarer = _mixture({position: f"{look.bits} bits" for position, look in images.items()})
+    # DICOM files say themselves how their bits are to be shown
+    depths, rarer = _mixture({position: f"{look.bits} bits" for position, look in images.items() if not look.windowed})
     if rarer:
         told = "the images are stored with different depths: " + ", ".join(f"{n:,} with {bits}" for bits, n in depths)
         yield about_set(listing, DEPTHS, rarer, told)
@@ -134,7 +176,7 @@ def one_per_file(listing: Listing) -> list[int]:
     return sorted(first.values())
 
 
-def _listed_twice(listing: Listing) -> Iterator[Finding]:
+def listed_twice(listing: Listing) -> Iterator[Finding]:
     files: defaultdict[tuple[str, str, int | None], list[int]] = defaultdict(list)
     for position, record in enumerate(listing.records):
         files[_file(record)].append(position)

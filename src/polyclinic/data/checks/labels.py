@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+import unicodedata
+from collections.abc import Callable, Collection, Iterator, Mapping
 from difflib import SequenceMatcher
+from functools import lru_cache
 
 from polyclinic.data.checks.faults import (
     Group,
@@ -29,6 +31,7 @@ MANY = 1000
 FEW_PATIENTS = 3
 FEW_IMAGES = 100
 IMBALANCE = 5
+UMLAUTS = str.maketrans({"ä": "ae", "ö": "oe", "ü": "ue", "ø": "oe", "å": "aa"})
 
 EMPTY = Kind("empty label", "stop", "write the labels, or leave these images out")
 TYPO = Kind("misspelt label", "stop", "correct them, or declare the classes if this is one of its own")
@@ -45,7 +48,9 @@ def label_findings(listing: Listing) -> Iterator[Finding]:
     empty = [position for position, record in enumerate(listing.records) if not record.label]
     yield from findings(listing, EMPTY, singly(empty), lambda f: many(len(f), "image has", "images have") + " no label")
     misspelt = misspellings(listing, everything)
-    yield from _misspelt(listing, everything, misspelt)
+    yield from misspelt_findings(
+        listing, TYPO, everything, misspelt, said_labels(listing, everything), ("label looks", "labels look")
+    )
     known = {*listing.classes, *misspelt}
     outside = [position for label, group in everything.items() if label not in known for position in group]
     yield from findings(
@@ -73,28 +78,46 @@ def said_labels(listing: Listing, labels: Mapping[str, list[int]]) -> set[str]:
 
 def misspellings(listing: Listing, labels: Mapping[str, list[int]]) -> dict[str, str]:
     """Labels that are most likely another one misspelt, and which. Thousands are no classes that could be."""
-    if len(labels) > MANY:
-        return {}
-    known = sorted(labels.keys() & set(listing.classes))
-    suspects = sorted(labels.keys() - set(listing.classes if listing.declared else ()))
+    suspects = labels.keys() - set(listing.classes if listing.declared else ())
+    return _meant(labels, suspects, labels.keys() & set(listing.classes), _misspells)
+
+
+def other_spellings(names: Mapping[str, list[int]]) -> dict[str, str]:
+    """Names that differ from a commoner one in case, accents and spaces only, and from which."""
+    return _meant(names, names, names, _respells)
+
+
+def _meant(
+    names: Mapping[str, list[int]],
+    suspects: Collection[str],
+    known: Collection[str],
+    mistakes: Callable[[str, str, Mapping[str, list[int]]], bool],
+) -> dict[str, str]:
     found: dict[str, str] = {}
-    for suspect in suspects:
-        meant = [label for label in known if label != suspect and _misspells(suspect, label, labels)]
+    for suspect in sorted(suspects) if len(names) <= MANY else ():
+        meant = [name for name in sorted(known) if name != suspect and mistakes(suspect, name, names)]
         if meant:
-            found[suspect] = max(meant, key=lambda label: (_resemblance(suspect, label), len(labels[label])))
+            found[suspect] = max(meant, key=lambda name: (_resemblance(suspect, name), len(names[name])))
     return found
 
 
 def _misspells(suspect: str, label: str, labels: Mapping[str, list[int]]) -> bool:
-    rare, common = len(labels[suspect]), len(labels[label])
     if _plain(suspect) == _plain(label):
-        return (rare, suspect) < (common, label)
+        return _respells(suspect, label, labels)
+    rare, common = len(labels[suspect]), len(labels[label])
     return rare * RARER <= common and not _codes(suspect, label) and _resemblance(suspect, label) > RESEMBLANCE
 
 
+def _respells(suspect: str, name: str, names: Mapping[str, list[int]]) -> bool:
+    return _plain(suspect) == _plain(name) and (len(names[suspect]), suspect) < (len(names[name]), name)
+
+
+@lru_cache(4 * MANY)
 def _plain(label: str) -> str:
-    """Without case, spaces and what stands for a space; the last sign of "HER2-" is none."""
-    return re.sub(r"[\s_]+|(?<=\w)-(?=\w)", "", label.casefold())
+    """Without case, accents, spaces and what stands for a space; the last sign of "HER2-" is none."""
+    letters = unicodedata.normalize("NFD", unicodedata.normalize("NFC", label.casefold()).translate(UMLAUTS))
+    bare = "".join(letter for letter in letters if not unicodedata.combining(letter))
+    return re.sub(r"[\s_]+|(?<=\w)-(?=\w)", "", bare)
 
 
 def _resemblance(one: str, other: str) -> float:
@@ -111,18 +134,24 @@ def _codes(one: str, other: str) -> bool:
     return short or digits or lengthened
 
 
-def _misspelt(listing: Listing, labels: Mapping[str, list[int]], found: Mapping[str, str]) -> Iterator[Finding]:
-    faults = singly(sorted(position for suspect in found for position in labels[suspect]))
-
-    said = said_labels(listing, labels)
+def misspelt_findings(
+    listing: Listing,
+    kind: Kind,
+    names: Mapping[str, list[int]],
+    meant: Mapping[str, str],
+    said: Collection[str],
+    nouns: tuple[str, str],
+) -> Iterator[Finding]:
+    """Of `names` those that are most likely another one (`meant`), quoted only where that one may be `said`."""
+    misspelt = {position: name for name in meant for position in names[name]}
 
     def sentence(some: list[Group]) -> str:
-        misspelt = dict.fromkeys(listing.records[position].label for fault in some for position in fault)
-        told = [f"'{text}' (did you mean '{found[text]}'?)" for text in misspelt if found[text] in said]
+        found = dict.fromkeys(misspelt[position] for fault in some for position in fault)
+        told = [f"'{name}' (did you mean '{meant[name]}'?)" for name in found if meant[name] in said]
         quoted = ": " + ", ".join(told[:SHOWN]) if told else ""
-        return f"{many(len(some), 'label looks', 'labels look')} misspelt{quoted}"
+        return f"{many(len(some), *nouns)} misspelt{quoted}"
 
-    yield from findings(listing, TYPO, faults, sentence)
+    yield from findings(listing, kind, singly(sorted(misspelt)), sentence)
 
 
 def _counts(listing: Listing, classes: Mapping[str, list[int]]) -> Iterator[Finding]:

@@ -33,6 +33,7 @@ class Look:
     width: int
     bits: int
     colour: bool
+    windowed: bool
     blank: bool
     digest: bytes
     thumbnail: Bytes
@@ -58,7 +59,7 @@ def look(image: Decoded) -> Look:
     blank = thumbnail.min() == thumbnail.max() and bool((pixels == pixels[:1, :1]).all())
     digest = hashlib.blake2b(pixels.data, digest_size=16, key=str(pixels.shape).encode())
     height, width = pixels.shape[:2]
-    return Look(height, width, image.bits, image.colour, blank, digest.digest(), thumbnail)
+    return Look(height, width, image.bits, image.colour, image.windowed, blank, digest.digest(), thumbnail)
 
 
 def _without_needless_colour(pixels: Bytes) -> Bytes:

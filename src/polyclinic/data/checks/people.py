@@ -21,7 +21,7 @@ from polyclinic.data.checks.faults import (
     used_positions,
     where,
 )
-from polyclinic.data.checks.labels import real_classes
+from polyclinic.data.checks.labels import misspelt_findings, other_spellings, real_classes
 from polyclinic.data.findings import SHOWN, Finding
 from polyclinic.data.records import Listing, Record
 from polyclinic.data.splits import PARTS
@@ -45,6 +45,7 @@ NO_PATIENTS = Kind("no patients", "note", "name a patient column if there is one
 UNNAMED = Kind("image without a patient", "warn", "write who it is: now each counts as a patient of its own")
 NO_SITE = Kind("image without a site", "warn", "write the site of these images, or leave them out")
 NO_PART = Kind("image without a part", "warn", "write train, validation or test for all images, or for none")
+MISSPELT = Kind("misspelt site", "warn", "write each site in one way: now they count as different sites")
 FEW = Kind("few images at a site", "warn", "join the site with another, or leave it out; its own figures say nothing")
 SINGLE = Kind(
     "site with a single class", "warn", "join it with another: there a model can learn the site for the label"
@@ -64,7 +65,7 @@ def people_findings(listing: Listing) -> Iterator[Finding]:
     classes = real_classes(listing)
     yield from _parts(listing, used, classes)
     yield from _sites(listing, used, classes)
-    yield from _partly_silent(listing, used)
+    yield from partly_silent(listing, used)
 
 
 def _patients(listing: Listing, used: list[int]) -> Iterator[Finding]:
@@ -130,6 +131,8 @@ def _sites(listing: Listing, used: list[int], classes: set[str]) -> Iterator[Fin
     if len(sites) < 2:
         return
     said = sayable(listing, sites)
+    nouns = ("image has a site that looks", "images have a site that looks")
+    yield from misspelt_findings(listing, MISSPELT, sites, other_spellings(sites), said, nouns)
 
     def place(fault: Group) -> str:
         site = listing.records[fault[0]].site
@@ -157,7 +160,7 @@ def _sites(listing: Listing, used: list[int], classes: set[str]) -> Iterator[Fin
     yield from _confounding(listing, used, classes)
 
 
-def _partly_silent(listing: Listing, used: list[int]) -> Iterator[Finding]:
+def partly_silent(listing: Listing, used: list[int]) -> Iterator[Finding]:
     """What some records say and others do not."""
     for kind, field in ((UNNAMED, "patient"), (NO_SITE, "site"), (NO_PART, "split")):
         silent = [position for position in used if not getattr(listing.records[position], field)]

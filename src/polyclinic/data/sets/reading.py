@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
+from polyclinic.data.findings import first, told
 from polyclinic.data.records import Listing, Record
 from polyclinic.data.sources.folder import reading
 from polyclinic.data.sources.table import read_table
@@ -38,18 +39,40 @@ def listed(
             found = plain(folder) if plain else read_table(folder / TABLE, name=set_, classes=classes)
         elif folder.is_dir():
             found = publisher(folder)
-    if found is None or not _belongs(found, classes, sites):
+    foreign = _foreign(found, classes, sites) if found else ""
+    if found is None or (foreign and not (folder / TABLE).is_file()):
         raise DataError(
             f"The set {set_} was not found in {folder}, "
             f"which must hold {TABLE} (path, label, site, split, patient) or the publisher's files: {obtain}"
         )
+    if foreign:
+        raise DataError(
+            f"The folder {folder} is not that of the set {set_}: the {TABLE} there lists another set "
+            f"({foreign}{_likeness(found, set_)}); put each set into a folder of its own: {obtain}"
+        )
     return found
 
 
-def _belongs(listing: Listing, classes: tuple[str, ...], sites: tuple[str, ...]) -> bool:
+def _foreign(listing: Listing, classes: tuple[str, ...], sites: tuple[str, ...]) -> str:
+    """What tells that a listing is another set's ("" if nothing does), in words of the set that was expected."""
+    if {record.label for record in listing.records}.isdisjoint(classes):
+        return f"its labels are none of: {told(first(classes), len(classes))}"
     named = {record.site for record in listing.records} - {""}
-    ours = not named or not sites or not named.isdisjoint(sites)
-    return ours and not {record.label for record in listing.records}.isdisjoint(classes)
+    if named and sites and named.isdisjoint(sites):
+        return f"its sites are none of: {told(first(sites), len(sites))}"
+    return ""
+
+
+def _likeness(listing: Listing, set_: str) -> str:
+    """Which other public sets have all of the labels; a label of any other table may be anything, and is not told."""
+    from polyclinic.data.sets import SETS  # whose members import this module
+
+    labels = {record.label for record in listing.records}
+    others = {name: set(named.classes) for name, named in SETS.items() if name != set_}
+    like = [name for name, classes in others.items() if labels == classes] or [
+        name for name, classes in others.items() if labels <= classes
+    ]
+    return f"; it looks like {' or '.join(like)}" if like else ""
 
 
 def home(folder: Path, *others: str) -> Path:

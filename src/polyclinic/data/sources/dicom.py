@@ -85,7 +85,8 @@ def _read(path: Path) -> Decoded:
     stored, photometric = _stored(path, header.file_meta.get("TransferSyntaxUID"))
     if stored.shape[:2] != (header.Rows, header.Columns) or stored.ndim > 3:
         raise Unreadable("its pixels are not the one picture that its header announces")
-    return Decoded(_shown(stored, photometric, header), int(header.BitsStored), photometric not in MONOCHROME)
+    shown = _shown(stored, photometric, header)
+    return Decoded(shown, int(header.BitsStored), photometric not in MONOCHROME, windowed=True)
 
 
 class _Guarded(io.BufferedReader):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections import defaultdict
+import unicodedata
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from itertools import count
 from pathlib import Path
 from typing import Literal
 
+from polyclinic.data.checks.faults import may_be_said
 from polyclinic.data.findings import first, told
 from polyclinic.data.records import Listing, Record, classes_of, pseudonyms
 from polyclinic.errors import DataError
@@ -33,10 +35,16 @@ SPLITS = {
 
 @dataclass(frozen=True)
 class _Folder:
-    """A folder, and the names on the way from the root to it, one per level."""
+    """A folder, and the way from the root to it, one name per level."""
 
     path: Path
     names: tuple[str, ...]
+    numbers: tuple[int, ...]
+    """The same way, each folder told by its number among those beside it."""
+
+    def told(self, said: Sequence[str | None]) -> str:
+        """The way in words, with numbers where nothing may be said."""
+        return "/".join(text or f"folder {number}" for text, number in zip(said, self.numbers, strict=False))
 
 
 def read_folder(
@@ -46,11 +54,14 @@ def read_folder(
     levels: tuple[Level, ...] = ("label",),
     classes: tuple[str, ...] | None = None,
     pattern: str = "*",
+    guessed: bool = False,
 ) -> Listing:
     """Every image in the folders `levels` deep; `levels` says what each folder level below `root` means.
 
     Only files whose name fits the glob `pattern` (in any case) count. Images at another depth are `unlisted`.
     A patient is told from the folder's name alone: the same name at two sites is the same patient.
+    Where `levels` are `guessed`, a folder may be a patient's: its name is said only if it holds as many images as a
+    class or a site would, and else its number.
     """
     if any(levels.count(level) > 1 for level in levels if level != "skip"):
         raise DataError(f"The folder levels {'/'.join(levels)} name one level twice; call the others 'skip'.")
@@ -59,8 +70,8 @@ def read_folder(
         files = {folder: [file for file in images(folder.path) if _fits(file, pattern)] for folder in ranks[-1]}
         unlisted = tuple(file for file in _elsewhere(ranks) if _fits(file, pattern))
     _refuse_empty(root, levels, ranks, {folder.names for folder in files if files[folder]}, classes is not None)
-    records = _records(levels, files)
-    found = classes_of(record.label for record in records) if classes is None else classes
+    records = _records(levels, files, guessed)
+    found = classes_of(record.label for record in records) if classes is None else tuple(map(cleaned, classes))
     return Listing(name, root, records, found, declared=classes is not None, unlisted=unlisted)
 
 
@@ -70,6 +81,11 @@ def is_image(path: Path) -> bool:
     if path.name.startswith(".") or path.name == "DICOMDIR":
         return False
     return suffix in SUFFIXES or ((not suffix or suffix[1:].isdigit()) and _marked_as_dicom(path))
+
+
+def cleaned(text: str) -> str:
+    """Without spaces around it, and with every accent in one form: the same word may be written in two ways."""
+    return unicodedata.normalize("NFC", text.strip())
 
 
 def part_of(text: str) -> str:
@@ -121,11 +137,15 @@ def _fits(file: Path, pattern: str) -> bool:
 
 def _ranks(root: Path, depth: int) -> list[list[_Folder]]:
     """All folders, by how deep they lie below the root, which is the first rank."""
-    ranks = [[_Folder(root, ())]]
+    ranks = [[_Folder(root, (), ())]]
     for _ in range(depth):
-        above = ranks[-1]
-        ranks.append([_Folder(path, (*up.names, path.name)) for up in above for path in subfolders(up.path)])
+        ranks.append([folder for above in ranks[-1] for folder in _inside(above)])
     return ranks
+
+
+def _inside(above: _Folder) -> Iterator[_Folder]:
+    for number, path in enumerate(subfolders(above.path), 1):
+        yield _Folder(path, (*above.names, cleaned(path.name)), (*above.numbers, number))
 
 
 def _elsewhere(ranks: Sequence[Sequence[_Folder]]) -> Iterator[Path]:
@@ -144,19 +164,36 @@ def _below(folder: Path) -> Iterator[Path]:
             yield from _below(deeper)
 
 
-def _records(levels: tuple[Level, ...], files: Mapping[_Folder, Sequence[Path]]) -> tuple[Record, ...]:
-    said = [{level: text.strip() for level, text in zip(levels, folder.names, strict=True)} for folder in files]
+def _records(levels: tuple[Level, ...], files: Mapping[_Folder, Sequence[Path]], guessed: bool) -> tuple[Record, ...]:
+    said = [dict(zip(levels, folder.names, strict=True)) for folder in files]
     patients = pseudonyms([names.get("patient", "") for names in said])
+    places = _numbered_places(levels, files) if guessed else _named_places(levels, files)
     numbers: defaultdict[str, Iterator[int]] = defaultdict(lambda: count(1))
     records = []
-    for names, patient, found in zip(said, patients, files.values(), strict=True):
-        place = "/".join(names[level] for level in levels if level in TOLD)
+    for names, patient, place, found in zip(said, patients, places, files.values(), strict=True):
         label, site, split = names.get("label", ""), names.get("site", ""), part_of(names.get("split", ""))
         for file in found:
             number = next(numbers[place])
             where = f"{place}, file {number}" if place else f"file {number}"
             records.append(Record(file, label, site, patient, split, where))
     return tuple(records)
+
+
+def _named_places(levels: tuple[Level, ...], folders: Iterable[_Folder]) -> list[str]:
+    ways = [zip(levels, folder.names, strict=True) for folder in folders]
+    return ["/".join(name for level, name in way if level in TOLD) for way in ways]
+
+
+def _numbered_places(levels: tuple[Level, ...], files: Mapping[_Folder, Sequence[Path]]) -> list[str]:
+    """By names that may be said, and else by numbers."""
+    sizes: Counter[tuple[Level, str]] = Counter()
+    for folder, found in files.items():
+        sizes.update({way: len(found) for way in zip(levels, folder.names, strict=True)})
+    known = {way for way, size in sizes.items() if may_be_said(size, size) or way[0] == "split"}
+    return [
+        folder.told([way[1] if way in known else None for way in zip(levels, folder.names, strict=True)])
+        for folder in files
+    ]
 
 
 def _refuse_empty(
@@ -171,14 +208,16 @@ def _refuse_empty(
         layout = "".join(f"<{level}>/" for level in levels)
         raise DataError(f"'{root}' holds no image as {layout}<file>; give the folder that is laid out so.")
     for depth, level in enumerate(levels):
-        names = dict.fromkeys(folder.names[depth] for folder in ranks[depth + 1])
+        folders = {folder.names[depth]: folder for folder in reversed(ranks[depth + 1])}
         if level not in TOLD:
             continue
-        _refuse_unsayable(root, level, names)
-        empty = [] if level == "label" and declared else sorted(names.keys() - {path[depth] for path in used})
+        _refuse_unsayable(root, level, folders)
+        names = [] if level == "label" and declared else sorted(folders.keys() - {path[depth] for path in used})
+        empty = first(folders[name].told([None] * (depth + 1)) for name in names)
         if empty:
             raise DataError(
-                f"'{root}' has {len(empty)} {level} folder(s) without an image ({told(first(empty), len(empty))}); "
+                f"'{root}' has {len(names)} {level} folder(s) without an image "
+                f"(counted by name: {told(empty, len(names))}); "
                 "put images there or remove the folder(s)."
             )
 

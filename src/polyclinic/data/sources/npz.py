@@ -20,7 +20,7 @@ import numpy as np
 from numpy.lib import format as npy
 
 from polyclinic.data.records import Listing, Record, classes_of, pseudonyms
-from polyclinic.data.sources.folder import SPLITS, part_of
+from polyclinic.data.sources.folder import SPLITS, cleaned, part_of
 from polyclinic.errors import DataError
 
 MOST_IMAGES = 10_000_000
@@ -59,8 +59,8 @@ def read_npz(
     """
     with _opened(file) as archive:
         parts = [_part(archive, prefix) for prefix in _prefixes(archive)]
-    classes = label_names if classes is None else classes
-    names = {str(number): text for number, text in enumerate(label_names or ())}
+    declared = label_names if classes is None else classes
+    names = {str(number): cleaned(text) for number, text in enumerate(label_names or ())}
     labels = [names.get(label, label) for part in parts for label in part.labels]
     if not labels:
         raise DataError(f"'{file}' has arrays of images, but no image in them; get the file anew.")
@@ -70,8 +70,8 @@ def read_npz(
         Record(file, label, site, patient, split, f"{array} row {row}", array, row)
         for ((array, row), site, split), label, patient in zip(rows, labels, patients, strict=True)
     )
-    found = classes_of(set(labels)) if classes is None else classes
-    return Listing(name, file.parent, records, found, declared=classes is not None)
+    found = classes_of(set(labels)) if declared is None else tuple(map(cleaned, declared))
+    return Listing(name, file.parent, records, found, declared=declared is not None)
 
 
 def _rows(part: _Part) -> Iterator[tuple[str, int]]:
@@ -112,7 +112,7 @@ class _Archive:
             column: Array = npy.read_array(member, allow_pickle=False).reshape(count)
             if dtype.kind in "biu":
                 return [str(int(value)) for value in column.tolist()]
-            texts = [_decoded(value).strip() for value in column.tolist()]
+            texts = [cleaned(_decoded(value)) for value in column.tolist()]
         strange = sum(not text.isprintable() for text in texts)
         if strange:
             raise self.refuse(f"{strange} of '{key}' hold characters that cannot be printed")

@@ -32,7 +32,7 @@ def _open_folder(path: Path) -> Listing:
     if (path / TABLE).is_file():
         return read_table(path / TABLE, name=str(path))
     levels = _guess(path)
-    return read_folder(path, name=f"folder {path} read as {'/'.join(levels)}", levels=levels)
+    return read_folder(path, name=f"folder {path} read as {'/'.join(levels)}", levels=levels, guessed=True)
 
 
 def _guess(path: Path) -> tuple[Level, ...]:

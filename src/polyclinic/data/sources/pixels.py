@@ -68,6 +68,8 @@ class Decoded:
     bits: int
     """How many bits per sample the file stores."""
     colour: bool
+    windowed: bool = False
+    """Whether the file itself says how its values become shades of grey (DICOM), whatever its bits."""
 
 
 def decode(path: Path, bits: int | None = None) -> Decoded:

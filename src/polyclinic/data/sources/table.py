@@ -15,13 +15,11 @@ from typing import TextIO
 from polyclinic.data.findings import Finding, first, refuse, told
 from polyclinic.data.options import Options
 from polyclinic.data.records import Listing, Record, classes_of, pseudonyms
-from polyclinic.data.sources.folder import images, part_of
+from polyclinic.data.sources.folder import cleaned, images, part_of
 from polyclinic.errors import DataError
 
 DELIMITERS = ",;\t"
 NEEDED = ("path", "label")
-USUAL = ("image", "images", "file", "filename", "file_name", "id", "class", "target", "diagnosis")
-"""What other tables call their columns: one of these in the first row, and it is a header."""
 
 
 class Columns(Options):
@@ -64,7 +62,7 @@ def read_table(
             Record(home / path, label, site, patient, split, f"{table} row {number}")
             for (number, path, label, site, _, split), patient in zip(rows, patients, strict=True)
         )
-    found = classes_of({record.label for record in records}) if classes is None else classes
+    found = classes_of({record.label for record in records}) if classes is None else tuple(map(cleaned, classes))
     unlisted = _unlisted(home, [row[1] for row in rows])
     return Listing(name, home, records, found, declared=classes is not None, unlisted=unlisted)
 
@@ -100,7 +98,7 @@ def _rows(csv: Path, file: TextIO, columns: Columns, faults: Mapping[str, list[i
     """The sound rows; the others' numbers go to `faults`. Rows count as in a spreadsheet: the header is row 1."""
     delimiter = _delimiter(csv, file, columns)
     table = _cells(csv, file, delimiter)
-    header = [cell.strip() for cell in next(table, [])]
+    header = [cleaned(cell) for cell in next(table, [])]
     pick = itemgetter(*_places(csv, header, columns))
     parts = {"": ""}
     for number, cells in enumerate(table, 2):
@@ -110,8 +108,9 @@ def _rows(csv: Path, file: TextIO, columns: Columns, faults: Mapping[str, list[i
             faults["length"].append(number)
             continue
         cells.append("")  # where columns that are not there are looked up
-        path, label, site, patient, split = map(str.strip, pick(cells))
-        path = normpath(path.replace("\\", "/")) if path else "."
+        path, *said = pick(cells)
+        label, site, patient, split = map(cleaned, said)
+        path = normpath(path.strip().replace("\\", "/"))
         if path == ".":
             faults["path"].append(number)
         elif path == ".." or path.startswith("../"):
@@ -127,8 +126,8 @@ def _delimiter(csv: Path, file: TextIO, columns: Columns) -> str:
 
     def merit(delimiter: str) -> tuple[bool, int]:
         file.seek(0)
-        header = [cell.strip() for cell in next(_cells(csv, file, delimiter), [])]
-        return {columns.path, columns.label} <= set(header), len(header)
+        header = list(map(cleaned, next(_cells(csv, file, delimiter), [])))
+        return {cleaned(columns.path), cleaned(columns.label)} <= set(header), len(header)
 
     best = max(DELIMITERS, key=merit)
     file.seek(0)
@@ -155,7 +154,7 @@ def _lines(csv: Path, file: TextIO) -> Iterator[str]:
 
 def _places(csv: Path, header: Sequence[str], columns: Columns) -> list[int]:
     """Where each field stands in a row; −1 for what the table does not say."""
-    wanted: dict[str, str | None] = columns.model_dump()
+    wanted = {field: column and cleaned(column) for field, column in columns}
     for field, column in wanted.items():
         needed = field in NEEDED or (column is not None and field in columns.model_fields_set)
         if needed and column not in header:
@@ -170,9 +169,11 @@ def _there_are(header: Sequence[str], columns: Columns) -> str:
     """The columns there are, unless the first row may be a patient's: a table without a header is no rarity."""
     if not header:
         return "its first line is empty: write a header there"
-    known = {*PLAIN.model_dump().values(), *columns.model_dump().values(), *USUAL}
-    if known.isdisjoint(column.lower() for column in header):
-        return f"the {len(header)} cells of its first row do not look like a header: add one or name its columns"
+    if not {cleaned(columns.path).lower(), cleaned(columns.label).lower()} <= {column.lower() for column in header}:
+        return (
+            f"the {len(header)} cells of its first row do not look like a header with a path and a label, and are not "
+            "shown, since they may be a patient's: add a header or say what its columns are called"
+        )
     shown = [column for column in header if column.isprintable() and column][:20]
     return f"there are {told(shown, len(header))}: name the right one or rename it"
 
@@ -186,11 +187,12 @@ _FAULTS = {
 
 
 def _refuse_rows(csv: Path, faults: Mapping[str, list[int]]) -> None:
-    refuse(
+    found = [
         Finding(kind, "stop", len(rows), f"'{csv}' has {len(rows)} row(s) {fault}", remedy, _numbered(rows))
         for kind, (fault, remedy) in _FAULTS.items()
         if (rows := faults.get(kind))
-    )
+    ]
+    refuse(found, end="Nothing else of the set was looked at: mend these rows and try again.")
 
 
 def _numbered(rows: Iterable[int]) -> tuple[str, ...]:
