@@ -213,16 +213,31 @@ def show_checked(checked: Checked) -> None:
     if len(checked.sites) > 1:
         _say(f"sites: {_counts(checked.sites)}", 6)
     for finding in checked.findings:
-        level = "done" if finding.handled else finding.level
-        out.print(Text(f"{level}  ", COLOURS.get(level, "green")).append(f"{finding.kind}: {finding.count:,}", "bold"))
+        out.print(_level(finding).append(f"  {finding.kind}: {finding.count:,}", "bold"))
         for line in _told(finding):
             _say(line, 6)
+    if checked.findings:
+        out.print(_glance(checked.findings))
     stops = sum(finding.stops for finding in checked.findings)
     warns = sum(finding.level == "warn" and not finding.handled for finding in checked.findings)
     verdict = "training may start" if checked.may_train else "training may NOT start"
     if checked.may_train and not checked.as_divided:
         verdict += ", but not by its own sites and parts"
     out.print(Text(f"{verdict}: {stops} to mend first, {warns} to know of"), style="bold")
+
+
+def _level(finding: Finding) -> Text:
+    level = "done" if finding.handled else finding.level
+    return Text(level, COLOURS.get(level, "green"))
+
+
+def _glance(findings: tuple[Finding, ...]) -> Table:
+    """What was found, at a glance."""
+    table = Table("", "finding", box=None, padding=(0, 1), pad_edge=False)
+    table.add_column("n", justify="right")
+    for finding in findings:
+        table.add_row(_level(finding), Text(finding.kind), f"{finding.count:,}")
+    return table
 
 
 def _say(text: str, indent: int = 0) -> None:
