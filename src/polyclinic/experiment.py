@@ -26,6 +26,7 @@ from polyclinic.data.federate import SiteSummary, describe, federate
 from polyclinic.data.folder import VARIABLE
 from polyclinic.data.load import for_task
 from polyclinic.engines.local import LocalEngine, WorkerEngine
+from polyclinic.engines.stacked import StackedEngine
 from polyclinic.errors import DataError, EngineError, RecipeError, StoreError
 from polyclinic.faults import reach
 from polyclinic.flops import parameters, training_step_flops
@@ -243,7 +244,11 @@ class Experiment:
                 name: SiteRunner(name, site, self.algorithm, self.network, memory) for name, site in self.sites.items()
             }
             workers, threads = recipe.engine.workers, recipe.engine.threads
-            engine = WorkerEngine(runners, workers, threads) if workers else LocalEngine(runners, threads)
+            engine: LocalEngine | WorkerEngine | StackedEngine
+            if recipe.engine.name == "stacked":
+                engine = StackedEngine(runners, threads)
+            else:
+                engine = WorkerEngine(runners, workers, threads) if workers else LocalEngine(runners, threads)
             lent.callback(engine.close)
             judge = self.judge if self.has_held_out() else None
             rounds = Rounds(

@@ -221,6 +221,8 @@ class Rounds:
             note |= {"outcome": "refused", "kind": refusal.kind, "why": str(refusal)}
             return None
         note |= {"outcome": "accepted", "seconds": _seconds(reply.fields)}
+        if isinstance(together := reply.fields.get("together"), int) and together > 1:
+            note["together"] = together
         if reply.fields.get("remembers") is True:
             book.remembering.add(site)
         if reply.drift is not None:

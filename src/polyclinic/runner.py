@@ -86,14 +86,19 @@ class SiteRunner:
 
     def answer(self, data: bytes) -> bytes:
         """One message in, one message out, driving jobs one after another."""
-        order = wire.decode(data)
-        if missing := ORDER - order.fields.keys():
-            raise Refused("json", f"the order to {self.name} lacks {', '.join(sorted(missing))}")
+        order = self.read(data)
         if order.fields["purpose"] == "evaluate":
             return self.evaluate(order)
         visit = self.begin(order)
         update, memory = drive(self.work(visit), lambda job, number: self.run(job, visit, number))
         return self.end(visit, update, memory)
+
+    def read(self, data: bytes) -> wire.Message:
+        """A message to this site, with all it must say."""
+        order = wire.decode(data)
+        if missing := ORDER - order.fields.keys():
+            raise Refused("json", f"the order to {self.name} lacks {', '.join(sorted(missing))}")
+        return order
 
     def begin(self, order: wire.Message) -> Visit:
         begun = time.perf_counter()
@@ -119,7 +124,7 @@ class SiteRunner:
             return fit(job, self.network, self.holdings.train, visit.site, rng)
         return score(job, self.network, getattr(self.holdings, job.part), EVALUATION_BATCH)
 
-    def end(self, visit: Visit, update: Update, memory: Bundle | None) -> bytes:
+    def end(self, visit: Visit, update: Update, memory: Bundle | None, together: int = 1) -> bytes:
         """Remember before anything leaves: a round that is asked for again starts from the memory before it."""
         reach("site-trained")
         fields, tensors = visit.order.fields, update.tensors
@@ -136,6 +141,7 @@ class SiteRunner:
             "scalars": dict(update.scalars),
             "report": visit.report,
             "remembers": memory is not None,
+            "together": together,
             "seconds": time.perf_counter() - visit.begun,
         }
         return wire.encode(reply, tensors)

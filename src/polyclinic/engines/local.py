@@ -10,10 +10,11 @@ import contextlib
 import ctypes
 import os
 import signal
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
+from typing import TypeVar
 
 import torch
 
@@ -21,14 +22,21 @@ from polyclinic.core import Failure, SiteId
 from polyclinic.errors import PolyclinicError, Refused, StoreError
 from polyclinic.runner import SiteRunner
 
+T = TypeVar("T")
+
 
 def attempt(runner: SiteRunner, data: bytes) -> bytes | Failure:
     """A site's answer, or why it has none. Only errors with a sentence are the site's; bugs surface.
 
     All sites remember in the run's own folder: where that fails, the run stops, rather than go on without the site.
     """
+    return failing(lambda: runner.answer(data))
+
+
+def failing(deed: Callable[[], T]) -> T | Failure:
+    """What the deed gives, or the site's failure."""
     try:
-        return runner.answer(data)
+        return deed()
     except StoreError:
         raise
     except Refused as refusal:

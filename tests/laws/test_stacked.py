@@ -1,0 +1,174 @@
+"""L5: sites trained as one stack give what they give one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from polyclinic.algorithms import ALGORITHMS
+from polyclinic.core import Algorithm, Augment, Bundle, Optimiser, Training
+from polyclinic.data.examples import Images, Selection, SiteData
+from polyclinic.engines.local import LocalEngine
+from polyclinic.engines.stacked import StackedEngine
+from polyclinic.experiment import run
+from tests.laws.bench import Played, Sites, clinics, play, small
+from tests.small import tiny
+
+SIZES = (12, 7, 16, 16, 5)
+"""Unequal: with batches of four, sites end at different steps and with batches of different length."""
+
+
+def on_the_stack(most: int | None = None) -> Any:
+    def wrap(engine: Any) -> StackedEngine:
+        assert isinstance(engine, LocalEngine)
+        return StackedEngine(engine.runners, most=most)
+
+    return wrap
+
+
+def tensors(bundle: Bundle) -> Iterator[tuple[str, torch.Tensor]]:
+    for kind, group in bundle.items():
+        for name, tensor in group.items():
+            yield f"{kind}/{name}", tensor
+
+
+def assert_close(mine: Bundle, theirs: Bundle, bar: float) -> None:
+    found, wanted = dict(tensors(mine)), dict(tensors(theirs))
+    assert found.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        scale = float(tensor.double().abs().max()) if tensor.numel() else 0.0
+        apart = float((found[name].double() - tensor.double()).abs().max()) if tensor.numel() else 0.0
+        assert apart <= bar * max(scale, 1), f"{name} is {apart} apart"
+
+
+def same_on_both(algorithm: Algorithm, sites: Sites, bar: float, dtype: torch.dtype, **network: Any) -> Played:
+    alone = play(algorithm, sites, small(dtype=dtype, **network), 3)
+    stacked = play(algorithm, sites, small(dtype=dtype, **network), 3, on_the_stack())
+    assert_close(stacked.outcome.state, alone.outcome.state, bar)
+    for name in sites:
+        one, other = alone.remembered(name), stacked.remembered(name)
+        assert (one is None) == (other is None)
+        if one is not None and other is not None:
+            assert_close(other, one, bar)
+    return stacked
+
+
+def together(played: Played) -> set[int]:
+    rounds = [row for row in played.journal.costs if row["event"] == "round"]
+    return {note.get("together", 1) for row in rounds for note in row["sites"].values()}
+
+
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize("name", sorted(ALGORITHMS))
+def test_every_algorithm_gives_the_same_on_both_engines(name: str, norm: bool) -> None:
+    training = Training(Optimiser("sgd", 0.1), batch=4, epochs=2)
+    algorithm = ALGORITHMS[name](training=training)
+    played = same_on_both(algorithm, clinics(*SIZES, dtype=torch.float64), 1e-10, torch.float64, norm=norm)
+    if name not in ("fedsgd", "centralised"):
+        assert together(played) == {len(SIZES)}
+
+
+@pytest.mark.parametrize(
+    "optimiser",
+    [
+        Optimiser("sgd", 0.1, 0.9, 0.01),
+        Optimiser("adam", 0.01, 0.0, 0.01),
+        Optimiser("adamw", 0.01, 0.0, 0.1),
+    ],
+    ids=lambda o: o.name,
+)
+@pytest.mark.parametrize("name", ["fedavg", "local"])
+def test_every_optimiser_steps_as_torch_does(name: str, optimiser: Optimiser) -> None:
+    """Without BatchNorm: before it a bias has no gradient but rounding, which Adam would magnify."""
+    algorithm = ALGORITHMS[name](training=Training(optimiser, batch=4, epochs=2))
+    same_on_both(algorithm, clinics(*SIZES, dtype=torch.float64), 1e-10, torch.float64, norm=False)
+
+
+@pytest.mark.parametrize("name", ["fedavg", "fedprox", "scaffold"])
+def test_in_single_precision_they_agree_to_its_rounding(name: str) -> None:
+    algorithm = ALGORITHMS[name](training=Training(Optimiser("sgd", 0.1), batch=4, epochs=1))
+    same_on_both(algorithm, clinics(*SIZES), 1e-5, torch.float32)
+
+
+@pytest.mark.parametrize(
+    "training",
+    [
+        Training(Optimiser("sgd", 0.1), batch=4, epochs=None, steps=3),
+        Training(Optimiser("sgd", 0.1), batch=4, fine_tune=0.3),
+        Training(Optimiser("sgd", 0.1), batch=4, oversample=True),
+        Training(Optimiser("sgd", 0.1), batch=4, augment=Augment(rotation=20, flip=True, brightness=0.2, blur=0.5)),
+    ],
+    ids=["steps", "fine-tuning", "oversampling", "augmentation"],
+)
+def test_every_way_of_training_stacks(training: Training) -> None:
+    sites = clinics(*SIZES, dtype=torch.float64)
+    played = same_on_both(ALGORITHMS["fedavg"](training=training), sites, 1e-10, torch.float64)
+    assert together(played) == {len(SIZES)}
+
+
+def test_sites_that_share_their_images_are_gathered_at_once() -> None:
+    apart = clinics(*SIZES, dtype=torch.float64)
+    pools = [held.train for held in apart.values() if isinstance(held.train, Images)]
+    shared = Images(torch.cat([p.images for p in pools]), torch.cat([p.labels for p in pools]))
+    starts = [sum(SIZES[:number]) for number in range(len(SIZES))]
+    joined = {
+        name: SiteData(name, Selection.of(shared, torch.arange(start, start + size)), held.validation, held.test)
+        for (name, held), start, size in zip(apart.items(), starts, SIZES, strict=True)
+    }
+    algorithm = ALGORITHMS["fedavg"](training=Training(Optimiser("sgd", 0.1), batch=4))
+    one = play(algorithm, apart, small(dtype=torch.float64), 2)
+    other = play(algorithm, joined, small(dtype=torch.float64), 2, on_the_stack())
+    assert_close(other.outcome.state, one.outcome.state, 1e-10)
+
+
+@pytest.mark.parametrize("most", [1, 2, 3])
+def test_stacks_that_must_be_smaller_change_nothing(most: int) -> None:
+    sites = clinics(*SIZES, dtype=torch.float64)
+    algorithm = ALGORITHMS["scaffold"](training=Training(Optimiser("sgd", 0.1), batch=4))
+    whole = play(algorithm, sites, small(dtype=torch.float64), 2, on_the_stack())
+    parts = play(algorithm, sites, small(dtype=torch.float64), 2, on_the_stack(most))
+    assert_close(parts.outcome.state, whole.outcome.state, 1e-10)
+    assert max(together(parts)) == most
+
+
+def test_dropout_runs_one_by_one_and_says_why() -> None:
+    sites = clinics(*SIZES)
+    engines: list[StackedEngine] = []
+
+    def keep(engine: Any) -> StackedEngine:
+        engines.append(on_the_stack()(engine))
+        return engines[0]
+
+    algorithm = ALGORITHMS["fedavg"](training=Training(Optimiser("sgd", 0.1), batch=4))
+    one = play(algorithm, sites, small(dropout=0.5), 2)
+    other = play(algorithm, sites, small(dropout=0.5), 2, keep)
+    assert one.sha256 == other.sha256
+    assert engines[0].alone == {"dropout draws from each site's own stream"}
+
+
+def test_a_site_that_cannot_read_its_order_fails_alone() -> None:
+    sites = clinics(8, 8, 8)
+    algorithm = ALGORITHMS["fedavg"](training=Training(Optimiser("sgd", 0.1), batch=4))
+
+    class Damaging:
+        def __init__(self, engine: Any) -> None:
+            self.engine = on_the_stack()(engine)
+
+        def exchange(self, round: int, sent: Any, deadline: Any) -> Any:
+            first = next(iter(sent))
+            return self.engine.exchange(round, {**sent, first: sent[first][:-9]}, deadline)
+
+        def close(self) -> None:
+            self.engine.close()
+
+    played = play(algorithm, sites, small(), 1, Damaging)
+    row = next(row for row in played.journal.costs if row["event"] == "round")
+    assert [note["outcome"] for note in row["sites"].values()] == ["refused", "accepted", "accepted"]
+
+
+def test_a_recipe_can_name_it() -> None:
+    local, stacked = run(tiny()).summary, run(tiny(engine__name="stacked")).summary
+    assert stacked["headline"]["accuracy"] == pytest.approx(local["headline"]["accuracy"], abs=0.01)
