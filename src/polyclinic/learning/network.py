@@ -23,6 +23,9 @@ class LiveNetwork:
     def __init__(self, module: Classifier, device: torch.device | None = None) -> None:
         self.module = module.to(device or torch.device("cpu"))
         self.device = device or torch.device("cpu")
+        self.layout = torch.channels_last if _convolves(module) else torch.contiguous_format
+        """Convolutions run much faster, on CPU and GPU, where a pixel's channels lie side by side."""
+        self.module = self.module.to(memory_format=self.layout)
         parameters, buffers = dict(module.named_parameters()), dict(module.named_buffers())
         self.live: Bundle = {"model": dict(parameters), "buffers": buffers}
         self._mode: frozenset[str] | None = None
@@ -30,12 +33,14 @@ class LiveNetwork:
         self._norms = {name: m for name, m in module.named_modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)}
 
     def __call__(self, weights: Bundle, images: Tensor) -> Tensor:
+        images = images.contiguous(memory_format=self.layout) if images.ndim == 4 else images
         logits: Tensor = self.module(images) if weights is self.live else self._call(self.module, weights, images, "")
         return logits
 
     def features(self, weights: Bundle, images: Tensor) -> Tensor:
         extractor = self.module.extractor
         live = weights is self.live
+        images = images.contiguous(memory_format=self.layout) if images.ndim == 4 else images
         output: Tensor = extractor(images) if live else self._call(extractor, weights, images, "extractor.")
         return output
 
@@ -69,7 +74,10 @@ class LiveNetwork:
     def take(self) -> Bundle:
         """A copy of the live weights, on the CPU."""
         if self.device.type == "cpu":
-            return {kind: {n: t.detach().clone() for n, t in g.items()} for kind, g in self.live.items()}
+            return {
+                kind: {n: t.detach().clone(memory_format=torch.contiguous_format) for n, t in g.items()}
+                for kind, g in self.live.items()
+            }
         home = torch.device("cpu")
         return {
             kind: dict(zip(group, across([t.detach() for t in group.values()], home), strict=True))
@@ -99,6 +107,10 @@ class LiveNetwork:
         return [p for n, p in chosen.items() if n in names and isinstance(p, nn.Parameter)]
 
 
+def _convolves(module: nn.Module) -> bool:
+    return any(isinstance(m, nn.Conv2d) for m in module.modules())
+
+
 def across(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
     """Copies on another device, moved as one block per dtype: each of hundreds of small ones would wait its turn."""
     moved: dict[int, Tensor] = {}
@@ -112,7 +124,8 @@ def across(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
 
 def weights_of(module: nn.Module) -> Bundle:
     """A copy of a module's parameters and buffers, as a bundle."""
+    plain = torch.contiguous_format
     return {
-        "model": {n: p.detach().clone() for n, p in module.named_parameters()},
-        "buffers": {n: b.detach().clone() for n, b in module.named_buffers()},
+        "model": {n: p.detach().clone(memory_format=plain) for n, p in module.named_parameters()},
+        "buffers": {n: b.detach().clone(memory_format=plain) for n, b in module.named_buffers()},
     }
