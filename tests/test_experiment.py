@@ -136,7 +136,7 @@ class Counting(LocalEngine):
 
 
 def test_bytes_are_those_of_the_messages_really_sent(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(polyclinic.experiment, "LocalEngine", Counting)
+    monkeypatch.setattr(polyclinic.engines.choice, "LocalEngine", Counting)
     spent = run(tiny()).summary["cost"]
     assert (spent["bytes_down"], spent["bytes_up"]) == (Counting.down, Counting.up)
     # two rounds and the final evaluation carry 650 four-byte weights to each of three sites, two carry them back

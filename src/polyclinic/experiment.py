@@ -9,7 +9,7 @@ import os
 import tempfile
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -25,8 +25,7 @@ from polyclinic.data.examples import Images, Selection, SiteData, concatenate
 from polyclinic.data.federate import SiteSummary, describe, federate
 from polyclinic.data.folder import VARIABLE
 from polyclinic.data.load import for_task
-from polyclinic.engines.local import LocalEngine, WorkerEngine
-from polyclinic.engines.stacked import StackedEngine
+from polyclinic.engines.choice import Choice, choose, make_engine
 from polyclinic.errors import DataError, EngineError, RecipeError, StoreError
 from polyclinic.faults import reach
 from polyclinic.flops import parameters, training_step_flops
@@ -233,8 +232,7 @@ class Experiment:
             return self._run()
 
     def _run(self) -> Result:
-        began = time.perf_counter()
-        recipe = self.recipe
+        began, recipe = time.perf_counter(), self.recipe
         journal = FolderJournal(self.folder) if self.folder else RamJournal()
         if self.folder:
             write_atomically(self.folder / "recipe.yaml", recipe.to_yaml().encode())
@@ -243,12 +241,8 @@ class Experiment:
             runners = {
                 name: SiteRunner(name, site, self.algorithm, self.network, memory) for name, site in self.sites.items()
             }
-            workers, threads = recipe.engine.workers, recipe.engine.threads
-            engine: LocalEngine | WorkerEngine | StackedEngine
-            if recipe.engine.name == "stacked":
-                engine = StackedEngine(runners, threads)
-            else:
-                engine = WorkerEngine(runners, workers, threads) if workers else LocalEngine(runners, threads)
+            choice = self._choice(runners)
+            engine = make_engine(choice.name, runners, recipe.engine.workers, recipe.engine.threads)
             lent.callback(engine.close)
             judge = self.judge if self.has_held_out() else None
             rounds = Rounds(
@@ -259,7 +253,7 @@ class Experiment:
             reach("evaluated")
         held_out = self.held_out(outcome.state) if self.has_held_out() else None
         scores = assess(predictions, held_out, recipe.evaluate.bootstrap, Stream(recipe.seed, ("bootstrap",)))
-        summary = self.summarise(outcome, scores, journal, time.perf_counter() - began)
+        summary = self.summarise(outcome, scores, journal, time.perf_counter() - began) | {"engine": asdict(choice)}
         if self.folder:
             self.write(outcome, summary)
         return Result(summary, outcome.state, self.folder)
@@ -267,6 +261,18 @@ class Experiment:
     def mark(self) -> str:
         """What this run is: a hash over everything that decides its result, the images among it."""
         return hashlib.sha256(f"{decisive(self.recipe)}|{self.consortium.fingerprint}".encode()).hexdigest()[:16]
+
+    def _choice(self, runners: Mapping[SiteId, SiteRunner]) -> Choice:
+        """What `auto` once chose for a run stays, so that going on ends in the same bits."""
+        if (name := self.recipe.engine.name) != "auto":
+            return Choice(name, "the recipe says so")
+        noted = self.folder / "engine.json" if self.folder else None
+        if noted is not None and noted.exists():
+            return Choice(**json.loads(noted.read_text()))
+        choice = choose(runners, self.algorithm, self.algorithm.init(self.federation), self.recipe.engine.threads)
+        if noted is not None:
+            write_json(noted, asdict(choice))
+        return choice
 
     def _memory(self, lent: contextlib.ExitStack) -> MemoryStore:
         """Where sites remember: in the run's folder; without one in this process, or where workers share a disk."""

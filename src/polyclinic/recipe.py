@@ -88,7 +88,7 @@ class EvaluateSection(BaseModel):
 
 class EngineSection(BaseModel):
     model_config = CLOSED
-    name: Literal["local", "stacked"] = "local"
+    name: Literal["local", "stacked", "auto"] = "local"
     workers: int = Field(0, ge=0, le=256)
     threads: int = Field(1, ge=1, le=256)
     device: str = "cpu"
@@ -367,8 +367,8 @@ def _problems(recipe: Recipe) -> Iterator[str]:
         yield f"engine.device is {engine.device!r}; choose cpu, cuda, cuda:1 and so on, mps or auto"
     if engine.workers > 0 and engine.device != "cpu":
         yield "worker processes share the CPU only; set engine.workers: 0 or engine.device: cpu"
-    if engine.workers > 0 and engine.name == "stacked":
-        yield "the stacked engine trains sites as one batch in one process; set engine.workers: 0"
+    if engine.workers > 0 and engine.name != "local":
+        yield f"engine.name {engine.name} works in one process; set engine.workers: 0, or engine.name: local"
     methods = recipe.methods or {recipe.name: {}}
     named = [("paper", name) for name in recipe.paper] + [("claims", n) for c in recipe.claims for n in c.methods]
     for place, unknown in (pair for pair in named if pair[1] not in methods):

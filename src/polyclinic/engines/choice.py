@@ -1,0 +1,85 @@
+"""Which engine: as the recipe says, or, for `auto`, by a short measurement of both."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from polyclinic.core import Algorithm, Bundle, Fit, Site, SiteId, Stream
+from polyclinic.engines.local import LocalEngine, WorkerEngine
+from polyclinic.engines.stacked import StackedEngine
+from polyclinic.learning.fit import fit
+from polyclinic.learning.network import LiveNetwork
+from polyclinic.learning.stacked import Seat, fit_stacked, signature, why_not
+from polyclinic.runner import SiteRunner
+
+TRIED = 8
+"""Sites that take part in the measurement."""
+STEPS = 2
+WORTH = 0.9
+"""Stacking must take at most this share of the time to be worth its rounding."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    name: str
+    why: str
+
+
+def make_engine(
+    name: str, runners: Mapping[SiteId, SiteRunner], workers: int, threads: int
+) -> LocalEngine | WorkerEngine | StackedEngine:
+    if name == "stacked":
+        return StackedEngine(runners, threads)
+    return WorkerEngine(runners, workers, threads) if workers else LocalEngine(runners, threads)
+
+
+def choose(runners: Mapping[SiteId, SiteRunner], algorithm: Algorithm, state: Bundle, threads: int = 1) -> Choice:
+    """Time a few steps of a few sites on both engines; nothing of it is kept."""
+    torch.set_num_threads(threads)
+    chosen = list(runners.items())[:TRIED]
+    if algorithm.pooled or len(chosen) < 2:
+        return Choice("local", "one place trains, and there is nothing to stack")
+    seats = [_first(runner, algorithm, algorithm.broadcast(state, site)) for site, runner in chosen]
+    network = chosen[0][1].network
+    reason = _why_not(seats, network)
+    if reason:
+        return Choice("local", f"sites do not stack: {reason}")
+    ready = [seat for seat in seats if seat is not None]
+    apart = _seconds(lambda: [fit(s.job, network, s.data, s.site, s.stream) for s in ready], network)
+    together = _seconds(lambda: fit_stacked(ready, network), network)
+    figures = f"{STEPS} steps of {len(ready)} sites took {apart * 1e3:.1f} ms apart and {together * 1e3:.1f} ms stacked"
+    return Choice("stacked" if together < WORTH * apart else "local", figures)
+
+
+def _first(runner: SiteRunner, algorithm: Algorithm, received: Bundle) -> Seat | None:
+    """A site's first job, cut to a few steps; None where it does not begin with training."""
+    examples, stream = runner.holdings.train, Stream(0, ("choice", runner.name))
+    site = Site(runner.name, len(examples), 1, 1, algorithm.training.optimiser.lr)
+    job = next(algorithm.local(received, None, site, stream))
+    if not isinstance(job, Fit):
+        return None
+    return Seat(replace(job, training=replace(job.training, epochs=None, steps=STEPS)), examples, site, stream)
+
+
+def _why_not(seats: list[Seat | None], network: LiveNetwork) -> str:
+    if any(seat is None for seat in seats):
+        return "their work does not begin with training"
+    jobs = [seat for seat in seats if seat is not None]
+    if len({signature(seat.job, seat.site) for seat in jobs}) > 1:
+        return "their jobs differ in shape"
+    return why_not(jobs[0].job, network)
+
+
+def _seconds(deed: Callable[[], Any], network: LiveNetwork) -> float:
+    """The second time, when everything is loaded and compiled."""
+    deed()
+    began = time.perf_counter()
+    deed()
+    if network.device.type == "cuda":
+        torch.cuda.synchronize(network.device)
+    return time.perf_counter() - began

@@ -1,0 +1,61 @@
+"""`engine: auto`: measures, tells why, and stays with its choice."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from polyclinic.engines import choice
+from polyclinic.experiment import run
+from tests.small import tiny
+
+
+def times(monkeypatch: pytest.MonkeyPatch, *seconds: float) -> None:
+    """What the measurement is said to find, apart and stacked."""
+    found = iter(seconds)
+    monkeypatch.setattr(choice, "_seconds", lambda *_: next(found))
+
+
+@pytest.mark.parametrize(
+    ("apart", "stacked", "name"), [(1.0, 0.5, "stacked"), (1.0, 0.95, "local"), (1.0, 2.0, "local")]
+)
+def test_the_faster_engine_is_taken_and_the_figures_told(
+    monkeypatch: pytest.MonkeyPatch, apart: float, stacked: float, name: str
+) -> None:
+    times(monkeypatch, apart, stacked)
+    told = run(tiny(engine__name="auto")).summary["engine"]
+    assert told["name"] == name
+    assert told["why"] == f"2 steps of 3 sites took {apart * 1e3:.1f} ms apart and {stacked * 1e3:.1f} ms stacked"
+
+
+def test_a_choice_that_was_made_stays(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    times(monkeypatch, 1.0, 0.5)
+    first = run(tiny(engine__name="auto"), tmp_path).summary
+    for name in ("result.json", "model.safetensors"):
+        (tmp_path / name).unlink()
+    again = run(tiny(engine__name="auto"), tmp_path).summary
+    assert again["engine"] == first["engine"] == json.loads((tmp_path / "engine.json").read_text())
+    assert again["sha256"] == first["sha256"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        ({"algorithm": "fedsgd"}, "sites do not stack: full-gradient steps are accumulated over batches"),
+        ({"algorithm": "centralised"}, "one place trains"),
+        ({"data__partition__sites": 1}, "one place trains"),
+    ],
+)
+def test_what_cannot_stack_is_not_measured(settings: dict[str, Any], why: str) -> None:
+    told = run(tiny(engine__name="auto", **settings)).summary["engine"]
+    assert told["name"] == "local"
+    assert why in told["why"]
+
+
+def test_measuring_changes_nothing() -> None:
+    """Whichever it takes, the run is that engine's."""
+    chosen = run(tiny(engine__name="auto")).summary
+    assert chosen["sha256"] == run(tiny(engine__name=chosen["engine"]["name"])).summary["sha256"]
