@@ -33,15 +33,17 @@ class LiveNetwork:
         self._norms = {name: m for name, m in module.named_modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)}
 
     def __call__(self, weights: Bundle, images: Tensor) -> Tensor:
-        images = images.contiguous(memory_format=self.layout) if images.ndim == 4 else images
-        logits: Tensor = self.module(images) if weights is self.live else self._call(self.module, weights, images, "")
+        live = weights is self.live
+        logits: Tensor = self.module(self._laid(images)) if live else self._call(self.module, weights, images, "")
         return logits
+
+    def _laid(self, images: Tensor) -> Tensor:
+        return images.contiguous(memory_format=self.layout) if images.ndim == 4 else images
 
     def features(self, weights: Bundle, images: Tensor) -> Tensor:
         extractor = self.module.extractor
         live = weights is self.live
-        images = images.contiguous(memory_format=self.layout) if images.ndim == 4 else images
-        output: Tensor = extractor(images) if live else self._call(extractor, weights, images, "extractor.")
+        output: Tensor = extractor(self._laid(images)) if live else self._call(extractor, weights, images, "extractor.")
         return output
 
     def loss(self, weights: Bundle, batch: Batch) -> Tensor:

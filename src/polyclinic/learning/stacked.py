@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.func import grad_and_value, vmap
+from torch.func import vmap
 
 from polyclinic.core import (
     Augment,
@@ -130,13 +130,16 @@ def _gradients(network: LiveNetwork, objective: Objective) -> Call:
     def loss(moving: Tensors, still: Tensors, buffers: Tensors, batch: Batch, reference: Bundle) -> Tensor:
         return objective(network, {"model": {**still, **moving}, "buffers": buffers}, batch, reference)
 
-    stacked = vmap(grad_and_value(loss), randomness="different")
+    stacked = vmap(loss, randomness="different")
 
     def call(weights: Bundle, names: frozenset[str], batch: Batch, reference: Bundle) -> tuple[Tensors, Tensor]:
-        moving = {name: w for name, w in weights["model"].items() if name in names}
+        moving = {name: w.detach().requires_grad_() for name, w in weights["model"].items() if name in names}
         still = {name: w for name, w in weights["model"].items() if name not in names}
-        grads, value = stacked(moving, still, weights["buffers"], batch, reference)
-        return grads, value
+        losses = stacked(moving, still, weights["buffers"], batch, reference)
+        # No site's loss depends on another's weights: the gradient of their sum holds everyone's own.
+        found = torch.autograd.grad(losses.sum(), list(moving.values()), allow_unused=True)
+        grads = {name: grad for name, grad in zip(moving, found, strict=True) if grad is not None}
+        return grads, losses.detach()
 
     return call
 
@@ -183,6 +186,7 @@ class StackedOptimiser:
     def state(self) -> Tensors:
         return {f"{self.number}/{slot}/{n}": t for slot, group in self.slots.items() for n, t in group.items()}
 
+    @torch.no_grad()
     def step(self, model: Tensors, grads: Tensors, members: Sequence[int] | None) -> None:
         rows: Any = slice(None) if members is None else torch.tensor(members)
         update = self._sgd if self.options.name == "sgd" else self._adam
