@@ -14,7 +14,8 @@ import pytest
 import scipy.stats
 
 from polyclinic import claims, run
-from polyclinic.claims import FIGURES, Claim, by_seed, chance, overview, rows, value, verdict_of
+from polyclinic.claims import FIGURES, Claim, by_seed, chance, overview, rows, verdict_of
+from polyclinic.comparison import value
 from polyclinic.core import Stream
 from polyclinic.errors import RecipeError
 from polyclinic.metrics import METRICS

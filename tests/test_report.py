@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import scipy.stats
 
-from polyclinic.claims import Claim, value
+from polyclinic.claims import Claim
 from polyclinic.compare import compare
-from polyclinic.comparison import Comparison, Runs, lines
+from polyclinic.comparison import Comparison, Runs, lines, value
 from polyclinic.report import MOST_HOSPITALS, WORTH, markdown
 from polyclinic.reproduce import reproduce, write_page
 from tests.small import SITES, tiny

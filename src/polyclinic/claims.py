@@ -9,14 +9,13 @@ import difflib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
-from polyclinic.comparison import Runs, decimal, mean, number, row
+from polyclinic.comparison import Runs, decimal, mean, row, value
 from polyclinic.metrics import METRICS
-from polyclinic.results import at_site
 from polyclinic.stats import holm, paired, summary
 
 LEVEL = 0.05
@@ -89,29 +88,6 @@ def tested(claims: Sequence[Claim], results: Mapping[str, Runs]) -> list[Tested]
     raw = [_raw(claim, results) for claim in claims]
     corrected = iter(holm([found.p for found in raw if not math.isnan(found.p)]))
     return [_judged(found, math.nan if math.isnan(found.p) else next(corrected)) for found in raw]
-
-
-def value(result: Mapping[str, Any], metric: str, site: str | None = None) -> float:
-    """One figure of one run."""
-    if metric == "gap":
-        return _part(result, "train", site) - _part(result, "validation", site)
-    if metric == "drift":
-        moved = result["drift"]
-        return number(moved.get(site)) if site else mean(list(moved.values()))
-    if metric == "megabytes":
-        return float(result["cost"]["bytes_up"] + result["cost"]["bytes_down"]) / 1e6
-    if metric == "seconds":
-        return float(result["cost"]["seconds"])
-    if site and site not in result["sites"]:
-        return math.nan
-    best = at_site(result, site) if site else result["headline"]
-    return number(best.get(metric))
-
-
-def _part(result: Mapping[str, Any], part: str, site: str | None) -> float:
-    model = result["headline"]["model"]
-    found = result["sites"].get(site, {}) if site else result.get("merged", {})
-    return number(found.get(model, {}).get(part, {}).get("accuracy"))
 
 
 @dataclass(frozen=True)

@@ -91,22 +91,39 @@ class Comparison:
         return found
 
 
+def value(result: Mapping[str, Any], metric: str, site: str | None = None) -> float:
+    """One figure of one run, over all hospitals or at one; NaN where it has none."""
+    if metric == "gap":
+        models = result["sites"].get(site, {}) if site else result.get("merged", {})
+        return number(models.get(result["headline"]["model"], {}).get("gap"))
+    if metric == "drift":
+        moved = result["drift"]
+        return number(moved.get(site)) if site else mean(list(moved.values()))
+    if metric == "megabytes":
+        return float(result["cost"]["bytes_up"] + result["cost"]["bytes_down"]) / 1e6
+    if metric == "seconds":
+        return float(result["cost"]["seconds"])
+    if site and site not in result["sites"]:
+        return math.nan
+    best = at_site(result, site) if site else result["headline"]
+    return number(best.get(metric))
+
+
 def lines(results: Mapping[str, Runs]) -> list[Line]:
     return [_line(name, runs) for name, runs in results.items()]
 
 
 def _line(name: str, runs: Runs) -> Line:
     worst_site, worst = _worst_site(runs)
-    moved = [sum(r["drift"].values()) / len(r["drift"]) for r in runs if r["drift"]]
     return Line(
         name=name,
         seeds=len(runs),
         figures={metric: Figure.of(runs, metric) for metric in SHOWN},
         worst_site=worst_site,
         worst_auc=worst,
-        drift=mean(moved),
-        megabytes=mean([(r["cost"]["bytes_up"] + r["cost"]["bytes_down"]) / 1e6 for r in runs]),
-        seconds=mean([r["cost"]["seconds"] for r in runs]),
+        drift=mean([value(result, "drift") for result in runs]),
+        megabytes=mean([value(result, "megabytes") for result in runs]),
+        seconds=mean([value(result, "seconds") for result in runs]),
         pools_images=getattr(ALGORITHMS.get(runs[0]["algorithm"]), "pooled", False),
         lost=sum(r["cost"].get("refused", 0) + r["cost"].get("failed", 0) for r in runs),
         judged_on=judged_on(runs[0]["headline"]),

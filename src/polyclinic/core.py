@@ -153,6 +153,11 @@ class Fit:
     whole: bool = False
     """One step per epoch on the gradient over ALL examples, accumulated in batches."""
 
+    @property
+    def sequence(self) -> tuple[Step, ...]:
+        """The steps taken on every batch, one after the other."""
+        return self.steps if isinstance(self.steps, tuple) else (Step(self.steps),)
+
 
 @dataclass(frozen=True)
 class Fitted:

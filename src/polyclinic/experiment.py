@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import os
 import tempfile
 import time
 from collections.abc import Mapping
@@ -23,7 +22,7 @@ from polyclinic.data import DATASETS
 from polyclinic.data.division import refuse_silence
 from polyclinic.data.examples import Images, Selection, SiteData, concatenate
 from polyclinic.data.federate import SiteSummary, describe, federate
-from polyclinic.data.folder import VARIABLE
+from polyclinic.data.folder import in_data_folder
 from polyclinic.data.load import for_task
 from polyclinic.engines.choice import Choice, choose, make_engine
 from polyclinic.errors import DataError, EngineError, RecipeError, StoreError
@@ -144,14 +143,8 @@ def network_of(recipe: Recipe, consortium: Consortium, data: Path | None = None)
     if recipe.model.weights == "torchvision":
         adopt_weights(module, download_weights(recipe.model.name), "torchvision")
     elif recipe.model.weights is not None:
-        load_weights(module, _in_data_folder(recipe.model.weights, data))
+        load_weights(module, in_data_folder(Path(recipe.model.weights), data))
     return module
-
-
-def _in_data_folder(weights: str, data: Path | None) -> Path:
-    named = data or os.environ.get(VARIABLE)
-    inside = Path(named) / weights if named else Path(weights)
-    return inside if inside.is_file() else Path(weights)
 
 
 def device_of(recipe: Recipe) -> torch.device:

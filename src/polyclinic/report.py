@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from polyclinic import claims
-from polyclinic.comparison import SHOWN, Comparison, decimal, row, sent, show
+from polyclinic.comparison import SHOWN, Comparison, decimal, row, sent, show, value
 from polyclinic.stats import paired
 
 FEWEST_SEEDS = 3
@@ -95,7 +95,7 @@ def _by_hospital(comparison: Comparison) -> list[str]:
 
 def _gaps(comparison: Comparison) -> list[str]:
     """How much better a model is on what it has seen."""
-    known = {n: r for n, r in comparison.results.items() if not math.isnan(claims.value(r[0], "gap"))}
+    known = {n: r for n, r in comparison.results.items() if not math.isnan(value(r[0], "gap"))}
     if not known:
         return []
     head = [row(["method", "accuracy, training − validation images"]), "|---|---|"]

@@ -88,9 +88,8 @@ def write_page(paper: str, quick: bool, folder: Path) -> tuple[Path, list[Compar
     ]
     head = [f"<!-- Written by `polyclinic reproduce {paper}{' --quick' if quick else ''}`; do not edit. -->", ""]
     summary = claims.overview({c.title: claims.tested(c.claims, c.results) for c in comparisons})
-    head += (
-        ["# What our data says about the paper's claims", "", *_warning(comparisons), *summary, ""] if summary else []
-    )
+    if summary:
+        head += ["# What our data says about the paper's claims", "", *_warning(comparisons), *summary, ""]
     notes = recipes_folder() / paper / "notes.md"
     remarks = [notes.read_text(encoding="utf-8")] if notes.exists() and not quick else []
     page = folder / f"{paper}.md"
@@ -119,20 +118,18 @@ def _trim(result: Mapping[str, Any]) -> dict[str, Any]:
     kept = {key: result[key] for key in KEPT}
     kept["headline"] = {k: v for k, v in kept["headline"].items() if k != "confusion"}
     model = kept["headline"]["model"]
-    for places in ("sites", "merged"):
-        found = result[places] if places == "sites" else {"": result[places]}
-        trimmed = {site: {model: _figures(models.get(model, {}))} for site, models in found.items()}
-        kept[places] = trimmed if places == "sites" else trimmed[""]
+    kept["merged"] = {model: _figures(result["merged"].get(model, {}))}
+    kept["sites"] = {site: {model: _figures(models.get(model, {}))} for site, models in result["sites"].items()}
     return kept
 
 
 def _figures(parts: Mapping[str, Any]) -> dict[str, Any]:
     """Every figure a claim may ask for; intervals and confusion matrices stay in the run's folder."""
-    return {
-        part: {k: round(v, 6) if isinstance(v, float) else v for k, v in row.items() if not isinstance(v, dict | list)}
-        for part, row in parts.items()
-        if isinstance(row, Mapping)
-    }
+    return {part: _rounded(row) if isinstance(row, Mapping) else round(row, 6) for part, row in parts.items()}
+
+
+def _rounded(row: Mapping[str, Any]) -> dict[str, Any]:
+    return {k: round(v, 6) if isinstance(v, float) else v for k, v in row.items() if not isinstance(v, dict | list)}
 
 
 def _read(path: Path) -> Comparison:

@@ -19,22 +19,10 @@ from polyclinic.data.cache import VARIABLE, Pixels, cache_folder, cached
 from polyclinic.data.preparation import Preparation
 from polyclinic.data.records import Record
 from polyclinic.errors import DataError, StoreError
-from tests.data.caching import SMALL, Asked, drawn, the_set
+from tests.data.caching import SMALL, Asked, the_set
 
 NAME = "Quirina Nebelthau"
 Disk = namedtuple("Disk", "total used free")
-
-
-@pytest.fixture
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty cache."""
-    monkeypatch.setenv(VARIABLE, str(tmp_path / "cache"))
-    return tmp_path / "cache"
-
-
-@pytest.fixture
-def records(tmp_path: Path) -> list[Record]:
-    return drawn(tmp_path / "images", 3)
 
 
 @pytest.mark.parametrize(

@@ -21,19 +21,7 @@ from polyclinic.data.cache import VARIABLE, Pixels, cached
 from polyclinic.data.preparation import Preparation
 from polyclinic.data.records import Record
 from polyclinic.errors import StoreError
-from tests.data.caching import SMALL, Asked, anew, drawn
-
-
-@pytest.fixture
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty cache."""
-    monkeypatch.setenv(VARIABLE, str(tmp_path / "cache"))
-    return tmp_path / "cache"
-
-
-@pytest.fixture
-def records(tmp_path: Path) -> list[Record]:
-    return drawn(tmp_path / "images", 3)
+from tests.data.caching import SMALL, Asked, anew
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 
 from polyclinic.core import Stream
-from polyclinic.data.cache import VARIABLE, cache_folder
+from polyclinic.data.cache import cache_folder
 from polyclinic.data.check import check
 from polyclinic.data.load import drawn
 from polyclinic.data.records import Listing, Record
@@ -28,9 +28,7 @@ ANEW = "get these files anew, or leave them out."
 WITHOUT = pytest.mark.parametrize("cache", [True, False])
 
 
-@pytest.fixture(autouse=True)
-def _empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(VARIABLE, str(tmp_path / "cache"))
+pytestmark = pytest.mark.usefixtures("home")
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from PIL import Image
 
 from polyclinic.core import Stream
 from polyclinic.data import DATASETS, Fractions, Natural, Partition, federate
-from polyclinic.data.cache import VARIABLE, cache_folder
+from polyclinic.data.cache import cache_folder
 from polyclinic.data.examples import Collection
 from polyclinic.data.load import pixels_of
 from polyclinic.data.partition import Iid
@@ -22,10 +22,7 @@ from polyclinic.data.sources.npz import read_npz
 from tests.data.clinics import OPTIONS, Rows, clinic, listed, loaded, noise
 from tests.data.written import counts, real
 
-
-@pytest.fixture(autouse=True)
-def _empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(VARIABLE, str(tmp_path / "cache"))
+pytestmark = pytest.mark.usefixtures("home")
 
 
 @pytest.fixture

@@ -84,13 +84,15 @@ def test_every_algorithm_gives_the_same_on_both_engines(name: str, norm: bool) -
 def test_every_optimiser_steps_as_torch_does(name: str, optimiser: Optimiser) -> None:
     """Without BatchNorm: before it a bias has no gradient but rounding, which Adam would magnify."""
     algorithm = ALGORITHMS[name](training=Training(optimiser, batch=4, epochs=2))
-    same_on_both(algorithm, clinics(*SIZES, dtype=torch.float64), 1e-10, torch.float64, norm=False)
+    played = same_on_both(algorithm, clinics(*SIZES, dtype=torch.float64), 1e-10, torch.float64, norm=False)
+    assert together(played) == {len(SIZES)}
 
 
 @pytest.mark.parametrize("name", ["fedavg", "fedprox", "scaffold"])
 def test_in_single_precision_they_agree_to_its_rounding(name: str) -> None:
     algorithm = ALGORITHMS[name](training=Training(Optimiser("sgd", 0.1), batch=4, epochs=1))
-    same_on_both(algorithm, clinics(*SIZES), 1e-5, torch.float32)
+    played = same_on_both(algorithm, clinics(*SIZES), 1e-5, torch.float32)
+    assert together(played) == {len(SIZES)}
 
 
 @pytest.mark.parametrize(
@@ -171,4 +173,5 @@ def test_a_site_that_cannot_read_its_order_fails_alone() -> None:
 
 def test_a_recipe_can_name_it() -> None:
     local, stacked = run(tiny()).summary, run(tiny(engine__name="stacked")).summary
+    assert (local["engine"]["name"], stacked["engine"]["name"]) == ("local", "stacked")
     assert stacked["headline"]["accuracy"] == pytest.approx(local["headline"]["accuracy"], abs=0.01)

@@ -19,3 +19,10 @@ def data_folder(explicit: Path | None = None) -> Path:
     if not folder.is_dir():
         raise DataError(f"The data folder '{folder}' does not exist; correct --data DIR or {VARIABLE}.")
     return folder
+
+
+def in_data_folder(path: Path, explicit: Path | None = None) -> Path:
+    """The path below the data folder, if that is set and has it; else the path as it is."""
+    named = explicit or os.environ.get(VARIABLE)
+    inside = Path(named) / path if named else path
+    return inside if inside.exists() else path

@@ -95,7 +95,7 @@ def make_optimiser(parameters: list[torch.nn.Parameter], options: Optimiser, lr:
 def fit(job: Fit, network: LiveNetwork, data: Examples, site: Site, stream: Stream) -> Fitted:
     """Train from `job.weights` on `data`; `stream` is the site's, so its data order does not depend on the engine."""
     live, training = network.load(job.weights), job.training
-    steps = job.steps if isinstance(job.steps, tuple) else (Step(job.steps),)
+    steps = job.sequence
     moving = [network.trainable(training.fine_tune, step.train) for step in steps]
     network.training_mode(frozenset().union(*moving))
     reference = {k: {n: t.to(network.device) for n, t in g.items()} for k, g in job.reference.items()}

@@ -24,7 +24,6 @@ from polyclinic.core import (
     Objective,
     Optimiser,
     Site,
-    Step,
     Stream,
     Tensors,
 )
@@ -49,9 +48,8 @@ class Seat:
 
 def signature(job: Fit, site: Site) -> tuple[Any, ...]:
     """Jobs with equal signatures run as one."""
-    steps = job.steps if isinstance(job.steps, tuple) else (Step(job.steps),)
     state = None if job.optimiser_state is None else {"": job.optimiser_state}
-    return steps, job.training, site.lr, _shapes(job.weights), _shapes(job.reference), state and _shapes(state)
+    return job.sequence, job.training, site.lr, _shapes(job.weights), _shapes(job.reference), state and _shapes(state)
 
 
 def _shapes(bundle: Bundle) -> tuple[Any, ...]:
@@ -71,7 +69,7 @@ def fit_stacked(seats: Sequence[Seat], network: LiveNetwork) -> list[Fitted]:
     """What `fit` gives for each seat alone, up to rounding."""
     first = seats[0].job
     training = first.training
-    steps = first.steps if isinstance(first.steps, tuple) else (Step(first.steps),)
+    steps = first.sequence
     moving = [network.trainable(training.fine_tune, step.train) for step in steps]
     network.training_mode(frozenset().union(*moving))
     weights = {
@@ -109,7 +107,14 @@ def fit_stacked(seats: Sequence[Seat], network: LiveNetwork) -> list[Fitted]:
 def _stack(groups: Sequence[Tensors], device: torch.device) -> Tensors:
     names = list(groups[0])
     stacked = [torch.stack([group[name] for group in groups]) for name in names]
-    return dict(zip(names, stacked if device.type == "cpu" else across(stacked, device), strict=True))
+    return _onto(dict(zip(names, stacked, strict=True)), device)
+
+
+def _onto(group: Tensors, device: torch.device) -> Tensors:
+    """Moved in one block, unless it is there already."""
+    if all(tensor.device.type == device.type for tensor in group.values()):
+        return group
+    return dict(zip(group, across(list(group.values()), device), strict=True))
 
 
 def _take(bundle: Bundle, members: Sequence[int]) -> Bundle:
@@ -240,8 +245,7 @@ def _apart(
     home = torch.device("cpu")
     keep = seats[0].job.optimiser_state is not None
     state = {name: t for optimiser in optimisers for name, t in optimiser.state().items()} if keep else {}
-    groups = {**weights, "": state}
-    moved = {k: dict(zip(g, across(list(g.values()), home), strict=True)) if g else {} for k, g in groups.items()}
+    moved = {kind: _onto(group, home) for kind, group in {**weights, "": state}.items()}
     found, total = [], losses.tolist()
     for number, plan in enumerate(plans):
         mine = {kind: {name: t[number].clone() for name, t in group.items()} for kind, group in moved.items()}
