@@ -24,7 +24,8 @@ from polyclinic.engines.local import keep_freed_memory
 from polyclinic.learning.fit import fit
 from polyclinic.learning.network import LiveNetwork, weights_of
 from polyclinic.learning.objectives import task_loss
-from polyclinic.learning.stacked import Seat, fit_stacked
+from polyclinic.learning.seating import Seat
+from polyclinic.learning.stacked import fit_stacked
 from polyclinic.models import build
 
 WORK = (("mlp", 8), ("mlp", 28), ("small_cnn", 28))

@@ -44,7 +44,6 @@ def test_a_choice_that_was_made_stays(monkeypatch: pytest.MonkeyPatch, tmp_path:
 @pytest.mark.parametrize(
     ("settings", "why"),
     [
-        ({"algorithm": "fedsgd"}, "sites do not stack: full-gradient steps are accumulated over batches"),
         ({"algorithm": "centralised"}, "one place trains"),
         ({"data__partition__sites": 1}, "one place trains"),
     ],

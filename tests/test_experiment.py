@@ -130,9 +130,10 @@ class Counting(LocalEngine):
         weighed = {site: sent[site] for site in sent}
         Counting.down += sum(map(len, weighed.values()))
         for site, answer in super().exchange(round, weighed, deadline):
-            assert isinstance(answer, bytes)
-            Counting.up += len(answer)
-            yield site, answer
+            assert isinstance(answer, wire.Message)
+            travelling = wire.encode(answer.fields, answer.tensors)
+            Counting.up += len(travelling)
+            yield site, travelling
 
 
 def test_bytes_are_those_of_the_messages_really_sent(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,12 +8,13 @@ from collections.abc import Iterator, Sequence
 import pytest
 
 from polyclinic.core import Failure, SiteId
+from polyclinic.engines import Answer
 from polyclinic.errors import Refused
 from polyclinic.mail import Shelf, in_site_order
 
 SITES = ("a", "b", "c", "d")
 ORDERS = list(itertools.permutations(SITES))
-Arrival = tuple[SiteId, bytes | Failure]
+Arrival = tuple[SiteId, Answer]
 LATE = Failure("late", "no reply before the deadline")
 
 

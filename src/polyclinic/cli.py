@@ -28,11 +28,12 @@ from polyclinic.display import Display, comparison_table, result_table
 from polyclinic.errors import PolyclinicError, RecipeError, StoreError
 from polyclinic.experiment import run as run_recipe
 from polyclinic.models import MODELS
-from polyclinic.recipe import Recipe, our_recipes, read_yaml
+from polyclinic.recipe import Recipe, our_recipes
 from polyclinic.reproduce import reproduce as reproduce_paper
 from polyclinic.reproduce import results_folder, write_page
 from polyclinic.results import versions
 from polyclinic.terminal import Data, Json, err, out, print_json, tell
+from polyclinic.yaml_files import read_yaml
 
 SAME_COMMAND = "go on with the same command"
 

@@ -28,6 +28,7 @@ because only parameters have gradients, may be noised, or enter a control variat
 
 Batch: TypeAlias = tuple[Tensor, Tensor]
 Part: TypeAlias = Literal["train", "validation", "test"]
+Precision: TypeAlias = Literal["float32", "bfloat16"]
 
 
 @dataclass(frozen=True)
@@ -130,6 +131,8 @@ class Training:
     """Repeat minority-class examples of the training part until all classes are equally frequent."""
     augment: Augment | None = None
     """Change training images at random; None leaves them as they are."""
+    precision: Precision = "float32"
+    """What the network computes in as it trains; weights, gradients, losses and evaluation are float32 in any case."""
 
 
 @dataclass(frozen=True)

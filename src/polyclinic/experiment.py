@@ -9,7 +9,6 @@ import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +16,11 @@ import torch
 from torch import nn
 
 from polyclinic import wire
+from polyclinic.consortium import Consortium as Consortium
+from polyclinic.consortium import gather as gather
+from polyclinic.consortium import pool as pool
 from polyclinic.core import Bundle, Federation, Score, SiteId, Stream
-from polyclinic.data import DATASETS
-from polyclinic.data.division import refuse_silence
-from polyclinic.data.examples import Images, Selection, SiteData, concatenate
-from polyclinic.data.federate import SiteSummary, describe, federate
 from polyclinic.data.folder import in_data_folder
-from polyclinic.data.load import for_task
 from polyclinic.engines.choice import Choice, choose, make_engine
 from polyclinic.errors import DataError, EngineError, RecipeError, StoreError
 from polyclinic.faults import reach
@@ -37,50 +34,9 @@ from polyclinic.models import adopt_weights, build, download_weights, load_weigh
 from polyclinic.models.classifier import Classifier
 from polyclinic.recipe import EngineSection, Recipe
 from polyclinic.results import assess, cost, drift, headline, versions
-from polyclinic.rounds import HELD_OUT, POOLED, Outcome, Rounds, Rules, Watch
-from polyclinic.runner import EVALUATION_BATCH, SiteRunner
+from polyclinic.rounds import POOLED, Outcome, Rounds, Rules, Watch
+from polyclinic.runner import SiteRunner
 from polyclinic.store import DiskMemory, MemoryStore, RamMemory, locked, write_atomically, write_json
-
-
-@dataclass(frozen=True)
-class Consortium:
-    """The hospitals of a recipe, with their images, before any algorithm: shared by all methods of a comparison."""
-
-    classes: tuple[str, ...]
-    sites: Mapping[SiteId, SiteData]
-    held_out: Images | None
-    channels: int
-    size: int
-
-    def describe(self) -> list[SiteSummary]:
-        return describe(self.sites, self.classes)
-
-    @cached_property
-    def fingerprint(self) -> str:
-        """A hash over every image and label of every site."""
-        total = hashlib.sha256()
-        for name, site in self.sites.items():
-            for part in (site.train, site.validation, site.test):
-                total.update(f"{name}|{len(part)}".encode())
-                if isinstance(part, Selection):
-                    total.update(f"{part.shared.mean}|{part.shared.std}".encode())
-                for index in torch.split(torch.arange(len(part)), EVALUATION_BATCH):
-                    for tensor in part.stored(index) if isinstance(part, Selection) else part.batch(index):
-                        total.update(tensor.contiguous().numpy().data)
-        return total.hexdigest()
-
-    @cached_property
-    def _moved(self) -> dict[torch.device, dict[SiteId, SiteData]]:
-        return {}
-
-    def on(self, device: torch.device) -> dict[SiteId, SiteData]:
-        """The sites with their images on `device`, where images that sites share lie once."""
-        if device.type == "cpu":
-            return dict(self.sites)
-        if device not in self._moved:
-            copies: dict[int, Images] = {}
-            self._moved[device] = {name: _on(site, device, copies) for name, site in self.sites.items()}
-        return dict(self._moved[device])
 
 
 @dataclass(frozen=True)
@@ -95,39 +51,6 @@ class Result:
     def headline(self) -> dict[str, Any]:
         found: dict[str, Any] = self.summary["headline"]
         return found
-
-
-def gather(recipe: Recipe, data: Path | None = None) -> Consortium:
-    """Load the recipe's data set and divide it among sites, checked."""
-    stream, spec = Stream(recipe.seed), DATASETS[recipe.data.name]
-    options = spec.options.model_validate(recipe.data.options)
-    collection = spec.load(options, stream.child("data"), data)
-    partition = recipe.partition_of()
-    if spec.read is not None and "" in (*(collection.sites or ()), *(collection.split or ())):
-        listing = for_task(spec.read(options, data), getattr(options, "task", None))  # which knows the rows
-        refuse_silence(listing, partition, recipe.data.split)
-    sites = federate(
-        collection,
-        partition,
-        recipe.data.split,
-        stream.child("sites"),
-        recipe.data.allow_single_class,
-    )
-    _refuse_names(sites)
-    channels, size = collection.images.shape[1], collection.images.shape[-1]
-    return Consortium(collection.classes, sites, collection.held_out, channels, size)
-
-
-def _refuse_names(sites: Mapping[SiteId, SiteData]) -> None:
-    """Site names become parts of names on the wire and in results, beside others that mean something there."""
-    for name in sites:
-        if not (0 < len(name) <= 100 and name.isprintable()) or set("/@|") & set(name):
-            raise DataError(
-                f"The site name {name[:100]!r} is empty, too long, or holds '/', '@', '|' or a control character; "
-                "rename the site."
-            )
-        if name in (POOLED, HELD_OUT, "global", "personal", "transfer"):
-            raise DataError(f"A site cannot be called {name!r}, which has a meaning in results; rename the site.")
 
 
 def network_of(recipe: Recipe, consortium: Consortium, data: Path | None = None) -> Classifier:
@@ -214,10 +137,8 @@ class Experiment:
         self.sites = self.consortium.on(device)
         if self.algorithm.pooled:
             self.sites[POOLED] = pool(self.sites)
-        initial = weights_of(self.module)
         registered = {name: len(site.train) for name, site in self.sites.items()}
-        cpu = {kind: {n: t.cpu() for n, t in group.items()} for kind, group in initial.items()}
-        self.federation = Federation(self.consortium.classes, registered, cpu)
+        self.federation = Federation(self.consortium.classes, registered, weights_of(self.module))
 
     def run(self) -> Result:
         """Play the rounds that are left, evaluate, and write the result."""
@@ -231,16 +152,18 @@ class Experiment:
             write_atomically(self.folder / "recipe.yaml", recipe.to_yaml().encode())
         with contextlib.ExitStack() as lent:
             memory = self._memory(lent)
+            stages = recipe.stages_of()
             runners = {
-                name: SiteRunner(name, site, self.algorithm, self.network, memory) for name, site in self.sites.items()
+                name: SiteRunner(name, site, self.algorithm, self.network, memory, stages)
+                for name, site in self.sites.items()
             }
             choice = self._choice(runners)
-            engine = make_engine(choice.name, runners, recipe.engine.workers, recipe.engine.threads)
+            options = recipe.engine
+            engine = make_engine(choice.name, runners, options.workers, options.threads, options.compile)
             lent.callback(engine.close)
             judge = self.judge if self.has_held_out() else None
-            rounds = Rounds(
-                self.federation, self.algorithm, engine, rules_of(recipe, self.mark()), journal, self.watch, judge
-            )
+            rules = rules_of(recipe, self.mark())
+            rounds = Rounds(self.federation, self.algorithm, engine, rules, journal, self.watch, judge, stages)
             outcome = rounds.run()
             predictions = rounds.predictions(outcome, ["train", "validation", "test"])
             reach("evaluated")
@@ -283,10 +206,9 @@ class Experiment:
     def held_out(self, state: Bundle) -> Predictions:
         """The global model's predictions on the test set that belongs to no site."""
         assert self.consortium.held_out is not None
-        examples = self.consortium.held_out.to(self.network.device)
         weights = self.algorithm.models(state, None)["global"]
-        found = score(Score(weights, probabilities), self.network, examples, EVALUATION_BATCH)
-        return Predictions(found["probabilities"].double().numpy(), found["labels"].numpy())
+        found = score(Score(weights, probabilities), self.network, self.consortium.held_out)
+        return Predictions(found["probabilities"].double().cpu().numpy(), found["labels"].cpu().numpy())
 
     def judge(self, state: Bundle) -> dict[str, Any]:
         found = self.held_out(state)
@@ -332,23 +254,6 @@ class Experiment:
         reach("model-written")
         write_json(self.folder / "result.json", summary)
         reach("result-written")
-
-
-def _on(site: SiteData, device: torch.device, copies: dict[int, Images]) -> SiteData:
-    def moved(part: Any) -> Any:
-        if not isinstance(part, Selection):
-            return part.to(device)
-        key = id(part.shared)
-        copies[key] = copies.get(key) or part.shared.to(device)
-        return part.of_copy(copies[key])
-
-    return SiteData(site.name, moved(site.train), moved(site.validation), moved(site.test))
-
-
-def pool(sites: Mapping[SiteId, SiteData]) -> SiteData:
-    """Everybody's training and validation images in one place; nothing to test on, the sites do that."""
-    train, validation = (concatenate([getattr(site, p) for site in sites.values()]) for p in ("train", "validation"))
-    return SiteData(POOLED, train, validation, validation.subset(torch.arange(0)))
 
 
 def run(

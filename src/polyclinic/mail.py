@@ -8,6 +8,7 @@ from typing import IO, Any
 
 from polyclinic import wire
 from polyclinic.core import Bundle, Failure, SiteId
+from polyclinic.engines import Answer
 from polyclinic.errors import Refused
 
 
@@ -27,6 +28,12 @@ class Outbox(Mapping[SiteId, bytes]):
         self.sizes[site] = len(message)
         return message
 
+    def handed(self, site: SiteId) -> wire.Message:
+        """The same message for a site in this process: nothing travels, so nothing is encoded."""
+        message = wire.Message(self.fields[site], self.tensors(site))
+        self.sizes[site] = wire.size(message)
+        return message
+
     def __iter__(self) -> Iterator[SiteId]:
         return iter(self.fields)
 
@@ -39,9 +46,9 @@ class Shelf:
 
     def __init__(self, limit: int = 64 << 20) -> None:
         self.limit, self.held = limit, 0
-        self._kept: dict[SiteId, bytes | Failure | IO[bytes]] = {}
+        self._kept: dict[SiteId, Answer | IO[bytes]] = {}
 
-    def put(self, site: SiteId, answer: bytes | Failure) -> None:
+    def put(self, site: SiteId, answer: Answer) -> None:
         if isinstance(answer, bytes) and self.held + len(answer) > self.limit:
             file = tempfile.TemporaryFile()  # noqa: SIM115  it lives until its turn
             file.write(answer)
@@ -50,11 +57,11 @@ class Shelf:
         self.held += len(answer) if isinstance(answer, bytes) else 0
         self._kept[site] = answer
 
-    def take(self, site: SiteId) -> bytes | Failure:
+    def take(self, site: SiteId) -> Answer:
         kept = self._kept.pop(site)
         if isinstance(kept, bytes):
             self.held -= len(kept)
-        if isinstance(kept, bytes | Failure):
+        if isinstance(kept, bytes | wire.Message | Failure):
             return kept
         with kept as file:
             file.seek(0)
@@ -65,14 +72,14 @@ class Shelf:
 
 
 def in_site_order(
-    arrivals: Iterable[tuple[SiteId, bytes | Failure]],
+    arrivals: Iterable[tuple[SiteId, Answer]],
     sites: Sequence[SiteId],
     refuse: Callable[[SiteId, Refused], None],
-) -> Iterator[tuple[SiteId, bytes | Failure]]:
+) -> Iterator[tuple[SiteId, Answer]]:
     """Each site's first reply, in the order of `sites`, whatever the order of arrival; silence becomes a failure."""
-    shelf, turn, seen = Shelf(), 0, set()
+    shelf, turn, seen, asked = Shelf(), 0, set(), set(sites)
     for site, answer in arrivals:
-        if site not in sites:
+        if site not in asked:
             refuse(site, Refused("site", f"{site[:60]!r} was not asked"))
         elif site in seen:
             refuse(site, Refused("duplicate", f"{site} has already replied this round"))
@@ -82,6 +89,7 @@ def in_site_order(
                 shelf.put(site, answer)
                 continue
             yield site, answer
+            del answer  # whoever took it may be the only one that holds it
             turn += 1
             while turn < len(sites) and sites[turn] in shelf:
                 yield sites[turn], shelf.take(sites[turn])

@@ -141,7 +141,11 @@ class _Tally:
     def areas(self) -> tuple[Floats, Floats]:
         """ROC area and average precision of each class against the rest; of two, only of class 1."""
         wanted = [1] if self.classes == 2 else range(self.classes)
-        both = [_areas(self.probabilities[:, k], self.truth[:, k], self.weights) for k in wanted]
+        nobody = np.full((2, len(self.weights)), np.nan)
+        both = [
+            _areas(self.probabilities[:, k], self.truth[:, k], self.weights) if self.truth[:, k].any() else nobody
+            for k in wanted
+        ]
         return np.stack([roc for roc, _ in both], axis=1), np.stack([pr for _, pr in both], axis=1)
 
     def mean(self, per_example: Floats) -> Floats:

@@ -24,7 +24,7 @@ from pydantic import (
 
 from polyclinic.algorithms import ALGORITHMS, Averaging
 from polyclinic.claims import Claim
-from polyclinic.core import Augment, Optimiser, Training
+from polyclinic.core import Augment, Optimiser, Stage, Training
 from polyclinic.data import DATASETS, PARTITIONS
 from polyclinic.data.partition import Partition
 from polyclinic.data.splits import Fractions
@@ -32,10 +32,12 @@ from polyclinic.errors import RecipeError
 from polyclinic.metrics import METRICS
 from polyclinic.models import MODELS
 from polyclinic.pace import EarlyStop, Schedule
+from polyclinic.stages import STAGES
 from polyclinic.training_rules import training_problems
+from polyclinic.yaml_files import read_yaml
 
 CLOSED = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-for _options in (Augment, Optimiser, Training, Schedule, EarlyStop, Averaging):
+for _options in (Augment, Optimiser, Training, Schedule, EarlyStop, Averaging, *STAGES.values()):
     setattr(_options, "__pydantic_config__", CLOSED)  # noqa: B010  plain dataclasses; algorithms inherit it
 
 T = TypeVar("T")
@@ -52,6 +54,10 @@ class Open(BaseModel):
 
 
 class AlgorithmSection(Open):
+    name: str
+
+
+class StageSection(Open):
     name: str
 
 
@@ -92,6 +98,8 @@ class EngineSection(BaseModel):
     workers: int = Field(0, ge=0, le=256)
     threads: int = Field(1, ge=1, le=256)
     device: str = "cpu"
+    compile: Literal["auto", "always", "never"] = "auto"
+    """Whether stacks are compiled: on a GPU, where what is left of the run would take minutes."""
 
 
 class Recipe(BaseModel):
@@ -111,6 +119,8 @@ class Recipe(BaseModel):
     max_norm: float = Field(1e6, gt=0)
     evaluate: EvaluateSection = EvaluateSection()
     engine: EngineSection = EngineSection()
+    stages: list[StageSection] = Field(default_factory=list)
+    """What happens to an update on its way from a site to the server, in this order."""
     snapshot_every: int = Field(1, ge=1)
     methods: dict[str, dict[str, Any]] = Field(default_factory=dict)
     """For comparisons: a name for each method and the keys it sets, dotted, on top of this recipe."""
@@ -143,6 +153,12 @@ class Recipe(BaseModel):
         kind = _choose(ALGORITHMS, self.algorithm.name, "algorithm", "algorithm.name")
         return _validate(kind, {**self.algorithm.options, "training": self.training}, "algorithm.")
 
+    def stages_of(self) -> list[Stage]:
+        return [
+            _validate(_choose(STAGES, section.name, "stage", "stages.name"), section.options, "stages.")
+            for section in self.stages
+        ]
+
     def partition_of(self) -> Partition:
         kind = _choose(PARTITIONS, self.data.partition.by, "partition", "data.partition.by")
         with _blaming("data.partition"):
@@ -160,37 +176,6 @@ class Recipe(BaseModel):
             if {"methods", "paper", "claims"} & {key.split(".")[0] for key in settings}:
                 raise RecipeError("a method cannot have methods, a paper or claims of its own; set other keys")
         return Recipe.of(base, settings, f"method {name}")
-
-
-class _Loader(yaml.SafeLoader):
-    """YAML lets a later key silently replace an equal one before it; here that is a mistake."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen = set()
-        for name, mark in [(str(key.value), key.start_mark) for key, _ in node.value]:
-            if name in seen:
-                raise yaml.MarkedYAMLError(problem=f"the key {name!r} is there twice", problem_mark=mark)
-            seen.add(name)
-        return super().construct_mapping(node, deep)
-
-
-def read_yaml(path: Path) -> dict[str, Any]:
-    try:
-        values = yaml.load(path.read_text(encoding="utf-8"), _Loader)
-    except OSError as error:
-        raise RecipeError(f"cannot read the recipe {path}: {error.strerror}; see `polyclinic list recipes`") from None
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise RecipeError(f"{path} cannot be read as YAML: {_yaml_problem(error)}") from None
-    if not isinstance(values, dict):
-        raise RecipeError(f"{path} is not a recipe: it should hold keys such as data, model and algorithm")
-    return values
-
-
-def _yaml_problem(error: Exception) -> str:
-    mark = getattr(error, "problem_mark", None)
-    if mark is None:
-        return " ".join(str(error).split())[:160]
-    return f"{getattr(error, 'problem', '')}, at line {mark.line + 1}, column {mark.column + 1}"
 
 
 def with_settings(values: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -233,6 +218,7 @@ def _layout(values: Mapping[str, Any]) -> dict[str, Any]:
     if algorithm is not None:
         options = _keys(_choose(ALGORITHMS, algorithm, "algorithm", "algorithm.name"))
         layout["algorithm"] = {"name": str} | {key: hint for key, hint in options.items() if key != "training"}
+    layout["stages"] = {"name": str} | {key: hint for stage in STAGES.values() for key, hint in _keys(stage).items()}
     if dataset is not None:
         layout["data"] = _keys(DataSection) | _keys(_choose(DATASETS, dataset, "data set", "data.name").options)
     if dataset is not None and partition is not None:
@@ -318,6 +304,7 @@ def _check(recipe: Recipe) -> None:
     with _blaming("data"):
         DATASETS[recipe.data.name].options.model_validate(recipe.data.options)
     recipe.partition_of()
+    recipe.stages_of()
     if not recipe.methods:
         recipe.algorithm_of()
     for name in recipe.methods:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -25,7 +25,7 @@ def assess(
     """By site and merged: model → part → metrics; test parts with bootstrap intervals and a confusion matrix."""
     found = {site: {k: _predictions(t, site) for k, t in groups.items()} for site, groups in predictions.items()}
     for site, groups in found.items():
-        groups |= _transfer(groups, set(found) - {site})
+        groups |= _transfer(groups, site, found)
     sites = {s: _by_model(groups, resamples, stream.child(s)) for s, groups in found.items()}
     pools: dict[str, list[Predictions]] = {}
     for groups in found.values():
@@ -38,12 +38,12 @@ def assess(
     return {"sites": sites, "merged": merged}
 
 
-def _transfer(groups: Mapping[str, Predictions], others: set[SiteId]) -> dict[str, Predictions]:
+def _transfer(groups: Mapping[str, Predictions], site: SiteId, sites: Container[SiteId]) -> dict[str, Predictions]:
     """What models that were trained at other sites say here, together."""
     pools: dict[str, list[Predictions]] = {}
     for key, value in groups.items():
         model, _, part = key.partition("|")
-        if model in others:
+        if model != site and model in sites:
             pools.setdefault(f"transfer|{part}", []).append(value)
     return {key: Predictions.merge(parts) for key, parts in pools.items()}
 

@@ -11,20 +11,21 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from itertools import chain
+from itertools import chain, islice
 from typing import Any
 
 import torch
 
 from polyclinic import wire
 from polyclinic.core import Algorithm, Bundle, Failure, Federation, Part, SiteId, Stage, Stream, Update
-from polyclinic.engines import Engine
+from polyclinic.engines import Answer, Engine
 from polyclinic.errors import Refused, RoundFailed, StoreError
 from polyclinic.faults import reach
 from polyclinic.journal import Journal
+from polyclinic.learning.network import on
 from polyclinic.mail import Outbox, in_site_order
-from polyclinic.metrics import METRICS
 from polyclinic.pace import EarlyStop, Schedule
+from polyclinic.replies import checked_report, seconds_of, split_predictions
 
 Watch = Callable[[str, Mapping[str, Any]], None]
 Judge = Callable[[Bundle], dict[str, Any]]
@@ -98,6 +99,12 @@ class Exchanged:
     remembering: set[SiteId] = field(default_factory=set)
 
 
+def _handed_over(updates: list[Update]) -> Iterator[Update]:
+    """Each of them, without keeping it."""
+    while updates:
+        yield updates.pop(0)
+
+
 def draw_cohort(sites: Sequence[SiteId], rules: Rules, round: int) -> list[SiteId]:
     """The sites of a round, from a public stream, in the federation's order."""
     if rules.cohort is None or rules.cohort >= len(sites):
@@ -124,12 +131,16 @@ class Rounds:
         self.federation, self.algorithm, self.engine = federation, algorithm, engine
         self.rules, self.journal, self.watch, self.judge = rules, journal, watch, judge
         self.stages = tuple(stages)
+        self._looks: tuple[int, Bundle] | None = None
+        """What an update must look like in a round."""
         self.trainers = [POOLED] if algorithm.pooled else [s for s in federation.sites if s != POOLED]
 
     def run(self) -> Outcome:
         """Play all rounds that are left, then finish."""
         resumed = self.journal.resume()
-        state = resumed.state if resumed else self.algorithm.init(self.federation)
+        state = self.algorithm.init(self.federation)
+        if resumed:
+            state = on(resumed.state, next(iter(self.federation.initial["model"].values())).device)
         progress = Progress.from_json(resumed.progress) if resumed else Progress(run=self.rules.run)
         if progress.run != self.rules.run:
             raise StoreError(
@@ -159,9 +170,9 @@ class Rounds:
         began = time.perf_counter()
         self.journal.charge(round, cohort)
         updates = self.updates(round, state, cohort, progress, ["validation"] if evaluating else [], book)
-        first = next(updates, None)
-        if first is not None:
-            state = self.algorithm.aggregate(state, chain([first], updates))
+        first = list(islice(updates, 1))
+        if first:
+            state = self.algorithm.aggregate(state, chain(_handed_over(first), updates))
         if book.accepted < max(1, self.rules.quorum):
             self.journal.cost("failed round", round, time.perf_counter() - began, book.sites)
             raise RoundFailed(_why(round, book, self.rules.quorum))
@@ -200,18 +211,18 @@ class Rounds:
             if update is not None:
                 book.accepted += 1
                 reach("reply-accepted")
-                yield update
-                del update  # the aggregate may be the only one that holds it
+                lent = replace(update, tensors=dict(update.tensors))
+                del update
+                yield lent
+                lent.tensors.clear()  # whatever still holds it, the tensors are gone
 
-    def receive(
-        self, round: int, state: Bundle, site: SiteId, answer: bytes | Failure, book: Exchanged
-    ) -> Update | None:
+    def receive(self, round: int, state: Bundle, site: SiteId, answer: Answer, book: Exchanged) -> Update | None:
         """A site's update if it is acceptable; what became of it is noted either way."""
         note = book.sites[site]
         if isinstance(answer, Failure):
             note |= {"up": 0, "outcome": answer.kind, "why": answer.sentence}
             return None
-        note["up"] = len(answer)
+        note["up"] = wire.size(answer)
         try:
             expected = self.expected(round, state, site)
             reply = wire.accept(answer, expected, lambda sent: self.restore(sent, expected.received))
@@ -220,9 +231,11 @@ class Rounds:
         except Refused as refusal:
             note |= {"outcome": "refused", "kind": refusal.kind, "why": str(refusal)}
             return None
-        note |= {"outcome": "accepted", "seconds": _seconds(reply.fields)}
+        note |= {"outcome": "accepted", "seconds": seconds_of(reply.fields)}
         if isinstance(together := reply.fields.get("together"), int) and together > 1:
             note["together"] = together
+        if isinstance(alone := reply.fields.get("alone"), str) and alone.isprintable() and alone:
+            note["alone"] = alone[:200]
         if reply.fields.get("remembers") is True:
             book.remembering.add(site)
         if reply.drift is not None:
@@ -249,20 +262,23 @@ class Rounds:
             "parts": parts,
             "durable": self.journal.durable(),
         }
-        fields = {s: {**common, "site": s, "remembers": s in progress.remembering} for s in sites}
+        remembering = set(progress.remembering)
+        fields = {s: {**common, "site": s, "remembers": s in remembering} for s in sites}
         return Outbox(fields, lambda site: self.algorithm.broadcast(state, site))
 
     def expected(self, round: int, state: Bundle, site: SiteId) -> wire.Expected:
         exchanges, received = self.algorithm.exchanges, self.algorithm.broadcast(state, site)
-        like = {exchange.kind: state.get(exchange.like, {}) for exchange in exchanges}
-        for stage in self.stages:
-            like = stage.out(like, received, Stream(0))  # only what it looks like counts, not its values
+        if self._looks is None or self._looks[0] != round:
+            like = {exchange.kind: state.get(exchange.like, {}) for exchange in exchanges}
+            for stage in self.stages:
+                like = stage.out(like, received, Stream(0))  # only what it looks like counts, not its values
+            self._looks = round, like
         return wire.Expected(
             run=self.rules.run,
             round=round,
             site=site,
             received=received,
-            like=like,
+            like=self._looks[1],
             optional=frozenset(exchange.kind for exchange in exchanges if exchange.optional),
             examples=self.federation.sites[site],
             max_norm=self.rules.max_norm,
@@ -286,31 +302,14 @@ class Rounds:
             if isinstance(answer, Failure):
                 raise RoundFailed(f"site {site} could not be evaluated: {answer.sentence}")
             try:
-                message = wire.decode(answer)
+                message = answer if isinstance(answer, wire.Message) else wire.decode(answer)
                 wire.check_address(message.fields, self.rules.run, round, site)
                 found[site] = split_predictions(message.tensors.get("predictions", {}), len(self.federation.classes))
             except Refused as refusal:
                 raise RoundFailed(f"site {site} could not be evaluated: {refusal}") from refusal
-            book.sites[site] = {"down": outbox.sizes[site], "up": len(answer)}
+            book.sites[site] = {"down": outbox.sizes[site], "up": wire.size(answer)}
         self.journal.cost("evaluation", round, time.perf_counter() - began, book.sites)
         return found
-
-
-def split_predictions(tensors: Mapping[str, torch.Tensor], classes: int) -> Bundle:
-    """By `model|part`: probabilities, labels and patient numbers, checked against each other."""
-    bundle: Bundle = {}
-    for path, tensor in tensors.items():
-        group, _, key = path.rpartition("|")
-        bundle.setdefault(group, {})[key] = tensor
-    for group, found in bundle.items():
-        rows = found.get("probabilities", torch.zeros(0))
-        shaped = rows.is_floating_point() and rows.ndim == 2 and rows.shape[1] == classes
-        if not shaped or not bool(torch.isfinite(rows).all()):
-            raise Refused("predictions", f"{group[:60]!r} are not finite probabilities of {classes} classes")
-        columns = [found.get(key, torch.zeros(0)) for key in ("labels", "patients")]
-        if any(c.dtype != torch.int64 or c.shape != rows.shape[:1] for c in columns):
-            raise Refused("predictions", f"{group[:60]!r} has not one label and one patient per row")
-    return bundle
 
 
 def advance(progress: Progress, book: Exchanged, rules: Rules) -> Progress:
@@ -342,34 +341,6 @@ def mean_report(book: Exchanged, metric: str) -> float | None:
     rows = [r for report in book.reports.values() for r in report if r.get(metric) is not None]
     total = sum(r["n"] for r in rows)
     return sum(r[metric] * r["n"] for r in rows) / total if total else None
-
-
-def checked_report(fields: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """A site's metrics, checked to be rows of finite numbers, one per model and part: they steer the schedule."""
-    report = fields.get("report", [])
-    if not isinstance(report, list) or not all(isinstance(row, dict) for row in report):
-        raise Refused("report", "the report is not a list of rows")
-    for row in report:
-        if type(row.get("n")) is not int or not 0 <= row["n"] <= wire.EXACT:
-            raise Refused("report", "a row of the report has no count")
-        for name, value in row.items():
-            if not _is_cell(name, value):
-                raise Refused("report", f"{name[:40]!r} is not a metric with a finite value")
-    if len({(row.get("model"), row.get("part")) for row in report}) < len(report):
-        raise Refused("report", "two rows of the report are about the same model and part")
-    return report
-
-
-def _is_cell(name: str, value: object) -> bool:
-    """Only what belongs into a row: it is written beside the round and the site, and must not pose as them."""
-    if name in ("model", "part"):
-        return isinstance(value, str) and len(value) <= 200 and value.isprintable()
-    return name == "n" or (name in METRICS and (value is None or wire.is_number(value)))
-
-
-def _seconds(fields: Mapping[str, Any]) -> float:
-    seconds = fields.get("seconds")
-    return float(seconds) if wire.is_number(seconds) else 0.0
 
 
 def _rows(round: int, book: Exchanged, judged: Mapping[str, Any] | None) -> list[dict[str, Any]]:

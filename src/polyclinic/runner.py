@@ -34,12 +34,12 @@ from polyclinic.core import (
 from polyclinic.errors import Refused, StoreError
 from polyclinic.faults import reach
 from polyclinic.learning.fit import fit, score
-from polyclinic.learning.network import LiveNetwork
+from polyclinic.learning.network import LiveNetwork, on
 from polyclinic.learning.objectives import probabilities
 from polyclinic.metrics import finite, measure
 from polyclinic.store import MemoryStore
 
-EVALUATION_BATCH = 256
+Predict = Callable[[Bundle, Part], Tensors]
 ORDER = frozenset({"run", "seed", "purpose", "site", "round", "rounds", "lr", "parts", "durable"})
 """What a message to a site must say."""
 
@@ -86,33 +86,42 @@ class SiteRunner:
 
     def answer(self, data: bytes) -> bytes:
         """One message in, one message out, driving jobs one after another."""
-        order = self.read(data)
+        reply = self.reply(wire.decode(data))
+        return wire.encode(reply.fields, reply.tensors)
+
+    def reply(self, order: wire.Message) -> wire.Message:
+        """The same within one process, where nothing needs to be encoded."""
+        self.check(order)
         if order.fields["purpose"] == "evaluate":
             return self.evaluate(order)
         visit = self.begin(order)
         update, memory = drive(self.work(visit), lambda job, number: self.run(job, visit, number))
         return self.end(visit, update, memory)
 
-    def read(self, data: bytes) -> wire.Message:
-        """A message to this site, with all it must say."""
-        order = wire.decode(data)
+    def check(self, order: wire.Message) -> None:
+        """Whether an order says all it must."""
         if missing := ORDER - order.fields.keys():
             raise Refused("json", f"the order to {self.name} lacks {', '.join(sorted(missing))}")
-        return order
 
-    def begin(self, order: wire.Message) -> Visit:
+    def begin(self, order: wire.Message, predict: Predict | None = None) -> Visit:
+        """`predict`: another way to this site's predictions than one by one."""
         begun = time.perf_counter()
         fields = order.fields
         if fields["site"] != self.name:
             raise Refused("site", f"a message for {fields['site']!r} reached {self.name!r}")
         reach("site-received")
-        memory = self.memory.load(self.name, int(fields["round"]))
+        memory = self.recall(int(fields["round"]))
         if memory is None and fields.get("remembers"):
             raise StoreError(f"site {self.name} lost what it remembered; restore its folder, or start the run anew")
         site = Site(self.name, len(self.holdings.train), fields["round"], fields["rounds"], fields["lr"])
-        report = self.report(order.tensors, memory, fields["parts"])
+        report = self.report(order.tensors, memory, fields["parts"], predict or self.predict)
         reach("site-evaluated")
         return Visit(order, memory, site, Stream(fields["seed"], ("site", self.name)), report, begun)
+
+    def recall(self, round: int) -> Bundle | None:
+        """What the site remembers from before a round, where it computes."""
+        memory = self.memory.load(self.name, round)
+        return None if memory is None else on(memory, self.network.device)
 
     def work(self, visit: Visit) -> Work:
         return self.algorithm.local(visit.order.tensors, visit.memory, visit.site, visit.rng)
@@ -122,9 +131,11 @@ class SiteRunner:
         if isinstance(job, Fit):
             rng = visit.rng.child("job", number) if number else visit.rng
             return fit(job, self.network, self.holdings.train, visit.site, rng)
-        return score(job, self.network, getattr(self.holdings, job.part), EVALUATION_BATCH)
+        return score(job, self.network, getattr(self.holdings, job.part))
 
-    def end(self, visit: Visit, update: Update, memory: Bundle | None, together: int = 1) -> bytes:
+    def end(
+        self, visit: Visit, update: Update, memory: Bundle | None, together: int = 1, alone: str = ""
+    ) -> wire.Message:
         """Remember before anything leaves: a round that is asked for again starts from the memory before it."""
         reach("site-trained")
         fields, tensors = visit.order.fields, update.tensors
@@ -142,17 +153,20 @@ class SiteRunner:
             "report": visit.report,
             "remembers": memory is not None,
             "together": together,
+            "alone": alone,
             "seconds": time.perf_counter() - visit.begun,
         }
-        return wire.encode(reply, tensors)
+        return wire.Message(reply, tensors)
 
-    def report(self, received: Bundle, memory: Bundle | None, parts: Sequence[Part]) -> list[dict[str, Any]]:
+    def report(
+        self, received: Bundle, memory: Bundle | None, parts: Sequence[Part], predict: Predict
+    ) -> list[dict[str, Any]]:
         """Metrics of the model(s) this site would predict with now, by part."""
         rows = []
         models = self.algorithm.models(received, memory) if parts else {}
         for name, weights in models.items():
             for part in self.nonempty(parts):
-                found = self.predict(weights, part)
+                found = predict(weights, part)
                 values = measure(found["probabilities"].double().numpy(), found["labels"].numpy())
                 rows.append({"model": name, "part": part, "n": len(found["labels"]), **finite(values)})
         return rows
@@ -161,20 +175,21 @@ class SiteRunner:
         return [part for part in parts if len(getattr(self.holdings, part))]
 
     def predict(self, weights: Bundle, part: Part) -> Tensors:
-        return score(Score(weights, probabilities), self.network, getattr(self.holdings, part), EVALUATION_BATCH)
+        found = score(Score(weights, probabilities), self.network, getattr(self.holdings, part))
+        return {name: tensor.cpu() for name, tensor in found.items()}
 
-    def evaluate(self, order: wire.Message) -> bytes:
+    def evaluate(self, order: wire.Message, predict: Predict | None = None) -> wire.Message:
         """Predictions of every model on the asked parts, patients as anonymous numbers; nothing is trained."""
         fields = order.fields
-        memory = self.memory.load(self.name, int(fields["round"]))
+        memory = self.recall(int(fields["round"]))
         found: Tensors = {}
         for name, weights in self.algorithm.models(order.tensors, memory).items():
             for part in self.nonempty(fields["parts"]):
-                for key, value in self.predict(weights, part).items():
+                for key, value in (predict or self.predict)(weights, part).items():
                     found[f"{name}|{part}|{key}"] = value
                 found[f"{name}|{part}|patients"] = _patient_numbers(getattr(self.holdings, part))
         reply = {"run": fields["run"], "round": fields["round"], "site": self.name}
-        return wire.encode(reply, {"predictions": found})
+        return wire.Message(reply, {"predictions": found})
 
 
 def drive(work: Work, run: Callable[[Job, int], Fitted | Tensors]) -> tuple[Update, Bundle | None]:

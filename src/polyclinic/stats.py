@@ -14,7 +14,7 @@ from polyclinic.core import Stream
 from polyclinic.errors import DataError, RecipeError
 from polyclinic.metrics import Floats, Predictions, weighted
 
-BLOCK = 2**22
+BLOCK = 2**19
 """Multiplicities held at once: 32 MiB, however many images and resamples there are."""
 
 

@@ -12,7 +12,7 @@ import json
 import math
 import struct
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, TypeGuard
@@ -22,6 +22,8 @@ from torch import Tensor
 
 from polyclinic.core import Bundle, SiteId, Tensors, Update
 from polyclinic.errors import Refused
+from polyclinic.flat import distance
+from polyclinic.strict_json import parse_json
 
 MAGIC = b"PCL1"
 SCHEMA = 1
@@ -96,11 +98,20 @@ def digest(bundle: Bundle) -> str:
 
 def encode_body(bundle: Bundle) -> Body:
     """The tensors as a safetensors file, the widest dtypes first so that every tensor lies at a proper address."""
-    tensors = sorted(flatten(bundle).items(), key=lambda item: (-item[1].element_size(), item[0]))
-    table = _table(tuple((path, tensor.dtype, tensor.shape) for path, tensor in tensors))
-    pieces = (t.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data for _, t in tensors)
-    data = b"".join((len(table).to_bytes(8, "little"), table, *pieces))
+    data = b"".join(_pieces(bundle))
     return Body(data, hashlib.sha256(data).hexdigest())
+
+
+def _pieces(bundle: Bundle) -> list[bytes | memoryview]:
+    """What a body is made of, as views of the tensors: no copy."""
+    tensors, table = _in_order(bundle)
+    views = (t.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data for t in tensors)
+    return [len(table).to_bytes(8, "little"), table, *views]
+
+
+def _in_order(bundle: Bundle) -> tuple[list[Tensor], bytes]:
+    tensors = sorted(flatten(bundle).items(), key=lambda item: (-item[1].element_size(), item[0]))
+    return [t for _, t in tensors], _table(tuple((path, tensor.dtype, tensor.shape) for path, tensor in tensors))
 
 
 @lru_cache(maxsize=16)
@@ -115,13 +126,43 @@ def _table(layout: tuple[tuple[str, torch.dtype, torch.Size], ...]) -> bytes:
 
 
 def pack(fields: Mapping[str, Any], body: Body) -> bytes:
-    header = json.dumps({**fields, "schema": SCHEMA, "body": body.sha256}, allow_nan=False).encode()
-    header += b" " * (-(PREFIX.size + len(header)) % ALIGNMENT)
-    return b"".join((PREFIX.pack(MAGIC, len(header), hashlib.sha256(header).digest()), header, body.data))
+    return _frame(fields, body.sha256, [body.data])
 
 
 def encode(fields: Mapping[str, Any], bundle: Bundle) -> bytes:
-    return pack(fields, encode_body(bundle))
+    """A message that is sent once: its tensors are copied once, straight into it."""
+    pieces, total = _pieces(bundle), hashlib.sha256()
+    for piece in pieces:
+        total.update(piece)
+    return _frame(fields, total.hexdigest(), pieces)
+
+
+def _frame(fields: Mapping[str, Any], checksum: str, body: Sequence[bytes | memoryview]) -> bytes:
+    header = _header(fields, checksum)
+    return b"".join((PREFIX.pack(MAGIC, len(header), hashlib.sha256(header).digest()), header, *body))
+
+
+def _header(fields: Mapping[str, Any], checksum: str) -> bytes:
+    header = json.dumps({**fields, "schema": SCHEMA, "body": checksum}, allow_nan=False).encode()
+    return header + b" " * (-(PREFIX.size + len(header)) % ALIGNMENT)
+
+
+def size(message: bytes | Message) -> int:
+    """The bytes a message has, or would have if it travelled."""
+    if isinstance(message, bytes):
+        return len(message)
+    header = _header(message.fields, "0" * 2 * hashlib.sha256().digest_size)
+    return PREFIX.size + len(header) + body_size(message.tensors)
+
+
+def body_size(bundle: Bundle) -> int:
+    return _body_size(tuple((p, t.dtype, t.shape) for p, t in flatten(bundle).items()))
+
+
+@lru_cache(maxsize=16)
+def _body_size(layout: tuple[tuple[str, torch.dtype, torch.Size], ...]) -> int:
+    values = sum(math.prod(shape) * dtype.itemsize for _, dtype, shape in layout)
+    return 8 + len(_table(tuple(sorted(layout, key=lambda entry: (-entry[1].itemsize, entry[0]))))) + values
 
 
 def decode(data: bytes, limit: int | None = None, table: int = MAX_TABLE) -> Message:
@@ -150,42 +191,8 @@ def decode(data: bytes, limit: int | None = None, table: int = MAX_TABLE) -> Mes
     return Message(fields, unflatten(_parse_body(body, table)))
 
 
-def _no_constant(name: str) -> float:
-    raise ValueError(f"{name} is not JSON")
-
-
-def _finite(text: str) -> float:
-    number = float(text)
-    if math.isinf(number):
-        raise ValueError(f"{text[:20]} is beyond every number")
-    return number
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        raise ValueError("a key occurs twice")
-    return found
-
-
-_JSON = json.JSONDecoder(parse_constant=_no_constant, parse_float=_finite, object_pairs_hook=_unique)
-
-
-def _parse_json(text: bytes, kind: str) -> dict[str, Any]:
-    """Strict: UTF-8, each key once, finite numbers, and only text that can be written again."""
-    try:
-        found = _JSON.decode(str(text, "utf-8"))
-        if b"\\u" in text:
-            json.dumps(found, ensure_ascii=False).encode()  # fails on half a surrogate pair
-    except (ValueError, RecursionError) as error:
-        raise Refused(kind, f"this is not valid JSON ({str(error)[:60]})") from None
-    if not isinstance(found, dict):
-        raise Refused(kind, "this is not a JSON object")
-    return found
-
-
 def _parse_header(header: bytes) -> dict[str, Any]:
-    fields = _parse_json(header, "json")
+    fields = parse_json(header, "json")
     schema = fields.get("schema")
     if not isinstance(fields.get("body"), str):
         raise Refused("json", "the header names no checksum of the body")
@@ -223,7 +230,7 @@ def _parse_body(body: memoryview, most: int) -> Tensors:
 def _layout(table: bytes) -> tuple[tuple[str, torch.dtype, tuple[int, ...], int], ...]:
     """What a table says, checked. Sites of one federation send the same table again and again."""
     entries, position = [], 0
-    for name, entry in sorted(_parse_json(table, "tensors").items(), key=_offset):
+    for name, entry in sorted(parse_json(table, "tensors").items(), key=_offset):
         dtype, shape, size = _parse_entry(name, entry, position)
         if (8 + len(table) + position) % dtype.itemsize:
             raise Refused("tensors", f"{name[:60]!r} lies at an odd address")
@@ -300,9 +307,11 @@ class Reply:
     """None where no weights were sent."""
 
 
-def accept(data: bytes, expected: Expected, restore: Callable[[Bundle], Bundle] = lambda tensors: tensors) -> Reply:
+def accept(
+    data: bytes | Message, expected: Expected, restore: Callable[[Bundle], Bundle] = lambda tensors: tensors
+) -> Reply:
     """Decode a site's reply and check everything about it: names, shapes, dtypes, values, weight, round, site, size."""
-    message = decode(data, expected.limit, expected.table)
+    message = data if isinstance(data, Message) else decode(data, expected.limit, expected.table)
     fields = message.fields
     check_address(fields, expected.run, expected.round, expected.site)
     examples = fields.get("examples")
@@ -358,16 +367,6 @@ def _check_values(tensors: Bundle, expected: Expected) -> float | None:
                 raise Refused("norm", f"{kind}/{name} holds counts beyond {EXACT}")
         drift = norm if kind == "model" else drift
     return drift
-
-
-def distance(tensors: Tensors, start: Tensors) -> float:
-    """‖tensors − start‖₂ over all floating-point tensors; where there is no start, the norm itself."""
-    names = [n for n, t in tensors.items() if t.is_floating_point()]
-    if not names:
-        return 0.0
-    # One difference at a time: all at once would be another copy of the model.
-    norms = [torch.linalg.vector_norm(tensors[n] - start[n] if n in start else tensors[n]) for n in names]
-    return float(torch.linalg.vector_norm(torch.stack(norms).double()))
 
 
 def _scalars(fields: Mapping[str, Any]) -> dict[str, float]:

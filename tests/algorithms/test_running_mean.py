@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from fractions import Fraction
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from polyclinic import wire
 from polyclinic.algorithms import RunningMean
+from polyclinic.core import Tensors
+from polyclinic.flat import side_by_side
 
 VALUES = st.floats(-1e6, 1e6, allow_subnormal=False)
 WEIGHTS = st.floats(1e-3, 1e6)
@@ -85,3 +89,86 @@ def test_it_counts_summands_and_weights() -> None:
     for weight in (1.0, 2.5):
         mean.add({}, weight)
     assert (mean.count, mean.total, mean.value()) == (2, 3.5, {})
+
+
+SHAPES: list[tuple[int, ...]] = [(), (1,), (7,), (3, 5), (0,), (2, 3, 3), (33,)]
+DTYPES = [torch.float32, torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64]
+KINDS = st.lists(st.tuples(st.sampled_from(SHAPES), st.sampled_from(DTYPES)), max_size=8)
+
+
+def drawn(layout: list[tuple[tuple[int, ...], torch.dtype]], generator: torch.Generator) -> Tensors:
+    values = [(torch.randn(shape, generator=generator) * 100).to(dtype) for shape, dtype in layout]
+    return {f"t{i}": value for i, value in enumerate(values)}
+
+
+def decoded(tensors: Tensors) -> Tensors:
+    """As a message brings them: one after the other in one buffer."""
+    found = wire.decode(wire.encode({}, {"model": tensors})).tensors
+    return found.get("model", {})
+
+
+def turned(tensors: Tensors) -> Tensors:
+    """The same values in memory that runs the other way: neighbours, but not in the order of their values."""
+    return {name: t.T.contiguous().T if t.ndim == 2 else t.clone() for name, t in tensors.items()}
+
+
+FORMS = {"decoded": decoded, "apart": lambda tensors: dict(tensors), "turned": turned}
+
+
+def one_by_one(updates: list[Tensors], weights: list[float]) -> Tensors:
+    """What the mean is defined to be, tensor by tensor."""
+    mean = {n: t.clone() if t.is_floating_point() else t.double() for n, t in updates[0].items()}
+    total = weights[0]
+    for update, weight in zip(updates[1:], weights[1:], strict=True):
+        total += weight
+        mean = {n: torch.lerp(mean[n], t.to(mean[n].dtype), weight / total) for n, t in update.items()}
+    return {n: t if updates[0][n].is_floating_point() else t.round().long() for n, t in mean.items()}
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    layout=KINDS,
+    arriving=st.lists(st.tuples(st.sampled_from(sorted(FORMS)), WEIGHTS), min_size=1, max_size=4),
+    seed=st.integers(0, 999),
+)
+def test_however_the_tensors_lie_in_memory_the_bits_are_the_same(
+    layout: list[tuple[tuple[int, ...], torch.dtype]], arriving: list[tuple[str, float]], seed: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    updates = [drawn(layout, generator) for _ in arriving]
+    mean = RunningMean()
+    for update, (form, weight) in zip(updates, arriving, strict=True):
+        mean.add(FORMS[form](update), weight)
+    expected, found = one_by_one(updates, [weight for _, weight in arriving]), mean.value()
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape)
+        assert torch.equal(found[name].reshape(-1).view(torch.uint8), tensor.reshape(-1).view(torch.uint8))
+
+
+def test_a_decoded_message_is_averaged_as_one_vector() -> None:
+    """Else the test above would compare one way with itself."""
+    update = {"a": torch.ones(5), "b": torch.ones(2, 3), "n": torch.tensor(3)}
+    mean = RunningMean()
+    mean.add(decoded(update))
+    mean.add(decoded({n: 3 * t for n, t in update.items()}))
+    found = mean.value()
+    assert side_by_side([found["a"], found["b"]]) is not None
+    assert {n: t.flatten().tolist() for n, t in found.items()} == {"a": [2.0] * 5, "b": [2.0] * 6, "n": [6]}
+
+
+def test_tensors_of_another_shape_are_not_averaged_by_their_memory() -> None:
+    mean = RunningMean()
+    mean.add(decoded({"a": torch.zeros(2, 3), "b": torch.zeros(4)}))
+    with pytest.raises(RuntimeError, match="size"):
+        mean.add(decoded({"a": torch.zeros(3, 2), "b": torch.zeros(4)}))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
+def test_tensors_on_a_gpu_are_averaged_there() -> None:
+    mean = RunningMean()
+    for value in (1.0, 4.0):
+        both = torch.full((8,), value, device="cuda")
+        mean.add({"a": both[:3], "b": both[3:]}, value)
+    assert mean.value()["a"].device.type == "cuda"
+    assert mean.value()["b"].tolist() == pytest.approx([3.4] * 5)

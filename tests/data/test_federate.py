@@ -81,6 +81,17 @@ def test_overlapping_sites_share_one_split_and_one_copy() -> None:
         assert site.train.shared.images.data_ptr() == data.images.data_ptr()
 
 
+def test_every_image_of_an_overlapping_site_lies_in_one_part_in_order() -> None:
+    data = collection(patients=100, classes=4)
+    partition = Admixture(sites=5)
+    labels = data.labels.numpy()
+    assigned = partition.assign(labels, data.patients, Stream(0).child("partition"), data.sites)
+    for site, wanted in zip(federated(data, partition).values(), assigned, strict=True):
+        rows = [part.rows.tolist() for part in (site.train, site.validation, site.test) if isinstance(part, Selection)]
+        assert sorted(row for part in rows for row in part) == sorted(wanted.tolist())
+        assert all(part == sorted(part) for part in rows)
+
+
 def test_the_normalisation_reaches_every_part() -> None:
     data = collection()
     plain, normalised = federated(data), federated(data.normalised(0.5, 0.5))

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from polyclinic import wire
 from polyclinic.core import Algorithm, Batch, Bundle, Failure, Federation, Optimiser, SiteId, Stream, Training
 from polyclinic.data.examples import Images, SiteData
-from polyclinic.engines import Engine
+from polyclinic.engines import Answer, Engine
 from polyclinic.engines.local import LocalEngine
 from polyclinic.experiment import pool
 from polyclinic.journal import RamJournal
@@ -101,10 +101,11 @@ class Tap:
 
     def exchange(
         self, round: int, sent: Mapping[SiteId, bytes], deadline: float | None
-    ) -> Iterable[tuple[SiteId, bytes | Failure]]:
+    ) -> Iterable[tuple[SiteId, Answer]]:
         for name, answer in self.engine.exchange(round, sent, deadline):
-            assert isinstance(answer, bytes), answer
-            self.letters.append(Letter(round, name, wire.decode(sent[name]), wire.decode(answer)))
+            assert not isinstance(answer, Failure), answer
+            reply = answer if isinstance(answer, wire.Message) else wire.decode(answer)
+            self.letters.append(Letter(round, name, wire.decode(sent[name]), reply))
             yield name, answer
 
 

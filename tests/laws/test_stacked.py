@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from torchvision.ops import StochasticDepth
 
 from polyclinic.algorithms import ALGORITHMS
 from polyclinic.core import Algorithm, Augment, Bundle, Optimiser, Training
 from polyclinic.data.examples import Images, Selection, SiteData
 from polyclinic.engines.local import LocalEngine
-from polyclinic.engines.stacked import StackedEngine
+from polyclinic.engines.stacked import Compile, StackedEngine
 from polyclinic.experiment import run
 from tests.laws.bench import Played, Sites, clinics, play, small
 from tests.small import tiny
@@ -21,10 +22,10 @@ SIZES = (12, 7, 16, 16, 5)
 """Unequal: with batches of four, sites end at different steps and with batches of different length."""
 
 
-def on_the_stack(most: int | None = None) -> Any:
+def on_the_stack(most: int | None = None, compile: Compile = "auto") -> Any:
     def wrap(engine: Any) -> StackedEngine:
         assert isinstance(engine, LocalEngine)
-        return StackedEngine(engine.runners, most=most)
+        return StackedEngine(engine.runners, most=most, compile=compile)
 
     return wrap
 
@@ -67,7 +68,7 @@ def test_every_algorithm_gives_the_same_on_both_engines(name: str, norm: bool) -
     training = Training(Optimiser("sgd", 0.1), batch=4, epochs=2)
     algorithm = ALGORITHMS[name](training=training)
     played = same_on_both(algorithm, clinics(*SIZES, dtype=torch.float64), 1e-10, torch.float64, norm=norm)
-    if name not in ("fedsgd", "centralised"):
+    if name != "centralised":
         assert together(played) == {len(SIZES)}
 
 
@@ -136,19 +137,35 @@ def test_stacks_that_must_be_smaller_change_nothing(most: int) -> None:
     assert max(together(parts)) == most
 
 
-def test_dropout_runs_one_by_one_and_says_why() -> None:
+@pytest.mark.parametrize("name", ["fedavg", "fedsgd"])
+def test_dropout_drops_the_same_units_on_both_engines(name: str) -> None:
+    algorithm = ALGORITHMS[name](training=Training(Optimiser("sgd", 0.1), batch=4, epochs=2))
+    sites = clinics(*SIZES, dtype=torch.float64)
+    played = same_on_both(algorithm, sites, 1e-10, torch.float64, dropout=0.5)
+    assert together(played) == {len(SIZES)}
+    without = play(algorithm, sites, small(dtype=torch.float64), 3)
+    assert without.sha256 != played.sha256
+
+
+def test_layers_that_draw_from_a_shared_generator_run_one_by_one_and_the_ledger_says_why() -> None:
     sites = clinics(*SIZES)
-    engines: list[StackedEngine] = []
-
-    def keep(engine: Any) -> StackedEngine:
-        engines.append(on_the_stack()(engine))
-        return engines[0]
-
+    networks = [small(dropout=0.5) for _ in range(2)]
+    for network in networks:
+        network.module.extractor.depth = StochasticDepth(0.5, "row")
     algorithm = ALGORITHMS["fedavg"](training=Training(Optimiser("sgd", 0.1), batch=4))
-    one = play(algorithm, sites, small(dropout=0.5), 2)
-    other = play(algorithm, sites, small(dropout=0.5), 2, keep)
+    one, other = play(algorithm, sites, networks[0], 2), play(algorithm, sites, networks[1], 2, on_the_stack())
     assert one.sha256 == other.sha256
-    assert engines[0].alone == {"dropout draws from each site's own stream"}
+    notes = [note for row in other.journal.costs if row["event"] == "round" for note in row["sites"].values()]
+    assert {note["alone"] for note in notes} == {"StochasticDepth draws from a generator that sites would share"}
+
+
+def test_compiled_stacks_give_the_same() -> None:
+    """Sites of unequal size, so that one is computed only to keep the shape."""
+    sites = clinics(12, 8, 4, dtype=torch.float64)
+    algorithm = ALGORITHMS["fedprox"](training=Training(Optimiser("sgd", 0.1, 0.9), batch=4))
+    alone = play(algorithm, sites, small(dtype=torch.float64, dropout=0.3), 2)
+    stacked = play(algorithm, sites, small(dtype=torch.float64, dropout=0.3), 2, on_the_stack(compile="always"))
+    assert_close(stacked.outcome.state, alone.outcome.state, 1e-10)
 
 
 def test_a_site_that_cannot_read_its_order_fails_alone() -> None:

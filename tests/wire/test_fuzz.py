@@ -15,7 +15,7 @@ from polyclinic import wire
 from polyclinic.algorithms.fednova import FedNova
 from polyclinic.core import Bundle, Stream, Training
 from polyclinic.errors import Refused
-from polyclinic.rounds import checked_report
+from polyclinic.replies import checked_report
 from tests.wire.frames import Reply, expected, honest
 from tests.wire.mutations import MUTATIONS
 

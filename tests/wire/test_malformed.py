@@ -13,7 +13,7 @@ import torch
 from polyclinic import wire
 from polyclinic.core import Failure, SiteId, Stream
 from polyclinic.errors import Refused, RoundFailed
-from polyclinic.rounds import checked_report
+from polyclinic.replies import checked_report
 from tests.wire.frames import REGISTERED, asked_round, expected, honest, notes, played, weights
 from tests.wire.malformed import MALFORMED, Make, fields
 

@@ -13,7 +13,8 @@ from polyclinic.core import SiteId, Tensors
 from polyclinic.engines.mock import MockEngine
 from polyclinic.errors import Refused, RoundFailed
 from polyclinic.journal import RamJournal
-from polyclinic.rounds import Outcome, Rounds, Rules, split_predictions
+from polyclinic.replies import split_predictions
+from polyclinic.rounds import Outcome, Rounds, Rules
 from tests.wire.frames import REGISTERED, RUN, federation, start
 
 GROUP = "global|test"

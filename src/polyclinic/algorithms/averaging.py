@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
+from torch import Tensor
 
 from polyclinic.core import Bundle, Exchange, Federation, Site, SiteId, Stream, Tensors, Training, Update, Work
+from polyclinic.flat import apart, side_by_side
 
 WEIGHTS = ("model", "buffers")
 
@@ -18,7 +20,7 @@ class RunningMean:
     """Weighted mean of tensors that arrive one at a time: m ← m + (w/Σw)·(t − m). Holds one copy, never all.
 
     One summand comes out bit for bit, equal ones too but for the sign of a zero. Integers (BatchNorm's batch counters)
-    are averaged and rounded.
+    are averaged and rounded. Tensors that lie side by side, as in every decoded message, are averaged as one vector.
     """
 
     def __init__(self) -> None:
@@ -26,16 +28,39 @@ class RunningMean:
         self.count = 0
         self._mean: Tensors = {}
         self._dtypes: dict[str, torch.dtype] = {}
+        self._vector: Tensor | None = None
+        self._pieces: Tensors = {}
+        """Those of `_mean` that are views of `_vector`."""
 
     def add(self, tensors: Tensors, weight: float = 1.0) -> None:
         self.total += weight
         self.count += 1
         if self.count == 1:
-            self._dtypes = {name: t.dtype for name, t in tensors.items()}
-            self._mean = {n: t.clone() if t.is_floating_point() else t.double() for n, t in tensors.items()}
+            self._begin(tensors)
         elif tensors:
-            new = [tensors[n] if tensors[n].is_floating_point() else tensors[n].double() for n in self._mean]
-            torch._foreach_lerp_(list(self._mean.values()), new, weight / self.total)
+            self._move(tensors, weight / self.total)
+
+    def _begin(self, tensors: Tensors) -> None:
+        self._dtypes = {name: t.dtype for name, t in tensors.items()}
+        single = {n: t for n, t in tensors.items() if t.dtype == torch.float32}
+        vector = side_by_side(list(single.values()))
+        if vector is not None:
+            self._vector = vector.clone()
+            self._pieces = dict(zip(single, apart(self._vector, list(single.values())), strict=True))
+        rest = {n: t for n, t in tensors.items() if n not in self._pieces}
+        copies = {n: t.clone() if t.is_floating_point() else t.double() for n, t in rest.items()}
+        self._mean = {name: self._pieces[name] if name in self._pieces else copies[name] for name in tensors}
+
+    def _move(self, tensors: Tensors, share: float) -> None:
+        rest = self._mean
+        new = [tensors[name] for name in self._pieces]
+        alike = [t.shape for t in new] == [t.shape for t in self._pieces.values()]
+        if self._vector is not None and alike and (vector := side_by_side(new)) is not None:
+            self._vector.lerp_(vector, share)
+            rest = {n: t for n, t in rest.items() if n not in self._pieces}
+        if rest:
+            new = [tensors[n] if tensors[n].is_floating_point() else tensors[n].double() for n in rest]
+            torch._foreach_lerp_(list(rest.values()), new, share)
 
     def value(self) -> Tensors:
         return {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TypeAlias
 
 import numpy as np
@@ -20,6 +21,18 @@ def _pick(patients: tuple[str, ...] | None, index: Tensor) -> tuple[str, ...] | 
     return None if patients is None else tuple(patients[row] for row in index.tolist())
 
 
+def _rows(tensor: Tensor, index: Tensor, pinned: bool) -> Tensor:
+    """Copies whole rows; indexing with [] takes two to three times as long."""
+    if not pinned:
+        return tensor.index_select(0, index)
+    page_locked = torch.empty((len(index), *tensor.shape[1:]), dtype=tensor.dtype, pin_memory=True)
+    return torch.index_select(tensor, 0, index, out=page_locked)
+
+
+def _per_channel(values: tuple[float, ...], device: torch.device) -> Tensor:
+    return torch.tensor(values, device=device).reshape(-1, 1, 1)
+
+
 @dataclass(frozen=True)
 class Images:
     """Images in memory: uint8 of 0..255, or float32. Batches are (image − mean) / std, uint8 first scaled to [0, 1]."""
@@ -34,14 +47,22 @@ class Images:
         return len(self.labels)
 
     def batch(self, index: Tensor) -> Batch:
+        images, labels = self.stored(index)
+        return self.scaled(images), labels
+
+    def stored(self, index: Tensor, pinned: bool = False) -> Batch:
+        """As they lie in memory, before they are scaled: a quarter of the bytes. Pinned, a GPU fetches them unaided."""
         index = index.to(self.labels.device)
-        # index_select copies whole rows; indexing with [] takes two to three times as long.
-        images = self.images.index_select(0, index)
+        return _rows(self.images, index, pinned), _rows(self.labels, index, pinned)
+
+    def scaled(self, images: Tensor) -> Tensor:
+        """What `batch` makes of stored images, on the device where they now are."""
         if images.dtype == torch.uint8:
             images = images.float().div_(255)
-        if self.mean != 0.0 or self.std != 1.0:
-            images = (images - self._shaped(self.mean)) / self._shaped(self.std)
-        return images, self.labels.index_select(0, index)
+        if self.mean == 0.0 and self.std == 1.0:
+            return images
+        mean, std = self._shaped(images.device)
+        return (images - mean) / std
 
     def subset(self, index: Tensor) -> Images:
         """A copy of the images at `index`."""
@@ -52,8 +73,16 @@ class Images:
     def to(self, device: torch.device | str) -> Images:
         return replace(self, images=self.images.to(device), labels=self.labels.to(device))
 
-    def _shaped(self, value: PerChannel) -> Tensor | float:
-        return value if isinstance(value, float) else torch.tensor(value, device=self.images.device).reshape(-1, 1, 1)
+    def _shaped(self, device: torch.device) -> tuple[Tensor | float, Tensor | float]:
+        """Mean and deviation, made once for a device: sending them with every batch would have the host wait for it."""
+        if device not in self._scales:
+            mean, std = (v if isinstance(v, float) else _per_channel(v, device) for v in (self.mean, self.std))
+            self._scales[device] = (mean, std)
+        return self._scales[device]
+
+    @cached_property
+    def _scales(self) -> dict[torch.device, tuple[Tensor | float, Tensor | float]]:
+        return {}
 
 
 @dataclass(frozen=True)
@@ -76,10 +105,13 @@ class Selection:
     def batch(self, index: Tensor) -> Batch:
         return self.shared.batch(self.rows.index_select(0, index.to(self.rows.device)))
 
-    def stored(self, index: Tensor) -> Batch:
-        """As they lie in memory, before they are scaled: a quarter of the bytes."""
-        rows = self.rows.index_select(0, index.to(self.rows.device))
-        return self.shared.images.index_select(0, rows), self.labels.index_select(0, index.to(self.labels.device))
+    def stored(self, index: Tensor, pinned: bool = False) -> Batch:
+        """As they lie in memory, before they are scaled: a quarter of the bytes. Pinned, a GPU fetches them unaided."""
+        return self.shared.stored(self.rows.index_select(0, index.to(self.rows.device)), pinned)
+
+    def scaled(self, images: Tensor) -> Tensor:
+        """What `batch` makes of stored images, on the device where they now are."""
+        return self.shared.scaled(images)
 
     def subset(self, index: Tensor) -> Selection:
         return Selection.of(self.shared, self.rows.cpu()[index])

@@ -79,10 +79,13 @@ def _split_once(
     collection: Collection, members: Mapping[str, Indices], fractions: Fractions, stream: Stream
 ) -> dict[str, Parts]:
     """One split for sites that share patients, or one site would train on what another tests on."""
-    whole = _split_rows(collection, np.arange(len(collection)), fractions, stream)
+    part_of = np.empty(len(collection), dtype=np.int64)
+    for number, rows in enumerate(_split_rows(collection, np.arange(len(collection)), fractions, stream).values()):
+        part_of[rows] = number
+    in_order = {name: np.sort(rows) for name, rows in members.items()}
     return {
-        name: {part: np.intersect1d(rows, whole[part], assume_unique=True) for part in PARTS}
-        for name, rows in members.items()
+        name: {part: rows[part_of[rows] == number] for number, part in enumerate(PARTS)}
+        for name, rows in in_order.items()
     }
 
 

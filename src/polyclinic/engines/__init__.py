@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 from polyclinic.core import Failure, SiteId
+from polyclinic.wire import Message
+
+Answer: TypeAlias = bytes | Message | Failure
+"""A reply as it came over a wire, or handed over within this process, or why there is none."""
 
 
 class Engine(Protocol):
     def exchange(
         self, round: int, sent: Mapping[SiteId, bytes], deadline: float | None
-    ) -> Iterable[tuple[SiteId, bytes | Failure]]:
+    ) -> Iterable[tuple[SiteId, Answer]]:
         """Deliver one message to each site and yield the replies as they come, in any order."""
         ...

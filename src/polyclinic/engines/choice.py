@@ -11,10 +11,11 @@ import torch
 
 from polyclinic.core import Algorithm, Bundle, Fit, Site, SiteId, Stream
 from polyclinic.engines.local import LocalEngine, WorkerEngine
-from polyclinic.engines.stacked import StackedEngine
+from polyclinic.engines.stacked import Compile, StackedEngine
 from polyclinic.learning.fit import fit
 from polyclinic.learning.network import LiveNetwork
-from polyclinic.learning.stacked import Seat, fit_stacked, signature, why_not
+from polyclinic.learning.seating import Seat
+from polyclinic.learning.stacked import fit_stacked, signature, why_not
 from polyclinic.runner import SiteRunner
 
 TRIED = 8
@@ -31,10 +32,10 @@ class Choice:
 
 
 def make_engine(
-    name: str, runners: Mapping[SiteId, SiteRunner], workers: int, threads: int
+    name: str, runners: Mapping[SiteId, SiteRunner], workers: int, threads: int, compile: Compile = "auto"
 ) -> LocalEngine | WorkerEngine | StackedEngine:
     if name == "stacked":
-        return StackedEngine(runners, threads)
+        return StackedEngine(runners, threads, compile=compile)
     return WorkerEngine(runners, workers, threads) if workers else LocalEngine(runners, threads)
 
 
@@ -51,7 +52,10 @@ def choose(runners: Mapping[SiteId, SiteRunner], algorithm: Algorithm, state: Bu
         return Choice("local", f"sites do not stack: {reason}")
     ready = [seat for seat in seats if seat is not None]
     apart = _seconds(lambda: [fit(s.job, network, s.data, s.site, s.stream) for s in ready], network)
-    together = _seconds(lambda: fit_stacked(ready, network), network)
+    try:
+        together = _seconds(lambda: fit_stacked(ready, network), network)
+    except torch.OutOfMemoryError:
+        return Choice("local", f"{len(ready)} sites as one stack do not fit into the device's memory")
     figures = f"{STEPS} steps of {len(ready)} sites took {apart * 1e3:.1f} ms apart and {together * 1e3:.1f} ms stacked"
     return Choice("stacked" if together < WORTH * apart else "local", figures)
 

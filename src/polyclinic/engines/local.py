@@ -10,7 +10,9 @@ import contextlib
 import ctypes
 import os
 import signal
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -19,8 +21,11 @@ from typing import TypeVar
 import torch
 
 from polyclinic.core import Failure, SiteId
+from polyclinic.engines import Answer
 from polyclinic.errors import PolyclinicError, Refused, StoreError
+from polyclinic.mail import Outbox
 from polyclinic.runner import SiteRunner
+from polyclinic.wire import Message, decode
 
 T = TypeVar("T")
 
@@ -45,6 +50,11 @@ def failing(deed: Callable[[], T]) -> T | Failure:
         return Failure("error", str(error))
 
 
+def handed(sent: Mapping[SiteId, bytes], site: SiteId) -> Message:
+    """A site's order, without a way over bytes if it can be had."""
+    return sent.handed(site) if isinstance(sent, Outbox) else decode(sent[site])
+
+
 def keep_freed_memory() -> None:
     """Have glibc keep freed activations for the next step instead of handing them back to the kernel.
 
@@ -67,9 +77,12 @@ class LocalEngine:
 
     def exchange(
         self, round: int, sent: Mapping[SiteId, bytes], deadline: float | None
-    ) -> Iterable[tuple[SiteId, bytes | Failure]]:
+    ) -> Iterable[tuple[SiteId, Answer]]:
         for site in sent:
-            yield site, attempt(self.runners[site], sent[site])
+            yield site, failing(partial(self._reply, sent, site))
+
+    def _reply(self, sent: Mapping[SiteId, bytes], site: SiteId) -> Message:
+        return self.runners[site].reply(handed(sent, site))
 
     def close(self) -> None:
         """Nothing to release."""
@@ -83,6 +96,7 @@ class WorkerEngine:
         torch.set_num_threads(1)  # forking while other threads compute would hang the child
         torch.optim.SGD([torch.zeros(1)])  # the first optimiser loads a compiler: here once, not in every worker
         self.runners, self.names = runners, list(runners)
+        self.numbers = {name: str(number).encode() for number, name in enumerate(self.names)}
         context = get_context("fork")
         self.pipes: list[Connection] = []
         self.processes: list[BaseProcess] = []
@@ -114,17 +128,17 @@ class WorkerEngine:
 
     def exchange(
         self, round: int, sent: Mapping[SiteId, bytes], deadline: float | None
-    ) -> Iterable[tuple[SiteId, bytes | Failure]]:
-        waiting = list(sent)
+    ) -> Iterable[tuple[SiteId, Answer]]:
+        waiting = deque(sent)
         busy: dict[Connection, SiteId] = {}
         idle = [pipe for pipe, process in zip(self.pipes, self.processes, strict=True) if process.is_alive()]
         while waiting or busy:
             while waiting and idle:
                 site, pipe = waiting[0], idle.pop()
                 with contextlib.suppress(OSError):  # it died while idle: another worker takes the site
-                    pipe.send_bytes(str(self.names.index(site)).encode())
+                    pipe.send_bytes(self.numbers[site])
                     pipe.send_bytes(sent[site])
-                    busy[pipe] = waiting.pop(0)
+                    busy[pipe] = waiting.popleft()
             if not busy:
                 yield from ((site, Failure("dead", "no worker process is left")) for site in waiting)
                 return

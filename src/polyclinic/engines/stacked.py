@@ -1,24 +1,33 @@
 """Many sites as one batch on one device: all sites' `local` generators are driven in step, jobs that fit run together.
 
 Sites whose next jobs have one shape (model, objective, optimiser) train as a stack (`learning.stacked`); any other job
-runs one by one, as on the local engine. Either way a site's numbers are those of the local engine, up to rounding.
+runs one by one, as on the local engine, and the ledger says why. Either way a site's numbers are those of the local
+engine, up to rounding.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, Literal
 
 import torch
 
 from polyclinic.core import Failure, Fit, Fitted, Job, SiteId, Tensors, Work
-from polyclinic.engines.local import failing, keep_freed_memory
-from polyclinic.learning.stacked import Seat, fit_stacked, signature, why_not
+from polyclinic.engines import Answer
+from polyclinic.engines.foresight import Foresight
+from polyclinic.engines.local import failing, handed, keep_freed_memory
+from polyclinic.learning.memory import room
+from polyclinic.learning.seating import Seat
+from polyclinic.learning.stacked import fit_stacked, signature, why_not
 from polyclinic.runner import SiteRunner, Visit
+from polyclinic.wire import Message
 
-MOST_BYTES = 2**33
-"""Of a stack's weights, gradients and optimiser state; what is beyond trains in the next stack."""
+Compile = Literal["auto", "always", "never"]
+WORTH_COMPILING = 120.0
+"""Seconds that stacks would yet take uncompiled. Compiling takes about half a minute and doubles their speed."""
 
 
 @dataclass
@@ -32,105 +41,137 @@ class Guest:
     number: int = 0
     together: int = 1
     """The largest stack it was part of."""
+    alone: str = ""
+    """Why a training job of it was not stacked."""
 
 
 class StackedEngine:
     """In this process, on one device."""
 
-    def __init__(self, runners: Mapping[SiteId, SiteRunner], threads: int = 1, most: int | None = None) -> None:
-        self.runners, self.most = runners, most
-        self.alone: set[str] = set()
-        """Why jobs ran one by one."""
+    def __init__(
+        self,
+        runners: Mapping[SiteId, SiteRunner],
+        threads: int = 1,
+        most: int | None = None,
+        compile: Compile = "auto",
+    ) -> None:
+        """`most`: sites in one stack; None: as many as the device's memory holds."""
+        self.runners, self.most, self.compile = runners, most, compile
+        self.compiling, self.rounds = compile == "always", 0
+        self.uncompiled = ""
+        """Why compiling did not work."""
+        self._rooms: dict[Any, int] = {}
         torch.set_num_threads(threads)
         keep_freed_memory()
 
     def exchange(
         self, round: int, sent: Mapping[SiteId, bytes], deadline: float | None
-    ) -> Iterable[tuple[SiteId, bytes | Failure]]:
+    ) -> Iterable[tuple[SiteId, Answer]]:
         guests: dict[SiteId, Guest] = {}
-        for site, data in sent.items():
-            begun = self._begin(site, data)
+        foresight = Foresight([self.runners[site] for site in sent])
+        for site in sent:
+            begun = failing(partial(self._begin, sent, site, foresight))
             if isinstance(begun, Guest):
                 guests[site] = begun
             else:
                 yield site, begun
+        left = max((guest.visit.site.rounds - round for guest in guests.values()), default=0)
+        spent = 0.0
         while guests:
             for together in self._groups(guests):
-                yield from self._advance(guests, together)
+                began = time.perf_counter()
+                results = failing(partial(self._run, [guests[site] for site in together]))
+                spent += time.perf_counter() - began
+                yield from self._hand_in(guests, together, results)
+        self._consider_compiling(spent * left)
 
     def close(self) -> None:
         """Nothing to release."""
 
-    def _begin(self, site: SiteId, data: bytes) -> Guest | bytes | Failure:
+    def _begin(self, sent: Mapping[SiteId, bytes], site: SiteId, foresight: Foresight) -> Guest | Message:
         runner = self.runners[site]
-
-        def begin() -> Guest | bytes:
-            order = runner.read(data)
-            if order.fields["purpose"] == "evaluate":
-                return runner.evaluate(order)
-            visit = runner.begin(order)
-            work = runner.work(visit)
-            return Guest(runner, visit, work, next(work))
-
-        return failing(begin)
+        order = handed(sent, site)
+        runner.check(order)
+        predict = partial(foresight.predict, runner)
+        if order.fields["purpose"] == "evaluate":
+            return runner.evaluate(order, predict)
+        visit = runner.begin(order, predict)
+        work = runner.work(visit)
+        return Guest(runner, visit, work, next(work))
 
     def _groups(self, guests: Mapping[SiteId, Guest]) -> list[list[SiteId]]:
         """Sites whose next jobs run as one, in stacks that fit into memory; the others alone."""
         stacks: dict[Any, list[SiteId]] = {}
         for site, guest in guests.items():
             stacks.setdefault(self._key(site, guest), []).append(site)
-        return [
-            members[start : start + self._room(guests[members[0]])]
-            for members in stacks.values()
-            for start in range(0, len(members), self._room(guests[members[0]]))
-        ]
+        groups = []
+        for key, members in stacks.items():
+            size = self._room(key, guests[members[0]]) if len(members) > 1 else 1
+            groups += [members[start : start + size] for start in range(0, len(members), size)]
+        return groups
 
     def _key(self, site: SiteId, guest: Guest) -> Any:
         if not isinstance(guest.job, Fit):
             return site
         reason = why_not(guest.job, guest.runner.network)
-        if reason:
-            self.alone.add(reason)
-            return site
-        return signature(guest.job, guest.visit.site)
+        guest.alone = reason or guest.alone
+        return site if reason else signature(guest.job, guest.visit.site)
 
-    def _room(self, guest: Guest) -> int:
+    def _room(self, key: Any, guest: Guest) -> int:
         """How many such jobs one stack may hold."""
-        if self.most is not None or not isinstance(guest.job, Fit):
-            return self.most or 1
-        weights = sum(t.nbytes for group in guest.job.weights.values() for t in group.values())
-        return max(1, MOST_BYTES // (6 * weights))
+        if key not in self._rooms:
+            self._rooms[key] = room(_seat(guest), guest.runner.network)
+        return min(self._rooms[key], self.most or self._rooms[key])
 
-    def _advance(self, guests: dict[SiteId, Guest], sites: list[SiteId]) -> Iterator[tuple[SiteId, bytes | Failure]]:
-        """Run the next job of these sites, and hand in those that are done."""
-        chosen = [guests[site] for site in sites]
-        results: list[Fitted | Tensors | Failure] = [self._alone(chosen[0])] if len(chosen) == 1 else _stacked(chosen)
-        for site, guest, result in zip(sites, chosen, results, strict=True):
-            guest.together = max(guest.together, len(sites))
-            ended = result if isinstance(result, Failure) else self._next(guest, result)
+    def _run(self, guests: Sequence[Guest]) -> list[Fitted | Tensors]:
+        """The next job of each."""
+        first = guests[0]
+        if len(guests) == 1:
+            if isinstance(first.job, Fit) and not first.alone:
+                first.alone = "no other site's job was like it"
+            return [first.runner.run(first.job, first.visit, first.number)]
+        try:
+            found = fit_stacked([_seat(guest) for guest in guests], first.runner.network, self.compiling)
+        except torch._dynamo.exc.TorchDynamoException as error:  # no compiler here, or one that cannot do this
+            self.compile, self.compiling = "never", False
+            self.uncompiled = str(error).strip().partition("\n")[0][:160] or type(error).__name__
+            return self._run(guests)
+        except torch.OutOfMemoryError:
+            torch.cuda.empty_cache()
+            self.most = (len(guests) + 1) // 2
+            return [*self._run(guests[: self.most]), *self._run(guests[self.most :])]
+        for guest in guests:
+            guest.together = max(guest.together, len(guests))
+            guest.alone = self.uncompiled and f"stacked, but it could not be compiled: {self.uncompiled}"
+        return [*found]
+
+    def _hand_in(
+        self, guests: dict[SiteId, Guest], sites: Sequence[SiteId], results: Sequence[Fitted | Tensors] | Failure
+    ) -> Iterator[tuple[SiteId, Answer]]:
+        """Send results into the sites' generators, and hand in those that are done."""
+        for number, site in enumerate(sites):
+            ended: Answer | None = results if isinstance(results, Failure) else None
+            if not isinstance(results, Failure):
+                ended = failing(partial(self._next, guests[site], results[number]))
             if ended is not None:
                 del guests[site]
                 yield site, ended
 
-    def _alone(self, guest: Guest) -> Fitted | Tensors | Failure:
-        return failing(lambda: guest.runner.run(guest.job, guest.visit, guest.number))
+    def _next(self, guest: Guest, result: Fitted | Tensors) -> Message | None:
+        """The site's reply if that was its last job, else None."""
+        try:
+            guest.job, guest.number = guest.work.send(result), guest.number + 1
+            return None
+        except StopIteration as end:
+            update, memory = end.value
+            return guest.runner.end(guest.visit, update, memory, guest.together, guest.alone)
 
-    def _next(self, guest: Guest, result: Fitted | Tensors) -> bytes | Failure | None:
-        """Send a result into the site's generator: its reply if that was the last, else None."""
-
-        def send() -> bytes | None:
-            try:
-                guest.job, guest.number = guest.work.send(result), guest.number + 1
-                return None
-            except StopIteration as end:
-                update, memory = end.value
-                return guest.runner.end(guest.visit, update, memory, guest.together)
-
-        return failing(send)
-
-
-def _stacked(guests: list[Guest]) -> list[Fitted | Tensors | Failure]:
-    return [*fit_stacked([_seat(guest) for guest in guests], guests[0].runner.network)]
+    def _consider_compiling(self, seconds: float) -> None:
+        """After the second round, whose time is that of the rounds to come."""
+        self.rounds += 1
+        device = next(iter(self.runners.values())).network.device
+        if self.compile == "auto" and self.rounds > 1 and device.type == "cuda":
+            self.compiling = self.compiling or seconds > WORTH_COMPILING
 
 
 def _seat(guest: Guest) -> Seat:

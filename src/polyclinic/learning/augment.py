@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from polyclinic.core import Augment, Stream
+from polyclinic.learning.feed import onto
 
 
 @dataclass(frozen=True)
@@ -136,4 +137,4 @@ def _rows(*rows: list[Tensor]) -> Tensor:
 
 def _beside(images: Tensor, drawn: Tensor) -> Tensor:
     """In the images' precision before it goes to their device, as not every device has float64."""
-    return drawn.to(images.dtype).to(images.device)
+    return onto(drawn.to(images.dtype), images.device)

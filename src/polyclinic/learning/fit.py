@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -25,6 +25,8 @@ from polyclinic.core import (
     Training,
 )
 from polyclinic.learning.augment import augmented
+from polyclinic.learning.dropout import first_key, key_of
+from polyclinic.learning.feed import feed, onto
 from polyclinic.learning.network import LiveNetwork
 
 
@@ -37,18 +39,22 @@ def order(labels: Tensor, training: Training, stream: Stream) -> Tensor:
 
 def oversampled(labels: Tensor, generator: torch.Generator) -> Tensor:
     """Every example once, then random repeats of each class until all are as frequent as the largest."""
-    counts = labels.cpu().bincount()
-    chosen = [torch.arange(len(labels))]
+    here = labels.cpu()
+    counts = here.bincount()
+    chosen = [torch.arange(len(here))]
     for value in counts.nonzero().squeeze(1).tolist():
-        members = (labels.cpu() == value).nonzero().squeeze(1)
+        members = (here == value).nonzero().squeeze(1)
         missing = int(counts.max()) - len(members)
         chosen.append(members[torch.randint(len(members), (missing,), generator=generator)])
     return torch.cat(chosen)
 
 
 def batches(labels: Tensor, training: Training, stream: Stream) -> list[Tensor]:
-    """One epoch cut into batches. A single left-over example joins the batch before it (BatchNorm needs two)."""
-    cut = list(torch.split(order(labels, training, stream), training.batch))
+    """One epoch cut into batches. A single left-over example joins the batch before it (BatchNorm needs two).
+
+    The order is made on the CPU and sent to where the labels are as a whole: batch by batch the host would wait.
+    """
+    cut = list(torch.split(onto(order(labels, training, stream), labels.device), training.batch))
     if len(cut) > 1 and len(cut[-1]) == 1 < training.batch:
         cut[-2:] = [torch.cat(cut[-2:])]
     return cut
@@ -101,45 +107,52 @@ def fit(job: Fit, network: LiveNetwork, data: Examples, site: Site, stream: Stre
     reference = {k: {n: t.to(network.device) for n, t in g.items()} for k, g in job.reference.items()}
     optimisers = [make_optimiser(network.require_gradients(n), training.optimiser, site.lr) for n in moving]
     restore_optimisers(optimisers, network, moving, job.optimiser_state)
-    count, total = 0, torch.zeros((), device=network.device)
-    with draws_from(stream.child("dropout", site.round), network.device):
-        for number, micro in walk(data.labels, training, stream, site.round, job.whole):
-            look = partial(seen, data, training.augment, stream.child("augment", number))
+    total, key = torch.zeros((), device=network.device), first_key(stream)
+    plan = list(walk(data.labels, training, stream, site.round, job.whole))
+    turns = (index for _, micro in plan for _ in steps for index in micro)
+    with (
+        draws_from(stream.child("dropout", site.round), network.device),
+        network.precision(training.precision),
+        feed(data, turns, network.device) as fed,
+    ):
+        for number, micro in plan:
             for step, names, optimiser in zip(steps, moving, optimisers, strict=True):
                 if len(steps) > 1:
                     network.require_gradients(names)
                 optimiser.zero_grad(set_to_none=True)
-                loss = _gradient(step, network, live, look, micro, reference)
+                look = seen(islice(fed, len(micro)), training.augment, stream.child("augment", number))
+                look = keyed(look, network, key, number)
+                loss = _gradient(step, network, live, look, [len(index) for index in micro], reference)
                 optimiser.step()
             total += loss
-            count += 1
     state = {} if job.optimiser_state is None else optimiser_state(optimisers, network, moving)
-    return Fitted(network.take(), count, float(total) / max(count, 1), state)
+    return Fitted(network.take(), len(plan), float(total) / max(len(plan), 1), state)
 
 
-def seen(data: Examples, augment: Augment | None, stream: Stream, position: int, index: Tensor) -> Batch:
-    """The examples at `index` as a step sees them; `position` is the batch's among those of the step."""
-    images, labels = data.batch(index)
-    return (images if augment is None else augmented(images, augment, stream.child(position))), labels
+def seen(batches: Iterator[Batch], augment: Augment | None, stream: Stream) -> Iterator[Batch]:
+    """The batches of one step as it sees them."""
+    for position, (images, labels) in enumerate(batches):
+        yield (images if augment is None else augmented(images, augment, stream.child(position))), labels
+
+
+def keyed(batches: Iterator[Batch], network: LiveNetwork, first: int, number: int) -> Iterator[Batch]:
+    """The same batches, each with a dropout of its own."""
+    for position, batch in enumerate(batches):
+        network.draw_by(key_of(first, number, position))
+        yield batch
 
 
 def _gradient(
-    step: Step,
-    network: LiveNetwork,
-    live: Bundle,
-    look: Callable[[int, Tensor], Batch],
-    micro: list[Tensor],
-    reference: Bundle,
+    step: Step, network: LiveNetwork, live: Bundle, batches: Iterator[Batch], sizes: Sequence[int], reference: Bundle
 ) -> Tensor:
-    """Leave the gradient of the mean over `micro` in the parameters; returns the mean loss, detached."""
-    if len(micro) == 1:
-        loss = step.objective(network, live, look(0, micro[0]), reference)
+    """Leave the gradient of the mean over all `batches` in the parameters; returns the mean loss, detached."""
+    if len(sizes) == 1:
+        loss = step.objective(network, live, next(batches), reference)
         loss.backward()  # type: ignore[no-untyped-call]
         return loss.detach()
-    examples = sum(len(index) for index in micro)
-    total = torch.zeros((), device=network.device)
-    for position, index in enumerate(micro):
-        loss = step.objective(network, live, look(position, index), reference) * (len(index) / examples)
+    total, examples = torch.zeros((), device=network.device), sum(sizes)
+    for size, batch in zip(sizes, batches, strict=True):
+        loss = step.objective(network, live, batch, reference) * (size / examples)
         loss.backward()  # type: ignore[no-untyped-call]
         total += loss.detach()
     return total
@@ -185,20 +198,22 @@ def restore_optimisers(
             optimisers[int(number)].state[parameter][slot] = value.to(device, copy=True)
 
 
+def at_a_time(device: torch.device) -> int:
+    """Images of an evaluation batch: on a CPU few, so that evaluating takes no more memory than training did."""
+    return 64 if device.type == "cpu" else 512
+
+
 @torch.no_grad()
-def score(job: Score, network: LiveNetwork, data: Examples, batch: int) -> Tensors:
+def score(job: Score, network: LiveNetwork, data: Examples, batch: int | None = None) -> Tensors:
     """`job.function` over all of `data`, in its own order, in evaluation mode."""
     weights = network.load(job.weights)
     network.evaluation_mode()
     reference = {k: {n: t.to(network.device) for n, t in g.items()} for k, g in job.reference.items()}
-    parts = [
-        (len(index), job.function(network, weights, data.batch(index), reference))
-        for index in torch.split(torch.arange(len(data)), batch)
-    ]
+    turns = torch.split(torch.arange(len(data), device=data.labels.device), batch or at_a_time(network.device))
+    with feed(data, turns, network.device) as fed:
+        parts = [(len(found[1]), job.function(network, weights, found, reference)) for found in fed]
     if not parts:
         return {}
     if job.reduce == "cat":
-        return {name: torch.cat([rows[name] for _, rows in parts]).cpu() for name in parts[0][1]}
-    return {
-        name: sum((rows[name] * (n / len(data)) for n, rows in parts), torch.zeros(())).cpu() for name in parts[0][1]
-    }
+        return {name: torch.cat([rows[name] for _, rows in parts]) for name in parts[0][1]}
+    return {name: torch.stack([rows[name] * (n / len(data)) for n, rows in parts]).sum(0) for name in parts[0][1]}

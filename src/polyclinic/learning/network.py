@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cached_property
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from polyclinic.core import Batch, Bundle, Tensors
+from polyclinic.core import Batch, Bundle, Precision, Tensors
+from polyclinic.errors import EngineError
+from polyclinic.learning.dropout import draws_alone, with_keys
+from polyclinic.learning.unfolded import unfolded
 from polyclinic.models import Classifier
 
 
@@ -26,25 +32,53 @@ class LiveNetwork:
         self.layout = torch.channels_last if _convolves(module) else torch.contiguous_format
         """Convolutions run much faster, on CPU and GPU, where a pixel's channels lie side by side."""
         self.module = self.module.to(memory_format=self.layout)
-        parameters, buffers = dict(module.named_parameters()), dict(module.named_buffers())
-        self.live: Bundle = {"model": dict(parameters), "buffers": buffers}
+        self._dropouts = with_keys(module, self.device)
+        self.live: Bundle = {"model": dict(module.named_parameters()), "buffers": _statistics(module)}
+        self.inhabited = True
+        """Whether weights may live in the module; compilers cannot compare a bundle with them."""
+        self.calls: dict[Any, Any] = {}
+        """What stacks made of this network as a function, compiled or not."""
+        self._lower: torch.dtype | None = None
+        """What calls compute in at present, if not in the weights' own precision."""
         self._mode: frozenset[str] | None = None
         """What `training_mode` was last called with; None after evaluation. Walking all modules takes its time."""
         self._norms = {name: m for name, m in module.named_modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)}
 
     def __call__(self, weights: Bundle, images: Tensor) -> Tensor:
-        live = weights is self.live
-        logits: Tensor = self.module(self._laid(images)) if live else self._call(self.module, weights, images, "")
-        return logits
+        return self._compute(self.module, weights, images, "")
+
+    @contextmanager
+    def precision(self, wanted: Precision) -> Iterator[None]:
+        """Meanwhile calls compute in `wanted`, by autocast; weights, statistics and what calls return stay float32."""
+        lower = {"float32": None, "bfloat16": torch.bfloat16}[wanted]
+        if lower is not None and any(t.dtype == torch.float64 for t in self.live["model"].values()):
+            raise EngineError(
+                "training.precision is bfloat16, but this network's weights are float64; "
+                "give it float32 weights, or set training.precision: float32"
+            )
+        before, self._lower = self._lower, lower
+        try:
+            yield
+        finally:
+            self._lower = before
+
+    def _compute(self, module: nn.Module, weights: Bundle, images: Tensor, prefix: str) -> Tensor:
+        if self._lower is None:
+            return self._forward(module, weights, images, prefix)
+        # A call casts every weight once, so there is nothing to cache; and a cache would outlive the optimiser's step.
+        with torch.autocast(self.device.type, self._lower, cache_enabled=False):
+            return self._forward(module, weights, images, prefix).float()
+
+    def _forward(self, module: nn.Module, weights: Bundle, images: Tensor, prefix: str) -> Tensor:
+        live = self.inhabited and weights is self.live
+        output: Tensor = module(self._laid(images)) if live else self._call(module, weights, images, prefix)
+        return output
 
     def _laid(self, images: Tensor) -> Tensor:
         return images.contiguous(memory_format=self.layout) if images.ndim == 4 else images
 
     def features(self, weights: Bundle, images: Tensor) -> Tensor:
-        extractor = self.module.extractor
-        live = weights is self.live
-        output: Tensor = extractor(self._laid(images)) if live else self._call(extractor, weights, images, "extractor.")
-        return output
+        return self._compute(self.module.extractor, weights, images, "extractor.")
 
     def loss(self, weights: Bundle, batch: Batch) -> Tensor:
         images, labels = batch
@@ -57,6 +91,31 @@ class LiveNetwork:
         output: Tensor = functional_call(module, own, (images,))
         return output
 
+    @cached_property
+    def stackable(self) -> LiveNetwork:
+        """The same network, written so that many sites' weights run as one; its own weights are never used."""
+        network = LiveNetwork(unfolded(self.module), self.device)
+        network.inhabited = False
+        return network
+
+    @cached_property
+    def shared_draws(self) -> str:
+        """Layers whose random numbers depend on who else trains in the process."""
+        return ", ".join(sorted({type(m).__name__ for m in self.module.modules() if not draws_alone(m)}))
+
+    @property
+    def draws(self) -> bool:
+        return bool(self._dropouts)
+
+    def draw_by(self, key: int) -> None:
+        """What dropout drops from now on."""
+        for layer in self._dropouts.values():
+            layer.key.fill_(key)
+
+    def keyed(self, keys: Tensor) -> Tensors:
+        """The same for calls with weights of one's own: to be passed among their buffers."""
+        return {f"{name}.key": keys for name in self._dropouts}
+
     def evaluation_mode(self) -> None:
         self._mode = None
         self.module.eval()
@@ -67,24 +126,15 @@ class LiveNetwork:
         for kind, live in self.live.items():
             given = weights.get(kind, {})
             if live:
-                wanted = [given[name] for name in live]
-                on_cpu = self.device.type == "cpu"
-                torch._foreach_copy_(list(live.values()), wanted if on_cpu else across(wanted, self.device))
+                wanted = list(moved({name: given[name] for name in live}, self.device).values())
+                torch._foreach_copy_(list(live.values()), wanted)
         return self.live
 
     @torch.no_grad()
     def take(self) -> Bundle:
-        """A copy of the live weights, on the CPU."""
-        if self.device.type == "cpu":
-            return {
-                kind: {n: t.detach().clone(memory_format=torch.contiguous_format) for n, t in g.items()}
-                for kind, g in self.live.items()
-            }
-        home = torch.device("cpu")
-        return {
-            kind: dict(zip(group, across([t.detach() for t in group.values()], home), strict=True))
-            for kind, group in self.live.items()
-        }
+        """A copy of the live weights, where they are."""
+        plain = torch.contiguous_format
+        return {kind: {n: t.detach().clone(memory_format=plain) for n, t in g.items()} for kind, g in self.live.items()}
 
     def training_mode(self, trainable: frozenset[str]) -> None:
         """Train mode, but normalisation layers whose own parameters are frozen stay in eval."""
@@ -124,10 +174,27 @@ def across(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
     return [moved[position] for position in range(len(tensors))]
 
 
+def moved(group: Tensors, device: torch.device) -> Tensors:
+    """The tensors on `device`; themselves if they are there."""
+    if all(tensor.device.type == device.type for tensor in group.values()):
+        return group
+    return dict(zip(group, across(list(group.values()), device), strict=True))
+
+
+def on(bundle: Bundle, device: torch.device) -> Bundle:
+    return {kind: moved(group, device) for kind, group in bundle.items()}
+
+
 def weights_of(module: nn.Module) -> Bundle:
     """A copy of a module's parameters and buffers, as a bundle."""
     plain = torch.contiguous_format
     return {
         "model": {n: p.detach().clone(memory_format=plain) for n, p in module.named_parameters()},
-        "buffers": {n: b.detach().clone(memory_format=plain) for n, b in module.named_buffers()},
+        "buffers": {n: b.detach().clone(memory_format=plain) for n, b in _statistics(module).items()},
     }
+
+
+def _statistics(module: nn.Module) -> Tensors:
+    """The buffers that belong to the model; not what a layer only keeps for the moment."""
+    lasting = module.state_dict(keep_vars=True).keys()
+    return {name: buffer for name, buffer in module.named_buffers() if name in lasting}

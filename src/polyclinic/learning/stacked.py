@@ -1,55 +1,30 @@
 """Many sites' training jobs as one: parameters stacked, `torch.func.vmap` over sites, the same numbers as one by one.
 
-A step runs all sites whose batch has the same length as one call; a site that has no batch left stands still. So sites
-of unequal size give what they give alone, BatchNorm included.
+Sites do not wait for each other: a call takes all sites whose next batch has the same length. So sites of unequal size
+give what they give alone, BatchNorm included. Everything a call needs lies on the device before the first one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.func import vmap
 
-from polyclinic.core import (
-    Augment,
-    Batch,
-    Bundle,
-    Examples,
-    Fit,
-    Fitted,
-    Objective,
-    Optimiser,
-    Site,
-    Stream,
-    Tensors,
-)
-from polyclinic.data.examples import Selection
-from polyclinic.learning.augment import augmented
-from polyclinic.learning.fit import walk
-from polyclinic.learning.network import LiveNetwork, across
-
-BETA_1, BETA_2, EPSILON = 0.9, 0.999, 1e-8
-"""torch.optim.Adam's own."""
-
-
-@dataclass(frozen=True)
-class Seat:
-    """One site's place in a stack."""
-
-    job: Fit
-    data: Examples
-    site: Site
-    stream: Stream
+from polyclinic.core import Batch, Bundle, Fit, Fitted, Objective, Site, Tensors
+from polyclinic.learning.network import LiveNetwork, moved
+from polyclinic.learning.seating import Seat, Table
+from polyclinic.learning.stacked_optimiser import StackedOptimiser
 
 
 def signature(job: Fit, site: Site) -> tuple[Any, ...]:
     """Jobs with equal signatures run as one."""
     state = None if job.optimiser_state is None else {"": job.optimiser_state}
-    return job.sequence, job.training, site.lr, _shapes(job.weights), _shapes(job.reference), state and _shapes(state)
+    shapes = _shapes(job.weights), _shapes(job.reference), state and _shapes(state)
+    return job.sequence, job.training, job.whole, site.lr, *shapes
 
 
 def _shapes(bundle: Bundle) -> tuple[Any, ...]:
@@ -58,89 +33,135 @@ def _shapes(bundle: Bundle) -> tuple[Any, ...]:
 
 def why_not(job: Fit, network: LiveNetwork) -> str:
     """Why a job cannot be stacked; "" if it can."""
-    if job.whole:
-        return "full-gradient steps are accumulated over batches"
-    if any(isinstance(m, torch.nn.modules.dropout._DropoutNd) and m.p > 0 for m in network.module.modules()):
-        return "dropout draws from each site's own stream"
-    return ""
+    if job.whole and len(job.sequence) > 1:
+        return "several steps on full gradients are taken site by site"
+    shared = network.shared_draws
+    return f"{shared} draws from a generator that sites would share" if shared else ""
 
 
-def fit_stacked(seats: Sequence[Seat], network: LiveNetwork) -> list[Fitted]:
-    """What `fit` gives for each seat alone, up to rounding."""
-    first = seats[0].job
-    training = first.training
-    steps = first.sequence
+def fit_stacked(seats: Sequence[Seat], network: LiveNetwork, compiled: bool = False) -> list[Fitted]:
+    """What `fit` gives for each seat alone, up to rounding. `compiled` pays after some thousand steps."""
+    first, network = seats[0].job, network.stackable
+    training, steps = first.training, first.sequence
     moving = [network.trainable(training.fine_tune, step.train) for step in steps]
     network.training_mode(frozenset().union(*moving))
-    weights = {
-        kind: _stack([s.job.weights.get(kind, {}) for s in seats], network.device) for kind in ("model", "buffers")
-    }
+    weights = {k: _stack([s.job.weights.get(k, {}) for s in seats], network.device) for k in ("model", "buffers")}
     reference = {k: _stack([s.job.reference[k] for s in seats], network.device) for k in first.reference}
-    optimisers = [StackedOptimiser(training.optimiser, seats[0].site.lr, number) for number in range(len(moving))]
+    optimisers = [StackedOptimiser(training.optimiser, seats[0].site.lr, number) for number in range(len(steps))]
     if first.optimiser_state is not None:
         state = _stack([s.job.optimiser_state or {} for s in seats], network.device)
         for optimiser in optimisers:
             optimiser.restore(state)
-    plans = [list(walk(s.data.labels, training, s.stream, s.site.round, False)) for s in seats]
-    losses = torch.zeros(len(seats), device=network.device)
-    calls = [_gradients(network, step.objective) for step in steps]
-    for turn in range(max(map(len, plans))):
-        for members, rows in _by_length(plans, turn):
-            images, labels = _batch([seats[m].data for m in members], rows)
-            if training.augment is not None:
-                numbers = [plans[m][turn][0] for m in members]
-                images = _changed(images, training.augment, [seats[m] for m in members], numbers)
-            whole = len(members) == len(seats)
-            for call, names, optimiser in zip(calls, moving, optimisers, strict=True):
-                here = weights if whole else _take(weights, members)
-                grads, loss = call(here, names, (images, labels), reference if whole else _take(reference, members))
-                optimiser.step(weights["model"], grads, None if whole else members)
-                if not whole:
-                    _put(weights["buffers"], here["buffers"], members)
-            if whole:
-                losses += loss
-            else:
-                losses[members] += loss
-    return _apart(seats, weights, optimisers, losses, plans)
+    table, losses = (
+        Table(seats, network.device, compiled, network.draws),
+        torch.zeros(len(seats), device=network.device),
+    )
+    gathered: Tensors = {}
+    with network.precision(training.precision), _products_like_convolutions(network.device):
+        for turn in table.turns():
+            batch, keys = turn.batch(), network.keyed(turn.keys)
+            for step, names, optimiser in zip(steps, moving, optimisers, strict=True):
+                call = _gradients(network, step.objective, names, compiled and turn.everyone)
+                here, aside = _rows(weights, turn.seated), _rows(reference, turn.seated)
+                if turn.inside is not None:  # not everyone's statistics may move
+                    here = {**here, "buffers": {name: t.clone() for name, t in here["buffers"].items()}}
+                grads, loss = call(here, keys, batch, aside)
+                if turn.members is not None:
+                    grads, loss = turn.of_members(grads), turn.of_members({"": loss})[""]
+                    _put(weights["buffers"], turn.of_members(here["buffers"]), turn.members)
+                if turn.shares is not None:
+                    grads = _gathered(gathered, grads, turn.shares, turn.members, len(seats), turn.last)
+                if turn.last:
+                    optimiser.step(weights["model"], grads, turn.members)
+            _add(losses, loss if turn.shares is None else loss * turn.shares, turn.members)
+    return _apart(seats, weights, optimisers, losses, table.steps)
 
 
 def _stack(groups: Sequence[Tensors], device: torch.device) -> Tensors:
-    names = list(groups[0])
-    stacked = [torch.stack([group[name] for group in groups]) for name in names]
-    return _onto(dict(zip(names, stacked, strict=True)), device)
+    """One tensor per name with a row per site; what all sites have in common is only copied."""
+    first = groups[0]
+    common = all(group[name] is t for group in groups for name, t in first.items())
+    single = {name: t for name, t in first.items() if t.dtype == torch.float32} if common else {}
+    rest = {name: t for name, t in first.items() if name not in single}
+    if common:
+        stacked = {name: t.expand(len(groups), *t.shape).clone() for name, t in moved(rest, device).items()}
+    else:
+        stacked = moved({name: torch.stack([group[name] for group in groups]) for name in rest}, device)
+    if single:
+        stacked |= _side_by_side(moved(single, device), len(groups))
+    return {name: stacked[name] for name in first}
 
 
-def _onto(group: Tensors, device: torch.device) -> Tensors:
-    """Moved in one block, unless it is there already."""
-    if all(tensor.device.type == device.type for tensor in group.values()):
-        return group
-    return dict(zip(group, across(list(group.values()), device), strict=True))
+def _side_by_side(group: Tensors, sites: int) -> Tensors:
+    """One row per site that holds all its tensors: so whoever reads a site's share reads it in one go."""
+    row = torch.cat([t.reshape(-1) for t in group.values()])
+    block = row.expand(sites, -1).clone()
+    pieces = torch.split(block, [t.numel() for t in group.values()], dim=1)
+    return {n: p.view(sites, *t.shape) for (n, t), p in zip(group.items(), pieces, strict=True)}
 
 
-def _take(bundle: Bundle, members: Sequence[int]) -> Bundle:
-    return {kind: {name: tensor[list(members)] for name, tensor in group.items()} for kind, group in bundle.items()}
+def _rows(bundle: Bundle, seated: Tensor | None) -> Bundle:
+    if seated is None:
+        return bundle
+    return {kind: {name: tensor[seated] for name, tensor in group.items()} for kind, group in bundle.items()}
 
 
-def _put(into: Tensors, values: Tensors, members: Sequence[int]) -> None:
+def _put(into: Tensors, values: Tensors, members: Tensor) -> None:
     for name, value in values.items():
-        into[name][list(members)] = value
+        into[name][members] = value
 
 
-Call = Callable[[Bundle, frozenset[str], Batch, Bundle], tuple[Tensors, Tensor]]
+def _add(total: Tensor, values: Tensor, members: Tensor | None) -> None:
+    if members is None:
+        total += values
+    else:
+        total[members] += values
 
 
-def _gradients(network: LiveNetwork, objective: Objective) -> Call:
-    """(stacked weights, what moves, stacked batch, stacked reference) -> gradient and loss of every site."""
+def _gathered(
+    total: Tensors, grads: Tensors, shares: Tensor, members: Tensor | None, sites: int, last: bool
+) -> Tensors:
+    """The members' gradients so far, over the batches of a step, weighted by their `shares` of the examples."""
+    rows: Any = slice(None) if members is None else members
+    for name, grad in grads.items():
+        if name not in total:
+            total[name] = grad.new_zeros(sites, *grad.shape[1:])
+        total[name][rows] += grad * shares.reshape(-1, *[1] * (grad.ndim - 1)).to(grad.dtype)
+    found = {name: total[name][rows].clone() for name in grads}
+    if last:
+        for name in grads:
+            total[name][rows] = 0
+    return found
 
-    def loss(moving: Tensors, still: Tensors, buffers: Tensors, batch: Batch, reference: Bundle) -> Tensor:
-        return objective(network, {"model": {**still, **moving}, "buffers": buffers}, batch, reference)
 
-    stacked = vmap(loss, randomness="different")
+Call = Callable[[Bundle, Tensors, Batch, Bundle], tuple[Tensors, Tensor]]
 
-    def call(weights: Bundle, names: frozenset[str], batch: Batch, reference: Bundle) -> tuple[Tensors, Tensor]:
+
+def _gradients(network: LiveNetwork, objective: Objective, names: frozenset[str], compiled: bool) -> Call:
+    """(stacked weights, dropout's keys, stacked batch, stacked reference) -> gradient and loss of every site."""
+    key = (objective, names, compiled)
+    if key not in network.calls:
+        network.calls[key] = _made(network, objective, names, compiled)
+    found: Call = network.calls[key]
+    return found
+
+
+def _made(network: LiveNetwork, objective: Objective, names: frozenset[str], compiled: bool) -> Call:
+    def loss(moving: Tensors, still: Tensors, buffers: Tensors, keys: Tensors, batch: Batch, aside: Bundle) -> Tensor:
+        return objective(network, {"model": {**still, **moving}, "buffers": {**buffers, **keys}}, batch, aside)
+
+    def stacked(*arguments: Any) -> Tensor:
+        found: Tensor = vmap(loss, randomness="error")(*arguments)
+        return found
+
+    if compiled:  # this function, not what vmap returns: the compiler passes over torch's own
+        torch._dynamo.config.cache_size_limit = 64  # objectives and lengths of batches share this one function
+        stacked = torch.compile(stacked, dynamic=False, fullgraph=True)
+
+    def call(weights: Bundle, keys: Tensors, batch: Batch, aside: Bundle) -> tuple[Tensors, Tensor]:
         moving = {name: w.detach().requires_grad_() for name, w in weights["model"].items() if name in names}
         still = {name: w for name, w in weights["model"].items() if name not in names}
-        losses = stacked(moving, still, weights["buffers"], batch, reference)
+        losses = stacked(moving, still, weights["buffers"], keys, batch, aside)
         # No site's loss depends on another's weights: the gradient of their sum holds everyone's own.
         found = torch.autograd.grad(losses.sum(), list(moving.values()), allow_unused=True)
         grads = {name: grad for name, grad in zip(moving, found, strict=True) if grad is not None}
@@ -149,106 +170,28 @@ def _gradients(network: LiveNetwork, objective: Objective) -> Call:
     return call
 
 
-def _by_length(plans: Sequence[list[tuple[int, list[Tensor]]]], turn: int) -> list[tuple[list[int], list[Tensor]]]:
-    """The sites that have a batch at this turn, those with equally long ones together."""
-    groups: dict[int, list[int]] = {}
-    for member, plan in enumerate(plans):
-        if turn < len(plan):
-            groups.setdefault(len(plan[turn][1][0]), []).append(member)
-    return [(members, [plans[m][turn][1][0] for m in members]) for members in groups.values()]
-
-
-def _batch(data: Sequence[Examples], rows: Sequence[Tensor]) -> Batch:
-    """The sites' batches, stacked; where they share their images, in one gathering."""
-    selections = [d for d in data if isinstance(d, Selection)]
-    if len(selections) == len(data) and all(d.shared is selections[0].shared for d in selections):
-        chosen = [d.rows.index_select(0, r.to(d.rows.device)) for d, r in zip(selections, rows, strict=True)]
-        images, labels = selections[0].shared.batch(torch.cat(chosen))
-        return images.reshape(len(data), -1, *images.shape[1:]), labels.reshape(len(data), -1)
-    batches = [d.batch(r) for d, r in zip(data, rows, strict=True)]
-    return torch.stack([images for images, _ in batches]), torch.stack([labels for _, labels in batches])
-
-
-def _changed(images: Tensor, options: Augment, seats: Sequence[Seat], numbers: Sequence[int]) -> Tensor:
-    """Each site's images changed as `fit` would change them, from the site's own stream."""
-    streams = [seat.stream.child("augment", number, 0) for seat, number in zip(seats, numbers, strict=True)]
-    return torch.stack([augmented(some, options, stream) for some, stream in zip(images, streams, strict=True)])
-
-
-class StackedOptimiser:
-    """SGD, Adam or AdamW of every site at once, as torch.optim takes them one by one."""
-
-    def __init__(self, options: Optimiser, lr: float, number: int) -> None:
-        self.options, self.lr, self.number = options, lr, number
-        self.slots: dict[str, Tensors] = {}
-
-    def restore(self, state: Tensors) -> None:
-        for path, value in state.items():
-            number, slot, name = path.split("/", 2)
-            if int(number) == self.number:
-                self.slots.setdefault(slot, {})[name] = value
-
-    def state(self) -> Tensors:
-        return {f"{self.number}/{slot}/{n}": t for slot, group in self.slots.items() for n, t in group.items()}
-
-    @torch.no_grad()
-    def step(self, model: Tensors, grads: Tensors, members: Sequence[int] | None) -> None:
-        rows: Any = slice(None) if members is None else torch.tensor(members)
-        update = self._sgd if self.options.name == "sgd" else self._adam
-        for name, grad in grads.items():
-            update(name, model[name], grad, rows)
-
-    def _slot(self, slot: str, name: str, like: Tensor) -> Tensor:
-        group = self.slots.setdefault(slot, {})
-        if name not in group:
-            group[name] = torch.zeros(len(like)) if slot == "step" else torch.zeros_like(like)
-        return group[name]
-
-    def _sgd(self, name: str, whole: Tensor, grad: Tensor, rows: Any) -> None:
-        options = self.options
-        if options.weight_decay:
-            grad = grad + options.weight_decay * whole[rows]
-        if options.momentum:
-            fresh = name not in self.slots.get("momentum_buffer", {})
-            buffer = self._slot("momentum_buffer", name, whole)
-            grad = grad if fresh else options.momentum * buffer[rows] + grad
-            buffer[rows] = grad
-        if isinstance(rows, slice):
-            whole.sub_(grad, alpha=self.lr)
-        else:
-            whole[rows] -= self.lr * grad
-
-    def _adam(self, name: str, whole: Tensor, grad: Tensor, rows: Any) -> None:
-        options = self.options
-        if options.name == "adamw":
-            whole[rows] *= 1 - self.lr * options.weight_decay
-        elif options.weight_decay:
-            grad = grad + options.weight_decay * whole[rows]
-        step = self._slot("step", name, whole)
-        step[rows] += 1
-        mean, square = self._slot("exp_avg", name, whole), self._slot("exp_avg_sq", name, whole)
-        mean[rows] = torch.lerp(mean[rows], grad, 1 - BETA_1)
-        square[rows] = BETA_2 * square[rows] + (1 - BETA_2) * grad * grad
-        count = step[rows].to(whole.device, whole.dtype).reshape(-1, *[1] * (whole.ndim - 1))
-        scale = self.lr / (1 - BETA_1**count)
-        whole[rows] -= scale * mean[rows] / (square[rows].sqrt() / (1 - BETA_2**count).sqrt() + EPSILON)
+@contextmanager
+def _products_like_convolutions(device: torch.device) -> Iterator[None]:
+    """On CUDA, convolutions round to TF32 unless told otherwise; here they are matrix products, which would not."""
+    before = torch.get_float32_matmul_precision()
+    if device.type == "cuda" and torch.backends.cudnn.allow_tf32:
+        torch.set_float32_matmul_precision("high")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 def _apart(
-    seats: Sequence[Seat],
-    weights: Bundle,
-    optimisers: Sequence[StackedOptimiser],
-    losses: Tensor,
-    plans: Sequence[Sequence[Any]],
+    seats: Sequence[Seat], weights: Bundle, optimisers: Sequence[StackedOptimiser], losses: Tensor, steps: list[int]
 ) -> list[Fitted]:
-    """Every site's own share of the stack, on the CPU."""
-    home = torch.device("cpu")
+    """Every site's own share of the stack, as views of it."""
     keep = seats[0].job.optimiser_state is not None
     state = {name: t for optimiser in optimisers for name, t in optimiser.state().items()} if keep else {}
-    moved = {kind: _onto(group, home) for kind, group in {**weights, "": state}.items()}
-    found, total = [], losses.tolist()
-    for number, plan in enumerate(plans):
-        mine = {kind: {name: t[number].clone() for name, t in group.items()} for kind, group in moved.items()}
+    views = {k: {name: t.unbind() for name, t in group.items()} for k, group in {**weights, "": state}.items()}
+    found = []
+    for number, (count, total) in enumerate(zip(steps, losses.tolist(), strict=True)):
+        mine = {kind: {name: rows[number] for name, rows in group.items()} for kind, group in views.items()}
         own = mine.pop("")
-        found.append(Fitted(mine, len(plan), total[number] / max(len(plan), 1), own))
+        found.append(Fitted(mine, count, total / max(count, 1), own))
     return found

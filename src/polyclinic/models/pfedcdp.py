@@ -22,16 +22,19 @@ from polyclinic.models.classifier import Builder, Classifier
 def _two_blocks(
     filters: tuple[int, int], dense: int, *, classes: int, channels: int, size: int, dropout: float
 ) -> Classifier:
-    """Two blocks of 3×3 convolution, ReLU and 2×2 max-pool, a dense layer, dropout, the classes."""
+    """Two blocks of 3×3 convolution, ReLU and 2×2 max-pool, a dense layer, dropout, the classes.
+
+    The ReLU follows the pool, on a quarter of the values: the largest one above zero is the same either way.
+    """
     first, second = filters
     extractor = nn.Sequential(
         OrderedDict(
             conv1=nn.Conv2d(channels, first, 3, padding=1),
-            relu1=nn.ReLU(),
             pool1=nn.MaxPool2d(2),
+            relu1=nn.ReLU(),
             conv2=nn.Conv2d(first, second, 3, padding=1),
-            relu2=nn.ReLU(),
             pool2=nn.MaxPool2d(2),
+            relu2=nn.ReLU(),
             flatten=nn.Flatten(),
             dense=nn.Linear(second * (size // 4) ** 2, dense),
             relu3=nn.ReLU(),

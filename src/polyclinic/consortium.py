@@ -1,0 +1,131 @@
+"""The hospitals of a recipe with their images: gathered, checked, and brought to where they are trained on."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from polyclinic.core import SiteId, Stream
+from polyclinic.data import DATASETS
+from polyclinic.data.division import refuse_silence
+from polyclinic.data.examples import Images, Selection, SiteData, concatenate
+from polyclinic.data.federate import SiteSummary, describe, federate
+from polyclinic.data.load import for_task
+from polyclinic.errors import DataError
+from polyclinic.recipe import Recipe
+from polyclinic.rounds import HELD_OUT, POOLED
+
+HASHED = 256
+"""Images read at a time; another number would be another fingerprint."""
+
+
+@dataclass(frozen=True)
+class Consortium:
+    """The hospitals of a recipe, with their images, before any algorithm: shared by all methods of a comparison."""
+
+    classes: tuple[str, ...]
+    sites: Mapping[SiteId, SiteData]
+    held_out: Images | None
+    channels: int
+    size: int
+
+    def describe(self) -> list[SiteSummary]:
+        return describe(self.sites, self.classes)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A hash over every image and label of every site."""
+        total = hashlib.sha256()
+        for name, site in self.sites.items():
+            for part in (site.train, site.validation, site.test):
+                total.update(f"{name}|{len(part)}".encode())
+                if isinstance(part, Selection):
+                    total.update(f"{part.shared.mean}|{part.shared.std}".encode())
+                for index in torch.split(torch.arange(len(part)), HASHED):
+                    for tensor in part.stored(index) if isinstance(part, Selection) else part.batch(index):
+                        total.update(tensor.contiguous().numpy().data)
+        return total.hexdigest()
+
+    @cached_property
+    def _moved(self) -> dict[torch.device, dict[SiteId, SiteData]]:
+        return {}
+
+    def on(self, device: torch.device, room: int | None = None) -> dict[SiteId, SiteData]:
+        """The sites with their images on `device`, where images that sites share lie once.
+
+        If they take more than `room` bytes there (None: half of what is free now) they stay, and are fed as needed.
+        """
+        if device.type == "cpu":
+            return dict(self.sites)
+        if device not in self._moved:
+            fits = sum(t.nbytes for t in self._distinct()) <= (room_on(device) if room is None else room)
+            copies: dict[int, Images] = {}
+            self._moved[device] = {n: _on(s, device, copies) if fits else s for n, s in self.sites.items()}
+        return dict(self._moved[device])
+
+    def _distinct(self) -> list[torch.Tensor]:
+        """Every tensor of images, once."""
+        parts = [part for site in self.sites.values() for part in (site.train, site.validation, site.test)]
+        held = [part.shared if isinstance(part, Selection) else part for part in parts]
+        return list({id(h.images): h.images for h in held if isinstance(h, Images)}.values())
+
+
+def gather(recipe: Recipe, data: Path | None = None) -> Consortium:
+    """Load the recipe's data set and divide it among sites, checked."""
+    stream, spec = Stream(recipe.seed), DATASETS[recipe.data.name]
+    options = spec.options.model_validate(recipe.data.options)
+    collection = spec.load(options, stream.child("data"), data)
+    partition = recipe.partition_of()
+    if spec.read is not None and "" in (*(collection.sites or ()), *(collection.split or ())):
+        listing = for_task(spec.read(options, data), getattr(options, "task", None))  # which knows the rows
+        refuse_silence(listing, partition, recipe.data.split)
+    sites = federate(
+        collection,
+        partition,
+        recipe.data.split,
+        stream.child("sites"),
+        recipe.data.allow_single_class,
+    )
+    _refuse_names(sites)
+    channels, size = collection.images.shape[1], collection.images.shape[-1]
+    return Consortium(collection.classes, sites, collection.held_out, channels, size)
+
+
+def _refuse_names(sites: Mapping[SiteId, SiteData]) -> None:
+    """Site names become parts of names on the wire and in results, beside others that mean something there."""
+    for name in sites:
+        if not (0 < len(name) <= 100 and name.isprintable()) or set("/@|") & set(name):
+            raise DataError(
+                f"The site name {name[:100]!r} is empty, too long, or holds '/', '@', '|' or a control character; "
+                "rename the site."
+            )
+        if name in (POOLED, HELD_OUT, "global", "personal", "transfer"):
+            raise DataError(f"A site cannot be called {name!r}, which has a meaning in results; rename the site.")
+
+
+def room_on(device: torch.device) -> float:
+    """How many bytes of images `device` may be given: half of what is free, the rest is for training."""
+    return torch.cuda.mem_get_info(device)[0] / 2 if device.type == "cuda" else float("inf")
+
+
+def _on(site: SiteData, device: torch.device, copies: dict[int, Images]) -> SiteData:
+    def moved(part: Any) -> Any:
+        if not isinstance(part, Selection):
+            return part.to(device)
+        key = id(part.shared)
+        copies[key] = copies.get(key) or part.shared.to(device)
+        return part.of_copy(copies[key])
+
+    return SiteData(site.name, moved(site.train), moved(site.validation), moved(site.test))
+
+
+def pool(sites: Mapping[SiteId, SiteData]) -> SiteData:
+    """Everybody's training and validation images in one place; nothing to test on, the sites do that."""
+    train, validation = (concatenate([getattr(site, p) for site in sites.values()]) for p in ("train", "validation"))
+    return SiteData(POOLED, train, validation, validation.subset(torch.arange(0)))

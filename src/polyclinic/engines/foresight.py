@@ -1,0 +1,50 @@
+"""Evaluating many sites at once, where they predict with the same weights: their images pass as one long batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from polyclinic.core import Bundle, Part, Score, SiteId, Tensors
+from polyclinic.data.examples import Selection
+from polyclinic.learning.fit import score
+from polyclinic.learning.objectives import probabilities
+from polyclinic.runner import SiteRunner
+
+Key = tuple[Part, tuple[int, ...]]
+
+
+class Foresight:
+    """Predictions of one round. When a second site asks with the weights of a first, all others are answered too."""
+
+    def __init__(self, runners: Sequence[SiteRunner]) -> None:
+        self.runners = runners
+        self._asked: dict[Key, tuple[SiteId, Bundle]] = {}
+        self._known: dict[Key, dict[SiteId, Tensors]] = {}
+
+    def predict(self, runner: SiteRunner, weights: Bundle, part: Part) -> Tensors:
+        key = part, tuple(id(tensor) for group in weights.values() for tensor in group.values())
+        if key not in self._asked:
+            self._asked[key] = runner.name, weights  # held, so that no other tensor takes its identity
+            return runner.predict(weights, part)
+        if key not in self._known:
+            first = self._asked[key][0]
+            self._known[key] = together([r for r in self.runners if r.name != first], weights, part)
+        found = self._known[key].pop(runner.name, None)
+        return runner.predict(weights, part) if found is None else found
+
+
+def together(runners: Sequence[SiteRunner], weights: Bundle, part: Part) -> dict[SiteId, Tensors]:
+    """The sites' predictions in one pass; {} where their images do not lie in one place."""
+    held = {runner.name: getattr(runner.holdings, part) for runner in runners}
+    parts = [examples for examples in held.values() if isinstance(examples, Selection)]
+    if len(parts) < len(held) or any(examples.shared is not parts[0].shared for examples in parts):
+        return {}
+    rows, labels = (torch.cat([getattr(examples, name) for examples in parts]) for name in ("rows", "labels"))
+    everything = replace(parts[0], rows=rows, labels=labels, patients=None)
+    found = score(Score(weights, probabilities), runners[0].network, everything)
+    sizes = [len(examples) for examples in parts]
+    pieces = {name: torch.split(tensor.cpu(), sizes) for name, tensor in found.items()}
+    return {site: {name: split[number] for name, split in pieces.items()} for number, site in enumerate(held) if pieces}

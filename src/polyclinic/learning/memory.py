@@ -1,0 +1,62 @@
+"""How many sites' jobs fit into a device's memory at once."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+from torch import Tensor
+
+from polyclinic.core import Bundle
+from polyclinic.learning.network import LiveNetwork, on
+from polyclinic.learning.seating import Seat
+
+COPIES = 6
+"""Of a site's weights: themselves, their gradients, the optimiser's state, and what is made on the way."""
+SPARE = 2
+"""Memory is estimated, and others use it too: only one part in so many is taken."""
+
+
+def room(seat: Seat, network: LiveNetwork) -> int:
+    """The most jobs like this one that one stack should hold; at least one."""
+    held = COPIES * size(seat.job.weights) + size(seat.job.reference) + 2 * saved_for_backward(seat, network)
+    return max(1, free(network.device) // (SPARE * held))
+
+
+def size(bundle: Bundle) -> int:
+    return sum(tensor.nbytes for group in bundle.values() for tensor in group.values())
+
+
+def saved_for_backward(seat: Seat, network: LiveNetwork) -> int:
+    """Bytes that one batch's forward pass keeps for its gradient."""
+    network, kept = network.stackable, dict[int, int]()
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept[tensor.data_ptr()] = tensor.nbytes
+        return tensor
+
+    weights = on({k: {n: t.detach() for n, t in g.items()} for k, g in seat.job.weights.items()}, network.device)
+    live = {"model": {n: t.requires_grad_() for n, t in _copies(weights["model"]).items()}}
+    live["buffers"] = _copies(weights.get("buffers", {}))
+    network.training_mode(frozenset(live["model"]))
+    batch = seat.data.batch(torch.arange(min(len(seat.data), seat.job.training.batch)))
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        images, labels = (tensor.to(network.device) for tensor in batch)
+        for step in seat.job.sequence:
+            step.objective(network, live, (images, labels), on(seat.job.reference, network.device))
+    return sum(kept.values())
+
+
+def _copies(group: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in group.items()}
+
+
+def free(device: torch.device) -> int:
+    """Bytes that could be had on a device."""
+    if device.type == "cuda":
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(torch.cuda.mem_get_info(device)[0]) + unused
+    try:
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (ValueError, OSError, AttributeError):  # not every system says
+        return 1 << 32

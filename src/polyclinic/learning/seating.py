@@ -1,0 +1,203 @@
+"""Who trains on what when, in a stack: each site's batches, and which sites' batches are computed at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from polyclinic.core import Batch, Examples, Fit, Site, Stream, Tensors
+from polyclinic.data.examples import Selection
+from polyclinic.learning.augment import augmented
+from polyclinic.learning.dropout import first_key, key_of
+from polyclinic.learning.feed import onto
+from polyclinic.learning.fit import walk
+
+
+@dataclass(frozen=True)
+class Seat:
+    """One site's place in a stack."""
+
+    job: Fit
+    data: Examples
+    site: Site
+    stream: Stream
+
+
+class Bit(NamedTuple):
+    """One batch of one site."""
+
+    number: int
+    """Of its step, in the whole run."""
+    position: int
+    """Among the batches of the step."""
+    rows: Tensor
+    share: float
+    """Of the step's examples."""
+    last: bool
+    """The optimiser steps after it."""
+
+
+def bits(seat: Seat) -> list[Bit]:
+    """A site's batches in their order; it is drawn on the CPU, as `fit` draws it."""
+    labels = seat.data.labels.cpu() if seat.job.training.oversample else torch.empty(len(seat.data))
+    found = []
+    for number, micro in walk(labels, seat.job.training, seat.stream, seat.site.round, seat.job.whole):
+        examples = sum(len(rows) for rows in micro)
+        for position, rows in enumerate(micro):
+            found.append(Bit(number, position, rows, len(rows) / examples, position == len(micro) - 1))
+    return found
+
+
+def calls(plans: Sequence[Sequence[Bit]]) -> list[list[int]]:
+    """Who is computed together, call by call: whoever has most left leads, and all that are like it go along."""
+    at, found = [0] * len(plans), []
+
+    def left(site: int) -> int:
+        return len(plans[site]) - at[site]
+
+    def kind(site: int) -> tuple[int, bool]:
+        bit = plans[site][at[site]]
+        return len(bit.rows), bit.last
+
+    while left(leader := max(range(len(plans)), key=left)):
+        found.append([site for site in range(len(plans)) if left(site) and kind(site) == kind(leader)])
+        for site in found[-1]:
+            at[site] += 1
+    return found
+
+
+@dataclass(frozen=True)
+class Turn:
+    """Batches of one length, computed at once."""
+
+    table: Table
+    bits: list[Bit]
+    """Of everyone who is seated."""
+    who: list[int]
+    rows: Tensor
+    keys: Tensor
+    seated: Tensor | None
+    """Whose rows of the stack are computed (None: everyone's) …"""
+    members: Tensor | None
+    """… and who of the stack takes a step (None: everyone)."""
+    inside: Tensor | None
+    """The members' places among the seated, where more are seated than members."""
+    shares: Tensor | None
+    """Of the members' steps, where a step takes several batches."""
+
+    @property
+    def everyone(self) -> bool:
+        return self.seated is None
+
+    @property
+    def last(self) -> bool:
+        return self.bits[0].last
+
+    def of_members(self, stacked: Tensors) -> Tensors:
+        inside = self.inside
+        return stacked if inside is None else {name: t[inside] for name, t in stacked.items()}
+
+    def batch(self) -> Batch:
+        images, labels = self.table.pick(self)
+        augment = self.table.seats[0].job.training.augment
+        if augment is None:
+            return images, labels
+        streams = (
+            self.table.seats[site].stream.child("augment", bit.number, bit.position)
+            for site, bit in zip(self.who, self.bits, strict=True)
+        )
+        changed = [augmented(some, augment, stream) for some, stream in zip(images, streams, strict=True)]
+        return torch.stack(changed), labels
+
+
+class Table:
+    """The whole of a stack's round: all turns, with what they need already on the device."""
+
+    def __init__(self, seats: Sequence[Seat], device: torch.device, fill: bool, drawing: bool) -> None:
+        """`fill`: where most take part in a turn, the others are computed too, so that shapes repeat.
+
+        `drawing`: the network has dropout, which needs keys.
+        """
+        self.seats, self.device = seats, device
+        self.first_keys = [first_key(seat.stream) if drawing else 0 for seat in seats]
+        self.plans = [bits(seat) for seat in seats]
+        self.steps = [sum(bit.last for bit in plan) for plan in self.plans]
+        self.fill = fill
+        selections = [seat.data for seat in seats if isinstance(seat.data, Selection)]
+        alike = len(selections) == len(seats) and all(s.shared is selections[0].shared for s in selections)
+        self.shared = selections[0].shared if alike else None
+        self.pool = torch.cat([s.rows for s in selections]) if alike else None
+        self.starts = torch.tensor([0, *(len(seat.data) for seat in seats)]).cumsum(0)[:-1]
+
+    def turns(self) -> Iterator[Turn]:
+        at = [iter(plan) for plan in self.plans]
+        planned = [(members, [next(at[site]) for site in members]) for members in calls(self.plans)]
+        filled = [self._filled(members, found) for members, found in planned]
+        rows = self._sent([self._places(who, found) for who, found in filled])
+        keys = self._sent([self._keys(who, found) for who, found in filled])
+        for (members, found), (who, seated), place, key in zip(planned, filled, rows, keys, strict=True):
+            yield Turn(
+                self,
+                seated,
+                who,
+                place,
+                key,
+                self._index(who),
+                self._index(members),
+                None if who == members else self._sent_one([who.index(site) for site in members]),
+                self._shares(found),
+            )
+
+    def _filled(self, members: list[int], found: list[Bit]) -> tuple[list[int], list[Bit]]:
+        """With everyone else seated too, if that is worth it: what they compute is thrown away."""
+        everyone = list(range(len(self.seats)))
+        length = len(found[0].rows)
+        short = length < self.seats[0].job.training.batch
+        if not self.fill or short or not len(everyone) / 2 <= len(members) < len(everyone):
+            return members, found
+        idle = {
+            site: Bit(0, 0, torch.arange(length) % len(self.seats[site].data), 0.0, found[0].last) for site in everyone
+        }
+        busy = dict(zip(members, found, strict=True))
+        return everyone, [busy.get(site, idle[site]) for site in everyone]
+
+    def _places(self, who: list[int], found: list[Bit]) -> Tensor:
+        """Rows of each site's own images, or, where all share them, of the pool."""
+        rows = torch.stack([bit.rows for bit in found])
+        return rows if self.pool is None else rows + self.starts[who, None]
+
+    def _keys(self, who: list[int], found: list[Bit]) -> Tensor:
+        numbered = zip(who, found, strict=True)
+        return torch.tensor([key_of(self.first_keys[site], bit.number, bit.position) for site, bit in numbered])
+
+    def _shares(self, found: list[Bit]) -> Tensor | None:
+        if not self.seats[0].job.whole:
+            return None
+        return onto(torch.tensor([bit.share for bit in found], dtype=torch.float64), self.device)
+
+    def _index(self, sites: list[int]) -> Tensor | None:
+        return None if len(sites) == len(self.seats) else self._sent_one(sites)
+
+    def _sent_one(self, places: list[int]) -> Tensor:
+        return onto(torch.tensor(places), self.device)
+
+    def _sent(self, tensors: list[Tensor]) -> list[Tensor]:
+        """All on the device, in one copy."""
+        block = onto(torch.cat([t.reshape(-1) for t in tensors]), self.device)
+        pieces = torch.split(block, [t.numel() for t in tensors])
+        return [piece.reshape(t.shape) for piece, t in zip(pieces, tensors, strict=True)]
+
+    def pick(self, turn: Turn) -> Batch:
+        """The batches of a turn, stacked; where sites share their images, in one gathering."""
+        if self.shared is not None and self.pool is not None:
+            place = self.pool.index_select(0, turn.rows.reshape(-1).to(self.pool.device))
+            images, labels = self.shared.batch(place)
+            images, labels = images.to(self.device), labels.to(self.device)
+            return images.reshape(*turn.rows.shape, *images.shape[1:]), labels.reshape(turn.rows.shape)
+        batches = [self.seats[site].data.batch(rows) for site, rows in zip(turn.who, turn.rows, strict=True)]
+        images, labels = (torch.stack(parts) for parts in zip(*batches, strict=True))
+        return images.to(self.device), labels.to(self.device)

@@ -1,0 +1,76 @@
+"""Tensors as one vector: only where they lie so, and a distance to be trusted either way."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from polyclinic import wire
+from polyclinic.core import Tensors
+from polyclinic.flat import apart, distance, side_by_side
+
+BUFFER = torch.arange(24.0)
+
+
+def test_neighbours_become_one_vector_without_a_copy() -> None:
+    tensors = [BUFFER[2:8].view(2, 3), BUFFER[8:8], BUFFER[8:9].view(()), BUFFER[9:20], torch.empty(0)]
+    vector = side_by_side(tensors)
+    assert vector is not None
+    assert vector.data_ptr() == tensors[0].data_ptr()
+    assert vector.tolist() == list(range(2, 20))
+    for piece, tensor in zip(apart(vector, tensors), tensors, strict=True):
+        assert piece.shape == tensor.shape
+        assert torch.equal(piece, tensor)
+
+
+@pytest.mark.parametrize(
+    "tensors",
+    [
+        [],
+        [BUFFER[:0]],
+        [BUFFER[:3], BUFFER[4:8]],
+        [BUFFER[4:8], BUFFER[:4]],
+        [BUFFER[:4], BUFFER[:4]],
+        [BUFFER[:4], BUFFER[3:8]],
+        [BUFFER[:4], BUFFER[4:10].view(2, 3).T],
+        [BUFFER[0:4:2], BUFFER[4:8]],
+        [BUFFER[:4], BUFFER[4:8].view(torch.int32)],
+        [BUFFER[:4], BUFFER[4:8].view(torch.float64)],
+        [BUFFER.view(torch.bfloat16)[:4], BUFFER.view(torch.bfloat16)[4:8]],
+        [torch.empty(4, device="meta"), torch.empty(4, device="meta")],
+    ],
+)
+def test_anything_else_does_not(tensors: list[torch.Tensor]) -> None:
+    assert side_by_side(tensors) is None
+
+
+def pair(size: float) -> list[Tensors]:
+    generator = torch.Generator().manual_seed(1)
+    lengths = {"a": 7, "b": 300_000}
+    return [{n: torch.randn(length, generator=generator) * size for n, length in lengths.items()} for _ in range(2)]
+
+
+def decoded(tensors: Tensors) -> Tensors:
+    return wire.decode(wire.encode({}, {"m": tensors})).tensors["m"]
+
+
+@pytest.mark.parametrize("size", [1e-12, 1.0, 1e12])
+@pytest.mark.parametrize("shared", [True, False])
+def test_the_distance_is_that_of_double_precision(size: float, shared: bool) -> None:
+    one, other = map(decoded, pair(size)) if shared else pair(size)
+    assert (side_by_side(list(one.values())) is not None) == shared
+    exact = math.sqrt(sum(float(((one[n].double() - other[n].double()) ** 2).sum()) for n in one))
+    alone = math.sqrt(sum(float((t.double() ** 2).sum()) for t in one.values()))
+    assert distance(one, other) == pytest.approx(exact, rel=1e-5)
+    assert distance(one, {}) == pytest.approx(alone, rel=1e-5)
+    assert distance(one, dict(one)) == 0.0
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_what_is_not_finite_shows_in_the_distance(bad: float) -> None:
+    tensors = {"a": BUFFER.clone(), "b": BUFFER.clone()}
+    tensors["b"][5] = bad
+    assert not math.isfinite(distance(decoded(tensors), decoded({"a": BUFFER, "b": BUFFER})))
+    assert distance({"n": torch.tensor(3)}, {}) == 0.0
