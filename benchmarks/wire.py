@@ -75,6 +75,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(1)
+    keep_freed_memory()  # as every engine does
     keep_freed_memory()
     rows = measure(options.repeats)
     print(f"{BYTES / 2**20:.1f} MiB of float32 in {TENSORS} tensors")

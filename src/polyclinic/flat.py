@@ -5,8 +5,7 @@ quicker than hundreds of short ones.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from itertools import accumulate
+from collections.abc import Iterable, Sequence
 
 import torch
 from numpy.lib.stride_tricks import as_strided
@@ -18,21 +17,44 @@ BLOCK = 1 << 17
 """Values handled at a time, so that what is made in between stays in the processor's cache."""
 
 
+class Row(dict[str, Tensor]):
+    """Named tensors that are, in this order, the whole of one vector."""
+
+    def __init__(self, tensors: Iterable[tuple[str, Tensor]], vector: Tensor) -> None:
+        super().__init__(tensors)
+        self.vector = vector
+
+    def __setitem__(self, name: str, tensor: Tensor) -> None:
+        raise TypeError("its tensors are one vector; make a new dict")
+
+
+def rowed(tensors: Tensors) -> Tensors:
+    """The same, known to be one vector if they are."""
+    vector = side_by_side(list(tensors.values()))
+    return tensors if vector is None else Row(tensors.items(), vector)
+
+
 def side_by_side(tensors: Sequence[Tensor]) -> Tensor | None:
     """The tensors as one vector that shares their memory, where they lie in it without a gap, in this order; else None.
 
     Only for as long as the tensors themselves are held: the vector does not keep all of them alive.
     """
-    filled = [t for t in tensors if t.numel()]
-    if not filled or filled[0].dtype not in (torch.float32, torch.float64) or len({t.device for t in filled}) > 1:
+    if not tensors or tensors[0].dtype not in (torch.float32, torch.float64):
         return None
-    first, sizes = filled[0], [t.nbytes for t in filled]
-    places = accumulate(sizes[:-1], initial=first.data_ptr())
-    alike = {t.dtype for t in filled} == {first.dtype} and all(map(Tensor.is_contiguous, filled))
-    if not alike or list(map(Tensor.data_ptr, filled)) != list(places):
+    first = last = next((t for t in tensors if t.numel()), tensors[0])
+    start = place = first.data_ptr()
+    device, dtype = first.device, first.dtype
+    for tensor in tensors:
+        if tensor.dtype != dtype or tensor.device != device or not tensor.is_contiguous():
+            return None
+        if size := tensor.nbytes:
+            if tensor.data_ptr() != place:
+                return None
+            place, last = place + size, tensor
+    if place == start:
         return None
-    length, held = sum(sizes) // first.itemsize, first.untyped_storage()
-    if held.data_ptr() == filled[-1].untyped_storage().data_ptr():
+    length = (place - start) // first.itemsize
+    if first.untyped_storage().data_ptr() == last.untyped_storage().data_ptr():
         return first.detach().as_strided((length,), (1,))
     if not first.is_cpu:
         return None
@@ -48,15 +70,21 @@ def apart(vector: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
 
 def distance(tensors: Tensors, start: Tensors) -> float:
     """‖tensors − start‖₂ over all floating-point tensors; where there is no start, the norm itself."""
+    if isinstance(tensors, Row) and isinstance(start, Row) and list(tensors) == list(start):
+        return _between(tensors.vector, start.vector)
     names = [n for n, t in tensors.items() if t.is_floating_point()]
     if not names:
         return 0.0
     vector, origin = (side_by_side([group[n] for n in names if n in group]) for group in (tensors, start))
     if vector is not None and origin is not None and vector.shape == origin.shape:
-        if vector.is_cuda:
-            return float(torch.linalg.vector_norm(vector - origin))
-        moved = (v - o for v, o in zip(torch.split(vector, BLOCK), torch.split(origin, BLOCK), strict=True))
-        return math.sqrt(sum(float(torch.dot(m, m)) for m in moved))
+        return _between(vector, origin)
     # One difference at a time: all at once would be another copy of the model.
     norms = [torch.linalg.vector_norm(tensors[n] - start[n] if n in start else tensors[n]) for n in names]
     return float(torch.linalg.vector_norm(torch.stack(norms).double()))
+
+
+def _between(vector: Tensor, origin: Tensor) -> float:
+    if not vector.is_cpu:
+        return float(torch.linalg.vector_norm(vector - origin))
+    moved = (v - o for v, o in zip(torch.split(vector, BLOCK), torch.split(origin, BLOCK), strict=True))
+    return math.sqrt(sum(float(torch.dot(m, m)) for m in moved))

@@ -131,8 +131,8 @@ class Rounds:
         self.federation, self.algorithm, self.engine = federation, algorithm, engine
         self.rules, self.journal, self.watch, self.judge = rules, journal, watch, judge
         self.stages = tuple(stages)
-        self._looks: tuple[int, Bundle] | None = None
-        """What an update must look like in a round."""
+        self._looks: tuple[int, Bundle, int] | None = None
+        """What an update must look like in a round, and its bytes."""
         self.trainers = [POOLED] if algorithm.pooled else [s for s in federation.sites if s != POOLED]
 
     def run(self) -> Outcome:
@@ -222,15 +222,15 @@ class Rounds:
         if isinstance(answer, Failure):
             note |= {"up": 0, "outcome": answer.kind, "why": answer.sentence}
             return None
-        note["up"] = wire.size(answer)
         try:
             expected = self.expected(round, state, site)
             reply = wire.accept(answer, expected, lambda sent: self.restore(sent, expected.received))
             self.algorithm.check(reply.update)
             book.reports[site] = checked_report(reply.fields)
         except Refused as refusal:
-            note |= {"outcome": "refused", "kind": refusal.kind, "why": str(refusal)}
+            note |= {"up": wire.size(answer), "outcome": "refused", "kind": refusal.kind, "why": str(refusal)}
             return None
+        note["up"] = wire.size(answer, self._body_size(answer, expected.like))
         note |= {"outcome": "accepted", "seconds": seconds_of(reply.fields)}
         if isinstance(together := reply.fields.get("together"), int) and together > 1:
             note["together"] = together
@@ -241,6 +241,12 @@ class Rounds:
         if reply.drift is not None:
             note["drift"] = reply.drift
         return reply.update
+
+    def _body_size(self, answer: bytes | wire.Message, like: Mapping[str, Any]) -> int | None:
+        """Known beforehand of a message that has all it might have: it looks as it must."""
+        if isinstance(answer, bytes) or answer.tensors.keys() != like.keys() or self._looks is None:
+            return None
+        return self._looks[2]
 
     def outbox(
         self,
@@ -272,7 +278,7 @@ class Rounds:
             like = {exchange.kind: state.get(exchange.like, {}) for exchange in exchanges}
             for stage in self.stages:
                 like = stage.out(like, received, Stream(0))  # only what it looks like counts, not its values
-            self._looks = round, like
+            self._looks = round, like, wire.body_size(like)
         return wire.Expected(
             run=self.rules.run,
             round=round,

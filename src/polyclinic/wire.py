@@ -13,16 +13,17 @@ import math
 import struct
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import lru_cache
-from typing import Any, TypeGuard
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from itertools import groupby
+from typing import Any, TypeAlias, TypeGuard
 
 import torch
 from torch import Tensor
 
 from polyclinic.core import Bundle, SiteId, Tensors, Update
 from polyclinic.errors import Refused
-from polyclinic.flat import distance
+from polyclinic.flat import distance, rowed
 from polyclinic.strict_json import parse_json
 
 MAGIC = b"PCL1"
@@ -31,6 +32,8 @@ PREFIX = struct.Struct("<4sI32s")
 MAX_HEADER = 1 << 20
 MAX_TABLE = 100_000_000
 """Bytes of names, shapes and dtypes: safetensors' own limit, for readers that do not know what to expect."""
+Entry: TypeAlias = tuple[str, torch.dtype, tuple[int, ...], int]
+"""A tensor's name, dtype, shape and bytes."""
 ALIGNMENT = 64
 DTYPES = {
     "F64": torch.float64,
@@ -84,7 +87,7 @@ def unflatten(tensors: Mapping[str, Tensor]) -> Bundle:
         if not slash:
             raise Refused("name", f"tensor {path[:60]!r} has no kind")
         bundle.setdefault(kind, {})[name] = tensor
-    return bundle
+    return {kind: rowed(group) for kind, group in bundle.items()}
 
 
 def digest(bundle: Bundle) -> str:
@@ -147,12 +150,12 @@ def _header(fields: Mapping[str, Any], checksum: str) -> bytes:
     return header + b" " * (-(PREFIX.size + len(header)) % ALIGNMENT)
 
 
-def size(message: bytes | Message) -> int:
-    """The bytes a message has, or would have if it travelled."""
+def size(message: bytes | Message, body: int | None = None) -> int:
+    """The bytes a message has, or would have if it travelled; `body` of them for its tensors, if that is known."""
     if isinstance(message, bytes):
         return len(message)
     header = _header(message.fields, "0" * 2 * hashlib.sha256().digest_size)
-    return PREFIX.size + len(header) + body_size(message.tensors)
+    return PREFIX.size + len(header) + (body_size(message.tensors) if body is None else body)
 
 
 def body_size(bundle: Bundle) -> int:
@@ -215,19 +218,24 @@ def _parse_body(body: memoryview, most: int) -> Tensors:
     length = int.from_bytes(body[:8], "little")
     if len(body) < 8 or length > min(len(body) - 8, most):
         raise Refused("tensors", f"a table of {length} bytes is announced in a body of {len(body)}")
-    tensors, position = {}, 8 + length
-    for name, dtype, shape, size in _layout(bytes(body[8:position])):
-        if position + size > len(body):
-            raise Refused("tensors", f"{name[:60]!r} ends beyond the message")
-        tensors[name] = _view(name, body[position : position + size], dtype).view(shape)
-        position += size
+    tensors: Tensors = {}
+    position = 8 + length
+    for dtype, entries in groupby(_layout(bytes(body[8:position])), key=lambda entry: entry[1]):
+        alike = list(entries)
+        sizes = [size for _, _, _, size in alike]
+        end = position + sum(sizes)
+        if end > len(body):
+            raise Refused("tensors", f"{alike[-1][0][:60]!r} ends beyond the message")
+        pieces = torch.split(_view(alike, body[position:end], dtype), [size // dtype.itemsize for size in sizes])
+        tensors |= {name: piece.view(shape) for (name, _, shape, _), piece in zip(alike, pieces, strict=True)}
+        position = end
     if position != len(body):
         raise Refused("tensors", f"{len(body) - position} bytes belong to no tensor")
     return tensors
 
 
 @lru_cache(maxsize=16)
-def _layout(table: bytes) -> tuple[tuple[str, torch.dtype, tuple[int, ...], int], ...]:
+def _layout(table: bytes) -> tuple[Entry, ...]:
     """What a table says, checked. Sites of one federation send the same table again and again."""
     entries, position = [], 0
     for name, entry in sorted(parse_json(table, "tensors").items(), key=_offset):
@@ -262,11 +270,13 @@ def _parse_entry(name: str, entry: Any, start: int) -> tuple[torch.dtype, tuple[
     return dtype, tuple(shape), size
 
 
-def _view(name: str, data: memoryview, dtype: torch.dtype) -> Tensor:
+def _view(entries: Sequence[Entry], data: memoryview, dtype: torch.dtype) -> Tensor:
+    """All tensors of one dtype, which lie side by side, as one."""
     if not data:
         return torch.empty(0, dtype=dtype)
     if dtype is torch.bool and bytes(data).translate(None, b"\0\1"):
-        raise Refused("tensors", f"{name[:60]!r} holds bytes that are neither true nor false")
+        names = ", ".join(name[:60] for name, *_ in entries[:3])
+        raise Refused("tensors", f"{names!r} hold bytes that are neither true nor false")
     return torch.frombuffer(data, dtype=dtype)
 
 
@@ -285,16 +295,16 @@ class Expected:
     examples: int = 1
     """What the site registered: it may never claim more."""
     max_norm: float = 1e6
-    limit: int = field(init=False)
-    """The most bytes its message may have …"""
-    table: int = field(init=False)
-    """… and the most that names, shapes and dtypes may take of them, since reading those multiplies their size."""
 
-    def __post_init__(self) -> None:
-        size = sum(t.nbytes for tensors in self.like.values() for t in tensors.values())
-        names = sum(256 + len(n) for tensors in self.like.values() for n in tensors)
-        object.__setattr__(self, "table", names + OVERHEAD)
-        object.__setattr__(self, "limit", size + names + OVERHEAD)
+    @cached_property
+    def limit(self) -> int:
+        """The most bytes its message may have …"""
+        return self.table + sum(t.nbytes for tensors in self.like.values() for t in tensors.values())
+
+    @cached_property
+    def table(self) -> int:
+        """… and the most that names, shapes and dtypes may take of them, since reading those multiplies their size."""
+        return OVERHEAD + sum(256 + len(n) for tensors in self.like.values() for n in tensors)
 
 
 @dataclass(frozen=True)

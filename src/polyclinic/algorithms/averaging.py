@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from polyclinic.core import Bundle, Exchange, Federation, Site, SiteId, Stream, Tensors, Training, Update, Work
-from polyclinic.flat import apart, side_by_side
+from polyclinic.flat import Row, apart, side_by_side
 
 WEIGHTS = ("model", "buffers")
 
@@ -52,6 +52,9 @@ class RunningMean:
         self._mean = {name: self._pieces[name] if name in self._pieces else copies[name] for name in tensors}
 
     def _move(self, tensors: Tensors, share: float) -> None:
+        if isinstance(tensors, Row) and self._vector is not None and _shapes(tensors) == _shapes(self._mean):
+            self._vector.lerp_(tensors.vector, share)
+            return
         rest = self._mean
         new = [tensors[name] for name in self._pieces]
         alike = [t.shape for t in new] == [t.shape for t in self._pieces.values()]
@@ -63,10 +66,16 @@ class RunningMean:
             torch._foreach_lerp_(list(rest.values()), new, share)
 
     def value(self) -> Tensors:
+        if self._vector is not None and len(self._pieces) == len(self._mean):
+            return Row(self._mean.items(), self._vector)
         return {
             name: mean if self._dtypes[name].is_floating_point else mean.round().to(self._dtypes[name])
             for name, mean in self._mean.items()
         }
+
+
+def _shapes(tensors: Tensors) -> list[tuple[str, torch.Size]]:
+    return [(name, tensor.shape) for name, tensor in tensors.items()]
 
 
 @dataclass(frozen=True)

@@ -102,20 +102,21 @@ class StackedEngine:
     def _groups(self, guests: Mapping[SiteId, Guest]) -> list[list[SiteId]]:
         """Sites whose next jobs run as one, in stacks that fit into memory; the others alone."""
         stacks: dict[Any, list[SiteId]] = {}
+        known: dict[int, Any] = {}
         for site, guest in guests.items():
-            stacks.setdefault(self._key(site, guest), []).append(site)
+            stacks.setdefault(self._key(site, guest, known), []).append(site)
         groups = []
         for key, members in stacks.items():
             size = self._room(key, guests[members[0]]) if len(members) > 1 else 1
             groups += [members[start : start + size] for start in range(0, len(members), size)]
         return groups
 
-    def _key(self, site: SiteId, guest: Guest) -> Any:
+    def _key(self, site: SiteId, guest: Guest, known: dict[int, Any]) -> Any:
         if not isinstance(guest.job, Fit):
             return site
         reason = why_not(guest.job, guest.runner.network)
         guest.alone = reason or guest.alone
-        return site if reason else signature(guest.job, guest.visit.site)
+        return site if reason else signature(guest.job, guest.visit.site, known)
 
     def _room(self, key: Any, guest: Guest) -> int:
         """How many such jobs one stack may hold."""

@@ -15,20 +15,34 @@ from torch import Tensor
 from torch.func import vmap
 
 from polyclinic.core import Batch, Bundle, Fit, Fitted, Objective, Site, Tensors
+from polyclinic.flat import Row, side_by_side
 from polyclinic.learning.network import LiveNetwork, moved
 from polyclinic.learning.seating import Seat, Table
 from polyclinic.learning.stacked_optimiser import StackedOptimiser
 
 
-def signature(job: Fit, site: Site) -> tuple[Any, ...]:
-    """Jobs with equal signatures run as one."""
-    state = None if job.optimiser_state is None else {"": job.optimiser_state}
-    shapes = _shapes(job.weights), _shapes(job.reference), state and _shapes(state)
-    return job.sequence, job.training, job.whole, site.lr, *shapes
+def signature(job: Fit, site: Site, known: dict[int, Any] | None = None) -> tuple[Any, ...]:
+    """Jobs with equal signatures run as one. `known` remembers bundles that many jobs share."""
+    known = {} if known is None else known
+    if id(job.weights) not in known:
+        known[id(job.weights)] = _Shapes(job.weights)
+    state = None if job.optimiser_state is None else _Shapes({"": job.optimiser_state})
+    reference = _Shapes(job.reference) if job.reference else None
+    return job.sequence, job.training, job.whole, site.lr, known[id(job.weights)], reference, state
 
 
-def _shapes(bundle: Bundle) -> tuple[Any, ...]:
-    return tuple((kind, name, t.shape, t.dtype) for kind, group in bundle.items() for name, t in group.items())
+class _Shapes:
+    """Names, shapes and dtypes of a bundle, quickly compared."""
+
+    def __init__(self, bundle: Bundle) -> None:
+        self.all = tuple((k, name, t.shape, t.dtype) for k, group in bundle.items() for name, t in group.items())
+        self.hash = hash(self.all)
+
+    def __hash__(self) -> int:
+        return self.hash
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, _Shapes) and self.all == other.all)
 
 
 def why_not(job: Fit, network: LiveNetwork) -> str:
@@ -188,10 +202,22 @@ def _apart(
     """Every site's own share of the stack, as views of it."""
     keep = seats[0].job.optimiser_state is not None
     state = {name: t for optimiser in optimisers for name, t in optimiser.state().items()} if keep else {}
-    views = {k: {name: t.unbind() for name, t in group.items()} for k, group in {**weights, "": state}.items()}
+    apart = {kind: _rows_of(group) for kind, group in {**weights, "": state}.items()}
     found = []
     for number, (count, total) in enumerate(zip(steps, losses.tolist(), strict=True)):
-        mine = {kind: {name: rows[number] for name, rows in group.items()} for kind, group in views.items()}
+        mine = {kind: rows[number] if rows else {} for kind, rows in apart.items()}
         own = mine.pop("")
         found.append(Fitted(mine, count, total / max(count, 1), own))
     return found
+
+
+def _rows_of(group: Tensors) -> list[Tensors]:
+    """Each site's tensors; as one vector, where a site's lie side by side."""
+    split = zip(*(tensor.unbind() for tensor in group.values()), strict=True)
+    rows = [dict(zip(group, tensors, strict=True)) for tensors in split]
+    vector = side_by_side([tensor for row in rows[:2] for tensor in row.values()])
+    if vector is None or len(rows) < 2:
+        return rows
+    width = len(vector) // 2  # of the block that holds all rows, since it holds two of them side by side
+    block = vector.as_strided((len(rows), width), (width, 1))
+    return [Row(row.items(), own) for row, own in zip(rows, block.unbind(), strict=True)]

@@ -31,7 +31,7 @@ VALUES, SCALES = "..int8", "..scales"
 """What replaces the tensors of a kind. No parameter has such a name: it would lie in a module without one."""
 LEVELS = 126.99
 SMALLEST = torch.finfo(torch.float32).tiny
-CHUNK = 1 << 18
+CHUNK = 1 << 19
 """Values handled at a time, so that what is made in between stays in the processor's cache."""
 
 
@@ -90,6 +90,7 @@ def quantise(vector: Tensor, origin: Tensor, block: int, generator: Generator | 
     for new, old, small, scale in _chunks(block, scales, vector, origin, values):
         moved = torch.sub(new, old, out=room[: len(new)])
         rows = moved.view(len(scale), -1)
+        # Not by an infinity norm, nor by aminmax: either takes five times as long.
         torch.maximum(rows.amax(1), rows.amin(1).neg_(), out=scale).div_(LEVELS).clamp_(min=SMALLEST)
         rows.mul_(scale.reciprocal().unsqueeze_(1))
         if generator is not None:
