@@ -129,13 +129,14 @@ class Bench:
         return found
 
     def seats(self, model: str, sites: int, precision: Precision = "float32") -> tuple[LiveNetwork, list[Seat]]:
-        """One step each."""
+        """Ten steps each, an epoch."""
         module = build(model, classes=10, channels=1, size=28, dropout=0.0, seed=Stream(0))
-        shared = self.pool(sites * self.batch, 1, 28).to(self.device)
-        training = Training(Optimiser("sgd", LR), batch=self.batch, epochs=None, steps=10, precision=precision)
+        each = 10 * self.batch
+        shared = self.pool(sites * each, 1, 28).to(self.device)
+        training = Training(Optimiser("sgd", LR), batch=self.batch, precision=precision)
         job = Fit(weights_of(module.to(self.device)), task_loss, training)
-        parts = [Selection.of(shared, torch.arange(n * self.batch, (n + 1) * self.batch)) for n in range(sites)]
-        found = [Seat(job, part, Site(str(n), self.batch, 1, 1, LR), Stream(n)) for n, part in enumerate(parts)]
+        parts = [Selection.of(shared, torch.arange(n * each, (n + 1) * each)) for n in range(sites)]
+        found = [Seat(job, part, Site(str(n), each, 1, 1, LR), Stream(n)) for n, part in enumerate(parts)]
         return LiveNetwork(module, self.device), found
 
     def single(self, model: str, count: int, compiled: bool) -> Callable[[], None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from polyclinic.algorithms.fedavg import FedAvg
 from polyclinic.core import Bundle, Failure, Federation, Optimiser, Stage, Stream, Tensors, Training
 from polyclinic.engines.mock import MockEngine
 from polyclinic.errors import RecipeError, Refused
+from polyclinic.experiment import run
 from polyclinic.journal import RamJournal
 from polyclinic.learning.network import weights_of
 from polyclinic.rounds import Rounds, Rules
@@ -21,6 +23,7 @@ from polyclinic.runner import SiteRunner
 from polyclinic.stages.quantise import CHUNK, SCALES, VALUES, Quantise, dequantise_into, quantise
 from polyclinic.store import RamMemory
 from tests.laws.bench import clinics, small
+from tests.small import tiny
 
 STREAM = Stream(7)
 EPSILON = 2.0**-23
@@ -206,3 +209,30 @@ def test_a_whole_run_stays_within_the_steps_of_its_rounds(stochastic: bool) -> N
     assert 0 < off < 0.1 * moved
     assert all(torch.equal(again[k][n], t) for k, group in state.items() for n, t in group.items())
     assert max(sizes) <= min(whole) / 4 + 4 * math.ceil(min(whole) / 4 / 1024)
+
+
+def test_a_recipe_can_ask_for_it() -> None:
+    plain, shrunk = run(tiny()).summary, run(tiny(stages=[{"name": "quantise"}])).summary
+    # up go two rounds' updates and one set of predictions, which are not quantised
+    updates = plain["rounds"] * len(plain["hospitals"]) * 4 * plain["model"]["parameters"]
+    saved = plain["cost"]["bytes_up"] - shrunk["cost"]["bytes_up"]
+    assert 0.7 * updates < saved < 0.77 * updates
+    assert shrunk["cost"]["bytes_down"] == plain["cost"]["bytes_down"]
+    assert shrunk["headline"]["accuracy"] == pytest.approx(plain["headline"]["accuracy"], abs=0.05)
+
+
+@pytest.mark.parametrize(
+    ("stages", "words"),
+    [
+        ([{"name": "quantize"}], "did you mean 'quantise'?"),
+        ([{"name": "quantise", "blocks": 5}], "did you mean 'block'?"),
+        ([{"name": "quantise", "block": 0}], "quantise.block is 0"),
+        ([{"name": "quantise", "block": "many"}], "stages.block is 'many'"),
+        ("quantise", "stages is 'quantise'"),
+    ],
+)
+def test_a_recipe_that_asks_wrongly_is_told_so(stages: Any, words: str) -> None:
+    with pytest.raises(RecipeError) as error:
+        tiny(stages=stages)
+    assert words in str(error.value)
+    assert "\n" not in str(error.value)

@@ -6,7 +6,7 @@ import errno
 import io
 import shlex
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
@@ -32,6 +32,7 @@ from polyclinic.recipe import Recipe, our_recipes
 from polyclinic.reproduce import reproduce as reproduce_paper
 from polyclinic.reproduce import results_folder, write_page
 from polyclinic.results import versions
+from polyclinic.stages import STAGES
 from polyclinic.terminal import Data, Json, err, out, print_json, tell
 from polyclinic.yaml_files import read_yaml
 
@@ -229,11 +230,17 @@ def compare_command(
 
 @app.command("list")
 def list_command(
-    what: Annotated[str, typer.Argument(metavar="WHAT", help="algorithms, models, datasets or recipes")],
+    what: Annotated[str, typer.Argument(metavar="WHAT", help="algorithms, models, datasets, stages or recipes")],
     as_json: Json = False,
 ) -> None:
     """What a recipe can name."""
-    listings = {"algorithms": _algorithms, "models": _models, "datasets": _datasets, "recipes": _recipes}
+    listings = {
+        "algorithms": _algorithms,
+        "models": _models,
+        "datasets": _datasets,
+        "stages": _stages,
+        "recipes": _recipes,
+    }
     if what not in listings:
         raise RecipeError(f"there is no list of {what!r}; choose one of {', '.join(listings)}")
     rows = listings[what]()
@@ -249,8 +256,17 @@ def list_command(
 
 
 def _algorithms() -> list[dict[str, Any]]:
+    return _files(ALGORITHMS)
+
+
+def _stages() -> list[dict[str, Any]]:
+    return _files(STAGES)
+
+
+def _files(registry: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """What has a file of its own, whose first words are about it."""
     rows = []
-    for name, kind in ALGORITHMS.items():
+    for name, kind in registry.items():
         doc = (sys.modules[kind.__module__].__doc__ or "").split("\n\n")[0]
         options = [option.name for option in fields(kind) if option.name != "training"]
         rows.append({"name": name, "options": options, "about": " ".join(doc.split())})

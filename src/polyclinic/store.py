@@ -16,6 +16,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any, Protocol
 
+from torch import Tensor
+
 from polyclinic import wire
 from polyclinic.core import Bundle, SiteId
 from polyclinic.errors import Refused, StoreError
@@ -267,7 +269,13 @@ class RamMemory:
     def save(self, site: SiteId, round: int, memory: Bundle, durable: int) -> None:
         del durable
         earlier = [(r, m) for r, m in self._kept.get(site, []) if r < round]
-        self._kept[site] = [*earlier[-1:], (round, memory)]
+        own = {kind: {name: _own(t) for name, t in group.items()} for kind, group in memory.items()}
+        self._kept[site] = [*earlier[-1:], (round, own)]
+
+
+def _own(tensor: Tensor) -> Tensor:
+    """The tensor without whatever else lies in its memory, such as all sites of a stack."""
+    return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
 
 
 class DiskMemory:

@@ -15,6 +15,7 @@ from polyclinic.data.examples import Images, Selection, SiteData
 from polyclinic.engines.local import LocalEngine
 from polyclinic.engines.stacked import Compile, StackedEngine
 from polyclinic.experiment import run
+from polyclinic.learning.seating import Table
 from tests.laws.bench import Played, Sites, clinics, play, small
 from tests.small import tiny
 
@@ -125,6 +126,27 @@ def test_sites_that_share_their_images_are_gathered_at_once() -> None:
     one = play(algorithm, apart, small(dtype=torch.float64), 2)
     other = play(algorithm, joined, small(dtype=torch.float64), 2, on_the_stack())
     assert_close(other.outcome.state, one.outcome.state, 1e-10)
+
+
+def test_images_that_are_fetched_ahead_are_the_same_images(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As for a device that does not hold them."""
+    (pool,) = clinics(24, dtype=torch.float64).values()
+    shared = pool.train
+    assert isinstance(shared, Images)
+    parts = [Selection.of(shared, torch.arange(start, start + 8)) for start in (0, 8, 16)]
+    sites = {f"clinic-{n}": SiteData(f"clinic-{n}", part, part, part) for n, part in enumerate(parts)}
+    training = Training(Optimiser("sgd", 0.1), batch=3, augment=Augment(rotation=20))
+    algorithm = ALGORITHMS["fedavg"](training=training)
+    one = play(algorithm, sites, small(dtype=torch.float64), 2, on_the_stack())
+    begin = Table.__init__
+
+    def elsewhere(self: Table, *given: Any) -> None:
+        begin(self, *given)
+        self.apart = True
+
+    monkeypatch.setattr(Table, "__init__", elsewhere)
+    other = play(algorithm, sites, small(dtype=torch.float64), 2, on_the_stack())
+    assert one.sha256 == other.sha256
 
 
 @pytest.mark.parametrize("most", [1, 2, 3])

@@ -33,7 +33,9 @@ from polyclinic.learning.network import LiveNetwork
 def order(labels: Tensor, training: Training, stream: Stream) -> Tensor:
     """One epoch's examples in random order, minority classes repeated if the recipe says so."""
     generator = stream.generator()
-    pool = oversampled(labels, generator) if training.oversample else torch.arange(len(labels))
+    if not training.oversample:
+        return torch.randperm(len(labels), generator=generator)
+    pool = oversampled(labels, generator)
     return pool[torch.randperm(len(pool), generator=generator)]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -13,7 +14,7 @@ from polyclinic.core import Batch, Examples, Fit, Site, Stream, Tensors
 from polyclinic.data.examples import Selection
 from polyclinic.learning.augment import augmented
 from polyclinic.learning.dropout import first_key, key_of
-from polyclinic.learning.feed import onto
+from polyclinic.learning.feed import fetched, onto
 from polyclinic.learning.fit import walk
 
 
@@ -35,6 +36,8 @@ class Bit(NamedTuple):
     position: int
     """Among the batches of the step."""
     rows: Tensor
+    length: int
+    """Of the batch: of its rows."""
     share: float
     """Of the step's examples."""
     last: bool
@@ -46,9 +49,9 @@ def bits(seat: Seat) -> list[Bit]:
     labels = seat.data.labels.cpu() if seat.job.training.oversample else torch.empty(len(seat.data))
     found = []
     for number, micro in walk(labels, seat.job.training, seat.stream, seat.site.round, seat.job.whole):
-        examples = sum(len(rows) for rows in micro)
-        for position, rows in enumerate(micro):
-            found.append(Bit(number, position, rows, len(rows) / examples, position == len(micro) - 1))
+        lengths = [rows.numel() for rows in micro]
+        for position, (rows, length) in enumerate(zip(micro, lengths, strict=True)):
+            found.append(Bit(number, position, rows, length, length / sum(lengths), position == len(micro) - 1))
     return found
 
 
@@ -61,7 +64,7 @@ def calls(plans: Sequence[Sequence[Bit]]) -> list[list[int]]:
 
     def kind(site: int) -> tuple[int, bool]:
         bit = plans[site][at[site]]
-        return len(bit.rows), bit.last
+        return bit.length, bit.last
 
     while left(leader := max(range(len(plans)), key=left)):
         found.append([site for site in range(len(plans)) if left(site) and kind(site) == kind(leader)])
@@ -101,8 +104,8 @@ class Turn:
         inside = self.inside
         return stacked if inside is None else {name: t[inside] for name, t in stacked.items()}
 
-    def batch(self) -> Batch:
-        images, labels = self.table.pick(self)
+    def changed(self, images: Tensor, labels: Tensor) -> Batch:
+        """The sites' images as `fit` would change them."""
         augment = self.table.seats[0].job.training.augment
         if augment is None:
             return images, labels
@@ -131,14 +134,18 @@ class Table:
         alike = len(selections) == len(seats) and all(s.shared is selections[0].shared for s in selections)
         self.shared = selections[0].shared if alike else None
         self.pool = torch.cat([s.rows for s in selections]) if alike else None
+        self.home = device if self.shared is None else self.shared.labels.device
+        """Where images are looked up …"""
+        self.apart = self.home.type != device.type
+        """… which may be elsewhere than where they are needed."""
         self.starts = torch.tensor([0, *(len(seat.data) for seat in seats)]).cumsum(0)[:-1]
 
     def turns(self) -> Iterator[Turn]:
         at = [iter(plan) for plan in self.plans]
         planned = [(members, [next(at[site]) for site in members]) for members in calls(self.plans)]
         filled = [self._filled(members, found) for members, found in planned]
-        rows = self._sent([self._places(who, found) for who, found in filled])
-        keys = self._sent([self._keys(who, found) for who, found in filled])
+        rows = _sent([self._places(who, found) for who, found in filled], self.home)
+        keys = _sent([self._keys(who, found) for who, found in filled], self.device)
         for (members, found), (who, seated), place, key in zip(planned, filled, rows, keys, strict=True):
             yield Turn(
                 self,
@@ -155,12 +162,13 @@ class Table:
     def _filled(self, members: list[int], found: list[Bit]) -> tuple[list[int], list[Bit]]:
         """With everyone else seated too, if that is worth it: what they compute is thrown away."""
         everyone = list(range(len(self.seats)))
-        length = len(found[0].rows)
+        length = found[0].length
         short = length < self.seats[0].job.training.batch
         if not self.fill or short or not len(everyone) / 2 <= len(members) < len(everyone):
             return members, found
         idle = {
-            site: Bit(0, 0, torch.arange(length) % len(self.seats[site].data), 0.0, found[0].last) for site in everyone
+            site: Bit(0, 0, torch.arange(length) % len(self.seats[site].data), length, 0.0, found[0].last)
+            for site in everyone
         }
         busy = dict(zip(members, found, strict=True))
         return everyone, [busy.get(site, idle[site]) for site in everyone]
@@ -185,19 +193,39 @@ class Table:
     def _sent_one(self, places: list[int]) -> Tensor:
         return onto(torch.tensor(places), self.device)
 
-    def _sent(self, tensors: list[Tensor]) -> list[Tensor]:
-        """All on the device, in one copy."""
-        block = onto(torch.cat([t.reshape(-1) for t in tensors]), self.device)
-        pieces = torch.split(block, [t.numel() for t in tensors])
-        return [piece.reshape(t.shape) for piece, t in zip(pieces, tensors, strict=True)]
+    @contextmanager
+    def served(self) -> Iterator[Iterator[tuple[Turn, Batch]]]:
+        """The turns with their batches; images that lie elsewhere are fetched ahead of use."""
+        turns = list(self.turns())
+        if self.shared is None or not self.apart:
+            yield ((turn, turn.changed(*self._picked(turn))) for turn in turns)
+            return
+        shared, pinned = self.shared, self.device.type == "cuda"
+        with fetched(lambda turn: shared.stored(self._place(turn), pinned), turns, self.device) as batches:
+            shaped = (_shaped(turn, shared.scaled(i), t) for turn, (i, t) in zip(turns, batches, strict=True))
+            yield ((turn, turn.changed(*batch)) for turn, batch in zip(turns, shaped, strict=True))
 
-    def pick(self, turn: Turn) -> Batch:
+    def _picked(self, turn: Turn) -> Batch:
         """The batches of a turn, stacked; where sites share their images, in one gathering."""
-        if self.shared is not None and self.pool is not None:
-            place = self.pool.index_select(0, turn.rows.reshape(-1).to(self.pool.device))
-            images, labels = self.shared.batch(place)
-            images, labels = images.to(self.device), labels.to(self.device)
-            return images.reshape(*turn.rows.shape, *images.shape[1:]), labels.reshape(turn.rows.shape)
+        if self.shared is not None:
+            return _shaped(turn, *self.shared.batch(self._place(turn)))
         batches = [self.seats[site].data.batch(rows) for site, rows in zip(turn.who, turn.rows, strict=True)]
         images, labels = (torch.stack(parts) for parts in zip(*batches, strict=True))
         return images.to(self.device), labels.to(self.device)
+
+    def _place(self, turn: Turn) -> Tensor:
+        """Which of the shared images."""
+        assert self.pool is not None
+        return self.pool.index_select(0, turn.rows.reshape(-1))
+
+
+def _shaped(turn: Turn, images: Tensor, labels: Tensor) -> Batch:
+    """A row of batches per site, from one long batch."""
+    return images.reshape(*turn.rows.shape, *images.shape[1:]), labels.reshape(turn.rows.shape)
+
+
+def _sent(tensors: list[Tensor], device: torch.device) -> list[Tensor]:
+    """All on the device, in one copy."""
+    block = onto(torch.cat([t.reshape(-1) for t in tensors]), device)
+    pieces = torch.split(block, [t.numel() for t in tensors])
+    return [piece.reshape(t.shape) for piece, t in zip(pieces, tensors, strict=True)]

@@ -71,9 +71,10 @@ def fit_stacked(seats: Sequence[Seat], network: LiveNetwork, compiled: bool = Fa
         torch.zeros(len(seats), device=network.device),
     )
     gathered: Tensors = {}
-    with network.precision(training.precision), _products_like_convolutions(network.device):
-        for turn in table.turns():
-            batch, keys = turn.batch(), network.keyed(turn.keys)
+    precise = network.precision(training.precision)
+    with precise, _products_like_convolutions(network.device), table.served() as served:
+        for turn, batch in served:
+            keys = network.keyed(turn.keys)
             for step, names, optimiser in zip(steps, moving, optimisers, strict=True):
                 call = _gradients(network, step.objective, names, compiled and turn.everyone)
                 here, aside = _rows(weights, turn.seated), _rows(reference, turn.seated)

@@ -1,5 +1,6 @@
-"""Updates as 8-bit integers: a quarter of the bytes. Alistarh, Grubic, Li, Tomioka, Vojnovic: QSGD: communication-
-efficient SGD via gradient quantization and encoding. NeurIPS 2017, section 3.1, with the largest value for the norm.
+"""Updates as 8-bit integers: a quarter of the bytes. Alistarh, Grubic, Li, Tomioka, Vojnovic: QSGD:
+communication-efficient SGD via gradient quantization and encoding. NeurIPS 2017, section 3.1, with the largest value
+for the norm.
 
     (1)  d = w_k − w, in blocks of `block` values;  s = max|d| / 127 for each block
     (2)  q = d/s, rounded to an integer: stochastically, up with the probability of its fraction, so that E[q·s] = d;
