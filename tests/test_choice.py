@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from polyclinic.display import result_table
 from polyclinic.engines import choice
 from polyclinic.experiment import run
 from tests.small import tiny
@@ -52,6 +53,13 @@ def test_what_cannot_stack_is_not_measured(settings: dict[str, Any], why: str) -
     told = run(tiny(engine__name="auto", **settings)).summary["engine"]
     assert told["name"] == "local"
     assert why in told["why"]
+
+
+def test_the_table_of_a_run_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    times(monkeypatch, 1.0, 0.5)
+    told = str(result_table(run(tiny(engine__name="auto")).summary).caption)
+    assert "engine stacked: 2 steps of 3 sites took 1000.0 ms apart and 500.0 ms stacked" in told
+    assert "engine" not in str(result_table(run(tiny()).summary).caption)
 
 
 def test_measuring_changes_nothing() -> None:

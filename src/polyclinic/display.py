@@ -16,6 +16,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from polyclinic.comparison import Comparison, decimal, sent, show
+from polyclinic.engines.choice import ASKED
 from polyclinic.recipe import Recipe
 from polyclinic.results import at_site, judged_on
 
@@ -160,7 +161,9 @@ def result_table(summary: Mapping[str, Any]) -> Table:
     intervals = "; intervals over patients (bootstrap)" if best.get("intervals") else ""
     lost = cost.get("refused", 0) + cost.get("failed", 0)
     warning = f"\n{lost} updates of hospitals were refused or lost; ledger.jsonl says why" if lost else ""
-    table.caption = Text(f"{megabytes:.1f} MB both ways, {cost['seconds']:.1f} s{intervals}{warning}")
+    engine = summary.get("engine", {})
+    chosen = "" if engine.get("why", ASKED) == ASKED else f"\nengine {engine['name']}: {engine['why']}"
+    table.caption = Text(f"{megabytes:.1f} MB both ways, {cost['seconds']:.1f} s{intervals}{chosen}{warning}")
     return table
 
 

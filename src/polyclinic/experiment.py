@@ -22,7 +22,7 @@ from polyclinic.consortium import gather as gather
 from polyclinic.consortium import pool as pool
 from polyclinic.core import Bundle, Federation, Score, SiteId, Stream
 from polyclinic.data.folder import in_data_folder
-from polyclinic.engines.choice import Choice, choose, make_engine
+from polyclinic.engines.choice import ASKED, Choice, choose, make_engine
 from polyclinic.errors import DataError, EngineError, RecipeError, StoreError
 from polyclinic.faults import reach
 from polyclinic.flops import parameters, training_step_flops
@@ -184,7 +184,7 @@ class Experiment:
     def _choice(self, runners: Mapping[SiteId, SiteRunner]) -> Choice:
         """What `auto` once chose for a run stays, so that going on ends in the same bits."""
         if (name := self.recipe.engine.name) != "auto":
-            return Choice(name, "the recipe says so")
+            return Choice(name, ASKED)
         noted = self.folder / "engine.json" if self.folder else None
         if noted is not None and noted.exists():
             return Choice(**json.loads(noted.read_text()))

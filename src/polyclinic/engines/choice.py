@@ -25,6 +25,9 @@ WORTH = 0.9
 """Stacking must take at most this share of the time to be worth its rounding."""
 
 
+ASKED = "the recipe says so"
+
+
 @dataclass(frozen=True)
 class Choice:
     name: str

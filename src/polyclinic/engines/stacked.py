@@ -139,8 +139,8 @@ class StackedEngine:
             return self._run(guests)
         except torch.OutOfMemoryError:
             torch.cuda.empty_cache()
-            self.most = (len(guests) + 1) // 2
-            return [*self._run(guests[: self.most]), *self._run(guests[self.most :])]
+            self.most = half = (len(guests) + 1) // 2
+            return [*self._run(guests[:half]), *self._run(guests[half:])]
         for guest in guests:
             guest.together = max(guest.together, len(guests))
             guest.alone = self.uncompiled and f"stacked, but it could not be compiled: {self.uncompiled}"
