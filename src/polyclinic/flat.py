@@ -28,6 +28,15 @@ class Row(dict[str, Tensor]):
         raise TypeError("its tensors are one vector; make a new dict")
 
 
+def copied(tensors: Tensors) -> Tensors:
+    """A copy; as one vector, if all are of one floating-point type."""
+    plain = [t.detach() for t in tensors.values()]
+    if len({t.dtype for t in plain}) != 1 or not plain[0].is_floating_point():
+        return {n: t.clone(memory_format=torch.contiguous_format) for n, t in zip(tensors, plain, strict=True)}
+    vector = torch.cat([t.reshape(-1) for t in plain])
+    return Row(zip(tensors, apart(vector, plain), strict=True), vector)
+
+
 def rowed(tensors: Tensors) -> Tensors:
     """The same, known to be one vector if they are."""
     vector = side_by_side(list(tensors.values()))

@@ -14,6 +14,7 @@ from torch.func import functional_call
 
 from polyclinic.core import Batch, Bundle, Precision, Tensors
 from polyclinic.errors import EngineError
+from polyclinic.flat import copied
 from polyclinic.learning.dropout import draws_alone, with_keys
 from polyclinic.learning.unfolded import unfolded
 from polyclinic.models import Classifier
@@ -133,8 +134,7 @@ class LiveNetwork:
     @torch.no_grad()
     def take(self) -> Bundle:
         """A copy of the live weights, where they are."""
-        plain = torch.contiguous_format
-        return {kind: {n: t.detach().clone(memory_format=plain) for n, t in g.items()} for kind, g in self.live.items()}
+        return {kind: copied(group) for kind, group in self.live.items()}
 
     def training_mode(self, trainable: frozenset[str]) -> None:
         """Train mode, but normalisation layers whose own parameters are frozen stay in eval."""
@@ -187,11 +187,7 @@ def on(bundle: Bundle, device: torch.device) -> Bundle:
 
 def weights_of(module: nn.Module) -> Bundle:
     """A copy of a module's parameters and buffers, as a bundle."""
-    plain = torch.contiguous_format
-    return {
-        "model": {n: p.detach().clone(memory_format=plain) for n, p in module.named_parameters()},
-        "buffers": {n: b.detach().clone(memory_format=plain) for n, b in _statistics(module).items()},
-    }
+    return {"model": copied(dict(module.named_parameters())), "buffers": copied(_statistics(module))}
 
 
 def _statistics(module: nn.Module) -> Tensors:
