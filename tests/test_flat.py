@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
 
 from polyclinic import wire
 from polyclinic.core import Tensors
-from polyclinic.flat import apart, distance, side_by_side
+from polyclinic.flat import Row, apart, copied, distance, side_by_side
 
 BUFFER = torch.arange(24.0)
 
@@ -74,3 +75,40 @@ def test_what_is_not_finite_shows_in_the_distance(bad: float) -> None:
     tensors["b"][5] = bad
     assert not math.isfinite(distance(decoded(tensors), decoded({"a": BUFFER, "b": BUFFER})))
     assert distance({"n": torch.tensor(3)}, {}) == 0.0
+
+
+def a_row(*values: float) -> Row:
+    found = copied({"a": torch.tensor(values[:1]), "b": torch.tensor(values[1:])})
+    assert isinstance(found, Row)
+    return found
+
+
+CHANGES: dict[str, Callable[[dict[str, torch.Tensor]], object]] = {
+    "set": lambda row: row.__setitem__("a", torch.zeros(1)),
+    "delete": lambda row: row.__delitem__("a"),
+    "update": lambda row: row.update(a=torch.zeros(1)),
+    "or": lambda row: row.__ior__({"a": torch.zeros(1)}),
+    "pop": lambda row: row.pop("a"),
+    "popitem": lambda row: row.popitem(),
+    "setdefault": lambda row: row.setdefault("c", torch.zeros(1)),
+    "clear": lambda row: row.clear(),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES.keys())
+def test_a_row_stays_what_it_is(change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    """Else its vector would speak of tensors that it no longer holds."""
+    row = a_row(1.0, 2.0, 3.0)
+    with pytest.raises(TypeError, match="make a new dict"):
+        change(row)
+    assert torch.equal(torch.cat(list(row.values())), row.vector)
+    assert type(row | {"a": torch.zeros(1)}) is dict
+
+
+def test_a_way_that_is_known_counts_only_from_where_it_was_measured() -> None:
+    start, other = a_row(0.0, 0.0, 0.0), a_row(1.0, 2.0, 1.0)
+    end = a_row(1.0, 2.0, 2.0)
+    known = Row(end.items(), end.vector, travelled=(start.vector, 3.0))
+    assert distance(known, start) == distance(end, start) == 3.0
+    assert distance(known, other) == distance(end, other) == 1.0
+    assert distance(known, dict(start)) == 3.0

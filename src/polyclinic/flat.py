@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from typing import Any, NoReturn, TypeAlias
 
 import torch
 from numpy.lib.stride_tricks import as_strided
@@ -13,19 +14,39 @@ from torch import Tensor
 
 from polyclinic.core import Tensors
 
+Layout: TypeAlias = tuple[tuple[str, torch.Size], ...]
 BLOCK = 1 << 17
 """Values handled at a time, so that what is made in between stays in the processor's cache."""
 
 
 class Row(dict[str, Tensor]):
-    """Named tensors that are, in this order, the whole of one vector."""
+    """Named tensors that are, in this order, the whole of one vector; and will be, as it cannot be changed."""
 
-    def __init__(self, tensors: Iterable[tuple[str, Tensor]], vector: Tensor) -> None:
+    def __init__(
+        self,
+        tensors: Iterable[tuple[str, Tensor]],
+        vector: Tensor,
+        layout: Layout | None = None,
+        travelled: tuple[Tensor, float] | None = None,
+    ) -> None:
+        """`travelled`: how far the vector is from another one, where that was worth knowing beforehand."""
         super().__init__(tensors)
         self.vector = vector
+        self.layout = layout_of(self) if layout is None else layout
+        self.travelled = travelled
 
-    def __setitem__(self, name: str, tensor: Tensor) -> None:
-        raise TypeError("its tensors are one vector; make a new dict")
+    def is_like(self, other: Tensors) -> bool:
+        """Whether the other is known to have the same names, shapes and dtypes, in the same order."""
+        return isinstance(other, Row) and self.layout == other.layout and self.vector.dtype == other.vector.dtype
+
+    def _closed(self, *_: Any, **__: Any) -> NoReturn:
+        raise TypeError("these tensors are one vector; make a new dict of them")
+
+    __setitem__ = __delitem__ = __ior__ = update = setdefault = pop = popitem = clear = _closed
+
+
+def layout_of(tensors: Tensors) -> Layout:
+    return tuple((name, tensor.shape) for name, tensor in tensors.items())
 
 
 def copied(tensors: Tensors) -> Tensors:
@@ -79,8 +100,9 @@ def apart(vector: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
 
 def distance(tensors: Tensors, start: Tensors) -> float:
     """‖tensors − start‖₂ over all floating-point tensors; where there is no start, the norm itself."""
-    if isinstance(tensors, Row) and isinstance(start, Row) and list(tensors) == list(start):
-        return _between(tensors.vector, start.vector)
+    if isinstance(tensors, Row) and isinstance(start, Row) and tensors.is_like(start):
+        known, way = tensors.travelled or (None, 0.0)
+        return way if known is start.vector else _between(tensors.vector, start.vector)
     names = [n for n, t in tensors.items() if t.is_floating_point()]
     if not names:
         return 0.0

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from polyclinic.core import Bundle, Exchange, Federation, Site, SiteId, Stream, Tensors, Training, Update, Work
-from polyclinic.flat import Row, apart, side_by_side
+from polyclinic.flat import Layout, Row, apart, layout_of, side_by_side
 
 WEIGHTS = ("model", "buffers")
 
@@ -31,6 +31,7 @@ class RunningMean:
         self._vector: Tensor | None = None
         self._pieces: Tensors = {}
         """Those of `_mean` that are views of `_vector`."""
+        self._layout: Layout = ()
 
     def add(self, tensors: Tensors, weight: float = 1.0) -> None:
         self.total += weight
@@ -50,9 +51,10 @@ class RunningMean:
         rest = {n: t for n, t in tensors.items() if n not in self._pieces}
         copies = {n: t.clone() if t.is_floating_point() else t.double() for n, t in rest.items()}
         self._mean = {name: self._pieces[name] if name in self._pieces else copies[name] for name in tensors}
+        self._layout = layout_of(self._mean)
 
     def _move(self, tensors: Tensors, share: float) -> None:
-        if isinstance(tensors, Row) and self._vector is not None and _shapes(tensors) == _shapes(self._mean):
+        if isinstance(tensors, Row) and self._vector is not None and tensors.layout == self._layout:
             self._vector.lerp_(tensors.vector, share)
             return
         rest = self._mean
@@ -72,10 +74,6 @@ class RunningMean:
             name: mean if self._dtypes[name].is_floating_point else mean.round().to(self._dtypes[name])
             for name, mean in self._mean.items()
         }
-
-
-def _shapes(tensors: Tensors) -> list[tuple[str, torch.Size]]:
-    return [(name, tensor.shape) for name, tensor in tensors.items()]
 
 
 @dataclass(frozen=True)

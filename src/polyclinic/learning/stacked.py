@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.func import vmap
 
 from polyclinic.core import Batch, Bundle, Fit, Fitted, Objective, Site, Tensors
-from polyclinic.flat import Row, side_by_side
+from polyclinic.flat import Row, layout_of, side_by_side
 from polyclinic.learning.network import LiveNetwork, moved
 from polyclinic.learning.seating import Seat, Table
 from polyclinic.learning.stacked_optimiser import StackedOptimiser
@@ -203,7 +203,8 @@ def _apart(
     """Every site's own share of the stack, as views of it."""
     keep = seats[0].job.optimiser_state is not None
     state = {name: t for optimiser in optimisers for name, t in optimiser.state().items()} if keep else {}
-    apart = {kind: _rows_of(group) for kind, group in {**weights, "": state}.items()}
+    starts = {kind: [seat.job.weights.get(kind) for seat in seats] for kind in weights}
+    apart = {kind: _rows_of(group, starts.get(kind, [])) for kind, group in {**weights, "": state}.items()}
     found = []
     for number, (count, total) in enumerate(zip(steps, losses.tolist(), strict=True)):
         mine = {kind: rows[number] if rows else {} for kind, rows in apart.items()}
@@ -212,8 +213,8 @@ def _apart(
     return found
 
 
-def _rows_of(group: Tensors) -> list[Tensors]:
-    """Each site's tensors; as one vector, where a site's lie side by side."""
+def _rows_of(group: Tensors, starts: Sequence[Tensors | None]) -> list[Tensors]:
+    """Each site's tensors; as one vector, where a site's lie side by side, with the way it has come from the start."""
     split = zip(*(tensor.unbind() for tensor in group.values()), strict=True)
     rows = [dict(zip(group, tensors, strict=True)) for tensors in split]
     vector = side_by_side([tensor for row in rows[:2] for tensor in row.values()])
@@ -221,4 +222,9 @@ def _rows_of(group: Tensors) -> list[Tensors]:
         return rows
     width = len(vector) // 2  # of the block that holds all rows, since it holds two of them side by side
     block = vector.as_strided((len(rows), width), (width, 1))
-    return [Row(row.items(), own) for row, own in zip(rows, block.unbind(), strict=True)]
+    first, layout = starts[0] if starts else None, layout_of(rows[0])
+    far: list[tuple[Tensor, float] | None] = [None] * len(rows)
+    if isinstance(first, Row) and first.layout == layout and all(start is first for start in starts):
+        # Here for all sites at once: one by one, whoever asks would wait for the device each time.
+        far = [(first.vector, way) for way in torch.linalg.vector_norm(block - first.vector, dim=1).tolist()]
+    return [Row(row.items(), own, layout, way) for row, own, way in zip(rows, block.unbind(), far, strict=True)]
