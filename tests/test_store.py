@@ -383,3 +383,14 @@ def test_json_is_written_whole_and_finite(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="JSON compliant"):
         store.write_json(tmp_path / "result.json", {"accuracy": float("nan")})
     assert json.loads((tmp_path / "result.json").read_text()) == {"accuracy": 0.5}
+
+
+def test_a_memory_holds_no_more_than_the_site_s_own() -> None:
+    """A site of a stack of a hundred would otherwise keep all of it."""
+    stack = torch.arange(300.0).reshape(100, 3)
+    memory = RamMemory()
+    memory.save("a", 1, {"model": {"w": stack[7]}, "alone": {"v": torch.ones(2)}}, 0)
+    kept = memory.load("a", 2)
+    assert kept is not None
+    assert torch.equal(kept["model"]["w"], stack[7])
+    assert kept["model"]["w"].untyped_storage().nbytes() == 3 * 4

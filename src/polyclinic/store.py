@@ -16,12 +16,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any, Protocol
 
-from torch import Tensor
-
 from polyclinic import wire
-from polyclinic.core import Bundle, SiteId
+from polyclinic.core import Bundle, SiteId, Tensors
 from polyclinic.errors import Refused, StoreError
 from polyclinic.faults import reach
+from polyclinic.flat import Row, copied
 
 MARK = b'"chain": "'
 ANOTHER = "make room or choose another folder with --out, then go on with the same command"
@@ -269,13 +268,13 @@ class RamMemory:
     def save(self, site: SiteId, round: int, memory: Bundle, durable: int) -> None:
         del durable
         earlier = [(r, m) for r, m in self._kept.get(site, []) if r < round]
-        own = {kind: {name: _own(t) for name, t in group.items()} for kind, group in memory.items()}
-        self._kept[site] = [*earlier[-1:], (round, own)]
+        self._kept[site] = [*earlier[-1:], (round, {kind: _own(group) for kind, group in memory.items()})]
 
 
-def _own(tensor: Tensor) -> Tensor:
-    """The tensor without whatever else lies in its memory, such as all sites of a stack."""
-    return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
+def _own(group: Tensors) -> Tensors:
+    """The tensors without whatever else lies in their memory, such as all sites of a stack."""
+    held = [group.vector] if isinstance(group, Row) else list(group.values())
+    return group if all(t.untyped_storage().nbytes() == t.nbytes for t in held) else copied(group)
 
 
 class DiskMemory:

@@ -66,11 +66,8 @@ def fit_stacked(seats: Sequence[Seat], network: LiveNetwork, compiled: bool = Fa
         state = _stack([s.job.optimiser_state or {} for s in seats], network.device)
         for optimiser in optimisers:
             optimiser.restore(state)
-    table, losses = (
-        Table(seats, network.device, compiled, network.draws),
-        torch.zeros(len(seats), device=network.device),
-    )
-    gathered: Tensors = {}
+    table = Table(seats, network.device, compiled, network.draws)
+    losses, gathered = torch.zeros(len(seats), device=network.device), dict[str, Tensor]()
     precise = network.precision(training.precision)
     with precise, _products_like_convolutions(network.device), table.served() as served:
         for turn, batch in served:
@@ -93,26 +90,17 @@ def fit_stacked(seats: Sequence[Seat], network: LiveNetwork, compiled: bool = Fa
 
 
 def _stack(groups: Sequence[Tensors], device: torch.device) -> Tensors:
-    """One tensor per name with a row per site; what all sites have in common is only copied."""
+    """One tensor per name, with a row per site; where a site's tensors are one vector, so are its rows."""
     first = groups[0]
-    common = all(group[name] is t for group in groups for name, t in first.items())
-    single = {name: t for name, t in first.items() if t.dtype == torch.float32} if common else {}
-    rest = {name: t for name, t in first.items() if name not in single}
-    if common:
-        stacked = {name: t.expand(len(groups), *t.shape).clone() for name, t in moved(rest, device).items()}
+    if not isinstance(first, Row) or not all(isinstance(group, Row) and group.is_like(first) for group in groups):
+        return moved({name: torch.stack([group[name] for group in groups]) for name in first}, device)
+    vectors = [group.vector for group in groups if isinstance(group, Row)]
+    if all(vector is first.vector for vector in vectors):
+        block = first.vector.to(device).expand(len(groups), -1).clone()
     else:
-        stacked = moved({name: torch.stack([group[name] for group in groups]) for name in rest}, device)
-    if single:
-        stacked |= _side_by_side(moved(single, device), len(groups))
-    return {name: stacked[name] for name in first}
-
-
-def _side_by_side(group: Tensors, sites: int) -> Tensors:
-    """One row per site that holds all its tensors: so whoever reads a site's share reads it in one go."""
-    row = torch.cat([t.reshape(-1) for t in group.values()])
-    block = row.expand(sites, -1).clone()
-    pieces = torch.split(block, [t.numel() for t in group.values()], dim=1)
-    return {n: p.view(sites, *t.shape) for (n, t), p in zip(group.items(), pieces, strict=True)}
+        block = torch.stack(vectors).to(device)
+    pieces = torch.split(block, [t.numel() for t in first.values()], dim=1)
+    return {n: p.view(len(groups), *t.shape) for (n, t), p in zip(first.items(), pieces, strict=True)}
 
 
 def _rows(bundle: Bundle, seated: Tensor | None) -> Bundle:
