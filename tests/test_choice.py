@@ -10,6 +10,7 @@ import pytest
 
 from polyclinic.display import result_table
 from polyclinic.engines import choice
+from polyclinic.errors import StoreError
 from polyclinic.experiment import run
 from tests.small import tiny
 
@@ -47,12 +48,20 @@ def test_a_choice_that_was_made_stays(monkeypatch: pytest.MonkeyPatch, tmp_path:
     [
         ({"algorithm": "centralised"}, "one place trains"),
         ({"data__partition__sites": 1}, "one place trains"),
+        ({"cohort": 1}, "one place trains"),
     ],
 )
 def test_what_cannot_stack_is_not_measured(settings: dict[str, Any], why: str) -> None:
     told = run(tiny(engine__name="auto", **settings)).summary["engine"]
     assert told["name"] == "local"
     assert why in told["why"]
+
+
+@pytest.mark.parametrize("text", ["", "{", "[1]", '{"name": "cloud", "why": ""}', '{"name": "local"}'])
+def test_a_choice_that_cannot_be_read_is_told_in_a_sentence(tmp_path: Path, text: str) -> None:
+    (tmp_path / "engine.json").write_text(text)
+    with pytest.raises(StoreError, match=r"engine\.json is damaged .* measured anew"):
+        run(tiny(engine__name="auto"), tmp_path)
 
 
 def test_the_table_of_a_run_says_why(monkeypatch: pytest.MonkeyPatch) -> None:

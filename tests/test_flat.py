@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable
 
@@ -10,7 +11,7 @@ import torch
 
 from polyclinic import wire
 from polyclinic.core import Tensors
-from polyclinic.flat import Row, apart, copied, distance, side_by_side
+from polyclinic.flat import Row, Way, apart, copied, distance, side_by_side
 
 BUFFER = torch.arange(24.0)
 
@@ -108,7 +109,23 @@ def test_a_row_stays_what_it_is(change: Callable[[dict[str, torch.Tensor]], obje
 def test_a_way_that_is_known_counts_only_from_where_it_was_measured() -> None:
     start, other = a_row(0.0, 0.0, 0.0), a_row(1.0, 2.0, 1.0)
     end = a_row(1.0, 2.0, 2.0)
-    known = Row(end.items(), end.vector, travelled=(start.vector, 3.0))
+    known = Row(end.items(), end.vector, travelled=Way(start.vector, 3.0))
     assert distance(known, start) == distance(end, start) == 3.0
     assert distance(known, other) == distance(end, other) == 1.0
     assert distance(known, dict(start)) == 3.0
+
+
+def test_a_way_is_measured_again_once_a_tensor_was_changed() -> None:
+    start, end = a_row(0.0, 0.0, 0.0), a_row(1.0, 2.0, 2.0)
+    known = Row(end.items(), end.vector, travelled=Way(start.vector, 3.0))
+    known["a"].mul_(math.nan)
+    assert math.isnan(distance(known, start))
+
+
+@pytest.mark.parametrize("make", [copy.copy, copy.deepcopy, dict], ids=["copy", "deepcopy", "dict"])
+def test_copies_of_a_row_are_free(make: Callable[[Row], Tensors]) -> None:
+    row = a_row(1.0, 2.0, 3.0)
+    free = make(row)
+    assert type(free) is dict
+    assert all(torch.equal(free[name], row[name]) for name in row)
+    free["a"] = torch.zeros(1)

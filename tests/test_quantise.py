@@ -229,6 +229,7 @@ def test_a_recipe_can_ask_for_it() -> None:
         ([{"name": "quantise", "block": 0}], "quantise.block is 0"),
         ([{"name": "quantise", "block": "many"}], "stages.block is 'many'"),
         ("quantise", "stages is 'quantise'"),
+        ([{"name": "quantise"}, {"name": "quantise", "block": 64}], "quantise is there twice"),
     ],
 )
 def test_a_recipe_that_asks_wrongly_is_told_so(stages: Any, words: str) -> None:

@@ -157,7 +157,7 @@ def run(
     recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="A recipe file, or the name of one of ours.")],
     settings: Settings = None,
     data: Data = None,
-    engine: Annotated[str | None, typer.Option(help="Where site work runs: local.")] = None,
+    engine: Annotated[str | None, typer.Option(help="Where site work runs: local, stacked or auto.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda, or auto.")] = None,
     seed: Seed = None,
     folder: Annotated[Path | None, typer.Option("--out", help="Where to write (default: runs/NAME).")] = None,

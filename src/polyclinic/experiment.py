@@ -22,7 +22,7 @@ from polyclinic.consortium import gather as gather
 from polyclinic.consortium import pool as pool
 from polyclinic.core import Bundle, Federation, Score, SiteId, Stream
 from polyclinic.data.folder import in_data_folder
-from polyclinic.engines.choice import ASKED, Choice, choose, make_engine
+from polyclinic.engines.choice import ASKED, Choice, choose, make_engine, read_choice
 from polyclinic.errors import DataError, EngineError, RecipeError, StoreError
 from polyclinic.faults import reach
 from polyclinic.flops import parameters, training_step_flops
@@ -187,8 +187,9 @@ class Experiment:
             return Choice(name, ASKED)
         noted = self.folder / "engine.json" if self.folder else None
         if noted is not None and noted.exists():
-            return Choice(**json.loads(noted.read_text()))
-        choice = choose(runners, self.algorithm, self.algorithm.init(self.federation), self.recipe.engine.threads)
+            return read_choice(noted)
+        state, recipe = self.algorithm.init(self.federation), self.recipe
+        choice = choose(runners, self.algorithm, state, recipe.engine.threads, recipe.cohort)
         if noted is not None:
             write_json(noted, asdict(choice))
         return choice

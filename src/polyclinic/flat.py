@@ -4,9 +4,10 @@ quicker than hundreds of short ones.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 import torch
 from numpy.lib.stride_tricks import as_strided
@@ -19,6 +20,13 @@ BLOCK = 1 << 17
 """Values handled at a time, so that what is made in between stays in the processor's cache."""
 
 
+class Way(NamedTuple):
+    """A distance that was measured beforehand, and from where."""
+
+    start: Tensor
+    length: float
+
+
 class Row(dict[str, Tensor]):
     """Named tensors that are, in this order, the whole of one vector; and will be, as it cannot be changed."""
 
@@ -27,13 +35,29 @@ class Row(dict[str, Tensor]):
         tensors: Iterable[tuple[str, Tensor]],
         vector: Tensor,
         layout: Layout | None = None,
-        travelled: tuple[Tensor, float] | None = None,
+        travelled: Way | None = None,
     ) -> None:
         """`travelled`: how far the vector is from another one, where that was worth knowing beforehand."""
         super().__init__(tensors)
         self.vector = vector
         self.layout = layout_of(self) if layout is None else layout
-        self.travelled = travelled
+        self._travelled, self._version = travelled, vector._version
+
+    def way_from(self, start: Row) -> float:
+        """‖self − start‖₂: as it was measured before, unless a tensor was changed in place since."""
+        known = self._travelled
+        if known is not None and known.start is start.vector and self.vector._version == self._version:
+            return known.length
+        return _between(self.vector, start.vector)
+
+    def __copy__(self) -> Tensors:
+        return dict(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensors:
+        return {name: copy.deepcopy(tensor, memo) for name, tensor in self.items()}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return dict, (dict(self),)
 
     def is_like(self, other: Tensors) -> bool:
         """Whether the other is known to have the same names, shapes and dtypes, in the same order."""
@@ -101,8 +125,7 @@ def apart(vector: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
 def distance(tensors: Tensors, start: Tensors) -> float:
     """‖tensors − start‖₂ over all floating-point tensors; where there is no start, the norm itself."""
     if isinstance(tensors, Row) and isinstance(start, Row) and tensors.is_like(start):
-        known, way = tensors.travelled or (None, 0.0)
-        return way if known is start.vector else _between(tensors.vector, start.vector)
+        return tensors.way_from(start)
     names = [n for n, t in tensors.items() if t.is_floating_point()]
     if not names:
         return 0.0

@@ -10,6 +10,7 @@ from polyclinic import wire
 from polyclinic.core import Bundle, Failure, SiteId
 from polyclinic.engines import Answer
 from polyclinic.errors import Refused
+from polyclinic.flat import Row
 
 
 class Outbox(Mapping[SiteId, bytes]):
@@ -31,9 +32,11 @@ class Outbox(Mapping[SiteId, bytes]):
 
     def handed(self, site: SiteId) -> wire.Message:
         """The same message for a site in this process: nothing travels, so nothing is encoded."""
-        message = wire.Message(self.fields[site], self.tensors(site))
-        if self._weighed is None or self._weighed[0] is not message.tensors:
-            self._weighed = message.tensors, wire.body_size(message.tensors)
+        bundle = self.tensors(site)
+        if self._weighed is None or self._weighed[0] is not bundle:
+            self._weighed = bundle, wire.body_size(bundle)
+        own = {kind: group if isinstance(group, Row) else dict(group) for kind, group in bundle.items() if group}
+        message = wire.Message(self.fields[site], own)
         self.sizes[site] = wire.size(message, self._weighed[1])
         return message
 

@@ -154,6 +154,9 @@ class Recipe(BaseModel):
         return _validate(kind, {**self.algorithm.options, "training": self.training}, "algorithm.")
 
     def stages_of(self) -> list[Stage]:
+        names = [section.name for section in self.stages]
+        for name in (name for name in names if names.count(name) > 1):
+            raise RecipeError(f"stages: {name} is there twice; once is enough")
         return [
             _validate(_choose(STAGES, section.name, "stage", "stages.name"), section.options, "stages.")
             for section in self.stages

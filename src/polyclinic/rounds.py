@@ -26,6 +26,7 @@ from polyclinic.learning.network import on
 from polyclinic.mail import Outbox, in_site_order
 from polyclinic.pace import EarlyStop, Schedule
 from polyclinic.replies import checked_report, seconds_of, split_predictions
+from polyclinic.state import device_of, refuse_changed, settled, versions
 
 Watch = Callable[[str, Mapping[str, Any]], None]
 Judge = Callable[[Bundle], dict[str, Any]]
@@ -139,8 +140,9 @@ class Rounds:
         """Play all rounds that are left, then finish."""
         resumed = self.journal.resume()
         state = self.algorithm.init(self.federation)
+        state = settled(state, state)
         if resumed:
-            state = on(resumed.state, next(iter(self.federation.initial["model"].values())).device)
+            state = settled(on(resumed.state, device_of(state)), state)
         progress = Progress.from_json(resumed.progress) if resumed else Progress(run=self.rules.run)
         if progress.run != self.rules.run:
             raise StoreError(
@@ -170,9 +172,12 @@ class Rounds:
         began = time.perf_counter()
         self.journal.charge(round, cohort)
         updates = self.updates(round, state, cohort, progress, ["validation"] if evaluating else [], book)
+        before, touched = state, versions(state)
         first = list(islice(updates, 1))
         if first:
             state = self.algorithm.aggregate(state, chain(_handed_over(first), updates))
+        refuse_changed(before, touched)
+        state = settled(state, before)
         if book.accepted < max(1, self.rules.quorum):
             self.journal.cost("failed round", round, time.perf_counter() - began, book.sites)
             raise RoundFailed(_why(round, book, self.rules.quorum))

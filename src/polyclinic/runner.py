@@ -139,6 +139,8 @@ class SiteRunner:
         """Remember before anything leaves: a round that is asked for again starts from the memory before it."""
         reach("site-trained")
         fields, tensors = visit.order.fields, update.tensors
+        if any(t.requires_grad for group in tensors.values() for t in group.values()):
+            tensors = {kind: {n: t.detach() for n, t in group.items()} for kind, group in tensors.items()}
         for number, stage in enumerate(self.stages):
             tensors = stage.out(tensors, visit.order.tensors, visit.rng.child("stage", number, visit.site.round))
         if memory is not None:
@@ -154,8 +156,9 @@ class SiteRunner:
             "remembers": memory is not None,
             "together": together,
             "alone": alone,
-            "seconds": time.perf_counter() - visit.begun,
+            "seconds": (time.perf_counter() - visit.begun) / together,
         }
+        wire.scalars_of(reply)  # refused here already: it could not even be written down
         return wire.Message(reply, tensors)
 
     def report(

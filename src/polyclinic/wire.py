@@ -334,7 +334,7 @@ def accept(
             _check_like(kind, message.tensors.get(kind, {}), like)
     tensors = restore(message.tensors)
     drift = _check_values(tensors, expected)
-    return Reply(Update(tensors, examples, expected.site, _scalars(fields)), fields, drift)
+    return Reply(Update(tensors, examples, expected.site, scalars_of(fields)), fields, drift)
 
 
 def check_address(fields: Mapping[str, Any], run: str, round: int, site: SiteId) -> None:
@@ -381,7 +381,7 @@ def _check_values(tensors: Bundle, expected: Expected) -> float | None:
     return drift
 
 
-def _scalars(fields: Mapping[str, Any]) -> dict[str, float]:
+def scalars_of(fields: Mapping[str, Any]) -> dict[str, float]:
     scalars = fields.get("scalars", {})
     if not isinstance(scalars, dict):
         raise Refused("scalars", "scalars are not an object")

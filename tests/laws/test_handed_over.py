@@ -8,13 +8,14 @@ import pytest
 
 from polyclinic.algorithms import ALGORITHMS
 from polyclinic.core import Optimiser, Training
+from polyclinic.engines.local import attempt
 from polyclinic.engines.mock import MockEngine
 from polyclinic.wire import ALIGNMENT
 from tests.laws.bench import Played, clinics, play, small
 
 
 def over_bytes(engine: Any) -> MockEngine:
-    return MockEngine(lambda site, data: engine.runners[site].answer(data))
+    return MockEngine(lambda site, data: attempt(engine.runners[site], data))
 
 
 @pytest.mark.parametrize("name", sorted(ALGORITHMS))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -10,13 +11,31 @@ import torch
 from torchvision.ops import StochasticDepth
 
 from polyclinic.algorithms import ALGORITHMS
-from polyclinic.core import Algorithm, Augment, Bundle, Optimiser, Training
+from polyclinic.algorithms.averaging import weights
+from polyclinic.algorithms.fedavg import FedAvg
+from polyclinic.core import (
+    Algorithm,
+    Augment,
+    Batch,
+    Bundle,
+    Fit,
+    Network,
+    Objective,
+    Optimiser,
+    Site,
+    Stream,
+    Training,
+    Update,
+    Work,
+)
 from polyclinic.data.examples import Images, Selection, SiteData
 from polyclinic.engines.local import LocalEngine
 from polyclinic.engines.stacked import Compile, StackedEngine
+from polyclinic.errors import EngineError
 from polyclinic.experiment import run
 from polyclinic.learning.seating import Table
 from tests.laws.bench import Played, Sites, clinics, play, small
+from tests.laws.test_handed_over import over_bytes
 from tests.small import tiny
 
 SIZES = (12, 7, 16, 16, 5)
@@ -214,3 +233,108 @@ def test_a_recipe_can_name_it() -> None:
     local, stacked = run(tiny()).summary, run(tiny(engine__name="stacked")).summary
     assert (local["engine"]["name"], stacked["engine"]["name"]) == ("local", "stacked")
     assert stacked["headline"]["accuracy"] == pytest.approx(local["headline"]["accuracy"], abs=0.01)
+
+
+def test_statistics_of_batches_move_where_all_sites_train_at_once() -> None:
+    """Of equal size, so that nobody is ever left out; in single precision, whose weights lie side by side."""
+    algorithm = ALGORITHMS["fedavg"](training=Training(Optimiser("sgd", 0.1), batch=4))
+    sites = clinics(8, 8, 8)
+    played = same_on_both(algorithm, sites, 1e-5, torch.float32)
+    moved = played.outcome.state["buffers"]["extractor.norm.running_mean"]
+    assert float(moved.abs().max()) > 1e-3
+
+
+def distilled(network: Network, weights: Bundle, batch: Batch, reference: Bundle) -> torch.Tensor:
+    """A teacher, in training mode as the network is, with statistics and dropout of its own."""
+    images, _ = batch
+    teacher = {"model": reference["teacher"], "buffers": reference["statistics"]}
+    return network.loss(weights, batch) + (network(weights, images) - network(teacher, images)).pow(2).mean()
+
+
+@dataclass(frozen=True)
+class Distilling(FedAvg):
+    objective: Objective = distilled
+
+    def local(self, received: Bundle, memory: Bundle | None, site: Site, rng: Stream) -> Work:
+        aside = {"teacher": received["model"], "statistics": received["buffers"]}
+        fitted = yield Fit(received, self.objective, self.training, aside)
+        return Update(fitted.weights, site.examples), None
+
+
+def test_a_teacher_draws_as_its_site_does_and_keeps_its_statistics_to_itself() -> None:
+    algorithm = Distilling(Training(Optimiser("sgd", 0.1), batch=4, epochs=2))
+    sites = clinics(*SIZES, dtype=torch.float64)
+    played = same_on_both(algorithm, sites, 1e-10, torch.float64, dropout=0.5)
+    assert together(played) == {len(SIZES)}
+    travelled = play(algorithm, sites, small(dtype=torch.float64, dropout=0.5), 3, over_bytes)
+    local = play(algorithm, sites, small(dtype=torch.float64, dropout=0.5), 3)
+    assert travelled.sha256 == local.sha256
+
+
+def looks(network: Network, weights: Bundle, batch: Batch, reference: Bundle) -> torch.Tensor:
+    loss = network.loss(weights, batch)
+    return loss if loss > 0.5 else 2 * loss
+
+
+def notes_down(network: Network, weights: Bundle, batch: Batch, reference: Bundle) -> torch.Tensor:
+    loss = network.loss(weights, batch)
+    return loss + 0 * loss.item()
+
+
+@pytest.mark.parametrize("objective", [looks, notes_down])
+def test_objectives_that_cannot_be_stacked_run_one_by_one_and_the_ledger_says_so(objective: Objective) -> None:
+    algorithm = Distilling(Training(Optimiser("sgd", 0.1), batch=4), objective=objective)
+    sites = clinics(*SIZES)
+    alone, stacked = play(algorithm, sites, small(), 2), play(algorithm, sites, small(), 2, on_the_stack())
+    assert alone.sha256 == stacked.sha256
+    for row in (row for row in stacked.journal.costs if row["event"] == "round"):
+        assert all("its objective cannot be" in note["alone"] for note in row["sites"].values())
+
+
+class Idle(FedAvg):
+    def local(self, received: Bundle, memory: Bundle | None, site: Site, rng: Stream) -> Work:
+        if site.name == "clinic-1":
+            return Update(weights(received), site.examples), None
+        return (yield from super().local(received, memory, site, rng))
+
+
+def test_a_site_may_have_nothing_to_do() -> None:
+    same_on_both(Idle(Training(Optimiser("sgd", 0.1), batch=4)), clinics(8, 8, 8), 1e-5, torch.float32)
+
+
+class Careless(FedAvg):
+    def local(self, received: Bundle, memory: Bundle | None, site: Site, rng: Stream) -> Work:
+        received["model"]["head.bias"].add_(1)
+        return (yield from super().local(received, memory, site, rng))
+
+
+@pytest.mark.parametrize("engine", [lambda engine: engine, on_the_stack()], ids=["local", "stacked"])
+def test_what_sites_receive_is_not_to_be_changed(engine: Any) -> None:
+    with pytest.raises(EngineError, match="changed tensors of 'model' in place"):
+        play(Careless(Training(Optimiser("sgd", 0.1), batch=4)), clinics(8, 8), small(), 1, engine)
+
+
+def test_what_a_site_spoils_after_training_is_found_in_a_stack_too() -> None:
+    class Spoiling(FedAvg):
+        def local(self, received: Bundle, memory: Bundle | None, site: Site, rng: Stream) -> Work:
+            update, memory = yield from super().local(received, memory, site, rng)
+            if site.name == "clinic-1":
+                update.tensors["model"]["head.bias"].mul_(float("nan"))
+            return update, memory
+
+    algorithm = Spoiling(Training(Optimiser("sgd", 0.1), batch=4))
+    played = play(algorithm, clinics(8, 8, 8), small(), 1, on_the_stack())
+    row = next(row for row in played.journal.costs if row["event"] == "round")
+    assert [note["outcome"] for note in row["sites"].values()] == ["refused", "accepted", "accepted"]
+
+
+def test_scalars_that_are_no_numbers_are_refused_and_the_round_goes_on() -> None:
+    class Boasting(FedAvg):
+        def local(self, received: Bundle, memory: Bundle | None, site: Site, rng: Stream) -> Work:
+            update, memory = yield from super().local(received, memory, site, rng)
+            return replace(update, scalars={"a": float("nan")} if site.name == "clinic-1" else {}), memory
+
+    algorithm = Boasting(Training(Optimiser("sgd", 0.1), batch=4))
+    for engine in (lambda engine: engine, on_the_stack(), over_bytes):
+        row = next(r for r in play(algorithm, clinics(8, 8), small(), 1, engine).journal.costs if r["event"] == "round")
+        assert [note["outcome"] for note in row["sites"].values()] == ["refused", "accepted"]

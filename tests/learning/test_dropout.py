@@ -67,3 +67,12 @@ def test_keys_are_no_part_of_a_model() -> None:
     assert isinstance(module.extractor[1], KeyedDropout)  # type: ignore[index]
     assert network.live["buffers"] == weights_of(module)["buffers"] == {}
     assert set(module.state_dict()) == {"head.weight", "head.bias"}
+
+
+@pytest.mark.parametrize("step", [1, 256, 1 << 20], ids=["layers", "batches", "steps"])
+def test_how_many_are_dropped_varies_as_chance_would_have_it(step: int) -> None:
+    """Masks that were each other's permutations would all drop as many; χ² of 399 degrees, six deviations."""
+    size, many, first = 1024, 400, first_key(Stream(5))
+    kept = torch.tensor([float((uniform(torch.tensor(first + step * n), size) >= 0.5).sum()) for n in range(many)])
+    spread = float(kept.var() / (size / 4)) * (many - 1)
+    assert abs(spread - (many - 1)) < 6 * math.sqrt(2 * (many - 1))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,10 +14,11 @@ import torch
 from polyclinic.core import Algorithm, Bundle, Fit, Site, SiteId, Stream
 from polyclinic.engines.local import LocalEngine, WorkerEngine
 from polyclinic.engines.stacked import Compile, StackedEngine
+from polyclinic.errors import StoreError
 from polyclinic.learning.fit import fit
 from polyclinic.learning.network import LiveNetwork
 from polyclinic.learning.seating import Seat
-from polyclinic.learning.stacked import fit_stacked, signature, why_not
+from polyclinic.learning.stacked import NotStackableError, fit_stacked, signature, why_not
 from polyclinic.runner import SiteRunner
 
 TRIED = 8
@@ -42,10 +45,27 @@ def make_engine(
     return WorkerEngine(runners, workers, threads) if workers else LocalEngine(runners, threads)
 
 
-def choose(runners: Mapping[SiteId, SiteRunner], algorithm: Algorithm, state: Bundle, threads: int = 1) -> Choice:
-    """Time a few steps of a few sites on both engines; nothing of it is kept."""
+def read_choice(path: Path) -> Choice:
+    """What was chosen for this run before."""
+    try:
+        choice = Choice(**json.loads(path.read_text()))
+        if choice.name not in ("local", "stacked"):
+            raise ValueError(f"there is no engine {choice.name!r}")
+    except (OSError, ValueError, TypeError) as error:
+        raise StoreError(f"{path} is damaged ({error}); remove it, and the engines are measured anew") from error
+    return choice
+
+
+def choose(
+    runners: Mapping[SiteId, SiteRunner],
+    algorithm: Algorithm,
+    state: Bundle,
+    threads: int = 1,
+    cohort: int | None = None,
+) -> Choice:
+    """Time a few steps of as many sites as train at once, if not too many, on both engines; nothing of it is kept."""
     torch.set_num_threads(threads)
-    chosen = list(runners.items())[:TRIED]
+    chosen = list(runners.items())[: min(TRIED, cohort or TRIED)]
     if algorithm.pooled or len(chosen) < 2:
         return Choice("local", "one place trains, and there is nothing to stack")
     seats = [_first(runner, algorithm, algorithm.broadcast(state, site)) for site, runner in chosen]
@@ -57,6 +77,8 @@ def choose(runners: Mapping[SiteId, SiteRunner], algorithm: Algorithm, state: Bu
     apart = _seconds(lambda: [fit(s.job, network, s.data, s.site, s.stream) for s in ready], network)
     try:
         together = _seconds(lambda: fit_stacked(ready, network), network)
+    except NotStackableError as error:
+        return Choice("local", f"sites do not stack: {error}")
     except torch.OutOfMemoryError:
         return Choice("local", f"{len(ready)} sites as one stack do not fit into the device's memory")
     figures = f"{STEPS} steps of {len(ready)} sites took {apart * 1e3:.1f} ms apart and {together * 1e3:.1f} ms stacked"
@@ -67,7 +89,7 @@ def _first(runner: SiteRunner, algorithm: Algorithm, received: Bundle) -> Seat |
     """A site's first job, cut to a few steps; None where it does not begin with training."""
     examples, stream = runner.holdings.train, Stream(0, ("choice", runner.name))
     site = Site(runner.name, len(examples), 1, 1, algorithm.training.optimiser.lr)
-    job = next(algorithm.local(received, None, site, stream))
+    job = next(algorithm.local(received, None, site, stream), None)
     if not isinstance(job, Fit):
         return None
     return Seat(replace(job, training=replace(job.training, epochs=None, steps=STEPS)), examples, site, stream)

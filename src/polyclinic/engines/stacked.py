@@ -21,7 +21,7 @@ from polyclinic.engines.foresight import Foresight
 from polyclinic.engines.local import failing, handed, keep_freed_memory
 from polyclinic.learning.memory import room
 from polyclinic.learning.seating import Seat
-from polyclinic.learning.stacked import fit_stacked, signature, why_not
+from polyclinic.learning.stacked import NotStackableError, fit_stacked, signature, why_not
 from polyclinic.runner import SiteRunner, Visit
 from polyclinic.wire import Message
 
@@ -61,6 +61,8 @@ class StackedEngine:
         self.uncompiled = ""
         """Why compiling did not work."""
         self._rooms: dict[Any, int] = {}
+        self._unstackable: dict[Any, str] = {}
+        """Jobs that turned out not to stack, and why."""
         torch.set_num_threads(threads)
         keep_freed_memory()
 
@@ -97,7 +99,11 @@ class StackedEngine:
             return runner.evaluate(order, predict)
         visit = runner.begin(order, predict)
         work = runner.work(visit)
-        return Guest(runner, visit, work, next(work))
+        try:
+            return Guest(runner, visit, work, next(work))
+        except StopIteration as end:  # a site that has nothing to do this round
+            update, memory = end.value
+            return runner.end(visit, update, memory)
 
     def _groups(self, guests: Mapping[SiteId, Guest]) -> list[list[SiteId]]:
         """Sites whose next jobs run as one, in stacks that fit into memory; the others alone."""
@@ -107,29 +113,35 @@ class StackedEngine:
             stacks.setdefault(self._key(site, guest, known), []).append(site)
         groups = []
         for key, members in stacks.items():
-            size = self._room(key, guests[members[0]]) if len(members) > 1 else 1
+            first = guests[members[0]]
+            if len(members) == 1 < len(guests) and isinstance(first.job, Fit):
+                first.alone = first.alone or "no other site's job was like it"
+            size = self._room(key, first) if len(members) > 1 else 1
             groups += [members[start : start + size] for start in range(0, len(members), size)]
         return groups
 
     def _key(self, site: SiteId, guest: Guest, known: dict[int, Any]) -> Any:
         if not isinstance(guest.job, Fit):
             return site
-        reason = why_not(guest.job, guest.runner.network)
+        reason = why_not(guest.job, guest.runner.network) or self._unstackable.get(guest.job.sequence, "")
         guest.alone = reason or guest.alone
         return site if reason else signature(guest.job, guest.visit.site, known)
 
     def _room(self, key: Any, guest: Guest) -> int:
         """How many such jobs one stack may hold."""
-        if key not in self._rooms:
-            self._rooms[key] = room(_seat(guest), guest.runner.network)
-        return min(self._rooms[key], self.most or self._rooms[key])
+        sequence, training, whole, _, *shapes = key  # whatever the learning rate
+        kind = sequence, training, whole, *shapes
+        if kind not in self._rooms:
+            try:
+                self._rooms[kind] = room(_seat(guest), guest.runner.network)
+            except RuntimeError:  # an objective that fails here fails in training too, where it is told
+                return self.most or len(self.runners)
+        return min(self._rooms[kind], self.most or self._rooms[kind])
 
     def _run(self, guests: Sequence[Guest]) -> list[Fitted | Tensors]:
         """The next job of each."""
         first = guests[0]
         if len(guests) == 1:
-            if isinstance(first.job, Fit) and not first.alone:
-                first.alone = "no other site's job was like it"
             return [first.runner.run(first.job, first.visit, first.number)]
         try:
             found = fit_stacked([_seat(guest) for guest in guests], first.runner.network, self.compiling)
@@ -137,13 +149,20 @@ class StackedEngine:
             self.compile, self.compiling = "never", False
             self.uncompiled = str(error).strip().partition("\n")[0][:160] or type(error).__name__
             return self._run(guests)
+        except NotStackableError as error:
+            assert isinstance(first.job, Fit)
+            self._unstackable[first.job.sequence] = str(error)
+            for guest in guests:
+                guest.alone = str(error)
+            return [guest.runner.run(guest.job, guest.visit, guest.number) for guest in guests]
         except torch.OutOfMemoryError:
             torch.cuda.empty_cache()
             self.most = half = (len(guests) + 1) // 2
             return [*self._run(guests[:half]), *self._run(guests[half:])]
         for guest in guests:
             guest.together = max(guest.together, len(guests))
-            guest.alone = self.uncompiled and f"stacked, but it could not be compiled: {self.uncompiled}"
+            if self.uncompiled:
+                guest.alone = guest.alone or f"stacked, but it could not be compiled: {self.uncompiled}"
         return [*found]
 
     def _hand_in(

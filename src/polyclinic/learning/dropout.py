@@ -31,9 +31,15 @@ class KeyedDropout(nn.Dropout):
 
 
 def uniform(key: Tensor, count: int) -> Tensor:
-    """`count` numbers in [0, 1), hashed from their positions and both halves of the key."""
+    """`count` numbers in [0, 1), hashed from their positions and the key.
+
+    Keys that follow each other are mixed first: taken as they are, they would only change the order of the numbers.
+    """
+    low, high = key & LOW, (key >> 32) & LOW
+    one = _mixed(_mixed(low) ^ high)
+    other = _mixed((one + 0x9E3779B9) & LOW)
     place = torch.arange(count, device=key.device)
-    return _mixed(_mixed(place ^ (key & LOW)) ^ ((key >> 32) & LOW)).float() / 2**32
+    return _mixed((_mixed(place ^ one) + other) & LOW).float() / 2**32
 
 
 def _mixed(x: Tensor) -> Tensor:

@@ -106,7 +106,8 @@ def fit(job: Fit, network: LiveNetwork, data: Examples, site: Site, stream: Stre
     steps = job.sequence
     moving = [network.trainable(training.fine_tune, step.train) for step in steps]
     network.training_mode(frozenset().union(*moving))
-    reference = {k: {n: t.to(network.device) for n, t in g.items()} for k, g in job.reference.items()}
+    # A copy: a network that is called with weights from it, in training mode, writes into their statistics.
+    reference = {k: {n: t.to(network.device, copy=True) for n, t in g.items()} for k, g in job.reference.items()}
     optimisers = [make_optimiser(network.require_gradients(n), training.optimiser, site.lr) for n in moving]
     restore_optimisers(optimisers, network, moving, job.optimiser_state)
     total, key = torch.zeros((), device=network.device), first_key(stream)

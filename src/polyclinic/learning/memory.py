@@ -35,20 +35,20 @@ def saved_for_backward(seat: Seat, network: LiveNetwork) -> int:
         kept[tensor.data_ptr()] = tensor.nbytes
         return tensor
 
-    weights = on({k: {n: t.detach() for n, t in g.items()} for k, g in seat.job.weights.items()}, network.device)
-    live = {"model": {n: t.requires_grad_() for n, t in _copies(weights["model"]).items()}}
-    live["buffers"] = _copies(weights.get("buffers", {}))
+    weights, reference = (_copies(on(bundle, network.device)) for bundle in (seat.job.weights, seat.job.reference))
+    live = {"model": {n: t.requires_grad_() for n, t in weights["model"].items()}}
+    live["buffers"] = weights.get("buffers", {})
     network.training_mode(frozenset(live["model"]))
     batch = seat.data.batch(torch.arange(min(len(seat.data), seat.job.training.batch)))
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         images, labels = (tensor.to(network.device) for tensor in batch)
         for step in seat.job.sequence:
-            step.objective(network, live, (images, labels), on(seat.job.reference, network.device))
+            step.objective(network, live, (images, labels), reference)
     return sum(kept.values())
 
 
-def _copies(group: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor.detach().clone() for name, tensor in group.items()}
+def _copies(bundle: Bundle) -> Bundle:
+    return {kind: {name: t.detach().clone() for name, t in group.items()} for kind, group in bundle.items()}
 
 
 def free(device: torch.device) -> int:

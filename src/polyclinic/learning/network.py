@@ -165,6 +165,8 @@ def _convolves(module: nn.Module) -> bool:
 
 def across(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
     """Copies on another device, moved as one block per dtype: each of hundreds of small ones would wait its turn."""
+    if len({tensor.device for tensor in tensors}) > 1:
+        return [tensor.to(device, copy=True) for tensor in tensors]
     moved: dict[int, Tensor] = {}
     for dtype in {tensor.dtype for tensor in tensors}:
         chosen = [position for position, tensor in enumerate(tensors) if tensor.dtype == dtype]

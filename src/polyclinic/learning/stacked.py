@@ -6,7 +6,7 @@ give what they give alone, BatchNorm included. Everything a call needs lies on t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,20 +15,25 @@ from torch import Tensor
 from torch.func import vmap
 
 from polyclinic.core import Batch, Bundle, Fit, Fitted, Objective, Site, Tensors
-from polyclinic.flat import Row, layout_of, side_by_side
+from polyclinic.flat import Row, Way, layout_of, side_by_side
 from polyclinic.learning.network import LiveNetwork, moved
 from polyclinic.learning.seating import Seat, Table
 from polyclinic.learning.stacked_optimiser import StackedOptimiser
 
 
-def signature(job: Fit, site: Site, known: dict[int, Any] | None = None) -> tuple[Any, ...]:
+class NotStackableError(Exception):
+    """An objective that `vmap` cannot do: it looks at values, draws at random, or writes in place."""
+
+
+def signature(job: Fit, site: Site, known: dict[Any, Any] | None = None) -> tuple[Any, ...]:
     """Jobs with equal signatures run as one. `known` remembers bundles that many jobs share."""
     known = {} if known is None else known
-    if id(job.weights) not in known:
-        known[id(job.weights)] = _Shapes(job.weights)
+    mark = tuple(id(group) for group in job.weights.values())
+    if mark not in known:
+        known[mark] = _Shapes(job.weights)
     state = None if job.optimiser_state is None else _Shapes({"": job.optimiser_state})
     reference = _Shapes(job.reference) if job.reference else None
-    return job.sequence, job.training, job.whole, site.lr, known[id(job.weights)], reference, state
+    return job.sequence, job.training, job.whole, site.lr, known[mark], reference, state
 
 
 class _Shapes:
@@ -49,6 +54,8 @@ def why_not(job: Fit, network: LiveNetwork) -> str:
     """Why a job cannot be stacked; "" if it can."""
     if job.whole and len(job.sequence) > 1:
         return "several steps on full gradients are taken site by site"
+    if not all(isinstance(step.objective, Hashable) for step in job.sequence):
+        return "its objective cannot be told from another's (it has no hash)"
     shared = network.shared_draws
     return f"{shared} draws from a generator that sites would share" if shared else ""
 
@@ -59,7 +66,11 @@ def fit_stacked(seats: Sequence[Seat], network: LiveNetwork, compiled: bool = Fa
     training, steps = first.training, first.sequence
     moving = [network.trainable(training.fine_tune, step.train) for step in steps]
     network.training_mode(frozenset().union(*moving))
-    weights = {k: _stack([s.job.weights.get(k, {}) for s in seats], network.device) for k in ("model", "buffers")}
+    weights = {
+        "model": _stack([s.job.weights["model"] for s in seats], network.device),
+        # Each by itself: batch normalisation writes into a copy of what does not lie by itself, and its work is lost.
+        "buffers": _stack([dict(s.job.weights.get("buffers", {})) for s in seats], network.device),
+    }
     reference = {k: _stack([s.job.reference[k] for s in seats], network.device) for k in first.reference}
     optimisers = [StackedOptimiser(training.optimiser, seats[0].site.lr, number) for number in range(len(steps))]
     if first.optimiser_state is not None:
@@ -137,6 +148,25 @@ def _gathered(
     return found
 
 
+class Keyed:
+    """A network whose every call drops what a site's keys say, whatever the weights it is called with."""
+
+    def __init__(self, network: LiveNetwork, keys: Tensors) -> None:
+        self.network, self.keys = network, keys
+
+    def _with_keys(self, weights: Bundle) -> Bundle:
+        return {"model": weights["model"], "buffers": {**weights.get("buffers", {}), **self.keys}}
+
+    def __call__(self, weights: Bundle, images: Tensor) -> Tensor:
+        return self.network(self._with_keys(weights), images)
+
+    def features(self, weights: Bundle, images: Tensor) -> Tensor:
+        return self.network.features(self._with_keys(weights), images)
+
+    def loss(self, weights: Bundle, batch: Batch) -> Tensor:
+        return self.network.loss(self._with_keys(weights), batch)
+
+
 Call = Callable[[Bundle, Tensors, Batch, Bundle], tuple[Tensors, Tensor]]
 
 
@@ -151,7 +181,8 @@ def _gradients(network: LiveNetwork, objective: Objective, names: frozenset[str]
 
 def _made(network: LiveNetwork, objective: Objective, names: frozenset[str], compiled: bool) -> Call:
     def loss(moving: Tensors, still: Tensors, buffers: Tensors, keys: Tensors, batch: Batch, aside: Bundle) -> Tensor:
-        return objective(network, {"model": {**still, **moving}, "buffers": {**buffers, **keys}}, batch, aside)
+        seen = Keyed(network, keys) if keys else network
+        return objective(seen, {"model": {**still, **moving}, "buffers": buffers}, batch, aside)
 
     def stacked(*arguments: Any) -> Tensor:
         found: Tensor = vmap(loss, randomness="error")(*arguments)
@@ -164,7 +195,13 @@ def _made(network: LiveNetwork, objective: Objective, names: frozenset[str], com
     def call(weights: Bundle, keys: Tensors, batch: Batch, aside: Bundle) -> tuple[Tensors, Tensor]:
         moving = {name: w.detach().requires_grad_() for name, w in weights["model"].items() if name in names}
         still = {name: w for name, w in weights["model"].items() if name not in names}
-        losses = stacked(moving, still, weights["buffers"], keys, batch, aside)
+        try:
+            losses = stacked(moving, still, weights["buffers"], keys, batch, aside)
+        except RuntimeError as error:
+            if compiled or isinstance(error, torch.OutOfMemoryError):
+                raise
+            # If the objective itself is wrong, each site's own training will say so.
+            raise NotStackableError(f"its objective cannot be: {' '.join(str(error).split())[:120]}") from error
         # No site's loss depends on another's weights: the gradient of their sum holds everyone's own.
         found = torch.autograd.grad(losses.sum(), list(moving.values()), allow_unused=True)
         grads = {name: grad for name, grad in zip(moving, found, strict=True) if grad is not None}
@@ -211,8 +248,9 @@ def _rows_of(group: Tensors, starts: Sequence[Tensors | None]) -> list[Tensors]:
     width = len(vector) // 2  # of the block that holds all rows, since it holds two of them side by side
     block = vector.as_strided((len(rows), width), (width, 1))
     first, layout = starts[0] if starts else None, layout_of(rows[0])
-    far: list[tuple[Tensor, float] | None] = [None] * len(rows)
-    if isinstance(first, Row) and first.layout == layout and all(start is first for start in starts):
+    far: list[Way | None] = [None] * len(rows)
+    alike = isinstance(first, Row) and first.layout == layout and all(start is first for start in starts)
+    if isinstance(first, Row) and alike and first.vector.device == block.device:
         # Here for all sites at once: one by one, whoever asks would wait for the device each time.
-        far = [(first.vector, way) for way in torch.linalg.vector_norm(block - first.vector, dim=1).tolist()]
+        far = [Way(first.vector, w) for w in torch.linalg.vector_norm(block - first.vector, dim=1).tolist()]
     return [Row(row.items(), own, layout, way) for row, own, way in zip(rows, block.unbind(), far, strict=True)]

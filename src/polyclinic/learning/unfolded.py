@@ -25,7 +25,7 @@ class UnfoldedConv2d(nn.Conv2d):
         around = neighbourhoods(input, self.kernel_size, self.stride, self.padding, self.dilation)
         matrix = weight.permute(2, 3, 1, 0).reshape(-1, weight.shape[0])
         output = around.reshape(-1, around.shape[-1]) @ matrix
-        output = output if bias is None else output + bias
+        output = output if bias is None else output + bias.to(output.dtype)
         return output.reshape(*around.shape[:-1], -1).permute(0, 3, 1, 2)
 
 

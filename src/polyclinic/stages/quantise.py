@@ -25,7 +25,7 @@ import torch
 from torch import Generator, Tensor
 
 from polyclinic.core import Bundle, Stream, Tensors
-from polyclinic.errors import RecipeError
+from polyclinic.errors import RecipeError, Refused
 from polyclinic.flat import apart, side_by_side
 
 VALUES, SCALES = "..int8", "..scales"
@@ -77,6 +77,8 @@ class Quantise:
             return group
         start = _single(received)
         vector = _vector(start).clone()
+        if group[VALUES].shape != vector.shape or len(group[SCALES]) != -(-len(vector) // self.block):
+            raise Refused("quantise", "the values were not quantised by this stage; use it once, with one block size")
         dequantise_into(vector, group[VALUES], group[SCALES], self.block)
         pieces = apart(vector.to(next(iter(start.values())).device), list(start.values()))
         rest = {n: t for n, t in group.items() if n not in (VALUES, SCALES)}
@@ -136,4 +138,4 @@ def _alike(one: Tensor, other: Tensor) -> bool:
 def _vector(tensors: Tensors) -> Tensor:
     """The tensors as one vector: without a copy if they lie side by side."""
     vector = side_by_side(list(tensors.values()))
-    return torch.cat([t.detach().cpu().reshape(-1) for t in tensors.values()]) if vector is None else vector
+    return torch.cat([t.detach().cpu().reshape(-1) for t in tensors.values()]) if vector is None else vector.cpu()
