@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -287,7 +288,12 @@ def test_ctrl_c_tells_the_way_on_and_resuming_ends_the_same(workers: int) -> Non
     settings += ["--set", "evaluate.every=0", "--set", "snapshot_every=2"]
     arguments = ["run", "tiny.yaml", *settings, "--out", "my run"]
     process = subprocess.Popen(
-        [*COMMAND, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment()
+        [*COMMAND, *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment(),
+        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),  # a shell in the background ignores it
     )
     wait_for(lambda: len(list(Path("my run/snapshots").glob("*"))) >= 2, process)
     process.send_signal(signal.SIGINT)

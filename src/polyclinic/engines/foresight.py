@@ -14,6 +14,8 @@ from polyclinic.learning.objectives import probabilities
 from polyclinic.runner import SiteRunner
 
 Key = tuple[Part, tuple[int, ...]]
+RECENT = 8
+"""Weights that may be asked for again; sites' own models are not, and are not to be held all at once."""
 
 
 class Foresight:
@@ -28,6 +30,8 @@ class Foresight:
         key = part, tuple(id(tensor) for group in weights.values() for tensor in group.values())
         if key not in self._asked:
             self._asked[key] = runner.name, weights  # held, so that no other tensor takes its identity
+            if len(self._asked) > RECENT:
+                self._asked.pop(next(iter(self._asked)))
             return runner.predict(weights, part)
         if key not in self._known:
             first = self._asked[key][0]
