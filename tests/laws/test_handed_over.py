@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from polyclinic.algorithms import ALGORITHMS
-from polyclinic.core import Optimiser, Training
-from polyclinic.engines.local import attempt
+from polyclinic.algorithms.fedavg import FedAvg
+from polyclinic.core import Bundle, Optimiser, Site, Stream, Training, Work
+from polyclinic.engines.local import WorkerEngine, attempt
 from polyclinic.engines.mock import MockEngine
 from polyclinic.wire import ALIGNMENT
 from tests.laws.bench import Played, clinics, play, small
@@ -32,3 +33,25 @@ def test_every_algorithm_ends_in_the_same_bits_and_counts_the_same_bytes(name: s
 
 def notes(played: Played) -> list[dict[str, Any]]:
     return [note for row in played.journal.costs if row["event"] == "round" for note in row["sites"].values()]
+
+
+class Mistaken(FedAvg):
+    def local(self, received: Bundle, memory: Bundle | None, site: Site, rng: Stream) -> Work:
+        raise ZeroDivisionError("a mistake of the author's")
+
+
+@pytest.mark.parametrize("workers", [False, True])
+def test_a_mistake_in_an_algorithm_surfaces_wherever_it_runs(workers: bool) -> None:
+    engines: list[WorkerEngine] = []
+
+    def engine(local: Any) -> Any:
+        if workers:
+            engines.append(WorkerEngine(local.runners, 1))
+        return engines[0] if workers else local
+
+    try:
+        with pytest.raises((ZeroDivisionError, RuntimeError), match="a mistake of the author's"):
+            play(Mistaken(Training(Optimiser("sgd", 0.1), batch=4)), clinics(8, 8), small(), 1, engine)
+    finally:
+        for one in engines:
+            one.close()

@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import os
 import signal
+import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
@@ -158,11 +159,13 @@ class WorkerEngine:
 
 
 def answer_or_failure(runner: SiteRunner, data: bytes) -> tuple[str, bytes]:
-    """What a worker hands back: "reply", or the kind of failure, or "store"; and the reply, or a sentence."""
+    """What a worker hands back: "reply", the kind of failure, "store" or "bug"; and the reply, or words about it."""
     try:
         answer = attempt(runner, data)
     except StoreError as error:
         return "store", str(error).encode()
+    except Exception:
+        return "bug", traceback.format_exc().encode()
     return (answer.kind, answer.sentence.encode()) if isinstance(answer, Failure) else ("reply", answer)
 
 
@@ -175,4 +178,6 @@ def _receive(pipe: Connection) -> bytes | Failure:
         return payload
     if kind == b"store":
         raise StoreError(payload.decode())
+    if kind == b"bug":  # it surfaces here as it would without workers
+        raise RuntimeError(f"in a worker process:\n{payload.decode()}")
     return Failure("refused" if kind == b"refused" else "error", payload.decode())
