@@ -54,3 +54,23 @@ def test_sites_report_what_they_would_report_alone(name: str, monkeypatch: pytes
             assert other[key] == (pytest.approx(value, abs=1e-9) if isinstance(value, float) else value)
     # all but the first site at once, in every round; models of one's own are never asked for twice
     assert passes == ([3] * 3 if name == "fedavg" else [3])
+
+
+def test_weights_that_were_forgotten_are_never_mixed_up_with_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sites' own models come and go, and a new tensor may take the identity of one that is gone."""
+    monkeypatch.setattr(foresight, "RECENT", 1)
+    asked: list[torch.Tensor] = []
+
+    class Site:
+        name = "a"
+
+        def predict(self, weights: Any, part: Any) -> Any:
+            asked.append(weights["model"]["w"])
+            return {"w": weights["model"]["w"]}
+
+    one = foresight.Foresight([])
+    for value in range(20):
+        mine = {"model": {"w": torch.tensor(float(value))}}
+        assert one.predict(Site(), mine, "test")["w"] == value  # type: ignore[arg-type]
+    assert len(asked) == 20
+    assert len(one._asked) == 1

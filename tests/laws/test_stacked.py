@@ -299,7 +299,8 @@ class Idle(FedAvg):
 
 
 def test_a_site_may_have_nothing_to_do() -> None:
-    same_on_both(Idle(Training(Optimiser("sgd", 0.1), batch=4)), clinics(8, 8, 8), 1e-5, torch.float32)
+    played = same_on_both(Idle(Training(Optimiser("sgd", 0.1), batch=4)), clinics(8, 8, 8), 1e-5, torch.float32)
+    assert together(played) == {1, 2}
 
 
 class Careless(FedAvg):

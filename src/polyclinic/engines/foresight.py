@@ -28,13 +28,17 @@ class Foresight:
 
     def predict(self, runner: SiteRunner, weights: Bundle, part: Part) -> Tensors:
         key = part, tuple(id(tensor) for group in weights.values() for tensor in group.values())
-        if key not in self._asked:
-            self._asked[key] = runner.name, weights  # held, so that no other tensor takes its identity
+        known = self._asked.pop(key, None)
+        # Held, so that no other tensor takes its identity; what was asked for last comes last.
+        self._asked[key] = known or (runner.name, weights)
+        if known is None:
             if len(self._asked) > RECENT:
-                self._asked.pop(next(iter(self._asked)))
+                oldest = next(iter(self._asked))
+                del self._asked[oldest]
+                self._known.pop(oldest, None)
             return runner.predict(weights, part)
         if key not in self._known:
-            first = self._asked[key][0]
+            first = known[0]
             self._known[key] = together([r for r in self.runners if r.name != first], weights, part)
         found = self._known[key].pop(runner.name, None)
         return runner.predict(weights, part) if found is None else found
