@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from torch import Tensor
 
 from polyclinic.core import Bundle, Exchange, Federation, Site, SiteId, Stream, Tensors, Training, Update, Work
-from polyclinic.flat import Layout, Row, apart, layout_of, side_by_side
+from polyclinic.flat import Row, copied
 
 WEIGHTS = ("model", "buffers")
 
@@ -28,48 +27,22 @@ class RunningMean:
         self.count = 0
         self._mean: Tensors = {}
         self._dtypes: dict[str, torch.dtype] = {}
-        self._vector: Tensor | None = None
-        self._pieces: Tensors = {}
-        """Those of `_mean` that are views of `_vector`."""
-        self._layout: Layout = ()
 
     def add(self, tensors: Tensors, weight: float = 1.0) -> None:
         self.total += weight
         self.count += 1
         if self.count == 1:
-            self._begin(tensors)
+            self._dtypes = {name: t.dtype for name, t in tensors.items()}
+            self._mean = copied({n: t if t.is_floating_point() else t.double() for n, t in tensors.items()})
+        elif isinstance(tensors, Row) and isinstance(self._mean, Row) and tensors.is_like(self._mean):
+            self._mean.vector.lerp_(tensors.vector, weight / self.total)
         elif tensors:
-            self._move(tensors, weight / self.total)
-
-    def _begin(self, tensors: Tensors) -> None:
-        self._dtypes = {name: t.dtype for name, t in tensors.items()}
-        single = {n: t for n, t in tensors.items() if t.dtype == torch.float32}
-        vector = side_by_side(list(single.values()))
-        if vector is not None:
-            self._vector = vector.clone()
-            self._pieces = dict(zip(single, apart(self._vector, list(single.values())), strict=True))
-        rest = {n: t for n, t in tensors.items() if n not in self._pieces}
-        copies = {n: t.clone() if t.is_floating_point() else t.double() for n, t in rest.items()}
-        self._mean = {name: self._pieces[name] if name in self._pieces else copies[name] for name in tensors}
-        self._layout = layout_of(self._mean)
-
-    def _move(self, tensors: Tensors, share: float) -> None:
-        if isinstance(tensors, Row) and self._vector is not None and tensors.layout == self._layout:
-            self._vector.lerp_(tensors.vector, share)
-            return
-        rest = self._mean
-        new = [tensors[name] for name in self._pieces]
-        alike = [t.shape for t in new] == [t.shape for t in self._pieces.values()]
-        if self._vector is not None and alike and (vector := side_by_side(new)) is not None:
-            self._vector.lerp_(vector, share)
-            rest = {n: t for n, t in rest.items() if n not in self._pieces}
-        if rest:
-            new = [tensors[n] if tensors[n].is_floating_point() else tensors[n].double() for n in rest]
-            torch._foreach_lerp_(list(rest.values()), new, share)
+            new = [tensors[n] if tensors[n].is_floating_point() else tensors[n].double() for n in self._mean]
+            torch._foreach_lerp_(list(self._mean.values()), new, weight / self.total)
 
     def value(self) -> Tensors:
-        if self._vector is not None and len(self._pieces) == len(self._mean):
-            return Row(self._mean.items(), self._vector)
+        if all(dtype.is_floating_point for dtype in self._dtypes.values()):
+            return self._mean
         return {
             name: mean if self._dtypes[name].is_floating_point else mean.round().to(self._dtypes[name])
             for name, mean in self._mean.items()
