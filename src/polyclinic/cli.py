@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-import yaml
 from rich.table import Table
 from rich.text import Text
 from typer.core import TyperGroup
 
-from polyclinic import cli_data
+from polyclinic import cli_data, cli_privacy
 from polyclinic.algorithms import ALGORITHMS
+from polyclinic.cli_audit import audit_command
 from polyclinic.compare import compare, compare_folders, slug
 from polyclinic.comparison import Comparison
 from polyclinic.data import DATASETS, Options
@@ -33,7 +33,7 @@ from polyclinic.reproduce import reproduce as reproduce_paper
 from polyclinic.reproduce import results_folder, write_page
 from polyclinic.results import versions
 from polyclinic.stages import STAGES
-from polyclinic.terminal import Data, Json, err, out, print_json, tell
+from polyclinic.terminal import Data, Json, Seed, Settings, err, find_recipe, out, parse_settings, print_json, tell
 from polyclinic.yaml_files import read_yaml
 
 SAME_COMMAND = "go on with the same command"
@@ -62,9 +62,8 @@ app = typer.Typer(
     help="Federated learning on medical images, for hospitals that differ.",
 )
 app.add_typer(cli_data.app, name="data")
-
-Settings = Annotated[list[str] | None, typer.Option("--set", help="Set a key of the recipe: training.batch=16")]
-Seed = Annotated[int | None, typer.Option("--seed", help="The seed all randomness comes from.")]
+app.command("plan")(cli_privacy.plan)
+app.command("audit")(audit_command)
 
 
 @contextmanager
@@ -76,34 +75,6 @@ def following(way_on: Callable[[], str] = lambda: SAME_COMMAND, about: str = "")
     except KeyboardInterrupt:
         tell(f"stopped; nothing that was finished is lost: {way_on()}")
         raise typer.Exit(130) from None
-
-
-def parse_settings(settings: list[str] | None, **given: Any) -> dict[str, Any]:
-    """`--set key=value` pairs, values read as YAML, with the options that have a flag of their own."""
-    found: dict[str, Any] = {}
-    for text in settings or []:
-        key, equals, value = text.partition("=")
-        if not equals or not key:
-            raise RecipeError(f"--set {text!r} is not key=value; write for example --set training.batch=16")
-        try:
-            found[key.strip()] = yaml.safe_load(value)
-        except (yaml.YAMLError, ValueError):
-            raise RecipeError(f"--set {text!r}: the value is not YAML; quote it") from None
-    return found | {key.replace("__", "."): value for key, value in given.items() if value is not None}
-
-
-def find_recipe(name: str) -> Path:
-    """A path, or the name of one of ours."""
-    ours = our_recipes()
-    if Path(name).is_file():
-        return Path(name)
-    if name in ours:
-        return ours[name]
-    if Path(name).is_dir():
-        raise RecipeError(
-            f"{name} is a folder; give a recipe file, or go on with a run there: polyclinic resume {name}"
-        )
-    raise RecipeError(f"there is no recipe {name!r}: give a file, or one of ours: {', '.join(ours) or 'none'}")
 
 
 def show_comparison(comparison: Comparison, as_json: bool) -> None:

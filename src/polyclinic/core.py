@@ -115,6 +115,20 @@ class Augment:
 
 
 @dataclass(frozen=True)
+class Private:
+    """DP-SGD (Abadi et al. 2016): every step takes the sum of its examples' gradients, each clipped, and noise."""
+
+    clip: float
+    """C: no example's gradient is longer; infinity clips nothing."""
+    noise: float
+    """σ: the standard deviation of the noise on the sum, in units of C."""
+    sampling: Literal["poisson", "shuffle"] = "poisson"
+    """poisson: every example joins a step by itself with probability batch / n, so that accountants may count on it."""
+    views: int = 1
+    """So many augmentations of an example, whose mean gradient is clipped."""
+
+
+@dataclass(frozen=True)
 class Training:
     """What every algorithm's local work shares."""
 
@@ -133,6 +147,8 @@ class Training:
     """Change training images at random; None leaves them as they are."""
     precision: Precision = "float32"
     """What the network computes in as it trains; weights, gradients, losses and evaluation are float32 in any case."""
+    private: Private | None = None
+    """Set by a recipe's `privacy`, never by hand: what it costs is priced there."""
 
 
 @dataclass(frozen=True)
@@ -168,6 +184,8 @@ class Fitted:
     steps: int
     loss: float
     optimiser_state: Tensors
+    dropped: int = 0
+    """Private training: how often an example's gradient was not finite, and counted as zero."""
 
 
 @dataclass(frozen=True)
@@ -245,6 +263,8 @@ class Site:
     """1 is the first."""
     rounds: int
     lr: float
+    secret: Stream | None = None
+    """Where this round's noise comes from, under a privacy plan; the server never learns it."""
 
 
 @dataclass(frozen=True)
@@ -290,6 +310,14 @@ class Algorithm(Protocol):
 
     def finish(self, state: Bundle) -> Bundle:
         """After the last round (refinement, ensembles)."""
+        ...
+
+    def charges(self) -> tuple[float, ...]:
+        """Noise multipliers of what a site releases in a round beside its trained weights, each a charge of its own."""
+        ...
+
+    def caveat(self) -> str:
+        """Why no privacy plan can give a guarantee with this algorithm; "" if one can."""
         ...
 
     def models(self, received: Bundle, memory: Bundle | None) -> dict[str, Bundle]:

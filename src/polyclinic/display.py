@@ -78,6 +78,8 @@ class Display:
             self.sites = dict.fromkeys(info["cohort"], "…")
             self.summary = "" if info["round"] == 1 else self.summary
             self._advance(info["round"] - 1)
+        elif event == "plan":
+            self.line(f"  {promise(info)}")
         elif event == "site":
             self._site(info)
         elif event == "round done":
@@ -163,8 +165,29 @@ def result_table(summary: Mapping[str, Any]) -> Table:
     warning = f"\n{lost} updates of hospitals were refused or lost; ledger.jsonl says why" if lost else ""
     engine = summary.get("engine", {})
     chosen = "" if engine.get("why", ASKED) == ASKED else f"\nengine {engine['name']}: {engine['why']}"
-    table.caption = Text(f"{megabytes:.1f} MB both ways, {cost['seconds']:.1f} s{intervals}{chosen}{warning}")
+    paid = f"\n{paid_for(summary['privacy'])}" if summary.get("privacy") else ""
+    table.caption = Text(f"{megabytes:.1f} MB both ways, {cost['seconds']:.1f} s{intervals}{paid}{chosen}{warning}")
     return table
+
+
+def paid_for(found: Mapping[str, Any]) -> str:
+    """What a finished run has cost in privacy, in a line."""
+    if found["caveat"]:
+        return "privacy: no guarantee; privacy.md says why"
+    value = found["epsilon"][found["accountant"]]
+    told = "∞" if value is None else f"{value:.3g}"
+    early = "; stopped before it cost more" if found["stopped_by_budget"] else ""
+    return f"privacy: ε = {told} per {found['unit']} at δ = {found['delta']:.2g}; privacy.md says what that means{early}"
+
+
+def promise(plan: Mapping[str, Any]) -> str:
+    """What a privacy plan will cost, in a line."""
+    if plan["caveat"]:
+        return f"privacy: noise {plan['noise']:.3g}, NO guarantee: {plan['caveat']}"
+    return (
+        f"privacy: ε = {plan['epsilon']:.3g} per {plan['unit']} at δ = {plan['delta']:.2g} for the whole run "
+        f"(noise {plan['noise']:.4g}, clip {plan['clip']:g})"
+    )
 
 
 def _titled(title: str) -> Table:

@@ -20,7 +20,7 @@ from polyclinic import wire
 from polyclinic.consortium import Consortium as Consortium
 from polyclinic.consortium import gather as gather
 from polyclinic.consortium import pool as pool
-from polyclinic.core import Bundle, Federation, Score, SiteId, Stream
+from polyclinic.core import Bundle, Federation, Part, Score, SiteId, Stream
 from polyclinic.data.folder import in_data_folder
 from polyclinic.engines.choice import ASKED, Choice, choose, make_engine, read_choice
 from polyclinic.errors import DataError, EngineError, RecipeError, StoreError
@@ -33,6 +33,11 @@ from polyclinic.learning.objectives import probabilities
 from polyclinic.metrics import Predictions, finite, measure
 from polyclinic.models import adopt_weights, build, download_weights, load_weights
 from polyclinic.models.classifier import Classifier
+from polyclinic.models.dp_safe import dp_safe
+from polyclinic.privacy.binding import bind, discretion_of, placeholder, secret_of, stages_of
+from polyclinic.privacy.guard import Guard
+from polyclinic.privacy.page import page, privacy_of, released
+from polyclinic.privacy.plan import Plan
 from polyclinic.recipe import EngineSection, Recipe
 from polyclinic.results import assess, cost, drift, headline, versions
 from polyclinic.rounds import POOLED, Outcome, Rounds, Rules, Watch
@@ -64,11 +69,13 @@ def network_of(recipe: Recipe, consortium: Consortium, data: Path | None = None)
         dropout=recipe.model.dropout,
         seed=Stream(recipe.seed, ("model",)),
     )
+    if recipe.model.norm == "group" and recipe.model.weights is None:
+        return dp_safe(module)
     if recipe.model.weights == "torchvision":
         adopt_weights(module, download_weights(recipe.model.name), "torchvision")
     elif recipe.model.weights is not None:
         load_weights(module, in_data_folder(Path(recipe.model.weights), data))
-    return module
+    return dp_safe(module) if recipe.model.norm == "group" else module
 
 
 def device_of(recipe: Recipe) -> torch.device:
@@ -140,6 +147,18 @@ class Experiment:
             self.sites[POOLED] = pool(self.sites)
         registered = {name: len(site.train) for name, site in self.sites.items()}
         self.federation = Federation(self.consortium.classes, registered, weights_of(self.module))
+        self.plan = self._plan()
+        if self.plan is not None:
+            self.algorithm = recipe.algorithm_of(self.plan.private())
+
+    def _plan(self) -> Plan | None:
+        """What privacy will cost, before anything is trained."""
+        wish, sites = self.recipe.privacy, self.sites
+        if wish is None:
+            return None
+        rehearsed = self.recipe.algorithm_of(placeholder(wish))
+        trainers = [POOLED] if rehearsed.pooled else [name for name in sites if name != POOLED]
+        return bind(wish, rehearsed, self.federation, sites, trainers, self.network, rules_of(self.recipe, ""))
 
     def run(self) -> Result:
         """Play the rounds that are left, evaluate, and write the result."""
@@ -153,9 +172,19 @@ class Experiment:
             write_atomically(self.folder / "recipe.yaml", recipe.to_yaml().encode())
         with contextlib.ExitStack() as lent:
             memory = self._memory(lent)
-            stages = recipe.stages_of()
+            stages = [*(stages_of(self.plan) if self.plan else ()), *recipe.stages_of()]
+            secret = secret_of(recipe.privacy, recipe.seed, self.folder) if recipe.privacy else None
+            guard = Guard(self.plan, secret.child("server")) if self.plan and secret else None
             runners = {
-                name: SiteRunner(name, site, self.algorithm, self.network, memory, stages)
+                name: SiteRunner(
+                    name,
+                    site,
+                    self.algorithm,
+                    self.network,
+                    memory,
+                    stages,
+                    discretion_of(self.plan, name, secret.child("site", name)) if self.plan and secret else None,
+                )
                 for name, site in self.sites.items()
             }
             choice = self._choice(runners)
@@ -164,15 +193,19 @@ class Experiment:
             lent.callback(engine.close)
             judge = self.judge if self.has_held_out() else None
             rules = rules_of(recipe, self.mark())
-            rounds = Rounds(self.federation, self.algorithm, engine, rules, journal, self.watch, judge, stages)
+            rounds = Rounds(self.federation, self.algorithm, engine, rules, journal, self.watch, judge, stages, guard)
+            if self.plan is not None:
+                self.watch("plan", {"epsilon": self.plan.epsilon, **self.plan.as_json()})
             gc.freeze()  # what is there now stays: looking through all of it again and again took a tenth of a second
             lent.callback(gc.unfreeze)
             outcome = rounds.run()
-            predictions = rounds.predictions(outcome, ["train", "validation", "test"])
+            parts: list[Part] = ["validation", "test"]
+            predictions = rounds.predictions(outcome, ["train", *parts] if recipe.evaluate.train else parts)
             reach("evaluated")
         held_out = self.held_out(outcome.state) if self.has_held_out() else None
         scores = assess(predictions, held_out, recipe.evaluate.bootstrap, Stream(recipe.seed, ("bootstrap",)))
         summary = self.summarise(outcome, scores, journal, time.perf_counter() - began) | {"engine": asdict(choice)}
+        summary["privacy"] = privacy_of(guard, outcome.broke, journal.rows) if guard else None
         if self.folder:
             self.write(outcome, summary)
         return Result(summary, outcome.state, self.folder)
@@ -243,11 +276,7 @@ class Experiment:
             **scores,
             "drift": drift(journal.rows),
             "cost": {**cost(journal.costs), "run_seconds": seconds},
-            "released": [
-                *({"kind": e.kind, "protection": e.protection.why} for e in self.algorithm.exchanges),
-                {"kind": "metrics", "protection": "every evaluated round, of the site's validation images; no plan"},
-                {"kind": "predictions", "protection": "after the last round, of every image, with its label; no plan"},
-            ],
+            "released": released(self.plan, self.algorithm.exchanges),
             "sha256": wire.digest(outcome.state),
             "versions": versions(),
         }
@@ -256,6 +285,7 @@ class Experiment:
         assert self.folder is not None
         write_atomically(self.folder / "model.safetensors", wire.encode_body(outcome.state).data)
         reach("model-written")
+        write_atomically(self.folder / "privacy.md", page(summary).encode())
         write_json(self.folder / "result.json", summary)
         reach("result-written")
 

@@ -28,8 +28,12 @@ class Resumed:
 class Journal(Protocol):
     def resume(self) -> Resumed | None: ...
 
-    def charge(self, round: int, sites: Sequence[SiteId]) -> None:
+    def charge(self, round: int, sites: Sequence[SiteId], privacy: Mapping[str, Any] | None = None) -> None:
         """Before anything is sent: what this round may release. Synced before it returns."""
+        ...
+
+    def charged(self) -> list[dict[str, Any]]:
+        """Every charge so far."""
         ...
 
     def metrics(self, rows: list[dict[str, Any]]) -> None: ...
@@ -53,8 +57,11 @@ class RamJournal:
     def resume(self) -> Resumed | None:
         return None
 
-    def charge(self, round: int, sites: Sequence[SiteId]) -> None:
-        self.costs.append({"event": "charge", "round": round, "sites": list(sites), "privacy": None})
+    def charge(self, round: int, sites: Sequence[SiteId], privacy: Mapping[str, Any] | None = None) -> None:
+        self.costs.append({"event": "charge", "round": round, "sites": list(sites), "privacy": privacy})
+
+    def charged(self) -> list[dict[str, Any]]:
+        return [row for row in self.costs if row["event"] == "charge"]
 
     def metrics(self, rows: list[dict[str, Any]]) -> None:
         self.rows.extend(rows)
@@ -106,9 +113,12 @@ class FolderJournal:
         self.ledger.append(event="resumed", round=round)
         return Resumed(round, message.tensors, fields["progress"])
 
-    def charge(self, round: int, sites: Sequence[SiteId]) -> None:
-        self.ledger.append(event="charge", round=round, sites=list(sites), privacy=None)
+    def charge(self, round: int, sites: Sequence[SiteId], privacy: Mapping[str, Any] | None = None) -> None:
+        self.ledger.append(event="charge", round=round, sites=list(sites), privacy=privacy)
         reach("charge-written")
+
+    def charged(self) -> list[dict[str, Any]]:
+        return [row for row in self.ledger.read() if row["event"] == "charge"]
 
     def metrics(self, rows: list[dict[str, Any]]) -> None:
         self._metrics.append(rows)

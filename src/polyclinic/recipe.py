@@ -6,7 +6,7 @@ import difflib
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from importlib import resources
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_type_hints
@@ -24,7 +24,7 @@ from pydantic import (
 
 from polyclinic.algorithms import ALGORITHMS, Averaging
 from polyclinic.claims import Claim
-from polyclinic.core import Augment, Optimiser, Stage, Training
+from polyclinic.core import Augment, Optimiser, Private, Stage, Training
 from polyclinic.data import DATASETS, PARTITIONS
 from polyclinic.data.partition import Partition
 from polyclinic.data.splits import Fractions
@@ -32,12 +32,13 @@ from polyclinic.errors import RecipeError
 from polyclinic.metrics import METRICS
 from polyclinic.models import MODELS
 from polyclinic.pace import EarlyStop, Schedule
+from polyclinic.privacy.plan import Wish, wish_problems
 from polyclinic.stages import STAGES
 from polyclinic.training_rules import training_problems
 from polyclinic.yaml_files import read_yaml
 
 CLOSED = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-for _options in (Augment, Optimiser, Training, Schedule, EarlyStop, Averaging, *STAGES.values()):
+for _options in (Augment, Optimiser, Private, Training, Wish, Schedule, EarlyStop, Averaging, *STAGES.values()):
     setattr(_options, "__pydantic_config__", CLOSED)  # noqa: B010  plain dataclasses; algorithms inherit it
 
 T = TypeVar("T")
@@ -82,6 +83,8 @@ class ModelSection(BaseModel):
     model_config = CLOSED
     name: str
     dropout: float | None = Field(None, ge=0, lt=1)
+    norm: Literal["own", "group"] = "own"
+    """group: normalisation over the batch is replaced by GroupNorm, which no image shares with another."""
     weights: str | None = None
     """A safetensors file, or `torchvision` for torchvision's own download."""
 
@@ -90,6 +93,8 @@ class EvaluateSection(BaseModel):
     model_config = CLOSED
     every: int = Field(1, ge=0)
     bootstrap: int = Field(1000, ge=0)
+    train: bool = True
+    """Whether training images are predicted too after the last round, for the gap to validation images."""
 
 
 class EngineSection(BaseModel):
@@ -121,6 +126,8 @@ class Recipe(BaseModel):
     engine: EngineSection = EngineSection()
     stages: list[StageSection] = Field(default_factory=list)
     """What happens to an update on its way from a site to the server, in this order."""
+    privacy: Wish | None = None
+    """What the run may cost in privacy, and whose."""
     snapshot_every: int = Field(1, ge=1)
     methods: dict[str, dict[str, Any]] = Field(default_factory=dict)
     """For comparisons: a name for each method and the keys it sets, dotted, on top of this recipe."""
@@ -148,10 +155,11 @@ class Recipe(BaseModel):
             _check(recipe)
             return recipe
 
-    def algorithm_of(self) -> Averaging:
-        """The algorithm with its options and this recipe's training."""
+    def algorithm_of(self, private: Private | None = None) -> Averaging:
+        """The algorithm with its options and this recipe's training, made private by a plan."""
         kind = _choose(ALGORITHMS, self.algorithm.name, "algorithm", "algorithm.name")
-        return _validate(kind, {**self.algorithm.options, "training": self.training}, "algorithm.")
+        training = replace(self.training, private=private)
+        return _validate(kind, {**self.algorithm.options, "training": training}, "algorithm.")
 
     def stages_of(self) -> list[Stage]:
         names = [section.name for section in self.stages]
@@ -302,7 +310,8 @@ def _choose(registry: Mapping[str, T], name: str, what: str, key: str) -> T:
 def _check(recipe: Recipe) -> None:
     """Everything that can be known to be wrong before anything runs."""
     _choose(MODELS, recipe.model.name, "model", "model.name")
-    for sentence in (*training_problems(recipe.training), *_pace_problems(recipe), *_problems(recipe)):
+    wished = _privacy_problems(recipe)
+    for sentence in (*training_problems(recipe.training), *_pace_problems(recipe), *_problems(recipe), *wished):
         raise RecipeError(sentence)
     with _blaming("data"):
         DATASETS[recipe.data.name].options.model_validate(recipe.data.options)
@@ -340,6 +349,18 @@ def _pace_problems(recipe: Recipe) -> Iterator[str]:
     if stop is not None and stop.metric not in METRICS:
         near = _nearest(stop.metric, list(METRICS))
         yield f"early_stop.metric: there is no metric {stop.metric!r}{near}; there are: {', '.join(METRICS)}"
+
+
+def _privacy_problems(recipe: Recipe) -> Iterator[str]:
+    if recipe.privacy is not None:
+        watching = recipe.schedule.name == "plateau" or recipe.early_stop is not None
+        yield from wish_problems(recipe.privacy, recipe.training, watching)
+        if recipe.algorithm.name == "adaptive-noise" and recipe.privacy.unit == "site":
+            yield "adaptive-noise scales the noise of training steps; set privacy.unit: image or patient"
+    elif recipe.algorithm.name == "adaptive-noise":
+        yield "adaptive-noise scales the noise of a privacy plan; add for example `privacy: {epsilon: 3}`"
+    elif recipe.training.private is not None:
+        yield "training.private follows from privacy; leave it out and write privacy instead"
 
 
 def _problems(recipe: Recipe) -> Iterator[str]:

@@ -10,13 +10,15 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import chain, islice
 from typing import Any
 
 import torch
 
 from polyclinic import wire
+from polyclinic.book import HELD_OUT as HELD_OUT
+from polyclinic.book import Exchanged, mean_report, rows_of, why_failed
 from polyclinic.core import Algorithm, Bundle, Failure, Federation, Part, SiteId, Stage, Stream, Update
 from polyclinic.engines import Answer, Engine
 from polyclinic.errors import Refused, RoundFailed, StoreError
@@ -25,13 +27,13 @@ from polyclinic.journal import Journal
 from polyclinic.learning.network import on
 from polyclinic.mail import Outbox, in_site_order
 from polyclinic.pace import EarlyStop, Schedule
+from polyclinic.privacy.guard import Guard
 from polyclinic.replies import checked_report, seconds_of, split_predictions
 from polyclinic.state import device_of, refuse_changed, settled, versions
 
 Watch = Callable[[str, Mapping[str, Any]], None]
 Judge = Callable[[Bundle], dict[str, Any]]
 POOLED: SiteId = "pooled"
-HELD_OUT: SiteId = "held-out"
 NOTICEABLE = 1e-4
 """The share by which a loss must fall to count as better for the plateau schedule, as in torch."""
 LOWER_IS_BETTER = ("loss", "ece")
@@ -67,6 +69,8 @@ class Progress:
     best: float = math.inf
     waited: int = 0
     stopped: bool = False
+    broke: bool = False
+    """Stopped because the next round could not be paid by the privacy plan."""
     run: str = ""
     """The run's own mark, of recipe and data: resume goes on with the same ones or not at all."""
     remembering: tuple[SiteId, ...] = ()
@@ -88,16 +92,7 @@ class Outcome:
     state: Bundle
     rounds: int
     stopped_early: bool
-
-
-@dataclass
-class Exchanged:
-    """Book-keeping of one round: by site, bytes both ways, seconds, drift, what became of the reply, its report."""
-
-    sites: dict[SiteId, dict[str, Any]] = field(default_factory=dict)
-    reports: dict[SiteId, list[dict[str, Any]]] = field(default_factory=dict)
-    accepted: int = 0
-    remembering: set[SiteId] = field(default_factory=set)
+    broke: bool = False
 
 
 def _handed_over(updates: list[Update]) -> Iterator[Update]:
@@ -128,10 +123,11 @@ class Rounds:
         watch: Watch = lambda *_: None,
         judge: Judge | None = None,
         stages: Sequence[Stage] = (),
+        guard: Guard | None = None,
     ) -> None:
         self.federation, self.algorithm, self.engine = federation, algorithm, engine
         self.rules, self.journal, self.watch, self.judge = rules, journal, watch, judge
-        self.stages = tuple(stages)
+        self.stages, self.guard = tuple(stages), guard
         self._looks: tuple[int, Bundle, int] | None = None
         """What an update must look like in a round, and its bytes."""
         self.trainers = [POOLED] if algorithm.pooled else [s for s in federation.sites if s != POOLED]
@@ -149,8 +145,13 @@ class Rounds:
                 "this run was begun with other data or another recipe than it would now go on with; give it the same "
                 "--data and recipe.yaml, or start anew in another folder"
             )
+        if self.guard is not None:
+            self.guard.recall(self.journal.charged())
         while progress.round < self.rules.rounds and not progress.stopped:
-            state, progress = self.play(state, progress)
+            if not self.affords(state, progress):
+                progress = replace(progress, stopped=True, broke=True)
+            else:
+                state, progress = self.play(state, progress)
             if (
                 progress.round % self.rules.snapshot_every == 0
                 or progress.round == self.rules.rounds
@@ -159,7 +160,16 @@ class Rounds:
                 self.journal.snapshot(progress.round, state, progress.as_json())
         state = self.algorithm.finish(state)
         reach("finished")
-        return Outcome(state, progress.round, progress.stopped)
+        return Outcome(state, progress.round, progress.stopped, progress.broke)
+
+    def affords(self, state: Bundle, progress: Progress) -> bool:
+        """Whether the privacy plan, if there is one, can pay the next round."""
+        round = progress.round + 1
+        if self.guard is None or self.guard.affords(round, draw_cohort(self.trainers, self.rules, round), state):
+            return True
+        if round == 1:
+            raise RoundFailed("not even one round can be paid by privacy.epsilon; raise it or privacy.noise")
+        return False
 
     def play(self, state: Bundle, progress: Progress) -> tuple[Bundle, Progress]:
         """One round: state in, state out."""
@@ -170,20 +180,23 @@ class Rounds:
         evaluating = self.rules.evaluate_every > 0 and (round - 1) % self.rules.evaluate_every == 0
         judged = self.judge(state) if self.judge and evaluating else None
         began = time.perf_counter()
-        self.journal.charge(round, cohort)
-        updates = self.updates(round, state, cohort, progress, ["validation"] if evaluating else [], book)
+        self.journal.charge(round, cohort, self.guard.charge(round, cohort, state) if self.guard else None)
+        told = evaluating and (self.guard is None or self.guard.tells)
+        updates = self.updates(round, state, cohort, progress, ["validation"] if told else [], book)
         before, touched = state, versions(state)
         first = list(islice(updates, 1))
         if first:
             state = self.algorithm.aggregate(state, chain(_handed_over(first), updates))
         refuse_changed(before, touched)
+        if self.guard is not None and book.accepted:
+            state = self.guard.noised(round, before, state, book.shares)
         state = settled(state, before)
         if book.accepted < max(1, self.rules.quorum):
             self.journal.cost("failed round", round, time.perf_counter() - began, book.sites)
-            raise RoundFailed(_why(round, book, self.rules.quorum))
+            raise RoundFailed(why_failed(round, book, self.rules.quorum))
         reach("aggregated")
         seconds = time.perf_counter() - began
-        self.journal.metrics(_rows(round, book, judged))
+        self.journal.metrics(rows_of(round, book, judged))
         self.journal.cost("round", round, seconds, book.sites)
         remembering = tuple(sorted({*progress.remembering, *book.remembering}))
         progress = advance(replace(progress, round=round, remembering=remembering), book, self.rules)
@@ -215,6 +228,7 @@ class Rounds:
             self.watch("site", {"round": round, "site": site, **note})
             if update is not None:
                 book.accepted += 1
+                book.shares.append(update.examples if self.algorithm.training.weights == "examples" else 1.0)
                 reach("reply-accepted")
                 lent = replace(update, tensors=dict(update.tensors))
                 del update
@@ -241,6 +255,8 @@ class Rounds:
             note["together"] = together
         if isinstance(alone := reply.fields.get("alone"), str) and alone.isprintable() and alone:
             note["alone"] = alone[:200]
+        if reply.update.scalars:
+            note["scalars"] = dict(reply.update.scalars)
         if reply.fields.get("remembers") is True:
             book.remembering.add(site)
         if reply.drift is not None:
@@ -345,38 +361,3 @@ def advance(progress: Progress, book: Exchanged, rules: Rules) -> Progress:
         best = value if better else progress.best  # small steps add up to an improvement
         progress = replace(progress, best=best, waited=waited, stopped=waited >= stop.patience)
     return progress
-
-
-def mean_report(book: Exchanged, metric: str) -> float | None:
-    """Mean of a metric over the sites' validation parts, weighted by their size; None when nobody reported it."""
-    rows = [r for report in book.reports.values() for r in report if r.get(metric) is not None]
-    total = sum(r["n"] for r in rows)
-    return sum(r[metric] * r["n"] for r in rows) / total if total else None
-
-
-def _rows(round: int, book: Exchanged, judged: Mapping[str, Any] | None) -> list[dict[str, Any]]:
-    """A row per round and site: how it worked in this round, and how the model of the round before did there."""
-    rows: list[dict[str, Any]] = []
-    for site, note in book.sites.items():
-        rows.append({"round": round, "site": site, "event": "train", **note})
-        rows += [{"round": round - 1, "site": site, "event": "evaluate", **r} for r in book.reports.get(site, [])]
-    if judged is not None:
-        rows.append(
-            {
-                "round": round - 1,
-                "site": HELD_OUT,
-                "event": "evaluate",
-                "model": "global",
-                "part": "test",
-                **judged,
-            }
-        )
-    return rows
-
-
-def _why(round: int, book: Exchanged, quorum: int) -> str:
-    failed = [f"{site}: {n.get('why')}" for site, n in book.sites.items() if n.get("outcome", "accepted") != "accepted"]
-    return (
-        f"round {round} had {book.accepted} acceptable updates where the quorum is {max(1, quorum)}, so the state was "
-        f"left as it was ({'; '.join(failed[:3])}); mend that and resume, or lower the quorum"
-    )

@@ -31,12 +31,14 @@ from polyclinic.core import (
     Update,
     Work,
 )
-from polyclinic.errors import Refused, StoreError
+from polyclinic.errors import EngineError, Refused, StoreError
 from polyclinic.faults import reach
 from polyclinic.learning.fit import fit, score
 from polyclinic.learning.network import LiveNetwork, on
 from polyclinic.learning.objectives import probabilities
 from polyclinic.metrics import finite, measure
+from polyclinic.privacy.kinds import noised_metrics
+from polyclinic.privacy.sampling import sampled
 from polyclinic.store import MemoryStore
 
 Predict = Callable[[Bundle, Part], Tensors]
@@ -55,6 +57,26 @@ class Holdings(Protocol):
 
     @property
     def test(self) -> Examples: ...
+
+
+@dataclass(frozen=True)
+class Discretion:
+    """What a privacy plan asks of a site."""
+
+    secret: Stream
+    """Where its noise comes from."""
+    allowed: tuple[tuple[float, int], ...]
+    """The training jobs of a round that were priced: sampling rate and steps of each …"""
+    least: float
+    """… with no less noise than this."""
+    metrics_noise: float | None = None
+    """Noise on the counts it tells of its validation images; None: they are told as they are."""
+
+    def of(self, order: wire.Message) -> Stream:
+        """A stream of this round's own. The weights received are part of its name: should the round be played again
+        from other weights, the noise is another; from the same weights, nothing new is released."""
+        fields = order.fields
+        return self.secret.child(fields["run"], fields["site"], int(fields["round"]), wire.digest(order.tensors))
 
 
 @dataclass(frozen=True)
@@ -80,9 +102,10 @@ class SiteRunner:
         network: LiveNetwork,
         memory: MemoryStore,
         stages: Sequence[Stage] = (),
+        discretion: Discretion | None = None,
     ) -> None:
         self.name, self.holdings, self.algorithm = name, holdings, algorithm
-        self.network, self.memory, self.stages = network, memory, tuple(stages)
+        self.network, self.memory, self.stages, self.discretion = network, memory, tuple(stages), discretion
 
     def answer(self, data: bytes) -> bytes:
         """One message in, one message out, driving jobs one after another."""
@@ -113,8 +136,9 @@ class SiteRunner:
         memory = self.recall(int(fields["round"]))
         if memory is None and fields.get("remembers"):
             raise StoreError(f"site {self.name} lost what it remembered; restore its folder, or start the run anew")
-        site = Site(self.name, len(self.holdings.train), fields["round"], fields["rounds"], fields["lr"])
-        report = self.report(order.tensors, memory, fields["parts"], predict or self.predict)
+        secret = self.discretion.of(order) if self.discretion else None
+        site = Site(self.name, len(self.holdings.train), fields["round"], fields["rounds"], fields["lr"], secret)
+        report = self.report(order.tensors, memory, fields["parts"], predict or self.predict, secret)
         reach("site-evaluated")
         return Visit(order, memory, site, Stream(fields["seed"], ("site", self.name)), report, begun)
 
@@ -124,13 +148,13 @@ class SiteRunner:
         return None if memory is None else on(memory, self.network.device)
 
     def work(self, visit: Visit) -> Work:
-        return self.algorithm.local(visit.order.tensors, visit.memory, visit.site, visit.rng)
+        work = self.algorithm.local(visit.order.tensors, visit.memory, visit.site, visit.rng)
+        return work if self.discretion is None else within(work, self.discretion, visit.site)
 
     def run(self, job: Job, visit: Visit, number: int) -> Fitted | Tensors:
-        """The `number`-th job of the round; later ones draw their own order of the data."""
+        """The `number`-th job of the round."""
         if isinstance(job, Fit):
-            rng = visit.rng.child("job", number) if number else visit.rng
-            return fit(job, self.network, self.holdings.train, visit.site, rng)
+            return fit(job, self.network, self.holdings.train, visit.site, *streams(visit, number))
         return score(job, self.network, getattr(self.holdings, job.part))
 
     def end(
@@ -141,8 +165,9 @@ class SiteRunner:
         fields, tensors = visit.order.fields, update.tensors
         if any(t.requires_grad for group in tensors.values() for t in group.values()):
             tensors = {kind: {n: t.detach() for n, t in group.items()} for kind, group in tensors.items()}
+        drawn = visit.site.secret or visit.rng
         for number, stage in enumerate(self.stages):
-            tensors = stage.out(tensors, visit.order.tensors, visit.rng.child("stage", number, visit.site.round))
+            tensors = stage.out(tensors, visit.order.tensors, drawn.child("stage", number, visit.site.round))
         if memory is not None:
             self.memory.save(self.name, visit.site.round, memory, int(fields["durable"]))
             reach("memory-saved")
@@ -162,17 +187,28 @@ class SiteRunner:
         return wire.Message(reply, tensors)
 
     def report(
-        self, received: Bundle, memory: Bundle | None, parts: Sequence[Part], predict: Predict
+        self,
+        received: Bundle,
+        memory: Bundle | None,
+        parts: Sequence[Part],
+        predict: Predict,
+        secret: Stream | None = None,
     ) -> list[dict[str, Any]]:
         """Metrics of the model(s) this site would predict with now, by part."""
         rows = []
         models = self.algorithm.models(received, memory) if parts else {}
         for name, weights in models.items():
             for part in self.nonempty(parts):
-                found = predict(weights, part)
-                values = measure(found["probabilities"].double().numpy(), found["labels"].numpy())
-                rows.append({"model": name, "part": part, "n": len(found["labels"]), **finite(values)})
+                values = self.told(predict(weights, part), secret and secret.child("metrics", name, part))
+                rows.append({"model": name, "part": part, "n": len(getattr(self.holdings, part)), **values})
         return rows
+
+    def told(self, found: Tensors, secret: Stream | None) -> dict[str, Any]:
+        """Metrics as they are, or under a plan as noised counts."""
+        noise = None if self.discretion is None else self.discretion.metrics_noise
+        if noise is None or secret is None:
+            return finite(measure(found["probabilities"].double().numpy(), found["labels"].numpy()))
+        return finite(noised_metrics(found["probabilities"], found["labels"], noise, secret))
 
     def nonempty(self, parts: Sequence[Part]) -> list[Part]:
         return [part for part in parts if len(getattr(self.holdings, part))]
@@ -193,6 +229,34 @@ class SiteRunner:
                 found[f"{name}|{part}|patients"] = _patient_numbers(getattr(self.holdings, part))
         reply = {"run": fields["run"], "round": fields["round"], "site": self.name}
         return wire.Message(reply, {"predictions": found})
+
+
+def streams(visit: Visit, number: int) -> tuple[Stream, Stream | None]:
+    """What the `number`-th job of a round draws from: later ones draw their own order of the data, and noise."""
+    secret = visit.site.secret
+    return visit.rng.child("job", number) if number else visit.rng, secret and secret.child("job", number)
+
+
+def within(work: Work, priced: Discretion, site: Site) -> Work:
+    """The same work, which ends in an error before it trains more than the privacy plan has priced."""
+    result: Any = None
+    done = 0
+    while True:
+        try:
+            job = work.send(result)
+        except StopIteration as end:
+            update, memory = end.value
+            return update, memory
+        if isinstance(job, Fit) and job.training.private is not None:
+            rate, times = sampled(job, site.examples)
+            most = priced.allowed[done] if done < len(priced.allowed) else (0.0, 0)
+            if rate > most[0] or times > most[1] or job.training.private.noise < priced.least:
+                raise EngineError(
+                    f"site {site.name} was asked to train {times} steps as its job {done + 1} of round {site.round}, "
+                    "which the privacy plan has not priced; an algorithm's jobs must not depend on a site's images"
+                )
+            done += 1
+        result = yield job
 
 
 def drive(work: Work, run: Callable[[Job, int], Fitted | Tensors]) -> tuple[Update, Bundle | None]:

@@ -34,6 +34,14 @@ RECIPES: dict[str, Values] = {
     "scaffold each round": {**COMMON, "algorithm": "scaffold", "training": SGD, "cohort": 2},
     # weights and optimiser at the sites, a learning rate that depends on what was measured before the crash
     "single": {**COMMON, "algorithm": "single", "training": ADAM, "schedule": {"name": "plateau", "patience": 0}},
+    # noise and samples that must be the same again
+    "private": {
+        **COMMON,
+        "algorithm": "fedavg",
+        "training": SGD,
+        "cohort": 2,
+        "privacy": {"noise": 1.5, "delta": 1e-4, "randomness": "secret"},
+    },
     # nothing remembered
     "fedavg": {**COMMON, "algorithm": "fedavg", "training": SGD},
     # little measured, so that the ledger is the longest file until the first snapshot

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from polyclinic.algorithms.adaptive_noise import AdaptiveNoise
 from polyclinic.algorithms.averaging import Averaging, RunningMean
 from polyclinic.algorithms.centralised import Centralised
 from polyclinic.algorithms.crosssite import CrossSite
@@ -21,6 +22,7 @@ ALGORITHMS: dict[str, type[Averaging]] = {
     "scaffold": Scaffold,
     "fednova": FedNova,
     "fedcycle": FedCycle,
+    "adaptive-noise": AdaptiveNoise,
     "local": Local,
     "single": Single,
     "centralised": Centralised,

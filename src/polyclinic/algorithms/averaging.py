@@ -82,6 +82,12 @@ class Averaging(ABC):
     def finish(self, state: Bundle) -> Bundle:
         return state
 
+    def charges(self) -> tuple[float, ...]:
+        return ()
+
+    def caveat(self) -> str:
+        return ""
+
     def models(self, received: Bundle, memory: Bundle | None) -> dict[str, Bundle]:
         del memory
         return {"global": weights(received)}

@@ -45,14 +45,15 @@ class Foresight:
 
 
 def together(runners: Sequence[SiteRunner], weights: Bundle, part: Part) -> dict[SiteId, Tensors]:
-    """The sites' predictions in one pass; {} where their images do not lie in one place."""
+    """The sites' predictions in one pass, of every image once; {} where their images do not lie in one place."""
     held = {runner.name: getattr(runner.holdings, part) for runner in runners}
     parts = [examples for examples in held.values() if isinstance(examples, Selection)]
     if len(parts) < len(held) or any(examples.shared is not parts[0].shared for examples in parts):
         return {}
-    rows, labels = (torch.cat([getattr(examples, name) for examples in parts]) for name in ("rows", "labels"))
-    everything = replace(parts[0], rows=rows, labels=labels, patients=None)
+    rows, place = torch.unique(torch.cat([examples.rows for examples in parts]), return_inverse=True)
+    everything = replace(parts[0], rows=rows, labels=parts[0].shared.labels[rows], patients=None)
     found = score(Score(weights, probabilities), runners[0].network, everything)
+    found = {name: tensor[place] for name, tensor in found.items()}
     sizes = [len(examples) for examples in parts]
     pieces = {name: torch.split(tensor.cpu(), sizes) for name, tensor in found.items()}
     return {site: {name: split[number] for name, split in pieces.items()} for number, site in enumerate(held) if pieces}

@@ -22,7 +22,7 @@ from polyclinic.engines.local import failing, handed, keep_freed_memory
 from polyclinic.learning.memory import room
 from polyclinic.learning.seating import Seat
 from polyclinic.learning.stacked import NotStackableError, fit_stacked, signature, why_not
-from polyclinic.runner import SiteRunner, Visit
+from polyclinic.runner import SiteRunner, Visit, streams
 from polyclinic.wire import Message
 
 Compile = Literal["auto", "always", "never"]
@@ -196,5 +196,4 @@ class StackedEngine:
 
 def _seat(guest: Guest) -> Seat:
     assert isinstance(guest.job, Fit)
-    stream = guest.visit.rng.child("job", guest.number) if guest.number else guest.visit.rng
-    return Seat(guest.job, guest.runner.holdings.train, guest.visit.site, stream)
+    return Seat(guest.job, guest.runner.holdings.train, guest.visit.site, *streams(guest.visit, guest.number))

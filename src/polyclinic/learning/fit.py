@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from polyclinic.core import (
-    Augment,
     Batch,
     Bundle,
     Examples,
@@ -28,6 +27,7 @@ from polyclinic.learning.augment import augmented
 from polyclinic.learning.dropout import first_key, key_of
 from polyclinic.learning.feed import feed, onto
 from polyclinic.learning.network import LiveNetwork
+from polyclinic.learning.private import PrivateSteps, changes_nothing, poisson, rate_of, room
 
 
 def order(labels: Tensor, training: Training, stream: Stream) -> Tensor:
@@ -93,6 +93,29 @@ def walk(
             yield position, [cut[position % per_epoch]]
 
 
+def sampled(
+    labels: Tensor, training: Training, secret: Stream, round: int, whole: bool
+) -> Iterator[tuple[int, list[Tensor]]]:
+    """The same for steps that every example joins by itself; a step nobody joins has no batch."""
+    per_epoch = 1 if whole else batches_per_epoch(len(labels), training.batch)
+    steps = (training.steps or 1) if training.epochs is None else training.epochs * per_epoch
+    rate, most = rate_of(training, len(labels), whole), room(training, len(labels), whole)
+    drawn = poisson(len(labels), rate, steps, secret.child("sample"))
+    everyone = onto(torch.cat([torch.zeros(0, dtype=torch.int64), *drawn]), labels.device)
+    joined = torch.split(everyone, [len(index) for index in drawn])
+    yield from enumerate(([*torch.split(index, most)] if len(index) else [] for index in joined), (round - 1) * steps)
+
+
+def schedule(
+    job: Fit, labels: Tensor, stream: Stream, secret: Stream | None, round: int
+) -> list[tuple[int, list[Tensor]]]:
+    """Every step of a job in one round: its number in the run and its batches."""
+    private = job.training.private
+    if private is None or private.sampling == "shuffle" or secret is None:
+        return list(walk(labels, job.training, stream, round, job.whole))
+    return list(sampled(labels, job.training, secret, round, job.whole))
+
+
 def make_optimiser(parameters: list[torch.nn.Parameter], options: Optimiser, lr: float) -> torch.optim.Optimizer:
     if options.name == "sgd":
         return torch.optim.SGD(parameters, lr, options.momentum, weight_decay=options.weight_decay)
@@ -100,18 +123,25 @@ def make_optimiser(parameters: list[torch.nn.Parameter], options: Optimiser, lr:
     return kind(parameters, lr, weight_decay=options.weight_decay)
 
 
-def fit(job: Fit, network: LiveNetwork, data: Examples, site: Site, stream: Stream) -> Fitted:
-    """Train from `job.weights` on `data`; `stream` is the site's, so its data order does not depend on the engine."""
+def fit(
+    job: Fit, network: LiveNetwork, data: Examples, site: Site, stream: Stream, secret: Stream | None = None
+) -> Fitted:
+    """Train from `job.weights` on `data`; `stream` is the site's, so its data order does not depend on the engine.
+
+    Private training draws who joins a step, and its noise, from `secret`, which never leaves the site.
+    """
     live, training = network.load(job.weights), job.training
     steps = job.sequence
     moving = [network.trainable(training.fine_tune, step.train) for step in steps]
     network.training_mode(frozenset().union(*moving))
+    plain = changes_nothing(training.private)
+    private = None if plain else PrivateSteps(job, network, live, len(data), secret)
     # A copy: a network that is called with weights from it, in training mode, writes into their statistics.
     reference = {k: {n: t.to(network.device, copy=True) for n, t in g.items()} for k, g in job.reference.items()}
     optimisers = [make_optimiser(network.require_gradients(n), training.optimiser, site.lr) for n in moving]
     restore_optimisers(optimisers, network, moving, job.optimiser_state)
     total, key = torch.zeros((), device=network.device), first_key(stream)
-    plan = list(walk(data.labels, training, stream, site.round, job.whole))
+    plan = schedule(job, data.labels, stream, secret, site.round)
     turns = (index for _, micro in plan for _ in steps for index in micro)
     with (
         draws_from(stream.child("dropout", site.round), network.device),
@@ -119,23 +149,36 @@ def fit(job: Fit, network: LiveNetwork, data: Examples, site: Site, stream: Stre
         feed(data, turns, network.device) as fed,
     ):
         for number, micro in plan:
-            for step, names, optimiser in zip(steps, moving, optimisers, strict=True):
+            sizes = [len(index) for index in micro]
+            for which, (step, names, optimiser) in enumerate(zip(steps, moving, optimisers, strict=True)):
                 if len(steps) > 1:
                     network.require_gradients(names)
                 optimiser.zero_grad(set_to_none=True)
-                look = seen(islice(fed, len(micro)), training.augment, stream.child("augment", number))
+                look = seen(islice(fed, len(micro)), training, stream.child("augment", number))
                 look = keyed(look, network, key, number)
-                loss = _gradient(step, network, live, look, [len(index) for index in micro], reference)
+                if private is None:
+                    loss = _gradient(step, network, live, look, sizes, reference)
+                else:
+                    loss = private.gradient(step, names, look, sizes, reference, private.noise(number, which))
                 optimiser.step()
             total += loss
     state = {} if job.optimiser_state is None else optimiser_state(optimisers, network, moving)
-    return Fitted(network.take(), len(plan), float(total) / max(len(plan), 1), state)
+    dropped = 0 if private is None else int(private.dropped)
+    return Fitted(network.take(), len(plan), float(total) / max(len(plan), 1), state, dropped)
 
 
-def seen(batches: Iterator[Batch], augment: Augment | None, stream: Stream) -> Iterator[Batch]:
+def seen(batches: Iterator[Batch], training: Training, stream: Stream) -> Iterator[Batch]:
     """The batches of one step as it sees them."""
-    for position, (images, labels) in enumerate(batches):
-        yield (images if augment is None else augmented(images, augment, stream.child(position))), labels
+    for position, batch in enumerate(batches):
+        yield changed(*batch, training, stream.child(position))
+
+
+def changed(images: Tensor, labels: Tensor, training: Training, stream: Stream) -> Batch:
+    """One batch as a step sees it; where private training asks for several views of an example, one after another."""
+    views = 1 if training.private is None else training.private.views
+    if views > 1:
+        images, labels = images.repeat_interleave(views, 0), labels.repeat_interleave(views, 0)
+    return (images if training.augment is None else augmented(images, training.augment, stream)), labels
 
 
 def keyed(batches: Iterator[Batch], network: LiveNetwork, first: int, number: int) -> Iterator[Batch]:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from polyclinic.core import Bundle
+from polyclinic.learning import private
 from polyclinic.learning.network import LiveNetwork, on
 from polyclinic.learning.seating import Seat
 
@@ -20,11 +21,26 @@ SPARE = 2
 def room(seat: Seat, network: LiveNetwork) -> int:
     """The most jobs like this one that one stack should hold; at least one."""
     held = COPIES * size(seat.job.weights) + size(seat.job.reference) + 2 * saved_for_backward(seat, network)
+    held += kept_by_example(seat, network)
     return max(1, free(network.device) // (SPARE * held))
 
 
 def size(bundle: Bundle) -> int:
     return sum(tensor.nbytes for group in bundle.values() for tensor in group.values())
+
+
+def at_once(seat: Seat) -> int:
+    """Images of one call; a private step's batch is of random length, and may see each in several views."""
+    training, examples = seat.job.training, len(seat.data)
+    return min(examples, private.room(training, examples, seat.job.whole))
+
+
+def kept_by_example(seat: Seat, network: LiveNetwork) -> int:
+    """Bytes of gradients that private steps keep for every example: all but those of dense layers."""
+    if private.changes_nothing(seat.job.training.private):
+        return 0
+    layers = [layer for layer in network.module.modules() if not isinstance(layer, nn.Linear)]
+    return at_once(seat) * sum(p.nbytes for layer in layers for p in layer.parameters(recurse=False))
 
 
 def saved_for_backward(seat: Seat, network: LiveNetwork) -> int:
@@ -39,7 +55,9 @@ def saved_for_backward(seat: Seat, network: LiveNetwork) -> int:
     live = {"model": {n: t.requires_grad_() for n, t in weights["model"].items()}}
     live["buffers"] = weights.get("buffers", {})
     network.training_mode(frozenset(live["model"]))
-    batch = seat.data.batch(torch.arange(min(len(seat.data), seat.job.training.batch)))
+    training = seat.job.training
+    views = 1 if training.private is None else training.private.views
+    batch = seat.data.batch(torch.arange(at_once(seat)).repeat_interleave(views))
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         images, labels = (tensor.to(network.device) for tensor in batch)
         for step in seat.job.sequence:

@@ -5,15 +5,30 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from polyclinic.core import Batch, Bundle, Network, Tensors
+from polyclinic.core import Batch, Bundle, Network, Objective, Tensors
+
+SEPARABLE: set[Objective] = set()
+"""Objectives that are `network.loss` of the weights, called once, plus terms that look at no data."""
 
 
+def separable(objective: Objective) -> Objective:
+    """Mark an objective as the mean of its examples' own losses, so that private training may take them apart.
+
+    Its data may enter through one call of `network.loss(weights, batch)` only, which adds to the rest. Never mark one
+    that mixes examples (contrasts, batch statistics), looks at features, or calls the network with other weights.
+    """
+    SEPARABLE.add(objective)
+    return objective
+
+
+@separable
 def task_loss(network: Network, weights: Bundle, batch: Batch, reference: Bundle) -> Tensor:
     """The task's own loss on the batch: for classification, the mean negative log-likelihood."""
     del reference
     return network.loss(weights, batch)
 
 
+@separable
 def proximal(network: Network, weights: Bundle, batch: Batch, reference: Bundle) -> Tensor:
     """Task loss + (μ/2)·‖w − anchor‖²."""
     anchor = reference["anchor"]
@@ -21,6 +36,7 @@ def proximal(network: Network, weights: Bundle, batch: Batch, reference: Bundle)
     return task_loss(network, weights, batch, reference) + reference["scalars"]["mu"] / 2 * distance
 
 
+@separable
 def corrected(network: Network, weights: Bundle, batch: Batch, reference: Bundle) -> Tensor:
     """Task loss + ⟨correction, w⟩: a linear term, whose gradient is the correction itself."""
     correction = reference["correction"]

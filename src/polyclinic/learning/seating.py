@@ -8,14 +8,15 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from polyclinic.core import Batch, Examples, Fit, Site, Stream, Tensors
 from polyclinic.data.examples import Selection
-from polyclinic.learning.augment import augmented
 from polyclinic.learning.dropout import first_key, key_of
 from polyclinic.learning.feed import fetched, onto
-from polyclinic.learning.fit import walk
+from polyclinic.learning.fit import changed, schedule
+from polyclinic.learning.private import ROUNDED, changes_nothing, expected_batch
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,8 @@ class Seat:
     data: Examples
     site: Site
     stream: Stream
+    secret: Stream | None = None
+    """Of a private job: who joins its steps, and its noise."""
 
 
 class Bit(NamedTuple):
@@ -37,21 +40,37 @@ class Bit(NamedTuple):
     """Among the batches of the step."""
     rows: Tensor
     length: int
-    """Of the batch: of its rows."""
+    """Of the batch: of its rows. ANY, until it is padded like those computed with it."""
     share: float
     """Of the step's examples."""
     last: bool
     """The optimiser steps after it."""
+    present: int
+    """Rows that are not padding."""
+    expected: int = 1
+    """What a private step's sum is divided by."""
+
+    def padded(self, length: int) -> Bit:
+        return self._replace(rows=F.pad(self.rows, (0, length - self.present)), length=length)
+
+
+ANY = 0
 
 
 def bits(seat: Seat) -> list[Bit]:
     """A site's batches in their order; it is drawn on the CPU, as `fit` draws it."""
-    labels = seat.data.labels.cpu() if seat.job.training.oversample else torch.empty(len(seat.data))
+    training, examples = seat.job.training, len(seat.data)
+    labels = seat.data.labels.cpu() if training.oversample else torch.empty(examples)
+    plain = changes_nothing(training.private)
+    random = not plain and training.private is not None and training.private.sampling == "poisson"
     found = []
-    for number, micro in walk(labels, seat.job.training, seat.stream, seat.site.round, seat.job.whole):
+    for number, micro in schedule(seat.job, labels, seat.stream, seat.secret, seat.site.round):
         lengths = [rows.numel() for rows in micro]
-        for position, (rows, length) in enumerate(zip(micro, lengths, strict=True)):
-            found.append(Bit(number, position, rows, length, length / sum(lengths), position == len(micro) - 1))
+        expected = 1 if plain else expected_batch(training, examples, seat.job.whole, sum(lengths))
+        for position, rows in enumerate(micro or [torch.zeros(0, dtype=torch.int64)]):
+            length, last = rows.numel(), position >= len(micro) - 1
+            share = length / max(sum(lengths), 1)
+            found.append(Bit(number, position, rows, ANY if random else length, share, last, length, expected))
     return found
 
 
@@ -91,6 +110,12 @@ class Turn:
     """The members' places among the seated, where more are seated than members."""
     shares: Tensor | None
     """Of the members' steps, where a step takes several batches."""
+    present: Tensor
+    """Whose rows hold an example and not padding, of everyone who is seated."""
+    expected: Tensor
+    """What the members' private sums are divided by."""
+    stepping: list[tuple[int, int]]
+    """The members, and the numbers of their steps."""
 
     @property
     def everyone(self) -> bool:
@@ -106,15 +131,23 @@ class Turn:
 
     def changed(self, images: Tensor, labels: Tensor) -> Batch:
         """The sites' images as `fit` would change them."""
-        augment = self.table.seats[0].job.training.augment
-        if augment is None:
+        training = self.table.seats[0].job.training
+        views = 1 if training.private is None else training.private.views
+        if training.augment is None and views == 1:
             return images, labels
-        streams = (
-            self.table.seats[site].stream.child("augment", bit.number, bit.position)
-            for site, bit in zip(self.who, self.bits, strict=True)
-        )
-        changed = [augmented(some, augment, stream) for some, stream in zip(images, streams, strict=True)]
-        return torch.stack(changed), labels
+        batches = []
+        for place, (site, bit) in enumerate(zip(self.who, self.bits, strict=True)):
+            stream = self.table.seats[site].stream.child("augment", bit.number, bit.position)
+            there = bit.present or 1  # of an empty batch nothing is used, but it has its place
+            some = changed(images[place, :there], labels[place, :there], training, stream)
+            batches.append([_lengthened(t, bit.length * views) for t in some])
+        changed_images, changed_labels = (torch.stack(parts) for parts in zip(*batches, strict=True))
+        return changed_images, changed_labels
+
+
+def _lengthened(rows: Tensor, length: int) -> Tensor:
+    missing = length - len(rows)
+    return torch.cat([rows, rows.new_zeros(missing, *rows.shape[1:])]) if missing else rows
 
 
 class Table:
@@ -130,6 +163,7 @@ class Table:
         self.plans = [bits(seat) for seat in seats]
         self.steps = [sum(bit.last for bit in plan) for plan in self.plans]
         self.fill = fill
+        self.random = any(bit.length == ANY for plan in self.plans for bit in plan)
         selections = [seat.data for seat in seats if isinstance(seat.data, Selection)]
         alike = len(selections) == len(seats) and all(s.shared is selections[0].shared for s in selections)
         self.shared = selections[0].shared if alike else None
@@ -142,32 +176,37 @@ class Table:
 
     def turns(self) -> Iterator[Turn]:
         at = [iter(plan) for plan in self.plans]
-        planned = [(members, [next(at[site]) for site in members]) for members in calls(self.plans)]
+        planned = [(members, _alike([next(at[site]) for site in members])) for members in calls(self.plans)]
         filled = [self._filled(members, found) for members, found in planned]
         rows = _sent([self._places(who, found) for who, found in filled], self.home)
         keys = _sent([self._keys(who, found) for who, found in filled], self.device)
-        for (members, found), (who, seated), place, key in zip(planned, filled, rows, keys, strict=True):
+        counts = _sent([torch.tensor([bit.present for bit in found]) for _, found in filled], self.device)
+        over = _sent([_expected(found) for _, found in planned], self.device)
+        for number, ((members, found), (who, seated)) in enumerate(zip(planned, filled, strict=True)):
             yield Turn(
                 self,
                 seated,
                 who,
-                place,
-                key,
+                rows[number],
+                keys[number],
                 self._index(who),
                 self._index(members),
                 None if who == members else self._sent_one([who.index(site) for site in members]),
                 self._shares(found),
+                torch.arange(found[0].length, device=self.device) < counts[number][:, None],
+                over[number],
+                [(site, bit.number) for site, bit in zip(members, found, strict=True)],
             )
 
     def _filled(self, members: list[int], found: list[Bit]) -> tuple[list[int], list[Bit]]:
         """With everyone else seated too, if that is worth it: what they compute is thrown away."""
         everyone = list(range(len(self.seats)))
         length = found[0].length
-        short = length < self.seats[0].job.training.batch
+        short = length < self.seats[0].job.training.batch and not self.random
         if not self.fill or short or not len(everyone) / 2 <= len(members) < len(everyone):
             return members, found
         idle = {
-            site: Bit(0, 0, torch.arange(length) % len(self.seats[site].data), length, 0.0, found[0].last)
+            site: Bit(0, 0, torch.arange(length) % len(self.seats[site].data), length, 0.0, found[0].last, 0)
             for site in everyone
         }
         busy = dict(zip(members, found, strict=True))
@@ -183,7 +222,7 @@ class Table:
         return torch.tensor([key_of(self.first_keys[site], bit.number, bit.position) for site, bit in numbered])
 
     def _shares(self, found: list[Bit]) -> Tensor | None:
-        if not self.seats[0].job.whole:
+        if all(bit.share == 1 for bit in found):
             return None
         return onto(torch.tensor([bit.share for bit in found], dtype=torch.float64), self.device)
 
@@ -217,6 +256,18 @@ class Table:
         """Which of the shared images."""
         assert self.pool is not None
         return self.pool.index_select(0, turn.rows.reshape(-1))
+
+
+def _alike(found: list[Bit]) -> list[Bit]:
+    """Batches of one length: random ones are padded, to one of few lengths."""
+    if found[0].length != ANY:
+        return found
+    longest = max(1, *(bit.present for bit in found))
+    return [bit.padded(-(-longest // ROUNDED) * ROUNDED) for bit in found]
+
+
+def _expected(found: list[Bit]) -> Tensor:
+    return torch.tensor([bit.expected for bit in found])
 
 
 def _shaped(turn: Turn, images: Tensor, labels: Tensor) -> Batch:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,8 +18,12 @@ from torch.func import vmap
 from polyclinic.core import Batch, Bundle, Fit, Fitted, Objective, Site, Tensors
 from polyclinic.flat import Row, Way, layout_of, side_by_side
 from polyclinic.learning.network import LiveNetwork, moved
+from polyclinic.learning.objectives import SEPARABLE
+from polyclinic.learning.private import changes_nothing
+from polyclinic.learning.recorded import NotRecordableError
 from polyclinic.learning.seating import Seat, Table
 from polyclinic.learning.stacked_optimiser import StackedOptimiser
+from polyclinic.learning.stacked_private import Keyed, StackedNoise, Sums, besides, clipped_sums
 
 
 class NotStackableError(Exception):
@@ -26,14 +31,17 @@ class NotStackableError(Exception):
 
 
 def signature(job: Fit, site: Site, known: dict[Any, Any] | None = None) -> tuple[Any, ...]:
-    """Jobs with equal signatures run as one. `known` remembers bundles that many jobs share."""
+    """Jobs with equal signatures run as one, whatever their noise. `known` remembers bundles that many jobs share."""
     known = {} if known is None else known
     mark = tuple(id(group) for group in job.weights.values())
     if mark not in known:
         known[mark] = _Shapes(job.weights)
     state = None if job.optimiser_state is None else _Shapes({"": job.optimiser_state})
     reference = _Shapes(job.reference) if job.reference else None
-    return job.sequence, job.training, job.whole, site.lr, known[mark], reference, state
+    training = job.training
+    if training.private is not None:
+        training = replace(training, private=replace(training.private, noise=0.0))
+    return job.sequence, training, job.whole, site.lr, known[mark], reference, state
 
 
 class _Shapes:
@@ -56,6 +64,11 @@ def why_not(job: Fit, network: LiveNetwork) -> str:
         return "several steps on full gradients are taken site by site"
     if not all(isinstance(step.objective, Hashable) for step in job.sequence):
         return "its objective cannot be told from another's (it has no hash)"
+    if not changes_nothing(job.training.private):
+        if len(job.sequence) > 1:
+            return "several private steps on a batch are taken site by site"
+        if job.sequence[0].objective not in SEPARABLE:
+            return "its objective mixes examples, which are clipped one by one"
     shared = network.shared_draws
     return f"{shared} draws from a generator that sites would share" if shared else ""
 
@@ -79,25 +92,37 @@ def fit_stacked(seats: Sequence[Seat], network: LiveNetwork, compiled: bool = Fa
             optimiser.restore(state)
     table = Table(seats, network.device, compiled, network.draws)
     losses, gathered = torch.zeros(len(seats), device=network.device), dict[str, Tensor]()
+    noise = None if changes_nothing(training.private) else StackedNoise(seats, network)
     precise = network.precision(training.precision)
     with precise, _products_like_convolutions(network.device), table.served() as served:
         for turn, batch in served:
             keys = network.keyed(turn.keys)
             for step, names, optimiser in zip(steps, moving, optimisers, strict=True):
-                call = _gradients(network, step.objective, names, compiled and turn.everyone)
                 here, aside = _rows(weights, turn.seated), _rows(reference, turn.seated)
                 if turn.inside is not None:  # not everyone's statistics may move
                     here = {**here, "buffers": {name: t.clone() for name, t in here["buffers"].items()}}
-                grads, loss = call(here, keys, batch, aside)
+                if noise is None:
+                    call = _gradients(network, step.objective, names, compiled and turn.everyone)
+                    grads, loss = call(here, keys, batch, aside)
+                else:
+                    sums = _sums(network, step.objective, names, noise.clip, compiled and turn.everyone)
+                    grads, loss, lost = sums(here, keys, batch, turn.present, aside)
+                    loss = torch.where(loss.isfinite(), loss, 0)
+                    _add(noise.dropped, turn.of_members({"": lost})[""], turn.members)
                 if turn.members is not None:
                     grads, loss = turn.of_members(grads), turn.of_members({"": loss})[""]
                     _put(weights["buffers"], turn.of_members(here["buffers"]), turn.members)
                 if turn.shares is not None:
-                    grads = _gathered(gathered, grads, turn.shares, turn.members, len(seats), turn.last)
+                    parts = turn.shares if noise is None else torch.ones_like(turn.shares)
+                    grads = _gathered(gathered, grads, parts, turn.members, len(seats), turn.last)
                 if turn.last:
+                    if noise is not None:
+                        free = turn.of_members(besides(step.objective, names, here, aside))
+                        grads = {n: t + free[n] if n in free else t for n, t in noise.added(grads, turn).items()}
                     optimiser.step(weights["model"], grads, turn.members)
             _add(losses, loss if turn.shares is None else loss * turn.shares, turn.members)
-    return _apart(seats, weights, optimisers, losses, table.steps)
+    dropped = [0] * len(seats) if noise is None else noise.dropped.tolist()
+    return _apart(seats, weights, optimisers, losses, table.steps, dropped)
 
 
 def _stack(groups: Sequence[Tensors], device: torch.device) -> Tensors:
@@ -148,25 +173,6 @@ def _gathered(
     return found
 
 
-class Keyed:
-    """A network whose every call drops what a site's keys say, whatever the weights it is called with."""
-
-    def __init__(self, network: LiveNetwork, keys: Tensors) -> None:
-        self.network, self.keys = network, keys
-
-    def _with_keys(self, weights: Bundle) -> Bundle:
-        return {"model": weights["model"], "buffers": {**weights.get("buffers", {}), **self.keys}}
-
-    def __call__(self, weights: Bundle, images: Tensor) -> Tensor:
-        return self.network(self._with_keys(weights), images)
-
-    def features(self, weights: Bundle, images: Tensor) -> Tensor:
-        return self.network.features(self._with_keys(weights), images)
-
-    def loss(self, weights: Bundle, batch: Batch) -> Tensor:
-        return self.network.loss(self._with_keys(weights), batch)
-
-
 Call = Callable[[Bundle, Tensors, Batch, Bundle], tuple[Tensors, Tensor]]
 
 
@@ -177,6 +183,34 @@ def _gradients(network: LiveNetwork, objective: Objective, names: frozenset[str]
         network.calls[key] = _made(network, objective, names, compiled)
     found: Call = network.calls[key]
     return found
+
+
+def _sums(network: LiveNetwork, objective: Objective, names: frozenset[str], clip: float, compiled: bool) -> Sums:
+    """The same for private steps: (…, reference) -> sum of clipped gradients, loss, examples dropped of every site."""
+    key = ("private", objective, names, clip, compiled)
+    if key not in network.calls:
+        with _stackable_or_said(compiled):
+            network.calls[key] = clipped_sums(network, objective, names, clip, compiled)
+    made: Sums = network.calls[key]
+
+    def call(*arguments: Any) -> tuple[Tensors, Tensor, Tensor]:
+        with _stackable_or_said(compiled):
+            return made(*arguments)
+
+    return call
+
+
+@contextmanager
+def _stackable_or_said(compiled: bool) -> Iterator[None]:
+    try:
+        yield
+    except NotRecordableError as error:
+        raise NotStackableError(f"its examples are clipped one by one: {error}") from error
+    except RuntimeError as error:
+        if compiled or isinstance(error, torch.OutOfMemoryError):
+            raise
+        # If the objective itself is wrong, each site's own training will say so.
+        raise NotStackableError(f"its objective cannot be: {' '.join(str(error).split())[:120]}") from error
 
 
 def _made(network: LiveNetwork, objective: Objective, names: frozenset[str], compiled: bool) -> Call:
@@ -195,13 +229,8 @@ def _made(network: LiveNetwork, objective: Objective, names: frozenset[str], com
     def call(weights: Bundle, keys: Tensors, batch: Batch, aside: Bundle) -> tuple[Tensors, Tensor]:
         moving = {name: w.detach().requires_grad_() for name, w in weights["model"].items() if name in names}
         still = {name: w for name, w in weights["model"].items() if name not in names}
-        try:
+        with _stackable_or_said(compiled):
             losses = stacked(moving, still, weights["buffers"], keys, batch, aside)
-        except RuntimeError as error:
-            if compiled or isinstance(error, torch.OutOfMemoryError):
-                raise
-            # If the objective itself is wrong, each site's own training will say so.
-            raise NotStackableError(f"its objective cannot be: {' '.join(str(error).split())[:120]}") from error
         # No site's loss depends on another's weights: the gradient of their sum holds everyone's own.
         found = torch.autograd.grad(losses.sum(), list(moving.values()), allow_unused=True)
         grads = {name: grad for name, grad in zip(moving, found, strict=True) if grad is not None}
@@ -223,7 +252,12 @@ def _products_like_convolutions(device: torch.device) -> Iterator[None]:
 
 
 def _apart(
-    seats: Sequence[Seat], weights: Bundle, optimisers: Sequence[StackedOptimiser], losses: Tensor, steps: list[int]
+    seats: Sequence[Seat],
+    weights: Bundle,
+    optimisers: Sequence[StackedOptimiser],
+    losses: Tensor,
+    steps: list[int],
+    dropped: list[int],
 ) -> list[Fitted]:
     """Every site's own share of the stack, as views of it."""
     keep = seats[0].job.optimiser_state is not None
@@ -234,7 +268,7 @@ def _apart(
     for number, (count, total) in enumerate(zip(steps, losses.tolist(), strict=True)):
         mine = {kind: rows[number] if rows else {} for kind, rows in apart.items()}
         own = mine.pop("")
-        found.append(Fitted(mine, count, total / max(count, 1), own))
+        found.append(Fitted(mine, count, total / max(count, 1), own, dropped[number]))
     return found
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 import torch
 from pydantic import Field
@@ -25,6 +26,8 @@ PUBLISHED = {"train": 60_000, "t10k": 10_000}
 class MnistOptions(Options):
     limit: int | None = Field(None, ge=1, le=PUBLISHED["train"])
     """Use only so many training images, drawn at random."""
+    normalise: Literal["none", "half"] = "none"
+    """none: pixels from 0 to 1; half: from −1 to 1."""
 
 
 def mnist(options: MnistOptions, stream: Stream, folder: Path | None = None) -> Collection:
@@ -34,7 +37,8 @@ def mnist(options: MnistOptions, stream: Stream, folder: Path | None = None) -> 
         kept = torch.randperm(len(labels), generator=stream.child("limit").generator())[: options.limit]
         images, labels = images[kept.sort().values], labels[kept.sort().values]
     patients = tuple(f"digit-{row}" for row in range(len(labels)))
-    return Collection(images, labels, CLASSES, patients, held_out=Images(*_pair(home, "t10k")))
+    found = Collection(images, labels, CLASSES, patients, held_out=Images(*_pair(home, "t10k")))
+    return found if options.normalise == "none" else found.normalised(0.5, 0.5)
 
 
 def _pair(home: Path, prefix: str) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,226 @@
+"""What privacy costs in time and memory: DP-SGD steps against a plain loop and against Opacus.
+
+    python -m benchmarks.private [--repeats 9] [--device cpu] [--json FILE]
+
+cpu:  small CNN and GroupNorm CNN, images 1×28×28, batch 64, SGD, one thread. Ways take turns in one process, all with
+      the engines' memory settings; examples a CPU-second, medians. Memory: what steps add to a process of their own.
+cuda: GroupNorm CNN, 5 sites × batch 64. Opacus' hooks site by site; ours stacked, batches Poisson, compiled and not;
+      the same stack without privacy. Examples a second, medians.
+
+Every private way clips to 1 and draws noise of 1. Opacus (hooks: GradSampleModule; ghost: fast gradient clipping) is
+called as its documentation does, without its data loader.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from polyclinic.core import Fit, Optimiser, Private, Site, Stream, Training
+from polyclinic.data.examples import Images, Selection
+from polyclinic.engines.local import keep_freed_memory
+from polyclinic.learning.fit import fit
+from polyclinic.learning.network import LiveNetwork, weights_of
+from polyclinic.learning.objectives import task_loss
+from polyclinic.learning.seating import Seat
+from polyclinic.learning.stacked import fit_stacked
+from polyclinic.models import Classifier, build
+
+LR, BATCH, STEPS, SITES = 0.05, 64, 10, 5
+CLIP, NOISE = 1.0, 1.0
+EACH = BATCH * STEPS
+MODELS = ("small_cnn", "groupnorm_cnn")
+Deed = Callable[[], Any]
+Row = dict[str, Any]
+
+
+def network(model: str) -> Classifier:
+    return build(model, classes=10, channels=1, size=28, dropout=0.0, seed=Stream(0))
+
+
+def pool(count: int) -> Images:
+    generator = torch.Generator().manual_seed(0)
+    images = torch.rand(count, 1, 28, 28, generator=generator)
+    return Images(images, torch.randint(10, (count,), generator=generator))
+
+
+def plain(model: str, data: Images) -> Deed:
+    """A loop as most people write it."""
+    module = network(model).to(data.images.device)
+    optimiser = torch.optim.SGD(module.parameters(), LR)
+
+    def steps() -> None:
+        for index in torch.split(torch.randperm(len(data), device=data.labels.device), BATCH):
+            optimiser.zero_grad()
+            F.cross_entropy(module(data.images[index]), data.labels[index]).backward()  # type: ignore[no-untyped-call]
+            optimiser.step()
+
+    return steps
+
+
+def hooks(model: str, data: Images) -> Deed:
+    from opacus import GradSampleModule
+    from opacus.optimizers import DPOptimizer
+
+    module = GradSampleModule(network(model).to(data.images.device))
+    inner = torch.optim.SGD(module.parameters(), LR)
+    optimiser = DPOptimizer(inner, noise_multiplier=NOISE, max_grad_norm=CLIP, expected_batch_size=BATCH)
+
+    def steps() -> None:
+        for index in torch.split(torch.randperm(len(data), device=data.labels.device), BATCH):
+            optimiser.zero_grad()
+            F.cross_entropy(module(data.images[index]), data.labels[index]).backward()  # type: ignore[no-untyped-call]
+            optimiser.step()
+
+    return steps
+
+
+def ghost(model: str, data: Images) -> Deed:
+    from opacus.grad_sample import GradSampleModuleFastGradientClipping
+    from opacus.optimizers import DPOptimizerFastGradientClipping
+    from opacus.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping
+
+    module = GradSampleModuleFastGradientClipping(network(model), max_grad_norm=CLIP, use_ghost_clipping=True)
+    inner = torch.optim.SGD(module.parameters(), LR)
+    optimiser = DPOptimizerFastGradientClipping(
+        inner, noise_multiplier=NOISE, max_grad_norm=CLIP, expected_batch_size=BATCH
+    )
+    criterion = DPLossFastGradientClipping(module, optimiser, torch.nn.CrossEntropyLoss())
+
+    def steps() -> None:
+        for index in torch.split(torch.randperm(len(data)), BATCH):
+            optimiser.zero_grad()
+            criterion(module(data.images[index]), data.labels[index]).backward()
+            optimiser.step()
+
+    return steps
+
+
+def ours(model: str, data: Images, private: Private | None = Private(CLIP, NOISE, "shuffle")) -> Deed:  # noqa: B008
+    live = LiveNetwork(network(model), data.images.device)
+    job = Fit(weights_of(live.module), task_loss, Training(Optimiser("sgd", LR), BATCH, private=private))
+    site = Site("a", len(data), 1, 1, LR)
+    return lambda: fit(job, live, data, site, Stream(0), Stream(1))
+
+
+WAYS: dict[str, Callable[[str, Images], Deed]] = {
+    "plain SGD": plain,
+    "Opacus hooks": hooks,
+    "Opacus ghost": ghost,
+    "ours": ours,
+    "ours without privacy": lambda model, data: ours(model, data, None),
+}
+
+
+def figure(field: str) -> int:
+    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    return int(next(line.split()[1] for line in lines if line.startswith(field))) * 1024
+
+
+def added(model: str, way: str) -> float:
+    """MiB by which steps raise this process's memory at most."""
+    steps = WAYS[way](model, pool(EACH))
+    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the peak begins anew
+    before = figure("VmRSS")
+    steps()
+    return (figure("VmHWM") - before) / 2**20
+
+
+def memory(model: str, way: str) -> float:
+    """The same, in a process of its own."""
+    command = [sys.executable, "-W", "ignore", "-m", "benchmarks.private", "--memory", model, way]
+    return float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+
+
+def cpu(repeats: int) -> list[Row]:
+    found: list[Row] = []
+    for model in MODELS:
+        data = pool(EACH)
+        deeds = {name: make(model, data) for name, make in WAYS.items()}
+        taken: dict[str, list[float]] = {name: [] for name in deeds}
+        for number in range(repeats + 1):
+            for name, deed in deeds.items():
+                began = time.process_time()
+                deed()
+                taken[name] += [time.process_time() - began] if number else []
+        rates = {name: EACH / statistics.median(seconds) for name, seconds in taken.items()}
+        for name, rate in rates.items():
+            row = {"model": model, "way": name, "examples_per_s": rate, "ours_over_it": rates["ours"] / rate}
+            found.append(row | {"added_mib": memory(model, name)})
+            print(
+                f"{model:15}{name:22}{rate:9.0f} examples a CPU-second; ours {rates['ours'] / rate:5.2f} ×;"
+                f"{found[-1]['added_mib']:7.0f} MiB",
+                flush=True,
+            )
+    return found
+
+
+def stack(device: torch.device, private: Private | None, compiled: bool) -> Deed:
+    shared = pool(SITES * EACH).to(device)
+    live = LiveNetwork(network("groupnorm_cnn"), device)
+    job = Fit(weights_of(live.module), task_loss, Training(Optimiser("sgd", LR), BATCH, private=private))
+    parts = [Selection.of(shared, torch.arange(n * EACH, (n + 1) * EACH)) for n in range(SITES)]
+    seats = [
+        Seat(job, part, Site(str(n), EACH, 1, 1, LR), Stream(n), Stream(n, ("secret",))) for n, part in enumerate(parts)
+    ]
+    return lambda: fit_stacked(seats, live, compiled)
+
+
+def cuda(device: torch.device, repeats: int) -> list[Row]:
+    private = Private(CLIP, NOISE)
+    data, live = pool(EACH).to(device), [hooks("groupnorm_cnn", pool(EACH).to(device)) for _ in range(SITES)]
+    deeds: dict[str, Deed] = {
+        "Opacus hooks, site by site": lambda: [steps() for steps in live],
+        "ours, site by site": lambda: [steps() for steps in [ours("groupnorm_cnn", data, private)] * SITES],
+        "stacked": stack(device, private, False),
+        "stacked, compiled": stack(device, private, True),
+        "stacked without privacy": stack(device, None, False),
+        "stacked without privacy, compiled": stack(device, None, True),
+    }
+    found = []
+    for name, deed in deeds.items():
+        taken = []
+        for number in range(repeats + 2):
+            torch.cuda.synchronize(device)
+            began = time.perf_counter()
+            deed()
+            torch.cuda.synchronize(device)
+            taken += [time.perf_counter() - began] if number > 1 else []
+        found.append({"way": name, "examples_per_s": SITES * EACH / statistics.median(taken)})
+        print(f"{name:36}{found[-1]['examples_per_s']:10.0f} examples a second", flush=True)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--memory", nargs=2, metavar=("MODEL", "WAY"), help="print what a way's steps add, in MiB")
+    options = parser.parse_args()
+    warnings.simplefilter("ignore")  # Opacus' hooks warn at every step
+    torch.set_num_threads(1)
+    keep_freed_memory()
+    if options.memory:
+        print(added(*options.memory))
+        return
+    device = torch.device(options.device)
+    rows = cpu(options.repeats) if device.type == "cpu" else cuda(device, options.repeats)
+    if options.json:
+        report = {"torch": torch.__version__, "device": options.device, "batch": BATCH, "ways": rows}
+        options.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

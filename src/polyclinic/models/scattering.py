@@ -1,0 +1,233 @@
+"""Fixed features for private learning: wavelet scattering, and small networks that learn on top of it.
+
+J. Bruna, S. Mallat: "Invariant Scattering Convolution Networks", IEEE TPAMI 35(8), 2013; filters and order of the
+coefficients as in E. Oyallon, S. Mallat, CVPR 2015 (and the Kymatio library). F. Tramèr, D. Boneh: "Differentially
+Private Learning Needs Better Features (or Much More Data)", ICLR 2021, found that under a small ε a linear layer on
+these features beats networks that must learn theirs.
+
+The features have no weights and see one picture at a time, so they cost no privacy and nothing of them travels.
+What scattering makes of most pictures alike is taken out: under a clipping norm, a common mean and a few directions of
+large variance use up the signal of the others. Statistics of the sites' images would cost privacy; ours are those of
+random pen strokes, drawn here.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from functools import cache
+from math import pi
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from polyclinic.core import Stream
+from polyclinic.models.classifier import Classifier
+
+SCALES, ANGLES = 2, 8
+PATHS = 1 + SCALES * ANGLES + ANGLES**2
+GROUPS = 27
+HIDDEN = 32
+FLOOR = 1e-3
+"""Directions of less variance than this (of 1 in all) are left as they are."""
+
+
+class Scattering(nn.Module):
+    """Averages |…||x ⋆ ψ| ⋆ ψ'| … over 2^scales pixels, of orders 0, 1 and 2 with the second wavelet the wider one.
+
+    n × channels × size × size → n × (channels · paths) × side × side, side = ⌈size / 2^scales⌉. A channel's paths come
+    as order 0, order 1 by (scale, angle), order 2 by (scale, wider scale, angle, other angle).
+    """
+
+    def __init__(self, channels: int, size: int, scales: int = SCALES, angles: int = ANGLES) -> None:
+        super().__init__()
+        step = 2**scales
+        self.scales, self.size, self.side = scales, size, -(-size // step)
+        self.paths = 1 + angles * scales + angles**2 * scales * (scales - 1) // 2
+        self.shape = (channels * self.paths, self.side, self.side)
+        self.margin = (step, step * (self.side + 1) - size)
+        """Reflected pixels before and after the picture: what a Fourier transform puts beyond its edge is not ours."""
+        padded = step * (self.side + 2)
+        for scale in range(scales):
+            waves = torch.stack([_morlet(padded, scale, angle, angles) for angle in range(angles)])
+            self.register_buffer(f"waves{scale}", waves.float(), persistent=False)
+            self.register_buffer(f"mean{scale}", _mean(padded, scale, scales).float(), persistent=False)
+
+    def forward(self, images: Tensor) -> Tensor:
+        # Half precision has no Fourier transform of every length, and nothing here is learned that could make up for it.
+        with torch.autocast(images.device.type, enabled=False):
+            return self._features(images if images.dtype == torch.float64 else images.float())
+
+    def _features(self, images: Tensor) -> Tensor:
+        pixels = F.pad(images, (*self.margin, *self.margin), mode="reflect")
+        spectrum = torch.fft.fft2(pixels)
+        zeroth, first, second = [self._averaged(pixels, 0)], [], []
+        for scale in range(self.scales):
+            moduli = self._moduli(spectrum, 0, scale)
+            first.append(self._averaged(moduli, scale))
+            again = torch.fft.fft2(moduli) if scale + 1 < self.scales else moduli
+            for wider in range(scale + 1, self.scales):
+                second.append(self._averaged(self._moduli(again, scale, wider), wider))
+        paths = [path.reshape(*images.shape[:2], -1, self.side, self.side) for path in zeroth + first + second]
+        return torch.cat(paths, 2).flatten(1, 2)
+
+    def _moduli(self, spectrum: Tensor, resolution: int, scale: int) -> Tensor:
+        """|x ⋆ ψ| for all angles, kept at every 2^scale-th pixel of the picture; x is at every 2^resolution-th."""
+        waves = _lower(self.get_buffer(f"waves{scale}").to(spectrum.real.dtype), resolution)
+        product = spectrum.unsqueeze(-3) * waves
+        for _ in range(resolution, scale):
+            product = _halved(product)
+        return torch.fft.ifft2(product).abs()
+
+    def _averaged(self, maps: Tensor, resolution: int) -> Tensor:
+        mean = self.get_buffer(f"mean{resolution}").to(maps.dtype)
+        return mean @ maps @ mean.mT
+
+
+class FixedFeatures(nn.Module):
+    """Scattering, normalised picture by picture, evened out by what random strokes have in common; mean square 1."""
+
+    def __init__(self, channels: int, size: int) -> None:
+        super().__init__()
+        self.scattering = Scattering(channels, size)
+        self.shape = self.scattering.shape
+        for name, tensor in zip(("mean", "directions", "kept"), _commonplace(size), strict=True):
+            self.register_buffer(name, tensor.clone(), persistent=False)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Pictures that are features already (computed once, before training) pass as they are."""
+        if images.shape[1:] == self.shape:
+            return images
+        each = _normalised(self.scattering(images)).reshape(-1, self.get_buffer("mean").shape[0])
+        mean, directions, kept = (self.get_buffer(name).to(each.dtype) for name in ("mean", "directions", "kept"))
+        rest = each - mean
+        evened = rest - (rest @ directions * (1 - kept)) @ directions.mT
+        return F.rms_norm(evened.reshape(-1, *self.shape), self.shape)
+
+
+def fixed_part(module: nn.Module) -> FixedFeatures | None:
+    """What of a network may be computed once per picture, before training: it learns, draws and remembers nothing.
+
+    The network takes pictures and what this part makes of them alike. Augmentation changes pictures, not features:
+    whoever augments must not compute beforehand.
+    """
+    return next((part for part in module.modules() if isinstance(part, FixedFeatures)), None)
+
+
+def scattering_linear(*, classes: int, channels: int, size: int, dropout: float) -> Classifier:
+    fixed = FixedFeatures(channels, size)
+    extractor = nn.Sequential(OrderedDict(fixed=fixed, flatten=nn.Flatten(), dropout=nn.Dropout(dropout)))
+    width, side, _ = fixed.shape
+    return Classifier(extractor, _quiet(nn.Linear(width * side**2, classes)))
+
+
+def scattering_cnn(*, classes: int, channels: int, size: int, dropout: float) -> Classifier:
+    """One convolution on the features. tanh: bounded activations keep gradients short (Papernot et al., AAAI 2021)."""
+    fixed = FixedFeatures(channels, size)
+    width, side, _ = fixed.shape
+    extractor = nn.Sequential(
+        OrderedDict(
+            fixed=fixed,
+            conv=nn.Conv2d(width, HIDDEN, 3, padding=1),
+            tanh=nn.Tanh(),
+            pool=nn.AvgPool2d(2, ceil_mode=True),
+            flatten=nn.Flatten(),
+            dropout=nn.Dropout(dropout),
+        )
+    )
+    return Classifier(extractor, _quiet(nn.Linear(HIDDEN * -(-side // 2) ** 2, classes)))
+
+
+def _quiet(head: nn.Linear) -> nn.Linear:
+    """Random first weights are noise that a private run, which moves little, never gets rid of."""
+    with torch.no_grad():
+        head.weight.mul_(0.01)
+        head.bias.zero_()
+    return head
+
+
+def _normalised(features: Tensor) -> Tensor:
+    """Per picture and channel, in groups of paths; length 1."""
+    paths = features.reshape(-1, *features.shape[-3:]).unflatten(1, (-1, PATHS)).flatten(0, 1)
+    grouped = F.group_norm(paths, GROUPS).flatten(1)
+    return F.normalize(grouped, dim=1)
+
+
+@cache
+def _commonplace(size: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Mean of random strokes' features, their main directions, and what of each is kept: √(floor / (variance + floor)).
+
+    The larger the pictures, the fewer are drawn, so that this takes seconds at any size.
+    """
+    number = min(1000, max(128, round(1000 * (28 / size) ** 2)))
+    layer = Scattering(1, size)
+    features = torch.cat([_normalised(layer(block)) for block in _strokes(number, size).split(100)]).double()
+    mean = features.mean(0)
+    deviations = (features - mean) / number**0.5
+    variances, mixtures = torch.linalg.eigh(deviations @ deviations.mT)
+    count = min(number // 8, len(mean) // 2)
+    directions = F.normalize(deviations.mT @ mixtures[:, -count:], dim=0)
+    kept = (FLOOR / (variances[-count:] + FLOOR)).sqrt()
+    return mean.float(), directions.float(), kept.float()
+
+
+def _strokes(number: int, size: int) -> Tensor:
+    """Pictures of one to three joined strokes (cubic Bézier curves) about the middle."""
+    generator = Stream(2013, ("strokes", size)).generator()
+    corners = torch.rand(number, 3, 4, 2, generator=generator)
+    corners[:, 1:, 0] = corners[:, :-1, 3]
+    used = torch.arange(3) < torch.randint(1, 4, (number, 1), generator=generator)
+    extent = (0.32 + 0.39 * torch.rand(number, 1, 1, 2, generator=generator)) * size
+    width = (0.03 + 0.03 * torch.rand(number, 1, generator=generator)) * size
+    time = torch.linspace(0, 1, 40)
+    bernstein = torch.stack([(1 - time) ** 3, 3 * time * (1 - time) ** 2, 3 * time**2 * (1 - time), time**3])
+    points = torch.einsum("kt,nskd->nstd", bernstein, corners) * extent
+    middle = (points.mean(2) * used[..., None]).sum(1) / used.sum(1, keepdim=True)
+    points = (points - middle[:, None, None] + (size - 1) / 2).where(used[..., None, None], 9.0 * size).flatten(1, 2)
+    pixels = torch.cartesian_prod(torch.arange(float(size)), torch.arange(float(size)))
+    nearest = torch.cat([torch.cdist(block, pixels).amin(1) for block in points.split(20)])
+    return torch.sigmoid((width - nearest) * 84 / size).reshape(number, 1, size, size)
+
+
+def _morlet(side: int, scale: int, angle: int, angles: int) -> Tensor:
+    """The Fourier transform (it is real) of g(u)·(exp(iξu) − β), where β makes the mean zero."""
+    direction = (angles // 2 - 1 - angle) * pi / angles
+    place = torch.arange(-2 * side, 3 * side, dtype=torch.float64)
+    down, across = torch.meshgrid(place, place, indexing="ij")
+    c, s = torch.cos(torch.tensor(direction)), torch.sin(torch.tensor(direction))
+    along, beside = c * down + s * across, c * across - s * down
+    sigma, slant, frequency = 0.8 * 2**scale, 4 / angles, 0.75 * pi / 2**scale
+    bell = torch.exp(-(along**2 + (slant * beside) ** 2) / (2 * sigma**2)) * slant / (2 * pi * sigma**2)
+    wave = bell * torch.exp(1j * frequency * along)
+    wavelet = wave - bell * (wave.sum() / bell.sum())
+    return torch.fft.fft2(wavelet.unflatten(1, (5, side)).unflatten(0, (5, side)).sum((0, 2))).real
+
+
+def _mean(side: int, resolution: int, scales: int) -> Tensor:
+    """Low-pass, every 2^scales-th pixel, margins cut off: one matrix, from the left and from the right."""
+    sigma = 0.8 * 2 ** (scales - 1)
+    place = torch.arange(-2 * side, 3 * side, dtype=torch.float64)
+    bell = torch.exp(-(place**2) / (2 * sigma**2)) / (2 * pi * sigma**2) ** 0.5
+    spectrum = torch.fft.fft(bell.unflatten(0, (5, side)).sum(0)).real
+    half = side >> (resolution + 1)
+    spectrum = torch.cat([spectrum[:half], spectrum[-half:]])
+    everywhere = torch.fft.ifft(
+        torch.fft.fft(torch.eye(2 * half, dtype=torch.float64), dim=0) * spectrum[:, None], dim=0
+    )
+    return everywhere.real[:: 2 ** (scales - resolution)][1:-1]
+
+
+def _halved(spectrum: Tensor) -> Tensor:
+    """The spectrum of every second pixel of every second row: frequencies that look alike there become one."""
+    half = spectrum.shape[-1] // 2
+    rows = spectrum[..., :half, :] + spectrum[..., half:, :]
+    return (rows[..., :half] + rows[..., half:]) / 4
+
+
+def _lower(waves: Tensor, resolution: int) -> Tensor:
+    """The same filters for a picture of every 2^resolution-th pixel: only its frequencies are left."""
+    if resolution == 0:
+        return waves
+    half = waves.shape[-1] >> (resolution + 1)
+    rows = torch.cat([waves[..., :half, :], waves[..., -half:, :]], -2)
+    return torch.cat([rows[..., :half], rows[..., -half:]], -1)

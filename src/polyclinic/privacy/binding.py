@@ -1,0 +1,133 @@
+"""From a recipe's wish and a federation to a plan: what is there to protect, who takes part, what will be asked."""
+
+from __future__ import annotations
+
+import secrets
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from torch import nn
+
+from polyclinic.algorithms.averaging import Averaging
+from polyclinic.algorithms.fedavg import FedAvg
+from polyclinic.core import Federation, Private, SiteId, Stage, Stream
+from polyclinic.data.examples import Selection, SiteData
+from polyclinic.errors import RecipeError, StoreError
+from polyclinic.learning.network import LiveNetwork
+from polyclinic.privacy.plan import RELEASED, Holding, Plan, Steps, Wish, largest_groups, make_plan, steps_of
+from polyclinic.privacy.rehearsal import rehearse
+from polyclinic.rounds import Rules, draw_cohort
+from polyclinic.runner import Discretion
+from polyclinic.stages.clip import Clip
+from polyclinic.stages.noise import Noise
+from polyclinic.store import write_atomically
+
+
+def bind(
+    wish: Wish,
+    algorithm: Averaging,
+    federation: Federation,
+    sites: Mapping[SiteId, SiteData],
+    trainers: Sequence[SiteId],
+    network: LiveNetwork,
+    rules: Rules,
+) -> Plan:
+    """The plan of a run; `algorithm` as it would train privately, whatever the noise."""
+    refuse_shared_statistics(network, algorithm)
+    if wish.at == "server" and type(algorithm).aggregate is not FedAvg.aggregate:
+        raise RecipeError(
+            "privacy.at: server needs an algorithm whose server takes a weighted mean, as fedavg and fedprox do; "
+            "choose one of them, or privacy.at: site"
+        )
+    holdings = {name: _holding(sites[name]) for name in trainers}
+    jobs: dict[SiteId, tuple[Steps, ...]] = {}
+    if wish.unit != "site":
+        shape = sites[trainers[0]].train.batch(sites[trainers[0]].train.labels.new_zeros(1))[0].shape[1:]
+        asked = rehearse(algorithm, federation, trainers[0], network, shape)
+        jobs = {name: tuple(steps_of(job, h.examples, wish) for job in asked) for name, h in holdings.items()}
+    held = most_holders({name: sites[name] for name in trainers}, wish)
+    return make_plan(
+        Plan(
+            wish,
+            noise=1.0,
+            rounds=tuple(tuple(draw_cohort(trainers, rules, r)) for r in range(1, rules.rounds + 1)),
+            holdings=holdings,
+            jobs=jobs,
+            charges=algorithm.charges() if wish.unit != "site" else (),
+            holders=held,
+            caveat=algorithm.caveat() if wish.unit != "site" else "",
+        )
+    )
+
+
+def placeholder(wish: Wish) -> Private | None:
+    """What training is told before the noise is known."""
+    return None if wish.unit == "site" else Private(wish.clip, 1.0, wish.sampling, wish.views)
+
+
+def stages_of(plan: Plan) -> list[Stage]:
+    """What a site-level plan puts before a recipe's own stages."""
+    wish = plan.wish
+    if wish.unit != "site":
+        return []
+    std = plan.noise * wish.clip if wish.at == "site" else 0.0
+    return [Clip(wish.clip, RELEASED, std), *([Noise(std, RELEASED)] if wish.at == "site" else [])]
+
+
+def discretion_of(plan: Plan, site: SiteId, secret: Stream) -> Discretion:
+    noise = plan.metrics_noise if plan.wish.metrics == "count" else None
+    allowed = tuple((step.rate, step.times) for step in plan.jobs.get(site, ()))
+    return Discretion(secret, allowed, plan.noise, noise)
+
+
+def secret_of(wish: Wish, seed: int, folder: Path | None) -> Stream:
+    """Where noise comes from: the seed, or 256 random bits that are kept in the run's folder and nowhere else."""
+    if wish.randomness == "seed":
+        return Stream(seed, ("secret",))
+    if folder is None:
+        return Stream(secrets.randbits(256), ("secret",))
+    path = folder / "secret"
+    if not path.exists():
+        write_atomically(path, secrets.token_hex(32).encode())
+        path.chmod(0o600)
+    try:
+        return Stream(int(path.read_text(), 16), ("secret",))
+    except (OSError, ValueError) as error:
+        raise StoreError(f"{path}, whence noise comes, cannot be read ({error}); start anew elsewhere") from None
+
+
+def refuse_shared_statistics(network: LiveNetwork, algorithm: Averaging) -> None:
+    """Layers through which one image touches what another becomes, or whose statistics would leave unprotected."""
+    moving = network.trainable(algorithm.training.fine_tune, ())
+    for name, layer in network.module.named_modules():
+        tracks = getattr(layer, "track_running_stats", False)
+        trained = any(f"{name}.{own}" in moving for own, _ in layer.named_parameters(recurse=False))
+        if isinstance(layer, nn.modules.batchnorm._BatchNorm | nn.InstanceNorm2d) and tracks and trained:
+            raise RecipeError(
+                f"{name} is {type(layer).__name__}, which mixes the images of a batch and keeps their statistics, so "
+                "no image could be protected by itself; set model.norm: group (dp_safe puts GroupNorm in its place), "
+                "or train only layers behind it with training.fine_tune"
+            )
+
+
+def _holding(site: SiteData) -> Holding:
+    return Holding(len(site.train), len(site.validation), largest_groups(site.train.patients))
+
+
+def most_holders(sites: Mapping[SiteId, SiteData], wish: Wish) -> int:
+    """On how many sites one unit is at most."""
+    if wish.unit == "site":
+        return 1
+    counts: Counter[object] = Counter()
+    for site in sites.values():
+        train = site.train
+        if isinstance(train, Selection):
+            counts.update(set(train.patients) if wish.unit == "patient" and train.patients else train.rows.tolist())
+    found = max(counts.values(), default=1)
+    if wish.holders is not None and wish.holders < found:
+        raise RecipeError(
+            f"privacy.holders is {wish.holders}, but one {wish.unit} is at {found} sites of this federation; set "
+            f"privacy.holders: {found} or leave it out"
+        )
+    return wish.holders or found

@@ -1,0 +1,84 @@
+"""The plan at work: what each round is charged, before it is played, and whether the next one can still be paid.
+
+A round that is played again after a crash, from the same state, releases the very same numbers: noise is drawn from
+the site's secret, the round and the weights received. So equal rounds from equal states are counted once; a round that
+is played again from any other state draws other noise, and is counted again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import astuple
+from typing import Any
+
+from polyclinic.core import Bundle, SiteId, Stream
+from polyclinic.privacy.account import Spend
+from polyclinic.privacy.plan import RELEASED, Plan
+from polyclinic.stages.noise import largest_share, with_noise
+from polyclinic.wire import digest
+
+
+class Guard:
+    """Keeps a run within its plan."""
+
+    def __init__(self, plan: Plan, secret: Stream) -> None:
+        """`secret`: where noise comes from that the server itself adds."""
+        self.plan, self.secret = plan, secret
+        self.seen: dict[tuple[int, str], dict[SiteId, tuple[Spend, ...]]] = {}
+
+    @property
+    def tells(self) -> bool:
+        """Whether sites report metrics at all."""
+        return self.plan.wish.metrics != "suppress"
+
+    def noised(self, round: int, before: Bundle, after: Bundle, weights: Sequence[float]) -> Bundle:
+        """The new state with the server's noise, where the plan trusts the server to add it."""
+        wish = self.plan.wish
+        if wish.unit != "site" or wish.at != "server":
+            return after
+        std = self.plan.noise * wish.clip * largest_share(weights)
+        return with_noise(after, RELEASED, std, self.secret.child(round, digest(before)))
+
+    def recall(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Take over what a ledger says was charged before."""
+        for row in rows:
+            if row.get("event") == "charge" and row.get("privacy"):
+                self._note(int(row["round"]), row["privacy"])
+
+    def charge(self, round: int, cohort: Sequence[SiteId], state: Bundle) -> dict[str, Any]:
+        """What the round will release, to be written down before anything is sent."""
+        spends = {site: [list(astuple(spend)) for spend in self.plan.round_of(site)] for site in cohort}
+        found = {"of": digest(state)[:16], "sites": spends}
+        self._note(round, found)
+        return found
+
+    def affords(self, round: int, cohort: Sequence[SiteId], state: Bundle) -> bool:
+        """Whether the round can be played without spending more than was wished."""
+        cap = self.plan.wish.epsilon
+        if cap is None or (round, digest(state)[:16]) in self.seen or self._as_planned(cap):
+            return True
+        spent = self.spent()
+        after = {site: (*spent.get(site, ()), *self.plan.round_of(site)) for site in cohort}
+        return self.plan.price({**spent, **after}) <= cap
+
+    def _as_planned(self, cap: float) -> bool:
+        """Nothing was charged twice, and all of it can be paid."""
+        return len({round for round, _ in self.seen}) == len(self.seen) and self.plan.epsilon <= cap
+
+    def spent(self) -> dict[SiteId, tuple[Spend, ...]]:
+        """Of every site, all that was charged."""
+        total: dict[SiteId, dict[Spend, int]] = {}
+        for charged in self.seen.values():
+            for site, spends in charged.items():
+                for spend in spends:
+                    once = Spend(spend.noise, spend.rate, 1, spend.group)
+                    mine = total.setdefault(site, {})
+                    mine[once] = mine.get(once, 0) + spend.times
+        return {
+            site: tuple(Spend(s.noise, s.rate, times, s.group) for s, times in mine.items())
+            for site, mine in total.items()
+        }
+
+    def _note(self, round: int, found: Mapping[str, Any]) -> None:
+        spends = {site: tuple(Spend(*spend) for spend in rows) for site, rows in found["sites"].items()}
+        self.seen[round, found["of"]] = spends

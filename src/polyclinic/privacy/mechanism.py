@@ -1,0 +1,145 @@
+"""The Gaussian mechanism on named tensors: how far they may reach, and the noise that covers it.
+
+Lengths are measured in float64, whatever the tensors are. Noise is drawn in float64 and then rounded: its tails are
+whole, where torch's own single-precision normals never exceed 5.77 σ. It comes from a generator with a key of 128 bits;
+torch's takes 32 bits of its seed, which can be tried one after the other, and which a thousand sites would share by
+chance.
+
+What no mechanism in floating point gives: the last bits of a noised value still depend on the value before the noise
+(Mironov: On significance of the least significant bits for differential privacy. CCS 2012).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from polyclinic.core import Bundle, Stream, Tensors
+from polyclinic.errors import RecipeError
+from polyclinic.flat import BLOCK
+
+SLACK = 1e-6
+"""The share by which a length may exceed its bound, so that rounding alone never changes an update a second time."""
+ATTEMPTS = 10
+NOTHING: Tensors = {}
+
+
+def clip(tensors: Tensors, bound: float, origin: Tensors = NOTHING) -> tuple[Tensors, float]:
+    """All floating-point tensors as ONE vector, moved towards `origin` (0 where it has no such tensor) until it is no
+    farther from it than `bound`; and how far it was.
+
+    Within the bound, the very same tensors come back. Beyond, ‖result − origin‖ ≤ bound·(1 + 10⁻⁶) also after rounding
+    to the tensors' own type. NaN or infinity anywhere: the result is the origin, and the length is NaN or infinity.
+    """
+    length = distance(tensors, origin)
+    if math.isfinite(length) and length <= bound * (1 + SLACK):
+        return tensors, length
+    return _nearer(tensors, bound, origin, length), length
+
+
+def _nearer(tensors: Tensors, bound: float, origin: Tensors, length: float) -> Tensors:
+    """Rounding may lengthen what is left, by much for half precision; so it is measured, and shortened again."""
+    share = bound / length if math.isfinite(length) else 0.0
+    for attempt in range(ATTEMPTS if share > 0 else 0):
+        moved = {name: _towards(tensor, origin.get(name), share) for name, tensor in tensors.items()}
+        found = distance(moved, origin)
+        if found <= bound * (1 + SLACK):
+            return moved
+        share *= bound / found * (1 - 4.0 ** (attempt - ATTEMPTS))
+    return {n: _start(t, origin.get(n)) if t.is_floating_point() else t for n, t in tensors.items()}
+
+
+def _towards(tensor: Tensor, origin: Tensor | None, share: float) -> Tensor:
+    if not tensor.is_floating_point():
+        return tensor
+    start = _start(tensor, origin).double()
+    return (tensor.detach().double() - start).mul_(share).add_(start).to(tensor.dtype)
+
+
+def _start(tensor: Tensor, origin: Tensor | None) -> Tensor:
+    """Where this tensor's way is measured from, on its device and in its type."""
+    if origin is None or not _comparable(tensor, origin):
+        return torch.zeros_like(tensor)
+    return origin.detach().to(tensor)
+
+
+def _comparable(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and other.is_floating_point()
+
+
+def distance(tensors: Tensors, origin: Tensors = NOTHING) -> float:
+    """‖tensors − origin‖₂ in float64, over all floating-point tensors; the norm itself where there is no origin."""
+    pairs = [(t, origin.get(n)) for n, t in tensors.items() if t.is_floating_point() and t.numel()]
+    pairs = [(tensor.detach(), start) for tensor, start in pairs if tensor is not start]
+    plain = math.sqrt(sum(float(torch.dot(m, m)) for m in _moves(pairs)))
+    if math.isnan(plain) or 1e-140 < plain < 1e140:
+        return plain
+    largest = max((float(m.abs().max()) for m in _moves(pairs)), default=0.0)  # squares may have left the range
+    if largest == 0 or not math.isfinite(largest):
+        return largest
+    return largest * math.sqrt(sum(float((m / largest).square().sum()) for m in _moves(pairs)))
+
+
+def _moves(pairs: Iterable[tuple[Tensor, Tensor | None]]) -> Iterator[Tensor]:
+    """Differences in float64, a block at a time: all at once would be two more copies of the model."""
+    for tensor, start in pairs:
+        size = BLOCK if tensor.is_cpu else tensor.numel()
+        new = torch.split(tensor.reshape(-1), size)
+        if start is None or not _comparable(tensor, start):
+            yield from (block.double() for block in new)
+        else:
+            old = torch.split(start.detach().to(tensor.device).reshape(-1), size)
+            yield from (a.double() - b.double() for a, b in zip(new, old, strict=True))
+
+
+def generator_of(stream: Stream) -> np.random.Generator:
+    """A generator of the stream's own: another seed or path, another one of 2¹²⁸."""
+    digest = hashlib.sha256(b"noise" + json.dumps([stream.seed, *stream.path]).encode()).digest()
+    return np.random.Generator(np.random.Philox(key=int.from_bytes(digest[:16], "big")))
+
+
+def gaussian(shape: Sequence[int], std: float, stream: Stream) -> Tensor:
+    """N(0, std²), float64."""
+    return _normal(shape, generator_of(stream)) * known(std)
+
+
+def noise_like(tensors: Tensors, std: float, stream: Stream) -> Tensors:
+    """N(0, std²) for every floating-point tensor, in its type and on its device: one generator, in order of names."""
+    generator, std = generator_of(stream), known(std)
+    names = sorted(name for name, tensor in tensors.items() if tensor.is_floating_point())
+    return {n: (_normal(tensors[n].shape, generator) * std).to(tensors[n]) for n in names}
+
+
+def _normal(shape: Sequence[int], generator: np.random.Generator) -> Tensor:
+    return torch.from_numpy(np.asarray(generator.standard_normal(tuple(shape))))
+
+
+def noised(tensors: Tensors, std: float, stream: Stream) -> Tensors:
+    """The tensors and noise; integers stay as they are, and so does everything where `std` is 0."""
+    if known(std) == 0:
+        return tensors
+    noise = noise_like(tensors, std, stream)
+    return {name: tensor + noise[name] if name in noise else tensor for name, tensor in tensors.items()}
+
+
+def known(std: float) -> float:
+    """The noise itself, if noise can be of that size."""
+    if not 0 <= std < math.inf:
+        raise RecipeError(f"noise of {std} standard deviations cannot be drawn; choose a number of 0 or more")
+    return float(std)
+
+
+def joined(bundle: Bundle, kinds: Iterable[str]) -> Tensors:
+    """Several kinds as one tree of tensors."""
+    return {f"{kind}/{name}": tensor for kind in kinds for name, tensor in bundle.get(kind, {}).items()}
+
+
+def parted(tree: Mapping[str, Tensor], bundle: Bundle, kinds: Iterable[str]) -> Bundle:
+    """The bundle, with these kinds from what `joined` made of them."""
+    return bundle | {k: {name: tree[f"{k}/{name}"] for name in bundle[k]} for k in kinds if k in bundle}

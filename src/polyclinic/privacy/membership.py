@@ -1,0 +1,118 @@
+"""Who was trained on? A membership attack on a model as it stands, whatever was promised.
+
+Membership Inference Attacks From First Principles (Carlini et al., S&P 2022): LiRA. Shadow models, trained on random
+halves of the examples, show how confident a model is of each example's label when it has seen it and when it has not:
+two normal distributions on the logit scale. The likelihood ratio of the two at the attacked model's confidence is the
+score. What counts is how many members are found while hardly any outsider is accused.
+
+Departure: one deviation for all examples, within and without, as the paper advises for few shadow models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from polyclinic.core import Stream
+from polyclinic.errors import DataError, RecipeError
+from polyclinic.metrics import Floats, Predictions, measure
+from polyclinic.stats import bootstrap
+
+Train: TypeAlias = Callable[[NDArray[np.intp], Stream], Floats]
+"""(members, stream) -> the confidence in every example's true label of a model trained on `members` alone."""
+
+RATES = (0.01, 0.001)
+"""Shares of outsiders that may be accused."""
+SMALLEST = 1e-12
+"""Confidences are kept this far from 0 and 1, and deviations from 0."""
+
+
+@dataclass(frozen=True)
+class Membership:
+    """How well members are told from outsiders."""
+
+    auc: float
+    low: float
+    high: float
+    """The 95 % interval of the area, over examples."""
+    found: Mapping[float, float]
+    """Share of members found, by the share of outsiders that may be accused."""
+    examples: int
+    models: int
+
+    @property
+    def sentence(self) -> str:
+        found = ", ".join(f"{100 * share:.1f} % at {100 * rate:g} %" for rate, share in self.found.items())
+        return (
+            f"Members are told from outsiders with an area of {self.auc:.3f} ({self.low:.3f} to {self.high:.3f}; 0.5 "
+            f"is guessing); found, of outsiders accused: {found} ({self.models} shadow models, {self.examples} images)."
+        )
+
+
+def membership(
+    train: Train, examples: int, stream: Stream, models: int = 16, rates: Sequence[float] = RATES
+) -> Membership:
+    """Train `models` shadow models and one to attack, each on a random half of the examples, and attack it."""
+    if models < 4 or models % 2:
+        raise RecipeError(f"{models} shadow models cannot be halved into two pairs; take an even number from 4, say 16")
+    if examples < 4:
+        raise DataError(f"a membership attack on {examples} examples shows nothing; give it some hundreds")
+    inside = halves(examples, models, stream.child("halves"))
+    shadows = np.stack([_logits(train, who, stream.child("shadow", k)) for k, who in enumerate(inside)])
+    members = halves(examples, 2, stream.child("attacked"))[0]
+    scores = likelihood_ratios(_logits(train, members, stream.child("target")), shadows, inside)
+    return judged(scores, members, stream.child("bootstrap"), models, rates)
+
+
+def halves(examples: int, models: int, stream: Stream) -> NDArray[np.bool_]:
+    """Who is in whose training set (models × examples): every example in half of them, chosen at random."""
+    drawn = np.random.default_rng(stream.integer()).random((models, examples))
+    return drawn.argsort(axis=0).argsort(axis=0) < models // 2
+
+
+def likelihood_ratios(attacked: Floats, shadows: Floats, inside: NDArray[np.bool_]) -> Floats:
+    """How much likelier, by its logits, the attacked model saw each example than not (shadows: models × examples)."""
+    seen, unseen = (_likelihood(attacked, shadows, who) for who in (inside, ~inside))
+    return seen - unseen
+
+
+def judged(
+    scores: Floats, members: NDArray[np.bool_], stream: Stream, models: int, rates: Sequence[float] = RATES
+) -> Membership:
+    """Of scores that are higher for likelier members."""
+    # Ranks keep the area, and lie between 0 and 1 as probabilities must.
+    ranks = np.searchsorted(np.sort(scores), scores) / len(scores)
+    guessed, truth = np.stack([1 - ranks, ranks], axis=1), members.astype(np.int64)
+    low, high = bootstrap(Predictions(guessed, truth), ["auc"], stream=stream)["auc"]
+    found = {rate: found_at(scores, members, rate) for rate in rates}
+    return Membership(measure(guessed, truth)["auc"], low, high, found, len(scores), models)
+
+
+def found_at(scores: Floats, members: NDArray[np.bool_], rate: float) -> float:
+    """The share of members above a threshold that at most this share of outsiders exceeds; ties accuse nobody."""
+    outsiders = np.sort(scores[~members])[::-1]
+    threshold = outsiders[int(rate * len(outsiders))]
+    return float((scores[members] > threshold).mean())
+
+
+def _likelihood(attacked: Floats, shadows: Floats, who: NDArray[np.bool_]) -> Floats:
+    count = who.sum(axis=0)
+    mean = np.where(who, shadows, 0.0).sum(axis=0) / count
+    left = np.where(who, shadows - mean, 0.0)
+    deviation = max(float(np.sqrt((left**2).sum() / (count - 1).sum())), SMALLEST)
+    density: Floats = -(((attacked - mean) / deviation) ** 2) / 2 - np.log(deviation)
+    return density
+
+
+def _logits(train: Train, who: NDArray[np.bool_], stream: Stream) -> Floats:
+    """log(p / (1 − p)): confidences near 1 differ there, too."""
+    confidence = np.asarray(train(np.flatnonzero(who), stream), dtype=np.float64)
+    if confidence.shape != who.shape or not ((confidence >= 0) & (confidence <= 1)).all():
+        raise DataError(f"a shadow model must give a confidence from 0 to 1 for each of the {len(who)} examples")
+    kept = confidence.clip(SMALLEST, 1 - SMALLEST)
+    logits: Floats = np.log(kept) - np.log1p(-kept)
+    return logits

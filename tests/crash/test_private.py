@@ -1,0 +1,43 @@
+"""C4: never less is charged than was released, and no noise covers two things, whenever a run is killed."""
+
+from __future__ import annotations
+
+from itertools import cycle, islice
+from pathlib import Path
+
+from polyclinic.experiment import finished
+from polyclinic.privacy.account import Spend, epsilon
+from polyclinic.store import Ledger
+from tests.crash.runs import KILLED, RECIPES, Driver, summary
+
+BETWEEN = ("charge-written", "site-received", "site-trained", "reply-accepted", "aggregated", "ledger-half-written")
+KILLS = 100
+
+
+def test_killed_a_hundred_times_between_charge_and_release(driver: Driver, place: Path) -> None:
+    folder = place / "run"
+    for point in islice(cycle(BETWEEN), KILLS):
+        assert driver.run(RECIPES["private"], folder, fault=(point, 1)).code == KILLED
+    assert driver.run(RECIPES["private"], folder).code == 0
+    charges = [row for row in Ledger(folder / "ledger.jsonl").read() if row["event"] == "charge" and row["privacy"]]
+    assert len(charges) > KILLS / 2, "every attempt was charged before it began"
+    # Every attempt at a round started from the same weights, so it drew the same noise: nothing was released twice.
+    assert all(len({c["privacy"]["of"] for c in charges if c["round"] == number}) == 1 for number in (1, 2, 3, 4))
+    paid = summary(folder)["privacy"]["epsilon"]["pld"]
+    once = {c["round"]: c["privacy"]["sites"] for c in charges}
+    for site in {site for sites in once.values() for site in sites}:
+        spends = [Spend(*spend) for sites in once.values() for spend in sites.get(site, [])]
+        assert paid >= epsilon(spends, 1e-4) > 0
+    assert finished(folder).summary["rounds"] == 4
+
+
+def test_killed_and_resumed_the_noise_is_the_same(driver: Driver, place: Path) -> None:
+    """The secret lies in the run's folder: what a crash leaves of it is what the resumed run draws from."""
+    folder = place / "run"
+    assert driver.run(RECIPES["private"], folder, fault=("result-written", 1)).code == KILLED
+    ended = summary(folder)["sha256"]
+    (folder / "result.json").unlink()
+    for snapshot in sorted((folder / "snapshots").iterdir())[1:]:
+        snapshot.unlink()
+    assert driver.run(RECIPES["private"], folder).code == 0
+    assert summary(folder)["sha256"] == ended

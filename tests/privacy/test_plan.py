@@ -1,0 +1,317 @@
+"""The plan: priced before round 1, kept to, and refused where it could not be true."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from polyclinic import run
+from polyclinic.algorithms import ALGORITHMS
+from polyclinic.algorithms.fedavg import FedAvg
+from polyclinic.core import Bundle, Private, Score, Site, Stream, Update, Work
+from polyclinic.errors import RecipeError, RoundFailed
+from polyclinic.experiment import Experiment
+from polyclinic.learning.objectives import probabilities
+from polyclinic.models import build
+from polyclinic.models.dp_safe import dp_safe
+from polyclinic.privacy.account import Spend, epsilon
+from polyclinic.privacy.guard import Guard
+from polyclinic.privacy.plan import Holding, Plan, Steps, Wish, candidates, make_plan, rounded_up
+from polyclinic.recipe import Recipe, our_recipes
+from polyclinic.runner import Discretion
+from polyclinic.wire import Message
+from tests.small import tiny
+
+IMAGE: dict[str, Any] = {"epsilon": 3.0, "delta": 1e-4}
+SITE: dict[str, Any] = {"unit": "site", "epsilon": 30.0, "delta": 1e-3}
+DELTA = 1e-4
+
+
+def draft(wish: Wish, rounds: int = 3, sites: dict[str, int] | None = None, holders: int = 1) -> Plan:
+    sizes = sites or {"a": 400, "b": 200}
+    holdings = {name: Holding(n) for name, n in sizes.items()}
+    jobs = {name: (Steps(20 / n, n // 20),) for name, n in sizes.items()}
+    return Plan(wish, 1.0, (tuple(sizes),) * rounds, holdings, jobs, holders=holders)
+
+
+# What a plan costs
+
+
+def test_disjoint_sites_take_the_maximum_never_a_mean_or_a_sum() -> None:
+    plan = make_plan(draft(Wish(noise=1.0, delta=DELTA)))
+    alone = [epsilon([Spend(1.0, 20 / n, 3 * n // 20)], DELTA) for n in (400, 200)]
+    assert plan.epsilon == max(alone) > min(alone)
+
+
+def test_a_record_at_m_sites_composes_m_times() -> None:
+    """D4, exactly: equal sites, so that the bound over sets of sites is the composition itself."""
+    for m in (1, 2, 3):
+        plan = make_plan(draft(Wish(noise=1.0, delta=DELTA), sites=dict.fromkeys("abc", 400), holders=m))
+        assert plan.epsilon == epsilon([Spend(1.0, 0.05, 60 * m)], DELTA)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    sites=st.lists(
+        st.tuples(st.sampled_from([0.02, 0.05, 0.1]), st.integers(1, 30), st.sampled_from([1, 2])),
+        min_size=1,
+        max_size=5,
+    ),
+    holders=st.integers(1, 5),
+    chosen=st.sets(st.integers(0, 4), min_size=1),
+)
+def test_no_set_of_sites_costs_more_than_the_candidates(
+    sites: list[tuple[float, int, int]], holders: int, chosen: set[int]
+) -> None:
+    spent = {str(k): (Spend(1.1 * kind, rate, times),) for k, (rate, times, kind) in enumerate(sites)}
+    record = [k for k in sorted(chosen) if k < len(sites)][:holders]
+    paid = [spend for k in record for spend in spent[str(k)]]
+    bound = max(epsilon(one, DELTA, "rdp") for one in candidates(spent, holders))
+    assert epsilon(paid, DELTA, "rdp") <= bound * (1 + 1e-9)
+
+
+def test_a_site_pays_for_its_own_rounds_only() -> None:
+    whole = draft(Wish(noise=1.0, delta=DELTA), sites={"a": 400, "b": 400})
+    plan = make_plan(replace(whole, rounds=(("a",), ("a", "b"), ("a",))))
+    assert {s: found[0].times for s, found in plan.whole().items()} == {"a": 60, "b": 20}
+
+
+def test_patients_cost_as_groups() -> None:
+    """D7: the figure of the patient with the most images, by the mixture of Gaussians."""
+    wish = Wish(unit="patient", noise=2.0, delta=DELTA)
+    one = draft(wish, sites={"a": 400})
+    plan = make_plan(replace(one, holdings={"a": Holding(400, largest=3)}))
+    assert plan.epsilon == epsilon([Spend(2.0, 0.05, 60, 3)], DELTA)
+    assert plan.epsilon > make_plan(one).epsilon
+
+
+@pytest.mark.parametrize("wanted", [0.5, 3.0, 20.0])
+@pytest.mark.parametrize("unit", ["image", "site"])
+def test_solved_noise_keeps_within_what_is_wished(wanted: float, unit: Any) -> None:
+    plan = make_plan(draft(Wish(unit=unit, epsilon=wanted, delta=DELTA)))
+    assert 0.98 * wanted < plan.epsilon <= wanted
+
+
+@given(rate=st.floats(1e-9, 1))
+def test_rates_are_rounded_up_and_hardly(rate: float) -> None:
+    assert rate <= rounded_up(rate) * (1 + 1e-12)
+    assert rounded_up(rate) <= min(1.0, rate * 1.01)
+
+
+def test_other_charges_are_part_of_the_price() -> None:
+    plain, charged = (make_plan(replace(draft(Wish(noise=1.0, delta=DELTA)), charges=c)) for c in ((), (5.0,)))
+    assert charged.epsilon > plain.epsilon
+    assert charged.whole()["a"][1] == Spend(5.0, times=3)
+
+
+# What a run does with it
+
+
+def test_every_round_is_charged_before_it_is_played(tmp_path: Path) -> None:
+    found = run(tiny(privacy=IMAGE), tmp_path)
+    rows = [json.loads(line) for line in (tmp_path / "ledger.jsonl").read_text().splitlines()]
+    kinds = [row["event"] for row in rows]
+    assert kinds[:4] == ["charge", "round", "charge", "round"]
+    charged = [row["privacy"]["sites"]["site-1"] for row in rows[:4:2]]
+    assert charged[0] == charged[1]
+    noise, rate, times, group = charged[0][0]
+    paid = epsilon([Spend(noise, rate, 2 * times, group)], 1e-4)
+    assert found.summary["privacy"]["epsilon"]["pld"] == pytest.approx(paid)
+    assert paid <= IMAGE["epsilon"]
+
+
+def test_the_run_stops_before_it_overspends(tmp_path: Path) -> None:
+    wish = {"noise": 2.0, "epsilon": 2.0, "delta": 1e-4}
+    found = run(tiny(privacy=wish, rounds=40), tmp_path)
+    played, paid = found.summary["rounds"], found.summary["privacy"]["epsilon"]["pld"]
+    assert 1 <= played < 40
+    assert found.summary["privacy"]["stopped_by_budget"]
+    assert paid <= 2.0
+    plan = Experiment(tiny(privacy={**wish, "epsilon": None}, rounds=played + 1)).plan
+    assert plan is not None
+    assert plan.epsilon > 2.0, "one more round could have been paid"
+
+
+def test_the_same_round_from_the_same_state_is_paid_once_from_another_again() -> None:
+    plan = make_plan(draft(Wish(noise=1.0, delta=DELTA)))
+    guard = Guard(plan, Stream(0))
+    here: Bundle = {"model": {"w": torch.zeros(2)}}
+    other: Bundle = {"model": {"w": torch.ones(2)}}
+    for state, times in ((here, 1), (here, 1), (other, 2), (here, 2)):
+        guard.charge(1, ["a"], state)
+        assert sum(s.times for s in guard.spent()["a"]) == times * 20
+    again = Guard(plan, Stream(0))
+    again.recall([{"event": "charge", "round": 1, "privacy": guard.charge(1, ["a"], here)}, {"event": "round"}])
+    assert sum(s.times for s in again.spent()["a"]) == 20
+
+
+@pytest.mark.parametrize("algorithm", sorted(set(ALGORITHMS) - {"cross-site"}))
+def test_every_algorithm_trains_privately(algorithm: str) -> None:
+    found = run(tiny(algorithm=algorithm, privacy=IMAGE, training__optimiser__lr=0.05))
+    assert found.summary["privacy"]["epsilon"]["pld"] <= 3.0
+    free = run(tiny(algorithm=algorithm, training__optimiser__lr=0.05)) if algorithm != "adaptive-noise" else None
+    assert free is None or free.summary["merged"] != found.summary["merged"]
+
+
+@pytest.mark.parametrize("at", ["site", "server"])
+def test_whole_sites_are_protected(at: str) -> None:
+    free = run(tiny()).state["model"]
+    near = run(tiny(privacy={"unit": "site", "noise": 0.0, "clip": 1e6, "delta": 1e-3, "at": at})).state["model"]
+    assert all(torch.equal(free[name], near[name]) for name in free), "no clip and no noise change nothing"
+    far = run(tiny(privacy={**SITE, "at": at})).state["model"]
+    assert not any(torch.equal(free[name], far[name]) for name in free)
+
+
+def test_metrics_stay_at_the_sites_unless_told_otherwise(tmp_path: Path) -> None:
+    def told(**wish: Any) -> list[dict[str, Any]]:
+        folder = tmp_path / wish.get("metrics", "suppress")
+        run(tiny(privacy={**IMAGE, **wish}), folder)
+        rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        return [row for row in rows if row["event"] == "evaluate"]
+
+    assert not told()
+    noised, plain = told(metrics="count"), told(metrics="open")
+    assert len(noised) == len(plain) > 0
+    assert noised[0].keys() >= {"accuracy", "loss"}
+    assert "auc" not in noised[0]
+    assert noised[0]["accuracy"] != plain[0]["accuracy"]
+
+
+def test_noise_from_a_secret_is_another_every_time_and_survives_a_resume(tmp_path: Path) -> None:
+    recipe = tiny(privacy={**IMAGE, "randomness": "secret"})
+    first, second = run(recipe, tmp_path / "1"), run(recipe, tmp_path / "2")
+    assert first.summary["sha256"] != second.summary["sha256"]
+    assert (tmp_path / "1" / "secret").stat().st_mode & 0o077 == 0
+    (tmp_path / "1" / "result.json").unlink()
+    assert run(recipe, tmp_path / "1").summary["sha256"] == first.summary["sha256"]
+
+
+# What is refused, before anything is trained
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"privacy": {**IMAGE, "sampling": "shuffle", "amplification": True}}, "shuffled loader is not Poisson"),
+        ({"privacy": IMAGE, "training__oversample": True}, "oversample draws some images more often"),
+        ({"privacy": {"epsilon": 1e-6, "delta": 1e-12}}, "even a noise of"),
+        ({"privacy": {**IMAGE, "delta": 0.01}}, "privacy.delta is 0.01, but there are"),
+        ({"privacy": {"delta": 1e-5}}, "needs epsilon"),
+        ({"privacy": {**IMAGE, "at": "server"}}, "at: server is for unit site"),
+        ({"privacy": {**SITE, "amplification": True}}, "cohorts are drawn in public"),
+        ({"privacy": {**SITE, "at": "server"}, "algorithm": "scaffold"}, "takes a weighted mean"),
+        ({"privacy": {**IMAGE, "views": 4}}, "copies of one image"),
+        ({"privacy": {**IMAGE, "holders": 0}}, "privacy.holders is 0"),
+        ({"privacy": IMAGE, "schedule": "plateau"}, "privacy.metrics: count"),
+        ({"algorithm": "adaptive-noise"}, "add for example"),
+        ({"algorithm": {"name": "adaptive-noise", "loss_noise": 0}, "privacy": IMAGE}, "nothing charges for"),
+        ({"algorithm": {"name": "adaptive-noise", "variant": "paper"}, "privacy": IMAGE}, "cannot be promised"),
+        ({"training__private": {"clip": 1.0, "noise": 1.0}}, "follows from privacy"),
+        ({"privacy": {**IMAGE, "epsilom": 1}}, "there is no key 'privacy.epsilom'"),
+    ],
+)
+def test_what_cannot_be_true_is_refused(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(RecipeError, match=words) as caught:
+        Experiment(tiny(**changes))
+    assert "\n" not in str(caught.value)
+
+
+def test_batch_normalisation_is_refused_with_its_replacement() -> None:
+    wish = {"privacy": {**IMAGE, "delta": 1e-6}, "model": {"name": "resnet18"}}
+    with pytest.raises(RecipeError, match=r"model\.norm: group"):
+        Experiment(phantom(**wish))
+    assert Experiment(phantom(**{**wish, "model": {"name": "resnet18", "norm": "group"}})).plan is not None
+
+
+def phantom(**changes: Any) -> Recipe:
+    keys = {"data.size": 32, "rounds": 1, "methods": {}, "claims": [], "paper": {}}
+    return Recipe.load(our_recipes()["demo"], keys | {k.replace("__", "."): v for k, v in changes.items()})
+
+
+def test_dp_safe_leaves_no_layer_that_mixes_images() -> None:
+    module = dp_safe(build("mobilenet_v2", classes=3, channels=3, size=32, dropout=0.0, seed=Stream(0)))
+    assert not any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in module.modules())
+    module.train()
+    images = torch.rand(3, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    alone, together = module(images[:1]), module(images)[:1]
+    torch.testing.assert_close(alone, together)
+
+
+def test_an_overlap_that_the_data_has_cannot_be_denied() -> None:
+    by = {"data__partition": {"by": "admixture", "sites": 3, "primary": 4, "admixture": 0.7}}
+    plan = Experiment(tiny(privacy=IMAGE, **by)).plan
+    assert plan is not None
+    assert plan.holders == 3
+    with pytest.raises(RecipeError, match="at 3 sites of this federation"):
+        Experiment(tiny(privacy={**IMAGE, "holders": 1}, **by))
+
+
+class Looking(FedAvg):
+    """Looks at every training image before it trains, as a curriculum does."""
+
+    def local(self, received: Bundle, memory: Bundle | None, site: Site, rng: Stream) -> Work:
+        yield Score(received, probabilities)
+        return (yield from super().local(received, memory, site, rng))
+
+
+class Eager(FedAvg):
+    """Trains more often than it lets on: only a rehearsal starts from round 2 with nothing but zeros to learn from."""
+
+    secretly: ClassVar[bool] = False
+
+    def local(self, received: Bundle, memory: Bundle | None, site: Site, rng: Stream) -> Work:
+        update, kept = yield from super().local(received, memory, site, rng)
+        if self.secretly:
+            update, kept = yield from super().local(update.tensors, memory, site, rng)
+        return Update(update.tensors, update.examples), kept
+
+
+def test_a_look_that_nobody_pays_for_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A curriculum orders images by what the model says of them: no accountant's sampling, and no charge."""
+    monkeypatch.setitem(ALGORITHMS, "fedavg", Looking)
+    with pytest.raises(RecipeError, match="which no part of the privacy plan pays for"):
+        Experiment(tiny(privacy=IMAGE))
+
+
+def test_training_beyond_the_plan_ends_in_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ALGORITHMS, "fedavg", Eager)
+    experiment = Experiment(tiny(privacy=IMAGE))
+    monkeypatch.setattr(Eager, "secretly", True)
+    with pytest.raises(RoundFailed, match="which the privacy plan has not priced"):
+        experiment.run()
+
+
+def test_less_noise_than_was_priced_ends_in_an_error() -> None:
+    experiment = Experiment(tiny(privacy=IMAGE))
+    own = experiment.algorithm.training.private
+    assert own is not None
+    quieter = replace(experiment.algorithm.training, private=Private(own.clip, own.noise / 2))
+    experiment.algorithm = replace(experiment.algorithm, training=quieter)
+    with pytest.raises(RoundFailed, match="has not priced"):
+        experiment.run()
+
+
+def test_noise_is_named_by_run_site_round_and_what_was_received() -> None:
+    def named(seed: int = 1, weight: float = 0.0, **fields: Any) -> Stream:
+        order = {"run": "r", "site": "a", "round": 1, **fields}
+        return Discretion(Stream(seed, ("secret",)), (), 1.0).of(
+            Message(order, {"model": {"w": torch.tensor([weight])}})
+        )
+
+    ways: list[dict[str, Any]] = [{}, {"run": "s"}, {"site": "b"}, {"round": 2}, {"seed": 2}, {"weight": 1.0}]
+    assert len({named(**way).integer() for way in ways}) == len(ways)
+    assert named() == named()
+
+
+def test_a_plan_says_what_an_infinite_price_is() -> None:
+    plan = make_plan(draft(Wish(noise=0.0, delta=DELTA)))
+    assert plan.epsilon == math.inf
