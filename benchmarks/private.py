@@ -3,7 +3,7 @@
     python -m benchmarks.private [--repeats 9] [--device cpu] [--json FILE]
 
 cpu:  small CNN and GroupNorm CNN, images 1×28×28, batch 64, SGD, one thread. Ways take turns in one process, all with
-      the engines' memory settings; examples a CPU-second, medians. Memory: what steps add to a process of their own.
+      the engines' memory settings; examples a CPU-second, medians. Memory: what steps add at most to their process.
 cuda: GroupNorm CNN, 5 sites × batch 64. Opacus' hooks site by site; ours stacked, batches Poisson, compiled and not;
       the same stack without privacy. Examples a second, medians.
 
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -130,6 +131,7 @@ def figure(field: str) -> int:
 
 def added(model: str, way: str) -> float:
     """MiB by which steps raise this process's memory at most."""
+    WAYS[way](model, pool(2))()  # whatever is loaded at the first step of all
     steps = WAYS[way](model, pool(EACH))
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the peak begins anew
     before = figure("VmRSS")
@@ -140,7 +142,8 @@ def added(model: str, way: str) -> float:
 def memory(model: str, way: str) -> float:
     """The same, in a process of its own."""
     command = [sys.executable, "-W", "ignore", "-m", "benchmarks.private", "--memory", model, way]
-    return float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    alone = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(1 << 16)}  # tensors are mapped, and given back, one by one
+    return float(subprocess.run(command, check=True, capture_output=True, text=True, env=alone).stdout)
 
 
 def cpu(repeats: int) -> list[Row]:
@@ -211,10 +214,10 @@ def main() -> None:
     options = parser.parse_args()
     warnings.simplefilter("ignore")  # Opacus' hooks warn at every step
     torch.set_num_threads(1)
-    keep_freed_memory()
     if options.memory:
         print(added(*options.memory))
         return
+    keep_freed_memory()
     device = torch.device(options.device)
     rows = cpu(options.repeats) if device.type == "cpu" else cuda(device, options.repeats)
     if options.json:

@@ -33,7 +33,7 @@ FULL: dict[str, Any] = {
         "split": {"train": 0.7, "validation": 0.1, "test": 0.2, "official": True},
         "allow_single_class": True,
     },
-    "model": {"name": "cnn_c", "dropout": 0.1, "weights": None},
+    "model": {"name": "cnn_c", "dropout": 0.1, "norm": "group", "weights": None},
     "algorithm": {"name": "fedprox", "mu": 0.1},
     "training": {
         "optimiser": {"name": "sgd", "lr": 0.1, "momentum": 0.5, "weight_decay": 0.0},
@@ -51,9 +51,25 @@ FULL: dict[str, Any] = {
     "cohort": None,
     "quorum": 1,
     "max_norm": 1e5,
-    "evaluate": {"every": 1, "bootstrap": 10},
+    "evaluate": {"every": 1, "bootstrap": 10, "train": False},
     "engine": {"name": "local", "workers": 1, "threads": 1, "device": "cpu", "compile": "never"},
     "stages": [{"name": "quantise", "kinds": ["model"], "block": 512, "stochastic": False}],
+    "privacy": {
+        "unit": "site",
+        "epsilon": 5.0,
+        "noise": 1.0,
+        "delta": 1e-3,
+        "clip": 2.0,
+        "accountant": "rdp",
+        "neighbours": "replace",
+        "sampling": "shuffle",
+        "amplification": False,
+        "views": 2,
+        "at": "site",
+        "holders": 2,
+        "metrics": "count",
+        "randomness": "secret",
+    },
     "snapshot_every": 2,
     "paper": {},
     "claims": [],
@@ -90,7 +106,7 @@ def renamed(values: Mapping[str, Any], place: tuple[str, ...], name: str) -> dic
 def test_the_recipe_with_every_key_is_right_and_complete() -> None:
     recipe = Recipe.of(FULL)
     dumped = set(keys_of(recipe.model_dump(mode="json")))
-    assert dumped == {*PLACES, ("methods",)}
+    assert dumped == {*PLACES, ("methods",), ("training", "private")}  # which follows from privacy
 
 
 @pytest.mark.parametrize("place", [p for p in PLACES if p not in NAMES], ids=".".join)

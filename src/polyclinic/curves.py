@@ -24,7 +24,7 @@ from matplotlib.ticker import MaxNLocator
 
 from polyclinic.errors import DataError, StoreError
 
-Point: TypeAlias = tuple[int, float] | tuple[int, float, float, float]
+Point: TypeAlias = tuple[float, float] | tuple[float, float, float, float]
 """(x, value) or (x, value, low, high). A value that is NaN leaves a gap."""
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#000000", "#E69F00", "#56B4E9")
@@ -47,15 +47,20 @@ class Row:
     high: float
 
 
-def draw_curves(series: Mapping[str, Sequence[Point]], title: str, x_label: str, y_label: str, path: Path) -> None:
-    """A line for each method, with a band where its points have one. The legend follows the lines' ends."""
+def draw_curves(
+    series: Mapping[str, Sequence[Point]], title: str, x_label: str, y_label: str, path: Path, whole: bool = True
+) -> None:
+    """A line for each method, with a band where its points have one. The legend follows the lines' ends.
+
+    `whole`: there are no values between 1 and 2, as of rounds.
+    """
     if not any(series.values()):
         raise DataError(f"There are no points to draw for {title!r}: finish at least one round.")
     figure, axes = _paper(title, height=max(5.0, 1.2 + 0.28 * len(series)))
     lines = {name: _draw_line(axes, number, points) for number, (name, points) in enumerate(series.items())}
     axes.set_xlabel(x_label, fontsize=TEXT, color=INK, parse_math=False)
     axes.set_ylabel(y_label, fontsize=TEXT, color=INK, parse_math=False)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10], min_n_ticks=1))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=whole, steps=[1, 2, 5, 10], min_n_ticks=1))
     axes.grid(color=FAINT, linewidth=0.8)
     last = {name: _last(points) for name, points in series.items()}
     _draw_legend(axes, lines, sorted(series, key=last.__getitem__, reverse=True))

@@ -177,7 +177,7 @@ def paid_for(found: Mapping[str, Any]) -> str:
     value = found["epsilon"][found["accountant"]]
     told = "∞" if value is None else f"{value:.3g}"
     early = "; stopped before it cost more" if found["stopped_by_budget"] else ""
-    return f"privacy: ε = {told} per {found['unit']} at δ = {found['delta']:.2g}; privacy.md says what that means{early}"
+    return f"privacy: ε = {told} per {found['unit']} at δ = {found['delta']:.2g}; see privacy.md{early}"
 
 
 def promise(plan: Mapping[str, Any]) -> str:

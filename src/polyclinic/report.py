@@ -8,7 +8,7 @@ from typing import Any
 
 from polyclinic import claims
 from polyclinic.comparison import SHOWN, Comparison, decimal, row, sent, show, value
-from polyclinic.privacy.page import PAPER_METRIC
+from polyclinic.report_privacy import privacy_sections
 from polyclinic.stats import paired
 
 FEWEST_SEEDS = 3
@@ -33,7 +33,7 @@ def markdown(comparison: Comparison) -> str:
         "\n".join(_table(comparison)),
         "\n".join(_differences(comparison)),
         " ".join(_notes(comparison)),
-        *_privacy(comparison),
+        *privacy_sections(comparison),
         *_claims(comparison),
         *_by_hospital(comparison),
         *_gaps(comparison),
@@ -65,42 +65,6 @@ def _hospitals(hospitals: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     for site in hospitals:
         counts = ", ".join(f"{name} {count}" for name, count in site["classes"].items())
         yield row([site["site"], str(site["train"]), str(site["validation"]), str(site["test"]), counts])
-
-
-def _privacy(comparison: Comparison) -> list[str]:
-    """What each method costs in privacy, where any has a plan."""
-    plans = {name: [run.get("privacy") for run in runs] for name, runs in comparison.results.items()}
-    if not any(found for runs in plans.values() for found in runs):
-        return []
-    head = ["method", "unit", "noise", "ε, worst-placed unit", "ε, if at one site only", "δ", PAPER_METRIC]
-    body = [row(head), "|" + "---|" * len(head)]
-    body += [row([name, *_paid([found for found in runs if found])]) for name, runs in plans.items()]
-    caveats = sorted({found["caveat"] for runs in plans.values() for found in runs if found and found["caveat"]})
-    note = (
-        "ε by privacy loss distributions unless the recipe says otherwise, the mean over seeds (which draw other "
-        "cohorts); every run has a page of its own, privacy.md. "
-    )
-    note += " ".join(f"In brackets, without a guarantee ({why}): as if the noise were fixed." for why in caveats)
-    return ["## What privacy costs", "\n".join(body), note]
-
-
-def _paid(plans: Sequence[Mapping[str, Any]]) -> list[str]:
-    if not plans:
-        return ["–", "0", "∞ (nothing is claimed)", "∞", "–", "–"]
-    first = plans[0]
-    unsure = "({})" if first["caveat"] else "{}"
-    worst, alone = (
-        _mean_of([found[where][found["accountant"]] if where == "epsilon" else found[where] for found in plans])
-        for where in ("epsilon", "worst_site")
-    )
-    metric = _mean_of([found["paper_metric"] for found in plans]) if first["paper_metric"] is not None else "–"
-    told = [first["unit"], f"{first['noise']:.4g}", unsure.format(worst), unsure.format(alone)]
-    return [*told, f"{first['delta']:.2g}", metric]
-
-
-def _mean_of(values: Sequence[float | None]) -> str:
-    known = [value for value in values if value is not None]
-    return f"{sum(known) / len(known):.2f}" if known and len(known) == len(values) else "∞"
 
 
 def _claims(comparison: Comparison) -> list[str]:

@@ -14,6 +14,7 @@ from polyclinic.comparison import Comparison, lines
 from polyclinic.errors import RecipeError, StoreError
 from polyclinic.recipe import Recipe, our_recipes, recipes_folder
 from polyclinic.report import markdown
+from polyclinic.report_privacy import draw_price
 from polyclinic.rounds import Watch
 from polyclinic.store import named_failure, write_atomically
 
@@ -31,6 +32,8 @@ KEPT = (
     "cost",
     "sha256",
     "versions",
+    "classes",
+    "privacy",
 )
 
 
@@ -82,9 +85,9 @@ def recipes_of(paper: str, quick: bool) -> dict[str, Path]:
 
 def write_page(paper: str, quick: bool, folder: Path) -> tuple[Path, list[Comparison]]:
     """The page from the figures that are kept: runs nothing."""
+    tabled = recipes_of(paper, quick)
     comparisons = [
-        _with(_read(folder / "data" / f"{paper}-{table}.json"), Recipe.load(path))
-        for table, path in recipes_of(paper, quick).items()
+        _with(_read(folder / "data" / f"{paper}-{table}.json"), Recipe.load(path)) for table, path in tabled.items()
     ]
     head = [f"<!-- Written by `polyclinic reproduce {paper}{' --quick' if quick else ''}`; do not edit. -->", ""]
     summary = claims.overview({c.title: claims.tested(c.claims, c.results) for c in comparisons})
@@ -93,8 +96,15 @@ def write_page(paper: str, quick: bool, folder: Path) -> tuple[Path, list[Compar
     notes = recipes_folder() / paper / "notes.md"
     remarks = [notes.read_text(encoding="utf-8")] if notes.exists() and not quick else []
     page = folder / f"{paper}.md"
-    write_atomically(page, "\n".join([*head, *remarks, *(markdown(c) for c in comparisons)]).encode())
+    tables = [
+        markdown(c) + _price(c, folder / f"{paper}-{table}.png") for table, c in zip(tabled, comparisons, strict=True)
+    ]
+    write_atomically(page, "\n".join([*head, *remarks, *tables]).encode())
     return page, comparisons
+
+
+def _price(comparison: Comparison, path: Path) -> str:
+    return f"\n![accuracy against ε]({path.name})\n" if draw_price(comparison, path) else ""
 
 
 def _warning(comparisons: Sequence[Comparison]) -> list[str]:
@@ -115,8 +125,9 @@ def _kept(comparison: Comparison) -> dict[str, Any]:
 
 
 def _trim(result: Mapping[str, Any]) -> dict[str, Any]:
-    kept = {key: result[key] for key in KEPT}
-    kept["headline"] = {k: v for k, v in kept["headline"].items() if k != "confusion"}
+    kept: dict[str, Any] = {key: result.get(key) for key in KEPT}
+    if kept["privacy"] is None:
+        kept["headline"] = {k: v for k, v in kept["headline"].items() if k != "confusion"}
     model = kept["headline"]["model"]
     kept["merged"] = {model: _figures(result["merged"].get(model, {}))}
     kept["sites"] = {site: {model: _figures(models.get(model, {}))} for site, models in result["sites"].items()}

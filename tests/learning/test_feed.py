@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -81,7 +82,9 @@ def test_batches_and_their_order_are_those_of_the_data(
         for (images, labels), index in zip(found, turns, strict=True):
             expected, called = data.batch(index)
             assert images.device.type == labels.device.type == device
-            torch.testing.assert_close(images.cpu(), expected, rtol=0 if device == "cpu" else 1e-6, atol=0 if device == "cpu" else 1e-7)
+            torch.testing.assert_close(
+                images.cpu(), expected, rtol=0 if device == "cpu" else 1e-6, atol=0 if device == "cpu" else 1e-7
+            )
             assert torch.equal(labels.cpu(), called)
 
 
@@ -214,7 +217,9 @@ class Alarm:
 
     def __call__(self, network: Network, weights: Bundle, batch: Batch, reference: Bundle) -> Tensor:
         self.seen += 1
-        torch.cuda.set_sync_debug_mode("error" if 1 < self.seen < self.steps else "default")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that the mode is a prototype
+            torch.cuda.set_sync_debug_mode("error" if 1 < self.seen < self.steps else "default")
         return task_loss(network, weights, batch, reference)
 
 

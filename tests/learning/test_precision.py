@@ -63,7 +63,7 @@ def test_gradients_agree_with_float32_to_the_rounding_of_bfloat16(device: str) -
     exact, rounded = (gradient(network, precision, batch) for precision in BOTH)
     assert rounded.keys() == dict(network.module.named_parameters()).keys()
     assert all(g.dtype == torch.float32 for g in rounded.values())
-    assert ROUNDING / 10 < apart(rounded, exact) < 5 * ROUNDING
+    assert ROUNDING / 10 < apart(rounded, exact) < 8 * ROUNDING
 
 
 def test_layers_compute_in_bfloat16_and_hand_on_float32() -> None:
@@ -166,7 +166,7 @@ def test_stacked_weights_compute_in_bfloat16_too(device: str) -> None:
     found = stacked_gradient(network, "bfloat16", batch, 3)
     assert all(g.dtype == torch.float32 for g in found.values())
     for site in range(3):
-        assert ROUNDING / 10 < apart({n: g[site] for n, g in found.items()}, exact) < 5 * ROUNDING
+        assert ROUNDING / 10 < apart({n: g[site] for n, g in found.items()}, exact) < 8 * ROUNDING
     plain = stacked_gradient(network, "float32", batch, 3)
     assert apart({n: g[0] for n, g in plain.items()}, exact) < 1e-4
 

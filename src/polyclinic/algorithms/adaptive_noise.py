@@ -68,7 +68,8 @@ class AdaptiveNoise(FedAvg):
 
     def local(self, received: Bundle, memory: Bundle | None, site: Site, rng: Stream) -> Work:
         private = self.training.private
-        assert private is not None, "a recipe without privacy is refused"
+        if private is None:  # no noise to adapt, and FedAvg, bit for bit; recipes are refused before they come here
+            return (yield from super().local(received, memory, site, rng))
         found = yield Score(received, each_loss)
         sigma = adapted(private.noise, self.spread(found["losses"], site), self.rule)  # (3)
         adapting = replace(self.training, private=replace(private, noise=sigma))

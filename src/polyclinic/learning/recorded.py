@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 import math
+import sys
 from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
@@ -23,6 +24,8 @@ from polyclinic.learning.unfolded import UnfoldedConv2d, neighbourhoods
 
 LARGE = 1 << 26
 """Bytes of one parameter's per-example gradients, above which they are not kept if there is another way."""
+PIECE = 1 << 21
+"""On a CPU, what stays near the processor."""
 Seen = tuple[Tensor, ...]
 M = TypeVar("M", bound=nn.Module)
 
@@ -103,6 +106,11 @@ def _whole(rows: Tensor, bad: Tensor | None) -> Tensor:
 
 
 class Book(Protocol):
+    @property
+    def piece(self) -> int:
+        """Bytes of a convolution's neighbourhoods that are made at once."""
+        ...
+
     def enter(self, layer: Recorded, seen: Seen, output: Tensor) -> Tensor:
         """Note what a layer saw; returns its output, whose gradient will be known."""
         ...
@@ -152,6 +160,22 @@ class Reordered(NamedTuple):
         return self.matrix.total(factors, bad).reshape(-1, *self.shape).permute(0, 1, 4, 2, 3)
 
 
+class Joined(NamedTuple):
+    """The gradients of one site's examples, some after some."""
+
+    parts: tuple[Part, ...]
+    some: int
+
+    def squares(self) -> Tensor:
+        return torch.cat([part.squares() for part in self.parts])
+
+    def total(self, factors: Tensor, bad: Tensor | None) -> Tensor:
+        shares = torch.split(factors, self.some, 1)
+        worse = [None] * len(shares) if bad is None else torch.split(bad, self.some)
+        totals = [part.total(f, b) for part, f, b in zip(self.parts, shares, worse, strict=True)]
+        return torch.stack(totals).sum(0)
+
+
 class RecordedLinear(nn.Linear):
     name: str
     book: Book
@@ -175,8 +199,16 @@ class RecordedConv2d(nn.Conv2d):
         return self.book.enter(self, (input.detach(),), output)
 
     def parts(self, seen: Seen, g: Tensor, count: int) -> dict[str, Part]:
-        around = neighbourhoods(seen[0], self.kernel_size, self.stride, self.padding, self.dilation)
-        return self.products(around, g.permute(0, 2, 3, 1), count)
+        size = g[0, 0].numel() * self.kernel_size[0] * self.kernel_size[1] * self.in_channels * g.itemsize
+        rows = len(g) // count
+        some = max(1, self.book.piece // (size * rows))
+        images, gradients = (torch.split(t, some * rows) for t in (seen[0], g.permute(0, 2, 3, 1)))
+        pieces = [self._parts(i, each, len(each) // rows) for i, each in zip(images, gradients, strict=True)]
+        return pieces[0] if len(pieces) == 1 else {n: Joined(tuple(p[n] for p in pieces), some) for n in pieces[0]}
+
+    def _parts(self, images: Tensor, g: Tensor, count: int) -> dict[str, Part]:
+        around = neighbourhoods(images, self.kernel_size, self.stride, self.padding, self.dilation)
+        return self.products(around, g, count)
 
     def products(self, around: Tensor, g: Tensor, count: int) -> dict[str, Part]:
         """From neighbourhoods (… × kernel·channels) and the gradients (… × filters) where they lie."""
@@ -321,6 +353,7 @@ class LiveBook:
 
     def __init__(self, device: torch.device) -> None:
         self.token = torch.zeros((), device=device, requires_grad=True)
+        self.piece = PIECE if device.type == "cpu" else sys.maxsize
         self.begin(0)
 
     def begin(self, count: int) -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.func import vmap
 
-from polyclinic.core import Batch, Bundle, Fit, Fitted, Objective, Site, Tensors
+from polyclinic.core import Batch, Bundle, Fit, Fitted, Objective, Site, Tensors, Training
 from polyclinic.flat import Row, Way, layout_of, side_by_side
 from polyclinic.learning.network import LiveNetwork, moved
 from polyclinic.learning.objectives import SEPARABLE
@@ -23,7 +23,7 @@ from polyclinic.learning.private import changes_nothing
 from polyclinic.learning.recorded import NotRecordableError
 from polyclinic.learning.seating import Seat, Table
 from polyclinic.learning.stacked_optimiser import StackedOptimiser
-from polyclinic.learning.stacked_private import Keyed, StackedNoise, Sums, besides, clipped_sums
+from polyclinic.learning.stacked_private import Keyed, StackedNoise, Sums, clipped_sums
 
 
 class NotStackableError(Exception):
@@ -68,7 +68,7 @@ def why_not(job: Fit, network: LiveNetwork) -> str:
         if len(job.sequence) > 1:
             return "several private steps on a batch are taken site by site"
         if job.sequence[0].objective not in SEPARABLE:
-            return "its objective mixes examples, which are clipped one by one"
+            return "its objective may mix examples, so these are clipped one by one"
     shared = network.shared_draws
     return f"{shared} draws from a generator that sites would share" if shared else ""
 
@@ -105,7 +105,7 @@ def fit_stacked(seats: Sequence[Seat], network: LiveNetwork, compiled: bool = Fa
                     call = _gradients(network, step.objective, names, compiled and turn.everyone)
                     grads, loss = call(here, keys, batch, aside)
                 else:
-                    sums = _sums(network, step.objective, names, noise.clip, compiled and turn.everyone)
+                    sums = _sums(network, step.objective, names, training, compiled and turn.everyone)
                     grads, loss, lost = sums(here, keys, batch, turn.present, aside)
                     loss = torch.where(loss.isfinite(), loss, 0)
                     _add(noise.dropped, turn.of_members({"": lost})[""], turn.members)
@@ -117,8 +117,9 @@ def fit_stacked(seats: Sequence[Seat], network: LiveNetwork, compiled: bool = Fa
                     grads = _gathered(gathered, grads, parts, turn.members, len(seats), turn.last)
                 if turn.last:
                     if noise is not None:
-                        free = turn.of_members(besides(step.objective, names, here, aside))
-                        grads = {n: t + free[n] if n in free else t for n, t in noise.added(grads, turn).items()}
+                        grads = noise.added(grads, turn)
+                        for name, free in turn.of_members(noise.besides(step.objective, names, here, aside)).items():
+                            grads[name] += free
                     optimiser.step(weights["model"], grads, turn.members)
             _add(losses, loss if turn.shares is None else loss * turn.shares, turn.members)
     dropped = [0] * len(seats) if noise is None else noise.dropped.tolist()
@@ -185,9 +186,13 @@ def _gradients(network: LiveNetwork, objective: Objective, names: frozenset[str]
     return found
 
 
-def _sums(network: LiveNetwork, objective: Objective, names: frozenset[str], clip: float, compiled: bool) -> Sums:
+def _sums(
+    network: LiveNetwork, objective: Objective, names: frozenset[str], training: Training, compiled: bool
+) -> Sums:
     """The same for private steps: (…, reference) -> sum of clipped gradients, loss, examples dropped of every site."""
-    key = ("private", objective, names, clip, compiled)
+    assert training.private is not None
+    clip = training.private.clip
+    key = ("private", objective, names, clip, training.precision, compiled)
     if key not in network.calls:
         with _stackable_or_said(compiled):
             network.calls[key] = clipped_sums(network, objective, names, clip, compiled)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -15,13 +16,14 @@ from torch.func import vmap
 from polyclinic.core import Batch, Bundle, Network, Objective, Private, Tensors
 from polyclinic.learning import private
 from polyclinic.learning.network import LiveNetwork
-from polyclinic.learning.objectives import SEPARABLE
 from polyclinic.learning.recorded import NotRecordableError, Part, Recorded, Seen, told, twin
 from polyclinic.learning.seating import Seat, Turn
 
 
 class StackedBook:
     """One pass of a stack. Noughts that join what layers give are what there is to differentiate by, from outside."""
+
+    piece = sys.maxsize
 
     def __init__(self) -> None:
         self.noughts: Tensors = {}
@@ -129,6 +131,7 @@ def clipped_sums(
 
     probe = forward
     if compiled:
+        torch._dynamo.config.cache_size_limit = 64  # objectives and lengths of batches share these functions
         forward = torch.compile(forward, dynamic=False, fullgraph=True)
         backward = torch.compile(backward, dynamic=False, fullgraph=True)
     noughts: dict[torch.Size, Tensors] = {}
@@ -169,26 +172,8 @@ def _exact_products() -> Iterator[None]:
         torch.set_float32_matmul_precision(before)
 
 
-def besides(objective: Objective, names: frozenset[str], weights: Bundle, aside: Bundle) -> Tensors:
-    """The gradient of what looks at no data, of every site."""
-    assert objective in SEPARABLE
-    device = next(iter(weights["model"].values())).device
-    silent, nothing = private.Silent(device), torch.empty(0, device=device)
-
-    def of_one(model: Tensors, aside: Bundle) -> Tensor:
-        return objective(silent, {"model": model, "buffers": {}}, (nothing, nothing), aside)
-
-    moving = {name: w.detach().requires_grad_() for name, w in weights["model"].items() if name in names}
-    still = {name: w for name, w in weights["model"].items() if name not in names}
-    losses = vmap(of_one)({**still, **moving}, aside)
-    if not losses.requires_grad:
-        return {}
-    found = torch.autograd.grad(losses.sum(), list(moving.values()), allow_unused=True)
-    return {name: t for name, t in zip(moving, found, strict=True) if t is not None}
-
-
 class StackedNoise:
-    """What the sites of a stack add to their sums, each from its own secret."""
+    """What joins the sums of a stack's sites: noise, each site's from its own secret, and what looks at no data."""
 
     def __init__(self, seats: Sequence[Seat], network: LiveNetwork) -> None:
         self.secrets = [private.checked(seat.job, network.module, seat.secret) for seat in seats]
@@ -197,6 +182,8 @@ class StackedNoise:
         scales = [option.noise * option.clip if option.noise else 0.0 for option in options]
         dtype = next(iter(seats[0].job.weights["model"].values())).dtype
         self.scales = torch.tensor(scales, dtype=dtype, device=network.device)
+        self.bare: set[Objective] = set()
+        """Objectives that look at nothing but data."""
         self.dropped = torch.zeros(len(seats), dtype=torch.int64, device=network.device)
 
     def added(self, sums: Tensors, turn: Turn) -> Tensors:
@@ -212,6 +199,24 @@ class StackedNoise:
             for name, piece in zip(names, torch.split(block, sizes, 1), strict=True):
                 found[name] += piece.reshape(found[name].shape)
         return found
+
+    def besides(self, objective: Objective, names: frozenset[str], weights: Bundle, aside: Bundle) -> Tensors:
+        """The gradient of what looks at no data, of every site that is seated."""
+        if objective in self.bare:
+            return {}
+        silent, nothing = private.Silent(self.dropped.device), torch.empty(0, device=self.dropped.device)
+
+        def of_one(model: Tensors, aside: Bundle) -> Tensor:
+            return objective(silent, {"model": model, "buffers": {}}, (nothing, nothing), aside)
+
+        moving = {name: w.detach().requires_grad_() for name, w in weights["model"].items() if name in names}
+        still = {name: w for name, w in weights["model"].items() if name not in names}
+        losses = vmap(of_one)({**still, **moving}, aside)
+        if not losses.requires_grad:
+            self.bare.add(objective)
+            return {}
+        found = torch.autograd.grad(losses.sum(), list(moving.values()), allow_unused=True)
+        return {name: t for name, t in zip(moving, found, strict=True) if t is not None}
 
 
 def _beside(values: Tensor, like: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 
 from polyclinic.core import Stream
 from polyclinic.errors import RecipeError
-from polyclinic.models import adaptive, pfedcdp, small, torchvision_family
+from polyclinic.models import adaptive, pfedcdp, scattering, small, torchvision_family
 from polyclinic.models.classifier import Builder, Classifier
 from polyclinic.models.weights import Loaded, adopt_weights, download_weights, load_weights
 
@@ -47,6 +47,12 @@ MODELS: dict[str, Spec] = {
     "small_cnn": Spec(small.small_cnn, 4, 0.0, "the benchmark's small CNN, built as cnn_a", "-"),
     "mlp": Spec(small.mlp, 1, 0.0, "one hidden layer of 64 units", "-"),
     "linear": Spec(small.linear, 1, 0.0, "logistic regression on pixels", "-"),
+    "scattering_linear": Spec(
+        scattering.scattering_linear, 8, 0.0, "one linear layer on fixed wavelet features", "Tramèr and Boneh 2021"
+    ),
+    "scattering_cnn": Spec(
+        scattering.scattering_cnn, 8, 0.0, "one convolution on fixed wavelet features", "Tramèr and Boneh 2021"
+    ),
     "mobilenet_v2": Spec(torchvision_family.mobilenet_v2, 1, 0.2, "MobileNetV2", "FedCycle; Sandler et al. 2018"),
     "mobilenet_v3_small": Spec(
         torchvision_family.mobilenet_v3_small, 1, 0.2, "MobileNetV3-Small", "FedCycle; Howard et al. 2019"

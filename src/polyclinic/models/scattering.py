@@ -14,8 +14,9 @@ random pen strokes, drawn here.
 from __future__ import annotations
 
 from collections import OrderedDict
+from contextlib import nullcontext
 from functools import cache
-from math import pi
+from math import pi, prod
 
 import torch
 import torch.nn.functional as F
@@ -54,11 +55,6 @@ class Scattering(nn.Module):
             self.register_buffer(f"mean{scale}", _mean(padded, scale, scales).float(), persistent=False)
 
     def forward(self, images: Tensor) -> Tensor:
-        # Half precision has no Fourier transform of every length, and nothing here is learned that could make up for it.
-        with torch.autocast(images.device.type, enabled=False):
-            return self._features(images if images.dtype == torch.float64 else images.float())
-
-    def _features(self, images: Tensor) -> Tensor:
         pixels = F.pad(images, (*self.margin, *self.margin), mode="reflect")
         spectrum = torch.fft.fft2(pixels)
         zeroth, first, second = [self._averaged(pixels, 0)], [], []
@@ -77,7 +73,8 @@ class Scattering(nn.Module):
         product = spectrum.unsqueeze(-3) * waves
         for _ in range(resolution, scale):
             product = _halved(product)
-        return torch.fft.ifft2(product).abs()
+        moduli: Tensor = torch.fft.ifft2(product).abs()
+        return moduli
 
     def _averaged(self, maps: Tensor, resolution: int) -> Tensor:
         mean = self.get_buffer(f"mean{resolution}").to(maps.dtype)
@@ -98,11 +95,16 @@ class FixedFeatures(nn.Module):
         """Pictures that are features already (computed once, before training) pass as they are."""
         if images.shape[1:] == self.shape:
             return images
-        each = _normalised(self.scattering(images)).reshape(-1, self.get_buffer("mean").shape[0])
-        mean, directions, kept = (self.get_buffer(name).to(each.dtype) for name in ("mean", "directions", "kept"))
-        rest = each - mean
+        # Nothing here is learned that could make up for a lower precision.
+        with nullcontext() if images.is_meta else torch.autocast(images.device.type, enabled=False):
+            return self.evened(self.scattering(images if images.dtype == torch.float64 else images.float()))
+
+    def evened(self, scattered: Tensor) -> Tensor:
+        mean, directions, kept = (self.get_buffer(name).to(scattered.dtype) for name in ("mean", "directions", "kept"))
+        rest = _normalised(scattered) - mean
         evened = rest - (rest @ directions * (1 - kept)) @ directions.mT
-        return F.rms_norm(evened.reshape(-1, *self.shape), self.shape)
+        vectors = F.normalize(evened.reshape(-1, prod(self.shape)), dim=1) * prod(self.shape) ** 0.5
+        return vectors.reshape(-1, *self.shape)
 
 
 def fixed_part(module: nn.Module) -> FixedFeatures | None:
@@ -135,7 +137,7 @@ def scattering_cnn(*, classes: int, channels: int, size: int, dropout: float) ->
             dropout=nn.Dropout(dropout),
         )
     )
-    return Classifier(extractor, _quiet(nn.Linear(HIDDEN * -(-side // 2) ** 2, classes)))
+    return Classifier(extractor, _quiet(nn.Linear(HIDDEN * ((side + 1) // 2) ** 2, classes)))
 
 
 def _quiet(head: nn.Linear) -> nn.Linear:
@@ -148,8 +150,8 @@ def _quiet(head: nn.Linear) -> nn.Linear:
 
 def _normalised(features: Tensor) -> Tensor:
     """Per picture and channel, in groups of paths; length 1."""
-    paths = features.reshape(-1, *features.shape[-3:]).unflatten(1, (-1, PATHS)).flatten(0, 1)
-    grouped = F.group_norm(paths, GROUPS).flatten(1)
+    paths = features.reshape(-1, PATHS, *features.shape[-2:])
+    grouped = F.group_norm(paths, GROUPS, eps=1e-8).flatten(1)
     return F.normalize(grouped, dim=1)
 
 
@@ -161,7 +163,7 @@ def _commonplace(size: int) -> tuple[Tensor, Tensor, Tensor]:
     """
     number = min(1000, max(128, round(1000 * (28 / size) ** 2)))
     layer = Scattering(1, size)
-    features = torch.cat([_normalised(layer(block)) for block in _strokes(number, size).split(100)]).double()
+    features = torch.cat([_normalised(layer(block)) for block in torch.split(_strokes(number, size), 100)]).double()
     mean = features.mean(0)
     deviations = (features - mean) / number**0.5
     variances, mixtures = torch.linalg.eigh(deviations @ deviations.mT)
@@ -177,7 +179,7 @@ def _strokes(number: int, size: int) -> Tensor:
     corners = torch.rand(number, 3, 4, 2, generator=generator)
     corners[:, 1:, 0] = corners[:, :-1, 3]
     used = torch.arange(3) < torch.randint(1, 4, (number, 1), generator=generator)
-    extent = (0.32 + 0.39 * torch.rand(number, 1, 1, 2, generator=generator)) * size
+    extent = (0.5 + 0.6 * torch.rand(number, 1, 1, 2, generator=generator)) * size
     width = (0.03 + 0.03 * torch.rand(number, 1, generator=generator)) * size
     time = torch.linspace(0, 1, 40)
     bernstein = torch.stack([(1 - time) ** 3, 3 * time * (1 - time) ** 2, 3 * time**2 * (1 - time), time**3])
@@ -185,7 +187,7 @@ def _strokes(number: int, size: int) -> Tensor:
     middle = (points.mean(2) * used[..., None]).sum(1) / used.sum(1, keepdim=True)
     points = (points - middle[:, None, None] + (size - 1) / 2).where(used[..., None, None], 9.0 * size).flatten(1, 2)
     pixels = torch.cartesian_prod(torch.arange(float(size)), torch.arange(float(size)))
-    nearest = torch.cat([torch.cdist(block, pixels).amin(1) for block in points.split(20)])
+    nearest = torch.cat([torch.cdist(block, pixels).amin(1) for block in torch.split(points, 20)])
     return torch.sigmoid((width - nearest) * 84 / size).reshape(number, 1, size, size)
 
 
@@ -200,7 +202,7 @@ def _morlet(side: int, scale: int, angle: int, angles: int) -> Tensor:
     bell = torch.exp(-(along**2 + (slant * beside) ** 2) / (2 * sigma**2)) * slant / (2 * pi * sigma**2)
     wave = bell * torch.exp(1j * frequency * along)
     wavelet = wave - bell * (wave.sum() / bell.sum())
-    return torch.fft.fft2(wavelet.unflatten(1, (5, side)).unflatten(0, (5, side)).sum((0, 2))).real
+    return torch.real(torch.fft.fft2(wavelet.reshape(5, side, 5, side).sum((0, 2))))
 
 
 def _mean(side: int, resolution: int, scales: int) -> Tensor:
@@ -208,13 +210,12 @@ def _mean(side: int, resolution: int, scales: int) -> Tensor:
     sigma = 0.8 * 2 ** (scales - 1)
     place = torch.arange(-2 * side, 3 * side, dtype=torch.float64)
     bell = torch.exp(-(place**2) / (2 * sigma**2)) / (2 * pi * sigma**2) ** 0.5
-    spectrum = torch.fft.fft(bell.unflatten(0, (5, side)).sum(0)).real
+    spectrum = torch.fft.fft(bell.reshape(5, side).sum(0)).real
     half = side >> (resolution + 1)
     spectrum = torch.cat([spectrum[:half], spectrum[-half:]])
-    everywhere = torch.fft.ifft(
-        torch.fft.fft(torch.eye(2 * half, dtype=torch.float64), dim=0) * spectrum[:, None], dim=0
-    )
-    return everywhere.real[:: 2 ** (scales - resolution)][1:-1]
+    dots = torch.fft.fft(torch.eye(2 * half, dtype=torch.float64), dim=0)
+    everywhere = torch.real(torch.fft.ifft(dots * spectrum[:, None], dim=0))
+    return everywhere[:: 2 ** (scales - resolution)][1:-1]
 
 
 def _halved(spectrum: Tensor) -> Tensor:
