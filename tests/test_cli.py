@@ -110,7 +110,7 @@ def test_methods_made_for_sgd_refuse_adam(algorithm: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["run", "nowhere.yaml"], "there is no recipe 'nowhere.yaml': give a file, or one of ours: demo"),
+        (["run", "nowhere.yaml"], "there is no recipe 'nowhere.yaml': give a file, or one of ours: adaptive-dp/"),
         (["run", "x" * 300], "error: "),
         (["run", "."], ". is a folder; give a recipe file"),
         (["run", "tiny.yaml", "--seed", "-1"], "seed is -1"),
@@ -129,7 +129,7 @@ def test_methods_made_for_sgd_refuse_adam(algorithm: str) -> None:
         (["compare", "tiny.yaml", "tiny.yaml"], "give each a name of its own"),
         (["compare", "tiny.yaml", "--out", "tiny.yaml/below"], "cannot write tiny.yaml/below"),
         (["list", "everything"], "there is no list of 'everything'; choose one of algorithms, models"),
-        (["reproduce", "fedcicle"], "there are no recipes for 'fedcicle'; there are some for: fedcycle"),
+        (["reproduce", "fedcicle"], "there are no recipes for 'fedcicle'; there are some for: adaptive-dp, fedcycle"),
         (["reproduce", "fedcycle", "--quick", "--rebuild", "--out", "nowhere"], "without --rebuild first"),
         (["demo", "--seed", "-3"], "seed is -3"),
         (["demo", "--out", "tiny.yaml/below"], "cannot write tiny.yaml/below"),

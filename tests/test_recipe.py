@@ -49,6 +49,7 @@ FULL: dict[str, Any] = {
     "schedule": {"name": "plateau", "period": 5, "patience": 2, "factor": 0.5, "minimum": 0.1},
     "early_stop": {"patience": 3, "min_delta": 0.01, "metric": "auc"},
     "cohort": None,
+    "turns": "cyclic",
     "quorum": 1,
     "max_norm": 1e5,
     "evaluate": {"every": 1, "bootstrap": 10, "train": False},

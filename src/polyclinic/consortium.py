@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from polyclinic.core import SiteId, Stream
 from polyclinic.data import DATASETS
@@ -21,6 +23,8 @@ from polyclinic.errors import DataError
 from polyclinic.recipe import Recipe
 from polyclinic.rounds import HELD_OUT, POOLED
 
+MOST_FEATURES = 4 * 2**30
+"""Bytes that features computed beforehand may take; more are computed anew at every step."""
 HASHED = 256
 """Images read at a time; another number would be another fingerprint."""
 
@@ -107,6 +111,40 @@ def _refuse_names(sites: Mapping[SiteId, SiteData]) -> None:
             )
         if name in (POOLED, HELD_OUT, "global", "personal", "transfer"):
             raise DataError(f"A site cannot be called {name!r}, which has a meaning in results; rename the site.")
+
+
+def beforehand(
+    sites: Mapping[SiteId, SiteData], held_out: Images | None, part: nn.Module
+) -> tuple[dict[SiteId, SiteData], Images | None]:
+    """The sites with what a fixed part of a network makes of their images, in the images' place, where it fits."""
+    found: dict[int, Images] = {}
+
+    def made(images: Images) -> Images:
+        if id(images) not in found:
+            found[id(images)] = _features(images, part)
+        return found[id(images)]
+
+    def of(examples: Any) -> Any:
+        return examples.of_copy(made(examples.shared)) if isinstance(examples, Selection) else made(examples)
+
+    kept = {n: SiteData(s.name, of(s.train), of(s.validation), of(s.test)) for n, s in sites.items()}
+    return kept, held_out and made(held_out)
+
+
+@torch.no_grad()
+def _features(images: Images, part: nn.Module) -> Images:
+    device = images.labels.device
+    part = copy.deepcopy(part).to(device)
+    rows = torch.split(torch.arange(len(images), device=device), HASHED)
+    if not rows or not len(images):
+        return images
+    first = part(images.batch(rows[0])[0])
+    if first[0].numel() * 4 * len(images) > MOST_FEATURES:
+        return images
+    block = torch.empty(len(images), *first.shape[1:], device=device)
+    for index in rows:
+        block[index] = part(images.batch(index)[0])
+    return replace(images, images=block, mean=0.0, std=1.0)
 
 
 def room_on(device: torch.device) -> float:

@@ -18,6 +18,7 @@ from torch import nn
 
 from polyclinic import wire
 from polyclinic.consortium import Consortium as Consortium
+from polyclinic.consortium import beforehand
 from polyclinic.consortium import gather as gather
 from polyclinic.consortium import pool as pool
 from polyclinic.core import Bundle, Federation, Part, Score, SiteId, Stream
@@ -34,6 +35,7 @@ from polyclinic.metrics import Predictions, finite, measure
 from polyclinic.models import adopt_weights, build, download_weights, load_weights
 from polyclinic.models.classifier import Classifier
 from polyclinic.models.dp_safe import dp_safe
+from polyclinic.models.scattering import fixed_part
 from polyclinic.privacy.binding import bind, discretion_of, placeholder, secret_of, stages_of
 from polyclinic.privacy.guard import Guard
 from polyclinic.privacy.page import page, privacy_of, released
@@ -96,6 +98,7 @@ def rules_of(recipe: Recipe, mark: str) -> Rules:
         run=mark,
         seed=recipe.seed,
         cohort=recipe.cohort,
+        turns=recipe.turns,
         quorum=recipe.quorum,
         schedule=recipe.schedule,
         early_stop=recipe.early_stop,
@@ -142,7 +145,10 @@ class Experiment:
             )
         device = device_of(recipe)
         self.network = LiveNetwork(self.module, device)
-        self.sites = self.consortium.on(device)
+        self.sites, self.apart = self.consortium.on(device), self.consortium.held_out
+        part = fixed_part(self.module)
+        if part is not None and recipe.training.augment is None:  # the same at every step, so computed once
+            self.sites, self.apart = beforehand(self.sites, self.apart, part)
         if self.algorithm.pooled:
             self.sites[POOLED] = pool(self.sites)
         registered = {name: len(site.train) for name, site in self.sites.items()}
@@ -242,9 +248,9 @@ class Experiment:
 
     def held_out(self, state: Bundle) -> Predictions:
         """The global model's predictions on the test set that belongs to no site."""
-        assert self.consortium.held_out is not None
+        assert self.apart is not None
         weights = self.algorithm.models(state, None)["global"]
-        found = score(Score(weights, probabilities), self.network, self.consortium.held_out)
+        found = score(Score(weights, probabilities), self.network, self.apart)
         return Predictions(found["probabilities"].double().cpu().numpy(), found["labels"].cpu().numpy())
 
     def judge(self, state: Bundle) -> dict[str, Any]:

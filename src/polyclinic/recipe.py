@@ -120,6 +120,7 @@ class Recipe(BaseModel):
     schedule: Schedule = Schedule()
     early_stop: EarlyStop | None = None
     cohort: int | None = Field(None, ge=1)
+    turns: Literal["random", "cyclic"] = "random"
     quorum: int = Field(1, ge=1)
     max_norm: float = Field(1e6, gt=0)
     evaluate: EvaluateSection = EvaluateSection()

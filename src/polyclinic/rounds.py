@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import chain, islice
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -47,7 +47,9 @@ class Rules:
     run: str = "run"
     seed: int = 0
     cohort: int | None = None
-    """Sites per round, drawn anew each time; None: all."""
+    """Sites per round; None: all."""
+    turns: Literal["random", "cyclic"] = "random"
+    """A cohort is drawn anew each time, or sites take turns in the federation's order."""
     quorum: int = 1
     deadline: float | None = None
     schedule: Schedule = Schedule()
@@ -105,6 +107,10 @@ def draw_cohort(sites: Sequence[SiteId], rules: Rules, round: int) -> list[SiteI
     """The sites of a round, from a public stream, in the federation's order."""
     if rules.cohort is None or rules.cohort >= len(sites):
         return list(sites)
+    if rules.turns == "cyclic":
+        first = (round - 1) * rules.cohort
+        taking = {(first + place) % len(sites) for place in range(rules.cohort)}
+        return [site for place, site in enumerate(sites) if place in taking]
     generator = Stream(rules.seed, ("run", "cohort", round)).generator()
     chosen = torch.randperm(len(sites), generator=generator)[: rules.cohort]
     return [sites[i] for i in sorted(chosen.tolist())]

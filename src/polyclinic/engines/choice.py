@@ -74,7 +74,7 @@ def choose(
     if reason:
         return Choice("local", f"sites do not stack: {reason}")
     ready = [seat for seat in seats if seat is not None]
-    apart = _seconds(lambda: [fit(s.job, network, s.data, s.site, s.stream) for s in ready], network)
+    apart = _seconds(lambda: [fit(s.job, network, s.data, s.site, s.stream, s.secret) for s in ready], network)
     try:
         together = _seconds(lambda: fit_stacked(ready, network), network)
     except NotStackableError as error:
@@ -92,7 +92,8 @@ def _first(runner: SiteRunner, algorithm: Algorithm, received: Bundle) -> Seat |
     job = next(algorithm.local(received, None, site, stream), None)
     if not isinstance(job, Fit):
         return None
-    return Seat(replace(job, training=replace(job.training, epochs=None, steps=STEPS)), examples, site, stream)
+    short = replace(job, training=replace(job.training, epochs=None, steps=STEPS))
+    return Seat(short, examples, site, stream, stream.child("secret"))
 
 
 def _why_not(seats: list[Seat | None], network: LiveNetwork) -> str:

@@ -57,4 +57,5 @@ class Builder(Protocol):
 
 
 def _owns_tensors(module: nn.Module) -> bool:
-    return bool([*module.parameters(recurse=False), *module.buffers(recurse=False)])
+    """Not what a layer only keeps for the moment, or could make again (fixed filters, dropout's keys)."""
+    return bool(module._parameters or module._buffers.keys() - module._non_persistent_buffers_set)
