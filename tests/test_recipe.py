@@ -69,6 +69,7 @@ FULL: dict[str, Any] = {
         "at": "site",
         "holders": 2,
         "metrics": "count",
+        "ledger": "ours.jsonl",
         "randomness": "secret",
     },
     "snapshot_every": 2,

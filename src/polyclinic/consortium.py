@@ -73,6 +73,27 @@ class Consortium:
             self._moved[device] = {n: _on(s, device, copies) if fits else s for n, s in self.sites.items()}
         return dict(self._moved[device])
 
+    def through(self, part: nn.Module, device: torch.device) -> tuple[dict[SiteId, SiteData], Images | None]:
+        """The sites on `device`, and the held-out images, with what a fixed part of a network makes of images in the
+        images' place, where it fits; made once for all who ask."""
+
+        def made(images: Images) -> Images:
+            key = id(images), device, repr(part)
+            if key not in self._made:
+                self._made[key] = images, _features(images, part)  # held, so that no other takes its identity
+            return self._made[key][1]
+
+        def of(examples: Any) -> Any:
+            return examples.of_copy(made(examples.shared)) if isinstance(examples, Selection) else made(examples)
+
+        sites = self.on(device).items()
+        kept = {n: SiteData(s.name, of(s.train), of(s.validation), of(s.test)) for n, s in sites}
+        return kept, self.held_out and made(self.held_out)
+
+    @cached_property
+    def _made(self) -> dict[tuple[int, torch.device, str], tuple[Images, Images]]:
+        return {}
+
     def _distinct(self) -> list[torch.Tensor]:
         """Every tensor of images, once."""
         parts = [part for site in self.sites.values() for part in (site.train, site.validation, site.test)]
@@ -111,24 +132,6 @@ def _refuse_names(sites: Mapping[SiteId, SiteData]) -> None:
             )
         if name in (POOLED, HELD_OUT, "global", "personal", "transfer"):
             raise DataError(f"A site cannot be called {name!r}, which has a meaning in results; rename the site.")
-
-
-def beforehand(
-    sites: Mapping[SiteId, SiteData], held_out: Images | None, part: nn.Module
-) -> tuple[dict[SiteId, SiteData], Images | None]:
-    """The sites with what a fixed part of a network makes of their images, in the images' place, where it fits."""
-    found: dict[int, Images] = {}
-
-    def made(images: Images) -> Images:
-        if id(images) not in found:
-            found[id(images)] = _features(images, part)
-        return found[id(images)]
-
-    def of(examples: Any) -> Any:
-        return examples.of_copy(made(examples.shared)) if isinstance(examples, Selection) else made(examples)
-
-    kept = {n: SiteData(s.name, of(s.train), of(s.validation), of(s.test)) for n, s in sites.items()}
-    return kept, held_out and made(held_out)
 
 
 @torch.no_grad()

@@ -18,7 +18,6 @@ from torch import nn
 
 from polyclinic import wire
 from polyclinic.consortium import Consortium as Consortium
-from polyclinic.consortium import beforehand
 from polyclinic.consortium import gather as gather
 from polyclinic.consortium import pool as pool
 from polyclinic.core import Bundle, Federation, Part, Score, SiteId, Stream
@@ -39,6 +38,7 @@ from polyclinic.models.scattering import fixed_part
 from polyclinic.privacy.binding import bind, discretion_of, placeholder, secret_of, stages_of
 from polyclinic.privacy.guard import Guard
 from polyclinic.privacy.page import page, privacy_of, released
+from polyclinic.privacy.passbook import Passbook
 from polyclinic.privacy.plan import Plan
 from polyclinic.recipe import EngineSection, Recipe
 from polyclinic.results import assess, cost, drift, headline, versions
@@ -148,7 +148,7 @@ class Experiment:
         self.sites, self.apart = self.consortium.on(device), self.consortium.held_out
         part = fixed_part(self.module)
         if part is not None and recipe.training.augment is None:  # the same at every step, so computed once
-            self.sites, self.apart = beforehand(self.sites, self.apart, part)
+            self.sites, self.apart = self.consortium.through(part, device)
         if self.algorithm.pooled:
             self.sites[POOLED] = pool(self.sites)
         registered = {name: len(site.train) for name, site in self.sites.items()}
@@ -164,7 +164,17 @@ class Experiment:
             return None
         rehearsed = self.recipe.algorithm_of(placeholder(wish))
         trainers = [POOLED] if rehearsed.pooled else [name for name in sites if name != POOLED]
-        return bind(wish, rehearsed, self.federation, sites, trainers, self.network, rules_of(self.recipe, ""))
+        book = self._passbook()
+        rules, earlier = rules_of(self.recipe, ""), book.earlier() if book else {}
+        return bind(wish, rehearsed, self.federation, sites, trainers, self.network, rules, earlier)
+
+    def _passbook(self) -> Passbook | None:
+        """The ledger that this run shares with others on the same images."""
+        wish = self.recipe.privacy
+        if wish is None or wish.ledger is None:
+            return None
+        secret = secret_of(wish, self.recipe.seed, self.folder)
+        return Passbook(Path(wish.ledger), f"{self.mark()}-{secret.integer() % 2**32:08x}", wish.unit)
 
     def run(self) -> Result:
         """Play the rounds that are left, evaluate, and write the result."""
@@ -180,7 +190,7 @@ class Experiment:
             memory = self._memory(lent)
             stages = [*(stages_of(self.plan) if self.plan else ()), *recipe.stages_of()]
             secret = secret_of(recipe.privacy, recipe.seed, self.folder) if recipe.privacy else None
-            guard = Guard(self.plan, secret.child("server")) if self.plan and secret else None
+            guard = Guard(self.plan, secret.child("server"), self._passbook()) if self.plan and secret else None
             runners = {
                 name: SiteRunner(
                     name,

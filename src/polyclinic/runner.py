@@ -4,6 +4,7 @@ decode → load memory → evaluate → drive `local` → stages → encode → 
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -257,6 +258,14 @@ def within(work: Work, priced: Discretion, site: Site) -> Work:
                 )
             done += 1
         result = yield job
+        if isinstance(result, Fitted) and result.dropped:
+            # Told here only: how many there were is as private as the images themselves.
+            logging.getLogger(__name__).warning(
+                "%s: %d gradients of single images were not finite in round %d and counted as zero; look at the images",
+                site.name,
+                result.dropped,
+                site.round,
+            )
 
 
 def drive(work: Work, run: Callable[[Job, int], Fitted | Tensors]) -> tuple[Update, Bundle | None]:

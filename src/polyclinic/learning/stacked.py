@@ -17,6 +17,7 @@ from torch.func import vmap
 
 from polyclinic.core import Batch, Bundle, Fit, Fitted, Objective, Site, Tensors, Training
 from polyclinic.flat import Row, Way, layout_of, side_by_side
+from polyclinic.learning.compiled import compiled as compiled_function
 from polyclinic.learning.network import LiveNetwork, moved
 from polyclinic.learning.objectives import SEPARABLE
 from polyclinic.learning.private import changes_nothing
@@ -228,8 +229,7 @@ def _made(network: LiveNetwork, objective: Objective, names: frozenset[str], com
         return found
 
     if compiled:  # this function, not what vmap returns: the compiler passes over torch's own
-        torch._dynamo.config.cache_size_limit = 64  # objectives and lengths of batches share this one function
-        stacked = torch.compile(stacked, dynamic=False, fullgraph=True)
+        stacked = compiled_function(stacked, network.device)
 
     def call(weights: Bundle, keys: Tensors, batch: Batch, aside: Bundle) -> tuple[Tensors, Tensor]:
         moving = {name: w.detach().requires_grad_() for name, w in weights["model"].items() if name in names}

@@ -15,6 +15,7 @@ from torch.func import vmap
 
 from polyclinic.core import Batch, Bundle, Network, Objective, Private, Tensors
 from polyclinic.learning import private
+from polyclinic.learning.compiled import compiled as compiled_function
 from polyclinic.learning.network import LiveNetwork
 from polyclinic.learning.recorded import NotRecordableError, Part, Recorded, Seen, told, twin
 from polyclinic.learning.seating import Seat, Turn
@@ -132,8 +133,8 @@ def clipped_sums(
     probe = forward
     if compiled:
         torch._dynamo.config.cache_size_limit = 64  # objectives and lengths of batches share these functions
-        forward = torch.compile(forward, dynamic=False, fullgraph=True)
-        backward = torch.compile(backward, dynamic=False, fullgraph=True)
+        forward = compiled_function(forward, network.device, "first")
+        backward = compiled_function(backward, network.device, "later")
     noughts: dict[torch.Size, Tensors] = {}
 
     def call(

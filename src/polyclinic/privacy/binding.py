@@ -15,6 +15,7 @@ from polyclinic.core import Federation, Private, SiteId, Stage, Stream
 from polyclinic.data.examples import Selection, SiteData
 from polyclinic.errors import RecipeError, StoreError
 from polyclinic.learning.network import LiveNetwork
+from polyclinic.privacy.account import Spend
 from polyclinic.privacy.plan import RELEASED, Holding, Plan, Steps, Wish, largest_groups, make_plan, steps_of
 from polyclinic.privacy.rehearsal import rehearse
 from polyclinic.rounds import Rules, draw_cohort
@@ -32,6 +33,7 @@ def bind(
     trainers: Sequence[SiteId],
     network: LiveNetwork,
     rules: Rules,
+    earlier: Mapping[SiteId, tuple[Spend, ...]] | None = None,
 ) -> Plan:
     """The plan of a run; `algorithm` as it would train privately, whatever the noise."""
     refuse_shared_statistics(network, algorithm)
@@ -57,6 +59,7 @@ def bind(
             charges=algorithm.charges() if wish.unit != "site" else (),
             holders=held,
             caveat=algorithm.caveat() if wish.unit != "site" else "",
+            earlier=earlier or {},
         )
     )
 

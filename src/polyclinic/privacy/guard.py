@@ -8,11 +8,12 @@ is played again from any other state draws other noise, and is counted again.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import astuple
+from dataclasses import astuple, replace
 from typing import Any
 
 from polyclinic.core import Bundle, SiteId, Stream
 from polyclinic.privacy.account import Spend
+from polyclinic.privacy.passbook import Passbook
 from polyclinic.privacy.plan import RELEASED, Plan
 from polyclinic.stages.noise import largest_share, with_noise
 from polyclinic.wire import digest
@@ -21,9 +22,9 @@ from polyclinic.wire import digest
 class Guard:
     """Keeps a run within its plan."""
 
-    def __init__(self, plan: Plan, secret: Stream) -> None:
-        """`secret`: where noise comes from that the server itself adds."""
-        self.plan, self.secret = plan, secret
+    def __init__(self, plan: Plan, secret: Stream, passbook: Passbook | None = None) -> None:
+        """`secret`: where noise comes from that the server itself adds; `passbook`: what several runs share."""
+        self.plan, self.secret, self.passbook = plan, secret, passbook
         self.seen: dict[tuple[int, str], dict[SiteId, tuple[Spend, ...]]] = {}
 
     @property
@@ -50,6 +51,8 @@ class Guard:
         spends = {site: [list(astuple(spend)) for spend in self.plan.round_of(site)] for site in cohort}
         found = {"of": digest(state)[:16], "sites": spends}
         self._note(round, found)
+        if self.passbook is not None:
+            self.passbook.enter(round, found)
         return found
 
     def affords(self, round: int, cohort: Sequence[SiteId], state: Bundle) -> bool:
@@ -66,7 +69,7 @@ class Guard:
         return len({round for round, _ in self.seen}) == len(self.seen) and self.plan.epsilon <= cap
 
     def spent(self) -> dict[SiteId, tuple[Spend, ...]]:
-        """Of every site, all that was charged."""
+        """Of every site, all that was charged, by earlier runs too."""
         total: dict[SiteId, dict[Spend, int]] = {}
         for charged in self.seen.values():
             for site, spends in charged.items():
@@ -74,10 +77,8 @@ class Guard:
                     once = Spend(spend.noise, spend.rate, 1, spend.group)
                     mine = total.setdefault(site, {})
                     mine[once] = mine.get(once, 0) + spend.times
-        return {
-            site: tuple(Spend(s.noise, s.rate, times, s.group) for s, times in mine.items())
-            for site, mine in total.items()
-        }
+        own = {site: tuple(replace(s, times=times) for s, times in mine.items()) for site, mine in total.items()}
+        return {site: own.get(site, ()) + self.plan.earlier.get(site, ()) for site in {**own, **self.plan.earlier}}
 
     def _note(self, round: int, found: Mapping[str, Any]) -> None:
         spends = {site: tuple(Spend(*spend) for spend in rows) for site, rows in found["sites"].items()}

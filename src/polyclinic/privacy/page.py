@@ -71,6 +71,7 @@ def privacy_of(guard: Guard, broke: bool, rows: Iterable[Mapping[str, Any]]) -> 
         "worst_site": _number(max(by_site.values(), default=0.0)),
         "sites": {site: _number(value) for site, value in by_site.items()},
         "stopped_by_budget": broke,
+        "earlier": _number(plan.price(plan.earlier)) if plan.earlier else 0.0,
         "paper_metric": _paper_metric(plan, rows),
     }
 
@@ -128,6 +129,8 @@ def _with(found: Mapping[str, Any], summary: Mapping[str, Any]) -> Iterator[str]
     yield "\n".join(_table(found))
     if found["paper_metric"] is not None:
         yield f"Averaged over sites and summed over rounds the cost is {found['paper_metric']:.2f} ({PAPER_METRIC})."
+    if found["earlier"]:
+        yield f"Earlier runs that share its ledger had cost ε = {found['earlier']:.3g} by then, which is counted in."
     if found["stopped_by_budget"]:
         yield f"The run stopped after round {summary['rounds']}: the next one would have cost more than was allowed."
     yield "## What it means"

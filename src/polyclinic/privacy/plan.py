@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -57,6 +57,8 @@ class Wish:
     """The most sites at which one image (or patient) may be; left out: counted in the data."""
     metrics: Literal["suppress", "count", "open"] = "suppress"
     """What sites tell of their validation images each round: nothing; noised counts, charged; or all, unprotected."""
+    ledger: str | None = None
+    """A file in which all runs on the same images enter what they cost, so that they add up."""
     randomness: Literal["seed", "secret"] = "seed"
     """Noise from the seed, so that a run can be repeated (and the noise removed by whoever knows it), or a secret."""
 
@@ -134,6 +136,8 @@ class Plan:
     caveat: str = ""
     """Why the figures are no guarantee; "" where they are."""
     metrics_noise: float = math.inf
+    earlier: Mapping[SiteId, tuple[Spend, ...]] = field(default_factory=dict)
+    """What earlier runs on the same images have cost, where they share a ledger."""
 
     @property
     def claims(self) -> bool:
@@ -149,10 +153,11 @@ class Plan:
         return (*steps, *(Spend(charge, group=group) for charge in self.charges))
 
     def whole(self, noise: float | None = None) -> dict[SiteId, tuple[Spend, ...]]:
-        """What all rounds at each site release of one unit."""
+        """What all rounds at each site release of one unit, and what was released before."""
         taken = {site: sum(site in cohort for cohort in self.rounds) for site in self.holdings}
         return {
             site: tuple(replace(s, times=s.times * taken[site]) for s in self.round_of(site, noise) if taken[site])
+            + self.earlier.get(site, ())
             for site in self.holdings
         }
 
