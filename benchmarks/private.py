@@ -4,8 +4,8 @@
 
 cpu:  small CNN and GroupNorm CNN, images 1×28×28, batch 64, SGD, one thread. Ways take turns in one process, all with
       the engines' memory settings; examples a CPU-second, medians. Memory: what steps add at most to their process.
-cuda: GroupNorm CNN, 5 sites × batch 64. Opacus' hooks site by site; ours stacked, batches Poisson, compiled and not;
-      the same stack without privacy. Examples a second, medians.
+cuda: GroupNorm CNN, 5 sites × batch 64, 100 steps. Opacus' hooks for one site after another; ours stacked, compiled and
+      not, batches of 64 as Opacus' here, or Poisson; the same stack without privacy. Examples a second, medians.
 
 Every private way clips to 1 and draws noise of 1. Opacus (hooks: GradSampleModule; ghost: fast gradient clipping) is
 called as its documentation does, without its data loader.
@@ -40,7 +40,7 @@ from polyclinic.models import Classifier, build
 
 LR, BATCH, STEPS, SITES = 0.05, 64, 10, 5
 CLIP, NOISE = 1.0, 1.0
-EACH = BATCH * STEPS
+EACH, LONG = BATCH * STEPS, 100
 MODELS = ("small_cnn", "groupnorm_cnn")
 Deed = Callable[[], Any]
 Row = dict[str, Any]
@@ -169,30 +169,31 @@ def cpu(repeats: int) -> list[Row]:
     return found
 
 
-def stack(device: torch.device, private: Private | None, compiled: bool) -> Deed:
-    shared = pool(SITES * EACH).to(device)
+def stack(device: torch.device, each: int, private: Private | None, compiled: bool) -> Deed:
+    shared = pool(SITES * each).to(device)
     live = LiveNetwork(network("groupnorm_cnn"), device)
     job = Fit(weights_of(live.module), task_loss, Training(Optimiser("sgd", LR), BATCH, private=private))
-    parts = [Selection.of(shared, torch.arange(n * EACH, (n + 1) * EACH)) for n in range(SITES)]
+    parts = [Selection.of(shared, torch.arange(n * each, (n + 1) * each)) for n in range(SITES)]
     seats = [
-        Seat(job, part, Site(str(n), EACH, 1, 1, LR), Stream(n), Stream(n, ("secret",))) for n, part in enumerate(parts)
+        Seat(job, part, Site(str(n), each, 1, 1, LR), Stream(n), Stream(n, ("secret",))) for n, part in enumerate(parts)
     ]
     return lambda: fit_stacked(seats, live, compiled)
 
 
 def cuda(device: torch.device, repeats: int) -> list[Row]:
-    private = Private(CLIP, NOISE)
-    data, live = pool(EACH).to(device), [hooks("groupnorm_cnn", pool(EACH).to(device)) for _ in range(SITES)]
-    deeds: dict[str, Deed] = {
-        "Opacus hooks, site by site": lambda: [steps() for steps in live],
-        "ours, site by site": lambda: [steps() for steps in [ours("groupnorm_cnn", data, private)] * SITES],
-        "stacked": stack(device, private, False),
-        "stacked, compiled": stack(device, private, True),
-        "stacked without privacy": stack(device, None, False),
-        "stacked without privacy, compiled": stack(device, None, True),
+    each = BATCH * LONG
+    fixed, drawn = Private(CLIP, NOISE, "shuffle"), Private(CLIP, NOISE)
+    data = pool(each).to(device)
+    deeds: dict[str, tuple[Deed, int]] = {
+        "Opacus hooks, one site": (hooks("groupnorm_cnn", data), each),
+        "ours, one site": (ours("groupnorm_cnn", data, fixed), each),
+        "stacked": (stack(device, each, fixed, False), SITES * each),
+        "stacked, compiled": (stack(device, each, fixed, True), SITES * each),
+        "stacked, compiled, Poisson": (stack(device, each, drawn, True), SITES * each),
+        "stacked without privacy, compiled": (stack(device, each, None, True), SITES * each),
     }
     found = []
-    for name, deed in deeds.items():
+    for name, (deed, examples) in deeds.items():
         taken = []
         for number in range(repeats + 2):
             torch.cuda.synchronize(device)
@@ -200,7 +201,7 @@ def cuda(device: torch.device, repeats: int) -> list[Row]:
             deed()
             torch.cuda.synchronize(device)
             taken += [time.perf_counter() - began] if number > 1 else []
-        found.append({"way": name, "examples_per_s": SITES * EACH / statistics.median(taken)})
+        found.append({"way": name, "examples_per_s": examples / statistics.median(taken)})
         print(f"{name:36}{found[-1]['examples_per_s']:10.0f} examples a second", flush=True)
     return found
 

@@ -68,7 +68,7 @@ FULL: dict[str, Any] = {
         "views": 2,
         "at": "site",
         "holders": 2,
-        "metrics": "count",
+        "metrics": "open",
         "ledger": "ours.jsonl",
         "randomness": "secret",
     },

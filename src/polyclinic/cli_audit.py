@@ -84,7 +84,7 @@ def audit_recipe(
     site = max(plan.jobs, key=lambda name: _price(plan, name, _taken(plan, name)))
     examples = experiment.sites[site].train
     shape = examples.batch(examples.labels.new_zeros(1))[0].shape[1:]
-    job = _private(rehearse(experiment.algorithm, experiment.federation, site, network, shape), plan)
+    job = _private(rehearse(experiment.algorithm, experiment.federation, site, network, shape)[0], plan)
     played = min(rounds or _taken(plan, site), _taken(plan, site))
     return site, audit(
         experiment.module,

@@ -209,6 +209,7 @@ def test_noise_from_a_secret_is_another_every_time_and_survives_a_resume(tmp_pat
         ({"privacy": {**IMAGE, "at": "server"}}, "at: server is for unit site"),
         ({"privacy": {**SITE, "amplification": True}}, "cohorts are drawn in public"),
         ({"privacy": {**SITE, "at": "server"}, "algorithm": "scaffold"}, "takes a weighted mean"),
+        ({"privacy": {**SITE, "metrics": "count"}}, "protects single images, not a whole site"),
         ({"privacy": {**IMAGE, "views": 4}}, "copies of one image"),
         ({"privacy": {**IMAGE, "holders": 0}}, "privacy.holders is 0"),
         ({"privacy": IMAGE, "schedule": "plateau"}, "privacy.metrics: count"),

@@ -44,9 +44,10 @@ def bind(
         )
     holdings = {name: _holding(sites[name]) for name in trainers}
     jobs: dict[SiteId, tuple[Steps, ...]] = {}
+    models = 1
     if wish.unit != "site":
         shape = sites[trainers[0]].train.batch(sites[trainers[0]].train.labels.new_zeros(1))[0].shape[1:]
-        asked = rehearse(algorithm, federation, trainers[0], network, shape)
+        asked, models = rehearse(algorithm, federation, trainers[0], network, shape)
         jobs = {name: tuple(steps_of(job, h.examples, wish) for job in asked) for name, h in holdings.items()}
     held = most_holders({name: sites[name] for name in trainers}, wish)
     return make_plan(
@@ -58,6 +59,7 @@ def bind(
             jobs=jobs,
             charges=algorithm.charges() if wish.unit != "site" else (),
             holders=held,
+            models=models,
             caveat=algorithm.caveat() if wish.unit != "site" else "",
             earlier=earlier or {},
         )
@@ -115,7 +117,7 @@ def refuse_shared_statistics(network: LiveNetwork, algorithm: Averaging) -> None
 
 
 def _holding(site: SiteData) -> Holding:
-    return Holding(len(site.train), len(site.validation), largest_groups(site.train.patients))
+    return Holding(len(site.train), largest_groups(site.train.patients), largest_groups(site.validation.patients))
 
 
 def most_holders(sites: Mapping[SiteId, SiteData], wish: Wish) -> int:

@@ -83,6 +83,8 @@ def wish_problems(wish: Wish, training: Training, watching: bool) -> Iterator[st
         yield f"privacy.holders is {wish.holders}; an image is at 1 site or more"
     if wish.at == "server" and wish.unit != "site":
         yield f"privacy.at: server is for unit site; with unit {wish.unit} noise is added in every step, at the site"
+    if wish.metrics == "count" and wish.unit == "site":
+        yield "privacy.metrics: count protects single images, not a whole site; set it to suppress"
     if wish.amplification and wish.unit == "site":
         yield "cohorts are drawn in public, which makes no round cheaper; leave privacy.amplification out"
     if wish.amplification and wish.sampling == "shuffle":
@@ -114,9 +116,10 @@ class Holding:
     """What the plan must know of a site."""
 
     examples: int
-    validation: int = 0
     largest: int = 1
     """Training images of the patient with the most, at this site."""
+    largest_validation: int = 1
+    """The same of validation images."""
 
 
 @dataclass(frozen=True)
@@ -135,6 +138,8 @@ class Plan:
     holders: int = 1
     caveat: str = ""
     """Why the figures are no guarantee; "" where they are."""
+    models: int = 1
+    """How many models a site tells metrics of."""
     metrics_noise: float = math.inf
     earlier: Mapping[SiteId, tuple[Spend, ...]] = field(default_factory=dict)
     """What earlier runs on the same images have cost, where they share a ledger."""
@@ -286,10 +291,10 @@ def _solved(draft: Plan, target: float) -> float:
 def _metrics_noise(plan: Plan) -> float:
     """Validation images are other images than training ones: they may cost as much, no more."""
     target = plan.wish.epsilon if plan.wish.epsilon is not None else plan.epsilon
-    taken = max(sum(site in cohort for cohort in plan.rounds) for site in plan.holdings) * plan.holders
-    return noise_for(
-        lambda noise: (Spend(noise, times=taken),), target, plan.wish.delta, plan.wish.accountant, plan.wish.neighbours
-    )
+    taken = max(sum(site in cohort for cohort in plan.rounds) for site in plan.holdings) * plan.holders * plan.models
+    group = max(h.largest_validation for h in plan.holdings.values()) if plan.wish.unit == "patient" else 1
+    wish, told = plan.wish, Spend(1.0, times=taken, group=group)
+    return noise_for(lambda noise: (replace(told, noise=noise),), target, wish.delta, wish.accountant, wish.neighbours)
 
 
 def largest_groups(patients: Sequence[str] | None) -> int:

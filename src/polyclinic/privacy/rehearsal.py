@@ -17,8 +17,9 @@ BLANK = 2
 
 def rehearse(
     algorithm: Algorithm, federation: Federation, site: SiteId, network: LiveNetwork, shape: Sequence[int]
-) -> tuple[Fit, ...]:
-    """The training jobs of one round at a site: of the first or the second round, whichever has more.
+) -> tuple[tuple[Fit, ...], int]:
+    """The training jobs of one round at a site (of the first or the second round, whichever has more), and how many
+    models it has then.
 
     Every job is answered by the weights it starts from. What a site computes from its images and does not train on is
     refused unless the algorithm charges for it.
@@ -34,7 +35,8 @@ def rehearse(
         _, memory = drive(work, lambda job, _: _answered(job, found, algorithm, network, shape))  # noqa: B023
         rounds.append(found)
     first, second = rounds
-    return tuple(first if len(first) > len(second) else second)
+    models = algorithm.models(algorithm.broadcast(algorithm.init(federation), site), memory)
+    return tuple(first if len(first) > len(second) else second), max(1, len(models))
 
 
 def _answered(
