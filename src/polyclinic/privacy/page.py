@@ -42,12 +42,14 @@ def released(plan: Plan | None, exchanges: Iterable[Exchange]) -> list[dict[str,
 
 def _protection(plan: Plan, kind: str) -> str:
     wish = plan.wish
+    if kind == "buffers":
+        return "nothing is trained in them: empty, or frozen as they were sent"
     if not plan.claims:
         return f"noised, but without a guarantee: {plan.caveat}"
     if wish.unit != "site":
         return f"trained by DP-SGD: gradients clipped to {wish.clip:g} each, noise {plan.noise:.4g} × that on their sum"
     if kind not in RELEASED:
-        return "none: empty for networks that this plan allows"
+        return "none"
     where = "before it leaves the site" if wish.at == "site" else "by the server, to the mean"
     return f"clipped to {wish.clip:g} as a whole, noise {plan.noise:.4g} × that added {where}"
 
@@ -107,30 +109,30 @@ def round_to(noise: float) -> float:
 def page(summary: Mapping[str, Any]) -> str:
     """The page, as Markdown."""
     found, kinds = summary.get("privacy"), summary["released"]
-    body = _without() if found is None else _with(found, summary)
+    pooled = summary.get("algorithm") == "centralised"
+    body = _without(pooled) if found is None else _with(found, summary, pooled)
     table = ["| what leaves a site | what protects it |", "|---|---|"]
     table += [f"| {row['kind']} | {row['protection']} |" for row in kinds]
     return "\n\n".join([f"# Privacy of {summary['name']}", *body, "## What is released", "\n".join(table)]) + "\n"
 
 
-def _without() -> Iterator[str]:
+def _without(pooled: bool) -> Iterator[str]:
+    where = "All images were pooled in one place." if pooled else "Images themselves did not leave their site."
     yield (
         "**Nothing is claimed.** The recipe has no `privacy`, so what is released below may tell about single images, "
-        "and no figure bounds how much. Images themselves did not leave their site."
+        f"and no figure bounds how much. {where}"
     )
 
 
-def _with(found: Mapping[str, Any], summary: Mapping[str, Any]) -> Iterator[str]:
-    if found["caveat"]:
-        why = found["caveat"][0].upper() + found["caveat"][1:]
-        yield f"**No guarantee.** {why}. The figures below describe the noise, not a protection."
-    else:
-        yield _claim(found)
-    yield "\n".join(_table(found))
+def _with(found: Mapping[str, Any], summary: Mapping[str, Any], pooled: bool) -> Iterator[str]:
+    yield _claim(found)
+    if pooled:
+        yield "All images were pooled in one place, which saw them as they are: a yardstick, not a federation."
+    yield "\n".join(_table(found, pooled))
     if found["paper_metric"] is not None:
         yield f"Averaged over sites and summed over rounds the cost is {found['paper_metric']:.2f} ({PAPER_METRIC})."
     if found["earlier"]:
-        yield f"Earlier runs that share its ledger had cost ε = {found['earlier']:.3g} by then, which is counted in."
+        yield f"Earlier runs that share its ledger had cost ε = {up(found['earlier'])} by then, which is counted in."
     if found["stopped_by_budget"]:
         yield f"The run stopped after round {summary['rounds']}: the next one would have cost more than was allowed."
     yield "## What it means"
@@ -141,41 +143,76 @@ def _with(found: Mapping[str, Any], summary: Mapping[str, Any]) -> Iterator[str]
     yield _audited(found)
 
 
+def up(value: float, digits: int = 3) -> str:
+    """Rounded up: a cost is never told smaller than it is."""
+    if value == 0:
+        return "0"
+    unit = 10.0 ** (math.floor(math.log10(value)) - digits + 1)
+    return f"{math.ceil(value / unit - 1e-9) * unit:.{digits}g}"
+
+
+def _counts(found: Mapping[str, Any]) -> bool:
+    """Whether ε is a guarantee at all."""
+    return not found["caveat"] and found["epsilon"][found["accountant"]] is not None
+
+
 def _claim(found: Mapping[str, Any]) -> str:
-    value = found["epsilon"][found["accountant"]]
+    value, audit = found["epsilon"][found["accountant"]], found.get("audit") or {}
+    if found["caveat"]:
+        why = found["caveat"][0].upper() + found["caveat"][1:]
+        return f"**No guarantee.** {why}. The figures below describe the noise, not a protection."
     if value is None:
         return "**No protection.** Without noise ε is infinite."
+    if audit.get("refuted"):
+        return f"**Do not rely on this run: an audit has refuted its claim** of ε = {up(value)}; see below."
     return (
-        f"**ε = {value:.3g} at δ = {found['delta']:.2g}** for {UNITS[found['unit']]}, over the whole run"
+        f"**ε = {up(value)} at δ = {up(found['delta'], 2)}** for {UNITS[found['unit']]}, over the whole run"
         + (f", for a record that may be at {found['holders']} sites" if found["holders"] > 1 else "")
         + "."
     )
 
 
-def _table(found: Mapping[str, Any]) -> Iterator[str]:
-    figures = ", ".join(f"{LIBRARIES[k]}: {'–' if v is None else f'{v:.3f}'}" for k, v in found["epsilon"].items())
+def _table(found: Mapping[str, Any], pooled: bool) -> Iterator[str]:
     yield "| | |"
     yield "|---|---|"
-    yield f"| whom it protects | {UNITS[found['unit']]} |"
-    yield f"| neighbouring data sets | {_neighbours(found)} |"
-    yield f"| who need not be trusted | {_observers(found)} |"
+    if _counts(found):
+        yield f"| whom it protects | {UNITS[found['unit']]} |"
+        yield f"| neighbouring data sets | {_neighbours(found)} |"
+        yield f"| who need not be trusted | {_observers(found, pooled)} |"
     yield f"| sampling | {_sampling(found)} |"
     yield f"| clip, noise | {found['clip']:g}, {found['noise']:.4g} × the clip |"
-    yield f"| δ | {found['delta']:.3g} |"
-    yield f"| ε of the worst-placed {found['unit']} | {figures} |"
+    yield f"| δ | {up(found['delta'])} |"
+    yield f"| ε of the worst-placed {found['unit']} | {_figures(found)} |"
     if found["worst_site"] is not None and found["unit"] != "site":
-        yield f"| ε if it is at one site only | at most {found['worst_site']:.3f} |"
+        yield f"| ε if it is at one site only | at most {up(found['worst_site'])} |"
     wanted = "not limited" if found["wanted"] is None else f"{found['wanted']:g}"
     yield f"| ε that was allowed | {wanted} |"
 
 
+def _figures(found: Mapping[str, Any]) -> str:
+    """That which counts first: each is an upper bound by itself."""
+    first = found["accountant"]
+    rest = [name for name in found["epsilon"] if name != first and found["epsilon"][name] is not None]
+    told = [f"{LIBRARIES[name]}: {up(found['epsilon'][name], 4)}" for name in rest]
+    best = found["epsilon"][first]
+    head = f"{'∞' if best is None else up(best, 4)} ({LIBRARIES[first]}), which is what was limited"
+    return head + (f"; other bounds on the same: {', '.join(told)}" if told else "")
+
+
 def _neighbours(found: Mapping[str, Any]) -> str:
+    unit = found["unit"]
     if found["neighbours"] == "replace":
-        return f"the same but for one {found['unit']}, which is another"
-    return f"the same but for one {found['unit']}, which is there or not; how many images a site registered is public"
+        return f"the same but for one {unit} that another takes the place of"
+    if unit == "site":
+        return (
+            "the same, but one site sends back what it received, as if it had no images; that it takes part is public"
+        )
+    return f"the same with and without one {unit}; how many images a site registered is public"
 
 
-def _observers(found: Mapping[str, Any]) -> str:
+def _observers(found: Mapping[str, Any], pooled: bool) -> str:
+    if pooled:
+        return "whoever gets the model; NOT the place where all images lie"
     if found["unit"] == "site" and found["at"] == "server":
         return "whoever gets the models; the SERVER is trusted: it sees every site's clipped update before noise"
     return "the server, the other sites and whoever gets the models: noise is added before anything leaves the site"
@@ -190,31 +227,38 @@ def _sampling(found: Mapping[str, Any]) -> str:
 
 
 def _meaning(found: Mapping[str, Any]) -> str:
-    value = found["epsilon"][found["accountant"]]
-    if found["caveat"] or value is None:
+    if not _counts(found):
         return "No statement about single people follows from these figures."
-    odds = math.exp(min(value, 50.0))
+    odds = math.exp(min(found["epsilon"][found["accountant"]], 50.0))
+    sure = odds / (1 + odds)
+    told = f"{math.ceil(sure * 1000) / 10:.1f} % sure" if sure < 0.999 else "practically certain"
+    unit = found["unit"]
+    question = (
+        f"whether one {unit} was in it" if found["neighbours"] != "replace" else f"which of two {unit}s was in it"
+    )
     return (
-        f"Suppose someone knows everything about the data except whether one {found['unit']} was in it, sees all that "
-        f"is released, and thought it as likely as not. Whatever they see, they may be {odds / (1 + odds):.1%} sure "
-        f"afterwards at most (odds of {odds:.3g} to 1), but for a failure of a chance of {found['delta']:.2g} at most."
+        f"Suppose someone knows everything about the data except {question}, sees all that is released, and thought "
+        f"either as likely as the other. Whatever they see, they may be {told} afterwards at most (odds of "
+        f"{up(odds)} to 1), but for a failure with a chance of {up(found['delta'], 2)} at most."
     )
 
 
 def _not_protected(found: Mapping[str, Any]) -> Iterator[str]:
+    if not _counts(found):
+        yield "Anything."
     if found["unit"] == "image":
         yield "A patient with several images at a site: each image is protected by itself, not all together."
     if found["unit"] != "site":
-        yield "What is true of many patients alike: that is what the model learns. And that a site took part at all."
-    yield "How many training images each site has, which classes there are, when it answered and how long it took."
+        yield "What is true of many patients alike: that is what the model learns."
+    yield "That a site took part, how many training images it has, which classes there are, when it answered."
     if found["metrics"] == "open":
         yield "Metrics of validation images, which sites told as they are (privacy.metrics: open)."
     if found["metrics"] == "count":
         yield "Validation images cost at most the same ε as training images; test images are outside the claim."
     yield (
-        "The final evaluation: this simulation reads all validation and test images itself. Accuracy tables are not "
-        "noised, and choosing among several runs by them is not charged; each run of a comparison has its own ε, and "
-        "they add up for whoever sees all."
+        "The final evaluation: this simulation reads all images itself, training images too unless evaluate.train is "
+        "false. Accuracy tables are not noised, and choosing among runs by them is not charged. Each run of a "
+        "comparison has its own ε, and they add up for whoever sees all."
     )
     if found["randomness"] == "seed":
         yield (
@@ -227,5 +271,9 @@ def _not_protected(found: Mapping[str, Any]) -> Iterator[str]:
 def _audited(found: Mapping[str, Any]) -> str:
     audit = found.get("audit")
     if not audit:
-        return "This run was not audited. `polyclinic audit RECIPE` attacks the claim and writes its result here."
+        if found["unit"] == "site":
+            return "This run was not audited: there is no audit of whole sites yet."
+        return (
+            "This run was not audited. `polyclinic audit DIR`, with this folder, attacks the claim and tells it here."
+        )
     return " ".join([f"At {audit['site']}: {audit['verdict']}", audit.get("membership", "")]).strip()
