@@ -248,6 +248,7 @@ def _not_protected(found: Mapping[str, Any]) -> Iterator[str]:
         yield "Anything."
     if found["unit"] == "image":
         yield "A patient with several images at a site: each image is protected by itself, not all together."
+        yield "A picture that is stored more than once: each copy counts as an image (`polyclinic data check` finds them)."
     if found["unit"] != "site":
         yield "What is true of many patients alike: that is what the model learns."
     yield "That a site took part, how many training images it has, which classes there are, when it answered."
