@@ -55,7 +55,15 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def test_a_run_writes_the_promised_files_and_no_others(folder: Path) -> None:
-    promised = {"recipe.yaml", "metrics.jsonl", "result.json", "privacy.md", "ledger.jsonl", "model.safetensors", "snapshots"}
+    promised = {
+        "recipe.yaml",
+        "metrics.jsonl",
+        "result.json",
+        "privacy.md",
+        "ledger.jsonl",
+        "model.safetensors",
+        "snapshots",
+    }
     assert {path.name for path in folder.iterdir() if not path.name.startswith(".")} == promised
     assert [path.name for path in (folder / "snapshots").iterdir()] != []
     assert Recipe.load(folder / "recipe.yaml") == tiny()

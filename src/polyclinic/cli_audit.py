@@ -48,6 +48,8 @@ def audit_command(
 ) -> None:
     """Attack a recipe's privacy claim: plant canaries at a site, train as planned, guess who took part."""
     folder = Path(recipe) if (Path(recipe) / "recipe.yaml").is_file() else None
+    if folder and settings:
+        raise RecipeError("--set changes recipes, and this folder holds a run that has ended; leave --set out")
     loaded = Recipe.load(folder / "recipe.yaml" if folder else find_recipe(recipe), parse_settings(settings))
     site, found = audit_recipe(loaded, data, canaries, confidence, rounds)
     told = {"recipe": loaded.name, "site": site, **found.as_json()}

@@ -187,6 +187,7 @@ def promise(plan: Mapping[str, Any]) -> str:
     return (
         f"privacy: ε = {plan['epsilon']:.3g} per {plan['unit']} at δ = {plan['delta']:.2g} for the whole run "
         f"(noise {plan['noise']:.4g}, clip {plan['clip']:g})"
+        + (f"; it stops before ε = {plan['wanted']:g}" if plan["wanted"] and plan["epsilon"] > plan["wanted"] else "")
     )
 
 

@@ -35,7 +35,15 @@ from polyclinic.models import adopt_weights, build, download_weights, load_weigh
 from polyclinic.models.classifier import Classifier
 from polyclinic.models.dp_safe import dp_safe
 from polyclinic.models.scattering import fixed_part
-from polyclinic.privacy.binding import bind, discretion_of, placeholder, secret_of, stages_of
+from polyclinic.privacy.binding import (
+    bind,
+    discretion_of,
+    keep_noise,
+    kept_noise,
+    placeholder,
+    secret_of,
+    stages_of,
+)
 from polyclinic.privacy.guard import Guard
 from polyclinic.privacy.page import page, privacy_of, released
 from polyclinic.privacy.passbook import Passbook
@@ -165,8 +173,9 @@ class Experiment:
         rehearsed = self.recipe.algorithm_of(placeholder(wish))
         trainers = [POOLED] if rehearsed.pooled else [name for name in sites if name != POOLED]
         book = self._passbook()
-        rules, earlier = rules_of(self.recipe, ""), book.earlier() if book else {}
-        return bind(wish, rehearsed, self.federation, sites, trainers, self.network, rules, earlier)
+        rules, earlier = rules_of(self.recipe, ""), book.earlier() if book else ()
+        plan = bind(wish, rehearsed, self.federation, sites, trainers, self.network, rules, earlier)
+        return kept_noise(plan, self.folder)
 
     def _passbook(self) -> Passbook | None:
         """The ledger that this run shares with others on the same images."""
@@ -186,6 +195,8 @@ class Experiment:
         journal = FolderJournal(self.folder) if self.folder else RamJournal()
         if self.folder:
             write_atomically(self.folder / "recipe.yaml", recipe.to_yaml().encode())
+            if self.plan is not None:
+                keep_noise(self.plan, self.folder)
         with contextlib.ExitStack() as lent:
             memory = self._memory(lent)
             stages = [*(stages_of(self.plan) if self.plan else ()), *recipe.stages_of()]
@@ -216,7 +227,9 @@ class Experiment:
             lent.callback(gc.unfreeze)
             outcome = rounds.run()
             parts: list[Part] = ["validation", "test"]
-            predictions = rounds.predictions(outcome, ["train", *parts] if recipe.evaluate.train else parts)
+            if recipe.evaluate.train and self.plan is None:  # exact metrics of training images are for nobody to see
+                parts.insert(0, "train")
+            predictions = rounds.predictions(outcome, parts)
             reach("evaluated")
         held_out = self.held_out(outcome.state) if self.has_held_out() else None
         scores = assess(predictions, held_out, recipe.evaluate.bootstrap, Stream(recipe.seed, ("bootstrap",)))

@@ -186,7 +186,8 @@ class Rounds:
         evaluating = self.rules.evaluate_every > 0 and (round - 1) % self.rules.evaluate_every == 0
         judged = self.judge(state) if self.judge and evaluating else None
         began = time.perf_counter()
-        self.journal.charge(round, cohort, self.guard.charge(round, cohort, state) if self.guard else None)
+        paid = self.guard.charge(round, cohort, state, bool(progress.remembering)) if self.guard else None
+        self.journal.charge(round, cohort, paid)
         told = evaluating and (self.guard is None or self.guard.tells)
         updates = self.updates(round, state, cohort, progress, ["validation"] if told else [], book)
         before, touched = state, versions(state)
@@ -265,7 +266,7 @@ class Rounds:
             note["scalars"] = dict(reply.update.scalars)
         if reply.fields.get("remembers") is True:
             book.remembering.add(site)
-        if reply.drift is not None:
+        if reply.drift is not None and not (self.guard and self.guard.hides_drift):
             note["drift"] = reply.drift
         return reply.update
 

@@ -5,8 +5,9 @@ decode → load memory → evaluate → drive `local` → stages → encode → 
 from __future__ import annotations
 
 import logging
+import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from typing import Any, Protocol
@@ -72,12 +73,28 @@ class Discretion:
     """… with no less noise than this."""
     metrics_noise: float | None = None
     """Noise on the counts it tells of its validation images; None: they are told as they are."""
+    parts: tuple[Part, ...] = ("validation",)
+    """Whose metrics may be asked for in a round."""
+    rounds: int = sys.maxsize
+    scores: bool = True
+    """Whether the algorithm's looks at images are paid for."""
 
-    def of(self, order: wire.Message) -> Stream:
-        """A stream of this round's own. The weights received are part of its name: should the round be played again
-        from other weights, the noise is another; from the same weights, nothing new is released."""
+    def of(self, order: wire.Message, memory: Bundle | None = None, device: str = "cpu") -> Stream:
+        """A stream of this round's own, named by all that its releases depend on: should the round be played again from
+        other weights, at another rate or with other noise, the numbers are others; else nothing new is released."""
         fields = order.fields
-        return self.secret.child(fields["run"], fields["site"], int(fields["round"]), wire.digest(order.tensors))
+        known = wire.digest(order.tensors), wire.digest(memory) if memory else ""
+        terms = f"{self.least!r}|{fields.get('lr')!r}|{device}"
+        return self.secret.child(fields["run"], fields["site"], int(fields["round"]), *known, terms)
+
+    def check(self, fields: Mapping[str, Any], name: SiteId) -> None:
+        """Refuse what the plan does not have."""
+        if fields["purpose"] == "train" and not set(fields["parts"]) <= set(self.parts):
+            raise Refused("privacy", f"{name} was asked for metrics that its privacy plan keeps back")
+        if int(fields["round"]) > self.rounds + (fields["purpose"] != "train"):
+            raise Refused(
+                "privacy", f"{name} was asked for round {fields['round']}, its privacy plan has {self.rounds}"
+            )
 
 
 @dataclass(frozen=True)
@@ -126,6 +143,8 @@ class SiteRunner:
         """Whether an order says all it must."""
         if missing := ORDER - order.fields.keys():
             raise Refused("json", f"the order to {self.name} lacks {', '.join(sorted(missing))}")
+        if self.discretion is not None:
+            self.discretion.check(order.fields, self.name)
 
     def begin(self, order: wire.Message, predict: Predict | None = None) -> Visit:
         """`predict`: another way to this site's predictions than one by one."""
@@ -137,7 +156,7 @@ class SiteRunner:
         memory = self.recall(int(fields["round"]))
         if memory is None and fields.get("remembers"):
             raise StoreError(f"site {self.name} lost what it remembered; restore its folder, or start the run anew")
-        secret = self.discretion.of(order) if self.discretion else None
+        secret = self.discretion.of(order, memory, self.network.device.type) if self.discretion else None
         site = Site(self.name, len(self.holdings.train), fields["round"], fields["rounds"], fields["lr"], secret)
         report = self.report(order.tensors, memory, fields["parts"], predict or self.predict, secret)
         reach("site-evaluated")
@@ -200,7 +219,7 @@ class SiteRunner:
         models = self.algorithm.models(received, memory) if parts else {}
         for name, weights in models.items():
             for part in self.nonempty(parts):
-                values = self.told(predict(weights, part), secret and secret.child("metrics", name, part))
+                values = self.told(self._sound(predict(weights, part)), secret and secret.child("metrics", name, part))
                 rows.append({"model": name, "part": part, "n": len(getattr(self.holdings, part)), **values})
         return rows
 
@@ -210,6 +229,14 @@ class SiteRunner:
         if noise is None or secret is None:
             return finite(measure(found["probabilities"].double().numpy(), found["labels"].numpy()))
         return finite(noised_metrics(found["probabilities"], found["labels"], noise, secret))
+
+    def _sound(self, found: Tensors) -> Tensors:
+        """Under a plan a single bad image must not end a run for all to see: nothing is known of it."""
+        if self.discretion is None:
+            return found
+        chance = found["probabilities"]
+        bad = ~chance.isfinite().all(1, keepdim=True)
+        return {**found, "probabilities": torch.where(bad, 1 / chance.shape[1], chance)}
 
     def nonempty(self, parts: Sequence[Part]) -> list[Part]:
         return [part for part in parts if len(getattr(self.holdings, part))]
@@ -225,7 +252,7 @@ class SiteRunner:
         found: Tensors = {}
         for name, weights in self.algorithm.models(order.tensors, memory).items():
             for part in self.nonempty(fields["parts"]):
-                for key, value in (predict or self.predict)(weights, part).items():
+                for key, value in self._sound((predict or self.predict)(weights, part)).items():
                     found[f"{name}|{part}|{key}"] = value
                 found[f"{name}|{part}|patients"] = _patient_numbers(getattr(self.holdings, part))
         reply = {"run": fields["run"], "round": fields["round"], "site": self.name}
@@ -248,6 +275,10 @@ def within(work: Work, priced: Discretion, site: Site) -> Work:
         except StopIteration as end:
             update, memory = end.value
             return update, memory
+        if priced.allowed and (job.training.private is None if isinstance(job, Fit) else not priced.scores):
+            raise EngineError(
+                f"site {site.name} was asked to look at its images in a way that the privacy plan has not priced"
+            )
         if isinstance(job, Fit) and job.training.private is not None:
             rate, times = sampled(job, site.examples)
             most = priced.allowed[done] if done < len(priced.allowed) else (0.0, 0)

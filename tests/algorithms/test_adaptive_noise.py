@@ -235,7 +235,8 @@ def test_a_site_trains_with_the_noise_it_tells(tmp_path: Path) -> None:
     assert private is not None
     (name,) = experiment.sites
     train, initial, network = experiment.sites[name].train, experiment.federation.initial, experiment.network
-    order = Message({"run": experiment.mark(), "site": name, "round": 1}, initial)
+    lr = experiment.algorithm.training.optimiser.lr
+    order = Message({"run": experiment.mark(), "site": name, "round": 1, "lr": lr}, initial)
     secret = discretion_of(plan, name, secret_of(plan.wish, recipe.seed, None).child("site", name)).of(order)
     losses = score(Score(initial, each_loss), network, train)["losses"]
     told = variance(losses, BOUND, LOSS_NOISE, secret.child("losses")).tensors["variance"]

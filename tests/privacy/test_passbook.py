@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import json
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from polyclinic import run
-from polyclinic.errors import RecipeError, StoreError
+from polyclinic.errors import RecipeError, RoundFailed, StoreError
 from polyclinic.experiment import Experiment
 from polyclinic.privacy.account import Spend, epsilon
 from polyclinic.privacy.passbook import Passbook
-from tests.small import tiny
+from tests.small import WEIGHTS, tiny
 
 DELTA = 1e-4
 
@@ -49,7 +51,7 @@ def test_noise_is_solved_for_what_is_left_and_refused_when_nothing_is(tmp_path: 
     assert fresh is not None
     assert left.noise > fresh.noise
     assert left.epsilon <= 3.0
-    with pytest.raises(RecipeError, match="spends ε"):
+    with pytest.raises(RecipeError, match="earlier runs have spent"):
         Experiment(tiny(privacy={"epsilon": 0.5, "delta": DELTA, "ledger": str(book)}, seed=2))
 
 
@@ -58,6 +60,58 @@ def test_units_do_not_mix_and_damage_is_told(tmp_path: Path) -> None:
     run(tiny(privacy=wish(book)))
     with pytest.raises(RecipeError, match="holds charges of unit image"):
         Experiment(tiny(privacy={**wish(book), "unit": "site"}))
+    with pytest.raises(RecipeError, match="is a folder; name a file"):
+        Experiment(tiny(privacy=wish(tmp_path)))
+    with pytest.raises(RecipeError, match=r"leave privacy\.ledger out"):
+        Experiment(tiny(privacy=wish(tmp_path / "other"), algorithm={"name": "adaptive-noise", "variant": "paper"}))
     book.write_text(book.read_text().replace("2.0", "9.0"))
     with pytest.raises(StoreError, match="damaged at row 1"):
         Passbook(book, "x", "image").earlier()
+
+
+def test_images_pay_under_whatever_name_their_site_had(tmp_path: Path) -> None:
+    """Pooled, the same images are at a site of another name: both runs are counted for each of them."""
+    book = tmp_path / "ours.jsonl"
+    first = run(tiny(privacy=wish(book))).summary["privacy"]["epsilon"]["pld"]
+    second = run(tiny(privacy=wish(book), algorithm="centralised")).summary["privacy"]["epsilon"]["pld"]
+    alone = run(tiny(privacy={"noise": 2.0, "delta": DELTA}, algorithm="centralised")).summary["privacy"]
+    assert second > max(first, alone["epsilon"]["pld"])
+
+
+def test_two_runs_at_once_cannot_both_spend_the_whole(tmp_path: Path) -> None:
+    book = tmp_path / "ours.jsonl"
+    both = [
+        Experiment(tiny(privacy={"epsilon": 3.0, "delta": DELTA, "ledger": str(book)}, seed=seed)) for seed in (1, 2)
+    ]
+    assert both[0].run().summary["privacy"]["epsilon"]["pld"] <= 3.0
+    with pytest.raises(RoundFailed, match="not even one round can be paid"):
+        both[1].run()
+
+
+def test_the_same_recipe_with_other_noise_draws_other_numbers(tmp_path: Path) -> None:
+    """Solved anew after another run, the noise is larger; from the same normals it could be taken off again."""
+    book = tmp_path / "ours.jsonl"
+    recipe = tiny(privacy={"epsilon": 3.0, "delta": DELTA, "ledger": str(book)}, rounds=1)
+    first = run(recipe, tmp_path / "a")
+    run(tiny(privacy={"noise": 20.0, "delta": DELTA, "ledger": str(book)}, seed=5))
+    second = run(recipe, tmp_path / "b")
+    noises = [json.loads((tmp_path / name / "plan.json").read_text())["noise"] for name in "ab"]
+    assert noises[0] < noises[1]
+    apart = sum(
+        float((first.state["model"][n] - second.state["model"][n]).square().sum()) for n in first.state["model"]
+    )
+    one_site = 0.1 * noises[0] / 128 * math.sqrt(WEIGHTS * 4)  # lr · σC / batch · √(weights · steps)
+    assert math.sqrt(apart) > one_site / math.sqrt(3) / 2, "the same numbers under another scale would nearly cancel"
+
+
+def test_a_run_that_goes_on_keeps_its_noise(tmp_path: Path) -> None:
+    book = tmp_path / "ours.jsonl"
+    recipe = tiny(privacy={"epsilon": 3.0, "delta": DELTA, "ledger": str(book)})
+    before = Experiment(recipe, tmp_path / "a")
+    before.run()
+    (tmp_path / "a" / "result.json").unlink()
+    run(tiny(privacy={"noise": 20.0, "delta": DELTA, "ledger": str(book)}, seed=5))
+    again = Experiment(recipe, tmp_path / "a")
+    assert before.plan is not None
+    assert again.plan is not None
+    assert again.plan.noise == before.plan.noise

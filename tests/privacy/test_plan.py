@@ -17,8 +17,8 @@ from torch import nn
 from polyclinic import run
 from polyclinic.algorithms import ALGORITHMS
 from polyclinic.algorithms.fedavg import FedAvg
-from polyclinic.core import Bundle, Private, Score, Site, Stream, Update, Work
-from polyclinic.errors import RecipeError, RoundFailed
+from polyclinic.core import Bundle, Part, Private, Score, Site, Stream, Tensors, Update, Work
+from polyclinic.errors import RecipeError, Refused, RoundFailed, StoreError
 from polyclinic.experiment import Experiment
 from polyclinic.learning.objectives import probabilities
 from polyclinic.models import build
@@ -27,7 +27,7 @@ from polyclinic.privacy.account import Spend, epsilon
 from polyclinic.privacy.guard import Guard
 from polyclinic.privacy.plan import Holding, Plan, Steps, Wish, candidates, make_plan, rounded_up
 from polyclinic.recipe import Recipe, our_recipes
-from polyclinic.runner import Discretion
+from polyclinic.runner import Discretion, SiteRunner
 from polyclinic.wire import Message
 from tests.small import tiny
 
@@ -308,7 +308,15 @@ def test_noise_is_named_by_run_site_round_and_what_was_received() -> None:
             Message(order, {"model": {"w": torch.tensor([weight])}})
         )
 
-    ways: list[dict[str, Any]] = [{}, {"run": "s"}, {"site": "b"}, {"round": 2}, {"seed": 2}, {"weight": 1.0}]
+    ways: list[dict[str, Any]] = [
+        {},
+        {"run": "s"},
+        {"site": "b"},
+        {"round": 2},
+        {"lr": 0.2},
+        {"seed": 2},
+        {"weight": 1.0},
+    ]
     assert len({named(**way).integer() for way in ways}) == len(ways)
     assert named() == named()
 
@@ -316,3 +324,42 @@ def test_noise_is_named_by_run_site_round_and_what_was_received() -> None:
 def test_a_plan_says_what_an_infinite_price_is() -> None:
     plan = make_plan(draft(Wish(noise=0.0, delta=DELTA)))
     assert plan.epsilon == math.inf
+
+
+def test_a_site_refuses_what_its_plan_does_not_have() -> None:
+    held = Discretion(Stream(1), (), 1.0, parts=(), rounds=2)
+    order = {"purpose": "train", "parts": [], "round": 2}
+    held.check(order, "a")
+    for more in ({"parts": ["validation"]}, {"parts": ["train"]}, {"round": 3}, {"purpose": "evaluate", "round": 4}):
+        with pytest.raises(Refused, match="privacy plan"):
+            held.check({**order, **more}, "a")
+
+
+def test_one_bad_image_does_not_end_a_private_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of an image that the network makes nothing of, nothing is known in the evaluation: the run ends like any other."""
+    usual = SiteRunner.predict
+
+    def bad(self: SiteRunner, weights: Bundle, part: Part) -> Tensors:
+        found = usual(self, weights, part)
+        return {**found, "probabilities": found["probabilities"].index_fill(0, torch.tensor([0]), math.nan)}
+
+    monkeypatch.setattr(SiteRunner, "predict", bad)
+    assert run(tiny(privacy={**IMAGE, "metrics": "count"})).headline["accuracy"] >= 0
+    with pytest.raises(RoundFailed, match="not finite"):
+        run(tiny())
+
+
+def test_a_lost_secret_is_not_replaced(tmp_path: Path) -> None:
+    recipe = tiny(privacy={**IMAGE, "randomness": "secret"})
+    run(recipe, tmp_path)
+    (tmp_path / "result.json").unlink()
+    (tmp_path / "secret").unlink()
+    with pytest.raises(StoreError, match="is gone"):
+        run(recipe, tmp_path)
+
+
+def test_training_images_are_not_evaluated_and_drift_before_noise_is_not_told(tmp_path: Path) -> None:
+    found = run(tiny(privacy={**SITE, "at": "server"}), tmp_path)
+    assert not any("train" in parts for models in found.summary["sites"].values() for parts in models.values())
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert not any("drift" in row for row in rows)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import math
 import secrets
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from torch import nn
@@ -22,7 +25,7 @@ from polyclinic.rounds import Rules, draw_cohort
 from polyclinic.runner import Discretion
 from polyclinic.stages.clip import Clip
 from polyclinic.stages.noise import Noise
-from polyclinic.store import write_atomically
+from polyclinic.store import write_atomically, write_json
 
 
 def bind(
@@ -33,7 +36,7 @@ def bind(
     trainers: Sequence[SiteId],
     network: LiveNetwork,
     rules: Rules,
-    earlier: Mapping[SiteId, tuple[Spend, ...]] | None = None,
+    earlier: tuple[Spend, ...] = (),
 ) -> Plan:
     """The plan of a run; `algorithm` as it would train privately, whatever the noise."""
     refuse_shared_statistics(network, algorithm)
@@ -41,6 +44,12 @@ def bind(
         raise RecipeError(
             "privacy.at: server needs an algorithm whose server takes a weighted mean, as fedavg and fedprox do; "
             "choose one of them, or privacy.at: site"
+        )
+    sent = algorithm.exchanges
+    if wish.unit == "site" and (any(e.kind not in (*RELEASED, "buffers") or e.optional for e in sent) or not sent):
+        raise RecipeError(
+            "privacy.unit: site clips and noises a site's whole update of the model, and this algorithm sends more, or "
+            "at other times; choose fedavg, fedprox, fednova or fedcycle, or privacy.unit: image"
         )
     holdings = {name: _holding(sites[name]) for name in trainers}
     jobs: dict[SiteId, tuple[Steps, ...]] = {}
@@ -61,7 +70,7 @@ def bind(
             holders=held,
             models=models,
             caveat=algorithm.caveat() if wish.unit != "site" else "",
-            earlier=earlier or {},
+            earlier=earlier,
         )
     )
 
@@ -81,9 +90,31 @@ def stages_of(plan: Plan) -> list[Stage]:
 
 
 def discretion_of(plan: Plan, site: SiteId, secret: Stream) -> Discretion:
-    noise = plan.metrics_noise if plan.wish.metrics == "count" else None
-    allowed = tuple((step.rate, step.times) for step in plan.jobs.get(site, ()))
-    return Discretion(secret, allowed, plan.noise, noise)
+    return Discretion(
+        secret,
+        allowed=tuple((step.rate, step.times) for step in plan.jobs.get(site, ())),
+        least=plan.noise,
+        metrics_noise=plan.metrics_noise if plan.wish.metrics == "count" else None,
+        parts=() if plan.wish.metrics == "suppress" else ("validation",),
+        rounds=len(plan.rounds),
+        scores=bool(plan.charges or plan.caveat),
+    )
+
+
+def keep_noise(plan: Plan, folder: Path) -> None:
+    """A run that goes on keeps the noise it began with, whatever other runs have spent meanwhile."""
+    write_json(folder / "plan.json", {"noise": plan.noise, "metrics_noise": plan.as_json()["metrics_noise"]})
+
+
+def kept_noise(plan: Plan, folder: Path | None) -> Plan:
+    if folder is None or not (folder / "plan.json").exists():
+        return plan
+    try:
+        found = json.loads((folder / "plan.json").read_text())
+        quiet = math.inf if found["metrics_noise"] is None else float(found["metrics_noise"])
+        return replace(plan, noise=float(found["noise"]), metrics_noise=quiet)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise StoreError(f"{folder / 'plan.json'} is damaged ({error}); restore it or start anew elsewhere") from None
 
 
 def secret_of(wish: Wish, seed: int, folder: Path | None) -> Stream:
@@ -94,6 +125,9 @@ def secret_of(wish: Wish, seed: int, folder: Path | None) -> Stream:
         return Stream(secrets.randbits(256), ("secret",))
     path = folder / "secret"
     if not path.exists():
+        if (folder / "ledger.jsonl").exists() and (folder / "ledger.jsonl").stat().st_size:
+            raise StoreError(f"{path}, whence noise comes, is gone; restore it, or start anew in another folder")
+        folder.mkdir(parents=True, exist_ok=True)
         write_atomically(path, secrets.token_hex(32).encode())
         path.chmod(0o600)
     try:

@@ -7,6 +7,8 @@ is played again from any other state draws other noise, and is counted again.
 
 from __future__ import annotations
 
+import hashlib
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple, replace
 from typing import Any
@@ -32,6 +34,11 @@ class Guard:
         """Whether sites report metrics at all."""
         return self.plan.wish.metrics != "suppress"
 
+    @property
+    def hides_drift(self) -> bool:
+        """How far an update went before the server's noise is the site's secret."""
+        return self.plan.wish.unit == "site" and self.plan.wish.at == "server"
+
     def noised(self, round: int, before: Bundle, after: Bundle, weights: Sequence[float]) -> Bundle:
         """The new state with the server's noise, where the plan trusts the server to add it."""
         wish = self.plan.wish
@@ -46,30 +53,48 @@ class Guard:
             if row.get("event") == "charge" and row.get("privacy"):
                 self._note(int(row["round"]), row["privacy"])
 
-    def charge(self, round: int, cohort: Sequence[SiteId], state: Bundle) -> dict[str, Any]:
-        """What the round will release, to be written down before anything is sent."""
+    def charge(self, round: int, cohort: Sequence[SiteId], state: Bundle, remembered: bool = False) -> dict[str, Any]:
+        """What the round will release, to be written down before anything is sent.
+
+        `remembered`: sites keep a memory, which the server cannot compare: then every attempt is counted.
+        """
         spends = {site: [list(astuple(spend)) for spend in self.plan.round_of(site)] for site in cohort}
-        found = {"of": digest(state)[:16], "sites": spends}
-        self._note(round, found)
+        attempt = f"-{sum(known == round for known, _ in self.seen)}" if remembered else ""
+        found: dict[str, Any] = {"of": self._of(state) + attempt, "sites": spends}
+        if not math.isinf(self.plan.metrics_noise):
+            found["metrics"] = [self.plan.metrics_noise, self.plan.models]
         if self.passbook is not None:
-            self.passbook.enter(round, found)
+            self.passbook.enter(
+                round, self.plan.holders, found, lambda earlier: self._pays(round, cohort, state, earlier)
+            )
+        self._note(round, found)
         return found
 
     def affords(self, round: int, cohort: Sequence[SiteId], state: Bundle) -> bool:
         """Whether the round can be played without spending more than was wished."""
+        return self._pays(round, cohort, state, self.passbook.earlier() if self.passbook else ())
+
+    def _pays(self, round: int, cohort: Sequence[SiteId], state: Bundle, earlier: tuple[Spend, ...]) -> bool:
+        self.plan = replace(self.plan, earlier=earlier)
         cap = self.plan.wish.epsilon
-        if cap is None or (round, digest(state)[:16]) in self.seen or self._as_planned(cap):
+        if cap is None or (round, self._of(state)) in self.seen or self._as_planned(cap):
             return True
         spent = self.spent()
         after = {site: (*spent.get(site, ()), *self.plan.round_of(site)) for site in cohort}
         return self.plan.price({**spent, **after}) <= cap
+
+    def _of(self, state: Bundle) -> str:
+        """What a round's release depends on: the weights, the noise, the clip, and which kind of device draws it."""
+        device = next((t.device.type for group in state.values() for t in group.values()), "cpu")
+        terms = f"{digest(state)}|{self.plan.noise!r}|{self.plan.wish.clip!r}|{device}"
+        return hashlib.sha256(terms.encode()).hexdigest()[:16]
 
     def _as_planned(self, cap: float) -> bool:
         """Nothing was charged twice, and all of it can be paid."""
         return len({round for round, _ in self.seen}) == len(self.seen) and self.plan.epsilon <= cap
 
     def spent(self) -> dict[SiteId, tuple[Spend, ...]]:
-        """Of every site, all that was charged, by earlier runs too."""
+        """Of every site, all that this run was charged."""
         total: dict[SiteId, dict[Spend, int]] = {}
         for charged in self.seen.values():
             for site, spends in charged.items():
@@ -77,8 +102,7 @@ class Guard:
                     once = Spend(spend.noise, spend.rate, 1, spend.group)
                     mine = total.setdefault(site, {})
                     mine[once] = mine.get(once, 0) + spend.times
-        own = {site: tuple(replace(s, times=times) for s, times in mine.items()) for site, mine in total.items()}
-        return {site: own.get(site, ()) + self.plan.earlier.get(site, ()) for site in {**own, **self.plan.earlier}}
+        return {site: tuple(replace(s, times=times) for s, times in mine.items()) for site, mine in total.items()}
 
     def _note(self, round: int, found: Mapping[str, Any]) -> None:
         spends = {site: tuple(Spend(*spend) for spend in rows) for site, rows in found["sites"].items()}

@@ -73,7 +73,8 @@ def privacy_of(guard: Guard, broke: bool, rows: Iterable[Mapping[str, Any]]) -> 
         "worst_site": _number(max(by_site.values(), default=0.0)),
         "sites": {site: _number(value) for site, value in by_site.items()},
         "stopped_by_budget": broke,
-        "earlier": _number(plan.price(plan.earlier)) if plan.earlier else 0.0,
+        "earlier": _number(plan.price({})) if plan.earlier else 0.0,
+        "largest_group": max(h.largest for h in plan.holdings.values()),
         "paper_metric": _paper_metric(plan, rows),
     }
 
@@ -168,6 +169,7 @@ def _claim(found: Mapping[str, Any]) -> str:
     return (
         f"**ε = {up(value)} at δ = {up(found['delta'], 2)}** for {UNITS[found['unit']]}, over the whole run"
         + (f", for a record that may be at {found['holders']} sites" if found["holders"] > 1 else "")
+        + (", against anyone who does not know the run's seed" if found["randomness"] == "seed" else "")
         + "."
     )
 
@@ -179,6 +181,8 @@ def _table(found: Mapping[str, Any], pooled: bool) -> Iterator[str]:
         yield f"| whom it protects | {UNITS[found['unit']]} |"
         yield f"| neighbouring data sets | {_neighbours(found)} |"
         yield f"| who need not be trusted | {_observers(found, pooled)} |"
+    if found["unit"] == "patient":
+        yield f"| training images of one patient at a site | at most {found['largest_group']}, which is public |"
     yield f"| sampling | {_sampling(found)} |"
     yield f"| clip, noise | {found['clip']:g}, {found['noise']:.4g} × the clip |"
     yield f"| δ | {up(found['delta'])} |"
@@ -215,7 +219,13 @@ def _observers(found: Mapping[str, Any], pooled: bool) -> str:
         return "whoever gets the model; NOT the place where all images lie"
     if found["unit"] == "site" and found["at"] == "server":
         return "whoever gets the models; the SERVER is trusted: it sees every site's clipped update before noise"
-    return "the server, the other sites and whoever gets the models: noise is added before anything leaves the site"
+    seed = (
+        " (not against who knows the seed, from which this simulation drew it)" if found["randomness"] == "seed" else ""
+    )
+    return (
+        "the other sites, whoever gets the models, and the server as long as it follows the plan: noise is added "
+        f"before anything leaves the site{seed}"
+    )
 
 
 def _sampling(found: Mapping[str, Any]) -> str:
@@ -239,7 +249,7 @@ def _meaning(found: Mapping[str, Any]) -> str:
     return (
         f"Suppose someone knows everything about the data except {question}, sees all that is released, and thought "
         f"either as likely as the other. Whatever they see, they may be {told} afterwards at most (odds of "
-        f"{up(odds)} to 1), but for a failure with a chance of {up(found['delta'], 2)} at most."
+        f"{up(odds)} to 1), but for rare accidents, whose chance δ = {up(found['delta'], 2)} keeps small."
     )
 
 
@@ -248,7 +258,7 @@ def _not_protected(found: Mapping[str, Any]) -> Iterator[str]:
         yield "Anything."
     if found["unit"] == "image":
         yield "A patient with several images at a site: each image is protected by itself, not all together."
-        yield "A picture that is stored more than once: each copy counts as an image (`polyclinic data check` finds them)."
+        yield "A picture that is stored twice: each copy counts as an image (`polyclinic data check` finds copies)."
     if found["unit"] != "site":
         yield "What is true of many patients alike: that is what the model learns."
     yield "That a site took part, how many training images it has, which classes there are, when it answered."
@@ -257,9 +267,9 @@ def _not_protected(found: Mapping[str, Any]) -> Iterator[str]:
     if found["metrics"] == "count":
         yield "Validation images cost at most the same ε as training images; test images are outside the claim."
     yield (
-        "The final evaluation: this simulation reads all images itself, training images too unless evaluate.train is "
-        "false. Accuracy tables are not noised, and choosing among runs by them is not charged. Each run of a "
-        "comparison has its own ε, and they add up for whoever sees all."
+        "The final evaluation: this simulation reads all validation and test images itself. Accuracy tables are not "
+        "noised, and choosing among runs by them is not charged. Each run of a comparison has its own ε, and they add "
+        "up for whoever sees all."
     )
     if found["randomness"] == "seed":
         yield (

@@ -1,21 +1,25 @@
 """What all runs on the same images have cost together: `privacy.ledger` names a file that they share.
 
-Each charge is entered before the round it pays for begins. A run counts what earlier runs have entered as spent, by
-site; the same round of the same run, begun again from the same weights, is counted once.
+Each charge is entered before the round it pays for begins. A run counts what earlier runs have entered as spent, as if
+their dearest records were its own; the same round of the same run, begun again from the same weights, is counted once.
 """
 
 from __future__ import annotations
 
 import fcntl
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from polyclinic.core import SiteId
-from polyclinic.errors import RecipeError
-from polyclinic.privacy.account import Spend
+from polyclinic.errors import RecipeError, RoundFailed
+from polyclinic.privacy.account import Spend, epsilon
+from polyclinic.privacy.plan import candidates
 from polyclinic.store import Ledger, named_failure
+
+COMPARED = 1e-5
+"""δ at which records of one run are ranked."""
 
 
 class Passbook:
@@ -24,37 +28,55 @@ class Passbook:
     def __init__(self, path: Path, run: str, unit: str) -> None:
         self.path, self.run, self.unit = path, run, unit
 
-    def earlier(self) -> dict[SiteId, tuple[Spend, ...]]:
-        """What other runs have spent, by site."""
+    def earlier(self) -> tuple[Spend, ...]:
+        """What other runs have cost the record that paid most in each: sites may have been divided differently."""
         if not self.path.exists():
-            return {}
+            return ()
         with self._held():
-            rows = Ledger(self.path).read()
+            return self._earlier(Ledger(self.path).read())
+
+    def _earlier(self, rows: list[dict[str, Any]]) -> tuple[Spend, ...]:
         if other := {row["unit"] for row in rows} - {self.unit}:
             raise RecipeError(
                 f"privacy.ledger {self.path} holds charges of unit {other.pop()}, but this plan has unit {self.unit}; "
                 "give each unit a file of its own"
             )
-        found: dict[tuple[str, int, str], Mapping[str, Any]] = {}
+        runs: dict[str, dict[tuple[int, str], Mapping[str, Any]]] = {}
+        holders: dict[str, int] = {}
         for row in rows:
             if row["run"] != self.run:
-                found[row["run"], row["round"], row["privacy"]["of"]] = row["privacy"]["sites"]
-        spent: dict[SiteId, list[Spend]] = {}
-        for sites in found.values():
-            for site, spends in sites.items():
-                spent.setdefault(site, []).extend(Spend(*spend) for spend in spends)
-        return {site: tuple(spends) for site, spends in spent.items()}
+                runs.setdefault(row["run"], {})[row["round"], row["privacy"]["of"]] = row["privacy"]["sites"]
+                holders[row["run"]] = row["holders"]
+        return tuple(spend for run, charged in runs.items() for spend in _worst(charged.values(), holders[run]))
 
-    def enter(self, round: int, privacy: Mapping[str, Any]) -> None:
+    def enter(self, round: int, holders: int, privacy: Mapping[str, Any], affords: Callable[..., bool]) -> None:
+        """Refused if, by what other runs have entered meanwhile, it can no longer be paid."""
         with self._held():
-            Ledger(self.path).append(run=self.run, round=round, unit=self.unit, privacy=dict(privacy))
+            ledger = Ledger(self.path)
+            if not affords(self._earlier(ledger.read())):
+                raise RoundFailed(
+                    f"round {round} cannot be paid any more: other runs have spent what {self.path} allows; raise "
+                    "privacy.epsilon, or leave it at that"
+                )
+            ledger.append(run=self.run, round=round, unit=self.unit, holders=holders, privacy=dict(privacy))
 
     @contextmanager
     def _held(self) -> Iterator[None]:
         """By one process at a time."""
+        if self.path.is_dir():
+            raise RecipeError(f"privacy.ledger {self.path} is a folder; name a file")
         with named_failure(self.path):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             file = open(self.path.with_name(f".{self.path.name}.lock"), "wb")  # noqa: SIM115
         with file:
             fcntl.lockf(file, fcntl.LOCK_EX)
             yield
+
+
+def _worst(charged: Iterable[Mapping[SiteId, Any]], holders: int) -> tuple[Spend, ...]:
+    """Of one run, a composition that is no cheaper than any record's."""
+    spent: dict[SiteId, tuple[Spend, ...]] = {}
+    for sites in charged:
+        for site, spends in sites.items():
+            spent[site] = (*spent.get(site, ()), *(Spend(*spend) for spend in spends))
+    return max(candidates(spent, holders), key=lambda one: epsilon(one, COMPARED), default=())

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -27,7 +27,7 @@ Unit = Literal["image", "patient", "site"]
 DIGITS = 3
 """Sampling rates are rounded up to so many digits, which costs next to nothing and makes most sites' steps alike."""
 
-RELEASED = ("model", "control")
+RELEASED = ("model",)
 """Kinds of an update that a site-level plan clips and noises, together as one vector."""
 SOUGHT = 1.0 + 2.0**-40
 """Stands for the noise that is sought; nobody writes this number."""
@@ -73,7 +73,7 @@ def wish_problems(wish: Wish, training: Training, watching: bool) -> Iterator[st
         yield f"privacy.noise is {wish.noise}; choose a multiple of the clip, usually 0.5 to 10"
     if not 0 < wish.delta < 1:
         yield f"privacy.delta is {wish.delta}; choose a small probability, far below 1 / the number of images"
-    if not wish.clip > 0:
+    if not 1e-9 <= wish.clip <= 1e9:
         yield f"privacy.clip is {wish.clip}; choose a positive length, usually 0.1 to 10"
     if wish.views < 1:
         yield f"privacy.views is {wish.views}; choose 1 or more"
@@ -141,8 +141,8 @@ class Plan:
     models: int = 1
     """How many models a site tells metrics of."""
     metrics_noise: float = math.inf
-    earlier: Mapping[SiteId, tuple[Spend, ...]] = field(default_factory=dict)
-    """What earlier runs on the same images have cost, where they share a ledger."""
+    earlier: tuple[Spend, ...] = ()
+    """What earlier runs on the same images have cost a record, where they share a ledger."""
 
     @property
     def claims(self) -> bool:
@@ -158,17 +158,16 @@ class Plan:
         return (*steps, *(Spend(charge, group=group) for charge in self.charges))
 
     def whole(self, noise: float | None = None) -> dict[SiteId, tuple[Spend, ...]]:
-        """What all rounds at each site release of one unit, and what was released before."""
+        """What all rounds at each site release of one unit."""
         taken = {site: sum(site in cohort for cohort in self.rounds) for site in self.holdings}
         return {
             site: tuple(replace(s, times=s.times * taken[site]) for s in self.round_of(site, noise) if taken[site])
-            + self.earlier.get(site, ())
             for site in self.holdings
         }
 
     def price(self, spent: Mapping[SiteId, Iterable[Spend]], accountant: Accountant | None = None) -> float:
-        """ε of the worst-placed unit: one that is at the `holders` sites that released most."""
-        return max((self.of_one(one, accountant) for one in candidates(spent, self.holders)), default=0.0)
+        """ε of the worst-placed unit: one that is at the `holders` sites that released most, and was before."""
+        return max(self.of_one(one, accountant) for one in candidates(spent, self.holders) or [()])
 
     @cached_property
     def epsilon(self) -> float:
@@ -178,7 +177,7 @@ class Plan:
     def of_one(self, spent: Iterable[Spend], accountant: Accountant | None = None) -> float:
         """ε of all these releases together: a unit that is at one site pays for that site's."""
         wish = self.wish
-        return epsilon(tuple(spent), wish.delta, accountant or wish.accountant, wish.neighbours)
+        return epsilon((*spent, *self.earlier), wish.delta, accountant or wish.accountant, wish.neighbours)
 
     def private(self) -> Private | None:
         """What training jobs are told."""
@@ -260,6 +259,13 @@ def make_plan(draft: Plan) -> Plan:
             f"privacy.delta is {wish.delta:g}, but there are {units} {what}: a mechanism that publishes one of them "
             f"outright would pass; choose a delta well below {1 / units:.1e}"
         )
+    if wish.ledger is not None and draft.caveat:
+        raise RecipeError(f"privacy.ledger keeps what is guaranteed, but {draft.caveat}; leave privacy.ledger out")
+    if wish.epsilon is not None and draft.earlier and (spent := draft.price({})) >= wish.epsilon:
+        raise RecipeError(
+            f"earlier runs have spent ε = {spent:.3g} of these images by {wish.ledger}, and privacy.epsilon is "
+            f"{wish.epsilon:g}; raise it, or leave it at that"
+        )
     if wish.epsilon is not None and draft.caveat:
         raise RecipeError(
             f"privacy.epsilon cannot be promised: {draft.caveat}; set algorithm.variant: sound, or give privacy.noise "
@@ -280,7 +286,7 @@ def _solved(draft: Plan, target: float) -> float:
 
     def scaled(one: tuple[Spend, ...], sigma: float) -> tuple[Spend, ...]:
         """The noise of training is sought, that of other charges is given."""
-        return tuple(replace(s, noise=sigma) if s.noise == SOUGHT else s for s in one)
+        return (*(replace(s, noise=sigma) if s.noise == SOUGHT else s for s in one), *draft.earlier)
 
     def solved(one: tuple[Spend, ...]) -> float:
         return noise_for(lambda sigma: scaled(one, sigma), target, wish.delta, wish.accountant, wish.neighbours)
