@@ -336,7 +336,7 @@ def test_a_site_refuses_what_its_plan_does_not_have() -> None:
 
 
 def test_one_bad_image_does_not_end_a_private_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of an image that the network makes nothing of, nothing is known in the evaluation: the run ends like any other."""
+    """Of an image that the network makes nothing of, nothing is known in the end: the run ends like any other."""
     usual = SiteRunner.predict
 
     def bad(self: SiteRunner, weights: Bundle, part: Part) -> Tensors:
@@ -345,7 +345,7 @@ def test_one_bad_image_does_not_end_a_private_run(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(SiteRunner, "predict", bad)
     assert run(tiny(privacy={**IMAGE, "metrics": "count"})).headline["accuracy"] >= 0
-    with pytest.raises(RoundFailed, match="not finite"):
+    with pytest.raises(RoundFailed, match="NaN or infinite"):
         run(tiny())
 
 
