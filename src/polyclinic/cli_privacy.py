@@ -54,14 +54,17 @@ def priced(plan: Plan) -> dict[str, Any]:
 def _table(plan: Plan) -> Table:
     """The dearest sites."""
     whole = plan.whole()
-    cost = sorted(((plan.of_one(spends), site) for site, spends in whole.items()), reverse=True)
+    cost = sorted((-plan.of_one(spends), site) for site, spends in whole.items())
     table = Table(box=None, padding=(0, 1))
     for name in ("site", "rounds", "images", "releases", "ε of this site alone"):
         table.add_column(name, justify="left" if name == "site" else "right")
-    for value, site in cost[:10]:
+    for negative, site in cost[:10]:
         rounds, steps = sum(site in cohort for cohort in plan.rounds), sum(spend.times for spend in whole[site])
-        cells = [site, str(rounds), f"{plan.holdings[site].examples:,}", f"{steps:,}", f"{value:.3f}"]
+        cells = [site, str(rounds), f"{plan.holdings[site].examples:,}", f"{steps:,}", f"{-negative:.3f}"]
         table.add_row(*map(Text, cells))
     more = f"; {len(cost) - 10} more sites cost less" if len(cost) > 10 else ""
-    table.caption = Text(f"protects {UNITS[plan.wish.unit]}; it may be at {plan.holders} site(s){more}")
+    where = "" if plan.wish.unit == "site" else f"; it may be at {plan.holders} site{'s' * (plan.holders > 1)}"
+    charges = "".join(f"; a statistic each round, noise {noise:g}" for noise in plan.charges)
+    counts = "" if math.isinf(plan.metrics_noise) else f"; validation counts, noise {plan.metrics_noise:.3g}"
+    table.caption = Text(f"protects {UNITS[plan.wish.unit]}{where}{charges}{counts}{more}")
     return table

@@ -139,8 +139,19 @@ def comparison_table(comparison: Comparison) -> Table:
         cells = [line.name, *figures, worst, sent(line), f"{line.seconds:.0f}"]
         table.add_row(*map(Text, cells))
     lost = [f"{line.name}: {line.lost} updates refused or lost!" for line in comparison.lines if line.lost]
-    table.caption = Text("\n".join([f"intervals over {comparison.interval}; MB both ways; s: wall-clock", *lost]))
+    told = [f"intervals over {comparison.interval}; MB both ways; s: wall-clock", *_prices(comparison), *lost]
+    table.caption = Text("\n".join(told))
     return table
+
+
+def _prices(comparison: Comparison) -> list[str]:
+    """What privacy costs, where any method has a plan."""
+    plans = {name: runs[0].get("privacy") for name, runs in comparison.results.items()}
+    if not any(plans.values()):
+        return []
+    free = [name for name, found in plans.items() if not found]
+    paid = [f"{name}: {paid_for(found).removeprefix('privacy: ')}" for name, found in plans.items() if found]
+    return [*paid, *([f"no privacy claimed: {', '.join(free)}"] if free else [])]
 
 
 def result_table(summary: Mapping[str, Any]) -> Table:

@@ -9,7 +9,7 @@ import json
 import tempfile
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -129,6 +129,7 @@ class Experiment:
     ) -> None:
         if recipe.methods:
             raise RecipeError(f"{recipe.name} compares {len(recipe.methods)} methods; use `polyclinic compare`")
+        recipe = located(recipe)
         self.recipe, self.folder, self.watch = recipe, folder, watch
         self.algorithm = recipe.algorithm_of()
         self.consortium = consortium or gather(recipe, data)
@@ -327,12 +328,20 @@ def run(
     consortium: Consortium | None = None,
 ) -> Result:
     """Run a recipe. With `out`, everything is written there and an interrupted run goes on where it stopped."""
-    folder = Path(out) if out is not None else None
+    folder, recipe = Path(out) if out is not None else None, located(recipe)
     if folder is not None and (folder / "result.json").exists():
         return finished(folder, recipe)
     if folder is not None:
         refuse_other(folder, recipe)
     return Experiment(recipe, folder, Path(data) if data else None, watch, consortium).run()
+
+
+def located(recipe: Recipe) -> Recipe:
+    """With the place of a shared ledger as it is from here: from elsewhere the run would go on with another account."""
+    wish = recipe.privacy
+    if wish is None or wish.ledger is None:
+        return recipe
+    return recipe.model_copy(update={"privacy": replace(wish, ledger=str(Path(wish.ledger).resolve()))})
 
 
 def finished(folder: Path, recipe: Recipe | None = None) -> Result:

@@ -89,7 +89,9 @@ def draw_price(comparison: Comparison, path: Path) -> bool:
         known = [value for value in paid if value is not None]
         if known:
             accuracy = fmean(run["headline"]["accuracy"] for run in runs)
-            series.setdefault(name.partition(" σ=")[0].partition(" ε=")[0], []).append((fmean(known), accuracy))
+            unsure = ", no guarantee" if runs[0]["privacy"]["caveat"] else ""
+            line = name.partition(" σ=")[0].partition(" ε=")[0] + unsure
+            series.setdefault(line, []).append((fmean(known), accuracy))
     lines = {name: sorted(points) for name, points in series.items() if len(points) > 1}
     if not lines:
         return False
