@@ -10,6 +10,7 @@ import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -183,8 +184,13 @@ class Experiment:
         wish = self.recipe.privacy
         if wish is None or wish.ledger is None:
             return None
-        secret = secret_of(wish, self.recipe.seed, self.folder)
-        return Passbook(Path(wish.ledger), f"{self.mark()}-{secret.integer() % 2**32:08x}", wish.unit)
+        return Passbook(Path(wish.ledger), f"{self.mark()}-{self.secret.integer() % 2**32:08x}", wish.unit)
+
+    @cached_property
+    def secret(self) -> Stream:
+        """Where a private run's noise comes from."""
+        assert self.recipe.privacy is not None
+        return secret_of(self.recipe.privacy, self.recipe.seed, self.folder)
 
     def run(self) -> Result:
         """Play the rounds that are left, evaluate, and write the result."""
@@ -201,8 +207,7 @@ class Experiment:
         with contextlib.ExitStack() as lent:
             memory = self._memory(lent)
             stages = [*(stages_of(self.plan) if self.plan else ()), *recipe.stages_of()]
-            secret = secret_of(recipe.privacy, recipe.seed, self.folder) if recipe.privacy else None
-            guard = Guard(self.plan, secret.child("server"), self._passbook()) if self.plan and secret else None
+            guard = Guard(self.plan, self.secret.child("server"), self._passbook()) if self.plan else None
             runners = {
                 name: SiteRunner(
                     name,
@@ -211,7 +216,7 @@ class Experiment:
                     self.network,
                     memory,
                     stages,
-                    discretion_of(self.plan, name, secret.child("site", name)) if self.plan and secret else None,
+                    discretion_of(self.plan, name, self.secret.child("site", name)) if self.plan else None,
                 )
                 for name, site in self.sites.items()
             }

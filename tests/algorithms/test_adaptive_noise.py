@@ -47,7 +47,7 @@ WEIGHTS = weights_of(small(norm=False).module)
 SECRET = Stream(5, ("secret",))
 LOSSES = torch.rand(40, generator=torch.Generator().manual_seed(3)) * 2
 SPREADS = st.floats(0, 1e6)
-WISH: dict[str, Any] = {"noise": SIGMA, "delta": DELTA}
+WISH: dict[str, Any] = {"noise": SIGMA, "delta": DELTA, "randomness": "seed"}
 LOSS_NOISE = 2.0
 SOUND = {"name": "adaptive-noise", "loss_noise": LOSS_NOISE}
 

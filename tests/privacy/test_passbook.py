@@ -20,7 +20,7 @@ DELTA = 1e-4
 
 
 def wish(path: Path, **more: Any) -> dict[str, Any]:
-    return {"noise": 2.0, "delta": DELTA, "ledger": str(path), **more}
+    return {"noise": 2.0, "delta": DELTA, "ledger": str(path), "randomness": "seed", **more}
 
 
 def test_a_second_run_pays_for_the_first_too(tmp_path: Path) -> None:
@@ -91,7 +91,7 @@ def test_two_runs_at_once_cannot_both_spend_the_whole(tmp_path: Path) -> None:
 def test_the_same_recipe_with_other_noise_draws_other_numbers(tmp_path: Path) -> None:
     """Solved anew after another run, the noise is larger; from the same normals it could be taken off again."""
     book = tmp_path / "ours.jsonl"
-    recipe = tiny(privacy={"epsilon": 3.0, "delta": DELTA, "ledger": str(book)}, rounds=1)
+    recipe = tiny(privacy={"epsilon": 3.0, "delta": DELTA, "ledger": str(book), "randomness": "seed"}, rounds=1)
     first = run(recipe, tmp_path / "a")
     run(tiny(privacy={"noise": 20.0, "delta": DELTA, "ledger": str(book)}, seed=5))
     second = run(recipe, tmp_path / "b")

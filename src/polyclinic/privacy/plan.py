@@ -59,8 +59,8 @@ class Wish:
     """What sites tell of their validation images each round: nothing; noised counts, charged; or all, unprotected."""
     ledger: str | None = None
     """A file in which all runs on the same images enter what they cost, so that they add up."""
-    randomness: Literal["seed", "secret"] = "seed"
-    """Noise from the seed, so that a run can be repeated (and the noise removed by whoever knows it), or a secret."""
+    randomness: Literal["seed", "secret"] = "secret"
+    """Noise from a secret, or from the seed: then a run can be repeated, and the noise removed by whoever knows it."""
 
 
 def wish_problems(wish: Wish, training: Training, watching: bool) -> Iterator[str]:
