@@ -12,7 +12,8 @@ from torch import Tensor
 
 from polyclinic.core import Stream, Tensors
 from polyclinic.errors import RecipeError
-from polyclinic.privacy.mechanism import clip, distance, gaussian, generator_of, noise_like, noised
+from polyclinic.learning.private import secret_numbers
+from polyclinic.privacy.mechanism import clip, distance, gaussian, noise_like, noised
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int64)
 SHAPES = ((), (0,), (1,), (3,), (2, 4), (2, 0, 3), (17,))
@@ -136,9 +137,10 @@ def test_streams_have_noise_of_their_own_where_torch_has_one_for_two() -> None:
         pairs += [(stream, twin)] if twin is not stream else []
     assert pairs
     for one, other in pairs:
-        assert generator_of(one).standard_normal() != generator_of(other).standard_normal()
+        assert secret_numbers(one).standard_normal() != secret_numbers(other).standard_normal()
     assert (
-        len({int(generator_of(stream).bit_generator.random_raw()) for stream in list(seen.values())[:20_000]}) == 20_000
+        len({int(secret_numbers(stream).bit_generator.random_raw()) for stream in list(seen.values())[:20_000]})
+        == 20_000
     )
 
 

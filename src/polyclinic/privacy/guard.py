@@ -75,7 +75,8 @@ class Guard:
         return self._pays(round, cohort, state, self.passbook.earlier() if self.passbook else ())
 
     def _pays(self, round: int, cohort: Sequence[SiteId], state: Bundle, earlier: tuple[Spend, ...]) -> bool:
-        self.plan = replace(self.plan, earlier=earlier)
+        if earlier != self.plan.earlier:
+            self.plan = replace(self.plan, earlier=earlier)
         cap = self.plan.wish.epsilon
         if cap is None or (round, self._of(state)) in self.seen or self._as_planned(cap):
             return True

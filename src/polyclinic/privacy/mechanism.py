@@ -1,7 +1,7 @@
 """The Gaussian mechanism on named tensors: how far they may reach, and the noise that covers it.
 
 Lengths are measured in float64, whatever the tensors are. Noise is drawn in float64 and then rounded: its tails are
-whole, where torch's own single-precision normals never exceed 5.77 σ. It comes from a generator with a key of 128 bits;
+whole, where torch's own single-precision normals never exceed 5.77 σ. It comes from a generator with 252 bits of seed;
 torch's takes 32 bits of its seed, which can be tried one after the other, and which a thousand sites would share by
 chance.
 
@@ -11,8 +11,6 @@ What no mechanism in floating point gives: the last bits of a noised value still
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
@@ -23,6 +21,7 @@ from torch import Tensor
 from polyclinic.core import Bundle, Stream, Tensors
 from polyclinic.errors import RecipeError
 from polyclinic.flat import BLOCK
+from polyclinic.learning.private import secret_numbers
 
 SLACK = 1e-6
 """The share by which a length may exceed its bound, so that rounding alone never changes an update a second time."""
@@ -98,20 +97,14 @@ def _moves(pairs: Iterable[tuple[Tensor, Tensor | None]]) -> Iterator[Tensor]:
             yield from (a.double() - b.double() for a, b in zip(new, old, strict=True))
 
 
-def generator_of(stream: Stream) -> np.random.Generator:
-    """A generator of the stream's own: another seed or path, another one of 2¹²⁸."""
-    digest = hashlib.sha256(b"noise" + json.dumps([stream.seed, *stream.path]).encode()).digest()
-    return np.random.Generator(np.random.Philox(key=int.from_bytes(digest[:16], "big")))
-
-
 def gaussian(shape: Sequence[int], std: float, stream: Stream) -> Tensor:
     """N(0, std²), float64."""
-    return _normal(shape, generator_of(stream)) * known(std)
+    return _normal(shape, secret_numbers(stream)) * known(std)
 
 
 def noise_like(tensors: Tensors, std: float, stream: Stream) -> Tensors:
     """N(0, std²) for every floating-point tensor, in its type and on its device: one generator, in order of names."""
-    generator, std = generator_of(stream), known(std)
+    generator, std = secret_numbers(stream), known(std)
     names = sorted(name for name, tensor in tensors.items() if tensor.is_floating_point())
     return {n: (_normal(tensors[n].shape, generator) * std).to(tensors[n]) for n in names}
 
