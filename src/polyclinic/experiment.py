@@ -53,7 +53,7 @@ from polyclinic.recipe import EngineSection, Recipe
 from polyclinic.results import assess, cost, drift, headline, versions
 from polyclinic.rounds import POOLED, Outcome, Rounds, Rules, Watch
 from polyclinic.runner import SiteRunner
-from polyclinic.store import DiskMemory, MemoryStore, RamMemory, locked, write_atomically, write_json
+from polyclinic.store import DiskMemory, Ledger, MemoryStore, RamMemory, locked, write_atomically, write_json
 
 
 @dataclass(frozen=True)
@@ -184,7 +184,10 @@ class Experiment:
         wish = self.recipe.privacy
         if wish is None or wish.ledger is None:
             return None
-        return Passbook(Path(wish.ledger), f"{self.mark()}-{self.secret.integer() % 2**32:08x}", wish.unit)
+        own = self.folder / "ledger.jsonl" if self.folder else None
+        rows = Ledger(own).read() if own and own.exists() else []
+        known = [(row["round"], row["privacy"]["of"]) for row in rows if row["event"] == "charge" and row["privacy"]]
+        return Passbook(Path(wish.ledger), f"{self.mark()}-{self.secret.integer() % 2**32:08x}", wish.unit, known)
 
     @cached_property
     def secret(self) -> Stream:

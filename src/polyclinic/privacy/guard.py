@@ -52,6 +52,8 @@ class Guard:
         for row in rows:
             if row.get("event") == "charge" and row.get("privacy"):
                 self._note(int(row["round"]), row["privacy"])
+                if self.passbook is not None:
+                    self.passbook.known.add((int(row["round"]), row["privacy"]["of"]))
 
     def charge(self, round: int, cohort: Sequence[SiteId], state: Bundle, remembered: bool = False) -> dict[str, Any]:
         """What the round will release, to be written down before anything is sent.

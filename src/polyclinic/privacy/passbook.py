@@ -23,10 +23,14 @@ COMPARED = 1e-5
 
 
 class Passbook:
-    """One file for all runs; `run` is this one's own mark, `unit` whom charges are about."""
+    """One file for all runs; `run` is this one's own mark, `unit` whom charges are about.
 
-    def __init__(self, path: Path, run: str, unit: str) -> None:
-        self.path, self.run, self.unit = path, run, unit
+    `known`: what this run knows to be charged to itself (rounds, and what they started from). Whatever else carries its
+    mark was another attempt, with other noise or from other weights, and counts as another run's.
+    """
+
+    def __init__(self, path: Path, run: str, unit: str, known: Iterable[tuple[int, str]] = ()) -> None:
+        self.path, self.run, self.unit, self.known = path, run, unit, set(known)
 
     def earlier(self) -> tuple[Spend, ...]:
         """What other runs have cost the record that paid most in each: sites may have been divided differently."""
@@ -44,13 +48,14 @@ class Passbook:
         runs: dict[str, dict[tuple[int, str], Mapping[str, Any]]] = {}
         holders: dict[str, int] = {}
         for row in rows:
-            if row["run"] != self.run:
+            if row["run"] != self.run or (row["round"], row["privacy"]["of"]) not in self.known:
                 runs.setdefault(row["run"], {})[row["round"], row["privacy"]["of"]] = row["privacy"]["sites"]
                 holders[row["run"]] = row["holders"]
         return tuple(spend for run, charged in runs.items() for spend in _worst(charged.values(), holders[run]))
 
     def enter(self, round: int, holders: int, privacy: Mapping[str, Any], affords: Callable[..., bool]) -> None:
         """Refused if, by what other runs have entered meanwhile, it can no longer be paid."""
+        self.known.add((round, privacy["of"]))
         with self._held():
             ledger = Ledger(self.path)
             if not affords(self._earlier(ledger.read())):

@@ -29,6 +29,8 @@ DIGITS = 3
 
 RELEASED = ("model",)
 """Kinds of an update that a site-level plan clips and noises, together as one vector."""
+LEFT = 0.98
+"""Of ε; where earlier runs have spent more, what is left would only buy noise."""
 SOUGHT = 1.0 + 2.0**-40
 """Stands for the noise that is sought; nobody writes this number."""
 
@@ -261,7 +263,7 @@ def make_plan(draft: Plan) -> Plan:
         )
     if wish.ledger is not None and draft.caveat:
         raise RecipeError(f"privacy.ledger keeps what is guaranteed, but {draft.caveat}; leave privacy.ledger out")
-    if wish.epsilon is not None and draft.earlier and (spent := draft.price({})) >= wish.epsilon:
+    if wish.epsilon is not None and draft.earlier and (spent := draft.price({})) >= LEFT * wish.epsilon:
         raise RecipeError(
             f"earlier runs have spent ε = {spent:.3g} of these images by {wish.ledger}, and privacy.epsilon is "
             f"{wish.epsilon:g}; raise it, or leave it at that"
