@@ -304,7 +304,7 @@ def test_less_noise_than_was_priced_ends_in_an_error() -> None:
 def test_noise_is_named_by_run_site_round_and_what_was_received() -> None:
     def named(seed: int = 1, weight: float = 0.0, sigma: float = 1.0, **fields: Any) -> Stream:
         order = {"run": "r", "site": "a", "round": 1, **fields}
-        return Discretion(Stream(seed, ("secret",)), (), 1.0).of(
+        return Discretion(Stream(seed, ("secret",)), (), sigma).of(
             Message(order, {"model": {"w": torch.tensor([weight])}})
         )
 
@@ -317,6 +317,7 @@ def test_noise_is_named_by_run_site_round_and_what_was_received() -> None:
         {"seed": 2},
         {"weight": 1.0},
     ]
+    ways.append({"sigma": 1.1})  # from the same numbers under another scale noise could be taken off
     assert len({named(**way).integer() for way in ways}) == len(ways)
     assert named() == named()
 
