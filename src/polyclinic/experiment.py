@@ -186,8 +186,11 @@ class Experiment:
             return None
         own = self.folder / "ledger.jsonl" if self.folder else None
         rows = Ledger(own).read() if own and own.exists() else []
-        known = [(row["round"], row["privacy"]["of"]) for row in rows if row["event"] == "charge" and row["privacy"]]
-        return Passbook(Path(wish.ledger), f"{self.mark()}-{self.secret.integer() % 2**32:08x}", wish.unit, known)
+        charged = [(row["round"], row["privacy"]) for row in rows if row["event"] == "charge" and row["privacy"]]
+        known = [(round, found["of"]) for round, found in charged]
+        seen = next((tuple(found["account"]) for _, found in reversed(charged) if "account" in found), None)
+        own_mark = f"{self.mark()}-{self.secret.integer() % 2**32:08x}"
+        return Passbook(Path(wish.ledger), own_mark, wish.unit, known, seen)
 
     @cached_property
     def secret(self) -> Stream:

@@ -107,3 +107,15 @@ def test_another_attempt_of_the_same_run_is_counted(tmp_path: Path) -> None:
     run(recipe, tmp_path / "a")
     with pytest.raises(RecipeError, match="earlier runs have spent"):
         run(recipe, tmp_path / "b")
+
+
+@pytest.mark.parametrize("lost", ["all", "the last row"])
+def test_charges_that_vanish_are_noticed_by_whoever_wrote_them(tmp_path: Path, lost: str) -> None:
+    book = tmp_path / "ours.jsonl"
+    recipe = tiny(privacy=wish(book))
+    run(recipe, tmp_path / "a")
+    (tmp_path / "a" / "result.json").unlink()
+    rows = book.read_text().splitlines(keepends=True)
+    book.unlink() if lost == "all" else book.write_text("".join(rows[:-1]))
+    with pytest.raises(StoreError, match="lacks charges that this run has seen"):
+        run(recipe, tmp_path / "a")

@@ -66,9 +66,10 @@ class Guard:
         if not math.isinf(self.plan.metrics_noise):
             found["metrics"] = [self.plan.metrics_noise, self.plan.models]
         if self.passbook is not None:
-            self.passbook.enter(
+            seen = self.passbook.enter(
                 round, self.plan.holders, found, lambda earlier: self._pays(round, cohort, state, earlier)
             )
+            found["account"] = list(seen)
         self._note(round, found)
         return found
 

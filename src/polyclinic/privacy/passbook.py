@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from polyclinic.core import SiteId
-from polyclinic.errors import RecipeError, RoundFailed
+from polyclinic.errors import RecipeError, RoundFailed, StoreError
 from polyclinic.privacy.account import Spend, epsilon
 from polyclinic.privacy.plan import candidates
 from polyclinic.store import Ledger, named_failure
@@ -29,17 +29,31 @@ class Passbook:
     mark was another attempt, with other noise or from other weights, and counts as another run's.
     """
 
-    def __init__(self, path: Path, run: str, unit: str, known: Iterable[tuple[int, str]] = ()) -> None:
-        self.path, self.run, self.unit, self.known = path, run, unit, set(known)
+    def __init__(
+        self,
+        path: Path,
+        run: str,
+        unit: str,
+        known: Iterable[tuple[int, str]] = (),
+        seen: tuple[int, str] | None = None,
+    ) -> None:
+        """`seen`: how many rows the file had, and its last link, when this run last wrote to it."""
+        self.path, self.run, self.unit, self.known, self.seen = path, run, unit, set(known), seen
 
     def earlier(self) -> tuple[Spend, ...]:
         """What other runs have cost the record that paid most in each: sites may have been divided differently."""
-        if not self.path.exists():
+        if not self.path.exists() and self.seen is None:
             return ()
         with self._held():
-            return self._earlier(Ledger(self.path).read())
+            return self._earlier(Ledger(self.path))
 
-    def _earlier(self, rows: list[dict[str, Any]]) -> tuple[Spend, ...]:
+    def _earlier(self, ledger: Ledger) -> tuple[Spend, ...]:
+        if self.seen is not None and not ledger.includes(*self.seen):
+            raise StoreError(
+                f"{self.path} lacks charges that this run has seen there, so what its images have cost can no longer "
+                "be told; restore the file"
+            )
+        rows = ledger.read()
         if other := {row["unit"] for row in rows} - {self.unit}:
             raise RecipeError(
                 f"privacy.ledger {self.path} holds charges of unit {other.pop()}, but this plan has unit {self.unit}; "
@@ -53,17 +67,21 @@ class Passbook:
                 holders[row["run"]] = row["holders"]
         return tuple(spend for run, charged in runs.items() for spend in _worst(charged.values(), holders[run]))
 
-    def enter(self, round: int, holders: int, privacy: Mapping[str, Any], affords: Callable[..., bool]) -> None:
-        """Refused if, by what other runs have entered meanwhile, it can no longer be paid."""
+    def enter(
+        self, round: int, holders: int, privacy: Mapping[str, Any], affords: Callable[..., bool]
+    ) -> tuple[int, str]:
+        """Refused if, by what other runs have entered meanwhile, it can no longer be paid. Returns the new `seen`."""
         self.known.add((round, privacy["of"]))
         with self._held():
             ledger = Ledger(self.path)
-            if not affords(self._earlier(ledger.read())):
+            if not affords(self._earlier(ledger)):
                 raise RoundFailed(
                     f"round {round} cannot be paid any more: other runs have spent what {self.path} allows; raise "
                     "privacy.epsilon, or leave it at that"
                 )
             ledger.append(run=self.run, round=round, unit=self.unit, holders=holders, privacy=dict(privacy))
+            self.seen = ledger.rows, ledger.chain
+        return self.seen
 
     @contextmanager
     def _held(self) -> Iterator[None]:
