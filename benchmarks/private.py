@@ -56,11 +56,7 @@ def pool(count: int) -> Images:
     return Images(images, torch.randint(10, (count,), generator=generator))
 
 
-def plain(model: str, data: Images) -> Deed:
-    """A loop as most people write it."""
-    module = network(model).to(data.images.device)
-    optimiser = torch.optim.SGD(module.parameters(), LR)
-
+def looped(module: torch.nn.Module, optimiser: torch.optim.Optimizer, data: Images) -> Deed:
     def steps() -> None:
         for index in torch.split(torch.randperm(len(data), device=data.labels.device), BATCH):
             optimiser.zero_grad()
@@ -68,6 +64,14 @@ def plain(model: str, data: Images) -> Deed:
             optimiser.step()
 
     return steps
+
+
+def plain(model: str, data: Images) -> Deed:
+    """A loop as most people write it."""
+    module = network(model).to(data.images.device)
+    optimiser = torch.optim.SGD(module.parameters(), LR)
+
+    return looped(module, optimiser, data)
 
 
 def hooks(model: str, data: Images) -> Deed:
@@ -78,13 +82,7 @@ def hooks(model: str, data: Images) -> Deed:
     inner = torch.optim.SGD(module.parameters(), LR)
     optimiser = DPOptimizer(inner, noise_multiplier=NOISE, max_grad_norm=CLIP, expected_batch_size=BATCH)
 
-    def steps() -> None:
-        for index in torch.split(torch.randperm(len(data), device=data.labels.device), BATCH):
-            optimiser.zero_grad()
-            F.cross_entropy(module(data.images[index]), data.labels[index]).backward()  # type: ignore[no-untyped-call]
-            optimiser.step()
-
-    return steps
+    return looped(module, optimiser, data)
 
 
 def ghost(model: str, data: Images) -> Deed:

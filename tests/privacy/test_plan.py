@@ -364,3 +364,17 @@ def test_training_images_are_not_evaluated_and_drift_before_noise_is_not_told(tm
     assert not any("train" in parts for models in found.summary["sites"].values() for parts in models.values())
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert not any("drift" in row for row in rows)
+
+
+def test_the_server_s_noise_is_another_where_other_sites_answered() -> None:
+    """Of two means over the same start, with the same noise, the difference would be what one site sent."""
+    guard = Guard(make_plan(draft(Wish(unit="site", noise=1.0, delta=DELTA, at="server"))), Stream(0))
+    before: Bundle = {"model": {"w": torch.zeros(1000)}}
+    both: Bundle = {"model": {"w": torch.ones(1000)}}
+    one: Bundle = {"model": {"w": torch.full((1000,), 2.0)}}
+    drawn = [guard.noised(1, before, after, [1.0, 1.0])["model"]["w"] - after["model"]["w"] for after in (both, one)]
+    assert abs(float(torch.corrcoef(torch.stack(drawn))[0, 1])) < 0.2
+    assert torch.equal(guard.noised(1, before, both, [1.0, 1.0])["model"]["w"] - both["model"]["w"], drawn[0])
+    for attempts in (1, 2):
+        guard.charge(1, ["a"], before)
+        assert guard.spent()["a"] == (Spend(1.0, times=attempts),), "every attempt may have ended in another mean"

@@ -45,7 +45,8 @@ class Guard:
         if wish.unit != "site" or wish.at != "server":
             return after
         std = self.plan.noise * wish.clip * largest_share(weights)
-        return with_noise(after, RELEASED, std, self.secret.child(round, digest(before)))
+        # Named by the mean it covers: if another set of sites answers when a round is repeated, so must the noise be.
+        return with_noise(after, RELEASED, std, self.secret.child(round, digest(before), digest(after), repr(std)))
 
     def recall(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """Take over what a ledger says was charged before."""
@@ -58,10 +59,11 @@ class Guard:
     def charge(self, round: int, cohort: Sequence[SiteId], state: Bundle, remembered: bool = False) -> dict[str, Any]:
         """What the round will release, to be written down before anything is sent.
 
-        `remembered`: sites keep a memory, which the server cannot compare: then every attempt is counted.
+        `remembered`: sites keep a memory, which the server cannot compare: then every attempt is counted. So it is
+        where the server adds the noise, for its mean depends on who answered.
         """
         spends = {site: [list(astuple(spend)) for spend in self.plan.round_of(site)] for site in cohort}
-        attempt = f"-{sum(known == round for known, _ in self.seen)}" if remembered else ""
+        attempt = f"-{self._attempts(round)}" if remembered or self.hides_drift else ""
         found: dict[str, Any] = {"of": self._of(state) + attempt, "sites": spends}
         if not math.isinf(self.plan.metrics_noise):
             found["metrics"] = [self.plan.metrics_noise, self.plan.models]
@@ -86,6 +88,9 @@ class Guard:
         spent = self.spent()
         after = {site: (*spent.get(site, ()), *self.plan.round_of(site)) for site in cohort}
         return self.plan.price({**spent, **after}) <= cap
+
+    def _attempts(self, round: int) -> int:
+        return sum(known == round for known, _ in self.seen)
 
     def _of(self, state: Bundle) -> str:
         """What a round's release depends on: the weights, the noise, the clip, and which kind of device draws it."""
