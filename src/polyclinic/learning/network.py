@@ -34,6 +34,9 @@ class LiveNetwork:
         """Convolutions run much faster, on CPU and GPU, where a pixel's channels lie side by side."""
         self.module = self.module.to(memory_format=self.layout)
         self._dropouts = with_keys(module, self.device)
+        for layer in module.modules():
+            if isinstance(layer, nn.GroupNorm):
+                layer.register_forward_pre_hook(_in_single)
         self.live: Bundle = {"model": dict(module.named_parameters()), "buffers": _statistics(module)}
         self.inhabited = True
         """Whether weights may live in the module; compilers cannot compare a bundle with them."""
@@ -157,6 +160,11 @@ class LiveNetwork:
         for name, parameter in chosen.items():
             parameter.requires_grad_(name in names)
         return [p for n, p in chosen.items() if n in names and isinstance(p, nn.Parameter)]
+
+
+def _in_single(_: nn.Module, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """As autocast does on CUDA; a CPU takes 3.6 times as long to normalise groups of bfloat16."""
+    return tuple(tensor.float() if tensor.dtype == torch.bfloat16 else tensor for tensor in given)
 
 
 def _convolves(module: nn.Module) -> bool:
