@@ -4,10 +4,10 @@
 
 One message of 13.4 MiB: 3.5 million parameters in 262 tensors. `encode` makes a message with its checksum, as a site
 does; `pack` puts another header before a body made once, as the server does for all sites but the first; `accept` is
-all that the server does with a reply but averaging it. `quantise` and `dequantise + add` are the 8-bit stage's two
-passes, counted in bytes of float32 that go in or are added to; `there` is the whole stage at a site, tensors apart.
-Floors: a copy of as many bytes (counted once) and SHA-256. CPU time of one thread, all interleaved, medians; memory
-is kept between repeats, as every engine does.
+all that the server does with a reply but averaging it. `quantise` and `dequantise + add` are the two passes of the
+stage at 8 bits, in blocks, counted in bytes of float32 that go in (for a difference: half of what is read) or are added
+to; `there` is the whole stage at a site, tensors apart. Floors: a copy of as many bytes (counted once) and SHA-256. CPU
+time of one thread, all interleaved, medians; memory is kept between repeats, as every engine does.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from benchmarks.aggregation import MOVE, PARAMETERS, TENSORS, model
 from polyclinic import wire
 from polyclinic.core import Stream
 from polyclinic.engines.local import keep_freed_memory
-from polyclinic.stages.quantise import Quantise, dequantise_into, quantise
+from polyclinic.stages.quantise import Quantise, blocks, dequantise_into, quantise
 
 BYTES = 4 * (PARAMETERS // TENSORS * TENSORS)
 
@@ -41,17 +41,18 @@ def works() -> dict[str, Callable[[], object]]:
     generator = Stream(0).generator()
     new, old = (torch.randn(BYTES // 4, generator=generator) for _ in range(2))
     source, target, total = torch.randn(BYTES // 4, generator=generator), torch.empty(BYTES // 4), old.clone()
-    block = Quantise().block
-    values, scales = quantise(new, old, block)
+    runs = blocks(BYTES // 4, Quantise().block)
+    values, scales = quantise(new, old, runs)
     return {
         "copy": lambda: target.copy_(source),
         "sha256": lambda: hashlib.sha256(body.data),
         "encode": lambda: wire.encode(fields, trained),
         "pack": lambda: wire.pack(fields, body),
         "accept": lambda: wire.accept(message, expected),
-        "quantise, nearest": lambda: quantise(new, old, block),
-        "quantise, stochastic": lambda: quantise(new, old, block, generator),
-        "dequantise + add": lambda: dequantise_into(total, values, scales, block),
+        "quantise an update, nearest": lambda: quantise(new, None, runs),
+        "difference + quantise, nearest": lambda: quantise(new, old, runs),
+        "difference + quantise, stochastic": lambda: quantise(new, old, runs, generator=generator),
+        "dequantise + add": lambda: dequantise_into(total, values, scales, runs),
         "there, stochastic": lambda: Quantise().out(trained, received, Stream(0)),
     }
 
@@ -79,9 +80,9 @@ def main() -> None:
     keep_freed_memory()
     rows = measure(options.repeats)
     print(f"{BYTES / 2**20:.1f} MiB of float32 in {TENSORS} tensors")
-    print(f"{'':<22}{'ms':>8}{'GB/s':>8}")
+    print(f"{'':<34}{'ms':>8}{'GB/s':>8}")
     for row in rows:
-        print(f"{row['what']:<22}{row['ms']:>8.2f}{row['gb_per_s']:>8.2f}")
+        print(f"{row['what']:<34}{row['ms']:>8.2f}{row['gb_per_s']:>8.2f}")
     if options.json:
         options.json.write_text(json.dumps(rows, indent=2) + "\n")
 

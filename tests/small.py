@@ -31,3 +31,10 @@ def write_recipe(folder: Path, values: Any = None, name: str = "tiny.yaml") -> P
     path = folder / name
     path.write_text(yaml.safe_dump(TINY if values is None else values, sort_keys=False), encoding="utf-8")
     return path
+
+
+NEEDED: dict[str, dict[str, Any]] = {
+    "adaptive-noise": {"privacy": {"noise": 1.0, "delta": 1e-4, "randomness": "seed"}},
+    "pfedcdp": {"algorithm": {"name": "pfedcdp", "head_epochs": 0, "keep": 0}},
+}
+"""What a recipe must say beside an algorithm's name, and what it must do without where there is no public set."""

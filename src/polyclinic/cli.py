@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 from typer.core import TyperGroup
 
-from polyclinic import cli_data, cli_privacy
+from polyclinic import cli_data, cli_privacy, cli_site
 from polyclinic.algorithms import ALGORITHMS
 from polyclinic.cli_audit import audit_command
 from polyclinic.compare import compare, compare_folders, slug
@@ -62,6 +62,7 @@ app = typer.Typer(
     help="Federated learning on medical images, for hospitals that differ.",
 )
 app.add_typer(cli_data.app, name="data")
+app.add_typer(cli_site.app, name="site")
 app.command("plan")(cli_privacy.plan)
 app.command("audit")(audit_command)
 

@@ -70,7 +70,7 @@ class Consortium:
         if device not in self._moved:
             fits = sum(t.nbytes for t in self._distinct()) <= (room_on(device) if room is None else room)
             copies: dict[int, Images] = {}
-            self._moved[device] = {n: _on(s, device, copies) if fits else s for n, s in self.sites.items()}
+            self._moved[device] = {n: site_on(s, device, copies) if fits else s for n, s in self.sites.items()}
         return dict(self._moved[device])
 
     def through(self, part: nn.Module, device: torch.device) -> tuple[dict[SiteId, SiteData], Images | None]:
@@ -130,7 +130,7 @@ def _refuse_names(sites: Mapping[SiteId, SiteData]) -> None:
                 f"The site name {name[:100]!r} is empty, too long, or holds '/', '@', '|' or a control character; "
                 "rename the site."
             )
-        if name in (POOLED, HELD_OUT, "global", "personal", "transfer"):
+        if name in (POOLED, HELD_OUT, "global", "personal", "transfer", "student", "public", "server"):
             raise DataError(f"A site cannot be called {name!r}, which has a meaning in results; rename the site.")
 
 
@@ -155,7 +155,9 @@ def room_on(device: torch.device) -> float:
     return torch.cuda.mem_get_info(device)[0] / 2 if device.type == "cuda" else float("inf")
 
 
-def _on(site: SiteData, device: torch.device, copies: dict[int, Images]) -> SiteData:
+def site_on(site: SiteData, device: torch.device, copies: dict[int, Images]) -> SiteData:
+    """The site with its images on `device`; `copies` knows those that are there already."""
+
     def moved(part: Any) -> Any:
         if not isinstance(part, Selection):
             return part.to(device)

@@ -80,6 +80,10 @@ class Network(Protocol):
         """The task's loss: cross-entropy of the logits."""
         ...
 
+    def taught(self, weights: Bundle, images: Tensor) -> Tensor:
+        """Logits of a teacher: as in evaluation, nothing dropped, no statistics moved, and no gradient."""
+        ...
+
 
 Objective: TypeAlias = Callable[[Network, Bundle, Batch, Bundle], Tensor]
 """(network, weights, batch, reference) -> loss. A module-level pure function, so that jobs of many sites stack."""
@@ -197,10 +201,14 @@ class Score:
     reference: Bundle = field(default_factory=dict)
     part: Part = "train"
     reduce: Literal["cat", "mean"] = "cat"
+    batch: int | None = None
+    """Examples at a time, where the function is not a mean over examples; None: as many as the device likes."""
 
 
 Job: TypeAlias = Fit | Score
 Work: TypeAlias = Generator[Job, Any, tuple["Update", Bundle | None]]
+Desk: TypeAlias = Generator[tuple[str, Job], Any, Bundle]
+"""The server's own work on its public set: jobs, each with the group whose network it is for; returns the state."""
 
 
 @dataclass(frozen=True)
@@ -306,6 +314,31 @@ class Algorithm(Protocol):
 
     def aggregate(self, state: Bundle, updates: Iterable[Update]) -> Bundle:
         """The next state. `updates` arrive in site order, one at a time: do not keep them."""
+        ...
+
+    @property
+    def serves(self) -> bool:
+        """Whether the server works on a public set after every aggregation."""
+        ...
+
+    def serve(self, state: Bundle, server: Site, rng: Stream) -> Desk:
+        """That work."""
+        ...
+
+    def group(self, state: Bundle, site: SiteId) -> str:
+        """Sites of one group have one network; their updates arrive together."""
+        ...
+
+    def share(self, state: Bundle, group: str) -> Bundle:
+        """The part of the state that is a group's."""
+        ...
+
+    def seat(self, received: Bundle) -> str:
+        """The group that a site finds itself in, by what it received."""
+        ...
+
+    def rate(self, group: str) -> float:
+        """What the learning rate is multiplied by in a group."""
         ...
 
     def finish(self, state: Bundle) -> Bundle:

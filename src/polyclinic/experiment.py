@@ -15,26 +15,26 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from polyclinic import wire
 from polyclinic.consortium import Consortium as Consortium
 from polyclinic.consortium import gather as gather
 from polyclinic.consortium import pool as pool
+from polyclinic.consortium import site_on
 from polyclinic.core import Bundle, Federation, Part, Score, SiteId, Stream
-from polyclinic.data.folder import in_data_folder
+from polyclinic.data.examples import SiteData
 from polyclinic.engines.choice import ASKED, Choice, choose, make_engine, read_choice
-from polyclinic.errors import DataError, EngineError, RecipeError, StoreError
+from polyclinic.errors import DataError, RecipeError, StoreError
 from polyclinic.faults import reach
+from polyclinic.finish.refine import check_public
 from polyclinic.flops import parameters, training_step_flops
 from polyclinic.journal import FolderJournal, RamJournal
 from polyclinic.learning.fit import score
-from polyclinic.learning.network import LiveNetwork, weights_of
+from polyclinic.learning.network import weights_of
 from polyclinic.learning.objectives import probabilities
+from polyclinic.lineup import device_of, line_up, normalises_batches, server_models
+from polyclinic.lineup import network_of as network_of
 from polyclinic.metrics import Predictions, finite, measure
-from polyclinic.models import adopt_weights, build, download_weights, load_weights
-from polyclinic.models.classifier import Classifier
-from polyclinic.models.dp_safe import dp_safe
 from polyclinic.models.scattering import fixed_part
 from polyclinic.privacy.binding import (
     bind,
@@ -49,10 +49,12 @@ from polyclinic.privacy.guard import Guard
 from polyclinic.privacy.page import page, privacy_of, released
 from polyclinic.privacy.passbook import Passbook
 from polyclinic.privacy.plan import Plan
+from polyclinic.public import gather_public
 from polyclinic.recipe import EngineSection, Recipe
-from polyclinic.results import assess, cost, drift, headline, versions
+from polyclinic.results import assess, cost, drift, headline, progress, versions
 from polyclinic.rounds import POOLED, Outcome, Rounds, Rules, Watch
-from polyclinic.runner import SiteRunner
+from polyclinic.runner import STUDENT, SiteRunner
+from polyclinic.server import Server, told
 from polyclinic.store import DiskMemory, Ledger, MemoryStore, RamMemory, locked, write_atomically, write_json
 
 
@@ -68,37 +70,6 @@ class Result:
     def headline(self) -> dict[str, Any]:
         found: dict[str, Any] = self.summary["headline"]
         return found
-
-
-def network_of(recipe: Recipe, consortium: Consortium, data: Path | None = None) -> Classifier:
-    """The recipe's network, its first weights from the seed or from a file (in the data folder, or here)."""
-    module = build(
-        recipe.model.name,
-        classes=len(consortium.classes),
-        channels=consortium.channels,
-        size=consortium.size,
-        dropout=recipe.model.dropout,
-        seed=Stream(recipe.seed, ("model",)),
-    )
-    if recipe.model.norm == "group" and recipe.model.weights is None:
-        return dp_safe(module)
-    if recipe.model.weights == "torchvision":
-        adopt_weights(module, download_weights(recipe.model.name), "torchvision")
-    elif recipe.model.weights is not None:
-        load_weights(module, in_data_folder(Path(recipe.model.weights), data))
-    return dp_safe(module) if recipe.model.norm == "group" else module
-
-
-def device_of(recipe: Recipe) -> torch.device:
-    wanted = recipe.engine.device
-    if wanted == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(wanted)
-        torch.zeros(1, device=device)
-    except (RuntimeError, AssertionError):
-        raise EngineError(f"the device {wanted!r} is not to be had here; use --device cpu or --device auto") from None
-    return device
 
 
 def rules_of(recipe: Recipe, mark: str) -> Rules:
@@ -132,9 +103,11 @@ class Experiment:
             raise RecipeError(f"{recipe.name} compares {len(recipe.methods)} methods; use `polyclinic compare`")
         recipe = located(recipe)
         self.recipe, self.folder, self.watch = recipe, folder, watch
-        self.algorithm = recipe.algorithm_of()
         self.consortium = consortium or gather(recipe, data)
         self.module = network_of(recipe, self.consortium, data)
+        device = device_of(recipe)
+        self.lineup = line_up(recipe, self.consortium, self.module, device, data)
+        self.algorithm = self.lineup.around(recipe.algorithm_of())
         if recipe.cohort is not None and recipe.cohort > len(self.consortium.sites):
             raise RecipeError(
                 f"a cohort of {recipe.cohort} is asked of {len(self.consortium.sites)} sites; lower or drop cohort"
@@ -147,36 +120,56 @@ class Experiment:
             len(site.validation) + len(site.test) for site in self.consortium.sites.values()
         ):
             raise DataError("No site has a validation or test image, so nothing could be reported; mend data.split.")
-        if recipe.training.batch == 1 and any(
-            isinstance(m, nn.modules.batchnorm._BatchNorm) for m in self.module.modules()
-        ):
+        if recipe.training.batch == 1 and normalises_batches(self.lineup):
             raise RecipeError(
                 f"{recipe.model.name} normalises over the batch, which one image cannot be; raise training.batch"
             )
-        device = device_of(recipe)
-        self.network = LiveNetwork(self.module, device)
+        self.network = next(iter(self.lineup.networks.values()))
         self.sites, self.apart = self.consortium.on(device), self.consortium.held_out
         part = fixed_part(self.module)
-        if part is not None and recipe.training.augment is None:  # the same at every step, so computed once
+        if (
+            part is not None and recipe.training.augment is None and not recipe.clusters
+        ):  # the same at every step, so computed once
             self.sites, self.apart = self.consortium.through(part, device)
         if self.algorithm.pooled:
             self.sites[POOLED] = pool(self.sites)
         registered = {name: len(site.train) for name, site in self.sites.items()}
         self.federation = Federation(self.consortium.classes, registered, weights_of(self.module))
+        self.public = self._public(data)
         self.plan = self._plan()
         if self.plan is not None:
-            self.algorithm = recipe.algorithm_of(self.plan.private())
+            self.algorithm = self.lineup.around(recipe.algorithm_of(self.plan.private()))
+        self.server = self._server(device)
+
+    def _public(self, data: Path | None) -> SiteData | None:
+        """The images that the server may look at."""
+        recipe, consortium = self.recipe, self.consortium
+        if recipe.public is None:
+            return None
+        shape = consortium.classes, consortium.channels, consortium.size
+        public = gather_public(recipe.public, data, *shape, Stream(recipe.seed, ("public",)), consortium.sites)
+        if recipe.finish is not None:
+            check_public(consortium.classes, consortium.classes, public)
+        return public
+
+    def _server(self, device: torch.device) -> Server | None:
+        if self.public is None:
+            return None
+        public, start = site_on(self.public, device, {}), self.federation.initial
+        server = Server(self.algorithm, self.lineup, public, self.recipe.seed, start)
+        server.check(self.algorithm.init(self.federation))
+        return server
 
     def _plan(self) -> Plan | None:
         """What privacy will cost, before anything is trained."""
         wish, sites = self.recipe.privacy, self.sites
         if wish is None:
             return None
-        rehearsed = self.recipe.algorithm_of(placeholder(wish))
+        rehearsed = self.lineup.around(self.recipe.algorithm_of(placeholder(wish)))
         trainers = [POOLED] if rehearsed.pooled else [name for name in sites if name != POOLED]
         book = self._passbook()
         rules, earlier = rules_of(self.recipe, ""), book.earlier() if book else ()
-        plan = bind(wish, rehearsed, self.federation, sites, trainers, self.network, rules, earlier)
+        plan = bind(wish, rehearsed, self.federation, sites, trainers, self.lineup.networks, rules, earlier)
         return kept_noise(plan, self.folder)
 
     def _passbook(self) -> Passbook | None:
@@ -219,7 +212,7 @@ class Experiment:
                     name,
                     site,
                     self.algorithm,
-                    self.network,
+                    self.lineup.all,
                     memory,
                     stages,
                     discretion_of(self.plan, name, self.secret.child("site", name)) if self.plan else None,
@@ -232,7 +225,9 @@ class Experiment:
             lent.callback(engine.close)
             judge = self.judge if self.has_held_out() else None
             rules = rules_of(recipe, self.mark())
-            rounds = Rounds(self.federation, self.algorithm, engine, rules, journal, self.watch, judge, stages, guard)
+            rounds = Rounds(
+                self.federation, self.algorithm, engine, rules, journal, self.watch, judge, stages, guard, self.server
+            )
             if self.plan is not None:
                 self.watch("plan", {"epsilon": self.plan.epsilon, **self.plan.as_json()})
             gc.freeze()  # what is there now stays: looking through all of it again and again took a tenth of a second
@@ -241,19 +236,28 @@ class Experiment:
             parts: list[Part] = ["validation", "test"]
             if recipe.evaluate.train and self.plan is None:  # exact metrics of training images are for nobody to see
                 parts.insert(0, "train")
-            predictions = rounds.predictions(outcome, parts)
+            refined = self.server.refined(outcome.state) if self.server and recipe.finish else None
+            student = refined.weights if refined else {}
+            beside = {f"{kind}@{STUDENT}": group for kind, group in student.items()}
+            predictions = rounds.predictions(outcome, parts, beside)
             reach("evaluated")
-        held_out = self.held_out(outcome.state) if self.has_held_out() else None
+        held_out = self.held_out(outcome.state, student) if self.has_held_out() else None
         scores = assess(predictions, held_out, recipe.evaluate.bootstrap, Stream(recipe.seed, ("bootstrap",)))
+        scores["public"] = self.server.judged(outcome.state, student or None) if self.server else None
+        scores["finish"] = told(refined) if refined else None
         summary = self.summarise(outcome, scores, journal, time.perf_counter() - began) | {"engine": asdict(choice)}
         summary["privacy"] = privacy_of(guard, outcome.broke, journal.rows) if guard else None
         if self.folder:
-            self.write(outcome, summary)
+            self.write(outcome, summary, student)
         return Result(summary, outcome.state, self.folder)
 
     def mark(self) -> str:
         """What this run is: a hash over everything that decides its result, the images among it."""
-        return hashlib.sha256(f"{decisive(self.recipe)}|{self.consortium.fingerprint}".encode()).hexdigest()[:16]
+        seen = [self.consortium]
+        if self.public is not None:
+            seen.append(replace(self.consortium, sites={self.public.name: self.public}))
+        images = "|".join(each.fingerprint for each in seen)
+        return hashlib.sha256(f"{decisive(self.recipe)}|{images}".encode()).hexdigest()[:16]
 
     def _choice(self, runners: Mapping[SiteId, SiteRunner]) -> Choice:
         """What `auto` once chose for a run stays, so that going on ends in the same bits."""
@@ -278,15 +282,19 @@ class Experiment:
 
     def has_held_out(self) -> bool:
         """Whether there are test images that belong to no site, and a global model to try on them."""
-        models = self.algorithm.models(self.algorithm.init(self.federation), None)
-        return self.consortium.held_out is not None and "global" in models
+        state = self.algorithm.init(self.federation)
+        return self.consortium.held_out is not None and bool(server_models(self.algorithm, state, self.lineup.networks))
 
-    def held_out(self, state: Bundle) -> Predictions:
-        """The global model's predictions on the test set that belongs to no site."""
+    def held_out(self, state: Bundle, student: Bundle | None = None) -> Predictions:
+        """On the test set that belongs to no site: what the student says, or the global model; of several clusters, the
+        mean of what their models say."""
         assert self.apart is not None
-        weights = self.algorithm.models(state, None)["global"]
-        found = score(Score(weights, probabilities), self.network, self.apart)
-        return Predictions(found["probabilities"].double().cpu().numpy(), found["labels"].cpu().numpy())
+        models = server_models(self.algorithm, state, self.lineup.networks)
+        if student:
+            models = {STUDENT: student}
+        found = [score(Score(w, probabilities), self.lineup.all[group], self.apart) for group, w in models.items()]
+        mean = torch.stack([rows["probabilities"].double() for rows in found]).mean(0)
+        return Predictions(mean.cpu().numpy(), found[0]["labels"].cpu().numpy())
 
     def judge(self, state: Bundle) -> dict[str, Any]:
         found = self.held_out(state)
@@ -296,7 +304,8 @@ class Experiment:
         self, outcome: Outcome, scores: Mapping[str, Any], journal: FolderJournal | RamJournal, seconds: float
     ) -> dict[str, Any]:
         recipe, consortium = self.recipe, self.consortium
-        model, best = headline(scores["merged"])
+        clusters = self.lineup.members(consortium.sites) if recipe.clusters else {}
+        model, best = headline(scores["merged"], scores["public"], recipe.evaluate.headline)
         shape = (recipe.training.batch, consortium.channels, consortium.size, consortium.size)
         self.network.require_gradients(self.network.trainable(recipe.training.fine_tune, ()))
         return {
@@ -309,10 +318,13 @@ class Experiment:
             "classes": list(consortium.classes),
             "hospitals": list(consortium.describe()),
             "model": {
-                "name": recipe.model.name,
-                "parameters": parameters(self.module),
-                "flops_per_step": training_step_flops(self.module, shape),
+                "name": " + ".join(dict.fromkeys(section.model.name for section in recipe.clusters.values()))
+                or recipe.model.name,
+                "parameters": sum(parameters(live.module) for live in self.lineup.networks.values()),
+                "flops_per_step": training_step_flops(self.network.module, shape),
             },
+            "clusters": clusters or None,
+            "progress": progress(journal.rows, clusters) if clusters else None,
             "headline": {"model": model, **best},
             **scores,
             "drift": drift(journal.rows),
@@ -322,9 +334,11 @@ class Experiment:
             "versions": versions(),
         }
 
-    def write(self, outcome: Outcome, summary: Mapping[str, Any]) -> None:
+    def write(self, outcome: Outcome, summary: Mapping[str, Any], student: Bundle) -> None:
         assert self.folder is not None
         write_atomically(self.folder / "model.safetensors", wire.encode_body(outcome.state).data)
+        if student:
+            write_atomically(self.folder / "student.safetensors", wire.encode_body(student).data)
         reach("model-written")
         write_atomically(self.folder / "privacy.md", page(summary).encode())
         write_json(self.folder / "result.json", summary)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass, replace
 from importlib import resources
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args, get_type_hints
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import yaml
 from pydantic import (
@@ -23,22 +22,26 @@ from pydantic import (
 )
 
 from polyclinic.algorithms import ALGORITHMS, Averaging
+from polyclinic.capability import Capability
 from polyclinic.claims import Claim
 from polyclinic.core import Augment, Optimiser, Private, Stage, Training
 from polyclinic.data import DATASETS, PARTITIONS
 from polyclinic.data.partition import Partition
 from polyclinic.data.splits import Fractions
 from polyclinic.errors import RecipeError
-from polyclinic.metrics import METRICS
+from polyclinic.finish.refine import FEDDF, Refine
 from polyclinic.models import MODELS
 from polyclinic.pace import EarlyStop, Schedule
-from polyclinic.privacy.plan import Wish, wish_problems
+from polyclinic.privacy.plan import Wish
+from polyclinic.recipe_rules import nearest, problems
 from polyclinic.stages import STAGES
 from polyclinic.training_rules import training_problems
 from polyclinic.yaml_files import read_yaml
 
+FINISHES = {"refine": Refine(), "feddf": FEDDF}
+OWN = (Capability, Refine)
 CLOSED = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-for _options in (Augment, Optimiser, Private, Training, Wish, Schedule, EarlyStop, Averaging, *STAGES.values()):
+for _options in (Augment, Optimiser, Private, Training, Wish, Schedule, EarlyStop, Averaging, *STAGES.values(), *OWN):
     setattr(_options, "__pydantic_config__", CLOSED)  # noqa: B010  plain dataclasses; algorithms inherit it
 
 T = TypeVar("T")
@@ -66,17 +69,20 @@ class PartitionSection(Open):
     by: str = "natural"
 
 
-class DataSection(Open):
+class PublicSection(Open):
     name: str
-    partition: PartitionSection = PartitionSection()
     split: Fractions = Fractions()
-    allow_single_class: bool = False
 
     @field_validator("split", mode="wrap")
     @classmethod
     def _where(cls, value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
-        with _blaming("data.split"):
+        with _blaming("data.split" if cls is DataSection else "public.split"):
             return handler(value)
+
+
+class DataSection(PublicSection):
+    partition: PartitionSection = PartitionSection()
+    allow_single_class: bool = False
 
 
 class ModelSection(BaseModel):
@@ -89,12 +95,30 @@ class ModelSection(BaseModel):
     """A safetensors file, or `torchvision` for torchvision's own download."""
 
 
+class ClusterSection(BaseModel):
+    """Sites of like machines, and the network that they share."""
+
+    model_config = CLOSED
+    at_least: float = Field(ge=0, le=1)
+    """The score from which on a site belongs here, if no cluster named before takes it."""
+    model: ModelSection
+    lr: float = Field(1.0, gt=0)
+    """What the learning rate is multiplied by here."""
+
+    @field_validator("model", mode="before")
+    @classmethod
+    def _name_alone(cls, value: Any) -> Any:
+        return {"name": value} if isinstance(value, str) else value
+
+
 class EvaluateSection(BaseModel):
     model_config = CLOSED
     every: int = Field(1, ge=0)
     bootstrap: int = Field(1000, ge=0)
     train: bool = True
     """Whether training images are predicted too after the last round, for the gap to validation images."""
+    headline: Literal["personal", "global", "student", "public"] | None = None
+    """The model that a run is judged by; public: the server's own, on public test images. None: the first there is."""
 
 
 class EngineSection(BaseModel):
@@ -116,6 +140,13 @@ class Recipe(BaseModel):
     data: DataSection
     model: ModelSection
     algorithm: AlgorithmSection
+    clusters: dict[str, ClusterSection] = Field(default_factory=dict)
+    """From most to least capable: sites whose machines are alike, with a network that these can run."""
+    capability: Capability = Field(default_factory=Capability)
+    public: PublicSection | None = None
+    """Labelled images that the server may look at."""
+    finish: Refine | None = None
+    """When all rounds are over, a student learns from the server's models on the public set."""
     training: Training = Training()
     schedule: Schedule = Schedule()
     early_stop: EarlyStop | None = None
@@ -137,10 +168,19 @@ class Recipe(BaseModel):
     claims: list[Claim] = Field(default_factory=list)
     """What the paper claims of these methods, tested when all have run."""
 
-    @field_validator("algorithm", "data", "model", "schedule", mode="before")
+    @field_validator("algorithm", "data", "model", "public", "schedule", mode="before")
     @classmethod
     def _name_alone(cls, value: Any) -> Any:
         return {"name": value} if isinstance(value, str) else value
+
+    @field_validator("finish", mode="before")
+    @classmethod
+    def _named_finish(cls, value: Any) -> Any:
+        given = {"name": value} if isinstance(value, str) else value
+        if not isinstance(given, dict) or "name" not in given:
+            return value
+        start = _choose(FINISHES, str(given["name"]), "way to finish", "finish.name")
+        return replace(start, **{key: option for key, option in given.items() if key != "name"})
 
     @staticmethod
     def load(path: Path | str, settings: Mapping[str, Any] | None = None) -> Recipe:
@@ -231,6 +271,10 @@ def _layout(values: Mapping[str, Any]) -> dict[str, Any]:
         options = _keys(_choose(ALGORITHMS, algorithm, "algorithm", "algorithm.name"))
         layout["algorithm"] = {"name": str} | {key: hint for key, hint in options.items() if key != "training"}
     layout["stages"] = {"name": str} | {key: hint for stage in STAGES.values() for key, hint in _keys(stage).items()}
+    layout["finish"] = {"name": str} | _keys(Refine)
+    public = _named(values.get("public"))
+    if public is not None:
+        layout["public"] = _keys(PublicSection) | _keys(_choose(DATASETS, public, "data set", "public.name").options)
     if dataset is not None:
         layout["data"] = _keys(DataSection) | _keys(_choose(DATASETS, dataset, "data set", "data.name").options)
     if dataset is not None and partition is not None:
@@ -259,7 +303,7 @@ def _refuse_unknown(values: Any, section: Any, place: str = "") -> None:
     for item in values if isinstance(values, list) else ():
         _refuse_unknown(item, section, place)
     known, given = _keys(section), values if isinstance(values, dict) else {}
-    unknown = [(_nearest(str(key), list(known)), str(key)) for key in given if key not in known]
+    unknown = [(nearest(str(key), list(known)), str(key)) for key in given if key not in known]
     if unknown:
         near, key = max(unknown, key=lambda found: bool(found[0]))
         raise RecipeError(f"there is no key {place + key!r}{near}; known here: {', '.join(known)}")
@@ -267,9 +311,14 @@ def _refuse_unknown(values: Any, section: Any, place: str = "") -> None:
         kinds = (known[key], *get_args(known[key]))
         if isinstance(value, bool) and bool not in kinds and (int in kinds or float in kinds):
             raise RecipeError(f"{place}{key} is {str(value).lower()}, but should be a number")
+        named = get_origin(known[key]) is dict and isinstance(value, dict)  # names of one's own, a section below each
+        inside = (
+            {f"{place}{key}.{name}.": below for name, below in value.items()} if named else {f"{place}{key}.": value}
+        )
         for inner in kinds:
             if isinstance(inner, dict) or is_dataclass(inner) or _is_closed(inner):
-                _refuse_unknown(value, inner, f"{place}{key}.")
+                for where, section in inside.items():
+                    _refuse_unknown(section, inner, where)
 
 
 def _is_closed(kind: Any) -> bool:
@@ -296,14 +345,9 @@ def _sentence(error: ValidationError, place: str) -> str:
     return f"{key} is {first['input']!r:.60}, but {wish}{more}"
 
 
-def _nearest(word: str, known: list[str]) -> str:
-    near = difflib.get_close_matches(word, known, 1)
-    return f" (did you mean {near[0]!r}?)" if near else ""
-
-
 def _choose(registry: Mapping[str, T], name: str, what: str, key: str) -> T:
     if name not in registry:
-        near = _nearest(name, list(registry))
+        near = nearest(name, list(registry))
         raise RecipeError(f"{key}: there is no {what} {name!r}{near}; there are: {', '.join(registry) or 'none'}")
     return registry[name]
 
@@ -311,81 +355,21 @@ def _choose(registry: Mapping[str, T], name: str, what: str, key: str) -> T:
 def _check(recipe: Recipe) -> None:
     """Everything that can be known to be wrong before anything runs."""
     _choose(MODELS, recipe.model.name, "model", "model.name")
-    wished = _privacy_problems(recipe)
-    for sentence in (*training_problems(recipe.training), *_pace_problems(recipe), *_problems(recipe), *wished):
+    for sentence in (*training_problems(recipe.training), *problems(recipe)):
         raise RecipeError(sentence)
     with _blaming("data"):
         DATASETS[recipe.data.name].options.model_validate(recipe.data.options)
+    if recipe.public is not None:
+        with _blaming("public"):
+            DATASETS[recipe.public.name].options.model_validate(recipe.public.options)
+    for name, cluster in recipe.clusters.items():
+        _choose(MODELS, cluster.model.name, "model", f"clusters.{name}.model.name")
     recipe.partition_of()
     recipe.stages_of()
     if not recipe.methods:
         recipe.algorithm_of()
     for name in recipe.methods:
         recipe.method(name)
-
-
-def _pace_problems(recipe: Recipe) -> Iterator[str]:
-    schedule, stop = recipe.schedule, recipe.early_stop
-    watching = schedule.name == "plateau" or stop is not None
-    if watching and recipe.evaluate.every != 1:
-        yield "schedule plateau and early_stop watch the validation parts of every round; set evaluate.every: 1"
-    if watching and recipe.cohort is not None:
-        yield "schedule plateau and early_stop would compare different sites from round to round; set cohort: null"
-    if schedule.name == "cosine" and schedule.minimum == 0 and (schedule.period or recipe.rounds) < recipe.rounds:
-        yield "schedule cosine reaches a learning rate of exactly 0 within the run; give schedule.minimum a small share"
-    if watching and recipe.data.split.validation == 0:
-        yield "schedule plateau and early_stop watch the validation parts; give data.split.validation a share"
-    if schedule.period is not None and schedule.period < 1:
-        yield f"schedule.period is {schedule.period}; choose 1 round or more"
-    if schedule.patience < 0:
-        yield f"schedule.patience is {schedule.patience}; choose 0 rounds or more"
-    if not 0 < schedule.factor < 1:
-        yield f"schedule.factor is {schedule.factor}; choose a share between 0 and 1"
-    if not 0 <= schedule.minimum <= 1:
-        yield f"schedule.minimum is {schedule.minimum}; choose a share of the first learning rate in [0, 1]"
-    if stop is not None and stop.patience < 1:
-        yield f"early_stop.patience is {stop.patience}; choose 1 round or more"
-    if stop is not None and stop.min_delta < 0:
-        yield f"early_stop.min_delta is {stop.min_delta}; choose 0 or more"
-    if stop is not None and stop.metric not in METRICS:
-        near = _nearest(stop.metric, list(METRICS))
-        yield f"early_stop.metric: there is no metric {stop.metric!r}{near}; there are: {', '.join(METRICS)}"
-
-
-def _privacy_problems(recipe: Recipe) -> Iterator[str]:
-    if recipe.privacy is not None:
-        watching = recipe.schedule.name == "plateau" or recipe.early_stop is not None
-        yield from wish_problems(recipe.privacy, recipe.training, watching)
-        if recipe.algorithm.name == "adaptive-noise" and recipe.privacy.unit == "site":
-            yield "adaptive-noise scales the noise of training steps; set privacy.unit: image or patient"
-    elif recipe.algorithm.name == "adaptive-noise":
-        yield "adaptive-noise scales the noise of a privacy plan; add for example `privacy: {epsilon: 3}`"
-    elif recipe.training.private is not None:
-        yield "training.private follows from privacy; leave it out and write privacy instead"
-
-
-def _problems(recipe: Recipe) -> Iterator[str]:
-    name, engine = recipe.algorithm.name, recipe.engine
-    at_the_end = name in ("single", "cross-site")
-    if at_the_end and recipe.early_stop is not None:
-        yield f"{name} hands its models in after the last round, which early_stop would skip; set early_stop: null"
-    if at_the_end and recipe.cohort is not None:
-        yield f"{name} needs every site in the last round; set cohort: null"
-    if ALGORITHMS[name].pooled and recipe.quorum > 1:
-        yield f"{name} trains in one place, so a quorum of {recipe.quorum} can never be met; set quorum: 1"
-    if recipe.cohort is not None and recipe.quorum > recipe.cohort:
-        yield f"a quorum of {recipe.quorum} can never be met by a cohort of {recipe.cohort}; lower quorum"
-    if not re.fullmatch(r"auto|cpu|mps|cuda(:\d+)?", engine.device):
-        yield f"engine.device is {engine.device!r}; choose cpu, cuda, cuda:1 and so on, mps or auto"
-    if engine.workers > 0 and engine.device != "cpu":
-        yield "worker processes share the CPU only; set engine.workers: 0 or engine.device: cpu"
-    if engine.workers > 0 and engine.name != "local":
-        yield f"engine.name {engine.name} works in one process; set engine.workers: 0, or engine.name: local"
-    methods = recipe.methods or {recipe.name: {}}
-    named = [("paper", name) for name in recipe.paper] + [("claims", n) for c in recipe.claims for n in c.methods]
-    for place, unknown in (pair for pair in named if pair[1] not in methods):
-        near = _nearest(unknown, list(methods))
-        yield f"{place}: there is no method {unknown!r}{near}; there are: {', '.join(methods)}"
 
 
 def recipes_folder() -> Path:

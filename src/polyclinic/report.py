@@ -9,6 +9,7 @@ from typing import Any
 from polyclinic import claims
 from polyclinic.comparison import SHOWN, Comparison, decimal, row, sent, show, value
 from polyclinic.report_privacy import privacy_sections
+from polyclinic.report_server import server_sections
 from polyclinic.stats import paired
 
 FEWEST_SEEDS = 3
@@ -33,6 +34,7 @@ def markdown(comparison: Comparison) -> str:
         "\n".join(_table(comparison)),
         "\n".join(_differences(comparison)),
         " ".join(_notes(comparison)),
+        *server_sections(comparison),
         *privacy_sections(comparison),
         *_claims(comparison),
         *_by_hospital(comparison),

@@ -15,6 +15,7 @@ from polyclinic.errors import RecipeError, StoreError
 from polyclinic.recipe import Recipe, our_recipes, recipes_folder
 from polyclinic.report import markdown
 from polyclinic.report_privacy import draw_price
+from polyclinic.report_server import draw_clusters
 from polyclinic.rounds import Watch
 from polyclinic.store import named_failure, write_atomically
 
@@ -34,6 +35,10 @@ KEPT = (
     "versions",
     "classes",
     "privacy",
+    "public",
+    "finish",
+    "clusters",
+    "progress",
 )
 
 
@@ -97,7 +102,10 @@ def write_page(paper: str, quick: bool, folder: Path) -> tuple[Path, list[Compar
     remarks = [notes.read_text(encoding="utf-8")] if notes.exists() and not quick else []
     page = folder / f"{paper}.md"
     tables = [
-        markdown(c) + _price(c, folder / f"{paper}-{table}.png") for table, c in zip(tabled, comparisons, strict=True)
+        markdown(c)
+        + _price(c, folder / f"{paper}-{table}.png")
+        + _clusters(c, folder / f"{paper}-{table}-clusters.png")
+        for table, c in zip(tabled, comparisons, strict=True)
     ]
     write_atomically(page, "\n".join([*head, *remarks, *tables]).encode())
     return page, comparisons
@@ -105,6 +113,10 @@ def write_page(paper: str, quick: bool, folder: Path) -> tuple[Path, list[Compar
 
 def _price(comparison: Comparison, path: Path) -> str:
     return f"\n![accuracy against ε]({path.name})\n" if draw_price(comparison, path) else ""
+
+
+def _clusters(comparison: Comparison, path: Path) -> str:
+    return f"\n![accuracy of clusters over rounds]({path.name})\n" if draw_clusters(comparison, path) else ""
 
 
 def _warning(comparisons: Sequence[Comparison]) -> list[str]:
@@ -128,6 +140,8 @@ def _trim(result: Mapping[str, Any]) -> dict[str, Any]:
     kept: dict[str, Any] = {key: result.get(key) for key in KEPT}
     if kept["privacy"] is None:
         kept["headline"] = {k: v for k, v in kept["headline"].items() if k != "confusion"}
+    if kept["finish"]:
+        kept["finish"] = {k: v for k, v in kept["finish"].items() if k != "history"}
     model = kept["headline"]["model"]
     kept["merged"] = {model: _figures(result["merged"].get(model, {}))}
     kept["sites"] = {site: {model: _figures(models.get(model, {}))} for site, models in result["sites"].items()}

@@ -15,8 +15,9 @@ from polyclinic.metrics import Predictions, confusion, finite, measure
 from polyclinic.rounds import POOLED
 from polyclinic.stats import bootstrap
 
+PUBLIC = "public"
 INTERVALS = ("accuracy", "balanced_accuracy", "f1", "auc", "pr_auc")
-HEADLINES = ("global", "personal", "transfer", "held-out")
+HEADLINES = ("personal", "student", "global", "transfer", "held-out")
 
 
 def assess(
@@ -77,10 +78,18 @@ def _predictions(tensors: Tensors, site: SiteId) -> Predictions:
     return Predictions(tensors["probabilities"].double().numpy(), tensors["labels"].numpy(), patients)
 
 
-def headline(merged: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """The model a run is judged by, and its metrics on all test images together; without any, on validation images."""
+def headline(
+    merged: Mapping[str, Any], public: Mapping[str, Any] | None = None, wanted: str | None = None
+) -> tuple[str, dict[str, Any]]:
+    """The model a run is judged by, and its metrics on all test images together; without any, on validation images.
+
+    `wanted`: that model, or `public`: the server's own, on the public test images.
+    """
+    if wanted == PUBLIC and public:
+        best = next((name for name in ("student", "global") if name in public), next(iter(public)))
+        return PUBLIC, {"part": "test", "of": best, **public[best]}
     for part in ("test", "validation"):
-        for model in HEADLINES:
+        for model in (wanted, *HEADLINES) if wanted else HEADLINES:
             if part in merged.get(model, {}):
                 return model, {"part": part, **merged[model][part]}
     raise DataError("no site has a test or validation image, so nothing can be reported; raise data.split.test")
@@ -95,7 +104,9 @@ def at_site(summary: Mapping[str, Any], site: SiteId) -> dict[str, Any]:
 
 def judged_on(best: Mapping[str, Any]) -> str:
     """What a headline's figures were measured on."""
-    return "held-out test images" if best["model"] == "held-out" else f"{best['part']} images of all hospitals"
+    if best["model"] in ("held-out", PUBLIC):
+        return f"{best['model']} test images"
+    return f"{best['part']} images of all hospitals"
 
 
 def cost(ledger: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -126,6 +137,25 @@ def drift(rows: Sequence[Mapping[str, Any]]) -> dict[SiteId, float]:
         if row["event"] == "train" and row.get("drift") is not None and row["site"] != POOLED:
             moved.setdefault(row["site"], []).append(row["drift"])
     return {site: sum(values) / len(values) for site, values in moved.items()}
+
+
+def progress(
+    rows: Sequence[Mapping[str, Any]], clusters: Mapping[str, Sequence[SiteId]], metric: str = "accuracy"
+) -> dict[str, list[tuple[int, float]]]:
+    """How each cluster fared from round to round: the mean over its validation images, of personal models if any."""
+    home = {site: cluster for cluster, members in clusters.items() for site in members}
+    told = [row for row in rows if row["event"] == "evaluate" and row["part"] == "validation" and row["site"] in home]
+    model = "personal" if any(row["model"] == "personal" for row in told) else "global"
+    sums: dict[tuple[str, int], list[float]] = {}
+    for row in told:
+        if row["model"] == model and row.get(metric) is not None:
+            total = sums.setdefault((home[row["site"]], row["round"]), [0.0, 0.0])
+            total[0] += row[metric] * row["n"]
+            total[1] += row["n"]
+    found: dict[str, list[tuple[int, float]]] = {cluster: [] for cluster in clusters}
+    for (cluster, round), (right, count) in sorted(sums.items()):
+        found[cluster].append((round, right / count))
+    return found
 
 
 def versions() -> dict[str, str]:

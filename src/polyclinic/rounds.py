@@ -19,7 +19,7 @@ import torch
 from polyclinic import wire
 from polyclinic.book import HELD_OUT as HELD_OUT
 from polyclinic.book import Exchanged, mean_report, rows_of, why_failed
-from polyclinic.core import Algorithm, Bundle, Failure, Federation, Part, SiteId, Stage, Stream, Update
+from polyclinic.core import Algorithm, Bundle, Failure, Federation, Part, Site, SiteId, Stage, Stream, Update
 from polyclinic.engines import Answer, Engine
 from polyclinic.errors import Refused, RoundFailed, StoreError
 from polyclinic.faults import reach
@@ -33,6 +33,8 @@ from polyclinic.state import device_of, refuse_changed, settled, versions
 
 Watch = Callable[[str, Mapping[str, Any]], None]
 Judge = Callable[[Bundle], dict[str, Any]]
+Server = Callable[[Bundle, Site], Bundle]
+"""The server's own work on its public set."""
 POOLED: SiteId = "pooled"
 NOTICEABLE = 1e-4
 """The share by which a loss must fall to count as better for the plateau schedule, as in torch."""
@@ -130,12 +132,13 @@ class Rounds:
         judge: Judge | None = None,
         stages: Sequence[Stage] = (),
         guard: Guard | None = None,
+        desk: Server | None = None,
     ) -> None:
         self.federation, self.algorithm, self.engine = federation, algorithm, engine
         self.rules, self.journal, self.watch, self.judge = rules, journal, watch, judge
-        self.stages, self.guard = tuple(stages), guard
-        self._looks: tuple[int, Bundle, int] | None = None
-        """What an update must look like in a round, and its bytes."""
+        self.stages, self.guard, self.desk = tuple(stages), guard, desk
+        self._looks: dict[tuple[int, str], tuple[Bundle, int]] = {}
+        """What a group's updates must look like in a round, and their bytes."""
         self.trainers = [POOLED] if algorithm.pooled else [s for s in federation.sites if s != POOLED]
 
     def run(self) -> Outcome:
@@ -198,6 +201,9 @@ class Rounds:
         if self.guard is not None and book.accepted:
             state = self.guard.noised(round, before, state, book.shares)
         state = settled(state, before)
+        if self.desk is not None and self.algorithm.serves and book.accepted:
+            at_desk = Site("server", 0, round, self.rules.rounds, self._rate(round, progress))
+            state = settled(self.desk(state, at_desk), before)
         if book.accepted < max(1, self.rules.quorum):
             self.journal.cost("failed round", round, time.perf_counter() - began, book.sites)
             raise RoundFailed(why_failed(round, book, self.rules.quorum))
@@ -210,6 +216,10 @@ class Rounds:
         summary = {m: mean_report(book, m) for m in ("loss", "accuracy", "auc")} if evaluating else {}
         self.watch("round done", {"round": round, "seconds": seconds, "stopped": progress.stopped, **summary})
         return state, progress
+
+    def _rate(self, round: int, progress: Progress) -> float:
+        rules = self.rules
+        return self.algorithm.training.optimiser.lr * rules.schedule.share(round, rules.rounds, progress.cuts)
 
     def updates(
         self,
@@ -227,7 +237,7 @@ class Rounds:
             book.sites.setdefault(site, {}).setdefault("extra", []).append(refusal.kind)
 
         arrivals = self.engine.exchange(round, outbox, self.rules.deadline)
-        for site, answer in in_site_order(arrivals, cohort, refuse):
+        for site, answer in in_site_order(arrivals, self._grouped(state, cohort), refuse):
             note = book.sites.setdefault(site, {})
             note["down"] = outbox.sizes.get(site, 0)
             update = self.receive(round, state, site, answer, book)
@@ -241,6 +251,12 @@ class Rounds:
                 del update
                 yield lent
                 lent.tensors.clear()  # whatever still holds it, the tensors are gone
+
+    def _grouped(self, state: Bundle, cohort: Sequence[SiteId]) -> list[SiteId]:
+        """The sites of a group side by side, so that each group's updates can be taken one at a time."""
+        groups = {site: self.algorithm.group(state, site) for site in cohort}
+        order = list(dict.fromkeys(groups.values()))
+        return sorted(cohort, key=lambda site: order.index(groups[site]))
 
     def receive(self, round: int, state: Bundle, site: SiteId, answer: Answer, book: Exchanged) -> Update | None:
         """A site's update if it is acceptable; what became of it is noted either way."""
@@ -256,7 +272,7 @@ class Rounds:
         except Refused as refusal:
             note |= {"up": wire.size(answer), "outcome": "refused", "kind": refusal.kind, "why": str(refusal)}
             return None
-        note["up"] = wire.size(answer, self._body_size(answer, expected.like))
+        note["up"] = wire.size(answer, self._body_size(answer, expected))
         note |= {"outcome": "accepted", "seconds": seconds_of(reply.fields)}
         if isinstance(together := reply.fields.get("together"), int) and together > 1:
             note["together"] = together
@@ -270,11 +286,11 @@ class Rounds:
             note["drift"] = reply.drift
         return reply.update
 
-    def _body_size(self, answer: bytes | wire.Message, like: Mapping[str, Any]) -> int | None:
+    def _body_size(self, answer: bytes | wire.Message, expected: wire.Expected) -> int | None:
         """Known beforehand of a message that has all it might have: it looks as it must."""
-        if isinstance(answer, bytes) or answer.tensors.keys() != like.keys() or self._looks is None:
+        if isinstance(answer, bytes) or answer.tensors.keys() != expected.like.keys():
             return None
-        return self._looks[2]
+        return next((size for like, size in self._looks.values() if like is expected.like), None)
 
     def outbox(
         self,
@@ -292,27 +308,30 @@ class Rounds:
             "purpose": purpose,
             "round": round,
             "rounds": rules.rounds,
-            "lr": self.algorithm.training.optimiser.lr * rules.schedule.share(round, rules.rounds, progress.cuts),
             "parts": parts,
             "durable": self.journal.durable(),
         }
-        remembering = set(progress.remembering)
-        fields = {s: {**common, "site": s, "remembers": s in remembering} for s in sites}
+        remembering, rate = set(progress.remembering), self._rate(round, progress)
+        rates = {s: rate * self.algorithm.rate(self.algorithm.group(state, s)) for s in sites}
+        fields = {s: {**common, "site": s, "lr": rates[s], "remembers": s in remembering} for s in sites}
         return Outbox(fields, lambda site: self.algorithm.broadcast(state, site))
 
     def expected(self, round: int, state: Bundle, site: SiteId) -> wire.Expected:
         exchanges, received = self.algorithm.exchanges, self.algorithm.broadcast(state, site)
-        if self._looks is None or self._looks[0] != round:
-            like = {exchange.kind: state.get(exchange.like, {}) for exchange in exchanges}
+        key = round, self.algorithm.group(state, site)
+        if key not in self._looks:
+            self._looks = {(of, group): found for (of, group), found in self._looks.items() if of == round}
+            share = self.algorithm.share(state, key[1])
+            like = {exchange.kind: share.get(exchange.like, {}) for exchange in exchanges}
             for stage in self.stages:
                 like = stage.out(like, received, Stream(0))  # only what it looks like counts, not its values
-            self._looks = round, like, wire.body_size(like)
+            self._looks[key] = like, wire.body_size(like)
         return wire.Expected(
             run=self.rules.run,
             round=round,
             site=site,
             received=received,
-            like=self._looks[1],
+            like=self._looks[key][0],
             optional=frozenset(exchange.kind for exchange in exchanges if exchange.optional),
             examples=self.federation.sites[site],
             max_norm=self.rules.max_norm,
@@ -324,12 +343,16 @@ class Rounds:
             tensors = stage.back(tensors, received)
         return tensors
 
-    def predictions(self, outcome: Outcome, parts: list[Part]) -> dict[SiteId, Bundle]:
-        """After the last round: every site's predictions with the final model(s), by model and part."""
+    def predictions(self, outcome: Outcome, parts: list[Part], beside: Bundle | None = None) -> dict[SiteId, Bundle]:
+        """After the last round: every site's predictions with the final model(s), and with what is sent `beside`, by
+        model and part."""
         round, began, book = outcome.rounds + 1, time.perf_counter(), Exchanged()
         sites = [s for s in self.federation.sites if s != POOLED]
         self.journal.charge(round, sites)
         outbox = self.outbox("evaluate", round, outcome.state, sites, parts)
+        if beside:
+            models = outbox.tensors
+            outbox.tensors = lambda site: {**models(site), **beside}
         found: dict[SiteId, Bundle] = {}
         for site, answer in in_site_order(self.engine.exchange(round, outbox, None), sites, lambda *_: None):
             self.watch("evaluated", {"site": site})

@@ -44,6 +44,8 @@ from polyclinic.privacy.sampling import sampled
 from polyclinic.store import MemoryStore
 
 Predict = Callable[[Bundle, Part], Tensors]
+STUDENT = "student"
+"""The model that the server made of all others at the end; sites only try it."""
 ORDER = frozenset({"run", "seed", "purpose", "site", "round", "rounds", "lr", "parts", "durable"})
 """What a message to a site must say."""
 
@@ -117,13 +119,16 @@ class SiteRunner:
         name: SiteId,
         holdings: Holdings,
         algorithm: Algorithm,
-        network: LiveNetwork,
+        network: LiveNetwork | Mapping[str, LiveNetwork],
         memory: MemoryStore,
         stages: Sequence[Stage] = (),
         discretion: Discretion | None = None,
     ) -> None:
         self.name, self.holdings, self.algorithm = name, holdings, algorithm
-        self.network, self.memory, self.stages, self.discretion = network, memory, tuple(stages), discretion
+        self.networks = {"": network} if isinstance(network, LiveNetwork) else dict(network)
+        self.network = next(iter(self.networks.values()))
+        """The one that it computes with now."""
+        self.memory, self.stages, self.discretion = memory, tuple(stages), discretion
 
     def answer(self, data: bytes) -> bytes:
         """One message in, one message out, driving jobs one after another."""
@@ -145,6 +150,10 @@ class SiteRunner:
             raise Refused("json", f"the order to {self.name} lacks {', '.join(sorted(missing))}")
         if self.discretion is not None:
             self.discretion.check(order.fields, self.name)
+        group = self.algorithm.seat(order.tensors)
+        if group not in self.networks:
+            raise Refused("site", f"{self.name} was given a place in {group!r:.60}, for which it has no network")
+        self.network = self.networks[group]
 
     def begin(self, order: wire.Message, predict: Predict | None = None) -> Visit:
         """`predict`: another way to this site's predictions than one by one."""
@@ -249,14 +258,28 @@ class SiteRunner:
         """Predictions of every model on the asked parts, patients as anonymous numbers; nothing is trained."""
         fields = order.fields
         memory = self.recall(int(fields["round"]))
-        found: Tensors = {}
-        for name, weights in self.algorithm.models(order.tensors, memory).items():
-            for part in self.nonempty(fields["parts"]):
-                for key, value in self._sound((predict or self.predict)(weights, part)).items():
-                    found[f"{name}|{part}|{key}"] = value
-                found[f"{name}|{part}|patients"] = _patient_numbers(getattr(self.holdings, part))
+        received, student = _without_student(order.tensors)
+        found = self._predictions(self.algorithm.models(received, memory), fields["parts"], predict or self.predict)
+        if student:
+            self.network = self.networks[STUDENT]
+            found |= self._predictions({STUDENT: student}, fields["parts"], predict or self.predict)
         reply = {"run": fields["run"], "round": fields["round"], "site": self.name}
         return wire.Message(reply, {"predictions": found})
+
+    def _predictions(self, models: Mapping[str, Bundle], parts: Sequence[Part], predict: Predict) -> Tensors:
+        found: Tensors = {}
+        for name, weights in models.items():
+            for part in self.nonempty(parts):
+                for key, value in self._sound(predict(weights, part)).items():
+                    found[f"{name}|{part}|{key}"] = value
+                found[f"{name}|{part}|patients"] = _patient_numbers(getattr(self.holdings, part))
+        return found
+
+
+def _without_student(tensors: Bundle) -> tuple[Bundle, Bundle]:
+    mark = f"@{STUDENT}"
+    student = {kind.removesuffix(mark): group for kind, group in tensors.items() if kind.endswith(mark)}
+    return {kind: group for kind, group in tensors.items() if not kind.endswith(mark)}, student
 
 
 def streams(visit: Visit, number: int) -> tuple[Stream, Stream | None]:

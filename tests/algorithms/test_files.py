@@ -17,6 +17,7 @@ from polyclinic.algorithms import ALGORITHMS, averaging
 from polyclinic.core import Bundle, Training, Update
 from polyclinic.errors import RecipeError
 from polyclinic.recipe import Recipe
+from tests.small import NEEDED
 
 FOLDER = Path(inspect.getfile(averaging)).parent
 FILES = sorted(path for path in FOLDER.glob("*.py") if path.name not in ("__init__.py", "averaging.py"))
@@ -53,8 +54,7 @@ def test_every_file_is_in_the_registry_and_every_entry_has_its_own_file() -> Non
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_a_recipe_accepts_every_name_of_the_registry(name: str) -> None:
-    plan = {"privacy": {"noise": 1.0}} if name == "adaptive-noise" else {}
-    assert type(recipe(algorithm=name, **plan).algorithm_of()) is ALGORITHMS[name]
+    assert type(recipe(**{"algorithm": name, **NEEDED.get(name, {})}).algorithm_of()) is ALGORITHMS[name]
 
 
 def test_a_recipe_accepts_no_other_name_and_lists_those_there_are() -> None:

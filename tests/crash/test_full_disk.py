@@ -20,7 +20,7 @@ Whole = Callable[[str], Path]
     [
         ("fedavg", 500, "recipe.yaml"),
         ("quiet", 1_800, "ledger.jsonl"),
-        ("fedavg", 1_000, "metrics.jsonl"),
+        ("fedavg", 1_500, "metrics.jsonl"),
         ("fedavg", 15_000, "round-000001.pcl"),
         ("scaffold", 12_000, "000001.pcl"),
         ("scaffold", 30_000, "round-000002.pcl"),

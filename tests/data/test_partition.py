@@ -87,6 +87,78 @@ def test_every_site_has_its_minimum(kind: Any, count: int, minimum: int, stream:
     assert min(map(len, parts)) >= minimum
 
 
+def plain(topped: Dirichlet) -> Dirichlet:
+    """The draw before it is topped up: no minimum asks for another."""
+    return topped.model_copy(update={"top_up": False, "minimum": 0})
+
+
+def reachable(made: Sample, count: int) -> int:
+    """A minimum that is surely reached: sites that cannot spare a patient have fewer than minimum + largest images."""
+    largest = int(Patients.of(made.labels, made.patients).sizes.max())
+    return max(len(made) // count - largest + 1, 0)
+
+
+@settings(deadline=None, max_examples=60)
+@given(samples, sites, alphas, streams)
+def test_topping_up_gives_everyone_the_minimum_and_parts_nobody(
+    made: Sample, count: int, alpha: float, stream: Stream
+) -> None:
+    minimum = reachable(made, count)
+    partition = Dirichlet(sites=count, alpha=alpha, minimum=minimum, top_up=True)
+    parts = assign(partition, made, stream)
+    assert min(map(len, parts)) >= minimum
+    assert sorted(np.concatenate(parts).tolist()) == list(range(len(made)))
+    owners = [made.owners(rows) for rows in parts]
+    assert sum(map(len, owners)) == len(set().union(*owners))
+    assert all(np.array_equal(a, b) for a, b in zip(parts, assign(partition, made, stream), strict=True))
+
+
+@settings(deadline=None, max_examples=40)
+@given(samples, st.integers(1, 4), st.floats(1, 50), streams)
+def test_nothing_is_topped_up_where_nobody_is_below(made: Sample, count: int, alpha: float, stream: Stream) -> None:
+    drawn = assign(Dirichlet(sites=count, alpha=alpha, minimum=0), made, stream)
+    topped = Dirichlet(sites=count, alpha=alpha, minimum=min(map(len, drawn)), top_up=True)
+    assert all(np.array_equal(a, b) for a, b in zip(drawn, assign(topped, made, stream), strict=True))
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(st.integers(0, 3), min_size=40, max_size=120), st.integers(2, 10), alphas, streams)
+def test_the_largest_give_of_what_they_have_most_and_no_more_than_is_needed(
+    labels: list[int], count: int, alpha: float, stream: Stream
+) -> None:
+    """With one image a patient: to the very minimum, from the largest, and the minimum holds one of each class."""
+    made, minimum = singles(labels), 4
+    topped = Dirichlet(sites=count, alpha=alpha, minimum=minimum, top_up=True)
+    before, after = (assign(p, made, stream) for p in (plain(topped), topped))
+    largest = max(map(len, after))
+    for drawn, rows in zip(before, after, strict=True):
+        if len(drawn) < minimum:
+            assert len(rows) == minimum
+            assert set(drawn) <= set(rows)
+            continue
+        assert set(rows) <= set(drawn)
+        assert set(made.labels[rows]) == set(made.labels[drawn])
+        assert len(rows) == len(drawn) or len(rows) >= largest - 1
+
+
+def test_a_hundred_sites_have_ten_images_each_where_no_draw_gives_it() -> None:
+    made = singles(np.repeat([0, 1], [1214, 3494]))
+    asked = Dirichlet(sites=100, alpha=0.5, minimum=10)
+    assert "or set top_up: true" in refused(asked, made)
+    parts = assign(asked.model_copy(update={"top_up": True}), made, Stream(0))
+    assert min(map(len, parts)) == 10
+
+
+def test_topping_up_cannot_make_images() -> None:
+    few = Dirichlet(sites=10, minimum=4, top_up=True)
+    assert refused(few, singles([0, 1] * 19)).endswith("(500 draws at most); ask for fewer sites or a lower minimum.")
+    pairs = Sample(np.zeros(12, dtype=np.int64), [f"p{row // 3}" for row in range(12)], ["a"] * 12)
+    assert "12 images of 4 patients could not be divided among 3 sites" in refused(
+        Dirichlet(sites=3, minimum=4, top_up=True), pairs
+    )
+    assert {len(rows) for rows in assign(Dirichlet(sites=4, minimum=3, top_up=True), pairs, Stream(0))} == {3}
+
+
 def test_site_names_are_unique_and_sort_in_order() -> None:
     names = Iid(sites=120).names()
     assert names == sorted(set(names))

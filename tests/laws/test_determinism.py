@@ -38,6 +38,7 @@ from polyclinic.models import build
 from polyclinic.rounds import POOLED
 from polyclinic.runner import drive
 from tests.laws.bench import clinics, federation, noise, play, site, small
+from tests.small import NEEDED
 
 BASE = {
     "name": "determinism",
@@ -70,10 +71,10 @@ def sha256(**settings: Any) -> str:
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_same_seed_same_bytes_other_seed_other_bytes(name: str) -> None:
-    plan = {"privacy": {"noise": 1.0, "delta": 1e-4, "randomness": "seed"}} if name == "adaptive-noise" else {}
-    first = sha256(algorithm=name, seed=3, **plan)
-    assert sha256(algorithm=name, seed=3, **plan) == first
-    assert sha256(algorithm=name, seed=4, **plan) != first
+    plan = {"algorithm": name, **NEEDED.get(name, {})}
+    first = sha256(seed=3, **plan)
+    assert sha256(seed=3, **plan) == first
+    assert sha256(seed=4, **plan) != first
 
 
 def test_the_order_of_the_data_comes_from_the_seed_too() -> None:

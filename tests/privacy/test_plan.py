@@ -29,7 +29,7 @@ from polyclinic.privacy.plan import Holding, Plan, Steps, Wish, candidates, make
 from polyclinic.recipe import Recipe, our_recipes
 from polyclinic.runner import Discretion, SiteRunner
 from polyclinic.wire import Message
-from tests.small import tiny
+from tests.small import NEEDED, tiny
 
 IMAGE: dict[str, Any] = {"epsilon": 3.0, "delta": 1e-4}
 SITE: dict[str, Any] = {"unit": "site", "epsilon": 30.0, "delta": 1e-3}
@@ -156,9 +156,10 @@ def test_the_same_round_from_the_same_state_is_paid_once_from_another_again() ->
 
 @pytest.mark.parametrize("algorithm", sorted(set(ALGORITHMS) - {"cross-site"}))
 def test_every_algorithm_trains_privately(algorithm: str) -> None:
-    found = run(tiny(algorithm=algorithm, privacy=IMAGE, training__optimiser__lr=0.05))
+    method = NEEDED.get(algorithm, {}).get("algorithm", algorithm)
+    found = run(tiny(algorithm=method, privacy=IMAGE, training__optimiser__lr=0.05))
     assert found.summary["privacy"]["epsilon"]["pld"] <= 3.0
-    free = run(tiny(algorithm=algorithm, training__optimiser__lr=0.05)) if algorithm != "adaptive-noise" else None
+    free = run(tiny(algorithm=method, training__optimiser__lr=0.05)) if algorithm != "adaptive-noise" else None
     assert free is None or free.summary["merged"] != found.summary["merged"]
 
 

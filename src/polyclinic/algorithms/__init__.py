@@ -9,9 +9,11 @@ from polyclinic.algorithms.crosssite import CrossSite
 from polyclinic.algorithms.fedavg import FedAvg
 from polyclinic.algorithms.fedcycle import FedCycle
 from polyclinic.algorithms.fednova import FedNova
+from polyclinic.algorithms.fedper import FedPer
 from polyclinic.algorithms.fedprox import FedProx
 from polyclinic.algorithms.fedsgd import FedSGD
 from polyclinic.algorithms.local import Local
+from polyclinic.algorithms.pfedcdp import PFedCDP
 from polyclinic.algorithms.scaffold import Scaffold
 from polyclinic.algorithms.single import Single
 
@@ -23,6 +25,8 @@ ALGORITHMS: dict[str, type[Averaging]] = {
     "fednova": FedNova,
     "fedcycle": FedCycle,
     "adaptive-noise": AdaptiveNoise,
+    "fedper": FedPer,
+    "pfedcdp": PFedCDP,
     "local": Local,
     "single": Single,
     "centralised": Centralised,

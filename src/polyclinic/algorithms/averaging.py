@@ -9,7 +9,7 @@ from typing import ClassVar
 
 import torch
 
-from polyclinic.core import Bundle, Exchange, Federation, Site, SiteId, Stream, Tensors, Training, Update, Work
+from polyclinic.core import Bundle, Desk, Exchange, Federation, Site, SiteId, Stream, Tensors, Training, Update, Work
 from polyclinic.flat import Row, copied
 
 WEIGHTS = ("model", "buffers")
@@ -81,6 +81,31 @@ class Averaging(ABC):
 
     def finish(self, state: Bundle) -> Bundle:
         return state
+
+    @property
+    def serves(self) -> bool:
+        return False
+
+    def serve(self, state: Bundle, server: Site, rng: Stream) -> Desk:
+        del server, rng
+        yield from ()
+        return state
+
+    def group(self, state: Bundle, site: SiteId) -> str:
+        del state, site
+        return ""
+
+    def share(self, state: Bundle, group: str) -> Bundle:
+        del group
+        return state
+
+    def seat(self, received: Bundle) -> str:
+        del received
+        return ""
+
+    def rate(self, group: str) -> float:
+        del group
+        return 1.0
 
     def charges(self) -> tuple[float, ...]:
         return ()

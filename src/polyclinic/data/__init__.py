@@ -12,7 +12,7 @@ from polyclinic.data.digits import DigitsOptions, digits
 from polyclinic.data.examples import Collection, Images, Selection, SiteData, concatenate
 from polyclinic.data.federate import SiteSummary, describe, federate
 from polyclinic.data.folder import data_folder
-from polyclinic.data.load import load
+from polyclinic.data.load import for_parts, load
 from polyclinic.data.options import Options
 from polyclinic.data.own import (
     FolderOptions,
@@ -67,11 +67,15 @@ class Dataset:
     """(options, data folder) -> what is listed, nothing opened; None where images are not files."""
 
 
+def _in_parts(read: Callable[[Any, Path | None], Listing]) -> Callable[[Any, Path | None], Listing]:
+    return lambda options, folder: for_parts(read(options, folder), getattr(options, "official_parts", None))
+
+
 def _read(named: NamedSet) -> Callable[[Any, Path | None], Listing]:
     def read(options: Any, folder: Path | None) -> Listing:
         return named.read(options, data_folder(folder) / (named.folder or named.name))
 
-    return read
+    return _in_parts(read)
 
 
 def _loading(read: Callable[[Any, Path | None], Listing]) -> Callable[[Any, Stream, Path | None], Collection]:
@@ -89,7 +93,8 @@ def _several(options: SeveralOptions, folder: Path | None) -> Listing:
 
 
 def _own(read: Callable[[Any, Path | None], Listing], options: type[ImageOptions], about: str) -> Dataset:
-    return Dataset(_loading(read), options, about, "yours", (), read)
+    in_parts = _in_parts(read)
+    return Dataset(_loading(in_parts), options, about, "yours", (), in_parts)
 
 
 DATASETS: Mapping[str, Dataset] = {

@@ -16,10 +16,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from polyclinic.core import Stream
+from polyclinic.core import Part, Stream
 from polyclinic.data.cache import Pixels, cached, shape_of
 from polyclinic.data.checks.duplicates import CONFLICT, duplicate_findings
-from polyclinic.data.checks.faults import by
+from polyclinic.data.checks.faults import by, many
 from polyclinic.data.checks.files import BLANK, file_findings, listed_twice, missing_files, unreadable_files
 from polyclinic.data.checks.labels import FEW, TYPO, label_findings, said_labels
 from polyclinic.data.checks.looks import look_at
@@ -30,6 +30,7 @@ from polyclinic.data.prepare import prepare
 from polyclinic.data.records import Listing, Record
 from polyclinic.data.sources.folder import cleaned
 from polyclinic.data.sources.pixels import Unreadable, decode, stream_rows
+from polyclinic.data.splits import PARTS
 from polyclinic.errors import DataError
 
 SAMPLE = 16
@@ -104,6 +105,26 @@ def _refuse_misspelt(listing: Listing, outside: set[str]) -> None:
         for finding in label_findings(listing)
         if finding.kind == TYPO.name and outside & {listing.records[position].label for position in finding.positions}
     )
+
+
+def for_parts(listing: Listing, parts: Sequence[Part] | None) -> Listing:
+    """The listing with everything outside these official parts left out of use; without a training part it has no
+    official split any more."""
+    if parts is None:
+        return listing
+    there = {record.split for record in listing.used}
+    for part in (part for part in parts if part not in there):
+        known = ", ".join(name for name in PARTS if name in there) or "none"
+        raise DataError(f"{listing.name} has no official {part} part (it has: {known}); correct official_parts.")
+    inside, outside = ({r.patient for r in listing.used if (r.split in parts) is side} for side in (True, False))
+    if shared := inside & outside - {""}:
+        raise DataError(
+            f"{many(len(shared), 'patient')} of {listing.name} would be in the official_parts and outside of them; "
+            "leave official_parts out, or mend the split."
+        )
+    reason = f"not in the official {' or '.join(parts)} part"
+    away = {position: reason for position, r in enumerate(listing.records) if not r.excluded and r.split not in parts}
+    return replace(listing.excluding(away), official=listing.official and "train" in parts)
 
 
 def before_decoding(listing: Listing) -> Iterator[Finding]:

@@ -10,7 +10,6 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -99,7 +98,10 @@ class Drawn(Partition):
     """A division drawn at random, again and again until every site has its minimum."""
 
     sites: int = Field(ge=1)
-    remedy: ClassVar[str] = "ask for fewer sites or a lower minimum"
+
+    @property
+    def remedy(self) -> str:
+        return "ask for fewer sites or a lower minimum"
 
     def assign(
         self, labels: Indices, patients: Sequence[str], stream: Stream, column: Sequence[str] | None = None
@@ -144,7 +146,10 @@ class Quantity(Drawn):
     """Random samples whose sizes follow a Dirichlet distribution."""
 
     alpha: float = Field(0.5, gt=0)
-    remedy = "ask for fewer sites, a lower minimum or a larger alpha"
+
+    @property
+    def remedy(self) -> str:
+        return "ask for fewer sites, a lower minimum or a larger alpha"
 
     def draw(self, people: Patients, rng: np.random.Generator) -> list[Indices]:
         return _dealt(people, rng.permutation(len(people)), rng.dirichlet(np.full(self.sites, self.alpha)))
@@ -154,14 +159,22 @@ class Dirichlet(Drawn):
     """Every class is divided by its own Dirichlet draw (Hsu, Qi and Brown 2019; Li et al. 2022)."""
 
     alpha: float = Field(0.5, gt=0)
-    remedy = "ask for fewer sites, a lower minimum or a larger alpha"
+    top_up: bool = False
+    """Bring sites below the minimum up to it with patients of the largest sites, rather than draw anew."""
+
+    @property
+    def remedy(self) -> str:
+        if self.top_up:
+            return super().remedy
+        return "ask for fewer sites, a lower minimum or a larger alpha, or set top_up: true"
 
     def draw(self, people: Patients, rng: np.random.Generator) -> list[Indices]:
         dealt = [
             _dealt(people, rng.permutation(members), rng.dirichlet(np.full(self.sites, self.alpha)))
             for members in _by_class(people)
         ]
-        return [np.concatenate(pieces) for pieces in zip(*dealt, strict=True)]
+        drawn = [np.concatenate(pieces) for pieces in zip(*dealt, strict=True)]
+        return _topped_up(people, drawn, self.minimum) if self.top_up else drawn
 
 
 class Shards(Drawn):
@@ -171,7 +184,10 @@ class Shards(Drawn):
     """
 
     classes_per_site: int = Field(2, ge=1)
-    remedy = "ask for fewer sites, a lower minimum or more classes_per_site"
+
+    @property
+    def remedy(self) -> str:
+        return "ask for fewer sites, a lower minimum or more classes_per_site"
 
     def check(self, people: Patients) -> None:
         super().check(people)
@@ -206,7 +222,10 @@ class Admixture(Drawn):
 
     primary: int = Field(2, ge=1)
     admixture: float = Field(0.7, ge=0, le=1)
-    remedy = "ask for a lower minimum or more admixture"
+
+    @property
+    def remedy(self) -> str:
+        return "ask for a lower minimum or more admixture"
 
     def check(self, people: Patients) -> None:
         """Sites overlap: any number of them may share the same patients."""
@@ -250,6 +269,35 @@ def _dealt(people: Patients, order: Indices, shares: NDArray[np.float64]) -> lis
     ends = np.cumsum(people.sizes[order])
     bounds = np.cumsum(shares)[:-1] / shares.sum() * ends[-1]
     return np.split(order, np.searchsorted(ends - people.sizes[order] / 2, bounds))
+
+
+def _topped_up(people: Patients, drawn: list[Indices], minimum: int) -> list[Indices]:
+    """The smallest site is given a patient, again and again, until all have the minimum or nobody can spare one."""
+    members = [site.tolist() for site in drawn]
+    sizes = np.array([people.sizes[site].sum() for site in drawn])
+    while sizes.min() < minimum and (spared := _spared(people, members, sizes, minimum)):
+        giver, patient = spared
+        taker = int(sizes.argmin())
+        members[giver].remove(patient)
+        members[taker].append(patient)
+        sizes[giver] -= people.sizes[patient]
+        sizes[taker] += people.sizes[patient]
+    return [np.array(site, dtype=np.int64) for site in members]
+
+
+def _spared(people: Patients, members: list[list[int]], sizes: Indices, minimum: int) -> tuple[int, int] | None:
+    """The largest site that keeps the minimum without one of its patients, and that patient.
+
+    It is of the class that the site has most of, so that no site loses what it has little of.
+    """
+    for giver in np.argsort(-sizes, kind="stable").tolist():
+        own = np.array(members[giver], dtype=np.int64)
+        free = people.sizes[own] <= sizes[giver] - minimum
+        if free.any():
+            _, label = np.unique(people.labels[own], return_inverse=True)
+            frequency = np.bincount(label, people.sizes[own])[label]
+            return giver, int(own[free & (frequency == frequency[free].max())][-1])
+    return None
 
 
 def _apportion(sizes: list[int], seats: int) -> list[int]:

@@ -6,6 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
+from polyclinic.core import Part
 from polyclinic.data.options import Options
 
 Normalisation = Literal["none", "half", "imagenet"]
@@ -35,6 +36,8 @@ class ImageOptions(Preparation):
     normalise: Normalisation = "none"
     task: dict[str, list[str]] | None = None
     """Classes to learn, each with the labels that belong to it; images with other labels are left out."""
+    official_parts: list[Part] | None = Field(None, min_length=1)
+    """Use only these parts of the official split, so that a public set and the sites can share a set between them."""
     limit: int | None = Field(None, ge=1)
     """Use only so many images, drawn at random by patient."""
     join_copies: bool = False

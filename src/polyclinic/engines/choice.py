@@ -63,13 +63,20 @@ def choose(
     threads: int = 1,
     cohort: int | None = None,
 ) -> Choice:
-    """Time a few steps of as many sites as train at once, if not too many, on both engines; nothing of it is kept."""
+    """Time a few steps of as many sites as train at once, if not too many, on both engines; nothing of it is kept.
+
+    Where sites have several networks, those of the one that most have.
+    """
     torch.set_num_threads(threads)
-    chosen = list(runners.items())[: min(TRIED, cohort or TRIED)]
+    groups: dict[str, list[SiteId]] = {}
+    for site in runners:
+        groups.setdefault(algorithm.group(state, site), []).append(site)
+    group = max(groups, key=lambda name: len(groups[name]))
+    chosen = groups[group][: min(TRIED, cohort or TRIED)]
     if algorithm.pooled or len(chosen) < 2:
         return Choice("local", "one place trains, and there is nothing to stack")
-    seats = [_first(runner, algorithm, algorithm.broadcast(state, site)) for site, runner in chosen]
-    network = chosen[0][1].network
+    seats = [_first(runners[site], algorithm, algorithm.broadcast(state, site)) for site in chosen]
+    network = runners[chosen[0]].networks[group]
     reason = _why_not(seats, network)
     if reason:
         return Choice("local", f"sites do not stack: {reason}")

@@ -39,7 +39,8 @@ class Foresight:
             return runner.predict(weights, part)
         if key not in self._known:
             first = known[0]
-            self._known[key] = together([r for r in self.runners if r.name != first], weights, part)
+            others = [r for r in self.runners if r.name != first and r.network is runner.network]
+            self._known[key] = together(others, weights, part)
         found = self._known[key].pop(runner.name, None)
         return runner.predict(weights, part) if found is None else found
 
@@ -48,7 +49,7 @@ def together(runners: Sequence[SiteRunner], weights: Bundle, part: Part) -> dict
     """The sites' predictions in one pass, of every image once; {} where their images do not lie in one place."""
     held = {runner.name: getattr(runner.holdings, part) for runner in runners}
     parts = [examples for examples in held.values() if isinstance(examples, Selection)]
-    if len(parts) < len(held) or any(examples.shared is not parts[0].shared for examples in parts):
+    if not parts or len(parts) < len(held) or any(examples.shared is not parts[0].shared for examples in parts):
         return {}
     rows, place = torch.unique(torch.cat([examples.rows for examples in parts]), return_inverse=True)
     everything = replace(parts[0], rows=rows, labels=parts[0].shared.labels[rows], patients=None)

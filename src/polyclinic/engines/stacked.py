@@ -125,7 +125,8 @@ class StackedEngine:
             return site
         reason = why_not(guest.job, guest.runner.network) or self._unstackable.get(guest.job.sequence, "")
         guest.alone = reason or guest.alone
-        return site if reason else signature(guest.job, guest.visit.site, known)
+        # Weights of one shape may belong to networks that differ, as in how much they drop.
+        return site if reason else (*signature(guest.job, guest.visit.site, known), id(guest.runner.network))
 
     def _room(self, key: Any, guest: Guest) -> int:
         """How many such jobs one stack may hold."""

@@ -255,7 +255,8 @@ def score(job: Score, network: LiveNetwork, data: Examples, batch: int | None = 
     weights = network.load(job.weights)
     network.evaluation_mode()
     reference = {k: {n: t.to(network.device) for n, t in g.items()} for k, g in job.reference.items()}
-    turns = torch.split(torch.arange(len(data), device=data.labels.device), batch or at_a_time(network.device))
+    size = batch or job.batch or at_a_time(network.device)
+    turns = torch.split(torch.arange(len(data), device=data.labels.device), size)
     with feed(data, turns, network.device) as fed:
         parts = [(len(found[1]), job.function(network, weights, found, reference)) for found in fed]
     if not parts:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
@@ -34,9 +35,6 @@ class LiveNetwork:
         """Convolutions run much faster, on CPU and GPU, where a pixel's channels lie side by side."""
         self.module = self.module.to(memory_format=self.layout)
         self._dropouts = with_keys(module, self.device)
-        for layer in module.modules():
-            if isinstance(layer, nn.GroupNorm):
-                layer.register_forward_pre_hook(_in_single)
         self.live: Bundle = {"model": dict(module.named_parameters()), "buffers": _statistics(module)}
         self.inhabited = True
         """Whether weights may live in the module; compilers cannot compare a bundle with them."""
@@ -61,10 +59,14 @@ class LiveNetwork:
                 "give it float32 weights, or set training.precision: float32"
             )
         before, self._lower = self._lower, lower
+        slow = self.module.modules() if lower and self.device.type == "cpu" else ()
+        hooks = [m.register_forward_pre_hook(_in_single) for m in slow if isinstance(m, nn.GroupNorm)]
         try:
             yield
         finally:
             self._lower = before
+            for hook in hooks:
+                hook.remove()
 
     def _compute(self, module: nn.Module, weights: Bundle, images: Tensor, prefix: str) -> Tensor:
         if self._lower is None:
@@ -87,6 +89,14 @@ class LiveNetwork:
     def loss(self, weights: Bundle, batch: Batch) -> Tensor:
         images, labels = batch
         return F.cross_entropy(self(weights, images), labels)
+
+    def taught(self, weights: Bundle, images: Tensor) -> Tensor:
+        return self._call(self._calm, weights, images, "").detach()
+
+    @cached_property
+    def _calm(self) -> nn.Module:
+        """The module as it evaluates, whatever mode the other is in; its own weights are never used."""
+        return copy.deepcopy(self.module).eval()
 
     @staticmethod
     def _call(module: nn.Module, weights: Bundle, images: Tensor, prefix: str) -> Tensor:
@@ -165,6 +175,9 @@ class LiveNetwork:
 def _in_single(_: nn.Module, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """As autocast does on CUDA; a CPU takes 3.6 times as long to normalise groups of bfloat16."""
     return tuple(tensor.float() if tensor.dtype == torch.bfloat16 else tensor for tensor in given)
+
+
+_in_single.changes_nothing = True  # type: ignore[attr-defined]  # layers may still be recorded
 
 
 def _convolves(module: nn.Module) -> bool:

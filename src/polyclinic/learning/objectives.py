@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from polyclinic.core import Batch, Bundle, Network, Objective, Tensors
@@ -42,6 +43,17 @@ def corrected(network: Network, weights: Bundle, batch: Batch, reference: Bundle
     correction = reference["correction"]
     linear = sum((correction[name] * w).sum() for name, w in weights["model"].items())
     return task_loss(network, weights, batch, reference) + linear
+
+
+def distilling(network: Network, weights: Bundle, batch: Batch, reference: Bundle) -> Tensor:
+    """(1 − λ)·task loss + λ·T²·KL(teacher ‖ student), both softened by the temperature T."""
+    share, temperature = reference["scalars"]["share"], reference["scalars"]["temperature"]
+    images, labels = batch
+    logits = network(weights, images)
+    teacher = network.taught({"model": reference["teacher"], "buffers": reference["teacher buffers"]}, images)
+    mine, wanted = (F.log_softmax(z / temperature, -1) for z in (logits, teacher))
+    apart = (wanted.exp() * (wanted - mine)).sum(-1).mean()  # F.kl_div does not stack
+    return (1 - share) * F.cross_entropy(logits, labels) + share * temperature**2 * apart
 
 
 def probabilities(network: Network, weights: Bundle, batch: Batch, reference: Bundle) -> Tensors:

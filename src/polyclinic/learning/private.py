@@ -167,7 +167,7 @@ class Silent:
         del weights, images
         raise EngineError("an objective marked as separable calls the network otherwise than by its loss; unmark it")
 
-    features = __call__
+    features = taught = __call__
 
     def loss(self, weights: Bundle, batch: Batch) -> Tensor:
         del weights, batch
@@ -187,6 +187,9 @@ class Instead:
     def features(self, weights: Bundle, images: Tensor) -> Tensor:
         del weights
         return self.network.features(self.weights, images)
+
+    def taught(self, weights: Bundle, images: Tensor) -> Tensor:
+        return self.network.taught(weights, images)
 
     def loss(self, weights: Bundle, batch: Batch) -> Tensor:
         del weights

@@ -45,6 +45,10 @@ class Part(Protocol):
         """Σ factor·gradient, by site (`factors`: sites × examples); those that are `bad` may hold anything."""
         ...
 
+    def energy(self) -> Tensor:
+        """Σ gradient², weight by weight, over all examples."""
+        ...
+
 
 class Kept(NamedTuple):
     """Every gradient in memory."""
@@ -55,6 +59,9 @@ class Kept(NamedTuple):
 
     def squares(self) -> Tensor:
         return _lengths(self.each).square()
+
+    def energy(self) -> Tensor:
+        return self.each.square().sum(0).reshape(self.shape)
 
     def total(self, factors: Tensor, bad: Tensor | None) -> Tensor:
         rows = _whole(_exact(self.each.flatten(1)), bad).reshape(*factors.shape, -1)
@@ -75,6 +82,11 @@ class Outer(NamedTuple):
         # Terms of either sign cancel: in float32 the sum could come out too small, and the clip too long.
         a, g = (t.to(_finest(t)) for t in (self.a, self.g))
         return ((a @ a.mT) * (g @ g.mT)).sum((1, 2)).clamp(min=0)
+
+    def energy(self) -> Tensor:
+        if self.a.shape[1] == 1:  # (g·a)² = g²·a²
+            return self.g[:, 0].square().mT @ self.a[:, 0].square()
+        return torch.bmm(self.g.mT, self.a).square().sum(0)
 
     def total(self, factors: Tensor, bad: Tensor | None) -> Tensor:
         a, g = (_whole(_exact(t), bad) for t in (self.a, self.g))
@@ -156,6 +168,9 @@ class Reordered(NamedTuple):
     def squares(self) -> Tensor:
         return self.matrix.squares()
 
+    def energy(self) -> Tensor:
+        return self.matrix.energy().reshape(self.shape).permute(0, 3, 1, 2)
+
     def total(self, factors: Tensor, bad: Tensor | None) -> Tensor:
         return self.matrix.total(factors, bad).reshape(-1, *self.shape).permute(0, 1, 4, 2, 3)
 
@@ -168,6 +183,9 @@ class Joined(NamedTuple):
 
     def squares(self) -> Tensor:
         return torch.cat([part.squares() for part in self.parts])
+
+    def energy(self) -> Tensor:
+        return torch.stack([part.energy() for part in self.parts]).sum(0)
 
     def total(self, factors: Tensor, bad: Tensor | None) -> Tensor:
         shares = torch.split(factors, self.some, 1)
@@ -328,7 +346,8 @@ def told(module: nn.Module) -> dict[str, Recorded]:
 
 
 def _is_plain(layer: nn.Module) -> bool:
-    hooked = layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks
+    hooks = (*layer._forward_hooks.values(), *layer._forward_pre_hooks.values(), *layer._backward_hooks.values())
+    hooked = any(not getattr(hook, "changes_nothing", False) for hook in hooks)
     zeros = not isinstance(layer, nn.Conv2d) or (layer.padding_mode == "zeros" and not isinstance(layer.padding, str))
     return zeros and not hooked
 

@@ -70,6 +70,9 @@ class Keyed:
     def loss(self, weights: Bundle, batch: Batch) -> Tensor:
         return self.network.loss(self._with_keys(weights), batch)
 
+    def taught(self, weights: Bundle, images: Tensor) -> Tensor:
+        return self.network.taught(weights, images)
+
 
 class Padded:
     """A network whose loss leaves out what is not there."""
@@ -82,6 +85,9 @@ class Padded:
 
     def features(self, weights: Bundle, images: Tensor) -> Tensor:
         return self.network.features(weights, images)
+
+    def taught(self, weights: Bundle, images: Tensor) -> Tensor:
+        return self.network.taught(weights, images)
 
     def loss(self, weights: Bundle, batch: Batch) -> Tensor:
         images, labels = batch

@@ -34,12 +34,13 @@ def bind(
     federation: Federation,
     sites: Mapping[SiteId, SiteData],
     trainers: Sequence[SiteId],
-    network: LiveNetwork,
+    networks: Mapping[str, LiveNetwork],
     rules: Rules,
     earlier: tuple[Spend, ...] = (),
 ) -> Plan:
     """The plan of a run; `algorithm` as it would train privately, whatever the noise."""
-    refuse_shared_statistics(network, algorithm)
+    for network in networks.values():
+        refuse_shared_statistics(network, algorithm)
     if wish.at == "server" and type(algorithm).aggregate is not FedAvg.aggregate:
         raise RecipeError(
             "privacy.at: server needs an algorithm whose server takes a weighted mean, as fedavg and fedprox do; "
@@ -56,7 +57,8 @@ def bind(
     models = 1
     if wish.unit != "site":
         shape = sites[trainers[0]].train.batch(sites[trainers[0]].train.labels.new_zeros(1))[0].shape[1:]
-        asked, models = rehearse(algorithm, federation, trainers[0], network, shape)
+        group = algorithm.group(algorithm.init(federation), trainers[0])
+        asked, models = rehearse(algorithm, federation, trainers[0], networks[group], shape)
         jobs = {name: tuple(steps_of(job, h.examples, wish) for job in asked) for name, h in holdings.items()}
     held = most_holders({name: sites[name] for name in trainers}, wish)
     return make_plan(

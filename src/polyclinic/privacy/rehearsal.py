@@ -48,7 +48,8 @@ def _answered(
     if not algorithm.charges() and not algorithm.caveat():
         raise RecipeError(
             f"the algorithm looks at the {job.part} images of a site beside training on them, which no part of the "
-            "privacy plan pays for; choose another algorithm, privacy.unit: site, or leave privacy out"
+            "privacy plan pays for; choose another algorithm (pfedcdp does not look with variant: sound and keep: 0), "
+            "privacy.unit: site, or leave privacy out"
         )
     return _blank_score(job, network, shape)
 

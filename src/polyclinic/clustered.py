@@ -1,0 +1,120 @@
+"""Clusters of sites, each with a network of its own: any algorithm, once per cluster.
+
+The state holds every cluster's own as `kind@cluster`. Within a cluster all is as if there were no other: nothing passes
+between clusters but by the server's own work at the end (`finish`). A site that moves to another cluster starts there
+from what the cluster has, and finds what it remembered when it comes back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from itertools import groupby
+
+import torch
+
+from polyclinic.algorithms.averaging import Averaging
+from polyclinic.core import Bundle, Desk, Exchange, Federation, Job, Site, SiteId, Stream, Update, Work
+
+SEAT = "cluster"
+"""The kind by which a site is told its cluster."""
+Seating = Callable[[SiteId, int], str]
+"""(site, round) -> the cluster it is in."""
+
+
+@dataclass(frozen=True)
+class Clustered(Averaging):
+    inner: Averaging = field(kw_only=True)
+    initials: Mapping[str, Bundle] = field(kw_only=True)
+    """Where each cluster's training starts."""
+    seating: Seating = field(kw_only=True)
+    rates: Mapping[str, float] = field(kw_only=True)
+    """What a cluster's learning rate is multiplied by."""
+
+    @property
+    def exchanges(self) -> tuple[Exchange, ...]:
+        return self.inner.exchanges
+
+    @property
+    def serves(self) -> bool:
+        return self.inner.serves
+
+    def init(self, federation: Federation) -> Bundle:
+        state: Bundle = {"clock": {"round": torch.ones((), dtype=torch.int64)}}
+        for cluster, initial in self.initials.items():
+            members = {s: n for s, n in federation.sites.items() if self.seating(s, 1) == cluster}
+            state |= _named(cluster, self.inner.init(Federation(federation.classes, members, initial)))
+        return state
+
+    def group(self, state: Bundle, site: SiteId) -> str:
+        return self.seating(site, int(state["clock"]["round"]))
+
+    def share(self, state: Bundle, group: str) -> Bundle:
+        return _of(state, group)
+
+    def broadcast(self, state: Bundle, site: SiteId) -> Bundle:
+        cluster = self.group(state, site)
+        return {**self.inner.broadcast(self.share(state, cluster), site), SEAT: {cluster: torch.ones(())}}
+
+    def seat(self, received: Bundle) -> str:
+        return next(iter(received[SEAT]))
+
+    def rate(self, group: str) -> float:
+        return self.rates.get(group, 1.0)
+
+    def local(self, received: Bundle, memory: Bundle | None, site: Site, rng: Stream) -> Work:
+        cluster = self.seat(received)
+        update, kept = yield from self.inner.local(_unseated(received), _of(memory, cluster) or None, site, rng)
+        others = {kind: group for kind, group in (memory or {}).items() if not kind.endswith(f"@{cluster}")}
+        return update, {**others, **_named(cluster, kept)} if kept is not None else memory
+
+    def check(self, update: Update) -> None:
+        self.inner.check(update)
+
+    def aggregate(self, state: Bundle, updates: Iterable[Update]) -> Bundle:
+        after = dict(state)
+        for cluster, some in groupby(updates, lambda update: self.group(state, update.site)):
+            after |= _named(cluster, self.inner.aggregate(self.share(state, cluster), some))
+        return {**after, "clock": {"round": state["clock"]["round"] + 1}}
+
+    def serve(self, state: Bundle, server: Site, rng: Stream) -> Desk:
+        for cluster in self.initials:
+            here = replace(server, lr=server.lr * self.rate(cluster))
+            work, answer = self.inner.serve(self.share(state, cluster), here, rng.child(cluster)), None
+            while True:
+                try:
+                    job: Job = work.send(answer)[1]
+                except StopIteration as end:
+                    state = {**state, **_named(cluster, end.value)}
+                    break
+                answer = yield cluster, job
+        return state
+
+    def finish(self, state: Bundle) -> Bundle:
+        """Nobody moves any more: a site is judged in the cluster of the last round."""
+        state = {**state, "clock": {"round": state["clock"]["round"] - 1}}
+        for cluster in self.initials:
+            state = {**state, **_named(cluster, self.inner.finish(self.share(state, cluster)))}
+        return state
+
+    def charges(self) -> tuple[float, ...]:
+        return self.inner.charges()
+
+    def caveat(self) -> str:
+        return self.inner.caveat()
+
+    def models(self, received: Bundle, memory: Bundle | None) -> dict[str, Bundle]:
+        return self.inner.models(_unseated(received), _of(memory, self.seat(received)) or None)
+
+
+def _of(bundle: Bundle | None, cluster: str) -> Bundle:
+    mark = f"@{cluster}"
+    return {kind.removesuffix(mark): tensors for kind, tensors in (bundle or {}).items() if kind.endswith(mark)}
+
+
+def _unseated(received: Bundle) -> Bundle:
+    return {kind: tensors for kind, tensors in received.items() if kind != SEAT}
+
+
+def _named(cluster: str, bundle: Bundle) -> Bundle:
+    return {f"{kind}@{cluster}": tensors for kind, tensors in bundle.items()}

@@ -1,0 +1,153 @@
+"""Who computes with what: one network for all sites, or one for every cluster of them; and the server's student."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from polyclinic.algorithms.averaging import Averaging
+from polyclinic.capability import card_of, cluster_of, needs_memory, room, score
+from polyclinic.clustered import Clustered
+from polyclinic.consortium import Consortium
+from polyclinic.core import Bundle, SiteId, Stream
+from polyclinic.data.folder import in_data_folder
+from polyclinic.errors import EngineError, RecipeError
+from polyclinic.flops import parameters
+from polyclinic.learning.network import LiveNetwork, weights_of
+from polyclinic.models import adopt_weights, build, download_weights, load_weights
+from polyclinic.models.classifier import Classifier
+from polyclinic.models.dp_safe import dp_safe
+from polyclinic.recipe import ModelSection, Recipe
+from polyclinic.runner import STUDENT
+
+
+def network_of(recipe: Recipe, consortium: Consortium, data: Path | None = None) -> Classifier:
+    """The recipe's network, its first weights from the seed or from a file (in the data folder, or here)."""
+    return _built(recipe.model, consortium, Stream(recipe.seed, ("model",)), data)
+
+
+def _built(model: ModelSection, consortium: Consortium, seed: Stream, data: Path | None) -> Classifier:
+    module = build(
+        model.name,
+        classes=len(consortium.classes),
+        channels=consortium.channels,
+        size=consortium.size,
+        dropout=model.dropout,
+        seed=seed,
+    )
+    if model.norm == "group" and model.weights is None:
+        return dp_safe(module)
+    if model.weights == "torchvision":
+        adopt_weights(module, download_weights(model.name), "torchvision")
+    elif model.weights is not None:
+        load_weights(module, in_data_folder(Path(model.weights), data))
+    return dp_safe(module) if model.norm == "group" else module
+
+
+def device_of(recipe: Recipe) -> torch.device:
+    wanted = recipe.engine.device
+    if wanted == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(wanted)
+        torch.zeros(1, device=device)
+    except (RuntimeError, AssertionError):
+        raise EngineError(f"the device {wanted!r} is not to be had here; use --device cpu or --device auto") from None
+    return device
+
+
+@dataclass(frozen=True)
+class Lineup:
+    """The networks of a run. Without clusters there is one, called ""."""
+
+    recipe: Recipe
+    networks: Mapping[str, LiveNetwork]
+    student: LiveNetwork | None
+
+    def seating(self, site: SiteId, round: int) -> str:
+        """The cluster of a site in a round."""
+        recipe = self.recipe
+        period = recipe.capability.period(round)
+        card = card_of(recipe.capability, site, period, Stream(recipe.seed))
+        return cluster_of(score(card, recipe.capability.weights), thresholds(recipe))
+
+    def around(self, algorithm: Averaging) -> Averaging:
+        """The algorithm itself, or one that plays it in every cluster."""
+        if not self.recipe.clusters:
+            return algorithm
+        initials: dict[str, Bundle] = {name: weights_of(live.module) for name, live in self.networks.items()}
+        rates = {name: section.lr for name, section in self.recipe.clusters.items()}
+        return Clustered(algorithm.training, inner=algorithm, initials=initials, seating=self.seating, rates=rates)
+
+    @property
+    def all(self) -> dict[str, LiveNetwork]:
+        return {**self.networks, **({STUDENT: self.student} if self.student else {})}
+
+    def members(self, sites: Mapping[SiteId, object]) -> dict[str, list[SiteId]]:
+        """Who is in which cluster in round 1."""
+        found: dict[str, list[SiteId]] = {name: [] for name in self.recipe.clusters}
+        for site in sites:
+            found[self.seating(site, 1)].append(site)
+        return found
+
+
+def thresholds(recipe: Recipe) -> dict[str, float]:
+    return {name: section.at_least for name, section in recipe.clusters.items()}
+
+
+def line_up(
+    recipe: Recipe, consortium: Consortium, module: Classifier, device: torch.device, data: Path | None = None
+) -> Lineup:
+    """`module`: the recipe's own network, which all sites have if there are no clusters."""
+    student = LiveNetwork(copy.deepcopy(module), device) if recipe.finish else None
+    if not recipe.clusters:
+        return Lineup(recipe, {"": LiveNetwork(module, device)}, student)
+    networks = {
+        name: LiveNetwork(_built(section.model, consortium, Stream(recipe.seed, ("model", name)), data), device)
+        for name, section in recipe.clusters.items()
+    }
+    found = Lineup(recipe, networks, student)
+    _refuse_misfits(found, consortium)
+    return found
+
+
+def _refuse_misfits(lineup: Lineup, consortium: Consortium) -> None:
+    recipe = lineup.recipe
+    for site in recipe.capability.cards:
+        if site not in consortium.sites:
+            raise RecipeError(
+                f"capability.cards has {site!r:.60}, which is no site of this federation; there are: "
+                f"{', '.join(list(consortium.sites)[:8])}"
+            )
+    for cluster, members in lineup.members(consortium.sites).items():
+        if not members:
+            raise RecipeError(
+                f"no site is in cluster {cluster!r}; lower its clusters.{cluster}.at_least, give sites other "
+                "capability.cards, or drop the cluster"
+            )
+        needed = needs_memory(parameters(lineup.networks[cluster].module))
+        for site in members:
+            here = room(card_of(recipe.capability, site, 0, Stream(recipe.seed)))
+            if here is not None and here < needed:
+                raise RecipeError(
+                    f"site {site} is in cluster {cluster!r}, whose {recipe.clusters[cluster].model.name} takes "
+                    f"{needed / 1e9:.2g} GB to train, but has {here / 1e9:.2g} GB free; give the cluster a smaller "
+                    "model, or raise its at_least"
+                )
+
+
+def normalises_batches(lineup: Lineup) -> bool:
+    norms = nn.modules.batchnorm._BatchNorm
+    return any(isinstance(m, norms) for live in lineup.networks.values() for m in live.module.modules())
+
+
+def server_models(algorithm: Averaging, state: Bundle, groups: Mapping[str, object]) -> dict[str, Bundle]:
+    """The models that are the server's own, by cluster."""
+    inner = algorithm.inner if isinstance(algorithm, Clustered) else algorithm
+    found = {group: inner.models(algorithm.share(state, group), None) for group in groups}
+    return {group: models["global"] for group, models in found.items() if "global" in models}

@@ -1,0 +1,122 @@
+"""What can be known to be wrong with a recipe before anything runs: keys that do not go together."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from polyclinic.algorithms import ALGORITHMS
+from polyclinic.capability import capability_problems, thresholds_problems
+from polyclinic.finish.refine import problems as refine_problems
+from polyclinic.metrics import METRICS
+from polyclinic.privacy.plan import wish_problems
+
+TAKEN = ("global", "personal", "student", "public", "transfer", "clock")
+if TYPE_CHECKING:
+    from polyclinic.recipe import Recipe
+
+
+def problems(recipe: Recipe) -> Iterator[str]:
+    yield from _pace_problems(recipe)
+    yield from _problems(recipe)
+    yield from _privacy_problems(recipe)
+    yield from _cluster_problems(recipe)
+
+
+def nearest(word: str, known: list[str]) -> str:
+    near = difflib.get_close_matches(word, known, 1)
+    return f" (did you mean {near[0]!r}?)" if near else ""
+
+
+def _pace_problems(recipe: Recipe) -> Iterator[str]:
+    schedule, stop = recipe.schedule, recipe.early_stop
+    watching = schedule.name == "plateau" or stop is not None
+    if watching and recipe.evaluate.every != 1:
+        yield "schedule plateau and early_stop watch the validation parts of every round; set evaluate.every: 1"
+    if watching and recipe.cohort is not None:
+        yield "schedule plateau and early_stop would compare different sites from round to round; set cohort: null"
+    if schedule.name == "cosine" and schedule.minimum == 0 and (schedule.period or recipe.rounds) < recipe.rounds:
+        yield "schedule cosine reaches a learning rate of exactly 0 within the run; give schedule.minimum a small share"
+    if watching and recipe.data.split.validation == 0:
+        yield "schedule plateau and early_stop watch the validation parts; give data.split.validation a share"
+    if schedule.period is not None and schedule.period < 1:
+        yield f"schedule.period is {schedule.period}; choose 1 round or more"
+    if schedule.patience < 0:
+        yield f"schedule.patience is {schedule.patience}; choose 0 rounds or more"
+    if not 0 < schedule.factor < 1:
+        yield f"schedule.factor is {schedule.factor}; choose a share between 0 and 1"
+    if not 0 <= schedule.minimum <= 1:
+        yield f"schedule.minimum is {schedule.minimum}; choose a share of the first learning rate in [0, 1]"
+    if stop is not None and stop.patience < 1:
+        yield f"early_stop.patience is {stop.patience}; choose 1 round or more"
+    if stop is not None and stop.min_delta < 0:
+        yield f"early_stop.min_delta is {stop.min_delta}; choose 0 or more"
+    if stop is not None and stop.metric not in METRICS:
+        near = nearest(stop.metric, list(METRICS))
+        yield f"early_stop.metric: there is no metric {stop.metric!r}{near}; there are: {', '.join(METRICS)}"
+
+
+def _privacy_problems(recipe: Recipe) -> Iterator[str]:
+    if recipe.privacy is not None:
+        watching = recipe.schedule.name == "plateau" or recipe.early_stop is not None
+        yield from wish_problems(recipe.privacy, recipe.training, watching)
+        if recipe.algorithm.name == "adaptive-noise" and recipe.privacy.unit == "site":
+            yield "adaptive-noise scales the noise of training steps; set privacy.unit: image or patient"
+    elif recipe.algorithm.name == "adaptive-noise":
+        yield "adaptive-noise scales the noise of a privacy plan; add for example `privacy: {epsilon: 3}`"
+    elif recipe.training.private is not None:
+        yield "training.private follows from privacy; leave it out and write privacy instead"
+
+
+def _cluster_problems(recipe: Recipe) -> Iterator[str]:
+    yield from capability_problems(recipe.capability)
+    if recipe.clusters:
+        least = {name: section.at_least for name, section in recipe.clusters.items()}
+        yield from (f"clusters: {sentence}" for sentence in thresholds_problems(least))
+    for name in (n for n in recipe.clusters if not re.fullmatch(r"[A-Za-z][A-Za-z0-9_-]{0,30}", n) or n in TAKEN):
+        yield f"a cluster cannot be called {name!r:.40}; use letters and digits, and none of {', '.join(TAKEN)}"
+    name = recipe.algorithm.name
+    if recipe.clusters and (name in ("single", "cross-site") or ALGORITHMS[name].pooled) and not recipe.methods:
+        yield f"{name} has one network for all sites; set clusters: {{}}"
+    wanted = recipe.evaluate.headline
+    if wanted == "public" and recipe.public is None:
+        yield "evaluate.headline is public, but there is no public set; add `public`, or set evaluate.headline: null"
+    if wanted == "student" and recipe.finish is None:
+        yield "evaluate.headline is student, but nobody makes one; add `finish: refine`"
+    if recipe.finish is not None:
+        yield from refine_problems(recipe.finish)
+        if recipe.public is None:
+            yield "finish needs labelled images at the server; add for example `public: {name: mias}`"
+    options = recipe.algorithm.options
+    taught = options.get("variant", "sound") == "sound" and options.get("head_epochs", 1) and options.get("distil", 1)
+    if name == "pfedcdp" and taught and recipe.public is None and not recipe.methods:
+        yield (
+            "pfedcdp's sites learn from a head that the server fits on labelled images of its own; add for example "
+            "`public: {name: mias}`, or set algorithm.head_epochs: 0 to do without"
+        )
+
+
+def _problems(recipe: Recipe) -> Iterator[str]:
+    name, engine = recipe.algorithm.name, recipe.engine
+    at_the_end = name in ("single", "cross-site")
+    if at_the_end and recipe.early_stop is not None:
+        yield f"{name} hands its models in after the last round, which early_stop would skip; set early_stop: null"
+    if at_the_end and recipe.cohort is not None:
+        yield f"{name} needs every site in the last round; set cohort: null"
+    if ALGORITHMS[name].pooled and recipe.quorum > 1:
+        yield f"{name} trains in one place, so a quorum of {recipe.quorum} can never be met; set quorum: 1"
+    if recipe.cohort is not None and recipe.quorum > recipe.cohort:
+        yield f"a quorum of {recipe.quorum} can never be met by a cohort of {recipe.cohort}; lower quorum"
+    if not re.fullmatch(r"auto|cpu|mps|cuda(:\d+)?", engine.device):
+        yield f"engine.device is {engine.device!r}; choose cpu, cuda, cuda:1 and so on, mps or auto"
+    if engine.workers > 0 and engine.device != "cpu":
+        yield "worker processes share the CPU only; set engine.workers: 0 or engine.device: cpu"
+    if engine.workers > 0 and engine.name != "local":
+        yield f"engine.name {engine.name} works in one process; set engine.workers: 0, or engine.name: local"
+    methods = recipe.methods or {recipe.name: {}}
+    named = [("paper", name) for name in recipe.paper] + [("claims", n) for c in recipe.claims for n in c.methods]
+    for place, unknown in (pair for pair in named if pair[1] not in methods):
+        near = nearest(unknown, list(methods))
+        yield f"{place}: there is no method {unknown!r}{near}; there are: {', '.join(methods)}"

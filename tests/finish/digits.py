@@ -1,0 +1,63 @@
+"""A small real task: 1,797 digits of 8 × 8 pixels, most of them private, some public."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+
+from polyclinic.core import Fit, Optimiser, Site, Stream, Training
+from polyclinic.data.digits import CLASSES, DigitsOptions, digits
+from polyclinic.data.examples import Images, SiteData
+from polyclinic.finish import Refine, Teacher
+from polyclinic.learning.fit import fit
+from polyclinic.learning.network import LiveNetwork, weights_of
+from polyclinic.learning.objectives import task_loss
+from polyclinic.models import build
+
+SEED = Stream(11)
+QUICK = Refine(batch=32, lr=3e-3, augment=None)
+"""A digit that is flipped is no longer one."""
+
+
+@cache
+def parts() -> tuple[Images, ...]:
+    """Two hospitals' images, then the public parts: training, validation, test."""
+    images = digits(DigitsOptions(), SEED).examples()
+    mixed = torch.randperm(len(images), generator=SEED.child("parts").generator())
+    return tuple(images.subset(rows) for rows in torch.split(mixed[:1600], [500, 500, 250, 100, 250]))
+
+
+def public() -> SiteData:
+    return SiteData("public", *parts()[2:])
+
+
+def network(name: str, seed: str = "network", dropout: float | None = None) -> LiveNetwork:
+    size = {"classes": len(CLASSES), "channels": 1, "size": 8}
+    return LiveNetwork(build(name, **size, dropout=dropout, seed=SEED.child(seed)))
+
+
+@cache
+def taught(name: str, which: int) -> Teacher:
+    """A network that learnt from one hospital's images."""
+    data, blank = parts()[which], network(name, f"teacher {which}")
+    training = Training(Optimiser("adam"), batch=32, epochs=10)
+    job = Fit(weights_of(blank.module), task_loss, training)
+    return Teacher(f"{name} {which}", blank, fit(job, blank, data, Site("any", len(data), 1, 1, 3e-3), SEED).weights)
+
+
+def good() -> list[Teacher]:
+    return [taught("cnn_c", 0), taught("mlp", 1)]
+
+
+def untrained(loudness: float = 1.0) -> Teacher:
+    blank = network("mlp", "untrained")
+    weights = weights_of(blank.module)
+    loud = {name: loudness * tensor for name, tensor in weights["model"].items()}
+    return Teacher("untrained", blank, {**weights, "model": loud})
+
+
+def accuracy(teacher: Teacher, data: Images | None = None) -> float:
+    data = data or parts()[4]
+    images, labels = data.batch(torch.arange(len(data)))
+    return float((teacher.logits(images).argmax(-1).cpu() == labels).double().mean())

@@ -1,0 +1,128 @@
+"""`polyclinic site …`: what people see, and what they are told when they mistype."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import psutil
+import pytest
+from typer.testing import CliRunner, Result
+
+from polyclinic.capability import RESOURCES, THRESHOLDS, Card, cluster_of, score
+from polyclinic.cli import app
+from polyclinic.terminal import out
+
+
+@pytest.fixture(autouse=True)
+def _eighty_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(out, "width", 80)
+
+
+@pytest.fixture
+def server() -> Iterator[str]:
+    with socket.create_server(("127.0.0.1", 0), backlog=100) as listening:
+        yield f"127.0.0.1:{listening.getsockname()[1]}"
+
+
+def call(*arguments: str) -> Result:
+    return CliRunner().invoke(app, ["site", "capability", *arguments])
+
+
+def document(*arguments: str) -> Any:
+    result = call(*arguments, "--json")
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout, parse_constant=pytest.fail)
+
+
+def flat(text: str) -> str:
+    """A sentence as it was before it was broken into the lines of a box."""
+    return " ".join(text.replace("│", " ").split())
+
+
+def test_the_card_fits_a_terminal(server: str) -> None:
+    result = call("--server", server)
+    assert (result.exit_code, result.stderr) == (0, "")
+    lines = result.stdout.splitlines()
+    assert max(map(len, lines)) <= 80
+    first_words = [line.split()[0] for line in lines if line and not line.startswith(" ")]
+    assert first_words == [*RESOURCES, "score"]
+    assert server in flat(result.stdout)
+
+
+def test_the_document_agrees_with_itself(server: str) -> None:
+    told = document("--server", server, "--weights", "0.3,0.3,0.1,0.3")
+    card = Card(**{name: told[name] for name in RESOURCES}, total_memory=told["total_memory"])
+    assert told["weights"] == dict(zip(RESOURCES, (0.3, 0.3, 0.1, 0.3), strict=True))
+    assert told["score"] == score(card, told["weights"])
+    assert told["thresholds"] == THRESHOLDS
+    assert told["cluster"] == cluster_of(told["score"], THRESHOLDS)
+    assert told["total_memory"] == psutil.virtual_memory().total
+    assert list(told["notes"]) == list(RESOURCES)
+    assert told["network"] > 0.9
+
+
+def test_the_options_reach_the_figures(server: str) -> None:
+    network_alone = ("--weights", "0,0,0,1")
+    assert document("--server", server, *network_alone, "--max-latency", "0.000001")["score"] == 0
+    assert document("--server", server, *network_alone)["score"] > 0.9
+    assert document(*network_alone, "--high", "1")["cluster"] == "high"
+    assert document("--server", server, *network_alone, "--high", "1")["cluster"] == "medium"
+
+
+def test_without_a_server_it_says_that_the_network_was_not_measured() -> None:
+    told = document()
+    assert told["network"] == 1
+    assert "not measured" in told["notes"]["network"]
+
+
+USAGE = [
+    (("--weights", "1,2"), "'1,2' is not four numbers"),
+    (("--weights", "a,b,c,d"), "'a,b,c,d' is not four numbers"),
+    (("--weights", ""), "'' is not four numbers"),
+    (("--weights", "1,1,1,1"), "the weights add up to 4"),
+    (("--weights", "1.5,-0.5,0,0"), "the weight of memory is -0.5"),
+    (("--weights", "nan,0,0,1"), "the weight of cpu is nan"),
+    (("--high", "0.3"), "cluster high begins at a score of 0.3 and medium, which is less capable, at 0.33"),
+    (("--medium", "0.66"), "cluster high begins at a score of 0.66 and medium, which is less capable, at 0.66"),
+    (("--medium", "0"), "cluster medium begins at a score of 0.0 and low"),
+    (("--high", "2"), "which no site reaches"),
+    (("--high", "nan"), "cluster high begins at a score of nan"),
+    (("--max-latency", "0"), "acceptable is 0.0 ms"),
+    (("--max-latency", "nan"), "acceptable is nan ms"),
+    (("--max-latency", "1e300"), "acceptable is 1e+300 ms"),
+    (("--server", "hospital"), "'hospital' is no HOST:PORT"),
+    (("--server", ":80"), "':80' is no HOST:PORT"),
+    (("--server", "hospital:"), "'hospital:' is no HOST:PORT"),
+    (("--server", "hospital:0"), "'hospital:0' is no HOST:PORT"),
+    (("--server", "hospital:70000"), "'hospital:70000' is no HOST:PORT"),
+    (("--server", "http://hospital:80"), "'http://hospital:80' is no HOST:PORT"),
+    (("--server", "::1:80"), "'::1:80' is no HOST:PORT"),
+    (("--server", "[::1]"), "'[::1]' is no HOST:PORT"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "words"), USAGE)
+def test_wrong_usage_gets_a_sentence_and_exit_code_2(arguments: tuple[str, ...], words: str) -> None:
+    result = call(*arguments)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert words in flat(result.stderr)
+    assert arguments[0] in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize("family", [socket.AF_INET, socket.AF_INET6])
+def test_an_unreachable_server_gets_a_sentence(family: socket.AddressFamily) -> None:
+    host = "127.0.0.1" if family == socket.AF_INET else "::1"
+    with socket.socket(family) as deaf:
+        try:
+            deaf.bind((host, 0))
+        except OSError:
+            pytest.skip(f"this machine has no {family.name}")
+        port = deaf.getsockname()[1]
+        result = call("--server", f"{host}:{port}" if family == socket.AF_INET else f"[{host}]:{port}")
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert result.stderr.startswith(f"error: the server {host}:{port} cannot be reached (Connection refused)")
+    assert result.stderr.count("\n") == 1
