@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 
 from polyclinic import Recipe, run
 from polyclinic.capability import RESOURCES
+from polyclinic.cli_audit import network_at
 from polyclinic.clustered import Clustered
 from polyclinic.core import Stream
 from polyclinic.data import SiteData
@@ -286,3 +287,9 @@ def test_sites_that_move_are_judged_where_they_trained_last() -> None:
         assert experiment.algorithm.group(result.state, site) == places[2]
         assert result.summary["sites"][site]["personal"]["test"]["n"] == 12
     assert result.summary["clusters"] == {c: [s for s, places in path.items() if places[0] == c] for c in HALVES}
+
+
+def test_an_audit_attacks_the_network_that_a_site_trains() -> None:
+    experiment = prepared()
+    for site, cluster in zip(SITES, CLUSTERS, strict=True):
+        assert network_at(experiment, site) is named(experiment)[cluster]

@@ -18,6 +18,7 @@ from polyclinic.data.examples import Selection
 from polyclinic.errors import RecipeError
 from polyclinic.experiment import Experiment, finished
 from polyclinic.learning.fit import fit, score
+from polyclinic.learning.network import LiveNetwork, weights_of
 from polyclinic.learning.objectives import probabilities, task_loss
 from polyclinic.metrics import Floats
 from polyclinic.privacy.account import Spend
@@ -77,19 +78,19 @@ def audit_recipe(
     those steps alone, for one image.
     """
     experiment = Experiment(recipe, None, data)
-    plan, network = experiment.plan, experiment.network
+    plan = experiment.plan
     if plan is None or plan.wish.unit == "site":
         raise RecipeError(
             f"{recipe.name} makes no claim that canaries among the images could refute; give it privacy with unit "
             "image or patient"
         )
     site = max(plan.jobs, key=lambda name: _price(plan, name, _taken(plan, name)))
-    examples = experiment.sites[site].train
+    examples, network = experiment.sites[site].train, network_at(experiment, site)
     shape = examples.batch(examples.labels.new_zeros(1))[0].shape[1:]
     job = _private(rehearse(experiment.algorithm, experiment.federation, site, network, shape)[0], plan)
     played = min(rounds or _taken(plan, site), _taken(plan, site))
     return site, audit(
-        experiment.module,
+        network.module,
         examples,
         job.training,
         rounds=played,
@@ -103,12 +104,19 @@ def audit_recipe(
     )
 
 
+def network_at(experiment: Experiment, site: SiteId) -> LiveNetwork:
+    """What a site trains: its cluster's network, where there are clusters."""
+    algorithm = experiment.algorithm
+    return experiment.lineup.networks[algorithm.group(algorithm.init(experiment.federation), site)]
+
+
 def attack_members(recipe: Recipe, data: Path | None, site: SiteId, shadows: int) -> Membership:
     """LiRA on one site: models trained on random halves of its images as it would train in all its rounds."""
     experiment = Experiment(recipe, None, data)
     plan, examples = experiment.plan, experiment.sites[site].train
     assert plan is not None
-    network, start, training = experiment.network, experiment.federation.initial, experiment.algorithm.training
+    network, training = network_at(experiment, site), experiment.algorithm.training
+    start = weights_of(network.module)
     assert isinstance(examples, Selection)
 
     def train(members: NDArray[np.intp], stream: Stream) -> Floats:

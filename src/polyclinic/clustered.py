@@ -103,6 +103,9 @@ class Clustered(Averaging):
     def caveat(self) -> str:
         return self.inner.caveat()
 
+    def remark(self) -> str:
+        return self.inner.remark()
+
     def models(self, received: Bundle, memory: Bundle | None) -> dict[str, Bundle]:
         return self.inner.models(_unseated(received), _of(memory, self.seat(received)) or None)
 

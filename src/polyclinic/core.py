@@ -353,6 +353,10 @@ class Algorithm(Protocol):
         """Why no privacy plan can give a guarantee with this algorithm; "" if one can."""
         ...
 
+    def remark(self) -> str:
+        """What whoever runs it must know, as that a paper's text is followed where it does not work; usually ""."""
+        ...
+
     def models(self, received: Bundle, memory: Bundle | None) -> dict[str, Bundle]:
         """The weights a site would predict with, by name: "global", "personal", another site's."""
         ...

@@ -6,6 +6,7 @@ import contextlib
 import gc
 import hashlib
 import json
+import logging
 import tempfile
 import time
 from collections.abc import Mapping
@@ -228,6 +229,8 @@ class Experiment:
             rounds = Rounds(
                 self.federation, self.algorithm, engine, rules, journal, self.watch, judge, stages, guard, self.server
             )
+            if remark := self.algorithm.remark():
+                logging.getLogger(__name__).warning("%s", remark)
             if self.plan is not None:
                 self.watch("plan", {"epsilon": self.plan.epsilon, **self.plan.as_json()})
             gc.freeze()  # what is there now stays: looking through all of it again and again took a tenth of a second
@@ -339,6 +342,8 @@ class Experiment:
         write_atomically(self.folder / "model.safetensors", wire.encode_body(outcome.state).data)
         if student:
             write_atomically(self.folder / "student.safetensors", wire.encode_body(student).data)
+            assert self.server is not None
+            self.server.picture(outcome.state, self.consortium.classes, self.folder / "teachers.png")
         reach("model-written")
         write_atomically(self.folder / "privacy.md", page(summary).encode())
         write_json(self.folder / "result.json", summary)

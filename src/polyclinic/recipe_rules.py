@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from polyclinic.algorithms import ALGORITHMS
 from polyclinic.capability import capability_problems, thresholds_problems
 from polyclinic.finish.refine import problems as refine_problems
+from polyclinic.finish.shapley import MOST_PLAYERS
 from polyclinic.metrics import METRICS
 from polyclinic.privacy.plan import wish_problems
 
@@ -86,6 +87,8 @@ def _cluster_problems(recipe: Recipe) -> Iterator[str]:
     if wanted == "student" and recipe.finish is None:
         yield "evaluate.headline is student, but nobody makes one; add `finish: refine`"
     if recipe.finish is not None:
+        if recipe.finish.shapley and len(recipe.clusters) > MOST_PLAYERS:
+            yield f"finish.shapley tries every coalition of at most {MOST_PLAYERS} clusters; set finish.shapley: false"
         yield from refine_problems(recipe.finish)
         if recipe.public is None:
             yield "finish needs labelled images at the server; add for example `public: {name: mias}`"

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from polyclinic.algorithms.averaging import Averaging
@@ -11,6 +12,7 @@ from polyclinic.core import Bundle, Fit, Fitted, Job, Score, Site, Stream, Tenso
 from polyclinic.data.examples import SiteData
 from polyclinic.errors import RecipeError
 from polyclinic.finish.distil import Teacher
+from polyclinic.finish.maps import draw, look
 from polyclinic.finish.refine import Refined, refine
 from polyclinic.learning.fit import fit, score
 from polyclinic.learning.objectives import probabilities
@@ -53,6 +55,10 @@ class Server:
     def check(self, start: Bundle) -> None:
         """Refuse, before anything is trained, what would be in vain; `start`: the state before round 1."""
         recipe = self.lineup.recipe
+        if recipe.evaluate.headline == "public" and not len(self.public.test):
+            raise RecipeError(
+                "evaluate.headline is public, but the public set has no test part; raise public.split.test"
+            )
         if self._models(start):
             return
         instead = "choose an algorithm that leaves it one, as fedavg and pfedcdp do"
@@ -72,10 +78,17 @@ class Server:
         options, student = self.lineup.recipe.finish, self.lineup.student
         assert options is not None
         assert student is not None
-        models = self._models(state).items()
-        teachers = [Teacher(group or "global", self.lineup.networks[group], w) for group, w in models]
         rng = Stream(self.seed, ("finish",))
-        return refine(teachers, student, self.start, self.public, options, rng)
+        return refine(self._teachers(state), student, self.start, self.public, options, rng)
+
+    def picture(self, state: Bundle, classes: Sequence[str], path: Path) -> None:
+        """Where each teacher looks, on some public training images."""
+        maps = look(self._teachers(state), self.public.train, Stream(self.seed, ("maps",)))
+        draw(maps.psi, maps.images, path, [classes[label] for label in maps.labels])
+
+    def _teachers(self, state: Bundle) -> list[Teacher]:
+        models = self._models(state).items()
+        return [Teacher(group or "global", self.lineup.networks[group], weights) for group, weights in models]
 
     def judged(self, state: Bundle, student: Bundle | None) -> dict[str, Any]:
         """Every model of the server's on the public test images."""

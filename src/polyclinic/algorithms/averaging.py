@@ -113,6 +113,9 @@ class Averaging(ABC):
     def caveat(self) -> str:
         return ""
 
+    def remark(self) -> str:
+        return ""
+
     def models(self, received: Bundle, memory: Bundle | None) -> dict[str, Bundle]:
         del memory
         return {"global": weights(received)}

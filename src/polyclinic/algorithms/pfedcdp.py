@@ -114,6 +114,14 @@ class PFedCDP(FedPer):
         fitted = yield "", Fit(weights, (Step(task_loss, train=(HEAD,)),), training)
         return {**state, "head": head(fitted.weights["model"])}
 
+    def remark(self) -> str:
+        if self.variant == "sound":
+            return ""
+        return (
+            "pfedcdp, variant paper: the server's head is never trained, so sites distil from a teacher that knows "
+            "nothing; variant sound trains it"
+        )
+
     def models(self, received: Bundle, memory: Bundle | None) -> dict[str, Bundle]:
         return {"personal": self.start(received, memory), "global": super().start(received, None)}
 

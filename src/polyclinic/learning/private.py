@@ -20,7 +20,8 @@ from polyclinic.core import Batch, Bundle, Fit, Network, Objective, Private, Ste
 from polyclinic.errors import EngineError, RecipeError
 from polyclinic.learning.network import LiveNetwork
 from polyclinic.learning.objectives import SEPARABLE
-from polyclinic.learning.recorded import Kept, LiveBook, NotRecordableError, Part, twin
+from polyclinic.learning.parts import Kept, Part
+from polyclinic.learning.recorded import LiveBook, NotRecordableError, twin
 
 AT_ONCE = 16
 """Examples whose gradients are taken one by one at the same time, where there is no quicker way."""

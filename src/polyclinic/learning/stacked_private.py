@@ -17,7 +17,8 @@ from polyclinic.core import Batch, Bundle, Network, Objective, Private, Tensors
 from polyclinic.learning import private
 from polyclinic.learning.compiled import compiled as compiled_function
 from polyclinic.learning.network import LiveNetwork
-from polyclinic.learning.recorded import NotRecordableError, Part, Recorded, Seen, told, twin
+from polyclinic.learning.parts import Part
+from polyclinic.learning.recorded import NotRecordableError, Recorded, Seen, told, twin
 from polyclinic.learning.seating import Seat, Turn
 
 
