@@ -178,6 +178,18 @@ MISFITS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         {"evaluate__headline": "public", "public": PUBLIC},
         ("evaluate.headline", "fedper", "no model"),
     ),
+    "one noise for three means": (
+        {"algorithm": "fedavg", "privacy": {"unit": "site", "noise": 1.0, "delta": 1e-3, "at": "server"}},
+        ("privacy.at: server", "privacy.at: site"),
+    ),
+    "judged on public images that are none": (
+        {
+            "algorithm": "fedavg",
+            "evaluate__headline": "public",
+            "public": {**PUBLIC, "split": {"train": 0.8, "validation": 0.2, "test": 0}},
+        },
+        ("evaluate.headline", "public.split.test"),
+    ),
 }
 
 

@@ -11,7 +11,7 @@ from sklearn.metrics import accuracy_score, roc_auc_score
 from polyclinic.core import Bundle, Stream
 from polyclinic.errors import DataError
 from polyclinic.metrics import Predictions
-from polyclinic.results import assess, at_site, cost, drift, headline, judged_on, versions
+from polyclinic.results import assess, at_site, cost, drift, headline, judged_on, progress, versions
 
 STREAM = Stream(0, ("bootstrap",))
 
@@ -178,3 +178,25 @@ def test_drift_is_a_sites_mean_over_its_rounds() -> None:
 def test_versions_name_what_figures_depend_on() -> None:
     assert {"python", "torch", "polyclinic", "numpy"} <= set(versions())
     assert versions()["torch"] == torch.__version__
+
+
+def test_clusters_are_followed_from_round_to_round_also_when_a_site_moves() -> None:
+    def trained(round: int, site: str, cluster: str) -> dict[str, Any]:
+        return {"round": round, "site": site, "event": "train", "cluster": cluster}
+
+    def judged(round: int, site: str, accuracy: float, n: int, model: str = "personal") -> dict[str, Any]:
+        row = {"round": round, "site": site, "event": "evaluate", "part": "validation", "model": model}
+        return {**row, "accuracy": accuracy, "n": n}
+
+    rows = [
+        *(trained(1, site, "high") for site in "ab"),
+        judged(0, "a", 0.5, 10),
+        judged(0, "b", 1.0, 30),
+        judged(0, "b", 0.0, 30, "global"),
+        trained(2, "a", "high"),
+        trained(2, "b", "low"),
+        judged(1, "a", 0.75, 10),
+        judged(1, "b", 0.25, 30),
+    ]
+    assert progress(rows) == {"high": [(0, 0.875), (1, 0.75)], "low": [(1, 0.25)]}
+    assert progress(rows[:1]) == {}

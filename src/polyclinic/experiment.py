@@ -327,7 +327,7 @@ class Experiment:
                 "flops_per_step": training_step_flops(self.network.module, shape),
             },
             "clusters": clusters or None,
-            "progress": progress(journal.rows, clusters) if clusters else None,
+            "progress": progress(journal.rows) if clusters else None,
             "headline": {"model": model, **best},
             **scores,
             "drift": drift(journal.rows),

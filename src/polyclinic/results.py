@@ -139,22 +139,23 @@ def drift(rows: Sequence[Mapping[str, Any]]) -> dict[SiteId, float]:
     return {site: sum(values) / len(values) for site, values in moved.items()}
 
 
-def progress(
-    rows: Sequence[Mapping[str, Any]], clusters: Mapping[str, Sequence[SiteId]], metric: str = "accuracy"
-) -> dict[str, list[tuple[int, float]]]:
-    """How each cluster fared from round to round: the mean over its validation images, of personal models if any."""
-    home = {site: cluster for cluster, members in clusters.items() for site in members}
-    told = [row for row in rows if row["event"] == "evaluate" and row["part"] == "validation" and row["site"] in home]
+def progress(rows: Sequence[Mapping[str, Any]], metric: str = "accuracy") -> dict[str, list[tuple[int, float]]]:
+    """How each cluster fared from round to round: the mean over its validation images, of personal models if any.
+
+    What a site tells in a round is of the model that it has received, which is that of the round before.
+    """
+    home = {(row["site"], row["round"] - 1): row["cluster"] for row in rows if "cluster" in row}
+    told = [row for row in rows if row["event"] == "evaluate" and (row["site"], row["round"]) in home]
     model = "personal" if any(row["model"] == "personal" for row in told) else "global"
     sums: dict[tuple[str, int], list[float]] = {}
     for row in told:
-        if row["model"] == model and row.get(metric) is not None:
-            total = sums.setdefault((home[row["site"]], row["round"]), [0.0, 0.0])
+        if row["model"] == model and row["part"] == "validation" and row.get(metric) is not None:
+            total = sums.setdefault((home[row["site"], row["round"]], row["round"]), [0.0, 0.0])
             total[0] += row[metric] * row["n"]
             total[1] += row["n"]
-    found: dict[str, list[tuple[int, float]]] = {cluster: [] for cluster in clusters}
+    found: dict[str, list[tuple[int, float]]] = {}
     for (cluster, round), (right, count) in sorted(sums.items()):
-        found[cluster].append((round, right / count))
+        found.setdefault(cluster, []).append((round, right / count))
     return found
 
 

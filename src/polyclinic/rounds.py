@@ -240,6 +240,8 @@ class Rounds:
         for site, answer in in_site_order(arrivals, self._grouped(state, cohort), refuse):
             note = book.sites.setdefault(site, {})
             note["down"] = outbox.sizes.get(site, 0)
+            if cluster := self.algorithm.group(state, site):
+                note["cluster"] = cluster
             update = self.receive(round, state, site, answer, book)
             del answer
             self.watch("site", {"round": round, "site": site, **note})

@@ -41,6 +41,8 @@ def bind(
     """The plan of a run; `algorithm` as it would train privately, whatever the noise."""
     for network in networks.values():
         refuse_shared_statistics(network, algorithm)
+    if wish.at == "server" and len(networks) > 1:
+        raise RecipeError("privacy.at: server noises one mean, and every cluster has its own; set privacy.at: site")
     if wish.at == "server" and type(algorithm).aggregate is not FedAvg.aggregate:
         raise RecipeError(
             "privacy.at: server needs an algorithm whose server takes a weighted mean, as fedavg and fedprox do; "
