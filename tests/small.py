@@ -35,6 +35,7 @@ def write_recipe(folder: Path, values: Any = None, name: str = "tiny.yaml") -> P
 
 NEEDED: dict[str, dict[str, Any]] = {
     "adaptive-noise": {"privacy": {"noise": 1.0, "delta": 1e-4, "randomness": "seed"}},
+    "fedmr": {"algorithm": {"name": "fedmr", "intra": 0}},
     "pfedcdp": {"algorithm": {"name": "pfedcdp", "head_epochs": 0, "keep": 0}},
 }
 """What a recipe must say beside an algorithm's name, and what it must do without where there is no public set."""

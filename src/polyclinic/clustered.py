@@ -27,6 +27,8 @@ class Clustered(Averaging):
     inner: Averaging = field(kw_only=True)
     initials: Mapping[str, Bundle] = field(kw_only=True)
     """Where each cluster's training starts."""
+    norms: Mapping[str, frozenset[str]] = field(kw_only=True)
+    """What belongs to normalisation layers in each cluster's network."""
     seating: Seating = field(kw_only=True)
     rates: Mapping[str, float] = field(kw_only=True)
     """What a cluster's learning rate is multiplied by."""
@@ -43,7 +45,8 @@ class Clustered(Averaging):
         state: Bundle = {"clock": {"round": torch.ones((), dtype=torch.int64)}}
         for cluster, initial in self.initials.items():
             members = {s: n for s, n in federation.sites.items() if self.seating(s, 1) == cluster}
-            state |= _named(cluster, self.inner.init(Federation(federation.classes, members, initial)))
+            here = Federation(federation.classes, members, initial, self.norms[cluster])
+            state |= _named(cluster, self.inner.init(here))
         return state
 
     def group(self, state: Bundle, site: SiteId) -> str:

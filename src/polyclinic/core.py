@@ -76,12 +76,16 @@ class Network(Protocol):
         """What the extractor hands to the head."""
         ...
 
+    def head(self, weights: Bundle, features: Tensor) -> Tensor:
+        """Logits of features: with `features`, one pass for a loss that needs both."""
+        ...
+
     def loss(self, weights: Bundle, batch: Batch) -> Tensor:
         """The task's loss: cross-entropy of the logits."""
         ...
 
-    def taught(self, weights: Bundle, images: Tensor) -> Tensor:
-        """Logits of a teacher: as in evaluation, nothing dropped, no statistics moved, and no gradient."""
+    def taught(self, weights: Bundle, images: Tensor, features: bool = False) -> Tensor:
+        """A teacher's logits, or features: as in evaluation, nothing dropped, no statistics moved, and no gradient."""
         ...
 
 
@@ -282,6 +286,8 @@ class Federation:
     classes: tuple[str, ...]
     sites: Mapping[SiteId, int]
     initial: Bundle
+    norms: frozenset[str] = frozenset()
+    """Names, in `initial`, of what belongs to normalisation layers: their parameters and their statistics."""
 
 
 class Algorithm(Protocol):

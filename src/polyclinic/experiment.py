@@ -25,15 +25,15 @@ from polyclinic.consortium import site_on
 from polyclinic.core import Bundle, Federation, Part, Score, SiteId, Stream
 from polyclinic.data.examples import SiteData
 from polyclinic.engines.choice import ASKED, Choice, choose, make_engine, read_choice
-from polyclinic.errors import DataError, RecipeError, StoreError
+from polyclinic.errors import RecipeError, StoreError
 from polyclinic.faults import reach
 from polyclinic.finish.refine import check_public
 from polyclinic.flops import parameters, training_step_flops
 from polyclinic.journal import FolderJournal, RamJournal
 from polyclinic.learning.fit import score
-from polyclinic.learning.network import weights_of
+from polyclinic.learning.network import norm_names, weights_of
 from polyclinic.learning.objectives import probabilities
-from polyclinic.lineup import device_of, line_up, normalises_batches, server_models
+from polyclinic.lineup import device_of, line_up, refuse_unplayable, server_models
 from polyclinic.lineup import network_of as network_of
 from polyclinic.metrics import Predictions, finite, measure
 from polyclinic.models.scattering import fixed_part
@@ -109,22 +109,7 @@ class Experiment:
         device = device_of(recipe)
         self.lineup = line_up(recipe, self.consortium, self.module, device, data)
         self.algorithm = self.lineup.around(recipe.algorithm_of())
-        if recipe.cohort is not None and recipe.cohort > len(self.consortium.sites):
-            raise RecipeError(
-                f"a cohort of {recipe.cohort} is asked of {len(self.consortium.sites)} sites; lower or drop cohort"
-            )
-        if recipe.quorum > len(self.consortium.sites):
-            raise RecipeError(
-                f"a quorum of {recipe.quorum} is asked of {len(self.consortium.sites)} sites; lower quorum"
-            )
-        if self.consortium.held_out is None and not any(
-            len(site.validation) + len(site.test) for site in self.consortium.sites.values()
-        ):
-            raise DataError("No site has a validation or test image, so nothing could be reported; mend data.split.")
-        if recipe.training.batch == 1 and normalises_batches(self.lineup):
-            raise RecipeError(
-                f"{recipe.model.name} normalises over the batch, which one image cannot be; raise training.batch"
-            )
+        refuse_unplayable(self.lineup, self.consortium)
         self.network = next(iter(self.lineup.networks.values()))
         self.sites, self.apart = self.consortium.on(device), self.consortium.held_out
         part = fixed_part(self.module)
@@ -135,7 +120,8 @@ class Experiment:
         if self.algorithm.pooled:
             self.sites[POOLED] = pool(self.sites)
         registered = {name: len(site.train) for name, site in self.sites.items()}
-        self.federation = Federation(self.consortium.classes, registered, weights_of(self.module))
+        start, norms = weights_of(self.module), norm_names(self.module)
+        self.federation = Federation(self.consortium.classes, registered, start, norms)
         self.public = self._public(data)
         self.plan = self._plan()
         if self.plan is not None:

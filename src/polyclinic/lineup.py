@@ -16,9 +16,9 @@ from polyclinic.clustered import Clustered
 from polyclinic.consortium import Consortium
 from polyclinic.core import Bundle, SiteId, Stream
 from polyclinic.data.folder import in_data_folder
-from polyclinic.errors import EngineError, RecipeError
+from polyclinic.errors import DataError, EngineError, RecipeError
 from polyclinic.flops import parameters
-from polyclinic.learning.network import LiveNetwork, weights_of
+from polyclinic.learning.network import LiveNetwork, norm_names, weights_of
 from polyclinic.models import adopt_weights, build, download_weights, load_weights
 from polyclinic.models.classifier import Classifier
 from polyclinic.models.dp_safe import dp_safe
@@ -81,8 +81,14 @@ class Lineup:
         if not self.recipe.clusters:
             return algorithm
         initials: dict[str, Bundle] = {name: weights_of(live.module) for name, live in self.networks.items()}
-        rates = {name: section.lr for name, section in self.recipe.clusters.items()}
-        return Clustered(algorithm.training, inner=algorithm, initials=initials, seating=self.seating, rates=rates)
+        return Clustered(
+            algorithm.training,
+            inner=algorithm,
+            initials=initials,
+            norms={name: norm_names(live.module) for name, live in self.networks.items()},
+            seating=self.seating,
+            rates={name: section.lr for name, section in self.recipe.clusters.items()},
+        )
 
     @property
     def all(self) -> dict[str, LiveNetwork]:
@@ -141,7 +147,22 @@ def _refuse_misfits(lineup: Lineup, consortium: Consortium) -> None:
                 )
 
 
-def normalises_batches(lineup: Lineup) -> bool:
+def refuse_unplayable(lineup: Lineup, consortium: Consortium) -> None:
+    """What cannot be played or would tell nothing, before anything is trained."""
+    recipe, sites = lineup.recipe, consortium.sites
+    if recipe.cohort is not None and recipe.cohort > len(sites):
+        raise RecipeError(f"a cohort of {recipe.cohort} is asked of {len(sites)} sites; lower or drop cohort")
+    if recipe.quorum > len(sites):
+        raise RecipeError(f"a quorum of {recipe.quorum} is asked of {len(sites)} sites; lower quorum")
+    if consortium.held_out is None and not any(len(site.validation) + len(site.test) for site in sites.values()):
+        raise DataError("No site has a validation or test image, so nothing could be reported; mend data.split.")
+    if recipe.training.batch == 1 and _normalises_batches(lineup):
+        raise RecipeError(
+            f"{recipe.model.name} normalises over the batch, which one image cannot be; raise training.batch"
+        )
+
+
+def _normalises_batches(lineup: Lineup) -> bool:
     norms = nn.modules.batchnorm._BatchNorm
     return any(isinstance(m, norms) for live in lineup.networks.values() for m in live.module.modules())
 

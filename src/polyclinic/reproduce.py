@@ -90,14 +90,16 @@ def recipes_of(paper: str, quick: bool) -> dict[str, Path]:
 
 def write_page(paper: str, quick: bool, folder: Path) -> tuple[Path, list[Comparison]]:
     """The page from the figures that are kept: runs nothing."""
-    tabled = recipes_of(paper, quick)
-    comparisons = [
-        _with(_read(folder / "data" / f"{paper}-{table}.json"), Recipe.load(path)) for table, path in tabled.items()
-    ]
+    every = recipes_of(paper, quick)
+    kept = {table: folder / "data" / f"{paper}-{table}.json" for table in every}
+    tabled = [table for table, path in kept.items() if path.exists()] or list(every)
+    comparisons = [_with(_read(kept[table]), Recipe.load(every[table])) for table in tabled]
     head = [f"<!-- Written by `polyclinic reproduce {paper}{' --quick' if quick else ''}`; do not edit. -->", ""]
     summary = claims.overview({c.title: claims.tested(c.claims, c.results) for c in comparisons})
     if summary:
         head += ["# What our data says about the paper's claims", "", *_warning(comparisons), *summary, ""]
+    if missing := [Recipe.load(path).name for table, path in every.items() if table not in tabled]:
+        head += [f"Not run yet: {'; '.join(missing)}.", ""]
     notes = recipes_folder() / paper / "notes.md"
     remarks = [notes.read_text(encoding="utf-8")] if notes.exists() and not quick else []
     page = folder / f"{paper}.md"

@@ -13,8 +13,10 @@ import torch
 from polyclinic import wire
 from polyclinic.algorithms.averaging import Averaging
 from polyclinic.algorithms.fedavg import FedAvg
+from polyclinic.algorithms.fedbn import FedBN
 from polyclinic.algorithms.fedper import FedPer, extractor
 from polyclinic.algorithms.local import Local
+from polyclinic.algorithms.moon import Moon
 from polyclinic.algorithms.pfedcdp import PFedCDP
 from polyclinic.algorithms.scaffold import Scaffold
 from polyclinic.clustered import Clustered, Seating
@@ -24,7 +26,7 @@ from polyclinic.engines.choice import choose
 from polyclinic.engines.local import LocalEngine, attempt
 from polyclinic.engines.mock import MockEngine
 from polyclinic.journal import RamJournal
-from polyclinic.learning.network import LiveNetwork, weights_of
+from polyclinic.learning.network import LiveNetwork, norm_names, weights_of
 from polyclinic.models import build
 from polyclinic.rounds import Outcome, Rounds, Rules
 from polyclinic.runner import SiteRunner
@@ -39,6 +41,8 @@ KINDS: dict[str, Callable[[Training], Averaging]] = {
     "fedavg": FedAvg,
     "scaffold": Scaffold,
     "fedper": FedPer,
+    "fedbn": FedBN,
+    "moon": Moon,
     "pfedcdp": lambda training: PFedCDP(training, keep=0.3),
     "local": Local,
 }
@@ -49,7 +53,8 @@ def around(
     inner: Averaging, networks: Mapping[str, LiveNetwork], seating: Seating, rates: Mapping[str, float] | None = None
 ) -> Clustered:
     initials = {name: weights_of(network.module) for name, network in networks.items()}
-    return Clustered(inner.training, inner=inner, initials=initials, seating=seating, rates=rates or {})
+    norms = {name: norm_names(network.module) for name, network in networks.items()}
+    return Clustered(inner.training, inner=inner, initials=initials, norms=norms, seating=seating, rates=rates or {})
 
 
 @dataclass(frozen=True)

@@ -74,6 +74,8 @@ IMPOSSIBLE = [
     ("fedsgd", {}, {"name": "adam", "lr": 0.001}, "fedsgd takes plain gradient steps"),
     ("fedsgd", {"steps_per_round": 0}, {}, "steps_per_round"),
     ("fedprox", {"mu": -0.1}, {}, "algorithm.mu"),
+    ("moon", {"mu": -0.1}, {}, "algorithm.mu"),
+    ("moon", {"tau": 0.0}, {}, "algorithm.tau"),
     ("scaffold", {}, {"name": "adam", "lr": 0.001}, "scaffold needs plain SGD"),
     ("scaffold", {}, {"momentum": 0.9}, "scaffold needs plain SGD"),
     ("scaffold", {}, {"weight_decay": 0.1}, "scaffold needs plain SGD"),
@@ -109,7 +111,7 @@ class Counted:
 @pytest.mark.parametrize("name", [name for name in ALGORITHMS if name != "cross-site"])
 def test_aggregation_never_holds_all_updates(name: str) -> None:
     """Cross-site must keep every model, to test it everywhere; the others need one at a time."""
-    state: Bundle = {kind: {"w": torch.zeros(4)} for kind in ("model", "buffers", "control")}
+    state: Bundle = {kind: {"w": torch.zeros(4)} for kind in ("model", "buffers", "control", "sensitivity")}
     updates = Counted(12, tuple(state))
     ALGORITHMS[name](Training()).aggregate({**state, "all": {"sites": torch.tensor(12)}}, iter(updates))
     assert updates.most <= 3

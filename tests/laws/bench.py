@@ -19,7 +19,7 @@ from polyclinic.engines.local import LocalEngine
 from polyclinic.experiment import pool
 from polyclinic.journal import RamJournal
 from polyclinic.learning.fit import batches
-from polyclinic.learning.network import LiveNetwork, weights_of
+from polyclinic.learning.network import LiveNetwork, norm_names, weights_of
 from polyclinic.models import Classifier
 from polyclinic.rounds import POOLED, Outcome, Rounds, Rules
 from polyclinic.runner import SiteRunner
@@ -141,7 +141,7 @@ def federation(algorithm: Algorithm, sites: Sites, network: LiveNetwork) -> tupl
     everyone = {**sites, POOLED: pool(sites)} if algorithm.pooled else dict(sites)
     classes = tuple(str(number) for number in range(CLASSES))
     registered = {name: len(held.train) for name, held in everyone.items()}
-    return Federation(classes, registered, weights_of(network.module)), everyone
+    return Federation(classes, registered, weights_of(network.module), norm_names(network.module)), everyone
 
 
 def play(

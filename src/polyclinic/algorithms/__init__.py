@@ -6,13 +6,17 @@ from polyclinic.algorithms.adaptive_noise import AdaptiveNoise
 from polyclinic.algorithms.averaging import Averaging, RunningMean
 from polyclinic.algorithms.centralised import Centralised
 from polyclinic.algorithms.crosssite import CrossSite
+from polyclinic.algorithms.elastic import Elastic
 from polyclinic.algorithms.fedavg import FedAvg
+from polyclinic.algorithms.fedbn import FedBN
 from polyclinic.algorithms.fedcycle import FedCycle
+from polyclinic.algorithms.fedmr import FedMR
 from polyclinic.algorithms.fednova import FedNova
 from polyclinic.algorithms.fedper import FedPer
 from polyclinic.algorithms.fedprox import FedProx
 from polyclinic.algorithms.fedsgd import FedSGD
 from polyclinic.algorithms.local import Local
+from polyclinic.algorithms.moon import Moon
 from polyclinic.algorithms.pfedcdp import PFedCDP
 from polyclinic.algorithms.scaffold import Scaffold
 from polyclinic.algorithms.single import Single
@@ -26,6 +30,10 @@ ALGORITHMS: dict[str, type[Averaging]] = {
     "fedcycle": FedCycle,
     "adaptive-noise": AdaptiveNoise,
     "fedper": FedPer,
+    "fedbn": FedBN,
+    "moon": Moon,
+    "elastic": Elastic,
+    "fedmr": FedMR,
     "pfedcdp": PFedCDP,
     "local": Local,
     "single": Single,

@@ -258,9 +258,17 @@ def score(job: Score, network: LiveNetwork, data: Examples, batch: int | None = 
     size = batch or job.batch or at_a_time(network.device)
     turns = torch.split(torch.arange(len(data), device=data.labels.device), size)
     with feed(data, turns, network.device) as fed:
-        parts = [(len(found[1]), job.function(network, weights, found, reference)) for found in fed]
-    if not parts:
-        return {}
-    if job.reduce == "cat":
-        return {name: torch.cat([rows[name] for _, rows in parts]) for name in parts[0][1]}
-    return {name: torch.stack([rows[name] * (n / len(data)) for n, rows in parts]).sum(0) for name in parts[0][1]}
+        parts = ((len(found[1]), job.function(network, weights, found, reference)) for found in fed)
+        if job.reduce == "mean":
+            return _mean(parts, len(data))
+        rows = [found for _, found in parts]
+    return {name: torch.cat([found[name] for found in rows]) for name in rows[0]} if rows else {}
+
+
+def _mean(parts: Iterator[tuple[int, Tensors]], examples: int) -> Tensors:
+    """One copy at a time: what a batch gives may be as large as the model."""
+    mean: Tensors = {}
+    for count, found in parts:
+        share = count / max(examples, 1)
+        mean = {name: mean[name].add_(t * share) if mean else t * share for name, t in found.items()}
+    return mean

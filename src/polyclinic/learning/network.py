@@ -20,6 +20,9 @@ from polyclinic.learning.dropout import draws_alone, with_keys
 from polyclinic.learning.unfolded import unfolded
 from polyclinic.models import Classifier
 
+NORMS = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
+"""Layers that normalise what passes; the first are BatchNorm and InstanceNorm, of any dimension."""
+
 
 class LiveNetwork:
     """Implements `core.Network` on one module.
@@ -86,15 +89,20 @@ class LiveNetwork:
     def features(self, weights: Bundle, images: Tensor) -> Tensor:
         return self._compute(self.module.extractor, weights, images, "extractor.")
 
+    def head(self, weights: Bundle, features: Tensor) -> Tensor:
+        return self._compute(self.module.head, weights, features, "head.")
+
     def loss(self, weights: Bundle, batch: Batch) -> Tensor:
         images, labels = batch
         return F.cross_entropy(self(weights, images), labels)
 
-    def taught(self, weights: Bundle, images: Tensor) -> Tensor:
+    def taught(self, weights: Bundle, images: Tensor, features: bool = False) -> Tensor:
+        if features:
+            return self._call(self._calm.extractor, weights, images, "extractor.").detach()
         return self._call(self._calm, weights, images, "").detach()
 
     @cached_property
-    def _calm(self) -> nn.Module:
+    def _calm(self) -> Classifier:
         """The module as it evaluates, whatever mode the other is in; its own weights are never used."""
         return copy.deepcopy(self.module).eval()
 
@@ -211,6 +219,12 @@ def on(bundle: Bundle, device: torch.device) -> Bundle:
 def weights_of(module: nn.Module) -> Bundle:
     """A copy of a module's parameters and buffers, as a bundle."""
     return {"model": copied(dict(module.named_parameters())), "buffers": copied(_statistics(module))}
+
+
+def norm_names(module: nn.Module) -> frozenset[str]:
+    """The parameters and lasting buffers of normalisation layers, known by their type: names tell nothing."""
+    layers = {name: layer for name, layer in module.named_modules() if isinstance(layer, NORMS)}
+    return frozenset(f"{name}.{own}" for name, layer in layers.items() for own in layer.state_dict())
 
 
 def _statistics(module: nn.Module) -> Tensors:

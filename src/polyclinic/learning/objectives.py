@@ -56,6 +56,70 @@ def distilling(network: Network, weights: Bundle, batch: Batch, reference: Bundl
     return (1 - share) * F.cross_entropy(logits, labels) + share * temperature**2 * apart
 
 
+def contrasting(network: Network, weights: Bundle, batch: Batch, reference: Bundle) -> Tensor:
+    """Task loss + μ·contrast: features shall be like the global model's, more than like the previous model's."""
+    images, labels = batch
+    mine = network.features(weights, images)
+    like_global, like_previous = (
+        F.cosine_similarity(mine, network.taught(_teacher(reference, who), images, features=True), dim=-1)
+        for who in ("global", "previous")
+    )
+    apart = (like_global - like_previous) / reference["scalars"]["tau"]
+    contrast = -F.logsigmoid(apart).mean()  # −log(eᵃ / (eᵃ + eᵇ)) = −log σ(a − b)
+    return F.cross_entropy(network.head(weights, mine), labels) + reference["scalars"]["mu"] * contrast
+
+
+def _teacher(reference: Bundle, who: str) -> Bundle:
+    return {kind: reference[f"{who} {kind}"] for kind in ("model", "buffers")}
+
+
+def reshaping(network: Network, weights: Bundle, batch: Batch, reference: Bundle) -> Tensor:
+    """Task loss + μ₁·decorrelation + μ₂·margin, the latter where there are prototypes."""
+    images, labels = batch
+    z, scalars = network.features(weights, images), reference["scalars"]
+    loss = F.cross_entropy(network.head(weights, z), labels) + scalars["intra"] * decorrelation(z, labels)
+    if "prototypes" not in reference:
+        return loss
+    return loss + scalars["inter"] * invasion(z, labels, **reference["prototypes"], margin=scalars["margin"])
+
+
+def decorrelation(z: Tensor, labels: Tensor) -> Tensor:
+    """The mean squared correlation of two features within a class, over classes with three images or more in the batch:
+    of two images all features correlate by ±1, whatever they are.
+
+    Constant features correlate with nothing. ‖XᵀX‖ = ‖XXᵀ‖ (Frobenius): correlations of d features are d × d numbers,
+    but the sum of their squares needs n × n.
+    """
+    same = (labels[:, None] == labels[None, :]).to(z.dtype)
+    count = same.sum(1)
+    apart = z - same @ z / count[:, None]
+    spread = same @ apart.square() / (count - 1).clamp(min=1)[:, None]
+    x = apart / (spread + 1e-8).sqrt()
+    every = (same * (x @ x.T).square()).sum(1) - (same @ x.square()).square().sum(1) / count  # without a = b
+    pairs = (count - 1).clamp(min=1).square() * max(z.shape[1] * (z.shape[1] - 1), 1)
+    several = (count > 2).to(z.dtype)
+    return (several * every / pairs).sum() / (several / count).sum().clamp(min=1)
+
+
+def invasion(z: Tensor, labels: Tensor, means: Tensor, apart: Tensor, margin: Tensor | float) -> Tensor:
+    """By how much features lie less than `margin` × `apart` nearer to their own class's prototype than to another's.
+
+    `apart`: distances between classes' prototypes; 0 for pairs that are not to be compared.
+    """
+    far, wanted = distances(z, means), apart[labels]
+    own = far.gather(1, labels[:, None])
+    lacking = (margin * wanted + own - far).clamp(min=0) * (wanted > 0)
+    return (lacking.sum(1) / (wanted > 0).sum(1).clamp(min=1)).mean()
+
+
+def distances(rows: Tensor, others: Tensor) -> Tensor:
+    """‖row − other‖ of all pairs. Nowhere 0, where it would have no slope."""
+    middle = others.mean(0)  # what all have in common would cost digits
+    rows, others = rows - middle, others - middle
+    squares = rows.square().sum(1)[:, None] + others.square().sum(1)[None, :] - 2 * rows @ others.T
+    return squares.clamp(min=1e-12).sqrt()
+
+
 def probabilities(network: Network, weights: Bundle, batch: Batch, reference: Bundle) -> Tensors:
     """Softmax of the logits, a row per example, with the labels."""
     del reference

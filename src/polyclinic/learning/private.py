@@ -164,11 +164,11 @@ class Silent:
     def __init__(self, device: torch.device) -> None:
         self.nothing = torch.zeros((), device=device)
 
-    def __call__(self, weights: Bundle, images: Tensor) -> Tensor:
-        del weights, images
+    def __call__(self, *given: object, **named: object) -> Tensor:
+        del given, named
         raise EngineError("an objective marked as separable calls the network otherwise than by its loss; unmark it")
 
-    features = taught = __call__
+    features = head = taught = __call__
 
     def loss(self, weights: Bundle, batch: Batch) -> Tensor:
         del weights, batch
@@ -189,8 +189,12 @@ class Instead:
         del weights
         return self.network.features(self.weights, images)
 
-    def taught(self, weights: Bundle, images: Tensor) -> Tensor:
-        return self.network.taught(weights, images)
+    def head(self, weights: Bundle, features: Tensor) -> Tensor:
+        del weights
+        return self.network.head(self.weights, features)
+
+    def taught(self, weights: Bundle, images: Tensor, features: bool = False) -> Tensor:
+        return self.network.taught(weights, images, features)
 
     def loss(self, weights: Bundle, batch: Batch) -> Tensor:
         del weights

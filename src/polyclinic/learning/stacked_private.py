@@ -68,11 +68,14 @@ class Keyed:
     def features(self, weights: Bundle, images: Tensor) -> Tensor:
         return self.network.features(self._with_keys(weights), images)
 
+    def head(self, weights: Bundle, features: Tensor) -> Tensor:
+        return self.network.head(self._with_keys(weights), features)
+
     def loss(self, weights: Bundle, batch: Batch) -> Tensor:
         return self.network.loss(self._with_keys(weights), batch)
 
-    def taught(self, weights: Bundle, images: Tensor) -> Tensor:
-        return self.network.taught(weights, images)
+    def taught(self, weights: Bundle, images: Tensor, features: bool = False) -> Tensor:
+        return self.network.taught(weights, images, features)
 
 
 class Padded:
@@ -87,8 +90,11 @@ class Padded:
     def features(self, weights: Bundle, images: Tensor) -> Tensor:
         return self.network.features(weights, images)
 
-    def taught(self, weights: Bundle, images: Tensor) -> Tensor:
-        return self.network.taught(weights, images)
+    def head(self, weights: Bundle, features: Tensor) -> Tensor:
+        return self.network.head(weights, features)
+
+    def taught(self, weights: Bundle, images: Tensor, features: bool = False) -> Tensor:
+        return self.network.taught(weights, images, features)
 
     def loss(self, weights: Bundle, batch: Batch) -> Tensor:
         images, labels = batch

@@ -20,6 +20,8 @@ UNITS = {
     "patient": "one patient at a site, with all training images of that patient",
     "site": "one site, with everything it holds",
 }
+CHARGED = ("prototypes", "counts")
+"""Kinds that are not trained, but statistics of images."""
 PAPER_METRIC = "paper metric, not a guarantee"
 
 
@@ -46,6 +48,8 @@ def _protection(plan: Plan, kind: str) -> str:
         return "nothing is trained in them: empty, or frozen as they were sent"
     if not plan.claims:
         return f"noised, but without a guarantee: {plan.caveat}"
+    if kind in CHARGED:
+        return "the statistic below: of clipped features, noised and charged"
     if wish.unit != "site":
         return f"trained by DP-SGD: gradients clipped to {wish.clip:g} each, noise {plan.noise:.4g} × that on their sum"
     if kind not in RELEASED:
