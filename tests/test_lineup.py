@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -21,6 +23,7 @@ from polyclinic.data import SiteData
 from polyclinic.data.digits import CLASSES, DigitsOptions, digits
 from polyclinic.errors import DataError, RecipeError
 from polyclinic.experiment import Consortium, Experiment
+from polyclinic.finish.refine import FEDDF
 from polyclinic.learning.network import weights_of
 from polyclinic.models import build
 from polyclinic.models.classifier import Classifier
@@ -71,6 +74,20 @@ def hospitals() -> Consortium:
         name: SiteData(name, *map(images.subset, torch.split(mine, [60, 12, 12]))) for name, mine in shares.items()
     }
     return Consortium(CLASSES, sites, None, 1, 8)
+
+
+@contextmanager
+def warned(words: str) -> Iterator[None]:
+    """Somebody is told so."""
+    told: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("polyclinic").addHandler(handler)
+    try:
+        yield
+    finally:
+        logging.getLogger("polyclinic").removeHandler(handler)
+    assert any(words in sentence for sentence in told)
 
 
 def prepared(**settings: Any) -> Experiment:
@@ -305,3 +322,46 @@ def test_an_audit_attacks_the_network_that_a_site_trains() -> None:
     experiment = prepared()
     for site, cluster in zip(SITES, CLUSTERS, strict=True):
         assert network_at(experiment, site) is named(experiment)[cluster]
+
+
+@pytest.mark.parametrize(
+    ("finish", "words"),
+    [
+        ({"name": "refine", "epochs": "ten"}, ("finish.epochs", "integer")),
+        ({"name": "refine", "epochs": 2.5}, ("finish.epochs", "integer")),
+        ({"name": "refine", "variant": "foo"}, ("finish.variant", "'sound'")),
+        ({"name": "feddf", "shapley": "maybe"}, ("finish.shapley", "boolean")),
+    ],
+)
+def test_what_a_named_finish_says_is_looked_at(finish: dict[str, Any], words: tuple[str, ...]) -> None:
+    with pytest.raises(RecipeError) as caught:
+        recipe(algorithm="fedavg", public=PUBLIC, finish=finish)
+    assert all(word in str(caught.value) for word in words), caught.value
+
+
+def test_naming_another_finish_drops_the_options_of_the_one_before() -> None:
+    ours = recipe(
+        algorithm="fedavg", public=PUBLIC, finish={"name": "refine", "augment": {"rotation": 5}, "lr": "8e-4"}
+    )
+    assert ours.finish is not None
+    assert ours.finish.lr == 8e-4
+    other = Recipe.of(ours.model_dump(mode="json"), {"finish.name": "feddf", "finish.epochs": 3})
+    assert other.finish == replace(FEDDF, epochs=3)
+
+
+def test_scaffold_counts_sites_that_do_not_move() -> None:
+    with pytest.raises(RecipeError, match=r"capability\.every: null"):
+        recipe(algorithm="scaffold", capability__every=1, training__optimiser={"name": "sgd", "lr": 0.1})
+
+
+def test_under_a_privacy_plan_nobody_looks_whether_a_public_image_is_at_a_site() -> None:
+    """The gap would tell for certain who was there, whatever ε says."""
+
+    def count(**settings: Any) -> int:
+        public = prepared(algorithm="fedavg", public=PUBLIC, **settings).public
+        assert public is not None
+        return len(public.train) + len(public.validation) + len(public.test)
+
+    with warned("at the sites too"):
+        without = count()
+    assert count(privacy={"epsilon": 3.0, "delta": 1e-3}) == without + 84 * len(SITES)

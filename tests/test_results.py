@@ -8,6 +8,7 @@ import pytest
 import torch
 from sklearn.metrics import accuracy_score, roc_auc_score
 
+from polyclinic.book import Exchanged, mean_report
 from polyclinic.core import Bundle, Stream
 from polyclinic.errors import DataError
 from polyclinic.metrics import Predictions
@@ -200,3 +201,13 @@ def test_clusters_are_followed_from_round_to_round_also_when_a_site_moves() -> N
     ]
     assert progress(rows) == {"high": [(0, 0.875), (1, 0.75)], "low": [(1, 0.25)]}
     assert progress(rows[:1]) == {}
+
+
+def test_a_mean_is_of_one_kind_of_model() -> None:
+    def told(model: str, accuracy: float) -> dict[str, Any]:
+        return {"model": model, "part": "validation", "n": 10, "accuracy": accuracy}
+
+    book = Exchanged(reports={"a": [told("personal", 0.9), told("global", 0.1)], "b": [told("personal", 0.7)]})
+    assert mean_report(book, "accuracy") == pytest.approx(0.8)
+    assert mean_report(Exchanged(reports={"a": [told("global", 0.1)]}), "accuracy") == 0.1
+    assert mean_report(Exchanged(), "accuracy") is None

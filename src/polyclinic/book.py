@@ -24,8 +24,10 @@ class Exchanged:
 
 
 def mean_report(book: Exchanged, metric: str) -> float | None:
-    """Mean of a metric over the sites' validation parts, weighted by their size; None when nobody reported it."""
-    rows = [r for report in book.reports.values() for r in report if r.get(metric) is not None]
+    """Mean of a metric over the sites' validation parts, weighted by their size, of personal models where there are
+    some; None when nobody reported it."""
+    told = [r for report in book.reports.values() for r in report if r.get(metric) is not None]
+    rows = [r for r in told if r["model"] == "personal"] or told
     total = sum(r["n"] for r in rows)
     return sum(r[metric] * r["n"] for r in rows) / total if total else None
 

@@ -18,7 +18,6 @@ from fractions import Fraction
 from itertools import pairwise
 from types import MappingProxyType
 
-import psutil
 import torch
 
 from polyclinic.core import SiteId, Stream
@@ -188,6 +187,8 @@ def _key_problems(given: Mapping[str, float], needed: tuple[str, ...], extra: tu
 
 def measure(server: tuple[str, int] | None = None, most_latency_ms: float = LATENCY) -> Card:
     """What this machine can do now, with how each number was found."""
+    import psutil  # only where a machine is measured
+
     _refuse(latency_problems(most_latency_ms))
     network, way = _network(server, most_latency_ms)
     cpu, speed = _cpu(*_frequency())
@@ -200,6 +201,8 @@ def measure(server: tuple[str, int] | None = None, most_latency_ms: float = LATE
 
 def _frequency() -> tuple[float, float]:
     """Now and at most, in MHz; 0 where the system does not tell."""
+    import psutil  # only where a machine is measured
+
     try:
         found = psutil.cpu_freq()
     except (OSError, NotImplementedError, AttributeError):
@@ -208,6 +211,8 @@ def _frequency() -> tuple[float, float]:
 
 
 def _cpu(now: float, most: float) -> tuple[float, str]:
+    import psutil  # only where a machine is measured
+
     if now > 0 and most > 0:
         return min(1.0, now / most), f"runs at {now:,.0f} of {most:,.0f} MHz"
     used = psutil.cpu_percent(interval=WATCHED)
@@ -216,6 +221,8 @@ def _cpu(now: float, most: float) -> tuple[float, str]:
 
 def _charge() -> tuple[float | None, bool]:
     """Percent, and whether it is plugged in; None without a battery."""
+    import psutil  # only where a machine is measured
+
     try:
         found = psutil.sensors_battery()
     except (OSError, NotImplementedError, AttributeError):

@@ -134,7 +134,9 @@ class Experiment:
         if recipe.public is None:
             return None
         shape = consortium.classes, consortium.channels, consortium.size
-        public = gather_public(recipe.public, data, *shape, Stream(recipe.seed, ("public",)), consortium.sites)
+        sites = consortium.sites if recipe.privacy is None else None
+        stream = Stream(recipe.seed, ("public",))
+        public = gather_public(recipe.public, data, *shape, stream, sites, consortium.held_out)
         if recipe.finish is not None:
             check_public(consortium.classes, consortium.classes, public)
         return public
@@ -232,6 +234,11 @@ class Experiment:
             reach("evaluated")
         held_out = self.held_out(outcome.state, student) if self.has_held_out() else None
         scores = assess(predictions, held_out, recipe.evaluate.bootstrap, Stream(recipe.seed, ("bootstrap",)))
+        if refined is not None and refined.best == 0:
+            logging.getLogger(__name__).warning(
+                "the student never became better than it began on public validation images: it is of no use; look at "
+                "its teachers and the public set, or give finish more epochs"
+            )
         scores["public"] = self.server.judged(outcome.state, student or None) if self.server else None
         scores["finish"] = told(refined) if refined else None
         summary = self.summarise(outcome, scores, journal, time.perf_counter() - began) | {"engine": asdict(choice)}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -13,7 +13,7 @@ import torch
 
 from polyclinic.core import SiteId, Stream
 from polyclinic.data import DATASETS
-from polyclinic.data.examples import Collection, Images, Selection, SiteData, concatenate
+from polyclinic.data.examples import Collection, Images, Selection, SiteData
 from polyclinic.data.federate import federate
 from polyclinic.data.partition import Natural
 from polyclinic.data.splits import Fractions
@@ -45,14 +45,17 @@ def gather_public(
     size: int,
     stream: Stream,
     sites: Mapping[SiteId, SiteData] | None = None,
+    held_out: Images | None = None,
 ) -> SiteData:
-    """Load the public set as one site, split by patient. What `sites` hold too, pixel by pixel, is left out of it."""
+    """Load the public set as one site, split by patient. What `sites` hold too, pixel by pixel, or what is held out for
+    testing, is left out of it. Under a privacy plan sites are not to be looked at: that alone would tell on them."""
     spec = DATASETS[section.name]
     collection = spec.load(spec.options.model_validate(section.options), stream.child("data"), data)
     _refuse_shape(section.name, collection, channels, size)
     collection = _in_order(section.name, collection, classes)
-    if sites:
-        collection = _without(sites, collection)
+    held = [*_parts(sites or {}), *([held_out] if held_out is not None else [])]
+    if held:
+        collection = _without(held, collection)
     one = replace(collection, sites=(PUBLIC,) * len(collection))
     return federate(one, Natural(), section.split, stream.child("sites"))[PUBLIC]
 
@@ -82,15 +85,15 @@ def _in_order(name: str, collection: Collection, classes: tuple[str, ...]) -> Co
     return replace(collection, labels=number[collection.labels], classes=classes)
 
 
-def _without(sites: Mapping[SiteId, SiteData], collection: Collection) -> Collection:
-    """The collection less the images that sites hold, and less all others of those patients."""
-    private = set(_digests(_held(sites)))
+def _without(held: Sequence[Images | Selection], collection: Collection) -> Collection:
+    """The collection less the images that are held elsewhere, and less all others of those patients."""
+    private = {digest for images in held for digest in _digests(images)}
     shared = [digest in private for digest in _digests(collection.examples())]
     people = {patient for patient, known in zip(collection.patients, shared, strict=True) if known}
     if not people:
         return collection
     kept = [row for row, patient in enumerate(collection.patients) if patient not in people]
-    said = f"{sum(shared)} of {len(collection)} images of the public set are at the sites too"
+    said = f"{sum(shared)} of {len(collection)} images of the public set are at the sites too, or held out for testing"
     if not kept:
         raise DataError(f"{said}, so none is left; choose another public set, or other official_parts of this one.")
     logging.getLogger(__name__).warning("%s; they are left out of it, with all of those patients", said)
@@ -103,9 +106,9 @@ def _without(sites: Mapping[SiteId, SiteData], collection: Collection) -> Collec
     )
 
 
-def _held(sites: Mapping[SiteId, SiteData]) -> Images | Selection:
+def _parts(sites: Mapping[SiteId, SiteData]) -> list[Images | Selection]:
     parts = [part for site in sites.values() for part in (site.train, site.validation, site.test)]
-    return concatenate([part for part in parts if isinstance(part, Images | Selection)])
+    return [part for part in parts if isinstance(part, Images | Selection)]
 
 
 def _digests(images: Images | Selection) -> Iterator[bytes]:

@@ -180,7 +180,8 @@ class Recipe(BaseModel):
         if not isinstance(given, dict) or "name" not in given:
             return value
         start = _choose(FINISHES, str(given["name"]), "way to finish", "finish.name")
-        return replace(start, **{key: option for key, option in given.items() if key != "name"})
+        preset = {field.name: getattr(start, field.name) for field in fields(start)}
+        return preset | {key: option for key, option in given.items() if key != "name"}
 
     @staticmethod
     def load(path: Path | str, settings: Mapping[str, Any] | None = None) -> Recipe:
@@ -243,7 +244,7 @@ def with_settings(values: Mapping[str, Any], settings: Mapping[str, Any]) -> dic
             inner = here.get(step)
             inside = {"name": inner} if isinstance(inner, str) else inner if isinstance(inner, dict) else {}
             here[step] = here = inside
-        if key == "algorithm.name" and here.get(last) != value:
+        if key in ("algorithm.name", "finish.name") and here.get(last) != value:
             here.clear()
         here[last] = _copy(value)
     return result

@@ -81,6 +81,8 @@ def _cluster_problems(recipe: Recipe) -> Iterator[str]:
     name = recipe.algorithm.name
     if recipe.clusters and (name in ("single", "cross-site") or ALGORITHMS[name].pooled) and not recipe.methods:
         yield f"{name} has one network for all sites; set clusters: {{}}"
+    if recipe.clusters and recipe.capability.every is not None and name == "scaffold":
+        yield "scaffold counts the sites of a cluster once, so they must not move; set capability.every: null"
     wanted = recipe.evaluate.headline
     if wanted == "public" and recipe.public is None:
         yield "evaluate.headline is public, but there is no public set; add `public`, or set evaluate.headline: null"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from statistics import fmean, pstdev
+from statistics import fmean, stdev
 from typing import Any
 
 from polyclinic.comparison import Comparison, row
@@ -63,7 +63,7 @@ def _mean(values: Sequence[float | None]) -> str:
     known = [value for value in values if value is not None]
     if not known:
         return "–"
-    return f"{fmean(known):.3f} ± {pstdev(known):.3f}" if len(known) > 1 else f"{known[0]:.3f}"
+    return f"{fmean(known):.3f} ± {stdev(known):.3f}" if len(known) > 1 else f"{known[0]:.3f}"
 
 
 SPREAD = "Mean ± standard deviation over seeds."

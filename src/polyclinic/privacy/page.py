@@ -263,6 +263,11 @@ def _not_protected(found: Mapping[str, Any]) -> Iterator[str]:
     if found["unit"] == "image":
         yield "A patient with several images at a site: each image is protected by itself, not all together."
         yield "A picture that is stored twice: each copy counts as an image (`polyclinic data check` finds copies)."
+    if found["unit"] == "site":
+        yield (
+            "Personal models, where the method has them: what a site keeps for itself is neither clipped nor noised; "
+            "whoever is given such a model may find traces of the site's images in it."
+        )
     if found["unit"] != "site":
         yield "What is true of many patients alike: that is what the model learns."
     yield "That a site took part, how many training images it has, which classes there are, when it answered."
