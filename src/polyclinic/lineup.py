@@ -156,15 +156,13 @@ def refuse_unplayable(lineup: Lineup, consortium: Consortium) -> None:
         raise RecipeError(f"a quorum of {recipe.quorum} is asked of {len(sites)} sites; lower quorum")
     if consortium.held_out is None and not any(len(site.validation) + len(site.test) for site in sites.values()):
         raise DataError("No site has a validation or test image, so nothing could be reported; mend data.split.")
-    if recipe.training.batch == 1 and _normalises_batches(lineup):
-        raise RecipeError(
-            f"{recipe.model.name} normalises over the batch, which one image cannot be; raise training.batch"
-        )
-
-
-def _normalises_batches(lineup: Lineup) -> bool:
     norms = nn.modules.batchnorm._BatchNorm
-    return any(isinstance(m, norms) for live in lineup.networks.values() for m in live.module.modules())
+    for cluster, live in lineup.networks.items() if recipe.training.batch == 1 else ():
+        if any(isinstance(module, norms) for module in live.module.modules()):
+            model = recipe.clusters[cluster].model if cluster else recipe.model
+            raise RecipeError(
+                f"{model.name} normalises over the batch, which one image cannot be; raise training.batch"
+            )
 
 
 def server_models(algorithm: Averaging, state: Bundle, groups: Mapping[str, object]) -> dict[str, Bundle]:

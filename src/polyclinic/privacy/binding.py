@@ -39,8 +39,8 @@ def bind(
     earlier: tuple[Spend, ...] = (),
 ) -> Plan:
     """The plan of a run; `algorithm` as it would train privately, whatever the noise."""
-    for network in networks.values():
-        refuse_shared_statistics(network, algorithm)
+    for group, network in networks.items():
+        refuse_shared_statistics(network, algorithm, f"clusters.{group}.model" if group else "model")
     if wish.at == "server" and len(networks) > 1:
         raise RecipeError("privacy.at: server noises one mean, and every cluster has its own; set privacy.at: site")
     if wish.at == "server" and type(algorithm).aggregate is not FedAvg.aggregate:
@@ -140,7 +140,7 @@ def secret_of(wish: Wish, seed: int, folder: Path | None) -> Stream:
         raise StoreError(f"{path}, whence noise comes, cannot be read ({error}); start anew elsewhere") from None
 
 
-def refuse_shared_statistics(network: LiveNetwork, algorithm: Averaging) -> None:
+def refuse_shared_statistics(network: LiveNetwork, algorithm: Averaging, key: str = "model") -> None:
     """Layers through which one image touches what another becomes, or whose statistics would leave unprotected."""
     moving = network.trainable(algorithm.training.fine_tune, ())
     for name, layer in network.module.named_modules():
@@ -149,7 +149,7 @@ def refuse_shared_statistics(network: LiveNetwork, algorithm: Averaging) -> None
         if isinstance(layer, nn.modules.batchnorm._BatchNorm | nn.InstanceNorm2d) and tracks and trained:
             raise RecipeError(
                 f"{name} is {type(layer).__name__}, which mixes the images of a batch and keeps their statistics, so "
-                "no image could be protected by itself; set model.norm: group (dp_safe puts GroupNorm in its place), "
+                f"no image could be protected by itself; set {key}.norm: group (dp_safe puts GroupNorm in its place), "
                 "or train only layers behind it with training.fine_tune"
             )
 
