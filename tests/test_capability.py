@@ -21,14 +21,10 @@ from polyclinic.capability import (
     THRESHOLDS,
     Capability,
     Card,
-    _battery,
-    _cpu,
     capability_problems,
     card_of,
     cluster_of,
     even_weights,
-    latency,
-    measure,
     needs_memory,
     room,
     score,
@@ -37,6 +33,7 @@ from polyclinic.capability import (
 )
 from polyclinic.core import Stream
 from polyclinic.errors import EngineError, RecipeError
+from polyclinic.machine import _battery, _cpu, latency, measure
 
 PAPER = dict(zip(RESOURCES, (0.3, 0.3, 0.1, 0.3), strict=True))
 """The paper's example, for a deployment where the battery matters less."""

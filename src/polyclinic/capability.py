@@ -1,7 +1,7 @@
 """What a site's machine can do, and the cluster that follows from it (PFedCDP, Section III-B, Eq. 1 and 2).
 
 Four shares in [0, 1] of a site: processor, memory, battery, network. On a real site they are measured; in a simulation
-the recipe gives them, or they are drawn from the seed.
+the recipe gives them, or they are drawn from the seed. Measuring is in machine.py.
 
 Departures: mains power counts as a full battery; a network slower than acceptable counts 0, not less; a processor that
 tells no frequency counts the share of it that is idle; any number of clusters.
@@ -9,9 +9,6 @@ tells no frequency counts the share of it that is idle; any number of clusters.
 
 from __future__ import annotations
 
-import socket
-import statistics
-import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -21,7 +18,7 @@ from types import MappingProxyType
 import torch
 
 from polyclinic.core import SiteId, Stream
-from polyclinic.errors import EngineError, RecipeError
+from polyclinic.errors import RecipeError
 
 RESOURCES = ("cpu", "memory", "battery", "network")
 THRESHOLDS: Mapping[str, float] = MappingProxyType({"high": 0.66, "medium": 0.33, "low": 0.0})
@@ -33,11 +30,6 @@ COPIES = 4
 """Of every parameter while Adam trains: the weight, its gradient, two moments."""
 FLOAT32 = 4
 GIGABYTE = 10**9
-WATCHED = 0.5
-"""Seconds for which the processor is watched."""
-CONNECTS = 5
-PATIENCE = 5.0
-"""Seconds after which a server counts as unreachable."""
 
 
 @dataclass(frozen=True)
@@ -183,97 +175,6 @@ def _key_problems(given: Mapping[str, float], needed: tuple[str, ...], extra: tu
     for name in needed:
         if name not in given:
             yield f"{name} is missing; give a number to each of {', '.join(needed)}"
-
-
-def measure(server: tuple[str, int] | None = None, most_latency_ms: float = LATENCY) -> Card:
-    """What this machine can do now, with how each number was found."""
-    import psutil  # only where a machine is measured
-
-    _refuse(latency_problems(most_latency_ms))
-    network, way = _network(server, most_latency_ms)
-    cpu, speed = _cpu(*_frequency())
-    memory = psutil.virtual_memory()
-    room = f"{memory.available / GIGABYTE:.1f} of {memory.total / GIGABYTE:.1f} GB available"
-    battery, power = _battery(*_charge())
-    share = min(1.0, memory.available / memory.total)
-    return Card(cpu, share, battery, network, memory.total, (speed, room, power, way))
-
-
-def _frequency() -> tuple[float, float]:
-    """Now and at most, in MHz; 0 where the system does not tell."""
-    import psutil  # only where a machine is measured
-
-    try:
-        found = psutil.cpu_freq()
-    except (OSError, NotImplementedError, AttributeError):
-        return 0.0, 0.0
-    return (found.current or 0.0, found.max or 0.0) if found else (0.0, 0.0)
-
-
-def _cpu(now: float, most: float) -> tuple[float, str]:
-    import psutil  # only where a machine is measured
-
-    if now > 0 and most > 0:
-        return min(1.0, now / most), f"runs at {now:,.0f} of {most:,.0f} MHz"
-    used = psutil.cpu_percent(interval=WATCHED)
-    return _clamped(1 - used / 100), f"tells no highest frequency; {used:.0f} % was in use over {WATCHED:g} s"
-
-
-def _charge() -> tuple[float | None, bool]:
-    """Percent, and whether it is plugged in; None without a battery."""
-    import psutil  # only where a machine is measured
-
-    try:
-        found = psutil.sensors_battery()
-    except (OSError, NotImplementedError, AttributeError):
-        return None, False
-    return (float(found.percent), bool(found.power_plugged)) if found else (None, False)
-
-
-def _battery(percent: float | None, plugged: bool) -> tuple[float, str]:
-    if percent is None:
-        return 1.0, "no battery: mains power counts as full"
-    if plugged:
-        return 1.0, f"plugged in: mains power counts as full (battery at {percent:.0f} %)"
-    return _clamped(percent / 100), f"battery at {percent:.0f} %, not plugged in"
-
-
-def _network(server: tuple[str, int] | None, most: float) -> tuple[float, str]:
-    if server is None:
-        return 1.0, "not measured, because no server was given; counts as full"
-    delay = latency(server, max(PATIENCE, most / 1000))
-    way = f"{delay:.3g} ms to {server[0]}:{server[1]}, the median of {CONNECTS} connections; {most:g} ms counts 0"
-    return _clamped(1 - delay / most), way
-
-
-def latency(server: tuple[str, int], patience: float = PATIENCE) -> float:
-    """Milliseconds to the server and back: the median of some TCP connections."""
-    host, port = server
-    try:
-        if not 0 < port < 2**16:
-            raise ValueError("ports are numbers from 1 to 65535")
-        with socket.create_connection(server, patience) as first:
-            family, address = first.family, first.getpeername()
-        return 1000 * statistics.median(_connect(family, address, patience) for _ in range(CONNECTS))
-    except (OSError, ValueError) as error:
-        reason = (isinstance(error, OSError) and error.strerror) or str(error)
-        raise EngineError(
-            f"the server {host}:{port} cannot be reached ({reason}); check its address, that it runs, and that "
-            "firewalls let this machine through"
-        ) from None
-
-
-def _connect(family: int, address: tuple[str | int, ...], patience: float) -> float:
-    """Seconds; the address is a number by now, so that no name service is timed."""
-    with socket.socket(family, socket.SOCK_STREAM) as line:
-        line.settimeout(patience)
-        begun = time.perf_counter()
-        line.connect(address)
-        return time.perf_counter() - begun
-
-
-def _clamped(value: float) -> float:
-    return min(1.0, max(0.0, value))
 
 
 def needs_memory(parameters: int, activations: int | None = None) -> int:

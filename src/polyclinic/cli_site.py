@@ -18,7 +18,6 @@ from polyclinic.capability import (
     cluster_of,
     even_weights,
     latency_problems,
-    measure,
     score,
     thresholds_problems,
     weights_problems,
@@ -50,6 +49,8 @@ def capability_command(
     _refuse("--weights", weights_problems(weighed))
     _refuse("--max-latency", latency_problems(most))
     _refuse("--high / --medium", thresholds_problems(thresholds))
+    from polyclinic.machine import measure  # psutil is for this alone
+
     card = measure(address, most)
     total = score(card, weighed)
     cluster = cluster_of(total, thresholds)

@@ -8,7 +8,7 @@ from what the cluster has, and finds what it remembered when it comes back.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import groupby
 
 import torch
@@ -82,8 +82,7 @@ class Clustered(Averaging):
 
     def serve(self, state: Bundle, server: Site, rng: Stream) -> Desk:
         for cluster in self.initials:
-            here = replace(server, lr=server.lr * self.rate(cluster))
-            work, answer = self.inner.serve(self.share(state, cluster), here, rng.child(cluster)), None
+            work, answer = self.inner.serve(self.share(state, cluster), server, rng.child(cluster)), None
             while True:
                 try:
                     job: Job = work.send(answer)[1]

@@ -138,7 +138,7 @@ class Experiment:
         stream = Stream(recipe.seed, ("public",))
         public = gather_public(recipe.public, data, *shape, stream, sites, consortium.held_out)
         if recipe.finish is not None:
-            check_public(consortium.classes, consortium.classes, public)
+            check_public(public)
         return public
 
     def _server(self, device: torch.device) -> Server | None:

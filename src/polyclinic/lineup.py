@@ -74,7 +74,7 @@ class Lineup:
         recipe = self.recipe
         period = recipe.capability.period(round)
         card = card_of(recipe.capability, site, period, Stream(recipe.seed))
-        return cluster_of(score(card, recipe.capability.weights), thresholds(recipe))
+        return cluster_of(score(card, recipe.capability.weights), recipe.thresholds)
 
     def around(self, algorithm: Averaging) -> Averaging:
         """The algorithm itself, or one that plays it in every cluster."""
@@ -100,10 +100,6 @@ class Lineup:
         for site in sites:
             found[self.seating(site, 1)].append(site)
         return found
-
-
-def thresholds(recipe: Recipe) -> dict[str, float]:
-    return {name: section.at_least for name, section in recipe.clusters.items()}
 
 
 def line_up(

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -16,25 +16,14 @@ from polyclinic.data import DATASETS
 from polyclinic.data.examples import Collection, Images, Selection, SiteData
 from polyclinic.data.federate import federate
 from polyclinic.data.partition import Natural
-from polyclinic.data.splits import Fractions
 from polyclinic.errors import DataError
+
+if TYPE_CHECKING:
+    from polyclinic.recipe import PublicSection
 
 PUBLIC = "public"
 HASHED = 256
 """Images read at a time."""
-
-
-class PublicSection(Protocol):
-    """What a recipe says of its public set: a data set with its options, and how it is split."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def options(self) -> dict[str, Any]: ...
-
-    @property
-    def split(self) -> Fractions: ...
 
 
 def gather_public(

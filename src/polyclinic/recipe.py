@@ -203,6 +203,11 @@ class Recipe(BaseModel):
         training = replace(self.training, private=private)
         return _validate(kind, {**self.algorithm.options, "training": training}, "algorithm.")
 
+    @property
+    def thresholds(self) -> dict[str, float]:
+        """The least score of each cluster, from most to least capable."""
+        return {name: section.at_least for name, section in self.clusters.items()}
+
     def stages_of(self) -> list[Stage]:
         names = [section.name for section in self.stages]
         for name in (name for name in names if names.count(name) > 1):

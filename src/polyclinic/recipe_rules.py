@@ -74,8 +74,7 @@ def _privacy_problems(recipe: Recipe) -> Iterator[str]:
 def _cluster_problems(recipe: Recipe) -> Iterator[str]:
     yield from capability_problems(recipe.capability)
     if recipe.clusters:
-        least = {name: section.at_least for name, section in recipe.clusters.items()}
-        yield from (f"clusters: {sentence}" for sentence in thresholds_problems(least))
+        yield from (f"clusters: {sentence}" for sentence in thresholds_problems(recipe.thresholds))
     for name in (n for n in recipe.clusters if not re.fullmatch(r"[A-Za-z][A-Za-z0-9_-]{0,30}", n) or n in TAKEN):
         yield f"a cluster cannot be called {name!r:.40}; use letters and digits, and none of {', '.join(TAKEN)}"
     name = recipe.algorithm.name

@@ -12,10 +12,10 @@ import torch
 from polyclinic.core import Bundle, SiteId, Stream, Tensors
 from polyclinic.errors import DataError
 from polyclinic.metrics import Predictions, confusion, finite, measure
+from polyclinic.public import PUBLIC
 from polyclinic.rounds import POOLED
 from polyclinic.stats import bootstrap
 
-PUBLIC = "public"
 INTERVALS = ("accuracy", "balanced_accuracy", "f1", "auc", "pr_auc")
 HEADLINES = ("personal", "student", "global", "transfer", "held-out")
 

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from polyclinic.core import Stream
-from polyclinic.finish import Teacher, contrastive, distillation
+from polyclinic.finish import Teacher, contrastive
+from polyclinic.learning.objectives import distillation
 from tests.finish.digits import good, network, parts
 
 

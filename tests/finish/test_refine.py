@@ -210,7 +210,7 @@ def test_the_test_part_is_never_looked_at(variant: Any) -> None:
     student, data = network("mlp"), public()
     secret = SiteData(data.name, data.train, data.validation, Forbidden())
     refine(good(), student, weights_of(student.module), secret, replace(QUICK, variant=variant, epochs=1), RNG)
-    check_public(CLASSES, CLASSES, secret)
+    check_public(secret)
 
 
 def normalised(seed: str) -> LiveNetwork:
@@ -281,15 +281,11 @@ def test_the_defaults_have_no_problems_and_a_recipe_can_write_them() -> None:
 
 def test_public_sets_that_cannot_teach_are_refused() -> None:
     data = public()
-    check_public(CLASSES, CLASSES, data)
-    with pytest.raises(DataError, match="has the classes b, a, but the federation has a, b"):
-        check_public(("a", "b"), ("b", "a"), data)
-    with pytest.raises(DataError, match=r"train part .* labels beyond its 4 classes"):
-        check_public(CLASSES[:4], CLASSES[:4], data)
+    check_public(data)
     student, none = network("mlp"), parts()[2].subset(torch.arange(0))
     for part, lacking in (("train", replace(data, train=none)), ("validation", replace(data, validation=none))):
         with pytest.raises(DataError, match=f"The {part} part of the public set 'public' holds 0 images"):
-            check_public(CLASSES, CLASSES, lacking)
+            check_public(lacking)
         with pytest.raises(DataError, match="holds 0 images"):
             refine(good(), student, weights_of(student.module), lacking, QUICK, RNG)
 

@@ -3,7 +3,7 @@
 Knows nothing of rounds or sites; teachers may come from any algorithm.
 """
 
-from polyclinic.finish.distil import Teacher, contrastive, distillation
+from polyclinic.finish.distil import Teacher, contrastive
 from polyclinic.finish.refine import FEDDF, Refine, Refined, check_public, problems, refine
 
 __all__ = [
@@ -13,7 +13,6 @@ __all__ = [
     "Teacher",
     "check_public",
     "contrastive",
-    "distillation",
     "problems",
     "refine",
 ]

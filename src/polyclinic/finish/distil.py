@@ -6,7 +6,7 @@ NeurIPS 2020.
 
      (7)  ỹ_student = softmax(z_student / T)
      (8)  ỹ_teacher = softmax(z_teacher / T)
-    (10)  L_KD = KL(ỹ_teacher ‖ ỹ_student)          a batch's mean; returned times T²
+    (10)  L_KD = KL(ỹ_teacher ‖ ỹ_student)          a batch's mean, times T²: objectives.distillation
     (17)  L_i = −1/|P(i)| · Σ_{j∈P(i)} log( exp(z_i·z_j/τ) / Σ_{k≠i} exp(z_i·z_k/τ) )
 
 P(i): the other embeddings of i's class among the 2N of a batch, of which there are 2N_y − 1; all z have length 1.
@@ -44,13 +44,6 @@ class Teacher:
     def logits(self, images: Tensor) -> Tensor:
         self.network.evaluation_mode()
         return self.network(self.placed().weights, images.to(self.network.device))
-
-
-def distillation(student_logits: Tensor, teacher_logits: Tensor, temperature: float) -> Tensor:
-    """T²·KL(teacher ‖ student), so that its gradient keeps its size as T grows (Hinton et al. 2015)."""
-    student = F.log_softmax(student_logits / temperature, -1)  # (7)
-    teacher = F.log_softmax(teacher_logits / temperature, -1)  # (8)
-    return temperature**2 * F.kl_div(student, teacher, reduction="batchmean", log_target=True)  # (10)
 
 
 def contrastive(embeddings: Tensor, labels: Tensor, temperature: float) -> Tensor:

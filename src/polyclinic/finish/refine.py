@@ -36,13 +36,14 @@ from polyclinic.core import Augment, Batch, Bundle, Examples, Network, Optimiser
 from polyclinic.data.examples import SiteData
 from polyclinic.errors import DataError, RecipeError, WeightsError
 from polyclinic.finish import maps
-from polyclinic.finish.distil import Teacher, contrastive, distillation
+from polyclinic.finish.distil import Teacher, contrastive
 from polyclinic.finish.shapley import coalition_value, shapley, weights
 from polyclinic.learning.augment import augmented
 from polyclinic.learning.dropout import first_key, key_of
 from polyclinic.learning.feed import feed
 from polyclinic.learning.fit import batches, draws_from, make_optimiser, score
 from polyclinic.learning.network import LiveNetwork
+from polyclinic.learning.objectives import distillation
 from polyclinic.training_rules import training_problems
 
 Row: TypeAlias = dict[str, float]
@@ -128,18 +129,8 @@ def problems(options: Refine) -> Iterator[str]:
         yield sentence.replace("training.", "finish.", 1)
 
 
-def check_public(classes: Sequence[str], public_classes: Sequence[str], public: SiteData) -> None:
-    """Refuse a public set on which the federation's classes cannot be taught."""
-    if tuple(classes) != tuple(public_classes):
-        raise DataError(
-            f"The public set {public.name!r} has the classes {', '.join(public_classes)}, but the federation has "
-            f"{', '.join(classes)}; give a public set with the same classes in the same order."
-        )
-    _check_sizes(public)
-    _check_labels(public, len(classes))
-
-
-def _check_sizes(public: SiteData) -> None:
+def check_public(public: SiteData) -> None:
+    """Refuse a public set with too few images to learn from."""
     for part, data in _parts(public):
         if len(data) < 2:
             raise DataError(
@@ -174,7 +165,7 @@ def refine(
     """Train `student` from `start` on the public set; `watch` is told of every epoch as it ends."""
     for sentence in problems(options):
         raise RecipeError(sentence)
-    _check_sizes(public)
+    check_public(public)
     ready = [teacher.placed() for teacher in teachers]
     worth = _worth(ready, student, start, public, options)
     equal = {teacher.name: 1 / len(ready) for teacher in ready}

@@ -51,9 +51,13 @@ def distilling(network: Network, weights: Bundle, batch: Batch, reference: Bundl
     images, labels = batch
     logits = network(weights, images)
     teacher = network.taught({"model": reference["teacher"], "buffers": reference["teacher buffers"]}, images)
-    mine, wanted = (F.log_softmax(z / temperature, -1) for z in (logits, teacher))
-    apart = (wanted.exp() * (wanted - mine)).sum(-1).mean()  # F.kl_div does not stack
-    return (1 - share) * F.cross_entropy(logits, labels) + share * temperature**2 * apart
+    return (1 - share) * F.cross_entropy(logits, labels) + share * distillation(logits, teacher, temperature)
+
+
+def distillation(student: Tensor, teacher: Tensor, temperature: Tensor | float) -> Tensor:
+    """T²·KL(teacher ‖ student) of logits, so that its gradient keeps its size as T grows (Hinton et al. 2015)."""
+    mine, wanted = (F.log_softmax(logits / temperature, -1) for logits in (student, teacher))
+    return temperature**2 * (wanted.exp() * (wanted - mine)).sum(-1).mean()  # F.kl_div does not stack
 
 
 def contrasting(network: Network, weights: Bundle, batch: Batch, reference: Bundle) -> Tensor:
