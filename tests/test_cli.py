@@ -22,6 +22,7 @@ import polyclinic
 from polyclinic.algorithms import ALGORITHMS
 from polyclinic.cli import app
 from polyclinic.data import DATASETS
+from polyclinic.finish.refine import Refine
 from polyclinic.models import MODELS
 from polyclinic.recipe import Recipe, our_recipes
 from tests.small import TINY, tiny, write_recipe
@@ -178,6 +179,29 @@ def test_a_run_is_shown_resumed_and_kept_from_other_recipes() -> None:
     Path("out/recipe.yaml").write_text("name: [")
     assert "out/recipe.yaml cannot be read as YAML" in refused("resume", "out")
     assert "out/recipe.yaml cannot be read as YAML" in refused("run", "tiny.yaml", "--out", "out")
+
+
+def test_an_end_that_failed_is_repeated_with_other_options() -> None:
+    clinics = [{"name": n, "vendor": "film", "patients": 30, "malignant": 0.5} for n in ("hill", "harbour", "sea")]
+    data, public = ({"name": "phantom", "size": 32, "hospitals": some} for some in (clinics[:2], clinics[2:]))
+    finish = {"name": "refine", "epochs": 1, "lr": 1e37}
+    write_recipe(Path(), {**TINY, "data": data, "public": public, "finish": finish}, "taught.yaml")
+    failed = call("run", "taught.yaml", "--out", "out")
+    assert failed.exit_code == 1
+    assert failed.stderr.splitlines()[-1].endswith("the loss is not finite; lower finish.lr.")
+    assert "holds a run of another recipe" in refused("resume", "out", "--set", "rounds=3")
+    assert "holds a run of another recipe" in refused("resume", "out", "--set", "finish=null")
+    ended = call("resume", "out", "--set", "finish.lr=0.001")
+    assert ended.exit_code == 0, ended.output
+    assert "round" not in ended.stderr, "none is played again"
+    assert "public (student)" in ended.stdout
+    assert Recipe.load("out/recipe.yaml").finish == Refine(epochs=1, lr=0.001)
+    whole = document("run", "taught.yaml", "--set", "finish.lr=0.001", "--out", "whole")
+    found = document("resume", "out")
+    assert all(found[key] == whole[key] for key in ("sha256", "finish", "public", "merged", "headline"))
+    assert "remove its result.json to repeat the end alone" in refused("resume", "out", "--set", "finish.lr=0.01")
+    Path("out/result.json").unlink()
+    assert document("resume", "out", "--set", "finish.lr=0.01")["finish"] != whole["finish"]
 
 
 def test_flags_and_settings_reach_the_recipe() -> None:

@@ -5,15 +5,20 @@ from __future__ import annotations
 import json
 import socket
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+import yaml
 from typer.testing import CliRunner, Result
 
-from polyclinic.capability import RESOURCES, THRESHOLDS, Card, cluster_of, score
+from polyclinic.capability import RESOURCES, THRESHOLDS, Card, card_of, cluster_of, score
 from polyclinic.cli import app
+from polyclinic.core import Stream
+from polyclinic.recipe import Recipe
 from polyclinic.terminal import out
+from tests.small import TINY, write_recipe
 
 
 @pytest.fixture(autouse=True)
@@ -48,7 +53,7 @@ def test_the_card_fits_a_terminal(server: str) -> None:
     lines = result.stdout.splitlines()
     assert max(map(len, lines)) <= 80
     first_words = [line.split()[0] for line in lines if line and not line.startswith(" ")]
-    assert first_words == [*RESOURCES, "score"]
+    assert first_words == [*RESOURCES, "score", "for", "capability:"]
     assert server in flat(result.stdout)
 
 
@@ -70,6 +75,48 @@ def test_the_options_reach_the_figures(server: str) -> None:
     assert document("--server", server, *network_alone)["score"] > 0.9
     assert document(*network_alone, "--high", "1")["cluster"] == "high"
     assert document("--server", server, *network_alone, "--high", "1")["cluster"] == "medium"
+
+
+CLUSTERED: dict[str, Any] = TINY | {
+    "clusters": {"strong": {"at_least": 0.9, "model": "mlp"}, "weak": {"at_least": 0, "model": "mlp"}},
+    "capability": {"weights": {"cpu": 0, "memory": 0, "battery": 0, "network": 1}, "latency": 150.0},
+}
+
+
+def test_a_card_that_is_pasted_into_the_recipe_leads_to_the_cluster_it_told(server: str, tmp_path: Path) -> None:
+    """By the recipe's weights, thresholds and latency, unless an option says otherwise."""
+    recipe = write_recipe(tmp_path, CLUSTERED)
+    asked = ("--recipe", str(recipe), "--server", server, "--name", "St. Mary's: west")
+    told = document(*asked)
+    assert told["cluster"] == "strong"
+    assert (told["weights"], told["thresholds"]) == (CLUSTERED["capability"]["weights"], {"strong": 0.9, "weak": 0})
+    assert "150 ms counts 0" in told["notes"]["network"]
+    assert document(*asked, "--max-latency", "0.000001")["cluster"] == "weak"
+    shown = yaml.safe_load(call(*asked).stdout.split("for a recipe:")[1])
+    for snippet in (told["recipe"], shown):
+        cards = snippet["capability"]["cards"]
+        pasted = Recipe.of(CLUSTERED, {"capability.cards": cards})
+        card = card_of(pasted.capability, "St. Mary's: west", 0, Stream(0))
+        assert list(cards) == ["St. Mary's: west"]
+        assert card.total_memory == psutil.virtual_memory().total
+        assert cluster_of(score(card, pasted.capability.weights), pasted.thresholds) == "strong"
+    same = told["recipe"]["capability"]["cards"]["St. Mary's: west"]
+    assert {name: same[name] for name in RESOURCES} == {name: told[name] for name in RESOURCES}
+
+
+def test_a_recipe_and_options_that_contradict_it_are_refused(tmp_path: Path) -> None:
+    recipe = str(write_recipe(tmp_path, CLUSTERED))
+    alone = str(write_recipe(tmp_path, name="alone.yaml"))
+    for arguments, words in {
+        ("--recipe", recipe, "--high", "0.5"): "the recipe says where clusters begin",
+        ("--recipe", alone): "has no clusters",
+    }.items():
+        result = call(*arguments)
+        assert (result.exit_code, result.stdout) == (2, "")
+        assert words in flat(result.stderr)
+    missing = call("--recipe", "nowhere")
+    assert (missing.exit_code, missing.stdout) == (1, "")
+    assert "there is no recipe 'nowhere'" in missing.stderr
 
 
 def test_without_a_server_it_says_that_the_network_was_not_measured() -> None:

@@ -14,6 +14,8 @@ from rich.console import Console, RenderableType
 from polyclinic import run
 from polyclinic.comparison import Comparison, lines
 from polyclinic.display import Display, compact, comparison_table, result_table
+from polyclinic.report import markdown
+from polyclinic.results import headline, judged_by
 from tests.small import SITES, tiny
 
 
@@ -61,6 +63,15 @@ def test_without_a_terminal_there_are_plain_lines() -> None:
         "  round 1: site-2 refused: norm: too long",
         "  round 1/2  1.3 s  validation after round 0: loss 0.500, accuracy 0.750",
     ]
+
+
+def test_a_cluster_that_got_no_update_is_told() -> None:
+    screen = console()
+    with Display(screen) as display:
+        followed(display)
+        display.watch("round done", {**DONE, "unheard": ["low"]})
+    told = text_of(screen).splitlines()[-1]
+    assert told == "  round 1: cluster low got no update, so its model stays as it was"
 
 
 def test_nothing_is_said_before_something_happens() -> None:
@@ -152,6 +163,30 @@ def test_a_held_out_set_has_its_own_row(summary: dict[str, Any]) -> None:
     assert not any(site in text for site in SITES)
 
 
+PUBLIC = {"global": {"n": 91, "accuracy": 0.5, "auc": 0.5}, "student": {"n": 91, "accuracy": 0.625, "auc": 0.875}}
+
+
+def refined(summary: dict[str, Any], wanted: str | None) -> dict[str, Any]:
+    """The same run, had it made a student."""
+    merged = {**summary["merged"], "student": {"test": {"n": 41, "accuracy": 0.25, "auc": 0.75}}}
+    model, best = headline(merged, PUBLIC, wanted)
+    return {**summary, "merged": merged, "public": PUBLIC, "finish": {}, "headline": {"model": model, **best}}
+
+
+@pytest.mark.parametrize("wanted", ["global", "student", "public"])
+def test_the_students_figures_are_told_once_of_hospitals_and_once_of_public_images(
+    summary: dict[str, Any], wanted: str
+) -> None:
+    text = shown(result_table(refined(summary, wanted)))
+    assert max(map(len, text.splitlines())) <= 80
+    assert re.findall(r"all \(student\) +(\S+) +(\S+) +(\S+)", text) == [("41", ".250", ".750")]
+    assert re.findall(r"public \(student\) +(\S+) +(\S+) +(\S+)", text) == [("91", ".625", ".875")]
+
+
+def test_without_a_student_nothing_is_said_of_one(summary: dict[str, Any]) -> None:
+    assert "student" not in shown(result_table({**summary, "public": None, "finish": None}))
+
+
 def test_names_are_shown_as_they_are_written(summary: dict[str, Any]) -> None:
     name = "[bold]FedAvg[/bold] [a]"
     results = {name: [{**summary, "name": name}]}
@@ -167,6 +202,37 @@ def test_a_comparison_fits_eighty_columns(summary: dict[str, Any], tmp_path: Pat
     assert max(map(len, text.splitlines())) <= 80
     assert text.count("[.") == 2 * len(results), "no interval is cut in two"
     assert "intervals over test patients (bootstrap); MB both ways; s: wall-clock" in text
+
+
+def test_a_comparison_says_whose_figures_it_shows(summary: dict[str, Any]) -> None:
+    runs = {"A": summary, "B": refined(summary, "student"), "C": refined(summary, "public"), "D": summary}
+    results = {name: [one] for name, one in runs.items()}
+    comparison = Comparison("x", tuple(lines(results)), results, None)
+    told = "the global model (A, D); the server's student (B, C)"
+    assert f"figures of {told}\n" in re.sub(" +\n", "\n", shown(comparison_table(comparison)))
+    assert f"Figures are of {told}." in markdown(comparison)
+    assert [line["judged_by"] for line in comparison.as_json()["methods"]][1] == "the server's student"
+    alone = Comparison("x", tuple(lines({"A": [summary]})), {"A": [summary]}, None)
+    assert "figures of the global model" in shown(comparison_table(alone))
+
+
+PART: dict[str, Any] = {"validation": {}}
+APART: dict[str, Any] = {"held-out": {"test": {}}}
+
+
+@pytest.mark.parametrize(
+    ("merged", "public", "whose"),
+    [
+        ({"personal": PART, "student": PART}, None, "each hospital's own model"),
+        ({"global": PART, **APART}, None, "the global model"),
+        ({"global": PART, "student": PART, **APART}, None, "the server's student"),
+        ({"global": PART}, {"high": {}, "low": {}}, "cluster high's model"),
+        ({"transfer": PART}, None, "each hospital's model at all others"),
+    ],
+)
+def test_a_headline_has_an_owner(merged: dict[str, Any], public: dict[str, Any] | None, whose: str) -> None:
+    model, best = headline(merged, public, "public" if public else None)
+    assert judged_by({"model": model, **best}) == whose
 
 
 def test_undefined_figures_are_a_dash(summary: dict[str, Any]) -> None:

@@ -21,7 +21,7 @@ from polyclinic.clustered import Clustered
 from polyclinic.core import Stream
 from polyclinic.data import SiteData
 from polyclinic.data.digits import CLASSES, DigitsOptions, digits
-from polyclinic.errors import DataError, RecipeError
+from polyclinic.errors import DataError, RecipeError, WeightsError
 from polyclinic.experiment import Consortium, Experiment
 from polyclinic.finish.refine import FEDDF
 from polyclinic.learning.network import weights_of
@@ -283,6 +283,28 @@ def test_a_clusters_weights_may_come_from_a_file_in_the_data_folder(tmp_path: Pa
     experiment = Experiment(recipe(clusters__low__model=model), data=tmp_path, consortium=hospitals())
     found = weights_of(named(experiment)["low"].module)["model"]
     assert all(torch.equal(tensor, found[name]) for name, tensor in wanted.state_dict().items())
+
+
+@pytest.mark.parametrize("algorithm", ["fedper", "fedavg"])
+def test_a_cluster_may_start_where_the_cluster_of_its_name_ended(algorithm: str, tmp_path: Path) -> None:
+    """In any run; the others start anew, and nobody is given the model of all clusters."""
+    ended = run(recipe(rounds=1, algorithm=algorithm), tmp_path, consortium=hospitals())
+    path = str(tmp_path / "model.safetensors")
+    halves = {
+        "low": {"at_least": 0.5, "model": {"name": "cnn_c", "weights": path}},
+        "high": {"at_least": 0, "model": "cnn_c"},
+    }
+    found = named(prepared(clusters=halves))
+    last = {**ended.state["model@low"], **ended.state.get("head@low", {})}
+    start = {cluster: weights_of(live.module)["model"] for cluster, live in found.items()}
+    assert last.keys() == start["low"].keys()
+    assert all(torch.equal(tensor, start["low"][name]) for name, tensor in last.items())
+    assert not any(torch.equal(tensor, start["high"][name]) for name, tensor in last.items() if "weight" in name)
+    halves["least"] = halves.pop("high") | {"model": {"name": "cnn_c", "weights": path}}
+    words = r"each of the clusters high, low, medium; .*clusters\.NAME\.model\.weights"
+    for settings in ({"clusters": halves}, {"model": {"name": "mlp", "weights": path}}):
+        with pytest.raises(WeightsError, match=words):
+            prepared(**settings)
 
 
 def test_sites_stay_for_good_or_for_some_rounds() -> None:

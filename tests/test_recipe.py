@@ -33,7 +33,7 @@ FULL: dict[str, Any] = {
         "split": {"train": 0.7, "validation": 0.1, "test": 0.2, "official": True},
         "allow_single_class": True,
     },
-    "model": {"name": "cnn_c", "dropout": 0.1, "norm": "group", "weights": None},
+    "model": {"name": "cnn_c", "dropout": 0.1, "norm": "group", "weights": None, "cut": 2},
     "algorithm": {"name": "fedprox", "mu": 0.1},
     "training": {
         "optimiser": {"name": "sgd", "lr": 0.1, "momentum": 0.5, "weight_decay": 0.0},
@@ -75,7 +75,7 @@ FULL: dict[str, Any] = {
     "clusters": {
         "high": {
             "at_least": 0,
-            "model": {"name": "cnn_c", "dropout": 0.1, "norm": "own", "weights": None},
+            "model": {"name": "cnn_c", "dropout": 0.1, "norm": "own", "weights": None, "cut": 2},
             "lr": 0.5,
         }
     },
@@ -102,6 +102,7 @@ FULL: dict[str, Any] = {
         "shapley": False,
         "augment": {"rotation": 10, "flip": True, "brightness": 0.2, "contrast": 0.2, "crop": 0.1, "blur": 0.5},
     },
+    "ensemble": False,
     "snapshot_every": 2,
     "paper": {},
     "claims": [],

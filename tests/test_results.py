@@ -12,7 +12,7 @@ from polyclinic.book import Exchanged, mean_report
 from polyclinic.core import Bundle, Stream
 from polyclinic.errors import DataError
 from polyclinic.metrics import Predictions
-from polyclinic.results import assess, at_site, cost, drift, headline, judged_on, progress, versions
+from polyclinic.results import assess, at_site, converged, cost, drift, headline, judged_on, progress, versions
 
 STREAM = Stream(0, ("bootstrap",))
 
@@ -201,6 +201,16 @@ def test_clusters_are_followed_from_round_to_round_also_when_a_site_moves() -> N
     ]
     assert progress(rows) == {"high": [(0, 0.875), (1, 0.75)], "low": [(1, 0.25)]}
     assert progress(rows[:1]) == {}
+    alone = [{key: value for key, value in row.items() if key != "cluster"} for row in rows]
+    assert progress(alone) == {"": [(0, 0.875), (1, 0.375)]}
+
+
+def test_a_run_has_converged_when_it_is_a_point_from_its_best() -> None:
+    points = [(0, 0.2), (1, 0.895), (2, 0.85), (3, 0.9)]
+    assert converged({"progress": {"": points}}) == 1
+    assert converged({"progress": {"": points[:1]}}) == 0
+    assert converged({"progress": None}) is None
+    assert converged({"progress": {"high": points}}) is None
 
 
 def test_a_mean_is_of_one_kind_of_model() -> None:

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 
 from polyclinic import Result, run, wire
+from polyclinic.comparison import Comparison, lines
 from polyclinic.core import Bundle, Private, Score, Site
 from polyclinic.data import SiteData
 from polyclinic.data.examples import Images
@@ -23,9 +24,11 @@ from polyclinic.errors import RecipeError, RoundFailed, StoreError
 from polyclinic.experiment import Experiment
 from polyclinic.finish.refine import raw
 from polyclinic.finish.shapley import coalition_value
+from polyclinic.flops import parameters, training_step_flops
 from polyclinic.learning.fit import score
 from polyclinic.lineup import server_models
 from polyclinic.privacy.binding import discretion_of
+from polyclinic.report import markdown
 from polyclinic.rounds import Watch
 from polyclinic.server import Server
 from tests.test_lineup import PUBLIC, SITES, hospitals, prepared, recipe
@@ -202,6 +205,28 @@ def test_the_student_is_the_recipes_own_model_and_is_written(tmp_path: Path) -> 
     assert kept.keys() == {kind for kind, group in result.state.items() if group}
     assert not any("student" in kind for kind in kept)
     assert json.loads((tmp_path / "result.json").read_text())["finish"] == result.summary["finish"]
+
+
+def test_what_networks_weigh_and_cost_is_told_of_every_cluster() -> None:
+    """By the networks themselves, each alone; sums are sums of these."""
+    told = finished("pfedcdp")[1].summary["model"]
+    shape = (16, 1, 8, 8)
+    for cluster, live in prepared(**PFEDCDP).lineup.networks.items():
+        one = told["clusters"][cluster]
+        assert (one["parameters"], one["flops_per_step"]) == (
+            parameters(live.module),
+            training_step_flops(live.module, shape),
+        )
+        assert f"cluster {cluster}: {one['name']} ({one['parameters']:,} parameters, " in page("pfedcdp")
+    for key in ("parameters", "flops_per_step"):
+        assert told[key] == sum(one[key] for one in told["clusters"].values())
+    assert "clusters" not in finished("fedavg")[1].summary["model"]
+    assert "digits data, mlp (" in page("fedavg")
+
+
+def page(how: str) -> str:
+    results = {"x": [finished(how)[1].summary]}
+    return markdown(Comparison("x", tuple(lines(results)), results, None))
 
 
 def test_a_run_is_judged_by_the_model_that_was_asked_for() -> None:

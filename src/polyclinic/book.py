@@ -32,6 +32,12 @@ def mean_report(book: Exchanged, metric: str) -> float | None:
     return sum(r[metric] * r["n"] for r in rows) / total if total else None
 
 
+def unheard(book: Exchanged, clusters: Mapping[SiteId, str]) -> list[str]:
+    """The clusters of which no site's update was accepted, so that their models stay as they were."""
+    heard = {clusters[site] for site, note in book.sites.items() if note.get("outcome") == "accepted"}
+    return [cluster for cluster in dict.fromkeys(clusters.values()) if cluster not in heard]
+
+
 def rows_of(round: int, book: Exchanged, judged: Mapping[str, Any] | None) -> list[dict[str, Any]]:
     """A row per round and site: how it worked in this round, and how the model of the round before did there."""
     rows: list[dict[str, Any]] = []

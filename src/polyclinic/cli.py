@@ -19,7 +19,9 @@ from typer.core import TyperGroup
 
 from polyclinic import cli_data, cli_privacy, cli_site
 from polyclinic.algorithms import ALGORITHMS
+from polyclinic.cli_attack import attack_command
 from polyclinic.cli_audit import audit_command
+from polyclinic.cli_features import features_command
 from polyclinic.compare import compare, compare_folders, slug
 from polyclinic.comparison import Comparison
 from polyclinic.data import DATASETS, Options
@@ -65,6 +67,8 @@ app.add_typer(cli_data.app, name="data")
 app.add_typer(cli_site.app, name="site")
 app.command("plan")(cli_privacy.plan)
 app.command("audit")(audit_command)
+app.command("attack")(attack_command)
+app.command("features")(features_command)
 
 
 @contextmanager
@@ -144,6 +148,9 @@ def run(
 @app.command()
 def resume(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="The folder of an interrupted run.")],
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", help="Set a key no round depends on: finish.lr=0.0001")
+    ] = None,
     data: Data = None,
     as_json: Json = False,
 ) -> None:
@@ -153,7 +160,7 @@ def resume(
             f"{folder} holds no run (recipe.yaml is missing); give the folder that `run` wrote to, or, for a "
             "comparison, the same command again"
         )
-    _run(Recipe.load(folder / "recipe.yaml"), folder, data, as_json)
+    _run(Recipe.load(folder / "recipe.yaml", parse_settings(settings)), folder, data, as_json)
 
 
 def _run(recipe: Recipe, folder: Path, data: Path | None, as_json: bool) -> None:

@@ -4,25 +4,28 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Annotated
 
 import typer
+import yaml
 from rich.table import Table
 from rich.text import Text
 
 from polyclinic.capability import (
-    LATENCY,
+    GIGABYTE,
     RESOURCES,
     THRESHOLDS,
+    Capability,
     Card,
     cluster_of,
-    even_weights,
     latency_problems,
     score,
     thresholds_problems,
     weights_problems,
 )
-from polyclinic.terminal import Json, out, print_json
+from polyclinic.recipe import Recipe
+from polyclinic.terminal import Json, find_recipe, out, print_json
 
 app = typer.Typer(no_args_is_help=True, help="What this site's own machine can do.")
 
@@ -32,36 +35,61 @@ def capability_command(
     server: Annotated[
         str | None, typer.Option(metavar="HOST:PORT", help="The server, to measure the network to it.")
     ] = None,
+    recipe: Annotated[
+        str | None, typer.Option(metavar="RECIPE", help="The recipe whose clusters and weights count.")
+    ] = None,
+    site: Annotated[str, typer.Option("--name", help="What the recipe calls this site.")] = "this-site",
     most: Annotated[
-        float, typer.Option("--max-latency", metavar="MS", help="The most latency that is acceptable.")
-    ] = LATENCY,
+        float | None, typer.Option("--max-latency", metavar="MS", help="The most latency that is acceptable.")
+    ] = None,
     weights: Annotated[
         str | None, typer.Option(metavar="C,M,B,N", help="How much cpu, memory, battery and network count.")
     ] = None,
-    high: Annotated[float, typer.Option(help="The least score of the cluster high.")] = THRESHOLDS["high"],
-    medium: Annotated[float, typer.Option(help="The least score of the cluster medium.")] = THRESHOLDS["medium"],
+    high: Annotated[float | None, typer.Option(help="The least score of the cluster high.")] = None,
+    medium: Annotated[float | None, typer.Option(help="The least score of the cluster medium.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Measure what this machine can do, and say which cluster it would join."""
+    """Measure what this machine can do, say which cluster it would join, and write its card for a recipe."""
     address = None if server is None else _address(server)
-    weighed = even_weights() if weights is None else _weights(weights)
-    thresholds = {"high": high, "medium": medium, "low": 0.0}
+    thresholds, asked = _clusters(recipe, high, medium)
+    most = asked.latency if most is None else most
+    weighed = asked.weights if weights is None else _weights(weights)
     _refuse("--weights", weights_problems(weighed))
     _refuse("--max-latency", latency_problems(most))
     _refuse("--high / --medium", thresholds_problems(thresholds))
     from polyclinic.machine import measure  # psutil is for this alone
 
-    card = measure(address, most)
+    found = measure(address, most)
+    shares = {name: round(getattr(found, name), 6) for name in RESOURCES}  # the score is that of the card as written
+    card = replace(found, **shares)
+    assert card.total_memory is not None
     total = score(card, weighed)
     cluster = cluster_of(total, thresholds)
+    pasted = {"capability": {"cards": {site: {**shares, "gigabytes": card.total_memory / GIGABYTE}}}}
     if as_json:
-        shares = {name: getattr(card, name) for name in RESOURCES}
         notes = dict(zip(RESOURCES, card.notes, strict=True))
         told = {**shares, "total_memory": card.total_memory, "notes": notes, "score": total, "cluster": cluster}
-        print_json({**told, "weights": weighed, "thresholds": thresholds})
+        print_json({**told, "weights": weighed, "thresholds": thresholds, "recipe": pasted})
         return
     out.print(_table(card, weighed))
     out.print(Text(f"score {total:.3f}: cluster {cluster} ({_ranges(thresholds)})"))
+    written = yaml.safe_dump(pasted, sort_keys=False, allow_unicode=True).rstrip()
+    out.print(Text(f"\nfor a recipe:\n\n{written}"), soft_wrap=True)
+
+
+def _clusters(recipe: str | None, high: float | None, medium: float | None) -> tuple[Mapping[str, float], Capability]:
+    """The least score of each cluster, and how sites are judged: as the recipe has it, or as the options have it."""
+    if recipe is None:
+        given = {"high": high, "medium": medium}
+        return {**THRESHOLDS, **{name: least for name, least in given.items() if least is not None}}, Capability()
+    if high is not None or medium is not None:
+        sentence = "the recipe says where clusters begin; leave out --high and --medium, or the recipe"
+        raise typer.BadParameter(sentence, param_hint="--recipe")
+    loaded = Recipe.load(find_recipe(recipe))
+    if not loaded.clusters:
+        sentence = f"{recipe} has no clusters; leave it out to be told of high, medium and low"
+        raise typer.BadParameter(sentence, param_hint="--recipe")
+    return loaded.thresholds, loaded.capability
 
 
 def _refuse(option: str, problems: Iterable[str]) -> None:

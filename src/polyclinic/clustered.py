@@ -13,8 +13,8 @@ from itertools import groupby
 
 import torch
 
-from polyclinic.algorithms.averaging import Averaging
-from polyclinic.core import Bundle, Desk, Exchange, Federation, Job, Site, SiteId, Stream, Update, Work
+from polyclinic.algorithms.averaging import Wrapper
+from polyclinic.core import Bundle, Desk, Federation, Job, Site, SiteId, Stream, Update, Work
 
 SEAT = "cluster"
 """The kind by which a site is told its cluster."""
@@ -23,29 +23,22 @@ Seating = Callable[[SiteId, int], str]
 
 
 @dataclass(frozen=True)
-class Clustered(Averaging):
-    inner: Averaging = field(kw_only=True)
+class Clustered(Wrapper):
     initials: Mapping[str, Bundle] = field(kw_only=True)
     """Where each cluster's training starts."""
     norms: Mapping[str, frozenset[str]] = field(kw_only=True)
     """What belongs to normalisation layers in each cluster's network."""
+    shapes: Mapping[str, tuple[int, ...]] = field(kw_only=True, default_factory=dict)
+    """Of what each cluster's extractor makes of an image."""
     seating: Seating = field(kw_only=True)
     rates: Mapping[str, float] = field(kw_only=True)
     """What a cluster's learning rate is multiplied by."""
-
-    @property
-    def exchanges(self) -> tuple[Exchange, ...]:
-        return self.inner.exchanges
-
-    @property
-    def serves(self) -> bool:
-        return self.inner.serves
 
     def init(self, federation: Federation) -> Bundle:
         state: Bundle = {"clock": {"round": torch.ones((), dtype=torch.int64)}}
         for cluster, initial in self.initials.items():
             members = {s: n for s, n in federation.sites.items() if self.seating(s, 1) == cluster}
-            here = Federation(federation.classes, members, initial, self.norms[cluster])
+            here = Federation(federation.classes, members, initial, self.norms[cluster], self.shapes.get(cluster, ()))
             state |= _named(cluster, self.inner.init(here))
         return state
 
@@ -71,9 +64,6 @@ class Clustered(Averaging):
         others = {kind: group for kind, group in (memory or {}).items() if not kind.endswith(f"@{cluster}")}
         return update, {**others, **_named(cluster, kept)} if kept is not None else memory
 
-    def check(self, update: Update) -> None:
-        self.inner.check(update)
-
     def aggregate(self, state: Bundle, updates: Iterable[Update]) -> Bundle:
         after = dict(state)
         for cluster, some in groupby(updates, lambda update: self.group(state, update.site)):
@@ -98,15 +88,6 @@ class Clustered(Averaging):
         for cluster in self.initials:
             state = {**state, **_named(cluster, self.inner.finish(self.share(state, cluster)))}
         return state
-
-    def charges(self) -> tuple[float, ...]:
-        return self.inner.charges()
-
-    def caveat(self) -> str:
-        return self.inner.caveat()
-
-    def remark(self) -> str:
-        return self.inner.remark()
 
     def models(self, received: Bundle, memory: Bundle | None) -> dict[str, Bundle]:
         return self.inner.models(_unseated(received), _of(memory, self.seat(received)) or None)

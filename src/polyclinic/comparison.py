@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from polyclinic.algorithms import ALGORITHMS
-from polyclinic.results import at_site, judged_on
+from polyclinic.results import at_site, converged, judged_by, judged_on
 from polyclinic.stats import summary
 
 Runs: TypeAlias = Sequence[Mapping[str, Any]]
@@ -55,6 +55,7 @@ class Line:
     lost: int
     """Updates that were refused or never came, over all rounds and seeds."""
     judged_on: str
+    judged_by: str
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,16 @@ class Comparison:
     def judged_on(self) -> str:
         """What the figures were measured on: the same for all methods, unless only some can be judged by held-out."""
         return ", or ".join(dict.fromkeys(line.judged_on for line in self.lines))
+
+    @property
+    def judged_by(self) -> str:
+        """Whose figures these are, with the methods' names where it is not the same for all."""
+        methods: dict[str, list[str]] = {}
+        for line in self.lines:
+            methods.setdefault(line.judged_by, []).append(line.name)
+        if len(methods) == 1:
+            return next(iter(methods))
+        return "; ".join(f"{model} ({', '.join(names)})" for model, names in methods.items())
 
     @property
     def interval(self) -> str:
@@ -101,6 +112,8 @@ def value(result: Mapping[str, Any], metric: str, site: str | None = None) -> fl
         return number(moved.get(site)) if site else mean(list(moved.values()))
     if metric == "megabytes":
         return float(result["cost"]["bytes_up"] + result["cost"]["bytes_down"]) / 1e6
+    if metric == "converged":
+        return number(converged(result))
     if metric == "seconds":
         return float(result["cost"]["seconds"])
     if site and site not in result["sites"]:
@@ -127,6 +140,7 @@ def _line(name: str, runs: Runs) -> Line:
         pools_images=getattr(ALGORITHMS.get(runs[0]["algorithm"]), "pooled", False),
         lost=sum(r["cost"].get("refused", 0) + r["cost"].get("failed", 0) for r in runs),
         judged_on=judged_on(runs[0]["headline"]),
+        judged_by=judged_by(runs[0]["headline"]),
     )
 
 

@@ -130,7 +130,7 @@ def _refuse_names(sites: Mapping[SiteId, SiteData]) -> None:
                 f"The site name {name[:100]!r} is empty, too long, or holds '/', '@', '|' or a control character; "
                 "rename the site."
             )
-        if name in (POOLED, HELD_OUT, "global", "personal", "transfer", "student", "public", "server"):
+        if name in (POOLED, HELD_OUT, "global", "personal", "transfer", "student", "ensemble", "public", "server"):
             raise DataError(f"A site cannot be called {name!r}, which has a meaning in results; rename the site.")
 
 

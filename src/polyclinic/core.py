@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, Protocol, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 SiteId: TypeAlias = str
 Tensors: TypeAlias = dict[str, Tensor]
@@ -25,6 +25,9 @@ Bundle: TypeAlias = dict[str, Tensors]
 Weights are a bundle of two kinds: "model" (parameters) and "buffers" (statistics such as BatchNorm's), kept apart
 because only parameters have gradients, may be noised, or enter a control variate.
 """
+
+BESIDE = "beside."
+"""How the names of weights begin that belong to networks which train beside the classifier."""
 
 Batch: TypeAlias = tuple[Tensor, Tensor]
 Part: TypeAlias = Literal["train", "validation", "test"]
@@ -76,8 +79,11 @@ class Network(Protocol):
         """What the extractor hands to the head."""
         ...
 
-    def head(self, weights: Bundle, features: Tensor) -> Tensor:
-        """Logits of features: with `features`, one pass for a loss that needs both."""
+    def head(self, weights: Bundle, features: Tensor, calm: bool = False) -> Tensor:
+        """Logits of features: with `features`, one pass for a loss that needs both.
+
+        calm: as in evaluation, nothing dropped and no statistics moved, yet with gradients; for features of others.
+        """
         ...
 
     def loss(self, weights: Bundle, batch: Batch) -> Tensor:
@@ -86,6 +92,10 @@ class Network(Protocol):
 
     def taught(self, weights: Bundle, images: Tensor, features: bool = False) -> Tensor:
         """A teacher's logits, or features: as in evaluation, nothing dropped, no statistics moved, and no gradient."""
+        ...
+
+    def beside(self, weights: Bundle, name: str, *given: Tensor, calm: bool = False) -> Tensor:
+        """What a network of `Algorithm.beside` makes of `given`; calm: as for `head`."""
         ...
 
 
@@ -288,6 +298,8 @@ class Federation:
     initial: Bundle
     norms: frozenset[str] = frozenset()
     """Names, in `initial`, of what belongs to normalisation layers: their parameters and their statistics."""
+    features: tuple[int, ...] = ()
+    """The shape of what the extractor makes of one image."""
 
 
 class Algorithm(Protocol):
@@ -301,6 +313,14 @@ class Algorithm(Protocol):
 
     @property
     def exchanges(self) -> tuple[Exchange, ...]: ...
+
+    def beside(self, features: tuple[int, ...], classes: int) -> Mapping[str, nn.Module]:
+        """Small networks that train beside the classifier (a generator, a discriminator), usually {}.
+
+        Their weights are among the classifier's as `beside.NAME.…`: trained by a job's steps, sent and averaged unless
+        `init` and `local` keep them apart. No model that predicts, or is saved at the end, has them.
+        """
+        ...
 
     def init(self, federation: Federation) -> Bundle:
         """The server's state before round 1."""

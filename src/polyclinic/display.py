@@ -17,8 +17,10 @@ from rich.text import Text
 
 from polyclinic.comparison import Comparison, decimal, sent, show
 from polyclinic.engines.choice import ASKED
+from polyclinic.public import PUBLIC
 from polyclinic.recipe import Recipe
 from polyclinic.results import at_site, judged_on
+from polyclinic.runner import STUDENT
 
 MARKS = {"accepted": "✓", "refused": "refused", "dead": "dead", "late": "late", "error": "error"}
 SITES = 24
@@ -108,6 +110,8 @@ class Display:
         if self.live is None:
             told = f"  {self.summary}" if known else ""
             self.line(f"  round {info['round']}/{self.rounds}  {info['seconds']:.1f} s{told}")
+        for cluster in info.get("unheard", ()):
+            self.line(f"  round {info['round']}: cluster {cluster} got no update, so its model stays as it was")
         if info["stopped"]:
             self.line(f"  stopped early after round {info['round']}: validation no longer improves")
         if info["stopped"] or info["round"] == self.rounds:
@@ -139,7 +143,8 @@ def comparison_table(comparison: Comparison) -> Table:
         cells = [line.name, *figures, worst, sent(line), f"{line.seconds:.0f}"]
         table.add_row(*map(Text, cells))
     lost = [f"{line.name}: {line.lost} updates refused or lost!" for line in comparison.lines if line.lost]
-    told = [f"intervals over {comparison.interval}; MB both ways; s: wall-clock", *_prices(comparison), *lost]
+    told = [f"intervals over {comparison.interval}; MB both ways; s: wall-clock"]
+    told += [f"figures of {comparison.judged_by}", *_prices(comparison), *lost]
     table.caption = Text("\n".join(told))
     return table
 
@@ -166,10 +171,17 @@ def result_table(summary: Mapping[str, Any]) -> Table:
         here = at_site(summary, site)
         if here:
             table.add_row(*map(Text, [site, *_cells(here)]))
-    table.add_row(*map(Text, [f"all ({best['model']})", *_cells(best)]), style="bold")
-    held_out = summary["merged"].get("held-out", {}).get("test")
-    if held_out and best["model"] != "held-out":
-        table.add_row(*map(Text, ["held-out", *_cells(held_out)]))
+    judged = f"public ({best['of']})" if best["model"] == PUBLIC else f"all ({best['model']})"
+    table.add_row(*map(Text, [judged, *_cells(best)]), style="bold")
+    merged, part = summary["merged"], best["part"]
+    beside = {
+        "held-out": merged.get("held-out", {}).get("test") if best["model"] != "held-out" else None,
+        f"all ({STUDENT})": merged.get(STUDENT, {}).get(part),
+        f"public ({STUDENT})": (summary.get("public") or {}).get(STUDENT),
+    }
+    for name, figures in beside.items():
+        if figures and name != judged:
+            table.add_row(*map(Text, [name, *_cells(figures)]))
     megabytes = (cost["bytes_up"] + cost["bytes_down"]) / 1e6
     intervals = "; intervals over patients (bootstrap)" if best.get("intervals") else ""
     lost = cost.get("refused", 0) + cost.get("failed", 0)

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from polyclinic import wire
+from polyclinic.algorithms.averaging import classifier
 from polyclinic.consortium import Consortium as Consortium
 from polyclinic.consortium import gather as gather
 from polyclinic.consortium import pool as pool
@@ -25,10 +26,10 @@ from polyclinic.consortium import site_on
 from polyclinic.core import Bundle, Federation, Part, Score, SiteId, Stream
 from polyclinic.data.examples import SiteData
 from polyclinic.engines.choice import ASKED, Choice, choose, make_engine, read_choice
+from polyclinic.ensemble import by_member, members
 from polyclinic.errors import RecipeError, StoreError
 from polyclinic.faults import reach
-from polyclinic.finish.refine import check_public
-from polyclinic.flops import parameters, training_step_flops
+from polyclinic.finish.refine import Refine, check_public
 from polyclinic.journal import FolderJournal, RamJournal
 from polyclinic.learning.fit import score
 from polyclinic.learning.network import norm_names, weights_of
@@ -120,8 +121,9 @@ class Experiment:
         if self.algorithm.pooled:
             self.sites[POOLED] = pool(self.sites)
         registered = {name: len(site.train) for name, site in self.sites.items()}
-        start, norms = weights_of(self.module), norm_names(self.module)
-        self.federation = Federation(self.consortium.classes, registered, start, norms)
+        start = weights_of(self.module) if recipe.clusters else self.network.take()
+        norms = norm_names(self.module)
+        self.federation = Federation(self.consortium.classes, registered, start, norms, self.lineup.shapes.get("", ()))
         self.public = self._public(data)
         self.plan = self._plan()
         if self.plan is not None:
@@ -144,7 +146,7 @@ class Experiment:
     def _server(self, device: torch.device) -> Server | None:
         if self.public is None:
             return None
-        public, start = site_on(self.public, device, {}), self.federation.initial
+        public, start = site_on(self.public, device, {}), classifier(self.federation.initial)
         server = Server(self.algorithm, self.lineup, public, self.recipe.seed, start)
         server.check(self.algorithm.init(self.federation))
         return server
@@ -229,7 +231,7 @@ class Experiment:
                 parts.insert(0, "train")
             refined = self.server.refined(outcome.state) if self.server and recipe.finish else None
             student = refined.weights if refined else {}
-            beside = {f"{kind}@{STUDENT}": group for kind, group in student.items()}
+            beside = {f"{kind}@{STUDENT}": group for kind, group in student.items()} | members(outcome.state)
             predictions = rounds.predictions(outcome, parts, beside)
             reach("evaluated")
         held_out = self.held_out(outcome.state, student) if self.has_held_out() else None
@@ -281,19 +283,22 @@ class Experiment:
         state = self.algorithm.init(self.federation)
         return self.consortium.held_out is not None and bool(server_models(self.algorithm, state, self.lineup.networks))
 
-    def held_out(self, state: Bundle, student: Bundle | None = None) -> Predictions:
-        """On the test set that belongs to no site: what the student says, or the global model; of several clusters, the
-        mean of what their models say."""
+    def held_out(self, state: Bundle, student: Bundle | None = None, last: bool = True) -> Predictions:
+        """On the test set that belongs to no site: what the student says, or the global model; of several clusters, or
+        at the end of an ensemble, the mean of what their models say."""
         assert self.apart is not None
         models = server_models(self.algorithm, state, self.lineup.networks)
         if student:
             models = {STUDENT: student}
-        found = [score(Score(w, probabilities), self.lineup.all[group], self.apart) for group, w in models.items()]
+        pairs = [(self.lineup.all[group], model) for group, model in models.items()]
+        if last and not student and (together := by_member(state)):
+            pairs = [(self.network, model) for model in together.values()]
+        found = [score(Score(model, probabilities), network, self.apart) for network, model in pairs]
         mean = torch.stack([rows["probabilities"].double() for rows in found]).mean(0)
         return Predictions(mean.cpu().numpy(), found[0]["labels"].cpu().numpy())
 
     def judge(self, state: Bundle) -> dict[str, Any]:
-        found = self.held_out(state)
+        found = self.held_out(state, last=False)
         return {"n": len(found), **finite(measure(found.probabilities, found.labels))}
 
     def summarise(
@@ -303,7 +308,6 @@ class Experiment:
         clusters = self.lineup.members(consortium.sites) if recipe.clusters else {}
         model, best = headline(scores["merged"], scores["public"], recipe.evaluate.headline)
         shape = (recipe.training.batch, consortium.channels, consortium.size, consortium.size)
-        self.network.require_gradients(self.network.trainable(recipe.training.fine_tune, ()))
         return {
             "name": recipe.name,
             "algorithm": recipe.algorithm.name,
@@ -313,14 +317,9 @@ class Experiment:
             "stopped_early": outcome.stopped_early,
             "classes": list(consortium.classes),
             "hospitals": list(consortium.describe()),
-            "model": {
-                "name": " + ".join(dict.fromkeys(section.model.name for section in recipe.clusters.values()))
-                or recipe.model.name,
-                "parameters": sum(parameters(live.module) for live in self.lineup.networks.values()),
-                "flops_per_step": training_step_flops(self.network.module, shape),
-            },
+            "model": self.lineup.sizes(shape),
             "clusters": clusters or None,
-            "progress": progress(journal.rows) if clusters else None,
+            "progress": progress(journal.rows) or None,
             "headline": {"model": model, **best},
             **scores,
             "drift": drift(journal.rows),
@@ -382,12 +381,16 @@ def finished(folder: Path, recipe: Recipe | None = None) -> Result:
 
 
 def decisive(recipe: Recipe) -> str:
-    """The recipe without what cannot change a result: where it runs, and words about it."""
-    return recipe.model_copy(update={"engine": EngineSection(), "about": "", "paper": {}}).to_yaml()
+    """The recipe without what cannot change a round: where it runs, words about it, and how it finishes."""
+    ending = recipe.finish and Refine()
+    return recipe.model_copy(update={"engine": EngineSection(), "about": "", "paper": {}, "finish": ending}).to_yaml()
 
 
 def refuse_other(folder: Path, recipe: Recipe) -> None:
-    """A folder that already holds a run must hold one of this very recipe."""
+    """A folder that already holds a run must hold one of this very recipe; one that has not ended may end otherwise."""
     path = folder / "recipe.yaml"
-    if path.exists() and decisive(Recipe.load(path)) != decisive(recipe):
+    begun = Recipe.load(path) if path.exists() else recipe
+    if decisive(begun) != decisive(recipe):
         raise StoreError(f"{folder} holds a run of another recipe; choose another folder with --out, or remove it")
+    if begun.finish != recipe.finish and (folder / "result.json").exists():
+        raise StoreError(f"{folder} holds a run with another finish; remove its result.json to repeat the end alone")

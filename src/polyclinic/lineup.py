@@ -3,24 +3,31 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import nn
 
-from polyclinic.algorithms.averaging import Averaging
+from polyclinic.algorithms.averaging import Averaging, Wrapper
 from polyclinic.capability import card_of, cluster_of, needs_memory, room, score
 from polyclinic.clustered import Clustered
 from polyclinic.consortium import Consortium
 from polyclinic.core import Bundle, SiteId, Stream
 from polyclinic.data.folder import in_data_folder
-from polyclinic.errors import DataError, EngineError, RecipeError
-from polyclinic.flops import parameters
-from polyclinic.learning.network import LiveNetwork, norm_names, weights_of
+from polyclinic.ensemble import Ensemble
+from polyclinic.errors import DataError, EngineError, RecipeError, WeightsError
+from polyclinic.flops import parameters, training_step_flops
+from polyclinic.learning.beside import accompanied
+from polyclinic.learning.network import LiveNetwork, feature_shape, norm_names
 from polyclinic.models import adopt_weights, build, download_weights, load_weights
 from polyclinic.models.classifier import Classifier
+from polyclinic.models.cut import cut_after
 from polyclinic.models.dp_safe import dp_safe
 from polyclinic.recipe import ModelSection, Recipe
 from polyclinic.runner import STUDENT
@@ -31,7 +38,9 @@ def network_of(recipe: Recipe, consortium: Consortium, data: Path | None = None)
     return _built(recipe.model, consortium, Stream(recipe.seed, ("model",)), data)
 
 
-def _built(model: ModelSection, consortium: Consortium, seed: Stream, data: Path | None) -> Classifier:
+def _built(
+    model: ModelSection, consortium: Consortium, seed: Stream, data: Path | None, cluster: str = ""
+) -> Classifier:
     module = build(
         model.name,
         classes=len(consortium.classes),
@@ -40,13 +49,32 @@ def _built(model: ModelSection, consortium: Consortium, seed: Stream, data: Path
         dropout=model.dropout,
         seed=seed,
     )
-    if model.norm == "group" and model.weights is None:
-        return dp_safe(module)
     if model.weights == "torchvision":
         adopt_weights(module, download_weights(model.name), "torchvision")
     elif model.weights is not None:
-        load_weights(module, in_data_folder(Path(model.weights), data))
-    return dp_safe(module) if model.norm == "group" else module
+        _load(module, in_data_folder(Path(model.weights), data), cluster)
+    safe = dp_safe(module) if model.norm == "group" else module
+    return safe if model.cut is None else cut_after(safe, model.cut)
+
+
+def _load(module: Classifier, path: Path, cluster: str) -> None:
+    """From a run of clusters, whose file has each one's as `model@high/…`, a cluster takes the part under its name."""
+    try:
+        stored = load_file(path)
+    except (SafetensorError, OSError):
+        stored = {}  # what is wrong with the file is told as of any other
+    held = list(dict.fromkeys(found[1] for name in stored if (found := re.match("model@([^/]+)/", name))))
+    if not held or any(name.startswith("model/") for name in stored):
+        load_weights(module, path)
+    elif cluster in held:
+        kinds = tuple(f"{kind}@{cluster}/" for kind in ("model", "head", "buffers"))  # head: the server's own
+        part = {name.partition("/")[2]: tensor for name, tensor in stored.items() if name.startswith(kinds)}
+        adopt_weights(module, part, f"cluster {cluster} of {path}")
+    else:
+        raise WeightsError(
+            f"{path} holds a model for each of the clusters {', '.join(held)}; give it as clusters.NAME.model.weights "
+            "to a cluster with one of these names."
+        )
 
 
 def device_of(recipe: Recipe) -> torch.device:
@@ -68,6 +96,8 @@ class Lineup:
     recipe: Recipe
     networks: Mapping[str, LiveNetwork]
     student: LiveNetwork | None
+    shapes: Mapping[str, tuple[int, ...]]
+    """Of what each network's extractor makes of an image."""
 
     def seating(self, site: SiteId, round: int) -> str:
         """The cluster of a site in a round."""
@@ -79,13 +109,14 @@ class Lineup:
     def around(self, algorithm: Averaging) -> Averaging:
         """The algorithm itself, or one that plays it in every cluster."""
         if not self.recipe.clusters:
-            return algorithm
-        initials: dict[str, Bundle] = {name: weights_of(live.module) for name, live in self.networks.items()}
+            return Ensemble(algorithm.training, inner=algorithm) if self.recipe.ensemble else algorithm
+        initials: dict[str, Bundle] = {name: live.take() for name, live in self.networks.items()}
         return Clustered(
             algorithm.training,
             inner=algorithm,
             initials=initials,
             norms={name: norm_names(live.module) for name, live in self.networks.items()},
+            shapes=self.shapes,
             seating=self.seating,
             rates={name: section.lr for name, section in self.recipe.clusters.items()},
         )
@@ -93,6 +124,19 @@ class Lineup:
     @property
     def all(self) -> dict[str, LiveNetwork]:
         return {**self.networks, **({STUDENT: self.student} if self.student else {})}
+
+    def sizes(self, batch: Sequence[int]) -> dict[str, Any]:
+        """What the networks weigh, and what a training step on a `batch` of this shape costs; by cluster too."""
+        found: dict[str, dict[str, Any]] = {}
+        for cluster, live in self.networks.items():
+            live.require_gradients(live.trainable(self.recipe.training.fine_tune, ()))
+            model = self.recipe.clusters[cluster].model if cluster else self.recipe.model
+            cost = {"parameters": parameters(live.module), "flops_per_step": training_step_flops(live.module, batch)}
+            found[cluster] = {"name": model.name, **cost}
+        if not self.recipe.clusters:
+            return found[""]
+        sums = {key: sum(size[key] for size in found.values()) for key in ("parameters", "flops_per_step")}
+        return {"name": " + ".join(dict.fromkeys(s["name"] for s in found.values())), **sums, "clusters": found}
 
     def members(self, sites: Mapping[SiteId, object]) -> dict[str, list[SiteId]]:
         """Who is in which cluster in round 1."""
@@ -107,14 +151,19 @@ def line_up(
 ) -> Lineup:
     """`module`: the recipe's own network, which all sites have if there are no clusters."""
     student = LiveNetwork(copy.deepcopy(module), device) if recipe.finish else None
-    if not recipe.clusters:
-        return Lineup(recipe, {"": LiveNetwork(module, device)}, student)
-    networks = {
-        name: LiveNetwork(_built(section.model, consortium, Stream(recipe.seed, ("model", name)), data), device)
+    modules = {
+        name: _built(section.model, consortium, Stream(recipe.seed, ("model", name)), data, name)
         for name, section in recipe.clusters.items()
     }
-    found = Lineup(recipe, networks, student)
-    _refuse_misfits(found, consortium)
+    networks = {name: LiveNetwork(own, device) for name, own in (modules or {"": module}).items()}
+    blank = torch.zeros(1, consortium.channels, consortium.size, consortium.size)
+    shapes = {name: feature_shape(live, blank) for name, live in networks.items()}
+    algorithm, classes = recipe.algorithm_of(), len(consortium.classes)
+    for name, live in networks.items():
+        networks[name] = accompanied(live, algorithm, shapes[name], classes, Stream(recipe.seed, ("beside", name)))
+    found = Lineup(recipe, networks, student, shapes)
+    if recipe.clusters:
+        _refuse_misfits(found, consortium)
     return found
 
 
@@ -163,6 +212,6 @@ def refuse_unplayable(lineup: Lineup, consortium: Consortium) -> None:
 
 def server_models(algorithm: Averaging, state: Bundle, groups: Mapping[str, object]) -> dict[str, Bundle]:
     """The models that are the server's own, by cluster."""
-    inner = algorithm.inner if isinstance(algorithm, Clustered) else algorithm
+    inner = algorithm.inner if isinstance(algorithm, Wrapper) else algorithm
     found = {group: inner.models(algorithm.share(state, group), None) for group in groups}
     return {group: models["global"] for group, models in found.items() if "global" in models}

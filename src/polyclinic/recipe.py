@@ -33,13 +33,14 @@ from polyclinic.finish.refine import FEDDF, Refine
 from polyclinic.models import MODELS
 from polyclinic.pace import EarlyStop, Schedule
 from polyclinic.privacy.plan import Wish
-from polyclinic.recipe_rules import nearest, problems
+from polyclinic.recipe_rules import idle, nearest, problems, stage_problems
 from polyclinic.stages import STAGES
 from polyclinic.training_rules import training_problems
 from polyclinic.yaml_files import read_yaml
 
 FINISHES = {"refine": Refine(), "feddf": FEDDF}
 OWN = (Capability, Refine)
+RANK = {"name": 0, "variant": 1}
 CLOSED = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 for _options in (Augment, Optimiser, Private, Training, Wish, Schedule, EarlyStop, Averaging, *STAGES.values(), *OWN):
     setattr(_options, "__pydantic_config__", CLOSED)  # noqa: B010  plain dataclasses; algorithms inherit it
@@ -93,6 +94,8 @@ class ModelSection(BaseModel):
     """group: normalisation over the batch is replaced by GroupNorm, which no image shares with another."""
     weights: str | None = None
     """A safetensors file, or `torchvision` for torchvision's own download."""
+    cut: int | None = Field(None, ge=1)
+    """The stage after which the extractor ends and the head begins; None: before the last layers."""
 
 
 class ClusterSection(BaseModel):
@@ -117,7 +120,7 @@ class EvaluateSection(BaseModel):
     bootstrap: int = Field(1000, ge=0)
     train: bool = True
     """Whether training images are predicted too after the last round, for the gap to validation images."""
-    headline: Literal["personal", "global", "student", "public"] | None = None
+    headline: Literal["personal", "global", "student", "ensemble", "public"] | None = None
     """The model that a run is judged by; public: the server's own, on public test images. None: the first there is."""
 
 
@@ -147,6 +150,8 @@ class Recipe(BaseModel):
     """Labelled images that the server may look at."""
     finish: Refine | None = None
     """When all rounds are over, a student learns from the server's models on the public set."""
+    ensemble: bool = False
+    """When all rounds are over, the sites' own models of the last one predict together."""
     training: Training = Training()
     schedule: Schedule = Schedule()
     early_stop: EarlyStop | None = None
@@ -239,10 +244,10 @@ class Recipe(BaseModel):
 def with_settings(values: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
     """A deep copy of `values` with dotted keys set: a section before the keys in it, a name before its options.
 
-    Naming another algorithm drops the options of the one before.
+    Naming another algorithm drops the options of the one before; another variant, those that it does not have.
     """
     result: dict[str, Any] = _copy(dict(values))
-    for key, value in sorted(settings.items(), key=lambda item: (item[0].count("."), not item[0].endswith(".name"))):
+    for key, value in sorted(settings.items(), key=lambda s: (s[0].count("."), RANK.get(s[0].split(".")[-1], 2))):
         *path, last = key.split(".")
         here = result
         for step in path:
@@ -251,6 +256,9 @@ def with_settings(values: Mapping[str, Any], settings: Mapping[str, Any]) -> dic
             here[step] = here = inside
         if key in ("algorithm.name", "finish.name") and here.get(last) != value:
             here.clear()
+        if key in ("algorithm.variant", "finish.variant"):
+            for option in idle(path[0], here.get("name"), value):
+                here.pop(option, None)
         here[last] = _copy(value)
     return result
 
@@ -373,7 +381,8 @@ def _check(recipe: Recipe) -> None:
     recipe.partition_of()
     recipe.stages_of()
     if not recipe.methods:
-        recipe.algorithm_of()
+        for sentence in stage_problems(recipe, recipe.algorithm_of()):
+            raise RecipeError(sentence)
     for name in recipe.methods:
         recipe.method(name)
 

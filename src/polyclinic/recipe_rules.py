@@ -5,16 +5,17 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from polyclinic.algorithms import ALGORITHMS
+from polyclinic.algorithms import ALGORITHMS, Averaging
 from polyclinic.capability import capability_problems, thresholds_problems
+from polyclinic.finish.refine import Refine
 from polyclinic.finish.refine import problems as refine_problems
 from polyclinic.finish.shapley import MOST_PLAYERS
 from polyclinic.metrics import METRICS
 from polyclinic.privacy.plan import wish_problems
 
-TAKEN = ("global", "personal", "student", "public", "transfer", "clock")
+TAKEN = ("global", "personal", "student", "ensemble", "public", "transfer", "clock")
 if TYPE_CHECKING:
     from polyclinic.recipe import Recipe
 
@@ -24,6 +25,38 @@ def problems(recipe: Recipe) -> Iterator[str]:
     yield from _problems(recipe)
     yield from _privacy_problems(recipe)
     yield from _cluster_problems(recipe)
+    yield from _idle_problems(recipe)
+
+
+def idle(section: str, name: Any, variant: Any) -> tuple[str, ...]:
+    """The options of `algorithm` or `finish` that are without effect in a variant."""
+    kind = Refine if section == "finish" else ALGORITHMS.get(str(name))
+    return kind.idle.get(str(variant), ()) if kind else ()
+
+
+def _idle_problems(recipe: Recipe) -> Iterator[str]:
+    """Of `finish` presets fill every key, so one counts as given where it is not the default."""
+    algorithm, finish = recipe.algorithm, recipe.finish
+    variant = algorithm.options.get("variant", "sound")
+    given = [("algorithm", variant, key) for key in idle("algorithm", algorithm.name, variant)]
+    found = [one for one in given if one[2] in algorithm.options] if not recipe.methods else []
+    if finish is not None:
+        without = idle("finish", None, finish.variant)
+        found += [("finish", finish.variant, k) for k in without if getattr(finish, k) != getattr(Refine, k)]
+    for section, variant, key in found:
+        yield f"{section}.{key} is without effect in variant {variant}; leave it out, or change {section}.variant"
+
+
+def stage_problems(recipe: Recipe, algorithm: Averaging) -> Iterator[str]:
+    """Kinds that sites do not send; where they send nothing at all, stages have nothing to do."""
+    sent = [exchange.kind for exchange in algorithm.exchanges]
+    for stage in recipe.stages if sent else ():
+        for kind in stage.options.get("kinds", ()):
+            if kind not in sent:
+                yield (
+                    f"stages: {stage.name}.kinds has {kind!r:.40}, which sites of {recipe.algorithm.name} do not send"
+                    f"{nearest(kind, sent)}; they send: {', '.join(sent)}"
+                )
 
 
 def nearest(word: str, known: list[str]) -> str:
@@ -85,6 +118,10 @@ def _cluster_problems(recipe: Recipe) -> Iterator[str]:
     wanted = recipe.evaluate.headline
     if wanted == "public" and recipe.public is None:
         yield "evaluate.headline is public, but there is no public set; add `public`, or set evaluate.headline: null"
+    if recipe.ensemble and recipe.clusters:
+        yield "ensemble has one network for all sites' models; set clusters: {}, or ensemble: false"
+    if wanted == "ensemble" and not recipe.ensemble:
+        yield "evaluate.headline is ensemble, but nobody keeps the sites' models; add `ensemble: true`"
     if wanted == "student" and recipe.finish is None:
         yield "evaluate.headline is student, but nobody makes one; add `finish: refine`"
     if recipe.finish is not None:

@@ -22,15 +22,14 @@ WORTH = 0.99
 def markdown(comparison: Comparison) -> str:
     """The report of a comparison: table, notes, hospitals, pictures, versions."""
     first = next(iter(comparison.results.values()))[0]
-    model, out = first["model"], comparison.folder
+    out = comparison.folder
     pictures = [name for name in ("curves.png", "auc.png") if out is not None and (out / name).exists()]
     versions = ", ".join(f"{name} {number}" for name, number in first["versions"].items())
     text = [
         f"# {comparison.title}",
         comparison.about,
-        f"{first['data']} data, {model['name']} ({model['parameters']:,} parameters, "
-        f"{model['flops_per_step'] / 1e9:.2g} GFLOP a training step). Figures on {comparison.judged_on} together; in "
-        f"brackets the 95 % interval over {comparison.interval}.",
+        f"{first['data']} data, {_sizes(first['model'])}. Figures on {comparison.judged_on} together; in brackets the "
+        f"95 % interval over {comparison.interval}.",
         "\n".join(_table(comparison)),
         "\n".join(_differences(comparison)),
         " ".join(_notes(comparison)),
@@ -46,6 +45,15 @@ def markdown(comparison: Comparison) -> str:
         f"Versions: {versions}.",
     ]
     return "\n\n".join(block for block in text if block) + "\n"
+
+
+def _sizes(model: Mapping[str, Any]) -> str:
+    """The network, or each cluster's."""
+    return ", ".join(
+        f"{f'cluster {cluster}: ' if cluster else ''}{one['name']} ({one['parameters']:,} parameters, "
+        f"{one['flops_per_step'] / 1e9:.2g} GFLOP a training step)"
+        for cluster, one in (model.get("clusters") or {"": model}).items()
+    )
 
 
 def _table(comparison: Comparison) -> Iterator[str]:
@@ -149,13 +157,10 @@ def _notes(comparison: Comparison) -> list[str]:
     notes += [
         f"{line.name}: {line.lost} updates of hospitals were refused or lost." for line in comparison.lines if line.lost
     ]
+    notes.append(f"Figures are of {comparison.judged_by}.")
     notes += ["Drift is the mean distance ‖w_k − w‖₂ that a hospital's weights travel in one round."]
     if any(line.pools_images for line in comparison.lines):
         notes.append("Centralised pools the images themselves, which hospitals may not do: it is a yardstick.")
-    if any(r["algorithm"] == "local" for runs in comparison.results.values() for r in runs):
-        notes.append("Local is judged by each hospital's own model on its own images.")
-    if any(r["algorithm"] == "cross-site" for runs in comparison.results.values() for r in runs):
-        notes.append("Cross-site is judged by every hospital's model on the images of all the others.")
     if any(r["headline"]["model"] in ("personal", "transfer") for runs in comparison.results.values() for r in runs):
         notes.append(
             "Where several models are judged together, their AUC also tells how classes are spread over sites."

@@ -73,8 +73,8 @@ def _grid(head: Sequence[str], rows: Sequence[str]) -> str:
     return "\n".join([row(list(head)), "|" + "---|" * len(head), *rows])
 
 
-def draw_clusters(comparison: Comparison, path: Path) -> bool:
-    """Accuracy of every cluster over rounds, the mean over seeds; False where there are no clusters."""
+def draw_progress(comparison: Comparison, path: Path) -> bool:
+    """Accuracy of all sites, or of every cluster, over rounds, the mean over seeds; False where that is not known."""
     from polyclinic.curves import draw_curves  # matplotlib takes a second to load
 
     series: dict[str, list[tuple[float, float]]] = {}
@@ -83,13 +83,39 @@ def draw_clusters(comparison: Comparison, path: Path) -> bool:
         for cluster in found[0] if found else ():
             rounds = [dict(run[cluster]) for run in found if cluster in run]
             common = sorted(set.intersection(*(set(r) for r in rounds)))
-            series[f"{name}: {cluster}"] = [(float(at), fmean(r[at] for r in rounds)) for at in common]
+            series[f"{name}: {cluster}" if cluster else name] = [
+                (float(at), fmean(r[at] for r in rounds)) for at in common
+            ]
     lines = {name: points for name, points in series.items() if len(points) > 1}
-    if not lines or len(lines) > MOST_LINES:
+    if not lines:
         return False
-    draw_curves(lines, f"{comparison.title}: clusters", "round", "accuracy on validation images", path)
+    draw_curves(
+        dict(list(lines.items())[:MOST_LINES]), comparison.title, "round", "accuracy on validation images", path
+    )
+    return True
+
+
+def draw_students(comparison: Comparison, path: Path) -> bool:
+    """Students over epochs on public validation images, the mean over seeds; one that stopped early stays as it was."""
+    from polyclinic.curves import draw_curves  # matplotlib takes a second to load
+
+    lines: dict[str, list[tuple[float, float]]] = {}
+    for name, runs in comparison.results.items():
+        found = [[value for _, value in run["finish"]["history"]] for run in runs if run.get("finish")]
+        last = max(map(len, found), default=0)
+        if last > 1:
+            lines[name] = [(float(at), fmean(each[min(at, len(each) - 1)] for each in found)) for at in range(last)]
+    if not lines:
+        return False
+    draw_curves(
+        dict(list(lines.items())[:MOST_LINES]),
+        f"{comparison.title}: the student",
+        "epoch",
+        "accuracy on public validation images",
+        path,
+    )
     return True
 
 
 MOST_LINES = 9
-"""More cannot be told apart."""
+"""More cannot be told apart: the first are drawn."""

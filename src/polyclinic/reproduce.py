@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -10,12 +11,12 @@ from typing import Any
 
 from polyclinic import claims
 from polyclinic.compare import compare
-from polyclinic.comparison import Comparison, lines
+from polyclinic.comparison import Comparison, lines, mean, value
 from polyclinic.errors import RecipeError, StoreError
 from polyclinic.recipe import Recipe, our_recipes, recipes_folder
 from polyclinic.report import markdown
 from polyclinic.report_privacy import draw_price
-from polyclinic.report_server import draw_clusters
+from polyclinic.report_server import draw_progress, draw_students
 from polyclinic.rounds import Watch
 from polyclinic.store import named_failure, write_atomically
 
@@ -106,7 +107,8 @@ def write_page(paper: str, quick: bool, folder: Path) -> tuple[Path, list[Compar
     tables = [
         markdown(c)
         + _price(c, folder / f"{paper}-{table}.png")
-        + _clusters(c, folder / f"{paper}-{table}-clusters.png")
+        + _progress(c, folder / f"{paper}-{table}-rounds.png")
+        + _students(c, folder / f"{paper}-{table}-student.png")
         for table, c in zip(tabled, comparisons, strict=True)
     ]
     write_atomically(page, "\n".join([*head, *remarks, *tables]).encode())
@@ -117,8 +119,17 @@ def _price(comparison: Comparison, path: Path) -> str:
     return f"\n![accuracy against ε]({path.name})\n" if draw_price(comparison, path) else ""
 
 
-def _clusters(comparison: Comparison, path: Path) -> str:
-    return f"\n![accuracy of clusters over rounds]({path.name})\n" if draw_clusters(comparison, path) else ""
+def _progress(comparison: Comparison, path: Path) -> str:
+    if not draw_progress(comparison, path):
+        return ""
+    found = {name: [value(run, "converged") for run in runs] for name, runs in comparison.results.items()}
+    told = [f"{name} {mean(rounds):.1f}" for name, rounds in found.items() if not any(map(math.isnan, rounds))]
+    when = "Rounds until accuracy on validation images is within a point of its best, mean over seeds"
+    return f"\n![accuracy over rounds]({path.name})\n" + (f"\n{when}: {', '.join(told)}.\n" if told else "")
+
+
+def _students(comparison: Comparison, path: Path) -> str:
+    return f"\n![the student over epochs]({path.name})\n" if draw_students(comparison, path) else ""
 
 
 def _warning(comparisons: Sequence[Comparison]) -> list[str]:
@@ -143,7 +154,8 @@ def _trim(result: Mapping[str, Any]) -> dict[str, Any]:
     if kept["privacy"] is None:
         kept["headline"] = {k: v for k, v in kept["headline"].items() if k != "confusion"}
     if kept["finish"]:
-        kept["finish"] = {k: v for k, v in kept["finish"].items() if k != "history"}
+        epochs = [(int(e["epoch"]), round(e["validation_accuracy"], 4)) for e in kept["finish"]["history"]]
+        kept["finish"] = {**kept["finish"], "history": epochs}
     model = kept["headline"]["model"]
     kept["merged"] = {model: _figures(result["merged"].get(model, {}))}
     kept["sites"] = {site: {model: _figures(models.get(model, {}))} for site, models in result["sites"].items()}

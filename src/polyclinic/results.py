@@ -16,8 +16,17 @@ from polyclinic.public import PUBLIC
 from polyclinic.rounds import POOLED
 from polyclinic.stats import bootstrap
 
+CLOSE = 0.01
 INTERVALS = ("accuracy", "balanced_accuracy", "f1", "auc", "pr_auc")
-HEADLINES = ("personal", "student", "global", "transfer", "held-out")
+HEADLINES = ("personal", "student", "ensemble", "global", "transfer", "held-out")
+WHOSE = {
+    "personal": "each hospital's own model",
+    "student": "the server's student",
+    "ensemble": "all hospitals' models together",
+    "global": "the global model",
+    "transfer": "each hospital's model at all others",
+    "held-out": "the global model",
+}
 
 
 def assess(
@@ -91,7 +100,9 @@ def headline(
     for part in ("test", "validation"):
         for model in (wanted, *HEADLINES) if wanted else HEADLINES:
             if part in merged.get(model, {}):
-                return model, {"part": part, **merged[model][part]}
+                whose = next((name for name in ("student", "ensemble") if name in merged), "global")
+                of = {"of": whose} if model == "held-out" else {}
+                return model, {"part": part, **of, **merged[model][part]}
     raise DataError("no site has a test or validation image, so nothing can be reported; raise data.split.test")
 
 
@@ -107,6 +118,12 @@ def judged_on(best: Mapping[str, Any]) -> str:
     if best["model"] in ("held-out", PUBLIC):
         return f"{best['model']} test images"
     return f"{best['part']} images of all hospitals"
+
+
+def judged_by(best: Mapping[str, Any]) -> str:
+    """Whose figures a headline has."""
+    model = best.get("of", best["model"])
+    return WHOSE.get(model, f"cluster {model}'s model")
 
 
 def cost(ledger: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -141,10 +158,11 @@ def drift(rows: Sequence[Mapping[str, Any]]) -> dict[SiteId, float]:
 
 def progress(rows: Sequence[Mapping[str, Any]], metric: str = "accuracy") -> dict[str, list[tuple[int, float]]]:
     """How each cluster fared from round to round: the mean over its validation images, of personal models if any.
+    Without clusters all sites are one, called "".
 
     What a site tells in a round is of the model that it has received, which is that of the round before.
     """
-    home = {(row["site"], row["round"] - 1): row["cluster"] for row in rows if "cluster" in row}
+    home = {(row["site"], row["round"] - 1): row.get("cluster", "") for row in rows if row["event"] == "train"}
     told = [row for row in rows if row["event"] == "evaluate" and (row["site"], row["round"]) in home]
     model = "personal" if any(row["model"] == "personal" for row in told) else "global"
     sums: dict[tuple[str, int], list[float]] = {}
@@ -157,6 +175,13 @@ def progress(rows: Sequence[Mapping[str, Any]], metric: str = "accuracy") -> dic
     for (cluster, round), (right, count) in sorted(sums.items()):
         found.setdefault(cluster, []).append((round, right / count))
     return found
+
+
+def converged(summary: Mapping[str, Any]) -> int | None:
+    """The first round after which accuracy on validation images is within a point of the best there was."""
+    points = (summary.get("progress") or {}).get("", [])
+    best = max((accuracy for _, accuracy in points), default=0.0)
+    return next((round for round, accuracy in points if accuracy >= best - CLOSE), None)
 
 
 def versions() -> dict[str, str]:

@@ -18,7 +18,7 @@ import torch
 
 from polyclinic import wire
 from polyclinic.book import HELD_OUT as HELD_OUT
-from polyclinic.book import Exchanged, mean_report, rows_of, why_failed
+from polyclinic.book import Exchanged, mean_report, rows_of, unheard, why_failed
 from polyclinic.core import Algorithm, Bundle, Failure, Federation, Part, Site, SiteId, Stage, Stream, Update
 from polyclinic.engines import Answer, Engine
 from polyclinic.errors import Refused, RoundFailed, StoreError
@@ -213,7 +213,8 @@ class Rounds:
         self.journal.cost("round", round, seconds, book.sites)
         remembering = tuple(sorted({*progress.remembering, *book.remembering}))
         progress = advance(replace(progress, round=round, remembering=remembering), book, self.rules)
-        summary = {m: mean_report(book, m) for m in ("loss", "accuracy", "auc")} if evaluating else {}
+        summary: dict[str, Any] = {m: mean_report(book, m) for m in ("loss", "accuracy", "auc")} if evaluating else {}
+        summary["unheard"] = unheard(book, {site: self.algorithm.group(before, site) for site in self.trainers})
         self.watch("round done", {"round": round, "seconds": seconds, "stopped": progress.stopped, **summary})
         return state, progress
 

@@ -33,6 +33,7 @@ from polyclinic.core import (
     Update,
     Work,
 )
+from polyclinic.ensemble import ENSEMBLE, alone, by_member
 from polyclinic.errors import EngineError, Refused, StoreError
 from polyclinic.faults import reach
 from polyclinic.learning.fit import fit, score
@@ -258,8 +259,10 @@ class SiteRunner:
         """Predictions of every model on the asked parts, patients as anonymous numbers; nothing is trained."""
         fields = order.fields
         memory = self.recall(int(fields["round"]))
-        received, student = _without_student(order.tensors)
+        received, student = _without_student(alone(order.tensors))
         found = self._predictions(self.algorithm.models(received, memory), fields["parts"], predict or self.predict)
+        if together := by_member(order.tensors):
+            found |= _mean(self._predictions(together, fields["parts"], predict or self.predict))
         if student:
             self.network = self.networks[STUDENT]
             found |= self._predictions({STUDENT: student}, fields["parts"], predict or self.predict)
@@ -274,6 +277,17 @@ class SiteRunner:
                     found[f"{name}|{part}|{key}"] = value
                 found[f"{name}|{part}|patients"] = _patient_numbers(getattr(self.holdings, part))
         return found
+
+
+def _mean(found: Tensors) -> Tensors:
+    """What models say together: the mean of their probabilities."""
+    pools: dict[str, list[torch.Tensor]] = {}
+    for key, value in found.items():
+        pools.setdefault(f"{ENSEMBLE}|{key.partition('|')[2]}", []).append(value)
+    return {
+        key: torch.stack(values).mean(0) if key.endswith("|probabilities") else values[0]
+        for key, values in pools.items()
+    }
 
 
 def _without_student(tensors: Bundle) -> tuple[Bundle, Bundle]:

@@ -235,6 +235,24 @@ def test_an_update_of_another_clusters_shape_is_refused() -> None:
     assert changed == {"high": True, "medium": False, "low": True}
 
 
+@pytest.mark.parametrize("cohort", [None, 1])
+def test_a_cluster_of_which_nobody_was_heard_is_told(cohort: int | None) -> None:
+    """Its sites failed, or none was asked; the quorum is met by the others, and its model stays."""
+    networks = {"odd": small(), "even": another()}
+    stage = set_up(around(FedAvg(SGD), networks, odd_and_even), networks, clinics(*SIZES))
+    runners, told = stage.runners, dict[int, list[str]]()
+
+    def answer(site: SiteId, message: bytes) -> bytes | Failure:
+        round = wire.decode(message).fields["round"]
+        lost = cohort is None and round == 2 and odd_and_even(site, round) == "even"
+        return Failure("dead", "no power") if lost else attempt(runners[site], message)
+
+    rounds = stage.rounds(MockEngine(answer), 3, cohort=cohort, turns="cyclic", quorum=1)
+    rounds.watch = lambda event, info: told.update({info["round"]: info["unheard"]}) if event == "round done" else None
+    rounds.run()
+    assert told == ({1: [], 2: ["even"], 3: []} if cohort is None else {1: ["even"], 2: ["odd"], 3: ["even"]})
+
+
 def test_a_place_in_a_cluster_that_a_site_does_not_know_is_refused() -> None:
     networks = {"odd": small(), "even": another()}
     stage = set_up(around(FedAvg(SGD), networks, odd_and_even), networks, clinics(8, 8))

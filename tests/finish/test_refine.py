@@ -13,7 +13,7 @@ from pydantic import TypeAdapter
 from torch import Tensor, nn
 
 from polyclinic.core import Augment, Bundle, Stream, Training
-from polyclinic.data.examples import SiteData
+from polyclinic.data.examples import Images, SiteData
 from polyclinic.errors import DataError, RecipeError, WeightsError
 from polyclinic.finish import FEDDF, Refine, Teacher, check_public, problems, refine
 from polyclinic.finish.refine import Lesson, Refined, Row
@@ -310,3 +310,18 @@ def test_teachers_that_cannot_teach_are_refused() -> None:
 def test_a_learning_rate_that_blows_up_is_named() -> None:
     with pytest.raises(RecipeError, match=r"epoch 1 of the refinement the loss is not finite; lower finish\.lr"):
         refined(replace(QUICK, lr=1e30))
+
+
+def test_teachers_that_know_nothing_do_not_teach() -> None:
+    """The student is then that of labels and contrast alone, bit for bit."""
+    lost = [untrained(1.0), replace(untrained(1.0), name="untrained too")]
+    validation = public().validation
+    images, labels = validation.batch(torch.arange(len(validation)))
+    shuffled = replace(public(), validation=Images(images, labels.roll(1)))
+    student = network("student")
+    start = weights_of(student.module)
+    found, alone = (
+        refine(lost, student, start, shuffled, replace(QUICK, epochs=1, kd=kd), RNG) for kd in (QUICK.kd, 0.0)
+    )
+    assert set(found.teacher_weights.values()) == {0.0}
+    assert same(found.weights, alone.weights)

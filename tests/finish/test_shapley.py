@@ -14,7 +14,7 @@ from torch import Tensor
 
 from polyclinic.core import Stream
 from polyclinic.errors import RecipeError
-from polyclinic.finish.shapley import coalition_value, information, shapley, weights
+from polyclinic.finish.shapley import coalition_value, information, shapley, tells, weights
 
 Game = Callable[[frozenset[str]], float]
 PLAYERS = ("a", "b", "c", "d")
@@ -169,3 +169,10 @@ def test_no_scale_does_better_than_the_one_found() -> None:
     for beta in torch.logspace(-3, 3, 200, dtype=torch.float64):
         gain = math.log(3) - float(torch.nn.functional.cross_entropy(beta * said, LABELS))
         assert gain <= best + 1e-12
+
+
+def test_teachers_that_guess_are_told_from_teachers_that_know() -> None:
+    """The test of (4) rejects guessing in about 1 case of 40: one side of the 5 % test, as β is not negative."""
+    guesses = [information(knowing(0, seed), LABELS, torch.full((60,), 1 / 60).double()) for seed in range(400)]
+    assert 1 <= sum(tells(value, LABELS) for value in guesses) <= 22
+    assert tells(coalition_value({"a": knowing(1, 1)}, LABELS)(frozenset("a")), LABELS)

@@ -18,8 +18,9 @@ from polyclinic.engines import Answer, Engine
 from polyclinic.engines.local import LocalEngine
 from polyclinic.experiment import pool
 from polyclinic.journal import RamJournal
+from polyclinic.learning.beside import accompanied
 from polyclinic.learning.fit import batches
-from polyclinic.learning.network import LiveNetwork, norm_names, weights_of
+from polyclinic.learning.network import LiveNetwork, feature_shape, norm_names, weights_of
 from polyclinic.models import Classifier
 from polyclinic.rounds import POOLED, Outcome, Rounds, Rules
 from polyclinic.runner import SiteRunner
@@ -141,7 +142,17 @@ def federation(algorithm: Algorithm, sites: Sites, network: LiveNetwork) -> tupl
     everyone = {**sites, POOLED: pool(sites)} if algorithm.pooled else dict(sites)
     classes = tuple(str(number) for number in range(CLASSES))
     registered = {name: len(held.train) for name, held in everyone.items()}
-    return Federation(classes, registered, weights_of(network.module), norm_names(network.module)), everyone
+    start, norms = network.take(), norm_names(network.module)
+    return Federation(classes, registered, start, norms, features(sites, network)), everyone
+
+
+def features(sites: Sites, network: LiveNetwork) -> tuple[int, ...]:
+    return feature_shape(network, next(iter(sites.values())).train.batch(torch.tensor([0]))[0])
+
+
+def with_beside(algorithm: Algorithm, sites: Sites, network: LiveNetwork) -> LiveNetwork:
+    """The same network, and what the algorithm trains beside it; always the same first weights."""
+    return accompanied(network, algorithm, features(sites, network), CLASSES, Stream(11, ("beside",)))
 
 
 def play(
@@ -153,6 +164,7 @@ def play(
     **rules: Any,
 ) -> Played:
     """Play `rounds` rounds from the network's own weights, which are put back afterwards."""
+    network = with_beside(algorithm, sites, network)
     known, everyone = federation(algorithm, sites, network)
     memory, journal = RamMemory(), RamJournal()
     runners = {name: SiteRunner(name, held, algorithm, network, memory) for name, held in everyone.items()}

@@ -37,7 +37,7 @@ from polyclinic.learning.network import LiveNetwork
 from polyclinic.models import build
 from polyclinic.rounds import POOLED
 from polyclinic.runner import drive
-from tests.laws.bench import clinics, federation, noise, play, site, small
+from tests.laws.bench import clinics, federation, noise, play, site, small, with_beside
 from tests.small import NEEDED
 
 BASE = {
@@ -120,7 +120,7 @@ def test_dropout_masks_differ_between_sites_rounds_and_steps() -> None:
     drawn = []
     network = small(norm=False, dropout=0.5)
     network.module.extractor.dropout.register_forward_hook(  # type: ignore[union-attr]
-        lambda _module, _inputs, output: drawn.append((output == 0).flatten().tolist())
+        lambda layer, _inputs, output: drawn.append((output == 0).flatten().tolist()) if layer.training else None
     )
     sites = {name: site(name, noise(10, "same")) for name in ("a", "b")}
     play(ALGORITHMS["fedavg"](Training(Optimiser(lr=0.0), batch=10)), sites, network, 3)
@@ -145,8 +145,9 @@ class Witness:
     """Calls the parts of an algorithm by hand and compares every argument with what it was before."""
 
     def __init__(self, algorithm: Averaging, network: LiveNetwork) -> None:
-        self.algorithm, self.network = algorithm, network
-        self.federation, self.sites = federation(algorithm, clinics(12, 7, 9), network)
+        sites = clinics(12, 7, 9)
+        self.algorithm, self.network = algorithm, with_beside(algorithm, sites, network)
+        self.federation, self.sites = federation(algorithm, sites, self.network)
         self.memories: dict[SiteId, Bundle | None] = dict.fromkeys(self.sites)
 
     def trainers(self) -> list[SiteId]:

@@ -46,7 +46,7 @@ def test_numbers_of_different_sites_steps_batches_and_layers_do_not_go_together(
 @pytest.mark.parametrize("rate", [0.1, 0.5, 0.9])
 def test_it_drops_its_share_and_keeps_the_mean(rate: float) -> None:
     layer = nn.Sequential(nn.Dropout(rate)).train()
-    (keyed,) = with_keys(layer, torch.device("cpu")).values()
+    (keyed,) = with_keys(layer.named_modules(), torch.device("cpu")).values()
     keyed.key.fill_(int(key(3)))
     found = layer(torch.ones(MANY))
     dropped = float((found == 0).double().mean())
@@ -57,7 +57,7 @@ def test_it_drops_its_share_and_keeps_the_mean(rate: float) -> None:
 def test_it_is_off_when_evaluating_and_at_zero() -> None:
     values = torch.rand(50)
     for layer in (nn.Sequential(nn.Dropout(0.5)).eval(), nn.Sequential(nn.Dropout(0.0)).train()):
-        with_keys(layer, torch.device("cpu"))
+        with_keys(layer.named_modules(), torch.device("cpu"))
         assert torch.equal(layer(values), values)
 
 

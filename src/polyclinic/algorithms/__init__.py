@@ -10,11 +10,13 @@ from polyclinic.algorithms.elastic import Elastic
 from polyclinic.algorithms.fedavg import FedAvg
 from polyclinic.algorithms.fedbn import FedBN
 from polyclinic.algorithms.fedcycle import FedCycle
+from polyclinic.algorithms.fedmp import FedMP
 from polyclinic.algorithms.fedmr import FedMR
 from polyclinic.algorithms.fednova import FedNova
 from polyclinic.algorithms.fedper import FedPer
 from polyclinic.algorithms.fedprox import FedProx
 from polyclinic.algorithms.fedsgd import FedSGD
+from polyclinic.algorithms.fraug import FRAug
 from polyclinic.algorithms.local import Local
 from polyclinic.algorithms.moon import Moon
 from polyclinic.algorithms.pfedcdp import PFedCDP
@@ -33,7 +35,9 @@ ALGORITHMS: dict[str, type[Averaging]] = {
     "fedbn": FedBN,
     "moon": Moon,
     "elastic": Elastic,
+    "fedmp": FedMP,
     "fedmr": FedMR,
+    "fraug": FRAug,
     "pfedcdp": PFedCDP,
     "local": Local,
     "single": Single,

@@ -18,7 +18,7 @@ of their own, which is charged, and takes σ_k of that; training is charged as i
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -46,6 +46,7 @@ def adapted(sigma: float, spread: float, rule: Literal["equation", "text"]) -> f
 
 @dataclass(frozen=True)
 class AdaptiveNoise(FedAvg):
+    idle: ClassVar = {"paper": ("largest_loss", "loss_noise")}
     variant: Literal["sound", "paper"] = "sound"
     rule: Literal["equation", "text"] = "equation"
     largest_loss: float = 4.0

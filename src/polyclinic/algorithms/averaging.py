@@ -3,13 +3,27 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
+from torch import nn
 
-from polyclinic.core import Bundle, Desk, Exchange, Federation, Site, SiteId, Stream, Tensors, Training, Update, Work
+from polyclinic.core import (
+    BESIDE,
+    Bundle,
+    Desk,
+    Exchange,
+    Federation,
+    Site,
+    SiteId,
+    Stream,
+    Tensors,
+    Training,
+    Update,
+    Work,
+)
 from polyclinic.flat import Row, copied
 
 WEIGHTS = ("model", "buffers")
@@ -58,10 +72,16 @@ class Averaging(ABC):
 
     training: Training = Training()
     pooled: ClassVar[bool] = False
+    idle: ClassVar[dict[str, tuple[str, ...]]] = {}
+    """Options without effect, by variant."""
 
     @property
     def exchanges(self) -> tuple[Exchange, ...]:
         return tuple(Exchange(kind, like=kind) for kind in WEIGHTS)
+
+    def beside(self, features: tuple[int, ...], classes: int) -> Mapping[str, nn.Module]:
+        del features, classes
+        return {}
 
     def init(self, federation: Federation) -> Bundle:
         return dict(federation.initial)
@@ -80,7 +100,7 @@ class Averaging(ABC):
         del update
 
     def finish(self, state: Bundle) -> Bundle:
-        return state
+        return {kind: without(BESIDE, group) for kind, group in state.items()}
 
     @property
     def serves(self) -> bool:
@@ -118,13 +138,55 @@ class Averaging(ABC):
 
     def models(self, received: Bundle, memory: Bundle | None) -> dict[str, Bundle]:
         del memory
-        return {"global": weights(received)}
+        return {"global": classifier(received)}
 
     def weight(self, update: Update) -> float:
         """n_k, or 1 where the recipe asks for uniform weights."""
         return float(update.examples) if self.training.weights == "examples" else 1.0
 
 
+@dataclass(frozen=True)
+class Wrapper(Averaging):
+    """Plays another algorithm, and changes something about it."""
+
+    inner: Averaging = field(kw_only=True)
+
+    @property
+    def exchanges(self) -> tuple[Exchange, ...]:
+        return self.inner.exchanges
+
+    @property
+    def serves(self) -> bool:
+        return self.inner.serves
+
+    def check(self, update: Update) -> None:
+        self.inner.check(update)
+
+    def beside(self, features: tuple[int, ...], classes: int) -> Mapping[str, nn.Module]:
+        return self.inner.beside(features, classes)
+
+    def charges(self) -> tuple[float, ...]:
+        return self.inner.charges()
+
+    def caveat(self) -> str:
+        return self.inner.caveat()
+
+    def remark(self) -> str:
+        return self.inner.remark()
+
+
 def weights(bundle: Bundle) -> Bundle:
     """Only what a network needs: parameters and buffers."""
     return {kind: bundle.get(kind, {}) for kind in WEIGHTS}
+
+
+def classifier(bundle: Bundle) -> Bundle:
+    """Only what predicts: weights, without those of networks that train beside the classifier."""
+    return {kind: without(BESIDE, group) for kind, group in weights(bundle).items()}
+
+
+def without(prefix: str, group: Tensors) -> Tensors:
+    """Themselves where no name begins so: tensors that lie side by side shall stay so."""
+    if not any(name.startswith(prefix) for name in group):
+        return group
+    return {name: tensor for name, tensor in group.items() if not name.startswith(prefix)}

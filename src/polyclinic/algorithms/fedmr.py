@@ -62,7 +62,7 @@ SHARE, DEVIATIONS = 0.1, 3.0
 def class_sums(network: Network, weights: Bundle, batch: Batch, reference: Bundle) -> Tensors:
     """Of every class: its features added up and its images counted, both per image of the batch."""
     images, labels = batch
-    z = network.features(weights, images)
+    z = network.features(weights, images).flatten(1)
     classes = torch.arange(len(reference["prototypes"]["means"]), device=labels.device)
     member = (labels[:, None] == classes).to(z.dtype)
     return {"sums": member.T @ z / len(labels), "shares": member.mean(0)}
@@ -111,9 +111,8 @@ class FedMR(FedAvg):
     def init(self, federation: Federation) -> Bundle:
         if not self.inter:
             return super().init(federation)
-        model, classes = federation.initial["model"], len(federation.classes)
-        first = next(t for name, t in model.items() if name.startswith("head.") and t.ndim == 2)
-        none = {"means": first.new_zeros(classes, first.shape[1])}
+        first, classes = next(iter(federation.initial["model"].values())), len(federation.classes)
+        none = {"means": first.new_zeros(classes, math.prod(federation.features))}
         return {**federation.initial, "prototypes": none, "counts": {"images": first.new_zeros(classes)}}
 
     def local(self, received: Bundle, memory: Bundle | None, site: Site, rng: Stream) -> Work:

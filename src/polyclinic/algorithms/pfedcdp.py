@@ -21,7 +21,7 @@ training of all weights by (11), from the first round on, with the server's head
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -35,6 +35,7 @@ from polyclinic.learning.objectives import distilling, task_loss
 
 @dataclass(frozen=True)
 class PFedCDP(FedPer):
+    idle: ClassVar = {"sound": ("threshold",), "paper": ("keep", "head_epochs", "server_epochs")}
     variant: Literal["sound", "paper"] = "sound"
     keep: float = 0.1
     """The share of every tensor that stays a site's own (sound); 0: no Fisher information is computed."""

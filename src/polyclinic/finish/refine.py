@@ -2,7 +2,8 @@
 III-D and Algorithm 2; and FedDF (Lin, Kong, Stich, Jaggi: Ensemble distillation for robust model fusion in federated
 learning, NeurIPS 2020), which is its distillation alone. (7) to (10) and (17) are in distil.py, (16) in maps.py.
 
-    sound   (S)   L = ce·CE + scl·SCL + kd·T²·KD              teachers: z̄ = Σ_k w_k·z_k, w_k by Shapley values
+    sound   (S)   L = ce·CE + scl·SCL + kd·T²·KD              teachers: z̄ = Σ_k w_k·z_k, w_k by Shapley values;
+                                                              kd = 0 where they know no more than chance
     paper   (18)  L = (1 − α)·SCL + α·T²·KD                   teachers: z̄ = (1/K)·Σ_k z_k
             (19)  L ← mean(ψ)·L
     feddf   (F)   L = T²·KD                                   teachers: z̄ = (1/K)·Σ_k z_k
@@ -25,8 +26,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -37,7 +38,7 @@ from polyclinic.data.examples import SiteData
 from polyclinic.errors import DataError, RecipeError, WeightsError
 from polyclinic.finish import maps
 from polyclinic.finish.distil import Teacher, contrastive
-from polyclinic.finish.shapley import coalition_value, shapley, weights
+from polyclinic.finish.shapley import coalition_value, shapley, tells, weights
 from polyclinic.learning.augment import augmented
 from polyclinic.learning.dropout import first_key, key_of
 from polyclinic.learning.feed import feed
@@ -55,6 +56,12 @@ VIEWS = Augment(rotation=10.0, flip=True, crop=0.1)
 class Refine:
     """The options of a recipe's section `finish`."""
 
+    idle: ClassVar[dict[str, tuple[str, ...]]] = {
+        "sound": ("alpha",),
+        "paper": ("ce", "scl", "kd"),
+        "feddf": ("ce", "scl", "kd", "alpha", "tau"),
+    }
+    """Options without effect, by variant."""
     variant: Literal["sound", "paper", "feddf"] = "sound"
     epochs: int = 15
     batch: int = 128
@@ -168,14 +175,24 @@ def refine(
     check_public(public)
     ready = [teacher.placed() for teacher in teachers]
     worth = _worth(ready, student, start, public, options)
-    equal = {teacher.name: 1 / len(ready) for teacher in ready}
-    shares = weights(worth) if worth and options.variant == "sound" else equal
+    options, shares = _heard(options, [teacher.name for teacher in ready], worth, public.validation.labels)
     factor = 1.0
     if options.variant == "paper":
         factor = maps.factor(maps.look(ready, public.train, rng.child("maps")).psi)  # (19)
     lesson = Lesson(ready, shares, options, factor)
     found, history, best = _train(lesson, student, start, public, rng, watch)
     return Refined(found, worth, shares, history, len(history) - 1, best, factor)
+
+
+def _heard(
+    options: Refine, names: Sequence[str], worth: Mapping[str, float], labels: Tensor
+) -> tuple[Refine, dict[str, float]]:
+    """The options as they can be followed, and every teacher's weight: 0 where all know no more than chance."""
+    if not worth or options.variant != "sound":
+        return options, dict.fromkeys(names, 1 / len(names))
+    if tells(math.fsum(worth.values()), labels) or "ce" not in options.terms:
+        return options, weights(worth)
+    return replace(options, kd=0.0), dict.fromkeys(names, 0.0)
 
 
 def _worth(

@@ -6,6 +6,7 @@ a site's key comes from its stream, so it drops the same units alone, in a stack
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import cast
 
 import torch
@@ -51,10 +52,10 @@ def _mixed(x: Tensor) -> Tensor:
     return x ^ (x >> 16)
 
 
-def with_keys(module: nn.Module, device: torch.device) -> dict[str, KeyedDropout]:
-    """Turn every plain dropout layer of `module` into a keyed one; returns them by name."""
+def with_keys(layers: Iterable[tuple[str, nn.Module]], device: torch.device) -> dict[str, KeyedDropout]:
+    """Turn every plain dropout layer among the named `layers` into a keyed one; returns them by name."""
     found: dict[str, KeyedDropout] = {}
-    for name, layer in module.named_modules():
+    for name, layer in layers:
         if type(layer) in (nn.Dropout, KeyedDropout):
             layer.__class__ = KeyedDropout
             found[name] = cast(KeyedDropout, layer)

@@ -252,7 +252,7 @@ def at_a_time(device: torch.device) -> int:
 @torch.no_grad()
 def score(job: Score, network: LiveNetwork, data: Examples, batch: int | None = None) -> Tensors:
     """`job.function` over all of `data`, in its own order, in evaluation mode."""
-    weights = network.load(job.weights)
+    weights = network.load(job.weights, alone=True)
     network.evaluation_mode()
     reference = {k: {n: t.to(network.device) for n, t in g.items()} for k, g in job.reference.items()}
     size = batch or job.batch or at_a_time(network.device)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from polyclinic.core import Batch, Bundle, Precision, Tensors
+from polyclinic.core import BESIDE, Batch, Bundle, Precision, Tensors
 from polyclinic.errors import EngineError
 from polyclinic.flat import copied
 from polyclinic.learning.dropout import draws_alone, with_keys
@@ -31,14 +31,21 @@ class LiveNetwork:
     speed of an ordinary training loop. Any other weights (a teacher, a previous model) are called functionally.
     """
 
-    def __init__(self, module: Classifier, device: torch.device | None = None) -> None:
+    def __init__(
+        self, module: Classifier, device: torch.device | None = None, beside: Mapping[str, nn.Module] | None = None
+    ) -> None:
+        """`beside`: networks that train beside the classifier; calls of it, and its module, do not have them."""
         self.module = module.to(device or torch.device("cpu"))
         self.device = device or torch.device("cpu")
+        self.companions = nn.ModuleDict(dict(beside or {})).to(self.device)
         self.layout = torch.channels_last if _convolves(module) else torch.contiguous_format
         """Convolutions run much faster, on CPU and GPU, where a pixel's channels lie side by side."""
         self.module = self.module.to(memory_format=self.layout)
-        self._dropouts = with_keys(module, self.device)
-        self.live: Bundle = {"model": dict(module.named_parameters()), "buffers": _statistics(module)}
+        self._dropouts = with_keys(self.layers(), self.device)
+        self.live: Bundle = {
+            "model": {**dict(module.named_parameters()), **_prefixed(dict(self.companions.named_parameters()))},
+            "buffers": {**_statistics(module), **_prefixed(_statistics(self.companions))},
+        }
         self.inhabited = True
         """Whether weights may live in the module; compilers cannot compare a bundle with them."""
         self.calls: dict[Any, Any] = {}
@@ -47,10 +54,15 @@ class LiveNetwork:
         """What calls compute in at present, if not in the weights' own precision."""
         self._mode: frozenset[str] | None = None
         """What `training_mode` was last called with; None after evaluation. Walking all modules takes its time."""
-        self._norms = {name: m for name, m in module.named_modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)}
+        self._norms = {name: m for name, m in self.layers() if isinstance(m, nn.modules.batchnorm._BatchNorm)}
+
+    def layers(self) -> Iterator[tuple[str, nn.Module]]:
+        """All modules by name, the classifier's and those beside it."""
+        yield from self.module.named_modules()
+        yield from self.companions.named_modules(prefix=BESIDE.removesuffix("."))
 
     def __call__(self, weights: Bundle, images: Tensor) -> Tensor:
-        return self._compute(self.module, weights, images, "")
+        return self._compute(self.module, weights, "", images)
 
     @contextmanager
     def precision(self, wanted: Precision) -> Iterator[None]:
@@ -71,26 +83,33 @@ class LiveNetwork:
             for hook in hooks:
                 hook.remove()
 
-    def _compute(self, module: nn.Module, weights: Bundle, images: Tensor, prefix: str) -> Tensor:
+    def _compute(self, module: nn.Module, weights: Bundle, prefix: str, *given: Tensor) -> Tensor:
         if self._lower is None:
-            return self._forward(module, weights, images, prefix)
+            return self._forward(module, weights, prefix, *given)
         # A call casts every weight once, so there is nothing to cache; and a cache would outlive the optimiser's step.
         with torch.autocast(self.device.type, self._lower, cache_enabled=False):
-            return self._forward(module, weights, images, prefix).float()
+            return self._forward(module, weights, prefix, *given).float()
 
-    def _forward(self, module: nn.Module, weights: Bundle, images: Tensor, prefix: str) -> Tensor:
+    def _forward(self, module: nn.Module, weights: Bundle, prefix: str, *given: Tensor) -> Tensor:
         live = self.inhabited and weights is self.live
-        output: Tensor = module(self._laid(images)) if live else self._call(module, weights, images, prefix)
+        output: Tensor = module(*map(self._laid, given)) if live else self._call(module, weights, prefix, *given)
         return output
 
     def _laid(self, images: Tensor) -> Tensor:
         return images.contiguous(memory_format=self.layout) if images.ndim == 4 else images
 
     def features(self, weights: Bundle, images: Tensor) -> Tensor:
-        return self._compute(self.module.extractor, weights, images, "extractor.")
+        return self._compute(self.module.extractor, weights, "extractor.", images)
 
-    def head(self, weights: Bundle, features: Tensor) -> Tensor:
-        return self._compute(self.module.head, weights, features, "head.")
+    def head(self, weights: Bundle, features: Tensor, calm: bool = False) -> Tensor:
+        if not calm:
+            return self._compute(self.module.head, weights, "head.", features)
+        return self._compute(self._calm.head, dict(weights), "head.", features)  # a copy of `live` is not `live`
+
+    def beside(self, weights: Bundle, name: str, *given: Tensor, calm: bool = False) -> Tensor:
+        if not calm:
+            return self._compute(self.companions[name], weights, f"{BESIDE}{name}.", *given)
+        return self._compute(self._calm_companions[name], dict(weights), f"{BESIDE}{name}.", *given)
 
     def loss(self, weights: Bundle, batch: Batch) -> Tensor:
         images, labels = batch
@@ -98,32 +117,39 @@ class LiveNetwork:
 
     def taught(self, weights: Bundle, images: Tensor, features: bool = False) -> Tensor:
         if features:
-            return self._call(self._calm.extractor, weights, images, "extractor.").detach()
-        return self._call(self._calm, weights, images, "").detach()
+            return self._call(self._calm.extractor, weights, "extractor.", images).detach()
+        return self._call(self._calm, weights, "", images).detach()
 
     @cached_property
     def _calm(self) -> Classifier:
         """The module as it evaluates, whatever mode the other is in; its own weights are never used."""
         return copy.deepcopy(self.module).eval()
 
+    @cached_property
+    def _calm_companions(self) -> nn.ModuleDict:
+        return copy.deepcopy(self.companions).eval()
+
     @staticmethod
-    def _call(module: nn.Module, weights: Bundle, images: Tensor, prefix: str) -> Tensor:
+    def _call(module: nn.Module, weights: Bundle, prefix: str, *given: Tensor) -> Tensor:
         tensors = {**weights["model"], **weights["buffers"]}
         own = {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
-        output: Tensor = functional_call(module, own, (images,))
+        if not prefix:
+            own = {name: t for name, t in own.items() if not name.startswith(BESIDE)}
+        output: Tensor = functional_call(module, own, given)
         return output
 
     @cached_property
     def stackable(self) -> LiveNetwork:
         """The same network, written so that many sites' weights run as one; its own weights are never used."""
-        network = LiveNetwork(unfolded(self.module), self.device)
+        beside = {name: unfolded(module) for name, module in self.companions.items()}
+        network = LiveNetwork(unfolded(self.module), self.device, beside)
         network.inhabited = False
         return network
 
     @cached_property
     def shared_draws(self) -> str:
         """Layers whose random numbers depend on who else trains in the process."""
-        return ", ".join(sorted({type(m).__name__ for m in self.module.modules() if not draws_alone(m)}))
+        return ", ".join(sorted({type(m).__name__ for _, m in self.layers() if not draws_alone(m)}))
 
     @property
     def draws(self) -> bool:
@@ -141,15 +167,20 @@ class LiveNetwork:
     def evaluation_mode(self) -> None:
         self._mode = None
         self.module.eval()
+        self.companions.eval()
 
     @torch.no_grad()
-    def load(self, weights: Bundle) -> Bundle:
-        """Copy weights in; returns the live bundle, by whose identity calls take the fast path."""
+    def load(self, weights: Bundle, alone: bool = False) -> Bundle:
+        """Copy weights in; returns the live bundle, by whose identity calls take the fast path.
+
+        alone: they may be the classifier's alone, if nothing beside it is called.
+        """
         for kind, live in self.live.items():
             given = weights.get(kind, {})
-            if live:
-                wanted = list(moved({name: given[name] for name in live}, self.device).values())
-                torch._foreach_copy_(list(live.values()), wanted)
+            names = [name for name in live if name in given or not (alone and name.startswith(BESIDE))]
+            if names:
+                wanted = list(moved({name: given[name] for name in names}, self.device).values())
+                torch._foreach_copy_([live[name] for name in names], wanted)
         return self.live
 
     @torch.no_grad()
@@ -163,13 +194,16 @@ class LiveNetwork:
             return
         self._mode = trainable
         self.module.train()
+        self.companions.train()
         for name, norm in self._norms.items():
             if f"{name}.weight" in self.live["model"] and f"{name}.weight" not in trainable:
                 norm.eval()
 
     def trainable(self, fraction: float, prefixes: Iterable[str]) -> frozenset[str]:
-        """Names of the parameters a step may move: the top `fraction` of layers, within `prefixes` if any."""
-        names = frozenset(self.live["model"]) if fraction >= 1 else self.module.tail(fraction)
+        """Names of the parameters a step may move: the top `fraction` of the classifier's layers and everything beside
+        it, within `prefixes` if any."""
+        beside = frozenset(name for name in self.live["model"] if name.startswith(BESIDE))
+        names = frozenset(self.live["model"]) if fraction >= 1 else self.module.tail(fraction) | beside
         wanted = tuple(prefixes)
         return frozenset(n for n in names if n.startswith(wanted)) if wanted else names
 
@@ -221,10 +255,21 @@ def weights_of(module: nn.Module) -> Bundle:
     return {"model": copied(dict(module.named_parameters())), "buffers": copied(_statistics(module))}
 
 
+@torch.no_grad()
+def feature_shape(network: LiveNetwork, images: Tensor) -> tuple[int, ...]:
+    """Of what the extractor makes of one image."""
+    network.evaluation_mode()
+    return tuple(network.features(network.live, images[:1].to(network.device)).shape[1:])
+
+
 def norm_names(module: nn.Module) -> frozenset[str]:
     """The parameters and lasting buffers of normalisation layers, known by their type: names tell nothing."""
     layers = {name: layer for name, layer in module.named_modules() if isinstance(layer, NORMS)}
     return frozenset(f"{name}.{own}" for name, layer in layers.items() for own in layer.state_dict())
+
+
+def _prefixed(tensors: Tensors) -> Tensors:
+    return {f"{BESIDE}{name}": tensor for name, tensor in tensors.items()}
 
 
 def _statistics(module: nn.Module) -> Tensors:

@@ -64,8 +64,9 @@ def contrasting(network: Network, weights: Bundle, batch: Batch, reference: Bund
     """Task loss + μ·contrast: features shall be like the global model's, more than like the previous model's."""
     images, labels = batch
     mine = network.features(weights, images)
+    flat = mine.flatten(1)
     like_global, like_previous = (
-        F.cosine_similarity(mine, network.taught(_teacher(reference, who), images, features=True), dim=-1)
+        F.cosine_similarity(flat, network.taught(_teacher(reference, who), images, features=True).flatten(1), dim=-1)
         for who in ("global", "previous")
     )
     apart = (like_global - like_previous) / reference["scalars"]["tau"]
@@ -80,8 +81,9 @@ def _teacher(reference: Bundle, who: str) -> Bundle:
 def reshaping(network: Network, weights: Bundle, batch: Batch, reference: Bundle) -> Tensor:
     """Task loss + μ₁·decorrelation + μ₂·margin, the latter where there are prototypes."""
     images, labels = batch
-    z, scalars = network.features(weights, images), reference["scalars"]
-    loss = F.cross_entropy(network.head(weights, z), labels) + scalars["intra"] * decorrelation(z, labels)
+    handed, scalars = network.features(weights, images), reference["scalars"]
+    z = handed.flatten(1)
+    loss = F.cross_entropy(network.head(weights, handed), labels) + scalars["intra"] * decorrelation(z, labels)
     if "prototypes" not in reference:
         return loss
     return loss + scalars["inter"] * invasion(z, labels, **reference["prototypes"], margin=scalars["margin"])

@@ -85,7 +85,7 @@ def changes_nothing(options: Private | None) -> bool:
     return (options.clip, options.noise, options.sampling, options.views) == (math.inf, 0.0, "shuffle", 1)
 
 
-def checked(job: Fit, module: nn.Module, secret: Stream | None) -> Stream:
+def checked(job: Fit, network: LiveNetwork, secret: Stream | None) -> Stream:
     """The secret of a job that can be private; the last line of defence, as the recipe was looked at before."""
     options = job.training.private
     assert options is not None
@@ -95,7 +95,7 @@ def checked(job: Fit, module: nn.Module, secret: Stream | None) -> Stream:
         raise RecipeError("training.oversample repeats examples, which privacy cannot count; set it to false")
     if math.isinf(options.clip) and options.noise:
         raise RecipeError("privacy.noise is in units of privacy.clip, which is infinite; set privacy.clip")
-    for name, layer in module.named_modules():
+    for name, layer in network.layers():
         for kind, instead in MIXING.items():
             writes = isinstance(layer, nn.modules.batchnorm._BatchNorm) or getattr(layer, "track_running_stats", False)
             if isinstance(layer, kind) and layer.training and writes:
@@ -168,7 +168,7 @@ class Silent:
         del given, named
         raise EngineError("an objective marked as separable calls the network otherwise than by its loss; unmark it")
 
-    features = head = taught = __call__
+    features = head = taught = beside = __call__
 
     def loss(self, weights: Bundle, batch: Batch) -> Tensor:
         del weights, batch
@@ -189,12 +189,16 @@ class Instead:
         del weights
         return self.network.features(self.weights, images)
 
-    def head(self, weights: Bundle, features: Tensor) -> Tensor:
+    def head(self, weights: Bundle, features: Tensor, calm: bool = False) -> Tensor:
         del weights
-        return self.network.head(self.weights, features)
+        return self.network.head(self.weights, features, calm)
 
     def taught(self, weights: Bundle, images: Tensor, features: bool = False) -> Tensor:
         return self.network.taught(weights, images, features)
+
+    def beside(self, weights: Bundle, name: str, *given: Tensor, calm: bool = False) -> Tensor:
+        del weights
+        return self.network.beside(self.weights, name, *given, calm=calm)
 
     def loss(self, weights: Bundle, batch: Batch) -> Tensor:
         del weights
@@ -206,7 +210,7 @@ class PrivateSteps:
 
     def __init__(self, job: Fit, network: LiveNetwork, live: Bundle, examples: int, secret: Stream | None) -> None:
         assert job.training.private is not None
-        self.secret = checked(job, network.module, secret)
+        self.secret = checked(job, network, secret)
         self.training, self.options, self.whole = job.training, job.training.private, job.whole
         self.network, self.live, self.examples = network, live, examples
         self.dropped = torch.zeros((), dtype=torch.int64, device=network.device)

@@ -68,14 +68,17 @@ class Keyed:
     def features(self, weights: Bundle, images: Tensor) -> Tensor:
         return self.network.features(self._with_keys(weights), images)
 
-    def head(self, weights: Bundle, features: Tensor) -> Tensor:
-        return self.network.head(self._with_keys(weights), features)
+    def head(self, weights: Bundle, features: Tensor, calm: bool = False) -> Tensor:
+        return self.network.head(self._with_keys(weights), features, calm)
 
     def loss(self, weights: Bundle, batch: Batch) -> Tensor:
         return self.network.loss(self._with_keys(weights), batch)
 
     def taught(self, weights: Bundle, images: Tensor, features: bool = False) -> Tensor:
         return self.network.taught(weights, images, features)
+
+    def beside(self, weights: Bundle, name: str, *given: Tensor, calm: bool = False) -> Tensor:
+        return self.network.beside(self._with_keys(weights), name, *given, calm=calm)
 
 
 class Padded:
@@ -90,11 +93,14 @@ class Padded:
     def features(self, weights: Bundle, images: Tensor) -> Tensor:
         return self.network.features(weights, images)
 
-    def head(self, weights: Bundle, features: Tensor) -> Tensor:
-        return self.network.head(weights, features)
+    def head(self, weights: Bundle, features: Tensor, calm: bool = False) -> Tensor:
+        return self.network.head(weights, features, calm)
 
     def taught(self, weights: Bundle, images: Tensor, features: bool = False) -> Tensor:
         return self.network.taught(weights, images, features)
+
+    def beside(self, weights: Bundle, name: str, *given: Tensor, calm: bool = False) -> Tensor:
+        return self.network.beside(weights, name, *given, calm=calm)
 
     def loss(self, weights: Bundle, batch: Batch) -> Tensor:
         images, labels = batch
@@ -190,7 +196,7 @@ class StackedNoise:
     """What joins the sums of a stack's sites: noise, each site's from its own secret, and what looks at no data."""
 
     def __init__(self, seats: Sequence[Seat], network: LiveNetwork) -> None:
-        self.secrets = [private.checked(seat.job, network.module, seat.secret) for seat in seats]
+        self.secrets = [private.checked(seat.job, network, seat.secret) for seat in seats]
         options = [seat.job.training.private or Private(0.0, 0.0) for seat in seats]
         self.clip, self.any = options[0].clip, any(option.noise for option in options)
         scales = [option.noise * option.clip if option.noise else 0.0 for option in options]

@@ -14,7 +14,7 @@ from torch import nn
 
 from polyclinic.algorithms.averaging import Averaging
 from polyclinic.algorithms.fedavg import FedAvg
-from polyclinic.core import Federation, Private, SiteId, Stage, Stream
+from polyclinic.core import BESIDE, Federation, Private, SiteId, Stage, Stream
 from polyclinic.data.examples import Selection, SiteData
 from polyclinic.errors import RecipeError, StoreError
 from polyclinic.learning.network import LiveNetwork
@@ -143,10 +143,15 @@ def secret_of(wish: Wish, seed: int, folder: Path | None) -> Stream:
 def refuse_shared_statistics(network: LiveNetwork, algorithm: Averaging, key: str = "model") -> None:
     """Layers through which one image touches what another becomes, or whose statistics would leave unprotected."""
     moving = network.trainable(algorithm.training.fine_tune, ())
-    for name, layer in network.module.named_modules():
+    for name, layer in network.layers():
         tracks = getattr(layer, "track_running_stats", False)
         trained = any(f"{name}.{own}" in moving for own, _ in layer.named_parameters(recurse=False))
         if isinstance(layer, nn.modules.batchnorm._BatchNorm | nn.InstanceNorm2d) and tracks and trained:
+            if name.startswith(BESIDE):
+                raise RecipeError(
+                    f"{name}, of a network that this algorithm trains beside the model, is {type(layer).__name__}, "
+                    "whose statistics no plan protects; leave privacy out, or choose another algorithm"
+                )
             raise RecipeError(
                 f"{name} is {type(layer).__name__}, which mixes the images of a batch and keeps their statistics, so "
                 f"no image could be protected by itself; set {key}.norm: group (dp_safe puts GroupNorm in its place), "

@@ -20,7 +20,7 @@ UNITS = {
     "patient": "one patient at a site, with all training images of that patient",
     "site": "one site, with everything it holds",
 }
-CHARGED = ("prototypes", "counts")
+CHARGED = ("prototypes", "counts", "features", "means")
 """Kinds that are not trained, but statistics of images."""
 PAPER_METRIC = "paper metric, not a guarantee"
 

@@ -55,7 +55,7 @@ def _answered(
 
 
 def _blank_score(job: Score, network: LiveNetwork, shape: Sequence[int]) -> Tensors:
-    weights: Bundle = network.load(job.weights)
+    weights: Bundle = network.load(job.weights, alone=True)
     network.evaluation_mode()
     blank = torch.zeros(BLANK, *shape, device=network.device)
     batch = blank, torch.zeros(BLANK, dtype=torch.int64, device=network.device)

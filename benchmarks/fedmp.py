@@ -1,0 +1,90 @@
+"""What a local epoch of FedMP costs beside one of FedAvg.
+
+    python -m benchmarks.fedmp [--model mobilenet_v2] [--size 64] [--images 256] [--repeats 5] [--device cpu] [--cut N]
+
+A site's whole round (decoding apart): an epoch of batches of 64, and for FedMP the features that it sends after it; in
+round 2, with features and prototypes of another site. Both in turn, the order swapped each time; medians.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+
+import torch
+
+from polyclinic.algorithms.averaging import Averaging
+from polyclinic.algorithms.fedavg import FedAvg
+from polyclinic.algorithms.fedmp import FedMP
+from polyclinic.core import Bundle, Federation, Fit, Job, Optimiser, Site, Stream, Training, Update
+from polyclinic.data.examples import Images
+from polyclinic.learning.fit import fit, score
+from polyclinic.learning.network import LiveNetwork, feature_shape, weights_of
+from polyclinic.models import build
+from polyclinic.models.cut import cut_after
+from polyclinic.runner import drive
+
+CLASSES = 10
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--model", default="mobilenet_v2")
+    parser.add_argument("--size", type=int, default=64)
+    parser.add_argument("--images", type=int, default=256)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--cut", type=int, default=None)
+    given = parser.parse_args()
+    device = torch.device(given.device)
+    module = build(given.model, classes=CLASSES, channels=3, size=given.size, seed=Stream(0))
+    network = LiveNetwork(cut_after(module, given.cut) if given.cut else module, device)
+    drawn = Stream(1).generator()
+    images = torch.randn(given.images, 3, given.size, given.size, generator=drawn).to(device)
+    data = Images(images, (torch.arange(given.images) % CLASSES).to(device))
+    shape = feature_shape(network, images)
+    training = Training(optimiser=Optimiser("adam", lr=1e-4), batch=64)
+    sides: dict[str, Averaging] = {"FedAvg": FedAvg(training), "FedMP": FedMP(training)}
+    federation = Federation(
+        tuple(map(str, range(CLASSES))),
+        {"one": given.images, "two": given.images},
+        weights_of(network.module),
+        features=shape,
+    )
+    received = {name: _second_round(side, federation, network, data) for name, side in sides.items()}
+    seconds: dict[str, list[float]] = {name: [] for name in sides}
+    for turn in range(given.repeats + 1):
+        for name in list(sides)[:: 1 if turn % 2 else -1]:
+            begun = time.perf_counter()
+            _round(sides[name], received[name], network, data, 2)
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+            if turn:  # the first warms up
+                seconds[name].append(time.perf_counter() - begun)
+    found = {name: statistics.median(each) for name, each in seconds.items()}
+    print(f"{given.model}, features {' × '.join(map(str, shape))}: ", end="")
+    print(", ".join(f"{name} {each:.3f} s" for name, each in found.items()), end="")
+    print(f"; ratio {found['FedMP'] / found['FedAvg']:.2f}")
+
+
+def _round(side: Averaging, received: Bundle, network: LiveNetwork, data: Images, number: int) -> Update:
+    site = Site("one", len(data), number, 5, 1e-4)
+    rng = Stream(number)
+
+    def run(job: Job, _: int) -> object:
+        return fit(job, network, data, site, rng) if isinstance(job, Fit) else score(job, network, data)
+
+    update, _ = drive(side.local(received, None, site, rng), run)  # type: ignore[arg-type]
+    return update
+
+
+def _second_round(side: Averaging, federation: Federation, network: LiveNetwork, data: Images) -> Bundle:
+    state = side.init(federation)
+    first = [_round(side, side.broadcast(state, site), network, data, 1) for site in federation.sites]
+    named = [Update(u.tensors, u.examples, site) for u, site in zip(first, federation.sites, strict=True)]
+    return side.broadcast(side.aggregate(state, named), "one")
+
+
+if __name__ == "__main__":
+    main()

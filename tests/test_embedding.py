@@ -1,0 +1,269 @@
+"""What features tell of sites: laws of both figures, the picture, and the command."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import astuple
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from PIL import Image
+from scipy.spatial.distance import cdist, directed_hausdorff
+from scipy.stats import ortho_group
+from typer.testing import CliRunner, Result
+
+import polyclinic
+from polyclinic.attack.intercepted import read
+from polyclinic.cli import app
+from polyclinic.core import Stream
+from polyclinic.embedding import (
+    Figures,
+    Points,
+    Wishes,
+    between_classes,
+    chosen,
+    embedded,
+    fewer_dimensions,
+    hausdorff,
+    measure,
+    shares,
+    views,
+)
+from tests.small import TINY
+
+SITES, CLASSES, EACH = 3, 2, 12
+DIGITS = {**TINY, "rounds": 1, "model": {"name": "cnn_c"}}
+
+
+def grid(each: int = EACH) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Site and class of `each` images of every class at every site."""
+    site, label, _ = np.indices((SITES, CLASSES, each)).reshape(3, -1)
+    return site, label
+
+
+def scattered(seed: int = 0, shift: float = 0.0, opposite: bool = False) -> Points:
+    """Classes ten apart; sites of a class apart by `shift`, in other directions for other classes if `opposite`."""
+    site, label = grid()
+    values = np.random.default_rng(seed).normal(size=(len(site), 5))
+    values[:, 0] += 10 * label
+    values[:, 1] += shift * site * np.where(label == 1, -1 if opposite else 1, 1)
+    return Points(values, site, label, np.arange(len(site)))
+
+
+def figures(points: Points) -> Figures:
+    found = measure(points, between_classes(points), Stream(3))
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("opposite", [False, True])
+def test_sites_that_lie_apart_are_recognised(opposite: bool) -> None:
+    near, far = figures(scattered(shift=8, opposite=opposite)), figures(scattered(shift=16, opposite=opposite))
+    assert near.recognised.value > 0.97
+    assert far.recognised.value == 1
+    assert near.recognised.p == pytest.approx(1 / 201)
+    assert near.apart is not None
+    assert far.apart is not None
+    assert near.apart.value > near.apart.chance
+    assert far.apart.value > near.apart.value
+
+
+def test_mixed_sites_are_recognised_as_often_as_chance_says() -> None:
+    found = [figures(scattered(seed)) for seed in range(8)]
+    others_at_home = (EACH - 1) / (SITES * EACH - 1)
+    for one in found:
+        assert one.recognised.chance == pytest.approx(others_at_home, abs=0.02)
+    assert np.mean([one.recognised.value for one in found]) == pytest.approx(others_at_home, abs=0.06)
+    assert np.mean([one.apart.value / one.apart.chance for one in found if one.apart]) == pytest.approx(1, abs=0.05)
+    assert min(one.recognised.p for one in found) > 0.01
+
+
+@pytest.mark.parametrize("change", ["scale", "turn", "move", "more dimensions"])
+def test_scale_and_rotation_change_nothing(change: str) -> None:
+    points = scattered(shift=2)
+    values = {
+        "scale": points.values * 1e-3,
+        "turn": points.values @ ortho_group.rvs(5, random_state=1),
+        "move": points.values + 7,
+        "more dimensions": fewer_dimensions(points.values @ ortho_group.rvs(200, random_state=1)[:5]),
+    }[change]
+    other = figures(Points(values, points.site, points.label, points.patient))
+    for mine, theirs in zip(astuple(figures(points)), astuple(other), strict=True):
+        assert mine == pytest.approx(theirs)
+
+
+@pytest.mark.parametrize("dimensions", [3, 20, 400])
+def test_fewer_dimensions_keep_every_distance(dimensions: int) -> None:
+    values = np.random.default_rng(1).normal(size=(20, dimensions)) + 5
+    turned = fewer_dimensions(values)
+    assert turned.shape == (20, min(20, dimensions))
+    np.testing.assert_allclose(cdist(turned, turned), cdist(values, values), atol=1e-10)
+
+
+def test_hausdorff_is_that_of_scipy() -> None:
+    rng = np.random.default_rng(5)
+    values, site = rng.normal(size=(30, 4)), np.repeat([4, 0, 2], [17, 3, 10])
+    sets = [values[site == number] for number in (0, 2, 4)]
+    expected = [
+        max(directed_hausdorff(sets[a], sets[b])[0], directed_hausdorff(sets[b], sets[a])[0])
+        for a, b in ((0, 1), (0, 2), (1, 2))
+    ]
+    np.testing.assert_allclose(hausdorff(cdist(values, values), site), expected)
+
+
+def test_a_second_image_of_a_patient_recognises_nobody() -> None:
+    once = scattered(2)
+    twice = once.only(np.repeat(np.arange(len(once.site)), 2))
+    assert figures(twice).recognised.value == pytest.approx(figures(once).recognised.value)
+
+
+def test_sites_with_one_patient_of_a_class_are_left_out() -> None:
+    points = scattered(shift=16)
+    alone = points.only(np.flatnonzero((points.site > 0) | ((points.label == 0) & (points.patient < 1))))
+    assert (figures(alone).sites, figures(alone).classes) == (2, 2)
+    assert measure(points.only(np.flatnonzero(points.site == 1)), 1.0, Stream(1)) is None
+    one = points.only(np.flatnonzero(points.label == 0))
+    assert figures(one).apart is None
+
+
+@given(st.lists(st.integers(0, 40), min_size=1, max_size=6), st.integers(0, 100))
+def test_shares_are_even(sizes: list[int], most: int) -> None:
+    given_ = shares(sizes, most)
+    assert sum(given_) == min(most, sum(sizes))
+    for mine, size in zip(given_, sizes, strict=True):
+        assert mine <= size
+        assert mine == size or mine >= max(given_) - 1
+
+
+def test_the_picture_keeps_neighbours_and_the_seed_decides_it() -> None:
+    points = scattered(shift=40)
+    first, again, other = (embedded(points.values, Stream(seed)) for seed in (1, 1, 2))
+    np.testing.assert_array_equal(first, again)
+    assert np.abs(first - other).max() > 0
+    group = points.site * CLASSES + points.label
+    distance = cdist(first, first) + np.diag(np.full(len(first), np.inf))
+    assert (group[distance.argmin(1)] == group).mean() > 0.95
+
+
+def finish(folder: Path, **values: Any) -> Path:
+    polyclinic.run(polyclinic.Recipe.of({**DIGITS, **values}), out=folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    place = tmp_path_factory.mktemp("runs")
+    wishes: dict[str, dict[str, Any]] = {
+        "fedavg": {},
+        "fedmp": {"algorithm": "fedmp", "rounds": 2},
+        "fedper": {"algorithm": "fedper"},
+        "local": {"algorithm": "local"},
+        "early": {"model": {"name": "cnn_c", "cut": 1}},
+        "other seed": {"seed": 5},
+        "other classes": {"data": {"name": "phantom", "size": 32}},
+    }
+    return {name: finish(place / name, name=name, **values) for name, values in wishes.items()}
+
+
+def call(*arguments: str | Path) -> Result:
+    return CliRunner().invoke(app, ["features", *map(str, arguments)])
+
+
+def refused(*arguments: str | Path) -> str:
+    """The one sentence that a mistake gets; nothing else is printed."""
+    result = call(*arguments)
+    assert (result.exit_code, result.stdout) == (1, ""), result.output
+    assert result.stderr.startswith("error: ")
+    assert result.stderr.count("\n") == 1
+    told: str = result.stderr
+    return told
+
+
+def test_features_are_those_that_the_extractor_hands_to_the_head(runs: dict[str, Path]) -> None:
+    loots = [read(runs[name], None) for name in ("fedavg", "early")]
+    wishes = Wishes(most=40)
+    found = views(loots, wishes, Stream(0))
+    rows = chosen(loots[0].consortium, wishes, Stream(0, ("images",)))
+    assert [view.stage for view in found] == [3, 1]
+    for loot, view in zip(loots, found, strict=True):
+        network = loot.network("site-1")[1]
+        handed = network.extractor if view.stage == 3 else network.extractor[:2]  # type: ignore[index]
+        images = torch.cat([loot.consortium.sites[site].test.batch(own)[0] for site, own in rows.items()])
+        expected = handed(images).flatten(1).double().numpy()
+        assert view.dimensions == expected.shape[1]
+        np.testing.assert_allclose(
+            cdist(view.points.values, view.points.values), cdist(expected, expected), atol=1e-4 * np.abs(expected).max()
+        )
+
+
+@pytest.mark.parametrize(("name", "shared"), [("fedavg", True), ("fedmp", True), ("fedper", True), ("local", False)])
+def test_whose_extractor_it_is_is_told(name: str, shared: bool, runs: dict[str, Path]) -> None:
+    (view,) = views([read(runs[name], None)], Wishes(most=12), Stream(0))
+    assert view.shared == shared
+
+
+def test_runs_are_shown_side_by_side(runs: dict[str, Path], tmp_path: Path) -> None:
+    folder = tmp_path / "fedavg"
+    shutil.copytree(runs["fedavg"], folder)
+    shown = call(folder, runs["local"], "--most", "30")
+    assert shown.exit_code == 0, shown.output
+    assert "Features of 30 test images" in shown.stdout
+    *table, own, written = [line for line in shown.stdout.splitlines() if line.strip()]
+    assert max(map(len, table)) <= 80
+    assert own.startswith("local: there is no one extractor")
+    assert written == f"written: {folder / 'features.png'}"
+    with Image.open(folder / "features.png") as picture:
+        assert "fedavg: site recognised" in picture.info["Description"]
+        assert picture.width >= 2000
+
+
+def test_the_seed_decides_everything(runs: dict[str, Path], tmp_path: Path) -> None:
+    wanted = (runs["fedavg"], "--label", "3", "--part", "train", "--most", "45", "--stage", "2", "--json")
+    first, again, other = (tmp_path / f"{name}.png" for name in ("first", "again", "other"))
+    told = [json.loads(call(*wanted, "--out", path).stdout) for path in (first, again)]
+    assert first.read_bytes() == again.read_bytes()
+    assert told[0] == {**told[1], "picture": str(first)}
+    assert set(told[0]["runs"][0]["images"].values()) == {15}
+    assert told[0]["runs"][0]["figures"]["classes"] == 1
+    assert told[0]["runs"][0]["figures"]["apart"]["value"] > 0
+    call(*wanted, "--out", other, "--seed", "9")
+    assert first.read_bytes() != other.read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--part", "all"], "--part is 'all'; choose test, validation or train"),
+        (["--label", "cat"], "there is no class 'cat'; choose among 0, 1, 2"),
+        (["--stage", "4"], "has stages 1 to 3"),
+        (["--stage", "0"], "--stage is 0"),
+        (["--device", "tpu"], "engine.device is 'tpu'"),
+        (["--out", "nowhere/at/all.png"], "cannot be written"),
+    ],
+)
+def test_a_bad_wish_gets_one_sentence(arguments: list[str], told: str, runs: dict[str, Path]) -> None:
+    assert told in refused(runs["fedavg"], "--most", "12", *arguments)
+    assert not (runs["fedavg"] / "features.png").exists()
+
+
+def test_runs_that_cannot_be_compared_get_one_sentence(runs: dict[str, Path], tmp_path: Path) -> None:
+    assert "holds no run" in refused(tmp_path)
+    assert "has other classes than that in" in refused(runs["fedavg"], runs["other classes"])
+    assert "runs with the same data and the same seed" in refused(runs["fedavg"], runs["other seed"])
+    clusters = {"high": {"at_least": 0.5, "model": "cnn_c"}, "low": {"at_least": 0, "model": "mlp"}}
+    cards = {f"site-{n}": dict.fromkeys(("cpu", "memory", "battery", "network"), n / 4) for n in (1, 2, 3)}
+    clustered = finish(tmp_path / "clusters", clusters=clusters, capability={"cards": cards})
+    assert "has a network for each of its clusters" in refused(clustered)
+
+
+def test_a_part_without_images_gets_one_sentence(tmp_path: Path) -> None:
+    split = {"train": 0.8, "validation": 0.0, "test": 0.2}
+    run = finish(tmp_path / "run", data={**DIGITS["data"], "split": split})
+    assert "the sites have 0 validation images" in refused(run, "--part", "validation")
