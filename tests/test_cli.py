@@ -130,7 +130,7 @@ def test_methods_made_for_sgd_refuse_adam(algorithm: str) -> None:
         (["compare", "tiny.yaml", "tiny.yaml"], "give each a name of its own"),
         (["compare", "tiny.yaml", "--out", "tiny.yaml/below"], "cannot write tiny.yaml/below"),
         (["list", "everything"], "there is no list of 'everything'; choose one of algorithms, models"),
-        (["reproduce", "fedcicle"], "there are no recipes for 'fedcicle'; there are some for: adaptive-dp, fedcycle"),
+        (["reproduce", "fedcicle"], "there are no recipes for 'fedcicle'; there are some for: adaptive-dp, fed-"),
         (["reproduce", "fedcycle", "--quick", "--rebuild", "--out", "nowhere"], "without --rebuild first"),
         (["demo", "--seed", "-3"], "seed is -3"),
         (["demo", "--out", "tiny.yaml/below"], "cannot write tiny.yaml/below"),

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from scipy.spatial.distance import cdist, directed_hausdorff
 from scipy.stats import ortho_group
+from torch import nn
 from typer.testing import CliRunner, Result
 
 import polyclinic
@@ -40,6 +41,8 @@ from tests.small import TINY
 
 SITES, CLASSES, EACH = 3, 2, 12
 DIGITS = {**TINY, "rounds": 1, "model": {"name": "cnn_c"}}
+
+HOSPITALS = [{"name": name, "vendor": "film", "patients": 8, "malignant": 0.5} for name in ("harbour", "hillside")]
 
 
 def grid(each: int = EACH) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -142,11 +145,10 @@ def test_shares_are_even(sizes: list[int], most: int) -> None:
         assert mine == size or mine >= max(given_) - 1
 
 
-def test_the_picture_keeps_neighbours_and_the_seed_decides_it() -> None:
+def test_the_picture_keeps_neighbours_and_is_the_same_again() -> None:
     points = scattered(shift=40)
-    first, again, other = (embedded(points.values, Stream(seed)) for seed in (1, 1, 2))
+    first, again = (embedded(points.values, Stream(1)) for _ in range(2))
     np.testing.assert_array_equal(first, again)
-    assert np.abs(first - other).max() > 0
     group = points.site * CLASSES + points.label
     distance = cdist(first, first) + np.diag(np.full(len(first), np.inf))
     assert (group[distance.argmin(1)] == group).mean() > 0.95
@@ -167,7 +169,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "local": {"algorithm": "local"},
         "early": {"model": {"name": "cnn_c", "cut": 1}},
         "other seed": {"seed": 5},
-        "other classes": {"data": {"name": "phantom", "size": 32}},
+        "other classes": {"data": {"name": "phantom", "size": 32, "hospitals": HOSPITALS}},
     }
     return {name: finish(place / name, name=name, **values) for name, values in wishes.items()}
 
@@ -194,7 +196,9 @@ def test_features_are_those_that_the_extractor_hands_to_the_head(runs: dict[str,
     assert [view.stage for view in found] == [3, 1]
     for loot, view in zip(loots, found, strict=True):
         network = loot.network("site-1")[1]
-        handed = network.extractor if view.stage == 3 else network.extractor[:2]  # type: ignore[index]
+        layers = dict(network.extractor.named_children())
+        early = [layer for name, layer in layers.items() if list(layers).index(name) <= list(layers).index("relu1")]
+        handed = network.extractor if view.stage == 3 else nn.Sequential(*early)
         images = torch.cat([loot.consortium.sites[site].test.batch(own)[0] for site, own in rows.items()])
         expected = handed(images).flatten(1).double().numpy()
         assert view.dimensions == expected.shape[1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from polyclinic.ensemble import alone, by_member
 from polyclinic.errors import RecipeError
 from polyclinic.experiment import Experiment, Result, run
 from polyclinic.learning.network import LiveNetwork
+from polyclinic.store import Metrics
 from tests.small import SITES, WEIGHTS, tiny
 
 
@@ -76,3 +78,21 @@ def test_what_cannot_be_is_said_before_anything_trains() -> None:
     clusters = {"all": {"at_least": 0, "model": "linear"}}
     with pytest.raises(RecipeError, match=r"one network for all sites' models; set clusters: \{\}"):
         tiny(ensemble=True, clusters=clusters)
+
+
+@pytest.mark.parametrize("cohort", [None, 2])
+def test_members_survive_a_snapshot_and_do_not_travel_before_the_end(tmp_path: Path, cohort: int | None) -> None:
+    """Ended again from the last snapshot, and gone on with from one in the middle."""
+    recipe = tiny(ensemble=True, rounds=4, cohort=cohort)
+    whole = run(recipe, tmp_path / "run").summary
+    (tmp_path / "run" / "result.json").unlink()
+    again = run(recipe, tmp_path / "run").summary
+    assert again["headline"] == whole["headline"]
+    run(tiny(ensemble=True, rounds=4, cohort=cohort), tmp_path / "other")
+    (tmp_path / "other" / "result.json").unlink()
+    newest = max((tmp_path / "other" / "snapshots").iterdir())
+    newest.unlink()  # as if killed in the last round
+    resumed = run(recipe, tmp_path / "other").summary
+    assert resumed["headline"] == whole["headline"]
+    sizes = {row["down"] for row in Metrics(tmp_path / "other" / "metrics.jsonl").read() if row["event"] == "train"}
+    assert max(sizes) < 2 * min(sizes)

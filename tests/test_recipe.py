@@ -33,7 +33,7 @@ FULL: dict[str, Any] = {
         "split": {"train": 0.7, "validation": 0.1, "test": 0.2, "official": True},
         "allow_single_class": True,
     },
-    "model": {"name": "cnn_c", "dropout": 0.1, "norm": "group", "weights": None, "cut": 2},
+    "model": {"name": "cnn_c", "dropout": 0.1, "norm": "group", "weights": None, "cut": 2, "checkpoint": False},
     "algorithm": {"name": "fedprox", "mu": 0.1},
     "training": {
         "optimiser": {"name": "sgd", "lr": 0.1, "momentum": 0.5, "weight_decay": 0.0},
@@ -44,6 +44,9 @@ FULL: dict[str, Any] = {
         "fine_tune": 0.5,
         "oversample": True,
         "augment": {"rotation": 10, "flip": True, "brightness": 0.2, "contrast": 0.2, "crop": 0.1, "blur": 0.5},
+        "order": "random",
+        "emphasis": 3.0,
+        "order_after": 2,
         "precision": "bfloat16",
     },
     "schedule": {"name": "plateau", "period": 5, "patience": 2, "factor": 0.5, "minimum": 0.1},
@@ -52,7 +55,7 @@ FULL: dict[str, Any] = {
     "turns": "cyclic",
     "quorum": 1,
     "max_norm": 1e5,
-    "evaluate": {"every": 1, "bootstrap": 10, "train": False, "headline": "student"},
+    "evaluate": {"every": 1, "bootstrap": 10, "train": False, "forgetting": False, "headline": "student"},
     "engine": {"name": "local", "workers": 1, "threads": 1, "device": "cpu", "compile": "never"},
     "stages": [{"name": "quantise", "kinds": ["model"], "bits": 6, "per": "block", "block": 512, "stochastic": False}],
     "privacy": {
@@ -75,7 +78,7 @@ FULL: dict[str, Any] = {
     "clusters": {
         "high": {
             "at_least": 0,
-            "model": {"name": "cnn_c", "dropout": 0.1, "norm": "own", "weights": None, "cut": 2},
+            "model": {"name": "cnn_c", "dropout": 0.1, "norm": "own", "weights": None, "cut": 2, "checkpoint": False},
             "lr": 0.5,
         }
     },

@@ -20,7 +20,7 @@ from polyclinic.stats import holm, paired, summary
 
 LEVEL = 0.05
 PAIRED = ("higher", "lower", "equal")
-OF_RUNS = ("converged", "megabytes", "seconds")
+OF_RUNS = ("converged", "forgotten", "megabytes", "seconds")
 """What a run has as a whole, and no hospital by itself."""
 FIGURES = (*METRICS, "gap", "drift", *OF_RUNS)
 Verdict = Literal["supported", "suggested", "not decided", "suggested against", "contradicted", "not run"]
@@ -39,7 +39,8 @@ class Claim(BaseModel):
     methods: list[str] = Field(min_length=2)
     metric: str = "accuracy"
     """A metric, or gap (accuracy on training minus on validation images), drift, megabytes, seconds, converged (the
-    first round after which validation accuracy is within a point of its best)."""
+    first round after which validation accuracy is within a point of its best), forgotten (the share of training images
+    that a deployment lost, on average)."""
     site: str | None = None
     """At this hospital alone; else over all hospitals' images together."""
     margin: float = Field(0.01, gt=0)

@@ -17,10 +17,11 @@ from rich.table import Table
 from rich.text import Text
 from typer.core import TyperGroup
 
-from polyclinic import cli_data, cli_privacy, cli_site
+from polyclinic import cli_data, cli_privacy, cli_site, cli_weights
 from polyclinic.algorithms import ALGORITHMS
 from polyclinic.cli_attack import attack_command
 from polyclinic.cli_audit import audit_command
+from polyclinic.cli_explain import explain_command
 from polyclinic.cli_features import features_command
 from polyclinic.compare import compare, compare_folders, slug
 from polyclinic.comparison import Comparison
@@ -65,10 +66,12 @@ app = typer.Typer(
 )
 app.add_typer(cli_data.app, name="data")
 app.add_typer(cli_site.app, name="site")
+app.add_typer(cli_weights.app, name="weights")
 app.command("plan")(cli_privacy.plan)
 app.command("audit")(audit_command)
 app.command("attack")(attack_command)
 app.command("features")(features_command)
+app.command("explain")(explain_command)
 
 
 @contextmanager
@@ -88,7 +91,7 @@ def show_comparison(comparison: Comparison, as_json: bool) -> None:
         return
     out.print(comparison_table(comparison))
     if comparison.folder is not None:
-        written = [comparison.folder / name for name in ("report.md", "curves.png", "auc.png")]
+        written = [comparison.folder / name for name in ("report.md", "curves.png", "forgetting.png", "auc.png")]
         out.print(Text("written: " + "  ".join(str(path) for path in written if path.exists())), soft_wrap=True)
 
 

@@ -64,7 +64,7 @@ def _table(plan: Plan) -> Table:
         table.add_row(*map(Text, cells))
     more = f"; {len(cost) - 10} more sites cost less" if len(cost) > 10 else ""
     where = "" if plan.wish.unit == "site" else f"; it may be at {plan.holders} site{'s' * (plan.holders > 1)}"
-    charges = "".join(f"; a statistic each round, noise {noise:g}" for noise in plan.charges)
+    charges = "".join(f"; {kind} each round, noise {noise:g}" for kind, noise in plan.charges.items())
     counts = "" if math.isinf(plan.metrics_noise) else f"; validation counts, noise {plan.metrics_noise:.3g}"
     table.caption = Text(f"protects {UNITS[plan.wish.unit]}{where}{charges}{counts}{more}")
     return table

@@ -13,6 +13,7 @@ from polyclinic.errors import RecipeError, RoundFailed, StoreError
 from polyclinic.experiment import Consortium, Experiment, finished, gather, refuse_other, run
 from polyclinic.recipe import EngineSection, Recipe
 from polyclinic.report import markdown
+from polyclinic.report_forgetting import draw_forgetting
 from polyclinic.rounds import HELD_OUT, Watch
 from polyclinic.store import Metrics, named_failure, write_atomically, write_json
 
@@ -161,6 +162,7 @@ def _draw(comparison: Comparison, folders: Mapping[str, Sequence[Path]], out: Pa
     if any(series.values()):
         title = f"{comparison.title}: accuracy on the hospitals' validation images"
         draw_curves(series, title, "communication round", "accuracy", out / "curves.png")
+    draw_forgetting(comparison, out / "forgetting.png")
     bars = [
         Row(line.name, line.figures["auc"].mean, line.figures["auc"].low, line.figures["auc"].high)
         for line in comparison.lines

@@ -114,6 +114,8 @@ def value(result: Mapping[str, Any], metric: str, site: str | None = None) -> fl
         return float(result["cost"]["bytes_up"] + result["cost"]["bytes_down"]) / 1e6
     if metric == "converged":
         return number(converged(result))
+    if metric == "forgotten":
+        return mean([share for _, share in (result.get("forgetting") or {}).get("forgotten", [])])
     if metric == "seconds":
         return float(result["cost"]["seconds"])
     if site and site not in result["sites"]:

@@ -163,6 +163,12 @@ class Training:
     """Repeat minority-class examples of the training part until all classes are equally frequent."""
     augment: Augment | None = None
     """Change training images at random; None leaves them as they are."""
+    order: Literal["random", "forgotten", "hard", "easy"] = "random"
+    """Which examples tend to come early in an epoch (`polyclinic.curriculum`) …"""
+    emphasis: float = 2.0
+    """… and how many times as likely they are to come next as those that tend to come late …"""
+    order_after: int = 1
+    """… once so many rounds have passed in random order."""
     precision: Precision = "float32"
     """What the network computes in as it trains; weights, gradients, losses and evaluation are float32 in any case."""
     private: Private | None = None
@@ -189,6 +195,8 @@ class Fit:
     """Continue with this state (from `Fitted.optimiser_state`) instead of a fresh optimiser."""
     whole: bool = False
     """One step per epoch on the gradient over ALL examples, accumulated in batches."""
+    order: tuple[Tensor | None, Tensor | None] = (None, None)
+    """The examples' weights as they are drawn into epochs that begin in this round, and into one begun in another."""
 
     @property
     def sequence(self) -> tuple[Step, ...]:
@@ -217,6 +225,8 @@ class Score:
     reduce: Literal["cat", "mean"] = "cat"
     batch: int | None = None
     """Examples at a time, where the function is not a mean over examples; None: as many as the device likes."""
+    aside: bool = False
+    """Not counted among a round's jobs: what these draw shall not depend on it."""
 
 
 Job: TypeAlias = Fit | Score
@@ -371,8 +381,8 @@ class Algorithm(Protocol):
         """After the last round (refinement, ensembles)."""
         ...
 
-    def charges(self) -> tuple[float, ...]:
-        """Noise multipliers of what a site releases in a round beside its trained weights, each a charge of its own."""
+    def charges(self) -> Mapping[str, float]:
+        """What a site releases in a round beside its trained weights, in words: noise multipliers, each charged."""
         ...
 
     def caveat(self) -> str:

@@ -20,7 +20,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from scipy.spatial.distance import cdist, pdist
 from torch import Tensor
 
 from polyclinic.attack.intercepted import Loot
@@ -240,7 +239,7 @@ def _refuse_large(dimensions: int, images: int, stage: int) -> None:
 
 def fewer_dimensions(values: Floats) -> Floats:
     """The same points turned, centred: every distance stays, and there are no more dimensions than points."""
-    centred = values.astype(np.float64) - values.mean(axis=0, dtype=np.float64)
+    centred: Floats = values.astype(np.float64) - values.mean(axis=0, dtype=np.float64)
     if centred.shape[1] <= len(centred):
         return centred
     turned: Floats = np.linalg.qr(centred.T).R.T
@@ -262,6 +261,8 @@ def embedded(values: Floats, stream: Stream) -> Floats:
 
 def between_classes(points: Points) -> float | None:
     """The mean distance between two classes' means."""
+    from scipy.spatial.distance import pdist  # takes as long to load as the rest of the command line
+
     means = [points.values[points.label == label].mean(axis=0) for label in np.unique(points.label)]
     return float(pdist(means).mean()) if len(means) > 1 else None
 
@@ -298,6 +299,8 @@ def measure(points: Points, scale: float | None, stream: Stream) -> Figures | No
 
 
 def _one_class(points: Points, label: int) -> _Class | None:
+    from scipy.spatial.distance import cdist
+
     members = np.flatnonzero(points.label == label)
     pairs, patients = np.unique(np.stack([points.site[members], points.patient[members]]), axis=1, return_inverse=True)
     able = np.bincount(pairs[0]) >= FEWEST

@@ -19,14 +19,14 @@ from polyclinic.curves import COLOURS, DPI, FAINT, INK, TEXT, save
 from polyclinic.embedding import Figure, View, embedded
 from polyclinic.metrics import Floats
 
-PANEL, LEGEND, ABOVE = 4.8, 2.4, 1.25
-"""Inches: a panel's side, the legend's width, and the room for titles."""
+PANEL, LEGEND, ABOVE, TITLE = 4.8, 2.4, 1.05, 0.4
+"""Inches: a panel's side, the legend's width, and the room for a panel's words and for the title."""
 IN_A_ROW = 3
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "*", "p", "d")
 SIZE, LARGER = 34, {"*": 2.0, "P": 1.3, "X": 1.3}
 """A marker's area in square points where there are 600; thin ones are drawn larger, to look alike."""
-LISTED = 16
-"""Names of sites, and of classes, in the legend."""
+LISTED, LINE = 12, 0.235
+"""Names of sites, and of classes, in the legend; inches that one takes."""
 
 
 def draw_views(
@@ -35,7 +35,10 @@ def draw_views(
     """A panel for each view. `sites`, `classes`: all names, by number."""
     columns = min(len(views), IN_A_ROW)
     rows = -(-len(views) // columns)
-    size = (max(columns * PANEL, PANEL * 1.3) + LEGEND, rows * (PANEL + ABOVE - 0.4) + 0.4)
+    shown = [classes[number] for number in np.unique(np.concatenate([view.points.label for view in views]))]
+    lines = 4 + len(_listed(sites)) + len(_listed(shown))
+    height = max(rows * (PANEL + ABOVE) + TITLE, LINE * lines)
+    size = (max(columns * PANEL, PANEL * 1.3) + LEGEND, height)
     layout = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.1, wspace=0.0, hspace=0.04)
     paper = Paper(figsize=size, dpi=DPI, layout=layout, facecolor="white")
     paper.suptitle(title, x=0.01, ha="left", fontsize=TEXT + 3, color=INK).set_parse_math(False)
@@ -45,7 +48,6 @@ def draw_views(
         _draw(axes, view, embedded(view.points.values, stream.child("t-sne")), colours, stream.child("order"))
     for axes in panels[len(views) :]:
         axes.set_visible(False)
-    shown = [classes[number] for number in np.unique(np.concatenate([view.points.label for view in views]))]
     _draw_legend(paper, sites, colours, {name: _marker(classes.index(name)) for name in shown})
     words = "; ".join(f"{view.name}: {', '.join(told(view))}" for view in views)
     save(paper, path, title, f"t-SNE of features, a colour for each site, a marker for each class. {words}.")
@@ -87,8 +89,8 @@ def _draw(axes: Axes, view: View, places: Floats, colours: Sequence[str], stream
     axes.spines[:].set_color(FAINT)
     axes.set_box_aspect(1)
     whose = "" if view.shared else ", each site's own network"
-    heading = f"{_short(view.name, 34)} (stage {view.stage} of {view.stages}{whose})"
-    axes.set_title("\n".join([heading, *told(view)]), fontsize=TEXT, color=INK, loc="left").set_parse_math(False)
+    words = [_short(view.name, 44), f"stage {view.stage} of {view.stages}{whose}", *told(view)]
+    axes.set_title("\n".join(words), fontsize=TEXT, color=INK, loc="left").set_parse_math(False)
 
 
 def _draw_legend(paper: Paper, sites: Sequence[str], colours: Sequence[str], markers: dict[str, str]) -> None:
@@ -124,7 +126,8 @@ def _listed(names: Sequence[str]) -> list[str]:
 
 
 def _handle(marker: str, colour: str) -> Line2D:
-    return Line2D([], [], linestyle="none", marker=marker, color=colour, markersize=8, markeredgecolor="white")
+    size = 8 * math.sqrt(LARGER.get(marker, 1))
+    return Line2D([], [], linestyle="none", marker=marker, color=colour, markersize=size, markeredgecolor="white")
 
 
 def _colours(sites: int) -> list[str]:

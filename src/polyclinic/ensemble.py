@@ -12,12 +12,12 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from polyclinic.algorithms.averaging import Wrapper, classifier
-from polyclinic.core import Bundle, Desk, Federation, Site, SiteId, Stream, Update, Work
+from polyclinic.core import Bundle, Desk, Federation, Site, SiteId, Stream, Update
 from polyclinic.errors import RecipeError
 from polyclinic.flat import copied
 
 ENSEMBLE = "ensemble"
-MARK = f"@{ENSEMBLE}/"
+"""The kind that holds all members, each tensor called `kind/site/name`."""
 
 
 @dataclass(frozen=True)
@@ -32,20 +32,16 @@ class Ensemble(Wrapper):
     def broadcast(self, state: Bundle, site: SiteId) -> Bundle:
         return self.inner.broadcast(alone(state), site)
 
-    def local(self, received: Bundle, memory: Bundle | None, site: Site, rng: Stream) -> Work:
-        return self.inner.local(received, memory, site, rng)
-
     def aggregate(self, state: Bundle, updates: Iterable[Update]) -> Bundle:
-        kept = members(state)
+        kept = dict(state.get(ENSEMBLE, {}))
 
         def noted() -> Iterator[Update]:
             for update in updates:
-                model = classifier(update.tensors)
-                if model["model"]:
-                    kept.update({f"{kind}{MARK}{update.site}": copied(group) for kind, group in model.items()})
+                for kind, group in classifier(update.tensors).items():
+                    kept.update({f"{kind}/{update.site}/{name}": t for name, t in copied(group).items()})
                 yield update
 
-        return {**self.inner.aggregate(alone(state), noted()), **kept}
+        return {**self.inner.aggregate(alone(state), noted()), ENSEMBLE: kept}
 
     def serve(self, state: Bundle, server: Site, rng: Stream) -> Desk:
         served = yield from self.inner.serve(alone(state), server, rng)
@@ -59,19 +55,20 @@ class Ensemble(Wrapper):
 
 
 def members(state: Bundle) -> Bundle:
-    """The sites' models in a state, each kind with its site's name."""
-    return {kind: group for kind, group in state.items() if MARK in kind}
+    """The part of a state that holds the sites' models."""
+    return {kind: group for kind, group in state.items() if kind == ENSEMBLE}
 
 
 def alone(state: Bundle) -> Bundle:
     """A state without them."""
-    return {kind: group for kind, group in state.items() if MARK not in kind}
+    return {kind: group for kind, group in state.items() if kind != ENSEMBLE}
 
 
 def by_member(bundle: Bundle) -> dict[str, Bundle]:
     """The sites' models, by site."""
     found: dict[str, Bundle] = {}
-    for name, group in members(bundle).items():
-        kind, _, site = name.partition(MARK)
-        found.setdefault(site, {})[kind] = group
+    for path, tensor in bundle.get(ENSEMBLE, {}).items():
+        kind, _, rest = path.partition("/")
+        site, _, name = rest.rpartition("/")
+        found.setdefault(site, {"model": {}, "buffers": {}})[kind][name] = tensor
     return found

@@ -53,7 +53,8 @@ from polyclinic.privacy.passbook import Passbook
 from polyclinic.privacy.plan import Plan
 from polyclinic.public import gather_public
 from polyclinic.recipe import EngineSection, Recipe
-from polyclinic.results import assess, cost, drift, headline, progress, versions
+from polyclinic.report_forgetting import draw_run
+from polyclinic.results import assess, cost, drift, forgetting, headline, progress, versions
 from polyclinic.rounds import POOLED, Outcome, Rounds, Rules, Watch
 from polyclinic.runner import STUDENT, SiteRunner
 from polyclinic.server import Server, told
@@ -320,6 +321,7 @@ class Experiment:
             "model": self.lineup.sizes(shape),
             "clusters": clusters or None,
             "progress": progress(journal.rows) or None,
+            "forgetting": (forgetting(journal.rows) or None) if recipe.evaluate.forgetting else None,
             "headline": {"model": model, **best},
             **scores,
             "drift": drift(journal.rows),
@@ -336,6 +338,8 @@ class Experiment:
             write_atomically(self.folder / "student.safetensors", wire.encode_body(student).data)
             assert self.server is not None
             self.server.picture(outcome.state, self.consortium.classes, self.folder / "teachers.png")
+        if summary["forgetting"]:
+            draw_run(summary, self.folder / "forgetting.png")
         reach("model-written")
         write_atomically(self.folder / "privacy.md", page(summary).encode())
         write_json(self.folder / "result.json", summary)

@@ -19,6 +19,7 @@ from polyclinic.capability import card_of, cluster_of, needs_memory, room, score
 from polyclinic.clustered import Clustered
 from polyclinic.consortium import Consortium
 from polyclinic.core import Bundle, SiteId, Stream
+from polyclinic.curriculum import ordered
 from polyclinic.data.folder import in_data_folder
 from polyclinic.ensemble import Ensemble
 from polyclinic.errors import DataError, EngineError, RecipeError, WeightsError
@@ -29,6 +30,7 @@ from polyclinic.models import adopt_weights, build, download_weights, load_weigh
 from polyclinic.models.classifier import Classifier
 from polyclinic.models.cut import cut_after
 from polyclinic.models.dp_safe import dp_safe
+from polyclinic.models.recomputed import recompute
 from polyclinic.recipe import ModelSection, Recipe
 from polyclinic.runner import STUDENT
 
@@ -54,6 +56,8 @@ def _built(
     elif model.weights is not None:
         _load(module, in_data_folder(Path(model.weights), data), cluster)
     safe = dp_safe(module) if model.norm == "group" else module
+    if model.checkpoint:
+        recompute(safe)
     return safe if model.cut is None else cut_after(safe, model.cut)
 
 
@@ -107,7 +111,8 @@ class Lineup:
         return cluster_of(score(card, recipe.capability.weights), recipe.thresholds)
 
     def around(self, algorithm: Averaging) -> Averaging:
-        """The algorithm itself, or one that plays it in every cluster."""
+        """The algorithm itself, or one that plays it in every cluster, with its cases in the recipe's order."""
+        algorithm = ordered(algorithm, self.recipe.evaluate.forgetting)
         if not self.recipe.clusters:
             return Ensemble(algorithm.training, inner=algorithm) if self.recipe.ensemble else algorithm
         initials: dict[str, Bundle] = {name: live.take() for name, live in self.networks.items()}

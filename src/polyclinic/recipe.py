@@ -58,11 +58,7 @@ class Open(BaseModel):
         return dict(self.__pydantic_extra__ or {})
 
 
-class AlgorithmSection(Open):
-    name: str
-
-
-class StageSection(Open):
+class NamedSection(Open):
     name: str
 
 
@@ -96,6 +92,8 @@ class ModelSection(BaseModel):
     """A safetensors file, or `torchvision` for torchvision's own download."""
     cut: int | None = Field(None, ge=1)
     """The stage after which the extractor ends and the head begins; None: before the last layers."""
+    checkpoint: bool = False
+    """Whether blocks compute their activations again for the gradient, instead of keeping them."""
 
 
 class ClusterSection(BaseModel):
@@ -120,6 +118,8 @@ class EvaluateSection(BaseModel):
     bootstrap: int = Field(1000, ge=0)
     train: bool = True
     """Whether training images are predicted too after the last round, for the gap to validation images."""
+    forgetting: bool = False
+    """Whether sites tell what shares of their training images each deployment of the model has lost and gained."""
     headline: Literal["personal", "global", "student", "ensemble", "public"] | None = None
     """The model that a run is judged by; public: the server's own, on public test images. None: the first there is."""
 
@@ -142,7 +142,7 @@ class Recipe(BaseModel):
     rounds: int = Field(ge=1)
     data: DataSection
     model: ModelSection
-    algorithm: AlgorithmSection
+    algorithm: NamedSection
     clusters: dict[str, ClusterSection] = Field(default_factory=dict)
     """From most to least capable: sites whose machines are alike, with a network that these can run."""
     capability: Capability = Field(default_factory=Capability)
@@ -161,7 +161,7 @@ class Recipe(BaseModel):
     max_norm: float = Field(1e6, gt=0)
     evaluate: EvaluateSection = EvaluateSection()
     engine: EngineSection = EngineSection()
-    stages: list[StageSection] = Field(default_factory=list)
+    stages: list[NamedSection] = Field(default_factory=list)
     """What happens to an update on its way from a site to the server, in this order."""
     privacy: Wish | None = None
     """What the run may cost in privacy, and whose."""

@@ -96,6 +96,8 @@ def _privacy_problems(recipe: Recipe) -> Iterator[str]:
     if recipe.privacy is not None:
         watching = recipe.schedule.name == "plateau" or recipe.early_stop is not None
         yield from wish_problems(recipe.privacy, recipe.training, watching)
+        if recipe.evaluate.forgetting:
+            yield "evaluate.forgetting tells of training images, which no plan pays for; set it to false"
         if recipe.algorithm.name == "adaptive-noise" and recipe.privacy.unit == "site":
             yield "adaptive-noise scales the noise of training steps; set privacy.unit: image or patient"
     elif recipe.algorithm.name == "adaptive-noise":
@@ -146,6 +148,8 @@ def _problems(recipe: Recipe) -> Iterator[str]:
         yield f"{name} hands its models in after the last round, which early_stop would skip; set early_stop: null"
     if at_the_end and recipe.cohort is not None:
         yield f"{name} needs every site in the last round; set cohort: null"
+    if name == "fedsgd" and recipe.training.order != "random" and not recipe.methods:
+        yield "fedsgd takes every step on all images, so they have no order; set training.order: random"
     if ALGORITHMS[name].pooled and recipe.quorum > 1:
         yield f"{name} trains in one place, so a quorum of {recipe.quorum} can never be met; set quorum: 1"
     if recipe.cohort is not None and recipe.quorum > recipe.cohort:

@@ -23,7 +23,8 @@ def markdown(comparison: Comparison) -> str:
     """The report of a comparison: table, notes, hospitals, pictures, versions."""
     first = next(iter(comparison.results.values()))[0]
     out = comparison.folder
-    pictures = [name for name in ("curves.png", "auc.png") if out is not None and (out / name).exists()]
+    drawn = ("curves.png", "forgetting.png", "auc.png")
+    pictures = [name for name in drawn if out is not None and (out / name).exists()]
     versions = ", ".join(f"{name} {number}" for name, number in first["versions"].items())
     text = [
         f"# {comparison.title}",

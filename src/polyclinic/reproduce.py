@@ -15,6 +15,7 @@ from polyclinic.comparison import Comparison, lines, mean, value
 from polyclinic.errors import RecipeError, StoreError
 from polyclinic.recipe import Recipe, our_recipes, recipes_folder
 from polyclinic.report import markdown
+from polyclinic.report_forgetting import draw_forgetting
 from polyclinic.report_privacy import draw_price
 from polyclinic.report_server import draw_progress, draw_students
 from polyclinic.rounds import Watch
@@ -40,6 +41,7 @@ KEPT = (
     "finish",
     "clusters",
     "progress",
+    "forgetting",
 )
 
 
@@ -109,6 +111,7 @@ def write_page(paper: str, quick: bool, folder: Path) -> tuple[Path, list[Compar
         + _price(c, folder / f"{paper}-{table}.png")
         + _progress(c, folder / f"{paper}-{table}-rounds.png")
         + _students(c, folder / f"{paper}-{table}-student.png")
+        + _forgetting(c, folder / f"{paper}-{table}-forgetting.png")
         for table, c in zip(tabled, comparisons, strict=True)
     ]
     write_atomically(page, "\n".join([*head, *remarks, *tables]).encode())
@@ -130,6 +133,10 @@ def _progress(comparison: Comparison, path: Path) -> str:
 
 def _students(comparison: Comparison, path: Path) -> str:
     return f"\n![the student over epochs]({path.name})\n" if draw_students(comparison, path) else ""
+
+
+def _forgetting(comparison: Comparison, path: Path) -> str:
+    return f"\n![forgetting over rounds]({path.name})\n" if draw_forgetting(comparison, path) else ""
 
 
 def _warning(comparisons: Sequence[Comparison]) -> list[str]:

@@ -177,6 +177,20 @@ def progress(rows: Sequence[Mapping[str, Any]], metric: str = "accuracy") -> dic
     return found
 
 
+def forgetting(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[tuple[int, float]]]:
+    """The shares of all training images that each deployment lost ("forgotten") and gained, by the round whose model it
+    was; {} where no site told."""
+    told = [(row["round"] - 1, row["scalars"]) for row in rows if "forgotten" in row.get("scalars", {})]
+    found: dict[str, list[tuple[int, float]]] = {}
+    for round in sorted({round for round, _ in told}):
+        here = [shares for at, shares in told if at == round]
+        cases = sum(shares["cases"] for shares in here)
+        for name in ("forgotten", "gained"):
+            lost = sum(shares[name] * shares["cases"] for shares in here)
+            found.setdefault(name, []).append((round, lost / max(cases, 1)))
+    return found
+
+
 def converged(summary: Mapping[str, Any]) -> int | None:
     """The first round after which accuracy on validation images is within a point of the best there was."""
     points = (summary.get("progress") or {}).get("", [])

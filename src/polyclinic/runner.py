@@ -9,7 +9,6 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import count
 from typing import Any, Protocol
 
 import numpy as np
@@ -33,6 +32,7 @@ from polyclinic.core import (
     Update,
     Work,
 )
+from polyclinic.curriculum import unfiled
 from polyclinic.ensemble import ENSEMBLE, alone, by_member
 from polyclinic.errors import EngineError, Refused, StoreError
 from polyclinic.faults import reach
@@ -198,6 +198,9 @@ class SiteRunner:
         drawn = visit.site.secret or visit.rng
         for number, stage in enumerate(self.stages):
             tensors = stage.out(tensors, visit.order.tensors, drawn.child("stage", number, visit.site.round))
+        memory, filed = (None, {}) if memory is None else unfiled(memory)
+        if filed:
+            self.memory.file(self.name, visit.site.round, filed)
         if memory is not None:
             self.memory.save(self.name, visit.site.round, memory, int(fields["durable"]))
             reach("memory-saved")
@@ -339,14 +342,20 @@ def within(work: Work, priced: Discretion, site: Site) -> Work:
 def drive(work: Work, run: Callable[[Job, int], Fitted | Tensors]) -> tuple[Update, Bundle | None]:
     """Send each job's result back into the generator until it returns."""
     result: Fitted | Tensors | None = None
-    for number in count():
+    number = 0
+    while True:
         try:
             job = work.send(result)
         except StopIteration as end:
             update, memory = end.value
             return update, memory
         result = run(job, number)
-    raise AssertionError("count() never ends")
+        number += counts(job)
+
+
+def counts(job: Job) -> bool:
+    """Whether later jobs of the round draw other numbers for it."""
+    return isinstance(job, Fit) or not job.aside
 
 
 def _patient_numbers(examples: Examples) -> torch.Tensor:

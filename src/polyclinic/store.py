@@ -255,6 +255,10 @@ class MemoryStore(Protocol):
 
     def save(self, site: SiteId, round: int, memory: Bundle, durable: int) -> None: ...
 
+    def file(self, site: SiteId, round: int, found: Bundle) -> None:
+        """Keep what a site found out in a round, for its own people to read: nothing here ever loads it."""
+        ...
+
 
 class RamMemory:
     """Remembers for as long as the process lives: the last two rounds of each site."""
@@ -269,6 +273,9 @@ class RamMemory:
         del durable
         earlier = [(r, m) for r, m in self._kept.get(site, []) if r < round]
         self._kept[site] = [*earlier[-1:], (round, {kind: _own(group) for kind, group in memory.items()})]
+
+    def file(self, site: SiteId, round: int, found: Bundle) -> None:
+        """Without a folder there is nobody to read it."""
 
 
 def _own(group: Tensors) -> Tensors:
@@ -304,6 +311,12 @@ class DiskMemory:
         with named_failure(folder):
             for old in settled[:-1]:
                 old.unlink(missing_ok=True)
+
+    def file(self, site: SiteId, round: int, found: Bundle) -> None:
+        folder = self._folder(site) / "scores"
+        with named_failure(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+        write_atomically(folder / f"{round:06d}.safetensors", wire.encode_body(found).data)
 
     def _folder(self, site: SiteId) -> Path:
         return self.folder / hashlib.sha256(site.encode()).hexdigest()[:16]

@@ -25,6 +25,10 @@ def training_problems(training: Training) -> Iterator[str]:
         yield f"training.optimiser.weight_decay is {options.weight_decay}; choose 0 or more"
     if options.name != "sgd" and options.momentum != 0:
         yield f"{options.name} has no momentum option; leave training.optimiser.momentum at 0"
+    if not 1 <= training.emphasis <= 1e6:
+        yield f"training.emphasis is {training.emphasis}; choose 1 (any order) to 1e6 (nearly sorted), usually 2"
+    if training.order_after < 1:
+        yield f"training.order_after is {training.order_after}; the first round is in random order: choose 1 or more"
     if training.augment is not None:
         yield from _augment_problems(training.augment)
 

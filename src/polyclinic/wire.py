@@ -77,6 +77,8 @@ class Body:
 
 
 def flatten(bundle: Bundle) -> Tensors:
+    if wrong := [kind for kind in bundle if "/" in kind]:
+        raise ValueError(f"the kind {wrong[0]!r} has a slash: it would come back as another kind")
     return {f"{kind}/{name}": t for kind, tensors in bundle.items() for name, t in tensors.items()}
 
 

@@ -187,9 +187,9 @@ def test_sound_never_sees_a_loss_beyond_its_clip() -> None:
 
 
 def test_sound_names_what_it_releases_and_paper_what_it_lacks() -> None:
-    assert AdaptiveNoise(TRAINING, "sound", loss_noise=7.0).charges() == (7.0,)
+    assert AdaptiveNoise(TRAINING, "sound", loss_noise=7.0).charges() == {"variance of losses": 7.0}
     assert AdaptiveNoise(TRAINING, "sound").caveat() == ""
-    assert AdaptiveNoise(TRAINING, "paper", loss_noise=7.0).charges() == ()
+    assert AdaptiveNoise(TRAINING, "paper", loss_noise=7.0).charges() == {}
     assert "private losses" in AdaptiveNoise(TRAINING, "paper").caveat()
 
 

@@ -42,6 +42,16 @@ RECIPES: dict[str, Values] = {
         "cohort": 2,
         "privacy": {"noise": 1.5, "delta": 1e-4, "randomness": "secret"},
     },
+    # an order of cases by what was right before, which an epoch of several rounds keeps; scores in files of their own
+    "curriculum": {
+        **COMMON,
+        "rounds": 6,
+        "algorithm": "scaffold",
+        "training": {**SGD, "steps": 9, "order": "forgotten", "emphasis": 4.0},
+        "cohort": 2,
+        "snapshot_every": 2,
+        "evaluate": {"bootstrap": 20, "forgetting": True},
+    },
     # nothing remembered
     "fedavg": {**COMMON, "algorithm": "fedavg", "training": SGD},
     # little measured, so that the ledger is the longest file until the first snapshot

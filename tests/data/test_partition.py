@@ -293,6 +293,16 @@ def test_a_patient_at_two_natural_sites_is_refused_without_its_name() -> None:
     assert "Jane" not in sentence
 
 
+def test_only_some_natural_sites_may_take_part() -> None:
+    column = ["south", "north", "south", "west"]
+    some = Natural(only=("west", "south"))
+    assert some.names(column) == ["south", "west"]
+    found = some.assign(np.zeros(4, int), ["a", "b", "c", "d"], Stream(0), column)
+    assert [rows.tolist() for rows in found] == [[0, 2], [3]]
+    with pytest.raises(DataError, match="only has 'east', but no image comes from there"):
+        Natural(only=("east",)).names(column)
+
+
 def test_a_small_natural_site_is_named() -> None:
     made = Sample(np.array([0, 1, 0]), ["a", "b", "c"], ["north", "south", "south"])
     assert "Site 1 of 2, with 1 image, is below the minimum of 2 images (1)" in refused(Natural(minimum=2), made)

@@ -167,3 +167,8 @@ def test_a_truth_value_is_zero_or_one(byte: int) -> None:
     assert wire.decode(sealed({}, body_of({"m/a": line}, b"\0\1\1"))).tensors["m"]["a"].tolist() == [False, True, True]
     with pytest.raises(Refused, match="neither true nor false"):
         wire.decode(sealed({}, body_of({"m/a": line}, bytes([1, byte, 0]))))
+
+
+def test_a_kind_with_a_slash_is_refused_before_it_becomes_another() -> None:
+    with pytest.raises(ValueError, match="it would come back as another kind"):
+        wire.flatten({"model@a/b": {"w": torch.zeros(1)}})

@@ -7,6 +7,7 @@ from polyclinic.algorithms.averaging import Averaging, RunningMean
 from polyclinic.algorithms.centralised import Centralised
 from polyclinic.algorithms.crosssite import CrossSite
 from polyclinic.algorithms.elastic import Elastic
+from polyclinic.algorithms.fed_align import FedAlign
 from polyclinic.algorithms.fedavg import FedAvg
 from polyclinic.algorithms.fedbn import FedBN
 from polyclinic.algorithms.fedcycle import FedCycle
@@ -38,6 +39,7 @@ ALGORITHMS: dict[str, type[Averaging]] = {
     "fedmp": FedMP,
     "fedmr": FedMR,
     "fraug": FRAug,
+    "fed-align": FedAlign,
     "pfedcdp": PFedCDP,
     "local": Local,
     "single": Single,

@@ -17,6 +17,7 @@ of their own, which is charged, and takes σ_k of that; training is charged as i
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
@@ -61,8 +62,8 @@ class AdaptiveNoise(FedAvg):
                 "for; choose 5 to 50, or variant: paper, which claims nothing"
             )
 
-    def charges(self) -> tuple[float, ...]:
-        return (self.loss_noise,) if self.variant == "sound" else ()
+    def charges(self) -> Mapping[str, float]:
+        return {"variance of losses": self.loss_noise} if self.variant == "sound" else {}
 
     def caveat(self) -> str:
         return "" if self.variant == "sound" else "the noise depends on private losses, which nothing charges for"

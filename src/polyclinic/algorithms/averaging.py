@@ -27,6 +27,8 @@ from polyclinic.core import (
 from polyclinic.flat import Row, copied
 
 WEIGHTS = ("model", "buffers")
+SEEN = ("bank", "features", "means")
+"""Kinds in which single sites' images can be recognised: a finished run keeps none, nor hands them on."""
 
 
 class RunningMean:
@@ -100,7 +102,7 @@ class Averaging(ABC):
         del update
 
     def finish(self, state: Bundle) -> Bundle:
-        return {kind: without(BESIDE, group) for kind, group in state.items()}
+        return {kind: without(BESIDE, group) for kind, group in state.items() if kind not in SEEN}
 
     @property
     def serves(self) -> bool:
@@ -127,8 +129,8 @@ class Averaging(ABC):
         del group
         return 1.0
 
-    def charges(self) -> tuple[float, ...]:
-        return ()
+    def charges(self) -> Mapping[str, float]:
+        return {}
 
     def caveat(self) -> str:
         return ""
@@ -151,6 +153,9 @@ class Wrapper(Averaging):
 
     inner: Averaging = field(kw_only=True)
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "pooled", self.inner.pooled)
+
     @property
     def exchanges(self) -> tuple[Exchange, ...]:
         return self.inner.exchanges
@@ -159,13 +164,34 @@ class Wrapper(Averaging):
     def serves(self) -> bool:
         return self.inner.serves
 
-    def check(self, update: Update) -> None:
-        self.inner.check(update)
-
     def beside(self, features: tuple[int, ...], classes: int) -> Mapping[str, nn.Module]:
         return self.inner.beside(features, classes)
 
-    def charges(self) -> tuple[float, ...]:
+    def init(self, federation: Federation) -> Bundle:
+        return self.inner.init(federation)
+
+    def broadcast(self, state: Bundle, site: SiteId) -> Bundle:
+        return self.inner.broadcast(state, site)
+
+    def local(self, received: Bundle, memory: Bundle | None, site: Site, rng: Stream) -> Work:
+        return self.inner.local(received, memory, site, rng)
+
+    def check(self, update: Update) -> None:
+        self.inner.check(update)
+
+    def aggregate(self, state: Bundle, updates: Iterable[Update]) -> Bundle:
+        return self.inner.aggregate(state, updates)
+
+    def serve(self, state: Bundle, server: Site, rng: Stream) -> Desk:
+        return self.inner.serve(state, server, rng)
+
+    def finish(self, state: Bundle) -> Bundle:
+        return self.inner.finish(state)
+
+    def models(self, received: Bundle, memory: Bundle | None) -> dict[str, Bundle]:
+        return self.inner.models(received, memory)
+
+    def charges(self) -> Mapping[str, float]:
         return self.inner.charges()
 
     def caveat(self) -> str:

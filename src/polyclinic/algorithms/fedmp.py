@@ -32,7 +32,7 @@ withheld. A plan prices all rounds alike: no `first_epochs`.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -96,10 +96,10 @@ class FedMP(FedAvg):
         kinds = (*(("features",) if self.completion else ()), *(("means",) if self.alignment else ()))
         return (*super().exchanges, *(Exchange(kind, like=kind) for kind in kinds))
 
-    def charges(self) -> tuple[float, ...]:
+    def charges(self) -> Mapping[str, float]:
         # Features are drawn of the classes that the means' counts told of, so these are released in any case.
-        features = (self.noise_features,) if self.completion else ()
-        return (*features, self.noise_means) if self.completion or self.alignment else ()
+        features = {"features": self.noise_features} if self.completion else {}
+        return features | ({"means": self.noise_means} if self.completion or self.alignment else {})
 
     def init(self, federation: Federation) -> Bundle:
         first, classes = next(iter(federation.initial["model"].values())), len(federation.classes)
@@ -116,7 +116,7 @@ class FedMP(FedAvg):
 
     def broadcast(self, state: Bundle, site: SiteId) -> Bundle:
         sent = {kind: state[kind] for kind in (*WEIGHTS, "prototypes") if kind in state}
-        return {**sent, "others": others(state["bank"], site, self.receive)} if self.completion else sent
+        return {**sent, "others": others(state["bank"], site, self.receive)} if "bank" in state else sent
 
     def local(self, received: Bundle, memory: Bundle | None, site: Site, rng: Stream) -> Work:
         reference = self._reference(received, rng.child("others", site.round))

@@ -16,10 +16,10 @@ is FedAvg, bit for bit; with μ₂ = 0 nothing but weights is sent, which is wha
 Departures. (1) is that of the authors' code but for its scale: theirs is Σ_c mean((n_c − 1)²·r_ab²) / Σ_c n_c, which
 grows with the batch (μ₁ is 10⁻⁵ to 10⁻² there); ours lies between 0 and 1 for any batch and width, and μ₁ = 0.1 is what
 FedDecorr (Shi et al., ICLR 2023) gives the like quantity of all classes together. Classes with two images in a batch,
-which always have r² = 1, are left out. (2) is not in that code, and the paper's equation was not at hand: it is our
-reading of "a proper margin among categories", by global prototypes. Margins are shares of the distances between the
-prototypes, so that nobody must know the scale of features: m = 0 asks that the nearest prototype is that of an image's
-class, m = 1 is the most there can be. Tune μ₂.
+which always have r² = 1, are left out, and features that hardly vary count less (learning/objectives.py). (2) is not in
+that code, and the paper's equation was not at hand: it is our reading of "a proper margin among categories", by global
+prototypes. Margins are shares of the distances between the prototypes, so that nobody must know the scale of features:
+m = 0 asks that the nearest prototype is that of an image's class, m = 1 is the most there can be. Tune μ₂.
 
 Under a privacy plan a step takes images one by one, where (1) has nothing to correlate: it needs `intra: 0`. z̄ and n
 are then of clipped features, noised and charged (privacy/kinds.py); a class of so few images that it may be noise alone
@@ -29,7 +29,7 @@ is withheld. It takes sites with thousands of images a class for the means to be
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -105,8 +105,8 @@ class FedMR(FedAvg):
         kinds = ("prototypes", "counts") if self.inter else ()
         return (*super().exchanges, *(Exchange(kind, like=kind) for kind in kinds))
 
-    def charges(self) -> tuple[float, ...]:
-        return (self.noise,) if self.inter else ()
+    def charges(self) -> Mapping[str, float]:
+        return {"prototypes": self.noise} if self.inter else {}
 
     def init(self, federation: Federation) -> Bundle:
         if not self.inter:

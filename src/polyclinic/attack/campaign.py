@@ -225,17 +225,26 @@ def verdict(
     good = [n for n in means if n not in bad]
     parts = []
     if bad:
-        alike = ", ".join(f"{means[n]['decoder'].ssim:.2f}" for n in bad)
-        best = ", ".join(f"{max(means[n][guess].ssim for guess in UNREAD):.2f}" for n in bad)
-        parts.append(f"features of {_stages(bad)} give images away (SSIM {alike}; without a decoder {best})")
+        worst = means[bad[0]]
+        guesses = [worst[guess] for guess in UNREAD]
+        best = max(g.ssim for g in guesses), min(g.l2 for g in guesses), max(g.recognised for g in guesses)
+        here = worst["decoder"].ssim, worst["decoder"].l2, worst["decoder"].recognised
+        parts.append(
+            f"features of {_stages(bad)} give images away (stage {bad[0]}: {_in_figures(here)}; without a decoder at "
+            f"best {_in_figures(best)})"
+        )
     if good:
         parts.append(f"this decoder makes nothing of {_stages(good)} that the attacker's own images do not show")
     if any("protected" in row for row in leaking.values()):
         left = [n for n in means if leaking[n].get("protected")]
         still = f"{_stages(left)} still leak{'s' * (len(left) == 1)}" if left else "none leaks"
-        parts.append(f"with clip and noise {still}")
+        parts.append(f"as protected here, {still}")
     sentence = "; ".join([*parts, *_of_gradients(inverted)])
     return f"{sentence[0].upper()}{sentence[1:]}."
+
+
+def _in_figures(found: tuple[float, float, float]) -> str:
+    return f"SSIM {found[0]:.2f}, L2 {found[1]:.2f}, {found[2]:.0%} recognised"
 
 
 def _of_gradients(inverted: Sequence[Inverted]) -> list[str]:

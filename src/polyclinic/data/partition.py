@@ -1,7 +1,8 @@
 """How a collection is divided among sites.
 
 Every partition divides PATIENTS, so no patient's images are on two sites. A patient's class is the majority label
-of its images. All partitions but `Admixture` give disjoint sites that together hold everything.
+of its images. All partitions but `Admixture` give disjoint sites that together hold everything, unless `Natural.only`
+leaves some out.
 """
 
 from __future__ import annotations
@@ -67,19 +68,26 @@ class Partition(Options, ABC):
 class Natural(Partition):
     """The sites that the images really come from."""
 
+    only: tuple[str, ...] = ()
+    """Those that take part; (): all."""
+
     def assign(
         self, labels: Indices, patients: Sequence[str], stream: Stream, column: Sequence[str] | None = None
     ) -> list[Indices]:
-        found, site = np.unique(np.asarray(self._known(column)), return_inverse=True)
-        names: list[str] = found.tolist()
-        _refuse_shared_patients(Patients.of(labels, patients), site)
-        members = [np.flatnonzero(site == number) for number in range(len(names))]
+        names, where = self.names(column), np.asarray(self._known(column))
+        _refuse_shared_patients(Patients.of(labels, patients), np.unique(where, return_inverse=True)[1])
+        members = [np.flatnonzero(where == name) for name in names]
         people = [[patients[row] for row in rows.tolist()] for rows in members]
         self._refuse_small(dict(zip(names, people, strict=True)))
         return members
 
     def names(self, column: Sequence[str] | None = None) -> list[str]:
-        return sorted(set(self._known(column)))
+        found = sorted(set(self._known(column)))
+        if unknown := [name for name in self.only if name not in found]:
+            raise DataError(
+                f"data.partition.only has {unknown[0]!r:.60}, but no image comes from there; look at its sites"
+            )
+        return [name for name in found if name in self.only] if self.only else found
 
     def _refuse_small(self, members: Mapping[str, Sequence[str]]) -> None:
         for name, called in call_sites(members).items():

@@ -22,7 +22,7 @@ from polyclinic.engines.local import failing, handed, keep_freed_memory
 from polyclinic.learning.memory import room
 from polyclinic.learning.seating import Seat
 from polyclinic.learning.stacked import NotStackableError, fit_stacked, signature, why_not
-from polyclinic.runner import SiteRunner, Visit, streams
+from polyclinic.runner import SiteRunner, Visit, counts, streams
 from polyclinic.wire import Message
 
 Compile = Literal["auto", "always", "never"]
@@ -181,7 +181,8 @@ class StackedEngine:
     def _next(self, guest: Guest, result: Fitted | Tensors) -> Message | None:
         """The site's reply if that was its last job, else None."""
         try:
-            guest.job, guest.number = guest.work.send(result), guest.number + 1
+            guest.number += counts(guest.job)
+            guest.job = guest.work.send(result)
             return None
         except StopIteration as end:
             update, memory = end.value

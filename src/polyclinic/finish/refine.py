@@ -283,7 +283,7 @@ def _train(
     history: list[Row] = [{"epoch": 0, **_validated(student, public.validation)}]
     losses, kept = [history[0]["validation_loss"]], student.take()
     watch(history[0])
-    with draws_from(rng.child("draws"), student.device):
+    with draws_from(rng.child("draws"), student.device), student.recomputing():
         for epoch in range(1, options.epochs + 1):
             means = _epoch(lesson, student, adam, public.train, epoch, rng)
             history.append({"epoch": epoch, **means, **_validated(student, public.validation)})

@@ -107,8 +107,8 @@ def others(bank: Tensors, site: SiteId, most: int) -> Tensors:
         found["held"][label] = len(turns)
     for other, moves in copies.items():
         if moves:
-            label, place, i = torch.tensor(moves, device=like.device).unbind(1)
-            found["values"][label, place] = bank[f"{other}/values"][label, i]
+            labels, places, slot = torch.tensor(moves, device=like.device).unbind(1)
+            found["values"][labels, places] = bank[f"{other}/values"][labels, slot]
     return found
 
 

@@ -30,13 +30,20 @@ from polyclinic.learning.network import LiveNetwork
 from polyclinic.learning.private import PrivateSteps, changes_nothing, poisson, rate_of, room
 
 
-def order(labels: Tensor, training: Training, stream: Stream) -> Tensor:
-    """One epoch's examples in random order, minority classes repeated if the recipe says so."""
+def order(labels: Tensor, training: Training, stream: Stream, weights: Tensor | None = None) -> Tensor:
+    """One epoch's examples in random order, minority classes repeated if the recipe says so.
+
+    With `weights`: drawn one after another from those that are left, each in proportion to its weight. A repeat is
+    drawn by itself, with the weight of its example.
+    """
     generator = stream.generator()
-    if not training.oversample:
-        return torch.randperm(len(labels), generator=generator)
-    pool = oversampled(labels, generator)
-    return pool[torch.randperm(len(pool), generator=generator)]
+    pool = oversampled(labels, generator) if training.oversample else torch.arange(len(labels))
+    if weights is None:
+        return pool[torch.randperm(len(pool), generator=generator)]
+    # The first of exponential waiting times with rates w is i with probability w_i / Σw, and so on for those that
+    # are left, as waiting has no memory (Efraimidis and Spirakis 2006).
+    waiting = -torch.log1p(-torch.rand(len(pool), generator=generator, dtype=torch.float64))
+    return pool[(waiting / weights[pool]).argsort(stable=True)]
 
 
 def oversampled(labels: Tensor, generator: torch.Generator) -> Tensor:
@@ -51,12 +58,12 @@ def oversampled(labels: Tensor, generator: torch.Generator) -> Tensor:
     return torch.cat(chosen)
 
 
-def batches(labels: Tensor, training: Training, stream: Stream) -> list[Tensor]:
+def batches(labels: Tensor, training: Training, stream: Stream, weights: Tensor | None = None) -> list[Tensor]:
     """One epoch cut into batches. A single left-over example joins the batch before it (BatchNorm needs two).
 
     The order is made on the CPU and sent to where the labels are as a whole: batch by batch the host would wait.
     """
-    cut = list(torch.split(onto(order(labels, training, stream), labels.device), training.batch))
+    cut = list(torch.split(onto(order(labels, training, stream, weights), labels.device), training.batch))
     if len(cut) > 1 and len(cut[-1]) == 1 < training.batch:
         cut[-2:] = [torch.cat(cut[-2:])]
     return cut
@@ -69,17 +76,22 @@ def batches_per_epoch(examples: int, batch: int) -> int:
 
 
 def walk(
-    labels: Tensor, training: Training, stream: Stream, round: int, whole: bool
+    labels: Tensor,
+    training: Training,
+    stream: Stream,
+    round: int,
+    whole: bool,
+    weights: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> Iterator[tuple[int, list[Tensor]]]:
     """Each step of one round: its number and its batches.
 
     Epochs and steps are numbered over the whole run, so averaging more often changes when sites meet, not what they
     see: the same site draws the same order in epoch e whether that epoch is a round, a part of one, or spans several,
-    and changes the images of step s in the same way.
+    and changes the images of step s in the same way. `weights` as in `Fit.order`.
     """
     if training.epochs is not None:
         for epoch in range((round - 1) * training.epochs, round * training.epochs):
-            cut = batches(labels, training, stream.child("order", epoch))
+            cut = batches(labels, training, stream.child("order", epoch), weights[0])
             steps_of_epoch = [cut] if whole else [[index] for index in cut]
             yield from enumerate(steps_of_epoch, epoch * len(steps_of_epoch))
     else:
@@ -89,7 +101,7 @@ def walk(
             per_epoch = len(cut) or len(batches(labels, training, stream.child("order", 0)))
             if position // per_epoch != epoch:
                 epoch = position // per_epoch
-                cut = batches(labels, training, stream.child("order", epoch))
+                cut = batches(labels, training, stream.child("order", epoch), weights[position % per_epoch > 0])
             yield position, [cut[position % per_epoch]]
 
 
@@ -112,7 +124,7 @@ def schedule(
     """Every step of a job in one round: its number in the run and its batches."""
     private = job.training.private
     if private is None or private.sampling == "shuffle" or secret is None:
-        return list(walk(labels, job.training, stream, round, job.whole))
+        return list(walk(labels, job.training, stream, round, job.whole, job.order))
     return list(sampled(labels, job.training, secret, round, job.whole))
 
 
@@ -146,6 +158,7 @@ def fit(
     with (
         draws_from(stream.child("dropout", site.round), network.device),
         network.precision(training.precision),
+        network.recomputing(private is None),  # private steps note what every layer sees, once
         feed(data, turns, network.device) as fed,
     ):
         for number, micro in plan:

@@ -19,6 +19,7 @@ from polyclinic.flat import copied
 from polyclinic.learning.dropout import draws_alone, with_keys
 from polyclinic.learning.unfolded import unfolded
 from polyclinic.models import Classifier
+from polyclinic.models.recomputed import Recomputed
 
 NORMS = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
 """Layers that normalise what passes; the first are BatchNorm and InstanceNorm, of any dimension."""
@@ -82,6 +83,18 @@ class LiveNetwork:
             self._lower = before
             for hook in hooks:
                 hook.remove()
+
+    @contextmanager
+    def recomputing(self, wanted: bool = True) -> Iterator[None]:
+        """Meanwhile blocks that can compute their activations again do so, instead of keeping them for the gradient."""
+        blocks = [module for module in self.module.modules() if wanted and isinstance(module, Recomputed)]
+        for block in blocks:
+            block.on = True
+        try:
+            yield
+        finally:
+            for block in blocks:
+                block.on = False
 
     def _compute(self, module: nn.Module, weights: Bundle, prefix: str, *given: Tensor) -> Tensor:
         if self._lower is None:

@@ -8,6 +8,8 @@ from torch import Tensor
 
 from polyclinic.core import Batch, Bundle, Network, Objective, Tensors
 
+FAINT = 1e-2
+"""A feature whose variance is this share of the mean one counts half in correlations."""
 SEPARABLE: set[Objective] = set()
 """Objectives that are `network.loss` of the weights, called once, plus terms that look at no data."""
 
@@ -90,17 +92,18 @@ def reshaping(network: Network, weights: Bundle, batch: Batch, reference: Bundle
 
 
 def decorrelation(z: Tensor, labels: Tensor) -> Tensor:
-    """The mean squared correlation of two features within a class, over classes with three images or more in the batch:
-    of two images all features correlate by ±1, whatever they are.
+    """The mean of r²·g·g' of two features within a class, r being their correlation and g = v/(v + v̄/100) a feature's
+    variance against the mean one: those that hardly vary would else be correlated by rounding. Over classes with three
+    images or more in the batch: of two images all features correlate by ±1, whatever they are.
 
-    Constant features correlate with nothing. ‖XᵀX‖ = ‖XXᵀ‖ (Frobenius): correlations of d features are d × d numbers,
-    but the sum of their squares needs n × n.
+    ‖XᵀX‖ = ‖XXᵀ‖ (Frobenius): correlations of d features are d × d numbers, but the sum of their squares needs n × n.
     """
     same = (labels[:, None] == labels[None, :]).to(z.dtype)
     count = same.sum(1)
     apart = z - same @ z / count[:, None]
     spread = same @ apart.square() / (count - 1).clamp(min=1)[:, None]
-    x = apart / (spread + 1e-8).sqrt()
+    least = FAINT * spread.mean(1, keepdim=True)
+    x = apart / (spread + least + 1e-12).sqrt()
     every = (same * (x @ x.T).square()).sum(1) - (same @ x.square()).square().sum(1) / count  # without a = b
     pairs = (count - 1).clamp(min=1).square() * max(z.shape[1] * (z.shape[1] - 1), 1)
     several = (count > 2).to(z.dtype)

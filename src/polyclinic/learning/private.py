@@ -91,6 +91,8 @@ def checked(job: Fit, network: LiveNetwork, secret: Stream | None) -> Stream:
     assert options is not None
     if secret is None:
         raise EngineError("a private training job came without a secret; an engine must pass its site's own to fit")
+    if job.order != (None, None):
+        raise RecipeError("training.order looks at examples beside the priced steps; set it to random")
     if job.training.oversample:
         raise RecipeError("training.oversample repeats examples, which privacy cannot count; set it to false")
     if math.isinf(options.clip) and options.noise:

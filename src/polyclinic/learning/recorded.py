@@ -161,9 +161,10 @@ class RecordedGroupNorm(nn.GroupNorm):
     def parts(self, seen: Seen, g: Tensor, count: int) -> dict[str, Part]:
         values, mean, scale = seen
         mean, scale = (t.repeat_interleave(self.num_channels // self.num_groups, 1) for t in (mean, scale))
-        plain = g.flatten(2).sum(2)
+        g, values = (t.reshape(*t.shape[:2], -1) for t in (g, values))  # a dense layer's values have no places
+        plain = g.sum(2)
         # Σ g·(x − mean)·scale, without writing the normalised values down.
-        scaled = ((g * values).flatten(2).sum(2) - mean * plain) * scale
+        scaled = ((g * values).sum(2) - mean * plain) * scale
         return _affine(self.wanted, scaled, plain, count)
 
 

@@ -9,7 +9,7 @@ import torch
 
 from polyclinic.core import Stream
 from polyclinic.errors import RecipeError
-from polyclinic.models import adaptive, pfedcdp, scattering, small, torchvision_family
+from polyclinic.models import adaptive, pfedcdp, resnet22, scattering, small, torchvision_family
 from polyclinic.models.classifier import Builder, Classifier
 from polyclinic.models.weights import Loaded, adopt_weights, download_weights, load_weights
 
@@ -60,6 +60,7 @@ MODELS: dict[str, Spec] = {
     "efficientnet_b0": Spec(torchvision_family.efficientnet_b0, 1, 0.2, "EfficientNet-B0", "FedCycle; Tan and Le 2019"),
     "densenet201": Spec(torchvision_family.densenet201, 29, 0.0, "DenseNet-201", "FedCycle; Huang et al. 2017"),
     "resnet18": Spec(torchvision_family.resnet18, 1, 0.0, "ResNet-18", "He et al. 2016"),
+    "resnet22": Spec(resnet22.resnet22, 11, 0.5, "ResNet-22 for whole mammograms", "Fed-Align-CL; Wu et al. 2020"),
     "resnet50": Spec(torchvision_family.resnet50, 1, 0.0, "ResNet-50", "FedMP; He et al. 2016"),
     "resnet152": Spec(torchvision_family.resnet152, 1, 0.0, "ResNet-152", "FedCycle; He et al. 2016"),
     "inception_v3": Spec(torchvision_family.inception_v3, 75, 0.5, "InceptionV3", "FedCycle; Szegedy et al. 2016"),

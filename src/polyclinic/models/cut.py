@@ -16,6 +16,7 @@ from polyclinic.models.classifier import Classifier
 
 ENDS: dict[str, tuple[str, ...]] = {
     "ResNet": ("layer1", "layer2", "layer3"),
+    "ResNet22": ("layer1", "layer2", "layer3", "layer4"),
     "MobileNetV2": ("3", "6", "13"),
     "MobileNetV3": ("1", "3", "8"),
     "EfficientNet": ("2", "3", "5"),
@@ -43,6 +44,11 @@ def cut_after(classifier: Classifier, stage: int) -> Classifier:
     at = names.index(ends[stage - 1]) + 1
     early, late = ({name: layers[name] for name in part} for part in (names[:at], names[at:]))
     return Classifier(nn.Sequential(OrderedDict(early)), nn.Sequential(OrderedDict(late, classify=classifier.head)))
+
+
+def chain(classifier: Classifier) -> list[nn.Module]:
+    """The extractor's layers in the order in which they are computed; none if it is not a chain."""
+    return list(_chain(classifier)[0].values())
 
 
 def _chain(classifier: Classifier) -> tuple[dict[str, nn.Module], tuple[str, ...]]:

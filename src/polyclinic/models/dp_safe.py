@@ -9,7 +9,8 @@ from typing import TypeVar
 from torch import nn
 
 GROUPS = 32
-"""At most; as Wu and He (2018) and Opacus' ModuleValidator take it."""
+"""At most; as Wu and He (2018) and Opacus' ModuleValidator take it. Dense layers' values, one each, are one group: two
+or four of them by themselves would come out as little more than their signs."""
 M = TypeVar("M", bound=nn.Module)
 
 
@@ -25,7 +26,8 @@ def dp_safe(module: M) -> M:
 
 def _grouped(layer: nn.modules.batchnorm._BatchNorm) -> nn.GroupNorm:
     width = layer.num_features
-    found = nn.GroupNorm(math.gcd(GROUPS, width), width, layer.eps, layer.affine)
+    groups = 1 if isinstance(layer, nn.BatchNorm1d) else math.gcd(GROUPS, width)
+    found = nn.GroupNorm(groups, width, layer.eps, layer.affine)
     if layer.affine:
         found.load_state_dict({"weight": layer.weight.detach(), "bias": layer.bias.detach()})
     return found

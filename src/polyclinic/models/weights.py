@@ -1,8 +1,10 @@
 """Weights from a local safetensors file or from torchvision's server, fitted to a classifier or refused.
 
-Two spellings of names are understood: torchvision's own (`features.0.0.weight`, `fc.bias`) and polyclinic's
+Three spellings of names are understood: torchvision's own (`features.0.0.weight`, `fc.bias`), polyclinic's
 (`extractor.…`, `head.…`, with or without the kind of a saved bundle in front: `model/extractor.…`,
-`buffers/extractor.…`). Either all tensors fit and are loaded, or nothing changes and `WeightsError` says why.
+`buffers/extractor.…`), and that of the published ResNet-22 (`first_conv.weight`, with or without its
+`four_view_resnet.cc.`), which brings no head of ours. Either all tensors fit and are loaded, or nothing changes
+and `WeightsError` says why.
 """
 
 from __future__ import annotations
@@ -28,6 +30,9 @@ KINDS = ("model/", "buffers/")
 PARTS = ("extractor.", "head.")
 WAY_OUT = "set `weights` to a local safetensors file instead"
 
+MAMMOGRAM_VIEW = "four_view_resnet.cc."
+"""Of the published model of four views, the network that sees craniocaudal ones."""
+
 # torchvision's published DenseNets still carry the names of an early version: `norm.1` for `norm1`.
 EARLY_DENSENET = re.compile(r"(denselayer\d+\.(?:norm|conv))\.([12]\.)")
 
@@ -43,7 +48,8 @@ class Loaded:
 
     source: str
     skipped: tuple[str, ...]
-    """The final layer's names if the weights know another number of classes: it keeps its first values."""
+    """Names that keep their first values: the final layer's if the weights know another number of classes, the whole
+    head's if they are the published ResNet-22's, which ends before it."""
     summed: bool
     """Whether the first convolution was summed over RGB for images of one channel."""
 
@@ -57,17 +63,21 @@ def adopt_weights(classifier: Classifier, tensors: Tensors, source: str) -> Load
     """Load named tensors into `classifier`; `source` says in reports and errors where they come from.
 
     Half-precision values become the classifier's float32. The final layer is left alone when it differs in
-    the number of classes only. A first convolution over RGB is summed for a classifier of one channel.
+    the number of classes only, the whole head by the published ResNet-22, which has none. A first convolution over RGB
+    is summed for a classifier of one channel; but that ResNet-22's three channels are a picture and two heatmaps.
     Counters of batches seen by BatchNorm may be missing: old files lack them and nothing depends on them.
     """
     wanted = classifier.state_dict()
     found = _translate(classifier, tensors, source)
     found = {name: _cast(tensor, wanted.get(name)) for name, tensor in found.items()}
     layers = classifier.leaf_layers()
+    headless = not _is_polyclinic(tensors) and _mammogram_prefix(tensors) is not None
     if not _is_polyclinic(tensors):
         found = _fold_inception_input(found)
-    summed = _sum_over_rgb(f"{layers[0]}.weight", found, wanted)
+    summed = not headless and _sum_over_rgb(f"{layers[0]}.weight", found, wanted)
     skipped = _drop_other_classes(layers[-1], found, wanted)
+    if headless:
+        skipped = tuple(name for name in wanted if name.startswith("head."))
     _refuse(list(_mismatches(wanted, found, skipped)), source)
     classifier.load_state_dict(wanted | found)
     return Loaded(source, skipped, summed)
@@ -115,6 +125,11 @@ def _is_polyclinic(tensors: Tensors) -> bool:
     return any(name.startswith(KINDS + PARTS) for name in tensors)
 
 
+def _mammogram_prefix(tensors: Tensors) -> str | None:
+    """What stands before the names of the published ResNet-22, if it is here."""
+    return next((prefix for prefix in (MAMMOGRAM_VIEW, "") if f"{prefix}first_conv.weight" in tensors), None)
+
+
 def _translate(classifier: Classifier, tensors: Tensors, source: str) -> Tensors:
     """The same tensors under the classifier's names; a name that has none there is refused later."""
     if _is_polyclinic(tensors):
@@ -122,6 +137,9 @@ def _translate(classifier: Classifier, tensors: Tensors, source: str) -> Tensors
         kinds |= {f"buffers/{name}": name for name, _ in classifier.named_buffers()}
         own = [name for name in tensors if name.startswith(KINDS + PARTS)]  # a state may hold more, such as controls
         pairs = [(kinds.get(name, name), tensors[name]) for name in own]
+    elif (prefix := _mammogram_prefix(tensors)) is not None:
+        used = [name for name in tensors if name.startswith(prefix)]  # beside it are other views' and their own head
+        pairs = [(_from_mammograms(name.removeprefix(prefix)), tensors[name]) for name in used]
     else:
         last = classifier.leaf_layers()[-1]
         used = [name for name in tensors if not name.startswith("AuxLogits.")]
@@ -139,6 +157,11 @@ def _from_torchvision(name: str, last_layer: str) -> str:
     if slot not in ("classifier", "fc"):
         return "extractor." + EARLY_DENSENET.sub(r"\1\2", name)
     return f"{last_layer}.{rest}" if rest in ("weight", "bias") else f"head.{rest}"
+
+
+def _from_mammograms(name: str) -> str:
+    name = re.sub(r"^layer_list\.(\d)\.", lambda found: f"layer{int(found[1]) + 1}.", name)
+    return "extractor." + name.replace("first_conv.", "conv.").replace("final_bn.", "norm.")
 
 
 def _cast(tensor: Tensor, like: Tensor | None) -> Tensor:

@@ -102,7 +102,7 @@ def noise_for(
         if enough == LARGEST_NOISE:
             raise RecipeError(
                 f"even a noise of {LARGEST_NOISE:g} spends ε = {spent(enough):.3g}, above {epsilon:g} at δ = {delta:g}:"
-                " allow a larger epsilon, fewer rounds or smaller batches"
+                " allow a larger epsilon, fewer rounds or smaller batches, or what else the algorithm tells more noise"
             )
         enough = min(2 * enough, LARGEST_NOISE)
     while enough > SMALLEST_NOISE and spent(max(enough / 2, SMALLEST_NOISE)) <= epsilon:

@@ -16,6 +16,7 @@ from polyclinic.algorithms.averaging import Averaging
 from polyclinic.algorithms.fedavg import FedAvg
 from polyclinic.core import BESIDE, Federation, Private, SiteId, Stage, Stream
 from polyclinic.data.examples import Selection, SiteData
+from polyclinic.ensemble import Ensemble
 from polyclinic.errors import RecipeError, StoreError
 from polyclinic.learning.network import LiveNetwork
 from polyclinic.privacy.account import Spend
@@ -43,6 +44,8 @@ def bind(
         refuse_shared_statistics(network, algorithm, f"clusters.{group}.model" if group else "model")
     if wish.at == "server" and len(networks) > 1:
         raise RecipeError("privacy.at: server noises one mean, and every cluster has its own; set privacy.at: site")
+    if wish.at == "server" and isinstance(algorithm, Ensemble):
+        raise RecipeError("privacy.at: server shows the server every model as it is, and ensemble keeps them; drop one")
     if wish.at == "server" and type(algorithm).aggregate is not FedAvg.aggregate:
         raise RecipeError(
             "privacy.at: server needs an algorithm whose server takes a weighted mean, as fedavg and fedprox do; "
@@ -52,7 +55,7 @@ def bind(
     if wish.unit == "site" and (any(e.kind not in (*RELEASED, "buffers") or e.optional for e in sent) or not sent):
         raise RecipeError(
             "privacy.unit: site clips and noises a site's whole update of the model, and this algorithm sends more, or "
-            "at other times; choose fedavg, fedprox, fednova or fedcycle, or privacy.unit: image"
+            "at other times; choose fedavg, fedprox, fednova or fedcycle, or try privacy.unit: image"
         )
     holdings = {name: _holding(sites[name]) for name in trainers}
     jobs: dict[SiteId, tuple[Steps, ...]] = {}
@@ -70,7 +73,7 @@ def bind(
             rounds=tuple(tuple(draw_cohort(trainers, rules, r)) for r in range(1, rules.rounds + 1)),
             holdings=holdings,
             jobs=jobs,
-            charges=algorithm.charges() if wish.unit != "site" else (),
+            charges=algorithm.charges() if wish.unit != "site" else {},
             holders=held,
             models=models,
             caveat=algorithm.caveat() if wish.unit != "site" else "",

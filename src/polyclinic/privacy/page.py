@@ -33,9 +33,10 @@ def released(plan: Plan | None, exchanges: Iterable[Exchange]) -> list[dict[str,
             {"kind": "metrics", "protection": "every evaluated round, of the site's validation images; no plan"},
             {"kind": "predictions", "protection": "after the last round, of every image, with its label; no plan"},
         ]
+    sent = list(exchanges)
     return [
-        *({"kind": e.kind, "protection": _protection(plan, e.kind)} for e in exchanges),
-        *({"kind": "statistic", "protection": f"clipped, noise {c:g} × its reach, charged"} for c in plan.charges),
+        *({"kind": e.kind, "protection": _protection(plan, e.kind)} for e in sent),
+        *({"kind": k, "protection": _charged(n)} for k, n in plan.charges.items() if k not in {e.kind for e in sent}),
         {"kind": "metrics", "protection": _metrics(plan)},
         {"kind": "predictions", "protection": "read by the simulation itself after the last round; outside the claim"},
         {"kind": "number of images", "protection": "public by assumption"},
@@ -48,14 +49,20 @@ def _protection(plan: Plan, kind: str) -> str:
         return "nothing is trained in them: empty, or frozen as they were sent"
     if not plan.claims:
         return f"noised, but without a guarantee: {plan.caveat}"
+    if kind in plan.charges:
+        return _charged(plan.charges[kind])
     if kind in CHARGED:
-        return "the statistic below: of clipped features, noised and charged"
+        return "told with what is named before it, in one release"
     if wish.unit != "site":
         return f"trained by DP-SGD: gradients clipped to {wish.clip:g} each, noise {plan.noise:.4g} × that on their sum"
     if kind not in RELEASED:
         return "none"
     where = "before it leaves the site" if wish.at == "site" else "by the server, to the mean"
     return f"clipped to {wish.clip:g} as a whole, noise {plan.noise:.4g} × that added {where}"
+
+
+def _charged(noise: float) -> str:
+    return f"of every image no more than a fixed length counts (algorithm.clip), noise {noise:g} × that; charged"
 
 
 def _metrics(plan: Plan) -> str:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -99,6 +99,11 @@ def wish_problems(wish: Wish, training: Training, watching: bool) -> Iterator[st
             "training.oversample draws some images more often than the accountant counts; set training.oversample: "
             "false"
         )
+    if training.order != "random":
+        yield (
+            f"training.order: {training.order} looks at images beside the steps that a privacy plan prices, and "
+            "sampling has no order; set training.order: random, or leave privacy out"
+        )
     if training.private is not None:
         yield "training.private follows from privacy; leave it out"
     if watching and wish.metrics == "suppress":
@@ -135,7 +140,7 @@ class Plan:
     holdings: Mapping[SiteId, Holding]
     jobs: Mapping[SiteId, tuple[Steps, ...]]
     """The training of a round, by site."""
-    charges: tuple[float, ...] = ()
+    charges: Mapping[str, float] = field(default_factory=dict)
     """Noise multipliers of what a round releases beside training."""
     holders: int = 1
     caveat: str = ""
@@ -157,7 +162,7 @@ class Plan:
             return (Spend(sigma),)
         group = self.holdings[site].largest if self.wish.unit == "patient" else 1
         steps = (Spend(sigma, job.rate, job.times, group) for job in self.jobs[site])
-        return (*steps, *(Spend(charge, group=group) for charge in self.charges))
+        return (*steps, *(Spend(charge, group=group) for charge in self.charges.values()))
 
     def whole(self, noise: float | None = None) -> dict[SiteId, tuple[Spend, ...]]:
         """What all rounds at each site release of one unit."""

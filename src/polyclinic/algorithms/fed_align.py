@@ -1,0 +1,179 @@
+"""Fed-Align: adversarial alignment between sites. Jiménez-Sánchez, Tardy, González Ballester, Mateus, Piella:
+Memory-aware curriculum federated learning for breast cancer classification. Computer Methods and Programs in
+Biomedicine 229, 2023, arXiv:2107.02504; the authors' code: github.com/ameliajimenez/curriculum-federated-learning. With
+`training.order: forgotten` it is Fed-Align-CL. F: the extractor; D_k: site k's discriminator; Z: noise N(0, σ²); u_k:
+features Z(F(x)) of some of site k's images, by the model that all sites received in the round before.
+
+    (1)  w_k ← a step on the cross-entropy, in the first `warmup` rounds
+    (2)  D_k ← a step on  −mean log D_k(u_k) − mean log(1 − D_k(u_j)),   j: all other sites
+    (3)  w_k ← a step on  CE + α · mean −½·(log D_k(F(x)) + log(1 − D_k(F(x)))),   D_k as it is
+    (4)  w   ← Σ_k (n_k / n) · Z(w_k)
+
+(2) and (3) on every batch, once these rounds are over. D_k never leaves its site, and is not averaged.
+A site sends `bank` features in every round, drawn anew, and receives up to `receive` of all others together, in turn;
+their labels are not told. With `align: 0` and `variance: 0` it is FedAvg, bit for bit.
+
+Departures. In the paper sites exchange features at every step, and its Eq. 3 moves both extractors of a pair:
+−log D_k(F_k(x)) − log D_k(Z(F_j(x))). Between hospitals features travel once per exchange, and no gradient travels
+back: of that loss only the first term would be left at site k, which makes its features easier to tell, not harder; the
+reverse, −log(1 − D_k(F(x))), has sites change places. (3) asks that D_k be in doubt instead (Tzeng et al., ICCV 2015),
+in one step with the cross-entropy, so that α weighs them whatever the optimiser. u are all of one model: those of
+locally trained ones would let D_k tell models apart, and today's against last round's would let it tell time. The
+authors' released code detaches all features: its Eq. 3 has no gradient, and nothing is aligned. D_k gives a logit
+(theirs: two units and a sigmoid). Sites weigh by examples; `training.weights: uniform` is the paper's mean.
+
+Z is no privacy: nothing is clipped, so the paper's σ² = 0.001 has no ε. It is on parameters and features, never on
+statistics such as BatchNorm's. No privacy plan protects it: (3) looks at features beside the steps that are priced.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from polyclinic.algorithms.averaging import WEIGHTS, RunningMean, classifier
+from polyclinic.algorithms.fedavg import FedAvg
+from polyclinic.algorithms.fedmr import labelled_features
+from polyclinic.core import (
+    BESIDE,
+    Bundle,
+    Exchange,
+    Federation,
+    Fit,
+    Score,
+    Site,
+    SiteId,
+    Step,
+    Stream,
+    Tensors,
+    Update,
+    Work,
+)
+from polyclinic.errors import RecipeError, Refused
+from polyclinic.learning.aligning import DISCRIMINATOR, Discriminator, aligning, discriminating, noised
+from polyclinic.learning.beside import drawn, named
+from polyclinic.learning.feature_bank import others, told
+from polyclinic.learning.objectives import task_loss
+
+LESSON, DISCRIMINATION = ("extractor.", "head."), (f"{BESIDE}{DISCRIMINATOR}.",)
+"""What the steps move."""
+
+
+@dataclass(frozen=True)
+class FedAlign(FedAvg):
+    align: float = 1.0
+    """α, the weight of (3); 0: nobody aligns, and no features travel."""
+    warmup: int = 5
+    """Rounds before anybody aligns."""
+    bank: int = 64
+    """Features that a site sends, and the server keeps of it."""
+    receive: int = 128
+    """Features, of all others together, that a site receives."""
+    hidden: int = 4
+    """Units of a discriminator."""
+    variance: float = 0.0
+    """σ² of the noise on parameters and features as they leave; the paper has 0.001. No privacy guarantee."""
+
+    def __post_init__(self) -> None:
+        for name, least in (("align", 0), ("warmup", 0), ("variance", 0), ("bank", 1), ("receive", 1), ("hidden", 1)):
+            if not least <= getattr(self, name) < math.inf:
+                raise RecipeError(f"algorithm.{name} is {getattr(self, name)}; choose {least} or more")
+        if self.training.private is not None and self.align:
+            raise RecipeError(
+                "fed-align looks at images beside the steps that a privacy plan prices; leave privacy out, or set "
+                "algorithm.align: 0"
+            )
+
+    @property
+    def exchanges(self) -> tuple[Exchange, ...]:
+        kinds = ("features",) if self.align else ()
+        return (*super().exchanges, *(Exchange(kind, like=kind) for kind in kinds))
+
+    def remark(self) -> str:
+        noise = (
+            f"fed-align adds noise of variance {self.variance:g} to what leaves a site, without clipping: this is no"
+        )
+        return f"{noise} privacy guarantee, and no ε is claimed for it" if self.variance else ""
+
+    def beside(self, features: tuple[int, ...], classes: int) -> Mapping[str, nn.Module]:
+        del classes
+        return {DISCRIMINATOR: Discriminator(math.prod(features), self.hidden)} if self.align else {}
+
+    def init(self, federation: Federation) -> Bundle:
+        state = classifier(federation.initial)
+        if not self.align:
+            return state
+        first = next(iter(state["model"].values()))
+        slots = {"values": first.new_zeros(1, self.bank, *federation.features), "held": first.new_zeros(1)}
+        bank = {f"{site}/{what}": tensor for site in federation.sites for what, tensor in slots.items()}
+        return {**state, "features": slots, "bank": bank}
+
+    def broadcast(self, state: Bundle, site: SiteId) -> Bundle:
+        sent = {kind: state[kind] for kind in WEIGHTS}
+        return {**sent, "others": others(state["bank"], site, self.receive)} if "bank" in state else sent
+
+    def local(self, received: Bundle, memory: Bundle | None, site: Site, rng: Stream) -> Work:
+        start = {kind: received.get(kind, {}) for kind in WEIGHTS}
+        if not self.align:
+            fitted = yield Fit(start, task_loss, self.training)
+            return Update(self._sent(fitted.weights, rng, site), site.examples), None
+        before = memory or {**self._first(received, rng), "own": {}}
+        accompanied = {kind: {**group, **before.get(kind, {})} for kind, group in start.items()}
+        if site.round > self.warmup and before.get("own") and bool(received["others"]["held"] > 0):
+            steps = Step(discriminating, DISCRIMINATION), Step(aligning, LESSON)  # (2), (3)
+            fitted = yield Fit(accompanied, steps, self.training, self._reference(before["own"], received["others"]))
+        else:
+            fitted = yield Fit(accompanied, (Step(task_loss, LESSON),), self.training)  # (1)
+        found = yield Score(start, labelled_features)
+        features = self._features(found, rng.child("bank", site.round))
+        own = {k: {n: t for n, t in g.items() if n.startswith(BESIDE)} for k, g in fitted.weights.items()}
+        sent = {**self._sent(fitted.weights, rng, site), "features": features}
+        return Update(sent, site.examples), {**own, "own": features}
+
+    def _first(self, received: Bundle, rng: Stream) -> Bundle:
+        """D_k before it has trained: each site draws its own."""
+        like = received["others"]["values"]
+        width = math.prod(like.shape[2:])
+        network = drawn(lambda: Discriminator(width, self.hidden), rng.child("discriminator"))
+        return named(DISCRIMINATOR, network.to(like))
+
+    def _reference(self, own: Tensors, others: Tensors) -> Bundle:
+        """What (2) and (3) look at beside the batch."""
+        like = others["values"]
+
+        def shown(bank: Tensors) -> Tensors:
+            values = bank["values"][0].to(like)
+            there = torch.arange(len(values), device=like.device) < bank["held"].to(like.device)
+            return {"values": values, "there": there.to(like.dtype)}
+
+        return {"own": shown(own), "others": shown(others), "scalars": {"align": like.new_tensor(self.align)}}
+
+    def _features(self, found: Tensors, rng: Stream) -> Tensors:
+        """Z(F(x)) of some images; whose they are and what they show is not told."""
+        nobody = torch.zeros_like(found["labels"]).long()
+        release = told(found["features"], nobody, 1, self.bank, 1, rng)
+        values = noised({"values": release.values}, self.variance, rng.child("noise").generator())["values"]
+        return {"values": values, "held": release.held}
+
+    def _sent(self, weights: Bundle, rng: Stream, site: Site) -> Bundle:
+        """Z(w_k) of (4)."""
+        model = classifier(weights)
+        return {**model, "model": noised(model["model"], self.variance, rng.child("noise", site.round).generator())}
+
+    def check(self, update: Update) -> None:
+        held = update.tensors.get("features", {}).get("held")
+        if held is not None and bool(((held < 0) | (held > self.bank) | (held != held.round())).any()):
+            raise Refused("features", f"numbers of features that are not whole and from 0 to {self.bank}")
+
+    def aggregate(self, state: Bundle, updates: Iterable[Update]) -> Bundle:
+        averages, bank = {kind: RunningMean() for kind in WEIGHTS}, dict(state.get("bank", {}))
+        for update in updates:
+            for kind, average in averages.items():
+                average.add(update.tensors.get(kind, {}), self.weight(update))  # (4)
+            bank |= {f"{update.site}/{n}": t.clone() for n, t in update.tensors.get("features", {}).items()}
+        found = {**state, **{kind: average.value() for kind, average in averages.items()}}
+        return {**found, "bank": bank} if self.align else found

@@ -1,0 +1,223 @@
+"""Fed-Align: gradients that reach where they should, discriminators that stay at home, features that mix."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from sklearn.linear_model import LogisticRegression
+from sklearn.model_selection import cross_val_score
+from torch import Tensor
+
+from polyclinic.algorithms.fed_align import FedAlign
+from polyclinic.algorithms.fedavg import FedAvg
+from polyclinic.core import BESIDE, Bundle, Optimiser, SiteId, Stream, Training, Update
+from polyclinic.data.digits import DigitsOptions, digits
+from polyclinic.data.examples import Images, SiteData
+from polyclinic.engines import Engine
+from polyclinic.errors import RecipeError, Refused
+from polyclinic.experiment import run
+from polyclinic.learning.aligning import DISCRIMINATOR, Discriminator, aligning, discriminating
+from polyclinic.learning.beside import accompanied
+from polyclinic.learning.network import LiveNetwork
+from polyclinic.models import build
+from tests.laws.bench import CLASSES, Letter, Played, Tap, clinics, noise, play, same, site, small
+from tests.small import tiny
+
+SGD = Training(Optimiser(lr=0.1), batch=5)
+ADAM = Training(Optimiser("adam", lr=0.01), batch=5, epochs=2)
+SITES = ("clinic-1", "clinic-2", "clinic-3")
+NETWORKS: list[Callable[[], LiveNetwork]] = [small, lambda: small(norm=False), lambda: small(dropout=0.4)]
+
+
+def tapped(algorithm: FedAvg, network: LiveNetwork, rounds: int = 2) -> tuple[Played, list[Letter]]:
+    taps: list[Tap] = []
+
+    def wrap(engine: Engine) -> Engine:
+        taps.append(Tap(engine))
+        return taps[0]
+
+    return play(algorithm, clinics(12, 7, 16), network, rounds, wrap), taps[0].letters
+
+
+# Where it is FedAvg
+
+
+@pytest.mark.parametrize("training", [SGD, ADAM], ids=["sgd", "adam"])
+@pytest.mark.parametrize("network", NETWORKS, ids=["batchnorm", "plain", "dropout"])
+def test_without_alignment_and_while_it_warms_up_it_is_fedavg(
+    network: Callable[[], LiveNetwork], training: Training
+) -> None:
+    fedavg = play(FedAvg(training), clinics(12, 7, 16), network(), 3).outcome.state
+    assert same(play(FedAlign(training, align=0.0), clinics(12, 7, 16), network(), 3).outcome.state, fedavg)
+    warming = play(FedAlign(training, warmup=3), clinics(12, 7, 16), network(), 3).outcome.state
+    assert same({kind: warming[kind] for kind in ("model", "buffers")}, fedavg)
+    aligned = play(FedAlign(training, warmup=0), clinics(12, 7, 16), network(), 3).outcome.state
+    assert not same({kind: aligned[kind] for kind in ("model", "buffers")}, fedavg)
+
+
+# The losses
+
+
+def ready() -> tuple[LiveNetwork, Bundle, Bundle]:
+    network = accompanied(small(norm=False), FedAlign(), (16,), CLASSES, Stream(1))
+    own, others = torch.randn(2, 6, 16, generator=Stream(2).generator())
+    reference = {
+        "own": {"values": own, "there": torch.tensor([1.0, 1, 1, 0, 0, 0])},
+        "others": {"values": others, "there": torch.tensor([1.0, 1, 1, 1, 0, 0])},
+        "scalars": {"align": torch.tensor(0.5)},
+    }
+    network.require_gradients(frozenset(network.live["model"]))
+    return network, network.live, reference
+
+
+def moved(network: LiveNetwork) -> set[str]:
+    found = {n.split(".")[0] for n, p in network.live["model"].items() if p.grad is not None and p.grad.abs().max() > 0}
+    for parameter in network.live["model"].values():
+        parameter.grad = None
+    return found
+
+
+def test_losses_are_those_of_the_equations_and_move_what_they_should() -> None:
+    network, weights, reference = ready()
+    batch = noise(8).batch(torch.arange(8))
+    banks = reference["own"]["values"][:3], reference["others"]["values"][:4]
+    mine, theirs = (network.beside(weights, DISCRIMINATOR, bank).detach() for bank in banks)
+    loss = discriminating(network, weights, batch, reference)
+    torch.testing.assert_close(loss, -torch.sigmoid(mine).log().mean() - (1 - torch.sigmoid(theirs)).log().mean())
+    loss.backward()  # type: ignore[no-untyped-call]
+    assert moved(network) == {BESIDE.rstrip(".")}
+    doubt = torch.sigmoid(network.beside(weights, DISCRIMINATOR, network.features(weights, batch[0]))).detach()
+    wanted = network.loss(weights, batch) - 0.5 * (doubt.log() + (1 - doubt).log()).mean() / 2
+    loss = aligning(network, weights, batch, reference)
+    torch.testing.assert_close(loss, wanted)
+
+
+def test_alignment_alone_has_a_gradient_on_the_extractor_and_brings_doubt() -> None:
+    """In the authors' released code it has none."""
+    network, weights, reference = ready()
+    batch = noise(8).batch(torch.arange(8))
+    extractor = [p for n, p in weights["model"].items() if n.startswith("extractor.")]
+
+    def certainty() -> Tensor:
+        return network.beside(weights, DISCRIMINATOR, network.features(weights, batch[0])).square().mean()
+
+    alone = aligning(network, weights, batch, reference) - network.loss(weights, batch)
+    gradients = torch.autograd.grad(alone, extractor)
+    assert min(float(gradient.abs().max()) for gradient in gradients) > 0
+    before = certainty()
+    with torch.no_grad():
+        for parameter, gradient in zip(extractor, gradients, strict=True):
+            parameter -= 0.1 * gradient
+        assert bool(certainty() < before)
+
+
+# Who has what
+
+
+def test_discriminators_stay_at_their_sites_and_differ() -> None:
+    played, letters = tapped(FedAlign(SGD, warmup=0), small(), 3)
+    for letter in letters:
+        for message in (letter.sent, letter.answer):
+            assert not any(name.startswith(BESIDE) for group in message.tensors.values() for name in group)
+    kept = [played.remembered(name) for name in SITES]
+    weights = [own["model"][f"{BESIDE}{DISCRIMINATOR}.enter.weight"] for own in kept if own]
+    assert len(weights) == 3
+    assert not torch.equal(weights[0], weights[1])
+    assert not any(name.startswith(BESIDE) for name in played.model)
+
+
+def test_a_site_hears_the_last_features_of_others_without_labels() -> None:
+    _, letters = tapped(FedAlign(SGD, warmup=0, bank=4, receive=5), small(), 3)
+    for letter in (each for each in letters if each.round > 1):
+        heard = letter.sent.tensors["others"]
+        assert set(heard) == {"values", "held"}
+        assert int(heard["held"]) == 5
+        told = {  # what each told a round ago
+            other.site: other.answer.tensors["features"]["values"][0]
+            for other in letters
+            if other.round == letter.round - 1
+        }
+        own = told.pop(letter.site)
+        everyone = torch.cat(list(told.values()))
+        for row in heard["values"][0][:5]:
+            assert bool((row == everyone).all(1).any())
+            assert not bool((row == own).all(1).any())
+    assert int(letters[0].sent.tensors["others"]["held"]) == 0
+
+
+def test_noise_is_on_parameters_and_features_and_never_on_statistics() -> None:
+    (_, plain), (_, noisy) = (tapped(FedAlign(SGD, variance=v), small(), 1) for v in (0.0, 0.04))
+    for one, other in zip(plain, noisy, strict=True):
+        assert same({"buffers": one.answer.tensors["buffers"]}, {"buffers": other.answer.tensors["buffers"]})
+        difference = torch.cat(
+            [(other.answer.tensors["model"][n] - t).flatten() for n, t in one.answer.tensors["model"].items()]
+        )
+        assert 0.15 < float(difference.std()) < 0.25
+        held = int(one.answer.tensors["features"]["held"])
+        features = [letter.answer.tensors["features"]["values"][0, :held] for letter in (one, other)]
+        assert 0.15 < float((features[1] - features[0]).std()) < 0.25
+
+
+def test_noise_without_clipping_is_called_no_guarantee() -> None:
+    assert "no privacy guarantee" in FedAlign(variance=0.001).remark()
+    assert FedAlign().remark() == ""
+
+
+@pytest.mark.parametrize("held", [-1.0, 65.0, 0.5])
+def test_a_site_cannot_claim_features_that_it_did_not_send(held: float) -> None:
+    tensors = {"features": {"values": torch.zeros(1, 64, 16), "held": torch.tensor([held])}}
+    with pytest.raises(Refused, match="not whole and from 0 to 64"):
+        FedAlign().check(Update(tensors, 5))
+
+
+@pytest.mark.parametrize("option", ["align", "warmup", "bank", "receive", "hidden", "variance"])
+def test_options_out_of_range_are_refused(option: str) -> None:
+    with pytest.raises(RecipeError, match=rf"algorithm.{option} is -1; choose"):
+        FedAlign(**{option: -1})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("unit", "told"), [("image", "algorithm.align: 0"), ("site", "this algorithm sends more")])
+def test_a_privacy_plan_is_refused(unit: str, told: str) -> None:
+    plan = {"unit": unit, "epsilon": 5, "delta": 1e-3, "clip": 1.0, "randomness": "seed"}
+    with pytest.raises(RecipeError, match=told):
+        run(tiny(algorithm="fed-align", privacy=plan))
+    assert run(tiny(algorithm={"name": "fed-align", "align": 0}, privacy=plan)).summary["privacy"]
+
+
+# What it is for
+
+
+def two_scanners() -> dict[SiteId, SiteData]:
+    """Real digits: at one site as they are, at the other of lower contrast and brighter; both noisy."""
+    found = digits(DigitsOptions(), Stream(0))
+    images, labels = found.images[:1200].float() / 255, found.labels[:1200]
+    images = torch.cat([images[:600], 0.7 * images[600:] + 0.2])
+    images = images + 0.3 * torch.randn(images.shape, generator=Stream(9).generator())
+    halves = {"first": slice(0, 600), "second": slice(600, 1200)}
+    return {name: site(name, Images(images[half], labels[half])) for name, half in halves.items()}
+
+
+def test_features_of_two_scanners_are_harder_to_tell_apart_than_after_fedavg() -> None:
+    training = Training(Optimiser(lr=0.1), batch=32)
+    aligned = FedAlign(training, warmup=2, hidden=16, bank=300, receive=300)
+    told, right = {}, {}
+    for algorithm in (FedAvg(training), aligned):
+        network = LiveNetwork(build("mlp", classes=10, channels=1, size=8, seed=Stream(5)))
+        weights, sites = play(algorithm, two_scanners(), network, 25).weights, two_scanners().values()
+        network.evaluation_mode()
+        with torch.no_grad():
+            seen = [network.features(weights, held.train.batch(torch.arange(600))[0]) for held in sites]
+            logits = torch.cat([network.head(weights, features) for features in seen])
+        labels = torch.cat([held.train.labels for held in sites])
+        right[algorithm] = float((logits.argmax(1) == labels).float().mean())
+        probe = LogisticRegression(max_iter=3000)
+        told[algorithm] = cross_val_score(probe, torch.cat(seen).numpy(), [0] * 600 + [1] * 600, cv=3).mean()
+    fed = FedAvg(training)
+    assert told[aligned] < told[fed] - 0.04, told
+    assert right[aligned] > right[fed] - 0.03, right
+
+
+def test_a_discriminator_is_two_dense_layers() -> None:
+    assert sum(p.numel() for p in Discriminator(256, 4).parameters()) == 256 * 4 + 4 + 4 + 1
