@@ -118,7 +118,7 @@ def test_idx_files_are_read_as_written(folder: Path) -> None:
 def test_gzipped_files_are_read_alike(folder: Path) -> None:
     plain = loaded(folder)
     for path in list((folder / "mnist").iterdir()):
-        path.with_name(path.name + ".gz").write_bytes(gzip.compress(path.read_bytes()))
+        path.with_name(path.name + ".gz").write_bytes(gzip.compress(path.read_bytes(), mtime=0))
         path.unlink()
     assert torch.equal(loaded(folder).images, plain.images)
 
@@ -167,7 +167,7 @@ def test_a_damaged_file_is_named(folder: Path, name: str, damage: object, words:
     if zipped:
         path.unlink()
         path = path.with_name(name + ".gz")
-        content = gzip.compress(content)
+        content = gzip.compress(content, mtime=0)
     path.write_bytes(content)
     with pytest.raises(DataError) as caught:
         loaded(folder)
@@ -175,7 +175,7 @@ def test_a_damaged_file_is_named(folder: Path, name: str, damage: object, words:
     assert str(path) in str(caught.value)
 
 
-@pytest.mark.parametrize("content", [b"not gzip at all", gzip.compress(b"a" * 9000)[:-20]])
+@pytest.mark.parametrize("content", [b"not gzip at all", gzip.compress(b"a" * 9000, mtime=0)[:-20]])
 def test_a_broken_archive_is_named(folder: Path, content: bytes) -> None:
     path = folder / "mnist" / "train-images-idx3-ubyte"
     path.unlink()
