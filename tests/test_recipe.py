@@ -38,6 +38,7 @@ FULL: dict[str, Any] = {
     "training": {
         "optimiser": {"name": "sgd", "lr": 0.1, "momentum": 0.5, "weight_decay": 0.0},
         "batch": 8,
+        "first_epochs": None,
         "epochs": None,
         "steps": 4,
         "weights": "uniform",

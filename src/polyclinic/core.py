@@ -156,6 +156,8 @@ class Training:
     """Average every `epochs` epochs …"""
     steps: int | None = None
     """… or every `steps` steps, walking through the epochs (then `epochs` is None)."""
+    first_epochs: int | None = None
+    """Epochs of round 1, in which sites have not met yet: local pretraining. None: as in every round."""
     weights: Literal["examples", "uniform"] = "examples"
     fine_tune: float = 1.0
     """Share of leaf layers, nearest the output, that is trained; the rest is frozen, its BatchNorm in eval mode."""

@@ -13,6 +13,8 @@ def training_problems(training: Training) -> Iterator[str]:
         yield "training needs either epochs or steps: to average every τ steps write `epochs: null` and `steps: τ`"
     if 0 in (training.epochs, training.steps) or min(training.epochs or 1, training.steps or 1) < 1:
         yield "training.epochs and training.steps start at 1"
+    if training.first_epochs is not None and training.first_epochs < 1:
+        yield f"training.first_epochs is {training.first_epochs}; choose 1 or more, or leave it out"
     if not 1 <= training.batch <= 1_000_000:
         yield f"training.batch is {training.batch}; choose 1 to 1,000,000"
     if not 0 < training.fine_tune <= 1:

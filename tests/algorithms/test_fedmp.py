@@ -265,7 +265,7 @@ def test_a_federation_where_no_class_may_be_told_is_fedavg_to_the_end() -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"variant": "paper"}, {"balanced": False}, {"completion": False}, {"alignment": False}, {"first_epochs": 1}],
+    [{}, {"variant": "paper"}, {"balanced": False}, {"completion": False}, {"alignment": False}],
     ids=lambda options: next(iter(options), "plain"),
 )
 def test_it_stacks_with_dropout(options: dict[str, Any]) -> None:

@@ -188,16 +188,6 @@ def test_nothing_is_sent_that_is_not_needed(completion: bool, alignment: bool) -
     assert all(set(letter.answer.tensors) == told and set(letter.sent.tensors) == heard for letter in letters)
 
 
-def test_the_first_round_may_be_longer() -> None:
-    algorithm, lengths = FedMP(replace(SGD, epochs=None, steps=2), first_epochs=7), []
-    for number in (1, 2):
-        state = algorithm.init(federation(algorithm, clinics(8, 8), small())[0])
-        here = Site("clinic-1", 8, number, 3, 0.1)
-        job = next(algorithm.local(algorithm.broadcast(state, "clinic-1"), None, here, Stream(0)))
-        lengths.append((job.training.epochs, job.training.steps) if isinstance(job, Fit) else None)
-    assert lengths == [(7, None), (None, 2)]
-
-
 def test_every_round_and_every_site_samples_others_features_by_a_key_of_its_own() -> None:
     algorithm = FedMP(SGD)
     state = algorithm.init(federation(algorithm, clinics(8, 8), small())[0])
@@ -234,7 +224,7 @@ def test_numbers_of_features_that_cannot_be_are_refused(held: list[float]) -> No
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        *((name, 0) for name in ("bank", "receive", "sample", "fewest", "first_epochs")),
+        *((name, 0) for name in ("bank", "receive", "sample", "fewest")),
         *((name, value) for name in ("mu_client", "mu_server") for value in (0.0, 1.1, -0.5, float("nan"))),
         *((name, value) for name in ("clip", "noise_features", "noise_means") for value in (0.0, -1.0, float("nan"))),
     ],
@@ -281,8 +271,8 @@ def test_more_is_released_than_by_fedavg_so_it_costs_more() -> None:
 def test_a_whole_site_is_not_protected_and_a_longer_first_round_is_not_priced() -> None:
     with pytest.raises(RecipeError, match="sends more"):
         Experiment(tiny(algorithm="fedmp", privacy={"unit": "site", "epsilon": 30.0, "delta": 1e-3}))
-    with pytest.raises(RecipeError, match=r"leave out algorithm\.first_epochs"):
-        Experiment(tiny(algorithm={"name": "fedmp", "first_epochs": 2}, privacy=IMAGE))
+    with pytest.raises(RecipeError, match=r"leave out training\.first_epochs"):
+        tiny(algorithm="fedmp", training__first_epochs=2, privacy=IMAGE)
 
 
 def test_under_a_plan_a_reply_is_noised_and_small_classes_are_withheld() -> None:

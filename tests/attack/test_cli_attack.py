@@ -222,8 +222,8 @@ def test_the_verdict_is_one_sentence_about_every_stage() -> None:
     means = {n: {"decoder": figures(0.9 - n / 10), "mean": figures(0.2), "nearest": figures(0.3)} for n in (1, 2, 3)}
     told = verdict(means, {1: {"decoder": 2}, 2: {"decoder": 1}, 3: {"decoder": 0}}, [])
     assert told.startswith(
-        "Features of stages 1 and 2 give images away (stage 1: SSIM 0.80, L2 0.10, 50% recognised; without a decoder at "
-        "best SSIM 0.30, L2 0.10, 50% recognised)"
+        "Features of stages 1 and 2 give images away (stage 1: SSIM 0.80, L2 0.10, 50% recognised; without a decoder "
+        "at best SSIM 0.30, L2 0.10, 50% recognised)"
     )
     assert "makes nothing of stage 3" in told
     hidden = verdict(means, {n: {"decoder": 1, "protected": n == 1} for n in means}, [])

@@ -20,20 +20,20 @@ from their prototypes (tests/algorithms/test_fedmp.py shows it), so no variant d
 take the mean; (1) divides this factor out. `variant: paper` has the rest as printed: (8) is −Σ_c mean cos, (1) divides
 by |r|, unbounded; z̄ and p start at 0, and (7) weighs sites by n_k whether they hold the class or not.
 
-Few-shot: few rounds of many epochs (`first_epochs` in the first); the sites' ensemble predicts (`ensemble: true`).
+Few-shot: few rounds of many epochs, and the sites' ensemble predicts (`training.first_epochs`, `ensemble: true`).
 
 What leaves a site are labelled features of patients' images: `polyclinic attack` shows what can be made of them. A
 class of fewer than `fewest` images is not told, neither features nor mean. Under a privacy plan (unit image) features
 and means are clipped to `clip`, noised and charged (privacy/kinds.py): `noise_features` and `noise_means`. Every class
 then has `bank` slots, filled or not (learning/feature_bank.py); one of so few images that its count may be noise is
-withheld. A plan prices all rounds alike: no `first_epochs`.
+withheld.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -69,8 +69,6 @@ class FedMP(FedAvg):
     """μ_s, what the new prototypes count in (7)."""
     fewest: int = 3
     """A class of fewer images than this is not told."""
-    first_epochs: int | None = None
-    """Epochs in round 1, where there is nothing to learn of others yet; None: as in every round."""
     clip: float = 10.0
     """Under a privacy plan: features are no longer than this."""
     noise_features: float = 20.0
@@ -79,8 +77,8 @@ class FedMP(FedAvg):
     """Under a privacy plan: the noise of a round's means and counts, in units of what an image changes; charged."""
 
     def __post_init__(self) -> None:
-        for name in ("bank", "receive", "sample", "fewest", "first_epochs"):
-            if (value := getattr(self, name)) is not None and value < 1:
+        for name in ("bank", "receive", "sample", "fewest"):
+            if (value := getattr(self, name)) < 1:
                 raise RecipeError(f"algorithm.{name} is {value}; choose 1 or more")
         for name in ("mu_client", "mu_server"):
             if not 0 < getattr(self, name) <= 1:
@@ -88,8 +86,6 @@ class FedMP(FedAvg):
         for name in ("clip", "noise_features", "noise_means"):
             if not getattr(self, name) > 0:
                 raise RecipeError(f"algorithm.{name} is {getattr(self, name)}; choose more than 0")
-        if self.training.private is not None and self.first_epochs is not None:
-            raise RecipeError("a privacy plan prices all rounds alike; leave out algorithm.first_epochs, or privacy")
 
     @property
     def exchanges(self) -> tuple[Exchange, ...]:
@@ -121,9 +117,7 @@ class FedMP(FedAvg):
     def local(self, received: Bundle, memory: Bundle | None, site: Site, rng: Stream) -> Work:
         reference = self._reference(received, rng.child("others", site.round))
         joint = completing if self.variant == "sound" else completing_paper
-        first = self.first_epochs if site.round == 1 else None
-        lesson = self.training if first is None else replace(self.training, epochs=first, steps=None)
-        fitted = yield Fit(weights(received), joint if reference else task_loss, lesson, reference)
+        fitted = yield Fit(weights(received), joint if reference else task_loss, self.training, reference)
         if not (self.completion or self.alignment):
             return Update(fitted.weights, site.examples), None
         found = yield Score(fitted.weights, labelled_features)

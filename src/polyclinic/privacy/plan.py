@@ -94,6 +94,8 @@ def wish_problems(wish: Wish, training: Training, watching: bool) -> Iterator[st
             "a shuffled loader is not Poisson sampling, so no step is cheaper for it; set privacy.sampling: poisson, "
             "or privacy.amplification: false"
         )
+    if training.first_epochs is not None:
+        yield "a privacy plan prices all rounds alike; leave out training.first_epochs, or privacy"
     if training.oversample and wish.unit != "site":
         yield (
             "training.oversample draws some images more often than the accountant counts; set training.oversample: "
