@@ -33,7 +33,15 @@ FULL: dict[str, Any] = {
         "split": {"train": 0.7, "validation": 0.1, "test": 0.2, "official": True},
         "allow_single_class": True,
     },
-    "model": {"name": "cnn_c", "dropout": 0.1, "norm": "group", "weights": None, "cut": 2, "checkpoint": False},
+    "model": {
+        "name": "cnn_c",
+        "dropout": 0.1,
+        "norm": "group",
+        "weights": None,
+        "cut": 2,
+        "pretrain": 1,
+        "checkpoint": False,
+    },
     "algorithm": {"name": "fedprox", "mu": 0.1},
     "training": {
         "optimiser": {"name": "sgd", "lr": 0.1, "momentum": 0.5, "weight_decay": 0.0},
@@ -79,7 +87,15 @@ FULL: dict[str, Any] = {
     "clusters": {
         "high": {
             "at_least": 0,
-            "model": {"name": "cnn_c", "dropout": 0.1, "norm": "own", "weights": None, "cut": 2, "checkpoint": False},
+            "model": {
+                "name": "cnn_c",
+                "dropout": 0.1,
+                "norm": "own",
+                "weights": None,
+                "cut": 2,
+                "pretrain": 1,
+                "checkpoint": False,
+            },
             "lr": 0.5,
         }
     },

@@ -38,6 +38,7 @@ from polyclinic.lineup import device_of, line_up, refuse_unplayable, server_mode
 from polyclinic.lineup import network_of as network_of
 from polyclinic.metrics import Predictions, finite, measure
 from polyclinic.models.scattering import fixed_part
+from polyclinic.pretrain import pretrain
 from polyclinic.privacy.binding import (
     bind,
     discretion_of,
@@ -110,14 +111,14 @@ class Experiment:
         self.module = network_of(recipe, self.consortium, data)
         device = device_of(recipe)
         self.lineup = line_up(recipe, self.consortium, self.module, device, data)
+        self.public = self._public(data)
+        pretrain(self.lineup, self.public, device)
         self.algorithm = self.lineup.around(recipe.algorithm_of())
         refuse_unplayable(self.lineup, self.consortium)
         self.network = next(iter(self.lineup.networks.values()))
         self.sites, self.apart = self.consortium.on(device), self.consortium.held_out
         part = fixed_part(self.module)
-        if (
-            part is not None and recipe.training.augment is None and not recipe.clusters
-        ):  # the same at every step, so computed once
+        if part is not None and recipe.training.augment is None and not recipe.clusters:  # so computed once
             self.sites, self.apart = self.consortium.through(part, device)
         if self.algorithm.pooled:
             self.sites[POOLED] = pool(self.sites)
@@ -125,7 +126,6 @@ class Experiment:
         start = weights_of(self.module) if recipe.clusters else self.network.take()
         norms = norm_names(self.module)
         self.federation = Federation(self.consortium.classes, registered, start, norms, self.lineup.shapes.get("", ()))
-        self.public = self._public(data)
         self.plan = self._plan()
         if self.plan is not None:
             self.algorithm = self.lineup.around(recipe.algorithm_of(self.plan.private()))

@@ -92,6 +92,8 @@ class ModelSection(BaseModel):
     """A safetensors file, or `torchvision` for torchvision's own download."""
     cut: int | None = Field(None, ge=1)
     """The stage after which the extractor ends and the head begins; None: before the last layers."""
+    pretrain: int | None = Field(None, ge=1)
+    """Epochs on the public set, at the server, before round 1."""
     checkpoint: bool = False
     """Whether blocks compute their activations again for the gradient, instead of keeping them."""
 

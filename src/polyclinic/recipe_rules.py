@@ -120,6 +120,8 @@ def _cluster_problems(recipe: Recipe) -> Iterator[str]:
     wanted = recipe.evaluate.headline
     if wanted == "public" and recipe.public is None:
         yield "evaluate.headline is public, but there is no public set; add `public`, or set evaluate.headline: null"
+    if any(m.pretrain for m in (recipe.model, *(c.model for c in recipe.clusters.values()))) and recipe.public is None:
+        yield "model.pretrain trains on images at the server; add for example `public: {name: mias}`"
     if recipe.ensemble and recipe.clusters:
         yield "ensemble has one network for all sites' models; set clusters: {}, or ensemble: false"
     if wanted == "ensemble" and not recipe.ensemble:

@@ -1,0 +1,62 @@
+"""A start that the server has trained on its public set."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from polyclinic.core import Fit, Site, Stream
+from polyclinic.errors import RecipeError
+from polyclinic.experiment import Experiment, run
+from polyclinic.learning.fit import fit
+from polyclinic.learning.network import weights_of
+from polyclinic.learning.objectives import task_loss
+from tests.small import tiny
+
+PUBLIC = {"name": "digits", "split": {"train": 0.8, "validation": 0.1, "test": 0.1}}
+
+
+def experiment(**settings: Any) -> Experiment:
+    """Digits are the sites' as well: under a plan nobody compares them, so that there are public ones."""
+    plan = {"noise": 1.0, "delta": 1e-3, "randomness": "seed"}
+    return Experiment(tiny(public=PUBLIC, privacy=plan, **settings))
+
+
+def test_it_is_so_many_epochs_of_the_recipes_training_on_public_images() -> None:
+    plain, ready = experiment(), experiment(model__pretrain=2)
+    assert plain.public is not None
+    training = replace(plain.recipe.training, epochs=2)
+    server, stream = Site("server", len(plain.public.train), 1, 1, training.optimiser.lr), Stream(0, ("pretrain", ""))
+    job = Fit(weights_of(plain.module), task_loss, training)
+    wanted = fit(job, plain.network, plain.public.train, server, stream).weights
+    for name, tensor in wanted["model"].items():
+        assert torch.equal(ready.federation.initial["model"][name], tensor)
+
+
+def test_a_pretrained_start_is_better_and_repeats() -> None:
+    losses = [experiment(model__pretrain=epochs, rounds=1).run().summary["headline"]["loss"] for epochs in (5, 5, None)]
+    assert losses[0] == losses[1] < losses[2]
+
+
+def test_each_cluster_may_have_its_own() -> None:
+    clusters = {
+        "high": {"at_least": 0.5, "model": {"name": "mlp", "pretrain": 1}},
+        "low": {"at_least": 0, "model": "linear"},
+    }
+    cards = {f"site-{n}": dict.fromkeys(("cpu", "memory", "battery", "network"), n / 4) for n in (1, 2, 3)}
+    plain, ready = (
+        experiment(clusters=clusters, capability={"cards": cards}, clusters__high__model__pretrain=epochs)
+        for epochs in (None, 1)
+    )
+    states = [each.algorithm.init(each.federation) for each in (plain, ready)]
+    same = {kind: all(torch.equal(t, states[1][kind][n]) for n, t in states[0][kind].items()) for kind in states[0]}
+    assert not same["model@high"]
+    assert same["model@low"]
+
+
+def test_without_public_images_it_is_refused() -> None:
+    with pytest.raises(RecipeError, match=r"model.pretrain trains on images at the server; add"):
+        run(tiny(model__pretrain=2))
