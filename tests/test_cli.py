@@ -16,15 +16,15 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from typer.testing import CliRunner, Result
 
 import polyclinic
 from polyclinic.algorithms import ALGORITHMS
-from polyclinic.cli import app
 from polyclinic.data import DATASETS
 from polyclinic.finish.refine import Refine
 from polyclinic.models import MODELS
 from polyclinic.recipe import Recipe, our_recipes
+from tests import commands
+from tests.commands import call
 from tests.small import TINY, tiny, write_recipe
 
 COMMAND = [sys.executable, "-c", "from polyclinic.cli import main; main()"]
@@ -37,20 +37,10 @@ def _in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     write_recipe(tmp_path)
 
 
-def call(*arguments: str) -> Result:
-    return CliRunner().invoke(app, list(arguments))
-
-
 def refused(*arguments: str) -> str:
-    """The one sentence a mistake gets; nothing else is printed, nothing is written."""
+    """The one sentence a mistake gets; nothing is written."""
     before = sorted(Path().rglob("*"))
-    result = call(*arguments)
-    assert result.exit_code == 1, result.output
-    assert result.stdout == ""
-    told: str = result.stderr
-    assert told.startswith("error: ")
-    assert told.count("\n") == 1
-    assert told.endswith("\n")
+    told = commands.refused(*arguments)
     assert sorted(Path().rglob("*")) == before
     return told
 

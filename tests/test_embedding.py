@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from dataclasses import astuple
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,8 @@ from PIL import Image
 from scipy.spatial.distance import cdist, directed_hausdorff
 from scipy.stats import ortho_group
 from torch import nn
-from typer.testing import CliRunner, Result
 
 import polyclinic
-from polyclinic.attack.intercepted import read
-from polyclinic.cli import app
 from polyclinic.core import Stream
 from polyclinic.embedding import (
     Figures,
@@ -37,6 +35,8 @@ from polyclinic.embedding import (
     shares,
     views,
 )
+from polyclinic.past import read
+from tests import commands
 from tests.small import TINY
 
 SITES, CLASSES, EACH = 3, 2, 12
@@ -174,32 +174,21 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: finish(place / name, name=name, **values) for name, values in wishes.items()}
 
 
-def call(*arguments: str | Path) -> Result:
-    return CliRunner().invoke(app, ["features", *map(str, arguments)])
-
-
-def refused(*arguments: str | Path) -> str:
-    """The one sentence that a mistake gets; nothing else is printed."""
-    result = call(*arguments)
-    assert (result.exit_code, result.stdout) == (1, ""), result.output
-    assert result.stderr.startswith("error: ")
-    assert result.stderr.count("\n") == 1
-    told: str = result.stderr
-    return told
+call, refused = partial(commands.call, "features"), partial(commands.refused, "features")
 
 
 def test_features_are_those_that_the_extractor_hands_to_the_head(runs: dict[str, Path]) -> None:
-    loots = [read(runs[name], None) for name in ("fedavg", "early")]
+    past_runs = [read(runs[name], None) for name in ("fedavg", "early")]
     wishes = Wishes(most=40)
-    found = views(loots, wishes, Stream(0))
-    rows = chosen(loots[0].consortium, wishes, Stream(0, ("images",)))
+    found = views(past_runs, wishes, Stream(0))
+    rows = chosen(past_runs[0].consortium, wishes, Stream(0, ("images",)))
     assert [view.stage for view in found] == [3, 1]
-    for loot, view in zip(loots, found, strict=True):
-        network = loot.network("site-1")[1]
+    for past, view in zip(past_runs, found, strict=True):
+        network = past.network("site-1")[1]
         layers = dict(network.extractor.named_children())
         early = [layer for name, layer in layers.items() if list(layers).index(name) <= list(layers).index("relu1")]
         handed = network.extractor if view.stage == 3 else nn.Sequential(*early)
-        images = torch.cat([loot.consortium.sites[site].test.batch(own)[0] for site, own in rows.items()])
+        images = torch.cat([past.consortium.sites[site].test.batch(own)[0] for site, own in rows.items()])
         expected = handed(images).flatten(1).double().numpy()
         assert view.dimensions == expected.shape[1]
         np.testing.assert_allclose(

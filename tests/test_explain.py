@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import stat
 from collections import OrderedDict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 from torch import Tensor, nn
-from typer.testing import CliRunner, Result
 
 import polyclinic
-from polyclinic.attack.intercepted import read
-from polyclinic.cli import app
 from polyclinic.core import Stream
 from polyclinic.explain import (
     BINS,
@@ -39,6 +37,8 @@ from polyclinic.explain_picture import described, where
 from polyclinic.models import build
 from polyclinic.models.adaptive import ResidualExtractor
 from polyclinic.models.classifier import Classifier
+from polyclinic.past import read
+from tests import commands
 from tests.small import TINY
 
 DIGITS = {**TINY, "rounds": 1, "model": {"name": "cnn_c"}}
@@ -220,8 +220,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: finish(place / name, name=name, **values) for name, values in wishes.items()}
 
 
-def call(*arguments: str | Path) -> Result:
-    return CliRunner().invoke(app, ["explain", *map(str, arguments)])
+call, refused = partial(commands.call, "explain"), partial(commands.refused, "explain")
 
 
 def told(*arguments: str | Path) -> dict[str, Any]:
@@ -231,38 +230,28 @@ def told(*arguments: str | Path) -> dict[str, Any]:
     return found
 
 
-def refused(*arguments: str | Path) -> str:
-    """The one sentence that a mistake gets; nothing else is printed."""
-    result = call(*arguments)
-    assert (result.exit_code, result.stdout) == (1, ""), result.output
-    assert result.stderr.startswith("error: ")
-    assert result.stderr.count("\n") == 1
-    sentence: str = result.stderr
-    return sentence
-
-
 @pytest.mark.parametrize("name", ["fedavg", "local", "clusters", "cut"])
 def test_answers_are_those_that_the_run_was_judged_by(name: str, runs: dict[str, Path]) -> None:
     """At every site: with its own model where sites have their own, and its cluster's network."""
-    loot = read(runs[name], None)
-    answers = answered([loot], Wishes())
-    for number, site in enumerate(loot.consortium.sites):
+    past = read(runs[name], None)
+    answers = answered([past], Wishes())
+    for number, site in enumerate(past.consortium.sites):
         here = answers.site == number
-        (judged,) = (found["test"]["accuracy"] for found in loot.summary["sites"][site].values())
+        (judged,) = (found["test"]["accuracy"] for found in past.summary["sites"][site].values())
         assert answers.right[0, here].mean() == pytest.approx(judged)
-        np.testing.assert_array_equal(answers.truth[here], loot.consortium.sites[site].test.labels)
+        np.testing.assert_array_equal(answers.truth[here], past.consortium.sites[site].test.labels)
 
 
 @pytest.mark.parametrize("of", ["truth", "prediction", "7"])
 def test_the_class_that_is_explained_can_be_chosen(of: str, runs: dict[str, Path]) -> None:
-    loot = read(runs["local"], None)
-    found = explain([loot], Wishes(of=of, cases=2), Stream(1))
+    past = read(runs["local"], None)
+    found = explain([past], Wishes(of=of, cases=2), Stream(1))
     for case in found.cases:
         (look,) = case.looks
         assert look.explained == {"truth": case.truth, "prediction": look.predicted, "7": 7}[of]
-        image, label = loot.consortium.sites[case.site].test.batch(torch.tensor([case.row]))
+        image, label = past.consortium.sites[case.site].test.batch(torch.tensor([case.row]))
         assert case.truth == int(label)
-        network = loot.network(case.site)[1]
+        network = past.network(case.site)[1]
         torch.testing.assert_close(grad_cam(network, image, torch.tensor([look.explained]))[0], look.map)
         assert look.probability == pytest.approx(float(network(image).softmax(1).max()), abs=1e-6)
 
@@ -297,9 +286,9 @@ def test_the_seed_decides_everything(runs: dict[str, Path], tmp_path: Path) -> N
     assert first == again
     assert first["seed"] == 0
     assert (tmp_path / "first/gallery.png").read_bytes() == (tmp_path / "again/gallery.png").read_bytes()
-    loots = [read(runs[name], None) for name in ("fedavg", "longer")]
+    past_runs = [read(runs[name], None) for name in ("fedavg", "longer")]
     draws = {
-        tuple((case.site, case.row) for case in explain(loots, Wishes(cases=1), Stream(seed)).cases)
+        tuple((case.site, case.row) for case in explain(past_runs, Wishes(cases=1), Stream(seed)).cases)
         for seed in range(4)
     }
     assert len(draws) > 1

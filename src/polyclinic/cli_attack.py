@@ -13,12 +13,13 @@ from rich.text import Text
 
 from polyclinic.attack.campaign import Wishes, attack
 from polyclinic.attack.decoder import Effort
-from polyclinic.attack.intercepted import LEAST, read
+from polyclinic.attack.halves import LEAST
 from polyclinic.attack.invert import KINDS, Search
 from polyclinic.attack.reconstruct import GUESSES
 from polyclinic.core import Stream
 from polyclinic.display import compact
 from polyclinic.errors import RecipeError
+from polyclinic.past import read
 from polyclinic.terminal import Data, Json, out, print_json
 
 COLUMNS = {"ssim": "SSIM", "ssim_max": "max", "l2": "L2", "l2_min": "min", "below": "<.1", "recognised": "own"}
@@ -62,8 +63,8 @@ def attack_command(
         step_clip=step_clip,
         step_noise=step_noise,
     )
-    loot = read(folder, data, device)
-    told = attack(loot, wishes, Stream(loot.recipe.seed if seed is None else seed, ("attack",)))
+    past = read(folder, data, device)
+    told = attack(past, wishes, Stream(past.recipe.seed if seed is None else seed, ("attack",)))
     if as_json:
         print_json(told)
         return

@@ -11,10 +11,10 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from polyclinic.attack.intercepted import Loot, read
 from polyclinic.core import SiteId, Stream
 from polyclinic.display import compact
 from polyclinic.explain import MOST, Case, Explanation, Intensities, Look, Wishes, explain, intensities, onto
+from polyclinic.past import PastRun, read
 from polyclinic.store import named_failure, write_json
 from polyclinic.terminal import Data, Json, err, out, print_json
 
@@ -39,13 +39,13 @@ def explain_command(
     as_json: Json = False,
 ) -> None:
     """Show where runs' networks look (Grad-CAM), in cases right or wrong by all, and by the last run alone."""
-    loots = [read(each, data, device) for each in folders]
-    stream = Stream(loots[0].recipe.seed if seed is None else seed, ("explain",))
+    past_runs = [read(each, data, device) for each in folders]
+    stream = Stream(past_runs[0].recipe.seed if seed is None else seed, ("explain",))
     wishes, target = Wishes(of=of, cases=cases, stage=stage), folder or folders[0] / "explain"
     with err.status("Grad-CAM"):
-        found = explain(loots, wishes, stream.child("cases"))
-        pixels = intensities(loots[0].consortium, stream.child("pixels")) if histograms else None
-        told = _written(found, loots, wishes, pixels, target) | {"seed": stream.seed}
+        found = explain(past_runs, wishes, stream.child("cases"))
+        pixels = intensities(past_runs[0].consortium, stream.child("pixels")) if histograms else None
+        told = _written(found, past_runs, wishes, pixels, target) | {"seed": stream.seed}
         write_json(target / "explain.json", told)
     if as_json:
         print_json(told)
@@ -59,7 +59,7 @@ def explain_command(
 
 def _written(
     found: Explanation,
-    loots: Sequence[Loot],
+    past_runs: Sequence[PastRun],
     wishes: Wishes,
     pixels: Mapping[SiteId, Intensities] | None,
     folder: Path,
@@ -69,7 +69,7 @@ def _written(
 
     with named_failure(folder):
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # its pictures show patients
-    title = f"Where {'networks look' if len(loots) > 1 else 'the network looks'}: {len(found.cases)} test images"
+    title = f"Where {'networks look' if len(past_runs) > 1 else 'the network looks'}: {len(found.cases)} test images"
     draw_gallery(found, title, folder / GALLERY)
     pictures = {GALLERY: {"title": title, "alternative": alternative(found)}}
     if pixels is not None:
@@ -81,14 +81,14 @@ def _written(
         "classes": list(found.classes),
         "images": found.images,
         "runs": [
-            {"name": name, "folder": str(loot.folder), "accuracy": accuracy}
-            for loot, name, accuracy in zip(loots, found.names, found.accuracy, strict=True)
+            {"name": name, "folder": str(past.folder), "accuracy": accuracy}
+            for past, name, accuracy in zip(past_runs, found.names, found.accuracy, strict=True)
         ],
         "groups": [{"name": g.name, "images": g.images, "shown": len(g.shown)} for g in found.groups],
         "cases": [_case(case, number, found) for number, case in enumerate(found.cases, 1)],
         "intensities": pixels and {name: asdict(each) for name, each in pixels.items()},
         "pictures": pictures,
-        "remarks": _remarks(found, loots),
+        "remarks": _remarks(found, past_runs),
     }
 
 
@@ -116,16 +116,16 @@ def _bright(pixels: Mapping[SiteId, Intensities]) -> str:
     return f"A curve of pixel values for every site. {'; '.join(told)}."
 
 
-def _remarks(found: Explanation, loots: Sequence[Loot]) -> list[str]:
+def _remarks(found: Explanation, past_runs: Sequence[PastRun]) -> list[str]:
     """What a reader of the gallery must know."""
     told = []
-    for number, (name, loot) in enumerate(zip(found.names, loots, strict=True)):
+    for number, (name, past) in enumerate(zip(found.names, past_runs, strict=True)):
         down, across = min((tuple(case.looks[number].map.shape) for case in found.cases), key=min)
         if min(down, across) < COARSE:
             told.append(f"{name}: maps of {down} × {across} places show little; --stage N takes an earlier stage's")
-        if loot.recipe.ensemble:
+        if past.recipe.ensemble:
             told.append(f"{name}: shown is the one model that sites were sent, not the ensemble of theirs")
-        if loot.recipe.finish:
+        if past.recipe.finish:
             told.append(f"{name}: shown are the networks of the sites, not the student")
     return told
 

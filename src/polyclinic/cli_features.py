@@ -12,11 +12,11 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from polyclinic.attack.intercepted import read
 from polyclinic.core import Part, Stream
 from polyclinic.display import compact
 from polyclinic.embedding import IMAGES, Figure, View, Wishes, views
 from polyclinic.errors import RecipeError
+from polyclinic.past import read
 from polyclinic.terminal import Data, Json, err, out, print_json
 
 PARTS: tuple[Part, ...] = get_args(Part)
@@ -41,11 +41,11 @@ def features_command(
 ) -> None:
     """Show the features that runs' networks make of the sites' images, and how far sites lie apart in them."""
     wishes = Wishes(part=_part(part), label=label, most=most, stage=stage)
-    loots = [read(folder, data, device) for folder in folders]
-    stream = Stream(loots[0].recipe.seed if seed is None else seed, ("features",))
-    sites, classes = tuple(loots[0].consortium.sites), loots[0].consortium.classes
+    past_runs = [read(folder, data, device) for folder in folders]
+    stream = Stream(past_runs[0].recipe.seed if seed is None else seed, ("features",))
+    sites, classes = tuple(past_runs[0].consortium.sites), past_runs[0].consortium.classes
     with err.status("features"):
-        found = views(loots, wishes, stream)
+        found = views(past_runs, wishes, stream)
     target, title = path or folders[0] / "features.png", _title(found, wishes)
     with err.status("t-SNE"):
         from polyclinic.embedding_picture import draw_views  # matplotlib takes a second to load

@@ -13,8 +13,8 @@ from itertools import groupby
 
 import torch
 
-from polyclinic.algorithms.averaging import Wrapper
 from polyclinic.core import Bundle, Desk, Federation, Job, Site, SiteId, Stream, Update, Work
+from polyclinic.wrapper import Wrapper
 
 SEAT = "cluster"
 """The kind by which a site is told its cluster."""

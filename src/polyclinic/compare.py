@@ -13,7 +13,7 @@ from polyclinic.errors import RecipeError, RoundFailed, StoreError
 from polyclinic.experiment import Consortium, Experiment, finished, gather, refuse_other, run
 from polyclinic.recipe import EngineSection, Recipe
 from polyclinic.report import markdown
-from polyclinic.report_forgetting import draw_forgetting
+from polyclinic.report_rounds import draw_forgetting
 from polyclinic.rounds import HELD_OUT, Watch
 from polyclinic.store import Metrics, named_failure, write_atomically, write_json
 

@@ -34,7 +34,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from polyclinic.algorithms.averaging import Averaging, Wrapper, classifier
+from polyclinic.algorithms.averaging import Averaging, classifier
 from polyclinic.core import (
     Batch,
     Bundle,
@@ -51,7 +51,8 @@ from polyclinic.core import (
     Work,
 )
 from polyclinic.errors import Refused
-from polyclinic.learning.fit import batches_per_epoch
+from polyclinic.learning.fit import batches_per_epoch, ordinary
+from polyclinic.wrapper import Wrapper
 
 CASES, SCORES = "cases", "scores"
 """What a site remembers of its cases, and what it files of a round."""
@@ -175,8 +176,8 @@ def under_way(training: Training, known: Tensors, found: Deployment, round: int)
     if training.steps is None or not found.after or "round" not in known:
         return None
     per_epoch = batches_per_epoch(_examples(found.after["labels"], training), training.batch)
-    first = (round - 1) * training.steps // per_epoch * per_epoch
-    began = first // training.steps + 1
+    first = ordinary(training, round) * training.steps // per_epoch * per_epoch
+    began = first // training.steps + round - ordinary(training, round)
     return known.get("new" if began >= int(known["round"]) else "old")
 
 

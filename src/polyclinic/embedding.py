@@ -22,7 +22,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from polyclinic.attack.intercepted import Loot
 from polyclinic.consortium import Consortium
 from polyclinic.core import Examples, Part, SiteId, Stream
 from polyclinic.data.diagnose_shift import p_value, shuffled
@@ -32,6 +31,7 @@ from polyclinic.learning.fit import at_a_time
 from polyclinic.metrics import Floats
 from polyclinic.models.classifier import Classifier
 from polyclinic.models.cut import cut_after, stages
+from polyclinic.past import PastRun, names_of, refuse_unlike
 
 FEWEST = 2
 """Patients of a class that a site must have to be compared in that class: one alone has no neighbour at home."""
@@ -106,33 +106,22 @@ class View:
     """None: no class has two sites with patients enough."""
 
 
-def views(loots: Sequence[Loot], wishes: Wishes, stream: Stream) -> list[View]:
+def views(past_runs: Sequence[PastRun], wishes: Wishes, stream: Stream) -> list[View]:
     """The features of the same images in every run."""
-    for loot in loots:
-        _refuse_unlike(loot, loots[0])
-    consortium = loots[0].consortium
+    for past in past_runs:
+        _refuse_clusters(past)
+        refuse_unlike(past, past_runs[0])
+    consortium = past_runs[0].consortium
     rows = chosen(consortium, wishes, stream.child("images"))
-    names = [loot.summary["name"] for loot in loots]
-    if len(set(names)) < len(names):
-        names = [str(loot.folder) for loot in loots]
-    seen = zip(loots, names, strict=True)
-    return [_view(loot, name, rows, wishes, stream.child("dealt")) for loot, name in seen]
+    seen = zip(past_runs, names_of(past_runs), strict=True)
+    return [_view(past, name, rows, wishes, stream.child("dealt")) for past, name in seen]
 
 
-def _refuse_unlike(loot: Loot, first: Loot) -> None:
-    if loot.recipe.clusters:
+def _refuse_clusters(past: PastRun) -> None:
+    if past.recipe.clusters:
         raise RecipeError(
-            f"the run in {loot.folder} has a network for each of its clusters, whose features cannot be compared; give "
+            f"the run in {past.folder} has a network for each of its clusters, whose features cannot be compared; give "
             "runs without clusters"
-        )
-    if loot.consortium.classes != first.consortium.classes:
-        raise DataError(
-            f"the run in {loot.folder} has other classes than that in {first.folder}; give runs on the same data"
-        )
-    if loot.consortium.fingerprint != first.consortium.fingerprint:
-        raise DataError(
-            f"the run in {loot.folder} has other images, or divides them otherwise, than that in {first.folder}; give "
-            "runs with the same data and the same seed"
         )
 
 
@@ -178,9 +167,9 @@ def shares(sizes: Sequence[int], most: int) -> list[int]:
     return given
 
 
-def _view(loot: Loot, name: str, rows: Mapping[SiteId, Tensor], wishes: Wishes, stream: Stream) -> View:
-    values, stage, last, shared = _extracted(loot, rows, wishes)
-    held = {site: getattr(loot.consortium.sites[site], wishes.part) for site in rows}
+def _view(past: PastRun, name: str, rows: Mapping[SiteId, Tensor], wishes: Wishes, stream: Stream) -> View:
+    values, stage, last, shared = _extracted(past, rows, wishes)
+    held = {site: getattr(past.consortium.sites[site], wishes.part) for site in rows}
     people = [person for site, own in rows.items() for person in _people(site, held[site], own)]
     points = Points(
         fewer_dimensions(values),
@@ -189,11 +178,11 @@ def _view(loot: Loot, name: str, rows: Mapping[SiteId, Tensor], wishes: Wishes, 
         np.unique(people, return_inverse=True)[1],
     )
     if not np.isfinite(points.values).all() or not points.values.any():
-        raise DataError(f"the features of {loot.folder} are not finite, or those of all images the same; train it anew")
-    among = None if wishes.label is None else _number(loot.consortium.classes, wishes.label)
+        raise DataError(f"the features of {past.folder} are not finite, or those of all images the same; train it anew")
+    among = None if wishes.label is None else _number(past.consortium.classes, wishes.label)
     shown = points if among is None else points.only(np.flatnonzero(points.label == among))
     figures = measure(shown, between_classes(points), stream)
-    return View(loot.folder, name, stage, last, values.shape[1], shared, shown, figures)
+    return View(past.folder, name, stage, last, values.shape[1], shared, shown, figures)
 
 
 def _people(site: SiteId, examples: Examples, rows: Tensor) -> list[str]:
@@ -203,22 +192,22 @@ def _people(site: SiteId, examples: Examples, rows: Tensor) -> list[str]:
     return [examples.patients[row] for row in rows.tolist()]
 
 
-def _extracted(loot: Loot, rows: Mapping[SiteId, Tensor], wishes: Wishes) -> tuple[Floats, int, int, bool]:
+def _extracted(past: PastRun, rows: Mapping[SiteId, Tensor], wishes: Wishes) -> tuple[Floats, int, int, bool]:
     """All features, of which stage of how many, and whether one extractor made them."""
     found: list[Tensor] = []
     first: dict[str, Tensor] = {}
     shared, images = True, sum(map(len, rows.values()))
     for site, own in rows.items():
-        _, network = loot.network(site)
+        _, network = past.network(site)
         last = stages(network)
-        stage = (loot.recipe.model.cut or last) if wishes.stage is None else wishes.stage
+        stage = (past.recipe.model.cut or last) if wishes.stage is None else wishes.stage
         if not 1 <= stage <= last:
-            raise RecipeError(f"--stage is {stage}, but the network of {loot.folder} has stages 1 to {last}")
+            raise RecipeError(f"--stage is {stage}, but the network of {past.folder} has stages 1 to {last}")
         cut = cut_after(network, stage)
         weights = cut.extractor.state_dict()
         first = first or weights
         shared = shared and all(torch.equal(tensor, first[name]) for name, tensor in weights.items())
-        found.append(_through(cut, getattr(loot.consortium.sites[site], wishes.part), own, loot.device))
+        found.append(_through(cut, getattr(past.consortium.sites[site], wishes.part), own, past.device))
         _refuse_large(found[-1].shape[1], images, stage)
     return torch.cat(found).numpy(), stage, last, shared
 

@@ -11,10 +11,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from polyclinic.algorithms.averaging import Wrapper, classifier
+from polyclinic.algorithms.averaging import classifier
 from polyclinic.core import Bundle, Desk, Federation, Site, SiteId, Stream, Update
 from polyclinic.errors import RecipeError
 from polyclinic.flat import copied
+from polyclinic.wrapper import Wrapper
 
 ENSEMBLE = "ensemble"
 """The kind that holds all members, each tensor called `kind/site/name`."""

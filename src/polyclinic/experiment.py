@@ -54,7 +54,7 @@ from polyclinic.privacy.passbook import Passbook
 from polyclinic.privacy.plan import Plan
 from polyclinic.public import gather_public
 from polyclinic.recipe import EngineSection, Recipe
-from polyclinic.report_forgetting import draw_run
+from polyclinic.report_rounds import draw_run
 from polyclinic.results import assess, cost, drift, forgetting, headline, progress, versions
 from polyclinic.rounds import POOLED, Outcome, Rounds, Rules, Watch
 from polyclinic.runner import STUDENT, SiteRunner

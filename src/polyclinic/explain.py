@@ -25,7 +25,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from polyclinic.attack.intercepted import Loot
 from polyclinic.consortium import Consortium
 from polyclinic.core import SiteId, Stream
 from polyclinic.data.examples import Images, Selection
@@ -35,6 +34,7 @@ from polyclinic.learning.fit import at_a_time
 from polyclinic.metrics import Floats
 from polyclinic.models.classifier import Classifier
 from polyclinic.models.cut import chain, cut_after, stages
+from polyclinic.past import PastRun, names_of, refuse_unlike
 
 TRUTH, PREDICTION = "truth", "prediction"
 MOST = 10
@@ -127,24 +127,24 @@ class Explanation:
     cases: tuple[Case, ...]
 
 
-def explain(loots: Sequence[Loot], wishes: Wishes, stream: Stream) -> Explanation:
+def explain(past_runs: Sequence[PastRun], wishes: Wishes, stream: Stream) -> Explanation:
     """The same cases in every run."""
-    first = loots[0].consortium
-    for loot in loots[1:]:
-        _refuse_unlike(loot, loots[0])
+    first = past_runs[0].consortium
+    for past in past_runs[1:]:
+        refuse_unlike(past, past_runs[0])
     if wishes.of not in (TRUTH, PREDICTION, *first.classes):
         raise RecipeError(
             f"--of is {wishes.of!r:.60}, which is no class; choose truth, prediction, or one of "
             f"{', '.join(first.classes[:12])}"
         )
-    answers, names = answered(loots, wishes), names_of(loots)
+    answers, names = answered(past_runs, wishes), names_of(past_runs)
     groups = grouped(answers, names, wishes.cases, stream)
     shown = np.concatenate([group.shown for group in groups])
     if not len(shown):
         raise DataError(
             "no test image is right by all runs, wrong by all, or right or wrong by the last alone; give fewer runs"
         )
-    looks = zip(*(_looks(loot, answers, number, shown, wishes) for number, loot in enumerate(loots)), strict=True)
+    looks = zip(*(_looks(past, answers, number, shown, wishes) for number, past in enumerate(past_runs)), strict=True)
     called = [group.name for group in groups for _ in group.shown]
     cases = [
         _case(first, answers, at, group, seen) for at, group, seen in zip(shown.tolist(), called, looks, strict=True)
@@ -153,27 +153,9 @@ def explain(loots: Sequence[Loot], wishes: Wishes, stream: Stream) -> Explanatio
     return Explanation(names, first.classes, wishes.of, accuracy, len(answers.truth), tuple(groups), tuple(cases))
 
 
-def _refuse_unlike(loot: Loot, first: Loot) -> None:
-    if loot.consortium.classes != first.consortium.classes:
-        raise DataError(
-            f"the run in {loot.folder} has other classes than that in {first.folder}; give runs on the same data"
-        )
-    if loot.consortium.fingerprint != first.consortium.fingerprint:
-        raise DataError(
-            f"the run in {loot.folder} has other images, or divides them otherwise, than that in {first.folder}; give "
-            "runs with the same data and the same seed"
-        )
-
-
-def names_of(loots: Sequence[Loot]) -> tuple[str, ...]:
-    """The runs' names, or their folders where names are not enough."""
-    names = [str(loot.summary["name"]) for loot in loots]
-    return tuple(names if len(set(names)) == len(names) else [str(loot.folder) for loot in loots])
-
-
-def answered(loots: Sequence[Loot], wishes: Wishes) -> Answers:
+def answered(past_runs: Sequence[PastRun], wishes: Wishes) -> Answers:
     """What every run's network, at each site the one that the site computes with, says of the site's test images."""
-    held = {name: site.test for name, site in loots[0].consortium.sites.items()}
+    held = {name: site.test for name, site in past_runs[0].consortium.sites.items()}
     sizes = [len(examples) for examples in held.values()]
     if not sum(sizes):
         raise DataError(
@@ -183,34 +165,34 @@ def answered(loots: Sequence[Loot], wishes: Wishes) -> Answers:
         np.repeat(np.arange(len(sizes)), sizes),
         np.concatenate([np.arange(size) for size in sizes]),
         np.concatenate([examples.labels.cpu().numpy() for examples in held.values()]),
-        np.stack([_probabilities(loot, wishes) for loot in loots]),
+        np.stack([_probabilities(past, wishes) for past in past_runs]),
     )
 
 
 @torch.no_grad()
-def _probabilities(loot: Loot, wishes: Wishes) -> Floats:
+def _probabilities(past: PastRun, wishes: Wishes) -> Floats:
     found = []
-    for name, site in loot.consortium.sites.items():
+    for name, site in past.consortium.sites.items():
         if not len(site.test):
             continue
-        network = loot.network(name)[1]
-        _refuse_unseeing(network, loot, name, wishes.stage)
-        parts = torch.split(torch.arange(len(site.test)), at_a_time(loot.device))
-        found += [network(site.test.batch(rows)[0].to(loot.device)).double().softmax(-1).cpu() for rows in parts]
+        network = past.network(name)[1]
+        _refuse_unseeing(network, past, name, wishes.stage)
+        parts = torch.split(torch.arange(len(site.test)), at_a_time(past.device))
+        found += [network(site.test.batch(rows)[0].to(past.device)).double().softmax(-1).cpu() for rows in parts]
     probabilities: Floats = torch.cat(found).numpy()
     if not np.isfinite(probabilities).all():
-        raise DataError(f"the network of {loot.folder} gives values that are not finite; train it anew")
+        raise DataError(f"the network of {past.folder} gives values that are not finite; train it anew")
     return probabilities
 
 
-def _refuse_unseeing(network: Classifier, loot: Loot, site: SiteId, stage: int | None) -> None:
+def _refuse_unseeing(network: Classifier, past: PastRun, site: SiteId, stage: int | None) -> None:
     if not any(isinstance(module, nn.Conv2d) for module in network.modules()):
         raise RecipeError(
-            f"the network of {loot.folder} at {site} has no convolution, so there is no map to show; give runs of "
+            f"the network of {past.folder} at {site} has no convolution, so there is no map to show; give runs of "
             "convolutional networks"
         )
     if stage is not None and not 1 <= stage <= stages(network):
-        raise RecipeError(f"--stage is {stage}, but the network of {loot.folder} has stages 1 to {stages(network)}")
+        raise RecipeError(f"--stage is {stage}, but the network of {past.folder} has stages 1 to {stages(network)}")
 
 
 def grouped(answers: Answers, names: Sequence[str], most: int, stream: Stream) -> list[Group]:
@@ -254,16 +236,16 @@ def _first(order: Indices, site: Indices, most: int) -> Indices:
     return by_site
 
 
-def _looks(loot: Loot, answers: Answers, run: int, shown: Indices, wishes: Wishes) -> list[Look]:
+def _looks(past: PastRun, answers: Answers, run: int, shown: Indices, wishes: Wishes) -> list[Look]:
     """One run's look at every case that is shown."""
     predicted = answers.predicted[run]
-    explained = _explained(answers, predicted, loot.consortium.classes, wishes.of)
+    explained = _explained(answers, predicted, past.consortium.classes, wishes.of)
     maps: dict[int, Tensor] = {}
-    for number, name in enumerate(loot.consortium.sites):
+    for number, name in enumerate(past.consortium.sites):
         here = shown[answers.site[shown] == number]
         if len(here):
-            images = loot.consortium.sites[name].test.batch(torch.from_numpy(answers.row[here]))[0].to(loot.device)
-            found = grad_cam(loot.network(name)[1], images, torch.from_numpy(explained[here]), wishes.stage)
+            images = past.consortium.sites[name].test.batch(torch.from_numpy(answers.row[here]))[0].to(past.device)
+            found = grad_cam(past.network(name)[1], images, torch.from_numpy(explained[here]), wishes.stage)
             maps.update(zip(here.tolist(), found.cpu(), strict=True))
     certainty = answers.probabilities[run].max(axis=-1)
     return [Look(int(predicted[at]), float(certainty[at]), int(explained[at]), maps[at]) for at in shown.tolist()]

@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
 
-from polyclinic.algorithms.averaging import Averaging, Wrapper
+from polyclinic.algorithms.averaging import Averaging
 from polyclinic.capability import card_of, cluster_of, needs_memory, room, score
 from polyclinic.clustered import Clustered
 from polyclinic.consortium import Consortium
@@ -33,6 +33,7 @@ from polyclinic.models.dp_safe import dp_safe
 from polyclinic.models.recomputed import recompute
 from polyclinic.recipe import ModelSection, Recipe
 from polyclinic.runner import STUDENT
+from polyclinic.wrapper import Wrapper
 
 
 def network_of(recipe: Recipe, consortium: Consortium, data: Path | None = None) -> Classifier:

@@ -8,6 +8,7 @@ from statistics import fmean, stdev
 from typing import Any
 
 from polyclinic.comparison import Comparison, row
+from polyclinic.report_rounds import MOST_LINES
 
 SIX = ("accuracy", "precision", "recall", "f1", "specificity", "auc")
 """The metrics of PFedCDP's tables."""
@@ -73,28 +74,6 @@ def _grid(head: Sequence[str], rows: Sequence[str]) -> str:
     return "\n".join([row(list(head)), "|" + "---|" * len(head), *rows])
 
 
-def draw_progress(comparison: Comparison, path: Path) -> bool:
-    """Accuracy of all sites, or of every cluster, over rounds, the mean over seeds; False where that is not known."""
-    from polyclinic.curves import draw_curves  # matplotlib takes a second to load
-
-    series: dict[str, list[tuple[float, float]]] = {}
-    for name, runs in comparison.results.items():
-        found = [run["progress"] for run in runs if run.get("progress")]
-        for cluster in found[0] if found else ():
-            rounds = [dict(run[cluster]) for run in found if cluster in run]
-            common = sorted(set.intersection(*(set(r) for r in rounds)))
-            series[f"{name}: {cluster}" if cluster else name] = [
-                (float(at), fmean(r[at] for r in rounds)) for at in common
-            ]
-    lines = {name: points for name, points in series.items() if len(points) > 1}
-    if not lines:
-        return False
-    draw_curves(
-        dict(list(lines.items())[:MOST_LINES]), comparison.title, "round", "accuracy on validation images", path
-    )
-    return True
-
-
 def draw_students(comparison: Comparison, path: Path) -> bool:
     """Students over epochs on public validation images, the mean over seeds; one that stopped early stays as it was."""
     from polyclinic.curves import draw_curves  # matplotlib takes a second to load
@@ -115,7 +94,3 @@ def draw_students(comparison: Comparison, path: Path) -> bool:
         path,
     )
     return True
-
-
-MOST_LINES = 9
-"""More cannot be told apart: the first are drawn."""

@@ -15,9 +15,9 @@ from polyclinic.comparison import Comparison, lines, mean, value
 from polyclinic.errors import RecipeError, StoreError
 from polyclinic.recipe import Recipe, our_recipes, recipes_folder
 from polyclinic.report import markdown
-from polyclinic.report_forgetting import draw_forgetting
 from polyclinic.report_privacy import draw_price
-from polyclinic.report_server import draw_progress, draw_students
+from polyclinic.report_rounds import draw_forgetting, draw_progress
+from polyclinic.report_server import draw_students
 from polyclinic.rounds import Watch
 from polyclinic.store import named_failure, write_atomically
 

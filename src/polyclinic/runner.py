@@ -8,7 +8,7 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -179,8 +179,6 @@ class SiteRunner:
 
     def work(self, visit: Visit) -> Work:
         work = self.algorithm.local(visit.order.tensors, visit.memory, visit.site, visit.rng)
-        if visit.site.round == 1:
-            work = first(work)
         return work if self.discretion is None else within(work, self.discretion, visit.site)
 
     def run(self, job: Job, visit: Visit, number: int) -> Fitted | Tensors:
@@ -305,20 +303,6 @@ def streams(visit: Visit, number: int) -> tuple[Stream, Stream | None]:
     """What the `number`-th job of a round draws from: later ones draw their own order of the data, and noise."""
     secret = visit.site.secret
     return visit.rng.child("job", number) if number else visit.rng, secret and secret.child("job", number)
-
-
-def first(work: Work) -> Work:
-    """The same work, with as many epochs as round 1 shall have."""
-    result: Any = None
-    while True:
-        try:
-            job = work.send(result)
-        except StopIteration as end:
-            update, memory = end.value
-            return update, memory
-        if isinstance(job, Fit) and job.training.first_epochs is not None:
-            job = replace(job, training=replace(job.training, epochs=job.training.first_epochs, steps=None))
-        result = yield job
 
 
 def within(work: Work, priced: Discretion, site: Site) -> Work:

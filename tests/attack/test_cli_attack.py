@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +14,13 @@ import pytest
 import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
-from typer.testing import CliRunner, Result
 
 import polyclinic
 from polyclinic.attack.campaign import verdict
-from polyclinic.attack.intercepted import read
 from polyclinic.attack.reconstruct import Figures
-from polyclinic.cli import app
 from polyclinic.core import Stream
+from polyclinic.past import read
+from tests import commands
 from tests.small import TINY
 
 HOSPITALS = [
@@ -49,18 +49,7 @@ def run(phantom: Path, tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
-def call(*arguments: str | Path) -> Result:
-    return CliRunner().invoke(app, ["attack", *map(str, arguments)])
-
-
-def refused(*arguments: str | Path) -> str:
-    """The one sentence that a mistake gets; nothing else is printed."""
-    result = call(*arguments)
-    assert (result.exit_code, result.stdout) == (1, ""), result.output
-    assert result.stderr.startswith("error: ")
-    assert result.stderr.count("\n") == 1
-    told: str = result.stderr
-    return told
+call, refused = partial(commands.call, "attack"), partial(commands.refused, "attack")
 
 
 def test_a_run_is_attacked_shown_and_kept(run: Path) -> None:
@@ -138,14 +127,14 @@ CLUSTERS = {
 def test_a_site_is_attacked_with_the_weights_it_computes_with(values: dict[str, Any], tmp_path: Path) -> None:
     """Whole, they predict what the run says its model predicts."""
     run = finish(tmp_path / "run", **values)
-    loot = read(run, None)
+    past = read(run, None)
     for site in ("harbour", "small"):
-        name, module = loot.network(site)
-        holdings = loot.consortium.sites[site].test
+        name, module = past.network(site)
+        holdings = past.consortium.sites[site].test
         images, labels = holdings.batch(torch.arange(len(holdings)))
         accuracy = float((module(images).argmax(1) == labels).double().mean())
-        assert accuracy == pytest.approx(loot.summary["sites"][site][name]["test"]["accuracy"])
-        other = loot.untrained(site, Stream(5))
+        assert accuracy == pytest.approx(past.summary["sites"][site][name]["test"]["accuracy"])
+        other = past.untrained(site, Stream(5))
         assert [p.shape for p in other.parameters()] == [p.shape for p in module.parameters()]
         assert not torch.equal(next(other.parameters()), next(module.parameters()))
 

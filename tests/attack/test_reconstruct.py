@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from polyclinic.attack.decoder import Decoder, Effort, decode, halvings, learn
-from polyclinic.attack.intercepted import Halves, divided, halve
+from polyclinic.attack.halves import Halves, divided, halve
 from polyclinic.attack.likeness import l2
 from polyclinic.attack.picture import spread
 from polyclinic.attack.reconstruct import Attack, clipped_and_noised, features, leaks, mean_figures, reconstruct

@@ -14,7 +14,7 @@ from scipy.stats import chisquare
 from torch import Tensor, nn
 
 from polyclinic.algorithms import ALGORITHMS
-from polyclinic.algorithms.averaging import Averaging, Wrapper
+from polyclinic.algorithms.averaging import Averaging
 from polyclinic.algorithms.fedavg import FedAvg
 from polyclinic.algorithms.fedmp import FedMP
 from polyclinic.algorithms.pfedcdp import PFedCDP
@@ -27,6 +27,7 @@ from polyclinic.learning.network import LiveNetwork
 from polyclinic.learning.objectives import task_loss
 from polyclinic.models import Classifier
 from polyclinic.runner import drive
+from polyclinic.wrapper import Wrapper
 from tests.laws.bench import Played, clinics, play, small
 from tests.laws.test_stacked import assert_close, on_the_stack, together
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 
 from polyclinic.algorithms.averaging import Averaging
 from polyclinic.algorithms.fedavg import FedAvg
 from polyclinic.algorithms.fedmp import FedMP
 from polyclinic.algorithms.fedprox import FedProx
-from polyclinic.core import Optimiser, Training
+from polyclinic.core import Optimiser, Stream, Training
 from polyclinic.experiment import run
+from polyclinic.learning.fit import walk
 from tests.laws.bench import clinics, play, same, small
 from tests.small import tiny
 
@@ -26,6 +28,19 @@ def test_one_round_of_it_is_a_round_of_so_many_epochs(kind: type[Averaging]) -> 
     stepwise = replace(SGD, epochs=None, steps=2, first_epochs=4)
     assert same(play(kind(stepwise), sites, small(), 1).outcome.state, wanted)
     assert not same(play(kind(SGD), sites, small(), 1).outcome.state, wanted)
+
+
+@pytest.mark.parametrize("later", [{"epochs": 1}, {"epochs": None, "steps": 2}], ids=["epochs", "steps"])
+def test_no_epoch_comes_twice(later: dict[str, int | None]) -> None:
+    """Epochs are numbered over the run: a long first round, then short ones, is one walk through the images."""
+    labels, stream = torch.arange(12) % 3, Stream(4)
+    plain = [step for number in range(1, 8) for step in walk(labels, SGD, stream, number, whole=False)]
+    longer = replace(SGD, first_epochs=3, **later)  # type: ignore[arg-type]
+    found = [step for number in range(1, 4) for step in walk(labels, longer, stream, number, whole=False)]
+    assert len(found) == 3 * 3 + 2 * (later.get("steps") or 3)
+    for (number, [batch]), (wanted, [other]) in zip(found, plain, strict=False):
+        assert number == wanted
+        assert torch.equal(batch, other)
 
 
 def test_later_rounds_are_as_long_as_ever_on_both_engines() -> None:

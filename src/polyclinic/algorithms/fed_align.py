@@ -53,10 +53,10 @@ from polyclinic.core import (
     Update,
     Work,
 )
-from polyclinic.errors import RecipeError, Refused
+from polyclinic.errors import RecipeError
 from polyclinic.learning.aligning import DISCRIMINATOR, Discriminator, aligning, discriminating, noised
 from polyclinic.learning.beside import drawn, named
-from polyclinic.learning.feature_bank import others, told
+from polyclinic.learning.feature_bank import check_held, others, told
 from polyclinic.learning.objectives import task_loss
 
 LESSON, DISCRIMINATION = ("extractor.", "head."), (f"{BESIDE}{DISCRIMINATOR}.",)
@@ -165,9 +165,7 @@ class FedAlign(FedAvg):
         return {**model, "model": noised(model["model"], self.variance, rng.child("noise", site.round).generator())}
 
     def check(self, update: Update) -> None:
-        held = update.tensors.get("features", {}).get("held")
-        if held is not None and bool(((held < 0) | (held > self.bank) | (held != held.round())).any()):
-            raise Refused("features", f"numbers of features that are not whole and from 0 to {self.bank}")
+        check_held(update.tensors.get("features", {}), self.bank)
 
     def aggregate(self, state: Bundle, updates: Iterable[Update]) -> Bundle:
         averages, bank = {kind: RunningMean() for kind in WEIGHTS}, dict(state.get("bank", {}))

@@ -43,7 +43,7 @@ from polyclinic.algorithms.fedavg import FedAvg
 from polyclinic.algorithms.fedmr import labelled_features
 from polyclinic.core import Bundle, Exchange, Federation, Fit, Score, Site, SiteId, Stream, Tensors, Update, Work
 from polyclinic.errors import RecipeError, Refused
-from polyclinic.learning.feature_bank import Told, others, told, told_privately
+from polyclinic.learning.feature_bank import Told, check_held, others, told, told_privately
 from polyclinic.learning.manifolds import completing, completing_paper
 from polyclinic.learning.objectives import task_loss
 
@@ -164,9 +164,7 @@ class FedMP(FedAvg):
         images = update.tensors.get("means", {}).get("images")
         if images is not None and (bool((images < 0).any()) or float(images.sum()) > update.examples + 0.5):
             raise Refused("examples", f"counts of classes below 0, or of more than {update.examples} images")
-        held = update.tensors.get("features", {}).get("held")
-        if held is not None and bool(((held < 0) | (held > self.bank) | (held != held.round())).any()):
-            raise Refused("features", f"numbers of features that are not whole and from 0 to {self.bank}")
+        check_held(update.tensors.get("features", {}), self.bank)
 
     def aggregate(self, state: Bundle, updates: Iterable[Update]) -> Bundle:
         averages = {kind: RunningMean() for kind in WEIGHTS}

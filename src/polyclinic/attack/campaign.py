@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from polyclinic.attack.decoder import Effort
-from polyclinic.attack.intercepted import Halves, Loot, halve
+from polyclinic.attack.halves import Halves, halve
 from polyclinic.attack.invert import Inverted, Search, gradients
 from polyclinic.attack.likeness import THRESHOLD, window
 from polyclinic.attack.picture import COLUMNS, gallery, spread
@@ -35,6 +35,7 @@ from polyclinic.errors import RecipeError
 from polyclinic.models import build, load_weights
 from polyclinic.models.classifier import Classifier
 from polyclinic.models.cut import cut_after, stages
+from polyclinic.past import PastRun
 from polyclinic.store import named_failure, write_json
 from polyclinic.terminal import err
 
@@ -81,40 +82,40 @@ class Target:
     stages: tuple[int, ...]
 
 
-def attack(loot: Loot, wishes: Wishes, stream: Stream) -> dict[str, Any]:
+def attack(past: PastRun, wishes: Wishes, stream: Stream) -> dict[str, Any]:
     """Attack every site and stage; writes attack.json and galleries into the run's folder."""
-    targets = [_target(loot, wishes, site, stream) for site in _sites(loot, wishes.sites)]
-    folder = loot.folder / "attack"
+    targets = [_target(past, wishes, site, stream) for site in _sites(past, wishes.sites)]
+    folder = past.folder / "attack"
     with named_failure(folder):
         folder.mkdir(mode=0o700, exist_ok=True)  # its pictures show patients
-    found = {target.site: _features(loot, wishes, target, folder, stream) for target in targets}
+    found = {target.site: _features(past, wishes, target, folder, stream) for target in targets}
     inverted = {target.site: _gradients(wishes, target, folder, stream) for target in targets if wishes.inversion}
-    told = _told(loot, wishes, targets, found, inverted) | {"seed": stream.seed}
+    told = _told(past, wishes, targets, found, inverted) | {"seed": stream.seed}
     write_json(folder / "attack.json", told)
     return told
 
 
-def _sites(loot: Loot, wanted: Sequence[SiteId]) -> list[SiteId]:
-    there = list(loot.consortium.sites)
+def _sites(past: PastRun, wanted: Sequence[SiteId]) -> list[SiteId]:
+    there = list(past.consortium.sites)
     for site in wanted:
         if site not in there:
             raise RecipeError(f"there is no site {site!r:.60} in this run; choose among {', '.join(there[:12])}")
     return list(dict.fromkeys(wanted)) or there[:SITES]
 
 
-def _target(loot: Loot, wishes: Wishes, site: SiteId, stream: Stream) -> Target:
-    model, network = loot.network(site)
+def _target(past: PastRun, wishes: Wishes, site: SiteId, stream: Stream) -> Target:
+    model, network = past.network(site)
     last = stages(network)
     for stage in wishes.stages:
         if not 1 <= stage <= last:
             raise RecipeError(f"--stages has {stage}, but the network of {site} has stages 1 to {last}")
-    examples = loot.consortium.sites[site].train
+    examples = past.consortium.sites[site].train
     assert isinstance(examples, (Images, Selection))
-    halves = halve(site, examples, stream.child("images", site), wishes.most, loot.device)
-    others = [slug(name) for name in loot.consortium.sites if name != site]
-    number = list(loot.consortium.sites).index(site) + 1
+    halves = halve(site, examples, stream.child("images", site), wishes.most, past.device)
+    others = [slug(name) for name in past.consortium.sites if name != site]
+    number = list(past.consortium.sites).index(site) + 1
     file = f"{slug(site)}-{number}" if slug(site) in others else slug(site)
-    judge = _mobilenet(wishes.fid_weights, loot.device) if wishes.fid_weights else _own_judge(network, halves)
+    judge = _mobilenet(wishes.fid_weights, past.device) if wishes.fid_weights else _own_judge(network, halves)
     return Target(site, file, model, network, halves, judge, wishes.stages or tuple(range(1, last + 1)))
 
 
@@ -136,8 +137,8 @@ def _mobilenet(weights: Path, device: torch.device) -> Judge:
     return lambda pixels: features(extractor, seen, pixels)
 
 
-def _features(loot: Loot, wishes: Wishes, target: Target, folder: Path, stream: Stream) -> dict[int, Findings]:
-    untrained = loot.untrained(target.site, stream.child("untrained", target.site))
+def _features(past: PastRun, wishes: Wishes, target: Target, folder: Path, stream: Stream) -> dict[int, Findings]:
+    untrained = past.untrained(target.site, stream.child("untrained", target.site))
     disguise = None if wishes.clip is None else clipped_and_noised(wishes.clip, wishes.noise)
     found = {}
     for stage in target.stages:
@@ -170,7 +171,7 @@ def _gradients(wishes: Wishes, target: Target, folder: Path, stream: Stream) -> 
 
 
 def _told(
-    loot: Loot,
+    past: PastRun,
     wishes: Wishes,
     targets: Sequence[Target],
     found: Mapping[SiteId, Mapping[int, Findings]],
@@ -180,10 +181,10 @@ def _told(
     means = {n: mean_figures([here[n].guesses for here in found.values() if n in here]) for n in numbers}
     leaking = {n: _leaks(here[n] for here in found.values() if n in here) for n in numbers}
     return {
-        "run": loot.recipe.name,
+        "run": past.recipe.name,
         "protection": None if wishes.clip is None else {"clip": wishes.clip, "noise": wishes.noise},
         "threshold": THRESHOLD,
-        "ssim_window": len(window(loot.consortium.size)),
+        "ssim_window": len(window(past.consortium.size)),
         "frechet_network": _judge_name(wishes),
         "decoder_steps": wishes.effort.steps,
         "sites": {

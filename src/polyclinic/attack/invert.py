@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from polyclinic.attack.intercepted import Halves
+from polyclinic.attack.halves import Halves
 from polyclinic.attack.likeness import THRESHOLD, l2, ssim
 from polyclinic.core import Stream, Tensors
 from polyclinic.learning.private import clip_factors

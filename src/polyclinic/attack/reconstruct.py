@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from polyclinic.attack.decoder import Disguise, Effort, decode, learn
-from polyclinic.attack.intercepted import Halves
+from polyclinic.attack.halves import Halves
 from polyclinic.attack.likeness import THRESHOLD, frechet, l2, recognised, ssim
 from polyclinic.core import Stream
 from polyclinic.learning.fit import at_a_time

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from polyclinic.core import SiteId, Stream, Tensors
+from polyclinic.errors import Refused
 from polyclinic.learning.private import secret_numbers
 from polyclinic.privacy.kinds import class_means, rows
 
@@ -110,6 +111,13 @@ def others(bank: Tensors, site: SiteId, most: int) -> Tensors:
             labels, places, slot = torch.tensor(moves, device=like.device).unbind(1)
             found["values"][labels, places] = bank[f"{other}/values"][labels, slot]
     return found
+
+
+def check_held(features: Tensors, slots: int) -> None:
+    """Refuse numbers of features that cannot be."""
+    held = features.get("held")
+    if held is not None and bool(((held < 0) | (held > slots) | (held != held.round())).any()):
+        raise Refused("features", f"numbers of features that are not whole and from 0 to {slots}")
 
 
 def _filled(features: Tensor, picked: Tensor) -> Tensor:

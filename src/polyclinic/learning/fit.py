@@ -75,6 +75,11 @@ def batches_per_epoch(examples: int, batch: int) -> int:
     return max(1, whole + (left > 1 or (left == 1 and whole == 0)))
 
 
+def ordinary(training: Training, round: int) -> int:
+    """How many rounds of the usual length came before; −1: this is the first, and has a length of its own."""
+    return round - 1 - (training.first_epochs is not None)
+
+
 def walk(
     labels: Tensor,
     training: Training,
@@ -89,16 +94,19 @@ def walk(
     see: the same site draws the same order in epoch e whether that epoch is a round, a part of one, or spans several,
     and changes the images of step s in the same way. `weights` as in `Fit.order`.
     """
-    if training.epochs is not None:
-        for epoch in range((round - 1) * training.epochs, round * training.epochs):
+    first, before = training.first_epochs or 0, ordinary(training, round)
+    epochs = training.first_epochs if before < 0 else training.epochs
+    if epochs is not None:
+        start = 0 if before < 0 else first + before * epochs
+        for epoch in range(start, start + epochs):
             cut = batches(labels, training, stream.child("order", epoch), weights[0])
             steps_of_epoch = [cut] if whole else [[index] for index in cut]
             yield from enumerate(steps_of_epoch, epoch * len(steps_of_epoch))
     else:
         steps = training.steps or 1
+        per_epoch = len(batches(labels, training, stream.child("order", 0)))
         epoch, cut = -1, []
-        for position in range((round - 1) * steps, round * steps):
-            per_epoch = len(cut) or len(batches(labels, training, stream.child("order", 0)))
+        for position in range(first * per_epoch + before * steps, first * per_epoch + (before + 1) * steps):
             if position // per_epoch != epoch:
                 epoch = position // per_epoch
                 cut = batches(labels, training, stream.child("order", epoch), weights[position % per_epoch > 0])

@@ -1,25 +1,21 @@
-"""What an attacker has: a finished run's networks as its sites compute with them, and half of a site's images."""
+"""Finished runs, read back: their networks as sites compute with them, and their images."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from torch import Tensor
 
 from polyclinic import wire
 from polyclinic.algorithms.averaging import Averaging
 from polyclinic.consortium import Consortium, gather
 from polyclinic.core import Bundle, SiteId, Stream
-from polyclinic.data.examples import Images, Selection
-from polyclinic.data.splits import Fractions, split
 from polyclinic.errors import DataError, StoreError
 from polyclinic.experiment import finished
 from polyclinic.learning.network import LiveNetwork
@@ -29,12 +25,9 @@ from polyclinic.models.cut import cut_after
 from polyclinic.recipe import ModelSection, Recipe
 from polyclinic.store import DiskMemory
 
-LEAST = 16
-"""Images a site must have, so that either half says anything."""
-
 
 @dataclass(frozen=True, eq=False)
-class Loot:
+class PastRun:
     """A finished run, read back."""
 
     folder: Path
@@ -87,7 +80,7 @@ class Loot:
         return self.recipe.model_copy(update={"model": section.model_copy(update={"cut": None, "weights": None})})
 
 
-def read(folder: Path, data: Path | None, device: str | None = None) -> Loot:
+def read(folder: Path, data: Path | None, device: str | None = None) -> PastRun:
     """A finished run's folder, and its images, which must be those of the run."""
     if not (folder / "recipe.yaml").is_file():
         raise StoreError(f"{folder} holds no run (recipe.yaml is missing); give the folder that `run` wrote to")
@@ -100,7 +93,7 @@ def read(folder: Path, data: Path | None, device: str | None = None) -> Loot:
     consortium = gather(recipe, data)
     if list(consortium.describe()) != summary["hospitals"]:
         raise DataError(f"the images found are not those of the run in {folder}; give --data DIR as the run had it")
-    return Loot(folder, recipe, summary, state, consortium, place)
+    return PastRun(folder, recipe, summary, state, consortium, place)
 
 
 def _state(path: Path) -> Bundle:
@@ -110,49 +103,20 @@ def _state(path: Path) -> Bundle:
         raise StoreError(f"{path} cannot be read ({error}); restore it, or run again") from error
 
 
-@dataclass(frozen=True, eq=False)
-class Halves:
-    """A site's training images as pixels in [0, 1]: the attacker's own, and those under attack."""
-
-    own: Tensor
-    attacked: Tensor
-    labels: Tensor
-    """Of the attacked."""
-    rows: tuple[tuple[int, ...], tuple[int, ...]]
-    """Where both stand among the site's training images."""
-    seen: Callable[[Tensor], Tensor]
-    """What the network is shown in the place of pixels."""
-
-
-def halve(site: SiteId, examples: Images | Selection, stream: Stream, most: int, device: torch.device) -> Halves:
-    """Half and half by patient, classes alike; of many images a random choice of `most`.
-
-    Pixels are the stored bytes / 255; of images that are stored as numbers, 0 is the site's least and 1 its largest.
-    """
-    rows = tuple(part[: most // 2] for part in divided(examples, stream))
-    if min(map(len, rows)) < LEAST // 2:
+def refuse_unlike(past: PastRun, first: PastRun) -> None:
+    """Runs can be compared image by image only if they have the same ones, at the same sites."""
+    if past.consortium.classes != first.consortium.classes:
         raise DataError(
-            f"site {site} has {len(examples)} training images, too few for two halves of {LEAST // 2} or more by "
-            "patient; attack another site"
+            f"the run in {past.folder} has other classes than that in {first.folder}; give runs on the same data"
         )
-    stored = [examples.stored(part)[0] for part in rows]
-    integers = stored[0].dtype == torch.uint8
-    low, high = (0.0, 1.0) if integers else (float(min(s.min() for s in stored)), float(max(s.max() for s in stored)))
-    scale = 255.0 if integers else max(high - low, 1e-12)
-    own, attacked = ((part.to(device).float() - low) / scale for part in stored)
-
-    def seen(pixels: Tensor) -> Tensor:
-        return examples.scaled(pixels * (high - low) + low)
-
-    places = tuple(rows[0].tolist()), tuple(rows[1].tolist())
-    return Halves(own, attacked, examples.labels.cpu()[rows[1]].to(device), places, seen)
+    if past.consortium.fingerprint != first.consortium.fingerprint:
+        raise DataError(
+            f"the run in {past.folder} has other images, or divides them otherwise, than that in {first.folder}; give "
+            "runs with the same data and the same seed"
+        )
 
 
-def divided(examples: Images | Selection, stream: Stream) -> tuple[Tensor, Tensor]:
-    """The rows of both halves, each in random order; nobody has images in both."""
-    people = examples.patients or tuple(map(str, range(len(examples))))
-    fractions = Fractions(train=0.5, validation=0.0, test=0.5)
-    parts = split(examples.labels.cpu().numpy(), people, fractions, stream.child("halves"))
-    generator = np.random.default_rng(stream.child("order").integer())
-    own, attacked = (torch.from_numpy(generator.permutation(parts[part])) for part in ("train", "test"))
-    return own, attacked
+def names_of(past_runs: Sequence[PastRun]) -> tuple[str, ...]:
+    """The runs' names, or their folders where names are not enough."""
+    names = [str(past.summary["name"]) for past in past_runs]
+    return tuple(names if len(set(names)) == len(names) else [str(past.folder) for past in past_runs])

@@ -1,0 +1,24 @@
+"""Commands as a user calls them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from typer.testing import CliRunner, Result
+
+from polyclinic.cli import app
+
+
+def call(*arguments: str | Path) -> Result:
+    return CliRunner().invoke(app, list(map(str, arguments)))
+
+
+def refused(*arguments: str | Path) -> str:
+    """The one sentence that a mistake gets; nothing else is printed."""
+    result = call(*arguments)
+    assert (result.exit_code, result.stdout) == (1, ""), result.output
+    told: str = result.stderr
+    assert told.startswith("error: ")
+    assert told.count("\n") == 1
+    assert told.endswith("\n")
+    return told
