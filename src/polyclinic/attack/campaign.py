@@ -31,6 +31,7 @@ from polyclinic.attack.reconstruct import (
 from polyclinic.compare import slug
 from polyclinic.core import SiteId, Stream
 from polyclinic.data.examples import Images, Selection
+from polyclinic.data.preparation import NORMALISATIONS
 from polyclinic.errors import RecipeError
 from polyclinic.models import build, load_weights
 from polyclinic.models.classifier import Classifier
@@ -41,7 +42,6 @@ from polyclinic.terminal import err
 
 SITES = 3
 """FedMP's figures are means over three sites."""
-IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 JUDGED_AT = 224
 """Pixels a side at which MobileNetV2 looks at pictures."""
 
@@ -130,7 +130,7 @@ def _mobilenet(weights: Path, device: torch.device) -> Judge:
     extractor = module.extractor.to(device).eval()
 
     def seen(pixels: Tensor) -> Tensor:
-        mean, deviation = (pixels.new_tensor(values).view(3, 1, 1) for values in IMAGENET)
+        mean, deviation = (pixels.new_tensor(values).view(3, 1, 1) for values in NORMALISATIONS["imagenet"])
         colour = (pixels.expand(-1, 3, -1, -1) - mean) / deviation
         return F.interpolate(colour, size=(JUDGED_AT, JUDGED_AT), mode="bilinear", align_corners=False)
 
