@@ -22,6 +22,7 @@ from torch import nn
 
 import polyclinic
 from polyclinic.core import Stream
+from polyclinic.domains import told_apart
 from polyclinic.embedding import (
     Figures,
     Points,
@@ -260,3 +261,23 @@ def test_a_part_without_images_gets_one_sentence(tmp_path: Path) -> None:
     split = {"train": 0.8, "validation": 0.0, "test": 0.2}
     run = finish(tmp_path / "run", data={**DIGITS["data"], "split": split})
     assert "the sites have 0 validation images" in refused(run, "--part", "validation")
+
+
+@pytest.mark.parametrize(("shift", "least", "most"), [(0.0, 0.2, 0.5), (8.0, 0.99, 1.0)])
+def test_a_fresh_classifier_tells_sites_apart_where_they_differ_and_only_there(
+    shift: float, least: float, most: float
+) -> None:
+    found = figures(scattered(shift=shift)).told_apart
+    assert found is not None
+    assert least <= found <= most
+
+
+def test_a_fresh_classifier_is_not_helped_by_images_of_the_same_patients() -> None:
+    """Two sites alike, each patient's images alike: known patients would be recognised, new ones are not."""
+    rng = np.random.default_rng(3)
+    person = np.repeat(np.arange(60), 10)
+    values = rng.normal(size=(60, 8))[person] + 0.01 * rng.normal(size=(600, 8))
+    points = Points(values, (person % 2).astype(np.int64), np.zeros(600, dtype=np.int64), person)
+    found = told_apart(points, Stream(0))
+    assert found is not None
+    assert 0.3 < found < 0.7

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -55,6 +56,7 @@ def features_command(
         print_json({"picture": str(target), "seed": stream.seed, **asdict(wishes), "runs": _told(found, sites)})
         return
     out.print(table_of(found, title))
+    out.print(Text(_classifiers(found)))
     for view in found:
         if not view.shared:
             out.print(Text(f"{view.name}: {OWN}"), soft_wrap=True)
@@ -93,6 +95,13 @@ def _told(found: Sequence[View], sites: Sequence[str]) -> list[dict[str, Any]]:
         }
         for view in found
     ]
+
+
+def _classifiers(found: Sequence[View]) -> str:
+    """What a fresh classifier makes of each run's features."""
+    scores = [(view.name, view.figures and view.figures.told_apart) for view in found]
+    told = ", ".join(f"{name} {'–' if score is None else f'{score:.2f}'}" for name, score in scores)
+    return textwrap.fill(f"a fresh classifier of sites, balanced accuracy at patients it did not see: {told}", 79)
 
 
 def _counts(view: View, sites: Sequence[str]) -> Mapping[str, int]:

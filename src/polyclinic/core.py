@@ -80,10 +80,8 @@ class Network(Protocol):
         ...
 
     def head(self, weights: Bundle, features: Tensor, calm: bool = False) -> Tensor:
-        """Logits of features: with `features`, one pass for a loss that needs both.
-
-        calm: as in evaluation, nothing dropped and no statistics moved, yet with gradients; for features of others.
-        """
+        """Logits of features: with `features`, one pass for a loss that needs both. calm: as in evaluation, nothing
+        dropped and no statistics moved, yet with gradients; for features of others."""
         ...
 
     def loss(self, weights: Bundle, batch: Batch) -> Tensor:
@@ -151,11 +149,12 @@ class Training:
     """What every algorithm's local work shares."""
 
     optimiser: Optimiser = Optimiser()
-    batch: int = 32
+    batch: int | None = 32
+    batches: int | None = None
+    """So many batches an epoch whatever a site's size, in the place of `batch` (which then is None): see `size`."""
     epochs: int | None = 1
-    """Average every `epochs` epochs …"""
     steps: int | None = None
-    """… or every `steps` steps, walking through the epochs (then `epochs` is None)."""
+    """Average every `epochs` epochs, or every `steps` steps, walking through the epochs (then `epochs` is None)."""
     first_epochs: int | None = None
     """Epochs of round 1, in which sites have not met yet: local pretraining. None: as in every round."""
     weights: Literal["examples", "uniform"] = "examples"
@@ -168,13 +167,16 @@ class Training:
     order: Literal["random", "forgotten", "hard", "easy"] = "random"
     """Which examples tend to come early in an epoch (`polyclinic.curriculum`) …"""
     emphasis: float = 2.0
-    """… and how many times as likely they are to come next as those that tend to come late …"""
     order_after: int = 1
-    """… once so many rounds have passed in random order."""
+    """… how many times as likely they are to come next as the last, and after how many rounds in random order."""
     precision: Precision = "float32"
     """What the network computes in as it trains; weights, gradients, losses and evaluation are float32 in any case."""
     private: Private | None = None
     """Set by a recipe's `privacy`, never by hand: what it costs is priced there."""
+
+    def size(self, examples: int) -> int:
+        """A site's batch: with `batches` ⌊n / Q⌋, 2 at least; what is left over, or oversampled, makes further ones."""
+        return self.batch or max(2, examples // (self.batches or 1))
 
 
 @dataclass(frozen=True)
@@ -239,10 +241,8 @@ Desk: TypeAlias = Generator[tuple[str, Job], Any, Bundle]
 
 @dataclass(frozen=True)
 class Update:
-    """What a site hands in after local work: absolute values, by kind.
-
-    Stages and the wire look at the difference from what the site received; the algorithm does not need to.
-    """
+    """What a site hands in after local work: absolute values, by kind. Stages and the wire look at the difference from
+    what the site received; the algorithm does not need to."""
 
     tensors: Bundle
     examples: int

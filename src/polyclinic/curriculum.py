@@ -175,7 +175,8 @@ def under_way(training: Training, known: Tensors, found: Deployment, round: int)
     """The weights by which the epoch was drawn that the round begins in the midst of; None: it is in random order."""
     if training.steps is None or not found.after or "round" not in known:
         return None
-    per_epoch = batches_per_epoch(_examples(found.after["labels"], training), training.batch)
+    labels = found.after["labels"]
+    per_epoch = batches_per_epoch(_examples(labels, training), training.size(len(labels)))
     first = ordinary(training, round) * training.steps // per_epoch * per_epoch
     began = first // training.steps + round - ordinary(training, round)
     return known.get("new" if began >= int(known["round"]) else "old")

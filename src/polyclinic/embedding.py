@@ -9,6 +9,8 @@ way, so two figures stand beside it, both of features as they are and not of the
     apart       the Hausdorff distance between two sites' features of a class, mean over classes and pairs of sites,
                 divided by the mean distance between two classes' means. Scaling or turning features changes nothing.
 
+and, beside them, how well a fresh classifier of sites does (domains.py).
+
 Each with what chance gives: the mean of the same figure after patients were dealt anew to sites, within their class.
 """
 
@@ -26,6 +28,7 @@ from polyclinic.consortium import Consortium
 from polyclinic.core import Examples, Part, SiteId, Stream
 from polyclinic.data.diagnose_shift import p_value, shuffled
 from polyclinic.data.patients import Indices
+from polyclinic.domains import told_apart
 from polyclinic.errors import DataError, RecipeError
 from polyclinic.learning.fit import at_a_time
 from polyclinic.metrics import Floats
@@ -87,6 +90,8 @@ class Figures:
     """Compared in one class or more."""
     classes: int
     """In which two sites or more were compared."""
+    told_apart: float | None
+    """What a fresh classifier of sites scores; see domains.py."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -284,7 +289,7 @@ def measure(points: Points, scale: float | None, stream: Stream) -> Figures | No
 
     apart = judged(lambda found, homes: _apart(found, homes) / scale) if scale else None
     sites = np.unique(np.concatenate([one.home for one in classes]))
-    return Figures(judged(_recognised), apart, len(sites), len(classes))
+    return Figures(judged(_recognised), apart, len(sites), len(classes), told_apart(points, stream.child("folds")))
 
 
 def _one_class(points: Points, label: int) -> _Class | None:

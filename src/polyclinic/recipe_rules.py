@@ -47,7 +47,34 @@ def _idle_problems(recipe: Recipe) -> Iterator[str]:
         yield f"{section}.{key} is without effect in variant {variant}; leave it out, or change {section}.variant"
 
 
-def stage_problems(recipe: Recipe, algorithm: Averaging) -> Iterator[str]:
+def algorithm_problems(recipe: Recipe, algorithm: Averaging) -> Iterator[str]:
+    """What does not go with the algorithm as its options make it."""
+    name = recipe.algorithm.name
+    if algorithm.pooled and recipe.quorum > 1:
+        yield f"{name} trains in one place, so a quorum of {recipe.quorum} can never be met; set quorum: 1"
+    if algorithm.pooled and recipe.clusters:
+        yield f"{name} has one network for all sites; set clusters: {{}}"
+    if algorithm.pooled and not type(algorithm).pooled:
+        yield from _played_problems(recipe)
+    yield from _stage_problems(recipe, algorithm)
+
+
+def _played_problems(recipe: Recipe) -> Iterator[str]:
+    """Of an algorithm that itself plays all sites, in one process."""
+    rules = {
+        "cohort: null": recipe.cohort is None,
+        "training.order: random": recipe.training.order == "random",
+        "evaluate.forgetting: false": not recipe.evaluate.forgetting,
+        "ensemble: false": not recipe.ensemble,
+    }
+    for key in (key for key, kept in rules.items() if not kept):
+        yield (
+            f"{recipe.algorithm.name} in this variant plays all sites itself, in one place, their cases in random "
+            f"order; set {key}, or algorithm.variant: sound"
+        )
+
+
+def _stage_problems(recipe: Recipe, algorithm: Averaging) -> Iterator[str]:
     """Kinds that sites do not send; where they send nothing at all, stages have nothing to do."""
     sent = [exchange.kind for exchange in algorithm.exchanges]
     for stage in recipe.stages if sent else ():
@@ -113,7 +140,7 @@ def _cluster_problems(recipe: Recipe) -> Iterator[str]:
     for name in (n for n in recipe.clusters if not re.fullmatch(r"[A-Za-z][A-Za-z0-9_-]{0,30}", n) or n in TAKEN):
         yield f"a cluster cannot be called {name!r:.40}; use letters and digits, and none of {', '.join(TAKEN)}"
     name = recipe.algorithm.name
-    if recipe.clusters and (name in ("single", "cross-site") or ALGORITHMS[name].pooled) and not recipe.methods:
+    if recipe.clusters and name in ("single", "cross-site") and not recipe.methods:
         yield f"{name} has one network for all sites; set clusters: {{}}"
     if recipe.clusters and recipe.capability.every is not None and name == "scaffold":
         yield "scaffold counts the sites of a cluster once, so they must not move; set capability.every: null"
@@ -152,15 +179,15 @@ def _problems(recipe: Recipe) -> Iterator[str]:
         yield f"{name} needs every site in the last round; set cohort: null"
     if name == "fedsgd" and recipe.training.order != "random" and not recipe.methods:
         yield "fedsgd takes every step on all images, so they have no order; set training.order: random"
-    if ALGORITHMS[name].pooled and recipe.quorum > 1:
-        yield f"{name} trains in one place, so a quorum of {recipe.quorum} can never be met; set quorum: 1"
     if recipe.cohort is not None and recipe.quorum > recipe.cohort:
         yield f"a quorum of {recipe.quorum} can never be met by a cohort of {recipe.cohort}; lower quorum"
     if not re.fullmatch(r"auto|cpu|mps|cuda(:\d+)?", engine.device):
         yield f"engine.device is {engine.device!r}; choose cpu, cuda, cuda:1 and so on, mps or auto"
-    if engine.workers > 0 and engine.device != "cpu":
+    if engine.name == "ray" and engine.device not in ("auto", "cpu", "cuda"):
+        yield f"engine.device is {engine.device!r}, but ray shares out GPUs itself; choose cpu, cuda or auto"
+    if engine.workers > 0 and engine.device != "cpu" and engine.name != "ray":
         yield "worker processes share the CPU only; set engine.workers: 0 or engine.device: cpu"
-    if engine.workers > 0 and engine.name != "local":
+    if engine.workers > 0 and engine.name not in ("local", "ray"):
         yield f"engine.name {engine.name} works in one process; set engine.workers: 0, or engine.name: local"
     methods = recipe.methods or {recipe.name: {}}
     named = [("paper", name) for name in recipe.paper] + [("claims", n) for c in recipe.claims for n in c.methods]

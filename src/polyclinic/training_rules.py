@@ -15,8 +15,11 @@ def training_problems(training: Training) -> Iterator[str]:
         yield "training.epochs and training.steps start at 1"
     if training.first_epochs is not None and training.first_epochs < 1:
         yield f"training.first_epochs is {training.first_epochs}; choose 1 or more, or leave it out"
-    if not 1 <= training.batch <= 1_000_000:
-        yield f"training.batch is {training.batch}; choose 1 to 1,000,000"
+    if (training.batch is None) == (training.batches is None):
+        yield "training needs either batch or batches: for Q batches an epoch write `batch: null` and `batches: Q`"
+    for name, size in (("batch", training.batch), ("batches", training.batches)):
+        if size is not None and not 1 <= size <= 1_000_000:
+            yield f"training.{name} is {size}; choose 1 to 1,000,000"
     if not 0 < training.fine_tune <= 1:
         yield f"training.fine_tune is {training.fine_tune}; choose a share in (0, 1]"
     if not 0 < options.lr <= 1e6:

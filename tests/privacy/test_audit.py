@@ -246,8 +246,8 @@ class TestCanaries:
         for batch in (1, 7, 50, 60, 100):
             planned = Training(batch=batch, epochs=3, private=Private(1.0, 1.0))
             grown = beside(planned, 60, 1060)
-            assert grown.batch / 1060 <= min(1.0, batch / 60)
-            assert grown.batch / 1060 == pytest.approx(min(1.0, batch / 60), abs=1 / 1060)
+            assert grown.size(1060) / 1060 <= min(1.0, batch / 60)
+            assert grown.size(1060) / 1060 == pytest.approx(min(1.0, batch / 60), abs=1 / 1060)
             assert grown.steps == 3 * batches_per_epoch(60, batch)
 
 

@@ -81,7 +81,7 @@ class AdaptiveNoise(FedAvg):
     def spread(self, losses: Tensor, site: Site) -> float:
         """Var(ℓ_k)."""
         if self.variant == "paper":
-            means = torch.stack([batch.mean() for batch in torch.split(losses, self.training.batch)])
+            means = torch.stack([batch.mean() for batch in torch.split(losses, self.training.size(len(losses)))])
             return float(means.var(correction=0).nan_to_num(0.0))
         assert site.secret is not None
         told = variance(losses.cpu(), self.largest_loss, self.loss_noise, site.secret.child("losses"))

@@ -68,7 +68,7 @@ class Elastic(Averaging):
 
     def local(self, received: Bundle, memory: Bundle | None, site: Site, rng: Stream) -> Work:
         fitted = yield Fit(received, task_loss, self.training)
-        omega = yield Score(received, sensitivity, reduce="mean", batch=self.training.batch)  # (1)
+        omega = yield Score(received, sensitivity, reduce="mean", batch=self.training.size(site.examples))  # (1)
         return Update({**fitted.weights, "sensitivity": omega}, site.examples), None
 
     def check(self, update: Update) -> None:

@@ -13,14 +13,21 @@ features Z(F(x)) of some of site k's images, by the model that all sites receive
 A site sends `bank` features in every round, drawn anew, and receives up to `receive` of all others together, in turn;
 their labels are not told. With `align: 0` and `variance: 0` it is FedAvg, bit for bit.
 
-Departures. In the paper sites exchange features at every step, and its Eq. 3 moves both extractors of a pair:
-−log D_k(F_k(x)) − log D_k(Z(F_j(x))). Between hospitals features travel once per exchange, and no gradient travels
-back: of that loss only the first term would be left at site k, which makes its features easier to tell, not harder; the
-reverse, −log(1 − D_k(F(x))), has sites change places. (3) asks that D_k be in doubt instead (Tzeng et al., ICCV 2015),
-in one step with the cross-entropy, so that α weighs them whatever the optimiser. u are all of one model: those of
-locally trained ones would let D_k tell models apart, and today's against last round's would let it tell time. The
-authors' released code detaches all features: its Eq. 3 has no gradient, and nothing is aligned. D_k gives a logit
-(theirs: two units and a sigmoid). Sites weigh by examples; `training.weights: uniform` is the paper's mean.
+`variant: paper` is the paper's Algorithm 1, within one process that has all images; hospitals cannot run it. At every
+step, site after site: (1), and after the warm-up with every other site j, on this step's batches, by k's one optimiser
+
+    (5)  D_k ← a step on  −mean log D_k(F_k(x)) − mean log(1 − D_k(Z(F_j(x)))),   F_k and F_j as they are
+    (6)  F_k, F_j ← a step on  α · (−mean log D_k(F_k(x)) − mean log D_k(Z(F_j(x)))),   D_k as it is
+
+Departures. (5) and (6) are the paper's Eq. 2 and 3. Between hospitals features travel once per exchange, and no
+gradient travels back: of (6) only the first term would be left at site k, which makes its features easier to tell, not
+harder; the reverse, −log(1 − D_k(F(x))), has sites change places. (3) asks that D_k be in doubt instead (Tzeng et al.,
+ICCV 2015), in one step with the cross-entropy, so that α weighs them whatever the optimiser. u are all of one model:
+those of locally trained ones would let D_k tell models apart, and today's against last round's would let it tell time.
+The authors' released code detaches all features: its Eq. 3 has no gradient, and nothing is aligned. D_k gives a logit
+(theirs: two units and a sigmoid). Sites weigh by examples; `training.weights: uniform` is the paper's mean. In `paper`
+cases come in random order (no curriculum), optimisers begin anew in every round, and sites whose steps are more than
+another's meet its batches again.
 
 Z is no privacy: nothing is clipped, so the paper's σ² = 0.001 has no ε. It is on parameters and features, never on
 statistics such as BatchNorm's. No privacy plan protects it: (3) looks at features beside the steps that are priced.
@@ -31,6 +38,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import ClassVar, Literal
 
 import torch
 from torch import nn
@@ -54,9 +62,9 @@ from polyclinic.core import (
     Work,
 )
 from polyclinic.errors import RecipeError
-from polyclinic.learning.aligning import DISCRIMINATOR, Discriminator, aligning, discriminating, noised
-from polyclinic.learning.beside import drawn, named
+from polyclinic.learning.aligning import DISCRIMINATOR, Discriminator, aligning, banks, discriminating, first, noised
 from polyclinic.learning.feature_bank import check_held, others, told
+from polyclinic.learning.jointly import Joint
 from polyclinic.learning.objectives import task_loss
 
 LESSON, DISCRIMINATION = ("extractor.", "head."), (f"{BESIDE}{DISCRIMINATOR}.",)
@@ -65,8 +73,10 @@ LESSON, DISCRIMINATION = ("extractor.", "head."), (f"{BESIDE}{DISCRIMINATOR}.",)
 
 @dataclass(frozen=True)
 class FedAlign(FedAvg):
+    idle: ClassVar[dict[str, tuple[str, ...]]] = {"paper": ("bank", "receive")}
+    variant: Literal["sound", "paper"] = "sound"
     align: float = 1.0
-    """α, the weight of (3); 0: nobody aligns, and no features travel."""
+    """α, the weight of (3) or (6); 0: nobody aligns, and no features travel."""
     warmup: int = 5
     """Rounds before anybody aligns."""
     bank: int = 64
@@ -87,17 +97,20 @@ class FedAlign(FedAvg):
                 "fed-align looks at images beside the steps that a privacy plan prices; leave privacy out, or set "
                 "algorithm.align: 0"
             )
+        object.__setattr__(self, "pooled", self.variant == "paper" and self.align > 0)
 
     @property
     def exchanges(self) -> tuple[Exchange, ...]:
-        kinds = ("features",) if self.align else ()
-        return (*super().exchanges, *(Exchange(kind, like=kind) for kind in kinds))
+        kinds = ("features",) if self.align else ()  # in one place they do not leave it, yet another site sees them
+        return (*super().exchanges, *(Exchange(kind, like=kind, optional=self.pooled) for kind in kinds))
 
     def remark(self) -> str:
+        place = "fed-align, variant paper: all sites train in this process, which no hospital could take part in"
         noise = (
             f"fed-align adds noise of variance {self.variance:g} to what leaves a site, without clipping: this is no"
         )
-        return f"{noise} privacy guarantee, and no ε is claimed for it" if self.variance else ""
+        noise += " privacy guarantee, and no ε is claimed for it"
+        return "; ".join([place] * self.pooled + [noise] * (self.variance > 0))
 
     def beside(self, features: tuple[int, ...], classes: int) -> Mapping[str, nn.Module]:
         del classes
@@ -107,25 +120,33 @@ class FedAlign(FedAvg):
         state = classifier(federation.initial)
         if not self.align:
             return state
-        first = next(iter(state["model"].values()))
-        slots = {"values": first.new_zeros(1, self.bank, *federation.features), "held": first.new_zeros(1)}
+        like = next(iter(state["model"].values()))
+        slots = {"values": like.new_zeros(1, self.bank, *federation.features), "held": like.new_zeros(1)}
         bank = {f"{site}/{what}": tensor for site in federation.sites for what, tensor in slots.items()}
+        if self.pooled:
+            bank = {site: torch.tensor(examples) for site, examples in federation.sites.items()}
         return {**state, "features": slots, "bank": bank}
 
     def broadcast(self, state: Bundle, site: SiteId) -> Bundle:
-        sent = {kind: state[kind] for kind in WEIGHTS}
-        return {**sent, "others": others(state["bank"], site, self.receive)} if "bank" in state else sent
+        sent = {kind: state.get(kind, {}) for kind in WEIGHTS}
+        if "bank" not in state:
+            return sent
+        if self.pooled:
+            return {**sent, "features": state["features"], "bank": state["bank"]}
+        return {**sent, "others": others(state["bank"], site, self.receive)}
 
     def local(self, received: Bundle, memory: Bundle | None, site: Site, rng: Stream) -> Work:
         start = {kind: received.get(kind, {}) for kind in WEIGHTS}
         if not self.align:
             fitted = yield Fit(start, task_loss, self.training)
             return Update(self._sent(fitted.weights, rng, site), site.examples), None
-        before = memory or {**self._first(received, rng), "own": {}}
+        if self.pooled:
+            return (yield from self._together(received, memory or {}, site, rng))
+        before = memory or {**first(received["others"], self.hidden, rng), "own": {}}
         accompanied = {kind: {**group, **before.get(kind, {})} for kind, group in start.items()}
         if site.round > self.warmup and before.get("own") and bool(received["others"]["held"] > 0):
             steps = Step(discriminating, DISCRIMINATION), Step(aligning, LESSON)  # (2), (3)
-            fitted = yield Fit(accompanied, steps, self.training, self._reference(before["own"], received["others"]))
+            fitted = yield Fit(accompanied, steps, self.training, banks(before["own"], received["others"], self.align))
         else:
             fitted = yield Fit(accompanied, (Step(task_loss, LESSON),), self.training)  # (1)
         found = yield Score(start, labelled_features)
@@ -134,23 +155,21 @@ class FedAlign(FedAvg):
         sent = {**self._sent(fitted.weights, rng, site), "features": features}
         return Update(sent, site.examples), {**own, "own": features}
 
-    def _first(self, received: Bundle, rng: Stream) -> Bundle:
-        """D_k before it has trained: each site draws its own."""
-        like = received["others"]["values"]
-        width = math.prod(like.shape[2:])
-        network = drawn(lambda: Discriminator(width, self.hidden), rng.child("discriminator"))
-        return named(DISCRIMINATOR, network.to(like))
-
-    def _reference(self, own: Tensors, others: Tensors) -> Bundle:
-        """What (2) and (3) look at beside the batch."""
-        like = others["values"]
-
-        def shown(bank: Tensors) -> Tensors:
-            values = bank["values"][0].to(like)
-            there = torch.arange(len(values), device=like.device) < bank["held"].to(like.device)
-            return {"values": values, "there": there.to(like.dtype)}
-
-        return {"own": shown(own), "others": shown(others), "scalars": {"align": like.new_tensor(self.align)}}
+    def _together(self, received: Bundle, memory: Bundle, site: Site, rng: Stream) -> Work:
+        """All sites, where all are."""
+        like = received["features"]
+        streams = {name: Stream(rng.seed, ("site", name)) for name in received["bank"]}
+        places = {name: f"{DISCRIMINATOR}@{name}" for name in streams}
+        known = {p: memory.get(p) or first(like, self.hidden, streams[n])["model"] for n, p in places.items()}
+        alpha = self.align if site.round > self.warmup else 0.0
+        fitted = yield Joint(classifier(received), task_loss, self.training, known, align=alpha, variance=self.variance)
+        averages, kept = {kind: RunningMean() for kind in WEIGHTS}, dict[str, Tensors]()  # (1), (5), (6)
+        for name in (kind.removeprefix("model@") for kind in fitted.weights if kind.startswith("model@")):
+            own = {kind: fitted.weights[f"{kind}@{name}"] for kind in WEIGHTS}
+            for kind, group in self._sent(own, streams[name], site).items():
+                averages[kind].add(group, self.weight(Update({}, int(received["bank"][name]))))  # (4)
+            kept[places[name]] = {n: t for n, t in own["model"].items() if n.startswith(BESIDE)}
+        return Update({kind: average.value() for kind, average in averages.items()}, site.examples), kept
 
     def _features(self, found: Tensors, rng: Stream) -> Tensors:
         """Z(F(x)) of some images; whose they are and what they show is not told."""

@@ -44,7 +44,8 @@ class FedNova(Averaging):
     def check(self, update: Update) -> None:
         """The steps a site claims scale its pull and everybody's step: they must be what its examples imply."""
         steps, own = update.scalars.get("steps", 0.0), self.training
-        implied = own.steps if own.epochs is None else own.epochs * batches_per_epoch(update.examples, own.batch)
+        size = own.size(update.examples)
+        implied = own.steps if own.epochs is None else own.epochs * batches_per_epoch(update.examples, size)
         if steps != implied and not (own.oversample and own.epochs and 1 <= steps <= 1e6):
             raise Refused("scalars", f"{steps:g} steps reported where {update.examples} examples imply {implied}")
 

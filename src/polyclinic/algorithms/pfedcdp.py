@@ -81,16 +81,16 @@ class PFedCDP(FedPer):
                 )  # (11)
         mask: Tensors = {}
         if self.keep or self.variant == "paper":
-            fisher = yield self._fisher(fitted.weights)  # (3)
+            fisher = yield self._fisher(fitted.weights, site)  # (3)
             mask = {name: self.important(f) for name, f in fisher.items() if not name.startswith(HEAD)}  # (4)
         own = handed_in(fitted.weights, site)
         kept = {**own.tensors, "head": head(fitted.weights["model"]), "mask": mask}
         return own, kept if mask else {"head": kept["head"]}
 
-    def _fisher(self, weights: Bundle) -> Score:
+    def _fisher(self, weights: Bundle, site: Site) -> Score:
         if self.variant == "sound":
             return Score(weights, squared_gradients, reduce="mean")
-        return Score(weights, squared_mean_gradient, reduce="mean", batch=self.training.batch)
+        return Score(weights, squared_mean_gradient, reduce="mean", batch=self.training.size(site.examples))
 
     def important(self, fisher: Tensor) -> Tensor:
         """(4): where a weight stays the site's own. Everywhere else it is the cluster's: (5)."""

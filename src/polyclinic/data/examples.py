@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TypeAlias
@@ -149,6 +149,14 @@ class SiteData:
     train: Examples
     validation: Examples
     test: Examples
+
+
+@dataclass(frozen=True)
+class Pool(SiteData):
+    """What all hospitals hold, in one place."""
+
+    members: Mapping[str, Examples]
+    """Each one's own training images."""
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,15 @@
-"""Fed-Align's losses: equations 2 and 3 of algorithms/fed_align.py."""
+"""Fed-Align's losses: equations 2, 3, 5 and 6 of algorithms/fed_align.py."""
 
 from __future__ import annotations
+
+import math
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from polyclinic.core import Batch, Bundle, Network, Tensors
+from polyclinic.core import Batch, Bundle, Network, Stream, Tensors
+from polyclinic.learning.beside import drawn, named
 
 DISCRIMINATOR = "discriminator"
 
@@ -39,6 +42,35 @@ def aligning(network: Network, weights: Bundle, batch: Batch, reference: Bundle)
     doubt = network.beside(weights, DISCRIMINATOR, handed.flatten(1))
     unsure = (F.softplus(doubt) + F.softplus(-doubt)).mean() / 2
     return F.cross_entropy(network.head(weights, handed), labels) + reference["scalars"]["align"] * unsure
+
+
+def first(shown: Tensors, hidden: int, rng: Stream) -> Bundle:
+    """A site's discriminator of such features before it has trained: each draws its own."""
+    like = shown["values"]
+    network = drawn(lambda: Discriminator(math.prod(like.shape[2:]), hidden), rng.child("discriminator"))
+    return named(DISCRIMINATOR, network.to(like))
+
+
+def banks(own: Tensors, others: Tensors, align: float) -> Bundle:
+    """What (2) and (3) look at beside the batch."""
+    like = others["values"]
+
+    def shown(bank: Tensors) -> Tensors:
+        values = bank["values"][0].to(like)
+        there = torch.arange(len(values), device=like.device) < bank["held"].to(like.device)
+        return {"values": values, "there": there.to(like.dtype)}
+
+    return {"own": shown(own), "others": shown(others), "scalars": {"align": like.new_tensor(align)}}
+
+
+def apart(mine: Tensor, theirs: Tensor) -> Tensor:
+    """(5), of a discriminator's logits: it shall tell own features from another site's."""
+    return F.softplus(-mine).mean() + F.softplus(theirs).mean()
+
+
+def alike(mine: Tensor, theirs: Tensor) -> Tensor:
+    """(6), of a discriminator's logits: it shall take both for own ones."""
+    return F.softplus(-mine).mean() + F.softplus(-theirs).mean()
 
 
 def _mean(values: Tensor, there: Tensor) -> Tensor:

@@ -63,8 +63,9 @@ def batches(labels: Tensor, training: Training, stream: Stream, weights: Tensor 
 
     The order is made on the CPU and sent to where the labels are as a whole: batch by batch the host would wait.
     """
-    cut = list(torch.split(onto(order(labels, training, stream, weights), labels.device), training.batch))
-    if len(cut) > 1 and len(cut[-1]) == 1 < training.batch:
+    size = training.size(len(labels))
+    cut = list(torch.split(onto(order(labels, training, stream, weights), labels.device), size))
+    if len(cut) > 1 and len(cut[-1]) == 1 < size:
         cut[-2:] = [torch.cat(cut[-2:])]
     return cut
 
@@ -117,7 +118,7 @@ def sampled(
     labels: Tensor, training: Training, secret: Stream, round: int, whole: bool
 ) -> Iterator[tuple[int, list[Tensor]]]:
     """The same for steps that every example joins by itself; a step nobody joins has no batch."""
-    per_epoch = 1 if whole else batches_per_epoch(len(labels), training.batch)
+    per_epoch = 1 if whole else batches_per_epoch(len(labels), training.size(len(labels)))
     steps = (training.steps or 1) if training.epochs is None else training.epochs * per_epoch
     rate, most = rate_of(training, len(labels), whole), room(training, len(labels), whole)
     drawn = poisson(len(labels), rate, steps, secret.child("sample"))

@@ -110,14 +110,14 @@ def checked(job: Fit, network: LiveNetwork, secret: Stream | None) -> Stream:
 
 def rate_of(training: Training, examples: int, whole: bool) -> float:
     """q: the probability with which an example joins a step."""
-    return 1.0 if whole else min(1.0, training.batch / max(examples, 1))
+    return 1.0 if whole else min(1.0, training.size(examples) / max(examples, 1))
 
 
 def room(training: Training, examples: int, whole: bool) -> int:
     """The most examples computed at once: enough for all but the largest of a step's random batches."""
     if whole or training.private is None or training.private.sampling != "poisson":
-        return training.batch
-    expected = min(training.batch, examples)
+        return training.size(examples)
+    expected = min(training.size(examples), examples)
     return -int(-(expected + 3 * math.sqrt(expected)) // ROUNDED) * ROUNDED
 
 
@@ -129,7 +129,7 @@ def expected_batch(training: Training, examples: int, whole: bool, drawn: int) -
     assert training.private is not None
     if training.private.sampling != "poisson":
         return max(drawn, 1)
-    return max(examples if whole else min(training.batch, examples), 1)
+    return max(examples if whole else min(training.size(examples), examples), 1)
 
 
 def clipped_sum(

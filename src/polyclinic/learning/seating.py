@@ -30,6 +30,11 @@ class Seat:
     secret: Stream | None = None
     """Of a private job: who joins its steps, and its noise."""
 
+    @property
+    def size(self) -> int:
+        """Of its batches: that of all in a stack."""
+        return self.job.training.size(len(self.data))
+
 
 class Bit(NamedTuple):
     """One batch of one site."""
@@ -202,7 +207,7 @@ class Table:
         """With everyone else seated too, if that is worth it: what they compute is thrown away."""
         everyone = list(range(len(self.seats)))
         length = found[0].length
-        short = length < self.seats[0].job.training.batch and not self.random
+        short = length < self.seats[0].size and not self.random
         if not self.fill or short or not len(everyone) / 2 <= len(members) < len(everyone):
             return members, found
         idle = {

@@ -42,7 +42,7 @@ def signature(job: Fit, site: Site, known: dict[Any, Any] | None = None) -> tupl
     training = job.training
     if training.private is not None:
         training = replace(training, private=replace(training.private, noise=0.0))
-    return job.sequence, training, job.whole, site.lr, known[mark], reference, state
+    return job.sequence, training, job.whole, site.lr, known[mark], reference, state, training.size(site.examples)
 
 
 class _Shapes:

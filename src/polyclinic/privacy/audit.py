@@ -121,7 +121,7 @@ def audit(
             site = Site("audit", len(seated), number, rounds, training.optimiser.lr)
             job = Fit(weights, task_loss, altered, whole=whole)
             weights = fit(job, live, seated, site, stream, stream.child("secret", number)).weights
-    expected = len(seated) if whole else min(altered.batch, len(seated))
+    expected = len(seated) if whole else min(altered.size(len(seated)), len(seated))
     released = torch.stack(heard)[:, :canaries].double() * (expected / private.clip)
     moved = (start["model"]["seats.weight"] - weights["model"]["seats.weight"]).flatten()[:canaries].cpu()
     scores = statistics(released, moved, expected / len(seated), len(heard) // rounds)
@@ -145,11 +145,11 @@ def beside(training: Training, before: int, after: int, whole: bool = False) -> 
     """The same chance of coming into a step, and the same steps, for a site that has grown by canaries."""
     if whole:
         return training
-    batch = after if training.batch >= before else training.batch * after // before
+    size = training.size(before)
+    training = replace(training, batch=after if size >= before else size * after // before, batches=None)
     if training.epochs is None or (training.private and training.private.sampling == "shuffle"):
-        return replace(training, batch=batch)
-    steps = training.epochs * batches_per_epoch(before, training.batch)
-    return replace(training, batch=batch, epochs=None, steps=steps)
+        return training
+    return replace(training, epochs=None, steps=training.epochs * batches_per_epoch(before, size))
 
 
 class Watched(Classifier):
