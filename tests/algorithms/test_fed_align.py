@@ -128,6 +128,20 @@ def test_discriminators_stay_at_their_sites_and_differ() -> None:
     assert not any(name.startswith(BESIDE) for name in played.model)
 
 
+def test_more_lessons_move_a_discriminator_further_and_warm_up_not_at_all() -> None:
+    """Plain SGD on a loss that hardly changes: k steps go about k times as far."""
+    still, once, often = (
+        tapped(FedAlign(SGD, warmup=warmup, align=0.1, lessons=lessons), small(), 2)[0].remembered(SITES[0])
+        for warmup, lessons in ((2, 1), (1, 1), (1, 5))
+    )
+    assert still is not None
+    assert once is not None
+    assert often is not None
+    name = f"{BESIDE}{DISCRIMINATOR}.enter.weight"
+    start, one, five = (own["model"][name] for own in (still, once, often))
+    assert 3 < float((five - start).norm() / (one - start).norm()) < 6
+
+
 def test_a_site_hears_the_last_features_of_others_without_labels() -> None:
     _, letters = tapped(FedAlign(SGD, warmup=0, bank=4, receive=5), small(), 3)
     for letter in (each for each in letters if each.round > 1):
@@ -172,7 +186,7 @@ def test_a_site_cannot_claim_features_that_it_did_not_send(held: float) -> None:
         FedAlign().check(Update(tensors, 5))
 
 
-@pytest.mark.parametrize("option", ["align", "warmup", "bank", "receive", "hidden", "variance"])
+@pytest.mark.parametrize("option", ["align", "warmup", "bank", "receive", "hidden", "lessons", "variance"])
 def test_options_out_of_range_are_refused(option: str) -> None:
     with pytest.raises(RecipeError, match=rf"algorithm.{option} is -1; choose"):
         FedAlign(**{option: -1})  # type: ignore[arg-type]

@@ -73,7 +73,7 @@ LESSON, DISCRIMINATION = ("extractor.", "head."), (f"{BESIDE}{DISCRIMINATOR}.",)
 
 @dataclass(frozen=True)
 class FedAlign(FedAvg):
-    idle: ClassVar[dict[str, tuple[str, ...]]] = {"paper": ("bank", "receive")}
+    idle: ClassVar[dict[str, tuple[str, ...]]] = {"paper": ("bank", "receive", "lessons")}
     variant: Literal["sound", "paper"] = "sound"
     align: float = 1.0
     """α, the weight of (3) or (6); 0: nobody aligns, and no features travel."""
@@ -85,11 +85,14 @@ class FedAlign(FedAvg):
     """Features, of all others together, that a site receives."""
     hidden: int = 4
     """Units of a discriminator."""
+    lessons: int = 1
+    """Steps on (2) for each on (3): a learning rate that suits a pretrained network is slow for a new one."""
     variance: float = 0.0
     """σ² of the noise on parameters and features as they leave; the paper has 0.001. No privacy guarantee."""
 
     def __post_init__(self) -> None:
-        for name, least in (("align", 0), ("warmup", 0), ("variance", 0), ("bank", 1), ("receive", 1), ("hidden", 1)):
+        for name in ("align", "warmup", "variance", "bank", "receive", "hidden", "lessons"):
+            least = int(name in ("bank", "receive", "hidden", "lessons"))
             if not least <= getattr(self, name) < math.inf:
                 raise RecipeError(f"algorithm.{name} is {getattr(self, name)}; choose {least} or more")
         if self.training.private is not None and self.align:
@@ -145,7 +148,7 @@ class FedAlign(FedAvg):
         before = memory or {**first(received["others"], self.hidden, rng), "own": {}}
         accompanied = {kind: {**group, **before.get(kind, {})} for kind, group in start.items()}
         if site.round > self.warmup and before.get("own") and bool(received["others"]["held"] > 0):
-            steps = Step(discriminating, DISCRIMINATION), Step(aligning, LESSON)  # (2), (3)
+            steps = *(Step(discriminating, DISCRIMINATION),) * self.lessons, Step(aligning, LESSON)  # (2), (3)
             fitted = yield Fit(accompanied, steps, self.training, banks(before["own"], received["others"], self.align))
         else:
             fitted = yield Fit(accompanied, (Step(task_loss, LESSON),), self.training)  # (1)
