@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import Result
 from PIL import Image
-from typer.testing import CliRunner, Result
+from typer.testing import CliRunner
 
 from polyclinic.cli import app
 from polyclinic.core import Stream

@@ -11,7 +11,8 @@ from typing import Any
 import psutil
 import pytest
 import yaml
-from typer.testing import CliRunner, Result
+from click.testing import Result
+from typer.testing import CliRunner
 
 from polyclinic.capability import RESOURCES, THRESHOLDS, Card, card_of, cluster_of, score
 from polyclinic.cli import app

@@ -46,6 +46,7 @@ FULL: dict[str, Any] = {
     "training": {
         "optimiser": {"name": "sgd", "lr": 0.1, "momentum": 0.5, "weight_decay": 0.0},
         "batch": 8,
+        "batches": None,
         "first_epochs": None,
         "epochs": None,
         "steps": 4,

@@ -26,14 +26,13 @@ server_app = ServerApp()
 def fit(message: Message, context: Context) -> Message:
     task = asked(os.environ[TASK].split("\n"))
     module = own_network(task.work, task.tuned)
-    module.load_state_dict(message.content["arrays"].to_torch_state_dict())
+    module.load_state_dict(message.content.array_records["arrays"].to_torch_state_dict())
     client = clients(task.work, task.folder)[int(context.node_config["partition-id"])]
     train(module, client, task.work.batch)
-    content = {
-        "arrays": ArrayRecord(module.state_dict()),
-        "metrics": MetricRecord({"num-examples": len(client[1])}),
-    }
-    return Message(content=RecordDict(content), reply_to=message)
+    content = RecordDict()
+    content["arrays"] = ArrayRecord(module.state_dict())
+    content["metrics"] = MetricRecord({"num-examples": len(client[1])})
+    return Message(content=content, reply_to=message)
 
 
 class Reporting(FedAvg):

@@ -17,12 +17,13 @@ from rich.table import Table
 from rich.text import Text
 from typer.core import TyperGroup
 
-from polyclinic import cli_data, cli_privacy, cli_site, cli_weights
+from polyclinic import cli_data, cli_deploy, cli_privacy, cli_provision, cli_site, cli_weights
 from polyclinic.algorithms import ALGORITHMS
 from polyclinic.cli_attack import attack_command
 from polyclinic.cli_audit import audit_command
 from polyclinic.cli_explain import explain_command
 from polyclinic.cli_features import features_command
+from polyclinic.cli_predict import export_command, predict_command
 from polyclinic.compare import compare, compare_folders, slug
 from polyclinic.comparison import Comparison
 from polyclinic.data import DATASETS, Options
@@ -67,11 +68,17 @@ app = typer.Typer(
 app.add_typer(cli_data.app, name="data")
 app.add_typer(cli_site.app, name="site")
 app.add_typer(cli_weights.app, name="weights")
+app.add_typer(cli_provision.app, name="provision")
+app.command("serve")(cli_deploy.serve)
+app.command("join")(cli_deploy.join)
+app.command("status")(cli_deploy.status)
 app.command("plan")(cli_privacy.plan)
 app.command("audit")(audit_command)
 app.command("attack")(attack_command)
 app.command("features")(features_command)
 app.command("explain")(explain_command)
+app.command("predict")(predict_command)
+app.command("export")(export_command)
 
 
 @contextmanager
@@ -136,7 +143,7 @@ def run(
     recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="A recipe file, or the name of one of ours.")],
     settings: Settings = None,
     data: Data = None,
-    engine: Annotated[str | None, typer.Option(help="Where site work runs: local, stacked or auto.")] = None,
+    engine: Annotated[str | None, typer.Option(help="Where site work runs: local, stacked, auto or ray.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda, or auto.")] = None,
     seed: Seed = None,
     folder: Annotated[Path | None, typer.Option("--out", help="Where to write (default: runs/NAME).")] = None,

@@ -16,7 +16,7 @@ from torch import nn
 from polyclinic.core import SiteId, Stream
 from polyclinic.data import DATASETS
 from polyclinic.data.division import refuse_silence
-from polyclinic.data.examples import Images, Selection, SiteData, concatenate
+from polyclinic.data.examples import Images, Pool, Selection, SiteData, concatenate
 from polyclinic.data.federate import SiteSummary, describe, federate
 from polyclinic.data.load import for_task
 from polyclinic.errors import DataError
@@ -38,6 +38,11 @@ class Consortium:
     held_out: Images | None
     channels: int
     size: int
+
+    @property
+    def seen(self) -> Mapping[SiteId, SiteData]:
+        """The sites whose images can be looked at from here."""
+        return self.sites
 
     def describe(self) -> list[SiteSummary]:
         return describe(self.sites, self.classes)
@@ -117,21 +122,21 @@ def gather(recipe: Recipe, data: Path | None = None) -> Consortium:
         stream.child("sites"),
         recipe.data.allow_single_class,
     )
-    _refuse_names(sites)
+    for name in sites:
+        refuse_name(name)
     channels, size = collection.images.shape[1], collection.images.shape[-1]
     return Consortium(collection.classes, sites, collection.held_out, channels, size)
 
 
-def _refuse_names(sites: Mapping[SiteId, SiteData]) -> None:
+def refuse_name(name: SiteId) -> None:
     """Site names become parts of names on the wire and in results, beside others that mean something there."""
-    for name in sites:
-        if not (0 < len(name) <= 100 and name.isprintable()) or set("/@|") & set(name):
-            raise DataError(
-                f"The site name {name[:100]!r} is empty, too long, or holds '/', '@', '|' or a control character; "
-                "rename the site."
-            )
-        if name in (POOLED, HELD_OUT, "global", "personal", "transfer", "student", "ensemble", "public", "server"):
-            raise DataError(f"A site cannot be called {name!r}, which has a meaning in results; rename the site.")
+    if not (0 < len(name) <= 100 and name.isprintable()) or set("/@|") & set(name):
+        raise DataError(
+            f"The site name {name[:100]!r} is empty, too long, or holds '/', '@', '|' or a control character; "
+            "rename the site."
+        )
+    if name in (POOLED, HELD_OUT, "global", "personal", "transfer", "student", "ensemble", "public", "server"):
+        raise DataError(f"A site cannot be called {name!r}, which has a meaning in results; rename the site.")
 
 
 @torch.no_grad()
@@ -168,7 +173,8 @@ def site_on(site: SiteData, device: torch.device, copies: dict[int, Images]) -> 
     return SiteData(site.name, moved(site.train), moved(site.validation), moved(site.test))
 
 
-def pool(sites: Mapping[SiteId, SiteData]) -> SiteData:
+def pool(sites: Mapping[SiteId, SiteData]) -> Pool:
     """Everybody's training and validation images in one place; nothing to test on, the sites do that."""
     train, validation = (concatenate([getattr(site, p) for site in sites.values()]) for p in ("train", "validation"))
-    return SiteData(POOLED, train, validation, validation.subset(torch.arange(0)))
+    nothing, members = validation.subset(torch.arange(0)), {name: site.train for name, site in sites.items()}
+    return Pool(POOLED, train, validation, nothing, members)

@@ -5,31 +5,31 @@ from __future__ import annotations
 import contextlib
 import gc
 import hashlib
-import json
 import logging
 import tempfile
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from polyclinic import wire
+from polyclinic import store, wire
 from polyclinic.algorithms.averaging import classifier
 from polyclinic.consortium import Consortium as Consortium
 from polyclinic.consortium import gather as gather
 from polyclinic.consortium import pool as pool
 from polyclinic.consortium import site_on
-from polyclinic.core import Bundle, Federation, Part, Score, SiteId, Stream
+from polyclinic.core import Bundle, Federation, Part, Score, SiteId, Stage, Stream
 from polyclinic.data.examples import SiteData
-from polyclinic.engines.choice import ASKED, Choice, choose, make_engine, read_choice
+from polyclinic.engines import Elsewhere, Engine
+from polyclinic.engines.choice import ASKED, ELSEWHERE, Choice, choose, make_engine, read_choice
 from polyclinic.ensemble import by_member, members
-from polyclinic.errors import RecipeError, StoreError
+from polyclinic.errors import RecipeError, RoundFailed
 from polyclinic.faults import reach
-from polyclinic.finish.refine import Refine, check_public
+from polyclinic.finish.refine import check_public
 from polyclinic.journal import FolderJournal, RamJournal
 from polyclinic.learning.fit import score
 from polyclinic.learning.network import norm_names, weights_of
@@ -53,27 +53,18 @@ from polyclinic.privacy.page import page, privacy_of, released
 from polyclinic.privacy.passbook import Passbook
 from polyclinic.privacy.plan import Plan
 from polyclinic.public import gather_public
-from polyclinic.recipe import EngineSection, Recipe
+from polyclinic.recipe import Recipe
 from polyclinic.report_rounds import draw_run
-from polyclinic.results import assess, cost, drift, forgetting, headline, progress, versions
+from polyclinic.results import assess, cost, drift, forgetting, headline, progress, reported, versions
 from polyclinic.rounds import POOLED, Outcome, Rounds, Rules, Watch
 from polyclinic.runner import STUDENT, SiteRunner
+from polyclinic.runs import Result as Result
+from polyclinic.runs import decisive as decisive
+from polyclinic.runs import finished as finished
+from polyclinic.runs import located
+from polyclinic.runs import refuse_other as refuse_other
 from polyclinic.server import Server, told
 from polyclinic.store import DiskMemory, Ledger, MemoryStore, RamMemory, locked, write_atomically, write_json
-
-
-@dataclass(frozen=True)
-class Result:
-    """A finished run. `summary` is what result.json holds; `state` the server's last (empty when read back)."""
-
-    summary: dict[str, Any]
-    state: Bundle
-    folder: Path | None
-
-    @property
-    def headline(self) -> dict[str, Any]:
-        found: dict[str, Any] = self.summary["headline"]
-        return found
 
 
 def rules_of(recipe: Recipe, mark: str) -> Rules:
@@ -102,11 +93,12 @@ class Experiment:
         data: Path | None = None,
         watch: Watch = lambda *_: None,
         consortium: Consortium | None = None,
+        elsewhere: Elsewhere | None = None,
     ) -> None:
         if recipe.methods:
             raise RecipeError(f"{recipe.name} compares {len(recipe.methods)} methods; use `polyclinic compare`")
         recipe = located(recipe)
-        self.recipe, self.folder, self.watch = recipe, folder, watch
+        self.recipe, self.folder, self.data, self.watch, self.elsewhere = recipe, folder, data, watch, elsewhere
         self.consortium = consortium or gather(recipe, data)
         self.module = network_of(recipe, self.consortium, data)
         device = device_of(recipe)
@@ -137,7 +129,7 @@ class Experiment:
         if recipe.public is None:
             return None
         shape = consortium.classes, consortium.channels, consortium.size
-        sites = consortium.sites if recipe.privacy is None else None
+        sites = consortium.seen if recipe.privacy is None else None
         stream = Stream(recipe.seed, ("public",))
         public = gather_public(recipe.public, data, *shape, stream, sites, consortium.held_out)
         if recipe.finish is not None:
@@ -196,29 +188,22 @@ class Experiment:
             if self.plan is not None:
                 keep_noise(self.plan, self.folder)
         with contextlib.ExitStack() as lent:
-            memory = self._memory(lent)
-            stages = [*(stages_of(self.plan) if self.plan else ()), *recipe.stages_of()]
             guard = Guard(self.plan, self.secret.child("server"), self._passbook()) if self.plan else None
-            runners = {
-                name: SiteRunner(
-                    name,
-                    site,
-                    self.algorithm,
-                    self.lineup.all,
-                    memory,
-                    stages,
-                    discretion_of(self.plan, name, self.secret.child("site", name)) if self.plan else None,
-                )
-                for name, site in self.sites.items()
-            }
-            choice = self._choice(runners)
-            options = recipe.engine
-            engine = make_engine(choice.name, runners, options.workers, options.threads, options.compile)
-            lent.callback(engine.close)
+            engine, choice = self._engine(lent)
             judge = self.judge if self.has_held_out() else None
-            rules = rules_of(recipe, self.mark())
+            deadline = self.elsewhere.deadline if self.elsewhere else None
+            rules = replace(rules_of(recipe, self.mark()), deadline=deadline)
             rounds = Rounds(
-                self.federation, self.algorithm, engine, rules, journal, self.watch, judge, stages, guard, self.server
+                self.federation,
+                self.algorithm,
+                engine,
+                rules,
+                journal,
+                self.watch,
+                judge,
+                self.stages(),
+                guard,
+                self.server,
             )
             if remark := self.algorithm.remark():
                 logging.getLogger(__name__).warning("%s", remark)
@@ -233,10 +218,19 @@ class Experiment:
             refined = self.server.refined(outcome.state) if self.server and recipe.finish else None
             student = refined.weights if refined else {}
             beside = {f"{kind}@{STUDENT}": group for kind, group in student.items()} | members(outcome.state)
-            predictions = rounds.predictions(outcome, parts, beside)
+            predictions = rounds.predictions(outcome, parts, beside, tolerant=self.elsewhere is not None)
             reach("evaluated")
         held_out = self.held_out(outcome.state, student) if self.has_held_out() else None
-        scores = assess(predictions, held_out, recipe.evaluate.bootstrap, Stream(recipe.seed, ("bootstrap",)))
+        if predictions:
+            scores = assess(predictions, held_out, recipe.evaluate.bootstrap, Stream(recipe.seed, ("bootstrap",)))
+        else:
+            scores = reported(journal.rows)
+            if not scores["merged"]:
+                self._keep_model(outcome.state)
+                raise RoundFailed(
+                    "all rounds were played, but no site lets predictions or metrics leave, so there is nothing to "
+                    "report; the model is in model.safetensors"
+                )
         if refined is not None and refined.best == 0:
             logging.getLogger(__name__).warning(
                 "the student never became better than it began on public validation images: it is of no use; look at "
@@ -247,8 +241,40 @@ class Experiment:
         summary = self.summarise(outcome, scores, journal, time.perf_counter() - began) | {"engine": asdict(choice)}
         summary["privacy"] = privacy_of(guard, outcome.broke, journal.rows) if guard else None
         if self.folder:
+            store.keep_predictions(self.folder, predictions, held_out)
             self.write(outcome, summary, student)
         return Result(summary, outcome.state, self.folder)
+
+    def stages(self) -> list[Stage]:
+        """What happens to an update on its way: by the privacy plan, then by the recipe."""
+        return [*(stages_of(self.plan) if self.plan else ()), *self.recipe.stages_of()]
+
+    def _engine(self, lent: contextlib.ExitStack) -> tuple[Engine, Choice]:
+        """Where sites work: elsewhere, or here, each with its own images."""
+        if self.elsewhere is not None:
+            return self.elsewhere.engine, Choice(self.elsewhere.name, ELSEWHERE)
+        memory, options = self._memory(lent), self.recipe.engine
+        runners = self.runners(memory)
+        choice = self._choice(runners)
+        engine = make_engine(choice.name, runners, options.workers, options.threads, options.compile, self)
+        lent.callback(engine.close)
+        return engine, choice
+
+    def runners(self, memory: MemoryStore) -> dict[SiteId, SiteRunner]:
+        """Every site, to be played in this process."""
+        stages = self.stages()
+        return {
+            name: SiteRunner(
+                name,
+                site,
+                self.algorithm,
+                self.lineup.all,
+                memory,
+                stages,
+                discretion_of(self.plan, name, self.secret.child("site", name)) if self.plan else None,
+            )
+            for name, site in self.sites.items()
+        }
 
     def mark(self) -> str:
         """What this run is: a hash over everything that decides its result, the images among it."""
@@ -275,7 +301,7 @@ class Experiment:
         """Where sites remember: in the run's folder; without one in this process, or where workers share a disk."""
         if self.folder:
             return DiskMemory(self.folder / "sites")
-        if not self.recipe.engine.workers:
+        if not self.recipe.engine.workers and self.recipe.engine.name != "ray":
             return RamMemory()
         return DiskMemory(Path(lent.enter_context(tempfile.TemporaryDirectory(prefix="polyclinic-"))))
 
@@ -308,7 +334,8 @@ class Experiment:
         recipe, consortium = self.recipe, self.consortium
         clusters = self.lineup.members(consortium.sites) if recipe.clusters else {}
         model, best = headline(scores["merged"], scores["public"], recipe.evaluate.headline)
-        shape = (recipe.training.batch, consortium.channels, consortium.size, consortium.size)
+        batch, side = recipe.training.size(max(self.federation.sites.values())), consortium.size
+        shape = (batch, consortium.channels, side, side)
         return {
             "name": recipe.name,
             "algorithm": recipe.algorithm.name,
@@ -331,9 +358,13 @@ class Experiment:
             "versions": versions(),
         }
 
+    def _keep_model(self, state: Bundle) -> None:
+        if self.folder:
+            write_atomically(self.folder / "model.safetensors", wire.encode_body(state).data)
+
     def write(self, outcome: Outcome, summary: Mapping[str, Any], student: Bundle) -> None:
         assert self.folder is not None
-        write_atomically(self.folder / "model.safetensors", wire.encode_body(outcome.state).data)
+        self._keep_model(outcome.state)
         if student:
             write_atomically(self.folder / "student.safetensors", wire.encode_body(student).data)
             assert self.server is not None
@@ -360,41 +391,3 @@ def run(
     if folder is not None:
         refuse_other(folder, recipe)
     return Experiment(recipe, folder, Path(data) if data else None, watch, consortium).run()
-
-
-def located(recipe: Recipe) -> Recipe:
-    """With the place of a shared ledger as it is from here: from elsewhere the run would go on with another account."""
-    wish = recipe.privacy
-    if wish is None or wish.ledger is None:
-        return recipe
-    return recipe.model_copy(update={"privacy": replace(wish, ledger=str(Path(wish.ledger).resolve()))})
-
-
-def finished(folder: Path, recipe: Recipe | None = None) -> Result:
-    """A run that has already ended, read back."""
-    if recipe is not None:
-        refuse_other(folder, recipe)
-    path = folder / "result.json"
-    try:
-        summary = json.loads(path.read_text())
-        if "part" not in summary["headline"] or not {"sites", "cost", "drift", "rounds", "name"} <= summary.keys():
-            raise ValueError("it is not whole")
-        return Result(summary, {}, folder)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise StoreError(f"{path} is damaged ({error}); remove it and run again: only the end is repeated") from error
-
-
-def decisive(recipe: Recipe) -> str:
-    """The recipe without what cannot change a round: where it runs, words about it, and how it finishes."""
-    ending = recipe.finish and Refine()
-    return recipe.model_copy(update={"engine": EngineSection(), "about": "", "paper": {}, "finish": ending}).to_yaml()
-
-
-def refuse_other(folder: Path, recipe: Recipe) -> None:
-    """A folder that already holds a run must hold one of this very recipe; one that has not ended may end otherwise."""
-    path = folder / "recipe.yaml"
-    begun = Recipe.load(path) if path.exists() else recipe
-    if decisive(begun) != decisive(recipe):
-        raise StoreError(f"{folder} holds a run of another recipe; choose another folder with --out, or remove it")
-    if begun.finish != recipe.finish and (folder / "result.json").exists():
-        raise StoreError(f"{folder} holds a run with another finish; remove its result.json to repeat the end alone")

@@ -33,7 +33,7 @@ from polyclinic.finish.refine import FEDDF, Refine
 from polyclinic.models import MODELS
 from polyclinic.pace import EarlyStop, Schedule
 from polyclinic.privacy.plan import Wish
-from polyclinic.recipe_rules import idle, nearest, problems, stage_problems
+from polyclinic.recipe_rules import algorithm_problems, idle, nearest, problems
 from polyclinic.stages import STAGES
 from polyclinic.training_rules import training_problems
 from polyclinic.yaml_files import read_yaml
@@ -128,7 +128,7 @@ class EvaluateSection(BaseModel):
 
 class EngineSection(BaseModel):
     model_config = CLOSED
-    name: Literal["local", "stacked", "auto"] = "local"
+    name: Literal["local", "stacked", "auto", "ray"] = "local"
     workers: int = Field(0, ge=0, le=256)
     threads: int = Field(1, ge=1, le=256)
     device: str = "cpu"
@@ -383,7 +383,7 @@ def _check(recipe: Recipe) -> None:
     recipe.partition_of()
     recipe.stages_of()
     if not recipe.methods:
-        for sentence in stage_problems(recipe, recipe.algorithm_of()):
+        for sentence in algorithm_problems(recipe, recipe.algorithm_of()):
             raise RecipeError(sentence)
     for name in recipe.methods:
         recipe.method(name)

@@ -11,9 +11,9 @@ import torch
 
 from polyclinic.core import Bundle, SiteId, Stream, Tensors
 from polyclinic.errors import DataError
-from polyclinic.metrics import Predictions, confusion, finite, measure
+from polyclinic.metrics import METRICS, Predictions, confusion, finite, measure
 from polyclinic.public import PUBLIC
-from polyclinic.rounds import POOLED
+from polyclinic.rounds import HELD_OUT, POOLED
 from polyclinic.stats import bootstrap
 
 CLOSE = 0.01
@@ -46,6 +46,31 @@ def assess(
     if held_out is not None:
         merged["held-out"] = {"test": _assess(held_out, "test", resamples, stream.child("held-out"))}
     return {"sites": sites, "merged": merged}
+
+
+def reported(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The same where no site lets predictions leave: what sites last told of the model they had received. Over sites
+    the figures are means weighted by images, not figures of all images together, and there are no intervals."""
+    told = [row for row in rows if row["event"] == "evaluate" and row["site"] != HELD_OUT]
+    sites: dict[SiteId, Any] = {}
+    pools: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
+    for row in told:
+        if row["round"] == max(other["round"] for other in told):
+            figures = {name: row.get(name) for name in METRICS} | {"n": row["n"]}
+            sites.setdefault(row["site"], {}).setdefault(row["model"], {})[row["part"]] = figures
+            pools.setdefault((row["model"], row["part"]), []).append(figures)
+    merged: dict[str, Any] = {}
+    for (model, part), each in pools.items():
+        merged.setdefault(model, {})[part] = {name: _mean(name, each) for name in METRICS} | {
+            "n": sum(row["n"] for row in each)
+        }
+    return {"sites": sites, "merged": merged}
+
+
+def _mean(name: str, rows: Sequence[Mapping[str, Any]]) -> float | None:
+    known = [row for row in rows if row[name] is not None]
+    images = sum(row["n"] for row in known)
+    return sum(row[name] * row["n"] for row in known) / images if images else None
 
 
 def _transfer(groups: Mapping[str, Predictions], site: SiteId, sites: Container[SiteId]) -> dict[str, Predictions]:

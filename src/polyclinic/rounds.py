@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import chain, islice
 from typing import Any, Literal
 
@@ -77,8 +77,8 @@ class Progress:
     """Stopped because the next round could not be paid by the privacy plan."""
     run: str = ""
     """The run's own mark, of recipe and data: resume goes on with the same ones or not at all."""
-    remembering: tuple[SiteId, ...] = ()
-    """Sites that keep a memory: one that has lost it must not go on as if it were new."""
+    remembering: Mapping[SiteId, int] = field(default_factory=dict)
+    """Sites that keep a memory, and the last round of theirs that counted: others are as if they had never been."""
 
     def as_json(self) -> dict[str, Any]:
         return {k: None if v == math.inf else v for k, v in asdict(self).items()}
@@ -86,7 +86,7 @@ class Progress:
     @staticmethod
     def from_json(fields: Mapping[str, Any]) -> Progress:
         values: dict[str, Any] = {k: math.inf if v is None else v for k, v in fields.items()}
-        return Progress(**{**values, "remembering": tuple(values["remembering"])})
+        return Progress(**values)
 
 
 @dataclass(frozen=True)
@@ -97,6 +97,7 @@ class Outcome:
     rounds: int
     stopped_early: bool
     broke: bool = False
+    remembering: Mapping[SiteId, int] = field(default_factory=dict)
 
 
 def _handed_over(updates: list[Update]) -> Iterator[Update]:
@@ -161,15 +162,12 @@ class Rounds:
                 progress = replace(progress, stopped=True, broke=True)
             else:
                 state, progress = self.play(state, progress)
-            if (
-                progress.round % self.rules.snapshot_every == 0
-                or progress.round == self.rules.rounds
-                or progress.stopped
-            ):
+            due = progress.round % self.rules.snapshot_every == 0 or progress.round == self.rules.rounds
+            if due or progress.stopped:
                 self.journal.snapshot(progress.round, state, progress.as_json())
         state = self.algorithm.finish(state)
         reach("finished")
-        return Outcome(state, progress.round, progress.stopped, progress.broke)
+        return Outcome(state, progress.round, progress.stopped, progress.broke, progress.remembering)
 
     def affords(self, state: Bundle, progress: Progress) -> bool:
         """Whether the privacy plan, if there is one, can pay the next round."""
@@ -211,7 +209,7 @@ class Rounds:
         seconds = time.perf_counter() - began
         self.journal.metrics(rows_of(round, book, judged))
         self.journal.cost("round", round, seconds, book.sites)
-        remembering = tuple(sorted({*progress.remembering, *book.remembering}))
+        remembering = {**progress.remembering, **dict.fromkeys(sorted(book.remembering), round)}
         progress = advance(replace(progress, round=round, remembering=remembering), book, self.rules)
         summary: dict[str, Any] = {m: mean_report(book, m) for m in ("loss", "accuracy", "auc")} if evaluating else {}
         summary["unheard"] = unheard(book, {site: self.algorithm.group(before, site) for site in self.trainers})
@@ -314,9 +312,9 @@ class Rounds:
             "parts": parts,
             "durable": self.journal.durable(),
         }
-        remembering, rate = set(progress.remembering), self._rate(round, progress)
+        counted, rate = progress.remembering, self._rate(round, progress)
         rates = {s: rate * self.algorithm.rate(self.algorithm.group(state, s)) for s in sites}
-        fields = {s: {**common, "site": s, "lr": rates[s], "remembers": s in remembering} for s in sites}
+        fields = {s: {**common, "site": s, "lr": rates[s], "remembers": counted.get(s, 0)} for s in sites}
         return Outbox(fields, lambda site: self.algorithm.broadcast(state, site))
 
     def expected(self, round: int, state: Bundle, site: SiteId) -> wire.Expected:
@@ -346,20 +344,26 @@ class Rounds:
             tensors = stage.back(tensors, received)
         return tensors
 
-    def predictions(self, outcome: Outcome, parts: list[Part], beside: Bundle | None = None) -> dict[SiteId, Bundle]:
-        """After the last round: every site's predictions with the final model(s), and with what is sent `beside`, by
-        model and part."""
+    def predictions(
+        self, outcome: Outcome, parts: list[Part], beside: Bundle | None = None, tolerant: bool = False
+    ) -> dict[SiteId, Bundle]:
+        """After the last round: what sites predict with the final model(s) and with what is sent `beside`, by model and
+        part; tolerant: without the sites that have none."""
         round, began, book = outcome.rounds + 1, time.perf_counter(), Exchanged()
         sites = [s for s in self.federation.sites if s != POOLED]
         self.journal.charge(round, sites)
-        outbox = self.outbox("evaluate", round, outcome.state, sites, parts)
+        outbox = self.outbox("evaluate", round, outcome.state, sites, parts, Progress(remembering=outcome.remembering))
         if beside:
             models = outbox.tensors
             outbox.tensors = lambda site: {**models(site), **beside}
         found: dict[SiteId, Bundle] = {}
-        for site, answer in in_site_order(self.engine.exchange(round, outbox, None), sites, lambda *_: None):
+        arrivals = self.engine.exchange(round, outbox, self.rules.deadline)
+        for site, answer in in_site_order(arrivals, sites, lambda *_: None):
             self.watch("evaluated", {"site": site})
             if isinstance(answer, Failure):
+                if tolerant:
+                    book.sites[site] = {"outcome": answer.kind, "why": answer.sentence}
+                    continue
                 raise RoundFailed(f"site {site} could not be evaluated: {answer.sentence}")
             try:
                 message = answer if isinstance(answer, wire.Message) else wire.decode(answer)

@@ -33,10 +33,12 @@ from polyclinic.core import (
     Work,
 )
 from polyclinic.curriculum import unfiled
+from polyclinic.data.examples import Pool
 from polyclinic.ensemble import ENSEMBLE, alone, by_member
 from polyclinic.errors import EngineError, Refused, StoreError
 from polyclinic.faults import reach
 from polyclinic.learning.fit import fit, score
+from polyclinic.learning.jointly import Joint, fit_jointly
 from polyclinic.learning.network import LiveNetwork, on
 from polyclinic.learning.objectives import probabilities
 from polyclinic.metrics import finite, measure
@@ -81,6 +83,8 @@ class Discretion:
     rounds: int = sys.maxsize
     scores: bool = True
     """Whether the algorithm's looks at images are paid for."""
+    seeded: bool = False
+    """The secret is none, but drawn from the recipe's seed: then equal seeds give equal noise, whatever the run."""
 
     def of(self, order: wire.Message, memory: Bundle | None = None, device: str = "cpu") -> Stream:
         """A stream of this round's own, named by all that its releases depend on: should the round be played again from
@@ -88,7 +92,8 @@ class Discretion:
         fields = order.fields
         known = wire.digest(order.tensors), wire.digest(memory) if memory else ""
         terms = f"{self.least!r}|{fields.get('lr')!r}|{device}"
-        return self.secret.child(fields["run"], fields["site"], int(fields["round"]), *known, terms)
+        run = () if self.seeded else (fields["run"],)
+        return self.secret.child(*run, fields["site"], int(fields["round"]), *known, terms)
 
     def check(self, fields: Mapping[str, Any], name: SiteId) -> None:
         """Refuse what the plan does not have."""
@@ -163,7 +168,7 @@ class SiteRunner:
         if fields["site"] != self.name:
             raise Refused("site", f"a message for {fields['site']!r} reached {self.name!r}")
         reach("site-received")
-        memory = self.recall(int(fields["round"]))
+        memory = self.recall(fields)
         if memory is None and fields.get("remembers"):
             raise StoreError(f"site {self.name} lost what it remembered; restore its folder, or start the run anew")
         secret = self.discretion.of(order, memory, self.network.device.type) if self.discretion else None
@@ -172,9 +177,15 @@ class SiteRunner:
         reach("site-evaluated")
         return Visit(order, memory, site, Stream(fields["seed"], ("site", self.name)), report, begun)
 
-    def recall(self, round: int) -> Bundle | None:
-        """What the site remembers from before a round, where it computes."""
-        memory = self.memory.load(self.name, round)
+    def recall(self, fields: Mapping[str, Any]) -> Bundle | None:
+        """What the site remembers of the last of its rounds that counted, where it computes; what it remembers of later
+        ones is dropped. An order that does not say which counted means the one before."""
+        round = int(fields["round"])
+        counted = fields.get("remembers", round - 1)
+        if type(counted) is not int or not 0 <= counted < max(round, 1):
+            raise Refused("json", f"the order to {self.name} has no sensible round that it remembers")
+        self.memory.forget(self.name, counted, round)
+        memory = self.memory.load(self.name, counted + 1)
         return None if memory is None else on(memory, self.network.device)
 
     def work(self, visit: Visit) -> Work:
@@ -183,9 +194,19 @@ class SiteRunner:
 
     def run(self, job: Job, visit: Visit, number: int) -> Fitted | Tensors:
         """The `number`-th job of the round."""
+        if isinstance(job, Joint):
+            return fit_jointly(job, self.network, self._members(), visit.site, visit.rng)
         if isinstance(job, Fit):
             return fit(job, self.network, self.holdings.train, visit.site, *streams(visit, number))
         return score(job, self.network, getattr(self.holdings, job.part))
+
+    def _members(self) -> Mapping[SiteId, Examples]:
+        if not isinstance(self.holdings, Pool):
+            raise EngineError(
+                f"{self.name} was asked to train all sites at once, which needs all their images in one process; set "
+                "algorithm.variant: sound, or run it on one machine"
+            )
+        return self.holdings.members
 
     def end(
         self, visit: Visit, update: Update, memory: Bundle | None, together: int = 1, alone: str = ""
@@ -261,7 +282,7 @@ class SiteRunner:
     def evaluate(self, order: wire.Message, predict: Predict | None = None) -> wire.Message:
         """Predictions of every model on the asked parts, patients as anonymous numbers; nothing is trained."""
         fields = order.fields
-        memory = self.recall(int(fields["round"]))
+        memory = self.recall(fields)
         received, student = _without_student(alone(order.tensors))
         found = self._predictions(self.algorithm.models(received, memory), fields["parts"], predict or self.predict)
         if together := by_member(order.tensors):

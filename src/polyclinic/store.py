@@ -16,12 +16,19 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any, Protocol
 
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+
 from polyclinic import wire
+from polyclinic.book import HELD_OUT
 from polyclinic.core import Bundle, SiteId, Tensors
-from polyclinic.errors import Refused, StoreError
+from polyclinic.errors import DataError, Refused, StoreError
 from polyclinic.faults import reach
 from polyclinic.flat import Row, copied
+from polyclinic.metrics import Predictions
 
+PREDICTIONS = "predictions.safetensors"
 MARK = b'"chain": "'
 ANOTHER = "make room or choose another folder with --out, then go on with the same command"
 HASH = 32
@@ -85,6 +92,36 @@ def _sync_folder(folder: Path) -> None:
 
 def write_json(path: Path, value: Any) -> None:
     write_atomically(path, (json.dumps(value, indent=2, allow_nan=False) + "\n").encode())
+
+
+def keep_predictions(folder: Path, found: Mapping[SiteId, Bundle], apart: Predictions | None) -> None:
+    """What final models say of validation and test images, by `site|model|part`, beside a run's result: probabilities,
+    labels, patients by number. `apart`: of the test images that belong to no site."""
+    kept = {f"{site}|{key}": group for site, groups in found.items() for key, group in groups.items()}
+    kept = {key: group for key, group in kept.items() if not key.endswith("|train")}
+    if apart is not None:
+        columns = {"probabilities": torch.tensor(apart.probabilities), "labels": torch.tensor(apart.labels)}
+        kept[f"{HELD_OUT}|{HELD_OUT}|test"] = {**columns, "patients": torch.arange(len(apart))}
+    if kept:
+        write_atomically(folder / PREDICTIONS, wire.encode_body(kept).data)
+
+
+def kept_predictions(folder: Path) -> dict[tuple[SiteId, str, str], Predictions]:
+    """The same, by site, model and part; {} where none were kept."""
+    path = folder / PREDICTIONS
+    if not path.exists():
+        return {}
+    try:
+        bundle = wire.unflatten(load_file(path))
+        named = {tuple(key.split("|")): group for key, group in bundle.items()}
+        return {(site, model, part): _predicted(site, group) for (site, model, part), group in named.items()}
+    except (SafetensorError, OSError, KeyError, ValueError, DataError, Refused) as error:
+        raise StoreError(f"{path} is damaged ({error}); remove it, and reports do without") from error
+
+
+def _predicted(site: SiteId, group: Tensors) -> Predictions:
+    patients = tuple(f"{site}:{number}" for number in group["patients"].tolist())
+    return Predictions(group["probabilities"].double().numpy(), group["labels"].numpy(), patients)
 
 
 def prepare(folder: Path) -> None:
@@ -255,6 +292,10 @@ class MemoryStore(Protocol):
 
     def save(self, site: SiteId, round: int, memory: Bundle, durable: int) -> None: ...
 
+    def forget(self, site: SiteId, after: int, before: int) -> None:
+        """Drop what was remembered of the rounds between: they did not count."""
+        ...
+
     def file(self, site: SiteId, round: int, found: Bundle) -> None:
         """Keep what a site found out in a round, for its own people to read: nothing here ever loads it."""
         ...
@@ -273,6 +314,9 @@ class RamMemory:
         del durable
         earlier = [(r, m) for r, m in self._kept.get(site, []) if r < round]
         self._kept[site] = [*earlier[-1:], (round, {kind: _own(group) for kind, group in memory.items()})]
+
+    def forget(self, site: SiteId, after: int, before: int) -> None:
+        self._kept[site] = [(r, m) for r, m in self._kept.get(site, []) if not after < r < before]
 
     def file(self, site: SiteId, round: int, found: Bundle) -> None:
         """Without a folder there is nobody to read it."""
@@ -311,6 +355,12 @@ class DiskMemory:
         with named_failure(folder):
             for old in settled[:-1]:
                 old.unlink(missing_ok=True)
+
+    def forget(self, site: SiteId, after: int, before: int) -> None:
+        with named_failure(self._folder(site)):
+            for path in self._paths(site):
+                if after < int(path.stem) < before:
+                    path.unlink(missing_ok=True)
 
     def file(self, site: SiteId, round: int, found: Bundle) -> None:
         folder = self._folder(site) / "scores"

@@ -25,7 +25,7 @@ Whole = Callable[[str], Path]
         ("scaffold", 12_000, "000001.pcl"),
         ("scaffold", 30_000, "round-000002.pcl"),
         ("single", 40_000, "000001.pcl"),
-        ("fedavg", 21_000, "result.json"),
+        ("fedavg", 21_000, "predictions.safetensors"),
     ],
 )
 def test_a_file_that_may_not_grow(

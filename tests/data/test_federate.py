@@ -30,7 +30,7 @@ def patients(examples: Sequence[Examples]) -> list[set[str]]:
 
 def test_sites_hold_the_collection_once_and_no_patient_twice() -> None:
     data = collection()
-    held = [part for site in federated(data, Dirichlet(sites=3, alpha=1, minimum=20)).values() for part in parts(site)]
+    held = [part for site in federated(data, Dirichlet(sites=3, alpha=2, minimum=20)).values() for part in parts(site)]
     assert sum(map(len, held)) == len(data)
     assert sum(map(len, patients(held))) == len(set(data.patients))
 

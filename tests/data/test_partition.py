@@ -254,8 +254,8 @@ def test_natural_sites_follow_the_column() -> None:
 
 def test_the_majority_label_is_a_patients_class() -> None:
     people = Patients.of(np.array([2, 2, 0, 1, 3, 3, 1]), ["b", "b", "b", "a", "c", "a", "c"])
-    assert people.labels.tolist() == [1, 2, 1], "ties go to the lowest label; patients are in the order of their names"
-    assert people.sizes.tolist() == [2, 3, 2]
+    assert people.labels.tolist() == [2, 1, 1], "ties go to the lowest label; patients are in the order of their images"
+    assert people.sizes.tolist() == [3, 2, 2]
 
 
 def refused(partition: Partition, made: Sample) -> str:

@@ -13,9 +13,10 @@ from typing import Any
 
 import pytest
 import torch
+from click.testing import Result
 from safetensors.torch import load_file
 from torch import Tensor
-from typer.testing import CliRunner, Result
+from typer.testing import CliRunner
 
 from polyclinic.cli import app
 from polyclinic.core import Stream

@@ -23,8 +23,11 @@ class Patients:
 
     @staticmethod
     def of(labels: Indices, names: Sequence[str]) -> Patients:
-        _, of_image, sizes = np.unique(np.asarray(names), return_inverse=True, return_counts=True)
-        return Patients(of_image.astype(np.int64), sizes.astype(np.int64), _majority(of_image, labels))
+        """In the order in which patients first appear: whatever they are called, a site alone has them in the same
+        order as a simulation of all sites."""
+        numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
+        of_image = np.array([numbers[name] for name in names], dtype=np.int64)
+        return Patients(of_image, np.bincount(of_image, minlength=len(numbers)), _majority(of_image, labels))
 
     def __len__(self) -> int:
         return len(self.sizes)

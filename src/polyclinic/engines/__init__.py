@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
 from polyclinic.core import Failure, SiteId
@@ -18,3 +19,13 @@ class Engine(Protocol):
     ) -> Iterable[tuple[SiteId, Answer]]:
         """Deliver one message to each site and yield the replies as they come, in any order."""
         ...
+
+
+@dataclass(frozen=True)
+class Elsewhere:
+    """Sites that are not here, and how long a round waits for them."""
+
+    engine: Engine
+    name: str
+    deadline: float | None = None
+    """Seconds; None: until they answer."""

@@ -7,19 +7,24 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from polyclinic.core import Algorithm, Bundle, Fit, Site, SiteId, Stream
 from polyclinic.engines.local import LocalEngine, WorkerEngine
 from polyclinic.engines.stacked import Compile, StackedEngine
-from polyclinic.errors import StoreError
+from polyclinic.errors import EngineError, StoreError
 from polyclinic.learning.fit import fit
 from polyclinic.learning.network import LiveNetwork
 from polyclinic.learning.seating import Seat
 from polyclinic.learning.stacked import NotStackableError, fit_stacked, signature, why_not
 from polyclinic.runner import SiteRunner
+from polyclinic.store import DiskMemory
+
+if TYPE_CHECKING:
+    from polyclinic.engines.flower_ray import RayEngine
+    from polyclinic.experiment import Experiment
 
 TRIED = 8
 """Sites that take part in the measurement."""
@@ -29,6 +34,7 @@ WORTH = 0.9
 
 
 ASKED = "the recipe says so"
+ELSEWHERE = "the sites are elsewhere"
 
 
 @dataclass(frozen=True)
@@ -38,11 +44,29 @@ class Choice:
 
 
 def make_engine(
-    name: str, runners: Mapping[SiteId, SiteRunner], workers: int, threads: int, compile: Compile = "auto"
-) -> LocalEngine | WorkerEngine | StackedEngine:
+    name: str,
+    runners: Mapping[SiteId, SiteRunner],
+    workers: int,
+    threads: int,
+    compile: Compile = "auto",
+    experiment: Experiment | None = None,
+) -> LocalEngine | WorkerEngine | StackedEngine | RayEngine:
+    """`experiment`: what the runners are of, for engines that make them anew in other processes."""
+    if name == "ray" and experiment is not None:
+        return _on_ray(experiment, runners, workers, threads)
     if name == "stacked":
         return StackedEngine(runners, threads, compile=compile)
     return WorkerEngine(runners, workers, threads) if workers else LocalEngine(runners, threads)
+
+
+def _on_ray(experiment: Experiment, runners: Mapping[SiteId, SiteRunner], workers: int, threads: int) -> RayEngine:
+    try:
+        from polyclinic.engines.flower_ray import RayEngine, assign
+    except ModuleNotFoundError as error:
+        raise EngineError(f"the engine ray needs {error.name}; pip install 'polyclinic[ray]'") from None
+    memory = next(iter(runners.values())).memory
+    assert isinstance(memory, DiskMemory)
+    return RayEngine(assign(experiment, memory), runners, workers, threads)
 
 
 def read_choice(path: Path) -> Choice:

@@ -10,11 +10,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import torch
 from torch import nn
 
 from polyclinic.algorithms.averaging import Averaging
 from polyclinic.algorithms.fedavg import FedAvg
-from polyclinic.core import BESIDE, Federation, Private, SiteId, Stage, Stream
+from polyclinic.core import BESIDE, Examples, Federation, Private, SiteId, Stage, Stream
 from polyclinic.data.examples import Selection, SiteData
 from polyclinic.ensemble import Ensemble
 from polyclinic.errors import RecipeError, StoreError
@@ -61,7 +62,7 @@ def bind(
     jobs: dict[SiteId, tuple[Steps, ...]] = {}
     models = 1
     if wish.unit != "site":
-        shape = sites[trainers[0]].train.batch(sites[trainers[0]].train.labels.new_zeros(1))[0].shape[1:]
+        shape = _shape(sites[trainers[0]].train)
         group = algorithm.group(algorithm.init(federation), trainers[0])
         asked, models = rehearse(algorithm, federation, trainers[0], networks[group], shape)
         jobs = {name: tuple(steps_of(job, h.examples, wish) for job in asked) for name, h in holdings.items()}
@@ -105,6 +106,7 @@ def discretion_of(plan: Plan, site: SiteId, secret: Stream) -> Discretion:
         parts=() if plan.wish.metrics == "suppress" else ("validation",),
         rounds=len(plan.rounds),
         scores=bool(plan.charges or plan.caveat),
+        seeded=plan.wish.randomness == "seed",
     )
 
 
@@ -160,6 +162,11 @@ def refuse_shared_statistics(network: LiveNetwork, algorithm: Averaging, key: st
                 f"no image could be protected by itself; set {key}.norm: group (dp_safe puts GroupNorm in its place), "
                 "or train only layers behind it with training.fine_tune"
             )
+
+
+def _shape(examples: Examples) -> Sequence[int]:
+    """Of one image."""
+    return examples.batch(torch.zeros(1, dtype=torch.int64))[0].shape[1:]
 
 
 def _holding(site: SiteData) -> Holding:

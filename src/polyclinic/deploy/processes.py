@@ -1,0 +1,341 @@
+"""The real processes: the server with Flower's SuperLink in it, and a site. Their files, logs, locks and their ends.
+
+Neither starts further processes, so nothing can be left behind by one that is killed; and Flower keeps nothing on disk
+(its database is in memory: a run goes on from our snapshot, never from Flower's). `Child` is for those who start these
+processes from a program, as rehearsals, tests and benchmarks do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib.metadata
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import UTC, datetime
+from logging.handlers import RotatingFileHandler
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from polyclinic.core import SiteId
+from polyclinic.deploy.certificates import refuse_server, refuse_site
+from polyclinic.deploy.federation import ServerConfig, address_of, is_loopback
+from polyclinic.deploy.kit import FLWR
+from polyclinic.deploy.releases import now
+from polyclinic.deploy.site import SiteConfig
+from polyclinic.errors import EngineError, RecipeError
+from polyclinic.store import locked, named_failure, write_json
+
+if TYPE_CHECKING:
+    from polyclinic.engines.flower import FlowerEngine, Link
+
+ENVIRONMENT = {
+    "FLWR_TELEMETRY_ENABLED": "0",
+    "FLWR_DISABLE_UPDATE_CHECK": "1",
+    "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
+    "FLWR_DATABASE": ":flwr-in-memory:",
+}
+"""What keeps Flower from the internet, from installing packages, and from the disk."""
+LOG_BYTES, LOG_FILES = 1 << 20, 3
+STATUS, STOPPED = "status.json", "stopped"
+KINDS = 50
+"""Different refusals that are remembered; of a flood of more, the number."""
+
+
+def prepare(folder: Path) -> None:
+    """A role's own folder, and an environment in which Flower keeps to itself; before anything of it is imported."""
+    found = _flower_version()
+    if found != FLWR:
+        raise EngineError(f"this needs flwr {FLWR}, here is {found or 'none'}; pip install 'polyclinic[flower]'")
+    with named_failure(folder):
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    os.environ.update(ENVIRONMENT, FLWR_HOME=str(folder / "flower"))
+
+
+@contextlib.contextmanager
+def logging_to(path: Path) -> Iterator[None]:
+    """One log of bounded size for us and Flower, which has put handlers of its own in place as it was imported."""
+    handler = RotatingFileHandler(path, maxBytes=LOG_BYTES, backupCount=LOG_FILES - 1, encoding="utf-8")
+    handler.setFormatter(logging.Formatter("%(asctime)s %(name)s %(levelname)s %(message)s"))
+    loggers = [logging.getLogger(name) for name in ("flwr", "uvicorn", "polyclinic")]
+    before = [(logger.handlers[:], logger.propagate, logger.level) for logger in loggers]
+    for logger in loggers:
+        logger.handlers[:], logger.propagate = [handler], False
+        logger.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        for logger, (handlers, propagate, level) in zip(loggers, before, strict=True):
+            logger.handlers[:], logger.propagate = handlers, propagate
+            logger.setLevel(level)
+        handler.close()
+
+
+def _flower_version() -> str:
+    try:
+        return importlib.metadata.version("flwr")
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+class Board:
+    """What is known of the sites while a server runs, kept in `status.json` for whoever asks."""
+
+    def __init__(self, config: ServerConfig, folders: Sequence[Path]) -> None:
+        self.config, self.folders = config, list(folders)
+        self.refusals: Counter[tuple[SiteId, str]] = Counter()
+        self.facts: dict[str, Any] = {"state": "waiting for sites"}
+        self.log = logging.getLogger("polyclinic.server")
+        self._lock = threading.Lock()
+        self._over = threading.Event()
+
+    def refused(self, site: SiteId, why: str) -> None:
+        """A request that the gate turned away."""
+        with self._lock:
+            key = (site, why) if (site, why) in self.refusals or len(self.refusals) < KINDS else ("", "others")
+            self.refusals[key] += 1
+            count = self.refusals[key]
+        if count & (count - 1) == 0:  # the 1st, 2nd, 4th, 8th …: a flood does not fill the log
+            self.log.warning("refused %s: %s (%d times)", site or "a stranger", why, count)
+
+    def note(self, **facts: Any) -> None:
+        self.facts.update(facts)
+
+    def watch(self, event: str, info: Mapping[str, Any]) -> None:
+        """Events of the run."""
+        if event == "round":
+            self.note(state="running", round=info["round"], asked=list(info["cohort"]))
+        elif event == "absent":
+            self.log.warning("%s did not enrol: %s: %s", info["site"], info["kind"], info["why"])
+            self.facts.setdefault("absent", {})[info["site"]] = f"{info['kind']}: {info['why']}"
+        elif event == "site" and info["outcome"] != "accepted":
+            self.log.warning("round %d: %s %s: %s", info["round"], info["site"], info["outcome"], info.get("why", ""))
+            self.facts.setdefault("last failure", {})[info["site"]] = f"{info['outcome']}: {info.get('why', '')}"
+
+    def follow(self, link: Link) -> None:
+        """Keep the file up to date until `close`."""
+        while True:
+            over = self._over.wait(2)
+            self.write(link, running=not over)
+            if over:
+                return
+
+    def write(self, link: Link, running: bool = True) -> None:
+        with self._lock:
+            refusals = [{"site": site, "why": why, "times": n} for (site, why), n in self.refusals.items()]
+        status = {
+            "federation": self.config.federation,
+            "server": f"{self.config.host}:{self.config.port}",
+            "pid": os.getpid() if running else None,
+            "written": now(),
+            **self.facts,
+            "sites": {site: _presence(link, site, running) for site in self.config.sites},
+            "refusals": refusals,
+        }
+        for folder in self.folders:
+            with contextlib.suppress(OSError):
+                folder.mkdir(parents=True, exist_ok=True)
+                write_json(folder / STATUS, status)
+
+    def close(self) -> None:
+        self._over.set()
+
+
+def _presence(link: Link, site: SiteId, running: bool) -> dict[str, Any]:
+    seen = link.gate.seen.get(site)
+    state = "connected" if running and link.nodes[site] in link.present() else "away" if seen else "never seen"
+    when = None if seen is None else datetime.fromtimestamp(seen, UTC).isoformat(timespec="seconds")
+    return {"state": state, "seen": when}
+
+
+class Reception:
+    """A server that sites can join."""
+
+    def __init__(self, link: Link, engine: FlowerEngine, board: Board) -> None:
+        self.link, self.engine, self.board = link, engine, board
+
+    def present(self) -> list[SiteId]:
+        here = self.link.present()
+        return [site for site, node in self.link.nodes.items() if node in here]
+
+    def gather(self, seconds: float | None, needed: int, tell: Callable[[str], None]) -> list[SiteId]:
+        """Wait for all sites, or after `seconds` for so many as are needed."""
+        begun, said = time.monotonic(), None
+        while True:
+            here = self.present()
+            missing = [site for site in self.link.nodes if site not in here]
+            if not missing:
+                return here
+            if seconds is not None and time.monotonic() > begun + seconds:
+                if len(here) >= needed:
+                    tell(f"going on without {', '.join(missing)}")
+                    return here
+                raise EngineError(
+                    f"{len(here)} of {len(self.link.nodes)} sites came within {seconds:g} s, {needed} are needed; "
+                    f"missing: {', '.join(missing)}"
+                )
+            if missing != said:
+                tell(f"{len(here)} of {len(self.link.nodes)} sites are here; waiting for {', '.join(missing)}")
+                said = missing
+            time.sleep(0.2)
+
+
+@contextlib.contextmanager
+def serving(config: ServerConfig, out: Path | None = None, patience: float = 30.0) -> Iterator[Reception]:
+    """Open the server's door until the block ends. `out`: the run's folder, which gets a copy of the status too."""
+    if config.insecure and not is_loopback(config.host):
+        raise RecipeError(f"without TLS a server may listen on this machine only, and {config.host} is not that")
+    if not config.sites:
+        raise RecipeError("server.yaml names no site, so nobody could join; provision some")
+    prepare(config.folder)
+    if not config.insecure:
+        refuse_server(config.certificate, config.key, config.ca, config.host)
+    with locked(config.folder):
+        from polyclinic.engines.flower import FlowerEngine, Link, LinkGrid
+
+        board = Board(config, [config.folder, *([out] if out else [])])
+        pair = None if config.insecure else (config.certificate, config.key)
+        link = Link(config.sites, listens_on(config.host), config.port, pair, board.refused)
+        with logging_to(config.folder / "server.log"), link:
+            follower = threading.Thread(target=board.follow, args=(link,), daemon=True)
+            follower.start()
+            try:
+                yield Reception(link, FlowerEngine(LinkGrid(link), link.nodes, patience), board)
+            finally:
+                board.close()
+                follower.join(timeout=5)
+
+
+def listens_on(host: str) -> str:
+    """Where to listen for those who call the server by this name: here only, or wherever they come from."""
+    if is_loopback(host):
+        return "127.0.0.1" if address_of(host) is None else host
+    return "::" if (address := address_of(host)) is not None and address.version == 6 else "0.0.0.0"
+
+
+def attend(config: SiteConfig, answer: Callable[[bytes], bytes], tell: Callable[[str], None]) -> None:
+    """A site's life, until it is stopped: SIGTERM ends it as Ctrl-C does."""
+    host = config.server.rpartition(":")[0].strip("[]")
+    if not host or config.key is None or (config.ca is None and not config.insecure):
+        raise RecipeError("site.yaml lacks server (HOST:PORT), ca or key; use the file of the kit")
+    if config.insecure and not is_loopback(host):
+        raise RecipeError(f"without TLS a site may join on its own machine only, and {host} is not that")
+    prepare(config.folder)
+    authority = None if config.insecure else config.ca
+    if authority is not None:
+        refuse_site(authority, config.key)
+    log = logging.getLogger("polyclinic.site")
+
+    def note(state: str, pid: int | None) -> None:
+        log.info(state)
+        about = {"site": config.site, "server": config.server, "pid": pid, "since": now(), "state": state}
+        write_json(config.folder / STATUS, about)
+
+    def say(sentence: str) -> None:
+        note(sentence, os.getpid())
+        tell(sentence)
+
+    with locked(config.folder / "joined"):
+        from polyclinic.engines.flower_site import Attendance
+
+        attendance = Attendance(config.server, authority, config.key, config.folder, answer, say)
+        with logging_to(config.folder / "flower.log"), ending_on_terminate():
+            try:
+                attendance.attend()
+            except EngineError as error:
+                note(f"{STOPPED}: {error}", None)
+                raise
+            except KeyboardInterrupt:
+                note(STOPPED, None)
+                raise
+
+
+@contextlib.contextmanager
+def ending_on_terminate() -> Iterator[None]:
+    """SIGTERM as Ctrl-C: what is open gets closed, and sites take their leave."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+class Child:
+    """A process of ours, started by a program that means to end it: it goes with its parent, however that ends."""
+
+    def __init__(self, command: Sequence[str], log: Path, environment: Mapping[str, str] | None = None) -> None:
+        self.log = log
+        with open(log, "ab") as output:
+            self.process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **ENVIRONMENT, **(environment or {})},
+                start_new_session=True,
+                preexec_fn=_go_with_parent,
+            )
+
+    @staticmethod
+    def polyclinic(*arguments: str | Path, log: Path, environment: Mapping[str, str] | None = None) -> Child:
+        return Child([sys.executable, "-m", "polyclinic", *map(str, arguments)], log, environment)
+
+    def kill(self) -> None:
+        """At once and without a word, with all it may have started."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+    def stop(self, seconds: float = 10) -> int:
+        """In good order; the exit code."""
+        self.process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(seconds)
+        self.kill()
+        return self.process.returncode
+
+    def said(self) -> str:
+        return self.log.read_text(errors="replace")
+
+    def __enter__(self) -> Child:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+
+
+def _go_with_parent() -> None:
+    set_death_signal = 1
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(set_death_signal, signal.SIGKILL)
+
+
+def read_status(folder: Path) -> dict[str, Any] | None:
+    """What the process of this folder last wrote of itself; None: nothing."""
+    try:
+        found = json.loads((folder / STATUS).read_text())
+    except (OSError, ValueError):
+        return None
+    if not isinstance(found, dict):
+        return None
+    return found | {"alive": _alive(found.get("pid"))}
+
+
+def _alive(pid: object) -> bool:
+    if not isinstance(pid, int):
+        return False
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True

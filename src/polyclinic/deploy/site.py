@@ -1,0 +1,88 @@
+"""`site.yaml`: what a hospital says of itself, and what it lets others ask."""
+
+from __future__ import annotations
+
+import re
+import secrets
+from pathlib import Path
+
+from pydantic import BaseModel, Field, ValidationError, field_validator
+
+from polyclinic.consortium import refuse_name
+from polyclinic.core import SiteId
+from polyclinic.data.sources.folder import cleaned
+from polyclinic.deploy.policy import CLOSED, Allow, Budget
+from polyclinic.errors import DataError, RecipeError, StoreError
+from polyclinic.store import named_failure, write_atomically
+from polyclinic.yaml_files import read_yaml
+
+
+class SiteConfig(BaseModel):
+    """Once loaded, all its paths are absolute."""
+
+    model_config = CLOSED
+    federation: str = Field(min_length=1)
+    site: SiteId
+    server: str = ""
+    """HOST:PORT."""
+    ca: Path | None = None
+    key: Path | None = None
+    folder: Path = Path("state")
+    """What the site remembers, its log of releases, its ledger."""
+    insecure: bool = False
+    data: dict[str, Path] = Field(default_factory=dict)
+    """Where the images lie that recipes speak of by name. No path ever leaves the site, and none comes in."""
+    allow: Allow = Allow()
+    budget: Budget | None = None
+    device: str | None = None
+    """Where to compute; None: where the recipe says, if that can be had here."""
+
+    @field_validator("site")
+    @classmethod
+    def _sayable(cls, site: SiteId) -> SiteId:
+        try:
+            refuse_name(cleaned(site))
+        except DataError as error:
+            raise ValueError(str(error)) from None
+        return cleaned(site)
+
+    @staticmethod
+    def load(path: Path) -> SiteConfig:
+        """Read site.yaml; relative paths start at its folder."""
+        values = read_yaml(path)
+        try:
+            found = SiteConfig.model_validate(values)
+        except ValidationError as error:
+            raise RecipeError(f"{path}: {_sentence(error)}") from None
+        home = path.resolve().parent
+        places = {name: home / place for name in ("ca", "key", "folder") if (place := getattr(found, name)) is not None}
+        data = {name: home / place.expanduser() for name, place in found.data.items()}
+        return found.model_copy(update={**places, "data": data})
+
+    def secret(self) -> int:
+        """256 random bits that never leave: noise is drawn from them, and marks are made with them."""
+        path = self.folder / "secret"
+        with named_failure(self.folder):
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not path.exists():
+            write_atomically(path, secrets.token_hex(32).encode())
+            path.chmod(0o600)
+        try:
+            return int(path.read_text(), 16)
+        except (OSError, ValueError) as error:
+            raise StoreError(
+                f"{path}, whence noise comes, cannot be read ({error}); remove it and begin anew"
+            ) from None
+
+
+def _sentence(error: ValidationError) -> str:
+    first = error.errors()[0]
+    key = ".".join(str(step) for step in first["loc"] if step != "tuple[str, ...]")
+    if first["type"] == "missing":
+        return f"the key {key!r} is missing; add it"
+    if first["type"] == "extra_forbidden":
+        return (
+            f"there is no key {key!r}; known are: {', '.join(SiteConfig.model_fields)}, and below `allow`: "
+            + ", ".join(Allow.model_fields)
+        )
+    return f"{key} is {first['input']!r:.60}, but {re.sub('^(Input|String|Value error,) ', '', first['msg'])}"

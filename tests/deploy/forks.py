@@ -1,0 +1,104 @@
+"""Our commands as processes of their own, forked where PyTorch and Flower are loaded: `python -m tests.deploy.forks`.
+
+Loading takes seconds of work, a fork takes none. The driver only forks and waits, one JSON job per line; it has one
+thread, so its children may do whatever they like.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import json
+import os
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import psutil
+import torch
+
+import polyclinic.__main__
+import polyclinic.cli
+import polyclinic.deploy.assembly
+import polyclinic.deploy.desk
+import polyclinic.engines.flower  # what commands load only when they need it
+from polyclinic import faults, run
+from polyclinic.deploy.processes import Child, _go_with_parent
+from tests.small import tiny
+
+BUG = 70
+NETWORK = 0x40000000
+"""CLONE_NEWNET of the kernel's interface."""
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        run(tiny(), Path(folder) / "run")  # whatever is loaded at first use, for training and for reports
+    gc.freeze()
+    assert psutil.Process().num_threads() == 1, "a process with threads cannot be forked safely"
+    print("ready", flush=True)
+    for line in sys.stdin:
+        job = json.loads(line)
+        print(start(**job) if job.pop("do") == "start" else code(**job), flush=True)
+    os._exit(0)
+
+
+def code(pid: int) -> str:
+    """How a child ended, minus the signal; nothing where it has not."""
+    found, how = os.waitpid(pid, os.WNOHANG)
+    return str(os.waitstatus_to_exitcode(how)) if found else "running"
+
+
+def start(
+    arguments: Sequence[str], log: str, fault: str = "", network: str = "", environment: Mapping[str, str] | None = None
+) -> int:
+    pid = os.fork()
+    if pid:
+        return pid
+    ended = BUG
+    try:
+        _settle(log, network)
+        os.environ.update(environment or {})
+        name, _, count = fault.partition(":")
+        faults.arm(name, int(count or 1))
+        ended = _play(arguments)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(ended)
+
+
+def _settle(log: str, network: str) -> None:
+    """A session and files of its own, as `Child` gives to what it starts; in another network if one is named."""
+    os.setsid()
+    _go_with_parent()
+    output, nothing = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600), os.open(os.devnull, os.O_RDONLY)
+    for old, new in ((nothing, 0), (output, 1), (output, 2)):
+        os.dup2(old, new)
+    if network:
+        with open(network) as found:
+            if ctypes.CDLL(None, use_errno=True).setns(found.fileno(), NETWORK):
+                raise OSError(ctypes.get_errno(), f"cannot enter {network}")
+
+
+def _play(arguments: Sequence[str]) -> int:
+    """A command of polyclinic's; or `parent LOG`, a program that has started a process and waits."""
+    if arguments[0] == "parent":
+        print(Child(["sleep", "60"], Path(arguments[1])).process.pid, flush=True)
+        time.sleep(60)
+    sys.argv = ["polyclinic", *arguments]
+    try:
+        polyclinic.__main__.main()
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else int(end.code is not None)
+    return 0
+
+
+if __name__ == "__main__":
+    main()

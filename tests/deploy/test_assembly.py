@@ -1,0 +1,166 @@
+"""The server's side of a run between sites: it knows cards, and nothing else."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from polyclinic import __version__, wire
+from polyclinic.core import Failure
+from polyclinic.deploy.assembly import ENROLMENT, deploy
+from polyclinic.deploy.roster import Card, Roster
+from polyclinic.engines import Elsewhere
+from polyclinic.engines.mock import MockEngine
+from polyclinic.errors import DataError, EngineError, RecipeError, Refused, RoundFailed, StoreError
+from polyclinic.privacy.plan import largest_groups
+from tests.deploy.hospitals import EVERYTHING, SITES, Crossing, desks, recipe, simulation, write_hospitals
+
+CARD: dict[str, Any] = {
+    "version": __version__,
+    "classes": ["benign", "malignant"],
+    "channels": 1,
+    "size": 8,
+    "train": 12,
+    "validation": 4,
+    "test": 5,
+    "groups": [4, 2],
+    "fingerprint": "f" * 64,
+}
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("hospitals")
+    write_hospitals(folder)
+    return folder
+
+
+def elsewhere(crossing: Crossing) -> Elsewhere:
+    return Elsewhere(MockEngine(crossing.answer), "mock")
+
+
+def allowing(*kinds: str) -> dict[str, Any]:
+    return {"allow": {**EVERYTHING, "kinds": kinds}}
+
+
+def test_stand_ins_have_the_sizes_and_the_largest_patients_that_sites_said() -> None:
+    site = Roster.of({"harbour": Card.read(CARD), "hill": Card.read(CARD | {"train": 1, "groups": [1, 1]})}).sites
+    assert [len(site["harbour"].train), len(site["harbour"].validation), len(site["harbour"].test)] == [12, 4, 5]
+    assert largest_groups(site["harbour"].train.patients) == 4
+    assert largest_groups(site["harbour"].validation.patients) == 2
+    assert largest_groups(site["hill"].train.patients) == 1
+    assert len(site["harbour"].train.patients or ()) == 12
+    with pytest.raises(EngineError, match="never leave it"):
+        _ = site["harbour"].train.labels
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"train": 0},
+        {"train": -3},
+        {"train": 2.5},
+        {"train": True},
+        {"test": 10**12},
+        {"classes": ["one"]},
+        {"classes": [1, 2]},
+        {"groups": [1]},
+        {"fingerprint": None},
+        {"version": 3},
+    ],
+)
+def test_cards_that_cannot_be_are_refused(change: dict[str, Any]) -> None:
+    with pytest.raises(Refused):
+        Card.read(CARD | change)
+    with pytest.raises(Refused):
+        Card.read({name: value for name, value in CARD.items() if name not in change})
+
+
+def test_sites_that_do_not_fit_together_are_told_by_name() -> None:
+    other = Card.read(CARD | {"classes": ["benign", "cancer"]})
+    with pytest.raises(DataError, match="Site hill has classes benign, cancer, site harbour has benign, malignant"):
+        Roster.of({"harbour": Card.read(CARD), "hill": other})
+    with pytest.raises(EngineError, match=r"site hill runs polyclinic 9\.9"):
+        Roster.of({"harbour": Card.read(CARD), "hill": Card.read(CARD | {"version": "9.9"})})
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"algorithm": "scaffold"},
+        {"privacy": {"epsilon": 8, "delta": 1e-3, "randomness": "seed"}},
+        {"privacy": {"epsilon": 8, "delta": 1e-3, "unit": "patient", "randomness": "seed", "metrics": "count"}},
+    ],
+    ids=str,
+)
+def test_a_deployed_run_is_the_simulated_one(settings: dict[str, Any], home: Path, tmp_path: Path) -> None:
+    found = recipe(**settings)
+    crossing = Crossing(desks(home, tmp_path.name))
+    deployed = deploy(found, elsewhere(crossing), SITES, tmp_path).summary
+    alone = simulation(found, home).run().summary
+    assert deployed["sha256"] == alone["sha256"]
+    assert deployed["merged"] == alone["merged"]
+    assert deployed["privacy"] == alone["privacy"]
+    assert [row["train"] for row in deployed["hospitals"]] == [row["train"] for row in alone["hospitals"]]
+
+
+def test_where_no_predictions_leave_the_report_has_what_sites_last_told(home: Path, tmp_path: Path) -> None:
+    found = recipe()
+    crossing = Crossing(desks(home, tmp_path.name, **allowing("model", "buffers", "metrics")))
+    summary = deploy(found, elsewhere(crossing), SITES, tmp_path).summary
+    told = {site: rows["global"]["validation"] for site, rows in summary["sites"].items()}
+    images = sum(row["n"] for row in told.values())
+    mean = sum(row["accuracy"] * row["n"] for row in told.values()) / images
+    assert set(told) == set(SITES)
+    assert summary["headline"]["part"] == "validation"
+    assert summary["headline"]["accuracy"] == pytest.approx(mean)
+    assert summary["headline"]["n"] == images
+
+
+def test_where_nothing_is_told_the_model_is_not_lost(home: Path, tmp_path: Path) -> None:
+    crossing = Crossing(desks(home, tmp_path.name, **allowing("model", "buffers")))
+    with pytest.raises(RoundFailed, match=r"the model is in model\.safetensors"):
+        deploy(recipe(evaluate__every=0), elsewhere(crossing), SITES, tmp_path)
+    assert (tmp_path / "model.safetensors").stat().st_size > 1000
+
+
+def test_a_site_that_is_not_there_is_left_out_and_told(home: Path, tmp_path: Path) -> None:
+    crossing, seen = Crossing(desks(home, tmp_path.name)), []
+
+    def answer(site: str, data: bytes) -> bytes | Failure:
+        return Failure("dead", "it is away") if site == "hill" else crossing.answer(site, data)
+
+    there = Elsewhere(MockEngine(answer), "mock")
+    summary = deploy(recipe(), there, SITES, tmp_path, lambda event, info: seen.append((event, dict(info)))).summary
+    assert [row["site"] for row in summary["hospitals"]] == ["harbour", "lake"]
+    assert ("absent", {"site": "hill", "kind": "dead", "why": "it is away"}) in seen
+    with pytest.raises(RoundFailed, match="2 of 3 sites enrolled, 3 are needed"):
+        deploy(recipe(quorum=3), there, SITES, tmp_path / "other")
+
+
+def test_a_run_that_goes_on_refuses_a_site_with_other_images(home: Path, tmp_path: Path) -> None:
+    crossing = Crossing(desks(home, tmp_path.name))
+    deploy(recipe(), elsewhere(crossing), SITES, tmp_path)
+    (tmp_path / "result.json").unlink()
+    changed = (tmp_path / ENROLMENT).read_text().replace('"train": ', '"train": 1')
+    (tmp_path / ENROLMENT).write_text(changed)
+    with pytest.raises(StoreError, match="site harbour has other data than when this run began"):
+        deploy(recipe(), elsewhere(crossing), SITES, tmp_path)
+    (tmp_path / ENROLMENT).write_text("{")
+    with pytest.raises(StoreError, match="is damaged"):
+        deploy(recipe(), elsewhere(crossing), SITES, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["centralised", "fed-align"])
+def test_what_needs_all_images_in_one_place_is_refused(name: str, tmp_path: Path) -> None:
+    variant = {"variant": "paper"} if name == "fed-align" else {}
+    with pytest.raises(RecipeError, match="needs all sites' images in one place"):
+        deploy(recipe(algorithm={"name": name, **variant}), elsewhere(Crossing({})), SITES, tmp_path)
+
+
+def test_who_answers_for_another_is_refused(tmp_path: Path) -> None:
+    there = Elsewhere(MockEngine(lambda site, _: wire.encode({"run": "", "site": "lake", "card": CARD}, {})), "mock")
+    with pytest.raises(RoundFailed, match="1 of 3 sites enrolled"):
+        deploy(recipe(quorum=2), there, SITES, tmp_path)

@@ -1,0 +1,178 @@
+"""Servers and sites as real processes, with TLS and keys: killed, started again, and the result is the simulation's."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+pytest.importorskip("flwr", reason="needs the extra polyclinic[flower]")
+
+from polyclinic.cli_deploy import join, status
+from polyclinic.deploy.federation import ServerConfig
+from polyclinic.deploy.processes import LOG_BYTES, LOG_FILES, Board, listens_on, logging_to, read_status, serving
+from polyclinic.errors import RecipeError
+from tests.deploy.hospitals import CLUSTERS, SITES, recipe
+from tests.deploy.ward import Ward, forking, furnish, until
+from tests.small import NEEDED
+
+pytestmark = pytest.mark.skipif(os.name != "posix", reason="kills process groups")
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    """Three hospitals with images and kits, and a recipe."""
+    furnish(tmp_path)
+    (tmp_path / "recipe.yaml").write_text(recipe(rounds=3).to_yaml())
+    return tmp_path
+
+
+@pytest.fixture(scope="module")
+def ward(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ward]:
+    """Three sites at work, for all tests here: one started as hospitals start it."""
+    folder = tmp_path_factory.mktemp("ward")
+    with forking() as ask, Ward(folder, ask) as found:
+        furnish(folder)
+        found.join("harbour", really=True)
+        found.join("hill")
+        found.join("lake")
+        yield found
+
+
+def test_killed_sites_and_servers_change_nothing(ward: Ward) -> None:
+    """C2, C5: hill dies as it has trained in round 2, and comes back; the server dies in round 3, and goes on."""
+    found, out = recipe(rounds=3), ward.folder / "killed"
+    server = ward.serve(found, "killed", fault="aggregated:3", really=True)
+    ward.join("hill", fault="site-trained:2")
+    ward.until(lambda: ward.sites["hill"].code() is not None, "hill's death")
+    assert [ward.sites["hill"].code(), server.code()] == [-9, None]
+    ward.join("hill")
+    ward.until(lambda: server.code() is not None, "the server's death")
+    assert [ward.sites["hill"].code(), server.code()] == [None, -9]
+    result, simulated = ward.play(found, "killed")
+    assert result["sha256"] == simulated["sha256"]
+    _look(out)
+    ward.until(lambda: "connected" not in told_of_hill(ward), "hill's notice that the server is gone")
+    assert ward.sites["hill"].stop() == 0, ward.said()
+    assert told_of_hill(ward).startswith("hill: stopped\nleft so far: ")
+    ward.join("hill")
+    state = ward.folder / "k" / "server" / "state"
+    assert sum(path.stat().st_size for path in state.rglob("*")) < 1 << 20, "Flower keeps nothing on the disk"
+    assert not list(ward.folder.rglob("*.fab"))
+
+
+def told_of_hill(ward: Ward) -> str:
+    return shown("status", ward.folder / "k" / "sites" / "hill" / "site.yaml")
+
+
+THREE: dict[str, dict[str, Any]] = {
+    "scaffold": {"algorithm": "scaffold"},
+    "fedmp": {"algorithm": "fedmp"},
+    "pfedcdp in three clusters": {**NEEDED["pfedcdp"], **CLUSTERS},
+}
+
+
+def test_sites_that_stay_up_end_run_after_run_in_the_bits_of_the_simulation(ward: Ward) -> None:
+    """L4: memory at the sites; features beside the model; three architectures in one run."""
+    before = ward.pids()
+    assert before.keys() == set(SITES)
+    for name, settings in THREE.items():
+        found = recipe(**settings)
+        result, simulated = ward.play(found, name)
+        assert result["rounds"] == 5
+        assert result["sha256"] == simulated["sha256"], name
+        for site in SITES:
+            assert not list((ward.folder / "k" / "sites" / site / "state" / "runs").glob("*")), "a run that is over"
+    assert ward.pids() == before, ward.said()
+
+
+def _look(out: Path) -> None:
+    """What status and files say afterwards."""
+    status = read_status(out)
+    assert status is not None
+    assert (status["state"], status["round"], status["rounds"], status["alive"]) == ("finished", 3, 3, False)
+    assert status["sites"].keys() == set(SITES)
+    assert all(there["seen"] for there in status["sites"].values())
+    assert status["refusals"] == []
+    rows = [json.loads(line) for line in (out / "ledger.jsonl").read_text().splitlines()]
+    played = [row for row in rows if row["event"] == "round"]
+    assert all(note["outcome"] == "accepted" for row in played for note in row["sites"].values())
+    told = shown("status", out)
+    assert all(site in told for site in SITES)
+    assert "finished, round 3 of 3" in told
+    assert max(map(len, told.splitlines())) <= 80
+
+
+def shown(*arguments: object) -> str:
+    """What a command prints into 80 columns."""
+    app = typer.Typer(rich_markup_mode=None)
+    app.command("status")(status)
+    app.command("join")(join)
+    found = CliRunner().invoke(app, list(map(str, arguments)), env={"COLUMNS": "80"})
+    assert found.exit_code == 0, found.output
+    return found.output
+
+
+def test_a_dry_run_tells_what_would_leave_and_sends_nothing(place: Path) -> None:
+    file = place / "k" / "sites" / "hill" / "site.yaml"
+    told = shown("join", file, "--dry-run", place / "recipe.yaml")
+    assert {"model", "metrics", "predictions"} <= set(told.split())
+    assert max(map(len, told.splitlines())) <= 80
+    rows = json.loads(shown("join", file, "--dry-run", place / "recipe.yaml", "--json"))["leaves"]
+    assert {row["kind"] for row in rows} >= {"model", "metrics", "predictions"}
+    assert not (file.parent / "state" / "releases.jsonl").exists()
+
+
+def test_a_child_goes_with_its_parent(ward: Ward, tmp_path: Path) -> None:
+    parent = ward.command("parent", tmp_path / "log", role="parent")
+    ward.until(lambda: parent.log.exists() and parent.log.read_text().endswith("\n"), "the child's start")
+    pid = int(parent.log.read_text())
+    assert not _zombie(pid)
+    parent.kill()
+    until(lambda: _zombie(pid), "the child's end", 10)
+
+
+def _zombie(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().split()[2] == "Z"
+    except OSError:
+        return True
+
+
+def config(place: Path, **settings: Any) -> ServerConfig:
+    return ServerConfig.load(place / "k" / "server" / "server.yaml").model_copy(update=settings)
+
+
+def test_without_tls_a_server_stays_on_its_own_machine(place: Path) -> None:
+    """S1."""
+    with pytest.raises(RecipeError, match="without TLS"), serving(config(place, host="0.0.0.0", insecure=True)):
+        pass
+    assert listens_on("localhost") == "127.0.0.1"
+    assert listens_on("127.0.0.1") == "127.0.0.1"
+    assert listens_on("::1") == "::1"
+    assert listens_on("fl.example.org") == "0.0.0.0"
+
+
+def test_a_flood_of_refusals_fills_neither_memory_nor_log(place: Path) -> None:
+    board = Board(config(place), [])
+    for number in range(5000):
+        board.refused("", f"path {number}")
+    assert len(board.refusals) <= 51
+    assert sum(board.refusals.values()) == 5000
+
+
+def test_the_log_is_bounded(place: Path) -> None:
+    path = place / "server.log"
+    with logging_to(path):
+        for _ in range(4 * LOG_BYTES // 1000):
+            logging.getLogger("flwr").info("x" * 1000)
+    files = list(place.glob("server.log*"))
+    assert len(files) == LOG_FILES
+    assert sum(file.stat().st_size for file in files) <= LOG_FILES * LOG_BYTES
