@@ -62,6 +62,7 @@ def test_a_run_writes_the_promised_files_and_no_others(folder: Path) -> None:
         "privacy.md",
         "ledger.jsonl",
         "model.safetensors",
+        "predictions.safetensors",
         "snapshots",
     }
     assert {path.name for path in folder.iterdir() if not path.name.startswith(".")} == promised

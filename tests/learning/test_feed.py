@@ -33,7 +33,7 @@ DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=N
 def no_thread_stays() -> Iterator[None]:
     before = threading.active_count()
     yield
-    assert threading.active_count() == before
+    assert threading.active_count() <= before, "fewer where another test's thread has ended meanwhile"
 
 
 def pictures(count: int, dtype: torch.dtype, mean: PerChannel = 0.0, std: PerChannel = 1.0) -> Images:
