@@ -24,6 +24,7 @@ from polyclinic.cli_audit import audit_command
 from polyclinic.cli_explain import explain_command
 from polyclinic.cli_features import features_command
 from polyclinic.cli_predict import export_command, predict_command
+from polyclinic.cli_report import report_command, write_report
 from polyclinic.compare import compare, compare_folders, slug
 from polyclinic.comparison import Comparison
 from polyclinic.data import DATASETS, Options
@@ -77,6 +78,7 @@ app.command("audit")(audit_command)
 app.command("attack")(attack_command)
 app.command("features")(features_command)
 app.command("explain")(explain_command)
+app.command("report")(report_command)
 app.command("predict")(predict_command)
 app.command("export")(export_command)
 
@@ -98,7 +100,9 @@ def show_comparison(comparison: Comparison, as_json: bool) -> None:
         return
     out.print(comparison_table(comparison))
     if comparison.folder is not None:
-        written = [comparison.folder / name for name in ("report.md", "curves.png", "forgetting.png", "auc.png")]
+        written = [
+            comparison.folder / name for name in ("report.html", "report.md", "curves.png", "forgetting.png", "auc.png")
+        ]
         out.print(Text("written: " + "  ".join(str(path) for path in written if path.exists())), soft_wrap=True)
 
 
@@ -135,6 +139,7 @@ def demo(
     recipe = Recipe.load(our_recipes()["demo"], parse_settings(None, seed=seed))
     with following(about=recipe.about) as display:
         comparison = compare([recipe], 1, folder, None, display.watch, display.begin)
+    write_report([folder], folder / "report.html")
     show_comparison(comparison, as_json)
 
 
