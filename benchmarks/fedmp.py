@@ -1,6 +1,6 @@
 """What a local epoch of FedMP costs beside one of FedAvg.
 
-    python -m benchmarks.fedmp [--model mobilenet_v2] [--size 64] [--images 256] [--repeats 5] [--device cpu] [--cut N]
+    python -m benchmarks.fedmp [--model mobilenet_v2] [--size 64] [--images 256] [--repeats 5] [--device cpu] [--cut N] [--sample N]
 
 A site's whole round (decoding apart): an epoch of batches of 64, and for FedMP the features that it sends after it; in
 round 2, with features and prototypes of another site. Both in turn, the order swapped each time; medians.
@@ -36,6 +36,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--cut", type=int, default=None)
+    parser.add_argument("--sample", type=int, default=None)
     given = parser.parse_args()
     device = torch.device(given.device)
     module = build(given.model, classes=CLASSES, channels=3, size=given.size, seed=Stream(0))
@@ -45,7 +46,7 @@ def main() -> None:
     data = Images(images, (torch.arange(given.images) % CLASSES).to(device))
     shape = feature_shape(network, images)
     training = Training(optimiser=Optimiser("adam", lr=1e-4), batch=64)
-    sides: dict[str, Averaging] = {"FedAvg": FedAvg(training), "FedMP": FedMP(training)}
+    sides: dict[str, Averaging] = {"FedAvg": FedAvg(training), "FedMP": FedMP(training, sample=given.sample)}
     federation = Federation(
         tuple(map(str, range(CLASSES))),
         {"one": given.images, "two": given.images},

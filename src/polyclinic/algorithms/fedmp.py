@@ -59,8 +59,9 @@ class FedMP(FedAvg):
     """Features of each class that a site sends, and the server keeps of it."""
     receive: int = 32
     """Features of each class, of all others together, that a site receives."""
-    sample: int = 64
-    """Of these, so many at every step."""
+    sample: int | None = None
+    """Of these, so many at every step; None: 64, or of maps, which have most of the network before them, a quarter of the
+    batch."""
     balanced: bool = True
     """Every class as often in a step's sample; else as often as it was received."""
     mu_client: float = 0.5
@@ -78,7 +79,7 @@ class FedMP(FedAvg):
 
     def __post_init__(self) -> None:
         for name in ("bank", "receive", "sample", "fewest"):
-            if (value := getattr(self, name)) < 1:
+            if (value := getattr(self, name)) is not None and value < 1:
                 raise RecipeError(f"algorithm.{name} is {value}; choose 1 or more")
         for name in ("mu_client", "mu_server"):
             if not 0 < getattr(self, name) <= 1:
@@ -115,7 +116,7 @@ class FedMP(FedAvg):
         return {**sent, "others": others(state["bank"], site, self.receive)} if "bank" in state else sent
 
     def local(self, received: Bundle, memory: Bundle | None, site: Site, rng: Stream) -> Work:
-        reference = self._reference(received, rng.child("others", site.round))
+        reference = self._reference(received, site, rng.child("others", site.round))
         joint = completing if self.variant == "sound" else completing_paper
         fitted = yield Fit(weights(received), joint if reference else task_loss, self.training, reference)
         if not (self.completion or self.alignment):
@@ -131,11 +132,13 @@ class FedMP(FedAvg):
             sent["means"] = {"means": kept["means"]["means"], "images": release.images}
         return Update(sent, site.examples), kept
 
-    def _reference(self, received: Bundle, rng: Stream) -> Bundle:
+    def _reference(self, received: Bundle, site: Site, rng: Stream) -> Bundle:
         """What (5) and (8) look at; nothing in the first round, or where nobody else told of anything."""
         reference: Bundle = {}
         if self.completion and bool((received["others"]["held"] > 0).any()):
-            place, key = torch.arange(self.sample), torch.tensor(rng.integer() >> 2)
+            maps = received["others"]["values"].ndim > 3
+            usual = max(1, self.training.size(site.examples) // 4) if maps else 64
+            place, key = torch.arange(self.sample or usual), torch.tensor(rng.integer() >> 2)
             reference["bank"] = {**received["others"], "key": key}
             reference["scalars"] = {"sample": place if self.balanced else -1 - place}
         if self.alignment and bool((received["prototypes"]["known"] > 0).any()):
