@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 import statistics
@@ -10,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import scipy.stats
 
@@ -33,7 +35,7 @@ CLAIMS = [
 ]
 SECTIONS = {
     "claims": "## The paper's claims, tested",
-    "hospitals": "## Accuracy at each hospital (mean ± standard deviation over seeds)",
+    "hospitals": "## Accuracy at each hospital (mean ± standard deviation over seeds; median)",
     "gap": "## Train–validation gap (mean ± standard deviation over seeds)",
     "bytes": "## What the megabytes of Often buy",
     "sizes": "## Hospitals (first seed)",
@@ -95,8 +97,32 @@ def test_accuracy_at_each_hospital(compared: Comparison) -> None:
     for name, model in {"Often": "global", "Local": "personal", "Centralised": "global"}.items():
         runs = compared.results[name]
         assert found[name] == [
-            mean_and_sd([run["sites"][site][model]["test"]["accuracy"] for run in runs]) for site in SITES
+            f"{mean_and_sd(values)}; {statistics.median(values):.3f}"
+            for values in ([run["sites"][site][model]["test"]["accuracy"] for run in runs] for site in SITES)
         ]
+
+
+def test_what_claims_are_about_is_told_of_each_hospital(compared: Comparison) -> None:
+    about = [Claim(claim="it ranks better", test="higher", methods=["Often", "Once"], metric="auc")]
+    text = markdown(replace(compared, claims=about))
+    found = table(text, SECTIONS["hospitals"].replace("Accuracy", "AUC"))
+    values = [run["sites"][SITES[0]]["global"]["test"]["auc"] for run in compared.results["Often"]]
+    assert found["Often"][0] == f"{mean_and_sd(values)}; {statistics.median(values):.3f}"
+
+
+def test_after_an_analysis_of_variance_every_pair_is_tested(compared: Comparison) -> None:
+    claim = Claim(claim="they differ", test="effect", methods=list(METHODS)[:3])
+    text = markdown(replace(compared, claims=[claim]))
+    found = table(text, '## The pairs behind "they differ" (Accuracy, seed by seed)')
+    pairs = list(itertools.combinations(claim.methods, 2))
+    assert list(found)[1:] == [f"{a} − {b}" for a, b in pairs]
+    for a, b in pairs:
+        ours, theirs = ([value(run, "accuracy") for run in compared.results[name]] for name in (a, b))
+        p = scipy.stats.ttest_rel(ours, theirs).pvalue
+        cells = found[f"{a} − {b}"]
+        assert cells[3] == ("–" if np.isnan(p) else "< 0.001" if p < 0.001 else f"{p:.3f}")
+        tested = sum(table_p != "–" for table_p in (found[f"{c} − {d}"][3] for c, d in pairs))
+        assert cells[4] == ("–" if np.isnan(p) else "< 0.001" if tested * p < 0.001 else f"{min(1, tested * p):.3f}")
 
 
 def test_a_hospital_that_a_method_does_not_have_is_left_open(compared: Comparison) -> None:
@@ -155,7 +181,7 @@ def test_differences_need_three_seeds_in_common(compared: Comparison) -> None:
     often, once = compared.results["Often"], compared.results["Once"]
     head = "| accuracy against Often, seed by seed |"
     assert head in markdown(of({"Often": often, "Once": once}))
-    assert "1 tests, not corrected" in markdown(of({"Often": often, "Once": once, "Local": once[:2]}))
+    assert "corrected for the 1 tests" in markdown(of({"Often": often, "Once": once, "Local": once[:2]}))
     assert head not in markdown(of({"Often": often[:2], "Once": once[:2]}))
     assert head not in markdown(of({"Often": often}))
     other = [{**run, "seed": run["seed"] + 2} for run in once]

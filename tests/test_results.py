@@ -208,7 +208,7 @@ def test_clusters_are_followed_from_round_to_round_also_when_a_site_moves() -> N
 def test_a_run_has_converged_when_it_is_a_point_from_its_best() -> None:
     points = [(0, 0.2), (1, 0.895), (2, 0.85), (3, 0.9)]
     assert converged({"progress": {"": points}}) == 1
-    assert converged({"progress": {"": points[:1]}}) == 0
+    assert converged({"progress": {"": points[:2]}}) is None, "two points are no curve"
     assert converged({"progress": None}) is None
     assert converged({"progress": {"high": points}}) is None
 

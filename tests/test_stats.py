@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from sklearn.metrics import accuracy_score, roc_auc_score
 from polyclinic.core import Stream
 from polyclinic.errors import DataError, RecipeError
 from polyclinic.metrics import Predictions
-from polyclinic.stats import bootstrap, paired, summary
+from polyclinic.stats import bonferroni, bootstrap, holm, paired, summary
 
 
 def binormal(rng: np.random.Generator, n: int, patients: tuple[str, ...] | None = None) -> Predictions:
@@ -136,6 +137,34 @@ def test_paired_agrees_with_scipy() -> None:
     assert (ours.low, ours.high) == pytest.approx(tuple(theirs.confidence_interval(0.95)))
     assert ours.difference == pytest.approx(np.mean(a) - np.mean(b))
     assert ours.n == 4
+    assert ours.wilcoxon == pytest.approx(scipy_stats.wilcoxon(a, b).pvalue) == pytest.approx(2 ** (1 - 4))
+    assert ours.d == pytest.approx(theirs.statistic / math.sqrt(4)), "t = d √n"
+
+
+@pytest.mark.parametrize(("correct", "name"), [(holm, "holm"), (bonferroni, "bonferroni")])
+def test_corrections_agree_with_statsmodels(correct: Callable[[list[float]], list[float]], name: str) -> None:
+    from statsmodels.stats.multitest import multipletests
+
+    rng = np.random.default_rng(3)
+    for n in (1, 2, 7, 30):
+        p = (rng.random(n) ** 3).tolist()
+        assert correct(p) == pytest.approx(multipletests(p, method=name)[1])
+
+
+def test_students_interval_covers_the_mean_as_often_as_it_says() -> None:
+    rng = np.random.default_rng(8)
+    found = [summary(rng.normal(0.8, 0.05, 5).tolist()) for _ in range(2000)]
+    assert np.mean([one.low <= 0.8 <= one.high for one in found]) == pytest.approx(0.95, abs=0.02)
+
+
+def test_a_paired_interval_covers_the_difference_where_seeds_are_shared() -> None:
+    rng = np.random.default_rng(9)
+    inside = []
+    for _ in range(2000):
+        seed = rng.normal(0, 0.1, 5)  # what both methods share
+        one = paired((0.80 + seed + rng.normal(0, 0.02, 5)).tolist(), (0.77 + seed + rng.normal(0, 0.02, 5)).tolist())
+        inside.append(one.low <= 0.03 <= one.high)
+    assert np.mean(inside) == pytest.approx(0.95, abs=0.02)
 
 
 def test_paired_excludes_zero_exactly_when_p_is_small() -> None:
@@ -147,6 +176,8 @@ def test_paired_excludes_zero_exactly_when_p_is_small() -> None:
 
 def test_paired_degenerate_cases_do_not_warn() -> None:
     assert math.isnan(paired([0.5, 0.6], [0.5, 0.6]).p)
+    assert math.isnan(paired([0.5, 0.6], [0.5, 0.6]).wilcoxon)
+    assert math.isnan(paired([0.5, 0.6], [0.5, 0.6]).d)
     assert math.isnan(paired([0.5], [0.4]).p)
     constant = paired([0.75, 0.5, 0.25], [0.5, 0.25, 0.0])
     assert (constant.difference, constant.low, constant.high, constant.p) == (0.25, 0.25, 0.25, 0)

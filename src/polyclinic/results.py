@@ -17,6 +17,7 @@ from polyclinic.rounds import HELD_OUT, POOLED
 from polyclinic.stats import bootstrap
 
 CLOSE = 0.01
+FEWEST_POINTS = 3
 INTERVALS = ("accuracy", "balanced_accuracy", "f1", "auc", "pr_auc")
 HEADLINES = ("personal", "student", "ensemble", "global", "transfer", "held-out")
 WHOSE = {
@@ -217,8 +218,13 @@ def forgetting(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[tuple[int, f
 
 
 def converged(summary: Mapping[str, Any]) -> int | None:
-    """The first round after which accuracy on validation images is within a point of the best there was."""
+    """The first round after which accuracy on validation images is within a point of the best there was.
+
+    None where it was measured fewer than three times.
+    """
     points = (summary.get("progress") or {}).get("", [])
+    if len(points) < FEWEST_POINTS:
+        return None
     best = max((accuracy for _, accuracy in points), default=0.0)
     return next((round for round, accuracy in points if accuracy >= best - CLOSE), None)
 
@@ -231,3 +237,5 @@ def versions() -> dict[str, str]:
         except PackageNotFoundError:
             found[package] = "not installed"
     return found
+
+

@@ -38,6 +38,10 @@ class Paired:
     high: float
     p: float
     n: int
+    wilcoxon: float
+    """p of Wilcoxon's signed ranks, which takes no distribution for granted; of n pairs never below 2^(1 − n)."""
+    d: float
+    """Cohen's d of pairs: the mean difference in units of the differences' standard deviation."""
 
 
 def bootstrap(
@@ -89,7 +93,9 @@ def paired(a: Sequence[float], b: Sequence[float]) -> Paired:
             "run the missing seeds."
         )
     spread = summary([first - second for first, second in zip(a, b, strict=True)])
-    return Paired(spread.mean, spread.low, spread.high, _paired_p(a, b), spread.n)
+    d = spread.mean / spread.std if spread.std else math.nan
+    p, ranked = _paired_p(a, b)
+    return Paired(spread.mean, spread.low, spread.high, p, spread.n, ranked, d)
 
 
 def holm(values: Sequence[float]) -> list[float]:
@@ -100,13 +106,21 @@ def holm(values: Sequence[float]) -> list[float]:
     return [float(adjusted[place]) for place in np.argsort(order, kind="stable")]
 
 
-def _paired_p(a: Sequence[float], b: Sequence[float]) -> float:
+def bonferroni(values: Sequence[float]) -> list[float]:
+    """p-values times their number."""
+    return [min(1.0, value * len(values)) for value in values]
+
+
+def _paired_p(a: Sequence[float], b: Sequence[float]) -> tuple[float, float]:
+    """Of the paired t-test and of Wilcoxon's signed ranks."""
     from scipy import stats
 
+    known = bool(np.isfinite(apart := np.subtract(a, b)).all() and apart.any())
     with warnings.catch_warnings():
-        # scipy warns of one pair and of differences that do not vary; the NaN or 0 it returns says as much.
-        warnings.simplefilter("ignore", RuntimeWarning)
-        return float(stats.ttest_rel(a, b).pvalue)
+        # scipy warns of one pair, of ties and of differences that do not vary; the NaN or 0 it returns says as much.
+        warnings.simplefilter("ignore")
+        ranked = float(stats.wilcoxon(apart).pvalue) if known else math.nan
+        return float(stats.ttest_rel(a, b).pvalue), ranked
 
 
 def _patients(predictions: Predictions) -> tuple[NDArray[np.intp], int]:

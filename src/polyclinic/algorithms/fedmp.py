@@ -60,7 +60,7 @@ class FedMP(FedAvg):
     receive: int = 32
     """Features of each class, of all others together, that a site receives."""
     sample: int | None = None
-    """Of these, so many at every step; None: 64, or of maps, which have most of the network before them, a quarter of the
+    """Of these, so many at every step; None: 64, or of maps, with most of the network before them, a quarter of the
     batch."""
     balanced: bool = True
     """Every class as often in a step's sample; else as often as it was received."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations, product
@@ -85,23 +84,16 @@ def _same_seed(a: Method, b: Method) -> tuple[Run, Run] | None:
 
 
 def _over_seeds(plain: Difference, pairs: NDArray[np.float64]) -> Difference:
-    from scipy import stats  # takes a second to load
-
     found = paired(pairs[:, 0].tolist(), pairs[:, 1].tolist())
-    apart = pairs[:, 0] - pairs[:, 1]
-    spread = float(apart.std(ddof=1))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of few seeds and of ties; p says as much
-        ranked = float(stats.wilcoxon(apart).pvalue) if apart.any() else 1.0
     return replace(
         plain,
         value=found.difference,
         low=found.low,
         high=found.high,
         p=1.0 if math.isnan(found.p) else found.p,
-        wilcoxon=ranked,
-        effect=float(apart.mean()) / spread if spread else math.nan,
-        over=f"{len(pairs)} seeds",
+        wilcoxon=found.wilcoxon,
+        effect=found.d,
+        over=f"{found.n} seeds",
     )
 
 
