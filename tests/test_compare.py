@@ -101,7 +101,7 @@ def test_with_one_seed_the_interval_is_the_bootstraps() -> None:
 def test_a_comparison_writes_report_pictures_and_json(compared: Comparison) -> None:
     out = compared.folder
     assert out is not None
-    written = {"report.md", "comparison.json", "curves.png", "auc.png", "fedavg", "local", "centralised"}
+    written = {"report.md", "runs.json", "comparison.json", "curves.png", "auc.png", "fedavg", "local", "centralised"}
     assert {path.name for path in out.iterdir()} == written
     for picture in ("curves.png", "auc.png"):
         with Image.open(out / picture) as image:

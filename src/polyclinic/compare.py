@@ -11,11 +11,16 @@ from typing import Any
 from polyclinic.comparison import Comparison, lines, mean
 from polyclinic.errors import RecipeError, RoundFailed, StoreError
 from polyclinic.experiment import Consortium, Experiment, finished, gather, refuse_other, run
-from polyclinic.recipe import EngineSection, Recipe
+from polyclinic.recipe import Recipe
 from polyclinic.report import markdown
 from polyclinic.report_rounds import draw_forgetting
 from polyclinic.rounds import HELD_OUT, Watch
+from polyclinic.runs import method_of
 from polyclinic.store import Metrics, named_failure, write_atomically, write_json
+from polyclinic.trackers import check_tracking
+
+PLANNED = "runs.json"
+"""What a comparison is going to run, in its folder."""
 
 
 def grid(recipes: Sequence[Recipe], seeds: int) -> dict[str, list[Recipe]]:
@@ -55,6 +60,8 @@ def compare(
         for name, runs in grid(recipes, seeds).items()
     }
     _check(plan, hospitals, data)
+    title = ", ".join(recipe.name for recipe in recipes)
+    _announce(title, plan, out)
     total, done = sum(map(len, plan.values())), 0
     results: dict[str, list[Mapping[str, Any]]] = {}
     failures: list[str] = []
@@ -70,7 +77,7 @@ def compare(
     results = {name: found for name, found in results.items() if found}
     if not results:
         raise RoundFailed(failures[0])
-    title, about = ", ".join(recipe.name for recipe in recipes), "\n\n".join(r.about for r in recipes if r.about)
+    about = "\n\n".join(recipe.about for recipe in recipes if recipe.about)
     paper = {method: text for recipe in recipes for method, text in recipe.paper.items()}
     claims = [claim for recipe in recipes for claim in recipe.claims]
     comparison = Comparison(title, tuple(lines(results)), results, out, about, paper, tuple(failures), claims)
@@ -85,8 +92,21 @@ def _check(
     for runs in plan.values():
         for recipe, folder in runs:
             refuse_other(folder, recipe)
+            check_tracking(recipe.track, folder)
         for recipe, _ in [pair for pair in runs if not _ended(pair[1])][:1]:
             Experiment(recipe, data=data, consortium=hospitals(recipe))
+
+
+def _announce(title: str, plan: Mapping[str, Sequence[tuple[Recipe, Path]]], out: Path) -> None:
+    """What is going to run, for those who follow it."""
+    with named_failure(out):
+        out.mkdir(parents=True, exist_ok=True)
+    runs = [
+        {"method": name, "folder": str(folder.relative_to(out)), "rounds": recipe.rounds}
+        for name, found in plan.items()
+        for recipe, folder in found
+    ]
+    write_json(out / PLANNED, {"title": title, "runs": runs})
 
 
 def _ended(folder: Path) -> bool:
@@ -104,8 +124,7 @@ def compare_folders(folders: Sequence[Path], out: Path | None) -> Comparison:
             )
         for path in paths:
             recipe = Recipe.load(path / "recipe.yaml")
-            method = recipe.model_copy(update={"seed": 0, "engine": EngineSection()}).to_yaml()
-            found.setdefault(method, {}).setdefault(recipe.seed, (recipe, path))
+            found.setdefault(method_of(recipe), {}).setdefault(recipe.seed, (recipe, path))
     runs = [[seeds[seed] for seed in sorted(seeds)] for seeds in found.values()]
     plan = dict(zip(_labels([seeds[0] for seeds in runs]), runs, strict=True))
     results = {name: [finished(path).summary for _, path in seeds] for name, seeds in plan.items()}
