@@ -1,0 +1,29 @@
+"""A run between sites is followed as a simulation is, and sites are not told where."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from polyclinic.deploy.assembly import deploy
+from polyclinic.engines import Elsewhere
+from polyclinic.engines.mock import MockEngine
+from polyclinic.trackers import TensorBoard
+from tests.deploy.hospitals import EVERYTHING, SITES, Crossing, desks, recipe
+
+
+@pytest.mark.parametrize("predictions", [True, False])
+def test_a_deployed_run_is_tracked(home: Path, tmp_path: Path, predictions: bool) -> None:
+    pytest.importorskip("tensorboard", reason="needs the extra tensorboard")
+    kinds = [kind for kind in EVERYTHING["kinds"] if predictions or kind != "predictions"]
+    crossing = Crossing(desks(home, f"{tmp_path.name}-{predictions}", allow={**EVERYTHING, "kinds": kinds}))
+    found = recipe(track="tensorboard")
+    summary = deploy(found, Elsewhere(MockEngine(crossing.answer), "mock"), SITES, tmp_path).summary
+    told = TensorBoard(tmp_path).known()
+    rounds = set(range(found.rounds))
+    assert {step for name, step in told if name == f"site/{SITES[0]}/accuracy"} == (
+        rounds | {found.rounds} if predictions else rounds  # what sites told last is of the round before
+    )
+    assert (("test/accuracy", found.rounds) in told) == predictions
+    assert summary["headline"]["part"] == ("test" if predictions else "validation")
