@@ -1,0 +1,47 @@
+"""The notebooks run from top to bottom, are kept without outputs, and can be found."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+by_name = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+
+
+@by_name
+def test_it_is_kept_without_what_it_printed(path: Path) -> None:
+    cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+    code = [cell for cell in cells if cell["cell_type"] == "code"]
+    assert code
+    assert [cell["source"] for cell in code if cell["outputs"] or cell["execution_count"] is not None] == []
+
+
+@by_name
+def test_it_is_linked(path: Path) -> None:
+    assert f"(../notebooks/{path.name})" in (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
+
+
+@by_name
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")  # of jupyter_client and pyzmq
+def test_it_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    nbclient = pytest.importorskip("nbclient", reason="needs nbclient (pip install nbclient ipykernel)")
+    nbformat = pytest.importorskip("nbformat", reason="needs nbclient (pip install nbclient ipykernel)")
+    pytest.importorskip("ipykernel", reason="needs ipykernel (pip install nbclient ipykernel)")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]))
+    monkeypatch.setenv("JUPYTER_PLATFORM_DIRS", "1")
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    notebook: Any = nbformat.read(path, as_version=4)
+    client = nbclient.NotebookClient(
+        notebook, timeout=300, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}}
+    )
+    client.execute()
+    printed = [cell for cell in notebook.cells if cell.cell_type == "code" and cell.outputs]
+    assert len(printed) >= 3
+    warned = [out.text for cell in printed for out in cell.outputs if out.get("name") == "stderr"]
+    assert warned == []
