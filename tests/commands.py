@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
+import pytest
 from click.testing import Result
 from typer.testing import CliRunner
 
@@ -12,6 +15,13 @@ from polyclinic.cli import app
 
 def call(*arguments: str | Path) -> Result:
     return CliRunner().invoke(app, list(map(str, arguments)))
+
+
+def document(*arguments: str | Path) -> Any:
+    """What a command prints with --json: exactly one valid document on standard output."""
+    result = call(*arguments, "--json")
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout, parse_constant=pytest.fail)
 
 
 def refused(*arguments: str | Path) -> str:

@@ -5,19 +5,19 @@ from __future__ import annotations
 import csv
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import pytest
 from click.testing import Result
 from PIL import Image
-from typer.testing import CliRunner
 
-from polyclinic.cli import app
 from polyclinic.data.cache import VARIABLE as CACHE
 from polyclinic.errors import DataError
 from polyclinic.experiment import gather
 from polyclinic.recipe import Recipe
+from tests import commands
 from tests.data import planted
 from tests.small import write_recipe
 
@@ -51,8 +51,7 @@ def recipe(**data: Any) -> dict[str, Any]:
     return {"name": "trial", "rounds": 1, "data": wanted, "model": "linear", "algorithm": "fedavg"}
 
 
-def call(*arguments: str) -> Result:
-    return CliRunner().invoke(app, ["data", "check", *arguments])
+call = partial(commands.call, "data", "check")
 
 
 def flat(text: str) -> str:

@@ -8,15 +8,13 @@ import hashlib
 import json
 import re
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import Result
 from PIL import Image
-from typer.testing import CliRunner
 
-from polyclinic.cli import app
 from polyclinic.core import Stream
 from polyclinic.data.cache import VARIABLE as CACHE
 from polyclinic.data.load import load
@@ -27,6 +25,7 @@ from polyclinic.data.sets.base import Download, NamedSet
 from polyclinic.data.sources.open import open_source
 from polyclinic.experiment import gather
 from polyclinic.recipe import Recipe
+from tests import commands
 from tests.data import planted
 from tests.data.web import served
 from tests.small import write_recipe
@@ -71,18 +70,13 @@ def read_table(folder: Path) -> list[list[str]]:
         return list(csv.reader(file))[1:]
 
 
-def call(*arguments: str) -> Result:
-    return CliRunner().invoke(app, ["data", *arguments])
+call = partial(commands.call, "data")
 
 
 def refused(*arguments: str) -> str:
     """The one sentence a mistake gets; nothing else is printed, nothing is written."""
     before = files()
-    result = call(*arguments)
-    assert result.exit_code == 1, result.output
-    assert result.stdout == ""
-    told: str = result.stderr
-    assert re.fullmatch("error: .+\n", told), told
+    told = commands.refused("data", *arguments)
     assert NAME not in told
     assert files() == before
     return told

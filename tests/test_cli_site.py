@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import socket
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 import yaml
-from click.testing import Result
-from typer.testing import CliRunner
 
 from polyclinic.capability import RESOURCES, THRESHOLDS, Card, card_of, cluster_of, score
-from polyclinic.cli import app
 from polyclinic.core import Stream
 from polyclinic.recipe import Recipe
 from polyclinic.terminal import out
+from tests import commands
 from tests.small import TINY, write_recipe
 
 
@@ -33,14 +31,8 @@ def server() -> Iterator[str]:
         yield f"127.0.0.1:{listening.getsockname()[1]}"
 
 
-def call(*arguments: str) -> Result:
-    return CliRunner().invoke(app, ["site", "capability", *arguments])
-
-
-def document(*arguments: str) -> Any:
-    result = call(*arguments, "--json")
-    assert result.exit_code == 0, result.output
-    return json.loads(result.stdout, parse_constant=pytest.fail)
+CAPABILITY = ("site", "capability")
+call, document = partial(commands.call, *CAPABILITY), partial(commands.document, *CAPABILITY)
 
 
 def flat(text: str) -> str:

@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 from PIL import Image
 from torch import Tensor, nn
 
-import polyclinic
 from polyclinic.core import Stream
 from polyclinic.explain import (
     BINS,
@@ -39,10 +38,8 @@ from polyclinic.models.adaptive import ResidualExtractor
 from polyclinic.models.classifier import Classifier
 from polyclinic.past import read
 from tests import commands
-from tests.small import TINY
+from tests.test_embedding import DIGITS, HOSPITALS, finish
 
-DIGITS = {**TINY, "rounds": 1, "model": {"name": "cnn_c"}}
-HOSPITALS = [{"name": name, "vendor": "film", "patients": 8, "malignant": 0.5} for name in ("harbour", "hillside")]
 CLASSES = 3
 
 
@@ -195,11 +192,6 @@ def test_one_run_shows_its_most_and_least_certain_cases(images: int, most: int, 
                 )
 
 
-def finish(folder: Path, **values: Any) -> Path:
-    polyclinic.run(polyclinic.Recipe.of({**DIGITS, **values}), out=folder)
-    return folder
-
-
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     place = tmp_path_factory.mktemp("runs")
@@ -221,13 +213,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 call, refused = partial(commands.call, "explain"), partial(commands.refused, "explain")
-
-
-def told(*arguments: str | Path) -> dict[str, Any]:
-    result = call(*arguments, "--json")
-    assert result.exit_code == 0, result.output
-    found: dict[str, Any] = json.loads(result.stdout)
-    return found
+told = partial(commands.document, "explain")
 
 
 @pytest.mark.parametrize("name", ["fedavg", "local", "clusters", "cut"])

@@ -53,13 +53,7 @@ WISHES: dict[str, dict[str, Any]] = {
 }
 
 call, refused = partial(commands.call, "predict"), partial(commands.refused, "predict")
-
-
-def told(*arguments: str | Path) -> dict[str, Any]:
-    result = call(*arguments, "--json")
-    assert result.exit_code == 0, result.output
-    found: dict[str, Any] = json.loads(result.stdout)
-    return found
+told = partial(commands.document, "predict")
 
 
 def stored(examples: Any) -> Tensor:
@@ -147,6 +141,7 @@ def test_first_weights_need_not_be_there_any_more(files: dict[tuple[str, str], P
     kept = kept_predictions(tmp_path / "run")["site-1", "global", "test"]
     found = told(tmp_path / "run", files["fedavg", "site-1"], "--model", "low")
     np.testing.assert_allclose(said(found), kept.probabilities, rtol=0, atol=1e-6)
+    assert read(tmp_path / "run", None).network("site-1")[0] == "global"
 
 
 def test_a_batch_is_one_image_after_the_other(runs: dict[str, Path], files: dict[tuple[str, str], Path]) -> None:

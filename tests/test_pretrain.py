@@ -57,6 +57,12 @@ def test_each_cluster_may_have_its_own() -> None:
     assert same["model@low"]
 
 
+def test_what_cannot_be_played_is_told_before_anything_is_trained(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("polyclinic.experiment.pretrain", lambda *_: pytest.fail("it was trained"))
+    with pytest.raises(RecipeError, match="a cohort of 4 is asked of 3 sites"):
+        experiment(model__pretrain=2, cohort=4)
+
+
 def test_without_public_images_it_is_refused() -> None:
     with pytest.raises(RecipeError, match=r"model.pretrain trains on images at the server; add"):
         run(tiny(model__pretrain=2))

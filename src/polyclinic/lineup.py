@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from polyclinic.clustered import Clustered
 from polyclinic.consortium import Consortium
 from polyclinic.core import Bundle, SiteId, Stream
 from polyclinic.curriculum import ordered
+from polyclinic.data.examples import Images, SiteData
 from polyclinic.data.folder import in_data_folder
 from polyclinic.ensemble import Ensemble
 from polyclinic.errors import DataError, EngineError, RecipeError, WeightsError
@@ -31,6 +32,7 @@ from polyclinic.models.classifier import Classifier
 from polyclinic.models.cut import cut_after
 from polyclinic.models.dp_safe import dp_safe
 from polyclinic.models.recomputed import recompute
+from polyclinic.models.scattering import fixed_part
 from polyclinic.recipe import ModelSection, Recipe
 from polyclinic.runner import STUDENT
 from polyclinic.wrapper import Wrapper
@@ -80,6 +82,23 @@ def _load(module: Classifier, path: Path, cluster: str) -> None:
             f"{path} holds a model for each of the clusters {', '.join(held)}; give it as clusters.NAME.model.weights "
             "to a cluster with one of these names."
         )
+
+
+def weightless(recipe: Recipe) -> Recipe:
+    """The recipe without where first weights come from, for those who are handed weights."""
+
+    def bare(model: ModelSection) -> ModelSection:
+        return model.model_copy(update={"weights": None, "pretrain": None})
+
+    clusters = {n: c.model_copy(update={"model": bare(c.model)}) for n, c in recipe.clusters.items()}
+    return recipe.model_copy(update={"model": bare(recipe.model), "clusters": clusters})
+
+
+def at_site(recipe: Recipe, device: str) -> Recipe:
+    """The recipe, to compute on `device`, without what is the server's alone: first weights, its images, its books."""
+    wish = recipe.privacy and replace(recipe.privacy, ledger=None)
+    engine = recipe.engine.model_copy(update={"device": device})
+    return weightless(recipe).model_copy(update={"privacy": wish, "public": None, "engine": engine})
 
 
 def device_of(recipe: Recipe) -> torch.device:
@@ -167,10 +186,17 @@ def line_up(
     algorithm, classes = recipe.algorithm_of(), len(consortium.classes)
     for name, live in networks.items():
         networks[name] = accompanied(live, algorithm, shapes[name], classes, Stream(recipe.seed, ("beside", name)))
-    found = Lineup(recipe, networks, student, shapes)
-    if recipe.clusters:
-        _refuse_misfits(found, consortium)
-    return found
+    return Lineup(recipe, networks, student, shapes)
+
+
+def placed(
+    recipe: Recipe, consortium: Consortium, module: Classifier, device: torch.device
+) -> tuple[dict[SiteId, SiteData], Images | None]:
+    """Sites' and held-out images where they are computed with, or what a fixed part of the network makes of them."""
+    part = fixed_part(module)
+    if part is not None and recipe.training.augment is None and not recipe.clusters:  # so computed once
+        return consortium.through(part, device)
+    return consortium.on(device), consortium.held_out
 
 
 def _refuse_misfits(lineup: Lineup, consortium: Consortium) -> None:
@@ -201,9 +227,11 @@ def _refuse_misfits(lineup: Lineup, consortium: Consortium) -> None:
 def refuse_unplayable(lineup: Lineup, consortium: Consortium) -> None:
     """What cannot be played or would tell nothing, before anything is trained."""
     recipe, sites = lineup.recipe, consortium.sites
+    if recipe.clusters:
+        _refuse_misfits(lineup, consortium)
     if recipe.cohort is not None and recipe.cohort > len(sites):
         raise RecipeError(f"a cohort of {recipe.cohort} is asked of {len(sites)} sites; lower or drop cohort")
-    if recipe.quorum > len(sites):
+    if (recipe.quorum or 1) > len(sites):
         raise RecipeError(f"a quorum of {recipe.quorum} is asked of {len(sites)} sites; lower quorum")
     if consortium.held_out is None and not any(len(site.validation) + len(site.test) for site in sites.values()):
         raise DataError("No site has a validation or test image, so nothing could be reported; mend data.split.")

@@ -19,7 +19,7 @@ from polyclinic.core import Bundle, SiteId, Stream
 from polyclinic.errors import DataError, StoreError
 from polyclinic.experiment import finished
 from polyclinic.learning.network import LiveNetwork
-from polyclinic.lineup import device_of, line_up, network_of
+from polyclinic.lineup import device_of, line_up, network_of, weightless
 from polyclinic.models.classifier import Classifier
 from polyclinic.models.cut import cut_after
 from polyclinic.recipe import ModelSection, Recipe
@@ -39,32 +39,38 @@ class PastRun:
 
     @cached_property
     def algorithm(self) -> Averaging:
-        module = network_of(self._with(self.recipe.model), self.consortium)
-        lineup = line_up(self.recipe, self.consortium, module, torch.device("cpu"))
-        return lineup.around(self.recipe.algorithm_of())
+        """Without the files that first weights came from: nothing is trained any more."""
+        recipe = weightless(self.recipe)
+        lineup = line_up(recipe, self.consortium, network_of(recipe, self.consortium), torch.device("cpu"))
+        return lineup.around(recipe.algorithm_of())
+
+    def models_at(self, site: SiteId) -> tuple[dict[str, Bundle], bool]:
+        """The models of a site, and whether it remembers anything that they would be made of."""
+        memory = DiskMemory(self.folder / "sites").load(site, int(self.summary["rounds"]) + 1)
+        return self.algorithm.models(self.algorithm.broadcast(self.state, site), memory), memory is not None
 
     def model_at(self, site: SiteId) -> tuple[str, Bundle]:
         """The weights that a site computes with, and what they are called: its own, or the first that it has."""
-        memory = DiskMemory(self.folder / "sites").load(site, int(self.summary["rounds"]) + 1)
-        models = self.algorithm.models(self.algorithm.broadcast(self.state, site), memory)
+        models, _ = self.models_at(site)
         name = site if site in models else next(iter(models))
         return name, models[name]
 
     def network(self, site: SiteId) -> tuple[str, Classifier]:
-        """A site's network with those weights, whole, wherever the recipe cuts it; ready to evaluate."""
-        section, (name, weights) = self._section(site), self.model_at(site)
+        """A site's network with those weights."""
+        name, weights = self.model_at(site)
+        return name, self.loaded(self._section(site), weights)
+
+    def loaded(self, section: ModelSection, weights: Bundle) -> Classifier:
+        """Ready to evaluate; whole, wherever the recipe cuts it, so that its names are the network's own."""
         whole = network_of(self._with(section), self.consortium)
-        live = LiveNetwork(
-            whole if section.cut is None else cut_after(whole, section.cut), self.device
-        )  # shares layers
+        cut = whole if section.cut is None else cut_after(whole, section.cut)  # which shares the layers
         try:
-            live.load(weights)
+            LiveNetwork(cut, self.device).load(weights)
         except (KeyError, RuntimeError):
             raise StoreError(
-                f"{self.folder / 'model.safetensors'} does not hold the network of {self.folder / 'recipe.yaml'}; "
-                "restore both, or run again"
+                f"the weights in {self.folder} are not those of its recipe's network; restore both, or run again"
             ) from None
-        return name, whole.to(self.device).eval().requires_grad_(False)
+        return whole.eval().requires_grad_(False)
 
     def untrained(self, site: SiteId, stream: Stream) -> Classifier:
         """The same network with random weights."""
@@ -82,21 +88,27 @@ class PastRun:
 
 def read(folder: Path, data: Path | None, device: str | None = None) -> PastRun:
     """A finished run's folder, and its images, which must be those of the run."""
-    if not (folder / "recipe.yaml").is_file():
-        raise StoreError(f"{folder} holds no run (recipe.yaml is missing); give the folder that `run` wrote to")
-    if not (folder / "result.json").is_file():
-        raise StoreError(f"the run in {folder} has not ended; go on with: polyclinic resume {folder}")
-    recipe = Recipe.load(folder / "recipe.yaml", {} if device is None else {"engine.device": device})
-    place, summary, state = device_of(recipe), finished(folder).summary, _state(folder / "model.safetensors")
-    if wire.digest(state) != summary.get("sha256"):
-        raise StoreError(f"{folder / 'model.safetensors'} is not the model of this run; restore it, or run again")
+    recipe, summary, state, place = opened(folder, device)
     consortium = gather(recipe, data)
     if list(consortium.describe()) != summary["hospitals"]:
         raise DataError(f"the images found are not those of the run in {folder}; give --data DIR as the run had it")
     return PastRun(folder, recipe, summary, state, consortium, place)
 
 
-def _state(path: Path) -> Bundle:
+def opened(folder: Path, device: str | None = None) -> tuple[Recipe, dict[str, Any], Bundle, torch.device]:
+    """What a finished run's folder holds without its images, and where to compute."""
+    if not (folder / "recipe.yaml").is_file():
+        raise StoreError(f"{folder} holds no run (recipe.yaml is missing); give the folder that `run` wrote to")
+    if not (folder / "result.json").is_file():
+        raise StoreError(f"the run in {folder} has not ended; go on with: polyclinic resume {folder}")
+    recipe = Recipe.load(folder / "recipe.yaml", {} if device is None else {"engine.device": device})
+    place, summary, state = device_of(recipe), finished(folder).summary, read_weights(folder / "model.safetensors")
+    if wire.digest(state) != summary.get("sha256"):
+        raise StoreError(f"{folder / 'model.safetensors'} is not the model of this run; restore it, or run again")
+    return recipe, summary, state, place
+
+
+def read_weights(path: Path) -> Bundle:
     try:
         return wire.unflatten(load_file(path))
     except (SafetensorError, OSError) as error:

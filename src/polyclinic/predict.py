@@ -17,12 +17,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from polyclinic import __version__, wire
-from polyclinic.algorithms.averaging import Averaging
+from polyclinic import __version__
 from polyclinic.calibrate import Calibration, Uncalibrated, calibrated, fitted, of_part
 from polyclinic.core import Bundle, Examples, Part, SiteId
 from polyclinic.data import DATASETS
@@ -30,7 +27,7 @@ from polyclinic.data.digits import DigitsOptions
 from polyclinic.data.examples import Images, PerChannel
 from polyclinic.data.options import Options
 from polyclinic.data.phantom import MEAN, STD, PhantomOptions
-from polyclinic.data.preparation import NORMALISATIONS, ImageOptions, Preparation
+from polyclinic.data.preparation import ImageOptions, Preparation
 from polyclinic.data.prepare import prepare
 from polyclinic.data.sets.mnist.dataset import SIDE, MnistOptions
 from polyclinic.data.sources.folder import images, reading, subfolders
@@ -38,19 +35,17 @@ from polyclinic.data.sources.pixels import Unreadable, decode
 from polyclinic.deploy.roster import Card, Roster
 from polyclinic.ensemble import ENSEMBLE, by_member
 from polyclinic.errors import DataError, PolyclinicError, RecipeError, StoreError
-from polyclinic.experiment import finished
 from polyclinic.learning.fit import at_a_time
-from polyclinic.learning.network import LiveNetwork
-from polyclinic.lineup import device_of, line_up, network_of, server_models
+from polyclinic.lineup import server_models
 from polyclinic.metrics import Floats, Predictions
 from polyclinic.models.classifier import Classifier
-from polyclinic.models.cut import cut_after
-from polyclinic.past import PastRun, read
+from polyclinic.past import PastRun, opened, read, read_weights
 from polyclinic.recipe import ModelSection, Recipe
 from polyclinic.runner import STUDENT
-from polyclinic.store import DiskMemory, Snapshots, kept_predictions
+from polyclinic.store import Snapshots, kept_predictions
 
 GLOBAL, PERSONAL = "global", "personal"
+STUDENT_FILE = "student.safetensors"
 PARTS: tuple[Part, ...] = ("validation", "test")
 
 
@@ -77,16 +72,9 @@ class Preprocessing:
 def preprocessing_of(recipe: Recipe) -> Preprocessing:
     options = DATASETS[recipe.data.name].options.model_validate(recipe.data.options)
     if isinstance(options, ImageOptions):
-        return Preprocessing(options.preparation, *_normalisation(options))
+        return Preprocessing(options.preparation, *options.normalisation)
     size, mean, std = _drawn(options)
     return Preprocessing(Preparation(size=size, channels=1), mean, std)
-
-
-def _normalisation(options: ImageOptions) -> tuple[PerChannel, PerChannel]:
-    if options.normalise == "none":
-        return 0.0, 1.0
-    mean, std = NORMALISATIONS[options.normalise]
-    return (mean, std) if options.channels == 3 else (sum(mean) / 3, sum(std) / 3)
 
 
 def _drawn(options: Options) -> tuple[int, float, float]:
@@ -151,17 +139,6 @@ class Shelf(PastRun):
         return preprocessing_of(self.recipe)
 
     @cached_property
-    def algorithm(self) -> Averaging:
-        """Without the files that clusters' first weights came from: nothing is trained any more."""
-        bare = {
-            name: section.model_copy(update={"model": section.model.model_copy(update={"weights": None})})
-            for name, section in self.recipe.clusters.items()
-        }
-        recipe = self.recipe.model_copy(update={"clusters": bare})
-        module = network_of(self._with(recipe.model), self.consortium)
-        return line_up(recipe, self.consortium, module, torch.device("cpu")).around(recipe.algorithm_of())
-
-    @cached_property
     def _server(self) -> Mapping[str, Bundle]:
         """The server's own: under "", or by cluster."""
         return server_models(self.algorithm, self.state, self.recipe.clusters or {"": None})
@@ -169,11 +146,11 @@ class Shelf(PastRun):
     @cached_property
     def names(self) -> tuple[str, ...]:
         """What `model` can be asked for."""
-        personal = any(key != GLOBAL for key in self._at(next(iter(self.consortium.sites)))[0])
+        personal = any(key != GLOBAL for key in self.models_at(next(iter(self.consortium.sites)))[0])
         return (
             *(name or GLOBAL for name in self._server),
             *((PERSONAL,) if personal else ()),
-            *((STUDENT,) if (self.folder / "student.safetensors").is_file() else ()),
+            *((STUDENT,) if (self.folder / STUDENT_FILE).is_file() else ()),
             *((ENSEMBLE,) if by_member(self.state) else ()),
         )
 
@@ -193,13 +170,13 @@ class Shelf(PastRun):
         if name == PERSONAL:
             return self._personal(site)
         if name == STUDENT:
-            return self._loaded(name, name, [(self.recipe.model, wire.unflatten(_read(self.folder)))])
+            return self._model(name, name, [(self.recipe.model, read_weights(self.folder / STUDENT_FILE))])
         if name == ENSEMBLE:
-            return self._loaded(name, name, [(self.recipe.model, each) for each in by_member(self.state).values()])
+            return self._model(name, name, [(self.recipe.model, each) for each in by_member(self.state).values()])
         cluster = name if self.recipe.clusters else ""
         section = self.recipe.clusters[cluster].model if cluster else self.recipe.model
         members = tuple(s for s in self.consortium.sites if self.algorithm.group(self.state, s) == cluster)
-        return self._loaded(name, GLOBAL, [(section, self._server[cluster])], members)
+        return self._model(name, GLOBAL, [(section, self._server[cluster])], members)
 
     def _usual(self, site: SiteId | None) -> str:
         if site is not None:
@@ -213,11 +190,6 @@ class Shelf(PastRun):
             )
         return PERSONAL if name == "transfer" else name
 
-    def _at(self, site: SiteId) -> tuple[dict[str, Bundle], bool]:
-        """The models of a site, and whether it remembers anything that they would be made of."""
-        memory = DiskMemory(self.folder / "sites").load(site, int(self.summary["rounds"]) + 1)
-        return self.algorithm.models(self.algorithm.broadcast(self.state, site), memory), memory is not None
-
     def _keeps(self, site: SiteId) -> bool:
         """Whether a site's model is made of what it remembers, too: not if it never trained, or keeps nothing."""
         snapshot = Snapshots(self.folder).load()
@@ -228,16 +200,16 @@ class Shelf(PastRun):
             rest = ", ".join(name for name in self.names if name != PERSONAL)
             instead = f", or choose with --model: {rest}" if rest else ""
             raise RecipeError(f"this run's sites have models of their own; say whose with --site NAME{instead}")
-        models, remembers = self._at(site)
+        models, remembers = self.models_at(site)
         key = site if site in models else PERSONAL
         if key == PERSONAL and not remembers and self._keeps(site):
             raise StoreError(
                 f"what site {site} remembers is not in {self.folder / 'sites'} (a real site keeps it to itself), so "
                 "its personal model cannot be put together; ask the site for it, or choose another model with --model"
             )
-        return self._loaded(PERSONAL, key, [(self._section(site), models[key])], (site,), site)
+        return self._model(PERSONAL, key, [(self._section(site), models[key])], (site,), site)
 
-    def _loaded(
+    def _model(
         self,
         name: str,
         key: str,
@@ -245,41 +217,15 @@ class Shelf(PastRun):
         sites: tuple[SiteId, ...] | None = None,
         site: SiteId | None = None,
     ) -> Model:
-        networks = tuple(self._network(section, weights) for section, weights in parts)
+        networks = tuple(self.loaded(section, weights) for section, weights in parts)
         here = tuple(self.consortium.sites) if sites is None else sites
         return Model(name, site, key, here, networks, tuple(section for section, _ in parts), self.device)
-
-    def _network(self, section: ModelSection, weights: Bundle) -> Classifier:
-        """Whole, wherever the recipe cuts it, so that its names are the network's own."""
-        whole = network_of(self._with(section), self.consortium)
-        live = LiveNetwork(whole if section.cut is None else cut_after(whole, section.cut), self.device)
-        try:
-            live.load(weights)
-        except (KeyError, RuntimeError):
-            raise StoreError(
-                f"the weights in {self.folder} are not those of its recipe's network; restore both, or run again"
-            ) from None
-        return whole.eval().requires_grad_(False)
 
 
 def shelf(folder: Path, device: str | None = None) -> Shelf:
     """The models of a finished run."""
-    if not (folder / "recipe.yaml").is_file():
-        raise StoreError(f"{folder} holds no run (recipe.yaml is missing); give the folder that `run` wrote to")
-    if not (folder / "result.json").is_file():
-        raise StoreError(f"the run in {folder} has not ended; go on with: polyclinic resume {folder}")
-    recipe = Recipe.load(folder / "recipe.yaml", {} if device is None else {"engine.device": device})
-    summary, state = finished(folder).summary, wire.unflatten(_read(folder, "model.safetensors"))
-    if wire.digest(state) != summary.get("sha256"):
-        raise StoreError(f"{folder / 'model.safetensors'} is not the model of this run; restore it, or run again")
-    return Shelf(folder, recipe, summary, state, _roster(recipe, summary), device_of(recipe))
-
-
-def _read(folder: Path, name: str = "student.safetensors") -> dict[str, Tensor]:
-    try:
-        return load_file(folder / name)
-    except (SafetensorError, OSError) as error:
-        raise StoreError(f"{folder / name} cannot be read ({error}); restore it, or run again") from error
+    recipe, summary, state, place = opened(folder, device)
+    return Shelf(folder, recipe, summary, state, _roster(recipe, summary), place)
 
 
 def _roster(recipe: Recipe, summary: Mapping[str, Any]) -> Roster:

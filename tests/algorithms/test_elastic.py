@@ -18,14 +18,25 @@ from torch import Tensor, nn
 from polyclinic.algorithms.elastic import Elastic, sensitivity
 from polyclinic.algorithms.fedavg import FedAvg
 from polyclinic.core import Batch, Bundle, Optimiser, Private, Score, SiteId, Stream, Training, Update
-from polyclinic.data.examples import Images, SiteData
-from polyclinic.engines import Engine
+from polyclinic.data.examples import Images
 from polyclinic.errors import RecipeError, Refused
 from polyclinic.experiment import Experiment
 from polyclinic.learning.fit import score
 from polyclinic.learning.network import LiveNetwork, weights_of
 from polyclinic.models import Classifier
-from tests.laws.bench import CLASSES, SIDE, Letter, Played, Tap, Weighting, clinics, noise, play, same, site, small
+from tests.laws.bench import (
+    CLASSES,
+    SIDE,
+    Played,
+    Weighting,
+    clinics,
+    noise,
+    play,
+    same,
+    site,
+    small,
+    tapped,
+)
 from tests.laws.test_stacked import SIZES, same_on_both, together
 from tests.small import tiny
 
@@ -47,16 +58,6 @@ def linear(scale: float = 1.0) -> LiveNetwork:
 
 def flat(data: Images) -> tuple[Array, Array]:
     return data.images.flatten(1).numpy(), np.eye(CLASSES)[data.labels.numpy()]
-
-
-def tapped(algorithm: Elastic, sites: dict[SiteId, SiteData], network: LiveNetwork) -> tuple[Played, list[Letter]]:
-    taps: list[Tap] = []
-
-    def wrap(engine: Engine) -> Engine:
-        taps.append(Tap(engine))
-        return taps[0]
-
-    return play(algorithm, sites, network, 1, wrap), taps[0].letters
 
 
 # The sensitivity, equation 1

@@ -15,13 +15,12 @@ from polyclinic.algorithms.fedavg import FedAvg
 from polyclinic.algorithms.fedbn import OWN, FedBN
 from polyclinic.core import Bundle, Federation, Optimiser, Stage, Stream, Tensors, Training
 from polyclinic.data.examples import Images
-from polyclinic.engines import Engine
 from polyclinic.experiment import run
 from polyclinic.learning.network import norm_names, weights_of
 from polyclinic.models import build
 from polyclinic.models.dp_safe import dp_safe
-from tests.algorithms.test_fedper import MOMENTUM, SGD, STAGES, crossing, tapped, traces
-from tests.laws.bench import Tap, Weighting, clinics, plain_training, play, same, small
+from tests.algorithms.test_fedper import MOMENTUM, SGD, STAGES, crossing, traces
+from tests.laws.bench import Weighting, clinics, plain_training, play, same, small, tapped
 from tests.laws.test_stacked import SIZES, same_on_both, together
 from tests.small import tiny
 from tests.test_lineup import prepared
@@ -118,7 +117,7 @@ def test_in_the_first_round_sites_do_what_they_do_in_fedavg() -> None:
 
 def test_a_sites_normalisation_is_what_it_has_by_itself_given_the_shared_weights() -> None:
     """Round by round an ordinary PyTorch loop, from the weights sent and the layers it had: bit for bit."""
-    played, letters = tapped(FedBN(SGD), 3, 12, 7, 16)
+    played, letters = tapped(FedBN(SGD), clinics(12, 7, 16), small(), 3)
     sites, network, first = clinics(12, 7, 16), small(), weights_of(small().module)
     for name, held in sites.items():
         assert isinstance(held.train, Images)
@@ -164,14 +163,8 @@ def test_it_would_be_found_if_it_did() -> None:
 def test_the_first_values_are_given_once_when_a_site_first_takes_part(
     cohort: int | None, rounds: tuple[int, ...]
 ) -> None:
-    taps: list[Tap] = []
-
-    def wrap(engine: Engine) -> Engine:
-        taps.append(Tap(engine))
-        return taps[0]
-
-    play(FedBN(SGD), clinics(8, 8, 8), small(), 4, wrap, cohort=cohort, turns="cyclic")
-    letters, first = taps[0].letters, weights_of(small().module)
+    _, letters = tapped(FedBN(SGD), clinics(8, 8, 8), small(), 4, cohort=cohort, turns="cyclic")
+    first = weights_of(small().module)
     begun = [letter for letter in letters if letter.sent.tensors.keys() != {"model"}]
     assert [(letter.round, letter.site) for letter in begun] == list(zip(rounds, clinics(8, 8, 8), strict=True))
     for letter in begun:
@@ -187,7 +180,7 @@ def _norms_of(group: Tensors) -> Tensors:
 
 
 def test_a_site_predicts_with_the_shared_weights_and_its_own_layers_and_there_is_no_other_model() -> None:
-    played, _ = tapped(FedBN(SGD), 2, 12, 7)
+    played = play(FedBN(SGD), clinics(12, 7), small(), 2)
     algorithm, state = FedBN(SGD), played.outcome.state
     for site in ("clinic-1", "clinic-2"):
         memory = played.remembered(site)
@@ -201,7 +194,7 @@ def test_a_site_predicts_with_the_shared_weights_and_its_own_layers_and_there_is
 
 def test_what_a_site_remembers_counts_though_its_first_reply_was_lost() -> None:
     """Then the server takes it for new and sends first values once more."""
-    played, _ = tapped(FedBN(SGD), 1, 12)
+    played = play(FedBN(SGD), clinics(12), small(), 1)
     memory, state = played.remembered("clinic-1"), played.outcome.state
     received = FedBN(SGD).broadcast(state, "unheard of")
     assert received.keys() == {"model", "buffers", *OWN.values()}

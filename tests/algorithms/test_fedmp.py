@@ -29,13 +29,12 @@ from polyclinic.core import (
     Training,
 )
 from polyclinic.data.examples import Images, SiteData
-from polyclinic.engines import Engine
 from polyclinic.learning.manifolds import adapted, aligned, completing
 from polyclinic.learning.network import LiveNetwork, weights_of
 from polyclinic.models import Classifier, build
 from polyclinic.models.cut import cut_after
 from tests.finish.digits import parts
-from tests.laws.bench import CLASSES, SIDE, Letter, Played, Tap, clinics, noise, play, same, site, small
+from tests.laws.bench import CLASSES, SIDE, Letter, clinics, noise, play, same, site, small, tapped
 from tests.laws.test_stacked import SIZES, assert_close, on_the_stack, same_on_both, together
 
 Variant = Literal["sound", "paper"]
@@ -166,18 +165,6 @@ def real(name: str) -> dict[SiteId, SiteData]:
         rows = (known.train.labels < CLASSES).nonzero().flatten()
         found[held] = site(held, Images(*known.train.batch(rows[:200])))
     return found
-
-
-def tapped(
-    algorithm: FedMP, sites: dict[SiteId, SiteData], network: LiveNetwork, rounds: int = 1
-) -> tuple[Played, list[Letter]]:
-    taps: list[Tap] = []
-
-    def wrap(engine: Engine) -> Engine:
-        taps.append(Tap(engine))
-        return taps[0]
-
-    return play(algorithm, sites, network, rounds, wrap), taps[0].letters
 
 
 @torch.no_grad()

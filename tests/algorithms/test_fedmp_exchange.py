@@ -18,8 +18,8 @@ from polyclinic.data.examples import Images, SiteData
 from polyclinic.errors import RecipeError, Refused
 from polyclinic.experiment import Experiment
 from polyclinic.runner import drive
-from tests.algorithms.test_fedmp import MOMENTUM, SGD, WITH_EACH_VARIANT, Variant, deep, made_of, tapped
-from tests.laws.bench import CLASSES, clinics, federation, noise, same, site, small
+from tests.algorithms.test_fedmp import MOMENTUM, SGD, WITH_EACH_VARIANT, Variant, deep, made_of
+from tests.laws.bench import CLASSES, clinics, federation, noise, same, site, small, tapped
 from tests.small import tiny
 
 # What a site tells, and both averages: equations 6 and 7

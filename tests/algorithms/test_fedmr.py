@@ -21,13 +21,12 @@ from polyclinic.algorithms.fedavg import FedAvg
 from polyclinic.algorithms.fedmr import FedMR
 from polyclinic.core import Bundle, Fit, Fitted, Job, Optimiser, Private, Score, Site, SiteId, Stream, Training, Update
 from polyclinic.data.examples import Images, SiteData
-from polyclinic.engines import Engine
 from polyclinic.errors import RecipeError, Refused
 from polyclinic.experiment import Experiment
 from polyclinic.learning.network import LiveNetwork, weights_of
 from polyclinic.learning.objectives import decorrelation, distances, invasion, reshaping
 from polyclinic.runner import drive
-from tests.laws.bench import CLASSES, Letter, Played, Tap, clinics, federation, noise, play, same, site, small
+from tests.laws.bench import CLASSES, clinics, federation, noise, play, same, site, small, tapped
 from tests.laws.test_stacked import SIZES, same_on_both, together
 from tests.small import tiny
 
@@ -208,16 +207,6 @@ def test_without_decorrelation_the_first_round_is_fedavgs(network: Callable[[], 
 # Prototypes, equation 5
 
 
-def tapped(algorithm: FedMR, sites: dict[SiteId, SiteData], rounds: int = 1) -> tuple[Played, list[Letter]]:
-    taps: list[Tap] = []
-
-    def wrap(engine: Engine) -> Engine:
-        taps.append(Tap(engine))
-        return taps[0]
-
-    return play(algorithm, sites, small(dtype=torch.float64), rounds, wrap), taps[0].letters
-
-
 def unequal() -> dict[SiteId, SiteData]:
     """Class 0 at two sites, class 1 at one, class 2 at nobody's."""
     labels = {"a": [0, 0, 0, 1, 1], "b": [0] * 7}
@@ -230,7 +219,7 @@ def unequal() -> dict[SiteId, SiteData]:
 @pytest.mark.parametrize("weights", ["examples", "uniform"])
 def test_prototypes_are_means_over_all_images_each_by_its_own_sites_model(weights: Any) -> None:
     sites = unequal()
-    played, letters = tapped(FedMR(replace(SGD, weights=weights)), sites)
+    played, letters = tapped(FedMR(replace(SGD, weights=weights)), sites, small(dtype=torch.float64))
     rows, labels = [], []
     for letter in letters:
         network, train = small(dtype=torch.float64), sites[letter.site].train
@@ -250,7 +239,7 @@ def test_prototypes_are_means_over_all_images_each_by_its_own_sites_model(weight
 def test_a_class_that_a_site_or_everybody_lacks_breaks_nothing() -> None:
     """In round 2 margins are known between classes 0 and 1 only; nothing of class 2's empty prototype is used."""
     algorithm = FedMR(SGD, inter=1.0)
-    _, letters = tapped(algorithm, unequal(), rounds=3)
+    _, letters = tapped(algorithm, unequal(), small(dtype=torch.float64), 3)
     received = next(letter.sent.tensors for letter in letters if letter.round == 2)
     apart, means = algorithm._reference(received)["prototypes"]["apart"], received["prototypes"]["means"]
     far = float((means[0] - means[1]).norm())
@@ -283,7 +272,7 @@ def test_what_a_site_without_images_of_a_class_says_of_it_does_not_count() -> No
 
 
 def test_without_the_margin_nothing_but_weights_is_sent() -> None:
-    played, letters = tapped(FedMR(SGD, inter=0.0), unequal())
+    played, letters = tapped(FedMR(SGD, inter=0.0), unequal(), small(dtype=torch.float64))
     assert all(set(letter.answer.tensors) == {"model", "buffers"} for letter in letters)
     assert set(played.outcome.state) == {"model", "buffers"}
 

@@ -15,7 +15,6 @@ from polyclinic.algorithms.fedper import HEAD, FedPer, extractor, head
 from polyclinic.algorithms.pfedcdp import PFedCDP
 from polyclinic.core import Bundle, Optimiser, SiteId, Stage, Tensors, Training
 from polyclinic.data.examples import Images
-from polyclinic.engines import Engine
 from polyclinic.engines.mock import MockEngine
 from polyclinic.journal import RamJournal
 from polyclinic.learning.network import weights_of
@@ -26,21 +25,20 @@ from polyclinic.stages.noise import Noise
 from polyclinic.stages.packing import packed_size
 from polyclinic.stages.quantise import VALUES, Quantise
 from polyclinic.store import RamMemory
-from tests.laws.bench import Letter, Played, Tap, Weighting, clinics, federation, plain_training, play, same, small
+from tests.laws.bench import (
+    Weighting,
+    clinics,
+    federation,
+    plain_training,
+    play,
+    same,
+    small,
+    tapped,
+)
 from tests.laws.test_stacked import SIZES, same_on_both, together
 
 SGD = Training(Optimiser(lr=0.1), batch=5)
 MOMENTUM = Training(Optimiser(lr=0.1, momentum=0.9), batch=5, epochs=2)
-
-
-def tapped(algorithm: Averaging, rounds: int, *sizes: int) -> tuple[Played, list[Letter]]:
-    taps: list[Tap] = []
-
-    def wrap(engine: Engine) -> Engine:
-        taps.append(Tap(engine))
-        return taps[0]
-
-    return play(algorithm, clinics(*sizes), small(), rounds, wrap), taps[0].letters
 
 
 @pytest.mark.parametrize("training", [SGD, MOMENTUM, Training(Optimiser("adam", lr=0.01), batch=5)])
@@ -67,7 +65,7 @@ def test_in_the_first_round_sites_do_what_they_do_in_fedavg(weights: Weighting) 
 
 
 def test_the_extractor_is_the_mean_by_examples_and_heads_stay_apart() -> None:
-    played, letters = tapped(FedPer(SGD), 2, 12, 7, 16)
+    played, letters = tapped(FedPer(SGD), clinics(12, 7, 16), small(), 2)
     last = [letter.answer.tensors["model"] for letter in letters if letter.round == 2]
     for name, tensor in played.model.items():
         mean = sum(n / 35 * update[name].double() for n, update in zip((12, 7, 16), last, strict=True))
@@ -79,7 +77,7 @@ def test_the_extractor_is_the_mean_by_examples_and_heads_stay_apart() -> None:
 
 
 def test_a_site_predicts_with_the_extractor_of_all_and_its_own_head() -> None:
-    played, _ = tapped(FedPer(SGD), 2, 12, 7)
+    played = play(FedPer(SGD), clinics(12, 7), small(), 2)
     for site in ("clinic-1", "clinic-2"):
         memory = played.remembered(site)
         assert memory is not None

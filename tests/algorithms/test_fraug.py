@@ -17,7 +17,6 @@ from polyclinic.algorithms.fedavg import FedAvg
 from polyclinic.algorithms.fraug import OWN, FRAug
 from polyclinic.core import BESIDE, Bundle, Fit, Fitted, Job, Optimiser, Site, SiteId, Stream, Training
 from polyclinic.data.examples import SiteData
-from polyclinic.engines import Engine
 from polyclinic.errors import RecipeError
 from polyclinic.experiment import Experiment
 from polyclinic.learning.beside import named
@@ -26,7 +25,7 @@ from polyclinic.learning.made_up import (
 )
 from polyclinic.learning.network import LiveNetwork
 from polyclinic.runner import drive
-from tests.laws.bench import Letter, Played, Tap, clinics, play, same, small
+from tests.laws.bench import clinics, play, same, small, tapped
 from tests.laws.test_stacked import SIZES, same_on_both, together
 from tests.small import tiny
 
@@ -48,21 +47,11 @@ def test_where_nothing_is_made_up_it_is_fedavg(network: Callable[[], LiveNetwork
     assert not same(play(FRAug(training), sites, network(), 3).outcome.state, fedavg)
 
 
-def tapped(algorithm: FedAvg, network: LiveNetwork, rounds: int = 2) -> tuple[Played, list[Letter]]:
-    taps: list[Tap] = []
-
-    def wrap(engine: Engine) -> Engine:
-        taps.append(Tap(engine))
-        return taps[0]
-
-    return play(algorithm, clinics(12, 7, 16), network, rounds, wrap), taps[0].letters
-
-
 @WITH_EACH_NETWORK
 def test_while_lambda_is_zero_the_model_is_fedavgs_and_the_generator_trains(network: Callable[[], LiveNetwork]) -> None:
     """A ramp so steep that ρ is 0 but in the last round."""
-    _, fedavg = tapped(FedAvg(MOMENTUM), network(), 3)
-    _, fraug = tapped(FRAug(MOMENTUM, ramp=1e5), network(), 3)
+    _, fedavg = tapped(FedAvg(MOMENTUM), clinics(12, 7, 16), network(), 3)
+    _, fraug = tapped(FRAug(MOMENTUM, ramp=1e5), clinics(12, 7, 16), network(), 3)
     for one, other in zip(fedavg, fraug, strict=True):
         assert same(one.answer.tensors, classifier(other.answer.tensors)) is (one.round < 3)
         sent, trained = (m.tensors["model"]["beside.generator.enter.weight"] for m in (other.sent, other.answer))
@@ -73,7 +62,7 @@ def test_while_lambda_is_zero_the_model_is_fedavgs_and_the_generator_trains(netw
 
 
 def test_the_generator_is_averaged_and_what_is_a_sites_own_never_travels() -> None:
-    played, letters = tapped(FRAug(SGD), small())
+    played, letters = tapped(FRAug(SGD), clinics(12, 7, 16), small(), 2)
     for letter in letters:
         for message in (letter.sent, letter.answer):
             names = {name for group in message.tensors.values() for name in group if name.startswith(BESIDE)}

@@ -16,19 +16,17 @@ from scipy.special import log_softmax, softmax
 from torch import Tensor
 
 from polyclinic import wire
-from polyclinic.algorithms.averaging import Averaging
 from polyclinic.algorithms.fedper import FedPer, extractor, head
 from polyclinic.algorithms.pfedcdp import PFedCDP
 from polyclinic.core import Bundle, Fit, Fitted, Job, Optimiser, Score, SiteId, Stream, Tensors, Training
 from polyclinic.data.examples import Images
-from polyclinic.engines import Engine
 from polyclinic.errors import RecipeError
 from polyclinic.learning.fisher import squared_gradients, squared_mean_gradient
 from polyclinic.learning.fit import score
 from polyclinic.learning.network import LiveNetwork, weights_of
 from polyclinic.learning.objectives import distilling
 from polyclinic.runner import SiteRunner, Visit
-from tests.laws.bench import Letter, Played, Tap, clinics, noise, play, same, small
+from tests.laws.bench import clinics, noise, play, same, small, tapped
 
 SGD = Training(Optimiser(lr=0.1), batch=5)
 ADAM = Training(Optimiser("adam", lr=0.01), batch=5, epochs=2)
@@ -139,7 +137,7 @@ def test_the_blend_changes_the_start_from_round_two_on(algorithm: PFedCDP, deeds
 def test_fishers_information_is_of_the_weights_before_the_download(algorithm: PFedCDP, function: Any) -> None:
     """Remembered are the site's own weights at the end of the round before, and the mask that follows from them."""
     sites = clinics(*SIZES)
-    played, letters = tapped(algorithm, small, 2)
+    played, letters = tapped(algorithm, clinics(*SIZES), small(), 2)
     for site, held in sites.items():
         memory = played.remembered(site)
         assert memory is not None
@@ -159,16 +157,6 @@ def test_fishers_information_is_of_the_weights_before_the_download(algorithm: PF
 # With everything off
 
 
-def tapped(algorithm: Averaging, network: Callable[[], LiveNetwork], rounds: int = 3) -> tuple[Played, list[Letter]]:
-    taps: list[Tap] = []
-
-    def wrap(engine: Engine) -> Engine:
-        taps.append(Tap(engine))
-        return taps[0]
-
-    return play(algorithm, clinics(*SIZES), network(), rounds, wrap), taps[0].letters
-
-
 OFF = {
     "sound": PFedCDP(keep=0.0, head_epochs=0),
     "paper": PFedCDP(variant="paper", distil=0.0, threshold=math.inf),
@@ -184,7 +172,7 @@ def test_with_everything_off_it_is_fedper(network: Callable[[], LiveNetwork], tr
     As printed too: (1 − 0)·CE + 0·KL has the gradient of CE, and no information is infinite.
     """
     off, fedper = replace(OFF[variant], training=training), FedPer(training)
-    (mine, letters), (theirs, wanted) = tapped(off, network), tapped(fedper, network)
+    (mine, letters), (theirs, wanted) = (tapped(kind, clinics(*SIZES), network(), 3) for kind in (off, fedper))
     assert mine.sha256 == theirs.sha256
     for one, other in zip(letters, wanted, strict=True):
         assert (one.round, one.site) == (other.round, other.site)

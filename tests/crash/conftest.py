@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import tempfile
@@ -11,15 +12,19 @@ from pathlib import Path
 import pytest
 
 from tests.crash.runs import KILLED, RAM, RECIPES, Driver
+from tests.driving import driving
+
+SINGLE = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 
 @pytest.fixture(scope="package")
-def driver() -> Iterator[Driver]:
+def driver(ram: Path) -> Iterator[Driver]:
     if not hasattr(os, "fork"):
         pytest.skip("these tests fork and kill processes, which this system cannot")
-    driver = Driver()
-    yield driver
-    driver.close()
+    warm = json.dumps({**RECIPES["scaffold"], "rounds": 1})
+    with driving("tests.crash.driver", warm, environment=SINGLE) as ask:
+        ask(do="ready")  # some tests look at the clock
+        yield Driver(ask, ram / "report")
 
 
 @pytest.fixture(scope="package")

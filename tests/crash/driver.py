@@ -1,12 +1,7 @@
-"""Runs recipes in forked children that may be killed: `python -m tests.crash.driver`, one JSON job per line.
-
-Importing PyTorch takes seconds, a fork takes none. The driver itself only forks and waits; it has one thread, so its
-children may compute whatever they like.
-"""
+"""Runs recipes in forked children that may be killed: `python -m tests.crash.driver`."""
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import resource
@@ -25,6 +20,7 @@ from polyclinic import Recipe, faults, run
 from polyclinic.errors import PolyclinicError
 from polyclinic.experiment import Consortium, gather
 from polyclinic.rounds import Watch
+from tests.driving import serve
 
 INTERRUPTED = 130
 BUG = 70
@@ -37,13 +33,7 @@ def main() -> None:
     recipe = Recipe.of(json.loads(sys.argv[1]))
     consortium = gather(recipe)
     run(recipe, consortium=consortium)  # whatever PyTorch loads at first use
-    gc.freeze()
-    assert psutil.Process().num_threads() == 1, "a process with threads cannot be forked safely"
-    print("ready", flush=True)
-    for line in sys.stdin:
-        job = json.loads(line)
-        print(start(**job) if job.pop("do") == "start" else wait(**job), flush=True)
-    os._exit(0)
+    serve(start=start, wait=wait)
 
 
 def start(**job: Any) -> int:

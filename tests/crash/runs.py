@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from polyclinic.store import Ledger
+from tests.driving import Ask
 
 Values = dict[str, Any]
 KILLED = -9
@@ -68,59 +66,27 @@ class Ended:
     sentence: str = ""
 
 
+@dataclass(frozen=True)
 class Driver:
     """Starts children through `tests.crash.driver`. The test knows their process numbers and may kill them."""
 
-    def __init__(self) -> None:
-        single = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-        path = os.pathsep.join(entry for entry in sys.path if entry)
-        warm = json.dumps({**RECIPES["scaffold"], "rounds": 1})
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.crash.driver", warm],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            cwd=Path(__file__).parents[2],
-            env={**os.environ, **single, "PYTHONPATH": path},
-        )
-        self.reports = tempfile.TemporaryDirectory()
-        assert self._hear() == "ready"
+    ask: Ask
+    report: Path
+    """Where a child that fails writes why."""
 
     def start(self, recipe: Values, folder: Path, **how: Any) -> int:
-        report = self.reports.name + "/report"
-        return int(self._ask(do="start", recipe=recipe, folder=str(folder), report=report, **how))
+        return int(self.ask(do="start", recipe=recipe, folder=str(folder), report=str(self.report), **how))
 
     def wait(self, pid: int) -> Ended:
-        code = int(self._ask(do="wait", pid=pid))
-        report = Path(self.reports.name) / "report"
+        code = int(self.ask(do="wait", pid=pid))
         if code != 1:
             return Ended(code)
-        named = json.loads(report.read_text())
-        report.unlink()
+        named = json.loads(self.report.read_text())
+        self.report.unlink()
         return Ended(code, **named)
 
     def run(self, recipe: Values, folder: Path, **how: Any) -> Ended:
         return self.wait(self.start(recipe, folder, **how))
-
-    def close(self) -> None:
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        self.process.stdin.close()
-        self.process.wait(timeout=10)
-        self.process.stdout.close()
-        self.reports.cleanup()
-
-    def _ask(self, **job: Any) -> str:
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps(job) + "\n")
-        self.process.stdin.flush()
-        return self._hear()
-
-    def _hear(self) -> str:
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline().strip()
-        assert line, "the driver has ended"
-        return line
 
 
 def summary(folder: Path) -> Values:

@@ -104,9 +104,12 @@ def test_the_normalisation_reaches_every_part() -> None:
 def test_an_official_split_reaches_the_sites() -> None:
     data = collection()
     split = tuple("test" if int(patient[1:]) % 3 == 0 else "train" for patient in data.patients)
-    for site in federated(replace(data, split=split)).values():
-        assert all(int(patient[1:]) % 3 == 0 for patient in site.test.patients or ())
-        assert all(int(patient[1:]) % 3 for patient in site.train.patients or ())
+    sites = federated(replace(data, split=split)).values()
+    tested = {patient for patient in data.patients if int(patient[1:]) % 3 == 0}
+    assert set.union(*patients([site.test for site in sites])) == tested
+    assert set.union(*patients([part for site in sites for part in (site.train, site.validation)])) == (
+        set(data.patients) - tested
+    )
 
 
 def test_the_description_adds_up() -> None:

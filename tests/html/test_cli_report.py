@@ -3,37 +3,15 @@
 from __future__ import annotations
 
 import shutil
+from functools import partial
 from pathlib import Path
 
 import pytest
-import typer
-from click.testing import Result
-from typer.testing import CliRunner
 
-from polyclinic.cli import OneSentence
-from polyclinic.cli_report import report_command
 from polyclinic.html import pdf
+from tests import commands
 
-app = typer.Typer(cls=OneSentence)
-app.command("report")(report_command)
-
-
-@app.callback()
-def commands() -> None:
-    """A group of one, as a part of the whole command line."""
-
-
-def call(*arguments: str | Path) -> Result:
-    return CliRunner().invoke(app, ["report", *map(str, arguments)])
-
-
-def refused(*arguments: str | Path) -> str:
-    result = call(*arguments)
-    assert result.exit_code == 1, result.output
-    told: str = result.stderr
-    assert told.startswith("error: ")
-    assert told.count("\n") == 1
-    return told
+call, refused = partial(commands.call, "report"), partial(commands.refused, "report")
 
 
 @pytest.fixture

@@ -175,6 +175,14 @@ def play(
     return Played(outcome, journal, memory, loop)
 
 
+def tapped(
+    algorithm: Algorithm, sites: Sites, network: LiveNetwork, rounds: int = 1, **rules: Any
+) -> tuple[Played, list[Letter]]:
+    """The same, and every letter."""
+    letters: list[Letter] = []
+    return play(algorithm, sites, network, rounds, lambda engine: Tap(engine, letters), **rules), letters
+
+
 def new_optimiser(module: nn.Module, options: Optimiser) -> torch.optim.Optimizer:
     if options.name == "adam":
         return torch.optim.Adam(module.parameters(), lr=options.lr, weight_decay=options.weight_decay)

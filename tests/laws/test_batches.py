@@ -18,14 +18,13 @@ from polyclinic.algorithms.fednova import FedNova
 from polyclinic.algorithms.fedsgd import FedSGD
 from polyclinic.core import Fit, Optimiser, Private, Stream, Training
 from polyclinic.curriculum import ordered
-from polyclinic.engines import Engine
 from polyclinic.errors import RecipeError
 from polyclinic.experiment import Experiment, run
 from polyclinic.learning.fit import batches, batches_per_epoch
 from polyclinic.learning.objectives import task_loss
 from polyclinic.privacy.audit import beside
 from polyclinic.privacy.sampling import sampled
-from tests.laws.bench import Tap, clinics, play, same, small
+from tests.laws.bench import clinics, play, same, small, tapped
 from tests.laws.test_stacked import assert_close, on_the_stack
 from tests.small import tiny
 
@@ -52,14 +51,8 @@ def test_the_batch_is_the_sites_share(examples: int, wanted: int, seed: int) -> 
 
 
 def handed_in(algorithm: Averaging, sizes: tuple[int, ...]) -> list[Any]:
-    taps: list[Tap] = []
-
-    def wrap(engine: Engine) -> Engine:
-        taps.append(Tap(engine))
-        return taps[0]
-
-    play(algorithm, clinics(*sizes), small(), 1, wrap)
-    return [letter.answer.tensors for letter in taps[0].letters]
+    _, letters = tapped(algorithm, clinics(*sizes), small())
+    return [letter.answer.tensors for letter in letters]
 
 
 def test_every_site_trains_as_if_its_batch_were_given_by_hand() -> None:

@@ -40,7 +40,7 @@ from polyclinic.learning.beside import accompanied
 from polyclinic.learning.fit import fit, score
 from polyclinic.learning.network import LiveNetwork, weights_of
 from polyclinic.learning.objectives import probabilities
-from tests.laws.bench import CLASSES, Tap, clinics, noise, play, same, small
+from tests.laws.bench import CLASSES, clinics, noise, play, same, small, tapped
 from tests.laws.test_determinism import RandomStates
 from tests.laws.test_handed_over import over_bytes
 from tests.laws.test_stacked import SIZES, same_on_both, together
@@ -154,10 +154,9 @@ def test_a_call_is_the_networks_own_and_calm_moves_and_drops_nothing(calm: bool)
 def test_the_classifier_trains_as_if_they_were_not_there_and_they_do_train() -> None:
     fedavg, judged = (play(kind(SGD), clinics(12, 7, 16), small(dropout=0.3), 3) for kind in (FedAvg, Judged))
     assert same(judged.weights, fedavg.weights), "at the end they are gone"
-    taps: list[Tap] = []
-    play(Judged(SGD), clinics(12, 7), small(), 2, lambda engine: taps.append(Tap(engine)) or taps[0])  # type: ignore[func-returns-value]
-    sent = [letter.sent.tensors["model"]["beside.judge.0.weight"] for letter in taps[0].letters]
-    replies = [letter.answer.tensors["model"]["beside.judge.0.weight"] for letter in taps[0].letters]
+    _, letters = tapped(Judged(SGD), clinics(12, 7), small(), 2)
+    sent = [letter.sent.tensors["model"]["beside.judge.0.weight"] for letter in letters]
+    replies = [letter.answer.tensors["model"]["beside.judge.0.weight"] for letter in letters]
     assert not torch.equal(sent[0], replies[0])
     torch.testing.assert_close(sent[2], (12 * replies[0] + 7 * replies[1]) / 19)
 

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
-from polyclinic.algorithms import ALGORITHMS
 from polyclinic.data.diagnose_shift import FEWEST, TRUSTED
 from polyclinic.data.findings import first, told
 
@@ -55,7 +54,7 @@ FOR_SCANNERS: tuple[Method, ...] = (
 FOR_DOMAINS: tuple[Method, ...] = (
     ("", "averaging after every epoch (training.epochs: 1)"),
     ("local", "a comparison with Local, which was level or ahead where sites mixed modalities"),
-    ("fed-align-cl", "Fed-Align-CL, against domain shift and forgetting"),
+    ("fed-align", "Fed-Align-CL, against domain shift and forgetting"),
 )
 
 
@@ -65,20 +64,19 @@ class Advice:
     strength: Strength
     sentence: str
     methods: tuple[str, ...] = ()
-    """Only where the difference is moderate or strong; what can be run today comes first."""
+    """Only where the difference is moderate or strong."""
 
 
 def advise(diagnosis: Diagnosis) -> tuple[Advice, ...]:
     found = (_labels(diagnosis), _sizes(diagnosis), _intensity(diagnosis), _features(diagnosis))
     if any(advice.methods for advice in found):
         return found
-    enough = _methods((("fedavg", "FedAvg"),))
     patients = sum(site.patients for site in diagnosis.sites)
     sentence = (
         f"no difference of at least moderate strength was found among {patients} patients, so plain averaging is "
         "enough to begin with."
     )
-    return (*found, Advice("nothing to mend", "none", sentence, enough))
+    return (*found, Advice("nothing to mend", "none", sentence, ("FedAvg",)))
 
 
 def caveats(diagnosis: Diagnosis, unknown: Sequence[str], shared: int) -> tuple[str, ...]:
@@ -93,7 +91,7 @@ def caveats(diagnosis: Diagnosis, unknown: Sequence[str], shared: int) -> tuple[
         notes.append(f"{shared} of the patients compared are at more than one site, which makes sites look alike.")
     notes.append(
         "These are suggestions from the images alone: only a run tells what a method gains, and the sites' computers "
-        f"were not looked at (where they are unequal: {_methods((('pfedcdp', 'PFedCDP'),))[0]})."
+        "were not looked at (where they are unequal: PFedCDP)."
     )
     return tuple(notes)
 
@@ -225,22 +223,12 @@ def _conditions(diagnosis: Diagnosis) -> list[str]:
 
 
 def _advice(kind: str, strength: Strength, sentence: str, methods: Sequence[Method]) -> Advice:
-    return Advice(kind, strength, sentence, _methods(methods) if strength in ("moderate", "strong") else ())
+    return Advice(
+        kind, strength, sentence, tuple(words for _, words in methods) if strength in ("moderate", "strong") else ()
+    )
 
 
 def _strength(value: float, bounds: Bounds, p: float = 0.0) -> Strength:
     if p > LEVEL:
         return "none"
     return "strong" if value >= bounds[1] else "moderate" if value >= bounds[0] else "weak"
-
-
-def _methods(methods: Sequence[Method]) -> tuple[str, ...]:
-    """What to say of each, what there is before what is yet to come; the registry is asked every time."""
-    known = {"", *map(_plain, ALGORITHMS)}
-    here = [words for name, words in methods if _plain(name) in known]
-    missing = [f"{words} (not yet in polyclinic)" for name, words in methods if _plain(name) not in known]
-    return (*here, *missing)
-
-
-def _plain(name: str) -> str:
-    return "".join(letter for letter in name.casefold() if letter.isalnum())

@@ -23,9 +23,9 @@ from polyclinic.data.checks.faults import by, many
 from polyclinic.data.checks.files import BLANK, file_findings, listed_twice, missing_files, unreadable_files
 from polyclinic.data.checks.labels import FEW, TYPO, label_findings, said_labels
 from polyclinic.data.checks.looks import look_at
-from polyclinic.data.examples import Collection, PerChannel
+from polyclinic.data.examples import Collection
 from polyclinic.data.findings import Finding, refuse, told
-from polyclinic.data.preparation import NORMALISATIONS, ImageOptions, Preparation
+from polyclinic.data.preparation import ImageOptions, Preparation
 from polyclinic.data.prepare import prepare
 from polyclinic.data.records import Listing, Record
 from polyclinic.data.sources.folder import cleaned
@@ -44,7 +44,7 @@ def load(listing: Listing, options: ImageOptions, stream: Stream) -> Collection:
     listing = replace(listing, records=drawn(listing.used, options.limit, stream.child("limit")))
     images = pixels_of(listing, options)
     refuse_pictures(listing, images)
-    found = collected(listing, images).normalised(*_normalisation(options))
+    found = collected(listing, images).normalised(*options.normalisation)
     if options.join_copies:
         from polyclinic.data.twins import with_twins_joined  # scipy takes a second to load, and most runs do without
 
@@ -247,13 +247,6 @@ def _decode_rows(pixels: Pixels, rows: Mapping[int, int], path: Path, array: str
     except Unreadable as problem:
         return [(position, str(problem)) for position in places]
     return []
-
-
-def _normalisation(options: ImageOptions) -> tuple[PerChannel, PerChannel]:
-    if options.normalise == "none":
-        return 0.0, 1.0
-    mean, std = NORMALISATIONS[options.normalise]
-    return (mean, std) if options.channels == 3 else (sum(mean) / 3, sum(std) / 3)
 
 
 def _column(values: Iterable[str]) -> tuple[str, ...] | None:

@@ -7,6 +7,7 @@ from typing import Literal
 from pydantic import Field
 
 from polyclinic.core import Part
+from polyclinic.data.examples import PerChannel
 from polyclinic.data.options import Options
 
 Normalisation = Literal["none", "half", "imagenet"]
@@ -48,3 +49,11 @@ class ImageOptions(Preparation):
     @property
     def preparation(self) -> Preparation:
         return Preparation(**{name: getattr(self, name) for name in Preparation.model_fields})
+
+    @property
+    def normalisation(self) -> tuple[PerChannel, PerChannel]:
+        """Mean and standard deviation."""
+        if self.normalise == "none":
+            return 0.0, 1.0
+        mean, std = NORMALISATIONS[self.normalise]
+        return (mean, std) if self.channels == 3 else (sum(mean) / 3, sum(std) / 3)
