@@ -1,6 +1,7 @@
 """What a local epoch of FedMP costs beside one of FedAvg.
 
-    python -m benchmarks.fedmp [--model mobilenet_v2] [--size 64] [--images 256] [--repeats 5] [--device cpu] [--cut N] [--sample N]
+    python -m benchmarks.fedmp [--model mobilenet_v2] [--size 64] [--images 256] [--repeats 5] [--device cpu] [--cut N]
+                              [--sample N]
 
 A site's whole round (decoding apart): an epoch of batches of 64, and for FedMP the features that it sends after it; in
 round 2, with features and prototypes of another site. Both in turn, the order swapped each time; medians.

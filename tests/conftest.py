@@ -13,3 +13,11 @@ from polyclinic.data.cache import VARIABLE
 def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
     folder: Path = tmp_path_factory.mktemp("cache")
     pytest.MonkeyPatch().setenv(VARIABLE, str(folder))
+
+
+LONGEST = ("test_notebooks", "test_ray", "test_processes", "test_churn", "test_private", "test_namespaces", "test_audit")
+"""Files that take longest come first, so that no core waits for the last of them."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.path.stem not in LONGEST)

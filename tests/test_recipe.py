@@ -125,6 +125,7 @@ FULL: dict[str, Any] = {
     },
     "ensemble": False,
     "snapshot_every": 2,
+    "track": ["tensorboard", "mlflow"],
     "paper": {},
     "claims": [],
 }
@@ -196,7 +197,8 @@ def test_a_mistyped_key_of_a_method_names_the_method() -> None:
         ({"data": {"name": "digit"}}, "no data set 'digit' (did you mean 'digits'?)"),
         ({"data.partition.by": "dirichlett"}, "no partition 'dirichlett' (did you mean 'dirichlet'?)"),
         ({"early_stop.metric": "accuracy_"}, "no metric 'accuracy_' (did you mean 'accuracy'?)"),
-        ({"engine.name": "flower"}, "engine.name is 'flower', but should be 'local'"),
+        ({"engine.name": "mpi"}, "engine.name is 'mpi', but should be 'local'"),
+        ({"engine.name": "flower"}, "engine.name is 'flower', but real hospitals play a recipe by `polyclinic serve`"),
         ({"paper": {"tiny ": "0.9"}}, "no method 'tiny ' (did you mean 'tiny'?)"),
         ({"engine.device": "gpu"}, "engine.device is 'gpu'; choose cpu"),
     ],
@@ -379,7 +381,8 @@ def test_there_are_the_promised_recipes() -> None:
     ours = our_recipes()
     methods = Recipe.load(ours["demo"]).methods
     algorithms = {Recipe.load(ours["demo"]).method(name).algorithm.name for name in methods}
-    assert {"local", "fedavg", "fedprox", "scaffold", "fednova", "fedcycle", "centralised"} <= algorithms
+    papers = {"fedcycle", "fedmp", "fed-align", "pfedcdp", "adaptive-noise"}
+    assert {"local", "fedavg", "centralised", *papers} <= algorithms, "the demo has every paper's method"
     assert any(name.startswith("fedcycle/quick") for name in ours)
 
 
