@@ -24,7 +24,7 @@ from polyclinic.finish.refine import Refine
 from polyclinic.models import MODELS
 from polyclinic.recipe import Recipe, our_recipes
 from tests import commands
-from tests.commands import call
+from tests.commands import call, document
 from tests.small import TINY, tiny, write_recipe
 
 COMMAND = [sys.executable, "-c", "from polyclinic.cli import main; main()"]
@@ -43,13 +43,6 @@ def refused(*arguments: str) -> str:
     told = commands.refused(*arguments)
     assert sorted(Path().rglob("*")) == before
     return told
-
-
-def document(*arguments: str) -> Any:
-    """What a command prints with --json: exactly one valid document on standard output."""
-    result = call(*arguments, "--json")
-    assert result.exit_code == 0, result.output
-    return json.loads(result.stdout, parse_constant=pytest.fail)
 
 
 SETTINGS = [
@@ -105,7 +98,7 @@ def test_methods_made_for_sgd_refuse_adam(algorithm: str) -> None:
         (["run", "x" * 300], "error: "),
         (["run", "."], ". is a folder; give a recipe file"),
         (["run", "tiny.yaml", "--seed", "-1"], "seed is -1"),
-        (["run", "tiny.yaml", "--engine", "flower"], "engine.name is 'flower', but should be 'local'"),
+        (["run", "tiny.yaml", "--engine", "flower"], "engine.name is 'flower', but real hospitals play a recipe by `polyclinic serve`"),
         (["run", "tiny.yaml", "--device", "tpu"], "engine.device is 'tpu'; choose cpu"),
         (["run", "tiny.yaml", "--out", "tiny.yaml/below"], "cannot write tiny.yaml/below"),
         (["run", "tiny.yaml", "--out", "tiny.yaml"], "cannot write tiny.yaml"),

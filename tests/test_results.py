@@ -149,7 +149,7 @@ def test_cost_adds_up_everything_the_ledger_has_seen() -> None:
             "sites": {"a": {**note, "outcome": "refused"}, "b": {"outcome": "dead"}},
         },
         {"event": "resumed", "round": 1},
-        {"event": "evaluation", "seconds": 0.25, "sites": {"a": {"down": 7, "up": 5}}},
+        {"event": "evaluation", "seconds": 0.25, "sites": {"a": {"down": 7, "up": 5}, "b": {"outcome": "refused"}}},
     ]
     assert cost(ledger) == {
         "bytes_down": 37,
@@ -158,6 +158,7 @@ def test_cost_adds_up_everything_the_ledger_has_seen() -> None:
         "site_seconds": 1.0,
         "refused": 1,
         "failed": 1,
+        "withheld": 1,
     }
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from polyclinic.core import SiteId
+from polyclinic.core import Failure, SiteId
 
 HELD_OUT: SiteId = "held-out"
 
@@ -21,6 +21,11 @@ class Exchanged:
     shares: list[float] = field(default_factory=list)
     """The accepted updates' weights."""
     remembering: set[SiteId] = field(default_factory=set)
+
+
+def lost(answer: object) -> dict[str, Any]:
+    """Why there is no reply, as the book has it; nothing of a reply."""
+    return {"outcome": answer.kind, "why": answer.sentence} if isinstance(answer, Failure) else {}
 
 
 def mean_report(book: Exchanged, metric: str) -> float | None:
@@ -62,5 +67,5 @@ def why_failed(round: int, book: Exchanged, quorum: int) -> str:
     failed = [f"{site}: {n.get('why')}" for site, n in book.sites.items() if n.get("outcome", "accepted") != "accepted"]
     return (
         f"round {round} had {book.accepted} acceptable updates where the quorum is {max(1, quorum)}, so the state was "
-        f"left as it was ({'; '.join(failed[:3])}); mend that and resume, or lower the quorum"
+        f"left as it was ({'; '.join(failed[:3])}); mend that and resume, or set a lower quorum"
     )

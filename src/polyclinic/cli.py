@@ -21,6 +21,7 @@ from polyclinic import cli_data, cli_deploy, cli_privacy, cli_provision, cli_sit
 from polyclinic.algorithms import ALGORITHMS
 from polyclinic.cli_attack import attack_command
 from polyclinic.cli_audit import audit_command
+from polyclinic.cli_board import board_command
 from polyclinic.cli_explain import explain_command
 from polyclinic.cli_features import features_command
 from polyclinic.cli_predict import export_command, predict_command
@@ -38,7 +39,19 @@ from polyclinic.reproduce import reproduce as reproduce_paper
 from polyclinic.reproduce import results_folder, write_page
 from polyclinic.results import versions
 from polyclinic.stages import STAGES
-from polyclinic.terminal import Data, Json, Seed, Settings, err, find_recipe, out, parse_settings, print_json, tell
+from polyclinic.terminal import (
+    Data,
+    Json,
+    Seed,
+    Settings,
+    Track,
+    err,
+    find_recipe,
+    out,
+    parse_settings,
+    print_json,
+    tell,
+)
 from polyclinic.yaml_files import read_yaml
 
 SAME_COMMAND = "go on with the same command"
@@ -79,6 +92,7 @@ app.command("attack")(attack_command)
 app.command("features")(features_command)
 app.command("explain")(explain_command)
 app.command("report")(report_command)
+app.command("board")(board_command)
 app.command("predict")(predict_command)
 app.command("export")(export_command)
 
@@ -152,10 +166,11 @@ def run(
     device: Annotated[str | None, typer.Option(help="cpu, cuda, or auto.")] = None,
     seed: Seed = None,
     folder: Annotated[Path | None, typer.Option("--out", help="Where to write (default: runs/NAME).")] = None,
+    track: Track = None,
     as_json: Json = False,
 ) -> None:
     """Run one recipe."""
-    given = parse_settings(settings, seed=seed, engine__name=engine, engine__device=device)
+    given = parse_settings(settings, seed=seed, engine__name=engine, engine__device=device, track=track or None)
     loaded = Recipe.load(find_recipe(recipe), given)
     _run(loaded, folder or Path("runs") / slug(loaded.name), data, as_json)
 
@@ -167,6 +182,7 @@ def resume(
         list[str] | None, typer.Option("--set", help="Set a key no round depends on: finish.lr=0.0001")
     ] = None,
     data: Data = None,
+    track: Track = None,
     as_json: Json = False,
 ) -> None:
     """Go on with an interrupted run; the result is the same as if it had never stopped."""
@@ -175,7 +191,7 @@ def resume(
             f"{folder} holds no run (recipe.yaml is missing); give the folder that `run` wrote to, or, for a "
             "comparison, the same command again"
         )
-    _run(Recipe.load(folder / "recipe.yaml", parse_settings(settings)), folder, data, as_json)
+    _run(Recipe.load(folder / "recipe.yaml", parse_settings(settings, track=track or None)), folder, data, as_json)
 
 
 def _run(recipe: Recipe, folder: Path, data: Path | None, as_json: bool) -> None:
@@ -202,6 +218,7 @@ def compare_command(
     settings: Settings = None,
     data: Data = None,
     folder: Annotated[Path | None, typer.Option("--out", help="Where to write (default: runs/NAME).")] = None,
+    track: Track = None,
     as_json: Json = False,
 ) -> None:
     """Several methods × seeds in one table; finished runs are not repeated."""
@@ -213,7 +230,7 @@ def compare_command(
     if folders:
         show_comparison(compare_folders(folders, folder), as_json)
         return
-    given = parse_settings(settings)
+    given = parse_settings(settings, track=track or None)
     recipes = [Recipe.of(read_yaml(path), given, str(path)) for path in map(find_recipe, what)]
     target = folder or Path("runs") / slug(recipes[0].name)
     with following() as display:

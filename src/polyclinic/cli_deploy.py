@@ -2,31 +2,50 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Table
 from rich.text import Text
 
 from polyclinic.deploy.federation import ServerConfig
-from polyclinic.deploy.participation import Leaving
+from polyclinic.deploy.participation import KEPT, Leaving
 from polyclinic.deploy.policy import recipe_mark
-from polyclinic.deploy.processes import STOPPED, attend, ending_on_terminate, read_status, serving
-from polyclinic.deploy.releases import Releases
-from polyclinic.deploy.site import SiteConfig
+from polyclinic.deploy.processes import PATIENCE, STOPPED, attend, ending_on_terminate, read_status, serving
+from polyclinic.deploy.releases import Releases, last_trouble
+from polyclinic.deploy.site import SiteConfig, remarks, remedied
 from polyclinic.display import Display, result_table
-from polyclinic.errors import RecipeError, StoreError
+from polyclinic.errors import PolyclinicError, RecipeError, StoreError
 from polyclinic.recipe import Recipe
 from polyclinic.runs import Result, finished
 from polyclinic.store import Ledger
-from polyclinic.terminal import Data, Json, Seed, Settings, err, find_recipe, out, parse_settings, print_json, tell
+from polyclinic.terminal import (
+    Data,
+    Json,
+    Seed,
+    Settings,
+    Track,
+    err,
+    find_recipe,
+    out,
+    parse_settings,
+    print_json,
+    tell,
+)
 from polyclinic.yaml_files import read_yaml
 
+if TYPE_CHECKING:
+    from polyclinic.deploy.desk import SiteDesk
+    from polyclinic.deploy.processes import Reception
+
+FAILED = "failed"
 Out = Annotated[Path, typer.Option("--out", help="The run's folder; one that was interrupted goes on.")]
 
 
@@ -35,7 +54,8 @@ def serve(
     recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="A recipe file, or the name of one of ours.")],
     folder: Out,
     wait: Annotated[
-        float | None, typer.Option("--wait", help="Seconds to wait for all sites; then the recipe's quorum is enough.")
+        float | None,
+        typer.Option("--wait", min=0, help="Seconds to wait for all sites; then the recipe's quorum is enough."),
     ] = None,
     deadline: Annotated[
         float | None,
@@ -44,36 +64,61 @@ def serve(
     settings: Settings = None,
     data: Data = None,
     seed: Seed = None,
+    track: Track = None,
     as_json: Json = False,
 ) -> None:
     """Run a recipe between real sites: open the server, wait for them, and play the rounds."""
-    from polyclinic.deploy.assembly import deploy
-    from polyclinic.engines import Elsewhere
+    from polyclinic.deploy.assembly import refuse_unservable
 
     config = ServerConfig.load(server)
-    loaded = Recipe.load(find_recipe(recipe), parse_settings(settings, seed=seed))
+    loaded = Recipe.load(find_recipe(recipe), parse_settings(settings, seed=seed, track=track or None))
+    refuse_unservable(loaded, list(config.sites), folder)
     if (folder / "result.json").exists():
+        ended = datetime.fromtimestamp((folder / "result.json").stat().st_mtime)
+        tell(f"this run was finished on {ended:%Y-%m-%d %H:%M}; no site was asked anything now")
         _show(finished(folder, loaded), folder, as_json)
         return
+    patience = PATIENCE if loaded.quorum else math.inf
     try:
-        with ending_on_terminate(), serving(config, folder) as reception, Display(err) as display:
+        with ending_on_terminate(), serving(config, folder, patience) as reception, Display(err) as display:
             reception.board.note(recipe=loaded.name, rounds=loaded.rounds, folder=str(folder.resolve()))
             display.line(f"{config.federation}: listening for sites on {config.host}:{config.port}")
-            reception.gather(wait, loaded.quorum, display.line)
-
-            def watch(event: str, info: Mapping[str, Any]) -> None:
-                reception.board.watch(event, info)
-                display.watch(event, info)
-
-            display.begin(loaded, 0, 1)
-            result = deploy(
-                loaded, Elsewhere(reception.engine, "flower", deadline), list(config.sites), folder, watch, data
-            )
+            try:
+                result = _play(reception, display, loaded, folder, wait, deadline, data)
+            except PolyclinicError as error:
+                reception.board.note(state=FAILED, why=str(error))
+                raise
             reception.board.note(state="finished")
     except KeyboardInterrupt:
         tell("stopped; no finished round is lost: go on with the same command")
         raise typer.Exit(130) from None
     _show(result, folder, as_json)
+
+
+def _play(
+    reception: Reception,
+    display: Display,
+    recipe: Recipe,
+    folder: Path,
+    wait: float | None,
+    deadline: float | None,
+    data: Path | None,
+) -> Result:
+    """Wait for sites, and run the recipe between those who come."""
+    from polyclinic.deploy.assembly import deploy
+    from polyclinic.engines import Elsewhere
+
+    board, sites = reception.board, list(reception.link.nodes)
+    board.tell, board.patient = display.line, recipe.quorum is None
+    missing = reception.gather(wait, recipe.quorum or len(sites), display.line)
+    board.begin(reception.present())
+
+    def watch(event: str, info: Mapping[str, Any]) -> None:
+        board.watch(event, info)
+        display.watch(event, info)
+
+    display.begin(recipe, 0, 1)
+    return deploy(recipe, Elsewhere(reception.engine, "flower", deadline), sites, folder, watch, data, missing)
 
 
 def _show(result: Result, folder: Path, as_json: bool) -> None:
@@ -96,7 +141,20 @@ def join(
     from polyclinic.deploy.desk import SiteDesk
 
     config = SiteConfig.load(site)
-    desk = SiteDesk(config)
+
+    def said(sentence: str) -> None:
+        with contextlib.suppress(OSError):  # a terminal that is gone, or a log on a full disk, shall not end the work
+            tell(f"{_clock()} {config.site}: {sentence}")
+
+    for remark in remarks(config):
+        said(remark)
+    with remedied():
+        _join(config, SiteDesk(config, said), said, rehearsed, as_json)
+
+
+def _join(
+    config: SiteConfig, desk: SiteDesk, said: Callable[[str], None], rehearsed: str | None, as_json: bool
+) -> None:
     if rehearsed is not None:
         loaded = Recipe.load(find_recipe(rehearsed))
         rows, mark = desk.preview(loaded), recipe_mark(loaded)
@@ -107,9 +165,9 @@ def join(
             out.print(Text(f"to allow this recipe alone, put into allow.recipes:\n{mark}"), soft_wrap=True)
         return
     try:
-        attend(config, desk.answer, lambda sentence: tell(f"{_clock()} {config.site}: {sentence}"))
+        attend(config, desk.answer, said, lambda: desk.resting)
     except KeyboardInterrupt:
-        tell(f"{_clock()} {config.site}: stopped")
+        said("stopped")
         raise typer.Exit(0) from None
 
 
@@ -123,6 +181,10 @@ def status(
     folder = where if where.is_dir() else _state_folder(where)
     found = read_status(folder)
     if found is None:
+        if (folder / "recipe.yaml").exists():
+            raise StoreError(
+                f"{folder} holds a simulation, which no site joined; see it by: polyclinic report {folder}"
+            )
         raise StoreError(f"{folder} holds no {'status.json'}: nothing has been started there yet")
     if "sites" not in found:
         _show_site(found, folder, as_json)
@@ -143,7 +205,8 @@ def _state_folder(path: Path) -> Path:
     """The state folder that a kit's file names."""
     if not path.is_file():
         raise RecipeError(f"there is no file or folder {path}; give a run's folder, SERVER.yaml or SITE.yaml")
-    kind = SiteConfig if "site" in read_yaml(path) else ServerConfig
+    values = read_yaml(path, "site.yaml or server.yaml", "give the one of a kit", "federation")
+    kind = SiteConfig if "site" in values else ServerConfig
     return kind.load(path).folder
 
 
@@ -161,7 +224,8 @@ def _history(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def _headline(found: Mapping[str, Any]) -> str:
-    running = found["state"] if found["alive"] or found["state"] == "finished" else f"stopped while {found['state']}"
+    over = f"stopped: {found['why']}" if found["state"] == FAILED else f"stopped while {found['state']}"
+    running = found["state"] if found["state"] == "finished" or (found["alive"] and found["state"] != FAILED) else over
     round = f", round {found['round']} of {found['rounds']}" if "round" in found else ""
     recipe = f", {found['recipe']}" if "recipe" in found else ""
     return f"{found['federation']} at {found['server']}{recipe}: {running}{round}"
@@ -188,12 +252,17 @@ def _show_site(found: Mapping[str, Any], folder: Path, as_json: bool) -> None:
     """A site's own view: its connection, and what has left."""
     rows = Releases(folder).read()
     left = {"messages": len(rows), "bytes": sum(int(row.get("bytes", 0)) for row in rows)}
+    trouble = last_trouble(folder)
     if as_json:
-        print_json({**found, "released": left, "last": rows[-5:]})
+        told = trouble and dict(zip(("time", "sentence"), trouble, strict=True))
+        print_json({**found, "released": left, "last": rows[-5:], "last refusal or failure": told})
         return
     over = found["alive"] or found["state"].startswith(STOPPED)
     state = found["state"] if over else f"its process ended without a word; the last was: {found['state']}"
     out.print(Text(f"{found['site']}: {state}"), soft_wrap=True)
+    if trouble is not None:
+        when, sentence = trouble
+        out.print(Text(f"last refusal or failure, {_ago(when)} ({when}): {sentence}"), soft_wrap=True)
     out.print(
         Text(
             f"left so far: {left['messages']} messages, {_mb(left['bytes'])} MB; each is in {folder / 'releases.jsonl'}"
@@ -208,7 +277,7 @@ def _preview(rows: Sequence[Leaving]) -> Table:
     for name in ("kind", "when", "MB", "tensors", "protection"):
         table.add_column(name, justify="right" if name in ("MB", "tensors") else "left", overflow="fold")
     for row in rows:
-        size = f"{row.bytes / 1e6:.3f}" if row.bytes else "as asked"
+        size = f"{row.bytes / 1e6:.3f}" if row.bytes else "–" if row.when == KEPT else "as asked"
         kind = f"{row.kind} ({row.cluster})" if row.cluster else row.kind
         table.add_row(*map(Text, (kind, row.when, size, str(len(row.shapes)), row.protection)))
     prices = {row.epsilon for row in rows if row.epsilon is not None}

@@ -86,8 +86,12 @@ class Display:
             self._site(info)
         elif event == "round done":
             self._round_done(info)
+        elif event == "absent":
+            self.line(f"  {info['site']} takes no part: {info['kind']}: {info['why']}")
         elif event == "evaluated":
-            self.sites[info["site"]] = "tested"
+            self.sites[info["site"]] = MARKS.get(info.get("outcome", ""), "tested")
+            if "why" in info:
+                self.line(f"  after the last round: {info['site']} {info['outcome']}: {info['why']}")
 
     def _advance(self, round: int) -> None:
         """A round is a part of a run, so that the time left is known before the first run ends."""
@@ -186,11 +190,23 @@ def result_table(summary: Mapping[str, Any]) -> Table:
     intervals = "; intervals over patients (bootstrap)" if best.get("intervals") else ""
     lost = cost.get("refused", 0) + cost.get("failed", 0)
     warning = f"\n{lost} updates of hospitals were refused or lost; ledger.jsonl says why" if lost else ""
+    warning = "".join(f"\n{line}" for line in _without(summary)) + warning
     engine = summary.get("engine", {})
     chosen = "" if engine.get("why", ASKED) == ASKED else f"\nengine {engine['name']}: {engine['why']}"
     paid = f"\n{paid_for(summary['privacy'])}" if summary.get("privacy") else ""
     table.caption = Text(f"{megabytes:.1f} MB both ways, {cost['seconds']:.1f} s{intervals}{paid}{chosen}{warning}")
     return table
+
+
+def _without(summary: Mapping[str, Any]) -> list[str]:
+    """Who took no part, and what was not to be had."""
+    told = [f"without {site}: {why}" for site, why in (summary.get("absent") or {}).items()]
+    withheld = summary["cost"].get("withheld", 0)
+    if withheld:
+        told.append(f"{withheld} of {len(summary['hospitals'])} hospitals sent no predictions; ledger.jsonl says why")
+    if withheld and summary["headline"]["part"] == "validation":
+        told.append("so these are the means of what hospitals told of their validation images in the last round")
+    return told
 
 
 def paid_for(found: Mapping[str, Any]) -> str:

@@ -8,7 +8,7 @@ import hashlib
 import logging
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, replace
 from functools import cached_property
 from pathlib import Path
@@ -22,7 +22,7 @@ from polyclinic.consortium import Consortium as Consortium
 from polyclinic.consortium import gather as gather
 from polyclinic.consortium import pool as pool
 from polyclinic.consortium import site_on
-from polyclinic.core import Bundle, Federation, Part, Score, SiteId, Stage, Stream
+from polyclinic.core import Bundle, Federation, Score, SiteId, Stage, Stream
 from polyclinic.data.examples import SiteData
 from polyclinic.engines import Elsewhere, Engine
 from polyclinic.engines.choice import ASKED, ELSEWHERE, Choice, choose, make_engine, read_choice
@@ -34,10 +34,9 @@ from polyclinic.journal import FolderJournal, RamJournal
 from polyclinic.learning.fit import score
 from polyclinic.learning.network import norm_names, weights_of
 from polyclinic.learning.objectives import probabilities
-from polyclinic.lineup import device_of, line_up, refuse_unplayable, server_models
+from polyclinic.lineup import device_of, line_up, placed, refuse_unplayable, server_models
 from polyclinic.lineup import network_of as network_of
 from polyclinic.metrics import Predictions, finite, measure
-from polyclinic.models.scattering import fixed_part
 from polyclinic.pretrain import pretrain
 from polyclinic.privacy.binding import (
     bind,
@@ -49,7 +48,7 @@ from polyclinic.privacy.binding import (
     stages_of,
 )
 from polyclinic.privacy.guard import Guard
-from polyclinic.privacy.page import page, privacy_of, released
+from polyclinic.privacy.page import handed_out, page, privacy_of, released
 from polyclinic.privacy.passbook import Passbook
 from polyclinic.privacy.plan import Plan
 from polyclinic.public import gather_public
@@ -61,10 +60,12 @@ from polyclinic.runner import STUDENT, SiteRunner
 from polyclinic.runs import Result as Result
 from polyclinic.runs import decisive as decisive
 from polyclinic.runs import finished as finished
-from polyclinic.runs import located
+from polyclinic.runs import located, predicted
 from polyclinic.runs import refuse_other as refuse_other
 from polyclinic.server import Server, told
 from polyclinic.store import DiskMemory, Ledger, MemoryStore, RamMemory, locked, write_atomically, write_json
+from polyclinic.trackers import check_tracking
+from polyclinic.tracking import told_again, tracked
 
 
 def rules_of(recipe: Recipe, mark: str) -> Rules:
@@ -74,13 +75,18 @@ def rules_of(recipe: Recipe, mark: str) -> Rules:
         seed=recipe.seed,
         cohort=recipe.cohort,
         turns=recipe.turns,
-        quorum=recipe.quorum,
+        quorum=recipe.quorum or 1,
         schedule=recipe.schedule,
         early_stop=recipe.early_stop,
         evaluate_every=recipe.evaluate.every,
         snapshot_every=recipe.snapshot_every,
         max_norm=recipe.max_norm,
     )
+
+
+def quorum_of(recipe: Recipe, sites: Collection[SiteId]) -> int:
+    """Between real sites a run does not become smaller unless its recipe says how small."""
+    return recipe.quorum or recipe.cohort or len(sites)
 
 
 class Experiment:
@@ -103,15 +109,12 @@ class Experiment:
         self.module = network_of(recipe, self.consortium, data)
         device = device_of(recipe)
         self.lineup = line_up(recipe, self.consortium, self.module, device, data)
+        refuse_unplayable(self.lineup, self.consortium)
         self.public = self._public(data)
         pretrain(self.lineup, self.public, device)
         self.algorithm = self.lineup.around(recipe.algorithm_of())
-        refuse_unplayable(self.lineup, self.consortium)
         self.network = next(iter(self.lineup.networks.values()))
-        self.sites, self.apart = self.consortium.on(device), self.consortium.held_out
-        part = fixed_part(self.module)
-        if part is not None and recipe.training.augment is None and not recipe.clusters:  # so computed once
-            self.sites, self.apart = self.consortium.through(part, device)
+        self.sites, self.apart = placed(recipe, self.consortium, self.module, device)
         if self.algorithm.pooled:
             self.sites[POOLED] = pool(self.sites)
         registered = {name: len(site.train) for name, site in self.sites.items()}
@@ -191,8 +194,9 @@ class Experiment:
             guard = Guard(self.plan, self.secret.child("server"), self._passbook()) if self.plan else None
             engine, choice = self._engine(lent)
             judge = self.judge if self.has_held_out() else None
-            deadline = self.elsewhere.deadline if self.elsewhere else None
-            rules = replace(rules_of(recipe, self.mark()), deadline=deadline)
+            rules = rules_of(recipe, self.mark())
+            if self.elsewhere is not None:
+                rules = replace(rules, deadline=self.elsewhere.deadline, quorum=quorum_of(recipe, self.sites))
             rounds = Rounds(
                 self.federation,
                 self.algorithm,
@@ -212,13 +216,10 @@ class Experiment:
             gc.freeze()  # what is there now stays: looking through all of it again and again took a tenth of a second
             lent.callback(gc.unfreeze)
             outcome = rounds.run()
-            parts: list[Part] = ["validation", "test"]
-            if recipe.evaluate.train and self.plan is None:  # exact metrics of training images are for nobody to see
-                parts.insert(0, "train")
             refined = self.server.refined(outcome.state) if self.server and recipe.finish else None
             student = refined.weights if refined else {}
             beside = {f"{kind}@{STUDENT}": group for kind, group in student.items()} | members(outcome.state)
-            predictions = rounds.predictions(outcome, parts, beside, tolerant=self.elsewhere is not None)
+            predictions = rounds.predictions(outcome, predicted(recipe), beside, tolerant=self.elsewhere is not None)
             reach("evaluated")
         held_out = self.held_out(outcome.state, student) if self.has_held_out() else None
         if predictions:
@@ -239,6 +240,9 @@ class Experiment:
         scores["public"] = self.server.judged(outcome.state, student or None) if self.server else None
         scores["finish"] = told(refined) if refined else None
         summary = self.summarise(outcome, scores, journal, time.perf_counter() - began) | {"engine": asdict(choice)}
+        if self.elsewhere is not None:
+            summary["absent"] = dict(self.elsewhere.absent)
+            summary["released"] = handed_out(summary["released"], predicted(recipe), self.federation.sites, predictions)
         summary["privacy"] = privacy_of(guard, outcome.broke, journal.rows) if guard else None
         if self.folder:
             store.keep_predictions(self.folder, predictions, held_out)
@@ -386,8 +390,9 @@ def run(
 ) -> Result:
     """Run a recipe. With `out`, everything is written there and an interrupted run goes on where it stopped."""
     folder, recipe = Path(out) if out is not None else None, located(recipe)
+    check_tracking(recipe.track, folder)
     if folder is not None and (folder / "result.json").exists():
-        return finished(folder, recipe)
+        return told_again(finished(folder, recipe), recipe)
     if folder is not None:
         refuse_other(folder, recipe)
-    return Experiment(recipe, folder, Path(data) if data else None, watch, consortium).run()
+    return tracked(Experiment(recipe, folder, Path(data) if data else None, watch, consortium))

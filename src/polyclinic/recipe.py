@@ -33,8 +33,9 @@ from polyclinic.finish.refine import FEDDF, Refine
 from polyclinic.models import MODELS
 from polyclinic.pace import EarlyStop, Schedule
 from polyclinic.privacy.plan import Wish
-from polyclinic.recipe_rules import algorithm_problems, idle, nearest, problems
+from polyclinic.recipe_rules import EngineName, algorithm_problems, idle, nearest, problems
 from polyclinic.stages import STAGES
+from polyclinic.trackers import Track
 from polyclinic.training_rules import training_problems
 from polyclinic.yaml_files import read_yaml
 
@@ -128,7 +129,7 @@ class EvaluateSection(BaseModel):
 
 class EngineSection(BaseModel):
     model_config = CLOSED
-    name: Literal["local", "stacked", "auto", "ray"] = "local"
+    name: EngineName = "local"
     workers: int = Field(0, ge=0, le=256)
     threads: int = Field(1, ge=1, le=256)
     device: str = "cpu"
@@ -159,7 +160,7 @@ class Recipe(BaseModel):
     early_stop: EarlyStop | None = None
     cohort: int | None = Field(None, ge=1)
     turns: Literal["random", "cyclic"] = "random"
-    quorum: int = Field(1, ge=1)
+    quorum: int | None = Field(None, ge=1)
     max_norm: float = Field(1e6, gt=0)
     evaluate: EvaluateSection = EvaluateSection()
     engine: EngineSection = EngineSection()
@@ -168,6 +169,7 @@ class Recipe(BaseModel):
     privacy: Wish | None = None
     """What the run may cost in privacy, and whose."""
     snapshot_every: int = Field(1, ge=1)
+    track: Track = ()
     methods: dict[str, dict[str, Any]] = Field(default_factory=dict)
     """For comparisons: a name for each method and the keys it sets, dotted, on top of this recipe."""
     paper: dict[str, str] = Field(default_factory=dict)
@@ -230,8 +232,8 @@ class Recipe(BaseModel):
             return kind.model_validate(self.data.partition.options)
 
     def to_yaml(self) -> str:
-        text: str = yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
-        return text
+        values = self.model_dump(mode="json", exclude=None if self.track else {"track"})
+        return str(yaml.safe_dump(values, sort_keys=False, allow_unicode=True))
 
     def method(self, name: str) -> Recipe:
         """The recipe of one of its `methods`."""
@@ -271,7 +273,6 @@ def _copy(value: Any) -> Any:
 
 @contextmanager
 def _blaming(source: str) -> Iterator[None]:
-    """Say where the mistake is."""
     try:
         yield
     except RecipeError as error:
@@ -343,8 +344,7 @@ def _is_closed(kind: Any) -> bool:
 
 def _validate(kind: type[T], values: Any, place: str = "") -> T:
     try:
-        found: T = TypeAdapter(kind).validate_python(values)
-        return found
+        return TypeAdapter(kind).validate_python(values)
     except ValidationError as error:
         raise RecipeError(_sentence(error, place)) from None
 

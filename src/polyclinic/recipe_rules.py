@@ -5,7 +5,9 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
+
+from pydantic import BeforeValidator
 
 from polyclinic.algorithms import ALGORITHMS, Averaging
 from polyclinic.capability import capability_problems, thresholds_problems
@@ -50,7 +52,7 @@ def _idle_problems(recipe: Recipe) -> Iterator[str]:
 def algorithm_problems(recipe: Recipe, algorithm: Averaging) -> Iterator[str]:
     """What does not go with the algorithm as its options make it."""
     name = recipe.algorithm.name
-    if algorithm.pooled and recipe.quorum > 1:
+    if algorithm.pooled and (recipe.quorum or 1) > 1:
         yield f"{name} trains in one place, so a quorum of {recipe.quorum} can never be met; set quorum: 1"
     if algorithm.pooled and recipe.clusters:
         yield f"{name} has one network for all sites; set clusters: {{}}"
@@ -84,6 +86,19 @@ def _stage_problems(recipe: Recipe, algorithm: Averaging) -> Iterator[str]:
                     f"stages: {stage.name}.kinds has {kind!r:.40}, which sites of {recipe.algorithm.name} do not send"
                     f"{nearest(kind, sent)}; they send: {', '.join(sent)}"
                 )
+
+
+def _on_one_machine(engine: Any) -> Any:
+    """Real hospitals are not an engine that a recipe could name."""
+    if engine == "flower":
+        raise ValueError(
+            "real hospitals play a recipe by `polyclinic serve` and `polyclinic join` (docs/deploy.md); to simulate "
+            "them, it should be local, stacked, auto or ray"
+        )
+    return engine
+
+
+EngineName: TypeAlias = Annotated[Literal["local", "stacked", "auto", "ray"], BeforeValidator(_on_one_machine)]
 
 
 def nearest(word: str, known: list[str]) -> str:
@@ -179,7 +194,7 @@ def _problems(recipe: Recipe) -> Iterator[str]:
         yield f"{name} needs every site in the last round; set cohort: null"
     if name == "fedsgd" and recipe.training.order != "random" and not recipe.methods:
         yield "fedsgd takes every step on all images, so they have no order; set training.order: random"
-    if recipe.cohort is not None and recipe.quorum > recipe.cohort:
+    if recipe.cohort is not None and (recipe.quorum or 1) > recipe.cohort:
         yield f"a quorum of {recipe.quorum} can never be met by a cohort of {recipe.cohort}; lower quorum"
     if not re.fullmatch(r"auto|cpu|mps|cuda(:\d+)?", engine.device):
         yield f"engine.device is {engine.device!r}; choose cpu, cuda, cuda:1 and so on, mps or auto"

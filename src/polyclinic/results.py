@@ -161,6 +161,7 @@ def cost(ledger: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "site_seconds": 0.0,
         "refused": 0,
         "failed": 0,
+        "withheld": 0,
     }
     for row in ledger:
         total["seconds"] += row.get("seconds", 0.0)
@@ -168,6 +169,9 @@ def cost(ledger: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             total["bytes_down"] += note.get("down", 0)
             total["bytes_up"] += note.get("up", 0)
             total["site_seconds"] += note.get("seconds", 0.0)
+            if row["event"] == "evaluation":  # no update is lost with a prediction that a site keeps to itself
+                total["withheld"] += "outcome" in note
+                continue
             total["refused"] += note.get("outcome") == "refused"
             total["failed"] += note.get("outcome") in ("dead", "late", "error")
     return total
@@ -237,5 +241,3 @@ def versions() -> dict[str, str]:
         except PackageNotFoundError:
             found[package] = "not installed"
     return found
-
-

@@ -18,7 +18,7 @@ import torch
 
 from polyclinic import wire
 from polyclinic.book import HELD_OUT as HELD_OUT
-from polyclinic.book import Exchanged, mean_report, rows_of, unheard, why_failed
+from polyclinic.book import Exchanged, lost, mean_report, rows_of, unheard, why_failed
 from polyclinic.core import Algorithm, Bundle, Failure, Federation, Part, Site, SiteId, Stage, Stream, Update
 from polyclinic.engines import Answer, Engine
 from polyclinic.errors import Refused, RoundFailed, StoreError
@@ -263,7 +263,7 @@ class Rounds:
         """A site's update if it is acceptable; what became of it is noted either way."""
         note = book.sites[site]
         if isinstance(answer, Failure):
-            note |= {"up": 0, "outcome": answer.kind, "why": answer.sentence}
+            note |= {"up": 0, **lost(answer)}
             return None
         try:
             expected = self.expected(round, state, site)
@@ -359,11 +359,11 @@ class Rounds:
         found: dict[SiteId, Bundle] = {}
         arrivals = self.engine.exchange(round, outbox, self.rules.deadline)
         for site, answer in in_site_order(arrivals, sites, lambda *_: None):
-            self.watch("evaluated", {"site": site})
+            book.sites[site] = failed = lost(answer)
+            self.watch("evaluated", {"site": site, **failed})
+            if failed and tolerant:
+                continue
             if isinstance(answer, Failure):
-                if tolerant:
-                    book.sites[site] = {"outcome": answer.kind, "why": answer.sentence}
-                    continue
                 raise RoundFailed(f"site {site} could not be evaluated: {answer.sentence}")
             try:
                 message = answer if isinstance(answer, wire.Message) else wire.decode(answer)

@@ -7,10 +7,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from polyclinic.core import Bundle
+from polyclinic.core import Bundle, Part
 from polyclinic.errors import StoreError
 from polyclinic.finish.refine import Refine
 from polyclinic.recipe import EngineSection, Recipe
+
+ENROLMENT = "enrolled.json"
+"""In the folder of a run between real sites: what they said of themselves as it began."""
 
 
 @dataclass(frozen=True)
@@ -50,16 +53,41 @@ def finished(folder: Path, recipe: Recipe | None = None) -> Result:
 
 
 def decisive(recipe: Recipe) -> str:
-    """The recipe without what cannot change a round: where it runs, words about it, and how it finishes."""
+    """The recipe without what cannot change a round that counts: where it runs and is followed, words about it, how
+    many sites are enough, how it finishes."""
     ending = recipe.finish and Refine()
-    return recipe.model_copy(update={"engine": EngineSection(), "about": "", "paper": {}, "finish": ending}).to_yaml()
+    aside: dict[str, Any] = {"engine": EngineSection(), "about": "", "paper": {}, "finish": ending, "track": ()}
+    return recipe.model_copy(update={**aside, "quorum": 1}).to_yaml()
 
 
-def refuse_other(folder: Path, recipe: Recipe) -> None:
-    """A folder that already holds a run must hold one of this very recipe; one that has not ended may end otherwise."""
+def predicted(recipe: Recipe) -> list[Part]:
+    """Of which images a run's last models tell what they see in each, with its label."""
+    asked: list[Part] = ["train", "validation", "test"]
+    open_ones = recipe.evaluate.train and recipe.privacy is None  # a plan keeps training images from everybody's sight
+    return asked if open_ones else asked[1:]
+
+
+def method_of(recipe: Recipe) -> str:
+    """What two runs have in common that differ in the seed, or in where they ran and were followed."""
+    aside = {"seed": 0, "engine": EngineSection(), "track": (), "quorum": recipe.quorum or 1}
+    return recipe.model_copy(update=aside).to_yaml()
+
+
+def refuse_other(folder: Path, recipe: Recipe, served: bool = False) -> None:
+    """A folder that already holds a run must hold one of this very recipe; one that has not ended may end otherwise.
+
+    served: it is played between real sites, and not with their images here."""
     path = folder / "recipe.yaml"
     begun = Recipe.load(path) if path.exists() else recipe
     if decisive(begun) != decisive(recipe):
         raise StoreError(f"{folder} holds a run of another recipe; choose another folder with --out, or remove it")
+    between = (folder / ENROLMENT).exists()
+    if served and not between and (folder / "ledger.jsonl").exists():
+        raise StoreError(f"{folder} holds a simulation, in which no site was asked; choose another folder with --out")
+    if between and not served and not (folder / "result.json").exists():
+        raise StoreError(
+            f"{folder} holds a run between real sites, who alone have its images; go on with: polyclinic serve "
+            f"SERVER.yaml {path} --out {folder}"
+        )
     if begun.finish != recipe.finish and (folder / "result.json").exists():
         raise StoreError(f"{folder} holds a run with another finish; remove its result.json to repeat the end alone")

@@ -20,6 +20,9 @@ Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON; pr
 Data = Annotated[Path | None, typer.Option("--data", help="Folder of the data sets (or POLYCLINIC_DATA).")]
 
 Settings = Annotated[list[str] | None, typer.Option("--set", help="Set a key of the recipe: training.batch=16")]
+Track = Annotated[
+    list[str] | None, typer.Option("--track", help="Follow it elsewhere too: tensorboard or mlflow; may be repeated.")
+]
 Seed = Annotated[int | None, typer.Option("--seed", help="The seed all randomness comes from.")]
 
 

@@ -1,4 +1,4 @@
-"""Recipes are YAML files, read strictly."""
+"""Recipes, and the settings of sites and servers, are YAML files, read strictly."""
 
 from __future__ import annotations
 
@@ -22,15 +22,20 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-def read_yaml(path: Path) -> dict[str, Any]:
+def read_yaml(
+    path: Path,
+    what: str = "recipe",
+    remedy: str = "see `polyclinic list recipes`",
+    keys: str = "data, model and algorithm",
+) -> dict[str, Any]:
     try:
         values = yaml.load(path.read_text(encoding="utf-8"), _Loader)
     except OSError as error:
-        raise RecipeError(f"cannot read the recipe {path}: {error.strerror}; see `polyclinic list recipes`") from None
+        raise RecipeError(f"cannot read the {what} {path}: {error.strerror}; {remedy}") from None
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise RecipeError(f"{path} cannot be read as YAML: {_yaml_problem(error)}") from None
     if not isinstance(values, dict):
-        raise RecipeError(f"{path} is not a recipe: it should hold keys such as data, model and algorithm")
+        raise RecipeError(f"{path} is not a {what}: it should hold keys such as {keys}")
     return values
 
 

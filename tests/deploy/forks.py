@@ -1,14 +1,8 @@
-"""Our commands as processes of their own, forked where PyTorch and Flower are loaded: `python -m tests.deploy.forks`.
-
-Loading takes seconds of work, a fork takes none. The driver only forks and waits, one JSON job per line; it has one
-thread, so its children may do whatever they like.
-"""
+"""Our commands as processes, forked where PyTorch and Flower are loaded: `python -m tests.deploy.forks`."""
 
 from __future__ import annotations
 
 import ctypes
-import gc
-import json
 import os
 import sys
 import tempfile
@@ -17,7 +11,6 @@ import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import psutil
 import torch
 
 import polyclinic.__main__
@@ -27,6 +20,7 @@ import polyclinic.deploy.desk
 import polyclinic.engines.flower  # what commands load only when they need it
 from polyclinic import faults, run
 from polyclinic.deploy.processes import Child, _go_with_parent
+from tests.driving import serve
 from tests.small import tiny
 
 BUG = 70
@@ -38,13 +32,7 @@ def main() -> None:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         run(tiny(), Path(folder) / "run")  # whatever is loaded at first use, for training and for reports
-    gc.freeze()
-    assert psutil.Process().num_threads() == 1, "a process with threads cannot be forked safely"
-    print("ready", flush=True)
-    for line in sys.stdin:
-        job = json.loads(line)
-        print(start(**job) if job.pop("do") == "start" else code(**job), flush=True)
-    os._exit(0)
+    serve(start=start, code=code)
 
 
 def code(pid: int) -> str:

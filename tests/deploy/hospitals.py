@@ -24,6 +24,7 @@ from polyclinic.journal import RamJournal
 from polyclinic.privacy.binding import stages_of
 from polyclinic.privacy.guard import Guard
 from polyclinic.rounds import Outcome, Rounds
+from tests.small import NEEDED
 
 SITES = ("harbour", "hill", "lake")
 PATIENTS, EACH = 6, 4
@@ -60,6 +61,11 @@ CLUSTERS: dict[str, Any] = {
         }
     },
 }
+EVERY: dict[str, dict[str, Any]] = {
+    **{name: {"algorithm": name, **NEEDED.get(name, {})} for name, kind in ALGORITHMS.items() if not kind.pooled},
+    "pfedcdp in three clusters": {**NEEDED["pfedcdp"], **CLUSTERS},
+}
+"""What every algorithm asks of a recipe that sites elsewhere can play."""
 
 
 def recipe(**settings: Any) -> Recipe:

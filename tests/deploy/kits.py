@@ -1,8 +1,7 @@
-"""Kits of two federations, made once, and a TLS connection between what is in them."""
+"""What is in kits, and a TLS connection between them."""
 
 from __future__ import annotations
 
-import shutil
 import socket
 import ssl
 import stat
@@ -10,30 +9,15 @@ import threading
 from datetime import timedelta
 from pathlib import Path
 
-import pytest
 import yaml
 
 from polyclinic.deploy.federation import Federation, Server, folder_of
-from polyclinic.deploy.provision import provision
 
 SITES = ("harbour", "hill", "St. Mary's & co")
 NORTH = Federation(federation="north-sea", server=Server(host="127.0.0.1", port=9443), days=90, sites=SITES)
 GOOD = {"federation": "north-sea", "server": {"host": "fl.example.org", "port": 9443}, "sites": ["harbour", "hill"]}
 YEARS = timedelta(days=800)
-
-
-@pytest.fixture(scope="module")
-def made_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two federations of the same sites."""
-    folder: Path = tmp_path_factory.mktemp("made")
-    for name in ("kits", "others"):
-        provision(NORTH, folder / name)
-    return folder
-
-
-@pytest.fixture
-def kits(made_once: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(made_once, tmp_path / "made")) / "kits"
+HELLO = b"hello"
 
 
 def site_of(kits: Path, name: str) -> Path:
@@ -53,8 +37,8 @@ def tree(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
-def handshake(server: Path, ca: Path, host: str = "127.0.0.1") -> None:
-    """A real TLS connection on loopback; the client is as strict as Python 3.13's is by itself."""
+def handshake(server: Path, ca: Path, host: str = "127.0.0.1") -> bytes:
+    """What a client hears over a real TLS connection on loopback; it is as strict as Python 3.13's is by itself."""
     shown = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     shown.load_cert_chain(server / "server.crt", server / "server.key")
     trusting = ssl.create_default_context(cafile=str(ca))
@@ -68,7 +52,7 @@ def handshake(server: Path, ca: Path, host: str = "127.0.0.1") -> None:
                 raw.settimeout(5)
                 try:
                     with shown.wrap_socket(raw, server_side=True) as secure:
-                        secure.sendall(b"hello")
+                        secure.sendall(HELLO)
                 except OSError:  # the client hung up, as it should where the certificate is wrong
                     pass
 
@@ -77,6 +61,6 @@ def handshake(server: Path, ca: Path, host: str = "127.0.0.1") -> None:
         try:
             raw = socket.create_connection(listening.getsockname(), 5)
             with raw, trusting.wrap_socket(raw, server_hostname=host) as secure:
-                assert secure.recv(5) == b"hello"
+                return secure.recv(len(HELLO))
         finally:
             thread.join()

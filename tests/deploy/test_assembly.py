@@ -9,13 +9,15 @@ import pytest
 
 from polyclinic import __version__, wire
 from polyclinic.core import Failure
-from polyclinic.deploy.assembly import ENROLMENT, deploy
-from polyclinic.deploy.roster import Card, Roster
+from polyclinic.deploy.assembly import deploy
+from polyclinic.deploy.roster import Card, Roster, misfits
 from polyclinic.engines import Elsewhere
 from polyclinic.engines.mock import MockEngine
 from polyclinic.errors import DataError, EngineError, RecipeError, Refused, RoundFailed, StoreError
 from polyclinic.privacy.plan import largest_groups
-from tests.deploy.hospitals import EVERYTHING, SITES, Crossing, desks, recipe, simulation, write_hospitals
+from polyclinic.rounds import Watch
+from polyclinic.runs import ENROLMENT
+from tests.deploy.hospitals import EVERYTHING, SITES, Crossing, desks, recipe, simulation
 
 CARD: dict[str, Any] = {
     "version": __version__,
@@ -28,13 +30,6 @@ CARD: dict[str, Any] = {
     "groups": [4, 2],
     "fingerprint": "f" * 64,
 }
-
-
-@pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("hospitals")
-    write_hospitals(folder)
-    return folder
 
 
 def elsewhere(crossing: Crossing) -> Elsewhere:
@@ -80,10 +75,19 @@ def test_cards_that_cannot_be_are_refused(change: dict[str, Any]) -> None:
 
 def test_sites_that_do_not_fit_together_are_told_by_name() -> None:
     other = Card.read(CARD | {"classes": ["benign", "cancer"]})
-    with pytest.raises(DataError, match="Site hill has classes benign, cancer, site harbour has benign, malignant"):
+    with pytest.raises(DataError, match="hill does not fit: it has classes benign, cancer, harbour has benign, malig"):
         Roster.of({"harbour": Card.read(CARD), "hill": other})
-    with pytest.raises(EngineError, match=r"site hill runs polyclinic 9\.9"):
+    with pytest.raises(DataError, match=r"hill does not fit: it runs polyclinic 9\.9"):
         Roster.of({"harbour": Card.read(CARD), "hill": Card.read(CARD | {"version": "9.9"})})
+
+
+def test_who_is_odd_is_found_by_what_most_have() -> None:
+    usual, odd = Card.read(CARD), Card.read(CARD | {"size": 16})
+    assert misfits({}) == {}
+    assert misfits({"a": usual, "b": usual}) == {}
+    assert misfits({"a": odd, "b": usual, "c": usual}).keys() == {"a"}
+    assert misfits({"a": usual, "b": odd, "c": odd}).keys() == {"a"}
+    assert misfits({"a": odd, "b": usual}).keys() == {"b"}, "of equally many, the first is right"
 
 
 @pytest.mark.parametrize(
@@ -133,11 +137,15 @@ def test_a_site_that_is_not_there_is_left_out_and_told(home: Path, tmp_path: Pat
         return Failure("dead", "it is away") if site == "hill" else crossing.answer(site, data)
 
     there = Elsewhere(MockEngine(answer), "mock")
-    summary = deploy(recipe(), there, SITES, tmp_path, lambda event, info: seen.append((event, dict(info)))).summary
+    watch: Watch = lambda event, info: seen.append((event, dict(info)))  # noqa: E731
+    summary = deploy(recipe(quorum=2), there, SITES, tmp_path, watch).summary
     assert [row["site"] for row in summary["hospitals"]] == ["harbour", "lake"]
     assert ("absent", {"site": "hill", "kind": "dead", "why": "it is away"}) in seen
-    with pytest.raises(RoundFailed, match="2 of 3 sites enrolled, 3 are needed"):
-        deploy(recipe(quorum=3), there, SITES, tmp_path / "other")
+    assert summary["absent"] == {"hill": "dead: it is away"}
+    for quorum in (3, None):
+        with pytest.raises(RoundFailed, match=r"2 of 3 sites enrolled, 3 are needed \(hill: dead: it is away\)"):
+            deploy(recipe(quorum=quorum), there, SITES, tmp_path / "other")
+    assert not (tmp_path / "other" / ENROLMENT).exists()
 
 
 def test_a_run_that_goes_on_refuses_a_site_with_other_images(home: Path, tmp_path: Path) -> None:

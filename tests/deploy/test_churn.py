@@ -29,8 +29,14 @@ TEN = tuple(f"site-{number}" for number in range(10))
 WAYS = ("before", "during", "after")
 FATAL = 2
 """The round in which they die."""
-QUICK: dict[str, Any] = {"algorithm": "scaffold", "rounds": 3, "model__name": "linear", "evaluate__every": 0}
-"""With something that sites remember."""
+QUICK: dict[str, Any] = {
+    "algorithm": "scaffold",
+    "rounds": 3,
+    "model__name": "linear",
+    "evaluate__every": 0,
+    "quorum": 1,
+}
+"""With something that sites remember, and told to go on without whoever dies."""
 
 
 class Mortal(MemoryGrid):
@@ -114,7 +120,7 @@ def test_who_dies_leaves_the_run_that_was_planned_without_it(
 def test_below_quorum_the_round_fails_closed_and_goes_on_when_they_are_back(
     home: Path, undisturbed: str, out: Path
 ) -> None:
-    found, ends = recipe(**QUICK, quorum=7), those_that_end(6, 0)
+    found, ends = recipe(**{**QUICK, "quorum": 7}), those_that_end(6, 0)
     grid = Mortal(home, "quorum", ends)
     with pytest.raises(RoundFailed, match="6 acceptable updates where the quorum is 7"):
         played(found, grid, out)

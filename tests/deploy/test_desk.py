@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from polyclinic import Recipe, wire
-from polyclinic.algorithms import ALGORITHMS
 from polyclinic.consortium import gather
 from polyclinic.core import Stream
 from polyclinic.deploy.desk import SiteDesk
@@ -24,6 +23,7 @@ from tests.deploy.hospitals import (
     BASE,
     CLUSTERS,
     EACH,
+    EVERY,
     SITES,
     TABLE,
     Crossing,
@@ -37,9 +37,7 @@ from tests.deploy.hospitals import (
     refusal,
     said,
     simulation,
-    write_hospitals,
 )
-from tests.small import NEEDED
 
 SEEDED = {"noise": 1.0, "delta": 1e-3, "randomness": "seed"}
 MOVING: dict[str, Any] = {**CLUSTERS, "capability": {"every": 2}, "seed": 9}
@@ -53,8 +51,7 @@ PHANTOM = {
     "split": BASE["data"]["split"],
 }
 CASES: dict[str, dict[str, Any]] = {
-    **{name: {"algorithm": name, **NEEDED.get(name, {})} for name, kind in ALGORITHMS.items() if not kind.pooled},
-    "pfedcdp in three clusters": {**NEEDED["pfedcdp"], **CLUSTERS},
+    **EVERY,
     "fedmp in clusters that change": {**MOVING, "algorithm": "fedmp"},
     "alone in clusters that change": {**MOVING, "algorithm": "local"},
     "fed-align with a curriculum": {"algorithm": {"name": "fed-align", "warmup": 1}, "training__order": "forgotten"},
@@ -69,13 +66,6 @@ CASES: dict[str, dict[str, Any]] = {
     "dropout and the like": {"model__dropout": 0.5, "training__augment": {"flip": True}, "training__oversample": True},
     "drawn images": {"data": PHANTOM, "rounds": 5},
 }
-
-
-@pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("hospitals")
-    write_hospitals(folder)
-    return folder
 
 
 @pytest.mark.parametrize("case", CASES)

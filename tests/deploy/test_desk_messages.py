@@ -29,15 +29,7 @@ from tests.deploy.hospitals import (
     refusal,
     said,
     simulation,
-    write_hospitals,
 )
-
-
-@pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("hospitals")
-    write_hospitals(folder)
-    return folder
 
 
 @pytest.fixture(scope="module")

@@ -16,16 +16,15 @@ from polyclinic.deploy.federation import Server
 from polyclinic.deploy.inspection import inspect
 from polyclinic.deploy.provision import provision, rotate_all, rotate_server, rotate_site
 from polyclinic.errors import EngineError
-from tests.deploy.kits import NORTH, SITES, YEARS, handshake, kits, made_once, revoked, site_of
+from tests.deploy.kits import HELLO, NORTH, SITES, YEARS, handshake, revoked, site_of
 
-__all__ = ["kits", "made_once"]
 pytest.importorskip("cryptography", reason="the extra polyclinic[flower] is not installed")
 
 
 def test_a_site_accepts_the_server_of_its_kit_by_every_name_of_this_machine(kits: Path) -> None:
     for name in SITES:
-        handshake(kits / "server", site_of(kits, name) / "ca.crt")
-    handshake(kits / "server", site_of(kits, "hill") / "ca.crt", "localhost")
+        assert handshake(kits / "server", site_of(kits, name) / "ca.crt") == HELLO
+    assert handshake(kits / "server", site_of(kits, "hill") / "ca.crt", "localhost") == HELLO
 
 
 def test_another_authority_is_refused(kits: Path) -> None:
@@ -38,14 +37,14 @@ def test_an_expired_certificate_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ssl.SSLCertVerificationError, match="expired"):
         handshake(tmp_path / "old" / "server", tmp_path / "old" / "ca" / "ca.crt")
     rotate_server(tmp_path / "old")
-    handshake(tmp_path / "old" / "server", tmp_path / "old" / "ca" / "ca.crt")
+    assert handshake(tmp_path / "old" / "server", tmp_path / "old" / "ca" / "ca.crt") == HELLO
 
 
 def test_a_server_elsewhere_is_not_called_localhost(tmp_path: Path) -> None:
     there = NORTH.model_copy(update={"server": Server(host="fl.example.org", port=9443)})
     provision(there, tmp_path / "kits")
     ca = tmp_path / "kits" / "ca" / "ca.crt"
-    handshake(tmp_path / "kits" / "server", ca, "fl.example.org")
+    assert handshake(tmp_path / "kits" / "server", ca, "fl.example.org") == HELLO
     for host in ("localhost", "127.0.0.1", "sub.fl.example.org"):
         with pytest.raises(ssl.SSLCertVerificationError, match=r"mismatch|doesn't match"):
             handshake(tmp_path / "kits" / "server", ca, host)

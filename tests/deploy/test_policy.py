@@ -30,17 +30,9 @@ from tests.deploy.hospitals import (
     recipe,
     said,
     simulation,
-    write_hospitals,
 )
 
 WISH = {"noise": 2.0, "delta": 1e-3}
-
-
-@pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("hospitals")
-    write_hospitals(folder)
-    return folder
 
 
 def enrolled(home: Path, state: str, found: Recipe, **settings: Any) -> dict[str, Any]:

@@ -15,11 +15,14 @@ from typer.testing import CliRunner
 
 pytest.importorskip("flwr", reason="needs the extra polyclinic[flower]")
 
+from polyclinic import wire
 from polyclinic.cli_deploy import join, status
+from polyclinic.core import Failure
+from polyclinic.deploy.assembly import ask
 from polyclinic.deploy.federation import ServerConfig
 from polyclinic.deploy.processes import LOG_BYTES, LOG_FILES, Board, listens_on, logging_to, read_status, serving
 from polyclinic.errors import RecipeError
-from tests.deploy.hospitals import CLUSTERS, SITES, recipe
+from tests.deploy.hospitals import CLUSTERS, SITES, asked, recipe
 from tests.deploy.ward import Ward, forking, furnish, until
 from tests.small import NEEDED
 
@@ -91,6 +94,25 @@ def test_sites_that_stay_up_end_run_after_run_in_the_bits_of_the_simulation(ward
         for site in SITES:
             assert not list((ward.folder / "k" / "sites" / site / "state" / "runs").glob("*")), "a run that is over"
     assert ward.pids() == before, ward.said()
+
+
+def test_sites_say_what_they_refuse_and_that_a_run_is_over(ward: Ward) -> None:
+    log, order = ward.sites["hill"].log, wire.decode(asked("enrol", "hill", recipe(data__path="elsewhere.csv"))).fields
+    before = len(log.read_text())
+    with serving(ServerConfig.load(ward.folder / "k" / "server" / "server.yaml")) as reception:
+        ward.until(lambda: len(reception.present()) == len(SITES), "all sites' coming")
+        for _, answer in ask(reception.engine, order, SITES, 20):
+            assert isinstance(answer, Failure)
+        assert "hill: connected to" in told_of_hill(ward)
+        for _ in ask(reception.engine, {"purpose": "end", "run": "some"}, SITES, 20):
+            pass
+    ward.until(lambda: log.read_text().endswith("has closed; waiting for the next run\n"), "hill's word on the end")
+    told = log.read_text()[before:]
+    sentence = "refused, no run: data: hill has no data called 'elsewhere.csv'"
+    assert f"hill: {sentence}" in told
+    assert "cannot be reached" not in told
+    assert "last refusal or failure, " in told_of_hill(ward)
+    assert f": {sentence}" in told_of_hill(ward)
 
 
 def _look(out: Path) -> None:

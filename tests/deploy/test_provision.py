@@ -23,9 +23,8 @@ from polyclinic.deploy.kit import File, zipped
 from polyclinic.deploy.provision import add, provision, read_wheel, revoke, rotate_all, rotate_server, rotate_site
 from polyclinic.deploy.site import SiteConfig
 from polyclinic.errors import DataError, EngineError, RecipeError, StoreError
-from tests.deploy.kits import GOOD, NORTH, SITES, handshake, kits, made_once, mode, revoked, site_of, tree
+from tests.deploy.kits import GOOD, HELLO, NORTH, SITES, handshake, mode, revoked, site_of, tree
 
-__all__ = ["kits", "made_once"]
 pytest.importorskip("cryptography", reason="the extra polyclinic[flower] is not installed")
 
 
@@ -179,7 +178,7 @@ def test_the_server_gets_a_new_certificate_and_sites_need_nothing(kits: Path) ->
     rotate_server(kits)
     changed = {name for name, data in tree(kits).items() if before.get(name) != data}
     assert changed == {"server/server.crt", "server/server.key", ".lock"}
-    handshake(kits / "server", site_of(kits, "harbour") / "ca.crt")
+    assert handshake(kits / "server", site_of(kits, "harbour") / "ca.crt") == HELLO
 
 
 def test_without_the_authoritys_key_the_server_cannot_be_renewed_but_sites_can(kits: Path) -> None:
@@ -198,7 +197,7 @@ def test_everything_is_renewed(kits: Path) -> None:
     assert not {Path(name).suffix for name in same} & {".crt", ".key", ".pub", ".zip"}
     assert len(revoked(kits)) == len(SITES)
     assert inspect(kits).problems == ()
-    handshake(kits / "server", site_of(kits, "hill") / "ca.crt")
+    assert handshake(kits / "server", site_of(kits, "hill") / "ca.crt") == HELLO
     with pytest.raises(ssl.SSLCertVerificationError):
         handshake(kits / "server", old_authority)
 

@@ -26,7 +26,7 @@ pytest.importorskip("flwr", reason="needs the extra polyclinic[flower]")
 from polyclinic import run
 from polyclinic.core import Failure, SiteId
 from polyclinic.engines import Answer, Elsewhere, flower_ray
-from polyclinic.engines.flower_ray import Assignment, asked, assign, shared_out, site_app, understood
+from polyclinic.engines.flower_ray import Assignment, asked, assign, opened, shared_out, site_app
 from polyclinic.errors import EngineError, RecipeError
 from polyclinic.experiment import Experiment
 from polyclinic.store import DiskMemory
@@ -54,7 +54,7 @@ class InProcess:
             yield site, self.answer(site, node, sent[site])
 
     def answer(self, site: SiteId, node: int, data: bytes) -> bytes | Failure:
-        return understood(site_app(self.assignment)(*asked(site, node, data)))
+        return opened(site_app(self.assignment)(*asked(site, node, data)))
 
 
 @pytest.fixture

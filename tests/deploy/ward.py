@@ -7,11 +7,10 @@ import json
 import os
 import signal
 import socket
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -24,6 +23,7 @@ from polyclinic.deploy.federation import Federation, Server
 from polyclinic.deploy.processes import ENVIRONMENT, Child, _go_with_parent
 from polyclinic.deploy.provision import provision
 from tests.deploy.hospitals import EVERYTHING, SITES, TABLE, simulation, write_hospitals
+from tests.driving import Ask, driving
 
 ALONE = {"OMP_NUM_THREADS": "1"}
 
@@ -85,7 +85,7 @@ class Forked:
 
     pid: int
     log: Path
-    ask: Callable[..., str]
+    ask: Ask
     ended: int | None = None
 
     def code(self) -> int | None:
@@ -109,43 +109,9 @@ class Forked:
         return self.ended
 
 
-@contextmanager
-def forking() -> Iterator[Callable[..., str]]:
+def forking() -> AbstractContextManager[Ask]:
     """The driver of `tests.deploy.forks`; its children end with it."""
-    driver = subprocess.Popen(
-        [sys.executable, "-m", "tests.deploy.forks"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        cwd=Path(__file__).parents[2],
-        env={**os.environ, **ENVIRONMENT, **ALONE, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-        preexec_fn=_go_with_parent,
-    )
-    assert driver.stdin is not None
-    assert driver.stdout is not None
-    requests, replies, ready = driver.stdin, driver.stdout, False
-
-    def heard() -> str:
-        line = replies.readline().strip()
-        assert line, "the driver has ended"
-        return line
-
-    def ask(**job: Any) -> str:
-        nonlocal ready
-        ready = ready or heard() == "ready"
-        print(json.dumps(job), file=requests, flush=True)
-        return heard()
-
-    try:
-        yield ask
-    finally:
-        requests.close()
-        try:
-            driver.wait(timeout=30)
-        finally:
-            driver.kill()
-            driver.wait()
-            replies.close()
+    return driving("tests.deploy.forks", environment={**ENVIRONMENT, **ALONE}, before=_go_with_parent)
 
 
 @dataclass
@@ -153,7 +119,7 @@ class Ward:
     """The processes of a furnished folder. `networks`: by role, the namespace it lives in."""
 
     folder: Path
-    ask: Callable[..., str]
+    ask: Ask
     networks: Mapping[str, Path] = field(default_factory=dict)
     sites: dict[SiteId, Process] = field(default_factory=dict)
     server: Process | None = None

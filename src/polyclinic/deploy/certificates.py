@@ -15,6 +15,8 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
+import yaml
+
 from polyclinic.deploy.federation import address_of, is_loopback
 from polyclinic.errors import EngineError
 
@@ -36,7 +38,9 @@ SKEW = timedelta(minutes=10)
 AUTHORITY_DAYS = 3660
 """The authority outlives every certificate it signs, so that a new one of the server's troubles no site."""
 SOON = timedelta(days=30)
+OPENSSH = b"-----BEGIN OPENSSH"
 NEW = "ask the coordinator for a new kit"
+OTHER_KIND = f"is not an ECDSA key, the only kind that Flower takes; {NEW}"
 
 
 def need_cryptography() -> None:
@@ -96,13 +100,7 @@ def authority(federation: str, key: PrivateKey, now: datetime) -> x509.Certifica
     return made.sign(key, hashes.SHA384())
 
 
-def server_certificate(
-    host: str,
-    key: PublicKey,
-    signer: Signer,
-    now: datetime,
-    days: int,
-) -> x509.Certificate:
+def server_certificate(host: str, key: PublicKey, signer: Signer, now: datetime, days: int) -> x509.Certificate:
     ca, ca_key = signer
     until = min(now + timedelta(days=days), ca.not_valid_after_utc)
     issuer_key = x509.AuthorityKeyIdentifier.from_issuer_public_key(ca_key.public_key())
@@ -161,24 +159,38 @@ def read_private(path: Path) -> PrivateKey:
     data = _bytes(path)
     if path.stat().st_mode & 0o077:
         raise EngineError(f"others on this machine can read the private key {path}; run: chmod 600 {path}")
-    ssh = data.startswith(b"-----BEGIN OPENSSH")
+    load = serialization.load_ssh_private_key if data.startswith(OPENSSH) else serialization.load_pem_private_key
     try:
-        load = serialization.load_ssh_private_key if ssh else serialization.load_pem_private_key
         key = load(data, password=None)
     except (ValueError, TypeError, UnsupportedAlgorithm):
         raise EngineError(f"{path} is not a private key, is damaged, or has a password; {NEW}") from None
     if not isinstance(key, ec.EllipticCurvePrivateKey):
-        raise EngineError(f"{path} is not an ECDSA key, the only kind that Flower takes; {NEW}")
+        raise EngineError(f"{path} {OTHER_KIND}")
     return key
 
 
 def read_public(path: Path) -> PublicKey:
+    return _public(_bytes(path), path)
+
+
+def withdrawn(path: Path) -> list[tuple[PublicKey, str]]:
+    """Keys that are no longer taken, and whose they were, by revoked.yaml; what cannot be read of it is left out."""
+    found: list[tuple[PublicKey, str]] = []
+    with contextlib.suppress(OSError, UnicodeError, yaml.YAMLError, KeyError, TypeError):
+        for row in yaml.safe_load(path.read_text(encoding="utf-8"))["revoked"]:
+            with contextlib.suppress(EngineError, KeyError, TypeError):
+                whose = f"the key of {row['site']} that was {row['why']} on {row['date']}"
+                found.append((_public(str(row["key"]).encode(), path), whose))
+    return found
+
+
+def _public(data: bytes, path: Path) -> PublicKey:
     try:
-        key = serialization.load_ssh_public_key(_bytes(path))
+        key = serialization.load_ssh_public_key(data)
     except (ValueError, UnsupportedAlgorithm):
         raise EngineError(f"{path} is not a public key in OpenSSH's form or is damaged; {NEW}") from None
     if not isinstance(key, ec.EllipticCurvePublicKey):
-        raise EngineError(f"{path} is not an ECDSA key, the only kind that Flower takes; {NEW}")
+        raise EngineError(f"{path} {OTHER_KIND}")
     return key
 
 
@@ -193,9 +205,8 @@ def refuse_site(ca: Path, key: Path, now: datetime | None = None) -> None:
     """Raise what is wrong with a site's files."""
     need_cryptography()
     refuse_authority(ca, read_certificate(ca), now or right_now())
-    data = key.read_bytes() if key.exists() else b""
     read_private(key)
-    if not data.startswith(b"-----BEGIN OPENSSH"):
+    if not key.read_bytes().startswith(OPENSSH):
         raise EngineError(f"{key} is not in OpenSSH's form, the only one that Flower reads; {NEW}")
 
 

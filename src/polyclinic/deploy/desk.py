@@ -11,6 +11,7 @@ import hashlib
 import hmac
 import logging
 import shutil
+import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -21,9 +22,9 @@ from polyclinic.consortium import Consortium
 from polyclinic.deploy.images import card_of, gather_own
 from polyclinic.deploy.messages import addressed, check_order, recipe_of, run_of, terms_of
 from polyclinic.deploy.participation import Leaving, Participation, Terms
-from polyclinic.deploy.policy import refuse_recipe
-from polyclinic.deploy.releases import Notebook, Releases, now
-from polyclinic.deploy.site import SiteConfig
+from polyclinic.deploy.policy import recipe_mark, refuse_recipe
+from polyclinic.deploy.releases import FAILED, LOG, REFUSED, Notebook, Releases, now
+from polyclinic.deploy.site import SiteConfig, remedied
 from polyclinic.errors import DataError, PolyclinicError, Refused, StoreError
 from polyclinic.recipe import Recipe
 from polyclinic.store import DiskMemory, RamMemory, locked, named_failure, write_atomically
@@ -37,12 +38,16 @@ log = logging.getLogger(__name__)
 
 
 class SiteDesk:
-    """Answers for one site. What must survive lies under `config.folder`: this object may be made anew at any time."""
+    """Answers for one site. What must survive lies under `config.folder`: this object may be made anew at any time.
 
-    def __init__(self, config: SiteConfig) -> None:
-        self.config, self.site = config, config.site
+    `tell` says in a sentence, to whoever watches this site, what was asked, refused, and what failed."""
+
+    def __init__(self, config: SiteConfig, tell: Callable[[str], None] = lambda _: None) -> None:
+        self.config, self.site, self.tell = config, config.site, tell
+        self.resting = True
+        """Whether no run is under way here."""
         self.releases = Releases(config.folder)
-        self.notebook = Notebook(config.folder / "site.log")
+        self.notebook = Notebook(config.folder / LOG)
         self._open: tuple[str, Participation] | None = None
         self._images: tuple[str, tuple[str, ...] | None, Consortium] | None = None
         with named_failure(config.folder):
@@ -54,27 +59,30 @@ class SiteDesk:
         try:
             order = wire.decode(data)
             run = named if isinstance(named := order.fields.get("run"), str) else ""
-            with locked(self.config.folder):
+            with remedied(), locked(self.config.folder):
                 return self._answer(order, data)
         except Refused as refusal:
-            self._log(f"refused, {_told(run)}: {refusal}{_because(refusal)}")
+            self._log(f"{REFUSED}, {_told(run)}: {refusal}{_because(refusal)}")
             return self._failure(run, "refused", str(refusal))
         except PolyclinicError as error:
-            self._log(f"failed, {_told(run)}: {error}")
+            self._log(f"{FAILED}, {_told(run)}: {error}")
             return self._failure(run, "error", self._sentence(error))
         except Exception:
-            self._log(f"failed, {_told(run)}, by a mistake in polyclinic:\n{traceback.format_exc()}")
+            self._log(f"{FAILED}, {_told(run)}: {_mistake()}", traceback.format_exc())
             return self._failure(run, "error", f"{self.site} met a mistake in its own program; its log has the details")
 
     def preview(self, recipe: Recipe) -> list[Leaving]:
         """What would leave this site if the recipe ran, kind by kind; nothing leaves. Raises what the desk would."""
         refuse_recipe(recipe, self.site, self.config.allow, self.config.budget)
-        own = self._gathered(recipe)
+        return self._rehearsed(recipe, self._gathered(recipe)).preview()
+
+    def _rehearsed(self, recipe: Recipe, own: Consortium) -> Participation:
+        """A run with nobody else in it, priced, if the budget can pay it."""
         terms = Terms("preview", recipe, own.classes, own.channels, own.size)
         part = Participation(self.config, terms, own, RamMemory())
         if part.account is not None:
             part.account.refuse_run()
-        return part.preview()
+        return part
 
     def _answer(self, order: wire.Message, data: bytes) -> bytes:
         purposes: dict[str, Callable[[wire.Message, bytes], bytes]] = {
@@ -87,13 +95,17 @@ class SiteDesk:
         purpose = addressed(order.fields, self.site)
         if purpose not in purposes:
             raise Refused("purpose", f"{wire.shown(purpose)} is nothing that a site does")
-        return purposes[purpose](order, data)
+        reply = purposes[purpose](order, data)
+        self.resting = purpose in ("enrol", "end")
+        return reply
 
     def _enrol(self, order: wire.Message, data: bytes) -> bytes:
         del data
         recipe = self._allowed(order.fields)
         self._images = None  # they may have changed since another run
         own = self._gathered(recipe)
+        if self.config.budget is not None and not self._under_way(recipe):
+            self._rehearsed(recipe, own)
         reply = self._reply("", card=card_of(own, self.site, __version__, self._mark(own)))
         self.releases.note(reply, {CARD: len(reply)}, run="", round=0, purpose="enrol", epsilon=None)
         self._log(f"enrolled for the recipe {recipe.name!r:.100} ({recipe.algorithm.name})")
@@ -160,6 +172,14 @@ class SiteDesk:
         if not (self._folder(run) / "begin.pcl").exists():
             raise Refused("run", f"{self.site} knows of no run {run}; begin it first")
         return self._participation(self._kept_terms(run))
+
+    def _under_way(self, recipe: Recipe) -> bool:
+        """Whether a run of it goes on here, perhaps half paid already: whether the rest can be paid, `begin` looks."""
+        for kept in (self.config.folder / "runs").glob("*/begin.pcl"):
+            with contextlib.suppress(PolyclinicError):
+                if recipe_mark(self._kept_terms(kept.parent.name).recipe) == recipe_mark(recipe):
+                    return True
+        return False
 
     def _kept_terms(self, run: str) -> Terms:
         path = self._folder(run) / "begin.pcl"
@@ -243,14 +263,16 @@ class SiteDesk:
         if isinstance(error, DataError):
             return f"{self.site}'s images cannot be used for this recipe as they are; its own log says why"
         if isinstance(error, StoreError):
-            return f"{self.site} cannot write or read its own folder; its own log says why"
+            return f"{self.site} cannot write or read its own folder; its own terminal or log says why"
         return f"{self.site} cannot do this; its own log says why"
 
-    def _log(self, sentence: str) -> None:
+    def _log(self, sentence: str, details: str = "") -> None:
         """For the hospital alone. A disk that is full shall not keep the server from being told."""
+        sentence = "".join(letter if letter.isprintable() else " " for letter in sentence)
         log.info("%s: %s", self.site, sentence)
+        self.tell(sentence)
         with contextlib.suppress(StoreError):
-            self.notebook.write(f"{now()} {sentence}")
+            self.notebook.write("\n".join(filter(None, (f"{now()} {sentence}", details))))
 
 
 def _same(kept: Path, asked: str) -> bytes | None:
@@ -264,6 +286,10 @@ def _same(kept: Path, asked: str) -> bytes | None:
     except (OSError, Refused):
         return None
     return reply
+
+
+def _mistake() -> str:
+    return f"a mistake in polyclinic ({type(sys.exception()).__name__}); {LOG} has the details for its makers"
 
 
 def _told(run: str) -> str:

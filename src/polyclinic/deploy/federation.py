@@ -122,6 +122,8 @@ class ServerConfig(BaseModel):
     certificate: Path = Field(default=Path("server.crt"), strict=False)
     key: Path = Field(default=Path("server.key"), strict=False)
     ca: Path = Field(default=Path("ca.crt"), strict=False)
+    revoked: Path = Field(default=Path("revoked.yaml"), strict=False)
+    """Keys that were withdrawn, so that who still uses one can be named."""
     folder: Path = Field(default=Path("state"), strict=False)
     sites: Mapping[SiteId, Annotated[Path, Field(strict=False)]]
     """The public key of every site that may join."""
@@ -132,7 +134,7 @@ class ServerConfig(BaseModel):
     def load(cls, path: Path) -> ServerConfig:
         config = _validate(cls, path, _read(path, "federation, host, port and sites"))
         here = path.resolve().parent
-        places = {name: here / getattr(config, name) for name in ("certificate", "key", "ca", "folder")}
+        places = {name: here / getattr(config, name) for name in ("certificate", "key", "ca", "revoked", "folder")}
         return config.model_copy(update={**places, "sites": {site: here / key for site, key in config.sites.items()}})
 
     @model_validator(mode="after")

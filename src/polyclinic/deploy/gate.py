@@ -14,6 +14,7 @@ from base64 import b64decode
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from functools import partial
 from typing import Any, TypeAlias
+from urllib.parse import unquote
 
 from polyclinic.core import SiteId
 
@@ -40,7 +41,7 @@ OPEN = frozenset(
 )
 SPOKEN = frozenset({FLEET + "push-messages", FLEET + "pull-messages"})
 """Where it is looked at in whose name; elsewhere Flower does."""
-KEY, VERSION = b"flwr-public-key", b"polyclinic-version"
+KEY, VERSION, NAMES = b"flwr-public-key", b"polyclinic-version", b"polyclinic-names"
 LARGEST = 64 << 20
 """Bytes of one request: Flower sends arrays in pieces of 5 MiB."""
 SMALL = 1 << 20
@@ -61,8 +62,11 @@ class Gate:
         version: str,
         senders: Callable[[str, bytes], set[int]],
         refused: Callable[[SiteId, str], None],
+        federation: str = "",
+        former: Mapping[bytes, str] | None = None,
     ) -> None:
-        self.app, self.keys, self.nodes = app, keys, nodes
+        self.former = former or {}
+        self.app, self.keys, self.nodes, self.federation = app, keys, nodes, federation
         self.version, self.senders, self.refused = version, senders, refused
         self.seen: dict[SiteId, float] = {}
         self.left: dict[SiteId, int] = {}
@@ -125,11 +129,21 @@ class Gate:
         if scope["method"] != "POST" or scope["path"] not in OPEN:
             return 404, f"{scope['method'][:10]} {scope['path'][:60]!r} is not open to sites", "there is nothing here"
         if not site:
-            return 403, "a key that is not registered", "its key is not registered, or was revoked; ask for a new kit"
+            whose = self.former.get(_key(headers), "a key that is not registered")
+            return 403, whose, "its key is not registered, or was revoked; ask for a new kit"
         theirs = headers.get(VERSION, b"").decode("ascii", "replace")[:40]
         if theirs != self.version:
             told = f"the server runs polyclinic {self.version}, this site {theirs or 'another program'}"
             return 403, f"it runs polyclinic {theirs!r}, not {self.version}", f"{told}; install the server's version"
+        return self._misnamed(headers.get(NAMES, b"").decode("ascii", "replace")[:2000], site)
+
+    def _misnamed(self, names: str, site: SiteId) -> No | None:
+        """A site whose settings are not those of its key: files of two kits were mixed, or a name was changed."""
+        federation, _, called = map(unquote, names.partition("/"))
+        for what, theirs, ours in (("site", called, site), ("federation", federation, self.federation)):
+            if names and ours and theirs != ours:
+                told = f"its key is that of the {what} {ours}, but `{what}` in site.yaml is {theirs[:100]!r}"
+                return 403, f"it takes itself for the {what} {theirs[:100]!r}", f"{told}; use the files of one kit"
         return None
 
     def _unfit(self, path: str, body: bytes | None, site: SiteId) -> No | None:

@@ -6,6 +6,7 @@ among all. A recipe's path is a name here and nothing else: a server cannot poin
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -51,7 +52,10 @@ def registered(name: str, config: SiteConfig) -> Path:
             "data",
             f"{config.site} has no data called {name!r:.100}; it can add `data: {{NAME: PATH}}` to its site.yaml",
         )
-    return config.data[name]
+    path = config.data[name]
+    if not os.access(path, os.R_OK):
+        raise DataError(f"{path} cannot be read here, or is not there; correct {name!r} below `data` in site.yaml.")
+    return path
 
 
 def _alone(recipe: Recipe, site: SiteId, options: ImageOptions, data: Path | None) -> Consortium:

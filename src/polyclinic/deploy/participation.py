@@ -6,7 +6,6 @@ message (classes, shape, noise); first weights come with the orders, so no file 
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import json
 import math
@@ -23,23 +22,20 @@ from polyclinic.algorithms.single import Single
 from polyclinic.clustered import Clustered
 from polyclinic.consortium import Consortium
 from polyclinic.core import Bundle, Federation, Stage, Stream
-from polyclinic.data.examples import SiteData
 from polyclinic.deploy.account import Account
 from polyclinic.deploy.policy import METRICS, PREDICTIONS, refuse_excess, refuse_kinds, told_of_images
 from polyclinic.deploy.site import SiteConfig
 from polyclinic.engines.local import keep_freed_memory
 from polyclinic.errors import EngineError, Refused
 from polyclinic.experiment import rules_of
-from polyclinic.learning.beside import accompanied
-from polyclinic.learning.network import LiveNetwork, feature_shape, norm_names, weights_of
-from polyclinic.lineup import Lineup, device_of, network_of
-from polyclinic.models.classifier import Classifier
-from polyclinic.models.scattering import fixed_part
+from polyclinic.learning.network import norm_names, weights_of
+from polyclinic.lineup import at_site, device_of, line_up, network_of, placed
 from polyclinic.privacy.binding import bind, discretion_of, placeholder, secret_of, stages_of
 from polyclinic.privacy.page import released
 from polyclinic.privacy.plan import Plan
-from polyclinic.recipe import ModelSection, Recipe
+from polyclinic.recipe import Recipe
 from polyclinic.runner import Discretion, SiteRunner, drive
+from polyclinic.runs import predicted
 from polyclinic.store import MemoryStore
 from polyclinic.wrapper import Wrapper
 
@@ -69,6 +65,9 @@ class Terms:
         return hashlib.sha256(json.dumps([self.run, *said]).encode()).hexdigest()
 
 
+KEPT = "asked for, and kept back"
+
+
 @dataclass(frozen=True)
 class Leaving:
     """One kind of thing that would leave the site, for people to read before anything does."""
@@ -94,8 +93,8 @@ class Participation:
         torch.set_num_threads(recipe.engine.threads)
         keep_freed_memory()
         module = network_of(recipe, consortium)
-        self.lineup = _lined_up(recipe, consortium, module, device)
-        self.consortium, self.holdings = consortium, _placed(recipe, consortium, module, device)[self.site]
+        self.lineup = line_up(recipe, consortium, module, device)
+        self.consortium, self.holdings = consortium, placed(recipe, consortium, module, device)[0][self.site]
         start = weights_of(module) if recipe.clusters else next(iter(self.lineup.networks.values())).take()
         registered = {self.site: len(self.holdings.train)}
         shape = self.lineup.shapes.get("", ())
@@ -166,8 +165,9 @@ class Participation:
 
     def evaluate(self, order: wire.Message) -> wire.Message:
         refuse_kinds((PREDICTIONS,), self.site, self.config.allow)
-        if self.plan is not None and "train" in order.fields["parts"]:
-            raise Refused("privacy", f"{self.site} was asked for predictions of images that its privacy plan protects")
+        if "train" in order.fields["parts"] and "train" not in predicted(self.recipe):
+            why = "are protected by a plan" if self.plan else "the recipe leaves out (evaluate.train: false)"
+            raise Refused("privacy", f"{self.site} was asked for predictions of training images, which {why}")
         self.runner.check(order)
         return self.runner.evaluate(order)
 
@@ -261,53 +261,28 @@ class Participation:
         ]
         if told_of_images(self.recipe):
             rows.append(Leaving(METRICS, "every evaluated round", {}, 0, words[METRICS], epsilon=cost))
-        parts = ["train"] if self.recipe.evaluate.train and self.plan is None else []
-        images = sum(len(getattr(self.holdings, part)) for part in (*parts, "validation", "test"))
+        counts = {part: len(getattr(self.holdings, part)) for part in predicted(self.recipe)}
+        *most, last = (f"{count} {'training' if part == 'train' else part}" for part, count in counts.items())
         each = 4 * len(self.consortium.classes) + 16  # probabilities in float32, a label and a patient's number
-        why = f"of {images} images, each with its label; no plan protects it"
-        return [*rows, Leaving(PREDICTIONS, "after the last round, of each model", {}, images * each, why)]
+        why = f"of {', '.join(most)} and {last} images, each with its label; no plan protects it"
+        size = sum(counts.values()) * each
+        if PREDICTIONS not in self.config.allow.kinds:
+            return [*rows, Leaving(PREDICTIONS, KEPT, {}, 0, "does not leave: allow.kinds in site.yaml lacks it")]
+        return [*rows, Leaving(PREDICTIONS, "after the last round, of each model", {}, size, why)]
 
 
 def _at_site(recipe: Recipe, config: SiteConfig) -> Recipe:
-    """The recipe without what is the server's alone: where weights come from, its books; and where to compute here."""
-
-    def bare(model: ModelSection) -> ModelSection:
-        return model.model_copy(update={"weights": None, "pretrain": None})
-
-    clusters = {n: s.model_copy(update={"model": bare(s.model)}) for n, s in recipe.clusters.items()}
-    wish = recipe.privacy and replace(recipe.privacy, ledger=None)
-    engine = recipe.engine.model_copy(update={"device": config.device or recipe.engine.device})
-    found = recipe.model_copy(
-        update={"model": bare(recipe.model), "clusters": clusters, "privacy": wish, "engine": engine}
-    )
+    """Where the site says nothing of a device, and the recipe's is not to be had, on the CPU."""
+    found = at_site(recipe, config.device or recipe.engine.device)
     try:
         device_of(found)
     except EngineError:
         if config.device is not None:
-            raise
-        return found.model_copy(update={"engine": engine.model_copy(update={"device": "cpu"})})
+            raise EngineError(
+                f"the device {config.device!r} is not to be had here; correct `device` in site.yaml, or leave it out"
+            ) from None
+        return at_site(recipe, "cpu")
     return found
-
-
-def _lined_up(recipe: Recipe, consortium: Consortium, module: Classifier, device: torch.device) -> Lineup:
-    """As `line_up`, without a look at who else is in which cluster."""
-    student = LiveNetwork(copy.deepcopy(module), device) if recipe.finish else None
-    own = {n: network_of(recipe.model_copy(update={"model": s.model}), consortium) for n, s in recipe.clusters.items()}
-    networks = {name: LiveNetwork(each, device) for name, each in (own or {"": module}).items()}
-    blank = torch.zeros(1, consortium.channels, consortium.size, consortium.size)
-    shapes = {name: feature_shape(live, blank) for name, live in networks.items()}
-    algorithm, classes = recipe.algorithm_of(), len(consortium.classes)
-    for name, live in networks.items():
-        networks[name] = accompanied(live, algorithm, shapes[name], classes, Stream(recipe.seed, ("beside", name)))
-    return Lineup(recipe, networks, student, shapes)
-
-
-def _placed(recipe: Recipe, consortium: Consortium, module: Classifier, device: torch.device) -> dict[str, SiteData]:
-    """The images where they are computed with, or what a fixed part of the network makes of them, once for all."""
-    part = fixed_part(module)
-    if part is not None and recipe.training.augment is None and not recipe.clusters:
-        return consortium.through(part, device)[0]
-    return consortium.on(device)
 
 
 def _bytes(group: Mapping[str, torch.Tensor]) -> int:

@@ -19,19 +19,19 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from polyclinic.core import SiteId
-from polyclinic.deploy.certificates import refuse_server, refuse_site
+from polyclinic.deploy.certificates import refuse_server, refuse_site, withdrawn
 from polyclinic.deploy.federation import ServerConfig, address_of, is_loopback
 from polyclinic.deploy.kit import FLWR
 from polyclinic.deploy.releases import now
 from polyclinic.deploy.site import SiteConfig
-from polyclinic.errors import EngineError, RecipeError
+from polyclinic.errors import EngineError, RecipeError, StoreError
 from polyclinic.store import locked, named_failure, write_json
 
 if TYPE_CHECKING:
@@ -46,6 +46,9 @@ ENVIRONMENT = {
 """What keeps Flower from the internet, from installing packages, and from the disk."""
 LOG_BYTES, LOG_FILES = 1 << 20, 3
 STATUS, STOPPED = "status.json", "stopped"
+WAITING = "waiting for sites"
+PATIENCE = 30.0
+"""Seconds that a site may be away before a run that can do without it goes on."""
 KINDS = 50
 """Different refusals that are remembered; of a flood of more, the number."""
 
@@ -63,7 +66,7 @@ def prepare(folder: Path) -> None:
 @contextlib.contextmanager
 def logging_to(path: Path) -> Iterator[None]:
     """One log of bounded size for us and Flower, which has put handlers of its own in place as it was imported."""
-    handler = RotatingFileHandler(path, maxBytes=LOG_BYTES, backupCount=LOG_FILES - 1, encoding="utf-8")
+    handler = _Log(path, maxBytes=LOG_BYTES, backupCount=LOG_FILES - 1, encoding="utf-8", delay=True)
     handler.setFormatter(logging.Formatter("%(asctime)s %(name)s %(levelname)s %(message)s"))
     loggers = [logging.getLogger(name) for name in ("flwr", "uvicorn", "polyclinic")]
     before = [(logger.handlers[:], logger.propagate, logger.level) for logger in loggers]
@@ -79,6 +82,17 @@ def logging_to(path: Path) -> Iterator[None]:
         handler.close()
 
 
+class _Log(RotatingFileHandler):
+    """A log that leaves lines out while the disk is full, and stops nothing for it."""
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802  logging's name
+        pass
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            super().close()
+
+
 def _flower_version() -> str:
     try:
         return importlib.metadata.version("flwr")
@@ -92,7 +106,12 @@ class Board:
     def __init__(self, config: ServerConfig, folders: Sequence[Path]) -> None:
         self.config, self.folders = config, list(folders)
         self.refusals: Counter[tuple[SiteId, str]] = Counter()
-        self.facts: dict[str, Any] = {"state": "waiting for sites"}
+        self.facts: dict[str, Any] = {"state": WAITING}
+        self.tell: Callable[[str], None] = lambda _: None
+        """Says to whoever watches the server who goes away and who comes back, once the sites have come."""
+        self.patient = False
+        """Whether rounds wait for whoever has gone away."""
+        self._here: set[SiteId] = set()
         self.log = logging.getLogger("polyclinic.server")
         self._lock = threading.Lock()
         self._over = threading.Event()
@@ -105,6 +124,11 @@ class Board:
             count = self.refusals[key]
         if count & (count - 1) == 0:  # the 1st, 2nd, 4th, 8th …: a flood does not fill the log
             self.log.warning("refused %s: %s (%d times)", site or "a stranger", why, count)
+
+    def begin(self, here: Iterable[SiteId]) -> None:
+        """Sites have come, and are asked whether they take part."""
+        self._here = set(here)
+        self.note(state="asking sites to enrol")
 
     def note(self, **facts: Any) -> None:
         self.facts.update(facts)
@@ -119,14 +143,28 @@ class Board:
         elif event == "site" and info["outcome"] != "accepted":
             self.log.warning("round %d: %s %s: %s", info["round"], info["site"], info["outcome"], info.get("why", ""))
             self.facts.setdefault("last failure", {})[info["site"]] = f"{info['outcome']}: {info.get('why', '')}"
+        elif event == "evaluated" and "outcome" in info:
+            self.log.warning("after the last round: %s %s: %s", info["site"], info["outcome"], info["why"])
+            self.facts.setdefault("last failure", {})[info["site"]] = f"{info['outcome']}: {info['why']}"
 
     def follow(self, link: Link) -> None:
         """Keep the file up to date until `close`."""
         while True:
             over = self._over.wait(2)
+            if not over:
+                self.notice({site for site, node in link.nodes.items() if node in link.present()})
             self.write(link, running=not over)
             if over:
                 return
+
+    def notice(self, here: set[SiteId]) -> None:
+        """Who has come or gone since the last look; as long as all are awaited, that is told elsewhere."""
+        gone, come, self._here = self._here - here, here - self._here, here
+        left = "has gone away" + ("; the run waits for it, as the recipe names no quorum" if self.patient else "")
+        if self.facts["state"] != WAITING:
+            for site in sorted(gone | come):
+                self.log.warning("%s %s", site, left if site in gone else "is back")
+                self.tell(f"{site} {left if site in gone else 'is back'}")
 
     def write(self, link: Link, running: bool = True) -> None:
         with self._lock:
@@ -141,7 +179,7 @@ class Board:
             "refusals": refusals,
         }
         for folder in self.folders:
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError, StoreError):  # a full disk ends no run by this, and need not stay full
                 folder.mkdir(parents=True, exist_ok=True)
                 write_json(folder / STATUS, status)
 
@@ -166,18 +204,18 @@ class Reception:
         here = self.link.present()
         return [site for site, node in self.link.nodes.items() if node in here]
 
-    def gather(self, seconds: float | None, needed: int, tell: Callable[[str], None]) -> list[SiteId]:
-        """Wait for all sites, or after `seconds` for so many as are needed."""
+    def gather(self, seconds: float | None, needed: int, tell: Callable[[str], None]) -> dict[SiteId, str]:
+        """Wait for all sites, or after `seconds` for so many as are needed; who is missing then, and why."""
         begun, said = time.monotonic(), None
         while True:
             here = self.present()
             missing = [site for site in self.link.nodes if site not in here]
             if not missing:
-                return here
+                return {}
             if seconds is not None and time.monotonic() > begun + seconds:
                 if len(here) >= needed:
                     tell(f"going on without {', '.join(missing)}")
-                    return here
+                    return dict.fromkeys(missing, f"it did not come within {seconds:g} s")
                 raise EngineError(
                     f"{len(here)} of {len(self.link.nodes)} sites came within {seconds:g} s, {needed} are needed; "
                     f"missing: {', '.join(missing)}"
@@ -189,7 +227,7 @@ class Reception:
 
 
 @contextlib.contextmanager
-def serving(config: ServerConfig, out: Path | None = None, patience: float = 30.0) -> Iterator[Reception]:
+def serving(config: ServerConfig, out: Path | None = None, patience: float = PATIENCE) -> Iterator[Reception]:
     """Open the server's door until the block ends. `out`: the run's folder, which gets a copy of the status too."""
     if config.insecure and not is_loopback(config.host):
         raise RecipeError(f"without TLS a server may listen on this machine only, and {config.host} is not that")
@@ -203,7 +241,8 @@ def serving(config: ServerConfig, out: Path | None = None, patience: float = 30.
 
         board = Board(config, [config.folder, *([out] if out else [])])
         pair = None if config.insecure else (config.certificate, config.key)
-        link = Link(config.sites, listens_on(config.host), config.port, pair, board.refused)
+        link = Link(config.sites, listens_on(config.host), config.port, pair, board.refused, config.federation)
+        link.withdrawn = withdrawn(config.revoked)
         with logging_to(config.folder / "server.log"), link:
             follower = threading.Thread(target=board.follow, args=(link,), daemon=True)
             follower.start()
@@ -221,11 +260,18 @@ def listens_on(host: str) -> str:
     return "::" if (address := address_of(host)) is not None and address.version == 6 else "0.0.0.0"
 
 
-def attend(config: SiteConfig, answer: Callable[[bytes], bytes], tell: Callable[[str], None]) -> None:
-    """A site's life, until it is stopped: SIGTERM ends it as Ctrl-C does."""
+def attend(
+    config: SiteConfig,
+    answer: Callable[[bytes], bytes],
+    tell: Callable[[str], None],
+    resting: Callable[[], bool] = lambda: False,
+) -> None:
+    """A site's life, until it is stopped: SIGTERM ends it as Ctrl-C does. resting: whether no run is under way."""
+    for name in ("server", "key") if config.insecure else ("server", "key", "ca"):
+        if not getattr(config, name):
+            raise RecipeError(f"site.yaml lacks the key {name!r}; use the file of the kit")
+    assert config.key is not None
     host = config.server.rpartition(":")[0].strip("[]")
-    if not host or config.key is None or (config.ca is None and not config.insecure):
-        raise RecipeError("site.yaml lacks server (HOST:PORT), ca or key; use the file of the kit")
     if config.insecure and not is_loopback(host):
         raise RecipeError(f"without TLS a site may join on its own machine only, and {host} is not that")
     prepare(config.folder)
@@ -237,7 +283,8 @@ def attend(config: SiteConfig, answer: Callable[[bytes], bytes], tell: Callable[
     def note(state: str, pid: int | None) -> None:
         log.info(state)
         about = {"site": config.site, "server": config.server, "pid": pid, "since": now(), "state": state}
-        write_json(config.folder / STATUS, about)
+        with contextlib.suppress(StoreError):  # a full disk is told where it matters, and need not stay full
+            write_json(config.folder / STATUS, about)
 
     def say(sentence: str) -> None:
         note(sentence, os.getpid())
@@ -246,7 +293,8 @@ def attend(config: SiteConfig, answer: Callable[[bytes], bytes], tell: Callable[
     with locked(config.folder / "joined"):
         from polyclinic.engines.flower_site import Attendance
 
-        attendance = Attendance(config.server, authority, config.key, config.folder, answer, say)
+        names = config.federation, config.site
+        attendance = Attendance(config.server, authority, config.key, config.folder, answer, say, resting, names)
         with logging_to(config.folder / "flower.log"), ending_on_terminate():
             try:
                 attendance.attend()

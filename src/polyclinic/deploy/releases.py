@@ -17,6 +17,8 @@ MOST = 4 << 20
 """Bytes of a file before a new one is begun."""
 KEPT = 4
 """Files that are kept beside the one that is written."""
+LOG, REFUSED, FAILED = "site.log", "refused", "failed"
+"""The site's own log, and how its lines begin that tell of trouble."""
 
 
 class Notebook:
@@ -95,6 +97,15 @@ class Releases:
             with suppress(ValueError):
                 found.append(json.loads(line))
         return found
+
+
+def last_trouble(folder: Path) -> tuple[str, str] | None:
+    """What a site last refused, or failed at: when, and the sentence. None: nothing, as far as its log goes back."""
+    for line in reversed(Notebook(folder / LOG).lines()):
+        when, _, sentence = line.partition(" ")
+        if sentence.startswith((f"{REFUSED}, ", f"{FAILED}, ")):
+            return when, sentence
+    return None
 
 
 def _finite(epsilon: float) -> float | str:

@@ -94,20 +94,11 @@ class Roster(Consortium):
     @staticmethod
     def of(cards: Mapping[SiteId, Card]) -> Roster:
         """Refused where they do not fit together; each sentence names who has to mend it."""
-        name, first = next(iter(cards.items()))
-        for site, card in cards.items():
+        first = next(iter(cards.values()))
+        for site, why in misfits(cards).items():
+            raise DataError(f"Site {site} does not fit: {why}.")
+        for site in cards:
             refuse_name(site)
-            if card.version != __version__:
-                raise EngineError(
-                    f"site {site} runs polyclinic {card.version}, this server {__version__}; install the same on both"
-                )
-            for what in ("classes", "channels", "size"):
-                ours, theirs = getattr(first, what), getattr(card, what)
-                if ours != theirs:
-                    raise DataError(
-                        f"Site {site} has {what} {_told(theirs)}, site {name} has {_told(ours)}; give data the "
-                        f"{what} that all have."
-                    )
         sites = {site: _absent(site, card) for site, card in cards.items()}
         return Roster(first.classes, sites, None, first.channels, first.size, dict(cards))
 
@@ -133,6 +124,22 @@ class Roster(Consortium):
     def through(self, part: nn.Module, device: torch.device) -> tuple[dict[SiteId, SiteData], Images | None]:
         """Sites compute it themselves."""
         return dict(self.sites), None
+
+
+def misfits(cards: Mapping[SiteId, Card]) -> dict[SiteId, str]:
+    """Who has another version, other classes or another shape than most (of equally many, than the first), and why."""
+    kinds = [(card.classes, card.channels, card.size) for card in cards.values()]
+    usual = max(kinds, key=kinds.count, default=None)
+    like = next((site for site, kind in zip(cards, kinds, strict=True) if kind == usual), "")
+    found: dict[SiteId, str] = {}
+    for site, kind in zip(cards, kinds, strict=True):
+        if (theirs := cards[site].version) != __version__:
+            found[site] = f"it runs polyclinic {theirs}, this server {__version__}; install the same on both"
+        for what, own, other in zip(("classes", "channels", "size"), kind, usual or kind, strict=True):
+            if own != other:
+                told = f"it has {what} {_told(own)}, {like} has {_told(other)}"
+                found.setdefault(site, f"{told}; mend its data, or have the recipe's data say which")
+    return found
 
 
 def _absent(site: SiteId, card: Card) -> SiteData:

@@ -2,19 +2,36 @@
 
 from __future__ import annotations
 
+import os
 import re
 import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from pydantic import BaseModel, Field, ValidationError, field_validator
 
+from polyclinic.algorithms import ALGORITHMS
 from polyclinic.consortium import refuse_name
 from polyclinic.core import SiteId
 from polyclinic.data.sources.folder import cleaned
-from polyclinic.deploy.policy import CLOSED, Allow, Budget
+from polyclinic.deploy.federation import host_problem
+from polyclinic.deploy.policy import CLOSED, METRICS, PREDICTIONS, Allow, Budget
 from polyclinic.errors import DataError, RecipeError, StoreError
-from polyclinic.store import named_failure, write_atomically
+from polyclinic.recipe_rules import nearest
+from polyclinic.store import ANOTHER, named_failure, write_atomically
 from polyclinic.yaml_files import read_yaml
+
+OWN_FOLDER = "make room, or let this program's user write there; the folder is `folder` in site.yaml"
+
+
+@contextmanager
+def remedied() -> Iterator[None]:
+    """What the disk says, with the remedy that a site has."""
+    try:
+        yield
+    except StoreError as error:
+        raise StoreError(str(error).replace(ANOTHER, OWN_FOLDER)) from error
 
 
 class SiteConfig(BaseModel):
@@ -37,6 +54,16 @@ class SiteConfig(BaseModel):
     device: str | None = None
     """Where to compute; None: where the recipe says, if that can be had here."""
 
+    @field_validator("server")
+    @classmethod
+    def _address(cls, server: str) -> str:
+        host, _, port = server.rpartition(":")
+        bare = host.removeprefix("[").removesuffix("]")
+        known = host.startswith("[") == (":" in bare) and not host_problem(bare) and re.fullmatch("[0-9]{1,5}", port)
+        if server and not (known and 0 < int(port) < 1 << 16):
+            raise ValueError("it should be HOST:PORT as in the kit, such as fl.example.org:9443 (no https://, no path)")
+        return server
+
     @field_validator("site")
     @classmethod
     def _sayable(cls, site: SiteId) -> SiteId:
@@ -49,7 +76,7 @@ class SiteConfig(BaseModel):
     @staticmethod
     def load(path: Path) -> SiteConfig:
         """Read site.yaml; relative paths start at its folder."""
-        values = read_yaml(path)
+        values = read_yaml(path, "site.yaml", "give the one of the site's kit", "site, server and data")
         try:
             found = SiteConfig.model_validate(values)
         except ValidationError as error:
@@ -73,6 +100,18 @@ class SiteConfig(BaseModel):
             raise StoreError(
                 f"{path}, whence noise comes, cannot be read ({error}); remove it and begin anew"
             ) from None
+
+
+def remarks(config: SiteConfig) -> Iterator[str]:
+    """What is probably a slip, though it can be lived with: such a kind never leaves, such images are not found."""
+    kinds = {METRICS, PREDICTIONS, *(exchange.kind for made in ALGORITHMS.values() for exchange in made().exchanges)}
+    for kind in config.allow.kinds:
+        if kind not in kinds:
+            near = nearest(kind, sorted(kinds))
+            yield f"allow.kinds in site.yaml names {kind!r}{near}, which no algorithm sends by itself"
+    for name, path in config.data.items():
+        if not os.access(path, os.R_OK):
+            yield f"data in site.yaml says that {name!r} lies at {path}, where nothing can be read; correct it"
 
 
 def _sentence(error: ValidationError) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
 
 from polyclinic.core import Failure, SiteId
@@ -29,3 +29,5 @@ class Elsewhere:
     name: str
     deadline: float | None = None
     """Seconds; None: until they answer."""
+    absent: Mapping[SiteId, str] = field(default_factory=dict)
+    """Sites that were asked and take no part, and why."""

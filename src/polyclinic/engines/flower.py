@@ -18,12 +18,12 @@ import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import uvicorn
 from flwr.app import Message
@@ -53,6 +53,9 @@ from polyclinic.deploy.gate import Gate
 from polyclinic.engines import Answer
 from polyclinic.engines.flower_site import BEAT, NONCE, packed, unpacked
 from polyclinic.errors import EngineError, Refused
+
+if TYPE_CHECKING:
+    from polyclinic.deploy.certificates import PublicKey
 
 TIMES = 5
 """So often a site that goes away and comes back is asked the same; then it seems to be what it dies of."""
@@ -296,7 +299,10 @@ class Link:
     certificate: tuple[Path, Path] | None
     """Certificate and its key; None: without TLS."""
     refused: Callable[[SiteId, str], None] = lambda *_: None
+    federation: str = ""
     nodes: dict[SiteId, int] = field(default_factory=dict)
+    withdrawn: Sequence[tuple[PublicKey, str]] = ()
+    """Keys that are no longer taken, and whose they were."""
 
     def __enter__(self) -> Link:
         app = create_app()
@@ -306,7 +312,8 @@ class Link:
         for key, site in known.items():
             self.nodes[site] = self.state.create_node(NOOP_FLWR_AID, NOOP_ACCOUNT_NAME, key, 0, name=site)
         self._open_run()
-        self.gate = Gate(app, known, self.nodes, __version__, _senders, self.refused)
+        former = {public_key_to_bytes(key): whose for key, whose in self.withdrawn}
+        self.gate = Gate(app, known, self.nodes, __version__, _senders, self.refused, self.federation, former)
         self._serve()
         self.over = threading.Event()
         threading.Thread(target=self._beat, daemon=True).start()

@@ -21,7 +21,7 @@ import traceback
 from collections.abc import Iterable, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, partial
 from importlib.util import find_spec
 from itertools import islice
@@ -39,10 +39,11 @@ from flwr.supercore.task_identity import TaskIdentity
 from polyclinic.core import Failure, SiteId
 from polyclinic.engines import Answer
 from polyclinic.engines.flower_site import packed, unpacked
-from polyclinic.engines.local import answer_or_failure, keep_freed_memory
-from polyclinic.errors import EngineError, PolyclinicError, StoreError
+from polyclinic.engines.local import answer_or_failure, keep_freed_memory, understood
+from polyclinic.errors import EngineError, PolyclinicError
+from polyclinic.lineup import at_site
 from polyclinic.privacy.binding import keep_noise
-from polyclinic.recipe import ModelSection, Recipe
+from polyclinic.recipe import Recipe
 from polyclinic.runner import SiteRunner
 from polyclinic.store import DiskMemory, write_atomically
 
@@ -102,30 +103,13 @@ def staff(assignment: Assignment) -> Mapping[SiteId, SiteRunner]:
     """The runners of all sites, in this process."""
     from polyclinic.experiment import Experiment
 
-    recipe = _at_work(Recipe.of(yaml.safe_load(assignment.recipe)), assignment.device)
+    recipe = at_site(Recipe.of(yaml.safe_load(assignment.recipe)), assignment.device)
     torch.set_num_threads(recipe.engine.threads)
     keep_freed_memory()
     experiment = Experiment(recipe, assignment.folder, assignment.data)
     if experiment.consortium.fingerprint != assignment.images:
         raise EngineError("the images there are not those that the run began with; give every machine the same data")
     return experiment.runners(DiskMemory(assignment.memory))
-
-
-def _at_work(recipe: Recipe, device: str) -> Recipe:
-    """The recipe without what is the server's alone: its images, its books, and where first weights come from."""
-
-    def bare(model: ModelSection) -> ModelSection:
-        return model.model_copy(update={"weights": None, "pretrain": None})
-
-    return recipe.model_copy(
-        update={
-            "model": bare(recipe.model),
-            "clusters": {n: c.model_copy(update={"model": bare(c.model)}) for n, c in recipe.clusters.items()},
-            "privacy": recipe.privacy and replace(recipe.privacy, ledger=None),
-            "public": None,
-            "engine": recipe.engine.model_copy(update={"device": device}),
-        }
-    )
 
 
 def site_app(assignment: Assignment) -> ClientApp:
@@ -160,19 +144,12 @@ def asked(site: SiteId, node: int, data: bytes) -> tuple[Message, Context]:
     return Message(packed(data), node, "query"), known
 
 
-def understood(reply: Message) -> bytes | Failure:
-    """What a site's reply means here: what would end the run without Ray ends it with Ray."""
-    kind, payload = reply.content[KIND][KIND], unpacked(reply)
-    if kind == "reply":
-        return payload
-    words = payload.decode()
-    if kind == "store":
-        raise StoreError(words)
+def opened(reply: Message) -> bytes | Failure:
+    """What a site's reply means here."""
+    kind, payload = str(reply.content[KIND][KIND]), unpacked(reply)
     if kind == "unfit":
-        raise EngineError(f"an actor of Ray's cannot play the sites: {words}")
-    if kind == "bug":
-        raise RuntimeError(f"in an actor of Ray's:\n{words}")
-    return Failure("refused" if kind == "refused" else "error", words)
+        raise EngineError(f"an actor of Ray's cannot play the sites: {payload.decode()}")
+    return understood(kind, payload, "an actor of Ray's")
 
 
 def shared_out(workers: int, threads: int, cpus: int, gpus: int | None) -> tuple[int, float]:
@@ -292,7 +269,7 @@ class RayEngine:
             return Failure(
                 "dead", f"two actors in turn ended over it ({type(error).__name__}); were they out of memory?"
             )
-        return understood(reply)
+        return opened(reply)
 
     def close(self) -> None:
         """End all that was started."""

@@ -6,6 +6,7 @@ See `engines.flower` for what Flower does here, and why this is not `flower-supe
 from __future__ import annotations
 
 import json
+import socket
 import ssl
 import threading
 import time
@@ -14,6 +15,7 @@ from contextlib import contextmanager, suppress
 from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import cast
+from urllib.parse import quote
 
 import httpx
 from flwr.app import Array, ArrayRecord, Message, RecordDict
@@ -51,8 +53,8 @@ from flwr.supernode.node_auth_http_interceptor import NodeAuthHttpInterceptor
 
 from polyclinic import __version__
 from polyclinic.deploy.certificates import read_private
-from polyclinic.deploy.gate import VERSION
-from polyclinic.errors import EngineError, Refused
+from polyclinic.deploy.gate import NAMES, VERSION
+from polyclinic.errors import EngineError, Refused, StoreError
 from polyclinic.store import write_json
 
 RECORD, NAME = "polyclinic", "message"
@@ -95,8 +97,9 @@ class Away(Exception):  # noqa: N818
 
 
 class Attendance:
-    """A site at work. `answer` turns one message into another: it never raises, and
-    a message that comes again changes nothing; `tell` says how things stand."""
+    """A site at work. `answer` turns one message into another: it never raises, and a message that comes again changes
+    nothing; `tell` says how things stand; `resting`: whether no run is under way. `names`: as site.yaml has them, the
+    federation's and the site's, for the server to compare with whose key it is."""
 
     def __init__(
         self,
@@ -106,8 +109,10 @@ class Attendance:
         folder: Path,
         answer: Callable[[bytes], bytes],
         tell: Callable[[str], None] = lambda _: None,
+        resting: Callable[[], bool] = lambda: False,
+        names: tuple[str, str] | None = None,
     ) -> None:
-        self.server, self.folder, self.tell = server, folder, tell
+        self.server, self.folder, self.tell, self.resting = server, folder, tell, resting
         self.stop = threading.Event()
         private = read_private(key)
         public = private.public_key()
@@ -115,10 +120,10 @@ class Attendance:
             server,
             authority is None,
             None if authority is None else authority.read_bytes(),
-            [_Version(), NodeAuthHttpInterceptor(private, public)],
+            [_Introduction(names), NodeAuthHttpInterceptor(private, public)],
         )
         self.public = public_key_to_bytes(public)
-        self.answer = answer
+        self.answer, self.secure = answer, authority is not None
 
     def attend(self) -> None:
         """Serve until `stop` is set; go on after every interruption. Once only: then the connection is closed."""
@@ -126,17 +131,19 @@ class Attendance:
             self._attend()
 
     def _attend(self) -> None:
-        said, wait = "", 1.0
+        said, wait, known = "", 1.0, False
         while not self.stop.is_set():
             try:
                 with self._present() as node:
                     self.tell(f"connected to {self.server}")
-                    said, wait = "", 1.0
+                    said, wait, known = "", 1.0, True
                     while not self.stop.is_set():
                         self._serve(node)
             except Away as reason:
-                if str(reason) != said:
-                    self.tell(said := str(reason))
+                closed = f"{self.server} has closed; waiting for the next run"
+                sentence = closed if known and self.resting() else str(reason)
+                if sentence != said:
+                    self.tell(said := sentence)
                 self.stop.wait(wait)
                 wait = min(wait * 1.5, 5.0)
 
@@ -162,7 +169,8 @@ class Attendance:
                     raise
                 self._leave_before()
                 number = self.client.ActivateNode(request).node_id
-        write_json(self.folder / "node.json", {"node": number})
+        with suppress(StoreError):  # it spares the next start a minute, no more
+            write_json(self.folder / "node.json", {"node": number})
         return Node(node_id=number)
 
     def _leave_before(self) -> None:
@@ -224,18 +232,23 @@ class Attendance:
         except httpx.HTTPStatusError as error:
             raise _status(error.response, self.server) from None
         except httpx.TransportError as error:
-            raise _transport(error, self.server) from None
+            raise _transport(error, self.server, self.secure) from None
         except (ObjectPullError, ObjectPushError, ValueError, KeyError, TypeError) as error:
             raise Away(
                 f"a message was lost on the way ({type(error).__name__}); the server will send it again"
             ) from None
 
 
-class _Version:
-    """Says in every request which polyclinic is speaking."""
+class _Introduction:
+    """Says in every request which polyclinic is speaking, and for whom it takes itself."""
+
+    def __init__(self, names: tuple[str, str] | None) -> None:
+        self.headers = {VERSION.decode(): __version__}
+        if names is not None:
+            self.headers[NAMES.decode()] = "/".join(quote(name, safe="") for name in names)
 
     def intercept(self, context: ProtobufRequestContext, call_next: ProtobufCall) -> httpx.Response:
-        context.request.headers[VERSION.decode()] = __version__
+        context.request.headers.update(self.headers)
         return call_next(context)
 
 
@@ -265,13 +278,17 @@ def _clock() -> float:
     return time.time()
 
 
-def _transport(error: httpx.TransportError, server: str) -> Exception:
+def _transport(error: httpx.TransportError, server: str, secure: bool) -> Exception:
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, ssl.SSLCertVerificationError):
             other = f"the server's certificate is not trusted ({cause.verify_message})"
             return EngineError(f"{server}: {UNTRUSTED.get(cause.verify_code, other)}")
+        if isinstance(cause, socket.gaierror):
+            return Away(f"{server}: no such host is known here; check `server` in site.yaml, and DNS; trying again")
         if isinstance(cause, ssl.SSLError) and cause.reason == "WRONG_VERSION_NUMBER":
             return EngineError(f"{server} does not speak TLS; check host and port in site.yaml")
         cause = cause.__cause__ or cause.__context__
+    if isinstance(error, httpx.RemoteProtocolError) and not secure:
+        return Away(f"{server} hangs up; if it speaks TLS, set insecure: false in site.yaml; trying again")
     return Away(f"{server} cannot be reached ({type(error).__name__}); is it running, and its port open? trying again")

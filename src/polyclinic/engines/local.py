@@ -169,15 +169,21 @@ def answer_or_failure(runner: SiteRunner, data: bytes) -> tuple[str, bytes]:
     return (answer.kind, answer.sentence.encode()) if isinstance(answer, Failure) else ("reply", answer)
 
 
+def understood(kind: str, payload: bytes, place: str) -> bytes | Failure:
+    """What `answer_or_failure` handed back from a place: what would end the run in this process ends it, too."""
+    if kind == "reply":
+        return payload
+    words = payload.decode()
+    if kind == "store":
+        raise StoreError(words)
+    if kind == "bug":
+        raise RuntimeError(f"in {place}:\n{words}")
+    return Failure("refused" if kind == "refused" else "error", words)
+
+
 def _receive(pipe: Connection) -> bytes | Failure:
     try:
         kind, payload = pipe.recv_bytes(), pipe.recv_bytes()
     except (EOFError, OSError):
         return Failure("dead", "the worker process ended; was it out of memory?")
-    if kind == b"reply":
-        return payload
-    if kind == b"store":
-        raise StoreError(payload.decode())
-    if kind == b"bug":  # it surfaces here as it would without workers
-        raise RuntimeError(f"in a worker process:\n{payload.decode()}")
-    return Failure("refused" if kind == b"refused" else "error", payload.decode())
+    return understood(kind.decode(), payload, "a worker process")

@@ -18,6 +18,7 @@ MEANING = {
     "dead": "no longer there",
     "late": "no reply before the deadline",
     "error": "failed on its side",
+    "declined": "the hospital would not do it",
 }
 MOST_ROWS = 40
 
@@ -80,7 +81,7 @@ def failures(material: Material) -> Section:
     if found:
         head = ["hospital", "run", "what", "why", "times", "in rounds"]
         shown = found[:MOST_ROWS]
-        parts.append(table("Updates of hospitals that were refused or lost", head, shown))
+        parts.append(table("What hospitals were asked for and was refused or lost", head, shown))
         if len(found) > len(shown):
             parts.append(paragraph(f"{len(found) - len(shown)} more kinds are in the ledgers.", class_="note"))
     if not parts:
@@ -94,7 +95,9 @@ def _wrong(method: Method, run: Run) -> list[list[str]]:
     for row in run.ledger:
         for site, note in row["sites"].items() if isinstance(row.get("sites"), dict) else ():
             if note.get("outcome") in WRONG:
-                times.setdefault((site, note["outcome"], str(note.get("why") or "–")), []).append(row["round"])
+                declined = note["outcome"] == "refused" and "kind" not in note  # which names what the server refused
+                what = "declined" if declined else note["outcome"]
+                times.setdefault((site, what, str(note.get("why") or "–")), []).append(row["round"])
     return [
         [site, _called(method, run), f"{what}: {MEANING[what]}", why, str(len(rounds)), some([str(r) for r in rounds])]
         for (site, what, why), rounds in times.items()
@@ -109,7 +112,7 @@ def _called(method: Method, run: Run) -> str:
 def _interruptions(method: Method, run: Run, single: bool) -> Sequence[str]:
     events: Mapping[str, int] = _events(run.ledger)
     name = "" if single and len(method.runs) == 1 else f"{_called(method, run)}: "
-    told = []
+    told = [f"{name}{site} took no part: {why}." for site, why in (run.summary.get("absent") or {}).items()]
     if failed := events.get("failed round"):
         told.append(
             f"{name}{count(failed, 'round')} failed for want of acceptable updates and left the model as it was."

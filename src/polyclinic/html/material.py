@@ -15,8 +15,8 @@ from polyclinic.core import SiteId
 from polyclinic.errors import StoreError
 from polyclinic.journal import with_interrupted
 from polyclinic.metrics import Predictions
-from polyclinic.recipe import EngineSection, Recipe
-from polyclinic.runs import finished
+from polyclinic.recipe import Recipe
+from polyclinic.runs import finished, method_of
 from polyclinic.store import Metrics, kept_predictions
 
 ALONE, POOLS = "local", "centralised"
@@ -162,8 +162,7 @@ def read(folders: Sequence[Path], pictures: bool = False) -> Material:
         if not (place / "result.json").exists():
             unfinished.append(Begun(place, recipe, _how_far(place, recipe)))
             continue
-        method = recipe.model_copy(update={"seed": 0, "engine": EngineSection()}).to_yaml()
-        found.setdefault(method, {}).setdefault(recipe.seed, Run(place, recipe, finished(place).summary))
+        found.setdefault(method_of(recipe), {}).setdefault(recipe.seed, Run(place, recipe, finished(place).summary))
     if not found:
         raise StoreError(
             f"no run in {', '.join(map(str, folders))} has ended; "

@@ -13,7 +13,7 @@ from polyclinic.html.privacy import withheld
 from polyclinic.html.section import Asked, Section
 from polyclinic.html.tags import Cell, folded, joined, paragraph, table, tag
 
-ASIDE = ("name", "about", "paper", "claims", "methods", "engine", "seed")
+ASIDE = ("name", "about", "paper", "claims", "methods", "engine", "seed", "track")
 """What may differ between recipes without being a difference of methods."""
 KEPT = "withheld"
 

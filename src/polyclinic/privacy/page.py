@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from statistics import fmean
 from typing import Any
 
@@ -41,6 +41,17 @@ def released(plan: Plan | None, exchanges: Iterable[Exchange]) -> list[dict[str,
         {"kind": "predictions", "protection": "read by the simulation itself after the last round; outside the claim"},
         {"kind": "number of images", "protection": "public by assumption"},
     ]
+
+
+def handed_out(
+    rows: Iterable[Mapping[str, str]], parts: Iterable[str], sites: Iterable[SiteId], gave: Collection[SiteId]
+) -> list[dict[str, str]]:
+    """The same of real sites, each of which may keep its predictions of single images back."""
+    kept = [site for site in sites if site not in gave]
+    told = f"of each image for {', '.join(parts)}, with its label, from {', '.join(gave)}; no plan protects them"
+    said = told if gave else "asked for after the last round; no site let them leave"
+    said += f"; none came from {', '.join(kept)}" if gave and kept else ""
+    return [{**row, **({"protection": said} if row["kind"] == "predictions" else {})} for row in rows]
 
 
 def _protection(plan: Plan, kind: str) -> str:
