@@ -206,7 +206,7 @@ def test_a_comparison_in_a_table_and_as_json() -> None:
     write_recipe(Path(), {**TINY, "methods": {"FedAvg": {}, "Local": {"algorithm": "local"}}}, "two.yaml")
     shown = call("compare", "two.yaml", "--seeds", "2", "--set", "rounds=1")
     assert shown.exit_code == 0
-    assert "written: runs/tiny/report.md  runs/tiny/curves.png  runs/tiny/auc.png" in shown.stdout
+    assert "written: runs/tiny/report.html  runs/tiny/report.md  runs/tiny/curves.png  runs/tiny/auc.png" in shown.stdout
     assert [line for line in shown.stderr.splitlines() if "seed" in line] == [
         f"{name}, seed {seed} ({number} of 4)"
         for number, (name, seed) in enumerate([(n, s) for n in ("FedAvg", "Local") for s in (0, 1)], 1)

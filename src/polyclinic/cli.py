@@ -235,6 +235,7 @@ def compare_command(
     target = folder or Path("runs") / slug(recipes[0].name)
     with following() as display:
         comparison = compare(recipes, seeds, target, data, display.watch, display.begin)
+    write_report([target], target / "report.html")
     show_comparison(comparison, as_json)
     tell_failures(comparison)
 
