@@ -15,7 +15,15 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
     pytest.MonkeyPatch().setenv(VARIABLE, str(folder))
 
 
-LONGEST = ("test_notebooks", "test_ray", "test_processes", "test_churn", "test_private", "test_namespaces", "test_audit")
+LONGEST = (
+    "test_notebooks",
+    "test_ray",
+    "test_processes",
+    "test_churn",
+    "test_private",
+    "test_namespaces",
+    "test_audit",
+)
 """Files that take longest come first, so that no core waits for the last of them."""
 
 

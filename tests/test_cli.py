@@ -98,7 +98,10 @@ def test_methods_made_for_sgd_refuse_adam(algorithm: str) -> None:
         (["run", "x" * 300], "error: "),
         (["run", "."], ". is a folder; give a recipe file"),
         (["run", "tiny.yaml", "--seed", "-1"], "seed is -1"),
-        (["run", "tiny.yaml", "--engine", "flower"], "engine.name is 'flower', but real hospitals play a recipe by `polyclinic serve`"),
+        (
+            ["run", "tiny.yaml", "--engine", "flower"],
+            "engine.name is 'flower', but real hospitals play a recipe by `polyclinic serve`",
+        ),
         (["run", "tiny.yaml", "--device", "tpu"], "engine.device is 'tpu'; choose cpu"),
         (["run", "tiny.yaml", "--out", "tiny.yaml/below"], "cannot write tiny.yaml/below"),
         (["run", "tiny.yaml", "--out", "tiny.yaml"], "cannot write tiny.yaml"),
@@ -206,7 +209,9 @@ def test_a_comparison_in_a_table_and_as_json() -> None:
     write_recipe(Path(), {**TINY, "methods": {"FedAvg": {}, "Local": {"algorithm": "local"}}}, "two.yaml")
     shown = call("compare", "two.yaml", "--seeds", "2", "--set", "rounds=1")
     assert shown.exit_code == 0
-    assert "written: runs/tiny/report.html  runs/tiny/report.md  runs/tiny/curves.png  runs/tiny/auc.png" in shown.stdout
+    assert (
+        "written: runs/tiny/report.html  runs/tiny/report.md  runs/tiny/curves.png  runs/tiny/auc.png" in shown.stdout
+    )
     assert [line for line in shown.stderr.splitlines() if "seed" in line] == [
         f"{name}, seed {seed} ({number} of 4)"
         for number, (name, seed) in enumerate([(n, s) for n in ("FedAvg", "Local") for s in (0, 1)], 1)

@@ -99,10 +99,9 @@ def test_measuring_and_worker_processes_change_no_bit() -> None:
         {"algorithm": "fedper", "training__oversample": True},
         {"algorithm": "fedmp", "training__augment": {"rotation": 10}},
         {"algorithm": "fedcycle", "model": "mlp", "training__fine_tune": 0.5},
-        {"algorithm": "centralised"},
         {"engine__name": "auto"},
     ],
-    ids=["clusters", "sites that move", "ensemble", "fedper", "fedmp", "fedcycle", "centralised", "auto"],
+    ids=["clusters", "sites that move", "ensemble", "fedper", "fedmp", "fedcycle", "auto"],
 )
 def test_an_order_goes_with_everything(beside: dict[str, Any]) -> None:
     summary = run(tiny(**{**MEASURED, "training__order": "forgotten", **beside})).summary
@@ -120,6 +119,11 @@ def test_an_order_goes_with_everything(beside: dict[str, Any]) -> None:
         ({"training__order": "easy", "privacy": {"noise": 1.0, "unit": "site"}}, "leave privacy out"),
         ({"evaluate__forgetting": True, "privacy": {"noise": 1.0}}, "evaluate.forgetting tells of training images"),
         ({"training__order": "hard", "algorithm": "fedsgd"}, "so they have no order; set training.order: random"),
+        (
+            {"training__order": "hard", "algorithm": "centralised"},
+            "nothing is deployed and forgotten; set training.order",
+        ),
+        ({"evaluate__forgetting": True, "algorithm": "centralised"}, "set evaluate.forgetting: false"),
         ({"training__order": "sorted"}, "training.order is 'sorted'"),
         ({"training__emphasis": 0.5}, "training.emphasis is 0.5; choose 1"),
         ({"training__order_after": 0}, "training.order_after is 0; the first round is in random order"),

@@ -181,7 +181,7 @@ def test_differences_need_three_seeds_in_common(compared: Comparison) -> None:
     often, once = compared.results["Often"], compared.results["Once"]
     head = "| accuracy against Often, seed by seed |"
     assert head in markdown(of({"Often": often, "Once": once}))
-    assert "corrected for the 1 tests" in markdown(of({"Often": often, "Once": once, "Local": once[:2]}))
+    assert "p-values of this table" in markdown(of({"Often": often, "Once": once, "Local": once[:2]}))
     assert head not in markdown(of({"Often": often[:2], "Once": once[:2]}))
     assert head not in markdown(of({"Often": often}))
     other = [{**run, "seed": run["seed"] + 2} for run in once]

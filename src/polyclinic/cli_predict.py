@@ -151,7 +151,7 @@ def export_command(
     folder: Folder,
     target: Annotated[Path, typer.Option("--out", metavar="FOLDER", help="Where to write.")],
     onnx: Annotated[
-        bool, typer.Option("--onnx", help="Also write model.onnx (pip install polyclinic[export]).")
+        bool, typer.Option("--onnx", help="Also write model.onnx (pip install polyclinic\\[export]).")
     ] = False,
     wanted: Wanted = None,
     site: Whose = None,

@@ -108,7 +108,7 @@ def value(result: Mapping[str, Any], metric: str, site: str | None = None) -> fl
         models = result["sites"].get(site, {}) if site else result.get("merged", {})
         return number(models.get(result["headline"]["model"], {}).get("gap"))
     if metric == "drift":
-        moved = result["drift"]
+        moved = {} if result["headline"]["model"] == "transfer" else result["drift"]  # there is no mean to drift from
         return number(moved.get(site)) if site else mean(list(moved.values()))
     if metric == "megabytes":
         return float(result["cost"]["bytes_up"] + result["cost"]["bytes_down"]) / 1e6

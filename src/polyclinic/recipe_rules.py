@@ -54,6 +54,10 @@ def algorithm_problems(recipe: Recipe, algorithm: Averaging) -> Iterator[str]:
     name = recipe.algorithm.name
     if algorithm.pooled and (recipe.quorum or 1) > 1:
         yield f"{name} trains in one place, so a quorum of {recipe.quorum} can never be met; set quorum: 1"
+    if algorithm.pooled and recipe.training.order != "random":
+        yield f"{name} trains in one place, where nothing is deployed and forgotten; set training.order: random"
+    if algorithm.pooled and recipe.evaluate.forgetting:
+        yield f"{name} trains in one place, where nothing is deployed and forgotten; set evaluate.forgetting: false"
     if algorithm.pooled and recipe.clusters:
         yield f"{name} has one network for all sites; set clusters: {{}}"
     if algorithm.pooled and not type(algorithm).pooled:

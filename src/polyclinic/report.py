@@ -204,7 +204,7 @@ def _differences(comparison: Comparison) -> list[str]:
     head = row([f"accuracy against {first.name}, seed by seed", *TESTED, "p (Holm)"])
     note = (
         "d: Cohen's, of pairs. Of n seeds Wilcoxon's p is never below 2^(1 − n), 0.062 of five. Holm: corrected for "
-        f"the {len(rows)} tests of this table."
+        f"the {sum(not line.endswith('| – |') for line in rows)} p-values of this table."
     )
     return [head, "|" + "---|" * 6, *rows, "", note]
 
@@ -214,6 +214,8 @@ def _notes(comparison: Comparison) -> list[str]:
     notes += [
         f"{line.name}: {line.lost} updates of hospitals were refused or lost." for line in comparison.lines if line.lost
     ]
+    if len({line.seeds for line in comparison.lines}) > 1:
+        notes.append(f"Seeds: {', '.join(f'{line.name} {line.seeds}' for line in comparison.lines)}.")
     notes.append(f"Figures are of {comparison.judged_by}.")
     notes += ["Drift is the mean distance ‖w_k − w‖₂ that a hospital's weights travel in one round."]
     if any(line.pools_images for line in comparison.lines):

@@ -153,8 +153,9 @@ def test_a_site_hears_the_last_features_of_others_without_labels() -> None:
 
 
 def test_noise_is_on_parameters_and_features_and_never_on_statistics() -> None:
-    (_, plain), (_, noisy) = (tapped(FedAlign(SGD, variance=v), clinics(12, 7, 16), small()) for v in (0.0, 0.04))
-    for one, other in zip(plain, noisy, strict=True):
+    made = (FedAlign(SGD, variance=variance, warmup=1) for variance in (0.0, 0.04))
+    (_, plain), (_, noisy) = (tapped(algorithm, clinics(12, 7, 16), small(), rounds=2) for algorithm in made)
+    for one, other in zip(plain[:3], noisy[:3], strict=True):  # round 1, which both begin with the same weights
         assert same({"buffers": one.answer.tensors["buffers"]}, {"buffers": other.answer.tensors["buffers"]})
         difference = torch.cat(
             [(other.answer.tensors["model"][n] - t).flatten() for n, t in one.answer.tensors["model"].items()]
@@ -163,6 +164,12 @@ def test_noise_is_on_parameters_and_features_and_never_on_statistics() -> None:
         held = int(one.answer.tensors["features"]["held"])
         features = [letter.answer.tensors["features"]["values"][0, :held] for letter in (one, other)]
         assert 0.15 < float((features[1] - features[0]).std()) < 0.25
+
+
+def test_features_leave_only_when_somebody_will_look_at_them() -> None:
+    _, letters = tapped(FedAlign(SGD, warmup=2), clinics(12, 7, 16), small(), rounds=4)
+    sent = {letter.round for letter in letters if "features" in letter.answer.tensors}
+    assert sent == {2, 3}, "the warm-up ends with round 2, and after round 4 there is none"
 
 
 def test_noise_without_clipping_is_called_no_guarantee() -> None:

@@ -10,8 +10,9 @@ features Z(F(x)) of some of site k's images, by the model that all sites receive
     (4)  w   ← Σ_k (n_k / n) · Z(w_k)
 
 (2) and (3) on every batch, once these rounds are over. D_k never leaves its site, and is not averaged.
-A site sends `bank` features in every round, drawn anew, and receives up to `receive` of all others together, in turn;
-their labels are not told. With `align: 0` and `variance: 0` it is FedAvg, bit for bit.
+From the last round of the warm-up to the last but one a site sends `bank` features, drawn anew; it receives up to
+`receive` of all others together, in turn. Their labels are not told. With `align: 0` and `variance: 0` it is FedAvg,
+bit for bit.
 
 `variant: paper` is the paper's Algorithm 1, within one process that has all images; hospitals cannot run it. At every
 step, site after site: (1), and after the warm-up with every other site j, on this step's batches, by k's one optimiser
@@ -105,14 +106,12 @@ class FedAlign(FedAvg):
     @property
     def exchanges(self) -> tuple[Exchange, ...]:
         kinds = ("features",) if self.align else ()  # in one place they do not leave it, yet another site sees them
-        return (*super().exchanges, *(Exchange(kind, like=kind, optional=self.pooled) for kind in kinds))
+        return (*super().exchanges, *(Exchange(kind, like=kind, optional=True) for kind in kinds))
 
     def remark(self) -> str:
         place = "fed-align, variant paper: all sites train in this process, which no hospital could take part in"
-        noise = (
-            f"fed-align adds noise of variance {self.variance:g} to what leaves a site, without clipping: this is no"
-        )
-        noise += " privacy guarantee, and no ε is claimed for it"
+        noise = f"fed-align adds noise of variance {self.variance:g} to what leaves a site, without clipping: "
+        noise += "this is no privacy guarantee, and no ε is claimed for it"
         return "; ".join([place] * self.pooled + [noise] * (self.variance > 0))
 
     def beside(self, features: tuple[int, ...], classes: int) -> Mapping[str, nn.Module]:
@@ -152,11 +151,12 @@ class FedAlign(FedAvg):
             fitted = yield Fit(accompanied, steps, self.training, banks(before["own"], received["others"], self.align))
         else:
             fitted = yield Fit(accompanied, (Step(task_loss, LESSON),), self.training)  # (1)
-        found = yield Score(start, labelled_features)
-        features = self._features(found, rng.child("bank", site.round))
         own = {k: {n: t for n, t in g.items() if n.startswith(BESIDE)} for k, g in fitted.weights.items()}
-        sent = {**self._sent(fitted.weights, rng, site), "features": features}
-        return Update(sent, site.examples), {**own, "own": features}
+        sent = self._sent(fitted.weights, rng, site)
+        if not self.warmup <= site.round < site.rounds:  # nobody will look at them
+            return Update(sent, site.examples), own
+        features = self._features((yield Score(start, labelled_features)), rng.child("bank", site.round))
+        return Update({**sent, "features": features}, site.examples), {**own, "own": features}
 
     def _together(self, received: Bundle, memory: Bundle, site: Site, rng: Stream) -> Work:
         """All sites, where all are."""

@@ -10,7 +10,7 @@ from polyclinic.display import paid_for
 from polyclinic.html.material import Material, Method, Run
 from polyclinic.html.section import Section
 from polyclinic.html.tags import listed, paragraph, tag
-from polyclinic.html.versus import Difference, all_pairs, at_sites
+from polyclinic.html.versus import UNTESTED, Difference, all_pairs, at_sites
 from polyclinic.html.words import count, megabytes, of_hundred, series, some
 from polyclinic.results import at_site
 from polyclinic.stats import summary
@@ -95,7 +95,9 @@ def _price(run: Run) -> Iterator[str]:
 def _of_methods(material: Material) -> Iterator[str]:
     ranked = sorted(material.together or material.methods, key=_accuracy, reverse=True)
     top = ranked[0]
-    rest = ", the highest share of the methods that learn together" if len(ranked) > 1 else ""
+    level = [method.name for method in ranked[1:] if _accuracy(method) == _accuracy(top)]
+    shared = f", as was {series(level)}" if level else ""
+    rest = f"{shared}, the highest share of the methods that learn together" if len(ranked) > 1 else ""
     yield f"{top.name} was right on {_right(top)}{_where(top.first)}{rest}."
     beside = [method for method in material.methods if method not in ranked]
     if beside:
@@ -121,15 +123,16 @@ def _against(top: Method, others: Sequence[Method], pairs: Sequence[Difference])
     beaten, beating = ([n for n, v in tested.items() if v == sign] for sign in (1, -1))
     open_ = [name for name, verdict in tested.items() if verdict == 0]
     test = f"p < 0.05 over {over}, corrected for {len(pairs)} comparisons"
+    once = "" if "seeds" in over else ", of these trained models: one seed says nothing of training again"
     if beaten:
-        yield f"{top.name} is better than {series(beaten)} ({test})."
+        yield f"{top.name} is better than {series(beaten)} ({test}{once})."
     if beating:
-        yield f"{series(beating)} {'is' if len(beating) == 1 else 'are'} better than {top.name} ({test})."
+        yield f"{series(beating)} {'is' if len(beating) == 1 else 'are'} better than {top.name} ({test}{once})."
     if open_:
-        yield f"Between {top.name} and {series(open_)} the difference may be chance: not decided ({over})."
+        yield f"{top.name} against {series(open_)}: the difference may be chance, not decided ({over})."
     untested = [name for name in verdicts if name not in tested]
     if untested:
-        yield f"Against {series(untested)} nothing was tested: there are neither three seeds nor kept predictions."
+        yield f"Against {series(untested)} nothing was tested: {UNTESTED}."
 
 
 def _verdict(a: str, b: str, pairs: Sequence[Difference]) -> int | None:

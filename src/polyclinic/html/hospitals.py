@@ -13,7 +13,7 @@ from polyclinic.html.material import Material, Method
 from polyclinic.html.plot import share
 from polyclinic.html.section import Asked, Section
 from polyclinic.html.tags import Cell, folded, joined, paragraph, table
-from polyclinic.html.versus import Difference, at_sites
+from polyclinic.html.versus import UNTESTED, Difference, at_sites
 from polyclinic.html.words import bounds, change, figure_of, fixed, interval_of, points, series
 from polyclinic.results import at_site
 
@@ -128,7 +128,7 @@ def _gains(material: Material, alone: Method) -> list[Cell]:
     basis = "over seeds (paired t-test)" if any("seeds" in text for text in over) else "over test patients (sign flips)"
     told = f"▲ gains, ▼ loses beyond chance: p < 0.05 {basis}, corrected for {tested} tests (Holm)."
     if not tested:
-        told = "Not tested: there are neither three seeds nor kept predictions, so no difference is called a gain."
+        told = f"Not tested: {UNTESTED}, so no difference is called a gain."
     note = (
         f"Accuracy alone, and for each method the difference to it in percentage points. {told} No mark: not decided."
     )

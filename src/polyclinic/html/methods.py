@@ -14,7 +14,7 @@ from polyclinic.html.material import Material, Method
 from polyclinic.html.plot import share
 from polyclinic.html.section import Asked, Section
 from polyclinic.html.tags import Cell, folded, joined, paragraph, table, tag
-from polyclinic.html.versus import Difference, all_pairs, anova
+from polyclinic.html.versus import UNTESTED, Difference, all_pairs, anova
 from polyclinic.html.words import change, fixed, interval_of, points, series, with_interval
 from polyclinic.report_server import SIX
 
@@ -70,7 +70,7 @@ def tested(material: Material) -> Section | None:
     pairs = all_pairs(material.methods)
     known = [one for one in pairs if not math.isnan(one.p)]
     if not known:
-        words = "No pair of methods can be tested: there are neither three seeds of each nor kept predictions of one."
+        words = f"No pair of methods can be tested: {UNTESTED}."
         return Section("tests", "Tests", paragraph(words), {"Statistician": "Is it more than chance?"})
     seeds = any("seeds" in one.over for one in known)
     parts: list[Cell] = [_matrix(material.methods, pairs), paragraph(_how(known, seeds), class_="note")]

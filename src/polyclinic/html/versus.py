@@ -18,6 +18,7 @@ from polyclinic.metrics import Predictions
 from polyclinic.report import FEWEST_SEEDS
 from polyclinic.stats import holm, paired
 
+UNTESTED = "there are neither three seeds in common nor predictions of the same images"
 FLIPS = 9999
 RESAMPLES = 2000
 EXACT = 12

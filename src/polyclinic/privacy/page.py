@@ -270,7 +270,7 @@ def _meaning(found: Mapping[str, Any]) -> str:
     )
     return (
         f"Suppose someone knows everything about the data except {question}, sees all that is released, and thought "
-        f"either as likely as the other. Whatever they see, they may be {told} afterwards at most (odds of "
+        f"either as likely as the other. Whatever they see, they may be {told} afterwards, never surer (odds of "
         f"{up(odds)} to 1), but for rare accidents, whose chance δ = {up(found['delta'], 2)} keeps small."
     )
 
