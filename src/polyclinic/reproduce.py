@@ -127,7 +127,7 @@ def _progress(comparison: Comparison, path: Path) -> str:
         return ""
     found = {name: [value(run, "converged") for run in runs] for name, runs in comparison.results.items()}
     told = [f"{name} {mean(rounds):.1f}" for name, rounds in found.items() if not any(map(math.isnan, rounds))]
-    when = "Rounds until accuracy on validation images is within a point of its best, mean over seeds, where it was measured often enough"
+    when = "Rounds until validation accuracy, where it was measured often enough, is within a point of its best (mean)"
     return f"\n![accuracy over rounds]({path.name})\n" + (f"\n{when}: {', '.join(told)}.\n" if told else "")
 
 
