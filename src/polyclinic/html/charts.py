@@ -26,7 +26,7 @@ from polyclinic.html.plot import (
 from polyclinic.html.style import COLOURS
 from polyclinic.html.tags import figure, joined, table, tag
 
-MOST_LINES = 7
+MOST_LINES = 8
 """More cannot be told apart: each gets a picture of its own."""
 MOST_PANELS = 16
 MOST_VALUES = 60

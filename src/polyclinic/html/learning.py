@@ -55,6 +55,8 @@ def learning(material: Material) -> Section | None:
             seed = " First seed." if several else ""
             parts.append(lines("The same at each hospital", shown, ACCURACY, f"Wilson's 95 % intervals.{seed}"))
     note = "A round's point is of the model that it left behind, told by hospitals when they next received it."
+    if missing := [name for name in series if name not in known]:
+        note += f" Not shown, as no hospital told figures by round: {', '.join(missing)}."
     asked: Asked = {"Engineer": "Did it converge?", "Statistician": "How steady was learning?"}
     body = joined([paragraph(note, class_="note"), *parts])
     return Section("learning", "Learning curves", body, asked)
@@ -149,7 +151,9 @@ def forgetting(material: Material) -> Section | None:
         for kind in ("forgotten", "gained") if material.single else ("forgotten",):
             told = [{at: (share, 0) for at, share in one[kind]} for one in found if one.get(kind)]
             if told:
-                series[kind if material.single else method.name] = _over_seeds(told)
+                points = _over_seeds(told)
+                shares = [(x, y, max(low, 0.0), min(high, 1.0)) for x, y, low, high in points]  # NaN stays
+                series[kind if material.single else method.name] = shares
     known = {name: points for name, points in series.items() if points}
     if not known:
         return None

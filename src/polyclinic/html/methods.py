@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from markupsafe import Markup
 
@@ -41,10 +42,19 @@ def compared(material: Material) -> Section | None:
     yard = (
         f" {', '.join(pooled)} pools the images themselves, which hospitals may not do: a yardstick." if pooled else ""
     )
+    alike = [method.name for method in material.methods if _undecided(method.first.summary)]
+    if alike:
+        yard += f" {', '.join(alike)} called all images by one class (first seed): look at AUC, not at accuracy."
     parts: list[Cell] = [table("All methods", head, rows), paragraph(note, yard, class_="note")]
     parts.append(dots("Accuracy of all methods", drawn, "accuracy", f"95 % intervals over {comparison.interval}."))
     asked: Asked = {"Clinician": "How do the methods compare?", "Engineer": "Figures of every method?"}
     return Section("methods", "The methods side by side", joined(parts), asked)
+
+
+def _undecided(summary: Mapping[str, Any]) -> bool:
+    """Whether the model says the same of every image."""
+    counts = summary["headline"].get("confusion") or []
+    return len(counts) > 1 and sum(any(column) for column in zip(*counts, strict=True)) == 1
 
 
 def _row(line: Line, method: Method) -> list[Cell]:

@@ -63,7 +63,7 @@ def _curves_of(material: Material) -> tuple[dict[str, Scored], str]:
     positive = f"“{classes[1]}” against “{classes[0]}”" if len(classes) == 2 else "each class against the rest"
     if not material.single:
         every = {method.name: method.first.judged() for method in material.methods}
-        known = {name: found for name, found in every.items() if found is not None}
+        known = {name: found for name, found in every.items() if found is not None and len(set(found.labels)) > 1}
         left = len(known) - MOST_LINES
         more = f" The first {MOST_LINES} of {len(known)} methods." if left > 0 else ""
         micro = "" if len(classes) == 2 else ", all classes pooled (micro average)"
@@ -81,6 +81,8 @@ def _curves_of(material: Material) -> tuple[dict[str, Scored], str]:
         return dict(list(kept.items())[:MOST_LINES]), f"Of all hospitals' images together, {positive}{seeds}."
     sites = {site: run.judged(site) for site in run.summary["sites"]}
     known = {site: found for site, found in sites.items() if found is not None and len(set(found.labels)) == 2}
+    if len(set(whole.labels)) < 2:  # then there is nothing to tell apart
+        return {}, ""
     shown = {"all": whole, **(dict(list(known.items())[: MOST_LINES - 1]) if len(known) > 1 else {})}
     return {name: _scored(found) for name, found in shown.items()}, f"{positive.capitalize()}, by hospital{seeds}."
 

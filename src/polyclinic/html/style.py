@@ -8,15 +8,15 @@ from __future__ import annotations
 
 LIGHT = """
 --paper:#fff;--card:#f5f6f7;--ink:#1b1f23;--soft:#50575e;--rule:#d4d8dc;--link:#00558c;
---c0:#0072b2;--c1:#c85200;--c2:#00805c;--c3:#a8447f;--c4:#1b1f23;--c5:#946a00;--c6:#2a8ab8;
+--c0:#0072b2;--c1:#c85200;--c2:#00805c;--c3:#a8447f;--c4:#1b1f23;--c5:#946a00;--c6:#2a8ab8;--c7:#6b4fa0;
 --good:#00694b;--bad:#a83e00;--shade:0,114,178;
 """
 DARK = """
 --paper:#14171a;--card:#1e2226;--ink:#e8eaec;--soft:#a9b1b8;--rule:#3c434a;--link:#7cc4f2;
---c0:#56b4e9;--c1:#f08a4b;--c2:#2fc59b;--c3:#e29ac6;--c4:#e8eaec;--c5:#e6b234;--c6:#9ad1f5;
+--c0:#56b4e9;--c1:#f08a4b;--c2:#2fc59b;--c3:#e29ac6;--c4:#e8eaec;--c5:#e6b234;--c6:#9ad1f5;--c7:#b9a3f0;
 --good:#4fd3ad;--bad:#ff9d66;--shade:86,180,233;
 """
-COLOURS = 7
+COLOURS = 8
 SERIES = "".join(f".s{n}{{stroke:var(--c{n});color:var(--c{n})}}.f{n}{{fill:var(--c{n})}}" for n in range(COLOURS))
 CSS = (
     ":root{color-scheme:light dark;"
