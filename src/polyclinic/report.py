@@ -110,7 +110,8 @@ def _pairs(comparison: Comparison) -> list[str]:
             f"{a} − {b}": claims.by_seed(runs[a], runs[b], claim.metric, claim.site)
             for a, b in itertools.combinations(runs, 2)
         }
-        if body := _tests(values, bonferroni):
+        body, _ = _tests(values, bonferroni)
+        if body:
             title = f'## The pairs behind "{claim.claim}" ({TITLES.get(claim.metric, claim.metric)}, seed by seed)'
             sections += [title, "\n".join([row(["pair", *TESTED, "p (Bonferroni)"]), "|" + "---|" * 6, *body])]
     return sections
@@ -119,11 +120,12 @@ def _pairs(comparison: Comparison) -> list[str]:
 def _tests(
     values: Mapping[str, tuple[Sequence[float], Sequence[float]]],
     correct: Callable[[Sequence[float]], Sequence[float]],
-) -> list[str]:
-    """A row for each paired test, of those with seeds enough."""
+) -> tuple[list[str], int]:
+    """A row for each paired test, of those with seeds enough, and how many p-values were corrected together."""
     found = {name: paired(*both) for name, both in values.items() if len(both[0]) >= FEWEST_SEEDS}
-    known = iter(correct([test.p for test in found.values() if not math.isnan(test.p)]))
-    return [
+    corrected = correct([test.p for test in found.values() if not math.isnan(test.p)])
+    known = iter(corrected)
+    rows = [
         row(
             [
                 name,
@@ -136,6 +138,7 @@ def _tests(
         )
         for name, test in found.items()
     ]
+    return rows, len(corrected)
 
 
 def _by_hospital(comparison: Comparison) -> list[str]:
@@ -198,13 +201,13 @@ def _differences(comparison: Comparison) -> list[str]:
         line.name: claims.by_seed(comparison.results[line.name], comparison.results[first.name], "accuracy")
         for line in others
     }
-    rows = _tests(values, holm)
+    rows, corrected = _tests(values, holm)
     if not rows:
         return []
     head = row([f"accuracy against {first.name}, seed by seed", *TESTED, "p (Holm)"])
     note = (
         "d: Cohen's, of pairs. Of n seeds Wilcoxon's p is never below 2^(1 − n), 0.062 of five. Holm: corrected for "
-        f"the {sum(not line.endswith('| – |') for line in rows)} p-values of this table."
+        f"the {corrected} p-values of this table."
     )
     return [head, "|" + "---|" * 6, *rows, "", note]
 

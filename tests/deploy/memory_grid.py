@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -18,7 +20,8 @@ from flwr.supercore.task_identity import TaskIdentity
 from polyclinic import wire
 from polyclinic.core import SiteId
 from polyclinic.engines.flower import FlowerEngine
-from polyclinic.engines.flower_site import replied
+from polyclinic.engines.flower_site import Attendance, replied
+from polyclinic.errors import EngineError
 
 Answer = Callable[[bytes], bytes]
 SITES = ("harbour", "hill", "lake")
@@ -119,3 +122,24 @@ def said(engine: FlowerEngine, sent: dict[SiteId, bytes], deadline: float | None
         assert site not in found
         found[site] = answer
     return found
+
+
+@contextmanager
+def at_work(attendance: Attendance, said: list[str], wake: Callable[[], object] = lambda: None) -> Iterator[None]:
+    """A site's process, here a thread; what ends it is said."""
+
+    def work() -> None:
+        try:
+            attendance.attend()
+        except EngineError as error:
+            said.append(f"error: {error}")
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        attendance.stop.set()
+        wake()
+        thread.join(timeout=15)
+        assert not thread.is_alive()

@@ -38,7 +38,7 @@ from polyclinic.deploy.site import SiteConfig
 from polyclinic.engines.flower import Link, order
 from polyclinic.engines.flower_site import Attendance
 from polyclinic.errors import EngineError
-from tests.deploy.memory_grid import SITES, echo, orders, said
+from tests.deploy.memory_grid import SITES, at_work, echo, orders, said
 from tests.deploy.ward import free_port
 
 
@@ -70,22 +70,8 @@ def attending(
     said: list[str] = []
     at = f"127.0.0.1:{reception.link.port}"
     attendance = Attendance(at, config.ca, config.key, folder, answer or echo(site), said.append)
-
-    def work() -> None:
-        try:
-            attendance.attend()
-        except EngineError as error:
-            said.append(f"error: {error}")
-
-    thread = threading.Thread(target=work, daemon=True)
-    thread.start()
-    try:
+    with at_work(attendance, said, lambda: reception.link.gate.wake(site)):
         yield said
-    finally:
-        attendance.stop.set()
-        reception.link.gate.wake(site)
-        thread.join(timeout=15)
-        assert not thread.is_alive()
 
 
 def one_said(kits: Path, reception: Reception, folder: Path, site: SiteId = "hill") -> str:

@@ -20,8 +20,7 @@ from polyclinic.deploy.processes import STATUS, Reception, attend, serving
 from polyclinic.deploy.provision import provision
 from polyclinic.deploy.site import SiteConfig
 from polyclinic.engines.flower_site import Attendance
-from polyclinic.errors import EngineError
-from tests.deploy.memory_grid import SITES, echo, orders, said
+from tests.deploy.memory_grid import SITES, at_work, echo, orders, said
 from tests.deploy.ward import free_port, until
 
 
@@ -48,21 +47,8 @@ def told_by_hill(kits: Path, at: str, folder: Path, **settings: Any) -> Iterator
     told: list[str] = []
     options = {"authority": config.ca, "tell": told.append, **settings}
     attendance = Attendance(at, key=config.key, folder=folder, answer=echo("hill"), **options)
-
-    def work() -> None:
-        try:
-            attendance.attend()
-        except EngineError as error:
-            told.append(f"error: {error}")
-
-    thread = threading.Thread(target=work, daemon=True)
-    thread.start()
-    try:
+    with at_work(attendance, told):
         yield told
-    finally:
-        attendance.stop.set()
-        thread.join(timeout=15)
-        assert not thread.is_alive()
 
 
 def address(reception: Reception) -> str:

@@ -2,18 +2,33 @@
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from polyclinic.compare import compare
 from polyclinic.experiment import run
 from polyclinic.html import page, read
+from polyclinic.html.pdf import BROWSERS
 from tests.html.drawn import Page
 from tests.small import tiny
 
 TWO_CLASSES = {"name": "phantom", "size": 32}
 METHODS = {"Together": {}, "Alone": {"algorithm": "local"}, "Pooled": {"algorithm": "centralised"}}
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    playwright = pytest.importorskip("playwright.sync_api")
+    with playwright.sync_playwright() as driver:
+        chromium = driver.chromium.launch(
+            executable_path=next(filter(None, map(shutil.which, BROWSERS))), args=["--no-sandbox"]
+        )
+        yield chromium
+        chromium.close()
 
 
 @pytest.fixture(scope="session")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,19 +10,11 @@ import pytest
 
 from polyclinic.experiment import run
 from tests.html.test_board import TOKEN, held, served
-from tests.html.test_browser import CHROMIUM, SERIOUS, axe, playwright
+from tests.html.test_browser import CHROMIUM, SERIOUS, axe
 from tests.small import tiny
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium (Debian: apt-get install chromium)")
 FIGURES = "The figures of this picture"
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with playwright.sync_playwright() as driver:
-        chromium = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield chromium
-        chromium.close()
 
 
 @pytest.fixture(scope="module")
