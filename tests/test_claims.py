@@ -347,7 +347,7 @@ def test_a_claim_that_cannot_be_tested_is_refused_in_one_sentence(changes: dict[
 
 
 def test_every_figure_and_any_hospital_can_be_claimed() -> None:
-    assert set(FIGURES) == {*METRICS, "gap", "drift", "converged", "forgotten", "megabytes", "seconds"}
+    assert set(FIGURES) == {*METRICS, "gap", "drift", "converged", "forgotten", "megabytes", "seconds", "told_apart"}
     said = [GOOD | {"metric": metric} for metric in FIGURES] + [GOOD | {"site": "St. Mary's | North", "metric": "gap"}]
     said.append(GOOD | {"test": "effect", "methods": list(METHODS)})
     assert len(tiny(methods=METHODS, claims=said).claims) == len(said)

@@ -21,6 +21,9 @@ from scipy.stats import ortho_group
 from torch import nn
 
 import polyclinic
+from polyclinic import claims
+from polyclinic.compare import compare
+from polyclinic.comparison import mean
 from polyclinic.core import Stream
 from polyclinic.domains import told_apart
 from polyclinic.embedding import (
@@ -36,6 +39,7 @@ from polyclinic.embedding import (
     shares,
     views,
 )
+from polyclinic.errors import RecipeError
 from polyclinic.past import read
 from tests import commands
 from tests.small import TINY
@@ -255,6 +259,35 @@ def test_runs_that_cannot_be_compared_get_one_sentence(runs: dict[str, Path], tm
     cards = {f"site-{n}": dict.fromkeys(("cpu", "memory", "battery", "network"), n / 4) for n in (1, 2, 3)}
     clustered = finish(tmp_path / "clusters", clusters=clusters, capability={"cards": cards})
     assert "has a network for each of its clusters" in refused(clustered)
+
+
+def test_a_claim_about_features_is_what_the_command_says_and_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    claim = {"claim": "it differs", "test": "lower", "metric": "told_apart", "methods": ["Fed", "Local"]}
+    methods = {"Fed": {}, "Local": {"algorithm": "local"}, "Moon": {"algorithm": "moon"}}
+    recipe = polyclinic.Recipe.of({**DIGITS, "methods": methods, "claims": [claim]})
+    found = compare([recipe], 2, tmp_path)
+    for name in ("Fed", "Local"):
+        for seed, result in enumerate(found.results[name]):
+            folder = tmp_path / name.lower() / f"seed-{seed}"
+            told = commands.document("features", folder, "--out", tmp_path / "picture.png")["runs"][0]["figures"]
+            assert 0 < result["told_apart"] == told["told_apart"] < 1
+    assert all("told_apart" not in result for result in found.results["Moon"]), "nobody asked"
+    [judged] = claims.tested(recipe.claims, found.results)
+    assert judged.figures == tuple(mean([r["told_apart"] for r in found.results[name]]) for name in claim["methods"])
+    monkeypatch.setattr("polyclinic.compare.gather", lambda *_: pytest.fail("the images are not needed again"))
+    again = compare([recipe], 2, tmp_path).results
+    assert [run["told_apart"] for run in again["Fed"]] == [run["told_apart"] for run in found.results["Fed"]]
+
+
+def test_a_claim_about_features_of_clusters_is_refused_before_anything_runs(tmp_path: Path) -> None:
+    claim = {"claim": "it differs", "test": "lower", "metric": "told_apart", "methods": ["Fed", "Local"]}
+    clusters = {"high": {"at_least": 0.5, "model": "cnn_c"}, "low": {"at_least": 0, "model": "mlp"}}
+    methods = {"Fed": {"clusters": clusters}, "Local": {"algorithm": "local"}}
+    with pytest.raises(RecipeError, match="Fed has a network for each cluster"):
+        compare([polyclinic.Recipe.of({**DIGITS, "methods": methods, "claims": [claim]})], 1, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_part_without_images_gets_one_sentence(tmp_path: Path) -> None:

@@ -20,7 +20,9 @@ from polyclinic.stats import holm, paired, summary
 
 LEVEL = 0.05
 PAIRED = ("higher", "lower", "equal")
-OF_RUNS = ("converged", "forgotten", "megabytes", "seconds")
+TOLD_APART = "told_apart"
+"""Measured only where a claim asks for it: every test image goes through the network once more."""
+OF_RUNS = ("converged", "forgotten", "megabytes", "seconds", TOLD_APART)
 """What a run has as a whole, and no hospital by itself."""
 FIGURES = (*METRICS, "gap", "drift", *OF_RUNS)
 Verdict = Literal["supported", "suggested", "not decided", "suggested against", "contradicted", "not run"]
@@ -40,7 +42,8 @@ class Claim(BaseModel):
     metric: str = "accuracy"
     """A metric, or gap (accuracy on training minus on validation images), drift, megabytes, seconds, converged (the
     first round after which validation accuracy is within a point of its best), forgotten (the share of training images
-    that a deployment lost, on average)."""
+    that a deployment lost, on average), told_apart (what a fresh classifier of sites scores on features of test images:
+    domains.py)."""
     site: str | None = None
     """At this hospital alone; else over all hospitals' images together."""
     margin: float = Field(0.01, gt=0)

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from polyclinic.claims import TOLD_APART
 from polyclinic.comparison import Comparison, lines, mean
-from polyclinic.errors import RecipeError, RoundFailed, StoreError
+from polyclinic.errors import DataError, RecipeError, RoundFailed, StoreError
 from polyclinic.experiment import Consortium, Experiment, finished, gather, refuse_other, run
+from polyclinic.past import read
 from polyclinic.recipe import Recipe
 from polyclinic.report import markdown
 from polyclinic.report_rounds import draw_forgetting
@@ -59,7 +64,9 @@ def compare(
         name: [(recipe, out / slug(name) / f"seed-{recipe.seed}") for recipe in runs]
         for name, runs in grid(recipes, seeds).items()
     }
-    _check(plan, hospitals, data)
+    claims = [claim for recipe in recipes for claim in recipe.claims]
+    looked_at = {name for claim in claims if claim.metric == TOLD_APART for name in claim.methods}
+    _check(plan, looked_at, hospitals, data)
     title = ", ".join(recipe.name for recipe in recipes)
     _announce(title, plan, out)
     total, done = sum(map(len, plan.values())), 0
@@ -70,7 +77,10 @@ def compare(
             begin(recipe, done, total)
             known = None if _ended(folder) else hospitals(recipe)
             try:
-                results.setdefault(name, []).append(run(recipe, folder, data, watch, known).summary)
+                found = run(recipe, folder, data, watch, known).summary
+                if name in looked_at:
+                    found = {**found, TOLD_APART: _told_apart(folder, partial(hospitals, recipe))}
+                results.setdefault(name, []).append(found)
             except RoundFailed as error:
                 failures.append(f"{name}, seed {recipe.seed}, did not end: {error}")
             done += 1
@@ -79,17 +89,38 @@ def compare(
         raise RoundFailed(failures[0])
     about = "\n\n".join(recipe.about for recipe in recipes if recipe.about)
     paper = {method: text for recipe in recipes for method, text in recipe.paper.items()}
-    claims = [claim for recipe in recipes for claim in recipe.claims]
     comparison = Comparison(title, tuple(lines(results)), results, out, about, paper, tuple(failures), claims)
     write(comparison, {name: [folder for _, folder in runs if _ended(folder)] for name, runs in plan.items()})
     return comparison
 
 
+def _told_apart(folder: Path, hospitals: Callable[[], Consortium]) -> float | None:
+    """Kept beside the run, so that reading it back needs no images; None where features have no such figure."""
+    path = folder / f"{TOLD_APART}.json"
+    with suppress(OSError, ValueError, LookupError, TypeError):
+        kept = json.loads(path.read_text(encoding="utf-8"))[TOLD_APART]
+        return None if kept is None else float(kept)
+    from polyclinic.embedding import told_apart_in
+
+    figure = None
+    with suppress(DataError):  # too few images, or features that are not finite: no reason to lose the comparison
+        figure = told_apart_in(read(folder, None, gathered=hospitals()))
+    write_json(path, {TOLD_APART: figure})
+    return figure
+
+
 def _check(
-    plan: Mapping[str, Sequence[tuple[Recipe, Path]]], hospitals: Callable[[Recipe], Consortium], data: Path | None
+    plan: Mapping[str, Sequence[tuple[Recipe, Path]]],
+    looked_at: Collection[str],
+    hospitals: Callable[[Recipe], Consortium],
+    data: Path | None,
 ) -> None:
     """What cannot run is refused before hours go into what can."""
-    for runs in plan.values():
+    for name, runs in plan.items():
+        if name in looked_at and any(recipe.clusters for recipe, _ in runs):
+            raise RecipeError(
+                f"{name} has a network for each cluster, whose features have no {TOLD_APART}; drop the claim"
+            )
         for recipe, folder in runs:
             refuse_other(folder, recipe)
             check_tracking(recipe.track, folder)

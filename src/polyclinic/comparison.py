@@ -116,6 +116,8 @@ def value(result: Mapping[str, Any], metric: str, site: str | None = None) -> fl
         return number(converged(result))
     if metric == "forgotten":
         return mean([share for _, share in (result.get("forgetting") or {}).get("forgotten", [])])
+    if metric == "told_apart":
+        return number(result.get("told_apart"))
     if metric == "seconds":
         return float(result["cost"]["seconds"])
     if site and site not in result["sites"]:

@@ -122,6 +122,12 @@ def views(past_runs: Sequence[PastRun], wishes: Wishes, stream: Stream) -> list[
     return [_view(past, name, rows, wishes, stream.child("dealt")) for past, name in seen]
 
 
+def told_apart_in(past: PastRun) -> float | None:
+    """What `polyclinic features` says of a run: how well a fresh classifier tells the sites of test images."""
+    [view] = views([past], Wishes(), Stream(past.recipe.seed, ("features",)))
+    return None if view.figures is None else view.figures.told_apart
+
+
 def _refuse_clusters(past: PastRun) -> None:
     if past.recipe.clusters:
         raise RecipeError(

@@ -86,10 +86,10 @@ class PastRun:
         return self.recipe.model_copy(update={"model": section.model_copy(update={"cut": None, "weights": None})})
 
 
-def read(folder: Path, data: Path | None, device: str | None = None) -> PastRun:
-    """A finished run's folder, and its images, which must be those of the run."""
+def read(folder: Path, data: Path | None, device: str | None = None, gathered: Consortium | None = None) -> PastRun:
+    """A finished run's folder, and its images, which must be those of the run; `gathered`: they are at hand already."""
     recipe, summary, state, place = opened(folder, device)
-    consortium = gather(recipe, data)
+    consortium = gathered or gather(recipe, data)
     if list(consortium.describe()) != summary["hospitals"]:
         raise DataError(f"the images found are not those of the run in {folder}; give --data DIR as the run had it")
     return PastRun(folder, recipe, summary, state, consortium, place)

@@ -42,6 +42,7 @@ KEPT = (
     "clusters",
     "progress",
     "forgetting",
+    "told_apart",
 )
 
 
