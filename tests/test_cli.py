@@ -296,7 +296,7 @@ def wait_for(condition: Callable[[], bool], process: subprocess.Popen[str]) -> N
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_ctrl_c_tells_the_way_on_and_resuming_ends_the_same(workers: int) -> None:
-    settings = ["--set", "rounds=12", "--set", f"engine.workers={workers}", "--set", "training.epochs=15"]
+    settings = ["--set", "rounds=8", "--set", f"engine.workers={workers}", "--set", "training.epochs=8"]
     settings += ["--set", "evaluate.every=0", "--set", "snapshot_every=2"]
     arguments = ["run", "tiny.yaml", *settings, "--out", "my run"]
     process = subprocess.Popen(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass, replace
@@ -15,8 +14,6 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
-    TypeAdapter,
-    ValidationError,
     ValidatorFunctionWrapHandler,
     field_validator,
 )
@@ -37,6 +34,7 @@ from polyclinic.recipe_rules import EngineName, algorithm_problems, idle, neares
 from polyclinic.stages import STAGES
 from polyclinic.trackers import Track
 from polyclinic.training_rules import training_problems
+from polyclinic.validated import validated
 from polyclinic.yaml_files import read_yaml
 
 FINISHES = {"refine": Refine(), "feddf": FEDDF}
@@ -202,7 +200,7 @@ class Recipe(BaseModel):
         with _blaming(source):
             wanted = with_settings(values, settings or {})
             _refuse_unknown(wanted, _layout(wanted))
-            recipe = _validate(Recipe, wanted)
+            recipe = validated(Recipe, wanted)
             _check(recipe)
             return recipe
 
@@ -210,7 +208,7 @@ class Recipe(BaseModel):
         """The algorithm with its options and this recipe's training, made private by a plan."""
         kind = _choose(ALGORITHMS, self.algorithm.name, "algorithm", "algorithm.name")
         training = replace(self.training, private=private)
-        return _validate(kind, {**self.algorithm.options, "training": training}, "algorithm.")
+        return validated(kind, {**self.algorithm.options, "training": training}, "algorithm.")
 
     @property
     def thresholds(self) -> dict[str, float]:
@@ -222,7 +220,7 @@ class Recipe(BaseModel):
         for name in (name for name in names if names.count(name) > 1):
             raise RecipeError(f"stages: {name} is there twice; once is enough")
         return [
-            _validate(_choose(STAGES, section.name, "stage", "stages.name"), section.options, "stages.")
+            validated(_choose(STAGES, section.name, "stage", "stages.name"), section.options, "stages.")
             for section in self.stages
         ]
 
@@ -340,25 +338,6 @@ def _refuse_unknown(values: Any, section: Any, place: str = "") -> None:
 
 def _is_closed(kind: Any) -> bool:
     return isinstance(kind, type) and issubclass(kind, BaseModel) and not issubclass(kind, Open)
-
-
-def _validate(kind: type[T], values: Any, place: str = "") -> T:
-    try:
-        return TypeAdapter(kind).validate_python(values)
-    except ValidationError as error:
-        raise RecipeError(_sentence(error, place)) from None
-
-
-def _sentence(error: ValidationError, place: str) -> str:
-    first = error.errors()[0]
-    key = place + ".".join(str(step) for step in first["loc"])
-    more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
-    if first["type"] == "missing":
-        return f"the key {key!r} is missing; add it{more}"
-    wish = re.sub("^(Input|String|Value error,) ", "", first["msg"])
-    if first["type"] in ("model_type", "dataclass_type", "dict_type"):
-        wish = "should hold keys of its own, written as {key: value} or indented below it"
-    return f"{key} is {first['input']!r:.60}, but {wish}{more}"
 
 
 def _choose(registry: Mapping[str, T], name: str, what: str, key: str) -> T:

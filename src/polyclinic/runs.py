@@ -79,7 +79,7 @@ def refuse_other(folder: Path, recipe: Recipe, served: bool = False) -> None:
     served: it is played between real sites, and not with their images here."""
     path = folder / "recipe.yaml"
     begun = Recipe.load(path) if path.exists() else recipe
-    if decisive(begun) != decisive(recipe):
+    if begun is not recipe and decisive(begun) != decisive(recipe):
         raise StoreError(f"{folder} holds a run of another recipe; choose another folder with --out, or remove it")
     between = (folder / ENROLMENT).exists()
     if served and not between and (folder / "ledger.jsonl").exists():

@@ -102,7 +102,7 @@ def those_that_end(k: int, first: int) -> dict[SiteId, str]:
     return {TEN[(3 * number + first) % 10]: WAYS[(number + first) % 3] for number in range(k)}
 
 
-@pytest.mark.parametrize(("k", "first"), [(0, 0), (1, 0), (1, 1), (1, 2), *((k, k) for k in range(2, 10))])
+@pytest.mark.parametrize(("k", "first"), [(0, 0), (1, 0), (1, 1), (1, 2), (2, 2), (4, 4), (7, 7), (9, 9)])
 def test_who_dies_leaves_the_run_that_was_planned_without_it(
     k: int, first: int, home: Path, undisturbed: str, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

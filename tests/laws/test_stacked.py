@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -203,8 +204,11 @@ def test_layers_that_draw_from_a_shared_generator_run_one_by_one_and_the_ledger_
     assert {note["alone"] for note in notes} == {"StochasticDepth draws from a generator that sites would share"}
 
 
-def test_compiled_stacks_give_the_same() -> None:
-    """Sites of unequal size, so that one is computed only to keep the shape."""
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.heavy)])
+def test_compiled_stacks_give_the_same(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sites of unequal size, so that one is computed only to keep the shape. Without inductor, whose C++ takes most of
+    a minute, all is traced as with it."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
     sites = clinics(12, 8, 4, dtype=torch.float64)
     algorithm = ALGORITHMS["fedprox"](training=Training(Optimiser("sgd", 0.1, 0.9), batch=4))
     alone = play(algorithm, sites, small(dtype=torch.float64, dropout=0.3), 2)

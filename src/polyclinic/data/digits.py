@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -21,12 +22,17 @@ class DigitsOptions(Options):
 
 
 def digits(options: DigitsOptions, stream: Stream, folder: Path | None = None) -> Collection:  # noqa: ARG001
+    scans, labels = _scans()
+    images = scans.float()[:, None] * (255 / 16)
+    if options.size != 8:
+        images = F.interpolate(images, size=(options.size, options.size), mode="bilinear")
+    patients = tuple(f"digit-{row}" for row in range(len(labels)))
+    return Collection(images.round().to(torch.uint8), labels.long(), CLASSES, patients)
+
+
+@cache
+def _scans() -> tuple[torch.Tensor, torch.Tensor]:
     from sklearn.datasets import load_digits  # takes a second to load, and most runs do without
 
     bunch = load_digits()
-    images = torch.from_numpy(bunch.images).float()[:, None] * (255 / 16)
-    if options.size != 8:
-        images = F.interpolate(images, size=(options.size, options.size), mode="bilinear")
-    labels = torch.from_numpy(bunch.target).long()
-    patients = tuple(f"digit-{row}" for row in range(len(labels)))
-    return Collection(images.round().to(torch.uint8), labels, CLASSES, patients)
+    return torch.from_numpy(bunch.images), torch.from_numpy(bunch.target)
