@@ -8,6 +8,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -384,11 +385,13 @@ def test_every_mistake_gets_one_sentence(finished: Path, server: BoardServer, tm
 
 def test_the_command_tells_where_to_look_until_it_is_stopped(finished: Path) -> None:
     stop = threading.Timer(1.0, _thread.interrupt_main)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell in the background ignores it
     stop.start()
     try:
         result = commands.call("board", finished, "--port", "0", "--host", "localhost", "--token", "new")
     finally:
         stop.cancel()
+        signal.signal(signal.SIGINT, before)
     assert result.exit_code == 0, result.output
     told = re.fullmatch(r"board: http://localhost:\d+/\?token=([\w-]{32})\n", result.stdout)
     assert told is not None, result.stdout
