@@ -10,9 +10,10 @@ import pytest
 from safetensors.torch import load_file
 
 from polyclinic.compare import compare
-from polyclinic.comparison import value
+from polyclinic.comparison import Comparison, value
 from polyclinic.errors import RecipeError
 from polyclinic.experiment import run
+from polyclinic.report_rounds import draw_forgetting
 from polyclinic.reproduce import _kept
 from polyclinic.results import forgetting
 from tests.small import tiny
@@ -80,6 +81,26 @@ def test_a_comparison_draws_forgetting_and_keeps_it(tmp_path: Path) -> None:
     kept = _kept(comparison)["runs"]
     assert len(kept["Fed"][0]["forgetting"]["gained"]) == 2
     assert kept["silent"][0]["forgetting"] is None
+
+
+def test_curves_are_of_the_seeds_that_all_methods_have(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A seed whose images are hard is hard for every method; one that only some have would look like a difference."""
+
+    def run_of(seed: int, *shares: float) -> dict[str, Any]:
+        return {"seed": seed, "forgetting": {"forgotten": list(enumerate(shares, 1)), "gained": []}}
+
+    drawn: list[Any] = []
+    monkeypatch.setattr("polyclinic.curves.draw_curves", lambda lines, *_: drawn.append(lines))
+    results = {
+        "Fed": [run_of(0, 0.2, 0.1), run_of(1, 0.8, 0.7)],
+        "Fed-CL": [run_of(0, 0.2, 0.3)],
+        "silent": [{"seed": 0}],
+    }
+    assert draw_forgetting(Comparison("t", (), results, None), tmp_path / "x.png")
+    assert drawn == [{"Fed": [(1.0, 0.2), (2.0, 0.1)], "Fed-CL": [(1.0, 0.2), (2.0, 0.3)]}]
+    apart = {"Fed": [run_of(0, 0.2)], "Fed-CL": [run_of(1, 0.4)]}
+    assert draw_forgetting(Comparison("t", (), apart, None), tmp_path / "x.png")
+    assert drawn[1] == {"Fed": [(1.0, 0.2)], "Fed-CL": [(1.0, 0.4)]}, "no seed is shared: better than no picture"
 
 
 def test_measuring_and_worker_processes_change_no_bit() -> None:

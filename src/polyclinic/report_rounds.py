@@ -25,11 +25,8 @@ def draw_forgetting(comparison: Comparison, path: Path) -> bool:
     """What deployments lost, by method, the mean over seeds; False where nobody measured it."""
     from polyclinic.curves import draw_curves  # matplotlib takes a second to load
 
-    lines: dict[str, list[tuple[float, float]]] = {}
-    for name, runs in comparison.results.items():
-        found = [dict(run["forgetting"]["forgotten"]) for run in runs if run.get("forgetting")]
-        if found:
-            lines[name] = _mean(found)
+    told = _at_shared_seeds(comparison, "forgetting")
+    lines = {name: _mean([dict(run["forgotten"]) for run in runs]) for name, runs in told.items()}
     if not any(lines.values()):
         return False
     draw_curves(lines, f"{comparison.title}: forgotten after a deployment", *AXES, path)
@@ -41,9 +38,8 @@ def draw_progress(comparison: Comparison, path: Path) -> bool:
     from polyclinic.curves import draw_curves  # matplotlib takes a second to load
 
     series: dict[str, list[tuple[float, float]]] = {}
-    for name, runs in comparison.results.items():
-        found = [run["progress"] for run in runs if run.get("progress")]
-        for cluster in found[0] if found else ():
+    for name, found in _at_shared_seeds(comparison, "progress").items():
+        for cluster in found[0]:
             called = f"{name}: {cluster}" if cluster else name
             series[called] = _mean([dict(run[cluster]) for run in found if cluster in run])
     lines = {name: points for name, points in series.items() if len(points) > 1}
@@ -53,6 +49,14 @@ def draw_progress(comparison: Comparison, path: Path) -> bool:
         dict(list(lines.items())[:MOST_LINES]), comparison.title, "round", "accuracy on validation images", path
     )
     return True
+
+
+def _at_shared_seeds(comparison: Comparison, key: str) -> dict[str, list[Any]]:
+    """What runs say under `key`, at the seeds that all methods have: one that is easy is easy for all of them."""
+    said = {name: {run["seed"]: run[key] for run in runs if run.get(key)} for name, runs in comparison.results.items()}
+    told = {name: found for name, found in said.items() if found}
+    shared = set.intersection(*(set(found) for found in told.values())) if told else set()
+    return {name: [found[seed] for seed in sorted(shared or found)] for name, found in told.items()}
 
 
 def _mean(curves: Sequence[Mapping[int, float]]) -> list[tuple[float, float]]:
