@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from polyclinic.algorithms import ALGORITHMS
+from polyclinic.remarks import pools_images
 from polyclinic.results import at_site, converged, judged_by, judged_on
 from polyclinic.stats import summary
 
@@ -141,7 +141,7 @@ def _line(name: str, runs: Runs) -> Line:
         drift=mean([value(result, "drift") for result in runs]),
         megabytes=mean([value(result, "megabytes") for result in runs]),
         seconds=mean([value(result, "seconds") for result in runs]),
-        pools_images=getattr(ALGORITHMS.get(runs[0]["algorithm"]), "pooled", False),
+        pools_images=pools_images(runs[0]),
         lost=sum(r["cost"].get("refused", 0) + r["cost"].get("failed", 0) for r in runs),
         judged_on=judged_on(runs[0]["headline"]),
         judged_by=judged_by(runs[0]["headline"]),

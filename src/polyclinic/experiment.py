@@ -38,21 +38,14 @@ from polyclinic.lineup import device_of, line_up, placed, refuse_unplayable, ser
 from polyclinic.lineup import network_of as network_of
 from polyclinic.metrics import Predictions, finite, measure
 from polyclinic.pretrain import pretrain
-from polyclinic.privacy.binding import (
-    bind,
-    discretion_of,
-    keep_noise,
-    kept_noise,
-    placeholder,
-    secret_of,
-    stages_of,
-)
+from polyclinic.privacy.binding import bind, discretion_of, keep_noise, kept_noise, placeholder, secret_of, stages_of
 from polyclinic.privacy.guard import Guard
 from polyclinic.privacy.page import handed_out, page, privacy_of, released
 from polyclinic.privacy.passbook import Passbook
 from polyclinic.privacy.plan import Plan
 from polyclinic.public import gather_public
 from polyclinic.recipe import Recipe
+from polyclinic.remarks import remarks
 from polyclinic.report_rounds import draw_run
 from polyclinic.results import assess, cost, drift, forgetting, headline, progress, reported, versions
 from polyclinic.rounds import POOLED, Outcome, Rounds, Rules, Watch
@@ -209,7 +202,7 @@ class Experiment:
                 guard,
                 self.server,
             )
-            if remark := self.algorithm.remark():
+            for remark in remarks(recipe, self.algorithm, self.federation.sites.values()):
                 logging.getLogger(__name__).warning("%s", remark)
             if self.plan is not None:
                 self.watch("plan", {"epsilon": self.plan.epsilon, **self.plan.as_json()})
@@ -358,6 +351,8 @@ class Experiment:
             "drift": drift(journal.rows),
             "cost": {**cost(journal.costs), "run_seconds": seconds},
             "released": released(self.plan, self.algorithm.exchanges),
+            "pooled": self.algorithm.pooled,
+            "remarks": remarks(recipe, self.algorithm, self.federation.sites.values()),
             "sha256": wire.digest(outcome.state),
             "versions": versions(),
         }

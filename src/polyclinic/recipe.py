@@ -364,8 +364,10 @@ def _check(recipe: Recipe) -> None:
     if not recipe.methods:
         for sentence in algorithm_problems(recipe, recipe.algorithm_of()):
             raise RecipeError(sentence)
-    for name in recipe.methods:
-        recipe.method(name)
+    methods = {name: recipe.method(name) for name in recipe.methods}
+    for name in {name for claim in recipe.claims if claim.metric == "forgotten" for name in claim.methods}:
+        if name in methods and not methods[name].evaluate.forgetting:
+            raise RecipeError(f"a claim is about what {name} forgot; set evaluate.forgetting: true for it")
 
 
 def recipes_folder() -> Path:

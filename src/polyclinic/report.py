@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from polyclinic import claims
-from polyclinic.comparison import SHOWN, Comparison, Runs, decimal, row, sent, show, value
+from polyclinic.comparison import SHOWN, Comparison, Runs, decimal, mean, row, sent, show, value
 from polyclinic.metrics import METRICS
 from polyclinic.report_privacy import privacy_sections
 from polyclinic.report_server import server_sections
@@ -182,9 +182,10 @@ def _costs(comparison: Comparison) -> list[str]:
     head = ["against", f"MB that {first.name} sends more", "times", "accuracy gained", "per GB"]
     body = [row(head), "|" + "---|" * 5]
     for line in cheaper:
-        more = first.megabytes - line.megabytes
-        gain = first.figures["accuracy"].mean - line.figures["accuracy"].mean
-        times = first.megabytes / line.megabytes if line.megabytes else math.nan
+        ours, theirs = (comparison.results[name] for name in (first.name, line.name))
+        mine, other = map(mean, claims.by_seed(ours, theirs, "megabytes"))
+        gained, lost = map(mean, claims.by_seed(ours, theirs, "accuracy"))
+        more, gain, times = mine - other, gained - lost, mine / other if other else math.nan
         cells = [f"{more:,.1f}", f"{decimal(times, 1)} ×", f"{gain:+.3f}", f"{gain / more * 1000:+.4f}"]
         body.append(row([line.name, *cells]))
     note = (
@@ -221,8 +222,10 @@ def _notes(comparison: Comparison) -> list[str]:
         notes.append(f"Seeds: {', '.join(f'{line.name} {line.seeds}' for line in comparison.lines)}.")
     notes.append(f"Figures are of {comparison.judged_by}.")
     notes += ["Drift is the mean distance ‖w_k − w‖₂ that a hospital's weights travel in one round."]
-    if any(line.pools_images for line in comparison.lines):
-        notes.append("Centralised pools the images themselves, which hospitals may not do: it is a yardstick.")
+    if pooled := [line.name for line in comparison.lines if line.pools_images]:
+        notes.append(f"{', '.join(pooled)}: all images in one place, which hospitals may not do; a yardstick.")
+    told = {name: runs[0].get("remarks") or () for name, runs in comparison.results.items()}
+    notes += [f"{name}: {remark}." for name, found in told.items() for remark in found]
     if any(r["headline"]["model"] in ("personal", "transfer") for runs in comparison.results.values() for r in runs):
         notes.append(
             "Where several models are judged together, their AUC also tells how classes are spread over sites."

@@ -43,6 +43,8 @@ KEPT = (
     "progress",
     "forgetting",
     "told_apart",
+    "pooled",
+    "remarks",
 )
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from click.testing import Result
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save
 from torch import Tensor
 from typer.testing import CliRunner
 
@@ -117,7 +117,8 @@ BAD: dict[str, tuple[bytes, str | None, str, str]] = {
     "cut": (GOOD[: len(GOOD) // 2], None, "", r"cannot be read as a torch file \(.*central directory.*\); download"),
     "cut, old": (written({"a": torch.ones(999)}, False)[:-400], None, "", r"torch file \(.*EOF.*\)"),
     "no tensors": (written({"epoch": 3}), None, "", "there are no named tensors here, but 'epoch'; give one"),
-    "nothing": (written({}), None, "", "there are no named tensors here, but nothing"),
+    "nothing": (written({}), None, "", "there is nothing in it; get the weights"),
+    "safetensors": (save({"a": torch.ones(1)}), None, "", r"it is safetensors already, .* name it in model\.weights"),
     "below a key": (GOOD, None, "", "no named tensors here, but 'model', 'epoch'; give one of these as --key"),
     "missing key": (GOOD, "mode", "", "it has no key 'mode'; it has 'model', 'epoch': give one of these as --key"),
     "key of a number": (GOOD, "epoch", "", "it holds a int where named tensors should be"),

@@ -94,8 +94,8 @@ class FedAlign(FedAvg):
     def __post_init__(self) -> None:
         for name in ("align", "warmup", "variance", "bank", "receive", "hidden", "lessons"):
             least = int(name in ("bank", "receive", "hidden", "lessons"))
-            if not least <= getattr(self, name) < math.inf:
-                raise RecipeError(f"algorithm.{name} is {getattr(self, name)}; choose {least} or more")
+            if not least <= getattr(self, name) <= 10**5:
+                raise RecipeError(f"algorithm.{name} is {getattr(self, name)}; choose {least} to 100,000")
         if self.training.private is not None and self.align:
             raise RecipeError(
                 "fed-align looks at images beside the steps that a privacy plan prices; leave privacy out, or set "

@@ -70,7 +70,7 @@ def refuse_recipe(recipe: Recipe, site: SiteId, allow: Allow, budget: Budget | N
     name = recipe.algorithm.name
     if recipe.methods:
         raise Refused("policy", "the recipe compares several methods; send that of one method")
-    if ALGORITHMS[name].pooled:
+    if recipe.algorithm_of().pooled:
         raise Refused("policy", f"{name} needs all sites' images in one place, and {site}'s stay where they are")
     if allow.algorithms != "all" and name not in allow.algorithms:
         raise Refused("policy", f"{site} does not allow the algorithm {name}; allow.algorithms in its site.yaml would")

@@ -12,6 +12,7 @@ from polyclinic.html.section import Section
 from polyclinic.html.tags import listed, paragraph, tag
 from polyclinic.html.versus import UNTESTED, Difference, all_pairs, at_sites
 from polyclinic.html.words import count, megabytes, of_hundred, series, some
+from polyclinic.remarks import pools_images
 from polyclinic.results import at_site
 from polyclinic.stats import summary
 
@@ -87,7 +88,7 @@ def _price(run: Run) -> Iterator[str]:
     claim = (
         paid_for(found) if found else "privacy: nothing is claimed, no figure bounds what the model tells of patients"
     )
-    sent = "All images were pooled in one place" if run.summary["algorithm"] == "centralised" else ""
+    sent = "All images were pooled in one place" if pools_images(run.summary) else ""
     moved = f"{megabytes(cost['bytes_up'] + cost['bytes_down'])} MB went both ways in {run.summary['rounds']} rounds"
     yield f"{sent or moved}; {claim}."
 

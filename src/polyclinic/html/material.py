@@ -16,10 +16,11 @@ from polyclinic.errors import StoreError
 from polyclinic.journal import with_interrupted
 from polyclinic.metrics import Predictions
 from polyclinic.recipe import Recipe
+from polyclinic.remarks import pools_images
 from polyclinic.runs import finished, method_of
 from polyclinic.store import Metrics, kept_predictions
 
-ALONE, POOLS = "local", "centralised"
+ALONE = "local"
 """Algorithms: every site by itself, and all images in one place."""
 
 
@@ -145,7 +146,7 @@ class Material:
     @cached_property
     def together(self) -> tuple[Method, ...]:
         """Methods that keep images at home and learn from others."""
-        return tuple(method for method in self.methods if method.algorithm not in (ALONE, POOLS))
+        return tuple(m for m in self.methods if m.algorithm != ALONE and not pools_images(m.first.summary))
 
     @cached_property
     def comparison(self) -> Comparison:

@@ -8,12 +8,13 @@ from typing import Any
 from markupsafe import Markup
 
 from polyclinic.comparison import mean
-from polyclinic.html.material import POOLS, Material, Method
+from polyclinic.html.material import Material, Method
 from polyclinic.html.prose import from_markdown
 from polyclinic.html.section import Asked, Section
 from polyclinic.html.tags import Cell, folded, joined, listed, paragraph, table, tag
 from polyclinic.html.words import megabytes, series
 from polyclinic.privacy.page import PAPER_METRIC, UNITS
+from polyclinic.remarks import pools_images
 from polyclinic.store import named_failure
 
 NO_CLAIM = "nothing is claimed"
@@ -37,6 +38,8 @@ def privacy(material: Material) -> Section:
             f"figure bounds how much. {where}"
         )
         parts.append(paragraph(words))
+    remarks = {f"{m.name}: {remark}." for m in material.methods for remark in m.first.summary.get("remarks") or ()}
+    parts += [paragraph(remark) for remark in sorted(remarks)]
     parts += [folded(f"The whole privacy page of {m.name}", told) for m in claimed if (told := _page(m))]
     parts += [tag("h3", "What left the building"), _released(material.methods), _amounts(material)]
     parts += [tag("h3", "What this report itself tells"), listed(_itself(material))]
@@ -48,7 +51,7 @@ def privacy(material: Material) -> Section:
 
 
 def _pools(method: Method) -> bool:
-    return method.algorithm == POOLS
+    return pools_images(method.first.summary)
 
 
 def _claim(method: Method) -> list[str]:

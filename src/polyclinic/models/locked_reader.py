@@ -98,6 +98,9 @@ def read(file: Any, torch: Any) -> Any:
                 f"it asks for {_shown(code[1])}, which is code and not weights; nothing of it was run: "
                 "save the state_dict alone, or get the weights from somewhere else"
             ) from None
+        file.seek(8)
+        if file.read(1) == b"{":
+            raise Unreadable("it is safetensors already, which needs no conversion: name it in model.weights") from None
         reason = f" ({said.split('. ')[0][:100].rstrip('. ')})" if isinstance(error, RuntimeError) else ""
         raise Unreadable(f"it cannot be read as a torch file{reason}; download or copy it again") from None
 
@@ -112,6 +115,8 @@ def chosen(found: Any, key: str | None, prefix: str, torch: Any) -> dict[str, An
         raise Unreadable(f"it holds a {type(found).__name__} where named tensors should be; give another --key")
     named = {n: t for n, t in found.items() if isinstance(n, str) and isinstance(t, torch.Tensor)}
     kept = {name.removeprefix(prefix): tensor for name, tensor in named.items() if name.startswith(prefix)}
+    if not found:
+        raise Unreadable("there is nothing in it; get the weights from somewhere else")
     if not named:
         raise Unreadable(f"there are no named tensors here, but {_names(found)}; give one of these as --key")
     if not kept:

@@ -12,6 +12,7 @@ from polyclinic.errors import RecipeError
 from polyclinic.privacy.account import Accountant, Spend, epsilon
 from polyclinic.privacy.guard import Guard
 from polyclinic.privacy.plan import RELEASED, Plan
+from polyclinic.remarks import pools_images
 
 ACCOUNTANTS: tuple[Accountant, ...] = ("pld", "rdp", "prv")
 LIBRARIES = {"pld": "PLD, dp-accounting", "rdp": "RDP, dp-accounting", "prv": "PRV, Opacus"}
@@ -132,11 +133,15 @@ def round_to(noise: float) -> float:
 def page(summary: Mapping[str, Any]) -> str:
     """The page, as Markdown."""
     found, kinds = summary.get("privacy"), summary["released"]
-    pooled = summary.get("algorithm") == "centralised"
+    pooled = pools_images(summary)
     body = _without(pooled) if found is None else _with(found, summary, pooled)
+    remarks = [f"Note: {remark}." for remark in summary.get("remarks", ())]
     table = ["| what leaves a site | what protects it |", "|---|---|"]
     table += [f"| {row['kind']} | {row['protection']} |" for row in kinds]
-    return "\n\n".join([f"# Privacy of {summary['name']}", *body, "## What is released", "\n".join(table)]) + "\n"
+    return (
+        "\n\n".join([f"# Privacy of {summary['name']}", *body, *remarks, "## What is released", "\n".join(table)])
+        + "\n"
+    )
 
 
 def _without(pooled: bool) -> Iterator[str]:
