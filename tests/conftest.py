@@ -1,12 +1,16 @@
-"""Tests keep prepared images in a folder of their own, never in the user's cache."""
+"""Tests keep prepared images in a folder of their own, never in the user's cache, and may be slow on a busy machine."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from polyclinic.data.cache import VARIABLE
+
+settings.register_profile("patient", deadline=None)
+settings.load_profile("patient")
 
 
 @pytest.fixture(scope="session", autouse=True)
