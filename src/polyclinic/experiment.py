@@ -202,7 +202,7 @@ class Experiment:
                 guard,
                 self.server,
             )
-            for remark in remarks(recipe, self.algorithm, self.federation.sites.values()):
+            for remark in self.remarks:
                 logging.getLogger(__name__).warning("%s", remark)
             if self.plan is not None:
                 self.watch("plan", {"epsilon": self.plan.epsilon, **self.plan.as_json()})
@@ -325,6 +325,10 @@ class Experiment:
         found = self.held_out(state, last=False)
         return {"n": len(found), **finite(measure(found.probabilities, found.labels))}
 
+    @property
+    def remarks(self) -> list[str]:
+        return remarks(self.recipe, self.algorithm, self.federation.sites.values())
+
     def summarise(
         self, outcome: Outcome, scores: Mapping[str, Any], journal: FolderJournal | RamJournal, seconds: float
     ) -> dict[str, Any]:
@@ -352,7 +356,7 @@ class Experiment:
             "cost": {**cost(journal.costs), "run_seconds": seconds},
             "released": released(self.plan, self.algorithm.exchanges),
             "pooled": self.algorithm.pooled,
-            "remarks": remarks(recipe, self.algorithm, self.federation.sites.values()),
+            "remarks": self.remarks,
             "sha256": wire.digest(outcome.state),
             "versions": versions(),
         }

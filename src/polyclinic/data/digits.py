@@ -27,7 +27,7 @@ def digits(options: DigitsOptions, stream: Stream, folder: Path | None = None) -
     if options.size != 8:
         images = F.interpolate(images, size=(options.size, options.size), mode="bilinear")
     patients = tuple(f"digit-{row}" for row in range(len(labels)))
-    return Collection(images.round().to(torch.uint8), labels.long(), CLASSES, patients)
+    return Collection(images.round().to(torch.uint8), labels.clone(), CLASSES, patients)
 
 
 @cache

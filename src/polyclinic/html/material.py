@@ -21,7 +21,7 @@ from polyclinic.runs import finished, method_of
 from polyclinic.store import Metrics, kept_predictions
 
 ALONE = "local"
-"""Algorithms: every site by itself, and all images in one place."""
+"""The algorithm in which every site trains by itself."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -138,10 +138,8 @@ def page(summary: Mapping[str, Any]) -> str:
     remarks = [f"Note: {remark}." for remark in summary.get("remarks", ())]
     table = ["| what leaves a site | what protects it |", "|---|---|"]
     table += [f"| {row['kind']} | {row['protection']} |" for row in kinds]
-    return (
-        "\n\n".join([f"# Privacy of {summary['name']}", *body, *remarks, "## What is released", "\n".join(table)])
-        + "\n"
-    )
+    blocks = [f"# Privacy of {summary['name']}", *body, *remarks, "## What is released", "\n".join(table)]
+    return "\n\n".join(blocks) + "\n"
 
 
 def _without(pooled: bool) -> Iterator[str]:
