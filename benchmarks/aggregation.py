@@ -26,13 +26,13 @@ from typing import Any
 
 import torch
 
-from polyclinic import wire
-from polyclinic.algorithms.averaging import RunningMean
-from polyclinic.algorithms.fedavg import FedAvg
-from polyclinic.core import Bundle, Failure, Federation
-from polyclinic.flat import side_by_side
-from polyclinic.journal import RamJournal
-from polyclinic.rounds import Progress, Rounds, Rules
+from polyclinic.algorithms.base import RunningMean
+from polyclinic.algorithms.optimisation.fedavg import FedAvg
+from polyclinic.core.contract import Bundle, Failure, Federation
+from polyclinic.core.flat_tensors import side_by_side
+from polyclinic.federation.rounds import Progress, Rounds, Rules
+from polyclinic.storage import messages
+from polyclinic.storage.journal import RamJournal
 
 TENSORS, PARAMETERS = 262, 3_500_000
 MESSAGES, REPEATS = 4, 50
@@ -47,7 +47,7 @@ def model(shift: float = 0.0, parameters: int = PARAMETERS) -> Bundle:
 class Recorded:
     """Replies made from one body with each site's own header: what 1,000 sites would send, one at a time."""
 
-    def __init__(self, body: wire.Body) -> None:
+    def __init__(self, body: messages.Body) -> None:
         self.body, self.seconds = body, 0.0
         """Making the messages is the sites' work: their CPU-seconds are not counted."""
 
@@ -57,7 +57,7 @@ class Recorded:
         for site in sent:
             began = time.process_time()
             fields = {"run": "run", "round": round, "site": site, "examples": 10}
-            message = [wire.pack(fields, self.body)]
+            message = [messages.pack(fields, self.body)]
             self.seconds += time.process_time() - began
             yield site, message.pop()
 
@@ -82,8 +82,10 @@ def in_fork(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 
 def a_round(updates: int, parameters: int = PARAMETERS) -> Callable[[], dict[str, Any]]:
     """A round of FedAvg with so many replies, ready to be played."""
-    engine = Recorded(wire.encode_body(model(MOVE, parameters)))
-    state = wire.decode(wire.encode({}, model(0.0, parameters))).tensors  # side by side, as after every round but one
+    engine = Recorded(messages.encode_body(model(MOVE, parameters)))
+    state = messages.decode(
+        messages.encode({}, model(0.0, parameters))
+    ).tensors  # side by side, as after every round but one
     sites = {f"site-{i}": 10 for i in range(updates)}
     loop = Rounds(Federation(("a", "b"), sites, state), FedAvg(), engine, Rules(rounds=1), RamJournal())
 
@@ -121,8 +123,8 @@ def timed(work: Callable[[Any], object], given: Any) -> float:
 
 def mean_alone() -> dict[str, Any]:
     """Milliseconds for one more update, interleaved with a plain copy and a checksum of as many bytes."""
-    datas = [wire.encode({}, model(MOVE * i)) for i in range(MESSAGES)]
-    groups = [wire.decode(data).tensors["model"] for data in datas]
+    datas = [messages.encode({}, model(MOVE * i)) for i in range(MESSAGES)]
+    groups = [messages.decode(data).tensors["model"] for data in datas]
     target, mean = torch.zeros(PARAMETERS // TENSORS * TENSORS), RunningMean()
     mean.add(groups[0])
     taken: dict[str, list[float]] = {"mean": [], "after": [], "copy": [], "sha256": []}

@@ -15,16 +15,16 @@ import time
 
 import torch
 
-from polyclinic.algorithms.averaging import Averaging
-from polyclinic.algorithms.fedavg import FedAvg
-from polyclinic.algorithms.fedmp import FedMP
-from polyclinic.core import Bundle, Federation, Fit, Job, Optimiser, Site, Stream, Training, Update
+from polyclinic.algorithms.base import Averaging
+from polyclinic.algorithms.optimisation.fedavg import FedAvg
+from polyclinic.algorithms.representation.fedmp import FedMP
+from polyclinic.core.contract import Bundle, Federation, Fit, Job, Optimiser, Site, Stream, Training, Update
 from polyclinic.data.examples import Images
-from polyclinic.learning.fit import fit, score
-from polyclinic.learning.network import LiveNetwork, feature_shape, weights_of
+from polyclinic.federation.site_runner import drive
 from polyclinic.models import build
-from polyclinic.models.cut import cut_after
-from polyclinic.runner import drive
+from polyclinic.models.split_point import cut_after
+from polyclinic.training.fit import fit, score
+from polyclinic.training.network import LiveNetwork, feature_shape, weights_of
 
 CLASSES = 10
 

@@ -23,17 +23,17 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from polyclinic import wire
-from polyclinic.algorithms.fedavg import FedAvg
-from polyclinic.core import Failure, Federation, SiteId, Stream, Training, Update
-from polyclinic.deploy.federation import Federation as Kits
-from polyclinic.deploy.federation import Server, ServerConfig
+from polyclinic.algorithms.optimisation.fedavg import FedAvg
+from polyclinic.core.contract import Failure, Federation, SiteId, Stream, Training, Update
+from polyclinic.deploy.config import Federation as Kits
+from polyclinic.deploy.config import Server, ServerConfig
 from polyclinic.deploy.processes import Child, Reception, attend, serving
-from polyclinic.deploy.provision import provision
-from polyclinic.deploy.site import SiteConfig
-from polyclinic.learning.network import weights_of
-from polyclinic.mail import Outbox
+from polyclinic.deploy.provisioning.provision import provision
+from polyclinic.deploy.site.config import SiteConfig
+from polyclinic.federation.mailbox import Outbox
 from polyclinic.models import build
+from polyclinic.storage import messages
+from polyclinic.training.network import weights_of
 
 BIN = Path(sys.executable).parent
 APP = Path(__file__).with_name("flower_fedavg")
@@ -76,8 +76,8 @@ def compare(given: argparse.Namespace, folder: Path, stack: ExitStack) -> None:
 
 
 def echo(data: bytes) -> bytes:
-    message = wire.decode(data)
-    return wire.encode({**message.fields, "examples": 1}, message.tensors)
+    message = messages.decode(data)
+    return messages.encode({**message.fields, "examples": 1}, message.tensors)
 
 
 def play(reception: Reception, sites: tuple[SiteId, ...], rounds: int) -> list[float]:
@@ -101,7 +101,7 @@ def updates(reception: Reception, round: int, outbox: Outbox) -> Iterator[Update
     for site, answer in reception.engine.exchange(round, outbox, 120):
         if not isinstance(answer, bytes):
             raise RuntimeError(f"{site}: {answer.sentence if isinstance(answer, Failure) else 'no bytes'}")
-        yield Update(wire.decode(answer).tensors, 1, site)
+        yield Update(messages.decode(answer).tensors, 1, site)
 
 
 class Theirs:

@@ -139,9 +139,9 @@ def memory_of_ours() -> dict[str, int]:
     """The same through `polyclinic.run`, as a user calls it."""
     import torch
 
+    from polyclinic.config.recipe import Recipe
     from polyclinic.data.examples import Images, Selection, SiteData
-    from polyclinic.experiment import Consortium, run
-    from polyclinic.recipe import Recipe
+    from polyclinic.runs.experiment import Consortium, run
 
     shared, rows = Images(*images()), torch.arange(CLIENTS * IMAGES).reshape(CLIENTS, IMAGES)
     sites = {

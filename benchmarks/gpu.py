@@ -26,21 +26,21 @@ import torch
 import torch.nn.functional as F
 
 from polyclinic.algorithms import ALGORITHMS
-from polyclinic.algorithms.fedavg import FedAvg
-from polyclinic.core import Bundle, Federation, Fit, Optimiser, Precision, Site, Stream, Training
+from polyclinic.algorithms.optimisation.fedavg import FedAvg
+from polyclinic.core.contract import Bundle, Federation, Fit, Optimiser, Precision, Site, Stream, Training
 from polyclinic.data.examples import Images, Selection, SiteData
-from polyclinic.engines.choice import make_engine
-from polyclinic.engines.stacked import Compile
-from polyclinic.journal import FolderJournal
-from polyclinic.learning.fit import fit
-from polyclinic.learning.network import LiveNetwork, weights_of
-from polyclinic.learning.objectives import task_loss
-from polyclinic.learning.seating import Seat
-from polyclinic.learning.stacked import fit_stacked
+from polyclinic.federation.engines.stacked import Compile
+from polyclinic.federation.rounds import Rounds, Rules
+from polyclinic.federation.site_runner import SiteRunner
 from polyclinic.models import build
-from polyclinic.rounds import Rounds, Rules
-from polyclinic.runner import SiteRunner
-from polyclinic.store import RamMemory
+from polyclinic.runs.engine_choice import make_engine
+from polyclinic.storage.journal import FolderJournal
+from polyclinic.storage.run_files import RamMemory
+from polyclinic.training.fit import fit
+from polyclinic.training.losses import task_loss
+from polyclinic.training.network import LiveNetwork, weights_of
+from polyclinic.training.stacked.batching import Seat
+from polyclinic.training.stacked.fit import fit_stacked
 
 LR = 0.05
 Row = dict[str, Any]

@@ -27,16 +27,16 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 
-from polyclinic.core import Examples, Stream
-from polyclinic.data.cache import VARIABLE
+from polyclinic.core.contract import Examples, Stream
 from polyclinic.data.examples import Collection, Selection
-from polyclinic.data.load import load
-from polyclinic.data.preparation import ImageOptions
+from polyclinic.data.loading.cache import VARIABLE
+from polyclinic.data.loading.load import load
+from polyclinic.data.loading.options import ImageOptions
 from polyclinic.data.sources.folder import read_folder
 from polyclinic.data.sources.npz import read_npz
-from polyclinic.engines.local import keep_freed_memory
+from polyclinic.evaluation.summary import versions
+from polyclinic.federation.engines.local import keep_freed_memory
 from polyclinic.models import build
-from polyclinic.results import versions
 
 RESULT = Path("docs/results/data/loader.json")
 GREY, COLOUR, JPEGS = 8192, 1024, 300

@@ -32,18 +32,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from polyclinic.algorithms.fedavg import FedAvg
-from polyclinic.core import Bundle, Federation, Optimiser, Stream, Tensors, Training
+from polyclinic.algorithms.optimisation.fedavg import FedAvg
+from polyclinic.core.contract import Bundle, Federation, Optimiser, Stream, Tensors, Training
 from polyclinic.data.examples import Images, SiteData
-from polyclinic.engines.choice import make_engine
-from polyclinic.engines.local import keep_freed_memory
-from polyclinic.journal import FolderJournal
-from polyclinic.learning.fit import walk
-from polyclinic.learning.network import LiveNetwork, weights_of
+from polyclinic.federation.engines.local import keep_freed_memory
+from polyclinic.federation.rounds import Rounds, Rules, Watch, draw_cohort
+from polyclinic.federation.site_runner import SiteRunner
 from polyclinic.models import Classifier, build
-from polyclinic.rounds import Rounds, Rules, Watch, draw_cohort
-from polyclinic.runner import SiteRunner
-from polyclinic.store import RamMemory
+from polyclinic.runs.engine_choice import make_engine
+from polyclinic.storage.journal import FolderJournal
+from polyclinic.storage.run_files import RamMemory
+from polyclinic.training.fit import walk
+from polyclinic.training.network import LiveNetwork, weights_of
 
 Draw = Callable[[str, int, Tensor], Iterable[Tensor]]
 """(client, round, labels) -> the batches of one epoch."""

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from polyclinic import Recipe, run
-from polyclinic.consortium import gather
+from polyclinic.runs.sites import gather
 
 PRECISIONS = ("float32", "bfloat16")
 METRICS = ("accuracy", "auc")

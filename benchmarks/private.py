@@ -28,15 +28,15 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from polyclinic.core import Fit, Optimiser, Private, Site, Stream, Training
+from polyclinic.core.contract import Fit, Optimiser, Private, Site, Stream, Training
 from polyclinic.data.examples import Images, Selection
-from polyclinic.engines.local import keep_freed_memory
-from polyclinic.learning.fit import fit
-from polyclinic.learning.network import LiveNetwork, weights_of
-from polyclinic.learning.objectives import task_loss
-from polyclinic.learning.seating import Seat
-from polyclinic.learning.stacked import fit_stacked
+from polyclinic.federation.engines.local import keep_freed_memory
 from polyclinic.models import Classifier, build
+from polyclinic.training.fit import fit
+from polyclinic.training.losses import task_loss
+from polyclinic.training.network import LiveNetwork, weights_of
+from polyclinic.training.stacked.batching import Seat
+from polyclinic.training.stacked.fit import fit_stacked
 
 LR, BATCH, STEPS, SITES = 0.05, 64, 10, 5
 CLIP, NOISE = 1.0, 1.0

@@ -29,12 +29,12 @@ from typing import Any
 import torch
 
 from benchmarks.overhead import LR, Workload, measure
-from polyclinic.core import Stream
+from polyclinic.config.recipe import Recipe
+from polyclinic.core.contract import Stream
 from polyclinic.data import PARTITIONS, Fractions
 from polyclinic.data.examples import Collection
-from polyclinic.data.federate import federate
-from polyclinic.experiment import Consortium, run
-from polyclinic.recipe import Recipe
+from polyclinic.data.partitioning.federate import federate
+from polyclinic.runs.experiment import Consortium, run
 
 IMAGES, SIZE = 20, 28
 MOST_BYTES = 8e9

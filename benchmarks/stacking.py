@@ -18,15 +18,15 @@ from typing import Any
 
 import torch
 
-from polyclinic.core import Fit, Optimiser, Site, Stream, Training
+from polyclinic.core.contract import Fit, Optimiser, Site, Stream, Training
 from polyclinic.data.examples import Images, Selection
-from polyclinic.engines.local import keep_freed_memory
-from polyclinic.learning.fit import fit
-from polyclinic.learning.network import LiveNetwork, weights_of
-from polyclinic.learning.objectives import task_loss
-from polyclinic.learning.seating import Seat
-from polyclinic.learning.stacked import fit_stacked
+from polyclinic.federation.engines.local import keep_freed_memory
 from polyclinic.models import build
+from polyclinic.training.fit import fit
+from polyclinic.training.losses import task_loss
+from polyclinic.training.network import LiveNetwork, weights_of
+from polyclinic.training.stacked.batching import Seat
+from polyclinic.training.stacked.fit import fit_stacked
 
 WORK = (("mlp", 8), ("mlp", 28), ("small_cnn", 28))
 """Model, pixels of a side."""

@@ -24,10 +24,10 @@ from typing import Any
 import torch
 
 from benchmarks.aggregation import MOVE, PARAMETERS, TENSORS, model
-from polyclinic import wire
-from polyclinic.core import Stream
-from polyclinic.engines.local import keep_freed_memory
-from polyclinic.stages.quantise import Quantise, blocks, dequantise_into, quantise
+from polyclinic.core.contract import Stream
+from polyclinic.federation.engines.local import keep_freed_memory
+from polyclinic.privacy.transforms.quantise import Quantise, blocks, dequantise_into, quantise
+from polyclinic.storage import messages
 
 BYTES = 4 * (PARAMETERS // TENSORS * TENSORS)
 
@@ -35,9 +35,9 @@ BYTES = 4 * (PARAMETERS // TENSORS * TENSORS)
 def works() -> dict[str, Callable[[], object]]:
     """What is measured, by name."""
     fields = {"run": "run", "round": 1, "site": "site", "examples": 10}
-    trained, body = model(MOVE), wire.encode_body(model(MOVE))
-    message, received = wire.pack(fields, body), wire.decode(wire.encode({}, model())).tensors
-    expected = wire.Expected("run", 1, "site", received, received, frozenset({"buffers"}), 10)
+    trained, body = model(MOVE), messages.encode_body(model(MOVE))
+    message, received = messages.pack(fields, body), messages.decode(messages.encode({}, model())).tensors
+    expected = messages.Expected("run", 1, "site", received, received, frozenset({"buffers"}), 10)
     generator = Stream(0).generator()
     new, old = (torch.randn(BYTES // 4, generator=generator) for _ in range(2))
     source, target, total = torch.randn(BYTES // 4, generator=generator), torch.empty(BYTES // 4), old.clone()
@@ -46,9 +46,9 @@ def works() -> dict[str, Callable[[], object]]:
     return {
         "copy": lambda: target.copy_(source),
         "sha256": lambda: hashlib.sha256(body.data),
-        "encode": lambda: wire.encode(fields, trained),
-        "pack": lambda: wire.pack(fields, body),
-        "accept": lambda: wire.accept(message, expected),
+        "encode": lambda: messages.encode(fields, trained),
+        "pack": lambda: messages.pack(fields, body),
+        "accept": lambda: messages.accept(message, expected),
         "quantise an update, nearest": lambda: quantise(new, None, runs),
         "difference + quantise, nearest": lambda: quantise(new, old, runs),
         "difference + quantise, stochastic": lambda: quantise(new, old, runs, generator=generator),

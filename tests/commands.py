@@ -10,7 +10,7 @@ import pytest
 from click.testing import Result
 from typer.testing import CliRunner
 
-from polyclinic.cli import app
+from polyclinic.cli.main import app
 
 
 def call(*arguments: str | Path) -> Result:

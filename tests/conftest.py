@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from polyclinic.data.cache import VARIABLE
+from polyclinic.data.loading.cache import VARIABLE
 
 settings.register_profile("patient", deadline=None)
 settings.load_profile("patient")

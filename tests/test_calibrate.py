@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.special import softmax
 
-from polyclinic.calibrate import (
+from polyclinic.evaluation.calibration import (
     FEWEST,
     HIGHEST,
     LOWEST,
@@ -20,7 +20,7 @@ from polyclinic.calibrate import (
     of_part,
     temperature_of,
 )
-from polyclinic.metrics import Floats, Predictions, measure
+from polyclinic.evaluation.metrics import Floats, Predictions, measure
 
 Labels = np.ndarray[tuple[int], np.dtype[np.int64]]
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter
 from scipy.stats import kstest
 
-from polyclinic.capability import (
+from polyclinic.config.capability import (
     RESOURCES,
     THRESHOLDS,
     Capability,
@@ -32,9 +32,9 @@ from polyclinic.capability import (
     thresholds_problems,
     weights_problems,
 )
-from polyclinic.core import Stream
-from polyclinic.errors import EngineError, RecipeError
-from polyclinic.machine import _battery, _cpu, latency, measure
+from polyclinic.core.contract import Stream
+from polyclinic.core.errors import EngineError, RecipeError
+from polyclinic.deploy.machine import _battery, _cpu, latency, measure
 
 PAPER = dict(zip(RESOURCES, (0.3, 0.3, 0.1, 0.3), strict=True))
 """The paper's example, for a deployment where the battery matters less."""

@@ -8,17 +8,17 @@ from typing import Any
 
 import pytest
 
-from polyclinic.display import result_table
-from polyclinic.engines import choice
-from polyclinic.errors import StoreError
-from polyclinic.experiment import run
+from polyclinic.cli.display import result_table
+from polyclinic.core.errors import StoreError
+from polyclinic.runs import engine_choice
+from polyclinic.runs.experiment import run
 from tests.small import tiny
 
 
 def times(monkeypatch: pytest.MonkeyPatch, *seconds: float) -> None:
     """What the measurement is said to find, apart and stacked."""
     found = iter(seconds)
-    monkeypatch.setattr(choice, "_seconds", lambda *_: next(found))
+    monkeypatch.setattr(engine_choice, "_seconds", lambda *_: next(found))
 
 
 @pytest.mark.parametrize(

@@ -13,12 +13,13 @@ import numpy as np
 import pytest
 import scipy.stats
 
-from polyclinic import claims, run
-from polyclinic.claims import FIGURES, Claim, by_seed, chance, overview, rows, verdict_of
-from polyclinic.comparison import value
-from polyclinic.core import Stream
-from polyclinic.errors import RecipeError
-from polyclinic.metrics import METRICS
+from polyclinic import run
+from polyclinic.core.contract import Stream
+from polyclinic.core.errors import RecipeError
+from polyclinic.evaluation import claims
+from polyclinic.evaluation.claims import FIGURES, Claim, by_seed, chance, overview, rows, verdict_of
+from polyclinic.evaluation.comparison import value
+from polyclinic.evaluation.metrics import METRICS
 from tests.small import SITES, WEIGHTS, tiny
 
 T_TWO_DEGREES = 4.302653

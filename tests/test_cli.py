@@ -19,15 +19,15 @@ from safetensors.torch import save_file
 
 import polyclinic
 from polyclinic.algorithms import ALGORITHMS
+from polyclinic.algorithms.distillation.refine import Refine
+from polyclinic.config.recipe import Recipe, our_recipes
 from polyclinic.data import DATASETS
-from polyclinic.finish.refine import Refine
 from polyclinic.models import MODELS
-from polyclinic.recipe import Recipe, our_recipes
 from tests import commands
 from tests.commands import call, document
 from tests.small import TINY, tiny, write_recipe
 
-COMMAND = [sys.executable, "-c", "from polyclinic.cli import main; main()"]
+COMMAND = [sys.executable, "-c", "from polyclinic.cli.main import main; main()"]
 
 
 @pytest.fixture(autouse=True)
@@ -229,8 +229,8 @@ def test_the_demo_and_a_paper_as_json(tmp_path: Path, monkeypatch: pytest.Monkey
     values = {**TINY, "about": "Tiny.", "rounds": 1, "methods": {"FedAvg": {}}}
     write_recipe(recipes, values, "demo.yaml")
     write_recipe(recipes / "paper", values, "quick.yaml")
-    monkeypatch.setattr("polyclinic.recipe.recipes_folder", lambda: recipes)
-    monkeypatch.setattr("polyclinic.reproduce.recipes_folder", lambda: recipes)
+    monkeypatch.setattr("polyclinic.config.recipe.recipes_folder", lambda: recipes)
+    monkeypatch.setattr("polyclinic.experiments.reproduce.recipes_folder", lambda: recipes)
     assert document("demo", "--seed", "4")["title"] == "tiny"
     assert Path("polyclinic-demo/fedavg/seed-4/result.json").exists()
     assert call("demo", "--seed", "5").stderr.startswith("Tiny.\nFedAvg, seed 5\n")
@@ -267,7 +267,7 @@ def test_a_disk_that_refuses_is_told_in_one_sentence(monkeypatch: pytest.MonkeyP
     def fail(*_: object, **__: object) -> None:
         raise PermissionError(13, "Permission denied", "/locked")
 
-    monkeypatch.setattr("polyclinic.cli.run_recipe", fail)
+    monkeypatch.setattr("polyclinic.cli.main.run_recipe", fail)
     assert "/locked: Permission denied" in refused("run", "tiny.yaml")
 
 
@@ -275,7 +275,7 @@ def test_ctrl_c_before_the_first_round_says_how_to_begin_again(monkeypatch: pyte
     def stop(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("polyclinic.cli.run_recipe", stop)
+    monkeypatch.setattr("polyclinic.cli.main.run_recipe", stop)
     result = call("run", "tiny.yaml", "--out", "out")
     assert result.exit_code == 130
     assert result.stderr == "stopped; nothing that was finished is lost: go on with the same command\n"
@@ -337,7 +337,7 @@ def test_listing_needs_nothing_heavy_but_torch_and_no_greek() -> None:
     heavy = ["matplotlib", "sklearn", "scipy.stats", "torchvision", "pandas", "torch._dynamo"]
     code = f"""
 import sys
-from polyclinic.cli import main
+from polyclinic.cli.main import main
 try:
     main()
 finally:

@@ -13,10 +13,10 @@ import pytest
 from click.testing import Result
 from PIL import Image
 
-from polyclinic.data.cache import VARIABLE as CACHE
-from polyclinic.errors import DataError
-from polyclinic.experiment import gather
-from polyclinic.recipe import Recipe
+from polyclinic.config.recipe import Recipe
+from polyclinic.core.errors import DataError
+from polyclinic.data.loading.cache import VARIABLE as CACHE
+from polyclinic.runs.experiment import gather
 from tests import commands
 from tests.data import planted
 from tests.small import write_recipe

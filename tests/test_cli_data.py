@@ -15,16 +15,16 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from polyclinic.core import Stream
-from polyclinic.data.cache import VARIABLE as CACHE
-from polyclinic.data.load import load
-from polyclinic.data.preparation import ImageOptions
+from polyclinic.config.recipe import Recipe
+from polyclinic.core.contract import Stream
+from polyclinic.data.datasets import SETS
+from polyclinic.data.datasets.base import Download, NamedSet
+from polyclinic.data.loading.cache import VARIABLE as CACHE
+from polyclinic.data.loading.load import load
+from polyclinic.data.loading.options import ImageOptions
 from polyclinic.data.records import Listing
-from polyclinic.data.sets import SETS
-from polyclinic.data.sets.base import Download, NamedSet
-from polyclinic.data.sources.open import open_source
-from polyclinic.experiment import gather
-from polyclinic.recipe import Recipe
+from polyclinic.data.sources.detect import open_source
+from polyclinic.runs.experiment import gather
 from tests import commands
 from tests.data import planted
 from tests.data.web import served
@@ -312,7 +312,7 @@ def test_a_recipe_says_what_lies_at_which_site(tmp_path: Path) -> None:
 
 
 def test_our_recipes_are_known_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("polyclinic.recipe.recipes_folder", lambda: tmp_path / "ours")
+    monkeypatch.setattr("polyclinic.config.recipe.recipes_folder", lambda: tmp_path / "ours")
     (tmp_path / "ours").mkdir()
     alone = {"name": "digits", "partition": {"by": "iid", "sites": 1}}
     write_recipe(tmp_path / "ours", PHANTOM | {"data": alone}, "one.yaml")
@@ -331,7 +331,7 @@ def test_what_is_fetched_is_told_with_the_sum_to_compare(tmp_path: Path, monkeyp
         site.files["/images.bin"] = b"pixels"
         download = Download(f"{site.address}/images.bin", "", "images.bin")
         named = NamedSet("demo-set", "a set", "none", ("a",), unread, "ask.", downloads=(download,))
-        monkeypatch.setattr("polyclinic.cli_data.SETS", {"demo-set": named})
+        monkeypatch.setattr("polyclinic.cli.data.SETS", {"demo-set": named})
         result = call("fetch", "demo-set", "--data", str(tmp_path))
         again = call("fetch", "demo-set", "--data", str(tmp_path))
     assert result.exit_code == again.exit_code == 0

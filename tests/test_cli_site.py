@@ -12,10 +12,10 @@ import psutil
 import pytest
 import yaml
 
-from polyclinic.capability import RESOURCES, THRESHOLDS, Card, card_of, cluster_of, score
-from polyclinic.core import Stream
-from polyclinic.recipe import Recipe
-from polyclinic.terminal import out
+from polyclinic.cli.common import out
+from polyclinic.config.capability import RESOURCES, THRESHOLDS, Card, card_of, cluster_of, score
+from polyclinic.config.recipe import Recipe
+from polyclinic.core.contract import Stream
 from tests import commands
 from tests.small import TINY, write_recipe
 

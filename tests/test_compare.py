@@ -14,11 +14,12 @@ import scipy.stats
 from PIL import Image
 
 from polyclinic import Recipe, run
-from polyclinic.compare import compare, compare_folders, curve_of, grid, slug
-from polyclinic.comparison import Comparison, Figure, lines
-from polyclinic.errors import RecipeError, StoreError
-from polyclinic.report import markdown
-from polyclinic.reproduce import QUICK_SEEDS, recipes_of, reproduce, write_page
+from polyclinic.core.errors import RecipeError, StoreError
+from polyclinic.core.text import slug
+from polyclinic.evaluation.comparison import Comparison, Figure, lines
+from polyclinic.experiments.compare import compare, compare_folders, curve_of, grid
+from polyclinic.experiments.reproduce import QUICK_SEEDS, recipes_of, reproduce, write_page
+from polyclinic.reporting.markdown.comparison import markdown
 from tests.small import SITES, tiny
 
 METHODS = {"FedAvg": {}, "Local": {"algorithm": "local"}, "Centralised": {"algorithm": "centralised"}}
@@ -257,8 +258,8 @@ def paper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (recipes / "paper" / "quick.yaml").write_text(QUICK)
     (recipes / "paper" / "table1.yaml").write_text(QUICK)
     (recipes / "paper" / "notes.md").write_text("What differs from the paper: all of it.")
-    monkeypatch.setattr("polyclinic.recipe.recipes_folder", lambda: recipes)
-    monkeypatch.setattr("polyclinic.reproduce.recipes_folder", lambda: recipes)
+    monkeypatch.setattr("polyclinic.config.recipe.recipes_folder", lambda: recipes)
+    monkeypatch.setattr("polyclinic.experiments.reproduce.recipes_folder", lambda: recipes)
     return recipes
 
 

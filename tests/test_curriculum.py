@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from polyclinic.compare import compare
-from polyclinic.comparison import Comparison, value
-from polyclinic.errors import RecipeError
-from polyclinic.experiment import run
-from polyclinic.report_rounds import draw_forgetting
-from polyclinic.reproduce import _kept
-from polyclinic.results import forgetting
+from polyclinic.core.errors import RecipeError
+from polyclinic.evaluation.comparison import Comparison, value
+from polyclinic.evaluation.summary import forgetting
+from polyclinic.experiments.compare import compare
+from polyclinic.experiments.reproduce import _kept
+from polyclinic.reporting.markdown.rounds import draw_forgetting
+from polyclinic.runs.experiment import run
 from tests.small import tiny
 
 CLUSTERS = {"high": {"at_least": 0.5, "model": "mlp"}, "low": {"at_least": 0, "model": "linear"}}
@@ -90,7 +90,7 @@ def test_curves_are_of_the_seeds_that_all_methods_have(tmp_path: Path, monkeypat
         return {"seed": seed, "forgetting": {"forgotten": list(enumerate(shares, 1)), "gained": []}}
 
     drawn: list[Any] = []
-    monkeypatch.setattr("polyclinic.curves.draw_curves", lambda lines, *_: drawn.append(lines))
+    monkeypatch.setattr("polyclinic.reporting.figures.draw_curves", lambda lines, *_: drawn.append(lines))
     results = {
         "Fed": [run_of(0, 0.2, 0.1), run_of(1, 0.8, 0.7)],
         "Fed-CL": [run_of(0, 0.2, 0.3)],

@@ -15,9 +15,9 @@ import pytest
 from numpy.typing import NDArray
 from PIL import Image
 
-import polyclinic.curves
-from polyclinic.curves import COLOURS, Point, Row, draw_comparison, draw_curves
-from polyclinic.errors import DataError, StoreError
+import polyclinic.reporting.figures
+from polyclinic.core.errors import DataError, StoreError
+from polyclinic.reporting.figures import COLOURS, Point, Row, draw_comparison, draw_curves
 
 LONG = "A method whose name is much longer than anybody would like to read in a legend"
 
@@ -130,10 +130,10 @@ def test_nothing_to_draw_is_refused(tmp_path: Path) -> None:
 
 
 def test_pyplot_is_never_imported(tmp_path: Path) -> None:
-    source = Path(polyclinic.curves.__file__).parent
+    source = Path(polyclinic.__file__).parent
     assert not [file for file in source.rglob("*.py") if "pyplot" in file.read_text(encoding="utf-8")]
     program = (
-        "import sys, pathlib; from polyclinic.curves import *\n"
+        "import sys, pathlib; from polyclinic.reporting.figures import *\n"
         "draw_curves({'a': [(1, 0.5)]}, 't', 'x', 'y', pathlib.Path(sys.argv[1]))\n"
         "sys.exit('matplotlib.pyplot' in sys.modules)"
     )

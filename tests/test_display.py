@@ -12,10 +12,10 @@ import pytest
 from rich.console import Console, RenderableType
 
 from polyclinic import run
-from polyclinic.comparison import Comparison, lines
-from polyclinic.display import Display, compact, comparison_table, result_table
-from polyclinic.report import markdown
-from polyclinic.results import headline, judged_by
+from polyclinic.cli.display import Display, compact, comparison_table, result_table
+from polyclinic.evaluation.comparison import Comparison, lines
+from polyclinic.evaluation.summary import headline, judged_by
+from polyclinic.reporting.markdown.comparison import markdown
 from tests.small import SITES, tiny
 
 

@@ -18,8 +18,8 @@ import typer
 import yaml
 
 from polyclinic import Recipe
-from polyclinic.cli import app
-from polyclinic.recipe import our_recipes
+from polyclinic.cli.main import app
+from polyclinic.config.recipe import our_recipes
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted(p.relative_to(ROOT).as_posix() for p in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])

@@ -21,12 +21,7 @@ from scipy.stats import ortho_group
 from torch import nn
 
 import polyclinic
-from polyclinic import claims
-from polyclinic.compare import compare
-from polyclinic.comparison import mean
-from polyclinic.core import Stream
-from polyclinic.domains import told_apart
-from polyclinic.embedding import (
+from polyclinic.analysis.features import (
     Figures,
     Points,
     Wishes,
@@ -39,8 +34,13 @@ from polyclinic.embedding import (
     shares,
     views,
 )
-from polyclinic.errors import RecipeError
-from polyclinic.past import read
+from polyclinic.analysis.site_classifier import told_apart
+from polyclinic.core.contract import Stream
+from polyclinic.core.errors import RecipeError
+from polyclinic.evaluation import claims
+from polyclinic.evaluation.comparison import mean
+from polyclinic.experiments.compare import compare
+from polyclinic.runs.finished_run import read
 from tests import commands
 from tests.small import TINY
 
@@ -276,7 +276,9 @@ def test_a_claim_about_features_is_what_the_command_says_and_is_kept(
     assert all("told_apart" not in result for result in found.results["Silent"]), "nobody asked"
     [judged] = claims.tested(recipe.claims, found.results)
     assert judged.figures == tuple(mean([r["told_apart"] for r in found.results[name]]) for name in claim["methods"])
-    monkeypatch.setattr("polyclinic.compare.gather", lambda *_: pytest.fail("the images are not needed again"))
+    monkeypatch.setattr(
+        "polyclinic.experiments.compare.gather", lambda *_: pytest.fail("the images are not needed again")
+    )
     again = compare([recipe], 1, tmp_path).results
     assert [run["told_apart"] for run in again["Fed"]] == [run["told_apart"] for run in found.results["Fed"]]
 

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from polyclinic.core import Bundle
-from polyclinic.ensemble import alone, by_member
-from polyclinic.errors import RecipeError
-from polyclinic.experiment import Experiment, Result, run
-from polyclinic.learning.network import LiveNetwork
-from polyclinic.store import Metrics
+from polyclinic.algorithms.wrappers.ensemble import alone, by_member
+from polyclinic.core.contract import Bundle
+from polyclinic.core.errors import RecipeError
+from polyclinic.runs.experiment import Experiment, Result, run
+from polyclinic.storage.run_files import Metrics
+from polyclinic.training.network import LiveNetwork
 from tests.small import SITES, WEIGHTS, tiny
 
 

@@ -16,16 +16,18 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import polyclinic
-from polyclinic import Recipe, Result, run, wire
-from polyclinic.compare import compare_folders
-from polyclinic.core import Failure, SiteId
+import polyclinic.runs.engine_choice
+from polyclinic import Recipe, Result, run
+from polyclinic.cli.display import comparison_table, result_table
+from polyclinic.core.contract import Failure, SiteId
+from polyclinic.core.errors import DataError, EngineError, PolyclinicError, RecipeError, StoreError, WeightsError
 from polyclinic.data import Selection
-from polyclinic.display import comparison_table, result_table
-from polyclinic.engines.local import LocalEngine
-from polyclinic.errors import DataError, EngineError, PolyclinicError, RecipeError, StoreError, WeightsError
-from polyclinic.experiment import finished, gather, network_of
-from polyclinic.flops import training_step_flops
-from polyclinic.report import markdown
+from polyclinic.evaluation.flops import training_step_flops
+from polyclinic.experiments.compare import compare_folders
+from polyclinic.federation.engines.local import LocalEngine
+from polyclinic.reporting.markdown.comparison import markdown
+from polyclinic.runs.experiment import finished, gather, network_of
+from polyclinic.storage import messages
 from tests.small import SITES, TINY, WEIGHTS, tiny
 
 PHANTOM: dict[str, Any] = {
@@ -113,7 +115,7 @@ def test_the_result_names_the_models_weights_flops_and_hash(folder: Path, result
     assert flops == 2 * 2 * 128 * 64 * 10
     weights = load_file(folder / "model.safetensors")
     assert sum(t.numel() for t in weights.values()) == WEIGHTS
-    assert wire.digest(wire.unflatten(weights)) == result["sha256"]
+    assert messages.digest(messages.unflatten(weights)) == result["sha256"]
 
 
 def test_cost_is_the_sum_of_the_ledger(folder: Path, result: dict[str, Any]) -> None:
@@ -139,14 +141,14 @@ class Counting(LocalEngine):
         weighed = {site: sent[site] for site in sent}
         Counting.down += sum(map(len, weighed.values()))
         for site, answer in super().exchange(round, weighed, deadline):
-            assert isinstance(answer, wire.Message)
-            travelling = wire.encode(answer.fields, answer.tensors)
+            assert isinstance(answer, messages.Message)
+            travelling = messages.encode(answer.fields, answer.tensors)
             Counting.up += len(travelling)
             yield site, travelling
 
 
 def test_bytes_are_those_of_the_messages_really_sent(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(polyclinic.engines.choice, "LocalEngine", Counting)
+    monkeypatch.setattr(polyclinic.runs.engine_choice, "LocalEngine", Counting)
     spent = run(tiny()).summary["cost"]
     assert (spent["bytes_down"], spent["bytes_up"]) == (Counting.down, Counting.up)
     # two rounds and the final evaluation carry 650 four-byte weights to each of three sites, two carry them back

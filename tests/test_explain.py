@@ -17,8 +17,7 @@ from hypothesis import strategies as st
 from PIL import Image
 from torch import Tensor, nn
 
-from polyclinic.core import Stream
-from polyclinic.explain import (
+from polyclinic.analysis.saliency import (
     BINS,
     Answers,
     Group,
@@ -32,11 +31,12 @@ from polyclinic.explain import (
     mapped,
     onto,
 )
-from polyclinic.explain_picture import described, where
+from polyclinic.analysis.saliency_figure import described, where
+from polyclinic.core.contract import Stream
 from polyclinic.models import build
-from polyclinic.models.adaptive import ResidualExtractor
 from polyclinic.models.classifier import Classifier
-from polyclinic.past import read
+from polyclinic.models.groupnorm_cnn import ResidualExtractor
+from polyclinic.runs.finished_run import read
 from tests import commands
 from tests.test_embedding import DIGITS, HOSPITALS, finish
 

@@ -17,15 +17,15 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import polyclinic
-from polyclinic.calibrate import Uncalibrated
-from polyclinic.core import Stream
-from polyclinic.data.preparation import Preparation
-from polyclinic.export import NEEDED, OPSET, RealScattering, export, onnx_of, weights_of
+from polyclinic.analysis.export import NEEDED, OPSET, RealScattering, export, onnx_of, weights_of
+from polyclinic.analysis.predict import Model, Preprocessing, shelf
+from polyclinic.config.recipe import ModelSection
+from polyclinic.core.contract import Stream
+from polyclinic.data.loading.options import Preparation
+from polyclinic.evaluation.calibration import Uncalibrated
 from polyclinic.models import MODELS, build
-from polyclinic.models.recomputed import recompute
+from polyclinic.models.activation_checkpointing import recompute
 from polyclinic.models.scattering import Scattering
-from polyclinic.predict import Model, Preprocessing, shelf
-from polyclinic.recipe import ModelSection
 from tests import commands
 from tests.small import TINY
 
@@ -262,7 +262,7 @@ def test_nothing_is_overwritten_unless_asked(runs: dict[str, Path], tmp_path: Pa
 def test_without_onnx_a_sentence_says_what_to_install(
     runs: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("polyclinic.export.find_spec", lambda name: None)
+    monkeypatch.setattr("polyclinic.analysis.export.find_spec", lambda name: None)
     told = refused(runs["fedavg"], "--out", tmp_path / "out", "--onnx")
     assert 'pip install "polyclinic[export]"' in told
     assert not (tmp_path / "out").exists()

@@ -7,8 +7,9 @@ from collections import Counter
 import pytest
 import torch
 
-from polyclinic import consortium, run
-from polyclinic.rounds import Rules, draw_cohort
+from polyclinic import run
+from polyclinic.federation.rounds import Rules, draw_cohort
+from polyclinic.runs import sites as consortium
 from tests.small import tiny
 
 

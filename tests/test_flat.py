@@ -9,9 +9,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from polyclinic import wire
-from polyclinic.core import Tensors
-from polyclinic.flat import Row, Way, apart, copied, distance, side_by_side
+from polyclinic.core.contract import Tensors
+from polyclinic.core.flat_tensors import Row, Way, apart, copied, distance, side_by_side
+from polyclinic.storage import messages
 
 BUFFER = torch.arange(24.0)
 
@@ -55,7 +55,7 @@ def pair(size: float) -> list[Tensors]:
 
 
 def decoded(tensors: Tensors) -> Tensors:
-    return wire.decode(wire.encode({}, {"m": tensors})).tensors["m"]
+    return messages.decode(messages.encode({}, {"m": tensors})).tensors["m"]
 
 
 @pytest.mark.parametrize("size", [1e-12, 1.0, 1e12])

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from polyclinic.errors import DataError
-from polyclinic.flops import parameters, training_step_flops
+from polyclinic.core.errors import DataError
+from polyclinic.evaluation.flops import parameters, training_step_flops
 
 
 def test_a_linear_layer_costs_one_product_forward_and_one_for_its_weights() -> None:

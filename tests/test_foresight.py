@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from polyclinic.algorithms import ALGORITHMS
-from polyclinic.core import Optimiser, Training
+from polyclinic.core.contract import Optimiser, Training
 from polyclinic.data.examples import Images, Selection, SiteData
-from polyclinic.engines import foresight
-from polyclinic.rounds import HELD_OUT
+from polyclinic.federation.engines import batched_evaluation
+from polyclinic.federation.rounds import HELD_OUT
 from tests.laws.bench import Played, clinics, play, small
 from tests.laws.test_stacked import on_the_stack
 
@@ -36,13 +36,13 @@ def reported(played: Played) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("name", ["fedavg", "local"])
 def test_sites_report_what_they_would_report_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     passes: list[int] = []
-    honest = foresight.together
+    honest = batched_evaluation.together
 
     def counted(runners: Any, *rest: Any) -> Any:
         passes.append(len(runners))
         return honest(runners, *rest)
 
-    monkeypatch.setattr(foresight, "together", counted)
+    monkeypatch.setattr(batched_evaluation, "together", counted)
     algorithm = ALGORITHMS[name](training=Training(Optimiser("sgd", 0.1), batch=4))
     sites = sharing(9, 6, 12, 4)
     alone = play(algorithm, sites, small(dtype=torch.float64), 3, evaluate_every=1)
@@ -58,7 +58,7 @@ def test_sites_report_what_they_would_report_alone(name: str, monkeypatch: pytes
 
 def test_weights_that_were_forgotten_are_never_mixed_up_with_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sites' own models come and go, and a new tensor may take the identity of one that is gone."""
-    monkeypatch.setattr(foresight, "RECENT", 1)
+    monkeypatch.setattr(batched_evaluation, "RECENT", 1)
     asked: list[torch.Tensor] = []
 
     class Site:
@@ -68,7 +68,7 @@ def test_weights_that_were_forgotten_are_never_mixed_up_with_others(monkeypatch:
             asked.append(weights["model"]["w"])
             return {"w": weights["model"]["w"]}
 
-    one = foresight.Foresight([])
+    one = batched_evaluation.Foresight([])
     for value in range(20):
         mine = {"model": {"w": torch.tensor(float(value))}}
         assert one.predict(Site(), mine, "test")["w"] == value  # type: ignore[arg-type]

@@ -10,10 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from polyclinic.core import Bundle
-from polyclinic.errors import StoreError
-from polyclinic.journal import FolderJournal, RamJournal, with_interrupted
-from polyclinic.results import cost
+from polyclinic.core.contract import Bundle
+from polyclinic.core.errors import StoreError
+from polyclinic.evaluation.summary import cost
+from polyclinic.storage.journal import FolderJournal, RamJournal, with_interrupted
 from tests.test_store import somewhere
 
 SITES = ("north", "south")

@@ -15,18 +15,18 @@ import torch
 from safetensors.torch import save_file
 
 from polyclinic import Recipe, run
-from polyclinic.capability import RESOURCES
-from polyclinic.cli_audit import network_at
-from polyclinic.clustered import Clustered
-from polyclinic.core import Stream
+from polyclinic.algorithms.distillation.refine import FEDDF
+from polyclinic.algorithms.wrappers.clustered import Clustered
+from polyclinic.cli.audit import network_at
+from polyclinic.config.capability import RESOURCES
+from polyclinic.core.contract import Stream
+from polyclinic.core.errors import DataError, RecipeError, WeightsError
 from polyclinic.data import SiteData
-from polyclinic.data.digits import CLASSES, DigitsOptions, digits
-from polyclinic.errors import DataError, RecipeError, WeightsError
-from polyclinic.experiment import Consortium, Experiment
-from polyclinic.finish.refine import FEDDF
-from polyclinic.learning.network import weights_of
+from polyclinic.data.builtin.digits import CLASSES, DigitsOptions, digits
 from polyclinic.models import build
 from polyclinic.models.classifier import Classifier
+from polyclinic.runs.experiment import Consortium, Experiment
+from polyclinic.training.network import weights_of
 
 SITES = ("harbour", "hillside", "lakeview")
 PUBLIC: dict[str, Any] = {"name": "digits", "split": {"train": 0.15, "validation": 0.1, "test": 0.75}}

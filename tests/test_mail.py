@@ -7,10 +7,10 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from polyclinic.core import Failure, SiteId
-from polyclinic.engines import Answer
-from polyclinic.errors import Refused
-from polyclinic.mail import Shelf, in_site_order
+from polyclinic.core.contract import Failure, SiteId
+from polyclinic.core.errors import Refused
+from polyclinic.federation.engines import Answer
+from polyclinic.federation.mailbox import Shelf, in_site_order
 
 SITES = ("a", "b", "c", "d")
 ORDERS = list(itertools.permutations(SITES))
@@ -127,7 +127,7 @@ def test_a_reply_whose_turn_has_come_never_touches_the_disk(monkeypatch: pytest.
     def no_disk() -> None:
         raise AssertionError("a file was opened")
 
-    monkeypatch.setattr("polyclinic.mail.tempfile.TemporaryFile", no_disk)
+    monkeypatch.setattr("polyclinic.federation.mailbox.tempfile.TemporaryFile", no_disk)
     large = bytes(65 << 20)
     found = list(in_site_order([("a", large), ("b", large)], ["a", "b"], _refuse_nobody))
     assert all(answer is large for _, answer in found)

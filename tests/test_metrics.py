@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from sklearn import metrics as sk
 from sklearn.calibration import calibration_curve
 
-from polyclinic.errors import DataError, RecipeError
-from polyclinic.metrics import METRICS, Predictions, confusion, finite, measure, weighted
+from polyclinic.core.errors import DataError, RecipeError
+from polyclinic.evaluation.metrics import METRICS, Predictions, confusion, finite, measure, weighted
 
 NAN = math.nan
 
@@ -38,7 +38,7 @@ def close(ours: float, theirs: float) -> bool:
 
 
 def reference(given: Predictions, weights: NDArray[Any]) -> dict[str, float]:
-    """scikit-learn's figures under the conventions of polyclinic.metrics."""
+    """scikit-learn's figures under the conventions of polyclinic.evaluation.metrics."""
     p, y, C = given.probabilities, given.labels, given.classes
     present = sorted(set(y[weights > 0].tolist()))
     predicted = p.argmax(axis=1)

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from polyclinic.core import Stream
-from polyclinic.stages.packing import pack, packed_size, unpack
+from polyclinic.core.contract import Stream
+from polyclinic.privacy.transforms.bit_packing import pack, packed_size, unpack
 
 WIDTHS = range(1, 17)
 

@@ -18,12 +18,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 import polyclinic
-from polyclinic.calibrate import Calibration, calibrated, log_of
-from polyclinic.core import Stream
+from polyclinic.analysis.predict import Prediction, calibration_of, image_files, predict, shelf
+from polyclinic.core.contract import Stream
+from polyclinic.evaluation.calibration import Calibration, calibrated, log_of
 from polyclinic.models import build
-from polyclinic.past import read
-from polyclinic.predict import Prediction, calibration_of, image_files, predict, shelf
-from polyclinic.store import PREDICTIONS, kept_predictions
+from polyclinic.runs.finished_run import read
+from polyclinic.storage.run_files import PREDICTIONS, kept_predictions
 from tests import commands
 from tests.data.dicoms import SECRETS, dataset, save
 from tests.small import TINY

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from polyclinic.core import Fit, Site, Stream
-from polyclinic.errors import RecipeError
-from polyclinic.experiment import Experiment, run
-from polyclinic.learning.fit import fit
-from polyclinic.learning.network import weights_of
-from polyclinic.learning.objectives import task_loss
+from polyclinic.core.contract import Fit, Site, Stream
+from polyclinic.core.errors import RecipeError
+from polyclinic.runs.experiment import Experiment, run
+from polyclinic.training.fit import fit
+from polyclinic.training.losses import task_loss
+from polyclinic.training.network import weights_of
 from tests.small import tiny
 
 PUBLIC = {"name": "digits", "split": {"train": 0.8, "validation": 0.1, "test": 0.1}}
@@ -58,7 +58,7 @@ def test_each_cluster_may_have_its_own() -> None:
 
 
 def test_what_cannot_be_played_is_told_before_anything_is_trained(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("polyclinic.experiment.pretrain", lambda *_: pytest.fail("it was trained"))
+    monkeypatch.setattr("polyclinic.runs.experiment.pretrain", lambda *_: pytest.fail("it was trained"))
     with pytest.raises(RecipeError, match="a cohort of 4 is asked of 3 sites"):
         experiment(model__pretrain=2, cohort=4)
 

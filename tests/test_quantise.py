@@ -11,20 +11,29 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from polyclinic import wire
-from polyclinic.algorithms.fedavg import FedAvg
-from polyclinic.core import Bundle, Failure, Federation, Optimiser, Stage, Stream, Tensors, Training
-from polyclinic.engines.mock import MockEngine
-from polyclinic.errors import RecipeError, Refused
-from polyclinic.experiment import run
-from polyclinic.journal import RamJournal
-from polyclinic.learning.network import weights_of
+from polyclinic.algorithms.optimisation.fedavg import FedAvg
+from polyclinic.core.contract import Bundle, Failure, Federation, Optimiser, Stage, Stream, Tensors, Training
+from polyclinic.core.errors import RecipeError, Refused
+from polyclinic.federation.engines.mock import MockEngine
+from polyclinic.federation.rounds import Rounds, Rules
+from polyclinic.federation.site_runner import SiteRunner
 from polyclinic.models import build
-from polyclinic.rounds import Rounds, Rules
-from polyclinic.runner import SiteRunner
-from polyclinic.stages.packing import unpack
-from polyclinic.stages.quantise import CHUNK, SCALES, VALUES, Per, Quantise, blocks, dequantise_into, quantise
-from polyclinic.store import RamMemory
+from polyclinic.privacy.transforms.bit_packing import unpack
+from polyclinic.privacy.transforms.quantise import (
+    CHUNK,
+    SCALES,
+    VALUES,
+    Per,
+    Quantise,
+    blocks,
+    dequantise_into,
+    quantise,
+)
+from polyclinic.runs.experiment import run
+from polyclinic.storage import messages
+from polyclinic.storage.journal import RamJournal
+from polyclinic.storage.run_files import RamMemory
+from polyclinic.training.network import weights_of
 from tests.laws.bench import clinics, small
 from tests.small import tiny
 
@@ -51,7 +60,7 @@ def weights(sizes: dict[str, tuple[int, ...]], seed: int, size: float = 1.0) -> 
 
 def there_and_back(stage: Stage, tensors: Bundle, received: Bundle, stream: Stream = STREAM) -> Bundle:
     """Through the wire as well, so that what arrives is what a server would see."""
-    sent = wire.decode(wire.encode({}, stage.out(tensors, received, stream))).tensors
+    sent = messages.decode(messages.encode({}, stage.out(tensors, received, stream))).tensors
     return stage.back(sent, received)
 
 
@@ -233,12 +242,12 @@ def test_what_is_not_finite_is_refused_as_without_the_stage(
 ) -> None:
     stage, received = Quantise(("model",), bits, per, stochastic=stochastic), {"model": weights({"a": (3000,)}, 1)}
     trained = {"model": {"a": received["model"]["a"] + 0.1}}
-    expected = wire.Expected("run", 1, "site", received, stage.out(received, received, Stream(0)))
+    expected = messages.Expected("run", 1, "site", received, stage.out(received, received, Stream(0)))
     fields = {"run": "run", "round": 1, "site": "site", "examples": 1}
 
-    def accepted() -> wire.Reply:
-        data = wire.encode(fields, stage.out(trained, received, STREAM))
-        return wire.accept(data, expected, lambda sent: stage.back(sent, received))
+    def accepted() -> messages.Reply:
+        data = messages.encode(fields, stage.out(trained, received, STREAM))
+        return messages.accept(data, expected, lambda sent: stage.back(sent, received))
 
     assert accepted().drift == pytest.approx(0.1 * math.sqrt(3000), rel=1e-2)
     trained["model"]["a"][place] = bad
@@ -294,7 +303,7 @@ def test_whole_messages_shrink_by_as_much(bits: int, share: float) -> None:
     received = {"model": weights_of(build("cnn_a", classes=2, channels=1, size=28, seed=STREAM))["model"]}
     moved = weights({n: tuple(t.shape) for n, t in received["model"].items()}, 1, 0.01)
     trained = {"model": {n: t + moved[n] for n, t in received["model"].items()}}
-    plain, small = (len(wire.encode({}, b)) for b in (trained, Quantise(bits=bits).out(trained, received, STREAM)))
+    plain, small = (len(messages.encode({}, b)) for b in (trained, Quantise(bits=bits).out(trained, received, STREAM)))
     assert small <= share * plain
 
 
@@ -346,7 +355,7 @@ def play(stages: list[Stage]) -> tuple[Bundle, list[int]]:
     def answer(site: str, message: bytes) -> bytes | Failure:
         reply = runners[site].answer(message)
         assert isinstance(reply, bytes)
-        sizes.append(sum(t.nbytes for t in wire.decode(reply).tensors["model"].values()))
+        sizes.append(sum(t.nbytes for t in messages.decode(reply).tensors["model"].values()))
         return reply
 
     federation = Federation(("a", "b"), {n: len(s.train) for n, s in SITES.items()}, start)

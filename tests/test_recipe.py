@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from polyclinic import Recipe
 from polyclinic.algorithms import ALGORITHMS
-from polyclinic.algorithms.fedavg import FedAvg
-from polyclinic.errors import RecipeError
-from polyclinic.recipe import our_recipes, with_settings
+from polyclinic.algorithms.optimisation.fedavg import FedAvg
+from polyclinic.config.recipe import our_recipes, with_settings
+from polyclinic.core.errors import RecipeError
 from tests.small import TINY, tiny, write_recipe
 
 FULL: dict[str, Any] = {

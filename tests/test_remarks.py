@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from polyclinic.compare import compare
-from polyclinic.deploy.policy import Allow, refuse_recipe
-from polyclinic.errors import RecipeError, Refused
-from polyclinic.experiment import run
-from polyclinic.report import markdown
+from polyclinic.core.errors import RecipeError, Refused
+from polyclinic.deploy.site.policy import Allow, refuse_recipe
+from polyclinic.experiments.compare import compare
+from polyclinic.reporting.markdown.comparison import markdown
+from polyclinic.runs.experiment import run
 from tests.small import tiny
 
 ALIGNING: dict[str, Any] = {"model": "cnn_c", "algorithm": "fed-align", "algorithm__warmup": 2}

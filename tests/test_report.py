@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 import scipy.stats
 
-from polyclinic.claims import Claim
-from polyclinic.compare import compare
-from polyclinic.comparison import Comparison, Runs, lines, value
-from polyclinic.report import MOST_HOSPITALS, WORTH, markdown
-from polyclinic.reproduce import reproduce, write_page
+from polyclinic.evaluation.claims import Claim
+from polyclinic.evaluation.comparison import Comparison, Runs, lines, value
+from polyclinic.experiments.compare import compare
+from polyclinic.experiments.reproduce import reproduce, write_page
+from polyclinic.reporting.markdown.comparison import MOST_HOSPITALS, WORTH, markdown
 from tests.small import SITES, tiny
 
 METHODS = {
@@ -238,8 +238,8 @@ def test_a_page_is_rebuilt_with_the_claims_the_recipe_makes_today(
     recipe = tmp_path / "recipes" / "paper" / "quick.yaml"
     recipe.parent.mkdir(parents=True)
     recipe.write_text(PAPER)
-    monkeypatch.setattr("polyclinic.recipe.recipes_folder", lambda: tmp_path / "recipes")
-    monkeypatch.setattr("polyclinic.reproduce.recipes_folder", lambda: tmp_path / "recipes")
+    monkeypatch.setattr("polyclinic.config.recipe.recipes_folder", lambda: tmp_path / "recipes")
+    monkeypatch.setattr("polyclinic.experiments.reproduce.recipes_folder", lambda: tmp_path / "recipes")
     page, (ran,) = reproduce("paper", True, tmp_path / "out")
     text = page.read_text()
     assert "| sharing helps |" in text

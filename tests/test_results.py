@@ -8,11 +8,21 @@ import pytest
 import torch
 from sklearn.metrics import accuracy_score, roc_auc_score
 
-from polyclinic.book import Exchanged, mean_report
-from polyclinic.core import Bundle, Stream
-from polyclinic.errors import DataError
-from polyclinic.metrics import Predictions
-from polyclinic.results import assess, at_site, converged, cost, drift, headline, judged_on, progress, versions
+from polyclinic.core.contract import Bundle, Stream
+from polyclinic.core.errors import DataError
+from polyclinic.evaluation.metrics import Predictions
+from polyclinic.evaluation.summary import (
+    assess,
+    at_site,
+    converged,
+    cost,
+    drift,
+    headline,
+    judged_on,
+    progress,
+    versions,
+)
+from polyclinic.federation.round_log import Exchanged, mean_report
 
 STREAM = Stream(0, ("bootstrap",))
 

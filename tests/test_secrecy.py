@@ -25,18 +25,18 @@ from PIL import Image
 from typer.testing import CliRunner
 
 import polyclinic
-from polyclinic.cli import app
-from polyclinic.compare import compare
-from polyclinic.core import Failure
-from polyclinic.data.cache import VARIABLE, cache_folder
-from polyclinic.engines.mock import MockEngine
-from polyclinic.errors import PolyclinicError
-from polyclinic.experiment import Experiment, rules_of, run
-from polyclinic.journal import FolderJournal
-from polyclinic.recipe import Recipe
-from polyclinic.rounds import Rounds
-from polyclinic.runner import SiteRunner
-from polyclinic.store import DiskMemory
+from polyclinic.cli.main import app
+from polyclinic.config.recipe import Recipe
+from polyclinic.core.contract import Failure
+from polyclinic.core.errors import PolyclinicError
+from polyclinic.data.loading.cache import VARIABLE, cache_folder
+from polyclinic.experiments.compare import compare
+from polyclinic.federation.engines.mock import MockEngine
+from polyclinic.federation.rounds import Rounds
+from polyclinic.federation.site_runner import SiteRunner
+from polyclinic.runs.experiment import Experiment, rules_of, run
+from polyclinic.storage.journal import FolderJournal
+from polyclinic.storage.run_files import DiskMemory
 from tests.data.dicoms import dataset
 
 WORDS = ("Quetzalcoatl", "Testperson")

@@ -15,22 +15,23 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 
-from polyclinic import Result, run, wire
-from polyclinic.comparison import Comparison, lines
-from polyclinic.core import Bundle, Private, Score, Site
+from polyclinic import Result, run
+from polyclinic.algorithms.distillation.refine import raw
+from polyclinic.algorithms.distillation.shapley import coalition_value
+from polyclinic.core.contract import Bundle, Private, Score, Site
+from polyclinic.core.errors import RecipeError, RoundFailed, StoreError
 from polyclinic.data import SiteData
 from polyclinic.data.examples import Images
-from polyclinic.errors import RecipeError, RoundFailed, StoreError
-from polyclinic.experiment import Experiment
-from polyclinic.finish.refine import raw
-from polyclinic.finish.shapley import coalition_value
-from polyclinic.flops import parameters, training_step_flops
-from polyclinic.learning.fit import score
-from polyclinic.lineup import server_models
-from polyclinic.privacy.binding import discretion_of
-from polyclinic.report import markdown
-from polyclinic.rounds import Watch
-from polyclinic.server import Server
+from polyclinic.evaluation.comparison import Comparison, lines
+from polyclinic.evaluation.flops import parameters, training_step_flops
+from polyclinic.federation.rounds import Watch
+from polyclinic.reporting.markdown.comparison import markdown
+from polyclinic.runs.experiment import Experiment
+from polyclinic.runs.networks import server_models
+from polyclinic.runs.privacy_plan import discretion_of
+from polyclinic.runs.server_training import Server
+from polyclinic.storage import messages
+from polyclinic.training.fit import score
 from tests.test_lineup import PUBLIC, SITES, hospitals, prepared, recipe
 
 QUICK = {"name": "refine", "epochs": 2, "batch": 64}
@@ -48,7 +49,7 @@ def server_of(experiment: Experiment) -> Server:
 
 def changed(before: Bundle, after: Bundle) -> set[str]:
     assert before.keys() == after.keys()
-    return {k for k in before if wire.digest({k: before[k]}) != wire.digest({k: after[k]})}
+    return {k for k in before if messages.digest({k: before[k]}) != messages.digest({k: after[k]})}
 
 
 def noisy(part: Any) -> Images:
@@ -191,7 +192,7 @@ def test_the_student_is_the_recipes_own_model_and_is_written(tmp_path: Path) -> 
     wanted = recipe(**PFEDCDP, finish=QUICK)
     result = run(wanted, tmp_path, consortium=hospitals())
     assert result.summary["sha256"] == finished("pfedcdp")[1].summary["sha256"]
-    weights = wire.unflatten(load_file(tmp_path / "student.safetensors"))
+    weights = messages.unflatten(load_file(tmp_path / "student.safetensors"))
     server = server_of(finished("pfedcdp")[0])
     network = server.lineup.student
     assert network is not None
@@ -201,7 +202,7 @@ def test_the_student_is_the_recipes_own_model_and_is_written(tmp_path: Path) -> 
     told = result.summary["public"]["student"]
     assert told["accuracy"] == pytest.approx(float(right), abs=1e-12)
     assert told["loss"] == pytest.approx(float(F.cross_entropy(logits["logits"], logits["labels"])), abs=1e-5)
-    kept = wire.unflatten(load_file(tmp_path / "model.safetensors"))
+    kept = messages.unflatten(load_file(tmp_path / "model.safetensors"))
     assert kept.keys() == {kind for kind, group in result.state.items() if group}
     assert not any("student" in kind for kind in kept)
     assert json.loads((tmp_path / "result.json").read_text())["finish"] == result.summary["finish"]

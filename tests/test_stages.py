@@ -7,15 +7,15 @@ from dataclasses import dataclass, field
 
 import torch
 
-from polyclinic import wire
-from polyclinic.algorithms.fedavg import FedAvg
-from polyclinic.core import Bundle, Failure, Federation, Optimiser, Stage, Stream, Training
-from polyclinic.engines.mock import MockEngine
-from polyclinic.journal import RamJournal
-from polyclinic.learning.network import weights_of
-from polyclinic.rounds import Rounds, Rules
-from polyclinic.runner import SiteRunner
-from polyclinic.store import RamMemory
+from polyclinic.algorithms.optimisation.fedavg import FedAvg
+from polyclinic.core.contract import Bundle, Failure, Federation, Optimiser, Stage, Stream, Training
+from polyclinic.federation.engines.mock import MockEngine
+from polyclinic.federation.rounds import Rounds, Rules
+from polyclinic.federation.site_runner import SiteRunner
+from polyclinic.storage import messages
+from polyclinic.storage.journal import RamJournal
+from polyclinic.storage.run_files import RamMemory
+from polyclinic.training.network import weights_of
 from tests.laws.bench import clinics, small
 
 SITES = clinics(12, 12)
@@ -67,7 +67,7 @@ def largest_difference(one: Bundle, other: Bundle) -> float:
 def test_another_dtype_crosses_and_the_algorithm_sees_its_own() -> None:
     plain, whole = play([])
     state, halves = play([Halve()])
-    assert {t.dtype for t in wire.decode(halves[0]).tensors["model"].values()} == {torch.float16}
+    assert {t.dtype for t in messages.decode(halves[0]).tensors["model"].values()} == {torch.float16}
     assert {t.dtype for t in state["model"].values()} == {torch.float32}
     assert 0 < largest_difference(state, plain) < 2e-3
     assert len(halves[0]) < len(whole[0])

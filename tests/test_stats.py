@@ -11,10 +11,10 @@ import pytest
 from scipy import stats as scipy_stats
 from sklearn.metrics import accuracy_score, roc_auc_score
 
-from polyclinic.core import Stream
-from polyclinic.errors import DataError, RecipeError
-from polyclinic.metrics import Predictions
-from polyclinic.stats import bonferroni, bootstrap, holm, paired, summary
+from polyclinic.core.contract import Stream
+from polyclinic.core.errors import DataError, RecipeError
+from polyclinic.evaluation.metrics import Predictions
+from polyclinic.evaluation.statistics import bonferroni, bootstrap, holm, paired, summary
 
 
 def binormal(rng: np.random.Generator, n: int, patients: tuple[str, ...] | None = None) -> Predictions:
@@ -68,7 +68,7 @@ def test_copies_of_an_image_do_not_make_us_surer() -> None:
 def test_equal_streams_give_equal_intervals_and_blocks_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
     given = binormal(np.random.default_rng(7), 50)
     first = bootstrap(given, ["auc", "ece"], resamples=100, stream=Stream(8))
-    monkeypatch.setattr("polyclinic.stats.BLOCK", 7 * 50)
+    monkeypatch.setattr("polyclinic.evaluation.statistics.BLOCK", 7 * 50)
     assert bootstrap(given, ["auc", "ece"], resamples=100, stream=Stream(8)) == first
     assert bootstrap(given, ["auc", "ece"], resamples=100, stream=Stream(9)) != first
 

@@ -15,10 +15,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from polyclinic import store, wire
-from polyclinic.core import Bundle
-from polyclinic.errors import StoreError
-from polyclinic.store import DiskMemory, Ledger, MemoryStore, Metrics, RamMemory, Snapshots
+from polyclinic.core.contract import Bundle
+from polyclinic.core.errors import StoreError
+from polyclinic.storage import messages, run_files
+from polyclinic.storage.run_files import DiskMemory, Ledger, MemoryStore, Metrics, RamMemory, Snapshots
 from tests.crash.runs import RAM
 
 NAMES = st.text("abcxyz.-|é ", min_size=1, max_size=8)
@@ -181,21 +181,21 @@ def test_a_full_device_is_named() -> None:
         pytest.skip("this system has no /dev/full")
     with (
         pytest.raises(StoreError, match=r"cannot write /dev/full: the disk is full; make room"),
-        store.named_failure(full),
+        run_files.named_failure(full),
     ):
         full.write_bytes(b"x")
 
 
 def test_an_interrupted_write_leaves_the_old_file_and_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "file"
-    store.write_atomically(path, b"old")
+    run_files.write_atomically(path, b"old")
 
     def interrupted(handle: int) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(os, "fsync", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        store.write_atomically(path, b"new")
+        run_files.write_atomically(path, b"new")
     assert [p.name for p in tmp_path.iterdir()] == ["file"]
     assert path.read_bytes() == b"old"
 
@@ -208,7 +208,7 @@ def test_what_a_killed_process_left_is_swept_up_and_nothing_else(tmp_path: Path)
     kept = ["notes.17.tmp", ".hidden.tmp", "sites/a/000001.pcl", "other/.result.json.17.tmp"]
     for name in left + kept:
         (tmp_path / name).write_bytes(b"x")
-    store.prepare(tmp_path)
+    run_files.prepare(tmp_path)
     assert [name for name in left + kept if (tmp_path / name).exists()] == kept
 
 
@@ -223,23 +223,23 @@ def state(value: float) -> Bundle:
 @settings(max_examples=60, deadline=None)
 def test_a_snapshot_gives_back_what_was_saved(bundle: Bundle, progress: dict[str, Any]) -> None:
     with somewhere() as folder:
-        store.prepare(folder)
+        run_files.prepare(folder)
         Snapshots(folder).save(3, bundle, {"progress": progress})
         found = Snapshots(folder).load()
         assert found is not None
         assert found[0] == 3
         assert found[1].fields["progress"] == progress
-        assert wire.digest(found[1].tensors) == wire.digest(bundle)
+        assert messages.digest(found[1].tensors) == messages.digest(bundle)
 
 
 def test_no_snapshot_is_no_error(tmp_path: Path) -> None:
-    store.prepare(tmp_path)
+    run_files.prepare(tmp_path)
     assert Snapshots(tmp_path).load() is None
     assert Snapshots(tmp_path).oldest() == 0
 
 
 def test_the_newest_two_are_kept(tmp_path: Path) -> None:
-    store.prepare(tmp_path)
+    run_files.prepare(tmp_path)
     snapshots = Snapshots(tmp_path)
     for round in (1, 2, 9, 10, 11):
         snapshots.save(round, state(round), {})
@@ -249,7 +249,7 @@ def test_the_newest_two_are_kept(tmp_path: Path) -> None:
 
 
 def test_every_flipped_bit_and_every_truncation_brings_the_snapshot_before(folder: Path) -> None:
-    store.prepare(folder)
+    run_files.prepare(folder)
     snapshots = Snapshots(folder)
     snapshots.save(1, state(1), {})
     snapshots.save(2, state(2), {})
@@ -260,11 +260,11 @@ def test_every_flipped_bit_and_every_truncation_brings_the_snapshot_before(folde
         newest.write_bytes(damaged)
         found = snapshots.load()
         assert found is not None
-        assert (found[0], wire.digest(found[1].tensors)) == (1, wire.digest(state(1)))
+        assert (found[0], messages.digest(found[1].tensors)) == (1, messages.digest(state(1)))
 
 
 def test_only_damaged_snapshots_are_an_error(tmp_path: Path) -> None:
-    store.prepare(tmp_path)
+    run_files.prepare(tmp_path)
     snapshots = Snapshots(tmp_path)
     for round in (1, 2):
         snapshots.save(round, state(round), {})
@@ -321,7 +321,7 @@ def test_a_site_remembers_the_last_round_before(rounds: set[int], before: int) -
         found = DiskMemory(folder).load("north", before)
         last = max((round for round in rounds if round < before), default=None)
         assert (found is None) == (last is None)
-        assert found is None or wire.digest(found) == wire.digest(state(last or 0))
+        assert found is None or messages.digest(found) == messages.digest(state(last or 0))
         assert memory.load("south", before) is None
 
 
@@ -334,7 +334,7 @@ def test_a_round_that_is_played_again_starts_from_the_same_memory(tmp_path: Path
     first, second = memory.load("north", 2), memory.load("north", 3)
     assert first is not None
     assert second is not None
-    assert (wire.digest(first), wire.digest(second)) == (wire.digest(state(1)), wire.digest(state(-2)))
+    assert (messages.digest(first), messages.digest(second)) == (messages.digest(state(1)), messages.digest(state(-2)))
 
 
 @given(st.lists(st.booleans(), min_size=1, max_size=12), st.integers(1, 3))
@@ -342,7 +342,7 @@ def test_a_round_that_is_played_again_starts_from_the_same_memory(tmp_path: Path
 def test_what_a_resume_may_need_is_never_dropped(attends: list[bool], every: int) -> None:
     """A site that attends some rounds, snapshots every few: from either kept snapshot its memory is as it was then."""
     with somewhere() as folder:
-        store.prepare(folder)
+        run_files.prepare(folder)
         memory, snapshots = DiskMemory(folder / "sites"), Snapshots(folder)
         then: dict[int, int] = {0: 0}
         for round, attending in enumerate(attends, 1):
@@ -355,7 +355,7 @@ def test_what_a_resume_may_need_is_never_dropped(attends: list[bool], every: int
             for back in kept:
                 found = memory.load("north", back + 1)
                 assert (found is None) == (then[back] == 0)
-                assert found is None or wire.digest(found) == wire.digest(state(then[back]))
+                assert found is None or messages.digest(found) == messages.digest(state(then[back]))
         assert len(list((folder / "sites").rglob("*.pcl"))) <= 2 * every + 1, "old memories are dropped"
 
 
@@ -378,10 +378,10 @@ def test_a_site_s_name_never_leaves_the_folder(tmp_path: Path, site: str) -> Non
 
 
 def test_json_is_written_whole_and_finite(tmp_path: Path) -> None:
-    store.write_json(tmp_path / "result.json", {"accuracy": 0.5})
+    run_files.write_json(tmp_path / "result.json", {"accuracy": 0.5})
     assert json.loads((tmp_path / "result.json").read_text()) == {"accuracy": 0.5}
     with pytest.raises(ValueError, match="JSON compliant"):
-        store.write_json(tmp_path / "result.json", {"accuracy": float("nan")})
+        run_files.write_json(tmp_path / "result.json", {"accuracy": float("nan")})
     assert json.loads((tmp_path / "result.json").read_text()) == {"accuracy": 0.5}
 
 

@@ -15,14 +15,16 @@ from typing import Any
 
 import pytest
 
-from polyclinic import Recipe, Result, run, trackers, tracking
-from polyclinic.deploy.assembly import told_to_sites
-from polyclinic.deploy.policy import recipe_mark
-from polyclinic.errors import EngineError, RecipeError, StoreError
-from polyclinic.metrics import METRICS
-from polyclinic.results import progress
-from polyclinic.runs import decisive, method_of
-from polyclinic.store import Metrics
+from polyclinic import Recipe, Result, run
+from polyclinic.core.errors import EngineError, RecipeError, StoreError
+from polyclinic.deploy.serve import told_to_sites
+from polyclinic.deploy.site.policy import recipe_mark
+from polyclinic.evaluation.metrics import METRICS
+from polyclinic.evaluation.summary import progress
+from polyclinic.reporting.run_folder import decisive, method_of
+from polyclinic.runs.tracking import backends
+from polyclinic.runs.tracking import events as tracking
+from polyclinic.storage.run_files import Metrics
 from tests.commands import call, refused
 from tests.small import SITES, tiny, write_recipe
 
@@ -235,7 +237,7 @@ def test_the_seed_of_a_private_run_is_not_told() -> None:
 def test_a_missing_extra_is_told_before_anything_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    monkeypatch.setattr(trackers, "find_spec", lambda package: None)
+    monkeypatch.setattr(backends, "find_spec", lambda package: None)
     recipe = write_recipe(tmp_path)
     for command in ("run", "compare"):
         told = refused(command, recipe, "--track", name, "--out", tmp_path / "run")
@@ -283,7 +285,7 @@ def test_a_store_that_fails_later_does_not_stop_a_run(tmp_path: Path, caplog: py
     with caplog.at_level(logging.WARNING, logger="polyclinic"):
         result: Result = run(recipe, tmp_path / "run", watch=watch)
     assert result.summary["sha256"] == run(tiny(rounds=4)).summary["sha256"]
-    (warning,) = [record for record in caplog.records if record.name == "polyclinic.tracking"]
+    (warning,) = [record for record in caplog.records if record.name == "polyclinic.runs.tracking.events"]
     assert "the same command adds what is missing" in warning.getMessage()
     with sqlite3.connect(tmp_path / "mlflow.db") as database:
         database.execute("ALTER TABLE lost RENAME TO metrics")

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from polyclinic import Recipe
-from polyclinic.errors import RecipeError
-from polyclinic.finish.refine import Refine
+from polyclinic.algorithms.distillation.refine import Refine
+from polyclinic.core.errors import RecipeError
 from tests.test_lineup import PUBLIC, recipe, sentence_of
 
 IDLE: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {

@@ -8,16 +8,16 @@ from typing import Any
 import torch
 
 from benchmarks.peers.workload import LR, Task, Workload, asked, clients, keep, network, report
-from polyclinic.algorithms.fedavg import FedAvg
-from polyclinic.core import Federation, Optimiser, Stream, Training
+from polyclinic.algorithms.optimisation.fedavg import FedAvg
+from polyclinic.core.contract import Federation, Optimiser, Stream, Training
 from polyclinic.data.examples import Images, SiteData
-from polyclinic.engines.local import LocalEngine
-from polyclinic.journal import FolderJournal
-from polyclinic.learning.network import LiveNetwork, weights_of
+from polyclinic.federation.engines.local import LocalEngine
+from polyclinic.federation.rounds import Rounds, Rules
+from polyclinic.federation.site_runner import SiteRunner
 from polyclinic.models import Classifier, build
-from polyclinic.rounds import Rounds, Rules
-from polyclinic.runner import SiteRunner
-from polyclinic.store import RamMemory
+from polyclinic.storage.journal import FolderJournal
+from polyclinic.storage.run_files import RamMemory
+from polyclinic.training.network import LiveNetwork, weights_of
 
 MODELS = {"small": "small_cnn", "enh": "groupnorm_cnn", "mlp": "mlp"}
 

@@ -8,7 +8,7 @@ import sys
 def main() -> None:
     """The command, with Ctrl-C answered in a word from the first moment on: loading takes seconds."""
     try:
-        from polyclinic.cli import main as command
+        from polyclinic.cli.main import main as command
 
         command()
     except KeyboardInterrupt:

@@ -19,22 +19,22 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 from polyclinic import run
-from polyclinic.algorithms.adaptive_noise import AdaptiveNoise, adapted, each_loss
-from polyclinic.algorithms.fedavg import FedAvg
-from polyclinic.cli import app
-from polyclinic.core import Fit, Fitted, Optimiser, Private, Score, Site, Stream, Training, Update
-from polyclinic.errors import RecipeError
-from polyclinic.experiment import Experiment
-from polyclinic.learning.fit import fit, score
-from polyclinic.learning.network import weights_of
-from polyclinic.learning.objectives import task_loss
-from polyclinic.privacy.account import Spend, epsilon
-from polyclinic.privacy.binding import discretion_of, secret_of
-from polyclinic.privacy.guard import Guard
-from polyclinic.privacy.kinds import variance
-from polyclinic.privacy.page import privacy_of
+from polyclinic.algorithms.optimisation.adaptive_noise import AdaptiveNoise, adapted, each_loss
+from polyclinic.algorithms.optimisation.fedavg import FedAvg
+from polyclinic.cli.main import app
+from polyclinic.core.contract import Fit, Fitted, Optimiser, Private, Score, Site, Stream, Training, Update
+from polyclinic.core.errors import RecipeError
+from polyclinic.federation.privacy_budget import Guard
+from polyclinic.privacy.accounting import Spend, epsilon
 from polyclinic.privacy.plan import Holding, Plan, Steps, Wish
-from polyclinic.wire import Message
+from polyclinic.privacy.releases import variance
+from polyclinic.reporting.privacy_statement import privacy_of
+from polyclinic.runs.experiment import Experiment
+from polyclinic.runs.privacy_plan import discretion_of, secret_of
+from polyclinic.storage.messages import Message
+from polyclinic.training.fit import fit, score
+from polyclinic.training.losses import task_loss
+from polyclinic.training.network import weights_of
 from tests.laws.bench import clinics, play, same, small
 from tests.small import SITES, TINY, tiny, write_recipe
 

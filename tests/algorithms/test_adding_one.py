@@ -12,11 +12,11 @@ import torch
 
 from polyclinic import Recipe, run
 from polyclinic.algorithms import ALGORITHMS, Averaging
-from polyclinic.core import Bundle, Fit, Site, Stream, Update, Work
-from polyclinic.errors import RecipeError
-from polyclinic.experiment import gather, network_of
-from polyclinic.learning.network import weights_of
-from polyclinic.learning.objectives import task_loss
+from polyclinic.core.contract import Bundle, Fit, Site, Stream, Update, Work
+from polyclinic.core.errors import RecipeError
+from polyclinic.runs.experiment import gather, network_of
+from polyclinic.training.losses import task_loss
+from polyclinic.training.network import weights_of
 
 
 @dataclass(frozen=True)

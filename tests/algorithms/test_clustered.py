@@ -10,27 +10,27 @@ from typing import Any
 import pytest
 import torch
 
-from polyclinic import wire
-from polyclinic.algorithms.averaging import Averaging
-from polyclinic.algorithms.fedavg import FedAvg
-from polyclinic.algorithms.fedbn import FedBN
-from polyclinic.algorithms.fedper import FedPer, extractor
-from polyclinic.algorithms.local import Local
-from polyclinic.algorithms.moon import Moon
-from polyclinic.algorithms.pfedcdp import PFedCDP
-from polyclinic.algorithms.scaffold import Scaffold
-from polyclinic.clustered import Clustered, Seating
-from polyclinic.core import Bundle, Failure, Federation, Optimiser, SiteId, Stream, Training
-from polyclinic.engines import Engine
-from polyclinic.engines.choice import choose
-from polyclinic.engines.local import LocalEngine, attempt
-from polyclinic.engines.mock import MockEngine
-from polyclinic.journal import RamJournal
-from polyclinic.learning.network import LiveNetwork, norm_names, weights_of
+from polyclinic.algorithms.base import Averaging
+from polyclinic.algorithms.baselines.local import Local
+from polyclinic.algorithms.optimisation.fedavg import FedAvg
+from polyclinic.algorithms.optimisation.scaffold import Scaffold
+from polyclinic.algorithms.personalisation.fedbn import FedBN
+from polyclinic.algorithms.personalisation.fedper import FedPer, extractor
+from polyclinic.algorithms.personalisation.pfedcdp import PFedCDP
+from polyclinic.algorithms.representation.moon import Moon
+from polyclinic.algorithms.wrappers.clustered import Clustered, Seating
+from polyclinic.core.contract import Bundle, Failure, Federation, Optimiser, SiteId, Stream, Training
+from polyclinic.federation.engines import Engine
+from polyclinic.federation.engines.local import LocalEngine, attempt
+from polyclinic.federation.engines.mock import MockEngine
+from polyclinic.federation.rounds import Outcome, Rounds, Rules
+from polyclinic.federation.site_runner import SiteRunner
 from polyclinic.models import build
-from polyclinic.rounds import Outcome, Rounds, Rules
-from polyclinic.runner import SiteRunner
-from polyclinic.store import RamMemory
+from polyclinic.runs.engine_choice import choose
+from polyclinic.storage import messages
+from polyclinic.storage.journal import RamJournal
+from polyclinic.storage.run_files import RamMemory
+from polyclinic.training.network import LiveNetwork, norm_names, weights_of
 from tests.laws.bench import CLASSES, SIDE, Letter, Sites, Tap, clinics, same, small
 from tests.laws.bench import play as play_alone
 from tests.laws.test_stacked import assert_close, on_the_stack
@@ -221,8 +221,8 @@ def test_an_update_of_another_clusters_shape_is_refused() -> None:
         replies[site] = reply
         if site != "clinic-2":
             return reply
-        mine, theirs = wire.decode(reply), wire.decode(replies["clinic-1"])
-        return wire.encode(mine.fields, theirs.tensors)
+        mine, theirs = messages.decode(reply), messages.decode(replies["clinic-1"])
+        return messages.encode(mine.fields, theirs.tensors)
 
     outcome = stage.rounds(MockEngine(answer), 1).run()
     row = next(row for row in stage.journal.costs if row["event"] == "round")
@@ -243,7 +243,7 @@ def test_a_cluster_of_which_nobody_was_heard_is_told(cohort: int | None) -> None
     runners, told = stage.runners, dict[int, list[str]]()
 
     def answer(site: SiteId, message: bytes) -> bytes | Failure:
-        round = wire.decode(message).fields["round"]
+        round = messages.decode(message).fields["round"]
         lost = cohort is None and round == 2 and odd_and_even(site, round) == "even"
         return Failure("dead", "no power") if lost else attempt(runners[site], message)
 
@@ -280,7 +280,7 @@ def test_the_order_of_arrival_does_not_matter(kind: Callable[[Training], Averagi
 
     orders: list[Any] = [None, *permutations(range(4))]
     found = {
-        wire.digest(replace(stage, journal=RamJournal()).rounds(MockEngine(answer, order), 2).run().state)
+        messages.digest(replace(stage, journal=RamJournal()).rounds(MockEngine(answer, order), 2).run().state)
         for order in orders
     }
     assert len(found) == 1

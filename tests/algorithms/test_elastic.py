@@ -15,15 +15,15 @@ from hypothesis import strategies as st
 from scipy.special import softmax
 from torch import Tensor, nn
 
-from polyclinic.algorithms.elastic import Elastic, sensitivity
-from polyclinic.algorithms.fedavg import FedAvg
-from polyclinic.core import Batch, Bundle, Optimiser, Private, Score, SiteId, Stream, Training, Update
+from polyclinic.algorithms.optimisation.elastic import Elastic, sensitivity
+from polyclinic.algorithms.optimisation.fedavg import FedAvg
+from polyclinic.core.contract import Batch, Bundle, Optimiser, Private, Score, SiteId, Stream, Training, Update
+from polyclinic.core.errors import RecipeError, Refused
 from polyclinic.data.examples import Images
-from polyclinic.errors import RecipeError, Refused
-from polyclinic.experiment import Experiment
-from polyclinic.learning.fit import score
-from polyclinic.learning.network import LiveNetwork, weights_of
 from polyclinic.models import Classifier
+from polyclinic.runs.experiment import Experiment
+from polyclinic.training.fit import score
+from polyclinic.training.network import LiveNetwork, weights_of
 from tests.laws.bench import (
     CLASSES,
     SIDE,

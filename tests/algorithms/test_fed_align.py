@@ -10,17 +10,17 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.model_selection import cross_val_score
 from torch import Tensor
 
-from polyclinic.algorithms.fed_align import FedAlign
-from polyclinic.algorithms.fedavg import FedAvg
-from polyclinic.core import BESIDE, Bundle, Optimiser, SiteId, Stream, Training, Update
-from polyclinic.data.digits import DigitsOptions, digits
+from polyclinic.algorithms.optimisation.fedavg import FedAvg
+from polyclinic.algorithms.representation.fed_align import FedAlign
+from polyclinic.algorithms.representation.fed_align_losses import DISCRIMINATOR, Discriminator, aligning, discriminating
+from polyclinic.core.contract import BESIDE, Bundle, Optimiser, SiteId, Stream, Training, Update
+from polyclinic.core.errors import RecipeError, Refused
+from polyclinic.data.builtin.digits import DigitsOptions, digits
 from polyclinic.data.examples import Images, SiteData
-from polyclinic.errors import RecipeError, Refused
-from polyclinic.experiment import run
-from polyclinic.learning.aligning import DISCRIMINATOR, Discriminator, aligning, discriminating
-from polyclinic.learning.beside import accompanied
-from polyclinic.learning.network import LiveNetwork
 from polyclinic.models import build
+from polyclinic.runs.experiment import run
+from polyclinic.training.auxiliary import accompanied
+from polyclinic.training.network import LiveNetwork
 from tests.laws.bench import CLASSES, clinics, noise, play, same, site, small, tapped
 from tests.small import tiny
 

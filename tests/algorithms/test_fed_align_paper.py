@@ -11,21 +11,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from polyclinic.algorithms.averaging import classifier
-from polyclinic.algorithms.fed_align import FedAlign
-from polyclinic.algorithms.fedavg import FedAvg
-from polyclinic.core import BESIDE, Augment, Bundle, Optimiser, Site, Stream, Training
-from polyclinic.errors import EngineError, RecipeError
-from polyclinic.experiment import Experiment, run
-from polyclinic.learning.aligning import DISCRIMINATOR, first
-from polyclinic.learning.beside import accompanied
-from polyclinic.learning.jointly import Joint, fit_jointly
-from polyclinic.learning.network import LiveNetwork
-from polyclinic.learning.objectives import task_loss
-from polyclinic.rounds import POOLED
-from polyclinic.runner import SiteRunner
-from polyclinic.store import RamMemory
-from polyclinic.wire import Message
+from polyclinic.algorithms.base import classifier
+from polyclinic.algorithms.optimisation.fedavg import FedAvg
+from polyclinic.algorithms.representation.fed_align import FedAlign
+from polyclinic.algorithms.representation.fed_align_losses import DISCRIMINATOR, first
+from polyclinic.algorithms.representation.fed_align_pooled import Joint, fit_jointly
+from polyclinic.core.contract import BESIDE, Augment, Bundle, Optimiser, Site, Stream, Training
+from polyclinic.core.errors import EngineError, RecipeError
+from polyclinic.federation.rounds import POOLED
+from polyclinic.federation.site_runner import SiteRunner
+from polyclinic.runs.experiment import Experiment, run
+from polyclinic.storage.messages import Message
+from polyclinic.storage.run_files import RamMemory
+from polyclinic.training.auxiliary import accompanied
+from polyclinic.training.losses import task_loss
+from polyclinic.training.network import LiveNetwork
 from tests.algorithms.test_fed_align import told_and_right
 from tests.laws.bench import CLASSES, clinics, play, same, small
 from tests.small import tiny

@@ -10,15 +10,15 @@ import pytest
 import torch
 from torch import nn
 
-from polyclinic import wire
-from polyclinic.algorithms.fedavg import FedAvg
-from polyclinic.algorithms.fedbn import OWN, FedBN
-from polyclinic.core import Bundle, Federation, Optimiser, Stage, Stream, Tensors, Training
+from polyclinic.algorithms.optimisation.fedavg import FedAvg
+from polyclinic.algorithms.personalisation.fedbn import OWN, FedBN
+from polyclinic.core.contract import Bundle, Federation, Optimiser, Stage, Stream, Tensors, Training
 from polyclinic.data.examples import Images
-from polyclinic.experiment import run
-from polyclinic.learning.network import norm_names, weights_of
 from polyclinic.models import build
-from polyclinic.models.dp_safe import dp_safe
+from polyclinic.models.group_norm import dp_safe
+from polyclinic.runs.experiment import run
+from polyclinic.storage import messages as wire
+from polyclinic.training.network import norm_names, weights_of
 from tests.algorithms.test_fedper import MOMENTUM, SGD, STAGES, crossing, traces
 from tests.laws.bench import Weighting, clinics, plain_training, play, same, small, tapped
 from tests.laws.test_stacked import SIZES, same_on_both, together

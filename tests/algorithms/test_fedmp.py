@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from torch.func import grad_and_value
 
 from polyclinic import Recipe
-from polyclinic.algorithms.fedavg import FedAvg
-from polyclinic.algorithms.fedmp import FedMP
-from polyclinic.consortium import gather
-from polyclinic.core import (
+from polyclinic.algorithms.optimisation.fedavg import FedAvg
+from polyclinic.algorithms.representation.fedmp import FedMP
+from polyclinic.algorithms.representation.fedmp_losses import adapted, aligned, completing
+from polyclinic.core.contract import (
     Optimiser,
     SiteId,
     Stream,
@@ -29,10 +29,10 @@ from polyclinic.core import (
     Training,
 )
 from polyclinic.data.examples import Images, SiteData
-from polyclinic.learning.manifolds import adapted, aligned, completing
-from polyclinic.learning.network import LiveNetwork, weights_of
 from polyclinic.models import Classifier, build
-from polyclinic.models.cut import cut_after
+from polyclinic.models.split_point import cut_after
+from polyclinic.runs.sites import gather
+from polyclinic.training.network import LiveNetwork, weights_of
 from tests.finish.digits import parts
 from tests.laws.bench import CLASSES, SIDE, Letter, clinics, noise, play, same, site, small, tapped
 from tests.laws.test_stacked import SIZES, assert_close, on_the_stack, same_on_both, together

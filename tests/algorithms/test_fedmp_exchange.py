@@ -12,12 +12,12 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from polyclinic import run
-from polyclinic.algorithms.fedmp import FedMP
-from polyclinic.core import Bundle, Fit, Fitted, Job, Private, Site, SiteId, Stream, Tensors, Update
+from polyclinic.algorithms.representation.fedmp import FedMP
+from polyclinic.core.contract import Bundle, Fit, Fitted, Job, Private, Site, SiteId, Stream, Tensors, Update
+from polyclinic.core.errors import RecipeError, Refused
 from polyclinic.data.examples import Images, SiteData
-from polyclinic.errors import RecipeError, Refused
-from polyclinic.experiment import Experiment
-from polyclinic.runner import drive
+from polyclinic.federation.site_runner import drive
+from polyclinic.runs.experiment import Experiment
 from tests.algorithms.test_fedmp import MOMENTUM, SGD, WITH_EACH_VARIANT, Variant, deep, made_of
 from tests.laws.bench import CLASSES, clinics, federation, noise, same, site, small, tapped
 from tests.small import tiny

@@ -17,15 +17,28 @@ from torch import Tensor
 from torch.func import grad_and_value, vmap
 
 from polyclinic import run
-from polyclinic.algorithms.fedavg import FedAvg
-from polyclinic.algorithms.fedmr import FedMR
-from polyclinic.core import Bundle, Fit, Fitted, Job, Optimiser, Private, Score, Site, SiteId, Stream, Training, Update
+from polyclinic.algorithms.optimisation.fedavg import FedAvg
+from polyclinic.algorithms.representation.fedmr import FedMR
+from polyclinic.core.contract import (
+    Bundle,
+    Fit,
+    Fitted,
+    Job,
+    Optimiser,
+    Private,
+    Score,
+    Site,
+    SiteId,
+    Stream,
+    Training,
+    Update,
+)
+from polyclinic.core.errors import RecipeError, Refused
 from polyclinic.data.examples import Images, SiteData
-from polyclinic.errors import RecipeError, Refused
-from polyclinic.experiment import Experiment
-from polyclinic.learning.network import LiveNetwork, weights_of
-from polyclinic.learning.objectives import decorrelation, distances, invasion, reshaping
-from polyclinic.runner import drive
+from polyclinic.federation.site_runner import drive
+from polyclinic.runs.experiment import Experiment
+from polyclinic.training.losses import decorrelation, distances, invasion, reshaping
+from polyclinic.training.network import LiveNetwork, weights_of
 from tests.laws.bench import CLASSES, clinics, federation, noise, play, same, site, small, tapped
 from tests.laws.test_stacked import SIZES, same_on_both, together
 from tests.small import tiny

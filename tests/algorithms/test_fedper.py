@@ -8,23 +8,23 @@ from dataclasses import replace
 import pytest
 import torch
 
-from polyclinic import wire
-from polyclinic.algorithms.averaging import Averaging
-from polyclinic.algorithms.fedavg import FedAvg
-from polyclinic.algorithms.fedper import HEAD, FedPer, extractor, head
-from polyclinic.algorithms.pfedcdp import PFedCDP
-from polyclinic.core import Bundle, Optimiser, SiteId, Stage, Tensors, Training
+from polyclinic.algorithms.base import Averaging
+from polyclinic.algorithms.optimisation.fedavg import FedAvg
+from polyclinic.algorithms.personalisation.fedper import HEAD, FedPer, extractor, head
+from polyclinic.algorithms.personalisation.pfedcdp import PFedCDP
+from polyclinic.core.contract import Bundle, Optimiser, SiteId, Stage, Tensors, Training
 from polyclinic.data.examples import Images
-from polyclinic.engines.mock import MockEngine
-from polyclinic.journal import RamJournal
-from polyclinic.learning.network import weights_of
-from polyclinic.rounds import Rounds, Rules
-from polyclinic.runner import SiteRunner
-from polyclinic.stages.clip import Clip
-from polyclinic.stages.noise import Noise
-from polyclinic.stages.packing import packed_size
-from polyclinic.stages.quantise import VALUES, Quantise
-from polyclinic.store import RamMemory
+from polyclinic.federation.engines.mock import MockEngine
+from polyclinic.federation.rounds import Rounds, Rules
+from polyclinic.federation.site_runner import SiteRunner
+from polyclinic.privacy.transforms.bit_packing import packed_size
+from polyclinic.privacy.transforms.clip import Clip
+from polyclinic.privacy.transforms.noise import Noise
+from polyclinic.privacy.transforms.quantise import VALUES, Quantise
+from polyclinic.storage import messages as wire
+from polyclinic.storage.journal import RamJournal
+from polyclinic.storage.run_files import RamMemory
+from polyclinic.training.network import weights_of
 from tests.laws.bench import (
     Weighting,
     clinics,

@@ -12,19 +12,19 @@ import torch
 from torch import Tensor
 
 from polyclinic import run
-from polyclinic.algorithms.averaging import classifier
-from polyclinic.algorithms.fedavg import FedAvg
-from polyclinic.algorithms.fraug import OWN, FRAug
-from polyclinic.core import BESIDE, Bundle, Fit, Fitted, Job, Optimiser, Site, SiteId, Stream, Training
-from polyclinic.data.examples import SiteData
-from polyclinic.errors import RecipeError
-from polyclinic.experiment import Experiment
-from polyclinic.learning.beside import named
-from polyclinic.learning.made_up import (
+from polyclinic.algorithms.base import classifier
+from polyclinic.algorithms.optimisation.fedavg import FedAvg
+from polyclinic.algorithms.representation.fraug import OWN, FRAug
+from polyclinic.algorithms.representation.fraug_losses import (
     Generator,
 )
-from polyclinic.learning.network import LiveNetwork
-from polyclinic.runner import drive
+from polyclinic.core.contract import BESIDE, Bundle, Fit, Fitted, Job, Optimiser, Site, SiteId, Stream, Training
+from polyclinic.core.errors import RecipeError
+from polyclinic.data.examples import SiteData
+from polyclinic.federation.site_runner import drive
+from polyclinic.runs.experiment import Experiment
+from polyclinic.training.auxiliary import named
+from polyclinic.training.network import LiveNetwork
 from tests.laws.bench import clinics, play, same, small, tapped
 from tests.laws.test_stacked import SIZES, same_on_both, together
 from tests.small import tiny

@@ -11,13 +11,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from polyclinic.algorithms.fedavg import FedAvg
-from polyclinic.algorithms.moon import Moon
-from polyclinic.core import Bundle, Fit, Fitted, Optimiser, Private, Site, Stream, Training
-from polyclinic.experiment import run
-from polyclinic.learning.fit import fit
-from polyclinic.learning.network import LiveNetwork, weights_of
-from polyclinic.learning.objectives import contrasting, task_loss
+from polyclinic.algorithms.optimisation.fedavg import FedAvg
+from polyclinic.algorithms.representation.moon import Moon
+from polyclinic.core.contract import Bundle, Fit, Fitted, Optimiser, Private, Site, Stream, Training
+from polyclinic.runs.experiment import run
+from polyclinic.training.fit import fit
+from polyclinic.training.losses import contrasting, task_loss
+from polyclinic.training.network import LiveNetwork, weights_of
 from tests.algorithms.test_clustered import another
 from tests.algorithms.test_fedper import MOMENTUM, SGD
 from tests.laws.bench import clinics, noise, play, same, small

@@ -15,17 +15,17 @@ from hypothesis import strategies as st
 from scipy.special import log_softmax, softmax
 from torch import Tensor
 
-from polyclinic import wire
-from polyclinic.algorithms.fedper import FedPer, extractor, head
-from polyclinic.algorithms.pfedcdp import PFedCDP
-from polyclinic.core import Bundle, Fit, Fitted, Job, Optimiser, Score, SiteId, Stream, Tensors, Training
+from polyclinic.algorithms.personalisation.fedper import FedPer, extractor, head
+from polyclinic.algorithms.personalisation.fisher import squared_gradients, squared_mean_gradient
+from polyclinic.algorithms.personalisation.pfedcdp import PFedCDP
+from polyclinic.core.contract import Bundle, Fit, Fitted, Job, Optimiser, Score, SiteId, Stream, Tensors, Training
+from polyclinic.core.errors import RecipeError
 from polyclinic.data.examples import Images
-from polyclinic.errors import RecipeError
-from polyclinic.learning.fisher import squared_gradients, squared_mean_gradient
-from polyclinic.learning.fit import score
-from polyclinic.learning.network import LiveNetwork, weights_of
-from polyclinic.learning.objectives import distilling
-from polyclinic.runner import SiteRunner, Visit
+from polyclinic.federation.site_runner import SiteRunner, Visit
+from polyclinic.storage import messages
+from polyclinic.training.fit import score
+from polyclinic.training.losses import distilling
+from polyclinic.training.network import LiveNetwork, weights_of
 from tests.laws.bench import clinics, noise, play, same, small, tapped
 
 SGD = Training(Optimiser(lr=0.1), batch=5)
@@ -176,7 +176,9 @@ def test_with_everything_off_it_is_fedper(network: Callable[[], LiveNetwork], tr
     assert mine.sha256 == theirs.sha256
     for one, other in zip(letters, wanted, strict=True):
         assert (one.round, one.site) == (other.round, other.site)
-        assert bytes(wire.encode_body(one.answer.tensors).data) == bytes(wire.encode_body(other.answer.tensors).data)
+        assert bytes(messages.encode_body(one.answer.tensors).data) == bytes(
+            messages.encode_body(other.answer.tensors).data
+        )
     for site in clinics(*SIZES):
         own, others = (
             algorithm.models(played.outcome.state, played.remembered(site))["personal"]

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from polyclinic import wire
 from polyclinic.algorithms import RunningMean
-from polyclinic.core import Tensors
-from polyclinic.flat import Row
+from polyclinic.core.contract import Tensors
+from polyclinic.core.flat_tensors import Row
+from polyclinic.storage import messages
 
 VALUES = st.floats(-1e6, 1e6, allow_subnormal=False)
 WEIGHTS = st.floats(1e-3, 1e6)
@@ -103,7 +103,7 @@ def drawn(layout: list[tuple[tuple[int, ...], torch.dtype]], generator: torch.Ge
 
 def decoded(tensors: Tensors) -> Tensors:
     """As a message brings them: one after the other in one buffer."""
-    found = wire.decode(wire.encode({}, {"model": tensors})).tensors
+    found = messages.decode(messages.encode({}, {"model": tensors})).tensors
     return found.get("model", {})
 
 

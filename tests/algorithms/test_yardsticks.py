@@ -6,17 +6,17 @@ import pytest
 import torch
 
 from polyclinic.algorithms import Averaging
-from polyclinic.algorithms.centralised import Centralised
-from polyclinic.algorithms.crosssite import CrossSite
-from polyclinic.algorithms.fedavg import FedAvg
-from polyclinic.algorithms.local import Local
-from polyclinic.algorithms.single import Single
-from polyclinic.core import Bundle, Optimiser, SiteId, Training
+from polyclinic.algorithms.baselines.centralised import Centralised
+from polyclinic.algorithms.baselines.cross_site import CrossSite
+from polyclinic.algorithms.baselines.local import Local
+from polyclinic.algorithms.baselines.one_shot import Single
+from polyclinic.algorithms.optimisation.fedavg import FedAvg
+from polyclinic.core.contract import Bundle, Optimiser, SiteId, Training
 from polyclinic.data.examples import Images
-from polyclinic.engines import Engine
-from polyclinic.experiment import pool
-from polyclinic.learning.network import LiveNetwork
-from polyclinic.rounds import POOLED
+from polyclinic.federation.engines import Engine
+from polyclinic.federation.rounds import POOLED
+from polyclinic.runs.experiment import pool
+from polyclinic.training.network import LiveNetwork
 from tests.laws.bench import Letter, Played, Tap, clinics, plain_training, play, same, small
 
 SITES = clinics(12, 7, 9)

@@ -16,10 +16,10 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 import polyclinic
-from polyclinic.attack.campaign import verdict
-from polyclinic.attack.reconstruct import Figures
-from polyclinic.core import Stream
-from polyclinic.past import read
+from polyclinic.analysis.attack.campaign import verdict
+from polyclinic.analysis.attack.feature_inversion import Figures
+from polyclinic.core.contract import Stream
+from polyclinic.runs.finished_run import read
 from tests import commands
 from tests.small import TINY
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from polyclinic.attack.invert import (
+from polyclinic.analysis.attack.gradient_inversion import (
     Search,
     classes_of,
     dense_first,
@@ -17,12 +17,12 @@ from polyclinic.attack.invert import (
     of_update,
     protected,
 )
-from polyclinic.attack.likeness import l2, ssim
-from polyclinic.core import Fit, Optimiser, Site, Stream, Training
-from polyclinic.learning.fit import fit
-from polyclinic.learning.network import LiveNetwork, weights_of
-from polyclinic.learning.objectives import task_loss
+from polyclinic.analysis.attack.image_similarity import l2, ssim
+from polyclinic.core.contract import Fit, Optimiser, Site, Stream, Training
 from polyclinic.models import Classifier, build
+from polyclinic.training.fit import fit
+from polyclinic.training.losses import task_loss
+from polyclinic.training.network import LiveNetwork, weights_of
 from tests.finish.digits import parts
 
 SHAPE = (1, 8, 8)

@@ -9,8 +9,8 @@ from scipy.linalg import sqrtm
 from skimage.metrics import structural_similarity
 from torch import Tensor
 
-from polyclinic.attack.likeness import K1, frechet, l2, recognised, ssim, window
-from polyclinic.core import Stream
+from polyclinic.analysis.attack.image_similarity import K1, frechet, l2, recognised, ssim, window
+from polyclinic.core.contract import Stream
 
 
 def pictures(number: int, channels: int = 1, side: int = 24, name: str = "pictures") -> Tensor:

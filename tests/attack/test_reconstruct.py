@@ -9,16 +9,23 @@ import pytest
 import torch
 from torch import Tensor
 
-from polyclinic.attack.decoder import Decoder, Effort, decode, halvings, learn
-from polyclinic.attack.halves import Halves, divided, halve
-from polyclinic.attack.likeness import l2
-from polyclinic.attack.picture import spread
-from polyclinic.attack.reconstruct import Attack, clipped_and_noised, features, leaks, mean_figures, reconstruct
-from polyclinic.core import Stream
+from polyclinic.analysis.attack.attacker_data import Halves, divided, halve
+from polyclinic.analysis.attack.decoder import Decoder, Effort, decode, halvings, learn
+from polyclinic.analysis.attack.feature_inversion import (
+    Attack,
+    clipped_and_noised,
+    features,
+    leaks,
+    mean_figures,
+    reconstruct,
+)
+from polyclinic.analysis.attack.figure import spread
+from polyclinic.analysis.attack.image_similarity import l2
+from polyclinic.core.contract import Stream
+from polyclinic.core.errors import DataError
 from polyclinic.data.examples import Images
-from polyclinic.errors import DataError
 from polyclinic.models import Classifier
-from polyclinic.models.cut import cut_after
+from polyclinic.models.split_point import cut_after
 from tests.finish.digits import network, parts, taught
 
 CPU = torch.device("cpu")

@@ -16,10 +16,11 @@ from typing import Any
 import psutil
 import torch
 
-from polyclinic import Recipe, faults, run
-from polyclinic.errors import PolyclinicError
-from polyclinic.experiment import Consortium, gather
-from polyclinic.rounds import Watch
+from polyclinic import Recipe, run
+from polyclinic.core import failpoints
+from polyclinic.core.errors import PolyclinicError
+from polyclinic.federation.rounds import Watch
+from polyclinic.runs.experiment import Consortium, gather
 from tests.driving import serve
 
 INTERRUPTED = 130
@@ -58,7 +59,7 @@ def play(
 ) -> int:
     """A child's whole life. What stops it, if it has a sentence, goes into `report`."""
     if fault:
-        faults.arm(*fault)
+        failpoints.arm(*fault)
     if file_limit:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (file_limit, resource.RLIM_INFINITY))

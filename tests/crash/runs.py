@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from polyclinic.store import Ledger
+from polyclinic.storage.run_files import Ledger
 from tests.driving import Ask
 
 Values = dict[str, Any]

@@ -17,13 +17,13 @@ from pathlib import Path
 import pytest
 
 import polyclinic
-from polyclinic import faults
+from polyclinic.core import failpoints
 from tests.crash.driver import INTERRUPTED
 from tests.crash.runs import KILLED, RECIPES, Driver, assert_same_end, ledger_rows, summary
 
 Whole = Callable[[str], Path]
 PER_SITE = {"site-received", "site-evaluated", "site-trained", "memory-half-written", "memory-saved", "reply-accepted"}
-SNAPSHOT = {point for point in faults.POINTS if point.startswith("snapshot")}
+SNAPSHOT = {point for point in failpoints.POINTS if point.startswith("snapshot")}
 AT_THE_END = {"finished", "evaluated", "model-written", "result-written"}
 
 
@@ -35,7 +35,7 @@ def mid_run(point: str) -> int:
 
 
 @pytest.mark.parametrize("name", ["scaffold", "single"])
-@pytest.mark.parametrize("point", faults.POINTS)
+@pytest.mark.parametrize("point", failpoints.POINTS)
 def test_killed_at_a_fault_point(driver: Driver, whole: Whole, place: Path, name: str, point: str) -> None:
     wanted, folder = whole(name), place / "run"
     assert driver.run(RECIPES[name], folder, fault=(point, mid_run(point))).code == KILLED
@@ -46,7 +46,7 @@ def test_killed_at_a_fault_point(driver: Driver, whole: Whole, place: Path, name
 
 @pytest.mark.heavy
 @pytest.mark.parametrize("name", ["scaffold", "single"])
-@pytest.mark.parametrize("point", faults.POINTS)
+@pytest.mark.parametrize("point", failpoints.POINTS)
 def test_killed_every_time_a_fault_point_is_reached(
     driver: Driver, whole: Whole, place: Path, name: str, point: str
 ) -> None:
@@ -66,7 +66,7 @@ def test_killed_every_time_a_fault_point_is_reached(
 def test_killed_at_one_point_after_another(driver: Driver, whole: Whole, place: Path) -> None:
     """Each resume is killed in its turn: what a resume does must be as safe as the first run."""
     folder, deaths = place / "run", []
-    for point in faults.POINTS:
+    for point in failpoints.POINTS:
         deaths.append(driver.run(RECIPES["scaffold"], folder, fault=(point, 1)).code)
     assert set(deaths) <= {KILLED, 0}
     assert deaths.count(KILLED) >= 12
@@ -139,14 +139,14 @@ def test_what_a_crash_cost_is_counted(driver: Driver, whole: Whole, place: Path)
 def test_every_point_is_in_the_source_and_every_place_has_a_name() -> None:
     files = Path(polyclinic.__file__).parent.rglob("*.py")
     source = "\n".join(path.read_text() for path in files if path.name != "faults.py")
-    assert len(faults.POINTS) >= 12
-    assert set(re.findall(r'\breach\("([a-z-]+)"\)', source)) <= set(faults.POINTS)
-    assert [point for point in faults.POINTS if f'"{point}"' not in source] == []
+    assert len(failpoints.POINTS) >= 12
+    assert set(re.findall(r'\breach\("([a-z-]+)"\)', source)) <= set(failpoints.POINTS)
+    assert [point for point in failpoints.POINTS if f'"{point}"' not in source] == []
 
 
 def test_the_environment_variable_arms_a_point() -> None:
     """As a person would do it: POLYCLINIC_FAULT=finished:2 lets the first pass and dies at the second."""
-    spec = importlib.util.find_spec("polyclinic.faults")
+    spec = importlib.util.find_spec("polyclinic.core.failpoints")
     assert spec is not None
     script = f"import runpy; reach = runpy.run_path({spec.origin!r})['reach']; "
     script += "reach('finished'); print('once', flush=True); "
@@ -163,4 +163,4 @@ def test_the_environment_variable_arms_a_point() -> None:
 
 def test_a_misspelt_point_is_an_error() -> None:
     with pytest.raises(ValueError, match="no fault point 'finish'; there are: round-begun, "):
-        faults.arm("finish")
+        failpoints.arm("finish")

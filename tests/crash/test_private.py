@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from polyclinic.experiment import finished
-from polyclinic.privacy.account import Spend, epsilon
-from polyclinic.store import Ledger
+from polyclinic.privacy.accounting import Spend, epsilon
+from polyclinic.runs.experiment import finished
+from polyclinic.storage.run_files import Ledger
 from tests.crash.runs import KILLED, RECIPES, Driver, summary
 
 BETWEEN = ("charge-written", "site-received", "site-trained", "reply-accepted", "aggregated", "ledger-half-written")

@@ -10,11 +10,11 @@ import numpy as np
 from PIL import Image
 from torch import Tensor
 
-from polyclinic.data.cache import Pixels, cached
-from polyclinic.data.preparation import Preparation
-from polyclinic.data.prepare import prepare
+from polyclinic.data.loading.cache import Pixels, cached
+from polyclinic.data.loading.options import Preparation
+from polyclinic.data.loading.preprocess import prepare
 from polyclinic.data.records import Record
-from polyclinic.data.sources.pixels import decode, decode_rows
+from polyclinic.data.sources.decode import decode, decode_rows
 
 SMALL = Preparation(size=8, channels=1)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from polyclinic.data.cache import VARIABLE
+from polyclinic.data.loading.cache import VARIABLE
 from polyclinic.data.records import Record
 from tests.data.caching import drawn
 

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from PIL import Image, ImageDraw
 
 from polyclinic.data.check import Checked, check
-from polyclinic.data.division import UNDIVIDED
 from polyclinic.data.findings import Level
+from polyclinic.data.partitioning.dry_run import UNDIVIDED
 from polyclinic.data.records import Listing, Record
 
 Bytes = NDArray[np.uint8]

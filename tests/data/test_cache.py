@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 import torch
 
-from polyclinic.data.cache import VARIABLE, Pixels, cache_folder, cached
-from polyclinic.data.preparation import Preparation
+from polyclinic.core.errors import DataError, StoreError
+from polyclinic.data.loading.cache import VARIABLE, Pixels, cache_folder, cached
+from polyclinic.data.loading.options import Preparation
 from polyclinic.data.records import Record
-from polyclinic.errors import DataError, StoreError
 from tests.data.caching import SMALL, Asked, the_set
 
 NAME = "Quirina Nebelthau"

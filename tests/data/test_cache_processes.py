@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from polyclinic.data.cache import VARIABLE, Pixels, cached
-from polyclinic.data.preparation import Preparation
+from polyclinic.core.errors import StoreError
+from polyclinic.data.loading.cache import VARIABLE, Pixels, cached
+from polyclinic.data.loading.options import Preparation
 from polyclinic.data.records import Record
-from polyclinic.errors import StoreError
 from tests.data.caching import SMALL, Asked, anew
 
 

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from polyclinic.data.check import Checked, check
-from polyclinic.data.checks.copies import near_groups
-from polyclinic.data.checks.labels import label_findings
-from polyclinic.data.checks.people import association, people_findings
 from polyclinic.data.findings import Finding
+from polyclinic.data.quality.labels import label_findings
+from polyclinic.data.quality.near_duplicates import near_groups
+from polyclinic.data.quality.people import association, people_findings
 from polyclinic.data.records import Listing, Record
 from polyclinic.data.sources.npz import read_npz
 from polyclinic.data.sources.table import Columns, read_table

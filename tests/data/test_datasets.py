@@ -11,12 +11,12 @@ import torch
 from pydantic import ValidationError
 from sklearn.datasets import load_digits
 
-from polyclinic.core import Stream
+from polyclinic.core.contract import Stream
+from polyclinic.core.errors import DataError, RecipeError
 from polyclinic.data import DATASETS, Collection, Fractions, data_folder, federate
-from polyclinic.data.digits import DigitsOptions, digits
-from polyclinic.data.partition import Iid
-from polyclinic.data.sets.mnist.dataset import MnistOptions, mnist
-from polyclinic.errors import DataError, RecipeError
+from polyclinic.data.builtin.digits import DigitsOptions, digits
+from polyclinic.data.datasets.mnist.dataset import MnistOptions, mnist
+from polyclinic.data.partitioning.partition import Iid
 
 PUBLISHED = [5923, 6742, 5958, 6131, 5842, 5421, 5918, 6265, 5851, 5949]
 

@@ -21,15 +21,15 @@ from scipy.spatial.distance import jensenshannon
 from torch import Tensor
 
 from polyclinic.algorithms import ALGORITHMS
-from polyclinic.core import Stream
+from polyclinic.core.contract import Stream
+from polyclinic.core.errors import DataError
 from polyclinic.data import Images
-from polyclinic.data import diagnose_shift as shift
-from polyclinic.data.diagnose import PER_SITE, Diagnosis, diagnose, jensen_shannon, label_skew, lines
-from polyclinic.data.diagnose_advice import FOR_DOMAINS, FOR_LABELS, FOR_SCANNERS, FOR_SIZES, LABELS, advise
-from polyclinic.data.diagnose_picture import draw_diagnosis, picture
+from polyclinic.data.builtin.phantom import Hospital, PhantomOptions, phantom
+from polyclinic.data.heterogeneity import feature_shift
+from polyclinic.data.heterogeneity.advice import FOR_DOMAINS, FOR_LABELS, FOR_SCANNERS, FOR_SIZES, LABELS, advise
+from polyclinic.data.heterogeneity.measure import PER_SITE, Diagnosis, diagnose, jensen_shannon, label_skew, lines
 from polyclinic.data.patients import Indices
-from polyclinic.data.phantom import Hospital, PhantomOptions, phantom
-from polyclinic.errors import DataError
+from polyclinic.reporting.heterogeneity_figure import draw_diagnosis, picture
 
 CLASSES = ("benign", "malignant")
 
@@ -45,7 +45,7 @@ def site(seed: int, share: float = 0.5, patients: int = 40, gain: float = 1.0, o
     return Images(torch.tensor(gain * images + offset).float(), torch.tensor(ill[of_image]).long(), names)
 
 
-def diagnosed(*sites: Images, seed: int = 0, features: shift.Features | None = None) -> Diagnosis:
+def diagnosed(*sites: Images, seed: int = 0, features: feature_shift.Features | None = None) -> Diagnosis:
     named = {f"clinic-{number}": examples for number, examples in enumerate(sites)}
     return diagnose(named, CLASSES, Stream(seed), features)
 
@@ -53,9 +53,9 @@ def diagnosed(*sites: Images, seed: int = 0, features: shift.Features | None = N
 @pytest.fixture(scope="module", autouse=True)
 def quick() -> Iterator[None]:
     """Every refit trains five classifiers; the p-value's resolution is all that suffers."""
-    before, shift.REFITS = shift.REFITS, 20
+    before, feature_shift.REFITS = feature_shift.REFITS, 20
     yield
-    shift.REFITS = before
+    feature_shift.REFITS = before
 
 
 @pytest.fixture(scope="module")
@@ -367,7 +367,7 @@ def test_what_could_not_be_measured_is_drawn_as_well_and_always_alike(tmp_path: 
 
 @pytest.mark.heavy
 def test_four_sites_of_500_take_less_than_20_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shift, "REFITS", 100)
+    monkeypatch.setattr(feature_shift, "REFITS", 100)
     generator = Stream(0).generator()
     sites = [
         Images(torch.rand(500, 1, 64, 64, generator=generator), torch.randint(0, 2, (500,), generator=generator))

@@ -8,17 +8,17 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from polyclinic.core import Stream
-from polyclinic.data import diagnose_shift as shift
-from polyclinic.data.diagnose_shift import Cohort
-from polyclinic.metrics import Floats
-from polyclinic.stats import holm
+from polyclinic.core.contract import Stream
+from polyclinic.data.heterogeneity import feature_shift
+from polyclinic.data.heterogeneity.feature_shift import Cohort
+from polyclinic.evaluation.metrics import Floats
+from polyclinic.evaluation.statistics import holm
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every refit trains five classifiers; the p-value's resolution is all that suffers."""
-    monkeypatch.setattr(shift, "REFITS", 20)
+    monkeypatch.setattr(feature_shift, "REFITS", 20)
 
 
 def cohort(seed: int, shares: tuple[float, float] = (0.3, 0.7), moved: float = 0.0) -> tuple[Cohort, Floats]:
@@ -30,13 +30,13 @@ def cohort(seed: int, shares: tuple[float, float] = (0.3, 0.7), moved: float = 0
     features = rng.normal(size=(140, 4))[of_image] + rng.normal(size=(len(of_image), 4))
     features[:, :2] += 4 * label[of_image, None]
     features[:, 2:] += moved * of_site[of_image, None]
-    return Cohort(of_site, label, np.arange(140), of_image), shift.standardised(features)
+    return Cohort(of_site, label, np.arange(140), of_image), feature_shift.standardised(features)
 
 
 def mmd(people: Cohort, features: Floats, times: int = 200) -> tuple[float, float]:
     rng = np.random.default_rng(len(features))
-    kernel = shift.patient_kernel(features, people)
-    found = shift.discrepancy(kernel, (people.site == 0).astype(np.int64), people.label, times, rng)
+    kernel = feature_shift.patient_kernel(features, people)
+    found = feature_shift.discrepancy(kernel, (people.site == 0).astype(np.int64), people.label, times, rng)
     assert found is not None
     return found
 
@@ -70,12 +70,15 @@ def test_mmd_sees_a_shift() -> None:
 def test_sites_without_a_common_class_are_not_compared() -> None:
     people, features = cohort(0, shares=(0.0, 1.0))
     rng = np.random.default_rng(0)
-    assert shift.discrepancy(shift.patient_kernel(features, people), people.site, people.label, 200, rng) is None
+    assert (
+        feature_shift.discrepancy(feature_shift.patient_kernel(features, people), people.site, people.label, 200, rng)
+        is None
+    )
 
 
 def test_a_patient_counts_once_however_many_images_there_are() -> None:
     people, features = cohort(0)
-    kernel = shift.patient_kernel(features, people)
+    kernel = feature_shift.patient_kernel(features, people)
     sizes = np.bincount(people.of_image)
     first, second = (people.of_image == number for number in (np.argmax(sizes), np.argmin(sizes)))
     pairs = ((features[:, None] - features) ** 2).sum(axis=2)
@@ -83,8 +86,8 @@ def test_a_patient_counts_once_however_many_images_there_are() -> None:
     assert kernel[np.argmax(sizes), np.argmin(sizes)] == pytest.approx(images[np.ix_(first, second)].mean())
 
 
-def domain(people: Cohort, features: Floats, seed: int = 0) -> shift.Domain:
-    found = shift.domain_classifier(features, people, ("north", "south"), Stream(seed))
+def domain(people: Cohort, features: Floats, seed: int = 0) -> feature_shift.Domain:
+    found = feature_shift.domain_classifier(features, people, ("north", "south"), Stream(seed))
     assert found is not None
     return found
 

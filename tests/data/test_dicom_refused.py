@@ -25,8 +25,8 @@ from pydicom.uid import (
 )
 
 from polyclinic.data.sources import dicom
+from polyclinic.data.sources.decode import Decoded, Unreadable, decode
 from polyclinic.data.sources.dicom import read_dicom
-from polyclinic.data.sources.pixels import Decoded, Unreadable, decode
 from tests.data.dicoms import (
     NAME,
     RAMP,

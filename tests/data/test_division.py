@@ -8,17 +8,17 @@ from typing import Any
 
 import pytest
 
-from polyclinic.data.cache import VARIABLE
+from polyclinic.config.recipe import Recipe
+from polyclinic.core.errors import DataError
 from polyclinic.data.check import check
-from polyclinic.data.division import UNDIVIDED, Division
+from polyclinic.data.datasets.user_data import TableOptions, own_table
 from polyclinic.data.findings import Finding
-from polyclinic.data.own import TableOptions, own_table
-from polyclinic.data.partition import Iid, Natural
+from polyclinic.data.loading.cache import VARIABLE
+from polyclinic.data.partitioning.dry_run import UNDIVIDED, Division
+from polyclinic.data.partitioning.partition import Iid, Natural
 from polyclinic.data.records import Listing, Record
 from polyclinic.data.splits import Fractions
-from polyclinic.errors import DataError
-from polyclinic.experiment import gather
-from polyclinic.recipe import Recipe
+from polyclinic.runs.experiment import gather
 from tests.data.clinics import NAME, Rows, clinic, listed
 
 PARTS = {"train": 0.5, "validation": 0.25, "test": 0.25}

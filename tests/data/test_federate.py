@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import torch
 
-from polyclinic.core import Examples, Stream
+from polyclinic.core.contract import Examples, Stream
+from polyclinic.core.errors import DataError
 from polyclinic.data import Collection, Fractions, Partition, Selection, SiteData, describe, federate
-from polyclinic.data.partition import Admixture, Dirichlet, Iid, Natural, Shards
-from polyclinic.errors import DataError
+from polyclinic.data.partitioning.partition import Admixture, Dirichlet, Iid, Natural, Shards
 from tests.data.samples import collection
 
 NATURAL = Natural()

@@ -18,12 +18,12 @@ from urllib import request
 
 import pytest
 
-from polyclinic.data import fetch as fetching
-from polyclinic.data.fetch import Patience, fetch
-from polyclinic.data.preparation import ImageOptions
+from polyclinic.core.errors import DataError, PolyclinicError
+from polyclinic.data import download
+from polyclinic.data.datasets.base import Download, NamedSet
+from polyclinic.data.download import Patience, fetch
+from polyclinic.data.loading.options import ImageOptions
 from polyclinic.data.records import Listing
-from polyclinic.data.sets.base import Download, NamedSet
-from polyclinic.errors import DataError, PolyclinicError
 from tests.data.web import Site, Told, member, served, tarred, zipped
 
 QUICK = Patience(timeout=2.0, pause=0.0)
@@ -114,7 +114,7 @@ def test_another_file_of_that_name_is_left_alone_and_refused(site: Site, tmp_pat
 def test_a_cut_connection_is_continued_where_it_ended(site: Site, tmp_path: Path) -> None:
     site.tags["/file.bin"] = '"v1"'
     site.cut_after, site.cuts = 200_000, 5
-    assert site.cuts > fetching.RETRIES, "whatever brings something new is no failure in vain"
+    assert site.cuts > download.RETRIES, "whatever brings something new is no failure in vain"
     get(one(site, BODY), tmp_path)
     assert (tmp_path / "demo" / "file.bin").read_bytes() == BODY
     starts = [f"bytes={start}-" for start in range(200_000, len(BODY), 200_000)]
@@ -187,10 +187,10 @@ def test_a_wrong_sum_leaves_nothing(site: Site, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("status", [408, 429, 500, 503])
 def test_a_passing_failure_is_tried_again(site: Site, tmp_path: Path, status: int) -> None:
-    site.statuses = [status] * fetching.RETRIES
+    site.statuses = [status] * download.RETRIES
     get(one(site, BODY), tmp_path)
     assert (tmp_path / "demo" / "file.bin").read_bytes() == BODY
-    assert len(site.asked) == fetching.RETRIES + 1
+    assert len(site.asked) == download.RETRIES + 1
 
 
 def test_a_lasting_failure_ends_and_keeps_the_part(site: Site, tmp_path: Path) -> None:
@@ -198,7 +198,7 @@ def test_a_lasting_failure_ends_and_keeps_the_part(site: Site, tmp_path: Path) -
     site.ranges, site.cut_after, site.cuts = False, 1000, 100
     with pytest.raises(DataError, match="ended early"):
         get(set_, tmp_path)
-    assert len(site.asked) == fetching.RETRIES + 1
+    assert len(site.asked) == download.RETRIES + 1
     assert (tmp_path / "demo" / "file.bin.part").read_bytes() == BODY[:1000]
 
 
@@ -233,7 +233,7 @@ def test_other_kinds_of_address_are_refused(site: Site, tmp_path: Path, scheme: 
 def test_a_redirect_may_not_give_up_encryption() -> None:
     asked = request.Request("https://127.0.0.1/x")
     with pytest.raises(DataError, match="another kind of address"):
-        fetching._Redirects().redirect_request(asked, io.BytesIO(), 302, "Found", {}, "http://127.0.0.1/x")
+        download._Redirects().redirect_request(asked, io.BytesIO(), 302, "Found", {}, "http://127.0.0.1/x")
 
 
 def test_a_redirect_within_the_web_is_followed(site: Site, tmp_path: Path) -> None:
@@ -245,7 +245,7 @@ def test_a_redirect_within_the_web_is_followed(site: Site, tmp_path: Path) -> No
 
 
 def test_a_full_disk_is_told_before_it_is_full(site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fetching, "SPARE", 1 << 60)
+    monkeypatch.setattr(download, "SPARE", 1 << 60)
     with pytest.raises(DataError, match="make room"):
         get(one(site, BODY), tmp_path)
     assert site.sent <= len(BODY)
@@ -380,7 +380,7 @@ def test_a_nasty_archive_leaves_nothing_and_names_nobody(site: Site, tmp_path: P
 
 
 def test_too_many_members_are_refused(site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fetching, "MAX_MEMBERS", 2)
+    monkeypatch.setattr(download, "MAX_MEMBERS", 2)
     with pytest.raises(DataError, match="more than 2 files"):
         get(one(site, ARCHIVES["set.zip"], name="set.zip", unpack=True), tmp_path)
 

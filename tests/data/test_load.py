@@ -12,12 +12,12 @@ import pytest
 import torch
 from PIL import Image
 
-from polyclinic.core import Stream
-from polyclinic.data.cache import cache_folder
+from polyclinic.core.contract import Stream
 from polyclinic.data.check import check
-from polyclinic.data.load import drawn
+from polyclinic.data.datasets import SETS
+from polyclinic.data.loading.cache import cache_folder
+from polyclinic.data.loading.load import drawn
 from polyclinic.data.records import Listing, Record
-from polyclinic.data.sets import SETS
 from polyclinic.data.sources.folder import read_folder
 from polyclinic.data.sources.npz import read_npz
 from tests.data.clinics import NAME, Rows, clinic, listed, loaded, noise

@@ -11,12 +11,12 @@ import pytest
 import torch
 from PIL import Image
 
-from polyclinic.core import Stream
+from polyclinic.core.contract import Stream
 from polyclinic.data import DATASETS, Fractions, Natural, Partition, federate
-from polyclinic.data.cache import cache_folder
 from polyclinic.data.examples import Collection
-from polyclinic.data.load import pixels_of
-from polyclinic.data.partition import Iid
+from polyclinic.data.loading.cache import cache_folder
+from polyclinic.data.loading.load import pixels_of
+from polyclinic.data.partitioning.partition import Iid
 from polyclinic.data.sources.folder import Level, read_folder
 from polyclinic.data.sources.npz import read_npz
 from tests.data.clinics import OPTIONS, Rows, clinic, listed, loaded, noise

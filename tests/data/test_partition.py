@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from polyclinic.core import Stream
+from polyclinic.core.contract import Stream
+from polyclinic.core.errors import DataError, RecipeError
 from polyclinic.data import DATASETS, PARTITIONS, Partition
-from polyclinic.data.partition import Admixture, Dirichlet, Iid, Natural, Quantity, Shards
+from polyclinic.data.partitioning.partition import Admixture, Dirichlet, Iid, Natural, Quantity, Shards
 from polyclinic.data.patients import Indices, Patients
-from polyclinic.errors import DataError, RecipeError
 from tests.data.samples import Sample, sample
 
 alphas = st.floats(0.02, 50)

@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from polyclinic.core import Stream
+from polyclinic.core.contract import Stream
+from polyclinic.core.errors import RecipeError
 from polyclinic.data import Collection
-from polyclinic.data.mammogram import Cases, draw, spectral_noise
-from polyclinic.data.phantom import HOSPITALS, MEAN, STD, Hospital, PhantomOptions, phantom
-from polyclinic.data.scanner import VENDORS, Vendor, acquire
-from polyclinic.errors import RecipeError
+from polyclinic.data.builtin.phantom import HOSPITALS, MEAN, STD, Hospital, PhantomOptions, phantom
+from polyclinic.data.builtin.phantom_anatomy import Cases, draw, spectral_noise
+from polyclinic.data.builtin.phantom_scanner import VENDORS, Vendor, acquire
 
 
 def hospital(vendor: str = "selenium", patients: int = 20, malignant: float = 0.5, name: str = "a") -> Hospital:

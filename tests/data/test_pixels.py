@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from PIL import Image, ImageOps, PngImagePlugin
 
-from polyclinic.data.sources.pixels import Unreadable, decode, quiet
+from polyclinic.data.sources.decode import Unreadable, decode, quiet
 
 Array = NDArray[Any]
 NAME = "Quendolin^Xaver"

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import array_shapes, arrays
 from numpy.typing import NDArray
 
-from polyclinic.data.preparation import Preparation
-from polyclinic.data.prepare import breast_box, prepare
-from polyclinic.data.sources.pixels import decode
-from polyclinic.errors import DataError
+from polyclinic.core.errors import DataError
+from polyclinic.data.loading.options import Preparation
+from polyclinic.data.loading.preprocess import breast_box, prepare
+from polyclinic.data.sources.decode import decode
 
 Bytes = NDArray[np.uint8]
 Fit = Literal["pad", "stretch", "crop"]

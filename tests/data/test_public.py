@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 import torch
 
-from polyclinic.core import Examples, Stream
+from polyclinic.config.recipe import DataSection
+from polyclinic.core.contract import Examples, Stream
+from polyclinic.core.errors import DataError, RecipeError
 from polyclinic.data import DATASETS, SiteData, federate
-from polyclinic.data.cache import VARIABLE
-from polyclinic.data.partition import Dirichlet
+from polyclinic.data.loading.cache import VARIABLE
+from polyclinic.data.partitioning.partition import Dirichlet
 from polyclinic.data.splits import Fractions
-from polyclinic.errors import DataError, RecipeError
-from polyclinic.public import gather_public
-from polyclinic.recipe import DataSection
+from polyclinic.runs.public_data import gather_public
 from tests.data.clinics import Rows, clinic, listed
 from tests.data.written import real, refused
 

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from polyclinic.data.sources.pixels import Unreadable, decode_rows, stream_rows
+from polyclinic.data.sources.decode import Unreadable, decode_rows, stream_rows
 
 Array = NDArray[Any]
 STACK = np.random.default_rng(7).integers(0, 256, (30, 8, 9), dtype=np.uint8)

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-import polyclinic.data.sets as sets
+import polyclinic.data.datasets as sets
+from polyclinic.core.errors import DataError
 from polyclinic.data import DATASETS
-from polyclinic.data.sets import SETS
-from polyclinic.errors import DataError
+from polyclinic.data.datasets import SETS
 
 HOME = Path(str(sets.__file__)).parent
 HEADINGS = ["What it is", "Licence and terms", "How to get it", "Layout", "Split", "Heterogeneity"]

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from polyclinic.core.errors import DataError
+from polyclinic.data.datasets.base import NamedSet
 from polyclinic.data.records import Listing
-from polyclinic.data.sets.base import NamedSet
-from polyclinic.errors import DataError
 from tests.data import layouts
 from tests.data.layouts import CASES, MASS_TEST, MASS_TRAIN, NAME, case, table, touch, write
 
@@ -90,7 +90,7 @@ ALL = pytest.mark.parametrize("name", SETS)
 
 
 def set_of(name: str) -> NamedSet:
-    found: NamedSet = import_module(f"polyclinic.data.sets.{name}.dataset").SET
+    found: NamedSet = import_module(f"polyclinic.data.datasets.{name}.dataset").SET
     return found
 
 
@@ -180,7 +180,7 @@ def test_what_a_set_says_of_itself(name: str) -> None:
     assert set_.name == name
     assert set_.downloads == ()
     assert all((set_.about, set_.licence, set_.obtain.endswith(".")))
-    folder = Path(str(import_module(f"polyclinic.data.sets.{name}.dataset").__file__)).parent
+    folder = Path(str(import_module(f"polyclinic.data.datasets.{name}.dataset").__file__)).parent
     assert {path.name for path in folder.iterdir()} - {"__pycache__"} == {"__init__.py", "dataset.py", "README.md"}
     assert (folder / "__init__.py").read_text() == ""
     text = (folder / "README.md").read_text(encoding="utf-8")

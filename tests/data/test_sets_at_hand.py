@@ -13,20 +13,20 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from polyclinic.core.errors import DataError, RecipeError
+from polyclinic.data.datasets import ddsm_views
+from polyclinic.data.datasets.base import NamedSet
+from polyclinic.data.datasets.breakhis.dataset import SET as BREAKHIS
+from polyclinic.data.datasets.busi.dataset import SET as BUSI
+from polyclinic.data.datasets.covid_cxr.dataset import SET as COVID
+from polyclinic.data.datasets.ddsm_views.dataset import SET as DDSM
+from polyclinic.data.datasets.deepdrid.dataset import SET as DEEPDRID
+from polyclinic.data.datasets.medmnist.dataset import SET as MEDMNIST
+from polyclinic.data.datasets.mias.dataset import SET as MIAS
+from polyclinic.data.datasets.office_caltech10.dataset import ONE_IMAGE_TWICE
+from polyclinic.data.datasets.office_caltech10.dataset import SET as OFFICE
+from polyclinic.data.datasets.reading import listed_duplicates, rows, without_duplicates
 from polyclinic.data.records import Listing, Record
-from polyclinic.data.sets import ddsm_views
-from polyclinic.data.sets.base import NamedSet
-from polyclinic.data.sets.breakhis.dataset import SET as BREAKHIS
-from polyclinic.data.sets.busi.dataset import SET as BUSI
-from polyclinic.data.sets.covid_cxr.dataset import SET as COVID
-from polyclinic.data.sets.ddsm_views.dataset import SET as DDSM
-from polyclinic.data.sets.deepdrid.dataset import SET as DEEPDRID
-from polyclinic.data.sets.medmnist.dataset import SET as MEDMNIST
-from polyclinic.data.sets.mias.dataset import SET as MIAS
-from polyclinic.data.sets.office_caltech10.dataset import ONE_IMAGE_TWICE
-from polyclinic.data.sets.office_caltech10.dataset import SET as OFFICE
-from polyclinic.data.sets.reading import listed_duplicates, rows, without_duplicates
-from polyclinic.errors import DataError, RecipeError
 
 SETS = {each.name: each for each in (BUSI, MIAS, DDSM, DEEPDRID, COVID, OFFICE, MEDMNIST, BREAKHIS)}
 NAME = "Grete_Musterfrau"

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from polyclinic.core import Stream
+from polyclinic.core.contract import Stream
+from polyclinic.core.errors import DataError, RecipeError
 from polyclinic.data import DATASETS, Fractions, Natural, federate
-from polyclinic.data.load import load
-from polyclinic.data.own import SeveralOptions, located, several
+from polyclinic.data.datasets.base import NamedSet
+from polyclinic.data.datasets.user_data import SeveralOptions, located, several
+from polyclinic.data.loading.load import load
 from polyclinic.data.records import Listing, Record
-from polyclinic.data.sets.base import NamedSet
-from polyclinic.errors import DataError, RecipeError
 from tests.data.clinics import NAME, Rows, clinic, listed, loaded
 from tests.data.written import real, refused
 

@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from polyclinic.core.errors import RecipeError
+from polyclinic.data.sources.detect import open_source
 from polyclinic.data.sources.folder import Level, is_image, part_of, read_folder
-from polyclinic.data.sources.open import open_source
 from polyclinic.data.sources.table import Columns, read_table
-from polyclinic.errors import RecipeError
 from tests.data.written import NAME, counts, pictures, real, refused, saved, table, touch
 
 FIELDS = ("path", "label", "site", "patient", "split")

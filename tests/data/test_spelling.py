@@ -11,9 +11,9 @@ import pytest
 from PIL import Image
 
 from polyclinic.data.check import check
-from polyclinic.data.checks.files import missing_files
-from polyclinic.data.checks.people import people_findings
 from polyclinic.data.findings import Finding, told
+from polyclinic.data.quality.files import missing_files
+from polyclinic.data.quality.people import people_findings
 from polyclinic.data.records import Listing, Record
 from polyclinic.data.sources.folder import read_folder
 from polyclinic.data.sources.npz import read_npz

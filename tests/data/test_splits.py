@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from polyclinic.core import Stream
+from polyclinic.core.contract import Stream
+from polyclinic.core.errors import DataError, RecipeError
 from polyclinic.data import Fractions, split
 from polyclinic.data.patients import Patients
 from polyclinic.data.splits import PARTS
-from polyclinic.errors import DataError, RecipeError
 from tests.data.samples import Sample, sample
 
 samples = st.builds(sample, st.integers(0, 10_000), st.integers(5, 120), st.integers(1, 5), st.integers(1, 4))

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from polyclinic.core import Stream
-from polyclinic.data.twins import with_twins_joined
+from polyclinic.core.contract import Stream
+from polyclinic.data.loading.join_duplicates import with_twins_joined
 
 
 def pictures(count: int) -> torch.Tensor:

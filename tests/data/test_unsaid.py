@@ -12,14 +12,14 @@ import pytest
 import torch
 from PIL import Image
 
-from polyclinic.core import Stream
+from polyclinic.core.contract import Stream
 from polyclinic.data import Collection, Fractions, Images, Natural, federate
-from polyclinic.data import diagnose_shift as shift
 from polyclinic.data.check import Checked, check
-from polyclinic.data.diagnose import Diagnosis, diagnose, lines
+from polyclinic.data.heterogeneity import feature_shift
+from polyclinic.data.heterogeneity.measure import Diagnosis, diagnose, lines
 from polyclinic.data.records import Listing
+from polyclinic.data.sources.detect import open_source
 from polyclinic.data.sources.folder import read_folder
-from polyclinic.data.sources.open import open_source
 from polyclinic.data.sources.table import read_table
 from tests.data.written import NAME, refused, table, touch
 
@@ -193,7 +193,7 @@ def test_ten_images_of_three_patients_make_a_site_that_is_named(size: int, patie
 
 
 def diagnosed(data: Collection, monkeypatch: pytest.MonkeyPatch) -> Diagnosis:
-    monkeypatch.setattr(shift, "REFITS", 5)
+    monkeypatch.setattr(feature_shift, "REFITS", 5)
     whole = Fractions(train=1, validation=0, test=0)
     sites = federate(data, Natural(), whole, Stream(0), allow_single_class=True)
     return diagnose({name: site.train for name, site in sites.items()}, data.classes, Stream(0))

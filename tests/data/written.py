@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from polyclinic.errors import DataError
+from polyclinic.core.errors import DataError
 
 NAME = "Zebulon Quast"
 """A patient who must not be named anywhere."""

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from polyclinic.deploy.provision import provision
+from polyclinic.deploy.provisioning.provision import provision
 from tests.deploy.hospitals import write_hospitals
 from tests.deploy.kits import NORTH
 

@@ -14,11 +14,12 @@ from pathlib import Path
 import torch
 
 import polyclinic.__main__
-import polyclinic.cli
-import polyclinic.deploy.assembly
-import polyclinic.deploy.desk
-import polyclinic.engines.flower  # what commands load only when they need it
-from polyclinic import faults, run
+import polyclinic.cli.main
+import polyclinic.deploy.flower.server  # what commands load only when they need it
+import polyclinic.deploy.serve
+import polyclinic.deploy.site.message_handler
+from polyclinic import run
+from polyclinic.core import failpoints
 from polyclinic.deploy.processes import Child, _go_with_parent
 from tests.driving import serve
 from tests.small import tiny
@@ -52,7 +53,7 @@ def start(
         _settle(log, network)
         os.environ.update(environment or {})
         name, _, count = fault.partition(":")
-        faults.arm(name, int(count or 1))
+        failpoints.arm(name, int(count or 1))
         ended = _play(arguments)
     except BaseException:
         traceback.print_exc()

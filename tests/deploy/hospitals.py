@@ -12,18 +12,19 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from polyclinic import Recipe, __version__, wire
+from polyclinic import Recipe, __version__
 from polyclinic.algorithms import ALGORITHMS
-from polyclinic.consortium import Consortium, gather
-from polyclinic.core import Failure, SiteId
-from polyclinic.deploy.desk import SiteDesk
-from polyclinic.deploy.site import SiteConfig
-from polyclinic.engines.mock import MockEngine
-from polyclinic.experiment import Experiment, rules_of
-from polyclinic.journal import RamJournal
-from polyclinic.privacy.binding import stages_of
-from polyclinic.privacy.guard import Guard
-from polyclinic.rounds import Outcome, Rounds
+from polyclinic.core.contract import Failure, SiteId
+from polyclinic.deploy.site.config import SiteConfig
+from polyclinic.deploy.site.message_handler import SiteDesk
+from polyclinic.federation.engines.mock import MockEngine
+from polyclinic.federation.privacy_budget import Guard
+from polyclinic.federation.rounds import Outcome, Rounds
+from polyclinic.runs.experiment import Experiment, rules_of
+from polyclinic.runs.privacy_plan import stages_of
+from polyclinic.runs.sites import Consortium, gather
+from polyclinic.storage import messages
+from polyclinic.storage.journal import RamJournal
 from tests.small import NEEDED
 
 SITES = ("harbour", "hill", "lake")
@@ -108,11 +109,11 @@ def desks(home: Path, state: str, sites: Sequence[SiteId] = SITES, **settings: A
 
 def asked(purpose: str, to: SiteId, found: Recipe, fields: Mapping[str, Any] | None = None) -> bytes:
     common = {"purpose": purpose, "run": "", "site": to, "version": __version__}
-    return wire.encode({**common, "recipe": found.to_yaml(), "seed": found.seed, **(fields or {})}, {})
+    return messages.encode({**common, "recipe": found.to_yaml(), "seed": found.seed, **(fields or {})}, {})
 
 
 def said(reply: bytes) -> dict[str, Any]:
-    return dict(wire.decode(reply).fields)
+    return dict(messages.decode(reply).fields)
 
 
 def refusal(fields: dict[str, Any]) -> str:

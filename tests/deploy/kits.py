@@ -11,7 +11,7 @@ from pathlib import Path
 
 import yaml
 
-from polyclinic.deploy.federation import Federation, Server, folder_of
+from polyclinic.deploy.config import Federation, Server, folder_of
 
 SITES = ("harbour", "hill", "St. Mary's & co")
 NORTH = Federation(federation="north-sea", server=Server(host="127.0.0.1", port=9443), days=90, sites=SITES)

@@ -17,11 +17,11 @@ from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_conte
 from flwr.supercore.run import Run
 from flwr.supercore.task_identity import TaskIdentity
 
-from polyclinic import wire
-from polyclinic.core import SiteId
-from polyclinic.engines.flower import FlowerEngine
-from polyclinic.engines.flower_site import Attendance, replied
-from polyclinic.errors import EngineError
+from polyclinic.core.contract import SiteId
+from polyclinic.core.errors import EngineError
+from polyclinic.deploy.flower.client import Attendance, replied
+from polyclinic.deploy.flower.server import FlowerEngine
+from polyclinic.storage import messages as wire
 
 Answer = Callable[[bytes], bytes]
 SITES = ("harbour", "hill", "lake")

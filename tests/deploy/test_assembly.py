@@ -7,16 +7,17 @@ from typing import Any
 
 import pytest
 
-from polyclinic import __version__, wire
-from polyclinic.core import Failure
-from polyclinic.deploy.assembly import deploy
-from polyclinic.deploy.roster import Card, Roster, misfits
-from polyclinic.engines import Elsewhere
-from polyclinic.engines.mock import MockEngine
-from polyclinic.errors import DataError, EngineError, RecipeError, Refused, RoundFailed, StoreError
+from polyclinic import __version__
+from polyclinic.core.contract import Failure
+from polyclinic.core.errors import DataError, EngineError, RecipeError, Refused, RoundFailed, StoreError
+from polyclinic.deploy.serve import deploy
+from polyclinic.federation.engines import Elsewhere
+from polyclinic.federation.engines.mock import MockEngine
+from polyclinic.federation.rounds import Watch
 from polyclinic.privacy.plan import largest_groups
-from polyclinic.rounds import Watch
-from polyclinic.runs import ENROLMENT
+from polyclinic.reporting.run_folder import ENROLMENT
+from polyclinic.runs.remote_sites import Card, Roster, misfits
+from polyclinic.storage import messages
 from tests.deploy.hospitals import EVERYTHING, SITES, Crossing, desks, recipe, simulation
 
 CARD: dict[str, Any] = {
@@ -169,6 +170,8 @@ def test_what_needs_all_images_in_one_place_is_refused(name: str, tmp_path: Path
 
 
 def test_who_answers_for_another_is_refused(tmp_path: Path) -> None:
-    there = Elsewhere(MockEngine(lambda site, _: wire.encode({"run": "", "site": "lake", "card": CARD}, {})), "mock")
+    there = Elsewhere(
+        MockEngine(lambda site, _: messages.encode({"run": "", "site": "lake", "card": CARD}, {})), "mock"
+    )
     with pytest.raises(RoundFailed, match="1 of 3 sites enrolled"):
         deploy(recipe(quorum=2), there, SITES, tmp_path)

@@ -13,14 +13,17 @@ pytest.importorskip("flwr", reason="needs the extra polyclinic[flower]")
 
 from flwr.app import Message
 
-from polyclinic import Recipe, rounds, wire
-from polyclinic.core import SiteId
-from polyclinic.deploy.assembly import deploy
-from polyclinic.engines import Elsewhere
-from polyclinic.engines.flower import FlowerEngine
-from polyclinic.engines.flower_site import NONCE, unpacked
-from polyclinic.errors import RoundFailed
-from polyclinic.store import Ledger
+from polyclinic import Recipe
+from polyclinic.core.contract import SiteId
+from polyclinic.core.errors import RoundFailed
+from polyclinic.deploy.flower.client import NONCE
+from polyclinic.deploy.flower.server import FlowerEngine
+from polyclinic.deploy.serve import deploy
+from polyclinic.federation import rounds
+from polyclinic.federation.engines import Elsewhere
+from polyclinic.federation.engines.flower_envelope import unpacked
+from polyclinic.storage import messages
+from polyclinic.storage.run_files import Ledger
 from tests.crash.runs import RAM
 from tests.deploy.hospitals import desks, recipe, simulation, write_hospitals
 from tests.deploy.memory_grid import MemoryGrid
@@ -63,7 +66,7 @@ class Mortal(MemoryGrid):
 
 
 def fatal(message: Message) -> bool:
-    fields = wire.decode(unpacked(message)[:-NONCE]).fields
+    fields = messages.decode(unpacked(message)[:-NONCE]).fields
     return bool(fields["purpose"] == "train" and fields["round"] == FATAL)
 
 

@@ -11,14 +11,15 @@ import numpy as np
 import pytest
 import torch
 
-from polyclinic import Recipe, wire
-from polyclinic.consortium import gather
-from polyclinic.core import Stream
-from polyclinic.deploy.desk import SiteDesk
-from polyclinic.deploy.images import gather_own
-from polyclinic.errors import Refused
-from polyclinic.results import assess
-from polyclinic.store import Ledger
+from polyclinic import Recipe
+from polyclinic.core.contract import Stream
+from polyclinic.core.errors import Refused
+from polyclinic.deploy.site.images import gather_own
+from polyclinic.deploy.site.message_handler import SiteDesk
+from polyclinic.evaluation.summary import assess
+from polyclinic.runs.sites import gather
+from polyclinic.storage import messages
+from polyclinic.storage.run_files import Ledger
 from tests.deploy.hospitals import (
     BASE,
     CLUSTERS,
@@ -75,8 +76,8 @@ def test_desks_end_in_the_bits_of_the_simulation(case: str, home: Path) -> None:
     together = simulation(found, home).run()
     rounds, outcome = deployed(found, home, Crossing(desks(home, case)))
     assert outcome.rounds == 5
-    assert wire.digest(outcome.state) == together.summary["sha256"]
-    assert wire.digest(outcome.state) != wire.digest(rounds.algorithm.init(rounds.federation))
+    assert messages.digest(outcome.state) == together.summary["sha256"]
+    assert messages.digest(outcome.state) != messages.digest(rounds.algorithm.init(rounds.federation))
 
 
 def test_desks_predict_what_the_simulation_predicts(home: Path) -> None:
@@ -107,7 +108,7 @@ def test_restarts_and_repeated_messages_change_nothing(settings: dict[str, Any],
     found, state = recipe(**settings, rounds=3), f"restless {settings['algorithm']}"
     crossing = Restless(desks(home, state))
     _, outcome = deployed(found, home, crossing)
-    assert wire.digest(outcome.state) == simulation(found, home).run().summary["sha256"]
+    assert messages.digest(outcome.state) == simulation(found, home).run().summary["sha256"]
     left = crossing.desks["hill"].releases.read()
     assert [(row["round"], row.get("repeated", False)) for row in left] == [
         (round, again) for round in (1, 2, 3) for again in (False, True)
@@ -125,14 +126,14 @@ def test_a_round_that_comes_late_again_is_the_same_and_costs_nothing(home: Path)
     desk, before = crossing.desks[site], crossing.replies[0]
     costs = desk.releases.read()[-1]["epsilon"]
     again = desk.answer(first)
-    assert wire.digest(wire.decode(again).tensors) == wire.digest(wire.decode(before).tensors)
+    assert messages.digest(messages.decode(again).tensors) == messages.digest(messages.decode(before).tensors)
     assert desk.releases.read()[-1]["epsilon"] == costs
     assert len(Ledger(home / site / "late" / "ledger-image.jsonl").read()) == 3
-    order = wire.decode(first)
+    order = messages.decode(first)
     moved = {kind: {n: t + 1 for n, t in group.items()} for kind, group in order.tensors.items()}
-    other = desk.answer(wire.encode(order.fields, moved))
+    other = desk.answer(messages.encode(order.fields, moved))
     assert desk.releases.read()[-1]["epsilon"] > costs, "from other weights it is another release"
-    assert wire.digest(wire.decode(other).tensors) != wire.digest(wire.decode(before).tensors)
+    assert messages.digest(messages.decode(other).tensors) != messages.digest(messages.decode(before).tensors)
 
 
 def test_noise_is_the_sites_own(home: Path) -> None:
@@ -142,7 +143,9 @@ def test_noise_is_the_sites_own(home: Path) -> None:
     for crossing in (one, other):
         deployed(found, home, crossing)
     assert one.sent[0] == other.sent[0]
-    assert wire.digest(wire.decode(one.replies[0]).tensors) != wire.digest(wire.decode(other.replies[0]).tensors)
+    assert messages.digest(messages.decode(one.replies[0]).tensors) != messages.digest(
+        messages.decode(other.replies[0]).tensors
+    )
     secret = home / "hill" / "noise 1" / "secret"
     assert secret.stat().st_mode & 0o077 == 0
     assert not any(bytes.fromhex(secret.read_text()) in reply for reply in one.replies)

@@ -13,9 +13,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from polyclinic import wire
-from polyclinic.deploy.desk import MOST_RUNS, SiteDesk
-from polyclinic.experiment import Experiment
+from polyclinic.deploy.site.message_handler import MOST_RUNS, SiteDesk
+from polyclinic.runs.experiment import Experiment
+from polyclinic.storage import messages
 from tests.deploy.hospitals import (
     CLUSTERS,
     Crossing,
@@ -58,14 +58,14 @@ FIELDS: dict[str, list[Any]] = {
 @pytest.mark.parametrize("name", FIELDS)
 def test_orders_with_wrong_values_are_refused(name: str, begun: tuple[SiteDesk, bytes, Experiment]) -> None:
     desk, order, _ = begun
-    message = wire.decode(order)
+    message = messages.decode(order)
     before = len(desk.releases.read())
     fields = dict(message.fields)
     for value in FIELDS[name]:
-        reply = said(desk.answer(wire.encode({**fields, name: value}, message.tensors)))
+        reply = said(desk.answer(messages.encode({**fields, name: value}, message.tensors)))
         assert reply["failure"] == "refused", (name, value, reply)
     without = {key: value for key, value in fields.items() if key != name}
-    assert said(desk.answer(wire.encode(without, message.tensors)))["failure"] == "refused"
+    assert said(desk.answer(messages.encode(without, message.tensors)))["failure"] == "refused"
     assert len(desk.releases.read()) == before
 
 
@@ -134,7 +134,7 @@ def test_damaged_bytes_never_raise(
 def test_tensors_that_fit_nothing_are_refused(begun: tuple[SiteDesk, bytes, Experiment]) -> None:
     """Nothing is trained from what happens to lie in the network, and nothing is broadcast to fit."""
     desk, order, _ = begun
-    message = wire.decode(order)
+    message = messages.decode(order)
     model = message.tensors["model"]
     first = next(iter(model))
     for wrong in (
@@ -144,16 +144,16 @@ def test_tensors_that_fit_nothing_are_refused(begun: tuple[SiteDesk, bytes, Expe
         {name: tensor for name, tensor in model.items() if name != first},
         {**model, "extra": torch.zeros(1)},
     ):
-        reply = said(desk.answer(wire.encode(message.fields, {**message.tensors, "model": wrong})))
+        reply = said(desk.answer(messages.encode(message.fields, {**message.tensors, "model": wrong})))
         assert reply["failure"] == "refused"
         assert reply["why"].startswith("shape: the model sent to hill")
 
 
 def test_a_mistake_of_ours_is_told_in_general_and_logged_in_full(begun: tuple[SiteDesk, bytes, Experiment]) -> None:
     desk, order, _ = begun
-    message = wire.decode(order)
+    message = messages.decode(order)
     without = {kind: group for kind, group in message.tensors.items() if kind != "control"}
-    reply = said(desk.answer(wire.encode(message.fields, without)))
+    reply = said(desk.answer(messages.encode(message.fields, without)))
     assert (reply["failure"], reply["run"]) == ("error", message.fields["run"])
     assert reply["why"] == "hill met a mistake in its own program; its log has the details"
     assert any("Traceback" in line for line in desk.notebook.lines())
@@ -166,7 +166,7 @@ def test_a_run_that_was_never_begun_is_refused_and_one_that_ended_is_forgotten(h
     site, order = crossing.sent[-1]
     desk, folder = crossing.desks[site], home / site / "forgotten" / "runs" / rounds.rules.run
     assert list(folder.rglob("*.pcl"))
-    ended = said(desk.answer(wire.encode({"purpose": "end", "run": rounds.rules.run, "site": site}, {})))
+    ended = said(desk.answer(messages.encode({"purpose": "end", "run": rounds.rules.run, "site": site}, {})))
     assert ended["ended"] is True
     assert list(folder.rglob("*.pcl")) == []
     assert list(folder.rglob("*.safetensors")), "what was filed for the site's own people stays"
@@ -197,7 +197,7 @@ def test_the_log_of_releases_tells_every_byte_that_left(home: Path) -> None:
     assert [(row["round"], row["purpose"]) for row in rows] == [(1, "train"), (2, "train"), (3, "evaluate")]
     assert {row["epsilon"] for row in rows} == {"unprotected"}
     for row, reply in zip(rows, left, strict=True):
-        sent = wire.decode(reply)
+        sent = messages.decode(reply)
         sizes = {kind: sum(t.nbytes for t in group.values()) for kind, group in sent.tensors.items()}
         assert {kind: size for kind, size in row["kinds"].items() if kind in sizes} == sizes
         assert ("metrics" in row["kinds"]) == bool(sent.fields.get("report"))
@@ -214,7 +214,9 @@ def test_a_preview_is_what_then_leaves(settings: dict[str, Any], home: Path) -> 
     assert desk.releases.read() == []
     crossing = Crossing(desks(home, state))
     deployed(found, home, crossing)
-    reply = wire.decode(next(r for (site, _), r in zip(crossing.sent, crossing.replies, strict=True) if site == "hill"))
+    reply = messages.decode(
+        next(r for (site, _), r in zip(crossing.sent, crossing.replies, strict=True) if site == "hill")
+    )
     cluster = "medium" if "clusters" in settings else ""
     sent = {
         kind: ({name: tuple(t.shape) for name, t in group.items()}, sum(t.nbytes for t in group.values()))

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from polyclinic.deploy.desk import SiteDesk
-from polyclinic.deploy.site import SiteConfig
-from polyclinic.experiment import Experiment
+from polyclinic.deploy.site.config import SiteConfig
+from polyclinic.deploy.site.message_handler import SiteDesk
+from polyclinic.runs.experiment import Experiment
 from tests.deploy.hospitals import EVERYTHING, Crossing, asked, beginning, loop, said
 from tests.test_secrecy import FAILURES, NAME, SITES, Rows, hits, recipe, told_in, write_table
 from tests.test_secrecy import rows as rows

@@ -9,9 +9,9 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from polyclinic.deploy.federation import Federation, ServerConfig, folder_of
-from polyclinic.deploy.kit import quoted, server_yaml, site_kit
-from polyclinic.errors import PolyclinicError, RecipeError
+from polyclinic.core.errors import PolyclinicError, RecipeError
+from polyclinic.deploy.config import Federation, ServerConfig, folder_of
+from polyclinic.deploy.provisioning.kit import quoted, server_yaml, site_kit
 from tests.deploy.kits import GOOD, NORTH
 
 

@@ -15,19 +15,20 @@ pytest.importorskip("flwr", reason="needs the extra polyclinic[flower]")
 
 from flwr.app import ArrayRecord, Message, RecordDict
 
-from polyclinic import wire
-from polyclinic.core import Failure, SiteId
-from polyclinic.deploy.assembly import deploy
-from polyclinic.engines import Elsewhere
-from polyclinic.engines.flower import TIMES, order
-from polyclinic.engines.flower_site import NONCE, unpacked
-from polyclinic.mail import Outbox
+from polyclinic.core.contract import Failure, SiteId
+from polyclinic.deploy.flower.client import NONCE
+from polyclinic.deploy.flower.server import TIMES, order
+from polyclinic.deploy.serve import deploy
+from polyclinic.federation.engines import Elsewhere
+from polyclinic.federation.engines.flower_envelope import unpacked
+from polyclinic.federation.mailbox import Outbox
+from polyclinic.storage import messages
 from tests.deploy.hospitals import EVERY, desks, recipe, simulation
 from tests.deploy.memory_grid import SITES, MemoryGrid, content, echo, engine_of, orders, said
 
 
 def failed(site: SiteId, kind: str, why: object) -> Callable[[bytes], bytes]:
-    return lambda _: wire.encode({"run": "r", "site": site, "failure": kind, "why": why}, {})
+    return lambda _: messages.encode({"run": "r", "site": site, "failure": kind, "why": why}, {})
 
 
 def test_every_site_gets_its_own_message_and_its_reply_comes_back_bit_for_bit() -> None:
@@ -36,7 +37,7 @@ def test_every_site_gets_its_own_message_and_its_reply_comes_back_bit_for_bit() 
     assert found.keys() == set(SITES)
     for site, reply in found.items():
         assert reply == echo(site)(sent[site])
-        assert wire.decode(reply).fields["by"] == site
+        assert messages.decode(reply).fields["by"] == site
 
 
 def test_one_message_is_one_array() -> None:
@@ -173,7 +174,7 @@ def test_an_outbox_travels() -> None:
     fields = {site: {"run": "r", "round": 1, "site": site} for site in SITES}
     outbox = Outbox(fields, lambda _: {"model": {"w": torch.ones(3)}})
     found = dict(engine_of({site: echo(site) for site in SITES}).exchange(1, outbox, 20))
-    assert {wire.decode(cast(bytes, reply)).fields["by"] for reply in found.values()} == set(SITES)
+    assert {messages.decode(cast(bytes, reply)).fields["by"] for reply in found.values()} == set(SITES)
     assert outbox.sizes.keys() == set(SITES)
 
 

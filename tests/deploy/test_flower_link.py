@@ -30,14 +30,14 @@ from flwr.supercore.inflatable.inflatable_protobuf_utils import make_push_object
 from flwr.supernode import node_auth_http_interceptor
 
 from polyclinic import __version__
-from polyclinic.core import Failure, SiteId
-from polyclinic.deploy.federation import Federation, Server, ServerConfig
+from polyclinic.core.contract import Failure, SiteId
+from polyclinic.core.errors import EngineError
+from polyclinic.deploy.config import Federation, Server, ServerConfig
+from polyclinic.deploy.flower.client import Attendance
+from polyclinic.deploy.flower.server import Link, order
 from polyclinic.deploy.processes import Reception, serving
-from polyclinic.deploy.provision import provision, rotate_site
-from polyclinic.deploy.site import SiteConfig
-from polyclinic.engines.flower import Link, order
-from polyclinic.engines.flower_site import Attendance
-from polyclinic.errors import EngineError
+from polyclinic.deploy.provisioning.provision import provision, rotate_site
+from polyclinic.deploy.site.config import SiteConfig
 from tests.deploy.memory_grid import SITES, at_work, echo, orders, said
 from tests.deploy.ward import free_port
 
@@ -218,7 +218,7 @@ def test_an_expired_certificate_is_not_trusted_and_does_not_even_serve(kits: Pat
 def test_a_site_whose_clock_is_wrong_is_told_so(kits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ahead = timedelta(minutes=10)
     monkeypatch.setattr(node_auth_http_interceptor, "now", lambda: datetime.now(UTC) + ahead)
-    monkeypatch.setattr("polyclinic.engines.flower_site._clock", lambda: time.time() + ahead.total_seconds())
+    monkeypatch.setattr("polyclinic.deploy.flower.client._clock", lambda: time.time() + ahead.total_seconds())
     with serving(server(kits, tmp_path)) as reception:
         sentence = one_said(kits, reception, tmp_path / "b")
     assert re.fullmatch(

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from polyclinic.cli_provision import app
-from polyclinic.deploy import certificates as made
-from polyclinic.deploy.federation import Server
-from polyclinic.deploy.inspection import inspect
-from polyclinic.deploy.provision import provision, rotate_all, rotate_server, rotate_site
-from polyclinic.errors import EngineError
+from polyclinic.cli.provision import app
+from polyclinic.core.errors import EngineError
+from polyclinic.deploy.config import Server
+from polyclinic.deploy.provisioning import certificates
+from polyclinic.deploy.provisioning.inspect import inspect
+from polyclinic.deploy.provisioning.provision import provision, rotate_all, rotate_server, rotate_site
 from tests.deploy.kits import HELLO, NORTH, SITES, YEARS, handshake, revoked, site_of
 
 pytest.importorskip("cryptography", reason="the extra polyclinic[flower] is not installed")
@@ -33,7 +33,7 @@ def test_another_authority_is_refused(kits: Path) -> None:
 
 
 def test_an_expired_certificate_is_refused(tmp_path: Path) -> None:
-    provision(NORTH, tmp_path / "old", now=made.right_now() - YEARS)
+    provision(NORTH, tmp_path / "old", now=certificates.right_now() - YEARS)
     with pytest.raises(ssl.SSLCertVerificationError, match="expired"):
         handshake(tmp_path / "old" / "server", tmp_path / "old" / "ca" / "ca.crt")
     rotate_server(tmp_path / "old")
@@ -53,13 +53,13 @@ def test_a_server_elsewhere_is_not_called_localhost(tmp_path: Path) -> None:
 def test_clocks_may_be_a_few_minutes_late(kits: Path) -> None:
     server = kits / "server"
     files = (server / "server.crt", server / "server.key", server / "ca.crt")
-    made.refuse_server(*files, "127.0.0.1", made.right_now() - timedelta(minutes=5))
+    certificates.refuse_server(*files, "127.0.0.1", certificates.right_now() - timedelta(minutes=5))
     with pytest.raises(EngineError, match="set the clock"):
-        made.refuse_server(*files, "127.0.0.1", made.right_now() - timedelta(hours=1))
+        certificates.refuse_server(*files, "127.0.0.1", certificates.right_now() - timedelta(hours=1))
 
 
 def test_show_warns_within_thirty_days(kits: Path) -> None:
-    now = made.right_now()
+    now = certificates.right_now()
     assert inspect(kits, now + timedelta(days=59)).warnings == ()
     (warning,) = inspect(kits, now + timedelta(days=60)).warnings
     assert "server" in warning

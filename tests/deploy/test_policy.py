@@ -10,14 +10,15 @@ import pytest
 import torch
 import yaml
 
-from polyclinic import Recipe, wire
-from polyclinic.deploy.desk import SiteDesk
-from polyclinic.deploy.policy import Allow, recipe_mark, refuse_excess, refuse_recipe
-from polyclinic.deploy.releases import Notebook, Releases
-from polyclinic.deploy.site import SiteConfig
-from polyclinic.errors import RecipeError, Refused
-from polyclinic.privacy.account import Spend, epsilon
-from polyclinic.store import Ledger
+from polyclinic import Recipe
+from polyclinic.core.errors import RecipeError, Refused
+from polyclinic.deploy.site.config import SiteConfig
+from polyclinic.deploy.site.message_handler import SiteDesk
+from polyclinic.deploy.site.policy import Allow, recipe_mark, refuse_excess, refuse_recipe
+from polyclinic.deploy.site.release_log import Notebook, Releases
+from polyclinic.privacy.accounting import Spend, epsilon
+from polyclinic.storage import messages
+from polyclinic.storage.run_files import Ledger
 from tests.deploy.hospitals import (
     EVERYTHING,
     KINDS,
@@ -199,11 +200,11 @@ def test_a_round_is_charged_before_it_is_played(home: Path) -> None:
     made = simulation(recipe(algorithm="scaffold", privacy=WISH), home)
     desk = SiteDesk(config(home, "hill", "charged", **budget(50)))
     assert said(desk.answer(beginning(made, "hill")))["ready"]
-    order = wire.decode(
+    order = messages.decode(
         loop(made, Crossing({})).outbox("train", 1, made.algorithm.init(made.federation), ["hill"], [])["hill"]
     )
     broken = {kind: group for kind, group in order.tensors.items() if kind != "control"}
-    assert said(desk.answer(wire.encode(order.fields, broken)))["failure"] == "error"
+    assert said(desk.answer(messages.encode(order.fields, broken)))["failure"] == "error"
     assert len(Ledger(home / "hill" / "charged" / "ledger-image.jsonl").read()) == 1
     assert desk.releases.read() == []
 

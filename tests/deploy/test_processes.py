@@ -15,13 +15,13 @@ from typer.testing import CliRunner
 
 pytest.importorskip("flwr", reason="needs the extra polyclinic[flower]")
 
-from polyclinic import wire
-from polyclinic.cli_deploy import join, status
-from polyclinic.core import Failure
-from polyclinic.deploy.assembly import ask
-from polyclinic.deploy.federation import ServerConfig
+from polyclinic.cli.deploy import join, status
+from polyclinic.core.contract import Failure
+from polyclinic.core.errors import RecipeError
+from polyclinic.deploy.config import ServerConfig
 from polyclinic.deploy.processes import LOG_BYTES, LOG_FILES, Board, listens_on, logging_to, read_status, serving
-from polyclinic.errors import RecipeError
+from polyclinic.deploy.serve import ask
+from polyclinic.storage import messages
 from tests.deploy.hospitals import CLUSTERS, SITES, asked, recipe
 from tests.deploy.ward import Ward, forking, furnish, until
 from tests.small import NEEDED
@@ -97,7 +97,10 @@ def test_sites_that_stay_up_end_run_after_run_in_the_bits_of_the_simulation(ward
 
 
 def test_sites_say_what_they_refuse_and_that_a_run_is_over(ward: Ward) -> None:
-    log, order = ward.sites["hill"].log, wire.decode(asked("enrol", "hill", recipe(data__path="elsewhere.csv"))).fields
+    log, order = (
+        ward.sites["hill"].log,
+        messages.decode(asked("enrol", "hill", recipe(data__path="elsewhere.csv"))).fields,
+    )
     before = len(log.read_text())
     with serving(ServerConfig.load(ward.folder / "k" / "server" / "server.yaml")) as reception:
         ward.until(lambda: len(reception.present()) == len(SITES), "all sites' coming")

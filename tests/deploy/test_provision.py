@@ -14,15 +14,23 @@ import yaml
 from typer.testing import CliRunner
 
 from polyclinic import __version__
-from polyclinic.cli_provision import app
-from polyclinic.deploy import certificates as made
-from polyclinic.deploy import provision as kits_of
-from polyclinic.deploy.federation import ServerConfig
-from polyclinic.deploy.inspection import inspect
-from polyclinic.deploy.kit import File, zipped
-from polyclinic.deploy.provision import add, provision, read_wheel, revoke, rotate_all, rotate_server, rotate_site
-from polyclinic.deploy.site import SiteConfig
-from polyclinic.errors import DataError, EngineError, RecipeError, StoreError
+from polyclinic.cli.provision import app
+from polyclinic.core.errors import DataError, EngineError, RecipeError, StoreError
+from polyclinic.deploy.config import ServerConfig
+from polyclinic.deploy.provisioning import certificates
+from polyclinic.deploy.provisioning import provision as kits_of
+from polyclinic.deploy.provisioning.inspect import inspect
+from polyclinic.deploy.provisioning.kit import File, zipped
+from polyclinic.deploy.provisioning.provision import (
+    add,
+    provision,
+    read_wheel,
+    revoke,
+    rotate_all,
+    rotate_server,
+    rotate_site,
+)
+from polyclinic.deploy.site.config import SiteConfig
 from tests.deploy.kits import GOOD, HELLO, NORTH, SITES, handshake, mode, revoked, site_of, tree
 
 pytest.importorskip("cryptography", reason="the extra polyclinic[flower] is not installed")
@@ -94,14 +102,14 @@ def test_site_yaml_is_what_a_site_reads(kits: Path) -> None:
         assert (config.ca, config.key) == (folder / "ca.crt", folder / "site.key")
         assert (config.insecure, config.data, config.budget) == (False, {}, None)
         assert config.allow.algorithms == ("fedavg",)
-        made.refuse_site(folder / "ca.crt", folder / "site.key")
+        certificates.refuse_site(folder / "ca.crt", folder / "site.key")
 
 
 def test_server_yaml_is_what_a_server_reads(kits: Path) -> None:
     config = ServerConfig.load(kits / "server" / "server.yaml")
     assert tuple(config.sites) == SITES
     assert (config.host, config.port, config.insecure) == ("127.0.0.1", 9443, False)
-    made.refuse_server(config.certificate, config.key, config.ca, config.host)
+    certificates.refuse_server(config.certificate, config.key, config.ca, config.host)
 
 
 def test_installs_are_pinned(kits: Path) -> None:
@@ -156,7 +164,7 @@ def test_what_fails_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_a_site_gets_a_new_key_and_the_old_one_is_listed(kits: Path) -> None:
-    before, old = tree(kits), made.fingerprint_of(kits / "server" / "sites" / "hill.pub")
+    before, old = tree(kits), certificates.fingerprint_of(kits / "server" / "sites" / "hill.pub")
     (site_of(kits, "hill") / "site.yaml").write_text("edited: true\n")
     (site_of(kits, "hill") / "labels.csv").write_text("left by a rehearsal\n")
     rotate_site(kits, "hill")
@@ -169,7 +177,7 @@ def test_a_site_gets_a_new_key_and_the_old_one_is_listed(kits: Path) -> None:
     assert (site_of(kits, "hill") / "site.yaml").read_text() == "edited: true\n"
     assert mode(site_of(kits, "hill") / "site.key") == 0o600
     assert [(row["site"], row["why"], row["fingerprint"]) for row in revoked(kits)] == [("hill", "rotated", old)]
-    assert old != made.fingerprint_of(kits / "server" / "sites" / "hill.pub")
+    assert old != certificates.fingerprint_of(kits / "server" / "sites" / "hill.pub")
     assert inspect(kits).problems == ()
 
 
@@ -203,19 +211,19 @@ def test_everything_is_renewed(kits: Path) -> None:
 
 
 def test_a_revoked_site_is_forgotten_and_comes_back_only_with_a_new_key(kits: Path) -> None:
-    old = made.fingerprint_of(kits / "server" / "sites" / "hill.pub")
-    revoke(kits, "hill", made.right_now())
+    old = certificates.fingerprint_of(kits / "server" / "sites" / "hill.pub")
+    revoke(kits, "hill", certificates.right_now())
     assert "hill" not in ServerConfig.load(kits / "server" / "server.yaml").sites
     assert not (kits / "server" / "sites" / "hill.pub").exists()
     assert not kits_of.zip_of(kits, "hill").exists()
     assert revoked(kits)[0]["why"] == "revoked"
-    assert revoked(kits)[0]["date"] == f"{made.right_now():%Y-%m-%d}"
+    assert revoked(kits)[0]["date"] == f"{certificates.right_now():%Y-%m-%d}"
     rotate_all(kits)
     assert not (kits / "server" / "sites" / "hill.pub").exists()
     with pytest.raises(DataError, match="there is no site 'hill'"):
         rotate_site(kits, "hill")
     add(kits, "hill")
-    assert made.fingerprint_of(kits / "server" / "sites" / "hill.pub") != old
+    assert certificates.fingerprint_of(kits / "server" / "sites" / "hill.pub") != old
     assert old in {row["fingerprint"] for row in revoked(kits)}
     assert inspect(kits).problems == ()
 

@@ -24,12 +24,13 @@ import pytest
 pytest.importorskip("flwr", reason="needs the extra polyclinic[flower]")
 
 from polyclinic import run
-from polyclinic.core import Failure, SiteId
-from polyclinic.engines import Answer, Elsewhere, flower_ray
-from polyclinic.engines.flower_ray import Assignment, asked, assign, opened, shared_out, site_app
-from polyclinic.errors import EngineError, RecipeError
-from polyclinic.experiment import Experiment
-from polyclinic.store import DiskMemory
+from polyclinic.core.contract import Failure, SiteId
+from polyclinic.core.errors import EngineError, RecipeError
+from polyclinic.federation.engines import Answer, Elsewhere
+from polyclinic.runs import ray_engine
+from polyclinic.runs.experiment import Experiment
+from polyclinic.runs.ray_engine import Assignment, asked, assign, opened, shared_out, site_app
+from polyclinic.storage.run_files import DiskMemory
 from tests.small import SITES, tiny
 
 PRIVATE = {"noise": 1.0, "delta": 1e-4}
@@ -124,17 +125,17 @@ def test_without_gpus_threads_are_counted() -> None:
 
 
 def test_without_ray_one_sentence_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flower_ray, "find_spec", lambda _: None)
+    monkeypatch.setattr(ray_engine, "find_spec", lambda _: None)
     with pytest.raises(EngineError, match=r"not installed; pip install 'polyclinic\[ray\]'$"):
         run(tiny(engine__name="ray"))
 
 
 def test_a_cluster_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flower_ray, "find_spec", lambda _: True)
+    monkeypatch.setattr(ray_engine, "find_spec", lambda _: True)
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))  # and nobody listens
         monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{taken.getsockname()[1]}")
-        for name in flower_ray.QUIET:
+        for name in ray_engine.QUIET:
             monkeypatch.setenv(name, "")  # so that they are put back
         with pytest.raises(EngineError, match=r"cannot be had at 127\.0\.0\.1:\d+ \(.*\); check RAY_ADDRESS"):
             run(tiny(engine__name="ray"))
@@ -149,7 +150,7 @@ def test_ray_chooses_the_gpu(device: str) -> None:
 SCRIPT = """
 import json, os, sys
 from polyclinic import Recipe, run
-from polyclinic.engines.flower_ray import RayEngine
+from polyclinic.runs.ray_engine import RayEngine
 
 def dying(): os._exit(1)
 

@@ -18,23 +18,24 @@ from typer.testing import CliRunner
 
 pytest.importorskip("flwr", reason="needs the extra polyclinic[flower]")
 
-from polyclinic import Recipe, run, wire
-from polyclinic.cli_deploy import serve, status
-from polyclinic.core import Failure, SiteId
-from polyclinic.deploy.assembly import deploy
-from polyclinic.deploy.desk import SiteDesk
-from polyclinic.deploy.federation import ServerConfig
+from polyclinic import Recipe, run
+from polyclinic.cli.deploy import serve, status
+from polyclinic.cli.display import result_table
+from polyclinic.core.contract import Failure, SiteId
+from polyclinic.core.errors import EngineError, PolyclinicError, RecipeError, RoundFailed, StoreError
+from polyclinic.deploy.config import ServerConfig
+from polyclinic.deploy.flower.client import Attendance
 from polyclinic.deploy.processes import WAITING, Board, serving
-from polyclinic.deploy.provision import rotate_site
-from polyclinic.deploy.site import SiteConfig
-from polyclinic.display import result_table
-from polyclinic.engines import Elsewhere
-from polyclinic.engines.flower_site import Attendance
-from polyclinic.engines.mock import MockEngine
-from polyclinic.errors import EngineError, PolyclinicError, RecipeError, RoundFailed, StoreError
-from polyclinic.html.material import read
-from polyclinic.html.page import page
-from polyclinic.runs import ENROLMENT
+from polyclinic.deploy.provisioning.provision import rotate_site
+from polyclinic.deploy.serve import deploy
+from polyclinic.deploy.site.config import SiteConfig
+from polyclinic.deploy.site.message_handler import SiteDesk
+from polyclinic.federation.engines import Elsewhere
+from polyclinic.federation.engines.mock import MockEngine
+from polyclinic.reporting.html.page import page
+from polyclinic.reporting.html.report_data import read
+from polyclinic.reporting.run_folder import ENROLMENT
+from polyclinic.storage import messages
 from tests.deploy.hospitals import EVERYTHING, SITES, TABLE, Crossing, desks, recipe
 from tests.deploy.memory_grid import MemoryGrid, echo, engine_of, orders
 from tests.deploy.memory_grid import said as answers
@@ -242,7 +243,7 @@ def test_without_a_quorum_every_round_needs_all_and_a_lower_one_may_be_set_to_go
     crossing = Crossing(desks(place, "every"))
 
     def answer(site: SiteId, data: bytes) -> bytes | Failure:
-        fields = wire.decode(data).fields
+        fields = messages.decode(data).fields
         lost = site == "hill" and fields["purpose"] == "train" and fields["round"] == 2
         return Failure("dead", "it is away") if lost else crossing.answer(site, data)
 

@@ -15,11 +15,11 @@ import pytest
 
 pytest.importorskip("flwr", reason="needs the extra polyclinic[flower]")
 
-from polyclinic.deploy.federation import Federation, Server, ServerConfig
+from polyclinic.deploy.config import Federation, Server, ServerConfig
+from polyclinic.deploy.flower.client import Attendance
 from polyclinic.deploy.processes import STATUS, Reception, attend, serving
-from polyclinic.deploy.provision import provision
-from polyclinic.deploy.site import SiteConfig
-from polyclinic.engines.flower_site import Attendance
+from polyclinic.deploy.provisioning.provision import provision
+from polyclinic.deploy.site.config import SiteConfig
 from tests.deploy.memory_grid import SITES, at_work, echo, orders, said
 from tests.deploy.ward import free_port, until
 

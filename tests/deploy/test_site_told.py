@@ -14,17 +14,18 @@ from typer.testing import CliRunner
 
 pytest.importorskip("flwr", reason="needs the extra polyclinic[flower]")
 
-from polyclinic import Recipe, wire
-from polyclinic.cli_deploy import join, status
-from polyclinic.deploy.desk import SiteDesk
-from polyclinic.deploy.participation import Leaving
+from polyclinic import Recipe
+from polyclinic.cli.deploy import join, status
+from polyclinic.core.errors import PolyclinicError, RecipeError, StoreError
 from polyclinic.deploy.processes import STATUS, attend
-from polyclinic.deploy.releases import last_trouble
-from polyclinic.deploy.site import SiteConfig, remarks
-from polyclinic.errors import PolyclinicError, RecipeError, StoreError
-from polyclinic.privacy.account import Spend, epsilon
-from polyclinic.runs import predicted
-from polyclinic.store import write_json
+from polyclinic.deploy.site.config import SiteConfig, remarks
+from polyclinic.deploy.site.message_handler import SiteDesk
+from polyclinic.deploy.site.participation import Leaving
+from polyclinic.deploy.site.release_log import last_trouble
+from polyclinic.privacy.accounting import Spend, epsilon
+from polyclinic.reporting.run_folder import predicted
+from polyclinic.storage import messages
+from polyclinic.storage.run_files import write_json
 from tests.deploy.hospitals import (
     EVERYTHING,
     TABLE,
@@ -109,7 +110,7 @@ def test_what_went_well_is_told_and_is_no_trouble(home: Path) -> None:
     resting = [desk.resting]
     desk.answer(beginning(made, "hill"))
     resting.append(desk.resting)
-    desk.answer(wire.encode({"purpose": "end", "run": made.mark(), "site": "hill"}, {}))
+    desk.answer(messages.encode({"purpose": "end", "run": made.mark(), "site": "hill"}, {}))
     assert [sentence.split()[0] for sentence in told] == ["enrolled", "began", "ended"]
     resting.append(desk.resting)
     assert last_trouble(desk.config.folder) is None
@@ -122,7 +123,7 @@ def test_what_a_server_writes_cannot_forge_lines(home: Path) -> None:
     desk = SiteDesk(config(home, "hill", "forged"), told.append)
     forged = "2030-01-01T00:00:00+00:00 refused, nothing\n\x1b[2J"
     desk.answer(asked("enrol", "hill", recipe(name=f"law\n{forged}")))
-    desk.answer(wire.encode({"purpose": forged, "site": "hill", "run": forged}, {}))
+    desk.answer(messages.encode({"purpose": forged, "site": "hill", "run": forged}, {}))
     assert all(sentence.isprintable() for sentence in told)
     assert len(desk.notebook.lines()) == len(told) == 2
 
@@ -229,5 +230,5 @@ def test_a_budget_that_cannot_pay_is_told_before_the_site_enrols(home: Path) -> 
     rounds, _ = deployed(found, home, crossing)
     assert "card" in enrol(found), "a run that is under way has paid for itself already"
     assert "privacy budget of hill" in refusal(enrol(recipe(privacy=WISH, rounds=1)))
-    desk.answer(wire.encode({"purpose": "end", "run": rounds.rules.run, "site": "hill"}, {}))
+    desk.answer(messages.encode({"purpose": "end", "run": rounds.rules.run, "site": "hill"}, {}))
     assert "privacy budget of hill" in refusal(enrol(found))

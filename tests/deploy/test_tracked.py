@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from polyclinic.deploy.assembly import deploy
-from polyclinic.engines import Elsewhere
-from polyclinic.engines.mock import MockEngine
-from polyclinic.trackers import TensorBoard
+from polyclinic.deploy.serve import deploy
+from polyclinic.federation.engines import Elsewhere
+from polyclinic.federation.engines.mock import MockEngine
+from polyclinic.runs.tracking.backends import TensorBoard
 from tests.deploy.hospitals import EVERYTHING, SITES, Crossing, desks, recipe
 
 

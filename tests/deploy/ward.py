@@ -18,10 +18,10 @@ from typing import Any, Protocol
 import yaml
 
 from polyclinic import Recipe
-from polyclinic.core import SiteId
-from polyclinic.deploy.federation import Federation, Server
+from polyclinic.core.contract import SiteId
+from polyclinic.deploy.config import Federation, Server
 from polyclinic.deploy.processes import ENVIRONMENT, Child, _go_with_parent
-from polyclinic.deploy.provision import provision
+from polyclinic.deploy.provisioning.provision import provision
 from tests.deploy.hospitals import EVERYTHING, SITES, TABLE, simulation, write_hospitals
 from tests.driving import Ask, driving
 

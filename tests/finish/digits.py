@@ -6,14 +6,14 @@ from functools import cache
 
 import torch
 
-from polyclinic.core import Fit, Optimiser, Site, Stream, Training
-from polyclinic.data.digits import CLASSES, DigitsOptions, digits
+from polyclinic.algorithms.distillation import Refine, Teacher
+from polyclinic.core.contract import Fit, Optimiser, Site, Stream, Training
+from polyclinic.data.builtin.digits import CLASSES, DigitsOptions, digits
 from polyclinic.data.examples import Images, SiteData
-from polyclinic.finish import Refine, Teacher
-from polyclinic.learning.fit import fit
-from polyclinic.learning.network import LiveNetwork, weights_of
-from polyclinic.learning.objectives import task_loss
 from polyclinic.models import build
+from polyclinic.training.fit import fit
+from polyclinic.training.losses import task_loss
+from polyclinic.training.network import LiveNetwork, weights_of
 
 SEED = Stream(11)
 QUICK = Refine(batch=32, lr=3e-3, augment=None)

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from polyclinic.core import Stream
-from polyclinic.finish import Teacher, contrastive
-from polyclinic.learning.objectives import distillation
+from polyclinic.algorithms.distillation import Teacher, contrastive
+from polyclinic.core.contract import Stream
+from polyclinic.training.losses import distillation
 from tests.finish.digits import good, network, parts
 
 

@@ -10,12 +10,13 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from polyclinic.core import Stream
+from polyclinic.algorithms.distillation import Teacher
+from polyclinic.algorithms.distillation.patch_attribution import balanced, factor, look, patches
+from polyclinic.core.contract import Stream
 from polyclinic.data.examples import Images
-from polyclinic.finish import Teacher
-from polyclinic.finish.maps import balanced, draw, factor, look, patches
-from polyclinic.learning.network import LiveNetwork, weights_of
 from polyclinic.models import Classifier
+from polyclinic.reporting.teacher_figure import draw
+from polyclinic.training.network import LiveNetwork, weights_of
 from tests.finish.digits import good, parts
 
 STREAM = Stream(5)

@@ -12,14 +12,14 @@ import torch.nn.functional as F
 from pydantic import TypeAdapter
 from torch import Tensor, nn
 
-from polyclinic.core import Augment, Bundle, Stream, Training
+from polyclinic.algorithms.distillation import FEDDF, Refine, Teacher, check_public, problems, refine
+from polyclinic.algorithms.distillation.refine import Lesson, Refined, Row
+from polyclinic.core.contract import Augment, Bundle, Stream, Training
+from polyclinic.core.errors import DataError, RecipeError, WeightsError
 from polyclinic.data.examples import Images, SiteData
-from polyclinic.errors import DataError, RecipeError, WeightsError
-from polyclinic.finish import FEDDF, Refine, Teacher, check_public, problems, refine
-from polyclinic.finish.refine import Lesson, Refined, Row
-from polyclinic.learning.fit import batches
-from polyclinic.learning.network import LiveNetwork, weights_of
 from polyclinic.models import Classifier, build
+from polyclinic.training.fit import batches
+from polyclinic.training.network import LiveNetwork, weights_of
 from tests.finish.digits import QUICK, SEED, accuracy, good, network, parts, public, untrained
 
 RNG = Stream(3, ("refine",))

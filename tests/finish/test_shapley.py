@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from polyclinic.core import Stream
-from polyclinic.errors import RecipeError
-from polyclinic.finish.shapley import coalition_value, information, shapley, tells, weights
+from polyclinic.algorithms.distillation.shapley import coalition_value, information, shapley, tells, weights
+from polyclinic.core.contract import Stream
+from polyclinic.core.errors import RecipeError
 
 Game = Callable[[frozenset[str]], float]
 PLAYERS = ("a", "b", "c", "d")

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from polyclinic.compare import compare
-from polyclinic.experiment import run
-from polyclinic.html import page, read
-from polyclinic.html.pdf import BROWSERS
+from polyclinic.experiments.compare import compare
+from polyclinic.reporting.html import page, read
+from polyclinic.reporting.html.pdf import BROWSERS
+from polyclinic.runs.experiment import run
 from tests.html.drawn import Page
 from tests.small import tiny
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from polyclinic.html.material import Method, Run
-from polyclinic.store import keep_predictions
+from polyclinic.reporting.html.report_data import Method, Run
+from polyclinic.storage.run_files import keep_predictions
 from tests.small import tiny
 
 FREE = {"bytes_up": 0, "bytes_down": 0, "seconds": 0.0}

@@ -21,18 +21,18 @@ from typing import Any
 import pytest
 import yaml
 
-from polyclinic.board import BoardServer, Follower, open_board
-from polyclinic.board.follow import View
-from polyclinic.board.page import POLICY, page
-from polyclinic.board.reading import at_work
-from polyclinic.board.run import Run
-from polyclinic.board.server import news
-from polyclinic.compare import compare
+from polyclinic.config.recipe import Recipe
+from polyclinic.core.errors import RoundFailed
+from polyclinic.dashboard import BoardServer, Follower, open_board
+from polyclinic.dashboard.files import at_work
+from polyclinic.dashboard.follow import View
+from polyclinic.dashboard.page import POLICY, page
+from polyclinic.dashboard.run import Run
+from polyclinic.dashboard.server import news
 from polyclinic.deploy.processes import Child
-from polyclinic.errors import RoundFailed
-from polyclinic.experiment import run
-from polyclinic.recipe import Recipe
-from polyclinic.store import Ledger
+from polyclinic.experiments.compare import compare
+from polyclinic.runs.experiment import run
+from polyclinic.storage.run_files import Ledger
 from tests import commands
 from tests.html.drawn import Page
 from tests.small import SITES, tiny
@@ -137,7 +137,7 @@ def test_a_real_run_is_followed_from_its_start_to_its_end(tmp_path: Path) -> Non
     sent = [one["cost"]["bytes_up"] for one in seen]
     assert sent == sorted(sent)
     lefts = [one["seconds_left"] for one in seen if one["state"] == "running" and one["seconds_left"] is not None]
-    assert lefts[-1] < lefts[0]
+    assert len(lefts) == 1 or lefts[-1] < lefts[0]
     summary = json.loads((folder / "result.json").read_text())
     assert seen[-1]["cost"]["bytes_up"] == summary["cost"]["bytes_up"]
     assert [stay["last"] for stay in seen[-1]["sites"]] == [6] * 5

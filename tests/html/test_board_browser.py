@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from polyclinic.experiment import run
+from polyclinic.runs.experiment import run
 from tests.html.test_board import TOKEN, held, served
 from tests.html.test_browser import CHROMIUM, SERIOUS, axe
 from tests.small import tiny

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from polyclinic.html.pdf import BROWSERS, write_pdf
+from polyclinic.reporting.html.pdf import BROWSERS, write_pdf
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed (pip install playwright)")
 axe = pytest.importorskip("axe_playwright_python.base", reason="axe-playwright-python is not installed")

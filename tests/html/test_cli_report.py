@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from polyclinic.html import pdf
+from polyclinic.reporting.html import pdf
 from tests import commands
 
 call, refused = partial(commands.call, "report"), partial(commands.refused, "report")

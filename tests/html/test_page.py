@@ -13,14 +13,14 @@ import pytest
 import yaml
 from safetensors.torch import load_file, save_file
 
-from polyclinic.curves import draw_curves
-from polyclinic.errors import StoreError
-from polyclinic.experiment import finished
-from polyclinic.html import page, read
-from polyclinic.html.answer import answer
-from polyclinic.html.material import Material
-from polyclinic.metrics import Predictions, measure
-from polyclinic.store import keep_predictions, kept_predictions
+from polyclinic.core.errors import StoreError
+from polyclinic.evaluation.metrics import Predictions, measure
+from polyclinic.reporting.figures import draw_curves
+from polyclinic.reporting.html import page, read
+from polyclinic.reporting.html.report_data import Material
+from polyclinic.reporting.html.sections.summary import answer
+from polyclinic.runs.experiment import finished
+from polyclinic.storage.run_files import keep_predictions, kept_predictions
 from tests.html.drawn import Page, method_of
 
 NASTY = "<script>alert(1)<img src=x onerror=alert(2)>"

@@ -14,15 +14,15 @@ from markupsafe import Markup
 from scipy import stats
 from sklearn.metrics import auc
 
-from polyclinic.html.charts import Axes, Spot, lines, scatter
-from polyclinic.html.hospitals import apart
-from polyclinic.html.learning import wilson
-from polyclinic.html.mistakes import bins, pr_points, roc_points, thinned
-from polyclinic.html.plot import Plot, powers, roomy, ticks
-from polyclinic.html.prose import from_markdown
-from polyclinic.html.tags import listed, table, tag
-from polyclinic.html.words import series, some
-from polyclinic.metrics import Predictions, measure
+from polyclinic.evaluation.metrics import Predictions, measure
+from polyclinic.reporting.html.charts import Axes, Spot, lines, scatter
+from polyclinic.reporting.html.formatting import series, some
+from polyclinic.reporting.html.from_markdown import from_markdown
+from polyclinic.reporting.html.sections.errors import bins, pr_points, roc_points, thinned
+from polyclinic.reporting.html.sections.sites import apart
+from polyclinic.reporting.html.sections.training import wilson
+from polyclinic.reporting.html.svg import Plot, powers, roomy, ticks
+from polyclinic.reporting.html.tags import listed, table, tag
 from tests.html.drawn import Page
 
 NASTY = "<script>alert(1)</script>\"'&<img src=x onerror=alert(1)>"

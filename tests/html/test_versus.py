@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from polyclinic.core import Stream
-from polyclinic.html.versus import EXACT, all_pairs, anova, at_sites, difference, interval, sign_flips
-from polyclinic.stats import holm
+from polyclinic.core.contract import Stream
+from polyclinic.evaluation.statistics import holm
+from polyclinic.reporting.html.pairwise_tests import EXACT, all_pairs, anova, at_sites, difference, interval, sign_flips
 from tests.html.drawn import method_of
 
 STREAM = Stream(0, ("test",))

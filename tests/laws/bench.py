@@ -11,20 +11,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from polyclinic import wire
-from polyclinic.core import Algorithm, Batch, Bundle, Failure, Federation, Optimiser, SiteId, Stream, Training
+from polyclinic.core.contract import Algorithm, Batch, Bundle, Failure, Federation, Optimiser, SiteId, Stream, Training
 from polyclinic.data.examples import Images, SiteData
-from polyclinic.engines import Answer, Engine
-from polyclinic.engines.local import LocalEngine
-from polyclinic.experiment import pool
-from polyclinic.journal import RamJournal
-from polyclinic.learning.beside import accompanied
-from polyclinic.learning.fit import batches
-from polyclinic.learning.network import LiveNetwork, feature_shape, norm_names, weights_of
+from polyclinic.federation.engines import Answer, Engine
+from polyclinic.federation.engines.local import LocalEngine
+from polyclinic.federation.rounds import POOLED, Outcome, Rounds, Rules
+from polyclinic.federation.site_runner import SiteRunner
 from polyclinic.models import Classifier
-from polyclinic.rounds import POOLED, Outcome, Rounds, Rules
-from polyclinic.runner import SiteRunner
-from polyclinic.store import RamMemory
+from polyclinic.runs.experiment import pool
+from polyclinic.storage import messages
+from polyclinic.storage.journal import RamJournal
+from polyclinic.storage.run_files import RamMemory
+from polyclinic.training.auxiliary import accompanied
+from polyclinic.training.fit import batches
+from polyclinic.training.network import LiveNetwork, feature_shape, norm_names, weights_of
 
 SIDE, CLASSES = 4, 3
 Sites: TypeAlias = Mapping[SiteId, SiteData]
@@ -89,8 +89,8 @@ class Letter:
 
     round: int
     site: SiteId
-    sent: wire.Message
-    answer: wire.Message
+    sent: messages.Message
+    answer: messages.Message
 
 
 @dataclass
@@ -105,8 +105,8 @@ class Tap:
     ) -> Iterable[tuple[SiteId, Answer]]:
         for name, answer in self.engine.exchange(round, sent, deadline):
             assert not isinstance(answer, Failure), answer
-            reply = answer if isinstance(answer, wire.Message) else wire.decode(answer)
-            self.letters.append(Letter(round, name, wire.decode(sent[name]), reply))
+            reply = answer if isinstance(answer, messages.Message) else messages.decode(answer)
+            self.letters.append(Letter(round, name, messages.decode(sent[name]), reply))
             yield name, answer
 
 
@@ -129,7 +129,7 @@ class Played:
 
     @property
     def sha256(self) -> str:
-        return wire.digest(self.outcome.state)
+        return messages.digest(self.outcome.state)
 
     def cohorts(self) -> list[list[SiteId]]:
         return [row["sites"] for row in self.journal.costs if row["event"] == "charge"]
@@ -211,4 +211,4 @@ def plain_training(
 
 def same(one: Bundle, other: Bundle) -> bool:
     """Equal names, shapes, dtypes and bits."""
-    return wire.digest(one) == wire.digest(other)
+    return messages.digest(one) == messages.digest(other)

@@ -7,16 +7,16 @@ from itertools import permutations
 
 import pytest
 
-from polyclinic import wire
 from polyclinic.algorithms import Averaging
-from polyclinic.algorithms.fedavg import FedAvg
-from polyclinic.algorithms.scaffold import Scaffold
-from polyclinic.core import Optimiser, SiteId, Training, Update
-from polyclinic.engines.mock import MockEngine
-from polyclinic.journal import RamJournal
-from polyclinic.rounds import Rounds, Rules
-from polyclinic.runner import SiteRunner
-from polyclinic.store import RamMemory
+from polyclinic.algorithms.optimisation.fedavg import FedAvg
+from polyclinic.algorithms.optimisation.scaffold import Scaffold
+from polyclinic.core.contract import Optimiser, SiteId, Training, Update
+from polyclinic.federation.engines.mock import MockEngine
+from polyclinic.federation.rounds import Rounds, Rules
+from polyclinic.federation.site_runner import SiteRunner
+from polyclinic.storage import messages as wire
+from polyclinic.storage.journal import RamJournal
+from polyclinic.storage.run_files import RamMemory
 from tests.laws.bench import clinics, federation, small
 
 TRAINING = Training(Optimiser(lr=0.1), batch=5)

@@ -11,19 +11,19 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from polyclinic.algorithms.averaging import Averaging
-from polyclinic.algorithms.elastic import Elastic
-from polyclinic.algorithms.fedavg import FedAvg
-from polyclinic.algorithms.fednova import FedNova
-from polyclinic.algorithms.fedsgd import FedSGD
-from polyclinic.core import Fit, Optimiser, Private, Stream, Training
-from polyclinic.curriculum import ordered
-from polyclinic.errors import RecipeError
-from polyclinic.experiment import Experiment, run
-from polyclinic.learning.fit import batches, batches_per_epoch
-from polyclinic.learning.objectives import task_loss
+from polyclinic.algorithms.base import Averaging
+from polyclinic.algorithms.optimisation.elastic import Elastic
+from polyclinic.algorithms.optimisation.fedavg import FedAvg
+from polyclinic.algorithms.optimisation.fednova import FedNova
+from polyclinic.algorithms.optimisation.fedsgd import FedSGD
+from polyclinic.algorithms.wrappers.curriculum import ordered
+from polyclinic.core.contract import Fit, Optimiser, Private, Stream, Training
+from polyclinic.core.errors import RecipeError
 from polyclinic.privacy.audit import beside
 from polyclinic.privacy.sampling import sampled
+from polyclinic.runs.experiment import Experiment, run
+from polyclinic.training.fit import batches, batches_per_epoch
+from polyclinic.training.losses import task_loss
 from tests.laws.bench import clinics, play, same, small, tapped
 from tests.laws.test_stacked import assert_close, on_the_stack
 from tests.small import tiny

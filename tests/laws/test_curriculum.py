@@ -14,20 +14,32 @@ from scipy.stats import chisquare
 from torch import Tensor, nn
 
 from polyclinic.algorithms import ALGORITHMS
-from polyclinic.algorithms.averaging import Averaging
-from polyclinic.algorithms.fedavg import FedAvg
-from polyclinic.algorithms.fedmp import FedMP
-from polyclinic.algorithms.pfedcdp import PFedCDP
-from polyclinic.core import Bundle, Fit, Optimiser, Private, Score, Site, SiteId, Stream, Training, Update, Work
-from polyclinic.curriculum import CASES, SCORES, Ordered, ordered, preference, ranks
+from polyclinic.algorithms.base import Averaging
+from polyclinic.algorithms.optimisation.fedavg import FedAvg
+from polyclinic.algorithms.personalisation.pfedcdp import PFedCDP
+from polyclinic.algorithms.representation.fedmp import FedMP
+from polyclinic.algorithms.wrappers.base import Wrapper
+from polyclinic.algorithms.wrappers.curriculum import CASES, SCORES, Ordered, ordered, preference, ranks
+from polyclinic.core.contract import (
+    Bundle,
+    Fit,
+    Optimiser,
+    Private,
+    Score,
+    Site,
+    SiteId,
+    Stream,
+    Training,
+    Update,
+    Work,
+)
+from polyclinic.core.errors import RecipeError, Refused
 from polyclinic.data.examples import Images
-from polyclinic.errors import RecipeError, Refused
-from polyclinic.learning.fit import fit, order, schedule, score
-from polyclinic.learning.network import LiveNetwork
-from polyclinic.learning.objectives import task_loss
+from polyclinic.federation.site_runner import drive
 from polyclinic.models import Classifier
-from polyclinic.runner import drive
-from polyclinic.wrapper import Wrapper
+from polyclinic.training.fit import fit, order, schedule, score
+from polyclinic.training.losses import task_loss
+from polyclinic.training.network import LiveNetwork
 from tests.laws.bench import Played, clinics, play, small
 from tests.laws.test_stacked import assert_close, on_the_stack, together
 

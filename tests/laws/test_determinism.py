@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 import torch
 
-from polyclinic import Recipe, run, wire
+from polyclinic import Recipe, run
 from polyclinic.algorithms import ALGORITHMS, Averaging
-from polyclinic.core import (
+from polyclinic.core.contract import (
     Bundle,
     Examples,
     Federation,
@@ -31,12 +31,13 @@ from polyclinic.core import (
     Update,
 )
 from polyclinic.data.examples import Selection, SiteData
-from polyclinic.experiment import Consortium, gather
-from polyclinic.learning.fit import fit, score
-from polyclinic.learning.network import LiveNetwork
+from polyclinic.federation.rounds import POOLED
+from polyclinic.federation.site_runner import drive
 from polyclinic.models import build
-from polyclinic.rounds import POOLED
-from polyclinic.runner import drive
+from polyclinic.runs.experiment import Consortium, gather
+from polyclinic.storage import messages
+from polyclinic.training.fit import fit, score
+from polyclinic.training.network import LiveNetwork
 from tests.laws.bench import clinics, federation, noise, play, site, small, with_beside
 from tests.small import NEEDED
 
@@ -168,9 +169,9 @@ class Witness:
     def visit(self, state: Bundle, name: SiteId, number: int, rounds: int) -> Update:
         """A site's round on a message whose tensors are views of its bytes."""
         sent: Bundle = self.unchanged(lambda: self.algorithm.broadcast(state, name), state)
-        message = wire.encode({}, sent)
+        message = messages.encode({}, sent)
         fingerprint = hashlib.sha256(message).hexdigest()
-        received, memory = wire.decode(message).tensors, self.memories[name]
+        received, memory = messages.decode(message).tensors, self.memories[name]
         self.unchanged(lambda: self.algorithm.models(received, memory), received, memory)
         site = Site(name, len(self.sites[name].train), number, rounds, 0.1)
         work = self.algorithm.local(received, memory, site, Stream(0, ("site", name)))
@@ -179,7 +180,9 @@ class Witness:
         )
         assert hashlib.sha256(message).hexdigest() == fingerprint
         self.memories[name] = remembered
-        return Update(wire.decode(wire.encode({}, update.tensors)).tensors, update.examples, name, update.scalars)
+        return Update(
+            messages.decode(messages.encode({}, update.tensors)).tensors, update.examples, name, update.scalars
+        )
 
     def run(self, job: Job, site: Site) -> Fitted | Tensors:
         data = self.sites[site.name].train
@@ -197,7 +200,9 @@ class Witness:
 
 def described(bundle: Bundle | None) -> tuple[str, list[tuple[str, list[str]]]] | None:
     """Bits and structure: also an added or removed name is a change."""
-    return None if bundle is None else (wire.digest(bundle), [(kind, list(names)) for kind, names in bundle.items()])
+    return (
+        None if bundle is None else (messages.digest(bundle), [(kind, list(names)) for kind, names in bundle.items()])
+    )
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])

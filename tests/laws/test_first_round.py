@@ -7,13 +7,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from polyclinic.algorithms.averaging import Averaging
-from polyclinic.algorithms.fedavg import FedAvg
-from polyclinic.algorithms.fedmp import FedMP
-from polyclinic.algorithms.fedprox import FedProx
-from polyclinic.core import Optimiser, Stream, Training
-from polyclinic.experiment import run
-from polyclinic.learning.fit import walk
+from polyclinic.algorithms.base import Averaging
+from polyclinic.algorithms.optimisation.fedavg import FedAvg
+from polyclinic.algorithms.optimisation.fedprox import FedProx
+from polyclinic.algorithms.representation.fedmp import FedMP
+from polyclinic.core.contract import Optimiser, Stream, Training
+from polyclinic.runs.experiment import run
+from polyclinic.training.fit import walk
 from tests.laws.bench import clinics, play, same, small
 from tests.small import tiny
 

@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 
 from polyclinic.algorithms import Averaging
-from polyclinic.algorithms.fedavg import FedAvg
-from polyclinic.algorithms.fednova import FedNova, length
-from polyclinic.algorithms.fedprox import FedProx
-from polyclinic.algorithms.scaffold import Scaffold
-from polyclinic.core import Optimiser, Training
+from polyclinic.algorithms.optimisation.fedavg import FedAvg
+from polyclinic.algorithms.optimisation.fednova import FedNova, length
+from polyclinic.algorithms.optimisation.fedprox import FedProx
+from polyclinic.algorithms.optimisation.scaffold import Scaffold
+from polyclinic.core.contract import Optimiser, Training
 from tests.laws.bench import QuadraticNetwork, Weighting, play, quadratic
 
 BAR = 1e-12

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from polyclinic.algorithms import ALGORITHMS
-from polyclinic.algorithms.fedavg import FedAvg
-from polyclinic.core import Bundle, Optimiser, Site, Stream, Training, Work
-from polyclinic.engines.local import WorkerEngine, attempt
-from polyclinic.engines.mock import MockEngine
-from polyclinic.wire import ALIGNMENT
+from polyclinic.algorithms.optimisation.fedavg import FedAvg
+from polyclinic.core.contract import Bundle, Optimiser, Site, Stream, Training, Work
+from polyclinic.federation.engines.local import WorkerEngine, attempt
+from polyclinic.federation.engines.mock import MockEngine
+from polyclinic.storage.messages import ALIGNMENT
 from tests.laws.bench import Played, clinics, play, small
 
 

@@ -10,18 +10,18 @@ import torch
 import torch.nn.functional as F
 
 from polyclinic.algorithms import Averaging
-from polyclinic.algorithms.centralised import Centralised
-from polyclinic.algorithms.fedavg import FedAvg
-from polyclinic.algorithms.fedcycle import FedCycle
-from polyclinic.algorithms.fednova import FedNova
-from polyclinic.algorithms.fedprox import FedProx
-from polyclinic.algorithms.fedsgd import FedSGD
-from polyclinic.algorithms.scaffold import Scaffold
-from polyclinic.core import Optimiser, Training
+from polyclinic.algorithms.baselines.centralised import Centralised
+from polyclinic.algorithms.optimisation.fedavg import FedAvg
+from polyclinic.algorithms.optimisation.fedcycle import FedCycle
+from polyclinic.algorithms.optimisation.fednova import FedNova
+from polyclinic.algorithms.optimisation.fedprox import FedProx
+from polyclinic.algorithms.optimisation.fedsgd import FedSGD
+from polyclinic.algorithms.optimisation.scaffold import Scaffold
+from polyclinic.core.contract import Optimiser, Training
 from polyclinic.data.examples import Images, concatenate
-from polyclinic.experiment import pool
-from polyclinic.learning.network import LiveNetwork, weights_of
-from polyclinic.rounds import POOLED
+from polyclinic.federation.rounds import POOLED
+from polyclinic.runs.experiment import pool
+from polyclinic.training.network import LiveNetwork, weights_of
 from tests.laws.bench import Weighting, clinics, plain_training, play, same, small
 
 SGD = Training(Optimiser(lr=0.1), batch=5)

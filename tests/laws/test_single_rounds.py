@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from polyclinic.algorithms.fednova import FedNova
-from polyclinic.algorithms.scaffold import Scaffold
-from polyclinic.core import Optimiser, SiteId, Training
+from polyclinic.algorithms.optimisation.fednova import FedNova
+from polyclinic.algorithms.optimisation.scaffold import Scaffold
+from polyclinic.core.contract import Optimiser, SiteId, Training
 from tests.laws.bench import Played, QuadraticNetwork, Weighting, play, quadratic
 
 ETA, TAU, START = 0.05, 3, 2.0

@@ -12,9 +12,9 @@ import torch
 from torchvision.ops import StochasticDepth
 
 from polyclinic.algorithms import ALGORITHMS
-from polyclinic.algorithms.averaging import weights
-from polyclinic.algorithms.fedavg import FedAvg
-from polyclinic.core import (
+from polyclinic.algorithms.base import weights
+from polyclinic.algorithms.optimisation.fedavg import FedAvg
+from polyclinic.core.contract import (
     Algorithm,
     Augment,
     Batch,
@@ -29,12 +29,12 @@ from polyclinic.core import (
     Update,
     Work,
 )
+from polyclinic.core.errors import EngineError
 from polyclinic.data.examples import Images, Selection, SiteData
-from polyclinic.engines.local import LocalEngine
-from polyclinic.engines.stacked import Compile, StackedEngine
-from polyclinic.errors import EngineError
-from polyclinic.experiment import run
-from polyclinic.learning.seating import Table
+from polyclinic.federation.engines.local import LocalEngine
+from polyclinic.federation.engines.stacked import Compile, StackedEngine
+from polyclinic.runs.experiment import run
+from polyclinic.training.stacked.batching import Table
 from tests.laws.bench import Played, Sites, clinics, play, small
 from tests.laws.test_handed_over import over_bytes
 from tests.small import tiny

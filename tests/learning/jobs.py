@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from polyclinic.core import Fit, Site, Training
-from polyclinic.learning.network import LiveNetwork, weights_of
-from polyclinic.learning.objectives import task_loss
+from polyclinic.core.contract import Fit, Site, Training
+from polyclinic.training.losses import task_loss
+from polyclinic.training.network import LiveNetwork, weights_of
 
 
 def at_round(round: int, lr: float = 0.1) -> Site:

@@ -16,15 +16,15 @@ from scipy import ndimage, stats
 from torch import Tensor
 
 from polyclinic.algorithms import Averaging
-from polyclinic.algorithms.fedavg import FedAvg
-from polyclinic.algorithms.fedcycle import FedCycle
-from polyclinic.algorithms.fedsgd import FedSGD
-from polyclinic.core import Augment, Batch, Bundle, Network, Optimiser, Score, Step, Stream, Tensors, Training
+from polyclinic.algorithms.optimisation.fedavg import FedAvg
+from polyclinic.algorithms.optimisation.fedcycle import FedCycle
+from polyclinic.algorithms.optimisation.fedsgd import FedSGD
+from polyclinic.core.contract import Augment, Batch, Bundle, Network, Optimiser, Score, Step, Stream, Tensors, Training
 from polyclinic.data.examples import Images
-from polyclinic.learning.augment import Changes, augmented, changed, draw
-from polyclinic.learning.fit import batches, fit, score
-from polyclinic.learning.network import LiveNetwork, weights_of
-from polyclinic.learning.objectives import task_loss
+from polyclinic.training.augment import Changes, augmented, changed, draw
+from polyclinic.training.fit import batches, fit, score
+from polyclinic.training.losses import task_loss
+from polyclinic.training.network import LiveNetwork, weights_of
 from tests.laws.bench import clinics, noise, play, same, small
 from tests.learning.jobs import at_round, job
 

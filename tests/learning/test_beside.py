@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from polyclinic import Recipe, run
 from polyclinic.algorithms import ALGORITHMS
-from polyclinic.algorithms.averaging import classifier
-from polyclinic.algorithms.fedavg import FedAvg
-from polyclinic.core import (
+from polyclinic.algorithms.base import classifier
+from polyclinic.algorithms.optimisation.fedavg import FedAvg
+from polyclinic.core.contract import (
     BESIDE,
     Batch,
     Bundle,
@@ -33,13 +33,13 @@ from polyclinic.core import (
     Update,
     Work,
 )
-from polyclinic.errors import RecipeError
-from polyclinic.experiment import Experiment
-from polyclinic.flops import parameters, training_step_flops
-from polyclinic.learning.beside import accompanied
-from polyclinic.learning.fit import fit, score
-from polyclinic.learning.network import LiveNetwork, weights_of
-from polyclinic.learning.objectives import probabilities
+from polyclinic.core.errors import RecipeError
+from polyclinic.evaluation.flops import parameters, training_step_flops
+from polyclinic.runs.experiment import Experiment
+from polyclinic.training.auxiliary import accompanied
+from polyclinic.training.fit import fit, score
+from polyclinic.training.losses import probabilities
+from polyclinic.training.network import LiveNetwork, weights_of
 from tests.laws.bench import CLASSES, clinics, noise, play, same, small, tapped
 from tests.laws.test_determinism import RandomStates
 from tests.laws.test_handed_over import over_bytes

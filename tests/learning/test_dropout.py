@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from polyclinic.core import Stream
-from polyclinic.learning.dropout import KeyedDropout, first_key, key_of, uniform, with_keys
-from polyclinic.learning.network import LiveNetwork, weights_of
+from polyclinic.core.contract import Stream
 from polyclinic.models import Classifier
+from polyclinic.training.keyed_dropout import KeyedDropout, first_key, key_of, uniform, with_keys
+from polyclinic.training.network import LiveNetwork, weights_of
 
 MANY = 200_000
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from scipy.stats import chisquare
 from torch import Tensor
 
-from polyclinic.core import Stream, Tensors
-from polyclinic.learning.feature_bank import Told, others, told, told_privately
+from polyclinic.algorithms.representation.feature_bank import Told, others, told, told_privately
+from polyclinic.core.contract import Stream, Tensors
 
 LABELS = torch.tensor([0] * 6 + [1] * 2 + [2] * 4)
 FEATURES = torch.arange(1.0, 13.0, dtype=torch.float64)[:, None, None] * torch.tensor([[1.0, -1.0]])

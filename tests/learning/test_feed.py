@@ -13,13 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from polyclinic.consortium import Consortium
-from polyclinic.core import Augment, Batch, Bundle, Examples, Fitted, Network, Score, Step, Stream, Training
+from polyclinic.core.contract import Augment, Batch, Bundle, Examples, Fitted, Network, Score, Step, Stream, Training
 from polyclinic.data.examples import Images, PerChannel, Selection, SiteData
-from polyclinic.learning.feed import AHEAD, feed, fetched
-from polyclinic.learning.fit import fit, score
-from polyclinic.learning.network import LiveNetwork
-from polyclinic.learning.objectives import probabilities, task_loss
+from polyclinic.runs.sites import Consortium
+from polyclinic.training.fit import fit, score
+from polyclinic.training.losses import probabilities, task_loss
+from polyclinic.training.network import LiveNetwork
+from polyclinic.training.prefetch import AHEAD, feed, fetched
 from tests.laws.bench import noise, same, small
 from tests.learning.jobs import at_round, job
 

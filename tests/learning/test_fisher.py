@@ -9,13 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from polyclinic.core import Batch, Bundle, Network, Score, Scorer, Stream, Tensors
+from polyclinic.algorithms.personalisation.fisher import one_by_one, squared_gradients, squared_mean_gradient
+from polyclinic.core.contract import Batch, Bundle, Network, Score, Scorer, Stream, Tensors
 from polyclinic.data.examples import Images
-from polyclinic.learning.fisher import one_by_one, squared_gradients, squared_mean_gradient
-from polyclinic.learning.fit import score
-from polyclinic.learning.network import LiveNetwork, weights_of
-from polyclinic.learning.recorded import LiveBook, NotRecordableError, twin
 from polyclinic.models import build
+from polyclinic.training.dp.per_example_gradients import LiveBook, NotRecordableError, twin
+from polyclinic.training.fit import score
+from polyclinic.training.network import LiveNetwork, weights_of
 from tests.laws.bench import small
 
 SIDE, CLASSES = 8, 3

@@ -12,14 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from polyclinic import wire
-from polyclinic.algorithms.fedavg import FedAvg
-from polyclinic.core import Batch, Bundle, Fit, Fitted, Network, Optimiser, Step, Stream, Training
+from polyclinic.algorithms.optimisation.fedavg import FedAvg
+from polyclinic.core.contract import Batch, Bundle, Fit, Fitted, Network, Optimiser, Step, Stream, Training
 from polyclinic.data.examples import Images, SiteData
-from polyclinic.learning.fit import batches, draws_from, fit, order, walk
-from polyclinic.learning.network import LiveNetwork, weights_of
-from polyclinic.learning.objectives import corrected, proximal, task_loss
 from polyclinic.models import Classifier
+from polyclinic.storage import messages
+from polyclinic.training.fit import batches, draws_from, fit, order, walk
+from polyclinic.training.losses import corrected, proximal, task_loss
+from polyclinic.training.network import LiveNetwork, weights_of
 from tests.laws.bench import noise, play, same, small
 from tests.learning.jobs import at_round, job
 
@@ -232,7 +232,7 @@ def test_an_optimiser_goes_on_where_it_stopped(optimiser: Optimiser) -> None:
     once = fit(job(network, Training(optimiser, 5, epochs=2), optimiser_state={}), network, data, at_round(1), STREAM)
     network = small()
     first = fit(job(network, Training(optimiser, 5), optimiser_state={}), network, data, at_round(1), STREAM)
-    sent = wire.decode(wire.encode({}, {"optimiser": first.optimiser_state})).tensors["optimiser"]
+    sent = messages.decode(messages.encode({}, {"optimiser": first.optimiser_state})).tensors["optimiser"]
     second = Fit(first.weights, task_loss, Training(optimiser, 5), optimiser_state=sent)
     twice, anew = (
         fit(asked, network, data, at_round(2), STREAM) for asked in (second, replace(second, optimiser_state={}))

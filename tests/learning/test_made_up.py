@@ -14,11 +14,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.func import grad_and_value, vmap
 
-from polyclinic.algorithms.fraug import FRAug
-from polyclinic.core import Bundle, Objective, Optimiser, Stream, Training
-from polyclinic.learning.beside import drawn
-from polyclinic.learning.dropout import uniform
-from polyclinic.learning.made_up import (
+from polyclinic.algorithms.representation.fraug import FRAug
+from polyclinic.algorithms.representation.fraug_losses import (
     ClassMeans,
     Generator,
     Transform,
@@ -29,6 +26,9 @@ from polyclinic.learning.made_up import (
     known,
     transforming,
 )
+from polyclinic.core.contract import Bundle, Objective, Optimiser, Stream, Training
+from polyclinic.training.auxiliary import drawn
+from polyclinic.training.keyed_dropout import uniform
 from tests.laws.bench import CLASSES, clinics, noise, small, with_beside
 
 SGD = Training(Optimiser(lr=0.1), batch=5)

@@ -12,10 +12,10 @@ from scipy.stats import chisquare
 from torch import Tensor
 from torch.func import grad_and_value, vmap
 
-from polyclinic.core import Bundle, Objective, Stream, Tensors
-from polyclinic.learning.dropout import uniform
-from polyclinic.learning.manifolds import adapted, aligned, completing, completing_paper, drawn
-from polyclinic.learning.network import weights_of
+from polyclinic.algorithms.representation.fedmp_losses import adapted, aligned, completing, completing_paper, drawn
+from polyclinic.core.contract import Bundle, Objective, Stream, Tensors
+from polyclinic.training.keyed_dropout import uniform
+from polyclinic.training.network import weights_of
 from tests.laws.bench import CLASSES, noise, small
 
 VARIANTS = {False: completing, True: completing_paper}

@@ -10,15 +10,15 @@ import torch
 from torch import nn
 
 from polyclinic.algorithms import ALGORITHMS
-from polyclinic.core import Fit, Optimiser, Site, Stream, Training
+from polyclinic.core.contract import Fit, Optimiser, Site, Stream, Training
 from polyclinic.data.examples import Images
-from polyclinic.engines import stacked
-from polyclinic.learning import memory
-from polyclinic.learning.network import LiveNetwork, weights_of
-from polyclinic.learning.objectives import task_loss
-from polyclinic.learning.seating import Seat
-from polyclinic.learning.stacked import fit_stacked
+from polyclinic.federation.engines import stacked
 from polyclinic.models import Classifier
+from polyclinic.training.losses import task_loss
+from polyclinic.training.network import LiveNetwork, weights_of
+from polyclinic.training.stacked import memory
+from polyclinic.training.stacked.batching import Seat
+from polyclinic.training.stacked.fit import fit_stacked
 from tests.laws.bench import clinics, play, small
 from tests.laws.test_stacked import on_the_stack
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from polyclinic.learning.network import across
+from polyclinic.training.network import across
 
 
 def test_tensors_moved_in_one_block_arrive_as_they_were() -> None:

@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from torch.func import vmap
 
 from polyclinic import run
-from polyclinic.core import Batch, Bundle, Network, Optimiser, Precision, Score, Stream, Training
+from polyclinic.core.contract import Batch, Bundle, Network, Optimiser, Precision, Score, Stream, Training
+from polyclinic.core.errors import EngineError, RecipeError, StoreError
 from polyclinic.data.examples import Images
-from polyclinic.errors import EngineError, RecipeError, StoreError
-from polyclinic.learning.fit import fit, score
-from polyclinic.learning.network import LiveNetwork, weights_of
-from polyclinic.learning.objectives import probabilities, task_loss
 from polyclinic.models import Classifier
+from polyclinic.training.fit import fit, score
+from polyclinic.training.losses import probabilities, task_loss
+from polyclinic.training.network import LiveNetwork, weights_of
 from tests.laws.bench import CLASSES, SIDE, noise, same, small
 from tests.learning.jobs import at_round, job
 from tests.small import tiny

@@ -13,14 +13,26 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from polyclinic.core import Augment, Batch, Bundle, Fit, Fitted, Network, Optimiser, Private, Step, Stream, Training
+from polyclinic.core.contract import (
+    Augment,
+    Batch,
+    Bundle,
+    Fit,
+    Fitted,
+    Network,
+    Optimiser,
+    Private,
+    Step,
+    Stream,
+    Training,
+)
+from polyclinic.core.errors import EngineError, RecipeError
 from polyclinic.data.examples import Images
-from polyclinic.errors import EngineError, RecipeError
-from polyclinic.learning.fit import fit
-from polyclinic.learning.network import LiveNetwork, weights_of
-from polyclinic.learning.objectives import corrected, proximal, task_loss
-from polyclinic.learning.private import PrivateSteps, gaussian, poisson
 from polyclinic.models import Classifier, build
+from polyclinic.training.dp.dp_sgd import PrivateSteps, gaussian, poisson
+from polyclinic.training.fit import fit
+from polyclinic.training.losses import corrected, proximal, task_loss
+from polyclinic.training.network import LiveNetwork, weights_of
 from tests.learning.jobs import at_round, job
 
 STREAM, SECRET = Stream(7, ("here",)), Stream(11, ("secret",))

@@ -9,8 +9,8 @@ import pytest
 import torch
 from scipy import stats
 
-from polyclinic.core import Stream
-from polyclinic.learning.private import clip_factors, gaussian, poisson
+from polyclinic.core.contract import Stream
+from polyclinic.training.dp.dp_sgd import clip_factors, gaussian, poisson
 
 SECRET = Stream(11, ("secret",))
 

@@ -11,17 +11,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from polyclinic.core import Augment, Bundle, Fit, Fitted, Optimiser, Private, Site, Step, Stream, Training
+from polyclinic.core.contract import Augment, Bundle, Fit, Fitted, Optimiser, Private, Site, Step, Stream, Training
+from polyclinic.core.errors import EngineError
 from polyclinic.data.examples import Images
-from polyclinic.errors import EngineError
-from polyclinic.learning.fit import fit
-from polyclinic.learning.memory import room
-from polyclinic.learning.network import LiveNetwork, weights_of
-from polyclinic.learning.objectives import corrected, proximal, task_loss
-from polyclinic.learning.private import poisson
-from polyclinic.learning.seating import Seat
-from polyclinic.learning.stacked import NotStackableError, fit_stacked, signature, why_not
 from polyclinic.models import build
+from polyclinic.training.dp.dp_sgd import poisson
+from polyclinic.training.fit import fit
+from polyclinic.training.losses import corrected, proximal, task_loss
+from polyclinic.training.network import LiveNetwork, weights_of
+from polyclinic.training.stacked.batching import Seat
+from polyclinic.training.stacked.fit import NotStackableError, fit_stacked, signature, why_not
+from polyclinic.training.stacked.memory import room
 from tests.learning.test_private import contrast, twice
 
 SIZES = (30, 21, 9, 30)

@@ -11,20 +11,32 @@ import pytest
 import torch
 from torch import Tensor
 
-from polyclinic.core import Batch, Bundle, Fit, Fitted, Network, Optimiser, Precision, Private, Site, Stream, Training
+from polyclinic.core.contract import (
+    Batch,
+    Bundle,
+    Fit,
+    Fitted,
+    Network,
+    Optimiser,
+    Precision,
+    Private,
+    Site,
+    Stream,
+    Training,
+)
+from polyclinic.core.errors import RecipeError
 from polyclinic.data.examples import Images
-from polyclinic.errors import RecipeError
-from polyclinic.experiment import gather
-from polyclinic.learning.fit import fit
-from polyclinic.learning.network import LiveNetwork, weights_of
-from polyclinic.learning.objectives import task_loss
-from polyclinic.learning.seating import Seat
-from polyclinic.learning.stacked import fit_stacked
-from polyclinic.lineup import network_of
 from polyclinic.models import Classifier, build
-from polyclinic.models.cut import cut_after
-from polyclinic.models.dp_safe import dp_safe
-from polyclinic.models.recomputed import Recomputed, recompute
+from polyclinic.models.activation_checkpointing import Recomputed, recompute
+from polyclinic.models.group_norm import dp_safe
+from polyclinic.models.split_point import cut_after
+from polyclinic.runs.experiment import gather
+from polyclinic.runs.networks import network_of
+from polyclinic.training.fit import fit
+from polyclinic.training.losses import task_loss
+from polyclinic.training.network import LiveNetwork, weights_of
+from polyclinic.training.stacked.batching import Seat
+from polyclinic.training.stacked.fit import fit_stacked
 from tests.small import tiny
 
 SIDE, IMAGES = 48, 6
@@ -166,13 +178,13 @@ def test_a_recipe_asks_for_it() -> None:
 STEP = """
 import resource, sys
 import torch
-from polyclinic.core import Fit, Optimiser, Site, Stream, Training
+from polyclinic.core.contract import Fit, Optimiser, Site, Stream, Training
 from polyclinic.data.examples import Images
-from polyclinic.learning.fit import fit
-from polyclinic.learning.network import LiveNetwork, weights_of
-from polyclinic.learning.objectives import task_loss
+from polyclinic.training.fit import fit
+from polyclinic.training.network import LiveNetwork, weights_of
+from polyclinic.training.losses import task_loss
 from polyclinic.models import build
-from polyclinic.models.recomputed import recompute
+from polyclinic.models.activation_checkpointing import recompute
 
 count, precision, wanted = int(sys.argv[1]), sys.argv[2], sys.argv[3] == "again"
 module = build("resnet22", classes=2, channels=1, size=2048, seed=Stream(1))

@@ -14,13 +14,13 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from polyclinic import wire
-from polyclinic.algorithms.fedavg import FedAvg
-from polyclinic.core import Optimiser, SiteId, Training
-from polyclinic.engines.mock import MockEngine
-from polyclinic.journal import RamJournal
-from polyclinic.pace import EarlyStop, Schedule
-from polyclinic.rounds import Outcome, Progress, Rounds, Rules, draw_cohort
+from polyclinic.algorithms.optimisation.fedavg import FedAvg
+from polyclinic.core.contract import Optimiser, SiteId, Training
+from polyclinic.federation.engines.mock import MockEngine
+from polyclinic.federation.rounds import Outcome, Progress, Rounds, Rules, draw_cohort
+from polyclinic.federation.schedules import EarlyStop, Schedule
+from polyclinic.storage import messages
+from polyclinic.storage.journal import RamJournal
 from tests.laws.bench import clinics, federation, small
 
 LR = 0.1
@@ -34,14 +34,14 @@ class Scripted:
         self.rates: list[float] = []
 
     def answer(self, site: SiteId, message: bytes) -> bytes:
-        order = wire.decode(message)
+        order = messages.decode(message)
         fields = order.fields
         if site == "clinic-1":
             self.rates.append(fields["lr"])
         value = self.script[fields["round"] - 1]
         row: dict[str, Any] = {"model": "global", "part": "validation", "n": 1, self.metric: value}
         reply = {"run": fields["run"], "round": fields["round"], "site": site, "examples": 1, "report": [row]}
-        return wire.encode(reply, order.tensors)
+        return messages.encode(reply, order.tensors)
 
     def play(self, **rules: Any) -> Outcome:
         algorithm = FedAvg(Training(Optimiser(lr=LR)))

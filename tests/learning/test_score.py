@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from polyclinic.core import Batch, Bundle, Network, Score, Stream, Tensors, Training
-from polyclinic.learning.fit import fit, score
-from polyclinic.learning.network import LiveNetwork, weights_of
-from polyclinic.learning.objectives import probabilities
+from polyclinic.core.contract import Batch, Bundle, Network, Score, Stream, Tensors, Training
+from polyclinic.training.fit import fit, score
+from polyclinic.training.losses import probabilities
+from polyclinic.training.network import LiveNetwork, weights_of
 from tests.laws.bench import noise, same, small
 from tests.learning.jobs import at_round, job
 

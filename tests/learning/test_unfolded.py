@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from polyclinic.core import Stream
-from polyclinic.learning.unfolded import LARGEST, UnfoldedConv2d, unfolded
+from polyclinic.core.contract import Stream
 from polyclinic.models import build
+from polyclinic.training.im2col_conv import LARGEST, UnfoldedConv2d, unfolded
 
 sides = st.integers(1, 3)
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torchvision import models as torchvision_models
 
-from polyclinic.core import Stream
+from polyclinic.core.contract import Stream
 from polyclinic.models import MODELS, Classifier, build
 
 CLASSES = 3

@@ -18,12 +18,12 @@ from safetensors.torch import load_file, save
 from torch import Tensor
 from typer.testing import CliRunner
 
-from polyclinic.cli import app
-from polyclinic.core import Stream
-from polyclinic.errors import WeightsError
+from polyclinic.cli.main import app
+from polyclinic.core.contract import Stream
+from polyclinic.core.errors import WeightsError
 from polyclinic.models import build, load_weights
-from polyclinic.models import locked_reader as reader
-from polyclinic.models.convert import convert
+from polyclinic.models.weights import sandboxed_reader
+from polyclinic.models.weights.convert import convert
 from tests.models.test_resnet22 import CC, published
 
 
@@ -49,7 +49,7 @@ def written(value: Any, zipped: bool = True) -> bytes:
 
 def chosen(data: bytes, key: str | None = None, prefix: str = "") -> dict[str, Tensor]:
     """What the reader does, without the walls around it."""
-    return reader.chosen(reader.read(io.BytesIO(data), torch), key, prefix, torch)
+    return sandboxed_reader.chosen(sandboxed_reader.read(io.BytesIO(data), torch), key, prefix, torch)
 
 
 def test_the_public_checkpoint_becomes_a_weights_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,7 +141,7 @@ BAD: dict[str, tuple[bytes, str | None, str, str]] = {
 @pytest.mark.parametrize("case", BAD)
 def test_what_gives_no_weights_gets_one_sentence(case: str) -> None:
     data, key, prefix, sentence = BAD[case]
-    with pytest.raises(reader.Unreadable, match=sentence) as told:
+    with pytest.raises(sandboxed_reader.Unreadable, match=sentence) as told:
         chosen(data, key, prefix)
     assert "\n" not in str(told.value)
 
@@ -161,7 +161,7 @@ def test_paths_that_cannot_be_read_or_written_are_refused(tmp_path: Path) -> Non
 
 BREAKOUTS = """
 import ctypes, json, os, resource, socket, subprocess, sys
-from polyclinic.models import locked_reader
+from polyclinic.models.weights import sandboxed_reader
 
 folder = sys.argv[1]
 libc = ctypes.CDLL(None, use_errno=True)
@@ -187,9 +187,9 @@ deeds = {
 }
 before = os.readlink("/proc/self/ns/user") if os.path.exists("/proc/self/ns/user") else ""
 own = open(f"{folder}/own", "w")
-locked_reader.shut_network()
+sandboxed_reader.shut_network()
 namespaces = before != "" and os.readlink("/proc/self/ns/user") != before
-locked_reader.shut_in(0)
+sandboxed_reader.shut_in(0)
 done = []
 for name, deed in deeds.items():
     try:
@@ -223,7 +223,7 @@ def test_whoever_gets_out_of_the_unpickler_is_still_shut_in(tmp_path: Path) -> N
 def test_a_reader_that_lies_is_not_believed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source, liar = tmp_path / "in.pt", tmp_path / "liar.py"
     source.write_bytes(GOOD)
-    monkeypatch.setattr(reader, "__file__", str(liar))
+    monkeypatch.setattr(sandboxed_reader, "__file__", str(liar))
     for program, sentence in {
         "pass": "what was read of it is not a set of tensors",
         "import sys; print('\\x1b[2J' + 'x' * 5000); print('more'); sys.exit(1)": r"\?\[2Jx{900,1000}\.$",

@@ -7,11 +7,11 @@ import copy
 import pytest
 import torch
 
-from polyclinic.core import Stream
-from polyclinic.errors import RecipeError
-from polyclinic.learning.network import LiveNetwork, feature_shape
+from polyclinic.core.contract import Stream
+from polyclinic.core.errors import RecipeError
 from polyclinic.models import build
-from polyclinic.models.cut import cut_after, stages
+from polyclinic.models.split_point import cut_after, stages
+from polyclinic.training.network import LiveNetwork, feature_shape
 
 SHAPES: dict[str, list[tuple[int, ...]]] = {
     "resnet50": [(256, 64, 64), (512, 32, 32), (1024, 16, 16), (2048,)],

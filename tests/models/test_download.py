@@ -14,7 +14,7 @@ import pytest
 import torch
 from torchvision.models import MobileNet_V3_Small_Weights
 
-from polyclinic.errors import WeightsError
+from polyclinic.core.errors import WeightsError
 from polyclinic.models import adopt_weights, download_weights
 from tests.models.networks import fresh, logits, pictures, theirs
 

@@ -10,8 +10,8 @@ from safetensors.torch import load, save
 from torch import nn
 from torchvision.models import get_model_weights
 
-from polyclinic.core import Stream
-from polyclinic.errors import RecipeError
+from polyclinic.core.contract import Stream
+from polyclinic.core.errors import RecipeError
 from polyclinic.models import MODELS, Classifier, build
 from tests.models.networks import (
     CLASSES,

@@ -11,19 +11,19 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from polyclinic.core import Fit, Optimiser, Private, Site, Stream, Tensors, Training
+from polyclinic.core.contract import Fit, Optimiser, Private, Site, Stream, Tensors, Training
+from polyclinic.core.errors import WeightsError
 from polyclinic.data.examples import Images
-from polyclinic.errors import WeightsError
-from polyclinic.learning.fit import fit
-from polyclinic.learning.network import LiveNetwork, weights_of
-from polyclinic.learning.objectives import task_loss
-from polyclinic.learning.private import PrivateSteps
-from polyclinic.learning.seating import Seat
-from polyclinic.learning.stacked import fit_stacked, why_not
 from polyclinic.models import Classifier, adopt_weights, build, load_weights
-from polyclinic.models.cut import cut_after
-from polyclinic.models.dp_safe import dp_safe
+from polyclinic.models.group_norm import dp_safe
 from polyclinic.models.resnet22 import Block
+from polyclinic.models.split_point import cut_after
+from polyclinic.training.dp.dp_sgd import PrivateSteps
+from polyclinic.training.fit import fit
+from polyclinic.training.losses import task_loss
+from polyclinic.training.network import LiveNetwork, weights_of
+from polyclinic.training.stacked.batching import Seat
+from polyclinic.training.stacked.fit import fit_stacked, why_not
 from tests.models.networks import fresh, parameters
 
 SIDE = 24

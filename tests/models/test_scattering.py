@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from scipy.signal import fftconvolve
 from torch import Tensor, nn
 
-from polyclinic.core import Stream
+from polyclinic.core.contract import Stream
 from polyclinic.models import build
 from polyclinic.models.scattering import (
     FLOOR,

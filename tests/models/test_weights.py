@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torchvision.models import mobilenet_v2
 
-from polyclinic.core import Tensors
-from polyclinic.errors import WeightsError
+from polyclinic.core.contract import Tensors
+from polyclinic.core.errors import WeightsError
 from polyclinic.models import Classifier, adopt_weights, load_weights
 from tests.models.networks import STREAM, TORCHVISION, fresh, logits, network, pictures, theirs
 

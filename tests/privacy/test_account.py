@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from scipy.optimize import brentq
 from scipy.stats import binom, norm
 
-from polyclinic.errors import RecipeError
-from polyclinic.privacy.account import Accountant, Neighbours, Spend, delta_for, epsilon, noise_for
+from polyclinic.core.errors import RecipeError
+from polyclinic.privacy.accounting import Accountant, Neighbours, Spend, delta_for, epsilon, noise_for
 
 TABLE = [  # rate, noise, times, ε by Google's dp-accounting at δ = 1e-5: RDP, PLD
     (0.04, 1.5, 2250, 7.3293, 6.7688),

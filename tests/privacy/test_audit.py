@@ -17,16 +17,12 @@ import typer
 from torch import Tensor
 from typer.testing import CliRunner
 
-from polyclinic.cli_audit import audit_command, audit_recipe
-from polyclinic.core import Augment, Batch, Optimiser, Private, Stream, Training
+from polyclinic.cli.audit import audit_command, audit_recipe
+from polyclinic.core.contract import Augment, Batch, Optimiser, Private, Stream, Training
+from polyclinic.core.errors import RecipeError
 from polyclinic.data.examples import Images
-from polyclinic.errors import RecipeError
-from polyclinic.experiment import Experiment
-from polyclinic.learning import private
-from polyclinic.learning.augment import augmented
-from polyclinic.learning.fit import batches_per_epoch
 from polyclinic.models import Classifier, build
-from polyclinic.privacy.account import Spend, epsilon
+from polyclinic.privacy.accounting import Spend, epsilon
 from polyclinic.privacy.audit import (
     Audit,
     Seated,
@@ -39,6 +35,10 @@ from polyclinic.privacy.audit import (
     p_value,
     scale_epsilon,
 )
+from polyclinic.runs.experiment import Experiment
+from polyclinic.training.augment import augmented
+from polyclinic.training.dp import dp_sgd
+from polyclinic.training.fit import batches_per_epoch
 from tests.small import tiny, write_recipe
 
 
@@ -251,7 +251,7 @@ class TestCanaries:
             assert grown.steps == 3 * batches_per_epoch(60, batch)
 
 
-GAUSSIAN, CLIP = private.gaussian, private.clip_factors
+GAUSSIAN, CLIP = dp_sgd.gaussian, dp_sgd.clip_factors
 
 
 def scaled(by: float) -> Callable[..., Tensor]:
@@ -271,7 +271,7 @@ PLANTED: dict[str, tuple[str, Callable[..., Tensor]]] = {
 def test_every_planted_mistake_is_caught_every_time(
     mistake: str, claimed: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(private, *PLANTED[mistake])
+    monkeypatch.setattr(dp_sgd, *PLANTED[mistake])
     found = [audited(claimed, seed) for seed in range(20)]
     assert [audit.refuted for audit in found] == [True] * 20
     assert "refuted" in found[0].verdict
@@ -289,7 +289,7 @@ def test_noise_that_comes_again_in_the_next_round_is_caught(claimed: float, monk
     plan = training(steps=STEPS // 3)
     assert not audited(claimed, 1, training=plan, rounds=3).refuted
     again = Stream(9)
-    monkeypatch.setattr(private.PrivateSteps, "noise", lambda _, number, which: again.child(number % (STEPS // 3)))
+    monkeypatch.setattr(dp_sgd.PrivateSteps, "noise", lambda _, number, which: again.child(number % (STEPS // 3)))
     caught = audited(claimed, 1, training=plan, rounds=3)
     assert caught.refuted
     assert "between rounds" in caught.statistic
@@ -302,7 +302,7 @@ def test_whatever_trains_is_audited(optimiser: Optimiser, monkeypatch: pytest.Mo
     in_whole = replace(how, steps=None, epochs=2, private=Private(0.7, 4.0))
     price, whole_price = (epsilon([s], DELTA) for s in (Spend(NOISE, RATE, STEPS), Spend(4.0, times=2)))
     for noise in (1.0, 0.0):
-        monkeypatch.setattr(private, "gaussian", scaled(noise))
+        monkeypatch.setattr(dp_sgd, "gaussian", scaled(noise))
         assert audited(price, 1, training=how, canaries=1000).refuted == (noise == 0)
         assert audited(whole_price, 1, training=in_whole, canaries=1000, whole=True).refuted == (noise == 0)
 
@@ -349,7 +349,7 @@ def test_a_recipe_is_audited_at_the_site_that_pays_most(tmp_path: Path, command:
 def test_a_claim_that_is_refuted_ends_in_an_error(
     tmp_path: Path, command: typer.Typer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(private, "gaussian", scaled(0.0))
+    monkeypatch.setattr(dp_sgd, "gaussian", scaled(0.0))
     said = CliRunner().invoke(command, [str(write_recipe(tmp_path)), "--set", "privacy.epsilon=3", "--json"])
     assert said.exit_code == 1
     assert json.loads(said.stdout)["refuted"]

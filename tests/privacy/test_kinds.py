@@ -12,10 +12,10 @@ import torch
 from scipy import stats
 from torch import Tensor
 
-from polyclinic.core import Stream
-from polyclinic.errors import DataError, RecipeError
-from polyclinic.metrics import measure
-from polyclinic.privacy.kinds import class_means, clipped_rows, counts, noised_metrics, rows, statistic, variance
+from polyclinic.core.contract import Stream
+from polyclinic.core.errors import DataError, RecipeError
+from polyclinic.evaluation.metrics import measure
+from polyclinic.privacy.releases import class_means, clipped_rows, counts, noised_metrics, rows, statistic, variance
 
 PAIRS = 220
 SILENT = Stream(0)

@@ -10,10 +10,10 @@ import torch
 from scipy import stats
 from torch import Tensor
 
-from polyclinic.core import Stream, Tensors
-from polyclinic.errors import RecipeError
-from polyclinic.learning.private import secret_numbers
+from polyclinic.core.contract import Stream, Tensors
+from polyclinic.core.errors import RecipeError
 from polyclinic.privacy.mechanism import clip, distance, gaussian, noise_like, noised
+from polyclinic.training.dp.dp_sgd import secret_numbers
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int64)
 SHAPES = ((), (0,), (1,), (3,), (2, 4), (2, 0, 3), (17,))

@@ -10,9 +10,9 @@ from numpy.typing import NDArray
 from scipy.special import expit
 from scipy.stats import norm
 
-from polyclinic.core import Stream
-from polyclinic.errors import DataError, RecipeError
-from polyclinic.metrics import Floats
+from polyclinic.core.contract import Stream
+from polyclinic.core.errors import DataError, RecipeError
+from polyclinic.evaluation.metrics import Floats
 from polyclinic.privacy.membership import Train, found_at, halves, judged, membership
 
 EXAMPLES = 3000

@@ -16,11 +16,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from polyclinic import run
-from polyclinic.cli_audit import note
-from polyclinic.core import Exchange
-from polyclinic.privacy.account import Accountant, Spend, epsilon
+from polyclinic.cli.audit import note
+from polyclinic.core.contract import Exchange
+from polyclinic.privacy.accounting import Accountant, Spend, epsilon
 from polyclinic.privacy.audit import Audit
-from polyclinic.privacy.page import page, released, up
+from polyclinic.reporting.privacy_statement import page, released, up
 from tests.small import tiny
 
 IMAGE: dict[str, Any] = {"epsilon": 3.0, "delta": 1e-4}

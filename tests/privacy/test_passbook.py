@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from polyclinic import run
-from polyclinic.errors import RecipeError, RoundFailed, StoreError
-from polyclinic.experiment import Experiment
-from polyclinic.privacy.account import Spend, epsilon
-from polyclinic.privacy.passbook import Passbook
+from polyclinic.core.errors import RecipeError, RoundFailed, StoreError
+from polyclinic.privacy.accounting import Spend, epsilon
+from polyclinic.privacy.shared_ledger import Passbook
+from polyclinic.runs.experiment import Experiment
 from tests.small import tiny
 
 DELTA = 1e-4

@@ -16,19 +16,19 @@ from torch import nn
 
 from polyclinic import run
 from polyclinic.algorithms import ALGORITHMS
-from polyclinic.algorithms.fedavg import FedAvg
-from polyclinic.core import Bundle, Part, Private, Score, Site, Stream, Tensors, Update, Work
-from polyclinic.errors import RecipeError, Refused, RoundFailed, StoreError
-from polyclinic.experiment import Experiment
-from polyclinic.learning.objectives import probabilities
+from polyclinic.algorithms.optimisation.fedavg import FedAvg
+from polyclinic.config.recipe import Recipe, our_recipes
+from polyclinic.core.contract import Bundle, Part, Private, Score, Site, Stream, Tensors, Update, Work
+from polyclinic.core.errors import RecipeError, Refused, RoundFailed, StoreError
+from polyclinic.federation.privacy_budget import Guard
+from polyclinic.federation.site_runner import Discretion, SiteRunner
 from polyclinic.models import build
-from polyclinic.models.dp_safe import dp_safe
-from polyclinic.privacy.account import Spend, epsilon
-from polyclinic.privacy.guard import Guard
+from polyclinic.models.group_norm import dp_safe
+from polyclinic.privacy.accounting import Spend, epsilon
 from polyclinic.privacy.plan import Holding, Plan, Steps, Wish, candidates, make_plan, rounded_up
-from polyclinic.recipe import Recipe, our_recipes
-from polyclinic.runner import Discretion, SiteRunner
-from polyclinic.wire import Message
+from polyclinic.runs.experiment import Experiment
+from polyclinic.storage.messages import Message
+from polyclinic.training.losses import probabilities
 from tests.small import NEEDED, tiny
 
 IMAGE: dict[str, Any] = {"epsilon": 3.0, "delta": 1e-4}

@@ -8,15 +8,15 @@ import pytest
 import torch
 from scipy import stats
 
-from polyclinic import wire
-from polyclinic.algorithms.averaging import RunningMean
-from polyclinic.core import Bundle, Stage, Stream
-from polyclinic.errors import RecipeError, Refused
-from polyclinic.learning.network import weights_of
+from polyclinic.algorithms.base import RunningMean
+from polyclinic.core.contract import Bundle, Stage, Stream
+from polyclinic.core.errors import RecipeError, Refused
 from polyclinic.privacy.mechanism import distance, joined
-from polyclinic.stages.clip import Clip
-from polyclinic.stages.noise import Noise, largest_share, with_noise
-from polyclinic.stages.quantise import Quantise
+from polyclinic.privacy.transforms.clip import Clip
+from polyclinic.privacy.transforms.noise import Noise, largest_share, with_noise
+from polyclinic.privacy.transforms.quantise import Quantise
+from polyclinic.storage import messages as wire
+from polyclinic.training.network import weights_of
 from tests.laws.bench import small
 from tests.test_stages import largest_difference, play
 

@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
-from polyclinic import wire
-from polyclinic.algorithms.fedavg import FedAvg
-from polyclinic.core import Algorithm, Bundle, Failure, Federation, SiteId, Stream
-from polyclinic.engines.mock import MockEngine
-from polyclinic.journal import RamJournal
-from polyclinic.rounds import Outcome, Rounds, Rules
+from polyclinic.algorithms.optimisation.fedavg import FedAvg
+from polyclinic.core.contract import Algorithm, Bundle, Failure, Federation, SiteId, Stream
+from polyclinic.federation.engines.mock import MockEngine
+from polyclinic.federation.rounds import Outcome, Rounds, Rules
+from polyclinic.storage import messages
+from polyclinic.storage.journal import RamJournal
 
 RUN = "winter study"
 REGISTERED: Mapping[SiteId, int] = {"north": 30, "east": 20, "south": 50}
@@ -54,16 +54,16 @@ class Reply:
 
     @cached_property
     def frame(self) -> bytes:
-        return wire.encode(self.fields, self.tensors)
+        return messages.encode(self.fields, self.tensors)
 
     @cached_property
     def header(self) -> bytes:
-        _, length, _ = wire.PREFIX.unpack_from(self.frame)
-        return self.frame[wire.PREFIX.size : wire.PREFIX.size + length].rstrip()
+        _, length, _ = messages.PREFIX.unpack_from(self.frame)
+        return self.frame[messages.PREFIX.size : messages.PREFIX.size + length].rstrip()
 
     @cached_property
     def body(self) -> bytes:
-        return wire.encode_body(self.tensors).data
+        return messages.encode_body(self.tensors).data
 
     @cached_property
     def table(self) -> dict[str, Any]:
@@ -83,20 +83,20 @@ def honest(site: SiteId = NORTH, round: int = 1) -> Reply:
 
 
 @cache
-def expected(site: SiteId = NORTH, round: int = 1) -> wire.Expected:
-    return wire.Expected(RUN, round, site, start(), start(), examples=REGISTERED[site])
+def expected(site: SiteId = NORTH, round: int = 1) -> messages.Expected:
+    return messages.Expected(RUN, round, site, start(), start(), examples=REGISTERED[site])
 
 
 def framed(header: bytes, body: bytes, shift: int = 0) -> bytes:
     """The header as it is, padded (`shift` bytes too far), under its true checksum."""
-    header += b" " * (-(wire.PREFIX.size + len(header)) % wire.ALIGNMENT + shift)
-    return wire.PREFIX.pack(wire.MAGIC, len(header), hashlib.sha256(header).digest()) + header + body
+    header += b" " * (-(messages.PREFIX.size + len(header)) % messages.ALIGNMENT + shift)
+    return messages.PREFIX.pack(messages.MAGIC, len(header), hashlib.sha256(header).digest()) + header + body
 
 
 def sealed(fields: Mapping[str, Any], body: bytes) -> bytes:
     """Any fields around any body, the checksum of the body true; NaN goes through."""
     checksum = hashlib.sha256(body).hexdigest()
-    return framed(json.dumps({"schema": wire.SCHEMA, "body": checksum, **fields}).encode(), body)
+    return framed(json.dumps({"schema": messages.SCHEMA, "body": checksum, **fields}).encode(), body)
 
 
 def body_of(table: bytes | Mapping[str, Any], raw: bytes, shift: int = 0) -> bytes:
@@ -122,4 +122,4 @@ def notes(journal: RamJournal) -> dict[SiteId, dict[str, Any]]:
 
 
 def asked_round(data: bytes) -> int:
-    return int(wire.decode(data).fields["round"])
+    return int(messages.decode(data).fields["round"])

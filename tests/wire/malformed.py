@@ -17,8 +17,8 @@ import torch
 from safetensors.torch import save as write_safetensors
 from torch import Tensor
 
-from polyclinic import wire
-from polyclinic.core import Stream
+from polyclinic.core.contract import Stream
+from polyclinic.storage import messages
 from tests.wire.frames import Reply, body_of, framed, sealed
 
 Make = Callable[[Reply], bytes]
@@ -132,7 +132,7 @@ def pickled(reply: Reply) -> bytes:
 
 def announced(length: int) -> Make:
     """Another length of the header than it has."""
-    return lambda reply: wire.PREFIX.pack(wire.MAGIC, length, bytes(32)) + reply.frame[wire.PREFIX.size :]
+    return lambda reply: messages.PREFIX.pack(messages.MAGIC, length, bytes(32)) + reply.frame[messages.PREFIX.size :]
 
 
 def noise(size: int) -> bytes:
@@ -143,23 +143,23 @@ def noise(size: int) -> bytes:
 NOT_A_MESSAGE: dict[str, tuple[str, Make]] = {
     "empty": ("empty", lambda reply: b""),
     "random bytes": ("format", lambda reply: noise(500)),
-    "random bytes behind our magic": ("header", lambda reply: wire.MAGIC + noise(500)),
-    "only the magic": ("format", lambda reply: wire.MAGIC),
+    "random bytes behind our magic": ("header", lambda reply: messages.MAGIC + noise(500)),
+    "only the magic": ("format", lambda reply: messages.MAGIC),
     "another protocol": ("format", lambda reply: b"PCL2" + reply.frame[4:]),
     "a pickle": ("format", pickled),
     "an npz file": ("format", npz),
     "bare safetensors": ("format", lambda reply: write_safetensors(reply.tensors["model"])),
-    "cut in the prefix": ("format", lambda reply: reply.frame[: wire.PREFIX.size - 1]),
-    "cut in the header": ("header", lambda reply: reply.frame[: wire.PREFIX.size + 20]),
+    "cut in the prefix": ("format", lambda reply: reply.frame[: messages.PREFIX.size - 1]),
+    "cut in the header": ("header", lambda reply: reply.frame[: messages.PREFIX.size + 20]),
     "cut behind the header": ("checksum", lambda reply: framed(reply.header, b"")),
     "cut by one byte": ("checksum", lambda reply: reply.frame[:-1]),
     "trailing bytes": ("checksum", lambda reply: reply.frame + b"\0"),
     "two frames": ("checksum", lambda reply: reply.frame * 2),
-    "a flipped bit in the header": ("checksum", lambda reply: flipped(reply.frame, wire.PREFIX.size + 5)),
+    "a flipped bit in the header": ("checksum", lambda reply: flipped(reply.frame, messages.PREFIX.size + 5)),
     "a flipped bit in the tensors": ("checksum", lambda reply: flipped(reply.frame, len(reply.frame) - 2)),
     "another body's checksum": ("checksum", lambda reply: framed(reply.header, body_of({}, b""))),
     "a header bomb": ("header", announced((1 << 32) - 1)),
-    "a header longer than allowed": ("header", announced(wire.MAX_HEADER + 24)),
+    "a header longer than allowed": ("header", announced(messages.MAX_HEADER + 24)),
     "a header of odd length": ("header", lambda reply: framed(reply.header, reply.body, shift=1)),
     "oversize": ("oversize", fields(padding="x" * 100_000)),
     "oversize by its tensors": ("oversize", tensors("model", extra=torch.zeros(50_000))),

@@ -10,8 +10,8 @@ import psutil
 import pytest
 import torch
 
-from polyclinic import wire
-from polyclinic.errors import Refused
+from polyclinic.core.errors import Refused
+from polyclinic.storage import messages
 from tests.wire.frames import RUN, body_of, framed, sealed
 
 TIB = 1 << 40
@@ -31,7 +31,7 @@ def tensor_of(dtype: str, shape: list[int], size: int) -> bytes:
 
 
 CLAIMS: dict[str, tuple[str, bytes]] = {
-    "a header of 4 GiB": ("header", wire.PREFIX.pack(wire.MAGIC, (1 << 32) - 1, bytes(32)) + bytes(152)),
+    "a header of 4 GiB": ("header", messages.PREFIX.pack(messages.MAGIC, (1 << 32) - 1, bytes(32)) + bytes(152)),
     "a table of 4 TiB": ("tensors", table_of(4 * TIB)),
     "a table of 16 EiB": ("tensors", table_of((1 << 64) - 1)),
     "a tensor of 4 TiB": ("tensors", tensor_of("F32", [TIB], 4 * TIB)),
@@ -55,9 +55,9 @@ def refuse(kind: str, read: Callable[[], object]) -> float:
 def test_a_huge_claim_is_refused_at_once(kind: str, message: bytes) -> None:
     assert len(message) < 1024
     process = psutil.Process()
-    refuse(kind, lambda: wire.decode(message))
+    refuse(kind, lambda: messages.decode(message))
     before = process.memory_info().rss
-    seconds = [refuse(kind, lambda: wire.decode(message)) for _ in range(20)]
+    seconds = [refuse(kind, lambda: messages.decode(message)) for _ in range(20)]
     assert process.memory_info().rss - before <= MEGABYTE
     assert sorted(seconds)[10] < 0.010
 
@@ -70,21 +70,21 @@ def test_sizes_are_what_the_names_say() -> None:
 def test_a_table_may_not_hide_in_the_room_for_tensors() -> None:
     """JSON grows about twentyfold when it is read. The room for 16 MB of weights must not hold 16 MB of it."""
     like = {"model": {"w": torch.zeros(4 * MEGABYTE)}}
-    expected = wire.Expected(RUN, 1, "north", like, like, examples=1)
+    expected = messages.Expected(RUN, 1, "north", like, like, examples=1)
     bomb = sealed(FIELDS, body_of(b'{"model/w": [' + b"[],[]," * (2 * MEGABYTE) + b"[]]}", b""))
     assert 12 * MEGABYTE < len(bomb) < expected.limit
     process = psutil.Process()
     before = process.memory_info().rss
-    assert refuse("tensors", lambda: wire.accept(bomb, expected)) < 0.5
+    assert refuse("tensors", lambda: messages.accept(bomb, expected)) < 0.5
     assert process.memory_info().rss - before <= 4 * MEGABYTE
 
 
 def test_a_header_may_not_outgrow_its_limit() -> None:
     """Readers without an expected size, such as a site, hold to the header's own."""
-    body = wire.encode_body({})
-    padding = "x" * (wire.MAX_HEADER - 200)
-    assert wire.decode(wire.pack({"padding": padding}, body)).fields["padding"] == padding
-    refuse("header", lambda: wire.decode(wire.pack({"padding": padding + "x" * 200}, body)))
+    body = messages.encode_body({})
+    padding = "x" * (messages.MAX_HEADER - 200)
+    assert messages.decode(messages.pack({"padding": padding}, body)).fields["padding"] == padding
+    refuse("header", lambda: messages.decode(messages.pack({"padding": padding + "x" * 200}, body)))
 
 
 def test_an_honest_message_of_many_tensors_has_room() -> None:
@@ -92,6 +92,6 @@ def test_an_honest_message_of_many_tensors_has_room() -> None:
     model = {f"features.denseblock{i}.layer.{'é' * 40}": torch.full((1,), i / 7) for i in range(2000)}
     row = {"model": "global", "part": "validation", "n": 5, "loss": 0.1234567890123456, "accuracy": 0.1234567890123456}
     fields = {**FIELDS, "report": [{**row, "model": f"site {i}"} for i in range(200)]}
-    expected = wire.Expected(RUN, 1, "north", {"model": model}, {"model": model}, examples=1)
-    reply = wire.accept(wire.encode(fields, {"model": model}), expected)
+    expected = messages.Expected(RUN, 1, "north", {"model": model}, {"model": model}, examples=1)
+    reply = messages.accept(messages.encode(fields, {"model": model}), expected)
     assert reply.drift == 0.0

@@ -11,11 +11,11 @@ import psutil
 import torch
 from safetensors.torch import load as read_safetensors
 
-from polyclinic import wire
-from polyclinic.algorithms.fednova import FedNova
-from polyclinic.core import Bundle, Stream, Training
-from polyclinic.errors import Refused
-from polyclinic.replies import checked_report
+from polyclinic.algorithms.optimisation.fednova import FedNova
+from polyclinic.core.contract import Bundle, Stream, Training
+from polyclinic.core.errors import Refused
+from polyclinic.federation.reply_checks import checked_report
+from polyclinic.storage import messages
 from tests.wire.frames import Reply, expected, honest
 from tests.wire.mutations import MUTATIONS
 
@@ -70,7 +70,7 @@ def check_update(data: bytes) -> None:
 
     Some damage is harmless: another value, another order of keys.
     """
-    reply = wire.accept(data, expected())
+    reply = messages.accept(data, expected())
     ALGORITHM.check(reply.update)
     rows = checked_report(reply.fields)
     tensors, like = reply.update.tensors, expected().like
@@ -87,17 +87,17 @@ def check_update(data: bytes) -> None:
 
 def check_message(data: bytes) -> None:
     """What a site reads from the server and a run from its own disk; it can be written again as it was read."""
-    message = wire.decode(data)
+    message = messages.decode(data)
     check_alike(message.tensors, data)
-    again = wire.decode(wire.encode(message.fields, message.tensors))
-    assert wire.digest(again.tensors) == wire.digest(message.tensors)
+    again = messages.decode(messages.encode(message.fields, message.tensors))
+    assert messages.digest(again.tensors) == messages.digest(message.tensors)
 
 
 def check_alike(tensors: Bundle, data: bytes) -> None:
     """The library whose format it is reads the same from the same bytes, but for JSON's −0, which it does not read."""
-    _, length, _ = wire.PREFIX.unpack_from(data)
-    theirs = read_safetensors(data[wire.PREFIX.size + length :].replace(b"[-0", b"[ 0"))
-    assert wire.digest(wire.unflatten(theirs)) == wire.digest(tensors)
+    _, length, _ = messages.PREFIX.unpack_from(data)
+    theirs = read_safetensors(data[messages.PREFIX.size + length :].replace(b"[-0", b"[ 0"))
+    assert messages.digest(messages.unflatten(theirs)) == messages.digest(tensors)
 
 
 def test_damaged_updates_are_refused_or_sound() -> None:
@@ -110,7 +110,7 @@ def test_damaged_updates_are_refused_or_sound() -> None:
 
 def test_damaged_messages_are_refused_or_sound() -> None:
     """With every dtype, a scalar and an empty tensor."""
-    group = {name: torch.ones(2, 3).to(dtype) for name, dtype in wire.DTYPES.items()}
+    group = {name: torch.ones(2, 3).to(dtype) for name, dtype in messages.DTYPES.items()}
     bundle = {"model": group, "buffers": {"one": torch.tensor(1.5), "none": torch.zeros(0, 3)}}
     kinds, growth = survey(damaged(Reply({"round": 3, "ü": "é"}, bundle), OTHERS, "messages"), check_message)
     assert kinds.total() == OTHERS

@@ -16,16 +16,16 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from polyclinic import wire
-from polyclinic.algorithms.averaging import Averaging
-from polyclinic.algorithms.fedavg import FedAvg
-from polyclinic.algorithms.fednova import FedNova
-from polyclinic.core import Federation, Optimiser, SiteId, Stream, Training
-from polyclinic.engines.mock import MockEngine
-from polyclinic.errors import RoundFailed
-from polyclinic.journal import RamJournal
-from polyclinic.learning.fit import batches
-from polyclinic.rounds import Rounds, Rules
+from polyclinic.algorithms.base import Averaging
+from polyclinic.algorithms.optimisation.fedavg import FedAvg
+from polyclinic.algorithms.optimisation.fednova import FedNova
+from polyclinic.core.contract import Federation, Optimiser, SiteId, Stream, Training
+from polyclinic.core.errors import RoundFailed
+from polyclinic.federation.engines.mock import MockEngine
+from polyclinic.federation.rounds import Rounds, Rules
+from polyclinic.storage import messages
+from polyclinic.storage.journal import RamJournal
+from polyclinic.training.fit import batches
 
 BATCH = 8
 TRAINING = Training(batch=BATCH)
@@ -49,7 +49,7 @@ def influence(
         fields = {"run": "run", "round": 1, "site": site, "examples": claims.get(k, registered[k])}
         fields["scalars"] = (scalars or {}).get(k, {"steps": honest_steps(registered[k])})
         unit = torch.eye(len(sites), dtype=torch.float64)[k]
-        return wire.encode(fields, {"model": {"w": unit}})
+        return messages.encode(fields, {"model": {"w": unit}})
 
     method = algorithm or FedAvg()
     rounds = Rounds(Federation(("a", "b"), sites, start), method, MockEngine(answer), Rules(rounds=1), RamJournal())

@@ -51,7 +51,7 @@ def offences(source: str) -> Iterator[str]:
             yield dotted(node.func)
 
 
-READER = PACKAGE / "models" / "locked_reader.py"
+READER = PACKAGE / "models" / "weights" / "sandboxed_reader.py"
 
 
 def test_no_source_file_can_unpickle_but_the_reader_in_its_own_process() -> None:
@@ -66,12 +66,12 @@ def test_the_reader_unpickles_weights_only_and_nobody_calls_it() -> None:
     loads = [call for call in calls if dotted(call.func) == "torch.load"]
     told = [{k.arg: k.value for k in call.keywords}.get("weights_only") for call in loads]
     assert [isinstance(value, ast.Constant) and value.value is True for value in told] == [True]
-    knowing = {file.name for file in PACKAGE.rglob("*.py") if "locked_reader" in file.read_text()}
+    knowing = {file.name for file in PACKAGE.rglob("*.py") if "sandboxed_reader" in file.read_text()}
     assert knowing == {"convert.py"}
     used = {
         node.attr
-        for node in ast.walk(ast.parse((PACKAGE / "models" / "convert.py").read_text()))
-        if isinstance(node, ast.Attribute) and dotted(node.value) == "locked_reader"
+        for node in ast.walk(ast.parse((PACKAGE / "models" / "weights" / "convert.py").read_text()))
+        if isinstance(node, ast.Attribute) and dotted(node.value) == "sandboxed_reader"
     }
     assert used == {"__file__", "seconds"}
 
@@ -112,7 +112,7 @@ import os, pickle, sys
 import polyclinic
 from collections import OrderedDict
 from pathlib import Path
-from polyclinic import wire
+from polyclinic.storage import messages
 
 folder = Path(sys.argv[1])
 events = os.open(folder / "events", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -143,7 +143,7 @@ for algorithm in ("fedavg", "scaffold"):
         result = polyclinic.run(recipe, out)
         shas.append(result.summary["sha256"])
         snapshots = sorted((out / "snapshots").iterdir())
-        wire.decode(wire.encode({}, wire.decode(snapshots[-1].read_bytes()).tensors))
+        messages.decode(messages.encode({}, messages.decode(snapshots[-1].read_bytes()).tensors))
         polyclinic.run(recipe, out)
 ours = count()
 pickle.loads(bait)

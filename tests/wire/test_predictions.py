@@ -7,14 +7,14 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from polyclinic import wire
-from polyclinic.algorithms.fedavg import FedAvg
-from polyclinic.core import SiteId, Tensors
-from polyclinic.engines.mock import MockEngine
-from polyclinic.errors import Refused, RoundFailed
-from polyclinic.journal import RamJournal
-from polyclinic.replies import split_predictions
-from polyclinic.rounds import Outcome, Rounds, Rules
+from polyclinic.algorithms.optimisation.fedavg import FedAvg
+from polyclinic.core.contract import SiteId, Tensors
+from polyclinic.core.errors import Refused, RoundFailed
+from polyclinic.federation.engines.mock import MockEngine
+from polyclinic.federation.reply_checks import split_predictions
+from polyclinic.federation.rounds import Outcome, Rounds, Rules
+from polyclinic.storage import messages
+from polyclinic.storage.journal import RamJournal
 from tests.wire.frames import REGISTERED, RUN, federation, start
 
 GROUP = "global|test"
@@ -36,7 +36,7 @@ def evaluated(answer: Callable[[SiteId], bytes]) -> dict[SiteId, dict[str, Tenso
 
 
 def sent(site: SiteId, tensors: Tensors, round: int = ROUND, run: str = RUN) -> bytes:
-    return wire.encode({"run": run, "round": round, "site": site}, {"predictions": tensors})
+    return messages.encode({"run": run, "round": round, "site": site}, {"predictions": tensors})
 
 
 def test_predictions_come_back_by_site_and_part() -> None:

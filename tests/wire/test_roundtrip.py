@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from safetensors.torch import load as read_safetensors
 from torch import Tensor
 
-from polyclinic import wire
-from polyclinic.core import Bundle
-from polyclinic.errors import Refused
-from polyclinic.mail import Outbox
+from polyclinic.core.contract import Bundle
+from polyclinic.core.errors import Refused
+from polyclinic.federation.mailbox import Outbox
+from polyclinic.storage import messages
 from tests.wire.frames import body_of, sealed
 
 SHAPES = st.lists(st.integers(0, 4), max_size=4).map(tuple)
@@ -34,7 +34,7 @@ quick = settings(max_examples=150, deadline=None, derandomize=True)
 @st.composite
 def tensors(draw: st.DrawFn) -> Tensor:
     """Any bits of any dtype: NaN, infinity, −0 and denormals among them."""
-    dtype, shape = draw(st.sampled_from(list(wire.DTYPES.values()))), draw(SHAPES)
+    dtype, shape = draw(st.sampled_from(list(messages.DTYPES.values()))), draw(SHAPES)
     size = math.prod(shape) * dtype.itemsize
     data = bytearray(draw(st.binary(min_size=size, max_size=size)))
     if dtype is torch.bool:
@@ -56,16 +56,16 @@ def everything(bundle: Bundle) -> dict[str, dict[str, tuple[torch.dtype, torch.S
 @quick
 @given(BUNDLES, st.dictionaries(NAMES.filter(lambda n: n not in ("schema", "body")), JSON, max_size=4))
 def test_every_bit_comes_back(bundle: Bundle, fields: dict[str, Any]) -> None:
-    message = wire.decode(wire.encode(fields, bundle))
+    message = messages.decode(messages.encode(fields, bundle))
     assert everything(message.tensors) == everything(bundle)
     assert json.dumps({k: message.fields[k] for k in fields}) == json.dumps(fields)
-    assert wire.digest(message.tensors) == wire.digest(bundle)
+    assert messages.digest(message.tensors) == messages.digest(bundle)
 
 
 @quick
 @given(BUNDLES)
 def test_the_body_is_safetensors(bundle: Bundle) -> None:
-    theirs = wire.unflatten(read_safetensors(wire.encode_body(bundle).data))
+    theirs = messages.unflatten(read_safetensors(messages.encode_body(bundle).data))
     assert everything(theirs) == everything(bundle)
 
 
@@ -76,7 +76,7 @@ def test_the_digest_ignores_order(bundle: Bundle, chance: Any) -> None:
         return {key: mapping[key] for key in chance.sample(sorted(mapping), len(mapping))}
 
     other = shuffled({kind: shuffled(group) for kind, group in bundle.items()})
-    assert wire.digest(other) == wire.digest(bundle)
+    assert messages.digest(other) == messages.digest(bundle)
 
 
 @quick
@@ -88,7 +88,7 @@ def test_the_digest_sees_every_bit(bundle: Bundle, data: st.DataObject) -> None:
     changed = bundle[kind][name].clone()
     flat = changed.reshape(-1).view(torch.uint8)
     flat[data.draw(st.integers(0, len(flat) - 1))] ^= 1 << data.draw(st.integers(0, 7))
-    assert wire.digest({**bundle, kind: {**bundle[kind], name: changed}}) != wire.digest(bundle)
+    assert messages.digest({**bundle, kind: {**bundle[kind], name: changed}}) != messages.digest(bundle)
 
 
 def test_the_digest_tells_apart_what_could_be_mistaken() -> None:
@@ -109,7 +109,7 @@ def test_the_digest_tells_apart_what_could_be_mistaken() -> None:
         {"m": {'a", "torch.uint8", [1]]X["m/b': zero}},
     ]
     for first, second in itertools.combinations(bundles, 2):
-        assert wire.digest(first) != wire.digest(second)
+        assert messages.digest(first) != messages.digest(second)
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,7 @@ def test_the_digest_tells_apart_what_could_be_mistaken() -> None:
     ids=["transposed", "expanded", "every other", "with a gradient"],
 )
 def test_any_layout_can_be_sent(bundle: Bundle) -> None:
-    assert everything(wire.decode(wire.encode({}, bundle)).tensors) == everything(plain(bundle))
+    assert everything(messages.decode(messages.encode({}, bundle)).tensors) == everything(plain(bundle))
 
 
 def plain(bundle: Bundle) -> Bundle:
@@ -134,19 +134,19 @@ def test_the_same_tensor_can_be_sent_twice() -> None:
     """As a model and as its own teacher, whole and in part."""
     w = torch.arange(6.0).reshape(2, 3)
     bundle = {"model": {"w": w, "again": w}, "teacher": {"w": w}, "part": {"row": w[1]}}
-    assert everything(wire.decode(wire.encode({}, bundle)).tensors) == everything(bundle)
+    assert everything(messages.decode(messages.encode({}, bundle)).tensors) == everything(bundle)
 
 
 def test_what_was_decoded_can_be_sent_on() -> None:
     bundle = {"model": {"a": torch.rand(3), "b": torch.rand(2, 2)}, "buffers": {"n": torch.tensor(3)}}
-    first = wire.decode(wire.encode({"round": 1}, bundle))
-    assert wire.encode(first.fields, first.tensors) == wire.encode({"round": 1}, bundle)
+    first = messages.decode(messages.encode({"round": 1}, bundle))
+    assert messages.encode(first.fields, first.tensors) == messages.encode({"round": 1}, bundle)
 
 
 def test_encoding_depends_on_nothing_but_its_input() -> None:
     forth = {"model": {"a": torch.ones(2), "b": torch.zeros(3)}, "buffers": {"n": torch.tensor(3)}}
     back = {kind: dict(reversed(group.items())) for kind, group in reversed(forth.items())}
-    assert wire.encode_body(forth) == wire.encode_body(back)
+    assert messages.encode_body(forth) == messages.encode_body(back)
 
 
 def test_the_outbox_sends_what_each_site_is_meant_to_get() -> None:
@@ -154,9 +154,9 @@ def test_the_outbox_sends_what_each_site_is_meant_to_get() -> None:
     bundles = {"a": common, "b": common, "c": own, "d": common}
     outbox = Outbox({site: {"site": site} for site in bundles}, lambda site: bundles[site])
     for site in ("d", "c", "a", "b", "c"):
-        message = wire.decode(outbox[site])
+        message = messages.decode(outbox[site])
         assert message.fields["site"] == site
-        assert wire.digest(message.tensors) == wire.digest(bundles[site])
+        assert messages.digest(message.tensors) == messages.digest(bundles[site])
     assert outbox.sizes == {site: len(outbox[site]) for site in bundles}
 
 
@@ -164,11 +164,15 @@ def test_the_outbox_sends_what_each_site_is_meant_to_get() -> None:
 def test_a_truth_value_is_zero_or_one(byte: int) -> None:
     """Other bytes would be a bool that is neither equal to true nor to false, depending on who asks."""
     line = {"dtype": "BOOL", "shape": [3], "data_offsets": [0, 3]}
-    assert wire.decode(sealed({}, body_of({"m/a": line}, b"\0\1\1"))).tensors["m"]["a"].tolist() == [False, True, True]
+    assert messages.decode(sealed({}, body_of({"m/a": line}, b"\0\1\1"))).tensors["m"]["a"].tolist() == [
+        False,
+        True,
+        True,
+    ]
     with pytest.raises(Refused, match="neither true nor false"):
-        wire.decode(sealed({}, body_of({"m/a": line}, bytes([1, byte, 0]))))
+        messages.decode(sealed({}, body_of({"m/a": line}, bytes([1, byte, 0]))))
 
 
 def test_a_kind_with_a_slash_is_refused_before_it_becomes_another() -> None:
     with pytest.raises(ValueError, match="it would come back as another kind"):
-        wire.flatten({"model@a/b": {"w": torch.zeros(1)}})
+        messages.flatten({"model@a/b": {"w": torch.zeros(1)}})

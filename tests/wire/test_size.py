@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from polyclinic import wire
+from polyclinic.storage import messages
 
 DTYPES = (torch.float32, torch.float64, torch.int64, torch.float16, torch.int8, torch.bool)
 shapes = st.lists(st.integers(0, 5), max_size=3)
@@ -21,4 +21,4 @@ def test_a_message_that_is_handed_over_counts_as_if_it_had_travelled(
 ) -> None:
     fields = {"site": words, "round": number, "report": [{"auc": number / 7}]}
     bundle = {k: {n: torch.zeros(shape, dtype=d) for n, (d, shape) in g.items()} for k, g in kinds.items()}
-    assert wire.size(wire.Message(fields, bundle)) == len(wire.encode(fields, bundle))
+    assert messages.size(messages.Message(fields, bundle)) == len(messages.encode(fields, bundle))

@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
-from polyclinic.algorithms.adaptive_noise import AdaptiveNoise
-from polyclinic.algorithms.averaging import Averaging, RunningMean
-from polyclinic.algorithms.centralised import Centralised
-from polyclinic.algorithms.crosssite import CrossSite
-from polyclinic.algorithms.elastic import Elastic
-from polyclinic.algorithms.fed_align import FedAlign
-from polyclinic.algorithms.fedavg import FedAvg
-from polyclinic.algorithms.fedbn import FedBN
-from polyclinic.algorithms.fedcycle import FedCycle
-from polyclinic.algorithms.fedmp import FedMP
-from polyclinic.algorithms.fedmr import FedMR
-from polyclinic.algorithms.fednova import FedNova
-from polyclinic.algorithms.fedper import FedPer
-from polyclinic.algorithms.fedprox import FedProx
-from polyclinic.algorithms.fedsgd import FedSGD
-from polyclinic.algorithms.fraug import FRAug
-from polyclinic.algorithms.local import Local
-from polyclinic.algorithms.moon import Moon
-from polyclinic.algorithms.pfedcdp import PFedCDP
-from polyclinic.algorithms.scaffold import Scaffold
-from polyclinic.algorithms.single import Single
+from polyclinic.algorithms.base import Averaging, RunningMean
+from polyclinic.algorithms.baselines.centralised import Centralised
+from polyclinic.algorithms.baselines.cross_site import CrossSite
+from polyclinic.algorithms.baselines.local import Local
+from polyclinic.algorithms.baselines.one_shot import Single
+from polyclinic.algorithms.optimisation.adaptive_noise import AdaptiveNoise
+from polyclinic.algorithms.optimisation.elastic import Elastic
+from polyclinic.algorithms.optimisation.fedavg import FedAvg
+from polyclinic.algorithms.optimisation.fedcycle import FedCycle
+from polyclinic.algorithms.optimisation.fednova import FedNova
+from polyclinic.algorithms.optimisation.fedprox import FedProx
+from polyclinic.algorithms.optimisation.fedsgd import FedSGD
+from polyclinic.algorithms.optimisation.scaffold import Scaffold
+from polyclinic.algorithms.personalisation.fedbn import FedBN
+from polyclinic.algorithms.personalisation.fedper import FedPer
+from polyclinic.algorithms.personalisation.pfedcdp import PFedCDP
+from polyclinic.algorithms.representation.fed_align import FedAlign
+from polyclinic.algorithms.representation.fedmp import FedMP
+from polyclinic.algorithms.representation.fedmr import FedMR
+from polyclinic.algorithms.representation.fraug import FRAug
+from polyclinic.algorithms.representation.moon import Moon
 
 ALGORITHMS: dict[str, type[Averaging]] = {
     "fedavg": FedAvg,

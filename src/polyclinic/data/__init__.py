@@ -7,14 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from polyclinic.core import Stream
-from polyclinic.data.digits import DigitsOptions, digits
-from polyclinic.data.examples import Collection, Images, Selection, SiteData, concatenate
-from polyclinic.data.federate import SiteSummary, describe, federate
-from polyclinic.data.folder import data_folder
-from polyclinic.data.load import for_parts, load
-from polyclinic.data.options import Options
-from polyclinic.data.own import (
+from polyclinic.core.contract import Stream
+from polyclinic.data.builtin.digits import DigitsOptions, digits
+from polyclinic.data.builtin.phantom import PhantomOptions, phantom
+from polyclinic.data.data_dir import data_folder
+from polyclinic.data.datasets import SETS, NamedSet
+from polyclinic.data.datasets.user_data import (
     FolderOptions,
     OwnOptions,
     SeveralOptions,
@@ -24,11 +22,13 @@ from polyclinic.data.own import (
     own_table,
     several,
 )
-from polyclinic.data.partition import PARTITIONS, Natural, Partition
-from polyclinic.data.phantom import PhantomOptions, phantom
-from polyclinic.data.preparation import ImageOptions
+from polyclinic.data.examples import Collection, Images, Selection, SiteData, concatenate
+from polyclinic.data.loading.load import for_parts, load
+from polyclinic.data.loading.options import ImageOptions
+from polyclinic.data.options import Options
+from polyclinic.data.partitioning.federate import SiteSummary, describe, federate
+from polyclinic.data.partitioning.partition import PARTITIONS, Natural, Partition
 from polyclinic.data.records import Listing
-from polyclinic.data.sets import SETS, NamedSet
 from polyclinic.data.splits import Fractions, split
 
 __all__ = [

@@ -9,15 +9,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from polyclinic.data.checks.duplicates import duplicate_findings
-from polyclinic.data.checks.faults import by, sayable, used_positions
-from polyclinic.data.checks.files import file_findings
-from polyclinic.data.checks.labels import said_labels
-from polyclinic.data.checks.looks import Progress, look_at
-from polyclinic.data.checks.people import people_findings
-from polyclinic.data.division import UNDIVIDED, Refusal, division_findings
 from polyclinic.data.findings import Finding
-from polyclinic.data.load import judged_labels
+from polyclinic.data.loading.load import judged_labels
+from polyclinic.data.partitioning.dry_run import UNDIVIDED, Refusal, division_findings
+from polyclinic.data.quality.duplicates import duplicate_findings
+from polyclinic.data.quality.files import file_findings
+from polyclinic.data.quality.finding_text import by, sayable, used_positions
+from polyclinic.data.quality.image_stats import Progress, look_at
+from polyclinic.data.quality.labels import said_labels
+from polyclinic.data.quality.people import people_findings
 from polyclinic.data.records import Listing
 
 LEVELS = ("stop", "warn", "note")

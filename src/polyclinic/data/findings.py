@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from polyclinic.errors import DataError
+from polyclinic.core.errors import DataError
 
 Level = Literal["stop", "warn", "note"]
 """stop: training may not start; warn: it may, but read this before you believe the result; note: good to know."""

@@ -76,3 +76,12 @@ def classes_of(labels: Iterable[str]) -> tuple[str, ...]:
 
 def _is_number(text: str) -> bool:
     return len(text) <= 18 and text.isascii() and text.isdigit()
+
+
+SAYABLE = (10, 3)
+"""Images, patients: what fewer than these share may be a name in the wrong column. Few patients have ten images."""
+
+
+def may_be_said(images: int, people: int) -> bool:
+    """Whether so many share a label, a site or a folder that its name cannot be a patient's."""
+    return images >= SAYABLE[0] and people >= SAYABLE[1]

@@ -8,10 +8,10 @@ from typing import Self, TypeAlias, get_args
 import numpy as np
 from pydantic import Field, model_validator
 
-from polyclinic.core import Part, Stream
+from polyclinic.core.contract import Part, Stream
+from polyclinic.core.errors import DataError, RecipeError
 from polyclinic.data.options import Options
 from polyclinic.data.patients import Indices, Patients
-from polyclinic.errors import DataError, RecipeError
 
 PARTS: tuple[Part, ...] = get_args(Part)
 Parts: TypeAlias = dict[Part, Indices]

@@ -25,17 +25,17 @@ from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from polyclinic.core import SiteId
-from polyclinic.deploy.certificates import refuse_server, refuse_site, withdrawn
-from polyclinic.deploy.federation import ServerConfig, address_of, is_loopback
-from polyclinic.deploy.kit import FLWR
-from polyclinic.deploy.releases import now
-from polyclinic.deploy.site import SiteConfig
-from polyclinic.errors import EngineError, RecipeError, StoreError
-from polyclinic.store import locked, named_failure, write_json
+from polyclinic.core.contract import SiteId
+from polyclinic.core.errors import EngineError, RecipeError, StoreError
+from polyclinic.deploy.config import ServerConfig, address_of, is_loopback
+from polyclinic.deploy.provisioning.certificates import refuse_server, refuse_site, withdrawn
+from polyclinic.deploy.provisioning.kit import FLWR
+from polyclinic.deploy.site.config import SiteConfig
+from polyclinic.deploy.site.release_log import now
+from polyclinic.storage.run_files import locked, named_failure, write_json
 
 if TYPE_CHECKING:
-    from polyclinic.engines.flower import FlowerEngine, Link
+    from polyclinic.deploy.flower.server import FlowerEngine, Link
 
 ENVIRONMENT = {
     "FLWR_TELEMETRY_ENABLED": "0",
@@ -112,7 +112,7 @@ class Board:
         self.patient = False
         """Whether rounds wait for whoever has gone away."""
         self._here: set[SiteId] = set()
-        self.log = logging.getLogger("polyclinic.server")
+        self.log = logging.getLogger("polyclinic.runs.server_training")
         self._lock = threading.Lock()
         self._over = threading.Event()
 
@@ -237,7 +237,7 @@ def serving(config: ServerConfig, out: Path | None = None, patience: float = PAT
     if not config.insecure:
         refuse_server(config.certificate, config.key, config.ca, config.host)
     with locked(config.folder):
-        from polyclinic.engines.flower import FlowerEngine, Link, LinkGrid
+        from polyclinic.deploy.flower.server import FlowerEngine, Link, LinkGrid
 
         board = Board(config, [config.folder, *([out] if out else [])])
         pair = None if config.insecure else (config.certificate, config.key)
@@ -291,7 +291,7 @@ def attend(
         tell(sentence)
 
     with locked(config.folder / "joined"):
-        from polyclinic.engines.flower_site import Attendance
+        from polyclinic.deploy.flower.client import Attendance
 
         names = config.federation, config.site
         attendance = Attendance(config.server, authority, config.key, config.folder, answer, say, resting, names)

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 import torch
 
-from polyclinic.core import Stream
-from polyclinic.errors import RecipeError
-from polyclinic.models import adaptive, pfedcdp, resnet22, scattering, small, torchvision_family
+from polyclinic.core.contract import Stream
+from polyclinic.core.errors import RecipeError
+from polyclinic.models import groupnorm_cnn, pfedcdp, resnet22, scattering, small, torchvision
 from polyclinic.models.classifier import Builder, Classifier
-from polyclinic.models.weights import Loaded, adopt_weights, download_weights, load_weights
+from polyclinic.models.weights.load import Loaded, adopt_weights, download_weights, load_weights
 
 __all__ = [
     "MODELS",
@@ -42,7 +42,7 @@ MODELS: dict[str, Spec] = {
     "cnn_c": Spec(pfedcdp.cnn_c, 4, 0.0, "two convolutions (8, 16), 32 dense units: weak devices", "PFedCDP"),
     "student": Spec(pfedcdp.student, 4, 0.5, "the server's student, built as cnn_b", "PFedCDP"),
     "groupnorm_cnn": Spec(
-        adaptive.groupnorm_cnn, 8, 0.3, "three convolutions with GroupNorm and a skip", "adaptive-noise DP-FL"
+        groupnorm_cnn.groupnorm_cnn, 8, 0.3, "three convolutions with GroupNorm and a skip", "adaptive-noise DP-FL"
     ),
     "small_cnn": Spec(small.small_cnn, 4, 0.0, "the benchmark's small CNN, built as cnn_a", "-"),
     "mlp": Spec(small.mlp, 1, 0.0, "one hidden layer of 64 units", "-"),
@@ -53,17 +53,17 @@ MODELS: dict[str, Spec] = {
     "scattering_cnn": Spec(
         scattering.scattering_cnn, 8, 0.0, "one convolution on fixed wavelet features", "Tramèr and Boneh 2021"
     ),
-    "mobilenet_v2": Spec(torchvision_family.mobilenet_v2, 1, 0.2, "MobileNetV2", "FedCycle; Sandler et al. 2018"),
+    "mobilenet_v2": Spec(torchvision.mobilenet_v2, 1, 0.2, "MobileNetV2", "FedCycle; Sandler et al. 2018"),
     "mobilenet_v3_small": Spec(
-        torchvision_family.mobilenet_v3_small, 1, 0.2, "MobileNetV3-Small", "FedCycle; Howard et al. 2019"
+        torchvision.mobilenet_v3_small, 1, 0.2, "MobileNetV3-Small", "FedCycle; Howard et al. 2019"
     ),
-    "efficientnet_b0": Spec(torchvision_family.efficientnet_b0, 1, 0.2, "EfficientNet-B0", "FedCycle; Tan and Le 2019"),
-    "densenet201": Spec(torchvision_family.densenet201, 29, 0.0, "DenseNet-201", "FedCycle; Huang et al. 2017"),
-    "resnet18": Spec(torchvision_family.resnet18, 1, 0.0, "ResNet-18", "He et al. 2016"),
+    "efficientnet_b0": Spec(torchvision.efficientnet_b0, 1, 0.2, "EfficientNet-B0", "FedCycle; Tan and Le 2019"),
+    "densenet201": Spec(torchvision.densenet201, 29, 0.0, "DenseNet-201", "FedCycle; Huang et al. 2017"),
+    "resnet18": Spec(torchvision.resnet18, 1, 0.0, "ResNet-18", "He et al. 2016"),
     "resnet22": Spec(resnet22.resnet22, 11, 0.5, "ResNet-22 for whole mammograms", "Fed-Align-CL; Wu et al. 2020"),
-    "resnet50": Spec(torchvision_family.resnet50, 1, 0.0, "ResNet-50", "FedMP; He et al. 2016"),
-    "resnet152": Spec(torchvision_family.resnet152, 1, 0.0, "ResNet-152", "FedCycle; He et al. 2016"),
-    "inception_v3": Spec(torchvision_family.inception_v3, 75, 0.5, "InceptionV3", "FedCycle; Szegedy et al. 2016"),
+    "resnet50": Spec(torchvision.resnet50, 1, 0.0, "ResNet-50", "FedMP; He et al. 2016"),
+    "resnet152": Spec(torchvision.resnet152, 1, 0.0, "ResNet-152", "FedCycle; He et al. 2016"),
+    "inception_v3": Spec(torchvision.inception_v3, 75, 0.5, "InceptionV3", "FedCycle; Szegedy et al. 2016"),
 }
 
 

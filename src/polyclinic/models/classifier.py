@@ -6,7 +6,7 @@ from typing import Protocol
 
 from torch import Tensor, nn
 
-from polyclinic.errors import RecipeError
+from polyclinic.core.errors import RecipeError
 
 
 class Classifier(nn.Module):

@@ -28,12 +28,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from polyclinic.core import Batch, Examples, Fit, Private, Site, Stream, Training
-from polyclinic.errors import RecipeError
-from polyclinic.learning.fit import batches_per_epoch, fit
-from polyclinic.learning.network import LiveNetwork, weights_of
-from polyclinic.learning.objectives import task_loss
+from polyclinic.core.contract import Batch, Examples, Fit, Private, Site, Stream, Training
+from polyclinic.core.errors import RecipeError
 from polyclinic.models import Classifier
+from polyclinic.training.fit import batches_per_epoch, fit
+from polyclinic.training.losses import task_loss
+from polyclinic.training.network import LiveNetwork, weights_of
 
 LENGTH = 10.0
 """A canary's gradient, in clips: far too long, so that a clip that lets more through than it should is noticed."""

@@ -18,10 +18,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from polyclinic.core import Bundle, Stream, Tensors
-from polyclinic.errors import RecipeError
-from polyclinic.flat import BLOCK
-from polyclinic.learning.private import secret_numbers
+from polyclinic.core.contract import Bundle, Stream, Tensors
+from polyclinic.core.errors import RecipeError
+from polyclinic.core.flat_tensors import BLOCK
+from polyclinic.training.dp.dp_sgd import secret_numbers
 
 SLACK = 1e-6
 """The share by which a length may exceed its bound, so that rounding alone never changes an update a second time."""

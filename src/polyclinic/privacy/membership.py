@@ -17,10 +17,10 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from polyclinic.core import Stream
-from polyclinic.errors import DataError, RecipeError
-from polyclinic.metrics import Floats, Predictions, measure
-from polyclinic.stats import bootstrap
+from polyclinic.core.contract import Stream
+from polyclinic.core.errors import DataError, RecipeError
+from polyclinic.evaluation.metrics import Floats, Predictions, measure
+from polyclinic.evaluation.statistics import bootstrap
 
 Train: TypeAlias = Callable[[NDArray[np.intp], Stream], Floats]
 """(members, stream) -> the confidence in every example's true label of a model trained on `members` alone."""

@@ -18,9 +18,9 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
 
-from polyclinic.core import Fit, Private, SiteId, Training
-from polyclinic.errors import RecipeError
-from polyclinic.privacy.account import Accountant, Neighbours, Spend, epsilon, noise_for
+from polyclinic.core.contract import Fit, Private, SiteId, Training
+from polyclinic.core.errors import RecipeError
+from polyclinic.privacy.accounting import Accountant, Neighbours, Spend, epsilon, noise_for
 from polyclinic.privacy.sampling import sampled
 
 Unit = Literal["image", "patient", "site"]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from polyclinic.core import Fit
-from polyclinic.learning.fit import batches_per_epoch
+from polyclinic.core.contract import Fit
+from polyclinic.training.fit import batches_per_epoch
 
 
 def sampled(job: Fit, examples: int) -> tuple[float, int]:

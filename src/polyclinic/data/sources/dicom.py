@@ -29,7 +29,7 @@ from pydicom.pixels.decoders.base import Decoder, get_decoder
 from pydicom.uid import UID, JPEG2000TransferSyntaxes, JPEGLSTransferSyntaxes, JPEGTransferSyntaxes, RLELossless
 from scipy.special import expit
 
-from polyclinic.data.sources.pixels import (
+from polyclinic.data.sources.decode import (
     LARGEST,
     Bytes,
     Decoded,

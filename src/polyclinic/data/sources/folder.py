@@ -13,10 +13,9 @@ from itertools import count
 from pathlib import Path
 from typing import Literal
 
-from polyclinic.data.checks.faults import may_be_said
+from polyclinic.core.errors import DataError
 from polyclinic.data.findings import first, told
-from polyclinic.data.records import Listing, Record, classes_of, pseudonyms
-from polyclinic.errors import DataError
+from polyclinic.data.records import Listing, Record, classes_of, may_be_said, pseudonyms
 
 Level = Literal["label", "site", "split", "patient", "skip"]
 TOLD: tuple[Level, ...] = ("label", "site", "split")

@@ -19,9 +19,9 @@ from zipfile import ZIP_DEFLATED, ZIP_STORED, BadZipFile, ZipFile, ZipInfo
 import numpy as np
 from numpy.lib import format as npy
 
+from polyclinic.core.errors import DataError
 from polyclinic.data.records import Listing, Record, classes_of, pseudonyms
 from polyclinic.data.sources.folder import SPLITS, cleaned, part_of
-from polyclinic.errors import DataError
 
 MOST_IMAGES = 10_000_000
 MOST_BYTES = {"images": 8 * 2**30, "labels": 2**28, "site": 2**30, "patient": 2**30, "split": 2**30}

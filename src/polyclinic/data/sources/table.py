@@ -12,11 +12,11 @@ from pathlib import Path
 from posixpath import isabs, join, normpath
 from typing import TextIO
 
+from polyclinic.core.errors import DataError
 from polyclinic.data.findings import Finding, first, refuse, told
 from polyclinic.data.options import Options
 from polyclinic.data.records import Listing, Record, classes_of, pseudonyms
 from polyclinic.data.sources.folder import cleaned, images, part_of
-from polyclinic.errors import DataError
 
 DELIMITERS = ",;\t"
 NEEDED = ("path", "label")

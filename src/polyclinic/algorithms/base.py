@@ -1,0 +1,164 @@
+"""What the averaging algorithms share: a streaming mean, and the defaults of the contract."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import nn
+
+from polyclinic.core.contract import (
+    BESIDE,
+    Bundle,
+    Desk,
+    Exchange,
+    Federation,
+    Site,
+    SiteId,
+    Stream,
+    Tensors,
+    Training,
+    Update,
+    Work,
+)
+from polyclinic.core.flat_tensors import Row, copied
+
+WEIGHTS = ("model", "buffers")
+SEEN = ("bank", "features", "means")
+"""Kinds in which single sites' images can be recognised: a finished run keeps none, nor hands them on."""
+
+
+class RunningMean:
+    """Weighted mean of tensors that arrive one at a time: m ← m + (w/Σw)·(t − m). Holds one copy, never all.
+
+    One summand comes out bit for bit, equal ones too but for the sign of a zero. Integers (BatchNorm's batch counters)
+    are averaged and rounded. Tensors that lie side by side, as in every decoded message, are averaged as one vector.
+    """
+
+    def __init__(self) -> None:
+        self.total = 0.0
+        self.count = 0
+        self._mean: Tensors = {}
+        self._dtypes: dict[str, torch.dtype] = {}
+
+    def add(self, tensors: Tensors, weight: float = 1.0) -> None:
+        self.total += weight
+        self.count += 1
+        if self.count == 1:
+            self._dtypes = {name: t.dtype for name, t in tensors.items()}
+            self._mean = copied({n: t if t.is_floating_point() else t.double() for n, t in tensors.items()})
+        elif isinstance(tensors, Row) and isinstance(self._mean, Row) and tensors.is_like(self._mean):
+            self._mean.vector.lerp_(tensors.vector, weight / self.total)
+        elif tensors:
+            new = [tensors[n] if tensors[n].is_floating_point() else tensors[n].double() for n in self._mean]
+            torch._foreach_lerp_(list(self._mean.values()), new, weight / self.total)
+
+    def value(self) -> Tensors:
+        if all(dtype.is_floating_point for dtype in self._dtypes.values()):
+            return self._mean
+        return {
+            name: mean if self._dtypes[name].is_floating_point else mean.round().to(self._dtypes[name])
+            for name, mean in self._mean.items()
+        }
+
+
+@dataclass(frozen=True)
+class Averaging(ABC):
+    """Defaults: the state is one set of weights, every site receives it, and predicts with it.
+
+    A subclass says what a site does (`local`) and how updates meet (`aggregate`).
+    """
+
+    training: Training = Training()
+    pooled: ClassVar[bool] = False
+    idle: ClassVar[dict[str, tuple[str, ...]]] = {}
+    """Options without effect, by variant."""
+
+    @property
+    def exchanges(self) -> tuple[Exchange, ...]:
+        return tuple(Exchange(kind, like=kind) for kind in WEIGHTS)
+
+    def beside(self, features: tuple[int, ...], classes: int) -> Mapping[str, nn.Module]:
+        del features, classes
+        return {}
+
+    def init(self, federation: Federation) -> Bundle:
+        return dict(federation.initial)
+
+    def broadcast(self, state: Bundle, site: SiteId) -> Bundle:
+        del site
+        return state
+
+    @abstractmethod
+    def local(self, received: Bundle, memory: Bundle | None, site: Site, rng: Stream) -> Work: ...
+
+    @abstractmethod
+    def aggregate(self, state: Bundle, updates: Iterable[Update]) -> Bundle: ...
+
+    def check(self, update: Update) -> None:
+        del update
+
+    def finish(self, state: Bundle) -> Bundle:
+        return {kind: without(BESIDE, group) for kind, group in state.items() if kind not in SEEN}
+
+    @property
+    def serves(self) -> bool:
+        return False
+
+    def serve(self, state: Bundle, server: Site, rng: Stream) -> Desk:
+        del server, rng
+        yield from ()
+        return state
+
+    def group(self, state: Bundle, site: SiteId) -> str:
+        del state, site
+        return ""
+
+    def share(self, state: Bundle, group: str) -> Bundle:
+        del group
+        return state
+
+    def seat(self, received: Bundle) -> str:
+        del received
+        return ""
+
+    def rate(self, group: str) -> float:
+        del group
+        return 1.0
+
+    def charges(self) -> Mapping[str, float]:
+        return {}
+
+    def caveat(self) -> str:
+        return ""
+
+    def remark(self) -> str:
+        return ""
+
+    def models(self, received: Bundle, memory: Bundle | None) -> dict[str, Bundle]:
+        del memory
+        return {"global": classifier(received)}
+
+    def weight(self, update: Update) -> float:
+        """n_k, or 1 where the recipe asks for uniform weights."""
+        return float(update.examples) if self.training.weights == "examples" else 1.0
+
+
+def weights(bundle: Bundle) -> Bundle:
+    """Only what a network needs: parameters and buffers."""
+    return {kind: bundle.get(kind, {}) for kind in WEIGHTS}
+
+
+def classifier(bundle: Bundle) -> Bundle:
+    """Only what predicts: weights, without those of networks that train beside the classifier."""
+    return {kind: without(BESIDE, group) for kind, group in weights(bundle).items()}
+
+
+def without(prefix: str, group: Tensors) -> Tensors:
+    """Themselves where no name begins so: tensors that lie side by side shall stay so."""
+    if not any(name.startswith(prefix) for name in group):
+        return group
+    return {name: tensor for name, tensor in group.items() if not name.startswith(prefix)}

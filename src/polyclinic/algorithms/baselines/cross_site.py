@@ -1,0 +1,38 @@
+"""Cross-site: train at one hospital, test at all. The yardstick for how far the hospitals lie apart.
+
+    (1)  w_k ← w_k trained on site k in every round, the optimiser going on where it stopped
+    (2)  after the last round every w_k is tested at every site
+
+Each site sends its model once, at the end. A site's model is named after the site in the results; the diagonal of
+the table is Local, the rest shows transfer. Departures: none, it is a yardstick of Fed-Align-CL.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from polyclinic.algorithms.base import WEIGHTS
+from polyclinic.algorithms.baselines.local import Local
+from polyclinic.algorithms.baselines.one_shot import Single
+from polyclinic.core.contract import Bundle, SiteId, Update
+
+
+@dataclass(frozen=True)
+class CrossSite(Single):
+    def broadcast(self, state: Bundle, site: SiteId) -> Bundle:
+        trained = {kind: tensors for kind, tensors in state.items() if "@" in kind}
+        return trained or Local().broadcast(state, site)
+
+    def aggregate(self, state: Bundle, updates: Iterable[Update]) -> Bundle:
+        trained: Bundle = {}
+        started: list[Update] = []
+        for update in updates:
+            trained |= {f"{kind}@{update.site}": update.tensors[kind] for kind in WEIGHTS if kind in update.tensors}
+            started.append(Update({}, update.examples, update.site))
+        return {**Local().aggregate(state, started), **trained}
+
+    def models(self, received: Bundle, memory: Bundle | None) -> dict[str, Bundle]:
+        names = [kind.removeprefix("model@") for kind in received if kind.startswith("model@")]
+        trained = {n: {kind: received.get(f"{kind}@{n}", {}) for kind in WEIGHTS} for n in names}
+        return trained or Local().models(received, memory)  # (2)

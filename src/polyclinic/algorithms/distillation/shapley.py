@@ -1,0 +1,113 @@
+"""What each teacher is worth to all of them together. L. S. Shapley: A value for n-person games, 1953.
+
+    (1)  φ_i = Σ_{S ∌ i} |S|!·(n − |S| − 1)!/n! · (v(S ∪ {i}) − v(S))
+    (2)  v(S) = log C + max_{β ≥ 0} mean_classes mean_images log softmax(β·z̄_S)_y     z̄_S: the mean logits of S
+    (3)  w_i = max(φ_i, 0) / Σ_j max(φ_j, 0)                                            all zero: 1/n
+    (4)  2·m·v(all) > 3.84                             else nobody teaches; m = 1/Σ shares², the images that count
+
+(2) is what a coalition's averaged logits tell about the label, in nats above a guess among C classes. Likelihood rather
+than accuracy, which moves in steps of one image and public sets are small; of averaged logits, since these are what is
+distilled; at the best scale β, since distillation has a temperature of its own, and a teacher that knows nothing would
+else be paid for softening overconfident ones; and every class counts alike, so that always naming the most frequent one
+is worth nothing. v(∅) = 0, and a teacher that says the same of every class has no influence: its value is 0.
+
+(4) is the likelihood-ratio test of β = 0 at 5 %: by (3) alone a teacher that is right by luck, on a few images more
+than the others, would teach all it says with weight 1.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import combinations
+
+import torch
+from torch import Tensor
+
+from polyclinic.core.errors import RecipeError
+
+MOST_PLAYERS = 12
+"""4,096 coalitions."""
+CHANCE = 3.84
+"""The 95 % point of χ² with one degree of freedom."""
+LARGEST_SCALE = 1e3
+"""β, in units of one over the logits' own spread: beyond, predictions are certain."""
+
+
+def shapley(value: Callable[[frozenset[str]], float], players: Sequence[str]) -> dict[str, float]:
+    """Every player's share of v(all) − v(none), exactly: all coalitions are asked for once."""
+    if len(players) > MOST_PLAYERS:
+        raise RecipeError(
+            f"Exact Shapley values of {len(players)} teachers would need {2 ** len(players):,} coalitions; "
+            f"take at most {MOST_PLAYERS} teachers, or set finish.shapley: false."
+        )
+    worth = {coalition: value(coalition) for coalition in _coalitions(players)}
+    return {player: _share(player, players, worth) for player in players}
+
+
+def weights(values: Mapping[str, float]) -> dict[str, float]:
+    """(3)"""
+    positive = {name: max(value, 0.0) for name, value in values.items()}
+    total = math.fsum(positive.values())
+    return {name: value / total if total > 0 else 1 / len(values) for name, value in positive.items()}
+
+
+def tells(together: float, labels: Tensor) -> bool:
+    """(4): whether teachers that are worth `together` know more of these labels than chance would give them."""
+    shares = _class_shares(labels)
+    return 2 * together / float(shares.square().sum()) > CHANCE
+
+
+def coalition_value(logits: Mapping[str, Tensor], labels: Tensor) -> Callable[[frozenset[str]], float]:
+    """v of (2), of teachers whose logits on the same labelled images are given."""
+    exact = {name: found.detach().double().cpu() for name, found in logits.items()}
+    here = labels.cpu()
+    shares = _class_shares(here)
+
+    def value(coalition: frozenset[str]) -> float:
+        if not coalition:
+            return 0.0
+        return information(torch.stack([exact[name] for name in sorted(coalition)]).mean(0), here, shares)
+
+    return value
+
+
+def information(logits: Tensor, labels: Tensor, shares: Tensor) -> float:
+    """(2), images weighted by `shares`; the likelihood is concave in β, so its slope has one root at most."""
+    from scipy.optimize import brentq  # takes a moment to load
+
+    centred = logits - logits.mean(-1, keepdim=True)
+    spread = float(centred.std(correction=0))
+    if spread < 1e-12 * max(1.0, float(logits.abs().max())):
+        return 0.0  # what is left are rounding errors
+    scaled = centred / spread
+    right = scaled.gather(1, labels[:, None]).squeeze(1)
+
+    def slope(beta: float) -> float:
+        expected = (torch.softmax(beta * scaled, -1) * scaled).sum(-1)
+        return float(shares @ (right - expected))
+
+    if slope(0.0) <= 0:
+        return 0.0
+    best = LARGEST_SCALE if slope(LARGEST_SCALE) > 0 else brentq(slope, 0.0, LARGEST_SCALE)
+    found = torch.log_softmax(best * scaled, -1).gather(1, labels[:, None]).squeeze(1)
+    return math.log(logits.shape[1]) + float(shares @ found)  # (2)
+
+
+def _class_shares(labels: Tensor) -> Tensor:
+    """Every image's share in (2): classes weigh alike."""
+    each = 1 / labels.bincount().double()[labels]
+    return each / each.sum()
+
+
+def _coalitions(players: Sequence[str]) -> Iterator[frozenset[str]]:
+    for size in range(len(players) + 1):
+        yield from map(frozenset, combinations(players, size))
+
+
+def _share(player: str, players: Sequence[str], worth: Mapping[frozenset[str], float]) -> float:
+    others = [other for other in players if other != player]
+    return math.fsum(
+        (worth[coalition | {player}] - worth[coalition]) / (len(players) * math.comb(len(others), len(coalition)))
+        for coalition in _coalitions(others)
+    )  # (1)

@@ -1,0 +1,32 @@
+"""FedAvg. McMahan, Moore, Ramage, Hampson, Agüera y Arcas: Communication-efficient learning of deep networks from
+decentralized data. AISTATS 2017, Algorithm 1.
+
+    (1)  w_k ← w trained on site k for E epochs (or τ steps)
+    (2)  w ← Σ_k (n_k / n) · w_k
+
+Departures: n is the number of examples of the sites that replied, not of all sites (as in the arXiv version's
+correction); `training.weights: uniform` replaces n_k by 1. BatchNorm statistics are averaged like parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from polyclinic.algorithms.base import WEIGHTS, Averaging, RunningMean
+from polyclinic.core.contract import Bundle, Fit, Site, Stream, Update, Work
+from polyclinic.training.losses import task_loss
+
+
+@dataclass(frozen=True)
+class FedAvg(Averaging):
+    def local(self, received: Bundle, memory: Bundle | None, site: Site, rng: Stream) -> Work:
+        fitted = yield Fit(received, task_loss, self.training)  # (1)
+        return Update(fitted.weights, site.examples), None
+
+    def aggregate(self, state: Bundle, updates: Iterable[Update]) -> Bundle:
+        means = {kind: RunningMean() for kind in WEIGHTS}
+        for update in updates:
+            for kind, mean in means.items():
+                mean.add(update.tensors.get(kind, {}), self.weight(update))
+        return {kind: mean.value() for kind, mean in means.items()}  # (2)

@@ -1,0 +1,66 @@
+"""FedNova. Wang, Liu, Liang, Joshi, Poor: Tackling the objective inconsistency problem in heterogeneous federated
+optimization. NeurIPS 2020, Eq. 6 and section 4.
+
+    (1)  ‖a‖₁ = τ for SGD;  (τ − ρ(1 − ρ^τ)/(1 − ρ)) / (1 − ρ) with momentum ρ
+    (2)  d_k = (x − y_k) / ‖a_k‖₁
+    (3)  τ_eff = Σ_k p_k · ‖a_k‖₁,   p_k = n_k / n
+    (4)  x ← x − τ_eff · Σ_k p_k · d_k
+
+Sites that take more steps no longer pull harder. Departures: none; BatchNorm statistics, which have no gradient, are
+averaged as in FedAvg. The server works ‖a_k‖₁ out of the number of steps the site reports.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from polyclinic.algorithms.base import Averaging, RunningMean
+from polyclinic.core.contract import Bundle, Fit, Site, Stream, Update, Work
+from polyclinic.core.errors import RecipeError, Refused
+from polyclinic.training.fit import batches_per_epoch
+from polyclinic.training.losses import task_loss
+
+
+def length(steps: float, momentum: float) -> float:
+    """‖a‖₁: how far `steps` steps carry a constant gradient, in units of the learning rate."""
+    rho = momentum
+    return steps if rho == 0 else (steps - rho * (1 - rho**steps) / (1 - rho)) / (1 - rho)  # (1)
+
+
+@dataclass(frozen=True)
+class FedNova(Averaging):
+    def __post_init__(self) -> None:
+        if self.training.optimiser.name != "sgd":
+            raise RecipeError(
+                f"fednova cannot use {self.training.optimiser.name}: its normalisation is defined for SGD with or "
+                "without momentum; set training.optimiser.name: sgd, or choose fedavg"
+            )
+
+    def local(self, received: Bundle, memory: Bundle | None, site: Site, rng: Stream) -> Work:
+        fitted = yield Fit(received, task_loss, self.training)
+        return Update(fitted.weights, site.examples, scalars={"steps": float(fitted.steps)}), None
+
+    def check(self, update: Update) -> None:
+        """The steps a site claims scale its pull and everybody's step: they must be what its examples imply."""
+        steps, own = update.scalars.get("steps", 0.0), self.training
+        size = own.size(update.examples)
+        implied = own.steps if own.epochs is None else own.epochs * batches_per_epoch(update.examples, size)
+        if steps != implied and not (own.oversample and own.epochs and 1 <= steps <= 1e6):
+            raise Refused("scalars", f"{steps:g} steps reported where {update.examples} examples imply {implied}")
+
+    def aggregate(self, state: Bundle, updates: Iterable[Update]) -> Bundle:
+        x = state["model"]
+        direction, buffers, lengths = RunningMean(), RunningMean(), 0.0
+        for update in updates:
+            a_k = length(update.scalars["steps"], self.training.optimiser.momentum)
+            d_k = {name: (x[name] - y) / a_k for name, y in update.tensors["model"].items()}  # (2)
+            direction.add(d_k, self.weight(update))
+            buffers.add(update.tensors.get("buffers", {}), self.weight(update))
+            lengths += self.weight(update) * a_k
+        tau = lengths / direction.total  # (3)
+        mean = direction.value()
+        return {
+            "model": {name: w - tau * mean[name] for name, w in x.items()},
+            "buffers": buffers.value(),
+        }  # (4)

@@ -1,0 +1,35 @@
+"""FedSGD. McMahan et al., AISTATS 2017, section 2: one step on the gradient over all of a site's examples.
+
+    (1)  g_k = ∇F_k(w), over ALL examples of site k (accumulated in batches)
+    (2)  w_k ← w − η·g_k           repeated `steps_per_round` times
+    (3)  w ← Σ_k (n_k / n) · w_k   = w − η·Σ_k (n_k / n)·g_k for one step
+
+Departures: with BatchNorm the batches of (1) are normalised one by one, so there the gradient is that of the
+batch-normalised loss. Steps beyond the first are an option (FedCycle's comparison uses them); the original has one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from polyclinic.algorithms.optimisation.fedavg import FedAvg
+from polyclinic.core.contract import Bundle, Fit, Site, Stream, Update, Work
+from polyclinic.core.errors import RecipeError
+from polyclinic.training.losses import task_loss
+
+
+@dataclass(frozen=True)
+class FedSGD(FedAvg):
+    steps_per_round: int = 1
+
+    def __post_init__(self) -> None:
+        if self.steps_per_round < 1:
+            raise RecipeError(f"algorithm.steps_per_round is {self.steps_per_round}; choose 1 or more")
+        options = self.training.optimiser
+        if options.name != "sgd" or options.momentum:
+            raise RecipeError("fedsgd takes plain gradient steps; set training.optimiser to {name: sgd, momentum: 0}")
+
+    def local(self, received: Bundle, memory: Bundle | None, site: Site, rng: Stream) -> Work:
+        full = replace(self.training, epochs=self.steps_per_round, steps=None)
+        fitted = yield Fit(received, task_loss, full, whole=True)  # (1), (2)
+        return Update(fitted.weights, site.examples), None

@@ -1,0 +1,72 @@
+"""SCAFFOLD. Karimireddy, Kale, Mohri, Reddi, Stich, Suresh: SCAFFOLD: Stochastic controlled averaging for federated
+learning. ICML 2020, Algorithm 1, option II.
+
+    (1)  y ← y − η·(g_k(y) − c_k + c)                S steps from y = x
+    (2)  c_k⁺ = c_k − c + (x − y) / (S·η)
+    (3)  x ← x + η_g · mean_k(y_k − x)
+    (4)  c ← c + (1/N) · Σ_k (c_k⁺ − c_k)            N: all sites, not only those of the round
+
+The correction in (1) is the gradient of the linear term ⟨c − c_k, y⟩, so it is written as an objective. Controls
+exist for parameters only; BatchNorm statistics are averaged. Plain SGD: (2) reads the mean gradient off the distance
+travelled, which momentum, Adam or weight decay would falsify.
+
+Departures: the mean in (3) follows `training.weights` (uniform, as in the paper, or by examples).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from polyclinic.algorithms.base import Averaging, RunningMean, weights
+from polyclinic.core.contract import Bundle, Exchange, Federation, Fit, Site, Stream, Update, Work
+from polyclinic.core.errors import RecipeError
+from polyclinic.training.losses import corrected
+
+
+@dataclass(frozen=True)
+class Scaffold(Averaging):
+    global_lr: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.global_lr <= 100:
+            raise RecipeError(f"algorithm.global_lr is {self.global_lr}; choose a positive step, usually 1")
+        options = self.training.optimiser
+        if options.name != "sgd" or options.momentum or options.weight_decay:
+            raise RecipeError(
+                "scaffold needs plain SGD: its control variates are read off the distance travelled; set "
+                "training.optimiser to {name: sgd, momentum: 0, weight_decay: 0}"
+            )
+
+    @property
+    def exchanges(self) -> tuple[Exchange, ...]:
+        return (*super().exchanges, Exchange("control", like="control"))
+
+    def init(self, federation: Federation) -> Bundle:
+        zero = {name: torch.zeros_like(w) for name, w in federation.initial["model"].items()}
+        return {**federation.initial, "control": zero, "all": {"sites": torch.tensor(len(federation.sites))}}
+
+    def local(self, received: Bundle, memory: Bundle | None, site: Site, rng: Stream) -> Work:
+        x, c = received["model"], received["control"]
+        c_k = memory["control"] if memory else {name: torch.zeros_like(v) for name, v in c.items()}
+        correction = {name: c[name] - c_k[name] for name in c}
+        fitted = yield Fit(weights(received), corrected, self.training, {"correction": correction})  # (1)
+        y = fitted.weights["model"]
+        distance = fitted.steps * site.lr
+        moved = {name: (x[name] - y[name]) / distance - c[name] for name in c}  # (2): c_k⁺ − c_k
+        remembered = {name: c_k[name] + moved[name] for name in c}
+        return Update({**fitted.weights, "control": moved}, site.examples), {"control": remembered}
+
+    def aggregate(self, state: Bundle, updates: Iterable[Update]) -> Bundle:
+        y, buffers, moved = RunningMean(), RunningMean(), RunningMean()
+        for update in updates:
+            y.add(update.tensors["model"], self.weight(update))
+            buffers.add(update.tensors.get("buffers", {}), self.weight(update))
+            moved.add(update.tensors["control"])
+        x, mean_y, mean_moved = state["model"], y.value(), moved.value()
+        share = moved.count / int(state["all"]["sites"])
+        model = {name: torch.lerp(x[name], mean_y[name], self.global_lr) for name in x}  # (3)
+        control = {name: c + share * mean_moved[name] for name, c in state["control"].items()}  # (4)
+        return {**state, "model": model, "buffers": buffers.value(), "control": control}

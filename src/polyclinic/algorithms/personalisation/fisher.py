@@ -1,0 +1,61 @@
+"""How much each weight matters to a site's images: the diagonal of Fisher's information, as scores."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch import Tensor
+from torch.func import grad, vmap
+
+from polyclinic.core.contract import Batch, Bundle, Network, Tensors
+from polyclinic.training.dp.per_example_gradients import LiveBook, NotRecordableError, twin
+from polyclinic.training.network import LiveNetwork
+
+AT_ONCE = 8
+"""Examples whose gradients are held side by side, where there is no quicker way."""
+
+
+def squared_gradients(network: Network, weights: Bundle, batch: Batch, reference: Bundle) -> Tensors:
+    """The mean over examples of the square of each one's own gradient of the log-likelihood."""
+    del reference
+    if isinstance(network, LiveNetwork) and weights is network.live:
+        try:
+            return _recorded(network, weights, batch)
+        except NotRecordableError:
+            pass
+    return one_by_one(network, weights, batch)
+
+
+def squared_mean_gradient(network: Network, weights: Bundle, batch: Batch, reference: Bundle) -> Tensors:
+    """The square of the gradient of a batch's mean loss: not Fisher's information, as it shrinks with the batch."""
+    del reference
+    found = grad(lambda model: network.loss({**weights, "model": model}, batch))(dict(weights["model"]))
+    return {name: g.square() for name, g in found.items()}
+
+
+def _recorded(network: LiveNetwork, weights: Bundle, batch: Batch) -> Tensors:
+    """From one forward and one backward pass."""
+    names = frozenset(weights["model"])
+    book, other = LiveBook(network.device), copy.copy(network)
+    other.module = twin(network.module, names, book)
+    book.begin(len(batch[1]))
+    with torch.enable_grad():
+        parts = book.backward(other.loss(weights, batch) * len(batch[1]))
+    if parts.keys() != names:
+        raise NotRecordableError("a layer is not called")
+    return {name: parts[name].energy() / len(batch[1]) for name in weights["model"]}
+
+
+def one_by_one(network: Network, weights: Bundle, batch: Batch) -> Tensors:
+    """For any network."""
+
+    def loss(model: Tensors, image: Tensor, label: Tensor) -> Tensor:
+        return network.loss({**weights, "model": model}, (image[None], label[None]))
+
+    found: Tensors = {}
+    for images, labels in zip(*(torch.split(t, AT_ONCE) for t in batch), strict=True):
+        each = vmap(grad(loss), (None, 0, 0))(dict(weights["model"]), images, labels)
+        sums = {name: g.square().sum(0) / len(batch[1]) for name, g in each.items()}
+        found = {name: found[name] + t for name, t in sums.items()} if found else sums
+    return found

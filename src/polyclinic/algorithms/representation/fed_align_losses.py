@@ -1,0 +1,84 @@
+"""Fed-Align's losses: equations 2, 3, 5 and 6 of algorithms/fed_align.py."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from polyclinic.core.contract import Batch, Bundle, Network, Stream, Tensors
+from polyclinic.training.auxiliary import drawn, named
+
+DISCRIMINATOR = "discriminator"
+
+
+class Discriminator(nn.Module):
+    """Whose feature is it: the site's own (positive) or another's. Two dense layers, as in the paper's Table IV."""
+
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+        self.enter = nn.Linear(width, hidden)
+        self.leave = nn.Linear(hidden, 1)
+
+    def forward(self, features: Tensor) -> Tensor:
+        logits: Tensor = self.leave(F.relu(self.enter(features))).squeeze(-1)
+        return logits
+
+
+def discriminating(network: Network, weights: Bundle, batch: Batch, reference: Bundle) -> Tensor:
+    """(2): own features of the last exchange against others'. Looks at no image."""
+    del batch
+    own, others = reference["own"], reference["others"]
+    mine, theirs = (network.beside(weights, DISCRIMINATOR, each["values"].flatten(1)) for each in (own, others))
+    return _mean(F.softplus(-mine), own["there"]) + _mean(F.softplus(theirs), others["there"])
+
+
+def aligning(network: Network, weights: Bundle, batch: Batch, reference: Bundle) -> Tensor:
+    """(1) and (3): of own features the discriminator shall not know what to think."""
+    images, labels = batch
+    handed = network.features(weights, images)
+    doubt = network.beside(weights, DISCRIMINATOR, handed.flatten(1))
+    unsure = (F.softplus(doubt) + F.softplus(-doubt)).mean() / 2
+    return F.cross_entropy(network.head(weights, handed), labels) + reference["scalars"]["align"] * unsure
+
+
+def first(shown: Tensors, hidden: int, rng: Stream) -> Bundle:
+    """A site's discriminator of such features before it has trained: each draws its own."""
+    like = shown["values"]
+    network = drawn(lambda: Discriminator(math.prod(like.shape[2:]), hidden), rng.child("discriminator"))
+    return named(DISCRIMINATOR, network.to(like))
+
+
+def banks(own: Tensors, others: Tensors, align: float) -> Bundle:
+    """What (2) and (3) look at beside the batch."""
+    like = others["values"]
+
+    def shown(bank: Tensors) -> Tensors:
+        values = bank["values"][0].to(like)
+        there = torch.arange(len(values), device=like.device) < bank["held"].to(like.device)
+        return {"values": values, "there": there.to(like.dtype)}
+
+    return {"own": shown(own), "others": shown(others), "scalars": {"align": like.new_tensor(align)}}
+
+
+def apart(mine: Tensor, theirs: Tensor) -> Tensor:
+    """(5), of a discriminator's logits: it shall tell own features from another site's."""
+    return F.softplus(-mine).mean() + F.softplus(theirs).mean()
+
+
+def alike(mine: Tensor, theirs: Tensor) -> Tensor:
+    """(6), of a discriminator's logits: it shall take both for own ones."""
+    return F.softplus(-mine).mean() + F.softplus(-theirs).mean()
+
+
+def _mean(values: Tensor, there: Tensor) -> Tensor:
+    return (values * there).sum() / there.sum()
+
+
+def noised(weights: Tensors, variance: float, generator: torch.Generator) -> Tensors:
+    """With N(0, variance) on every value."""
+    if not variance:
+        return weights
+    return {n: t + variance**0.5 * torch.randn(t.shape, generator=generator).to(t) for n, t in weights.items()}

@@ -1,0 +1,131 @@
+"""All sites in one place, step by step: equations 1, 5 and 6 of algorithms/fed_align.py, which no hospital could take.
+
+Each site has a network of its own, and its batches are those that it would have at home. So without alignment every
+site ends where it ends by itself, bit for bit.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from polyclinic.algorithms.representation.fed_align_losses import DISCRIMINATOR, alike, apart, noised
+from polyclinic.core.contract import BESIDE, Batch, Examples, Fit, Fitted, Site, SiteId, Stream, Training
+from polyclinic.training.fit import changed, draws_from, make_optimiser, schedule
+from polyclinic.training.keyed_dropout import first_key, key_of
+from polyclinic.training.network import LiveNetwork
+
+
+@dataclass(frozen=True)
+class Joint(Fit):
+    """A training job for all sites at once, from the same weights. `reference` has each one's discriminator, as
+    `discriminator@site`; `Fitted` has each one's weights, as `model@site` and `buffers@site`."""
+
+    align: float = 0.0
+    """α; 0: nobody aligns."""
+    variance: float = 0.0
+    """σ² of the noise on features that a site shows another."""
+
+
+@dataclass(frozen=True)
+class Member:
+    """A site, where all are."""
+
+    name: SiteId
+    network: LiveNetwork
+    data: Examples
+    plan: Sequence[tuple[int, list[Tensor]]]
+    stream: Stream
+    lesson: list[nn.Parameter]
+    extractor: list[nn.Parameter]
+    discriminator: list[nn.Parameter]
+
+    def batch(self, turn: int, training: Training) -> Batch:
+        """Of its own steps; one that has fewer than others begins anew."""
+        number, [rows] = self.plan[turn % len(self.plan)]
+        self.network.draw_by(key_of(first_key(self.stream), number, 0))
+        images, labels = (tensor.to(self.network.device) for tensor in self.data.batch(rows))
+        return changed(images, labels, training, self.stream.child("augment", number, 0))
+
+    def features(self, images: Tensor) -> Tensor:
+        return self.network.features(self.network.live, images).flatten(1)
+
+    def told(self, features: Tensor) -> Tensor:
+        """What its discriminator thinks."""
+        return self.network.beside(self.network.live, DISCRIMINATOR, features)
+
+
+def fit_jointly(
+    job: Joint, network: LiveNetwork, held: Mapping[SiteId, Examples], site: Site, stream: Stream
+) -> Fitted:
+    """Train all sites, each on the images that it holds; `site` and `stream` are those of the place where they are."""
+    members = [_seated(job, network, name, data, site, stream.seed) for name, data in held.items()]
+    optimisers = [make_optimiser(_within_reach(own, members), job.training.optimiser, site.lr) for own in members]
+    total, taken = torch.zeros((), device=network.device), 0
+    with ExitStack() as modes:
+        modes.enter_context(draws_from(stream.child("dropout", site.round), network.device))
+        for member in members:
+            modes.enter_context(member.network.precision(job.training.precision))
+            modes.enter_context(member.network.recomputing())
+        for turn in range(max(len(member.plan) for member in members)):
+            seen = [member.batch(turn, job.training) for member in members]
+            for own, batch, optimiser in zip(members, seen, optimisers, strict=True):
+                if turn >= len(own.plan):
+                    continue
+                loss = job.sequence[0].objective(own.network, own.network.live, batch, {})
+                _step(optimiser, loss, own.lesson)  # (1)
+                total, taken = total + loss.detach(), taken + 1
+                for other, (images, _) in zip(members, seen, strict=True):
+                    if job.align and other is not own:
+                        align(job, (own, batch[0]), (other, images), optimiser, own.plan[turn][0])
+    found = {f"{kind}@{m.name}": group for m in members for kind, group in m.network.take().items()}
+    return Fitted(found, taken, float(total) / max(taken, 1), {})
+
+
+def align(
+    job: Joint,
+    here: tuple[Member, Tensor],
+    there: tuple[Member, Tensor],
+    optimiser: torch.optim.Optimizer,
+    number: int,
+) -> None:
+    """One site's discriminator, then both extractors, on a batch of each; no extractor moves in between, so that
+    features are made once."""
+    (own, images), (other, foreign) = here, there
+    draws = own.stream.child("shown", other.name, number).generator()
+    mine, theirs = own.features(images), noised({"": other.features(foreign)}, job.variance, draws)[""]
+    _step(optimiser, apart(own.told(mine.detach()), own.told(theirs.detach())), own.discriminator)  # (5)
+    loss = job.align * alike(own.told(mine), own.told(theirs))
+    _step(optimiser, loss, [*own.extractor, *other.extractor])  # (6)
+
+
+def _seated(job: Joint, network: LiveNetwork, name: SiteId, data: Examples, site: Site, seed: int) -> Member:
+    beside = {own: copy.deepcopy(module) for own, module in network.companions.items()}
+    live, stream = LiveNetwork(copy.deepcopy(network.module), network.device, beside), Stream(seed, ("site", name))
+    live.load({**job.weights, "model": {**job.weights["model"], **job.reference[f"{DISCRIMINATOR}@{name}"]}})
+    groups = ("extractor.", "head."), ("extractor.",), (f"{BESIDE}{DISCRIMINATOR}.",)
+    names = [live.trainable(job.training.fine_tune, prefixes) for prefixes in groups]
+    live.training_mode(names[0])
+    live.require_gradients(names[0] | names[2])
+    chosen = [[p for n, p in live.live["model"].items() if n in some and isinstance(p, nn.Parameter)] for some in names]
+    plan = schedule(job, data.labels, stream, None, site.round)
+    return Member(name, live, data, plan, stream, *chosen)
+
+
+def _within_reach(own: Member, members: Sequence[Member]) -> list[nn.Parameter]:
+    """What a site's optimiser moves: all that is its own, and others' extractors."""
+    others = [parameter for other in members if other is not own for parameter in other.extractor]
+    return [*own.lesson, *own.discriminator, *others]
+
+
+def _step(optimiser: torch.optim.Optimizer, loss: Tensor, moving: list[nn.Parameter]) -> None:
+    """Along the gradient of these alone."""
+    optimiser.zero_grad(set_to_none=True)
+    if moving:  # of a frozen extractor there are none
+        torch.autograd.backward(loss, inputs=moving)
+        optimiser.step()

@@ -1,0 +1,71 @@
+"""FedMP's loss: equations 1, 5 and 8 of algorithms/fedmp.py."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from polyclinic.core.contract import Batch, Bundle, Network, Tensors
+from polyclinic.training.keyed_dropout import LOW, uniform
+
+LEAST, MOST = 0.1, 10.0
+"""r of (1) lies between."""
+
+
+def completing(network: Network, weights: Bundle, batch: Batch, reference: Bundle) -> Tensor:
+    """(1), (5), (8): sound."""
+    return _joint(network, weights, batch, reference, paper=False)
+
+
+def completing_paper(network: Network, weights: Bundle, batch: Batch, reference: Bundle) -> Tensor:
+    """(1), (5), (8): as printed, divided by |r|."""
+    return _joint(network, weights, batch, reference, paper=True)
+
+
+def _joint(network: Network, weights: Bundle, batch: Batch, reference: Bundle, paper: bool) -> Tensor:
+    images, labels = batch
+    handed = network.features(weights, images)
+    loss = total = F.cross_entropy(network.head(weights, handed), labels)
+    if "bank" in reference:
+        values, owners, there = drawn(reference["bank"], labels, reference["scalars"]["sample"])
+        each = F.cross_entropy(network.head(weights, values, calm=True), owners, reduction="none")
+        total = total + adapted((each * there).sum() / there.sum().clamp(min=1), loss, paper)  # (5)
+    if "prototypes" in reference:
+        total = total + adapted(aligned(handed.flatten(1), labels, **reference["prototypes"], paper=paper), loss, paper)
+    return total  # (1)
+
+
+def adapted(term: Tensor, loss: Tensor, paper: bool) -> Tensor:
+    """A term of (1), brought to the loss's own size; 0 where the term itself is (there is nothing to learn from)."""
+    ratio = (term / loss.clamp(min=1e-8)).detach()
+    ratio = ratio.abs() if paper else ratio.clamp(LEAST, MOST)
+    return torch.where(term == 0, 0.0, term / torch.where(ratio > 0, ratio, 1.0))
+
+
+def aligned(z: Tensor, labels: Tensor, means: Tensor, known: Tensor, paper: bool) -> Tensor:
+    """(8), over the batch's classes that have a prototype."""
+    cosine = F.cosine_similarity(z, means[labels], dim=-1)
+    same = (labels[:, None] == labels[None, :]).to(z.dtype)
+    told = known[labels].to(z.dtype)
+    each = told / same.sum(1)  # the images of a class add up to 1
+    return -(each * cosine).sum() if paper else (each * (1 - cosine)).sum() / each.sum().clamp(min=1)
+
+
+def drawn(bank: Tensors, labels: Tensor, slots: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """A step's sample of others' features: values, labels, and which are there (a class may have none).
+
+    At random by what is the same on every engine: the round's key, and the labels of the batch in their order. `slots`:
+    0, 1, 2, … for every class in turn; negative: as often as a class was received.
+    """
+    values, held, key = bank["values"], bank["held"], bank["key"]
+    place = torch.arange(len(labels), device=labels.device)
+    own = ((labels + 1) * ((place * 0x9E3779B1 + 1) & LOW)).sum()
+    size, classes = len(slots), len(held)
+    below_one = uniform(key + own, 2 * size).to(held.dtype).clamp(max=1 - 2**-24)  # single precision rounds up to 1
+    first, second = below_one.chunk(2)
+    total = held.cumsum(0)
+    by_share = (first[:, None] * total[-1] >= total[None, :]).sum(1).clamp(max=classes - 1)
+    owners = torch.where(slots >= 0, slots % classes, by_share)
+    chosen = (second * held[owners]).long()
+    return values[owners, chosen], owners, (held[owners] > 0).to(values.dtype)

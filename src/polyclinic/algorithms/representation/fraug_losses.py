@@ -1,0 +1,159 @@
+"""Features that nobody's image has: FRAug's networks and objectives (its equations are in algorithms/fraug.py).
+
+Everything random is hashed from a key: the round's, and how often the site has met a class so far, which changes with
+every batch. So a site makes up the same features alone and in a stack.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from polyclinic.core.contract import BESIDE, Batch, Bundle, Network
+from polyclinic.training.keyed_dropout import uniform
+
+GENERATOR, TRANSFORM, MEANS = "generator", "transform", "means"
+BANDS = (0.25, 0.5, 1.0, 2.0, 4.0)
+"""Widths of the kernels, in units of the mean squared distance."""
+
+
+class Generator(nn.Module):
+    """Features from noise and a class."""
+
+    def __init__(self, latent: int, classes: int, width: int) -> None:
+        super().__init__()
+        self.enter, self.enter_norm = nn.Linear(latent + classes, width), nn.BatchNorm1d(width)
+        self.leave, self.leave_norm = nn.Linear(width, width), nn.BatchNorm1d(width)
+
+    def forward(self, noise: Tensor, classes: Tensor) -> Tensor:
+        inner = self.enter_norm(self.enter(torch.cat([noise, classes], 1))).relu()
+        made: Tensor = self.leave_norm(self.leave(inner)).relu()
+        return made
+
+
+class Transform(nn.Module):
+    """RTNet: what to add to a site's features, from made-up ones and their class."""
+
+    def __init__(self, latent: int, classes: int, width: int) -> None:
+        super().__init__()
+        self.enter, self.enter_norm = nn.Linear(width + classes, latent), nn.BatchNorm1d(latent)
+        self.leave, self.leave_norm = nn.Linear(latent, width), nn.BatchNorm1d(width)
+
+    def forward(self, made: Tensor, classes: Tensor) -> Tensor:
+        inner = self.enter_norm(self.enter(torch.cat([made, classes], 1))).relu()
+        residual: Tensor = self.leave_norm(self.leave(inner))
+        return residual
+
+
+class ClassMeans(nn.Module):
+    """Running means of a site's features, by class; they move as BatchNorm's statistics do, in training only."""
+
+    value: Tensor
+    times: Tensor
+
+    def __init__(self, classes: int, width: int, momentum: float) -> None:
+        super().__init__()
+        self.momentum = momentum
+        self.register_buffer("value", torch.zeros(classes, width))
+        self.register_buffer("times", torch.zeros(classes, dtype=torch.int64))
+
+    def forward(self, features: Tensor, classes: Tensor) -> Tensor:
+        count = classes.sum(0)
+        fresh = (classes.T @ features / count.clamp(min=1)[:, None]).to(self.value.dtype)
+        met = (self.times > 0).to(fresh.dtype)
+        share = (1 - (1 - self.momentum) * met) * (count > 0)  # the first value starts a mean
+        after = torch.lerp(self.value, fresh, share[:, None])  # (6)
+        if self.training:
+            self.value.copy_(after)
+            self.times.add_((count > 0).to(self.times.dtype))
+        return after
+
+
+def augmenting(network: Network, weights: Bundle, batch: Batch, reference: Bundle) -> Tensor:
+    """(1 − λ)·task loss + λ·cross-entropy of features around the site's own, of which only the head learns."""
+    images, labels = batch
+    v, scalars = network.features(weights, images), reference["scalars"]
+    task = F.cross_entropy(network.head(weights, v), labels)
+    network.beside(weights, MEANS, v.detach(), one_hot(labels, weights, v))  # (6)
+    around, y = _own(weights, v.detach(), labels, _key(weights, reference, 0))
+    made = _made(network, weights, y, around, _key(weights, reference, 1), calm=True)  # (1)
+    residual = network.beside(weights, TRANSFORM, made, one_hot(y, weights, v), calm=True)
+    around = around + scalars["rho"] * residual  # (2)
+    synthetic = F.cross_entropy(network.head(weights, around, calm=True), y)
+    return (1 - scalars["lambda"]) * task + scalars["lambda"] * synthetic  # (3)
+
+
+def generating(network: Network, weights: Bundle, batch: Batch, reference: Bundle) -> Tensor:
+    """Made-up features that the head knows the class of, far from the site's own."""
+    images, labels = batch
+    v = network.taught(weights, images, features=True)
+    y = known(weights, max(2, len(labels)), _key(weights, reference, 2))
+    made = _made(network, weights, y, v, _key(weights, reference, 3))  # (1)
+    recognised = F.cross_entropy(network.head(weights, made, calm=True), y)
+    return recognised - reference["scalars"]["away"] * discrepancy(made, v)  # (4)
+
+
+def transforming(network: Network, weights: Bundle, batch: Batch, reference: Bundle) -> Tensor:
+    """Features distributed as the site's own, of which the head is as unsure as can be."""
+    images, labels = batch
+    v = network.taught(weights, images, features=True)
+    own, y = _own(weights, v, labels, _key(weights, reference, 4))
+    made = _made(network, weights, y, v, _key(weights, reference, 5), calm=True)  # (1)
+    around = own + network.beside(weights, TRANSFORM, made, one_hot(y, weights, v))  # (2) with ρ = 1
+    unsure = entropy(network.head(weights, around, calm=True))
+    n = len(labels)
+    far = (discrepancy(around[:n], own[:n]) + discrepancy(around[n:], own[n:])) / 2
+    return reference["scalars"]["near"] * far - unsure  # (5)
+
+
+def entropy(logits: Tensor) -> Tensor:
+    """The mean over rows, in nats."""
+    log = F.log_softmax(logits, -1)
+    return -(log.exp() * log).sum(-1).mean()
+
+
+def discrepancy(one: Tensor, other: Tensor) -> Tensor:
+    """MMD² of two samples: the sum of five Gaussian kernels, their widths from the mean squared distance of all pairs
+    (Gretton et al. 2012; Long et al. 2015). Between 0, where the samples are equal, and 2 for every kernel."""
+    rows = torch.cat([one, other])
+    rows = rows - rows.detach().mean(0)  # what all have in common would cost digits
+    squares = rows.square().sum(1)
+    apart = (squares[:, None] + squares[None, :] - 2 * rows @ rows.T).clamp(min=0)
+    apart = apart * (1 - torch.eye(len(rows), dtype=rows.dtype, device=rows.device))
+    width = (apart.detach().sum() / (len(rows) * (len(rows) - 1))).clamp(min=1e-12)
+    kernel = torch.stack([torch.exp(-apart / (band * width)) for band in BANDS]).sum(0)
+    n = len(one)
+    return kernel[:n, :n].mean() + kernel[n:, n:].mean() - 2 * kernel[:n, n:].mean()
+
+
+def known(weights: Bundle, count: int, key: Tensor) -> Tensor:
+    """`count` labels, as evenly as can be of the classes that the site has met, beginning anywhere."""
+    times = weights["buffers"][f"{BESIDE}{MEANS}.times"]
+    order = torch.argsort((times == 0).to(torch.int64), stable=True)
+    many = (times > 0).sum().clamp(min=1)
+    begin = (uniform(key, 1) * many).to(torch.int64)
+    return order[(begin + torch.arange(count, device=times.device)) % many]
+
+
+def one_hot(labels: Tensor, weights: Bundle, like: Tensor) -> Tensor:
+    classes = torch.arange(len(weights["buffers"][f"{BESIDE}{MEANS}.times"]), device=labels.device)
+    return (labels[:, None] == classes).to(like.dtype)
+
+
+def _own(weights: Bundle, v: Tensor, labels: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+    """The site's features and, for labels of all classes alike, its means of them."""
+    y = known(weights, max(2, len(labels)), key)
+    return torch.cat([v, weights["buffers"][f"{BESIDE}{MEANS}.value"][y]]), torch.cat([labels, y])
+
+
+def _made(network: Network, weights: Bundle, y: Tensor, like: Tensor, key: Tensor, calm: bool = False) -> Tensor:
+    classes = one_hot(y, weights, like)
+    latent = weights["model"][f"{BESIDE}{GENERATOR}.enter.weight"].shape[-1] - classes.shape[1]
+    noise = uniform(key, len(y) * latent).reshape(len(y), latent).to(like.dtype)
+    return network.beside(weights, GENERATOR, noise, classes, calm=calm)
+
+
+def _key(weights: Bundle, reference: Bundle, which: int) -> Tensor:
+    met = weights["buffers"][f"{BESIDE}{MEANS}.times"].sum()
+    return reference["scalars"]["key"] + (met << 8) + which

@@ -1,0 +1,65 @@
+"""An algorithm that plays another, and changes something about it: clusters, ensembles, the order of cases."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from polyclinic.algorithms.base import Averaging
+from polyclinic.core.contract import Bundle, Desk, Exchange, Federation, Site, SiteId, Stream, Update, Work
+
+
+@dataclass(frozen=True)
+class Wrapper(Averaging):
+    """Plays another algorithm, and changes something about it."""
+
+    inner: Averaging = field(kw_only=True)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "pooled", self.inner.pooled)
+
+    @property
+    def exchanges(self) -> tuple[Exchange, ...]:
+        return self.inner.exchanges
+
+    @property
+    def serves(self) -> bool:
+        return self.inner.serves
+
+    def beside(self, features: tuple[int, ...], classes: int) -> Mapping[str, nn.Module]:
+        return self.inner.beside(features, classes)
+
+    def init(self, federation: Federation) -> Bundle:
+        return self.inner.init(federation)
+
+    def broadcast(self, state: Bundle, site: SiteId) -> Bundle:
+        return self.inner.broadcast(state, site)
+
+    def local(self, received: Bundle, memory: Bundle | None, site: Site, rng: Stream) -> Work:
+        return self.inner.local(received, memory, site, rng)
+
+    def check(self, update: Update) -> None:
+        self.inner.check(update)
+
+    def aggregate(self, state: Bundle, updates: Iterable[Update]) -> Bundle:
+        return self.inner.aggregate(state, updates)
+
+    def serve(self, state: Bundle, server: Site, rng: Stream) -> Desk:
+        return self.inner.serve(state, server, rng)
+
+    def finish(self, state: Bundle) -> Bundle:
+        return self.inner.finish(state)
+
+    def models(self, received: Bundle, memory: Bundle | None) -> dict[str, Bundle]:
+        return self.inner.models(received, memory)
+
+    def charges(self) -> Mapping[str, float]:
+        return self.inner.charges()
+
+    def caveat(self) -> str:
+        return self.inner.caveat()
+
+    def remark(self) -> str:
+        return self.inner.remark()

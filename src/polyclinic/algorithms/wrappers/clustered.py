@@ -1,0 +1,106 @@
+"""Clusters of sites, each with a network of its own: any algorithm, once per cluster.
+
+The state holds every cluster's own as `kind@cluster`. Within a cluster all is as if there were no other: nothing passes
+between clusters but by the server's own work at the end (`finish`). A site that moves to another cluster starts there
+from what the cluster has, and finds what it remembered when it comes back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from itertools import groupby
+
+import torch
+
+from polyclinic.algorithms.wrappers.base import Wrapper
+from polyclinic.core.contract import Bundle, Desk, Federation, Job, Site, SiteId, Stream, Update, Work
+
+SEAT = "cluster"
+"""The kind by which a site is told its cluster."""
+Seating = Callable[[SiteId, int], str]
+"""(site, round) -> the cluster it is in."""
+
+
+@dataclass(frozen=True)
+class Clustered(Wrapper):
+    initials: Mapping[str, Bundle] = field(kw_only=True)
+    """Where each cluster's training starts."""
+    norms: Mapping[str, frozenset[str]] = field(kw_only=True)
+    """What belongs to normalisation layers in each cluster's network."""
+    shapes: Mapping[str, tuple[int, ...]] = field(kw_only=True, default_factory=dict)
+    """Of what each cluster's extractor makes of an image."""
+    seating: Seating = field(kw_only=True)
+    rates: Mapping[str, float] = field(kw_only=True)
+    """What a cluster's learning rate is multiplied by."""
+
+    def init(self, federation: Federation) -> Bundle:
+        state: Bundle = {"clock": {"round": torch.ones((), dtype=torch.int64)}}
+        for cluster, initial in self.initials.items():
+            members = {s: n for s, n in federation.sites.items() if self.seating(s, 1) == cluster}
+            here = Federation(federation.classes, members, initial, self.norms[cluster], self.shapes.get(cluster, ()))
+            state |= _named(cluster, self.inner.init(here))
+        return state
+
+    def group(self, state: Bundle, site: SiteId) -> str:
+        return self.seating(site, int(state["clock"]["round"]))
+
+    def share(self, state: Bundle, group: str) -> Bundle:
+        return _of(state, group)
+
+    def broadcast(self, state: Bundle, site: SiteId) -> Bundle:
+        cluster = self.group(state, site)
+        return {**self.inner.broadcast(self.share(state, cluster), site), SEAT: {cluster: torch.ones(())}}
+
+    def seat(self, received: Bundle) -> str:
+        return next(iter(received[SEAT]))
+
+    def rate(self, group: str) -> float:
+        return self.rates.get(group, 1.0)
+
+    def local(self, received: Bundle, memory: Bundle | None, site: Site, rng: Stream) -> Work:
+        cluster = self.seat(received)
+        update, kept = yield from self.inner.local(_unseated(received), _of(memory, cluster) or None, site, rng)
+        others = {kind: group for kind, group in (memory or {}).items() if not kind.endswith(f"@{cluster}")}
+        return update, {**others, **_named(cluster, kept)} if kept is not None else memory
+
+    def aggregate(self, state: Bundle, updates: Iterable[Update]) -> Bundle:
+        after = dict(state)
+        for cluster, some in groupby(updates, lambda update: self.group(state, update.site)):
+            after |= _named(cluster, self.inner.aggregate(self.share(state, cluster), some))
+        return {**after, "clock": {"round": state["clock"]["round"] + 1}}
+
+    def serve(self, state: Bundle, server: Site, rng: Stream) -> Desk:
+        for cluster in self.initials:
+            work, answer = self.inner.serve(self.share(state, cluster), server, rng.child(cluster)), None
+            while True:
+                try:
+                    job: Job = work.send(answer)[1]
+                except StopIteration as end:
+                    state = {**state, **_named(cluster, end.value)}
+                    break
+                answer = yield cluster, job
+        return state
+
+    def finish(self, state: Bundle) -> Bundle:
+        """Nobody moves any more: a site is judged in the cluster of the last round."""
+        state = {**state, "clock": {"round": state["clock"]["round"] - 1}}
+        for cluster in self.initials:
+            state = {**state, **_named(cluster, self.inner.finish(self.share(state, cluster)))}
+        return state
+
+    def models(self, received: Bundle, memory: Bundle | None) -> dict[str, Bundle]:
+        return self.inner.models(_unseated(received), _of(memory, self.seat(received)) or None)
+
+
+def _of(bundle: Bundle | None, cluster: str) -> Bundle:
+    mark = f"@{cluster}"
+    return {kind.removesuffix(mark): tensors for kind, tensors in (bundle or {}).items() if kind.endswith(mark)}
+
+
+def _unseated(received: Bundle) -> Bundle:
+    return {kind: tensors for kind, tensors in received.items() if kind != SEAT}
+
+
+def _named(cluster: str, bundle: Bundle) -> Bundle:
+    return {f"{kind}@{cluster}": tensors for kind, tensors in bundle.items()}

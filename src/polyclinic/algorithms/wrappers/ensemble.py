@@ -1,0 +1,75 @@
+"""Any algorithm, with the sites' own models of the last round kept: together they predict (FedMP's few-shot learning).
+
+    (1)  p(y | x) = (1/K)·Σ_k softmax(h_k(x))_y     over the K models that the server accepted last, as it received them
+
+Training is that of the algorithm, bit for bit. When all rounds are over every site is sent all models: as many bytes as
+there are sites times those of one, which are counted. Until a site has handed in a model, it has no part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from polyclinic.algorithms.base import classifier
+from polyclinic.algorithms.wrappers.base import Wrapper
+from polyclinic.core.contract import Bundle, Desk, Federation, Site, SiteId, Stream, Update
+from polyclinic.core.errors import RecipeError
+from polyclinic.core.flat_tensors import copied
+
+ENSEMBLE = "ensemble"
+"""The kind that holds all members, each tensor called `kind/site/name`."""
+
+
+@dataclass(frozen=True)
+class Ensemble(Wrapper):
+    def init(self, federation: Federation) -> Bundle:
+        state = self.inner.init(federation)
+        sent, whole = {exchange.kind for exchange in self.exchanges}, classifier(federation.initial)["model"].keys()
+        if self.inner.pooled or "model" not in sent or classifier(state)["model"].keys() != whole:
+            raise RecipeError("no site hands in a whole model with this algorithm; set ensemble: false, or take fedavg")
+        return state
+
+    def broadcast(self, state: Bundle, site: SiteId) -> Bundle:
+        return self.inner.broadcast(alone(state), site)
+
+    def aggregate(self, state: Bundle, updates: Iterable[Update]) -> Bundle:
+        kept = dict(state.get(ENSEMBLE, {}))
+
+        def noted() -> Iterator[Update]:
+            for update in updates:
+                for kind, group in classifier(update.tensors).items():
+                    kept.update({f"{kind}/{update.site}/{name}": t for name, t in copied(group).items()})
+                yield update
+
+        return {**self.inner.aggregate(alone(state), noted()), ENSEMBLE: kept}
+
+    def serve(self, state: Bundle, server: Site, rng: Stream) -> Desk:
+        served = yield from self.inner.serve(alone(state), server, rng)
+        return {**served, **members(state)}
+
+    def finish(self, state: Bundle) -> Bundle:
+        return {**self.inner.finish(alone(state)), **members(state)}
+
+    def models(self, received: Bundle, memory: Bundle | None) -> dict[str, Bundle]:
+        return self.inner.models(alone(received), memory)
+
+
+def members(state: Bundle) -> Bundle:
+    """The part of a state that holds the sites' models."""
+    return {kind: group for kind, group in state.items() if kind == ENSEMBLE}
+
+
+def alone(state: Bundle) -> Bundle:
+    """A state without them."""
+    return {kind: group for kind, group in state.items() if kind != ENSEMBLE}
+
+
+def by_member(bundle: Bundle) -> dict[str, Bundle]:
+    """The sites' models, by site."""
+    found: dict[str, Bundle] = {}
+    for path, tensor in bundle.get(ENSEMBLE, {}).items():
+        kind, _, rest = path.partition("/")
+        site, _, name = rest.rpartition("/")
+        found.setdefault(site, {"model": {}, "buffers": {}})[kind][name] = tensor
+    return found

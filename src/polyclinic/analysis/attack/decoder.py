@@ -1,0 +1,154 @@
+"""A decoder: from what an extractor hands on back to the picture it came from, learnt on the attacker's own images."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from polyclinic.core.contract import Stream
+from polyclinic.training.fit import at_a_time, draws_from
+
+NARROW, WIDE = 16, 128
+SMALL = 8
+"""Flat features first become a map of at most so many pixels a side."""
+MOST = 2**24
+"""Weights of the layer that makes it."""
+HELD_BACK = 5
+"""Every so many-th image of the attacker's own tells which epoch's decoder is best."""
+
+Disguise = Callable[[Tensor, Stream], Tensor]
+"""What becomes of features before they leave a site."""
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How hard the attacker tries."""
+
+    steps: int = 300
+    batch: int = 32
+    lr: float = 2e-3
+
+
+class Decoder(nn.Module):
+    """Features, brought to mean 0 and deviation 1, through one transposed convolution for every halving; pixels in
+    [0, 1] by a sigmoid. As many flat features as there are pixels are taken for a picture."""
+
+    def __init__(self, features: Sequence[int], picture: Sequence[int]) -> None:
+        super().__init__()
+        channels, self.side = picture[0], picture[-1]
+        self.reshaped = tuple(picture) if tuple(features) == (channels * self.side**2,) else tuple(features)
+        flat = len(self.reshaped) == 1
+        doublings = max(1, halvings(self.side, SMALL)) if flat else halvings(self.side, self.reshaped[-1])
+        widths = [min(WIDE, NARROW * 2**step) for step in range(doublings, -1, -1)]
+        small = -(-self.side // 2**doublings)
+        layers: list[nn.Module] = _unfolding(self.reshaped[0], widths[0], small) if flat else []
+        layers += [nn.Conv2d(widths[0] if flat else self.reshaped[0], widths[0], 3, padding=1), *_smooth(widths[0])]
+        for wide, narrow in pairwise(widths):
+            layers += [nn.ConvTranspose2d(wide, narrow, 4, stride=2, padding=1), *_smooth(narrow)]
+        self.body = nn.Sequential(*layers)
+        self.last = nn.Conv2d(widths[-1], channels, 3, padding=1)
+        self.mean: Tensor
+        self.deviation: Tensor
+        per_channel = (self.reshaped[0],) if flat else (self.reshaped[0], 1, 1)
+        self.register_buffer("mean", torch.zeros(per_channel))
+        self.register_buffer("deviation", torch.ones(per_channel))
+
+    def forward(self, features: Tensor) -> Tensor:
+        maps = self.body((features.reshape(-1, *self.reshaped) - self.mean) / self.deviation)
+        if maps.shape[-1] != self.side:
+            maps = F.interpolate(maps, size=(self.side, self.side), mode="bilinear", align_corners=False)
+        return torch.sigmoid(self.last(maps))
+
+    def used_to(self, features: Tensor) -> None:
+        """Take mean and deviation from features that the attacker has."""
+        maps = features.reshape(-1, *self.reshaped)
+        over = [0] if maps.ndim == 2 else [0, 2, 3]
+        self.mean.copy_(maps.mean(over).view_as(self.mean))
+        deviation = maps.std(over, correction=0).view_as(self.deviation)
+        self.deviation.copy_(torch.where(deviation > 0, deviation, 1.0))
+
+
+def halvings(side: int, small: int) -> int:
+    """How often a side is halved, rounding up, until it is no longer than `small`."""
+    times = 0
+    while -(-side // 2**times) > small:
+        times += 1
+    return times
+
+
+def _unfolding(features: int, width: int, side: int) -> list[nn.Module]:
+    """From a row to a map; in two steps where one would have too many weights."""
+    values = width * side**2
+    if features * values <= MOST:
+        return [nn.Linear(features, values), nn.Unflatten(1, (width, side, side))]
+    between = max(NARROW, MOST // (features + values))
+    return [nn.Linear(features, between), nn.Linear(between, values), nn.Unflatten(1, (width, side, side))]
+
+
+def _smooth(width: int) -> list[nn.Module]:
+    return [nn.BatchNorm2d(width), nn.ReLU()]
+
+
+def learn(
+    features: Tensor, pixels: Tensor, effort: Effort, stream: Stream, disguise: Disguise | None = None
+) -> Decoder:
+    """A decoder for the attacker's own pairs, by mean squared error; of all epochs the one that does best on pairs held
+    back. A disguise is put on anew at every step: the attacker knows how it is made."""
+    device, hide = features.device, disguise or _as_they_are
+    held = torch.arange(len(features), device=device) % HELD_BACK == 0
+    seen, judged = (~held).nonzero().squeeze(1), held.nonzero().squeeze(1)
+    with draws_from(stream.child("first weights"), torch.device("cpu")):
+        decoder = Decoder(features.shape[1:], pixels.shape[1:])
+    decoder.to(device).to(memory_format=torch.channels_last)
+    decoder.used_to(hide(features[seen], stream.child("look")))
+    optimiser = torch.optim.Adam(decoder.parameters(), effort.lr)
+    epochs = -(-effort.steps * effort.batch // len(seen))
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, epochs)
+    trial = hide(features[judged], stream.child("judged"))
+    best, kept = float("inf"), copy.deepcopy(decoder.state_dict())
+    for epoch in range(epochs):
+        _epoch(decoder.train(), features, pixels, seen, effort, optimiser, stream.child("epoch", epoch), hide)
+        schedule.step()
+        loss = float(F.mse_loss(decode(decoder, trial), pixels[judged]))
+        if loss < best:
+            best, kept = loss, copy.deepcopy(decoder.state_dict())
+    decoder.load_state_dict(kept)
+    return decoder.eval()
+
+
+def _epoch(
+    decoder: Decoder,
+    features: Tensor,
+    pixels: Tensor,
+    seen: Tensor,
+    effort: Effort,
+    optimiser: torch.optim.Optimizer,
+    stream: Stream,
+    hide: Disguise,
+) -> None:
+    order = seen[torch.randperm(len(seen), generator=stream.generator()).to(seen.device)]
+    for number, rows in enumerate(torch.split(order, effort.batch)):
+        if len(rows) == 1:  # BatchNorm needs two
+            continue
+        optimiser.zero_grad(set_to_none=True)
+        guesses = decoder(hide(features[rows], stream.child(number)))
+        F.mse_loss(guesses, pixels[rows]).backward()  # type: ignore[no-untyped-call]
+        optimiser.step()
+
+
+def _as_they_are(features: Tensor, stream: Stream) -> Tensor:
+    del stream
+    return features
+
+
+@torch.no_grad()
+def decode(decoder: Decoder, features: Tensor) -> Tensor:
+    """The pictures that a decoder sees in features."""
+    decoder.eval()
+    return torch.cat([decoder(rows) for rows in torch.split(features, at_a_time(features.device))])

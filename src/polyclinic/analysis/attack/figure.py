@@ -1,0 +1,54 @@
+"""A gallery: originals above, below them what an attacker makes of each. It shows patients: it stays with the run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+COLUMNS = 6
+SIDE, GAP, BESIDE, MARGIN = 1.25, 0.25, 0.08, 1.5
+"""Inches: of a picture, between two rows and two columns, and for the rows' names."""
+
+
+def spread(likeness: Tensor, columns: int = COLUMNS) -> Tensor:
+    """Some of the images: from the one that a guess comes nearest to, to the one it misses most, in even steps."""
+    order = likeness.argsort(descending=True).cpu()
+    return order[torch.linspace(0, len(order) - 1, min(columns, len(order))).round().long()]
+
+
+def gallery(
+    originals: Tensor, guesses: Mapping[str, Tensor], likeness: Mapping[str, Tensor], title: str, path: Path
+) -> None:
+    """A row for the originals and one for each guess, with the SSIM of every guess above it."""
+    from matplotlib.figure import Figure  # takes a second to load
+
+    from polyclinic.reporting.figures import INK, TEXT, save
+
+    columns, rows = len(originals), len(guesses) + 1
+    # Room for the title, which is as long with one picture in a row.
+    spare = max(0, 4 - columns) * SIDE
+    wide, high = MARGIN + columns * (SIDE + BESIDE) + spare, GAP * 1.5 + rows * (SIDE + GAP)
+    figure = Figure(figsize=(wide, high))
+    panels = figure.subplots(rows, columns, squeeze=False)
+    # All sizes are known: a layout that is worked out takes a second.
+    right, top = 1 - (spare + BESIDE) / wide, 1 - 1.5 * GAP / high
+    figure.subplots_adjust(MARGIN / wide, 0.5 * GAP / high, right, top, wspace=BESIDE / SIDE, hspace=GAP / SIDE)
+    for row, (name, pictures) in enumerate({"original": originals, **guesses}.items()):
+        for column, picture in enumerate(pictures.detach().cpu().clamp(0, 1)):
+            axes = panels[row, column]
+            shown = picture.mean(0) if len(picture) != 3 else picture.permute(1, 2, 0)
+            axes.imshow(shown.numpy(), cmap="gray", vmin=0, vmax=1)
+            axes.set_xticks([])
+            axes.set_yticks([])
+            if name in guesses:
+                axes.set_title(f"{float(likeness[name][column]):.2f}", fontsize=TEXT - 4, color=INK, pad=2)
+        label = panels[row, 0].set_ylabel(name.replace(", ", ",\n"), fontsize=TEXT - 3, color=INK, rotation=0)
+        label.set(horizontalalignment="right", verticalalignment="center", parse_math=False)
+    figure.suptitle(title, fontsize=TEXT - 2, color=INK, x=0.01, y=1 - 0.2 * GAP / high, ha="left").set_parse_math(
+        False
+    )
+    words = "; ".join(f"{name} {float(found.mean()):.2f}" for name, found in likeness.items())
+    save(figure, path, title, f"Originals and guesses. Mean SSIM of those shown: {words}.")

@@ -1,0 +1,225 @@
+"""Pictures from gradients: what an update of one step on one image, or a few, tells about them.
+
+    (1)  x = (∂L/∂W_i) / (∂L/∂b_i)      a dense first layer with a bias gives one image away exactly; any row i
+    (2)  y = the class whose bias in the last layer has the negative gradient    (iDLG: Zhao, Mopuri, Bilen 2020)
+    (3)  x = argmin 1 − cos(∇L(x), ∇L) + α·TV(x), by Adam on the sign of the gradient, within the pixels' range
+         (J. Geiping, H. Bauermeister, H. Dröge, M. Moeller: "Inverting gradients", NeurIPS 2020)
+    (4)  ∇L = (w − w') / lr              of an update of one step of plain SGD
+
+The gradient is that of the mean cross-entropy, the network as in evaluation. Departures: of several images, classes are
+told one after another, each adding 1/n to its bias' gradient; fewer iterations than the 4,800 of the paper.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from polyclinic.analysis.attack.attacker_data import Halves
+from polyclinic.analysis.attack.image_similarity import THRESHOLD, l2, ssim
+from polyclinic.core.contract import Stream, Tensors
+from polyclinic.models.classifier import Classifier
+from polyclinic.privacy.mechanism import noised
+from polyclinic.training.dp.dp_sgd import clip_factors
+
+Seen = Callable[[Tensor], Tensor]
+"""What the network is shown in the place of pixels in [0, 1]."""
+TRIALS = 3
+"""Gradients that are inverted at a site."""
+KINDS = {"plain": "from the gradient", "protected": "gradient, clip + noise", "mean": "mean image"}
+HARMLESS = (nn.Flatten, nn.Dropout, nn.Identity)
+DROPS = (3 / 8, 5 / 8, 7 / 8)
+"""Shares of the iterations after which the step is a tenth."""
+
+
+@dataclass(frozen=True)
+class Search:
+    """How (3) is searched."""
+
+    iterations: int = 300
+    step: float = 0.1
+    smooth: float = 3e-2
+    """α, the weight of total variation."""
+
+
+def gradient(network: Classifier, images: Tensor, labels: Tensor, keep: bool = False) -> Tensors:
+    """Of the mean loss by every weight; `keep`: differentiable itself."""
+    weights = {name: weight.detach().requires_grad_(True) for name, weight in network.named_parameters()}
+    loss = F.cross_entropy(functional_call(network.eval(), weights, (images,)), labels)
+    return dict(zip(weights, torch.autograd.grad(loss, list(weights.values()), create_graph=keep), strict=True))
+
+
+def protected(
+    network: Classifier, images: Tensor, labels: Tensor, clip: float, noise: float, stream: Stream
+) -> Tensors:
+    """The same as DP-SGD releases it: each image's clipped, noise on the sum, divided by their number."""
+    total: Tensors = {}
+    for row in range(len(images)):
+        one = gradient(network, images[row : row + 1], labels[row : row + 1])
+        norm = torch.stack([g.norm() for g in one.values()]).norm()
+        factor = clip_factors(norm, clip)
+        total = {name: factor * g + total.get(name, 0.0) for name, g in one.items()}
+    return {name: g / len(images) for name, g in noised(total, noise * clip, stream).items()}
+
+
+def of_update(before: Tensors, after: Tensors, lr: float) -> Tensors:
+    """(4)"""
+    return {name: (before[name] - after[name]) / lr for name in before}
+
+
+def classes_of(found: Tensors, network: Classifier, images: int = 1) -> Tensor:
+    """(2): the classes of so many images."""
+    bias = found[f"{network.leaf_layers()[-1]}.bias"].clone()
+    told = []
+    for _ in range(images):
+        told.append(int(bias.argmin()))
+        bias[told[-1]] += 1 / images
+    return torch.tensor(sorted(told), device=bias.device)
+
+
+def dense_first(network: Classifier) -> str | None:
+    """The name of the first layer, if that is a dense one with a bias and sees the pixels as they are."""
+    for name, layer in network.named_modules():
+        if isinstance(layer, nn.Linear):
+            return None if layer.bias is None else str(name)
+        if not next(layer.children(), None) and not isinstance(layer, HARMLESS):
+            return None
+    return None
+
+
+def exact(found: Tensors, layer: str) -> Tensor:
+    """(1), by the row whose bias moves most: a flat image."""
+    row = int(found[f"{layer}.bias"].abs().argmax())
+    return found[f"{layer}.weight"][row] / found[f"{layer}.bias"][row]
+
+
+def searched(
+    network: Classifier,
+    found: Tensors,
+    labels: Tensor,
+    shape: tuple[int, ...],
+    seen: Seen,
+    search: Search,
+    stream: Stream,
+) -> Tensor:
+    """(3): pixels of as many images as there are labels."""
+    wanted = list(found.values())
+    start = torch.rand(len(labels), *shape, generator=stream.generator())
+    pixels = start.to(labels.device).requires_grad_(True)
+    optimiser = torch.optim.Adam([pixels], search.step)
+    milestones = [int(share * search.iterations) for share in DROPS]
+    schedule = torch.optim.lr_scheduler.MultiStepLR(optimiser, milestones)
+    for _ in range(search.iterations):
+        optimiser.zero_grad(set_to_none=True)
+        mine = list(gradient(network, seen(pixels), labels, keep=True).values())
+        loss = 1 - _cosine(mine, wanted) + search.smooth * variation(pixels)
+        (slope,) = torch.autograd.grad(loss, [pixels])
+        pixels.grad = slope.sign()
+        optimiser.step()
+        schedule.step()
+        with torch.no_grad():
+            pixels.clamp_(0, 1)
+    return pixels.detach()
+
+
+def _cosine(mine: list[Tensor], wanted: list[Tensor]) -> Tensor:
+    product = torch.stack([(a * b).sum() for a, b in zip(mine, wanted, strict=True)]).sum()
+    lengths = [torch.stack([g.square().sum() for g in side]).sum().sqrt() for side in (mine, wanted)]
+    return product / (lengths[0] * lengths[1]).clamp(min=1e-12)
+
+
+def variation(pixels: Tensor) -> Tensor:
+    """Mean absolute difference of neighbours."""
+    down, across = pixels.diff(dim=-2), pixels.diff(dim=-1)
+    return down.abs().mean() + across.abs().mean()
+
+
+def invert(
+    network: Classifier, found: Tensors, images: int, shape: tuple[int, ...], seen: Seen, search: Search, stream: Stream
+) -> tuple[Tensor, str]:
+    """Pixels of the images behind a gradient, and how they were found."""
+    layer = dense_first(network)
+    if layer is not None and images == 1:
+        return _pixels(exact(found, layer).reshape(1, *shape), seen), "exact"
+    return searched(network, found, classes_of(found, network, images), shape, seen, search, stream), "search"
+
+
+def _pixels(shown: Tensor, seen: Seen) -> Tensor:
+    """`seen` the other way round: it only shifts and stretches."""
+    zero, one = (seen(torch.full_like(shown, value)) for value in (0.0, 1.0))
+    return ((shown - zero) / (one - zero)).nan_to_num(0.0).clamp(0, 1)
+
+
+def matched(guesses: Tensor, originals: Tensor) -> Tensor:
+    """The guesses in the order of the originals that they are nearest to, each used once: a mean has no order."""
+    from scipy.optimize import linear_sum_assignment
+
+    cost = torch.stack([l2(guesses, original.expand_as(guesses)) for original in originals])
+    return guesses[torch.from_numpy(linear_sum_assignment(cost.cpu().numpy())[1]).to(guesses.device)]
+
+
+@dataclass(frozen=True, eq=False)
+class Inverted:
+    """What the search made of some gradients of a site, as they are and as DP-SGD releases them."""
+
+    method: str
+    images: int
+    """Behind each gradient."""
+    labels_told: float
+    """The share of gradients that tell their images' classes."""
+    originals: Tensor
+    guesses: Mapping[str, Tensor]
+    alike: Mapping[str, Tensor]
+    far: Mapping[str, Tensor]
+
+    def leaks(self, kind: str) -> bool:
+        """Whether it comes nearer than the mean of the attacker's own images, in SSIM and in distance."""
+        return bool(
+            self.alike[KINDS[kind]].mean() > self.alike[KINDS["mean"]].mean()
+            and self.far[KINDS[kind]].mean() < self.far[KINDS["mean"]].mean()
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        figures = {
+            kind: {
+                "ssim": float(self.alike[name].mean()),
+                "ssim_max": float(self.alike[name].max()),
+                "l2": float(self.far[name].mean()),
+                "l2_min": float(self.far[name].min()),
+                "below": float((self.far[name] < THRESHOLD).double().mean()),
+            }
+            for kind, name in KINDS.items()
+        }
+        told = {"method": self.method, "images": self.images, "attacked": len(self.originals)}
+        return {**told, "labels_told": self.labels_told, "guesses": figures}
+
+
+def gradients(
+    network: Classifier, halves: Halves, images: int, search: Search, clip: float, noise: float, stream: Stream
+) -> Inverted:
+    """Invert the gradients of a few batches of attacked images."""
+    batches = min(TRIALS, len(halves.attacked) // images)
+    originals, labels = halves.attacked[: batches * images], halves.labels[: batches * images]
+    found: dict[str, list[Tensor]] = {name: [] for name in KINDS}
+    method, told = "", 0
+    for number, (some, classes) in enumerate(
+        zip(torch.split(originals, images), torch.split(labels, images), strict=True)
+    ):
+        own, shown = stream.child(number), halves.seen(some)
+        plain = gradient(network, shown, classes)
+        hidden = protected(network, shown, classes, clip, noise, own.child("noise"))
+        told += int(torch.equal(classes_of(plain, network, images), classes.sort().values))
+        for kind, each in {"plain": plain, "protected": hidden}.items():
+            guess, method = invert(network, each, images, tuple(some.shape[1:]), halves.seen, search, own)
+            found[kind].append(matched(guess, some))
+        found["mean"].append(halves.own.mean(0).expand_as(some))
+    guesses = {KINDS[kind]: torch.cat(parts) for kind, parts in found.items()}
+    alike = {name: ssim(guess, originals) for name, guess in guesses.items()}
+    far = {name: l2(guess, originals) for name, guess in guesses.items()}
+    return Inverted(method, images, told / batches, originals, guesses, alike, far)

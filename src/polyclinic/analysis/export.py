@@ -1,0 +1,250 @@
+"""A run's model for other programs: weights by torch's own names, what an image must go through first, ONNX, a card.
+
+`model.safetensors` holds tensors and nothing that could be executed. `model.onnx` gives logits and calibrated
+probabilities, for any number of images at a time; before it is written it has computed the same as torch, here. The
+card comes last and names the sums of the other files: a folder without one, or with another's, is not whole.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import math
+import warnings
+from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import save
+from torch import Tensor, nn
+
+from polyclinic.analysis.model_card import card
+from polyclinic.analysis.predict import Model, Preprocessing, Shelf
+from polyclinic.core.contract import Stream
+from polyclinic.core.errors import EngineError, StoreError
+from polyclinic.data.loading.preprocess import BLOCKS, DARK, MARGIN, THIN
+from polyclinic.evaluation.calibration import Calibration, Uncalibrated
+from polyclinic.models.scattering import FixedFeatures, Scattering
+from polyclinic.storage.run_files import named_failure, write_atomically
+
+OPSET = 18
+TOLERANCE = 1e-5
+"""By how much ONNX may differ from torch: in probabilities, and in logits as a share of the largest."""
+WEIGHTS, PREPARING, ONNX, CARD = "model.safetensors", "preprocessing.json", "model.onnx", "MODEL_CARD.md"
+NEEDED = ("onnx", "onnxscript", "onnxruntime")
+DICOM = (
+    "as its sender meant it to be shown: modality, then its VOI table or first window, else from the least to the "
+    "largest value that is not padding; MONOCHROME1 inverted"
+)
+
+
+class Together(nn.Module):
+    """A model as one function: images to logits (of an ensemble, log-probabilities) and calibrated probabilities."""
+
+    def __init__(self, model: Model, temperature: float) -> None:
+        super().__init__()
+        self.networks = nn.ModuleList(map(_rewritten, model.networks)).cpu().eval()
+        self.temperature = temperature
+
+    def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        each = [network(images) for network in self.networks]
+        logits = each[0] if len(each) == 1 else torch.stack([torch.softmax(z, -1) for z in each]).mean(0).log()
+        return logits, torch.softmax(logits / self.temperature, -1)
+
+
+class RealScattering(Scattering):
+    """The same in real numbers: ONNX has no complex ones. Fourier transforms are products with matrices here."""
+
+    def __init__(self, fixed: Scattering) -> None:
+        super().__init__(fixed.shape[0] // fixed.paths, fixed.size, fixed.scales)
+        padded = self.get_buffer("waves0").shape[-1]
+        for resolution in range(self.scales):
+            side = padded >> resolution
+            angles = 2 * math.pi * torch.outer(torch.arange(side), torch.arange(side)).remainder(side).double() / side
+            self.register_buffer(f"cos{resolution}", angles.cos().float())
+            self.register_buffer(f"sin{resolution}", angles.sin().float())
+            kept = torch.cat([torch.arange(side // 2), torch.arange(padded - side // 2, padded)])
+            for scale in range(resolution, self.scales):
+                waves = self.get_buffer(f"waves{scale}")[:, kept][:, :, kept]
+                self.register_buffer(f"waves{resolution}{scale}", waves)
+
+    def forward(self, images: Tensor) -> Tensor:
+        pixels = nn.functional.pad(images, (*self.margin, *self.margin), mode="reflect")
+        zeroth, first, second = [self._averaged(pixels, 0)], [], []
+        for scale in range(self.scales):
+            moduli = self._moduli(pixels, 0, scale)
+            first.append(self._averaged(moduli, scale))
+            for wider in range(scale + 1, self.scales):
+                second.append(self._averaged(self._moduli(moduli, scale, wider), wider))
+        paths = [path.reshape(*images.shape[:2], -1, self.side, self.side) for path in zeroth + first + second]
+        return torch.cat(paths, 2).flatten(1, 2)
+
+    def _moduli(self, spectrum: Tensor, resolution: int, scale: int) -> Tensor:
+        """|x ⋆ ψ| at every 2^scale-th pixel of the picture, which is given at every 2^resolution-th, as it is."""
+        cos, sin = (self.get_buffer(f"{name}{resolution}") for name in ("cos", "sin"))
+        across, down = spectrum @ cos, spectrum @ sin
+        waves, side = self.get_buffer(f"waves{resolution}{scale}"), cos.shape[0]
+        real = (cos @ across - sin @ down).unsqueeze(-3) * waves
+        imaginary = -(sin @ across + cos @ down).unsqueeze(-3) * waves
+        step = 2 ** (scale - resolution)
+        back, turned = cos[::step] / side, sin[::step] / side
+        left, right = back @ real - turned @ imaginary, back @ imaginary + turned @ real
+        real, imaginary = left @ back.mT - right @ turned.mT, left @ turned.mT + right @ back.mT
+        return (real**2 + imaginary**2).sqrt()
+
+
+def _rewritten(network: nn.Module) -> nn.Module:
+    """A copy that ONNX has words for."""
+    found = copy.deepcopy(network)
+    for part in found.modules():
+        if isinstance(part, FixedFeatures):
+            part.scattering = RealScattering(part.scattering)
+    return found
+
+
+def export(
+    run: Shelf,
+    model: Model,
+    calibration: Calibration | Uncalibrated,
+    folder: Path,
+    onnx: bool = False,
+    force: bool = False,
+    alone: Mapping[str, Any] | None = None,
+) -> list[Path]:
+    """Write a model's files; `alone`: what a run says in which each of the same sites trained by itself."""
+    refuse_overwriting(folder, force)
+    temperature = calibration.temperature if isinstance(calibration, Calibration) else 1.0
+    prepared = preparing(run, model, calibration)
+    files = {WEIGHTS: weights_of(model), PREPARING: (json.dumps(prepared, indent=2) + "\n").encode()}
+    if onnx:
+        files[ONNX] = onnx_of(model, run.preprocessing, run.classes, temperature)
+    sums = {name: hashlib.sha256(data).hexdigest() for name, data in files.items()}
+    files[CARD] = card(run, model, calibration, sums, alone).encode()
+    with named_failure(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        for name in (CARD, ONNX):  # else a half-written folder would have another model's
+            (folder / name).unlink(missing_ok=True)
+    for name, data in files.items():
+        write_atomically(folder / name, data)
+    return [folder / name for name in files]
+
+
+def refuse_overwriting(folder: Path, force: bool) -> None:
+    there = [name for name in (WEIGHTS, PREPARING, ONNX, CARD) if (folder / name).exists()]
+    if there and not force:
+        raise StoreError(f"{folder} holds {there[0]} already; choose another folder with --out, or add --force")
+
+
+def weights_of(model: Model) -> bytes:
+    """By the network's own names; of an ensemble, members' after `members.NUMBER.`, without their sites' names."""
+    alone = len(model.networks) == 1
+    tensors = {
+        name if alone else f"members.{number}.{name}": tensor.detach().cpu().contiguous()
+        for number, network in enumerate(model.networks)
+        for name, tensor in network.state_dict().items()
+    }
+    return save(tensors, {"format": "pt"})  # of more entries the order would change from time to time
+
+
+def preparing(run: Shelf, model: Model, calibration: Calibration | Uncalibrated) -> dict[str, Any]:
+    """All that is needed to prepare an image, build the network and read what it says."""
+    wanted, section = run.preprocessing.preparation, model.sections[0]
+    temperature = calibration.temperature if isinstance(calibration, Calibration) else None
+    return {
+        "input": {
+            "name": "images",
+            "dtype": "float32",
+            "shape": ["batch", wanted.channels, wanted.size, wanted.size],
+            "order": "channels red, green, blue" if wanted.channels == 3 else "one channel, grey",
+        },
+        "decode": {"bits": wanted.bits, "dicom": DICOM, "orientation": "upright, by EXIF", "transparency": "on black"},
+        "crop_borders": _cropping() if wanted.crop_borders else None,
+        "channels": {"number": wanted.channels, "grey": "Pillow's L", "colour": "a grey image thrice"},
+        "resize": {"size": wanted.size, "fit": wanted.fit, "filter": "Pillow bilinear, antialiased", "pad": 0},
+        "scale": {"divide_by": 255, "mean": run.preprocessing.mean, "std": run.preprocessing.std},
+        "classes": list(run.classes),
+        "output": {
+            "logits": "before softmax" if len(model.networks) == 1 else "logarithms of the members' mean probabilities",
+            "temperature": temperature or 1.0,
+            "calibrated": temperature is not None,
+            "probabilities": "softmax(logits / temperature)",
+        },
+        "network": {"name": section.name, "norm": section.norm, "members": len(model.networks)},
+    }
+
+
+def _cropping() -> dict[str, Any]:
+    told = "cut to the largest bright object; what does not touch it becomes black (polyclinic.data.loading.preprocess)"
+    return {"rule": told, "dark": DARK, "blocks": BLOCKS, "thin": THIN, "margin": MARGIN}
+
+
+def onnx_of(model: Model, preprocessing: Preprocessing, classes: tuple[str, ...], temperature: float) -> bytes:
+    """The model as ONNX, checked against torch."""
+    if missing := [name for name in NEEDED if find_spec(name) is None]:
+        raise EngineError(
+            f'ONNX needs {", ".join(missing)}; install with pip install "polyclinic[export]", or leave --onnx out'
+        )
+    wanted = preprocessing.preparation
+    images = torch.rand(3, wanted.channels, wanted.size, wanted.size, generator=Stream(0, ("onnx",)).generator())
+    images = (images - 0.5) * 4
+    data = _converted(Together(model, temperature), images, model, classes)
+    for some in (images[:1], images):
+        _refuse_unlike(data, some, model, temperature)
+    return data
+
+
+def _converted(whole: Together, images: Tensor, model: Model, classes: tuple[str, ...]) -> bytes:
+    from onnx.helper import set_model_props
+
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of the converter's own parts
+            found = torch.onnx.export(
+                whole,
+                (images,),
+                dynamo=True,
+                verbose=False,
+                opset_version=OPSET,
+                input_names=["images"],
+                output_names=["logits", "probabilities"],
+                dynamic_shapes={"images": {0: torch.export.Dim("batch")}},
+            )
+    except Exception as error:  # the converter raises whatever a layer leads it to
+        raise EngineError(
+            f"{model.sections[0].name} cannot be written as ONNX by this torch ({type(error).__name__}); leave --onnx "
+            "out"
+        ) from None
+    assert found is not None
+    proto = found.model_proto
+    _without_traces(proto)
+    props = {"classes": json.dumps(classes), "temperature": repr(whole.temperature), "opset": str(OPSET)}
+    set_model_props(proto, {**props, "use": "research only; not a medical device"})
+    data: bytes = proto.SerializeToString()
+    return data
+
+
+def _without_traces(proto: Any) -> None:
+    """Converters note where in whose source files a node came from."""
+    graph = proto.graph
+    for part in (graph, *graph.node, *graph.value_info, *graph.input, *graph.output, *graph.initializer):
+        del part.metadata_props[:]
+        part.doc_string = ""
+
+
+def _refuse_unlike(data: bytes, images: Tensor, model: Model, temperature: float) -> None:
+    from onnxruntime import InferenceSession
+
+    ran = InferenceSession(data, providers=["CPUExecutionProvider"]).run(None, {"images": images.numpy()})
+    logits = model.answers(images)[1].double()
+    expected = logits.numpy(), torch.softmax(logits / temperature, -1).numpy()
+    for theirs, ours, scale in zip(ran, expected, (float(np.abs(expected[0]).max()), 1.0), strict=True):
+        off = float(np.abs(np.asarray(theirs, dtype=np.float64) - ours).max())
+        if not off <= TOLERANCE * scale:
+            raise EngineError(
+                f"as ONNX {model.sections[0].name} computes something else (by {off:.1e}), so it was not written; "
+                "leave --onnx out, or try another version of onnxruntime"
+            )

@@ -1,0 +1,147 @@
+"""Features of runs side by side, by t-SNE: a colour for each site, a marker for each class (FedMP, Figures 5 and 6)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from matplotlib import colormaps
+from matplotlib.axes import Axes
+from matplotlib.colors import to_hex
+from matplotlib.figure import Figure as Paper
+from matplotlib.layout_engine import ConstrainedLayoutEngine
+from matplotlib.lines import Line2D
+
+from polyclinic.analysis.features import Figure, View, embedded
+from polyclinic.core.contract import Stream
+from polyclinic.evaluation.metrics import Floats
+from polyclinic.reporting.figures import COLOURS, DPI, FAINT, INK, TEXT, save
+
+PANEL, LEGEND, ABOVE, TITLE = 4.8, 2.4, 1.05, 0.4
+"""Inches: a panel's side, the legend's width, and the room for a panel's words and for the title."""
+IN_A_ROW = 3
+MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "*", "p", "d")
+SIZE, LARGER = 34, {"*": 2.0, "P": 1.3, "X": 1.3}
+"""A marker's area in square points where there are 600; thin ones are drawn larger, to look alike."""
+LISTED, LINE = 12, 0.235
+"""Names of sites, and of classes, in the legend; inches that one takes."""
+
+
+def draw_views(
+    views: Sequence[View], sites: Sequence[str], classes: Sequence[str], title: str, path: Path, stream: Stream
+) -> None:
+    """A panel for each view. `sites`, `classes`: all names, by number."""
+    columns = min(len(views), IN_A_ROW)
+    rows = -(-len(views) // columns)
+    shown = [classes[number] for number in np.unique(np.concatenate([view.points.label for view in views]))]
+    lines = 4 + len(_listed(sites)) + len(_listed(shown))
+    height = max(rows * (PANEL + ABOVE) + TITLE, LINE * lines)
+    size = (max(columns * PANEL, PANEL * 1.3) + LEGEND, height)
+    layout = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.1, wspace=0.0, hspace=0.04)
+    paper = Paper(figsize=size, dpi=DPI, layout=layout, facecolor="white")
+    paper.suptitle(title, x=0.01, ha="left", fontsize=TEXT + 3, color=INK).set_parse_math(False)
+    panels = paper.subplots(rows, columns, squeeze=False).flatten()
+    colours = _colours(len(sites))
+    for axes, view in zip(panels, views, strict=False):
+        _draw(axes, view, embedded(view.points.values, stream.child("t-sne")), colours, stream.child("order"))
+    for axes in panels[len(views) :]:
+        axes.set_visible(False)
+    _draw_legend(paper, sites, colours, {name: _marker(classes.index(name)) for name in shown})
+    words = "; ".join(f"{view.name}: {', '.join(told(view))}" for view in views)
+    save(paper, path, title, f"t-SNE of features, a colour for each site, a marker for each class. {words}.")
+
+
+def told(view: View) -> list[str]:
+    """Its figures, in words."""
+    found = view.figures
+    if found is None:
+        return ["too few patients of a class at two sites"]
+    apart = [] if found.apart is None else [f"Hausdorff {_beside(found.apart)}"]
+    return [f"site recognised {_beside(found.recognised)}", *apart]
+
+
+def _beside(figure: Figure) -> str:
+    return f"{figure.value:.2f} (by chance {figure.chance:.2f})"
+
+
+def _draw(axes: Axes, view: View, places: Floats, colours: Sequence[str], stream: Stream) -> None:
+    # In random order, or the last site would hide the others.
+    order = np.random.default_rng(stream.integer()).permutation(len(places))
+    points, shades = view.points.only(order), np.array(colours)
+    size = SIZE * min(3.0, max(0.5, math.sqrt(600 / len(places))))
+    for number in np.unique(points.label):
+        own = points.label == number
+        x, y = places[order][own].T
+        axes.scatter(
+            x,
+            y,
+            c=shades[points.site[own]],
+            marker=_marker(number),
+            s=size * LARGER.get(_marker(number), 1),
+            alpha=0.8,
+            edgecolor="white",
+            linewidth=0.4,
+        )
+    axes.set_xticks([])
+    axes.set_yticks([])
+    axes.spines[:].set_color(FAINT)
+    axes.set_box_aspect(1)
+    whose = "" if view.shared else ", each site's own network"
+    words = [_short(view.name, 44), f"stage {view.stage} of {view.stages}{whose}", *told(view)]
+    axes.set_title("\n".join(words), fontsize=TEXT, color=INK, loc="left").set_parse_math(False)
+
+
+def _draw_legend(paper: Paper, sites: Sequence[str], colours: Sequence[str], markers: dict[str, str]) -> None:
+    """Right of all panels: sites by colour, below them classes by marker."""
+    dots = [_handle("o", colour) for colour in colours[: len(sites)]]
+    shapes = [_handle(marker, INK) for marker in markers.values()]
+    blank = _handle("", INK)
+    handles = [blank, *dots[:LISTED], blank, blank, *shapes[:LISTED]]
+    names = ["site", *_listed(sites), "", "class", *_listed(list(markers))]
+    if len(sites) > LISTED:
+        handles.insert(LISTED + 1, blank)
+    if len(markers) > LISTED:
+        handles.append(blank)
+    legend = paper.legend(
+        handles,
+        names,
+        loc="outside right upper",
+        frameon=False,
+        fontsize=TEXT,
+        labelcolor=INK,
+        labelspacing=0.35,
+        handlelength=1.2,
+    )
+    for text in legend.get_texts():
+        text.set_parse_math(False)
+    for heading in (0, names.index("") + 1):
+        legend.get_texts()[heading].set_fontweight("bold")
+
+
+def _listed(names: Sequence[str]) -> list[str]:
+    more = [f"and {len(names) - LISTED} others"] if len(names) > LISTED else []
+    return [_short(name, 20) for name in names[:LISTED]] + more
+
+
+def _handle(marker: str, colour: str) -> Line2D:
+    size = 8 * math.sqrt(LARGER.get(marker, 1))
+    return Line2D([], [], linestyle="none", marker=marker, color=colour, markersize=size, markeredgecolor="white")
+
+
+def _colours(sites: int) -> list[str]:
+    """Okabe and Ito's as far as they go; more sites are told apart by hue as well as can be."""
+    if sites <= len(COLOURS):
+        return list(COLOURS)
+    shades = colormaps["turbo"](np.linspace(0.02, 0.98, sites))
+    return [to_hex(shade) for shade in shades]
+
+
+def _marker(number: int) -> str:
+    return MARKERS[number % len(MARKERS)]
+
+
+def _short(text: str, most: int) -> str:
+    """Cut in the middle: names often differ at their end."""
+    return text if len(text) <= most else f"{text[: most // 2 - 1]}…{text[-(most // 2) :]}"

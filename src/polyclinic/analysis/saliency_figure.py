@@ -1,0 +1,175 @@
+"""Cases and runs' Grad-CAM maps side by side, in words as well; and how bright sites' images are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.cm import ScalarMappable
+from matplotlib.figure import Figure, SubFigure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
+
+from polyclinic.analysis.saliency import PREDICTION, TRUTH, Case, Explanation, Intensities, Look, onto
+from polyclinic.core.contract import SiteId
+from polyclinic.evaluation.metrics import Floats
+from polyclinic.reporting.figures import COLOURS, DPI, INK, TEXT, draw_curves, save
+
+PANEL, WORDS, ABOVE, GROUP, BAR, TITLE = 2.0, 1.8, 0.3, 0.65, 0.9, 0.45
+"""Inches: a panel's side, the width of a case's words, room above a panel, above a group, for the bar, the title."""
+COLOUR_MAP = "inferno"
+PLACES = (
+    ("to the upper left", "at the top", "to the upper right"),
+    ("to the left", "at the centre", "to the right"),
+    ("to the lower left", "at the bottom", "to the lower right"),
+)
+HALF = 0.5
+"""Of a map's largest value: where the line is drawn, and what counts as looked at."""
+
+
+def draw_gallery(found: Explanation, title: str, path: Path) -> None:
+    """A row for each case: the image, and beside it every run's map."""
+    groups = [group for group in found.groups if len(group.shown)]
+    heights = [len(group.shown) * (PANEL + ABOVE) + GROUP for group in groups]
+    size = (WORDS + (len(found.names) + 1) * (PANEL + 0.15), sum(heights) + BAR + TITLE)
+    layout = ConstrainedLayoutEngine(w_pad=0.06, h_pad=0.05, wspace=0.0, hspace=0.0)
+    paper = Figure(figsize=size, dpi=DPI, layout=layout, facecolor="white")
+    paper.suptitle(title, x=0.01, ha="left", fontsize=TEXT + 3, color=INK).set_parse_math(False)
+    *parts, foot = paper.subfigures(len(groups) + 1, 1, height_ratios=[*heights, BAR], squeeze=False).flatten()
+    number = 1
+    for part, group in zip(parts, groups, strict=True):
+        heading = part.suptitle(
+            f"{_short(group.name, 40)}: {len(group.shown)} of {group.images} images",
+            x=0.01,
+            ha="left",
+            fontsize=TEXT + 1,
+            fontweight="bold",
+            color=INK,
+        )
+        heading.set_parse_math(False)
+        cases = found.cases[number - 1 : number - 1 + len(group.shown)]
+        _draw_group(part, cases, found, number)
+        number += len(cases)
+    _draw_bar(foot, found)
+    save(paper, path, title, alternative(found))
+
+
+def _draw_group(part: SubFigure, cases: Sequence[Case], found: Explanation, number: int) -> None:
+    ratios = [WORDS / PANEL, *[1.0] * (len(found.names) + 1)]
+    panels = part.subplots(len(cases), len(ratios), squeeze=False, width_ratios=ratios)
+    for axes in panels.flat:
+        axes.set_axis_off()
+    for place, (row, case) in enumerate(zip(panels, cases, strict=True)):
+        words = [f"case {number + place}", _short(case.site, 19), "truth:", _short(found.classes[case.truth], 19)]
+        _write(row[0], "\n".join(words))
+        _draw_image(row[1], case)
+        _title(row[1], "image" if place == 0 else "", "", INK)
+        for axes, name, look in zip(row[2:], found.names, case.looks, strict=True):
+            heat = _draw_look(axes, case, look)
+            right = look.predicted == case.truth
+            said = f"{'✓' if right else '✗'} {_short(found.classes[look.predicted], 16)} {look.probability:.2f}"
+            _title(axes, _short(name, 19) if place == 0 else "", said, INK if right else COLOURS[1])
+            if not heat.any():
+                _draw_nothing(axes)
+
+
+def _write(axes: Axes, words: str) -> None:
+    text = axes.text(0, 0.5, words, va="center", fontsize=TEXT - 1, color=INK, parse_math=False, linespacing=1.4)
+    text.set_in_layout(False)  # rows with long words would else be narrower than others
+
+
+def _title(axes: Axes, name: str, said: str, colour: str) -> None:
+    axes.set_title(said, fontsize=TEXT - 1, color=colour, loc="left", pad=4).set_parse_math(False)
+    if name:
+        line = axes.annotate(
+            name, (0, 1), xytext=(0, 20), xycoords="axes fraction", textcoords="offset points", fontsize=TEXT - 1
+        )
+        line.set_parse_math(False)
+        line.set_color(INK)
+
+
+def _draw_image(axes: Axes, case: Case) -> None:
+    pixels = case.image.numpy()
+    if len(pixels) == 3:
+        axes.imshow(pixels.transpose(1, 2, 0))
+    else:
+        axes.imshow(pixels.mean(0), cmap="gray", vmin=0, vmax=1)
+
+
+def _draw_look(axes: Axes, case: Case, look: Look) -> Floats:
+    """The map over the image in grey; where it is zero, the image alone."""
+    heat = onto(look, case.image)
+    axes.imshow(case.image.mean(0).numpy(), cmap="gray", vmin=0, vmax=1)
+    axes.imshow(heat, cmap=COLOUR_MAP, vmin=0, vmax=1, alpha=0.65 * np.sqrt(heat))
+    if heat.min() < HALF < heat.max():
+        axes.contour(heat, levels=[HALF], colors="white", linewidths=1.2)
+    return heat
+
+
+def _draw_nothing(axes: Axes) -> None:
+    box = {"facecolor": "white", "edgecolor": "none", "alpha": 0.85, "pad": 2}
+    words = "nothing speaks\nfor this class"
+    axes.text(0.5, 0.5, words, transform=axes.transAxes, ha="center", va="center", fontsize=TEXT - 2, bbox=box)
+
+
+def _draw_bar(part: SubFigure, found: Explanation) -> None:
+    axes = part.subplots()
+    bar = part.colorbar(ScalarMappable(cmap=COLOUR_MAP), cax=axes, orientation="horizontal")
+    bar.ax.set_box_aspect(0.03)
+    bar.ax.tick_params(labelsize=TEXT - 2, colors=INK)
+    bar.set_label(
+        f"Grad-CAM for {_whose(found.of)}:\n1 is the map's own largest value; line: half of it",
+        fontsize=TEXT - 1,
+        color=INK,
+    )
+    bar.ax.xaxis.label.set_parse_math(False)
+
+
+def _whose(of: str) -> str:
+    return {PREDICTION: "the predicted class", TRUTH: "the true class"}.get(of, f"the class {_short(of, 24)}")
+
+
+def alternative(found: Explanation) -> str:
+    """The gallery in words."""
+    told = " ".join(in_words(case, number, found) for number, case in enumerate(found.cases, 1))
+    return f"Images with Grad-CAM maps for {_whose(found.of)}, beside each other for {', '.join(found.names)}. {told}"
+
+
+def in_words(case: Case, number: int, found: Explanation) -> str:
+    looks = []
+    for name, look in zip(found.names, case.looks, strict=True):
+        says = f"{name} says {found.classes[look.predicted]} ({look.probability:.2f})"
+        looks.append(f"{says} and looks {where(onto(look, case.image))}")
+    truth = found.classes[case.truth]
+    return f"Case {number}, {case.group}, at {case.site}, is {truth}: {'; '.join(looks)}."
+
+
+def where(heat: Floats) -> str:
+    """Where a map's middle lies, and how much of the image it takes."""
+    seen = described(heat)
+    if seen is None:
+        return "nowhere: nothing speaks for that class"
+    down, across = (int(min(2, 3 * place)) for place in seen["centre"])
+    return f"{PLACES[down][across]}, at {seen['looked_at']:.0%} of the image"
+
+
+def described(heat: Floats) -> dict[str, Any] | None:
+    """A map's middle (from the top, from the left, as shares of the sides) and the share of pixels above its half."""
+    if not heat.any():
+        return None
+    places = [
+        np.average((np.arange(size) + 0.5) / size, weights=heat.sum(1 - axis)) for axis, size in enumerate(heat.shape)
+    ]
+    return {"centre": [float(place) for place in places], "looked_at": float((heat >= HALF * heat.max()).mean())}
+
+
+def draw_histograms(sites: Mapping[SiteId, Intensities], title: str, path: Path) -> None:
+    curves = {name: found.curve for name, found in sites.items()}
+    draw_curves(curves, title, "pixel value, as stored", "% of the pixels that are not black", path, whole=False)
+
+
+def _short(text: str, most: int) -> str:
+    """Cut in the middle: names often differ at their end."""
+    return text if len(text) <= most else f"{text[: most // 2 - 1]}…{text[-(most // 2) :]}"

@@ -1,0 +1,396 @@
+"""`polyclinic data …`: what there is, what is wrong with it, how sites differ, how to get it."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import shutil
+import textwrap
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any, TypeAlias
+
+import typer
+from rich.console import Console
+from rich.progress import Progress, TaskID
+from rich.table import Table
+from rich.text import Text
+
+from polyclinic.cli.common import Data, Json, err, out, print_json, tell
+from polyclinic.config.recipe import Recipe, our_recipes
+from polyclinic.core.contract import Stream
+from polyclinic.core.errors import DataError
+from polyclinic.data import DATASETS, Natural, Options, data_folder, federate
+from polyclinic.data.check import Checked, check
+from polyclinic.data.data_dir import VARIABLE
+from polyclinic.data.datasets import SETS, NamedSet
+from polyclinic.data.download import fetch
+from polyclinic.data.findings import Finding, told
+from polyclinic.data.heterogeneity.measure import Diagnosis, diagnose, lines
+from polyclinic.data.loading.cache import cache_folder
+from polyclinic.data.loading.load import for_task, load
+from polyclinic.data.loading.options import ImageOptions
+from polyclinic.data.partitioning.dry_run import Division, Refusal
+from polyclinic.data.records import Listing
+from polyclinic.data.sources.detect import TABLE, open_source
+from polyclinic.data.sources.table import Columns, read_table
+from polyclinic.data.splits import Fractions
+from polyclinic.runs.experiment import gather
+from polyclinic.storage.run_files import write_json
+
+app = typer.Typer(no_args_is_help=True, help="Check, compare and get images before anything trains on them.")
+
+What = Annotated[str, typer.Argument(metavar="RECIPE|NAME|PATH", help="A recipe, a named set, or your images.")]
+COLOURS = {"stop": "bold red", "warn": "yellow", "note": "dim"}
+Work: TypeAlias = Sequence[tuple[Listing, Sequence[Refusal]]]
+"""What is to be checked: listings, each with the divisions to try (none: its own sites)."""
+MOST = 20
+"""Classes or sites that are counted singly."""
+OURS = re.compile(r"([0-9a-f]{32})(\.draft|\.lock)?")
+"""What `data.cache` calls a prepared set, one being made, and its lock."""
+OUR_FILES = re.compile(r"pixels|index\.json|\.index\.json\.\d+\.tmp")
+
+
+@app.command("list")
+def list_sets(data: Data = None, as_json: Json = False) -> None:
+    """The named public sets, their terms, and whether they are at hand."""
+    folder = _given_folder(data)
+    rows = [
+        {
+            "name": name,
+            "here": folder is not None and _is_here(named, folder),
+            "fetch": bool(named.downloads),
+            "licence": named.licence,
+            "about": named.about,
+        }
+        for name, named in SETS.items()
+    ]
+    if as_json:
+        print_json(rows)
+        return
+    table = Table(box=None, padding=(0, 1), pad_edge=False)
+    table.add_column("name", no_wrap=True)
+    table.add_column("here", no_wrap=True)
+    table.add_column("what it is, and its terms")
+    for row in rows:
+        here = "yes" if row["here"] else "fetch" if row["fetch"] else "no"
+        table.add_row(str(row["name"]), here, Text(f"{row['about']}\n").append(f"terms: {row['licence']}", "dim"))
+    out.print(table)
+    tell("fetch: `polyclinic data fetch NAME` gets it; no: the same command says how to")
+
+
+def _given_folder(data: Path | None) -> Path | None:
+    """The data folder, if one is named at all."""
+    return data_folder(data) if data or os.environ.get(VARIABLE) else None
+
+
+def _is_here(named: NamedSet, folder: Path) -> bool:
+    try:
+        return bool(named.read(named.options(), folder / (named.folder or named.name)).records)
+    except DataError:
+        return False
+
+
+def listed(what: str, data: Path | None, columns: str = "") -> Listing:
+    """What a name or a path stands for; `columns` ("path=file,label=diagnosis") are those of a table."""
+    if columns:
+        return _table(Path(what), columns)
+    spec = DATASETS.get(what)
+    if spec is not None and spec.read is not None and what in SETS:
+        return spec.read(spec.options(), data)
+    if spec is not None and not Path(what).exists():
+        raise DataError(f"The set '{what}' has no files to look at; give a named set of `data list`, or a path.")
+    if not Path(what).exists():
+        raise DataError(f"There is no named set and no path '{what}'; see `polyclinic data list`, or give a path.")
+    return open_source(Path(what))
+
+
+def _table(path: Path, columns: str) -> Listing:
+    pairs = [pair.partition("=")[::2] for pair in columns.split(",")]
+    if not all(name.strip() and column.strip() for name, column in pairs):
+        raise DataError("--columns needs names of columns, such as path=file,label=diagnosis,site=clinic.")
+    table = path / TABLE if path.is_dir() else path
+    if table.suffix.lower() not in (".csv", ".tsv") or not table.is_file():
+        raise DataError(f"--columns is for a table, but '{path}' is neither a CSV file nor a folder with {TABLE}.")
+    chosen = Columns.model_validate({name.strip(): column.strip() for name, column in pairs})
+    return read_table(table, name=str(path), columns=chosen)
+
+
+@app.command("check")
+def check_command(
+    what: What,
+    data: Data = None,
+    columns: Annotated[
+        str, typer.Option(metavar="path=…,label=…", help="Names of a table's columns: also site, patient, split.")
+    ] = "",
+    show_names: Annotated[
+        bool, typer.Option("--show-names", help="Also print file names, which may name patients. For your eyes only.")
+    ] = False,
+    file: Annotated[Path | None, typer.Option("--out", help="Also write the findings to this JSON file.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Look for what is wrong with a set, or with a recipe's. The exit code is 1 if training may not start."""
+    recipe = _recipe(what)
+    if recipe is not None and columns:
+        raise DataError("A recipe names its table's columns itself; leave out --columns.")
+    work: Work = [(listed(what, data, columns), ())] if recipe is None else _divisions(recipe, data)
+    if file is not None:
+        file.parent.mkdir(parents=True, exist_ok=True)
+    with _bar("looking at images") as report:
+        found = [check(listing, report=report, divisions=divisions) for listing, divisions in work]
+    rows = [checked.as_json() for checked in found]
+    document = rows[0] if len(rows) == 1 else rows
+    if file is not None:
+        write_json(file, document)
+    if as_json:
+        print_json(document)
+    elif not work:
+        _say(f"{what}: its images are no files, so there is nothing to check")
+    for (listing, _), checked in zip(work, found, strict=True):
+        if not as_json:
+            show_checked(checked)
+        if show_names:
+            _show_names(listing, checked.findings, err if as_json else out)
+    if not all(checked.may_train for checked in found):
+        raise typer.Exit(1)
+
+
+def _recipe(what: str) -> Recipe | None:
+    """The recipe that is meant: a file, or one of ours by name, unless something of that name lies here."""
+    ours = {} if Path(what).exists() else our_recipes()
+    return Recipe.load(ours.get(what, what)) if what in ours or what.endswith((".yaml", ".yml")) else None
+
+
+def _divisions(recipe: Recipe, data: Path | None) -> Work:
+    """The listings of a recipe's methods, each once, with the divisions that they make of it."""
+    listings: dict[str, Listing] = {}
+    divisions: defaultdict[str, dict[str, Refusal]] = defaultdict(dict)
+    for method in [recipe.method(name) for name in recipe.methods] or [recipe]:
+        section, spec = method.data, DATASETS[method.data.name]
+        if spec.read is None:
+            continue
+        options = spec.options.model_validate(section.options)
+        key = f"{section.name} {section.split.official} {options.model_dump_json()}"
+        if key not in listings:
+            listing = for_task(spec.read(options, data), getattr(options, "task", None))
+            official = listing.official and section.split.official
+            listings[key] = replace(listing, name=f"{listing.name}, as in {method.name}", official=official)
+        divisions[key].setdefault(section.model_dump_json(), _division(method, options, data))
+    return [(listing, tuple(divisions[key].values())) for key, listing in listings.items()]
+
+
+def _division(recipe: Recipe, options: Options, data: Path | None) -> Refusal:
+    split, alone = recipe.data.split, recipe.data.allow_single_class
+    if isinstance(options, ImageOptions) and not options.join_copies:
+        return Division(recipe.partition_of(), split, alone, options.limit, recipe.seed).refusal
+
+    def gathered(_: Listing) -> str:
+        """What depends on pixels, or is not loaded as it is listed, is divided as a run does."""
+        try:
+            gather(recipe, data)
+        except DataError as error:
+            return str(error)
+        return ""
+
+    return gathered
+
+
+@contextmanager
+def _bar(what: str) -> Iterator[Callable[[int, int], None]]:
+    with Progress(console=err, transient=True, disable=not err.is_terminal) as progress:
+        task: TaskID = progress.add_task(what, total=None)
+        yield lambda done, total: progress.update(task, completed=done, total=total)
+
+
+def show_checked(checked: Checked) -> None:
+    _say(f"{checked.name}: {checked.images:,} images")
+    _say(f"classes: {_counts(checked.classes)}", 6)
+    if len(checked.sites) > 1:
+        _say(f"sites: {_counts(checked.sites)}", 6)
+    for finding in checked.findings:
+        out.print(_level(finding).append(f"  {finding.kind}: {finding.count:,}", "bold"))
+        for line in _told(finding):
+            _say(line, 6)
+    if checked.findings:
+        out.print(_glance(checked.findings))
+    stops = sum(finding.stops for finding in checked.findings)
+    warns = sum(finding.level == "warn" and not finding.handled for finding in checked.findings)
+    verdict = "training may start" if checked.may_train else "training may NOT start"
+    if checked.may_train and not checked.as_divided:
+        verdict += ", but not by its own sites and parts"
+    out.print(Text(f"{verdict}: {stops} to mend first, {warns} to know of"), style="bold")
+
+
+def _level(finding: Finding) -> Text:
+    level = "done" if finding.handled else finding.level
+    return Text(level, COLOURS.get(level, "green"))
+
+
+def _glance(findings: tuple[Finding, ...]) -> Table:
+    """What was found, at a glance."""
+    table = Table("", "finding", box=None, padding=(0, 1), pad_edge=False)
+    table.add_column("n", justify="right")
+    for finding in findings:
+        table.add_row(_level(finding), Text(finding.kind), f"{finding.count:,}")
+    return table
+
+
+def _say(text: str, indent: int = 0) -> None:
+    """Wrapped between words; a path that is too long for a line stays in one piece."""
+    space = " " * indent
+    wrap = textwrap.TextWrapper(out.width, space, space, break_long_words=False, break_on_hyphens=False)
+    out.print(Text(wrap.fill(text)), soft_wrap=True)
+
+
+def _counts(groups: Mapping[str, int]) -> str:
+    shown = [f"{name} {count:,}" for name, count in groups.items()][:MOST]
+    return ", ".join(shown) + (f" and {len(groups) - MOST} more" if len(groups) > MOST else "")
+
+
+def _told(finding: Finding) -> Iterator[str]:
+    yield f"{finding.sentence}."
+    if finding.where:
+        yield f"where: {told([_shortened(place) for place in finding.where], finding.count)}"
+    yield f"the loader: {finding.handled}" if finding.handled else f"to do: {finding.remedy}"
+
+
+def _shortened(place: str) -> str:
+    """ "labels.csv row 2 = 7" in place of "labels.csv row 2 = labels.csv row 7"."""
+    first, *others = place.split(" = ")
+    return " = ".join([first, *(other.removeprefix(first[: first.rfind(" ") + 1]) for other in others)])
+
+
+def _show_names(listing: Listing, findings: tuple[Finding, ...], console: Console) -> None:
+    for finding in findings:
+        for position in finding.positions:
+            console.print(Text(f"{finding.kind}: {listing.records[position].path}"), soft_wrap=True)
+    for path in listing.unlisted:
+        console.print(Text(f"unlisted image: {path}"), soft_wrap=True)
+
+
+@app.command("diagnose")
+def diagnose_command(
+    what: What,
+    data: Data = None,
+    size: Annotated[int, typer.Option(min=8, max=512, help="Pixels of a side (not for recipes).")] = 64,
+    channels: Annotated[int, typer.Option(min=1, max=3, help="1 or 3 (not for recipes).")] = 3,
+    seed: Annotated[int, typer.Option(help="The seed of what is drawn.")] = 0,
+    folder: Annotated[Path, typer.Option("--out", help="Where the picture and the JSON go.")] = Path("diagnosis"),
+    as_json: Json = False,
+) -> None:
+    """How the sites differ, and which method addresses that: numbers, a picture, plain sentences."""
+    options = ImageOptions.model_validate({"size": size, "channels": channels})
+    title, found = _diagnosis(what, data, options, Stream(seed))
+    from polyclinic.reporting.heterogeneity_figure import draw_diagnosis  # matplotlib takes a second to load
+
+    folder.mkdir(parents=True, exist_ok=True)
+    draw_diagnosis(found, folder / "diagnosis.png", title)
+    write_json(folder / "diagnosis.json", found.as_json())
+    if as_json:
+        print_json(found.as_json())
+        return
+    for line in lines(found):
+        _say(line)
+        out.print()
+    out.print(Text(f"written: {folder / 'diagnosis.png'}  {folder / 'diagnosis.json'}"), soft_wrap=True)
+
+
+def _diagnosis(what: str, data: Path | None, options: ImageOptions, stream: Stream) -> tuple[str, Diagnosis]:
+    recipe = _recipe(what)
+    if recipe is not None:
+        consortium = gather(recipe, data)
+        everything = {name: site.train for name, site in consortium.sites.items()}
+        return f"{recipe.name}: how the sites' training images differ", diagnose(everything, consortium.classes, stream)
+    listing = listed(what, data)
+    if len({record.site for record in listing.used} - {""}) < 2:
+        raise DataError(
+            f"{listing.name} names fewer than two sites, so there is nothing to compare; "
+            "give a recipe, which divides images among sites."
+        )
+    collection = load(listing, options, stream.child("data"))
+    whole = Fractions(train=1, validation=0, test=0, official=False)
+    sites = federate(collection, Natural(), whole, stream.child("sites"), allow_single_class=True)
+    found = diagnose({name: site.train for name, site in sites.items()}, collection.classes, stream)
+    return f"{listing.name}: how the sites differ", found
+
+
+@app.command("fetch")
+def fetch_command(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="A named set: see `polyclinic data list`.")],
+    data: Data = None,
+) -> None:
+    """Download a set where its terms allow that; else say how to get it. Goes on where it was interrupted."""
+    if name not in SETS:
+        raise DataError(f"There is no named set '{name}'; there are: {', '.join(SETS)}.")
+    named = SETS[name]
+    folder = data_folder(data) if named.downloads else _given_folder(data) or Path("your data folder")
+    files = {download.name for download in named.downloads}
+    with Progress(console=err, transient=True, disable=not err.is_terminal) as progress:
+        tasks: dict[str, TaskID] = {}
+
+        def report(what: str, done: int, total: int | None) -> None:
+            if what not in tasks:
+                tasks[what] = progress.add_task(what, total=total)
+                if what not in files:  # a remark, such as a sum to compare by hand: bars vanish, this stays
+                    tell(what)
+            progress.update(tasks[what], completed=done, total=total)
+
+        written = fetch(named, folder, report)
+    for path in written:
+        out.print(Text(f"here: {path}"), soft_wrap=True)
+
+
+@app.command("cache")
+def cache_command(
+    clear: Annotated[bool, typer.Option("--clear", help="Delete all prepared images.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Where prepared images are kept, and how much there is. They are patients' images: clear them when done."""
+    home = cache_folder()
+    ours = sorted(path for path in home.glob("*") if _is_ours(path))
+    rows = [_cached(path / "pixels") for path in ours if (path / "pixels").is_file()]
+    kept = _clear(ours) if clear else []
+    if as_json:
+        print_json({"folder": str(home), "cleared": clear, "in_use": kept, "sets": rows})
+        return
+    size = sum(row["bytes"] for row in rows)
+    told = f"; cleared{f', except {len(kept)} being made right now' if kept else ''}" if clear else ""
+    out.print(Text(f"{home}: {len(rows)} prepared sets, {size / 2**20:,.1f} MiB{told}"), soft_wrap=True)
+
+
+def _is_ours(path: Path) -> bool:
+    """The folder may have been set to one that holds other things too: those are nobody's to delete."""
+    named = OURS.fullmatch(path.name)
+    if named is None or path.is_symlink():
+        return False
+    if path.is_dir():
+        return named[2] != ".lock" and all(OUR_FILES.fullmatch(file.name) for file in path.iterdir())
+    return named[2] == ".lock" and path.stat().st_size == 0
+
+
+def _clear(ours: list[Path]) -> list[str]:
+    """Delete what is ours, less the sets that another process is making; these are named."""
+    kept = sorted({path.name[:32] for path in ours if path.suffix == ".lock" and _is_held(path)})
+    for path in ours:
+        if path.name[:32] not in kept:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    return kept
+
+
+def _is_held(lock: Path) -> bool:
+    with open(lock, "rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
+
+
+def _cached(pixels: Path) -> dict[str, Any]:
+    state = pixels.stat()
+    return {"set": pixels.parent.name, "bytes": state.st_size, "made": time.strftime("%F", time.gmtime(state.st_mtime))}

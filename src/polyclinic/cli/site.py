@@ -1,0 +1,127 @@
+"""`polyclinic site …`: what a hospital asks of its own machine."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Annotated
+
+import typer
+import yaml
+from rich.table import Table
+from rich.text import Text
+
+from polyclinic.cli.common import Json, find_recipe, out, print_json
+from polyclinic.config.capability import (
+    GIGABYTE,
+    RESOURCES,
+    THRESHOLDS,
+    Capability,
+    Card,
+    cluster_of,
+    latency_problems,
+    score,
+    thresholds_problems,
+    weights_problems,
+)
+from polyclinic.config.recipe import Recipe
+
+app = typer.Typer(no_args_is_help=True, help="What this site's own machine can do.")
+
+
+@app.command("capability")
+def capability_command(
+    server: Annotated[
+        str | None, typer.Option(metavar="HOST:PORT", help="The server, to measure the network to it.")
+    ] = None,
+    recipe: Annotated[
+        str | None, typer.Option(metavar="RECIPE", help="The recipe whose clusters and weights count.")
+    ] = None,
+    site: Annotated[str, typer.Option("--name", help="What the recipe calls this site.")] = "this-site",
+    most: Annotated[
+        float | None, typer.Option("--max-latency", metavar="MS", help="The most latency that is acceptable.")
+    ] = None,
+    weights: Annotated[
+        str | None, typer.Option(metavar="C,M,B,N", help="How much cpu, memory, battery and network count.")
+    ] = None,
+    high: Annotated[float | None, typer.Option(help="The least score of the cluster high.")] = None,
+    medium: Annotated[float | None, typer.Option(help="The least score of the cluster medium.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Measure what this machine can do, say which cluster it would join, and write its card for a recipe."""
+    address = None if server is None else _address(server)
+    thresholds, asked = _clusters(recipe, high, medium)
+    most = asked.latency if most is None else most
+    weighed = asked.weights if weights is None else _weights(weights)
+    _refuse("--weights", weights_problems(weighed))
+    _refuse("--max-latency", latency_problems(most))
+    _refuse("--high / --medium", thresholds_problems(thresholds))
+    from polyclinic.deploy.machine import measure  # psutil is for this alone
+
+    found = measure(address, most)
+    shares = {name: round(getattr(found, name), 6) for name in RESOURCES}  # the score is that of the card as written
+    card = replace(found, **shares)
+    assert card.total_memory is not None
+    total = score(card, weighed)
+    cluster = cluster_of(total, thresholds)
+    pasted = {"capability": {"cards": {site: {**shares, "gigabytes": card.total_memory / GIGABYTE}}}}
+    if as_json:
+        notes = dict(zip(RESOURCES, card.notes, strict=True))
+        told = {**shares, "total_memory": card.total_memory, "notes": notes, "score": total, "cluster": cluster}
+        print_json({**told, "weights": weighed, "thresholds": thresholds, "recipe": pasted})
+        return
+    out.print(_table(card, weighed))
+    out.print(Text(f"score {total:.3f}: cluster {cluster} ({_ranges(thresholds)})"))
+    written = yaml.safe_dump(pasted, sort_keys=False, allow_unicode=True).rstrip()
+    out.print(Text(f"\nfor a recipe:\n\n{written}"), soft_wrap=True)
+
+
+def _clusters(recipe: str | None, high: float | None, medium: float | None) -> tuple[Mapping[str, float], Capability]:
+    """The least score of each cluster, and how sites are judged: as the recipe has it, or as the options have it."""
+    if recipe is None:
+        given = {"high": high, "medium": medium}
+        return {**THRESHOLDS, **{name: least for name, least in given.items() if least is not None}}, Capability()
+    if high is not None or medium is not None:
+        sentence = "the recipe says where clusters begin; leave out --high and --medium, or the recipe"
+        raise typer.BadParameter(sentence, param_hint="--recipe")
+    loaded = Recipe.load(find_recipe(recipe))
+    if not loaded.clusters:
+        sentence = f"{recipe} has no clusters; leave it out to be told of high, medium and low"
+        raise typer.BadParameter(sentence, param_hint="--recipe")
+    return loaded.thresholds, loaded.capability
+
+
+def _refuse(option: str, problems: Iterable[str]) -> None:
+    for sentence in problems:
+        raise typer.BadParameter(sentence, param_hint=option)
+
+
+def _address(text: str) -> tuple[str, int]:
+    """HOST:PORT; colons of an IPv6 address stand in brackets."""
+    found = re.fullmatch(r"(?:\[([^\s/\[\]]+)\]|([^\s:/\[\]]+)):([0-9]{1,5})", text)
+    if found is None or not 0 < int(found[3]) < 2**16:
+        sentence = f"{text!r} is no HOST:PORT; write for example server.hospital.org:8080, or [::1]:8080"
+        raise typer.BadParameter(sentence, param_hint="--server")
+    return found[1] or found[2], int(found[3])
+
+
+def _weights(text: str) -> dict[str, float]:
+    try:
+        return dict(zip(RESOURCES, map(float, text.split(",")), strict=True))
+    except ValueError:
+        sentence = f"{text!r} is not four numbers, for {', '.join(RESOURCES)}; write for example 0.3,0.3,0.1,0.3"
+        raise typer.BadParameter(sentence, param_hint="--weights") from None
+
+
+def _table(card: Card, weights: Mapping[str, float]) -> Table:
+    table = Table(box=None, padding=(0, 1), pad_edge=False)
+    for name in ("", "share", "weight", "how it was found"):
+        table.add_column(name, justify="right" if name in ("share", "weight") else "left")
+    for name, note in zip(RESOURCES, card.notes, strict=True):
+        table.add_row(*map(Text, (name, f"{getattr(card, name):.3f}", f"{weights[name]:g}", note)))
+    return table
+
+
+def _ranges(thresholds: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} from {least:g}" for name, least in thresholds.items())

@@ -1,0 +1,144 @@
+"""Many tensors as one vector. A decoded message holds its tensors side by side, and one long pass over memory is
+quicker than hundreds of short ones.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple, NoReturn, TypeAlias
+
+import torch
+from numpy.lib.stride_tricks import as_strided
+from torch import Tensor
+
+from polyclinic.core.contract import Tensors
+
+Layout: TypeAlias = tuple[tuple[str, torch.Size], ...]
+BLOCK = 1 << 17
+"""Values handled at a time, so that what is made in between stays in the processor's cache."""
+
+
+class Way(NamedTuple):
+    """A distance that was measured beforehand, and from where."""
+
+    start: Tensor
+    length: float
+
+
+class Row(dict[str, Tensor]):
+    """Named tensors that are, in this order, the whole of one vector; and will be, as it cannot be changed."""
+
+    def __init__(
+        self,
+        tensors: Iterable[tuple[str, Tensor]],
+        vector: Tensor,
+        layout: Layout | None = None,
+        travelled: Way | None = None,
+    ) -> None:
+        """`travelled`: how far the vector is from another one, where that was worth knowing beforehand."""
+        super().__init__(tensors)
+        self.vector = vector
+        self.layout = layout_of(self) if layout is None else layout
+        self._travelled, self._version = travelled, vector._version
+
+    def way_from(self, start: Row) -> float:
+        """‖self − start‖₂: as it was measured before, unless a tensor was changed in place since."""
+        known = self._travelled
+        if known is not None and known.start is start.vector and self.vector._version == self._version:
+            return known.length
+        return _between(self.vector, start.vector)
+
+    def __copy__(self) -> Tensors:
+        return dict(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensors:
+        return {name: copy.deepcopy(tensor, memo) for name, tensor in self.items()}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return dict, (dict(self),)
+
+    def is_like(self, other: Tensors) -> bool:
+        """Whether the other is known to have the same names, shapes and dtypes, in the same order."""
+        return isinstance(other, Row) and self.layout == other.layout and self.vector.dtype == other.vector.dtype
+
+    def _closed(self, *_: Any, **__: Any) -> NoReturn:
+        raise TypeError("these tensors are one vector; make a new dict of them")
+
+    __setitem__ = __delitem__ = __ior__ = update = setdefault = pop = popitem = clear = _closed
+
+
+def layout_of(tensors: Tensors) -> Layout:
+    return tuple((name, tensor.shape) for name, tensor in tensors.items())
+
+
+def copied(tensors: Tensors) -> Tensors:
+    """A copy; as one vector, if all are of one floating-point type."""
+    plain = [t.detach() for t in tensors.values()]
+    if len({t.dtype for t in plain}) != 1 or not plain[0].is_floating_point():
+        return {n: t.clone(memory_format=torch.contiguous_format) for n, t in zip(tensors, plain, strict=True)}
+    vector = torch.cat([t.reshape(-1) for t in plain])
+    return Row(zip(tensors, apart(vector, plain), strict=True), vector)
+
+
+def rowed(tensors: Tensors) -> Tensors:
+    """The same, known to be one vector if they are."""
+    vector = side_by_side(list(tensors.values()))
+    return tensors if vector is None else Row(tensors.items(), vector)
+
+
+def side_by_side(tensors: Sequence[Tensor]) -> Tensor | None:
+    """The tensors as one vector that shares their memory, where they lie in it without a gap, in this order; else None.
+
+    Only for as long as the tensors themselves are held: the vector does not keep all of them alive.
+    """
+    if not tensors or tensors[0].dtype not in (torch.float32, torch.float64):
+        return None
+    first = last = next((t for t in tensors if t.numel()), tensors[0])
+    start = place = first.data_ptr()
+    device, dtype = first.device, first.dtype
+    for tensor in tensors:
+        if tensor.dtype != dtype or tensor.device != device or not tensor.is_contiguous():
+            return None
+        if size := tensor.nbytes:
+            if tensor.data_ptr() != place:
+                return None
+            place, last = place + size, tensor
+    if place == start:
+        return None
+    length = (place - start) // first.itemsize
+    if first.untyped_storage().data_ptr() == last.untyped_storage().data_ptr():
+        return first.detach().as_strided((length,), (1,))
+    if not first.is_cpu:
+        return None
+    # Tensors of a message each think that their bytes are their own, so torch would not look beyond the first.
+    return torch.from_numpy(as_strided(first.detach().reshape(-1).numpy(), (length,)))
+
+
+def apart(vector: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Views of a vector with the shapes of `tensors`: what `side_by_side` put together."""
+    pieces = torch.split(vector, [t.numel() for t in tensors])
+    return [piece.view(t.shape) for piece, t in zip(pieces, tensors, strict=True)]
+
+
+def distance(tensors: Tensors, start: Tensors) -> float:
+    """‖tensors − start‖₂ over all floating-point tensors; where there is no start, the norm itself."""
+    if isinstance(tensors, Row) and isinstance(start, Row) and tensors.is_like(start):
+        return tensors.way_from(start)
+    names = [n for n, t in tensors.items() if t.is_floating_point()]
+    if not names:
+        return 0.0
+    vector, origin = (side_by_side([group[n] for n in names if n in group]) for group in (tensors, start))
+    if vector is not None and origin is not None and vector.shape == origin.shape:
+        return _between(vector, origin)
+    # One difference at a time: all at once would be another copy of the model.
+    norms = [torch.linalg.vector_norm(tensors[n] - start[n] if n in start else tensors[n]) for n in names]
+    return float(torch.linalg.vector_norm(torch.stack(norms).double()))
+
+
+def _between(vector: Tensor, origin: Tensor) -> float:
+    if not vector.is_cpu:
+        return float(torch.linalg.vector_norm(vector - origin))
+    moved = (v - o for v, o in zip(torch.split(vector, BLOCK), torch.split(origin, BLOCK), strict=True))
+    return math.sqrt(sum(float(torch.dot(m, m)) for m in moved))

@@ -1,0 +1,10 @@
+"""Names as parts of paths."""
+
+from __future__ import annotations
+
+import re
+
+
+def slug(name: str) -> str:
+    """A name as part of a path."""
+    return re.sub(r"\W+", "-", name.lower()).strip("-")[:100] or "method"

@@ -1,0 +1,271 @@
+"""A run's or a comparison's folder, looked at again and again while others write it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from functools import cached_property
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from polyclinic.core.errors import PolyclinicError, StoreError
+from polyclinic.dashboard.files import Reader, at_work, last_written, plans_in, runs_in
+from polyclinic.dashboard.privacy_spent import Purse, Spent
+from polyclinic.dashboard.run import METRICS, PATIENCE, Curve, Run, State
+from polyclinic.deploy.processes import read_status
+from polyclinic.experiments.compare import PLANNED
+from polyclinic.reporting.html.formatting import count
+from polyclinic.storage.run_files import named_failure
+
+FRESH = 0.5
+"""Seconds for which one look serves everybody who asks."""
+GIVE = "give the folder that `polyclinic run` or `polyclinic compare` writes to"
+
+
+@dataclass(frozen=True, eq=False)
+class View:
+    """What a look has found."""
+
+    title: str
+    runs: tuple[Run, ...]
+    single: bool
+    """One run, and not a comparison that may have just one so far."""
+    spent: Mapping[Run, Spent] = field(default_factory=dict)
+
+    @cached_property
+    def methods(self) -> dict[str, list[Run]]:
+        found: dict[str, list[Run]] = {}
+        for run in self.runs:
+            found.setdefault(run.method, []).append(run)
+        return found
+
+    def of(self, *states: State) -> list[Run]:
+        return [run for run in self.runs if run.state in states]
+
+    @property
+    def now(self) -> Run | None:
+        """The run whose sites are shown: the only one, or the one at work."""
+        return self.runs[0] if self.single else next(iter(self.of("running")), None)
+
+    @property
+    def quiet(self) -> float | None:
+        """Seconds since the last news of any run."""
+        return min((run.quiet for run in self.runs if run.quiet is not None), default=None)
+
+    @property
+    def state(self) -> State:
+        if self.single:
+            return self.runs[0].state
+        if not self.of("running", "finished", "failed", "stopped", "unreadable"):
+            return "waiting"
+        between = self.of("waiting") and not self.of("stopped") and self.quiet is not None and self.quiet < PATIENCE
+        if self.of("running") or between:
+            return "running"
+        if self.of("waiting", "stopped", "unreadable"):
+            return "stopped"
+        return "failed" if self.of("failed") else "finished"
+
+    @property
+    def sentence(self) -> str:
+        """What goes on; new from round to round."""
+        if self.single:
+            return self.runs[0].sentence
+        ended = f"{len(self.of('finished'))} of {count(len(self.runs), 'run')} finished"
+        wrong = ", ".join(f"{len(found)} {state}" for state in ("failed", "unreadable") if (found := self.of(state)))
+        ended += f", {wrong}" if wrong else ""
+        if self.state == "waiting":
+            return "Not yet started."
+        if self.now is not None:
+            return f"Running: {ended}. {self.called(self.now)}: {self.now.sentence.removeprefix('Running: ')}"
+        if self.state == "running":
+            return f"Running: {ended}; the next is being prepared."
+        return f"{self.state.capitalize()}: {ended}{'; no process is at work' if self.state == 'stopped' else ''}."
+
+    def called(self, run: Run) -> str:
+        return run.method if len(self.methods[run.method]) == 1 else f"{run.method}, run {run.number}"
+
+    @property
+    def played(self) -> tuple[int, int]:
+        """Rounds, and of how many. Who stopped early plays no more."""
+        over = ("finished", "failed", "unreadable")
+        return sum(r.done for r in self.runs), sum(r.done if r.state in over else r.rounds for r in self.runs)
+
+    @property
+    def seconds_left(self) -> float | None:
+        """Of the run at work and of those to come, which take as long as others of their method, or as all do."""
+        if self.single or self.state != "running":
+            return self.runs[0].seconds_left if self.single else None
+        known = {name: [r.seconds_a_round for r in runs] for name, runs in self.methods.items()}
+        each = {name: fmean(v) for name, found in known.items() if (v := [s for s in found if s is not None])}
+        if not each:
+            return None
+        usual = fmean(each.values())
+        begun = [run.seconds_left for run in self.of("running")]
+        to_come = [run for run in self.of("waiting", "running") if run.seconds_left is None and not run.testing]
+        return sum(filter(None, begun)) + sum((r.rounds - r.done) * each.get(r.method, usual) for r in to_come)
+
+    @property
+    def cost(self) -> dict[str, Any]:
+        """Of all runs together."""
+        every = [run.cost for run in self.runs]
+        names = ("bytes_down", "bytes_up", "seconds", "site_seconds", "refused", "failed")
+        return {name: sum(one[name] for one in every) for name in names}
+
+    def curves(self, metric: str) -> dict[str, Curve]:
+        """Of a run by itself; of a comparison by method, the mean over the seeds that have told of a round so far."""
+        if self.single:
+            return self.runs[0].curves[metric]
+        return {name: _mean([_first(run.curves[metric]) for run in runs]) for name, runs in self.methods.items()}
+
+    def times(self) -> dict[str, Curve]:
+        """Seconds that rounds took, by method."""
+        return {name: _mean([run.times for run in runs]) for name, runs in self.methods.items()}
+
+    def facts(self) -> dict[str, Any]:
+        """For programs."""
+        played, total = self.played
+        found: dict[str, Any] = {
+            "title": self.title,
+            "kind": "run" if self.single else "comparison",
+            "state": self.state,
+            "sentence": self.sentence,
+            "round": self.runs[0].round if self.single else played,
+            "rounds": self.runs[0].rounds if self.single else total,
+            "seconds_left": self.seconds_left,
+            "seconds_since_news": self.quiet,
+            "cost": self.cost,
+            "curves": {metric: self.curves(metric) for metric in METRICS},
+            "runs": [run.facts() | self._private(run) for run in self.runs],
+        }
+        if self.now is not None:
+            found["sites"] = [vars(stay) for stay in self.now.sites]
+            found["failures"] = [vars(failure) for failure in self.now.failures]
+        return found
+
+    def _private(self, run: Run) -> dict[str, Any]:
+        return {"privacy": self.spent[run].facts() if run in self.spent else None}
+
+
+def _first(curves: Mapping[str, Curve]) -> Curve:
+    return next(iter(curves.values()), ())
+
+
+def _mean(curves: Sequence[Curve]) -> Curve:
+    values: dict[int, list[float]] = {}
+    for curve in curves:
+        for round, value in curve:
+            values.setdefault(round, []).append(value)
+    return [(round, fmean(found)) for round, found in sorted(values.items())]
+
+
+class Follower:
+    """Looks at a folder for as many as ask."""
+
+    def __init__(self, folder: Path) -> None:
+        if not folder.is_dir():
+            raise StoreError(f"there is no folder {folder}; {GIVE}")
+        with named_failure(folder, "read", GIVE):
+            empty = not any(folder.iterdir())
+        if not empty and not any(runs_in(folder)) and not any(plans_in(folder)):
+            raise StoreError(f"{folder} holds no run (recipe.yaml is missing); {GIVE}")
+        self.folder = folder.resolve()
+        self._reader, self._purse, self._lock = Reader(), Purse(), threading.Lock()
+        self._runs: dict[Path, Run] = {}
+        self._seen: View | None = None
+        self._until = 0.0
+
+    def look(self) -> View:
+        """The folder as it is now."""
+        with self._lock:
+            if self._seen is None or time.monotonic() > self._until:
+                self._seen = self._look()
+                self._until = time.monotonic() + FRESH
+            return self._seen
+
+    def _look(self) -> View:
+        places = list(runs_in(self.folder))
+        runs = [] if places == [self.folder] else list(self._several(places))
+        single = not runs
+        if single:
+            runs = [self._run(self.folder, self._label(self.folder))]
+        known = self._plan(self.folder / PLANNED).get("title") or self._label(self.folder)
+        spent = {run: found for run in runs if (found := self._price(run)) is not None}
+        return View(runs[0].method if single else str(known), tuple(runs), single, spent)
+
+    def _several(self, places: Sequence[Path]) -> Iterator[Run]:
+        """Runs as their comparisons planned them, then those that no plan names."""
+        planned = self._planned()
+        numbers: dict[str, int] = {}
+        for place in dict.fromkeys([*planned, *places]):
+            method, rounds = planned.get(place) or (self._label(place), 0)
+            numbers[method] = numbers.get(method, 0) + 1
+            yield self._run(place, method, numbers[method], rounds)
+
+    def _planned(self) -> dict[Path, tuple[str, int]]:
+        """By folder: the method, and its rounds."""
+        found: dict[Path, tuple[str, int]] = {}
+        for path in plans_in(self.folder):
+            above = path.parent.relative_to(self.folder).as_posix()
+            for row in self._plan(path).get("runs", ()):
+                name = row["method"] if above == "." else f"{above}: {row['method']}"
+                place = (path.parent / row["folder"]).resolve()
+                if place.is_relative_to(self.folder):
+                    found[place] = str(name), int(row["rounds"])
+        return found
+
+    def _plan(self, path: Path) -> dict[str, Any]:
+        """Nothing where it is damaged: the runs that have begun are found all the same."""
+        try:
+            found = self._reader.json(path)
+            return found if {"method", "folder", "rounds"} <= set.intersection(*map(set, found["runs"])) else {}
+        except (OSError, ValueError, KeyError, TypeError):
+            return {}
+
+    def _label(self, place: Path) -> str:
+        """Without the seed, of which a comparison names the last folder."""
+        if place.name.startswith("seed-"):
+            place = place.parent
+        return place.name if place in (self.folder, self.folder.parent) else place.relative_to(self.folder).as_posix()
+
+    def _run(self, folder: Path, method: str, number: int = 1, rounds: int = 0) -> Run:
+        try:
+            before = at_work(folder)  # asked twice: a run may begin or end while its files are being read
+            recipe = self._reader.recipe(folder / "recipe.yaml")
+            found = Run(
+                recipe.name if recipe is not None and folder == self.folder else method,
+                number,
+                recipe.rounds if recipe is not None else rounds,
+                recipe,
+                self._reader.json(folder / "result.json"),
+                self._reader.rows(folder / "ledger.jsonl"),
+                self._reader.rows(folder / "metrics.jsonl"),
+                read_status(folder),
+                before or at_work(folder),
+                last_written(folder),
+            )
+            return self._settled(folder, found)
+        except (PolyclinicError, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            return Run(method, number, rounds, problem=f"{type(error).__name__}, {error}".rstrip("."))
+
+    def _settled(self, folder: Path, run: Run) -> Run:
+        """The run as it was already, with all that has been computed of it, if no file has changed."""
+        before = self._runs.get(folder)
+        if before is not None and all(_same(vars(run)[f.name], vars(before)[f.name]) for f in fields(run)):
+            return before
+        _ = run.facts(), run.sites, run.failures, run.curves, run.by_site  # whatever is wrong with its files shows here
+        self._runs[folder] = run
+        return run
+
+    def _price(self, run: Run) -> Spent | None:
+        try:
+            return self._purse.of(run)
+        except (PolyclinicError, KeyError, TypeError, ValueError):
+            return None
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Of long lists: whether they are the very same, as a reader hands them out."""
+    return one is other if isinstance(one, list) else bool(one == other)

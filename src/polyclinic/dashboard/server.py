@@ -1,0 +1,202 @@
+"""The board's server: two addresses, GET only, this machine only unless a token is asked of everyone.
+
+Whatever a request says, it chooses among two answers; no part of it ever becomes a path on the disk.
+"""
+
+from __future__ import annotations
+
+import errno
+import hmac
+import json
+import re
+import socket
+import socketserver
+import sys
+from functools import lru_cache
+from http import HTTPStatus
+from http.cookies import CookieError, SimpleCookie
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+from polyclinic.core.errors import EngineError, RecipeError
+from polyclinic.dashboard.follow import Follower, View
+from polyclinic.dashboard.page import POLICY, kind, page, parts, title
+from polyclinic.deploy.config import host_and_port, is_loopback
+
+TOKEN = re.compile(r"[A-Za-z0-9._~-]{16,200}")
+HEADERS = {
+    "Content-Security-Policy": POLICY,
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cache-Control": "no-store",
+}
+
+
+class BoardServer(ThreadingHTTPServer):
+    """Answers for one folder."""
+
+    daemon_threads = True
+    allow_reuse_port = False
+
+    def __init__(self, follower: Follower, host: str, port: int, token: str | None) -> None:
+        self.follower, self.host, self.token = follower, host, token
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        self.address_family = family
+        super().__init__((str(address[0]), port), Handler)
+
+    def server_bind(self) -> None:
+        """Without looking up what this machine is called, for which HTTPServer may wait long."""
+        socketserver.TCPServer.server_bind(self)
+        self.server_name, self.server_port = self.host, int(self.server_address[1])
+
+    @property
+    def url(self) -> str:
+        """What to open; with the token, which the browser then keeps."""
+        name = socket.gethostname() if self.host in ("0.0.0.0", "::") else self.host
+        return f"http://{host_and_port(name, self.server_port)}/" + (f"?token={self.token}" if self.token else "")
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A browser that has gone away is nobody's mistake."""
+        if not isinstance(sys.exception(), OSError):
+            super().handle_error(request, client_address)
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: BoardServer
+    timeout = 20
+    error_content_type = "text/plain; charset=utf-8"
+    error_message_format = "%(code)d %(message)s\n"
+
+    def parse_request(self) -> bool:
+        """Read the request, and refuse it here if it is not for us: whatever its method."""
+        if not super().parse_request():
+            return False
+        refusal = self._refusal()
+        if refusal is not None:
+            self.send(*refusal)
+        return refusal is None
+
+    def _refusal(self) -> tuple[HTTPStatus, str] | None:
+        if not self._meant():
+            return HTTPStatus.FORBIDDEN, "This board answers to the name of this machine alone (localhost)."
+        if not self._admitted():
+            return HTTPStatus.UNAUTHORIZED, (
+                "This board needs its token: paste the address that polyclinic board has printed into the address bar, "
+                "or send the header Authorization: Bearer TOKEN."
+            )
+        if self.command != "GET":
+            return HTTPStatus.METHOD_NOT_ALLOWED, "This board is only looked at: GET."
+        return None
+
+    def _meant(self) -> bool:
+        """A foreign page may have its own name lead here (DNS rebinding); then the browser tells that name."""
+        if not is_loopback(self.server.host):
+            return True  # there the token says who may look
+        given = self.headers.get_all("Host", [])
+        try:
+            name = urlsplit(f"//{given[0]}").hostname if len(given) == 1 else None
+        except ValueError:
+            return False
+        return name is not None and is_loopback(name)
+
+    def _admitted(self) -> bool:
+        if self.server.token is None:
+            return True
+        kind, _, bearer = self.headers.get("Authorization", "").partition(" ")
+        return any(map(self._is_token, (bearer if kind == "Bearer" else "", self._cookie(), self._asked_with())))
+
+    def _is_token(self, given: str) -> bool:
+        return hmac.compare_digest(given.encode(errors="replace"), (self.server.token or "").encode())
+
+    def _cookie(self) -> str:
+        try:
+            kept = SimpleCookie(self.headers.get("Cookie", "")).get(self._cookie_name)
+        except CookieError:
+            return ""
+        return kept.value if kept is not None else ""
+
+    @property
+    def _cookie_name(self) -> str:
+        """With the port, since browsers do not keep those of one machine apart by it."""
+        return f"polyclinic-{self.server.server_port}"
+
+    def _asked_with(self) -> str:
+        """A token in the address of the page, there and nowhere else."""
+        where, _, query = self.path.partition("?")
+        return parse_qs(query).get("token", [""])[-1] if where == "/" else ""
+
+    def do_GET(self) -> None:
+        where = self.path.partition("?")[0]
+        if where == "/" and self.server.token is not None and self._is_token(self._asked_with()):
+            kept = f"{self._cookie_name}={self.server.token}; Path=/; HttpOnly; SameSite=Strict"
+            self.send(HTTPStatus.SEE_OTHER, "", more={"Location": "/", "Set-Cookie": kept})
+        elif where == "/":
+            self.send(HTTPStatus.OK, page(self.server.follower.look()), "text/html")
+        elif where == "/state.json":
+            self.send(HTTPStatus.OK, news(self.server.follower.look()), "application/json")
+        else:
+            self.send(HTTPStatus.NOT_FOUND, "There is nothing here but / and /state.json.")
+
+    def send(self, status: HTTPStatus, text: str, kind: str = "text/plain", more: dict[str, str] | None = None) -> None:
+        data = text.encode()
+        self.send_response(status)
+        given = {"Content-Type": f"{kind}; charset=utf-8", "Content-Length": str(len(data)), **(more or {})}
+        if status == HTTPStatus.METHOD_NOT_ALLOWED:
+            given["Allow"] = "GET"
+        if status == HTTPStatus.UNAUTHORIZED:
+            given["WWW-Authenticate"] = "Bearer"
+        for name, value in given.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(data)
+
+    def end_headers(self) -> None:
+        for name, value in HEADERS.items():
+            self.send_header(name, value)
+        super().end_headers()
+
+    def version_string(self) -> str:
+        return "polyclinic"
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Not a word: an address may hold the token."""
+
+
+@lru_cache(maxsize=2)  # a look serves everybody who asks at the time
+def news(view: View) -> str:
+    """The state for programs, and for the page what to put where."""
+    words = {"state": view.sentence, "title": view.title, "kind": kind(view)}
+    told = view.facts() | {"parts": parts(view), "words": words, "tab": title(view)}
+    return json.dumps(told, allow_nan=False)
+
+
+def open_board(folder: Path, host: str = "127.0.0.1", port: int = 8765, token: str | None = None) -> BoardServer:
+    """A server that listens; `serve_forever` answers. With a token, everyone needs it; off this machine it must be."""
+    if token is None and not is_loopback(host):
+        raise RecipeError(
+            f"{host} is not this machine alone, and a board tells about patients' data: give --token new, which "
+            "everyone who looks must then have, or leave out --host and reach it by ssh -L"
+        )
+    if token is not None and not TOKEN.fullmatch(token):
+        raise RecipeError(
+            "a token has 16 to 200 letters, digits or . _ ~ -, so that nobody guesses it; --token new draws one"
+        )
+    follower = Follower(folder)
+    try:
+        return BoardServer(follower, host, port, token)
+    except OSError as error:
+        raise EngineError(f"the board cannot listen on {host_and_port(host, port)}: {_why(error)}") from None
+
+
+def _why(error: OSError) -> str:
+    if error.errno == errno.EADDRINUSE:
+        return "another program has that port; choose one with --port, or 0 for any that is free"
+    if error.errno == errno.EACCES:
+        return "that port is the system's; choose one above 1023 with --port"
+    if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
+        return "this machine has no such address; leave out --host, or name one of its own"
+    return f"{error.strerror or error}; choose another --port"

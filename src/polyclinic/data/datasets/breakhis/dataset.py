@@ -1,0 +1,72 @@
+"""BreakHis: breast tumour histology at four magnifications (Spanhol et al., IEEE TBME 63(7), 2016)."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal
+
+from polyclinic.data.datasets.base import Download, NamedSet
+from polyclinic.data.datasets.reading import home, inside, listed
+from polyclinic.data.loading.options import ImageOptions
+from polyclinic.data.records import Listing, Record, pseudonyms
+
+CLASSES = ("benign", "malignant")
+SITE = "BreakHis-P&D"
+OBTAIN = (
+    "download BreaKHis_v1.tar.gz from https://web.inf.ufpr.br/vri/databases/"
+    "breast-cancer-histopathological-database-breakhis/ and unpack it there, so that the folder holds "
+    "BreaKHis_v1/histology_slides/breast/{benign,malignant}/SOB/."
+)
+SLIDE = re.compile(r"SOB_(?P<tumour>[BM])_[A-Z]+-(?P<case>\d+-\d+)[A-Z]*-(?P<magnification>\d+)-\d+")
+"""The letters after the number name the tissue blocks of one case: 21998AB and 21998CD are the same patient."""
+
+
+class BreakHisOptions(ImageOptions):
+    magnification: Literal["all", "40X", "100X", "200X", "400X"] = "all"
+
+
+def read(options: BreakHisOptions, folder: Path) -> Listing:
+    place = home(folder, "breakhis_sample")
+    found = listed("breakhis", place, _publisher, OBTAIN, classes=CLASSES, sites=(SITE,))
+    slides = [SLIDE.match(record.path.name) for record in found.records]
+    patients = pseudonyms(
+        [slide["case"] if slide else record.patient for slide, record in zip(slides, found.records, strict=True)]
+    )
+    records = [
+        replace(record, patient=patient, excluded=record.excluded or _excluded(slide, options.magnification))
+        for record, slide, patient in zip(found.records, slides, patients, strict=True)
+    ]
+    return replace(found, records=tuple(records))
+
+
+def _excluded(slide: re.Match[str] | None, wanted: str) -> str:
+    if wanted == "all" or (slide and f"{slide['magnification']}X" == wanted):
+        return ""
+    return f"not at the magnification {wanted}"
+
+
+def _publisher(folder: Path) -> Listing | None:
+    root = inside(inside(folder, "BreaKHis_v1"), "histology_slides/breast")
+    records = [record for label in CLASSES for record in _records(root / label, label)]
+    return Listing("breakhis", root, tuple(records), CLASSES, declared=True) if records else None
+
+
+def _records(root: Path, label: str) -> list[Record]:
+    images = [path for path in sorted(root.rglob("*.png")) if SLIDE.match(path.name)]
+    return [Record(path, label, SITE, where=f"{label}, file {number}") for number, path in enumerate(images, start=1)]
+
+
+SET = NamedSet(
+    name="breakhis",
+    about="7,909 histology images of breast tumours of 82 patients, at 40, 100, 200 and 400 times: benign, malignant",
+    licence="CC BY 4.0, cite Spanhol et al. 2016",
+    classes=CLASSES,
+    read=read,
+    obtain=OBTAIN,
+    options=BreakHisOptions,
+    downloads=(
+        Download("http://www.inf.ufpr.br/vri/databases/BreaKHis_v1.tar.gz", "", "BreaKHis_v1.tar.gz", unpack=True),
+    ),
+)

@@ -1,0 +1,51 @@
+"""Breast Cancer CT, Fully Preprocessed (BCFPP, Kaggle dataset 2026269): the CT client of FedCycle's scenario 3."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from polyclinic.data.datasets.base import NamedSet
+from polyclinic.data.datasets.reading import listed
+from polyclinic.data.loading.options import ImageOptions
+from polyclinic.data.records import Listing
+from polyclinic.data.sources.folder import SPLITS, Level, images, read_folder, subfolders
+
+CLASSES = ("normal", "cancer")
+SITE = "BCFPP"
+FOLDERS = {"normal": "normal", "0": "normal", "cancer": "cancer", "1": "cancer"}
+OBTAIN = (
+    "download https://www.kaggle.com/ds/2026269 (a Kaggle account is needed) and lay its images out there as "
+    "{normal,cancer}/*.png, within {train,valid,test}/ where it has such parts."
+)
+
+
+def read(_: ImageOptions, folder: Path) -> Listing:
+    return listed("breast_ct", folder, _publisher, OBTAIN, classes=CLASSES, sites=(SITE,))
+
+
+def _publisher(folder: Path) -> Listing | None:
+    parts = [path for path in subfolders(folder) if path.name.lower() in SPLITS]
+    if not all(_holds_classes(place) for place in parts or [folder]):
+        return None
+    levels: tuple[Level, ...] = ("split", "label") if parts else ("label",)
+    found = read_folder(folder, name="breast_ct", levels=levels)
+    records = [replace(record, label=FOLDERS[record.label.lower()], site=SITE) for record in found.records]
+    return replace(found, records=tuple(records), classes=CLASSES, declared=True)
+
+
+def _holds_classes(place: Path) -> bool:
+    """Two class folders and no other; another publisher's export (`….rf.….jpg`) is not this set."""
+    classes = subfolders(place)
+    labels = sorted(FOLDERS.get(path.name.lower(), "") for path in classes)
+    return labels == sorted(CLASSES) and not any(".rf." in image.name for path in classes for image in images(path))
+
+
+SET = NamedSet(
+    name="breast_ct",
+    about="about 3,600 slices of breast CT, as FedCycle counts them: normal, cancer",
+    licence="as stated on its Kaggle page: read it before use",
+    classes=CLASSES,
+    read=read,
+    obtain=OBTAIN,
+)

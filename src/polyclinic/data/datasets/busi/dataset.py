@@ -1,0 +1,47 @@
+"""BUSI: breast ultrasound images of Baheya Hospital, Cairo (Al-Dhabyani et al., Data in Brief 28, 104863, 2020)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from polyclinic.data.datasets.base import Download, NamedSet
+from polyclinic.data.datasets.reading import TABLE, inside, listed, listed_duplicates, without_duplicates
+from polyclinic.data.loading.options import ImageOptions
+from polyclinic.data.records import Listing
+from polyclinic.data.sources.folder import read_folder
+
+CLASSES = ("normal", "benign", "malignant")
+SITE = "BUSI-Cairo"
+OBTAIN = (
+    "download Dataset_BUSI.zip from https://scholar.cu.edu.eg/?q=afahmy/pages/dataset "
+    "and unpack it there, so that the folder holds Dataset_BUSI_with_GT/{benign,malignant,normal}/*.png."
+)
+NOT_A_MASK = "* (*).png"
+ONE_IMAGE_TWICE = ("benign/benign (433).png", "malignant/malignant (145).png")
+
+
+def read(_: ImageOptions, folder: Path) -> Listing:
+    found = listed("busi", folder, _publisher, OBTAIN, classes=CLASSES, sites=(SITE,))
+    if (folder / TABLE).is_file():
+        return without_duplicates(found, listed_duplicates(folder))
+    return without_duplicates(found, [[found.root / name for name in ONE_IMAGE_TWICE]])
+
+
+def _publisher(folder: Path) -> Listing | None:
+    root = inside(folder, "Dataset_BUSI_with_GT")
+    if not all(any(root.glob(f"{label}/{label} (*).png")) for label in CLASSES):
+        return None
+    found = read_folder(root, name="busi", levels=("label",), classes=CLASSES, pattern=NOT_A_MASK)
+    return replace(found, records=tuple(replace(record, site=SITE) for record in found.records))
+
+
+SET = NamedSet(
+    name="busi",
+    about="780 breast ultrasound images of about 600 women, one hospital in Cairo: normal, benign, malignant",
+    licence="free for research, cite Al-Dhabyani et al. 2020",
+    classes=CLASSES,
+    read=read,
+    obtain=OBTAIN,
+    downloads=(Download("https://scholar.cu.edu.eg/Dataset_BUSI.zip", "", "Dataset_BUSI.zip", unpack=True),),
+)

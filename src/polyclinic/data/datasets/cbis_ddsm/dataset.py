@@ -1,0 +1,120 @@
+"""CBIS-DDSM: film mammograms with biopsied or followed-up lesions (Lee et al., Scientific Data 4, 170177, 2017)."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from polyclinic.data.datasets.base import NamedSet
+from polyclinic.data.datasets.reading import inside, listed, rows
+from polyclinic.data.loading.options import ImageOptions
+from polyclinic.data.records import Listing, Record, pseudonyms
+
+CLASSES = ("benign", "malignant")
+SITE = "CBIS-DDSM"
+PATHOLOGY = {"BENIGN": "benign", "BENIGN_WITHOUT_CALLBACK": "benign", "MALIGNANT": "malignant"}
+ABNORMALITIES = {"all": ("mass", "calc"), "mass": ("mass",), "calcification": ("calc",)}
+COLUMNS = {"patient_id", "left or right breast", "image view", "pathology", "image file path"}
+OBTAIN = (
+    "download the images with the NBIA Data Retriever and the four *_case_description_*_set.csv files from "
+    "https://www.cancerimagingarchive.net/collection/cbis-ddsm/ so that the folder holds CBIS-DDSM/ and the CSV files, "
+    "or the JPEG copy from https://www.kaggle.com/datasets/awsaf49/cbis-ddsm-breast-cancer-image-dataset "
+    "so that it holds csv/ and jpeg/."
+)
+
+
+class CbisDdsmOptions(ImageOptions):
+    abnormality: Literal["all", "mass", "calcification"] = "all"
+    """Whose tables are read. With one kind only, the official split can be kept."""
+
+
+@dataclass(frozen=True)
+class Lesion:
+    """One row: one abnormality on one mammogram."""
+
+    where: str
+    split: str
+    patient: str
+    view: tuple[str, str]
+    pathology: str
+    file: str
+
+
+def read(options: CbisDdsmOptions, folder: Path) -> Listing:
+    kinds = ABNORMALITIES[options.abnormality]
+    return listed("cbis_ddsm", folder, lambda place: _publisher(place, kinds), OBTAIN, classes=CLASSES, sites=(SITE,))
+
+
+def _publisher(folder: Path, kinds: tuple[str, ...]) -> Listing | None:
+    lesions = [lesion for kind in kinds for part in ("train", "test") for lesion in _lesions(folder, kind, part)]
+    mammograms: defaultdict[tuple[str, tuple[str, str]], list[Lesion]] = defaultdict(list)
+    for lesion in lesions:
+        mammograms[lesion.patient, lesion.view].append(lesion)
+    if not mammograms:
+        return None
+    patients = pseudonyms([patient for patient, _ in mammograms])
+    dicoms = _dicoms(folder)
+    records = [
+        _record(folder, dicoms, shown, patient) for shown, patient in zip(mammograms.values(), patients, strict=True)
+    ]
+    parts = {(lesion.patient, lesion.split) for lesion in lesions}
+    # The publisher split masses and calcifications apart: whoever has both may be in both parts.
+    official = len(parts) == len({patient for patient, _ in parts})
+    return Listing("cbis_ddsm", folder, tuple(records), CLASSES, official=official, declared=True)
+
+
+def _lesions(folder: Path, kind: str, part: str) -> Iterator[Lesion]:
+    table = inside(folder, "csv") / f"{kind}_case_description_{part}_set.csv"
+    for where, row in rows(table) if table.is_file() else ():
+        if not row.keys() >= COLUMNS:
+            return
+        view = (row["left or right breast"], row["image view"])
+        yield Lesion(where, part, row["patient_id"], view, row["pathology"], row["image file path"])
+
+
+def _record(folder: Path, dicoms: Path, shown: Sequence[Lesion], patient: str) -> Record:
+    """One mammogram, malignant if any of its lesions is; a mass and a calcification may share it."""
+    labels = [PATHOLOGY.get(lesion.pathology.upper(), lesion.pathology) for lesion in shown]
+    strange = [label for label in labels if label not in CLASSES]
+    splits = {lesion.split for lesion in shown}
+    paths = [path for lesion in shown for path in _images(folder, dicoms, lesion.file)]
+    return Record(
+        path=next((path for path in paths if path.is_file()), (paths or [dicoms / "not named"])[-1]),
+        label=(strange or [max(labels, key=CLASSES.index)])[0],
+        site=SITE,
+        patient=patient,
+        split=splits.pop() if len(splits) == 1 else "",
+        where=shown[0].where,
+    )
+
+
+def _dicoms(folder: Path) -> Path:
+    """The retriever adds a folder named after the manifest."""
+    return next((path for path in sorted(folder.glob("manifest-*/CBIS-DDSM"))), inside(folder, "CBIS-DDSM"))
+
+
+def _images(folder: Path, dicoms: Path, text: str) -> list[Path]:
+    """Where the full mammogram may lie that a table calls case/study/series/000000.dcm.
+
+    The retriever renames study and series, so the case decides; it holds one image. The JPEG copy keeps the series.
+    """
+    steps = text.split("/")
+    if len(steps) != 4 or not all(steps) or ".." in steps:
+        return []
+    case, _, series, _ = steps
+    copies, originals = (folder / "jpeg" / series).glob("*.jpg"), (dicoms / case).glob("*/*/*.dcm")
+    return [*sorted(copies), *sorted(originals), dicoms.joinpath(*steps)]
+
+
+SET = NamedSet(
+    name="cbis_ddsm",
+    about="3,103 film mammograms of 1,566 patients with masses or calcifications: benign, malignant",
+    licence="CC BY 3.0, cite Lee et al. 2017 and the Cancer Imaging Archive",
+    classes=CLASSES,
+    read=read,
+    obtain=OBTAIN,
+    options=CbisDdsmOptions,
+)

@@ -1,0 +1,77 @@
+"""Frontal chest X-rays gathered from publications (Cohen et al., MELBA 1, 2020), with NIH images as further normals."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from polyclinic.data.datasets.base import NamedSet
+from polyclinic.data.datasets.reading import inside, listed, rows
+from polyclinic.data.loading.options import ImageOptions
+from polyclinic.data.records import Listing, Record, pseudonyms
+
+CLASSES = ("normal", "pneumonia", "covid", "tuberculosis")
+FRONTAL = ("PA", "AP", "AP Supine", "AP Erect")
+HANNOVER = "Hannover-ml-workgroup"
+SITES = ("NIH-ChestXray8", "radiopaedia.org", "eurorad.org", HANNOVER)
+"""The four large ones; a table that names none of them is another set's."""
+OBTAIN = (
+    "clone https://github.com/ieee8023/covid-chestxray-dataset there, "
+    "so that the folder holds metadata.csv and images/."
+)
+
+
+def read(_: ImageOptions, folder: Path) -> Listing:
+    return listed("covid_cxr", folder, _publisher, OBTAIN, classes=CLASSES, sites=SITES)
+
+
+def _publisher(folder: Path) -> Listing | None:
+    root = inside(folder, "covid-chestxray-dataset", "covid-chestxray-dataset-master")
+    table = root / "metadata.csv"
+    listed_rows = list(rows(table)) if table.is_file() else []
+    if not all({"patientid", "finding", "view", "filename"} <= row.keys() for _, row in listed_rows):
+        return None
+    patients = pseudonyms([row["patientid"] for _, row in listed_rows])
+    records = [
+        Record(_image(root, row), _label(row["finding"]), _site(row), patient, where=where, excluded=_excluded(row))
+        for (where, row), patient in zip(listed_rows, patients, strict=True)
+    ]
+    return Listing("covid_cxr", root, tuple(records), CLASSES, declared=True)
+
+
+def _image(root: Path, row: Mapping[str, str]) -> Path:
+    """Whatever the table says, nothing outside these two folders is meant."""
+    return root / ("volumes" if row.get("folder") == "volumes" else "images") / Path(row["filename"]).name
+
+
+def _label(finding: str) -> str:
+    """Findings are paths in a tree of diseases: "Pneumonia/Viral/COVID-19"."""
+    steps = finding.lower().split("/")
+    if "covid-19" in steps[-1]:
+        return "covid"
+    return {"no finding": "normal"}.get(steps[0], steps[0])
+
+
+def _site(row: Mapping[str, str]) -> str:
+    """Where it was published: the nearest thing to a hospital that is told."""
+    url = urlsplit(row.get("url", ""))
+    return HANNOVER if "ml-workgroup" in url.path else (url.hostname or "").removeprefix("www.")
+
+
+def _excluded(row: Mapping[str, str]) -> str:
+    if row["view"] not in FRONTAL or row.get("modality", "X-ray") != "X-ray":
+        return "not a frontal X-ray"
+    if _label(row["finding"]) not in CLASSES:
+        return "its finding is none of the classes"
+    return "" if row.get("license") else "no licence is stated for it"
+
+
+SET = NamedSet(
+    name="covid_cxr",
+    about="frontal chest X-rays from publications and the NIH: normal, pneumonia, covid, tuberculosis",
+    licence="per image, in the column `license` of its table",
+    classes=CLASSES,
+    read=read,
+    obtain=OBTAIN,
+)

@@ -1,0 +1,48 @@
+"""COVID-QU-Ex: chest X-rays from public collections (Tahir et al., Computers in Biology and Medicine 139, 2021)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from polyclinic.data.datasets.base import NamedSet
+from polyclinic.data.datasets.reading import inside, listed
+from polyclinic.data.loading.options import ImageOptions
+from polyclinic.data.records import Listing
+from polyclinic.data.sources.folder import read_folder
+
+CLASSES = ("COVID-19", "Non-COVID", "Normal")
+SITE = "COVID-QU-Ex"
+PARTS = ("Train", "Val", "Test")
+COLLECTIONS = ("Lung Segmentation Data", "Infection Segmentation Data")
+"""The second is a part of the first, with other masks: it is read only where the first is not there."""
+OBTAIN = (
+    "download https://www.kaggle.com/datasets/anasmohammedtahir/covidqu (a Kaggle account is needed) and unpack it "
+    "there, so that the folder holds Lung Segmentation Data/{Train,Val,Test}/{COVID-19,Non-COVID,Normal}/images/*.png."
+)
+
+
+def read(_: ImageOptions, folder: Path) -> Listing:
+    return listed("covid_qu_ex", folder, _publisher, OBTAIN, classes=CLASSES, sites=(SITE,))
+
+
+def _publisher(folder: Path) -> Listing | None:
+    top = inside(folder, "COVID-QU-Ex dataset", "COVID-QU-Ex")
+    here = [name for name in COLLECTIONS if (top / name).is_dir()]
+    root = inside(top / here[0], here[0]) if here else top
+    if not here or not any((root / part / label / "images").is_dir() for part in PARTS for label in CLASSES):
+        return None
+    # `images` sorts before the folders of masks, so that leaving these out leaves no gap in the numbers.
+    found = read_folder(root, name="covid_qu_ex", levels=("split", "label", "skip"), classes=CLASSES)
+    records = [replace(record, site=SITE) for record in found.records if record.path.parent.name == "images"]
+    return replace(found, records=tuple(records))
+
+
+SET = NamedSet(
+    name="covid_qu_ex",
+    about="33,920 chest X-rays from many public collections: COVID-19, other infections, normal",
+    licence="as stated on its Kaggle page, and each source's own terms; cite Tahir et al. 2021",
+    classes=CLASSES,
+    read=read,
+    obtain=OBTAIN,
+)

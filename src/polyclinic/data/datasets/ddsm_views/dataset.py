@@ -1,0 +1,48 @@
+"""DDSM views: which breast and which projection a film mammogram shows (Heath et al., IWDM 2000)."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+from polyclinic.data.datasets.base import NamedSet
+from polyclinic.data.datasets.reading import listed
+from polyclinic.data.loading.options import ImageOptions
+from polyclinic.data.records import Listing, Record, pseudonyms
+
+CLASSES = ("CC_L", "CC_R", "MLO_L", "MLO_R")
+SITES = {"A": "DDSM-A-MGH", "B": "DDSM-B-WFU-Lumisys", "C": "DDSM-C", "D": "DDSM-D-ISMD-Howtek"}
+"""By the first letter of a case: the institution and its film digitiser."""
+OBTAIN = (
+    "the set is derived from DDSM (http://www.eng.usf.edu/cvprg/Mammography/Database.html): convert its images "
+    "to PNG or JPEG under their own names, such as A_0002_1.LEFT_CC.png, in any folders below this one."
+)
+FILM = re.compile(r"([A-D])_(\d{4})(?:_1)?[._](LEFT|RIGHT)_(CC|MLO)\.(?:png|jpe?g)", re.IGNORECASE)
+"""Digitiser, case, breast, projection."""
+
+
+def read(_: ImageOptions, folder: Path) -> Listing:
+    """The split that some copies come with sends films of one woman to both sides: it is never kept."""
+    found = listed("ddsm_views", folder, _publisher, OBTAIN, classes=CLASSES, sites=tuple(SITES.values()))
+    return replace(found, official=False)
+
+
+def _publisher(folder: Path) -> Listing | None:
+    films = [(path, film) for path in sorted(folder.rglob("*")) if (film := FILM.fullmatch(path.name))]
+    women = pseudonyms([f"{film[1]}_{film[2]}".upper() for _, film in films])
+    records = [
+        Record(path, f"{film[4]}_{film[3][0]}".upper(), SITES[film[1].upper()], woman, where=f"film {number}")
+        for number, ((path, film), woman) in enumerate(zip(films, women, strict=True), start=1)
+    ]
+    return Listing("ddsm_views", folder, tuple(records), CLASSES, declared=True)
+
+
+SET = NamedSet(
+    name="ddsm_views",
+    about="2,225 film mammograms of 602 women from three institutions: projection (CC, MLO) and side, no cancer label",
+    licence="MIT-0 for the derived files, cite Heath et al. 2000",
+    classes=CLASSES,
+    read=read,
+    obtain=OBTAIN,
+)

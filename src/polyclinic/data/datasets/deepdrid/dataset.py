@@ -1,0 +1,122 @@
+"""DeepDRiD: grades of diabetic retinopathy on fundus photographs (Liu et al., Patterns 3(6), 100512, 2022)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from polyclinic.data.datasets.base import NamedSet
+from polyclinic.data.datasets.reading import inside, listed, rows
+from polyclinic.data.loading.options import ImageOptions
+from polyclinic.data.records import Listing, Record, pseudonyms
+
+CLASSES = ("0", "1", "2", "3", "4")
+UNGRADABLE = "5"
+WIDE, UNSTATED = "DeepDRiD-UWF", "unstated"
+SITES = ("DeepDRiD-Nicheng", "DeepDRiD-Shanghai", "DeepDRiD-Nation", WIDE, UNSTATED)
+GRADES = ("left_eye_dr_level", "right_eye_dr_level", "dr_level", "dr_levels", "uwf_dr_levels")
+"""The columns a grade may stand in: the publisher names it differently in almost every table."""
+OBTAIN = (
+    "clone https://github.com/deepdrdoc/DeepDRiD there, so that the folder holds regular_fundus_images/ and "
+    "ultra-widefield_images/, and save Challenge1_labels.xlsx and Challenge3_labels.xlsx as CSV beside themselves."
+)
+
+
+@dataclass(frozen=True)
+class Part:
+    """One folder of the publisher's, with `Images/` and a table of grades."""
+
+    folder: str
+    split: str
+    tables: tuple[str, ...]
+    """The first of them that is there counts."""
+    sources: str = ""
+    """The table that tells each image's screening project, where one was published."""
+
+
+PARTS = (
+    Part(
+        "regular_fundus_images/regular-fundus-training",
+        "train",
+        ("regular-fundus-training.csv",),
+        "regular-fundus-source-training.csv",
+    ),
+    Part(
+        "regular_fundus_images/regular-fundus-validation",
+        "validation",
+        ("regular-fundus-validation.csv",),
+        "regular-fundus-source-validation.csv",
+    ),
+    Part(
+        "regular_fundus_images/Online-Challenge1&2-Evaluation",
+        "test",
+        ("Challenge1_labels.csv", "Challenge1_upload.csv"),
+    ),
+    Part("ultra-widefield_images/ultra-widefield-training", "train", ("ultra-widefield-training.csv",)),
+    Part("ultra-widefield_images/ultra-widefield-validation", "validation", ("ultra-widefield-validation.csv",)),
+    Part(
+        "ultra-widefield_images/Online-Challenge3-Evaluation",
+        "test",
+        ("Challenge3_labels.csv", "Challenge3_upload.csv"),
+    ),
+)
+
+
+def read(_: ImageOptions, folder: Path) -> Listing:
+    sites = (*SITES, "DeepDRiD-regular-unknown")
+    found = listed("deepdrid", folder, _publisher, OBTAIN, classes=CLASSES, sites=sites)
+    stated = [_stated(record) for record in found.records]
+    # The two kinds of photograph number their patients independently: both have a patient 1, not the same person.
+    patients = pseudonyms([f"{record.site == WIDE} {record.patient}" if record.patient else "" for record in stated])
+    records = [replace(record, patient=patient) for record, patient in zip(stated, patients, strict=True)]
+    return replace(found, records=tuple(records))
+
+
+def _stated(record: Record) -> Record:
+    if record.site == "DeepDRiD-regular-unknown":
+        record = replace(record, site=UNSTATED)
+    if record.label == UNGRADABLE:
+        return replace(record, excluded="grade 5: the graders could not judge it")
+    return record
+
+
+def _publisher(folder: Path) -> Listing | None:
+    root = inside(folder, "DeepDRiD", "DeepDRiD-master")
+    records = [record for part in PARTS for record in _records(root, part)]
+    return Listing("deepdrid", root, tuple(records), CLASSES, declared=True) if records else None
+
+
+def _records(root: Path, part: Part) -> Iterator[Record]:
+    folder = root / part.folder
+    table = next((folder / name for name in part.tables if (folder / name).is_file()), None)
+    sources = _sources(folder / part.sources)
+    for where, row in rows(table) if table else ():
+        image = Path(row.get("image_id", "")).name  # never a way out of the folder
+        patient = image.partition("_")[0]
+        site = WIDE if part.folder.startswith("ultra") else sources.get(image, UNSTATED)
+        grade = next((row[column] for column in GRADES if row.get(column)), "")
+        excluded = "" if grade else "its grade is in an .xlsx file; save that as CSV under the same name"
+        yield Record(_image(folder, patient, image), grade, site, patient, part.split, where, excluded=excluded)
+
+
+def _sources(table: Path) -> dict[str, str]:
+    found = rows(table) if table.is_file() else ()
+    return {row.get("image_id", ""): f"DeepDRiD-{row['source']}" for _, row in found if row.get("source")}
+
+
+def _image(folder: Path, patient: str, image: str) -> Path:
+    """Two wide-field images were published without their patient's number in the name."""
+    usual = folder / "Images" / patient / f"{image}.jpg"
+    bare = usual.with_name(f"{image.partition('_')[2]}.jpg")
+    return bare if not usual.exists() and bare.exists() else usual
+
+
+SET = NamedSet(
+    name="deepdrid",
+    about="fundus photographs of 500 patients of three screening projects and wide-field ones of 128: grades 0 to 4",
+    licence="CC BY-SA 4.0, cite Liu et al. 2022",
+    classes=CLASSES,
+    read=read,
+    obtain=OBTAIN,
+)

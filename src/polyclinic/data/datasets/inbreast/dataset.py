@@ -1,0 +1,59 @@
+"""INbreast: full-field digital mammograms of one hospital in Porto (Moreira et al., Academic Radiology 19(2), 2012)."""
+
+from __future__ import annotations
+
+from pathlib import Path, PurePosixPath
+
+from polyclinic.data.datasets.base import NamedSet
+from polyclinic.data.datasets.reading import inside, listed, rows
+from polyclinic.data.loading.options import ImageOptions
+from polyclinic.data.records import Listing, Record, pseudonyms
+from polyclinic.data.sources.folder import images
+
+CLASSES = ("normal", "benign", "malignant")
+SITE = "INbreast-Porto"
+BIRADS = {"1": "normal", "2": "benign", "3": "benign"} | dict.fromkeys(("4", "4a", "4b", "4c", "5", "6"), "malignant")
+"""Ours: the set has a radiologist's assessment for every image, but a biopsy only for some."""
+OBTAIN = (
+    "ask the authors for INbreast (https://doi.org/10.1016/j.acra.2011.09.014), or take the copy on Kaggle if its "
+    "terms suit you, and unpack it there, so that the folder holds INbreast.csv and AllDICOMs/*.dcm."
+)
+
+
+def read(_: ImageOptions, folder: Path) -> Listing:
+    return listed("inbreast", folder, _publisher, OBTAIN, classes=CLASSES, sites=(SITE,))
+
+
+def _publisher(folder: Path) -> Listing | None:
+    root = inside(folder, "INbreast Release 1.0", "INbreast")
+    table, store = root / "INbreast.csv", root / "AllDICOMs"
+    if not (table.is_file() and store.is_dir()):
+        return None
+    files = {path.name.partition("_")[0]: path for path in images(store)}
+    said = [(where, _columns(row)) for where, row in rows(table)]
+    named = [PurePosixPath(cells.get("file name", "")).name for _, cells in said]
+    paths = [files.get(name, store / f"{name}.dcm") for name in named]
+    # 22678622_61b13c59bcba149e_MG_L_CC_ANON.dcm: the second word stands for the patient, whom the table leaves out.
+    patients = pseudonyms([f"{path.stem}__".split("_")[1] for path in paths])
+    records = [
+        Record(path, BIRADS.get(cells.get("bi-rads", "").lower(), cells.get("bi-rads", "")), SITE, patient, where=where)
+        for (where, cells), path, patient in zip(said, paths, patients, strict=True)
+    ]
+    unlisted = tuple(path for name, path in files.items() if name not in set(named))
+    return Listing("inbreast", root, tuple(records), CLASSES, declared=True, unlisted=unlisted)
+
+
+def _columns(row: dict[str, str]) -> dict[str, str]:
+    """The table as published has semicolons between its cells, as saved again by others commas."""
+    cells = zip(";".join(row).split(";"), ";".join(row.values()).split(";"), strict=False)
+    return {column.strip(): cell.strip() for column, cell in cells}
+
+
+SET = NamedSet(
+    name="inbreast",
+    about="410 full-field digital mammograms of 115 cases, one hospital in Porto: normal, benign, malignant by BI-RADS",
+    licence="for research, by agreement with the authors; cite Moreira et al. 2012",
+    classes=CLASSES,
+    read=read,
+    obtain=OBTAIN,
+)

@@ -1,0 +1,121 @@
+"""NeoJaundice of MedFMC: skin photographs of newborns (Wang et al., Scientific Data 10, 574, 2023)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path, PurePosixPath
+
+from pydantic import Field
+
+from polyclinic.core.errors import DataError
+from polyclinic.data.datasets.base import NamedSet
+from polyclinic.data.datasets.reading import inside, listed, rows
+from polyclinic.data.loading.options import ImageOptions
+from polyclinic.data.records import Listing, Record, pseudonyms
+from polyclinic.data.sources.folder import images
+
+CLASSES = ("no jaundice", "jaundice")
+SITE = "MedFMC-NeoJaundice"
+LABELS = {"0": "no jaundice", "1": "jaundice"}
+TABLE = "chd_jaundice_published_2.csv"
+LISTS = {
+    "fewshot-pool.txt": "train",
+    "test.txt": "test",
+    "neojaundice_train.txt": "train",
+    "neojaundice_val.txt": "validation",
+    "neojaundice_test.txt": "test",
+}
+"""Lists of "image label": the first two are the authors', with their benchmark."""
+OBTAIN = (
+    "download NeoJaundice from https://doi.org/10.6084/m9.figshare.c.6476047 and unpack it there, so that the folder "
+    f"holds images/*.jpg and {TABLE}; for the benchmark's own labels and split put its fewshot-pool.txt and test.txt "
+    "(data/NeoJaundice of https://github.com/wllfore/MedFMC_fewshot_baseline) beside them."
+)
+
+
+class NeoJaundiceOptions(ImageOptions):
+    threshold: float = Field(12.9, gt=0)
+    """Serum bilirubin in mg/dL above which an infant counts as jaundiced, where only the table of values is there."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What a list or table says of one image."""
+
+    where: str
+    image: str
+    label: str
+    split: str = ""
+
+
+def read(options: NeoJaundiceOptions, folder: Path) -> Listing:
+    def publisher(place: Path) -> Listing | None:
+        root = inside(place, "NeoJaundice", "neojaundice")
+        entries = [*of_lists(root, LISTS)] or [*_of_table(root / TABLE, options.threshold)]
+        named = [replace(entry, label=LABELS.get(entry.label, entry.label)) for entry in entries]
+        # 0012-1, 0012-2 and 0012-3 are the head, face and chest of one infant.
+        patients = [PurePosixPath(entry.image).stem.partition("-")[0] for entry in entries]
+        fits = all(re.match(r"\d+-\d", entry.image) for entry in entries[:1])
+        return medfmc("neojaundice", root, named, patients, CLASSES, SITE) if fits else None
+
+    return listed("neojaundice", folder, publisher, OBTAIN, classes=CLASSES, sites=(SITE,))
+
+
+def _of_table(table: Path, threshold: float) -> Iterator[Entry]:
+    for where, row in rows(table) if table.is_file() else ():
+        value = row.get("blood(mg/dl)", "")
+        number = float(value) if re.fullmatch(r"\d+(\.\d+)?", value) else None
+        yield Entry(where, row.get("image_idx", ""), "" if number is None else str(int(number > threshold)))
+
+
+def of_lists(root: Path, lists: dict[str, str]) -> Iterator[Entry]:
+    """The entries of those lists that are there."""
+    for name, split in lists.items():
+        if (root / name).is_file():
+            yield from _of_list(root / name, split)
+
+
+def _of_list(file: Path, split: str) -> Iterator[Entry]:
+    try:
+        lines = file.read_text(encoding="utf-8-sig").splitlines()
+    except (OSError, UnicodeDecodeError):
+        raise DataError(f"{file} cannot be read as a list of images; save it as UTF-8 text.") from None
+    for number, line in enumerate(lines, start=1):
+        words = re.split(r"[\s,]+", line.strip())
+        if words == [""]:
+            continue
+        if len(words) != 2:
+            raise DataError(f"{file} does not say an image and a label in line {number}; mend that line.")
+        yield Entry(f"{file.name} line {number}", words[0], words[1], split)
+
+
+def medfmc(
+    name: str, root: Path, entries: Sequence[Entry], patients: Sequence[str], classes: tuple[str, ...], site: str
+) -> Listing | None:
+    """The listing of one of MedFMC's sets: `images/`, and entries that name images with or without their suffix."""
+    store = root / "images"
+    if not entries or not store.is_dir():
+        return None
+    files = {key: path for path in images(store) for key in (path.name, path.stem)}
+    paths = [files.get(plain, store / plain) for plain in (PurePosixPath(entry.image).name for entry in entries)]
+    records = [
+        Record(path, entry.label, site, patient, entry.split, entry.where)
+        for entry, path, patient in zip(entries, paths, pseudonyms(patients), strict=True)
+    ]
+    parts = {(record.patient, record.split) for record in records}
+    official = len(parts) == len({patient for patient, _ in parts})
+    unlisted = tuple(sorted(set(files.values()) - set(paths)))
+    return Listing(name, root, tuple(records), classes, official=official, declared=True, unlisted=unlisted)
+
+
+SET = NamedSet(
+    name="neojaundice",
+    about="2,235 skin photographs of 745 newborns, three of each: jaundice or not, by serum bilirubin",
+    licence="CC BY 4.0, cite Wang et al. 2023",
+    classes=CLASSES,
+    read=read,
+    obtain=OBTAIN,
+    options=NeoJaundiceOptions,
+)

@@ -1,0 +1,131 @@
+"""What the readers of named sets share: which layout lies there, refusing another set's folder, known duplicates."""
+
+from __future__ import annotations
+
+import csv
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+
+from polyclinic.core.errors import DataError
+from polyclinic.data.findings import first, told
+from polyclinic.data.records import Listing, Record
+from polyclinic.data.sources.folder import reading
+from polyclinic.data.sources.table import read_table
+
+TABLE = "labels.csv"
+SAME_IMAGE = "the same image as"
+
+
+def listed(
+    set_: str,
+    folder: Path,
+    publisher: Callable[[Path], Listing | None],
+    obtain: str,
+    plain: Callable[[Path], Listing] | None = None,
+    *,
+    classes: tuple[str, ...],
+    sites: tuple[str, ...] = (),
+) -> Listing:
+    """The set as its plain table (`folder/labels.csv`) lists it, else as the publisher lays it out, else a refusal.
+
+    `publisher` answers None where its layout is not there; `plain` replaces the plain way of reading the table.
+    A listing is taken for another set's if none of its labels is one of `classes`, or if it names sites of which none
+    is one of `sites` (where these are given: sets of the same organ often share their classes).
+    """
+    found: Listing | None = None
+    with reading(folder):
+        if (folder / TABLE).is_file():
+            found = plain(folder) if plain else read_table(folder / TABLE, name=set_, classes=classes)
+        elif folder.is_dir():
+            found = publisher(folder)
+    foreign = _foreign(found, classes, sites) if found else ""
+    if found is None or (foreign and not (folder / TABLE).is_file()):
+        raise DataError(
+            f"The set {set_} was not found in {folder}, "
+            f"which must hold {TABLE} (path, label, site, split, patient) or the publisher's files: {obtain}"
+        )
+    if foreign:
+        raise DataError(
+            f"The folder {folder} is not that of the set {set_}: the {TABLE} there lists another set "
+            f"({foreign}{_likeness(found, set_)}); put each set into a folder of its own: {obtain}"
+        )
+    return found
+
+
+def _foreign(listing: Listing, classes: tuple[str, ...], sites: tuple[str, ...]) -> str:
+    """What tells that a listing is another set's ("" if nothing does), in words of the set that was expected."""
+    if {record.label for record in listing.records}.isdisjoint(classes):
+        return f"its labels are none of: {told(first(classes), len(classes))}"
+    named = {record.site for record in listing.records} - {""}
+    if named and sites and named.isdisjoint(sites):
+        return f"its sites are none of: {told(first(sites), len(sites))}"
+    return ""
+
+
+def _likeness(listing: Listing, set_: str) -> str:
+    """Which other public sets have all of the labels; a label of any other table may be anything, and is not told."""
+    from polyclinic.data.datasets import SETS  # whose members import this module
+
+    labels = {record.label for record in listing.records}
+    others = {name: set(named.classes) for name, named in SETS.items() if name != set_}
+    like = [name for name, classes in others.items() if labels == classes] or [
+        name for name, classes in others.items() if labels <= classes
+    ]
+    return f"; it looks like {' or '.join(like)}" if like else ""
+
+
+def home(folder: Path, *others: str) -> Path:
+    """The set's folder or, where there is none, the first neighbour of these names that exists."""
+    neighbours = (folder.with_name(other) for other in others)
+    return folder if folder.exists() else next((path for path in neighbours if path.exists()), folder)
+
+
+def inside(folder: Path, *names: str) -> Path:
+    """The first of these subfolders that exists, else the folder itself: archives unpack with or without their top."""
+    return next((folder / name for name in names if (folder / name).is_dir()), folder)
+
+
+def rows(file: Path) -> Iterator[tuple[str, dict[str, str]]]:
+    """Each row of a publisher's CSV: where it is ("metadata.csv row 18") and its cells by column name in lower case."""
+    try:
+        with file.open(encoding="utf-8-sig", newline="") as lines:
+            table = csv.reader(lines, strict=True)
+            header = [name.strip().lower() for name in next(table, [])]
+            for number, cells in enumerate(table, start=2):
+                if any(cells[len(header) :]):
+                    raise DataError(f"{file} has more cells than its header in row {number}; mend that row.")
+                if cells:
+                    texts = [cell.strip() for cell in cells] + [""] * (len(header) - len(cells))
+                    yield f"{file.name} row {number}", dict(zip(header, texts, strict=False))
+    except (OSError, UnicodeDecodeError, csv.Error):
+        raise DataError(f"{file} cannot be read as a table; save it as a UTF-8 CSV file.") from None
+
+
+def listed_duplicates(folder: Path) -> list[list[Path]]:
+    """The groups of identical images that `folder/duplicates.csv` (group, path) names; none where there is no file."""
+    file = folder / "duplicates.csv"
+    groups: defaultdict[str, list[Path]] = defaultdict(list)
+    for _, row in rows(file) if file.is_file() else ():
+        groups[row.get("group", "")].append(folder / row.get("path", ""))
+    return list(groups.values())
+
+
+def without_duplicates(listing: Listing, groups: Iterable[Sequence[Path]]) -> Listing:
+    """The first of each group of identical images stays in use; none does where their labels or sites conflict."""
+    positions = {record.path: position for position, record in enumerate(listing.records)}
+    reasons: dict[int, str] = {}
+    for group in groups:
+        here = sorted(positions[path] for path in group if path in positions)
+        reasons |= _duplicates(listing.records, here)
+    return listing.excluding(reasons)
+
+
+def _duplicates(records: Sequence[Record], here: list[int]) -> dict[int, str]:
+    if len(here) < 2:
+        return {}
+    first, second = records[here[0]], records[here[1]]
+    if len({(records[position].label, records[position].site) for position in here}) == 1:
+        return dict.fromkeys(here[1:], f"{SAME_IMAGE} {first.where}")
+    conflict = dict.fromkeys(here[1:], f"{SAME_IMAGE} {first.where}, under another label or site")
+    return conflict | {here[0]: f"{SAME_IMAGE} {second.where}, under another label or site"}

@@ -1,0 +1,62 @@
+"""MedFMC's Retino: grades of diabetic retinopathy on fundus photographs (Wang et al., Scientific Data 10, 2023)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from polyclinic.data.datasets.base import NamedSet
+from polyclinic.data.datasets.neojaundice.dataset import Entry, medfmc, of_lists
+from polyclinic.data.datasets.reading import inside, listed, rows
+from polyclinic.data.loading.options import ImageOptions
+from polyclinic.data.records import Listing
+
+CLASSES = ("0", "1", "2", "3", "4")
+SITE = "MedFMC-Retino"
+TABLE = "Retino_published_G5.csv"
+LISTS = {
+    "fewshot-pool.txt": "train",
+    "test.txt": "test",
+    "retino_train.txt": "train",
+    "retino_val.txt": "validation",
+    "retino_test.txt": "test",
+}
+EXAMINATION = re.compile(r"(\d{17})(\d{3})?")
+"""20230116125802923001: a time to the millisecond, then the number of the photograph within that examination."""
+OBTAIN = (
+    "download Retino from https://doi.org/10.6084/m9.figshare.c.6476047 and unpack it there, so that the folder holds "
+    f"images/ and {TABLE}; for the benchmark's own split put its fewshot-pool.txt and test.txt "
+    "(data/Retino of https://github.com/wllfore/MedFMC_fewshot_baseline) beside them."
+)
+
+
+def read(_: ImageOptions, folder: Path) -> Listing:
+    return listed("retino", folder, _publisher, OBTAIN, classes=CLASSES, sites=(SITE,))
+
+
+def _publisher(folder: Path) -> Listing | None:
+    root = inside(folder, "Retino", "retino")
+    entries = [*of_lists(root, LISTS)] or [*_of_table(root / TABLE)]
+    examinations = [EXAMINATION.match(entry.image) for entry in entries]
+    if not any(examinations):
+        return None
+    patients = [found[1] if found else "" for found in examinations]
+    return medfmc("retino", root, entries, patients, CLASSES, SITE)
+
+
+def _of_table(table: Path) -> Iterator[Entry]:
+    """The image is in the first column and its grade in the last: what they are called was not printed."""
+    for where, row in rows(table) if table.is_file() else ():
+        cells = [*row.values()]
+        yield Entry(where, cells[0], cells[-1])
+
+
+SET = NamedSet(
+    name="retino",
+    about="1,392 fundus photographs of one Chinese collection, MedFMC's Retino: grades 0 to 4",
+    licence="CC BY 4.0, cite Wang et al. 2023",
+    classes=CLASSES,
+    read=read,
+    obtain=OBTAIN,
+)

@@ -1,0 +1,73 @@
+"""Breast Cancer Detection (hayder17, Roboflow Universe): mammograms as the third client of FedCycle's scenario 2."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from polyclinic.data.datasets.base import NamedSet
+from polyclinic.data.datasets.reading import listed, rows
+from polyclinic.data.loading.options import ImageOptions
+from polyclinic.data.records import Listing, Record, pseudonyms
+from polyclinic.data.sources.folder import images, part_of, subfolders
+
+CLASSES = ("normal", "cancer")
+SITE = "Roboflow"
+LABELS = {"0": "normal", "1": "cancer"}
+PARTS = ("train", "valid", "test")
+EXPORTED = re.compile(r"(?P<source>.+)\.rf\.[^.]+\.\w+")
+"""Roboflow adds a code to each image's name; copies made by augmentation share what stands before it."""
+RSNA = re.compile(r"(?P<patient>\d+)_\d+_(png|jpg|jpeg|dcm)")
+OBTAIN = (
+    "export https://universe.roboflow.com/hayder17/breast-cancer-detection as 'Folder Structure' (an account is "
+    "needed), or download its copy https://www.kaggle.com/datasets/hayder17/breast-cancer-detection, and unpack it "
+    "there, so that the folder holds {train,valid,test}/{0,1}/*.rf.*.jpg."
+)
+
+
+def read(_: ImageOptions, folder: Path) -> Listing:
+    return listed("roboflow_breast", folder, _publisher, OBTAIN, classes=CLASSES, sites=(SITE,))
+
+
+def _publisher(folder: Path) -> Listing | None:
+    found = [(part, *entry) for part in PARTS if (folder / part).is_dir() for entry in _entries(folder / part)]
+    sources = [EXPORTED.fullmatch(path.name) for _, path, _, _ in found]
+    if not any(sources):
+        return None
+    patients = pseudonyms([_patient(source["source"]) if source else "" for source in sources])
+    records = [
+        Record(path, LABELS.get(label, label), SITE, patient, part_of(part), where)
+        for (part, path, label, where), patient in zip(found, patients, strict=True)
+    ]
+    parts = {(record.patient, record.split) for record in records if record.patient}
+    official = len(parts) == len({patient for patient, _ in parts})
+    return Listing("roboflow_breast", folder, tuple(records), CLASSES, official=official, declared=True)
+
+
+def _entries(part: Path) -> Iterator[tuple[Path, str, str]]:
+    """Image, label and where it is listed: from class folders, or from the table of a multi-label export."""
+    table = part / "_classes.csv"
+    for where, row in rows(table) if table.is_file() else ():
+        name, *marks = row.items()
+        chosen = [label for label, mark in marks if mark == "1"]
+        yield part / Path(name[1]).name, chosen[0] if len(chosen) == 1 else "", f"{part.name}/{where}"
+    for label in subfolders(part):
+        for number, path in enumerate(images(label), start=1):
+            yield path, label.name, f"{part.name}/{label.name}, file {number}"
+
+
+def _patient(source: str) -> str:
+    """The names are RSNA's numbers of patient and image; where they are not, copies of one image belong together."""
+    numbers = RSNA.fullmatch(source)
+    return numbers["patient"] if numbers else source
+
+
+SET = NamedSet(
+    name="roboflow_breast",
+    about="3,383 mammograms exported from Roboflow, by their names a selection of RSNA's: normal, cancer",
+    licence="DbCL 1.0 as Kaggle states it; by their names the images are RSNA's, and under RSNA's rules",
+    classes=CLASSES,
+    read=read,
+    obtain=OBTAIN,
+)

@@ -1,0 +1,63 @@
+"""RSNA screening mammography: two screening programmes, USA and Australia (Carr et al., Kaggle competition, 2022)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from polyclinic.data.datasets.base import NamedSet
+from polyclinic.data.datasets.reading import inside, listed, rows
+from polyclinic.data.loading.options import ImageOptions
+from polyclinic.data.records import Listing, Record, pseudonyms
+
+CLASSES = ("no cancer", "cancer")
+LABELS = {"0": "no cancer", "1": "cancer"}
+COLUMNS = {"site_id", "patient_id", "image_id", "cancer"}
+SUFFIXES = (".dcm", ".png")
+OBTAIN = (
+    "accept the rules of https://www.kaggle.com/competitions/rsna-breast-cancer-detection, download its data and "
+    "unpack it there, so that the folder holds train.csv and train_images/<patient>/<image>.dcm."
+)
+
+
+def read(_: ImageOptions, folder: Path) -> Listing:
+    return listed("rsna_mammography", folder, _publisher, OBTAIN, classes=CLASSES, sites=("RSNA-1", "RSNA-2"))
+
+
+def _publisher(folder: Path) -> Listing | None:
+    root = inside(folder, "rsna-breast-cancer-detection")
+    table, store = root / "train.csv", root / "train_images"
+    if not (table.is_file() and store.is_dir()):
+        return None
+    said = [(where, row) for where, row in rows(table) if row.keys() >= COLUMNS]
+    if not said:
+        return None
+    paths = [store / _number(row["patient_id"]) / _number(row["image_id"]) for _, row in said]
+    # Converted copies are common; one look decides for 54,706 files.
+    suffix = next((suffix for suffix in SUFFIXES if paths[0].with_suffix(suffix).exists()), SUFFIXES[0])
+    patients = pseudonyms([row["patient_id"] for _, row in said])
+    records = [
+        Record(
+            path.with_suffix(suffix),
+            LABELS.get(row["cancer"], row["cancer"]),
+            f"RSNA-{row['site_id']}" if row["site_id"] else "",
+            patient,
+            where=where,
+        )
+        for (where, row), path, patient in zip(said, paths, patients, strict=True)
+    ]
+    return Listing("rsna_mammography", root, tuple(records), CLASSES, declared=True)
+
+
+def _number(text: str) -> str:
+    """Patients and images are numbered; anything else could point out of the folder."""
+    return text if text.isalnum() else "unnumbered"
+
+
+SET = NamedSet(
+    name="rsna_mammography",
+    about="54,706 screening mammograms of 11,913 patients at two real sites: no cancer, cancer",
+    licence="the competition's rules: non-commercial research and education, no redistribution",
+    classes=CLASSES,
+    read=read,
+    obtain=OBTAIN,
+)

@@ -1,0 +1,61 @@
+"""DA and DB: chest X-rays of one institute in New Delhi (Chauhan, Chauhan and Rout, PLoS ONE 9(11), e112980, 2014)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal
+
+from polyclinic.data.datasets.base import NamedSet
+from polyclinic.data.datasets.reading import inside, listed
+from polyclinic.data.datasets.tb_montgomery.dataset import CLASSES
+from polyclinic.data.loading.options import ImageOptions
+from polyclinic.data.records import Listing, Record
+from polyclinic.data.sources.folder import SPLITS, is_image
+
+SITE = "TB-India"
+COLLECTIONS = {"A": ("DatasetA", "Dataset A", "DA"), "B": ("DatasetB", "Dataset B", "DB")}
+MARKS = {"n": "normal", "p": "tuberculosis"}
+OBTAIN = (
+    "download Dataset A and Dataset B from https://sourceforge.net/projects/tbxpredict/ and unpack them there, so that "
+    "the folder holds DatasetA/{Training,Testing}/ and DatasetB/{Training,Testing}/ with files such as px1.jpg "
+    "(positive) and nx1.jpg (negative)."
+)
+
+
+class TbIndiaOptions(ImageOptions):
+    sites: Literal["institute", "machine"] = "institute"
+    """One site, or one for each of the two X-ray machines: DA and DB."""
+
+
+def read(options: TbIndiaOptions, folder: Path) -> Listing:
+    def publisher(place: Path) -> Listing | None:
+        root = inside(place, "tbxpredict")
+        records = [record for letter in COLLECTIONS for record in _records(root, letter, options.sites == "machine")]
+        return Listing("tb_india", root, tuple(records), CLASSES, declared=True) if records else None
+
+    sites = (SITE, *(f"{SITE}-{letter}" for letter in COLLECTIONS))
+    return listed("tb_india", folder, publisher, OBTAIN, classes=CLASSES, sites=sites)
+
+
+def _records(root: Path, letter: str, machines: bool) -> Iterator[Record]:
+    collection = next((root / name for name in COLLECTIONS[letter] if (root / name).is_dir()), None)
+    found = [path for path in sorted(collection.rglob("*")) if is_image(path)] if collection else []
+    site = f"{SITE}-{letter}" if machines else SITE
+    for number, path in enumerate(found, start=1):
+        split = next((SPLITS[step.lower()] for step in path.parts[len(root.parts) :] if step.lower() in SPLITS), "")
+        mark = re.match(r"([np])x?[ _-]?\d", path.name.lower())
+        label = MARKS[mark[1]] if mark else ""
+        yield Record(path, label, site, split=split, where=f"Dataset {letter}, file {number}")
+
+
+SET = NamedSet(
+    name="tb_india",
+    about="chest X-rays of one institute in New Delhi, two machines (DA 156, DB 150): normal, tuberculosis",
+    licence="free for research, cite Chauhan et al. 2014",
+    classes=CLASSES,
+    read=read,
+    obtain=OBTAIN,
+    options=TbIndiaOptions,
+)

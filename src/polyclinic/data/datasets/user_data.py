@@ -1,0 +1,117 @@
+"""A consortium's own images as data sets of a recipe: a folder, a table, an npz file; and several sets side by side."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from pydantic import Field
+
+from polyclinic.core.errors import DataError
+from polyclinic.data.data_dir import VARIABLE
+from polyclinic.data.datasets.base import NamedSet
+from polyclinic.data.loading.load import for_task
+from polyclinic.data.loading.options import ImageOptions
+from polyclinic.data.options import Options
+from polyclinic.data.records import Listing, Record
+from polyclinic.data.sources.folder import Level, read_folder
+from polyclinic.data.sources.npz import read_npz
+from polyclinic.data.sources.table import Columns, read_table
+
+
+class OwnOptions(ImageOptions):
+    path: str
+    """Absolute, or relative to the data folder, or to here."""
+    classes: list[str] | None = None
+    """The classes, in the order of their numbers; without them, those that the labels name."""
+
+
+class FolderOptions(OwnOptions):
+    levels: list[Level] = Field(default=["label"], min_length=1)
+    """What the folders below `path` mean, from the outermost: label, site, split, patient, skip."""
+
+
+class TableOptions(OwnOptions):
+    columns: Columns = Columns()
+    """The names of the table's columns."""
+
+
+def own_folder(options: FolderOptions, data: Path | None) -> Listing:
+    root = located(options.path, data)
+    return read_folder(root, name=root.name, levels=tuple(options.levels), classes=_declared(options))
+
+
+def own_table(options: TableOptions, data: Path | None) -> Listing:
+    path = located(options.path, data)
+    return read_table(path, name=path.name, columns=options.columns, classes=_declared(options))
+
+
+def own_npz(options: OwnOptions, data: Path | None) -> Listing:
+    path = located(options.path, data)
+    return read_npz(path, name=path.name, classes=_declared(options))
+
+
+def _declared(options: OwnOptions) -> tuple[str, ...] | None:
+    return tuple(options.classes) if options.classes else None
+
+
+def located(path: str, data: Path | None) -> Path:
+    """Where a recipe's path leads."""
+    named = data or os.environ.get(VARIABLE)
+    wanted = Path(path).expanduser()
+    places = list(dict.fromkeys([Path(named) / wanted, wanted] if named else [wanted]))
+    for place in places:
+        if place.exists():
+            return place
+    raise DataError(f"There is nothing at {' or '.join(map(str, places))}; correct data.path, or --data DIR.")
+
+
+class SetPart(Options):
+    """One set of several: all of it becomes the images of one site."""
+
+    set: str
+    site: str
+    task: dict[str, list[str]]
+    """The common classes, each with this set's labels that belong to it."""
+    pieces: int = Field(1, ge=1, le=100)
+    """Cut the set into so many sites, patients dealt in turn."""
+
+
+class SeveralOptions(ImageOptions):
+    parts: list[SetPart] = Field(min_length=2)
+
+
+def several(options: SeveralOptions, data: Path, sets: Mapping[str, NamedSet]) -> Listing:
+    """Named sets side by side, a site each (or several of one set to a site), under common classes."""
+    classes = tuple(options.parts[0].task)
+    records: list[Record] = []
+    for part in options.parts:
+        if set(part.task) != set(classes):
+            raise DataError(
+                f"The part '{part.set}' has the classes {', '.join(part.task)}, "
+                f"the first part {', '.join(classes)}; give all parts the same."
+            )
+        named = _named(part.set, sets)
+        found = for_task(named.read(named.options(), data / (named.folder or named.name)), part.task)
+        records += _pieces(found, part)
+    return Listing("several", data, tuple(records), classes, official=False, declared=True)
+
+
+def _named(name: str, sets: Mapping[str, NamedSet]) -> NamedSet:
+    if name not in sets:
+        raise DataError(f"There is no set '{name}' to take a part from; there are: {', '.join(sets)}.")
+    return sets[name]
+
+
+def _pieces(listing: Listing, part: SetPart) -> list[Record]:
+    """The set's records under the names of this part's sites."""
+    turns: dict[str, int] = {}
+    found = []
+    for number, record in enumerate(listing.records):
+        turn = turns.setdefault(record.patient or f"image {number}", len(turns)) % part.pieces
+        site = part.site if part.pieces == 1 else f"{part.site}-{turn + 1}"
+        patient = record.patient and f"{part.set}-{record.patient}"
+        found.append(replace(record, site=site, patient=patient, split="", where=f"{part.set}: {record.where}"))
+    return found

@@ -1,0 +1,374 @@
+"""Fetch a named set's files: continued where they were cut off, checked against their sums, unpacked only if harmless.
+
+What is on its way is called NAME.part; NAME is always whole. An archive is unpacked beside its place and moved in when
+every member has been looked at, so a half-unpacked set is never seen. Errors name members by number, not by name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import http.client
+import os
+import re
+import shutil
+import stat
+import tarfile
+import time
+import zipfile
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import IO, Any, TypeAlias, cast
+from urllib import request
+from urllib.error import HTTPError, URLError
+from urllib.parse import urlsplit
+
+from polyclinic.core.errors import DataError
+from polyclinic.data.datasets.base import Download, NamedSet
+from polyclinic.storage.run_files import locked
+
+Report: TypeAlias = Callable[[str, int, int | None], None]
+"""(what, how much is done, of how much: None where nobody said)."""
+
+CHUNK = 1 << 20
+RETRIES = 3
+SPARE = 64 << 20
+"""Bytes that must stay free on the disk."""
+MAX_MEMBERS = 1_000_000
+MAX_BYTES = 1 << 40
+MAX_RATIO = 200
+"""Unpacked to packed: deflate can reach 1,032, images hardly 5."""
+SMALL = 32 << 20
+"""What unpacks to no more than this is no bomb, whatever its ratio."""
+BUSY = (408, 425, 429)
+BROKEN_ARCHIVE = (zipfile.BadZipFile, tarfile.TarError, EOFError, zlib.error, NotImplementedError, RuntimeError)
+
+
+@dataclass(frozen=True)
+class Patience:
+    timeout: float = 60.0
+    """Seconds of silence after which a connection counts as lost."""
+    pause: float = 2.0
+    """Seconds before the first retry; doubled before each further one."""
+
+
+def fetch(named: NamedSet, data_folder: Path, report: Report, *, patience: Patience | None = None) -> list[Path]:
+    """Get what `named` lists for download into its folder; the files, or the folder where an archive was unpacked.
+
+    What is there already is said to be there and not fetched again.
+    """
+    folder = data_folder / (named.folder or named.name)
+    if not named.downloads:
+        raise DataError(f"The set {named.name} is not for automatic download; put it into {folder}: {named.obtain}")
+    with _on_disk(folder), locked(folder):
+        return [_get(download, folder, report, patience or Patience()) for download in named.downloads]
+
+
+@contextlib.contextmanager
+def _on_disk(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        reason = error.strerror or type(error).__name__
+        raise DataError(f"{folder} cannot be written ({reason}); mend that and fetch again.") from None
+
+
+def _get(download: Download, folder: Path, report: Report, patience: Patience) -> Path:
+    file, settled = folder / download.name, folder / f".{download.name}.fetched"
+    if download.unpack and settled.is_file() and download.sha256.lower() in ("", settled.read_text().strip()):
+        report(f"{download.name} is already there", 0, None)
+        return folder
+    unpacked = folder / f".{download.name}.unpacked"
+    if not unpacked.is_dir():
+        _have(download, file, report, patience)
+        if not download.unpack:
+            return file
+        _unpack(file, unpacked, settled.name, report)
+    _move_in(unpacked, folder, settled.name)
+    file.unlink(missing_ok=True)
+    return folder
+
+
+def _have(download: Download, file: Path, report: Report, patience: Patience) -> None:
+    """See that the whole file lies there, as published."""
+    if not file.is_file():
+        return _download(download, file, report, patience)
+    size, found = file.stat().st_size, _sha256(file)
+    if download.sha256 and found != download.sha256.lower():
+        raise DataError(
+            f"{file} has the SHA-256 sum {found} instead of {download.sha256.lower()}; remove it and fetch again."
+        )
+    return report(f"{download.name} is already there", size, size)
+
+
+# --- Download -------------------------------------------------------------------------------------------------------
+
+
+class _Interrupted(Exception):  # noqa: N818  it names what happened
+    """A failure that another attempt may not meet."""
+
+
+def _download(download: Download, file: Path, report: Report, patience: Patience) -> None:
+    part = file.with_name(f"{file.name}.part")
+    _persist(download, part, report, patience)
+    found, size = _sha256(part), part.stat().st_size
+    _validator_of(part).unlink(missing_ok=True)
+    if download.sha256 and found != download.sha256.lower():
+        part.unlink()
+        raise DataError(
+            f"{download.url} has the SHA-256 sum {found} instead of {download.sha256.lower()}; it was deleted: "
+            "the publisher has changed it or somebody has tampered with it, do not use it before you know."
+        )
+    if not download.sha256:
+        report(f"{download.name} has the SHA-256 sum {found}: compare it with the publisher's", size, size)
+    os.replace(part, file)
+
+
+def _persist(download: Download, part: Path, report: Report, patience: Patience) -> None:
+    """Attempt after attempt until `part` is whole; give up after three that brought nothing new."""
+    furthest, failures = _size(part), 0
+    while True:
+        try:
+            return _attempt(download, part, report, patience.timeout)
+        except _Interrupted as interruption:
+            failures = 1 if _size(part) > furthest else failures + 1
+            furthest = max(furthest, _size(part))
+            if failures > RETRIES:
+                raise DataError(
+                    f"{download.url} could not be fetched ({interruption}); fetch again later, it continues there."
+                ) from None
+            time.sleep(patience.pause * 2 ** (failures - 1))
+
+
+def _attempt(download: Download, part: Path, report: Report, timeout: float) -> None:
+    validator = _validator_of(part)
+    have, known = _size(part), validator.read_text() if validator.is_file() else ""
+    headers = {"User-Agent": "polyclinic", "Accept-Encoding": "identity"}
+    # Without a validator or a sum nothing would tell the rest of this file from the rest of a newer one.
+    if have and (known or download.sha256):
+        headers |= {"Range": f"bytes={have}-"} | ({"If-Range": known} if known else {})
+    answer = _open(download.url, headers, timeout)
+    with contextlib.closing(answer):
+        if answer.status == http.client.REQUESTED_RANGE_NOT_SATISFIABLE:
+            return _beyond_the_end(part, have, answer.headers.get("Content-Range", ""))
+        done, total = _extent(answer, have, part)
+        with part.open("ab" if done else "wb") as file:
+            validator.write_text(_validator(answer))
+            _need(part.parent, (total or done) - done)
+            for chunk in _chunks(answer):
+                if total is None:
+                    _need(part.parent, len(chunk))
+                file.write(chunk)
+                done += len(chunk)
+                report(download.name, done, total)
+    if total is not None and done < total:
+        raise _Interrupted("the connection ended early")
+    return None
+
+
+def _open(url: str, headers: dict[str, str], timeout: float) -> Any:
+    """The server's answer: 200, 206 or 416; anything else is an error."""
+    if urlsplit(url).scheme not in ("http", "https"):
+        raise DataError(f"{url} is neither an http nor an https address; nothing was fetched.")
+    try:
+        return _opener().open(request.Request(url, headers=headers), timeout=timeout)
+    except HTTPError as error:
+        if error.code == http.client.REQUESTED_RANGE_NOT_SATISFIABLE:
+            return error
+        error.close()
+        if error.code in BUSY or error.code >= 500:
+            raise _Interrupted(f"the server answered {error.code}") from None
+        raise DataError(f"{url} is not to be had (the server answered {error.code}); see the set's README.") from None
+    except URLError as error:
+        raise _Interrupted(_reason(error.reason)) from None
+    except (OSError, http.client.HTTPException) as error:
+        raise _Interrupted(_reason(error)) from None
+
+
+def _opener() -> request.OpenerDirector:
+    """Only http and https: urllib's own opener would also read local files."""
+    opener = request.OpenerDirector()
+    handlers = (request.ProxyHandler(), request.HTTPHandler(), request.HTTPSHandler(), request.UnknownHandler())
+    for handler in (*handlers, request.HTTPDefaultErrorHandler(), _Redirects(), request.HTTPErrorProcessor()):
+        opener.add_handler(handler)
+    return opener
+
+
+class _Redirects(request.HTTPRedirectHandler):
+    def redirect_request(
+        self, req: request.Request, fp: Any, code: int, msg: str, headers: Any, newurl: str
+    ) -> request.Request | None:
+        allowed = ("https",) if req.type == "https" else ("http", "https")
+        if urlsplit(newurl).scheme not in allowed:
+            fp.close()
+            raise DataError(f"{req.full_url} redirects to another kind of address; nothing was fetched.")
+        return super().redirect_request(req, fp, code, msg, headers, newurl)
+
+
+def _extent(answer: Any, have: int, part: Path) -> tuple[int, int | None]:
+    """Where the answer's bytes belong and how long the whole file is; a server may ignore or miss the range."""
+    length = answer.headers.get("Content-Length", "")
+    if answer.status != http.client.PARTIAL_CONTENT:
+        return 0, int(length) if length.isdigit() else None
+    found = re.fullmatch(r"bytes (\d+)-\d+/(\d+|\*)", answer.headers.get("Content-Range", "").strip())
+    if not found or int(found[1]) != have:
+        part.unlink()
+        raise _Interrupted("the server sent another range than was asked for")
+    if found[2] != "*":
+        return have, int(found[2])
+    return have, have + int(length) if length.isdigit() else None
+
+
+def _beyond_the_end(part: Path, have: int, extent: str) -> None:
+    """The server has nothing after what we have: it is whole, or it is not this file's beginning."""
+    if extent.strip() != f"bytes */{have}":
+        part.unlink()
+        raise _Interrupted("the file on the server is shorter than what was fetched")
+
+
+def _chunks(answer: Any) -> Iterator[bytes]:
+    try:
+        while chunk := answer.read1(CHUNK):
+            yield chunk
+    except (OSError, http.client.HTTPException) as error:
+        raise _Interrupted(_reason(error)) from None
+
+
+def _validator(answer: Any) -> str:
+    """What tells this version of the file from others in If-Range: a strong ETag, else its date."""
+    tag: str = answer.headers.get("ETag", "")
+    return tag if tag.startswith('"') else str(answer.headers.get("Last-Modified", ""))
+
+
+def _validator_of(part: Path) -> Path:
+    return part.with_name(f"{part.name}.version")
+
+
+def _reason(error: object) -> str:
+    text = getattr(error, "strerror", None) or str(error) or type(error).__name__
+    return str(text).splitlines()[0][:120].rstrip(". ")
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.is_file() else 0
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _need(folder: Path, size: int) -> None:
+    free = shutil.disk_usage(folder).free
+    if size + SPARE > free:
+        raise DataError(
+            f"{folder} needs {size >> 20:,} MiB more, but only {free >> 20:,} MiB are free on its disk; make room."
+        )
+
+
+# --- Unpack ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Member:
+    name: str
+    size: int
+    kind: str
+    """file, folder, or what else it is (refused)."""
+    open: Callable[[], IO[bytes]]
+
+
+_Opens: TypeAlias = Callable[[tarfile.TarInfo], IO[bytes]]
+"""What `TarFile.extractfile` is for plain files."""
+
+
+def _unpack(archive: Path, target: Path, seal: str, report: Report) -> None:
+    """Unpack into `target`, which appears when it is whole; its file `seal` keeps the archive's sum."""
+    half = archive.with_name(f".{archive.name}.unpacking")
+    shutil.rmtree(half, ignore_errors=True)
+    half.mkdir()
+    try:
+        members = _tar_members(archive) if tarfile.is_tarfile(archive) else _zip_members(archive)
+        for number, member in enumerate(_bounded(members, archive), start=1):
+            _place(member, half, f"Member {number} of {archive.name}")
+            report(f"{archive.name}: unpacking", number, None)
+        (half / seal).write_text(_sha256(archive))
+        os.rename(half, target)
+    except BROKEN_ARCHIVE:
+        raise DataError(f"{archive} is not an intact zip or tar archive; remove it and fetch again.") from None
+    except OSError as error:
+        if error.errno is not None:
+            raise
+        raise DataError(f"{archive} is damaged; remove it and fetch again.") from None
+    finally:
+        shutil.rmtree(half, ignore_errors=True)
+
+
+def _zip_members(archive: Path) -> Iterator[_Member]:
+    with zipfile.ZipFile(archive) as file:
+        for info in file.infolist():
+            yield _Member(info.filename, info.file_size, _zip_kind(info), partial(file.open, info))
+
+
+def _zip_kind(info: zipfile.ZipInfo) -> str:
+    """Zips made on Unix keep the file's mode in the upper half of the external attributes."""
+    mode = info.external_attr >> 16
+    if info.flag_bits & 1:
+        return "encrypted"
+    if stat.S_IFMT(mode) not in (0, stat.S_IFREG, stat.S_IFDIR):
+        return "a link or device"
+    return "folder" if info.is_dir() else "file"
+
+
+def _tar_members(archive: Path) -> Iterator[_Member]:
+    with tarfile.open(archive) as file:
+        for info in file:
+            kind = "file" if info.isreg() else "folder" if info.isdir() else "a link or device"
+            yield _Member(info.name, info.size, kind, partial(cast(_Opens, file.extractfile), info))
+
+
+def _bounded(members: Iterator[_Member], archive: Path) -> Iterator[_Member]:
+    """The members as long as their number and their declared sizes stay within reason and within the disk."""
+    most = min(MAX_BYTES, max(SMALL, MAX_RATIO * archive.stat().st_size))
+    total = 0
+    for number, member in enumerate(members, start=1):
+        total += member.size
+        if number > MAX_MEMBERS or total > most:
+            raise DataError(
+                f"{archive} would unpack to more than {MAX_MEMBERS:,} files or {most >> 20:,} MiB; "
+                "it was left packed: no image archive is like that."
+            )
+        _need(archive.parent, member.size)
+        yield member
+
+
+def _place(member: _Member, target: Path, who: str) -> None:
+    if member.kind not in ("file", "folder"):
+        raise DataError(f"{who} is {member.kind}; nothing was unpacked, because only plain files are harmless.")
+    steps = member.name.removesuffix("/").split("/")
+    if ".." in steps or "" in steps or "\\" in member.name or re.match(r"[A-Za-z]:", member.name):
+        raise DataError(f"{who} would be written outside the set's folder; nothing was unpacked.")
+    path = target.joinpath(*steps)
+    try:
+        (path if member.kind == "folder" else path.parent).mkdir(parents=True, exist_ok=True)
+        if member.kind == "file":
+            with member.open() as source, path.open("xb") as file:
+                shutil.copyfileobj(source, file, CHUNK)
+    except (FileExistsError, NotADirectoryError, IsADirectoryError):
+        raise DataError(f"{who} has the same name as an earlier one; nothing was unpacked.") from None
+
+
+def _move_in(unpacked: Path, folder: Path, last: str) -> None:
+    """Move the unpacked entries into the folder; interrupted, it goes on with those left. `last` says all are in."""
+    entries = sorted(unpacked.iterdir(), key=lambda entry: (entry.name == last, entry.name))
+    taken = sum((folder / entry.name).exists() for entry in entries if entry.name != last)
+    if taken:
+        raise DataError(
+            f"{taken} of the files and folders just unpacked are in {folder} already; move those away and fetch again."
+        )
+    for entry in entries:
+        os.replace(entry, folder / entry.name)
+    unpacked.rmdir()

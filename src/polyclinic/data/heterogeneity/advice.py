@@ -1,0 +1,234 @@
+"""From figures to sentences: what was found, how strong it is, which methods are made for it, what not to believe."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, TypeAlias
+
+from polyclinic.data.findings import first, told
+from polyclinic.data.heterogeneity.feature_shift import FEWEST, TRUSTED
+
+if TYPE_CHECKING:
+    from polyclinic.data.heterogeneity.measure import Diagnosis, Pair
+
+Strength = Literal["none", "weak", "moderate", "strong"]
+STRENGTHS: tuple[Strength, ...] = ("none", "weak", "moderate", "strong")
+Bounds: TypeAlias = tuple[float, float]
+"""From where a difference counts as moderate, and as strong."""
+
+LEVEL = 0.05
+LABELS: Bounds = (0.01, 0.05)
+"""Bits above expectation. Of two classes, half and half everywhere else: shares of about 62 % and 75 %."""
+SIZES: Bounds = (0.2, 0.5)
+"""Share of the sites that is lost to unequal sizes: 1 − effective / all."""
+RATIO = 10.0
+"""A site so much smaller than the largest makes sizes moderately skewed, whatever the others are."""
+INTENSITY: Bounds = (0.1, 0.3)
+"""Standard deviations above expectation."""
+DOMAIN: Bounds = (0.2, 0.5)
+"""Of the way from chance to perfect recognition."""
+MMD: Bounds = (0.02, 0.1)
+"""MMD² where every feature differs by about a quarter, and by 0.6, of its standard deviation."""
+
+Method: TypeAlias = tuple[str, str]
+"""The name in the registry ("" = a setting, not a method), and what to say."""
+FOR_LABELS: tuple[Method, ...] = (
+    ("fedavg", "FedAvg with more frequent averaging"),
+    ("scaffold", "SCAFFOLD"),
+    ("fedprox", "FedProx"),
+    ("", "oversampling (training.oversample: true)"),
+    ("local", "Local, the yardstick for personal models"),
+    ("pfedcdp", "PFedCDP, personal models"),
+)
+FOR_SIZES: tuple[Method, ...] = (
+    ("", "training.weights: uniform against examples"),
+    ("fednova", "FedNova, where larger sites also take more steps"),
+)
+FOR_SCANNERS: tuple[Method, ...] = (
+    ("fedavg", "a comparison of FedAvg, FedProx, SCAFFOLD and Local"),
+    ("cross-site", "Cross-site, which tells what the shift costs"),
+    ("fedmp", "FedMP"),
+    ("fedbn", "FedBN"),
+)
+FOR_DOMAINS: tuple[Method, ...] = (
+    ("", "averaging after every epoch (training.epochs: 1)"),
+    ("local", "a comparison with Local, which was level or ahead where sites mixed modalities"),
+    ("fed-align", "Fed-Align-CL, against domain shift and forgetting"),
+)
+
+
+@dataclass(frozen=True)
+class Advice:
+    kind: str
+    strength: Strength
+    sentence: str
+    methods: tuple[str, ...] = ()
+    """Only where the difference is moderate or strong."""
+
+
+def advise(diagnosis: Diagnosis) -> tuple[Advice, ...]:
+    found = (_labels(diagnosis), _sizes(diagnosis), _intensity(diagnosis), _features(diagnosis))
+    if any(advice.methods for advice in found):
+        return found
+    patients = sum(site.patients for site in diagnosis.sites)
+    sentence = (
+        f"no difference of at least moderate strength was found among {patients} patients, so plain averaging is "
+        "enough to begin with."
+    )
+    return (*found, Advice("nothing to mend", "none", sentence, ("FedAvg",)))
+
+
+def caveats(diagnosis: Diagnosis, unknown: Sequence[str], shared: int) -> tuple[str, ...]:
+    """`unknown`: sites that do not name their patients; `shared`: patients seen at a second site."""
+    notes = [*_trust(diagnosis), *_conditions(diagnosis)]
+    if unknown:
+        notes.append(
+            f"Patients are unknown at {told(first(unknown), len(unknown))}: every image counts as a patient there, and "
+            "if patients have several images, differences look more certain than they are."
+        )
+    if shared:
+        notes.append(f"{shared} of the patients compared are at more than one site, which makes sites look alike.")
+    notes.append(
+        "These are suggestions from the images alone: only a run tells what a method gains, and the sites' computers "
+        "were not looked at (where they are unequal: PFedCDP)."
+    )
+    return tuple(notes)
+
+
+def thresholds() -> str:
+    return (
+        f"A difference counts if p ≤ {LEVEL}; it is moderate, or strong, from {LABELS[0]}, {LABELS[1]} bits (labels), "
+        f"{INTENSITY[0]}, {INTENSITY[1]} standard deviations (intensities) above what chance gives, "
+        f"{DOMAIN[0]:.0%}, {DOMAIN[1]:.0%} of the way from chance to certainty (domain classifier), an MMD² of "
+        f"{MMD[0]}, {MMD[1]} (features), and {SIZES[0]:.0%}, {SIZES[1]:.0%} of sites lost to unequal sizes or a "
+        f"ratio of {RATIO:g} (moderate)."
+    )
+
+
+def _labels(diagnosis: Diagnosis) -> Advice:
+    skew = diagnosis.labels
+    strength = _strength(skew.observed - skew.expected, LABELS, skew.p)
+    farthest = max(diagnosis.sites, key=lambda site: site.skew)
+    figures = f"mean divergence {skew.observed:.3f} bits, {skew.expected:.3f} expected by chance, p = {skew.p:.2g}"
+    if strength == "none":
+        sentence = f"class shares differ no more between sites than chance makes them ({figures})."
+    else:
+        sentence = f"class shares differ between sites ({figures}), most at {farthest.name} ({farthest.skew:.3f} bits)."
+    return _advice("label skew", strength, sentence, FOR_LABELS)
+
+
+def _sizes(diagnosis: Diagnosis) -> Advice:
+    lost = 1 - diagnosis.effective_sites / len(diagnosis.sites)
+    strength = _strength(lost, SIZES)
+    if strength == "weak":
+        strength = "moderate" if diagnosis.size_ratio >= RATIO else "none" if lost < SIZES[0] / 2 else "weak"
+    sentence = (
+        f"{len(diagnosis.sites)} sites weigh as much as {diagnosis.effective_sites:.1f} of equal size, and the largest "
+        f"has {ratio(diagnosis.size_ratio)} times the images of the smallest."
+    )
+    return _advice("size skew", strength, sentence, FOR_SIZES)
+
+
+def ratio(value: float) -> str:
+    """ "1.5", "1,000"."""
+    return f"{value:.1f}" if value < 100 else f"{value:,.0f}"
+
+
+def _intensity(diagnosis: Diagnosis) -> Advice:
+    measured = diagnosis.intensity
+    pair = max(diagnosis.pairs, key=lambda pair: pair.intensity)
+    strength = _strength(measured.observed - measured.expected, INTENSITY, measured.p)
+    figures = f"{measured.observed:.2f} standard deviations, {measured.expected:.2f} expected by chance"
+    sentence = (
+        f"grey values differ most between {pair.a} and {pair.b} ({figures} and class shares, p = {measured.p:.2g})"
+        + (", which is no more than chance." if strength == "none" else ".")
+    )
+    return _advice("intensity shift", strength, sentence, FOR_SCANNERS)
+
+
+def _features(diagnosis: Diagnosis) -> Advice:
+    compared = [pair for pair in diagnosis.pairs if pair.holm is not None]
+    differing = [pair for pair in compared if _differs(pair)]
+    strength = _feature_strength(diagnosis, differing)
+    domain = diagnosis.domain
+    recognised = (
+        ""
+        if domain is None
+        else (
+            f"a classifier names the site of an unseen patient's image right in {domain.accuracy:.0%} "
+            f"({domain.low:.0%} to {domain.high:.0%}; chance {domain.chance:.0%}, p = {domain.p:.2g}), and "
+        )
+    )
+    pairs = f"{len(differing)} of {len(compared)} pairs of sites differ (MMD, p by permutation, Holm's correction)"
+    seen = "look alike, as far as these features tell" if strength == "none" else "look different at different sites"
+    methods = FOR_SCANNERS + (FOR_DOMAINS if strength == "strong" else ())
+    return _advice("feature shift", strength, f"images of the same class {seen}: {recognised}{pairs}.", methods)
+
+
+def _feature_strength(diagnosis: Diagnosis, differing: Sequence[Pair]) -> Strength:
+    domain = diagnosis.domain
+    by_classifier = "none" if domain is None else _strength(domain.excess, DOMAIN, domain.p)
+    distances = [pair.mmd2 for pair in differing if pair.mmd2 is not None]
+    if domain is not None and domain.p <= LEVEL:
+        # Of many sites no single pair may be certain, and none be recognised, although all lie apart: take the mean.
+        everyone = [pair.mmd2 for pair in diagnosis.pairs if pair.mmd2 is not None]
+        distances.append(sum(everyone) / max(1, len(everyone)))
+    by_pairs = _strength(max(distances), MMD) if distances else "none"
+    return max(by_classifier, by_pairs, key=STRENGTHS.index)
+
+
+def _differs(pair: Pair) -> bool:
+    return pair.holm is not None and pair.holm <= LEVEL
+
+
+def _trust(diagnosis: Diagnosis) -> list[str]:
+    domain, names = diagnosis.domain, [site.name for site in diagnosis.sites]
+    if domain is None:
+        return [f"There is no domain classifier: fewer than two sites have {FEWEST} patients to train and test it."]
+    notes = []
+    left = [name for name in names if name not in domain.sites]
+    if left:
+        notes.append(
+            f"The domain classifier leaves out {told(first(left), len(left))}, with fewer than {FEWEST} patients."
+        )
+    if not domain.trusted:
+        notes.append(
+            f"The domain classifier cannot be trusted: it had {domain.patients} patients of a site, and should have "
+            f"{TRUSTED}."
+        )
+    if not domain.balanced:
+        notes.append(
+            "The sites have too few patients of the same classes to give the domain classifier as many of each, so its "
+            "chance level is what the classes alone give away, and what remains is a cautious figure."
+        )
+    return notes
+
+
+def _conditions(diagnosis: Diagnosis) -> list[str]:
+    notes = []
+    apart = sum(pair.holm is None for pair in diagnosis.pairs)
+    if apart:
+        notes.append(
+            f"{apart} of {len(diagnosis.pairs)} pairs of sites have no class in common to compare images within, so "
+            "that label skew and feature shift cannot be told apart there."
+        )
+    smallest = (len(diagnosis.pairs) - apart) / (1 + diagnosis.permutations)
+    if smallest > LEVEL:
+        notes.append(
+            f"With so many pairs no single one can be called different (the smallest p possible is {smallest:.2g}); "
+            "look at the domain classifier instead."
+        )
+    return notes
+
+
+def _advice(kind: str, strength: Strength, sentence: str, methods: Sequence[Method]) -> Advice:
+    return Advice(
+        kind, strength, sentence, tuple(words for _, words in methods) if strength in ("moderate", "strong") else ()
+    )
+
+
+def _strength(value: float, bounds: Bounds, p: float = 0.0) -> Strength:
+    if p > LEVEL:
+        return "none"
+    return "strong" if value >= bounds[1] else "moderate" if value >= bounds[0] else "weak"

@@ -1,0 +1,381 @@
+"""How sites differ: in their labels, their sizes, their grey values, and in how the same class looks at each.
+
+Every measure comes with what it would be if sites did not differ, from permutations of whole patients, and becomes one
+plain sentence with the methods made for it. These are suggestions: what a method gains, only a run can tell.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import combinations
+from typing import Any
+
+import numpy as np
+import torch
+
+from polyclinic.core.contract import Examples, Stream
+from polyclinic.core.errors import DataError
+from polyclinic.data.heterogeneity import feature_shift
+from polyclinic.data.heterogeneity.advice import Advice, advise, caveats, thresholds
+from polyclinic.data.heterogeneity.feature_shift import Cohort, Domain, Features
+from polyclinic.data.partitioning.partition import Called, call_sites
+from polyclinic.data.patients import Indices, Patients
+from polyclinic.evaluation.metrics import Floats
+from polyclinic.evaluation.statistics import holm
+
+PER_SITE, PER_PATIENT, IN_ALL = 400, 8, 2400
+"""Images that are looked at, at most. Whole patients are drawn, so that permuting them stays exact."""
+BINS = 64
+PIXELS = 4096
+"""Grey values of an image that enter its histogram: all up to 64 × 64, else drawn."""
+BATCH = 64
+PERMUTATIONS, BLOCK = 500, 50
+PAIR_PERMUTATIONS = (400, 40, 4000)
+"""At least, for every pair (so that Holm's correction can still find something), and at most."""
+RANDOM = (
+    "means and maxima of two random convolutions with a fixed seed, quantiles, mean and spread of the grey values: "
+    "they see texture and brightness, not disease"
+)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A figure, what it would be on average if sites did not differ, and how often it would be as large by chance."""
+
+    observed: float
+    expected: float
+    p: float
+
+
+@dataclass(frozen=True)
+class Profile:
+    """One site."""
+
+    name: str
+    images: int
+    patients: int
+    counts: dict[str, int]
+    """Images of each class."""
+    skew: float
+    """Jensen–Shannon divergence of its labels from everybody's, in bits."""
+    mean: float
+    std: float
+    histogram: tuple[float, ...]
+    """Shares of grey values, over the range common to all sites."""
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two sites. None where they have no class in common, with two patients each, to compare within."""
+
+    a: str
+    b: str
+    labels: float
+    """Jensen–Shannon divergence, in bits."""
+    intensity: float
+    """Wasserstein-1 distance of the grey values, in standard deviations of everybody's."""
+    mmd2: float | None
+    p: float | None
+    holm: float | None
+    """p, corrected for the number of pairs."""
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    classes: tuple[str, ...]
+    sites: tuple[Profile, ...]
+    """By name; one so small that its name may be a patient's is told by its number."""
+    pairs: tuple[Pair, ...]
+    labels: Measured
+    """Divergence from everybody's labels, in bits; the mean over sites by their images."""
+    effective_sites: float
+    """1 / Σ p², with p a site's share of the images."""
+    size_ratio: float
+    """Largest to smallest."""
+    intensity: Measured
+    """The largest distance of two sites."""
+    greys: tuple[float, float]
+    """The range of the histograms."""
+    domain: Domain | None
+    features: str
+    permutations: int
+    """Of every pair."""
+    advice: tuple[Advice, ...] = ()
+    caveats: tuple[str, ...] = ()
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def diagnose(
+    sites: Mapping[str, Examples],
+    classes: tuple[str, ...],
+    stream: Stream,
+    features: Features | None = None,
+) -> Diagnosis:
+    """`features` maps a batch of images to features of a frozen network; without it they are random ones."""
+    names = sorted(sites)
+    if len(names) < 2:
+        raise DataError("A diagnosis compares sites, and this federation has fewer than two; choose another partition.")
+    called = call_sites({name: _people(sites[name]) for name in names})
+    for name in names:
+        _check(called[name], sites[name], classes)
+    seen = _look(sites, called, stream, features)
+    told = [called[name].name for name in names]
+    tallies, member = _tallies([sites[name] for name in names], len(classes))
+    counts = np.stack([tallies[member == number].sum(axis=0) for number in range(len(names))])
+    shares = counts.sum(axis=1) / counts.sum()
+    grey = _Greys.of(seen)
+    distances, intensity = grey.compare(seen.cohort, stream.child("intensity"))
+    found, permutations = _discrepancies(seen, len(names), stream.child("mmd"))
+    diagnosis = Diagnosis(
+        classes=classes,
+        sites=tuple(
+            Profile(
+                name=told[number],
+                images=len(sites[name]),
+                patients=int((member == number).sum()),
+                counts=dict(zip(classes, counts[number].tolist(), strict=True)),
+                skew=float(jensen_shannon(counts[number], counts.sum(axis=0))),
+                **grey.profile(seen.cohort, number),
+            )
+            for number, name in enumerate(names)
+        ),
+        pairs=tuple(
+            Pair(told[i], told[j], float(jensen_shannon(counts[i], counts[j])), float(distances[i, j]), *answer)
+            for (i, j), answer in zip(combinations(range(len(names)), 2), found, strict=True)
+        ),
+        labels=label_skew(tallies, member, stream.child("labels")),
+        effective_sites=float(1 / (shares**2).sum()),
+        size_ratio=float(shares.max() / shares.min()),
+        intensity=intensity,
+        greys=(grey.low, grey.high),
+        domain=feature_shift.domain_classifier(seen.features, seen.cohort, told, stream.child("domain")),
+        features=RANDOM if features is None else "given by the caller",
+        permutations=permutations,
+    )
+    unknown = [called[name].name for name in names if sites[name].patients is None]
+    shared = len(seen.cohort) - len(np.unique(seen.cohort.person))
+    return replace(diagnosis, advice=advise(diagnosis), caveats=caveats(diagnosis, unknown, shared))
+
+
+def lines(diagnosis: Diagnosis) -> list[str]:
+    """The diagnosis in plain sentences, one paragraph each; wrap them as you like."""
+    told = [
+        f"{one.kind.capitalize()} ({one.strength}): {one.sentence}"
+        + (f" Consider: {'; '.join(one.methods)}." if one.methods else "")
+        for one in diagnosis.advice
+    ]
+    return [*told, *diagnosis.caveats, f"The features are {diagnosis.features}.", thresholds()]
+
+
+def jensen_shannon(p: Floats | Indices, q: Floats | Indices) -> Floats:
+    """Divergence of two distributions along the last axis (counts will do), in bits: 0 for equal, 1 for disjoint."""
+    one, other = (each / each.sum(axis=-1, keepdims=True) for each in (p, q))
+    bits: Floats = np.maximum(0, _entropy((one + other) / 2) - (_entropy(one) + _entropy(other)) / 2)
+    return bits
+
+
+def _entropy(p: Floats) -> Floats:
+    bits: Floats = -(p * np.log2(np.where(p > 0, p, 1))).sum(axis=-1)
+    return bits
+
+
+def label_skew(tallies: Indices, site: Indices, stream: Stream) -> Measured:
+    """From the images of each class (columns) of every patient (rows), and the patients' sites.
+
+    Patients with equal rows are interchangeable, so a permutation is a random table of kinds of patients by sites.
+    """
+    from scipy.stats import random_table  # takes a second to load, and most runs do without
+
+    kinds, of_patient, sizes = np.unique(tallies, axis=0, return_inverse=True, return_counts=True)
+    table = np.zeros((len(kinds), site.max() + 1), dtype=np.int64)
+    np.add.at(table, (of_patient.reshape(-1), site), 1)
+    draw = random_table(sizes, table.sum(axis=0), seed=np.random.default_rng(stream.integer()))
+    blocks = [draw.rvs(BLOCK).astype(np.int64) for _ in range(PERMUTATIONS // BLOCK)]
+    null = np.concatenate([_mean_skew(tables.transpose(0, 2, 1) @ kinds) for tables in blocks])
+    observed = float(_mean_skew(table.T @ kinds))
+    return Measured(observed, float(null.mean()), feature_shift.p_value(observed, null))
+
+
+def _mean_skew(counts: Indices) -> Floats:
+    """Of sites × classes, weighted by images: the last two axes."""
+    shares = counts.sum(axis=-1) / counts.sum(axis=(-2, -1))[..., None]
+    mean: Floats = (jensen_shannon(counts, counts.sum(axis=-2, keepdims=True)) * shares).sum(axis=-1)
+    return mean
+
+
+def _check(site: Called, examples: Examples, classes: tuple[str, ...]) -> None:
+    if not len(examples):
+        raise DataError(f"{site.subject} has no images; leave it out or choose another partition.")
+    wrong = int(((examples.labels < 0) | (examples.labels >= len(classes))).sum())
+    if wrong:
+        raise DataError(
+            f"{site.subject} has {wrong} images labelled outside the {len(classes)} classes of the task; "
+            f"use labels 0 to {len(classes) - 1}."
+        )
+
+
+def _people(examples: Examples) -> Sequence[str]:
+    """Whom each image shows; where nobody knows, every image is a patient of its own."""
+    return [str(row) for row in range(len(examples))] if examples.patients is None else examples.patients
+
+
+def _tallies(sites: Sequence[Examples], classes: int) -> tuple[Indices, Indices]:
+    """Images of each class of every patient, and the patient's site."""
+    tallies = []
+    for examples in sites:
+        labels = examples.labels.cpu().numpy().astype(np.int64)
+        people = Patients.of(labels, _people(examples))
+        cells = np.bincount(people.of_image * classes + labels, minlength=len(people) * classes)
+        tallies.append(cells.reshape(len(people), classes))
+    return np.concatenate(tallies), np.repeat(np.arange(len(tallies)), [len(tally) for tally in tallies])
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """What was looked at: the patients, and of every image its features and grey values."""
+
+    cohort: Cohort
+    features: Floats
+    values: Floats
+
+
+def _look(
+    sites: Mapping[str, Examples], called: Mapping[str, Called], stream: Stream, features: Features | None
+) -> _Seen:
+    most = max(2, min(PER_SITE, IN_ALL // len(called)))
+    cohorts, persons, seen = [], [], []
+    for number, (name, site_called) in enumerate(called.items()):
+        examples = sites[name]
+        labels, people = examples.labels.cpu().numpy().astype(np.int64), _people(examples)
+        patients = Patients.of(labels, people)
+        rows = _drawn(patients, most, np.random.default_rng(stream.child("sample", name).integer()))
+        drawn, first, of_image = np.unique(patients.of_image[rows], return_index=True, return_inverse=True)
+        own = "" if examples.patients is not None else f"{name} image "
+        persons += [own + people[rows[row]] for row in first]
+        cohorts.append((np.full(len(drawn), number), patients.labels[drawn], of_image.reshape(-1)))
+        seen.append(_read(site_called, examples, rows, stream, features))
+    widths = {(values.shape[1], found.shape[1]) for values, found in seen}
+    if len(widths) > 1:
+        raise DataError("The sites' images have different shapes; prepare them all with the same size and channels.")
+    site, label = (np.concatenate([cohort[column] for cohort in cohorts]) for column in (0, 1))
+    before = np.cumsum([0] + [len(cohort[0]) for cohort in cohorts])
+    of_image = np.concatenate([cohort[2] + start for cohort, start in zip(cohorts, before[:-1], strict=True)])
+    person = np.unique(np.asarray(persons), return_inverse=True)[1].reshape(-1)
+    values, found = (np.concatenate(parts) for parts in zip(*seen, strict=True))
+    return _Seen(Cohort(site, label, person, of_image), feature_shift.standardised(found), values)
+
+
+def _drawn(patients: Patients, most: int, rng: np.random.Generator) -> Indices:
+    """Images of patients in random order, a few of each, until `most` are drawn (of the first patient in any case)."""
+    rank = rng.permutation(len(patients))[patients.of_image]
+    order = np.lexsort((rng.random(len(rank)), rank))
+    rank = rank[order]
+    nth = np.arange(len(rank)) - np.searchsorted(rank, rank)
+    order, rank = order[nth < PER_PATIENT], rank[nth < PER_PATIENT]
+    last = np.searchsorted(rank, rank, side="right")
+    chosen: Indices = order[(last <= most) | (rank == 0)]
+    by_patient = np.lexsort((chosen, patients.of_image[chosen]))
+    return chosen[by_patient].astype(np.int64)
+
+
+def _read(
+    site: Called, examples: Examples, rows: Indices, stream: Stream, features: Features | None
+) -> tuple[Floats, Floats]:
+    values, found = [], []
+    for chunk in torch.split(torch.from_numpy(rows), BATCH):
+        images = examples.batch(chunk)[0]
+        flat = images.flatten(1).float()
+        broken = int((~flat.isfinite().all(1)).sum())
+        if broken:
+            raise DataError(f"{site.subject} has at least {broken} images with values that are not finite; mend them.")
+        chosen = torch.randperm(flat.shape[1], generator=stream.child("pixels").generator())[:PIXELS]
+        values.append(flat[:, chosen.to(flat.device)].cpu().numpy())
+        with torch.no_grad():
+            found.append((features or feature_shift.random_features(images.shape[1]))(images).double().cpu().numpy())
+        if found[-1].ndim != 2 or len(found[-1]) != len(chunk) or not np.isfinite(found[-1]).all():
+            raise DataError("The features must be finite, one row for each image; mend the function that gives them.")
+    return np.concatenate(values), np.concatenate(found)
+
+
+@dataclass(frozen=True)
+class _Greys:
+    """Grey values of everybody: histograms of patients over the common range, and moments of images."""
+
+    low: float
+    high: float
+    spread: float
+    sums: Floats
+    """Patients × bins: how many images' worth of grey values."""
+    images: Indices
+    """How many images, of every patient."""
+    moments: Floats
+    """Images × (mean, mean square)."""
+
+    @staticmethod
+    def of(seen: _Seen) -> _Greys:
+        values = seen.values
+        low, high = float(values.min()), float(values.max())
+        width = (high - low) / BINS or 1.0
+        bins = np.minimum(((values - low) / width).astype(np.int64), BINS - 1)
+        cells = np.bincount((seen.cohort.of_image[:, None] * BINS + bins).ravel(), minlength=len(seen.cohort) * BINS)
+        moments = np.stack([values.mean(axis=1, dtype=np.float64), np.square(values, dtype=np.float64).mean(axis=1)], 1)
+        return _Greys(
+            low=low,
+            high=low + BINS * width,
+            spread=_std(moments),
+            sums=cells.reshape(-1, BINS) / values.shape[1],
+            images=np.bincount(seen.cohort.of_image),
+            moments=moments,
+        )
+
+    def profile(self, cohort: Cohort, number: int) -> dict[str, Any]:
+        members = cohort.site == number
+        histogram = self.sums[members].sum(axis=0) / self.images[members].sum()
+        moments = self.moments[members[cohort.of_image]]
+        return {"mean": float(moments[:, 0].mean()), "std": _std(moments), "histogram": tuple(histogram.tolist())}
+
+    def compare(self, cohort: Cohort, stream: Stream) -> tuple[Floats, Measured]:
+        """The distance of every two sites, and the largest against permutations within classes."""
+        rng = np.random.default_rng(stream.integer())
+        moved = feature_shift.shuffled(cohort.site, cohort.label, PERMUTATIONS, rng)
+        null = np.array([self._distances(site).max() for site in moved])
+        distances = self._distances(cohort.site)
+        return distances, Measured(
+            float(distances.max()), float(null.mean()), feature_shift.p_value(distances.max(), null)
+        )
+
+    def _distances(self, site: Indices) -> Floats:
+        """Wasserstein-1: the area between cumulative histograms, in standard deviations."""
+        here = (site == np.arange(site.max() + 1)[:, None]).astype(np.float64)
+        cumulative = np.cumsum(here @ self.sums / (here @ self.images)[:, None], axis=1)
+        width = (self.high - self.low) / BINS / (self.spread or 1.0)
+        distances: Floats = np.abs(cumulative[:, None] - cumulative).sum(axis=2) * width
+        return distances
+
+
+def _std(moments: Floats) -> float:
+    mean, square = moments.mean(axis=0)
+    return float(np.sqrt(max(0.0, square - mean**2)))
+
+
+def _discrepancies(
+    seen: _Seen, sites: int, stream: Stream
+) -> tuple[list[tuple[float | None, float | None, float | None]], int]:
+    """(MMD², p, Holm's p) of every pair, in order, and how many permutations it took."""
+    pairs = list(combinations(range(sites), 2))
+    least, each, most = PAIR_PERMUTATIONS
+    times = min(most, max(least, each * len(pairs)))
+    kernel, cohort = feature_shift.patient_kernel(seen.features, seen.cohort), seen.cohort
+    found = []
+    for i, j in pairs:
+        members = np.flatnonzero((cohort.site == i) | (cohort.site == j))
+        first = (cohort.site[members] == i).astype(np.int64)
+        rng = np.random.default_rng(stream.child(i, j).integer())
+        found.append(
+            feature_shift.discrepancy(kernel[np.ix_(members, members)], first, cohort.label[members], times, rng)
+        )
+    corrected = iter(holm([answer[1] for answer in found if answer]))
+    return [(*answer, next(corrected)) if answer else (None, None, None) for answer in found], times

@@ -1,0 +1,38 @@
+"""Copies of one picture belong to one patient, whatever a set says: else a test image has its twin in training."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from scipy.sparse import coo_array
+from scipy.sparse.csgraph import connected_components
+from torch import Tensor
+
+from polyclinic.data.quality.image_stats import SIDE
+from polyclinic.data.quality.near_duplicates import near_groups
+
+BLOCK = 256
+
+
+def with_twins_joined(patients: Sequence[str], images: Tensor) -> tuple[str, ...]:
+    """The patients' names, where patients who share a near duplicate (n × channels × height × width bytes) are one."""
+    groups = near_groups(dict(enumerate(_thumbnails(images))))
+    names, number = np.unique(np.asarray(patients), return_inverse=True)
+    links = [(number[group[0]], number[other]) for group in groups for other in group[1:]]
+    one, other = np.array(links, dtype=np.int64).reshape(-1, 2).T
+    graph = coo_array((np.ones(len(one)), (one, other)), shape=(len(names), len(names)))
+    person = connected_components(graph, directed=False)[1]
+    first = dict(reversed(list(zip(person.tolist(), names.tolist(), strict=True))))
+    return tuple(first[person[n]] for n in number)
+
+
+def _thumbnails(images: Tensor) -> list[np.ndarray]:
+    found = []
+    for some in torch.split(images, BLOCK):
+        grey = some.float().mean(1, keepdim=True)
+        small = F.interpolate(grey, (SIDE, SIDE), mode="bilinear", antialias=True)
+        found += list(small[:, 0].round().to(torch.uint8).numpy())
+    return found

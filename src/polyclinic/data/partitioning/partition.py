@@ -1,0 +1,318 @@
+"""How a collection is divided among sites.
+
+Every partition divides PATIENTS, so no patient's images are on two sites. A patient's class is the majority label
+of its images. All partitions but `Admixture` give disjoint sites that together hold everything, unless `Natural.only`
+leaves some out.
+"""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import Field
+
+from polyclinic.core.contract import Stream
+from polyclinic.core.errors import DataError
+from polyclinic.data.options import Options
+from polyclinic.data.patients import Indices, Patients
+from polyclinic.data.quality.finding_text import many
+from polyclinic.data.records import may_be_said
+
+DRAWS = 500
+OURS = re.compile(r"site-\d+")
+"""What we call sites that were drawn."""
+
+
+@dataclass(frozen=True)
+class Called:
+    """How a site is called aloud: by its name, or where that may be a patient's in the wrong column, by a number."""
+
+    name: str
+    """ "north", or "site 3 (4 images)"."""
+    subject: str
+    """ "Site 'north'", or "Site 3 of 5, with 4 images,": for an error to begin with."""
+
+
+def call_sites(members: Mapping[str, Sequence[str]]) -> dict[str, Called]:
+    """Of every site, whose images show these patients. Numbers follow the names, in the order given."""
+    called = {}
+    for number, (name, patients) in enumerate(members.items(), 1):
+        if OURS.fullmatch(name) or may_be_said(len(patients), len(set(patients))):
+            called[name] = Called(name, f"Site '{name}'")
+        else:
+            size = many(len(patients), "image")
+            subject = f"Site {number} of {len(members)}" + (f", with {size}," if patients else "")
+            called[name] = Called(f"site {number} ({size})", subject)
+    return called
+
+
+class Partition(Options, ABC):
+    minimum: int = Field(1, ge=0)
+    """Images that every site must have."""
+
+    @abstractmethod
+    def assign(
+        self, labels: Indices, patients: Sequence[str], stream: Stream, column: Sequence[str] | None = None
+    ) -> list[Indices]:
+        """The images of every site. `column` names the natural site of every image."""
+
+    @abstractmethod
+    def names(self, column: Sequence[str] | None = None) -> list[str]:
+        """The names of the sites, in the order of `assign`."""
+
+
+class Natural(Partition):
+    """The sites that the images really come from."""
+
+    only: tuple[str, ...] = ()
+    """Those that take part; (): all."""
+
+    def assign(
+        self, labels: Indices, patients: Sequence[str], stream: Stream, column: Sequence[str] | None = None
+    ) -> list[Indices]:
+        names, where = self.names(column), np.asarray(self._known(column))
+        _refuse_shared_patients(Patients.of(labels, patients), np.unique(where, return_inverse=True)[1])
+        members = [np.flatnonzero(where == name) for name in names]
+        people = [[patients[row] for row in rows.tolist()] for rows in members]
+        self._refuse_small(dict(zip(names, people, strict=True)))
+        return members
+
+    def names(self, column: Sequence[str] | None = None) -> list[str]:
+        found = sorted(set(self._known(column)))
+        if unknown := [name for name in self.only if name not in found]:
+            raise DataError(
+                f"data.partition.only has {unknown[0]!r:.60}, but no image comes from there; look at its sites"
+            )
+        return [name for name in found if name in self.only] if self.only else found
+
+    def _refuse_small(self, members: Mapping[str, Sequence[str]]) -> None:
+        for name, called in call_sites(members).items():
+            if (size := len(members[name])) < self.minimum:
+                raise DataError(
+                    f"{called.subject} is below the minimum of {self.minimum} images ({size}); lower the minimum."
+                )
+
+    def _known(self, column: Sequence[str] | None) -> Sequence[str]:
+        if column is None:
+            raise DataError("This collection has no natural sites; choose another partition, such as iid.")
+        return column
+
+
+class Drawn(Partition):
+    """A division drawn at random, again and again until every site has its minimum."""
+
+    sites: int = Field(ge=1)
+
+    @property
+    def remedy(self) -> str:
+        return "ask for fewer sites or a lower minimum"
+
+    def assign(
+        self, labels: Indices, patients: Sequence[str], stream: Stream, column: Sequence[str] | None = None
+    ) -> list[Indices]:
+        people = Patients.of(labels, patients)
+        self.check(people)
+        rng = np.random.default_rng(stream.integer())
+        for _ in range(DRAWS):
+            members = self.draw(people, rng)
+            if min(people.sizes[site].sum() for site in members) >= self.minimum:
+                return [people.images(site) for site in members]
+        raise self._too_small(people)
+
+    def names(self, column: Sequence[str] | None = None) -> list[str]:
+        width = len(str(self.sites))
+        return [f"site-{number:0{width}d}" for number in range(1, self.sites + 1)]
+
+    def check(self, people: Patients) -> None:
+        """Refuse at once what no draw can give."""
+        if self.sites * self.minimum > people.sizes.sum() or (self.minimum and self.sites > len(people)):
+            raise self._too_small(people)
+
+    @abstractmethod
+    def draw(self, people: Patients, rng: np.random.Generator) -> list[Indices]:
+        """The patients of every site."""
+
+    def _too_small(self, people: Patients) -> DataError:
+        return DataError(
+            f"{people.sizes.sum()} images of {len(people)} patients could not be divided among {self.sites} sites "
+            f"with at least {self.minimum} images each ({DRAWS} draws at most); {self.remedy}."
+        )
+
+
+class Iid(Drawn):
+    """Every site a random sample of equal size."""
+
+    def draw(self, people: Patients, rng: np.random.Generator) -> list[Indices]:
+        return _dealt(people, rng.permutation(len(people)), np.ones(self.sites))
+
+
+class Quantity(Drawn):
+    """Random samples whose sizes follow a Dirichlet distribution."""
+
+    alpha: float = Field(0.5, gt=0)
+
+    @property
+    def remedy(self) -> str:
+        return "ask for fewer sites, a lower minimum or a larger alpha"
+
+    def draw(self, people: Patients, rng: np.random.Generator) -> list[Indices]:
+        return _dealt(people, rng.permutation(len(people)), rng.dirichlet(np.full(self.sites, self.alpha)))
+
+
+class Dirichlet(Drawn):
+    """Every class is divided by its own Dirichlet draw (Hsu, Qi and Brown 2019; Li et al. 2022)."""
+
+    alpha: float = Field(0.5, gt=0)
+    top_up: bool = False
+    """Bring sites below the minimum up to it with patients of the largest sites, rather than draw anew."""
+
+    @property
+    def remedy(self) -> str:
+        if self.top_up:
+            return super().remedy
+        return "ask for fewer sites, a lower minimum or a larger alpha, or set top_up: true"
+
+    def draw(self, people: Patients, rng: np.random.Generator) -> list[Indices]:
+        dealt = [
+            _dealt(people, rng.permutation(members), rng.dirichlet(np.full(self.sites, self.alpha)))
+            for members in _by_class(people)
+        ]
+        drawn = [np.concatenate(pieces) for pieces in zip(*dealt, strict=True)]
+        return _topped_up(people, drawn, self.minimum) if self.top_up else drawn
+
+
+class Shards(Drawn):
+    """Few classes at a site (McMahan et al. 2017): each class is cut into shards, each site is dealt some.
+
+    Departure: shards end where a class ends, so that no site has more than `classes_per_site` classes.
+    """
+
+    classes_per_site: int = Field(2, ge=1)
+
+    @property
+    def remedy(self) -> str:
+        return "ask for fewer sites, a lower minimum or more classes_per_site"
+
+    def check(self, people: Patients) -> None:
+        super().check(people)
+        classes = len(np.unique(people.labels))
+        if self.sites * self.classes_per_site < classes:
+            raise DataError(
+                f"{self.sites} sites with {self.classes_per_site} classes each cannot hold all {classes} classes; "
+                "ask for more sites or more classes_per_site."
+            )
+
+    def draw(self, people: Patients, rng: np.random.Generator) -> list[Indices]:
+        classes = _by_class(people)
+        counts = _apportion([int(people.sizes[members].sum()) for members in classes], self._shards)
+        shards = [
+            shard
+            for members, count in zip(classes, counts, strict=True)
+            for shard in _dealt(people, rng.permutation(members), np.ones(count))
+        ]
+        hands = rng.permutation(self._shards).reshape(self.sites, self.classes_per_site)
+        return [np.concatenate([shards[number] for number in hand]) for hand in hands]
+
+    @property
+    def _shards(self) -> int:
+        return self.sites * self.classes_per_site
+
+
+class Admixture(Drawn):
+    """Overlapping sites: all patients of a site's primary classes, every other with probability `admixture`.
+
+    Site k's primary classes are k·m … k·m + m − 1, modulo the number of classes, with m = `primary`.
+    """
+
+    primary: int = Field(2, ge=1)
+    admixture: float = Field(0.7, ge=0, le=1)
+
+    @property
+    def remedy(self) -> str:
+        return "ask for a lower minimum or more admixture"
+
+    def check(self, people: Patients) -> None:
+        """Sites overlap: any number of them may share the same patients."""
+
+    def draw(self, people: Patients, rng: np.random.Generator) -> list[Indices]:
+        classes, label = np.unique(people.labels, return_inverse=True)
+        return [
+            np.flatnonzero(
+                ((label - site * self.primary) % len(classes) < self.primary)
+                | (rng.random(len(people)) < self.admixture)
+            )
+            for site in range(self.sites)
+        ]
+
+
+PARTITIONS: Mapping[str, type[Partition]] = {
+    "natural": Natural,
+    "iid": Iid,
+    "dirichlet": Dirichlet,
+    "shards": Shards,
+    "quantity": Quantity,
+    "admixture": Admixture,
+}
+
+
+def _refuse_shared_patients(people: Patients, site: Indices) -> None:
+    shared = people.spread(site)
+    if shared:
+        raise DataError(
+            f"{shared} patients have images at more than one natural site; choose another partition, or write the "
+            "site into the patient identifiers if they are different people."
+        )
+
+
+def _by_class(people: Patients) -> list[Indices]:
+    return [np.flatnonzero(people.labels == label) for label in np.unique(people.labels)]
+
+
+def _dealt(people: Patients, order: Indices, shares: NDArray[np.float64]) -> list[Indices]:
+    """`order` cut into consecutive pieces whose image counts follow `shares` as nearly as patients allow."""
+    ends = np.cumsum(people.sizes[order])
+    bounds = np.cumsum(shares)[:-1] / shares.sum() * ends[-1]
+    return np.split(order, np.searchsorted(ends - people.sizes[order] / 2, bounds))
+
+
+def _topped_up(people: Patients, drawn: list[Indices], minimum: int) -> list[Indices]:
+    """The smallest site is given a patient, again and again, until all have the minimum or nobody can spare one."""
+    members = [site.tolist() for site in drawn]
+    sizes = np.array([people.sizes[site].sum() for site in drawn])
+    while sizes.min() < minimum and (spared := _spared(people, members, sizes, minimum)):
+        giver, patient = spared
+        taker = int(sizes.argmin())
+        members[giver].remove(patient)
+        members[taker].append(patient)
+        sizes[giver] -= people.sizes[patient]
+        sizes[taker] += people.sizes[patient]
+    return [np.array(site, dtype=np.int64) for site in members]
+
+
+def _spared(people: Patients, members: list[list[int]], sizes: Indices, minimum: int) -> tuple[int, int] | None:
+    """The largest site that keeps the minimum without one of its patients, and that patient.
+
+    It is of the class that the site has most of, so that no site loses what it has little of.
+    """
+    for giver in np.argsort(-sizes, kind="stable").tolist():
+        own = np.array(members[giver], dtype=np.int64)
+        free = people.sizes[own] <= sizes[giver] - minimum
+        if free.any():
+            _, label = np.unique(people.labels[own], return_inverse=True)
+            frequency = np.bincount(label, people.sizes[own])[label]
+            return giver, int(own[free & (frequency == frequency[free].max())][-1])
+    return None
+
+
+def _apportion(sizes: list[int], seats: int) -> list[int]:
+    """Seats for every size, at least one each, the next always to whom a seat weighs most (D'Hondt)."""
+    counts = [1] * len(sizes)
+    for _ in range(seats - len(sizes)):
+        weight = [size / count for size, count in zip(sizes, counts, strict=True)]
+        counts[weight.index(max(weight))] += 1
+    return counts

@@ -1,0 +1,111 @@
+"""From faults (groups of records) to findings that say no name of a patient."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from polyclinic.data.findings import Finding, Level, first
+from polyclinic.data.records import Listing, Record, may_be_said
+
+Group: TypeAlias = Sequence[int]
+"""One fault: the positions, in the listing, of the records it is about."""
+SHOWN_OF_GROUP = 3
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What all faults of a kind share."""
+
+    name: str
+    level: Level
+    remedy: str
+
+
+def findings(
+    listing: Listing,
+    kind: Kind,
+    faults: Iterable[Group],
+    sentence: Callable[[list[Group]], str],
+    *,
+    spare: int = 0,
+    place: Callable[[Group], str] | None = None,
+    handled: str = "",
+) -> Iterator[Finding]:
+    """One finding of the faults that stand, and one of those that the loader has dealt with.
+
+    A fault is dealt with if the loader leaves out all its records but `spare`; or all are, as `handled` says.
+    """
+    standing: list[Group] = []
+    excluded: list[Group] = []
+    for fault in faults:
+        (excluded if _dealt_with(listing, fault, spare) else standing).append(fault)
+    for some, why in ((standing, handled), (excluded, _reason(listing, excluded))):
+        if some:
+            where = first((place or _place(listing))(fault) for fault in some)
+            positions = tuple(position for fault in some for position in fault)
+            yield Finding(kind.name, kind.level, len(some), sentence(some), kind.remedy, where, why, positions)
+
+
+def about_set(listing: Listing, kind: Kind, positions: Group, sentence: str, handled: str = "") -> Finding:
+    """A finding about the set as a whole; these records are the examples."""
+    places = first(where(listing, position) for position in positions)
+    return Finding(kind.name, kind.level, len(positions), sentence, kind.remedy, places, handled, tuple(positions))
+
+
+def _dealt_with(listing: Listing, fault: Group, spare: int) -> bool:
+    used = sum(not listing.records[position].excluded for position in fault)
+    return used < len(fault) and used <= spare
+
+
+def _reason(listing: Listing, faults: Iterable[Group]) -> str:
+    reasons = dict.fromkeys(listing.records[position].excluded for fault in faults for position in fault)
+    told = [reason for reason in reasons if reason]
+    return f"left out ({told[0]}{', …' if len(told) > 1 else ''})" if told else ""
+
+
+def where(listing: Listing, position: int) -> str:
+    return listing.records[position].where or f"image {position + 1}"
+
+
+def _place(listing: Listing) -> Callable[[Group], str]:
+    def place(fault: Group) -> str:
+        more = " = …" if len(fault) > SHOWN_OF_GROUP else ""
+        return " = ".join(where(listing, position) for position in fault[:SHOWN_OF_GROUP]) + more
+
+    return place
+
+
+def many(count: int, one: str, several: str = "") -> str:
+    """ "1 image", "1,234 images"."""
+    return f"1 {one}" if count == 1 else f"{count:,} {several or one + 's'}"
+
+
+def singly(positions: Iterable[int]) -> list[Group]:
+    return [(position,) for position in positions]
+
+
+def used_positions(listing: Listing) -> list[int]:
+    return [position for position, record in enumerate(listing.records) if not record.excluded]
+
+
+def by(listing: Listing, positions: Iterable[int], value: Callable[[Record], str]) -> dict[str, list[int]]:
+    """Positions grouped by what their records say; those that say nothing are left aside."""
+    groups: defaultdict[str, list[int]] = defaultdict(list)
+    for position in positions:
+        said = value(listing.records[position])
+        if said:
+            groups[said].append(position)
+    return dict(groups)
+
+
+def patients(listing: Listing, positions: Iterable[int]) -> int:
+    """How many patients; an image without one is its own patient."""
+    return len({listing.records[position].patient or position for position in positions})
+
+
+def sayable(listing: Listing, groups: Mapping[str, list[int]]) -> dict[str, list[int]]:
+    """The labels or sites that are common enough to be said aloud."""
+    return {name: group for name, group in groups.items() if may_be_said(len(group), patients(listing, group))}

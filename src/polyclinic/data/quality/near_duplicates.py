@@ -1,0 +1,104 @@
+"""Near duplicates: the same picture saved anew, rescaled, brightened, marked, or cropped by a hair.
+
+They are told by the correlation r of their thumbnails. No fixed r will do: photographs of two retinas reach 0.998 and
+two handwritten ones 0.994, because all that differs is fine, while the same ultrasound image cut out twice from its
+screen has 0.99. What tells a copy is that it is out of all proportion nearer than images that just look alike. So 1 − r
+must be 20 times less than to the tenth nearest image, and 0.01 at most.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from polyclinic.data.quality.image_stats import Bytes
+
+Floats: TypeAlias = NDArray[np.float32]
+Rows: TypeAlias = NDArray[np.int64]
+NEARER = 20
+NEIGHBOUR = 10
+FAR = 0.2
+"""1 − r from which an image counts as no neighbour: the tenth is not taken for farther than that."""
+NEAR = FAR / NEARER
+CANDIDATES = 30
+"""Neighbours on the principal axes, among which the tenth by correlation is sought."""
+AXES = 16
+SAMPLE = 512
+"""Thumbnails that the axes are taken from: better ones would save time, but change no result."""
+BLOCK = 128
+FLAT = 1.0
+"""Thumbnails with less contrast (standard deviation of grey values) show nothing that could be compared."""
+
+
+def near_groups(thumbnails: Mapping[int, Bytes]) -> list[list[int]]:
+    """Keys of pictures that are copies of each other, in groups."""
+    keys = [key for key, thumbnail in thumbnails.items() if thumbnail.std() >= FLAT]
+    if len(keys) < 2:
+        return []
+    from scipy.sparse import coo_array  # takes a second to load, and most runs do without
+    from scipy.sparse.csgraph import connected_components
+
+    one, other = near_pairs(np.stack([thumbnails[key] for key in keys]))
+    graph = coo_array((np.ones(len(one)), (one, other)), shape=(len(keys), len(keys)))
+    groups: defaultdict[int, list[int]] = defaultdict(list)
+    for key, group in zip(keys, connected_components(graph, directed=False)[1].tolist(), strict=True):
+        groups[group].append(key)
+    return [group for group in groups.values() if len(group) > 1]
+
+
+def near_pairs(thumbnails: Bytes) -> tuple[Rows, Rows]:
+    """Rows that are copies, and of which other rows."""
+    space = _Space(thumbnails)
+    neighbours, apart = space.neighbours(np.arange(len(thumbnails)), NEIGHBOUR, NEAR)
+    one, column = np.nonzero(apart <= NEAR)
+    other, apart = neighbours[one, column], apart[one, column]
+    concerned = np.union1d(one, other)
+    usual = np.full(len(thumbnails), FAR, dtype=np.float32)
+    usual[concerned] = np.sort(space.neighbours(concerned, CANDIDATES, FAR)[1], axis=1)[:, NEIGHBOUR - 1].clip(max=FAR)
+    copies = apart * NEARER <= np.minimum(usual[one], usual[other])
+    return one[copies], other[copies]
+
+
+class _Space:
+    """Thumbnails as unit vectors, whose squared distance is 2 (1 − r), searched on their principal axes.
+
+    On these axes nothing is farther apart than it is, so that no near pair is missed; and neither all pairs are
+    compared nor more than a block of thumbnails is ever held as floats.
+    """
+
+    def __init__(self, thumbnails: Bytes) -> None:
+        from scipy.spatial import cKDTree
+
+        self.thumbnails = thumbnails
+        axes = _principal_axes(_unit(thumbnails[:: -(-len(thumbnails) // SAMPLE)]))
+        blocks = [thumbnails[start : start + SAMPLE] for start in range(0, len(thumbnails), SAMPLE)]
+        self.places = np.concatenate([_unit(block) @ axes for block in blocks])
+        self.tree = cKDTree(self.places)
+
+    def neighbours(self, rows: Rows, count: int, within: float) -> tuple[Rows, Floats]:
+        """The `count` nearest of each row and their 1 − r, infinite where there are fewer (and for the row itself)."""
+        _, found = self.tree.query(self.places[rows], k=count + 1, distance_upper_bound=np.sqrt(2 * within))
+        apart = np.full(found.shape, np.inf, dtype=np.float32)
+        for start in range(0, len(rows), BLOCK):
+            here, others = rows[start : start + BLOCK], found[start : start + BLOCK]
+            there = (others < len(self.places)) & (others != here[:, None])
+            ours = np.repeat(_unit(self.thumbnails[here]), there.sum(axis=1), axis=0)
+            apart[start : start + BLOCK][there] = 1 - (ours * _unit(self.thumbnails[others[there]])).sum(axis=1)
+        return found, apart
+
+
+def _unit(thumbnails: Bytes) -> Floats:
+    flat: Floats = thumbnails.reshape(len(thumbnails), thumbnails[0].size if len(thumbnails) else 1).astype(np.float32)
+    flat -= flat.mean(axis=1, keepdims=True)
+    flat /= np.linalg.norm(flat, axis=1, keepdims=True)
+    return flat
+
+
+def _principal_axes(vectors: Floats) -> Floats:
+    centred = vectors - vectors.mean(axis=0)
+    axes: Floats = np.linalg.svd(centred, full_matrices=False)[2][:AXES]
+    return axes.T

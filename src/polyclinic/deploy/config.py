@@ -1,0 +1,176 @@
+"""Who takes part and where the server is: `federation.yaml` (the coordinator's), `server.yaml` (in its kit)."""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from polyclinic.core.contract import SiteId
+from polyclinic.core.errors import RecipeError
+from polyclinic.core.strict_yaml import read_yaml
+from polyclinic.data.sources.folder import cleaned
+from polyclinic.runs.sites import refuse_name
+
+LONGEST = 64
+"""Characters of a federation's name: a certificate's common name may have no more."""
+LABEL = r"(?!-)[A-Za-z0-9-]{1,63}(?<!-)"
+CLOSED = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+M = TypeVar("M", bound=BaseModel)
+
+
+def address_of(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """The host as an IP address; None where it is a name."""
+    try:
+        return ipaddress.ip_address(host)
+    except ValueError:
+        return None
+
+
+def is_loopback(host: str) -> bool:
+    address = address_of(host)
+    return host.lower() == "localhost" if address is None else address.is_loopback
+
+
+def host_problem(host: str) -> str:
+    """Why sites could not find a server by this name; "" if they could."""
+    address = address_of(host)
+    if address is not None:
+        every = f"{host} means every address of a machine; give the one name or address by which sites reach the server"
+        return every if address.is_unspecified or address.is_multicast else ""
+    if len(host) > 253 or not re.fullmatch(rf"{LABEL}(\.{LABEL})*", host) or re.fullmatch(r"[0-9.]+", host):
+        return "it should be one DNS name or IP address, such as fl.example.org (no scheme, port, path or wildcard)"
+    return ""
+
+
+def host_and_port(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def folder_of(site: SiteId) -> str:
+    """A site's name as the name of a folder, whatever the name holds."""
+    return re.sub(r"[^\w.-]", "_", site).lstrip(".-")[:60] or "_"
+
+
+class Server(BaseModel):
+    model_config = CLOSED
+
+    host: str
+    port: int = Field(default=9443, ge=1, le=65535)
+
+    @field_validator("host")
+    @classmethod
+    def _host(cls, host: str) -> str:
+        if problem := host_problem(host):
+            raise ValueError(problem)
+        return host
+
+
+class Federation(BaseModel):
+    """What a coordinator decides before anybody has a key."""
+
+    model_config = CLOSED
+
+    federation: str = Field(min_length=1, max_length=LONGEST)
+    server: Server
+    days: int = Field(default=365, ge=1, le=3650)
+    """How long the server's certificate is good for."""
+    sites: tuple[SiteId, ...] = Field(strict=False)
+
+    @classmethod
+    def load(cls, path: Path) -> Federation:
+        return _validate(cls, path, _read(path, "federation, server and sites"))
+
+    def joined_by(self, site: SiteId) -> Federation:
+        return _validate(Federation, Path("federation.yaml"), {**self.model_dump(), "sites": [*self.sites, site]})
+
+    @field_validator("federation")
+    @classmethod
+    def _printable(cls, name: str) -> str:
+        if not name.isprintable() or set('/"\\%$') & set(name) or name.strip() != name:
+            raise ValueError("a federation's name has no slash, quote, %, $, or blank at its ends")
+        return name
+
+    @field_validator("sites")
+    @classmethod
+    def _sites(cls, sites: tuple[SiteId, ...]) -> tuple[SiteId, ...]:
+        folders: dict[str, SiteId] = {}
+        sites = tuple(map(cleaned, sites))
+        for site in sites:
+            refuse_name(site)
+            other = folders.setdefault(folder_of(site).casefold(), site)
+            if sites.count(site) > 1 or other != site:
+                raise ValueError(f"the sites {other!r} and {site!r} would share one folder; rename one")
+        return sites
+
+
+class ServerConfig(BaseModel):
+    """`server.yaml`; `load` makes its paths absolute, from the folder that the file is in."""
+
+    model_config = CLOSED
+
+    federation: str
+    host: str
+    port: int = Field(ge=1, le=65535)
+    certificate: Path = Field(default=Path("server.crt"), strict=False)
+    key: Path = Field(default=Path("server.key"), strict=False)
+    ca: Path = Field(default=Path("ca.crt"), strict=False)
+    revoked: Path = Field(default=Path("revoked.yaml"), strict=False)
+    """Keys that were withdrawn, so that who still uses one can be named."""
+    folder: Path = Field(default=Path("state"), strict=False)
+    sites: Mapping[SiteId, Annotated[Path, Field(strict=False)]]
+    """The public key of every site that may join."""
+    insecure: bool = False
+    """Without TLS: for rehearsals on one machine."""
+
+    @classmethod
+    def load(cls, path: Path) -> ServerConfig:
+        config = _validate(cls, path, _read(path, "federation, host, port and sites"))
+        here = path.resolve().parent
+        places = {name: here / getattr(config, name) for name in ("certificate", "key", "ca", "revoked", "folder")}
+        return config.model_copy(update={**places, "sites": {site: here / key for site, key in config.sites.items()}})
+
+    @model_validator(mode="after")
+    def _only_on_loopback(self) -> ServerConfig:
+        if self.insecure and not is_loopback(self.host):
+            raise ValueError(
+                f"insecure: true is for rehearsals on one machine, and {self.host} is not this machine; "
+                "set insecure: false, or host: 127.0.0.1"
+            )
+        return self
+
+
+def _read(path: Path, keys: str) -> dict[str, Any]:
+    if not path.is_file():
+        raise RecipeError(f"there is no file {path}; give the path of a YAML file with {keys} (docs/deploy.md)")
+    with contextlib.suppress(yaml.YAMLError, ValueError, RecursionError):
+        if not isinstance(yaml.safe_load(path.read_text(encoding="utf-8")), dict):
+            raise RecipeError(f"{path} should hold the keys {keys} (docs/deploy.md)")
+    return read_yaml(path)
+
+
+def _validate(kind: type[M], path: Path, values: Mapping[str, Any]) -> M:
+    try:
+        return kind.model_validate(values)
+    except ValidationError as error:
+        raise RecipeError(f"{path.name}: {_sentence(error, kind)}") from None
+
+
+def _sentence(error: ValidationError, kind: type[BaseModel]) -> str:
+    first = error.errors()[0]
+    key = ".".join(map(str, first["loc"]))
+    if first["type"] == "missing":
+        return f"the key {key!r} is missing; add it"
+    if first["type"] == "extra_forbidden":
+        return f"there is no key {key!r}; there are: {', '.join(kind.model_fields)}"
+    if first["type"] == "model_type":
+        return f"{key} should hold keys of its own, written as {{key: value}} or indented below it"
+    wish = re.sub("^(Input|String|Value error,) ", "", first["msg"])
+    return f"{key} is {first['input']!r:.60}, but {wish}" if key else wish

@@ -1,0 +1,249 @@
+"""Certificates and keys: how they are made, and what is wrong with those that are there.
+
+The server shows a certificate that the federation's own authority signed (TLS). A site has no certificate: it signs its
+requests, and the server knows its public key. All keys are ECDSA on P-384. A site's are in OpenSSH's form, the only one
+that Flower reads; the others are PEM (PKCS #8).
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import hashlib
+import importlib.util
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeAlias
+
+import yaml
+
+from polyclinic.core.errors import EngineError
+from polyclinic.deploy.config import address_of, is_loopback
+
+with contextlib.suppress(ImportError):  # comes with the extra; `need_cryptography` says so in one sentence
+    from cryptography import x509
+    from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
+    from cryptography.hazmat.primitives import hashes, serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+    from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+if TYPE_CHECKING:
+    PrivateKey: TypeAlias = ec.EllipticCurvePrivateKey
+    PublicKey: TypeAlias = ec.EllipticCurvePublicKey
+    Certificate: TypeAlias = x509.Certificate
+    Signer: TypeAlias = tuple[Certificate, PrivateKey]
+
+SKEW = timedelta(minutes=10)
+"""Certificates are good from a little before they were made, for machines whose clocks are late."""
+AUTHORITY_DAYS = 3660
+"""The authority outlives every certificate it signs, so that a new one of the server's troubles no site."""
+SOON = timedelta(days=30)
+OPENSSH = b"-----BEGIN OPENSSH"
+NEW = "ask the coordinator for a new kit"
+OTHER_KIND = f"is not an ECDSA key, the only kind that Flower takes; {NEW}"
+
+
+def need_cryptography() -> None:
+    if importlib.util.find_spec("cryptography") is None:
+        raise EngineError("keys and certificates need an extra: pip install 'polyclinic[flower]'")
+
+
+def right_now() -> datetime:
+    return datetime.now(UTC).replace(microsecond=0)
+
+
+def new_key() -> PrivateKey:
+    return ec.generate_private_key(ec.SECP384R1())
+
+
+def pem(key: PrivateKey) -> bytes:
+    plain = serialization.NoEncryption()
+    return key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, plain)
+
+
+def openssh(key: PrivateKey) -> bytes:
+    plain = serialization.NoEncryption()
+    return key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.OpenSSH, plain)
+
+
+def openssh_public(key: PublicKey) -> bytes:
+    """Without a comment: sites' names may hold what a line of OpenSSH's may not."""
+    return key.public_bytes(serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH) + b"\n"
+
+
+def fingerprint(line: bytes) -> str:
+    """Of a public key in OpenSSH's form, as `ssh-keygen -l` prints it."""
+    digest = hashlib.sha256(base64.b64decode(line.split()[1])).digest()
+    return "SHA256:" + base64.b64encode(digest).decode().rstrip("=")
+
+
+def fingerprint_of(path: Path) -> str:
+    return fingerprint(openssh_public(read_public(path)))
+
+
+def certificate_fingerprint(certificate: x509.Certificate) -> str:
+    """As `openssl x509 -fingerprint -sha256` prints it."""
+    return certificate.fingerprint(hashes.SHA256()).hex(":").upper()
+
+
+def certificate_pem(certificate: x509.Certificate) -> bytes:
+    return certificate.public_bytes(serialization.Encoding.PEM)
+
+
+def authority(federation: str, key: PrivateKey, now: datetime) -> x509.Certificate:
+    """The federation's own authority: it may sign servers' certificates, and no further authority's."""
+    name = _name(federation)
+    usage = _usage(signs_certificates=True)
+    made = _certificate(name, name, key.public_key(), now, now + timedelta(days=AUTHORITY_DAYS))
+    made = made.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+    made = made.add_extension(usage, critical=True)
+    return made.sign(key, hashes.SHA384())
+
+
+def server_certificate(host: str, key: PublicKey, signer: Signer, now: datetime, days: int) -> x509.Certificate:
+    ca, ca_key = signer
+    until = min(now + timedelta(days=days), ca.not_valid_after_utc)
+    issuer_key = x509.AuthorityKeyIdentifier.from_issuer_public_key(ca_key.public_key())
+    made = _certificate(_name(host), ca.subject, key, now, until)
+    made = made.add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+    made = made.add_extension(_usage(signs_certificates=False), critical=True)
+    made = made.add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
+    made = made.add_extension(x509.SubjectAlternativeName(_names(host)), critical=False)
+    made = made.add_extension(issuer_key, critical=False)
+    return made.sign(ca_key, hashes.SHA384())
+
+
+def _certificate(
+    subject: x509.Name, issuer: x509.Name, key: PublicKey, now: datetime, until: datetime
+) -> x509.CertificateBuilder:
+    made = x509.CertificateBuilder(issuer, subject, key, x509.random_serial_number(), now - SKEW, until)
+    return made.add_extension(x509.SubjectKeyIdentifier.from_public_key(key), critical=False)
+
+
+def _name(text: str) -> x509.Name:
+    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, text[:64])])
+
+
+def _names(host: str) -> list[x509.GeneralName]:
+    """What the server may be called; on one machine, by each of the machine's names for itself."""
+    found: dict[str, None] = {host: None}
+    if is_loopback(host):
+        found |= {"localhost": None, "127.0.0.1": None}
+    addresses = {name: address_of(name) for name in found}
+    return [x509.DNSName(name) if ip is None else x509.IPAddress(ip) for name, ip in addresses.items()]
+
+
+def _usage(signs_certificates: bool) -> x509.KeyUsage:
+    return x509.KeyUsage(
+        digital_signature=not signs_certificates,
+        key_cert_sign=signs_certificates,
+        crl_sign=signs_certificates,
+        content_commitment=False,
+        key_encipherment=False,
+        data_encipherment=False,
+        key_agreement=False,
+        encipher_only=False,
+        decipher_only=False,
+    )
+
+
+def read_certificate(path: Path) -> x509.Certificate:
+    try:
+        return x509.load_pem_x509_certificate(_bytes(path))
+    except ValueError:
+        raise EngineError(f"{path} is not a certificate (PEM) or is damaged; {NEW}") from None
+
+
+def read_private(path: Path) -> PrivateKey:
+    """A private key in either form, which nobody but its owner may read."""
+    data = _bytes(path)
+    if path.stat().st_mode & 0o077:
+        raise EngineError(f"others on this machine can read the private key {path}; run: chmod 600 {path}")
+    load = serialization.load_ssh_private_key if data.startswith(OPENSSH) else serialization.load_pem_private_key
+    try:
+        key = load(data, password=None)
+    except (ValueError, TypeError, UnsupportedAlgorithm):
+        raise EngineError(f"{path} is not a private key, is damaged, or has a password; {NEW}") from None
+    if not isinstance(key, ec.EllipticCurvePrivateKey):
+        raise EngineError(f"{path} {OTHER_KIND}")
+    return key
+
+
+def read_public(path: Path) -> PublicKey:
+    return _public(_bytes(path), path)
+
+
+def withdrawn(path: Path) -> list[tuple[PublicKey, str]]:
+    """Keys that are no longer taken, and whose they were, by revoked.yaml; what cannot be read of it is left out."""
+    found: list[tuple[PublicKey, str]] = []
+    with contextlib.suppress(OSError, UnicodeError, yaml.YAMLError, KeyError, TypeError):
+        for row in yaml.safe_load(path.read_text(encoding="utf-8"))["revoked"]:
+            with contextlib.suppress(EngineError, KeyError, TypeError):
+                whose = f"the key of {row['site']} that was {row['why']} on {row['date']}"
+                found.append((_public(str(row["key"]).encode(), path), whose))
+    return found
+
+
+def _public(data: bytes, path: Path) -> PublicKey:
+    try:
+        key = serialization.load_ssh_public_key(data)
+    except (ValueError, UnsupportedAlgorithm):
+        raise EngineError(f"{path} is not a public key in OpenSSH's form or is damaged; {NEW}") from None
+    if not isinstance(key, ec.EllipticCurvePublicKey):
+        raise EngineError(f"{path} {OTHER_KIND}")
+    return key
+
+
+def _bytes(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise EngineError(f"cannot read {path}: {error.strerror}; put it back, or {NEW}") from None
+
+
+def refuse_site(ca: Path, key: Path, now: datetime | None = None) -> None:
+    """Raise what is wrong with a site's files."""
+    need_cryptography()
+    refuse_authority(ca, read_certificate(ca), now or right_now())
+    read_private(key)
+    if not key.read_bytes().startswith(OPENSSH):
+        raise EngineError(f"{key} is not in OpenSSH's form, the only one that Flower reads; {NEW}")
+
+
+def refuse_server(certificate: Path, key: Path, ca: Path, host: str, now: datetime | None = None) -> None:
+    """Raise what is wrong with the server's files."""
+    need_cryptography()
+    now = now or right_now()
+    authority, shown = read_certificate(ca), read_certificate(certificate)
+    refuse_authority(ca, authority, now)
+    rotate = "run `polyclinic provision rotate KITS server` and copy the new server kit here"
+    try:
+        shown.verify_directly_issued_by(authority)
+    except (ValueError, TypeError, InvalidSignature):
+        raise EngineError(
+            f"{certificate} was not signed by {ca}; copy the whole server kit anew, or {rotate}"
+        ) from None
+    _refuse_dates(certificate, shown, now, rotate)
+    if read_private(key).public_key() != shown.public_key():
+        raise EngineError(f"{key} is not the key of {certificate}; copy the whole server kit anew, or {rotate}")
+    names = shown.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    if not set(_names(host)) & set(names):
+        raise EngineError(f"{certificate} is not for {host}, so that sites would hang up; set host back, or {rotate}")
+
+
+def refuse_authority(path: Path, found: x509.Certificate, now: datetime) -> None:
+    try:
+        signs = found.extensions.get_extension_for_class(x509.BasicConstraints).value.ca
+    except x509.ExtensionNotFound:
+        signs = False
+    if not signs:
+        raise EngineError(f"{path} is not the certificate of an authority; copy ca.crt from the kit again")
+    _refuse_dates(path, found, now, "run `polyclinic provision rotate KITS --all` and hand out new kits")
+
+
+def _refuse_dates(path: Path, found: x509.Certificate, now: datetime, remedy: str) -> None:
+    if now > found.not_valid_after_utc:
+        raise EngineError(f"{path} expired on {found.not_valid_after_utc:%Y-%m-%d}; {remedy}")
+    if now < found.not_valid_before_utc:
+        since = f"{found.not_valid_before_utc:%Y-%m-%d %H:%M} UTC"
+        raise EngineError(f"{path} is good from {since} on, but here it is {now:%Y-%m-%d %H:%M} UTC; set the clock")

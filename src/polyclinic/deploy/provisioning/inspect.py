@@ -1,0 +1,105 @@
+"""What keys and certificates a folder of kits holds, and what is wrong with them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+from polyclinic.core.contract import SiteId
+from polyclinic.core.errors import EngineError
+from polyclinic.deploy.provisioning import certificates
+from polyclinic.deploy.provisioning.provision import Kits
+
+
+@dataclass(frozen=True)
+class Row:
+    name: str
+    fingerprint: str
+    until: str
+    """The last day it is good; "" for a site's key, which has no end of its own."""
+
+
+@dataclass(frozen=True)
+class Inspection:
+    rows: tuple[Row, ...]
+    revoked: tuple[dict[str, str], ...]
+    warnings: tuple[str, ...]
+    """What ends within 30 days."""
+    problems: tuple[str, ...]
+    """What keeps somebody out already."""
+
+
+def inspect(folder: Path, now: datetime | None = None) -> Inspection:
+    kits, now = Kits.open(folder), now or certificates.right_now()
+    server = kits.folder / "server"
+    shown = {"authority": kits.folder / "ca" / "ca.crt", "server": server / "server.crt"}
+    checks: list[Callable[[], object]] = [lambda: _refuse_authorities(kits)]
+    files = (server / "server.crt", server / "server.key", server / "ca.crt")
+    checks.append(lambda: certificates.refuse_server(*files, kits.federation.server.host, now))
+    for site in kits.federation.sites:
+        checks.append(lambda site=site: _refuse_site(kits, site, now))  # type: ignore[misc]
+    problems = tuple(dict.fromkeys(sentence for check in checks for sentence in _sentences(check)))
+    rows = [row for name, path in shown.items() for row in _certificate_rows(name, path)]
+    rows += [row for site in kits.federation.sites for row in _key_rows(site, kits.public_key(site))]
+    ending = tuple(warning for name, path in shown.items() for warning in _ending(name, path, folder, now))
+    return Inspection(tuple(rows), tuple(kits.revoked), ending, problems)
+
+
+def _sentences(check: Callable[[], object]) -> Iterator[str]:
+    try:
+        check()
+    except EngineError as error:
+        yield str(error)
+
+
+def _refuse_authorities(kits: Kits) -> None:
+    """One authority everywhere; half-way through `rotate --all` there are two."""
+    ours = certificates.read_certificate(kits.folder / "ca" / "ca.crt")
+    for place in (kits.folder / "server", *map(kits.site_folder, kits.federation.sites)):
+        if certificates.read_certificate(place / "ca.crt") != ours:
+            again = f"run `polyclinic provision rotate {kits.folder} --all`"
+            raise EngineError(f"{place / 'ca.crt'} is another authority than {kits.folder / 'ca' / 'ca.crt'}; {again}")
+
+
+def _refuse_site(kits: Kits, site: SiteId, now: datetime) -> None:
+    again = f"run `polyclinic provision rotate {kits.folder} {site}`"
+    folder = kits.site_folder(site)
+    certificates.refuse_site(folder / "ca.crt", folder / "site.key", now)
+    if certificates.read_private(folder / "site.key").public_key() != certificates.read_public(kits.public_key(site)):
+        raise EngineError(f"the key in {folder} is not the one that the server knows; {again}")
+    mark = certificates.fingerprint_of(kits.public_key(site))
+    if mark in {row.get("fingerprint") for row in kits.revoked}:
+        raise EngineError(f"the server still takes the revoked key {mark} of {site}; {again}")
+
+
+def _certificate_rows(name: str, path: Path) -> Iterator[Row]:
+    for found in _readable(path):
+        yield Row(name, certificates.certificate_fingerprint(found), f"{found.not_valid_after_utc:%Y-%m-%d}")
+
+
+def _key_rows(site: SiteId, path: Path) -> Iterator[Row]:
+    try:
+        yield Row(site, certificates.fingerprint_of(path), "")
+    except EngineError:  # among the problems already
+        return
+
+
+def _readable(path: Path) -> Iterator[certificates.Certificate]:
+    try:
+        yield certificates.read_certificate(path)
+    except EngineError:  # among the problems already
+        return
+
+
+def _ending(name: str, path: Path, folder: Path, now: datetime) -> Iterator[str]:
+    for found in _readable(path):
+        left = found.not_valid_after_utc - now
+        if now <= found.not_valid_after_utc and left <= certificates.SOON:
+            who = "--all" if name == "authority" else "server"
+            day = f"{found.not_valid_after_utc:%Y-%m-%d}"
+            yield (
+                f"the certificate of the {name} ends on {day}, in {left.days} days; "
+                f"run `polyclinic provision rotate {folder} {who}`"
+            )

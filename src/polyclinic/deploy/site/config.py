@@ -1,0 +1,127 @@
+"""`site.yaml`: what a hospital says of itself, and what it lets others ask."""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from pydantic import BaseModel, Field, ValidationError, field_validator
+
+from polyclinic.algorithms import ALGORITHMS
+from polyclinic.config.rules import nearest
+from polyclinic.core.contract import SiteId
+from polyclinic.core.errors import DataError, RecipeError, StoreError
+from polyclinic.core.strict_yaml import read_yaml
+from polyclinic.data.sources.folder import cleaned
+from polyclinic.deploy.config import host_problem
+from polyclinic.deploy.site.policy import CLOSED, METRICS, PREDICTIONS, Allow, Budget
+from polyclinic.runs.sites import refuse_name
+from polyclinic.storage.run_files import ANOTHER, named_failure, write_atomically
+
+OWN_FOLDER = "make room, or let this program's user write there; the folder is `folder` in site.yaml"
+
+
+@contextmanager
+def remedied() -> Iterator[None]:
+    """What the disk says, with the remedy that a site has."""
+    try:
+        yield
+    except StoreError as error:
+        raise StoreError(str(error).replace(ANOTHER, OWN_FOLDER)) from error
+
+
+class SiteConfig(BaseModel):
+    """Once loaded, all its paths are absolute."""
+
+    model_config = CLOSED
+    federation: str = Field(min_length=1)
+    site: SiteId
+    server: str = ""
+    """HOST:PORT."""
+    ca: Path | None = None
+    key: Path | None = None
+    folder: Path = Path("state")
+    """What the site remembers, its log of releases, its ledger."""
+    insecure: bool = False
+    data: dict[str, Path] = Field(default_factory=dict)
+    """Where the images lie that recipes speak of by name. No path ever leaves the site, and none comes in."""
+    allow: Allow = Allow()
+    budget: Budget | None = None
+    device: str | None = None
+    """Where to compute; None: where the recipe says, if that can be had here."""
+
+    @field_validator("server")
+    @classmethod
+    def _address(cls, server: str) -> str:
+        host, _, port = server.rpartition(":")
+        bare = host.removeprefix("[").removesuffix("]")
+        known = host.startswith("[") == (":" in bare) and not host_problem(bare) and re.fullmatch("[0-9]{1,5}", port)
+        if server and not (known and 0 < int(port) < 1 << 16):
+            raise ValueError("it should be HOST:PORT as in the kit, such as fl.example.org:9443 (no https://, no path)")
+        return server
+
+    @field_validator("site")
+    @classmethod
+    def _sayable(cls, site: SiteId) -> SiteId:
+        try:
+            refuse_name(cleaned(site))
+        except DataError as error:
+            raise ValueError(str(error)) from None
+        return cleaned(site)
+
+    @staticmethod
+    def load(path: Path) -> SiteConfig:
+        """Read site.yaml; relative paths start at its folder."""
+        values = read_yaml(path, "site.yaml", "give the one of the site's kit", "site, server and data")
+        try:
+            found = SiteConfig.model_validate(values)
+        except ValidationError as error:
+            raise RecipeError(f"{path}: {_sentence(error)}") from None
+        home = path.resolve().parent
+        places = {name: home / place for name in ("ca", "key", "folder") if (place := getattr(found, name)) is not None}
+        data = {name: home / place.expanduser() for name, place in found.data.items()}
+        return found.model_copy(update={**places, "data": data})
+
+    def secret(self) -> int:
+        """256 random bits that never leave: noise is drawn from them, and marks are made with them."""
+        path = self.folder / "secret"
+        with named_failure(self.folder):
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not path.exists():
+            write_atomically(path, secrets.token_hex(32).encode())
+            path.chmod(0o600)
+        try:
+            return int(path.read_text(), 16)
+        except (OSError, ValueError) as error:
+            raise StoreError(
+                f"{path}, whence noise comes, cannot be read ({error}); remove it and begin anew"
+            ) from None
+
+
+def remarks(config: SiteConfig) -> Iterator[str]:
+    """What is probably a slip, though it can be lived with: such a kind never leaves, such images are not found."""
+    kinds = {METRICS, PREDICTIONS, *(exchange.kind for made in ALGORITHMS.values() for exchange in made().exchanges)}
+    for kind in config.allow.kinds:
+        if kind not in kinds:
+            near = nearest(kind, sorted(kinds))
+            yield f"allow.kinds in site.yaml names {kind!r}{near}, which no algorithm sends by itself"
+    for name, path in config.data.items():
+        if not os.access(path, os.R_OK):
+            yield f"data in site.yaml says that {name!r} lies at {path}, where nothing can be read; correct it"
+
+
+def _sentence(error: ValidationError) -> str:
+    first = error.errors()[0]
+    key = ".".join(str(step) for step in first["loc"] if step != "tuple[str, ...]")
+    if first["type"] == "missing":
+        return f"the key {key!r} is missing; add it"
+    if first["type"] == "extra_forbidden":
+        return (
+            f"there is no key {key!r}; known are: {', '.join(SiteConfig.model_fields)}, and below `allow`: "
+            + ", ".join(Allow.model_fields)
+        )
+    return f"{key} is {first['input']!r:.60}, but {re.sub('^(Input|String|Value error,) ', '', first['msg'])}"

@@ -1,0 +1,144 @@
+"""A site's own images, as a recipe asks for them: found by name in site.yaml, divided as the simulation divides them.
+
+Splits are drawn from a stream named by the site, so a site that has only its own rows gets the parts that it would have
+among all. A recipe's path is a name here and nothing else: a server cannot point at a file.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from polyclinic.config.recipe import Recipe
+from polyclinic.core.contract import SiteId, Stream
+from polyclinic.core.errors import DataError, Refused
+from polyclinic.data import DATASETS
+from polyclinic.data.datasets import SETS
+from polyclinic.data.datasets.user_data import OwnOptions, SeveralOptions
+from polyclinic.data.loading.load import for_task, load
+from polyclinic.data.loading.options import ImageOptions
+from polyclinic.data.partitioning.dry_run import refuse_silence
+from polyclinic.data.partitioning.federate import federate
+from polyclinic.data.partitioning.partition import Natural
+from polyclinic.data.records import Listing, classes_of
+from polyclinic.deploy.site.config import SiteConfig
+from polyclinic.privacy.plan import largest_groups
+from polyclinic.runs.sites import Consortium, gather
+from polyclinic.storage.run_files import named_failure
+
+
+def gather_own(recipe: Recipe, config: SiteConfig, classes: Sequence[str] | None = None) -> Consortium:
+    """This site alone as a consortium. classes: those of the run, where labels would name them otherwise."""
+    spec, given = DATASETS[recipe.data.name], recipe.data.options
+    if issubclass(spec.options, OwnOptions):
+        path = registered(str(given.get("path")), config)
+        named = {} if classes is None or given.get("classes") or given.get("task") else {"classes": list(classes)}
+        return _alone(recipe, config.site, spec.options.model_validate({**given, **named, "path": str(path)}), None)
+    if issubclass(spec.options, SeveralOptions):
+        options = spec.options.model_validate(given)
+        return _alone(recipe, config.site, _own_parts(options, config), _linked(config))
+    if recipe.data.name in SETS:
+        registered(recipe.data.name, config)
+    return _among_all(recipe, config)
+
+
+def registered(name: str, config: SiteConfig) -> Path:
+    """Where the data lie that are called so here."""
+    if name not in config.data:
+        raise Refused(
+            "data",
+            f"{config.site} has no data called {name!r:.100}; it can add `data: {{NAME: PATH}}` to its site.yaml",
+        )
+    path = config.data[name]
+    if not os.access(path, os.R_OK):
+        raise DataError(f"{path} cannot be read here, or is not there; correct {name!r} below `data` in site.yaml.")
+    return path
+
+
+def _alone(recipe: Recipe, site: SiteId, options: ImageOptions, data: Path | None) -> Consortium:
+    """From rows that are this site's own, whatever others have."""
+    partition, stream, spec = recipe.partition_of(), Stream(recipe.seed), DATASETS[recipe.data.name]
+    if not isinstance(partition, Natural) or (partition.only and site not in partition.only):
+        raise Refused(
+            "data", f"real sites have their own images, {site} among them; set data.partition: {{by: natural}}"
+        )
+    if options.limit is not None:
+        raise Refused("data", "data.limit is drawn among the images of all sites, which nobody has; leave it out")
+    assert spec.read is not None
+    listing = own_rows(spec.read(options, data), site)
+    collection = load(listing, options, stream.child("data"))
+    alone = Natural(minimum=partition.minimum)
+    if "" in (*(collection.sites or ()), *(collection.split or ())):
+        refuse_silence(for_task(listing, options.task), alone, recipe.data.split)
+    split, single = recipe.data.split, recipe.data.allow_single_class
+    sites = federate(collection, alone, split, stream.child("sites"), single)
+    return Consortium(collection.classes, sites, None, collection.images.shape[1], collection.images.shape[-1])
+
+
+def own_rows(listing: Listing, site: SiteId) -> Listing:
+    """What a source lists of this site; all of it, where it says nothing of sites."""
+    if not any(record.site for record in listing.records):
+        return replace(listing, records=tuple(replace(record, site=site) for record in listing.records))
+    own = tuple(record for record in listing.records if record.site in (site, ""))  # a silent one is refused later
+    if not any(record.site == site for record in own):
+        raise DataError(
+            f"No image of {listing.name} is said to come from site '{site}', though sites are named; correct the site "
+            "column (or folders), leave it out if all images are this site's, or correct `site` in site.yaml."
+        )
+    if listing.declared:
+        return replace(listing, records=own)
+    return replace(listing, records=own, classes=classes_of(record.label for record in own))
+
+
+def _own_parts(options: SeveralOptions, config: SiteConfig) -> SeveralOptions:
+    """Of several sets, those that become this site's images."""
+    own = [part for part in options.parts if _is_of(config.site, part.site, part.pieces)]
+    for part in own:
+        registered(part.set, config)
+    if not own:
+        raise Refused("data", f"no part of this recipe's data is that of a site called {config.site}")
+    return options.model_copy(update={"parts": own})
+
+
+def _is_of(site: SiteId, named: str, pieces: int) -> bool:
+    return site == named if pieces == 1 else site in {f"{named}-{number}" for number in range(1, pieces + 1)}
+
+
+def _linked(config: SiteConfig) -> Path:
+    """A data folder as named sets expect it, whatever their folders are called at this site."""
+    home = config.folder / "data"
+    with named_failure(home):
+        home.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for name, path in config.data.items():
+            link = home / ((SETS[name].folder or name) if name in SETS else name)
+            if name in SETS and not (link.is_symlink() and link.readlink() == path):
+                link.unlink(missing_ok=True)
+                link.symlink_to(path)
+    return home
+
+
+def _among_all(recipe: Recipe, config: SiteConfig) -> Consortium:
+    """Sets that are drawn, or that are public: all of it is here, and this site's part is taken."""
+    whole = gather(recipe, _linked(config))
+    if config.site not in whole.sites:
+        raise Refused("data", f"no part of this recipe's data is that of a site called {config.site}")
+    return replace(whole, sites={config.site: whole.sites[config.site]}, held_out=None)
+
+
+def card_of(consortium: Consortium, site: SiteId, version: str, mark: str) -> dict[str, Any]:
+    """What a site says of its images: counts, classes and shape, and a mark by which to see that they changed."""
+    own = consortium.sites[site]
+    return {
+        "version": version,
+        "classes": list(consortium.classes),
+        "channels": consortium.channels,
+        "size": consortium.size,
+        "train": len(own.train),
+        "validation": len(own.validation),
+        "test": len(own.test),
+        "groups": [largest_groups(own.train.patients), largest_groups(own.validation.patients)],
+        "fingerprint": mark,
+    }

@@ -1,0 +1,116 @@
+"""What left a site, for the hospital to read: `releases.jsonl`, a line per reply, and the site's own log."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from polyclinic.storage.run_files import append_durably, named_failure
+
+MOST = 4 << 20
+"""Bytes of a file before a new one is begun."""
+KEPT = 4
+"""Files that are kept beside the one that is written."""
+LOG, REFUSED, FAILED = "site.log", "refused", "failed"
+"""The site's own log, and how its lines begin that tell of trouble."""
+
+
+class Notebook:
+    """A text file of lines that never outgrows the disk: `name.jsonl`, before it `name.1.jsonl`, and so on."""
+
+    def __init__(self, path: Path, most: int = MOST, kept: int = KEPT) -> None:
+        self.path, self.most, self.kept = path, most, kept
+
+    def write(self, line: str) -> None:
+        """Synced before it returns."""
+        with named_failure(self.path.parent):
+            self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if self.path.exists() and self.path.stat().st_size + len(line) >= self.most:
+                self._turn()
+            torn = _torn(self.path)
+        append_durably(self.path, (b"\n" if torn else b"") + f"{line}\n".encode())
+
+    def _turn(self) -> None:
+        for number in range(self.kept - 1, 0, -1):
+            if self._older(number).exists():
+                self._older(number).replace(self._older(number + 1))
+        self.path.replace(self._older(1))
+
+    def _older(self, number: int) -> Path:
+        return self.path.with_suffix(f".{number}{self.path.suffix}")
+
+    def lines(self) -> list[str]:
+        """All that is kept, the oldest first."""
+        paths = [*(self._older(number) for number in range(self.kept, 0, -1)), self.path]
+        return [line for path in paths if path.exists() for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def _torn(path: Path) -> bool:
+    """Whether a process was killed in the middle of a line."""
+    if not path.exists() or not path.stat().st_size:
+        return False
+    with open(path, "rb") as file:
+        file.seek(-1, os.SEEK_END)
+        return file.read() != b"\n"
+
+
+class Releases:
+    """One line for every reply with anything in it."""
+
+    def __init__(self, folder: Path, most: int = MOST) -> None:
+        self.book = Notebook(folder / "releases.jsonl", most)
+
+    def note(
+        self,
+        data: bytes,
+        kinds: Mapping[str, int],
+        *,
+        run: str,
+        round: int,
+        purpose: str,
+        epsilon: float | None,
+        repeated: bool = False,
+    ) -> None:
+        """Before `data` leaves. epsilon: of all that this site has released so far; None: nothing protects this."""
+        row: dict[str, Any] = {
+            "time": now(),
+            "run": run,
+            "round": round,
+            "purpose": purpose,
+            "kinds": dict(kinds),
+            "bytes": len(data),
+            "epsilon": "unprotected" if epsilon is None else _finite(epsilon),
+            "sha256": hashlib.sha256(data).hexdigest(),
+        }
+        self.book.write(json.dumps(row | ({"repeated": True} if repeated else {}), allow_nan=False))
+
+    def read(self) -> list[dict[str, Any]]:
+        """All that can be read: a process that was killed may have left half a line."""
+        found = []
+        for line in self.book.lines():
+            with suppress(ValueError):
+                found.append(json.loads(line))
+        return found
+
+
+def last_trouble(folder: Path) -> tuple[str, str] | None:
+    """What a site last refused, or failed at: when, and the sentence. None: nothing, as far as its log goes back."""
+    for line in reversed(Notebook(folder / LOG).lines()):
+        when, _, sentence = line.partition(" ")
+        if sentence.startswith((f"{REFUSED}, ", f"{FAILED}, ")):
+            return when, sentence
+    return None
+
+
+def _finite(epsilon: float) -> float | str:
+    return round(epsilon, 6) if epsilon < float("inf") else "infinite"
+
+
+def now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")

@@ -1,0 +1,116 @@
+"""Probabilities that mean what they say: temperature scaling.
+
+C. Guo, G. Pleiss, Y. Sun, K. Q. Weinberger: "On Calibration of Modern Neural Networks", ICML 2017, section 4.2:
+
+    (9)  q = softmax(z / T)        z: the logits; T > 0 is fitted by the loss (NLL) of q on validation images
+
+T above 1 makes a network less sure of itself, below 1 surer; which class it predicts, and accuracy, stay as they are.
+The loss is convex in 1/T, so that a bounded search finds the one minimum. Logits may be log-probabilities: they differ
+by a constant for each image, which softmax takes out. So an ensemble has a temperature, too, and kept probabilities do.
+
+A temperature holds for images like those that it was fitted on. Under a privacy plan it is a number computed from
+validation images as they are, outside the claim.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.optimize import minimize_scalar
+from scipy.special import log_softmax, softmax
+
+from polyclinic.core.contract import Part, SiteId
+from polyclinic.evaluation.metrics import Floats, Predictions, measure
+
+LOWEST, HIGHEST = 0.05, 20.0
+"""Where T is looked for. At an end of it nothing was found."""
+FEWEST = 20
+"""Validation images; a temperature of fewer says little."""
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """A temperature, and what it does to the images that it was fitted on."""
+
+    temperature: float
+    images: int
+    """Validation images, of all sites that the model is for."""
+    loss: tuple[float, float]
+    """Before and after, as is the calibration error, on the same images."""
+    ece: tuple[float, float]
+    test_images: int = 0
+    test_ece: tuple[float, float] | None = None
+    """On test images, which it was not fitted on; None where no predictions are at hand."""
+
+
+@dataclass(frozen=True)
+class Uncalibrated:
+    """Why there is no temperature, in words that end a sentence."""
+
+    why: str
+
+
+def calibrated(logits: Floats, temperature: float) -> Floats:
+    """(9)"""
+    found: Floats = softmax(np.asarray(logits, dtype=np.float64) / temperature, axis=-1)
+    return found
+
+
+def temperature_of(logits: Floats, labels: NDArray[np.integer[Any]]) -> float:
+    """T with the least loss, between `LOWEST` and `HIGHEST`."""
+    values, rows = np.asarray(logits, dtype=np.float64), np.arange(len(labels))
+
+    def loss(log_temperature: float) -> float:
+        return -float(log_softmax(values / math.exp(log_temperature), axis=-1)[rows, labels].mean())
+
+    ends = (math.log(LOWEST), math.log(HIGHEST))
+    found = minimize_scalar(loss, bounds=ends, method="bounded", options={"xatol": 1e-7})
+    return math.exp(float(found.x))
+
+
+def fitted(validation: Predictions, test: Predictions | None = None) -> Calibration | Uncalibrated:
+    """The temperature of a model, by what it says of validation images."""
+    if len(validation) < FEWEST:
+        return Uncalibrated(f"{len(validation)} validation images are too few for a temperature ({FEWEST} are needed)")
+    logits = log_of(validation.probabilities)
+    of_truth = logits[np.arange(len(validation)), validation.labels]
+    if (of_truth >= logits.max(axis=1)).all():  # the surer, the better: the loss has no minimum
+        return Uncalibrated(
+            f"the model is right on all its {len(validation)} validation images, which tell no temperature"
+        )
+    temperature = temperature_of(logits, validation.labels)
+    if not LOWEST * 1.001 < temperature < HIGHEST / 1.001:
+        return Uncalibrated(
+            f"no temperature from {LOWEST:g} to {HIGHEST:g} is best for its {len(validation)} validation images, of "
+            "which its probabilities tell no more than guesses"
+        )
+    loss, ece = _before_and_after(validation, temperature)
+    if test is None:
+        return Calibration(temperature, len(validation), loss, ece)
+    return Calibration(temperature, len(validation), loss, ece, len(test), _before_and_after(test, temperature)[1])
+
+
+def log_of(probabilities: NDArray[np.floating[Any]]) -> Floats:
+    """Log-probabilities; what is 0 in the precision it was kept in counts as the least number of that."""
+    least = float(np.finfo(np.float32).smallest_subnormal)
+    found: Floats = np.log(np.maximum(np.asarray(probabilities, dtype=np.float64), least))
+    return found
+
+
+def _before_and_after(predictions: Predictions, temperature: float) -> tuple[tuple[float, float], tuple[float, float]]:
+    before = measure(predictions.probabilities, predictions.labels)
+    after = measure(calibrated(log_of(predictions.probabilities), temperature), predictions.labels)
+    return (before["loss"], after["loss"]), (before["ece"], after["ece"])
+
+
+def of_part(
+    kept: Mapping[tuple[SiteId, str, str], Predictions], sites: Collection[SiteId], model: str, part: Part
+) -> Predictions | None:
+    """What a model said of a part's images, of all `sites` together."""
+    found = [kept[site, model, part] for site in sites if (site, model, part) in kept]
+    return Predictions.merge(found) if found else None

@@ -1,0 +1,33 @@
+"""Where site work runs. The round loop knows only `Engine.exchange`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Protocol, TypeAlias
+
+from polyclinic.core.contract import Failure, SiteId
+from polyclinic.storage.messages import Message
+
+Answer: TypeAlias = bytes | Message | Failure
+"""A reply as it came over a wire, or handed over within this process, or why there is none."""
+
+
+class Engine(Protocol):
+    def exchange(
+        self, round: int, sent: Mapping[SiteId, bytes], deadline: float | None
+    ) -> Iterable[tuple[SiteId, Answer]]:
+        """Deliver one message to each site and yield the replies as they come, in any order."""
+        ...
+
+
+@dataclass(frozen=True)
+class Elsewhere:
+    """Sites that are not here, and how long a round waits for them."""
+
+    engine: Engine
+    name: str
+    deadline: float | None = None
+    """Seconds; None: until they answer."""
+    absent: Mapping[SiteId, str] = field(default_factory=dict)
+    """Sites that were asked and take no part, and why."""

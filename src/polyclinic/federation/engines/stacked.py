@@ -1,0 +1,201 @@
+"""Many sites as one batch on one device: all sites' `local` generators are driven in step, jobs that fit run together.
+
+Sites whose next jobs have one shape (model, objective, optimiser) train as a stack (`learning.stacked`); any other job
+runs one by one, as on the local engine, and the ledger says why. Either way a site's numbers are those of the local
+engine, up to rounding.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import torch
+
+from polyclinic.core.contract import Failure, Fit, Fitted, Job, SiteId, Tensors, Work
+from polyclinic.federation.engines import Answer
+from polyclinic.federation.engines.batched_evaluation import Foresight
+from polyclinic.federation.engines.local import failing, handed, keep_freed_memory
+from polyclinic.federation.site_runner import SiteRunner, Visit, counts, streams
+from polyclinic.storage.messages import Message
+from polyclinic.training.stacked.batching import Seat
+from polyclinic.training.stacked.fit import NotStackableError, fit_stacked, signature, why_not
+from polyclinic.training.stacked.memory import room
+
+Compile = Literal["auto", "always", "never"]
+WORTH_COMPILING = 120.0
+"""Seconds that stacks would yet take uncompiled. Compiling takes about half a minute and doubles their speed."""
+
+
+@dataclass
+class Guest:
+    """A site's round under way."""
+
+    runner: SiteRunner
+    visit: Visit
+    work: Work
+    job: Job
+    number: int = 0
+    together: int = 1
+    """The largest stack it was part of."""
+    alone: str = ""
+    """Why a training job of it was not stacked."""
+
+
+class StackedEngine:
+    """In this process, on one device."""
+
+    def __init__(
+        self,
+        runners: Mapping[SiteId, SiteRunner],
+        threads: int = 1,
+        most: int | None = None,
+        compile: Compile = "auto",
+    ) -> None:
+        """`most`: sites in one stack; None: as many as the device's memory holds."""
+        self.runners, self.most, self.compile = runners, most, compile
+        self.compiling, self.rounds = compile == "always", 0
+        self.uncompiled = ""
+        """Why compiling did not work."""
+        self._rooms: dict[Any, int] = {}
+        self._unstackable: dict[Any, str] = {}
+        """Jobs that turned out not to stack, and why."""
+        torch.set_num_threads(threads)
+        keep_freed_memory()
+
+    def exchange(
+        self, round: int, sent: Mapping[SiteId, bytes], deadline: float | None
+    ) -> Iterable[tuple[SiteId, Answer]]:
+        guests: dict[SiteId, Guest] = {}
+        foresight = Foresight([self.runners[site] for site in sent])
+        for site in sent:
+            begun = failing(partial(self._begin, sent, site, foresight))
+            if isinstance(begun, Guest):
+                guests[site] = begun
+            else:
+                yield site, begun
+        left = max((guest.visit.site.rounds - round for guest in guests.values()), default=0)
+        spent = 0.0
+        while guests:
+            for together in self._groups(guests):
+                began = time.perf_counter()
+                results = failing(partial(self._run, [guests[site] for site in together]))
+                spent += time.perf_counter() - began
+                yield from self._hand_in(guests, together, results)
+        self._consider_compiling(spent * left)
+
+    def close(self) -> None:
+        """Nothing to release."""
+
+    def _begin(self, sent: Mapping[SiteId, bytes], site: SiteId, foresight: Foresight) -> Guest | Message:
+        runner = self.runners[site]
+        order = handed(sent, site)
+        runner.check(order)
+        predict = partial(foresight.predict, runner)
+        if order.fields["purpose"] == "evaluate":
+            return runner.evaluate(order, predict)
+        visit = runner.begin(order, predict)
+        work = runner.work(visit)
+        try:
+            return Guest(runner, visit, work, next(work))
+        except StopIteration as end:  # a site that has nothing to do this round
+            update, memory = end.value
+            return runner.end(visit, update, memory)
+
+    def _groups(self, guests: Mapping[SiteId, Guest]) -> list[list[SiteId]]:
+        """Sites whose next jobs run as one, in stacks that fit into memory; the others alone."""
+        stacks: dict[Any, list[SiteId]] = {}
+        known: dict[int, Any] = {}
+        for site, guest in guests.items():
+            stacks.setdefault(self._key(site, guest, known), []).append(site)
+        groups = []
+        for key, members in stacks.items():
+            first = guests[members[0]]
+            if len(members) == 1 < len(guests) and isinstance(first.job, Fit):
+                first.alone = first.alone or "no other site's job was like it"
+            size = self._room(key, first) if len(members) > 1 else 1
+            groups += [members[start : start + size] for start in range(0, len(members), size)]
+        return groups
+
+    def _key(self, site: SiteId, guest: Guest, known: dict[int, Any]) -> Any:
+        if not isinstance(guest.job, Fit):
+            return site
+        reason = why_not(guest.job, guest.runner.network) or self._unstackable.get(guest.job.sequence, "")
+        guest.alone = reason or guest.alone
+        # Weights of one shape may belong to networks that differ, as in how much they drop.
+        return site if reason else (*signature(guest.job, guest.visit.site, known), id(guest.runner.network))
+
+    def _room(self, key: Any, guest: Guest) -> int:
+        """How many such jobs one stack may hold."""
+        sequence, training, whole, _, *shapes = key  # whatever the learning rate
+        kind = sequence, training, whole, *shapes
+        if kind not in self._rooms:
+            try:
+                self._rooms[kind] = room(_seat(guest), guest.runner.network)
+            except RuntimeError:  # an objective that fails here fails in training too, where it is told
+                return self.most or len(self.runners)
+        return min(self._rooms[kind], self.most or self._rooms[kind])
+
+    def _run(self, guests: Sequence[Guest]) -> list[Fitted | Tensors]:
+        """The next job of each."""
+        first = guests[0]
+        if len(guests) == 1:
+            return [first.runner.run(first.job, first.visit, first.number)]
+        try:
+            found = fit_stacked([_seat(guest) for guest in guests], first.runner.network, self.compiling)
+        except torch._dynamo.exc.TorchDynamoException as error:  # no compiler here, or one that cannot do this
+            self.compile, self.compiling = "never", False
+            self.uncompiled = str(error).strip().partition("\n")[0][:160] or type(error).__name__
+            return self._run(guests)
+        except NotStackableError as error:
+            assert isinstance(first.job, Fit)
+            self._unstackable[first.job.sequence] = str(error)
+            for guest in guests:
+                guest.alone = str(error)
+            return [guest.runner.run(guest.job, guest.visit, guest.number) for guest in guests]
+        except torch.OutOfMemoryError:
+            torch.cuda.empty_cache()
+            self.most = half = (len(guests) + 1) // 2
+            return [*self._run(guests[:half]), *self._run(guests[half:])]
+        for guest in guests:
+            guest.together = max(guest.together, len(guests))
+            if self.uncompiled:
+                guest.alone = guest.alone or f"stacked, but it could not be compiled: {self.uncompiled}"
+        return [*found]
+
+    def _hand_in(
+        self, guests: dict[SiteId, Guest], sites: Sequence[SiteId], results: Sequence[Fitted | Tensors] | Failure
+    ) -> Iterator[tuple[SiteId, Answer]]:
+        """Send results into the sites' generators, and hand in those that are done."""
+        for number, site in enumerate(sites):
+            ended: Answer | None = results if isinstance(results, Failure) else None
+            if not isinstance(results, Failure):
+                ended = failing(partial(self._next, guests[site], results[number]))
+            if ended is not None:
+                del guests[site]
+                yield site, ended
+
+    def _next(self, guest: Guest, result: Fitted | Tensors) -> Message | None:
+        """The site's reply if that was its last job, else None."""
+        try:
+            guest.number += counts(guest.job)
+            guest.job = guest.work.send(result)
+            return None
+        except StopIteration as end:
+            update, memory = end.value
+            return guest.runner.end(guest.visit, update, memory, guest.together, guest.alone)
+
+    def _consider_compiling(self, seconds: float) -> None:
+        """After the second round, whose time is that of the rounds to come."""
+        self.rounds += 1
+        device = next(iter(self.runners.values())).network.device
+        if self.compile == "auto" and self.rounds > 1 and device.type == "cuda":
+            self.compiling = self.compiling or seconds > WORTH_COMPILING
+
+
+def _seat(guest: Guest) -> Seat:
+    assert isinstance(guest.job, Fit)
+    return Seat(guest.job, guest.runner.holdings.train, guest.visit.site, *streams(guest.visit, guest.number))

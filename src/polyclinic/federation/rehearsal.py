@@ -1,0 +1,76 @@
+"""A round played without training, to see what an algorithm will ask of a site's images."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from polyclinic.core.contract import (
+    Algorithm,
+    Bundle,
+    Federation,
+    Fit,
+    Fitted,
+    Job,
+    Score,
+    Site,
+    SiteId,
+    Stream,
+    Tensors,
+)
+from polyclinic.core.errors import RecipeError
+from polyclinic.federation.site_runner import drive
+from polyclinic.training.network import LiveNetwork
+
+BLANK = 2
+"""Images that scores are tried on."""
+
+
+def rehearse(
+    algorithm: Algorithm, federation: Federation, site: SiteId, network: LiveNetwork, shape: Sequence[int]
+) -> tuple[tuple[Fit, ...], int]:
+    """The training jobs of one round at a site (of the first or the second round, whichever has more), and how many
+    models it has then.
+
+    Every job is answered by the weights it starts from. What a site computes from its images and does not train on is
+    refused unless the algorithm charges for it.
+    """
+    memory: Bundle | None = None
+    rounds: list[list[Fit]] = []
+    for number in (1, 2):
+        found: list[Fit] = []
+        state = algorithm.init(federation)
+        received = algorithm.broadcast(state, site)
+        here = Site(site, federation.sites[site], number, 2, algorithm.training.optimiser.lr, Stream(0))
+        work = algorithm.local(received, memory, here, Stream(0))
+        _, memory = drive(work, lambda job, _: _answered(job, found, algorithm, network, shape))  # noqa: B023
+        rounds.append(found)
+    first, second = rounds
+    models = algorithm.models(algorithm.broadcast(algorithm.init(federation), site), memory)
+    return tuple(first if len(first) > len(second) else second), max(1, len(models))
+
+
+def _answered(
+    job: Job, found: list[Fit], algorithm: Algorithm, network: LiveNetwork, shape: Sequence[int]
+) -> Fitted | Tensors:
+    if isinstance(job, Fit):
+        found.append(job)
+        return Fitted(job.weights, 1, 0.0, {})
+    if not algorithm.charges() and not algorithm.caveat():
+        raise RecipeError(
+            f"the algorithm looks at the {job.part} images of a site beside training on them, which no part of the "
+            "privacy plan pays for; choose another algorithm (pfedcdp does not look with variant: sound and keep: 0), "
+            "privacy.unit: site, or leave privacy out"
+        )
+    return _blank_score(job, network, shape)
+
+
+def _blank_score(job: Score, network: LiveNetwork, shape: Sequence[int]) -> Tensors:
+    weights: Bundle = network.load(job.weights, alone=True)
+    network.evaluation_mode()
+    blank = torch.zeros(BLANK, *shape, device=network.device)
+    batch = blank, torch.zeros(BLANK, dtype=torch.int64, device=network.device)
+    reference = {k: {n: t.to(network.device) for n, t in g.items()} for k, g in job.reference.items()}
+    with torch.no_grad():
+        return job.function(network, weights, batch, reference)

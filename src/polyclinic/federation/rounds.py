@@ -1,0 +1,400 @@
+"""The round loop, written once, used by every engine.
+
+cohort → charge → broadcast → sites work → replies, put into site order → validate → aggregate → cost → snapshot.
+The model a site receives in round t is evaluated there, before training, and entered as round t − 1: so evaluation
+costs no extra message, exactly as it would between real hospitals.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from itertools import chain, islice
+from typing import Any, Literal
+
+import torch
+
+from polyclinic.core.contract import Algorithm, Bundle, Failure, Federation, Part, Site, SiteId, Stage, Stream, Update
+from polyclinic.core.errors import Refused, RoundFailed, StoreError
+from polyclinic.core.failpoints import reach
+from polyclinic.federation.engines import Answer, Engine
+from polyclinic.federation.mailbox import Outbox, in_site_order
+from polyclinic.federation.privacy_budget import Guard
+from polyclinic.federation.reply_checks import checked_report, seconds_of, split_predictions
+from polyclinic.federation.round_log import HELD_OUT as HELD_OUT
+from polyclinic.federation.round_log import Exchanged, lost, mean_report, rows_of, unheard, why_failed
+from polyclinic.federation.schedules import EarlyStop, Schedule
+from polyclinic.federation.server_state import device_of, refuse_changed, settled, versions
+from polyclinic.storage import messages
+from polyclinic.storage.journal import Journal
+from polyclinic.training.network import on
+
+Watch = Callable[[str, Mapping[str, Any]], None]
+Judge = Callable[[Bundle], dict[str, Any]]
+Server = Callable[[Bundle, Site], Bundle]
+"""The server's own work on its public set."""
+POOLED: SiteId = "pooled"
+NOTICEABLE = 1e-4
+"""The share by which a loss must fall to count as better for the plateau schedule, as in torch."""
+LOWER_IS_BETTER = ("loss", "ece")
+
+
+@dataclass(frozen=True)
+class Rules:
+    """How a run proceeds, whatever the algorithm and the engine."""
+
+    rounds: int
+    run: str = "run"
+    seed: int = 0
+    cohort: int | None = None
+    """Sites per round; None: all."""
+    turns: Literal["random", "cyclic"] = "random"
+    """A cohort is drawn anew each time, or sites take turns in the federation's order."""
+    quorum: int = 1
+    deadline: float | None = None
+    schedule: Schedule = Schedule()
+    early_stop: EarlyStop | None = None
+    evaluate_every: int = 1
+    """Evaluate where the round number is a multiple of this; 0: only at the end."""
+    snapshot_every: int = 1
+    max_norm: float = 1e6
+
+
+@dataclass(frozen=True)
+class Progress:
+    """The loop's own state: what resume needs beside the algorithm's."""
+
+    round: int = 0
+    cuts: int = 0
+    best_loss: float = math.inf
+    stale: int = 0
+    best: float = math.inf
+    waited: int = 0
+    stopped: bool = False
+    broke: bool = False
+    """Stopped because the next round could not be paid by the privacy plan."""
+    run: str = ""
+    """The run's own mark, of recipe and data: resume goes on with the same ones or not at all."""
+    remembering: Mapping[SiteId, int] = field(default_factory=dict)
+    """Sites that keep a memory, and the last round of theirs that counted: others are as if they had never been."""
+
+    def as_json(self) -> dict[str, Any]:
+        return {k: None if v == math.inf else v for k, v in asdict(self).items()}
+
+    @staticmethod
+    def from_json(fields: Mapping[str, Any]) -> Progress:
+        values: dict[str, Any] = {k: math.inf if v is None else v for k, v in fields.items()}
+        return Progress(**values)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The end of a run: the final state, how many rounds were played, and whether it stopped early."""
+
+    state: Bundle
+    rounds: int
+    stopped_early: bool
+    broke: bool = False
+    remembering: Mapping[SiteId, int] = field(default_factory=dict)
+
+
+def _handed_over(updates: list[Update]) -> Iterator[Update]:
+    """Each of them, without keeping it."""
+    while updates:
+        yield updates.pop(0)
+
+
+def draw_cohort(sites: Sequence[SiteId], rules: Rules, round: int) -> list[SiteId]:
+    """The sites of a round, from a public stream, in the federation's order."""
+    if rules.cohort is None or rules.cohort >= len(sites):
+        return list(sites)
+    if rules.turns == "cyclic":
+        first = (round - 1) * rules.cohort
+        taking = {(first + place) % len(sites) for place in range(rules.cohort)}
+        return [site for place, site in enumerate(sites) if place in taking]
+    generator = Stream(rules.seed, ("run", "cohort", round)).generator()
+    chosen = torch.randperm(len(sites), generator=generator)[: rules.cohort]
+    return [sites[i] for i in sorted(chosen.tolist())]
+
+
+class Rounds:
+    """A run in progress: a federation, an algorithm, an engine, and the journal that makes it survive."""
+
+    def __init__(
+        self,
+        federation: Federation,
+        algorithm: Algorithm,
+        engine: Engine,
+        rules: Rules,
+        journal: Journal,
+        watch: Watch = lambda *_: None,
+        judge: Judge | None = None,
+        stages: Sequence[Stage] = (),
+        guard: Guard | None = None,
+        desk: Server | None = None,
+    ) -> None:
+        self.federation, self.algorithm, self.engine = federation, algorithm, engine
+        self.rules, self.journal, self.watch, self.judge = rules, journal, watch, judge
+        self.stages, self.guard, self.desk = tuple(stages), guard, desk
+        self._looks: dict[tuple[int, str], tuple[Bundle, int]] = {}
+        """What a group's updates must look like in a round, and their bytes."""
+        self.trainers = [POOLED] if algorithm.pooled else [s for s in federation.sites if s != POOLED]
+
+    def run(self) -> Outcome:
+        """Play all rounds that are left, then finish."""
+        resumed = self.journal.resume()
+        state = self.algorithm.init(self.federation)
+        state = settled(state, state)
+        if resumed:
+            state = settled(on(resumed.state, device_of(state)), state)
+        progress = Progress.from_json(resumed.progress) if resumed else Progress(run=self.rules.run)
+        if progress.run != self.rules.run:
+            raise StoreError(
+                "this run was begun with other data or another recipe than it would now go on with; give it the same "
+                "--data and recipe.yaml, or start anew in another folder"
+            )
+        if self.guard is not None:
+            self.guard.recall(self.journal.charged())
+        while progress.round < self.rules.rounds and not progress.stopped:
+            if not self.affords(state, progress):
+                progress = replace(progress, stopped=True, broke=True)
+            else:
+                state, progress = self.play(state, progress)
+            due = progress.round % self.rules.snapshot_every == 0 or progress.round == self.rules.rounds
+            if due or progress.stopped:
+                self.journal.snapshot(progress.round, state, progress.as_json())
+        state = self.algorithm.finish(state)
+        reach("finished")
+        return Outcome(state, progress.round, progress.stopped, progress.broke, progress.remembering)
+
+    def affords(self, state: Bundle, progress: Progress) -> bool:
+        """Whether the privacy plan, if there is one, can pay the next round."""
+        round = progress.round + 1
+        if self.guard is None or self.guard.affords(round, draw_cohort(self.trainers, self.rules, round), state):
+            return True
+        if round == 1:
+            raise RoundFailed("not even one round can be paid by privacy.epsilon; raise it or privacy.noise")
+        return False
+
+    def play(self, state: Bundle, progress: Progress) -> tuple[Bundle, Progress]:
+        """One round: state in, state out."""
+        round = progress.round + 1
+        reach("round-begun")
+        cohort, book = draw_cohort(self.trainers, self.rules, round), Exchanged()
+        self.watch("round", {"round": round, "cohort": cohort})
+        evaluating = self.rules.evaluate_every > 0 and (round - 1) % self.rules.evaluate_every == 0
+        judged = self.judge(state) if self.judge and evaluating else None
+        began = time.perf_counter()
+        paid = self.guard.charge(round, cohort, state, bool(progress.remembering)) if self.guard else None
+        self.journal.charge(round, cohort, paid)
+        told = evaluating and (self.guard is None or self.guard.tells)
+        updates = self.updates(round, state, cohort, progress, ["validation"] if told else [], book)
+        before, touched = state, versions(state)
+        first = list(islice(updates, 1))
+        if first:
+            state = self.algorithm.aggregate(state, chain(_handed_over(first), updates))
+        refuse_changed(before, touched)
+        if self.guard is not None and book.accepted:
+            state = self.guard.noised(round, before, state, book.shares)
+        state = settled(state, before)
+        if self.desk is not None and self.algorithm.serves and book.accepted:
+            at_desk = Site("server", 0, round, self.rules.rounds, self._rate(round, progress))
+            state = settled(self.desk(state, at_desk), before)
+        if book.accepted < max(1, self.rules.quorum):
+            self.journal.cost("failed round", round, time.perf_counter() - began, book.sites)
+            raise RoundFailed(why_failed(round, book, self.rules.quorum))
+        reach("aggregated")
+        seconds = time.perf_counter() - began
+        self.journal.metrics(rows_of(round, book, judged))
+        self.journal.cost("round", round, seconds, book.sites)
+        remembering = {**progress.remembering, **dict.fromkeys(sorted(book.remembering), round)}
+        progress = advance(replace(progress, round=round, remembering=remembering), book, self.rules)
+        summary: dict[str, Any] = {m: mean_report(book, m) for m in ("loss", "accuracy", "auc")} if evaluating else {}
+        summary["unheard"] = unheard(book, {site: self.algorithm.group(before, site) for site in self.trainers})
+        self.watch("round done", {"round": round, "seconds": seconds, "stopped": progress.stopped, **summary})
+        return state, progress
+
+    def _rate(self, round: int, progress: Progress) -> float:
+        rules = self.rules
+        return self.algorithm.training.optimiser.lr * rules.schedule.share(round, rules.rounds, progress.cuts)
+
+    def updates(
+        self,
+        round: int,
+        state: Bundle,
+        cohort: Sequence[SiteId],
+        progress: Progress,
+        parts: list[Part],
+        book: Exchanged,
+    ) -> Iterator[Update]:
+        """Send, receive, validate: yields each acceptable update in site order and notes what became of every one."""
+        outbox = self.outbox("train", round, state, cohort, parts, progress)
+
+        def refuse(site: SiteId, refusal: Refused) -> None:
+            book.sites.setdefault(site, {}).setdefault("extra", []).append(refusal.kind)
+
+        arrivals = self.engine.exchange(round, outbox, self.rules.deadline)
+        for site, answer in in_site_order(arrivals, self._grouped(state, cohort), refuse):
+            note = book.sites.setdefault(site, {})
+            note["down"] = outbox.sizes.get(site, 0)
+            if cluster := self.algorithm.group(state, site):
+                note["cluster"] = cluster
+            update = self.receive(round, state, site, answer, book)
+            del answer
+            self.watch("site", {"round": round, "site": site, **note})
+            if update is not None:
+                book.accepted += 1
+                book.shares.append(update.examples if self.algorithm.training.weights == "examples" else 1.0)
+                reach("reply-accepted")
+                lent = replace(update, tensors=dict(update.tensors))
+                del update
+                yield lent
+                lent.tensors.clear()  # whatever still holds it, the tensors are gone
+
+    def _grouped(self, state: Bundle, cohort: Sequence[SiteId]) -> list[SiteId]:
+        """The sites of a group side by side, so that each group's updates can be taken one at a time."""
+        groups = {site: self.algorithm.group(state, site) for site in cohort}
+        order = list(dict.fromkeys(groups.values()))
+        return sorted(cohort, key=lambda site: order.index(groups[site]))
+
+    def receive(self, round: int, state: Bundle, site: SiteId, answer: Answer, book: Exchanged) -> Update | None:
+        """A site's update if it is acceptable; what became of it is noted either way."""
+        note = book.sites[site]
+        if isinstance(answer, Failure):
+            note |= {"up": 0, **lost(answer)}
+            return None
+        try:
+            expected = self.expected(round, state, site)
+            reply = messages.accept(answer, expected, lambda sent: self.restore(sent, expected.received))
+            self.algorithm.check(reply.update)
+            book.reports[site] = checked_report(reply.fields)
+        except Refused as refusal:
+            note |= {"up": messages.size(answer), "outcome": "refused", "kind": refusal.kind, "why": str(refusal)}
+            return None
+        note["up"] = messages.size(answer, self._body_size(answer, expected))
+        note |= {"outcome": "accepted", "seconds": seconds_of(reply.fields)}
+        if isinstance(together := reply.fields.get("together"), int) and together > 1:
+            note["together"] = together
+        if isinstance(alone := reply.fields.get("alone"), str) and alone.isprintable() and alone:
+            note["alone"] = alone[:200]
+        if reply.update.scalars:
+            note["scalars"] = dict(reply.update.scalars)
+        if reply.fields.get("remembers") is True:
+            book.remembering.add(site)
+        if reply.drift is not None and not (self.guard and self.guard.hides_drift):
+            note["drift"] = reply.drift
+        return reply.update
+
+    def _body_size(self, answer: bytes | messages.Message, expected: messages.Expected) -> int | None:
+        """Known beforehand of a message that has all it might have: it looks as it must."""
+        if isinstance(answer, bytes) or answer.tensors.keys() != expected.like.keys():
+            return None
+        return next((size for like, size in self._looks.values() if like is expected.like), None)
+
+    def outbox(
+        self,
+        purpose: str,
+        round: int,
+        state: Bundle,
+        sites: Sequence[SiteId],
+        parts: list[Part],
+        progress: Progress = Progress(),
+    ) -> Outbox:
+        rules = self.rules
+        common = {
+            "run": rules.run,
+            "seed": rules.seed,
+            "purpose": purpose,
+            "round": round,
+            "rounds": rules.rounds,
+            "parts": parts,
+            "durable": self.journal.durable(),
+        }
+        counted, rate = progress.remembering, self._rate(round, progress)
+        rates = {s: rate * self.algorithm.rate(self.algorithm.group(state, s)) for s in sites}
+        fields = {s: {**common, "site": s, "lr": rates[s], "remembers": counted.get(s, 0)} for s in sites}
+        return Outbox(fields, lambda site: self.algorithm.broadcast(state, site))
+
+    def expected(self, round: int, state: Bundle, site: SiteId) -> messages.Expected:
+        exchanges, received = self.algorithm.exchanges, self.algorithm.broadcast(state, site)
+        key = round, self.algorithm.group(state, site)
+        if key not in self._looks:
+            self._looks = {(of, group): found for (of, group), found in self._looks.items() if of == round}
+            share = self.algorithm.share(state, key[1])
+            like = {exchange.kind: share.get(exchange.like, {}) for exchange in exchanges}
+            for stage in self.stages:
+                like = stage.out(like, received, Stream(0))  # only what it looks like counts, not its values
+            self._looks[key] = like, messages.body_size(like)
+        return messages.Expected(
+            run=self.rules.run,
+            round=round,
+            site=site,
+            received=received,
+            like=self._looks[key][0],
+            optional=frozenset(exchange.kind for exchange in exchanges if exchange.optional),
+            examples=self.federation.sites[site],
+            max_norm=self.rules.max_norm,
+        )
+
+    def restore(self, tensors: Bundle, received: Bundle) -> Bundle:
+        """Undo the stages, last first."""
+        for stage in reversed(self.stages):
+            tensors = stage.back(tensors, received)
+        return tensors
+
+    def predictions(
+        self, outcome: Outcome, parts: list[Part], beside: Bundle | None = None, tolerant: bool = False
+    ) -> dict[SiteId, Bundle]:
+        """After the last round: what sites predict with the final model(s) and with what is sent `beside`, by model and
+        part; tolerant: without the sites that have none."""
+        round, began, book = outcome.rounds + 1, time.perf_counter(), Exchanged()
+        sites = [s for s in self.federation.sites if s != POOLED]
+        self.journal.charge(round, sites)
+        outbox = self.outbox("evaluate", round, outcome.state, sites, parts, Progress(remembering=outcome.remembering))
+        if beside:
+            models = outbox.tensors
+            outbox.tensors = lambda site: {**models(site), **beside}
+        found: dict[SiteId, Bundle] = {}
+        arrivals = self.engine.exchange(round, outbox, self.rules.deadline)
+        for site, answer in in_site_order(arrivals, sites, lambda *_: None):
+            book.sites[site] = failed = lost(answer)
+            self.watch("evaluated", {"site": site, **failed})
+            if failed and tolerant:
+                continue
+            if isinstance(answer, Failure):
+                raise RoundFailed(f"site {site} could not be evaluated: {answer.sentence}")
+            try:
+                message = answer if isinstance(answer, messages.Message) else messages.decode(answer)
+                messages.check_address(message.fields, self.rules.run, round, site)
+                found[site] = split_predictions(message.tensors.get("predictions", {}), len(self.federation.classes))
+            except Refused as refusal:
+                raise RoundFailed(f"site {site} could not be evaluated: {refusal}") from refusal
+            book.sites[site] = {"down": outbox.sizes[site], "up": messages.size(answer)}
+        self.journal.cost("evaluation", round, time.perf_counter() - began, book.sites)
+        return found
+
+
+def advance(progress: Progress, book: Exchanged, rules: Rules) -> Progress:
+    """Move schedule and early stopping on by what the sites reported of the model they received."""
+    loss = mean_report(book, "loss")
+    if loss is not None:
+        better = loss < progress.best_loss * (1 - NOTICEABLE)
+        stale = 0 if better else progress.stale + 1
+        cut = rules.schedule.name == "plateau" and stale > rules.schedule.patience
+        progress = replace(
+            progress,
+            best_loss=loss if better else progress.best_loss,
+            stale=0 if cut else stale,
+            cuts=progress.cuts + cut,
+        )
+    stop = rules.early_stop
+    value = mean_report(book, stop.metric) if stop else None
+    if stop is not None and value is not None:
+        value = value if stop.metric in LOWER_IS_BETTER else -value
+        better = value < progress.best - stop.min_delta
+        waited = 0 if better else progress.waited + 1
+        best = value if better else progress.best  # small steps add up to an improvement
+        progress = replace(progress, best=best, waited=waited, stopped=waited >= stop.patience)
+    return progress

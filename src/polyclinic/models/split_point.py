@@ -1,0 +1,66 @@
+"""Where a network is cut into extractor and head. Usually before its last layers; FedMP also cuts it after a stage.
+
+A stage ends where images get smaller next: ResNet's `layer1` to `layer4`, as in FedMP; other families likewise. What
+follows the last stage, pooling or a dense layer, belongs to it: cut there, a network is as it was built. Only networks
+that are one chain of layers can be cut.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+from torch import nn
+
+from polyclinic.core.errors import RecipeError
+from polyclinic.models.classifier import Classifier
+
+ENDS: dict[str, tuple[str, ...]] = {
+    "ResNet": ("layer1", "layer2", "layer3"),
+    "ResNet22": ("layer1", "layer2", "layer3", "layer4"),
+    "MobileNetV2": ("3", "6", "13"),
+    "MobileNetV3": ("1", "3", "8"),
+    "EfficientNet": ("2", "3", "5"),
+    "DenseNet": ("denseblock1", "denseblock2", "denseblock3"),
+    "Sequential": ("relu1", "relu2"),
+}
+"""By the extractor's type: the layers after which all stages but the last end."""
+
+
+def stages(classifier: Classifier) -> int:
+    """How many stages the network has."""
+    layers, ends = _chain(classifier)
+    return 1 + sum(end in layers for end in ends)
+
+
+def cut_after(classifier: Classifier, stage: int) -> Classifier:
+    """The same function of images, with the extractor ending after `stage` (1 is the first); layers are shared."""
+    layers, ends = _chain(classifier)
+    last = 1 + sum(end in layers for end in ends)
+    if not 1 <= stage <= last:
+        raise RecipeError(f"model.cut is {stage}, but this network has stages 1 to {last}; choose one of them")
+    if stage == last:
+        return classifier
+    names = list(layers)
+    at = names.index(ends[stage - 1]) + 1
+    early, late = ({name: layers[name] for name in part} for part in (names[:at], names[at:]))
+    return Classifier(nn.Sequential(OrderedDict(early)), nn.Sequential(OrderedDict(late, classify=classifier.head)))
+
+
+def chain(classifier: Classifier) -> list[nn.Module]:
+    """The extractor's layers in the order in which they are computed; none if it is not a chain."""
+    return list(_chain(classifier)[0].values())
+
+
+def _chain(classifier: Classifier) -> tuple[dict[str, nn.Module], tuple[str, ...]]:
+    """The extractor's layers in the order in which they are computed, and those after which stages end."""
+    extractor = classifier.extractor
+    family = type(extractor).__name__
+    if family not in ENDS:
+        return {}, ()
+    children = dict(extractor.named_children())
+    pooled: dict[str, nn.Module] = {"pool": nn.AdaptiveAvgPool2d(1), "flatten": nn.Flatten()}
+    if "features" not in children:
+        children.pop("fc", None)  # what torchvision's network had as its own head
+        return {**children, **({"flatten": nn.Flatten()} if family == "ResNet" else {})}, ENDS[family]
+    inner = dict(children["features"].named_children())
+    return {**inner, **({"relu": nn.ReLU()} if family == "DenseNet" else {}), **pooled}, ENDS[family]

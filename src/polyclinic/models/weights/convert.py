@@ -1,0 +1,92 @@
+"""From a torch checkpoint to safetensors, without running what is in it: another process reads it (`locked_reader`)."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+
+from polyclinic.core.errors import WeightsError
+from polyclinic.models.weights import sandboxed_reader
+
+KEPT = ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH")
+"""All that the reader learns of the environment: where libraries lie."""
+SAID = 1000
+NOT_HERE = "This system cannot shut a process in (it has no resource limits); convert on Linux or macOS."
+
+
+@dataclass(frozen=True)
+class Converted:
+    tensors: int
+    values: int
+
+
+def convert(source: Path, target: Path, key: str | None = None, prefix: str = "") -> Converted:
+    """Write the checkpoint's tensors below `key` whose names begin with `prefix`, without it, to `target`."""
+    if not source.is_file():
+        raise WeightsError(f"There is no checkpoint at {source}; correct the path.")
+    if target.exists():
+        raise WeightsError(f"{target} is there already; remove it, or choose another name.")
+    if not target.parent.is_dir():
+        raise WeightsError(f"There is no folder {target.parent} to write to; make it first.")
+    if importlib.util.find_spec("resource") is None:
+        raise WeightsError(NOT_HERE)
+    number, name = tempfile.mkstemp(suffix=".part", prefix=f".{target.name}.", dir=target.parent)
+    part = Path(name)
+    try:
+        with source.open("rb") as file, os.fdopen(number, "wb") as written:
+            _read_elsewhere(source, file.fileno(), written.fileno(), key, prefix)
+        found = _looked_at(part, source)
+        part.chmod(0o644)
+        part.rename(target)
+    finally:
+        part.unlink(missing_ok=True)
+    return found
+
+
+def _read_elsewhere(path: Path, source: int, target: int, key: str | None, prefix: str) -> None:
+    where = [os.path.abspath(folder) for folder in sys.path]  # the reader starts from another folder
+    order = {"source": source, "target": target, "key": key, "prefix": prefix, "path": where}
+    most = sandboxed_reader.seconds(path.stat().st_size)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-I", "-B", "-W", "ignore", sandboxed_reader.__file__, json.dumps(order)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            pass_fds=(source, target),
+            env={"OMP_NUM_THREADS": "1", **{name: os.environ[name] for name in KEPT if name in os.environ}},
+            cwd="/",
+            timeout=10 * most,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise WeightsError(f"{path}: reading it took more than {10 * most} seconds; try again, or copy it.") from None
+    if done.returncode == 0:
+        return
+    if -done.returncode in (signal.SIGXCPU, signal.SIGKILL):
+        raise WeightsError(
+            f"{path}: reading it took more than {most} seconds of computing, or all memory; it is not what it seems."
+        )
+    said = done.stdout[:SAID].decode("utf-8", "replace").split("\n")[0]
+    clean = "".join(letter if letter.isprintable() else "?" for letter in said)
+    raise WeightsError(f"{path}: {clean or 'whoever read it was stopped; it is not what it seems'}.")
+
+
+def _looked_at(part: Path, source: Path) -> Converted:
+    """What came back, with our own eyes."""
+    try:
+        with safe_open(part, "pt") as file:
+            shapes = [file.get_slice(name).get_shape() for name in file.keys()]  # noqa: SIM118  it is no dict
+    except (SafetensorError, OSError):
+        raise WeightsError(f"{source}: what was read of it is not a set of tensors; it is not what it seems.") from None
+    return Converted(len(shapes), sum(prod(shape) for shape in shapes))

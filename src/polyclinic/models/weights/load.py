@@ -1,0 +1,239 @@
+"""Weights from a local safetensors file or from torchvision's server, fitted to a classifier or refused.
+
+Three spellings of names are understood: torchvision's own (`features.0.0.weight`, `fc.bias`), polyclinic's
+(`extractor.…`, `head.…`, with or without the kind of a saved bundle in front: `model/extractor.…`,
+`buffers/extractor.…`), and that of the published ResNet-22 (`first_conv.weight`, with or without its
+`four_view_resnet.cc.`), which brings no head of ours. Either all tensors fit and are loaded, or nothing changes
+and `WeightsError` says why.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from polyclinic.core.contract import Tensors
+from polyclinic.core.errors import WeightsError
+from polyclinic.models.classifier import Classifier
+
+LISTED = 3
+KINDS = ("model/", "buffers/")
+PARTS = ("extractor.", "head.")
+WAY_OUT = "set `weights` to a local safetensors file instead"
+
+MAMMOGRAM_VIEW = "four_view_resnet.cc."
+"""Of the published model of four views, the network that sees craniocaudal ones."""
+
+# torchvision's published DenseNets still carry the names of an early version: `norm.1` for `norm1`.
+EARLY_DENSENET = re.compile(r"(denselayer\d+\.(?:norm|conv))\.([12]\.)")
+
+# torchvision's Inception was trained on pixels in [−1, 1]; it rescales ImageNet-normalised ones on entry.
+INCEPTION_STEM = "extractor.Conv2d_1a_3x3"
+INCEPTION_SCALE = (0.229 / 0.5, 0.224 / 0.5, 0.225 / 0.5)
+INCEPTION_SHIFT = ((0.485 - 0.5) / 0.5, (0.456 - 0.5) / 0.5, (0.406 - 0.5) / 0.5)
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What was done with a set of weights."""
+
+    source: str
+    skipped: tuple[str, ...]
+    """Names that keep their first values: the final layer's if the weights know another number of classes, the whole
+    head's if they are the published ResNet-22's, which ends before it."""
+    summed: bool
+    """Whether the first convolution was summed over RGB for images of one channel."""
+
+
+def load_weights(classifier: Classifier, path: Path | str) -> Loaded:
+    """Load a safetensors file into `classifier`; see `adopt_weights` for what is fitted and what refused."""
+    return adopt_weights(classifier, _read(Path(path)), str(path))
+
+
+def adopt_weights(classifier: Classifier, tensors: Tensors, source: str) -> Loaded:
+    """Load named tensors into `classifier`; `source` says in reports and errors where they come from.
+
+    Half-precision values become the classifier's float32. The final layer is left alone when it differs in
+    the number of classes only, the whole head by the published ResNet-22, which has none. A first convolution over RGB
+    is summed for a classifier of one channel; but that ResNet-22's three channels are a picture and two heatmaps.
+    Counters of batches seen by BatchNorm may be missing: old files lack them and nothing depends on them.
+    """
+    wanted = classifier.state_dict()
+    found = _translate(classifier, tensors, source)
+    found = {name: _cast(tensor, wanted.get(name)) for name, tensor in found.items()}
+    layers = classifier.leaf_layers()
+    headless = not _is_polyclinic(tensors) and _mammogram_prefix(tensors) is not None
+    if not _is_polyclinic(tensors):
+        found = _fold_inception_input(found)
+    summed = not headless and _sum_over_rgb(f"{layers[0]}.weight", found, wanted)
+    skipped = _drop_other_classes(layers[-1], found, wanted)
+    if headless:
+        skipped = tuple(name for name in wanted if name.startswith("head."))
+    _refuse(list(_mismatches(wanted, found, skipped)), source)
+    classifier.load_state_dict(wanted | found)
+    return Loaded(source, skipped, summed)
+
+
+def download_weights(name: str, *, progress: bool = False) -> Tensors:
+    """torchvision's best ImageNet weights for the network `name`, under torchvision's names.
+
+    torchvision publishes pickled checkpoints. They are read inside torchvision by `torch.load` with
+    `weights_only=True`, which rebuilds tensors and refuses any other object. A download is checked against the
+    first digits of its SHA-256, which its name carries; a file already in torch's cache (`TORCH_HOME`) is not.
+    """
+    from torchvision.models import get_model_weights
+
+    try:
+        weights = get_model_weights(name).DEFAULT
+    except ValueError:
+        raise WeightsError(f"torchvision has no weights for '{name}'; {WAY_OUT}.") from None
+    try:
+        # torch announces the download on standard output, which belongs to the command's own result.
+        with redirect_stdout(sys.stderr):
+            state = weights.get_state_dict(progress=progress, check_hash=True, weights_only=True, map_location="cpu")
+    # Network, disk, hash and unpickling errors have no common base but this.
+    except Exception as error:
+        reason = (str(error) or type(error).__name__).splitlines()[0][:120].rstrip(". ")
+        raise WeightsError(
+            f"The weights of '{name}' could not be had from {weights.url} ({reason}); {WAY_OUT}."
+        ) from error
+    if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
+        raise WeightsError(f"What {weights.url} holds is not a set of named tensors; {WAY_OUT}.")
+    return {key: value.detach() for key, value in state.items()}
+
+
+def _read(path: Path) -> Tensors:
+    if not path.is_file():
+        raise WeightsError(f"There is no weights file at {path}; correct the path in the recipe.")
+    try:
+        tensors: Tensors = load_file(path)
+    except (SafetensorError, OSError) as error:
+        raise WeightsError(f"{path} cannot be read as safetensors ({error}); convert or copy it again.") from error
+    return tensors
+
+
+def _is_polyclinic(tensors: Tensors) -> bool:
+    return any(name.startswith(KINDS + PARTS) for name in tensors)
+
+
+def _mammogram_prefix(tensors: Tensors) -> str | None:
+    """What stands before the names of the published ResNet-22, if it is here."""
+    return next((prefix for prefix in (MAMMOGRAM_VIEW, "") if f"{prefix}first_conv.weight" in tensors), None)
+
+
+def _translate(classifier: Classifier, tensors: Tensors, source: str) -> Tensors:
+    """The same tensors under the classifier's names; a name that has none there is refused later."""
+    if _is_polyclinic(tensors):
+        kinds = {f"model/{name}": name for name, _ in classifier.named_parameters()}
+        kinds |= {f"buffers/{name}": name for name, _ in classifier.named_buffers()}
+        own = [name for name in tensors if name.startswith(KINDS + PARTS)]  # a state may hold more, such as controls
+        pairs = [(kinds.get(name, name), tensors[name]) for name in own]
+    elif (prefix := _mammogram_prefix(tensors)) is not None:
+        used = [name for name in tensors if name.startswith(prefix)]  # beside it are other views' and their own head
+        pairs = [(_from_mammograms(name.removeprefix(prefix)), tensors[name]) for name in used]
+    else:
+        last = classifier.leaf_layers()[-1]
+        used = [name for name in tensors if not name.startswith("AuxLogits.")]
+        pairs = [(_from_torchvision(name, last), tensors[name]) for name in used]
+    translated = dict(pairs)
+    if len(translated) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        _refuse([f"{name} (twice)" for name in twice], source)
+    return translated
+
+
+def _from_torchvision(name: str, last_layer: str) -> str:
+    slot, _, rest = name.partition(".")
+    if slot not in ("classifier", "fc"):
+        return "extractor." + EARLY_DENSENET.sub(r"\1\2", name)
+    return f"{last_layer}.{rest}" if rest in ("weight", "bias") else f"head.{rest}"
+
+
+def _from_mammograms(name: str) -> str:
+    name = re.sub(r"^layer_list\.(\d)\.", lambda found: f"layer{int(found[1]) + 1}.", name)
+    return "extractor." + name.replace("first_conv.", "conv.").replace("final_bn.", "norm.")
+
+
+def _cast(tensor: Tensor, like: Tensor | None) -> Tensor:
+    if like is None or not (like.is_floating_point() and tensor.is_floating_point()):
+        return tensor
+    return tensor.to(like.dtype)
+
+
+def _fold_inception_input(found: Tensors) -> Tensors:
+    """Fold Inception's rescaling of its input (x·scale + shift) into its first layer, where it costs nothing.
+
+    Exact, because that convolution has neither padding nor bias and BatchNorm subtracts a mean after it. A
+    flag on the network would not survive saving, and could not serve images of one channel.
+    """
+    weight, mean = found.get(f"{INCEPTION_STEM}.conv.weight"), found.get(f"{INCEPTION_STEM}.bn.running_mean")
+    if weight is None or mean is None or weight.ndim != 4 or weight.shape[:2] != (len(mean), 3):
+        return found
+    scale, shift = (weight.new_tensor(rgb).view(1, 3, 1, 1) for rgb in (INCEPTION_SCALE, INCEPTION_SHIFT))
+    return found | {
+        f"{INCEPTION_STEM}.conv.weight": weight * scale,
+        f"{INCEPTION_STEM}.bn.running_mean": mean - (weight * shift).sum(dim=(1, 2, 3)),
+    }
+
+
+def _sum_over_rgb(name: str, found: Tensors, wanted: Tensors) -> bool:
+    tensor, like = found.get(name), wanted.get(name)
+    if tensor is None or like is None or tensor.ndim != 4 or like.ndim != 4:
+        return False
+    if (tensor.shape[1], like.shape[1]) != (3, 1):
+        return False
+    found[name] = tensor.sum(dim=1, keepdim=True)
+    return True
+
+
+def _drop_other_classes(layer: str, found: Tensors, wanted: Tensors) -> tuple[str, ...]:
+    """Take the final layer out of `found` if it differs from the wanted one in the number of classes only."""
+    names = (f"{layer}.weight", f"{layer}.bias")
+    weight, bias = (found.get(name) for name in names)
+    if weight is None or bias is None or weight.ndim != 2 or bias.shape != weight.shape[:1]:
+        return ()
+    features, classes = wanted[names[0]].shape[1], wanted[names[0]].shape[0]
+    if weight.shape[1] != features or weight.shape[0] == classes:
+        return ()
+    for name in names:
+        del found[name]
+    return names
+
+
+def _mismatches(wanted: Tensors, found: Tensors, skipped: tuple[str, ...]) -> Iterator[str]:
+    for name, like in wanted.items():
+        tensor = found.get(name)
+        if tensor is None:
+            if name not in skipped and not name.endswith(".num_batches_tracked"):
+                yield f"{name} (missing)"
+        elif tensor.shape != like.shape:
+            yield f"{name} ({_shape(tensor)} instead of {_shape(like)})"
+        elif tensor.dtype != like.dtype:
+            yield f"{name} ({tensor.dtype} instead of {like.dtype})"
+        elif not torch.isfinite(tensor).all():
+            yield f"{name} (not finite)"
+    yield from (f"{name} (unknown)" for name in found if name not in wanted)
+
+
+def _shape(tensor: Tensor) -> str:
+    return "×".join(map(str, tensor.shape)) or "a single number"
+
+
+def _refuse(mismatches: list[str], source: str) -> None:
+    if not mismatches:
+        return
+    more = f" and {len(mismatches) - LISTED} more" if len(mismatches) > LISTED else ""
+    raise WeightsError(
+        f"The weights from {source} do not fit this network: {', '.join(mismatches[:LISTED])}{more};"
+        " give the weights of this architecture."
+    )

@@ -1,0 +1,270 @@
+"""What privacy costs: ε of Gaussian releases, by the accountants of dp-accounting (PLD, RDP) and Opacus (PRV).
+
+Everything that is released is a list of `Spend`s; everything here is a pure function of such lists. No figure is
+optimistic: where a number cannot be exact (losses sorted into buckets) it is an upper bound.
+
+Noise is in units of the clipping norm, and neighbours differ by one unit that is there or not ("add or remove"); with
+"replace" one unit takes the place of another, which may move a sum by twice the norm.
+Both libraries are imported where they are needed: they take a second to start.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Literal, TypeAlias
+
+from polyclinic.core.errors import RecipeError
+
+Accountant: TypeAlias = Literal["pld", "rdp", "prv"]
+Neighbours: TypeAlias = Literal["add or remove", "replace"]
+
+SMALLEST_NOISE, LARGEST_NOISE = 0.01, 1e4
+"""Where `noise_for` looks."""
+FINEST, COARSEST = 1e-5, 1e-2
+"""Bounds on the width of PLD's buckets: any width is pessimistic, a finer one takes longer."""
+PRECISION = 2e-4
+"""About how much PLD's buckets may add to ε (or a quarter of that share of ε, where it is more)."""
+TAIL = 1e-15
+"""Probability that PLD may count as certain loss, each time it composes."""
+
+
+@dataclass(frozen=True, order=True)
+class Spend:
+    """One kind of release, so many times."""
+
+    noise: float
+    """σ, in units of the clipping norm; infinity releases nothing."""
+    rate: float = 1.0
+    """The probability with which each example joins by itself (Poisson); 1 is no sampling."""
+    times: int = 1
+    group: int = 1
+    """Images of one unit (a patient), each sampled by itself."""
+
+    def __post_init__(self) -> None:
+        if not (self.noise >= 0 and 0 <= self.rate <= 1 and self.times >= 0 and self.group >= 1):
+            raise RecipeError(
+                f"{self} cannot be priced: noise and times are at least 0, rate lies in 0 … 1, group is at least 1"
+            )
+
+
+def epsilon(
+    spends: Iterable[Spend],
+    delta: float,
+    accountant: Accountant = "pld",
+    neighbours: Neighbours = "add or remove",
+) -> float:
+    """ε of all spends together; 0 for nothing, infinity where something is released without noise."""
+    if not 0 < delta < 1:
+        raise RecipeError(f"delta is {delta:g}, but must lie between 0 and 1: take less than one over the records")
+    return _epsilon(_merged(spends, neighbours), delta, accountant, neighbours)
+
+
+def delta_for(
+    spends: Iterable[Spend],
+    epsilon: float,
+    accountant: Accountant = "pld",
+    neighbours: Neighbours = "add or remove",
+) -> float:
+    """δ of all spends together at a given ε."""
+    if not epsilon >= 0:
+        raise RecipeError(f"epsilon is {epsilon:g}, but cannot be negative: give the ε at which δ is asked for")
+    merged = _merged(spends, neighbours)
+    if not merged:
+        return 0.0
+    if merged[0].noise == 0:
+        return 1.0
+    if accountant == "pld":
+        return float(_composed(merged, neighbours).get_delta_for_epsilon(epsilon))
+    if accountant == "rdp":
+        return float(_renyi(merged, neighbours).get_delta(epsilon))
+    return _prv_delta(merged, epsilon, neighbours)
+
+
+def noise_for(
+    price: Callable[[float], Iterable[Spend]],
+    epsilon: float,
+    delta: float,
+    accountant: Accountant = "pld",
+    neighbours: Neighbours = "add or remove",
+) -> float:
+    """The least noise whose `price` is at most ε: never too little, at most 0.1 % too much (and never below 0.01)."""
+    if not epsilon > 0:
+        raise RecipeError(f"epsilon is {epsilon:g}, but must be positive: no noise buys an ε of 0")
+    spent = _spent_by(price, delta, accountant, neighbours)
+    enough = 1.0
+    while spent(enough) > epsilon:
+        if enough == LARGEST_NOISE:
+            raise RecipeError(
+                f"even a noise of {LARGEST_NOISE:g} spends ε = {spent(enough):.3g}, above {epsilon:g} at δ = {delta:g}:"
+                " allow a larger epsilon, fewer rounds or smaller batches, or what else the algorithm tells more noise"
+            )
+        enough = min(2 * enough, LARGEST_NOISE)
+    while enough > SMALLEST_NOISE and spent(max(enough / 2, SMALLEST_NOISE)) <= epsilon:
+        enough = max(enough / 2, SMALLEST_NOISE)
+    return enough if enough == SMALLEST_NOISE else _refined(spent, max(enough / 2, SMALLEST_NOISE), enough, epsilon)
+
+
+def _merged(spends: Iterable[Spend], neighbours: Neighbours) -> tuple[Spend, ...]:
+    """The same privacy loss in one form: equal releases added up, all unsampled ones as one Gaussian release."""
+    times: Counter[tuple[float, float, int]] = Counter()
+    for spend in spends:
+        if spend.times and spend.rate and spend.noise < math.inf:
+            times[spend.noise, spend.rate, spend.group] += spend.times
+    if any(noise == 0 for noise, _, _ in times):
+        return (Spend(0.0),)
+    reach = 2 if neighbours == "replace" else 1
+    precision = math.fsum(n * (reach * group / noise) ** 2 for (noise, rate, group), n in times.items() if rate == 1)
+    sampled = [Spend(noise, rate, n, group) for (noise, rate, group), n in times.items() if rate < 1]
+    return tuple(sorted(sampled + ([Spend(precision**-0.5)] if precision else [])))
+
+
+@lru_cache(maxsize=4096)
+def _epsilon(merged: tuple[Spend, ...], delta: float, accountant: Accountant, neighbours: Neighbours) -> float:
+    if not merged:
+        return 0.0
+    if merged[0].noise == 0:
+        return math.inf
+    if accountant == "pld":
+        try:
+            return float(_composed(merged, neighbours).get_epsilon_for_delta(delta))
+        except OverflowError:  # losses beyond what a float's exponent holds: no finite figure is safe
+            return math.inf
+    if accountant == "rdp":
+        return float(_renyi(merged, neighbours).get_epsilon(delta))
+    return _prv(merged, delta, neighbours)
+
+
+def _composed(merged: Sequence[Spend], neighbours: Neighbours) -> Any:
+    """The privacy loss distribution of all releases."""
+    width = _width(merged)
+    parts = [_once(spend.noise, spend.rate, spend.group, width, neighbours) for spend in merged]
+    total, *rest = (part.self_compose(spend.times) for part, spend in zip(parts, merged, strict=True))
+    for part in rest:
+        total = total.compose(part, tail_mass_truncation=TAIL)
+    return total
+
+
+def _width(merged: Sequence[Spend]) -> float:
+    """Of the buckets into which losses are sorted, as a power of two so that calls share what `_once` keeps.
+
+    Buckets of width h add about h²/6 to the variance of each step's loss. ε is about 5·sd + variance/2 at the usual
+    δ, whence what that adds to ε. A large ε needs no more than 1e-5 of itself.
+    """
+    steps = sum(spend.times for spend in merged)
+    variance = sum(s.times * (s.rate * s.group) ** 2 * math.expm1(min(s.noise**-2, 99.0)) for s in merged)
+    unsampled = sum(s.times * (s.group / s.noise) ** 2 for s in merged)
+    spent = min(5 * math.sqrt(v) + v / 2 for v in (variance, unsampled))
+    slope = 5 / (2 * math.sqrt(variance)) + 0.5
+    width = math.sqrt(6 * max(PRECISION, PRECISION * spent / 4) / (steps * slope))
+    return float(2.0 ** math.floor(math.log2(max(min(max(width, FINEST), COARSEST), 1e-5 * spent))))
+
+
+@lru_cache(maxsize=64)
+def _once(noise: float, rate: float, group: int, width: float, neighbours: Neighbours) -> Any:
+    """The privacy loss distribution of one release."""
+    from dp_accounting import NeighboringRelation
+    from dp_accounting.pld import privacy_loss_distribution as pld
+    from scipy.stats import binom
+
+    if rate < 1 and group > 1:
+        if neighbours == "replace":
+            raise RecipeError(
+                f"no accountant prices {group} sampled images of a patient who is replaced by another:"
+                " take neighbours: add or remove"
+            )
+        count = range(group + 1)
+        odds = binom.pmf(count, group, rate)
+        return pld.from_mixture_gaussian_mechanism(noise, count, odds, value_discretization_interval=width)
+    relation = NeighboringRelation.REPLACE_ONE if neighbours == "replace" else NeighboringRelation.ADD_OR_REMOVE_ONE
+    if rate == 1:
+        relation = NeighboringRelation.ADD_OR_REMOVE_ONE  # `_merged` has already counted the double reach
+    return pld.from_gaussian_mechanism(
+        noise, sampling_prob=rate, neighboring_relation=relation, value_discretization_interval=width
+    )
+
+
+def _renyi(merged: Sequence[Spend], neighbours: Neighbours) -> Any:
+    """dp-accounting's RDP accountant after all releases."""
+    from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent
+    from dp_accounting.rdp import RdpAccountant
+
+    _refuse_what_needs_pld(merged, neighbours, "rdp")
+    logging.getLogger("absl").setLevel(logging.ERROR)  # it tells of every order it does without
+    accountant = RdpAccountant()
+    for spend in merged:
+        release = GaussianDpEvent(spend.noise)
+        accountant.compose(PoissonSampledDpEvent(spend.rate, release) if spend.rate < 1 else release, spend.times)
+    return accountant
+
+
+def _prv(merged: Sequence[Spend], delta: float, neighbours: Neighbours) -> float:
+    """The upper end of Opacus' interval, which is 0.01 above its estimate."""
+    import numpy as np
+
+    _refuse_what_needs_pld(merged, neighbours, "prv")
+    with warnings.catch_warnings(), np.errstate(divide="ignore"):
+        # Opacus advises on the orders of a bound it takes on the way, and passes log 0 where nothing is sampled.
+        warnings.simplefilter("ignore")
+        from opacus.accountants import PRVAccountant
+
+        accountant = PRVAccountant()
+        accountant.history = [(spend.noise, spend.rate, spend.times) for spend in merged]
+        try:
+            return float(accountant.get_epsilon(delta))
+        except (ArithmeticError, MemoryError, RuntimeError, ValueError) as error:
+            raise RecipeError(f"the PRV accountant cannot price this run ({error}): take accountant: pld") from error
+
+
+def _prv_delta(merged: tuple[Spend, ...], epsilon: float, neighbours: Neighbours) -> float:
+    """The least δ (to 1 %) whose ε, as Opacus bounds it, is no larger; below 1e-9 Opacus loses its precision."""
+    enough, too_little = 1.0, 1e-9
+    if _epsilon(merged, too_little, "prv", neighbours) <= epsilon:
+        return too_little
+    while enough > 1.01 * too_little:
+        middle = math.sqrt(enough * too_little)
+        if _epsilon(merged, middle, "prv", neighbours) <= epsilon:
+            enough = middle
+        else:
+            too_little = middle
+    return enough
+
+
+def _needs_pld(spend: Spend, neighbours: Neighbours) -> bool:
+    return spend.rate < 1 and (spend.group > 1 or neighbours == "replace")
+
+
+def _refuse_what_needs_pld(merged: Iterable[Spend], neighbours: Neighbours, accountant: Accountant) -> None:
+    if any(_needs_pld(spend, neighbours) for spend in merged):
+        what = "a record that is replaced" if neighbours == "replace" else "several sampled images of one patient"
+        raise RecipeError(f"the {accountant} accountant cannot price {what}: take accountant: pld")
+
+
+def _spent_by(
+    price: Callable[[float], Iterable[Spend]], delta: float, accountant: Accountant, neighbours: Neighbours
+) -> Callable[[float], float]:
+    return lambda noise: epsilon(price(noise), delta, accountant, neighbours)
+
+
+def _refined(spent: Callable[[float], float], too_little: float, enough: float, epsilon: float) -> float:
+    """The least noise between the two, rounded up. Brent's method, because a call of `spent` may take seconds."""
+    from scipy.optimize import brentq
+
+    def excess(log_noise: float) -> float:
+        return math.log(min(max(spent(math.exp(log_noise)), 1e-9), 1e99) / epsilon)
+
+    noise = math.exp(brentq(excess, math.log(too_little), math.log(enough) + 1e-9, xtol=1e-4))
+    while spent(noise := _rounded_up(noise)) > epsilon:
+        noise *= 1.0002
+    return noise
+
+
+def _rounded_up(value: float) -> float:
+    """To five significant digits."""
+    scale: float = 10.0 ** (4 - math.floor(math.log10(value)))
+    return float(math.ceil(value * scale) / scale)

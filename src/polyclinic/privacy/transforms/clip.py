@@ -1,0 +1,55 @@
+"""No update reaches farther than C. Shadin, Zhang, Wang, Pan: Heterogeneity-aware private personalized federated
+learning for medical imaging via contrastive distillation (PFedCDP), Eq. 12; the idea is McMahan, Ramage, Talwar, Zhang:
+Learning differentially private recurrent language models. ICLR 2018.
+
+    (12)  Δ ← Δ / max(1, ‖Δ‖₂ / C),   Δ = (what the site would send) − (what it received), the WHOLE vector
+
+Departures: an update within C·(1 + 10⁻⁶) is not touched, so that it keeps its bits, at the site and at the server; one
+that holds NaN or infinity becomes Δ = 0, because not to answer would tell something as well.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from polyclinic.core.contract import Bundle, Stream
+from polyclinic.core.errors import RecipeError
+from polyclinic.privacy.mechanism import clip, joined, parted
+
+DEVIATIONS = 10
+"""Gaussian noise in d dimensions is longer than (√d + t)·σ with a probability of e^(−t²/2) at most."""
+
+
+@dataclass(frozen=True)
+class Clip:
+    """Clip these kinds, all together as one vector; what was not received is clipped as it is, in the same vector.
+
+    Integers (BatchNorm's counters) pass.
+    """
+
+    bound: float
+    kinds: tuple[str, ...] = ("model",)
+    noise: float = 0.0
+    """The standard deviation of noise that follows at the site: what arrives may be so much longer than `bound`."""
+
+    def __post_init__(self) -> None:
+        if not self.bound > 0:
+            raise RecipeError(f"privacy.clip is {self.bound}; choose a positive length")
+        if not 0 <= self.noise < math.inf:
+            raise RecipeError(f"the noise after clipping is {self.noise}; choose a number of 0 or more")
+
+    def out(self, tensors: Bundle, received: Bundle, rng: Stream) -> Bundle:
+        return self._clipped(tensors, received, self.bound)[0]
+
+    def back(self, tensors: Bundle, received: Bundle) -> Bundle:
+        """Once more, since nobody can tell whether a site has clipped. NaN and infinity are left to be refused."""
+        values = sum(t.numel() for t in joined(tensors, self.kinds).values() if t.is_floating_point())
+        reach = self.noise * (math.sqrt(values) + DEVIATIONS)
+        clipped, length = self._clipped(tensors, received, self.bound + reach)
+        return clipped if math.isfinite(length) else tensors
+
+    def _clipped(self, tensors: Bundle, received: Bundle, bound: float) -> tuple[Bundle, float]:
+        update = joined(tensors, self.kinds)
+        clipped, length = clip(update, bound, joined(received, self.kinds))  # (12)
+        return tensors if clipped is update else parted(clipped, tensors, self.kinds), length

@@ -1,0 +1,45 @@
+"""What whoever runs a recipe should know beside its figures: on the terminal, in privacy.md and in reports."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from polyclinic.algorithms import Averaging
+    from polyclinic.config.recipe import Recipe
+
+
+def remarks(recipe: Recipe, algorithm: Averaging, sizes: Collection[int]) -> list[str]:
+    """Of the algorithm, and of parts that do not do what they are for; `sizes`: training images that sites have."""
+    return [told for told in (algorithm.remark(), *_of_alignment(recipe), *_of_order(recipe, sizes)) if told]
+
+
+def _of_alignment(recipe: Recipe) -> Iterator[str]:
+    options = recipe.algorithm_of()
+    if not getattr(options, "align", 0):
+        return
+    warmup = getattr(options, "warmup", 0)
+    if recipe.rounds <= max(warmup, 1):
+        yield f"nobody aligns: algorithm.warmup is {warmup}, and there are {recipe.rounds} rounds"
+    elif recipe.cohort is not None:
+        yield (
+            "with a cohort a site's features are of another round than those that it is given, and a discriminator may "
+            "learn to tell rounds instead of sites"
+        )
+
+
+def _of_order(recipe: Recipe, sizes: Collection[int]) -> Iterator[str]:
+    training, rounds = recipe.training, recipe.rounds
+    if training.order == "random":
+        return
+    if rounds <= training.order_after:
+        yield f"no case is put in order: training.order_after is {training.order_after}, and there are {rounds} rounds"
+    elif training.steps is not None and sizes:
+        steps, epoch = rounds * training.steps, min(math.ceil(n / training.size(n)) for n in sizes)
+        if steps <= epoch:
+            yield (
+                f"no case is put in order: that begins with a site's second epoch, and {steps} steps in all are no "
+                f"more than the first ({epoch} steps)"
+            )

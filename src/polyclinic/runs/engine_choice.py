@@ -1,0 +1,146 @@
+"""Which engine: as the recipe says, or, for `auto`, by a short measurement of both."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from polyclinic.core.contract import Algorithm, Bundle, Fit, Site, SiteId, Stream
+from polyclinic.core.errors import EngineError, StoreError
+from polyclinic.federation.engines.local import LocalEngine, WorkerEngine
+from polyclinic.federation.engines.stacked import Compile, StackedEngine
+from polyclinic.federation.site_runner import SiteRunner
+from polyclinic.storage.run_files import DiskMemory
+from polyclinic.training.fit import fit
+from polyclinic.training.network import LiveNetwork
+from polyclinic.training.stacked.batching import Seat
+from polyclinic.training.stacked.fit import NotStackableError, fit_stacked, signature, why_not
+
+if TYPE_CHECKING:
+    from polyclinic.runs.experiment import Experiment
+    from polyclinic.runs.ray_engine import RayEngine
+
+TRIED = 8
+"""Sites that take part in the measurement."""
+STEPS = 2
+WORTH = 0.9
+"""Stacking must take at most this share of the time to be worth its rounding."""
+
+
+ASKED = "the recipe says so"
+ELSEWHERE = "the sites are elsewhere"
+
+
+@dataclass(frozen=True)
+class Choice:
+    name: str
+    why: str
+
+
+def make_engine(
+    name: str,
+    runners: Mapping[SiteId, SiteRunner],
+    workers: int,
+    threads: int,
+    compile: Compile = "auto",
+    experiment: Experiment | None = None,
+) -> LocalEngine | WorkerEngine | StackedEngine | RayEngine:
+    """`experiment`: what the runners are of, for engines that make them anew in other processes."""
+    if name == "ray" and experiment is not None:
+        return _on_ray(experiment, runners, workers, threads)
+    if name == "stacked":
+        return StackedEngine(runners, threads, compile=compile)
+    return WorkerEngine(runners, workers, threads) if workers else LocalEngine(runners, threads)
+
+
+def _on_ray(experiment: Experiment, runners: Mapping[SiteId, SiteRunner], workers: int, threads: int) -> RayEngine:
+    try:
+        from polyclinic.runs.ray_engine import RayEngine, assign
+    except ModuleNotFoundError as error:
+        raise EngineError(f"the engine ray needs {error.name}; pip install 'polyclinic[ray]'") from None
+    memory = next(iter(runners.values())).memory
+    assert isinstance(memory, DiskMemory)
+    return RayEngine(assign(experiment, memory), runners, workers, threads)
+
+
+def read_choice(path: Path) -> Choice:
+    """What was chosen for this run before."""
+    try:
+        choice = Choice(**json.loads(path.read_text()))
+        if choice.name not in ("local", "stacked"):
+            raise ValueError(f"there is no engine {choice.name!r}")
+    except (OSError, ValueError, TypeError) as error:
+        raise StoreError(f"{path} is damaged ({error}); remove it, and the engines are measured anew") from error
+    return choice
+
+
+def choose(
+    runners: Mapping[SiteId, SiteRunner],
+    algorithm: Algorithm,
+    state: Bundle,
+    threads: int = 1,
+    cohort: int | None = None,
+) -> Choice:
+    """Time a few steps of as many sites as train at once, if not too many, on both engines; nothing of it is kept.
+
+    Where sites have several networks, those of the one that most have.
+    """
+    torch.set_num_threads(threads)
+    groups: dict[str, list[SiteId]] = {}
+    for site in runners:
+        groups.setdefault(algorithm.group(state, site), []).append(site)
+    group = max(groups, key=lambda name: len(groups[name]))
+    chosen = groups[group][: min(TRIED, cohort or TRIED)]
+    if algorithm.pooled or len(chosen) < 2:
+        return Choice("local", "one place trains, and there is nothing to stack")
+    seats = [_first(runners[site], algorithm, algorithm.broadcast(state, site)) for site in chosen]
+    network = runners[chosen[0]].networks[group]
+    reason = _why_not(seats, network)
+    if reason:
+        return Choice("local", f"sites do not stack: {reason}")
+    ready = [seat for seat in seats if seat is not None]
+    apart = _seconds(lambda: [fit(s.job, network, s.data, s.site, s.stream, s.secret) for s in ready], network)
+    try:
+        together = _seconds(lambda: fit_stacked(ready, network), network)
+    except NotStackableError as error:
+        return Choice("local", f"sites do not stack: {error}")
+    except torch.OutOfMemoryError:
+        return Choice("local", f"{len(ready)} sites as one stack do not fit into the device's memory")
+    figures = f"{STEPS} steps of {len(ready)} sites took {apart * 1e3:.1f} ms apart and {together * 1e3:.1f} ms stacked"
+    return Choice("stacked" if together < WORTH * apart else "local", figures)
+
+
+def _first(runner: SiteRunner, algorithm: Algorithm, received: Bundle) -> Seat | None:
+    """A site's first job, cut to a few steps; None where it does not begin with training."""
+    examples, stream = runner.holdings.train, Stream(0, ("choice", runner.name))
+    site = Site(runner.name, len(examples), 1, 1, algorithm.training.optimiser.lr)
+    job = next(algorithm.local(received, None, site, stream), None)
+    if not isinstance(job, Fit):
+        return None
+    short = replace(job, training=replace(job.training, epochs=None, steps=STEPS))
+    return Seat(short, examples, site, stream, stream.child("secret"))
+
+
+def _why_not(seats: list[Seat | None], network: LiveNetwork) -> str:
+    if any(seat is None for seat in seats):
+        return "their work does not begin with training"
+    jobs = [seat for seat in seats if seat is not None]
+    if len({signature(seat.job, seat.site) for seat in jobs}) > 1:
+        return "their jobs differ in shape"
+    return why_not(jobs[0].job, network)
+
+
+def _seconds(deed: Callable[[], Any], network: LiveNetwork) -> float:
+    """The second time, when everything is loaded and compiled."""
+    deed()
+    began = time.perf_counter()
+    deed()
+    if network.device.type == "cuda":
+        torch.cuda.synchronize(network.device)
+    return time.perf_counter() - began

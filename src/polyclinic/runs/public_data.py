@@ -1,0 +1,107 @@
+"""The server's public set: labelled images that belong to no site, in the shape and the classes of the sites' own."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from polyclinic.core.contract import SiteId, Stream
+from polyclinic.core.errors import DataError
+from polyclinic.data import DATASETS
+from polyclinic.data.examples import Collection, Images, Selection, SiteData
+from polyclinic.data.partitioning.federate import federate
+from polyclinic.data.partitioning.partition import Natural
+
+if TYPE_CHECKING:
+    from polyclinic.config.recipe import PublicSection
+
+PUBLIC = "public"
+HASHED = 256
+"""Images read at a time."""
+
+
+def gather_public(
+    section: PublicSection,
+    data: Path | None,
+    classes: tuple[str, ...],
+    channels: int,
+    size: int,
+    stream: Stream,
+    sites: Mapping[SiteId, SiteData] | None = None,
+    held_out: Images | None = None,
+) -> SiteData:
+    """Load the public set as one site, split by patient. What `sites` hold too, pixel by pixel, or what is held out for
+    testing, is left out of it. Under a privacy plan sites are not to be looked at: that alone would tell on them."""
+    spec = DATASETS[section.name]
+    collection = spec.load(spec.options.model_validate(section.options), stream.child("data"), data)
+    _refuse_shape(section.name, collection, channels, size)
+    collection = _in_order(section.name, collection, classes)
+    held = [*_parts(sites or {}), *([held_out] if held_out is not None else [])]
+    if held:
+        collection = _without(held, collection)
+    one = replace(collection, sites=(PUBLIC,) * len(collection))
+    return federate(one, Natural(), section.split, stream.child("sites"))[PUBLIC]
+
+
+def _refuse_shape(name: str, collection: Collection, channels: int, size: int) -> None:
+    found, wanted = tuple(collection.images.shape[1:]), (channels, size, size)
+    if found != wanted:
+        raise DataError(
+            f"The public set {name} has images of {_told(found)} (channels × height × width), the sites have "
+            f"{_told(wanted)}; set public.channels: {channels} and public.size: {size}, or choose another public set."
+        )
+
+
+def _told(shape: tuple[int, ...]) -> str:
+    return " × ".join(map(str, shape))
+
+
+def _in_order(name: str, collection: Collection, classes: tuple[str, ...]) -> Collection:
+    """The collection with its labels numbered as the sites number theirs."""
+    if sorted(collection.classes) != sorted(classes):
+        raise DataError(
+            f"The public set {name} has the classes {', '.join(collection.classes)}, the sites have "
+            f"{', '.join(classes)}; bring both to the same names with public.task or data.task, "
+            "or choose another public set."
+        )
+    number = torch.tensor([classes.index(label) for label in collection.classes])
+    return replace(collection, labels=number[collection.labels], classes=classes)
+
+
+def _without(held: Sequence[Images | Selection], collection: Collection) -> Collection:
+    """The collection less the images that are held elsewhere, and less all others of those patients."""
+    private = {digest for images in held for digest in _digests(images)}
+    shared = [digest in private for digest in _digests(collection.examples())]
+    people = {patient for patient, known in zip(collection.patients, shared, strict=True) if known}
+    if not people:
+        return collection
+    kept = [row for row, patient in enumerate(collection.patients) if patient not in people]
+    said = f"{sum(shared)} of {len(collection)} images of the public set are at the sites too, or held out for testing"
+    if not kept:
+        raise DataError(f"{said}, so none is left; choose another public set, or other official_parts of this one.")
+    logging.getLogger(__name__).warning("%s; they are left out of it, with all of those patients", said)
+    return replace(
+        collection,
+        images=collection.images[kept],
+        labels=collection.labels[kept],
+        patients=tuple(collection.patients[row] for row in kept),
+        split=collection.split and tuple(collection.split[row] for row in kept),
+    )
+
+
+def _parts(sites: Mapping[SiteId, SiteData]) -> list[Images | Selection]:
+    parts = [part for site in sites.values() for part in (site.train, site.validation, site.test)]
+    return [part for part in parts if isinstance(part, Images | Selection)]
+
+
+def _digests(images: Images | Selection) -> Iterator[bytes]:
+    """A hash of every image, as it is stored."""
+    for index in torch.split(torch.arange(len(images)), HASHED):
+        for image in images.stored(index)[0]:
+            yield hashlib.sha256(image.numpy().tobytes()).digest()

@@ -1,0 +1,293 @@
+"""Many sites on a cluster or several GPUs: Flower's simulation on Ray carries our messages to Ray's actors.
+
+Of Flower 1.41 this takes the backend of its Simulation Runtime, with one generic ClientApp for all sites. Its Grid is
+left out: it polls ten times a second, and would report a dead actor as any other mistake. `run_simulation`, which sets
+both up, is deprecated. An actor builds the sites' runners once, from the recipe and the data folder, as `Experiment`
+does; what sites remember lies on disk, so any actor may serve any site. One that dies is started anew.
+
+Whoever reaches Ray's ports may run programs, and Ray listens on all addresses: so a Ray of our own wants a token. It
+starts no dashboard, sends nothing home, and ends with the engine.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import socket
+import sys
+import tempfile
+import traceback
+from collections.abc import Iterable, Mapping
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import cache, partial
+from importlib.util import find_spec
+from itertools import islice
+from math import ceil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+import yaml
+from flwr.app import ConfigRecord, Context, Message, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.common.constant import PARTITION_ID_KEY, SUPERLINK_NODE_ID
+from flwr.supercore.task_identity import TaskIdentity
+
+from polyclinic.config.recipe import Recipe
+from polyclinic.core.contract import Failure, SiteId
+from polyclinic.core.errors import EngineError, PolyclinicError
+from polyclinic.federation.engines import Answer
+from polyclinic.federation.engines.flower_envelope import packed, unpacked
+from polyclinic.federation.engines.local import answer_or_failure, keep_freed_memory, understood
+from polyclinic.federation.site_runner import SiteRunner
+from polyclinic.runs.networks import at_site
+from polyclinic.runs.privacy_plan import keep_noise
+from polyclinic.storage.run_files import DiskMemory, write_atomically
+
+if TYPE_CHECKING:
+    from polyclinic.runs.experiment import Experiment
+
+ABSENT = "pip install 'polyclinic[ray]'"
+KIND, SITE = "kind", "site"
+QUIET = {
+    "FLWR_TELEMETRY_ENABLED": "0",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_DEDUP_LOGS_SKIP_REGEX": ".",
+}
+"""Nothing goes out, and nothing is printed into our output."""
+OWN = {"RAY_AUTH_MODE": "token", "RAY_gcs_rpc_server_reconnect_timeout_s": "5", "RAY_worker_niceness": "0"}
+"""Of a Ray of our own: what a killed run leaves ends within seconds, and sites' work is no less urgent than others'."""
+AGAIN = {"max_restarts": -1, "max_task_retries": 1}
+"""A message whose actor dies is tried once more by the next one: what a site does for it has effect once. If that one
+dies too, it seems to be what they die of."""
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """What an actor must know to play any site of a run."""
+
+    recipe: str
+    data: Path | None
+    folder: Path
+    """Where the noise of a private run is kept …"""
+    memory: Path
+    """… and what sites remember."""
+    images: str
+    """Fingerprint of the images that the run began with."""
+    device: str
+
+
+def assign(experiment: Experiment, memory: DiskMemory) -> Assignment:
+    """Without a folder of its own, a run's noise is kept beside what its sites remember, as long as it lasts."""
+    folder = experiment.folder or memory.folder
+    if experiment.folder is None and experiment.plan is not None:
+        keep_noise(experiment.plan, folder)
+        write_atomically(folder / "secret", f"{experiment.secret.seed:x}".encode())
+        (folder / "secret").chmod(0o600)
+    return Assignment(
+        experiment.recipe.to_yaml(),
+        experiment.data and experiment.data.resolve(),
+        folder.resolve(),
+        memory.folder.resolve(),
+        experiment.consortium.fingerprint,
+        experiment.network.device.type,
+    )
+
+
+@cache
+def staff(assignment: Assignment) -> Mapping[SiteId, SiteRunner]:
+    """The runners of all sites, in this process."""
+    from polyclinic.runs.experiment import Experiment
+
+    recipe = at_site(Recipe.of(yaml.safe_load(assignment.recipe)), assignment.device)
+    torch.set_num_threads(recipe.engine.threads)
+    keep_freed_memory()
+    experiment = Experiment(recipe, assignment.folder, assignment.data)
+    if experiment.consortium.fingerprint != assignment.images:
+        raise EngineError("the images there are not those that the run began with; give every machine the same data")
+    return experiment.runners(DiskMemory(assignment.memory))
+
+
+def site_app(assignment: Assignment) -> ClientApp:
+    """One application for every site: a message in, the runner's answer out."""
+    app = ClientApp()
+
+    @app.query()
+    def answer(message: Message, context: Context) -> Message:
+        kind, payload = served(assignment, str(context.node_config[SITE]), unpacked(message))
+        content = packed(payload)
+        content[KIND] = ConfigRecord({KIND: kind})
+        return Message(content, reply_to=message)
+
+    return app
+
+
+def served(assignment: Assignment, site: SiteId, data: bytes) -> tuple[str, bytes]:
+    """As `answer_or_failure`; or "unfit", if this process cannot play the sites."""
+    try:
+        runner = staff(assignment)[site]
+    except PolyclinicError as error:
+        return "unfit", str(error).encode()
+    except Exception:
+        return "bug", traceback.format_exc().encode()
+    return answer_or_failure(runner, data)
+
+
+def asked(site: SiteId, node: int, data: bytes) -> tuple[Message, Context]:
+    """A message to a site, and what its application is told beside it."""
+    TaskIdentity.run_id, TaskIdentity.task_id, TaskIdentity.node_id = 1, 1, SUPERLINK_NODE_ID
+    known = Context(1, node, {PARTITION_ID_KEY: node, SITE: site}, RecordDict(), {})
+    return Message(packed(data), node, "query"), known
+
+
+def opened(reply: Message) -> bytes | Failure:
+    """What a site's reply means here."""
+    kind, payload = str(reply.content[KIND][KIND]), unpacked(reply)
+    if kind == "unfit":
+        raise EngineError(f"an actor of Ray's cannot play the sites: {payload.decode()}")
+    return understood(kind, payload, "an actor of Ray's")
+
+
+def shared_out(workers: int, threads: int, cpus: int, gpus: int | None) -> tuple[int, float]:
+    """How many actors, and what share of a GPU each has; `gpus` None: they compute on CPUs.
+
+    Shares are a whole number to a GPU, or an actor would have to sit on two.
+    """
+    if gpus is None:
+        return workers or max(1, cpus // threads), 0.0
+    if not gpus:
+        raise EngineError("Ray has no GPU here; set engine.device: cpu")
+    actors = workers or gpus
+    return actors, 1 / ceil(actors / gpus)
+
+
+class RayEngine:
+    """Sites served by `workers` actors at once (0: one for each GPU, or for every `threads` CPUs)."""
+
+    def __init__(self, assignment: Assignment, sites: Iterable[SiteId], workers: int, threads: int) -> None:
+        if find_spec("ray") is None:
+            raise EngineError(f"the engine ray needs Ray, which is not installed; {ABSENT}")
+        self.nodes = {site: number for number, site in enumerate(sites, 1)}
+        self.lent = ExitStack()
+        try:
+            self.workers, share = self._open(workers, threads, assignment.device == "cuda")
+            self._staff(assignment, threads, share)
+        except BaseException:
+            self.close()
+            raise
+
+    def _open(self, workers: int, threads: int, on_gpu: bool) -> tuple[int, float]:
+        """Connect to the cluster that RAY_ADDRESS names, or start a Ray of our own on this machine."""
+        address = os.environ.get("RAY_ADDRESS") or "local"
+        os.environ.update(QUIET)
+        options: dict[str, Any] = {}
+        if address == "local":
+            token = {"RAY_AUTH_TOKEN": secrets.token_hex(32)}  # which Ray reads once in a process
+            os.environ.update({**OWN, **token, **os.environ})
+            cpus, gpus = os.cpu_count() or 1, torch.cuda.device_count() if on_gpu else None
+            actors, _ = shared_out(workers, threads, cpus, gpus)
+            place = self.lent.enter_context(tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True))
+            options = {"num_cpus": actors * threads, "num_gpus": gpus or 0, "_temp_dir": place}
+        else:
+            _knock(address)
+        import ray
+
+        if ray.is_initialized():
+            raise EngineError("Ray already runs in this process; call ray.shutdown() before the run")
+        self.lent.callback(ray.shutdown)
+        try:
+            ray.init(
+                address,
+                include_dashboard=False,
+                log_to_driver=False,
+                logging_level=logging.CRITICAL,
+                runtime_env={"env_vars": _environment()},
+                **options,
+            )
+        except (ConnectionError, RuntimeError, ValueError) as error:
+            reason = str(error).strip().partition("\n")[0]
+            raise EngineError(f"Ray cannot be had at {address} ({reason}); check RAY_ADDRESS, or unset it") from error
+        found = cast(Any, ray).cluster_resources()
+        return shared_out(workers, threads, int(found.get("CPU", 1)), int(found.get("GPU", 0)) if on_gpu else None)
+
+    def _staff(self, assignment: Assignment, threads: int, share: float) -> None:
+        from flwr.server.superlink.fleet.vce.backend.raybackend import RayBackend
+        from ray import kill
+
+        logging.getLogger("flwr").setLevel(logging.CRITICAL)  # the round loop tells what fails
+        self.backend = RayBackend({"client_resources": {"num_cpus": threads, "num_gpus": share, **AGAIN}})
+        try:
+            self.backend.build(partial(site_app, assignment))
+        except ValueError:
+            raise EngineError(
+                f"no machine of Ray's has {threads} CPUs{' and a GPU' if share else ''} for an actor; lower "
+                "engine.threads, or give Ray more"
+            ) from None
+        idle: list[Any] = cast(Any, self.backend.pool).pool
+        for spare in idle[self.workers :]:
+            kill(spare)
+        del idle[self.workers :]
+        self.workers = len(idle)
+        self.threads = ThreadPoolExecutor(self.workers)
+        self.lent.callback(self._dismiss, list(idle))
+
+    def _dismiss(self, actors: list[Any]) -> None:
+        """Actors first: a thread that waits for one would wait for ever once Ray is gone."""
+        from ray import kill
+
+        self.threads.shutdown(wait=False, cancel_futures=True)
+        for actor in actors:
+            kill(actor)
+        self.threads.shutdown()
+
+    def exchange(
+        self, round: int, sent: Mapping[SiteId, bytes], deadline: float | None
+    ) -> Iterable[tuple[SiteId, Answer]]:
+        """One message more than there are actors is on its way, so that none waits for the next."""
+        waiting = iter(sent)
+        busy: dict[Future[Answer], SiteId] = {}
+        while True:
+            for site in islice(waiting, self.workers + 1 - len(busy)):
+                busy[self.threads.submit(self._ask, site, sent[site])] = site
+            if not busy:
+                return
+            for done in wait(busy, return_when=FIRST_COMPLETED).done:
+                yield busy.pop(done), done.result()
+
+    def _ask(self, site: SiteId, data: bytes) -> Answer:
+        from ray.exceptions import RayError, RayTaskError
+
+        try:
+            reply, _ = self.backend.process_message(*asked(site, self.nodes[site], data))
+        except RayTaskError:
+            raise
+        except RayError as error:
+            return Failure(
+                "dead", f"two actors in turn ended over it ({type(error).__name__}); were they out of memory?"
+            )
+        return opened(reply)
+
+    def close(self) -> None:
+        """End all that was started."""
+        self.lent.close()
+
+
+def _knock(address: str) -> None:
+    """Ray itself would try for minutes."""
+    host, _, port = address.rpartition(":")
+    try:
+        if port.isdigit():
+            socket.create_connection((host.removeprefix("ray://"), int(port)), timeout=5).close()
+    except OSError as error:
+        reason = error.strerror or error
+        raise EngineError(f"Ray cannot be had at {address} ({reason}); check RAY_ADDRESS, or unset it") from None
+
+
+def _environment() -> dict[str, str]:
+    """What actors on other machines must know of this process's environment."""
+    ours = {name: value for name, value in os.environ.items() if name.startswith("POLYCLINIC_")}
+    return {**QUIET, **ours, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}

@@ -1,0 +1,152 @@
+"""What sites that are elsewhere said of themselves: all that a server knows of them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from polyclinic import __version__
+from polyclinic.core.contract import Batch, SiteId
+from polyclinic.core.errors import DataError, EngineError, Refused
+from polyclinic.data.examples import Images, SiteData
+from polyclinic.data.partitioning.federate import SiteSummary
+from polyclinic.runs.sites import Consortium, refuse_name
+
+MOST = 10**9
+
+
+@dataclass(frozen=True)
+class Card:
+    """What a site says of its images: how many, of what shape, and a mark by which to see that they changed."""
+
+    version: str
+    classes: tuple[str, ...]
+    channels: int
+    size: int
+    train: int
+    validation: int
+    test: int
+    groups: tuple[int, int]
+    """Training and validation images of the patient with the most."""
+    fingerprint: str
+
+    @staticmethod
+    def read(fields: Mapping[str, Any]) -> Card:
+        """Refused unless everything is what it should be."""
+        try:
+            counts = [fields[name] for name in ("channels", "size", "train", "validation", "test")]
+            groups, classes = tuple(fields["groups"]), tuple(fields["classes"])
+            version, mark = fields["version"], fields["fingerprint"]
+        except (KeyError, TypeError):
+            raise Refused("json", "a site's card lacks what it must say") from None
+        whole = all(type(number) is int and 0 <= number <= MOST for number in (*counts, *groups))
+        words = all(isinstance(word, str) and len(word) <= 200 for word in (version, mark, *classes))
+        if not whole or not words or len(groups) != 2 or not 2 <= len(classes) <= 10_000 or not all(counts[:3]):
+            raise Refused("json", "a site's card holds values that cannot be")
+        channels, size, train, validation, test = counts
+        return Card(version, classes, channels, size, train, validation, test, (groups[0], groups[1]), mark)
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Absent:
+    """Images that are elsewhere: a number of them, of a shape."""
+
+    count: int
+    shape: tuple[int, ...]
+    largest: int = 1
+
+    def __len__(self) -> int:
+        return self.count
+
+    @property
+    def labels(self) -> Tensor:
+        raise EngineError("labels of another site's images were asked for, which never leave it")
+
+    @property
+    def patients(self) -> tuple[str, ...]:
+        """Nobody's names; but as many images are of one patient as the site says."""
+        alike = min(self.largest, self.count)
+        return (*("1",) * alike, *(str(number) for number in range(2, self.count - alike + 2)))
+
+    def batch(self, index: Tensor) -> Batch:
+        """Blank: only its shape counts, when work is rehearsed."""
+        return torch.zeros(len(index), *self.shape), torch.zeros(len(index), dtype=torch.int64)
+
+    def to(self, device: torch.device) -> Absent:
+        return self
+
+
+@dataclass(frozen=True)
+class Roster(Consortium):
+    """Sites that are elsewhere, in the federation's order, as a consortium without images."""
+
+    cards: Mapping[SiteId, Card]
+
+    @staticmethod
+    def of(cards: Mapping[SiteId, Card]) -> Roster:
+        """Refused where they do not fit together; each sentence names who has to mend it."""
+        first = next(iter(cards.values()))
+        for site, why in misfits(cards).items():
+            raise DataError(f"Site {site} does not fit: {why}.")
+        for site in cards:
+            refuse_name(site)
+        sites = {site: _absent(site, card) for site, card in cards.items()}
+        return Roster(first.classes, sites, None, first.channels, first.size, dict(cards))
+
+    @property
+    def seen(self) -> Mapping[SiteId, SiteData]:
+        return {}
+
+    @cached_property
+    def fingerprint(self) -> str:
+        marks = "|".join(f"{site}:{card.fingerprint}" for site, card in self.cards.items())
+        return hashlib.sha256(marks.encode()).hexdigest()
+
+    def describe(self) -> list[SiteSummary]:
+        """How many images of each class a site has is its own affair."""
+        return [
+            SiteSummary(site=site, train=card.train, validation=card.validation, test=card.test, classes={})
+            for site, card in self.cards.items()
+        ]
+
+    def on(self, device: torch.device, room: int | None = None) -> dict[SiteId, SiteData]:
+        return dict(self.sites)
+
+    def through(self, part: nn.Module, device: torch.device) -> tuple[dict[SiteId, SiteData], Images | None]:
+        """Sites compute it themselves."""
+        return dict(self.sites), None
+
+
+def misfits(cards: Mapping[SiteId, Card]) -> dict[SiteId, str]:
+    """Who has another version, other classes or another shape than most (of equally many, than the first), and why."""
+    kinds = [(card.classes, card.channels, card.size) for card in cards.values()]
+    usual = max(kinds, key=kinds.count, default=None)
+    like = next((site for site, kind in zip(cards, kinds, strict=True) if kind == usual), "")
+    found: dict[SiteId, str] = {}
+    for site, kind in zip(cards, kinds, strict=True):
+        if (theirs := cards[site].version) != __version__:
+            found[site] = f"it runs polyclinic {theirs}, this server {__version__}; install the same on both"
+        for what, own, other in zip(("classes", "channels", "size"), kind, usual or kind, strict=True):
+            if own != other:
+                told = f"it has {what} {_told(own)}, {like} has {_told(other)}"
+                found.setdefault(site, f"{told}; mend its data, or have the recipe's data say which")
+    return found
+
+
+def _absent(site: SiteId, card: Card) -> SiteData:
+    shape = (card.channels, card.size, card.size)
+    train, validation = (Absent(n, shape, of) for n, of in zip((card.train, card.validation), card.groups, strict=True))
+    return SiteData(site, train, validation, Absent(card.test, shape))
+
+
+def _told(value: object) -> str:
+    return ", ".join(value) if isinstance(value, tuple) else str(value)

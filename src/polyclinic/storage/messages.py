@@ -1,0 +1,398 @@
+"""Bytes ↔ messages. The only code that reads what another machine wrote, in every engine.
+
+A message is one frame: `PCL1 | header length | SHA-256 of header | header (JSON) | body (safetensors)`. The header
+holds the body's SHA-256, so every bit is covered. Nothing is executed, nothing is pickled, and nothing larger than what
+was announced is ever allocated. Whatever does not fit is `Refused` by name.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import struct
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from itertools import groupby
+from typing import Any, TypeAlias, TypeGuard
+
+import torch
+from torch import Tensor
+
+from polyclinic.core.contract import Bundle, SiteId, Tensors, Update
+from polyclinic.core.errors import Refused
+from polyclinic.core.flat_tensors import Row, distance, rowed
+from polyclinic.core.strict_json import parse_json
+
+MAGIC = b"PCL1"
+SCHEMA = 1
+PREFIX = struct.Struct("<4sI32s")
+MAX_HEADER = 1 << 20
+MAX_TABLE = 100_000_000
+"""Bytes of names, shapes and dtypes: safetensors' own limit, for readers that do not know what to expect."""
+Entry: TypeAlias = tuple[str, torch.dtype, tuple[int, ...], int]
+"""A tensor's name, dtype, shape and bytes."""
+ALIGNMENT = 64
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+OVERHEAD = 1 << 16
+"""Allowance, beyond the tensors themselves, for names, shapes and one site's report."""
+LARGEST = 1e100
+"""Numbers that sites report lie within this, so that weighing them with counts stays finite."""
+EXACT = 1 << 53
+"""Integers within this are averaged without loss."""
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore", UserWarning)
+    torch.frombuffer(b"\0", dtype=torch.uint8)  # torch warns once per process that messages cannot be written to
+
+
+@dataclass(frozen=True)
+class Message:
+    """A decoded frame: JSON fields and tensors by kind."""
+
+    fields: Mapping[str, Any]
+    tensors: Bundle
+
+
+@dataclass(frozen=True)
+class Body:
+    """Encoded tensors, made once and sent to many."""
+
+    data: bytes
+    sha256: str
+
+
+def flatten(bundle: Bundle) -> Tensors:
+    if wrong := [kind for kind in bundle if "/" in kind]:
+        raise ValueError(f"the kind {wrong[0]!r} has a slash: it would come back as another kind")
+    return {f"{kind}/{name}": t for kind, tensors in bundle.items() for name, t in tensors.items()}
+
+
+def unflatten(tensors: Mapping[str, Tensor]) -> Bundle:
+    bundle: Bundle = {}
+    for path, tensor in tensors.items():
+        kind, slash, name = path.partition("/")
+        if not slash:
+            raise Refused("name", f"tensor {path[:60]!r} has no kind")
+        bundle.setdefault(kind, {})[name] = tensor
+    return {kind: rowed(group) for kind, group in bundle.items()}
+
+
+def digest(bundle: Bundle) -> str:
+    """SHA-256 of names, dtypes, shapes and values, whatever order they were put in."""
+    total = hashlib.sha256()
+    for path, tensor in sorted(flatten(bundle).items()):
+        total.update(json.dumps([path, str(tensor.dtype), list(tensor.shape)]).encode())
+        total.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return total.hexdigest()
+
+
+def encode_body(bundle: Bundle) -> Body:
+    """The tensors as a safetensors file, the widest dtypes first so that every tensor lies at a proper address."""
+    data = b"".join(_pieces(bundle))
+    return Body(data, hashlib.sha256(data).hexdigest())
+
+
+def _pieces(bundle: Bundle) -> list[bytes | memoryview]:
+    """What a body is made of, as views of the tensors: no copy."""
+    tensors, table = _in_order(bundle)
+    views = (t.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data for t in tensors)
+    return [len(table).to_bytes(8, "little"), table, *views]
+
+
+def _in_order(bundle: Bundle) -> tuple[list[Tensor], bytes]:
+    tensors = sorted(flatten(bundle).items(), key=lambda item: (-item[1].element_size(), item[0]))
+    return [t for _, t in tensors], _table(tuple((path, tensor.dtype, tensor.shape) for path, tensor in tensors))
+
+
+@lru_cache(maxsize=16)
+def _table(layout: tuple[tuple[str, torch.dtype, torch.Size], ...]) -> bytes:
+    table, position = {}, 0
+    for path, dtype, shape in layout:
+        end = position + math.prod(shape) * dtype.itemsize
+        table[path] = {"dtype": NAMES[dtype], "shape": list(shape), "data_offsets": [position, end]}
+        position = end
+    text = json.dumps(table, separators=(",", ":")).encode()
+    return text + b" " * (-len(text) % 8)
+
+
+def pack(fields: Mapping[str, Any], body: Body) -> bytes:
+    return _frame(fields, body.sha256, [body.data])
+
+
+def encode(fields: Mapping[str, Any], bundle: Bundle) -> bytes:
+    """A message that is sent once: its tensors are copied once, straight into it."""
+    pieces, total = _pieces(bundle), hashlib.sha256()
+    for piece in pieces:
+        total.update(piece)
+    return _frame(fields, total.hexdigest(), pieces)
+
+
+def _frame(fields: Mapping[str, Any], checksum: str, body: Sequence[bytes | memoryview]) -> bytes:
+    header = _header(fields, checksum)
+    return b"".join((PREFIX.pack(MAGIC, len(header), hashlib.sha256(header).digest()), header, *body))
+
+
+def _header(fields: Mapping[str, Any], checksum: str) -> bytes:
+    header = json.dumps({**fields, "schema": SCHEMA, "body": checksum}, allow_nan=False).encode()
+    return header + b" " * (-(PREFIX.size + len(header)) % ALIGNMENT)
+
+
+def size(message: bytes | Message, body: int | None = None) -> int:
+    """The bytes a message has, or would have if it travelled; `body` of them for its tensors, if that is known."""
+    if isinstance(message, bytes):
+        return len(message)
+    header = _header(message.fields, "0" * 2 * hashlib.sha256().digest_size)
+    return PREFIX.size + len(header) + (body_size(message.tensors) if body is None else body)
+
+
+def body_size(bundle: Bundle) -> int:
+    return _body_size(tuple((p, t.dtype, t.shape) for p, t in flatten(bundle).items()))
+
+
+@lru_cache(maxsize=16)
+def _body_size(layout: tuple[tuple[str, torch.dtype, torch.Size], ...]) -> int:
+    values = sum(math.prod(shape) * dtype.itemsize for _, dtype, shape in layout)
+    return 8 + len(_table(tuple(sorted(layout, key=lambda entry: (-entry[1].itemsize, entry[0]))))) + values
+
+
+def decode(data: bytes, limit: int | None = None, table: int = MAX_TABLE) -> Message:
+    """The message in `data`, or `Refused`. Checks everything that can be checked without knowing what was expected.
+
+    `limit` and `table`: the most bytes that the message, and the table of its tensors, may have.
+    """
+    if not data:
+        raise Refused("empty", "the message has no bytes")
+    if limit is not None and len(data) > limit:
+        raise Refused("oversize", f"{len(data)} bytes where at most {limit} were expected")
+    if len(data) < PREFIX.size or data[:4] != MAGIC:
+        raise Refused("format", "this is not a polyclinic message")
+    _, length, checksum = PREFIX.unpack_from(data)
+    if length > MAX_HEADER or PREFIX.size + length > len(data):
+        raise Refused("header", f"a header of {length} bytes is announced in a message of {len(data)}")
+    if (PREFIX.size + length) % ALIGNMENT:
+        raise Refused("header", f"the header's {length} bytes would leave the tensors at an odd address")
+    header = data[PREFIX.size : PREFIX.size + length]
+    if hashlib.sha256(header).digest() != checksum:
+        raise Refused("checksum", "the header does not match its checksum")
+    fields = _parse_header(header)
+    body = memoryview(data)[PREFIX.size + length :]
+    if hashlib.sha256(body).hexdigest() != fields["body"]:
+        raise Refused("checksum", "the tensors do not match their checksum")
+    return Message(fields, unflatten(_parse_body(body, table)))
+
+
+def _parse_header(header: bytes) -> dict[str, Any]:
+    fields = parse_json(header, "json")
+    schema = fields.get("schema")
+    if not isinstance(fields.get("body"), str):
+        raise Refused("json", "the header names no checksum of the body")
+    if type(schema) is not int or schema != SCHEMA:
+        raise Refused("schema", f"schema {shown(schema)} where {SCHEMA} is spoken; install the same version")
+    return fields
+
+
+def shown(value: object) -> str:
+    """What a stranger wrote, harmless in a log: short, escaped, and lists without what is nested in them."""
+    return repr(value)[:60] if value is None or isinstance(value, str | int | float) else f"a {type(value).__name__}"
+
+
+def _parse_body(body: memoryview, most: int) -> Tensors:
+    """Read safetensors without a copy: tensors are views of the message, and read-only by contract.
+
+    Stricter than the format: every byte belongs to exactly one tensor, in the order of the header, and a tensor's
+    bytes are exactly what its shape and dtype need. So what is announced can never exceed what was sent.
+    """
+    length = int.from_bytes(body[:8], "little")
+    if len(body) < 8 or length > min(len(body) - 8, most):
+        raise Refused("tensors", f"a table of {length} bytes is announced in a body of {len(body)}")
+    tensors: Tensors = {}
+    position = 8 + length
+    for dtype, entries in groupby(_layout(bytes(body[8:position])), key=lambda entry: entry[1]):
+        alike = list(entries)
+        sizes = [size for _, _, _, size in alike]
+        end = position + sum(sizes)
+        if end > len(body):
+            raise Refused("tensors", f"{alike[-1][0][:60]!r} ends beyond the message")
+        pieces = torch.split(_view(alike, body[position:end], dtype), [size // dtype.itemsize for size in sizes])
+        tensors |= {name: piece.view(shape) for (name, _, shape, _), piece in zip(alike, pieces, strict=True)}
+        position = end
+    if position != len(body):
+        raise Refused("tensors", f"{len(body) - position} bytes belong to no tensor")
+    return tensors
+
+
+@lru_cache(maxsize=16)
+def _layout(table: bytes) -> tuple[Entry, ...]:
+    """What a table says, checked. Sites of one federation send the same table again and again."""
+    entries, position = [], 0
+    for name, entry in sorted(parse_json(table, "tensors").items(), key=_offset):
+        dtype, shape, size = _parse_entry(name, entry, position)
+        if (8 + len(table) + position) % dtype.itemsize:
+            raise Refused("tensors", f"{name[:60]!r} lies at an odd address")
+        entries.append((name, dtype, shape, size))
+        position += size
+    return tuple(entries)
+
+
+def _offset(item: tuple[str, Any]) -> int:
+    try:
+        start = item[1]["data_offsets"][0]
+    except (TypeError, KeyError, IndexError):
+        raise Refused("tensors", f"{item[0][:60]!r} has no place in the message") from None
+    return start if type(start) is int else -1
+
+
+def _parse_entry(name: str, entry: Any, start: int) -> tuple[torch.dtype, tuple[int, ...], int]:
+    spoken, shape, place = entry.get("dtype"), entry.get("shape"), entry["data_offsets"]
+    dtype = DTYPES.get(spoken) if isinstance(spoken, str) else None
+    if dtype is None:
+        raise Refused("dtype", f"{name[:60]!r} is {shown(spoken)}, which is not spoken here")
+    if not isinstance(shape, list) or not all(type(n) is int and 0 <= n < 1 << 48 for n in shape) or len(shape) > 16:
+        raise Refused("shape", f"{name[:60]!r} has no proper shape")
+    size = math.prod(shape) * dtype.itemsize
+    if not size and math.prod(n or 1 for n in shape) >> 48:
+        raise Refused("shape", f"{name[:60]!r} is empty, but its shape is too large to be handled")
+    if place != [start, start + size] or not all(type(n) is int for n in place) or len(entry) > 3:
+        raise Refused("tensors", f"{name[:60]!r} does not lie where its shape and dtype put it")
+    return dtype, tuple(shape), size
+
+
+def _view(entries: Sequence[Entry], data: memoryview, dtype: torch.dtype) -> Tensor:
+    """All tensors of one dtype, which lie side by side, as one."""
+    if not data:
+        return torch.empty(0, dtype=dtype)
+    if dtype is torch.bool and bytes(data).translate(None, b"\0\1"):
+        names = ", ".join(name[:60] for name, *_ in entries[:3])
+        raise Refused("tensors", f"{names!r} hold bytes that are neither true nor false")
+    return torch.frombuffer(data, dtype=dtype)
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What the server will accept from one site in one round."""
+
+    run: str
+    round: int
+    site: SiteId
+    received: Bundle
+    """What the site was sent; updates are measured as the distance from it."""
+    like: Mapping[str, Tensors]
+    """By kind: tensors with the names, shapes and dtypes that must come back."""
+    optional: frozenset[str] = frozenset()
+    examples: int = 1
+    """What the site registered: it may never claim more."""
+    max_norm: float = 1e6
+
+    @cached_property
+    def limit(self) -> int:
+        """The most bytes its message may have …"""
+        return self.table + sum(t.nbytes for tensors in self.like.values() for t in tensors.values())
+
+    @cached_property
+    def table(self) -> int:
+        """… and the most that names, shapes and dtypes may take of them, since reading those multiplies their size."""
+        return OVERHEAD + sum(256 + len(n) for tensors in self.like.values() for n in tensors)
+
+
+@dataclass(frozen=True)
+class Reply:
+    """An accepted update with what the site reported, and how far its weights moved (client drift)."""
+
+    update: Update
+    fields: Mapping[str, Any]
+    drift: float | None
+    """None where no weights were sent."""
+
+
+def accept(
+    data: bytes | Message, expected: Expected, restore: Callable[[Bundle], Bundle] = lambda tensors: tensors
+) -> Reply:
+    """Decode a site's reply and check everything about it: names, shapes, dtypes, values, weight, round, site, size."""
+    message = data if isinstance(data, Message) else decode(data, expected.limit, expected.table)
+    fields = message.fields
+    check_address(fields, expected.run, expected.round, expected.site)
+    examples = fields.get("examples")
+    if type(examples) is not int or not 0 < examples <= expected.examples:
+        raise Refused("examples", f"{shown(examples)} training examples where {expected.examples} are registered")
+    for kind in message.tensors.keys() - expected.like.keys():
+        raise Refused("kind", f"{kind[:60]!r} was not agreed to leave a site")
+    for kind, like in expected.like.items():
+        if kind in message.tensors or not (kind in expected.optional or not like):
+            _check_like(kind, message.tensors.get(kind, {}), like)
+    tensors = restore(message.tensors)
+    drift = _check_values(tensors, expected)
+    return Reply(Update(tensors, examples, expected.site, scalars_of(fields)), fields, drift)
+
+
+def check_address(fields: Mapping[str, Any], run: str, round: int, site: SiteId) -> None:
+    """The message belongs to this run, this round and this site: no replay, no impostor."""
+    for name, wanted in (("run", run), ("site", site), ("round", round)):
+        found = fields.get(name)
+        if found != wanted or type(found) is not type(wanted):
+            raise Refused(name, f"{shown(found)} where {wanted!r} was expected")
+
+
+def _check_like(kind: str, tensors: Tensors, like: Tensors) -> None:
+    if isinstance(tensors, Row) and tensors.is_like(like):
+        return
+    for name in like.keys() - tensors.keys():
+        raise Refused("missing", f"{kind}/{name} is not there")
+    for name in tensors.keys() - like.keys():
+        raise Refused("extra", f"{kind}/{name[:60]!r} was not asked for")
+    for name, tensor in tensors.items():
+        if tensor.shape != like[name].shape:
+            raise Refused("shape", f"{kind}/{name} is {tuple(tensor.shape)}, not {tuple(like[name].shape)}")
+        if tensor.dtype != like[name].dtype:
+            raise Refused("dtype", f"{kind}/{name} is {tensor.dtype}, not {like[name].dtype}")
+
+
+def _check_values(tensors: Bundle, expected: Expected) -> float | None:
+    """Every value is finite and each kind lies within `max_norm` of what was sent; returns the model's distance."""
+    drift: float | None = None
+    for kind, group in tensors.items():
+        start = expected.received.get(kind, {})
+        norm = distance(group, start)
+        if not math.isfinite(norm):
+            bad = next((n for n, t in group.items() if not bool(torch.isfinite(t).all())), None)
+            if bad is not None:
+                raise Refused(
+                    "finite",
+                    f"{kind}/{bad} holds NaN or infinity; training diverged, lower the learning rate",
+                )
+        if not norm <= expected.max_norm:
+            raise Refused("norm", f"{kind} moved by {norm:.3g}, more than {expected.max_norm:.3g} in one round")
+        counts = [tensor.reshape(-1) for tensor in group.values() if tensor.dtype == torch.int64 and tensor.numel()]
+        if counts and max(abs(int(v)) for v in torch.cat(counts).aminmax()) > EXACT:
+            raise Refused("norm", f"{kind} holds counts beyond {EXACT}")
+        drift = norm if kind == "model" else drift
+    return drift
+
+
+def scalars_of(fields: Mapping[str, Any]) -> dict[str, float]:
+    scalars = fields.get("scalars", {})
+    if not isinstance(scalars, dict):
+        raise Refused("scalars", "scalars are not an object")
+    for name, value in scalars.items():
+        if not is_number(value):
+            raise Refused("scalars", f"{name[:40]!r} is not a finite number")
+    return {name: float(value) for name, value in scalars.items()}
+
+
+def is_number(value: object) -> TypeGuard[int | float]:
+    """A number that can be reckoned with: neither true or false, nor infinite, nor an integer of 400 digits."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and -LARGEST <= value <= LARGEST

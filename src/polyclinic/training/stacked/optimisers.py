@@ -1,0 +1,91 @@
+"""SGD, Adam and AdamW for all sites of a stack at once, as torch.optim takes them one by one."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from polyclinic.core.contract import Bundle, Optimiser, Tensors
+
+BETA_1, BETA_2, EPSILON = 0.9, 0.999, 1e-8
+"""torch.optim.Adam's own."""
+SLOTS = {
+    "sgd": ("momentum_buffer",),
+    "adam": ("step", "exp_avg", "exp_avg_sq"),
+    "adamw": ("step", "exp_avg", "exp_avg_sq"),
+}
+"""What each remembers, by torch.optim's names. From zeros, momentum's first value is the gradient, as there."""
+
+
+class StackedOptimiser:
+    """Every tensor has a leading axis of sites."""
+
+    def __init__(self, options: Optimiser, lr: float, number: int) -> None:
+        self.options, self.lr, self.number = options, lr, number
+        plain = options.name == "sgd" and not options.momentum
+        self.slots: Bundle = {} if plain else {slot: {} for slot in SLOTS[options.name]}
+
+    def restore(self, state: Tensors) -> None:
+        for path, value in state.items():
+            number, slot, name = path.split("/", 2)
+            if int(number) == self.number:
+                self.slots[slot][name] = value
+
+    def state(self) -> Tensors:
+        return {f"{self.number}/{slot}/{n}": t for slot, group in self.slots.items() for n, t in group.items()}
+
+    @torch.no_grad()
+    def step(self, model: Tensors, grads: Tensors, members: Tensor | None) -> None:
+        """Moves the members' rows of `model` (None: all); `grads` holds theirs only."""
+        for slot, group in self.slots.items():
+            for name in grads.keys() - group.keys():
+                group[name] = _zeros(slot, model[name])
+        moved = {"": {name: model[name] for name in grads}}
+        everything = moved | {slot: {name: group[name] for name in grads} for slot, group in self.slots.items()}
+        if members is None:
+            self._step(everything, grads)
+        elif grads:
+            rows = {slot: {name: t[members] for name, t in group.items()} for slot, group in everything.items()}
+            self._step(rows, grads)
+            for slot, group in everything.items():
+                for name, tensor in group.items():
+                    tensor[members] = rows[slot][name]
+
+    def _step(self, rows: Bundle, grads: Tensors) -> None:
+        weights, gradients, options = list(rows[""].values()), list(grads.values()), self.options
+        if options.name == "adamw":
+            torch._foreach_mul_(weights, 1 - self.lr * options.weight_decay)
+        elif options.weight_decay:
+            gradients = list(torch._foreach_add(gradients, weights, alpha=options.weight_decay))
+        slots = [list(rows[slot].values()) for slot in self.slots]
+        if options.name == "sgd":
+            self._sgd(weights, gradients, *slots)
+        else:
+            self._adam(weights, gradients, *slots)
+
+    def _sgd(self, weights: list[Tensor], gradients: list[Tensor], buffers: list[Tensor] | None = None) -> None:
+        if buffers is not None:
+            torch._foreach_mul_(buffers, self.options.momentum)
+            torch._foreach_add_(buffers, gradients)
+        torch._foreach_add_(weights, gradients if buffers is None else buffers, alpha=-self.lr)
+
+    def _adam(
+        self,
+        weights: list[Tensor],
+        gradients: list[Tensor],
+        steps: list[Tensor],
+        means: list[Tensor],
+        squares: list[Tensor],
+    ) -> None:
+        torch._foreach_add_(steps, 1)
+        torch._foreach_lerp_(means, gradients, 1 - BETA_1)
+        torch._foreach_mul_(squares, BETA_2)
+        torch._foreach_addcmul_(squares, gradients, gradients, 1 - BETA_2)
+        for weight, mean, square, step in zip(weights, means, squares, steps, strict=True):
+            count = step.to(weight.dtype).reshape(-1, *[1] * (weight.ndim - 1))
+            scale = self.lr / (1 - BETA_1**count)
+            weight -= scale * mean / (square.sqrt() / (1 - BETA_2**count).sqrt() + EPSILON)
+
+
+def _zeros(slot: str, like: Tensor) -> Tensor:
+    return torch.zeros(len(like), device=like.device) if slot == "step" else torch.zeros_like(like)
