@@ -25,9 +25,9 @@ from typing import Any
 
 from polyclinic.algorithms.optimisation.fedavg import FedAvg
 from polyclinic.core.contract import Failure, Federation, SiteId, Stream, Training, Update
-from polyclinic.deploy.config import Federation as Kits
-from polyclinic.deploy.config import Server, ServerConfig
-from polyclinic.deploy.processes import Child, Reception, attend, serving
+from polyclinic.deploy.config import FederationConfig as Kits
+from polyclinic.deploy.config import ServerSection
+from polyclinic.deploy.processes import Child, SiteRegistration, attend, serving
 from polyclinic.deploy.provisioning.provision import provision
 from polyclinic.deploy.site.config import SiteConfig
 from polyclinic.federation.mailbox import Outbox
@@ -57,7 +57,7 @@ def main() -> None:
 def compare(given: argparse.Namespace, folder: Path, stack: ExitStack) -> None:
     sites = tuple(f"site-{number:02}" for number in range(1, given.sites + 1))
     kits = folder / "kits"
-    provision(Kits(federation="bench", server=Server(host="127.0.0.1", port=free_port()), sites=sites), kits)
+    provision(Kits(federation="bench", server=ServerSection(host="127.0.0.1", port=free_port()), sites=sites), kits)
     reception = stack.enter_context(serving(ServerConfig.load(kits / "server" / "server.yaml")))
     for site in sites:
         command = [sys.executable, "-m", "benchmarks.flower", "site", str(kits / "sites" / site / "site.yaml")]
@@ -80,7 +80,7 @@ def echo(data: bytes) -> bytes:
     return messages.encode({**message.fields, "examples": 1}, message.tensors)
 
 
-def play(reception: Reception, sites: tuple[SiteId, ...], rounds: int) -> list[float]:
+def play(reception: SiteRegistration, sites: tuple[SiteId, ...], rounds: int) -> list[float]:
     """Rounds of FedAvg in which nobody trains."""
     module = build("mobilenet_v2", classes=10, channels=3, size=64, seed=Stream(0))
     algorithm = FedAvg(Training())
@@ -97,7 +97,7 @@ def play(reception: Reception, sites: tuple[SiteId, ...], rounds: int) -> list[f
     return seconds
 
 
-def updates(reception: Reception, round: int, outbox: Outbox) -> Iterator[Update]:
+def updates(reception: SiteRegistration, round: int, outbox: Outbox) -> Iterator[Update]:
     for site, answer in reception.engine.exchange(round, outbox, 120):
         if not isinstance(answer, bytes):
             raise RuntimeError(f"{site}: {answer.sentence if isinstance(answer, Failure) else 'no bytes'}")

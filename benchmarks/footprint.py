@@ -141,7 +141,7 @@ def memory_of_ours() -> dict[str, int]:
 
     from polyclinic.config.recipe import Recipe
     from polyclinic.data.examples import Images, Selection, SiteData
-    from polyclinic.runs.experiment import Consortium, run
+    from polyclinic.runs.experiment import FederatedDataset, run
 
     shared, rows = Images(*images()), torch.arange(CLIENTS * IMAGES).reshape(CLIENTS, IMAGES)
     sites = {
@@ -166,7 +166,7 @@ def memory_of_ours() -> dict[str, int]:
                 "training": {"batch": BATCH, "optimiser": {"lr": LR}},
             }
         )
-        consortium = Consortium(tuple("0123456789"), sites, None, 1, 28)
+        consortium = FederatedDataset(tuple("0123456789"), sites, None, 1, 28)
         run(recipe, Path(folder) / "run", consortium=consortium, watch=watch)
     return {**seen, "all": peak_bytes()}
 

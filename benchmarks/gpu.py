@@ -39,7 +39,7 @@ from polyclinic.storage.run_files import RamMemory
 from polyclinic.training.fit import fit
 from polyclinic.training.losses import task_loss
 from polyclinic.training.network import LiveNetwork, weights_of
-from polyclinic.training.stacked.batching import Seat
+from polyclinic.training.stacked.batching import StackMember
 from polyclinic.training.stacked.fit import fit_stacked
 
 LR = 0.05
@@ -128,7 +128,7 @@ class Bench:
             )
         return found
 
-    def seats(self, model: str, sites: int, precision: Precision = "float32") -> tuple[LiveNetwork, list[Seat]]:
+    def seats(self, model: str, sites: int, precision: Precision = "float32") -> tuple[LiveNetwork, list[StackMember]]:
         """Ten steps each, an epoch."""
         module = build(model, classes=10, channels=1, size=28, dropout=0.0, seed=Stream(0))
         each = 10 * self.batch
@@ -136,7 +136,7 @@ class Bench:
         training = Training(Optimiser("sgd", LR), batch=self.batch, precision=precision)
         job = Fit(weights_of(module.to(self.device)), task_loss, training)
         parts = [Selection.of(shared, torch.arange(n * each, (n + 1) * each)) for n in range(sites)]
-        found = [Seat(job, part, Site(str(n), each, 1, 1, LR), Stream(n)) for n, part in enumerate(parts)]
+        found = [StackMember(job, part, Site(str(n), each, 1, 1, LR), Stream(n)) for n, part in enumerate(parts)]
         return LiveNetwork(module, self.device), found
 
     def single(self, model: str, count: int, compiled: bool) -> Callable[[], None]:

@@ -34,7 +34,7 @@ from polyclinic.data.loading.load import load
 from polyclinic.data.loading.options import ImageOptions
 from polyclinic.data.sources.folder import read_folder
 from polyclinic.data.sources.npz import read_npz
-from polyclinic.evaluation.summary import versions
+from polyclinic.evaluation.summary import package_versions
 from polyclinic.federation.engines.local import keep_freed_memory
 from polyclinic.models import build
 
@@ -194,7 +194,12 @@ def main() -> None:
         print(f"{name:<38}{rates[name]:>12,.0f}{min(found):>12,.0f}{max(found):>12,.0f}")
     for name, bar in promised.items():
         print(f"{name}: {bar['found']:,.1f}, at least {bar['least']:,} wanted: {'met' if bar['met'] else 'NOT MET'}")
-    facts = {"threads": options.threads, "cores": os.cpu_count(), "repeats": options.repeats, "versions": versions()}
+    facts = {
+        "threads": options.threads,
+        "cores": os.cpu_count(),
+        "repeats": options.repeats,
+        "versions": package_versions(),
+    }
     everything = {**facts, "bars": promised, "images_per_second": rates, "every_repeat": lists}
     options.json.write_text(json.dumps(everything, indent=2) + "\n", encoding="utf-8")
 

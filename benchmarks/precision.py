@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from polyclinic import Recipe, run
-from polyclinic.runs.sites import gather
+from polyclinic.runs.sites import load_sites
 
 PRECISIONS = ("float32", "bfloat16")
 METRICS = ("accuracy", "auc")
@@ -60,7 +60,7 @@ def measure(task: str, seeds: int, rounds: int, device: str) -> dict[str, Any]:
     clock = time.process_time if device == "cpu" else time.perf_counter
     found: dict[str, dict[str, list[float]]] = {p: {name: [] for name in (*METRICS, "seconds")} for p in PRECISIONS}
     for seed in range(seeds):
-        hospitals = gather(recipe_of(task, "float32", seed, rounds, device))
+        hospitals = load_sites(recipe_of(task, "float32", seed, rounds, device))
         for precision in PRECISIONS if seed % 2 == 0 else reversed(PRECISIONS):
             begun = clock()
             headline = run(recipe_of(task, precision, seed, rounds, device), consortium=hospitals).headline

@@ -35,7 +35,7 @@ from polyclinic.models import Classifier, build
 from polyclinic.training.fit import fit
 from polyclinic.training.losses import task_loss
 from polyclinic.training.network import LiveNetwork, weights_of
-from polyclinic.training.stacked.batching import Seat
+from polyclinic.training.stacked.batching import StackMember
 from polyclinic.training.stacked.fit import fit_stacked
 
 LR, BATCH, STEPS, SITES = 0.05, 64, 10, 5
@@ -173,7 +173,8 @@ def stack(device: torch.device, each: int, private: Private | None, compiled: bo
     job = Fit(weights_of(live.module), task_loss, Training(Optimiser("sgd", LR), BATCH, private=private))
     parts = [Selection.of(shared, torch.arange(n * each, (n + 1) * each)) for n in range(SITES)]
     seats = [
-        Seat(job, part, Site(str(n), each, 1, 1, LR), Stream(n), Stream(n, ("secret",))) for n, part in enumerate(parts)
+        StackMember(job, part, Site(str(n), each, 1, 1, LR), Stream(n), Stream(n, ("secret",)))
+        for n, part in enumerate(parts)
     ]
     return lambda: fit_stacked(seats, live, compiled)
 

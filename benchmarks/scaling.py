@@ -34,7 +34,7 @@ from polyclinic.core.contract import Stream
 from polyclinic.data import PARTITIONS, Fractions
 from polyclinic.data.examples import Collection
 from polyclinic.data.partitioning.federate import federate
-from polyclinic.runs.experiment import Consortium, run
+from polyclinic.runs.experiment import FederatedDataset, run
 
 IMAGES, SIZE = 20, 28
 MOST_BYTES = 8e9
@@ -57,7 +57,7 @@ def recipe(sites: int, cohort: int, rounds: int) -> Recipe:
     )
 
 
-def consortium(sites: int) -> Consortium:
+def consortium(sites: int) -> FederatedDataset:
     """Random images, divided as those of a data set are."""
     generator, count = torch.Generator().manual_seed(0), sites * IMAGES
     images = torch.randint(256, (count, 1, SIZE, SIZE), generator=generator, dtype=torch.uint8)
@@ -66,7 +66,7 @@ def consortium(sites: int) -> Consortium:
     collection = Collection(images, labels, tuple("0123456789"), patients)
     partition = PARTITIONS["iid"].model_validate({"sites": sites})
     divided = federate(collection, partition, Fractions(), Stream(0), allow_single_class=True)
-    return Consortium(collection.classes, divided, None, 1, SIZE)
+    return FederatedDataset(collection.classes, divided, None, 1, SIZE)
 
 
 def peak_bytes() -> int:

@@ -25,7 +25,7 @@ from polyclinic.models import build
 from polyclinic.training.fit import fit
 from polyclinic.training.losses import task_loss
 from polyclinic.training.network import LiveNetwork, weights_of
-from polyclinic.training.stacked.batching import Seat
+from polyclinic.training.stacked.batching import StackMember
 from polyclinic.training.stacked.fit import fit_stacked
 
 WORK = (("mlp", 8), ("mlp", 28), ("small_cnn", 28))
@@ -34,14 +34,14 @@ SITES = (10, 50)
 IMAGES, BATCH, LR = 200, 32, 0.05
 
 
-def stack(model: str, size: int, sites: int, device: torch.device) -> tuple[LiveNetwork, list[Seat]]:
+def stack(model: str, size: int, sites: int, device: torch.device) -> tuple[LiveNetwork, list[StackMember]]:
     module = build(model, classes=10, channels=1, size=size, dropout=0.0, seed=Stream(0))
     generator = torch.Generator().manual_seed(0)
     images = torch.rand(sites * IMAGES, 1, size, size, generator=generator)
     shared = Images(images, torch.randint(10, (len(images),), generator=generator)).to(device)
     job = Fit(weights_of(module), task_loss, Training(Optimiser("sgd", LR), batch=BATCH))
     seats = [
-        Seat(
+        StackMember(
             job,
             Selection.of(shared, torch.arange(n * IMAGES, (n + 1) * IMAGES)),
             Site(str(n), IMAGES, 1, 1, LR),

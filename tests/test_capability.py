@@ -21,7 +21,7 @@ from polyclinic.config.capability import (
     RESOURCES,
     THRESHOLDS,
     Capability,
-    Card,
+    MachineProfile,
     capability_problems,
     card_of,
     cluster_of,
@@ -42,7 +42,7 @@ SEED = Stream(7)
 GIVEN = {"cpu": 0.9, "memory": 0.5, "battery": 1.0, "network": 0.8}
 
 shares = st.floats(0, 1)
-cards = st.builds(Card, shares, shares, shares, shares)
+cards = st.builds(MachineProfile, shares, shares, shares, shares)
 weights = (
     st.lists(st.integers(0, 100), min_size=4, max_size=4)
     .filter(any)
@@ -71,27 +71,27 @@ def deaf() -> Iterator[tuple[str, int]]:
 
 
 def test_the_score_by_hand() -> None:
-    card = Card(cpu=0.8, memory=0.5, battery=0.2, network=0.9)
+    card = MachineProfile(cpu=0.8, memory=0.5, battery=0.2, network=0.9)
     assert score(card, even_weights()) == pytest.approx((0.8 + 0.5 + 0.2 + 0.9) / 4)
     assert score(card, PAPER) == pytest.approx(0.24 + 0.15 + 0.02 + 0.27)
 
 
 @pytest.mark.parametrize("name", RESOURCES)
 def test_each_weight_belongs_to_its_resource(name: str) -> None:
-    card = Card(0.1, 0.2, 0.3, 0.4)
+    card = MachineProfile(0.1, 0.2, 0.3, 0.4)
     alone = dict.fromkeys(RESOURCES, 0.0) | {name: 1.0}
     assert score(card, alone) == getattr(card, name)
 
 
 @given(cards, weights)
-def test_the_score_is_the_sum_of_equation_1(card: Card, weighed: dict[str, float]) -> None:
+def test_the_score_is_the_sum_of_equation_1(card: MachineProfile, weighed: dict[str, float]) -> None:
     by_hand = sum(weighed[name] * getattr(card, name) for name in RESOURCES)
     assert score(card, weighed) == pytest.approx(by_hand, abs=1e-12)
 
 
 @given(shares, weights)
 def test_a_card_that_is_alike_throughout_scores_just_that(share: float, weighed: dict[str, float]) -> None:
-    assert score(Card(share, share, share, share), weighed) == share
+    assert score(MachineProfile(share, share, share, share), weighed) == share
 
 
 @given(falling)
@@ -108,12 +108,12 @@ def test_a_cluster_begins_exactly_at_its_threshold(thresholds: dict[str, float])
 def test_equation_2_with_our_thresholds() -> None:
     found = [cluster_of(value, THRESHOLDS) for value in (1, 0.66, 0.659, 0.33, 0.329, 0)]
     assert found == ["high", "high", "medium", "medium", "low", "low"]
-    assert cluster_of(score(Card(0.66, 0.66, 0.66, 0.66), PAPER), THRESHOLDS) == "high"
+    assert cluster_of(score(MachineProfile(0.66, 0.66, 0.66, 0.66), PAPER), THRESHOLDS) == "high"
 
 
 @given(cards, weights, falling, st.sampled_from(RESOURCES), shares)
 def test_more_of_anything_never_lowers_the_cluster(
-    card: Card, weighed: dict[str, float], thresholds: dict[str, float], name: str, share: float
+    card: MachineProfile, weighed: dict[str, float], thresholds: dict[str, float], name: str, share: float
 ) -> None:
     better = replace(card, **{name: max(share, getattr(card, name))})
     order = list(thresholds)
@@ -142,8 +142,8 @@ def test_drawn_cards_are_uniform_and_their_numbers_unrelated() -> None:
 
 def test_a_given_card_stays() -> None:
     capability = Capability(cards={"a": GIVEN | {"gigabytes": 16}, "b": GIVEN})
-    assert card_of(capability, "a", 0, SEED) == Card(0.9, 0.5, 1.0, 0.8, 16 * 10**9)
-    assert card_of(capability, "b", 0, SEED) == Card(0.9, 0.5, 1.0, 0.8)
+    assert card_of(capability, "a", 0, SEED) == MachineProfile(0.9, 0.5, 1.0, 0.8, 16 * 10**9)
+    assert card_of(capability, "b", 0, SEED) == MachineProfile(0.9, 0.5, 1.0, 0.8)
     assert card_of(capability, "a", 5, Stream(8)) == card_of(capability, "a", 0, SEED)
     assert card_of(capability, "c", 5, SEED) != card_of(capability, "c", 0, SEED)
 
@@ -191,7 +191,7 @@ def test_what_is_wrong_with_a_recipe_is_said_in_a_sentence(values: dict[str, Any
     assert all(sentence.startswith("capability.") and "\n" not in sentence for sentence in sentences)
     if "weights" in values:
         with pytest.raises(RecipeError):
-            score(Card(1, 1, 1, 1), capability.weights)
+            score(MachineProfile(1, 1, 1, 1), capability.weights)
     for site in list(capability.cards)[-1:]:
         with pytest.raises(RecipeError, match=f"capability.cards.{site}"):
             card_of(capability, site, 0, SEED)
@@ -232,12 +232,12 @@ def test_a_score_below_all_belongs_nowhere(value: float) -> None:
 @pytest.mark.parametrize("value", [-0.001, 1.001, math.nan, math.inf])
 def test_a_card_holds_shares(name: str, value: float) -> None:
     with pytest.raises(RecipeError, match=f"a site's {name} is {value}"):
-        Card(**(GIVEN | {name: value}))  # type: ignore[arg-type]
+        MachineProfile(**(GIVEN | {name: value}))  # type: ignore[arg-type]
 
 
 def test_a_card_has_some_memory_or_does_not_say() -> None:
     with pytest.raises(RecipeError, match="total memory is 0"):
-        Card(1, 1, 1, 1, total_memory=0)
+        MachineProfile(1, 1, 1, 1, total_memory=0)
 
 
 def test_this_machine_is_measured(listening: tuple[str, int]) -> None:
@@ -328,5 +328,5 @@ def test_memory_that_training_needs_is_what_adam_holds() -> None:
 
 
 def test_room_is_the_memory_that_is_available() -> None:
-    assert room(Card(1, 0.25, 1, 1, 16 * 10**9)) == 4 * 10**9
-    assert room(Card(1, 0.25, 1, 1)) is None
+    assert room(MachineProfile(1, 0.25, 1, 1, 16 * 10**9)) == 4 * 10**9
+    assert room(MachineProfile(1, 0.25, 1, 1)) is None

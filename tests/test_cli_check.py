@@ -16,7 +16,7 @@ from PIL import Image
 from polyclinic.config.recipe import Recipe
 from polyclinic.core.errors import DataError
 from polyclinic.data.loading.cache import VARIABLE as CACHE
-from polyclinic.runs.experiment import gather
+from polyclinic.runs.experiment import load_sites
 from tests import commands
 from tests.data import planted
 from tests.small import write_recipe
@@ -63,7 +63,7 @@ def check_and_run(**data: Any) -> tuple[Result, bool]:
     write_recipe(Path(), recipe(**data), "trial.yaml")
     result = call("trial.yaml")
     try:
-        gather(Recipe.load("trial.yaml"))
+        load_sites(Recipe.load("trial.yaml"))
     except DataError:
         return result, False
     return result, True
@@ -197,7 +197,7 @@ def test_a_seed_may_refuse_what_another_lets_pass(rows: Rows) -> None:
         values = recipe(partition={"by": "dirichlet", "sites": 3, "alpha": 1}, split={"official": False})
         write_recipe(Path(), {**values, "seed": seed}, "trial.yaml")
         try:
-            gather(Recipe.load("trial.yaml"))
+            load_sites(Recipe.load("trial.yaml"))
             found[seed] = 0
         except DataError:
             found[seed] = 1

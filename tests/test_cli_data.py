@@ -24,7 +24,7 @@ from polyclinic.data.loading.load import load
 from polyclinic.data.loading.options import ImageOptions
 from polyclinic.data.records import Listing
 from polyclinic.data.sources.detect import open_source
-from polyclinic.runs.experiment import gather
+from polyclinic.runs.experiment import load_sites
 from tests import commands
 from tests.data import planted
 from tests.data.web import served
@@ -304,7 +304,7 @@ PHANTOM: dict[str, Any] = {
 def test_a_recipe_says_what_lies_at_which_site(tmp_path: Path) -> None:
     write_recipe(tmp_path, PHANTOM, "skewed.yaml")
     found = document("diagnose", "skewed.yaml")
-    sites = gather(Recipe.load("skewed.yaml"), None).sites
+    sites = load_sites(Recipe.load("skewed.yaml"), None).sites
     assert {site["name"]: site["images"] for site in found["sites"]} == {n: len(s.train) for n, s in sites.items()}
     assert found["labels"]["observed"] > found["labels"]["expected"]
     assert json.loads(Path("diagnosis/diagnosis.json").read_text()) == found

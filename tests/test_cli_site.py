@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from polyclinic.cli.common import out
-from polyclinic.config.capability import RESOURCES, THRESHOLDS, Card, card_of, cluster_of, score
+from polyclinic.config.capability import RESOURCES, THRESHOLDS, MachineProfile, card_of, cluster_of, score
 from polyclinic.config.recipe import Recipe
 from polyclinic.core.contract import Stream
 from tests import commands
@@ -52,7 +52,7 @@ def test_the_card_fits_a_terminal(server: str) -> None:
 
 def test_the_document_agrees_with_itself(server: str) -> None:
     told = document("--server", server, "--weights", "0.3,0.3,0.1,0.3")
-    card = Card(**{name: told[name] for name in RESOURCES}, total_memory=told["total_memory"])
+    card = MachineProfile(**{name: told[name] for name in RESOURCES}, total_memory=told["total_memory"])
     assert told["weights"] == dict(zip(RESOURCES, (0.3, 0.3, 0.1, 0.3), strict=True))
     assert told["score"] == score(card, told["weights"])
     assert told["thresholds"] == THRESHOLDS

@@ -16,7 +16,7 @@ from PIL import Image
 from polyclinic import Recipe, run
 from polyclinic.core.errors import RecipeError, StoreError
 from polyclinic.core.text import slug
-from polyclinic.evaluation.comparison import Comparison, Figure, lines
+from polyclinic.evaluation.comparison import Comparison, MetricEstimate, lines
 from polyclinic.experiments.compare import compare, compare_folders, curve_of, grid
 from polyclinic.experiments.reproduce import QUICK_SEEDS, recipes_of, reproduce, write_page
 from polyclinic.reporting.markdown.comparison import markdown
@@ -94,8 +94,8 @@ def test_the_hospital_served_worst_has_the_lowest_mean_auc(compared: Comparison)
 
 def test_with_one_seed_the_interval_is_the_bootstraps() -> None:
     result = {"headline": {"accuracy": 0.9, "intervals": {"accuracy": [0.8, 0.95]}, "auc": None}}
-    assert Figure.of([result], "accuracy") == Figure(0.9, 0.8, 0.95)
-    undefined = Figure.of([result], "auc")
+    assert MetricEstimate.of([result], "accuracy") == MetricEstimate(0.9, 0.8, 0.95)
+    undefined = MetricEstimate.of([result], "auc")
     assert all(math.isnan(value) for value in (undefined.mean, undefined.low, undefined.high))
 
 

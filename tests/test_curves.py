@@ -17,7 +17,7 @@ from PIL import Image
 
 import polyclinic.reporting.figures
 from polyclinic.core.errors import DataError, StoreError
-from polyclinic.reporting.figures import COLOURS, Point, Row, draw_comparison, draw_curves
+from polyclinic.reporting.figures import COLOURS, ComparisonRow, Point, draw_comparison, draw_curves
 
 LONG = "A method whose name is much longer than anybody would like to read in a legend"
 
@@ -34,7 +34,11 @@ def curves(path: Path) -> None:
 
 def comparison(path: Path) -> None:
     nan = math.nan
-    rows = [Row("FedAvg", 0.7126, 0.6, 0.8), Row(LONG, 0.75, nan, nan), Row("a site alone", nan, nan, nan)]
+    rows = [
+        ComparisonRow("FedAvg", 0.7126, 0.6, 0.8),
+        ComparisonRow(LONG, 0.75, nan, nan),
+        ComparisonRow("a site alone", nan, nan, nan),
+    ]
     draw_comparison(rows, "AUC at ε = 8", "AUC", path)
 
 

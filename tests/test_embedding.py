@@ -22,9 +22,9 @@ from torch import nn
 
 import polyclinic
 from polyclinic.analysis.features import (
-    Figures,
+    FeatureOptions,
+    FeatureScores,
     Points,
-    Wishes,
     between_classes,
     chosen,
     embedded,
@@ -65,7 +65,7 @@ def scattered(seed: int = 0, shift: float = 0.0, opposite: bool = False) -> Poin
     return Points(values, site, label, np.arange(len(site)))
 
 
-def figures(points: Points) -> Figures:
+def figures(points: Points) -> FeatureScores:
     found = measure(points, between_classes(points), Stream(3))
     assert found is not None
     return found
@@ -184,7 +184,7 @@ call, refused = partial(commands.call, "features"), partial(commands.refused, "f
 
 def test_features_are_those_that_the_extractor_hands_to_the_head(runs: dict[str, Path]) -> None:
     past_runs = [read(runs[name], None) for name in ("fedavg", "early")]
-    wishes = Wishes(most=40)
+    wishes = FeatureOptions(most=40)
     found = views(past_runs, wishes, Stream(0))
     rows = chosen(past_runs[0].consortium, wishes, Stream(0, ("images",)))
     assert [view.stage for view in found] == [3, 1]
@@ -203,7 +203,7 @@ def test_features_are_those_that_the_extractor_hands_to_the_head(runs: dict[str,
 
 @pytest.mark.parametrize(("name", "shared"), [("fedavg", True), ("fedmp", True), ("fedper", True), ("local", False)])
 def test_whose_extractor_it_is_is_told(name: str, shared: bool, runs: dict[str, Path]) -> None:
-    (view,) = views([read(runs[name], None)], Wishes(most=12), Stream(0))
+    (view,) = views([read(runs[name], None)], FeatureOptions(most=12), Stream(0))
     assert view.shared == shared
 
 

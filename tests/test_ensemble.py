@@ -8,16 +8,16 @@ from typing import Any
 import pytest
 import torch
 
-from polyclinic.algorithms.wrappers.ensemble import alone, by_member
+from polyclinic.algorithms.wrappers.ensemble import models_by_site, without_ensemble
 from polyclinic.core.contract import Bundle
 from polyclinic.core.errors import RecipeError
-from polyclinic.runs.experiment import Experiment, Result, run
+from polyclinic.runs.experiment import Experiment, RunResult, run
 from polyclinic.storage.run_files import Metrics
 from polyclinic.training.network import LiveNetwork
 from tests.small import SITES, WEIGHTS, tiny
 
 
-def together(**settings: Any) -> Result:
+def together(**settings: Any) -> RunResult:
     return run(tiny(ensemble=True, **settings))
 
 
@@ -25,7 +25,7 @@ def together(**settings: Any) -> Result:
 @pytest.mark.parametrize("algorithm", ["fedavg", "scaffold", "fedmp"])
 def test_training_is_that_of_the_algorithm_bit_for_bit(algorithm: str, engine: str) -> None:
     plain, found = (run(tiny(algorithm=algorithm, ensemble=on, engine__name=engine)) for on in (False, True))
-    assert alone(found.state).keys() == plain.state.keys()
+    assert without_ensemble(found.state).keys() == plain.state.keys()
     for kind, group in plain.state.items():
         assert all(torch.equal(tensor, found.state[kind][name]) for name, tensor in group.items())
 
@@ -33,7 +33,7 @@ def test_training_is_that_of_the_algorithm_bit_for_bit(algorithm: str, engine: s
 def test_the_mean_of_the_members_is_the_global_model_of_a_linear_network() -> None:
     """Of their weights; and each is its site's own."""
     found = together(training__weights="uniform")
-    members = by_member(found.state)
+    members = models_by_site(found.state)
     assert set(members) == set(SITES)
     for name, tensor in found.state["model"].items():
         torch.testing.assert_close(torch.stack([m["model"][name] for m in members.values()]).mean(0), tensor)
@@ -52,7 +52,7 @@ def test_it_predicts_with_the_mean_of_probabilities() -> None:
     seen = [site.test.batch(torch.arange(len(site.test))) for site in experiment.sites.values()]
     labels = torch.cat([labels for _, labels in seen])
     with torch.no_grad():
-        mean = torch.stack([said(model) for model in by_member(found.state).values()]).mean(0)
+        mean = torch.stack([said(model) for model in models_by_site(found.state).values()]).mean(0)
     assert found.summary["headline"]["model"] == "ensemble"
     assert found.summary["headline"]["accuracy"] == pytest.approx(float((mean.argmax(1) == labels).double().mean()))
     loss = -mean.gather(1, labels[:, None]).log().mean()

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 import polyclinic
 import polyclinic.runs.engine_choice
-from polyclinic import Recipe, Result, run
+from polyclinic import Recipe, RunResult, run
 from polyclinic.cli.display import comparison_table, result_table
 from polyclinic.core.contract import Failure, SiteId
 from polyclinic.core.errors import DataError, EngineError, PolyclinicError, RecipeError, StoreError, WeightsError
@@ -26,7 +26,7 @@ from polyclinic.evaluation.flops import training_step_flops
 from polyclinic.experiments.compare import compare_folders
 from polyclinic.federation.engines.local import LocalEngine
 from polyclinic.reporting.markdown.comparison import markdown
-from polyclinic.runs.experiment import finished, gather, network_of
+from polyclinic.runs.experiment import finished, load_sites, network_of
 from polyclinic.storage import messages
 from tests.small import SITES, TINY, WEIGHTS, tiny
 
@@ -108,7 +108,7 @@ def test_the_result_tells_everything(result: dict[str, Any]) -> None:
 
 def test_the_result_names_the_models_weights_flops_and_hash(folder: Path, result: dict[str, Any]) -> None:
     recipe = tiny()
-    module = network_of(recipe, gather(recipe))
+    module = network_of(recipe, load_sites(recipe))
     flops = training_step_flops(module, (128, 1, 8, 8))
     assert result["model"] == {"name": "linear", "parameters": WEIGHTS, "flops_per_step": flops}
     # forward and the weights' gradient: two products of 128 × 64 by 64 × 10, each a multiplication and an addition
@@ -225,11 +225,11 @@ def same_but_intervals(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
 
 
 @pytest.fixture(scope="module")
-def yardsticks() -> dict[str, Result]:
+def yardsticks() -> dict[str, RunResult]:
     return {name: run(tiny(algorithm=name)) for name in ("local", "cross-site", "centralised", "single")}
 
 
-def test_local_is_judged_by_own_models_on_own_images(yardsticks: dict[str, Result]) -> None:
+def test_local_is_judged_by_own_models_on_own_images(yardsticks: dict[str, RunResult]) -> None:
     summary = yardsticks["local"].summary
     assert summary["headline"]["model"] == "personal"
     assert all(list(models) == ["personal"] for models in summary["sites"].values())
@@ -237,7 +237,7 @@ def test_local_is_judged_by_own_models_on_own_images(yardsticks: dict[str, Resul
     assert summary["cost"]["bytes_down"] < run(tiny()).summary["cost"]["bytes_down"]
 
 
-def test_cross_site_tests_every_model_everywhere(yardsticks: dict[str, Result]) -> None:
+def test_cross_site_tests_every_model_everywhere(yardsticks: dict[str, RunResult]) -> None:
     cross, local = yardsticks["cross-site"].summary, yardsticks["local"].summary
     for site in SITES:
         assert set(cross["sites"][site]) == {*SITES, "transfer"}
@@ -250,14 +250,14 @@ def test_cross_site_tests_every_model_everywhere(yardsticks: dict[str, Result]) 
     assert cross["headline"]["accuracy"] == pytest.approx(right / cross["headline"]["n"])
 
 
-def test_centralised_is_tested_at_the_hospitals(yardsticks: dict[str, Result]) -> None:
+def test_centralised_is_tested_at_the_hospitals(yardsticks: dict[str, RunResult]) -> None:
     summary = yardsticks["centralised"].summary
     assert set(summary["sites"]) == set(SITES)
     assert summary["headline"]["model"] == "global"
     assert summary["drift"] == {}, "nobody drifts where nobody is apart"
 
 
-def test_single_averages_what_local_trained(yardsticks: dict[str, Result]) -> None:
+def test_single_averages_what_local_trained(yardsticks: dict[str, RunResult]) -> None:
     cross, single = yardsticks["cross-site"].state, yardsticks["single"].state
     sizes = {h["site"]: h["train"] for h in yardsticks["single"].summary["hospitals"]}
     for name, mean in single["model"].items():
@@ -416,7 +416,7 @@ def test_early_stopping_is_told() -> None:
 def test_a_run_goes_on_with_its_own_data_only(tmp_path: Path) -> None:
     recipe = tiny(rounds=4)
     interrupted(recipe, tmp_path, at=3)
-    mine = gather(recipe)
+    mine = load_sites(recipe)
     name, site = next(iter(mine.sites.items()))
     assert isinstance(site.train, Selection)
     others = replace(site, train=replace(site.train, rows=site.train.rows.roll(1)))

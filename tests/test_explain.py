@@ -21,8 +21,8 @@ from polyclinic.analysis.saliency import (
     BINS,
     Answers,
     Group,
-    Look,
-    Wishes,
+    Saliency,
+    SaliencyOptions,
     answered,
     explain,
     grad_cam,
@@ -118,7 +118,7 @@ def test_a_constant_network_looks_nowhere(a_chain: bool) -> None:
     head.weight.zero_()
     (found,) = grad_cam(network, noise(1, 2, 6, 6), torch.tensor([1]))
     assert not found.any()
-    heat = onto(Look(0, 1.0, 0, found), torch.zeros(1, 12, 12))
+    heat = onto(Saliency(0, 1.0, 0, found), torch.zeros(1, 12, 12))
     assert heat.shape == (12, 12)
     assert not heat.any()
     assert described(heat) is None
@@ -128,7 +128,7 @@ def test_a_constant_network_looks_nowhere(a_chain: bool) -> None:
 def test_a_map_is_told_in_words() -> None:
     corner = torch.zeros(4, 4)
     corner[0, 3] = 5
-    heat = onto(Look(0, 1.0, 0, corner), torch.zeros(3, 16, 16))
+    heat = onto(Saliency(0, 1.0, 0, corner), torch.zeros(3, 16, 16))
     assert heat.max() == 1
     assert where(heat).startswith("to the upper right, at ")
     assert where(np.ones((8, 8))) == "at the centre, at 100% of the image"
@@ -220,7 +220,7 @@ told = partial(commands.document, "explain")
 def test_answers_are_those_that_the_run_was_judged_by(name: str, runs: dict[str, Path]) -> None:
     """At every site: with its own model where sites have their own, and its cluster's network."""
     past = read(runs[name], None)
-    answers = answered([past], Wishes())
+    answers = answered([past], SaliencyOptions())
     for number, site in enumerate(past.consortium.sites):
         here = answers.site == number
         (judged,) = (found["test"]["accuracy"] for found in past.summary["sites"][site].values())
@@ -231,7 +231,7 @@ def test_answers_are_those_that_the_run_was_judged_by(name: str, runs: dict[str,
 @pytest.mark.parametrize("of", ["truth", "prediction", "7"])
 def test_the_class_that_is_explained_can_be_chosen(of: str, runs: dict[str, Path]) -> None:
     past = read(runs["local"], None)
-    found = explain([past], Wishes(of=of, cases=2), Stream(1))
+    found = explain([past], SaliencyOptions(of=of, cases=2), Stream(1))
     for case in found.cases:
         (look,) = case.looks
         assert look.explained == {"truth": case.truth, "prediction": look.predicted, "7": 7}[of]
@@ -274,7 +274,7 @@ def test_the_seed_decides_everything(runs: dict[str, Path], tmp_path: Path) -> N
     assert (tmp_path / "first/gallery.png").read_bytes() == (tmp_path / "again/gallery.png").read_bytes()
     past_runs = [read(runs[name], None) for name in ("fedavg", "longer")]
     draws = {
-        tuple((case.site, case.row) for case in explain(past_runs, Wishes(cases=1), Stream(seed)).cases)
+        tuple((case.site, case.row) for case in explain(past_runs, SaliencyOptions(cases=1), Stream(seed)).cases)
         for seed in range(4)
     }
     assert len(draws) > 1

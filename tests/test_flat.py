@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from polyclinic.core.contract import Tensors
-from polyclinic.core.flat_tensors import Row, Way, apart, copied, distance, side_by_side
+from polyclinic.core.flat_tensors import FlatDifference, FlatTensors, apart, copied, distance, side_by_side
 from polyclinic.storage import messages
 
 BUFFER = torch.arange(24.0)
@@ -78,9 +78,9 @@ def test_what_is_not_finite_shows_in_the_distance(bad: float) -> None:
     assert distance({"n": torch.tensor(3)}, {}) == 0.0
 
 
-def a_row(*values: float) -> Row:
+def a_row(*values: float) -> FlatTensors:
     found = copied({"a": torch.tensor(values[:1]), "b": torch.tensor(values[1:])})
-    assert isinstance(found, Row)
+    assert isinstance(found, FlatTensors)
     return found
 
 
@@ -109,7 +109,7 @@ def test_a_row_stays_what_it_is(change: Callable[[dict[str, torch.Tensor]], obje
 def test_a_way_that_is_known_counts_only_from_where_it_was_measured() -> None:
     start, other = a_row(0.0, 0.0, 0.0), a_row(1.0, 2.0, 1.0)
     end = a_row(1.0, 2.0, 2.0)
-    known = Row(end.items(), end.vector, travelled=Way(start.vector, 3.0))
+    known = FlatTensors(end.items(), end.vector, travelled=FlatDifference(start.vector, 3.0))
     assert distance(known, start) == distance(end, start) == 3.0
     assert distance(known, other) == distance(end, other) == 1.0
     assert distance(known, dict(start)) == 3.0
@@ -117,13 +117,13 @@ def test_a_way_that_is_known_counts_only_from_where_it_was_measured() -> None:
 
 def test_a_way_is_measured_again_once_a_tensor_was_changed() -> None:
     start, end = a_row(0.0, 0.0, 0.0), a_row(1.0, 2.0, 2.0)
-    known = Row(end.items(), end.vector, travelled=Way(start.vector, 3.0))
+    known = FlatTensors(end.items(), end.vector, travelled=FlatDifference(start.vector, 3.0))
     known["a"].mul_(math.nan)
     assert math.isnan(distance(known, start))
 
 
 @pytest.mark.parametrize("make", [copy.copy, copy.deepcopy, dict], ids=["copy", "deepcopy", "dict"])
-def test_copies_of_a_row_are_free(make: Callable[[Row], Tensors]) -> None:
+def test_copies_of_a_row_are_free(make: Callable[[FlatTensors], Tensors]) -> None:
     row = a_row(1.0, 2.0, 3.0)
     free = make(row)
     assert type(free) is dict

@@ -68,7 +68,7 @@ def test_weights_that_were_forgotten_are_never_mixed_up_with_others(monkeypatch:
             asked.append(weights["model"]["w"])
             return {"w": weights["model"]["w"]}
 
-    one = batched_evaluation.Foresight([])
+    one = batched_evaluation.BatchedEvaluation([])
     for value in range(20):
         mine = {"model": {"w": torch.tensor(float(value))}}
         assert one.predict(Site(), mine, "test")["w"] == value  # type: ignore[arg-type]

@@ -25,7 +25,7 @@ from polyclinic.data import SiteData
 from polyclinic.data.builtin.digits import CLASSES, DigitsOptions, digits
 from polyclinic.models import build
 from polyclinic.models.classifier import Classifier
-from polyclinic.runs.experiment import Consortium, Experiment
+from polyclinic.runs.experiment import Experiment, FederatedDataset
 from polyclinic.training.network import weights_of
 
 SITES = ("harbour", "hillside", "lakeview")
@@ -65,7 +65,7 @@ def recipe(**settings: Any) -> Recipe:
 
 
 @cache
-def hospitals() -> Consortium:
+def hospitals() -> FederatedDataset:
     """Three hospitals with 84 digits each."""
     images = digits(DigitsOptions(), Stream(0)).examples()
     rows = torch.randperm(len(images), generator=Stream(9).generator())[: 84 * len(SITES)]
@@ -73,7 +73,7 @@ def hospitals() -> Consortium:
     sites = {
         name: SiteData(name, *map(images.subset, torch.split(mine, [60, 12, 12]))) for name, mine in shares.items()
     }
-    return Consortium(CLASSES, sites, None, 1, 8)
+    return FederatedDataset(CLASSES, sites, None, 1, 8)
 
 
 @contextmanager
@@ -318,10 +318,10 @@ def test_sites_stay_for_good_or_for_some_rounds() -> None:
         break
     rounds = range(1, 41)
     for site in SITES:
-        places = [often.lineup.seating(site, round) for round in rounds]
-        assert places == [again.lineup.seating(site, round) for round in rounds]
+        places = [often.lineup.cluster_of(site, round) for round in rounds]
+        assert places == [again.lineup.cluster_of(site, round) for round in rounds]
         assert places[::2] == places[1::2], "two rounds at a time"
-        assert {once.lineup.seating(site, round) for round in rounds} == {places[0]}
+        assert {once.lineup.cluster_of(site, round) for round in rounds} == {places[0]}
         assert len(set(places)) == 1 if site == "harbour" else len(set(places)) > 1
 
 
@@ -329,13 +329,13 @@ def test_sites_that_move_are_judged_where_they_trained_last() -> None:
     """The recipe of a run in which everyone is evaluated anew before every round."""
     wanted = recipe(capability__cards={}, capability__every=1, clusters=HALVES, seed=4, rounds=3)
     experiment = Experiment(wanted, consortium=hospitals())
-    seating = experiment.lineup.seating
+    seating = experiment.lineup.cluster_of
     path = {site: [seating(site, round) for round in (1, 2, 3, 4)] for site in SITES}
     assert any(places[2] != places[3] for places in path.values()), "else nothing is shown; take another seed"
     assert any(places[0] != places[1] for places in path.values())
     result = experiment.run()
     for site, places in path.items():
-        assert experiment.algorithm.group(result.state, site) == places[2]
+        assert experiment.algorithm.cluster_of(result.state, site) == places[2]
         assert result.summary["sites"][site]["personal"]["test"]["n"] == 12
     assert result.summary["clusters"] == {c: [s for s, places in path.items() if places[0] == c] for c in HALVES}
 

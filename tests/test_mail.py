@@ -10,7 +10,7 @@ import pytest
 from polyclinic.core.contract import Failure, SiteId
 from polyclinic.core.errors import Refused
 from polyclinic.federation.engines import Answer
-from polyclinic.federation.mailbox import Shelf, in_site_order
+from polyclinic.federation.mailbox import ReorderBuffer, in_site_order
 
 SITES = ("a", "b", "c", "d")
 ORDERS = list(itertools.permutations(SITES))
@@ -93,12 +93,12 @@ def test_nobody_asked_nobody_answers() -> None:
     assert list(in_site_order([], [], _refuse_nobody)) == []
 
 
-def on_disk(shelf: Shelf) -> int:
+def on_disk(shelf: ReorderBuffer) -> int:
     return sum(not isinstance(kept, bytes | Failure) for kept in shelf._kept.values())
 
 
 def test_the_shelf_keeps_what_fits_in_memory_and_the_rest_on_disk() -> None:
-    shelf = Shelf(limit=1000)
+    shelf = ReorderBuffer(limit=1000)
     replies = {"a": b"a" * 600, "b": b"b" * 600, "c": b"", "d": bytes(range(256)) * 40, "e": b"e" * 400}
     for site, reply in replies.items():
         shelf.put(site, reply)
@@ -113,7 +113,7 @@ def test_the_shelf_keeps_what_fits_in_memory_and_the_rest_on_disk() -> None:
 
 
 def test_room_that_was_freed_is_used_again() -> None:
-    shelf = Shelf(limit=100)
+    shelf = ReorderBuffer(limit=100)
     for number in range(20):
         shelf.put(str(number), bytes(100))
         assert on_disk(shelf) == 0

@@ -19,10 +19,10 @@ from polyclinic.evaluation.summary import (
     drift,
     headline,
     judged_on,
+    package_versions,
     progress,
-    versions,
 )
-from polyclinic.federation.round_log import Exchanged, mean_report
+from polyclinic.federation.round_log import RoundLog, mean_report
 
 STREAM = Stream(0, ("bootstrap",))
 
@@ -188,8 +188,8 @@ def test_drift_is_a_sites_mean_over_its_rounds() -> None:
 
 
 def test_versions_name_what_figures_depend_on() -> None:
-    assert {"python", "torch", "polyclinic", "numpy"} <= set(versions())
-    assert versions()["torch"] == torch.__version__
+    assert {"python", "torch", "polyclinic", "numpy"} <= set(package_versions())
+    assert package_versions()["torch"] == torch.__version__
 
 
 def test_clusters_are_followed_from_round_to_round_also_when_a_site_moves() -> None:
@@ -228,7 +228,7 @@ def test_a_mean_is_of_one_kind_of_model() -> None:
     def told(model: str, accuracy: float) -> dict[str, Any]:
         return {"model": model, "part": "validation", "n": 10, "accuracy": accuracy}
 
-    book = Exchanged(reports={"a": [told("personal", 0.9), told("global", 0.1)], "b": [told("personal", 0.7)]})
+    book = RoundLog(reports={"a": [told("personal", 0.9), told("global", 0.1)], "b": [told("personal", 0.7)]})
     assert mean_report(book, "accuracy") == pytest.approx(0.8)
-    assert mean_report(Exchanged(reports={"a": [told("global", 0.1)]}), "accuracy") == 0.1
-    assert mean_report(Exchanged(), "accuracy") is None
+    assert mean_report(RoundLog(reports={"a": [told("global", 0.1)]}), "accuracy") == 0.1
+    assert mean_report(RoundLog(), "accuracy") is None

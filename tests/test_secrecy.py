@@ -162,7 +162,7 @@ def test_the_wire_carries_no_name(rows: Rows, tmp_path: Path) -> None:
         return crossed[-1]
 
     journal = FolderJournal(tmp_path / "journal")
-    rounds = Rounds(made.federation, made.algorithm, MockEngine(answer), rules_of(recipe(), made.mark()), journal)
+    rounds = Rounds(made.federation, made.algorithm, MockEngine(answer), rules_of(recipe(), made.run_id()), journal)
     rounds.predictions(rounds.run(), ["train", "validation", "test"])
     assert len(crossed) == 2 * 3 * 3, "three sites, two rounds and the predictions, there and back"
     assert all(any(site.encode() in message for site in SITES) for message in crossed)

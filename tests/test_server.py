@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 
-from polyclinic import Result, run
+from polyclinic import RunResult, run
 from polyclinic.algorithms.distillation.refine import raw
 from polyclinic.algorithms.distillation.shapley import coalition_value
 from polyclinic.core.contract import Bundle, Private, Score, Site
@@ -29,7 +29,7 @@ from polyclinic.reporting.markdown.comparison import markdown
 from polyclinic.runs.experiment import Experiment
 from polyclinic.runs.networks import server_models
 from polyclinic.runs.privacy_plan import discretion_of
-from polyclinic.runs.server_training import Server
+from polyclinic.runs.server_training import ServerTrainer
 from polyclinic.storage import messages
 from polyclinic.training.fit import score
 from tests.test_lineup import PUBLIC, SITES, hospitals, prepared, recipe
@@ -42,7 +42,7 @@ def at_desk(round: int = 1, lr: float = 0.01) -> Site:
     return Site("server", 0, round, 2, lr)
 
 
-def server_of(experiment: Experiment) -> Server:
+def server_of(experiment: Experiment) -> ServerTrainer:
     assert experiment.server is not None
     return experiment.server
 
@@ -133,7 +133,7 @@ def test_with_everything_off_hospitals_have_what_fedper_gives_them(settings: dic
 
 
 @cache
-def finished(how: str) -> tuple[Experiment, Result]:
+def finished(how: str) -> tuple[Experiment, RunResult]:
     settings = {
         "fedavg": {"algorithm": "fedavg", "clusters": {}, "capability": {}, "finish": QUICK},
         "pfedcdp": {**PFEDCDP, "finish": QUICK},
@@ -278,7 +278,7 @@ def moving(**settings: Any) -> Any:
 
 
 @cache
-def whole() -> Result:
+def whole() -> RunResult:
     return run(moving(), consortium=hospitals())
 
 
@@ -344,11 +344,11 @@ def test_without_masks_both_trainings_are_priced(monkeypatch: pytest.MonkeyPatch
     noticed: list[Private | None] = []
     serve = type(server_of(experiment))._run
 
-    def spied(self: Server, group: str, job: Any, site: Site, rng: Any) -> Any:
+    def spied(self: ServerTrainer, group: str, job: Any, site: Site, rng: Any) -> Any:
         noticed.append(job.training.private)
         return serve(self, group, job, site, rng)
 
-    monkeypatch.setattr(Server, "_run", spied)
+    monkeypatch.setattr(ServerTrainer, "_run", spied)
     result = experiment.run()
     assert result.summary["privacy"]["epsilon"]["pld"] == pytest.approx(experiment.plan.epsilon)
     assert noticed == [None] * 6, "public images need no protection"
@@ -363,7 +363,7 @@ def test_whole_sites_are_protected_cluster_by_cluster() -> None:
     result = experiment.run()
     start = experiment.algorithm.init(experiment.federation)
     for cluster in experiment.lineup.networks:
-        share, first = (experiment.algorithm.share(state, cluster) for state in (result.state, start))
+        share, first = (experiment.algorithm.cluster_state(state, cluster) for state in (result.state, start))
         moved = torch.cat([(share["model"][n] - t).flatten() for n, t in first["model"].items()]).double()
         assert not any(name.startswith("head") for name in share["model"])
         std = float(moved.norm()) / math.sqrt(moved.numel())

@@ -15,13 +15,13 @@ from typing import Any
 
 import pytest
 
-from polyclinic import Recipe, Result, run
+from polyclinic import Recipe, RunResult, run
 from polyclinic.core.errors import EngineError, RecipeError, StoreError
 from polyclinic.deploy.serve import told_to_sites
 from polyclinic.deploy.site.policy import recipe_mark
 from polyclinic.evaluation.metrics import METRICS
 from polyclinic.evaluation.summary import progress
-from polyclinic.reporting.run_folder import decisive, method_of
+from polyclinic.reporting.run_folder import identity, method_identity
 from polyclinic.runs.tracking import backends
 from polyclinic.runs.tracking import events as tracking
 from polyclinic.storage.run_files import Metrics
@@ -130,11 +130,11 @@ def test_it_changes_nothing_in_a_run(tmp_path: Path) -> None:
     found, expected = run(followed, tmp_path / "followed"), run(plain, tmp_path / "plain")
     assert found.summary["sha256"] == expected.summary["sha256"]
     assert found.summary["sites"] == expected.summary["sites"]
-    assert decisive(followed) == decisive(plain)
+    assert identity(followed) == identity(plain)
     assert recipe_mark(followed) == recipe_mark(plain)
-    assert method_of(followed) == method_of(plain)
+    assert method_identity(followed) == method_identity(plain)
     assert told_to_sites(followed) == told_to_sites(plain)
-    assert "track" not in decisive(plain)  # so folders that are older than the key go on
+    assert "track" not in identity(plain)  # so folders that are older than the key go on
 
 
 @pytest.mark.parametrize(("event", "round"), [("site", 3), ("round done", 3), ("evaluated", None)])
@@ -283,7 +283,7 @@ def test_a_store_that_fails_later_does_not_stop_a_run(tmp_path: Path, caplog: py
             database.close()
 
     with caplog.at_level(logging.WARNING, logger="polyclinic"):
-        result: Result = run(recipe, tmp_path / "run", watch=watch)
+        result: RunResult = run(recipe, tmp_path / "run", watch=watch)
     assert result.summary["sha256"] == run(tiny(rounds=4)).summary["sha256"]
     (warning,) = [record for record in caplog.records if record.name == "polyclinic.runs.tracking.events"]
     assert "the same command adds what is missing" in warning.getMessage()

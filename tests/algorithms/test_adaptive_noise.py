@@ -24,9 +24,9 @@ from polyclinic.algorithms.optimisation.fedavg import FedAvg
 from polyclinic.cli.main import app
 from polyclinic.core.contract import Fit, Fitted, Optimiser, Private, Score, Site, Stream, Training, Update
 from polyclinic.core.errors import RecipeError
-from polyclinic.federation.privacy_budget import Guard
+from polyclinic.federation.privacy_budget import PrivacyBudget
 from polyclinic.privacy.accounting import Spend, epsilon
-from polyclinic.privacy.plan import Holding, Plan, Steps, Wish
+from polyclinic.privacy.plan import Holding, Plan, PrivacyConfig, Steps
 from polyclinic.privacy.releases import variance
 from polyclinic.reporting.privacy_statement import privacy_of
 from polyclinic.runs.experiment import Experiment
@@ -187,10 +187,10 @@ def test_sound_never_sees_a_loss_beyond_its_clip() -> None:
 
 
 def test_sound_names_what_it_releases_and_paper_what_it_lacks() -> None:
-    assert AdaptiveNoise(TRAINING, "sound", loss_noise=7.0).charges() == {"variance of losses": 7.0}
-    assert AdaptiveNoise(TRAINING, "sound").caveat() == ""
-    assert AdaptiveNoise(TRAINING, "paper", loss_noise=7.0).charges() == {}
-    assert "private losses" in AdaptiveNoise(TRAINING, "paper").caveat()
+    assert AdaptiveNoise(TRAINING, "sound", loss_noise=7.0).privacy_releases() == {"variance of losses": 7.0}
+    assert AdaptiveNoise(TRAINING, "sound").no_guarantee_reason() == ""
+    assert AdaptiveNoise(TRAINING, "paper", loss_noise=7.0).privacy_releases() == {}
+    assert "private losses" in AdaptiveNoise(TRAINING, "paper").no_guarantee_reason()
 
 
 @pytest.mark.parametrize(
@@ -236,7 +236,7 @@ def test_a_site_trains_with_the_noise_it_tells(tmp_path: Path) -> None:
     (name,) = experiment.sites
     train, initial, network = experiment.sites[name].train, experiment.federation.initial, experiment.network
     lr = experiment.algorithm.training.optimiser.lr
-    order = Message({"run": experiment.mark(), "site": name, "round": 1, "lr": lr}, initial)
+    order = Message({"run": experiment.run_id(), "site": name, "round": 1, "lr": lr}, initial)
     secret = discretion_of(plan, name, secret_of(plan.wish, recipe.seed, None).child("site", name)).of(order)
     losses = score(Score(initial, each_loss), network, train)["losses"]
     told = variance(losses, BOUND, LOSS_NOISE, secret.child("losses")).tensors["variance"]
@@ -311,7 +311,7 @@ def test_the_papers_own_figures_arise_that_way(noise: float, printed: float) -> 
     """ε = 1.78 at σ = 1 and 0.66 at σ = 2: ten rounds, 64 of about 45,600 images a step, variances of 0.02."""
     sites = [f"client-{number}" for number in range(5)]
     plan = Plan(
-        Wish(noise=noise / 1.02, delta=1 / 60000),
+        PrivacyConfig(noise=noise / 1.02, delta=1 / 60000),
         noise / 1.02,
         (tuple(sites),) * 10,
         {site: Holding(45_600) for site in sites},
@@ -319,5 +319,5 @@ def test_the_papers_own_figures_arise_that_way(noise: float, printed: float) -> 
         caveat="as printed",
     )
     rows = [{"round": r, "site": s, "scalars": {"noise": noise}} for r in range(1, 11) for s in sites]
-    found = privacy_of(Guard(plan, SECRET), False, rows)["paper_metric"]
+    found = privacy_of(PrivacyBudget(plan, SECRET), False, rows)["paper_metric"]
     assert found == pytest.approx(printed, abs=0.015)

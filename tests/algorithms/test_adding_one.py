@@ -14,7 +14,7 @@ from polyclinic import Recipe, run
 from polyclinic.algorithms import ALGORITHMS, Averaging
 from polyclinic.core.contract import Bundle, Fit, Site, Stream, Update, Work
 from polyclinic.core.errors import RecipeError
-from polyclinic.runs.experiment import gather, network_of
+from polyclinic.runs.experiment import load_sites, network_of
 from polyclinic.training.losses import task_loss
 from polyclinic.training.network import weights_of
 
@@ -58,7 +58,7 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_new_algorithm_runs_from_a_recipe() -> None:
     recipe = Recipe.of(RECIPE)
     result = run(recipe)
-    start = weights_of(network_of(recipe, gather(recipe)))["model"]
+    start = weights_of(network_of(recipe, load_sites(recipe)))["model"]
     strides = torch.cat([(result.state["model"][n] - w).flatten() / 0.25 for n, w in start.items()])
     torch.testing.assert_close(strides, strides.round(), rtol=0, atol=1e-5)
     assert set(strides.round().abs().tolist()) <= {0.0, 1.0, 2.0}

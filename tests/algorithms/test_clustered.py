@@ -306,7 +306,7 @@ def test_a_site_that_moves_starts_from_the_new_cluster_and_finds_its_own_again()
 
     stage.memory.save = noting  # type: ignore[method-assign]
     stage.rounds(tap, 4).run()
-    places = [stage.algorithm.seat(x.sent.tensors) for x in tap.letters if x.site == "clinic-1"]
+    places = [stage.algorithm.cluster_from_broadcast(x.sent.tensors) for x in tap.letters if x.site == "clinic-1"]
     assert places == ["odd", "even", "even", "odd"]
     received = {(x.round, x.site): {k: g for k, g in x.sent.tensors.items() if k != "cluster"} for x in tap.letters}
     assert same(received[2, "clinic-1"], received[2, "clinic-2"]), "what the new cluster has"
@@ -333,7 +333,7 @@ def test_nobody_moves_after_the_last_round() -> None:
     for rounds, last in ((1, "odd"), (2, "even"), (3, "odd")):
         stage = set_up(around(FedPer(SGD), networks, turns), networks, clinics(8, 8))
         outcome = play(stage, rounds)
-        assert stage.algorithm.group(outcome.state, "clinic-1") == last
+        assert stage.algorithm.cluster_of(outcome.state, "clinic-1") == last
 
 
 def test_clusters_alike_but_for_dropout_are_not_one_stack() -> None:

@@ -13,13 +13,13 @@ from torch import Tensor
 from polyclinic.algorithms.optimisation.fedavg import FedAvg
 from polyclinic.algorithms.representation.fed_align import FedAlign
 from polyclinic.algorithms.representation.fed_align_losses import DISCRIMINATOR, Discriminator, aligning, discriminating
-from polyclinic.core.contract import BESIDE, Bundle, Optimiser, SiteId, Stream, Training, Update
+from polyclinic.core.contract import AUX_PREFIX, Bundle, Optimiser, SiteId, Stream, Training, Update
 from polyclinic.core.errors import RecipeError, Refused
 from polyclinic.data.builtin.digits import DigitsOptions, digits
 from polyclinic.data.examples import Images, SiteData
 from polyclinic.models import build
 from polyclinic.runs.experiment import run
-from polyclinic.training.auxiliary import accompanied
+from polyclinic.training.auxiliary import with_auxiliary
 from polyclinic.training.network import LiveNetwork
 from tests.laws.bench import CLASSES, clinics, noise, play, same, site, small, tapped
 from tests.small import tiny
@@ -50,7 +50,7 @@ def test_without_alignment_and_while_it_warms_up_it_is_fedavg(
 
 
 def ready() -> tuple[LiveNetwork, Bundle, Bundle]:
-    network = accompanied(small(norm=False), FedAlign(), (16,), CLASSES, Stream(1))
+    network = with_auxiliary(small(norm=False), FedAlign(), (16,), CLASSES, Stream(1))
     own, others = torch.randn(2, 6, 16, generator=Stream(2).generator())
     reference = {
         "own": {"values": own, "there": torch.tensor([1.0, 1, 1, 0, 0, 0])},
@@ -72,12 +72,12 @@ def test_losses_are_those_of_the_equations_and_move_what_they_should() -> None:
     network, weights, reference = ready()
     batch = noise(8).batch(torch.arange(8))
     banks = reference["own"]["values"][:3], reference["others"]["values"][:4]
-    mine, theirs = (network.beside(weights, DISCRIMINATOR, bank).detach() for bank in banks)
+    mine, theirs = (network.auxiliary(weights, DISCRIMINATOR, bank).detach() for bank in banks)
     loss = discriminating(network, weights, batch, reference)
     torch.testing.assert_close(loss, -torch.sigmoid(mine).log().mean() - (1 - torch.sigmoid(theirs)).log().mean())
     loss.backward()  # type: ignore[no-untyped-call]
-    assert moved(network) == {BESIDE.rstrip(".")}
-    doubt = torch.sigmoid(network.beside(weights, DISCRIMINATOR, network.features(weights, batch[0]))).detach()
+    assert moved(network) == {AUX_PREFIX.rstrip(".")}
+    doubt = torch.sigmoid(network.auxiliary(weights, DISCRIMINATOR, network.features(weights, batch[0]))).detach()
     wanted = network.loss(weights, batch) - 0.5 * (doubt.log() + (1 - doubt).log()).mean() / 2
     loss = aligning(network, weights, batch, reference)
     torch.testing.assert_close(loss, wanted)
@@ -90,7 +90,7 @@ def test_alignment_alone_has_a_gradient_on_the_extractor_and_brings_doubt() -> N
     extractor = [p for n, p in weights["model"].items() if n.startswith("extractor.")]
 
     def certainty() -> Tensor:
-        return network.beside(weights, DISCRIMINATOR, network.features(weights, batch[0])).square().mean()
+        return network.auxiliary(weights, DISCRIMINATOR, network.features(weights, batch[0])).square().mean()
 
     alone = aligning(network, weights, batch, reference) - network.loss(weights, batch)
     gradients = torch.autograd.grad(alone, extractor)
@@ -109,12 +109,12 @@ def test_discriminators_stay_at_their_sites_and_differ() -> None:
     played, letters = tapped(FedAlign(SGD, warmup=0), clinics(12, 7, 16), small(), 3)
     for letter in letters:
         for message in (letter.sent, letter.answer):
-            assert not any(name.startswith(BESIDE) for group in message.tensors.values() for name in group)
+            assert not any(name.startswith(AUX_PREFIX) for group in message.tensors.values() for name in group)
     kept = [played.remembered(name) for name in SITES]
-    weights = [own["model"][f"{BESIDE}{DISCRIMINATOR}.enter.weight"] for own in kept if own]
+    weights = [own["model"][f"{AUX_PREFIX}{DISCRIMINATOR}.enter.weight"] for own in kept if own]
     assert len(weights) == 3
     assert not torch.equal(weights[0], weights[1])
-    assert not any(name.startswith(BESIDE) for name in played.model)
+    assert not any(name.startswith(AUX_PREFIX) for name in played.model)
 
 
 def test_more_lessons_move_a_discriminator_further_and_warm_up_not_at_all() -> None:
@@ -128,7 +128,7 @@ def test_more_lessons_move_a_discriminator_further_and_warm_up_not_at_all() -> N
     assert still is not None
     assert once is not None
     assert often is not None
-    name = f"{BESIDE}{DISCRIMINATOR}.enter.weight"
+    name = f"{AUX_PREFIX}{DISCRIMINATOR}.enter.weight"
     start, one, five = (own["model"][name] for own in (still, once, often))
     assert 3 < float((five - start).norm() / (one - start).norm()) < 6
 
@@ -173,8 +173,8 @@ def test_features_leave_only_when_somebody_will_look_at_them() -> None:
 
 
 def test_noise_without_clipping_is_called_no_guarantee() -> None:
-    assert "no privacy guarantee" in FedAlign(variance=0.001).remark()
-    assert FedAlign().remark() == ""
+    assert "no privacy guarantee" in FedAlign(variance=0.001).warning()
+    assert FedAlign().warning() == ""
 
 
 @pytest.mark.parametrize("held", [-1.0, 65.0, 0.5])

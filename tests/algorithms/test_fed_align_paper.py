@@ -16,14 +16,14 @@ from polyclinic.algorithms.optimisation.fedavg import FedAvg
 from polyclinic.algorithms.representation.fed_align import FedAlign
 from polyclinic.algorithms.representation.fed_align_losses import DISCRIMINATOR, first
 from polyclinic.algorithms.representation.fed_align_pooled import Joint, fit_jointly
-from polyclinic.core.contract import BESIDE, Augment, Bundle, Optimiser, Site, Stream, Training
+from polyclinic.core.contract import AUX_PREFIX, Augment, Bundle, Optimiser, Site, Stream, Training
 from polyclinic.core.errors import EngineError, RecipeError
 from polyclinic.federation.rounds import POOLED
 from polyclinic.federation.site_runner import SiteRunner
 from polyclinic.runs.experiment import Experiment, run
 from polyclinic.storage.messages import Message
 from polyclinic.storage.run_files import RamMemory
-from polyclinic.training.auxiliary import accompanied
+from polyclinic.training.auxiliary import with_auxiliary
 from polyclinic.training.losses import task_loss
 from polyclinic.training.network import LiveNetwork
 from tests.algorithms.test_fed_align import told_and_right
@@ -67,7 +67,7 @@ def test_without_alignment_and_while_it_warms_up_it_is_fedavg(kind: str) -> None
 def one_step(**options: Any) -> tuple[LiveNetwork, Bundle, Bundle]:
     """A network, where all start (with both discriminators), and where they end; a batch is all that a site holds."""
     algorithm = paper()
-    network = accompanied(small(norm=False), algorithm, (16,), CLASSES, Stream(1))
+    network = with_auxiliary(small(norm=False), algorithm, (16,), CLASSES, Stream(1))
     shape = {"values": torch.zeros(1, 1, 16)}
     named = {f"{DISCRIMINATOR}@{name}": first(shape, 4, Stream(3, (name,)))["model"] for name in ("a", "b")}
     held = {"a": clinics(8)["clinic-1"].train, "b": clinics(1, 6)["clinic-2"].train}
@@ -98,13 +98,13 @@ def by_hand(network: LiveNetwork, start: Bundle) -> dict[str, dict[str, Tensor]]
         )
 
     def judged(name: str, u: Tensor) -> Tensor:
-        return torch.sigmoid(network.beside({"model": weights[name], "buffers": {}}, DISCRIMINATOR, u))
+        return torch.sigmoid(network.auxiliary({"model": weights[name], "buffers": {}}, DISCRIMINATOR, u))
 
     for k, j in (("a", "b"), ("b", "a")):
         everything = images[k].batch(torch.arange(len(images[k])))
         down(network.loss({"model": weights[k], "buffers": {}}, everything), (k, "extractor. head."))
         u, v = features(k).detach(), features(j).detach()
-        down(-judged(k, u).log().mean() - (1 - judged(k, v)).log().mean(), (k, BESIDE))  # Eq. 2
+        down(-judged(k, u).log().mean() - (1 - judged(k, v)).log().mean(), (k, AUX_PREFIX))  # Eq. 2
         loss = -judged(k, features(k)).log().mean() - judged(k, features(j)).log().mean()
         down(loss, (k, "extractor."), (j, "extractor."))  # Eq. 3: `down` sees that both have a gradient
     return weights
@@ -144,11 +144,11 @@ def test_equal_seeds_give_equal_bits_and_every_site_keeps_its_discriminator() ->
     one, other = (play(paper(STEPS, variance=0.01), clinics(12, 7, 16), small(dropout=0.3), 3) for _ in range(2))
     assert one.sha256 == other.sha256
     assert set(one.outcome.state) == {"model", "buffers"}
-    assert not any(name.startswith(BESIDE) for name in one.model)
+    assert not any(name.startswith(AUX_PREFIX) for name in one.model)
     kept = one.remembered(POOLED)
     assert kept is not None
     assert set(kept) == {f"{DISCRIMINATOR}@clinic-{number}" for number in (1, 2, 3)}
-    enters = [group[f"{BESIDE}{DISCRIMINATOR}.enter.weight"] for group in kept.values()]
+    enters = [group[f"{AUX_PREFIX}{DISCRIMINATOR}.enter.weight"] for group in kept.values()]
     assert not torch.equal(enters[0], enters[1])
     assert play(paper(STEPS, variance=0.01), clinics(12, 7, 16), small(), 3, seed=1).sha256 != one.sha256
 
@@ -218,7 +218,7 @@ def test_a_hospital_by_itself_says_that_it_cannot() -> None:
     assert not paper(align=0.0).pooled
     assert not FedAlign().pooled
     played = play(algorithm, sites, small(), 1)
-    network = accompanied(small(), algorithm, (16,), CLASSES, Stream(1))
+    network = with_auxiliary(small(), algorithm, (16,), CLASSES, Stream(1))
     runner = SiteRunner("clinic-1", sites["clinic-1"], algorithm, network, RamMemory())
     outbox = played.rounds.outbox("train", 1, algorithm.init(played.rounds.federation), ["clinic-1"], [])
     order = outbox.handed("clinic-1")

@@ -31,7 +31,7 @@ from polyclinic.core.contract import (
 from polyclinic.data.examples import Images, SiteData
 from polyclinic.models import Classifier, build
 from polyclinic.models.split_point import cut_after
-from polyclinic.runs.sites import gather
+from polyclinic.runs.sites import load_sites
 from polyclinic.training.network import LiveNetwork, weights_of
 from tests.finish.digits import parts
 from tests.laws.bench import CLASSES, SIDE, Letter, clinics, noise, play, same, site, small, tapped
@@ -161,7 +161,7 @@ def real(name: str) -> dict[SiteId, SiteData]:
     data = {"name": name, "size": 24, "partition": division}
     recipe = {"name": "any", "rounds": 1, "data": data, "model": {"name": "small_cnn"}, "algorithm": "fedavg"}
     found = {}
-    for held, known in gather(Recipe.of(recipe)).sites.items():
+    for held, known in load_sites(Recipe.of(recipe)).sites.items():
         rows = (known.train.labels < CLASSES).nonzero().flatten()
         found[held] = site(held, Images(*known.train.batch(rows[:200])))
     return found

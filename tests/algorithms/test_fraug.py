@@ -18,7 +18,7 @@ from polyclinic.algorithms.representation.fraug import OWN, FRAug
 from polyclinic.algorithms.representation.fraug_losses import (
     Generator,
 )
-from polyclinic.core.contract import BESIDE, Bundle, Fit, Fitted, Job, Optimiser, Site, SiteId, Stream, Training
+from polyclinic.core.contract import AUX_PREFIX, Bundle, Fit, Fitted, Job, Optimiser, Site, SiteId, Stream, Training
 from polyclinic.core.errors import RecipeError
 from polyclinic.data.examples import SiteData
 from polyclinic.federation.site_runner import drive
@@ -65,7 +65,7 @@ def test_the_generator_is_averaged_and_what_is_a_sites_own_never_travels() -> No
     played, letters = tapped(FRAug(SGD), clinics(12, 7, 16), small(), 2)
     for letter in letters:
         for message in (letter.sent, letter.answer):
-            names = {name for group in message.tensors.values() for name in group if name.startswith(BESIDE)}
+            names = {name for group in message.tensors.values() for name in group if name.startswith(AUX_PREFIX)}
             assert names
             assert all(name.startswith("beside.generator.") for name in names)
     first, second = (letters[:3], letters[3:])
@@ -75,7 +75,7 @@ def test_the_generator_is_averaged_and_what_is_a_sites_own_never_travels() -> No
             mean = torch.stack([n * answer for n, answer in zip((12, 7, 16), answers, strict=True)]).sum(0) / 35
             wanted = mean if tensor.is_floating_point() else mean.round()
             torch.testing.assert_close(tensor, wanted.to(tensor.dtype))
-    assert not any(name.startswith(BESIDE) for group in played.outcome.state.values() for name in group)
+    assert not any(name.startswith(AUX_PREFIX) for group in played.outcome.state.values() for name in group)
     own = [played.remembered(f"clinic-{number}") for number in (1, 2, 3)]
     assert all(bundle and {n for g in bundle.values() for n in g} for bundle in own)
     assert all(name.startswith(OWN) for bundle in own if bundle for group in bundle.values() for name in group)

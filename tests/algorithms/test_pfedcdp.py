@@ -21,7 +21,7 @@ from polyclinic.algorithms.personalisation.pfedcdp import PFedCDP
 from polyclinic.core.contract import Bundle, Fit, Fitted, Job, Optimiser, Score, SiteId, Stream, Tensors, Training
 from polyclinic.core.errors import RecipeError
 from polyclinic.data.examples import Images
-from polyclinic.federation.site_runner import SiteRunner, Visit
+from polyclinic.federation.site_runner import SiteRound, SiteRunner
 from polyclinic.storage import messages
 from polyclinic.training.fit import score
 from polyclinic.training.losses import distilling
@@ -89,7 +89,7 @@ def deeds(monkeypatch: pytest.MonkeyPatch) -> list[Deed]:
     noted: list[Deed] = []
     run = SiteRunner.run
 
-    def spied(self: SiteRunner, job: Job, visit: Visit, number: int) -> Fitted | Tensors:
+    def spied(self: SiteRunner, job: Job, visit: SiteRound, number: int) -> Fitted | Tensors:
         found = run(self, job, visit, number)
         noted.append(Deed(visit.site.round, self.name, number, job, visit.order.tensors, visit.memory, found))
         return found

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from polyclinic.algorithms import RunningMean
 from polyclinic.core.contract import Tensors
-from polyclinic.core.flat_tensors import Row
+from polyclinic.core.flat_tensors import FlatTensors
 from polyclinic.storage import messages
 
 VALUES = st.floats(-1e6, 1e6, allow_subnormal=False)
@@ -153,7 +153,7 @@ def test_a_decoded_message_is_averaged_as_one_vector() -> None:
     mean.add(decoded(update))
     mean.add(decoded({n: 3 * t for n, t in update.items()}))
     found = mean.value()
-    assert isinstance(found, Row)
+    assert isinstance(found, FlatTensors)
     assert {n: t.flatten().tolist() for n, t in found.items()} == {"a": [2.0] * 5, "b": [2.0] * 6}
 
 

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 import polyclinic
 from polyclinic.analysis.attack.campaign import verdict
-from polyclinic.analysis.attack.feature_inversion import Figures
+from polyclinic.analysis.attack.feature_inversion import InversionScores
 from polyclinic.core.contract import Stream
 from polyclinic.runs.finished_run import read
 from tests import commands
@@ -203,8 +203,8 @@ def write_images(folder: Path, number: int) -> None:
             table.writerow([f"{row}.png", "ab"[row % 2], f"p{row}"])
 
 
-def figures(ssim: float) -> Figures:
-    return Figures(ssim, ssim, 0.1, 0.1, 0.5, 0.5, 1.0)
+def figures(ssim: float) -> InversionScores:
+    return InversionScores(ssim, ssim, 0.1, 0.1, 0.5, 0.5, 1.0)
 
 
 def test_the_verdict_is_one_sentence_about_every_stage() -> None:

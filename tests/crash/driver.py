@@ -20,19 +20,19 @@ from polyclinic import Recipe, run
 from polyclinic.core import failpoints
 from polyclinic.core.errors import PolyclinicError
 from polyclinic.federation.rounds import Watch
-from polyclinic.runs.experiment import Consortium, gather
+from polyclinic.runs.experiment import FederatedDataset, load_sites
 from tests.driving import serve
 
 INTERRUPTED = 130
 BUG = 70
-consortium: Consortium | None = None
+consortium: FederatedDataset | None = None
 
 
 def main() -> None:
     global consortium
     torch.set_num_threads(1)
     recipe = Recipe.of(json.loads(sys.argv[1]))
-    consortium = gather(recipe)
+    consortium = load_sites(recipe)
     run(recipe, consortium=consortium)  # whatever PyTorch loads at first use
     serve(start=start, wait=wait)
 

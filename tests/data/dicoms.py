@@ -23,7 +23,7 @@ from pydicom.uid import (
     ImplicitVRLittleEndian,
 )
 
-from polyclinic.data.sources.decode import Unreadable
+from polyclinic.data.sources.decode import UnreadableImage
 from polyclinic.data.sources.dicom import read_dicom
 
 NAME, NUMBER, ACCESSION = "Quendolin^Xaver", "PID-7719305", "ACC-4410082"
@@ -72,7 +72,7 @@ def shown(folder: Path, stored: Stored, bits: int | None = None, **tags: Any) ->
 
 
 def refusal(path: Path) -> str:
-    with pytest.raises(Unreadable) as caught:
+    with pytest.raises(UnreadableImage) as caught:
         read_dicom(path)
     text = str(caught.value)
     assert not set(text) & set("/\n")

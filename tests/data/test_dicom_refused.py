@@ -25,7 +25,7 @@ from pydicom.uid import (
 )
 
 from polyclinic.data.sources import dicom
-from polyclinic.data.sources.decode import Decoded, Unreadable, decode
+from polyclinic.data.sources.decode import Decoded, UnreadableImage, decode
 from polyclinic.data.sources.dicom import read_dicom
 from tests.data.dicoms import (
     NAME,
@@ -171,7 +171,7 @@ def test_damage_is_told_in_one_sentence_or_harmless(folder: Path, damage: list[t
     path.write_bytes(content)
     try:
         outcome = str(read_dicom(path).pixels.dtype)
-    except Unreadable as error:
+    except UnreadableImage as error:
         outcome = str(error)
     assert not any(secret in outcome for secret in SECRETS)
 
@@ -219,7 +219,7 @@ def test_no_name_is_said_written_or_kept(
         for path in paths:
             try:
                 said.append(everything(reader(path)))
-            except Unreadable as error:
+            except UnreadableImage as error:
                 said.append(f"{error!r} {error} {error.__cause__}")
     said += [record.getMessage() for record in caplog.records] + [str(warning.message) for warning in warned]
     said += [*capfd.readouterr()]

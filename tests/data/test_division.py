@@ -18,7 +18,7 @@ from polyclinic.data.partitioning.dry_run import UNDIVIDED, Division
 from polyclinic.data.partitioning.partition import Iid, Natural
 from polyclinic.data.records import Listing, Record
 from polyclinic.data.splits import Fractions
-from polyclinic.runs.experiment import gather
+from polyclinic.runs.experiment import load_sites
 from tests.data.clinics import NAME, Rows, clinic, listed
 
 PARTS = {"train": 0.5, "validation": 0.25, "test": 0.25}
@@ -36,7 +36,7 @@ def rows(tmp_path: Path) -> Rows:
 
 def run_refusal(recipe: Recipe) -> str:
     try:
-        gather(recipe)
+        load_sites(recipe)
     except DataError as error:
         return str(error)
     return ""

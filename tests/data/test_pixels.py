@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from PIL import Image, ImageOps, PngImagePlugin
 
-from polyclinic.data.sources.decode import Unreadable, decode, quiet
+from polyclinic.data.sources.decode import UnreadableImage, decode, quiet
 
 Array = NDArray[Any]
 NAME = "Quendolin^Xaver"
@@ -35,7 +35,7 @@ def saved(folder: Path, picture: Array | Image.Image, name: str, **how: Any) -> 
 
 
 def reason(path: Path, **how: Any) -> str:
-    with pytest.raises(Unreadable) as caught:
+    with pytest.raises(UnreadableImage) as caught:
         decode(path, **how)
     assert "/" not in str(caught.value)
     return str(caught.value)
@@ -281,7 +281,7 @@ def test_damage_ends_in_pixels_or_in_a_reason(
     path.write_bytes(content)
     try:
         outcome = str(decode(path).pixels.dtype)
-    except Unreadable as error:
+    except UnreadableImage as error:
         outcome = str(error)
     assert outcome
     assert "/" not in outcome

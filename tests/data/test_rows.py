@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from polyclinic.data.sources.decode import Unreadable, decode_rows, stream_rows
+from polyclinic.data.sources.decode import UnreadableImage, decode_rows, stream_rows
 
 Array = NDArray[Any]
 STACK = np.random.default_rng(7).integers(0, 256, (30, 8, 9), dtype=np.uint8)
@@ -26,7 +26,7 @@ def idx(values: Array, magic: int = 0x803) -> bytes:
 
 
 def rows_reason(path: Path, array: str = "train_images", rows: tuple[int, ...] = (0,)) -> str:
-    with pytest.raises(Unreadable) as caught:
+    with pytest.raises(UnreadableImage) as caught:
         decode_rows(path, array, rows)
     assert "/" not in str(caught.value)
     return str(caught.value)

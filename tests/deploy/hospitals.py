@@ -16,13 +16,13 @@ from polyclinic import Recipe, __version__
 from polyclinic.algorithms import ALGORITHMS
 from polyclinic.core.contract import Failure, SiteId
 from polyclinic.deploy.site.config import SiteConfig
-from polyclinic.deploy.site.message_handler import SiteDesk
+from polyclinic.deploy.site.message_handler import SiteMessageHandler
 from polyclinic.federation.engines.mock import MockEngine
-from polyclinic.federation.privacy_budget import Guard
+from polyclinic.federation.privacy_budget import PrivacyBudget
 from polyclinic.federation.rounds import Outcome, Rounds
 from polyclinic.runs.experiment import Experiment, rules_of
 from polyclinic.runs.privacy_plan import stages_of
-from polyclinic.runs.sites import Consortium, gather
+from polyclinic.runs.sites import FederatedDataset, load_sites
 from polyclinic.storage import messages
 from polyclinic.storage.journal import RamJournal
 from tests.small import NEEDED
@@ -103,8 +103,8 @@ def config(folder: Path, site: SiteId, state: str = "state", **settings: Any) ->
     )
 
 
-def desks(home: Path, state: str, sites: Sequence[SiteId] = SITES, **settings: Any) -> dict[str, SiteDesk]:
-    return {site: SiteDesk(config(home, site, state, **settings)) for site in sites}
+def desks(home: Path, state: str, sites: Sequence[SiteId] = SITES, **settings: Any) -> dict[str, SiteMessageHandler]:
+    return {site: SiteMessageHandler(config(home, site, state, **settings)) for site in sites}
 
 
 def asked(purpose: str, to: SiteId, found: Recipe, fields: Mapping[str, Any] | None = None) -> bytes:
@@ -130,14 +130,14 @@ def beginning(made: Experiment, to: SiteId, fields: Mapping[str, Any] | None = N
         "holders": plan.holders,
     }
     shape = {"classes": list(consortium.classes), "channels": consortium.channels, "size": consortium.size}
-    return asked("begin", to, made.recipe, {"run": made.mark(), "plan": priced, **shape, **(fields or {})})
+    return asked("begin", to, made.recipe, {"run": made.run_id(), "plan": priced, **shape, **(fields or {})})
 
 
 @dataclass
 class Crossing:
     """An engine's other end: desks that answer, and all that was said."""
 
-    desks: Mapping[SiteId, SiteDesk]
+    desks: Mapping[SiteId, SiteMessageHandler]
     sent: list[tuple[SiteId, bytes]] = field(default_factory=list)
     replies: list[bytes] = field(default_factory=list)
 
@@ -152,8 +152,8 @@ class Crossing:
 def loop(made: Experiment, crossing: Crossing) -> Rounds:
     """The server's rounds, with desks for sites."""
     stages = [*(stages_of(made.plan) if made.plan else ()), *made.recipe.stages_of()]
-    guard = Guard(made.plan, made.secret.child("server")) if made.plan else None
-    rules, engine = rules_of(made.recipe, made.mark()), MockEngine(crossing.answer)
+    guard = PrivacyBudget(made.plan, made.secret.child("server")) if made.plan else None
+    rules, engine = rules_of(made.recipe, made.run_id()), MockEngine(crossing.answer)
     return Rounds(
         made.federation, made.algorithm, engine, rules, RamJournal(), stages=stages, guard=guard, desk=made.server
     )
@@ -165,8 +165,8 @@ def simulation(found: Recipe, folder: Path) -> Experiment:
 
 
 @cache
-def _gathered(data: str, seed: int, folder: Path) -> Consortium:
-    return gather(Recipe.of({**BASE, "data": json.loads(data), "seed": seed}), folder / "simulation")
+def _gathered(data: str, seed: int, folder: Path) -> FederatedDataset:
+    return load_sites(Recipe.of({**BASE, "data": json.loads(data), "seed": seed}), folder / "simulation")
 
 
 def deployed(found: Recipe, folder: Path, crossing: Crossing) -> tuple[Rounds, Outcome]:

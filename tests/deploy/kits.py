@@ -11,10 +11,12 @@ from pathlib import Path
 
 import yaml
 
-from polyclinic.deploy.config import Federation, Server, folder_of
+from polyclinic.deploy.config import FederationConfig, ServerSection, folder_of
 
 SITES = ("harbour", "hill", "St. Mary's & co")
-NORTH = Federation(federation="north-sea", server=Server(host="127.0.0.1", port=9443), days=90, sites=SITES)
+NORTH = FederationConfig(
+    federation="north-sea", server=ServerSection(host="127.0.0.1", port=9443), days=90, sites=SITES
+)
 GOOD = {"federation": "north-sea", "server": {"host": "fl.example.org", "port": 9443}, "sites": ["harbour", "hill"]}
 YEARS = timedelta(days=800)
 HELLO = b"hello"

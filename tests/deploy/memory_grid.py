@@ -19,7 +19,7 @@ from flwr.supercore.task_identity import TaskIdentity
 
 from polyclinic.core.contract import SiteId
 from polyclinic.core.errors import EngineError
-from polyclinic.deploy.flower.client import Attendance, replied
+from polyclinic.deploy.flower.client import SiteConnection, replied
 from polyclinic.deploy.flower.server import FlowerEngine
 from polyclinic.storage import messages as wire
 
@@ -125,7 +125,7 @@ def said(engine: FlowerEngine, sent: dict[SiteId, bytes], deadline: float | None
 
 
 @contextmanager
-def at_work(attendance: Attendance, said: list[str], wake: Callable[[], object] = lambda: None) -> Iterator[None]:
+def at_work(attendance: SiteConnection, said: list[str], wake: Callable[[], object] = lambda: None) -> Iterator[None]:
     """A site's process, here a thread; what ends it is said."""
 
     def work() -> None:

@@ -16,7 +16,7 @@ from polyclinic.federation.engines.mock import MockEngine
 from polyclinic.federation.rounds import Watch
 from polyclinic.privacy.plan import largest_groups
 from polyclinic.reporting.run_folder import ENROLMENT
-from polyclinic.runs.remote_sites import Card, Roster, misfits
+from polyclinic.runs.remote_sites import RemoteSites, SiteProfile, misfits
 from polyclinic.storage import messages
 from tests.deploy.hospitals import EVERYTHING, SITES, Crossing, desks, recipe, simulation
 
@@ -42,7 +42,9 @@ def allowing(*kinds: str) -> dict[str, Any]:
 
 
 def test_stand_ins_have_the_sizes_and_the_largest_patients_that_sites_said() -> None:
-    site = Roster.of({"harbour": Card.read(CARD), "hill": Card.read(CARD | {"train": 1, "groups": [1, 1]})}).sites
+    site = RemoteSites.of(
+        {"harbour": SiteProfile.read(CARD), "hill": SiteProfile.read(CARD | {"train": 1, "groups": [1, 1]})}
+    ).sites
     assert [len(site["harbour"].train), len(site["harbour"].validation), len(site["harbour"].test)] == [12, 4, 5]
     assert largest_groups(site["harbour"].train.patients) == 4
     assert largest_groups(site["harbour"].validation.patients) == 2
@@ -69,21 +71,21 @@ def test_stand_ins_have_the_sizes_and_the_largest_patients_that_sites_said() -> 
 )
 def test_cards_that_cannot_be_are_refused(change: dict[str, Any]) -> None:
     with pytest.raises(Refused):
-        Card.read(CARD | change)
+        SiteProfile.read(CARD | change)
     with pytest.raises(Refused):
-        Card.read({name: value for name, value in CARD.items() if name not in change})
+        SiteProfile.read({name: value for name, value in CARD.items() if name not in change})
 
 
 def test_sites_that_do_not_fit_together_are_told_by_name() -> None:
-    other = Card.read(CARD | {"classes": ["benign", "cancer"]})
+    other = SiteProfile.read(CARD | {"classes": ["benign", "cancer"]})
     with pytest.raises(DataError, match="hill does not fit: it has classes benign, cancer, harbour has benign, malig"):
-        Roster.of({"harbour": Card.read(CARD), "hill": other})
+        RemoteSites.of({"harbour": SiteProfile.read(CARD), "hill": other})
     with pytest.raises(DataError, match=r"hill does not fit: it runs polyclinic 9\.9"):
-        Roster.of({"harbour": Card.read(CARD), "hill": Card.read(CARD | {"version": "9.9"})})
+        RemoteSites.of({"harbour": SiteProfile.read(CARD), "hill": SiteProfile.read(CARD | {"version": "9.9"})})
 
 
 def test_who_is_odd_is_found_by_what_most_have() -> None:
-    usual, odd = Card.read(CARD), Card.read(CARD | {"size": 16})
+    usual, odd = SiteProfile.read(CARD), SiteProfile.read(CARD | {"size": 16})
     assert misfits({}) == {}
     assert misfits({"a": usual, "b": usual}) == {}
     assert misfits({"a": odd, "b": usual, "c": usual}).keys() == {"a"}

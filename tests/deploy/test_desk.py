@@ -15,9 +15,9 @@ from polyclinic import Recipe
 from polyclinic.core.contract import Stream
 from polyclinic.core.errors import Refused
 from polyclinic.deploy.site.images import gather_own
-from polyclinic.deploy.site.message_handler import SiteDesk
+from polyclinic.deploy.site.message_handler import SiteMessageHandler
 from polyclinic.evaluation.summary import assess
-from polyclinic.runs.sites import gather
+from polyclinic.runs.sites import load_sites
 from polyclinic.storage import messages
 from polyclinic.storage.run_files import Ledger
 from tests.deploy.hospitals import (
@@ -96,7 +96,7 @@ class Restless(Crossing):
     def answer(self, site: str, data: bytes) -> Any:
         replies = []
         for _ in range(2):
-            self.desks = {**self.desks, site: SiteDesk(self.desks[site].config)}
+            self.desks = {**self.desks, site: SiteMessageHandler(self.desks[site].config)}
             replies.append(super().answer(site, data))
         assert replies[0] == replies[1]
         return replies[1]
@@ -153,7 +153,7 @@ def test_noise_is_the_sites_own(home: Path) -> None:
 
 def test_a_card_says_counts_and_no_more(home: Path) -> None:
     found = recipe()
-    whole = gather(Recipe.of({**BASE, "data": {**BASE["data"], "path": str(home / "simulation" / TABLE)}}))
+    whole = load_sites(Recipe.of({**BASE, "data": {**BASE["data"], "path": str(home / "simulation" / TABLE)}}))
     for site, desk in desks(home, "cards").items():
         fields = said(desk.answer(asked("enrol", site, found)))
         card, held = fields["card"], whole.sites[site]
@@ -171,11 +171,11 @@ def test_a_card_says_counts_and_no_more(home: Path) -> None:
 
 def test_the_mark_of_images_tells_changes_and_nothing_else(home: Path, tmp_path: Path) -> None:
     shutil.copytree(home / "hill", tmp_path / "hill", ignore=shutil.ignore_patterns("*state*", "[a-z]*[0-9]"))
-    desk = SiteDesk(config(tmp_path, "hill"))
+    desk = SiteMessageHandler(config(tmp_path, "hill"))
     marks = [said(desk.answer(asked("enrol", "hill", recipe())))["card"]["fingerprint"]]
     shutil.copy(home / "lake" / "0.png", tmp_path / "hill" / "0.png")
     marks.append(said(desk.answer(asked("enrol", "hill", recipe())))["card"]["fingerprint"])
-    elsewhere = SiteDesk(config(tmp_path, "hill", "other state"))
+    elsewhere = SiteMessageHandler(config(tmp_path, "hill", "other state"))
     marks.append(said(elsewhere.answer(asked("enrol", "hill", recipe())))["card"]["fingerprint"])
     assert len(set(marks)) == 3
 
@@ -184,9 +184,9 @@ def test_other_images_than_the_run_began_with_are_refused(home: Path, tmp_path: 
     shutil.copytree(home / "hill", tmp_path / "hill")
     made = simulation(recipe(), home)
     begin = beginning(made, "hill")
-    assert said(SiteDesk(config(tmp_path, "hill")).answer(begin))["ready"]
+    assert said(SiteMessageHandler(config(tmp_path, "hill")).answer(begin))["ready"]
     shutil.copy(home / "lake" / "0.png", tmp_path / "hill" / "0.png")
-    fields = said(SiteDesk(config(tmp_path, "hill")).answer(begin))
+    fields = said(SiteMessageHandler(config(tmp_path, "hill")).answer(begin))
     assert fields["failure"] == "refused"
     assert "other images than when this run began" in fields["why"]
 
@@ -259,7 +259,7 @@ WRONG_DATA: dict[str, tuple[dict[str, Any], str, str]] = {
 @pytest.mark.parametrize("case", WRONG_DATA)
 def test_data_that_will_not_do_are_one_sentence_on_each_side(case: str, home: Path) -> None:
     changes, outside, inside = WRONG_DATA[case]
-    desk = SiteDesk(config(home, "hill", f"wrong {case}"))
+    desk = SiteMessageHandler(config(home, "hill", f"wrong {case}"))
     why = refusal(said(desk.answer(asked("enrol", "hill", recipe(**changes)))))
     assert outside in why
     assert str(home) not in why
@@ -268,18 +268,18 @@ def test_data_that_will_not_do_are_one_sentence_on_each_side(case: str, home: Pa
 
 
 def test_missing_files_and_tables_are_told_at_the_site_alone(home: Path, tmp_path: Path) -> None:
-    gone = SiteDesk(config(home, "hill", "gone", data={TABLE: tmp_path / "gone.csv"}))
+    gone = SiteMessageHandler(config(home, "hill", "gone", data={TABLE: tmp_path / "gone.csv"}))
     why = refusal(said(gone.answer(asked("enrol", "hill", recipe()))))
     assert "gone" not in why
     assert "gone.csv" in gone.notebook.lines()[-1]
-    others = SiteDesk(config(home, "mountain", data={TABLE: home / "simulation" / TABLE}))
+    others = SiteMessageHandler(config(home, "mountain", data={TABLE: home / "simulation" / TABLE}))
     assert "log" in refusal(said(others.answer(asked("enrol", "mountain", recipe()))))
     assert "come from site 'mountain'" in others.notebook.lines()[-1]
 
 
 def test_classes_come_with_the_run_where_labels_would_name_others(home: Path) -> None:
     made = simulation(recipe(), home)
-    desk = SiteDesk(config(home, "hill", "classes"))
+    desk = SiteMessageHandler(config(home, "hill", "classes"))
     wider = beginning(made, "hill", {"classes": ["benign", "malignant", "normal"]})
     assert said(desk.answer(wider)).get("ready"), "a class that this site happens not to have"
     fewer = beginning(made, "hill", {"run": "other", "classes": ["benign", "normal"]})
@@ -305,7 +305,7 @@ def test_a_site_needs_only_its_own_of_several_sets_whatever_the_folder_is_called
         shutil.copytree(folder, tmp_path / site / "our X-rays")
         parts.append({"set": name, "site": site, "task": {"well": ["normal"], "ill": ["tuberculosis"]}})
     found = Recipe.of({**BASE, "data": {"name": "several", "parts": parts, "size": 8, "channels": 1}})
-    whole = gather(found, tmp_path / "simulation")
+    whole = load_sites(found, tmp_path / "simulation")
     for part in parts:
         site = part["site"]
         registered = {part["set"]: tmp_path / site / "our X-rays"}

@@ -13,7 +13,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from polyclinic.deploy.site.message_handler import MOST_RUNS, SiteDesk
+from polyclinic.deploy.site.message_handler import MOST_RUNS, SiteMessageHandler
 from polyclinic.runs.experiment import Experiment
 from polyclinic.storage import messages
 from tests.deploy.hospitals import (
@@ -33,10 +33,10 @@ from tests.deploy.hospitals import (
 
 
 @pytest.fixture(scope="module")
-def begun(home: Path) -> tuple[SiteDesk, bytes, Experiment]:
+def begun(home: Path) -> tuple[SiteMessageHandler, bytes, Experiment]:
     """A desk in the middle of a run, and an order that it would obey."""
     made = simulation(recipe(algorithm="scaffold"), home)
-    desk = SiteDesk(config(home, "hill", "begun"))
+    desk = SiteMessageHandler(config(home, "hill", "begun"))
     assert said(desk.answer(beginning(made, "hill")))["ready"]
     outbox = loop(made, Crossing({})).outbox("train", 1, made.algorithm.init(made.federation), ["hill"], ["validation"])
     return desk, outbox["hill"], made
@@ -56,7 +56,7 @@ FIELDS: dict[str, list[Any]] = {
 
 
 @pytest.mark.parametrize("name", FIELDS)
-def test_orders_with_wrong_values_are_refused(name: str, begun: tuple[SiteDesk, bytes, Experiment]) -> None:
+def test_orders_with_wrong_values_are_refused(name: str, begun: tuple[SiteMessageHandler, bytes, Experiment]) -> None:
     desk, order, _ = begun
     message = messages.decode(order)
     before = len(desk.releases.read())
@@ -95,10 +95,10 @@ BEGINNINGS: dict[str, list[Any]] = {
 
 @pytest.mark.parametrize("name", BEGINNINGS)
 def test_beginnings_with_wrong_values_are_refused(
-    name: str, home: Path, begun: tuple[SiteDesk, bytes, Experiment]
+    name: str, home: Path, begun: tuple[SiteMessageHandler, bytes, Experiment]
 ) -> None:
     made = begun[2]
-    desk = SiteDesk(config(home, "hill", "beginnings"))
+    desk = SiteMessageHandler(config(home, "hill", "beginnings"))
     for value in BEGINNINGS[name]:
         reply = said(desk.answer(beginning(made, "hill", {"run": "fresh", name: value})))
         assert reply["failure"] in ("refused", "error"), (name, value, reply)
@@ -108,21 +108,23 @@ def test_beginnings_with_wrong_values_are_refused(
 
 
 def test_a_version_of_another_day_is_named_with_both_numbers(home: Path) -> None:
-    desk = SiteDesk(config(home, "hill", "version"))
+    desk = SiteMessageHandler(config(home, "hill", "version"))
     why = refusal(said(desk.answer(asked("enrol", "hill", recipe(), {"version": "0.0.9"}))))
     assert "0.0.9" in why
     assert "install the same on both" in why
 
 
 @pytest.mark.parametrize("data", [b"", b"PCL1", pickle.dumps({"a": 1}), b"\x93NUMPY", b"\0" * 400, b"{}"])
-def test_bytes_that_are_no_message_get_a_failure(data: bytes, begun: tuple[SiteDesk, bytes, Experiment]) -> None:
+def test_bytes_that_are_no_message_get_a_failure(
+    data: bytes, begun: tuple[SiteMessageHandler, bytes, Experiment]
+) -> None:
     assert said(begun[0].answer(data))["failure"] == "refused"
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(place=st.floats(0, 1), byte=st.integers(0, 255), cut=st.booleans())
 def test_damaged_bytes_never_raise(
-    place: float, byte: int, cut: bool, begun: tuple[SiteDesk, bytes, Experiment]
+    place: float, byte: int, cut: bool, begun: tuple[SiteMessageHandler, bytes, Experiment]
 ) -> None:
     desk, order, _ = begun
     at = int(place * (len(order) - 1))
@@ -131,7 +133,7 @@ def test_damaged_bytes_never_raise(
         assert said(desk.answer(data))["failure"] == "refused"
 
 
-def test_tensors_that_fit_nothing_are_refused(begun: tuple[SiteDesk, bytes, Experiment]) -> None:
+def test_tensors_that_fit_nothing_are_refused(begun: tuple[SiteMessageHandler, bytes, Experiment]) -> None:
     """Nothing is trained from what happens to lie in the network, and nothing is broadcast to fit."""
     desk, order, _ = begun
     message = messages.decode(order)
@@ -149,7 +151,9 @@ def test_tensors_that_fit_nothing_are_refused(begun: tuple[SiteDesk, bytes, Expe
         assert reply["why"].startswith("shape: the model sent to hill")
 
 
-def test_a_mistake_of_ours_is_told_in_general_and_logged_in_full(begun: tuple[SiteDesk, bytes, Experiment]) -> None:
+def test_a_mistake_of_ours_is_told_in_general_and_logged_in_full(
+    begun: tuple[SiteMessageHandler, bytes, Experiment],
+) -> None:
     desk, order, _ = begun
     message = messages.decode(order)
     without = {kind: group for kind, group in message.tensors.items() if kind != "control"}
@@ -177,7 +181,7 @@ def test_a_run_that_was_never_begun_is_refused_and_one_that_ended_is_forgotten(h
 def test_a_run_keeps_its_terms_and_old_runs_make_room(home: Path) -> None:
     made = simulation(recipe(rounds=1), home)
     other = simulation(recipe(rounds=2), home)
-    desk = SiteDesk(config(home, "hill", "many"))
+    desk = SiteMessageHandler(config(home, "hill", "many"))
     assert said(desk.answer(beginning(made, "hill", {"run": "a"})))["ready"]
     assert said(desk.answer(beginning(made, "hill", {"run": "a"})))["ready"]
     assert "other terms" in refusal(said(desk.answer(beginning(other, "hill", {"run": "a"}))))
@@ -209,7 +213,7 @@ def test_the_log_of_releases_tells_every_byte_that_left(home: Path) -> None:
 )
 def test_a_preview_is_what_then_leaves(settings: dict[str, Any], home: Path) -> None:
     found, state = recipe(**settings, rounds=1), f"preview {len(str(settings))}"
-    desk = SiteDesk(config(home, "hill", f"{state} alone"))
+    desk = SiteMessageHandler(config(home, "hill", f"{state} alone"))
     rows = desk.preview(found)
     assert desk.releases.read() == []
     crossing = Crossing(desks(home, state))

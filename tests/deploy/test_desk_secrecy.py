@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from polyclinic.deploy.site.config import SiteConfig
-from polyclinic.deploy.site.message_handler import SiteDesk
+from polyclinic.deploy.site.message_handler import SiteMessageHandler
 from polyclinic.runs.experiment import Experiment
 from tests.deploy.hospitals import EVERYTHING, Crossing, asked, beginning, loop, said
 from tests.test_secrecy import FAILURES, NAME, SITES, Rows, hits, recipe, told_in, write_table
@@ -21,9 +21,9 @@ COUNTED = re.compile(r"\d+ (listed )?files? ")
 """Of all sites' files each desk counts its own."""
 
 
-def desk_of(site: str, home: Path) -> SiteDesk:
+def desk_of(site: str, home: Path) -> SiteMessageHandler:
     values = {"federation": "north-sea", "site": site, "allow": EVERYTHING, "folder": home / "state" / site}
-    return SiteDesk(SiteConfig.model_validate({**values, "data": {TABLE: home / TABLE}}))
+    return SiteMessageHandler(SiteConfig.model_validate({**values, "data": {TABLE: home / TABLE}}))
 
 
 @pytest.mark.parametrize("settings", [{}, {"algorithm": "fedmp", "training__order": "forgotten"}])

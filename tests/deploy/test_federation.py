@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from polyclinic.core.errors import PolyclinicError, RecipeError
-from polyclinic.deploy.config import Federation, ServerConfig, folder_of
+from polyclinic.deploy.config import FederationConfig, ServerConfig, folder_of
 from polyclinic.deploy.provisioning.kit import quoted, server_yaml, site_kit
 from tests.deploy.kits import GOOD, NORTH
 
@@ -43,10 +43,10 @@ from tests.deploy.kits import GOOD, NORTH
 def test_a_wrong_federation_is_told_in_a_sentence(tmp_path: Path, change: dict[str, object], sentence: str) -> None:
     path = tmp_path / "federation.yaml"
     path.write_text(yaml.safe_dump(GOOD))
-    Federation.load(path)
+    FederationConfig.load(path)
     path.write_text(yaml.safe_dump({**GOOD, **change}))
     with pytest.raises(PolyclinicError) as caught:
-        Federation.load(path)
+        FederationConfig.load(path)
     assert sentence in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -65,9 +65,9 @@ def test_a_file_that_is_no_federation_is_told_in_a_sentence(tmp_path: Path, text
     path = tmp_path / "federation.yaml"
     path.write_text(text)
     with pytest.raises(RecipeError, match=sentence):
-        Federation.load(path)
+        FederationConfig.load(path)
     with pytest.raises(RecipeError, match="there is no file"):
-        Federation.load(tmp_path / "other.yaml")
+        FederationConfig.load(tmp_path / "other.yaml")
 
 
 def test_a_server_without_tls_is_for_this_machine_alone(tmp_path: Path) -> None:

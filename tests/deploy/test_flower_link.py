@@ -32,10 +32,10 @@ from flwr.supernode import node_auth_http_interceptor
 from polyclinic import __version__
 from polyclinic.core.contract import Failure, SiteId
 from polyclinic.core.errors import EngineError
-from polyclinic.deploy.config import Federation, Server, ServerConfig
-from polyclinic.deploy.flower.client import Attendance
+from polyclinic.deploy.config import FederationConfig, ServerConfig, ServerSection
+from polyclinic.deploy.flower.client import SiteConnection
 from polyclinic.deploy.flower.server import Link, order
-from polyclinic.deploy.processes import Reception, serving
+from polyclinic.deploy.processes import SiteRegistration, serving
 from polyclinic.deploy.provisioning.provision import provision, rotate_site
 from polyclinic.deploy.site.config import SiteConfig
 from tests.deploy.memory_grid import SITES, at_work, echo, orders, said
@@ -45,7 +45,10 @@ from tests.deploy.ward import free_port
 @pytest.fixture(scope="module")
 def kits(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("federation") / "kits"
-    provision(Federation(federation="test", server=Server(host="127.0.0.1", port=free_port()), sites=SITES), folder)
+    provision(
+        FederationConfig(federation="test", server=ServerSection(host="127.0.0.1", port=free_port()), sites=SITES),
+        folder,
+    )
     return folder
 
 
@@ -60,7 +63,7 @@ def trusting(kits: Path) -> ssl.SSLContext:
 
 @contextmanager
 def attending(
-    kits: Path, reception: Reception, site: SiteId, folder: Path, answer: Callable[[bytes], bytes] | None = None
+    kits: Path, reception: SiteRegistration, site: SiteId, folder: Path, answer: Callable[[bytes], bytes] | None = None
 ) -> Iterator[list[str]]:
     """A site at work in a thread; yields what it says."""
     config = SiteConfig.load(kits / "sites" / site / "site.yaml")
@@ -69,12 +72,12 @@ def attending(
     folder.mkdir(parents=True, exist_ok=True)
     said: list[str] = []
     at = f"127.0.0.1:{reception.link.port}"
-    attendance = Attendance(at, config.ca, config.key, folder, answer or echo(site), said.append)
+    attendance = SiteConnection(at, config.ca, config.key, folder, answer or echo(site), said.append)
     with at_work(attendance, said, lambda: reception.link.gate.wake(site)):
         yield said
 
 
-def one_said(kits: Path, reception: Reception, folder: Path, site: SiteId = "hill") -> str:
+def one_said(kits: Path, reception: SiteRegistration, folder: Path, site: SiteId = "hill") -> str:
     """The one sentence with which a site gives up."""
     with attending(kits, reception, site, folder) as told:
         until(lambda: told)
@@ -112,7 +115,7 @@ def test_a_rehearsal_on_this_machine_needs_no_tls_but_keys(kits: Path, tmp_path:
     config = SiteConfig.load(kits / "sites" / "hill" / "site.yaml")
     assert config.key is not None
     with serving(server(kits, tmp_path).model_copy(update={"insecure": True})) as reception:
-        attendance = Attendance(f"127.0.0.1:{reception.link.port}", None, config.key, tmp_path, echo("hill"))
+        attendance = SiteConnection(f"127.0.0.1:{reception.link.port}", None, config.key, tmp_path, echo("hill"))
         threading.Thread(target=attendance.attend, daemon=True).start()
         until(lambda: reception.present() == ["hill"])
         assert said(reception.engine, {"hill": orders()["hill"]}) == {"hill": echo("hill")(orders()["hill"])}
@@ -155,7 +158,7 @@ def test_a_site_that_speaks_for_another_is_refused_and_the_round_goes_on(kits: P
     with serving(server(kits, tmp_path), patience=5) as reception:
         link = reception.link
         at = f"127.0.0.1:{link.port}"
-        posing = Attendance(at, config.ca, config.key, tmp_path, echo("harbour"))
+        posing = SiteConnection(at, config.ca, config.key, tmp_path, echo("harbour"))
         with posing.client, attending(kits, reception, "hill", tmp_path / "b", slowly(echo("hill"), 1.5)):
             own = posing._activated()
             until(lambda: len(reception.present()) == 2)
@@ -192,7 +195,7 @@ def slowly(answer: Callable[[bytes], bytes], seconds: float) -> Callable[[bytes]
 
 def test_a_server_of_another_authority_is_not_trusted(kits: Path, tmp_path: Path) -> None:
     other = tmp_path / "kits"
-    provision(Federation(federation="other", server=Server(host="127.0.0.1"), sites=SITES), other)
+    provision(FederationConfig(federation="other", server=ServerSection(host="127.0.0.1"), sites=SITES), other)
     with serving(server(kits, tmp_path)) as reception:
         sentence = one_said(other, reception, tmp_path / "b")
         assert (
@@ -205,13 +208,13 @@ def test_a_server_of_another_authority_is_not_trusted(kits: Path, tmp_path: Path
 def test_an_expired_certificate_is_not_trusted_and_does_not_even_serve(kits: Path, tmp_path: Path) -> None:
     other = tmp_path / "kits"
     past = datetime.now(UTC) - timedelta(days=40)
-    federation = Federation(federation="other", server=Server(host="127.0.0.1"), days=10, sites=SITES)
+    federation = FederationConfig(federation="other", server=ServerSection(host="127.0.0.1"), days=10, sites=SITES)
     provision(federation, other, now=past)
     with pytest.raises(EngineError, match="expired on"), serving(server(other, tmp_path)):
         pass
     config = server(other, tmp_path)
     with Link(config.sites, "127.0.0.1", config.port, (config.certificate, config.key)) as link:
-        reception = Reception(link, cast(Any, None), cast(Any, None))
+        reception = SiteRegistration(link, cast(Any, None), cast(Any, None))
         assert one_said(other, reception, tmp_path / "b").startswith("the server's certificate has expired; ask")
 
 
@@ -265,7 +268,7 @@ def test_a_slow_or_huge_sender_keeps_nobody_waiting(kits: Path, tmp_path: Path) 
     config = SiteConfig.load(kits / "sites" / "harbour" / "site.yaml")
     assert config.key is not None
     with serving(server(kits, tmp_path)) as reception:
-        bad = Attendance(f"127.0.0.1:{reception.link.port}", config.ca, config.key, tmp_path, echo("harbour"))
+        bad = SiteConnection(f"127.0.0.1:{reception.link.port}", config.ca, config.key, tmp_path, echo("harbour"))
         with bad.client, attending(kits, reception, "hill", tmp_path / "b"):
             node = bad._activated()
             until(lambda: len(reception.present()) == 2)
@@ -310,7 +313,7 @@ def test_a_reply_that_cannot_be_put_together_is_refused_and_takes_no_room(kits: 
     config = SiteConfig.load(kits / "sites" / "harbour" / "site.yaml")
     assert config.key is not None
     with serving(server(kits, tmp_path)) as reception:
-        bad = Attendance(f"127.0.0.1:{reception.link.port}", config.ca, config.key, tmp_path, echo("harbour"))
+        bad = SiteConnection(f"127.0.0.1:{reception.link.port}", config.ca, config.key, tmp_path, echo("harbour"))
         with bad.client:
             node = bad._activated()
             found: dict[SiteId, Any] = {}
@@ -340,7 +343,7 @@ def test_a_site_that_vanishes_leaves_nothing_behind_in_the_server(kits: Path, tm
     config = SiteConfig.load(kits / "sites" / "harbour" / "site.yaml")
     assert config.key is not None
     with serving(server(kits, tmp_path), patience=0.5) as reception:
-        gone = Attendance(f"127.0.0.1:{reception.link.port}", config.ca, config.key, tmp_path, echo("harbour"))
+        gone = SiteConnection(f"127.0.0.1:{reception.link.port}", config.ca, config.key, tmp_path, echo("harbour"))
         with gone.client:
             node = gone._activated()
         state = reception.link.state

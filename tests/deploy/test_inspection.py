@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from polyclinic.cli.provision import app
 from polyclinic.core.errors import EngineError
-from polyclinic.deploy.config import Server
+from polyclinic.deploy.config import ServerSection
 from polyclinic.deploy.provisioning import certificates
 from polyclinic.deploy.provisioning.inspect import inspect
 from polyclinic.deploy.provisioning.provision import provision, rotate_all, rotate_server, rotate_site
@@ -41,7 +41,7 @@ def test_an_expired_certificate_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_server_elsewhere_is_not_called_localhost(tmp_path: Path) -> None:
-    there = NORTH.model_copy(update={"server": Server(host="fl.example.org", port=9443)})
+    there = NORTH.model_copy(update={"server": ServerSection(host="fl.example.org", port=9443)})
     provision(there, tmp_path / "kits")
     ca = tmp_path / "kits" / "ca" / "ca.crt"
     assert handshake(tmp_path / "kits" / "server", ca, "fl.example.org") == HELLO

@@ -13,9 +13,9 @@ import yaml
 from polyclinic import Recipe
 from polyclinic.core.errors import RecipeError, Refused
 from polyclinic.deploy.site.config import SiteConfig
-from polyclinic.deploy.site.message_handler import SiteDesk
+from polyclinic.deploy.site.message_handler import SiteMessageHandler
 from polyclinic.deploy.site.policy import Allow, recipe_mark, refuse_excess, refuse_recipe
-from polyclinic.deploy.site.release_log import Notebook, Releases
+from polyclinic.deploy.site.release_log import Releases, RotatingLog
 from polyclinic.privacy.accounting import Spend, epsilon
 from polyclinic.storage import messages
 from polyclinic.storage.run_files import Ledger
@@ -37,7 +37,7 @@ WISH = {"noise": 2.0, "delta": 1e-3}
 
 
 def enrolled(home: Path, state: str, found: Recipe, **settings: Any) -> dict[str, Any]:
-    return said(SiteDesk(config(home, "hill", state, **settings)).answer(asked("enrol", "hill", found)))
+    return said(SiteMessageHandler(config(home, "hill", state, **settings)).answer(asked("enrol", "hill", found)))
 
 
 def allowing(**changes: Any) -> dict[str, Any]:
@@ -77,7 +77,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 def test_what_is_not_allowed_is_refused_at_enrolment_and_at_the_beginning(case: str, home: Path) -> None:
     site, wanted, words = CASES[case]
     found = recipe(**wanted)
-    desk = SiteDesk(config(home, "hill", f"policy {case}", **site))
+    desk = SiteMessageHandler(config(home, "hill", f"policy {case}", **site))
     plan = None if found.privacy is None else {"noise": 2.0, "metrics_noise": None, "holders": 1}
     shape = {"run": "r", "classes": ["benign", "malignant"], "channels": 1, "size": 8, "plan": plan}
     for order in (asked("enrol", "hill", found), asked("begin", "hill", found, shape)):
@@ -102,16 +102,16 @@ def test_what_is_allowed_is_not_refused(home: Path) -> None:
 
 def test_a_policy_that_changed_holds_for_runs_that_began_before(home: Path) -> None:
     made = simulation(recipe(algorithm="fedprox"), home)
-    assert said(SiteDesk(config(home, "hill", "changed")).answer(beginning(made, "hill")))["ready"]
+    assert said(SiteMessageHandler(config(home, "hill", "changed")).answer(beginning(made, "hill")))["ready"]
     order = loop(made, Crossing({})).outbox("train", 1, made.algorithm.init(made.federation), ["hill"], [])["hill"]
-    stricter = SiteDesk(config(home, "hill", "changed", **allowing(algorithms=["fedavg"])))
+    stricter = SiteMessageHandler(config(home, "hill", "changed", **allowing(algorithms=["fedavg"])))
     assert "does not allow the algorithm" in said(stricter.answer(order))["why"]
 
 
 def test_metrics_and_predictions_are_asked_for_in_vain_where_they_may_not_leave(home: Path) -> None:
     """A server that says one thing in its recipe and asks another in its orders."""
     made = simulation(recipe(evaluate__every=0), home)
-    desk = SiteDesk(config(home, "hill", "vain", **allowing(kinds=["model", "buffers"])))
+    desk = SiteMessageHandler(config(home, "hill", "vain", **allowing(kinds=["model", "buffers"])))
     assert said(desk.answer(beginning(made, "hill")))["ready"]
     rounds, state = loop(made, Crossing({})), made.algorithm.init(made.federation)
     nosy = rounds.outbox("train", 1, state, ["hill"], ["validation"])["hill"]
@@ -136,7 +136,7 @@ def test_the_last_look_at_a_reply_finds_kinds_and_bytes_that_nobody_agreed_to() 
 
 def test_training_images_are_predicted_for_nobody_under_a_plan(home: Path) -> None:
     made = simulation(recipe(privacy=WISH), home)
-    desk = SiteDesk(config(home, "hill", "train part"))
+    desk = SiteMessageHandler(config(home, "hill", "train part"))
     assert said(desk.answer(beginning(made, "hill")))["ready"]
     rounds, state = loop(made, Crossing({})), made.algorithm.init(made.federation)
     for parts in (["train"], ["test", "train"]):
@@ -158,7 +158,7 @@ def budget(rounds: int, spare: float = 1e-6) -> dict[str, Any]:
 def test_a_budget_pays_for_just_as_many_rounds_as_it_should(home: Path) -> None:
     """What is left is what the accountant says of all rounds of all runs together."""
     run = recipe(privacy=WISH, rounds=3)
-    crossing = Crossing({"hill": SiteDesk(config(home, "hill", "pays", **budget(6)))})
+    crossing = Crossing({"hill": SiteMessageHandler(config(home, "hill", "pays", **budget(6)))})
     for count in (3, 6):
         _play(run.model_copy(update={"seed": count}), home, crossing)
         told = crossing.desks["hill"].releases.read()[-1]["epsilon"]
@@ -167,7 +167,7 @@ def test_a_budget_pays_for_just_as_many_rounds_as_it_should(home: Path) -> None:
     reply = said(crossing.desks["hill"].answer(beginning(made, "hill")))
     assert reply["failure"] == "refused"
     assert reply["why"].startswith("budget: this run would cost more than the privacy budget of hill has left")
-    short = SiteDesk(config(home, "hill", "short", **budget(3, -1e-3)))
+    short = SiteMessageHandler(config(home, "hill", "short", **budget(3, -1e-3)))
     assert "budget" in said(short.answer(beginning(simulation(run, home), "hill")))["why"]
 
 
@@ -183,7 +183,7 @@ def _play(found: Recipe, home: Path, crossing: Crossing) -> None:
 
 def test_a_server_that_repeats_a_round_from_other_weights_runs_out_of_budget(home: Path) -> None:
     made = simulation(recipe(privacy=WISH, rounds=2), home)
-    desk = SiteDesk(config(home, "hill", "greedy", **budget(3)))
+    desk = SiteMessageHandler(config(home, "hill", "greedy", **budget(3)))
     assert said(desk.answer(beginning(made, "hill")))["ready"]
     rounds, start = loop(made, Crossing({})), made.algorithm.init(made.federation)
     replies = []
@@ -198,7 +198,7 @@ def test_a_server_that_repeats_a_round_from_other_weights_runs_out_of_budget(hom
 def test_a_round_is_charged_before_it_is_played(home: Path) -> None:
     """C4: whatever happens afterwards, what is written is never less than what left."""
     made = simulation(recipe(algorithm="scaffold", privacy=WISH), home)
-    desk = SiteDesk(config(home, "hill", "charged", **budget(50)))
+    desk = SiteMessageHandler(config(home, "hill", "charged", **budget(50)))
     assert said(desk.answer(beginning(made, "hill")))["ready"]
     order = messages.decode(
         loop(made, Crossing({})).outbox("train", 1, made.algorithm.init(made.federation), ["hill"], [])["hill"]
@@ -211,7 +211,7 @@ def test_a_round_is_charged_before_it_is_played(home: Path) -> None:
 
 def test_a_ledger_that_lost_rows_ends_all_private_work(home: Path) -> None:
     made = simulation(recipe(privacy=WISH, rounds=2), home)
-    desk = SiteDesk(config(home, "hill", "lost", **budget(2)))
+    desk = SiteMessageHandler(config(home, "hill", "lost", **budget(2)))
     assert said(desk.answer(beginning(made, "hill")))["ready"]
     rounds, state = loop(made, Crossing({})), made.algorithm.init(made.federation)
     assert "failure" not in said(desk.answer(rounds.outbox("train", 1, state, ["hill"], [])["hill"]))
@@ -245,11 +245,11 @@ def test_a_server_cannot_send_less_noise_than_its_recipe_promises(
         "metrics_noise": None if math.isinf(quiet) else quiet,
         "holders": made.plan.holders,
     }
-    desk = SiteDesk(config(home, "hill", "less noise"))
+    desk = SiteMessageHandler(config(home, "hill", "less noise"))
     reply = said(desk.answer(beginning(made, "hill", {"run": "lie", "plan": {**honest, **lie}})))
     assert reply["failure"] == "refused"
     assert words in reply["why"]
-    assert said(desk.answer(beginning(made, "hill", {"run": "honest" + made.mark()})))["ready"]
+    assert said(desk.answer(beginning(made, "hill", {"run": "honest" + made.run_id()})))["ready"]
 
 
 def test_a_promise_holds_where_cohorts_hide_how_often_a_site_takes_part(home: Path) -> None:
@@ -259,7 +259,7 @@ def test_a_promise_holds_where_cohorts_hide_how_often_a_site_takes_part(home: Pa
     little = {"noise": 1.2, "metrics_noise": None, "holders": 1}
     fewest = next(n for n in range(1, 9) if epsilon(spends(n, 1.2), 1e-3) > 3.0)
     assert 1 < fewest <= 4
-    desk = SiteDesk(config(home, "hill", "cohorts"))
+    desk = SiteMessageHandler(config(home, "hill", "cohorts"))
     assert said(desk.answer(beginning(made, "hill", {"plan": little})))["ready"]
     rounds, state = loop(made, Crossing({})), made.algorithm.init(made.federation)
     replies = [said(desk.answer(rounds.outbox("train", n, state, ["hill"], [])["hill"])) for n in (1, 2, 3, 4)]
@@ -268,7 +268,9 @@ def test_a_promise_holds_where_cohorts_hide_how_often_a_site_takes_part(home: Pa
 
 def test_validation_images_pay_for_metrics_and_training_images_for_training(home: Path) -> None:
     """D4: an image is one or the other, so the dearer counts, not the sum."""
-    crossing = Crossing({site: SiteDesk(config(home, site, "dearer")) for site in ("harbour", "hill", "lake")})
+    crossing = Crossing(
+        {site: SiteMessageHandler(config(home, site, "dearer")) for site in ("harbour", "hill", "lake")}
+    )
     found = recipe(privacy={"delta": 1e-3, "epsilon": 8.0, "metrics": "count"}, rounds=2)
     deployed(found, home, crossing)
     rows = Ledger(home / "hill" / "dearer" / "ledger-image.jsonl").read()
@@ -282,14 +284,14 @@ def test_validation_images_pay_for_metrics_and_training_images_for_training(home
 
 
 def test_a_preview_tells_what_the_run_would_cost(home: Path) -> None:
-    desk = SiteDesk(config(home, "hill", "priced", **budget(5)))
+    desk = SiteMessageHandler(config(home, "hill", "priced", **budget(5)))
     rows = {row.kind: row for row in desk.preview(recipe(privacy=WISH))}
     assert rows["model"].epsilon == pytest.approx(epsilon(spends(5), 1e-3))
     assert "DP-SGD" in rows["model"].protection
     assert rows["predictions"].epsilon is None
     with pytest.raises(Refused, match="privacy budget of hill"):
         desk.preview(recipe(privacy=WISH, rounds=6))
-    plain = {row.kind: row for row in SiteDesk(config(home, "hill", "plain")).preview(recipe())}
+    plain = {row.kind: row for row in SiteMessageHandler(config(home, "hill", "plain")).preview(recipe())}
     assert plain["model"].protection == "no privacy plan in this recipe"
     assert plain["model"].bytes == sum(t.nbytes for t in _model().values())
 
@@ -299,7 +301,7 @@ def _model() -> dict[str, torch.Tensor]:
 
 
 def test_a_notebook_never_outgrows_its_room(tmp_path: Path) -> None:
-    book = Notebook(tmp_path / "releases.jsonl", most=1000, kept=3)
+    book = RotatingLog(tmp_path / "releases.jsonl", most=1000, kept=3)
     for number in range(500):
         book.write(f"line {number:04d} {'x' * 40}")
     assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= 4 * 1000

@@ -24,12 +24,12 @@ from polyclinic.cli.display import result_table
 from polyclinic.core.contract import Failure, SiteId
 from polyclinic.core.errors import EngineError, PolyclinicError, RecipeError, RoundFailed, StoreError
 from polyclinic.deploy.config import ServerConfig
-from polyclinic.deploy.flower.client import Attendance
+from polyclinic.deploy.flower.client import SiteConnection
 from polyclinic.deploy.processes import WAITING, Board, serving
 from polyclinic.deploy.provisioning.provision import rotate_site
 from polyclinic.deploy.serve import deploy
 from polyclinic.deploy.site.config import SiteConfig
-from polyclinic.deploy.site.message_handler import SiteDesk
+from polyclinic.deploy.site.message_handler import SiteMessageHandler
 from polyclinic.federation.engines import Elsewhere
 from polyclinic.federation.engines.mock import MockEngine
 from polyclinic.reporting.html.page import page
@@ -85,10 +85,10 @@ def at_work(place: Path, tmp_path: Path, **settings: Mapping[str, Any]) -> Itera
         for site in SITES:
             config = SiteConfig.load(place / "k" / "sites" / site / "site.yaml")
             given = SiteConfig.model_validate({**config.model_dump(), **settings.get(site, {})})
-            desk = SiteDesk(given.model_copy(update={"folder": tmp_path / f"state {site}"}))
+            desk = SiteMessageHandler(given.model_copy(update={"folder": tmp_path / f"state {site}"}))
             assert config.ca is not None
             assert config.key is not None
-            attendance = Attendance(config.server, config.ca, config.key, desk.config.folder, desk.answer)
+            attendance = SiteConnection(config.server, config.ca, config.key, desk.config.folder, desk.answer)
             thread = threading.Thread(target=attendance.attend, daemon=True)
             thread.start()
             leaving.callback(thread.join, 15)

@@ -15,9 +15,9 @@ import pytest
 
 pytest.importorskip("flwr", reason="needs the extra polyclinic[flower]")
 
-from polyclinic.deploy.config import Federation, Server, ServerConfig
-from polyclinic.deploy.flower.client import Attendance
-from polyclinic.deploy.processes import STATUS, Reception, attend, serving
+from polyclinic.deploy.config import FederationConfig, ServerConfig, ServerSection
+from polyclinic.deploy.flower.client import SiteConnection
+from polyclinic.deploy.processes import STATUS, SiteRegistration, attend, serving
 from polyclinic.deploy.provisioning.provision import provision
 from polyclinic.deploy.site.config import SiteConfig
 from tests.deploy.memory_grid import SITES, at_work, echo, orders, said
@@ -27,12 +27,15 @@ from tests.deploy.ward import free_port, until
 @pytest.fixture(scope="module")
 def kits(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder: Path = tmp_path_factory.mktemp("federation") / "kits"
-    provision(Federation(federation="test", server=Server(host="127.0.0.1", port=free_port()), sites=SITES), folder)
+    provision(
+        FederationConfig(federation="test", server=ServerSection(host="127.0.0.1", port=free_port()), sites=SITES),
+        folder,
+    )
     return folder
 
 
 @pytest.fixture
-def reception(kits: Path, tmp_path: Path) -> Iterator[Reception]:
+def reception(kits: Path, tmp_path: Path) -> Iterator[SiteRegistration]:
     config = ServerConfig.load(kits / "server" / "server.yaml")
     with serving(config.model_copy(update={"folder": tmp_path / "server", "port": free_port()})) as found:
         yield found
@@ -46,16 +49,16 @@ def told_by_hill(kits: Path, at: str, folder: Path, **settings: Any) -> Iterator
     folder.mkdir(parents=True, exist_ok=True)
     told: list[str] = []
     options = {"authority": config.ca, "tell": told.append, **settings}
-    attendance = Attendance(at, key=config.key, folder=folder, answer=echo("hill"), **options)
+    attendance = SiteConnection(at, key=config.key, folder=folder, answer=echo("hill"), **options)
     with at_work(attendance, told):
         yield told
 
 
-def address(reception: Reception) -> str:
+def address(reception: SiteRegistration) -> str:
     return f"127.0.0.1:{reception.link.port}"
 
 
-def test_the_end_of_a_run_is_no_failure(kits: Path, tmp_path: Path, reception: Reception) -> None:
+def test_the_end_of_a_run_is_no_failure(kits: Path, tmp_path: Path, reception: SiteRegistration) -> None:
     with told_by_hill(kits, address(reception), tmp_path / "hill", resting=lambda: True) as told:
         until(lambda: reception.present() == ["hill"], "hill's coming", 15)
         reception.link.__exit__()
@@ -66,7 +69,7 @@ def test_the_end_of_a_run_is_no_failure(kits: Path, tmp_path: Path, reception: R
 
 
 def test_a_server_that_goes_in_the_middle_of_a_run_cannot_be_reached(
-    kits: Path, tmp_path: Path, reception: Reception
+    kits: Path, tmp_path: Path, reception: SiteRegistration
 ) -> None:
     with told_by_hill(kits, address(reception), tmp_path / "hill") as told:
         until(lambda: reception.present() == ["hill"], "hill's coming", 15)
@@ -84,7 +87,7 @@ def test_a_server_that_goes_in_the_middle_of_a_run_cannot_be_reached(
     ],
 )
 def test_settings_of_another_kit_are_told_as_the_site_connects(
-    names: tuple[str, str], sentence: str, kits: Path, tmp_path: Path, reception: Reception
+    names: tuple[str, str], sentence: str, kits: Path, tmp_path: Path, reception: SiteRegistration
 ) -> None:
     with told_by_hill(kits, address(reception), tmp_path / "hill", names=names) as told:
         until(lambda: told, "a word", 15)
@@ -93,7 +96,7 @@ def test_settings_of_another_kit_are_told_as_the_site_connects(
         reception.link.gate.wake("hill")
 
 
-def test_why_there_is_no_connection_is_told_apart(kits: Path, tmp_path: Path, reception: Reception) -> None:
+def test_why_there_is_no_connection_is_told_apart(kits: Path, tmp_path: Path, reception: SiteRegistration) -> None:
     closed = f"127.0.0.1:{free_port()}"
     cases: list[tuple[str, dict[str, Any], str]] = [
         (address(reception), {"authority": None}, "if it speaks TLS, set insecure: false in site.yaml"),
@@ -107,7 +110,7 @@ def test_why_there_is_no_connection_is_told_apart(kits: Path, tmp_path: Path, re
 
 
 def test_a_full_disk_does_not_end_a_site(
-    kits: Path, tmp_path: Path, reception: Reception, capfd: pytest.CaptureFixture[str]
+    kits: Path, tmp_path: Path, reception: SiteRegistration, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Neither its status, nor its log, nor the number of its connection can be written, and it works on."""
     if not Path("/dev/full").exists():

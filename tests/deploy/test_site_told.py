@@ -19,8 +19,8 @@ from polyclinic.cli.deploy import join, status
 from polyclinic.core.errors import PolyclinicError, RecipeError, StoreError
 from polyclinic.deploy.processes import STATUS, attend
 from polyclinic.deploy.site.config import SiteConfig, remarks
-from polyclinic.deploy.site.message_handler import SiteDesk
-from polyclinic.deploy.site.participation import Leaving
+from polyclinic.deploy.site.message_handler import SiteMessageHandler
+from polyclinic.deploy.site.participation import ReleasePreview
 from polyclinic.deploy.site.release_log import last_trouble
 from polyclinic.privacy.accounting import Spend, epsilon
 from polyclinic.reporting.run_folder import predicted
@@ -73,7 +73,7 @@ def test_refusals_and_failures_are_told_in_one_sentence_and_kept(case: str, home
     place = config(home, "hill", f"trouble {case}", **settings)
     if case == "a full disk":
         full(place.folder)
-    desk = SiteDesk(place, told.append)
+    desk = SiteMessageHandler(place, told.append)
     if case == "a device":
         desk.answer(beginning(simulation(found, home), "hill"))
     else:
@@ -104,13 +104,13 @@ def command(*arguments: object) -> str:
 
 def test_what_went_well_is_told_and_is_no_trouble(home: Path) -> None:
     told: list[str] = []
-    desk = SiteDesk(config(home, "hill", "well"), told.append)
+    desk = SiteMessageHandler(config(home, "hill", "well"), told.append)
     made = simulation(recipe(), home)
     desk.answer(asked("enrol", "hill", made.recipe))
     resting = [desk.resting]
     desk.answer(beginning(made, "hill"))
     resting.append(desk.resting)
-    desk.answer(messages.encode({"purpose": "end", "run": made.mark(), "site": "hill"}, {}))
+    desk.answer(messages.encode({"purpose": "end", "run": made.run_id(), "site": "hill"}, {}))
     assert [sentence.split()[0] for sentence in told] == ["enrolled", "began", "ended"]
     resting.append(desk.resting)
     assert last_trouble(desk.config.folder) is None
@@ -120,7 +120,7 @@ def test_what_went_well_is_told_and_is_no_trouble(home: Path) -> None:
 
 def test_what_a_server_writes_cannot_forge_lines(home: Path) -> None:
     told: list[str] = []
-    desk = SiteDesk(config(home, "hill", "forged"), told.append)
+    desk = SiteMessageHandler(config(home, "hill", "forged"), told.append)
     forged = "2030-01-01T00:00:00+00:00 refused, nothing\n\x1b[2J"
     desk.answer(asked("enrol", "hill", recipe(name=f"law\n{forged}")))
     desk.answer(messages.encode({"purpose": forged, "site": "hill", "run": forged}, {}))
@@ -207,8 +207,8 @@ def test_predictions_are_of_the_images_that_the_dry_run_names(train: bool, home:
     assert ("failure" in said(crossing.desks["hill"].answer(asks))) == (not train)
 
 
-def previewed(found: Recipe, site: SiteConfig) -> dict[str, Leaving]:
-    return {row.kind: row for row in SiteDesk(site).preview(found)}
+def previewed(found: Recipe, site: SiteConfig) -> dict[str, ReleasePreview]:
+    return {row.kind: row for row in SiteMessageHandler(site).preview(found)}
 
 
 WISH = {"noise": 2.0, "delta": 1e-3, "randomness": "seed"}

@@ -19,7 +19,7 @@ import yaml
 
 from polyclinic import Recipe
 from polyclinic.core.contract import SiteId
-from polyclinic.deploy.config import Federation, Server
+from polyclinic.deploy.config import FederationConfig, ServerSection
 from polyclinic.deploy.processes import ENVIRONMENT, Child, _go_with_parent
 from polyclinic.deploy.provisioning.provision import provision
 from tests.deploy.hospitals import EVERYTHING, SITES, TABLE, simulation, write_hospitals
@@ -44,8 +44,8 @@ def free_port() -> int:
 def furnish(folder: Path, sites: Sequence[SiteId] = SITES, host: str = "127.0.0.1", port: int | None = None) -> None:
     """Hospitals with images, and kits in `k`."""
     write_hospitals(folder, sites)
-    server = Server(host=host, port=port or free_port())
-    provision(Federation(federation="north-sea", server=server, sites=tuple(sites)), folder / "k")
+    server = ServerSection(host=host, port=port or free_port())
+    provision(FederationConfig(federation="north-sea", server=server, sites=tuple(sites)), folder / "k")
     for site in sites:
         path = folder / "k" / "sites" / site / "site.yaml"
         values = yaml.safe_load(path.read_text())

@@ -25,9 +25,9 @@ from polyclinic.config.recipe import Recipe
 from polyclinic.core.errors import RoundFailed
 from polyclinic.dashboard import BoardServer, Follower, open_board
 from polyclinic.dashboard.files import at_work
-from polyclinic.dashboard.follow import View
+from polyclinic.dashboard.follow import PageState
 from polyclinic.dashboard.page import POLICY, page
-from polyclinic.dashboard.run import Run
+from polyclinic.dashboard.run import RunStatus
 from polyclinic.dashboard.server import news
 from polyclinic.deploy.processes import Child
 from polyclinic.experiments.compare import compare
@@ -228,15 +228,15 @@ def test_what_is_left_follows_from_what_rounds_took() -> None:
     for number in range(1, 5):
         rows.append({"event": "charge", "round": number, "sites": ["a"]})
         rows.append({"event": "round", "round": number, "seconds": float(number), "sites": {"a": {}}})
-    between = Run("m", rounds=10, ledger=rows, working=True, written=time.time())
+    between = RunStatus("m", rounds=10, ledger=rows, working=True, written=time.time())
     assert between.seconds_a_round == 2.5
     assert between.seconds_left == 6 * 2.5
     rows.append({"event": "charge", "round": 5, "sites": ["a"]})
-    playing = Run("m", rounds=10, ledger=rows, working=True, written=time.time() - 1)
+    playing = RunStatus("m", rounds=10, ledger=rows, working=True, written=time.time() - 1)
     assert playing.round == 5
     assert playing.seconds_left == pytest.approx(6 * 2.5 - 1, abs=0.2)
     testing = [*rows, {"event": "charge", "round": 11, "sites": ["a"]}]
-    assert Run("m", rounds=10, ledger=testing, working=True, written=time.time()).testing
+    assert RunStatus("m", rounds=10, ledger=testing, working=True, written=time.time()).testing
 
 
 def test_a_failed_round_and_its_refusals_are_told(tmp_path: Path) -> None:
@@ -311,7 +311,7 @@ def test_names_of_strangers_stay_names() -> None:
     evil = "<img src=x onerror=alert(1)>"
     note = {evil: {"outcome": "error", "why": f"{evil} failed", "up": 0}}
     rows = [{"event": "round", "round": 1, "seconds": 1.0, "sites": note}]
-    shown = Page(page(View(evil, (Run(evil, rounds=2, ledger=rows, working=True),), True)))
+    shown = Page(page(PageState(evil, (RunStatus(evil, rounds=2, ledger=rows, working=True),), True)))
     assert shown.all("img") == []
     assert shown.text("h1") == evil
     assert len(shown.all("script")) == 1

@@ -17,7 +17,7 @@ from polyclinic.core.errors import StoreError
 from polyclinic.evaluation.metrics import Predictions, measure
 from polyclinic.reporting.figures import draw_curves
 from polyclinic.reporting.html import page, read
-from polyclinic.reporting.html.report_data import Material
+from polyclinic.reporting.html.report_data import ReportData
 from polyclinic.reporting.html.sections.summary import answer
 from polyclinic.runs.experiment import finished
 from polyclinic.storage.run_files import keep_predictions, kept_predictions
@@ -81,12 +81,12 @@ def test_the_headline_is_the_result_in_plain_words(compared: Path, parsed: dict[
     assert told in parsed["two"].text("section", id="answer")
 
 
-def material(*methods: str, tmp_path: Path, right: dict[str, list[bool]]) -> Material:
+def material(*methods: str, tmp_path: Path, right: dict[str, list[bool]]) -> ReportData:
     made = [method_of(name, tmp_path, {"x": right[name]}) for name in methods]
-    return Material("drawn", "", tuple(made), (tmp_path,))
+    return ReportData("drawn", "", tuple(made), (tmp_path,))
 
 
-def plain(found: Material) -> str:
+def plain(found: ReportData) -> str:
     return Page(answer(found).html()).text("section")
 
 

@@ -22,7 +22,7 @@ from polyclinic.runs.experiment import pool
 from polyclinic.storage import messages
 from polyclinic.storage.journal import RamJournal
 from polyclinic.storage.run_files import RamMemory
-from polyclinic.training.auxiliary import accompanied
+from polyclinic.training.auxiliary import with_auxiliary
 from polyclinic.training.fit import batches
 from polyclinic.training.network import LiveNetwork, feature_shape, norm_names, weights_of
 
@@ -152,7 +152,7 @@ def features(sites: Sites, network: LiveNetwork) -> tuple[int, ...]:
 
 def with_beside(algorithm: Algorithm, sites: Sites, network: LiveNetwork) -> LiveNetwork:
     """The same network, and what the algorithm trains beside it; always the same first weights."""
-    return accompanied(network, algorithm, features(sites, network), CLASSES, Stream(11, ("beside",)))
+    return with_auxiliary(network, algorithm, features(sites, network), CLASSES, Stream(11, ("beside",)))
 
 
 def play(

@@ -34,7 +34,7 @@ from polyclinic.data.examples import Selection, SiteData
 from polyclinic.federation.rounds import POOLED
 from polyclinic.federation.site_runner import drive
 from polyclinic.models import build
-from polyclinic.runs.experiment import Consortium, gather
+from polyclinic.runs.experiment import FederatedDataset, load_sites
 from polyclinic.storage import messages
 from polyclinic.training.fit import fit, score
 from polyclinic.training.network import LiveNetwork
@@ -52,11 +52,11 @@ BASE = {
 
 
 @cache
-def digits() -> Consortium:
+def digits() -> FederatedDataset:
     """Eighty digits to learn from at each of three sites, shared by all recipes here."""
-    whole = gather(Recipe.of(BASE))
+    whole = load_sites(Recipe.of(BASE))
     sites = {name: SiteData(name, few(held.train), held.validation, held.test) for name, held in whole.sites.items()}
-    return Consortium(whole.classes, sites, None, whole.channels, whole.size)
+    return FederatedDataset(whole.classes, sites, None, whole.channels, whole.size)
 
 
 def few(examples: Examples) -> Selection:

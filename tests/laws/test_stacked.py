@@ -34,7 +34,7 @@ from polyclinic.data.examples import Images, Selection, SiteData
 from polyclinic.federation.engines.local import LocalEngine
 from polyclinic.federation.engines.stacked import Compile, StackedEngine
 from polyclinic.runs.experiment import run
-from polyclinic.training.stacked.batching import Table
+from polyclinic.training.stacked.batching import StackSchedule
 from tests.laws.bench import Played, Sites, clinics, play, small
 from tests.laws.test_handed_over import over_bytes
 from tests.small import tiny
@@ -161,13 +161,13 @@ def test_images_that_are_fetched_ahead_are_the_same_images(monkeypatch: pytest.M
     training = Training(Optimiser("sgd", 0.1), batch=3, augment=Augment(rotation=20))
     algorithm = ALGORITHMS["fedavg"](training=training)
     one = play(algorithm, sites, small(dtype=torch.float64), 2, on_the_stack())
-    begin = Table.__init__
+    begin = StackSchedule.__init__
 
-    def elsewhere(self: Table, *given: Any) -> None:
+    def elsewhere(self: StackSchedule, *given: Any) -> None:
         begin(self, *given)
         self.apart = True
 
-    monkeypatch.setattr(Table, "__init__", elsewhere)
+    monkeypatch.setattr(StackSchedule, "__init__", elsewhere)
     other = play(algorithm, sites, small(dtype=torch.float64), 2, on_the_stack())
     assert one.sha256 == other.sha256
 

@@ -19,7 +19,7 @@ from polyclinic.algorithms import ALGORITHMS
 from polyclinic.algorithms.base import classifier
 from polyclinic.algorithms.optimisation.fedavg import FedAvg
 from polyclinic.core.contract import (
-    BESIDE,
+    AUX_PREFIX,
     Batch,
     Bundle,
     Fit,
@@ -36,7 +36,7 @@ from polyclinic.core.contract import (
 from polyclinic.core.errors import RecipeError
 from polyclinic.evaluation.flops import parameters, training_step_flops
 from polyclinic.runs.experiment import Experiment
-from polyclinic.training.auxiliary import accompanied
+from polyclinic.training.auxiliary import with_auxiliary
 from polyclinic.training.fit import fit, score
 from polyclinic.training.losses import probabilities
 from polyclinic.training.network import LiveNetwork, weights_of
@@ -56,7 +56,7 @@ def judging(network: Network, weights: Bundle, batch: Batch, reference: Bundle) 
     """A second opinion on the labels, from the features of the model as it evaluates."""
     del reference
     images, labels = batch
-    return F.cross_entropy(network.beside(weights, "judge", network.taught(weights, images, features=True)), labels)
+    return F.cross_entropy(network.auxiliary(weights, "judge", network.taught(weights, images, features=True)), labels)
 
 
 def plain(network: Network, weights: Bundle, batch: Batch, reference: Bundle) -> Tensor:
@@ -64,14 +64,14 @@ def plain(network: Network, weights: Bundle, batch: Batch, reference: Bundle) ->
     return network.loss(weights, batch)
 
 
-STEPS = Step(plain, ("extractor.", "head.")), Step(judging, (BESIDE,))
+STEPS = Step(plain, ("extractor.", "head.")), Step(judging, (AUX_PREFIX,))
 
 
 @dataclass(frozen=True)
 class Judged(FedAvg):
     """FedAvg; beside it a judge trains that nobody listens to."""
 
-    def beside(self, features: tuple[int, ...], classes: int) -> Mapping[str, nn.Module]:
+    def auxiliary(self, features: tuple[int, ...], classes: int) -> Mapping[str, nn.Module]:
         (width,) = features
         layers = nn.Linear(width, 5), nn.BatchNorm1d(5), nn.Dropout(0.5), nn.ReLU(), nn.Linear(5, classes)
         return {"judge": nn.Sequential(*layers)}
@@ -88,7 +88,7 @@ def judged(monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def with_judge(network: LiveNetwork, seed: int = 1) -> LiveNetwork:
-    return accompanied(network, Judged(SGD), (16,), CLASSES, Stream(seed))
+    return with_auxiliary(network, Judged(SGD), (16,), CLASSES, Stream(seed))
 
 
 # What the classifier is does not change
@@ -102,7 +102,7 @@ def test_the_classifier_does_not_know_of_them() -> None:
     assert network.module.leaf_layers() == bare.module.leaf_layers()
     assert parameters(network.module) == parameters(bare.module)
     assert training_step_flops(network.module, (4, 1, 4, 4)) == training_step_flops(bare.module, (4, 1, 4, 4))
-    mine = {n for n in network.live["model"] if n.startswith(BESIDE)}
+    mine = {n for n in network.live["model"] if n.startswith(AUX_PREFIX)}
     assert mine == {f"beside.judge.{layer}.{own}" for layer in (0, 1, 4) for own in ("weight", "bias")}
     assert network.live["model"].keys() - mine == bare.live["model"].keys()
     network.evaluation_mode()
@@ -120,29 +120,29 @@ def test_first_weights_come_from_the_seed_and_nowhere_else() -> None:
     torch.rand(3)
     assert same(one, with_judge(small(), 1).take())
     assert same(one, again)
-    names = [n for n in one["model"] if n.startswith(BESIDE) and ".1." not in n]
+    names = [n for n in one["model"] if n.startswith(AUX_PREFIX) and ".1." not in n]
     assert not any(torch.equal(one["model"][n], other["model"][n]) for n in names)
 
 
 def test_an_algorithm_without_them_gets_the_network_itself() -> None:
     network = small()
-    assert accompanied(network, FedAvg(SGD), (16,), CLASSES, Stream(1)) is network
+    assert with_auxiliary(network, FedAvg(SGD), (16,), CLASSES, Stream(1)) is network
 
 
-@pytest.mark.parametrize("calm", [False, True])
-def test_a_call_is_the_networks_own_and_calm_moves_and_drops_nothing(calm: bool) -> None:
+@pytest.mark.parametrize("eval_mode", [False, True])
+def test_a_call_is_the_networks_own_and_calm_moves_and_drops_nothing(eval_mode: bool) -> None:
     network = with_judge(small())
     network.training_mode(frozenset(network.live["model"]))
     v = torch.rand(8, 16, generator=Stream(3).generator())
-    hand = copy.deepcopy(network.companions["judge"]).train(not calm)
+    hand = copy.deepcopy(network.companions["judge"]).train(not eval_mode)
     before = network.take()["buffers"]
     wanted = hand(v)
     for weights in (network.take(), network.live):  # a copy first: calls write statistics where they find them
-        found = network.beside(weights, "judge", v, calm=calm)
+        found = network.auxiliary(weights, "judge", v, eval_mode=eval_mode)
         torch.testing.assert_close(found, wanted)
     assert (
         torch.equal(before["beside.judge.1.running_mean"], network.live["buffers"]["beside.judge.1.running_mean"])
-        is calm
+        is eval_mode
     )
     found.sum().backward()  # type: ignore[no-untyped-call]
     assert network.live["model"]["beside.judge.4.weight"].grad is not None
@@ -174,9 +174,9 @@ def test_they_stack_with_dropout_and_statistics_of_their_own() -> None:
 @pytest.mark.parametrize("fraction", [0.0, 0.3, 1.0])
 def test_fine_tuning_is_of_the_classifiers_layers_and_leaves_them_free(fraction: float) -> None:
     network, bare = with_judge(small()), small()
-    mine = frozenset(n for n in network.live["model"] if n.startswith(BESIDE))
+    mine = frozenset(n for n in network.live["model"] if n.startswith(AUX_PREFIX))
     assert network.trainable(fraction, ()) - mine == bare.trainable(fraction, ())
-    assert network.trainable(fraction, (BESIDE,)) == mine
+    assert network.trainable(fraction, (AUX_PREFIX,)) == mine
 
 
 def test_whoever_evaluates_needs_the_classifier_alone_whoever_trains_all() -> None:
@@ -209,13 +209,13 @@ def test_every_cluster_has_its_own_by_its_features(judged: str) -> None:
     widths = {name: state[f"model@{name}"]["beside.judge.0.weight"].shape[1] for name in recipe.clusters}
     assert widths == {"high": 128, "medium": 64, "low": 32}
     found = run(recipe, consortium=hospitals())
-    assert not any(name.startswith(BESIDE) for group in found.state.values() for name in group)
+    assert not any(name.startswith(AUX_PREFIX) for group in found.state.values() for name in group)
 
 
 def test_sites_may_keep_their_models_as_an_ensemble(judged: str) -> None:
     found = run(tiny(algorithm=judged, ensemble=True))
     assert found.summary["merged"]["ensemble"] == run(tiny(ensemble=True)).summary["merged"]["ensemble"]
-    assert not any(name.startswith(BESIDE) for group in found.state.values() for name in group)
+    assert not any(name.startswith(AUX_PREFIX) for group in found.state.values() for name in group)
 
 
 @pytest.mark.parametrize("unit", ["image", "site"])

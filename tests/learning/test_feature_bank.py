@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from scipy.stats import chisquare
 from torch import Tensor
 
-from polyclinic.algorithms.representation.feature_bank import Told, others, told, told_privately
+from polyclinic.algorithms.representation.feature_bank import FeatureRelease, others, told, told_privately
 from polyclinic.core.contract import Stream, Tensors
 
 LABELS = torch.tensor([0] * 6 + [1] * 2 + [2] * 4)
@@ -25,7 +25,7 @@ def images(values: Tensor) -> list[int]:
     return [round(float(value)) - 1 for value in values.reshape(-1, 2)[:, 0]]
 
 
-def plain(slots: int = 4, fewest: int = 3, seed: int = 1, labels: Tensor = LABELS) -> Told:
+def plain(slots: int = 4, fewest: int = 3, seed: int = 1, labels: Tensor = LABELS) -> FeatureRelease:
     return told(FEATURES, labels, 4, slots, fewest, Stream(seed))
 
 
@@ -136,7 +136,7 @@ def test_before_anybody_has_told_anything_nothing_is_sent() -> None:
 
 def private(
     features: Tensor, labels: Tensor, slots: int, noise: tuple[float, float], clip: float = 100.0, seed: int = 3
-) -> Told:
+) -> FeatureRelease:
     return told_privately(features, labels, 3, slots, 3, clip, noise, Stream(seed, ("secret",)))
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from polyclinic.core.contract import Augment, Batch, Bundle, Examples, Fitted, Network, Score, Step, Stream, Training
 from polyclinic.data.examples import Images, PerChannel, Selection, SiteData
-from polyclinic.runs.sites import Consortium
+from polyclinic.runs.sites import FederatedDataset
 from polyclinic.training.fit import fit, score
 from polyclinic.training.losses import probabilities, task_loss
 from polyclinic.training.network import LiveNetwork
@@ -161,11 +161,11 @@ def test_only_a_few_batches_wait() -> None:
 # Where a consortium's images lie.
 
 
-def consortium() -> Consortium:
+def consortium() -> FederatedDataset:
     """Two sites that share ten pictures of 48 bytes."""
     shared = pictures(10, torch.uint8)
     parts = [[Selection.of(shared, torch.arange(at, at + 2)) for at in begin] for begin in ((0, 2, 4), (4, 6, 8))]
-    return Consortium(("a", "b"), {n: SiteData(n, *p) for n, p in zip("xy", parts, strict=True)}, None, 3, 4)
+    return FederatedDataset(("a", "b"), {n: SiteData(n, *p) for n, p in zip("xy", parts, strict=True)}, None, 3, 4)
 
 
 @pytest.mark.parametrize(("room", "device"), [(480, "meta"), (479, "cpu"), (None, "meta")])
@@ -182,7 +182,7 @@ def test_images_go_to_the_device_if_there_is_room_for_all_of_them(room: int | No
 def test_pictures_of_each_site_count_each() -> None:
     sites = {n: SiteData(n, *[pictures(2, torch.uint8)] * 3) for n in "xy"}
     for room, device in ((2 * 96, "meta"), (2 * 96 - 1, "cpu")):
-        moved = Consortium(("a", "b"), sites, None, 3, 4).on(torch.device("meta"), room)
+        moved = FederatedDataset(("a", "b"), sites, None, 3, 4).on(torch.device("meta"), room)
         assert {site.train.labels.device.type for site in moved.values()} == {device}
 
 

@@ -13,7 +13,7 @@ from polyclinic.algorithms.personalisation.fisher import one_by_one, squared_gra
 from polyclinic.core.contract import Batch, Bundle, Network, Score, Scorer, Stream, Tensors
 from polyclinic.data.examples import Images
 from polyclinic.models import build
-from polyclinic.training.dp.per_example_gradients import LiveBook, NotRecordableError, twin
+from polyclinic.training.dp.per_example_gradients import GradientTape, NotRecordableError, twin
 from polyclinic.training.fit import score
 from polyclinic.training.network import LiveNetwork, weights_of
 from tests.laws.bench import small
@@ -127,11 +127,11 @@ def test_which_networks_can_be_recorded() -> None:
     """Else the tests above would look at one way only."""
     for make in RECORDED.values():
         network = make()
-        twin(network.module, frozenset(network.live["model"]), LiveBook(network.device))
+        twin(network.module, frozenset(network.live["model"]), GradientTape(network.device))
     for make in OTHERS.values():
         network = make()
         with pytest.raises(NotRecordableError):
-            twin(network.module, frozenset(network.live["model"]), LiveBook(network.device))
+            twin(network.module, frozenset(network.live["model"]), GradientTape(network.device))
 
 
 @pytest.mark.parametrize(

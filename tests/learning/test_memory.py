@@ -17,7 +17,7 @@ from polyclinic.models import Classifier
 from polyclinic.training.losses import task_loss
 from polyclinic.training.network import LiveNetwork, weights_of
 from polyclinic.training.stacked import memory
-from polyclinic.training.stacked.batching import Seat
+from polyclinic.training.stacked.batching import StackMember
 from polyclinic.training.stacked.fit import fit_stacked
 from tests.laws.bench import clinics, play, small
 from tests.laws.test_stacked import on_the_stack
@@ -25,11 +25,11 @@ from tests.laws.test_stacked import on_the_stack
 PIXELS, CLASSES = 400, 10
 
 
-def seat(batch: int) -> tuple[Seat, LiveNetwork]:
+def seat(batch: int) -> tuple[StackMember, LiveNetwork]:
     module = Classifier(nn.Flatten(), nn.Linear(PIXELS, CLASSES))
     data = Images(torch.rand(64, 1, 20, 20), torch.arange(64) % CLASSES)
     job = Fit(weights_of(module), task_loss, Training(Optimiser("sgd", 0.1), batch=batch))
-    return Seat(job, data, Site("a", 64, 1, 1, 0.1), Stream(0)), LiveNetwork(module)
+    return StackMember(job, data, Site("a", 64, 1, 1, 0.1), Stream(0)), LiveNetwork(module)
 
 
 @pytest.mark.parametrize("batch", [4, 8, 32])
@@ -53,7 +53,7 @@ def test_looking_changes_nothing() -> None:
     before = weights_of(network.module)
     first = next(iter(sites.values())).train
     job = Fit(before, task_loss, Training(Optimiser("sgd", 0.1), batch=4))
-    memory.saved_for_backward(Seat(job, first, Site("a", 8, 1, 1, 0.1), Stream(0)), network)
+    memory.saved_for_backward(StackMember(job, first, Site("a", 8, 1, 1, 0.1), Stream(0)), network)
     after = weights_of(network.module)
     assert all(torch.equal(before[k][n], after[k][n]) for k in before for n in before[k])
     assert not any(t.requires_grad for t in before["model"].values())

@@ -19,7 +19,7 @@ from polyclinic.training.dp.dp_sgd import poisson
 from polyclinic.training.fit import fit
 from polyclinic.training.losses import corrected, proximal, task_loss
 from polyclinic.training.network import LiveNetwork, weights_of
-from polyclinic.training.stacked.batching import Seat
+from polyclinic.training.stacked.batching import StackMember
 from polyclinic.training.stacked.fit import NotStackableError, fit_stacked, signature, why_not
 from polyclinic.training.stacked.memory import room
 from tests.learning.test_private import contrast, twice
@@ -35,7 +35,7 @@ def seats(
     objective: Callable[..., Tensor] = task_loss,
     dtype: torch.dtype = torch.float64,
     **job: Any,
-) -> tuple[LiveNetwork, list[Seat]]:
+) -> tuple[LiveNetwork, list[StackMember]]:
     """Sites of unequal size, each with its own reference and its own noise."""
     module = build(model, classes=10, channels=1, size=8, dropout=0.3, seed=Stream(1)).to(dtype)
     weights, found = weights_of(module), []
@@ -53,11 +53,11 @@ def seats(
             private=training.private and replace(training.private, noise=training.private.noise * (number + 1)),
         )
         work = Fit(weights, objective, own, reference, **{"optimiser_state": {}, **job})
-        found.append(Seat(work, data, Site(str(number), size, 2, 3, 0.05), Stream(number), Stream(100 + number)))
+        found.append(StackMember(work, data, Site(str(number), size, 2, 3, 0.05), Stream(number), Stream(100 + number)))
     return LiveNetwork(module), found
 
 
-def alone(network: LiveNetwork, found: list[Seat]) -> list[Fitted]:
+def alone(network: LiveNetwork, found: list[StackMember]) -> list[Fitted]:
     return [fit(seat.job, network, seat.data, seat.site, seat.stream, seat.secret) for seat in found]
 
 
@@ -158,7 +158,7 @@ def test_what_is_clipped_one_by_one_does_not_stack() -> None:
     module = twice()
     job = Fit(weights_of(module), task_loss, Training(MOMENTUM, 4, private=NOISY))
     data = Images(torch.randn(8, 1, 12, 12, dtype=torch.float64), torch.zeros(8, dtype=torch.int64))
-    seat = Seat(job, data, Site("a", 8, 1, 1, 0.1), Stream(0), Stream(1))
+    seat = StackMember(job, data, Site("a", 8, 1, 1, 0.1), Stream(0), Stream(1))
     with pytest.raises(NotStackableError, match="called twice"):
         fit_stacked([seat, seat], LiveNetwork(module))
 

@@ -30,12 +30,12 @@ from polyclinic.models import Classifier, build
 from polyclinic.models.activation_checkpointing import Recomputed, recompute
 from polyclinic.models.group_norm import dp_safe
 from polyclinic.models.split_point import cut_after
-from polyclinic.runs.experiment import gather
+from polyclinic.runs.experiment import load_sites
 from polyclinic.runs.networks import network_of
 from polyclinic.training.fit import fit
 from polyclinic.training.losses import task_loss
 from polyclinic.training.network import LiveNetwork, weights_of
-from polyclinic.training.stacked.batching import Seat
+from polyclinic.training.stacked.batching import StackMember
 from polyclinic.training.stacked.fit import fit_stacked
 from tests.small import tiny
 
@@ -152,7 +152,7 @@ def test_private_steps_and_stacks_keep_their_activations() -> None:
     stacks = []
     for module in (built("resnet22"), recompute(built("resnet22"))):
         job = Fit(weights_of(module), task_loss, Training(batch=3))
-        seats = [Seat(job, data(), site(), Stream(number)) for number in range(2)]
+        seats = [StackMember(job, data(), site(), Stream(number)) for number in range(2)]
         stacks.append(fit_stacked(seats, LiveNetwork(copy.deepcopy(module))))
     assert all(same(a.weights, b.weights) for a, b in zip(*stacks, strict=True))
 
@@ -164,7 +164,7 @@ def test_a_network_without_blocks_is_refused(name: str) -> None:
 
 
 def test_a_recipe_asks_for_it() -> None:
-    consortium = gather(tiny(), None)
+    consortium = load_sites(tiny(), None)
     others: list[dict[str, object]] = [{}, {"model__cut": 2}, {"model__norm": "group"}]
     for wanted in (False, True):
         for keys in others:

@@ -141,7 +141,7 @@ BAD: dict[str, tuple[bytes, str | None, str, str]] = {
 @pytest.mark.parametrize("case", BAD)
 def test_what_gives_no_weights_gets_one_sentence(case: str) -> None:
     data, key, prefix, sentence = BAD[case]
-    with pytest.raises(sandboxed_reader.Unreadable, match=sentence) as told:
+    with pytest.raises(sandboxed_reader.UnreadableCheckpoint, match=sentence) as told:
         chosen(data, key, prefix)
     assert "\n" not in str(told.value)
 

@@ -51,9 +51,9 @@ def test_a_calm_head_moves_no_statistics_and_has_gradients() -> None:
     network.training_mode(frozenset(weights["model"]))
     before = {name: tensor.clone() for name, tensor in weights["buffers"].items()}
     features = torch.randn(4, 256, 2, 2, generator=Stream(2).generator())
-    network.head(weights, features, calm=True).sum().backward()  # type: ignore[no-untyped-call]
+    network.head(weights, features, eval_mode=True).sum().backward()  # type: ignore[no-untyped-call]
     assert all(torch.equal(tensor, before[name]) for name, tensor in weights["buffers"].items())
     moved = {name for name, tensor in weights["model"].items() if tensor.grad is not None}
     assert moved == {name for name in weights["model"] if name.startswith("head.")}
-    one, other = (network.head(weights, features[:n], calm=True)[:1] for n in (1, 4))
+    one, other = (network.head(weights, features[:n], eval_mode=True)[:1] for n in (1, 4))
     torch.testing.assert_close(one, other)  # nobody else's batch matters

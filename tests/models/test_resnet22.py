@@ -22,7 +22,7 @@ from polyclinic.training.dp.dp_sgd import PrivateSteps
 from polyclinic.training.fit import fit
 from polyclinic.training.losses import task_loss
 from polyclinic.training.network import LiveNetwork, weights_of
-from polyclinic.training.stacked.batching import Seat
+from polyclinic.training.stacked.batching import StackMember
 from polyclinic.training.stacked.fit import fit_stacked, why_not
 from tests.models.networks import fresh, parameters
 
@@ -170,7 +170,7 @@ def test_a_stack_of_sites_gives_what_each_gives_alone() -> None:
     module = small().double()
     training = Training(Optimiser("sgd", 0.05), batch=4)
     work = Fit(weights_of(module), task_loss, training)
-    seats = [Seat(work, pictures(8, n), Site(str(n), 8, 1, 1, 0.05), Stream(n)) for n in range(2)]
+    seats = [StackMember(work, pictures(8, n), Site(str(n), 8, 1, 1, 0.05), Stream(n)) for n in range(2)]
     assert why_not(work, LiveNetwork(copy.deepcopy(module))) == ""
     stacked = fit_stacked(seats, LiveNetwork(copy.deepcopy(module)))
     for seat, found in zip(seats, stacked, strict=True):

@@ -10,7 +10,7 @@ import pytest
 from polyclinic import run
 from polyclinic.core.errors import RecipeError, RoundFailed, StoreError
 from polyclinic.privacy.accounting import Spend, epsilon
-from polyclinic.privacy.shared_ledger import Passbook
+from polyclinic.privacy.shared_ledger import SharedLedger
 from polyclinic.runs.experiment import Experiment
 from tests.small import tiny
 
@@ -64,7 +64,7 @@ def test_units_do_not_mix_and_damage_is_told(tmp_path: Path) -> None:
         Experiment(tiny(privacy=wish(tmp_path / "other"), algorithm={"name": "adaptive-noise", "variant": "paper"}))
     book.write_text(book.read_text().replace("2.0", "9.0"))
     with pytest.raises(StoreError, match="damaged at row 1"):
-        Passbook(book, "x", "image").earlier()
+        SharedLedger(book, "x", "image").earlier()
 
 
 def test_images_pay_under_whatever_name_their_site_had(tmp_path: Path) -> None:

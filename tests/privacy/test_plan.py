@@ -20,12 +20,12 @@ from polyclinic.algorithms.optimisation.fedavg import FedAvg
 from polyclinic.config.recipe import Recipe, our_recipes
 from polyclinic.core.contract import Bundle, Part, Private, Score, Site, Stream, Tensors, Update, Work
 from polyclinic.core.errors import RecipeError, Refused, RoundFailed, StoreError
-from polyclinic.federation.privacy_budget import Guard
-from polyclinic.federation.site_runner import Discretion, SiteRunner
+from polyclinic.federation.privacy_budget import PrivacyBudget
+from polyclinic.federation.site_runner import SitePrivacyLimits, SiteRunner
 from polyclinic.models import build
 from polyclinic.models.group_norm import dp_safe
 from polyclinic.privacy.accounting import Spend, epsilon
-from polyclinic.privacy.plan import Holding, Plan, Steps, Wish, candidates, make_plan, rounded_up
+from polyclinic.privacy.plan import Holding, Plan, PrivacyConfig, Steps, candidates, make_plan, rounded_up
 from polyclinic.runs.experiment import Experiment
 from polyclinic.storage.messages import Message
 from polyclinic.training.losses import probabilities
@@ -36,7 +36,7 @@ SITE: dict[str, Any] = {"unit": "site", "epsilon": 30.0, "delta": 1e-3}
 DELTA = 1e-4
 
 
-def draft(wish: Wish, rounds: int = 3, sites: dict[str, int] | None = None, holders: int = 1) -> Plan:
+def draft(wish: PrivacyConfig, rounds: int = 3, sites: dict[str, int] | None = None, holders: int = 1) -> Plan:
     sizes = sites or {"a": 400, "b": 200}
     holdings = {name: Holding(n) for name, n in sizes.items()}
     jobs = {name: (Steps(20 / n, n // 20),) for name, n in sizes.items()}
@@ -47,7 +47,7 @@ def draft(wish: Wish, rounds: int = 3, sites: dict[str, int] | None = None, hold
 
 
 def test_disjoint_sites_take_the_maximum_never_a_mean_or_a_sum() -> None:
-    plan = make_plan(draft(Wish(noise=1.0, delta=DELTA)))
+    plan = make_plan(draft(PrivacyConfig(noise=1.0, delta=DELTA)))
     alone = [epsilon([Spend(1.0, 20 / n, 3 * n // 20)], DELTA) for n in (400, 200)]
     assert plan.epsilon == max(alone) > min(alone)
 
@@ -55,7 +55,7 @@ def test_disjoint_sites_take_the_maximum_never_a_mean_or_a_sum() -> None:
 def test_a_record_at_m_sites_composes_m_times() -> None:
     """D4, exactly: equal sites, so that the bound over sets of sites is the composition itself."""
     for m in (1, 2, 3):
-        plan = make_plan(draft(Wish(noise=1.0, delta=DELTA), sites=dict.fromkeys("abc", 400), holders=m))
+        plan = make_plan(draft(PrivacyConfig(noise=1.0, delta=DELTA), sites=dict.fromkeys("abc", 400), holders=m))
         assert plan.epsilon == epsilon([Spend(1.0, 0.05, 60 * m)], DELTA)
 
 
@@ -80,14 +80,14 @@ def test_no_set_of_sites_costs_more_than_the_candidates(
 
 
 def test_a_site_pays_for_its_own_rounds_only() -> None:
-    whole = draft(Wish(noise=1.0, delta=DELTA), sites={"a": 400, "b": 400})
+    whole = draft(PrivacyConfig(noise=1.0, delta=DELTA), sites={"a": 400, "b": 400})
     plan = make_plan(replace(whole, rounds=(("a",), ("a", "b"), ("a",))))
     assert {s: found[0].times for s, found in plan.whole().items()} == {"a": 60, "b": 20}
 
 
 def test_patients_cost_as_groups() -> None:
     """D7: the figure of the patient with the most images, by the mixture of Gaussians."""
-    wish = Wish(unit="patient", noise=2.0, delta=DELTA)
+    wish = PrivacyConfig(unit="patient", noise=2.0, delta=DELTA)
     one = draft(wish, sites={"a": 400})
     plan = make_plan(replace(one, holdings={"a": Holding(400, largest=3)}))
     assert plan.epsilon == epsilon([Spend(2.0, 0.05, 60, 3)], DELTA)
@@ -97,7 +97,7 @@ def test_patients_cost_as_groups() -> None:
 @pytest.mark.parametrize("wanted", [0.5, 3.0, 20.0])
 @pytest.mark.parametrize("unit", ["image", "site"])
 def test_solved_noise_keeps_within_what_is_wished(wanted: float, unit: Any) -> None:
-    plan = make_plan(draft(Wish(unit=unit, epsilon=wanted, delta=DELTA)))
+    plan = make_plan(draft(PrivacyConfig(unit=unit, epsilon=wanted, delta=DELTA)))
     assert 0.98 * wanted < plan.epsilon <= wanted
 
 
@@ -108,7 +108,9 @@ def test_rates_are_rounded_up_and_hardly(rate: float) -> None:
 
 
 def test_other_charges_are_part_of_the_price() -> None:
-    plain, charged = (make_plan(replace(draft(Wish(noise=1.0, delta=DELTA)), charges=c)) for c in ({}, {"a mean": 5.0}))
+    plain, charged = (
+        make_plan(replace(draft(PrivacyConfig(noise=1.0, delta=DELTA)), charges=c)) for c in ({}, {"a mean": 5.0})
+    )
     assert charged.epsilon > plain.epsilon
     assert charged.whole()["a"][1] == Spend(5.0, times=3)
 
@@ -142,14 +144,14 @@ def test_the_run_stops_before_it_overspends(tmp_path: Path) -> None:
 
 
 def test_the_same_round_from_the_same_state_is_paid_once_from_another_again() -> None:
-    plan = make_plan(draft(Wish(noise=1.0, delta=DELTA)))
-    guard = Guard(plan, Stream(0))
+    plan = make_plan(draft(PrivacyConfig(noise=1.0, delta=DELTA)))
+    guard = PrivacyBudget(plan, Stream(0))
     here: Bundle = {"model": {"w": torch.zeros(2)}}
     other: Bundle = {"model": {"w": torch.ones(2)}}
     for state, times in ((here, 1), (here, 1), (other, 2), (here, 2)):
         guard.charge(1, ["a"], state)
         assert sum(s.times for s in guard.spent()["a"]) == times * 20
-    again = Guard(plan, Stream(0))
+    again = PrivacyBudget(plan, Stream(0))
     again.recall([{"event": "charge", "round": 1, "privacy": guard.charge(1, ["a"], here)}, {"event": "round"}])
     assert sum(s.times for s in again.spent()["a"]) == 20
 
@@ -305,7 +307,7 @@ def test_less_noise_than_was_priced_ends_in_an_error() -> None:
 def test_noise_is_named_by_run_site_round_and_what_was_received() -> None:
     def named(seed: int = 1, weight: float = 0.0, sigma: float = 1.0, **fields: Any) -> Stream:
         order = {"run": "r", "site": "a", "round": 1, **fields}
-        return Discretion(Stream(seed, ("secret",)), (), sigma).of(
+        return SitePrivacyLimits(Stream(seed, ("secret",)), (), sigma).of(
             Message(order, {"model": {"w": torch.tensor([weight])}})
         )
 
@@ -324,12 +326,12 @@ def test_noise_is_named_by_run_site_round_and_what_was_received() -> None:
 
 
 def test_a_plan_says_what_an_infinite_price_is() -> None:
-    plan = make_plan(draft(Wish(noise=0.0, delta=DELTA)))
+    plan = make_plan(draft(PrivacyConfig(noise=0.0, delta=DELTA)))
     assert plan.epsilon == math.inf
 
 
 def test_a_site_refuses_what_its_plan_does_not_have() -> None:
-    held = Discretion(Stream(1), (), 1.0, parts=(), rounds=2)
+    held = SitePrivacyLimits(Stream(1), (), 1.0, parts=(), rounds=2)
     order = {"purpose": "train", "parts": [], "round": 2}
     held.check(order, "a")
     for more in ({"parts": ["validation"]}, {"parts": ["train"]}, {"round": 3}, {"purpose": "evaluate", "round": 4}):
@@ -369,7 +371,7 @@ def test_training_images_are_not_evaluated_and_drift_before_noise_is_not_told(tm
 
 def test_the_server_s_noise_is_another_where_other_sites_answered() -> None:
     """Of two means over the same start, with the same noise, the difference would be what one site sent."""
-    guard = Guard(make_plan(draft(Wish(unit="site", noise=1.0, delta=DELTA, at="server"))), Stream(0))
+    guard = PrivacyBudget(make_plan(draft(PrivacyConfig(unit="site", noise=1.0, delta=DELTA, at="server"))), Stream(0))
     before: Bundle = {"model": {"w": torch.zeros(1000)}}
     both: Bundle = {"model": {"w": torch.ones(1000)}}
     one: Bundle = {"model": {"w": torch.full((1000,), 2.0)}}

@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 from polyclinic.core.contract import (
-    BESIDE,
+    AUX_PREFIX,
     Bundle,
-    Desk,
     Exchange,
     Federation,
+    ServerWork,
     Site,
     SiteId,
     Stream,
@@ -24,7 +24,7 @@ from polyclinic.core.contract import (
     Update,
     Work,
 )
-from polyclinic.core.flat_tensors import Row, copied
+from polyclinic.core.flat_tensors import FlatTensors, copied
 
 WEIGHTS = ("model", "buffers")
 SEEN = ("bank", "features", "means")
@@ -50,7 +50,7 @@ class RunningMean:
         if self.count == 1:
             self._dtypes = {name: t.dtype for name, t in tensors.items()}
             self._mean = copied({n: t if t.is_floating_point() else t.double() for n, t in tensors.items()})
-        elif isinstance(tensors, Row) and isinstance(self._mean, Row) and tensors.is_like(self._mean):
+        elif isinstance(tensors, FlatTensors) and isinstance(self._mean, FlatTensors) and tensors.is_like(self._mean):
             self._mean.vector.lerp_(tensors.vector, weight / self.total)
         elif tensors:
             new = [tensors[n] if tensors[n].is_floating_point() else tensors[n].double() for n in self._mean]
@@ -81,7 +81,7 @@ class Averaging(ABC):
     def exchanges(self) -> tuple[Exchange, ...]:
         return tuple(Exchange(kind, like=kind) for kind in WEIGHTS)
 
-    def beside(self, features: tuple[int, ...], classes: int) -> Mapping[str, nn.Module]:
+    def auxiliary(self, features: tuple[int, ...], classes: int) -> Mapping[str, nn.Module]:
         del features, classes
         return {}
 
@@ -102,40 +102,40 @@ class Averaging(ABC):
         del update
 
     def finish(self, state: Bundle) -> Bundle:
-        return {kind: without(BESIDE, group) for kind, group in state.items() if kind not in SEEN}
+        return {kind: without(AUX_PREFIX, group) for kind, group in state.items() if kind not in SEEN}
 
     @property
-    def serves(self) -> bool:
+    def trains_on_server(self) -> bool:
         return False
 
-    def serve(self, state: Bundle, server: Site, rng: Stream) -> Desk:
+    def server_step(self, state: Bundle, server: Site, rng: Stream) -> ServerWork:
         del server, rng
         yield from ()
         return state
 
-    def group(self, state: Bundle, site: SiteId) -> str:
+    def cluster_of(self, state: Bundle, site: SiteId) -> str:
         del state, site
         return ""
 
-    def share(self, state: Bundle, group: str) -> Bundle:
+    def cluster_state(self, state: Bundle, group: str) -> Bundle:
         del group
         return state
 
-    def seat(self, received: Bundle) -> str:
+    def cluster_from_broadcast(self, received: Bundle) -> str:
         del received
         return ""
 
-    def rate(self, group: str) -> float:
+    def lr_scale(self, group: str) -> float:
         del group
         return 1.0
 
-    def charges(self) -> Mapping[str, float]:
+    def privacy_releases(self) -> Mapping[str, float]:
         return {}
 
-    def caveat(self) -> str:
+    def no_guarantee_reason(self) -> str:
         return ""
 
-    def remark(self) -> str:
+    def warning(self) -> str:
         return ""
 
     def models(self, received: Bundle, memory: Bundle | None) -> dict[str, Bundle]:
@@ -154,7 +154,7 @@ def weights(bundle: Bundle) -> Bundle:
 
 def classifier(bundle: Bundle) -> Bundle:
     """Only what predicts: weights, without those of networks that train beside the classifier."""
-    return {kind: without(BESIDE, group) for kind, group in weights(bundle).items()}
+    return {kind: without(AUX_PREFIX, group) for kind, group in weights(bundle).items()}
 
 
 def without(prefix: str, group: Tensors) -> Tensors:

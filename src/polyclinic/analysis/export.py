@@ -23,7 +23,7 @@ from safetensors.torch import save
 from torch import Tensor, nn
 
 from polyclinic.analysis.model_card import card
-from polyclinic.analysis.predict import Model, Preprocessing, Shelf
+from polyclinic.analysis.predict import Model, ModelCatalogue, Preprocessing
 from polyclinic.core.contract import Stream
 from polyclinic.core.errors import EngineError, StoreError
 from polyclinic.data.loading.preprocess import BLOCKS, DARK, MARGIN, THIN
@@ -107,7 +107,7 @@ def _rewritten(network: nn.Module) -> nn.Module:
 
 
 def export(
-    run: Shelf,
+    run: ModelCatalogue,
     model: Model,
     calibration: Calibration | Uncalibrated,
     folder: Path,
@@ -150,7 +150,7 @@ def weights_of(model: Model) -> bytes:
     return save(tensors, {"format": "pt"})  # of more entries the order would change from time to time
 
 
-def preparing(run: Shelf, model: Model, calibration: Calibration | Uncalibrated) -> dict[str, Any]:
+def preparing(run: ModelCatalogue, model: Model, calibration: Calibration | Uncalibrated) -> dict[str, Any]:
     """All that is needed to prepare an image, build the network and read what it says."""
     wanted, section = run.preprocessing.preparation, model.sections[0]
     temperature = calibration.temperature if isinstance(calibration, Calibration) else None

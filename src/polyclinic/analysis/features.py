@@ -33,7 +33,7 @@ from polyclinic.evaluation.metrics import Floats
 from polyclinic.models.classifier import Classifier
 from polyclinic.models.split_point import cut_after, stages
 from polyclinic.runs.finished_run import PastRun, names_of, refuse_unlike
-from polyclinic.runs.sites import Consortium
+from polyclinic.runs.sites import FederatedDataset
 from polyclinic.training.fit import at_a_time
 
 FEWEST = 2
@@ -48,7 +48,7 @@ ROOM = 2**29
 
 
 @dataclass(frozen=True)
-class Wishes:
+class FeatureOptions:
     """Which images, seen by which stage."""
 
     part: Part = "test"
@@ -73,7 +73,7 @@ class Points:
 
 
 @dataclass(frozen=True)
-class Figure:
+class FeatureScore:
     """A figure, what chance gives in its place, and how often chance gives as much."""
 
     value: float
@@ -82,9 +82,9 @@ class Figure:
 
 
 @dataclass(frozen=True)
-class Figures:
-    recognised: Figure
-    apart: Figure | None
+class FeatureScores:
+    recognised: FeatureScore
+    apart: FeatureScore | None
     """None: there is but one class, and no distance between classes to compare with."""
     sites: int
     """Compared in one class or more."""
@@ -95,7 +95,7 @@ class Figures:
 
 
 @dataclass(frozen=True, eq=False)
-class View:
+class RunFeatures:
     """One run's features."""
 
     folder: Path
@@ -107,11 +107,11 @@ class View:
     """All sites have the same extractor; else each site's images are seen by its own."""
     points: Points
     """Those that are shown."""
-    figures: Figures | None
+    figures: FeatureScores | None
     """None: no class has two sites with patients enough."""
 
 
-def views(past_runs: Sequence[PastRun], wishes: Wishes, stream: Stream) -> list[View]:
+def views(past_runs: Sequence[PastRun], wishes: FeatureOptions, stream: Stream) -> list[RunFeatures]:
     """The features of the same images in every run."""
     for past in past_runs:
         _refuse_clusters(past)
@@ -124,7 +124,7 @@ def views(past_runs: Sequence[PastRun], wishes: Wishes, stream: Stream) -> list[
 
 def told_apart_in(past: PastRun) -> float | None:
     """What `polyclinic features` says of a run: how well a fresh classifier tells the sites of test images."""
-    [view] = views([past], Wishes(), Stream(past.recipe.seed, ("features",)))
+    [view] = views([past], FeatureOptions(), Stream(past.recipe.seed, ("features",)))
     return None if view.figures is None else view.figures.told_apart
 
 
@@ -136,7 +136,7 @@ def _refuse_clusters(past: PastRun) -> None:
         )
 
 
-def chosen(consortium: Consortium, wishes: Wishes, stream: Stream) -> dict[SiteId, Tensor]:
+def chosen(consortium: FederatedDataset, wishes: FeatureOptions, stream: Stream) -> dict[SiteId, Tensor]:
     """The rows of each site's images, evenly over sites; with a label as many of all other classes, for comparison."""
     held: dict[SiteId, Examples] = {name: getattr(site, wishes.part) for name, site in consortium.sites.items()}
     labels = {name: examples.labels.cpu().numpy() for name, examples in held.items()}
@@ -178,7 +178,9 @@ def shares(sizes: Sequence[int], most: int) -> list[int]:
     return given
 
 
-def _view(past: PastRun, name: str, rows: Mapping[SiteId, Tensor], wishes: Wishes, stream: Stream) -> View:
+def _view(
+    past: PastRun, name: str, rows: Mapping[SiteId, Tensor], wishes: FeatureOptions, stream: Stream
+) -> RunFeatures:
     values, stage, last, shared = _extracted(past, rows, wishes)
     held = {site: getattr(past.consortium.sites[site], wishes.part) for site in rows}
     people = [person for site, own in rows.items() for person in _people(site, held[site], own)]
@@ -193,7 +195,7 @@ def _view(past: PastRun, name: str, rows: Mapping[SiteId, Tensor], wishes: Wishe
     among = None if wishes.label is None else _number(past.consortium.classes, wishes.label)
     shown = points if among is None else points.only(np.flatnonzero(points.label == among))
     figures = measure(shown, between_classes(points), stream)
-    return View(past.folder, name, stage, last, values.shape[1], shared, shown, figures)
+    return RunFeatures(past.folder, name, stage, last, values.shape[1], shared, shown, figures)
 
 
 def _people(site: SiteId, examples: Examples, rows: Tensor) -> list[str]:
@@ -203,7 +205,7 @@ def _people(site: SiteId, examples: Examples, rows: Tensor) -> list[str]:
     return [examples.patients[row] for row in rows.tolist()]
 
 
-def _extracted(past: PastRun, rows: Mapping[SiteId, Tensor], wishes: Wishes) -> tuple[Floats, int, int, bool]:
+def _extracted(past: PastRun, rows: Mapping[SiteId, Tensor], wishes: FeatureOptions) -> tuple[Floats, int, int, bool]:
     """All features, of which stage of how many, and whether one extractor made them."""
     found: list[Tensor] = []
     first: dict[str, Tensor] = {}
@@ -280,7 +282,7 @@ class _Class:
     """… and, of every patient, the site. A patient of two sites is here twice."""
 
 
-def measure(points: Points, scale: float | None, stream: Stream) -> Figures | None:
+def measure(points: Points, scale: float | None, stream: Stream) -> FeatureScores | None:
     """Both figures; `scale`: the distance between classes."""
     classes = [found for label in np.unique(points.label) if (found := _one_class(points, label))]
     if not classes:
@@ -288,14 +290,16 @@ def measure(points: Points, scale: float | None, stream: Stream) -> Figures | No
     rng = np.random.default_rng(stream.integer())
     dealt = [shuffled(one.home, np.zeros_like(one.home), DEALT, rng) for one in classes]
 
-    def judged(figure: Callable[[Sequence[_Class], Sequence[Indices]], float]) -> Figure:
+    def judged(figure: Callable[[Sequence[_Class], Sequence[Indices]], float]) -> FeatureScore:
         value = figure(classes, [one.home for one in classes])
         chance = np.array([figure(classes, homes) for homes in zip(*dealt, strict=True)])
-        return Figure(value, float(chance.mean()), p_value(value, chance))
+        return FeatureScore(value, float(chance.mean()), p_value(value, chance))
 
     apart = judged(lambda found, homes: _apart(found, homes) / scale) if scale else None
     sites = np.unique(np.concatenate([one.home for one in classes]))
-    return Figures(judged(_recognised), apart, len(sites), len(classes), told_apart(points, stream.child("folds")))
+    return FeatureScores(
+        judged(_recognised), apart, len(sites), len(classes), told_apart(points, stream.child("folds"))
+    )
 
 
 def _one_class(points: Points, label: int) -> _Class | None:

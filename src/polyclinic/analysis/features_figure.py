@@ -14,7 +14,7 @@ from matplotlib.figure import Figure as Paper
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.lines import Line2D
 
-from polyclinic.analysis.features import Figure, View, embedded
+from polyclinic.analysis.features import FeatureScore, RunFeatures, embedded
 from polyclinic.core.contract import Stream
 from polyclinic.evaluation.metrics import Floats
 from polyclinic.reporting.figures import COLOURS, DPI, FAINT, INK, TEXT, save
@@ -30,7 +30,7 @@ LISTED, LINE = 12, 0.235
 
 
 def draw_views(
-    views: Sequence[View], sites: Sequence[str], classes: Sequence[str], title: str, path: Path, stream: Stream
+    views: Sequence[RunFeatures], sites: Sequence[str], classes: Sequence[str], title: str, path: Path, stream: Stream
 ) -> None:
     """A panel for each view. `sites`, `classes`: all names, by number."""
     columns = min(len(views), IN_A_ROW)
@@ -53,7 +53,7 @@ def draw_views(
     save(paper, path, title, f"t-SNE of features, a colour for each site, a marker for each class. {words}.")
 
 
-def told(view: View) -> list[str]:
+def told(view: RunFeatures) -> list[str]:
     """Its figures, in words."""
     found = view.figures
     if found is None:
@@ -62,11 +62,11 @@ def told(view: View) -> list[str]:
     return [f"site recognised {_beside(found.recognised)}", *apart]
 
 
-def _beside(figure: Figure) -> str:
+def _beside(figure: FeatureScore) -> str:
     return f"{figure.value:.2f} (by chance {figure.chance:.2f})"
 
 
-def _draw(axes: Axes, view: View, places: Floats, colours: Sequence[str], stream: Stream) -> None:
+def _draw(axes: Axes, view: RunFeatures, places: Floats, colours: Sequence[str], stream: Stream) -> None:
     # In random order, or the last site would hide the others.
     order = np.random.default_rng(stream.integer()).permutation(len(places))
     points, shades = view.points.only(order), np.array(colours)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from polyclinic.analysis.predict import Model, Shelf
+from polyclinic.analysis.predict import Model, ModelCatalogue
 from polyclinic.evaluation.calibration import Calibration, Uncalibrated
 from polyclinic.evaluation.comparison import decimal, number, row
 from polyclinic.evaluation.summary import judged_on
@@ -28,7 +28,7 @@ PRIVATE_SEED = "kept back: noise was drawn from it, and whoever knows it can tak
 
 
 def card(
-    run: Shelf,
+    run: ModelCatalogue,
     model: Model,
     calibration: Calibration | Uncalibrated,
     sums: Mapping[str, str],
@@ -61,7 +61,7 @@ def _table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
     return "\n".join([row(head), "|" + "---|" * len(head), *map(row, lines)])
 
 
-def _what(run: Shelf, model: Model) -> Iterator[str]:
+def _what(run: ModelCatalogue, model: Model) -> Iterator[str]:
     section, prepared = model.sections[0], run.preprocessing.preparation
     several = f" ({len(model.networks)} of them; their probabilities are averaged)" if len(model.networks) > 1 else ""
     size = sum(parameter.numel() for network in model.networks for parameter in network.parameters())
@@ -76,7 +76,7 @@ def _what(run: Shelf, model: Model) -> Iterator[str]:
     yield "`preprocessing.json` says what an image must go through first; without it the figures below do not hold."
 
 
-def _data(run: Shelf, model: Model) -> Iterator[str]:
+def _data(run: ModelCatalogue, model: Model) -> Iterator[str]:
     private = run.summary.get("privacy") is not None
     yield f"Data set: {_plain(run.summary['data'])}. Images by site; those this model is for are marked ✓."
     lines = []
@@ -90,7 +90,7 @@ def _data(run: Shelf, model: Model) -> Iterator[str]:
         yield "How many images of each class a site has is outside the run's privacy claim, and so not told."
 
 
-def _figures(run: Shelf, model: Model) -> Iterator[str]:
+def _figures(run: ModelCatalogue, model: Model) -> Iterator[str]:
     found = {site: run.summary["sites"].get(site, {}).get(model.key, {}) for site in model.sites}
     part = "test" if any("test" in each for each in found.values()) else "validation"
     lines = [[_plain(site), *_cells(each[part])] for site, each in found.items() if part in each]
@@ -109,7 +109,7 @@ def _figures(run: Shelf, model: Model) -> Iterator[str]:
         yield f"At other sites than {_plain(model.site)} this model was not tried for this card."
 
 
-def _elsewhere(run: Shelf, model: Model) -> Iterator[list[str]]:
+def _elsewhere(run: ModelCatalogue, model: Model) -> Iterator[list[str]]:
     """On images that belong to no site, where it is this model that was tried on them."""
     apart, best = run.summary["merged"].get("held-out", {}).get("test"), ("student", "ensemble")
     whose = next((name for name in best if name in run.summary["merged"]), "global")
@@ -130,7 +130,7 @@ def _figure(figures: Mapping[str, Any], name: str) -> str:
     return decimal(number(figures.get(name))) + interval
 
 
-def _against(run: Shelf, model: Model, alone: Mapping[str, Any] | None) -> Iterator[str]:
+def _against(run: ModelCatalogue, model: Model, alone: Mapping[str, Any] | None) -> Iterator[str]:
     if alone is None:
         yield "Not known: no run in which every site trains by itself was given (`polyclinic export --alone DIR`)."
         return
@@ -145,7 +145,7 @@ def _against(run: Shelf, model: Model, alone: Mapping[str, Any] | None) -> Itera
 
 
 def _pairs(
-    run: Shelf, model: Model, alone: Mapping[str, Any]
+    run: ModelCatalogue, model: Model, alone: Mapping[str, Any]
 ) -> Iterator[tuple[str, Mapping[str, Any], Mapping[str, Any]]]:
     """Both figures of each site that has them."""
     for site in model.sites:
@@ -155,7 +155,7 @@ def _pairs(
             yield site, ours, theirs
 
 
-def _calibration(run: Shelf, found: Calibration | Uncalibrated) -> str:
+def _calibration(run: ModelCatalogue, found: Calibration | Uncalibrated) -> str:
     if isinstance(found, Uncalibrated):
         return f"**Uncalibrated**: {found.why}. Its probabilities may be far too sure; do not read them as chances."
     told = [
@@ -172,7 +172,7 @@ def _calibration(run: Shelf, found: Calibration | Uncalibrated) -> str:
     return " ".join(told)
 
 
-def _privacy(run: Shelf, model: Model) -> str:
+def _privacy(run: ModelCatalogue, model: Model) -> str:
     """The run's own page, one level deeper."""
     told = page({**run.summary, "name": ""}).split("\n", 1)[1].strip().replace("\n## ", "\n### ")
     if model.site is not None:
@@ -183,7 +183,7 @@ def _privacy(run: Shelf, model: Model) -> str:
     return told
 
 
-def _origin(run: Shelf) -> Iterator[str]:
+def _origin(run: ModelCatalogue) -> Iterator[str]:
     recipe, summary = run.recipe, run.summary
     training, hidden = recipe.training, _seed_is_secret(run)
     options = ", ".join(f"{key} {value}" for key, value in recipe.algorithm.options.items())
@@ -202,12 +202,12 @@ def _origin(run: Shelf) -> Iterator[str]:
     yield _table(["", ""], lines)
 
 
-def _seed_is_secret(run: Shelf) -> bool:
+def _seed_is_secret(run: ModelCatalogue) -> bool:
     return (run.summary.get("privacy") or {}).get("randomness") == "seed"
 
 
 def _limits(
-    run: Shelf, model: Model, calibration: Calibration | Uncalibrated, alone: Mapping[str, Any] | None
+    run: ModelCatalogue, model: Model, calibration: Calibration | Uncalibrated, alone: Mapping[str, Any] | None
 ) -> Iterator[str]:
     yield "Figures are of these sites' images. At other hospitals, machines and populations they may be much worse."
     small = [site for site in run.summary["hospitals"] if site["test"] < FEW and site["site"] in model.sites]

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from polyclinic import __version__
-from polyclinic.algorithms.wrappers.ensemble import ENSEMBLE, by_member
+from polyclinic.algorithms.wrappers.ensemble import ENSEMBLE, models_by_site
 from polyclinic.config.recipe import ModelSection, Recipe
 from polyclinic.core.contract import Bundle, Examples, Part, SiteId
 from polyclinic.core.errors import DataError, PolyclinicError, RecipeError, StoreError
@@ -32,7 +32,7 @@ from polyclinic.data.examples import Images, PerChannel
 from polyclinic.data.loading.options import ImageOptions, Preparation
 from polyclinic.data.loading.preprocess import prepare
 from polyclinic.data.options import Options
-from polyclinic.data.sources.decode import Unreadable, decode
+from polyclinic.data.sources.decode import UnreadableImage, decode
 from polyclinic.data.sources.folder import images, reading, subfolders
 from polyclinic.evaluation.calibration import Calibration, Uncalibrated, calibrated, fitted, of_part
 from polyclinic.evaluation.metrics import Floats, Predictions
@@ -40,7 +40,7 @@ from polyclinic.federation.site_runner import STUDENT
 from polyclinic.models.classifier import Classifier
 from polyclinic.runs.finished_run import PastRun, opened, read, read_weights
 from polyclinic.runs.networks import server_models
-from polyclinic.runs.remote_sites import Card, Roster
+from polyclinic.runs.remote_sites import RemoteSites, SiteProfile
 from polyclinic.storage.run_files import Snapshots, kept_predictions
 from polyclinic.training.fit import at_a_time
 
@@ -61,7 +61,7 @@ class Preprocessing:
         """Bytes, channels × size × size; `Unreadable` says what is wrong with the file, and nothing else of it."""
         pixels = decode(path, self.preparation.bits).pixels
         if (pixels == pixels.flat[0]).all():
-            raise Unreadable("it is blank: all its pixels are alike")
+            raise UnreadableImage("it is blank: all its pixels are alike")
         return torch.from_numpy(prepare(pixels, self.preparation))
 
     def scaled(self, stored: Tensor) -> Tensor:
@@ -127,7 +127,7 @@ class Model:
 
 
 @dataclass(frozen=True, eq=False)
-class Shelf(PastRun):
+class ModelCatalogue(PastRun):
     """A finished run's models; its images may be far away."""
 
     @property
@@ -151,7 +151,7 @@ class Shelf(PastRun):
             *(name or GLOBAL for name in self._server),
             *((PERSONAL,) if personal else ()),
             *((STUDENT,) if (self.folder / STUDENT_FILE).is_file() else ()),
-            *((ENSEMBLE,) if by_member(self.state) else ()),
+            *((ENSEMBLE,) if models_by_site(self.state) else ()),
         )
 
     def model(self, wanted: str | None = None, site: SiteId | None = None) -> Model:
@@ -161,7 +161,7 @@ class Shelf(PastRun):
             raise RecipeError(f"--site is {site!r:.60}, which is no site of this run; there are: {known}")
         name = wanted or self._usual(site)
         if name == GLOBAL and self.recipe.clusters and site is not None:
-            name, site = self.algorithm.group(self.state, site), None
+            name, site = self.algorithm.cluster_of(self.state, site), None
         if name not in self.names:
             raise RecipeError(f"this run has no model {name!r:.60}; choose with --model: {', '.join(self.names)}")
         if name != PERSONAL and site is not None:
@@ -172,10 +172,10 @@ class Shelf(PastRun):
         if name == STUDENT:
             return self._model(name, name, [(self.recipe.model, read_weights(self.folder / STUDENT_FILE))])
         if name == ENSEMBLE:
-            return self._model(name, name, [(self.recipe.model, each) for each in by_member(self.state).values()])
+            return self._model(name, name, [(self.recipe.model, each) for each in models_by_site(self.state).values()])
         cluster = name if self.recipe.clusters else ""
         section = self.recipe.clusters[cluster].model if cluster else self.recipe.model
-        members = tuple(s for s in self.consortium.sites if self.algorithm.group(self.state, s) == cluster)
+        members = tuple(s for s in self.consortium.sites if self.algorithm.cluster_of(self.state, s) == cluster)
         return self._model(name, GLOBAL, [(section, self._server[cluster])], members)
 
     def _usual(self, site: SiteId | None) -> str:
@@ -222,23 +222,23 @@ class Shelf(PastRun):
         return Model(name, site, key, here, networks, tuple(section for section, _ in parts), self.device)
 
 
-def shelf(folder: Path, device: str | None = None) -> Shelf:
+def shelf(folder: Path, device: str | None = None) -> ModelCatalogue:
     """The models of a finished run."""
     recipe, summary, state, place = opened(folder, device)
-    return Shelf(folder, recipe, summary, state, _roster(recipe, summary), place)
+    return ModelCatalogue(folder, recipe, summary, state, _roster(recipe, summary), place)
 
 
-def _roster(recipe: Recipe, summary: Mapping[str, Any]) -> Roster:
+def _roster(recipe: Recipe, summary: Mapping[str, Any]) -> RemoteSites:
     """The sites of a run without their images, as a server knows them."""
     wanted, classes = preprocessing_of(recipe).preparation, tuple(summary["classes"])
     cards = {}
     for site in summary["hospitals"]:
         counts = (site["train"], site["validation"], site["test"])
-        cards[site["site"]] = Card(__version__, classes, wanted.channels, wanted.size, *counts, (1, 1), "")
-    return Roster.of(cards)
+        cards[site["site"]] = SiteProfile(__version__, classes, wanted.channels, wanted.size, *counts, (1, 1), "")
+    return RemoteSites.of(cards)
 
 
-def calibration_of(run: Shelf, model: Model, data: Path | None = None) -> Calibration | Uncalibrated:
+def calibration_of(run: ModelCatalogue, model: Model, data: Path | None = None) -> Calibration | Uncalibrated:
     """By the predictions that the run kept; else, where `data` says where its images lie, by those made of them now."""
     if kept := kept_predictions(run.folder):
         validation, test = (of_part(kept, model.sites, model.key, part) for part in PARTS)

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from torch import nn
 
 from polyclinic.analysis.predict import Model, Prediction, Preprocessing
-from polyclinic.analysis.saliency import Look, grad_cam, onto
+from polyclinic.analysis.saliency import Saliency, grad_cam, onto
 from polyclinic.analysis.saliency_figure import COLOUR_MAP, HALF, where
 from polyclinic.core.errors import RecipeError
 from polyclinic.evaluation.metrics import Floats
@@ -51,7 +51,7 @@ class HeatMaps:
         device, target = self.model.device, torch.tensor([prediction.predicted])
         image = self.preprocessing.scaled(prediction.image[None]).to(device)
         (found,) = grad_cam(self.model.networks[0], image, target).cpu()
-        return onto(Look(prediction.predicted, 0.0, prediction.predicted, found), prediction.image)
+        return onto(Saliency(prediction.predicted, 0.0, prediction.predicted, found), prediction.image)
 
     def _said(self, prediction: Prediction) -> str:
         sure = prediction.probabilities if prediction.calibrated is None else prediction.calibrated

@@ -33,7 +33,7 @@ from polyclinic.evaluation.metrics import Floats
 from polyclinic.models.classifier import Classifier
 from polyclinic.models.split_point import chain, cut_after, stages
 from polyclinic.runs.finished_run import PastRun, names_of, refuse_unlike
-from polyclinic.runs.sites import Consortium
+from polyclinic.runs.sites import FederatedDataset
 from polyclinic.training.fit import at_a_time
 
 TRUTH, PREDICTION = "truth", "prediction"
@@ -45,7 +45,7 @@ IMAGES, PIXELS = 400, 4096
 
 
 @dataclass(frozen=True)
-class Wishes:
+class SaliencyOptions:
     """How many cases, and which class is explained."""
 
     of: str = PREDICTION
@@ -90,7 +90,7 @@ class Group:
 
 
 @dataclass(frozen=True, eq=False)
-class Look:
+class Saliency:
     """What one run makes of one case."""
 
     predicted: int
@@ -110,7 +110,7 @@ class Case:
     truth: int
     image: Tensor
     """Channels × height × width in [0, 1], on the CPU."""
-    looks: tuple[Look, ...]
+    looks: tuple[Saliency, ...]
     """One for each run."""
 
 
@@ -127,7 +127,7 @@ class Explanation:
     cases: tuple[Case, ...]
 
 
-def explain(past_runs: Sequence[PastRun], wishes: Wishes, stream: Stream) -> Explanation:
+def explain(past_runs: Sequence[PastRun], wishes: SaliencyOptions, stream: Stream) -> Explanation:
     """The same cases in every run."""
     first = past_runs[0].consortium
     for past in past_runs[1:]:
@@ -153,7 +153,7 @@ def explain(past_runs: Sequence[PastRun], wishes: Wishes, stream: Stream) -> Exp
     return Explanation(names, first.classes, wishes.of, accuracy, len(answers.truth), tuple(groups), tuple(cases))
 
 
-def answered(past_runs: Sequence[PastRun], wishes: Wishes) -> Answers:
+def answered(past_runs: Sequence[PastRun], wishes: SaliencyOptions) -> Answers:
     """What every run's network, at each site the one that the site computes with, says of the site's test images."""
     held = {name: site.test for name, site in past_runs[0].consortium.sites.items()}
     sizes = [len(examples) for examples in held.values()]
@@ -170,7 +170,7 @@ def answered(past_runs: Sequence[PastRun], wishes: Wishes) -> Answers:
 
 
 @torch.no_grad()
-def _probabilities(past: PastRun, wishes: Wishes) -> Floats:
+def _probabilities(past: PastRun, wishes: SaliencyOptions) -> Floats:
     found = []
     for name, site in past.consortium.sites.items():
         if not len(site.test):
@@ -236,7 +236,7 @@ def _first(order: Indices, site: Indices, most: int) -> Indices:
     return by_site
 
 
-def _looks(past: PastRun, answers: Answers, run: int, shown: Indices, wishes: Wishes) -> list[Look]:
+def _looks(past: PastRun, answers: Answers, run: int, shown: Indices, wishes: SaliencyOptions) -> list[Saliency]:
     """One run's look at every case that is shown."""
     predicted = answers.predicted[run]
     explained = _explained(answers, predicted, past.consortium.classes, wishes.of)
@@ -248,7 +248,7 @@ def _looks(past: PastRun, answers: Answers, run: int, shown: Indices, wishes: Wi
             found = grad_cam(past.network(name)[1], images, torch.from_numpy(explained[here]), wishes.stage)
             maps.update(zip(here.tolist(), found.cpu(), strict=True))
     certainty = answers.probabilities[run].max(axis=-1)
-    return [Look(int(predicted[at]), float(certainty[at]), int(explained[at]), maps[at]) for at in shown.tolist()]
+    return [Saliency(int(predicted[at]), float(certainty[at]), int(explained[at]), maps[at]) for at in shown.tolist()]
 
 
 def _explained(answers: Answers, predicted: Indices, classes: Sequence[str], of: str) -> Indices:
@@ -301,7 +301,7 @@ def _after_convolutions(network: Classifier, image: Tensor) -> nn.Module:
     return next(module for module in called[last + 1 :] if any(module is part for part in parts))
 
 
-def onto(look: Look, image: Tensor) -> Floats:
+def onto(look: Saliency, image: Tensor) -> Floats:
     """A look's map as fine as the image, its largest value 1; nothing but zeros stay zeros."""
     from captum.attr import LayerAttribution
 
@@ -310,7 +310,7 @@ def onto(look: Look, image: Tensor) -> Floats:
     return found
 
 
-def _case(consortium: Consortium, answers: Answers, at: int, group: str, looks: tuple[Look, ...]) -> Case:
+def _case(consortium: FederatedDataset, answers: Answers, at: int, group: str, looks: tuple[Saliency, ...]) -> Case:
     site, row = list(consortium.sites)[answers.site[at]], int(answers.row[at])
     examples = consortium.sites[site].test
     assert isinstance(examples, (Images, Selection))
@@ -340,7 +340,7 @@ class Intensities:
     """(value, per cent of the pixels that are not black), in equal steps over the range common to all sites."""
 
 
-def intensities(consortium: Consortium, stream: Stream) -> Mapping[SiteId, Intensities]:
+def intensities(consortium: FederatedDataset, stream: Stream) -> Mapping[SiteId, Intensities]:
     """How bright sites' training images are (Fed-Align-CL, Figure 1)."""
     values = {name: _pixels(site.train, stream.child(name)) for name, site in consortium.sites.items()}
     low, high = min(own.min() for own in values.values()), max(own.max() for own in values.values())

@@ -12,7 +12,7 @@ from matplotlib.cm import ScalarMappable
 from matplotlib.figure import Figure, SubFigure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-from polyclinic.analysis.saliency import PREDICTION, TRUTH, Case, Explanation, Intensities, Look, onto
+from polyclinic.analysis.saliency import PREDICTION, TRUTH, Case, Explanation, Intensities, Saliency, onto
 from polyclinic.core.contract import SiteId
 from polyclinic.evaluation.metrics import Floats
 from polyclinic.reporting.figures import COLOURS, DPI, INK, TEXT, draw_curves, save
@@ -98,7 +98,7 @@ def _draw_image(axes: Axes, case: Case) -> None:
         axes.imshow(pixels.mean(0), cmap="gray", vmin=0, vmax=1)
 
 
-def _draw_look(axes: Axes, case: Case, look: Look) -> Floats:
+def _draw_look(axes: Axes, case: Case, look: Saliency) -> Floats:
     """The map over the image in grey; where it is zero, the image alone."""
     heat = onto(look, case.image)
     axes.imshow(case.image.mean(0).numpy(), cmap="gray", vmin=0, vmax=1)

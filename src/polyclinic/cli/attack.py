@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from polyclinic.analysis.attack.attacker_data import LEAST
-from polyclinic.analysis.attack.campaign import Wishes, attack
+from polyclinic.analysis.attack.campaign import AttackOptions, attack
 from polyclinic.analysis.attack.decoder import Effort
 from polyclinic.analysis.attack.feature_inversion import GUESSES
 from polyclinic.analysis.attack.gradient_inversion import KINDS, Search
@@ -39,7 +39,9 @@ def attack_command(
     step_noise: Annotated[float, typer.Option(min=0, help="DP-SGD's noise, in units of its clip.")] = 1.0,
     steps: Annotated[int, typer.Option(min=1, help="Steps that a decoder is trained for.")] = Effort.steps,
     iterations: Annotated[int, typer.Option(min=1, help="Of the search behind a gradient.")] = Search.iterations,
-    images: Annotated[int, typer.Option(min=LEAST, help="Images of a site that are used, at most.")] = Wishes.most,
+    images: Annotated[
+        int, typer.Option(min=LEAST, help="Images of a site that are used, at most.")
+    ] = AttackOptions.most,
     fid_weights: Annotated[
         Path | None, typer.Option(help="MobileNetV2's weights for the Fréchet distance (default: the run's network).")
     ] = None,
@@ -50,7 +52,7 @@ def attack_command(
 ) -> None:
     """Attack a finished run: rebuild patients' images from features and, with --inversion, from gradients."""
     _refuse(clip, noise, step_clip)
-    wishes = Wishes(
+    wishes = AttackOptions(
         sites=tuple(site or ()),
         stages=_numbers(stages),
         effort=Effort(steps),

@@ -107,7 +107,7 @@ def audit_recipe(
 def network_at(experiment: Experiment, site: SiteId) -> LiveNetwork:
     """What a site trains: its cluster's network, where there are clusters."""
     algorithm = experiment.algorithm
-    return experiment.lineup.networks[algorithm.group(algorithm.init(experiment.federation), site)]
+    return experiment.lineup.networks[algorithm.cluster_of(algorithm.init(experiment.federation), site)]
 
 
 def attack_members(recipe: Recipe, data: Path | None, site: SiteId, shadows: int) -> Membership:

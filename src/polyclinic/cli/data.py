@@ -40,7 +40,7 @@ from polyclinic.data.records import Listing
 from polyclinic.data.sources.detect import TABLE, open_source
 from polyclinic.data.sources.table import Columns, read_table
 from polyclinic.data.splits import Fractions
-from polyclinic.runs.experiment import gather
+from polyclinic.runs.experiment import load_sites
 from polyclinic.storage.run_files import write_json
 
 app = typer.Typer(no_args_is_help=True, help="Check, compare and get images before anything trains on them.")
@@ -192,7 +192,7 @@ def _division(recipe: Recipe, options: Options, data: Path | None) -> Refusal:
     def gathered(_: Listing) -> str:
         """What depends on pixels, or is not loaded as it is listed, is divided as a run does."""
         try:
-            gather(recipe, data)
+            load_sites(recipe, data)
         except DataError as error:
             return str(error)
         return ""
@@ -303,7 +303,7 @@ def diagnose_command(
 def _diagnosis(what: str, data: Path | None, options: ImageOptions, stream: Stream) -> tuple[str, Diagnosis]:
     recipe = _recipe(what)
     if recipe is not None:
-        consortium = gather(recipe, data)
+        consortium = load_sites(recipe, data)
         everything = {name: site.train for name, site in consortium.sites.items()}
         return f"{recipe.name}: how the sites' training images differ", diagnose(everything, consortium.classes, stream)
     listing = listed(what, data)

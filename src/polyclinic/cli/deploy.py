@@ -35,15 +35,15 @@ from polyclinic.core.strict_yaml import read_yaml
 from polyclinic.deploy.config import ServerConfig
 from polyclinic.deploy.processes import PATIENCE, STOPPED, attend, ending_on_terminate, read_status, serving
 from polyclinic.deploy.site.config import SiteConfig, remarks, remedied
-from polyclinic.deploy.site.participation import KEPT, Leaving
+from polyclinic.deploy.site.participation import KEPT, ReleasePreview
 from polyclinic.deploy.site.policy import recipe_mark
 from polyclinic.deploy.site.release_log import Releases, last_trouble
-from polyclinic.reporting.run_folder import Result, finished
+from polyclinic.reporting.run_folder import RunResult, finished
 from polyclinic.storage.run_files import Ledger
 
 if TYPE_CHECKING:
-    from polyclinic.deploy.processes import Reception
-    from polyclinic.deploy.site.message_handler import SiteDesk
+    from polyclinic.deploy.processes import SiteRegistration
+    from polyclinic.deploy.site.message_handler import SiteMessageHandler
 
 FAILED = "failed"
 Out = Annotated[Path, typer.Option("--out", help="The run's folder; one that was interrupted goes on.")]
@@ -96,14 +96,14 @@ def serve(
 
 
 def _play(
-    reception: Reception,
+    reception: SiteRegistration,
     display: Display,
     recipe: Recipe,
     folder: Path,
     wait: float | None,
     deadline: float | None,
     data: Path | None,
-) -> Result:
+) -> RunResult:
     """Wait for sites, and run the recipe between those who come."""
     from polyclinic.deploy.serve import deploy
     from polyclinic.federation.engines import Elsewhere
@@ -121,7 +121,7 @@ def _play(
     return deploy(recipe, Elsewhere(reception.engine, "flower", deadline), sites, folder, watch, data, missing)
 
 
-def _show(result: Result, folder: Path, as_json: bool) -> None:
+def _show(result: RunResult, folder: Path, as_json: bool) -> None:
     if as_json:
         print_json(result.summary)
         return
@@ -138,7 +138,7 @@ def join(
     as_json: Json = False,
 ) -> None:
     """Take part with this site's images: connect, and answer what the policy in SITE.yaml allows, until stopped."""
-    from polyclinic.deploy.site.message_handler import SiteDesk
+    from polyclinic.deploy.site.message_handler import SiteMessageHandler
 
     config = SiteConfig.load(site)
 
@@ -149,11 +149,11 @@ def join(
     for remark in remarks(config):
         said(remark)
     with remedied():
-        _join(config, SiteDesk(config, said), said, rehearsed, as_json)
+        _join(config, SiteMessageHandler(config, said), said, rehearsed, as_json)
 
 
 def _join(
-    config: SiteConfig, desk: SiteDesk, said: Callable[[str], None], rehearsed: str | None, as_json: bool
+    config: SiteConfig, desk: SiteMessageHandler, said: Callable[[str], None], rehearsed: str | None, as_json: bool
 ) -> None:
     if rehearsed is not None:
         loaded = Recipe.load(find_recipe(rehearsed))
@@ -271,7 +271,7 @@ def _show_site(found: Mapping[str, Any], folder: Path, as_json: bool) -> None:
     )
 
 
-def _preview(rows: Sequence[Leaving]) -> Table:
+def _preview(rows: Sequence[ReleasePreview]) -> Table:
     """What would leave, kind by kind."""
     table = Table(box=None, padding=(0, 1), pad_edge=False)
     for name in ("kind", "when", "MB", "tensors", "protection"):

@@ -11,7 +11,17 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from polyclinic.analysis.saliency import MOST, Case, Explanation, Intensities, Look, Wishes, explain, intensities, onto
+from polyclinic.analysis.saliency import (
+    MOST,
+    Case,
+    Explanation,
+    Intensities,
+    Saliency,
+    SaliencyOptions,
+    explain,
+    intensities,
+    onto,
+)
 from polyclinic.cli.common import Data, Json, err, out, print_json
 from polyclinic.cli.display import compact
 from polyclinic.core.contract import SiteId, Stream
@@ -26,10 +36,12 @@ COARSE = 4
 
 def explain_command(
     folders: Annotated[list[Path], typer.Argument(metavar="DIR...", help="Finished runs on the same data; ours last.")],
-    of: Annotated[str, typer.Option(help="Explain the class: truth, prediction, or a class by its name.")] = Wishes.of,
+    of: Annotated[
+        str, typer.Option(help="Explain the class: truth, prediction, or a class by its name.")
+    ] = SaliencyOptions.of,
     cases: Annotated[
         int, typer.Option(min=1, max=MOST, help="Cases of every group, evenly over sites.")
-    ] = Wishes.cases,
+    ] = SaliencyOptions.cases,
     stage: Annotated[int | None, typer.Option(help="Whose maps (default: the last ones).")] = None,
     histograms: Annotated[bool, typer.Option("--histograms", help="Also draw the sites' pixel values.")] = False,
     folder: Annotated[Path | None, typer.Option("--out", help="Where to write (default: DIR/explain).")] = None,
@@ -41,7 +53,7 @@ def explain_command(
     """Show where runs' networks look (Grad-CAM), in cases right or wrong by all, and by the last run alone."""
     past_runs = [read(each, data, device) for each in folders]
     stream = Stream(past_runs[0].recipe.seed if seed is None else seed, ("explain",))
-    wishes, target = Wishes(of=of, cases=cases, stage=stage), folder or folders[0] / "explain"
+    wishes, target = SaliencyOptions(of=of, cases=cases, stage=stage), folder or folders[0] / "explain"
     with err.status("Grad-CAM"):
         found = explain(past_runs, wishes, stream.child("cases"))
         pixels = intensities(past_runs[0].consortium, stream.child("pixels")) if histograms else None
@@ -60,7 +72,7 @@ def explain_command(
 def _written(
     found: Explanation,
     past_runs: Sequence[PastRun],
-    wishes: Wishes,
+    wishes: SaliencyOptions,
     pixels: Mapping[SiteId, Intensities] | None,
     folder: Path,
 ) -> dict[str, Any]:
@@ -160,6 +172,6 @@ def _table(name: str, images: int, cases: Sequence[tuple[int, Case]], found: Exp
     return table
 
 
-def _said(look: Look, case: Case, found: Explanation) -> str:
+def _said(look: Saliency, case: Case, found: Explanation) -> str:
     mark = "✓" if look.predicted == case.truth else "✗"
     return f"{mark} {compact(f'{look.probability:.2f}')} {found.classes[look.predicted]}"

@@ -13,7 +13,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from polyclinic.analysis.features import IMAGES, Figure, View, Wishes, views
+from polyclinic.analysis.features import IMAGES, FeatureOptions, FeatureScore, RunFeatures, views
 from polyclinic.cli.common import Data, Json, err, out, print_json
 from polyclinic.cli.display import compact
 from polyclinic.core.contract import Part, Stream
@@ -32,8 +32,8 @@ def features_command(
     folders: Annotated[list[Path], typer.Argument(metavar="DIR...", help="Folders of finished runs on the same data.")],
     stage: Annotated[int | None, typer.Option(help="Whose features (default: those that the head is given).")] = None,
     label: Annotated[str | None, typer.Option(help="Show this class alone.")] = None,
-    part: Annotated[str, typer.Option(help="Which images: test, validation or train.")] = Wishes.part,
-    most: Annotated[int, typer.Option(min=IMAGES, help="Images, evenly over sites.")] = Wishes.most,
+    part: Annotated[str, typer.Option(help="Which images: test, validation or train.")] = FeatureOptions.part,
+    most: Annotated[int, typer.Option(min=IMAGES, help="Images, evenly over sites.")] = FeatureOptions.most,
     path: Annotated[Path | None, typer.Option("--out", help="The picture (default: features.png in DIR).")] = None,
     seed: Annotated[int | None, typer.Option(min=0, help="Of choice and picture (default: the first run's).")] = None,
     data: Data = None,
@@ -41,7 +41,7 @@ def features_command(
     as_json: Json = False,
 ) -> None:
     """Show the features that runs' networks make of the sites' images, and how far sites lie apart in them."""
-    wishes = Wishes(part=_part(part), label=label, most=most, stage=stage)
+    wishes = FeatureOptions(part=_part(part), label=label, most=most, stage=stage)
     past_runs = [read(folder, data, device) for folder in folders]
     stream = Stream(past_runs[0].recipe.seed if seed is None else seed, ("features",))
     sites, classes = tuple(past_runs[0].consortium.sites), past_runs[0].consortium.classes
@@ -76,12 +76,12 @@ def _part(name: str) -> Part:
     raise RecipeError(f"--part is {name!r:.60}; choose test, validation or train")
 
 
-def _title(found: Sequence[View], wishes: Wishes) -> str:
+def _title(found: Sequence[RunFeatures], wishes: FeatureOptions) -> str:
     images = f"{len(found[0].points.site)} {wishes.part} images"
     return f"Features of {images}" + (f" of {wishes.label}" if wishes.label else "")
 
 
-def _told(found: Sequence[View], sites: Sequence[str]) -> list[dict[str, Any]]:
+def _told(found: Sequence[RunFeatures], sites: Sequence[str]) -> list[dict[str, Any]]:
     return [
         {
             "folder": str(view.folder),
@@ -97,19 +97,19 @@ def _told(found: Sequence[View], sites: Sequence[str]) -> list[dict[str, Any]]:
     ]
 
 
-def _classifiers(found: Sequence[View]) -> str:
+def _classifiers(found: Sequence[RunFeatures]) -> str:
     """What a fresh classifier makes of each run's features."""
     scores = [(view.name, view.figures and view.figures.told_apart) for view in found]
     told = ", ".join(f"{name} {'–' if score is None else f'{score:.2f}'}" for name, score in scores)
     return textwrap.fill(f"a fresh classifier of sites, balanced accuracy at patients it did not see: {told}", 79)
 
 
-def _counts(view: View, sites: Sequence[str]) -> Mapping[str, int]:
+def _counts(view: RunFeatures, sites: Sequence[str]) -> Mapping[str, int]:
     counts = np.bincount(view.points.site, minlength=len(sites)).tolist()
     return dict(zip(sites, counts, strict=True))
 
 
-def table_of(found: Sequence[View], title: str) -> Table:
+def table_of(found: Sequence[RunFeatures], title: str) -> Table:
     """A line for every run, for 80 columns."""
     table = Table(title=Text(title[:79]), title_justify="left", caption_justify="left", box=None, padding=(0, 1))
     table.add_column("run", overflow="ellipsis", no_wrap=True, max_width=22)
@@ -124,7 +124,7 @@ def table_of(found: Sequence[View], title: str) -> Table:
     return table
 
 
-def _cells(figure: Figure | None) -> list[str]:
+def _cells(figure: FeatureScore | None) -> list[str]:
     if figure is None:
         return ["–"] * 3
     return [compact(f"{figure.value:.2f}"), compact(f"{figure.chance:.2f}"), compact(f"{figure.p:.3f}")]

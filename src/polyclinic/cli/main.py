@@ -48,7 +48,7 @@ from polyclinic.core.text import slug
 from polyclinic.data import DATASETS, Options
 from polyclinic.data.loading.options import ImageOptions
 from polyclinic.evaluation.comparison import Comparison
-from polyclinic.evaluation.summary import versions
+from polyclinic.evaluation.summary import package_versions
 from polyclinic.experiments.compare import compare, compare_folders
 from polyclinic.experiments.reproduce import reproduce as reproduce_paper
 from polyclinic.experiments.reproduce import results_folder, write_page
@@ -132,7 +132,7 @@ def tell_failures(comparison: Comparison) -> None:
 
 def _version(wanted: bool) -> None:
     if wanted:
-        print(versions()["polyclinic"])
+        print(package_versions()["polyclinic"])
         raise typer.Exit
 
 

@@ -15,7 +15,7 @@ from polyclinic.config.recipe import Recipe
 from polyclinic.core.errors import RecipeError
 from polyclinic.privacy.plan import Plan
 from polyclinic.reporting.privacy_statement import UNITS
-from polyclinic.runs.experiment import Consortium, Experiment, gather
+from polyclinic.runs.experiment import Experiment, FederatedDataset, load_sites
 
 
 def plan(
@@ -28,11 +28,11 @@ def plan(
     """What a recipe's privacy will cost, site by site, before anything is trained."""
     whole = Recipe.load(find_recipe(recipe), parse_settings(settings, seed=seed))
     methods = {name: whole.method(name) for name in whole.methods} or {whole.name: whole}
-    gathered: dict[str, Consortium] = {}
+    gathered: dict[str, FederatedDataset] = {}
     plans = {}
     for name, one in methods.items():
         data_of = one.data.model_dump_json()
-        gathered[data_of] = gathered.get(data_of) or gather(one, data)
+        gathered[data_of] = gathered.get(data_of) or load_sites(one, data)
         plans[name] = Experiment(one, None, data, consortium=gathered[data_of]).plan
     known = {name: found for name, found in plans.items() if found is not None}
     if not known:

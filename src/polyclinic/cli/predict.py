@@ -12,7 +12,16 @@ from rich.table import Table
 from rich.text import Text
 
 from polyclinic.analysis.export import export, refuse_overwriting
-from polyclinic.analysis.predict import Failed, Model, Prediction, Shelf, calibration_of, image_files, predict, shelf
+from polyclinic.analysis.predict import (
+    Failed,
+    Model,
+    ModelCatalogue,
+    Prediction,
+    calibration_of,
+    image_files,
+    predict,
+    shelf,
+)
 from polyclinic.cli.common import Data, Json, err, out, print_json, tell
 from polyclinic.cli.display import compact
 from polyclinic.core.errors import RecipeError
@@ -77,7 +86,7 @@ def _row(found: Prediction, classes: Sequence[str], drawn: Path | None) -> dict[
 
 
 def _told(
-    run: Shelf,
+    run: ModelCatalogue,
     model: Model,
     calibration: Calibration | Uncalibrated,
     rows: Sequence[dict[str, Any]],
@@ -97,7 +106,9 @@ def _whose(model: Model) -> dict[str, Any]:
     return {"model": model.name, "site": model.site}
 
 
-def _show(run: Shelf, model: Model, calibration: Calibration | Uncalibrated, rows: Sequence[dict[str, Any]]) -> None:
+def _show(
+    run: ModelCatalogue, model: Model, calibration: Calibration | Uncalibrated, rows: Sequence[dict[str, Any]]
+) -> None:
     """A line for each file, for 80 columns; the other classes as far as there is room."""
     fitted = isinstance(calibration, Calibration)
     table = Table(box=None, padding=(0, 1), pad_edge=False)
@@ -178,7 +189,7 @@ def export_command(
     out.print(Text("written: " + "  ".join(map(str, files))), soft_wrap=True)
 
 
-def _alone(run: Shelf, folder: Path) -> dict[str, Any]:
+def _alone(run: ModelCatalogue, folder: Path) -> dict[str, Any]:
     """What a run says in which the same sites trained by themselves on the same images."""
     summary = finished(folder).summary
     if summary["algorithm"] != "local":

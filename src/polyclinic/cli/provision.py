@@ -39,10 +39,10 @@ def make(
     as_json: Json = False,
 ) -> None:
     """Make an authority, the server's certificate, a key per site, and a kit for each (`make` may be left out)."""
-    from polyclinic.deploy.config import Federation
+    from polyclinic.deploy.config import FederationConfig
     from polyclinic.deploy.provisioning.provision import provision, read_wheel
 
-    federation = Federation.load(file)
+    federation = FederationConfig.load(file)
     provision(federation, folder, None if wheel is None else read_wheel(wheel))
     _show(folder, as_json)
     if not as_json:

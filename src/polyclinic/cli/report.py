@@ -13,14 +13,14 @@ from polyclinic.cli.common import err, out, tell
 from polyclinic.core.errors import RecipeError
 from polyclinic.reporting.html import page, read, write_pdf
 from polyclinic.reporting.html.pdf import browser
-from polyclinic.reporting.html.report_data import Material
+from polyclinic.reporting.html.report_data import ReportData
 from polyclinic.reporting.markdown.comparison import markdown
 from polyclinic.storage.run_files import named_failure, write_atomically
 
 LARGE = 3_000_000
 
 
-def write_report(folders: Sequence[Path], target: Path, with_images: bool = False) -> Material:
+def write_report(folders: Sequence[Path], target: Path, with_images: bool = False) -> ReportData:
     """The page, and what it is made of."""
     material = read(folders, with_images)
     with named_failure(target.parent):

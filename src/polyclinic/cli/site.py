@@ -18,7 +18,7 @@ from polyclinic.config.capability import (
     RESOURCES,
     THRESHOLDS,
     Capability,
-    Card,
+    MachineProfile,
     cluster_of,
     latency_problems,
     score,
@@ -114,7 +114,7 @@ def _weights(text: str) -> dict[str, float]:
         raise typer.BadParameter(sentence, param_hint="--weights") from None
 
 
-def _table(card: Card, weights: Mapping[str, float]) -> Table:
+def _table(card: MachineProfile, weights: Mapping[str, float]) -> Table:
     table = Table(box=None, padding=(0, 1), pad_edge=False)
     for name in ("", "share", "weight", "how it was found"):
         table.add_column(name, justify="right" if name in ("share", "weight") else "left")

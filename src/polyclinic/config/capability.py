@@ -33,7 +33,7 @@ GIGABYTE = 10**9
 
 
 @dataclass(frozen=True)
-class Card:
+class MachineProfile:
     """What a site's machine can do: shares in [0, 1]."""
 
     cpu: float
@@ -75,7 +75,7 @@ class Capability:
         return 0 if self.every is None else (round - 1) // self.every
 
 
-def score(card: Card, weights: Mapping[str, float]) -> float:
+def score(card: MachineProfile, weights: Mapping[str, float]) -> float:
     """How capable a site is: the weighted mean of the four shares (Eq. 1).
 
     Exact but for one rounding, so that a card that is 0.66 throughout reaches a threshold of 0.66 whatever the weights:
@@ -95,15 +95,15 @@ def cluster_of(score: float, thresholds: Mapping[str, float]) -> str:
     raise RecipeError(f"a score of {score} belongs to no cluster; give one from 0 to 1")
 
 
-def card_of(capability: Capability, site: SiteId, period: int, seed: Stream) -> Card:
+def card_of(capability: Capability, site: SiteId, period: int, seed: Stream) -> MachineProfile:
     """A site's card in a simulation: the given one, the same in every period, or one drawn for each."""
     given = capability.cards.get(site)
     if given is None:
         generator = seed.child("capability", site, period).generator()
-        return Card(*torch.rand(len(RESOURCES), generator=generator, dtype=torch.float64).tolist())
+        return MachineProfile(*torch.rand(len(RESOURCES), generator=generator, dtype=torch.float64).tolist())
     _refuse(f"capability.cards.{site}: {sentence}" for sentence in _card_problems(given))
     total = round(given["gigabytes"] * GIGABYTE) if "gigabytes" in given else None
-    return Card(given["cpu"], given["memory"], given["battery"], given["network"], total)
+    return MachineProfile(given["cpu"], given["memory"], given["battery"], given["network"], total)
 
 
 def _refuse(problems: Iterator[str]) -> None:
@@ -182,6 +182,6 @@ def needs_memory(parameters: int, activations: int | None = None) -> int:
     return COPIES * FLOAT32 * parameters + (activations or 0)
 
 
-def room(card: Card) -> float | None:
+def room(card: MachineProfile) -> float | None:
     """Bytes that a site's machine has for training; None where its memory is not known."""
     return None if card.total_memory is None else card.memory * card.total_memory

@@ -33,7 +33,7 @@ from polyclinic.data.splits import Fractions
 from polyclinic.evaluation.claims import Claim
 from polyclinic.federation.schedules import EarlyStop, Schedule
 from polyclinic.models import MODELS
-from polyclinic.privacy.plan import Wish
+from polyclinic.privacy.plan import PrivacyConfig
 from polyclinic.privacy.transforms import STAGES
 from polyclinic.training.rules import training_problems
 
@@ -41,7 +41,18 @@ FINISHES = {"refine": Refine(), "feddf": FEDDF}
 OWN = (Capability, Refine)
 RANK = {"name": 0, "variant": 1}
 CLOSED = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-for _options in (Augment, Optimiser, Private, Training, Wish, Schedule, EarlyStop, Averaging, *STAGES.values(), *OWN):
+for _options in (
+    Augment,
+    Optimiser,
+    Private,
+    Training,
+    PrivacyConfig,
+    Schedule,
+    EarlyStop,
+    Averaging,
+    *STAGES.values(),
+    *OWN,
+):
     setattr(_options, "__pydantic_config__", CLOSED)  # noqa: B010  plain dataclasses; algorithms inherit it
 
 T = TypeVar("T")
@@ -164,7 +175,7 @@ class Recipe(BaseModel):
     engine: EngineSection = EngineSection()
     stages: list[NamedSection] = Field(default_factory=list)
     """What happens to an update on its way from a site to the server, in this order."""
-    privacy: Wish | None = None
+    privacy: PrivacyConfig | None = None
     """What the run may cost in privacy, and whose."""
     snapshot_every: int = Field(1, ge=1)
     track: Track = ()

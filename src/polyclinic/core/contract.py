@@ -26,7 +26,7 @@ Weights are a bundle of two kinds: "model" (parameters) and "buffers" (statistic
 because only parameters have gradients, may be noised, or enter a control variate.
 """
 
-BESIDE = "beside."
+AUX_PREFIX = "beside."
 """How the names of weights begin that belong to networks which train beside the classifier."""
 
 Batch: TypeAlias = tuple[Tensor, Tensor]
@@ -79,9 +79,9 @@ class Network(Protocol):
         """What the extractor hands to the head."""
         ...
 
-    def head(self, weights: Bundle, features: Tensor, calm: bool = False) -> Tensor:
-        """Logits of features: with `features`, one pass for a loss that needs both. calm: as in evaluation, nothing
-        dropped and no statistics moved, yet with gradients; for features of others."""
+    def head(self, weights: Bundle, features: Tensor, eval_mode: bool = False) -> Tensor:
+        """Logits of features: with `features`, one pass for a loss that needs both. eval_mode: as in evaluation,
+        nothing dropped and no statistics moved, yet with gradients; for features of others."""
         ...
 
     def loss(self, weights: Bundle, batch: Batch) -> Tensor:
@@ -92,8 +92,8 @@ class Network(Protocol):
         """A teacher's logits, or features: as in evaluation, nothing dropped, no statistics moved, and no gradient."""
         ...
 
-    def beside(self, weights: Bundle, name: str, *given: Tensor, calm: bool = False) -> Tensor:
-        """What a network of `Algorithm.beside` makes of `given`; calm: as for `head`."""
+    def auxiliary(self, weights: Bundle, name: str, *given: Tensor, eval_mode: bool = False) -> Tensor:
+        """What a network of `Algorithm.beside` makes of `given`; eval_mode: as for `head`."""
         ...
 
 
@@ -235,7 +235,7 @@ class Score:
 
 Job: TypeAlias = Fit | Score
 Work: TypeAlias = Generator[Job, Any, tuple["Update", Bundle | None]]
-Desk: TypeAlias = Generator[tuple[str, Job], Any, Bundle]
+ServerWork: TypeAlias = Generator[tuple[str, Job], Any, Bundle]
 """The server's own work on its public set: jobs, each with the group whose network it is for; returns the state."""
 
 
@@ -326,7 +326,7 @@ class Algorithm(Protocol):
     @property
     def exchanges(self) -> tuple[Exchange, ...]: ...
 
-    def beside(self, features: tuple[int, ...], classes: int) -> Mapping[str, nn.Module]:
+    def auxiliary(self, features: tuple[int, ...], classes: int) -> Mapping[str, nn.Module]:
         """Small networks that train beside the classifier (a generator, a discriminator), usually {}.
 
         Their weights are among the classifier's as `beside.NAME.…`: trained by a job's steps, sent and averaged unless
@@ -355,27 +355,27 @@ class Algorithm(Protocol):
         ...
 
     @property
-    def serves(self) -> bool:
+    def trains_on_server(self) -> bool:
         """Whether the server works on a public set after every aggregation."""
         ...
 
-    def serve(self, state: Bundle, server: Site, rng: Stream) -> Desk:
+    def server_step(self, state: Bundle, server: Site, rng: Stream) -> ServerWork:
         """That work."""
         ...
 
-    def group(self, state: Bundle, site: SiteId) -> str:
+    def cluster_of(self, state: Bundle, site: SiteId) -> str:
         """Sites of one group have one network; their updates arrive together."""
         ...
 
-    def share(self, state: Bundle, group: str) -> Bundle:
+    def cluster_state(self, state: Bundle, group: str) -> Bundle:
         """The part of the state that is a group's."""
         ...
 
-    def seat(self, received: Bundle) -> str:
+    def cluster_from_broadcast(self, received: Bundle) -> str:
         """The group that a site finds itself in, by what it received."""
         ...
 
-    def rate(self, group: str) -> float:
+    def lr_scale(self, group: str) -> float:
         """What the learning rate is multiplied by in a group."""
         ...
 
@@ -383,15 +383,15 @@ class Algorithm(Protocol):
         """After the last round (refinement, ensembles)."""
         ...
 
-    def charges(self) -> Mapping[str, float]:
+    def privacy_releases(self) -> Mapping[str, float]:
         """What a site releases in a round beside its trained weights, in words: noise multipliers, each charged."""
         ...
 
-    def caveat(self) -> str:
+    def no_guarantee_reason(self) -> str:
         """Why no privacy plan can give a guarantee with this algorithm; "" if one can."""
         ...
 
-    def remark(self) -> str:
+    def warning(self) -> str:
         """What whoever runs it must know, as that a paper's text is followed where it does not work; usually ""."""
         ...
 

@@ -42,7 +42,7 @@ def arm(name: str, count: int = 1) -> None:
     _name, _left = name, count
 
 
-def reach(name: str) -> None:
+def failpoint(name: str) -> None:
     global _left
     if name and name == _name:
         _left -= 1

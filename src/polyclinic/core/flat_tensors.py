@@ -20,14 +20,14 @@ BLOCK = 1 << 17
 """Values handled at a time, so that what is made in between stays in the processor's cache."""
 
 
-class Way(NamedTuple):
+class FlatDifference(NamedTuple):
     """A distance that was measured beforehand, and from where."""
 
     start: Tensor
     length: float
 
 
-class Row(dict[str, Tensor]):
+class FlatTensors(dict[str, Tensor]):
     """Named tensors that are, in this order, the whole of one vector; and will be, as it cannot be changed."""
 
     def __init__(
@@ -35,7 +35,7 @@ class Row(dict[str, Tensor]):
         tensors: Iterable[tuple[str, Tensor]],
         vector: Tensor,
         layout: Layout | None = None,
-        travelled: Way | None = None,
+        travelled: FlatDifference | None = None,
     ) -> None:
         """`travelled`: how far the vector is from another one, where that was worth knowing beforehand."""
         super().__init__(tensors)
@@ -43,7 +43,7 @@ class Row(dict[str, Tensor]):
         self.layout = layout_of(self) if layout is None else layout
         self._travelled, self._version = travelled, vector._version
 
-    def way_from(self, start: Row) -> float:
+    def way_from(self, start: FlatTensors) -> float:
         """‖self − start‖₂: as it was measured before, unless a tensor was changed in place since."""
         known = self._travelled
         if known is not None and known.start is start.vector and self.vector._version == self._version:
@@ -61,7 +61,9 @@ class Row(dict[str, Tensor]):
 
     def is_like(self, other: Tensors) -> bool:
         """Whether the other is known to have the same names, shapes and dtypes, in the same order."""
-        return isinstance(other, Row) and self.layout == other.layout and self.vector.dtype == other.vector.dtype
+        return (
+            isinstance(other, FlatTensors) and self.layout == other.layout and self.vector.dtype == other.vector.dtype
+        )
 
     def _closed(self, *_: Any, **__: Any) -> NoReturn:
         raise TypeError("these tensors are one vector; make a new dict of them")
@@ -79,13 +81,13 @@ def copied(tensors: Tensors) -> Tensors:
     if len({t.dtype for t in plain}) != 1 or not plain[0].is_floating_point():
         return {n: t.clone(memory_format=torch.contiguous_format) for n, t in zip(tensors, plain, strict=True)}
     vector = torch.cat([t.reshape(-1) for t in plain])
-    return Row(zip(tensors, apart(vector, plain), strict=True), vector)
+    return FlatTensors(zip(tensors, apart(vector, plain), strict=True), vector)
 
 
 def rowed(tensors: Tensors) -> Tensors:
     """The same, known to be one vector if they are."""
     vector = side_by_side(list(tensors.values()))
-    return tensors if vector is None else Row(tensors.items(), vector)
+    return tensors if vector is None else FlatTensors(tensors.items(), vector)
 
 
 def side_by_side(tensors: Sequence[Tensor]) -> Tensor | None:
@@ -124,7 +126,7 @@ def apart(vector: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
 
 def distance(tensors: Tensors, start: Tensors) -> float:
     """‖tensors − start‖₂ over all floating-point tensors; where there is no start, the norm itself."""
-    if isinstance(tensors, Row) and isinstance(start, Row) and tensors.is_like(start):
+    if isinstance(tensors, FlatTensors) and isinstance(start, FlatTensors) and tensors.is_like(start):
         return tensors.way_from(start)
     names = [n for n, t in tensors.items() if t.is_floating_point()]
     if not names:

@@ -13,8 +13,8 @@ from typing import Any
 
 from polyclinic.core.errors import PolyclinicError, StoreError
 from polyclinic.dashboard.files import Reader, at_work, last_written, plans_in, runs_in
-from polyclinic.dashboard.privacy_spent import Purse, Spent
-from polyclinic.dashboard.run import METRICS, PATIENCE, Curve, Run, State
+from polyclinic.dashboard.privacy_spent import Spent, SpentSoFar
+from polyclinic.dashboard.run import METRICS, PATIENCE, Curve, RunStatus, State
 from polyclinic.deploy.processes import read_status
 from polyclinic.experiments.compare import PLANNED
 from polyclinic.reporting.html.formatting import count
@@ -26,27 +26,27 @@ GIVE = "give the folder that `polyclinic run` or `polyclinic compare` writes to"
 
 
 @dataclass(frozen=True, eq=False)
-class View:
+class PageState:
     """What a look has found."""
 
     title: str
-    runs: tuple[Run, ...]
+    runs: tuple[RunStatus, ...]
     single: bool
     """One run, and not a comparison that may have just one so far."""
-    spent: Mapping[Run, Spent] = field(default_factory=dict)
+    spent: Mapping[RunStatus, Spent] = field(default_factory=dict)
 
     @cached_property
-    def methods(self) -> dict[str, list[Run]]:
-        found: dict[str, list[Run]] = {}
+    def methods(self) -> dict[str, list[RunStatus]]:
+        found: dict[str, list[RunStatus]] = {}
         for run in self.runs:
             found.setdefault(run.method, []).append(run)
         return found
 
-    def of(self, *states: State) -> list[Run]:
+    def of(self, *states: State) -> list[RunStatus]:
         return [run for run in self.runs if run.state in states]
 
     @property
-    def now(self) -> Run | None:
+    def now(self) -> RunStatus | None:
         """The run whose sites are shown: the only one, or the one at work."""
         return self.runs[0] if self.single else next(iter(self.of("running")), None)
 
@@ -84,7 +84,7 @@ class View:
             return f"Running: {ended}; the next is being prepared."
         return f"{self.state.capitalize()}: {ended}{'; no process is at work' if self.state == 'stopped' else ''}."
 
-    def called(self, run: Run) -> str:
+    def called(self, run: RunStatus) -> str:
         return run.method if len(self.methods[run.method]) == 1 else f"{run.method}, run {run.number}"
 
     @property
@@ -145,7 +145,7 @@ class View:
             found["failures"] = [vars(failure) for failure in self.now.failures]
         return found
 
-    def _private(self, run: Run) -> dict[str, Any]:
+    def _private(self, run: RunStatus) -> dict[str, Any]:
         return {"privacy": self.spent[run].facts() if run in self.spent else None}
 
 
@@ -172,12 +172,12 @@ class Follower:
         if not empty and not any(runs_in(folder)) and not any(plans_in(folder)):
             raise StoreError(f"{folder} holds no run (recipe.yaml is missing); {GIVE}")
         self.folder = folder.resolve()
-        self._reader, self._purse, self._lock = Reader(), Purse(), threading.Lock()
-        self._runs: dict[Path, Run] = {}
-        self._seen: View | None = None
+        self._reader, self._purse, self._lock = Reader(), SpentSoFar(), threading.Lock()
+        self._runs: dict[Path, RunStatus] = {}
+        self._seen: PageState | None = None
         self._until = 0.0
 
-    def look(self) -> View:
+    def look(self) -> PageState:
         """The folder as it is now."""
         with self._lock:
             if self._seen is None or time.monotonic() > self._until:
@@ -185,7 +185,7 @@ class Follower:
                 self._until = time.monotonic() + FRESH
             return self._seen
 
-    def _look(self) -> View:
+    def _look(self) -> PageState:
         places = list(runs_in(self.folder))
         runs = [] if places == [self.folder] else list(self._several(places))
         single = not runs
@@ -193,9 +193,9 @@ class Follower:
             runs = [self._run(self.folder, self._label(self.folder))]
         known = self._plan(self.folder / PLANNED).get("title") or self._label(self.folder)
         spent = {run: found for run in runs if (found := self._price(run)) is not None}
-        return View(runs[0].method if single else str(known), tuple(runs), single, spent)
+        return PageState(runs[0].method if single else str(known), tuple(runs), single, spent)
 
-    def _several(self, places: Sequence[Path]) -> Iterator[Run]:
+    def _several(self, places: Sequence[Path]) -> Iterator[RunStatus]:
         """Runs as their comparisons planned them, then those that no plan names."""
         planned = self._planned()
         numbers: dict[str, int] = {}
@@ -230,11 +230,11 @@ class Follower:
             place = place.parent
         return place.name if place in (self.folder, self.folder.parent) else place.relative_to(self.folder).as_posix()
 
-    def _run(self, folder: Path, method: str, number: int = 1, rounds: int = 0) -> Run:
+    def _run(self, folder: Path, method: str, number: int = 1, rounds: int = 0) -> RunStatus:
         try:
             before = at_work(folder)  # asked twice: a run may begin or end while its files are being read
             recipe = self._reader.recipe(folder / "recipe.yaml")
-            found = Run(
+            found = RunStatus(
                 recipe.name if recipe is not None and folder == self.folder else method,
                 number,
                 recipe.rounds if recipe is not None else rounds,
@@ -248,9 +248,9 @@ class Follower:
             )
             return self._settled(folder, found)
         except (PolyclinicError, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            return Run(method, number, rounds, problem=f"{type(error).__name__}, {error}".rstrip("."))
+            return RunStatus(method, number, rounds, problem=f"{type(error).__name__}, {error}".rstrip("."))
 
-    def _settled(self, folder: Path, run: Run) -> Run:
+    def _settled(self, folder: Path, run: RunStatus) -> RunStatus:
         """The run as it was already, with all that has been computed of it, if no file has changed."""
         before = self._runs.get(folder)
         if before is not None and all(_same(vars(run)[f.name], vars(before)[f.name]) for f in fields(run)):
@@ -259,7 +259,7 @@ class Follower:
         self._runs[folder] = run
         return run
 
-    def _price(self, run: Run) -> Spent | None:
+    def _price(self, run: RunStatus) -> Spent | None:
         try:
             return self._purse.of(run)
         except (PolyclinicError, KeyError, TypeError, ValueError):

@@ -10,9 +10,9 @@ from importlib import resources
 
 from markupsafe import Markup
 
-from polyclinic.dashboard.follow import View
+from polyclinic.dashboard.follow import PageState
 from polyclinic.dashboard.privacy_spent import Spent
-from polyclinic.dashboard.run import APART, METRICS, RECENT, STATES, Curve, Run, Stay, ago
+from polyclinic.dashboard.run import APART, METRICS, RECENT, STATES, Curve, RunStatus, SiteStatus, ago
 from polyclinic.reporting.html.charts import Axes, Series, lines
 from polyclinic.reporting.html.formatting import count, duration, fixed, megabytes, of_hundred, series, some
 from polyclinic.reporting.html.sections.costs import MEANING, MOST_ROWS
@@ -50,7 +50,7 @@ POLICY = "; ".join(
 """One script, one style, and no server but this one: whatever a name may smuggle in, a browser runs none of it."""
 
 
-def page(view: View) -> str:
+def page(view: PageState) -> str:
     """The whole page, as it stands now."""
     made = parts(view)
     head = [
@@ -80,14 +80,14 @@ def page(view: View) -> str:
     return f"<!doctype html>\n{tag('html', tag('head', *head), tag('body', *body), lang='en')}\n"
 
 
-def title(view: View) -> str:
+def title(view: PageState) -> str:
     """Short first: this is what a narrow tab shows."""
     played, total = view.played
     how_far = f"{played}/{total} " if view.state == "running" else ""
     return f"{how_far}{view.state} · {view.title} · polyclinic board"
 
 
-def kind(view: View) -> str:
+def kind(view: PageState) -> str:
     return "Board of a run" if view.single else "Board of a comparison"
 
 
@@ -98,9 +98,9 @@ def _footer() -> Markup:
     return tag("footer", paragraph(alone, link), paragraph(words))
 
 
-def parts(view: View) -> dict[str, Markup]:
+def parts(view: PageState) -> dict[str, Markup]:
     """What may change, by where it stands; empty where there is nothing to show."""
-    makers: dict[str, Callable[[View], Markup]] = {
+    makers: dict[str, Callable[[PageState], Markup]] = {
         "runs": _runs,
         "learning": _learning,
         "hospitals": _hospitals,
@@ -114,7 +114,7 @@ def _part(name: str, heading: str, *inside: Cell) -> Markup:
     return joined([tag("h2", heading, id=f"{name}-title"), *inside])
 
 
-def _now(view: View) -> Markup:
+def _now(view: PageState) -> Markup:
     played, total = view.played
     share = f"{played} of {count(total, 'round')} played"
     bar = tag("progress", share, max=max(total, 1), value=played, aria_label=share) if total else ""
@@ -127,7 +127,7 @@ def _card(heading: str, facts: Sequence[Cell]) -> Markup:
     return joined([tag("h3", heading), listed(facts)])
 
 
-def _advice(view: View) -> list[str]:
+def _advice(view: PageState) -> list[str]:
     """What to make of a state in which nothing goes on."""
     if view.state == "finished":
         best = (view.runs[0].summary or {}).get("headline", {}) if view.single else {}
@@ -144,7 +144,7 @@ def _advice(view: View) -> list[str]:
     return []
 
 
-def _rounds(view: View) -> list[Cell]:
+def _rounds(view: PageState) -> list[Cell]:
     played, total = view.played
     told = [f"{played} of {total} played"] if total else ["the recipe is not written yet"]
     if not view.single:
@@ -157,7 +157,7 @@ def _rounds(view: View) -> list[Cell]:
     return list(told)
 
 
-def _time(view: View) -> list[Cell]:
+def _time(view: PageState) -> list[Cell]:
     run, told = view.now, []
     if run is not None and run.seconds_a_round is not None:
         of = "of the last ten" if run.done >= RECENT else "so far"
@@ -171,12 +171,12 @@ def _time(view: View) -> list[Cell]:
     return list(told) or ["nothing yet"]
 
 
-def _bytes(view: View) -> list[Cell]:
+def _bytes(view: PageState) -> list[Cell]:
     cost = view.cost
     return [f"{megabytes(cost['bytes_down'])} MB sent to hospitals", f"{megabytes(cost['bytes_up'])} MB received"]
 
 
-def _replies(view: View) -> list[Cell]:
+def _replies(view: PageState) -> list[Cell]:
     cost, told = view.cost, []
     if view.now is not None and view.now.sites and view.now.done:
         counted = sum(stay.last == view.now.done for stay in view.now.sites)
@@ -185,7 +185,7 @@ def _replies(view: View) -> list[Cell]:
     return [*told, ", ".join(wrong)]
 
 
-def _runs(view: View) -> Markup:
+def _runs(view: PageState) -> Markup:
     """Methods × seeds, and what each method has come to so far."""
     if view.single:
         return Markup("")
@@ -200,7 +200,7 @@ def _runs(view: View) -> Markup:
     )
 
 
-def _cell(run: Run) -> Cell:
+def _cell(run: RunStatus) -> Cell:
     if run.state == "running":
         where = "testing" if run.testing else f"round {run.round} of {run.rounds}" if run.round else "preparing"
         return tag("strong", f"▶ {where}")
@@ -208,7 +208,7 @@ def _cell(run: Run) -> Cell:
     return f"{marks.get(run.state, run.state)}{f', {run.done} of {run.rounds}' if run.state == 'stopped' else ''}"
 
 
-def _so_far(view: View, method: str) -> list[str]:
+def _so_far(view: PageState, method: str) -> list[str]:
     runs = view.methods[method]
     seconds = [run.seconds_a_round for run in runs if run.seconds_a_round is not None]
     curve, total = view.curves("accuracy")[method], sum(run.rounds for run in runs)
@@ -218,7 +218,7 @@ def _so_far(view: View, method: str) -> list[str]:
     return [method, f"{sum(run.done for run in runs)} of {total}", *told, *moved, str(lost)]
 
 
-def _learning(view: View) -> Markup:
+def _learning(view: PageState) -> Markup:
     curves = {metric: _series(view, view.curves(metric)) for metric in METRICS}
     drawn = [lines(_of(name, found), found, axes) for metric, (name, axes) in AXES.items() if (found := curves[metric])]
     if loss := curves["loss"]:
@@ -249,7 +249,7 @@ def _of(metric: str, found: Series) -> str:
     return f"{metric} on {APART}" if len(found) == 1 else metric
 
 
-def _no_curves(view: View) -> str:
+def _no_curves(view: PageState) -> str:
     wishes = [run.recipe.privacy for run in view.runs if run.recipe is not None and run.recipe.privacy is not None]
     if any(wish.metrics == "suppress" for wish in wishes):
         return "Hospitals keep their figures back while this private run goes on (privacy.metrics: suppress)."
@@ -258,7 +258,7 @@ def _no_curves(view: View) -> str:
     return "None yet: hospitals tell of a model when they receive it in the round after."
 
 
-def _series(view: View, curves: Mapping[str, Curve]) -> Series:
+def _series(view: PageState, curves: Mapping[str, Curve]) -> Series:
     """Who tells least comes last, so that everyone has one colour in all pictures."""
     told = [name for metric in METRICS for name, points in view.curves(metric).items() if points]
     return _drawable({name: curves[name] for name in sorted(curves, key=lambda name: -told.count(name))})
@@ -274,7 +274,7 @@ def _thinned(points: Curve) -> list[Banded]:
     return [(float(round), value, math.nan, math.nan) for round, value in points[::-every][::-1]]
 
 
-def _hospitals(view: View) -> Markup:
+def _hospitals(view: PageState) -> Markup:
     run = view.now
     if run is None or not run.sites:
         return Markup("")
@@ -299,13 +299,13 @@ def _hospitals(view: View) -> Markup:
     return _part("hospitals", name, found, note)
 
 
-def _stayed(stay: Stay) -> list[str]:
+def _stayed(stay: SiteStatus) -> list[str]:
     last = "–" if stay.last is None else str(stay.last)
     counts = [last, str(stay.counted), str(stay.refused), str(stay.lost)]
     return [stay.site, *counts, megabytes(stay.down), megabytes(stay.up), duration(stay.seconds)]
 
 
-def _failures(view: View) -> Markup:
+def _failures(view: PageState) -> Markup:
     found = [(run, one) for run in view.runs for one in run.failures]
     rows = [
         [
@@ -334,13 +334,13 @@ def _failures(view: View) -> Markup:
     return _part("failures", "Refusals and failures", *(made or [paragraph("None so far.")]))
 
 
-def _turned_away(run: Run) -> list[str]:
+def _turned_away(run: RunStatus) -> list[str]:
     """Between real sites: who knocked and was not let in."""
     found = (run.status or {}).get("refusals", ())
     return [f"Refused {each['site'] or 'a stranger'}, {count(each['times'], 'time')}: {each['why']}." for each in found]
 
 
-def _privacy(view: View) -> Markup:
+def _privacy(view: PageState) -> Markup:
     if view.state == "waiting":
         return Markup("")
     if not view.spent:

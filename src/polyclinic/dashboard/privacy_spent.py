@@ -10,9 +10,9 @@ from typing import Any
 
 from polyclinic.core.contract import Stream
 from polyclinic.core.errors import RecipeError
-from polyclinic.dashboard.run import Run
-from polyclinic.federation.privacy_budget import Guard
-from polyclinic.privacy.plan import Plan, Wish
+from polyclinic.dashboard.run import RunStatus
+from polyclinic.federation.privacy_budget import PrivacyBudget
+from polyclinic.privacy.plan import Plan, PrivacyConfig
 from polyclinic.runs.privacy_plan import placeholder
 
 SHARE = 0.05
@@ -23,7 +23,7 @@ SHARE = 0.05
 class Spent:
     epsilon: float | None
     """None: no finite figure."""
-    wish: Wish
+    wish: PrivacyConfig
     round: int
     """Charged up to here: a round is charged before it begins."""
     caveat: str = ""
@@ -38,13 +38,13 @@ class Spent:
         return told | {"charged_to_round": self.round, "caveat": self.caveat, "leaves_out": self.beside}
 
 
-class Purse:
+class SpentSoFar:
     """Prices runs, not more often than is worth it."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[str, int], tuple[int, Spent, float]] = {}
 
-    def of(self, run: Run) -> Spent | None:
+    def of(self, run: RunStatus) -> Spent | None:
         wish = run.recipe.privacy if run.recipe is not None else None
         if wish is None or run.recipe is None:
             return None
@@ -62,7 +62,7 @@ class Purse:
         return known[1]
 
 
-def _told(summary: Mapping[str, Any], wish: Wish) -> Spent | None:
+def _told(summary: Mapping[str, Any], wish: PrivacyConfig) -> Spent | None:
     """By a finished run itself."""
     found = summary.get("privacy")
     if not found:
@@ -70,22 +70,22 @@ def _told(summary: Mapping[str, Any], wish: Wish) -> Spent | None:
     return Spent(found["epsilon"][found["accountant"]], wish, int(summary["rounds"]), found["caveat"], over=True)
 
 
-def _priced(run: Run, wish: Wish, charges: Sequence[Mapping[str, Any]]) -> Spent:
+def _priced(run: RunStatus, wish: PrivacyConfig, charges: Sequence[Mapping[str, Any]]) -> Spent:
     assert run.recipe is not None
     plan = Plan(wish, noise=0.0, rounds=(), holdings={}, jobs={}, holders=wish.holders or 1)
-    guard = Guard(plan, Stream(0))
+    guard = PrivacyBudget(plan, Stream(0))
     guard.recall(charges)
     try:
         epsilon: float | None = plan.price(guard.spent())
     except RecipeError:
         epsilon = None
-    caveat = run.recipe.algorithm_of(placeholder(wish)).caveat() if wish.unit != "site" else ""
+    caveat = run.recipe.algorithm_of(placeholder(wish)).no_guarantee_reason() if wish.unit != "site" else ""
     paid = max((int(row["round"]) for row in charges if row.get("privacy")), default=0)
     known = epsilon is not None and math.isfinite(epsilon)
     return Spent(epsilon if known else None, wish, paid, caveat, _left_out(wish))
 
 
-def _left_out(wish: Wish) -> str:
+def _left_out(wish: PrivacyConfig) -> str:
     told = []
     if wish.unit != "site" and wish.holders is None:
         told.append(f"what more it costs one {wish.unit} that is at several sites")

@@ -29,7 +29,7 @@ ALL, APART = "validation images", "held-out test images"
 
 
 @dataclass(frozen=True)
-class Stay:
+class SiteStatus:
     """What is known of one site."""
 
     site: SiteId
@@ -46,7 +46,7 @@ class Stay:
 
 
 @dataclass(frozen=True)
-class Failure:
+class RepeatedFailure:
     """The same thing going wrong at the same site."""
 
     site: SiteId
@@ -57,7 +57,7 @@ class Failure:
 
 
 @dataclass(frozen=True, eq=False)
-class Run:
+class RunStatus:
     """A run, as it was when its folder was looked at; numbered, since its seed may have to stay secret."""
 
     method: str
@@ -178,7 +178,7 @@ class Run:
         return cost(self.costs)
 
     @cached_property
-    def sites(self) -> list[Stay]:
+    def sites(self) -> list[SiteStatus]:
         """Every site that was ever asked."""
         there = (self.status or {}).get("sites", {})
         names = dict.fromkeys([*there, *(site for row in self.ledger for site in row.get("sites", ()))])
@@ -188,11 +188,11 @@ class Run:
                 counted.setdefault(row["site"], []).append(int(row["round"]))
         return [self._stay(site, counted.get(site, []), there.get(site, {})) for site in names]
 
-    def _stay(self, site: SiteId, counted: Sequence[int], there: Mapping[str, Any]) -> Stay:
+    def _stay(self, site: SiteId, counted: Sequence[int], there: Mapping[str, Any]) -> SiteStatus:
         notes = self._notes.get(site, [])
         outcomes = [note.get("outcome") for note in notes]
         alive = bool((self.status or {}).get("alive"))
-        return Stay(
+        return SiteStatus(
             site,
             last=max(counted, default=None),
             counted=len(counted),
@@ -213,7 +213,7 @@ class Run:
         return found
 
     @cached_property
-    def failures(self) -> list[Failure]:
+    def failures(self) -> list[RepeatedFailure]:
         """Alike where the kind is: what is told may differ in a figure from round to round."""
         found: dict[tuple[SiteId, str, str], list[tuple[int, str]]] = {}
         for row in self.ledger:
@@ -222,7 +222,9 @@ class Run:
                     why = str(note.get("why") or "–")
                     key = site, note["outcome"], str(note.get("kind") or why)
                     found.setdefault(key, []).append((int(row["round"]), why))
-        return [Failure(*key[:2], told[-1][1], tuple(round for round, _ in told)) for key, told in found.items()]
+        return [
+            RepeatedFailure(*key[:2], told[-1][1], tuple(round for round, _ in told)) for key, told in found.items()
+        ]
 
     @cached_property
     def curves(self) -> dict[str, dict[str, Curve]]:

@@ -21,7 +21,7 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from polyclinic.core.errors import EngineError, RecipeError
-from polyclinic.dashboard.follow import Follower, View
+from polyclinic.dashboard.follow import Follower, PageState
 from polyclinic.dashboard.page import POLICY, kind, page, parts, title
 from polyclinic.deploy.config import host_and_port, is_loopback
 
@@ -167,7 +167,7 @@ class Handler(BaseHTTPRequestHandler):
 
 
 @lru_cache(maxsize=2)  # a look serves everybody who asks at the time
-def news(view: View) -> str:
+def news(view: PageState) -> str:
     """The state for programs, and for the page what to put where."""
     words = {"state": view.sentence, "title": view.title, "kind": kind(view)}
     told = view.facts() | {"parts": parts(view), "words": words, "tab": title(view)}

@@ -59,7 +59,7 @@ def folder_of(site: SiteId) -> str:
     return re.sub(r"[^\w.-]", "_", site).lstrip(".-")[:60] or "_"
 
 
-class Server(BaseModel):
+class ServerSection(BaseModel):
     model_config = CLOSED
 
     host: str
@@ -73,23 +73,23 @@ class Server(BaseModel):
         return host
 
 
-class Federation(BaseModel):
+class FederationConfig(BaseModel):
     """What a coordinator decides before anybody has a key."""
 
     model_config = CLOSED
 
     federation: str = Field(min_length=1, max_length=LONGEST)
-    server: Server
+    server: ServerSection
     days: int = Field(default=365, ge=1, le=3650)
     """How long the server's certificate is good for."""
     sites: tuple[SiteId, ...] = Field(strict=False)
 
     @classmethod
-    def load(cls, path: Path) -> Federation:
+    def load(cls, path: Path) -> FederationConfig:
         return _validate(cls, path, _read(path, "federation, server and sites"))
 
-    def joined_by(self, site: SiteId) -> Federation:
-        return _validate(Federation, Path("federation.yaml"), {**self.model_dump(), "sites": [*self.sites, site]})
+    def joined_by(self, site: SiteId) -> FederationConfig:
+        return _validate(FederationConfig, Path("federation.yaml"), {**self.model_dump(), "sites": [*self.sites, site]})
 
     @field_validator("federation")
     @classmethod

@@ -8,7 +8,7 @@ import time
 
 import psutil
 
-from polyclinic.config.capability import GIGABYTE, LATENCY, Card, latency_problems
+from polyclinic.config.capability import GIGABYTE, LATENCY, MachineProfile, latency_problems
 from polyclinic.core.errors import EngineError, RecipeError
 
 WATCHED = 0.5
@@ -18,7 +18,7 @@ PATIENCE = 5.0
 """Seconds after which a server counts as unreachable."""
 
 
-def measure(server: tuple[str, int] | None = None, most_latency_ms: float = LATENCY) -> Card:
+def measure(server: tuple[str, int] | None = None, most_latency_ms: float = LATENCY) -> MachineProfile:
     """What this machine can do now, with how each number was found."""
     for sentence in latency_problems(most_latency_ms):
         raise RecipeError(sentence)
@@ -28,7 +28,7 @@ def measure(server: tuple[str, int] | None = None, most_latency_ms: float = LATE
     room = f"{memory.available / GIGABYTE:.1f} of {memory.total / GIGABYTE:.1f} GB available"
     battery, power = _battery(*_charge())
     share = min(1.0, memory.available / memory.total)
-    return Card(cpu, share, battery, network, memory.total, (speed, room, power, way))
+    return MachineProfile(cpu, share, battery, network, memory.total, (speed, room, power, way))
 
 
 def _frequency() -> tuple[float, float]:

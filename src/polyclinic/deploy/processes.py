@@ -194,7 +194,7 @@ def _presence(link: Link, site: SiteId, running: bool) -> dict[str, Any]:
     return {"state": state, "seen": when}
 
 
-class Reception:
+class SiteRegistration:
     """A server that sites can join."""
 
     def __init__(self, link: Link, engine: FlowerEngine, board: Board) -> None:
@@ -227,7 +227,7 @@ class Reception:
 
 
 @contextlib.contextmanager
-def serving(config: ServerConfig, out: Path | None = None, patience: float = PATIENCE) -> Iterator[Reception]:
+def serving(config: ServerConfig, out: Path | None = None, patience: float = PATIENCE) -> Iterator[SiteRegistration]:
     """Open the server's door until the block ends. `out`: the run's folder, which gets a copy of the status too."""
     if config.insecure and not is_loopback(config.host):
         raise RecipeError(f"without TLS a server may listen on this machine only, and {config.host} is not that")
@@ -247,7 +247,7 @@ def serving(config: ServerConfig, out: Path | None = None, patience: float = PAT
             follower = threading.Thread(target=board.follow, args=(link,), daemon=True)
             follower.start()
             try:
-                yield Reception(link, FlowerEngine(LinkGrid(link), link.nodes, patience), board)
+                yield SiteRegistration(link, FlowerEngine(LinkGrid(link), link.nodes, patience), board)
             finally:
                 board.close()
                 follower.join(timeout=5)
@@ -291,10 +291,10 @@ def attend(
         tell(sentence)
 
     with locked(config.folder / "joined"):
-        from polyclinic.deploy.flower.client import Attendance
+        from polyclinic.deploy.flower.client import SiteConnection
 
         names = config.federation, config.site
-        attendance = Attendance(config.server, authority, config.key, config.folder, answer, say, resting, names)
+        attendance = SiteConnection(config.server, authority, config.key, config.folder, answer, say, resting, names)
         with logging_to(config.folder / "flower.log"), ending_on_terminate():
             try:
                 attendance.attend()

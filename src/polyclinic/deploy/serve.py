@@ -17,8 +17,8 @@ from polyclinic.federation.engines import Answer, Elsewhere, Engine
 from polyclinic.federation.rounds import Watch
 from polyclinic.privacy.plan import Plan
 from polyclinic.reporting.run_folder import ENROLMENT, finished, refuse_other
-from polyclinic.runs.experiment import Experiment, Result
-from polyclinic.runs.remote_sites import Card, Roster, misfits
+from polyclinic.runs.experiment import Experiment, RunResult
+from polyclinic.runs.remote_sites import RemoteSites, SiteProfile, misfits
 from polyclinic.runs.tracking.backends import check_tracking
 from polyclinic.runs.tracking.events import tracked
 from polyclinic.storage import messages
@@ -38,7 +38,7 @@ def deploy(
     watch: Watch = lambda *_: None,
     data: Path | None = None,
     missing: Mapping[SiteId, str] | None = None,
-) -> Result:
+) -> RunResult:
     """Run a recipe between `sites`, in the federation's order; one that was interrupted goes on where it stopped.
 
     data: where the server's own public images lie, if the recipe has any. missing: sites that need not be asked whether
@@ -48,9 +48,9 @@ def deploy(
     if (folder / "result.json").exists():
         return finished(folder, recipe)
     cards, absent = enrolled(recipe, elsewhere, sites, folder, watch, missing or {})
-    began = Begun(elsewhere.engine, elsewhere.deadline)
+    began = AnnouncedEngine(elsewhere.engine, elsewhere.deadline)
     there = replace(elsewhere, engine=began, absent=absent)
-    experiment = Experiment(recipe, folder, data, watch, Roster.of(cards), there)
+    experiment = Experiment(recipe, folder, data, watch, RemoteSites.of(cards), there)
     began.order = _beginning(experiment)
     write_json(folder / ENROLMENT, {site: card.as_json() for site, card in cards.items()})
     result = tracked(experiment)
@@ -90,7 +90,7 @@ def enrolled(
     folder: Path,
     watch: Watch,
     missing: Mapping[SiteId, str],
-) -> tuple[dict[SiteId, Card], dict[SiteId, str]]:
+) -> tuple[dict[SiteId, SiteProfile], dict[SiteId, str]]:
     """The cards of all who take part, and why others do not. A run that goes on has the sites and the cards that it
     began with: one whose data changed is refused, and a further one cannot enter."""
     kept, desk = _kept(folder / ENROLMENT), Enrolment(recipe, elsewhere, watch)
@@ -125,17 +125,17 @@ class Enrolment:
     recipe: Recipe
     elsewhere: Elsewhere
     watch: Watch
-    cards: dict[SiteId, Card] = field(default_factory=dict)
+    cards: dict[SiteId, SiteProfile] = field(default_factory=dict)
     absent: dict[SiteId, str] = field(default_factory=dict)
 
     def ask(self, sites: Sequence[SiteId]) -> None:
-        cards: dict[SiteId, Card] = {}
+        cards: dict[SiteId, SiteProfile] = {}
         for site, answer in self._asked({"purpose": "enrol", "run": ""}, sites):
             if isinstance(answer, Failure):
                 self.leave_out(site, answer)
                 continue
             try:
-                cards[site] = Card.read(answer.get("card", {}))
+                cards[site] = SiteProfile.read(answer.get("card", {}))
             except Refused as refusal:
                 self.leave_out(site, Failure("refused", str(refusal)))
         self.cards = {site: cards[site] for site in sites if site in cards}
@@ -167,11 +167,11 @@ class Enrolment:
         return ask(self.elsewhere.engine, {**order, **told}, sites, self.elsewhere.deadline) if sites else ()
 
 
-def _kept(path: Path) -> dict[SiteId, Card]:
+def _kept(path: Path) -> dict[SiteId, SiteProfile]:
     if not path.exists():
         return {}
     try:
-        return {site: Card.read(card) for site, card in json.loads(path.read_text()).items()}
+        return {site: SiteProfile.read(card) for site, card in json.loads(path.read_text()).items()}
     except (OSError, ValueError, AttributeError, Refused) as error:
         raise StoreError(f"{path} is damaged ({error}); restore it, or start anew in another folder") from None
 
@@ -201,7 +201,7 @@ def _beginning(experiment: Experiment) -> dict[str, Any]:
     recipe, consortium, plan = experiment.recipe, experiment.consortium, experiment.plan
     return {
         "purpose": "begin",
-        "run": experiment.mark(),
+        "run": experiment.run_id(),
         "version": __version__,
         "recipe": told_to_sites(recipe),
         "seed": recipe.seed,
@@ -218,7 +218,7 @@ def _priced(plan: Plan) -> dict[str, Any]:
 
 
 @dataclass
-class Begun:
+class AnnouncedEngine:
     """An engine whose sites are told of the run before their first order, whenever they come."""
 
     engine: Engine

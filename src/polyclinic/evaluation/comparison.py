@@ -17,7 +17,7 @@ SHOWN = ("accuracy", "balanced_accuracy", "auc")
 
 
 @dataclass(frozen=True)
-class Figure:
+class MetricEstimate:
     """A metric of one method: its mean over seeds, their spread, and a 95 % interval.
 
     With several seeds the interval is Student's, over seeds; with one it is the bootstrap's, over test patients.
@@ -29,13 +29,13 @@ class Figure:
     std: float | None = None
 
     @staticmethod
-    def of(results: Runs, metric: str) -> Figure:
+    def of(results: Runs, metric: str) -> MetricEstimate:
         values = [number(result["headline"].get(metric)) for result in results]
         if len(values) == 1:
             low, high = (results[0]["headline"].get("intervals") or {}).get(metric, (None, None))
-            return Figure(values[0], number(low), number(high))
+            return MetricEstimate(values[0], number(low), number(high))
         spread = summary(values)
-        return Figure(spread.mean, max(0.0, spread.low), min(1.0, spread.high), spread.std)
+        return MetricEstimate(spread.mean, max(0.0, spread.low), min(1.0, spread.high), spread.std)
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Line:
 
     name: str
     seeds: int
-    figures: Mapping[str, Figure]
+    figures: Mapping[str, MetricEstimate]
     worst_site: str
     worst_auc: float
     drift: float
@@ -134,7 +134,7 @@ def _line(name: str, runs: Runs) -> Line:
     return Line(
         name=name,
         seeds=len(runs),
-        figures={metric: Figure.of(runs, metric) for metric in SHOWN},
+        figures={metric: MetricEstimate.of(runs, metric) for metric in SHOWN},
         worst_site=worst_site,
         worst_auc=worst,
         drift=mean([value(result, "drift") for result in runs]),
@@ -157,7 +157,7 @@ def _worst_site(runs: Runs) -> tuple[str, float]:
     return min(known.items(), key=lambda item: item[1]) if known else ("", math.nan)
 
 
-def show(figure: Figure) -> str:
+def show(figure: MetricEstimate) -> str:
     bounds = "" if math.isnan(figure.low) else f" [{decimal(figure.low)}, {decimal(figure.high)}]"
     return decimal(figure.mean) + bounds
 

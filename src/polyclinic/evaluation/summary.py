@@ -232,7 +232,7 @@ def converged(summary: Mapping[str, Any]) -> int | None:
     return next((round for round, accuracy in points if accuracy >= best - CLOSE), None)
 
 
-def versions() -> dict[str, str]:
+def package_versions() -> dict[str, str]:
     found = {"python": platform.python_version(), "torch": torch.__version__}
     for package in ("polyclinic", "torchvision", "numpy", "scikit-learn"):
         try:

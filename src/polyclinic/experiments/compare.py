@@ -18,8 +18,8 @@ from polyclinic.evaluation.comparison import Comparison, lines, mean
 from polyclinic.federation.rounds import HELD_OUT, Watch
 from polyclinic.reporting.markdown.comparison import markdown
 from polyclinic.reporting.markdown.rounds import draw_forgetting
-from polyclinic.reporting.run_folder import method_of
-from polyclinic.runs.experiment import Consortium, Experiment, finished, gather, refuse_other, run
+from polyclinic.reporting.run_folder import method_identity
+from polyclinic.runs.experiment import Experiment, FederatedDataset, finished, load_sites, refuse_other, run
 from polyclinic.runs.finished_run import read
 from polyclinic.runs.tracking.backends import check_tracking
 from polyclinic.storage.run_files import Metrics, named_failure, write_atomically, write_json
@@ -52,12 +52,12 @@ def compare(
     begin: Callable[[Recipe, int, int], None] = lambda *_: None,
 ) -> Comparison:
     """Run every method with every seed (finished runs are read back), draw the pictures, write the table."""
-    gathered: dict[str, Consortium] = {}
+    gathered: dict[str, FederatedDataset] = {}
 
-    def hospitals(recipe: Recipe) -> Consortium:
+    def hospitals(recipe: Recipe) -> FederatedDataset:
         key = f"{recipe.seed} {recipe.data.model_dump_json()}"
         if key not in gathered:
-            gathered[key] = gather(recipe, data)
+            gathered[key] = load_sites(recipe, data)
         return gathered[key]
 
     plan = {
@@ -94,7 +94,7 @@ def compare(
     return comparison
 
 
-def _told_apart(folder: Path, hospitals: Callable[[], Consortium]) -> float | None:
+def _told_apart(folder: Path, hospitals: Callable[[], FederatedDataset]) -> float | None:
     """Kept beside the run, so that reading it back needs no images; None where features have no such figure."""
     path = folder / f"{TOLD_APART}.json"
     with suppress(OSError, ValueError, LookupError, TypeError):
@@ -112,7 +112,7 @@ def _told_apart(folder: Path, hospitals: Callable[[], Consortium]) -> float | No
 def _check(
     plan: Mapping[str, Sequence[tuple[Recipe, Path]]],
     looked_at: Collection[str],
-    hospitals: Callable[[Recipe], Consortium],
+    hospitals: Callable[[Recipe], FederatedDataset],
     data: Path | None,
 ) -> None:
     """What cannot run is refused before hours go into what can."""
@@ -155,7 +155,7 @@ def compare_folders(folders: Sequence[Path], out: Path | None) -> Comparison:
             )
         for path in paths:
             recipe = Recipe.load(path / "recipe.yaml")
-            found.setdefault(method_of(recipe), {}).setdefault(recipe.seed, (recipe, path))
+            found.setdefault(method_identity(recipe), {}).setdefault(recipe.seed, (recipe, path))
     runs = [[seeds[seed] for seed in sorted(seeds)] for seeds in found.values()]
     plan = dict(zip(_labels([seeds[0] for seeds in runs]), runs, strict=True))
     results = {name: [finished(path).summary for _, path in seeds] for name, seeds in plan.items()}
@@ -202,7 +202,11 @@ def write(comparison: Comparison, folders: Mapping[str, Sequence[Path]]) -> None
 
 
 def _draw(comparison: Comparison, folders: Mapping[str, Sequence[Path]], out: Path) -> None:
-    from polyclinic.reporting.figures import Row, draw_comparison, draw_curves  # matplotlib takes a second to load
+    from polyclinic.reporting.figures import (  # matplotlib takes a second to load
+        ComparisonRow,
+        draw_comparison,
+        draw_curves,
+    )
 
     series = {}
     for name, results in comparison.results.items():
@@ -214,7 +218,7 @@ def _draw(comparison: Comparison, folders: Mapping[str, Sequence[Path]], out: Pa
         draw_curves(series, title, "communication round", "accuracy", out / "curves.png")
     draw_forgetting(comparison, out / "forgetting.png")
     bars = [
-        Row(line.name, line.figures["auc"].mean, line.figures["auc"].low, line.figures["auc"].high)
+        ComparisonRow(line.name, line.figures["auc"].mean, line.figures["auc"].low, line.figures["auc"].high)
         for line in comparison.lines
         if not math.isnan(line.figures["auc"].mean)
     ]

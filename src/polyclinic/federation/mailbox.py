@@ -8,7 +8,7 @@ from typing import IO, Any
 
 from polyclinic.core.contract import Bundle, Failure, SiteId
 from polyclinic.core.errors import Refused
-from polyclinic.core.flat_tensors import Row
+from polyclinic.core.flat_tensors import FlatTensors
 from polyclinic.federation.engines import Answer
 from polyclinic.storage import messages
 
@@ -35,7 +35,9 @@ class Outbox(Mapping[SiteId, bytes]):
         bundle = self.tensors(site)
         if self._weighed is None or self._weighed[0] is not bundle:
             self._weighed = bundle, messages.body_size(bundle)
-        own = {kind: group if isinstance(group, Row) else dict(group) for kind, group in bundle.items() if group}
+        own = {
+            kind: group if isinstance(group, FlatTensors) else dict(group) for kind, group in bundle.items() if group
+        }
         message = messages.Message(self.fields[site], own)
         self.sizes[site] = messages.size(message, self._weighed[1])
         return message
@@ -47,7 +49,7 @@ class Outbox(Mapping[SiteId, bytes]):
         return len(self.fields)
 
 
-class Shelf:
+class ReorderBuffer:
     """Replies that came before their turn: in memory up to `limit` bytes together, beyond that on disk."""
 
     def __init__(self, limit: int = 64 << 20) -> None:
@@ -83,7 +85,7 @@ def in_site_order(
     refuse: Callable[[SiteId, Refused], None],
 ) -> Iterator[tuple[SiteId, Answer]]:
     """Each site's first reply, in the order of `sites`, whatever the order of arrival; silence becomes a failure."""
-    shelf, turn, seen, asked = Shelf(), 0, set(), set(sites)
+    shelf, turn, seen, asked = ReorderBuffer(), 0, set(), set(sites)
     for site, answer in arrivals:
         if site not in asked:
             refuse(site, Refused("site", f"{site[:60]!r} was not asked"))

@@ -16,15 +16,15 @@ from typing import Any
 from polyclinic.core.contract import Bundle, SiteId, Stream
 from polyclinic.privacy.accounting import Spend
 from polyclinic.privacy.plan import RELEASED, Plan
-from polyclinic.privacy.shared_ledger import Passbook
+from polyclinic.privacy.shared_ledger import SharedLedger
 from polyclinic.privacy.transforms.noise import largest_share, with_noise
 from polyclinic.storage.messages import digest
 
 
-class Guard:
+class PrivacyBudget:
     """Keeps a run within its plan."""
 
-    def __init__(self, plan: Plan, secret: Stream, passbook: Passbook | None = None) -> None:
+    def __init__(self, plan: Plan, secret: Stream, passbook: SharedLedger | None = None) -> None:
         """`secret`: where noise comes from that the server itself adds; `passbook`: what several runs share."""
         self.plan, self.secret, self.passbook = plan, secret, passbook
         self.seen: dict[tuple[int, str], dict[SiteId, tuple[Spend, ...]]] = {}

@@ -57,7 +57,7 @@ def _answered(
     if isinstance(job, Fit):
         found.append(job)
         return Fitted(job.weights, 1, 0.0, {})
-    if not algorithm.charges() and not algorithm.caveat():
+    if not algorithm.privacy_releases() and not algorithm.no_guarantee_reason():
         raise RecipeError(
             f"the algorithm looks at the {job.part} images of a site beside training on them, which no part of the "
             "privacy plan pays for; choose another algorithm (pfedcdp does not look with variant: sound and keep: 0), "

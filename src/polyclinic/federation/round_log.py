@@ -12,7 +12,7 @@ HELD_OUT: SiteId = "held-out"
 
 
 @dataclass
-class Exchanged:
+class RoundLog:
     """Book-keeping of one round: by site, bytes both ways, seconds, drift, what became of the reply, its report."""
 
     sites: dict[SiteId, dict[str, Any]] = field(default_factory=dict)
@@ -28,7 +28,7 @@ def lost(answer: object) -> dict[str, Any]:
     return {"outcome": answer.kind, "why": answer.sentence} if isinstance(answer, Failure) else {}
 
 
-def mean_report(book: Exchanged, metric: str) -> float | None:
+def mean_report(book: RoundLog, metric: str) -> float | None:
     """Mean of a metric over the sites' validation parts, weighted by their size, of personal models where there are
     some; None when nobody reported it."""
     told = [r for report in book.reports.values() for r in report if r.get(metric) is not None]
@@ -37,13 +37,13 @@ def mean_report(book: Exchanged, metric: str) -> float | None:
     return sum(r[metric] * r["n"] for r in rows) / total if total else None
 
 
-def unheard(book: Exchanged, clusters: Mapping[SiteId, str]) -> list[str]:
+def unheard(book: RoundLog, clusters: Mapping[SiteId, str]) -> list[str]:
     """The clusters of which no site's update was accepted, so that their models stay as they were."""
     heard = {clusters[site] for site, note in book.sites.items() if note.get("outcome") == "accepted"}
     return [cluster for cluster in dict.fromkeys(clusters.values()) if cluster not in heard]
 
 
-def rows_of(round: int, book: Exchanged, judged: Mapping[str, Any] | None) -> list[dict[str, Any]]:
+def rows_of(round: int, book: RoundLog, judged: Mapping[str, Any] | None) -> list[dict[str, Any]]:
     """A row per round and site: how it worked in this round, and how the model of the round before did there."""
     rows: list[dict[str, Any]] = []
     for site, note in book.sites.items():
@@ -63,7 +63,7 @@ def rows_of(round: int, book: Exchanged, judged: Mapping[str, Any] | None) -> li
     return rows
 
 
-def why_failed(round: int, book: Exchanged, quorum: int) -> str:
+def why_failed(round: int, book: RoundLog, quorum: int) -> str:
     failed = [f"{site}: {n.get('why')}" for site, n in book.sites.items() if n.get("outcome", "accepted") != "accepted"]
     return (
         f"round {round} had {book.accepted} acceptable updates where the quorum is {max(1, quorum)}, so the state was "

@@ -18,15 +18,15 @@ import torch
 
 from polyclinic.core.contract import Algorithm, Bundle, Failure, Federation, Part, Site, SiteId, Stage, Stream, Update
 from polyclinic.core.errors import Refused, RoundFailed, StoreError
-from polyclinic.core.failpoints import reach
+from polyclinic.core.failpoints import failpoint
 from polyclinic.federation.engines import Answer, Engine
 from polyclinic.federation.mailbox import Outbox, in_site_order
-from polyclinic.federation.privacy_budget import Guard
+from polyclinic.federation.privacy_budget import PrivacyBudget
 from polyclinic.federation.reply_checks import checked_report, seconds_of, split_predictions
 from polyclinic.federation.round_log import HELD_OUT as HELD_OUT
-from polyclinic.federation.round_log import Exchanged, lost, mean_report, rows_of, unheard, why_failed
+from polyclinic.federation.round_log import RoundLog, lost, mean_report, rows_of, unheard, why_failed
 from polyclinic.federation.schedules import EarlyStop, Schedule
-from polyclinic.federation.server_state import device_of, refuse_changed, settled, versions
+from polyclinic.federation.server_state import canonical_layout, check_not_mutated, device_of, version_counters
 from polyclinic.storage import messages
 from polyclinic.storage.journal import Journal
 from polyclinic.training.network import on
@@ -132,7 +132,7 @@ class Rounds:
         watch: Watch = lambda *_: None,
         judge: Judge | None = None,
         stages: Sequence[Stage] = (),
-        guard: Guard | None = None,
+        guard: PrivacyBudget | None = None,
         desk: Server | None = None,
     ) -> None:
         self.federation, self.algorithm, self.engine = federation, algorithm, engine
@@ -146,9 +146,9 @@ class Rounds:
         """Play all rounds that are left, then finish."""
         resumed = self.journal.resume()
         state = self.algorithm.init(self.federation)
-        state = settled(state, state)
+        state = canonical_layout(state, state)
         if resumed:
-            state = settled(on(resumed.state, device_of(state)), state)
+            state = canonical_layout(on(resumed.state, device_of(state)), state)
         progress = Progress.from_json(resumed.progress) if resumed else Progress(run=self.rules.run)
         if progress.run != self.rules.run:
             raise StoreError(
@@ -166,7 +166,7 @@ class Rounds:
             if due or progress.stopped:
                 self.journal.snapshot(progress.round, state, progress.as_json())
         state = self.algorithm.finish(state)
-        reach("finished")
+        failpoint("finished")
         return Outcome(state, progress.round, progress.stopped, progress.broke, progress.remembering)
 
     def affords(self, state: Bundle, progress: Progress) -> bool:
@@ -181,8 +181,8 @@ class Rounds:
     def play(self, state: Bundle, progress: Progress) -> tuple[Bundle, Progress]:
         """One round: state in, state out."""
         round = progress.round + 1
-        reach("round-begun")
-        cohort, book = draw_cohort(self.trainers, self.rules, round), Exchanged()
+        failpoint("round-begun")
+        cohort, book = draw_cohort(self.trainers, self.rules, round), RoundLog()
         self.watch("round", {"round": round, "cohort": cohort})
         evaluating = self.rules.evaluate_every > 0 and (round - 1) % self.rules.evaluate_every == 0
         judged = self.judge(state) if self.judge and evaluating else None
@@ -191,28 +191,28 @@ class Rounds:
         self.journal.charge(round, cohort, paid)
         told = evaluating and (self.guard is None or self.guard.tells)
         updates = self.updates(round, state, cohort, progress, ["validation"] if told else [], book)
-        before, touched = state, versions(state)
+        before, touched = state, version_counters(state)
         first = list(islice(updates, 1))
         if first:
             state = self.algorithm.aggregate(state, chain(_handed_over(first), updates))
-        refuse_changed(before, touched)
+        check_not_mutated(before, touched)
         if self.guard is not None and book.accepted:
             state = self.guard.noised(round, before, state, book.shares)
-        state = settled(state, before)
-        if self.desk is not None and self.algorithm.serves and book.accepted:
+        state = canonical_layout(state, before)
+        if self.desk is not None and self.algorithm.trains_on_server and book.accepted:
             at_desk = Site("server", 0, round, self.rules.rounds, self._rate(round, progress))
-            state = settled(self.desk(state, at_desk), before)
+            state = canonical_layout(self.desk(state, at_desk), before)
         if book.accepted < max(1, self.rules.quorum):
             self.journal.cost("failed round", round, time.perf_counter() - began, book.sites)
             raise RoundFailed(why_failed(round, book, self.rules.quorum))
-        reach("aggregated")
+        failpoint("aggregated")
         seconds = time.perf_counter() - began
         self.journal.metrics(rows_of(round, book, judged))
         self.journal.cost("round", round, seconds, book.sites)
         remembering = {**progress.remembering, **dict.fromkeys(sorted(book.remembering), round)}
         progress = advance(replace(progress, round=round, remembering=remembering), book, self.rules)
         summary: dict[str, Any] = {m: mean_report(book, m) for m in ("loss", "accuracy", "auc")} if evaluating else {}
-        summary["unheard"] = unheard(book, {site: self.algorithm.group(before, site) for site in self.trainers})
+        summary["unheard"] = unheard(book, {site: self.algorithm.cluster_of(before, site) for site in self.trainers})
         self.watch("round done", {"round": round, "seconds": seconds, "stopped": progress.stopped, **summary})
         return state, progress
 
@@ -227,7 +227,7 @@ class Rounds:
         cohort: Sequence[SiteId],
         progress: Progress,
         parts: list[Part],
-        book: Exchanged,
+        book: RoundLog,
     ) -> Iterator[Update]:
         """Send, receive, validate: yields each acceptable update in site order and notes what became of every one."""
         outbox = self.outbox("train", round, state, cohort, parts, progress)
@@ -239,7 +239,7 @@ class Rounds:
         for site, answer in in_site_order(arrivals, self._grouped(state, cohort), refuse):
             note = book.sites.setdefault(site, {})
             note["down"] = outbox.sizes.get(site, 0)
-            if cluster := self.algorithm.group(state, site):
+            if cluster := self.algorithm.cluster_of(state, site):
                 note["cluster"] = cluster
             update = self.receive(round, state, site, answer, book)
             del answer
@@ -247,7 +247,7 @@ class Rounds:
             if update is not None:
                 book.accepted += 1
                 book.shares.append(update.examples if self.algorithm.training.weights == "examples" else 1.0)
-                reach("reply-accepted")
+                failpoint("reply-accepted")
                 lent = replace(update, tensors=dict(update.tensors))
                 del update
                 yield lent
@@ -255,11 +255,11 @@ class Rounds:
 
     def _grouped(self, state: Bundle, cohort: Sequence[SiteId]) -> list[SiteId]:
         """The sites of a group side by side, so that each group's updates can be taken one at a time."""
-        groups = {site: self.algorithm.group(state, site) for site in cohort}
+        groups = {site: self.algorithm.cluster_of(state, site) for site in cohort}
         order = list(dict.fromkeys(groups.values()))
         return sorted(cohort, key=lambda site: order.index(groups[site]))
 
-    def receive(self, round: int, state: Bundle, site: SiteId, answer: Answer, book: Exchanged) -> Update | None:
+    def receive(self, round: int, state: Bundle, site: SiteId, answer: Answer, book: RoundLog) -> Update | None:
         """A site's update if it is acceptable; what became of it is noted either way."""
         note = book.sites[site]
         if isinstance(answer, Failure):
@@ -313,16 +313,16 @@ class Rounds:
             "durable": self.journal.durable(),
         }
         counted, rate = progress.remembering, self._rate(round, progress)
-        rates = {s: rate * self.algorithm.rate(self.algorithm.group(state, s)) for s in sites}
+        rates = {s: rate * self.algorithm.lr_scale(self.algorithm.cluster_of(state, s)) for s in sites}
         fields = {s: {**common, "site": s, "lr": rates[s], "remembers": counted.get(s, 0)} for s in sites}
         return Outbox(fields, lambda site: self.algorithm.broadcast(state, site))
 
     def expected(self, round: int, state: Bundle, site: SiteId) -> messages.Expected:
         exchanges, received = self.algorithm.exchanges, self.algorithm.broadcast(state, site)
-        key = round, self.algorithm.group(state, site)
+        key = round, self.algorithm.cluster_of(state, site)
         if key not in self._looks:
             self._looks = {(of, group): found for (of, group), found in self._looks.items() if of == round}
-            share = self.algorithm.share(state, key[1])
+            share = self.algorithm.cluster_state(state, key[1])
             like = {exchange.kind: share.get(exchange.like, {}) for exchange in exchanges}
             for stage in self.stages:
                 like = stage.out(like, received, Stream(0))  # only what it looks like counts, not its values
@@ -349,7 +349,7 @@ class Rounds:
     ) -> dict[SiteId, Bundle]:
         """After the last round: what sites predict with the final model(s) and with what is sent `beside`, by model and
         part; tolerant: without the sites that have none."""
-        round, began, book = outcome.rounds + 1, time.perf_counter(), Exchanged()
+        round, began, book = outcome.rounds + 1, time.perf_counter(), RoundLog()
         sites = [s for s in self.federation.sites if s != POOLED]
         self.journal.charge(round, sites)
         outbox = self.outbox("evaluate", round, outcome.state, sites, parts, Progress(remembering=outcome.remembering))
@@ -376,7 +376,7 @@ class Rounds:
         return found
 
 
-def advance(progress: Progress, book: Exchanged, rules: Rules) -> Progress:
+def advance(progress: Progress, book: RoundLog, rules: Rules) -> Progress:
     """Move schedule and early stopping on by what the sites reported of the model they received."""
     loss = mean_report(book, "loss")
     if loss is not None:

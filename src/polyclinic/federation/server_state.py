@@ -8,10 +8,10 @@ import torch
 
 from polyclinic.core.contract import Bundle, Tensors
 from polyclinic.core.errors import EngineError
-from polyclinic.core.flat_tensors import Row, copied
+from polyclinic.core.flat_tensors import FlatTensors, copied
 
 
-def settled(state: Bundle, before: Bundle) -> Bundle:
+def canonical_layout(state: Bundle, before: Bundle) -> Bundle:
     """The state in one form, whether it was just made or read back: so that what is measured on it is the same bits.
 
     Names are in the order of the state before; tensors of one floating-point type are one vector.
@@ -21,7 +21,7 @@ def settled(state: Bundle, before: Bundle) -> Bundle:
 
 def _settled(group: Tensors, before: Tensors) -> Tensors:
     names = list(before) if before.keys() == group.keys() else sorted(group)
-    if isinstance(group, Row) and list(group) == names:
+    if isinstance(group, FlatTensors) and list(group) == names:
         return group
     ordered = {name: group[name] for name in names}
     kinds = {tensor.dtype for tensor in group.values()}
@@ -33,14 +33,14 @@ def device_of(state: Bundle) -> torch.device:
     return next(found, torch.device("cpu"))
 
 
-def versions(state: Bundle) -> dict[str, int]:
+def version_counters(state: Bundle) -> dict[str, int]:
     """How often tensors were changed in place, by kind."""
     return {kind: sum(tensor._version for tensor in group.values()) for kind, group in state.items()}
 
 
-def refuse_changed(state: Bundle, before: Mapping[str, int]) -> None:
+def check_not_mutated(state: Bundle, before: Mapping[str, int]) -> None:
     """Within a process sites are handed the server's own tensors; what one changes, all would see."""
-    for kind, version in versions(state).items():
+    for kind, version in version_counters(state).items():
         if version != before[kind]:
             raise EngineError(
                 f"the algorithm changed tensors of {kind!r} in place that the server and all sites share; have it "

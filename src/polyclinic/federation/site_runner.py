@@ -15,8 +15,8 @@ import numpy as np
 import torch
 
 from polyclinic.algorithms.representation.fed_align_pooled import Joint, fit_jointly
-from polyclinic.algorithms.wrappers.curriculum import unfiled
-from polyclinic.algorithms.wrappers.ensemble import ENSEMBLE, alone, by_member
+from polyclinic.algorithms.wrappers.curriculum import split_memory
+from polyclinic.algorithms.wrappers.ensemble import ENSEMBLE, models_by_site, without_ensemble
 from polyclinic.core.contract import (
     Algorithm,
     Bundle,
@@ -35,7 +35,7 @@ from polyclinic.core.contract import (
     Work,
 )
 from polyclinic.core.errors import EngineError, Refused, StoreError
-from polyclinic.core.failpoints import reach
+from polyclinic.core.failpoints import failpoint
 from polyclinic.data.examples import Pool
 from polyclinic.evaluation.metrics import finite, measure
 from polyclinic.privacy.releases import noised_metrics
@@ -67,7 +67,7 @@ class Holdings(Protocol):
 
 
 @dataclass(frozen=True)
-class Discretion:
+class SitePrivacyLimits:
     """What a privacy plan asks of a site."""
 
     secret: Stream
@@ -106,7 +106,7 @@ class Discretion:
 
 
 @dataclass(frozen=True)
-class Visit:
+class SiteRound:
     """A round at a site, begun: what came, and the work to be driven."""
 
     order: messages.Message
@@ -128,7 +128,7 @@ class SiteRunner:
         network: LiveNetwork | Mapping[str, LiveNetwork],
         memory: MemoryStore,
         stages: Sequence[Stage] = (),
-        discretion: Discretion | None = None,
+        discretion: SitePrivacyLimits | None = None,
     ) -> None:
         self.name, self.holdings, self.algorithm = name, holdings, algorithm
         self.networks = {"": network} if isinstance(network, LiveNetwork) else dict(network)
@@ -156,26 +156,26 @@ class SiteRunner:
             raise Refused("json", f"the order to {self.name} lacks {', '.join(sorted(missing))}")
         if self.discretion is not None:
             self.discretion.check(order.fields, self.name)
-        group = self.algorithm.seat(order.tensors)
+        group = self.algorithm.cluster_from_broadcast(order.tensors)
         if group not in self.networks:
             raise Refused("site", f"{self.name} was given a place in {group!r:.60}, for which it has no network")
         self.network = self.networks[group]
 
-    def begin(self, order: messages.Message, predict: Predict | None = None) -> Visit:
+    def begin(self, order: messages.Message, predict: Predict | None = None) -> SiteRound:
         """`predict`: another way to this site's predictions than one by one."""
         begun = time.perf_counter()
         fields = order.fields
         if fields["site"] != self.name:
             raise Refused("site", f"a message for {fields['site']!r} reached {self.name!r}")
-        reach("site-received")
+        failpoint("site-received")
         memory = self.recall(fields)
         if memory is None and fields.get("remembers"):
             raise StoreError(f"site {self.name} lost what it remembered; restore its folder, or start the run anew")
         secret = self.discretion.of(order, memory, self.network.device.type) if self.discretion else None
         site = Site(self.name, len(self.holdings.train), fields["round"], fields["rounds"], fields["lr"], secret)
         report = self.report(order.tensors, memory, fields["parts"], predict or self.predict, secret)
-        reach("site-evaluated")
-        return Visit(order, memory, site, Stream(fields["seed"], ("site", self.name)), report, begun)
+        failpoint("site-evaluated")
+        return SiteRound(order, memory, site, Stream(fields["seed"], ("site", self.name)), report, begun)
 
     def recall(self, fields: Mapping[str, Any]) -> Bundle | None:
         """What the site remembers of the last of its rounds that counted, where it computes; what it remembers of later
@@ -188,11 +188,11 @@ class SiteRunner:
         memory = self.memory.load(self.name, counted + 1)
         return None if memory is None else on(memory, self.network.device)
 
-    def work(self, visit: Visit) -> Work:
+    def work(self, visit: SiteRound) -> Work:
         work = self.algorithm.local(visit.order.tensors, visit.memory, visit.site, visit.rng)
         return work if self.discretion is None else within(work, self.discretion, visit.site)
 
-    def run(self, job: Job, visit: Visit, number: int) -> Fitted | Tensors:
+    def run(self, job: Job, visit: SiteRound, number: int) -> Fitted | Tensors:
         """The `number`-th job of the round."""
         if isinstance(job, Joint):
             return fit_jointly(job, self.network, self._members(), visit.site, visit.rng)
@@ -209,22 +209,22 @@ class SiteRunner:
         return self.holdings.members
 
     def end(
-        self, visit: Visit, update: Update, memory: Bundle | None, together: int = 1, alone: str = ""
+        self, visit: SiteRound, update: Update, memory: Bundle | None, together: int = 1, alone: str = ""
     ) -> messages.Message:
         """Remember before anything leaves: a round that is asked for again starts from the memory before it."""
-        reach("site-trained")
+        failpoint("site-trained")
         fields, tensors = visit.order.fields, update.tensors
         if any(t.requires_grad for group in tensors.values() for t in group.values()):
             tensors = {kind: {n: t.detach() for n, t in group.items()} for kind, group in tensors.items()}
         drawn = visit.site.secret or visit.rng
         for number, stage in enumerate(self.stages):
             tensors = stage.out(tensors, visit.order.tensors, drawn.child("stage", number, visit.site.round))
-        memory, filed = (None, {}) if memory is None else unfiled(memory)
+        memory, filed = (None, {}) if memory is None else split_memory(memory)
         if filed:
             self.memory.file(self.name, visit.site.round, filed)
         if memory is not None:
             self.memory.save(self.name, visit.site.round, memory, int(fields["durable"]))
-            reach("memory-saved")
+            failpoint("memory-saved")
         reply = {
             "run": fields["run"],
             "round": visit.site.round,
@@ -283,9 +283,9 @@ class SiteRunner:
         """Predictions of every model on the asked parts, patients as anonymous numbers; nothing is trained."""
         fields = order.fields
         memory = self.recall(fields)
-        received, student = _without_student(alone(order.tensors))
+        received, student = _without_student(without_ensemble(order.tensors))
         found = self._predictions(self.algorithm.models(received, memory), fields["parts"], predict or self.predict)
-        if together := by_member(order.tensors):
+        if together := models_by_site(order.tensors):
             found |= _mean(self._predictions(together, fields["parts"], predict or self.predict))
         if student:
             self.network = self.networks[STUDENT]
@@ -320,13 +320,13 @@ def _without_student(tensors: Bundle) -> tuple[Bundle, Bundle]:
     return {kind: group for kind, group in tensors.items() if not kind.endswith(mark)}, student
 
 
-def streams(visit: Visit, number: int) -> tuple[Stream, Stream | None]:
+def streams(visit: SiteRound, number: int) -> tuple[Stream, Stream | None]:
     """What the `number`-th job of a round draws from: later ones draw their own order of the data, and noise."""
     secret = visit.site.secret
     return visit.rng.child("job", number) if number else visit.rng, secret and secret.child("job", number)
 
 
-def within(work: Work, priced: Discretion, site: Site) -> Work:
+def within(work: Work, priced: SitePrivacyLimits, site: Site) -> Work:
     """The same work, which ends in an error before it trains more than the privacy plan has priced."""
     result: Any = None
     done = 0

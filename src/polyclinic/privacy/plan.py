@@ -36,7 +36,7 @@ SOUGHT = 1.0 + 2.0**-40
 
 
 @dataclass(frozen=True)
-class Wish:
+class PrivacyConfig:
     """What a recipe may say under `privacy`."""
 
     unit: Unit = "image"
@@ -65,7 +65,7 @@ class Wish:
     """Noise from a secret, or from the seed: then a run can be repeated, and the noise removed by whoever knows it."""
 
 
-def wish_problems(wish: Wish, training: Training, watching: bool) -> Iterator[str]:
+def wish_problems(wish: PrivacyConfig, training: Training, watching: bool) -> Iterator[str]:
     """What is wrong with a recipe's `privacy` whatever the data; `watching`: a schedule looks at validation metrics."""
     if wish.epsilon is None and wish.noise is None:
         yield "privacy needs epsilon (then the noise is solved for it) or noise (then epsilon is told); give one"
@@ -135,7 +135,7 @@ class Holding:
 class Plan:
     """A wish bound to a federation, an algorithm and the rounds: what it costs."""
 
-    wish: Wish
+    wish: PrivacyConfig
     noise: float
     rounds: tuple[tuple[SiteId, ...], ...]
     """Who takes part in each round."""
@@ -245,7 +245,7 @@ def _covers(more: tuple[Spend, ...], less: tuple[Spend, ...]) -> bool:
     )
 
 
-def steps_of(job: Fit, examples: int, wish: Wish) -> Steps:
+def steps_of(job: Fit, examples: int, wish: PrivacyConfig) -> Steps:
     """A training job as the accountant counts it."""
     rate, times = sampled(job, examples)
     return Steps(1.0 if wish.amplification is False else rounded_up(rate), times)

@@ -22,7 +22,7 @@ COMPARED = 1e-5
 """δ at which records of one run are ranked."""
 
 
-class Passbook:
+class SharedLedger:
     """One file for all runs; `run` is this one's own mark, `unit` whom charges are about.
 
     `known`: what this run knows to be charged to itself (rounds, and what they started from). Whatever else carries its

@@ -38,7 +38,7 @@ MARKS_PER_LINE = 10
 
 
 @dataclass(frozen=True)
-class Row:
+class ComparisonRow:
     """One line of a comparison."""
 
     name: str
@@ -68,7 +68,7 @@ def draw_curves(
     save(figure, path, title, f"Lines of {y_label} against {x_label}. Last values: {words}.")
 
 
-def draw_comparison(rows: Sequence[Row], title: str, value_label: str, path: Path) -> None:
+def draw_comparison(rows: Sequence[ComparisonRow], title: str, value_label: str, path: Path) -> None:
     """A dot and its interval for each row, in the order given, with the figures beside them."""
     if not rows:
         raise DataError(f"There are no rows to draw for {title!r}: finish at least one run.")
@@ -155,7 +155,7 @@ def _figure(value: float) -> str:
     return f"{value:.3f}" if abs(value) < 100 else f"{value:,.0f}"
 
 
-def _interval(row: Row) -> str:
+def _interval(row: ComparisonRow) -> str:
     if math.isfinite(row.low) and math.isfinite(row.high):
         return f"{_figure(row.value)} ({_figure(row.low)} to {_figure(row.high)})"
     return _figure(row.value)

@@ -10,7 +10,7 @@ from typing import Any
 from polyclinic.core.contract import Exchange, SiteId
 from polyclinic.core.errors import RecipeError
 from polyclinic.evaluation.summary import pools_images
-from polyclinic.federation.privacy_budget import Guard
+from polyclinic.federation.privacy_budget import PrivacyBudget
 from polyclinic.privacy.accounting import Accountant, Spend, epsilon
 from polyclinic.privacy.plan import RELEASED, Plan
 
@@ -85,7 +85,7 @@ def _metrics(plan: Plan) -> str:
     return f"noised counts (noise {plan.metrics_noise:.4g}), charged to the validation images"
 
 
-def privacy_of(guard: Guard, broke: bool, rows: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+def privacy_of(guard: PrivacyBudget, broke: bool, rows: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """What a run has cost, from its ledger."""
     plan, spent = guard.plan, guard.spent()
     by_site = {site: plan.of_one(spends) for site, spends in spent.items()}

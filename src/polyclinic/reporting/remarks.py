@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 def remarks(recipe: Recipe, algorithm: Averaging, sizes: Collection[int]) -> list[str]:
     """Of the algorithm, and of parts that do not do what they are for; `sizes`: training images that sites have."""
-    return [told for told in (algorithm.remark(), *_of_alignment(recipe), *_of_order(recipe, sizes)) if told]
+    return [told for told in (algorithm.warning(), *_of_alignment(recipe), *_of_order(recipe, sizes)) if told]
 
 
 def _of_alignment(recipe: Recipe) -> Iterator[str]:

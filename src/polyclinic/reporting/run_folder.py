@@ -17,7 +17,7 @@ ENROLMENT = "enrolled.json"
 
 
 @dataclass(frozen=True)
-class Result:
+class RunResult:
     """A finished run. `summary` is what result.json holds; `state` the server's last (empty when read back)."""
 
     summary: dict[str, Any]
@@ -30,7 +30,7 @@ class Result:
         return found
 
 
-def located(recipe: Recipe) -> Recipe:
+def with_absolute_paths(recipe: Recipe) -> Recipe:
     """With the place of a shared ledger as it is from here: from elsewhere the run would go on with another account."""
     wish = recipe.privacy
     if wish is None or wish.ledger is None:
@@ -38,7 +38,7 @@ def located(recipe: Recipe) -> Recipe:
     return recipe.model_copy(update={"privacy": replace(wish, ledger=str(Path(wish.ledger).resolve()))})
 
 
-def finished(folder: Path, recipe: Recipe | None = None) -> Result:
+def finished(folder: Path, recipe: Recipe | None = None) -> RunResult:
     """A run that has already ended, read back."""
     if recipe is not None:
         refuse_other(folder, recipe)
@@ -47,12 +47,12 @@ def finished(folder: Path, recipe: Recipe | None = None) -> Result:
         summary = json.loads(path.read_text())
         if "part" not in summary["headline"] or not {"sites", "cost", "drift", "rounds", "name"} <= summary.keys():
             raise ValueError("it is not whole")
-        return Result(summary, {}, folder)
+        return RunResult(summary, {}, folder)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise StoreError(f"{path} is damaged ({error}); remove it and run again: only the end is repeated") from error
 
 
-def decisive(recipe: Recipe) -> str:
+def identity(recipe: Recipe) -> str:
     """The recipe without what cannot change a round that counts: where it runs and is followed, words about it, how
     many sites are enough, how it finishes."""
     ending = recipe.finish and Refine()
@@ -67,7 +67,7 @@ def predicted(recipe: Recipe) -> list[Part]:
     return asked if open_ones else asked[1:]
 
 
-def method_of(recipe: Recipe) -> str:
+def method_identity(recipe: Recipe) -> str:
     """What two runs have in common that differ in the seed, or in where they ran and were followed."""
     aside = {"seed": 0, "engine": EngineSection(), "track": (), "quorum": recipe.quorum or 1}
     return recipe.model_copy(update=aside).to_yaml()
@@ -79,7 +79,7 @@ def refuse_other(folder: Path, recipe: Recipe, served: bool = False) -> None:
     served: it is played between real sites, and not with their images here."""
     path = folder / "recipe.yaml"
     begun = Recipe.load(path) if path.exists() else recipe
-    if begun is not recipe and decisive(begun) != decisive(recipe):
+    if begun is not recipe and identity(begun) != identity(recipe):
         raise StoreError(f"{folder} holds a run of another recipe; choose another folder with --out, or remove it")
     between = (folder / ENROLMENT).exists()
     if served and not between and (folder / "ledger.jsonl").exists():

@@ -19,7 +19,7 @@ from polyclinic.federation.site_runner import SiteRunner
 from polyclinic.storage.run_files import DiskMemory
 from polyclinic.training.fit import fit
 from polyclinic.training.network import LiveNetwork
-from polyclinic.training.stacked.batching import Seat
+from polyclinic.training.stacked.batching import StackMember
 from polyclinic.training.stacked.fit import NotStackableError, fit_stacked, signature, why_not
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ def choose(
     torch.set_num_threads(threads)
     groups: dict[str, list[SiteId]] = {}
     for site in runners:
-        groups.setdefault(algorithm.group(state, site), []).append(site)
+        groups.setdefault(algorithm.cluster_of(state, site), []).append(site)
     group = max(groups, key=lambda name: len(groups[name]))
     chosen = groups[group][: min(TRIED, cohort or TRIED)]
     if algorithm.pooled or len(chosen) < 2:
@@ -116,7 +116,7 @@ def choose(
     return Choice("stacked" if together < WORTH * apart else "local", figures)
 
 
-def _first(runner: SiteRunner, algorithm: Algorithm, received: Bundle) -> Seat | None:
+def _first(runner: SiteRunner, algorithm: Algorithm, received: Bundle) -> StackMember | None:
     """A site's first job, cut to a few steps; None where it does not begin with training."""
     examples, stream = runner.holdings.train, Stream(0, ("choice", runner.name))
     site = Site(runner.name, len(examples), 1, 1, algorithm.training.optimiser.lr)
@@ -124,10 +124,10 @@ def _first(runner: SiteRunner, algorithm: Algorithm, received: Bundle) -> Seat |
     if not isinstance(job, Fit):
         return None
     short = replace(job, training=replace(job.training, epochs=None, steps=STEPS))
-    return Seat(short, examples, site, stream, stream.child("secret"))
+    return StackMember(short, examples, site, stream, stream.child("secret"))
 
 
-def _why_not(seats: list[Seat | None], network: LiveNetwork) -> str:
+def _why_not(seats: list[StackMember | None], network: LiveNetwork) -> str:
     if any(seat is None for seat in seats):
         return "their work does not begin with training"
     jobs = [seat for seat in seats if seat is not None]

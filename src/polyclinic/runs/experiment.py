@@ -18,37 +18,46 @@ import torch
 
 from polyclinic.algorithms.base import classifier
 from polyclinic.algorithms.distillation.refine import check_public
-from polyclinic.algorithms.wrappers.ensemble import by_member, members
+from polyclinic.algorithms.wrappers.ensemble import members, models_by_site
 from polyclinic.config.recipe import Recipe
 from polyclinic.core.contract import Bundle, Federation, Score, SiteId, Stage, Stream
 from polyclinic.core.errors import RecipeError, RoundFailed
-from polyclinic.core.failpoints import reach
+from polyclinic.core.failpoints import failpoint
 from polyclinic.data.examples import SiteData
 from polyclinic.evaluation.metrics import Predictions, finite, measure
-from polyclinic.evaluation.summary import assess, cost, drift, forgetting, headline, progress, reported, versions
+from polyclinic.evaluation.summary import (
+    assess,
+    cost,
+    drift,
+    forgetting,
+    headline,
+    package_versions,
+    progress,
+    reported,
+)
 from polyclinic.federation.engines import Elsewhere, Engine
-from polyclinic.federation.privacy_budget import Guard
+from polyclinic.federation.privacy_budget import PrivacyBudget
 from polyclinic.federation.rounds import POOLED, Outcome, Rounds, Rules, Watch
 from polyclinic.federation.site_runner import STUDENT, SiteRunner
 from polyclinic.privacy.plan import Plan
-from polyclinic.privacy.shared_ledger import Passbook
+from polyclinic.privacy.shared_ledger import SharedLedger
 from polyclinic.reporting.markdown.rounds import draw_run
 from polyclinic.reporting.privacy_statement import handed_out, page, privacy_of, released
 from polyclinic.reporting.remarks import remarks
-from polyclinic.reporting.run_folder import Result as Result
-from polyclinic.reporting.run_folder import decisive as decisive
+from polyclinic.reporting.run_folder import RunResult as RunResult
 from polyclinic.reporting.run_folder import finished as finished
-from polyclinic.reporting.run_folder import located, predicted
+from polyclinic.reporting.run_folder import identity as identity
+from polyclinic.reporting.run_folder import predicted, with_absolute_paths
 from polyclinic.reporting.run_folder import refuse_other as refuse_other
 from polyclinic.runs.engine_choice import ASKED, ELSEWHERE, Choice, choose, make_engine, read_choice
-from polyclinic.runs.networks import device_of, line_up, placed, refuse_unplayable, server_models
+from polyclinic.runs.networks import build_networks, device_of, refuse_unplayable, server_models, sites_on_device
 from polyclinic.runs.networks import network_of as network_of
 from polyclinic.runs.pretraining import pretrain
 from polyclinic.runs.privacy_plan import bind, discretion_of, keep_noise, kept_noise, placeholder, secret_of, stages_of
 from polyclinic.runs.public_data import gather_public
-from polyclinic.runs.server_training import Server, told
-from polyclinic.runs.sites import Consortium as Consortium
-from polyclinic.runs.sites import gather as gather
+from polyclinic.runs.server_training import ServerTrainer, told
+from polyclinic.runs.sites import FederatedDataset as FederatedDataset
+from polyclinic.runs.sites import load_sites as load_sites
 from polyclinic.runs.sites import pool as pool
 from polyclinic.runs.sites import site_on
 from polyclinic.runs.tracking.backends import check_tracking
@@ -99,23 +108,23 @@ class Experiment:
         folder: Path | None = None,
         data: Path | None = None,
         watch: Watch = lambda *_: None,
-        consortium: Consortium | None = None,
+        consortium: FederatedDataset | None = None,
         elsewhere: Elsewhere | None = None,
     ) -> None:
         if recipe.methods:
             raise RecipeError(f"{recipe.name} compares {len(recipe.methods)} methods; use `polyclinic compare`")
-        recipe = located(recipe)
+        recipe = with_absolute_paths(recipe)
         self.recipe, self.folder, self.data, self.watch, self.elsewhere = recipe, folder, data, watch, elsewhere
-        self.consortium = consortium or gather(recipe, data)
+        self.consortium = consortium or load_sites(recipe, data)
         self.module = network_of(recipe, self.consortium, data)
         device = device_of(recipe)
-        self.lineup = line_up(recipe, self.consortium, self.module, device, data)
+        self.lineup = build_networks(recipe, self.consortium, self.module, device, data)
         refuse_unplayable(self.lineup, self.consortium)
         self.public = self._public(data)
         pretrain(self.lineup, self.public, device)
-        self.algorithm = self.lineup.around(recipe.algorithm_of())
+        self.algorithm = self.lineup.wrap_algorithm(recipe.algorithm_of())
         self.network = next(iter(self.lineup.networks.values()))
-        self.sites, self.apart = placed(recipe, self.consortium, self.module, device)
+        self.sites, self.apart = sites_on_device(recipe, self.consortium, self.module, device)
         if self.algorithm.pooled:
             self.sites[POOLED] = pool(self.sites)
         registered = {name: len(site.train) for name, site in self.sites.items()}
@@ -124,7 +133,7 @@ class Experiment:
         self.federation = Federation(self.consortium.classes, registered, start, norms, self.lineup.shapes.get("", ()))
         self.plan = self._plan()
         if self.plan is not None:
-            self.algorithm = self.lineup.around(recipe.algorithm_of(self.plan.private()))
+            self.algorithm = self.lineup.wrap_algorithm(recipe.algorithm_of(self.plan.private()))
         self.server = self._server(device)
 
     def _public(self, data: Path | None) -> SiteData | None:
@@ -140,11 +149,11 @@ class Experiment:
             check_public(public)
         return public
 
-    def _server(self, device: torch.device) -> Server | None:
+    def _server(self, device: torch.device) -> ServerTrainer | None:
         if self.public is None:
             return None
         public, start = site_on(self.public, device, {}), classifier(self.federation.initial)
-        server = Server(self.algorithm, self.lineup, public, self.recipe.seed, start)
+        server = ServerTrainer(self.algorithm, self.lineup, public, self.recipe.seed, start)
         server.check(self.algorithm.init(self.federation))
         return server
 
@@ -153,14 +162,14 @@ class Experiment:
         wish, sites = self.recipe.privacy, self.sites
         if wish is None:
             return None
-        rehearsed = self.lineup.around(self.recipe.algorithm_of(placeholder(wish)))
+        rehearsed = self.lineup.wrap_algorithm(self.recipe.algorithm_of(placeholder(wish)))
         trainers = [POOLED] if rehearsed.pooled else [name for name in sites if name != POOLED]
         book = self._passbook()
         rules, earlier = rules_of(self.recipe, ""), book.earlier() if book else ()
         plan = bind(wish, rehearsed, self.federation, sites, trainers, self.lineup.networks, rules, earlier)
         return kept_noise(plan, self.folder)
 
-    def _passbook(self) -> Passbook | None:
+    def _passbook(self) -> SharedLedger | None:
         """The ledger that this run shares with others on the same images."""
         wish = self.recipe.privacy
         if wish is None or wish.ledger is None:
@@ -170,8 +179,8 @@ class Experiment:
         charged = [(row["round"], row["privacy"]) for row in rows if row["event"] == "charge" and row["privacy"]]
         known = [(round, found["of"]) for round, found in charged]
         seen = next((tuple(found["account"]) for _, found in reversed(charged) if "account" in found), None)
-        own_mark = f"{self.mark()}-{self.secret.integer() % 2**32:08x}"
-        return Passbook(Path(wish.ledger), own_mark, wish.unit, known, seen)
+        own_mark = f"{self.run_id()}-{self.secret.integer() % 2**32:08x}"
+        return SharedLedger(Path(wish.ledger), own_mark, wish.unit, known, seen)
 
     @cached_property
     def secret(self) -> Stream:
@@ -179,12 +188,12 @@ class Experiment:
         assert self.recipe.privacy is not None
         return secret_of(self.recipe.privacy, self.recipe.seed, self.folder)
 
-    def run(self) -> Result:
+    def run(self) -> RunResult:
         """Play the rounds that are left, evaluate, and write the result."""
         with locked(self.folder) if self.folder else contextlib.nullcontext():
             return self._run()
 
-    def _run(self) -> Result:
+    def _run(self) -> RunResult:
         began, recipe = time.perf_counter(), self.recipe
         journal = FolderJournal(self.folder) if self.folder else RamJournal()
         if self.folder:
@@ -192,10 +201,10 @@ class Experiment:
             if self.plan is not None:
                 keep_noise(self.plan, self.folder)
         with contextlib.ExitStack() as lent:
-            guard = Guard(self.plan, self.secret.child("server"), self._passbook()) if self.plan else None
+            guard = PrivacyBudget(self.plan, self.secret.child("server"), self._passbook()) if self.plan else None
             engine, choice = self._engine(lent)
             judge = self.judge if self.has_held_out() else None
-            rules = rules_of(recipe, self.mark())
+            rules = rules_of(recipe, self.run_id())
             if self.elsewhere is not None:
                 rules = replace(rules, deadline=self.elsewhere.deadline, quorum=quorum_of(recipe, self.sites))
             rounds = Rounds(
@@ -221,7 +230,7 @@ class Experiment:
             student = refined.weights if refined else {}
             beside = {f"{kind}@{STUDENT}": group for kind, group in student.items()} | members(outcome.state)
             predictions = rounds.predictions(outcome, predicted(recipe), beside, tolerant=self.elsewhere is not None)
-            reach("evaluated")
+            failpoint("evaluated")
         held_out = self.held_out(outcome.state, student) if self.has_held_out() else None
         if predictions:
             scores = assess(predictions, held_out, recipe.evaluate.bootstrap, Stream(recipe.seed, ("bootstrap",)))
@@ -248,7 +257,7 @@ class Experiment:
         if self.folder:
             run_files.keep_predictions(self.folder, predictions, held_out)
             self.write(outcome, summary, student)
-        return Result(summary, outcome.state, self.folder)
+        return RunResult(summary, outcome.state, self.folder)
 
     def stages(self) -> list[Stage]:
         """What happens to an update on its way: by the privacy plan, then by the recipe."""
@@ -281,13 +290,13 @@ class Experiment:
             for name, site in self.sites.items()
         }
 
-    def mark(self) -> str:
+    def run_id(self) -> str:
         """What this run is: a hash over everything that decides its result, the images among it."""
         seen = [self.consortium]
         if self.public is not None:
             seen.append(replace(self.consortium, sites={self.public.name: self.public}))
         images = "|".join(each.fingerprint for each in seen)
-        return hashlib.sha256(f"{decisive(self.recipe)}|{images}".encode()).hexdigest()[:16]
+        return hashlib.sha256(f"{identity(self.recipe)}|{images}".encode()).hexdigest()[:16]
 
     def _choice(self, runners: Mapping[SiteId, SiteRunner]) -> Choice:
         """What `auto` once chose for a run stays, so that going on ends in the same bits."""
@@ -323,7 +332,7 @@ class Experiment:
         if student:
             models = {STUDENT: student}
         pairs = [(self.lineup.all[group], model) for group, model in models.items()]
-        if last and not student and (together := by_member(state)):
+        if last and not student and (together := models_by_site(state)):
             pairs = [(self.network, model) for model in together.values()]
         found = [score(Score(model, probabilities), network, self.apart) for network, model in pairs]
         mean = torch.stack([rows["probabilities"].double() for rows in found]).mean(0)
@@ -366,7 +375,7 @@ class Experiment:
             "pooled": self.algorithm.pooled,
             "remarks": self.remarks,
             "sha256": messages.digest(outcome.state),
-            "versions": versions(),
+            "versions": package_versions(),
         }
 
     def _keep_model(self, state: Bundle) -> None:
@@ -382,10 +391,10 @@ class Experiment:
             self.server.picture(outcome.state, self.consortium.classes, self.folder / "teachers.png")
         if summary["forgetting"]:
             draw_run(summary, self.folder / "forgetting.png")
-        reach("model-written")
+        failpoint("model-written")
         write_atomically(self.folder / "privacy.md", page(summary).encode())
         write_json(self.folder / "result.json", summary)
-        reach("result-written")
+        failpoint("result-written")
 
 
 def run(
@@ -393,10 +402,10 @@ def run(
     out: Path | str | None = None,
     data: Path | str | None = None,
     watch: Watch = lambda *_: None,
-    consortium: Consortium | None = None,
-) -> Result:
+    consortium: FederatedDataset | None = None,
+) -> RunResult:
     """Run a recipe. With `out`, everything is written there and an interrupted run goes on where it stopped."""
-    folder, recipe = Path(out) if out is not None else None, located(recipe)
+    folder, recipe = Path(out) if out is not None else None, with_absolute_paths(recipe)
     check_tracking(recipe.track, folder)
     if folder is not None and (folder / "result.json").exists():
         return told_again(finished(folder, recipe), recipe)

@@ -19,8 +19,8 @@ from polyclinic.core.errors import DataError, StoreError
 from polyclinic.models.classifier import Classifier
 from polyclinic.models.split_point import cut_after
 from polyclinic.runs.experiment import finished
-from polyclinic.runs.networks import device_of, line_up, network_of, weightless
-from polyclinic.runs.sites import Consortium, gather
+from polyclinic.runs.networks import build_networks, device_of, network_of, weightless
+from polyclinic.runs.sites import FederatedDataset, load_sites
 from polyclinic.storage import messages
 from polyclinic.storage.run_files import DiskMemory
 from polyclinic.training.network import LiveNetwork
@@ -34,15 +34,15 @@ class PastRun:
     recipe: Recipe
     summary: dict[str, Any]
     state: Bundle
-    consortium: Consortium
+    consortium: FederatedDataset
     device: torch.device
 
     @cached_property
     def algorithm(self) -> Averaging:
         """Without the files that first weights came from: nothing is trained any more."""
         recipe = weightless(self.recipe)
-        lineup = line_up(recipe, self.consortium, network_of(recipe, self.consortium), torch.device("cpu"))
-        return lineup.around(recipe.algorithm_of())
+        lineup = build_networks(recipe, self.consortium, network_of(recipe, self.consortium), torch.device("cpu"))
+        return lineup.wrap_algorithm(recipe.algorithm_of())
 
     def models_at(self, site: SiteId) -> tuple[dict[str, Bundle], bool]:
         """The models of a site, and whether it remembers anything that they would be made of."""
@@ -78,7 +78,7 @@ class PastRun:
         return network_of(recipe, self.consortium).to(self.device).eval().requires_grad_(False)
 
     def _section(self, site: SiteId) -> ModelSection:
-        group = self.algorithm.group(self.state, site)
+        group = self.algorithm.cluster_of(self.state, site)
         return self.recipe.clusters[group].model if group else self.recipe.model
 
     def _with(self, section: ModelSection) -> Recipe:
@@ -86,10 +86,12 @@ class PastRun:
         return self.recipe.model_copy(update={"model": section.model_copy(update={"cut": None, "weights": None})})
 
 
-def read(folder: Path, data: Path | None, device: str | None = None, gathered: Consortium | None = None) -> PastRun:
+def read(
+    folder: Path, data: Path | None, device: str | None = None, gathered: FederatedDataset | None = None
+) -> PastRun:
     """A finished run's folder, and its images, which must be those of the run; `gathered`: they are at hand already."""
     recipe, summary, state, place = opened(folder, device)
-    consortium = gathered or gather(recipe, data)
+    consortium = gathered or load_sites(recipe, data)
     if list(consortium.describe()) != summary["hospitals"]:
         raise DataError(f"the images found are not those of the run in {folder}; give --data DIR as the run had it")
     return PastRun(folder, recipe, summary, state, consortium, place)

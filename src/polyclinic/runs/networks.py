@@ -33,18 +33,18 @@ from polyclinic.models.classifier import Classifier
 from polyclinic.models.group_norm import dp_safe
 from polyclinic.models.scattering import fixed_part
 from polyclinic.models.split_point import cut_after
-from polyclinic.runs.sites import Consortium
-from polyclinic.training.auxiliary import accompanied
+from polyclinic.runs.sites import FederatedDataset
+from polyclinic.training.auxiliary import with_auxiliary
 from polyclinic.training.network import LiveNetwork, feature_shape, norm_names
 
 
-def network_of(recipe: Recipe, consortium: Consortium, data: Path | None = None) -> Classifier:
+def network_of(recipe: Recipe, consortium: FederatedDataset, data: Path | None = None) -> Classifier:
     """The recipe's network, its first weights from the seed or from a file (in the data folder, or here)."""
     return _built(recipe.model, consortium, Stream(recipe.seed, ("model",)), data)
 
 
 def _built(
-    model: ModelSection, consortium: Consortium, seed: Stream, data: Path | None, cluster: str = ""
+    model: ModelSection, consortium: FederatedDataset, seed: Stream, data: Path | None, cluster: str = ""
 ) -> Classifier:
     module = build(
         model.name,
@@ -114,7 +114,7 @@ def device_of(recipe: Recipe) -> torch.device:
 
 
 @dataclass(frozen=True)
-class Lineup:
+class Networks:
     """The networks of a run. Without clusters there is one, called ""."""
 
     recipe: Recipe
@@ -123,14 +123,14 @@ class Lineup:
     shapes: Mapping[str, tuple[int, ...]]
     """Of what each network's extractor makes of an image."""
 
-    def seating(self, site: SiteId, round: int) -> str:
+    def cluster_of(self, site: SiteId, round: int) -> str:
         """The cluster of a site in a round."""
         recipe = self.recipe
         period = recipe.capability.period(round)
         card = card_of(recipe.capability, site, period, Stream(recipe.seed))
         return cluster_of(score(card, recipe.capability.weights), recipe.thresholds)
 
-    def around(self, algorithm: Averaging) -> Averaging:
+    def wrap_algorithm(self, algorithm: Averaging) -> Averaging:
         """The algorithm itself, or one that plays it in every cluster, with its cases in the recipe's order."""
         algorithm = ordered(algorithm, self.recipe.evaluate.forgetting)
         if not self.recipe.clusters:
@@ -142,7 +142,7 @@ class Lineup:
             initials=initials,
             norms={name: norm_names(live.module) for name, live in self.networks.items()},
             shapes=self.shapes,
-            seating=self.seating,
+            seating=self.cluster_of,
             rates={name: section.lr for name, section in self.recipe.clusters.items()},
         )
 
@@ -167,13 +167,13 @@ class Lineup:
         """Who is in which cluster in round 1."""
         found: dict[str, list[SiteId]] = {name: [] for name in self.recipe.clusters}
         for site in sites:
-            found[self.seating(site, 1)].append(site)
+            found[self.cluster_of(site, 1)].append(site)
         return found
 
 
-def line_up(
-    recipe: Recipe, consortium: Consortium, module: Classifier, device: torch.device, data: Path | None = None
-) -> Lineup:
+def build_networks(
+    recipe: Recipe, consortium: FederatedDataset, module: Classifier, device: torch.device, data: Path | None = None
+) -> Networks:
     """`module`: the recipe's own network, which all sites have if there are no clusters."""
     student = LiveNetwork(copy.deepcopy(module), device) if recipe.finish else None
     modules = {
@@ -185,12 +185,12 @@ def line_up(
     shapes = {name: feature_shape(live, blank) for name, live in networks.items()}
     algorithm, classes = recipe.algorithm_of(), len(consortium.classes)
     for name, live in networks.items():
-        networks[name] = accompanied(live, algorithm, shapes[name], classes, Stream(recipe.seed, ("beside", name)))
-    return Lineup(recipe, networks, student, shapes)
+        networks[name] = with_auxiliary(live, algorithm, shapes[name], classes, Stream(recipe.seed, ("beside", name)))
+    return Networks(recipe, networks, student, shapes)
 
 
-def placed(
-    recipe: Recipe, consortium: Consortium, module: Classifier, device: torch.device
+def sites_on_device(
+    recipe: Recipe, consortium: FederatedDataset, module: Classifier, device: torch.device
 ) -> tuple[dict[SiteId, SiteData], Images | None]:
     """Sites' and held-out images where they are computed with, or what a fixed part of the network makes of them."""
     part = fixed_part(module)
@@ -199,7 +199,7 @@ def placed(
     return consortium.on(device), consortium.held_out
 
 
-def _refuse_misfits(lineup: Lineup, consortium: Consortium) -> None:
+def _refuse_misfits(lineup: Networks, consortium: FederatedDataset) -> None:
     recipe = lineup.recipe
     for site in recipe.capability.cards:
         if site not in consortium.sites:
@@ -224,7 +224,7 @@ def _refuse_misfits(lineup: Lineup, consortium: Consortium) -> None:
                 )
 
 
-def refuse_unplayable(lineup: Lineup, consortium: Consortium) -> None:
+def refuse_unplayable(lineup: Networks, consortium: FederatedDataset) -> None:
     """What cannot be played or would tell nothing, before anything is trained."""
     recipe, sites = lineup.recipe, consortium.sites
     if recipe.clusters:
@@ -247,5 +247,5 @@ def refuse_unplayable(lineup: Lineup, consortium: Consortium) -> None:
 def server_models(algorithm: Averaging, state: Bundle, groups: Mapping[str, object]) -> dict[str, Bundle]:
     """The models that are the server's own, by cluster."""
     inner = algorithm.inner if isinstance(algorithm, Wrapper) else algorithm
-    found = {group: inner.models(algorithm.share(state, group), None) for group in groups}
+    found = {group: inner.models(algorithm.cluster_state(state, group), None) for group in groups}
     return {group: models["global"] for group, models in found.items() if "global" in models}

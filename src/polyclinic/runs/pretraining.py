@@ -8,13 +8,13 @@ import torch
 
 from polyclinic.core.contract import Fit, Site, Stream
 from polyclinic.data.examples import SiteData
-from polyclinic.runs.networks import Lineup
+from polyclinic.runs.networks import Networks
 from polyclinic.runs.sites import site_on
 from polyclinic.training.fit import fit
 from polyclinic.training.losses import task_loss
 
 
-def pretrain(lineup: Lineup, public: SiteData | None, device: torch.device) -> None:
+def pretrain(lineup: Networks, public: SiteData | None, device: torch.device) -> None:
     """Leave in every network what the epochs that it asks for make of it, by the recipe's training on public images."""
     recipe = lineup.recipe
     sections = {name: cluster.model for name, cluster in recipe.clusters.items()} or {"": recipe.model}

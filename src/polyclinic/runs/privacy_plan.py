@@ -16,14 +16,14 @@ from torch import nn
 from polyclinic.algorithms.base import Averaging
 from polyclinic.algorithms.optimisation.fedavg import FedAvg
 from polyclinic.algorithms.wrappers.ensemble import Ensemble
-from polyclinic.core.contract import BESIDE, Examples, Federation, Private, SiteId, Stage, Stream
+from polyclinic.core.contract import AUX_PREFIX, Examples, Federation, Private, SiteId, Stage, Stream
 from polyclinic.core.errors import RecipeError, StoreError
 from polyclinic.data.examples import Selection, SiteData
 from polyclinic.federation.rehearsal import rehearse
 from polyclinic.federation.rounds import Rules, draw_cohort
-from polyclinic.federation.site_runner import Discretion
+from polyclinic.federation.site_runner import SitePrivacyLimits
 from polyclinic.privacy.accounting import Spend
-from polyclinic.privacy.plan import RELEASED, Holding, Plan, Steps, Wish, largest_groups, make_plan, steps_of
+from polyclinic.privacy.plan import RELEASED, Holding, Plan, PrivacyConfig, Steps, largest_groups, make_plan, steps_of
 from polyclinic.privacy.transforms.clip import Clip
 from polyclinic.privacy.transforms.noise import Noise
 from polyclinic.storage.run_files import write_atomically, write_json
@@ -31,7 +31,7 @@ from polyclinic.training.network import LiveNetwork
 
 
 def bind(
-    wish: Wish,
+    wish: PrivacyConfig,
     algorithm: Averaging,
     federation: Federation,
     sites: Mapping[SiteId, SiteData],
@@ -63,7 +63,7 @@ def bind(
     models = 1
     if wish.unit != "site":
         shape = _shape(sites[trainers[0]].train)
-        group = algorithm.group(algorithm.init(federation), trainers[0])
+        group = algorithm.cluster_of(algorithm.init(federation), trainers[0])
         asked, models = rehearse(algorithm, federation, trainers[0], networks[group], shape)
         jobs = {name: tuple(steps_of(job, h.examples, wish) for job in asked) for name, h in holdings.items()}
     held = most_holders({name: sites[name] for name in trainers}, wish)
@@ -74,16 +74,16 @@ def bind(
             rounds=tuple(tuple(draw_cohort(trainers, rules, r)) for r in range(1, rules.rounds + 1)),
             holdings=holdings,
             jobs=jobs,
-            charges=algorithm.charges() if wish.unit != "site" else {},
+            charges=algorithm.privacy_releases() if wish.unit != "site" else {},
             holders=held,
             models=models,
-            caveat=algorithm.caveat() if wish.unit != "site" else "",
+            caveat=algorithm.no_guarantee_reason() if wish.unit != "site" else "",
             earlier=earlier,
         )
     )
 
 
-def placeholder(wish: Wish) -> Private | None:
+def placeholder(wish: PrivacyConfig) -> Private | None:
     """What training is told before the noise is known."""
     return None if wish.unit == "site" else Private(wish.clip, 1.0, wish.sampling, wish.views)
 
@@ -97,8 +97,8 @@ def stages_of(plan: Plan) -> list[Stage]:
     return [Clip(wish.clip, RELEASED, std), *([Noise(std, RELEASED)] if wish.at == "site" else [])]
 
 
-def discretion_of(plan: Plan, site: SiteId, secret: Stream) -> Discretion:
-    return Discretion(
+def discretion_of(plan: Plan, site: SiteId, secret: Stream) -> SitePrivacyLimits:
+    return SitePrivacyLimits(
         secret,
         allowed=tuple((step.rate, step.times) for step in plan.jobs.get(site, ())),
         least=plan.noise,
@@ -126,7 +126,7 @@ def kept_noise(plan: Plan, folder: Path | None) -> Plan:
         raise StoreError(f"{folder / 'plan.json'} is damaged ({error}); restore it or start anew elsewhere") from None
 
 
-def secret_of(wish: Wish, seed: int, folder: Path | None) -> Stream:
+def secret_of(wish: PrivacyConfig, seed: int, folder: Path | None) -> Stream:
     """Where noise comes from: the seed, or 256 random bits that are kept in the run's folder and nowhere else."""
     if wish.randomness == "seed":
         return Stream(seed, ("secret",))
@@ -152,7 +152,7 @@ def refuse_shared_statistics(network: LiveNetwork, algorithm: Averaging, key: st
         tracks = getattr(layer, "track_running_stats", False)
         trained = any(f"{name}.{own}" in moving for own, _ in layer.named_parameters(recurse=False))
         if isinstance(layer, nn.modules.batchnorm._BatchNorm | nn.InstanceNorm2d) and tracks and trained:
-            if name.startswith(BESIDE):
+            if name.startswith(AUX_PREFIX):
                 raise RecipeError(
                     f"{name}, of a network that this algorithm trains beside the model, is {type(layer).__name__}, "
                     "whose statistics no plan protects; leave privacy out, or choose another algorithm"
@@ -173,7 +173,7 @@ def _holding(site: SiteData) -> Holding:
     return Holding(len(site.train), largest_groups(site.train.patients), largest_groups(site.validation.patients))
 
 
-def most_holders(sites: Mapping[SiteId, SiteData], wish: Wish) -> int:
+def most_holders(sites: Mapping[SiteId, SiteData], wish: PrivacyConfig) -> int:
     """On how many sites one unit is at most."""
     if wish.unit == "site":
         return 1

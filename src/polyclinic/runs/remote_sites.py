@@ -16,13 +16,13 @@ from polyclinic.core.contract import Batch, SiteId
 from polyclinic.core.errors import DataError, EngineError, Refused
 from polyclinic.data.examples import Images, SiteData
 from polyclinic.data.partitioning.federate import SiteSummary
-from polyclinic.runs.sites import Consortium, refuse_name
+from polyclinic.runs.sites import FederatedDataset, refuse_name
 
 MOST = 10**9
 
 
 @dataclass(frozen=True)
-class Card:
+class SiteProfile:
     """What a site says of its images: how many, of what shape, and a mark by which to see that they changed."""
 
     version: str
@@ -37,7 +37,7 @@ class Card:
     fingerprint: str
 
     @staticmethod
-    def read(fields: Mapping[str, Any]) -> Card:
+    def read(fields: Mapping[str, Any]) -> SiteProfile:
         """Refused unless everything is what it should be."""
         try:
             counts = [fields[name] for name in ("channels", "size", "train", "validation", "test")]
@@ -50,14 +50,14 @@ class Card:
         if not whole or not words or len(groups) != 2 or not 2 <= len(classes) <= 10_000 or not all(counts[:3]):
             raise Refused("json", "a site's card holds values that cannot be")
         channels, size, train, validation, test = counts
-        return Card(version, classes, channels, size, train, validation, test, (groups[0], groups[1]), mark)
+        return SiteProfile(version, classes, channels, size, train, validation, test, (groups[0], groups[1]), mark)
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
 
 
 @dataclass(frozen=True)
-class Absent:
+class RemoteImages:
     """Images that are elsewhere: a number of them, of a shape."""
 
     count: int
@@ -81,18 +81,18 @@ class Absent:
         """Blank: only its shape counts, when work is rehearsed."""
         return torch.zeros(len(index), *self.shape), torch.zeros(len(index), dtype=torch.int64)
 
-    def to(self, device: torch.device) -> Absent:
+    def to(self, device: torch.device) -> RemoteImages:
         return self
 
 
 @dataclass(frozen=True)
-class Roster(Consortium):
+class RemoteSites(FederatedDataset):
     """Sites that are elsewhere, in the federation's order, as a consortium without images."""
 
-    cards: Mapping[SiteId, Card]
+    cards: Mapping[SiteId, SiteProfile]
 
     @staticmethod
-    def of(cards: Mapping[SiteId, Card]) -> Roster:
+    def of(cards: Mapping[SiteId, SiteProfile]) -> RemoteSites:
         """Refused where they do not fit together; each sentence names who has to mend it."""
         first = next(iter(cards.values()))
         for site, why in misfits(cards).items():
@@ -100,7 +100,7 @@ class Roster(Consortium):
         for site in cards:
             refuse_name(site)
         sites = {site: _absent(site, card) for site, card in cards.items()}
-        return Roster(first.classes, sites, None, first.channels, first.size, dict(cards))
+        return RemoteSites(first.classes, sites, None, first.channels, first.size, dict(cards))
 
     @property
     def seen(self) -> Mapping[SiteId, SiteData]:
@@ -126,7 +126,7 @@ class Roster(Consortium):
         return dict(self.sites), None
 
 
-def misfits(cards: Mapping[SiteId, Card]) -> dict[SiteId, str]:
+def misfits(cards: Mapping[SiteId, SiteProfile]) -> dict[SiteId, str]:
     """Who has another version, other classes or another shape than most (of equally many, than the first), and why."""
     kinds = [(card.classes, card.channels, card.size) for card in cards.values()]
     usual = max(kinds, key=kinds.count, default=None)
@@ -142,10 +142,12 @@ def misfits(cards: Mapping[SiteId, Card]) -> dict[SiteId, str]:
     return found
 
 
-def _absent(site: SiteId, card: Card) -> SiteData:
+def _absent(site: SiteId, card: SiteProfile) -> SiteData:
     shape = (card.channels, card.size, card.size)
-    train, validation = (Absent(n, shape, of) for n, of in zip((card.train, card.validation), card.groups, strict=True))
-    return SiteData(site, train, validation, Absent(card.test, shape))
+    train, validation = (
+        RemoteImages(n, shape, of) for n, of in zip((card.train, card.validation), card.groups, strict=True)
+    )
+    return SiteData(site, train, validation, RemoteImages(card.test, shape))
 
 
 def _told(value: object) -> str:

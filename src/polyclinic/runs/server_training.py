@@ -17,17 +17,17 @@ from polyclinic.data.examples import SiteData
 from polyclinic.evaluation.metrics import Predictions, finite, measure
 from polyclinic.federation.site_runner import STUDENT
 from polyclinic.reporting.teacher_figure import draw
-from polyclinic.runs.networks import Lineup, server_models
+from polyclinic.runs.networks import Networks, server_models
 from polyclinic.training.fit import fit, score
 from polyclinic.training.losses import probabilities
 
 
 @dataclass(frozen=True)
-class Server:
+class ServerTrainer:
     """A server with a public set, which it may look at as it likes."""
 
     algorithm: Averaging
-    lineup: Lineup
+    lineup: Networks
     public: SiteData
     seed: int
     start: Bundle
@@ -36,7 +36,7 @@ class Server:
     def __call__(self, state: Bundle, site: Site) -> Bundle:
         """What the algorithm has it do after an aggregation."""
         site, rng = replace(site, examples=len(self.public.train)), Stream(self.seed, ("server", site.round))
-        work = self.algorithm.serve(state, site, rng)
+        work = self.algorithm.server_step(state, site, rng)
         answer: Any = None
         while True:
             try:
@@ -49,7 +49,7 @@ class Server:
     def _run(self, group: str, job: Job, site: Site, rng: Stream) -> Fitted | Tensors:
         network = self.lineup.networks[group]
         if isinstance(job, Fit):
-            here = replace(site, lr=site.lr * self.algorithm.rate(group))
+            here = replace(site, lr=site.lr * self.algorithm.lr_scale(group))
             return fit(job, network, self.public.train, here, rng)
         return score(job, network, getattr(self.public, job.part))
 

@@ -30,7 +30,7 @@ HASHED = 256
 
 
 @dataclass(frozen=True)
-class Consortium:
+class FederatedDataset:
     """The hospitals of a recipe, with their images, before any algorithm: shared by all methods of a comparison."""
 
     classes: tuple[str, ...]
@@ -106,7 +106,7 @@ class Consortium:
         return list({id(h.images): h.images for h in held if isinstance(h, Images)}.values())
 
 
-def gather(recipe: Recipe, data: Path | None = None) -> Consortium:
+def load_sites(recipe: Recipe, data: Path | None = None) -> FederatedDataset:
     """Load the recipe's data set and divide it among sites, checked."""
     stream, spec = Stream(recipe.seed), DATASETS[recipe.data.name]
     options = spec.options.model_validate(recipe.data.options)
@@ -125,7 +125,7 @@ def gather(recipe: Recipe, data: Path | None = None) -> Consortium:
     for name in sites:
         refuse_name(name)
     channels, size = collection.images.shape[1], collection.images.shape[-1]
-    return Consortium(collection.classes, sites, collection.held_out, channels, size)
+    return FederatedDataset(collection.classes, sites, collection.held_out, channels, size)
 
 
 def refuse_name(name: SiteId) -> None:

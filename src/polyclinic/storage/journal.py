@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from polyclinic.core.contract import Bundle, SiteId
 from polyclinic.core.errors import StoreError
-from polyclinic.core.failpoints import reach
+from polyclinic.core.failpoints import failpoint
 from polyclinic.storage.run_files import Ledger, Metrics, Snapshots, prepare
 
 SPENT = ("down", "up", "seconds")
@@ -115,18 +115,18 @@ class FolderJournal:
 
     def charge(self, round: int, sites: Sequence[SiteId], privacy: Mapping[str, Any] | None = None) -> None:
         self.ledger.append(event="charge", round=round, sites=list(sites), privacy=privacy)
-        reach("charge-written")
+        failpoint("charge-written")
 
     def charged(self) -> list[dict[str, Any]]:
         return [row for row in self.ledger.read() if row["event"] == "charge"]
 
     def metrics(self, rows: list[dict[str, Any]]) -> None:
         self._metrics.append(rows)
-        reach("metrics-written")
+        failpoint("metrics-written")
 
     def cost(self, event: str, round: int, seconds: float, sites: Mapping[SiteId, Mapping[str, Any]]) -> None:
         self.ledger.append(event=event, round=round, seconds=round_seconds(seconds), sites=dict(sites))
-        reach("ledger-written")
+        failpoint("ledger-written")
 
     def snapshot(self, round: int, state: Bundle, progress: Mapping[str, Any]) -> None:
         fields = {
@@ -137,7 +137,7 @@ class FolderJournal:
             "metrics_sha256": self._metrics.checksum(),
         }
         self.snapshots.save(round, state, fields)
-        reach("snapshot-written")
+        failpoint("snapshot-written")
 
     def durable(self) -> int:
         return self.snapshots.oldest()

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from polyclinic.core.contract import Bundle, SiteId, Tensors, Update
 from polyclinic.core.errors import Refused
-from polyclinic.core.flat_tensors import Row, distance, rowed
+from polyclinic.core.flat_tensors import FlatTensors, distance, rowed
 from polyclinic.core.strict_json import parse_json
 
 MAGIC = b"PCL1"
@@ -348,7 +348,7 @@ def check_address(fields: Mapping[str, Any], run: str, round: int, site: SiteId)
 
 
 def _check_like(kind: str, tensors: Tensors, like: Tensors) -> None:
-    if isinstance(tensors, Row) and tensors.is_like(like):
+    if isinstance(tensors, FlatTensors) and tensors.is_like(like):
         return
     for name in like.keys() - tensors.keys():
         raise Refused("missing", f"{kind}/{name} is not there")

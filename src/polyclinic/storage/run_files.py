@@ -22,8 +22,8 @@ from safetensors.torch import load_file
 
 from polyclinic.core.contract import Bundle, SiteId, Tensors
 from polyclinic.core.errors import DataError, Refused, StoreError
-from polyclinic.core.failpoints import reach
-from polyclinic.core.flat_tensors import Row, copied
+from polyclinic.core.failpoints import failpoint
+from polyclinic.core.flat_tensors import FlatTensors, copied
 from polyclinic.core.names import HELD_OUT
 from polyclinic.evaluation.metrics import Predictions
 from polyclinic.storage import messages
@@ -52,7 +52,7 @@ def write_atomically(path: Path, data: bytes, half: str = "", unnamed: str = "")
         try:
             with open(temporary, "wb") as file:
                 _write_and_sync(file, data, half)
-            reach(unnamed)
+            failpoint(unnamed)
             os.replace(temporary, path)
         except BaseException:
             temporary.unlink(missing_ok=True)
@@ -76,7 +76,7 @@ def append_durably(path: Path, data: bytes, half: str = "") -> None:
 def _write_and_sync(file: IO[bytes], data: bytes, half: str) -> None:
     file.write(data[: len(data) // 2])
     file.flush()
-    reach(half)
+    failpoint(half)
     file.write(data[len(data) // 2 :])
     file.flush()
     os.fsync(file.fileno())
@@ -324,7 +324,7 @@ class RamMemory:
 
 def _own(group: Tensors) -> Tensors:
     """The tensors without whatever else lies in their memory, such as all sites of a stack."""
-    held = [group.vector] if isinstance(group, Row) else list(group.values())
+    held = [group.vector] if isinstance(group, FlatTensors) else list(group.values())
     return group if all(t.untyped_storage().nbytes() == t.nbytes for t in held) else copied(group)
 
 

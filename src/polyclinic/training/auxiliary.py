@@ -8,7 +8,7 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from polyclinic.core.contract import BESIDE, Algorithm, Bundle, Stream
+from polyclinic.core.contract import AUX_PREFIX, Algorithm, Bundle, Stream
 from polyclinic.training.fit import draws_from
 from polyclinic.training.network import LiveNetwork, weights_of
 
@@ -21,11 +21,11 @@ def drawn(build: Callable[[], T], seed: Stream) -> T:
         return build()
 
 
-def accompanied(
+def with_auxiliary(
     network: LiveNetwork, algorithm: Algorithm, features: tuple[int, ...], classes: int, seed: Stream
 ) -> LiveNetwork:
     """The network with what the algorithm trains beside it; itself if that is nothing."""
-    beside = drawn(lambda: algorithm.beside(features, classes), seed)
+    beside = drawn(lambda: algorithm.auxiliary(features, classes), seed)
     if not beside:
         return network
     dtype = next(iter(network.live["model"].values())).dtype
@@ -35,4 +35,4 @@ def accompanied(
 def named(name: str, module: nn.Module) -> Bundle:
     """A network's weights, as they are called beside a classifier."""
     found = weights_of(module)
-    return {kind: {f"{BESIDE}{name}.{own}": t for own, t in group.items()} for kind, group in found.items()}
+    return {kind: {f"{AUX_PREFIX}{name}.{own}": t for own, t in group.items()} for kind, group in found.items()}

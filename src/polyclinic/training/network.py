@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from polyclinic.core.contract import BESIDE, Batch, Bundle, Precision, Tensors
+from polyclinic.core.contract import AUX_PREFIX, Batch, Bundle, Precision, Tensors
 from polyclinic.core.errors import EngineError
 from polyclinic.core.flat_tensors import copied
 from polyclinic.models import Classifier
@@ -60,7 +60,7 @@ class LiveNetwork:
     def layers(self) -> Iterator[tuple[str, nn.Module]]:
         """All modules by name, the classifier's and those beside it."""
         yield from self.module.named_modules()
-        yield from self.companions.named_modules(prefix=BESIDE.removesuffix("."))
+        yield from self.companions.named_modules(prefix=AUX_PREFIX.removesuffix("."))
 
     def __call__(self, weights: Bundle, images: Tensor) -> Tensor:
         return self._compute(self.module, weights, "", images)
@@ -114,15 +114,15 @@ class LiveNetwork:
     def features(self, weights: Bundle, images: Tensor) -> Tensor:
         return self._compute(self.module.extractor, weights, "extractor.", images)
 
-    def head(self, weights: Bundle, features: Tensor, calm: bool = False) -> Tensor:
-        if not calm:
+    def head(self, weights: Bundle, features: Tensor, eval_mode: bool = False) -> Tensor:
+        if not eval_mode:
             return self._compute(self.module.head, weights, "head.", features)
         return self._compute(self._calm.head, dict(weights), "head.", features)  # a copy of `live` is not `live`
 
-    def beside(self, weights: Bundle, name: str, *given: Tensor, calm: bool = False) -> Tensor:
-        if not calm:
-            return self._compute(self.companions[name], weights, f"{BESIDE}{name}.", *given)
-        return self._compute(self._calm_companions[name], dict(weights), f"{BESIDE}{name}.", *given)
+    def auxiliary(self, weights: Bundle, name: str, *given: Tensor, eval_mode: bool = False) -> Tensor:
+        if not eval_mode:
+            return self._compute(self.companions[name], weights, f"{AUX_PREFIX}{name}.", *given)
+        return self._compute(self._calm_companions[name], dict(weights), f"{AUX_PREFIX}{name}.", *given)
 
     def loss(self, weights: Bundle, batch: Batch) -> Tensor:
         images, labels = batch
@@ -147,7 +147,7 @@ class LiveNetwork:
         tensors = {**weights["model"], **weights["buffers"]}
         own = {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
         if not prefix:
-            own = {name: t for name, t in own.items() if not name.startswith(BESIDE)}
+            own = {name: t for name, t in own.items() if not name.startswith(AUX_PREFIX)}
         output: Tensor = functional_call(module, own, given)
         return output
 
@@ -190,7 +190,7 @@ class LiveNetwork:
         """
         for kind, live in self.live.items():
             given = weights.get(kind, {})
-            names = [name for name in live if name in given or not (alone and name.startswith(BESIDE))]
+            names = [name for name in live if name in given or not (alone and name.startswith(AUX_PREFIX))]
             if names:
                 wanted = list(moved({name: given[name] for name in names}, self.device).values())
                 torch._foreach_copy_([live[name] for name in names], wanted)
@@ -215,7 +215,7 @@ class LiveNetwork:
     def trainable(self, fraction: float, prefixes: Iterable[str]) -> frozenset[str]:
         """Names of the parameters a step may move: the top `fraction` of the classifier's layers and everything beside
         it, within `prefixes` if any."""
-        beside = frozenset(name for name in self.live["model"] if name.startswith(BESIDE))
+        beside = frozenset(name for name in self.live["model"] if name.startswith(AUX_PREFIX))
         names = frozenset(self.live["model"]) if fraction >= 1 else self.module.tail(fraction) | beside
         wanted = tuple(prefixes)
         return frozenset(n for n in names if n.startswith(wanted)) if wanted else names
@@ -282,7 +282,7 @@ def norm_names(module: nn.Module) -> frozenset[str]:
 
 
 def _prefixed(tensors: Tensors) -> Tensors:
-    return {f"{BESIDE}{name}": tensor for name, tensor in tensors.items()}
+    return {f"{AUX_PREFIX}{name}": tensor for name, tensor in tensors.items()}
 
 
 def _statistics(module: nn.Module) -> Tensors:

@@ -62,10 +62,10 @@ class AdaptiveNoise(FedAvg):
                 "for; choose 5 to 50, or variant: paper, which claims nothing"
             )
 
-    def charges(self) -> Mapping[str, float]:
+    def privacy_releases(self) -> Mapping[str, float]:
         return {"variance of losses": self.loss_noise} if self.variant == "sound" else {}
 
-    def caveat(self) -> str:
+    def no_guarantee_reason(self) -> str:
         return "" if self.variant == "sound" else "the noise depends on private losses, which nothing charges for"
 
     def local(self, received: Bundle, memory: Bundle | None, site: Site, rng: Stream) -> Work:

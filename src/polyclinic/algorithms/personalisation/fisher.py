@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.func import grad, vmap
 
 from polyclinic.core.contract import Batch, Bundle, Network, Tensors
-from polyclinic.training.dp.per_example_gradients import LiveBook, NotRecordableError, twin
+from polyclinic.training.dp.per_example_gradients import GradientTape, NotRecordableError, twin
 from polyclinic.training.network import LiveNetwork
 
 AT_ONCE = 8
@@ -37,7 +37,7 @@ def squared_mean_gradient(network: Network, weights: Bundle, batch: Batch, refer
 def _recorded(network: LiveNetwork, weights: Bundle, batch: Batch) -> Tensors:
     """From one forward and one backward pass."""
     names = frozenset(weights["model"])
-    book, other = LiveBook(network.device), copy.copy(network)
+    book, other = GradientTape(network.device), copy.copy(network)
     other.module = twin(network.module, names, book)
     book.begin(len(batch[1]))
     with torch.enable_grad():

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from polyclinic.algorithms.personalisation.fedper import HEAD, FedPer, handed_in, head
 from polyclinic.algorithms.personalisation.fisher import squared_gradients, squared_mean_gradient
-from polyclinic.core.contract import Bundle, Desk, Fit, Score, Site, Step, Stream, Tensors, Training, Work
+from polyclinic.core.contract import Bundle, Fit, Score, ServerWork, Site, Step, Stream, Tensors, Training, Work
 from polyclinic.core.errors import RecipeError
 from polyclinic.training.losses import distilling, task_loss
 
@@ -65,7 +65,7 @@ class PFedCDP(FedPer):
         return [sentence for sentence, holds in found.items() if not holds]
 
     @property
-    def serves(self) -> bool:
+    def trains_on_server(self) -> bool:
         return self.variant == "sound"
 
     def local(self, received: Bundle, memory: Bundle | None, site: Site, rng: Stream) -> Work:
@@ -109,13 +109,13 @@ class PFedCDP(FedPer):
         blend = {n: torch.where(mask[n], mine[n], t) if n in mask else t for n, t in weights["model"].items()}
         return {**weights, "model": blend}  # (6)
 
-    def serve(self, state: Bundle, server: Site, rng: Stream) -> Desk:
+    def server_step(self, state: Bundle, server: Site, rng: Stream) -> ServerWork:
         weights = {"model": {**state["model"], **state["head"]}, "buffers": state.get("buffers", {})}
         training = replace(_for(self.training, self.server_epochs), private=None)  # the public set needs no protection
         fitted = yield "", Fit(weights, (Step(task_loss, train=(HEAD,)),), training)
         return {**state, "head": head(fitted.weights["model"])}
 
-    def remark(self) -> str:
+    def warning(self) -> str:
         if self.variant == "sound":
             return ""
         return (

@@ -24,7 +24,7 @@ SHARE, DEVIATIONS = 0.1, 3.0
 """Under a privacy plan: what counts take of the means' budget, and how far above their noise they must be."""
 
 
-class Told(NamedTuple):
+class FeatureRelease(NamedTuple):
     """By class; of a class that is not told of all are 0."""
 
     values: Tensor
@@ -36,7 +36,7 @@ class Told(NamedTuple):
     """Their number; noised, it is not whole."""
 
 
-def told(features: Tensor, labels: Tensor, classes: int, slots: int, fewest: int, stream: Stream) -> Told:
+def told(features: Tensor, labels: Tensor, classes: int, slots: int, fewest: int, stream: Stream) -> FeatureRelease:
     """Features as they are; of a class of fewer than `fewest` images nothing."""
     order = torch.randperm(len(labels), generator=stream.generator())
     picked = in_slots(labels, classes, slots, order)
@@ -46,7 +46,7 @@ def told(features: Tensor, labels: Tensor, classes: int, slots: int, fewest: int
     member = F.one_hot(labels, classes).to(features.dtype) * (count > 0)
     means = member.T @ features.flatten(1) / count.clamp(min=1)[:, None]
     held = (picked >= 0).sum(1)
-    return Told(_filled(features, picked), held.to(features.dtype), means, count.to(features.dtype))
+    return FeatureRelease(_filled(features, picked), held.to(features.dtype), means, count.to(features.dtype))
 
 
 def told_privately(
@@ -58,7 +58,7 @@ def told_privately(
     clip: float,
     noise: tuple[float, float],
     secret: Stream,
-) -> Told:
+) -> FeatureRelease:
     """Slots, and means with counts, clipped and noised, each at a charge: `noise` is of the one and of the other.
 
     Of a class whose count may be noise: nothing.
@@ -75,7 +75,7 @@ def told_privately(
     noised = rows(values.flatten(0, 1), clip, 2 * of_slots, secret.child("features")).tensors["rows"].view(values.shape)
     count = count * (len(labels) / count.sum().clamp(min=len(labels)))
     held, known = slots * known.to(features.dtype), _like(known, noised)
-    return Told(noised * known, held, means.tensors["means"], count.to(features.dtype))
+    return FeatureRelease(noised * known, held, means.tensors["means"], count.to(features.dtype))
 
 
 def in_slots(labels: Tensor, classes: int, slots: int, order: Tensor) -> Tensor:

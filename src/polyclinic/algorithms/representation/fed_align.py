@@ -59,7 +59,7 @@ from polyclinic.algorithms.representation.fed_align_losses import (
 from polyclinic.algorithms.representation.fed_align_pooled import Joint
 from polyclinic.algorithms.representation.fedmr import labelled_features
 from polyclinic.core.contract import (
-    BESIDE,
+    AUX_PREFIX,
     Bundle,
     Exchange,
     Federation,
@@ -76,7 +76,7 @@ from polyclinic.core.contract import (
 from polyclinic.core.errors import RecipeError
 from polyclinic.training.losses import task_loss
 
-LESSON, DISCRIMINATION = ("extractor.", "head."), (f"{BESIDE}{DISCRIMINATOR}.",)
+LESSON, DISCRIMINATION = ("extractor.", "head."), (f"{AUX_PREFIX}{DISCRIMINATOR}.",)
 """What the steps move."""
 
 
@@ -116,13 +116,13 @@ class FedAlign(FedAvg):
         kinds = ("features",) if self.align else ()  # in one place they do not leave it, yet another site sees them
         return (*super().exchanges, *(Exchange(kind, like=kind, optional=True) for kind in kinds))
 
-    def remark(self) -> str:
+    def warning(self) -> str:
         place = "fed-align, variant paper: all sites train in this process, which no hospital could take part in"
         noise = f"fed-align adds noise of variance {self.variance:g} to what leaves a site, without clipping: "
         noise += "this is no privacy guarantee, and no ε is claimed for it"
         return "; ".join([place] * self.pooled + [noise] * (self.variance > 0))
 
-    def beside(self, features: tuple[int, ...], classes: int) -> Mapping[str, nn.Module]:
+    def auxiliary(self, features: tuple[int, ...], classes: int) -> Mapping[str, nn.Module]:
         del classes
         return {DISCRIMINATOR: Discriminator(math.prod(features), self.hidden)} if self.align else {}
 
@@ -159,7 +159,7 @@ class FedAlign(FedAvg):
             fitted = yield Fit(accompanied, steps, self.training, banks(before["own"], received["others"], self.align))
         else:
             fitted = yield Fit(accompanied, (Step(task_loss, LESSON),), self.training)  # (1)
-        own = {k: {n: t for n, t in g.items() if n.startswith(BESIDE)} for k, g in fitted.weights.items()}
+        own = {k: {n: t for n, t in g.items() if n.startswith(AUX_PREFIX)} for k, g in fitted.weights.items()}
         sent = self._sent(fitted.weights, rng, site)
         if not self.warmup <= site.round < site.rounds:  # nobody will look at them
             return Update(sent, site.examples), own
@@ -179,7 +179,7 @@ class FedAlign(FedAvg):
             own = {kind: fitted.weights[f"{kind}@{name}"] for kind in WEIGHTS}
             for kind, group in self._sent(own, streams[name], site).items():
                 averages[kind].add(group, self.weight(Update({}, int(received["bank"][name]))))  # (4)
-            kept[places[name]] = {n: t for n, t in own["model"].items() if n.startswith(BESIDE)}
+            kept[places[name]] = {n: t for n, t in own["model"].items() if n.startswith(AUX_PREFIX)}
         return Update({kind: average.value() for kind, average in averages.items()}, site.examples), kept
 
     def _features(self, found: Tensors, rng: Stream) -> Tensors:

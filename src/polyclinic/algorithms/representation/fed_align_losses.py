@@ -31,7 +31,7 @@ def discriminating(network: Network, weights: Bundle, batch: Batch, reference: B
     """(2): own features of the last exchange against others'. Looks at no image."""
     del batch
     own, others = reference["own"], reference["others"]
-    mine, theirs = (network.beside(weights, DISCRIMINATOR, each["values"].flatten(1)) for each in (own, others))
+    mine, theirs = (network.auxiliary(weights, DISCRIMINATOR, each["values"].flatten(1)) for each in (own, others))
     return _mean(F.softplus(-mine), own["there"]) + _mean(F.softplus(theirs), others["there"])
 
 
@@ -39,7 +39,7 @@ def aligning(network: Network, weights: Bundle, batch: Batch, reference: Bundle)
     """(1) and (3): of own features the discriminator shall not know what to think."""
     images, labels = batch
     handed = network.features(weights, images)
-    doubt = network.beside(weights, DISCRIMINATOR, handed.flatten(1))
+    doubt = network.auxiliary(weights, DISCRIMINATOR, handed.flatten(1))
     unsure = (F.softplus(doubt) + F.softplus(-doubt)).mean() / 2
     return F.cross_entropy(network.head(weights, handed), labels) + reference["scalars"]["align"] * unsure
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from polyclinic.algorithms.representation.fed_align_losses import DISCRIMINATOR, alike, apart, noised
-from polyclinic.core.contract import BESIDE, Batch, Examples, Fit, Fitted, Site, SiteId, Stream, Training
+from polyclinic.core.contract import AUX_PREFIX, Batch, Examples, Fit, Fitted, Site, SiteId, Stream, Training
 from polyclinic.training.fit import changed, draws_from, make_optimiser, schedule
 from polyclinic.training.keyed_dropout import first_key, key_of
 from polyclinic.training.network import LiveNetwork
@@ -57,7 +57,7 @@ class Member:
 
     def told(self, features: Tensor) -> Tensor:
         """What its discriminator thinks."""
-        return self.network.beside(self.network.live, DISCRIMINATOR, features)
+        return self.network.auxiliary(self.network.live, DISCRIMINATOR, features)
 
 
 def fit_jointly(
@@ -108,7 +108,7 @@ def _seated(job: Joint, network: LiveNetwork, name: SiteId, data: Examples, site
     beside = {own: copy.deepcopy(module) for own, module in network.companions.items()}
     live, stream = LiveNetwork(copy.deepcopy(network.module), network.device, beside), Stream(seed, ("site", name))
     live.load({**job.weights, "model": {**job.weights["model"], **job.reference[f"{DISCRIMINATOR}@{name}"]}})
-    groups = ("extractor.", "head."), ("extractor.",), (f"{BESIDE}{DISCRIMINATOR}.",)
+    groups = ("extractor.", "head."), ("extractor.",), (f"{AUX_PREFIX}{DISCRIMINATOR}.",)
     names = [live.trainable(job.training.fine_tune, prefixes) for prefixes in groups]
     live.training_mode(names[0])
     live.require_gradients(names[0] | names[2])

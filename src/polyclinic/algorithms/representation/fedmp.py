@@ -40,7 +40,7 @@ import torch
 
 from polyclinic.algorithms.base import WEIGHTS, RunningMean, weights
 from polyclinic.algorithms.optimisation.fedavg import FedAvg
-from polyclinic.algorithms.representation.feature_bank import Told, check_held, others, told, told_privately
+from polyclinic.algorithms.representation.feature_bank import FeatureRelease, check_held, others, told, told_privately
 from polyclinic.algorithms.representation.fedmp_losses import completing, completing_paper
 from polyclinic.algorithms.representation.fedmr import labelled_features
 from polyclinic.core.contract import (
@@ -105,7 +105,7 @@ class FedMP(FedAvg):
         kinds = (*(("features",) if self.completion else ()), *(("means",) if self.alignment else ()))
         return (*super().exchanges, *(Exchange(kind, like=kind) for kind in kinds))
 
-    def charges(self) -> Mapping[str, float]:
+    def privacy_releases(self) -> Mapping[str, float]:
         # Features are drawn of the classes that the means' counts told of, so these are released in any case.
         features = {"features": self.noise_features} if self.completion else {}
         return features | ({"means": self.noise_means} if self.completion or self.alignment else {})
@@ -157,14 +157,14 @@ class FedMP(FedAvg):
             reference["prototypes"] = received["prototypes"]
         return reference
 
-    def _release(self, found: Tensors, classes: int, site: Site, rng: Stream) -> Told:
+    def _release(self, found: Tensors, classes: int, site: Site, rng: Stream) -> FeatureRelease:
         own = found["features"], found["labels"].long(), classes, self.bank, self.fewest
         if self.training.private is None:
             return told(*own, rng.child("bank", site.round))
         assert site.secret is not None
         return told_privately(*own, self.clip, (self.noise_features, self.noise_means), site.secret)
 
-    def _smoothed(self, release: Told, memory: Bundle | None) -> Tensors:
+    def _smoothed(self, release: FeatureRelease, memory: Bundle | None) -> Tensors:
         """(6); a class that is not told of keeps its mean. The first value starts it, or in `paper` moves it from 0."""
         new, seen = release.means, release.images > 0
         before = {name: tensor.to(new.device) for name, tensor in memory["means"].items()} if memory else {}

@@ -29,7 +29,7 @@ def _joint(network: Network, weights: Bundle, batch: Batch, reference: Bundle, p
     loss = total = F.cross_entropy(network.head(weights, handed), labels)
     if "bank" in reference:
         values, owners, there = drawn(reference["bank"], labels, reference["scalars"]["sample"])
-        each = F.cross_entropy(network.head(weights, values, calm=True), owners, reduction="none")
+        each = F.cross_entropy(network.head(weights, values, eval_mode=True), owners, reduction="none")
         total = total + adapted((each * there).sum() / there.sum().clamp(min=1), loss, paper)  # (5)
     if "prototypes" in reference:
         total = total + adapted(aligned(handed.flatten(1), labels, **reference["prototypes"], paper=paper), loss, paper)

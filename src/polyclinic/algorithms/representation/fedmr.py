@@ -105,7 +105,7 @@ class FedMR(FedAvg):
         kinds = ("prototypes", "counts") if self.inter else ()
         return (*super().exchanges, *(Exchange(kind, like=kind) for kind in kinds))
 
-    def charges(self) -> Mapping[str, float]:
+    def privacy_releases(self) -> Mapping[str, float]:
         return {"prototypes": self.noise} if self.inter else {}
 
     def init(self, federation: Federation) -> Bundle:

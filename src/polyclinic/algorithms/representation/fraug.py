@@ -51,17 +51,17 @@ from polyclinic.algorithms.representation.fraug_losses import (
     generating,
     transforming,
 )
-from polyclinic.core.contract import BESIDE, Bundle, Federation, Fit, Site, Step, Stream, Update, Work
+from polyclinic.core.contract import AUX_PREFIX, Bundle, Federation, Fit, Site, Step, Stream, Update, Work
 from polyclinic.core.errors import RecipeError
 from polyclinic.training.auxiliary import drawn, named
 from polyclinic.training.keyed_dropout import first_key
 
 STEPS = (
     Step(augmenting, ("extractor.", "head.")),
-    Step(generating, (f"{BESIDE}{GENERATOR}.",)),
-    Step(transforming, (f"{BESIDE}{TRANSFORM}.",)),
+    Step(generating, (f"{AUX_PREFIX}{GENERATOR}.",)),
+    Step(transforming, (f"{AUX_PREFIX}{TRANSFORM}.",)),
 )
-OWN = (f"{BESIDE}{TRANSFORM}.", f"{BESIDE}{MEANS}.")
+OWN = (f"{AUX_PREFIX}{TRANSFORM}.", f"{AUX_PREFIX}{MEANS}.")
 """What is a site's own."""
 
 
@@ -96,7 +96,7 @@ class FRAug(FedAvg):
                 "privacy out, or choose another algorithm, as moon"
             )
 
-    def beside(self, features: tuple[int, ...], classes: int) -> Mapping[str, nn.Module]:
+    def auxiliary(self, features: tuple[int, ...], classes: int) -> Mapping[str, nn.Module]:
         if not self.most:
             return {}
         if len(features) != 1:
@@ -124,7 +124,7 @@ class FRAug(FedAvg):
 
     def _first(self, received: Bundle, rng: Stream) -> Bundle:
         """A site's own R_k and m_k before it has trained."""
-        enter = received["model"][f"{BESIDE}{GENERATOR}.enter.weight"]
+        enter = received["model"][f"{AUX_PREFIX}{GENERATOR}.enter.weight"]
         width = enter.shape[0]
         latent = self.latent or max(1, width // 2)
         networks = drawn(lambda: self._own(latent, enter.shape[1] - latent, width), rng.child("transform"))

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from polyclinic.core.contract import BESIDE, Batch, Bundle, Network
+from polyclinic.core.contract import AUX_PREFIX, Batch, Bundle, Network
 from polyclinic.training.keyed_dropout import uniform
 
 GENERATOR, TRANSFORM, MEANS = "generator", "transform", "means"
@@ -75,12 +75,12 @@ def augmenting(network: Network, weights: Bundle, batch: Batch, reference: Bundl
     images, labels = batch
     v, scalars = network.features(weights, images), reference["scalars"]
     task = F.cross_entropy(network.head(weights, v), labels)
-    network.beside(weights, MEANS, v.detach(), one_hot(labels, weights, v))  # (6)
+    network.auxiliary(weights, MEANS, v.detach(), one_hot(labels, weights, v))  # (6)
     around, y = _own(weights, v.detach(), labels, _key(weights, reference, 0))
-    made = _made(network, weights, y, around, _key(weights, reference, 1), calm=True)  # (1)
-    residual = network.beside(weights, TRANSFORM, made, one_hot(y, weights, v), calm=True)
+    made = _made(network, weights, y, around, _key(weights, reference, 1), eval_mode=True)  # (1)
+    residual = network.auxiliary(weights, TRANSFORM, made, one_hot(y, weights, v), eval_mode=True)
     around = around + scalars["rho"] * residual  # (2)
-    synthetic = F.cross_entropy(network.head(weights, around, calm=True), y)
+    synthetic = F.cross_entropy(network.head(weights, around, eval_mode=True), y)
     return (1 - scalars["lambda"]) * task + scalars["lambda"] * synthetic  # (3)
 
 
@@ -90,7 +90,7 @@ def generating(network: Network, weights: Bundle, batch: Batch, reference: Bundl
     v = network.taught(weights, images, features=True)
     y = known(weights, max(2, len(labels)), _key(weights, reference, 2))
     made = _made(network, weights, y, v, _key(weights, reference, 3))  # (1)
-    recognised = F.cross_entropy(network.head(weights, made, calm=True), y)
+    recognised = F.cross_entropy(network.head(weights, made, eval_mode=True), y)
     return recognised - reference["scalars"]["away"] * discrepancy(made, v)  # (4)
 
 
@@ -99,9 +99,9 @@ def transforming(network: Network, weights: Bundle, batch: Batch, reference: Bun
     images, labels = batch
     v = network.taught(weights, images, features=True)
     own, y = _own(weights, v, labels, _key(weights, reference, 4))
-    made = _made(network, weights, y, v, _key(weights, reference, 5), calm=True)  # (1)
-    around = own + network.beside(weights, TRANSFORM, made, one_hot(y, weights, v))  # (2) with ρ = 1
-    unsure = entropy(network.head(weights, around, calm=True))
+    made = _made(network, weights, y, v, _key(weights, reference, 5), eval_mode=True)  # (1)
+    around = own + network.auxiliary(weights, TRANSFORM, made, one_hot(y, weights, v))  # (2) with ρ = 1
+    unsure = entropy(network.head(weights, around, eval_mode=True))
     n = len(labels)
     far = (discrepancy(around[:n], own[:n]) + discrepancy(around[n:], own[n:])) / 2
     return reference["scalars"]["near"] * far - unsure  # (5)
@@ -129,7 +129,7 @@ def discrepancy(one: Tensor, other: Tensor) -> Tensor:
 
 def known(weights: Bundle, count: int, key: Tensor) -> Tensor:
     """`count` labels, as evenly as can be of the classes that the site has met, beginning anywhere."""
-    times = weights["buffers"][f"{BESIDE}{MEANS}.times"]
+    times = weights["buffers"][f"{AUX_PREFIX}{MEANS}.times"]
     order = torch.argsort((times == 0).to(torch.int64), stable=True)
     many = (times > 0).sum().clamp(min=1)
     begin = (uniform(key, 1) * many).to(torch.int64)
@@ -137,23 +137,23 @@ def known(weights: Bundle, count: int, key: Tensor) -> Tensor:
 
 
 def one_hot(labels: Tensor, weights: Bundle, like: Tensor) -> Tensor:
-    classes = torch.arange(len(weights["buffers"][f"{BESIDE}{MEANS}.times"]), device=labels.device)
+    classes = torch.arange(len(weights["buffers"][f"{AUX_PREFIX}{MEANS}.times"]), device=labels.device)
     return (labels[:, None] == classes).to(like.dtype)
 
 
 def _own(weights: Bundle, v: Tensor, labels: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
     """The site's features and, for labels of all classes alike, its means of them."""
     y = known(weights, max(2, len(labels)), key)
-    return torch.cat([v, weights["buffers"][f"{BESIDE}{MEANS}.value"][y]]), torch.cat([labels, y])
+    return torch.cat([v, weights["buffers"][f"{AUX_PREFIX}{MEANS}.value"][y]]), torch.cat([labels, y])
 
 
-def _made(network: Network, weights: Bundle, y: Tensor, like: Tensor, key: Tensor, calm: bool = False) -> Tensor:
+def _made(network: Network, weights: Bundle, y: Tensor, like: Tensor, key: Tensor, eval_mode: bool = False) -> Tensor:
     classes = one_hot(y, weights, like)
-    latent = weights["model"][f"{BESIDE}{GENERATOR}.enter.weight"].shape[-1] - classes.shape[1]
+    latent = weights["model"][f"{AUX_PREFIX}{GENERATOR}.enter.weight"].shape[-1] - classes.shape[1]
     noise = uniform(key, len(y) * latent).reshape(len(y), latent).to(like.dtype)
-    return network.beside(weights, GENERATOR, noise, classes, calm=calm)
+    return network.auxiliary(weights, GENERATOR, noise, classes, eval_mode=eval_mode)
 
 
 def _key(weights: Bundle, reference: Bundle, which: int) -> Tensor:
-    met = weights["buffers"][f"{BESIDE}{MEANS}.times"].sum()
+    met = weights["buffers"][f"{AUX_PREFIX}{MEANS}.times"].sum()
     return reference["scalars"]["key"] + (met << 8) + which

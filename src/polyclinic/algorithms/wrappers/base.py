@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from polyclinic.algorithms.base import Averaging
-from polyclinic.core.contract import Bundle, Desk, Exchange, Federation, Site, SiteId, Stream, Update, Work
+from polyclinic.core.contract import Bundle, Exchange, Federation, ServerWork, Site, SiteId, Stream, Update, Work
 
 
 @dataclass(frozen=True)
@@ -25,11 +25,11 @@ class Wrapper(Averaging):
         return self.inner.exchanges
 
     @property
-    def serves(self) -> bool:
-        return self.inner.serves
+    def trains_on_server(self) -> bool:
+        return self.inner.trains_on_server
 
-    def beside(self, features: tuple[int, ...], classes: int) -> Mapping[str, nn.Module]:
-        return self.inner.beside(features, classes)
+    def auxiliary(self, features: tuple[int, ...], classes: int) -> Mapping[str, nn.Module]:
+        return self.inner.auxiliary(features, classes)
 
     def init(self, federation: Federation) -> Bundle:
         return self.inner.init(federation)
@@ -46,8 +46,8 @@ class Wrapper(Averaging):
     def aggregate(self, state: Bundle, updates: Iterable[Update]) -> Bundle:
         return self.inner.aggregate(state, updates)
 
-    def serve(self, state: Bundle, server: Site, rng: Stream) -> Desk:
-        return self.inner.serve(state, server, rng)
+    def server_step(self, state: Bundle, server: Site, rng: Stream) -> ServerWork:
+        return self.inner.server_step(state, server, rng)
 
     def finish(self, state: Bundle) -> Bundle:
         return self.inner.finish(state)
@@ -55,11 +55,11 @@ class Wrapper(Averaging):
     def models(self, received: Bundle, memory: Bundle | None) -> dict[str, Bundle]:
         return self.inner.models(received, memory)
 
-    def charges(self) -> Mapping[str, float]:
-        return self.inner.charges()
+    def privacy_releases(self) -> Mapping[str, float]:
+        return self.inner.privacy_releases()
 
-    def caveat(self) -> str:
-        return self.inner.caveat()
+    def no_guarantee_reason(self) -> str:
+        return self.inner.no_guarantee_reason()
 
-    def remark(self) -> str:
-        return self.inner.remark()
+    def warning(self) -> str:
+        return self.inner.warning()

@@ -14,7 +14,7 @@ from itertools import groupby
 import torch
 
 from polyclinic.algorithms.wrappers.base import Wrapper
-from polyclinic.core.contract import Bundle, Desk, Federation, Job, Site, SiteId, Stream, Update, Work
+from polyclinic.core.contract import Bundle, Federation, Job, ServerWork, Site, SiteId, Stream, Update, Work
 
 SEAT = "cluster"
 """The kind by which a site is told its cluster."""
@@ -42,37 +42,37 @@ class Clustered(Wrapper):
             state |= _named(cluster, self.inner.init(here))
         return state
 
-    def group(self, state: Bundle, site: SiteId) -> str:
+    def cluster_of(self, state: Bundle, site: SiteId) -> str:
         return self.seating(site, int(state["clock"]["round"]))
 
-    def share(self, state: Bundle, group: str) -> Bundle:
+    def cluster_state(self, state: Bundle, group: str) -> Bundle:
         return _of(state, group)
 
     def broadcast(self, state: Bundle, site: SiteId) -> Bundle:
-        cluster = self.group(state, site)
-        return {**self.inner.broadcast(self.share(state, cluster), site), SEAT: {cluster: torch.ones(())}}
+        cluster = self.cluster_of(state, site)
+        return {**self.inner.broadcast(self.cluster_state(state, cluster), site), SEAT: {cluster: torch.ones(())}}
 
-    def seat(self, received: Bundle) -> str:
+    def cluster_from_broadcast(self, received: Bundle) -> str:
         return next(iter(received[SEAT]))
 
-    def rate(self, group: str) -> float:
+    def lr_scale(self, group: str) -> float:
         return self.rates.get(group, 1.0)
 
     def local(self, received: Bundle, memory: Bundle | None, site: Site, rng: Stream) -> Work:
-        cluster = self.seat(received)
+        cluster = self.cluster_from_broadcast(received)
         update, kept = yield from self.inner.local(_unseated(received), _of(memory, cluster) or None, site, rng)
         others = {kind: group for kind, group in (memory or {}).items() if not kind.endswith(f"@{cluster}")}
         return update, {**others, **_named(cluster, kept)} if kept is not None else memory
 
     def aggregate(self, state: Bundle, updates: Iterable[Update]) -> Bundle:
         after = dict(state)
-        for cluster, some in groupby(updates, lambda update: self.group(state, update.site)):
-            after |= _named(cluster, self.inner.aggregate(self.share(state, cluster), some))
+        for cluster, some in groupby(updates, lambda update: self.cluster_of(state, update.site)):
+            after |= _named(cluster, self.inner.aggregate(self.cluster_state(state, cluster), some))
         return {**after, "clock": {"round": state["clock"]["round"] + 1}}
 
-    def serve(self, state: Bundle, server: Site, rng: Stream) -> Desk:
+    def server_step(self, state: Bundle, server: Site, rng: Stream) -> ServerWork:
         for cluster in self.initials:
-            work, answer = self.inner.serve(self.share(state, cluster), server, rng.child(cluster)), None
+            work, answer = self.inner.server_step(self.cluster_state(state, cluster), server, rng.child(cluster)), None
             while True:
                 try:
                     job: Job = work.send(answer)[1]
@@ -86,11 +86,11 @@ class Clustered(Wrapper):
         """Nobody moves any more: a site is judged in the cluster of the last round."""
         state = {**state, "clock": {"round": state["clock"]["round"] - 1}}
         for cluster in self.initials:
-            state = {**state, **_named(cluster, self.inner.finish(self.share(state, cluster)))}
+            state = {**state, **_named(cluster, self.inner.finish(self.cluster_state(state, cluster)))}
         return state
 
     def models(self, received: Bundle, memory: Bundle | None) -> dict[str, Bundle]:
-        return self.inner.models(_unseated(received), _of(memory, self.seat(received)) or None)
+        return self.inner.models(_unseated(received), _of(memory, self.cluster_from_broadcast(received)) or None)
 
 
 def _of(bundle: Bundle | None, cluster: str) -> Bundle:

@@ -206,7 +206,7 @@ def scored(found: Deployment) -> Tensors:
     return {"after": found.after["right"], "loss": found.after["loss"], **filed}
 
 
-def unfiled(memory: Bundle) -> tuple[Bundle | None, Bundle]:
+def split_memory(memory: Bundle) -> tuple[Bundle | None, Bundle]:
     """What a site is to remember, and what it is to file."""
     filed = {kind: group for kind, group in memory.items() if kind.partition("@")[0] == SCORES}
     rest = {kind: group for kind, group in memory.items() if kind not in filed}

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from polyclinic.algorithms.base import classifier
 from polyclinic.algorithms.wrappers.base import Wrapper
-from polyclinic.core.contract import Bundle, Desk, Federation, Site, SiteId, Stream, Update
+from polyclinic.core.contract import Bundle, Federation, ServerWork, Site, SiteId, Stream, Update
 from polyclinic.core.errors import RecipeError
 from polyclinic.core.flat_tensors import copied
 
@@ -31,7 +31,7 @@ class Ensemble(Wrapper):
         return state
 
     def broadcast(self, state: Bundle, site: SiteId) -> Bundle:
-        return self.inner.broadcast(alone(state), site)
+        return self.inner.broadcast(without_ensemble(state), site)
 
     def aggregate(self, state: Bundle, updates: Iterable[Update]) -> Bundle:
         kept = dict(state.get(ENSEMBLE, {}))
@@ -42,17 +42,17 @@ class Ensemble(Wrapper):
                     kept.update({f"{kind}/{update.site}/{name}": t for name, t in copied(group).items()})
                 yield update
 
-        return {**self.inner.aggregate(alone(state), noted()), ENSEMBLE: kept}
+        return {**self.inner.aggregate(without_ensemble(state), noted()), ENSEMBLE: kept}
 
-    def serve(self, state: Bundle, server: Site, rng: Stream) -> Desk:
-        served = yield from self.inner.serve(alone(state), server, rng)
+    def server_step(self, state: Bundle, server: Site, rng: Stream) -> ServerWork:
+        served = yield from self.inner.server_step(without_ensemble(state), server, rng)
         return {**served, **members(state)}
 
     def finish(self, state: Bundle) -> Bundle:
-        return {**self.inner.finish(alone(state)), **members(state)}
+        return {**self.inner.finish(without_ensemble(state)), **members(state)}
 
     def models(self, received: Bundle, memory: Bundle | None) -> dict[str, Bundle]:
-        return self.inner.models(alone(received), memory)
+        return self.inner.models(without_ensemble(received), memory)
 
 
 def members(state: Bundle) -> Bundle:
@@ -60,12 +60,12 @@ def members(state: Bundle) -> Bundle:
     return {kind: group for kind, group in state.items() if kind == ENSEMBLE}
 
 
-def alone(state: Bundle) -> Bundle:
+def without_ensemble(state: Bundle) -> Bundle:
     """A state without them."""
     return {kind: group for kind, group in state.items() if kind != ENSEMBLE}
 
 
-def by_member(bundle: Bundle) -> dict[str, Bundle]:
+def models_by_site(bundle: Bundle) -> dict[str, Bundle]:
     """The sites' models, by site."""
     found: dict[str, Bundle] = {}
     for path, tensor in bundle.get(ENSEMBLE, {}).items():

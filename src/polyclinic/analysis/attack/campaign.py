@@ -18,8 +18,8 @@ from polyclinic.analysis.attack.feature_inversion import (
     GUESSES,
     UNREAD,
     Attack,
-    Figures,
     Findings,
+    InversionScores,
     Judge,
     clipped_and_noised,
     features,
@@ -50,7 +50,7 @@ err = Console(stderr=True)
 
 
 @dataclass(frozen=True)
-class Wishes:
+class AttackOptions:
     """What shall be attacked, and how hard."""
 
     sites: tuple[SiteId, ...] = ()
@@ -85,7 +85,7 @@ class Target:
     stages: tuple[int, ...]
 
 
-def attack(past: PastRun, wishes: Wishes, stream: Stream) -> dict[str, Any]:
+def attack(past: PastRun, wishes: AttackOptions, stream: Stream) -> dict[str, Any]:
     """Attack every site and stage; writes attack.json and galleries into the run's folder."""
     targets = [_target(past, wishes, site, stream) for site in _sites(past, wishes.sites)]
     folder = past.folder / "attack"
@@ -106,7 +106,7 @@ def _sites(past: PastRun, wanted: Sequence[SiteId]) -> list[SiteId]:
     return list(dict.fromkeys(wanted)) or there[:SITES]
 
 
-def _target(past: PastRun, wishes: Wishes, site: SiteId, stream: Stream) -> Target:
+def _target(past: PastRun, wishes: AttackOptions, site: SiteId, stream: Stream) -> Target:
     model, network = past.network(site)
     last = stages(network)
     for stage in wishes.stages:
@@ -140,7 +140,9 @@ def _mobilenet(weights: Path, device: torch.device) -> Judge:
     return lambda pixels: features(extractor, seen, pixels)
 
 
-def _features(past: PastRun, wishes: Wishes, target: Target, folder: Path, stream: Stream) -> dict[int, Findings]:
+def _features(
+    past: PastRun, wishes: AttackOptions, target: Target, folder: Path, stream: Stream
+) -> dict[int, Findings]:
     untrained = past.untrained(target.site, stream.child("untrained", target.site))
     disguise = None if wishes.clip is None else clipped_and_noised(wishes.clip, wishes.noise)
     found = {}
@@ -163,7 +165,7 @@ def _draw(won: Attack, halves: Halves, title: str, path: Path) -> None:
     gallery(halves.attacked[chosen], guesses, alike, title, path)
 
 
-def _gradients(wishes: Wishes, target: Target, folder: Path, stream: Stream) -> Inverted:
+def _gradients(wishes: AttackOptions, target: Target, folder: Path, stream: Stream) -> Inverted:
     images, own = wishes.inversion, stream.child("gradients", target.site)
     with err.status(f"{target.site}: gradients"):
         won = gradients(target.network, target.halves, images, wishes.search, wishes.step_clip, wishes.step_noise, own)
@@ -175,7 +177,7 @@ def _gradients(wishes: Wishes, target: Target, folder: Path, stream: Stream) -> 
 
 def _told(
     past: PastRun,
-    wishes: Wishes,
+    wishes: AttackOptions,
     targets: Sequence[Target],
     found: Mapping[SiteId, Mapping[int, Findings]],
     inverted: Mapping[SiteId, Inverted],
@@ -206,7 +208,7 @@ def _told(
     }
 
 
-def _judge_name(wishes: Wishes) -> str:
+def _judge_name(wishes: AttackOptions) -> str:
     if wishes.fid_weights is None:
         return "the last stage of the run's own network"
     return f"MobileNetV2 ({wishes.fid_weights.name}), at {JUDGED_AT} pixels"
@@ -222,7 +224,9 @@ def _leaks(sites: Iterable[Findings]) -> dict[str, int]:
 
 
 def verdict(
-    means: Mapping[int, Mapping[str, Figures]], leaking: Mapping[int, Mapping[str, int]], inverted: Sequence[Inverted]
+    means: Mapping[int, Mapping[str, InversionScores]],
+    leaking: Mapping[int, Mapping[str, int]],
+    inverted: Sequence[Inverted],
 ) -> str:
     """All of it in one sentence."""
     bad = [n for n in means if leaking[n]["decoder"]]

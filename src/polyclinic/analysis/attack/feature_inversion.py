@@ -52,7 +52,7 @@ Judge: TypeAlias = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
-class Figures:
+class InversionScores:
     """How near guesses come to the attacked images."""
 
     ssim: float
@@ -76,7 +76,7 @@ class Findings:
     """Its median length: where to begin when a clip is chosen."""
     leaks: Mapping[str, bool]
     """Of those guesses that read features."""
-    guesses: Mapping[str, Figures]
+    guesses: Mapping[str, InversionScores]
 
 
 @dataclass(frozen=True, eq=False)
@@ -141,9 +141,9 @@ def _above(differences: Tensor) -> bool:
     return float(differences.mean()) > CHANCE * error
 
 
-def _figures(likeness: Likeness, known: float, distance: float) -> Figures:
+def _figures(likeness: Likeness, known: float, distance: float) -> InversionScores:
     alike, far = likeness
-    return Figures(
+    return InversionScores(
         float(alike.mean()),
         float(alike.max()),
         float(far.mean()),
@@ -172,10 +172,10 @@ def clipped_and_noised(clip: float, noise: float) -> Disguise:
     return disguise
 
 
-def mean_figures(sites: Sequence[Mapping[str, Figures]]) -> dict[str, Figures]:
+def mean_figures(sites: Sequence[Mapping[str, InversionScores]]) -> dict[str, InversionScores]:
     """Over sites, as FedMP reports them."""
-    names = [field.name for field in fields(Figures)]
+    names = [field.name for field in fields(InversionScores)]
     return {
-        guess: Figures(*(mean(getattr(figures[guess], name) for figures in sites) for name in names))
+        guess: InversionScores(*(mean(getattr(figures[guess], name) for figures in sites) for name in names))
         for guess in sites[0]
     }

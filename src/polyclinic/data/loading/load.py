@@ -29,7 +29,7 @@ from polyclinic.data.quality.finding_text import by, many
 from polyclinic.data.quality.image_stats import look_at
 from polyclinic.data.quality.labels import FEW, TYPO, label_findings, said_labels
 from polyclinic.data.records import Listing, Record
-from polyclinic.data.sources.decode import Unreadable, decode, stream_rows
+from polyclinic.data.sources.decode import UnreadableImage, decode, stream_rows
 from polyclinic.data.sources.folder import cleaned
 from polyclinic.data.splits import PARTS
 
@@ -235,7 +235,7 @@ def _work(pixels: Pixels, records: Sequence[Record], preparation: Preparation) -
 def _decode(pixels: Pixels, position: int, path: Path, preparation: Preparation) -> Problems:
     try:
         pixels[position] = prepare(decode(path, preparation.bits).pixels, preparation)
-    except Unreadable as problem:
+    except UnreadableImage as problem:
         return [(position, str(problem))]
     return []
 
@@ -246,7 +246,7 @@ def _decode_rows(pixels: Pixels, rows: Mapping[int, int], path: Path, array: str
         found = stream_rows(path, array, [rows[position] for position in places], preparation.bits)
         for position, image in zip(places, found, strict=True):
             pixels[position] = prepare(image, preparation)
-    except Unreadable as problem:
+    except UnreadableImage as problem:
         return [(position, str(problem)) for position in places]
     return []
 

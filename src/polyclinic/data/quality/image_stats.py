@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from polyclinic.data.records import Listing
-from polyclinic.data.sources.decode import Decoded, Unreadable, decode, decode_rows, quiet
+from polyclinic.data.sources.decode import Decoded, UnreadableImage, decode, decode_rows, quiet
 
 Bytes: TypeAlias = NDArray[np.uint8]
 Progress: TypeAlias = Callable[[int, int], None]
@@ -28,7 +28,7 @@ MISSING = "missing"
 
 
 @dataclass(frozen=True)
-class Look:
+class ImageStats:
     height: int
     width: int
     bits: int
@@ -43,23 +43,23 @@ class Look:
 class Looks:
     """By position in the listing."""
 
-    images: dict[int, Look]
+    images: dict[int, ImageStats]
     unreadable: dict[int, str]
     """Why, free of names."""
     missing: tuple[int, ...]
 
 
-Seen: TypeAlias = list[tuple[int, Look | str]]
+Seen: TypeAlias = list[tuple[int, ImageStats | str]]
 Task: TypeAlias = Callable[[], Seen]
 
 
-def look(image: Decoded) -> Look:
+def look(image: Decoded) -> ImageStats:
     pixels = _without_needless_colour(image.pixels)
     thumbnail = np.asarray(Image.fromarray(pixels).convert("L").resize((SIDE, SIDE), Image.Resampling.BILINEAR))
     blank = thumbnail.min() == thumbnail.max() and bool((pixels == pixels[:1, :1]).all())
     digest = hashlib.blake2b(pixels.data, digest_size=16, key=str(pixels.shape).encode())
     height, width = pixels.shape[:2]
-    return Look(height, width, image.bits, image.colour, image.windowed, blank, digest.digest(), thumbnail)
+    return ImageStats(height, width, image.bits, image.colour, image.windowed, blank, digest.digest(), thumbnail)
 
 
 def _without_needless_colour(pixels: Bytes) -> Bytes:
@@ -72,7 +72,7 @@ def _without_needless_colour(pixels: Bytes) -> Bytes:
 
 def look_at(listing: Listing, workers: int = 0, report: Progress | None = None) -> Looks:
     """Every file is opened once, however often it is listed; excluded images are looked at too."""
-    seen: dict[int, Look | str] = {}
+    seen: dict[int, ImageStats | str] = {}
     with quiet(), ThreadPoolExecutor(workers or os.cpu_count()) as pool:
         for found in pool.map(lambda task: task(), _tasks(listing)):
             seen.update(found)
@@ -81,7 +81,7 @@ def look_at(listing: Listing, workers: int = 0, report: Progress | None = None) 
     order = sorted(seen)
     texts = {position: text for position in order if isinstance(text := seen[position], str)}
     return Looks(
-        images={position: image for position in order if isinstance(image := seen[position], Look)},
+        images={position: image for position in order if isinstance(image := seen[position], ImageStats)},
         unreadable={position: text for position, text in texts.items() if text != MISSING},
         missing=tuple(position for position, text in texts.items() if text == MISSING),
     )
@@ -105,8 +105,8 @@ def _file(path: Path, positions: Sequence[int]) -> Task:
         if not os.path.isfile(path):
             return [(position, MISSING) for position in positions]
         try:
-            found: Look | str = look(decode(path))
-        except Unreadable as error:
+            found: ImageStats | str = look(decode(path))
+        except UnreadableImage as error:
             found = str(error)
         return [(position, found) for position in positions]
 
@@ -121,7 +121,7 @@ def _blocks(path: Path, array: str, rows: Sequence[tuple[int, int]]) -> Iterator
         return
     try:
         size = decode_rows(path, array, [rows[0][0]]).nbytes
-    except Unreadable as error:
+    except UnreadableImage as error:
         reason = str(error)
         yield lambda: [(position, reason) for position in positions]
         return
@@ -134,7 +134,7 @@ def _block(path: Path, array: str, rows: Sequence[tuple[int, int]]) -> Task:
     def task() -> Seen:
         try:
             images = decode_rows(path, array, [row for row, _ in rows])
-        except Unreadable as error:
+        except UnreadableImage as error:
             return [(position, str(error)) for _, position in rows]
         return [
             (position, look(Decoded(pixels, bits=8, colour=pixels.ndim == 3)))

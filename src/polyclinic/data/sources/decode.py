@@ -54,7 +54,7 @@ Bytes = NDArray[np.uint8]
 Readable = IO[bytes] | io.BufferedIOBase
 
 
-class Unreadable(PolyclinicError):  # noqa: N818  it says what the file is
+class UnreadableImage(PolyclinicError):  # noqa: N818  it says what the file is
     """Why an image cannot be read, in a few words without any name or path: "the JPEG is truncated".
 
     Images with the same fault get the same words, so that faults can be counted.
@@ -90,24 +90,24 @@ def first_bytes(path: Path) -> bytes:
         with path.open("rb") as file:
             head = file.read(132)
     except FileNotFoundError:
-        raise Unreadable("the file does not exist") from None
+        raise UnreadableImage("the file does not exist") from None
     except OSError:
-        raise Unreadable("the file cannot be opened") from None
+        raise UnreadableImage("the file cannot be opened") from None
     if not head:
-        raise Unreadable("the file is empty")
+        raise UnreadableImage("the file is empty")
     return head
 
 
 def refuse_large(width: int, height: int) -> None:
     if width * height > LARGEST:
-        raise Unreadable(TOO_LARGE)
+        raise UnreadableImage(TOO_LARGE)
 
 
 def to_bytes(values: NDArray[np.unsignedinteger[Any]], bits: int) -> Bytes:
     """value × 255 / (2^bits − 1), rounded."""
     top = 2**bits - 1
     if values.max() > top:
-        raise Unreadable(f"it has values that the {bits} bits it is said to use cannot hold")
+        raise UnreadableImage(f"it has values that the {bits} bits it is said to use cannot hold")
     return np.take(np.rint(np.arange(top + 1) * 255 / top).astype(np.uint8), values)
 
 
@@ -154,7 +154,7 @@ def _dicom(path: Path) -> Decoded:
     try:
         from polyclinic.data.sources.dicom import read_dicom
     except ImportError:
-        raise Unreadable('it is a DICOM file; install the reader with pip install "polyclinic[dicom]"') from None
+        raise UnreadableImage('it is a DICOM file; install the reader with pip install "polyclinic[dicom]"') from None
     return read_dicom(path)
 
 
@@ -169,23 +169,23 @@ def _picture(path: Path, head: bytes, bits: int | None) -> Decoded:
             image.load()
             pixels, depth = _deep_png(path, bits) if _is_deep_colour_png(head) else _eight_bit(image, bits)
             pixels = _turned(pixels, image.getexif().get(ORIENTATION, 1))
-    except Unreadable:
+    except UnreadableImage:
         raise
     except UnidentifiedImageError:
-        raise Unreadable(
+        raise UnreadableImage(
             "it is not a PNG, JPEG, BMP, TIFF, WebP, PGM or DICOM image, or cut off at its start"
         ) from None
     except Image.DecompressionBombError:
-        raise Unreadable(TOO_LARGE) from None
+        raise UnreadableImage(TOO_LARGE) from None
     except Exception as error:  # decoders raise whatever a damaged file leads them to
-        raise Unreadable(f"the {kind} is {'truncated' if 'truncated' in str(error) else 'damaged'}") from None
+        raise UnreadableImage(f"the {kind} is {'truncated' if 'truncated' in str(error) else 'damaged'}") from None
     return Decoded(pixels, depth, colour=pixels.ndim == 3)
 
 
 def _refuse_several(image: Image.Image) -> None:
     # the other pictures of an MPO, a JPEG of some cameras, are previews of the first
     if getattr(image, "n_frames", 1) > 1 and image.format != "MPO":
-        raise Unreadable("it holds several pictures; save each as a file of its own")
+        raise UnreadableImage("it holds several pictures; save each as a file of its own")
 
 
 def _eight_bit(image: Image.Image, bits: int | None) -> tuple[Bytes, int]:
@@ -193,7 +193,7 @@ def _eight_bit(image: Image.Image, bits: int | None) -> tuple[Bytes, int]:
     if image.mode.startswith("I;16") or (image.mode == "I" and image.format in ("PNG", "PPM")):
         return _deep_grey(image, bits), 16
     if image.mode in ("I", "F"):
-        raise Unreadable("its pixels are signed, 32-bit or fractional numbers; save it with 8 or 16 bits")
+        raise UnreadableImage("its pixels are signed, 32-bit or fractional numbers; save it with 8 or 16 bits")
     depth = _depth(image, bits)
     if image.has_transparency_data:
         rgba = np.array(image.convert("RGBA"))
@@ -214,7 +214,7 @@ def _depth(image: Image.Image, bits: int | None) -> int:
     samples = _tiff_tag(image, BITS_PER_SAMPLE)
     if isinstance(samples, tuple) and max(samples) > 8:
         if bits not in (None, 16):  # Pillow keeps only the upper eight
-            raise Unreadable(f"it is a 16-bit colour TIFF, of which {bits} bits cannot be picked; save it as PNG")
+            raise UnreadableImage(f"it is a 16-bit colour TIFF, of which {bits} bits cannot be picked; save it as PNG")
         return 16
     return 1 if image.mode == "1" else 8
 
@@ -263,20 +263,20 @@ class _Stack:
     def chosen(self, rows: Sequence[int]) -> Iterator[NDArray[np.unsignedinteger[Any]]]:
         """The images at `rows`, which ascend. What lies between is read too: the checksum at the end counts it."""
         if rows and not 0 <= rows[0] <= rows[-1] < self.count:
-            raise Unreadable(f"row {rows[-1]} was asked for, but it has {self.count} images, counted from 0")
+            raise UnreadableImage(f"row {rows[-1]} was asked for, but it has {self.count} images, counted from 0")
         size, reached = math.prod(self.shape) * self.dtype.itemsize, 0
         for row in rows:
             _skip(self.file, (row - reached) * size)
             yield np.frombuffer(_exactly(self.file, size), self.dtype).reshape(self.shape)
             reached = row + 1
         if reached == self.count and self.file.read(1):
-            raise Unreadable("it has bytes after its last image")
+            raise UnreadableImage("it has bytes after its last image")
 
 
 def _exactly(file: Readable, size: int) -> bytes:
     data = file.read(size)
     if len(data) < size:
-        raise Unreadable("the file is truncated")
+        raise UnreadableImage("the file is truncated")
     return data
 
 
@@ -315,23 +315,23 @@ def _stack(path: Path, array: str) -> Iterator[_Stack]:
                 yield _npy(files.enter_context(zipfile.ZipFile(file)), array, files)
             else:
                 yield _idx(gzip.GzipFile(fileobj=file) if head.startswith(b"\x1f\x8b") else file)
-    except Unreadable:
+    except UnreadableImage:
         raise
     except Exception:  # what zip, deflate and header parsers raise on damaged files may quote them
-        raise Unreadable("the file is truncated or damaged") from None
+        raise UnreadableImage("the file is truncated or damaged") from None
 
 
 def _npy(archive: zipfile.ZipFile, array: str, files: ExitStack) -> _Stack:
     name = f"{array}.npy"
     if name not in archive.namelist():
-        raise Unreadable(f"it has no array '{array}'")
+        raise UnreadableImage(f"it has no array '{array}'")
     with quiet(), archive.open(name) as member:
         opening = io.BytesIO(member.read(MOST_HEADER))  # NumPy itself would read any length that a header claims
         shape, by_column, dtype = HEADERS[npy.read_magic(opening)](opening)
     if dtype.kind != "u" or dtype.itemsize > 2:
-        raise Unreadable("its images are not whole numbers of 8 or 16 bits (uint8, uint16)")
+        raise UnreadableImage("its images are not whole numbers of 8 or 16 bits (uint8, uint16)")
     if by_column and len(shape) > 1:
-        raise Unreadable("its images are stored column by column; save them with numpy.ascontiguousarray")
+        raise UnreadableImage("its images are stored column by column; save them with numpy.ascontiguousarray")
     file = files.enter_context(archive.open(name))
     _skip(file, opening.tell())
     return _checked(file, shape, dtype)
@@ -340,13 +340,13 @@ def _npy(archive: zipfile.ZipFile, array: str, files: ExitStack) -> _Stack:
 def _idx(file: Readable) -> _Stack:
     header = file.read(16)
     if len(header) < 16 or struct.unpack(">I", header[:4])[0] != IDX_OF_BYTE_IMAGES:
-        raise Unreadable("it is not an idx file of images")
+        raise UnreadableImage("it is not an idx file of images")
     return _checked(file, struct.unpack(">3I", header[4:]), np.dtype(np.uint8))
 
 
 def _checked(file: Readable, shape: tuple[int, ...], dtype: np.dtype[Any]) -> _Stack:
     image = shape[1:]
     if len(image) not in (2, 3) or image[2:] not in ((), (1,), (3,)) or min(image) < 1:
-        raise Unreadable("its array has not the shape of images: n×H×W, n×H×W×1 or n×H×W×3")
+        raise UnreadableImage("its array has not the shape of images: n×H×W, n×H×W×1 or n×H×W×3")
     refuse_large(image[1], image[0])
     return _Stack(file, shape[0], image, dtype)

@@ -33,7 +33,7 @@ from polyclinic.data.sources.decode import (
     LARGEST,
     Bytes,
     Decoded,
-    Unreadable,
+    UnreadableImage,
     first_bytes,
     quiet,
     refuse_large,
@@ -71,12 +71,12 @@ def read_dicom(path: Path) -> Decoded:
     with quiet():
         try:
             return _read(path)
-        except Unreadable:
+        except UnreadableImage:
             raise
         except InvalidDicomError:
-            raise Unreadable("it is not a DICOM file: the mark DICM is missing") from None
+            raise UnreadableImage("it is not a DICOM file: the mark DICM is missing") from None
         except Exception:  # pydicom raises whatever a damaged file leads it to, and quotes tags
-            raise Unreadable("the DICOM file is damaged") from None
+            raise UnreadableImage("the DICOM file is damaged") from None
 
 
 def _read(path: Path) -> Decoded:
@@ -84,7 +84,7 @@ def _read(path: Path) -> Decoded:
     _refuse_unfit(header)
     stored, photometric = _stored(path, header.file_meta.get("TransferSyntaxUID"))
     if stored.shape[:2] != (header.Rows, header.Columns) or stored.ndim > 3:
-        raise Unreadable("its pixels are not the one picture that its header announces")
+        raise UnreadableImage("its pixels are not the one picture that its header announces")
     shown = _shown(stored, photometric, header)
     return Decoded(shown, int(header.BitsStored), photometric not in MONOCHROME, windowed=True)
 
@@ -106,7 +106,7 @@ def _refuse_inflating(data: bytes, most: int = 6 * LARGEST) -> None:
         size += len(stream.decompress(data, 2**20))
         data = stream.unconsumed_tail
         if size > most:
-            raise Unreadable("its deflated content is larger than any image allowed")
+            raise UnreadableImage("its deflated content is larger than any image allowed")
 
 
 def _opened(path: Path, tags: list[str], *, stop_before_pixels: bool = False) -> FileDataset:
@@ -116,16 +116,18 @@ def _opened(path: Path, tags: list[str], *, stop_before_pixels: bool = False) ->
 
 def _refuse_unfit(header: Dataset) -> None:
     if "Rows" not in header or "Columns" not in header:
-        raise Unreadable("it holds no picture (it is a report or another document), or ends before it")
+        raise UnreadableImage("it holds no picture (it is a report or another document), or ends before it")
     if int(header.get("NumberOfFrames") or 1) > 1:
-        raise Unreadable("it holds several pictures (multi-frame DICOM); export those wanted as files of their own")
+        raise UnreadableImage(
+            "it holds several pictures (multi-frame DICOM); export those wanted as files of their own"
+        )
     refuse_large(header.Columns, header.Rows)
     if header.PhotometricInterpretation not in PHOTOMETRICS:
-        raise Unreadable("its kind of colour (photometric interpretation) is not supported")
+        raise UnreadableImage("its kind of colour (photometric interpretation) is not supported")
     if header.BitsAllocated > 16:
-        raise Unreadable(f"its pixels have {int(header.BitsAllocated)} bits; up to 16 can be read")
+        raise UnreadableImage(f"its pixels have {int(header.BitsAllocated)} bits; up to 16 can be read")
     if header.get("HighBit", header.BitsStored - 1) != header.BitsStored - 1:
-        raise Unreadable("its pixels are not kept in the lowest bits, an old habit that is not supported")
+        raise UnreadableImage("its pixels are not kept in the lowest bits, an old habit that is not supported")
 
 
 def _stored(path: Path, syntax: UID | None) -> tuple[NDArray[np.integer[Any]], str]:
@@ -133,7 +135,7 @@ def _stored(path: Path, syntax: UID | None) -> tuple[NDArray[np.integer[Any]], s
     decoder, compression, package = _decoder(syntax)
     dataset = _opened(path, SHAPE + PIXELS)
     if not dataset.get("PixelData"):
-        raise Unreadable("it has no pixel data, or is truncated within them")
+        raise UnreadableImage("it has no pixel data, or is truncated within them")
     if package:
         _refuse_false_frame(dataset, package)
     try:
@@ -141,26 +143,28 @@ def _stored(path: Path, syntax: UID | None) -> tuple[NDArray[np.integer[Any]], s
     except Exception:
         if package and "pylibjpeg" not in decoder.available_plugins:  # Pillow decodes some, not all
             raise _missing(compression) from None
-        raise Unreadable("its pixel data are truncated or damaged") from None
+        raise UnreadableImage("its pixel data are truncated or damaged") from None
     return values, str(facts["photometric_interpretation"])
 
 
 def _decoder(syntax: UID | None) -> tuple[Decoder, str, str]:
     """How to decompress, what the compression is called, the package that decodes it ("" where pydicom does)."""
     if not syntax:
-        raise Unreadable("it does not say how its pixels are stored (no transfer syntax)")
+        raise UnreadableImage("it does not say how its pixels are stored (no transfer syntax)")
     compression, package = next(((name, package) for name, known, package in COMPRESSIONS if syntax in known), ("", ""))
     try:
         decoder = get_decoder(syntax)
     except NotImplementedError:
-        raise Unreadable("its pixels are stored or compressed in a way that cannot be read (video, private)") from None
+        raise UnreadableImage(
+            "its pixels are stored or compressed in a way that cannot be read (video, private)"
+        ) from None
     if not decoder.is_available:
         raise _missing(compression)
     return decoder, compression, package
 
 
-def _missing(compression: str) -> Unreadable:
-    return Unreadable(
+def _missing(compression: str) -> UnreadableImage:
+    return UnreadableImage(
         f'its pixels are compressed ({compression}); install the decoders with pip install "polyclinic[dicom]"'
     )
 
@@ -169,13 +173,13 @@ def _refuse_false_frame(dataset: Dataset, package: str) -> None:
     """A compressed picture announces its own size and its end; decoders believe the one and do not miss the other."""
     frame = get_frame(dataset.PixelData, 0, number_of_frames=1)
     if END_OF_IMAGE not in frame[-16:]:  # its end may be padded with zeros
-        raise Unreadable("its compressed pixels are truncated")
+        raise UnreadableImage("its compressed pixels are truncated")
     try:
         size = import_module(package).get_parameters(frame)
     except (ImportError, RuntimeError):  # then Pillow decodes it or nobody does, and Pillow has its own limit
         return
     if (size["rows"], size["columns"]) != (dataset.Rows, dataset.Columns):
-        raise Unreadable("its compressed picture has another size than its header announces")
+        raise UnreadableImage("its compressed picture has another size than its header announces")
 
 
 def _shown(stored: NDArray[np.integer[Any]], photometric: str, header: Dataset) -> Bytes:
@@ -190,7 +194,7 @@ def _shown(stored: NDArray[np.integer[Any]], photometric: str, header: Dataset) 
         colours = [_Table(header, *names).shades(levels) for names in PALETTES]
         return np.stack([np.take(shades, index) for shades in colours], axis=-1)
     if photometric not in MONOCHROME:
-        raise Unreadable("its colours cannot be converted to red, green and blue")
+        raise UnreadableImage("its colours cannot be converted to red, green and blue")
     seen &= ~_padding(levels, stored, header)
     shades = np.rint(255 * _interest(_modality(levels, header), seen, header)).astype(np.uint8)
     pixels: Bytes = np.take(shades, index)
@@ -202,7 +206,7 @@ def _modality(levels: Numbers, header: Dataset) -> Numbers:
         return _Table(header.ModalityLUTSequence[0]).entries_at(levels)
     slope, intercept = _number(header, "RescaleSlope"), _number(header, "RescaleIntercept")
     if slope == 0:
-        raise Unreadable("its rescale slope is 0, which makes all its pixels equal")
+        raise UnreadableImage("its rescale slope is 0, which makes all its pixels equal")
     return levels * (1.0 if slope is None else slope) + (intercept or 0.0)
 
 
@@ -222,11 +226,11 @@ def _interest(values: Numbers, seen: NDArray[np.bool_], header: Dataset) -> Numb
 def _window(values: Numbers, centre: float, width: float, function: str) -> Numbers:
     """PS3.3 C.11.2.1.2.1 (linear), C.11.2.1.3.1 (sigmoid), C.11.2.1.3.2 (linear exact)."""
     if width < 1 if function == "LINEAR" else width <= 0:
-        raise Unreadable("its window is too narrow to show anything; correct or remove its window")
+        raise UnreadableImage("its window is too narrow to show anything; correct or remove its window")
     if function == "SIGMOID":
         return np.asarray(expit(4 * (values - centre) / width))
     if function not in ("LINEAR", "LINEAR_EXACT"):
-        raise Unreadable("its window has an unknown shape (neither linear, linear exact nor sigmoid)")
+        raise UnreadableImage("its window has an unknown shape (neither linear, linear exact nor sigmoid)")
     if function == "LINEAR":
         centre, width = centre - 0.5, width - 1
     if width == 0:
@@ -251,7 +255,7 @@ def _number(header: Dataset, keyword: str) -> float | None:
     if first is None or first == "":
         return None
     if not math.isfinite(number := float(first)):
-        raise Unreadable("a number that says how to show it is infinite or none")
+        raise UnreadableImage("a number that says how to show it is infinite or none")
     return number
 
 
@@ -260,7 +264,7 @@ class _Table:
 
     def __init__(self, holder: Dataset, descriptor: str = "LUTDescriptor", data: str = "LUTData") -> None:
         if descriptor not in holder or data not in holder:
-            raise Unreadable("its lookup table is missing, or segmented, which is not supported")
+            raise UnreadableImage("its lookup table is missing, or segmented, which is not supported")
         count, self.first, bits = (int(number) for number in holder[descriptor].value)
         self.entries, self.top = _entries(holder[data].value, (count & 0xFFFF) or 2**16, bits, holder)
 
@@ -281,7 +285,7 @@ def _entries(raw: Any, count: int, bits: int, holder: Dataset) -> tuple[Numbers,
     elif little:  # two entries of eight bits in each word
         entries, bits = np.frombuffer(raw, dtype=np.uint8).astype(np.float64), 8
     else:
-        raise Unreadable("its lookup table packs bytes in big-endian words, which is not supported")
+        raise UnreadableImage("its lookup table packs bytes in big-endian words, which is not supported")
     if len(entries) < count or not 1 <= bits <= 16:
-        raise Unreadable("its lookup table is not what it announces")
+        raise UnreadableImage("its lookup table is not what it announces")
     return np.minimum(entries[:count], 2**bits - 1), 2**bits - 1

@@ -80,11 +80,11 @@ def replied(message: Message, answer: Callable[[bytes], bytes]) -> Message:
     return Message(packed(answer(unpacked(message)[:-NONCE])), reply_to=message)
 
 
-class Away(Exception):  # noqa: N818
+class Disconnected(Exception):  # noqa: N818
     """No connection for now; it is worth trying again."""
 
 
-class Attendance:
+class SiteConnection:
     """A site at work. `answer` turns one message into another: it never raises, and a message that comes again changes
     nothing; `tell` says how things stand; `resting`: whether no run is under way. `names`: as site.yaml has them, the
     federation's and the site's, for the server to compare with whose key it is."""
@@ -127,7 +127,7 @@ class Attendance:
                     said, wait, known = "", 1.0, True
                     while not self.stop.is_set():
                         self._serve(node)
-            except Away as reason:
+            except Disconnected as reason:
                 closed = f"{self.server} has closed; waiting for the next run"
                 sentence = closed if known and self.resting() else str(reason)
                 if sentence != said:
@@ -222,7 +222,7 @@ class Attendance:
         except httpx.TransportError as error:
             raise _transport(error, self.server, self.secure) from None
         except (ObjectPullError, ObjectPushError, ValueError, KeyError, TypeError) as error:
-            raise Away(
+            raise Disconnected(
                 f"a message was lost on the way ({type(error).__name__}); the server will send it again"
             ) from None
 
@@ -250,8 +250,8 @@ def _status(response: httpx.Response, server: str) -> Exception:
             "set both by NTP"
         )
     if response.status_code == 412:
-        return Away(f"{server} still counts on another process of this site; is one running? trying again")
-    return Away(f"{server} no longer knows this connection ({response.status_code}); connecting anew")
+        return Disconnected(f"{server} still counts on another process of this site; is one running? trying again")
+    return Disconnected(f"{server} no longer knows this connection ({response.status_code}); connecting anew")
 
 
 def _ahead(response: httpx.Response) -> float | None:
@@ -273,10 +273,14 @@ def _transport(error: httpx.TransportError, server: str, secure: bool) -> Except
             other = f"the server's certificate is not trusted ({cause.verify_message})"
             return EngineError(f"{server}: {UNTRUSTED.get(cause.verify_code, other)}")
         if isinstance(cause, socket.gaierror):
-            return Away(f"{server}: no such host is known here; check `server` in site.yaml, and DNS; trying again")
+            return Disconnected(
+                f"{server}: no such host is known here; check `server` in site.yaml, and DNS; trying again"
+            )
         if isinstance(cause, ssl.SSLError) and cause.reason == "WRONG_VERSION_NUMBER":
             return EngineError(f"{server} does not speak TLS; check host and port in site.yaml")
         cause = cause.__cause__ or cause.__context__
     if isinstance(error, httpx.RemoteProtocolError) and not secure:
-        return Away(f"{server} hangs up; if it speaks TLS, set insecure: false in site.yaml; trying again")
-    return Away(f"{server} cannot be reached ({type(error).__name__}); is it running, and its port open? trying again")
+        return Disconnected(f"{server} hangs up; if it speaks TLS, set insecure: false in site.yaml; trying again")
+    return Disconnected(
+        f"{server} cannot be reached ({type(error).__name__}); is it running, and its port open? trying again"
+    )

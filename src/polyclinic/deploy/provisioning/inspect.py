@@ -14,7 +14,7 @@ from polyclinic.deploy.provisioning.provision import Kits
 
 
 @dataclass(frozen=True)
-class Row:
+class InspectionRow:
     name: str
     fingerprint: str
     until: str
@@ -23,7 +23,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Inspection:
-    rows: tuple[Row, ...]
+    rows: tuple[InspectionRow, ...]
     revoked: tuple[dict[str, str], ...]
     warnings: tuple[str, ...]
     """What ends within 30 days."""
@@ -74,14 +74,14 @@ def _refuse_site(kits: Kits, site: SiteId, now: datetime) -> None:
         raise EngineError(f"the server still takes the revoked key {mark} of {site}; {again}")
 
 
-def _certificate_rows(name: str, path: Path) -> Iterator[Row]:
+def _certificate_rows(name: str, path: Path) -> Iterator[InspectionRow]:
     for found in _readable(path):
-        yield Row(name, certificates.certificate_fingerprint(found), f"{found.not_valid_after_utc:%Y-%m-%d}")
+        yield InspectionRow(name, certificates.certificate_fingerprint(found), f"{found.not_valid_after_utc:%Y-%m-%d}")
 
 
-def _key_rows(site: SiteId, path: Path) -> Iterator[Row]:
+def _key_rows(site: SiteId, path: Path) -> Iterator[InspectionRow]:
     try:
-        yield Row(site, certificates.fingerprint_of(path), "")
+        yield InspectionRow(site, certificates.fingerprint_of(path), "")
     except EngineError:  # among the problems already
         return
 

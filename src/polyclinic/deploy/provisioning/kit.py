@@ -16,7 +16,7 @@ import yaml
 
 from polyclinic import __version__
 from polyclinic.core.contract import SiteId
-from polyclinic.deploy.config import Federation, folder_of, host_and_port
+from polyclinic.deploy.config import FederationConfig, folder_of, host_and_port
 
 FLWR = "1.41.0"
 SECRET, PLAIN, PROGRAM = 0o600, 0o644, 0o755
@@ -45,7 +45,7 @@ class Wheel:
 
 
 def site_kit(
-    federation: Federation, site: SiteId, ca: bytes, key: bytes, wheel: Wheel | None = None
+    federation: FederationConfig, site: SiteId, ca: bytes, key: bytes, wheel: Wheel | None = None
 ) -> dict[str, File]:
     folder = folder_of(site)
     words = _words(federation, wheel) | {
@@ -74,7 +74,7 @@ def site_kit(
 
 
 def server_kit(
-    federation: Federation,
+    federation: FederationConfig,
     ca: bytes,
     certificate: bytes,
     key: bytes,
@@ -108,11 +108,11 @@ def public_key_path(site: SiteId) -> str:
     return f"sites/{folder_of(site)}.pub"
 
 
-def federation_yaml(federation: Federation) -> File:
+def federation_yaml(federation: FederationConfig) -> File:
     return _yaml(federation.model_dump(mode="json"))
 
 
-def server_yaml(federation: Federation) -> File:
+def server_yaml(federation: FederationConfig) -> File:
     server = federation.server
     settings = {"federation": federation.federation, "host": server.host, "port": server.port}
     files = {"certificate": "server.crt", "key": "server.key", "ca": "ca.crt", "folder": "state"}
@@ -142,7 +142,7 @@ def quoted(text: str) -> str:
     return yaml.safe_dump(text, allow_unicode=True, width=10**6).removesuffix("...\n").strip()
 
 
-def _words(federation: Federation, wheel: Wheel | None) -> dict[str, str]:
+def _words(federation: FederationConfig, wheel: Wheel | None) -> dict[str, str]:
     server = federation.server
     address = host_and_port(server.host, server.port)
     return {

@@ -26,7 +26,7 @@ import yaml
 from polyclinic import __version__
 from polyclinic.core.contract import SiteId
 from polyclinic.core.errors import DataError, EngineError, RecipeError, StoreError
-from polyclinic.deploy.config import Federation, folder_of
+from polyclinic.deploy.config import FederationConfig, folder_of
 from polyclinic.deploy.provisioning import certificates
 from polyclinic.deploy.provisioning.kit import (
     SECRET,
@@ -56,7 +56,7 @@ def read_wheel(path: Path) -> Wheel:
         return Wheel(path.name, path.read_bytes())
 
 
-def provision(federation: Federation, out: Path, wheel: Wheel | None = None, now: datetime | None = None) -> None:
+def provision(federation: FederationConfig, out: Path, wheel: Wheel | None = None, now: datetime | None = None) -> None:
     """Make all keys, certificates and kits."""
     certificates.need_cryptography()
     if not federation.sites:
@@ -150,14 +150,14 @@ class Kits:
     """Kits that are there, to be changed by one process at a time."""
 
     folder: Path
-    federation: Federation
+    federation: FederationConfig
 
     @classmethod
     def open(cls, folder: Path) -> Kits:
         certificates.need_cryptography()
         if not (folder / "federation.yaml").is_file() or not (folder / "server").is_dir():
             raise StoreError(f"there are no kits in {folder}; give the folder that `polyclinic provision … --out` made")
-        return cls(folder, Federation.load(folder / "federation.yaml"))
+        return cls(folder, FederationConfig.load(folder / "federation.yaml"))
 
     def site_folder(self, site: SiteId) -> Path:
         return self.folder / "sites" / folder_of(site)

@@ -26,11 +26,11 @@ from polyclinic.data.partitioning.partition import Natural
 from polyclinic.data.records import Listing, classes_of
 from polyclinic.deploy.site.config import SiteConfig
 from polyclinic.privacy.plan import largest_groups
-from polyclinic.runs.sites import Consortium, gather
+from polyclinic.runs.sites import FederatedDataset, load_sites
 from polyclinic.storage.run_files import named_failure
 
 
-def gather_own(recipe: Recipe, config: SiteConfig, classes: Sequence[str] | None = None) -> Consortium:
+def gather_own(recipe: Recipe, config: SiteConfig, classes: Sequence[str] | None = None) -> FederatedDataset:
     """This site alone as a consortium. classes: those of the run, where labels would name them otherwise."""
     spec, given = DATASETS[recipe.data.name], recipe.data.options
     if issubclass(spec.options, OwnOptions):
@@ -58,7 +58,7 @@ def registered(name: str, config: SiteConfig) -> Path:
     return path
 
 
-def _alone(recipe: Recipe, site: SiteId, options: ImageOptions, data: Path | None) -> Consortium:
+def _alone(recipe: Recipe, site: SiteId, options: ImageOptions, data: Path | None) -> FederatedDataset:
     """From rows that are this site's own, whatever others have."""
     partition, stream, spec = recipe.partition_of(), Stream(recipe.seed), DATASETS[recipe.data.name]
     if not isinstance(partition, Natural) or (partition.only and site not in partition.only):
@@ -75,7 +75,7 @@ def _alone(recipe: Recipe, site: SiteId, options: ImageOptions, data: Path | Non
         refuse_silence(for_task(listing, options.task), alone, recipe.data.split)
     split, single = recipe.data.split, recipe.data.allow_single_class
     sites = federate(collection, alone, split, stream.child("sites"), single)
-    return Consortium(collection.classes, sites, None, collection.images.shape[1], collection.images.shape[-1])
+    return FederatedDataset(collection.classes, sites, None, collection.images.shape[1], collection.images.shape[-1])
 
 
 def own_rows(listing: Listing, site: SiteId) -> Listing:
@@ -120,15 +120,15 @@ def _linked(config: SiteConfig) -> Path:
     return home
 
 
-def _among_all(recipe: Recipe, config: SiteConfig) -> Consortium:
+def _among_all(recipe: Recipe, config: SiteConfig) -> FederatedDataset:
     """Sets that are drawn, or that are public: all of it is here, and this site's part is taken."""
-    whole = gather(recipe, _linked(config))
+    whole = load_sites(recipe, _linked(config))
     if config.site not in whole.sites:
         raise Refused("data", f"no part of this recipe's data is that of a site called {config.site}")
     return replace(whole, sites={config.site: whole.sites[config.site]}, held_out=None)
 
 
-def card_of(consortium: Consortium, site: SiteId, version: str, mark: str) -> dict[str, Any]:
+def card_of(consortium: FederatedDataset, site: SiteId, version: str, mark: str) -> dict[str, Any]:
     """What a site says of its images: counts, classes and shape, and a mark by which to see that they changed."""
     own = consortium.sites[site]
     return {

@@ -23,10 +23,10 @@ from polyclinic.core.errors import DataError, PolyclinicError, Refused, StoreErr
 from polyclinic.deploy.site.config import SiteConfig, remedied
 from polyclinic.deploy.site.images import card_of, gather_own
 from polyclinic.deploy.site.message_checks import addressed, check_order, recipe_of, run_of, terms_of
-from polyclinic.deploy.site.participation import Leaving, Participation, Terms
+from polyclinic.deploy.site.participation import Participation, ReleasePreview, Terms
 from polyclinic.deploy.site.policy import recipe_mark, refuse_recipe
-from polyclinic.deploy.site.release_log import FAILED, LOG, REFUSED, Notebook, Releases, now
-from polyclinic.runs.sites import Consortium
+from polyclinic.deploy.site.release_log import FAILED, LOG, REFUSED, Releases, RotatingLog, now
+from polyclinic.runs.sites import FederatedDataset
 from polyclinic.storage import messages
 from polyclinic.storage.run_files import DiskMemory, RamMemory, locked, named_failure, write_atomically
 
@@ -38,7 +38,7 @@ DIGEST = 64
 log = logging.getLogger(__name__)
 
 
-class SiteDesk:
+class SiteMessageHandler:
     """Answers for one site. What must survive lies under `config.folder`: this object may be made anew at any time.
 
     `tell` says in a sentence, to whoever watches this site, what was asked, refused, and what failed."""
@@ -48,9 +48,9 @@ class SiteDesk:
         self.resting = True
         """Whether no run is under way here."""
         self.releases = Releases(config.folder)
-        self.notebook = Notebook(config.folder / LOG)
+        self.notebook = RotatingLog(config.folder / LOG)
         self._open: tuple[str, Participation] | None = None
-        self._images: tuple[str, tuple[str, ...] | None, Consortium] | None = None
+        self._images: tuple[str, tuple[str, ...] | None, FederatedDataset] | None = None
         with named_failure(config.folder):
             config.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
 
@@ -72,12 +72,12 @@ class SiteDesk:
             self._log(f"{FAILED}, {_told(run)}: {_mistake()}", traceback.format_exc())
             return self._failure(run, "error", f"{self.site} met a mistake in its own program; its log has the details")
 
-    def preview(self, recipe: Recipe) -> list[Leaving]:
+    def preview(self, recipe: Recipe) -> list[ReleasePreview]:
         """What would leave this site if the recipe ran, kind by kind; nothing leaves. Raises what the desk would."""
         refuse_recipe(recipe, self.site, self.config.allow, self.config.budget)
         return self._rehearsed(recipe, self._gathered(recipe)).preview()
 
-    def _rehearsed(self, recipe: Recipe, own: Consortium) -> Participation:
+    def _rehearsed(self, recipe: Recipe, own: FederatedDataset) -> Participation:
         """A run with nobody else in it, priced, if the budget can pay it."""
         terms = Terms("preview", recipe, own.classes, own.channels, own.size)
         part = Participation(self.config, terms, own, RamMemory())
@@ -203,7 +203,7 @@ class SiteDesk:
         self._open = terms.run, Participation(self.config, terms, own, memory)
         return self._open[1]
 
-    def _refuse_misfit(self, own: Consortium, terms: Terms) -> None:
+    def _refuse_misfit(self, own: FederatedDataset, terms: Terms) -> None:
         """Images of other classes or another shape than the run's, or other images than it began with."""
         if own.classes != terms.classes:
             ours, theirs = ", ".join(own.classes), ", ".join(terms.classes)
@@ -217,7 +217,7 @@ class SiteDesk:
         if known.exists() and known.read_text() != self._mark(own):
             raise Refused("data", f"{self.site} has other images than when this run began; start it anew")
 
-    def _gathered(self, recipe: Recipe, classes: Sequence[str] | None = None) -> Consortium:
+    def _gathered(self, recipe: Recipe, classes: Sequence[str] | None = None) -> FederatedDataset:
         """The images, kept in memory from one message to the next."""
         key, named = f"{recipe.seed}|{recipe.data.model_dump_json()}", None if classes is None else tuple(classes)
         if self._images is not None and self._images[0] == key:
@@ -227,7 +227,7 @@ class SiteDesk:
         self._images = key, named, gather_own(recipe, self.config, named)
         return self._images[2]
 
-    def _mark(self, own: Consortium) -> str:
+    def _mark(self, own: FederatedDataset) -> str:
         """By which the server sees that images changed, and nothing else."""
         secret = self.config.secret().to_bytes(32, "big")
         return hmac.new(secret, own.fingerprint.encode(), hashlib.sha256).hexdigest()

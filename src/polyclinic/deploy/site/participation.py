@@ -27,14 +27,14 @@ from polyclinic.deploy.site.config import SiteConfig
 from polyclinic.deploy.site.policy import METRICS, PREDICTIONS, refuse_excess, refuse_kinds, told_of_images
 from polyclinic.deploy.site.privacy_account import Account
 from polyclinic.federation.engines.local import keep_freed_memory
-from polyclinic.federation.site_runner import Discretion, SiteRunner, drive
+from polyclinic.federation.site_runner import SitePrivacyLimits, SiteRunner, drive
 from polyclinic.privacy.plan import Plan
 from polyclinic.reporting.privacy_statement import released
 from polyclinic.reporting.run_folder import predicted
 from polyclinic.runs.experiment import rules_of
-from polyclinic.runs.networks import at_site, device_of, line_up, network_of, placed
+from polyclinic.runs.networks import at_site, build_networks, device_of, network_of, sites_on_device
 from polyclinic.runs.privacy_plan import bind, discretion_of, placeholder, secret_of, stages_of
-from polyclinic.runs.sites import Consortium
+from polyclinic.runs.sites import FederatedDataset
 from polyclinic.storage import messages
 from polyclinic.storage.run_files import MemoryStore
 from polyclinic.training.network import norm_names, weights_of
@@ -69,7 +69,7 @@ KEPT = "asked for, and kept back"
 
 
 @dataclass(frozen=True)
-class Leaving:
+class ReleasePreview:
     """One kind of thing that would leave the site, for people to read before anything does."""
 
     kind: str
@@ -86,22 +86,22 @@ class Leaving:
 class Participation:
     """A run as this site plays it."""
 
-    def __init__(self, config: SiteConfig, terms: Terms, consortium: Consortium, memory: MemoryStore) -> None:
+    def __init__(self, config: SiteConfig, terms: Terms, consortium: FederatedDataset, memory: MemoryStore) -> None:
         self.config, self.terms, self.site = config, terms, config.site
         self.recipe = recipe = _at_site(terms.recipe, config)
         device = device_of(recipe)
         torch.set_num_threads(recipe.engine.threads)
         keep_freed_memory()
         module = network_of(recipe, consortium)
-        self.lineup = line_up(recipe, consortium, module, device)
-        self.consortium, self.holdings = consortium, placed(recipe, consortium, module, device)[0][self.site]
+        self.lineup = build_networks(recipe, consortium, module, device)
+        self.consortium, self.holdings = consortium, sites_on_device(recipe, consortium, module, device)[0][self.site]
         start = weights_of(module) if recipe.clusters else next(iter(self.lineup.networks.values())).take()
         registered = {self.site: len(self.holdings.train)}
         shape = self.lineup.shapes.get("", ())
         self.federation = Federation(consortium.classes, registered, start, norm_names(module), shape)
         self.plan = self._plan()
         private = self.plan.private() if self.plan else None
-        self.algorithm: Averaging = self.lineup.around(recipe.algorithm_of(private))
+        self.algorithm: Averaging = self.lineup.wrap_algorithm(recipe.algorithm_of(private))
         self.stages: list[Stage] = [*(stages_of(self.plan) if self.plan else ()), *recipe.stages_of()]
         self.runner = SiteRunner(
             self.site, self.holdings, self.algorithm, self.lineup.all, memory, self.stages, self._discretion()
@@ -112,7 +112,7 @@ class Participation:
         wish, terms, site = self.recipe.privacy, self.terms, self.site
         if wish is None:
             return None
-        rehearsed = self.lineup.around(self.recipe.algorithm_of(placeholder(wish)))
+        rehearsed = self.lineup.wrap_algorithm(self.recipe.algorithm_of(placeholder(wish)))
         asked = wish if terms.noise is None else replace(wish, noise=terms.noise, epsilon=None, metrics="suppress")
         plan = bind(
             asked,
@@ -131,7 +131,7 @@ class Participation:
             raise Refused("budget", f"{site} has a privacy budget, and of this recipe nothing can be promised")
         return plan if terms.noise is None else replace(plan, wish=wish, metrics_noise=terms.metrics_noise)
 
-    def _discretion(self) -> Discretion | None:
+    def _discretion(self) -> SitePrivacyLimits | None:
         """Noise from the site's own secret, named by all that a release depends on, the images among it."""
         if self.plan is None:
             return None
@@ -178,7 +178,7 @@ class Participation:
         if not any(sent.get(kind) for kind in WEIGHTS) and isinstance(self._plain, Local | Single):
             return
         for kind in WEIGHTS:
-            like, found = self.received[self.algorithm.seat(sent)].get(kind, {}), sent.get(kind, {})
+            like, found = self.received[self.algorithm.cluster_from_broadcast(sent)].get(kind, {}), sent.get(kind, {})
             if {n: (t.shape, t.dtype) for n, t in like.items()} != {n: (t.shape, t.dtype) for n, t in found.items()}:
                 raise Refused("shape", f"the {kind} sent to {self.site} has other names, shapes or types than its own")
 
@@ -240,13 +240,13 @@ class Participation:
     def _inner(self) -> Averaging:
         return self.algorithm.inner if isinstance(self.algorithm, Clustered) else self.algorithm
 
-    def preview(self) -> list[Leaving]:
+    def preview(self) -> list[ReleasePreview]:
         """All that would leave."""
         words = {row["kind"]: row["protection"] for row in released(self.plan, self.algorithm.exchanges)}
         cost = self.plan.epsilon if self.plan is not None and self.plan.claims else None
         optional = {e.kind for e in self.algorithm.exchanges if e.optional}
         rows = [
-            Leaving(
+            ReleasePreview(
                 kind,
                 "in some rounds" if kind in optional else "every round",
                 {name: tuple(tensor.shape) for name, tensor in group.items()},
@@ -260,15 +260,18 @@ class Participation:
             if group
         ]
         if told_of_images(self.recipe):
-            rows.append(Leaving(METRICS, "every evaluated round", {}, 0, words[METRICS], epsilon=cost))
+            rows.append(ReleasePreview(METRICS, "every evaluated round", {}, 0, words[METRICS], epsilon=cost))
         counts = {part: len(getattr(self.holdings, part)) for part in predicted(self.recipe)}
         *most, last = (f"{count} {'training' if part == 'train' else part}" for part, count in counts.items())
         each = 4 * len(self.consortium.classes) + 16  # probabilities in float32, a label and a patient's number
         why = f"of {', '.join(most)} and {last} images, each with its label; no plan protects it"
         size = sum(counts.values()) * each
         if PREDICTIONS not in self.config.allow.kinds:
-            return [*rows, Leaving(PREDICTIONS, KEPT, {}, 0, "does not leave: allow.kinds in site.yaml lacks it")]
-        return [*rows, Leaving(PREDICTIONS, "after the last round, of each model", {}, size, why)]
+            return [
+                *rows,
+                ReleasePreview(PREDICTIONS, KEPT, {}, 0, "does not leave: allow.kinds in site.yaml lacks it"),
+            ]
+        return [*rows, ReleasePreview(PREDICTIONS, "after the last round, of each model", {}, size, why)]
 
 
 def _at_site(recipe: Recipe, config: SiteConfig) -> Recipe:

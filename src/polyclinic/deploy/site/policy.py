@@ -14,8 +14,8 @@ from polyclinic.config.recipe import Recipe
 from polyclinic.config.rules import nearest
 from polyclinic.core.contract import SiteId
 from polyclinic.core.errors import Refused
-from polyclinic.privacy.plan import Unit, Wish
-from polyclinic.reporting.run_folder import decisive
+from polyclinic.privacy.plan import PrivacyConfig, Unit
+from polyclinic.reporting.run_folder import identity
 
 CLOSED = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 METRICS, PREDICTIONS = "metrics", "predictions"
@@ -56,7 +56,7 @@ class Budget(BaseModel):
 def recipe_mark(recipe: Recipe) -> str:
     """What a site allows when it allows a recipe: all that decides the rounds; where the server keeps books is not."""
     wish = recipe.privacy and replace(recipe.privacy, ledger=None)
-    return hashlib.sha256(decisive(recipe.model_copy(update={"privacy": wish})).encode()).hexdigest()
+    return hashlib.sha256(identity(recipe.model_copy(update={"privacy": wish})).encode()).hexdigest()
 
 
 def told_of_images(recipe: Recipe) -> tuple[str, ...]:
@@ -90,7 +90,7 @@ def refuse_kinds(kinds: tuple[str, ...], site: SiteId, allow: Allow) -> None:
             raise Refused("policy", f"{site} does not let {kind} leave; allow.kinds in its site.yaml would{remedy}")
 
 
-def _refuse_privacy(wish: Wish | None, site: SiteId, allow: Allow, budget: Budget | None) -> None:
+def _refuse_privacy(wish: PrivacyConfig | None, site: SiteId, allow: Allow, budget: Budget | None) -> None:
     if wish is not None and wish.randomness == "seed" and not allow.seeded_noise:
         raise Refused(
             "policy",

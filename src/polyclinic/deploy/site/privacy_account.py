@@ -13,7 +13,7 @@ from polyclinic.core.errors import Refused, RoundFailed, StoreError
 from polyclinic.deploy.site.policy import Budget
 from polyclinic.privacy.accounting import Spend, epsilon
 from polyclinic.privacy.plan import Plan, candidates
-from polyclinic.privacy.shared_ledger import Passbook
+from polyclinic.privacy.shared_ledger import SharedLedger
 from polyclinic.storage.run_files import Ledger, write_json
 
 Charge: TypeAlias = dict[str, tuple[Spend, ...]]
@@ -89,8 +89,8 @@ class Account:
     def _earlier(self) -> tuple[Spend, ...]:
         return self._book().earlier()
 
-    def _book(self) -> Passbook:
-        return Passbook(self.path, self.run, self.plan.wish.unit, self._own(), self._last())
+    def _book(self) -> SharedLedger:
+        return SharedLedger(self.path, self.run, self.plan.wish.unit, self._own(), self._last())
 
     def _last(self) -> tuple[int, str] | None:
         """How far the ledger had come: one that lost rows since would forget what was spent."""

@@ -21,7 +21,7 @@ LOG, REFUSED, FAILED = "site.log", "refused", "failed"
 """The site's own log, and how its lines begin that tell of trouble."""
 
 
-class Notebook:
+class RotatingLog:
     """A text file of lines that never outgrows the disk: `name.jsonl`, before it `name.1.jsonl`, and so on."""
 
     def __init__(self, path: Path, most: int = MOST, kept: int = KEPT) -> None:
@@ -64,7 +64,7 @@ class Releases:
     """One line for every reply with anything in it."""
 
     def __init__(self, folder: Path, most: int = MOST) -> None:
-        self.book = Notebook(folder / "releases.jsonl", most)
+        self.book = RotatingLog(folder / "releases.jsonl", most)
 
     def note(
         self,
@@ -101,7 +101,7 @@ class Releases:
 
 def last_trouble(folder: Path) -> tuple[str, str] | None:
     """What a site last refused, or failed at: when, and the sentence. None: nothing, as far as its log goes back."""
-    for line in reversed(Notebook(folder / LOG).lines()):
+    for line in reversed(RotatingLog(folder / LOG).lines()):
         when, _, sentence = line.partition(" ")
         if sentence.startswith((f"{REFUSED}, ", f"{FAILED}, ")):
             return when, sentence

@@ -18,7 +18,7 @@ RECENT = 8
 """Weights that may be asked for again; sites' own models are not, and are not to be held all at once."""
 
 
-class Foresight:
+class BatchedEvaluation:
     """Predictions of one round. When a second site asks with the weights of a first, all others are answered too."""
 
     def __init__(self, runners: Sequence[SiteRunner]) -> None:

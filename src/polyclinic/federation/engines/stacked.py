@@ -17,11 +17,11 @@ import torch
 
 from polyclinic.core.contract import Failure, Fit, Fitted, Job, SiteId, Tensors, Work
 from polyclinic.federation.engines import Answer
-from polyclinic.federation.engines.batched_evaluation import Foresight
+from polyclinic.federation.engines.batched_evaluation import BatchedEvaluation
 from polyclinic.federation.engines.local import failing, handed, keep_freed_memory
-from polyclinic.federation.site_runner import SiteRunner, Visit, counts, streams
+from polyclinic.federation.site_runner import SiteRound, SiteRunner, counts, streams
 from polyclinic.storage.messages import Message
-from polyclinic.training.stacked.batching import Seat
+from polyclinic.training.stacked.batching import StackMember
 from polyclinic.training.stacked.fit import NotStackableError, fit_stacked, signature, why_not
 from polyclinic.training.stacked.memory import room
 
@@ -31,11 +31,11 @@ WORTH_COMPILING = 120.0
 
 
 @dataclass
-class Guest:
+class StackedSite:
     """A site's round under way."""
 
     runner: SiteRunner
-    visit: Visit
+    visit: SiteRound
     work: Work
     job: Job
     number: int = 0
@@ -69,11 +69,11 @@ class StackedEngine:
     def exchange(
         self, round: int, sent: Mapping[SiteId, bytes], deadline: float | None
     ) -> Iterable[tuple[SiteId, Answer]]:
-        guests: dict[SiteId, Guest] = {}
-        foresight = Foresight([self.runners[site] for site in sent])
+        guests: dict[SiteId, StackedSite] = {}
+        foresight = BatchedEvaluation([self.runners[site] for site in sent])
         for site in sent:
             begun = failing(partial(self._begin, sent, site, foresight))
-            if isinstance(begun, Guest):
+            if isinstance(begun, StackedSite):
                 guests[site] = begun
             else:
                 yield site, begun
@@ -90,7 +90,7 @@ class StackedEngine:
     def close(self) -> None:
         """Nothing to release."""
 
-    def _begin(self, sent: Mapping[SiteId, bytes], site: SiteId, foresight: Foresight) -> Guest | Message:
+    def _begin(self, sent: Mapping[SiteId, bytes], site: SiteId, foresight: BatchedEvaluation) -> StackedSite | Message:
         runner = self.runners[site]
         order = handed(sent, site)
         runner.check(order)
@@ -100,12 +100,12 @@ class StackedEngine:
         visit = runner.begin(order, predict)
         work = runner.work(visit)
         try:
-            return Guest(runner, visit, work, next(work))
+            return StackedSite(runner, visit, work, next(work))
         except StopIteration as end:  # a site that has nothing to do this round
             update, memory = end.value
             return runner.end(visit, update, memory)
 
-    def _groups(self, guests: Mapping[SiteId, Guest]) -> list[list[SiteId]]:
+    def _groups(self, guests: Mapping[SiteId, StackedSite]) -> list[list[SiteId]]:
         """Sites whose next jobs run as one, in stacks that fit into memory; the others alone."""
         stacks: dict[Any, list[SiteId]] = {}
         known: dict[int, Any] = {}
@@ -120,7 +120,7 @@ class StackedEngine:
             groups += [members[start : start + size] for start in range(0, len(members), size)]
         return groups
 
-    def _key(self, site: SiteId, guest: Guest, known: dict[int, Any]) -> Any:
+    def _key(self, site: SiteId, guest: StackedSite, known: dict[int, Any]) -> Any:
         if not isinstance(guest.job, Fit):
             return site
         reason = why_not(guest.job, guest.runner.network) or self._unstackable.get(guest.job.sequence, "")
@@ -128,7 +128,7 @@ class StackedEngine:
         # Weights of one shape may belong to networks that differ, as in how much they drop.
         return site if reason else (*signature(guest.job, guest.visit.site, known), id(guest.runner.network))
 
-    def _room(self, key: Any, guest: Guest) -> int:
+    def _room(self, key: Any, guest: StackedSite) -> int:
         """How many such jobs one stack may hold."""
         sequence, training, whole, _, *shapes = key  # whatever the learning rate
         kind = sequence, training, whole, *shapes
@@ -139,7 +139,7 @@ class StackedEngine:
                 return self.most or len(self.runners)
         return min(self._rooms[kind], self.most or self._rooms[kind])
 
-    def _run(self, guests: Sequence[Guest]) -> list[Fitted | Tensors]:
+    def _run(self, guests: Sequence[StackedSite]) -> list[Fitted | Tensors]:
         """The next job of each."""
         first = guests[0]
         if len(guests) == 1:
@@ -167,7 +167,7 @@ class StackedEngine:
         return [*found]
 
     def _hand_in(
-        self, guests: dict[SiteId, Guest], sites: Sequence[SiteId], results: Sequence[Fitted | Tensors] | Failure
+        self, guests: dict[SiteId, StackedSite], sites: Sequence[SiteId], results: Sequence[Fitted | Tensors] | Failure
     ) -> Iterator[tuple[SiteId, Answer]]:
         """Send results into the sites' generators, and hand in those that are done."""
         for number, site in enumerate(sites):
@@ -178,7 +178,7 @@ class StackedEngine:
                 del guests[site]
                 yield site, ended
 
-    def _next(self, guest: Guest, result: Fitted | Tensors) -> Message | None:
+    def _next(self, guest: StackedSite, result: Fitted | Tensors) -> Message | None:
         """The site's reply if that was its last job, else None."""
         try:
             guest.number += counts(guest.job)
@@ -196,6 +196,6 @@ class StackedEngine:
             self.compiling = self.compiling or seconds > WORTH_COMPILING
 
 
-def _seat(guest: Guest) -> Seat:
+def _seat(guest: StackedSite) -> StackMember:
     assert isinstance(guest.job, Fit)
-    return Seat(guest.job, guest.runner.holdings.train, guest.visit.site, *streams(guest.visit, guest.number))
+    return StackMember(guest.job, guest.runner.holdings.train, guest.visit.site, *streams(guest.visit, guest.number))

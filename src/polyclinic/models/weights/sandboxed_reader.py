@@ -29,7 +29,7 @@ SPARE = 1 << 30
 SHOWN = 6
 
 
-class Unreadable(Exception):  # noqa: N818  it says what the file is
+class UnreadableCheckpoint(Exception):  # noqa: N818  it says what the file is
     """A checkpoint that gives no weights; the text says why and what to do."""
 
 
@@ -81,7 +81,7 @@ def rehearse(torch: Any, save: Callable[[dict[str, Any]], bytes]) -> None:
         torch.save({"": torch.zeros(1)}, file, _use_new_zipfile_serialization=zipped)
         file.seek(0)
         save(read(file, torch))
-    with contextlib.suppress(Unreadable):
+    with contextlib.suppress(UnreadableCheckpoint):
         read(io.BytesIO(b"nothing"), torch)
 
 
@@ -94,33 +94,39 @@ def read(file: Any, torch: Any) -> Any:
         said = " ".join(str(error).split())
         code = re.search(r"GLOBAL (\S+)", said)
         if code:
-            raise Unreadable(
+            raise UnreadableCheckpoint(
                 f"it asks for {_shown(code[1])}, which is code and not weights; nothing of it was run: "
                 "save the state_dict alone, or get the weights from somewhere else"
             ) from None
         file.seek(8)
         if file.read(1) == b"{":
-            raise Unreadable("it is safetensors already, which needs no conversion: name it in model.weights") from None
+            raise UnreadableCheckpoint(
+                "it is safetensors already, which needs no conversion: name it in model.weights"
+            ) from None
         reason = f" ({said.split('. ')[0][:100].rstrip('. ')})" if isinstance(error, RuntimeError) else ""
-        raise Unreadable(f"it cannot be read as a torch file{reason}; download or copy it again") from None
+        raise UnreadableCheckpoint(f"it cannot be read as a torch file{reason}; download or copy it again") from None
 
 
 def chosen(found: Any, key: str | None, prefix: str, torch: Any) -> dict[str, Any]:
     """The named tensors below `key` whose names begin with `prefix`, without it."""
     if isinstance(found, Mapping) and key is not None:
         if key not in found:
-            raise Unreadable(f"it has no key {_shown(key)}; it has {_names(found)}: give one of these as --key")
+            raise UnreadableCheckpoint(
+                f"it has no key {_shown(key)}; it has {_names(found)}: give one of these as --key"
+            )
         found = found[key]
     if not isinstance(found, Mapping):
-        raise Unreadable(f"it holds a {type(found).__name__} where named tensors should be; give another --key")
+        raise UnreadableCheckpoint(
+            f"it holds a {type(found).__name__} where named tensors should be; give another --key"
+        )
     named = {n: t for n, t in found.items() if isinstance(n, str) and isinstance(t, torch.Tensor)}
     kept = {name.removeprefix(prefix): tensor for name, tensor in named.items() if name.startswith(prefix)}
     if not found:
-        raise Unreadable("there is nothing in it; get the weights from somewhere else")
+        raise UnreadableCheckpoint("there is nothing in it; get the weights from somewhere else")
     if not named:
-        raise Unreadable(f"there are no named tensors here, but {_names(found)}; give one of these as --key")
+        raise UnreadableCheckpoint(f"there are no named tensors here, but {_names(found)}; give one of these as --key")
     if not kept:
-        raise Unreadable(f"no tensor's name begins with {_shown(prefix)}; there are {_names(named)}")
+        raise UnreadableCheckpoint(f"no tensor's name begins with {_shown(prefix)}; there are {_names(named)}")
     return {name: _plain(name, tensor, torch) for name, tensor in kept.items()}
 
 
@@ -130,7 +136,7 @@ def _plain(name: str, tensor: Any, torch: Any) -> Any:
     whole = torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64
     if tensor.dtype not in (*floating, *whole) or tensor.layout != torch.strided or tensor.device.type != "cpu":
         kind = f"{tensor.layout} {tensor.dtype}".replace("torch.", "").replace("strided ", "")
-        raise Unreadable(
+        raise UnreadableCheckpoint(
             f"{_shown(name)} is {kind}, but weights are floating-point or whole numbers; choose others by --prefix"
         )
     return tensor.detach().clone(memory_format=torch.contiguous_format)
@@ -162,7 +168,7 @@ def convert(source: int, target: int, key: str | None, prefix: str) -> None:
         except (MemoryError, RuntimeError) as error:
             if isinstance(error, RuntimeError) and "allocate" not in str(error):
                 raise
-            raise Unreadable(
+            raise UnreadableCheckpoint(
                 f"its tensors take more memory than {TIMES} times its {size:,} bytes and a gigabyte; it is not what it "
                 "seems: get the weights from somewhere else"
             ) from None
@@ -170,7 +176,7 @@ def convert(source: int, target: int, key: str | None, prefix: str) -> None:
             while data:
                 data = data[written.write(data) :]
         except OSError as error:
-            raise Unreadable(
+            raise UnreadableCheckpoint(
                 f"its weights cannot be written ({error.strerror}); make room, or choose OUT elsewhere"
             ) from None
 
@@ -180,7 +186,7 @@ def main(order: Mapping[str, Any]) -> int:
     shut_network()
     try:
         convert(order["source"], order["target"], order["key"], order["prefix"])
-    except Unreadable as sentence:
+    except UnreadableCheckpoint as sentence:
         print(sentence, flush=True)
         return 1
     except Exception as error:  # its walls, or a torch that cannot be imported behind them

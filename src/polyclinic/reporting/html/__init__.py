@@ -4,6 +4,6 @@ from __future__ import annotations
 
 from polyclinic.reporting.html.page import page
 from polyclinic.reporting.html.pdf import write_pdf
-from polyclinic.reporting.html.report_data import Material, read
+from polyclinic.reporting.html.report_data import ReportData, read
 
-__all__ = ["Material", "page", "read", "write_pdf"]
+__all__ = ["ReportData", "page", "read", "write_pdf"]

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from markupsafe import Markup
 
 from polyclinic.reporting.html.formatting import count
-from polyclinic.reporting.html.report_data import Material
+from polyclinic.reporting.html.report_data import ReportData
 from polyclinic.reporting.html.section import READERS, Section
 from polyclinic.reporting.html.sections.costs import costs, failures
 from polyclinic.reporting.html.sections.errors import calibration, confusion, discrimination
@@ -21,7 +21,7 @@ from polyclinic.reporting.html.sections.training import drift, forgetting, gap, 
 from polyclinic.reporting.html.style import CSS
 from polyclinic.reporting.html.tags import joined, listed, paragraph, tag
 
-SECTIONS: tuple[Callable[[Material], Section | None], ...] = (
+SECTIONS: tuple[Callable[[ReportData], Section | None], ...] = (
     answer,
     by_hospital,
     compared,
@@ -48,7 +48,7 @@ POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri
 """Whatever a name may smuggle in, a browser neither runs nor fetches it."""
 
 
-def page(material: Material) -> str:
+def page(material: ReportData) -> str:
     """A report as one HTML file."""
     sections = [found for make in SECTIONS if (found := make(material)) is not None]
     first, *rest = sections
@@ -70,7 +70,7 @@ def page(material: Material) -> str:
     return f"<!doctype html>\n{document}\n"
 
 
-def _header(material: Material) -> Markup:
+def _header(material: ReportData) -> Markup:
     runs = sum(len(method.runs) for method in material.methods)
     methods = count(len(material.methods), "method")
     kind = (
@@ -92,7 +92,7 @@ def _contents(sections: Sequence[Section]) -> Markup:
     return tag("nav", heading, listed(cards, class_="who"), contents, id="contents", aria_labelledby="contents-title")
 
 
-def _footer(material: Material) -> Markup:
+def _footer(material: ReportData) -> Markup:
     version = material.first.summary.get("versions", {}).get("polyclinic", "")
     number = f" {version}" if version[:1].isdigit() else ""
     made = f"Made by polyclinic{number} from the folders of finished runs. "

@@ -16,7 +16,7 @@ from polyclinic.evaluation.comparison import Comparison, lines
 from polyclinic.evaluation.metrics import Predictions
 from polyclinic.evaluation.summary import pools_images
 from polyclinic.federation.round_log import HELD_OUT
-from polyclinic.reporting.run_folder import finished, method_of
+from polyclinic.reporting.run_folder import finished, method_identity
 from polyclinic.storage.journal import with_interrupted
 from polyclinic.storage.run_files import Metrics, kept_predictions
 
@@ -97,7 +97,7 @@ class Method:
 
 
 @dataclass(frozen=True, eq=False)
-class Begun:
+class UnfinishedRun:
     """A run that has not ended, and how far it came."""
 
     folder: Path
@@ -106,7 +106,7 @@ class Begun:
 
 
 @dataclass(frozen=True, eq=False)
-class Material:
+class ReportData:
     """Everything that a report tells of."""
 
     title: str
@@ -114,7 +114,7 @@ class Material:
     methods: tuple[Method, ...]
     folders: tuple[Path, ...]
     """As they were given."""
-    unfinished: tuple[Begun, ...] = ()
+    unfinished: tuple[UnfinishedRun, ...] = ()
     pictures: bool = False
     """Whether pictures of patients may be shown."""
     claims: Sequence[Any] = ()
@@ -154,16 +154,18 @@ class Material:
         return Comparison(self.title, tuple(lines(results)), results, None, self.about)
 
 
-def read(folders: Sequence[Path], pictures: bool = False) -> Material:
+def read(folders: Sequence[Path], pictures: bool = False) -> ReportData:
     """Folders of runs, of comparisons, or both: runs whose recipes differ in the seed only are one method."""
     found: dict[str, dict[int, Run]] = {}
     unfinished = []
     for place in dict.fromkeys(folder for given in folders for folder in _runs_in(given)):
         recipe = Recipe.load(place / "recipe.yaml")
         if not (place / "result.json").exists():
-            unfinished.append(Begun(place, recipe, _how_far(place, recipe)))
+            unfinished.append(UnfinishedRun(place, recipe, _how_far(place, recipe)))
             continue
-        found.setdefault(method_of(recipe), {}).setdefault(recipe.seed, Run(place, recipe, finished(place).summary))
+        found.setdefault(method_identity(recipe), {}).setdefault(
+            recipe.seed, Run(place, recipe, finished(place).summary)
+        )
     if not found:
         raise StoreError(
             f"no run in {', '.join(map(str, folders))} has ended; "
@@ -174,7 +176,7 @@ def read(folders: Sequence[Path], pictures: bool = False) -> Material:
     title, order = _told(folders, list(named))
     about = methods[0][0].recipe.about
     ordered = tuple(Method(name, named[name]) for name in order)
-    return Material(title, about, ordered, tuple(folders), tuple(unfinished), pictures)
+    return ReportData(title, about, ordered, tuple(folders), tuple(unfinished), pictures)
 
 
 def _runs_in(folder: Path) -> Iterator[Path]:

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 from polyclinic.core.contract import SiteId, Stream
 from polyclinic.evaluation.metrics import METRICS
 from polyclinic.evaluation.summary import at_site, cost
-from polyclinic.federation.privacy_budget import Guard
-from polyclinic.federation.round_log import Exchanged, mean_report
+from polyclinic.federation.privacy_budget import PrivacyBudget
+from polyclinic.federation.round_log import RoundLog, mean_report
 from polyclinic.federation.rounds import HELD_OUT
 from polyclinic.privacy.plan import Plan
 from polyclinic.runs.tracking.backends import MLflow, Points, TensorBoard, Tracker
@@ -26,14 +26,14 @@ from polyclinic.storage.journal import with_interrupted
 
 if TYPE_CHECKING:
     from polyclinic.config.recipe import Recipe
-    from polyclinic.reporting.run_folder import Result
+    from polyclinic.reporting.run_folder import RunResult
     from polyclinic.runs.experiment import Experiment
 
 Row = Mapping[str, Any]
 Figures = dict[tuple[str, int], float]
 
 
-def tracked(experiment: Experiment) -> Result:
+def tracked(experiment: Experiment) -> RunResult:
     """Run it, telling what its recipe's `track` names."""
     recipe, folder = experiment.recipe, experiment.folder
     if not recipe.track or folder is None:
@@ -55,7 +55,7 @@ def tracked(experiment: Experiment) -> Result:
     return result
 
 
-def told_again(result: Result, recipe: Recipe) -> Result:
+def told_again(result: RunResult, recipe: Recipe) -> RunResult:
     """A run that has ended, told to trackers that have not heard of it, or not to its end."""
     if recipe.track and result.folder is not None:
         Tracks(recipe, result.folder).end(result.summary)
@@ -69,7 +69,7 @@ class Tracks:
         self.recipe, self.folder = recipe, folder
         self.metrics, self.ledger = Tail(folder / "metrics.jsonl"), Tail(folder / "ledger.jsonl")
         self.charged: list[dict[str, Any]] = []
-        self.guard = Guard(plan, Stream(0)) if plan is not None and plan.claims else None
+        self.guard = PrivacyBudget(plan, Stream(0)) if plan is not None and plan.claims else None
         self.trackers: dict[str, tuple[Tracker, set[tuple[str, int]]]] | None = None
         self.warned = False
 
@@ -166,12 +166,12 @@ def reports(round: int, told: Mapping[SiteId, Sequence[Row]]) -> Figures:
 
 
 def _mean(before: str, round: int, told: Mapping[SiteId, Sequence[Row]]) -> Figures:
-    book = Exchanged(reports={site: [dict(row) for row in rows] for site, rows in told.items()})
+    book = RoundLog(reports={site: [dict(row) for row in rows] for site, rows in told.items()})
     means = {(before + metric, round): mean_report(book, metric) for metric in METRICS}
     return {at: value for at, value in means.items() if value is not None}
 
 
-def spent(rows: Sequence[Row], guard: Guard | None) -> Figures:
+def spent(rows: Sequence[Row], guard: PrivacyBudget | None) -> Figures:
     """Of the ledger's: bytes, seconds, refusals and failures of each round, with all its attempts, and ε after it."""
     rounds: dict[int, list[Row]] = {}
     for row in with_interrupted(rows):

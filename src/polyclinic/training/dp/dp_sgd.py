@@ -18,8 +18,8 @@ from torch.func import grad_and_value, vmap
 
 from polyclinic.core.contract import Batch, Bundle, Fit, Network, Objective, Private, Step, Stream, Tensors, Training
 from polyclinic.core.errors import EngineError, RecipeError
-from polyclinic.training.dp.gradient_parts import Kept, Part
-from polyclinic.training.dp.per_example_gradients import LiveBook, NotRecordableError, twin
+from polyclinic.training.dp.gradient_parts import FullGradients, ParameterGradients
+from polyclinic.training.dp.per_example_gradients import GradientTape, NotRecordableError, twin
 from polyclinic.training.losses import SEPARABLE
 from polyclinic.training.network import LiveNetwork
 
@@ -133,7 +133,7 @@ def expected_batch(training: Training, examples: int, whole: bool, drawn: int) -
 
 
 def clipped_sum(
-    parts: Mapping[str, Part], clip: float, present: Tensor, careful: bool = True
+    parts: Mapping[str, ParameterGradients], clip: float, present: Tensor, careful: bool = True
 ) -> tuple[Tensors, Tensor]:
     """Σ clip(gradient) by name and site, and how many gradients of each site were not finite.
 
@@ -170,7 +170,7 @@ class Silent:
         del given, named
         raise EngineError("an objective marked as separable calls the network otherwise than by its loss; unmark it")
 
-    features = head = taught = beside = __call__
+    features = head = taught = auxiliary = __call__
 
     def loss(self, weights: Bundle, batch: Batch) -> Tensor:
         del weights, batch
@@ -191,16 +191,16 @@ class Instead:
         del weights
         return self.network.features(self.weights, images)
 
-    def head(self, weights: Bundle, features: Tensor, calm: bool = False) -> Tensor:
+    def head(self, weights: Bundle, features: Tensor, eval_mode: bool = False) -> Tensor:
         del weights
-        return self.network.head(self.weights, features, calm)
+        return self.network.head(self.weights, features, eval_mode)
 
     def taught(self, weights: Bundle, images: Tensor, features: bool = False) -> Tensor:
         return self.network.taught(weights, images, features)
 
-    def beside(self, weights: Bundle, name: str, *given: Tensor, calm: bool = False) -> Tensor:
+    def auxiliary(self, weights: Bundle, name: str, *given: Tensor, eval_mode: bool = False) -> Tensor:
         del weights
-        return self.network.beside(self.weights, name, *given, calm=calm)
+        return self.network.auxiliary(self.weights, name, *given, eval_mode=eval_mode)
 
     def loss(self, weights: Bundle, batch: Batch) -> Tensor:
         del weights
@@ -216,7 +216,7 @@ class PrivateSteps:
         self.training, self.options, self.whole = job.training, job.training.private, job.whole
         self.network, self.live, self.examples = network, live, examples
         self.dropped = torch.zeros((), dtype=torch.int64, device=network.device)
-        self._recorders: dict[frozenset[str], tuple[LiveNetwork, LiveBook]] = {}
+        self._recorders: dict[frozenset[str], tuple[LiveNetwork, GradientTape]] = {}
         self._unrecordable: set[frozenset[str]] = set()
 
     def noise(self, number: int, which: int) -> Stream:
@@ -275,7 +275,7 @@ class PrivateSteps:
         self, objective: Objective, names: frozenset[str], batch: Batch, reference: Bundle
     ) -> tuple[Tensor, Tensors]:
         if names not in self._recorders:
-            book, network = LiveBook(self.network.device), copy.copy(self.network)
+            book, network = GradientTape(self.network.device), copy.copy(self.network)
             network.module = twin(self.network.module, names, book)
             self._recorders[names] = network, book
         network, book = self._recorders[names]
@@ -287,7 +287,7 @@ class PrivateSteps:
             raise NotRecordableError("a layer is not called")
         return loss.detach(), self._summed(parts, count)
 
-    def _summed(self, parts: Mapping[str, Part], count: int) -> Tensors:
+    def _summed(self, parts: Mapping[str, ParameterGradients], count: int) -> Tensors:
         present = torch.ones(1, count, device=self.network.device)
         # Where the device works ahead of the host, asking it whether all is well would take longer than taking care.
         sums, dropped = clipped_sum(parts, self.options.clip, present, self.network.device.type != "cpu")
@@ -305,7 +305,7 @@ class PrivateSteps:
         everyone = torch.arange(len(labels), device=labels.device)
         for some in torch.split(everyone, AT_ONCE):
             each, losses = call(moving, images[some], labels[some], some)
-            found = self._summed({n: Kept(t, tuple(t.shape[1:])) for n, t in each.items()}, len(some))
+            found = self._summed({n: FullGradients(t, tuple(t.shape[1:])) for n, t in each.items()}, len(some))
             sums = {n: sums[n] + t for n, t in found.items()} if sums else found
             total += losses.sum() / len(labels)
         return total, sums

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 
-class Part(Protocol):
+class ParameterGradients(Protocol):
     """One parameter's gradients, an example each."""
 
     def squares(self) -> Tensor:
@@ -25,7 +25,7 @@ class Part(Protocol):
         ...
 
 
-class Kept(NamedTuple):
+class FullGradients(NamedTuple):
     """Every gradient in memory."""
 
     each: Tensor
@@ -43,7 +43,7 @@ class Kept(NamedTuple):
         return torch.bmm(factors.to(rows.dtype)[:, None], rows).reshape(len(factors), *self.shape)
 
 
-class Outer(NamedTuple):
+class OuterProducts(NamedTuple):
     """Gradients gᵀa of a matrix, never written down."""
 
     a: Tensor
@@ -95,7 +95,7 @@ def _whole(rows: Tensor, bad: Tensor | None) -> Tensor:
 class Reordered(NamedTuple):
     """A convolution's matrix (filters × kernel·channels), as the convolution has it."""
 
-    matrix: Part
+    matrix: ParameterGradients
     shape: tuple[int, ...]
 
     def squares(self) -> Tensor:
@@ -111,7 +111,7 @@ class Reordered(NamedTuple):
 class Joined(NamedTuple):
     """The gradients of one site's examples, some after some."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[ParameterGradients, ...]
     some: int
 
     def squares(self) -> Tensor:

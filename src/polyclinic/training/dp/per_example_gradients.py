@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from polyclinic.training.dp.gradient_parts import Joined, Kept, Outer, Part, Reordered
+from polyclinic.training.dp.gradient_parts import FullGradients, Joined, OuterProducts, ParameterGradients, Reordered
 from polyclinic.training.im2col_conv import UnfoldedConv2d, neighbourhoods
 
 LARGE = 1 << 26
@@ -34,7 +34,7 @@ class NotRecordableError(Exception):
     """A network that is not the sum of layers known here, each called once."""
 
 
-class Book(Protocol):
+class GradientRecord(Protocol):
     @property
     def piece(self) -> int:
         """Bytes of a convolution's neighbourhoods that are made at once."""
@@ -53,52 +53,52 @@ class Recorded(Protocol):
     """A layer that tells a book."""
 
     name: str
-    book: Book
+    book: GradientRecord
     wanted: frozenset[str]
     """Which of its parameters train."""
 
-    def parts(self, seen: Seen, g: Tensor, count: int) -> dict[str, Part]:
+    def parts(self, seen: Seen, g: Tensor, count: int) -> dict[str, ParameterGradients]:
         """Gradients of `count` examples, by the layer's own names; an example may have several rows (views)."""
         ...
 
 
-def _matrix(wanted: frozenset[str], a: Tensor, g: Tensor, count: int) -> dict[str, Part]:
+def _matrix(wanted: frozenset[str], a: Tensor, g: Tensor, count: int) -> dict[str, ParameterGradients]:
     """Of y = Wa + b, from a's and g's rows; an example's rows follow each other."""
     a, g = a.reshape(count, -1, a.shape[-1]), g.reshape(count, -1, g.shape[-1])
-    found: dict[str, Part] = {}
+    found: dict[str, ParameterGradients] = {}
     if "weight" in wanted:
         shape = g.shape[-1], a.shape[-1]
         places, size = a.shape[1], shape[0] * shape[1]
         apart = places == 1 or (2 * places**2 < size and count * size * g.itemsize > LARGE)
-        found["weight"] = Outer(a, g) if apart else Kept(torch.bmm(g.mT, a.to(g.dtype)), shape)
+        found["weight"] = OuterProducts(a, g) if apart else FullGradients(torch.bmm(g.mT, a.to(g.dtype)), shape)
     if "bias" in wanted:
-        found["bias"] = Kept(g[:, 0] if g.shape[1] == 1 else g.sum(1), (g.shape[-1],))
+        found["bias"] = FullGradients(g[:, 0] if g.shape[1] == 1 else g.sum(1), (g.shape[-1],))
     return found
 
 
 class RecordedLinear(nn.Linear):
     name: str
-    book: Book
+    book: GradientRecord
     wanted: frozenset[str]
 
     def forward(self, input: Tensor) -> Tensor:
         output = F.linear(input, self.weight.detach(), _held(self.bias))
         return self.book.enter(self, (input.detach(),), output)
 
-    def parts(self, seen: Seen, g: Tensor, count: int) -> dict[str, Part]:
+    def parts(self, seen: Seen, g: Tensor, count: int) -> dict[str, ParameterGradients]:
         return _matrix(self.wanted, seen[0], g, count)
 
 
 class RecordedConv2d(nn.Conv2d):
     name: str
-    book: Book
+    book: GradientRecord
     wanted: frozenset[str]
 
     def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         output = super()._conv_forward(input, weight.detach(), _held(bias))
         return self.book.enter(self, (input.detach(),), output)
 
-    def parts(self, seen: Seen, g: Tensor, count: int) -> dict[str, Part]:
+    def parts(self, seen: Seen, g: Tensor, count: int) -> dict[str, ParameterGradients]:
         size = g[0, 0].numel() * self.kernel_size[0] * self.kernel_size[1] * self.in_channels * g.itemsize
         rows = len(g) // count
         some = max(1, self.book.piece // (size * rows))
@@ -106,18 +106,18 @@ class RecordedConv2d(nn.Conv2d):
         pieces = [self._parts(i, each, len(each) // rows) for i, each in zip(images, gradients, strict=True)]
         return pieces[0] if len(pieces) == 1 else {n: Joined(tuple(p[n] for p in pieces), some) for n in pieces[0]}
 
-    def _parts(self, images: Tensor, g: Tensor, count: int) -> dict[str, Part]:
+    def _parts(self, images: Tensor, g: Tensor, count: int) -> dict[str, ParameterGradients]:
         around = neighbourhoods(images, self.kernel_size, self.stride, self.padding, self.dilation)
         return self.products(around, g, count)
 
-    def products(self, around: Tensor, g: Tensor, count: int) -> dict[str, Part]:
+    def products(self, around: Tensor, g: Tensor, count: int) -> dict[str, ParameterGradients]:
         """From neighbourhoods (… × kernel·channels) and the gradients (… × filters) where they lie."""
         shape = self.out_channels, *self.kernel_size, self.in_channels // self.groups
         found = _matrix(self.wanted if self.groups == 1 else self.wanted - {"weight"}, around, g, count)
         if self.groups > 1 and "weight" in self.wanted:
             a = around.reshape(count, -1, shape[1] * shape[2], self.groups, shape[3]).to(g.dtype)
             g = g.reshape(count, -1, self.groups, self.out_channels // self.groups)
-            found["weight"] = Kept(torch.einsum("ntkgc,ntgo->ngokc", a, g), shape)
+            found["weight"] = FullGradients(torch.einsum("ntkgc,ntgo->ngokc", a, g), shape)
         if "weight" in found:
             found["weight"] = Reordered(found["weight"], shape)
         return found
@@ -134,13 +134,13 @@ class RecordedUnfolded(RecordedConv2d):
         output = self.book.enter(self, (around.detach(),), output)
         return output.reshape(*around.shape[:-1], -1).permute(0, 3, 1, 2)
 
-    def parts(self, seen: Seen, g: Tensor, count: int) -> dict[str, Part]:
+    def parts(self, seen: Seen, g: Tensor, count: int) -> dict[str, ParameterGradients]:
         return self.products(seen[0], g, count)
 
 
 class RecordedGroupNorm(nn.GroupNorm):
     name: str
-    book: Book
+    book: GradientRecord
     wanted: frozenset[str]
 
     def forward(self, input: Tensor) -> Tensor:
@@ -158,7 +158,7 @@ class RecordedGroupNorm(nn.GroupNorm):
         )
         return self.book.enter(self, (values.detach(), mean.detach(), scale.detach()), output)
 
-    def parts(self, seen: Seen, g: Tensor, count: int) -> dict[str, Part]:
+    def parts(self, seen: Seen, g: Tensor, count: int) -> dict[str, ParameterGradients]:
         values, mean, scale = seen
         mean, scale = (t.repeat_interleave(self.num_channels // self.num_groups, 1) for t in (mean, scale))
         g, values = (t.reshape(*t.shape[:2], -1) for t in (g, values))  # a dense layer's values have no places
@@ -170,7 +170,7 @@ class RecordedGroupNorm(nn.GroupNorm):
 
 class RecordedLayerNorm(nn.LayerNorm):
     name: str
-    book: Book
+    book: GradientRecord
     wanted: frozenset[str]
 
     def forward(self, input: Tensor) -> Tensor:
@@ -179,17 +179,17 @@ class RecordedLayerNorm(nn.LayerNorm):
         output = normal * self.weight.detach()
         return self.book.enter(self, (normal.detach(),), output if bias is None else output + bias)
 
-    def parts(self, seen: Seen, g: Tensor, count: int) -> dict[str, Part]:
+    def parts(self, seen: Seen, g: Tensor, count: int) -> dict[str, ParameterGradients]:
         return _affine(self.wanted, g * seen[0], g, count, self.normalized_shape)
 
 
 def _affine(
     wanted: frozenset[str], scaled: Tensor, plain: Tensor, count: int, shape: tuple[int, ...] | None = None
-) -> dict[str, Part]:
+) -> dict[str, ParameterGradients]:
     """Of y = weight·x + bias, from the rows that are to be added up for each example."""
     shape = tuple(plain.shape[1:]) if shape is None else shape
     rows = {"weight": scaled, "bias": plain}
-    return {n: Kept(t.reshape(count, -1, *shape).sum(1), shape) for n, t in rows.items() if n in wanted}
+    return {n: FullGradients(t.reshape(count, -1, *shape).sum(1), shape) for n, t in rows.items() if n in wanted}
 
 
 def _held(parameter: Tensor | None) -> Tensor | None:
@@ -205,7 +205,7 @@ KINDS: dict[type[nn.Module], type[nn.Module]] = {
 }
 
 
-def twin(module: M, names: frozenset[str], book: Book) -> M:
+def twin(module: M, names: frozenset[str], book: GradientRecord) -> M:
     """The same module on the same weights; layers that have parameters among `names` tell the book."""
     if len([*module.parameters()]) < len([*module.named_parameters(remove_duplicate=False)]):
         raise NotRecordableError("layers share parameters")
@@ -250,7 +250,7 @@ class _Start(torch.autograd.Function):
         return None, None
 
 
-class LiveBook:
+class GradientTape:
     """One forward and backward pass of a network by itself. What a layer saw is let go as soon as it is of no use."""
 
     def __init__(self, device: torch.device) -> None:
@@ -262,7 +262,7 @@ class LiveBook:
         """Of `count` examples, whose rows follow each other."""
         self.count = count
         self.seen: dict[str, tuple[Seen, list[int]]] = {}
-        self.parts: dict[str, Part] = {}
+        self.parts: dict[str, ParameterGradients] = {}
         self.called: set[str] = set()
 
     def enter(self, layer: Recorded, seen: Seen, output: Tensor) -> Tensor:
@@ -285,7 +285,7 @@ class LiveBook:
         kept = images.is_cpu and images.is_contiguous(memory_format=torch.channels_last)
         return images if kept else images.contiguous()
 
-    def backward(self, loss: Tensor) -> dict[str, Part]:
+    def backward(self, loss: Tensor) -> dict[str, ParameterGradients]:
         """The parts of every parameter that trains."""
         torch.autograd.grad(loss, [self.token], allow_unused=True)
         return self.parts

@@ -20,7 +20,7 @@ from polyclinic.training.prefetch import fetched, onto
 
 
 @dataclass(frozen=True)
-class Seat:
+class StackMember:
     """One site's place in a stack."""
 
     job: Fit
@@ -36,7 +36,7 @@ class Seat:
         return self.job.training.size(len(self.data))
 
 
-class Bit(NamedTuple):
+class MicroBatch(NamedTuple):
     """One batch of one site."""
 
     number: int
@@ -55,14 +55,14 @@ class Bit(NamedTuple):
     expected: int = 1
     """What a private step's sum is divided by."""
 
-    def padded(self, length: int) -> Bit:
+    def padded(self, length: int) -> MicroBatch:
         return self._replace(rows=F.pad(self.rows, (0, length - self.present)), length=length)
 
 
 ANY = 0
 
 
-def bits(seat: Seat) -> list[Bit]:
+def bits(seat: StackMember) -> list[MicroBatch]:
     """A site's batches in their order; it is drawn on the CPU, as `fit` draws it."""
     training, examples = seat.job.training, len(seat.data)
     labels = seat.data.labels.cpu() if training.oversample else torch.empty(examples)
@@ -75,11 +75,11 @@ def bits(seat: Seat) -> list[Bit]:
         for position, rows in enumerate(micro or [torch.zeros(0, dtype=torch.int64)]):
             length, last = rows.numel(), position >= len(micro) - 1
             share = length / max(sum(lengths), 1)
-            found.append(Bit(number, position, rows, ANY if random else length, share, last, length, expected))
+            found.append(MicroBatch(number, position, rows, ANY if random else length, share, last, length, expected))
     return found
 
 
-def calls(plans: Sequence[Sequence[Bit]]) -> list[list[int]]:
+def calls(plans: Sequence[Sequence[MicroBatch]]) -> list[list[int]]:
     """Who is computed together, call by call: whoever has most left leads, and all that are like it go along."""
     at, found = [0] * len(plans), []
 
@@ -98,11 +98,11 @@ def calls(plans: Sequence[Sequence[Bit]]) -> list[list[int]]:
 
 
 @dataclass(frozen=True)
-class Turn:
+class StackStep:
     """Batches of one length, computed at once."""
 
-    table: Table
-    bits: list[Bit]
+    table: StackSchedule
+    bits: list[MicroBatch]
     """Of everyone who is seated."""
     who: list[int]
     rows: Tensor
@@ -155,10 +155,10 @@ def _lengthened(rows: Tensor, length: int) -> Tensor:
     return torch.cat([rows, rows.new_zeros(missing, *rows.shape[1:])]) if missing else rows
 
 
-class Table:
+class StackSchedule:
     """The whole of a stack's round: all turns, with what they need already on the device."""
 
-    def __init__(self, seats: Sequence[Seat], device: torch.device, fill: bool, drawing: bool) -> None:
+    def __init__(self, seats: Sequence[StackMember], device: torch.device, fill: bool, drawing: bool) -> None:
         """`fill`: where most take part in a turn, the others are computed too, so that shapes repeat.
 
         `drawing`: the network has dropout, which needs keys.
@@ -179,7 +179,7 @@ class Table:
         """… which may be elsewhere than where they are needed."""
         self.starts = torch.tensor([0, *(len(seat.data) for seat in seats)]).cumsum(0)[:-1]
 
-    def turns(self) -> Iterator[Turn]:
+    def turns(self) -> Iterator[StackStep]:
         at = [iter(plan) for plan in self.plans]
         planned = [(members, _alike([next(at[site]) for site in members])) for members in calls(self.plans)]
         filled = [self._filled(members, found) for members, found in planned]
@@ -188,7 +188,7 @@ class Table:
         counts = _sent([torch.tensor([bit.present for bit in found]) for _, found in filled], self.device)
         over = _sent([_expected(found) for _, found in planned], self.device)
         for number, ((members, found), (who, seated)) in enumerate(zip(planned, filled, strict=True)):
-            yield Turn(
+            yield StackStep(
                 self,
                 seated,
                 who,
@@ -203,7 +203,7 @@ class Table:
                 [(site, bit.number) for site, bit in zip(members, found, strict=True)],
             )
 
-    def _filled(self, members: list[int], found: list[Bit]) -> tuple[list[int], list[Bit]]:
+    def _filled(self, members: list[int], found: list[MicroBatch]) -> tuple[list[int], list[MicroBatch]]:
         """With everyone else seated too, if that is worth it: what they compute is thrown away."""
         everyone = list(range(len(self.seats)))
         length = found[0].length
@@ -211,22 +211,22 @@ class Table:
         if not self.fill or short or not len(everyone) / 2 <= len(members) < len(everyone):
             return members, found
         idle = {
-            site: Bit(0, 0, torch.arange(length) % len(self.seats[site].data), length, 0.0, found[0].last, 0)
+            site: MicroBatch(0, 0, torch.arange(length) % len(self.seats[site].data), length, 0.0, found[0].last, 0)
             for site in everyone
         }
         busy = dict(zip(members, found, strict=True))
         return everyone, [busy.get(site, idle[site]) for site in everyone]
 
-    def _places(self, who: list[int], found: list[Bit]) -> Tensor:
+    def _places(self, who: list[int], found: list[MicroBatch]) -> Tensor:
         """Rows of each site's own images, or, where all share them, of the pool."""
         rows = torch.stack([bit.rows for bit in found])
         return rows if self.pool is None else rows + self.starts[who, None]
 
-    def _keys(self, who: list[int], found: list[Bit]) -> Tensor:
+    def _keys(self, who: list[int], found: list[MicroBatch]) -> Tensor:
         numbered = zip(who, found, strict=True)
         return torch.tensor([key_of(self.first_keys[site], bit.number, bit.position) for site, bit in numbered])
 
-    def _shares(self, found: list[Bit]) -> Tensor | None:
+    def _shares(self, found: list[MicroBatch]) -> Tensor | None:
         if all(bit.share == 1 for bit in found):
             return None
         return onto(torch.tensor([bit.share for bit in found], dtype=torch.float64), self.device)
@@ -238,7 +238,7 @@ class Table:
         return onto(torch.tensor(places), self.device)
 
     @contextmanager
-    def served(self) -> Iterator[Iterator[tuple[Turn, Batch]]]:
+    def served(self) -> Iterator[Iterator[tuple[StackStep, Batch]]]:
         """The turns with their batches; images that lie elsewhere are fetched ahead of use."""
         turns = list(self.turns())
         if self.shared is None or not self.apart:
@@ -249,7 +249,7 @@ class Table:
             shaped = (_shaped(turn, shared.scaled(i), t) for turn, (i, t) in zip(turns, batches, strict=True))
             yield ((turn, turn.changed(*batch)) for turn, batch in zip(turns, shaped, strict=True))
 
-    def _picked(self, turn: Turn) -> Batch:
+    def _picked(self, turn: StackStep) -> Batch:
         """The batches of a turn, stacked; where sites share their images, in one gathering."""
         if self.shared is not None:
             return _shaped(turn, *self.shared.batch(self._place(turn)))
@@ -257,13 +257,13 @@ class Table:
         images, labels = (torch.stack(parts) for parts in zip(*batches, strict=True))
         return images.to(self.device), labels.to(self.device)
 
-    def _place(self, turn: Turn) -> Tensor:
+    def _place(self, turn: StackStep) -> Tensor:
         """Which of the shared images."""
         assert self.pool is not None
         return self.pool.index_select(0, turn.rows.reshape(-1))
 
 
-def _alike(found: list[Bit]) -> list[Bit]:
+def _alike(found: list[MicroBatch]) -> list[MicroBatch]:
     """Batches of one length: random ones are padded, to one of few lengths."""
     if found[0].length != ANY:
         return found
@@ -271,11 +271,11 @@ def _alike(found: list[Bit]) -> list[Bit]:
     return [bit.padded(-(-longest // ROUNDED) * ROUNDED) for bit in found]
 
 
-def _expected(found: list[Bit]) -> Tensor:
+def _expected(found: list[MicroBatch]) -> Tensor:
     return torch.tensor([bit.expected for bit in found])
 
 
-def _shaped(turn: Turn, images: Tensor, labels: Tensor) -> Batch:
+def _shaped(turn: StackStep, images: Tensor, labels: Tensor) -> Batch:
     """A row of batches per site, from one long batch."""
     return images.reshape(*turn.rows.shape, *images.shape[1:]), labels.reshape(turn.rows.shape)
 

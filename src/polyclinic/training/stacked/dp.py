@@ -15,10 +15,10 @@ from torch.func import vmap
 
 from polyclinic.core.contract import Batch, Bundle, Network, Objective, Private, Tensors
 from polyclinic.training.dp import dp_sgd
-from polyclinic.training.dp.gradient_parts import Part
+from polyclinic.training.dp.gradient_parts import ParameterGradients
 from polyclinic.training.dp.per_example_gradients import NotRecordableError, Recorded, Seen, told, twin
 from polyclinic.training.network import LiveNetwork
-from polyclinic.training.stacked.batching import Seat, Turn
+from polyclinic.training.stacked.batching import StackMember, StackStep
 from polyclinic.training.stacked.compile import compiled as compiled_function
 
 
@@ -68,8 +68,8 @@ class Keyed:
     def features(self, weights: Bundle, images: Tensor) -> Tensor:
         return self.network.features(self._with_keys(weights), images)
 
-    def head(self, weights: Bundle, features: Tensor, calm: bool = False) -> Tensor:
-        return self.network.head(self._with_keys(weights), features, calm)
+    def head(self, weights: Bundle, features: Tensor, eval_mode: bool = False) -> Tensor:
+        return self.network.head(self._with_keys(weights), features, eval_mode)
 
     def loss(self, weights: Bundle, batch: Batch) -> Tensor:
         return self.network.loss(self._with_keys(weights), batch)
@@ -77,8 +77,8 @@ class Keyed:
     def taught(self, weights: Bundle, images: Tensor, features: bool = False) -> Tensor:
         return self.network.taught(weights, images, features)
 
-    def beside(self, weights: Bundle, name: str, *given: Tensor, calm: bool = False) -> Tensor:
-        return self.network.beside(self._with_keys(weights), name, *given, calm=calm)
+    def auxiliary(self, weights: Bundle, name: str, *given: Tensor, eval_mode: bool = False) -> Tensor:
+        return self.network.auxiliary(self._with_keys(weights), name, *given, eval_mode=eval_mode)
 
 
 class Padded:
@@ -93,14 +93,14 @@ class Padded:
     def features(self, weights: Bundle, images: Tensor) -> Tensor:
         return self.network.features(weights, images)
 
-    def head(self, weights: Bundle, features: Tensor, calm: bool = False) -> Tensor:
-        return self.network.head(weights, features, calm)
+    def head(self, weights: Bundle, features: Tensor, eval_mode: bool = False) -> Tensor:
+        return self.network.head(weights, features, eval_mode)
 
     def taught(self, weights: Bundle, images: Tensor, features: bool = False) -> Tensor:
         return self.network.taught(weights, images, features)
 
-    def beside(self, weights: Bundle, name: str, *given: Tensor, calm: bool = False) -> Tensor:
-        return self.network.beside(weights, name, *given, calm=calm)
+    def auxiliary(self, weights: Bundle, name: str, *given: Tensor, eval_mode: bool = False) -> Tensor:
+        return self.network.auxiliary(weights, name, *given, eval_mode=eval_mode)
 
     def loss(self, weights: Bundle, batch: Batch) -> Tensor:
         images, labels = batch
@@ -142,7 +142,7 @@ def clipped_sums(
         return found
 
     def backward(seen: dict[str, Seen], gradients: Tensors, there: Tensor) -> tuple[Tensors, Tensor]:
-        parts: dict[str, Part] = {}
+        parts: dict[str, ParameterGradients] = {}
         for name, g in gradients.items():
             rows = tuple(t.flatten(0, 1) for t in seen[name])
             found = layers[name].parts(rows, g.flatten(0, 1), there.numel())
@@ -195,7 +195,7 @@ def _exact_products() -> Iterator[None]:
 class StackedNoise:
     """What joins the sums of a stack's sites: noise, each site's from its own secret, and what looks at no data."""
 
-    def __init__(self, seats: Sequence[Seat], network: LiveNetwork) -> None:
+    def __init__(self, seats: Sequence[StackMember], network: LiveNetwork) -> None:
         self.secrets = [dp_sgd.checked(seat.job, network, seat.secret) for seat in seats]
         options = [seat.job.training.private or Private(0.0, 0.0) for seat in seats]
         self.clip, self.any = options[0].clip, any(option.noise for option in options)
@@ -206,7 +206,7 @@ class StackedNoise:
         """Objectives that look at nothing but data."""
         self.dropped = torch.zeros(len(seats), dtype=torch.int64, device=network.device)
 
-    def added(self, sums: Tensors, turn: Turn) -> Tensors:
+    def added(self, sums: Tensors, turn: StackStep) -> Tensors:
         """(Σ clip(gradient) + σC·noise) / expected batch, of the members of a turn."""
         names, first = sorted(sums), next(iter(sums.values()))
         found = {name: sums[name] / _beside(turn.expected, sums[name]) for name in names}

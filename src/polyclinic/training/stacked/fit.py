@@ -16,12 +16,12 @@ from torch import Tensor
 from torch.func import vmap
 
 from polyclinic.core.contract import Batch, Bundle, Fit, Fitted, Objective, Site, Tensors, Training
-from polyclinic.core.flat_tensors import Row, Way, layout_of, side_by_side
+from polyclinic.core.flat_tensors import FlatDifference, FlatTensors, layout_of, side_by_side
 from polyclinic.training.dp.dp_sgd import changes_nothing
 from polyclinic.training.dp.per_example_gradients import NotRecordableError
 from polyclinic.training.losses import SEPARABLE
 from polyclinic.training.network import LiveNetwork, moved
-from polyclinic.training.stacked.batching import Seat, Table
+from polyclinic.training.stacked.batching import StackMember, StackSchedule
 from polyclinic.training.stacked.compile import compiled as compiled_function
 from polyclinic.training.stacked.dp import Keyed, StackedNoise, Sums, clipped_sums
 from polyclinic.training.stacked.optimisers import StackedOptimiser
@@ -74,7 +74,7 @@ def why_not(job: Fit, network: LiveNetwork) -> str:
     return f"{shared} draws from a generator that sites would share" if shared else ""
 
 
-def fit_stacked(seats: Sequence[Seat], network: LiveNetwork, compiled: bool = False) -> list[Fitted]:
+def fit_stacked(seats: Sequence[StackMember], network: LiveNetwork, compiled: bool = False) -> list[Fitted]:
     """What `fit` gives for each seat alone, up to rounding. `compiled` pays after some thousand steps."""
     first, network = seats[0].job, network.stackable
     training, steps = first.training, first.sequence
@@ -91,7 +91,7 @@ def fit_stacked(seats: Sequence[Seat], network: LiveNetwork, compiled: bool = Fa
         state = _stack([s.job.optimiser_state or {} for s in seats], network.device)
         for optimiser in optimisers:
             optimiser.restore(state)
-    table = Table(seats, network.device, compiled, network.draws)
+    table = StackSchedule(seats, network.device, compiled, network.draws)
     losses, gathered = torch.zeros(len(seats), device=network.device), dict[str, Tensor]()
     noise = None if changes_nothing(training.private) else StackedNoise(seats, network)
     precise = network.precision(training.precision)
@@ -130,9 +130,11 @@ def fit_stacked(seats: Sequence[Seat], network: LiveNetwork, compiled: bool = Fa
 def _stack(groups: Sequence[Tensors], device: torch.device) -> Tensors:
     """One tensor per name, with a row per site; where a site's tensors are one vector, so are its rows."""
     first = groups[0]
-    if not isinstance(first, Row) or not all(isinstance(group, Row) and group.is_like(first) for group in groups):
+    if not isinstance(first, FlatTensors) or not all(
+        isinstance(group, FlatTensors) and group.is_like(first) for group in groups
+    ):
         return moved({name: torch.stack([group[name] for group in groups]) for name in first}, device)
-    vectors = [group.vector for group in groups if isinstance(group, Row)]
+    vectors = [group.vector for group in groups if isinstance(group, FlatTensors)]
     if all(vector is first.vector for vector in vectors):
         block = first.vector.to(device).expand(len(groups), -1).clone()
     else:
@@ -257,7 +259,7 @@ def _products_like_convolutions(device: torch.device) -> Iterator[None]:
 
 
 def _apart(
-    seats: Sequence[Seat],
+    seats: Sequence[StackMember],
     weights: Bundle,
     optimisers: Sequence[StackedOptimiser],
     losses: Tensor,
@@ -287,9 +289,9 @@ def _rows_of(group: Tensors, starts: Sequence[Tensors | None]) -> list[Tensors]:
     width = len(vector) // 2  # of the block that holds all rows, since it holds two of them side by side
     block = vector.as_strided((len(rows), width), (width, 1))
     first, layout = starts[0] if starts else None, layout_of(rows[0])
-    far: list[Way | None] = [None] * len(rows)
-    alike = isinstance(first, Row) and first.layout == layout and all(start is first for start in starts)
-    if isinstance(first, Row) and alike and first.vector.device == block.device:
+    far: list[FlatDifference | None] = [None] * len(rows)
+    alike = isinstance(first, FlatTensors) and first.layout == layout and all(start is first for start in starts)
+    if isinstance(first, FlatTensors) and alike and first.vector.device == block.device:
         # Here for all sites at once: one by one, whoever asks would wait for the device each time.
-        far = [Way(first.vector, w) for w in torch.linalg.vector_norm(block - first.vector, dim=1).tolist()]
-    return [Row(row.items(), own, layout, way) for row, own, way in zip(rows, block.unbind(), far, strict=True)]
+        far = [FlatDifference(first.vector, w) for w in torch.linalg.vector_norm(block - first.vector, dim=1).tolist()]
+    return [FlatTensors(row.items(), own, layout, way) for row, own, way in zip(rows, block.unbind(), far, strict=True)]

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from polyclinic.core.contract import Bundle
 from polyclinic.training.dp import dp_sgd
 from polyclinic.training.network import LiveNetwork, on
-from polyclinic.training.stacked.batching import Seat
+from polyclinic.training.stacked.batching import StackMember
 
 COPIES = 6
 """Of a site's weights: themselves, their gradients, the optimiser's state, and what is made on the way."""
@@ -18,7 +18,7 @@ SPARE = 2
 """Memory is estimated, and others use it too: only one part in so many is taken."""
 
 
-def room(seat: Seat, network: LiveNetwork) -> int:
+def room(seat: StackMember, network: LiveNetwork) -> int:
     """The most jobs like this one that one stack should hold; at least one."""
     held = COPIES * size(seat.job.weights) + size(seat.job.reference) + 2 * saved_for_backward(seat, network)
     held += kept_by_example(seat, network)
@@ -29,13 +29,13 @@ def size(bundle: Bundle) -> int:
     return sum(tensor.nbytes for group in bundle.values() for tensor in group.values())
 
 
-def at_once(seat: Seat) -> int:
+def at_once(seat: StackMember) -> int:
     """Images of one call; a private step's batch is of random length, and may see each in several views."""
     training, examples = seat.job.training, len(seat.data)
     return min(examples, dp_sgd.room(training, examples, seat.job.whole))
 
 
-def kept_by_example(seat: Seat, network: LiveNetwork) -> int:
+def kept_by_example(seat: StackMember, network: LiveNetwork) -> int:
     """Bytes of gradients that private steps keep for every example: all but those of dense layers."""
     if dp_sgd.changes_nothing(seat.job.training.private):
         return 0
@@ -43,7 +43,7 @@ def kept_by_example(seat: Seat, network: LiveNetwork) -> int:
     return at_once(seat) * sum(p.nbytes for layer in layers for p in layer.parameters(recurse=False))
 
 
-def saved_for_backward(seat: Seat, network: LiveNetwork) -> int:
+def saved_for_backward(seat: StackMember, network: LiveNetwork) -> int:
     """Bytes that one batch's forward pass keeps for its gradient."""
     network, kept = network.stackable, dict[int, int]()
 

@@ -24,7 +24,7 @@ OBTAIN = (
 
 
 @dataclass(frozen=True)
-class Part:
+class PublishedFolder:
     """One folder of the publisher's, with `Images/` and a table of grades."""
 
     folder: str
@@ -36,26 +36,28 @@ class Part:
 
 
 PARTS = (
-    Part(
+    PublishedFolder(
         "regular_fundus_images/regular-fundus-training",
         "train",
         ("regular-fundus-training.csv",),
         "regular-fundus-source-training.csv",
     ),
-    Part(
+    PublishedFolder(
         "regular_fundus_images/regular-fundus-validation",
         "validation",
         ("regular-fundus-validation.csv",),
         "regular-fundus-source-validation.csv",
     ),
-    Part(
+    PublishedFolder(
         "regular_fundus_images/Online-Challenge1&2-Evaluation",
         "test",
         ("Challenge1_labels.csv", "Challenge1_upload.csv"),
     ),
-    Part("ultra-widefield_images/ultra-widefield-training", "train", ("ultra-widefield-training.csv",)),
-    Part("ultra-widefield_images/ultra-widefield-validation", "validation", ("ultra-widefield-validation.csv",)),
-    Part(
+    PublishedFolder("ultra-widefield_images/ultra-widefield-training", "train", ("ultra-widefield-training.csv",)),
+    PublishedFolder(
+        "ultra-widefield_images/ultra-widefield-validation", "validation", ("ultra-widefield-validation.csv",)
+    ),
+    PublishedFolder(
         "ultra-widefield_images/Online-Challenge3-Evaluation",
         "test",
         ("Challenge3_labels.csv", "Challenge3_upload.csv"),
@@ -87,7 +89,7 @@ def _publisher(folder: Path) -> Listing | None:
     return Listing("deepdrid", root, tuple(records), CLASSES, declared=True) if records else None
 
 
-def _records(root: Path, part: Part) -> Iterator[Record]:
+def _records(root: Path, part: PublishedFolder) -> Iterator[Record]:
     folder = root / part.folder
     table = next((folder / name for name in part.tables if (folder / name).is_file()), None)
     sources = _sources(folder / part.sources)

@@ -7,7 +7,7 @@ from typing import Any
 
 from polyclinic.evaluation.comparison import mean
 from polyclinic.reporting.html.formatting import count, duration, megabytes, some
-from polyclinic.reporting.html.report_data import Material, Method, Run
+from polyclinic.reporting.html.report_data import Method, ReportData, Run
 from polyclinic.reporting.html.section import Asked, Section
 from polyclinic.reporting.html.sections.privacy import withheld
 from polyclinic.reporting.html.tags import Cell, joined, listed, paragraph, table
@@ -23,7 +23,7 @@ MEANING = {
 MOST_ROWS = 40
 
 
-def costs(material: Material) -> Section:
+def costs(material: ReportData) -> Section:
     """Bytes both ways and seconds: by site of a run, by method of a comparison."""
     if material.single:
         head = ["hospital", "MB received", "MB sent", "working time", "rounds"]
@@ -69,7 +69,7 @@ def _by_method(method: Method) -> list[str]:
     return [method.name, f"{rounds:g}", *moved, duration(over("seconds")), duration(over("site_seconds"))]
 
 
-def failures(material: Material) -> Section:
+def failures(material: ReportData) -> Section:
     """Refused and lost updates, rounds that failed, resumed runs, runs that have not ended."""
     found = [row for method in material.methods for run in method.runs for row in _wrong(method, run)]
     secret = withheld(material)

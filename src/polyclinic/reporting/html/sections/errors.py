@@ -12,7 +12,7 @@ from polyclinic.evaluation.metrics import BINS, Predictions
 from polyclinic.evaluation.summary import at_site
 from polyclinic.reporting.html.charts import MOST_LINES, Bin, curves, reliability
 from polyclinic.reporting.html.formatting import fixed
-from polyclinic.reporting.html.report_data import Material, Method
+from polyclinic.reporting.html.report_data import Method, ReportData
 from polyclinic.reporting.html.section import Asked, Section
 from polyclinic.reporting.html.sections.training import wilson
 from polyclinic.reporting.html.svg import Point, share
@@ -24,7 +24,7 @@ MOST_POINTS = 160
 """Of a curve; more cannot be seen."""
 
 
-def discrimination(material: Material) -> Section | None:
+def discrimination(material: ReportData) -> Section | None:
     """ROC and precision–recall: all thresholds at once."""
     shown, whose = _curves_of(material)
     if not shown:
@@ -56,7 +56,7 @@ def discrimination(material: Material) -> Section | None:
 Scored = tuple[NDArray[np.float64], NDArray[np.bool_]]
 
 
-def _curves_of(material: Material) -> tuple[dict[str, Scored], str]:
+def _curves_of(material: ReportData) -> tuple[dict[str, Scored], str]:
     """By method; of one run by site, or, of several classes, by class."""
     classes = material.classes
     seeds = ", first seed" if len(material.methods[0].runs) > 1 else ""
@@ -123,7 +123,7 @@ def thinned(points: Sequence[Point]) -> list[Point]:
     return [points[place] for place in at]
 
 
-def confusion(material: Material) -> Section | None:
+def confusion(material: ReportData) -> Section | None:
     """Who is taken for whom."""
     classes = material.classes
     if not 2 <= len(classes) <= MOST_CLASSES:
@@ -167,7 +167,7 @@ def _cell(count: int, total: int) -> Markup:
     return tag("td", f"{count:,}", tag("small", share(part) if total else "–"), style=shade)
 
 
-def calibration(material: Material) -> Section | None:
+def calibration(material: ReportData) -> Section | None:
     """Whether a model is right as often as it is sure."""
     rows = _errors(material)
     if not rows:
@@ -189,7 +189,7 @@ def calibration(material: Material) -> Section | None:
     return Section("calibration", "Calibration: is it as right as it is sure?", joined(parts), asked)
 
 
-def _errors(material: Material) -> list[list[str]]:
+def _errors(material: ReportData) -> list[list[str]]:
     rows: Mapping[str, tuple[Mapping[str, object], Predictions | None]]
     if material.single:
         run = material.first

@@ -12,7 +12,7 @@ from markupsafe import Markup
 from PIL import Image, UnidentifiedImageError
 
 from polyclinic.core.errors import StoreError
-from polyclinic.reporting.html.report_data import Material
+from polyclinic.reporting.html.report_data import ReportData
 from polyclinic.reporting.html.section import Asked, Section
 from polyclinic.reporting.html.tags import figure, joined, paragraph, tag
 
@@ -24,7 +24,7 @@ BYTES = 420_000
 """Of one picture, as WebP."""
 
 
-def features(material: Material) -> Section | None:
+def features(material: ReportData) -> Section | None:
     """t-SNE by site and class, if `polyclinic features` was run."""
     found = list(_left(material, "features.png"))
     if not found:
@@ -38,7 +38,7 @@ def features(material: Material) -> Section | None:
     return Section("features", "What the network makes of the images", joined(parts), asked)
 
 
-def looks(material: Material) -> Section | None:
+def looks(material: ReportData) -> Section | None:
     """Grad-CAM, if `polyclinic explain` was run and pictures of patients may be shown."""
     galleries = list(_left(material, "explain/gallery.png"))
     histograms = list(_left(material, "explain/histograms.png"))
@@ -57,7 +57,7 @@ def looks(material: Material) -> Section | None:
     return Section("looks", "Where the network looks", joined(parts), {"Clinician": "Where does it look?"})
 
 
-def _left(material: Material, name: str) -> Iterator[Path]:
+def _left(material: ReportData, name: str) -> Iterator[Path]:
     """In the folders given, then in those of the runs."""
     places = [*material.folders, *(run.folder for method in material.methods for run in method.runs)]
     for place in dict.fromkeys(path.resolve() for path in places):

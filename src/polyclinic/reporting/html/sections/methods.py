@@ -9,18 +9,18 @@ from typing import Any
 from markupsafe import Markup
 
 from polyclinic.evaluation import claims
-from polyclinic.evaluation.comparison import SHOWN, Figure, Line, decimal, sent, value
+from polyclinic.evaluation.comparison import SHOWN, Line, MetricEstimate, decimal, sent, value
 from polyclinic.reporting.html.charts import Dot, Spot, dots, scatter
 from polyclinic.reporting.html.formatting import change, fixed, interval_of, points, series, with_interval
 from polyclinic.reporting.html.pairwise_tests import UNTESTED, Difference, all_pairs, anova
-from polyclinic.reporting.html.report_data import Material, Method
+from polyclinic.reporting.html.report_data import Method, ReportData
 from polyclinic.reporting.html.section import Asked, Section
 from polyclinic.reporting.html.svg import share
 from polyclinic.reporting.html.tags import Cell, folded, joined, paragraph, table, tag
 from polyclinic.reporting.markdown.server import SIX
 
 
-def compared(material: Material) -> Section | None:
+def compared(material: ReportData) -> Section | None:
     """The table of all methods."""
     if material.single:
         return None
@@ -64,16 +64,16 @@ def _row(line: Line, method: Method) -> list[Cell]:
     return [*cells, worst, sent(line), f"{line.seconds:,.0f}"]
 
 
-def _figure(found: Figure) -> Markup:
+def _figure(found: MetricEstimate) -> Markup:
     spread = "" if found.std is None or math.isnan(found.std) else f" ± {found.std:.3f}"
     return with_interval(decimal(found.mean) + spread, found.low, found.high)
 
 
-def _edges(found: Figure) -> str:
+def _edges(found: MetricEstimate) -> str:
     return "" if math.isnan(found.low) else f" ({share(found.low)} to {share(found.high)})"
 
 
-def tested(material: Material) -> Section | None:
+def tested(material: ReportData) -> Section | None:
     """Every pair of methods, and the paper's claims."""
     if material.single:
         return None
@@ -150,7 +150,7 @@ def _exact(known: Sequence[Difference]) -> Markup:
     return table("Pairs of methods, percentage points of accuracy", head, rows)
 
 
-def _claims(material: Material) -> list[Cell]:
+def _claims(material: ReportData) -> list[Cell]:
     results = {method.name: method.summaries for method in material.methods}
     found = claims.tested(material.claims, results)
     if not found:
@@ -163,7 +163,7 @@ def _claims(material: Material) -> list[Cell]:
     return [tag("h3", "The paper's claims, tested"), table("Claims", head, rows)]
 
 
-def pareto(material: Material) -> Section | None:
+def pareto(material: ReportData) -> Section | None:
     """Accuracy against megabytes, seconds and ε; who is at the edge of each and of all."""
     if material.single:
         return None
@@ -190,8 +190,8 @@ def pareto(material: Material) -> Section | None:
 COSTS = ("megabytes sent, both ways", "seconds (wall-clock)", "ε of the worst-placed unit")
 
 
-def _costs(method: Method, material: Material) -> tuple[str, Figure, tuple[float, ...]] | None:
-    found = Figure.of(method.summaries, "accuracy")
+def _costs(method: Method, material: ReportData) -> tuple[str, MetricEstimate, tuple[float, ...]] | None:
+    found = MetricEstimate.of(method.summaries, "accuracy")
     if math.isnan(found.mean):
         return None
     moved = [_mean([value(run, metric) for run in method.summaries]) for metric in ("megabytes", "seconds")]
@@ -215,7 +215,7 @@ def _beaten(one: tuple[float, tuple[float, ...]], others: Sequence[tuple[float, 
     )
 
 
-def _picture(spots: Sequence[tuple[str, Figure, tuple[float, ...]]], at: int, label: str) -> Markup:
+def _picture(spots: Sequence[tuple[str, MetricEstimate, tuple[float, ...]]], at: int, label: str) -> Markup:
     shown = [(name, found, cost[at]) for name, found, cost in spots if math.isfinite(cost[at]) and cost[at] > 0]
     sides = [(found.mean, (cost,)) for _, found, cost in shown]
     drawn = [
@@ -228,7 +228,7 @@ def _picture(spots: Sequence[tuple[str, Figure, tuple[float, ...]]], at: int, la
     return scatter(f"Accuracy against {short}", drawn, label, "accuracy", words)
 
 
-def server(material: Material) -> Section | None:
+def server(material: ReportData) -> Section | None:
     """The server's own models, on its public test images."""
     rows = []
     for method in material.methods:

@@ -11,7 +11,7 @@ from polyclinic.evaluation.comparison import mean
 from polyclinic.evaluation.summary import pools_images
 from polyclinic.reporting.html.formatting import megabytes, series
 from polyclinic.reporting.html.from_markdown import from_markdown
-from polyclinic.reporting.html.report_data import Material, Method
+from polyclinic.reporting.html.report_data import Method, ReportData
 from polyclinic.reporting.html.section import Asked, Section
 from polyclinic.reporting.html.tags import Cell, folded, joined, listed, paragraph, table, tag
 from polyclinic.reporting.privacy_statement import PAPER_METRIC, UNITS
@@ -20,7 +20,7 @@ from polyclinic.storage.run_files import named_failure
 NO_CLAIM = "nothing is claimed"
 
 
-def privacy(material: Material) -> Section:
+def privacy(material: ReportData) -> Section:
     claimed = [method for method in material.methods if method.first.summary.get("privacy")]
     head = ["method", "protects", "ε, worst-placed", "δ", "noise", "allowed ε"]
     metric = any(_metric(method) for method in claimed)
@@ -101,7 +101,7 @@ def _released(methods: Sequence[Method]) -> Markup:
     return table("What leaves a hospital", head, rows)
 
 
-def _amounts(material: Material) -> Markup:
+def _amounts(material: ReportData) -> Markup:
     """How much went out, in bytes."""
     told = []
     for method in material.methods:
@@ -112,7 +112,7 @@ def _amounts(material: Material) -> Markup:
     return paragraph(words, class_="note") if words else Markup("")
 
 
-def _itself(material: Material) -> list[Cell]:
+def _itself(material: ReportData) -> list[Cell]:
     told: list[Cell] = [
         "Numbers of images by hospital and class, and in confusion matrices down to single images; figures of test "
         "images without noise. No patient's name or number.",
@@ -128,7 +128,7 @@ def _itself(material: Material) -> list[Cell]:
     return told
 
 
-def withheld(material: Material) -> bool:
+def withheld(material: ReportData) -> bool:
     """Whether a seed must not be told: a run's noise was drawn from it."""
     plans = [run.get("privacy") for method in material.methods for run in method.summaries]
     begun = [one.recipe.privacy for one in material.unfinished]

@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from polyclinic.reporting.html.report_data import Material, Method
+from polyclinic.reporting.html.report_data import Method, ReportData
 from polyclinic.reporting.html.section import Asked, Section
 from polyclinic.reporting.html.sections.privacy import withheld
 from polyclinic.reporting.html.tags import Cell, folded, joined, paragraph, table, tag
@@ -18,7 +18,7 @@ ASIDE = ("name", "about", "paper", "claims", "methods", "engine", "seed", "track
 KEPT = "withheld"
 
 
-def provenance(material: Material) -> Section:
+def provenance(material: ReportData) -> Section:
     """Recipes and versions."""
     secret = withheld(material)
     parts: list[Cell] = [table("Network and runs", ["method", *HEAD], [_row(m, secret) for m in material.methods])]
@@ -51,7 +51,7 @@ def _recipe(method: Method, secret: bool) -> str:
     return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
 
 
-def _differences(material: Material) -> list[Cell]:
+def _differences(material: ReportData) -> list[Cell]:
     """Keys in which methods' recipes differ."""
     flat = {method.name: dict(_flat(yaml.safe_load(method.first.recipe.to_yaml()))) for method in material.methods}
     keys = dict.fromkeys(key for found in flat.values() for key in found if key.partition(".")[0] not in ASIDE)
@@ -74,7 +74,7 @@ def _shown(value: Any) -> str:
     return "–" if value is None or value in ({}, []) else f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def again(material: Material) -> Section:
+def again(material: ReportData) -> Section:
     """The commands."""
     secret = withheld(material)
     run = material.first

@@ -12,7 +12,7 @@ from polyclinic.evaluation.summary import at_site
 from polyclinic.reporting.html.charts import Dot, dots, shares
 from polyclinic.reporting.html.formatting import bounds, change, figure_of, fixed, interval_of, points, series
 from polyclinic.reporting.html.pairwise_tests import UNTESTED, Difference, at_sites
-from polyclinic.reporting.html.report_data import Material, Method
+from polyclinic.reporting.html.report_data import Method, ReportData
 from polyclinic.reporting.html.section import Asked, Section
 from polyclinic.reporting.html.svg import share
 from polyclinic.reporting.html.tags import Cell, folded, joined, paragraph, table
@@ -22,7 +22,7 @@ FEW = 30
 """Below so many test images an interval is wide whatever the method."""
 
 
-def hospitals(material: Material) -> Section | None:
+def hospitals(material: ReportData) -> Section | None:
     """Sizes and mixes of classes."""
     sites = material.first.summary.get("hospitals")
     if not sites:
@@ -65,7 +65,7 @@ def apart(mix: Sequence[float], total: Sequence[float]) -> float:
     return sum(abs(a / here - b / all_) for a, b in zip(mix, total, strict=True)) / 2
 
 
-def by_hospital(material: Material) -> Section | None:
+def by_hospital(material: ReportData) -> Section | None:
     """How every hospital is served; against training alone where that has been run."""
     if not any(at_site(material.first.summary, site) for site in material.first.summary["sites"]):
         return None
@@ -100,7 +100,7 @@ def _served(method: Method) -> list[Cell]:
     return [table(f"Figures at each hospital{seeds}", head, rows), dots(title, drawn[:MOST_DRAWN], "accuracy", words)]
 
 
-def _accuracies(material: Material) -> Markup:
+def _accuracies(material: ReportData) -> Markup:
     """Every method at every hospital, without a test."""
     from polyclinic.evaluation.claims import spread_of
 
@@ -114,7 +114,7 @@ def _accuracies(material: Material) -> Markup:
     return found if material.alone is None else folded("Accuracy of every method at every hospital", found)
 
 
-def _gains(material: Material, alone: Method) -> list[Cell]:
+def _gains(material: ReportData, alone: Method) -> list[Cell]:
     tests = at_sites(material.together, alone, material.sites)
     head = ["hospital", alone.name, *(method.name for method in material.together)]
     from polyclinic.evaluation.claims import spread_of
@@ -140,7 +140,7 @@ def _gains(material: Material, alone: Method) -> list[Cell]:
     return parts
 
 
-def _tally(material: Material, tests: Sequence[Difference]) -> list[list[Cell]]:
+def _tally(material: ReportData, tests: Sequence[Difference]) -> list[list[Cell]]:
     rows: list[list[Cell]] = []
     for method in material.together:
         here = [one for one in tests if one.a == method.name and not math.isnan(one.value)]

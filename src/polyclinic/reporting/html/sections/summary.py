@@ -10,13 +10,13 @@ from polyclinic.evaluation.statistics import summary
 from polyclinic.evaluation.summary import at_site, pools_images
 from polyclinic.reporting.html.formatting import count, megabytes, of_hundred, series, some
 from polyclinic.reporting.html.pairwise_tests import UNTESTED, Difference, all_pairs, at_sites
-from polyclinic.reporting.html.report_data import Material, Method, Run
+from polyclinic.reporting.html.report_data import Method, ReportData, Run
 from polyclinic.reporting.html.section import Section
 from polyclinic.reporting.html.tags import listed, paragraph, tag
 from polyclinic.reporting.privacy_statement import paid_for
 
 
-def answer(material: Material) -> Section:
+def answer(material: ReportData) -> Section:
     told = list(_of_run(material) if material.single else _of_methods(material))
     lead, *rest = told
     body = tag("div", paragraph(lead, class_="lead"), listed(rest) if rest else "", class_="verdict")
@@ -25,7 +25,7 @@ def answer(material: Material) -> Section:
     )
 
 
-def _of_run(material: Material) -> Iterator[str]:
+def _of_run(material: ReportData) -> Iterator[str]:
     method = material.methods[0]
     run = method.first
     yield f"{method.name} was right on {_right(method)}{_where(run)}."
@@ -92,7 +92,7 @@ def _price(run: Run) -> Iterator[str]:
     yield f"{sent or moved}; {claim}."
 
 
-def _of_methods(material: Material) -> Iterator[str]:
+def _of_methods(material: ReportData) -> Iterator[str]:
     ranked = sorted(material.together or material.methods, key=_accuracy, reverse=True)
     top = ranked[0]
     level = [method.name for method in ranked[1:] if _accuracy(method) == _accuracy(top)]
@@ -142,7 +142,7 @@ def _verdict(a: str, b: str, pairs: Sequence[Difference]) -> int | None:
     return None
 
 
-def _alone(material: Material, top: Method) -> Iterator[str]:
+def _alone(material: ReportData, top: Method) -> Iterator[str]:
     """The first question of a hospital."""
     assert material.alone is not None
     tests = [one for one in at_sites(material.together, material.alone, material.sites) if one.a == top.name]

@@ -13,7 +13,7 @@ from polyclinic.evaluation.statistics import summary
 from polyclinic.federation.rounds import POOLED
 from polyclinic.reporting.html.charts import Axes, lines
 from polyclinic.reporting.html.formatting import fixed
-from polyclinic.reporting.html.report_data import Material, Method, Run
+from polyclinic.reporting.html.report_data import Method, ReportData, Run
 from polyclinic.reporting.html.section import Asked, Section
 from polyclinic.reporting.html.svg import Banded
 from polyclinic.reporting.html.tags import joined, paragraph, table
@@ -34,7 +34,7 @@ def wilson(right: float, images: float) -> tuple[float, float]:
     return middle - half, middle + half
 
 
-def learning(material: Material) -> Section | None:
+def learning(material: ReportData) -> Section | None:
     """Accuracy on validation images from round to round."""
     series = {method.name: _over_seeds([_accuracy(run) for run in method.runs]) for method in material.methods}
     known = {name: points for name, points in series.items() if len(points) > 1}
@@ -106,7 +106,7 @@ def _bare(points: Iterable[tuple[float, float]]) -> list[Banded]:
     return [(float(x), y, math.nan, math.nan) for x, y in points]
 
 
-def drift(material: Material) -> Section | None:
+def drift(material: ReportData) -> Section | None:
     """How far sites' weights move away in a round."""
     if material.single:
         run = material.first
@@ -143,7 +143,7 @@ def _mean_moved(method: Method) -> list[Banded]:
     return [(x, y, *((low, high) if len(told) > 1 else (math.nan, math.nan))) for x, y, low, high in _over_seeds(told)]
 
 
-def forgetting(material: Material) -> Section | None:
+def forgetting(material: ReportData) -> Section | None:
     """What deployments made sites forget, and gain."""
     series: dict[str, list[Banded]] = {}
     for method in material.methods:
@@ -167,7 +167,7 @@ def forgetting(material: Material) -> Section | None:
     return Section("forgetting", "Forgetting", joined([paragraph(note), drawn]), {"Engineer": "What is forgotten?"})
 
 
-def gap(material: Material) -> Section | None:
+def gap(material: ReportData) -> Section | None:
     """Accuracy on training against validation images."""
     rows = _gap_sites(material.first) if material.single else _gap_methods(material.methods)
     if not rows:
