@@ -26,7 +26,7 @@ from typing import Any
 from polyclinic.algorithms.optimisation.fedavg import FedAvg
 from polyclinic.core.contract import Failure, Federation, SiteId, Stream, Training, Update
 from polyclinic.deploy.config import FederationConfig as Kits
-from polyclinic.deploy.config import ServerConfig
+from polyclinic.deploy.config import ServerConfig, ServerSection
 from polyclinic.deploy.processes import Child, SiteRegistration, attend, serving
 from polyclinic.deploy.provisioning.provision import provision
 from polyclinic.deploy.site.config import SiteConfig
