@@ -29,7 +29,7 @@ import torch
 from polyclinic.algorithms.base import RunningMean
 from polyclinic.algorithms.optimisation.fedavg import FedAvg
 from polyclinic.core.contract import Bundle, Failure, Federation
-from polyclinic.core.flat_tensors import side_by_side
+from polyclinic.core.flat_tensors import contiguous_vector
 from polyclinic.federation.rounds import Progress, Rounds, Rules
 from polyclinic.storage import messages
 from polyclinic.storage.journal import RamJournal
@@ -57,7 +57,7 @@ class Recorded:
         for site in sent:
             began = time.process_time()
             fields = {"run": "run", "round": round, "site": site, "examples": 10}
-            message = [messages.pack(fields, self.body)]
+            message = [messages.encode_with_body(fields, self.body)]
             self.seconds += time.process_time() - began
             yield site, message.pop()
 
@@ -91,7 +91,7 @@ def a_round(updates: int, parameters: int = PARAMETERS) -> Callable[[], dict[str
 
     def play() -> dict[str, Any]:
         baseline, began = peak_bytes(), time.process_time()
-        found, _ = loop.play(state, Progress())
+        found, _ = loop.play_round(state, Progress())
         seconds, held = time.process_time() - began - engine.seconds, peak_bytes() - baseline
         error = max(float((found["model"][n] - t - MOVE).abs().max()) for n, t in state["model"].items())
         return {"bytes": held, "ms_per_update": seconds / updates * 1e3, "largest_error": error}
@@ -131,7 +131,7 @@ def mean_alone() -> dict[str, Any]:
     for group in islice(cycle(groups), REPEATS):
         taken["mean"].append(timed(mean.add, group))
     for data, group in islice(cycle(zip(datas, groups, strict=True)), REPEATS):
-        vector = side_by_side(list(group.values()))
+        vector = contiguous_vector(list(group.values()))
         assert vector is not None
         taken["sha256"].append(timed(hashlib.sha256, data))
         taken["after"].append(timed(mean.add, group))

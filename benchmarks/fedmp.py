@@ -20,11 +20,11 @@ from polyclinic.algorithms.optimisation.fedavg import FedAvg
 from polyclinic.algorithms.representation.fedmp import FedMP
 from polyclinic.core.contract import Bundle, Federation, Fit, Job, Optimiser, Site, Stream, Training, Update
 from polyclinic.data.examples import Images
-from polyclinic.federation.site_runner import drive
-from polyclinic.models import build
+from polyclinic.federation.site_runner import drive_jobs
+from polyclinic.models import build_model
 from polyclinic.models.split_point import cut_after
 from polyclinic.training.fit import fit, score
-from polyclinic.training.network import LiveNetwork, feature_shape, weights_of
+from polyclinic.training.network import LiveNetwork, copy_module_weights, feature_shape
 
 CLASSES = 10
 
@@ -40,7 +40,7 @@ def main() -> None:
     parser.add_argument("--sample", type=int, default=None)
     given = parser.parse_args()
     device = torch.device(given.device)
-    module = build(given.model, classes=CLASSES, channels=3, size=given.size, seed=Stream(0))
+    module = build_model(given.model, classes=CLASSES, channels=3, size=given.size, seed=Stream(0))
     network = LiveNetwork(cut_after(module, given.cut) if given.cut else module, device)
     drawn = Stream(1).generator()
     images = torch.randn(given.images, 3, given.size, given.size, generator=drawn).to(device)
@@ -51,7 +51,7 @@ def main() -> None:
     federation = Federation(
         tuple(map(str, range(CLASSES))),
         {"one": given.images, "two": given.images},
-        weights_of(network.module),
+        copy_module_weights(network.module),
         features=shape,
     )
     received = {name: _second_round(side, federation, network, data) for name, side in sides.items()}
@@ -77,7 +77,7 @@ def _round(side: Averaging, received: Bundle, network: LiveNetwork, data: Images
     def run(job: Job, _: int) -> object:
         return fit(job, network, data, site, rng) if isinstance(job, Fit) else score(job, network, data)
 
-    update, _ = drive(side.local(received, None, site, rng), run)  # type: ignore[arg-type]
+    update, _ = drive_jobs(side.local(received, None, site, rng), run)  # type: ignore[arg-type]
     return update
 
 

@@ -27,13 +27,13 @@ from polyclinic.algorithms.optimisation.fedavg import FedAvg
 from polyclinic.core.contract import Failure, Federation, SiteId, Stream, Training, Update
 from polyclinic.deploy.config import FederationConfig as Kits
 from polyclinic.deploy.config import ServerConfig, ServerSection
-from polyclinic.deploy.processes import Child, SiteRegistration, attend, serving
-from polyclinic.deploy.provisioning.provision import provision
+from polyclinic.deploy.processes import ChildProcess, SiteRegistration, open_server, serve_site
+from polyclinic.deploy.provisioning.provision import provision_federation
 from polyclinic.deploy.site.config import SiteConfig
 from polyclinic.federation.mailbox import Outbox
-from polyclinic.models import build
+from polyclinic.models import build_model
 from polyclinic.storage import messages
-from polyclinic.training.network import weights_of
+from polyclinic.training.network import copy_module_weights
 
 BIN = Path(sys.executable).parent
 APP = Path(__file__).with_name("flower_fedavg")
@@ -41,7 +41,7 @@ APP = Path(__file__).with_name("flower_fedavg")
 
 def main() -> None:
     if sys.argv[1:2] == ["site"]:
-        attend(SiteConfig.load(Path(sys.argv[2])), echo, print)
+        serve_site(SiteConfig.load(Path(sys.argv[2])), echo, print)
         return
     parser = argparse.ArgumentParser()
     parser.add_argument("--turns", type=int, default=2)
@@ -57,13 +57,15 @@ def main() -> None:
 def compare(given: argparse.Namespace, folder: Path, stack: ExitStack) -> None:
     sites = tuple(f"site-{number:02}" for number in range(1, given.sites + 1))
     kits = folder / "kits"
-    provision(Kits(federation="bench", server=ServerSection(host="127.0.0.1", port=free_port()), sites=sites), kits)
-    reception = stack.enter_context(serving(ServerConfig.load(kits / "server" / "server.yaml")))
+    provision_federation(
+        Kits(federation="bench", server=ServerSection(host="127.0.0.1", port=free_port()), sites=sites), kits
+    )
+    reception = stack.enter_context(open_server(ServerConfig.load(kits / "server" / "server.yaml")))
     for site in sites:
         command = [sys.executable, "-m", "benchmarks.flower", "site", str(kits / "sites" / site / "site.yaml")]
-        stack.enter_context(Child(command, folder / f"{site}.log"))
+        stack.enter_context(ChildProcess(command, folder / f"{site}.log"))
     theirs = Theirs(kits, sites, folder, stack)
-    reception.gather(120, len(sites), print)
+    reception.wait_for_sites(120, len(sites), print)
     times: dict[str, list[float]] = {"ours": [], "Flower's": []}
     play(reception, sites, 2)
     for turn in range(given.turns):
@@ -82,9 +84,9 @@ def echo(data: bytes) -> bytes:
 
 def play(reception: SiteRegistration, sites: tuple[SiteId, ...], rounds: int) -> list[float]:
     """Rounds of FedAvg in which nobody trains."""
-    module = build("mobilenet_v2", classes=10, channels=3, size=64, seed=Stream(0))
+    module = build_model("mobilenet_v2", classes=10, channels=3, size=64, seed=Stream(0))
     algorithm = FedAvg(Training())
-    state = algorithm.init(Federation(tuple(map(str, range(10))), dict.fromkeys(sites, 1), weights_of(module)))
+    state = algorithm.init(Federation(tuple(map(str, range(10))), dict.fromkeys(sites, 1), copy_module_weights(module)))
     seconds = []
     for round in range(1, rounds + 1):
         begun = time.perf_counter()
@@ -141,7 +143,7 @@ class Theirs:
     def _start(self, stack: ExitStack, name: str, *command: object) -> None:
         program, *rest = map(str, command)
         log = self.folder / f"{name}.flower.log"
-        stack.enter_context(Child([str(BIN / program), *rest], log, self.environment))
+        stack.enter_context(ChildProcess([str(BIN / program), *rest], log, self.environment))
 
     def _run(self, *command: object) -> None:
         program, *rest = map(str, command)

@@ -145,7 +145,7 @@ def memory_of_ours() -> dict[str, int]:
 
     shared, rows = Images(*images()), torch.arange(CLIENTS * IMAGES).reshape(CLIENTS, IMAGES)
     sites = {
-        name: SiteData(name, *(Selection.of(shared, mine) for mine in (own, own[:20], own[20:40])))
+        name: SiteData(name, *(Selection.from_rows(shared, mine) for mine in (own, own[:20], own[20:40])))
         for name, own in ((f"client-{number}", own) for number, own in enumerate(rows))
     }
     seen: dict[str, int] = {}
@@ -155,7 +155,7 @@ def memory_of_ours() -> dict[str, int]:
             seen["rounds"] = peak_bytes()
 
     with tempfile.TemporaryDirectory() as folder:
-        recipe = Recipe.of(
+        recipe = Recipe.from_values(
             {
                 "name": "A",
                 "rounds": ROUNDS,
@@ -167,7 +167,7 @@ def memory_of_ours() -> dict[str, int]:
             }
         )
         consortium = FederatedDataset(tuple("0123456789"), sites, None, 1, 28)
-        run(recipe, Path(folder) / "run", consortium=consortium, watch=watch)
+        run(recipe, Path(folder) / "run", dataset=consortium, watch=watch)
     return {**seen, "all": peak_bytes()}
 
 

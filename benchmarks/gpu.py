@@ -32,13 +32,13 @@ from polyclinic.data.examples import Images, Selection, SiteData
 from polyclinic.federation.engines.stacked import Compile
 from polyclinic.federation.rounds import Rounds, Rules
 from polyclinic.federation.site_runner import SiteRunner
-from polyclinic.models import build
+from polyclinic.models import build_model
 from polyclinic.runs.engine_choice import make_engine
 from polyclinic.storage.journal import FolderJournal
 from polyclinic.storage.run_files import RamMemory
 from polyclinic.training.fit import fit
 from polyclinic.training.losses import task_loss
-from polyclinic.training.network import LiveNetwork, weights_of
+from polyclinic.training.network import LiveNetwork, copy_module_weights
 from polyclinic.training.stacked.batching import StackMember
 from polyclinic.training.stacked.fit import fit_stacked
 
@@ -74,7 +74,7 @@ class Bench:
         return Images(images, torch.randint(10, (count,), generator=generator))
 
     def divided(self, shared: Images, sites: int, each: int) -> dict[str, SiteData]:
-        parts = {f"site-{n}": Selection.of(shared, torch.arange(n * each, (n + 1) * each)) for n in range(sites)}
+        parts = {f"site-{n}": Selection.from_rows(shared, torch.arange(n * each, (n + 1) * each)) for n in range(sites)}
         return {name: SiteData(name, part, part.subset(torch.arange(0)), part) for name, part in parts.items()}
 
     def rounds(
@@ -90,10 +90,12 @@ class Bench:
         """Seconds of each round of FedAvg, with messages, validation, ledger and a snapshot every round."""
         first = next(iter(sites.values())).train
         channels, size = first.batch(torch.arange(1))[0].shape[1:3]
-        module = build(model, classes=10, channels=channels, size=size, dropout=0.0, seed=Stream(0))
+        module = build_model(model, classes=10, channels=channels, size=size, dropout=0.0, seed=Stream(0))
         network, algorithm = LiveNetwork(module, self.device), FedAvg(training)
         runners = {name: SiteRunner(name, site, algorithm, network, RamMemory()) for name, site in sites.items()}
-        federation = Federation(tuple("0123456789"), {n: len(s.train) for n, s in sites.items()}, weights_of(module))
+        federation = Federation(
+            tuple("0123456789"), {n: len(s.train) for n, s in sites.items()}, copy_module_weights(module)
+        )
         rules = Rules(rounds=rounds, cohort=cohort, evaluate_every=0)
         taken: list[float] = []
 
@@ -103,7 +105,7 @@ class Bench:
 
         with tempfile.TemporaryDirectory() as folder:
             driver = make_engine(engine, runners, 0, 1, compile)
-            Rounds(federation, algorithm, driver, rules, FolderJournal(Path(folder)), watch).run()
+            Rounds(federation, algorithm, driver, rules, FolderJournal(Path(folder)), watch).play_all()
         return taken
 
     def stack(self) -> list[Row]:
@@ -130,18 +132,18 @@ class Bench:
 
     def seats(self, model: str, sites: int, precision: Precision = "float32") -> tuple[LiveNetwork, list[StackMember]]:
         """Ten steps each, an epoch."""
-        module = build(model, classes=10, channels=1, size=28, dropout=0.0, seed=Stream(0))
+        module = build_model(model, classes=10, channels=1, size=28, dropout=0.0, seed=Stream(0))
         each = 10 * self.batch
         shared = self.pool(sites * each, 1, 28).to(self.device)
         training = Training(Optimiser("sgd", LR), batch=self.batch, precision=precision)
-        job = Fit(weights_of(module.to(self.device)), task_loss, training)
-        parts = [Selection.of(shared, torch.arange(n * each, (n + 1) * each)) for n in range(sites)]
+        job = Fit(copy_module_weights(module.to(self.device)), task_loss, training)
+        parts = [Selection.from_rows(shared, torch.arange(n * each, (n + 1) * each)) for n in range(sites)]
         found = [StackMember(job, part, Site(str(n), each, 1, 1, LR), Stream(n)) for n, part in enumerate(parts)]
         return LiveNetwork(module, self.device), found
 
     def single(self, model: str, count: int, compiled: bool) -> Callable[[], None]:
         """Ten steps of one network with everybody's images in one batch."""
-        module = build(model, classes=10, channels=1, size=28, dropout=0.0, seed=Stream(0)).to(self.device)
+        module = build_model(model, classes=10, channels=1, size=28, dropout=0.0, seed=Stream(0)).to(self.device)
         shared = self.pool(count, 1, 28).to(self.device)
         optimiser = torch.optim.SGD(module.parameters(), LR)
 
@@ -194,7 +196,7 @@ class Bench:
 
     def plain(self, shared: Images, batch: int, layout: torch.memory_format, precision: str) -> Callable[[], None]:
         """An epoch as most people write it, over all images."""
-        module = build(
+        module = build_model(
             "mobilenet_v2", classes=10, channels=3, size=shared.images.shape[-1], dropout=0.0, seed=Stream(0)
         )
         module = module.to(self.device).to(memory_format=layout)
@@ -233,7 +235,7 @@ class Bench:
         shared = self.pool(57, 1, 12, torch.float64).to(self.device)
         sizes, start, sites = (12, 7, 16, 16, 6), 0, {}
         for number, size in enumerate(sizes):
-            part = Selection.of(shared, torch.arange(start, start + size))
+            part = Selection.from_rows(shared, torch.arange(start, start + size))
             sites[f"site-{number}"] = SiteData(f"site-{number}", part, part, part)
             start += size
         found = []
@@ -247,14 +249,16 @@ class Bench:
         return found
 
     def state(self, engine: str, kind: Any, sites: dict[str, SiteData]) -> Bundle:
-        module = build("groupnorm_cnn", classes=10, channels=1, size=12, dropout=0.3, seed=Stream(0)).double()
+        module = build_model("groupnorm_cnn", classes=10, channels=1, size=12, dropout=0.3, seed=Stream(0)).double()
         algorithm = kind(training=Training(Optimiser("sgd", LR), batch=4, epochs=2))
         network = LiveNetwork(module, self.device)
         runners = {name: SiteRunner(name, site, algorithm, network, RamMemory()) for name, site in sites.items()}
-        federation = Federation(tuple("0123456789"), {n: len(s.train) for n, s in sites.items()}, weights_of(module))
+        federation = Federation(
+            tuple("0123456789"), {n: len(s.train) for n, s in sites.items()}, copy_module_weights(module)
+        )
         with tempfile.TemporaryDirectory() as folder:
             driver = make_engine(engine, runners, 0, 1)
-            return Rounds(federation, algorithm, driver, Rules(rounds=2), FolderJournal(Path(folder))).run().state
+            return Rounds(federation, algorithm, driver, Rules(rounds=2), FolderJournal(Path(folder))).play_all().state
 
     def feed(self) -> list[Row]:
         each, size, batch = (16, 64, 8) if self.small else (640, 224, 64)

@@ -30,13 +30,13 @@ from PIL import Image
 from polyclinic.core.contract import Examples, Stream
 from polyclinic.data.examples import Collection, Selection
 from polyclinic.data.loading.cache import VARIABLE
-from polyclinic.data.loading.load import load
+from polyclinic.data.loading.load import load_collection
 from polyclinic.data.loading.options import ImageOptions
 from polyclinic.data.sources.folder import read_folder
 from polyclinic.data.sources.npz import read_npz
 from polyclinic.evaluation.summary import package_versions
 from polyclinic.federation.engines.local import keep_freed_memory
-from polyclinic.models import build
+from polyclinic.models import build_model
 
 RESULT = Path("docs/results/data/loader.json")
 GREY, COLOUR, JPEGS = 8192, 1024, 300
@@ -55,7 +55,7 @@ def stack(folder: Path, count: int, size: int, channels: Literal[1, 3]) -> Colle
     file = folder / f"{size}.npz"
     np.savez(file, images=rng.integers(0, 256, (count, size, size, channels), np.uint8), labels=np.arange(count) % 2)
     options = ImageOptions(size=size, channels=channels, normalise="imagenet" if channels == 3 else "half")
-    return load(read_npz(file, name="noise"), options, Stream(0))
+    return load_collection(read_npz(file, name="noise"), options, Stream(0))
 
 
 def epoch(examples: Examples, batch: int) -> Deed:
@@ -71,7 +71,7 @@ def epoch(examples: Examples, batch: int) -> Deed:
 
 def training(examples: Examples) -> Deed:
     """Steps of MobileNetV2 on one batch that lies ready: the loader has no part in it."""
-    module = build("mobilenet_v2", classes=2, channels=3, size=224, dropout=None, seed=Stream(0))
+    module = build_model("mobilenet_v2", classes=2, channels=3, size=224, dropout=None, seed=Stream(0))
     module.train()
     optimiser = torch.optim.SGD(module.parameters(), 0.01)
     images, labels = examples.batch(torch.arange(BATCH))
@@ -104,7 +104,7 @@ def preparing(folder: Path, anew: bool) -> Deed:
 
     def deed() -> int:
         with tempfile.TemporaryDirectory() as empty, cache_in(Path(empty) if anew else None):
-            return len(load(read_folder(folder, name="photographs"), ImageOptions(size=224), Stream(0)))
+            return len(load_collection(read_folder(folder, name="photographs"), ImageOptions(size=224), Stream(0)))
 
     return deed
 
@@ -133,20 +133,20 @@ def rate(deed: Deed) -> float:
 def half(collection: Collection) -> Selection:
     """A site's images among those of all."""
     order = torch.randperm(len(collection), generator=Stream(0, ("site",)).generator())
-    return Selection.of(collection.examples(), order[: len(collection) // 2])
+    return Selection.from_rows(collection.to_images(), order[: len(collection) // 2])
 
 
 def deeds(folder: Path) -> dict[str, Deed]:
     grey, colour = stack(folder, GREY, 64, 1), stack(folder, COLOUR, 224, 3)
     jpegs = photographs(folder / "photographs")
     return {
-        "64x64 grey, batch 32, Images": epoch(grey.examples(), 32),
+        "64x64 grey, batch 32, Images": epoch(grey.to_images(), 32),
         "64x64 grey, batch 32, Selection": epoch(half(grey), 32),
-        "64x64 grey, batch 256, Images": epoch(grey.examples(), 256),
+        "64x64 grey, batch 256, Images": epoch(grey.to_images(), 256),
         "64x64 grey, batch 256, Selection": epoch(half(grey), 256),
-        "224x224 colour, batch 32, Images": epoch(colour.examples(), BATCH),
+        "224x224 colour, batch 32, Images": epoch(colour.to_images(), BATCH),
         "224x224 colour, batch 32, Selection": epoch(half(colour), BATCH),
-        "224x224 colour, MobileNetV2 trains": training(colour.examples()),
+        "224x224 colour, MobileNetV2 trains": training(colour.to_images()),
         "512x512 JPEGs, first run": preparing(jpegs, anew=True),
         "512x512 JPEGs, later runs": preparing(jpegs, anew=False),
     }

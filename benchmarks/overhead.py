@@ -38,12 +38,12 @@ from polyclinic.data.examples import Images, SiteData
 from polyclinic.federation.engines.local import keep_freed_memory
 from polyclinic.federation.rounds import Rounds, Rules, Watch, draw_cohort
 from polyclinic.federation.site_runner import SiteRunner
-from polyclinic.models import Classifier, build
+from polyclinic.models import Classifier, build_model
 from polyclinic.runs.engine_choice import make_engine
 from polyclinic.storage.journal import FolderJournal
 from polyclinic.storage.run_files import RamMemory
-from polyclinic.training.fit import walk
-from polyclinic.training.network import LiveNetwork, weights_of
+from polyclinic.training.fit import iterate_steps
+from polyclinic.training.network import LiveNetwork, copy_module_weights
 
 Draw = Callable[[str, int, Tensor], Iterable[Tensor]]
 """(client, round, labels) -> the batches of one epoch."""
@@ -89,7 +89,7 @@ def clients(work: Workload, dtype: torch.dtype = torch.float32) -> dict[str, Sit
 
 
 def network(work: Workload, dtype: torch.dtype = torch.float32) -> Classifier:
-    return build(work.model, classes=10, channels=1, size=work.size, dropout=0.0, seed=Stream(0)).to(dtype)
+    return build_model(work.model, classes=10, channels=1, size=work.size, dropout=0.0, seed=Stream(0)).to(dtype)
 
 
 def training(work: Workload, **options: Any) -> Training:
@@ -115,13 +115,15 @@ def federated(
     module = network(work, dtype)
     live = LiveNetwork(module)
     runners = {name: SiteRunner(name, site, algorithm, live, RamMemory()) for name, site in sites.items()}
-    federation = Federation(tuple("0123456789"), {n: len(s.train) for n, s in sites.items()}, weights_of(module))
+    federation = Federation(
+        tuple("0123456789"), {n: len(s.train) for n, s in sites.items()}, copy_module_weights(module)
+    )
     rules = Rules(rounds=work.rounds, cohort=work.cohort, evaluate_every=0)
 
     def play() -> Bundle:
         engine = make_engine("local", runners, workers, 1)
         with tempfile.TemporaryDirectory() as folder, closing(engine):
-            return Rounds(federation, algorithm, engine, rules, FolderJournal(Path(folder)), watch).run().state
+            return Rounds(federation, algorithm, engine, rules, FolderJournal(Path(folder)), watch).play_all().state
 
     return play
 
@@ -134,7 +136,7 @@ def our_order(work: Workload) -> Draw:
     """The very batches that `ours` takes."""
 
     def draw(name: str, round: int, labels: Tensor) -> Iterable[Tensor]:
-        steps = walk(labels, training(work), Stream(Rules(rounds=1).seed, ("site", name)), round, False)
+        steps = iterate_steps(labels, training(work), Stream(Rules(rounds=1).seed, ("site", name)), round, False)
         return [index for _, micro in steps for index in micro]
 
     return draw

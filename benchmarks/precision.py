@@ -53,7 +53,7 @@ TASKS: dict[str, dict[str, Any]] = {
 
 def recipe_of(task: str, precision: str, seed: int, rounds: int, device: str) -> Recipe:
     changes = {"training.precision": precision, "seed": seed, "rounds": rounds, "engine.device": device}
-    return Recipe.of({"name": task, **SHARED, **TASKS[task]}, changes)
+    return Recipe.from_values({"name": task, **SHARED, **TASKS[task]}, changes)
 
 
 def measure(task: str, seeds: int, rounds: int, device: str) -> dict[str, Any]:
@@ -63,7 +63,7 @@ def measure(task: str, seeds: int, rounds: int, device: str) -> dict[str, Any]:
         hospitals = load_sites(recipe_of(task, "float32", seed, rounds, device))
         for precision in PRECISIONS if seed % 2 == 0 else reversed(PRECISIONS):
             begun = clock()
-            headline = run(recipe_of(task, precision, seed, rounds, device), consortium=hospitals).headline
+            headline = run(recipe_of(task, precision, seed, rounds, device), dataset=hospitals).headline
             found[precision]["seconds"].append(clock() - begun)
             for name in METRICS:
                 found[precision][name].append(headline[name])

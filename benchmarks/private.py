@@ -31,10 +31,10 @@ import torch.nn.functional as F
 from polyclinic.core.contract import Fit, Optimiser, Private, Site, Stream, Training
 from polyclinic.data.examples import Images, Selection
 from polyclinic.federation.engines.local import keep_freed_memory
-from polyclinic.models import Classifier, build
+from polyclinic.models import Classifier, build_model
 from polyclinic.training.fit import fit
 from polyclinic.training.losses import task_loss
-from polyclinic.training.network import LiveNetwork, weights_of
+from polyclinic.training.network import LiveNetwork, copy_module_weights
 from polyclinic.training.stacked.batching import StackMember
 from polyclinic.training.stacked.fit import fit_stacked
 
@@ -47,7 +47,7 @@ Row = dict[str, Any]
 
 
 def network(model: str) -> Classifier:
-    return build(model, classes=10, channels=1, size=28, dropout=0.0, seed=Stream(0))
+    return build_model(model, classes=10, channels=1, size=28, dropout=0.0, seed=Stream(0))
 
 
 def pool(count: int) -> Images:
@@ -108,7 +108,7 @@ def ghost(model: str, data: Images) -> Deed:
 
 def ours(model: str, data: Images, private: Private | None = Private(CLIP, NOISE, "shuffle")) -> Deed:  # noqa: B008
     live = LiveNetwork(network(model), data.images.device)
-    job = Fit(weights_of(live.module), task_loss, Training(Optimiser("sgd", LR), BATCH, private=private))
+    job = Fit(copy_module_weights(live.module), task_loss, Training(Optimiser("sgd", LR), BATCH, private=private))
     site = Site("a", len(data), 1, 1, LR)
     return lambda: fit(job, live, data, site, Stream(0), Stream(1))
 
@@ -170,8 +170,8 @@ def cpu(repeats: int) -> list[Row]:
 def stack(device: torch.device, each: int, private: Private | None, compiled: bool) -> Deed:
     shared = pool(SITES * each).to(device)
     live = LiveNetwork(network("groupnorm_cnn"), device)
-    job = Fit(weights_of(live.module), task_loss, Training(Optimiser("sgd", LR), BATCH, private=private))
-    parts = [Selection.of(shared, torch.arange(n * each, (n + 1) * each)) for n in range(SITES)]
+    job = Fit(copy_module_weights(live.module), task_loss, Training(Optimiser("sgd", LR), BATCH, private=private))
+    parts = [Selection.from_rows(shared, torch.arange(n * each, (n + 1) * each)) for n in range(SITES)]
     seats = [
         StackMember(job, part, Site(str(n), each, 1, 1, LR), Stream(n), Stream(n, ("secret",)))
         for n, part in enumerate(parts)

@@ -33,7 +33,7 @@ from polyclinic.config.recipe import Recipe
 from polyclinic.core.contract import Stream
 from polyclinic.data import PARTITIONS, Fractions
 from polyclinic.data.examples import Collection
-from polyclinic.data.partitioning.federate import federate
+from polyclinic.data.partitioning.federate import build_site_data
 from polyclinic.runs.experiment import FederatedDataset, run
 
 IMAGES, SIZE = 20, 28
@@ -44,7 +44,7 @@ MODELS = {"mlp": 28, "small_cnn": 28, "groupnorm_cnn": 28, "mobilenet_v2": 32}
 
 
 def recipe(sites: int, cohort: int, rounds: int) -> Recipe:
-    return Recipe.of(
+    return Recipe.from_values(
         {
             "name": "scaling",
             "rounds": rounds,
@@ -65,7 +65,7 @@ def consortium(sites: int) -> FederatedDataset:
     patients = tuple(f"patient-{number}" for number in range(count))
     collection = Collection(images, labels, tuple("0123456789"), patients)
     partition = PARTITIONS["iid"].model_validate({"sites": sites})
-    divided = federate(collection, partition, Fractions(), Stream(0), allow_single_class=True)
+    divided = build_site_data(collection, partition, Fractions(), Stream(0), allow_single_class=True)
     return FederatedDataset(collection.classes, divided, None, 1, SIZE)
 
 
@@ -89,7 +89,7 @@ def one(sites: int, cohort: int, rounds: int) -> dict[str, Any]:
             (begun if event == "round" else done).append(time.process_time())
 
     with tempfile.TemporaryDirectory() as folder:
-        run(recipe(sites, cohort, rounds), Path(folder) / "run", consortium=gathered, watch=watch)
+        run(recipe(sites, cohort, rounds), Path(folder) / "run", dataset=gathered, watch=watch)
         end = time.process_time()
     per_round = statistics.median(after - before for before, after in zip(begun, [*begun[1:], done[-1]], strict=True))
     return {

@@ -21,10 +21,10 @@ import torch
 from polyclinic.core.contract import Fit, Optimiser, Site, Stream, Training
 from polyclinic.data.examples import Images, Selection
 from polyclinic.federation.engines.local import keep_freed_memory
-from polyclinic.models import build
+from polyclinic.models import build_model
 from polyclinic.training.fit import fit
 from polyclinic.training.losses import task_loss
-from polyclinic.training.network import LiveNetwork, weights_of
+from polyclinic.training.network import LiveNetwork, copy_module_weights
 from polyclinic.training.stacked.batching import StackMember
 from polyclinic.training.stacked.fit import fit_stacked
 
@@ -35,15 +35,15 @@ IMAGES, BATCH, LR = 200, 32, 0.05
 
 
 def stack(model: str, size: int, sites: int, device: torch.device) -> tuple[LiveNetwork, list[StackMember]]:
-    module = build(model, classes=10, channels=1, size=size, dropout=0.0, seed=Stream(0))
+    module = build_model(model, classes=10, channels=1, size=size, dropout=0.0, seed=Stream(0))
     generator = torch.Generator().manual_seed(0)
     images = torch.rand(sites * IMAGES, 1, size, size, generator=generator)
     shared = Images(images, torch.randint(10, (len(images),), generator=generator)).to(device)
-    job = Fit(weights_of(module), task_loss, Training(Optimiser("sgd", LR), batch=BATCH))
+    job = Fit(copy_module_weights(module), task_loss, Training(Optimiser("sgd", LR), batch=BATCH))
     seats = [
         StackMember(
             job,
-            Selection.of(shared, torch.arange(n * IMAGES, (n + 1) * IMAGES)),
+            Selection.from_rows(shared, torch.arange(n * IMAGES, (n + 1) * IMAGES)),
             Site(str(n), IMAGES, 1, 1, LR),
             Stream(n),
         )

@@ -26,7 +26,7 @@ import torch
 from benchmarks.aggregation import MOVE, PARAMETERS, TENSORS, model
 from polyclinic.core.contract import Stream
 from polyclinic.federation.engines.local import keep_freed_memory
-from polyclinic.privacy.transforms.quantise import Quantise, blocks, dequantise_into, quantise
+from polyclinic.privacy.transforms.quantise import Quantise, dequantise_into, quantise_vector, split_blocks
 from polyclinic.storage import messages
 
 BYTES = 4 * (PARAMETERS // TENSORS * TENSORS)
@@ -36,24 +36,24 @@ def works() -> dict[str, Callable[[], object]]:
     """What is measured, by name."""
     fields = {"run": "run", "round": 1, "site": "site", "examples": 10}
     trained, body = model(MOVE), messages.encode_body(model(MOVE))
-    message, received = messages.pack(fields, body), messages.decode(messages.encode({}, model())).tensors
-    expected = messages.Expected("run", 1, "site", received, received, frozenset({"buffers"}), 10)
+    message, received = messages.encode_with_body(fields, body), messages.decode(messages.encode({}, model())).tensors
+    expected = messages.ExpectedUpdate("run", 1, "site", received, received, frozenset({"buffers"}), 10)
     generator = Stream(0).generator()
     new, old = (torch.randn(BYTES // 4, generator=generator) for _ in range(2))
     source, target, total = torch.randn(BYTES // 4, generator=generator), torch.empty(BYTES // 4), old.clone()
-    runs = blocks(BYTES // 4, Quantise().block)
-    values, scales = quantise(new, old, runs)
+    runs = split_blocks(BYTES // 4, Quantise().block)
+    values, scales = quantise_vector(new, old, runs)
     return {
         "copy": lambda: target.copy_(source),
         "sha256": lambda: hashlib.sha256(body.data),
         "encode": lambda: messages.encode(fields, trained),
-        "pack": lambda: messages.pack(fields, body),
-        "accept": lambda: messages.accept(message, expected),
-        "quantise an update, nearest": lambda: quantise(new, None, runs),
-        "difference + quantise, nearest": lambda: quantise(new, old, runs),
-        "difference + quantise, stochastic": lambda: quantise(new, old, runs, generator=generator),
+        "pack": lambda: messages.encode_with_body(fields, body),
+        "accept": lambda: messages.accept_update(message, expected),
+        "quantise an update, nearest": lambda: quantise_vector(new, None, runs),
+        "difference + quantise, nearest": lambda: quantise_vector(new, old, runs),
+        "difference + quantise, stochastic": lambda: quantise_vector(new, old, runs, generator=generator),
         "dequantise + add": lambda: dequantise_into(total, values, scales, runs),
-        "there, stochastic": lambda: Quantise().out(trained, received, Stream(0)),
+        "there, stochastic": lambda: Quantise().encode(trained, received, Stream(0)),
     }
 
 

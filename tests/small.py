@@ -24,7 +24,7 @@ TINY: dict[str, Any] = {
 
 def tiny(**settings: Any) -> Recipe:
     """The recipe with some keys set; a double underscore stands for the dot of `--set`."""
-    return Recipe.of(TINY, {key.replace("__", "."): value for key, value in settings.items()})
+    return Recipe.from_values(TINY, {key.replace("__", "."): value for key, value in settings.items()})
 
 
 def write_recipe(folder: Path, values: Any = None, name: str = "tiny.yaml") -> Path:

@@ -22,19 +22,19 @@ from polyclinic.config.capability import (
     THRESHOLDS,
     Capability,
     MachineProfile,
-    capability_problems,
-    card_of,
-    cluster_of,
-    even_weights,
-    needs_memory,
-    room,
-    score,
-    thresholds_problems,
-    weights_problems,
+    available_memory,
+    capability_score,
+    check_capability,
+    check_thresholds,
+    check_weights,
+    equal_weights,
+    find_cluster,
+    site_profile,
+    training_memory,
 )
 from polyclinic.core.contract import Stream
 from polyclinic.core.errors import EngineError, RecipeError
-from polyclinic.deploy.machine import _battery, _cpu, latency, measure
+from polyclinic.deploy.machine import _score_battery, _score_cpu, measure_latency, measure_machine
 
 PAPER = dict(zip(RESOURCES, (0.3, 0.3, 0.1, 0.3), strict=True))
 """The paper's example, for a deployment where the battery matters less."""
@@ -72,43 +72,43 @@ def deaf() -> Iterator[tuple[str, int]]:
 
 def test_the_score_by_hand() -> None:
     card = MachineProfile(cpu=0.8, memory=0.5, battery=0.2, network=0.9)
-    assert score(card, even_weights()) == pytest.approx((0.8 + 0.5 + 0.2 + 0.9) / 4)
-    assert score(card, PAPER) == pytest.approx(0.24 + 0.15 + 0.02 + 0.27)
+    assert capability_score(card, equal_weights()) == pytest.approx((0.8 + 0.5 + 0.2 + 0.9) / 4)
+    assert capability_score(card, PAPER) == pytest.approx(0.24 + 0.15 + 0.02 + 0.27)
 
 
 @pytest.mark.parametrize("name", RESOURCES)
 def test_each_weight_belongs_to_its_resource(name: str) -> None:
     card = MachineProfile(0.1, 0.2, 0.3, 0.4)
     alone = dict.fromkeys(RESOURCES, 0.0) | {name: 1.0}
-    assert score(card, alone) == getattr(card, name)
+    assert capability_score(card, alone) == getattr(card, name)
 
 
 @given(cards, weights)
 def test_the_score_is_the_sum_of_equation_1(card: MachineProfile, weighed: dict[str, float]) -> None:
     by_hand = sum(weighed[name] * getattr(card, name) for name in RESOURCES)
-    assert score(card, weighed) == pytest.approx(by_hand, abs=1e-12)
+    assert capability_score(card, weighed) == pytest.approx(by_hand, abs=1e-12)
 
 
 @given(shares, weights)
 def test_a_card_that_is_alike_throughout_scores_just_that(share: float, weighed: dict[str, float]) -> None:
-    assert score(MachineProfile(share, share, share, share), weighed) == share
+    assert capability_score(MachineProfile(share, share, share, share), weighed) == share
 
 
 @given(falling)
 def test_a_cluster_begins_exactly_at_its_threshold(thresholds: dict[str, float]) -> None:
-    assert list(thresholds_problems(thresholds)) == []
+    assert list(check_thresholds(thresholds)) == []
     names = list(thresholds)
     for place, name in enumerate(names):
-        assert cluster_of(thresholds[name], thresholds) == name
+        assert find_cluster(thresholds[name], thresholds) == name
         if place + 1 < len(names):
-            assert cluster_of(math.nextafter(thresholds[name], 0), thresholds) == names[place + 1]
-    assert cluster_of(1.0, thresholds) == names[0]
+            assert find_cluster(math.nextafter(thresholds[name], 0), thresholds) == names[place + 1]
+    assert find_cluster(1.0, thresholds) == names[0]
 
 
 def test_equation_2_with_our_thresholds() -> None:
-    found = [cluster_of(value, THRESHOLDS) for value in (1, 0.66, 0.659, 0.33, 0.329, 0)]
+    found = [find_cluster(value, THRESHOLDS) for value in (1, 0.66, 0.659, 0.33, 0.329, 0)]
     assert found == ["high", "high", "medium", "medium", "low", "low"]
-    assert cluster_of(score(MachineProfile(0.66, 0.66, 0.66, 0.66), PAPER), THRESHOLDS) == "high"
+    assert find_cluster(capability_score(MachineProfile(0.66, 0.66, 0.66, 0.66), PAPER), THRESHOLDS) == "high"
 
 
 @given(cards, weights, falling, st.sampled_from(RESOURCES), shares)
@@ -117,7 +117,7 @@ def test_more_of_anything_never_lowers_the_cluster(
 ) -> None:
     better = replace(card, **{name: max(share, getattr(card, name))})
     order = list(thresholds)
-    before, after = (order.index(cluster_of(score(one, weighed), thresholds)) for one in (card, better))
+    before, after = (order.index(find_cluster(capability_score(one, weighed), thresholds)) for one in (card, better))
     assert after <= before
 
 
@@ -127,14 +127,14 @@ def test_a_drawn_card_depends_on_seed_site_and_period_only(
 ) -> None:
     others.pop(site, None)
     plain, full = Capability(), Capability(PAPER, others, every=3, latency=1.0)
-    card = card_of(plain, site, period, Stream(seed))
-    assert card == card_of(full, site, period, Stream(seed))
+    card = site_profile(plain, site, period, Stream(seed))
+    assert card == site_profile(full, site, period, Stream(seed))
     different = [(site, period, seed + 1), (f"{site}+", period, seed), (site, period + 1, seed)]
-    assert all(card_of(plain, name, when, Stream(other)) != card for name, when, other in different)
+    assert all(site_profile(plain, name, when, Stream(other)) != card for name, when, other in different)
 
 
 def test_drawn_cards_are_uniform_and_their_numbers_unrelated() -> None:
-    drawn = [card_of(Capability(), f"site-{number}", 0, SEED) for number in range(500)]
+    drawn = [site_profile(Capability(), f"site-{number}", 0, SEED) for number in range(500)]
     columns = [[getattr(card, name) for card in drawn] for name in RESOURCES]
     assert all(kstest(column, "uniform").pvalue > 0.001 for column in columns)
     assert len({value for column in columns for value in column}) == 2000
@@ -142,22 +142,22 @@ def test_drawn_cards_are_uniform_and_their_numbers_unrelated() -> None:
 
 def test_a_given_card_stays() -> None:
     capability = Capability(cards={"a": GIVEN | {"gigabytes": 16}, "b": GIVEN})
-    assert card_of(capability, "a", 0, SEED) == MachineProfile(0.9, 0.5, 1.0, 0.8, 16 * 10**9)
-    assert card_of(capability, "b", 0, SEED) == MachineProfile(0.9, 0.5, 1.0, 0.8)
-    assert card_of(capability, "a", 5, Stream(8)) == card_of(capability, "a", 0, SEED)
-    assert card_of(capability, "c", 5, SEED) != card_of(capability, "c", 0, SEED)
+    assert site_profile(capability, "a", 0, SEED) == MachineProfile(0.9, 0.5, 1.0, 0.8, 16 * 10**9)
+    assert site_profile(capability, "b", 0, SEED) == MachineProfile(0.9, 0.5, 1.0, 0.8)
+    assert site_profile(capability, "a", 5, Stream(8)) == site_profile(capability, "a", 0, SEED)
+    assert site_profile(capability, "c", 5, SEED) != site_profile(capability, "c", 0, SEED)
 
 
 def test_a_period_lasts_as_long_as_the_recipe_says() -> None:
-    assert [Capability(every=3).period(number) for number in range(1, 8)] == [0, 0, 0, 1, 1, 1, 2]
-    assert {Capability().period(number) for number in range(1, 100)} == {0}
+    assert [Capability(every=3).period_of_round(number) for number in range(1, 8)] == [0, 0, 0, 1, 1, 1, 2]
+    assert {Capability().period_of_round(number) for number in range(1, 100)} == {0}
 
 
 def test_a_recipe_can_write_it() -> None:
     values = {"weights": PAPER, "cards": {"a": GIVEN}, "every": 5, "latency": 100}
     assert TypeAdapter(Capability).validate_python(values) == Capability(PAPER, {"a": GIVEN}, 5, 100.0)
-    assert list(capability_problems(Capability(PAPER, {"a": GIVEN}, 5, 100.0))) == []
-    assert list(capability_problems(Capability())) == []
+    assert list(check_capability(Capability(PAPER, {"a": GIVEN}, 5, 100.0))) == []
+    assert list(check_capability(Capability())) == []
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [
@@ -186,20 +186,20 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize(("values", "words"), WRONG)
 def test_what_is_wrong_with_a_recipe_is_said_in_a_sentence(values: dict[str, Any], words: str) -> None:
     capability = Capability(**values)
-    sentences = list(capability_problems(capability))
+    sentences = list(check_capability(capability))
     assert words in sentences[0]
     assert all(sentence.startswith("capability.") and "\n" not in sentence for sentence in sentences)
     if "weights" in values:
         with pytest.raises(RecipeError):
-            score(MachineProfile(1, 1, 1, 1), capability.weights)
+            capability_score(MachineProfile(1, 1, 1, 1), capability.weights)
     for site in list(capability.cards)[-1:]:
         with pytest.raises(RecipeError, match=f"capability.cards.{site}"):
-            card_of(capability, site, 0, SEED)
+            site_profile(capability, site, 0, SEED)
 
 
 def test_weights_may_miss_1_by_a_millionth() -> None:
-    assert list(weights_problems(PAPER | {"cpu": 0.3 + 9e-7})) == []
-    assert list(weights_problems(PAPER | {"cpu": 0.3 - 9e-7})) == []
+    assert list(check_weights(PAPER | {"cpu": 0.3 + 9e-7})) == []
+    assert list(check_weights(PAPER | {"cpu": 0.3 - 9e-7})) == []
 
 
 @pytest.mark.parametrize(
@@ -217,15 +217,15 @@ def test_weights_may_miss_1_by_a_millionth() -> None:
     ],
 )
 def test_thresholds_that_sort_nobody_are_refused(thresholds: dict[str, float], words: str) -> None:
-    assert words in next(thresholds_problems(thresholds))
+    assert words in next(check_thresholds(thresholds))
     with pytest.raises(RecipeError):
-        cluster_of(0.5, thresholds)
+        find_cluster(0.5, thresholds)
 
 
 @pytest.mark.parametrize("value", [-0.01, math.nan])
 def test_a_score_below_all_belongs_nowhere(value: float) -> None:
     with pytest.raises(RecipeError, match="belongs to no cluster"):
-        cluster_of(value, THRESHOLDS)
+        find_cluster(value, THRESHOLDS)
 
 
 @pytest.mark.parametrize("name", RESOURCES)
@@ -241,8 +241,8 @@ def test_a_card_has_some_memory_or_does_not_say() -> None:
 
 
 def test_this_machine_is_measured(listening: tuple[str, int]) -> None:
-    card = measure(listening, 200.0)
-    assert 0 <= score(card, even_weights()) <= 1
+    card = measure_machine(listening, 200.0)
+    assert 0 <= capability_score(card, equal_weights()) <= 1
     assert card.total_memory == psutil.virtual_memory().total
     available = card.memory * card.total_memory
     assert available == pytest.approx(psutil.virtual_memory().available, rel=0.2)
@@ -253,24 +253,24 @@ def test_this_machine_is_measured(listening: tuple[str, int]) -> None:
 
 
 def test_without_a_server_the_network_is_not_measured() -> None:
-    card = measure()
+    card = measure_machine()
     assert card.network == 1
     assert "not measured" in card.notes[-1]
 
 
 def test_a_network_slower_than_acceptable_counts_0(listening: tuple[str, int]) -> None:
-    assert measure(listening, 1e-6).network == 0
+    assert measure_machine(listening, 1e-6).network == 0
 
 
 def test_latency_is_that_of_a_connection(listening: tuple[str, int]) -> None:
     """In milliseconds: none takes less than a microsecond, nor, on one machine, as long as a blink."""
-    assert 1e-3 < latency(listening) < 50
-    assert 1e-3 < latency(("localhost", listening[1])) < 50
+    assert 1e-3 < measure_latency(listening) < 50
+    assert 1e-3 < measure_latency(("localhost", listening[1])) < 50
 
 
 def test_a_server_nobody_runs_is_named(deaf: tuple[str, int]) -> None:
     with pytest.raises(EngineError, match=rf"^the server 127.0.0.1:{deaf[1]} cannot be reached \(Connection refused\)"):
-        measure(deaf, 200.0)
+        measure_machine(deaf, 200.0)
 
 
 def test_a_server_that_does_not_answer_is_not_waited_for() -> None:
@@ -279,31 +279,31 @@ def test_a_server_that_does_not_answer_is_not_waited_for() -> None:
         server.listen(0)
         first.connect(server.getsockname())  # the one place in its queue
         with pytest.raises(EngineError, match="timed out"):
-            latency(server.getsockname(), patience=0.2)
+            measure_latency(server.getsockname(), patience=0.2)
 
 
 @pytest.mark.parametrize("server", [("a" * 70, 80), ("127.0.0.1", 0), ("127.0.0.1", -1)])
 def test_an_address_that_is_none_gets_a_sentence(server: tuple[str, int]) -> None:
     with pytest.raises(EngineError, match="cannot be reached"):
-        latency(server, patience=1.0)
+        measure_latency(server, patience=1.0)
 
 
 def test_a_port_beyond_the_last_does_not_count_from_0_again(listening: tuple[str, int]) -> None:
     with pytest.raises(EngineError, match="from 1 to 65535"):
-        latency((listening[0], listening[1] + 2**16))
+        measure_latency((listening[0], listening[1] + 2**16))
 
 
 @pytest.mark.parametrize("most", [0.0, -5.0, math.nan, math.inf, 1e300])
 def test_a_latency_nobody_can_accept_is_refused(most: float) -> None:
     with pytest.raises(RecipeError, match="acceptable"):
-        measure(None, most)
+        measure_machine(None, most)
 
 
 def test_the_processor_by_its_frequency_or_by_its_use() -> None:
-    assert _cpu(1200.0, 2400.0)[0] == 0.5
-    assert _cpu(3600.0, 2400.0)[0] == 1
+    assert _score_cpu(1200.0, 2400.0)[0] == 0.5
+    assert _score_cpu(3600.0, 2400.0)[0] == 1
     for now, most in ((2400.0, 0.0), (0.0, 2400.0), (0.0, 0.0)):
-        share, note = _cpu(now, most)
+        share, note = _score_cpu(now, most)
         assert 0 <= share <= 1
         told = re.search(r"(\d+) % was in use", note)
         assert told is not None
@@ -311,8 +311,12 @@ def test_the_processor_by_its_frequency_or_by_its_use() -> None:
 
 
 def test_mains_power_is_a_full_battery() -> None:
-    assert [_battery(None, False)[0], _battery(20.0, True)[0]] == [1, 1]
-    assert [_battery(20.0, False)[0], _battery(0.0, False)[0], _battery(101.0, False)[0]] == [0.2, 0, 1]
+    assert [_score_battery(None, False)[0], _score_battery(20.0, True)[0]] == [1, 1]
+    assert [_score_battery(20.0, False)[0], _score_battery(0.0, False)[0], _score_battery(101.0, False)[0]] == [
+        0.2,
+        0,
+        1,
+    ]
 
 
 def test_memory_that_training_needs_is_what_adam_holds() -> None:
@@ -323,10 +327,10 @@ def test_memory_that_training_needs_is_what_adam_holds() -> None:
     moments = [value for state in adam.state.values() for name, value in state.items() if name != "step"]
     gradients = [weight.grad for weight in layer.parameters() if weight.grad is not None]
     held = sum(tensor.nbytes for tensor in (*layer.parameters(), *gradients, *moments))
-    assert needs_memory(30 * 20 + 20) == held
-    assert needs_memory(30 * 20 + 20, 500) == held + 500
+    assert training_memory(30 * 20 + 20) == held
+    assert training_memory(30 * 20 + 20, 500) == held + 500
 
 
 def test_room_is_the_memory_that_is_available() -> None:
-    assert room(MachineProfile(1, 0.25, 1, 1, 16 * 10**9)) == 4 * 10**9
-    assert room(MachineProfile(1, 0.25, 1, 1)) is None
+    assert available_memory(MachineProfile(1, 0.25, 1, 1, 16 * 10**9)) == 4 * 10**9
+    assert available_memory(MachineProfile(1, 0.25, 1, 1)) is None

@@ -18,7 +18,7 @@ from tests.small import tiny
 def times(monkeypatch: pytest.MonkeyPatch, *seconds: float) -> None:
     """What the measurement is said to find, apart and stacked."""
     found = iter(seconds)
-    monkeypatch.setattr(engine_choice, "_seconds", lambda *_: next(found))
+    monkeypatch.setattr(engine_choice, "_time_steps", lambda *_: next(found))
 
 
 @pytest.mark.parametrize(

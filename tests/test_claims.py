@@ -17,8 +17,16 @@ from polyclinic import run
 from polyclinic.core.contract import Stream
 from polyclinic.core.errors import RecipeError
 from polyclinic.evaluation import claims
-from polyclinic.evaluation.claims import FIGURES, Claim, by_seed, chance, overview, rows, verdict_of
-from polyclinic.evaluation.comparison import value
+from polyclinic.evaluation.claims import (
+    CLAIM_METRICS,
+    Claim,
+    claims_overview,
+    claims_table,
+    format_p_value,
+    format_verdict,
+    pair_by_seed,
+)
+from polyclinic.evaluation.comparison import metric_value
 from polyclinic.evaluation.metrics import METRICS
 from tests.small import SITES, WEIGHTS, tiny
 
@@ -38,10 +46,10 @@ def claim(test: str, methods: Sequence[str] = ("A", "B"), **others: Any) -> Clai
     return Claim.model_validate({"claim": "A and B", "test": test, "methods": list(methods), **others})
 
 
-def one(test: str, *values: Sequence[float | None], **others: Any) -> claims.Tested:
+def one(test: str, *values: Sequence[float | None], **others: Any) -> claims.ClaimResult:
     """A single claim on methods A, B, C … with these figures."""
     results = {name: runs(found) for name, found in zip("ABCDEFG", values, strict=False)}
-    (found,) = claims.tested([claim(test, list(results), **others)], results)
+    (found,) = claims.evaluate_claims([claim(test, list(results), **others)], results)
     return found
 
 
@@ -78,7 +86,7 @@ def test_the_paired_p_value_by_hand() -> None:
 
 def test_a_tie_counts_among_the_tests() -> None:
     results = dict(zip("ABCD", map(runs, (*SAME, *with_p(0.03))), strict=True))
-    tie, other = claims.tested([claim("higher"), claim("higher", ["C", "D"])], results)
+    tie, other = claims.evaluate_claims([claim("higher"), claim("higher", ["C", "D"])], results)
     assert (tie.p, tie.corrected) == (1, 1)
     assert other.corrected == pytest.approx(2 * 0.03)
 
@@ -118,7 +126,7 @@ def test_holms_correction_of_a_textbook() -> None:
         names = [f"A{number}", f"B{number}"]
         results |= dict(zip(names, map(runs, with_p(p)), strict=True))
         said += [claim("higher", names), claim("higher", [names[0], "never run"])]
-    found = [t for t in claims.tested(said, results) if not math.isnan(t.p)]
+    found = [t for t in claims.evaluate_claims(said, results) if not math.isnan(t.p)]
     assert [t.p for t in found] == pytest.approx([0.01, 0.04, 0.03, 0.005])
     assert [t.corrected for t in found] == pytest.approx([0.03, 0.06, 0.06, 0.02])
     assert [t.verdict for t in found] == ["supported", "suggested", "suggested", "supported"]
@@ -156,7 +164,7 @@ TABLE: list[tuple[str, tuple[list[float], list[float]], str]] = [
 
 @pytest.mark.parametrize(("test", "values", "verdict"), TABLE)
 def test_verdicts(test: str, values: tuple[list[float], list[float]], verdict: str) -> None:
-    assert verdict_of(one(test, *values)) == verdict
+    assert format_verdict(one(test, *values)) == verdict
 
 
 @pytest.mark.parametrize(
@@ -173,9 +181,9 @@ def test_what_does_not_outlive_the_correction_is_only_suggested(
     test: str, values: tuple[list[float], list[float]], verdict: str
 ) -> None:
     results = dict(zip("ABCD", map(runs, (*values, *UNSURE)), strict=True))
-    first, _ = claims.tested([claim(test), claim("higher", ["C", "D"])], results)
+    first, _ = claims.evaluate_claims([claim(test), claim("higher", ["C", "D"])], results)
     assert (first.p < 0.05 < first.corrected, first.verdict) == (True, verdict)
-    (alone,) = claims.tested([claim(test)], results)
+    (alone,) = claims.evaluate_claims([claim(test)], results)
     assert alone.verdict == {"suggested": "supported", "suggested against": "contradicted"}[verdict]
 
 
@@ -184,7 +192,7 @@ def test_what_cannot_be_tested_is_not_decided(test: str) -> None:
     undefined = one(test, [0.5, None, 0.6], [0.5, 0.4, 0.3])
     single = one(test, [0.9], [0.1])
     for found in (undefined, single):
-        assert (verdict_of(found), found.effect) == ("not decided", "–")
+        assert (format_verdict(found), found.effect) == ("not decided", "–")
         assert math.isnan(found.p)
         assert math.isnan(found.corrected)
     assert single.figures == (0.9, 0.1)
@@ -193,9 +201,9 @@ def test_what_cannot_be_tested_is_not_decided(test: str) -> None:
 
 @pytest.mark.parametrize("test", ["higher", "lower", "equal", "effect", "no effect"])
 def test_a_method_that_was_not_run(test: str) -> None:
-    (found,) = claims.tested([claim(test)], {"A": runs([0.1, 0.2])})
+    (found,) = claims.evaluate_claims([claim(test)], {"A": runs([0.1, 0.2])})
     assert (found.verdict, found.figures) == ("not run", ())
-    assert rows([found])[-1] == "| A and B | – | – | – | – | – | **not run** |"
+    assert claims_table([found])[-1] == "| A and B | – | – | – | – | – | **not run** |"
 
 
 @pytest.mark.parametrize(
@@ -227,7 +235,7 @@ def test_chance_alone_is_seldom_believed() -> None:
     wrong, hinted, against = 0, 0, 0
     for family in range(families):
         values = draws("null", family, size=(2 * size, 5))
-        found = claims.tested(said, {name: runs(v) for name, v in zip(names, values, strict=True)})
+        found = claims.evaluate_claims(said, {name: runs(v) for name, v in zip(names, values, strict=True)})
         wrong += any(t.verdict in ("supported", "contradicted") for t in found)
         hinted += sum(t.verdict in ("supported", "suggested") for t in found)
         against += sum(t.verdict in ("contradicted", "suggested against") for t in found)
@@ -239,15 +247,21 @@ def test_chance_alone_is_seldom_believed() -> None:
 
 def test_seeds_are_paired_whatever_was_lost_on_the_way() -> None:
     a, b = runs([0.9, 0.1, 0.8, 0.6], [0, 1, 2, 3]), runs([0.7, 0.4, 0.65], [3, 0, 2])
-    assert by_seed(a, b, "accuracy") == ([0.9, 0.8, 0.6], [0.4, 0.65, 0.7])
-    (found,) = claims.tested([claim("higher")], {"A": a, "B": b})
+    assert pair_by_seed(a, b, "accuracy") == ([0.9, 0.8, 0.6], [0.4, 0.65, 0.7])
+    (found,) = claims.evaluate_claims([claim("higher")], {"A": a, "B": b})
     assert found.p == pytest.approx(scipy.stats.ttest_rel([0.9, 0.8, 0.6], [0.4, 0.65, 0.7]).pvalue)
-    (unpaired,) = claims.tested([claim("higher")], {"A": a, "B": runs([0.1, 0.2, 0.3], [1, 7, 8])})
+    (unpaired,) = claims.evaluate_claims([claim("higher")], {"A": a, "B": runs([0.1, 0.2, 0.3], [1, 7, 8])})
     assert unpaired.verdict == "not decided", "they share one seed"
 
 
 def test_chances_are_never_said_to_be_nought() -> None:
-    assert [chance(p) for p in (0.0, 1e-9, 0.0123, 1.0, math.nan)] == ["< 0.001", "< 0.001", "0.012", "1.000", "–"]
+    assert [format_p_value(p) for p in (0.0, 1e-9, 0.0123, 1.0, math.nan)] == [
+        "< 0.001",
+        "< 0.001",
+        "0.012",
+        "1.000",
+        "–",
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -266,11 +280,13 @@ def hit_rate(row: Mapping[str, Any]) -> float:
 
 
 def test_metrics_of_all_images_and_of_one_hospital(summary: Mapping[str, Any]) -> None:
-    assert value(summary, "accuracy") == pytest.approx(hit_rate(summary["merged"]["global"]["test"]))
+    assert metric_value(summary, "accuracy") == pytest.approx(hit_rate(summary["merged"]["global"]["test"]))
     for site in SITES:
-        assert value(summary, "accuracy", site) == pytest.approx(hit_rate(summary["sites"][site]["global"]["test"]))
-    assert all(math.isfinite(value(summary, metric)) for metric in METRICS)
-    assert math.isnan(value(summary, "accuracy", "a hospital that is not there"))
+        assert metric_value(summary, "accuracy", site) == pytest.approx(
+            hit_rate(summary["sites"][site]["global"]["test"])
+        )
+    assert all(math.isfinite(metric_value(summary, metric)) for metric in METRICS)
+    assert math.isnan(metric_value(summary, "accuracy", "a hospital that is not there"))
 
 
 def test_the_gap_is_that_of_the_hospitals_by_their_images(summary: Mapping[str, Any]) -> None:
@@ -278,10 +294,10 @@ def test_the_gap_is_that_of_the_hospitals_by_their_images(summary: Mapping[str, 
         found = [summary["sites"][site]["global"][part] for site in SITES]
         return float(sum(row["accuracy"] * row["n"] for row in found) / sum(row["n"] for row in found))
 
-    assert value(summary, "gap") == pytest.approx(pooled("train") - pooled("validation"))
+    assert metric_value(summary, "gap") == pytest.approx(pooled("train") - pooled("validation"))
     for site in SITES:
-        assert value(summary, "gap", site) == pytest.approx(summary["sites"][site]["global"]["gap"])
-    assert math.isnan(value(summary, "gap", "a hospital that is not there"))
+        assert metric_value(summary, "gap", site) == pytest.approx(summary["sites"][site]["global"]["gap"])
+    assert math.isnan(metric_value(summary, "gap", "a hospital that is not there"))
 
 
 def test_drift_is_read_from_the_rounds(summary: Mapping[str, Any], folder: Path) -> None:
@@ -289,29 +305,29 @@ def test_drift_is_read_from_the_rounds(summary: Mapping[str, Any], folder: Path)
     moved = {s: [e["drift"] for e in events if e["event"] == "train" and e["site"] == s] for s in SITES}
     assert {len(found) for found in moved.values()} == {2}
     for site in SITES:
-        assert value(summary, "drift", site) == pytest.approx(statistics.mean(moved[site]))
+        assert metric_value(summary, "drift", site) == pytest.approx(statistics.mean(moved[site]))
     everything = [distance for found in moved.values() for distance in found]
-    assert value(summary, "drift") == pytest.approx(statistics.mean(everything))
-    assert math.isnan(value(summary, "drift", "a hospital that is not there"))
+    assert metric_value(summary, "drift") == pytest.approx(statistics.mean(everything))
+    assert math.isnan(metric_value(summary, "drift", "a hospital that is not there"))
 
 
 def test_megabytes_and_seconds_are_read_from_the_ledger(summary: Mapping[str, Any], folder: Path) -> None:
     ledger = [json.loads(line) for line in (folder / "ledger.jsonl").read_text().splitlines()]
     notes = [note for row in ledger for note in (row["sites"].values() if isinstance(row.get("sites"), dict) else ())]
     counted = sum(note.get("up", 0) + note.get("down", 0) for note in notes) / 1e6
-    assert value(summary, "megabytes") == pytest.approx(counted)
+    assert metric_value(summary, "megabytes") == pytest.approx(counted)
     reckoned = 2 * len(SITES) * 2 * WEIGHTS * 4 / 1e6
     assert counted > reckoned, "twice sites × rounds × weights, and what evaluations take"
-    assert value(summary, "seconds") == pytest.approx(sum(row.get("seconds", 0) for row in ledger))
+    assert metric_value(summary, "seconds") == pytest.approx(sum(row.get("seconds", 0) for row in ledger))
 
 
 def test_models_that_stay_at_home_are_judged_there() -> None:
     local, pooled = (run(tiny(algorithm=name)).summary for name in ("local", "centralised"))
     site = SITES[0]
-    assert value(local, "gap", site) == pytest.approx(local["sites"][site]["personal"]["gap"])
-    assert value(local, "accuracy", site) == pytest.approx(hit_rate(local["sites"][site]["personal"]["test"]))
-    assert math.isnan(value(pooled, "drift")), "in one place nothing drifts"
-    (found,) = claims.tested([claim("higher", metric="drift")], {"A": [local, local], "B": [pooled, pooled]})
+    assert metric_value(local, "gap", site) == pytest.approx(local["sites"][site]["personal"]["gap"])
+    assert metric_value(local, "accuracy", site) == pytest.approx(hit_rate(local["sites"][site]["personal"]["test"]))
+    assert math.isnan(metric_value(pooled, "drift")), "in one place nothing drifts"
+    (found,) = claims.evaluate_claims([claim("higher", metric="drift")], {"A": [local, local], "B": [pooled, pooled]})
     assert found.verdict == "not decided"
 
 
@@ -348,8 +364,19 @@ def test_a_claim_that_cannot_be_tested_is_refused_in_one_sentence(changes: dict[
 
 
 def test_every_figure_and_any_hospital_can_be_claimed() -> None:
-    assert set(FIGURES) == {*METRICS, "gap", "drift", "converged", "forgotten", "megabytes", "seconds", "told_apart"}
-    said = [GOOD | {"metric": metric} for metric in FIGURES] + [GOOD | {"site": "St. Mary's | North", "metric": "gap"}]
+    assert set(CLAIM_METRICS) == {
+        *METRICS,
+        "gap",
+        "drift",
+        "converged",
+        "forgotten",
+        "megabytes",
+        "seconds",
+        "told_apart",
+    }
+    said = [GOOD | {"metric": metric} for metric in CLAIM_METRICS] + [
+        GOOD | {"site": "St. Mary's | North", "metric": "gap"}
+    ]
     said.append(GOOD | {"test": "effect", "methods": list(METHODS)})
     assert len(tiny(methods=METHODS, claims=said, evaluate__forgetting=True).claims) == len(said)
 
@@ -361,14 +388,14 @@ def cells(line: str) -> list[str]:
 def test_bars_and_line_ends_do_not_break_the_table() -> None:
     text = {"claim": "a|b\nis   better", "paper": "1|2"}
     results = {"A|1": runs([0.1, 0.2]), "B": runs([0.1, 0.2])}
-    found = claims.tested(
+    found = claims.evaluate_claims(
         [claim("higher", ["A|1", "B"], **text), claim("lower", ["A|1", "B"], site="c|d", **text)], results
     )
-    head, rule, *body = rows(found)
+    head, rule, *body = claims_table(found)
     assert {len(cells(line)) for line in (head, *body)} == {len(rule.strip("|").split("|"))} == {7}
     assert cells(body[0])[:3] == ["a¦b is better", "1¦2", "A¦1 0.150, B 0.150"]
     assert cells(body[1])[2] == "c¦d: A¦1 –, B –"
-    head, _, *body = overview({"x|y": found, "z": found[:1]})
+    head, _, *body = claims_overview({"x|y": found, "z": found[:1]})
     assert cells(head) == ["the paper's claim", "x¦y", "z"]
     assert [cells(line) for line in body] == [["a¦b is better", "not decided", "not decided"]]
 
@@ -377,10 +404,10 @@ def test_the_overview_has_every_claim_once_and_leaves_hospitals_to_the_tables() 
     results = dict(zip("AB", map(runs, SURE), strict=True))
     says = [claim("higher").model_copy(update={"claim": text}) for text in ("first", "second")]
     nearby = claim("lower", site="site-1").model_copy(update={"claim": "first"})
-    tables = {"S1": claims.tested([*says, nearby], results), "S2": claims.tested(says[1:], {})}
-    assert [cells(line) for line in overview(tables)[2:]] == [
+    tables = {"S1": claims.evaluate_claims([*says, nearby], results), "S2": claims.evaluate_claims(says[1:], {})}
+    assert [cells(line) for line in claims_overview(tables)[2:]] == [
         ["first", "supported", "–"],
         ["second", "supported", "not run"],
     ]
-    assert overview({"S1": claims.tested([nearby], results)}) == []
-    assert overview({}) == rows([]) == []
+    assert claims_overview({"S1": claims.evaluate_claims([nearby], results)}) == []
+    assert claims_overview({}) == claims_table([]) == []

@@ -19,8 +19,8 @@ from safetensors.torch import save_file
 
 import polyclinic
 from polyclinic.algorithms import ALGORITHMS
-from polyclinic.algorithms.distillation.refine import Refine
-from polyclinic.config.recipe import Recipe, our_recipes
+from polyclinic.algorithms.distillation.refine import RefinementOptions
+from polyclinic.config.recipe import Recipe, bundled_recipes
 from polyclinic.data import DATASETS
 from polyclinic.models import MODELS
 from tests import commands
@@ -181,7 +181,7 @@ def test_an_end_that_failed_is_repeated_with_other_options() -> None:
     assert ended.exit_code == 0, ended.output
     assert "round" not in ended.stderr, "none is played again"
     assert "public (student)" in ended.stdout
-    assert Recipe.load("out/recipe.yaml").finish == Refine(epochs=1, lr=0.001)
+    assert Recipe.load("out/recipe.yaml").finish == RefinementOptions(epochs=1, lr=0.001)
     whole = document("run", "taught.yaml", "--set", "finish.lr=0.001", "--out", "whole")
     found = document("resume", "out")
     assert all(found[key] == whole[key] for key in ("sha256", "finish", "public", "merged", "headline"))
@@ -246,7 +246,7 @@ def test_the_demo_and_a_paper_as_json(tmp_path: Path, monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize(
     ("what", "names"),
-    [("algorithms", ALGORITHMS), ("models", MODELS), ("datasets", DATASETS), ("recipes", our_recipes())],
+    [("algorithms", ALGORITHMS), ("models", MODELS), ("datasets", DATASETS), ("recipes", bundled_recipes())],
 )
 def test_lists_name_what_recipes_can_name(what: str, names: dict[str, Any]) -> None:
     rows = document("list", what)

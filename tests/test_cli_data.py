@@ -18,9 +18,9 @@ from PIL import Image
 from polyclinic.config.recipe import Recipe
 from polyclinic.core.contract import Stream
 from polyclinic.data.datasets import SETS
-from polyclinic.data.datasets.base import Download, NamedSet
+from polyclinic.data.datasets.base import Download, PublicDataset
 from polyclinic.data.loading.cache import VARIABLE as CACHE
-from polyclinic.data.loading.load import load
+from polyclinic.data.loading.load import load_collection
 from polyclinic.data.loading.options import ImageOptions
 from polyclinic.data.records import Listing
 from polyclinic.data.sources.detect import open_source
@@ -330,7 +330,7 @@ def test_what_is_fetched_is_told_with_the_sum_to_compare(tmp_path: Path, monkeyp
     with served() as site:
         site.files["/images.bin"] = b"pixels"
         download = Download(f"{site.address}/images.bin", "", "images.bin")
-        named = NamedSet("demo-set", "a set", "none", ("a",), unread, "ask.", downloads=(download,))
+        named = PublicDataset("demo-set", "a set", "none", ("a",), unread, "ask.", downloads=(download,))
         monkeypatch.setattr("polyclinic.cli.data.SETS", {"demo-set": named})
         result = call("fetch", "demo-set", "--data", str(tmp_path))
         again = call("fetch", "demo-set", "--data", str(tmp_path))
@@ -343,7 +343,7 @@ def test_what_is_fetched_is_told_with_the_sum_to_compare(tmp_path: Path, monkeyp
 
 def prepared(images: Path, home: Path) -> list[Path]:
     """A real prepared set and its lock."""
-    load(open_source(images), ImageOptions(size=8), Stream(0))
+    load_collection(open_source(images), ImageOptions(size=8), Stream(0))
     return sorted(home.iterdir())
 
 

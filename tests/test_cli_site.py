@@ -13,7 +13,14 @@ import pytest
 import yaml
 
 from polyclinic.cli.common import out
-from polyclinic.config.capability import RESOURCES, THRESHOLDS, MachineProfile, card_of, cluster_of, score
+from polyclinic.config.capability import (
+    RESOURCES,
+    THRESHOLDS,
+    MachineProfile,
+    capability_score,
+    find_cluster,
+    site_profile,
+)
 from polyclinic.config.recipe import Recipe
 from polyclinic.core.contract import Stream
 from tests import commands
@@ -54,9 +61,9 @@ def test_the_document_agrees_with_itself(server: str) -> None:
     told = document("--server", server, "--weights", "0.3,0.3,0.1,0.3")
     card = MachineProfile(**{name: told[name] for name in RESOURCES}, total_memory=told["total_memory"])
     assert told["weights"] == dict(zip(RESOURCES, (0.3, 0.3, 0.1, 0.3), strict=True))
-    assert told["score"] == score(card, told["weights"])
+    assert told["score"] == capability_score(card, told["weights"])
     assert told["thresholds"] == THRESHOLDS
-    assert told["cluster"] == cluster_of(told["score"], THRESHOLDS)
+    assert told["cluster"] == find_cluster(told["score"], THRESHOLDS)
     assert told["total_memory"] == psutil.virtual_memory().total
     assert list(told["notes"]) == list(RESOURCES)
     assert told["network"] > 0.9
@@ -88,11 +95,11 @@ def test_a_card_that_is_pasted_into_the_recipe_leads_to_the_cluster_it_told(serv
     shown = yaml.safe_load(call(*asked).stdout.split("for a recipe:")[1])
     for snippet in (told["recipe"], shown):
         cards = snippet["capability"]["cards"]
-        pasted = Recipe.of(CLUSTERED, {"capability.cards": cards})
-        card = card_of(pasted.capability, "St. Mary's: west", 0, Stream(0))
+        pasted = Recipe.from_values(CLUSTERED, {"capability.cards": cards})
+        card = site_profile(pasted.capability, "St. Mary's: west", 0, Stream(0))
         assert list(cards) == ["St. Mary's: west"]
         assert card.total_memory == psutil.virtual_memory().total
-        assert cluster_of(score(card, pasted.capability.weights), pasted.thresholds) == "strong"
+        assert find_cluster(capability_score(card, pasted.capability.weights), pasted.thresholds) == "strong"
     same = told["recipe"]["capability"]["cards"]["St. Mary's: west"]
     assert {name: same[name] for name in RESOURCES} == {name: told[name] for name in RESOURCES}
 

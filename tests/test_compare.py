@@ -15,10 +15,10 @@ from PIL import Image
 
 from polyclinic import Recipe, run
 from polyclinic.core.errors import RecipeError, StoreError
-from polyclinic.core.text import slug
-from polyclinic.evaluation.comparison import Comparison, MetricEstimate, lines
-from polyclinic.experiments.compare import compare, compare_folders, curve_of, grid
-from polyclinic.experiments.reproduce import QUICK_SEEDS, recipes_of, reproduce, write_page
+from polyclinic.core.text import slugify
+from polyclinic.evaluation.comparison import Comparison, MetricEstimate, summarise_methods
+from polyclinic.experiments.compare import compare, compare_folders, expand_grid, validation_curve
+from polyclinic.experiments.reproduce import QUICK_SEEDS, paper_recipes, reproduce, write_page
 from polyclinic.reporting.markdown.comparison import markdown
 from tests.small import SITES, tiny
 
@@ -49,18 +49,18 @@ def compared(tmp_path_factory: pytest.TempPathFactory) -> Comparison:
 
 
 def test_the_grid_is_every_method_with_every_seed() -> None:
-    found = grid([tiny(methods=METHODS, seed=5)], 2)
+    found = expand_grid([tiny(methods=METHODS, seed=5)], 2)
     assert {name: [recipe.seed for recipe in runs] for name, runs in found.items()} == {
         name: [5, 6] for name in METHODS
     }
     assert [recipe.algorithm.name for recipe in found["Local"]] == ["local", "local"]
-    assert list(grid([tiny(), tiny(name="other")], 1)) == ["tiny", "other"]
+    assert list(expand_grid([tiny(), tiny(name="other")], 1)) == ["tiny", "other"]
 
 
 @pytest.mark.parametrize("names", [("FedAvg", "fedavg"), ("a b", "a-b"), ("tiny", "tiny")])
 def test_two_methods_that_would_share_a_folder_are_refused(names: tuple[str, str]) -> None:
     with pytest.raises(RecipeError, match="a name of its own"):
-        grid([tiny(name=name) for name in names], 1)
+        expand_grid([tiny(name=name) for name in names], 1)
 
 
 def test_figures_are_mean_deviation_and_students_interval(compared: Comparison) -> None:
@@ -94,8 +94,8 @@ def test_the_hospital_served_worst_has_the_lowest_mean_auc(compared: Comparison)
 
 def test_with_one_seed_the_interval_is_the_bootstraps() -> None:
     result = {"headline": {"accuracy": 0.9, "intervals": {"accuracy": [0.8, 0.95]}, "auc": None}}
-    assert MetricEstimate.of([result], "accuracy") == MetricEstimate(0.9, 0.8, 0.95)
-    undefined = MetricEstimate.of([result], "auc")
+    assert MetricEstimate.estimate([result], "accuracy") == MetricEstimate(0.9, 0.8, 0.95)
+    undefined = MetricEstimate.estimate([result], "auc")
     assert all(math.isnan(value) for value in (undefined.mean, undefined.low, undefined.high))
 
 
@@ -131,14 +131,14 @@ def test_the_report_is_a_table_with_everything(compared: Comparison) -> None:
 
 def test_a_bar_in_a_name_does_not_break_the_table(compared: Comparison) -> None:
     results = {"a|b": compared.results["FedAvg"]}
-    text = markdown(Comparison("x", tuple(lines(results)), results, None))
+    text = markdown(Comparison("x", tuple(summarise_methods(results)), results, None))
     assert "| a\\|b |" in text
 
 
 def test_curves_go_from_the_start_to_the_final_model(compared: Comparison) -> None:
     assert compared.folder is not None
     result, folder = compared.results["FedAvg"][0], compared.folder / "fedavg" / "seed-0"
-    curve = curve_of(folder, result, "accuracy")
+    curve = validation_curve(folder, result, "accuracy")
     assert list(curve) == [0, 1, 2]
     assert curve[2] == pytest.approx(result["merged"]["global"]["validation"]["accuracy"])
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -156,7 +156,7 @@ def test_a_second_call_trains_nothing_again(compared: Comparison) -> None:
     assert watcher.played == 0
     assert [(done, total) for *_, done, total in watcher.begun] == [(k, 9) for k in range(9)]
     assert {path: path.stat().st_mtime_ns for path in compared.folder.rglob("seed-*/**/*")} == before
-    assert again.as_json() == compared.as_json()
+    assert again.to_json() == compared.to_json()
 
 
 def test_a_comparison_goes_on_where_it_stopped(tmp_path: Path) -> None:
@@ -212,7 +212,7 @@ def test_runs_of_one_name_but_different_recipes_are_not_one_method(tmp_path: Pat
         run(tiny(**changes), folder)
     found = compare_folders([*folders, folders[0]], None)
     assert {line.name: line.seeds for line in found.lines} == {"tiny (fedavg)": 2, "tiny (local)": 1}
-    assert "or with one seed over test patients" in found.interval
+    assert "or with one seed over test patients" in found.interval_description
     other = tmp_path / "other"
     run(tiny(rounds=1), other)
     assert [line.name for line in compare_folders([folders[0], other], None).lines] == [str(folders[0]), str(other)]
@@ -228,7 +228,7 @@ def test_methods_judged_on_different_images_are_told_apart(compared: Comparison)
     assert compared.judged_on == "test images of all hospitals"
     best = {**results["FedAvg"][0]["headline"], "model": "held-out"}
     results["FedAvg"][0]["headline"] = best
-    mixed = Comparison("x", tuple(lines(results)), results, None)
+    mixed = Comparison("x", tuple(summarise_methods(results)), results, None)
     assert mixed.judged_on == "held-out test images, or test images of all hospitals"
     assert "FedAvg is judged on held-out test images." in markdown(mixed)
 
@@ -237,7 +237,7 @@ def test_methods_judged_on_different_images_are_told_apart(compared: Comparison)
     ("name", "part"), [("FedAvg, 5 × 2", "fedavg-5-2"), ("../../etc", "etc"), ("/", "method"), ("μ = 0.1", "μ-0-1")]
 )
 def test_a_name_becomes_one_part_of_a_path(name: str, part: str) -> None:
-    assert slug(name) == part
+    assert slugify(name) == part
 
 
 QUICK = """name: small again
@@ -279,7 +279,7 @@ def test_a_paper_is_reproduced_in_small_and_in_full(paper: Path, tmp_path: Path)
 
 def test_a_paper_we_do_not_have_is_refused(paper: Path, tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match="there are some for: paper"):
-        recipes_of("papers", True)
+        paper_recipes("papers", True)
     (paper / "paper" / "quick.yaml").unlink()
     with pytest.raises(RecipeError, match="try it without --quick"):
         reproduce("paper", True, tmp_path / "out")

@@ -10,10 +10,10 @@ import pytest
 from safetensors.torch import load_file
 
 from polyclinic.core.errors import RecipeError
-from polyclinic.evaluation.comparison import Comparison, value
-from polyclinic.evaluation.summary import forgetting
+from polyclinic.evaluation.comparison import Comparison, metric_value
+from polyclinic.evaluation.summary import forgetting_by_round
 from polyclinic.experiments.compare import compare
-from polyclinic.experiments.reproduce import _kept
+from polyclinic.experiments.reproduce import _to_kept_json
 from polyclinic.reporting.markdown.rounds import draw_forgetting
 from polyclinic.runs.experiment import run
 from tests.small import tiny
@@ -49,7 +49,7 @@ def test_a_run_tells_shares_and_keeps_its_cases_at_the_sites(tmp_path: Path) -> 
     assert found["forgetting"]["forgotten"] == [(1, pytest.approx(wanted[0])), (2, pytest.approx(wanted[1]))]
     assert max(wanted) > 0
     assert (tmp_path / "run" / "forgetting.png").stat().st_size > 10_000
-    assert value(found, "forgotten") == pytest.approx(sum(wanted) / 2)
+    assert metric_value(found, "forgotten") == pytest.approx(sum(wanted) / 2)
 
 
 def test_unasked_nothing_is_told_or_drawn(tmp_path: Path) -> None:
@@ -67,8 +67,8 @@ def test_shares_of_sites_count_by_their_images() -> None:
         {"event": "train", "round": 3, "scalars": {"steps": 4.0}},
         {"event": "evaluate", "round": 2},
     ]
-    assert forgetting(rows) == {"forgotten": [(1, 0.125)], "gained": [(1, pytest.approx(0.15))]}
-    assert forgetting(rows[2:]) == {}
+    assert forgetting_by_round(rows) == {"forgotten": [(1, 0.125)], "gained": [(1, pytest.approx(0.15))]}
+    assert forgetting_by_round(rows[2:]) == {}
 
 
 def test_a_comparison_draws_forgetting_and_keeps_it(tmp_path: Path) -> None:
@@ -78,7 +78,7 @@ def test_a_comparison_draws_forgetting_and_keeps_it(tmp_path: Path) -> None:
     }
     comparison = compare([tiny(methods={**methods, "silent": {}}, rounds=3)], 1, tmp_path)
     assert "![forgetting](forgetting.png)" in (tmp_path / "report.md").read_text()
-    kept = _kept(comparison)["runs"]
+    kept = _to_kept_json(comparison)["runs"]
     assert len(kept["Fed"][0]["forgetting"]["gained"]) == 2
     assert kept["silent"][0]["forgetting"] is None
 

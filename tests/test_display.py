@@ -12,9 +12,9 @@ import pytest
 from rich.console import Console, RenderableType
 
 from polyclinic import run
-from polyclinic.cli.display import Display, compact, comparison_table, result_table
-from polyclinic.evaluation.comparison import Comparison, lines
-from polyclinic.evaluation.summary import headline, judged_by
+from polyclinic.cli.display import Display, comparison_table, result_table, strip_zeros
+from polyclinic.evaluation.comparison import Comparison, summarise_methods
+from polyclinic.evaluation.summary import choose_headline, describe_model
 from polyclinic.reporting.markdown.comparison import markdown
 from tests.small import SITES, tiny
 
@@ -47,17 +47,17 @@ DONE = event(round=1, seconds=1.26, stopped=False, loss=0.5, accuracy=0.75, auc=
 
 
 def followed(display: Display) -> None:
-    display.begin(tiny(), 0, 2)
-    display.watch("round", event(round=1, cohort=list(SITES)))
-    display.watch("site", event(round=1, site="site-1", outcome="accepted"))
-    display.watch("site", event(round=1, site="site-2", outcome="refused", why="norm: too long"))
+    display.start_run(tiny(), 0, 2)
+    display.on_event("round", event(round=1, cohort=list(SITES)))
+    display.on_event("site", event(round=1, site="site-1", outcome="accepted"))
+    display.on_event("site", event(round=1, site="site-2", outcome="refused", why="norm: too long"))
 
 
 def test_without_a_terminal_there_are_plain_lines() -> None:
     screen = console()
     with Display(screen) as display:
         followed(display)
-        display.watch("round done", DONE)
+        display.on_event("round done", DONE)
     assert text_of(screen).splitlines() == [
         "tiny, seed 0 (1 of 2)",
         "  round 1: site-2 refused: norm: too long",
@@ -69,7 +69,7 @@ def test_a_cluster_that_got_no_update_is_told() -> None:
     screen = console()
     with Display(screen) as display:
         followed(display)
-        display.watch("round done", {**DONE, "unheard": ["low"]})
+        display.on_event("round done", {**DONE, "unheard": ["low"]})
     told = text_of(screen).splitlines()[-1]
     assert told == "  round 1: cluster low got no update, so its model stays as it was"
 
@@ -78,7 +78,7 @@ def test_nothing_is_said_before_something_happens() -> None:
     """So that the one sentence about a mistake stands alone."""
     screen = console()
     with Display(screen) as display:
-        display.begin(tiny(), 0, 1)
+        display.start_run(tiny(), 0, 1)
     assert text_of(screen) == ""
 
 
@@ -86,11 +86,11 @@ def test_the_live_panel_shows_rounds_sites_metrics_and_time_left() -> None:
     screen = console(terminal=True)
     with Display(screen) as display:
         followed(display)
-        display.watch("round done", DONE)
-        display.watch("round", event(round=2, cohort=list(SITES)))
-        display.watch("site", event(round=2, site="site-1", outcome="accepted"))
+        display.on_event("round done", DONE)
+        display.on_event("round", event(round=2, cohort=list(SITES)))
+        display.on_event("site", event(round=2, site="site-1", outcome="accepted"))
         display.bars.update(display.current, completed=1.5)
-        panel = shown(display.render())
+        panel = shown(display.render_panel())
     assert re.search(r"tiny .* 1/2 rounds \d:\d\d:\d\d left", panel)
     assert re.search(r"all methods .* 0/2 runs", panel)
     assert "site-1 ✓   site-2 …   site-3 …" in panel
@@ -103,9 +103,9 @@ def test_the_panel_tells_of_testing_and_of_early_stopping() -> None:
     screen = console(terminal=True)
     with Display(screen) as display:
         followed(display)
-        display.watch("round done", {**DONE, "stopped": True})
-        display.watch("evaluated", event(site="site-1"))
-        panel = shown(display.render())
+        display.on_event("round done", {**DONE, "stopped": True})
+        display.on_event("evaluated", event(site="site-1"))
+        panel = shown(display.render_panel())
     assert "testing the final model" in panel
     assert "site-1 tested" in panel
     assert "stopped early after round 1" in text_of(screen)
@@ -113,9 +113,9 @@ def test_the_panel_tells_of_testing_and_of_early_stopping() -> None:
 
 def test_the_panel_counts_sites_it_has_no_room_for() -> None:
     display = Display(console(terminal=True))
-    display.begin(tiny(name="a long name " * 9), 0, 1)
-    display.watch("round", event(round=1, cohort=[f"hospital-{k:03}" for k in range(200)]))
-    panel = shown(display.render())
+    display.start_run(tiny(name="a long name " * 9), 0, 1)
+    display.on_event("round", event(round=1, cohort=[f"hospital-{k:03}" for k in range(200)]))
+    panel = shown(display.render_panel())
     assert "and 176 more" in panel
     assert len(panel.splitlines()) < 20
     assert max(map(len, panel.splitlines())) <= 80
@@ -124,9 +124,9 @@ def test_the_panel_counts_sites_it_has_no_room_for() -> None:
 def test_time_left_does_not_count_runs_that_were_only_read_back() -> None:
     display = Display(console(terminal=True))
     for done in range(3):
-        display.begin(tiny(), done, 5)
-    display.watch("round", event(round=1, cohort=["a"]))
-    display.watch("round done", DONE)
+        display.start_run(tiny(), done, 5)
+    display.on_event("round", event(round=1, cohort=["a"]))
+    display.on_event("round done", DONE)
     task = display.bars.tasks[0]
     assert (task.completed, task.total) == (2.5, 5)
     assert task.speed is None or task.speed * 0 == 0
@@ -139,10 +139,10 @@ def test_a_run_is_shown_by_hospital_within_eighty_columns(summary: dict[str, Any
     assert text.startswith("tiny: 2 rounds, test images of all hospitals")
     best = summary["headline"]
     rows = {line.split()[0]: line for line in text.splitlines()}
-    assert compact(f"{best['accuracy']:.3f}") in rows["all"]
+    assert strip_zeros(f"{best['accuracy']:.3f}") in rows["all"]
     for site in SITES:
         here = summary["sites"][site]["global"]["test"]
-        assert rows[site].split()[1:3] == [str(here["n"]), compact(f"{here['accuracy']:.3f}")]
+        assert rows[site].split()[1:3] == [str(here["n"]), strip_zeros(f"{here['accuracy']:.3f}")]
     assert f"{(summary['cost']['bytes_up'] + summary['cost']['bytes_down']) / 1e6:.1f} MB both ways" in text
 
 
@@ -169,7 +169,7 @@ PUBLIC = {"global": {"n": 91, "accuracy": 0.5, "auc": 0.5}, "student": {"n": 91,
 def refined(summary: dict[str, Any], wanted: str | None) -> dict[str, Any]:
     """The same run, had it made a student."""
     merged = {**summary["merged"], "student": {"test": {"n": 41, "accuracy": 0.25, "auc": 0.75}}}
-    model, best = headline(merged, PUBLIC, wanted)
+    model, best = choose_headline(merged, PUBLIC, wanted)
     return {**summary, "merged": merged, "public": PUBLIC, "finish": {}, "headline": {"model": model, **best}}
 
 
@@ -190,14 +190,14 @@ def test_without_a_student_nothing_is_said_of_one(summary: dict[str, Any]) -> No
 def test_names_are_shown_as_they_are_written(summary: dict[str, Any]) -> None:
     name = "[bold]FedAvg[/bold] [a]"
     results = {name: [{**summary, "name": name}]}
-    text = shown(comparison_table(Comparison(name, tuple(lines(results)), results, None)))
+    text = shown(comparison_table(Comparison(name, tuple(summarise_methods(results)), results, None)))
     assert text.count("[bold]FedAvg[/bold]") == 2
     assert name in shown(result_table({**summary, "name": name}))
 
 
 def test_a_comparison_fits_eighty_columns(summary: dict[str, Any], tmp_path: Path) -> None:
     results = {name: [summary] for name in ("FedAvg, 10 rounds × 1 epoch, uniform", "Local", "FedProx (μ = 0.01)")}
-    comparison = Comparison("a comparison", tuple(lines(results)), results, tmp_path)
+    comparison = Comparison("a comparison", tuple(summarise_methods(results)), results, tmp_path)
     text = shown(comparison_table(comparison))
     assert max(map(len, text.splitlines())) <= 80
     assert text.count("[.") == 2 * len(results), "no interval is cut in two"
@@ -207,12 +207,12 @@ def test_a_comparison_fits_eighty_columns(summary: dict[str, Any], tmp_path: Pat
 def test_a_comparison_says_whose_figures_it_shows(summary: dict[str, Any]) -> None:
     runs = {"A": summary, "B": refined(summary, "student"), "C": refined(summary, "public"), "D": summary}
     results = {name: [one] for name, one in runs.items()}
-    comparison = Comparison("x", tuple(lines(results)), results, None)
+    comparison = Comparison("x", tuple(summarise_methods(results)), results, None)
     told = "the global model (A, D); the server's student (B, C)"
     assert f"figures of {told}\n" in re.sub(" +\n", "\n", shown(comparison_table(comparison)))
     assert f"Figures are of {told}." in markdown(comparison)
-    assert [line["judged_by"] for line in comparison.as_json()["methods"]][1] == "the server's student"
-    alone = Comparison("x", tuple(lines({"A": [summary]})), {"A": [summary]}, None)
+    assert [line["judged_by"] for line in comparison.to_json()["methods"]][1] == "the server's student"
+    alone = Comparison("x", tuple(summarise_methods({"A": [summary]})), {"A": [summary]}, None)
     assert "figures of the global model" in shown(comparison_table(alone))
 
 
@@ -231,8 +231,8 @@ APART: dict[str, Any] = {"held-out": {"test": {}}}
     ],
 )
 def test_a_headline_has_an_owner(merged: dict[str, Any], public: dict[str, Any] | None, whose: str) -> None:
-    model, best = headline(merged, public, "public" if public else None)
-    assert judged_by({"model": model, **best}) == whose
+    model, best = choose_headline(merged, public, "public" if public else None)
+    assert describe_model({"model": model, **best}) == whose
 
 
 def test_undefined_figures_are_a_dash(summary: dict[str, Any]) -> None:
@@ -247,4 +247,4 @@ def test_undefined_figures_are_a_dash(summary: dict[str, Any]) -> None:
     ("text", "short"), [("0.873 [0.850, 0.900]", ".873 [.850 .900]"), ("1.000", "1.000"), ("10.5", "10.5"), ("–", "–")]
 )
 def test_figures_are_shortened_without_harm(text: str, short: str) -> None:
-    assert compact(text) == short
+    assert strip_zeros(text) == short

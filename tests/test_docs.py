@@ -19,7 +19,7 @@ import yaml
 
 from polyclinic import Recipe
 from polyclinic.cli.main import app
-from polyclinic.config.recipe import our_recipes
+from polyclinic.config.recipe import bundled_recipes
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted(p.relative_to(ROOT).as_posix() for p in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
@@ -122,9 +122,9 @@ def test_the_check_of_commands_sees_what_is_wrong(call: str, wrong: str) -> None
 def test_recipes_that_are_named_exist(page: str) -> None:
     named = set(re.findall(r"\brecipes/[\w/-]+\.yaml", text_of(page)))
     assert [name for name in named if not (ROOT / name).is_file()] == []
-    papers = {name.split("/")[0] for name in our_recipes() if "/" in name}
+    papers = {name.split("/")[0] for name in bundled_recipes() if "/" in name}
     called = [word for call in named_commands(page) for word in call.split() if word.split("/")[0] in papers]
-    assert [word for word in called if "/" in word and word not in our_recipes()] == []
+    assert [word for word in called if "/" in word and word not in bundled_recipes()] == []
 
 
 @pytest.mark.parametrize("page", PAPERS)
@@ -140,7 +140,7 @@ def test_recipes_to_copy_can_be_run_and_other_yaml_can_be_read() -> None:
         for language, block in FENCED.findall(text_of(page)):
             values = yaml.safe_load(block) if language == "yaml" else None
             if isinstance(values, dict) and {"name", "rounds", "data", "model", "algorithm"} <= values.keys():
-                whole.append(Recipe.of(values, source=page).name)
+                whole.append(Recipe.from_values(values, source=page).name)
     assert len(whole) >= 8  # the README's two, the quickstart's, one of every tutorial
 
 

@@ -23,24 +23,24 @@ from torch import nn
 import polyclinic
 from polyclinic.analysis.features import (
     FeatureOptions,
+    FeaturePoints,
     FeatureScores,
-    Points,
-    between_classes,
-    chosen,
-    embedded,
-    fewer_dimensions,
-    hausdorff,
-    measure,
-    shares,
-    views,
+    choose_images,
+    class_distance,
+    compare_features,
+    divide_evenly,
+    embed_tsne,
+    hausdorff_distances,
+    measure_features,
+    reduce_dimensions,
 )
-from polyclinic.analysis.site_classifier import told_apart
+from polyclinic.analysis.site_classifier import classify_sites
 from polyclinic.core.contract import Stream
 from polyclinic.core.errors import RecipeError
 from polyclinic.evaluation import claims
-from polyclinic.evaluation.comparison import mean
+from polyclinic.evaluation.comparison import mean_of_known
 from polyclinic.experiments.compare import compare
-from polyclinic.runs.finished_run import read
+from polyclinic.runs.finished_run import open_run
 from tests import commands
 from tests.small import TINY
 
@@ -56,17 +56,17 @@ def grid(each: int = EACH) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     return site, label
 
 
-def scattered(seed: int = 0, shift: float = 0.0, opposite: bool = False) -> Points:
+def scattered(seed: int = 0, shift: float = 0.0, opposite: bool = False) -> FeaturePoints:
     """Classes ten apart; sites of a class apart by `shift`, in other directions for other classes if `opposite`."""
     site, label = grid()
     values = np.random.default_rng(seed).normal(size=(len(site), 5))
     values[:, 0] += 10 * label
     values[:, 1] += shift * site * np.where(label == 1, -1 if opposite else 1, 1)
-    return Points(values, site, label, np.arange(len(site)))
+    return FeaturePoints(values, site, label, np.arange(len(site)))
 
 
-def figures(points: Points) -> FeatureScores:
-    found = measure(points, between_classes(points), Stream(3))
+def figures(points: FeaturePoints) -> FeatureScores:
+    found = measure_features(points, class_distance(points), Stream(3))
     assert found is not None
     return found
 
@@ -100,9 +100,9 @@ def test_scale_and_rotation_change_nothing(change: str) -> None:
         "scale": points.values * 1e-3,
         "turn": points.values @ ortho_group.rvs(5, random_state=1),
         "move": points.values + 7,
-        "more dimensions": fewer_dimensions(points.values @ ortho_group.rvs(200, random_state=1)[:5]),
+        "more dimensions": reduce_dimensions(points.values @ ortho_group.rvs(200, random_state=1)[:5]),
     }[change]
-    other = figures(Points(values, points.site, points.label, points.patient))
+    other = figures(FeaturePoints(values, points.site, points.label, points.patient))
     for mine, theirs in zip(astuple(figures(points)), astuple(other), strict=True):
         assert mine == pytest.approx(theirs)
 
@@ -110,7 +110,7 @@ def test_scale_and_rotation_change_nothing(change: str) -> None:
 @pytest.mark.parametrize("dimensions", [3, 20, 400])
 def test_fewer_dimensions_keep_every_distance(dimensions: int) -> None:
     values = np.random.default_rng(1).normal(size=(20, dimensions)) + 5
-    turned = fewer_dimensions(values)
+    turned = reduce_dimensions(values)
     assert turned.shape == (20, min(20, dimensions))
     np.testing.assert_allclose(cdist(turned, turned), cdist(values, values), atol=1e-10)
 
@@ -123,27 +123,27 @@ def test_hausdorff_is_that_of_scipy() -> None:
         max(directed_hausdorff(sets[a], sets[b])[0], directed_hausdorff(sets[b], sets[a])[0])
         for a, b in ((0, 1), (0, 2), (1, 2))
     ]
-    np.testing.assert_allclose(hausdorff(cdist(values, values), site), expected)
+    np.testing.assert_allclose(hausdorff_distances(cdist(values, values), site), expected)
 
 
 def test_a_second_image_of_a_patient_recognises_nobody() -> None:
     once = scattered(2)
-    twice = once.only(np.repeat(np.arange(len(once.site)), 2))
+    twice = once.select_rows(np.repeat(np.arange(len(once.site)), 2))
     assert figures(twice).recognised.value == pytest.approx(figures(once).recognised.value)
 
 
 def test_sites_with_one_patient_of_a_class_are_left_out() -> None:
     points = scattered(shift=16)
-    alone = points.only(np.flatnonzero((points.site > 0) | ((points.label == 0) & (points.patient < 1))))
+    alone = points.select_rows(np.flatnonzero((points.site > 0) | ((points.label == 0) & (points.patient < 1))))
     assert (figures(alone).sites, figures(alone).classes) == (2, 2)
-    assert measure(points.only(np.flatnonzero(points.site == 1)), 1.0, Stream(1)) is None
-    one = points.only(np.flatnonzero(points.label == 0))
+    assert measure_features(points.select_rows(np.flatnonzero(points.site == 1)), 1.0, Stream(1)) is None
+    one = points.select_rows(np.flatnonzero(points.label == 0))
     assert figures(one).apart is None
 
 
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=6), st.integers(0, 100))
 def test_shares_are_even(sizes: list[int], most: int) -> None:
-    given_ = shares(sizes, most)
+    given_ = divide_evenly(sizes, most)
     assert sum(given_) == min(most, sum(sizes))
     for mine, size in zip(given_, sizes, strict=True):
         assert mine <= size
@@ -152,7 +152,7 @@ def test_shares_are_even(sizes: list[int], most: int) -> None:
 
 def test_the_picture_keeps_neighbours_and_is_the_same_again() -> None:
     points = scattered(shift=40)
-    first, again = (embedded(points.values, Stream(1)) for _ in range(2))
+    first, again = (embed_tsne(points.values, Stream(1)) for _ in range(2))
     np.testing.assert_array_equal(first, again)
     group = points.site * CLASSES + points.label
     distance = cdist(first, first) + np.diag(np.full(len(first), np.inf))
@@ -160,7 +160,7 @@ def test_the_picture_keeps_neighbours_and_is_the_same_again() -> None:
 
 
 def finish(folder: Path, **values: Any) -> Path:
-    polyclinic.run(polyclinic.Recipe.of({**DIGITS, **values}), out=folder)
+    polyclinic.run(polyclinic.Recipe.from_values({**DIGITS, **values}), out=folder)
     return folder
 
 
@@ -183,17 +183,17 @@ call, refused = partial(commands.call, "features"), partial(commands.refused, "f
 
 
 def test_features_are_those_that_the_extractor_hands_to_the_head(runs: dict[str, Path]) -> None:
-    past_runs = [read(runs[name], None) for name in ("fedavg", "early")]
+    past_runs = [open_run(runs[name], None) for name in ("fedavg", "early")]
     wishes = FeatureOptions(most=40)
-    found = views(past_runs, wishes, Stream(0))
-    rows = chosen(past_runs[0].consortium, wishes, Stream(0, ("images",)))
+    found = compare_features(past_runs, wishes, Stream(0))
+    rows = choose_images(past_runs[0].dataset, wishes, Stream(0, ("images",)))
     assert [view.stage for view in found] == [3, 1]
     for past, view in zip(past_runs, found, strict=True):
-        network = past.network("site-1")[1]
+        network = past.site_network("site-1")[1]
         layers = dict(network.extractor.named_children())
         early = [layer for name, layer in layers.items() if list(layers).index(name) <= list(layers).index("relu1")]
         handed = network.extractor if view.stage == 3 else nn.Sequential(*early)
-        images = torch.cat([past.consortium.sites[site].test.batch(own)[0] for site, own in rows.items()])
+        images = torch.cat([past.dataset.sites[site].test.batch(own)[0] for site, own in rows.items()])
         expected = handed(images).flatten(1).double().numpy()
         assert view.dimensions == expected.shape[1]
         np.testing.assert_allclose(
@@ -203,7 +203,7 @@ def test_features_are_those_that_the_extractor_hands_to_the_head(runs: dict[str,
 
 @pytest.mark.parametrize(("name", "shared"), [("fedavg", True), ("fedmp", True), ("fedper", True), ("local", False)])
 def test_whose_extractor_it_is_is_told(name: str, shared: bool, runs: dict[str, Path]) -> None:
-    (view,) = views([read(runs[name], None)], FeatureOptions(most=12), Stream(0))
+    (view,) = compare_features([open_run(runs[name], None)], FeatureOptions(most=12), Stream(0))
     assert view.shared == shared
 
 
@@ -266,7 +266,7 @@ def test_a_claim_about_features_is_what_the_command_says_and_is_kept(
 ) -> None:
     claim = {"claim": "it differs", "test": "lower", "metric": "told_apart", "methods": ["Fed", "Local"]}
     methods = {"Fed": {}, "Local": {"algorithm": "local"}, "Silent": {}}
-    recipe = polyclinic.Recipe.of({**DIGITS, "methods": methods, "claims": [claim]})
+    recipe = polyclinic.Recipe.from_values({**DIGITS, "methods": methods, "claims": [claim]})
     found = compare([recipe], 1, tmp_path)
     for name in ("Fed", "Local"):
         for seed, result in enumerate(found.results[name]):
@@ -274,8 +274,10 @@ def test_a_claim_about_features_is_what_the_command_says_and_is_kept(
             told = commands.document("features", folder, "--out", tmp_path / "picture.png")["runs"][0]["figures"]
             assert 0 < result["told_apart"] == told["told_apart"] < 1
     assert all("told_apart" not in result for result in found.results["Silent"]), "nobody asked"
-    [judged] = claims.tested(recipe.claims, found.results)
-    assert judged.figures == tuple(mean([r["told_apart"] for r in found.results[name]]) for name in claim["methods"])
+    [judged] = claims.evaluate_claims(recipe.claims, found.results)
+    assert judged.figures == tuple(
+        mean_of_known([r["told_apart"] for r in found.results[name]]) for name in claim["methods"]
+    )
     monkeypatch.setattr(
         "polyclinic.experiments.compare.gather", lambda *_: pytest.fail("the images are not needed again")
     )
@@ -288,7 +290,7 @@ def test_a_claim_about_features_of_clusters_is_refused_before_anything_runs(tmp_
     clusters = {"high": {"at_least": 0.5, "model": "cnn_c"}, "low": {"at_least": 0, "model": "mlp"}}
     methods = {"Fed": {"clusters": clusters}, "Local": {"algorithm": "local"}}
     with pytest.raises(RecipeError, match="Fed has a network for each cluster"):
-        compare([polyclinic.Recipe.of({**DIGITS, "methods": methods, "claims": [claim]})], 1, tmp_path / "out")
+        compare([polyclinic.Recipe.from_values({**DIGITS, "methods": methods, "claims": [claim]})], 1, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
@@ -312,7 +314,7 @@ def test_a_fresh_classifier_is_not_helped_by_images_of_the_same_patients() -> No
     rng = np.random.default_rng(3)
     person = np.repeat(np.arange(60), 10)
     values = rng.normal(size=(60, 8))[person] + 0.01 * rng.normal(size=(600, 8))
-    points = Points(values, (person % 2).astype(np.int64), np.zeros(600, dtype=np.int64), person)
-    found = told_apart(points, Stream(0))
+    points = FeaturePoints(values, (person % 2).astype(np.int64), np.zeros(600, dtype=np.int64), person)
+    found = classify_sites(points, Stream(0))
     assert found is not None
     assert 0.3 < found < 0.7

@@ -12,7 +12,7 @@ from polyclinic.algorithms.wrappers.ensemble import models_by_site, without_ense
 from polyclinic.core.contract import Bundle
 from polyclinic.core.errors import RecipeError
 from polyclinic.runs.experiment import Experiment, RunResult, run
-from polyclinic.storage.run_files import Metrics
+from polyclinic.storage.run_files import MetricsFile
 from polyclinic.training.network import LiveNetwork
 from tests.small import SITES, WEIGHTS, tiny
 
@@ -94,5 +94,5 @@ def test_members_survive_a_snapshot_and_do_not_travel_before_the_end(tmp_path: P
     newest.unlink()  # as if killed in the last round
     resumed = run(recipe, tmp_path / "other").summary
     assert resumed["headline"] == whole["headline"]
-    sizes = {row["down"] for row in Metrics(tmp_path / "other" / "metrics.jsonl").read() if row["event"] == "train"}
+    sizes = {row["down"] for row in MetricsFile(tmp_path / "other" / "metrics.jsonl").read() if row["event"] == "train"}
     assert max(sizes) < 2 * min(sizes)

@@ -26,7 +26,7 @@ from polyclinic.evaluation.flops import training_step_flops
 from polyclinic.experiments.compare import compare_folders
 from polyclinic.federation.engines.local import LocalEngine
 from polyclinic.reporting.markdown.comparison import markdown
-from polyclinic.runs.experiment import finished, load_sites, network_of
+from polyclinic.runs.experiment import build_network, load_sites, read_result
 from polyclinic.storage import messages
 from tests.small import SITES, TINY, WEIGHTS, tiny
 
@@ -108,14 +108,14 @@ def test_the_result_tells_everything(result: dict[str, Any]) -> None:
 
 def test_the_result_names_the_models_weights_flops_and_hash(folder: Path, result: dict[str, Any]) -> None:
     recipe = tiny()
-    module = network_of(recipe, load_sites(recipe))
+    module = build_network(recipe, load_sites(recipe))
     flops = training_step_flops(module, (128, 1, 8, 8))
     assert result["model"] == {"name": "linear", "parameters": WEIGHTS, "flops_per_step": flops}
     # forward and the weights' gradient: two products of 128 × 64 by 64 × 10, each a multiplication and an addition
     assert flops == 2 * 2 * 128 * 64 * 10
     weights = load_file(folder / "model.safetensors")
     assert sum(t.numel() for t in weights.values()) == WEIGHTS
-    assert messages.digest(messages.unflatten(weights)) == result["sha256"]
+    assert messages.hash_tensors(messages.unflatten(weights)) == result["sha256"]
 
 
 def test_cost_is_the_sum_of_the_ledger(folder: Path, result: dict[str, Any]) -> None:
@@ -192,7 +192,7 @@ def read_figures(folder: Path) -> list[dict[str, Any]]:
 def test_a_finished_run_is_read_back_not_repeated(folder: Path, result: dict[str, Any]) -> None:
     before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
     assert run(tiny(), folder).summary == result
-    assert finished(folder).summary == result
+    assert read_result(folder).summary == result
     assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
 
 
@@ -205,7 +205,7 @@ def test_a_folder_of_another_recipe_is_left_alone(folder: Path, tmp_path: Path) 
 
 def test_a_tuple_in_python_is_a_list_in_the_file(tmp_path: Path) -> None:
     """A recipe from Python values must recognise its own folder."""
-    recipe = Recipe.of({**TINY, **PHANTOM}, {"data.views": (1, 2), "data.partition": {"by": "natural"}})
+    recipe = Recipe.from_values({**TINY, **PHANTOM}, {"data.views": (1, 2), "data.partition": {"by": "natural"}})
     interrupted(recipe, tmp_path / "cut", at=1)
     assert run(recipe, tmp_path / "cut").summary["rounds"] == 2
 
@@ -217,7 +217,7 @@ def test_a_damaged_result_is_refused_and_can_be_made_again(folder: Path, tmp_pat
     with pytest.raises(StoreError, match="is damaged"):
         run(tiny(), tmp_path / "r")
     (tmp_path / "r" / "result.json").unlink()
-    assert run(tiny(), tmp_path / "r").summary["sha256"] == finished(folder).summary["sha256"]
+    assert run(tiny(), tmp_path / "r").summary["sha256"] == read_result(folder).summary["sha256"]
 
 
 def same_but_intervals(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
@@ -326,7 +326,7 @@ def test_site_names_that_mean_something_elsewhere_are_refused(name: str) -> None
     hospitals = [
         {**hospital, "name": name if hospital["name"] == "a" else "b"} for hospital in PHANTOM["data"]["hospitals"]
     ]
-    recipe = Recipe.of({**TINY, **PHANTOM}, {"data.hospitals": hospitals})
+    recipe = Recipe.from_values({**TINY, **PHANTOM}, {"data.hospitals": hospitals})
     with pytest.raises(DataError, match="rename the site"):
         run(recipe)
 
@@ -421,7 +421,7 @@ def test_a_run_goes_on_with_its_own_data_only(tmp_path: Path) -> None:
     assert isinstance(site.train, Selection)
     others = replace(site, train=replace(site.train, rows=site.train.rows.roll(1)))
     with pytest.raises(StoreError, match="other data"):
-        run(recipe, tmp_path, consortium=replace(mine, sites={**mine.sites, name: others}))
+        run(recipe, tmp_path, dataset=replace(mine, sites={**mine.sites, name: others}))
     assert run(recipe, tmp_path).summary["sha256"] == run(recipe).summary["sha256"]
 
 

@@ -19,24 +19,24 @@ from torch import Tensor, nn
 
 from polyclinic.analysis.saliency import (
     BINS,
-    Answers,
-    Group,
+    CaseGroup,
     Saliency,
     SaliencyOptions,
-    answered,
-    explain,
+    TestPredictions,
+    explain_runs,
     grad_cam,
-    grouped,
-    intensities,
-    mapped,
-    onto,
+    group_by_agreement,
+    measure_intensities,
+    predict_test_images,
+    resize_map,
+    split_at_stage,
 )
-from polyclinic.analysis.saliency_figure import described, where
+from polyclinic.analysis.saliency_figure import describe_map, locate_map
 from polyclinic.core.contract import Stream
-from polyclinic.models import build
+from polyclinic.models import build_model
 from polyclinic.models.classifier import Classifier
 from polyclinic.models.groupnorm_cnn import ResidualExtractor
-from polyclinic.runs.finished_run import read
+from polyclinic.runs.finished_run import open_run
 from tests import commands
 from tests.test_embedding import DIGITS, HOSPITALS, finish
 
@@ -80,7 +80,9 @@ def test_one_convolution_has_a_closed_form(a_chain: bool) -> None:
 
 
 def test_the_maps_of_a_network_with_a_skip_are_those_where_both_ways_meet() -> None:
-    network = build("groupnorm_cnn", classes=CLASSES, channels=1, size=24, seed=Stream(2)).eval().requires_grad_(False)
+    network = (
+        build_model("groupnorm_cnn", classes=CLASSES, channels=1, size=24, seed=Stream(2)).eval().requires_grad_(False)
+    )
     extractor, images = network.extractor, noise(3, 1, 24, 24)
     assert isinstance(extractor, ResidualExtractor)
     early = extractor.block1(images)
@@ -97,16 +99,16 @@ def test_the_maps_of_a_network_with_a_skip_are_those_where_both_ways_meet() -> N
     [("cnn_b", 8), ("groupnorm_cnn", 4), ("resnet22", 2), ("mobilenet_v2", 2)],
 )
 def test_the_last_maps_with_several_places_are_shown_and_nothing_is_negative(name: str, places: int) -> None:
-    network = build(name, classes=CLASSES, channels=1, size=32, seed=Stream(1)).eval().requires_grad_(False)
+    network = build_model(name, classes=CLASSES, channels=1, size=32, seed=Stream(1)).eval().requires_grad_(False)
     images = noise(2, 1, 32, 32)
-    torch.testing.assert_close(mapped(network, images)[0](images), network(images))
+    torch.testing.assert_close(split_at_stage(network, images)[0](images), network(images))
     found = grad_cam(network, images, torch.tensor([0, 2]))
     assert found.shape == (2, places, places)
     assert float(found.min()) >= 0
 
 
 def test_an_earlier_stage_has_finer_maps() -> None:
-    network = build("resnet22", classes=CLASSES, channels=1, size=64, seed=Stream(1)).eval().requires_grad_(False)
+    network = build_model("resnet22", classes=CLASSES, channels=1, size=64, seed=Stream(1)).eval().requires_grad_(False)
     sides = [grad_cam(network, noise(1, 1, 64, 64), torch.tensor([0]), stage).shape[-1] for stage in range(1, 6)]
     assert sides == sorted(sides, reverse=True)
     assert sides[0] > sides[1] > sides[2]
@@ -118,30 +120,30 @@ def test_a_constant_network_looks_nowhere(a_chain: bool) -> None:
     head.weight.zero_()
     (found,) = grad_cam(network, noise(1, 2, 6, 6), torch.tensor([1]))
     assert not found.any()
-    heat = onto(Saliency(0, 1.0, 0, found), torch.zeros(1, 12, 12))
+    heat = resize_map(Saliency(0, 1.0, 0, found), torch.zeros(1, 12, 12))
     assert heat.shape == (12, 12)
     assert not heat.any()
-    assert described(heat) is None
-    assert where(heat).startswith("nowhere")
+    assert locate_map(heat) is None
+    assert describe_map(heat).startswith("nowhere")
 
 
 def test_a_map_is_told_in_words() -> None:
     corner = torch.zeros(4, 4)
     corner[0, 3] = 5
-    heat = onto(Saliency(0, 1.0, 0, corner), torch.zeros(3, 16, 16))
+    heat = resize_map(Saliency(0, 1.0, 0, corner), torch.zeros(3, 16, 16))
     assert heat.max() == 1
-    assert where(heat).startswith("to the upper right, at ")
-    assert where(np.ones((8, 8))) == "at the centre, at 100% of the image"
+    assert describe_map(heat).startswith("to the upper right, at ")
+    assert describe_map(np.ones((8, 8))) == "at the centre, at 100% of the image"
 
 
-def made_up(runs: int, images: int, seed: int) -> Answers:
+def made_up(runs: int, images: int, seed: int) -> TestPredictions:
     rng = np.random.default_rng(seed)
     site = np.sort(rng.integers(0, 4, images))
     row = np.arange(images) - np.searchsorted(site, site)
-    return Answers(site, row, rng.integers(0, 2, images), rng.dirichlet([1, 1], (runs, images)))
+    return TestPredictions(site, row, rng.integers(0, 2, images), rng.dirichlet([1, 1], (runs, images)))
 
 
-def refuse_uneven(group: Group, answers: Answers, belongs: Any, most: int) -> None:
+def refuse_uneven(group: CaseGroup, answers: TestPredictions, belongs: Any, most: int) -> None:
     """All of the group, at most so many, and no site has two more than another that had some left."""
     there = np.flatnonzero([belongs(image) for image in range(len(answers.truth))])
     assert set(group.shown.tolist()) <= set(there.tolist())
@@ -161,20 +163,20 @@ def test_cases_are_those_that_runs_agree_or_differ_about(runs: int, images: int,
         "right by ours alone": lambda i: right[i][-1] and not any(right[i][:-1]),
         "wrong by ours alone": lambda i: not right[i][-1] and all(right[i][:-1]),
     }
-    found = grouped(answers, names, most, Stream(seed))
+    found = group_by_agreement(answers, names, most, Stream(seed))
     assert [group.name for group in found] == list(belongs)
     for group in found:
         refuse_uneven(group, answers, belongs[group.name], most)
         assert group.images == sum(map(belongs[group.name], range(images)))
-    for group, again in zip(found, grouped(answers, names, most, Stream(seed)), strict=True):
+    for group, again in zip(found, group_by_agreement(answers, names, most, Stream(seed)), strict=True):
         np.testing.assert_array_equal(group.shown, again.shown)
 
 
 @given(st.integers(1, 60), st.integers(1, 6), st.integers(0, 99))
 def test_one_run_shows_its_most_and_least_certain_cases(images: int, most: int, seed: int) -> None:
     answers = made_up(1, images, seed)
-    certain, right = answers.probabilities[0].max(axis=1), answers.right[0]
-    groups = {group.name: group for group in grouped(answers, ["alone"], most, Stream(0))}
+    certain, right = answers.probabilities[0].max(axis=1), answers.is_correct[0]
+    groups = {group.name: group for group in group_by_agreement(answers, ["alone"], most, Stream(0))}
     for told, mask in (("right", right), ("wrong", ~right)):
         middle = np.median(certain[mask]) if mask.any() else 0.5
         high, low = groups[f"{told}, most certain"], groups[f"{told}, least certain"]
@@ -219,25 +221,25 @@ told = partial(commands.document, "explain")
 @pytest.mark.parametrize("name", ["fedavg", "local", "clusters", "cut"])
 def test_answers_are_those_that_the_run_was_judged_by(name: str, runs: dict[str, Path]) -> None:
     """At every site: with its own model where sites have their own, and its cluster's network."""
-    past = read(runs[name], None)
-    answers = answered([past], SaliencyOptions())
-    for number, site in enumerate(past.consortium.sites):
+    past = open_run(runs[name], None)
+    answers = predict_test_images([past], SaliencyOptions())
+    for number, site in enumerate(past.dataset.sites):
         here = answers.site == number
         (judged,) = (found["test"]["accuracy"] for found in past.summary["sites"][site].values())
-        assert answers.right[0, here].mean() == pytest.approx(judged)
-        np.testing.assert_array_equal(answers.truth[here], past.consortium.sites[site].test.labels)
+        assert answers.is_correct[0, here].mean() == pytest.approx(judged)
+        np.testing.assert_array_equal(answers.truth[here], past.dataset.sites[site].test.labels)
 
 
 @pytest.mark.parametrize("of", ["truth", "prediction", "7"])
 def test_the_class_that_is_explained_can_be_chosen(of: str, runs: dict[str, Path]) -> None:
-    past = read(runs["local"], None)
-    found = explain([past], SaliencyOptions(of=of, cases=2), Stream(1))
+    past = open_run(runs["local"], None)
+    found = explain_runs([past], SaliencyOptions(of=of, cases=2), Stream(1))
     for case in found.cases:
-        (look,) = case.looks
+        (look,) = case.saliencies
         assert look.explained == {"truth": case.truth, "prediction": look.predicted, "7": 7}[of]
-        image, label = past.consortium.sites[case.site].test.batch(torch.tensor([case.row]))
+        image, label = past.dataset.sites[case.site].test.batch(torch.tensor([case.row]))
         assert case.truth == int(label)
-        network = past.network(case.site)[1]
+        network = past.site_network(case.site)[1]
         torch.testing.assert_close(grad_cam(network, image, torch.tensor([look.explained]))[0], look.map)
         assert look.probability == pytest.approx(float(network(image).softmax(1).max()), abs=1e-6)
 
@@ -272,9 +274,9 @@ def test_the_seed_decides_everything(runs: dict[str, Path], tmp_path: Path) -> N
     assert first == again
     assert first["seed"] == 0
     assert (tmp_path / "first/gallery.png").read_bytes() == (tmp_path / "again/gallery.png").read_bytes()
-    past_runs = [read(runs[name], None) for name in ("fedavg", "longer")]
+    past_runs = [open_run(runs[name], None) for name in ("fedavg", "longer")]
     draws = {
-        tuple((case.site, case.row) for case in explain(past_runs, SaliencyOptions(cases=1), Stream(seed)).cases)
+        tuple((case.site, case.row) for case in explain_runs(past_runs, SaliencyOptions(cases=1), Stream(seed)).cases)
         for seed in range(4)
     }
     assert len(draws) > 1
@@ -284,10 +286,10 @@ def test_histograms_are_those_of_the_pixels(runs: dict[str, Path], tmp_path: Pat
     found = told(runs["phantom"], "--histograms", "--cases", "1", "--out", tmp_path)
     assert (tmp_path / "histograms.png").stat().st_size > 10_000
     assert "harbour mean" in found["pictures"]["histograms.png"]["alternative"]
-    consortium = read(runs["phantom"], None).consortium
+    consortium = open_run(runs["phantom"], None).dataset
     stored = {name: site.train.stored(torch.arange(len(site.train)))[0] for name, site in consortium.sites.items()}  # type: ignore[attr-defined]
     low, high = min(float(v.min()) for v in stored.values()), max(float(v.max()) for v in stored.values())
-    for name, site in intensities(consortium, Stream(0)).items():
+    for name, site in measure_intensities(consortium, Stream(0)).items():
         pixels = stored[name].double().numpy().ravel()
         assert site.images == len(stored[name])
         assert site.mean == pytest.approx(pixels.mean())

@@ -17,14 +17,14 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import polyclinic
-from polyclinic.analysis.export import NEEDED, OPSET, RealScattering, export, onnx_of, weights_of
-from polyclinic.analysis.predict import Model, Preprocessing, shelf
+from polyclinic.analysis.export import NEEDED, OPSET, RealScattering, build_onnx, collect_weights, export_model
+from polyclinic.analysis.predict import Preprocessing, RunModel, open_catalogue
 from polyclinic.config.recipe import ModelSection
 from polyclinic.core.contract import Stream
 from polyclinic.data.loading.options import Preparation
 from polyclinic.evaluation.calibration import Uncalibrated
-from polyclinic.models import MODELS, build
-from polyclinic.models.activation_checkpointing import recompute
+from polyclinic.models import MODELS, build_model
+from polyclinic.models.activation_checkpointing import enable_checkpointing
 from polyclinic.models.scattering import Scattering
 from tests import commands
 from tests.small import TINY
@@ -50,7 +50,7 @@ WISHES: dict[str, dict[str, Any]] = {
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     place = tmp_path_factory.mktemp("runs")
     for name, values in WISHES.items():
-        polyclinic.run(polyclinic.Recipe.of({**TINY, "name": name, **values}), out=place / name)
+        polyclinic.run(polyclinic.Recipe.from_values({**TINY, "name": name, **values}), out=place / name)
     return {name: place / name for name in WISHES}
 
 
@@ -69,13 +69,15 @@ def test_the_weights_are_those_of_the_plain_network(runs: dict[str, Path], tmp_p
     folder = exported(runs["phantom"], tmp_path / "out")
     says = json.loads((folder / "preprocessing.json").read_text())
     _, channels, size, _ = says["input"]["shape"]
-    network = build(
+    network = build_model(
         says["network"]["name"], classes=len(says["classes"]), channels=channels, size=size, seed=Stream(99)
     )
     network.load_state_dict(load_file(folder / "model.safetensors"))
     images = noise(3, channels, size, size)
     with torch.no_grad():
-        torch.testing.assert_close(network.eval()(images), shelf(runs["phantom"]).model().answers(images)[1])
+        torch.testing.assert_close(
+            network.eval()(images), open_catalogue(runs["phantom"]).load_model().compute_probabilities(images)[1]
+        )
     assert says["classes"] == ["benign", "malignant"]
 
 
@@ -83,22 +85,22 @@ def test_an_ensembles_members_are_all_there_without_their_sites_names(runs: dict
     tensors = load_file(exported(runs["together"], tmp_path / "out") / "model.safetensors")
     assert {name.split(".")[1] for name in tensors} == {"0", "1", "2"}
     assert not any("site" in name for name in tensors)
-    run = shelf(runs["together"])
+    run = open_catalogue(runs["together"])
     images = noise(2, 1, 8, 8)
     logits = [
         images.flatten(1) @ tensors[f"members.{n}.head.weight"].T + tensors[f"members.{n}.head.bias"] for n in range(3)
     ]
     mean = torch.stack([torch.softmax(each, -1) for each in logits]).mean(0)
-    torch.testing.assert_close(run.model("ensemble").answers(images)[0], mean)
+    torch.testing.assert_close(run.load_model("ensemble").compute_probabilities(images)[0], mean)
 
 
 def test_what_is_said_of_preparing_is_all_that_is_needed(runs: dict[str, Path], tmp_path: Path) -> None:
     says = json.loads((exported(runs["phantom"], tmp_path / "out") / "preprocessing.json").read_text())
-    prepared = shelf(runs["phantom"]).preprocessing
+    prepared = open_catalogue(runs["phantom"]).preprocessing
     stored = torch.randint(0, 256, (2, 1, 32, 32), dtype=torch.uint8, generator=Stream(1).generator())
     scale = says["scale"]
     by_hand = (stored.float() / scale["divide_by"] - scale["mean"]) / scale["std"]
-    torch.testing.assert_close(by_hand, prepared.scaled(stored))
+    torch.testing.assert_close(by_hand, prepared.normalise(stored))
     assert (says["resize"]["size"], says["resize"]["fit"]) == (32, prepared.preparation.fit)
     assert says["input"]["shape"] == ["batch", 1, 32, 32]
 
@@ -122,18 +124,24 @@ def test_every_network_is_the_same_function_as_onnx(name: str) -> None:
     import onnx
     from onnxruntime import InferenceSession
 
-    size = max(16, MODELS[name].minimum)
-    network = build(name, classes=3, channels=1, size=size, seed=Stream(1)).eval().requires_grad_(False)
+    size = max(16, MODELS[name].min_size)
+    network = build_model(name, classes=3, channels=1, size=size, seed=Stream(1)).eval().requires_grad_(False)
     section, device = ModelSection(name=name), torch.device("cpu")
-    model = Model(
-        "global", None, "global", (), (recompute(network) if name == "resnet22" else network,), (section,), device
+    model = RunModel(
+        "global",
+        None,
+        "global",
+        (),
+        (enable_checkpointing(network) if name == "resnet22" else network,),
+        (section,),
+        device,
     )
     preprocessing = Preprocessing(Preparation(size=size, channels=1), 0.0, 1.0)
-    data = onnx_of(model, preprocessing, ("a", "b", "c"), 1.7)
+    data = build_onnx(model, preprocessing, ("a", "b", "c"), 1.7)
     session = InferenceSession(data, providers=["CPUExecutionProvider"])
     images = noise(5, 1, size, size)
     logits, probabilities = (np.asarray(found) for found in session.run(None, {"images": images.numpy()}))
-    expected = model.answers(images)[1].double()
+    expected = model.compute_probabilities(images)[1].double()
     np.testing.assert_allclose(logits, expected, rtol=0, atol=2e-5 * float(expected.abs().max()))
     np.testing.assert_allclose(probabilities, torch.softmax(expected / 1.7, -1), rtol=0, atol=1e-5)
     proto = onnx.load_model_from_string(data)
@@ -155,7 +163,7 @@ def test_a_runs_onnx_gives_what_predict_gives(run: str, runs: dict[str, Path], t
     images = noise(4, 1, 8, 8)
     logits, probabilities = (np.asarray(found) for found in session.run(None, {"images": images.numpy()}))
     temperature = json.loads((folder / "preprocessing.json").read_text())["output"]["temperature"]
-    plain, raw = shelf(runs[run]).model().answers(images)
+    plain, raw = open_catalogue(runs[run]).load_model().compute_probabilities(images)
     assert temperature != 1
     np.testing.assert_allclose(np.exp(logits) / np.exp(logits).sum(1, keepdims=True), plain, atol=1e-5)
     np.testing.assert_allclose(probabilities, torch.softmax(raw / temperature, -1), atol=1e-5)
@@ -166,7 +174,7 @@ def card_of(run: Path, folder: Path, *arguments: str | Path) -> str:
 
 
 def test_the_card_has_every_sites_figures_with_intervals(runs: dict[str, Path], tmp_path: Path) -> None:
-    found, summary = card_of(runs["fedavg"], tmp_path / "out"), shelf(runs["fedavg"]).summary
+    found, summary = card_of(runs["fedavg"], tmp_path / "out"), open_catalogue(runs["fedavg"]).summary
     for site in summary["hospitals"]:
         figures = summary["sites"][site["site"]]["global"]["test"]
         low, high = figures["intervals"]["accuracy"]
@@ -191,7 +199,7 @@ def test_who_is_worse_off_than_alone_is_told(runs: dict[str, Path], tmp_path: Pa
     unknown = card_of(runs["fedavg"], tmp_path / "unknown")
     assert "better off training alone is not known" in unknown
     found = card_of(runs["fedavg"], tmp_path / "out", "--alone", runs["alone"])
-    ours, theirs = (shelf(runs[name]).summary["sites"] for name in ("fedavg", "alone"))
+    ours, theirs = (open_catalogue(runs[name]).summary["sites"] for name in ("fedavg", "alone"))
     worse = []
     for site in ours:
         change = ours[site]["global"]["test"]["accuracy"] - theirs[site]["personal"]["test"]["accuracy"]
@@ -213,7 +221,7 @@ def test_a_private_runs_card_keeps_the_seed_and_the_classes_back(runs: dict[str,
     assert not any(b"8675309" in path.read_bytes() for path in folder.iterdir())
     for words in ("**ε = ", "What is NOT protected", "whoever knows it can take the noise away", "| kept back |"):
         assert words in found
-    for site in shelf(runs["private"]).summary["hospitals"]:
+    for site in open_catalogue(runs["private"]).summary["hospitals"]:
         assert ", ".join(f"{name} {count}" for name, count in site["classes"].items()) not in found
 
 
@@ -228,9 +236,9 @@ def test_nothing_of_patients_or_of_the_disk_is_in_any_file(runs: dict[str, Path]
 
 def test_names_cannot_change_what_the_card_says(runs: dict[str, Path], tmp_path: Path) -> None:
     nasty = "<script>alert(1)</script> | **certified**\n# A medical device"
-    run = shelf(runs["fedavg"])
+    run = open_catalogue(runs["fedavg"])
     run.summary["name"] = nasty
-    export(run, run.model(), Uncalibrated("nothing was kept"), tmp_path / "out")
+    export_model(run, run.load_model(), Uncalibrated("nothing was kept"), tmp_path / "out")
     found = (tmp_path / "out" / "MODEL_CARD.md").read_text()
     assert "<script>" not in found
     assert "\n# A" not in found
@@ -255,7 +263,7 @@ def test_nothing_is_overwritten_unless_asked(runs: dict[str, Path], tmp_path: Pa
     (folder / "notes.txt").write_text("mine")
     exported(runs["together"], folder, "--force")
     assert {path.name for path in folder.iterdir()} == {*before, "notes.txt"}
-    assert (folder / "model.safetensors").read_bytes() == weights_of(shelf(runs["together"]).model())
+    assert (folder / "model.safetensors").read_bytes() == collect_weights(open_catalogue(runs["together"]).load_model())
     assert "cannot write" in refused(runs["fedavg"], "--out", "/dev/null/here")
 
 

@@ -10,7 +10,14 @@ import pytest
 import torch
 
 from polyclinic.core.contract import Tensors
-from polyclinic.core.flat_tensors import FlatDifference, FlatTensors, apart, copied, distance, side_by_side
+from polyclinic.core.flat_tensors import (
+    FlatDifference,
+    FlatTensors,
+    contiguous_vector,
+    copy_tensors,
+    l2_distance,
+    split_vector,
+)
 from polyclinic.storage import messages
 
 BUFFER = torch.arange(24.0)
@@ -18,11 +25,11 @@ BUFFER = torch.arange(24.0)
 
 def test_neighbours_become_one_vector_without_a_copy() -> None:
     tensors = [BUFFER[2:8].view(2, 3), BUFFER[8:8], BUFFER[8:9].view(()), BUFFER[9:20], torch.empty(0)]
-    vector = side_by_side(tensors)
+    vector = contiguous_vector(tensors)
     assert vector is not None
     assert vector.data_ptr() == tensors[0].data_ptr()
     assert vector.tolist() == list(range(2, 20))
-    for piece, tensor in zip(apart(vector, tensors), tensors, strict=True):
+    for piece, tensor in zip(split_vector(vector, tensors), tensors, strict=True):
         assert piece.shape == tensor.shape
         assert torch.equal(piece, tensor)
 
@@ -45,7 +52,7 @@ def test_neighbours_become_one_vector_without_a_copy() -> None:
     ],
 )
 def test_anything_else_does_not(tensors: list[torch.Tensor]) -> None:
-    assert side_by_side(tensors) is None
+    assert contiguous_vector(tensors) is None
 
 
 def pair(size: float) -> list[Tensors]:
@@ -62,24 +69,24 @@ def decoded(tensors: Tensors) -> Tensors:
 @pytest.mark.parametrize("shared", [True, False])
 def test_the_distance_is_that_of_double_precision(size: float, shared: bool) -> None:
     one, other = map(decoded, pair(size)) if shared else pair(size)
-    assert (side_by_side(list(one.values())) is not None) == shared
+    assert (contiguous_vector(list(one.values())) is not None) == shared
     exact = math.sqrt(sum(float(((one[n].double() - other[n].double()) ** 2).sum()) for n in one))
     alone = math.sqrt(sum(float((t.double() ** 2).sum()) for t in one.values()))
-    assert distance(one, other) == pytest.approx(exact, rel=1e-5)
-    assert distance(one, {}) == pytest.approx(alone, rel=1e-5)
-    assert distance(one, dict(one)) == 0.0
+    assert l2_distance(one, other) == pytest.approx(exact, rel=1e-5)
+    assert l2_distance(one, {}) == pytest.approx(alone, rel=1e-5)
+    assert l2_distance(one, dict(one)) == 0.0
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 def test_what_is_not_finite_shows_in_the_distance(bad: float) -> None:
     tensors = {"a": BUFFER.clone(), "b": BUFFER.clone()}
     tensors["b"][5] = bad
-    assert not math.isfinite(distance(decoded(tensors), decoded({"a": BUFFER, "b": BUFFER})))
-    assert distance({"n": torch.tensor(3)}, {}) == 0.0
+    assert not math.isfinite(l2_distance(decoded(tensors), decoded({"a": BUFFER, "b": BUFFER})))
+    assert l2_distance({"n": torch.tensor(3)}, {}) == 0.0
 
 
 def a_row(*values: float) -> FlatTensors:
-    found = copied({"a": torch.tensor(values[:1]), "b": torch.tensor(values[1:])})
+    found = copy_tensors({"a": torch.tensor(values[:1]), "b": torch.tensor(values[1:])})
     assert isinstance(found, FlatTensors)
     return found
 
@@ -110,16 +117,16 @@ def test_a_way_that_is_known_counts_only_from_where_it_was_measured() -> None:
     start, other = a_row(0.0, 0.0, 0.0), a_row(1.0, 2.0, 1.0)
     end = a_row(1.0, 2.0, 2.0)
     known = FlatTensors(end.items(), end.vector, travelled=FlatDifference(start.vector, 3.0))
-    assert distance(known, start) == distance(end, start) == 3.0
-    assert distance(known, other) == distance(end, other) == 1.0
-    assert distance(known, dict(start)) == 3.0
+    assert l2_distance(known, start) == l2_distance(end, start) == 3.0
+    assert l2_distance(known, other) == l2_distance(end, other) == 1.0
+    assert l2_distance(known, dict(start)) == 3.0
 
 
 def test_a_way_is_measured_again_once_a_tensor_was_changed() -> None:
     start, end = a_row(0.0, 0.0, 0.0), a_row(1.0, 2.0, 2.0)
     known = FlatTensors(end.items(), end.vector, travelled=FlatDifference(start.vector, 3.0))
     known["a"].mul_(math.nan)
-    assert math.isnan(distance(known, start))
+    assert math.isnan(l2_distance(known, start))
 
 
 @pytest.mark.parametrize("make", [copy.copy, copy.deepcopy, dict], ids=["copy", "deepcopy", "dict"])

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from polyclinic.core.errors import DataError
-from polyclinic.evaluation.flops import parameters, training_step_flops
+from polyclinic.evaluation.flops import count_parameters, training_step_flops
 
 
 def test_a_linear_layer_costs_one_product_forward_and_one_for_its_weights() -> None:
@@ -70,5 +70,5 @@ def test_a_batch_that_does_not_fit_is_named(shape: tuple[int, ...]) -> None:
 
 def test_shared_parameters_count_once() -> None:
     layer = nn.Linear(20, 20)
-    assert parameters(layer) == 20 * 20 + 20
-    assert parameters(nn.Sequential(layer, nn.ReLU(), layer)) == 20 * 20 + 20
+    assert count_parameters(layer) == 20 * 20 + 20
+    assert count_parameters(nn.Sequential(layer, nn.ReLU(), layer)) == 20 * 20 + 20

@@ -22,7 +22,7 @@ def sharing(*sizes: int) -> dict[str, SiteData]:
     shared, start, found = whole.train, 0, {}
     assert isinstance(shared, Images)
     for number, size in enumerate(sizes):
-        part = Selection.of(shared, torch.arange(start, start + size))
+        part = Selection.from_rows(shared, torch.arange(start, start + size))
         found[f"clinic-{number}"] = SiteData(f"clinic-{number}", part, part, part)
         start += size
     return found
@@ -36,13 +36,13 @@ def reported(played: Played) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("name", ["fedavg", "local"])
 def test_sites_report_what_they_would_report_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     passes: list[int] = []
-    honest = batched_evaluation.together
+    honest = batched_evaluation.predict_batched
 
     def counted(runners: Any, *rest: Any) -> Any:
         passes.append(len(runners))
         return honest(runners, *rest)
 
-    monkeypatch.setattr(batched_evaluation, "together", counted)
+    monkeypatch.setattr(batched_evaluation, "predict_batched", counted)
     algorithm = ALGORITHMS[name](training=Training(Optimiser("sgd", 0.1), batch=4))
     sites = sharing(9, 6, 12, 4)
     alone = play(algorithm, sites, small(dtype=torch.float64), 3, evaluate_every=1)

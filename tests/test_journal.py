@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from polyclinic.core.contract import Bundle
 from polyclinic.core.errors import StoreError
-from polyclinic.evaluation.summary import cost
-from polyclinic.storage.journal import FolderJournal, RamJournal, with_interrupted
+from polyclinic.evaluation.summary import sum_costs
+from polyclinic.storage.journal import FolderJournal, RamJournal, add_interrupted_rounds
 from tests.test_store import somewhere
 
 SITES = ("north", "south")
@@ -26,10 +26,10 @@ def state(round: int) -> Bundle:
 def play(journal: FolderJournal, round: int, until: str = "") -> None:
     """A round as the loop writes it down; `until` stops before that step."""
     steps: dict[str, Callable[[], None]] = {
-        "charge": lambda: journal.charge(round, SITES),
-        "metrics": lambda: journal.metrics([{"round": round, "site": site, "event": "train"} for site in SITES]),
-        "cost": lambda: journal.cost("round", round, 2.0, {site: {"down": 10, "up": round} for site in SITES}),
-        "snapshot": lambda: journal.snapshot(round, state(round), {"round": round}),
+        "charge": lambda: journal.charge_round(round, SITES),
+        "metrics": lambda: journal.append_metrics([{"round": round, "site": site, "event": "train"} for site in SITES]),
+        "cost": lambda: journal.append_cost("round", round, 2.0, {site: {"down": 10, "up": round} for site in SITES}),
+        "snapshot": lambda: journal.save_snapshot(round, state(round), {"round": round}),
     }
     for step, write in steps.items():
         if step == until:
@@ -44,7 +44,7 @@ def events(journal: FolderJournal) -> list[tuple[str, int]]:
 def test_a_new_folder_has_nothing_to_resume(tmp_path: Path) -> None:
     journal = FolderJournal(tmp_path / "new" / "run")
     assert journal.resume() is None
-    assert (journal.rows, journal.costs, journal.durable()) == ([], [], 0)
+    assert (journal.rows, journal.costs, journal.oldest_snapshot()) == ([], [], 0)
 
 
 @given(st.lists(st.sampled_from(["charge", "metrics", "cost", "snapshot", "", "", ""]), max_size=8))
@@ -86,7 +86,7 @@ def test_what_was_spent_after_the_snapshot_is_not_forgotten(tmp_path: Path) -> N
         ("round", 2),
     ]
     assert [row["round"] for row in again.rows] == [1, 1, 2, 2]
-    assert cost(again.costs)["bytes_up"] == 2 * (1 + 2 + 2)
+    assert sum_costs(again.costs)["bytes_up"] == 2 * (1 + 2 + 2)
 
 
 @pytest.mark.parametrize("until", ["metrics", "cost"])
@@ -97,7 +97,7 @@ def test_a_round_cut_short_is_counted_whole(tmp_path: Path, until: str) -> None:
     again = FolderJournal(tmp_path)
     again.resume()
     play(again, 2)
-    total = cost(again.costs)
+    total = sum_costs(again.costs)
     assert (total["bytes_down"], total["bytes_up"], total["seconds"]) == (20 * 3, 2 * (1 + 2 + 2), 6.0)
     assert (total["refused"], total["failed"]) == (0, 0)
 
@@ -107,7 +107,7 @@ def test_what_went_wrong_in_the_repeated_round_is_not_counted_twice() -> None:
     failed = {"event": "failed round", "round": 1, "seconds": 1.0, "sites": {"north": {"down": 5, "up": 0}}}
     played = {"event": "round", "round": 1, "seconds": 1.0, "sites": {"north": {"down": 5, "outcome": "refused"}}}
     resumed = {"event": "resumed", "round": 0}
-    total = cost(with_interrupted([charge, resumed, charge, failed, resumed, charge, played]))
+    total = sum_costs(add_interrupted_rounds([charge, resumed, charge, failed, resumed, charge, played]))
     assert (total["bytes_down"], total["refused"]) == (15, 1)
 
 
@@ -124,8 +124,8 @@ def test_another_run_s_ledger_is_refused(tmp_path: Path) -> None:
     """Sound in itself and long enough, but not what the snapshot has seen."""
     for name, sites in (("one", SITES), ("other", ("east",))):
         journal = FolderJournal(tmp_path / name)
-        journal.charge(1, sites)
-        journal.snapshot(1, state(1), {})
+        journal.charge_round(1, sites)
+        journal.save_snapshot(1, state(1), {})
     (tmp_path / "other" / "ledger.jsonl").replace(tmp_path / "one" / "ledger.jsonl")
     with pytest.raises(StoreError, match="lacks rows"):
         FolderJournal(tmp_path / "one").resume()
@@ -133,11 +133,11 @@ def test_another_run_s_ledger_is_refused(tmp_path: Path) -> None:
 
 def test_without_a_folder_nothing_is_resumed_but_all_is_counted() -> None:
     journal = RamJournal()
-    journal.charge(1, SITES)
-    journal.metrics([{"round": 1}])
-    journal.cost("round", 1, 0.5, {"north": {"down": 1, "up": 2}})
-    journal.snapshot(1, state(1), {})
+    journal.charge_round(1, SITES)
+    journal.append_metrics([{"round": 1}])
+    journal.append_cost("round", 1, 0.5, {"north": {"down": 1, "up": 2}})
+    journal.save_snapshot(1, state(1), {})
     assert journal.resume() is None
     assert journal.rows == [{"round": 1}]
-    assert cost(journal.costs)["bytes_up"] == 2
+    assert sum_costs(journal.costs)["bytes_up"] == 2
     assert [row["event"] for row in journal.costs] == ["charge", "round"]

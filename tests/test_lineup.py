@@ -17,16 +17,16 @@ from safetensors.torch import save_file
 from polyclinic import Recipe, run
 from polyclinic.algorithms.distillation.refine import FEDDF
 from polyclinic.algorithms.wrappers.clustered import Clustered
-from polyclinic.cli.audit import network_at
+from polyclinic.cli.audit import network_of_site
 from polyclinic.config.capability import RESOURCES
 from polyclinic.core.contract import Stream
 from polyclinic.core.errors import DataError, RecipeError, WeightsError
 from polyclinic.data import SiteData
-from polyclinic.data.builtin.digits import CLASSES, DigitsOptions, digits
-from polyclinic.models import build
+from polyclinic.data.builtin.digits import CLASSES, DigitsOptions, load_digit_images
+from polyclinic.models import build_model
 from polyclinic.models.classifier import Classifier
 from polyclinic.runs.experiment import Experiment, FederatedDataset
-from polyclinic.training.network import weights_of
+from polyclinic.training.network import copy_module_weights
 
 SITES = ("harbour", "hillside", "lakeview")
 PUBLIC: dict[str, Any] = {"name": "digits", "split": {"train": 0.15, "validation": 0.1, "test": 0.75}}
@@ -61,13 +61,13 @@ VALUES: dict[str, Any] = {
 
 def recipe(**settings: Any) -> Recipe:
     """With some keys set; a double underscore stands for a dot."""
-    return Recipe.of(VALUES, {key.replace("__", "."): value for key, value in settings.items()})
+    return Recipe.from_values(VALUES, {key.replace("__", "."): value for key, value in settings.items()})
 
 
 @cache
 def hospitals() -> FederatedDataset:
     """Three hospitals with 84 digits each."""
-    images = digits(DigitsOptions(), Stream(0)).examples()
+    images = load_digit_images(DigitsOptions(), Stream(0)).to_images()
     rows = torch.randperm(len(images), generator=Stream(9).generator())[: 84 * len(SITES)]
     shares = dict(zip(SITES, torch.split(rows, 84), strict=True))
     sites = {
@@ -91,7 +91,7 @@ def warned(words: str) -> Iterator[None]:
 
 
 def prepared(**settings: Any) -> Experiment:
-    return Experiment(recipe(**settings), consortium=hospitals())
+    return Experiment(recipe(**settings), dataset=hospitals())
 
 
 def sentence_of(error: BaseException, *words: str) -> None:
@@ -167,7 +167,7 @@ def test_a_recipe_that_cannot_be_is_told_in_one_sentence(settings: dict[str, Any
 
 def test_the_recipe_itself_is_fine() -> None:
     assert recipe().clusters["medium"].model.dropout == 0.2
-    assert Recipe.of(recipe().model_dump(mode="json")) == recipe()
+    assert Recipe.from_values(recipe().model_dump(mode="json")) == recipe()
     assert recipe(algorithm="pfedcdp", public=PUBLIC, finish="refine").finish is not None
     for without in ({"variant": "paper"}, {"head_epochs": 0}):
         assert recipe(algorithm={"name": "pfedcdp", **without}).public is None
@@ -215,19 +215,19 @@ def test_what_does_not_fit_the_sites_is_told_before_anything_trains(
     settings: dict[str, Any], words: tuple[str, ...], tmp_path: Path
 ) -> None:
     with pytest.raises(RecipeError) as caught:
-        run(recipe(**settings), tmp_path / "run", consortium=hospitals())
+        run(recipe(**settings), tmp_path / "run", dataset=hospitals())
     sentence_of(caught.value, *words)
     assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(("share", "fits"), [(0.99, False), (1.01, True)])
 def test_a_machine_needs_four_copies_of_the_weights(share: float, fits: bool) -> None:
-    module = build("cnn_a", classes=10, channels=1, size=8, seed=Stream(0))
+    module = build_model("cnn_a", classes=10, channels=1, size=8, seed=Stream(0))
     needed = share * 16 * sum(p.numel() for p in module.parameters())
     cards = {"harbour": card(1.0, memory=0.5, gigabytes=2 * needed / 1e9)}
     settings = {"capability__cards": VALUES["capability"]["cards"] | cards}
     if fits:
-        assert prepared(**settings).lineup.members(hospitals().sites)["high"] == ["harbour"]
+        assert prepared(**settings).networks.cluster_members(hospitals().sites)["high"] == ["harbour"]
     else:
         with pytest.raises(RecipeError, match="smaller model"):
             prepared(**settings)
@@ -236,7 +236,7 @@ def test_a_machine_needs_four_copies_of_the_weights(share: float, fits: bool) ->
 def test_a_public_set_with_other_classes_is_told_before_anything_trains(tmp_path: Path) -> None:
     binary = replace(hospitals(), classes=("even", "odd"))
     with pytest.raises(DataError, match=r"public set digits has the classes 0, 1, .*, the sites have even, odd"):
-        run(recipe(public=PUBLIC), tmp_path / "run", consortium=binary)
+        run(recipe(public=PUBLIC), tmp_path / "run", dataset=binary)
     assert not (tmp_path / "run").exists()
 
 
@@ -245,7 +245,7 @@ def test_a_public_set_with_other_classes_is_told_before_anything_trains(tmp_path
 
 def test_every_cluster_has_its_network_and_every_site_its_cluster() -> None:
     experiment = prepared()
-    assert experiment.lineup.members(hospitals().sites) == {
+    assert experiment.networks.cluster_members(hospitals().sites) == {
         "high": ["harbour"],
         "medium": ["hillside"],
         "low": ["lakeview"],
@@ -259,7 +259,7 @@ def test_every_cluster_has_its_network_and_every_site_its_cluster() -> None:
 
 
 def named(experiment: Experiment) -> Mapping[str, Any]:
-    return experiment.lineup.networks
+    return experiment.networks.by_cluster
 
 
 def test_first_weights_follow_from_the_seed_and_the_cluster() -> None:
@@ -268,7 +268,9 @@ def test_first_weights_follow_from_the_seed_and_the_cluster() -> None:
     }
     first, again, other = (prepared(**alike, seed=seed) for seed in (3, 3, 4))
     weights = [
-        weights_of(live.module)["model"]["head.weight"] for e in (first, again, other) for live in named(e).values()
+        copy_module_weights(live.module)["model"]["head.weight"]
+        for e in (first, again, other)
+        for live in named(e).values()
     ]
     assert torch.equal(weights[0], weights[2])
     assert torch.equal(weights[1], weights[3])
@@ -277,18 +279,18 @@ def test_first_weights_follow_from_the_seed_and_the_cluster() -> None:
 
 
 def test_a_clusters_weights_may_come_from_a_file_in_the_data_folder(tmp_path: Path) -> None:
-    wanted = build("cnn_c", classes=10, channels=1, size=8, seed=Stream(77))
+    wanted = build_model("cnn_c", classes=10, channels=1, size=8, seed=Stream(77))
     save_file(dict(wanted.state_dict()), tmp_path / "own.safetensors")
     model = {"name": "cnn_c", "weights": "own.safetensors"}
-    experiment = Experiment(recipe(clusters__low__model=model), data=tmp_path, consortium=hospitals())
-    found = weights_of(named(experiment)["low"].module)["model"]
+    experiment = Experiment(recipe(clusters__low__model=model), data=tmp_path, dataset=hospitals())
+    found = copy_module_weights(named(experiment)["low"].module)["model"]
     assert all(torch.equal(tensor, found[name]) for name, tensor in wanted.state_dict().items())
 
 
 @pytest.mark.parametrize("algorithm", ["fedper", "fedavg"])
 def test_a_cluster_may_start_where_the_cluster_of_its_name_ended(algorithm: str, tmp_path: Path) -> None:
     """In any run; the others start anew, and nobody is given the model of all clusters."""
-    ended = run(recipe(rounds=1, algorithm=algorithm), tmp_path, consortium=hospitals())
+    ended = run(recipe(rounds=1, algorithm=algorithm), tmp_path, dataset=hospitals())
     path = str(tmp_path / "model.safetensors")
     halves = {
         "low": {"at_least": 0.5, "model": {"name": "cnn_c", "weights": path}},
@@ -296,7 +298,7 @@ def test_a_cluster_may_start_where_the_cluster_of_its_name_ended(algorithm: str,
     }
     found = named(prepared(clusters=halves))
     last = {**ended.state["model@low"], **ended.state.get("head@low", {})}
-    start = {cluster: weights_of(live.module)["model"] for cluster, live in found.items()}
+    start = {cluster: copy_module_weights(live.module)["model"] for cluster, live in found.items()}
     assert last.keys() == start["low"].keys()
     assert all(torch.equal(tensor, start["low"][name]) for name, tensor in last.items())
     assert not any(torch.equal(tensor, start["high"][name]) for name, tensor in last.items() if "weight" in name)
@@ -318,18 +320,18 @@ def test_sites_stay_for_good_or_for_some_rounds() -> None:
         break
     rounds = range(1, 41)
     for site in SITES:
-        places = [often.lineup.cluster_of(site, round) for round in rounds]
-        assert places == [again.lineup.cluster_of(site, round) for round in rounds]
+        places = [often.networks.cluster_of(site, round) for round in rounds]
+        assert places == [again.networks.cluster_of(site, round) for round in rounds]
         assert places[::2] == places[1::2], "two rounds at a time"
-        assert {once.lineup.cluster_of(site, round) for round in rounds} == {places[0]}
+        assert {once.networks.cluster_of(site, round) for round in rounds} == {places[0]}
         assert len(set(places)) == 1 if site == "harbour" else len(set(places)) > 1
 
 
 def test_sites_that_move_are_judged_where_they_trained_last() -> None:
     """The recipe of a run in which everyone is evaluated anew before every round."""
     wanted = recipe(capability__cards={}, capability__every=1, clusters=HALVES, seed=4, rounds=3)
-    experiment = Experiment(wanted, consortium=hospitals())
-    seating = experiment.lineup.cluster_of
+    experiment = Experiment(wanted, dataset=hospitals())
+    seating = experiment.networks.cluster_of
     path = {site: [seating(site, round) for round in (1, 2, 3, 4)] for site in SITES}
     assert any(places[2] != places[3] for places in path.values()), "else nothing is shown; take another seed"
     assert any(places[0] != places[1] for places in path.values())
@@ -343,7 +345,7 @@ def test_sites_that_move_are_judged_where_they_trained_last() -> None:
 def test_an_audit_attacks_the_network_that_a_site_trains() -> None:
     experiment = prepared()
     for site, cluster in zip(SITES, CLUSTERS, strict=True):
-        assert network_at(experiment, site) is named(experiment)[cluster]
+        assert network_of_site(experiment, site) is named(experiment)[cluster]
 
 
 @pytest.mark.parametrize(
@@ -367,7 +369,7 @@ def test_naming_another_finish_drops_the_options_of_the_one_before() -> None:
     )
     assert ours.finish is not None
     assert ours.finish.lr == 8e-4
-    other = Recipe.of(ours.model_dump(mode="json"), {"finish.name": "feddf", "finish.epochs": 3})
+    other = Recipe.from_values(ours.model_dump(mode="json"), {"finish.name": "feddf", "finish.epochs": 3})
     assert other.finish == replace(FEDDF, epochs=3)
 
 

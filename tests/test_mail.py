@@ -103,13 +103,13 @@ def test_the_shelf_keeps_what_fits_in_memory_and_the_rest_on_disk() -> None:
     for site, reply in replies.items():
         shelf.put(site, reply)
     shelf.put("f", LATE)
-    assert shelf.held == 1000
+    assert shelf.buffered_bytes == 1000
     assert on_disk(shelf) == 2
     for site in ("d", "a", "f", "c", "b", "e"):
         assert site in shelf
         assert shelf.take(site) == replies.get(site, LATE)
         assert site not in shelf
-    assert shelf.held == 0
+    assert shelf.buffered_bytes == 0
 
 
 def test_room_that_was_freed_is_used_again() -> None:
@@ -118,7 +118,7 @@ def test_room_that_was_freed_is_used_again() -> None:
         shelf.put(str(number), bytes(100))
         assert on_disk(shelf) == 0
         assert shelf.take(str(number)) == bytes(100)
-    assert shelf.held == 0
+    assert shelf.buffered_bytes == 0
 
 
 def test_a_reply_whose_turn_has_come_never_touches_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,14 @@ from sklearn import metrics as sk
 from sklearn.calibration import calibration_curve
 
 from polyclinic.core.errors import DataError, RecipeError
-from polyclinic.evaluation.metrics import METRICS, Predictions, confusion, finite, measure, weighted
+from polyclinic.evaluation.metrics import (
+    METRICS,
+    Predictions,
+    confusion_matrix,
+    finite_or_none,
+    measure,
+    weighted_metrics,
+)
 
 NAN = math.nan
 
@@ -84,7 +91,7 @@ def _area(function: Any, p: NDArray[Any], y: NDArray[Any], k: int, weights: NDAr
 def test_every_metric_agrees_with_scikit_learn(given: Predictions, data: st.DataObject) -> None:
     times = st.lists(st.integers(0, 3), min_size=len(given), max_size=len(given)).filter(any)
     weights = np.array([np.ones(len(given)), data.draw(times)], dtype=np.float64)
-    ours = weighted(given, weights, tuple(METRICS))
+    ours = weighted_metrics(given, weights, tuple(METRICS))
     for row in range(2):
         for name, figure in reference(given, weights[row]).items():
             assert close(ours[name][row], figure), (name, row)
@@ -95,7 +102,7 @@ def test_every_metric_agrees_with_scikit_learn(given: Predictions, data: st.Data
 def test_weights_are_repetitions(given: Predictions) -> None:
     times = np.arange(len(given)) % 3 + (len(given) < 2)
     repeated = measure(given.probabilities.repeat(times, axis=0), given.labels.repeat(times))
-    for name, values in weighted(given, times[None].astype(np.float64), tuple(METRICS)).items():
+    for name, values in weighted_metrics(given, times[None].astype(np.float64), tuple(METRICS)).items():
         assert close(float(values[0]), repeated[name]), name
 
 
@@ -124,12 +131,12 @@ def test_calibration_error_closed_forms() -> None:
 def test_confusion_has_a_row_for_every_class(given: Predictions) -> None:
     predicted = given.probabilities.argmax(axis=1)
     theirs = sk.confusion_matrix(given.labels, predicted, labels=range(given.classes))
-    assert confusion(given.probabilities, given.labels) == theirs.tolist()
+    assert confusion_matrix(given.probabilities, given.labels) == theirs.tolist()
 
 
 def test_bytes_as_labels_do_not_overflow() -> None:
     p, y = np.eye(200), np.arange(200, dtype=np.uint8)
-    assert confusion(p, y) == np.eye(200, dtype=int).tolist()
+    assert confusion_matrix(p, y) == np.eye(200, dtype=int).tolist()
     assert measure(p, y)["accuracy"] == 1
 
 
@@ -137,8 +144,8 @@ def test_undefined_is_nan_and_becomes_null() -> None:
     healthy_only = measure(np.array([[0.9, 0.1], [0.8, 0.2]]), np.array([0, 0]))
     undefined = {name for name, value in healthy_only.items() if math.isnan(value)}
     assert undefined == {"precision", "recall", "f1", "auc", "pr_auc"}
-    assert {name for name, value in finite(healthy_only).items() if value is None} == undefined
-    json.dumps(finite({**healthy_only, "loss": math.inf}), allow_nan=False)
+    assert {name for name, value in finite_or_none(healthy_only).items() if value is None} == undefined
+    json.dumps(finite_or_none({**healthy_only, "loss": math.inf}), allow_nan=False)
 
 
 def test_one_class_of_many_has_neither_specificity_nor_areas() -> None:
@@ -149,7 +156,7 @@ def test_one_class_of_many_has_neither_specificity_nor_areas() -> None:
 def test_no_examples_have_no_metrics() -> None:
     empty = np.zeros((0, 3)), np.zeros(0, dtype=np.int64)
     assert all(math.isnan(value) for value in measure(*empty).values())
-    assert confusion(*empty) == [[0] * 3] * 3
+    assert confusion_matrix(*empty) == [[0] * 3] * 3
 
 
 def test_impossible_truth_has_a_finite_loss() -> None:
@@ -192,7 +199,7 @@ def test_bad_input_is_named(probabilities: NDArray[Any], labels: NDArray[Any], s
 def test_unknown_metric_is_named() -> None:
     one = Predictions(np.array([[0.5, 0.5]]), np.array([1]))
     with pytest.raises(RecipeError, match=r"'acuracy'.*accuracy"):
-        weighted(one, np.ones((1, 1)), ["acuracy"])
+        weighted_metrics(one, np.ones((1, 1)), ["acuracy"])
 
 
 def test_merge_keeps_rows_and_patients_in_order() -> None:

@@ -18,12 +18,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 import polyclinic
-from polyclinic.analysis.predict import Prediction, calibration_of, image_files, predict, shelf
+from polyclinic.analysis.predict import Prediction, find_image_files, fit_calibration, open_catalogue, predict_files
 from polyclinic.core.contract import Stream
-from polyclinic.evaluation.calibration import Calibration, calibrated, log_of
-from polyclinic.models import build
-from polyclinic.runs.finished_run import read
-from polyclinic.storage.run_files import PREDICTIONS, kept_predictions
+from polyclinic.evaluation.calibration import Calibration, apply_temperature, log_probabilities
+from polyclinic.models import build_model
+from polyclinic.runs.finished_run import open_run
+from polyclinic.storage.run_files import PREDICTIONS, load_predictions
 from tests import commands
 from tests.data.dicoms import SECRETS, dataset, save
 from tests.small import TINY
@@ -73,10 +73,10 @@ def write_images(images: Tensor, folder: Path) -> list[Path]:
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     place = tmp_path_factory.mktemp("runs")
     for name, values in WISHES.items():
-        polyclinic.run(polyclinic.Recipe.of({**DIGITS, "name": name, **values}), out=place / name)
+        polyclinic.run(polyclinic.Recipe.from_values({**DIGITS, "name": name, **values}), out=place / name)
     refined = {"public": PUBLIC, "finish": {"name": "refine", "epochs": 1, "batch": 64}, "data": {"name": "digits"}}
-    recipe = polyclinic.Recipe.of({**DIGITS, "name": "refined", **refined})
-    polyclinic.run(recipe, out=place / "refined", consortium=hospitals())
+    recipe = polyclinic.Recipe.from_values({**DIGITS, "name": "refined", **refined})
+    polyclinic.run(recipe, out=place / "refined", dataset=hospitals())
     return {path.name: path for path in place.iterdir()}
 
 
@@ -84,7 +84,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def files(runs: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Path]:
     """Every site's test images as files, by the first run on them and site."""
     place = tmp_path_factory.mktemp("files")
-    owners = {"fedavg": read(runs["fedavg"], None).consortium, "phantom": read(runs["phantom"], None).consortium}
+    owners = {"fedavg": open_run(runs["fedavg"], None).dataset, "phantom": open_run(runs["phantom"], None).dataset}
     owners["refined"] = hospitals()
     found = {}
     for run, consortium in owners.items():
@@ -126,30 +126,30 @@ def test_the_runs_own_images_get_the_runs_own_predictions(
     files: dict[tuple[str, str], Path],
 ) -> None:
     """Without its data, from files, by whichever model."""
-    kept = kept_predictions(runs[run])[site, key, "test"]
+    kept = load_predictions(runs[run])[site, key, "test"]
     folder = files[run if (run, site) in files else "fedavg", site]
     np.testing.assert_allclose(said(told(runs[run], folder, *arguments)), kept.probabilities, rtol=0, atol=1e-6)
 
 
 def test_first_weights_need_not_be_there_any_more(files: dict[tuple[str, str], Path], tmp_path: Path) -> None:
     first = tmp_path / "first.safetensors"
-    save_file(build("cnn_c", classes=10, channels=1, size=8, seed=Stream(5)).state_dict(), first)
+    save_file(build_model("cnn_c", classes=10, channels=1, size=8, seed=Stream(5)).state_dict(), first)
     began = {"name": "cnn_c", "weights": str(first)}
     values = {**WISHES["clusters"], "clusters": {**CLUSTERS, "low": {"at_least": 0, "model": began}}, "model": began}
-    polyclinic.run(polyclinic.Recipe.of({**DIGITS, **values}), out=tmp_path / "run")
+    polyclinic.run(polyclinic.Recipe.from_values({**DIGITS, **values}), out=tmp_path / "run")
     first.unlink()
-    kept = kept_predictions(tmp_path / "run")["site-1", "global", "test"]
+    kept = load_predictions(tmp_path / "run")["site-1", "global", "test"]
     found = told(tmp_path / "run", files["fedavg", "site-1"], "--model", "low")
     np.testing.assert_allclose(said(found), kept.probabilities, rtol=0, atol=1e-6)
-    assert read(tmp_path / "run", None).network("site-1")[0] == "global"
+    assert open_run(tmp_path / "run", None).site_network("site-1")[0] == "global"
 
 
 def test_a_batch_is_one_image_after_the_other(runs: dict[str, Path], files: dict[tuple[str, str], Path]) -> None:
-    run = shelf(runs["phantom"])
-    paths, _ = image_files([files["phantom", site] for site in SITES])
-    together = list(predict(run.model(), run.preprocessing, paths, 1.5))
+    run = open_catalogue(runs["phantom"])
+    paths, _ = find_image_files([files["phantom", site] for site in SITES])
+    together = list(predict_files(run.load_model(), run.preprocessing, paths, 1.5))
     for number in (0, 7, len(paths) - 1):
-        (alone,), whole = predict(run.model(), run.preprocessing, [paths[number]], 1.5), together[number]
+        (alone,), whole = predict_files(run.load_model(), run.preprocessing, [paths[number]], 1.5), together[number]
         assert isinstance(alone, Prediction)
         assert isinstance(whole, Prediction)
         assert alone.file == whole.file == paths[number]
@@ -176,7 +176,7 @@ def prepared(options: dict[str, Any], place: Path) -> Path:
                 Image.fromarray(colours).save(folder / f"{number}.{'jpg' if kind else 'png'}")
     data = {"name": "folder", "path": str(place / "files"), "levels": ["site", "label"], **options}
     values = {**DIGITS, "name": "files", "data": data, "model": "cnn_c"}
-    polyclinic.run(polyclinic.Recipe.of(values), out=place / "run")
+    polyclinic.run(polyclinic.Recipe.from_values(values), out=place / "run")
     return place / "run"
 
 
@@ -190,14 +190,14 @@ def prepared(options: dict[str, Any], place: Path) -> Path:
     ],
 )
 def test_files_are_prepared_as_the_run_prepared_them(options: dict[str, Any], tmp_path: Path) -> None:
-    run = shelf(prepared(options, tmp_path))
-    paths, _ = image_files([tmp_path / "files"])
-    found = [each for each in predict(run.model(), run.preprocessing, paths) if isinstance(each, Prediction)]
+    run = open_catalogue(prepared(options, tmp_path))
+    paths, _ = find_image_files([tmp_path / "files"])
+    found = [each for each in predict_files(run.load_model(), run.preprocessing, paths) if isinstance(each, Prediction)]
     assert len(found) == len(paths) == 120
     assert {path.suffix for path in paths} == {".png", ".jpg", ".dcm"}
     by_pixels = {each.image.numpy().tobytes(): each for each in found}
-    kept = kept_predictions(run.folder)
-    for site, data in read(run.folder, None).consortium.sites.items():
+    kept = load_predictions(run.folder)
+    for site, data in open_run(run.folder, None).dataset.sites.items():
         images = stored(data.test)
         assert len(images)
         for image, expected in zip(images, kept[site, "global", "test"].probabilities, strict=True):
@@ -234,7 +234,7 @@ def test_folders_are_walked_and_every_file_counts_once(tmp_path: Path) -> None:
     (tmp_path / "a" / "notes.txt").write_text("no image")
     (tmp_path / "a" / "round").symlink_to(tmp_path, target_is_directory=True)
     one, two = (tmp_path / "a" / "deeper" / name for name in ("0000.png", "0001.png"))
-    assert image_files([two, tmp_path]) == ([two, one], [])
+    assert find_image_files([two, tmp_path]) == ([two, one], [])
 
 
 def test_calibration_is_fitted_on_the_validation_images(
@@ -244,13 +244,15 @@ def test_calibration_is_fitted_on_the_validation_images(
     found = told(runs["fedavg"], files["fedavg", "site-1"])
     temperature = found["calibration"]["temperature"]
     assert found["calibration"]["images"] == sum(len(s.validation) for s in _sites(runs["fedavg"]))
-    np.testing.assert_allclose(said(found, "calibrated"), calibrated(log_of(said(found)), temperature), atol=1e-5)
+    np.testing.assert_allclose(
+        said(found, "calibrated"), apply_temperature(log_probabilities(said(found)), temperature), atol=1e-5
+    )
     np.testing.assert_array_equal(said(found, "calibrated").argmax(1), said(found).argmax(1))
     bare = tmp_path / "bare"
     shutil.copytree(runs["fedavg"], bare)
     (bare / PREDICTIONS).unlink()
-    run = shelf(bare)
-    again = calibration_of(run, run.model(), tmp_path)
+    run = open_catalogue(bare)
+    again = fit_calibration(run, run.load_model(), tmp_path)
     assert isinstance(again, Calibration)
     assert again.temperature == pytest.approx(temperature, rel=1e-3)
     assert again.test_ece == pytest.approx(found["calibration"]["test_ece"], abs=1e-4)
@@ -261,14 +263,14 @@ def test_calibration_is_fitted_on_the_validation_images(
 
 
 def _sites(folder: Path) -> list[Any]:
-    return list(read(folder, None).consortium.sites.values())
+    return list(open_run(folder, None).dataset.sites.values())
 
 
 def test_a_personal_models_temperature_is_its_own_sites(runs: dict[str, Path]) -> None:
-    run = shelf(runs["local"])
+    run = open_catalogue(runs["local"])
     counts = {}
     for site in SITES:
-        found = calibration_of(run, run.model(site=site))
+        found = fit_calibration(run, run.load_model(site=site))
         assert isinstance(found, Calibration)
         counts[site] = found.images
     assert counts == {row["site"]: row["validation"] for row in run.summary["hospitals"]}

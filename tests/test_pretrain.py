@@ -13,7 +13,7 @@ from polyclinic.core.errors import RecipeError
 from polyclinic.runs.experiment import Experiment, run
 from polyclinic.training.fit import fit
 from polyclinic.training.losses import task_loss
-from polyclinic.training.network import weights_of
+from polyclinic.training.network import copy_module_weights
 from tests.small import tiny
 
 PUBLIC = {"name": "digits", "split": {"train": 0.8, "validation": 0.1, "test": 0.1}}
@@ -30,7 +30,7 @@ def test_it_is_so_many_epochs_of_the_recipes_training_on_public_images() -> None
     assert plain.public is not None
     training = replace(plain.recipe.training, epochs=2)
     server, stream = Site("server", len(plain.public.train), 1, 1, training.optimiser.lr), Stream(0, ("pretrain", ""))
-    job = Fit(weights_of(plain.module), task_loss, training)
+    job = Fit(copy_module_weights(plain.module), task_loss, training)
     wanted = fit(job, plain.network, plain.public.train, server, stream).weights
     for name, tensor in wanted["model"].items():
         assert torch.equal(ready.federation.initial["model"][name], tensor)

@@ -17,23 +17,23 @@ from polyclinic.core.errors import RecipeError, Refused
 from polyclinic.federation.engines.mock import MockEngine
 from polyclinic.federation.rounds import Rounds, Rules
 from polyclinic.federation.site_runner import SiteRunner
-from polyclinic.models import build
-from polyclinic.privacy.transforms.bit_packing import unpack
+from polyclinic.models import build_model
+from polyclinic.privacy.transforms.bit_packing import unpack_bits
 from polyclinic.privacy.transforms.quantise import (
     CHUNK,
     SCALES,
     VALUES,
     Per,
     Quantise,
-    blocks,
     dequantise_into,
-    quantise,
+    quantise_vector,
+    split_blocks,
 )
 from polyclinic.runs.experiment import run
 from polyclinic.storage import messages
 from polyclinic.storage.journal import RamJournal
 from polyclinic.storage.run_files import RamMemory
-from polyclinic.training.network import weights_of
+from polyclinic.training.network import copy_module_weights
 from tests.laws.bench import clinics, small
 from tests.small import tiny
 
@@ -60,8 +60,8 @@ def weights(sizes: dict[str, tuple[int, ...]], seed: int, size: float = 1.0) -> 
 
 def there_and_back(stage: Stage, tensors: Bundle, received: Bundle, stream: Stream = STREAM) -> Bundle:
     """Through the wire as well, so that what arrives is what a server would see."""
-    sent = messages.decode(messages.encode({}, stage.out(tensors, received, stream))).tensors
-    return stage.back(sent, received)
+    sent = messages.decode(messages.encode({}, stage.encode(tensors, received, stream))).tensors
+    return stage.decode(sent, received)
 
 
 def groups_of(tensors: Tensors, stage: Quantise) -> list[Tensor]:
@@ -100,7 +100,7 @@ def test_no_value_errs_by_more_than_its_step(
     trained = {n: t + moved[n] + offset * size for n, t in received.items()}
     found = there_and_back(stage, {"model": trained}, {"model": received})["model"]
     assert {n: t.shape for n, t in found.items()} == {n: t.shape for n, t in received.items()}
-    scales = stage.out({"model": trained}, {"model": received}, STREAM)["model"][SCALES]
+    scales = stage.encode({"model": trained}, {"model": received}, STREAM)["model"][SCALES]
     groups = [groups_of(tensors, stage) for tensors in (received, trained, found)]
     assert scales.shape == (2, len(groups[0]))
     for (low, step), old, new, back in zip(scales.T.tolist(), *groups, strict=True):
@@ -115,8 +115,8 @@ def test_no_value_errs_by_more_than_its_step(
 def test_to_the_nearest_is_equation_14(bits: int) -> None:
     """In double precision; where the fraction is so near 1/2 that single precision cannot tell, either will do."""
     moved = weights({"a": (3000,)}, bits)["a"] + 0.3
-    values, _ = quantise(moved, None, blocks(3000, 1024), bits)
-    found = unpack(values, bits, 3000).double()
+    values, _ = quantise_vector(moved, None, split_blocks(3000, 1024), bits)
+    found = unpack_bits(values, bits, 3000).double()
     for d, q in zip(torch.split(moved.double(), 1024), torch.split(found, 1024), strict=True):
         exact = (d - d.min()) / (d.max() - d.min()) * (2**bits - 1)
         assert float((q - exact).abs().max()) <= 0.5 + 4 * EPSILON * 2**bits
@@ -127,9 +127,9 @@ def test_to_the_nearest_is_equation_14(bits: int) -> None:
 @pytest.mark.parametrize("per", ["tensor", "block"])
 def test_vectors_longer_than_what_is_handled_at_a_time(length: int, per: Per) -> None:
     moved, stage = weights({"a": (length,)}, 1)["a"], Quantise(per=per, stochastic=False)
-    runs = stage.runs([(length,)])
-    values, scales = quantise(moved, None, runs)
-    again, _ = quantise(moved + 1.0, torch.ones(length), runs)
+    runs = stage.group_runs([(length,)])
+    values, scales = quantise_vector(moved, None, runs)
+    again, _ = quantise_vector(moved + 1.0, torch.ones(length), runs)
     found = torch.zeros(length)
     dequantise_into(found, values, scales, runs)
     steps = scales[1].repeat_interleave(length if per == "tensor" else 1024)[:length]
@@ -143,8 +143,8 @@ def test_the_largest_value_is_never_one_level_too_many(bits: int) -> None:
     for top in (1.0, 0.1, 3.0e-7, 255.0, 1 / 3):
         moved = torch.full((1 << 16,), top)
         moved[0] = -0.7 * top
-        values, _ = quantise(moved, None, blocks(1 << 16, 1 << 16), bits, Stream(bits).generator())
-        assert set(unpack(values, bits, 1 << 16)[1:].tolist()) <= {2**bits - 1, 2**bits - 2}
+        values, _ = quantise_vector(moved, None, split_blocks(1 << 16, 1 << 16), bits, Stream(bits).generator())
+        assert set(unpack_bits(values, bits, 1 << 16)[1:].tolist()) <= {2**bits - 1, 2**bits - 2}
 
 
 def test_channels_of_different_scale_each_keep_their_own() -> None:
@@ -188,8 +188,8 @@ def test_stochastic_rounding_errs_to_neither_side(bits: int) -> None:
         rest = torch.ones(draws, dtype=torch.bool)
         rest[::100] = rest[1::100] = False
         for generator, fair in ((Stream(3, (str(fraction),)).generator(), True), (None, False)):
-            values, scales = quantise(moved, None, blocks(draws, 1000), bits, generator)
-            off = abs(float(unpack(values, bits, draws)[rest].double().mean()) - fraction)
+            values, scales = quantise_vector(moved, None, split_blocks(draws, 1000), bits, generator)
+            off = abs(float(unpack_bits(values, bits, draws)[rest].double().mean()) - fraction)
             assert scales[1].tolist() == pytest.approx([1 / most] * (draws // 1000))
             assert (off <= room * math.sqrt(1 / 0.98) + most * EPSILON) == fair
 
@@ -228,7 +228,7 @@ def test_groups_of_equal_values_come_back_exactly(bits: int, stochastic: bool, v
     rows = torch.tensor([[1.0], [-2.0], [0.3]]) * value * torch.ones(3, 50)
     trained = {"a": rows, "b": torch.full((9,), value), "c": torch.tensor(value)}
     stage = Quantise(bits=bits, per="channel", stochastic=stochastic)
-    assert not unpack(stage.out({"model": trained}, received, STREAM)["model"][VALUES], bits, 160).any()
+    assert not unpack_bits(stage.encode({"model": trained}, received, STREAM)["model"][VALUES], bits, 160).any()
     found = there_and_back(stage, {"model": trained}, received)["model"]
     assert all(torch.equal(found[name], tensor) for name, tensor in trained.items())
 
@@ -242,12 +242,12 @@ def test_what_is_not_finite_is_refused_as_without_the_stage(
 ) -> None:
     stage, received = Quantise(("model",), bits, per, stochastic=stochastic), {"model": weights({"a": (3000,)}, 1)}
     trained = {"model": {"a": received["model"]["a"] + 0.1}}
-    expected = messages.Expected("run", 1, "site", received, stage.out(received, received, Stream(0)))
+    expected = messages.ExpectedUpdate("run", 1, "site", received, stage.encode(received, received, Stream(0)))
     fields = {"run": "run", "round": 1, "site": "site", "examples": 1}
 
-    def accepted() -> messages.Reply:
-        data = messages.encode(fields, stage.out(trained, received, STREAM))
-        return messages.accept(data, expected, lambda sent: stage.back(sent, received))
+    def accepted() -> messages.AcceptedUpdate:
+        data = messages.encode(fields, stage.encode(trained, received, STREAM))
+        return messages.accept_update(data, expected, lambda sent: stage.decode(sent, received))
 
     assert accepted().drift == pytest.approx(0.1 * math.sqrt(3000), rel=1e-2)
     trained["model"]["a"][place] = bad
@@ -266,7 +266,7 @@ def test_buffers_integers_and_what_was_not_received_travel_as_they_are() -> None
         "buffers": {"variance": torch.ones(3) / 3},
         "control": {"w": torch.ones(9) / 3},
     }
-    crossed = Quantise().out(sent, received, STREAM)
+    crossed = Quantise().encode(sent, received, STREAM)
     assert crossed["model"].keys() == {VALUES, SCALES, "d", "n", "more"}
     assert crossed["buffers"] is sent["buffers"]
     assert crossed["control"] is sent["control"]
@@ -281,7 +281,7 @@ def test_buffers_integers_and_what_was_not_received_travel_as_they_are() -> None
 def test_a_share_of_what_was_received_travels_as_it_is(left: Tensors) -> None:
     """The server knows what it sent, not which layers a site chose."""
     received = {"model": {"a": torch.zeros(3), "b": torch.zeros(2, 3)}}
-    assert Quantise().out({"model": left}, received, STREAM) == {"model": left}
+    assert Quantise().encode({"model": left}, received, STREAM) == {"model": left}
     assert there_and_back(Quantise(), {"model": left}, received).get("model", {}).keys() == left.keys()
 
 
@@ -289,28 +289,32 @@ def test_a_share_of_what_was_received_travels_as_it_is(left: Tensors) -> None:
 @pytest.mark.parametrize("per", PER)
 def test_a_value_takes_its_bits_and_a_group_two_numbers(bits: int, per: Per) -> None:
     stage, received = Quantise(bits=bits, per=per, block=10), {"model": weights(SHAPES, 1)}
-    sent = stage.out({"model": weights(SHAPES, 2)}, received, STREAM)["model"]
+    sent = stage.encode({"model": weights(SHAPES, 2)}, received, STREAM)["model"]
     values = sum(t.numel() for t in received["model"].values())
     assert sent[VALUES].nbytes == math.ceil(values * bits / 8)
     assert sent[SCALES].nbytes == 8 * len(groups_of(received["model"], stage))
-    again = stage.out(received, received, Stream(0))["model"]
+    again = stage.encode(received, received, Stream(0))["model"]
     assert all((t.shape, t.dtype) == (again[n].shape, again[n].dtype) for n, t in sent.items())
 
 
 @pytest.mark.parametrize(("bits", "share"), [(8, 0.26), (4, 0.135), (2, 0.073), (16, 0.51)])
 def test_whole_messages_shrink_by_as_much(bits: int, share: float) -> None:
     """Header, table and scales included: an update of PFedCDP's largest network."""
-    received = {"model": weights_of(build("cnn_a", classes=2, channels=1, size=28, seed=STREAM))["model"]}
+    received = {
+        "model": copy_module_weights(build_model("cnn_a", classes=2, channels=1, size=28, seed=STREAM))["model"]
+    }
     moved = weights({n: tuple(t.shape) for n, t in received["model"].items()}, 1, 0.01)
     trained = {"model": {n: t + moved[n] for n, t in received["model"].items()}}
-    plain, small = (len(messages.encode({}, b)) for b in (trained, Quantise(bits=bits).out(trained, received, STREAM)))
+    plain, small = (
+        len(messages.encode({}, b)) for b in (trained, Quantise(bits=bits).encode(trained, received, STREAM))
+    )
     assert small <= share * plain
 
 
 def test_what_is_not_named_keeps_all_its_bits() -> None:
     received, trained = {"model": weights(SHAPES, 1)}, {"model": weights(SHAPES, 2)}
     for stage in (Quantise(kinds=()), Quantise(kinds=("control",))):
-        assert stage.out(trained, received, STREAM)["model"] is trained["model"]
+        assert stage.encode(trained, received, STREAM)["model"] is trained["model"]
         found = there_and_back(stage, trained, received)["model"]
         assert all(torch.equal(found[n], t) for n, t in trained["model"].items())
 
@@ -333,24 +337,24 @@ def test_impossible_options_are_told(options: dict[str, Any], words: str) -> Non
 @pytest.mark.parametrize("other", [Quantise(bits=7), Quantise(bits=16), Quantise(block=8), Quantise(per="tensor")])
 def test_what_another_stage_made_is_refused(other: Quantise) -> None:
     received = {"model": weights(SHAPES, 1)}
-    sent = Quantise(block=10).out({"model": weights(SHAPES, 2)}, received, STREAM)
+    sent = Quantise(block=10).encode({"model": weights(SHAPES, 2)}, received, STREAM)
     with pytest.raises(Refused, match="with the same options everywhere") as refusal:
-        other.back(sent, received)
+        other.decode(sent, received)
     assert refusal.value.kind == "quantise"
 
 
 @pytest.mark.parametrize("change", [{SCALES: None}, {SCALES: torch.zeros(2, 4).half()}, {VALUES: torch.zeros(79)}])
 def test_what_does_not_fit_is_refused(change: dict[str, Tensor | None]) -> None:
     received = {"model": {"a": torch.zeros(79)}}
-    sent = Quantise(block=20).out(received, received, STREAM)["model"] | change
+    sent = Quantise(block=20).encode(received, received, STREAM)["model"] | change
     with pytest.raises(Refused, match="quantise"):
-        Quantise(block=20).back({"model": {n: t for n, t in sent.items() if t is not None}}, received)
+        Quantise(block=20).decode({"model": {n: t for n, t in sent.items() if t is not None}}, received)
 
 
 def play(stages: list[Stage]) -> tuple[Bundle, list[int]]:
     network, algorithm, sizes = small(), FedAvg(Training(Optimiser(lr=0.1), batch=4)), []
     runners = {n: SiteRunner(n, s, algorithm, network, RamMemory(), stages) for n, s in SITES.items()}
-    start = weights_of(network.module)
+    start = copy_module_weights(network.module)
 
     def answer(site: str, message: bytes) -> bytes | Failure:
         reply = runners[site].answer(message)
@@ -359,8 +363,8 @@ def play(stages: list[Stage]) -> tuple[Bundle, list[int]]:
         return reply
 
     federation = Federation(("a", "b"), {n: len(s.train) for n, s in SITES.items()}, start)
-    rounds = Rounds(federation, algorithm, MockEngine(answer), Rules(rounds=3), RamJournal(), stages=stages)
-    return rounds.run().state, sizes
+    rounds = Rounds(federation, algorithm, MockEngine(answer), Rules(rounds=3), RamJournal(), transforms=stages)
+    return rounds.play_all().state, sizes
 
 
 @pytest.mark.parametrize("stochastic", [True, False])
@@ -370,7 +374,7 @@ def test_a_whole_run_stays_within_the_steps_of_its_rounds(stochastic: bool) -> N
     state, sizes = play([Quantise(stochastic=stochastic)])
     again, _ = play([Quantise(stochastic=stochastic)])
     network = small()
-    start = weights_of(network.module)["model"]
+    start = copy_module_weights(network.module)["model"]
     moved = max(float((plain["model"][n] - t).abs().max()) for n, t in start.items())
     off = max(float((plain["model"][n] - t).abs().max()) for n, t in state["model"].items())
     assert 0 < off < 0.1 * moved

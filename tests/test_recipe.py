@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from polyclinic import Recipe
 from polyclinic.algorithms import ALGORITHMS
 from polyclinic.algorithms.optimisation.fedavg import FedAvg
-from polyclinic.config.recipe import our_recipes, with_settings
+from polyclinic.config.recipe import bundled_recipes, with_settings
 from polyclinic.core.errors import RecipeError
 from tests.small import TINY, tiny, write_recipe
 
@@ -146,7 +146,7 @@ OWN = {("clusters",), ("capability", "weights")}
 
 def refused(values: Mapping[str, Any], changes: Mapping[str, Any] | None = None) -> str:
     with pytest.raises(RecipeError) as error:
-        Recipe.of(values, changes)
+        Recipe.from_values(values, changes)
     sentence = str(error.value)
     assert "\n" not in sentence
     assert sentence.startswith("recipe: ")
@@ -161,7 +161,7 @@ def renamed(values: Mapping[str, Any], place: tuple[str, ...], name: str) -> dic
 
 
 def test_the_recipe_with_every_key_is_right_and_complete() -> None:
-    recipe = Recipe.of(FULL)
+    recipe = Recipe.from_values(FULL)
     dumped = set(keys_of(recipe.model_dump(mode="json")))
     assert dumped == {*PLACES, ("methods",), ("training", "private")}  # which follows from privacy
 
@@ -313,7 +313,7 @@ def test_a_new_algorithm_is_closed_to_unknown_keys_like_ours(monkeypatch: pytest
     monkeypatch.setitem(ALGORITHMS, "cautious", Cautious)
     assert "'algorithm.caree' (did you mean 'care'?)" in refused(TINY, {"algorithm": {"name": "cautious", "caree": 1}})
     assert "algorithm.care is nan" in refused(TINY, {"algorithm": {"name": "cautious", "care": float("nan")}})
-    chosen = tiny(algorithm={"name": "cautious", "care": "1e-3"}).algorithm_of()
+    chosen = tiny(algorithm={"name": "cautious", "care": "1e-3"}).build_algorithm()
     assert isinstance(chosen, Cautious)
     assert chosen.care == 1e-3
 
@@ -329,10 +329,10 @@ JSON = st.recursive(
 @given(place=st.sampled_from(PLACES), value=JSON)
 def test_whatever_is_written_anywhere_it_runs_or_gets_one_sentence(place: tuple[str, ...], value: Any) -> None:
     try:
-        recipe = Recipe.of(FULL, {".".join(place): value})
+        recipe = Recipe.from_values(FULL, {".".join(place): value})
     except RecipeError:
         return
-    assert Recipe.of(yaml.safe_load(recipe.to_yaml())).to_yaml() == recipe.to_yaml()
+    assert Recipe.from_values(yaml.safe_load(recipe.to_yaml())).to_yaml() == recipe.to_yaml()
 
 
 @pytest.mark.parametrize(
@@ -369,19 +369,19 @@ def test_a_missing_file_and_a_folder_are_refused(tmp_path: Path) -> None:
         assert str(path) in str(error.value)
 
 
-@pytest.mark.parametrize("path", our_recipes().values(), ids=list(our_recipes()))
+@pytest.mark.parametrize("path", bundled_recipes().values(), ids=list(bundled_recipes()))
 def test_our_recipes_and_their_methods_survive_a_file(tmp_path: Path, path: Path) -> None:
     recipe = Recipe.load(path)
-    methods = [recipe.method(name) for name in recipe.methods]
+    methods = [recipe.method_recipe(name) for name in recipe.methods]
     for found in (recipe, *methods[:1], *methods[-1:]):
         (tmp_path / "again.yaml").write_text(found.to_yaml(), encoding="utf-8")
         assert Recipe.load(tmp_path / "again.yaml") == found, found.name
 
 
 def test_there_are_the_promised_recipes() -> None:
-    ours = our_recipes()
+    ours = bundled_recipes()
     methods = Recipe.load(ours["demo"]).methods
-    algorithms = {Recipe.load(ours["demo"]).method(name).algorithm.name for name in methods}
+    algorithms = {Recipe.load(ours["demo"]).method_recipe(name).algorithm.name for name in methods}
     papers = {"fedcycle", "fedmp", "fed-align", "pfedcdp", "adaptive-noise"}
     assert {"local", "fedavg", "centralised", *papers} <= algorithms, "the demo has every paper's method"
     assert any(name.startswith("fedcycle/quick") for name in ours)
@@ -393,14 +393,14 @@ def test_a_file_keeps_letters_as_they_are() -> None:
 
 def test_a_method_is_the_recipe_with_its_keys_set() -> None:
     changes = {"rounds": 5, "training.epochs": 2, "algorithm": {"name": "fedprox", "mu": 0.2}}
-    recipe = Recipe.of({**TINY, "methods": {"M": changes, "plain": {}}, "paper": {"M": "0.9"}})
-    method = recipe.method("M")
+    recipe = Recipe.from_values({**TINY, "methods": {"M": changes, "plain": {}}, "paper": {"M": "0.9"}})
+    method = recipe.method_recipe("M")
     assert (method.name, method.rounds, method.training.epochs, method.training.batch) == ("M", 5, 2, 128)
     assert method.algorithm.options == {"mu": 0.2}
-    assert method == Recipe.of(TINY, {**changes, "name": "M"})
-    assert recipe.method("plain") == tiny(name="plain")
+    assert method == Recipe.from_values(TINY, {**changes, "name": "M"})
+    assert recipe.method_recipe("plain") == tiny(name="plain")
     with pytest.raises(RecipeError, match="did you mean 'plain'"):
-        recipe.method("plane")
+        recipe.method_recipe("plane")
 
 
 def test_a_name_alone_stands_for_a_section() -> None:
@@ -422,17 +422,17 @@ def test_the_order_of_settings_does_not_matter(order: list[str]) -> None:
         "training": {"epochs": 2},
         "training.batch": 7,
     }
-    recipe = Recipe.of(TINY, {key: given_values[key] for key in order})
+    recipe = Recipe.from_values(TINY, {key: given_values[key] for key in order})
     assert recipe.algorithm.options == {"mu": 0.3}
     assert (recipe.training.epochs, recipe.training.batch, recipe.training.optimiser.lr) == (2, 7, 0.01)
 
 
 def test_another_algorithm_does_not_inherit_options() -> None:
     prox = tiny(algorithm={"name": "fedprox", "mu": 0.1}).model_dump(mode="json")
-    assert Recipe.of(prox, {"algorithm.name": "fedavg"}).algorithm.options == {}
-    assert Recipe.of(prox, {"algorithm": "fedavg"}).algorithm.options == {}
-    assert Recipe.of(prox, {"algorithm.name": "fedprox"}).algorithm.options == {"mu": 0.1}
-    assert Recipe.of(prox, {"algorithm.mu": 0.5}).algorithm.options == {"mu": 0.5}
+    assert Recipe.from_values(prox, {"algorithm.name": "fedavg"}).algorithm.options == {}
+    assert Recipe.from_values(prox, {"algorithm": "fedavg"}).algorithm.options == {}
+    assert Recipe.from_values(prox, {"algorithm.name": "fedprox"}).algorithm.options == {"mu": 0.1}
+    assert Recipe.from_values(prox, {"algorithm.mu": 0.5}).algorithm.options == {"mu": 0.5}
 
 
 def test_yaml_numbers_without_a_dot_are_numbers(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from polyclinic.core.errors import RecipeError, Refused
-from polyclinic.deploy.site.policy import Allow, refuse_recipe
+from polyclinic.deploy.site.policy import Allow, check_recipe
 from polyclinic.experiments.compare import compare
 from polyclinic.reporting.markdown.comparison import markdown
 from polyclinic.runs.experiment import run
@@ -58,7 +58,7 @@ def test_whoever_plays_all_sites_in_one_place_says_so_everywhere(tmp_path: Path)
     assert "Paper: fed-align, variant paper: all sites train in this process" in page
     assert "What the megabytes" not in page
     with pytest.raises(Refused, match="needs all sites' images in one place"):
-        refuse_recipe(tiny(**PAPER), "site-1", Allow(algorithms="all"), None)
+        check_recipe(tiny(**PAPER), "site-1", Allow(algorithms="all"), None)
 
 
 def test_features_of_a_cohort_are_of_several_rounds_and_that_is_told() -> None:

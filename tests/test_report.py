@@ -16,7 +16,7 @@ import pytest
 import scipy.stats
 
 from polyclinic.evaluation.claims import Claim
-from polyclinic.evaluation.comparison import Comparison, Runs, lines, value
+from polyclinic.evaluation.comparison import Comparison, Runs, metric_value, summarise_methods
 from polyclinic.experiments.compare import compare
 from polyclinic.experiments.reproduce import reproduce, write_page
 from polyclinic.reporting.markdown.comparison import MOST_HOSPITALS, WORTH, markdown
@@ -48,7 +48,7 @@ def compared(tmp_path_factory: pytest.TempPathFactory) -> Comparison:
 
 
 def of(results: Mapping[str, Runs], **others: Any) -> Comparison:
-    return Comparison("x", tuple(lines(results)), results, None, **others)
+    return Comparison("x", tuple(summarise_methods(results)), results, None, **others)
 
 
 def changed(comparison: Comparison, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Comparison:
@@ -80,7 +80,7 @@ def test_sections_come_in_order_and_claims_only_with_claims(compared: Comparison
 def test_claims_are_tested_on_the_runs(compared: Comparison) -> None:
     text = markdown(replace(compared, claims=CLAIMS))
     found = table(text, SECTIONS["claims"])
-    often, once = ([value(run, "accuracy") for run in compared.results[name]] for name in ("Often", "Once"))
+    often, once = ([metric_value(run, "accuracy") for run in compared.results[name]] for name in ("Often", "Once"))
     ours = f"Often {statistics.mean(often):.3f}, Once {statistics.mean(once):.3f}"
     p = scipy.stats.ttest_rel(often, once).pvalue if often != once else 1.0
     assert found["averaging often helps"][:2] == ["+0.1", ours]
@@ -117,7 +117,7 @@ def test_after_an_analysis_of_variance_every_pair_is_tested(compared: Comparison
     pairs = list(itertools.combinations(claim.methods, 2))
     assert list(found)[1:] == [f"{a} − {b}" for a, b in pairs]
     for a, b in pairs:
-        ours, theirs = ([value(run, "accuracy") for run in compared.results[name]] for name in (a, b))
+        ours, theirs = ([metric_value(run, "accuracy") for run in compared.results[name]] for name in (a, b))
         p = scipy.stats.ttest_rel(ours, theirs).pvalue
         cells = found[f"{a} − {b}"]
         assert cells[3] == ("–" if np.isnan(p) else "< 0.001" if p < 0.001 else f"{p:.3f}")
@@ -251,6 +251,6 @@ def test_a_page_is_rebuilt_with_the_claims_the_recipe_makes_today(
     assert "| sharing costs bytes |" in page.read_text()
     assert "| sharing helps |" not in page.read_text()
     for metric, site in (("gap", None), ("gap", "site-1"), ("drift", None), ("megabytes", None), ("auc", "site-1")):
-        kept, made = (value(c.results["FedAvg"][0], metric, site) for c in (again, ran))
+        kept, made = (metric_value(c.results["FedAvg"][0], metric, site) for c in (again, ran))
         assert kept == made
         assert math.isfinite(kept)

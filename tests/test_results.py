@@ -12,15 +12,15 @@ from polyclinic.core.contract import Bundle, Stream
 from polyclinic.core.errors import DataError
 from polyclinic.evaluation.metrics import Predictions
 from polyclinic.evaluation.summary import (
-    assess,
-    at_site,
-    converged,
-    cost,
-    drift,
-    headline,
-    judged_on,
+    assess_predictions,
+    choose_headline,
+    convergence_round,
+    describe_test_images,
+    headline_at_site,
+    mean_drift,
+    metric_by_cluster,
     package_versions,
-    progress,
+    sum_costs,
 )
 from polyclinic.federation.round_log import RoundLog, mean_report
 
@@ -46,7 +46,7 @@ SOUTH: Bundle = {"global|test": rows([0.7, 0.3], [1, 0])}
 
 
 def assessed(predictions: dict[str, Bundle], held_out: Predictions | None = None, resamples: int = 50) -> Any:
-    return assess(predictions, held_out, resamples, STREAM)
+    return assess_predictions(predictions, held_out, resamples, STREAM)
 
 
 def test_sites_are_judged_alone_and_together() -> None:
@@ -130,22 +130,22 @@ def part(**metrics: float) -> dict[str, float]:
     ],
 )
 def test_the_headline_is_about_test_images_where_there_are_any(merged: dict[str, Any], model: str, where: str) -> None:
-    found, metrics = headline(merged)
+    found, metrics = choose_headline(merged)
     assert (found, metrics["part"], metrics["accuracy"]) == (model, where, 0.5)
 
 
 def test_without_any_image_to_judge_by_there_is_no_headline() -> None:
     with pytest.raises(DataError, match="nothing can be reported"):
-        headline({"global": {"train": part()}})
+        choose_headline({"global": {"train": part()}})
 
 
 def test_the_headline_at_a_site_is_about_the_same_model_and_part() -> None:
     sites = {"north": {"global": {"test": part(accuracy=0.25)}, "x": {"test": part()}}, "south": {"x": {}}}
     summary = {"headline": {"model": "global", "part": "test"}, "sites": sites}
-    assert at_site(summary, "north")["accuracy"] == 0.25
-    assert at_site(summary, "south") == {}
-    assert judged_on({"model": "held-out", "part": "test"}) == "held-out test images"
-    assert judged_on({"model": "global", "part": "validation"}) == "validation images of all hospitals"
+    assert headline_at_site(summary, "north")["accuracy"] == 0.25
+    assert headline_at_site(summary, "south") == {}
+    assert describe_test_images({"model": "held-out", "part": "test"}) == "held-out test images"
+    assert describe_test_images({"model": "global", "part": "validation"}) == "validation images of all hospitals"
 
 
 def test_cost_adds_up_everything_the_ledger_has_seen() -> None:
@@ -161,7 +161,7 @@ def test_cost_adds_up_everything_the_ledger_has_seen() -> None:
         {"event": "resumed", "round": 1},
         {"event": "evaluation", "seconds": 0.25, "sites": {"a": {"down": 7, "up": 5}, "b": {"outcome": "refused"}}},
     ]
-    assert cost(ledger) == {
+    assert sum_costs(ledger) == {
         "bytes_down": 37,
         "bytes_up": 11,
         "seconds": 3.25,
@@ -174,7 +174,7 @@ def test_cost_adds_up_everything_the_ledger_has_seen() -> None:
 
 def test_drift_is_a_sites_mean_over_its_rounds() -> None:
     train = {"event": "train", "round": 1}
-    found = drift(
+    found = mean_drift(
         [
             {**train, "site": "a", "drift": 1.0},
             {**train, "site": "a", "drift": 3.0},
@@ -210,18 +210,18 @@ def test_clusters_are_followed_from_round_to_round_also_when_a_site_moves() -> N
         judged(1, "a", 0.75, 10),
         judged(1, "b", 0.25, 30),
     ]
-    assert progress(rows) == {"high": [(0, 0.875), (1, 0.75)], "low": [(1, 0.25)]}
-    assert progress(rows[:1]) == {}
+    assert metric_by_cluster(rows) == {"high": [(0, 0.875), (1, 0.75)], "low": [(1, 0.25)]}
+    assert metric_by_cluster(rows[:1]) == {}
     alone = [{key: value for key, value in row.items() if key != "cluster"} for row in rows]
-    assert progress(alone) == {"": [(0, 0.875), (1, 0.375)]}
+    assert metric_by_cluster(alone) == {"": [(0, 0.875), (1, 0.375)]}
 
 
 def test_a_run_has_converged_when_it_is_a_point_from_its_best() -> None:
     points = [(0, 0.2), (1, 0.895), (2, 0.85), (3, 0.9)]
-    assert converged({"progress": {"": points}}) == 1
-    assert converged({"progress": {"": points[:2]}}) is None, "two points are no curve"
-    assert converged({"progress": None}) is None
-    assert converged({"progress": {"high": points}}) is None
+    assert convergence_round({"progress": {"": points}}) == 1
+    assert convergence_round({"progress": {"": points[:2]}}) is None, "two points are no curve"
+    assert convergence_round({"progress": None}) is None
+    assert convergence_round({"progress": {"high": points}}) is None
 
 
 def test_a_mean_is_of_one_kind_of_model() -> None:

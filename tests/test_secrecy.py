@@ -126,7 +126,7 @@ def write_table(rows: Rows) -> None:
 
 
 def recipe(**settings: Any) -> Recipe:
-    return Recipe.of(RECIPE, {key.replace("__", "."): value for key, value in settings.items()})
+    return Recipe.from_values(RECIPE, {key.replace("__", "."): value for key, value in settings.items()})
 
 
 def test_the_search_finds_what_is_there(rows: Rows, tmp_path: Path) -> None:
@@ -163,7 +163,7 @@ def test_the_wire_carries_no_name(rows: Rows, tmp_path: Path) -> None:
 
     journal = FolderJournal(tmp_path / "journal")
     rounds = Rounds(made.federation, made.algorithm, MockEngine(answer), rules_of(recipe(), made.run_id()), journal)
-    rounds.predictions(rounds.run(), ["train", "validation", "test"])
+    rounds.collect_predictions(rounds.play_all(), ["train", "validation", "test"])
     assert len(crossed) == 2 * 3 * 3, "three sites, two rounds and the predictions, there and back"
     assert all(any(site.encode() in message for site in SITES) for message in crossed)
     assert hits(b"".join(crossed)) == 0
@@ -334,7 +334,7 @@ def test_folders_of_patients_are_not_told(rows: Rows, tmp_path: Path) -> None:
         path = tmp_path / "set" / row["site"] / row["label"] / row["patient"] / f"{NAME}{number}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(np.random.default_rng(number).integers(0, 256, (20, 20), dtype=np.uint8)).save(path)
-    found = Recipe.of({**RECIPE, "data": data})
+    found = Recipe.from_values({**RECIPE, "data": data})
     run(found, tmp_path / "run")
     assert told_in(tmp_path / "run") + told_in(tmp_path / "cache") == 0
     path.write_bytes(path.read_bytes()[:-100])

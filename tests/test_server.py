@@ -16,19 +16,19 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 
 from polyclinic import RunResult, run
-from polyclinic.algorithms.distillation.refine import raw
+from polyclinic.algorithms.distillation.refine import logits_and_labels
 from polyclinic.algorithms.distillation.shapley import coalition_value
 from polyclinic.core.contract import Bundle, Private, Score, Site
 from polyclinic.core.errors import RecipeError, RoundFailed, StoreError
 from polyclinic.data import SiteData
 from polyclinic.data.examples import Images
-from polyclinic.evaluation.comparison import Comparison, lines
-from polyclinic.evaluation.flops import parameters, training_step_flops
+from polyclinic.evaluation.comparison import Comparison, summarise_methods
+from polyclinic.evaluation.flops import count_parameters, training_step_flops
 from polyclinic.federation.rounds import Watch
 from polyclinic.reporting.markdown.comparison import markdown
 from polyclinic.runs.experiment import Experiment
 from polyclinic.runs.networks import server_models
-from polyclinic.runs.privacy_plan import discretion_of
+from polyclinic.runs.privacy_plan import privacy_limits
 from polyclinic.runs.server_training import ServerTrainer
 from polyclinic.storage import messages
 from polyclinic.training.fit import score
@@ -43,13 +43,13 @@ def at_desk(round: int = 1, lr: float = 0.01) -> Site:
 
 
 def server_of(experiment: Experiment) -> ServerTrainer:
-    assert experiment.server is not None
-    return experiment.server
+    assert experiment.server_trainer is not None
+    return experiment.server_trainer
 
 
 def changed(before: Bundle, after: Bundle) -> set[str]:
     assert before.keys() == after.keys()
-    return {k for k in before if messages.digest({k: before[k]}) != messages.digest({k: after[k]})}
+    return {k for k in before if messages.hash_tensors({k: before[k]}) != messages.hash_tensors({k: after[k]})}
 
 
 def noisy(part: Any) -> Images:
@@ -77,7 +77,7 @@ def test_without_clusters_too() -> None:
 def test_fitted_heads_know_more_about_public_images() -> None:
     experiment = prepared(**PFEDCDP)
     server, state = server_of(experiment), experiment.algorithm.init(experiment.federation)
-    before, after = (server.judged(found, None) for found in (state, server(state, at_desk())))
+    before, after = (server.evaluate_models(found, None) for found in (state, server(state, at_desk())))
     assert before.keys() == after.keys() == {"high", "medium", "low"}
     assert all(after[cluster]["loss"] < before[cluster]["loss"] for cluster in after)
 
@@ -98,7 +98,7 @@ def test_it_works_on_public_training_images_and_on_no_others() -> None:
     server, state = server_of(experiment), experiment.algorithm.init(experiment.federation)
     wanted = server(state, at_desk())
     others = {n: SiteData(n, *map(noisy, (s.train, s.validation, s.test))) for n, s in hospitals().sites.items()}
-    elsewhere = Experiment(experiment.recipe, consortium=replace(hospitals(), sites=others))
+    elsewhere = Experiment(experiment.recipe, dataset=replace(hospitals(), sites=others))
     public = replace(server.public, validation=noisy(server.public.validation), test=noisy(server.public.test))
     found = replace(server_of(elsewhere), public=public)(state, at_desk())
     assert changed(wanted, found) == set()
@@ -121,8 +121,8 @@ def test_the_same_again_and_another_order_in_another_round() -> None:
 def test_with_everything_off_hospitals_have_what_fedper_gives_them(settings: dict[str, Any], public: Any) -> None:
     """Bit for bit, though the server fits heads: nobody at a site looks at them."""
     off = {"name": "pfedcdp", "keep": 0, "head_epochs": 0, "server_epochs": 1}
-    mine = run(recipe(algorithm=off, public=public, **settings), consortium=hospitals())
-    theirs = run(recipe(algorithm="fedper", public=public, **settings), consortium=hospitals())
+    mine = run(recipe(algorithm=off, public=public, **settings), dataset=hospitals())
+    theirs = run(recipe(algorithm="fedper", public=public, **settings), dataset=hospitals())
     assert {kind.partition("@")[0] for kind in changed(theirs.state, mine.state)} == ({"head"} if public else set())
     for site in SITES:
         assert mine.summary["sites"][site]["personal"] == theirs.summary["sites"][site]["personal"]
@@ -168,10 +168,10 @@ def test_a_student_is_tried_everywhere(how: str) -> None:
 @pytest.mark.parametrize("how", ["fedavg", "pfedcdp", "paper"])
 def test_shapley_values_add_up_to_what_all_teachers_are_worth_together(how: str) -> None:
     experiment, result = finished(how)
-    networks = experiment.lineup.networks
+    networks = experiment.networks.by_cluster
     models, public = server_models(experiment.algorithm, result.state, networks), server_of(experiment).public
     logits = {
-        group or "global": score(Score(weights, raw), networks[group], public.validation)["logits"]
+        group or "global": score(Score(weights, logits_and_labels), networks[group], public.validation)["logits"]
         for group, weights in models.items()
     }
     worth = coalition_value(logits, public.validation.labels)(frozenset(logits))
@@ -190,14 +190,14 @@ def test_plain_distillation_asks_nobody_what_teachers_are_worth() -> None:
 def test_the_student_is_the_recipes_own_model_and_is_written(tmp_path: Path) -> None:
     """Read back, it gives the figures that the result tells; the run's state has nothing of it."""
     wanted = recipe(**PFEDCDP, finish=QUICK)
-    result = run(wanted, tmp_path, consortium=hospitals())
+    result = run(wanted, tmp_path, dataset=hospitals())
     assert result.summary["sha256"] == finished("pfedcdp")[1].summary["sha256"]
     weights = messages.unflatten(load_file(tmp_path / "student.safetensors"))
     server = server_of(finished("pfedcdp")[0])
-    network = server.lineup.student
+    network = server.networks.student
     assert network is not None
     assert weights["model"].keys() == network.live["model"].keys()
-    logits = score(Score({"buffers": {}, **weights}, raw), network, server.public.test)
+    logits = score(Score({"buffers": {}, **weights}, logits_and_labels), network, server.public.test)
     right = (logits["logits"].argmax(1) == logits["labels"]).double().mean()
     told = result.summary["public"]["student"]
     assert told["accuracy"] == pytest.approx(float(right), abs=1e-12)
@@ -212,10 +212,10 @@ def test_what_networks_weigh_and_cost_is_told_of_every_cluster() -> None:
     """By the networks themselves, each alone; sums are sums of these."""
     told = finished("pfedcdp")[1].summary["model"]
     shape = (16, 1, 8, 8)
-    for cluster, live in prepared(**PFEDCDP).lineup.networks.items():
+    for cluster, live in prepared(**PFEDCDP).networks.by_cluster.items():
         one = told["clusters"][cluster]
         assert (one["parameters"], one["flops_per_step"]) == (
-            parameters(live.module),
+            count_parameters(live.module),
             training_step_flops(live.module, shape),
         )
         assert f"cluster {cluster}: {one['name']} ({one['parameters']:,} parameters, " in page("pfedcdp")
@@ -227,7 +227,7 @@ def test_what_networks_weigh_and_cost_is_told_of_every_cluster() -> None:
 
 def page(how: str) -> str:
     results = {"x": [finished(how)[1].summary]}
-    return markdown(Comparison("x", tuple(lines(results)), results, None))
+    return markdown(Comparison("x", tuple(summarise_methods(results)), results, None))
 
 
 def test_a_run_is_judged_by_the_model_that_was_asked_for() -> None:
@@ -240,7 +240,7 @@ def test_a_run_is_judged_by_the_model_that_was_asked_for() -> None:
 
 def test_the_student_follows_from_the_servers_models() -> None:
     experiment, result = finished("pfedcdp")
-    again = server_of(experiment).refined(result.state)
+    again = server_of(experiment).train_student(result.state)
     assert again.shapley == result.summary["finish"]["shapley"]
     assert again.history == result.summary["finish"]["history"]
 
@@ -250,9 +250,7 @@ def test_an_algorithm_that_leaves_the_server_nothing_is_refused_before_training(
     for name in ("local", "fedper", "cross-site"):
         settings = {"algorithm": name, "clusters": {}, "capability": {}, "public": PUBLIC, "finish": QUICK}
         with pytest.raises(RecipeError, match=f"{name} leaves the server no model"):
-            run(
-                recipe(**settings), tmp_path / name, watch=lambda event, _: played.append(event), consortium=hospitals()
-            )
+            run(recipe(**settings), tmp_path / name, watch=lambda event, _: played.append(event), dataset=hospitals())
         assert not (tmp_path / name).exists()
     assert played == []
 
@@ -279,21 +277,21 @@ def moving(**settings: Any) -> Any:
 
 @cache
 def whole() -> RunResult:
-    return run(moving(), consortium=hospitals())
+    return run(moving(), dataset=hospitals())
 
 
 @pytest.mark.parametrize("at", [2, 3])
 def test_a_run_that_was_stopped_ends_in_the_same_bits(at: int, tmp_path: Path) -> None:
     with pytest.raises(RoundFailed):
-        run(moving(), tmp_path, watch=stopping(at), consortium=hospitals())
+        run(moving(), tmp_path, watch=stopping(at), dataset=hospitals())
     assert not (tmp_path / "result.json").exists()
-    result = run(moving(), tmp_path, consortium=hospitals())
+    result = run(moving(), tmp_path, dataset=hospitals())
     for key in ("sha256", "sites", "merged", "public", "finish", "drift", "clusters"):
         assert result.summary[key] == whole().summary[key], key
 
 
 def test_worker_processes_change_nothing() -> None:
-    found = run(moving(engine__workers=2), consortium=hospitals()).summary
+    found = run(moving(engine__workers=2), dataset=hospitals()).summary
     assert {key: found[key] for key in ("sha256", "sites", "public")} == {
         key: whole().summary[key] for key in ("sha256", "sites", "public")
     }
@@ -301,16 +299,16 @@ def test_worker_processes_change_nothing() -> None:
 
 def test_a_run_goes_on_with_its_own_public_images_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(RoundFailed):
-        run(moving(), tmp_path, watch=stopping(3), consortium=hospitals())
-    gathered = Experiment._public
+        run(moving(), tmp_path, watch=stopping(3), dataset=hospitals())
+    gathered = Experiment._load_public
 
     def others(self: Experiment, data: Path | None) -> SiteData | None:
         found = gathered(self, data)
         return found and replace(found, train=noisy(found.train))
 
-    monkeypatch.setattr(Experiment, "_public", others)
+    monkeypatch.setattr(Experiment, "_load_public", others)
     with pytest.raises(StoreError, match="other data"):
-        run(moving(), tmp_path, consortium=hospitals())
+        run(moving(), tmp_path, dataset=hospitals())
 
 
 # Under a privacy plan
@@ -337,18 +335,18 @@ def test_without_masks_both_trainings_are_priced(monkeypatch: pytest.MonkeyPatch
         jobs = experiment.plan.jobs[site]
         assert [job.times for job in jobs] == [4, 12]
         assert all(job.rate == pytest.approx(16 / 60, rel=1e-2) for job in jobs)
-        assert len(discretion_of(experiment.plan, site, experiment.secret).allowed) == 2
+        assert len(privacy_limits(experiment.plan, site, experiment.secret).priced_jobs) == 2
     alone = prepared(algorithm={**algorithm, "head_epochs": 0}, public=PUBLIC, privacy=IMAGE)
     assert alone.plan is not None
     assert experiment.plan.epsilon > alone.plan.epsilon > 0
     noticed: list[Private | None] = []
-    serve = type(server_of(experiment))._run
+    serve = type(server_of(experiment))._run_job
 
     def spied(self: ServerTrainer, group: str, job: Any, site: Site, rng: Any) -> Any:
         noticed.append(job.training.private)
         return serve(self, group, job, site, rng)
 
-    monkeypatch.setattr(ServerTrainer, "_run", spied)
+    monkeypatch.setattr(ServerTrainer, "_run_job", spied)
     result = experiment.run()
     assert result.summary["privacy"]["epsilon"]["pld"] == pytest.approx(experiment.plan.epsilon)
     assert noticed == [None] * 6, "public images need no protection"
@@ -362,7 +360,7 @@ def test_whole_sites_are_protected_cluster_by_cluster() -> None:
     experiment = prepared(algorithm=algorithm, public=PUBLIC, privacy=wish, rounds=1)
     result = experiment.run()
     start = experiment.algorithm.init(experiment.federation)
-    for cluster in experiment.lineup.networks:
+    for cluster in experiment.networks.by_cluster:
         share, first = (experiment.algorithm.cluster_state(state, cluster) for state in (result.state, start))
         moved = torch.cat([(share["model"][n] - t).flatten() for n, t in first["model"].items()]).double()
         assert not any(name.startswith("head") for name in share["model"])

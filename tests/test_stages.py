@@ -15,7 +15,7 @@ from polyclinic.federation.site_runner import SiteRunner
 from polyclinic.storage import messages
 from polyclinic.storage.journal import RamJournal
 from polyclinic.storage.run_files import RamMemory
-from polyclinic.training.network import weights_of
+from polyclinic.training.network import copy_module_weights
 from tests.laws.bench import clinics, small
 
 SITES = clinics(12, 12)
@@ -25,10 +25,10 @@ TRAINING = Training(Optimiser(lr=0.1), batch=4)
 class Halve:
     """Send half precision: another dtype on the wire, the original one behind it."""
 
-    def out(self, tensors: Bundle, received: Bundle, rng: Stream) -> Bundle:
+    def encode(self, tensors: Bundle, received: Bundle, rng: Stream) -> Bundle:
         return {k: {n: t.half() if t.is_floating_point() else t for n, t in g.items()} for k, g in tensors.items()}
 
-    def back(self, tensors: Bundle, received: Bundle) -> Bundle:
+    def decode(self, tensors: Bundle, received: Bundle) -> Bundle:
         return {k: {n: t.float() if t.is_floating_point() else t for n, t in g.items()} for k, g in tensors.items()}
 
 
@@ -38,11 +38,11 @@ class Shift:
 
     draws: list[int] = field(default_factory=list)
 
-    def out(self, tensors: Bundle, received: Bundle, rng: Stream) -> Bundle:
+    def encode(self, tensors: Bundle, received: Bundle, rng: Stream) -> Bundle:
         self.draws.append(rng.integer())
         return {k: {n: t - received[k][n] for n, t in g.items()} for k, g in tensors.items()}
 
-    def back(self, tensors: Bundle, received: Bundle) -> Bundle:
+    def decode(self, tensors: Bundle, received: Bundle) -> Bundle:
         return {k: {n: t + received[k][n] for n, t in g.items()} for k, g in tensors.items()}
 
 
@@ -55,9 +55,11 @@ def play(stages: Sequence[Stage]) -> tuple[Bundle, list[bytes]]:
         crossed.append(runners[site].answer(message))
         return crossed[-1]
 
-    federation = Federation(("a", "b"), {n: len(s.train) for n, s in SITES.items()}, weights_of(network.module))
-    rounds = Rounds(federation, algorithm, MockEngine(answer), Rules(rounds=2), RamJournal(), stages=stages)
-    return rounds.run().state, crossed
+    federation = Federation(
+        ("a", "b"), {n: len(s.train) for n, s in SITES.items()}, copy_module_weights(network.module)
+    )
+    rounds = Rounds(federation, algorithm, MockEngine(answer), Rules(rounds=2), RamJournal(), transforms=stages)
+    return rounds.play_all().state, crossed
 
 
 def largest_difference(one: Bundle, other: Bundle) -> float:
@@ -91,9 +93,11 @@ def test_what_left_without_its_stage_is_refused() -> None:
     def answer(site: str, message: bytes) -> bytes | Failure:
         return (staged if site == "clinic-2" else bare[site]).answer(message)
 
-    federation = Federation(("a", "b"), {n: len(s.train) for n, s in SITES.items()}, weights_of(network.module))
+    federation = Federation(
+        ("a", "b"), {n: len(s.train) for n, s in SITES.items()}, copy_module_weights(network.module)
+    )
     journal = RamJournal()
-    Rounds(federation, algorithm, MockEngine(answer), Rules(rounds=1), journal, stages=[Halve()]).run()
+    Rounds(federation, algorithm, MockEngine(answer), Rules(rounds=1), journal, transforms=[Halve()]).play_all()
     notes = next(row["sites"] for row in journal.costs if row["event"] == "round")
     assert (notes["clinic-1"]["outcome"], notes["clinic-1"]["kind"]) == ("refused", "dtype")
     assert notes["clinic-2"]["outcome"] == "accepted"

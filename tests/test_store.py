@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from polyclinic.core.contract import Bundle
 from polyclinic.core.errors import StoreError
 from polyclinic.storage import messages, run_files
-from polyclinic.storage.run_files import DiskMemory, Ledger, MemoryStore, Metrics, RamMemory, Snapshots
+from polyclinic.storage.run_files import DiskMemory, Ledger, MetricsFile, RamMemory, SiteMemory, SnapshotStore
 from tests.crash.runs import RAM
 
 NAMES = st.text("abcxyz.-|é ", min_size=1, max_size=8)
@@ -147,12 +147,12 @@ def files_up_to(size: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def appended(book: Ledger | Metrics) -> None:
+def appended(book: Ledger | MetricsFile) -> None:
     book.append(event="charge") if isinstance(book, Ledger) else book.append([{"event": "charge"}])
 
 
-@pytest.mark.parametrize("kind", [Ledger, Metrics])
-def test_a_row_that_does_not_fit_is_not_added_at_all(folder: Path, kind: type[Ledger] | type[Metrics]) -> None:
+@pytest.mark.parametrize("kind", [Ledger, MetricsFile])
+def test_a_row_that_does_not_fit_is_not_added_at_all(folder: Path, kind: type[Ledger] | type[MetricsFile]) -> None:
     """Wherever the disk gives out: a row of which only a part fitted never passes for written."""
     book = kind(folder / "file.jsonl")
     appended(book)
@@ -163,16 +163,16 @@ def test_a_row_that_does_not_fit_is_not_added_at_all(folder: Path, kind: type[Le
         assert book.path.read_bytes() == before
     appended(book)
     assert book.path.read_bytes().count(b"\n") == 2
-    assert kind is Metrics or Ledger(book.path).rows == 2
+    assert kind is MetricsFile or Ledger(book.path).rows == 2
 
 
 def test_the_error_is_the_disk_s_own_and_not_that_of_tidying_up(tmp_path: Path) -> None:
-    metrics = Metrics(tmp_path / "gone" / "metrics.jsonl")
+    metrics = MetricsFile(tmp_path / "gone" / "metrics.jsonl")
     with pytest.raises(StoreError, match=r"cannot write .*metrics\.jsonl: No such file or directory"):
         appended(metrics)
     (tmp_path / "metrics.jsonl").mkdir()
     with pytest.raises(StoreError, match=r"cannot write .*metrics\.jsonl: Is a directory"):
-        appended(Metrics(tmp_path / "metrics.jsonl"))
+        appended(MetricsFile(tmp_path / "metrics.jsonl"))
 
 
 def test_a_full_device_is_named() -> None:
@@ -181,7 +181,7 @@ def test_a_full_device_is_named() -> None:
         pytest.skip("this system has no /dev/full")
     with (
         pytest.raises(StoreError, match=r"cannot write /dev/full: the disk is full; make room"),
-        run_files.named_failure(full),
+        run_files.explain_os_errors(full),
     ):
         full.write_bytes(b"x")
 
@@ -208,7 +208,7 @@ def test_what_a_killed_process_left_is_swept_up_and_nothing_else(tmp_path: Path)
     kept = ["notes.17.tmp", ".hidden.tmp", "sites/a/000001.pcl", "other/.result.json.17.tmp"]
     for name in left + kept:
         (tmp_path / name).write_bytes(b"x")
-    run_files.prepare(tmp_path)
+    run_files.prepare_folder(tmp_path)
     assert [name for name in left + kept if (tmp_path / name).exists()] == kept
 
 
@@ -223,34 +223,34 @@ def state(value: float) -> Bundle:
 @settings(max_examples=60, deadline=None)
 def test_a_snapshot_gives_back_what_was_saved(bundle: Bundle, progress: dict[str, Any]) -> None:
     with somewhere() as folder:
-        run_files.prepare(folder)
-        Snapshots(folder).save(3, bundle, {"progress": progress})
-        found = Snapshots(folder).load()
+        run_files.prepare_folder(folder)
+        SnapshotStore(folder).save(3, bundle, {"progress": progress})
+        found = SnapshotStore(folder).load()
         assert found is not None
         assert found[0] == 3
         assert found[1].fields["progress"] == progress
-        assert messages.digest(found[1].tensors) == messages.digest(bundle)
+        assert messages.hash_tensors(found[1].tensors) == messages.hash_tensors(bundle)
 
 
 def test_no_snapshot_is_no_error(tmp_path: Path) -> None:
-    run_files.prepare(tmp_path)
-    assert Snapshots(tmp_path).load() is None
-    assert Snapshots(tmp_path).oldest() == 0
+    run_files.prepare_folder(tmp_path)
+    assert SnapshotStore(tmp_path).load() is None
+    assert SnapshotStore(tmp_path).oldest_round() == 0
 
 
 def test_the_newest_two_are_kept(tmp_path: Path) -> None:
-    run_files.prepare(tmp_path)
-    snapshots = Snapshots(tmp_path)
+    run_files.prepare_folder(tmp_path)
+    snapshots = SnapshotStore(tmp_path)
     for round in (1, 2, 9, 10, 11):
         snapshots.save(round, state(round), {})
         assert snapshots.load()[0] == round  # type: ignore[index]
     assert [path.name for path in sorted(snapshots.folder.iterdir())] == ["round-000010.pcl", "round-000011.pcl"]
-    assert snapshots.oldest() == 10
+    assert snapshots.oldest_round() == 10
 
 
 def test_every_flipped_bit_and_every_truncation_brings_the_snapshot_before(folder: Path) -> None:
-    run_files.prepare(folder)
-    snapshots = Snapshots(folder)
+    run_files.prepare_folder(folder)
+    snapshots = SnapshotStore(folder)
     snapshots.save(1, state(1), {})
     snapshots.save(2, state(2), {})
     newest = snapshots.folder / "round-000002.pcl"
@@ -260,12 +260,12 @@ def test_every_flipped_bit_and_every_truncation_brings_the_snapshot_before(folde
         newest.write_bytes(damaged)
         found = snapshots.load()
         assert found is not None
-        assert (found[0], messages.digest(found[1].tensors)) == (1, messages.digest(state(1)))
+        assert (found[0], messages.hash_tensors(found[1].tensors)) == (1, messages.hash_tensors(state(1)))
 
 
 def test_only_damaged_snapshots_are_an_error(tmp_path: Path) -> None:
-    run_files.prepare(tmp_path)
-    snapshots = Snapshots(tmp_path)
+    run_files.prepare_folder(tmp_path)
+    snapshots = SnapshotStore(tmp_path)
     for round in (1, 2):
         snapshots.save(round, state(round), {})
     for path in snapshots.folder.iterdir():
@@ -281,31 +281,31 @@ def test_only_damaged_snapshots_are_an_error(tmp_path: Path) -> None:
 @settings(max_examples=40, deadline=None)
 def test_metrics_are_cut_back_to_what_a_snapshot_saw(seen: list[dict[str, Any]], later: list[dict[str, Any]]) -> None:
     with somewhere() as folder:
-        metrics = Metrics(folder / "metrics.jsonl")
+        metrics = MetricsFile(folder / "metrics.jsonl")
         metrics.append(seen)
         size, checksum = metrics.size(), metrics.checksum()
         metrics.append(later)
-        opened = Metrics(metrics.path)
-        opened.cut(size, checksum)
+        opened = MetricsFile(metrics.path)
+        opened.truncate(size, checksum)
         assert (opened.size(), opened.checksum(), opened.read()) == (size, checksum, seen)
         opened.append(later)
         assert (opened.read(), opened.checksum()) == (seen + later, metrics.checksum())
 
 
 def test_metrics_that_lack_or_changed_what_a_snapshot_saw_are_refused(tmp_path: Path) -> None:
-    metrics = Metrics(tmp_path / "metrics.jsonl")
+    metrics = MetricsFile(tmp_path / "metrics.jsonl")
     metrics.append([{"round": 1, "loss": 0.25}])
     size, checksum, data = metrics.size(), metrics.checksum(), metrics.path.read_bytes()
     for length in range(len(data)):
         metrics.path.write_bytes(data[:length])
         with pytest.raises(StoreError, match="shorter than its snapshot says"):
-            Metrics(metrics.path).cut(size, checksum)
+            MetricsFile(metrics.path).truncate(size, checksum)
     metrics.path.write_bytes(data.replace(b"0.25", b"0.35"))
     with pytest.raises(StoreError, match=r"damaged \(checksum\)"):
-        Metrics(metrics.path).cut(size, checksum)
+        MetricsFile(metrics.path).truncate(size, checksum)
     metrics.path.unlink()
     with pytest.raises(StoreError, match="shorter than its snapshot says"):
-        Metrics(metrics.path).cut(size, checksum)
+        MetricsFile(metrics.path).truncate(size, checksum)
 
 
 # What sites remember
@@ -321,20 +321,23 @@ def test_a_site_remembers_the_last_round_before(rounds: set[int], before: int) -
         found = DiskMemory(folder).load("north", before)
         last = max((round for round in rounds if round < before), default=None)
         assert (found is None) == (last is None)
-        assert found is None or messages.digest(found) == messages.digest(state(last or 0))
+        assert found is None or messages.hash_tensors(found) == messages.hash_tensors(state(last or 0))
         assert memory.load("south", before) is None
 
 
 @pytest.mark.parametrize("kind", ["ram", "disk"])
 def test_a_round_that_is_played_again_starts_from_the_same_memory(tmp_path: Path, kind: str) -> None:
-    memory: MemoryStore = RamMemory() if kind == "ram" else DiskMemory(tmp_path)
+    memory: SiteMemory = RamMemory() if kind == "ram" else DiskMemory(tmp_path)
     memory.save("north", 1, state(1), durable=0)
     memory.save("north", 2, state(2), durable=1)
     memory.save("north", 2, state(-2), durable=1)
     first, second = memory.load("north", 2), memory.load("north", 3)
     assert first is not None
     assert second is not None
-    assert (messages.digest(first), messages.digest(second)) == (messages.digest(state(1)), messages.digest(state(-2)))
+    assert (messages.hash_tensors(first), messages.hash_tensors(second)) == (
+        messages.hash_tensors(state(1)),
+        messages.hash_tensors(state(-2)),
+    )
 
 
 @given(st.lists(st.booleans(), min_size=1, max_size=12), st.integers(1, 3))
@@ -342,20 +345,20 @@ def test_a_round_that_is_played_again_starts_from_the_same_memory(tmp_path: Path
 def test_what_a_resume_may_need_is_never_dropped(attends: list[bool], every: int) -> None:
     """A site that attends some rounds, snapshots every few: from either kept snapshot its memory is as it was then."""
     with somewhere() as folder:
-        run_files.prepare(folder)
-        memory, snapshots = DiskMemory(folder / "sites"), Snapshots(folder)
+        run_files.prepare_folder(folder)
+        memory, snapshots = DiskMemory(folder / "sites"), SnapshotStore(folder)
         then: dict[int, int] = {0: 0}
         for round, attending in enumerate(attends, 1):
             then[round] = round if attending else then[round - 1]
             if attending:
-                memory.save("north", round, state(round), snapshots.oldest())
+                memory.save("north", round, state(round), snapshots.oldest_round())
             if round % every == 0:
                 snapshots.save(round, state(0), {})
             kept = [int(path.stem[6:]) for path in snapshots.folder.iterdir()] or [0]
             for back in kept:
                 found = memory.load("north", back + 1)
                 assert (found is None) == (then[back] == 0)
-                assert found is None or messages.digest(found) == messages.digest(state(then[back]))
+                assert found is None or messages.hash_tensors(found) == messages.hash_tensors(state(then[back]))
         assert len(list((folder / "sites").rglob("*.pcl"))) <= 2 * every + 1, "old memories are dropped"
 
 

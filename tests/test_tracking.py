@@ -17,14 +17,14 @@ import pytest
 
 from polyclinic import Recipe, RunResult, run
 from polyclinic.core.errors import EngineError, RecipeError, StoreError
-from polyclinic.deploy.serve import told_to_sites
-from polyclinic.deploy.site.policy import recipe_mark
+from polyclinic.deploy.serve import recipe_for_sites
+from polyclinic.deploy.site.policy import recipe_digest
 from polyclinic.evaluation.metrics import METRICS
-from polyclinic.evaluation.summary import progress
+from polyclinic.evaluation.summary import metric_by_cluster
 from polyclinic.reporting.run_folder import identity, method_identity
 from polyclinic.runs.tracking import backends
 from polyclinic.runs.tracking import events as tracking
-from polyclinic.storage.run_files import Metrics
+from polyclinic.storage.run_files import MetricsFile
 from tests.commands import call, refused
 from tests.small import SITES, tiny, write_recipe
 
@@ -121,7 +121,7 @@ def test_both_are_told_the_same_and_it_is_what_the_run_says_of_itself(tmp_path: 
         if name != "run_seconds":
             assert sum(value for (key, _), value in told.items() if key == name) == pytest.approx(total)
     curve = {step: value for (name, step), value in told.items() if name == "accuracy" and step < 3}
-    assert curve == pytest.approx(dict(progress(Metrics(tmp_path / "run" / "metrics.jsonl").read())[""]))
+    assert curve == pytest.approx(dict(metric_by_cluster(MetricsFile(tmp_path / "run" / "metrics.jsonl").read())[""]))
 
 
 def test_it_changes_nothing_in_a_run(tmp_path: Path) -> None:
@@ -131,9 +131,9 @@ def test_it_changes_nothing_in_a_run(tmp_path: Path) -> None:
     assert found.summary["sha256"] == expected.summary["sha256"]
     assert found.summary["sites"] == expected.summary["sites"]
     assert identity(followed) == identity(plain)
-    assert recipe_mark(followed) == recipe_mark(plain)
+    assert recipe_digest(followed) == recipe_digest(plain)
     assert method_identity(followed) == method_identity(plain)
-    assert told_to_sites(followed) == told_to_sites(plain)
+    assert recipe_for_sites(followed) == recipe_for_sites(plain)
     assert "track" not in identity(plain)  # so folders that are older than the key go on
 
 
@@ -229,8 +229,8 @@ def test_commands_take_it_and_mlflow_holds_one_run_for_each(tmp_path: Path) -> N
 
 
 def test_the_seed_of_a_private_run_is_not_told() -> None:
-    assert "seed" in tracking.parameters(tiny())
-    assert "seed" not in tracking.parameters(tiny(privacy={"epsilon": 3}))
+    assert "seed" in tracking.recipe_parameters(tiny())
+    assert "seed" not in tracking.recipe_parameters(tiny(privacy={"epsilon": 3}))
 
 
 @pytest.mark.parametrize("name", BOTH)
@@ -302,5 +302,5 @@ def test_names_of_sites_are_such_as_mlflow_takes(site: str, name: str) -> None:
     needed("mlflow")
     from mlflow.utils.validation import _validate_metric_name
 
-    assert tracking.named(site) == name
-    _validate_metric_name(f"site/{tracking.named(site)}/auc")  # type: ignore[no-untyped-call]
+    assert tracking.sanitize_name(site) == name
+    _validate_metric_name(f"site/{tracking.sanitize_name(site)}/auc")  # type: ignore[no-untyped-call]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from polyclinic import Recipe
-from polyclinic.algorithms.distillation.refine import Refine
+from polyclinic.algorithms.distillation.refine import RefinementOptions
 from polyclinic.core.errors import RecipeError
 from tests.test_lineup import PUBLIC, recipe, sentence_of
 
@@ -58,10 +58,10 @@ def test_another_variant_drops_the_options_that_it_does_not_have() -> None:
     """So a comparison may give `sound` its options once, and one of its methods say `variant: paper`."""
     ours = {"algorithm": {"name": "pfedcdp", "keep": 0.2, "distil": 0.5}, "finish": {"ce": 0.9, "lr": 0.01}}
     both = recipe(**ours, public=PUBLIC, methods={"ours": {}, "theirs": THEIRS})
-    theirs = both.method("theirs")
+    theirs = both.method_recipe("theirs")
     assert theirs.algorithm.options == {"variant": "paper", "distil": 0.5}
-    assert theirs.finish == Refine(variant="paper", lr=0.01, alpha=0.2)
-    assert Recipe.of(theirs.model_dump(mode="json")) == theirs, "a run that was stopped can be read back"
-    assert both.method("ours").algorithm.options == {"keep": 0.2, "distil": 0.5}
+    assert theirs.finish == RefinementOptions(variant="paper", lr=0.01, alpha=0.2)
+    assert Recipe.from_values(theirs.model_dump(mode="json")) == theirs, "a run that was stopped can be read back"
+    assert both.method_recipe("ours").algorithm.options == {"keep": 0.2, "distil": 0.5}
     with pytest.raises(RecipeError, match=r"method wrong: algorithm\.keep is without effect in variant paper"):
         recipe(**ours, public=PUBLIC, methods={"wrong": {"algorithm.keep": 0.3, **THEIRS}})

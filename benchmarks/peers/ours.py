@@ -14,10 +14,10 @@ from polyclinic.data.examples import Images, SiteData
 from polyclinic.federation.engines.local import LocalEngine
 from polyclinic.federation.rounds import Rounds, Rules
 from polyclinic.federation.site_runner import SiteRunner
-from polyclinic.models import Classifier, build
+from polyclinic.models import Classifier, build_model
 from polyclinic.storage.journal import FolderJournal
 from polyclinic.storage.run_files import RamMemory
-from polyclinic.training.network import LiveNetwork, weights_of
+from polyclinic.training.network import LiveNetwork, copy_module_weights
 
 MODELS = {"small": "small_cnn", "enh": "groupnorm_cnn", "mlp": "mlp"}
 
@@ -29,7 +29,7 @@ def sites(task: Task) -> dict[str, SiteData]:
 
 def classifier(work: Workload) -> Classifier:
     """Polyclinic's own network, with everybody's first weights."""
-    module = build(MODELS[work.model], classes=10, channels=1, size=work.size, dropout=0.0, seed=Stream(0))
+    module = build_model(MODELS[work.model], classes=10, channels=1, size=work.size, dropout=0.0, seed=Stream(0))
     with torch.no_grad():
         for ours, theirs in zip(module.parameters(), network(work).parameters(), strict=True):
             ours.copy_(theirs)
@@ -42,18 +42,20 @@ def main() -> None:
     algorithm = FedAvg(Training(Optimiser("sgd", LR), batch=task.work.batch))
     live = LiveNetwork(module)
     runners = {name: SiteRunner(name, site, algorithm, live, RamMemory()) for name, site in data.items()}
-    federation = Federation(tuple("0123456789"), {n: len(s.train) for n, s in data.items()}, weights_of(module))
+    federation = Federation(
+        tuple("0123456789"), {n: len(s.train) for n, s in data.items()}, copy_module_weights(module)
+    )
     rules = Rules(rounds=task.rounds, cohort=task.work.cohort, evaluate_every=0)
     rounds = Rounds(federation, algorithm, LocalEngine(runners), rules, Reporting(task.folder / "run"))
-    weights = rounds.run().state["model"]
+    weights = rounds.play_all().state["model"]
     keep((weights[name] for name, _ in module.named_parameters()), task.folder)
 
 
 class Reporting(FolderJournal):
     """A round is over once its snapshot lies on disk."""
 
-    def snapshot(self, round: int, state: Any, progress: Mapping[str, Any]) -> None:
-        super().snapshot(round, state, progress)
+    def save_snapshot(self, round: int, state: Any, progress: Mapping[str, Any]) -> None:
+        super().save_snapshot(round, state, progress)
         report(round)
 
 

@@ -19,22 +19,22 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 from polyclinic import run
-from polyclinic.algorithms.optimisation.adaptive_noise import AdaptiveNoise, adapted, each_loss
+from polyclinic.algorithms.optimisation.adaptive_noise import AdaptiveNoise, per_example_losses, scale_noise
 from polyclinic.algorithms.optimisation.fedavg import FedAvg
 from polyclinic.cli.main import app
 from polyclinic.core.contract import Fit, Fitted, Optimiser, Private, Score, Site, Stream, Training, Update
 from polyclinic.core.errors import RecipeError
 from polyclinic.federation.privacy_budget import PrivacyBudget
 from polyclinic.privacy.accounting import Spend, epsilon
-from polyclinic.privacy.plan import Holding, Plan, PrivacyConfig, Steps
-from polyclinic.privacy.releases import variance
-from polyclinic.reporting.privacy_statement import privacy_of
+from polyclinic.privacy.plan import PrivacyConfig, PrivacyPlan, SiteSize, Steps
+from polyclinic.privacy.releases import release_variance
+from polyclinic.reporting.privacy_statement import summarise_privacy
 from polyclinic.runs.experiment import Experiment
-from polyclinic.runs.privacy_plan import discretion_of, secret_of
+from polyclinic.runs.privacy_plan import noise_secret, privacy_limits
 from polyclinic.storage.messages import Message
 from polyclinic.training.fit import fit, score
 from polyclinic.training.losses import task_loss
-from polyclinic.training.network import weights_of
+from polyclinic.training.network import copy_module_weights
 from tests.laws.bench import clinics, play, same, small
 from tests.small import SITES, TINY, tiny, write_recipe
 
@@ -43,7 +43,7 @@ Variant = Literal["sound", "paper"]
 SIGMA, BATCH, BOUND, DELTA = 1.1, 5, 4.0, 1e-4
 FREE = Training(Optimiser(lr=0.1), batch=BATCH)
 TRAINING = replace(FREE, private=Private(clip=1.5, noise=SIGMA))
-WEIGHTS = weights_of(small(norm=False).module)
+WEIGHTS = copy_module_weights(small(norm=False).module)
 SECRET = Stream(5, ("secret",))
 LOSSES = torch.rand(40, generator=torch.Generator().manual_seed(3)) * 2
 SPREADS = st.floats(0, 1e6)
@@ -57,7 +57,7 @@ def asked(algorithm: AdaptiveNoise, losses: Tensor) -> tuple[Fit, Update]:
     work = algorithm.local(WEIGHTS, None, Site("a", len(losses), 1, 3, 0.1, SECRET), Stream(0))
     look = next(work)
     assert isinstance(look, Score)
-    assert (look.function, look.part, look.reduce) == (each_loss, "train", "cat")
+    assert (look.function, look.part, look.reduce) == (per_example_losses, "train", "cat")
     assert look.weights is WEIGHTS
     job = work.send({"losses": losses})
     assert isinstance(job, Fit)
@@ -97,7 +97,7 @@ def train_rows(folder: Path) -> list[dict[str, Any]]:
     ],
 )
 def test_by_hand(rule: Rule, sigma: float, spread: float, expected: float) -> None:
-    assert adapted(sigma, spread, rule) == pytest.approx(expected, rel=1e-15)
+    assert scale_noise(sigma, spread, rule) == pytest.approx(expected, rel=1e-15)
 
 
 @given(sigma=st.floats(0.1, 100), less=SPREADS, more=SPREADS)
@@ -105,13 +105,13 @@ def test_the_two_rules_go_opposite_ways_between_once_and_twice_the_noise(
     sigma: float, less: float, more: float
 ) -> None:
     less, more = sorted((less, more))
-    assert sigma <= adapted(sigma, less, "equation") <= adapted(sigma, more, "equation") <= 2 * sigma
-    assert 2 * sigma >= adapted(sigma, less, "text") >= adapted(sigma, more, "text") >= sigma
+    assert sigma <= scale_noise(sigma, less, "equation") <= scale_noise(sigma, more, "equation") <= 2 * sigma
+    assert 2 * sigma >= scale_noise(sigma, less, "text") >= scale_noise(sigma, more, "text") >= sigma
 
 
 def test_the_loss_of_every_image() -> None:
     network, train = small(norm=False), clinics(9)["clinic-1"].train
-    found = score(Score(WEIGHTS, each_loss), network, train)["losses"]
+    found = score(Score(WEIGHTS, per_example_losses), network, train)["losses"]
     images, labels = train.batch(torch.arange(9))
     logits = network(WEIGHTS, images)
     by_hand = logits.logsumexp(1) - logits.gather(1, labels[:, None]).squeeze(1)
@@ -138,7 +138,7 @@ def test_nothing_but_the_noise_is_adapted(variant: Variant) -> None:
     assert job.training.private is not None
     assert replace(job.training, private=TRAINING.private) == TRAINING
     assert replace(job.training.private, noise=SIGMA) == TRAINING.private
-    assert (job.weights, job.steps, job.whole) == (WEIGHTS, task_loss, False)
+    assert (job.weights, job.steps, job.full_batch) == (WEIGHTS, task_loss, False)
     assert (update.tensors, update.examples) == (WEIGHTS, len(LOSSES))
     assert update.scalars == {"noise": job.training.private.noise}
 
@@ -149,7 +149,7 @@ def test_nothing_but_the_noise_is_adapted(variant: Variant) -> None:
 @pytest.mark.parametrize("rule", ["equation", "text"])
 @pytest.mark.parametrize("loss_noise", [0.01, 5.0, 50.0])
 def test_sound_noise_is_the_formula_of_the_released_variance(rule: Rule, loss_noise: float) -> None:
-    told = variance(LOSSES, BOUND, loss_noise, SECRET.child("losses")).tensors["variance"]
+    told = release_variance(LOSSES, BOUND, loss_noise, SECRET.child("losses")).tensors["variance"]
     more = float(told) if rule == "equation" else 1 / (1 + float(told))
     found = noise_of(AdaptiveNoise(TRAINING, "sound", rule, BOUND, loss_noise), LOSSES)
     assert found == pytest.approx(min(SIGMA * (1 + more), 2 * SIGMA), rel=1e-12)
@@ -237,15 +237,17 @@ def test_a_site_trains_with_the_noise_it_tells(tmp_path: Path) -> None:
     train, initial, network = experiment.sites[name].train, experiment.federation.initial, experiment.network
     lr = experiment.algorithm.training.optimiser.lr
     order = Message({"run": experiment.run_id(), "site": name, "round": 1, "lr": lr}, initial)
-    secret = discretion_of(plan, name, secret_of(plan.wish, recipe.seed, None).child("site", name)).of(order)
-    losses = score(Score(initial, each_loss), network, train)["losses"]
-    told = variance(losses, BOUND, LOSS_NOISE, secret.child("losses")).tensors["variance"]
+    secret = privacy_limits(plan, name, noise_secret(plan.config, recipe.seed, None).child("site", name)).noise_stream(
+        order
+    )
+    losses = score(Score(initial, per_example_losses), network, train)["losses"]
+    told = release_variance(losses, BOUND, LOSS_NOISE, secret.child("losses")).tensors["variance"]
     sigma = min(SIGMA * (1 + float(told)), 2 * SIGMA)
     training = replace(experiment.algorithm.training, private=replace(private, noise=sigma))
     site = Site(name, len(train), 1, 1, training.optimiser.lr, secret)
     public = Stream(recipe.seed, ("site", name)).child("job", 1)
     expected = fit(Fit(initial, task_loss, training), network, train, site, public, secret.child("job", 1)).weights
-    network.load(initial)
+    network.load_weights(initial)
     found = experiment.run()
     assert [row["scalars"]["noise"] for row in train_rows(tmp_path)] == [pytest.approx(sigma, rel=1e-12)]
     assert sigma != SIGMA
@@ -310,14 +312,14 @@ def mean_and_sum(folder: Path) -> float:
 def test_the_papers_own_figures_arise_that_way(noise: float, printed: float) -> None:
     """ε = 1.78 at σ = 1 and 0.66 at σ = 2: ten rounds, 64 of about 45,600 images a step, variances of 0.02."""
     sites = [f"client-{number}" for number in range(5)]
-    plan = Plan(
+    plan = PrivacyPlan(
         PrivacyConfig(noise=noise / 1.02, delta=1 / 60000),
         noise / 1.02,
         (tuple(sites),) * 10,
-        {site: Holding(45_600) for site in sites},
+        {site: SiteSize(45_600) for site in sites},
         {site: (Steps(64 / 45_600, 713),) for site in sites},
-        caveat="as printed",
+        no_guarantee_reason="as printed",
     )
     rows = [{"round": r, "site": s, "scalars": {"noise": noise}} for r in range(1, 11) for s in sites]
-    found = privacy_of(PrivacyBudget(plan, SECRET), False, rows)["paper_metric"]
+    found = summarise_privacy(PrivacyBudget(plan, SECRET), False, rows)["paper_metric"]
     assert found == pytest.approx(printed, abs=0.015)

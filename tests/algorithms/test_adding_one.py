@@ -14,9 +14,9 @@ from polyclinic import Recipe, run
 from polyclinic.algorithms import ALGORITHMS, Averaging
 from polyclinic.core.contract import Bundle, Fit, Site, Stream, Update, Work
 from polyclinic.core.errors import RecipeError
-from polyclinic.runs.experiment import load_sites, network_of
+from polyclinic.runs.experiment import build_network, load_sites
 from polyclinic.training.losses import task_loss
-from polyclinic.training.network import weights_of
+from polyclinic.training.network import copy_module_weights
 
 
 @dataclass(frozen=True)
@@ -56,9 +56,9 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("registered")
 def test_a_new_algorithm_runs_from_a_recipe() -> None:
-    recipe = Recipe.of(RECIPE)
+    recipe = Recipe.from_values(RECIPE)
     result = run(recipe)
-    start = weights_of(network_of(recipe, load_sites(recipe)))["model"]
+    start = copy_module_weights(build_network(recipe, load_sites(recipe)))["model"]
     strides = torch.cat([(result.state["model"][n] - w).flatten() / 0.25 for n, w in start.items()])
     torch.testing.assert_close(strides, strides.round(), rtol=0, atol=1e-5)
     assert set(strides.round().abs().tolist()) <= {0.0, 1.0, 2.0}
@@ -77,12 +77,12 @@ def test_a_new_algorithm_runs_from_a_recipe() -> None:
 )
 def test_its_options_are_checked_like_everybodys(options: dict[str, Any]) -> None:
     with pytest.raises(RecipeError, match="stride"):
-        Recipe.of({**RECIPE, "algorithm": {"name": "sign-vote", **options}})
+        Recipe.from_values({**RECIPE, "algorithm": {"name": "sign-vote", **options}})
 
 
 def test_it_is_unknown_without_its_line() -> None:
     with pytest.raises(RecipeError, match="sign-vote"):
-        Recipe.of(RECIPE)
+        Recipe.from_values(RECIPE)
 
 
 def test_it_is_short() -> None:

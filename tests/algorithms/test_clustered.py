@@ -15,22 +15,22 @@ from polyclinic.algorithms.baselines.local import Local
 from polyclinic.algorithms.optimisation.fedavg import FedAvg
 from polyclinic.algorithms.optimisation.scaffold import Scaffold
 from polyclinic.algorithms.personalisation.fedbn import FedBN
-from polyclinic.algorithms.personalisation.fedper import FedPer, extractor
+from polyclinic.algorithms.personalisation.fedper import FedPer, extractor_weights
 from polyclinic.algorithms.personalisation.pfedcdp import PFedCDP
 from polyclinic.algorithms.representation.moon import Moon
 from polyclinic.algorithms.wrappers.clustered import Clustered, Seating
 from polyclinic.core.contract import Bundle, Failure, Federation, Optimiser, SiteId, Stream, Training
 from polyclinic.federation.engines import Engine
-from polyclinic.federation.engines.local import LocalEngine, attempt
+from polyclinic.federation.engines.local import LocalEngine, try_answer
 from polyclinic.federation.engines.mock import MockEngine
 from polyclinic.federation.rounds import Outcome, Rounds, Rules
 from polyclinic.federation.site_runner import SiteRunner
-from polyclinic.models import build
-from polyclinic.runs.engine_choice import choose
+from polyclinic.models import build_model
+from polyclinic.runs.engine_choice import choose_engine
 from polyclinic.storage import messages
 from polyclinic.storage.journal import RamJournal
 from polyclinic.storage.run_files import RamMemory
-from polyclinic.training.network import LiveNetwork, norm_names, weights_of
+from polyclinic.training.network import LiveNetwork, copy_module_weights, normalisation_names
 from tests.laws.bench import CLASSES, SIDE, Letter, Sites, Tap, clinics, same, small
 from tests.laws.bench import play as play_alone
 from tests.laws.test_stacked import assert_close, on_the_stack
@@ -52,8 +52,8 @@ WITH_EACH_KIND = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 def around(
     inner: Averaging, networks: Mapping[str, LiveNetwork], seating: Seating, rates: Mapping[str, float] | None = None
 ) -> Clustered:
-    initials = {name: weights_of(network.module) for name, network in networks.items()}
-    norms = {name: norm_names(network.module) for name, network in networks.items()}
+    initials = {name: copy_module_weights(network.module) for name, network in networks.items()}
+    norms = {name: normalisation_names(network.module) for name, network in networks.items()}
     return Clustered(inner.training, inner=inner, initials=initials, norms=norms, seating=seating, rates=rates or {})
 
 
@@ -89,7 +89,7 @@ def set_up(algorithm: Clustered, networks: Mapping[str, LiveNetwork], sites: Sit
 
 
 def play(stage: Stage, rounds: int, wrap: Callable[[Any], Engine] = lambda engine: engine) -> Outcome:
-    return stage.rounds(wrap(LocalEngine(stage.runners)), rounds).run()
+    return stage.rounds(wrap(LocalEngine(stage.runners)), rounds).play_all()
 
 
 def another(seed: int = 5, **options: Any) -> LiveNetwork:
@@ -154,7 +154,7 @@ def machines(dtype: torch.dtype = torch.float32) -> dict[str, LiveNetwork]:
     """The three networks of PFedCDP; the middle one drops half of its units."""
     shape = {"classes": CLASSES, "channels": 1, "size": SIDE}
     names = {"high": "cnn_a", "medium": "cnn_b", "low": "cnn_c"}
-    return {c: LiveNetwork(build(n, **shape, seed=Stream(1, (c,))).to(dtype)) for c, n in names.items()}
+    return {c: LiveNetwork(build_model(n, **shape, seed=Stream(1, (c,))).to(dtype)) for c, n in names.items()}
 
 
 def by_thirds(site: SiteId, round: int) -> str:
@@ -170,7 +170,7 @@ def test_three_architectures_in_one_run_on_both_engines(kind: Callable[[Training
         stage = set_up(around(kind(SGD), networks, by_thirds), networks, sites)
         tap = Tap(wrap(LocalEngine(stage.runners)))
         rounds = stage.rounds(tap, 3)
-        found.append((stage, rounds.run(), rounds, tap.letters))
+        found.append((stage, rounds.play_all(), rounds, tap.letters))
     (local, outcome, rounds, letters), (stacked, other, _, _) = found
     assert_close(other.state, outcome.state, 1e-10)
     for site in sites:
@@ -179,10 +179,10 @@ def test_three_architectures_in_one_run_on_both_engines(kind: Callable[[Training
     assert {note["together"] for note in notes} == {2}, "sites of a cluster train as one stack"
     for letter in letters:
         initial = local.algorithm.initials[by_thirds(letter.site, 1)]["model"]
-        own = initial if kind is FedAvg else extractor(initial)
+        own = initial if kind is FedAvg else extractor_weights(initial)
         shapes = {name: tensor.shape for name, tensor in letter.answer.tensors["model"].items()}
         assert shapes == {name: tensor.shape for name, tensor in own.items()}
-    predicted = rounds.predictions(outcome, ["validation", "test"])
+    predicted = rounds.collect_predictions(outcome, ["validation", "test"])
     model = "global" if kind is FedAvg else "personal"
     for site, held in sites.items():
         for part in ("validation", "test"):
@@ -196,13 +196,13 @@ def test_a_personal_model_is_evaluated_on_its_clusters_network() -> None:
     sites, networks = clinics(12, 7, 16), machines()
     stage = set_up(around(FedPer(SGD), networks, by_thirds), networks, sites)
     rounds = stage.rounds(LocalEngine(stage.runners), 2)
-    outcome = rounds.run()
-    predicted = rounds.predictions(outcome, ["test"])
+    outcome = rounds.play_all()
+    predicted = rounds.collect_predictions(outcome, ["test"])
     for site, held in sites.items():
         cluster = by_thirds(site, 1)
         share, memory = of(outcome.state, cluster), of(stage.memory.load(site, 3), cluster)
         network = machines()[cluster]
-        network.load({"model": {**share["model"], **memory["head"]}, "buffers": {}})
+        network.load_weights({"model": {**share["model"], **memory["head"]}, "buffers": {}})
         with torch.no_grad():
             wanted = torch.softmax(network.module.eval()(held.test.batch(torch.arange(6))[0]), -1)
         torch.testing.assert_close(predicted[site]["personal|test"]["probabilities"], wanted, rtol=0, atol=1e-6)
@@ -216,7 +216,7 @@ def test_an_update_of_another_clusters_shape_is_refused() -> None:
     replies: dict[SiteId, bytes] = {}
 
     def answer(site: SiteId, message: bytes) -> bytes | Failure:
-        reply = attempt(runners[site], message)
+        reply = try_answer(runners[site], message)
         assert isinstance(reply, bytes)
         replies[site] = reply
         if site != "clinic-2":
@@ -224,7 +224,7 @@ def test_an_update_of_another_clusters_shape_is_refused() -> None:
         mine, theirs = messages.decode(reply), messages.decode(replies["clinic-1"])
         return messages.encode(mine.fields, theirs.tensors)
 
-    outcome = stage.rounds(MockEngine(answer), 1).run()
+    outcome = stage.rounds(MockEngine(answer), 1).play_all()
     row = next(row for row in stage.journal.costs if row["event"] == "round")
     assert {site: note["outcome"] for site, note in row["sites"].items()} == {
         "clinic-1": "accepted",
@@ -245,11 +245,11 @@ def test_a_cluster_of_which_nobody_was_heard_is_told(cohort: int | None) -> None
     def answer(site: SiteId, message: bytes) -> bytes | Failure:
         round = messages.decode(message).fields["round"]
         lost = cohort is None and round == 2 and odd_and_even(site, round) == "even"
-        return Failure("dead", "no power") if lost else attempt(runners[site], message)
+        return Failure("dead", "no power") if lost else try_answer(runners[site], message)
 
     rounds = stage.rounds(MockEngine(answer), 3, cohort=cohort, turns="cyclic", quorum=1)
     rounds.watch = lambda event, info: told.update({info["round"]: info["unheard"]}) if event == "round done" else None
-    rounds.run()
+    rounds.play_all()
     assert told == ({1: [], 2: ["even"], 3: []} if cohort is None else {1: ["even"], 2: ["odd"], 3: ["even"]})
 
 
@@ -260,7 +260,7 @@ def test_a_place_in_a_cluster_that_a_site_does_not_know_is_refused() -> None:
         name: SiteRunner(name, held, stage.algorithm, {"odd": networks["odd"]}, stage.memory)
         for name, held in stage.sites.items()
     }
-    stage.rounds(LocalEngine(runners), 1).run()
+    stage.rounds(LocalEngine(runners), 1).play_all()
     row = next(row for row in stage.journal.costs if row["event"] == "round")
     assert [note["outcome"] for note in row["sites"].values()] == ["accepted", "refused"]
     assert "no network" in row["sites"]["clinic-2"]["why"]
@@ -280,7 +280,9 @@ def test_the_order_of_arrival_does_not_matter(kind: Callable[[Training], Averagi
 
     orders: list[Any] = [None, *permutations(range(4))]
     found = {
-        messages.digest(replace(stage, journal=RamJournal()).rounds(MockEngine(answer, order), 2).run().state)
+        messages.hash_tensors(
+            replace(stage, journal=RamJournal()).rounds(MockEngine(answer, order), 2).play_all().state
+        )
         for order in orders
     }
     assert len(found) == 1
@@ -305,7 +307,7 @@ def test_a_site_that_moves_starts_from_the_new_cluster_and_finds_its_own_again()
             kept[round] = memory
 
     stage.memory.save = noting  # type: ignore[method-assign]
-    stage.rounds(tap, 4).run()
+    stage.rounds(tap, 4).play_all()
     places = [stage.algorithm.cluster_from_broadcast(x.sent.tensors) for x in tap.letters if x.site == "clinic-1"]
     assert places == ["odd", "even", "even", "odd"]
     received = {(x.round, x.site): {k: g for k, g in x.sent.tensors.items() if k != "cluster"} for x in tap.letters}
@@ -352,5 +354,5 @@ def test_the_choice_of_an_engine_looks_at_the_largest_cluster() -> None:
     everyone = clinics(8, 8, 8, 8)
     for seating, count in (((lambda s, r: "low"), 4), ((lambda s, r: "high" if s == "clinic-1" else "low"), 3)):
         stage = set_up(around(FedAvg(SGD), networks, seating), networks, everyone)
-        choice = choose(stage.runners, stage.algorithm, stage.algorithm.init(stage.federation))
+        choice = choose_engine(stage.runners, stage.algorithm, stage.algorithm.init(stage.federation))
         assert f"of {count} sites took" in choice.why

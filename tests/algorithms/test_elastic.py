@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from scipy.special import softmax
 from torch import Tensor, nn
 
-from polyclinic.algorithms.optimisation.elastic import Elastic, sensitivity
+from polyclinic.algorithms.optimisation.elastic import Elastic, parameter_sensitivity
 from polyclinic.algorithms.optimisation.fedavg import FedAvg
 from polyclinic.core.contract import Batch, Bundle, Optimiser, Private, Score, SiteId, Stream, Training, Update
 from polyclinic.core.errors import RecipeError, Refused
@@ -23,7 +23,7 @@ from polyclinic.data.examples import Images
 from polyclinic.models import Classifier
 from polyclinic.runs.experiment import Experiment
 from polyclinic.training.fit import score
-from polyclinic.training.network import LiveNetwork, weights_of
+from polyclinic.training.network import LiveNetwork, copy_module_weights
 from tests.laws.bench import (
     CLASSES,
     SIDE,
@@ -77,8 +77,8 @@ def by_hand(x: Array, w: Array, b: Array, batch: int) -> tuple[Array, Array]:
 @pytest.mark.parametrize("batch", [1, 4, 5, 23])
 def test_the_sensitivity_of_a_linear_network_is_twice_its_outputs_times_its_inputs(batch: int) -> None:
     network, data = linear(), noise(23, "images", dtype=torch.float64)
-    start = weights_of(network.module)
-    found = score(Score(start, sensitivity, reduce="mean", batch=batch), network, data)
+    start = copy_module_weights(network.module)
+    found = score(Score(start, parameter_sensitivity, reduce="mean", batch=batch), network, data)
     w, b = (start["model"][f"head.{name}"].numpy() for name in ("weight", "bias"))
     of_w, of_b = by_hand(flat(data)[0], w, b, batch)
     np.testing.assert_allclose(found["head.weight"].numpy(), of_w, rtol=1e-13)
@@ -87,13 +87,13 @@ def test_the_sensitivity_of_a_linear_network_is_twice_its_outputs_times_its_inpu
 
 def test_it_looks_at_no_label_and_changes_nothing() -> None:
     network, data = small(dropout=0.5), noise(23, "images")
-    start = weights_of(network.module)
-    ask = Score(start, sensitivity, reduce="mean", batch=5)
+    start = copy_module_weights(network.module)
+    ask = Score(start, parameter_sensitivity, reduce="mean", batch=5)
     one = score(ask, network, data)
     other = score(ask, network, Images(data.images, (data.labels + 1) % CLASSES))
     assert same({"": one}, {"": other})
     assert one.keys() == start["model"].keys()
-    assert same(weights_of(network.module), start)
+    assert same(copy_module_weights(network.module), start)
 
 
 # A round, equations 2 to 4
@@ -105,7 +105,7 @@ def test_a_round_by_hand(weights: Weighting, within: Literal["network", "tensor"
     """One full-batch step at each of two sites of 12 and 7 images; then (2), (3) and (4), in NumPy."""
     sites, network, tau, eta = clinics(12, 7, dtype=torch.float64), linear(), 0.3, 0.5
     training = Training(Optimiser(lr=eta), batch=64, weights=weights)
-    start = {n: t.numpy() for n, t in weights_of(network.module)["model"].items()}
+    start = {n: t.numpy() for n, t in copy_module_weights(network.module)["model"].items()}
     played = play(Elastic(training, tau, within), sites, network, 1)
     w, b = start["head.weight"], start["head.bias"]
     shares = (12 / 19, 7 / 19) if weights == "examples" else (0.5, 0.5)
@@ -132,7 +132,7 @@ def test_a_round_by_hand(weights: Weighting, within: Literal["network", "tensor"
 def test_the_more_sensitive_a_weight_the_less_it_moves(values: list[float], tau: float, within: Any) -> None:
     omega = torch.tensor(values, dtype=torch.float64)
     half = len(values) // 2
-    found = Elastic(tau=tau, within=within).coefficients({"a": omega[:half], "b": omega[half:]})
+    found = Elastic(tau=tau, within=within).aggregation_coefficients({"a": omega[:half], "b": omega[half:]})
     for part, zeta in ((omega[:half], found["a"]), (omega[half:], found["b"])):
         assert bool((zeta.diff().sign() * part.diff().sign() <= 0).all())
         assert bool(((zeta >= tau - 1e-9) & (zeta <= 1 + tau + 1e-9)).all()) or bool((zeta == 1).all())
@@ -144,7 +144,7 @@ def test_the_more_sensitive_a_weight_the_less_it_moves(values: list[float], tau:
 
 def test_of_the_way_that_fedavg_goes_sensitive_weights_go_the_smaller_part() -> None:
     sites, network, tau = clinics(12, 7, 16, dtype=torch.float64), small(dtype=torch.float64), 0.5
-    start = weights_of(network.module)["model"]
+    start = copy_module_weights(network.module)["model"]
     played, letters = tapped(Elastic(SGD, tau), sites, network)
     fedavg = play(FedAvg(SGD), sites, network, 1).model
     omegas = [letter.answer.tensors["sensitivity"] for letter in letters]
@@ -187,7 +187,7 @@ def test_where_all_weights_are_equally_sensitive_tau_1_is_fedavg() -> None:
 @pytest.mark.parametrize("level", [1e-9, 1.0, 7.0])
 def test_equal_sensitivities_of_a_whole_network_too(level: float, weights: Weighting) -> None:
     training = replace(SGD, weights=weights)
-    state = weights_of(small().module)
+    state = copy_module_weights(small().module)
     equal = {name: torch.full_like(w, level) for name, w in state["model"].items()}
     updates = []
     for number, examples in enumerate((12, 7, 16)):
@@ -241,9 +241,9 @@ def test_it_stacks_with_dropout() -> None:
 
 def test_a_sensitivity_below_zero_is_refused() -> None:
     elastic = Elastic(SGD)
-    elastic.check(Update({"sensitivity": {"w": torch.tensor([0.0, 2.0])}}, 3))
+    elastic.check_update(Update({"sensitivity": {"w": torch.tensor([0.0, 2.0])}}, 3))
     with pytest.raises(Refused, match="below 0"):
-        elastic.check(Update({"sensitivity": {"w": torch.tensor([0.0, -1e-6])}}, 3))
+        elastic.check_update(Update({"sensitivity": {"w": torch.tensor([0.0, -1e-6])}}, 3))
 
 
 @pytest.mark.parametrize("tau", [-0.1, float("nan"), 1e9])

@@ -12,12 +12,17 @@ from torch import Tensor
 
 from polyclinic.algorithms.optimisation.fedavg import FedAvg
 from polyclinic.algorithms.representation.fed_align import FedAlign
-from polyclinic.algorithms.representation.fed_align_losses import DISCRIMINATOR, Discriminator, aligning, discriminating
+from polyclinic.algorithms.representation.fed_align_losses import (
+    DISCRIMINATOR,
+    Discriminator,
+    alignment_loss,
+    discriminator_loss,
+)
 from polyclinic.core.contract import AUX_PREFIX, Bundle, Optimiser, SiteId, Stream, Training, Update
 from polyclinic.core.errors import RecipeError, Refused
-from polyclinic.data.builtin.digits import DigitsOptions, digits
+from polyclinic.data.builtin.digits import DigitsOptions, load_digit_images
 from polyclinic.data.examples import Images, SiteData
-from polyclinic.models import build
+from polyclinic.models import build_model
 from polyclinic.runs.experiment import run
 from polyclinic.training.auxiliary import with_auxiliary
 from polyclinic.training.network import LiveNetwork
@@ -73,13 +78,13 @@ def test_losses_are_those_of_the_equations_and_move_what_they_should() -> None:
     batch = noise(8).batch(torch.arange(8))
     banks = reference["own"]["values"][:3], reference["others"]["values"][:4]
     mine, theirs = (network.auxiliary(weights, DISCRIMINATOR, bank).detach() for bank in banks)
-    loss = discriminating(network, weights, batch, reference)
+    loss = discriminator_loss(network, weights, batch, reference)
     torch.testing.assert_close(loss, -torch.sigmoid(mine).log().mean() - (1 - torch.sigmoid(theirs)).log().mean())
     loss.backward()  # type: ignore[no-untyped-call]
     assert moved(network) == {AUX_PREFIX.rstrip(".")}
     doubt = torch.sigmoid(network.auxiliary(weights, DISCRIMINATOR, network.features(weights, batch[0]))).detach()
     wanted = network.loss(weights, batch) - 0.5 * (doubt.log() + (1 - doubt).log()).mean() / 2
-    loss = aligning(network, weights, batch, reference)
+    loss = alignment_loss(network, weights, batch, reference)
     torch.testing.assert_close(loss, wanted)
 
 
@@ -92,7 +97,7 @@ def test_alignment_alone_has_a_gradient_on_the_extractor_and_brings_doubt() -> N
     def certainty() -> Tensor:
         return network.auxiliary(weights, DISCRIMINATOR, network.features(weights, batch[0])).square().mean()
 
-    alone = aligning(network, weights, batch, reference) - network.loss(weights, batch)
+    alone = alignment_loss(network, weights, batch, reference) - network.loss(weights, batch)
     gradients = torch.autograd.grad(alone, extractor)
     assert min(float(gradient.abs().max()) for gradient in gradients) > 0
     before = certainty()
@@ -181,7 +186,7 @@ def test_noise_without_clipping_is_called_no_guarantee() -> None:
 def test_a_site_cannot_claim_features_that_it_did_not_send(held: float) -> None:
     tensors = {"features": {"values": torch.zeros(1, 64, 16), "held": torch.tensor([held])}}
     with pytest.raises(Refused, match="not whole and from 0 to 64"):
-        FedAlign().check(Update(tensors, 5))
+        FedAlign().check_update(Update(tensors, 5))
 
 
 @pytest.mark.parametrize("option", ["align", "warmup", "bank", "receive", "hidden", "lessons", "variance"])
@@ -203,7 +208,7 @@ def test_a_privacy_plan_is_refused(unit: str, told: str) -> None:
 
 def two_scanners() -> dict[SiteId, SiteData]:
     """Real digits: at one site as they are, at the other of lower contrast and brighter; both noisy."""
-    found = digits(DigitsOptions(), Stream(0))
+    found = load_digit_images(DigitsOptions(), Stream(0))
     images, labels = found.images[:1200].float() / 255, found.labels[:1200]
     images = torch.cat([images[:600], 0.7 * images[600:] + 0.2])
     images = images + 0.3 * torch.randn(images.shape, generator=Stream(9).generator())
@@ -213,9 +218,9 @@ def two_scanners() -> dict[SiteId, SiteData]:
 
 def told_and_right(algorithm: FedAvg, rounds: int) -> tuple[float, float]:
     """How often a probe tells the scanner by an image's features, and the network its class."""
-    network = LiveNetwork(build("mlp", classes=10, channels=1, size=8, seed=Stream(5)))
+    network = LiveNetwork(build_model("mlp", classes=10, channels=1, size=8, seed=Stream(5)))
     weights, sites = play(algorithm, two_scanners(), network, rounds).weights, two_scanners().values()
-    network.evaluation_mode()
+    network.set_eval_mode()
     with torch.no_grad():
         seen = [network.features(weights, held.train.batch(torch.arange(600))[0]) for held in sites]
         logits = torch.cat([network.head(weights, features) for features in seen])

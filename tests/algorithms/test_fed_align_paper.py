@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from polyclinic.algorithms.base import classifier
+from polyclinic.algorithms.base import classifier_weights
 from polyclinic.algorithms.optimisation.fedavg import FedAvg
 from polyclinic.algorithms.representation.fed_align import FedAlign
-from polyclinic.algorithms.representation.fed_align_losses import DISCRIMINATOR, first
-from polyclinic.algorithms.representation.fed_align_pooled import Joint, fit_jointly
+from polyclinic.algorithms.representation.fed_align_losses import DISCRIMINATOR, initial_discriminator
+from polyclinic.algorithms.representation.fed_align_pooled import PooledFit, fit_pooled_sites
 from polyclinic.core.contract import AUX_PREFIX, Augment, Bundle, Optimiser, Site, Stream, Training
 from polyclinic.core.errors import EngineError, RecipeError
 from polyclinic.federation.rounds import POOLED
@@ -69,12 +69,14 @@ def one_step(**options: Any) -> tuple[LiveNetwork, Bundle, Bundle]:
     algorithm = paper()
     network = with_auxiliary(small(norm=False), algorithm, (16,), CLASSES, Stream(1))
     shape = {"values": torch.zeros(1, 1, 16)}
-    named = {f"{DISCRIMINATOR}@{name}": first(shape, 4, Stream(3, (name,)))["model"] for name in ("a", "b")}
+    named = {
+        f"{DISCRIMINATOR}@{name}": initial_discriminator(shape, 4, Stream(3, (name,)))["model"] for name in ("a", "b")
+    }
     held = {"a": clinics(8)["clinic-1"].train, "b": clinics(1, 6)["clinic-2"].train}
-    start = classifier(network.take())
+    start = classifier_weights(network.copy_weights())
     training = Training(Optimiser(lr=0.1), batch=8)
-    job = Joint(start, task_loss, training, named, **{"align": 1.0, **options})
-    found = fit_jointly(job, network, held, Site(POOLED, 14, 1, 1, 0.1), Stream(0, ("site", POOLED))).weights
+    job = PooledFit(start, task_loss, training, named, **{"align": 1.0, **options})
+    found = fit_pooled_sites(job, network, held, Site(POOLED, 14, 1, 1, 0.1), Stream(0, ("site", POOLED))).weights
     return network, {**start, **named}, found
 
 
@@ -220,8 +222,8 @@ def test_a_hospital_by_itself_says_that_it_cannot() -> None:
     played = play(algorithm, sites, small(), 1)
     network = with_auxiliary(small(), algorithm, (16,), CLASSES, Stream(1))
     runner = SiteRunner("clinic-1", sites["clinic-1"], algorithm, network, RamMemory())
-    outbox = played.rounds.outbox("train", 1, algorithm.init(played.rounds.federation), ["clinic-1"], [])
-    order = outbox.handed("clinic-1")
+    outbox = played.rounds.prepare_outbox("train", 1, algorithm.init(played.rounds.federation), ["clinic-1"], [])
+    order = outbox.in_process_message("clinic-1")
     with pytest.raises(EngineError, match=r"all their images in one process; set algorithm\.variant: sound"):
         runner.reply(Message(copy.deepcopy(order.fields), order.tensors))
 

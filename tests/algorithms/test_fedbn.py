@@ -11,14 +11,14 @@ import torch
 from torch import nn
 
 from polyclinic.algorithms.optimisation.fedavg import FedAvg
-from polyclinic.algorithms.personalisation.fedbn import OWN, FedBN
+from polyclinic.algorithms.personalisation.fedbn import LOCAL_KINDS, FedBN
 from polyclinic.core.contract import Bundle, Federation, Optimiser, Stage, Stream, Tensors, Training
 from polyclinic.data.examples import Images
-from polyclinic.models import build
-from polyclinic.models.group_norm import dp_safe
+from polyclinic.models import build_model
+from polyclinic.models.group_norm import replace_batch_norm
 from polyclinic.runs.experiment import run
 from polyclinic.storage import messages as wire
-from polyclinic.training.network import norm_names, weights_of
+from polyclinic.training.network import copy_module_weights, normalisation_names
 from tests.algorithms.test_fedper import MOMENTUM, SGD, STAGES, crossing, traces
 from tests.laws.bench import Weighting, clinics, plain_training, play, same, small, tapped
 from tests.laws.test_stacked import SIZES, same_on_both, together
@@ -28,7 +28,7 @@ from tests.test_lineup import prepared
 
 def whole(shared: Bundle, memory: Bundle | None) -> Bundle:
     own = memory or {}
-    return {kind: {**shared.get(kind, {}), **own.get(OWN[kind], {})} for kind in OWN}
+    return {kind: {**shared.get(kind, {}), **own.get(LOCAL_KINDS[kind], {})} for kind in LOCAL_KINDS}
 
 
 # Which layers: in networks whose normalisation layers the papers (and torchvision's definitions) let one count
@@ -44,9 +44,11 @@ def whole(shared: Bundle, memory: Bundle | None) -> Bundle:
 )
 @pytest.mark.parametrize("grouped", [False, True], ids=["batchnorm", "groupnorm"])
 def test_every_normalisation_layer_stays_and_nothing_else(name: str, layers: int, grouped: bool) -> None:
-    module = build(name, classes=3, channels=1, size=32, seed=Stream(0))
-    module = dp_safe(module) if grouped else module
-    state = FedBN().init(Federation(("a", "b", "c"), {"one": 5}, weights_of(module), norm_names(module)))
+    module = build_model(name, classes=3, channels=1, size=32, seed=Stream(0))
+    module = replace_batch_norm(module) if grouped else module
+    state = FedBN().init(
+        Federation(("a", "b", "c"), {"one": 5}, copy_module_weights(module), normalisation_names(module))
+    )
     travelling = {
         f"{path}.{own}"
         for path, layer in module.named_modules()
@@ -59,7 +61,7 @@ def test_every_normalisation_layer_stays_and_nothing_else(name: str, layers: int
     assert {path.rpartition(".")[0] for path in state["norms"]} == {
         path for path, layer in module.named_modules() if isinstance(layer, nn.GroupNorm if grouped else nn.BatchNorm2d)
     }
-    assert same(whole(state, state), weights_of(module)), "every tensor is either shared or a site's own"
+    assert same(whole(state, state), copy_module_weights(module)), "every tensor is either shared or a site's own"
     if name == "resnet50":
         assert "extractor.layer1.0.downsample.1.weight" in state["norms"], "a name without bn"
 
@@ -80,7 +82,7 @@ def test_all_kinds_of_normalisation_are_known_by_their_type() -> None:
     statistics = {"running_mean", "running_var", "num_batches_tracked"}
     wanted = {"a": {"weight", "bias"} | statistics, "b": {"weight", "bias"}, "c": statistics, "d": {"weight", "bias"}}
     wanted |= {"e.0": {"weight", "bias"}, "f": {"weight"}, "g": statistics}
-    assert norm_names(module) == {f"{layer}.{own}" for layer, names in wanted.items() for own in names}
+    assert normalisation_names(module) == {f"{layer}.{own}" for layer, names in wanted.items() for own in names}
 
 
 # What it must equal
@@ -118,12 +120,12 @@ def test_in_the_first_round_sites_do_what_they_do_in_fedavg() -> None:
 def test_a_sites_normalisation_is_what_it_has_by_itself_given_the_shared_weights() -> None:
     """Round by round an ordinary PyTorch loop, from the weights sent and the layers it had: bit for bit."""
     played, letters = tapped(FedBN(SGD), clinics(12, 7, 16), small(), 3)
-    sites, network, first = clinics(12, 7, 16), small(), weights_of(small().module)
+    sites, network, first = clinics(12, 7, 16), small(), copy_module_weights(small().module)
     for name, held in sites.items():
         assert isinstance(held.train, Images)
         trained = first
         for letter in (letter for letter in letters if letter.site == name):
-            network.load({kind: {**trained[kind], **letter.sent.tensors.get(kind, {})} for kind in trained})
+            network.load_weights({kind: {**trained[kind], **letter.sent.tensors.get(kind, {})} for kind in trained})
             trained = plain_training(network, held.train, SGD, name, [[letter.round - 1]])
         memory = played.remembered(name)
         assert memory is not None
@@ -131,9 +133,12 @@ def test_a_sites_normalisation_is_what_it_has_by_itself_given_the_shared_weights
             "norms": {"extractor.norm.weight", "extractor.norm.bias"},
             "norm buffers": {f"extractor.norm.{s}" for s in ("running_mean", "running_var", "num_batches_tracked")},
         }
-        own = {OWN[kind]: {n: t for n, t in trained[kind].items() if n in memory[OWN[kind]]} for kind in trained}
+        own = {
+            LOCAL_KINDS[kind]: {n: t for n, t in trained[kind].items() if n in memory[LOCAL_KINDS[kind]]}
+            for kind in trained
+        }
         assert same(memory, own)
-    assert len({wire.digest(played.remembered(name) or {}) for name in sites}) == 3
+    assert len({wire.hash_tensors(played.remembered(name) or {}) for name in sites}) == 3
 
 
 # What travels
@@ -164,12 +169,14 @@ def test_the_first_values_are_given_once_when_a_site_first_takes_part(
     cohort: int | None, rounds: tuple[int, ...]
 ) -> None:
     _, letters = tapped(FedBN(SGD), clinics(8, 8, 8), small(), 4, cohort=cohort, turns="cyclic")
-    first = weights_of(small().module)
+    first = copy_module_weights(small().module)
     begun = [letter for letter in letters if letter.sent.tensors.keys() != {"model"}]
     assert [(letter.round, letter.site) for letter in begun] == list(zip(rounds, clinics(8, 8, 8), strict=True))
     for letter in begun:
         sent = letter.sent.tensors
-        assert same(sent | {"model": {}}, {own: _norms_of(first[kind]) for kind, own in OWN.items()} | {"model": {}})
+        assert same(
+            sent | {"model": {}}, {own: _norms_of(first[kind]) for kind, own in LOCAL_KINDS.items()} | {"model": {}}
+        )
 
 
 def _norms_of(group: Tensors) -> Tensors:
@@ -188,7 +195,7 @@ def test_a_site_predicts_with_the_shared_weights_and_its_own_layers_and_there_is
         assert found.keys() == {"personal"}
         assert same(found["personal"], whole(state, memory))
     late = algorithm.models(algorithm.broadcast(state, "late"), None)["personal"]
-    assert same(late, whole(state, {own: state[own] for own in OWN.values()}))
+    assert same(late, whole(state, {own: state[own] for own in LOCAL_KINDS.values()}))
     assert late["buffers"]["extractor.norm.num_batches_tracked"] == 0
 
 
@@ -197,8 +204,8 @@ def test_what_a_site_remembers_counts_though_its_first_reply_was_lost() -> None:
     played = play(FedBN(SGD), clinics(12), small(), 1)
     memory, state = played.remembered("clinic-1"), played.outcome.state
     received = FedBN(SGD).broadcast(state, "unheard of")
-    assert received.keys() == {"model", "buffers", *OWN.values()}
-    assert same(FedBN(SGD).start(received, memory), whole(state, memory))
+    assert received.keys() == {"model", "buffers", *LOCAL_KINDS.values()}
+    assert same(FedBN(SGD).start_weights(received, memory), whole(state, memory))
 
 
 # Where it runs

@@ -20,7 +20,7 @@ from torch.func import grad_and_value
 from polyclinic import Recipe
 from polyclinic.algorithms.optimisation.fedavg import FedAvg
 from polyclinic.algorithms.representation.fedmp import FedMP
-from polyclinic.algorithms.representation.fedmp_losses import adapted, aligned, completing
+from polyclinic.algorithms.representation.fedmp_losses import completion_loss, prototype_alignment, rescale_term
 from polyclinic.core.contract import (
     Optimiser,
     SiteId,
@@ -29,10 +29,10 @@ from polyclinic.core.contract import (
     Training,
 )
 from polyclinic.data.examples import Images, SiteData
-from polyclinic.models import Classifier, build
+from polyclinic.models import Classifier, build_model
 from polyclinic.models.split_point import cut_after
 from polyclinic.runs.sites import load_sites
-from polyclinic.training.network import LiveNetwork, weights_of
+from polyclinic.training.network import LiveNetwork, copy_module_weights
 from tests.finish.digits import parts
 from tests.laws.bench import CLASSES, SIDE, Letter, clinics, noise, play, same, site, small, tapped
 from tests.laws.test_stacked import SIZES, assert_close, on_the_stack, same_on_both, together
@@ -75,7 +75,7 @@ def likeness(z: Tensor, labels: Tensor, means: Tensor) -> float:
 
 def literal(z: Tensor, labels: Tensor, means: Tensor, known: Tensor, loss: Tensor) -> Tensor:
     """Equation 1 as printed: −cos divided by its own ratio to the loss, sign and all."""
-    term = aligned(z, labels, means, known, paper=True)
+    term = prototype_alignment(z, labels, means, known, paper=True)
     return term / (term / loss).detach()
 
 
@@ -94,8 +94,14 @@ def test_a_step_pulls_features_to_their_prototypes_and_the_printed_equation_push
         slope, _ = grad_and_value(term)(z)
         return likeness(z - 1e-4 * slope / slope.norm(), labels, means)
 
-    assert after(lambda z: adapted(aligned(z, labels, means, known, paper=False), task, paper=False)) > before
-    assert after(lambda z: adapted(aligned(z, labels, means, known, paper=True), task, paper=True)) > before
+    assert (
+        after(lambda z: rescale_term(prototype_alignment(z, labels, means, known, paper=False), task, paper=False))
+        > before
+    )
+    assert (
+        after(lambda z: rescale_term(prototype_alignment(z, labels, means, known, paper=True), task, paper=True))
+        > before
+    )
     assert after(lambda z: literal(z, labels, means, known, task)) < before
 
 
@@ -103,16 +109,16 @@ def test_a_step_pulls_features_to_their_prototypes_and_the_printed_equation_push
 def test_training_by_both_terms_brings_a_networks_features_nearer_to_the_prototypes(variant: Variant) -> None:
     """The gradient as the network gets it, without the cross-entropy's: one step of its extractor."""
     network, data = deep(2), noise(24, "batch", dtype=torch.float64)
-    network.evaluation_mode()
-    weights = weights_of(network.module)
+    network.set_eval_mode()
+    weights = copy_module_weights(network.module)
     means = torch.rand(CLASSES, 24, generator=Stream(4).generator(), dtype=torch.float64)
 
     def features(model: Tensors) -> Tensor:
         return network.features({**weights, "model": model}, data.images).flatten(1)
 
     def term(model: Tensors) -> Tensor:
-        pulled = aligned(features(model), data.labels, means, means.new_ones(CLASSES), variant == "paper")
-        return adapted(pulled, means.new_tensor(1.1), variant == "paper")
+        pulled = prototype_alignment(features(model), data.labels, means, means.new_ones(CLASSES), variant == "paper")
+        return rescale_term(pulled, means.new_tensor(1.1), variant == "paper")
 
     model = dict(weights["model"])
     slopes, _ = grad_and_value(term)(model)
@@ -128,8 +134,8 @@ def test_others_features_train_the_head_alone_and_move_no_statistics() -> None:
     gradients, statistics = [], []
     for reference in ({}, {"bank": bank, "scalars": {"sample": torch.arange(7)}}):
         network = deep(1)
-        network.training_mode(frozenset(network.live["model"]))
-        loss = completing(network, network.live, (data.images, data.labels), reference)
+        network.set_training_mode(frozenset(network.live["model"]))
+        loss = completion_loss(network, network.live, (data.images, data.labels), reference)
         loss.backward()  # type: ignore[no-untyped-call]
         gradients.append({n: t.grad for n, t in network.live["model"].items() if t.grad is not None})
         statistics.append({name: tensor.clone() for name, tensor in network.live["buffers"].items()})
@@ -161,7 +167,7 @@ def real(name: str) -> dict[SiteId, SiteData]:
     data = {"name": name, "size": 24, "partition": division}
     recipe = {"name": "any", "rounds": 1, "data": data, "model": {"name": "small_cnn"}, "algorithm": "fedavg"}
     found = {}
-    for held, known in load_sites(Recipe.of(recipe)).sites.items():
+    for held, known in load_sites(Recipe.from_values(recipe)).sites.items():
         rows = (known.train.labels < CLASSES).nonzero().flatten()
         found[held] = site(held, Images(*known.train.batch(rows[:200])))
     return found
@@ -172,7 +178,7 @@ def made_of(letter: Letter, sites: dict[SiteId, SiteData], network: LiveNetwork)
     """What a site's own model, as it was handed in, makes of its images in evaluation; and their labels."""
     train = sites[letter.site].train
     assert isinstance(train, Images)
-    network.load({kind: letter.answer.tensors[kind] for kind in ("model", "buffers")})
+    network.load_weights({kind: letter.answer.tensors[kind] for kind in ("model", "buffers")})
     return network.module.extractor.eval()(train.images), train.labels
 
 
@@ -189,7 +195,7 @@ def test_a_completed_manifold_is_never_farther_from_the_global_one_and_often_nea
     sites = shifted() if source == "digits" else real(source)
     first = next(iter(sites.values())).train.batch(torch.tensor([0]))[0]
     name, size = ("cnn_c" if source == "digits" else "small_cnn"), first.shape[-1]
-    network = LiveNetwork(build(name, classes=CLASSES, channels=first.shape[1], size=size, seed=Stream(2)))
+    network = LiveNetwork(build_model(name, classes=CLASSES, channels=first.shape[1], size=size, seed=Stream(2)))
     algorithm = FedMP(Training(Optimiser("adam", lr=1e-3), batch=32, epochs=2), bank=6, receive=10)
     _, letters = tapped(algorithm, sites, network, rounds=3)
     told = {letter.site: letter.sent.tensors["others"] for letter in letters if letter.round == 3}

@@ -16,7 +16,7 @@ from polyclinic.algorithms.representation.fedmp import FedMP
 from polyclinic.core.contract import Bundle, Fit, Fitted, Job, Private, Site, SiteId, Stream, Tensors, Update
 from polyclinic.core.errors import RecipeError, Refused
 from polyclinic.data.examples import Images, SiteData
-from polyclinic.federation.site_runner import drive
+from polyclinic.federation.site_runner import drive_jobs
 from polyclinic.runs.experiment import Experiment
 from tests.algorithms.test_fedmp import MOMENTUM, SGD, WITH_EACH_VARIANT, Variant, deep, made_of
 from tests.laws.bench import CLASSES, clinics, federation, noise, same, site, small, tapped
@@ -40,8 +40,8 @@ def reply(
 
     here = Site("clinic-1", len(labels), number, 3, 0.1, Stream(secret, ("secret",)))
     work = algorithm.local(algorithm.broadcast(state, "clinic-1"), memory, here, Stream(0, ("round", number)))
-    update, kept = drive(work, answer)
-    algorithm.check(update)
+    update, kept = drive_jobs(work, answer)
+    algorithm.check_update(update)
     return update, kept
 
 
@@ -209,16 +209,16 @@ def test_every_round_and_every_site_samples_others_features_by_a_key_of_its_own(
 
 @pytest.mark.parametrize("images", [[-1.0, 2.0], [3.0, 2.0]])
 def test_counts_that_cannot_be_are_refused(images: list[float]) -> None:
-    FedMP(SGD).check(Update({"means": {"images": torch.tensor([1.0, 3.0])}}, 4))
+    FedMP(SGD).check_update(Update({"means": {"images": torch.tensor([1.0, 3.0])}}, 4))
     with pytest.raises(Refused, match="counts of classes"):
-        FedMP(SGD).check(Update({"means": {"images": torch.tensor(images)}}, 4))
+        FedMP(SGD).check_update(Update({"means": {"images": torch.tensor(images)}}, 4))
 
 
 @pytest.mark.parametrize("held", [[-1.0, 2.0], [1.5, 2.0], [0.0, 5.0]])
 def test_numbers_of_features_that_cannot_be_are_refused(held: list[float]) -> None:
-    FedMP(SGD, bank=4).check(Update({"features": {"held": torch.tensor([0.0, 4.0])}}, 4))
+    FedMP(SGD, bank=4).check_update(Update({"features": {"held": torch.tensor([0.0, 4.0])}}, 4))
     with pytest.raises(Refused, match="whole and from 0 to 4"):
-        FedMP(SGD, bank=4).check(Update({"features": {"held": torch.tensor(held)}}, 4))
+        FedMP(SGD, bank=4).check_update(Update({"features": {"held": torch.tensor(held)}}, 4))
 
 
 @pytest.mark.parametrize(
@@ -250,7 +250,7 @@ def test_more_is_released_than_by_fedavg_so_it_costs_more() -> None:
     def plan(method: Any) -> tuple[list[float], float]:
         found = Experiment(tiny(algorithm=method, privacy={"noise": 1.0, "delta": 1e-4})).plan
         assert found is not None
-        return list(found.charges.values()), found.epsilon
+        return list(found.other_releases.values()), found.epsilon
 
     both, features, means, neither, fedavg = (
         plan(method)

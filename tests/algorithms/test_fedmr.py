@@ -35,10 +35,15 @@ from polyclinic.core.contract import (
 )
 from polyclinic.core.errors import RecipeError, Refused
 from polyclinic.data.examples import Images, SiteData
-from polyclinic.federation.site_runner import drive
+from polyclinic.federation.site_runner import drive_jobs
 from polyclinic.runs.experiment import Experiment
-from polyclinic.training.losses import decorrelation, distances, invasion, reshaping
-from polyclinic.training.network import LiveNetwork, weights_of
+from polyclinic.training.losses import (
+    inter_class_margin,
+    intra_class_correlation,
+    manifold_reshaping_loss,
+    pairwise_distances,
+)
+from polyclinic.training.network import LiveNetwork, copy_module_weights
 from tests.laws.bench import CLASSES, clinics, federation, noise, play, same, site, small, tapped
 from tests.laws.test_stacked import SIZES, same_on_both, together
 from tests.small import tiny
@@ -78,7 +83,7 @@ LABELS = [[0, 1, 0, 1, 0, 1, 1], [2, 2, 2, 2, 2], [0, 1, 2, 1, 2, 2, 0, 2], [0, 
 @pytest.mark.parametrize("width", [2, 3, 20])
 def test_decorrelation_is_the_mean_squared_correlation_within_classes(labels: list[int], width: int) -> None:
     z = drawn(len(labels), width) * 3 + 5
-    found = decorrelation(z, torch.tensor(labels))
+    found = intra_class_correlation(z, torch.tensor(labels))
     assert float(found) == pytest.approx(correlations_by_hand(z.numpy(), np.array(labels)), abs=1e-7)
 
 
@@ -86,10 +91,10 @@ def test_decorrelation_knows_its_extremes() -> None:
     """1 for features that are multiples of each other; 0 for orthogonal contrasts; between for a mixture."""
     line, labels = drawn(6, 1) * torch.tensor([1.0, -1.0, 1.0]), torch.zeros(6, dtype=torch.int64)
     contrasts = torch.tensor([[1.0, 1, 1], [1, -1, -1], [-1, 1, -1], [-1, -1, 1]], dtype=torch.float64)
-    assert float(decorrelation(line, labels)) == pytest.approx(1 / 1.01**2, abs=1e-6)
-    assert float(decorrelation(contrasts, torch.zeros(4, dtype=torch.int64))) == pytest.approx(0, abs=1e-12)
+    assert float(intra_class_correlation(line, labels)) == pytest.approx(1 / 1.01**2, abs=1e-6)
+    assert float(intra_class_correlation(contrasts, torch.zeros(4, dtype=torch.int64))) == pytest.approx(0, abs=1e-12)
     mixed = torch.cat([line, drawn(6, 3, name="other")], 1)
-    assert 0.01 < float(decorrelation(mixed, labels)) < 0.99
+    assert 0.01 < float(intra_class_correlation(mixed, labels)) < 0.99
 
 
 @settings(deadline=None)
@@ -98,12 +103,12 @@ def test_decorrelation_lies_between_0_and_1_and_a_step_down_lowers_it(seed: int,
     generator = Stream(seed).generator()
     z = torch.randn(images, width, generator=generator, dtype=torch.float64)
     labels = torch.randint(3, (images,), generator=generator)
-    slope, loss = grad_and_value(decorrelation)(z, labels)
+    slope, loss = grad_and_value(intra_class_correlation)(z, labels)
     assert -1e-12 <= float(loss) <= 1 + 1e-12
     assert bool(slope.isfinite().all())
     if float(slope.norm()) > 1e-3:
         step = 1e-4 / float(slope.norm())
-        assert float(decorrelation(z - step * slope, labels)) < float(loss)
+        assert float(intra_class_correlation(z - step * slope, labels)) < float(loss)
 
 
 def test_dead_features_and_lone_images_have_no_part_in_it() -> None:
@@ -111,7 +116,7 @@ def test_dead_features_and_lone_images_have_no_part_in_it() -> None:
     labels = torch.tensor([0, 0, 0, 0, 1, 1, 2])
     z = drawn(7, 4)
     z[:4, 3] = 0.0
-    slope, loss = grad_and_value(decorrelation)(z, labels)
+    slope, loss = grad_and_value(intra_class_correlation)(z, labels)
     with np.errstate(invalid="ignore"):
         wanted = correlations_by_hand(z.numpy(), labels.numpy())
     assert float(loss) == pytest.approx(wanted, abs=1e-9), "pairs with it count as 0"
@@ -140,7 +145,7 @@ def test_the_margin_by_hand(known: list[bool], margin: float) -> None:
         far = [float(np.linalg.norm(row - mean)) for mean in means]
         wanted = [margin * float(np.linalg.norm(means[y] - mean)) for mean in means]
         total += sum(max(0.0, wanted[c] + far[y] - far[c]) for c in others) / max(len(others), 1) / 9
-    assert float(invasion(z, labels, means, between(means, known), margin)) == pytest.approx(total, abs=1e-12)
+    assert float(inter_class_margin(z, labels, means, between(means, known), margin)) == pytest.approx(total, abs=1e-12)
     assert (total > 0) == (sum(known) > 1)
 
 
@@ -148,11 +153,11 @@ def test_a_step_down_the_margin_takes_features_away_from_other_prototypes_and_st
     means = torch.tensor([[0.0, 0.0], [4.0, 0.0]], dtype=torch.float64)
     apart, labels = between(means, [True, True]), torch.tensor([0])
     z = torch.tensor([[3.0, 1.0]], dtype=torch.float64)
-    path = [distances(z, means)[0]]
+    path = [pairwise_distances(z, means)[0]]
     for _ in range(400):
-        slope, _ = grad_and_value(invasion)(z, labels, means, apart, 0.5)
+        slope, _ = grad_and_value(inter_class_margin)(z, labels, means, apart, 0.5)
         z = z - 0.01 * slope
-        path.append(distances(z, means)[0])
+        path.append(pairwise_distances(z, means)[0])
     own, other = torch.stack(path).unbind(1)
     assert float(own[0]) > float(other[0]), "it began in the other class's space"
     assert float(other[-1]) > float(other[0])
@@ -162,7 +167,7 @@ def test_a_step_down_the_margin_takes_features_away_from_other_prototypes_and_st
 def test_features_on_a_prototype_have_a_slope() -> None:
     means = drawn(3, 4, name="means")
     for on in (0, 1):
-        slope, loss = grad_and_value(invasion)(
+        slope, loss = grad_and_value(inter_class_margin)(
             means[on : on + 1], torch.tensor([0]), means, between(means, [True] * 3), 1.0
         )
         assert float(loss) >= 0
@@ -173,7 +178,7 @@ def test_features_on_a_prototype_have_a_slope() -> None:
 def test_distances_are_torchs_even_far_from_the_origin(seed: int, offset: float) -> None:
     generator = Stream(seed).generator()
     rows, others = (torch.randn(n, 8, generator=generator) + offset for n in (5, 3))
-    torch.testing.assert_close(distances(rows, others), torch.cdist(rows, others), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(pairwise_distances(rows, others), torch.cdist(rows, others), rtol=1e-4, atol=1e-4)
 
 
 def test_the_objective_is_the_sum_of_its_three_losses_and_stacks() -> None:
@@ -182,14 +187,20 @@ def test_the_objective_is_the_sum_of_its_three_losses_and_stacks() -> None:
     numbers = {"intra": 0.3, "inter": 0.7, "margin": 0.5}
     scalars, apart = {name: means.new_tensor(n) for name, n in numbers.items()}, between(means, [True] * 3)
     reference: Bundle = {"scalars": scalars, "prototypes": {"means": means, "apart": apart}}
-    weights = weights_of(networks[0].module)
-    found = reshaping(networks[0], networks[0].load(weights), (data.images, data.labels), reference)
+    weights = copy_module_weights(networks[0].module)
+    found = manifold_reshaping_loss(
+        networks[0], networks[0].load_weights(weights), (data.images, data.labels), reference
+    )
     z = networks[1].module.extractor(data.images)
     task = F.cross_entropy(networks[1].module.head(z), data.labels)
-    hand = task + 0.3 * decorrelation(z, data.labels) + 0.7 * invasion(z, data.labels, means, apart, 0.5)
+    hand = (
+        task
+        + 0.3 * intra_class_correlation(z, data.labels)
+        + 0.7 * inter_class_margin(z, data.labels, means, apart, 0.5)
+    )
     assert found.item() == pytest.approx(hand.item(), rel=1e-12)
     pairs = torch.stack([z, 2 * z]), torch.stack([data.labels, data.labels.flip(0)])
-    for loss in (decorrelation, lambda z, y: invasion(z, y, means, apart, 0.5)):
+    for loss in (intra_class_correlation, lambda z, y: inter_class_margin(z, y, means, apart, 0.5)):
         alone = torch.stack([loss(*pair) for pair in zip(*pairs, strict=True)])
         torch.testing.assert_close(vmap(loss)(*pairs), alone, rtol=1e-12, atol=1e-12)
 
@@ -237,7 +248,7 @@ def test_prototypes_are_means_over_all_images_each_by_its_own_sites_model(weight
     for letter in letters:
         network, train = small(dtype=torch.float64), sites[letter.site].train
         assert isinstance(train, Images)
-        network.load({kind: letter.answer.tensors[kind] for kind in ("model", "buffers")})
+        network.load_weights({kind: letter.answer.tensors[kind] for kind in ("model", "buffers")})
         rows.append(network.module.extractor.eval()(train.images).detach())
         labels.append(train.labels)
         assert set(letter.answer.tensors) == {"model", "buffers", "prototypes", "counts"}
@@ -254,7 +265,7 @@ def test_a_class_that_a_site_or_everybody_lacks_breaks_nothing() -> None:
     algorithm = FedMR(SGD, inter=1.0)
     _, letters = tapped(algorithm, unequal(), small(dtype=torch.float64), 3)
     received = next(letter.sent.tensors for letter in letters if letter.round == 2)
-    apart, means = algorithm._reference(received)["prototypes"]["apart"], received["prototypes"]["means"]
+    apart, means = algorithm._loss_reference(received)["prototypes"]["apart"], received["prototypes"]["means"]
     far = float((means[0] - means[1]).norm())
     wanted = torch.tensor([[0.0, far, 0.0], [far, 0.0, 0.0], [0.0, 0.0, 0.0]], dtype=torch.float64)
     torch.testing.assert_close(apart, wanted, rtol=1e-9, atol=1e-12)
@@ -292,9 +303,9 @@ def test_without_the_margin_nothing_but_weights_is_sent() -> None:
 
 @pytest.mark.parametrize("counts", [[-1.0, 2.0], [3.0, 2.0]])
 def test_counts_that_cannot_be_are_refused(counts: list[float]) -> None:
-    FedMR(SGD).check(Update({"counts": {"images": torch.tensor([1.0, 3.0])}}, 4))
+    FedMR(SGD).check_update(Update({"counts": {"images": torch.tensor([1.0, 3.0])}}, 4))
     with pytest.raises(Refused, match="counts of classes"):
-        FedMR(SGD).check(Update({"counts": {"images": torch.tensor(counts)}}, 4))
+        FedMR(SGD).check_update(Update({"counts": {"images": torch.tensor(counts)}}, 4))
 
 
 @pytest.mark.parametrize("options", [{}, {"intra": 0.0}, {"inter": 0.0}], ids=["both", "margin", "decorrelation"])
@@ -334,8 +345,8 @@ def test_prototypes_are_charged_and_the_page_says_what_protects_them() -> None:
     )
     assert plan is not None
     assert without is not None
-    assert plan.charges == {"prototypes": 20.0}
-    assert without.charges == {}
+    assert plan.other_releases == {"prototypes": 20.0}
+    assert without.other_releases == {}
     assert plan.epsilon > without.epsilon
 
 
@@ -360,8 +371,8 @@ def private_reply(noise: float) -> tuple[Update, Tensor, Tensor]:
         return {"features": features, "labels": labels}
 
     site = Site("here", 3005, 1, 3, 0.1, Stream(9, ("secret",)))
-    update, _ = drive(algorithm.local(state, None, site, Stream(0)), answer)
-    algorithm.check(update)
+    update, _ = drive_jobs(algorithm.local(state, None, site, Stream(0)), answer)
+    algorithm.check_update(update)
     return update, features, labels
 
 

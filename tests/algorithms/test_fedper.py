@@ -10,7 +10,7 @@ import torch
 
 from polyclinic.algorithms.base import Averaging
 from polyclinic.algorithms.optimisation.fedavg import FedAvg
-from polyclinic.algorithms.personalisation.fedper import HEAD, FedPer, extractor, head
+from polyclinic.algorithms.personalisation.fedper import HEAD, FedPer, extractor_weights, head_weights
 from polyclinic.algorithms.personalisation.pfedcdp import PFedCDP
 from polyclinic.core.contract import Bundle, Optimiser, SiteId, Stage, Tensors, Training
 from polyclinic.data.examples import Images
@@ -24,7 +24,7 @@ from polyclinic.privacy.transforms.quantise import VALUES, Quantise
 from polyclinic.storage import messages as wire
 from polyclinic.storage.journal import RamJournal
 from polyclinic.storage.run_files import RamMemory
-from polyclinic.training.network import weights_of
+from polyclinic.training.network import copy_module_weights
 from tests.laws.bench import (
     Weighting,
     clinics,
@@ -60,7 +60,7 @@ def test_in_the_first_round_sites_do_what_they_do_in_fedavg(weights: Weighting) 
     for rounds, equal in ((1, True), (2, False)):
         fedper, fedavg = (play(kind(training), clinics(12, 7, 16), small(), rounds) for kind in (FedPer, FedAvg))
         mine, theirs = fedper.outcome.state, fedavg.outcome.state
-        assert same({"model": mine["model"]}, {"model": extractor(theirs["model"])}) is equal
+        assert same({"model": mine["model"]}, {"model": extractor_weights(theirs["model"])}) is equal
         assert same({"buffers": mine["buffers"]}, {"buffers": theirs["buffers"]}) is equal
 
 
@@ -71,8 +71,8 @@ def test_the_extractor_is_the_mean_by_examples_and_heads_stay_apart() -> None:
         mean = sum(n / 35 * update[name].double() for n, update in zip((12, 7, 16), last, strict=True))
         torch.testing.assert_close(tensor.double(), mean, rtol=0, atol=1e-7)
     heads = [memory["head"] for site in clinics(12, 7, 16) if (memory := played.remembered(site))]
-    assert len({wire.digest({"head": each}) for each in heads}) == 3
-    first = head(weights_of(small().module)["model"])
+    assert len({wire.hash_tensors({"head": each}) for each in heads}) == 3
+    first = head_weights(copy_module_weights(small().module)["model"])
     assert same({"head": played.outcome.state["head"]}, {"head": first}), "the server's is as it was drawn"
 
 
@@ -89,7 +89,7 @@ def test_a_site_predicts_with_the_extractor_of_all_and_its_own_head() -> None:
 def test_a_site_that_comes_late_starts_with_the_common_head() -> None:
     state = FedPer(SGD).init(federation(FedPer(SGD), clinics(8), small())[0])
     found = FedPer(SGD).models(FedPer(SGD).broadcast(state, "late"), None)["personal"]
-    assert same(found, weights_of(small().module))
+    assert same(found, copy_module_weights(small().module))
 
 
 @pytest.mark.parametrize(
@@ -128,9 +128,9 @@ def crossing(algorithm: Averaging, stages: Sequence[Stage]) -> tuple[list[bytes]
         crossed.append(runners[site].answer(message))
         return crossed[-1]
 
-    rounds = Rounds(known, algorithm, MockEngine(answer), Rules(3), RamJournal(), stages=stages)
-    outcome = rounds.run()
-    rounds.predictions(outcome, ["train", "validation", "test"])
+    rounds = Rounds(known, algorithm, MockEngine(answer), Rules(3), RamJournal(), transforms=stages)
+    outcome = rounds.play_all()
+    rounds.collect_predictions(outcome, ["train", "validation", "test"])
     return crossed, diary.all, outcome.state
 
 
@@ -156,8 +156,8 @@ STAGES: dict[str, list[Stage]] = {
 def test_no_byte_of_a_head_leaves_a_site(algorithm: Averaging, stages: list[Stage]) -> None:
     messages, remembered, state = crossing(algorithm, stages)
     assert (len(messages), len(remembered)) == (2 * (3 + 1), 2 * 3)
-    first, size = weights_of(small().module), sum(t.numel() for t in state["model"].values())
-    heads = [head(first["model"]), *(memory["head"] for memory in remembered)]
+    first, size = copy_module_weights(small().module), sum(t.numel() for t in state["model"].values())
+    heads = [head_weights(first["model"]), *(memory["head"] for memory in remembered)]
     for message in messages:
         assert HEAD.encode() not in message
         assert not any(trace in message for each in heads for trace in traces(each))
@@ -166,11 +166,11 @@ def test_no_byte_of_a_head_leaves_a_site(algorithm: Averaging, stages: list[Stag
         if stages and "model" in sent:
             assert sent["model"][VALUES].numel() == packed_size(6, size)
         elif "model" in sent:
-            assert sent["model"].keys() == extractor(first["model"]).keys() == state["model"].keys()
+            assert sent["model"].keys() == extractor_weights(first["model"]).keys() == state["model"].keys()
 
 
 def test_it_would_be_found_if_it_did() -> None:
     messages, _, _ = crossing(FedAvg(SGD), [])
     sent = wire.decode(messages[0]).tensors["model"]
     assert HEAD.encode() in messages[0]
-    assert all(trace in messages[0] for trace in traces(head(sent)))
+    assert all(trace in messages[0] for trace in traces(head_weights(sent)))

@@ -31,7 +31,7 @@ def labels(text: str) -> set[str]:
 
 def recipe(**values: object) -> Recipe:
     base = {"name": "any", "rounds": 1, "data": {"name": "digits"}, "model": {"name": "linear"}}
-    return Recipe.of({**base, "data": {"name": "digits", "partition": {"by": "iid", "sites": 2}}, **values})
+    return Recipe.from_values({**base, "data": {"name": "digits", "partition": {"by": "iid", "sites": 2}}, **values})
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
@@ -56,7 +56,7 @@ def test_every_file_is_in_the_registry_and_every_entry_has_its_own_file() -> Non
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_a_recipe_accepts_every_name_of_the_registry(name: str) -> None:
-    assert type(recipe(**{"algorithm": name, **NEEDED.get(name, {})}).algorithm_of()) is ALGORITHMS[name]
+    assert type(recipe(**{"algorithm": name, **NEEDED.get(name, {})}).build_algorithm()) is ALGORITHMS[name]
 
 
 def test_a_recipe_accepts_no_other_name_and_lists_those_there_are() -> None:

@@ -12,18 +12,18 @@ import torch
 from torch import Tensor
 
 from polyclinic import run
-from polyclinic.algorithms.base import classifier
+from polyclinic.algorithms.base import classifier_weights
 from polyclinic.algorithms.optimisation.fedavg import FedAvg
 from polyclinic.algorithms.representation.fraug import OWN, FRAug
 from polyclinic.algorithms.representation.fraug_losses import (
-    Generator,
+    FeatureGenerator,
 )
 from polyclinic.core.contract import AUX_PREFIX, Bundle, Fit, Fitted, Job, Optimiser, Site, SiteId, Stream, Training
 from polyclinic.core.errors import RecipeError
 from polyclinic.data.examples import SiteData
-from polyclinic.federation.site_runner import drive
+from polyclinic.federation.site_runner import drive_jobs
 from polyclinic.runs.experiment import Experiment
-from polyclinic.training.auxiliary import named
+from polyclinic.training.auxiliary import copy_auxiliary_weights
 from polyclinic.training.network import LiveNetwork
 from tests.laws.bench import clinics, play, same, small, tapped
 from tests.laws.test_stacked import SIZES, same_on_both, together
@@ -53,7 +53,7 @@ def test_while_lambda_is_zero_the_model_is_fedavgs_and_the_generator_trains(netw
     _, fedavg = tapped(FedAvg(MOMENTUM), clinics(12, 7, 16), network(), 3)
     _, fraug = tapped(FRAug(MOMENTUM, ramp=1e5), clinics(12, 7, 16), network(), 3)
     for one, other in zip(fedavg, fraug, strict=True):
-        assert same(one.answer.tensors, classifier(other.answer.tensors)) is (one.round < 3)
+        assert same(one.answer.tensors, classifier_weights(other.answer.tensors)) is (one.round < 3)
         sent, trained = (m.tensors["model"]["beside.generator.enter.weight"] for m in (other.sent, other.answer))
         assert not torch.equal(sent, trained)
 
@@ -91,7 +91,7 @@ def asked(method: FRAug, state: Bundle, memory: Bundle | None, name: SiteId, rou
         return Fitted(job.weights, 1, 0.0, {})
 
     work = method.local(state, memory, Site(name, 12, round, 4, 0.1), Stream(0, ("site", name)))
-    _, kept = drive(work, answer)
+    _, kept = drive_jobs(work, answer)
     assert kept is not None
     return jobs[0], kept
 
@@ -124,13 +124,13 @@ def test_lambda_and_rho_rise_and_every_round_draws_its_own() -> None:
 
 def test_no_two_steps_make_up_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[float, ...]] = []
-    honest = Generator.forward
+    honest = FeatureGenerator.forward
 
-    def noted(self: Generator, noise: Tensor, classes: Tensor) -> Tensor:
+    def noted(self: FeatureGenerator, noise: Tensor, classes: Tensor) -> Tensor:
         seen.append(tuple(noise[0].tolist()))
         return honest(self, noise, classes)
 
-    monkeypatch.setattr(Generator, "forward", noted)
+    monkeypatch.setattr(FeatureGenerator, "forward", noted)
     play(FRAug(SGD), clinics(12, 7), small(), 2)
     assert len(seen) == len(set(seen)) == 3 * 2 * (3 + 2), "three calls a step; three and two steps a round"
 
@@ -155,7 +155,7 @@ def test_a_site_may_have_one_image(batch: int) -> None:
 
 def test_what_is_sent_is_the_model_and_the_generator_to_the_byte() -> None:
     fedavg, fraug = (run(tiny(algorithm=name)) for name in ("fedavg", "fraug"))
-    generator = named("generator", Generator(32, 10, 64))
+    generator = copy_auxiliary_weights("generator", FeatureGenerator(32, 10, 64))
     size = sum(t.nbytes for group in generator.values() for t in group.values())
     for way in ("bytes_up", "bytes_down"):
         more = fraug.summary["cost"][way] - fedavg.summary["cost"][way]

@@ -16,8 +16,8 @@ from polyclinic.algorithms.representation.moon import Moon
 from polyclinic.core.contract import Bundle, Fit, Fitted, Optimiser, Private, Site, Stream, Training
 from polyclinic.runs.experiment import run
 from polyclinic.training.fit import fit
-from polyclinic.training.losses import contrasting, task_loss
-from polyclinic.training.network import LiveNetwork, weights_of
+from polyclinic.training.losses import contrastive_loss, task_loss
+from polyclinic.training.network import LiveNetwork, copy_module_weights
 from tests.algorithms.test_clustered import another
 from tests.algorithms.test_fedper import MOMENTUM, SGD
 from tests.laws.bench import clinics, noise, play, same, small
@@ -37,7 +37,7 @@ def reference(one: Bundle, other: Bundle, mu: float = 1.0, tau: float = 0.5) -> 
 
 def weights(seed: int, **options: Any) -> Bundle:
     """Somebody's weights, with statistics of their own."""
-    found = weights_of(another(seed, dtype=FLOAT64, **options).module)
+    found = copy_module_weights(another(seed, dtype=FLOAT64, **options).module)
     generator = Stream(seed, ("statistics",)).generator()
     for name, tensor in found["buffers"].items():
         if tensor.is_floating_point():
@@ -65,9 +65,9 @@ def cosine(one: Tensor, other: Tensor) -> Tensor:
 def test_the_loss_is_the_papers(mu: float, tau: float) -> None:
     """By the formula as printed, with the student in training: batch statistics, which move once."""
     network, mine, received, before = small(dtype=FLOAT64), weights(1), weights(2), weights(3)
-    live = network.load(mine)
-    network.training_mode(frozenset(mine["model"]))
-    found = contrasting(network, live, (IMAGES, LABELS), reference(received, before, mu, tau))
+    live = network.load_weights(mine)
+    network.set_training_mode(frozenset(mine["model"]))
+    found = contrastive_loss(network, live, (IMAGES, LABELS), reference(received, before, mu, tau))
     plain = small(dtype=FLOAT64).module
     plain.load_state_dict({**mine["model"], **mine["buffers"]})
     z = plain.train().extractor(IMAGES)
@@ -85,29 +85,29 @@ def test_the_loss_is_the_papers(mu: float, tau: float) -> None:
 def test_teachers_compute_as_in_evaluation_and_learn_nothing() -> None:
     """Their statistics stay, they drop nothing, and no gradient reaches them."""
     network, live = small(dtype=FLOAT64, dropout=0.5), weights(1)
-    network.load(live)
-    network.training_mode(frozenset(live["model"]))
+    network.load_weights(live)
+    network.set_training_mode(frozenset(live["model"]))
     aside = reference(weights(2), weights(3))
     for kind in ("global model", "previous model"):
         for tensor in aside[kind].values():
             tensor.requires_grad_()
     before = {kind: {n: t.detach().clone() for n, t in group.items()} for kind, group in aside.items()}
     teacher = {"model": aside["global model"], "buffers": aside["global buffers"]}
-    shown = network.taught(teacher, IMAGES, features=True)
+    shown = network.teacher_logits(teacher, IMAGES, features=True)
     torch.testing.assert_close(shown, calm_features(weights(2)), rtol=1e-12, atol=1e-12)
     assert not shown.requires_grad
-    contrasting(network, network.live, (IMAGES, LABELS), aside).backward()  # type: ignore[no-untyped-call]
+    contrastive_loss(network, network.live, (IMAGES, LABELS), aside).backward()  # type: ignore[no-untyped-call]
     assert all(tensor.grad is None for group in aside.values() for tensor in group.values())
     assert same({kind: {n: t.detach() for n, t in g.items()} for kind, g in aside.items()}, before)
 
 
 def test_features_and_head_are_the_network_in_two_parts() -> None:
     for network in (small(), small(dropout=0.5)):
-        network.load(weights_of(another().module))
-        network.training_mode(frozenset(network.live["model"]))
-        network.draw_by(77)
+        network.load_weights(copy_module_weights(another().module))
+        network.set_training_mode(frozenset(network.live["model"]))
+        network.set_dropout_key(77)
         images = IMAGES.float()
-        for given in (network.live, weights_of(another(6).module)):
+        for given in (network.live, copy_module_weights(another(6).module)):
             whole = network(given, images)
             assert torch.equal(network.head(given, network.features(given, images)), whole)
 
@@ -124,17 +124,17 @@ def test_a_step_on_the_contrast_raises_likeness_to_the_global_model_over_that_to
     network, mine = small(norm, dtype=FLOAT64), weights(seed, norm=norm)
     received, before = weights(seed + 10, norm=norm), weights(seed + 20, norm=norm)
     near, far = (calm_features(other, norm=norm) for other in (received, before))
-    network.training_mode(frozenset(mine["model"]))
+    network.set_training_mode(frozenset(mine["model"]))
 
     def ahead() -> float:
         z = network.features(network.live, IMAGES)
         likeness = [nn.functional.cosine_similarity(z, other) for other in (near, far)]  # 0 of what has no direction
         return float((likeness[0] - likeness[1]).mean().detach())
 
-    live = network.load(mine)
+    live = network.load_weights(mine)
     parameters = list(live["model"].values())
     batch, aside = (IMAGES, LABELS), reference(received, before)
-    contrast = contrasting(network, live, batch, aside) - task_loss(network, live, batch, {})
+    contrast = contrastive_loss(network, live, batch, aside) - task_loss(network, live, batch, {})
     gradient = torch.autograd.grad(contrast, parameters, allow_unused=True)
     first = ahead()
     with torch.no_grad():
@@ -147,9 +147,9 @@ def test_a_step_on_the_contrast_raises_likeness_to_the_global_model_over_that_to
 def test_the_contrast_of_one_model_with_itself_is_log_2_and_has_no_gradient() -> None:
     """So a site that trains for the first time may as well leave it out."""
     network, mine, other = small(dtype=FLOAT64), weights(1), weights(2)
-    live = network.load(mine)
-    network.training_mode(frozenset(mine["model"]))
-    contrast = contrasting(network, live, (IMAGES, LABELS), reference(other, other, mu=5.0))
+    live = network.load_weights(mine)
+    network.set_training_mode(frozenset(mine["model"]))
+    contrast = contrastive_loss(network, live, (IMAGES, LABELS), reference(other, other, mu=5.0))
     task = task_loss(network, live, (IMAGES, LABELS), {})
     assert float((contrast - task).detach()) == pytest.approx(5 * math.log(2), abs=1e-12)
     parameters = list(live["model"].values())
@@ -162,9 +162,9 @@ def test_an_image_without_features_is_like_nothing_and_breaks_nothing() -> None:
     """All of a network's units may be silent on an image."""
     network, silent = small(norm=False, dtype=FLOAT64), weights(1, norm=False)
     silent["model"] = {**silent["model"], "extractor.conv.bias": torch.full((4,), -1e3, dtype=FLOAT64)}
-    live = network.load(silent)
-    network.training_mode(frozenset(silent["model"]))
-    loss = contrasting(network, live, (IMAGES, LABELS), reference(weights(2, norm=False), silent))
+    live = network.load_weights(silent)
+    network.set_training_mode(frozenset(silent["model"]))
+    loss = contrastive_loss(network, live, (IMAGES, LABELS), reference(weights(2, norm=False), silent))
     task = task_loss(network, live, (IMAGES, LABELS), {})
     assert float((loss - task).detach()) == pytest.approx(math.log(2))
     slopes = torch.autograd.grad(loss, list(live["model"].values()))
@@ -209,7 +209,7 @@ def test_the_previous_model_is_what_the_site_had_when_it_last_trained() -> None:
     assert kept is not None
     assert same(kept, weights(9))
     job, kept = jobs(weights(7), weights(1))
-    assert job.steps is contrasting
+    assert job.steps is contrastive_loss
     assert same(job.reference, reference(weights(1), weights(7), mu=5.0, tau=0.25))
     assert kept is not None
     assert same(kept, weights(9))
@@ -243,7 +243,7 @@ def test_private_steps_clip_each_image_by_itself() -> None:
     found = []
     for private in (None, Private(1e9, 0.0, "shuffle")):
         training = Training(Optimiser(lr=0.5), batch=9, private=private)
-        job = Fit(mine, contrasting, training, aside)
+        job = Fit(mine, contrastive_loss, training, aside)
         network: LiveNetwork = small(norm=False, dtype=FLOAT64)
         found.append(fit(job, network, train, Site("a", 9, 2, 3, 0.5), Stream(0), Stream(1)).weights)
     assert_close(found[0], found[1], 1e-10)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from scipy.special import log_softmax, softmax
 from torch import Tensor
 
-from polyclinic.algorithms.personalisation.fedper import FedPer, extractor, head
+from polyclinic.algorithms.personalisation.fedper import FedPer, extractor_weights, head_weights
 from polyclinic.algorithms.personalisation.fisher import squared_gradients, squared_mean_gradient
 from polyclinic.algorithms.personalisation.pfedcdp import PFedCDP
 from polyclinic.core.contract import Bundle, Fit, Fitted, Job, Optimiser, Score, SiteId, Stream, Tensors, Training
@@ -24,8 +24,8 @@ from polyclinic.data.examples import Images
 from polyclinic.federation.site_runner import SiteRound, SiteRunner
 from polyclinic.storage import messages
 from polyclinic.training.fit import score
-from polyclinic.training.losses import distilling
-from polyclinic.training.network import LiveNetwork, weights_of
+from polyclinic.training.losses import distillation_loss
+from polyclinic.training.network import LiveNetwork, copy_module_weights
 from tests.laws.bench import clinics, noise, play, same, small, tapped
 
 SGD = Training(Optimiser(lr=0.1), batch=5)
@@ -46,7 +46,7 @@ def fisher_values(most: int) -> st.SearchStrategy[list[float]]:
 @given(fisher_values(60), st.floats(0, 1))
 def test_the_share_that_is_kept_is_the_one_of_most_information(values: list[float], keep: float) -> None:
     fisher = torch.tensor(values, dtype=torch.float64)
-    mask = PFedCDP(keep=keep).important(fisher)
+    mask = PFedCDP(keep=keep).importance_mask(fisher)
     assert (mask.dtype, mask.shape) == (torch.bool, fisher.shape)
     assert int(mask.sum()) == round(keep * len(values))
     if mask.any() and not mask.all():
@@ -56,14 +56,14 @@ def test_the_share_that_is_kept_is_the_one_of_most_information(values: list[floa
 @given(fisher_values(60), st.sampled_from([0.0, 0.01, 0.02, 3.0, math.inf]))
 def test_as_printed_a_threshold_decides(values: list[float], threshold: float) -> None:
     fisher = torch.tensor(values, dtype=torch.float64)
-    mask = PFedCDP(variant="paper", threshold=threshold).important(fisher)
+    mask = PFedCDP(variant="paper", threshold=threshold).importance_mask(fisher)
     assert mask.tolist() == [value >= threshold for value in values]
 
 
 @pytest.mark.parametrize("shape", [(4, 1, 3, 3), (7,), (3, 16)])
 def test_every_tensor_has_its_own_share(shape: tuple[int, ...]) -> None:
     fisher = torch.rand(shape, generator=Stream(1).generator())
-    mask = PFedCDP(keep=0.25).important(fisher)
+    mask = PFedCDP(keep=0.25).importance_mask(fisher)
     assert (mask.shape, int(mask.sum())) == (fisher.shape, round(0.25 * fisher.numel()))
 
 
@@ -87,14 +87,14 @@ class Deed:
 def deeds(monkeypatch: pytest.MonkeyPatch) -> list[Deed]:
     """Every job that a site runs from now on."""
     noted: list[Deed] = []
-    run = SiteRunner.run
+    run = SiteRunner.run_job
 
     def spied(self: SiteRunner, job: Job, visit: SiteRound, number: int) -> Fitted | Tensors:
         found = run(self, job, visit, number)
         noted.append(Deed(visit.site.round, self.name, number, job, visit.order.tensors, visit.memory, found))
         return found
 
-    monkeypatch.setattr(SiteRunner, "run", spied)
+    monkeypatch.setattr(SiteRunner, "run_job", spied)
     return noted
 
 
@@ -123,7 +123,7 @@ def test_the_blend_changes_the_start_from_round_two_on(algorithm: PFedCDP, deeds
             assert torch.equal(start[name] != global_one, mask[name] & (own[name] != global_one))
         assert any(not torch.equal(start[name], t) for name, t in received.items()), "the blend does nothing"
         assert any(not torch.equal(start[name], own[name]) for name in own), "the server's work is lost"
-        assert same({"head": head(start)}, {"head": deed.memory["head"]})
+        assert same({"head": head_weights(start)}, {"head": deed.memory["head"]})
 
 
 @pytest.mark.parametrize(
@@ -219,7 +219,7 @@ def lesson(share: float, temperature: float) -> tuple[LiveNetwork, Bundle, Image
     """A network in training mode, with a teacher that has weights and statistics of its own."""
     network = small(dropout=0.5, dtype=torch.float64)
     generator = Stream(3).generator()
-    other = weights_of(network.module)
+    other = copy_module_weights(network.module)
     for group in other.values():
         for tensor in group.values():
             if tensor.is_floating_point():
@@ -227,8 +227,8 @@ def lesson(share: float, temperature: float) -> tuple[LiveNetwork, Bundle, Image
     said = {"share": share, "temperature": temperature}
     scalars = {name: torch.tensor(value, dtype=torch.float64) for name, value in said.items()}
     reference = {"teacher": other["model"], "teacher buffers": other["buffers"], "scalars": scalars}
-    network.training_mode(frozenset(network.live["model"]))
-    network.draw_by(12345)
+    network.set_training_mode(frozenset(network.live["model"]))
+    network.set_dropout_key(12345)
     return network, reference, noise(9, "lesson", dtype=torch.float64)
 
 
@@ -237,10 +237,10 @@ def lesson(share: float, temperature: float) -> tuple[LiveNetwork, Bundle, Image
 def test_the_loss_is_the_formula(share: float, temperature: float) -> None:
     """The student drops units and takes the batch's statistics, the teacher does neither."""
     network, reference, data = lesson(share, temperature)
-    found = distilling(network, network.live, (data.images, data.labels), reference)
+    found = distillation_loss(network, network.live, (data.images, data.labels), reference)
     student = network(network.live, data.images)
     judge = small(dropout=0.5, dtype=torch.float64)
-    judge.load({"model": reference["teacher"], "buffers": reference["teacher buffers"]})
+    judge.load_weights({"model": reference["teacher"], "buffers": reference["teacher buffers"]})
     teacher = judge.module.eval()(data.images)
     assert float(found.detach()) == pytest.approx(by_hand(student, teacher, data.labels, share, temperature), abs=1e-12)
     judge.module.train()
@@ -255,7 +255,7 @@ def test_a_teacher_gets_no_gradient_and_keeps_its_statistics() -> None:
     before = {name: tensor.clone() for name, tensor in reference["teacher buffers"].items()}
     seen = network.live["buffers"]["extractor.norm.running_mean"].clone()
     network.module.requires_grad_(True)
-    torch.autograd.backward(distilling(network, network.live, (data.images, data.labels), reference))
+    torch.autograd.backward(distillation_loss(network, network.live, (data.images, data.labels), reference))
     assert all(parameter.grad is not None for parameter in network.module.parameters())
     assert all(tensor.grad is None for tensor in reference["teacher"].values())
     assert same({"b": before}, {"b": reference["teacher buffers"]})
@@ -264,9 +264,9 @@ def test_a_teacher_gets_no_gradient_and_keeps_its_statistics() -> None:
 
 def test_a_student_that_says_what_its_teacher_says_has_nothing_to_learn_from_it() -> None:
     network, reference, data = lesson(1.0, 3.0)
-    network.load({"model": reference["teacher"], "buffers": reference["teacher buffers"]})
-    network.evaluation_mode()
-    loss = distilling(network, network.live, (data.images, data.labels), reference)
+    network.load_weights({"model": reference["teacher"], "buffers": reference["teacher buffers"]})
+    network.set_eval_mode()
+    loss = distillation_loss(network, network.live, (data.images, data.labels), reference)
     assert float(loss.detach()) == pytest.approx(0, abs=1e-14)
 
 
@@ -288,7 +288,7 @@ def test_first_everything_trains_then_the_head_alone(network: Callable[[], LiveN
         if deed.number == 0:
             assert moved >= {name for name in after["model"] if name.endswith("weight")}, "but a bias before BatchNorm"
             continue
-        assert moved == set(head(after["model"]))
+        assert moved == set(head_weights(after["model"]))
         assert same({"b": dict(before["buffers"])}, {"b": dict(after["buffers"])}), (
             "frozen layers keep their statistics"
         )
@@ -301,7 +301,7 @@ def test_as_printed_one_training_of_everything_from_the_first_round_on(deeds: li
     play(PFedCDP(SGD, variant="paper"), clinics(*SIZES), small(), 2)
     fits = [deed for deed in deeds if isinstance(deed.job, Fit)]
     assert [(deed.round, deed.number) for deed in fits] == [(1, 0)] * 3 + [(2, 0)] * 3
-    assert all(deed.job.sequence[0].objective is distilling for deed in fits if isinstance(deed.job, Fit))
+    assert all(deed.job.sequence[0].objective is distillation_loss for deed in fits if isinstance(deed.job, Fit))
 
 
 def test_it_predicts_with_the_blend_at_home_and_the_fitted_head_at_the_server() -> None:
@@ -310,9 +310,9 @@ def test_it_predicts_with_the_blend_at_home_and_the_fitted_head_at_the_server() 
     state, memory = played.outcome.state, played.remembered("clinic-1")
     assert memory is not None
     found = algorithm.models(state, memory)
-    assert same(found["personal"], algorithm.start(state, memory))
+    assert same(found["personal"], algorithm.start_weights(state, memory))
     assert same({"m": found["global"]["model"]}, {"m": {**state["model"], **state["head"]}})
-    assert not same({"m": extractor(found["personal"]["model"])}, {"m": state["model"]})
+    assert not same({"m": extractor_weights(found["personal"]["model"])}, {"m": state["model"]})
 
 
 @pytest.mark.parametrize(

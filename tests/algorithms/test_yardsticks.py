@@ -9,13 +9,13 @@ from polyclinic.algorithms import Averaging
 from polyclinic.algorithms.baselines.centralised import Centralised
 from polyclinic.algorithms.baselines.cross_site import CrossSite
 from polyclinic.algorithms.baselines.local import Local
-from polyclinic.algorithms.baselines.one_shot import Single
+from polyclinic.algorithms.baselines.one_shot import OneShot
 from polyclinic.algorithms.optimisation.fedavg import FedAvg
 from polyclinic.core.contract import Bundle, Optimiser, SiteId, Training
 from polyclinic.data.examples import Images
 from polyclinic.federation.engines import Engine
 from polyclinic.federation.rounds import POOLED
-from polyclinic.runs.experiment import pool
+from polyclinic.runs.experiment import pool_sites
 from polyclinic.training.network import LiveNetwork
 from tests.laws.bench import Letter, Played, Tap, clinics, plain_training, play, same, small
 
@@ -31,7 +31,7 @@ class Watched:
         self.letters: list[Letter] = []
         self.played: Played = play(algorithm, SITES, network, ROUNDS, self.tap, evaluate_every=evaluate_every)
         self.training = list(self.letters)
-        self.predictions = self.played.rounds.predictions(self.played.outcome, ["test"])
+        self.predictions = self.played.rounds.collect_predictions(self.played.outcome, ["test"])
 
     def tap(self, engine: Engine) -> Engine:
         return Tap(engine, self.letters)
@@ -57,7 +57,7 @@ def alone(site: SiteId) -> Bundle:
 
 def predicted(weights: Bundle, site: SiteId) -> torch.Tensor:
     network, test = small(), SITES[site].test
-    network.load(weights)
+    network.load_weights(weights)
     with torch.no_grad():
         return torch.softmax(network.module.eval()(test.batch(torch.arange(len(test)))[0]), -1)
 
@@ -83,7 +83,7 @@ def test_local_predicts_with_the_sites_own_model_and_sends_none_to_do_so() -> No
 
 
 def test_single_downloads_once_uploads_once_and_averages_what_local_would_have() -> None:
-    watched = Watched(Single(TRAINING), small())
+    watched = Watched(OneShot(TRAINING), small())
     for site in SITES:
         assert watched.models_down(site) == [1]
         assert watched.models_up(site) == [ROUNDS]
@@ -96,14 +96,14 @@ def test_single_downloads_once_uploads_once_and_averages_what_local_would_have()
 
 
 def test_single_in_one_round_is_one_shot_fedavg() -> None:
-    single, fedavg = (play(kind(TRAINING), SITES, small(), 1) for kind in (Single, FedAvg))
+    single, fedavg = (play(kind(TRAINING), SITES, small(), 1) for kind in (OneShot, FedAvg))
     assert same(single.weights, fedavg.weights)
 
 
 def test_singles_bytes_are_one_model_each_way_per_site() -> None:
     """Beside it, only envelopes: a few hundred bytes a message."""
     network = small()
-    watched = Watched(Single(TRAINING), network, evaluate_every=0)
+    watched = Watched(OneShot(TRAINING), network, evaluate_every=0)
     model = sum(t.nbytes for group in network.live.values() for t in group.values())
     envelope = 2048
     for way in ("up", "down"):
@@ -133,7 +133,7 @@ def test_cross_sites_diagonal_is_local() -> None:
 def test_centralised_trains_in_one_place_and_is_tested_at_every_hospital() -> None:
     watched = Watched(Centralised(TRAINING), small())
     assert {letter.site for letter in watched.training} == {POOLED}
-    everything = pool(SITES).train
+    everything = pool_sites(SITES).train
     assert isinstance(everything, Images)
     assert len(everything) == sum(len(held.train) for held in SITES.values())
     expected = plain_training(small(), everything, TRAINING, POOLED, [range(ROUNDS)])
@@ -144,7 +144,7 @@ def test_centralised_trains_in_one_place_and_is_tested_at_every_hospital() -> No
         torch.testing.assert_close(found, predicted(expected, site))
 
 
-@pytest.mark.parametrize("kind", [FedAvg, Single, Local, CrossSite])
+@pytest.mark.parametrize("kind", [FedAvg, OneShot, Local, CrossSite])
 def test_only_the_pooled_yardstick_pools(kind: type[Averaging]) -> None:
     assert Centralised.pooled
     assert not kind.pooled

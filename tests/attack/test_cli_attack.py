@@ -16,10 +16,10 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 import polyclinic
-from polyclinic.analysis.attack.campaign import verdict
+from polyclinic.analysis.attack.campaign import format_verdict
 from polyclinic.analysis.attack.feature_inversion import InversionScores
 from polyclinic.core.contract import Stream
-from polyclinic.runs.finished_run import read
+from polyclinic.runs.finished_run import open_run
 from tests import commands
 from tests.small import TINY
 
@@ -33,7 +33,7 @@ QUICK = ("--steps", "4", "--iterations", "3")
 
 
 def finish(folder: Path, **values: Any) -> Path:
-    polyclinic.run(polyclinic.Recipe.of({**PHANTOM, "rounds": 1, **values}), out=folder)
+    polyclinic.run(polyclinic.Recipe.from_values({**PHANTOM, "rounds": 1, **values}), out=folder)
     return folder
 
 
@@ -127,20 +127,20 @@ CLUSTERS = {
 def test_a_site_is_attacked_with_the_weights_it_computes_with(values: dict[str, Any], tmp_path: Path) -> None:
     """Whole, they predict what the run says its model predicts."""
     run = finish(tmp_path / "run", **values)
-    past = read(run, None)
+    past = open_run(run, None)
     for site in ("harbour", "small"):
-        name, module = past.network(site)
-        holdings = past.consortium.sites[site].test
+        name, module = past.site_network(site)
+        holdings = past.dataset.sites[site].test
         images, labels = holdings.batch(torch.arange(len(holdings)))
         accuracy = float((module(images).argmax(1) == labels).double().mean())
         assert accuracy == pytest.approx(past.summary["sites"][site][name]["test"]["accuracy"])
-        other = past.untrained(site, Stream(5))
+        other = past.untrained_network(site, Stream(5))
         assert [p.shape for p in other.parameters()] == [p.shape for p in module.parameters()]
         assert not torch.equal(next(other.parameters()), next(module.parameters()))
 
 
 def test_the_frechet_distance_may_be_that_of_mobilenet(run: Path, tmp_path: Path) -> None:
-    module = polyclinic.models.build("mobilenet_v2", classes=2, channels=3, size=32, seed=Stream(1))
+    module = polyclinic.models.build_model("mobilenet_v2", classes=2, channels=3, size=32, seed=Stream(1))
     save_file(module.state_dict(), tmp_path / "weights.safetensors")
     arguments = (run, "--site", "harbour", "--stages", "1", "--images", "16", *QUICK, "--json")
     found = json.loads(call(*arguments, "--fid-weights", tmp_path / "weights.safetensors").stdout)
@@ -209,12 +209,14 @@ def figures(ssim: float) -> InversionScores:
 
 def test_the_verdict_is_one_sentence_about_every_stage() -> None:
     means = {n: {"decoder": figures(0.9 - n / 10), "mean": figures(0.2), "nearest": figures(0.3)} for n in (1, 2, 3)}
-    told = verdict(means, {1: {"decoder": 2}, 2: {"decoder": 1}, 3: {"decoder": 0}}, [])
+    told = format_verdict(means, {1: {"decoder": 2}, 2: {"decoder": 1}, 3: {"decoder": 0}}, [])
     assert told.startswith(
         "Features of stages 1 and 2 give images away (stage 1: SSIM 0.80, L2 0.10, 50% recognised; without a decoder "
         "at best SSIM 0.30, L2 0.10, 50% recognised)"
     )
     assert "makes nothing of stage 3" in told
-    hidden = verdict(means, {n: {"decoder": 1, "protected": n == 1} for n in means}, [])
+    hidden = format_verdict(means, {n: {"decoder": 1, "protected": n == 1} for n in means}, [])
     assert hidden.endswith("as protected here, stage 1 still leaks.")
-    assert "as protected here, none leaks" in verdict(means, {n: {"decoder": 1, "protected": 0} for n in means}, [])
+    assert "as protected here, none leaks" in format_verdict(
+        means, {n: {"decoder": 1, "protected": 0} for n in means}, []
+    )

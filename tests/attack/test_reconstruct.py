@@ -9,18 +9,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from polyclinic.analysis.attack.attacker_data import Halves, divided, halve
-from polyclinic.analysis.attack.decoder import Decoder, Effort, decode, halvings, learn
+from polyclinic.analysis.attack.attacker_data import AttackSplit, split_for_attack, split_rows
+from polyclinic.analysis.attack.decoder import Decoder, DecoderTraining, count_halvings, decode_features, train_decoder
 from polyclinic.analysis.attack.feature_inversion import (
-    Attack,
-    clipped_and_noised,
-    features,
-    leaks,
-    mean_figures,
-    reconstruct,
+    FeatureAttack,
+    clip_and_noise,
+    does_leak,
+    extract_features,
+    invert_features,
+    mean_scores,
 )
-from polyclinic.analysis.attack.figure import spread
-from polyclinic.analysis.attack.image_similarity import l2
+from polyclinic.analysis.attack.figure import select_spread
+from polyclinic.analysis.attack.image_similarity import rms_distance
 from polyclinic.core.contract import Stream
 from polyclinic.core.errors import DataError
 from polyclinic.data.examples import Images
@@ -29,31 +29,31 @@ from polyclinic.models.split_point import cut_after
 from tests.finish.digits import network, parts, taught
 
 CPU = torch.device("cpu")
-QUICK = Effort(steps=80, batch=16)
+QUICK = DecoderTraining(steps=80, batch=16)
 
 
 def trained() -> Classifier:
     teacher = taught("cnn_c", 0)
-    teacher.network.load(teacher.weights)
+    teacher.network.load_weights(teacher.weights)
     return teacher.network.module.eval()
 
 
-def halves() -> Halves:
-    return halve("one", parts()[0], Stream(1), 240, CPU)
+def halves() -> AttackSplit:
+    return split_for_attack("one", parts()[0], Stream(1), 240, CPU)
 
 
 def attack(
-    stage: int, here: Halves, protect: tuple[float, float] | None = None, module: Classifier | None = None
-) -> Attack:
+    stage: int, here: AttackSplit, protect: tuple[float, float] | None = None, module: Classifier | None = None
+) -> FeatureAttack:
     def judge(pixels: Tensor) -> Tensor:
         return pixels.flatten(1)
 
-    untrained, disguise = network("cnn_c", "other").module.eval(), protect and clipped_and_noised(*protect)
-    return reconstruct(module or trained(), untrained, stage, here, judge, QUICK, Stream(2), disguise or None)
+    untrained, disguise = network("cnn_c", "other").module.eval(), protect and clip_and_noise(*protect)
+    return invert_features(module or trained(), untrained, stage, here, judge, QUICK, Stream(2), disguise or None)
 
 
 @cache
-def early() -> Attack:
+def early() -> FeatureAttack:
     """Features of the first stage, as they are and with clip and noise."""
     return attack(1, halves(), (1.0, 2.0))
 
@@ -67,7 +67,7 @@ def patients() -> Images:
 
 def test_halves_share_no_patient_and_leave_no_image_out() -> None:
     images = patients()
-    own, attacked = (part.tolist() for part in divided(images, Stream(1)))
+    own, attacked = (part.tolist() for part in split_rows(images, Stream(1)))
     assert sorted(own + attacked) == list(range(100))
     assert images.patients is not None
     assert not {images.patients[row] for row in own} & {images.patients[row] for row in attacked}
@@ -76,31 +76,31 @@ def test_halves_share_no_patient_and_leave_no_image_out() -> None:
 
 def test_halves_follow_the_seed_and_hold_the_images_they_name() -> None:
     images = patients()
-    first, again, other = (halve("one", images, Stream(seed), 60, CPU) for seed in (1, 1, 2))
+    first, again, other = (split_for_attack("one", images, Stream(seed), 60, CPU) for seed in (1, 1, 2))
     assert first.rows == again.rows
     assert first.rows != other.rows
-    assert len(first.own) == len(first.attacked) == 30
-    for pixels, rows in zip((first.own, first.attacked), first.rows, strict=True):
+    assert len(first.attacker_images) == len(first.target_images) == 30
+    for pixels, rows in zip((first.attacker_images, first.target_images), first.rows, strict=True):
         shown, _ = images.batch(torch.tensor(rows))
-        torch.testing.assert_close(first.seen(pixels), shown)
-    torch.testing.assert_close(first.labels, images.labels[torch.tensor(first.rows[1])])
+        torch.testing.assert_close(first.normalise(pixels), shown)
+    torch.testing.assert_close(first.target_labels, images.labels[torch.tensor(first.rows[1])])
 
 
 def test_images_stored_as_numbers_are_brought_to_the_same_range() -> None:
     whole = parts()[0]
     numbers = replace(whole, images=whole.images.float() * 3 - 70, mean=5.0, std=2.0)
-    here = halve("one", numbers, Stream(1), 60, CPU)
-    assert float(min(here.own.min(), here.attacked.min())) == 0
-    assert float(max(here.own.max(), here.attacked.max())) == pytest.approx(1)
-    torch.testing.assert_close(here.seen(here.own), numbers.batch(torch.tensor(here.rows[0]))[0])
+    here = split_for_attack("one", numbers, Stream(1), 60, CPU)
+    assert float(min(here.attacker_images.min(), here.target_images.min())) == 0
+    assert float(max(here.attacker_images.max(), here.target_images.max())) == pytest.approx(1)
+    torch.testing.assert_close(here.normalise(here.attacker_images), numbers.batch(torch.tensor(here.rows[0]))[0])
 
 
 def test_a_site_with_few_images_or_one_patient_is_refused() -> None:
     few = parts()[0].subset(torch.arange(12))
     with pytest.raises(DataError, match="site one has 12 training images, too few"):
-        halve("one", few, Stream(1), 60, CPU)
+        split_for_attack("one", few, Stream(1), 60, CPU)
     with pytest.raises(DataError, match="too few"):
-        halve("one", replace(parts()[0], patients=("same",) * len(parts()[0])), Stream(1), 60, CPU)
+        split_for_attack("one", replace(parts()[0], patients=("same",) * len(parts()[0])), Stream(1), 60, CPU)
 
 
 @pytest.mark.parametrize(
@@ -116,13 +116,13 @@ def test_a_site_with_few_images_or_one_patient_is_refused() -> None:
 def test_a_decoder_makes_pictures_of_the_right_shape_and_range(
     shape: tuple[int, ...], picture: tuple[int, ...]
 ) -> None:
-    found = decode(Decoder(shape, picture), torch.randn(2, *shape, generator=Stream(1).generator()))
+    found = decode_features(Decoder(shape, picture), torch.randn(2, *shape, generator=Stream(1).generator()))
     assert found.shape == (2, *picture)
     assert 0 < float(found.min()) < float(found.max()) < 1
 
 
 def test_there_is_one_transposed_convolution_for_every_halving() -> None:
-    assert [halvings(64, small) for small in (64, 32, 16, 4)] == [0, 1, 2, 4]
+    assert [count_halvings(64, small) for small in (64, 32, 16, 4)] == [0, 1, 2, 4]
     decoder = Decoder((8, 4, 4), (1, 32, 32))
     assert sum(isinstance(layer, torch.nn.ConvTranspose2d) for layer in decoder.modules()) == 3
 
@@ -134,16 +134,22 @@ def test_a_large_dense_layer_is_made_of_two_small_ones() -> None:
 
 def test_as_many_features_as_pixels_are_taken_for_a_picture() -> None:
     here = halves()
-    decoder = learn(here.own.flatten(1), here.own, QUICK, Stream(1))
-    guesses, mean = decode(decoder, here.attacked.flatten(1)), here.own.mean(0).expand_as(here.attacked)
-    assert float(l2(guesses, here.attacked).mean()) < float(l2(mean, here.attacked).mean()) / 2
+    decoder = train_decoder(here.attacker_images.flatten(1), here.attacker_images, QUICK, Stream(1))
+    guesses, mean = (
+        decode_features(decoder, here.target_images.flatten(1)),
+        here.attacker_images.mean(0).expand_as(here.target_images),
+    )
+    assert (
+        float(rms_distance(guesses, here.target_images).mean())
+        < float(rms_distance(mean, here.target_images).mean()) / 2
+    )
 
 
 def test_early_features_leak_and_noise_stops_it() -> None:
     found = early().findings
     assert found.features == (8, 4, 4)
     here, extractor = halves(), cut_after(trained(), 1).extractor
-    lengths = sorted(float(extractor(here.seen(image[None])).detach().norm()) for image in here.attacked)
+    lengths = sorted(float(extractor(here.normalise(image[None])).detach().norm()) for image in here.target_images)
     assert lengths[len(lengths) // 2 - 1] - 1e-4 <= found.length <= lengths[len(lengths) // 2] + 1e-4
     assert found.leaks["decoder"]
     assert not found.leaks["protected"]
@@ -174,7 +180,7 @@ def test_features_that_say_nothing_leak_nothing() -> None:
 def test_a_guess_does_not_depend_on_who_else_is_attacked() -> None:
     """So nothing was learnt from attacked images; and the seed decides everything."""
     here = halves()
-    fewer = replace(here, attacked=here.attacked[:20], labels=here.labels[:20])
+    fewer = replace(here, target_images=here.target_images[:20], target_labels=here.target_labels[:20])
     whole, part, again = early(), attack(1, fewer), attack(1, fewer)
     for name in ("decoder", "untrained", "nearest", "mean"):
         torch.testing.assert_close(whole.guesses[name][:20], part.guesses[name])
@@ -185,7 +191,7 @@ def test_noise_is_that_of_the_release_and_fresh_for_every_stream() -> None:
     given = torch.randn(200, 6, 3, 3, generator=Stream(1).generator()) * 10
     clip, noise = 2.0, 0.5
     exact, one, other = (
-        clipped_and_noised(clip, sigma)(given, Stream(seed)) for sigma, seed in ((0.0, 1), (noise, 1), (noise, 2))
+        clip_and_noise(clip, sigma)(given, Stream(seed)) for sigma, seed in ((0.0, 1), (noise, 1), (noise, 2))
     )
     assert float(exact.flatten(1).norm(dim=1).max()) <= clip * (1 + 1e-6)
     assert float((one - exact).std()) == pytest.approx(noise * clip, rel=0.05)
@@ -197,23 +203,32 @@ def test_a_leak_is_a_difference_beyond_chance() -> None:
     level = torch.linspace(0.3, 0.5, 50, dtype=torch.float64)
     tilt = torch.linspace(-0.1, 0.1, 50, dtype=torch.float64)
     same = (level, level)
-    assert not leaks("decoder", {"decoder": same, "mean": same, "nearest": same}, 1 / 50)
-    assert leaks("decoder", {"decoder": (level + 0.1, level), "mean": same, "nearest": same}, 1 / 50)
-    assert leaks("decoder", {"decoder": (level, level - 0.1), "mean": same, "nearest": same}, 1 / 50)
-    assert not leaks("decoder", {"decoder": (level + tilt + 0.01, level), "mean": same, "nearest": same}, 1 / 50)
+    assert not does_leak("decoder", {"decoder": same, "mean": same, "nearest": same}, 1 / 50)
+    assert does_leak("decoder", {"decoder": (level + 0.1, level), "mean": same, "nearest": same}, 1 / 50)
+    assert does_leak("decoder", {"decoder": (level, level - 0.1), "mean": same, "nearest": same}, 1 / 50)
+    assert not does_leak("decoder", {"decoder": (level + tilt + 0.01, level), "mean": same, "nearest": same}, 1 / 50)
     better = (level + 0.2, level - 0.2)
-    assert not leaks("decoder", {"decoder": (level + 0.1, level - 0.1), "mean": same, "nearest": better}, 1 / 50)
+    assert not does_leak("decoder", {"decoder": (level + 0.1, level - 0.1), "mean": same, "nearest": better}, 1 / 50)
     blurred = {"decoder": same, "mean": same, "nearest": same}
-    assert [leaks("decoder", blurred, count / 50) for count in (0, 1, 4, 5, 50)] == [False, False, False, True, True]
+    assert [does_leak("decoder", blurred, count / 50) for count in (0, 1, 4, 5, 50)] == [
+        False,
+        False,
+        False,
+        True,
+        True,
+    ]
 
 
 def test_means_over_sites_and_pictures_from_best_to_worst() -> None:
     one = early().findings.guesses
-    assert mean_figures([one, one]) == one
-    assert spread(torch.tensor([0.1, 0.9, 0.5, 0.3]), 3).tolist() in ([1, 2, 0], [1, 3, 0])
-    assert spread(torch.tensor([0.1, 0.9])).tolist() == [1, 0]
+    assert mean_scores([one, one]) == one
+    assert select_spread(torch.tensor([0.1, 0.9, 0.5, 0.3]), 3).tolist() in ([1, 2, 0], [1, 3, 0])
+    assert select_spread(torch.tensor([0.1, 0.9])).tolist() == [1, 0]
 
 
 def test_features_are_those_of_the_network_in_evaluation() -> None:
     module, here = trained(), halves()
-    torch.testing.assert_close(features(module.extractor, here.seen, here.own), module.extractor(here.seen(here.own)))
+    torch.testing.assert_close(
+        extract_features(module.extractor, here.normalise, here.attacker_images),
+        module.extractor(here.normalise(here.attacker_images)),
+    )

@@ -31,9 +31,9 @@ consortium: FederatedDataset | None = None
 def main() -> None:
     global consortium
     torch.set_num_threads(1)
-    recipe = Recipe.of(json.loads(sys.argv[1]))
+    recipe = Recipe.from_values(json.loads(sys.argv[1]))
     consortium = load_sites(recipe)
-    run(recipe, consortium=consortium)  # whatever PyTorch loads at first use
+    run(recipe, dataset=consortium)  # whatever PyTorch loads at first use
     serve(start=start, wait=wait)
 
 
@@ -59,12 +59,12 @@ def play(
 ) -> int:
     """A child's whole life. What stops it, if it has a sentence, goes into `report`."""
     if fault:
-        failpoints.arm(*fault)
+        failpoints.arm_failpoint(*fault)
     if file_limit:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (file_limit, resource.RLIM_INFINITY))
     try:
-        run(Recipe.of(recipe), folder, watch=ACTS[act](), consortium=consortium)
+        run(Recipe.from_values(recipe), folder, watch=ACTS[act](), dataset=consortium)
     except PolyclinicError as error:
         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
         Path(report).write_text(json.dumps({"error": type(error).__name__, "sentence": str(error)}))

@@ -23,7 +23,7 @@ from tests.crash.runs import KILLED, RECIPES, Driver, assert_same_end, ledger_ro
 
 Whole = Callable[[str], Path]
 PER_SITE = {"site-received", "site-evaluated", "site-trained", "memory-half-written", "memory-saved", "reply-accepted"}
-SNAPSHOT = {point for point in failpoints.POINTS if point.startswith("snapshot")}
+SNAPSHOT = {point for point in failpoints.FAILPOINTS if point.startswith("snapshot")}
 AT_THE_END = {"finished", "evaluated", "model-written", "result-written"}
 
 
@@ -35,7 +35,7 @@ def mid_run(point: str) -> int:
 
 
 @pytest.mark.parametrize("name", ["scaffold", "single"])
-@pytest.mark.parametrize("point", failpoints.POINTS)
+@pytest.mark.parametrize("point", failpoints.FAILPOINTS)
 def test_killed_at_a_fault_point(driver: Driver, whole: Whole, place: Path, name: str, point: str) -> None:
     wanted, folder = whole(name), place / "run"
     assert driver.run(RECIPES[name], folder, fault=(point, mid_run(point))).code == KILLED
@@ -46,7 +46,7 @@ def test_killed_at_a_fault_point(driver: Driver, whole: Whole, place: Path, name
 
 @pytest.mark.heavy
 @pytest.mark.parametrize("name", ["scaffold", "single"])
-@pytest.mark.parametrize("point", failpoints.POINTS)
+@pytest.mark.parametrize("point", failpoints.FAILPOINTS)
 def test_killed_every_time_a_fault_point_is_reached(
     driver: Driver, whole: Whole, place: Path, name: str, point: str
 ) -> None:
@@ -66,7 +66,7 @@ def test_killed_every_time_a_fault_point_is_reached(
 def test_killed_at_one_point_after_another(driver: Driver, whole: Whole, place: Path) -> None:
     """Each resume is killed in its turn: what a resume does must be as safe as the first run."""
     folder, deaths = place / "run", []
-    for point in failpoints.POINTS:
+    for point in failpoints.FAILPOINTS:
         deaths.append(driver.run(RECIPES["scaffold"], folder, fault=(point, 1)).code)
     assert set(deaths) <= {KILLED, 0}
     assert deaths.count(KILLED) >= 12
@@ -139,9 +139,9 @@ def test_what_a_crash_cost_is_counted(driver: Driver, whole: Whole, place: Path)
 def test_every_point_is_in_the_source_and_every_place_has_a_name() -> None:
     files = Path(polyclinic.__file__).parent.rglob("*.py")
     source = "\n".join(path.read_text() for path in files if path.name != "faults.py")
-    assert len(failpoints.POINTS) >= 12
-    assert set(re.findall(r'\breach\("([a-z-]+)"\)', source)) <= set(failpoints.POINTS)
-    assert [point for point in failpoints.POINTS if f'"{point}"' not in source] == []
+    assert len(failpoints.FAILPOINTS) >= 12
+    assert set(re.findall(r'\breach\("([a-z-]+)"\)', source)) <= set(failpoints.FAILPOINTS)
+    assert [point for point in failpoints.FAILPOINTS if f'"{point}"' not in source] == []
 
 
 def test_the_environment_variable_arms_a_point() -> None:
@@ -163,4 +163,4 @@ def test_the_environment_variable_arms_a_point() -> None:
 
 def test_a_misspelt_point_is_an_error() -> None:
     with pytest.raises(ValueError, match="no fault point 'finish'; there are: round-begun, "):
-        failpoints.arm("finish")
+        failpoints.arm_failpoint("finish")

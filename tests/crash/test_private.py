@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from polyclinic.privacy.accounting import Spend, epsilon
-from polyclinic.runs.experiment import finished
+from polyclinic.runs.experiment import read_result
 from polyclinic.storage.run_files import Ledger
 from tests.crash.runs import KILLED, RECIPES, Driver, summary
 
@@ -30,7 +30,7 @@ def test_killed_many_times_between_charge_and_release(driver: Driver, place: Pat
     for site in {site for sites in once.values() for site in sites}:
         spends = [Spend(*spend) for sites in once.values() for spend in sites.get(site, [])]
         assert paid >= epsilon(spends, 1e-4) > 0
-    assert finished(folder).summary["rounds"] == 4
+    assert read_result(folder).summary["rounds"] == 4
 
 
 def test_killed_and_resumed_the_noise_is_the_same(driver: Driver, place: Path) -> None:

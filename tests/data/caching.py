@@ -10,11 +10,11 @@ import numpy as np
 from PIL import Image
 from torch import Tensor
 
-from polyclinic.data.loading.cache import Pixels, cached
+from polyclinic.data.loading.cache import Pixels, load_cached
 from polyclinic.data.loading.options import Preparation
-from polyclinic.data.loading.preprocess import prepare
+from polyclinic.data.loading.preprocess import preprocess_image
 from polyclinic.data.records import Record
-from polyclinic.data.sources.decode import decode, decode_rows
+from polyclinic.data.sources.decode import decode_image, decode_rows
 
 SMALL = Preparation(size=8, channels=1)
 
@@ -32,12 +32,12 @@ def drawn(folder: Path, count: int) -> list[Record]:
 def anew(records: Sequence[Record], preparation: Preparation) -> Pixels:
     """Every image decoded and prepared now."""
     decoded = [
-        decode(record.path, preparation.bits).pixels
+        decode_image(record.path, preparation.bits).pixels
         if record.row is None
         else decode_rows(record.path, record.array, [record.row])[0]
         for record in records
     ]
-    return np.stack([prepare(pixels, preparation) for pixels in decoded])
+    return np.stack([preprocess_image(pixels, preparation) for pixels in decoded])
 
 
 @dataclass
@@ -49,7 +49,7 @@ class Asked:
     decoded: int = field(default=0, init=False)
 
     def __call__(self) -> Tensor:
-        return cached(self.records, self.preparation, self.fill)
+        return load_cached(self.records, self.preparation, self.fill)
 
     def fill(self, pixels: Pixels) -> None:
         self.decoded += 1

@@ -11,7 +11,7 @@ from PIL import Image
 
 from polyclinic.core.contract import Stream
 from polyclinic.data.examples import Collection
-from polyclinic.data.loading.load import load
+from polyclinic.data.loading.load import load_collection
 from polyclinic.data.loading.options import ImageOptions
 from polyclinic.data.records import Listing
 from polyclinic.data.sources.table import read_table
@@ -44,4 +44,4 @@ def listed(folder: Path, rows: Rows, classes: tuple[str, ...] | None = None) -> 
 
 
 def loaded(listing: Listing, seed: int = 0, **options: Any) -> Collection:
-    return load(listing, OPTIONS.model_copy(update=options), Stream(seed))
+    return load_collection(listing, OPTIONS.model_copy(update=options), Stream(seed))

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw
 
-from polyclinic.data.check import Checked, check
+from polyclinic.data.check import CheckResult, check_listing
 from polyclinic.data.findings import Level
 from polyclinic.data.partitioning.dry_run import UNDIVIDED
 from polyclinic.data.records import Listing, Record
@@ -84,8 +84,8 @@ class Bench:
         labels = tuple(sorted({record.label for record in self.records} - {""}))
         return Listing("bench", self.folder, tuple(self.records), **{"classes": labels} | self.options)
 
-    def check(self) -> Checked:
-        return check(self.listing(), workers=2)
+    def check(self) -> CheckResult:
+        return check_listing(self.listing(), workers=2)
 
 
 Plant = Callable[[Bench], list[int] | None]

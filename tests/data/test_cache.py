@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from polyclinic.core.errors import DataError, StoreError
-from polyclinic.data.loading.cache import VARIABLE, Pixels, cache_folder, cached
+from polyclinic.data.loading.cache import VARIABLE, Pixels, cache_folder, load_cached
 from polyclinic.data.loading.options import Preparation
 from polyclinic.data.records import Record
 from tests.data.caching import SMALL, Asked, the_set
@@ -183,7 +183,7 @@ def test_a_failing_decoder_leaves_nothing(home: Path, records: list[Record], err
         raise error
 
     with pytest.raises(type(error)) as caught:
-        cached(records, SMALL, fail)
+        load_cached(records, SMALL, fail)
     assert caught.value is error
     assert [path.suffix for path in home.rglob("*")] == [".lock"]
     assert Asked(records).is_right()

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from polyclinic.core.errors import StoreError
-from polyclinic.data.loading.cache import VARIABLE, Pixels, cached
+from polyclinic.data.loading.cache import VARIABLE, Pixels, load_cached
 from polyclinic.data.loading.options import Preparation
 from polyclinic.data.records import Record
 from tests.data.caching import SMALL, Asked, anew
@@ -86,7 +86,7 @@ def decode_slowly(home: Path, records: list[Record], told: Path) -> None:
             time.sleep(0.1)
             pixels[row] = image
 
-    got = cached(records, SMALL, fill).numpy()
+    got = load_cached(records, SMALL, fill).numpy()
     (told / f"{os.getpid()}.sum").write_text(hashlib.sha256(got.tobytes()).hexdigest())
 
 
@@ -99,7 +99,7 @@ def decode_for_ever(home: Path, records: list[Record], told: Path) -> None:
         (told / "half").touch()
         time.sleep(600)
 
-    cached(records, SMALL, fill)
+    load_cached(records, SMALL, fill)
 
 
 def fill_disk_then_decode(home: Path, records: list[Record], told: Path) -> None:
@@ -111,7 +111,7 @@ def fill_disk_then_decode(home: Path, records: list[Record], told: Path) -> None
         (home / "others").write_bytes(b"x" * max(0, room))
         pixels[:] = anew(records, preparation)
 
-    right = np.array_equal(cached(records, preparation, fill).numpy(), anew(records, preparation))
+    right = np.array_equal(load_cached(records, preparation, fill).numpy(), anew(records, preparation))
     (told / "told").write_text("right" if right else "wrong")
 
 

@@ -11,11 +11,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from polyclinic.data.check import Checked, check
+from polyclinic.data.check import CheckResult, check_listing
 from polyclinic.data.findings import Finding
 from polyclinic.data.quality.labels import label_findings
-from polyclinic.data.quality.near_duplicates import near_groups
-from polyclinic.data.quality.people import association, people_findings
+from polyclinic.data.quality.near_duplicates import group_near_duplicates
+from polyclinic.data.quality.people import cohort_findings, measure_association
 from polyclinic.data.records import Listing, Record
 from polyclinic.data.sources.npz import read_npz
 from polyclinic.data.sources.table import Columns, read_table
@@ -58,20 +58,20 @@ def bench(records: list[Record], crops: dict[str, list[Bytes]], tmp_path: Path) 
 
 
 @pytest.fixture(scope="session")
-def clean(records: list[Record], crops: dict[str, list[Bytes]]) -> Checked:
+def clean(records: list[Record], crops: dict[str, list[Bytes]]) -> CheckResult:
     return Bench(list(records), crops, Path()).check()
 
 
-def kinds(checked: Checked) -> set[str]:
+def kinds(checked: CheckResult) -> set[str]:
     return {finding.kind for finding in checked.findings}
 
 
-def the(checked: Checked, kind: str) -> Finding:
+def the(checked: CheckResult, kind: str) -> Finding:
     (found,) = [finding for finding in checked.findings if finding.kind == kind]
     return found
 
 
-def test_clean_set_is_clean(clean: Checked) -> None:
+def test_clean_set_is_clean(clean: CheckResult) -> None:
     assert kinds(clean) == NOTES
     assert clean.may_train
     assert clean.images == 120
@@ -80,7 +80,7 @@ def test_clean_set_is_clean(clean: Checked) -> None:
 
 
 @pytest.mark.parametrize("name", PLANTS)
-def test_planted_fault_is_found_alone(name: str, bench: Bench, clean: Checked) -> None:
+def test_planted_fault_is_found_alone(name: str, bench: Bench, clean: CheckResult) -> None:
     plant, kind, level, count, also = PLANTS[name]
     expected = plant(bench)
     checked = bench.check()
@@ -193,7 +193,7 @@ def test_json_says_it_all(bench: Bench) -> None:
         Finding(**{**finding, "where": tuple(finding["where"]), "positions": tuple(finding["positions"])})
         for finding in read["findings"]
     )
-    assert Checked(read["name"], read["images"], read["classes"], read["sites"], again) == checked
+    assert CheckResult(read["name"], read["images"], read["classes"], read["sites"], again) == checked
     assert [finding.stops for finding in again] == sorted((f.stops for f in again), reverse=True)
 
 
@@ -201,8 +201,8 @@ def test_workers_change_nothing_and_progress_is_told(bench: Bench) -> None:
     planted.copied(bench)
     planted.unreadable(bench)
     told: list[tuple[int, int]] = []
-    one = check(bench.listing(), workers=1, report=lambda done, total: told.append((done, total)))
-    assert one == check(bench.listing(), workers=5) == check(bench.listing())
+    one = check_listing(bench.listing(), workers=1, progress=lambda done, total: told.append((done, total)))
+    assert one == check_listing(bench.listing(), workers=5) == check_listing(bench.listing())
     assert told[-1] == (120, 120)
     assert [done for done, _ in told] == sorted(done for done, _ in told)
 
@@ -211,14 +211,14 @@ def test_array_of_images(crops: dict[str, list[Bytes]], tmp_path: Path) -> None:
     images = np.stack(crops["city"][:100])
     images[7], images[60] = images[3], 9
     np.savez(tmp_path / "set.npz", train_images=images, train_labels=np.arange(100) % 2)
-    checked = check(read_npz(tmp_path / "set.npz", name="array"))
+    checked = check_listing(read_npz(tmp_path / "set.npz", name="array"))
     assert kinds(checked) == {"duplicate image", "blank image", "no patients"}
     assert the(checked, "duplicate image").positions == (3, 7)
     assert the(checked, "blank image").where == ("train_images row 60",)
 
 
 def test_empty_listing_is_no_training_set(tmp_path: Path) -> None:
-    checked = check(Listing("nothing", tmp_path, (), ()))
+    checked = check_listing(Listing("nothing", tmp_path, (), ()))
     assert kinds(checked) == {"too few images"}
     assert not checked.may_train
 
@@ -236,21 +236,21 @@ def test_copies_stand_out_from_a_crowd_that_looks_alike(contrast: float) -> None
     flat = shown.reshape(800, -1).astype(np.float64)
     r = np.corrcoef(flat) - np.eye(800)
     assert np.median(r.max(axis=1)) > 0.99
-    assert near_groups(dict(enumerate(shown))) == [[17, 400]]
+    assert group_near_duplicates(dict(enumerate(shown))) == [[17, 400]]
     backwards = dict(reversed(list(enumerate(shown))))
-    assert [sorted(group) for group in near_groups(backwards)] == [[17, 400]]
+    assert [sorted(group) for group in group_near_duplicates(backwards)] == [[17, 400]]
 
 
 def test_association_in_closed_form() -> None:
     rng = np.random.default_rng(0)
-    assert association(np.array([[300, 0], [0, 700]])).v == pytest.approx(1, abs=0.002)
-    halves = association(np.array([[400, 100], [100, 400]]))
+    assert measure_association(np.array([[300, 0], [0, 700]])).v == pytest.approx(1, abs=0.002)
+    halves = measure_association(np.array([[400, 100], [100, 400]]))
     assert halves.v == pytest.approx(0.6, abs=0.002)
     assert (halves.guessed, halves.commonest) == (0.8, 0.5)
-    same = association(np.array([[30, 60, 90], [10, 20, 30]]))
+    same = measure_association(np.array([[30, 60, 90], [10, 20, 30]]))
     assert same.v == 0
     assert same.p == pytest.approx(1)
-    independent = [association(rng.multinomial(200, np.full(12, 1 / 12)).reshape(3, 4)) for _ in range(200)]
+    independent = [measure_association(rng.multinomial(200, np.full(12, 1 / 12)).reshape(3, 4)) for _ in range(200)]
     assert np.mean([found.v for found in independent]) < 0.06, "without the correction it would be 0.12"
     assert np.mean([found.p < 0.05 for found in independent]) == pytest.approx(0.05, abs=0.05)
 
@@ -273,7 +273,7 @@ def named(listing: Listing, finding: Finding) -> set[str]:
 @real
 def test_busi_has_one_image_under_two_labels() -> None:
     listing = table("busi")
-    checked = check(listing)
+    checked = check_listing(listing)
     assert named(listing, the(checked, "duplicate with another label")) == {"benign_433", "malignant_145"}
     assert not checked.may_train
     assert {"benign_399", "malignant_093"} <= named(listing, the(checked, "near duplicate with another label"))
@@ -281,7 +281,7 @@ def test_busi_has_one_image_under_two_labels() -> None:
 
 @real
 def test_mias_is_clean_and_has_pairs() -> None:
-    checked = check(table("mias", patient="patient_pair"))
+    checked = check_listing(table("mias", patient="patient_pair"))
     assert kinds(checked) == {"patients with several images"}
     assert the(checked, "patients with several images").count == 161
 
@@ -290,23 +290,23 @@ def test_mias_is_clean_and_has_pairs() -> None:
 def test_office_caltech_has_18_groups_of_duplicates() -> None:
     listing = table("office_caltech10")
     part = replace(listing, records=tuple(r for r in listing.records if r.site == "amazon" or r.label == "bike"))
-    found = the(check(part), "duplicate image")
+    found = the(check_listing(part), "duplicate image")
     assert (found.count, len(found.positions)) == (18, 44)
 
 
 @real
 def test_covid_labels_follow_sites_and_those_of_other_sets_do_not() -> None:
-    checked = check(table("covid_cxr"))
+    checked = check_listing(table("covid_cxr"))
     assert "Cramér's V 0.48" in the(checked, "label follows site").sentence
     assert checked.may_train
     assert the(checked, "near duplicate").count == 13
     for name in ("ddsm_views", "deepdrid", "office_caltech10"):
-        assert "label follows site" not in {finding.kind for finding in people_findings(table(name))}, name
+        assert "label follows site" not in {finding.kind for finding in cohort_findings(table(name))}, name
 
 
 @real
 def test_ddsm_split_leaks_patients_and_deepdrid_has_ungradable_ones() -> None:
-    leak = {finding.kind: finding for finding in people_findings(table("ddsm_views"))}["patient in two parts"]
+    leak = {finding.kind: finding for finding in cohort_findings(table("ddsm_views"))}["patient in two parts"]
     assert leak.stops
     assert leak.count > 400
     listing = replace(table("deepdrid"), classes=tuple("01234"), declared=True)
@@ -316,7 +316,7 @@ def test_ddsm_split_leaks_patients_and_deepdrid_has_ungradable_ones() -> None:
 
 @real
 def test_breakhis_sample_is_too_small() -> None:
-    assert the(check(table("breakhis_sample")), "too few images").count == 12
+    assert the(check_listing(table("breakhis_sample")), "too few images").count == 12
 
 
 @real
@@ -325,7 +325,7 @@ def test_pneumoniamnist_has_true_duplicates_and_nothing_else() -> None:
     if not file.is_file():
         pytest.skip("POLYCLINIC_DATA has no pneumoniamnist")
     listing = read_npz(file, name="pneumoniamnist", label_names=("normal", "pneumonia"))
-    checked = check(listing)
+    checked = check_listing(listing)
     assert kinds(checked) == {"duplicate image", "no patients"}
     arrays = np.load(file)
     rows = [listing.records[position] for position in the(checked, "duplicate image").positions]

@@ -13,9 +13,9 @@ from sklearn.datasets import load_digits
 
 from polyclinic.core.contract import Stream
 from polyclinic.core.errors import DataError, RecipeError
-from polyclinic.data import DATASETS, Collection, Fractions, data_folder, federate
-from polyclinic.data.builtin.digits import DigitsOptions, digits
-from polyclinic.data.datasets.mnist.dataset import MnistOptions, mnist
+from polyclinic.data import DATASETS, Collection, Fractions, build_site_data, data_folder
+from polyclinic.data.builtin.digits import DigitsOptions, load_digit_images
+from polyclinic.data.datasets.mnist.dataset import MnistOptions, load_mnist
 from polyclinic.data.partitioning.partition import Iid
 
 PUBLISHED = [5923, 6742, 5958, 6131, 5842, 5421, 5918, 6265, 5851, 5949]
@@ -29,7 +29,7 @@ def test_sets_that_need_no_files_load_and_federate(name: str) -> None:
     assert data.classes == dataset.classes
     assert len(data.images) == len(data.labels) == len(data.patients)
     assert set(data.labels.tolist()) == set(range(len(data.classes)))
-    assert len(federate(data, Iid(sites=4), Fractions(), Stream(0))) == 4
+    assert len(build_site_data(data, Iid(sites=4), Fractions(), Stream(0))) == 4
 
 
 PARTS = [{"set": "busi", "site": "a", "task": {}}, {"set": "mias", "site": "b", "task": {}}]
@@ -57,14 +57,14 @@ def test_every_set_says_what_it_is_and_under_which_terms(name: str) -> None:
 
 
 def test_digits_are_scikit_learns() -> None:
-    data, theirs = digits(DigitsOptions(), Stream(0)), load_digits()
+    data, theirs = load_digit_images(DigitsOptions(), Stream(0)), load_digits()
     assert np.abs(data.images[:, 0].numpy() / 255 - theirs.images / 16).max() < 0.5 / 255 + 1e-9
     assert data.labels.tolist() == theirs.target.tolist()
     assert len(set(data.patients)) == len(data) == 1797
 
 
 def test_resized_digits_keep_their_brightness() -> None:
-    plain, large = (digits(DigitsOptions(size=size), Stream(0)).images.float() for size in (8, 32))
+    plain, large = (load_digit_images(DigitsOptions(size=size), Stream(0)).images.float() for size in (8, 32))
     assert large.shape == (1797, 1, 32, 32)
     assert torch.allclose(large.mean((1, 2, 3)), plain.mean((1, 2, 3)), atol=8)
 
@@ -81,7 +81,7 @@ def test_the_data_folder_is_the_argument_or_the_environment(tmp_path: Path, monk
 def test_a_missing_data_folder_says_how_to_set_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("POLYCLINIC_DATA", raising=False)
     with pytest.raises(DataError, match="give --data DIR or set POLYCLINIC_DATA"):
-        mnist(MnistOptions(), Stream(0))
+        load_mnist(MnistOptions(), Stream(0))
 
 
 def idx(array: np.ndarray) -> bytes:
@@ -102,7 +102,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def loaded(folder: Path, limit: int | None = None, seed: int = 0) -> Collection:
-    return mnist(MnistOptions(limit=limit), Stream(seed), folder)
+    return load_mnist(MnistOptions(limit=limit), Stream(seed), folder)
 
 
 def test_idx_files_are_read_as_written(folder: Path) -> None:

@@ -24,12 +24,26 @@ from polyclinic.algorithms import ALGORITHMS
 from polyclinic.core.contract import Stream
 from polyclinic.core.errors import DataError
 from polyclinic.data import Images
-from polyclinic.data.builtin.phantom import Hospital, PhantomOptions, phantom
+from polyclinic.data.builtin.phantom import PhantomOptions, PhantomSite, generate_phantom
 from polyclinic.data.heterogeneity import feature_shift
-from polyclinic.data.heterogeneity.advice import FOR_DOMAINS, FOR_LABELS, FOR_SCANNERS, FOR_SIZES, LABELS, advise
-from polyclinic.data.heterogeneity.measure import PER_SITE, Diagnosis, diagnose, jensen_shannon, label_skew, lines
+from polyclinic.data.heterogeneity.advice import (
+    FOR_DOMAINS,
+    FOR_LABELS,
+    FOR_SCANNERS,
+    FOR_SIZES,
+    LABELS,
+    recommend_methods,
+)
+from polyclinic.data.heterogeneity.measure import (
+    PER_SITE,
+    Diagnosis,
+    diagnose_sites,
+    format_diagnosis,
+    jensen_shannon,
+    measure_label_skew,
+)
 from polyclinic.data.patients import Indices
-from polyclinic.reporting.heterogeneity_figure import draw_diagnosis, picture
+from polyclinic.reporting.heterogeneity_figure import build_figure, draw_diagnosis
 
 CLASSES = ("benign", "malignant")
 
@@ -47,7 +61,7 @@ def site(seed: int, share: float = 0.5, patients: int = 40, gain: float = 1.0, o
 
 def diagnosed(*sites: Images, seed: int = 0, features: feature_shift.Features | None = None) -> Diagnosis:
     named = {f"clinic-{number}": examples for number, examples in enumerate(sites)}
-    return diagnose(named, CLASSES, Stream(seed), features)
+    return diagnose_sites(named, CLASSES, Stream(seed), features)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -110,21 +124,21 @@ def labelled(seed: int) -> tuple[Indices, Indices]:
 
 
 def test_without_label_skew_p_is_uniform_and_the_expectation_right() -> None:
-    found = [label_skew(*labelled(seed), Stream(seed)) for seed in range(100)]
+    found = [measure_label_skew(*labelled(seed), Stream(seed)) for seed in range(100)]
     assert stats.kstest([one.p for one in found], "uniform").pvalue > 0.01
     observed = np.array([one.observed for one in found])
     assert abs(observed.mean() - np.mean([one.expected for one in found])) < 4 * observed.std() / 10
 
 
 def test_label_skew_of_disjoint_sites_is_certain() -> None:
-    skew = label_skew(np.repeat(np.eye(2, dtype=np.int64), 20, axis=0), np.repeat([0, 1], 20), Stream(0))
+    skew = measure_label_skew(np.repeat(np.eye(2, dtype=np.int64), 20, axis=0), np.repeat([0, 1], 20), Stream(0))
     assert skew.observed == pytest.approx(float(jensen_shannon(np.array([1, 0]), np.array([1, 1]))))
     assert skew.p == 1 / 501
 
 
 def test_alike_sites_need_nothing_but_averaging(alike: Diagnosis) -> None:
     assert set(strengths(alike).values()) == {"none"}
-    assert "FedAvg." in " ".join(lines(alike))
+    assert "FedAvg." in " ".join(format_diagnosis(alike))
     assert alike.domain is not None
     assert alike.domain.accuracy == pytest.approx(1 / 3, abs=0.12)
     assert all(pair.holm is not None and pair.holm > 0.05 for pair in alike.pairs)
@@ -152,12 +166,12 @@ def test_skewed_labels_are_not_mistaken_for_a_shift(skewed: Diagnosis) -> None:
 @pytest.mark.parametrize(("vendors", "expected"), [(("film", "film"), "none"), (("film", "silicon"), "strong")])
 def test_drawn_mammograms(vendors: tuple[str, str], expected: str) -> None:
     hospitals = tuple(
-        Hospital(name=f"h{number}", vendor=vendor, patients=60, malignant=share)
+        PhantomSite(name=f"h{number}", vendor=vendor, patients=60, malignant=share)
         for number, (vendor, share) in enumerate(zip(vendors, (0.2, 0.8), strict=True))
     )
-    drawn = phantom(PhantomOptions(size=32, hospitals=hospitals), Stream(0))
+    drawn = generate_phantom(PhantomOptions(size=32, hospitals=hospitals), Stream(0))
     rows = [torch.tensor([name == f"h{number}" for name in drawn.sites or ()]).nonzero()[:, 0] for number in range(2)]
-    found = strengths(diagnosed(*(drawn.examples().subset(index) for index in rows)))
+    found = strengths(diagnosed(*(drawn.to_images().subset(index) for index in rows)))
     assert found["label skew"] == "strong"
     assert found["feature shift"] == expected
 
@@ -193,8 +207,8 @@ def test_the_stream_decides_and_the_order_of_sites_does_not(scanners: Diagnosis)
         "clinic-1": site(2, gain=1.6, offset=1.0),
         "clinic-0": site(1),
     }
-    assert diagnose(named, CLASSES, Stream(0)) == scanners
-    assert diagnose(named, CLASSES, Stream(1)) != scanners
+    assert diagnose_sites(named, CLASSES, Stream(0)) == scanners
+    assert diagnose_sites(named, CLASSES, Stream(1)) != scanners
 
 
 def test_large_sites_are_sampled_by_whole_patients() -> None:
@@ -234,12 +248,12 @@ LONELY = replace(site(4, patients=4), patients=("Smith",) * len(site(4, patients
 def test_whatever_the_data_the_answer_is_json_and_sentences(sites: tuple[Images, Images]) -> None:
     found = diagnosed(*sites)
     assert json.loads(json.dumps(found.as_json(), allow_nan=False))["classes"] == list(CLASSES)
-    assert all(not line[0].islower() and line.endswith(".") for line in lines(found))
+    assert all(not line[0].islower() and line.endswith(".") for line in format_diagnosis(found))
     assert strengths(found)["feature shift"] == "none"
 
 
 def test_no_patient_is_named(skewed: Diagnosis) -> None:
-    assert "Smith" not in json.dumps(skewed.as_json()) + " ".join(lines(skewed))
+    assert "Smith" not in json.dumps(skewed.as_json()) + " ".join(format_diagnosis(skewed))
 
 
 def test_every_method_that_is_suggested_can_be_run() -> None:
@@ -265,7 +279,7 @@ def test_a_strong_shift_suggests_what_our_own_results_bear_out(scanners: Diagnos
 
 @pytest.mark.parametrize(("value", "told"), [(1.0, "1.0"), (12.34, "12.3"), (1000.0, "1,000"), (12345.6, "12,346")])
 def test_ratios_are_told_as_people_write_them(value: float, told: str, skewed: Diagnosis) -> None:
-    (sizes,) = [advice for advice in advise(replace(skewed, size_ratio=value)) if advice.kind == "size skew"]
+    (sizes,) = [advice for advice in recommend_methods(replace(skewed, size_ratio=value)) if advice.kind == "size skew"]
     assert f"the largest has {told} times" in sizes.sentence
     shown = texts(replace(skewed, size_ratio=value))
     assert any(f"largest : smallest = {told})" in text for text in shown)
@@ -273,13 +287,13 @@ def test_ratios_are_told_as_people_write_them(value: float, told: str, skewed: D
 
 def texts(diagnosis: Diagnosis) -> list[str]:
     """All that the picture says in words."""
-    return [text.get_text() for text in picture(diagnosis, "x").findobj(Text) if isinstance(text, Text)]
+    return [text.get_text() for text in build_figure(diagnosis, "x").findobj(Text) if isinstance(text, Text)]
 
 
 def test_the_grey_cells_are_explained_and_all_words_fit(tmp_path: Path) -> None:
     found = diagnosed(site(1, patients=14), site(2, patients=14, share=0.0))
     assert found.domain is not None
-    assert not found.domain.trusted
+    assert not found.domain.is_trusted
     assert any("grey: the same site, or no class in common" in text for text in texts(found))
     draw_diagnosis(found, tmp_path / "one.png")
     assert edges_are_white(tmp_path / "one.png")
@@ -293,7 +307,7 @@ def edges_are_white(path: Path) -> bool:
 
 
 def test_label_skew_suggests_what_is_registered(skewed: Diagnosis) -> None:
-    told = " ".join(lines(skewed))
+    told = " ".join(format_diagnosis(skewed))
     for name in ("SCAFFOLD", "FedProx", "oversampling", "Local"):
         assert name in told
 
@@ -301,15 +315,15 @@ def test_label_skew_suggests_what_is_registered(skewed: Diagnosis) -> None:
 def test_too_few_patients_are_not_trusted_and_unknown_ones_named(alike: Diagnosis) -> None:
     few_images = replace(site(3, patients=3), patients=None)
     few = diagnosed(site(1, patients=14), site(2, patients=14), few_images)
-    told = " ".join(lines(few))
+    told = " ".join(format_diagnosis(few))
     assert "cannot be trusted: it had 14 patients" in told
     assert f"leaves out site 3 ({len(few_images)} images), with fewer than 10 patients" in told
     assert f"Patients are unknown at site 3 ({len(few_images)} images)" in told
-    assert "trusted" not in " ".join(lines(alike))
+    assert "trusted" not in " ".join(format_diagnosis(alike))
 
 
 def test_shared_patients_are_counted_without_names() -> None:
-    told = " ".join(lines(diagnosed(site(1), site(1))))
+    told = " ".join(format_diagnosis(diagnosed(site(1), site(1))))
     assert "40 of the patients compared are at more than one site" in told
 
 

@@ -12,7 +12,7 @@ from polyclinic.core.contract import Stream
 from polyclinic.data.heterogeneity import feature_shift
 from polyclinic.data.heterogeneity.feature_shift import Cohort
 from polyclinic.evaluation.metrics import Floats
-from polyclinic.evaluation.statistics import holm
+from polyclinic.evaluation.statistics import correct_holm
 
 
 @pytest.fixture(autouse=True)
@@ -30,13 +30,13 @@ def cohort(seed: int, shares: tuple[float, float] = (0.3, 0.7), moved: float = 0
     features = rng.normal(size=(140, 4))[of_image] + rng.normal(size=(len(of_image), 4))
     features[:, :2] += 4 * label[of_image, None]
     features[:, 2:] += moved * of_site[of_image, None]
-    return Cohort(of_site, label, np.arange(140), of_image), feature_shift.standardised(features)
+    return Cohort(of_site, label, np.arange(140), of_image), feature_shift.standardise(features)
 
 
 def mmd(people: Cohort, features: Floats, times: int = 200) -> tuple[float, float]:
     rng = np.random.default_rng(len(features))
     kernel = feature_shift.patient_kernel(features, people)
-    found = feature_shift.discrepancy(kernel, (people.site == 0).astype(np.int64), people.label, times, rng)
+    found = feature_shift.measure_discrepancy(kernel, (people.site == 0).astype(np.int64), people.label, times, rng)
     assert found is not None
     return found
 
@@ -71,7 +71,9 @@ def test_sites_without_a_common_class_are_not_compared() -> None:
     people, features = cohort(0, shares=(0.0, 1.0))
     rng = np.random.default_rng(0)
     assert (
-        feature_shift.discrepancy(feature_shift.patient_kernel(features, people), people.site, people.label, 200, rng)
+        feature_shift.measure_discrepancy(
+            feature_shift.patient_kernel(features, people), people.site, people.label, 200, rng
+        )
         is None
     )
 
@@ -86,8 +88,8 @@ def test_a_patient_counts_once_however_many_images_there_are() -> None:
     assert kernel[np.argmax(sizes), np.argmin(sizes)] == pytest.approx(images[np.ix_(first, second)].mean())
 
 
-def domain(people: Cohort, features: Floats, seed: int = 0) -> feature_shift.Domain:
-    found = feature_shift.domain_classifier(features, people, ("north", "south"), Stream(seed))
+def domain(people: Cohort, features: Floats, seed: int = 0) -> feature_shift.SiteClassifierResult:
+    found = feature_shift.classify_sites(features, people, ("north", "south"), Stream(seed))
     assert found is not None
     return found
 
@@ -126,6 +128,6 @@ def test_the_domain_classifier_recognises_a_shift() -> None:
 
 
 def test_holm_is_the_textbook_example() -> None:
-    assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
-    assert holm([0.9, 0.8]) == [1, 1]
-    assert holm([]) == []
+    assert correct_holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
+    assert correct_holm([0.9, 0.8]) == [1, 1]
+    assert correct_holm([]) == []

@@ -25,7 +25,7 @@ from pydicom.uid import (
 )
 
 from polyclinic.data.sources import dicom
-from polyclinic.data.sources.decode import Decoded, UnreadableImage, decode
+from polyclinic.data.sources.decode import DecodedImage, UnreadableImage, decode_image
 from polyclinic.data.sources.dicom import read_dicom
 from tests.data.dicoms import (
     NAME,
@@ -123,7 +123,7 @@ def test_huge_pictures_are_refused_before_they_are_read(tmp_path: Path) -> None:
 
 
 def test_a_deflate_bomb_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dicom._refuse_inflating, "__defaults__", (2**22,))
+    monkeypatch.setattr(dicom._check_inflated_size, "__defaults__", (2**22,))
     path = save(tmp_path, dataset(np.zeros((4096, 4096), np.uint8), syntax=DeflatedExplicitVRLittleEndian))
     assert path.stat().st_size < 2**17
     assert "deflated" in refusal(path)
@@ -201,12 +201,12 @@ def noisy(folder: Path) -> list[Path]:
 
 def everything(found: object) -> str:
     """What an object holds, to its bytes."""
-    assert isinstance(found, Decoded)
+    assert isinstance(found, DecodedImage)
     base = found.pixels if found.pixels.base is None else np.asarray(found.pixels.base)
     return f"{found!r} {vars(found)!r} {base.tobytes().decode('latin1')}"
 
 
-@pytest.mark.parametrize("reader", [read_dicom, decode])
+@pytest.mark.parametrize("reader", [read_dicom, decode_image])
 def test_no_name_is_said_written_or_kept(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str], reader: Any
 ) -> None:
@@ -239,6 +239,6 @@ def test_these_files_would_have_talked(tmp_path: Path) -> None:
 
 
 def test_patient_tags_are_not_even_read(tmp_path: Path) -> None:
-    header = dicom._opened(save(tmp_path, dataset(RAMP)), dicom.SHAPE + dicom.RENDERING, stop_before_pixels=True)
+    header = dicom._read_tags(save(tmp_path, dataset(RAMP)), dicom.SHAPE + dicom.RENDERING, stop_before_pixels=True)
     assert not any(keyword.startswith(("Patient", "Accession")) for keyword in header.dir())
     assert NAME not in str(header)

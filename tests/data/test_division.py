@@ -10,8 +10,8 @@ import pytest
 
 from polyclinic.config.recipe import Recipe
 from polyclinic.core.errors import DataError
-from polyclinic.data.check import check
-from polyclinic.data.datasets.user_data import TableOptions, own_table
+from polyclinic.data.check import check_listing
+from polyclinic.data.datasets.user_data import TableOptions, read_user_table
 from polyclinic.data.findings import Finding
 from polyclinic.data.loading.cache import VARIABLE
 from polyclinic.data.partitioning.dry_run import UNDIVIDED, Division
@@ -49,13 +49,13 @@ def test_a_random_division_is_refused_as_in_a_run(rows: Rows, tmp_path: Path, by
     for seed in range(12):
         data: dict[str, Any] = {"name": "table", "path": str(tmp_path / "labels.csv"), "size": 8, "channels": 1}
         data |= {"limit": 20, "partition": {"by": by, "sites": 3}, "split": PARTS}
-        recipe = Recipe.of(
+        recipe = Recipe.from_values(
             {"name": "x", "rounds": 1, "seed": seed, "data": data, "model": "linear", "algorithm": "fedavg"}
         )
-        listing = own_table(TableOptions.model_validate(recipe.data.options), None)
-        division = Division(recipe.partition_of(), recipe.data.split, limit=20, seed=seed)
-        assert division.refusal(listing) == run_refusal(recipe)
-        said.add(division.refusal(listing))
+        listing = read_user_table(TableOptions.model_validate(recipe.data.options), None)
+        division = Division(recipe.build_partition(), recipe.data.split, limit=20, seed=seed)
+        assert division.find_refusal(listing) == run_refusal(recipe)
+        said.add(division.find_refusal(listing))
     assert len(said) > 1, "every seed has the same to say"
 
 
@@ -77,18 +77,18 @@ def changed(listing: Listing, positions: range | list[int], **said: Any) -> List
 def undivided(listing: Listing, monkeypatch: pytest.MonkeyPatch) -> list[Finding]:
     """What check says of the division; there are no pictures to look at."""
     monkeypatch.setattr("polyclinic.data.check.file_findings", lambda *_: [])
-    return [finding for finding in check(listing).findings if finding.kind == UNDIVIDED]
+    return [finding for finding in check_listing(listing).findings if finding.kind == UNDIVIDED]
 
 
 def test_empty_cells_are_counted_with_their_rows() -> None:
     listing = changed(made(), [3, 4, 17], site="")
-    told = Division(Natural()).refusal(listing)
+    told = Division(Natural()).find_refusal(listing)
     assert told.startswith("3 images have no site, while others have one (labels.csv row 5, 6, 19); write the site")
-    assert Division(Iid(sites=2)).refusal(listing) == ""
+    assert Division(Iid(sites=2)).find_refusal(listing) == ""
     listing = changed(changed(made(), range(60), split="train"), [3], split="")
-    told = Division(Natural()).refusal(listing)
+    told = Division(Natural()).find_refusal(listing)
     assert told.startswith("1 image has no split, while others have one (labels.csv row 5); write train, validation")
-    assert Division(Natural(), Fractions(official=False)).refusal(listing) == ""
+    assert Division(Natural(), Fractions(official=False)).find_refusal(listing) == ""
 
 
 HELP = {

@@ -81,7 +81,7 @@ def test_moving_keeps_everything(floats: Images) -> None:
 
 def test_a_selection_reads_as_the_subset_does_without_a_copy(floats: Images) -> None:
     rows = torch.tensor([5, 2, 3])
-    selection, subset = Selection.of(floats, rows), floats.subset(rows)
+    selection, subset = Selection.from_rows(floats, rows), floats.subset(rows)
     assert len(selection) == len(subset) == 3
     assert selection.patients == subset.patients
     assert torch.equal(selection.labels, subset.labels)
@@ -91,16 +91,18 @@ def test_a_selection_reads_as_the_subset_does_without_a_copy(floats: Images) -> 
 
 
 def test_selections_put_together_hold_every_image_once(floats: Images) -> None:
-    both = concatenate([Selection.of(floats, torch.tensor([0, 2, 5])), Selection.of(floats, torch.tensor([2, 4]))])
+    both = concatenate(
+        [Selection.from_rows(floats, torch.tensor([0, 2, 5])), Selection.from_rows(floats, torch.tensor([2, 4]))]
+    )
     assert torch.equal(both.batch(torch.arange(4))[0], floats.images[[0, 2, 4, 5]])
     assert both.patients == ("a", "b", "c", "c")
 
 
 def test_a_collection_hands_its_normalisation_to_all_its_images(floats: Images) -> None:
     collection = Collection(floats.images, floats.labels, ("x", "y", "z"), tuple("aabbcc"), held_out=floats)
-    normalised = collection.normalised(0.5, 0.25)
+    normalised = collection.with_normalisation(0.5, 0.25)
     expected = (floats.images - 0.5) / 0.25
     assert normalised.held_out is not None
-    for examples in (normalised.examples(), normalised.held_out):
+    for examples in (normalised.to_images(), normalised.held_out):
         assert torch.allclose(examples.batch(torch.arange(6))[0], expected)
-    assert collection.normalised(0.5, 0.25).images is collection.images
+    assert collection.with_normalisation(0.5, 0.25).images is collection.images

@@ -9,7 +9,7 @@ import torch
 
 from polyclinic.core.contract import Examples, Stream
 from polyclinic.core.errors import DataError
-from polyclinic.data import Collection, Fractions, Partition, Selection, SiteData, describe, federate
+from polyclinic.data import Collection, Fractions, Partition, Selection, SiteData, build_site_data, summarise_sites
 from polyclinic.data.partitioning.partition import Admixture, Dirichlet, Iid, Natural, Shards
 from tests.data.samples import collection
 
@@ -17,7 +17,7 @@ NATURAL = Natural()
 
 
 def federated(data: Collection, partition: Partition = NATURAL, seed: int = 0) -> dict[str, SiteData]:
-    return federate(data, partition, Fractions(), Stream(seed))
+    return build_site_data(data, partition, Fractions(), Stream(seed))
 
 
 def parts(site: SiteData) -> tuple[Examples, Examples, Examples]:
@@ -85,7 +85,7 @@ def test_every_image_of_an_overlapping_site_lies_in_one_part_in_order() -> None:
     data = collection(patients=100, classes=4)
     partition = Admixture(sites=5)
     labels = data.labels.numpy()
-    assigned = partition.assign(labels, data.patients, Stream(0).child("partition"), data.sites)
+    assigned = partition.assign_images(labels, data.patients, Stream(0).child("partition"), data.sites)
     for site, wanted in zip(federated(data, partition).values(), assigned, strict=True):
         rows = [part.rows.tolist() for part in (site.train, site.validation, site.test) if isinstance(part, Selection)]
         assert sorted(row for part in rows for row in part) == sorted(wanted.tolist())
@@ -94,7 +94,7 @@ def test_every_image_of_an_overlapping_site_lies_in_one_part_in_order() -> None:
 
 def test_the_normalisation_reaches_every_part() -> None:
     data = collection()
-    plain, normalised = federated(data), federated(data.normalised(0.5, 0.5))
+    plain, normalised = federated(data), federated(data.with_normalisation(0.5, 0.5))
     for name in plain:
         for a, b in zip(parts(plain[name]), parts(normalised[name]), strict=True):
             index = torch.arange(len(a))
@@ -114,8 +114,8 @@ def test_an_official_split_reaches_the_sites() -> None:
 
 def test_the_description_adds_up() -> None:
     data = collection(classes=3)
-    rows = describe(federated(data), data.classes)
-    assert [row["site"] for row in rows] == Natural().names(data.sites)
+    rows = summarise_sites(federated(data), data.classes)
+    assert [row["site"] for row in rows] == Natural().site_names(data.sites)
     assert sum(row["train"] + row["validation"] + row["test"] for row in rows) == len(data)
     for number, name in enumerate(data.classes):
         assert sum(row["classes"][name] for row in rows) == int((data.labels == number).sum())
@@ -192,18 +192,21 @@ def test_an_empty_part_is_named() -> None:
     assert "Site 'north' has no images left for its train part; give it at least three" in refused(official)
     assert "Site 1 of 1, with 2 images, has no images left for its test part" in refused(tiny([0, 1]))
     fractions = Fractions(train=0.5, validation=0.5, test=0)
-    assert len(federate(tiny([0, 0]), NATURAL, fractions, Stream(0), allow_single_class=True)["north"].test) == 0
+    assert len(build_site_data(tiny([0, 0]), NATURAL, fractions, Stream(0), allow_single_class=True)["north"].test) == 0
 
 
 def test_a_single_class_is_named_unless_allowed() -> None:
     assert "Site 'north' would train on class 'malignant' only" in refused(tiny([1] * 10))
-    assert len(federate(tiny([1] * 10), NATURAL, Fractions(), Stream(0), allow_single_class=True)["north"].train) == 8
+    assert (
+        len(build_site_data(tiny([1] * 10), NATURAL, Fractions(), Stream(0), allow_single_class=True)["north"].train)
+        == 8
+    )
 
 
 def test_pathological_sites_are_possible_on_request() -> None:
     data = collection(patients=120, classes=4)
     partition = Shards(sites=8, classes_per_site=1)
-    sites = federate(data, partition, Fractions(), Stream(0), allow_single_class=True)
+    sites = build_site_data(data, partition, Fractions(), Stream(0), allow_single_class=True)
     assert len(sites) == 8
     for site in sites.values():
         counts = np.bincount(site.train.labels.numpy(), minlength=4)
@@ -212,7 +215,7 @@ def test_pathological_sites_are_possible_on_request() -> None:
 
 def test_a_rare_class_is_trained_on() -> None:
     for seed in range(20):
-        site = federate(tiny([1] * 3 + [0] * 40), NATURAL, Fractions(), Stream(seed))["north"]
+        site = build_site_data(tiny([1] * 3 + [0] * 40), NATURAL, Fractions(), Stream(seed))["north"]
         assert 1 in site.train.labels
 
 

@@ -20,13 +20,13 @@ import pytest
 
 from polyclinic.core.errors import DataError, PolyclinicError
 from polyclinic.data import download
-from polyclinic.data.datasets.base import Download, NamedSet
-from polyclinic.data.download import Patience, fetch
+from polyclinic.data.datasets.base import Download, PublicDataset
+from polyclinic.data.download import RetryPolicy, fetch_dataset
 from polyclinic.data.loading.options import ImageOptions
 from polyclinic.data.records import Listing
 from tests.data.web import Site, Told, member, served, tarred, zipped
 
-QUICK = Patience(timeout=2.0, pause=0.0)
+QUICK = RetryPolicy(timeout=2.0, pause=0.0)
 BODY = bytes(range(256)) * 4000
 NAME = "Maria_Muster"
 
@@ -52,22 +52,22 @@ def no_listing(options: ImageOptions, folder: Path) -> Listing:
     raise AssertionError("fetching does not read")
 
 
-def named(*downloads: Download, folder: str = "") -> NamedSet:
+def named(*downloads: Download, folder: str = "") -> PublicDataset:
     obtain = "write to the authors."
-    return NamedSet("demo", "a set", "none", ("a", "b"), no_listing, obtain, folder=folder, downloads=downloads)
+    return PublicDataset("demo", "a set", "none", ("a", "b"), no_listing, obtain, folder=folder, downloads=downloads)
 
 
 def one(
     site: Site, body: bytes, *, name: str = "file.bin", sha256: str | None = None, unpack: bool = False
-) -> NamedSet:
+) -> PublicDataset:
     """A set of one file, served by `site`."""
     site.files[f"/{name}"] = body
     sum_ = sum_of(body) if sha256 is None else sha256
     return named(Download(f"{site.address}/{name}", sum_, name, unpack=unpack))
 
 
-def get(set_: NamedSet, folder: Path, told: Told | None = None) -> list[Path]:
-    return fetch(set_, folder, told or Told(), patience=QUICK)
+def get(set_: PublicDataset, folder: Path, told: Told | None = None) -> list[Path]:
+    return fetch_dataset(set_, folder, told or Told(), retry=QUICK)
 
 
 def visible(folder: Path) -> set[str]:
@@ -217,7 +217,7 @@ def test_a_server_that_says_nothing_is_given_up(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         set_ = named(Download(f"http://127.0.0.1:{silent.getsockname()[1]}/x", "", "x"))
         with pytest.raises(DataError, match="timed out"):
-            fetch(set_, tmp_path, Told(), patience=Patience(timeout=0.05, pause=0.0))
+            fetch_dataset(set_, tmp_path, Told(), retry=RetryPolicy(timeout=0.05, pause=0.0))
 
 
 @pytest.mark.parametrize("scheme", ["file:///etc/hostname", "ftp://127.0.0.1/x", "data:,x"])

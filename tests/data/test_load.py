@@ -13,10 +13,10 @@ import torch
 from PIL import Image
 
 from polyclinic.core.contract import Stream
-from polyclinic.data.check import check
+from polyclinic.data.check import check_listing
 from polyclinic.data.datasets import SETS
 from polyclinic.data.loading.cache import cache_folder
-from polyclinic.data.loading.load import drawn
+from polyclinic.data.loading.load import draw_records
 from polyclinic.data.records import Listing, Record
 from polyclinic.data.sources.folder import read_folder
 from polyclinic.data.sources.npz import read_npz
@@ -160,11 +160,11 @@ def test_what_check_sees_in_pictures_stops_too(
 ) -> None:
     plant(tmp_path, rows)
     listing = listed(tmp_path, rows, classes=("benign", "malignant"))
-    assert not check(listing).may_train
+    assert not check_listing(listing).may_train
     for _ in range(2):  # the second time prepared images come from the cache
         assert refused(lambda: loaded(listing, cache=cache, channels=channels)).startswith(sentence)
-    (finding,) = [finding for finding in check(listing).findings if finding.stops]
-    known = listing.excluding(dict.fromkeys(finding.positions, "a known fault"))
+    (finding,) = [finding for finding in check_listing(listing).findings if finding.stops]
+    known = listing.exclude_records(dict.fromkeys(finding.positions, "a known fault"))
     assert len(loaded(known, cache=cache, channels=channels)) == len(rows) - len(finding.positions)
 
 
@@ -175,7 +175,7 @@ def test_what_only_looks_alike_when_prepared_is_no_copy_and_not_blank(rows: Rows
     black = np.pad(np.zeros((20, 30), np.uint8), ((0, 0), (20, 20)), constant_values=9)
     Image.fromarray(black).save(tmp_path / rows[5]["path"])
     listing = listed(tmp_path, rows)
-    assert check(listing).may_train
+    assert check_listing(listing).may_train
     trimmed = loaded(listing, crop_borders=True)
     assert torch.equal(trimmed.images[0], trimmed.images[2])
     assert trimmed.labels[0] != trimmed.labels[2]
@@ -213,7 +213,7 @@ def test_what_is_left_out_is_left_out_and_nothing_else(rows: Rows, tmp_path: Pat
     cut_jpegs(tmp_path, rows)
     no_such_files(tmp_path, rows[10:])
     broken = {*range(7), *range(12, 18)}
-    listing = listed(tmp_path, rows, ("benign", "malignant")).excluding(dict.fromkeys(broken, "broken"))
+    listing = listed(tmp_path, rows, ("benign", "malignant")).exclude_records(dict.fromkeys(broken, "broken"))
     found = loaded(listing, cache=cache)
     kept = [number for number in range(24) if number not in broken]
     assert torch.equal(found.images, whole.images[kept])
@@ -226,7 +226,7 @@ def test_depths_are_for_check_to_tell_and_are_brought_to_one(rows: Rows, tmp_pat
     deep = Image.fromarray(noise(6).astype(np.uint16) * 257)
     deep.save(tmp_path / rows[6]["path"])
     listing = listed(tmp_path, rows)
-    (finding,) = [finding for finding in check(listing).findings if finding.kind == "several bit depths"]
+    (finding,) = [finding for finding in check_listing(listing).findings if finding.kind == "several bit depths"]
     assert (finding.count, finding.where) == (1, ("labels.csv row 8",))
     assert torch.equal(loaded(listing).images, shallow.images)
 
@@ -239,7 +239,7 @@ def test_names_alike_are_for_check_to_tell_and_both_are_loaded(rows: Rows, tmp_p
     Image.fromarray(noise(3)).save(tmp_path / "other" / f"{NAME}.png")
     rows[3]["path"] = f"other/{NAME}.png"
     listing = listed(tmp_path, rows)
-    (finding,) = [finding for finding in check(listing).findings if finding.kind == "names alike"]
+    (finding,) = [finding for finding in check_listing(listing).findings if finding.kind == "names alike"]
     assert finding.where == ("labels.csv row 2 = labels.csv row 3 = labels.csv row 4",)
     images = loaded(listing, size=20).images
     assert [images[number, 0].numpy().tobytes() for number in range(4)] == [noise(n).tobytes() for n in range(4)]
@@ -330,20 +330,20 @@ def test_a_limit_draws_whole_patients_as_far_as_it_reaches(seed: int) -> None:
     size = Counter(record.patient for record in records)
     before: set[Record] = set()
     for limit in range(1, len(records) + 3):
-        kept = drawn(records, limit, Stream(seed))
-        assert kept == drawn(records, limit, Stream(seed))
+        kept = draw_records(records, limit, Stream(seed))
+        assert kept == draw_records(records, limit, Stream(seed))
         assert len(kept) == min(limit, len(records))
         assert list(kept) == sorted(kept, key=records.index)
         assert before <= set(kept), "a larger limit only adds"
         cut = [name for name, count in Counter(record.patient for record in kept).items() if count < size[name]]
         assert len(cut) <= 1, "only the last patient drawn may be cut"
         before = set(kept)
-    assert len({drawn(records, 6, Stream(other)) for other in range(30)}) > 10
+    assert len({draw_records(records, 6, Stream(other)) for other in range(30)}) > 10
 
 
 def test_a_limit_draws_every_image_alike_where_patients_are_unknown() -> None:
     records = tuple(Record(Path(str(number)), "a") for number in range(10))
-    times = Counter(record for seed in range(400) for record in drawn(records, 5, Stream(seed)))
+    times = Counter(record for seed in range(400) for record in draw_records(records, 5, Stream(seed)))
     assert min(times.values()) > 150, "half of 400, with a standard deviation of 10"
     assert max(times.values()) < 250
 

@@ -12,10 +12,10 @@ import torch
 from PIL import Image
 
 from polyclinic.core.contract import Stream
-from polyclinic.data import DATASETS, Fractions, Natural, Partition, federate
+from polyclinic.data import DATASETS, Fractions, Natural, Partition, build_site_data
 from polyclinic.data.examples import Collection
 from polyclinic.data.loading.cache import cache_folder
-from polyclinic.data.loading.load import pixels_of
+from polyclinic.data.loading.load import load_pixels
 from polyclinic.data.partitioning.partition import Iid
 from polyclinic.data.sources.folder import Level, read_folder
 from polyclinic.data.sources.npz import read_npz
@@ -91,7 +91,7 @@ def test_grey_and_colour_of_any_size_come_out_alike(tmp_path: Path, channels: in
     for name, (image, _, _) in MIXED.items():
         image.save(tmp_path / name)
     options = OPTIONS.model_copy(update={"channels": channels})
-    found = pixels_of(listed(tmp_path, [{"path": name, "label": "a"} for name in MIXED]), options)
+    found = load_pixels(listed(tmp_path, [{"path": name, "label": "a"} for name in MIXED]), options)
     for image, (_, grey, colour) in zip(found, MIXED.values(), strict=True):
         wanted = torch.tensor([grey] if channels == 1 else colour).reshape(-1, 1, 1)
         assert (image.int() - wanted).abs().max() <= 1
@@ -104,7 +104,7 @@ def test_a_wide_picture_keeps_its_shape_between_black_bars(tmp_path: Path) -> No
         rows.append({"path": f"{number}.png", "label": "a"})
     wide = torch.zeros(1, 16, 16, dtype=torch.uint8)
     wide[:, 4:12] = 200
-    assert torch.equal(pixels_of(listed(tmp_path, rows), OPTIONS), torch.stack([wide, wide.mT, wide]))
+    assert torch.equal(load_pixels(listed(tmp_path, rows), OPTIONS), torch.stack([wide, wide.mT, wide]))
 
 
 GREY = {"none": (0.0, 1.0), "half": (0.5, 0.5), "imagenet": (0.449, 0.226)}
@@ -115,7 +115,7 @@ COLOUR = {**GREY, "imagenet": ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))}
 @pytest.mark.parametrize("normalise", GREY)
 def test_normalisation_is_its_formula(rows: Rows, tmp_path: Path, normalise: str, channels: int) -> None:
     found = loaded(listed(tmp_path, rows), normalise=normalise, channels=channels)
-    batch, _ = found.examples().batch(torch.tensor([5, 0, 5]))
+    batch, _ = found.to_images().batch(torch.tensor([5, 0, 5]))
     mean, std = (torch.tensor(v).reshape(-1, 1, 1) for v in (GREY if channels == 1 else COLOUR)[normalise])
     assert torch.allclose(batch, (found.images[[5, 0, 5]] / 255 - mean) / std, atol=1e-6)
 
@@ -173,7 +173,7 @@ def test_a_public_set_loads_as_published_and_divides_by_patient(name: str) -> No
 
 
 def assert_divided_by_patient(collection: Collection, partition: Partition) -> None:
-    sites = federate(collection, partition, Fractions(official=False), Stream(0))
+    sites = build_site_data(collection, partition, Fractions(official=False), Stream(0))
     parts = [part for site in sites.values() for part in (site.train, site.validation, site.test)]
     people = [set(part.patients or ()) for part in parts]
     assert all(people)

@@ -32,7 +32,7 @@ streams = st.builds(Stream, st.integers(0, 2**32))
 
 
 def assign(partition: Partition, made: Sample, stream: Stream) -> list[Indices]:
-    return partition.assign(made.labels, made.patients, stream, made.column)
+    return partition.assign_images(made.labels, made.patients, stream, made.column)
 
 
 def singles(labels: Any) -> Sample:
@@ -67,7 +67,7 @@ def test_a_patient_comes_to_a_site_with_all_its_images(partition: Partition, mad
 def test_the_same_stream_gives_the_same_sites(partition: Partition, made: Sample, stream: Stream) -> None:
     for one, other in zip(assign(partition, made, stream), assign(partition, made, stream), strict=True):
         assert np.array_equal(one, other)
-    assert len(partition.names(made.column)) == len(assign(partition, made, stream))
+    assert len(partition.site_names(made.column)) == len(assign(partition, made, stream))
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def plain(topped: Dirichlet) -> Dirichlet:
 
 def reachable(made: Sample, count: int) -> int:
     """A minimum that is surely reached: sites that cannot spare a patient have fewer than minimum + largest images."""
-    largest = int(Patients.of(made.labels, made.patients).sizes.max())
+    largest = int(Patients.from_names(made.labels, made.patients).sizes.max())
     return max(len(made) // count - largest + 1, 0)
 
 
@@ -160,7 +160,7 @@ def test_topping_up_cannot_make_images() -> None:
 
 
 def test_site_names_are_unique_and_sort_in_order() -> None:
-    names = Iid(sites=120).names()
+    names = Iid(sites=120).site_names()
     assert names == sorted(set(names))
     assert len(names) == 120
 
@@ -168,7 +168,7 @@ def test_site_names_are_unique_and_sort_in_order() -> None:
 @settings(deadline=None, max_examples=40)
 @given(samples, sites, streams)
 def test_iid_sites_are_equal_to_within_a_patient(made: Sample, count: int, stream: Stream) -> None:
-    largest = Patients.of(made.labels, made.patients).sizes.max()
+    largest = Patients.from_names(made.labels, made.patients).sizes.max()
     for rows in assign(Iid(sites=count, minimum=0), made, stream):
         assert abs(len(rows) - len(made) / count) <= largest
 
@@ -176,7 +176,7 @@ def test_iid_sites_are_equal_to_within_a_patient(made: Sample, count: int, strea
 @settings(deadline=None, max_examples=40)
 @given(samples, st.integers(3, 8), st.integers(2, 4), streams)
 def test_shards_give_a_site_few_classes(made: Sample, count: int, most: int, stream: Stream) -> None:
-    people = Patients.of(made.labels, made.patients)
+    people = Patients.from_names(made.labels, made.patients)
     for rows in assign(Shards(sites=count, classes_per_site=most, minimum=0), made, stream):
         assert len(set(people.labels[people.of_image[rows]])) <= most
 
@@ -247,13 +247,13 @@ def test_admixture_on_mnist_has_the_published_sizes() -> None:
 
 def test_natural_sites_follow_the_column() -> None:
     made = sample(0, 30, 2)
-    parts, names = assign(Natural(), made, Stream(0)), Natural().names(made.column)
+    parts, names = assign(Natural(), made, Stream(0)), Natural().site_names(made.column)
     for name, rows in zip(names, parts, strict=True):
         assert {made.column[row] for row in rows} == {name}
 
 
 def test_the_majority_label_is_a_patients_class() -> None:
-    people = Patients.of(np.array([2, 2, 0, 1, 3, 3, 1]), ["b", "b", "b", "a", "c", "a", "c"])
+    people = Patients.from_names(np.array([2, 2, 0, 1, 3, 3, 1]), ["b", "b", "b", "a", "c", "a", "c"])
     assert people.labels.tolist() == [2, 1, 1], "ties go to the lowest label; patients are in the order of their images"
     assert people.sizes.tolist() == [3, 2, 2]
 
@@ -281,7 +281,7 @@ def test_shards_that_cannot_hold_all_classes_are_refused() -> None:
 
 
 def test_natural_sites_must_be_known() -> None:
-    for call in (lambda: Natural().assign(np.zeros(2, int), ["a", "b"], Stream(0)), Natural().names):
+    for call in (lambda: Natural().assign_images(np.zeros(2, int), ["a", "b"], Stream(0)), Natural().site_names):
         with pytest.raises(DataError, match="no natural sites; choose another partition"):
             call()
 
@@ -296,11 +296,11 @@ def test_a_patient_at_two_natural_sites_is_refused_without_its_name() -> None:
 def test_only_some_natural_sites_may_take_part() -> None:
     column = ["south", "north", "south", "west"]
     some = Natural(only=("west", "south"))
-    assert some.names(column) == ["south", "west"]
-    found = some.assign(np.zeros(4, int), ["a", "b", "c", "d"], Stream(0), column)
+    assert some.site_names(column) == ["south", "west"]
+    found = some.assign_images(np.zeros(4, int), ["a", "b", "c", "d"], Stream(0), column)
     assert [rows.tolist() for rows in found] == [[0, 2], [3]]
     with pytest.raises(DataError, match="only has 'east', but no image comes from there"):
-        Natural(only=("east",)).names(column)
+        Natural(only=("east",)).site_names(column)
 
 
 def test_a_small_natural_site_is_named() -> None:

@@ -12,17 +12,19 @@ from torch import Tensor
 from polyclinic.core.contract import Stream
 from polyclinic.core.errors import RecipeError
 from polyclinic.data import Collection
-from polyclinic.data.builtin.phantom import HOSPITALS, MEAN, STD, Hospital, PhantomOptions, phantom
-from polyclinic.data.builtin.phantom_anatomy import Cases, draw, spectral_noise
-from polyclinic.data.builtin.phantom_scanner import VENDORS, Vendor, acquire
+from polyclinic.data.builtin.phantom import HOSPITALS, MEAN, STD, PhantomOptions, PhantomSite, generate_phantom
+from polyclinic.data.builtin.phantom_anatomy import Cases, draw_anatomy, spectral_noise
+from polyclinic.data.builtin.phantom_scanner import VENDORS, Vendor, acquire_images
 
 
-def hospital(vendor: str = "selenium", patients: int = 20, malignant: float = 0.5, name: str = "a") -> Hospital:
-    return Hospital(name=name, vendor=vendor, patients=patients, malignant=malignant)
+def hospital(vendor: str = "selenium", patients: int = 20, malignant: float = 0.5, name: str = "a") -> PhantomSite:
+    return PhantomSite(name=name, vendor=vendor, patients=patients, malignant=malignant)
 
 
-def drawn(*hospitals: Hospital, seed: int = 0, **options: Any) -> Collection:
-    return phantom(PhantomOptions(hospitals=hospitals or (hospital(),), **{"size": 32, **options}), Stream(seed))
+def drawn(*hospitals: PhantomSite, seed: int = 0, **options: Any) -> Collection:
+    return generate_phantom(
+        PhantomOptions(hospitals=hospitals or (hospital(),), **{"size": 32, **options}), Stream(seed)
+    )
 
 
 def cases(n: int, malignancy: float, lesion: float = 1.0) -> Cases:
@@ -48,7 +50,7 @@ def histogram(images: Tensor) -> Tensor:
 
 @pytest.fixture(scope="module")
 def default() -> Collection:
-    return phantom(PhantomOptions(), Stream(0))
+    return generate_phantom(PhantomOptions(), Stream(0))
 
 
 def test_the_same_stream_gives_the_same_bytes() -> None:
@@ -118,7 +120,7 @@ def test_the_default_hospitals_differ_in_machine_size_and_balance(default: Colle
 
 
 def test_normalised_default_images_are_centred(default: Collection) -> None:
-    images, _ = default.examples().batch(torch.arange(len(default)))
+    images, _ = default.to_images().batch(torch.arange(len(default)))
     assert (default.mean, default.std) == (MEAN, STD)
     assert abs(float(images.mean())) < 0.05
     assert float(images.std()) == pytest.approx(1, abs=0.05)
@@ -135,18 +137,20 @@ def test_machines_differ_more_than_patients_do() -> None:
 
 def test_a_plain_machine_only_rounds() -> None:
     tissue = torch.rand(2, 32, 32, generator=torch.Generator().manual_seed(0))
-    shown = acquire(tissue, Vendor(noise=0.0), torch.Generator())[:, 0].float() / 255
+    shown = acquire_images(tissue, Vendor(noise=0.0), torch.Generator())[:, 0].float() / 255
     assert float((shown - tissue).abs().max()) <= 0.5 / 255 + 1e-5
 
 
 def test_curves_keep_black_white_and_order() -> None:
     ramp = torch.linspace(0, 1, 64).reshape(1, 1, 64).expand(1, 64, 64)
     for vendor in (Vendor(gamma=0.5), Vendor(gamma=2), Vendor(slope=6), Vendor(slope=-4)):
-        row = acquire(ramp, Vendor(gamma=vendor.gamma, slope=vendor.slope, noise=0), torch.Generator())[0, 0, 32].int()
+        row = acquire_images(ramp, Vendor(gamma=vendor.gamma, slope=vendor.slope, noise=0), torch.Generator())[
+            0, 0, 32
+        ].int()
         assert (int(row[0]), int(row[-1])) == (0, 255)
         assert bool((row.diff() >= 0).all())
-    up = acquire(ramp, Vendor(noise=0), torch.Generator()).int()
-    down = acquire(ramp, Vendor(noise=0, inverted=True), torch.Generator()).int()
+    up = acquire_images(ramp, Vendor(noise=0), torch.Generator()).int()
+    down = acquire_images(ramp, Vendor(noise=0, inverted=True), torch.Generator()).int()
     assert int((up + down - 255).abs().max()) <= 1
 
 
@@ -154,7 +158,8 @@ def test_curves_keep_black_white_and_order() -> None:
 def test_blur_takes_detail_and_sharpening_adds_it(vendor: Vendor, change: int) -> None:
     tissue = 0.5 + 0.1 * spectral_noise(4, 64, 2.0, torch.Generator().manual_seed(0))
     detail = [
-        acquire(tissue, v, torch.Generator()).float().diff(dim=-1).abs().mean() for v in (vendor, Vendor(noise=0))
+        acquire_images(tissue, v, torch.Generator()).float().diff(dim=-1).abs().mean()
+        for v in (vendor, Vendor(noise=0))
     ]
     assert change * (detail[0] - detail[1]) > 0
 
@@ -162,7 +167,7 @@ def test_blur_takes_detail_and_sharpening_adds_it(vendor: Vendor, change: int) -
 def test_noise_has_the_asked_strength_and_correlation() -> None:
     grey = torch.full((20, 64, 64), 0.5)
     for grain, correlated in ((0.0, False), (0.03, True)):
-        image = acquire(grey, Vendor(noise=0.1, grain=grain), torch.Generator().manual_seed(0)).float() / 255
+        image = acquire_images(grey, Vendor(noise=0.1, grain=grain), torch.Generator().manual_seed(0)).float() / 255
         assert float(image.std()) == pytest.approx(0.1, rel=0.05)
         neighbours = torch.corrcoef(torch.stack([image[..., 1:].flatten(), image[..., :-1].flatten()]))[0, 1]
         assert bool(neighbours > 0.5) == correlated
@@ -177,7 +182,7 @@ def test_texture_has_the_power_law_it_is_asked_for() -> None:
 
 def test_malignant_lesions_have_rays_outside_their_mass_and_benign_ones_do_not() -> None:
     empty, benign, malignant = (
-        draw(cases(40, degree, lesion), 64, torch.Generator().manual_seed(0))
+        draw_anatomy(cases(40, degree, lesion), 64, torch.Generator().manual_seed(0))
         for degree, lesion in ((0.0, 0.0), (0.0, 1.0), (1.0, 1.0))
     )
     assert bool(((benign - empty) > 0.05).flatten(1).any(1).all()), "every lesion shows"
@@ -186,7 +191,7 @@ def test_malignant_lesions_have_rays_outside_their_mass_and_benign_ones_do_not()
 
 
 def test_the_breast_stands_before_a_dark_background_on_its_side() -> None:
-    left = draw(cases(4, 0.5), 64, torch.Generator().manual_seed(0))
+    left = draw_anatomy(cases(4, 0.5), 64, torch.Generator().manual_seed(0))
     assert float(left[:, :, -8:].mean()) < 0.05 < float(left[:, 16:-16, :8].mean())
 
 

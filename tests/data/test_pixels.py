@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from PIL import Image, ImageOps, PngImagePlugin
 
-from polyclinic.data.sources.decode import UnreadableImage, decode, quiet
+from polyclinic.data.sources.decode import UnreadableImage, decode_image, silence_decoders
 
 Array = NDArray[Any]
 NAME = "Quendolin^Xaver"
@@ -36,7 +36,7 @@ def saved(folder: Path, picture: Array | Image.Image, name: str, **how: Any) -> 
 
 def reason(path: Path, **how: Any) -> str:
     with pytest.raises(UnreadableImage) as caught:
-        decode(path, **how)
+        decode_image(path, **how)
     assert "/" not in str(caught.value)
     return str(caught.value)
 
@@ -62,7 +62,7 @@ def scaled(values: Array, bits: int) -> Array:
 @pytest.mark.parametrize("picture", [GREY, COLOUR])
 def test_lossless_files_come_back_as_they_were(tmp_path: Path, name: str, picture: Array) -> None:
     how = {"format": "WEBP", "lossless": True} if "webp" in name else {} if "." in name else {"format": "PNG"}
-    decoded = decode(saved(tmp_path, picture, name, **how))
+    decoded = decode_image(saved(tmp_path, picture, name, **how))
     expected = np.stack([picture] * 3, -1) if "webp" in name and picture.ndim == 2 else picture
     np.testing.assert_array_equal(decoded.pixels, expected)
     assert decoded.pixels.dtype == np.uint8
@@ -74,8 +74,8 @@ def test_lossless_files_come_back_as_they_were(tmp_path: Path, name: str, pictur
 )
 def test_jpeg_is_what_pillow_shows(tmp_path: Path, picture: Array) -> None:
     path = saved(tmp_path, picture, "a.jpg", quality=95)
-    np.testing.assert_array_equal(decode(path).pixels, np.array(Image.open(path)))
-    assert decode(path).colour == (picture.ndim == 3)
+    np.testing.assert_array_equal(decode_image(path).pixels, np.array(Image.open(path)))
+    assert decode_image(path).colour == (picture.ndim == 3)
 
 
 @pytest.mark.parametrize("binary", [True, False])
@@ -83,7 +83,7 @@ def test_pgm(tmp_path: Path, binary: bool) -> None:
     path = tmp_path / "a.pgm"
     body = GREY.tobytes() if binary else " ".join(map(str, GREY.ravel())).encode()
     path.write_bytes(b"P%d\n# a comment\n56 40\n255\n" % (5 if binary else 2) + body)
-    np.testing.assert_array_equal(decode(path).pixels, GREY)
+    np.testing.assert_array_equal(decode_image(path).pixels, GREY)
 
 
 @pytest.mark.parametrize("bits", [10, 12, 16])
@@ -91,14 +91,14 @@ def test_pgm_says_itself_how_many_bits_it_uses(tmp_path: Path, bits: int) -> Non
     values, path = DEEP >> (16 - bits), tmp_path / "a.pgm"
     path.write_bytes(b"P5 56 40 %d\n" % (2**bits - 1) + values.astype(">u2").tobytes())
     for said in (None, 12):
-        assert np.abs(decode(path, said).pixels - scaled(values, bits)).max() <= 1
+        assert np.abs(decode_image(path, said).pixels - scaled(values, bits)).max() <= 1
 
 
 @pytest.mark.parametrize("name", ["a.png", "a.tif"])
 @pytest.mark.parametrize("bits", [None, 10, 12, 14, 16])
 def test_sixteen_bit_grey_is_scaled_by_the_bits_in_use(tmp_path: Path, name: str, bits: int | None) -> None:
     values = DEEP >> (16 - (bits or 16))
-    decoded = decode(saved(tmp_path, values, name), bits)
+    decoded = decode_image(saved(tmp_path, values, name), bits)
     np.testing.assert_array_equal(decoded.pixels, scaled(values, bits or 16))
     assert (decoded.bits, decoded.colour) == (16, False)
 
@@ -124,14 +124,14 @@ def test_big_endian_tiff_and_tiff_where_white_is_zero(tmp_path: Path) -> None:
             body = DEEP.astype(f"{sign}u2").tobytes()
             path.write_bytes(order + struct.pack(f"{sign}I", 8 + len(body)) + body + directory)
             expected = scaled(DEEP, 16)
-            np.testing.assert_array_equal(decode(path).pixels, expected if photometric else 255 - expected)
+            np.testing.assert_array_equal(decode_image(path).pixels, expected if photometric else 255 - expected)
 
 
 def test_sixteen_bit_colour_png_keeps_all_its_bits(tmp_path: Path) -> None:
     path = tmp_path / "a.png"
     values = np.random.default_rng(3).integers(0, 4096, (40, 56, 3), dtype=np.uint16)
     path.write_bytes(deep_png(values, 2))
-    decoded = decode(path, 12)
+    decoded = decode_image(path, 12)
     np.testing.assert_array_equal(decoded.pixels, scaled(values, 12))
     assert (decoded.bits, decoded.colour) == (16, True)
     whole = path.read_bytes()
@@ -145,7 +145,7 @@ def test_sixteen_bit_transparency_is_laid_on_black(tmp_path: Path, channels: int
     (tmp_path / "a.png").write_bytes(deep_png(values, colour_type))
     expected = (values[..., :-1] / 65535.0 * (values[..., -1:] / 65535.0) * 255).squeeze()
     # each of two factors and their product is rounded
-    assert np.abs(decode(tmp_path / "a.png").pixels - expected).max() <= 1.5
+    assert np.abs(decode_image(tmp_path / "a.png").pixels - expected).max() <= 1.5
 
 
 def test_sixteen_bit_colour_tiff_is_not_guessed_at(tmp_path: Path) -> None:
@@ -157,8 +157,8 @@ def test_sixteen_bit_colour_tiff_is_not_guessed_at(tmp_path: Path) -> None:
     directory = struct.pack("<H", len(tags)) + entries + b"\0\0\0\0"
     head = b"II*\0" + struct.pack("<I", 14 + rows.nbytes) + struct.pack("<HHH", 16, 16, 16)
     path.write_bytes(head + rows.tobytes() + directory)
-    np.testing.assert_array_equal(decode(path).pixels, COLOUR)
-    assert decode(path).bits == 16
+    np.testing.assert_array_equal(decode_image(path).pixels, COLOUR)
+    assert decode_image(path).bits == 16
     assert "16-bit colour TIFF" in reason(path, bits=12)
 
 
@@ -166,13 +166,13 @@ def test_transparency_is_laid_on_black(tmp_path: Path) -> None:
     alpha = np.random.default_rng(5).integers(0, 256, GREY.shape, dtype=np.uint8)
     for picture in (COLOUR, GREY):
         layers = np.dstack([picture, alpha])
-        pixels = decode(saved(tmp_path, layers, "a.png")).pixels
+        pixels = decode_image(saved(tmp_path, layers, "a.png")).pixels
         expected = picture.astype(float) * (alpha if picture.ndim == 2 else alpha[..., None]) / 255
         assert np.abs(pixels - expected).max() <= 0.5
 
 
 def test_a_transparent_grey_value_is_black_and_the_image_stays_grey(tmp_path: Path) -> None:
-    pixels = decode(saved(tmp_path, GREY, "a.png", transparency=200)).pixels
+    pixels = decode_image(saved(tmp_path, GREY, "a.png", transparency=200)).pixels
     np.testing.assert_array_equal(pixels, np.where(GREY == 200, 0, GREY))
 
 
@@ -182,7 +182,7 @@ def test_palette_becomes_rgb(tmp_path: Path, how: dict[str, int]) -> None:
     table = np.random.default_rng(6).integers(1, 256, (16, 3), dtype=np.uint8)
     image = Image.fromarray(indices)
     image.putpalette(table.tobytes())
-    decoded = decode(saved(tmp_path, image, "a.png", **how))
+    decoded = decode_image(saved(tmp_path, image, "a.png", **how))
     expected = table[indices]
     expected[indices == how.get("transparency", -1)] = 0
     np.testing.assert_array_equal(decoded.pixels, expected)
@@ -190,7 +190,7 @@ def test_palette_becomes_rgb(tmp_path: Path, how: dict[str, int]) -> None:
 
 
 def test_one_bit_is_black_and_white(tmp_path: Path) -> None:
-    decoded = decode(saved(tmp_path, GREY > 100, "a.png"))
+    decoded = decode_image(saved(tmp_path, GREY > 100, "a.png"))
     np.testing.assert_array_equal(decoded.pixels, np.where(GREY > 100, 255, 0))
     assert decoded.bits == 1
 
@@ -199,7 +199,7 @@ def test_cmyk_becomes_rgb(tmp_path: Path) -> None:
     ink = np.zeros((16, 16, 4), np.uint8)
     ink[..., 0] = 255  # cyan: no red
     for name, tolerance in (("a.tif", 0), ("a.jpg", 3)):
-        pixels = decode(saved(tmp_path, Image.fromarray(ink, "CMYK"), name)).pixels.astype(int)
+        pixels = decode_image(saved(tmp_path, Image.fromarray(ink, "CMYK"), name)).pixels.astype(int)
         assert np.abs(pixels - (0, 255, 255)).max() <= tolerance
 
 
@@ -215,7 +215,7 @@ def test_exif_orientation_is_applied_as_pillow_does(tmp_path: Path, name: str, o
     else:
         picture = SMOOTH.astype(np.uint16) * 257 if name == "deep.png" else SMOOTH
         saved(tmp_path, picture, name, exif=exif, **({"quality": 100} if name == "a.jpg" else {}))
-    pixels = decode(tmp_path / name).pixels
+    pixels = decode_image(tmp_path / name).pixels
     assert pixels.shape[:2] == upright.shape
     assert np.abs(pixels.reshape(*upright.shape, -1) - upright[..., None].astype(int)).max() <= (
         2 if name == "a.jpg" else 0
@@ -247,7 +247,7 @@ def test_what_is_no_image(tmp_path: Path, content: bytes) -> None:
 def test_truncated_files(tmp_path: Path, name: str, kind: str, share: float) -> None:
     path = saved(tmp_path, GREY, name)
     whole = path.read_bytes()
-    assert decode(path).pixels.size
+    assert decode_image(path).pixels.size
     path.write_bytes(whole[: int(len(whole) * share)])
     assert reason(path) in (f"the {kind} is truncated", f"the {kind} is damaged") or kind == "WebP"
 
@@ -280,7 +280,7 @@ def test_damage_ends_in_pixels_or_in_a_reason(
         content[place % len(content)] = value
     path.write_bytes(content)
     try:
-        outcome = str(decode(path).pixels.dtype)
+        outcome = str(decode_image(path).pixels.dtype)
     except UnreadableImage as error:
         outcome = str(error)
     assert outcome
@@ -299,7 +299,7 @@ def test_nothing_written_in_a_picture_is_said(tmp_path: Path, caplog: pytest.Log
     caplog.set_level(logging.DEBUG)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        kept = [f"{vars(decode(path))} {decode(path).pixels.base!r}" for path in paths]
+        kept = [f"{vars(decode_image(path))} {decode_image(path).pixels.base!r}" for path in paths]
     assert NAME not in "".join(kept) + caplog.text
 
 
@@ -307,7 +307,7 @@ def test_silence_ends_when_the_last_thread_leaves() -> None:
     entered, leave, loud = threading.Event(), threading.Event(), []
 
     def first() -> None:
-        with quiet():
+        with silence_decoders():
             entered.set()
             leave.wait(5)
 
@@ -317,7 +317,7 @@ def test_silence_ends_when_the_last_thread_leaves() -> None:
     before, thread = level(), threading.Thread(target=first)
     thread.start()
     entered.wait(5)
-    with quiet():
+    with silence_decoders():
         leave.set()
         thread.join()
         loud.append(level())

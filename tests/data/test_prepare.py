@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 
 from polyclinic.core.errors import DataError
 from polyclinic.data.loading.options import Preparation
-from polyclinic.data.loading.preprocess import breast_box, prepare
-from polyclinic.data.sources.decode import decode
+from polyclinic.data.loading.preprocess import breast_box, preprocess_image
+from polyclinic.data.sources.decode import decode_image
 
 Bytes = NDArray[np.uint8]
 Fit = Literal["pad", "stretch", "crop"]
@@ -51,7 +51,7 @@ def disc(side: int, radius: float, value: int = 200) -> Bytes:
 @given(greys | colours, preparations)
 def test_shape_and_type_for_every_combination(pixels: Bytes, preparation: Preparation) -> None:
     before = pixels.copy()
-    found = prepare(pixels, preparation)
+    found = preprocess_image(pixels, preparation)
     assert found.shape == (preparation.channels, preparation.size, preparation.size)
     assert found.dtype == np.uint8
     assert found.flags.c_contiguous
@@ -60,15 +60,15 @@ def test_shape_and_type_for_every_combination(pixels: Bytes, preparation: Prepar
 
 @given(greys | colours, preparations)
 def test_a_mirrored_image_gives_the_mirrored_result(pixels: Bytes, preparation: Preparation) -> None:
-    straight = prepare(pixels, preparation).astype(int)
+    straight = preprocess_image(pixels, preparation).astype(int)
     for axis in (0, 1):
-        mirrored = prepare(np.flip(pixels, axis), preparation)
+        mirrored = preprocess_image(np.flip(pixels, axis), preparation)
         assert np.abs(np.flip(mirrored, axis + 1) - straight).max() <= 1
 
 
 @given(st.integers(0, 255), st.integers(1, 90), st.integers(1, 90), st.sampled_from(FITS))
 def test_a_constant_image_stays_constant(value: int, height: int, width: int, fit: Fit) -> None:
-    found = prepare(np.full((height, width), value, np.uint8), one(size=32, fit=fit))[0]
+    found = preprocess_image(np.full((height, width), value, np.uint8), one(size=32, fit=fit))[0]
     assert set(np.unique(found)) <= {0, value}
     assert (found[15:17, 15:17] == value).all()
     assert fit == "pad" or (found == value).all()
@@ -77,28 +77,28 @@ def test_a_constant_image_stays_constant(value: int, height: int, width: int, fi
 @given(greys | colours, preparations)
 def test_a_prepared_image_is_left_as_it_is(pixels: Bytes, preparation: Preparation) -> None:
     plain = preparation.model_copy(update={"crop_borders": False})
-    once = prepare(pixels, plain)
-    again = prepare(once[0] if plain.channels == 1 else once.transpose(1, 2, 0), plain)
+    once = preprocess_image(pixels, plain)
+    again = preprocess_image(once[0] if plain.channels == 1 else once.transpose(1, 2, 0), plain)
     np.testing.assert_array_equal(again, once)
 
 
 @given(greys)
 def test_grey_as_rgb_is_three_times_the_same_and_back(pixels: Bytes) -> None:
-    three = prepare(pixels, Preparation(size=16))
-    np.testing.assert_array_equal(three, np.repeat(prepare(pixels, one(size=16)), 3, axis=0))
-    np.testing.assert_array_equal(prepare(three.transpose(1, 2, 0), one(size=16)), three[:1])
+    three = preprocess_image(pixels, Preparation(size=16))
+    np.testing.assert_array_equal(three, np.repeat(preprocess_image(pixels, one(size=16)), 3, axis=0))
+    np.testing.assert_array_equal(preprocess_image(three.transpose(1, 2, 0), one(size=16)), three[:1])
 
 
 def test_rgb_as_grey_is_the_luma_of_bt_601() -> None:
     pixels = np.random.default_rng(0).integers(0, 256, (16, 16, 3), dtype=np.uint8)
     luma = pixels @ [0.299, 0.587, 0.114]
-    assert np.abs(prepare(pixels, one(size=16))[0] - luma).max() <= 0.51
+    assert np.abs(preprocess_image(pixels, one(size=16))[0] - luma).max() <= 0.51
 
 
 @pytest.mark.parametrize(("height", "width"), [(300, 200), (123, 457), (64, 64), (31, 60)])
 @pytest.mark.parametrize("size", [64, 97])
 def test_padding_keeps_proportions(height: int, width: int, size: int) -> None:
-    found = prepare(np.full((height, width), 255, np.uint8), one(size=size))[0]
+    found = preprocess_image(np.full((height, width), 255, np.uint8), one(size=size))[0]
     rows, columns = found.any(axis=1), found.any(axis=0)
     scale = size / max(height, width)
     assert abs(rows.sum() - height * scale) <= 1
@@ -112,7 +112,7 @@ def test_padding_keeps_proportions(height: int, width: int, size: int) -> None:
 def test_a_circle_stays_a_circle(fit: Fit, shape: tuple[int, int]) -> None:
     canvas = np.zeros(shape, np.uint8)
     canvas[distance(shape, shape[0] / 2 - 0.5, shape[1] / 2 - 0.5) <= 120] = 255
-    circle = prepare(canvas, one(size=128, fit=fit))[0] > 127
+    circle = preprocess_image(canvas, one(size=128, fit=fit))[0] > 127
     scale = 128 / (max(shape) if fit == "pad" else min(shape))
     for axis in (0, 1):
         assert abs(circle.any(axis=axis).sum() - 240 * scale) <= 1.5
@@ -124,7 +124,7 @@ def test_shrinking_a_gradient_samples_its_line(factor: int) -> None:
     """Output pixel i is centred on input (i + ½)·factor − ½, and a symmetric filter keeps straight lines straight."""
     size = 256 // factor
     gradient = np.tile(np.arange(256, dtype=np.uint8), (50, 1))
-    found = prepare(gradient, one(size=size, fit="stretch"))[0]
+    found = preprocess_image(gradient, one(size=size, fit="stretch"))[0]
     expected = (np.arange(size) + 0.5) * factor - 0.5
     inner = slice(2, -2)  # at the rim the filter has only one side
     assert np.abs(found[:, inner] - expected[inner]).max() <= 0.5
@@ -132,25 +132,25 @@ def test_shrinking_a_gradient_samples_its_line(factor: int) -> None:
 
 def test_enlarging_a_gradient_interpolates_it() -> None:
     gradient = np.tile((np.arange(16) * 16).astype(np.uint8), (16, 1))
-    found = prepare(gradient, one(size=64, fit="stretch"))[0]
+    found = preprocess_image(gradient, one(size=64, fit="stretch"))[0]
     expected = np.clip((np.arange(64) + 0.5) / 4 - 0.5, 0, 15) * 16
     assert np.abs(found - expected).max() <= 0.51
 
 
 def test_shrinking_averages_instead_of_picking() -> None:
     stripes = np.tile(np.array([0, 255], np.uint8), (64, 128))
-    found = prepare(stripes, one(size=32, fit="stretch"))[0]
+    found = preprocess_image(stripes, one(size=32, fit="stretch"))[0]
     assert np.abs(found[:, 2:-2] - 127.5).max() <= 2
 
 
 def test_crop_keeps_the_middle() -> None:
     pixels = np.zeros((60, 100), np.uint8)
     pixels[:, 20:80] = np.arange(60)[:, None]
-    np.testing.assert_array_equal(prepare(pixels, one(size=60, fit="crop"))[0], pixels[:, 20:80])
+    np.testing.assert_array_equal(preprocess_image(pixels, one(size=60, fit="crop"))[0], pixels[:, 20:80])
 
 
 def test_large_sizes() -> None:
-    assert prepare(disc(3000, 1000), one(size=2048)).shape == (1, 2048, 2048)
+    assert preprocess_image(disc(3000, 1000), one(size=2048)).shape == (1, 2048, 2048)
 
 
 @pytest.mark.parametrize(
@@ -158,7 +158,7 @@ def test_large_sizes() -> None:
 )
 def test_what_is_no_image_is_refused(pixels: Any) -> None:
     with pytest.raises(DataError, match="H×W or H×W×3 bytes"):
-        prepare(pixels, Preparation())
+        preprocess_image(pixels, Preparation())
 
 
 # borders and labels
@@ -170,7 +170,7 @@ def test_black_borders_change_nothing(pixels: Bytes, border: tuple[int, int, int
     framed = np.pad(pixels, [(top, bottom), (left, right), (0, 0)][: pixels.ndim])
     preparation = one(size=24, fit=fit, crop_borders=True)
     if pixels.max() > 4:  # the luma of a nearly black blue is rounded to black
-        np.testing.assert_array_equal(prepare(framed, preparation), prepare(pixels, preparation))
+        np.testing.assert_array_equal(preprocess_image(framed, preparation), preprocess_image(pixels, preparation))
 
 
 @given(st.integers(1, 700), st.integers(1, 700), st.integers(0, 20))
@@ -207,7 +207,7 @@ def test_box_of_a_film() -> None:
 
 def test_labels_and_rims_go_and_the_breast_stays() -> None:
     picture = film()
-    found = prepare(picture, one(size=450, crop_borders=True))[0]
+    found = preprocess_image(picture, one(size=450, crop_borders=True))[0]
     assert found.max() <= 160  # label and rim are 255
     box = breast_box(picture)
     scale = 450 / (box[2] - box[0])
@@ -218,9 +218,9 @@ def test_labels_and_rims_go_and_the_breast_stays() -> None:
 @pytest.mark.parametrize("shape", [(1200, 900), (1199, 900), (777, 801)])
 def test_a_mirrored_film_gives_the_mirrored_result(fit: Fit, shape: tuple[int, int]) -> None:
     picture, preparation = film()[: shape[0], : shape[1]], one(size=101, fit=fit, crop_borders=True)
-    straight = prepare(picture, preparation).astype(int)
+    straight = preprocess_image(picture, preparation).astype(int)
     for axis in (0, 1):
-        assert np.abs(np.flip(prepare(np.flip(picture, axis), preparation), axis + 1) - straight).max() <= 1
+        assert np.abs(np.flip(preprocess_image(np.flip(picture, axis), preparation), axis + 1) - straight).max() <= 1
 
 
 def test_the_largest_object_is_kept() -> None:
@@ -260,7 +260,7 @@ def test_no_lesion_is_cut_off() -> None:
     folder = mammograms()
     circles, inside, shares = lesions(folder), [], []
     for path in sorted((folder / "full").glob("*.png")):
-        pixels = decode(path).pixels
+        pixels = decode_image(path).pixels
         top, left, bottom, right = breast_box(pixels)
         shares.append((bottom - top) * (right - left) / pixels.size)
         outside = pixels.copy()
@@ -278,11 +278,11 @@ def test_nothing_of_a_lesion_is_blackened() -> None:
     folder = mammograms()
     circles = lesions(folder)
     for path in itertools.islice(sorted((folder / "full").glob("*.png")), 12):
-        pixels = decode(path).pixels
+        pixels = decode_image(path).pixels
         top, left, bottom, right = breast_box(pixels)
         side = max(bottom - top, right - left)
-        plain = prepare(pixels[top:bottom, left:right], one(size=256))[0]
-        cropped = prepare(pixels, one(size=256, crop_borders=True))[0]
+        plain = preprocess_image(pixels[top:bottom, left:right], one(size=256))[0]
+        cropped = preprocess_image(pixels, one(size=256, crop_borders=True))[0]
         y0, x0 = (256 - (bottom - top) * 256 / side) / 2, (256 - (right - left) * 256 / side) / 2
         for row, column, radius in circles.get(path.stem, []):
             y, x = y0 + (row - top) * 256 / side, x0 + (column - left) * 256 / side

@@ -16,11 +16,11 @@ import torch
 from polyclinic.config.recipe import DataSection
 from polyclinic.core.contract import Examples, Stream
 from polyclinic.core.errors import DataError, RecipeError
-from polyclinic.data import DATASETS, SiteData, federate
+from polyclinic.data import DATASETS, SiteData, build_site_data
 from polyclinic.data.loading.cache import VARIABLE
 from polyclinic.data.partitioning.partition import Dirichlet
 from polyclinic.data.splits import Fractions
-from polyclinic.runs.public_data import gather_public
+from polyclinic.runs.public_data import load_public
 from tests.data.clinics import Rows, clinic, listed
 from tests.data.written import real, refused
 
@@ -51,7 +51,7 @@ def table(folder: Path, rows: Rows, **options: Any) -> DataSection:
 
 
 def gathered(made: DataSection, classes: tuple[str, ...] = CLASSES, channels: int = 1, size: int = 20) -> SiteData:
-    return gather_public(made, None, classes, channels, size, STREAM)
+    return load_public(made, None, classes, channels, size, STREAM)
 
 
 def parts(site: SiteData) -> tuple[Examples, Examples, Examples]:
@@ -88,7 +88,7 @@ def test_everything_is_one_site_and_pairs_stay_together(rows: Rows, tmp_path: Pa
 def test_the_stream_decides(rows: Rows, tmp_path: Path) -> None:
     made = table(tmp_path, rows)
     one, again = gathered(made), gathered(made)
-    others = [gather_public(made, None, CLASSES, 1, 20, Stream(seed)) for seed in range(5)]
+    others = [load_public(made, None, CLASSES, 1, 20, Stream(seed)) for seed in range(5)]
     assert patients(one) == patients(again)
     assert any(patients(one) != patients(other) for other in others)
 
@@ -130,7 +130,7 @@ def test_another_shape_is_told_with_what_to_set(rows: Rows, tmp_path: Path, chan
 
 
 def test_a_set_without_files_can_be_public() -> None:
-    site = gather_public(section("digits"), None, DATASETS["digits"].classes, 1, 8, STREAM)
+    site = load_public(section("digits"), None, DATASETS["digits"].classes, 1, 8, STREAM)
     assert sum(map(len, parts(site))) == 1797
 
 
@@ -143,7 +143,7 @@ def private(made: DataSection, data: Path | None = None, count: int = 2) -> dict
     spec = DATASETS[made.name]
     collection = spec.load(spec.options.model_validate(made.options), Stream(0).child("data"), data)
     partition = Dirichlet(sites=count, alpha=0.5, minimum=6, top_up=True)
-    return federate(collection, partition, made.split, Stream(0).child("sites"), allow_single_class=True)
+    return build_site_data(collection, partition, made.split, Stream(0).child("sites"), allow_single_class=True)
 
 
 def shared_out(folder: Path, rows: Rows) -> tuple[dict[str, SiteData], DataSection]:
@@ -155,7 +155,7 @@ def shared_out(folder: Path, rows: Rows) -> tuple[dict[str, SiteData], DataSecti
 
 def test_official_parts_share_a_set_between_sites_and_server(rows: Rows, tmp_path: Path) -> None:
     sites, made = shared_out(tmp_path, rows)
-    site = gather_public(made, None, CLASSES, 1, 20, STREAM, sites)
+    site = load_public(made, None, CLASSES, 1, 20, STREAM, sites)
     assert not hashes(sites.values()) & hashes([site])
     assert len(hashes(sites.values()) | hashes([site])) == 24
     assert all(map(len, parts(site))), "a single official part is split anew"
@@ -191,7 +191,7 @@ def test_what_a_site_holds_leaves_the_public_set_with_its_patient(
     (tmp_path / rows[4]["path"]).write_bytes((tmp_path / rows[0]["path"]).read_bytes())
     sites, made = shared_out(tmp_path, rows)
     with caplog.at_level(logging.WARNING):
-        site = gather_public(made, None, CLASSES, 1, 20, STREAM, sites)
+        site = load_public(made, None, CLASSES, 1, 20, STREAM, sites)
     assert not hashes(sites.values()) & hashes([site])
     assert sum(map(len, parts(site))) == 10
     assert len(set().union(*patients(site))) == 5
@@ -201,7 +201,7 @@ def test_what_a_site_holds_leaves_the_public_set_with_its_patient(
 def test_a_public_set_that_is_all_private_is_refused(rows: Rows, tmp_path: Path) -> None:
     made = table(tmp_path, rows)
     with pytest.raises(DataError, match=r"24 of 24 images .* so none is left; choose another public set"):
-        gather_public(made, None, CLASSES, 1, 20, STREAM, private(made))
+        load_public(made, None, CLASSES, 1, 20, STREAM, private(made))
 
 
 @pytest.mark.parametrize("size", [64, 128])
@@ -213,7 +213,7 @@ def test_real_mias_and_busi_have_the_same_classes(size: int, task: dict[str, lis
     listing = spec.read and spec.read(spec.options.model_validate(options), real("busi").parent)
     assert listing is not None
     classes = tuple(task or listing.classes)
-    site = gather_public(section("mias", crop_borders=True, **options), data, classes, 1, size, STREAM)
+    site = load_public(section("mias", crop_borders=True, **options), data, classes, 1, size, STREAM)
     counts = Counter(classes[label] for part in parts(site) for label in part.labels.tolist())
     assert counts == {name: {"normal": 207, "benign": 63, "malignant": 52}[name] for name in classes}
     assert sum(map(len, patients(site))) == len(set().union(*patients(site))) == (108 if task else 161)
@@ -227,9 +227,9 @@ def test_no_real_chest_image_is_both_public_and_at_one_of_a_hundred_sites() -> N
     options = medmnist.options.model_validate({"channels": 1, "official_parts": ["train", "test"]})
     loaded = medmnist.load(options, Stream(0), data)
     partition = Dirichlet(sites=100, alpha=0.5, minimum=10, top_up=True)
-    sites = federate(loaded, partition, own, Stream(0), allow_single_class=True)
+    sites = build_site_data(loaded, partition, own, Stream(0), allow_single_class=True)
     made = section("medmnist", channels=1, official_parts=["validation"])
-    site = gather_public(made, data, loaded.classes, 1, 28, STREAM, sites)
+    site = load_public(made, data, loaded.classes, 1, 28, STREAM, sites)
     assert len(sites) == 100
     assert sum(len(part) for held in sites.values() for part in parts(held)) == 4708 + 624
     assert not hashes(sites.values()) & hashes([site])

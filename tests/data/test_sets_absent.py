@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from polyclinic.core.errors import DataError
-from polyclinic.data.datasets.base import NamedSet
+from polyclinic.data.datasets.base import PublicDataset
 from polyclinic.data.records import Listing
 from tests.data import layouts
 from tests.data.layouts import CASES, MASS_TEST, MASS_TRAIN, NAME, case, table, touch, write
@@ -89,8 +89,8 @@ SETS = {
 ALL = pytest.mark.parametrize("name", SETS)
 
 
-def set_of(name: str) -> NamedSet:
-    found: NamedSet = import_module(f"polyclinic.data.datasets.{name}.dataset").SET
+def set_of(name: str) -> PublicDataset:
+    found: PublicDataset = import_module(f"polyclinic.data.datasets.{name}.dataset").SET
     return found
 
 

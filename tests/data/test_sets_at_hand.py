@@ -15,7 +15,7 @@ from PIL import Image
 
 from polyclinic.core.errors import DataError, RecipeError
 from polyclinic.data.datasets import ddsm_views
-from polyclinic.data.datasets.base import NamedSet
+from polyclinic.data.datasets.base import PublicDataset
 from polyclinic.data.datasets.breakhis.dataset import SET as BREAKHIS
 from polyclinic.data.datasets.busi.dataset import SET as BUSI
 from polyclinic.data.datasets.covid_cxr.dataset import SET as COVID
@@ -25,14 +25,14 @@ from polyclinic.data.datasets.medmnist.dataset import SET as MEDMNIST
 from polyclinic.data.datasets.mias.dataset import SET as MIAS
 from polyclinic.data.datasets.office_caltech10.dataset import ONE_IMAGE_TWICE
 from polyclinic.data.datasets.office_caltech10.dataset import SET as OFFICE
-from polyclinic.data.datasets.reading import listed_duplicates, rows, without_duplicates
+from polyclinic.data.datasets.reading import exclude_duplicates, read_duplicates, read_rows
 from polyclinic.data.records import Listing, Record
 
 SETS = {each.name: each for each in (BUSI, MIAS, DDSM, DEEPDRID, COVID, OFFICE, MEDMNIST, BREAKHIS)}
 NAME = "Grete_Musterfrau"
 
 
-def read(each: NamedSet, folder: Path, **options: Any) -> Listing:
+def read(each: PublicDataset, folder: Path, **options: Any) -> Listing:
     return each.read(each.options.model_validate(options), folder)
 
 
@@ -97,13 +97,17 @@ def test_real_images_per_site(name: str) -> None:
 
 
 def test_real_pneumoniamnist_parts() -> None:
-    assert Counter(record.split for record in real("medmnist").used) == {"train": 4708, "validation": 524, "test": 624}
+    assert Counter(record.split for record in real("medmnist").used_records) == {
+        "train": 4708,
+        "validation": 524,
+        "test": 624,
+    }
 
 
 @pytest.mark.parametrize("name", SETS)
 def test_real_records_are_sound(name: str) -> None:
     listing = real(name)
-    assert {record.label for record in listing.used} == set(listing.classes) == set(SETS[name].classes)
+    assert {record.label for record in listing.used_records} == set(listing.classes) == set(SETS[name].classes)
     assert all(record.path.is_file() for record in listing.records)
     assert len({record.where for record in listing.records}) == len(listing.records)
 
@@ -117,7 +121,7 @@ def test_no_patient_is_in_two_official_parts(name: str) -> None:
 
 def patients_in_two_parts(listing: Listing) -> list[str]:
     parts = defaultdict(set)
-    for record in listing.used:
+    for record in listing.used_records:
         parts[record.patient].add(record.split)
     return [patient for patient, found in parts.items() if patient and len(found) > 1]
 
@@ -125,7 +129,7 @@ def patients_in_two_parts(listing: Listing) -> list[str]:
 @pytest.mark.parametrize(("name", "excluded"), [("busi", 2), ("office_caltech10", 26)])
 def test_no_two_used_images_are_the_same(name: str, excluded: int) -> None:
     listing = real(name)
-    prints = [hashlib.sha256(record.path.read_bytes()).digest() for record in listing.used]
+    prints = [hashlib.sha256(record.path.read_bytes()).digest() for record in listing.used_records]
     assert len(set(prints)) == len(prints) == len(listing.records) - excluded
 
 
@@ -251,7 +255,7 @@ def laid_out(name: str, folder: Path) -> Listing:
 
 def test_busi_ignores_masks_and_drops_the_image_with_two_labels(tmp_path: Path) -> None:
     listing = laid_out("busi", tmp_path)
-    assert Counter(record.label for record in listing.used) == {"benign": 2, "malignant": 1, "normal": 1}
+    assert Counter(record.label for record in listing.used_records) == {"benign": 2, "malignant": 1, "normal": 1}
     assert not any("_mask" in record.path.name for record in listing.records)
     assert {record.path.stem for record in listing.records if record.excluded} == {"benign (433)", "malignant (145)"}
 
@@ -296,8 +300,8 @@ def test_deepdrid_test_grades_are_used_once_they_are_csv(tmp_path: Path) -> None
 def test_covid_reads_findings_hosts_and_views(tmp_path: Path) -> None:
     listing = laid_out("covid_cxr", tmp_path)
     told = [("covid", "eurorad.org"), ("normal", "Hannover-ml-workgroup"), ("pneumonia", "radiopaedia.org")]
-    assert [(record.label, record.site) for record in listing.used] == told
-    first, second, third = listing.used
+    assert [(record.label, record.site) for record in listing.used_records] == told
+    first, second, third = listing.used_records
     assert first.patient == second.patient != third.patient
     reasons = ["not a frontal X-ray"] * 2 + ["its finding is none of the classes", "no licence is stated for it"]
     assert [record.excluded for record in listing.records[3:]] == reasons
@@ -306,10 +310,12 @@ def test_covid_reads_findings_hosts_and_views(tmp_path: Path) -> None:
 
 def test_office_keeps_the_first_of_identical_pictures(tmp_path: Path) -> None:
     listing = laid_out("office_caltech10", tmp_path)
-    assert {record.site for record in listing.used if record.label == "backpack"} == set(SITES["office_caltech10"])
+    assert {record.site for record in listing.used_records if record.label == "backpack"} == set(
+        SITES["office_caltech10"]
+    )
     left_out = [record for record in listing.records if record.excluded]
     assert [record.path.stem for record in left_out] == ["frame_0004", "frame_0018"]
-    kept = next(record for record in listing.used if record.path.stem == "frame_0003")
+    kept = next(record for record in listing.used_records if record.path.stem == "frame_0003")
     assert {record.excluded for record in left_out} == {f"the same image as {kept.where}"}
 
 
@@ -317,7 +323,7 @@ def test_known_duplicates_of_office_are_those_of_the_data() -> None:
     folder = real("office_caltech10").root
     known = [line.split() for line in ONE_IMAGE_TWICE.strip().splitlines()]
     told = [[folder / f"images/{place}/{stem}.jpg" for stem in stems] for place, *stems in known]
-    assert sorted(map(sorted, listed_duplicates(folder))) == sorted(map(sorted, told))
+    assert sorted(map(sorted, read_duplicates(folder))) == sorted(map(sorted, told))
 
 
 def test_medmnist_names_labels_and_parts(tmp_path: Path) -> None:
@@ -332,10 +338,10 @@ def test_medmnist_names_labels_and_parts(tmp_path: Path) -> None:
 
 def test_breakhis_patients_and_magnifications(tmp_path: Path) -> None:
     listing = laid_out("breakhis", tmp_path)
-    assert Counter(record.label for record in listing.used) == {"benign": 2, "malignant": 1}
+    assert Counter(record.label for record in listing.used_records) == {"benign": 2, "malignant": 1}
     assert [record.patient for record in listing.records] == ["patient-1", "patient-1", "patient-2"]
     low = read(BREAKHIS, tmp_path, magnification="40X")
-    assert Counter(record.label for record in low.used) == {"benign": 1, "malignant": 1}
+    assert Counter(record.label for record in low.used_records) == {"benign": 1, "malignant": 1}
     assert [record.excluded for record in low.records if record.excluded] == ["not at the magnification 40X"]
 
 
@@ -347,7 +353,7 @@ def test_breakhis_patients_and_magnifications(tmp_path: Path) -> None:
 def test_a_wrong_folder_is_refused(name: str, other: str, tmp_path: Path) -> None:
     folder = tmp_path if other != "no folder" else tmp_path / "absent"
     if other == name:
-        assert laid_out(name, folder).used
+        assert laid_out(name, folder).used_records
         return
     if other in LAYOUTS:
         LAYOUTS[other](folder)
@@ -374,7 +380,7 @@ def test_no_listing_tells_a_patients_name(name: str, tmp_path: Path) -> None:
 def test_a_broken_table_is_refused_without_its_contents(fault: bytes, tmp_path: Path) -> None:
     (tmp_path / "metadata.csv").write_bytes(fault)
     with pytest.raises(DataError, match=r"metadata\.csv") as refusal:
-        list(rows(tmp_path / "metadata.csv"))
+        list(read_rows(tmp_path / "metadata.csv"))
     assert NAME not in str(refusal.value)
     assert refusal.value.__cause__ is None
 
@@ -384,8 +390,8 @@ def test_identical_images_keep_the_first_unless_their_labels_conflict(labels: st
     paths = [Path(str(number)) for number in range(3)]
     records = tuple(Record(path, label, where=f"row {path}") for path, label in zip(paths, labels, strict=True))
     listing = Listing("x", Path(), (*records, Record(Path("3"), "a")), ("a", "b"))
-    kept = without_duplicates(listing, [paths, [Path("3"), Path("not there")]])
-    assert [record.path for record in kept.used] == [*paths[:used], Path("3")]
+    kept = exclude_duplicates(listing, [paths, [Path("3"), Path("not there")]])
+    assert [record.path for record in kept.used_records] == [*paths[:used], Path("3")]
 
 
 def test_mias_table_splits_by_pair(tmp_path: Path) -> None:

@@ -12,10 +12,10 @@ import torch
 
 from polyclinic.core.contract import Stream
 from polyclinic.core.errors import DataError, RecipeError
-from polyclinic.data import DATASETS, Fractions, Natural, federate
-from polyclinic.data.datasets.base import NamedSet
-from polyclinic.data.datasets.user_data import SeveralOptions, located, several
-from polyclinic.data.loading.load import load
+from polyclinic.data import DATASETS, Fractions, Natural, build_site_data
+from polyclinic.data.datasets.base import PublicDataset
+from polyclinic.data.datasets.user_data import MultiOptions, read_multi, resolve_path
+from polyclinic.data.loading.load import load_collection
 from polyclinic.data.records import Listing, Record
 from tests.data.clinics import NAME, Rows, clinic, listed, loaded
 from tests.data.written import real, refused
@@ -25,7 +25,7 @@ OTHER: dict[str, list[str]] = {"well": ["normal"], "sick": ["odd", "bad"]}
 
 
 @pytest.fixture
-def sets(tmp_path: Path) -> dict[str, NamedSet]:
+def sets(tmp_path: Path) -> dict[str, PublicDataset]:
     """Two sets with labels of their own, whose patients bear the same pseudonyms; the second has a label more."""
     (tmp_path / "breasts").mkdir()
     (tmp_path / "eyes").mkdir()
@@ -39,28 +39,28 @@ def sets(tmp_path: Path) -> dict[str, NamedSet]:
     return {name: named(name) for name in ("breasts", "eyes")}
 
 
-def named(name: str) -> NamedSet:
+def named(name: str) -> PublicDataset:
     def read(options: Any, folder: Path) -> Listing:
         del options
         lines = [line.split(",") for line in (folder / "labels.csv").read_text(encoding="utf-8").splitlines()]
         rows: Rows = [dict(zip(lines[0], line, strict=True)) for line in lines[1:]]
         return listed(folder, rows, classes=tuple(sorted({row["label"] for row in rows})))
 
-    return NamedSet(name, "", "", (), read, "")
+    return PublicDataset(name, "", "", (), read, "")
 
 
-def options(*parts: dict[str, Any], **others: Any) -> SeveralOptions:
-    return SeveralOptions.model_validate({"parts": list(parts), "size": 16, "channels": 1, **others})
+def options(*parts: dict[str, Any], **others: Any) -> MultiOptions:
+    return MultiOptions.model_validate({"parts": list(parts), "size": 16, "channels": 1, **others})
 
 
 BREASTS: dict[str, Any] = {"set": "breasts", "site": "A", "task": ONE}
 EYES: dict[str, Any] = {"set": "eyes", "site": "B", "task": OTHER}
 
 
-def test_each_set_is_a_site_under_common_classes(sets: dict[str, NamedSet], tmp_path: Path) -> None:
-    listing = several(options(BREASTS, EYES), tmp_path, sets)
+def test_each_set_is_a_site_under_common_classes(sets: dict[str, PublicDataset], tmp_path: Path) -> None:
+    listing = read_multi(options(BREASTS, EYES), tmp_path, sets)
     assert listing.classes == ("sick", "well")
-    found = load(listing, options(BREASTS, EYES), Stream(0))
+    found = load_collection(listing, options(BREASTS, EYES), Stream(0))
     assert found.sites == ("A",) * 24 + ("B",) * 18
     assert found.split is None, "parts of one set say nothing about the other's"
     assert {record.split for record in listing.records} == {""}
@@ -71,21 +71,21 @@ def test_each_set_is_a_site_under_common_classes(sets: dict[str, NamedSet], tmp_
     assert torch.equal(found.images[24:], alone.images)
 
 
-def test_patients_of_two_sets_are_different_people(sets: dict[str, NamedSet], tmp_path: Path) -> None:
-    found = load(several(options(BREASTS, EYES), tmp_path, sets), options(BREASTS, EYES), Stream(0))
+def test_patients_of_two_sets_are_different_people(sets: dict[str, PublicDataset], tmp_path: Path) -> None:
+    found = load_collection(read_multi(options(BREASTS, EYES), tmp_path, sets), options(BREASTS, EYES), Stream(0))
     people: defaultdict[str, set[str]] = defaultdict(set)
     for site, patient in zip(found.sites or (), found.patients, strict=True):
         people[site].add(patient)
     assert {site: len(names) for site, names in people.items()} == {"A": 12, "B": 9}
     assert people["A"].isdisjoint(people["B"])
     assert not any(NAME in patient for patient in found.patients)
-    sites = federate(found, Natural(), Fractions(train=0.5, validation=0.25, test=0.25), Stream(0))
+    sites = build_site_data(found, Natural(), Fractions(train=0.5, validation=0.25, test=0.25), Stream(0))
     assert list(sites) == ["A", "B"]
 
 
 @pytest.mark.parametrize("pieces", [1, 2, 3, 5])
-def test_a_set_is_cut_into_pieces_by_patient(sets: dict[str, NamedSet], tmp_path: Path, pieces: int) -> None:
-    listing = several(options({**BREASTS, "pieces": pieces}, EYES), tmp_path, sets)
+def test_a_set_is_cut_into_pieces_by_patient(sets: dict[str, PublicDataset], tmp_path: Path, pieces: int) -> None:
+    listing = read_multi(options({**BREASTS, "pieces": pieces}, EYES), tmp_path, sets)
     owners: defaultdict[str, set[str]] = defaultdict(set)
     for record in listing.records[:24]:
         owners[record.site].add(record.patient)
@@ -97,36 +97,38 @@ def test_a_set_is_cut_into_pieces_by_patient(sets: dict[str, NamedSet], tmp_path
 
 def test_images_without_a_patient_are_dealt_one_by_one(tmp_path: Path) -> None:
     records = tuple(Record(tmp_path, ("a", "b")[number % 2], where=f"row {number}") for number in range(7))
-    plain = NamedSet("plain", "", "", (), lambda *_: Listing("plain", tmp_path, records, ("a", "b")), "")
+    plain = PublicDataset("plain", "", "", (), lambda *_: Listing("plain", tmp_path, records, ("a", "b")), "")
     part = {"set": "plain", "site": "A", "task": {"a": ["a"], "b": ["b"]}, "pieces": 3}
-    listing = several(options(part, {**part, "site": "B", "pieces": 1}), tmp_path, {"plain": plain})
+    listing = read_multi(options(part, {**part, "site": "B", "pieces": 1}), tmp_path, {"plain": plain})
     assert [record.site for record in listing.records] == ["A-1", "A-2", "A-3", "A-1", "A-2", "A-3", "A-1"] + ["B"] * 7
     assert {record.patient for record in listing.records} == {""}
 
 
-def test_faults_are_told_with_the_set_they_are_in(sets: dict[str, NamedSet], tmp_path: Path) -> None:
+def test_faults_are_told_with_the_set_they_are_in(sets: dict[str, PublicDataset], tmp_path: Path) -> None:
     gone = tmp_path / "eyes" / f"{NAME} 0.png"
     gone.unlink()
-    told = refused(lambda: load(several(options(BREASTS, EYES), tmp_path, sets), options(BREASTS, EYES), Stream(0)))
+    told = refused(
+        lambda: load_collection(read_multi(options(BREASTS, EYES), tmp_path, sets), options(BREASTS, EYES), Stream(0))
+    )
     assert told.startswith("1 listed file cannot be found (eyes: labels.csv row 2);")
 
 
-def test_an_unknown_set_and_other_classes_are_refused(sets: dict[str, NamedSet], tmp_path: Path) -> None:
-    told = refused(lambda: several(options(BREASTS, {**EYES, "set": "ears"}), tmp_path, sets))
+def test_an_unknown_set_and_other_classes_are_refused(sets: dict[str, PublicDataset], tmp_path: Path) -> None:
+    told = refused(lambda: read_multi(options(BREASTS, {**EYES, "set": "ears"}), tmp_path, sets))
     assert told == "There is no set 'ears' to take a part from; there are: breasts, eyes."
     wrong = {**EYES, "task": {"well": ["normal"], "ill": ["odd"]}}
-    told = refused(lambda: several(options(BREASTS, wrong), tmp_path, sets))
+    told = refused(lambda: read_multi(options(BREASTS, wrong), tmp_path, sets))
     assert told == "The part 'eyes' has the classes well, ill, the first part sick, well; give all parts the same."
     with pytest.raises(RecipeError, match="'parts' of SeveralOptions"):
         options(BREASTS)
     with pytest.raises(RecipeError, match="pieces"):
         options({**BREASTS, "pieces": 0}, EYES)
     with pytest.raises(DataError, match="names the label 'cyst', which clinic does not have; it has bad, blurred"):
-        several(options(BREASTS, {**EYES, "task": {"well": ["normal"], "sick": ["cyst"]}}), tmp_path, sets)
+        read_multi(options(BREASTS, {**EYES, "task": {"well": ["normal"], "sick": ["cyst"]}}), tmp_path, sets)
 
 
-def test_labels_outside_the_task_are_known_but_not_used(sets: dict[str, NamedSet], tmp_path: Path) -> None:
-    listing = several(options(BREASTS, EYES), tmp_path, sets)
+def test_labels_outside_the_task_are_known_but_not_used(sets: dict[str, PublicDataset], tmp_path: Path) -> None:
+    listing = read_multi(options(BREASTS, EYES), tmp_path, sets)
     left_out = [record for record in listing.records if record.excluded]
     assert {(record.label, record.excluded) for record in left_out} == {("blurred", "not part of the task")}
     assert len(left_out) == 6
@@ -139,15 +141,15 @@ def test_a_path_is_in_the_data_folder_or_here(tmp_path: Path, monkeypatch: pytes
     monkeypatch.chdir(tmp_path)
     (tmp_path / "data/set").mkdir(parents=True)
     (tmp_path / "set").mkdir()
-    assert located("set", tmp_path / "data") == tmp_path / "data/set"
-    assert located("set", None) == Path("set")
+    assert resolve_path("set", tmp_path / "data") == tmp_path / "data/set"
+    assert resolve_path("set", None) == Path("set")
     monkeypatch.setenv("POLYCLINIC_DATA", str(tmp_path / "data"))
-    assert located("set", None) == tmp_path / "data/set"
+    assert resolve_path("set", None) == tmp_path / "data/set"
     (tmp_path / "data/set").rmdir()
-    assert located("set", None) == Path("set")
-    told = refused(lambda: located("nowhere", tmp_path / "data"))
+    assert resolve_path("set", None) == Path("set")
+    told = refused(lambda: resolve_path("nowhere", tmp_path / "data"))
     assert told == f"There is nothing at {tmp_path}/data/nowhere or nowhere; correct data.path, or --data DIR."
-    told = refused(lambda: located(f"{tmp_path}/nowhere", tmp_path / "data"))
+    told = refused(lambda: resolve_path(f"{tmp_path}/nowhere", tmp_path / "data"))
     assert told == f"There is nothing at {tmp_path}/nowhere; correct data.path, or --data DIR."
 
 
@@ -163,7 +165,7 @@ def test_two_real_sets_side_by_side() -> None:
     chosen = spec.options.model_validate({"parts": parts, "size": 32, "channels": 1})
     found = spec.load(chosen, Stream(0), folder)
     assert torch.bincount(found.labels).tolist() == [133 + 207, 436 + 209 + 63 + 52]
-    sites = federate(found, Natural(), Fractions(), Stream(0))
+    sites = build_site_data(found, Natural(), Fractions(), Stream(0))
     assert {name: len(s.train) + len(s.validation) + len(s.test) for name, s in sites.items()} == {
         "Cairo-1": 389,
         "Cairo-2": 389,

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from polyclinic.core.errors import RecipeError
 from polyclinic.data.sources.detect import open_source
-from polyclinic.data.sources.folder import Level, is_image, part_of, read_folder
+from polyclinic.data.sources.folder import Level, is_image, parse_part, read_folder
 from polyclinic.data.sources.table import Columns, read_table
 from tests.data.written import NAME, counts, pictures, real, refused, saved, table, touch
 
@@ -70,7 +70,7 @@ def test_rows_are_numbered_as_a_spreadsheet_shows_them(tmp_path: Path) -> None:
     [("TRAINING", "train"), ("val", "validation"), ("Valid", "validation"), ("testing", "test"), ("fold 3", "fold 3")],
 )
 def test_parts_have_one_name(text: str, part: str) -> None:
-    assert part_of(text) == part
+    assert parse_part(text) == part
 
 
 def test_classes_are_collected_or_declared(tmp_path: Path) -> None:

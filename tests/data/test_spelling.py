@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from polyclinic.data.check import check
-from polyclinic.data.findings import Finding, told
-from polyclinic.data.quality.files import missing_files
-from polyclinic.data.quality.people import people_findings
+from polyclinic.data.check import check_listing
+from polyclinic.data.findings import Finding, format_places
+from polyclinic.data.quality.files import missing_file_findings
+from polyclinic.data.quality.people import cohort_findings
 from polyclinic.data.records import Listing, Record
 from polyclinic.data.sources.folder import read_folder
 from polyclinic.data.sources.npz import read_npz
@@ -52,7 +52,7 @@ def test_accents_have_one_form(tmp_path: Path, read: Callable[[Path], Listing]) 
 
 def missing(folder: Path, *names: str) -> Finding:
     records = tuple(Record(folder / name, "a", where=f"row {number}") for number, name in enumerate(names, 2))
-    (found,) = missing_files(Listing("m", folder, records, ("a",)), range(len(records)))
+    (found,) = missing_file_findings(Listing("m", folder, records, ("a",)), range(len(records)))
     return found
 
 
@@ -91,8 +91,8 @@ def test_files_that_are_just_missing_are_not_said_to_be_misspelt(tmp_path: Path)
     ],
 )
 def test_places_share_what_they_begin_with_only_if_numbers_remain(places: list[str], words: str) -> None:
-    assert told(places, len(places)) == words
-    assert told(places, len(places) + 2) == f"{words} and 2 more"
+    assert format_places(places, len(places)) == words
+    assert format_places(places, len(places) + 2) == f"{words} and 2 more"
 
 
 @pytest.mark.parametrize("path", ["", "../x.png"])
@@ -109,7 +109,7 @@ def at(folder: Path, **sites: int) -> Listing:
 
 
 def misspelt_sites(listing: Listing) -> list[Finding]:
-    return [finding for finding in people_findings(listing) if finding.kind == "misspelt site"]
+    return [finding for finding in cohort_findings(listing) if finding.kind == "misspelt site"]
 
 
 def test_sites_that_differ_in_spelling_only_are_told(tmp_path: Path) -> None:
@@ -136,7 +136,9 @@ def test_the_parts_that_copies_lie_in_are_named(tmp_path: Path) -> None:
     images[4], images[5], images[9] = images[0], images[1], images[2]
     parts = np.array(["train"] * 4 + ["val"] * 4 + ["Zebulon"] * 4)
     file = saved(tmp_path, {"images": images, "labels": np.zeros(12, int), "split": parts})
-    (found,) = [finding for finding in check(read_npz(file, name="n")).findings if finding.kind == "duplicate image"]
+    (found,) = [
+        finding for finding in check_listing(read_npz(file, name="n")).findings if finding.kind == "duplicate image"
+    ]
     assert "2 in train and validation, 1 in train and other parts" in found.sentence
 
 
@@ -149,7 +151,7 @@ def test_dicom_files_say_themselves_how_deep_they_are(tmp_path: Path) -> None:
         Image.fromarray(rng.integers(0, 256, (16, 16), dtype=np.uint8)).save(tmp_path / f"{number}.png")
     names = [f"{number}.{suffix}" for number in range(4) for suffix in ("dcm", "png")]
     listing = Listing("d", tmp_path, tuple(Record(tmp_path / name, "a") for name in names), ("a",))
-    assert "several bit depths" not in {finding.kind for finding in check(listing).findings}
+    assert "several bit depths" not in {finding.kind for finding in check_listing(listing).findings}
     Image.fromarray(rng.integers(0, 2**16, (16, 16), dtype=np.uint16)).save(tmp_path / "3.png")
-    (found,) = [finding for finding in check(listing).findings if finding.kind == "several bit depths"]
+    (found,) = [finding for finding in check_listing(listing).findings if finding.kind == "several bit depths"]
     assert found.sentence.endswith(": 3 with 8 bits, 1 with 16 bits")

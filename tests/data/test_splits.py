@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from polyclinic.core.contract import Stream
 from polyclinic.core.errors import DataError, RecipeError
-from polyclinic.data import Fractions, split
+from polyclinic.data import Fractions, split_by_patient
 from polyclinic.data.patients import Patients
 from polyclinic.data.splits import PARTS
 from tests.data.samples import Sample, sample
@@ -23,7 +23,7 @@ BOUND = 4 / 3
 
 
 def parts_of(made: Sample, fractions: Fractions, seed: int = 0, official: list[str] | None = None) -> dict[Any, Any]:
-    return dict(split(made.labels, made.patients, fractions, Stream(seed), official))
+    return dict(split_by_patient(made.labels, made.patients, fractions, Stream(seed), official))
 
 
 @settings(deadline=None, max_examples=60)
@@ -39,20 +39,20 @@ def test_parts_divide_patients(made: Sample, fractions: Fractions, seed: int) ->
 @settings(deadline=None, max_examples=60)
 @given(samples, shares, st.integers(0, 1000))
 def test_fractions_hold_to_within_a_patient_or_two(made: Sample, fractions: Fractions, seed: int) -> None:
-    largest = Patients.of(made.labels, made.patients).sizes.max()
+    largest = Patients.from_names(made.labels, made.patients).sizes.max()
     for part, rows in parts_of(made, fractions, seed).items():
         moved = 2  # to fill empty parts, at most two patients change
-        assert abs(len(rows) - fractions.of(part) * len(made)) <= (BOUND + moved) * largest
+        assert abs(len(rows) - fractions.fraction_of(part) * len(made)) <= (BOUND + moved) * largest
 
 
 @settings(deadline=None, max_examples=60)
 @given(samples, shares, st.integers(0, 1000))
 def test_every_class_is_divided_alike(made: Sample, fractions: Fractions, seed: int) -> None:
-    people = Patients.of(made.labels, made.patients)
+    people = Patients.from_names(made.labels, made.patients)
     label = people.labels[people.of_image]
     for part, rows in parts_of(made, fractions, seed).items():
         for value in set(people.labels):
-            expected = fractions.of(part) * (label == value).sum()
+            expected = fractions.fraction_of(part) * (label == value).sum()
             assert abs((label[rows] == value).sum() - expected) <= (2 * BOUND + 2) * people.sizes.max()
 
 

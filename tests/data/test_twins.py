@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from polyclinic.core.contract import Stream
-from polyclinic.data.loading.join_duplicates import with_twins_joined
+from polyclinic.data.loading.join_duplicates import merge_patients
 
 
 def pictures(count: int) -> torch.Tensor:
@@ -21,7 +21,7 @@ def brighter(images: torch.Tensor) -> torch.Tensor:
 
 def test_different_pictures_keep_their_patients() -> None:
     names = [f"p{n}" for n in range(60)]
-    assert with_twins_joined(names, pictures(60)) == tuple(names)
+    assert merge_patients(names, pictures(60)) == tuple(names)
 
 
 def test_copies_make_one_patient_of_two_and_chains_make_one_of_three() -> None:
@@ -30,7 +30,7 @@ def test_copies_make_one_patient_of_two_and_chains_make_one_of_three() -> None:
     images[20] = brighter(images[11])
     names = [f"p{n:02d}" for n in range(60)]
     names[11] = names[10]
-    joined = with_twins_joined(names, images)
+    joined = merge_patients(names, images)
     assert joined[3] == joined[10] == joined[11] == joined[20]
     others = [n for n in range(60) if n not in (3, 10, 11, 20)]
     assert [joined[n] for n in others] == [names[n] for n in others]
@@ -41,6 +41,6 @@ def test_the_order_of_images_does_not_matter() -> None:
     images[30] = brighter(images[5])
     names = [f"p{n:02d}" for n in range(40)]
     order = torch.randperm(40, generator=Stream(1).generator())
-    shuffled = with_twins_joined([names[n] for n in order.tolist()], images[order])
-    plain = with_twins_joined(names, images)
+    shuffled = merge_patients([names[n] for n in order.tolist()], images[order])
+    plain = merge_patients(names, images)
     assert shuffled == tuple(plain[n] for n in order.tolist())

@@ -13,10 +13,10 @@ import torch
 from PIL import Image
 
 from polyclinic.core.contract import Stream
-from polyclinic.data import Collection, Fractions, Images, Natural, federate
-from polyclinic.data.check import Checked, check
+from polyclinic.data import Collection, Fractions, Images, Natural, build_site_data
+from polyclinic.data.check import CheckResult, check_listing
 from polyclinic.data.heterogeneity import feature_shift
-from polyclinic.data.heterogeneity.measure import Diagnosis, diagnose, lines
+from polyclinic.data.heterogeneity.measure import Diagnosis, diagnose_sites, format_diagnosis
 from polyclinic.data.records import Listing
 from polyclinic.data.sources.detect import open_source
 from polyclinic.data.sources.folder import read_folder
@@ -88,20 +88,20 @@ def photographed(folder: Path, *counts: tuple[str, int]) -> Path:
     return folder
 
 
-def said(checked: Checked) -> str:
+def said(checked: CheckResult) -> str:
     return json.dumps(checked.as_json(), ensure_ascii=False)
 
 
-def spoilt(folder: Path) -> Checked:
+def spoilt(folder: Path) -> CheckResult:
     """Of a folder whose images are all broken: all of them are told."""
     for file in folder.rglob("*.png"):
         file.write_text("no image")
-    return check(open_source(folder))
+    return check_listing(open_source(folder))
 
 
 def test_patients_taken_for_sites_are_numbered(tmp_path: Path) -> None:
     photographed(tmp_path, ("A Clinic/benign", 12), (f"B {NAME}/benign", 4), (f"C {NAME}/malignant", 5))
-    checked = check(open_source(tmp_path))
+    checked = check_listing(open_source(tmp_path))
     assert checked.sites == {"A Clinic": 12, "(rare ones)": 9}
     assert checked.classes == {"benign": 16, "(rare ones)": 5}
     broken = spoilt(tmp_path)
@@ -115,7 +115,7 @@ def test_patients_taken_for_sites_are_numbered(tmp_path: Path) -> None:
 
 def test_patients_taken_for_classes_are_numbered(tmp_path: Path) -> None:
     photographed(tmp_path, (NAME, 3), (f"{NAME} 2", 9), ("normal", 10))
-    assert check(open_source(tmp_path)).classes == {"normal": 10, "(rare ones)": 12}
+    assert check_listing(open_source(tmp_path)).classes == {"normal": 10, "(rare ones)": 12}
     broken = spoilt(tmp_path)
     (found,) = [finding for finding in broken.findings if finding.kind == "unreadable file"]
     assert found.where == (*(f"folder 1, file {n}" for n in (1, 2, 3)), *(f"folder 2, file {n}" for n in (1, 2)))
@@ -156,23 +156,23 @@ BROKEN.images[1] = torch.nan
 PARTS = Fractions(train=0.8, validation=0.1, test=0.1)
 NUMBERED: dict[str, tuple[Callable[[], object], str]] = {
     "minimum": (
-        lambda: federate(at_sites(4, 20), Natural(minimum=5), PARTS, Stream(0)),
+        lambda: build_site_data(at_sites(4, 20), Natural(minimum=5), PARTS, Stream(0)),
         "Site 1 of 2, with 4 images, is below the minimum of 5 images",
     ),
     "no part": (
-        lambda: federate(at_sites(20, 20, patients=2), Natural(), PARTS, Stream(0)),
+        lambda: build_site_data(at_sites(20, 20, patients=2), Natural(), PARTS, Stream(0)),
         "Site 1 of 2, with 20 images, has no images left for its test part",
     ),
     "one class": (
-        lambda: federate(replace(WRONG, labels=torch.zeros(24).long()), Natural(), PARTS, Stream(0)),
+        lambda: build_site_data(replace(WRONG, labels=torch.zeros(24).long()), Natural(), PARTS, Stream(0)),
         "Site 1 of 2, with 4 images, would train on class 'benign' only",
     ),
     "labels": (
-        lambda: federate(replace(WRONG, labels=torch.full((24,), 7)), Natural(), PARTS, Stream(0)),
+        lambda: build_site_data(replace(WRONG, labels=torch.full((24,), 7)), Natural(), PARTS, Stream(0)),
         "Site 1 of 2, with 4 images, has 4 images labelled outside",
     ),
     "values": (
-        lambda: federate(BROKEN, Natural(), PARTS, Stream(0)),
+        lambda: build_site_data(BROKEN, Natural(), PARTS, Stream(0)),
         "Site 1 of 2, with 4 images, has 1 images with values that are not finite",
     ),
 }
@@ -189,33 +189,35 @@ def test_a_small_sites_error_tells_its_number(fault: str) -> None:
 @pytest.mark.parametrize(("size", "patients", "told"), [(10, 3, "'south'"), (9, 3, "1 of 1"), (10, 2, "1 of 1")])
 def test_ten_images_of_three_patients_make_a_site_that_is_named(size: int, patients: int, told: str) -> None:
     data = at_sites(size, patients=patients, sites=("south",))
-    assert f"Site {told}" in refused(lambda: federate(data, Natural(minimum=99), PARTS, Stream(0)))
+    assert f"Site {told}" in refused(lambda: build_site_data(data, Natural(minimum=99), PARTS, Stream(0)))
 
 
 def diagnosed(data: Collection, monkeypatch: pytest.MonkeyPatch) -> Diagnosis:
     monkeypatch.setattr(feature_shift, "REFITS", 5)
     whole = Fractions(train=1, validation=0, test=0)
-    sites = federate(data, Natural(), whole, Stream(0), allow_single_class=True)
-    return diagnose({name: site.train for name, site in sites.items()}, data.classes, Stream(0))
+    sites = build_site_data(data, Natural(), whole, Stream(0), allow_single_class=True)
+    return diagnose_sites({name: site.train for name, site in sites.items()}, data.classes, Stream(0))
 
 
 def test_a_diagnosis_numbers_small_sites(monkeypatch: pytest.MonkeyPatch) -> None:
     found = diagnosed(at_sites(4, 40, 36, patients=12), monkeypatch)
     assert [site.name for site in found.sites] == ["site 1 (4 images)", "north", "south"]
     assert {found.pairs[0].a, found.pairs[0].b} == {"site 1 (4 images)", "north"}
-    told = json.dumps(found.as_json(), ensure_ascii=False) + " ".join(lines(found))
+    told = json.dumps(found.as_json(), ensure_ascii=False) + " ".join(format_diagnosis(found))
     assert "leaves out site 1 (4 images), with fewer" in told
     assert NAME not in told
 
 
 def test_a_diagnosis_refuses_without_the_name() -> None:
     here, nothing = Images(torch.zeros(2, 1, 4, 4), torch.tensor([0, 5])), torch.zeros(0)
-    sentence = refused(lambda: diagnose({NAME: here, "north": here}, ("benign", "malignant"), Stream(0)))
+    sentence = refused(lambda: diagnose_sites({NAME: here, "north": here}, ("benign", "malignant"), Stream(0)))
     assert "Site 1 of 2, with 2 images, has 1 images labelled outside" in sentence
     empty = {NAME: Images(nothing.reshape(0, 1, 4, 4), nothing.long()), "north": here}
-    assert "Site 1 of 2 has no images;" in refused(lambda: diagnose(empty, ("benign", "malignant"), Stream(0)))
+    assert "Site 1 of 2 has no images;" in refused(lambda: diagnose_sites(empty, ("benign", "malignant"), Stream(0)))
 
 
 def test_sites_that_we_drew_are_always_named() -> None:
     sites = {f"site-{number}": Images(torch.rand(2, 1, 4, 4), torch.tensor([0, 9])) for number in (1, 2)}
-    assert "Site 'site-1' has 1 images labelled" in refused(lambda: diagnose(sites, ("benign", "malignant"), Stream(0)))
+    assert "Site 'site-1' has 1 images labelled" in refused(
+        lambda: diagnose_sites(sites, ("benign", "malignant"), Stream(0))
+    )

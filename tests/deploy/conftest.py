@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from polyclinic.deploy.provisioning.provision import provision
+from polyclinic.deploy.provisioning.provision import provision_federation
 from tests.deploy.hospitals import write_hospitals
 from tests.deploy.kits import NORTH
 
@@ -24,7 +24,7 @@ def made_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two federations of the same sites."""
     folder: Path = tmp_path_factory.mktemp("made")
     for name in ("kits", "others"):
-        provision(NORTH, folder / name)
+        provision_federation(NORTH, folder / name)
     return folder
 
 

@@ -20,7 +20,7 @@ import polyclinic.deploy.serve
 import polyclinic.deploy.site.message_handler
 from polyclinic import run
 from polyclinic.core import failpoints
-from polyclinic.deploy.processes import Child, _go_with_parent
+from polyclinic.deploy.processes import ChildProcess, _die_with_parent
 from tests.driving import serve
 from tests.small import tiny
 
@@ -53,7 +53,7 @@ def start(
         _settle(log, network)
         os.environ.update(environment or {})
         name, _, count = fault.partition(":")
-        failpoints.arm(name, int(count or 1))
+        failpoints.arm_failpoint(name, int(count or 1))
         ended = _play(arguments)
     except BaseException:
         traceback.print_exc()
@@ -66,7 +66,7 @@ def start(
 def _settle(log: str, network: str) -> None:
     """A session and files of its own, as `Child` gives to what it starts; in another network if one is named."""
     os.setsid()
-    _go_with_parent()
+    _die_with_parent()
     output, nothing = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600), os.open(os.devnull, os.O_RDONLY)
     for old, new in ((nothing, 0), (output, 1), (output, 2)):
         os.dup2(old, new)
@@ -79,7 +79,7 @@ def _settle(log: str, network: str) -> None:
 def _play(arguments: Sequence[str]) -> int:
     """A command of polyclinic's; or `parent LOG`, a program that has started a process and waits."""
     if arguments[0] == "parent":
-        print(Child(["sleep", "60"], Path(arguments[1])).process.pid, flush=True)
+        print(ChildProcess(["sleep", "60"], Path(arguments[1])).process.pid, flush=True)
         time.sleep(60)
     sys.argv = ["polyclinic", *arguments]
     try:

@@ -21,7 +21,7 @@ from polyclinic.federation.engines.mock import MockEngine
 from polyclinic.federation.privacy_budget import PrivacyBudget
 from polyclinic.federation.rounds import Outcome, Rounds
 from polyclinic.runs.experiment import Experiment, rules_of
-from polyclinic.runs.privacy_plan import stages_of
+from polyclinic.runs.privacy_plan import plan_transforms
 from polyclinic.runs.sites import FederatedDataset, load_sites
 from polyclinic.storage import messages
 from polyclinic.storage.journal import RamJournal
@@ -70,7 +70,7 @@ EVERY: dict[str, dict[str, Any]] = {
 
 
 def recipe(**settings: Any) -> Recipe:
-    return Recipe.of(BASE, {key.replace("__", "."): value for key, value in settings.items()})
+    return Recipe.from_values(BASE, {key.replace("__", "."): value for key, value in settings.items()})
 
 
 def picture(path: Path, number: int, malignant: bool) -> None:
@@ -123,11 +123,11 @@ def refusal(fields: dict[str, Any]) -> str:
 
 def beginning(made: Experiment, to: SiteId, fields: Mapping[str, Any] | None = None) -> bytes:
     """The `begin` of an experiment to a site."""
-    plan, consortium = made.plan, made.consortium
+    plan, consortium = made.plan, made.dataset
     priced = plan and {
         "noise": plan.noise,
         "metrics_noise": plan.as_json()["metrics_noise"],
-        "holders": plan.holders,
+        "holders": plan.max_sites_per_record,
     }
     shape = {"classes": list(consortium.classes), "channels": consortium.channels, "size": consortium.size}
     return asked("begin", to, made.recipe, {"run": made.run_id(), "plan": priced, **shape, **(fields or {})})
@@ -142,7 +142,7 @@ class Crossing:
     replies: list[bytes] = field(default_factory=list)
 
     def answer(self, site: SiteId, data: bytes) -> bytes | Failure:
-        reply = self.desks[site].answer(data)
+        reply = self.desks[site].answer_message(data)
         self.sent.append((site, data))
         self.replies.append(reply)
         fields = said(reply)
@@ -151,29 +151,36 @@ class Crossing:
 
 def loop(made: Experiment, crossing: Crossing) -> Rounds:
     """The server's rounds, with desks for sites."""
-    stages = [*(stages_of(made.plan) if made.plan else ()), *made.recipe.stages_of()]
+    stages = [*(plan_transforms(made.plan) if made.plan else ()), *made.recipe.build_stages()]
     guard = PrivacyBudget(made.plan, made.secret.child("server")) if made.plan else None
     rules, engine = rules_of(made.recipe, made.run_id()), MockEngine(crossing.answer)
     return Rounds(
-        made.federation, made.algorithm, engine, rules, RamJournal(), stages=stages, guard=guard, desk=made.server
+        made.federation,
+        made.algorithm,
+        engine,
+        rules,
+        RamJournal(),
+        transforms=stages,
+        budget=guard,
+        server_trainer=made.server_trainer,
     )
 
 
 def simulation(found: Recipe, folder: Path) -> Experiment:
     """The recipe with all images in one place, which are loaded once for all recipes that mean the same."""
-    return Experiment(found, consortium=_gathered(found.data.model_dump_json(), found.seed, folder))
+    return Experiment(found, dataset=_gathered(found.data.model_dump_json(), found.seed, folder))
 
 
 @cache
 def _gathered(data: str, seed: int, folder: Path) -> FederatedDataset:
-    return load_sites(Recipe.of({**BASE, "data": json.loads(data), "seed": seed}), folder / "simulation")
+    return load_sites(Recipe.from_values({**BASE, "data": json.loads(data), "seed": seed}), folder / "simulation")
 
 
 def deployed(found: Recipe, folder: Path, crossing: Crossing) -> tuple[Rounds, Outcome]:
     """The recipe played between desks."""
     made = simulation(found, folder)
-    for site in made.consortium.sites:
-        begun = said(crossing.desks[site].answer(beginning(made, site)))
+    for site in made.dataset.sites:
+        begun = said(crossing.desks[site].answer_message(beginning(made, site)))
         assert begun.get("ready") is True, begun
     rounds = loop(made, crossing)
-    return rounds, rounds.run()
+    return rounds, rounds.play_all()

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import yaml
 
-from polyclinic.deploy.config import FederationConfig, ServerSection, folder_of
+from polyclinic.deploy.config import FederationConfig, ServerSection, site_folder_name
 
 SITES = ("harbour", "hill", "St. Mary's & co")
 NORTH = FederationConfig(
@@ -23,7 +23,7 @@ HELLO = b"hello"
 
 
 def site_of(kits: Path, name: str) -> Path:
-    return kits / "sites" / folder_of(name)
+    return kits / "sites" / site_folder_name(name)
 
 
 def revoked(kits: Path) -> list[dict[str, str]]:

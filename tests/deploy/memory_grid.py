@@ -19,7 +19,7 @@ from flwr.supercore.task_identity import TaskIdentity
 
 from polyclinic.core.contract import SiteId
 from polyclinic.core.errors import EngineError
-from polyclinic.deploy.flower.client import SiteConnection, replied
+from polyclinic.deploy.flower.client import SiteConnection, build_reply
 from polyclinic.deploy.flower.server import FlowerEngine
 from polyclinic.storage import messages as wire
 
@@ -63,7 +63,7 @@ class MemoryGrid(Grid):
             if node in self.away:
                 found.append(Message(Error(ErrorCode.NODE_UNAVAILABLE, "Node Unavailable"), reply_to=message))
             elif node not in self.lost:
-                found.append(travelled(replied(message, self.answers[node])))
+                found.append(travelled(build_reply(message, self.answers[node])))
         return found
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
@@ -130,7 +130,7 @@ def at_work(attendance: SiteConnection, said: list[str], wake: Callable[[], obje
 
     def work() -> None:
         try:
-            attendance.attend()
+            attendance.serve_forever()
         except EngineError as error:
             said.append(f"error: {error}")
 

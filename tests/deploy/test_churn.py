@@ -18,10 +18,10 @@ from polyclinic.core.contract import SiteId
 from polyclinic.core.errors import RoundFailed
 from polyclinic.deploy.flower.client import NONCE
 from polyclinic.deploy.flower.server import FlowerEngine
-from polyclinic.deploy.serve import deploy
+from polyclinic.deploy.serve import run_deployed
 from polyclinic.federation import rounds
-from polyclinic.federation.engines import Elsewhere
-from polyclinic.federation.engines.flower_envelope import unpacked
+from polyclinic.federation.engines import RemoteExecution
+from polyclinic.federation.engines.flower_envelope import unpack_message
 from polyclinic.storage import messages
 from polyclinic.storage.run_files import Ledger
 from tests.crash.runs import RAM
@@ -48,7 +48,7 @@ class Mortal(MemoryGrid):
 
     def __init__(self, home: Path, state: str, ends: Mapping[SiteId, str]) -> None:
         self.nodes = {site: 100 + number for number, site in enumerate(TEN)}
-        super().__init__({self.nodes[site]: desk.answer for site, desk in desks(home, state, TEN).items()})
+        super().__init__({self.nodes[site]: desk.answer_message for site, desk in desks(home, state, TEN).items()})
         self.ends = {self.nodes[site]: way for site, way in ends.items()}
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
@@ -66,7 +66,7 @@ class Mortal(MemoryGrid):
 
 
 def fatal(message: Message) -> bool:
-    fields = messages.decode(unpacked(message)[:-NONCE]).fields
+    fields = messages.decode(unpack_message(message)[:-NONCE]).fields
     return bool(fields["purpose"] == "train" and fields["round"] == FATAL)
 
 
@@ -97,7 +97,7 @@ def planned(found: Recipe, home: Path, cohorts: Sequence[Sequence[SiteId]], patc
 
 
 def played(found: Recipe, grid: Mortal, folder: Path) -> dict[str, Any]:
-    return deploy(found, Elsewhere(FlowerEngine(grid, grid.nodes, 0.0), "flower", 60), TEN, folder).summary
+    return run_deployed(found, RemoteExecution(FlowerEngine(grid, grid.nodes, 0.0), "flower", 60), TEN, folder).summary
 
 
 def those_that_end(k: int, first: int) -> dict[SiteId, str]:
@@ -146,7 +146,7 @@ def test_who_comes_back_a_round_later_was_planned_for_then(
         if event == "round" and info["round"] == FATAL + 1:
             grid.away = set()
 
-    engine = Elsewhere(FlowerEngine(grid, grid.nodes, 0.0), "flower", 60)
-    result = deploy(found, engine, TEN, out, watch).summary
+    engine = RemoteExecution(FlowerEngine(grid, grid.nodes, 0.0), "flower", 60)
+    result = run_deployed(found, engine, TEN, out, watch).summary
     heard = [site for site in TEN if ends.get(site, "after") == "after"]
     assert result["sha256"] == planned(found, home, [TEN, heard, TEN, TEN], monkeypatch)

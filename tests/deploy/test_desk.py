@@ -14,9 +14,9 @@ import torch
 from polyclinic import Recipe
 from polyclinic.core.contract import Stream
 from polyclinic.core.errors import Refused
-from polyclinic.deploy.site.images import gather_own
+from polyclinic.deploy.site.images import load_own_site
 from polyclinic.deploy.site.message_handler import SiteMessageHandler
-from polyclinic.evaluation.summary import assess
+from polyclinic.evaluation.summary import assess_predictions
 from polyclinic.runs.sites import load_sites
 from polyclinic.storage import messages
 from polyclinic.storage.run_files import Ledger
@@ -76,15 +76,15 @@ def test_desks_end_in_the_bits_of_the_simulation(case: str, home: Path) -> None:
     together = simulation(found, home).run()
     rounds, outcome = deployed(found, home, Crossing(desks(home, case)))
     assert outcome.rounds == 5
-    assert messages.digest(outcome.state) == together.summary["sha256"]
-    assert messages.digest(outcome.state) != messages.digest(rounds.algorithm.init(rounds.federation))
+    assert messages.hash_tensors(outcome.state) == together.summary["sha256"]
+    assert messages.hash_tensors(outcome.state) != messages.hash_tensors(rounds.algorithm.init(rounds.federation))
 
 
 def test_desks_predict_what_the_simulation_predicts(home: Path) -> None:
     found = recipe(algorithm="fedbn", rounds=2)
     rounds, outcome = deployed(found, home, Crossing(desks(home, "predictions")))
-    predictions = rounds.predictions(outcome, ["train", "validation", "test"])
-    scores = assess(predictions, None, 0, Stream(found.seed, ("bootstrap",)))
+    predictions = rounds.collect_predictions(outcome, ["train", "validation", "test"])
+    scores = assess_predictions(predictions, None, 0, Stream(found.seed, ("bootstrap",)))
     together = simulation(found, home).run().summary
     assert scores["merged"] == together["merged"]
     assert scores["sites"] == together["sites"]
@@ -108,8 +108,8 @@ def test_restarts_and_repeated_messages_change_nothing(settings: dict[str, Any],
     found, state = recipe(**settings, rounds=3), f"restless {settings['algorithm']}"
     crossing = Restless(desks(home, state))
     _, outcome = deployed(found, home, crossing)
-    assert messages.digest(outcome.state) == simulation(found, home).run().summary["sha256"]
-    left = crossing.desks["hill"].releases.read()
+    assert messages.hash_tensors(outcome.state) == simulation(found, home).run().summary["sha256"]
+    left = crossing.desks["hill"].releases.read_entries()
     assert [(row["round"], row.get("repeated", False)) for row in left] == [
         (round, again) for round in (1, 2, 3) for again in (False, True)
     ]
@@ -124,16 +124,20 @@ def test_a_round_that_comes_late_again_is_the_same_and_costs_nothing(home: Path)
     deployed(found, home, crossing)
     site, first = crossing.sent[0]
     desk, before = crossing.desks[site], crossing.replies[0]
-    costs = desk.releases.read()[-1]["epsilon"]
-    again = desk.answer(first)
-    assert messages.digest(messages.decode(again).tensors) == messages.digest(messages.decode(before).tensors)
-    assert desk.releases.read()[-1]["epsilon"] == costs
+    costs = desk.releases.read_entries()[-1]["epsilon"]
+    again = desk.answer_message(first)
+    assert messages.hash_tensors(messages.decode(again).tensors) == messages.hash_tensors(
+        messages.decode(before).tensors
+    )
+    assert desk.releases.read_entries()[-1]["epsilon"] == costs
     assert len(Ledger(home / site / "late" / "ledger-image.jsonl").read()) == 3
     order = messages.decode(first)
     moved = {kind: {n: t + 1 for n, t in group.items()} for kind, group in order.tensors.items()}
-    other = desk.answer(messages.encode(order.fields, moved))
-    assert desk.releases.read()[-1]["epsilon"] > costs, "from other weights it is another release"
-    assert messages.digest(messages.decode(other).tensors) != messages.digest(messages.decode(before).tensors)
+    other = desk.answer_message(messages.encode(order.fields, moved))
+    assert desk.releases.read_entries()[-1]["epsilon"] > costs, "from other weights it is another release"
+    assert messages.hash_tensors(messages.decode(other).tensors) != messages.hash_tensors(
+        messages.decode(before).tensors
+    )
 
 
 def test_noise_is_the_sites_own(home: Path) -> None:
@@ -143,7 +147,7 @@ def test_noise_is_the_sites_own(home: Path) -> None:
     for crossing in (one, other):
         deployed(found, home, crossing)
     assert one.sent[0] == other.sent[0]
-    assert messages.digest(messages.decode(one.replies[0]).tensors) != messages.digest(
+    assert messages.hash_tensors(messages.decode(one.replies[0]).tensors) != messages.hash_tensors(
         messages.decode(other.replies[0]).tensors
     )
     secret = home / "hill" / "noise 1" / "secret"
@@ -153,9 +157,9 @@ def test_noise_is_the_sites_own(home: Path) -> None:
 
 def test_a_card_says_counts_and_no_more(home: Path) -> None:
     found = recipe()
-    whole = load_sites(Recipe.of({**BASE, "data": {**BASE["data"], "path": str(home / "simulation" / TABLE)}}))
+    whole = load_sites(Recipe.from_values({**BASE, "data": {**BASE["data"], "path": str(home / "simulation" / TABLE)}}))
     for site, desk in desks(home, "cards").items():
-        fields = said(desk.answer(asked("enrol", site, found)))
+        fields = said(desk.answer_message(asked("enrol", site, found)))
         card, held = fields["card"], whole.sites[site]
         assert [card[part] for part in ("train", "validation", "test")] == [
             len(held.train),
@@ -165,18 +169,18 @@ def test_a_card_says_counts_and_no_more(home: Path) -> None:
         assert (tuple(card["classes"]), card["channels"], card["size"]) == (whole.classes, 1, 8)
         assert card["groups"] == [EACH, EACH]
         assert set(fields) == {"run", "site", "card", "schema", "body"}
-        assert said(desk.answer(asked("enrol", site, found)))["card"] == card
-        assert desk.releases.read()[0]["kinds"].keys() == {"card"}
+        assert said(desk.answer_message(asked("enrol", site, found)))["card"] == card
+        assert desk.releases.read_entries()[0]["kinds"].keys() == {"card"}
 
 
 def test_the_mark_of_images_tells_changes_and_nothing_else(home: Path, tmp_path: Path) -> None:
     shutil.copytree(home / "hill", tmp_path / "hill", ignore=shutil.ignore_patterns("*state*", "[a-z]*[0-9]"))
     desk = SiteMessageHandler(config(tmp_path, "hill"))
-    marks = [said(desk.answer(asked("enrol", "hill", recipe())))["card"]["fingerprint"]]
+    marks = [said(desk.answer_message(asked("enrol", "hill", recipe())))["card"]["fingerprint"]]
     shutil.copy(home / "lake" / "0.png", tmp_path / "hill" / "0.png")
-    marks.append(said(desk.answer(asked("enrol", "hill", recipe())))["card"]["fingerprint"])
+    marks.append(said(desk.answer_message(asked("enrol", "hill", recipe())))["card"]["fingerprint"])
     elsewhere = SiteMessageHandler(config(tmp_path, "hill", "other state"))
-    marks.append(said(elsewhere.answer(asked("enrol", "hill", recipe())))["card"]["fingerprint"])
+    marks.append(said(elsewhere.answer_message(asked("enrol", "hill", recipe())))["card"]["fingerprint"])
     assert len(set(marks)) == 3
 
 
@@ -184,9 +188,9 @@ def test_other_images_than_the_run_began_with_are_refused(home: Path, tmp_path: 
     shutil.copytree(home / "hill", tmp_path / "hill")
     made = simulation(recipe(), home)
     begin = beginning(made, "hill")
-    assert said(SiteMessageHandler(config(tmp_path, "hill")).answer(begin))["ready"]
+    assert said(SiteMessageHandler(config(tmp_path, "hill")).answer_message(begin))["ready"]
     shutil.copy(home / "lake" / "0.png", tmp_path / "hill" / "0.png")
-    fields = said(SiteMessageHandler(config(tmp_path, "hill")).answer(begin))
+    fields = said(SiteMessageHandler(config(tmp_path, "hill")).answer_message(begin))
     assert fields["failure"] == "refused"
     assert "other images than when this run began" in fields["why"]
 
@@ -219,8 +223,8 @@ def written(tmp_path: Path, kind: str, home: Path) -> dict[str, Any]:
 def test_a_site_finds_its_own_images_in_every_form(kind: str, home: Path, tmp_path: Path) -> None:
     data = written(tmp_path, kind, home)
     place = data.pop("registered")
-    found = gather_own(Recipe.of({**BASE, "data": data}), config(home, "hill", data={"pictures": place}))
-    expected = gather_own(recipe(), config(home, "hill"))
+    found = load_own_site(Recipe.from_values({**BASE, "data": data}), config(home, "hill", data={"pictures": place}))
+    expected = load_own_site(recipe(), config(home, "hill"))
     assert list(found.sites) == ["hill"]
     ours, theirs = (
         sorted(part.batch(torch.arange(len(part)))[0].sum().item() for part in (s.train, s.validation, s.test))
@@ -260,35 +264,35 @@ WRONG_DATA: dict[str, tuple[dict[str, Any], str, str]] = {
 def test_data_that_will_not_do_are_one_sentence_on_each_side(case: str, home: Path) -> None:
     changes, outside, inside = WRONG_DATA[case]
     desk = SiteMessageHandler(config(home, "hill", f"wrong {case}"))
-    why = refusal(said(desk.answer(asked("enrol", "hill", recipe(**changes)))))
+    why = refusal(said(desk.answer_message(asked("enrol", "hill", recipe(**changes)))))
     assert outside in why
     assert str(home) not in why
-    assert inside in desk.notebook.lines()[-1]
-    assert desk.releases.read() == []
+    assert inside in desk.site_log.read_lines()[-1]
+    assert desk.releases.read_entries() == []
 
 
 def test_missing_files_and_tables_are_told_at_the_site_alone(home: Path, tmp_path: Path) -> None:
     gone = SiteMessageHandler(config(home, "hill", "gone", data={TABLE: tmp_path / "gone.csv"}))
-    why = refusal(said(gone.answer(asked("enrol", "hill", recipe()))))
+    why = refusal(said(gone.answer_message(asked("enrol", "hill", recipe()))))
     assert "gone" not in why
-    assert "gone.csv" in gone.notebook.lines()[-1]
+    assert "gone.csv" in gone.site_log.read_lines()[-1]
     others = SiteMessageHandler(config(home, "mountain", data={TABLE: home / "simulation" / TABLE}))
-    assert "log" in refusal(said(others.answer(asked("enrol", "mountain", recipe()))))
-    assert "come from site 'mountain'" in others.notebook.lines()[-1]
+    assert "log" in refusal(said(others.answer_message(asked("enrol", "mountain", recipe()))))
+    assert "come from site 'mountain'" in others.site_log.read_lines()[-1]
 
 
 def test_classes_come_with_the_run_where_labels_would_name_others(home: Path) -> None:
     made = simulation(recipe(), home)
     desk = SiteMessageHandler(config(home, "hill", "classes"))
     wider = beginning(made, "hill", {"classes": ["benign", "malignant", "normal"]})
-    assert said(desk.answer(wider)).get("ready"), "a class that this site happens not to have"
+    assert said(desk.answer_message(wider)).get("ready"), "a class that this site happens not to have"
     fewer = beginning(made, "hill", {"run": "other", "classes": ["benign", "normal"]})
-    assert "cannot be used" in refusal(said(desk.answer(fewer)))
+    assert "cannot be used" in refusal(said(desk.answer_message(fewer)))
     declared = recipe(data__classes=["malignant", "benign"])
     made = simulation(declared, home)
     swapped = beginning(made, "hill", {"run": "third", "classes": ["benign", "malignant"]})
-    assert "other classes than this run" in refusal(said(desk.answer(swapped)))
-    assert "malignant, benign" in desk.notebook.lines()[-1]
+    assert "other classes than this run" in refusal(said(desk.answer_message(swapped)))
+    assert "malignant, benign" in desk.site_log.read_lines()[-1]
 
 
 def test_a_site_needs_only_its_own_of_several_sets_whatever_the_folder_is_called(tmp_path: Path) -> None:
@@ -304,12 +308,12 @@ def test_a_site_needs_only_its_own_of_several_sets_whatever_the_folder_is_called
         (folder / "labels.csv").write_text("\n".join(rows) + "\n")
         shutil.copytree(folder, tmp_path / site / "our X-rays")
         parts.append({"set": name, "site": site, "task": {"well": ["normal"], "ill": ["tuberculosis"]}})
-    found = Recipe.of({**BASE, "data": {"name": "several", "parts": parts, "size": 8, "channels": 1}})
+    found = Recipe.from_values({**BASE, "data": {"name": "several", "parts": parts, "size": 8, "channels": 1}})
     whole = load_sites(found, tmp_path / "simulation")
     for part in parts:
         site = part["site"]
         registered = {part["set"]: tmp_path / site / "our X-rays"}
-        own = gather_own(found, config(tmp_path, site, data=registered))
+        own = load_own_site(found, config(tmp_path, site, data=registered))
         assert own.fingerprint == replace(whole, sites={site: whole.sites[site]}).fingerprint
         with pytest.raises(Refused, match="has no data called"):
-            gather_own(found, config(tmp_path, site, data={}))
+            load_own_site(found, config(tmp_path, site, data={}))

@@ -37,8 +37,10 @@ def begun(home: Path) -> tuple[SiteMessageHandler, bytes, Experiment]:
     """A desk in the middle of a run, and an order that it would obey."""
     made = simulation(recipe(algorithm="scaffold"), home)
     desk = SiteMessageHandler(config(home, "hill", "begun"))
-    assert said(desk.answer(beginning(made, "hill")))["ready"]
-    outbox = loop(made, Crossing({})).outbox("train", 1, made.algorithm.init(made.federation), ["hill"], ["validation"])
+    assert said(desk.answer_message(beginning(made, "hill")))["ready"]
+    outbox = loop(made, Crossing({})).prepare_outbox(
+        "train", 1, made.algorithm.init(made.federation), ["hill"], ["validation"]
+    )
     return desk, outbox["hill"], made
 
 
@@ -59,14 +61,14 @@ FIELDS: dict[str, list[Any]] = {
 def test_orders_with_wrong_values_are_refused(name: str, begun: tuple[SiteMessageHandler, bytes, Experiment]) -> None:
     desk, order, _ = begun
     message = messages.decode(order)
-    before = len(desk.releases.read())
+    before = len(desk.releases.read_entries())
     fields = dict(message.fields)
     for value in FIELDS[name]:
-        reply = said(desk.answer(messages.encode({**fields, name: value}, message.tensors)))
+        reply = said(desk.answer_message(messages.encode({**fields, name: value}, message.tensors)))
         assert reply["failure"] == "refused", (name, value, reply)
     without = {key: value for key, value in fields.items() if key != name}
-    assert said(desk.answer(messages.encode(without, message.tensors)))["failure"] == "refused"
-    assert len(desk.releases.read()) == before
+    assert said(desk.answer_message(messages.encode(without, message.tensors)))["failure"] == "refused"
+    assert len(desk.releases.read_entries()) == before
 
 
 BEGINNINGS: dict[str, list[Any]] = {
@@ -100,16 +102,16 @@ def test_beginnings_with_wrong_values_are_refused(
     made = begun[2]
     desk = SiteMessageHandler(config(home, "hill", "beginnings"))
     for value in BEGINNINGS[name]:
-        reply = said(desk.answer(beginning(made, "hill", {"run": "fresh", name: value})))
+        reply = said(desk.answer_message(beginning(made, "hill", {"run": "fresh", name: value})))
         assert reply["failure"] in ("refused", "error"), (name, value, reply)
         assert str(home) not in reply["why"]
     assert not list((home / "hill" / "beginnings" / "runs").glob("*"))
-    assert not any("Traceback" in line for line in desk.notebook.lines())
+    assert not any("Traceback" in line for line in desk.site_log.read_lines())
 
 
 def test_a_version_of_another_day_is_named_with_both_numbers(home: Path) -> None:
     desk = SiteMessageHandler(config(home, "hill", "version"))
-    why = refusal(said(desk.answer(asked("enrol", "hill", recipe(), {"version": "0.0.9"}))))
+    why = refusal(said(desk.answer_message(asked("enrol", "hill", recipe(), {"version": "0.0.9"}))))
     assert "0.0.9" in why
     assert "install the same on both" in why
 
@@ -118,7 +120,7 @@ def test_a_version_of_another_day_is_named_with_both_numbers(home: Path) -> None
 def test_bytes_that_are_no_message_get_a_failure(
     data: bytes, begun: tuple[SiteMessageHandler, bytes, Experiment]
 ) -> None:
-    assert said(begun[0].answer(data))["failure"] == "refused"
+    assert said(begun[0].answer_message(data))["failure"] == "refused"
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -130,7 +132,7 @@ def test_damaged_bytes_never_raise(
     at = int(place * (len(order) - 1))
     data = order[:at] if cut else order[:at] + bytes([byte]) + order[at + 1 :]
     if data != order:
-        assert said(desk.answer(data))["failure"] == "refused"
+        assert said(desk.answer_message(data))["failure"] == "refused"
 
 
 def test_tensors_that_fit_nothing_are_refused(begun: tuple[SiteMessageHandler, bytes, Experiment]) -> None:
@@ -146,7 +148,7 @@ def test_tensors_that_fit_nothing_are_refused(begun: tuple[SiteMessageHandler, b
         {name: tensor for name, tensor in model.items() if name != first},
         {**model, "extra": torch.zeros(1)},
     ):
-        reply = said(desk.answer(messages.encode(message.fields, {**message.tensors, "model": wrong})))
+        reply = said(desk.answer_message(messages.encode(message.fields, {**message.tensors, "model": wrong})))
         assert reply["failure"] == "refused"
         assert reply["why"].startswith("shape: the model sent to hill")
 
@@ -157,10 +159,10 @@ def test_a_mistake_of_ours_is_told_in_general_and_logged_in_full(
     desk, order, _ = begun
     message = messages.decode(order)
     without = {kind: group for kind, group in message.tensors.items() if kind != "control"}
-    reply = said(desk.answer(messages.encode(message.fields, without)))
+    reply = said(desk.answer_message(messages.encode(message.fields, without)))
     assert (reply["failure"], reply["run"]) == ("error", message.fields["run"])
     assert reply["why"] == "hill met a mistake in its own program; its log has the details"
-    assert any("Traceback" in line for line in desk.notebook.lines())
+    assert any("Traceback" in line for line in desk.site_log.read_lines())
 
 
 def test_a_run_that_was_never_begun_is_refused_and_one_that_ended_is_forgotten(home: Path) -> None:
@@ -170,32 +172,32 @@ def test_a_run_that_was_never_begun_is_refused_and_one_that_ended_is_forgotten(h
     site, order = crossing.sent[-1]
     desk, folder = crossing.desks[site], home / site / "forgotten" / "runs" / rounds.rules.run
     assert list(folder.rglob("*.pcl"))
-    ended = said(desk.answer(messages.encode({"purpose": "end", "run": rounds.rules.run, "site": site}, {})))
+    ended = said(desk.answer_message(messages.encode({"purpose": "end", "run": rounds.rules.run, "site": site}, {})))
     assert ended["ended"] is True
     assert list(folder.rglob("*.pcl")) == []
     assert list(folder.rglob("*.safetensors")), "what was filed for the site's own people stays"
-    assert "knows of no run" in refusal(said(desk.answer(order)))
-    assert len(desk.releases.read()) == 2
+    assert "knows of no run" in refusal(said(desk.answer_message(order)))
+    assert len(desk.releases.read_entries()) == 2
 
 
 def test_a_run_keeps_its_terms_and_old_runs_make_room(home: Path) -> None:
     made = simulation(recipe(rounds=1), home)
     other = simulation(recipe(rounds=2), home)
     desk = SiteMessageHandler(config(home, "hill", "many"))
-    assert said(desk.answer(beginning(made, "hill", {"run": "a"})))["ready"]
-    assert said(desk.answer(beginning(made, "hill", {"run": "a"})))["ready"]
-    assert "other terms" in refusal(said(desk.answer(beginning(other, "hill", {"run": "a"}))))
+    assert said(desk.answer_message(beginning(made, "hill", {"run": "a"})))["ready"]
+    assert said(desk.answer_message(beginning(made, "hill", {"run": "a"})))["ready"]
+    assert "other terms" in refusal(said(desk.answer_message(beginning(other, "hill", {"run": "a"}))))
     for number in range(MOST_RUNS + 3):
-        assert said(desk.answer(beginning(made, "hill", {"run": f"run-{number}"})))["ready"]
+        assert said(desk.answer_message(beginning(made, "hill", {"run": f"run-{number}"})))["ready"]
     assert len(list((home / "hill" / "many" / "runs").iterdir())) == MOST_RUNS
 
 
 def test_the_log_of_releases_tells_every_byte_that_left(home: Path) -> None:
     crossing = Crossing(desks(home, "log"))
     rounds, outcome = deployed(recipe(algorithm="scaffold", rounds=2), home, crossing)
-    rounds.predictions(outcome, ["test"])
+    rounds.collect_predictions(outcome, ["test"])
     left = [reply for (site, _), reply in zip(crossing.sent, crossing.replies, strict=True) if site == "lake"]
-    rows = crossing.desks["lake"].releases.read()
+    rows = crossing.desks["lake"].releases.read_entries()
     assert [row["sha256"] for row in rows] == [hashlib.sha256(reply).hexdigest() for reply in left]
     assert [row["bytes"] for row in rows] == [len(reply) for reply in left]
     assert [(row["round"], row["purpose"]) for row in rows] == [(1, "train"), (2, "train"), (3, "evaluate")]
@@ -214,8 +216,8 @@ def test_the_log_of_releases_tells_every_byte_that_left(home: Path) -> None:
 def test_a_preview_is_what_then_leaves(settings: dict[str, Any], home: Path) -> None:
     found, state = recipe(**settings, rounds=1), f"preview {len(str(settings))}"
     desk = SiteMessageHandler(config(home, "hill", f"{state} alone"))
-    rows = desk.preview(found)
-    assert desk.releases.read() == []
+    rows = desk.preview_releases(found)
+    assert desk.releases.read_entries() == []
     crossing = Crossing(desks(home, state))
     deployed(found, home, crossing)
     reply = messages.decode(

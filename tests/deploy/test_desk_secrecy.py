@@ -37,7 +37,7 @@ def test_a_run_between_sites_tells_nobody(
         for order in (asked("enrol", site, found), beginning(made, site)):
             assert isinstance(crossing.answer(site, order), bytes)
     rounds = loop(made, crossing)
-    rounds.predictions(rounds.run(), ["train", "validation", "test"])
+    rounds.collect_predictions(rounds.play_all(), ["train", "validation", "test"])
     assert len(crossing.replies) == 3 * (2 + 2 + 1)
     assert all(site.encode() in reply for (site, _), reply in zip(crossing.sent, crossing.replies, strict=True))
     assert hits(b"".join(crossing.replies)) == 0
@@ -55,13 +55,13 @@ def test_no_failure_tells_the_name(
     spoil(rows)
     write_table(rows)
     desk = desk_of("north", tmp_path)
-    reply = desk.answer(asked("enrol", "north", recipe()))
+    reply = desk.answer_message(asked("enrol", "north", recipe()))
     if words.startswith(("1 patients have", "Site 1 of 4")):
         assert "card" in said(reply), "what is said of other sites' images is not this site's to judge"
     else:
         assert said(reply)["why"] == "north's images cannot be used for this recipe as they are; its own log says why"
-        assert COUNTED.sub("", words) in COUNTED.sub("", desk.notebook.lines()[-1])
-    others = [desk_of(site, tmp_path).answer(asked("enrol", site, recipe())) for site in ("south",)]
+        assert COUNTED.sub("", words) in COUNTED.sub("", desk.site_log.read_lines()[-1])
+    others = [desk_of(site, tmp_path).answer_message(asked("enrol", site, recipe())) for site in ("south",)]
     assert hits(b"".join([reply, *others])) == 0
     assert told_in(tmp_path / "state") == 0
 
@@ -71,8 +71,8 @@ def test_a_label_that_may_be_a_name_is_on_no_card(request: pytest.FixtureRequest
     rows[5]["label"] = NAME
     write_table(rows)
     desk = desk_of("north", tmp_path)
-    assert said(desk.answer(asked("enrol", "north", recipe())))["failure"] == "error"
+    assert said(desk.answer_message(asked("enrol", "north", recipe())))["failure"] == "error"
     declared = recipe(data__task={"a": ["benign"], "b": ["malignant"]})
-    reply = desk.answer(asked("enrol", "north", declared))
+    reply = desk.answer_message(asked("enrol", "north", declared))
     assert said(reply)["card"]["classes"] == ["a", "b"]
     assert hits(reply) == 0

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from polyclinic.core.errors import PolyclinicError, RecipeError
-from polyclinic.deploy.config import FederationConfig, ServerConfig, folder_of
-from polyclinic.deploy.provisioning.kit import quoted, server_yaml, site_kit
+from polyclinic.deploy.config import FederationConfig, ServerConfig, site_folder_name
+from polyclinic.deploy.provisioning.kit import build_site_kit, quote_yaml, render_server_yaml
 from tests.deploy.kits import GOOD, NORTH
 
 
@@ -72,7 +72,7 @@ def test_a_file_that_is_no_federation_is_told_in_a_sentence(tmp_path: Path, text
 
 def test_a_server_without_tls_is_for_this_machine_alone(tmp_path: Path) -> None:
     path = tmp_path / "server.yaml"
-    text = server_yaml(NORTH).data.decode().replace("insecure: false", "insecure: true")
+    text = render_server_yaml(NORTH).data.decode().replace("insecure: false", "insecure: true")
     path.write_text(text)
     assert ServerConfig.load(path).insecure
     path.write_text(text.replace("127.0.0.1", "fl.example.org"))
@@ -86,17 +86,17 @@ NAMES = st.text(st.characters(exclude_categories=("C", "Z"), exclude_characters=
 @settings(max_examples=200, deadline=None)
 @given(NAMES)
 def test_any_name_can_be_a_folder_and_yaml(name: str) -> None:
-    folder = folder_of(name)
+    folder = site_folder_name(name)
     assert folder not in ("", ".", "..")
     assert not set(folder) & set("/\\ \0'\"$%;&|")
     assert len(f".{folder}.zip.4194304.tmp".encode()) <= 255
-    assert yaml.safe_load(f"site: {quoted(name)}\n") == {"site": name}
+    assert yaml.safe_load(f"site: {quote_yaml(name)}\n") == {"site": name}
 
 
 @settings(max_examples=30, deadline=None)
 @given(NAMES)
 def test_a_name_cannot_write_other_keys_into_site_yaml(name: str) -> None:
     federation = NORTH.model_copy(update={"sites": (name,)})
-    held = yaml.safe_load(site_kit(federation, name, b"", b"")["site.yaml"].data)
+    held = yaml.safe_load(build_site_kit(federation, name, b"", b"")["site.yaml"].data)
     assert held["site"] == name
     assert (held["data"], held["budget"], held["insecure"]) == ({}, None, False)

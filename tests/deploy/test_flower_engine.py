@@ -17,10 +17,10 @@ from flwr.app import ArrayRecord, Message, RecordDict
 
 from polyclinic.core.contract import Failure, SiteId
 from polyclinic.deploy.flower.client import NONCE
-from polyclinic.deploy.flower.server import TIMES, order
-from polyclinic.deploy.serve import deploy
-from polyclinic.federation.engines import Elsewhere
-from polyclinic.federation.engines.flower_envelope import unpacked
+from polyclinic.deploy.flower.server import TIMES, build_message
+from polyclinic.deploy.serve import run_deployed
+from polyclinic.federation.engines import RemoteExecution
+from polyclinic.federation.engines.flower_envelope import unpack_message
 from polyclinic.federation.mailbox import Outbox
 from polyclinic.storage import messages
 from tests.deploy.hospitals import EVERY, desks, recipe, simulation
@@ -47,7 +47,7 @@ def test_one_message_is_one_array() -> None:
     assert len(grid.names) == len(SITES)
     for message in grid.sent.values():
         assert len(content(message.content)) == 1
-        assert unpacked(message)[:-NONCE] in orders().values()
+        assert unpack_message(message)[:-NONCE] in orders().values()
 
 
 def test_messages_are_encoded_once_and_only_when_sent() -> None:
@@ -65,11 +65,11 @@ def test_messages_are_encoded_once_and_only_when_sent() -> None:
 def test_nobody_can_guess_the_name_of_a_message() -> None:
     """Flower calls a message by its hash, and lets whoever knows the name answer it."""
     MemoryGrid({})
-    same = [order(b"the same", 7) for _ in range(50)]
+    same = [build_message(b"the same", 7) for _ in range(50)]
     for message in same:
         message.metadata.__dict__["_created_at"] = 0.0
     assert len({message.object_id for message in same}) == 50
-    assert len({unpacked(message) for message in same}) == 50
+    assert len({unpack_message(message) for message in same}) == 50
 
 
 @pytest.mark.parametrize(("kind", "expected"), [("refused", "refused"), ("error", "error"), ("a lie", "error")])
@@ -182,8 +182,8 @@ def test_an_outbox_travels() -> None:
 def test_every_algorithm_ends_in_the_bits_of_the_simulation(case: str, home: Path, tmp_path: Path) -> None:
     """L4: enrolment, five rounds, test and farewell of three sites, each message one of Flower's."""
     found = recipe(**EVERY[case])
-    engine = engine_of({site: desk.answer for site, desk in desks(home, f"flower {case}").items()})
-    result = deploy(found, Elsewhere(engine, "flower", 60), SITES, tmp_path / "run")
+    engine = engine_of({site: desk.answer_message for site, desk in desks(home, f"flower {case}").items()})
+    result = run_deployed(found, RemoteExecution(engine, "flower", 60), SITES, tmp_path / "run")
     assert result.summary["sha256"] == simulation(found, home).run().summary["sha256"]
     assert result.summary["rounds"] == 5
     assert len(cast(MemoryGrid, engine.grid).names) >= 3 * (1 + 1 + 5 + 1 + 1)

@@ -34,9 +34,9 @@ from polyclinic.core.contract import Failure, SiteId
 from polyclinic.core.errors import EngineError
 from polyclinic.deploy.config import FederationConfig, ServerConfig, ServerSection
 from polyclinic.deploy.flower.client import SiteConnection
-from polyclinic.deploy.flower.server import Link, order
-from polyclinic.deploy.processes import SiteRegistration, serving
-from polyclinic.deploy.provisioning.provision import provision, rotate_site
+from polyclinic.deploy.flower.server import SuperLink, build_message
+from polyclinic.deploy.processes import SiteRegistration, open_server
+from polyclinic.deploy.provisioning.provision import provision_federation, rotate_site
 from polyclinic.deploy.site.config import SiteConfig
 from tests.deploy.memory_grid import SITES, at_work, echo, orders, said
 from tests.deploy.ward import free_port
@@ -45,7 +45,7 @@ from tests.deploy.ward import free_port
 @pytest.fixture(scope="module")
 def kits(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("federation") / "kits"
-    provision(
+    provision_federation(
         FederationConfig(federation="test", server=ServerSection(host="127.0.0.1", port=free_port()), sites=SITES),
         folder,
     )
@@ -73,7 +73,7 @@ def attending(
     said: list[str] = []
     at = f"127.0.0.1:{reception.link.port}"
     attendance = SiteConnection(at, config.ca, config.key, folder, answer or echo(site), said.append)
-    with at_work(attendance, said, lambda: reception.link.gate.wake(site)):
+    with at_work(attendance, said, lambda: reception.link.gate.notify_site(site)):
         yield said
 
 
@@ -93,9 +93,9 @@ def until(found: Callable[[], object], seconds: float = 15) -> None:
 
 
 def test_over_tls_replies_come_back_bit_for_bit_and_soon(kits: Path, tmp_path: Path) -> None:
-    with serving(server(kits, tmp_path)) as reception:
+    with open_server(server(kits, tmp_path)) as reception:
         with attending(kits, reception, "harbour", tmp_path / "a"), attending(kits, reception, "hill", tmp_path / "b"):
-            until(lambda: len(reception.present()) == 2)
+            until(lambda: len(reception.connected_sites()) == 2)
             sent = {site: data for site, data in orders(size=1_500_000).items() if site != "lake"}
             for _ in range(3):
                 begun = time.monotonic()
@@ -108,39 +108,39 @@ def test_over_tls_replies_come_back_bit_for_bit_and_soon(kits: Path, tmp_path: P
             assert not reception.board.refusals, "a site needs no more than is open, and no application of a server's"
             assert store.num_message_ins() == store.num_message_res() == 0
             assert not cast(Any, store.object_store).store, "nothing may pile up in the server"
-        until(lambda: reception.present() == [])
+        until(lambda: reception.connected_sites() == [])
 
 
 def test_a_rehearsal_on_this_machine_needs_no_tls_but_keys(kits: Path, tmp_path: Path) -> None:
     config = SiteConfig.load(kits / "sites" / "hill" / "site.yaml")
     assert config.key is not None
-    with serving(server(kits, tmp_path).model_copy(update={"insecure": True})) as reception:
+    with open_server(server(kits, tmp_path).model_copy(update={"insecure": True})) as reception:
         attendance = SiteConnection(f"127.0.0.1:{reception.link.port}", None, config.key, tmp_path, echo("hill"))
-        threading.Thread(target=attendance.attend, daemon=True).start()
-        until(lambda: reception.present() == ["hill"])
+        threading.Thread(target=attendance.serve_forever, daemon=True).start()
+        until(lambda: reception.connected_sites() == ["hill"])
         assert said(reception.engine, {"hill": orders()["hill"]}) == {"hill": echo("hill")(orders()["hill"])}
         attendance.stop.set()
-        reception.link.gate.wake("hill")
-        until(lambda: reception.present() == [])
+        reception.link.gate.notify_site("hill")
+        until(lambda: reception.connected_sites() == [])
 
 
 def test_a_site_with_another_key_is_refused_and_told_so(kits: Path, tmp_path: Path) -> None:
     other = tmp_path / "kits"
     shutil.copytree(kits, other)
     rotate_site(other, "hill")
-    with serving(server(kits, tmp_path)) as reception, attending(other, reception, "hill", tmp_path / "b") as told:
+    with open_server(server(kits, tmp_path)) as reception, attending(other, reception, "hill", tmp_path / "b") as told:
         until(lambda: told)
         assert told == [
             f"error: 127.0.0.1:{reception.link.port} refuses this site: its key is not registered, or was revoked; "
             "ask for a new kit"
         ]
         assert reception.board.refusals == {("", "a key that is not registered"): 1}
-        assert reception.present() == []
+        assert reception.connected_sites() == []
 
 
 def test_what_is_not_for_sites_is_closed(kits: Path, tmp_path: Path) -> None:
     """Flower's own SuperLink would let anybody register a key, or start a run, on the same port."""
-    with serving(server(kits, tmp_path)) as reception:
+    with open_server(server(kits, tmp_path)) as reception:
         at = f"https://127.0.0.1:{reception.link.port}"
         with httpx.Client(verify=trusting(kits)) as anybody:
             for path in ("control/register-node", "control/start-run", "runtime/acquire-task", "fleet/register-node"):
@@ -155,19 +155,19 @@ def test_a_site_that_speaks_for_another_is_refused_and_the_round_goes_on(kits: P
     """S2: harbour knows, by whatever means, the very name of hill's message; Flower alone would take its reply."""
     config = SiteConfig.load(kits / "sites" / "harbour" / "site.yaml")
     assert config.key is not None
-    with serving(server(kits, tmp_path), patience=5) as reception:
+    with open_server(server(kits, tmp_path), patience=5) as reception:
         link = reception.link
         at = f"127.0.0.1:{link.port}"
         posing = SiteConnection(at, config.ca, config.key, tmp_path, echo("harbour"))
         with posing.client, attending(kits, reception, "hill", tmp_path / "b", slowly(echo("hill"), 1.5)):
-            own = posing._activated()
-            until(lambda: len(reception.present()) == 2)
+            own = posing._activate_node()
+            until(lambda: len(reception.connected_sites()) == 2)
             found: dict[SiteId, Any] = {}
             asking = threading.Thread(target=lambda: found.update(said(reception.engine, {"hill": orders()["hill"]})))
             asking.start()
             until(lambda: link.state.message_ins_store)
             (theirs,) = link.state.message_ins_store.values()
-            reply = Message(order(b"poison", 1).content, reply_to=theirs)
+            reply = Message(build_message(b"poison", 1).content, reply_to=theirs)
             assert reply.metadata.src_node_id == link.nodes["hill"]
             reply.metadata.__dict__["_message_id"] = reply.object_id
             for node in (own, Node(node_id=link.nodes["hill"])):
@@ -195,25 +195,27 @@ def slowly(answer: Callable[[bytes], bytes], seconds: float) -> Callable[[bytes]
 
 def test_a_server_of_another_authority_is_not_trusted(kits: Path, tmp_path: Path) -> None:
     other = tmp_path / "kits"
-    provision(FederationConfig(federation="other", server=ServerSection(host="127.0.0.1"), sites=SITES), other)
-    with serving(server(kits, tmp_path)) as reception:
+    provision_federation(
+        FederationConfig(federation="other", server=ServerSection(host="127.0.0.1"), sites=SITES), other
+    )
+    with open_server(server(kits, tmp_path)) as reception:
         sentence = one_said(other, reception, tmp_path / "b")
         assert (
             sentence
             == "the server's certificate is not of the CA in this kit; ask the coordinator for the right ca.crt"
         )
-        assert reception.present() == []
+        assert reception.connected_sites() == []
 
 
 def test_an_expired_certificate_is_not_trusted_and_does_not_even_serve(kits: Path, tmp_path: Path) -> None:
     other = tmp_path / "kits"
     past = datetime.now(UTC) - timedelta(days=40)
     federation = FederationConfig(federation="other", server=ServerSection(host="127.0.0.1"), days=10, sites=SITES)
-    provision(federation, other, now=past)
-    with pytest.raises(EngineError, match="expired on"), serving(server(other, tmp_path)):
+    provision_federation(federation, other, now=past)
+    with pytest.raises(EngineError, match="expired on"), open_server(server(other, tmp_path)):
         pass
     config = server(other, tmp_path)
-    with Link(config.sites, "127.0.0.1", config.port, (config.certificate, config.key)) as link:
+    with SuperLink(config.sites, "127.0.0.1", config.port, (config.certificate, config.key)) as link:
         reception = SiteRegistration(link, cast(Any, None), cast(Any, None))
         assert one_said(other, reception, tmp_path / "b").startswith("the server's certificate has expired; ask")
 
@@ -222,7 +224,7 @@ def test_a_site_whose_clock_is_wrong_is_told_so(kits: Path, tmp_path: Path, monk
     ahead = timedelta(minutes=10)
     monkeypatch.setattr(node_auth_http_interceptor, "now", lambda: datetime.now(UTC) + ahead)
     monkeypatch.setattr("polyclinic.deploy.flower.client._clock", lambda: time.time() + ahead.total_seconds())
-    with serving(server(kits, tmp_path)) as reception:
+    with open_server(server(kits, tmp_path)) as reception:
         sentence = one_said(kits, reception, tmp_path / "b")
     assert re.fullmatch(
         r"error: this machine's clock is (599|600|601) s ahead of the server's; set both by NTP", sentence
@@ -230,7 +232,7 @@ def test_a_site_whose_clock_is_wrong_is_told_so(kits: Path, tmp_path: Path, monk
 
 
 def test_another_version_is_refused_on_both_sides_by_name(kits: Path, tmp_path: Path) -> None:
-    with serving(server(kits, tmp_path)) as reception:
+    with open_server(server(kits, tmp_path)) as reception:
         reception.link.gate.version = "9.9"
         sentence = one_said(kits, reception, tmp_path / "b")
         assert sentence == (
@@ -245,20 +247,20 @@ def test_a_port_in_use_is_said(kits: Path, tmp_path: Path) -> None:
         other.bind(("127.0.0.1", config.port))
         other.listen()
         sentence = f"cannot listen on 127.0.0.1:{config.port} .*another server"
-        with pytest.raises(EngineError, match=sentence), serving(config):
+        with pytest.raises(EngineError, match=sentence), open_server(config):
             pass
 
 
 def test_a_site_finds_a_restarted_server_again(kits: Path, tmp_path: Path) -> None:
     config = server(kits, tmp_path)
     sent = {"hill": orders()["hill"]}
-    with serving(config) as reception:
+    with open_server(config) as reception:
         with attending(kits, reception, "hill", tmp_path / "b") as told:
-            until(lambda: reception.present() == ["hill"])
+            until(lambda: reception.connected_sites() == ["hill"])
             said(reception.engine, sent)
             reception.link.__exit__()
-            with serving(config.model_copy(update={"folder": tmp_path / "again"})) as anew:
-                until(lambda: anew.present() == ["hill"])
+            with open_server(config.model_copy(update={"folder": tmp_path / "again"})) as anew:
+                until(lambda: anew.connected_sites() == ["hill"])
                 assert said(anew.engine, sent) == {"hill": echo("hill")(sent["hill"])}
         assert [sentence.split()[0] for sentence in told[:1]] == ["connected"]
 
@@ -267,11 +269,11 @@ def test_a_slow_or_huge_sender_keeps_nobody_waiting(kits: Path, tmp_path: Path) 
     """S3: harbour announces a reply and never sends its pieces, and floods the door; hill's round is as ever."""
     config = SiteConfig.load(kits / "sites" / "harbour" / "site.yaml")
     assert config.key is not None
-    with serving(server(kits, tmp_path)) as reception:
+    with open_server(server(kits, tmp_path)) as reception:
         bad = SiteConnection(f"127.0.0.1:{reception.link.port}", config.ca, config.key, tmp_path, echo("harbour"))
         with bad.client, attending(kits, reception, "hill", tmp_path / "b"):
-            node = bad._activated()
-            until(lambda: len(reception.present()) == 2)
+            node = bad._activate_node()
+            until(lambda: len(reception.connected_sites()) == 2)
             sent = {site: data for site, data in orders().items() if site != "lake"}
             arrived: dict[SiteId, float] = {}
             begun = time.monotonic()
@@ -283,7 +285,7 @@ def test_a_slow_or_huge_sender_keeps_nobody_waiting(kits: Path, tmp_path: Path) 
 
             asking = threading.Thread(target=ask)
             asking.start()
-            order_of_harbour = bad._pull(node)
+            order_of_harbour = bad._pull_message(node)
             assert order_of_harbour is not None
             announced = Message(order_of_harbour.content, reply_to=order_of_harbour)
             announced.metadata.__dict__["_message_id"] = announced.object_id
@@ -312,15 +314,15 @@ def test_a_reply_that_cannot_be_put_together_is_refused_and_takes_no_room(kits: 
     """Pieces that are in order each, but say of themselves that they belong to others that never come."""
     config = SiteConfig.load(kits / "sites" / "harbour" / "site.yaml")
     assert config.key is not None
-    with serving(server(kits, tmp_path)) as reception:
+    with open_server(server(kits, tmp_path)) as reception:
         bad = SiteConnection(f"127.0.0.1:{reception.link.port}", config.ca, config.key, tmp_path, echo("harbour"))
         with bad.client:
-            node = bad._activated()
+            node = bad._activate_node()
             found: dict[SiteId, Any] = {}
             ask = {"harbour": orders()["harbour"]}
             asking = threading.Thread(target=lambda: found.update(said(reception.engine, ask)))
             asking.start()
-            message = bad._pull(node)
+            message = bad._pull_message(node)
             assert message is not None
             reply = Message(message.content, reply_to=message)
             reply.metadata.__dict__["_message_id"] = reply.object_id
@@ -342,10 +344,10 @@ def test_a_reply_that_cannot_be_put_together_is_refused_and_takes_no_room(kits: 
 def test_a_site_that_vanishes_leaves_nothing_behind_in_the_server(kits: Path, tmp_path: Path) -> None:
     config = SiteConfig.load(kits / "sites" / "harbour" / "site.yaml")
     assert config.key is not None
-    with serving(server(kits, tmp_path), patience=0.5) as reception:
+    with open_server(server(kits, tmp_path), patience=0.5) as reception:
         gone = SiteConnection(f"127.0.0.1:{reception.link.port}", config.ca, config.key, tmp_path, echo("harbour"))
         with gone.client:
-            node = gone._activated()
+            node = gone._activate_node()
         state = reception.link.state
 
         def vanish() -> None:

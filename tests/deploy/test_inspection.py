@@ -14,8 +14,8 @@ from polyclinic.cli.provision import app
 from polyclinic.core.errors import EngineError
 from polyclinic.deploy.config import ServerSection
 from polyclinic.deploy.provisioning import certificates
-from polyclinic.deploy.provisioning.inspect import inspect
-from polyclinic.deploy.provisioning.provision import provision, rotate_all, rotate_server, rotate_site
+from polyclinic.deploy.provisioning.inspect import inspect_kits
+from polyclinic.deploy.provisioning.provision import provision_federation, rotate_all, rotate_server, rotate_site
 from tests.deploy.kits import HELLO, NORTH, SITES, YEARS, handshake, revoked, site_of
 
 pytest.importorskip("cryptography", reason="the extra polyclinic[flower] is not installed")
@@ -33,7 +33,7 @@ def test_another_authority_is_refused(kits: Path) -> None:
 
 
 def test_an_expired_certificate_is_refused(tmp_path: Path) -> None:
-    provision(NORTH, tmp_path / "old", now=certificates.right_now() - YEARS)
+    provision_federation(NORTH, tmp_path / "old", now=certificates.current_time() - YEARS)
     with pytest.raises(ssl.SSLCertVerificationError, match="expired"):
         handshake(tmp_path / "old" / "server", tmp_path / "old" / "ca" / "ca.crt")
     rotate_server(tmp_path / "old")
@@ -42,7 +42,7 @@ def test_an_expired_certificate_is_refused(tmp_path: Path) -> None:
 
 def test_a_server_elsewhere_is_not_called_localhost(tmp_path: Path) -> None:
     there = NORTH.model_copy(update={"server": ServerSection(host="fl.example.org", port=9443)})
-    provision(there, tmp_path / "kits")
+    provision_federation(there, tmp_path / "kits")
     ca = tmp_path / "kits" / "ca" / "ca.crt"
     assert handshake(tmp_path / "kits" / "server", ca, "fl.example.org") == HELLO
     for host in ("localhost", "127.0.0.1", "sub.fl.example.org"):
@@ -53,25 +53,25 @@ def test_a_server_elsewhere_is_not_called_localhost(tmp_path: Path) -> None:
 def test_clocks_may_be_a_few_minutes_late(kits: Path) -> None:
     server = kits / "server"
     files = (server / "server.crt", server / "server.key", server / "ca.crt")
-    certificates.refuse_server(*files, "127.0.0.1", certificates.right_now() - timedelta(minutes=5))
+    certificates.check_server_files(*files, "127.0.0.1", certificates.current_time() - timedelta(minutes=5))
     with pytest.raises(EngineError, match="set the clock"):
-        certificates.refuse_server(*files, "127.0.0.1", certificates.right_now() - timedelta(hours=1))
+        certificates.check_server_files(*files, "127.0.0.1", certificates.current_time() - timedelta(hours=1))
 
 
 def test_show_warns_within_thirty_days(kits: Path) -> None:
-    now = certificates.right_now()
-    assert inspect(kits, now + timedelta(days=59)).warnings == ()
-    (warning,) = inspect(kits, now + timedelta(days=60)).warnings
+    now = certificates.current_time()
+    assert inspect_kits(kits, now + timedelta(days=59)).warnings == ()
+    (warning,) = inspect_kits(kits, now + timedelta(days=60)).warnings
     assert "server" in warning
     assert "rotate" in warning
-    found = inspect(kits, now + timedelta(days=91))
+    found = inspect_kits(kits, now + timedelta(days=91))
     assert found.warnings == ()
     assert "expired" in found.problems[0]
 
 
 def test_show_names_everybody_with_a_fingerprint(kits: Path) -> None:
     rotate_site(kits, "hill")
-    found = inspect(kits)
+    found = inspect_kits(kits)
     assert [row.name for row in found.rows] == ["authority", "server", *SITES]
     assert len({row.fingerprint for row in found.rows}) == 2 + len(SITES)
     result = CliRunner().invoke(app, ["show", str(kits)])
@@ -164,7 +164,7 @@ def ed25519_key(kits: Path) -> None:
 )
 def test_what_does_not_fit_is_told_in_a_sentence(kits: Path, spoil: Callable[[Path], None], sentence: str) -> None:
     spoil(kits)
-    problems = inspect(kits).problems
+    problems = inspect_kits(kits).problems
     assert any(sentence in problem for problem in problems), problems
     assert all("\n" not in problem for problem in problems)
     result = CliRunner().invoke(app, ["show", str(kits)])
@@ -176,11 +176,11 @@ def test_files_that_do_not_fit_are_mended_by_the_same_command(kits: Path) -> Non
     for spoil in (foreign_key, damaged_key, still_taken, ed25519_key):
         spoil(kits)
         rotate_site(kits, "hill")
-        assert inspect(kits).problems == ()
+        assert inspect_kits(kits).problems == ()
     for spoil in (mismatched_key, damaged_certificate, missing_key):
         spoil(kits)
         rotate_server(kits)
-        assert inspect(kits).problems == ()
+        assert inspect_kits(kits).problems == ()
     foreign_authority(kits)
     rotate_all(kits)
-    assert inspect(kits).problems == ()
+    assert inspect_kits(kits).problems == ()

@@ -19,8 +19,16 @@ from polyclinic.cli.deploy import join, status
 from polyclinic.core.contract import Failure
 from polyclinic.core.errors import RecipeError
 from polyclinic.deploy.config import ServerConfig
-from polyclinic.deploy.processes import LOG_BYTES, LOG_FILES, Board, listens_on, logging_to, read_status, serving
-from polyclinic.deploy.serve import ask
+from polyclinic.deploy.processes import (
+    LOG_BYTES,
+    LOG_FILES,
+    ServerStatus,
+    listen_address,
+    log_to_file,
+    open_server,
+    read_status,
+)
+from polyclinic.deploy.serve import ask_sites
 from polyclinic.storage import messages
 from tests.deploy.hospitals import CLUSTERS, SITES, asked, recipe
 from tests.deploy.ward import Ward, forking, furnish, until
@@ -102,12 +110,12 @@ def test_sites_say_what_they_refuse_and_that_a_run_is_over(ward: Ward) -> None:
         messages.decode(asked("enrol", "hill", recipe(data__path="elsewhere.csv"))).fields,
     )
     before = len(log.read_text())
-    with serving(ServerConfig.load(ward.folder / "k" / "server" / "server.yaml")) as reception:
-        ward.until(lambda: len(reception.present()) == len(SITES), "all sites' coming")
-        for _, answer in ask(reception.engine, order, SITES, 20):
+    with open_server(ServerConfig.load(ward.folder / "k" / "server" / "server.yaml")) as reception:
+        ward.until(lambda: len(reception.connected_sites()) == len(SITES), "all sites' coming")
+        for _, answer in ask_sites(reception.engine, order, SITES, 20):
             assert isinstance(answer, Failure)
         assert "hill: connected to" in told_of_hill(ward)
-        for _ in ask(reception.engine, {"purpose": "end", "run": "some"}, SITES, 20):
+        for _ in ask_sites(reception.engine, {"purpose": "end", "run": "some"}, SITES, 20):
             pass
     ward.until(lambda: log.read_text().endswith("has closed; waiting for the next run\n"), "hill's word on the end")
     told = log.read_text()[before:]
@@ -177,25 +185,25 @@ def config(place: Path, **settings: Any) -> ServerConfig:
 
 def test_without_tls_a_server_stays_on_its_own_machine(place: Path) -> None:
     """S1."""
-    with pytest.raises(RecipeError, match="without TLS"), serving(config(place, host="0.0.0.0", insecure=True)):
+    with pytest.raises(RecipeError, match="without TLS"), open_server(config(place, host="0.0.0.0", insecure=True)):
         pass
-    assert listens_on("localhost") == "127.0.0.1"
-    assert listens_on("127.0.0.1") == "127.0.0.1"
-    assert listens_on("::1") == "::1"
-    assert listens_on("fl.example.org") == "0.0.0.0"
+    assert listen_address("localhost") == "127.0.0.1"
+    assert listen_address("127.0.0.1") == "127.0.0.1"
+    assert listen_address("::1") == "::1"
+    assert listen_address("fl.example.org") == "0.0.0.0"
 
 
 def test_a_flood_of_refusals_fills_neither_memory_nor_log(place: Path) -> None:
-    board = Board(config(place), [])
+    board = ServerStatus(config(place), [])
     for number in range(5000):
-        board.refused("", f"path {number}")
+        board.count_refusal("", f"path {number}")
     assert len(board.refusals) <= 51
     assert sum(board.refusals.values()) == 5000
 
 
 def test_the_log_is_bounded(place: Path) -> None:
     path = place / "server.log"
-    with logging_to(path):
+    with log_to_file(path):
         for _ in range(4 * LOG_BYTES // 1000):
             logging.getLogger("flwr").info("x" * 1000)
     files = list(place.glob("server.log*"))

@@ -19,13 +19,13 @@ from polyclinic.core.errors import DataError, EngineError, RecipeError, StoreErr
 from polyclinic.deploy.config import ServerConfig
 from polyclinic.deploy.provisioning import certificates
 from polyclinic.deploy.provisioning import provision as kits_of
-from polyclinic.deploy.provisioning.inspect import inspect
-from polyclinic.deploy.provisioning.kit import File, zipped
+from polyclinic.deploy.provisioning.inspect import inspect_kits
+from polyclinic.deploy.provisioning.kit import KitFile, zip_files
 from polyclinic.deploy.provisioning.provision import (
-    add,
-    provision,
+    add_site,
+    provision_federation,
     read_wheel,
-    revoke,
+    revoke_site,
     rotate_all,
     rotate_server,
     rotate_site,
@@ -39,7 +39,7 @@ pytest.importorskip("cryptography", reason="the extra polyclinic[flower] is not 
 def test_secrets_are_their_owners_and_the_authoritys_key_is_in_no_kit(kits: Path) -> None:
     secrets = {kits / "ca" / "ca.key", kits / "server" / "server.key"}
     secrets |= {site_of(kits, name) / "site.key" for name in SITES}
-    secrets |= {kits_of.zip_of(kits, name) for name in SITES}
+    secrets |= {kits_of.zip_path(kits, name) for name in SITES}
     for path in kits.rglob("*"):
         if path.is_file():
             assert (mode(path) == 0o600) == (path in secrets), path
@@ -54,7 +54,7 @@ def test_no_kit_holds_the_key_of_another_site(kits: Path) -> None:
     keys = {name: (site_of(kits, name) / "site.key").read_bytes() for name in SITES}
     assert len(set(keys.values())) == len(SITES)
     for name in SITES:
-        everything = b"".join(tree(site_of(kits, name)).values()) + kits_of.zip_of(kits, name).read_bytes()
+        everything = b"".join(tree(site_of(kits, name)).values()) + kits_of.zip_path(kits, name).read_bytes()
         assert [other for other in SITES if keys[other] in everything] == [name]
     assert not any(key in b"".join(tree(kits / "server").values()) for key in keys.values())
 
@@ -72,7 +72,7 @@ def test_flower_reads_the_keys(kits: Path) -> None:
 
 def test_a_zip_holds_the_kit_with_its_modes(kits: Path) -> None:
     for name in SITES:
-        with zipfile.ZipFile(kits_of.zip_of(kits, name)) as archive:
+        with zipfile.ZipFile(kits_of.zip_path(kits, name)) as archive:
             held = {entry.filename: archive.read(entry) for entry in archive.infolist()}
             modes = {entry.filename: stat.S_IMODE(entry.external_attr >> 16) for entry in archive.infolist()}
         folder = site_of(kits, name)
@@ -81,10 +81,10 @@ def test_a_zip_holds_the_kit_with_its_modes(kits: Path) -> None:
 
 
 def test_the_same_files_give_the_same_zip_in_any_order() -> None:
-    files = {"b": File(b"2"), "a": File(b"1", 0o600)}
-    assert zipped("kit", files) == zipped("kit", dict(reversed(files.items())))
-    assert zipped("kit", files) != zipped("kit", {**files, "a": File(b"1")})
-    assert zipfile.ZipFile(io.BytesIO(zipped("kit", files))).testzip() is None
+    files = {"b": KitFile(b"2"), "a": KitFile(b"1", 0o600)}
+    assert zip_files("kit", files) == zip_files("kit", dict(reversed(files.items())))
+    assert zip_files("kit", files) != zip_files("kit", {**files, "a": KitFile(b"1")})
+    assert zipfile.ZipFile(io.BytesIO(zip_files("kit", files))).testzip() is None
 
 
 def test_everything_but_keys_is_the_same_every_time(kits: Path) -> None:
@@ -102,14 +102,14 @@ def test_site_yaml_is_what_a_site_reads(kits: Path) -> None:
         assert (config.ca, config.key) == (folder / "ca.crt", folder / "site.key")
         assert (config.insecure, config.data, config.budget) == (False, {}, None)
         assert config.allow.algorithms == ("fedavg",)
-        certificates.refuse_site(folder / "ca.crt", folder / "site.key")
+        certificates.check_site_files(folder / "ca.crt", folder / "site.key")
 
 
 def test_server_yaml_is_what_a_server_reads(kits: Path) -> None:
     config = ServerConfig.load(kits / "server" / "server.yaml")
     assert tuple(config.sites) == SITES
     assert (config.host, config.port, config.insecure) == ("127.0.0.1", 9443, False)
-    certificates.refuse_server(config.certificate, config.key, config.ca, config.host)
+    certificates.check_server_files(config.certificate, config.key, config.ca, config.host)
 
 
 def test_installs_are_pinned(kits: Path) -> None:
@@ -127,8 +127,8 @@ def test_installs_are_pinned(kits: Path) -> None:
 def test_a_wheel_travels_with_the_kits(tmp_path: Path) -> None:
     wheel = tmp_path / f"polyclinic-{__version__}-py3-none-any.whl"
     wheel.write_bytes(b"the package")
-    provision(NORTH, tmp_path / "kits", read_wheel(wheel))
-    add(tmp_path / "kits", "lake")
+    provision_federation(NORTH, tmp_path / "kits", read_wheel(wheel))
+    add_site(tmp_path / "kits", "lake")
     for folder in (tmp_path / "kits" / "server", *(site_of(tmp_path / "kits", name) for name in (*SITES, "lake"))):
         assert (folder / wheel.name).read_bytes() == b"the package"
         assert (folder / "requirements.txt").read_text().startswith(f"./{wheel.name}[flower]\n")
@@ -144,11 +144,11 @@ def test_no_blank_is_left_in_a_text(kits: Path) -> None:
 def test_kits_are_not_overwritten(kits: Path, tmp_path: Path) -> None:
     before = tree(kits)
     with pytest.raises(StoreError, match="rotate"):
-        provision(NORTH, kits)
+        provision_federation(NORTH, kits)
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("precious")
     with pytest.raises(StoreError, match="not an empty folder"):
-        provision(NORTH, tmp_path / "mine")
+        provision_federation(NORTH, tmp_path / "mine")
     assert tree(kits) == before
     assert tree(tmp_path / "mine") == {"thesis.txt": b"precious"}
 
@@ -159,16 +159,16 @@ def test_what_fails_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(os, "replace", full)
     with pytest.raises(StoreError, match="the disk is full"):
-        provision(NORTH, tmp_path / "kits")
+        provision_federation(NORTH, tmp_path / "kits")
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_site_gets_a_new_key_and_the_old_one_is_listed(kits: Path) -> None:
-    before, old = tree(kits), certificates.fingerprint_of(kits / "server" / "sites" / "hill.pub")
+    before, old = tree(kits), certificates.key_file_fingerprint(kits / "server" / "sites" / "hill.pub")
     (site_of(kits, "hill") / "site.yaml").write_text("edited: true\n")
     (site_of(kits, "hill") / "labels.csv").write_text("left by a rehearsal\n")
     rotate_site(kits, "hill")
-    with zipfile.ZipFile(kits_of.zip_of(kits, "hill")) as archive:
+    with zipfile.ZipFile(kits_of.zip_path(kits, "hill")) as archive:
         assert "hill/labels.csv" not in archive.namelist()
         assert archive.read("hill/site.yaml") == b"edited: true\n"
     changed = {name for name, data in tree(kits).items() if before.get(name) != data}
@@ -177,8 +177,8 @@ def test_a_site_gets_a_new_key_and_the_old_one_is_listed(kits: Path) -> None:
     assert (site_of(kits, "hill") / "site.yaml").read_text() == "edited: true\n"
     assert mode(site_of(kits, "hill") / "site.key") == 0o600
     assert [(row["site"], row["why"], row["fingerprint"]) for row in revoked(kits)] == [("hill", "rotated", old)]
-    assert old != certificates.fingerprint_of(kits / "server" / "sites" / "hill.pub")
-    assert inspect(kits).problems == ()
+    assert old != certificates.key_file_fingerprint(kits / "server" / "sites" / "hill.pub")
+    assert inspect_kits(kits).problems == ()
 
 
 def test_the_server_gets_a_new_certificate_and_sites_need_nothing(kits: Path) -> None:
@@ -194,7 +194,7 @@ def test_without_the_authoritys_key_the_server_cannot_be_renewed_but_sites_can(k
     with pytest.raises(EngineError, match="put it back"):
         rotate_server(kits)
     rotate_site(kits, "hill")
-    assert inspect(kits).problems == ()
+    assert inspect_kits(kits).problems == ()
 
 
 def test_everything_is_renewed(kits: Path) -> None:
@@ -204,50 +204,50 @@ def test_everything_is_renewed(kits: Path) -> None:
     same = {name for name, data in tree(kits).items() if before.get(name) == data}
     assert not {Path(name).suffix for name in same} & {".crt", ".key", ".pub", ".zip"}
     assert len(revoked(kits)) == len(SITES)
-    assert inspect(kits).problems == ()
+    assert inspect_kits(kits).problems == ()
     assert handshake(kits / "server", site_of(kits, "hill") / "ca.crt") == HELLO
     with pytest.raises(ssl.SSLCertVerificationError):
         handshake(kits / "server", old_authority)
 
 
 def test_a_revoked_site_is_forgotten_and_comes_back_only_with_a_new_key(kits: Path) -> None:
-    old = certificates.fingerprint_of(kits / "server" / "sites" / "hill.pub")
-    revoke(kits, "hill", certificates.right_now())
+    old = certificates.key_file_fingerprint(kits / "server" / "sites" / "hill.pub")
+    revoke_site(kits, "hill", certificates.current_time())
     assert "hill" not in ServerConfig.load(kits / "server" / "server.yaml").sites
     assert not (kits / "server" / "sites" / "hill.pub").exists()
-    assert not kits_of.zip_of(kits, "hill").exists()
+    assert not kits_of.zip_path(kits, "hill").exists()
     assert revoked(kits)[0]["why"] == "revoked"
-    assert revoked(kits)[0]["date"] == f"{certificates.right_now():%Y-%m-%d}"
+    assert revoked(kits)[0]["date"] == f"{certificates.current_time():%Y-%m-%d}"
     rotate_all(kits)
     assert not (kits / "server" / "sites" / "hill.pub").exists()
     with pytest.raises(DataError, match="there is no site 'hill'"):
         rotate_site(kits, "hill")
-    add(kits, "hill")
-    assert certificates.fingerprint_of(kits / "server" / "sites" / "hill.pub") != old
+    add_site(kits, "hill")
+    assert certificates.key_file_fingerprint(kits / "server" / "sites" / "hill.pub") != old
     assert old in {row["fingerprint"] for row in revoked(kits)}
-    assert inspect(kits).problems == ()
+    assert inspect_kits(kits).problems == ()
 
 
 def test_all_sites_can_be_revoked_and_damage_does_not_prevent_it(kits: Path) -> None:
     (kits / "server" / "sites" / "hill.pub").write_bytes(b"\xff damaged")
     for name in SITES:
-        revoke(kits, name)
+        revoke_site(kits, name)
     assert yaml.safe_load((kits / "server" / "server.yaml").read_text())["sites"] == {}
     assert len(revoked(kits)) == len(SITES)
-    add(kits, "lake")
+    add_site(kits, "lake")
     assert tuple(ServerConfig.load(kits / "server" / "server.yaml").sites) == ("lake",)
 
 
 def test_what_the_coordinator_set_in_server_yaml_stays(kits: Path) -> None:
     path = kits / "server" / "server.yaml"
     path.write_text(path.read_text().replace("folder: state", "folder: /var/lib/polyclinic"))
-    revoke(kits, "hill")
+    revoke_site(kits, "hill")
     assert ServerConfig.load(path).folder == Path("/var/lib/polyclinic")
 
 
 def test_a_federation_without_sites_gets_no_kits(tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match="needs sites"):
-        provision(NORTH.model_copy(update={"sites": ()}), tmp_path / "kits")
+        provision_federation(NORTH.model_copy(update={"sites": ()}), tmp_path / "kits")
 
 
 def test_the_commands_say_what_goes_where(tmp_path: Path) -> None:

@@ -26,10 +26,17 @@ pytest.importorskip("flwr", reason="needs the extra polyclinic[flower]")
 from polyclinic import run
 from polyclinic.core.contract import Failure, SiteId
 from polyclinic.core.errors import EngineError, RecipeError
-from polyclinic.federation.engines import Answer, Elsewhere
+from polyclinic.federation.engines import Answer, RemoteExecution
 from polyclinic.runs import ray_engine
 from polyclinic.runs.experiment import Experiment
-from polyclinic.runs.ray_engine import Assignment, asked, assign, opened, shared_out, site_app
+from polyclinic.runs.ray_engine import (
+    ActorSetup,
+    actor_resources,
+    make_actor_setup,
+    make_request,
+    make_site_app,
+    parse_reply,
+)
 from polyclinic.storage.run_files import DiskMemory
 from tests.small import SITES, tiny
 
@@ -46,7 +53,7 @@ needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="needs the extra
 class InProcess:
     """An engine whose one actor is this process."""
 
-    assignment: Assignment
+    assignment: ActorSetup
 
     def exchange(
         self, round: int, sent: Mapping[SiteId, bytes], deadline: float | None
@@ -55,7 +62,7 @@ class InProcess:
             yield site, self.answer(site, node, sent[site])
 
     def answer(self, site: SiteId, node: int, data: bytes) -> bytes | Failure:
-        return opened(site_app(self.assignment)(*asked(site, node, data)))
+        return parse_reply(make_site_app(self.assignment)(*make_request(site, node, data)))
 
 
 @pytest.fixture
@@ -64,8 +71,8 @@ def engine() -> InProcess:
 
 
 def played(engine: InProcess, folder: Path, **settings: Any) -> dict[str, Any]:
-    experiment = Experiment(tiny(rounds=3, **settings), None, elsewhere=Elsewhere(engine, "ray"))
-    engine.assignment = assign(experiment, DiskMemory(folder))
+    experiment = Experiment(tiny(rounds=3, **settings), None, remote=RemoteExecution(engine, "ray"))
+    engine.assignment = make_actor_setup(experiment, DiskMemory(folder))
     return experiment.run().summary
 
 
@@ -109,7 +116,7 @@ def test_other_images_than_the_runs_are_not_trained_on(engine: InProcess, tmp_pa
 @pytest.mark.parametrize("gpus", range(1, 9))
 @pytest.mark.parametrize("workers", range(17))
 def test_every_actor_sits_on_one_gpu_and_no_gpu_is_idle(workers: int, gpus: int) -> None:
-    actors, share = shared_out(workers, 1, 4, gpus)
+    actors, share = actor_resources(workers, 1, 4, gpus)
     on_each = round(1 / share)
     assert on_each * share == 1.0
     assert on_each * gpus >= actors > (on_each - 1) * gpus
@@ -117,11 +124,11 @@ def test_every_actor_sits_on_one_gpu_and_no_gpu_is_idle(workers: int, gpus: int)
 
 
 def test_without_gpus_threads_are_counted() -> None:
-    assert shared_out(0, 2, 8, None) == (4, 0.0)
-    assert shared_out(0, 16, 8, None) == (1, 0.0)
-    assert shared_out(3, 2, 8, None) == (3, 0.0)
+    assert actor_resources(0, 2, 8, None) == (4, 0.0)
+    assert actor_resources(0, 16, 8, None) == (1, 0.0)
+    assert actor_resources(3, 2, 8, None) == (3, 0.0)
     with pytest.raises(EngineError, match=r"no GPU here; set engine\.device: cpu"):
-        shared_out(2, 1, 8, 0)
+        actor_resources(2, 1, 8, 0)
 
 
 def test_without_ray_one_sentence_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,15 +25,15 @@ from polyclinic.core.contract import Failure, SiteId
 from polyclinic.core.errors import EngineError, PolyclinicError, RecipeError, RoundFailed, StoreError
 from polyclinic.deploy.config import ServerConfig
 from polyclinic.deploy.flower.client import SiteConnection
-from polyclinic.deploy.processes import WAITING, Board, serving
+from polyclinic.deploy.processes import WAITING, ServerStatus, open_server
 from polyclinic.deploy.provisioning.provision import rotate_site
-from polyclinic.deploy.serve import deploy
+from polyclinic.deploy.serve import run_deployed
 from polyclinic.deploy.site.config import SiteConfig
 from polyclinic.deploy.site.message_handler import SiteMessageHandler
-from polyclinic.federation.engines import Elsewhere
+from polyclinic.federation.engines import RemoteExecution
 from polyclinic.federation.engines.mock import MockEngine
 from polyclinic.reporting.html.page import page
-from polyclinic.reporting.html.report_data import read
+from polyclinic.reporting.html.report_data import read_report_data
 from polyclinic.reporting.run_folder import ENROLMENT
 from polyclinic.storage import messages
 from tests.deploy.hospitals import EVERYTHING, SITES, TABLE, Crossing, desks, recipe
@@ -88,8 +88,8 @@ def at_work(place: Path, tmp_path: Path, **settings: Mapping[str, Any]) -> Itera
             desk = SiteMessageHandler(given.model_copy(update={"folder": tmp_path / f"state {site}"}))
             assert config.ca is not None
             assert config.key is not None
-            attendance = SiteConnection(config.server, config.ca, config.key, desk.config.folder, desk.answer)
-            thread = threading.Thread(target=attendance.attend, daemon=True)
+            attendance = SiteConnection(config.server, config.ca, config.key, desk.config.folder, desk.answer_message)
+            thread = threading.Thread(target=attendance.serve_forever, daemon=True)
             thread.start()
             leaving.callback(thread.join, 15)
             leaving.callback(attendance.stop.set)
@@ -119,14 +119,16 @@ def test_who_refuses_is_named_everywhere_and_a_federation_does_not_shrink_by_its
     assert re.search("without harbour: refused: policy: .* without lake: refused: data: ", told)
     summary = json.loads((tmp_path / "one" / "result.json").read_text())
     assert summary["absent"].keys() == {"harbour", "lake"}
-    report = Page(page(read([tmp_path / "one"]))).text("section", id="failures")
+    report = Page(page(read_report_data([tmp_path / "one"]))).text("section", id="failures")
     assert "harbour took no part: refused" in report
     assert "lake took no part: refused" in report
 
 
 def test_a_finished_run_says_that_nothing_was_run(place: Path, tmp_path: Path) -> None:
     found, out = recipe(rounds=1), tmp_path / "run"
-    summary = deploy(found, Elsewhere(MockEngine(Crossing(desks(place, "done")).answer), "mock"), SITES, out).summary
+    summary = run_deployed(
+        found, RemoteExecution(MockEngine(Crossing(desks(place, "done")).answer), "mock"), SITES, out
+    ).summary
     told, error = served(place, found, out)
     assert error is None
     assert re.match(r"this run was finished on \d{4}-\d\d-\d\d \d\d:\d\d; no site was asked anything now", told)
@@ -192,10 +194,10 @@ def test_waiting_has_an_end_that_is_no_longer_than_was_said(place: Path, tmp_pat
 
 def test_who_did_not_come_is_not_asked_and_waited_for_again(place: Path, tmp_path: Path) -> None:
     crossing, seen = Crossing(desks(place, "gone")), []
-    there = Elsewhere(MockEngine(crossing.answer), "mock")
+    there = RemoteExecution(MockEngine(crossing.answer), "mock")
     missing = {"hill": "it did not come within 12 s"}
     found = recipe(rounds=1, quorum=2)
-    summary = deploy(found, there, SITES, tmp_path, lambda *event: seen.append(event), missing=missing).summary
+    summary = run_deployed(found, there, SITES, tmp_path, lambda *event: seen.append(event), missing=missing).summary
     assert summary["absent"] == {"hill": "dead: it did not come within 12 s"}
     assert {site for site, _ in crossing.sent} == {"harbour", "lake"}
     assert seen[0][0] == "absent"
@@ -206,34 +208,36 @@ def test_one_sites_other_labels_are_told_there_and_leave_it_out(place: Path, tmp
     path = altered(place, "lake", "wrong.csv", "Malign")
     wrong = desks(place, "wrong") | desks(place, "wrong lake", ("lake",), data={TABLE: path})
     heard: list[str] = []
-    wrong["lake"].tell = heard.append
-    there = Elsewhere(MockEngine(Crossing(wrong).answer), "mock")
+    wrong["lake"].report = heard.append
+    there = RemoteExecution(MockEngine(Crossing(wrong).answer), "mock")
     why = "it has classes Malign, benign, harbour has benign, malignant"
     with pytest.raises(RoundFailed, match=rf"2 of 3 sites enrolled, 3 are needed \(lake: refused: {why}"):
-        deploy(recipe(rounds=1), there, SITES, tmp_path / "run")
+        run_deployed(recipe(rounds=1), there, SITES, tmp_path / "run")
     assert re.match("failed, .* images have a label that is none of the task's classes .*row", heard[-1])
-    smaller = deploy(recipe(rounds=1, quorum=2), there, SITES, tmp_path / "smaller").summary
+    smaller = run_deployed(recipe(rounds=1, quorum=2), there, SITES, tmp_path / "smaller").summary
     assert smaller["absent"]["lake"].startswith(f"refused: {why}")
     assert not list((place / "lake" / "wrong lake" / "runs").glob("*"))
-    right = Elsewhere(MockEngine(Crossing(desks(place, "right")).answer), "mock")
-    assert deploy(recipe(rounds=1), right, SITES, tmp_path / "run").summary["absent"] == {}
+    right = RemoteExecution(MockEngine(Crossing(desks(place, "right")).answer), "mock")
+    assert run_deployed(recipe(rounds=1), right, SITES, tmp_path / "run").summary["absent"] == {}
 
 
 def test_a_run_has_the_sites_that_it_began_with(place: Path, tmp_path: Path) -> None:
     """Who was not there cannot enter it; whoever was may be missing for a while, if the recipe says so."""
     crossing = Crossing(desks(place, "began"))
 
-    def without(*away: SiteId) -> Elsewhere:
-        return Elsewhere(MockEngine(lambda s, d: Failure("dead", "away") if s in away else crossing.answer(s, d)), "m")
+    def without(*away: SiteId) -> RemoteExecution:
+        return RemoteExecution(
+            MockEngine(lambda s, d: Failure("dead", "away") if s in away else crossing.answer(s, d)), "m"
+        )
 
     found = recipe(rounds=1, quorum=2)
-    deploy(found, without("hill"), SITES, tmp_path)
+    run_deployed(found, without("hill"), SITES, tmp_path)
     (tmp_path / "result.json").unlink()
-    again = deploy(found, without(), SITES, tmp_path).summary
+    again = run_deployed(found, without(), SITES, tmp_path).summary
     assert [row["site"] for row in again["hospitals"]] == ["harbour", "lake"]
     assert again["absent"] == {"hill": "refused: it was not there when this run began; only a new run can have it"}
     (tmp_path / "result.json").unlink()
-    fewer = deploy(recipe(rounds=1, quorum=1), without("lake"), SITES, tmp_path).summary
+    fewer = run_deployed(recipe(rounds=1, quorum=1), without("lake"), SITES, tmp_path).summary
     assert fewer["absent"].keys() == {"hill"}, "lake is in this run, wherever it is now"
 
 
@@ -247,17 +251,17 @@ def test_without_a_quorum_every_round_needs_all_and_a_lower_one_may_be_set_to_go
         lost = site == "hill" and fields["purpose"] == "train" and fields["round"] == 2
         return Failure("dead", "it is away") if lost else crossing.answer(site, data)
 
-    there = Elsewhere(MockEngine(answer), "mock")
+    there = RemoteExecution(MockEngine(answer), "mock")
     with pytest.raises(RoundFailed, match=r"2 acceptable updates where the quorum is 3.*hill: it is away"):
-        deploy(recipe(rounds=3), there, SITES, tmp_path)
-    assert deploy(recipe(rounds=3, quorum=2), there, SITES, tmp_path).summary["rounds"] == 3
+        run_deployed(recipe(rounds=3), there, SITES, tmp_path)
+    assert run_deployed(recipe(rounds=3, quorum=2), there, SITES, tmp_path).summary["rounds"] == 3
 
 
 def test_predictions_that_were_kept_back_are_not_called_released_or_lost_updates(place: Path, tmp_path: Path) -> None:
     crossing = Crossing(desks(place, "kept", **WITHOUT_PREDICTIONS))
     seen: list[tuple[str, Mapping[str, Any]]] = []
-    there = Elsewhere(MockEngine(crossing.answer), "mock")
-    summary = deploy(recipe(rounds=1), there, SITES, tmp_path, lambda *event: seen.append(event)).summary
+    there = RemoteExecution(MockEngine(crossing.answer), "mock")
+    summary = run_deployed(recipe(rounds=1), there, SITES, tmp_path, lambda *event: seen.append(event)).summary
     assert [summary["cost"][name] for name in ("refused", "failed", "withheld")] == [0, 0, 3]
     caption = str(result_table(summary).caption)
     assert "3 of 3 hospitals sent no predictions" in caption
@@ -270,15 +274,15 @@ def test_predictions_that_were_kept_back_are_not_called_released_or_lost_updates
     told = [info for event, info in seen if event == "evaluated"]
     assert all("does not let predictions leave" in info["why"] for info in told)
     assert len(told) == 3
-    assert "the hospital would not do it" in Page(page(read([tmp_path]))).text("section", id="failures")
-    (row,) = (row for row in crossing.desks["hill"].preview(recipe()) if row.kind == "predictions")
+    assert "the hospital would not do it" in Page(page(read_report_data([tmp_path]))).text("section", id="failures")
+    (row,) = (row for row in crossing.desks["hill"].preview_releases(recipe()) if row.kind == "predictions")
     assert (row.when, row.bytes) == ("asked for, and kept back", 0)
 
 
 def test_predictions_of_some_sites_are_said_to_be_of_these(place: Path, tmp_path: Path) -> None:
     open_ones = desks(place, "some") | desks(place, "some hill", ("hill",), **WITHOUT_PREDICTIONS)
-    there = Elsewhere(MockEngine(Crossing(open_ones).answer), "mock")
-    summary = deploy(recipe(rounds=1), there, SITES, tmp_path).summary
+    there = RemoteExecution(MockEngine(Crossing(open_ones).answer), "mock")
+    summary = run_deployed(recipe(rounds=1), there, SITES, tmp_path).summary
     (said,) = (row["protection"] for row in summary["released"] if row["kind"] == "predictions")
     assert "from harbour, lake;" in said
     assert said.endswith("none came from hill")
@@ -294,34 +298,34 @@ def test_a_run_that_needs_all_waits_for_whoever_has_gone_away() -> None:
     back.join()
 
 
-def board(place: Path) -> Board:
-    return Board(ServerConfig.load(place / KITS), [])
+def board(place: Path) -> ServerStatus:
+    return ServerStatus(ServerConfig.load(place / KITS), [])
 
 
 def test_who_goes_away_and_comes_back_is_told_once_the_sites_have_come(place: Path) -> None:
     found, told = board(place), list[str]()
     found.tell = told.append
-    found.notice({"harbour"})
+    found.report_changes({"harbour"})
     assert found.facts["state"] == WAITING
-    found.begin(SITES)
-    found.notice(set(SITES))
+    found.begin_enrolment(SITES)
+    found.report_changes(set(SITES))
     assert told == [], "gathering tells who comes"
-    found.notice({"harbour", "lake"})
-    found.notice({"harbour", "lake"})
-    found.notice(set(SITES))
+    found.report_changes({"harbour", "lake"})
+    found.report_changes({"harbour", "lake"})
+    found.report_changes(set(SITES))
     assert told == ["hill has gone away", "hill is back"]
     found.patient = True
-    found.notice(set())
+    found.report_changes(set())
     assert told[2:] == [f"{s} has gone away; the run waits for it, as the recipe names no quorum" for s in SITES]
 
 
 def test_a_status_that_cannot_be_written_ends_nothing(place: Path, tmp_path: Path) -> None:
     config = ServerConfig.load(place / KITS).model_copy(update={"folder": tmp_path / "state", "port": free_port()})
     (tmp_path / "in the way").write_text("")
-    with serving(config) as reception:
+    with open_server(config) as reception:
         reception.board.folders = [tmp_path / "in the way", tmp_path / "free"]
         (tmp_path / "free" / "status.json").mkdir(parents=True)
-        reception.board.write(reception.link)
+        reception.board.write_status(reception.link)
 
 
 def test_who_uses_a_withdrawn_key_is_named(place: Path, tmp_path: Path) -> None:
@@ -337,7 +341,7 @@ def test_who_uses_a_withdrawn_key_is_named(place: Path, tmp_path: Path) -> None:
     rotate_site(kits, "hill")
     (kits / "sites" / "hill" / "site.key").write_bytes((old / "site.key").read_bytes())
     config = ServerConfig.load(kits / "server" / "server.yaml").model_copy(update={"folder": tmp_path / "state"})
-    with serving(config) as reception, attending(kits, reception, "hill", tmp_path / "site") as told:
+    with open_server(config) as reception, attending(kits, reception, "hill", tmp_path / "site") as told:
         until(lambda: told)
         ((site, why),) = reception.board.refusals
     assert site == ""

@@ -17,8 +17,8 @@ pytest.importorskip("flwr", reason="needs the extra polyclinic[flower]")
 
 from polyclinic.deploy.config import FederationConfig, ServerConfig, ServerSection
 from polyclinic.deploy.flower.client import SiteConnection
-from polyclinic.deploy.processes import STATUS, SiteRegistration, attend, serving
-from polyclinic.deploy.provisioning.provision import provision
+from polyclinic.deploy.processes import STATUS, SiteRegistration, open_server, serve_site
+from polyclinic.deploy.provisioning.provision import provision_federation
 from polyclinic.deploy.site.config import SiteConfig
 from tests.deploy.memory_grid import SITES, at_work, echo, orders, said
 from tests.deploy.ward import free_port, until
@@ -27,7 +27,7 @@ from tests.deploy.ward import free_port, until
 @pytest.fixture(scope="module")
 def kits(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder: Path = tmp_path_factory.mktemp("federation") / "kits"
-    provision(
+    provision_federation(
         FederationConfig(federation="test", server=ServerSection(host="127.0.0.1", port=free_port()), sites=SITES),
         folder,
     )
@@ -37,7 +37,7 @@ def kits(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def reception(kits: Path, tmp_path: Path) -> Iterator[SiteRegistration]:
     config = ServerConfig.load(kits / "server" / "server.yaml")
-    with serving(config.model_copy(update={"folder": tmp_path / "server", "port": free_port()})) as found:
+    with open_server(config.model_copy(update={"folder": tmp_path / "server", "port": free_port()})) as found:
         yield found
 
 
@@ -60,7 +60,7 @@ def address(reception: SiteRegistration) -> str:
 
 def test_the_end_of_a_run_is_no_failure(kits: Path, tmp_path: Path, reception: SiteRegistration) -> None:
     with told_by_hill(kits, address(reception), tmp_path / "hill", resting=lambda: True) as told:
-        until(lambda: reception.present() == ["hill"], "hill's coming", 15)
+        until(lambda: reception.connected_sites() == ["hill"], "hill's coming", 15)
         reception.link.__exit__()
         until(lambda: len(told) == 2, "a word on the server's end", 15)
         time.sleep(1.5)
@@ -72,7 +72,7 @@ def test_a_server_that_goes_in_the_middle_of_a_run_cannot_be_reached(
     kits: Path, tmp_path: Path, reception: SiteRegistration
 ) -> None:
     with told_by_hill(kits, address(reception), tmp_path / "hill") as told:
-        until(lambda: reception.present() == ["hill"], "hill's coming", 15)
+        until(lambda: reception.connected_sites() == ["hill"], "hill's coming", 15)
         reception.link.__exit__()
         until(lambda: any("cannot be reached" in sentence for sentence in told), "a word on the server's end", 15)
 
@@ -93,7 +93,7 @@ def test_settings_of_another_kit_are_told_as_the_site_connects(
         until(lambda: told, "a word", 15)
         assert sentence in told[0]
         assert [site for site, _ in reception.board.refusals] == ([] if "connected" in sentence else ["hill"])
-        reception.link.gate.wake("hill")
+        reception.link.gate.notify_site("hill")
 
 
 def test_why_there_is_no_connection_is_told_apart(kits: Path, tmp_path: Path, reception: SiteRegistration) -> None:
@@ -125,7 +125,7 @@ def test_a_full_disk_does_not_end_a_site(
 
     def exchange() -> None:
         try:
-            until(lambda: reception.present() == ["hill"], "hill's coming", 15)
+            until(lambda: reception.connected_sites() == ["hill"], "hill's coming", 15)
             replies.update(said(reception.engine, {"hill": orders()["hill"]}))
         finally:
             if not over.is_set():  # or it would end the tests
@@ -135,7 +135,7 @@ def test_a_full_disk_does_not_end_a_site(
     asking.start()
     try:
         with pytest.raises(KeyboardInterrupt):
-            attend(config, echo("hill"), told.append)
+            serve_site(config, echo("hill"), told.append)
     finally:
         over.set()
         asking.join()

@@ -17,13 +17,13 @@ pytest.importorskip("flwr", reason="needs the extra polyclinic[flower]")
 from polyclinic import Recipe
 from polyclinic.cli.deploy import join, status
 from polyclinic.core.errors import PolyclinicError, RecipeError, StoreError
-from polyclinic.deploy.processes import STATUS, attend
-from polyclinic.deploy.site.config import SiteConfig, remarks
+from polyclinic.deploy.processes import STATUS, serve_site
+from polyclinic.deploy.site.config import SiteConfig, config_warnings
 from polyclinic.deploy.site.message_handler import SiteMessageHandler
 from polyclinic.deploy.site.participation import ReleasePreview
 from polyclinic.deploy.site.release_log import last_trouble
 from polyclinic.privacy.accounting import Spend, epsilon
-from polyclinic.reporting.run_folder import predicted
+from polyclinic.reporting.run_folder import predicted_parts
 from polyclinic.storage import messages
 from polyclinic.storage.run_files import write_json
 from tests.deploy.hospitals import (
@@ -75,9 +75,9 @@ def test_refusals_and_failures_are_told_in_one_sentence_and_kept(case: str, home
         full(place.folder)
     desk = SiteMessageHandler(place, told.append)
     if case == "a device":
-        desk.answer(beginning(simulation(found, home), "hill"))
+        desk.answer_message(beginning(simulation(found, home), "hill"))
     else:
-        desk.answer(asked("enrol", "hill", found))
+        desk.answer_message(asked("enrol", "hill", found))
     assert re.match("(refused|failed), ", told[-1])
     assert re.search(sentence, told[-1])
     assert told[-1].isprintable()
@@ -106,26 +106,26 @@ def test_what_went_well_is_told_and_is_no_trouble(home: Path) -> None:
     told: list[str] = []
     desk = SiteMessageHandler(config(home, "hill", "well"), told.append)
     made = simulation(recipe(), home)
-    desk.answer(asked("enrol", "hill", made.recipe))
-    resting = [desk.resting]
-    desk.answer(beginning(made, "hill"))
-    resting.append(desk.resting)
-    desk.answer(messages.encode({"purpose": "end", "run": made.run_id(), "site": "hill"}, {}))
+    desk.answer_message(asked("enrol", "hill", made.recipe))
+    resting = [desk.is_idle]
+    desk.answer_message(beginning(made, "hill"))
+    resting.append(desk.is_idle)
+    desk.answer_message(messages.encode({"purpose": "end", "run": made.run_id(), "site": "hill"}, {}))
     assert [sentence.split()[0] for sentence in told] == ["enrolled", "began", "ended"]
-    resting.append(desk.resting)
+    resting.append(desk.is_idle)
     assert last_trouble(desk.config.folder) is None
-    desk.answer(asked("enrol", "hill", made.recipe))
-    assert [*resting, desk.resting] == [True, False, True, True]
+    desk.answer_message(asked("enrol", "hill", made.recipe))
+    assert [*resting, desk.is_idle] == [True, False, True, True]
 
 
 def test_what_a_server_writes_cannot_forge_lines(home: Path) -> None:
     told: list[str] = []
     desk = SiteMessageHandler(config(home, "hill", "forged"), told.append)
     forged = "2030-01-01T00:00:00+00:00 refused, nothing\n\x1b[2J"
-    desk.answer(asked("enrol", "hill", recipe(name=f"law\n{forged}")))
-    desk.answer(messages.encode({"purpose": forged, "site": "hill", "run": forged}, {}))
+    desk.answer_message(asked("enrol", "hill", recipe(name=f"law\n{forged}")))
+    desk.answer_message(messages.encode({"purpose": forged, "site": "hill", "run": forged}, {}))
     assert all(sentence.isprintable() for sentence in told)
-    assert len(desk.notebook.lines()) == len(told) == 2
+    assert len(desk.site_log.read_lines()) == len(told) == 2
 
 
 SERVERS = [
@@ -162,13 +162,13 @@ def test_what_site_yaml_lacks_is_named(tmp_path: Path) -> None:
     for name in whole:
         given = {"federation": "f", "site": "hill", **{key: value for key, value in whole.items() if key != name}}
         with pytest.raises(RecipeError, match=f"lacks the key '{name}'"):
-            attend(SiteConfig.model_validate(given), bytes, lambda _: None)
+            serve_site(SiteConfig.model_validate(given), bytes, lambda _: None)
 
 
 def test_probable_slips_are_told_at_the_start(home: Path) -> None:
-    assert list(remarks(config(home, "hill"))) == []
+    assert list(config_warnings(config(home, "hill"))) == []
     slips: dict[str, Any] = {"allow": {"kinds": ["modell", "buffers"]}, "data": {"scans": Path("/nowhere")}}
-    first, second = remarks(config(home, "hill", **slips))
+    first, second = config_warnings(config(home, "hill", **slips))
     assert "'modell' (did you mean 'model'?)" in first
     assert "'scans' lies at /nowhere" in second
 
@@ -193,22 +193,24 @@ def test_predictions_are_of_the_images_that_the_dry_run_names(train: bool, home:
     """And these are the ones that a simulation predicts; others are refused to whoever asks."""
     found, state = recipe(rounds=1, evaluate__train=train), f"predictions {train}"
     row = previewed(found, config(home, "hill", f"{state} alone"))["predictions"]
-    own = simulation(found, home).consortium.sites["hill"]
+    own = simulation(found, home).dataset.sites["hill"]
     parts = {"training": own.train, "validation": own.validation, "test": own.test}
     named = {part: int(count) for count, part in re.findall(r"(\d+) (training|validation|test)", row.protection)}
     assert named == {part: len(held) for part, held in parts.items() if train or part != "training"}
     crossing = Crossing(desks(home, state))
     rounds, outcome = deployed(found, home, crossing)
-    rounds.predictions(outcome, predicted(found))
-    assert crossing.desks["hill"].releases.read()[-1]["kinds"]["predictions"] == row.bytes
+    rounds.collect_predictions(outcome, predicted_parts(found))
+    assert crossing.desks["hill"].releases.read_entries()[-1]["kinds"]["predictions"] == row.bytes
     simulated = simulation(found, home).run().summary["sites"]["hill"]["global"]
-    assert {part for part in simulated if part in ("train", "validation", "test")} == set(predicted(found))
-    asks = loop(simulation(found, home), crossing).outbox("evaluate", 2, outcome.state, ["hill"], ["train"])["hill"]
-    assert ("failure" in said(crossing.desks["hill"].answer(asks))) == (not train)
+    assert {part for part in simulated if part in ("train", "validation", "test")} == set(predicted_parts(found))
+    asks = loop(simulation(found, home), crossing).prepare_outbox("evaluate", 2, outcome.state, ["hill"], ["train"])[
+        "hill"
+    ]
+    assert ("failure" in said(crossing.desks["hill"].answer_message(asks))) == (not train)
 
 
 def previewed(found: Recipe, site: SiteConfig) -> dict[str, ReleasePreview]:
-    return {row.kind: row for row in SiteMessageHandler(site).preview(found)}
+    return {row.kind: row for row in SiteMessageHandler(site).preview_releases(found)}
 
 
 WISH = {"noise": 2.0, "delta": 1e-3, "randomness": "seed"}
@@ -223,12 +225,12 @@ def test_a_budget_that_cannot_pay_is_told_before_the_site_enrols(home: Path) -> 
     desk = crossing.desks["hill"]
 
     def enrol(run: Recipe) -> dict[str, Any]:
-        return said(desk.answer(asked("enrol", "hill", run)))
+        return said(desk.answer_message(asked("enrol", "hill", run)))
 
     assert "card" in enrol(found)
     assert "privacy budget of hill" in refusal(enrol(recipe(privacy=WISH, rounds=4)))
     rounds, _ = deployed(found, home, crossing)
     assert "card" in enrol(found), "a run that is under way has paid for itself already"
     assert "privacy budget of hill" in refusal(enrol(recipe(privacy=WISH, rounds=1)))
-    desk.answer(messages.encode({"purpose": "end", "run": rounds.rules.run, "site": "hill"}, {}))
+    desk.answer_message(messages.encode({"purpose": "end", "run": rounds.rules.run, "site": "hill"}, {}))
     assert "privacy budget of hill" in refusal(enrol(found))

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from polyclinic.deploy.serve import deploy
-from polyclinic.federation.engines import Elsewhere
+from polyclinic.deploy.serve import run_deployed
+from polyclinic.federation.engines import RemoteExecution
 from polyclinic.federation.engines.mock import MockEngine
 from polyclinic.runs.tracking.backends import TensorBoard
 from tests.deploy.hospitals import EVERYTHING, SITES, Crossing, desks, recipe
@@ -19,8 +19,8 @@ def test_a_deployed_run_is_tracked(home: Path, tmp_path: Path, predictions: bool
     kinds = [kind for kind in EVERYTHING["kinds"] if predictions or kind != "predictions"]
     crossing = Crossing(desks(home, f"{tmp_path.name}-{predictions}", allow={**EVERYTHING, "kinds": kinds}))
     found = recipe(track="tensorboard")
-    summary = deploy(found, Elsewhere(MockEngine(crossing.answer), "mock"), SITES, tmp_path).summary
-    told = TensorBoard(tmp_path).known()
+    summary = run_deployed(found, RemoteExecution(MockEngine(crossing.answer), "mock"), SITES, tmp_path).summary
+    told = TensorBoard(tmp_path).written_points()
     rounds = set(range(found.rounds))
     assert {step for name, step in told if name == f"site/{SITES[0]}/accuracy"} == (
         rounds | {found.rounds} if predictions else rounds  # what sites told last is of the round before

@@ -20,8 +20,8 @@ import yaml
 from polyclinic import Recipe
 from polyclinic.core.contract import SiteId
 from polyclinic.deploy.config import FederationConfig, ServerSection
-from polyclinic.deploy.processes import ENVIRONMENT, Child, _go_with_parent
-from polyclinic.deploy.provisioning.provision import provision
+from polyclinic.deploy.processes import ENVIRONMENT, ChildProcess, _die_with_parent
+from polyclinic.deploy.provisioning.provision import provision_federation
 from tests.deploy.hospitals import EVERYTHING, SITES, TABLE, simulation, write_hospitals
 from tests.driving import Ask, driving
 
@@ -45,7 +45,7 @@ def furnish(folder: Path, sites: Sequence[SiteId] = SITES, host: str = "127.0.0.
     """Hospitals with images, and kits in `k`."""
     write_hospitals(folder, sites)
     server = ServerSection(host=host, port=port or free_port())
-    provision(FederationConfig(federation="north-sea", server=server, sites=tuple(sites)), folder / "k")
+    provision_federation(FederationConfig(federation="north-sea", server=server, sites=tuple(sites)), folder / "k")
     for site in sites:
         path = folder / "k" / "sites" / site / "site.yaml"
         values = yaml.safe_load(path.read_text())
@@ -68,7 +68,7 @@ class Process(Protocol):
     def stop(self, seconds: float = 10) -> int: ...
 
 
-class Executed(Child):
+class Executed(ChildProcess):
     """Started as a hospital starts it: by a Python of its own."""
 
     @property
@@ -111,7 +111,7 @@ class Forked:
 
 def forking() -> AbstractContextManager[Ask]:
     """The driver of `tests.deploy.forks`; its children end with it."""
-    return driving("tests.deploy.forks", environment={**ENVIRONMENT, **ALONE}, before=_go_with_parent)
+    return driving("tests.deploy.forks", environment={**ENVIRONMENT, **ALONE}, before=_die_with_parent)
 
 
 @dataclass

@@ -6,24 +6,24 @@ from functools import cache
 
 import torch
 
-from polyclinic.algorithms.distillation import Refine, Teacher
+from polyclinic.algorithms.distillation import RefinementOptions, Teacher
 from polyclinic.core.contract import Fit, Optimiser, Site, Stream, Training
-from polyclinic.data.builtin.digits import CLASSES, DigitsOptions, digits
+from polyclinic.data.builtin.digits import CLASSES, DigitsOptions, load_digit_images
 from polyclinic.data.examples import Images, SiteData
-from polyclinic.models import build
+from polyclinic.models import build_model
 from polyclinic.training.fit import fit
 from polyclinic.training.losses import task_loss
-from polyclinic.training.network import LiveNetwork, weights_of
+from polyclinic.training.network import LiveNetwork, copy_module_weights
 
 SEED = Stream(11)
-QUICK = Refine(batch=32, lr=3e-3, augment=None)
+QUICK = RefinementOptions(batch=32, lr=3e-3, augment=None)
 """A digit that is flipped is no longer one."""
 
 
 @cache
 def parts() -> tuple[Images, ...]:
     """Two hospitals' images, then the public parts: training, validation, test."""
-    images = digits(DigitsOptions(), SEED).examples()
+    images = load_digit_images(DigitsOptions(), SEED).to_images()
     mixed = torch.randperm(len(images), generator=SEED.child("parts").generator())
     return tuple(images.subset(rows) for rows in torch.split(mixed[:1600], [500, 500, 250, 100, 250]))
 
@@ -34,7 +34,7 @@ def public() -> SiteData:
 
 def network(name: str, seed: str = "network", dropout: float | None = None) -> LiveNetwork:
     size = {"classes": len(CLASSES), "channels": 1, "size": 8}
-    return LiveNetwork(build(name, **size, dropout=dropout, seed=SEED.child(seed)))
+    return LiveNetwork(build_model(name, **size, dropout=dropout, seed=SEED.child(seed)))
 
 
 @cache
@@ -42,7 +42,7 @@ def taught(name: str, which: int) -> Teacher:
     """A network that learnt from one hospital's images."""
     data, blank = parts()[which], network(name, f"teacher {which}")
     training = Training(Optimiser("adam"), batch=32, epochs=10)
-    job = Fit(weights_of(blank.module), task_loss, training)
+    job = Fit(copy_module_weights(blank.module), task_loss, training)
     return Teacher(f"{name} {which}", blank, fit(job, blank, data, Site("any", len(data), 1, 1, 3e-3), SEED).weights)
 
 
@@ -52,7 +52,7 @@ def good() -> list[Teacher]:
 
 def untrained(loudness: float = 1.0) -> Teacher:
     blank = network("mlp", "untrained")
-    weights = weights_of(blank.module)
+    weights = copy_module_weights(blank.module)
     loud = {name: loudness * tensor for name, tensor in weights["model"].items()}
     return Teacher("untrained", blank, {**weights, "model": loud})
 

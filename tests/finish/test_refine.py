@@ -12,14 +12,21 @@ import torch.nn.functional as F
 from pydantic import TypeAdapter
 from torch import Tensor, nn
 
-from polyclinic.algorithms.distillation import FEDDF, Refine, Teacher, check_public, problems, refine
-from polyclinic.algorithms.distillation.refine import Lesson, Refined, Row
+from polyclinic.algorithms.distillation import (
+    FEDDF,
+    RefinementOptions,
+    Teacher,
+    check_public,
+    find_option_problems,
+    refine_student,
+)
+from polyclinic.algorithms.distillation.refine import EpochRow, RefinementResult, StudentObjective
 from polyclinic.core.contract import Augment, Bundle, Stream, Training
 from polyclinic.core.errors import DataError, RecipeError, WeightsError
 from polyclinic.data.examples import Images, SiteData
-from polyclinic.models import Classifier, build
-from polyclinic.training.fit import batches
-from polyclinic.training.network import LiveNetwork, weights_of
+from polyclinic.models import Classifier, build_model
+from polyclinic.training.fit import draw_epoch_batches
+from polyclinic.training.network import LiveNetwork, copy_module_weights
 from tests.finish.digits import QUICK, SEED, accuracy, good, network, parts, public, untrained
 
 RNG = Stream(3, ("refine",))
@@ -28,12 +35,16 @@ NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUD
 
 
 def refined(
-    options: Refine, teachers: list[Teacher] | None = None, name: str = "student", rng: Stream = RNG, key: int = 0
-) -> Refined:
+    options: RefinementOptions,
+    teachers: list[Teacher] | None = None,
+    name: str = "student",
+    rng: Stream = RNG,
+    key: int = 0,
+) -> RefinementResult:
     """`key`: what the student's dropout was left with by whoever used it before."""
     student = network(name)
-    student.draw_by(key)
-    return refine(teachers or good(), student, weights_of(student.module), public(), options, rng)
+    student.set_dropout_key(key)
+    return refine_student(teachers or good(), student, copy_module_weights(student.module), public(), options, rng)
 
 
 def same(one: Bundle, other: Bundle) -> bool:
@@ -43,7 +54,7 @@ def same(one: Bundle, other: Bundle) -> bool:
 def test_teachers_are_good_and_the_student_begins_by_guessing() -> None:
     assert min(map(accuracy, good())) > 0.75
     student = network("student")
-    assert accuracy(Teacher("start", student, weights_of(student.module))) < 0.3
+    assert accuracy(Teacher("start", student, copy_module_weights(student.module))) < 0.3
 
 
 @pytest.mark.parametrize(
@@ -51,7 +62,9 @@ def test_teachers_are_good_and_the_student_begins_by_guessing() -> None:
     [(QUICK, 0.75), (replace(QUICK, variant="paper", alpha=0.9), 0.6), (replace(FEDDF, batch=32, lr=3e-3), 0.75)],
     ids=["sound", "paper", "feddf"],
 )
-def test_a_student_of_two_good_teachers_learns_and_a_run_repeats_bit_for_bit(options: Refine, least: float) -> None:
+def test_a_student_of_two_good_teachers_learns_and_a_run_repeats_bit_for_bit(
+    options: RefinementOptions, least: float
+) -> None:
     torch_state = torch.get_rng_state()
     first, again, other = refined(options), refined(options, key=9), refined(options, rng=RNG.child("other"))
     assert accuracy(Teacher("student", network("student"), first.weights)) > least
@@ -88,14 +101,14 @@ def test_cross_entropy_alone_is_plain_training_bit_for_bit() -> None:
     found = refined(options, name="mlp")
     bare = network("mlp").module.train()
     adam = torch.optim.Adam(bare.parameters(), options.lr, weight_decay=options.weight_decay)
-    data, epochs = public().train, [weights_of(bare)]
+    data, epochs = public().train, [copy_module_weights(bare)]
     for epoch in range(1, 4):
-        for index in batches(data.labels, Training(batch=options.batch), RNG.child("order", epoch)):
+        for index in draw_epoch_batches(data.labels, Training(batch=options.batch), RNG.child("order", epoch)):
             images, labels = data.batch(index)
             adam.zero_grad()
             F.cross_entropy(bare(images), labels).backward()  # type: ignore[no-untyped-call]
             adam.step()
-        epochs.append(weights_of(bare))
+        epochs.append(copy_module_weights(bare))
     assert found.best > 0
     assert same(found.weights, epochs[found.best])
 
@@ -112,7 +125,7 @@ def test_the_papers_factor_is_next_to_nothing_under_adam() -> None:
     options = replace(QUICK, epochs=1, weight_decay=0.0)
     paper = refined(replace(options, variant="paper", alpha=1.0), name="mlp")
     feddf = refined(replace(options, variant="feddf"), name="mlp")
-    start = weights_of(network("mlp").module)
+    start = copy_module_weights(network("mlp").module)
 
     def vector(bundle: Bundle) -> Tensor:
         return torch.cat([tensor.flatten() for tensor in bundle["model"].values()])
@@ -125,10 +138,10 @@ def test_the_papers_factor_is_next_to_nothing_under_adam() -> None:
 
 def test_contrast_never_moves_the_head_and_distillation_moves_both() -> None:
     student = network("student")
-    lesson = Lesson(good(), {teacher.name: 0.5 for teacher in good()}, QUICK, 1.0)
+    lesson = StudentObjective(good(), {teacher.name: 0.5 for teacher in good()}, QUICK, 1.0)
     student.require_gradients(frozenset(student.live["model"]))
-    batch = lesson.views(public().train.batch(torch.arange(32)), RNG)
-    terms, named = lesson.terms(student, batch), student.live["model"]
+    batch = lesson.augment_views(public().train.batch(torch.arange(32)), RNG)
+    terms, named = lesson.loss_terms(student, batch), student.live["model"]
     for term, touched in (("scl", {"extractor"}), ("kd", {"extractor", "head"}), ("ce", {"extractor", "head"})):
         moves = torch.autograd.grad(terms[term], list(named.values()), retain_graph=True, allow_unused=True)
         pushed = {
@@ -140,36 +153,36 @@ def test_contrast_never_moves_the_head_and_distillation_moves_both() -> None:
 def test_teachers_are_averaged_by_their_shares() -> None:
     images, _ = public().train.batch(torch.arange(5))
     one, other = good()
-    lesson = Lesson([one, other], {one.name: 0.75, other.name: 0.25}, QUICK, 1.0)
-    torch.testing.assert_close(lesson.taught(images), 0.75 * one.logits(images) + 0.25 * other.logits(images))
-    silent = Lesson([one, other], {one.name: 1.0, other.name: 0.0}, QUICK, 1.0)
-    torch.testing.assert_close(silent.taught(images), one.logits(images))
+    lesson = StudentObjective([one, other], {one.name: 0.75, other.name: 0.25}, QUICK, 1.0)
+    torch.testing.assert_close(lesson.teacher_logits(images), 0.75 * one.logits(images) + 0.25 * other.logits(images))
+    silent = StudentObjective([one, other], {one.name: 1.0, other.name: 0.0}, QUICK, 1.0)
+    torch.testing.assert_close(silent.teacher_logits(images), one.logits(images))
 
 
 def test_the_loss_is_the_weighted_sum_of_its_terms_times_the_factor() -> None:
     terms = {"ce": torch.tensor(2.0), "scl": torch.tensor(3.0), "kd": torch.tensor(5.0)}
     paper = replace(QUICK, variant="paper", alpha=0.25)
-    assert float(Lesson([], {}, QUICK, 1.0).loss(terms)) == pytest.approx(0.5 * 2 + 0.3 * 3 + 0.2 * 5)
-    assert float(Lesson([], {}, paper, 0.1).loss(terms)) == pytest.approx(0.1 * (0.75 * 3 + 0.25 * 5))
-    assert float(Lesson([], {}, FEDDF, 1.0).loss(terms)) == pytest.approx(5)
+    assert float(StudentObjective([], {}, QUICK, 1.0).total_loss(terms)) == pytest.approx(0.5 * 2 + 0.3 * 3 + 0.2 * 5)
+    assert float(StudentObjective([], {}, paper, 0.1).total_loss(terms)) == pytest.approx(0.1 * (0.75 * 3 + 0.25 * 5))
+    assert float(StudentObjective([], {}, FEDDF, 1.0).total_loss(terms)) == pytest.approx(5)
 
 
 def test_two_views_of_an_image_differ_but_not_in_label_and_one_is_enough_without_contrast() -> None:
     batch = public().train.batch(torch.arange(6))
     options = replace(QUICK, augment=Augment(rotation=10))
-    images, labels = Lesson([], {}, options, 1.0).views(batch, RNG)
+    images, labels = StudentObjective([], {}, options, 1.0).augment_views(batch, RNG)
     assert images.shape == (12, 1, 8, 8)
     assert torch.equal(labels, batch[1].repeat(2))
     assert all(not torch.equal(one, other) for one, other in zip(images[:6], images[6:], strict=True))
-    single, once = Lesson([], {}, replace(options, scl=0.0), 1.0).views(batch, RNG)
+    single, once = StudentObjective([], {}, replace(options, scl=0.0), 1.0).augment_views(batch, RNG)
     assert torch.equal(single, images[:6])
     assert torch.equal(once, batch[1])
 
 
 def test_the_weights_are_those_of_the_epoch_with_the_lowest_validation_loss() -> None:
-    rows: list[Row] = []
+    rows: list[EpochRow] = []
     student, options = network("mlp"), replace(QUICK, lr=0.03)
-    found = refine(good(), student, weights_of(student.module), public(), options, RNG, rows.append)
+    found = refine_student(good(), student, copy_module_weights(student.module), public(), options, RNG, rows.append)
     losses = [row["validation_loss"] for row in found.history]
     assert 0 < found.best < found.epochs, "or the test shows nothing"
     assert rows == found.history
@@ -187,7 +200,7 @@ def test_training_ends_when_patience_does_and_a_good_start_wins_over_bad_lessons
     """The student begins as a good teacher and is taught by one that knows nothing."""
     teacher = good()[1]
     options = replace(QUICK, variant="feddf", temperature=1.0, epochs=12, patience=patience)
-    found = refine([untrained(5.0)], teacher.network, teacher.weights, public(), options, RNG)
+    found = refine_student([untrained(5.0)], teacher.network, teacher.weights, public(), options, RNG)
     losses = [row["validation_loss"] for row in found.history]
     assert found.best == 0
     assert same(found.weights, teacher.weights)
@@ -209,24 +222,26 @@ class Forbidden:
 def test_the_test_part_is_never_looked_at(variant: Any) -> None:
     student, data = network("mlp"), public()
     secret = SiteData(data.name, data.train, data.validation, Forbidden())
-    refine(good(), student, weights_of(student.module), secret, replace(QUICK, variant=variant, epochs=1), RNG)
+    refine_student(
+        good(), student, copy_module_weights(student.module), secret, replace(QUICK, variant=variant, epochs=1), RNG
+    )
     check_public(secret)
 
 
 def normalised(seed: str) -> LiveNetwork:
     """A small network with BatchNorm and dropout."""
-    plain = build("cnn_c", classes=10, channels=1, size=8, seed=SEED.child(seed))
+    plain = build_model("cnn_c", classes=10, channels=1, size=8, seed=SEED.child(seed))
     extractor = nn.Sequential(plain.extractor, nn.BatchNorm1d(32), nn.Dropout(0.3))
     return LiveNetwork(Classifier(extractor, plain.head))
 
 
 def test_batch_normalisation_learns_its_statistics_and_teachers_may_live_in_the_students_network() -> None:
     student = normalised("student")
-    start = weights_of(student.module)
+    start = copy_module_weights(student.module)
     found = {}
     for where in (student, normalised("elsewhere")):
-        teacher = Teacher("shared", where, weights_of(normalised("other").module))
-        found[where] = refine([teacher, *good()], student, start, public(), replace(QUICK, epochs=2), RNG)
+        teacher = Teacher("shared", where, copy_module_weights(normalised("other").module))
+        found[where] = refine_student([teacher, *good()], student, start, public(), replace(QUICK, epochs=2), RNG)
     one, other = found.values()
     assert same(one.weights, other.weights)
     assert one.best > 0
@@ -238,13 +253,15 @@ def test_batch_normalisation_learns_its_statistics_and_teachers_may_live_in_the_
 def test_it_runs_on_a_gpu_with_teachers_here_and_images_there(variant: Any) -> None:
     cuda = torch.device("cuda")
     student = LiveNetwork(network("student").module, cuda)
-    start, options = weights_of(student.module), replace(QUICK, variant=variant, alpha=0.9)
+    start, options = copy_module_weights(student.module), replace(QUICK, variant=variant, alpha=0.9)
     teachers = [good()[0], Teacher("there", LiveNetwork(network("mlp").module, cuda), good()[1].weights)]
-    found = refine(teachers, student, start, public(), options, RNG)
+    found = refine_student(teachers, student, start, public(), options, RNG)
     moved = SiteData("moved", *(part.to(cuda) for part in parts()[2:]))
     assert next(iter(found.weights["model"].values())).is_cuda
     assert accuracy(Teacher("student", student, found.weights)) > 0.6
-    assert found.shapley == pytest.approx(refine(teachers, student, start, moved, options, RNG).shapley, rel=1e-3)
+    assert found.shapley == pytest.approx(
+        refine_student(teachers, student, start, moved, options, RNG).shapley, rel=1e-3
+    )
 
 
 @pytest.mark.parametrize(
@@ -266,17 +283,17 @@ def test_it_runs_on_a_gpu_with_teachers_here_and_images_there(variant: Any) -> N
     ],
 )
 def test_options_that_cannot_work_are_named(change: dict[str, Any], sentence: str) -> None:
-    (found,) = problems(replace(Refine(), **change))
+    (found,) = find_option_problems(replace(RefinementOptions(), **change))
     assert found.startswith(sentence)
     with pytest.raises(RecipeError, match="finish"):
-        refined(replace(Refine(), **change))
+        refined(replace(RefinementOptions(), **change))
 
 
 def test_the_defaults_have_no_problems_and_a_recipe_can_write_them() -> None:
-    assert not [*problems(Refine()), *problems(FEDDF)]
+    assert not [*find_option_problems(RefinementOptions()), *find_option_problems(FEDDF)]
     written = {"variant": "paper", "alpha": 0.3, "augment": {"rotation": 5, "flip": False}}
-    read = TypeAdapter(Refine).validate_python(written)
-    assert read == replace(Refine(), variant="paper", alpha=0.3, augment=Augment(rotation=5))
+    read = TypeAdapter(RefinementOptions).validate_python(written)
+    assert read == replace(RefinementOptions(), variant="paper", alpha=0.3, augment=Augment(rotation=5))
 
 
 def test_public_sets_that_cannot_teach_are_refused() -> None:
@@ -287,24 +304,28 @@ def test_public_sets_that_cannot_teach_are_refused() -> None:
         with pytest.raises(DataError, match=f"The {part} part of the public set 'public' holds 0 images"):
             check_public(lacking)
         with pytest.raises(DataError, match="holds 0 images"):
-            refine(good(), student, weights_of(student.module), lacking, QUICK, RNG)
+            refine_student(good(), student, copy_module_weights(student.module), lacking, QUICK, RNG)
 
 
 def test_teachers_that_cannot_teach_are_refused() -> None:
-    three = LiveNetwork(build("mlp", classes=3, channels=1, size=8, seed=SEED))
+    three = LiveNetwork(build_model("mlp", classes=3, channels=1, size=8, seed=SEED))
     broken = untrained(math.nan)
     for teachers, kind, sentence in (
         ([good()[0], good()[0]], DataError, "name of its own"),
-        ([Teacher("small", three, weights_of(three.module))], WeightsError, "'small' knows 3 classes, the student 10"),
+        (
+            [Teacher("small", three, copy_module_weights(three.module))],
+            WeightsError,
+            "'small' knows 3 classes, the student 10",
+        ),
         ([good()[0], broken], WeightsError, "'untrained' predicts values that are not finite"),
     ):
         with pytest.raises(kind, match=sentence):
             refined(QUICK, teachers)
     student = network("mlp")
     with pytest.raises(DataError, match="no teachers"):
-        refine([], student, weights_of(student.module), public(), QUICK, RNG)
+        refine_student([], student, copy_module_weights(student.module), public(), QUICK, RNG)
     with pytest.raises(DataError, match="labels beyond its 3 classes"):
-        refine(good(), three, weights_of(three.module), public(), QUICK, RNG)
+        refine_student(good(), three, copy_module_weights(three.module), public(), QUICK, RNG)
 
 
 def test_a_learning_rate_that_blows_up_is_named() -> None:
@@ -319,9 +340,9 @@ def test_teachers_that_know_nothing_do_not_teach() -> None:
     images, labels = validation.batch(torch.arange(len(validation)))
     shuffled = replace(public(), validation=Images(images, labels.roll(1)))
     student = network("student")
-    start = weights_of(student.module)
+    start = copy_module_weights(student.module)
     found, alone = (
-        refine(lost, student, start, shuffled, replace(QUICK, epochs=1, kd=kd), RNG) for kd in (QUICK.kd, 0.0)
+        refine_student(lost, student, start, shuffled, replace(QUICK, epochs=1, kd=kd), RNG) for kd in (QUICK.kd, 0.0)
     )
     assert set(found.teacher_weights.values()) == {0.0}
     assert same(found.weights, alone.weights)

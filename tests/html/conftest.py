@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from polyclinic.experiments.compare import compare
-from polyclinic.reporting.html import page, read
+from polyclinic.reporting.html import page, read_report_data
 from polyclinic.reporting.html.pdf import BROWSERS
 from polyclinic.runs.experiment import run
 from tests.html.drawn import Page
@@ -61,7 +61,7 @@ def single(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def pages(compared: Path, seeds: Path, single: Path) -> dict[str, str]:
     one = compared / "together" / "seed-0"
     return {
-        name: page(read([place]))
+        name: page(read_report_data([place]))
         for name, place in (("two", compared), ("seeds", seeds), ("run", single), ("one", one))
     }
 

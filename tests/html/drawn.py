@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from polyclinic.reporting.html.report_data import Method, Run
-from polyclinic.storage.run_files import keep_predictions
+from polyclinic.storage.run_files import save_predictions
 from tests.small import tiny
 
 FREE = {"bytes_up": 0, "bytes_down": 0, "seconds": 0.0}
@@ -29,7 +29,7 @@ def run_of(folder: Path, right: Mapping[str, Sequence[bool]], seed: int = 0, per
         rows[labels == 0] = rows[labels == 0].flip(1)
         patients = torch.arange(len(hit)) // per_patient
         found[site] = {"global|test": {"probabilities": rows, "labels": labels, "patients": patients}}
-    keep_predictions(folder, found, None)
+    save_predictions(folder, found, None)
     every = [answer for answers in right.values() for answer in answers]
     sites = {site: {"global": {"test": _row(answers)}} for site, answers in right.items()}
     best = {"model": "global", **_row(every)}

@@ -24,12 +24,12 @@ import yaml
 from polyclinic.config.recipe import Recipe
 from polyclinic.core.errors import RoundFailed
 from polyclinic.dashboard import BoardServer, Follower, open_board
-from polyclinic.dashboard.files import at_work
+from polyclinic.dashboard.files import is_locked
 from polyclinic.dashboard.follow import PageState
-from polyclinic.dashboard.page import POLICY, page
+from polyclinic.dashboard.page import POLICY, render_page
 from polyclinic.dashboard.run import RunStatus
-from polyclinic.dashboard.server import news
-from polyclinic.deploy.processes import Child
+from polyclinic.dashboard.server import state_json
+from polyclinic.deploy.processes import ChildProcess
 from polyclinic.experiments.compare import compare
 from polyclinic.runs.experiment import run
 from polyclinic.storage.run_files import Ledger
@@ -75,7 +75,7 @@ def ask(server: BoardServer, path: str, method: str = "GET", **headers: str) -> 
 
 def told(folder: Path) -> dict[str, Any]:
     """The state of a folder, as programs get it."""
-    found: dict[str, Any] = json.loads(news(Follower(folder).look()), parse_constant=pytest.fail)
+    found: dict[str, Any] = json.loads(state_json(Follower(folder).read_state()), parse_constant=pytest.fail)
     return found
 
 
@@ -122,12 +122,15 @@ def test_a_real_run_is_followed_from_its_start_to_its_end(tmp_path: Path) -> Non
     folder.mkdir()
     recipe.write_text(yaml.safe_dump(PHANTOM))
     seen: list[dict[str, Any]] = []
-    with served(folder) as server, Child.polyclinic("run", recipe, "--out", folder, log=tmp_path / "log") as child:
+    with (
+        served(folder) as server,
+        ChildProcess.start_polyclinic("run", recipe, "--out", folder, log=tmp_path / "log") as child,
+    ):
         until = time.monotonic() + 60
         while time.monotonic() < until and (not seen or seen[-1]["state"] != "finished"):
             seen.append(json.loads(ask(server, "/state.json")[2]))
             time.sleep(0.2)
-        assert seen[-1]["state"] == "finished", child.said()
+        assert seen[-1]["state"] == "finished", child.read_log()
     states = list(dict.fromkeys(one["state"] for one in seen))
     assert states == ["waiting", "running", "finished"]
     rounds = [one["round"] for one in seen]
@@ -160,12 +163,12 @@ def test_a_look_changes_nothing(finished: Path) -> None:
 def test_a_run_is_at_work_as_long_as_its_process_lives_and_no_longer(tmp_path: Path) -> None:
     folder = interrupted(tiny(rounds=5), tmp_path / "run", at=4)
     assert told(folder)["state"] == "stopped"
-    assert "Stopped after 3 of 5 rounds" in page(Follower(folder).look())
+    assert "Stopped after 3 of 5 rounds" in render_page(Follower(folder).read_state())
     with held(folder):
-        assert at_work(folder)
+        assert is_locked(folder)
         assert told(folder)["state"] == "running"
-    assert at_work(folder) is False
-    assert at_work(tmp_path) is False
+    assert is_locked(folder) is False
+    assert is_locked(tmp_path) is False
     assert told(folder)["state"] == "stopped"
 
 
@@ -175,9 +178,9 @@ def test_silence_is_told_in_seconds(tmp_path: Path) -> None:
     for path in (folder, *folder.rglob("*")):
         os.utime(path, (past, past))
     assert 1000 <= told(folder)["seconds_since_news"] < 1060
-    assert "No news for 17 min" in page(Follower(folder).look())
+    assert "No news for 17 min" in render_page(Follower(folder).read_state())
     with held(folder):
-        assert "takes longer than its rounds did" in page(Follower(folder).look())
+        assert "takes longer than its rounds did" in render_page(Follower(folder).read_state())
 
 
 def test_wherever_a_file_was_cut_off_the_whole_rows_count(finished: Path, tmp_path: Path) -> None:
@@ -206,12 +209,12 @@ def test_damage_is_told_and_not_a_crash(finished: Path, tmp_path: Path) -> None:
         (folder / "result.json").unlink()
         (folder / name).write_text(text)
         assert told(folder)["state"] == "unreadable"
-        assert "cannot be read" in page(Follower(folder).look())
+        assert "cannot be read" in render_page(Follower(folder).read_state())
     for text in ("{", "[]", '{"runs": [{}]}', '{"runs": [{"method": "m", "folder": "../x", "rounds": 1}]}'):
         (tmp_path / "planned").mkdir(exist_ok=True)
         (tmp_path / "planned" / "runs.json").write_text(text)
         assert told(tmp_path / "planned")["state"] == "waiting"
-        assert "Not yet started." in page(Follower(tmp_path / "planned").look())
+        assert "Not yet started." in render_page(Follower(tmp_path / "planned").read_state())
 
 
 def test_who_resumes_may_go_back_some_rounds(tmp_path: Path) -> None:
@@ -229,14 +232,14 @@ def test_what_is_left_follows_from_what_rounds_took() -> None:
         rows.append({"event": "charge", "round": number, "sites": ["a"]})
         rows.append({"event": "round", "round": number, "seconds": float(number), "sites": {"a": {}}})
     between = RunStatus("m", rounds=10, ledger=rows, working=True, written=time.time())
-    assert between.seconds_a_round == 2.5
+    assert between.median_round_seconds == 2.5
     assert between.seconds_left == 6 * 2.5
     rows.append({"event": "charge", "round": 5, "sites": ["a"]})
     playing = RunStatus("m", rounds=10, ledger=rows, working=True, written=time.time() - 1)
-    assert playing.round == 5
+    assert playing.current_round == 5
     assert playing.seconds_left == pytest.approx(6 * 2.5 - 1, abs=0.2)
     testing = [*rows, {"event": "charge", "round": 11, "sites": ["a"]}]
-    assert RunStatus("m", rounds=10, ledger=testing, working=True, written=time.time()).testing
+    assert RunStatus("m", rounds=10, ledger=testing, working=True, written=time.time()).is_testing
 
 
 def test_a_failed_round_and_its_refusals_are_told(tmp_path: Path) -> None:
@@ -249,7 +252,7 @@ def test_a_failed_round_and_its_refusals_are_told(tmp_path: Path) -> None:
         (site, "refused", (1,)) for site in SITES
     }
     assert all(stay["refused"] == 1 and stay["last"] is None for stay in found["sites"])
-    shown = page(Follower(tmp_path / "run").look())
+    shown = render_page(Follower(tmp_path / "run").read_state())
     assert "more than 1e-06 in one round" in shown
     assert "go on with polyclinic resume" in shown
 
@@ -303,15 +306,15 @@ def test_privacy_spent_is_what_the_run_itself_reckons_and_the_seed_stays_secret(
         one["method"] != "Private" for one in compared["runs"]
     ]
     for place in (seeds, folder, tmp_path / "run", seeds / "private"):
-        view = Follower(place).look()
-        assert "87318" not in page(view) + news(view)
+        view = Follower(place).read_state()
+        assert "87318" not in render_page(view) + state_json(view)
 
 
 def test_names_of_strangers_stay_names() -> None:
     evil = "<img src=x onerror=alert(1)>"
     note = {evil: {"outcome": "error", "why": f"{evil} failed", "up": 0}}
     rows = [{"event": "round", "round": 1, "seconds": 1.0, "sites": note}]
-    shown = Page(page(PageState(evil, (RunStatus(evil, rounds=2, ledger=rows, working=True),), True)))
+    shown = Page(render_page(PageState(evil, (RunStatus(evil, rounds=2, ledger=rows, working=True),), True)))
     assert shown.all("img") == []
     assert shown.text("h1") == evil
     assert len(shown.all("script")) == 1
@@ -350,7 +353,7 @@ def test_a_foreign_name_that_leads_here_is_refused(server: BoardServer) -> None:
 
 def test_with_a_token_nobody_gets_anything_without(finished: Path) -> None:
     with served(finished, "0.0.0.0", TOKEN) as server:
-        assert server.url.endswith(f":{server.server_port}/?token={TOKEN}")
+        assert server.board_url.endswith(f":{server.server_port}/?token={TOKEN}")
         name = f"polyclinic-{server.server_port}"
         for path in ("/", "/state.json", "/nothing", "/?token=", f"/?token={TOKEN}x", f"/state.json?token={TOKEN}"):
             for method in ("GET", "POST"):

@@ -52,14 +52,14 @@ def test_a_board_is_quiet_fits_and_can_be_used_by_everyone(
     view.on("pageerror", lambda error: said.append(str(error)))
     view.on("request", lambda request: asked.append(request.url))
     with served(request.getfixturevalue(which)) as server:
-        view.goto(server.url)
+        view.goto(server.board_url)
         assert view.evaluate("document.documentElement.scrollWidth <= innerWidth"), "the page scrolls sideways"
         view.evaluate("document.querySelectorAll('details').forEach(each => each.open = true)")
         view.evaluate(axe.AXE_FILE_PATH.read_text(encoding="utf-8"))
         found = view.evaluate("axe.run().then(told => told.violations)")
         wrong = [(each["id"], each["nodes"][0]["html"][:200]) for each in found if each["impact"] in SERIOUS]
         assert wrong == []
-        assert {url.partition("?")[0] for url in asked} <= {server.url, f"{server.url}state.json"}
+        assert {url.partition("?")[0] for url in asked} <= {server.board_url, f"{server.board_url}state.json"}
         context.close()
     assert said == []
 
@@ -72,7 +72,7 @@ def test_a_page_follows_without_a_reload_and_leaves_readers_where_they_are(
     view = context.new_page()
     view.on("console", lambda message: said.append(message.text))
     with held(begun), served(begun, token=TOKEN) as server:
-        view.goto(server.url)
+        view.goto(server.board_url)
         assert TOKEN not in view.url
         assert view.text_content("[aria-live=polite]") == "Running: round 3 of 4."
         assert view.title().startswith("3/4 running")
@@ -96,7 +96,7 @@ def test_without_scripts_it_is_a_snapshot(browser: Any, begun: Path) -> None:
     context = browser.new_context(java_script_enabled=False)
     view = context.new_page()
     with served(begun) as server:
-        view.goto(server.url)
+        view.goto(server.board_url)
         assert view.text_content("#state") == "Stopped after 3 of 4 rounds: no process is at work."
         assert "stands still" in view.text_content("footer")
         assert view.locator("svg[role=img]").count() >= 3

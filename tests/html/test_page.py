@@ -16,11 +16,11 @@ from safetensors.torch import load_file, save_file
 from polyclinic.core.errors import StoreError
 from polyclinic.evaluation.metrics import Predictions, measure
 from polyclinic.reporting.figures import draw_curves
-from polyclinic.reporting.html import page, read
+from polyclinic.reporting.html import page, read_report_data
 from polyclinic.reporting.html.report_data import ReportData
-from polyclinic.reporting.html.sections.summary import answer
-from polyclinic.runs.experiment import finished
-from polyclinic.storage.run_files import keep_predictions, kept_predictions
+from polyclinic.reporting.html.sections.summary import summary_section
+from polyclinic.runs.experiment import read_result
+from polyclinic.storage.run_files import load_predictions, save_predictions
 from tests.html.drawn import Page, method_of
 
 NASTY = "<script>alert(1)<img src=x onerror=alert(2)>"
@@ -74,7 +74,7 @@ def test_every_reader_finds_a_question(parsed: dict[str, Page]) -> None:
 
 
 def test_the_headline_is_the_result_in_plain_words(compared: Path, parsed: dict[str, Page]) -> None:
-    best = finished(compared / "together" / "seed-0").headline
+    best = read_result(compared / "together" / "seed-0").headline
     low, high = best["intervals"]["accuracy"]
     told = f"{100 * best['accuracy']:.0f} of 100 test images (95 % interval {100 * low:.0f} to {100 * high:.0f})"
     assert f"Together was right on {told} of 5 hospitals" in parsed["one"].text("section", id="answer")
@@ -87,7 +87,7 @@ def material(*methods: str, tmp_path: Path, right: dict[str, list[bool]]) -> Rep
 
 
 def plain(found: ReportData) -> str:
-    return Page(answer(found).html()).text("section")
+    return Page(summary_section(found).html()).text("section")
 
 
 def test_nobody_is_called_better_without_the_test(tmp_path: Path) -> None:
@@ -100,7 +100,7 @@ def test_nobody_is_called_better_without_the_test(tmp_path: Path) -> None:
 
 
 def test_training_alone_is_held_against_every_method_at_every_hospital(parsed: dict[str, Page], compared: Path) -> None:
-    sites = finished(compared / "alone" / "seed-0").summary["sites"]
+    sites = read_result(compared / "alone" / "seed-0").summary["sites"]
     told = parsed["two"].text("section", id="by-hospital")
     assert "Who gains, who loses against training alone" in told
     assert all(site in told for site in sites)
@@ -119,7 +119,7 @@ def test_names_from_files_cannot_become_elements(compared: Path, tmp_path: Path)
         path.write_text(yaml.safe_dump({**values, "name": name, "about": f"{NASTY}</p>"}))
     for path in folder.rglob("predictions.safetensors"):
         save_file({name.replace("harbour", NASTY): tensor for name, tensor in load_file(path).items()}, path)
-    text = page(read([folder]))
+    text = page(read_report_data([folder]))
     found = Page(text)
     assert found.all("script") == found.all("img") == []
     assert NASTY in found.text("section", id="hospitals")
@@ -133,7 +133,7 @@ def test_a_seed_that_noise_came_from_is_not_told(seeds: Path, parsed: dict[str, 
     shutil.copytree(seeds, tmp_path / "cut")
     (tmp_path / "cut" / "private" / "seed-8731874" / "result.json").unlink()
     for folder in (seeds, seeds / "private" / "seed-8731873", tmp_path / "cut"):
-        text = page(read([folder]))
+        text = page(read_report_data([folder]))
         assert not [seed for seed in ("8731873", "8731874", "8731875") if seed in text]
     assert "withheld" in parsed["seeds"].text("section", id="recipe")
     assert "seed: 0" in parsed["one"].text("section", id="recipe")
@@ -141,7 +141,7 @@ def test_a_seed_that_noise_came_from_is_not_told(seeds: Path, parsed: dict[str, 
 
 def test_what_was_claimed_and_released_is_told_by_unit_and_kind(parsed: dict[str, Page], seeds: Path) -> None:
     told = parsed["seeds"].text("section", id="privacy")
-    result = finished(seeds / "private" / "seed-8731873").summary
+    result = read_result(seeds / "private" / "seed-8731873").summary
     assert "one image at a site" in told
     assert "nothing is claimed" in told
     assert all(row["kind"] in told and row["protection"] in told for row in result["released"])
@@ -150,7 +150,7 @@ def test_what_was_claimed_and_released_is_told_by_unit_and_kind(parsed: dict[str
 
 
 def test_refusals_are_counted_and_explained(parsed: dict[str, Page], single: Path) -> None:
-    refused = finished(single).summary["cost"]["refused"]
+    refused = read_result(single).summary["cost"]["refused"]
     told = parsed["run"].text("section", id="failures")
     assert refused > 0
     assert "refused: the server would not take its reply" in told
@@ -161,41 +161,41 @@ def test_runs_that_have_not_ended_are_named(compared: Path, tmp_path: Path) -> N
     folder = tmp_path / "cut"
     shutil.copytree(compared, folder)
     (folder / "alone" / "seed-0" / "result.json").unlink()
-    told = Page(page(read([folder]))).text("section", id="failures")
+    told = Page(page(read_report_data([folder]))).text("section", id="failures")
     assert "Not ended: Alone: 2 of 2 rounds" in told
 
 
 def test_methods_keep_the_order_of_their_comparison(compared: Path) -> None:
-    found = read([compared])
+    found = read_report_data([compared])
     assert [method.name for method in found.methods] == ["Together", "Alone", "Pooled"]
     assert found.title == "tiny"
-    given = read([compared / "pooled", compared / "together"])
+    given = read_report_data([compared / "pooled", compared / "together"])
     assert [method.name for method in given.methods] == ["Pooled", "Together"]
 
 
 def test_runs_of_one_recipe_are_one_method_whatever_the_seed(seeds: Path) -> None:
-    found = read([seeds])
+    found = read_report_data([seeds])
     assert {method.name: len(method.runs) for method in found.methods} == {"Open": 3, "Private": 3}
 
 
 def test_folders_without_a_finished_run_are_refused(tmp_path: Path, compared: Path) -> None:
     with pytest.raises(StoreError, match="there is no folder"):
-        read([tmp_path / "absent"])
+        read_report_data([tmp_path / "absent"])
     with pytest.raises(StoreError, match=r"holds no run \(recipe.yaml is missing\)"):
-        read([tmp_path])
+        read_report_data([tmp_path])
     shutil.copytree(compared / "alone", tmp_path / "begun")
     (tmp_path / "begun" / "seed-0" / "result.json").unlink()
     with pytest.raises(StoreError, match=r"has ended; `polyclinic resume .*begun/seed-0` finishes it"):
-        read([tmp_path / "begun"])
+        read_report_data([tmp_path / "begun"])
     shutil.copytree(compared / "alone", tmp_path / "torn")
     (tmp_path / "torn" / "seed-0" / "predictions.safetensors").write_bytes(b"torn")
     with pytest.raises(StoreError, match="is damaged"):
-        page(read([tmp_path / "torn"]))
+        page(read_report_data([tmp_path / "torn"]))
 
 
 def test_a_folder_is_only_read(compared: Path) -> None:
     before = {path: path.stat().st_mtime_ns for path in compared.rglob("*")}
-    page(read([compared]))
+    page(read_report_data([compared]))
     assert {path: path.stat().st_mtime_ns for path in compared.rglob("*")} == before
 
 
@@ -203,7 +203,7 @@ def test_runs_from_before_predictions_were_kept_still_have_a_report(compared: Pa
     shutil.copytree(compared, tmp_path / "old")
     for path in (tmp_path / "old").rglob("predictions.safetensors"):
         path.unlink()
-    found = Page(page(read([tmp_path / "old"])))
+    found = Page(page(read_report_data([tmp_path / "old"])))
     assert "curves" not in found.sections()
     assert "nothing was tested" in found.text("section", id="answer")
     assert "better" not in found.text("section", id="answer")
@@ -217,7 +217,7 @@ def test_pictures_of_other_commands_are_shown_and_patients_only_on_demand(compar
     shutil.copy(folder / "features.png", folder / "explain" / "gallery.png")
     words = {"pictures": {"gallery.png": {"title": "Looks", "alternative": "case 1: bright"}}}
     (folder / "explain" / "explain.json").write_text(json.dumps(words))
-    careful, open_ = (Page(page(read([folder], pictures))) for pictures in (False, True))
+    careful, open_ = (Page(page(read_report_data([folder], pictures))) for pictures in (False, True))
     assert [image["alt"] for image in careful.all("img")] == ["Lines of y against x. Last values: a 1.000."]
     assert "It shows patients, so it is left out" in careful.text("section", id="looks")
     assert [image["alt"] for image in open_.all("img")][1:] == ["case 1: bright"]
@@ -226,7 +226,7 @@ def test_pictures_of_other_commands_are_shown_and_patients_only_on_demand(compar
 
 
 def test_kept_predictions_are_those_that_the_result_was_measured_on(single: Path) -> None:
-    result, kept = finished(single).summary, kept_predictions(single)
+    result, kept = read_result(single).summary, load_predictions(single)
     assert {part for _, _, part in kept} == {"validation", "test"}
     for (site, model, part), found in kept.items():
         known = measure(found.probabilities, found.labels)
@@ -240,14 +240,14 @@ def test_kept_predictions_are_those_that_the_result_was_measured_on(single: Path
 
 def test_test_images_of_no_site_are_kept_under_a_name_of_their_own(tmp_path: Path) -> None:
     apart = Predictions(np.array([[0.25, 0.75], [0.5, 0.5]]), np.array([1, 0]))
-    keep_predictions(tmp_path, {}, apart)
-    ((key, found),) = kept_predictions(tmp_path).items()
+    save_predictions(tmp_path, {}, apart)
+    ((key, found),) = load_predictions(tmp_path).items()
     assert key == ("held-out", "held-out", "test")
     assert found.probabilities.tolist() == apart.probabilities.tolist()
     assert found.labels.tolist() == [1, 0]
 
 
 def test_where_no_site_lets_predictions_leave_no_file_is_kept(tmp_path: Path) -> None:
-    keep_predictions(tmp_path, {}, None)
+    save_predictions(tmp_path, {}, None)
     assert list(tmp_path.iterdir()) == []
-    assert kept_predictions(tmp_path) == {}
+    assert load_predictions(tmp_path) == {}

@@ -15,14 +15,14 @@ from scipy import stats
 from sklearn.metrics import auc
 
 from polyclinic.evaluation.metrics import Predictions, measure
-from polyclinic.reporting.html.charts import Axes, Spot, lines, scatter
+from polyclinic.reporting.html.charts import Axes, Spot, cost_scatter, line_chart
 from polyclinic.reporting.html.formatting import series, some
 from polyclinic.reporting.html.from_markdown import from_markdown
-from polyclinic.reporting.html.sections.errors import bins, pr_points, roc_points, thinned
-from polyclinic.reporting.html.sections.sites import apart
-from polyclinic.reporting.html.sections.training import wilson
-from polyclinic.reporting.html.svg import Plot, powers, roomy, ticks
-from polyclinic.reporting.html.tags import listed, table, tag
+from polyclinic.reporting.html.sections.errors import calibration_bins, pr_points, roc_points, thin_points
+from polyclinic.reporting.html.sections.sites import total_variation
+from polyclinic.reporting.html.sections.training import wilson_interval
+from polyclinic.reporting.html.svg import Plot, linear_ticks, log_ticks, padded_range
+from polyclinic.reporting.html.tags import bullet_list, table, tag
 from tests.html.drawn import Page
 
 NASTY = "<script>alert(1)</script>\"'&<img src=x onerror=alert(1)>"
@@ -38,10 +38,12 @@ def test_whatever_a_name_is_it_comes_back_as_text(name: str) -> None:
 
 def test_names_stay_names_in_tables_lists_pictures_and_prose() -> None:
     axes = Axes(NASTY, NASTY)
-    drawn = lines(NASTY, {NASTY: [(0, 0.1, 0, 1), (1, 0.2, 0, 1)], "b": [(0, 0.1, 0, 1)]}, axes, NASTY)
-    dots = scatter(NASTY, [Spot(NASTY, 1, 0.5, 0.4, 0.6, True), Spot("b", 2, 0.6, 0.5, 0.7, True)], NASTY, NASTY, NASTY)
+    drawn = line_chart(NASTY, {NASTY: [(0, 0.1, 0, 1), (1, 0.2, 0, 1)], "b": [(0, 0.1, 0, 1)]}, axes, NASTY)
+    dots = cost_scatter(
+        NASTY, [Spot(NASTY, 1, 0.5, 0.4, 0.6, True), Spot("b", 2, 0.6, 0.5, 0.7, True)], NASTY, NASTY, NASTY
+    )
     prose = from_markdown(f"{NASTY}\n\n- **{NASTY}**\n\n| a | b |\n|---|---|\n| {NASTY} | `{NASTY}` |", NASTY)
-    for markup in (table(NASTY, [NASTY, "b"], [[NASTY, NASTY]]), listed([NASTY]), drawn, dots, prose):
+    for markup in (table(NASTY, [NASTY, "b"], [[NASTY, NASTY]]), bullet_list([NASTY]), drawn, dots, prose):
         page = Page(markup)
         assert not {"script", "img"} & {element for element, *_ in page.elements}
         assert all("onerror" not in attributes for _, attributes, _ in page.elements)
@@ -66,7 +68,7 @@ def test_our_own_markdown_becomes_headings_lists_and_tables() -> None:
 
 @given(st.floats(-1e4, 1e4), st.floats(1e-3, 1e4))
 def test_ticks_are_round_lie_between_and_are_neither_few_nor_many(low: float, width: float) -> None:
-    found = [value for value, _ in ticks(low, low + width, 5)]
+    found = [value for value, _ in linear_ticks(low, low + width, 5)]
     assert 1 <= len(found) <= 6
     assert all(low - 1e-6 * width <= value <= low + width * (1 + 1e-6) + 1e-9 for value in found)
     if len(found) > 1:
@@ -76,28 +78,28 @@ def test_ticks_are_round_lie_between_and_are_neither_few_nor_many(low: float, wi
 
 
 def test_whole_ticks_are_whole() -> None:
-    assert [text for _, text in ticks(0, 3, whole=True, show=lambda v: f"{v:g}")] == ["0", "1", "2", "3"]
+    assert [text for _, text in linear_ticks(0, 3, whole=True, show=lambda v: f"{v:g}")] == ["0", "1", "2", "3"]
 
 
 def test_ticks_of_factors_lie_between() -> None:
-    assert [value for value, _ in powers(2, 400, str)] == [3, 10, 30, 100, 300]
+    assert [value for value, _ in log_ticks(2, 400, str)] == [3, 10, 30, 100, 300]
 
 
 def test_axes_reach_from_margin_to_margin() -> None:
     for log in (False, True):
         plot = Plot((1, 100), (0, 1), log=log)
-        assert plot.across(1) == plot.left
-        assert plot.across(100) == pytest.approx(plot.width - plot.right)
-        assert plot.up(0) == plot.height - plot.bottom
-        assert plot.up(1) == pytest.approx(plot.top)
-    assert Plot((1, 100), (0, 1), log=True).across(10) == pytest.approx(
-        (Plot((1, 100), (0, 1)).across(1) + Plot((1, 100), (0, 1)).across(100)) / 2
+        assert plot.x_pixel(1) == plot.left
+        assert plot.x_pixel(100) == pytest.approx(plot.width - plot.right)
+        assert plot.y_pixel(0) == plot.height - plot.bottom
+        assert plot.y_pixel(1) == pytest.approx(plot.top)
+    assert Plot((1, 100), (0, 1), log=True).x_pixel(10) == pytest.approx(
+        (Plot((1, 100), (0, 1)).x_pixel(1) + Plot((1, 100), (0, 1)).x_pixel(100)) / 2
     )
 
 
 @given(st.lists(st.floats(0, 1), min_size=1))
 def test_a_range_holds_all_values_and_stays_within_bounds(values: list[float]) -> None:
-    low, high = roomy(values)
+    low, high = padded_range(values)
     assert 0 <= low <= min(values)
     assert max(values) <= high <= 1
 
@@ -106,13 +108,13 @@ def test_a_range_holds_all_values_and_stays_within_bounds(values: list[float]) -
 def test_wilson_is_scipys(images: int, data: st.DataObject) -> None:
     right = data.draw(st.integers(0, images))
     known = stats.binomtest(right, images).proportion_ci(method="wilson")
-    assert wilson(right / images, images) == pytest.approx((known.low, known.high), abs=1e-9)
+    assert wilson_interval(right / images, images) == pytest.approx((known.low, known.high), abs=1e-9)
 
 
 def test_wilson_covers_what_it_should() -> None:
     rng = np.random.default_rng(1)
     drawn = rng.binomial(60, 0.8, size=4000) / 60
-    covered = np.mean([low <= 0.8 <= high for low, high in (wilson(float(share), 60) for share in drawn)])
+    covered = np.mean([low <= 0.8 <= high for low, high in (wilson_interval(float(share), 60) for share in drawn)])
     assert 0.93 <= covered <= 0.97
 
 
@@ -126,7 +128,7 @@ def drawn_predictions(classes: int, images: int = 300) -> Predictions:
 @pytest.mark.parametrize("classes", [2, 3, 8])
 def test_bins_add_up_to_the_calibration_error_of_the_metrics(classes: int) -> None:
     found = drawn_predictions(classes)
-    sides = bins(found)
+    sides = calibration_bins(found)
     assert sum(side.count for side in sides) == len(found)
     error = sum(side.count * abs(side.sure - side.right) for side in sides) / len(found)
     assert error == pytest.approx(measure(found.probabilities, found.labels)["ece"])
@@ -145,16 +147,16 @@ def test_curves_have_the_areas_of_the_metrics() -> None:
 
 def test_thinning_keeps_order_and_both_ends() -> None:
     points = [(float(n), float(n)) for n in range(10_000)]
-    kept = thinned(points)
+    kept = thin_points(points)
     assert (kept[0], kept[-1]) == (points[0], points[-1])
     assert len(kept) < 200
     assert kept == sorted(set(kept))
 
 
 def test_classes_apart_is_total_variation() -> None:
-    assert apart([1, 0], [0, 1]) == 1
-    assert apart([3, 1], [30, 10]) == 0
-    assert apart([1, 1], [3, 1]) == pytest.approx(0.25)
+    assert total_variation([1, 0], [0, 1]) == 1
+    assert total_variation([3, 1], [30, 10]) == 0
+    assert total_variation([1, 1], [3, 1]) == pytest.approx(0.25)
 
 
 def test_lists_of_names_read_as_sentences() -> None:

@@ -10,7 +10,7 @@ import pytest
 from scipy import stats
 
 from polyclinic.core.contract import Stream
-from polyclinic.evaluation.statistics import holm
+from polyclinic.evaluation.statistics import correct_holm
 from polyclinic.reporting.html.pairwise_tests import EXACT, all_pairs, anova, at_sites, difference, interval, sign_flips
 from tests.html.drawn import method_of
 
@@ -87,7 +87,7 @@ def test_verdicts_hold_after_correction_only(tmp_path: Path) -> None:
     c = method_of("c", tmp_path, {"x": [False] * 5 + [True] * 15})
     assert [one.verdict for one in all_pairs([a, b])] == [1]
     pairs = all_pairs([a, b, c])
-    assert [one.corrected for one in pairs] == pytest.approx(holm([one.p for one in pairs]))
+    assert [one.corrected for one in pairs] == pytest.approx(correct_holm([one.p for one in pairs]))
     assert [one.verdict for one in pairs] == [0, 0, 0]
     assert [one.verdict for one in at_sites([b], a, ["x"])] == [-1]
 

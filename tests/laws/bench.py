@@ -18,13 +18,13 @@ from polyclinic.federation.engines.local import LocalEngine
 from polyclinic.federation.rounds import POOLED, Outcome, Rounds, Rules
 from polyclinic.federation.site_runner import SiteRunner
 from polyclinic.models import Classifier
-from polyclinic.runs.experiment import pool
+from polyclinic.runs.experiment import pool_sites
 from polyclinic.storage import messages
 from polyclinic.storage.journal import RamJournal
 from polyclinic.storage.run_files import RamMemory
 from polyclinic.training.auxiliary import with_auxiliary
-from polyclinic.training.fit import batches
-from polyclinic.training.network import LiveNetwork, feature_shape, norm_names, weights_of
+from polyclinic.training.fit import draw_epoch_batches
+from polyclinic.training.network import LiveNetwork, copy_module_weights, feature_shape, normalisation_names
 
 SIDE, CLASSES = 4, 3
 Sites: TypeAlias = Mapping[SiteId, SiteData]
@@ -129,7 +129,7 @@ class Played:
 
     @property
     def sha256(self) -> str:
-        return messages.digest(self.outcome.state)
+        return messages.hash_tensors(self.outcome.state)
 
     def cohorts(self) -> list[list[SiteId]]:
         return [row["sites"] for row in self.journal.costs if row["event"] == "charge"]
@@ -139,10 +139,10 @@ class Played:
 
 
 def federation(algorithm: Algorithm, sites: Sites, network: LiveNetwork) -> tuple[Federation, Sites]:
-    everyone = {**sites, POOLED: pool(sites)} if algorithm.pooled else dict(sites)
+    everyone = {**sites, POOLED: pool_sites(sites)} if algorithm.pooled else dict(sites)
     classes = tuple(str(number) for number in range(CLASSES))
     registered = {name: len(held.train) for name, held in everyone.items()}
-    start, norms = network.take(), norm_names(network.module)
+    start, norms = network.copy_weights(), normalisation_names(network.module)
     return Federation(classes, registered, start, norms, features(sites, network)), everyone
 
 
@@ -170,8 +170,8 @@ def play(
     runners = {name: SiteRunner(name, held, algorithm, network, memory) for name, held in everyone.items()}
     engine = wrap(LocalEngine(runners))
     loop = Rounds(known, algorithm, engine, Rules(rounds, **{"evaluate_every": 0, **rules}), journal)
-    outcome = loop.run()
-    network.load(known.initial)
+    outcome = loop.play_all()
+    network.load_weights(known.initial)
     return Played(outcome, journal, memory, loop)
 
 
@@ -195,20 +195,20 @@ def plain_training(
     network: LiveNetwork, data: Images, training: Training, name: SiteId, periods: Sequence[Sequence[int]]
 ) -> Bundle:
     """An ordinary PyTorch loop with nothing of ours but the order of the data: a new optimiser for each period."""
-    module, start = network.module, weights_of(network.module)
+    module, start = network.module, copy_module_weights(network.module)
     module.train().requires_grad_(True)
     for epochs in periods:
         optimiser = new_optimiser(module, training.optimiser)
         for epoch in epochs:
-            for index in batches(data.labels, training, Stream(0, ("site", name, "order", epoch))):
+            for index in draw_epoch_batches(data.labels, training, Stream(0, ("site", name, "order", epoch))):
                 optimiser.zero_grad()
                 torch.autograd.backward(F.cross_entropy(module(data.images[index]), data.labels[index]))
                 optimiser.step()
-    trained = weights_of(module)
-    network.load(start)
+    trained = copy_module_weights(module)
+    network.load_weights(start)
     return trained
 
 
 def same(one: Bundle, other: Bundle) -> bool:
     """Equal names, shapes, dtypes and bits."""
-    return messages.digest(one) == messages.digest(other)
+    return messages.hash_tensors(one) == messages.hash_tensors(other)

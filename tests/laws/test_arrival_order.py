@@ -38,7 +38,9 @@ class Replay:
 
     def play(self, arrival: Sequence[int] | None, rounds: int = 2) -> str:
         engine = MockEngine(self.answer, arrival)
-        return wire.digest(Rounds(self.federation, self.algorithm, engine, Rules(rounds), RamJournal()).run().state)
+        return wire.hash_tensors(
+            Rounds(self.federation, self.algorithm, engine, Rules(rounds), RamJournal()).play_all().state
+        )
 
 
 @pytest.mark.parametrize("algorithm", [FedAvg(TRAINING), Scaffold(TRAINING)])
@@ -59,5 +61,5 @@ def test_the_order_of_summation_would_have_mattered() -> None:
     messages = [wire.decode(reply) for reply in replay.replies.values()]
     state = replay.federation.initial
     updates = [Update(m.tensors, m.fields["examples"], m.fields["site"]) for m in messages]
-    digests = {wire.digest(replay.algorithm.aggregate(state, order)) for order in permutations(updates)}
+    digests = {wire.hash_tensors(replay.algorithm.aggregate(state, order)) for order in permutations(updates)}
     assert len(digests) > 1

@@ -16,13 +16,13 @@ from polyclinic.algorithms.optimisation.elastic import Elastic
 from polyclinic.algorithms.optimisation.fedavg import FedAvg
 from polyclinic.algorithms.optimisation.fednova import FedNova
 from polyclinic.algorithms.optimisation.fedsgd import FedSGD
-from polyclinic.algorithms.wrappers.curriculum import ordered
+from polyclinic.algorithms.wrappers.curriculum import wrap_with_curriculum
 from polyclinic.core.contract import Fit, Optimiser, Private, Stream, Training
 from polyclinic.core.errors import RecipeError
-from polyclinic.privacy.audit import beside
-from polyclinic.privacy.sampling import sampled
+from polyclinic.privacy.audit import adjust_batches
+from polyclinic.privacy.sampling import rate_and_sums
 from polyclinic.runs.experiment import Experiment, run
-from polyclinic.training.fit import batches, batches_per_epoch
+from polyclinic.training.fit import batches_per_epoch, draw_epoch_batches
 from polyclinic.training.losses import task_loss
 from tests.laws.bench import clinics, play, same, small, tapped
 from tests.laws.test_stacked import assert_close, on_the_stack
@@ -38,9 +38,9 @@ def by_hand(examples: int, training: Training = SGD) -> Training:
 @given(examples=st.integers(1, 3000), wanted=st.integers(1, 200), seed=st.integers(0, 9))
 def test_the_batch_is_the_sites_share(examples: int, wanted: int, seed: int) -> None:
     training = Training(batch=None, batches=wanted)
-    cut = batches(torch.zeros(examples), training, Stream(seed))
+    cut = draw_epoch_batches(torch.zeros(examples), training, Stream(seed))
     size = max(2, math.floor(examples / wanted))
-    assert training.size(examples) == size
+    assert training.batch_size(examples) == size
     assert {len(index) for index in cut[:-2]} <= {size}
     assert sorted(torch.cat(cut).tolist()) == list(range(examples))
     assert len(cut) == batches_per_epoch(examples, size)
@@ -76,7 +76,11 @@ PACES = [
 def test_whatever_the_algorithm_and_the_pace(kind: type[Averaging], pace: dict[str, Any]) -> None:
     ends = []
     for training in (replace(SGD, **pace), by_hand(14, replace(SGD, **pace))):
-        ends.append(play(ordered(kind(training), telling=False), clinics(14, 14), small(), 3).outcome.state)
+        ends.append(
+            play(
+                wrap_with_curriculum(kind(training), reports_forgetting=False), clinics(14, 14), small(), 3
+            ).outcome.state
+        )
     assert same(*ends)
 
 
@@ -95,8 +99,8 @@ def test_a_plan_prices_each_sites_own_batch() -> None:
         private = replace(SGD, private=Private(1.0, 1.0, sampling), epochs=2)
         for examples in (5, 30, 31, 100):
             jobs = [Fit({}, task_loss, training) for training in (private, by_hand(examples, private))]
-            assert sampled(jobs[0], examples) == sampled(jobs[1], examples)
-            assert beside(private, examples, 1000) == beside(by_hand(examples, private), examples, 1000)
+            assert rate_and_sums(jobs[0], examples) == rate_and_sums(jobs[1], examples)
+            assert adjust_batches(private, examples, 1000) == adjust_batches(by_hand(examples, private), examples, 1000)
     plan = {"epsilon": 5, "delta": 1e-4, "randomness": "seed"}
     recipe = tiny(training__batch=None, training__batches=10, privacy=plan)
     experiment = Experiment(recipe)

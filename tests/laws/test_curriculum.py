@@ -19,7 +19,14 @@ from polyclinic.algorithms.optimisation.fedavg import FedAvg
 from polyclinic.algorithms.personalisation.pfedcdp import PFedCDP
 from polyclinic.algorithms.representation.fedmp import FedMP
 from polyclinic.algorithms.wrappers.base import Wrapper
-from polyclinic.algorithms.wrappers.curriculum import CASES, SCORES, Ordered, ordered, preference, ranks
+from polyclinic.algorithms.wrappers.curriculum import (
+    CASES,
+    SCORES,
+    Curriculum,
+    case_preference,
+    fractional_ranks,
+    wrap_with_curriculum,
+)
 from polyclinic.core.contract import (
     Bundle,
     Fit,
@@ -35,9 +42,9 @@ from polyclinic.core.contract import (
 )
 from polyclinic.core.errors import RecipeError, Refused
 from polyclinic.data.examples import Images
-from polyclinic.federation.site_runner import drive
+from polyclinic.federation.site_runner import drive_jobs
 from polyclinic.models import Classifier
-from polyclinic.training.fit import fit, order, schedule, score
+from polyclinic.training.fit import draw_epoch_order, fit, schedule_steps, score
 from polyclinic.training.losses import task_loss
 from polyclinic.training.network import LiveNetwork
 from tests.laws.bench import Played, clinics, play, small
@@ -55,7 +62,7 @@ TRAINED = sorted(set(ALGORITHMS) - {"fedsgd", "centralised"})
 
 def epochs(weights: Tensor, count: int = DRAWS, labels: Tensor | None = None, **training: Any) -> list[tuple[int, ...]]:
     labels = torch.zeros(len(weights), dtype=torch.int64) if labels is None else labels
-    drawn = (order(labels, Training(**training), Stream(5, ("epoch", k)), weights) for k in range(count))
+    drawn = (draw_epoch_order(labels, Training(**training), Stream(5, ("epoch", k)), weights) for k in range(count))
     return [tuple(epoch.tolist()) for epoch in drawn]
 
 
@@ -114,15 +121,17 @@ def test_copies_of_a_case_are_drawn_each_by_itself_with_its_weight() -> None:
 def test_preferences_by_hand() -> None:
     before = torch.tensor([True, True, False, False])
     after = {"right": torch.tensor([True, False, True, False]), "loss": torch.tensor([0.1, 3.0, 1.0, 1.0])}
-    assert preference("forgotten", after, before).tolist() == [0, 1, 0, 0]
-    assert preference("hard", after, None).tolist() == [0, 1, 0.5, 0.5]
-    assert preference("easy", after, None).tolist() == [1, 0, 0.5, 0.5]
-    assert ranks(torch.tensor([2.0, torch.nan, torch.inf, 1.0])).tolist() == pytest.approx([1 / 3, 5 / 6, 5 / 6, 0])
-    assert ranks(torch.tensor([7.0])).tolist() == [0]
+    assert case_preference("forgotten", after, before).tolist() == [0, 1, 0, 0]
+    assert case_preference("hard", after, None).tolist() == [0, 1, 0.5, 0.5]
+    assert case_preference("easy", after, None).tolist() == [1, 0, 0.5, 0.5]
+    assert fractional_ranks(torch.tensor([2.0, torch.nan, torch.inf, 1.0])).tolist() == pytest.approx(
+        [1 / 3, 5 / 6, 5 / 6, 0]
+    )
+    assert fractional_ranks(torch.tensor([7.0])).tolist() == [0]
 
 
 def test_with_much_emphasis_an_epoch_is_sorted() -> None:
-    weights = 1e6 ** ranks(torch.tensor([0.5, 4.0, 1.0]))
+    weights = 1e6 ** fractional_ranks(torch.tensor([0.5, 4.0, 1.0]))
     sorted_ones = Counter(epochs(weights, 1000))[1, 2, 0]
     assert sorted_ones / 1000 == pytest.approx(1e6 / (1e6 + 1e3 + 1) * (1e3 / (1e3 + 1)), abs=0.02)
 
@@ -143,7 +152,7 @@ class Bench:
         site = Site("only", 4, number, rounds, self.algorithm.training.optimiser.lr)
         self.jobs = []
         work = self.algorithm.local({**received, "buffers": {}}, self.memory, site, Stream(0))
-        update, self.memory = drive(work, lambda job, number: self.run(job, site))
+        update, self.memory = drive_jobs(work, lambda job, number: self.run(job, site))
         return update
 
     def run(self, job: Fit | Score, site: Site) -> Any:
@@ -164,7 +173,7 @@ class Bench:
 
 def bench(order: Any, telling: bool = False, **training: Any) -> Bench:
     still = Training(Optimiser(lr=1e-12), batch=2, order=order, **training)  # training leaves a model as it was
-    return Bench(ordered(FedAvg(still), telling))
+    return Bench(wrap_with_curriculum(FedAvg(still), telling))
 
 
 def test_what_a_deployment_made_wrong_weighs_twice() -> None:
@@ -224,14 +233,16 @@ def algorithm(name: str, training: Training) -> Averaging:
 
 def test_random_order_is_the_algorithm_itself() -> None:
     plain = FedAvg(SGD)
-    assert ordered(plain, telling=False) is plain
+    assert wrap_with_curriculum(plain, reports_forgetting=False) is plain
 
 
 @pytest.mark.parametrize("name", sorted(ALGORITHMS))
 def test_measuring_forgetting_changes_no_bit(name: str) -> None:
     plain = algorithm(name, SGD)
     sites = clinics(*SIZES)
-    alone, watched = (play(a, sites, small(dropout=0.2), 3) for a in (plain, ordered(plain, telling=True)))
+    alone, watched = (
+        play(a, sites, small(dropout=0.2), 3) for a in (plain, wrap_with_curriculum(plain, reports_forgetting=True))
+    )
     assert watched.sha256 == alone.sha256
     rows = [row for row in watched.journal.rows if row["event"] == "train"]
     shares = {"forgotten", "gained", "cases"}
@@ -245,7 +256,7 @@ def test_measuring_forgetting_changes_no_bit(name: str) -> None:
 def test_an_order_changes_bits_and_only_from_the_second_round_on() -> None:
     sites, network = clinics(*SIZES), small()
     for kind in ORDERS:
-        curriculum = ordered(FedAvg(replace(SGD, order=kind)), telling=False)
+        curriculum = wrap_with_curriculum(FedAvg(replace(SGD, order=kind)), reports_forgetting=False)
         for rounds, same in ((1, True), (2, False)):
             one, other = (play(a, sites, network, rounds).sha256 for a in (FedAvg(SGD), curriculum))
             assert (one == other) == same
@@ -257,7 +268,7 @@ def test_an_order_changes_bits_and_only_from_the_second_round_on() -> None:
 @pytest.mark.parametrize(("name", "kind"), [*((name, "forgotten") for name in TRAINED), ("fedavg", "hard")])
 def test_every_algorithm_gives_the_same_on_both_engines(name: str, kind: Any) -> None:
     training = Training(Optimiser(lr=0.1), batch=4, order=kind)
-    curriculum = ordered(algorithm(name, training), telling=True)
+    curriculum = wrap_with_curriculum(algorithm(name, training), reports_forgetting=True)
     sites = clinics(*SIZES, dtype=torch.float64)
     alone = play(curriculum, sites, small(dtype=torch.float64), 3)
     stacked = play(curriculum, sites, small(dtype=torch.float64), 3, on_the_stack())
@@ -297,9 +308,11 @@ def walked(played: Played, noted: Noted, name: SiteId, labels: Tensor) -> dict[i
     """The site's cases by epoch, in the order it saw them."""
     stream, found = Stream(played.rounds.rules.seed, ("site", name)), dict[int, list[int]]()
     training = noted.training
-    per_epoch = len(schedule(Fit({}, task_loss, replace(training, epochs=1, steps=None)), labels, stream, None, 1))
+    per_epoch = len(
+        schedule_steps(Fit({}, task_loss, replace(training, epochs=1, steps=None)), labels, stream, None, 1)
+    )
     for round, job in noted.seen[name]:
-        for number, (index,) in schedule(job, labels, stream, None, round):
+        for number, (index,) in schedule_steps(job, labels, stream, None, round):
             found.setdefault(number // per_epoch, []).extend(index.tolist())
     return found
 
@@ -308,7 +321,7 @@ def walked(played: Played, noted: Noted, name: SiteId, labels: Tensor) -> dict[i
 @pytest.mark.parametrize("kind", ORDERS)
 def test_an_epoch_of_several_rounds_keeps_the_order_it_began_with(kind: Any, oversample: bool) -> None:
     pace = Training(Optimiser(lr=0.5), batch=4, epochs=None, steps=2, order=kind, oversample=oversample)
-    noted = Noted(pace, inner=ordered(FedAvg(pace), telling=False))
+    noted = Noted(pace, inner=wrap_with_curriculum(FedAvg(pace), reports_forgetting=False))
     sites = clinics(27, 18)
     played = play(noted, sites, small(), 16)
     changed = 0
@@ -331,7 +344,7 @@ def test_an_epoch_of_several_rounds_keeps_the_order_it_began_with(kind: Any, ove
 
 def test_sites_that_sit_rounds_out_go_on() -> None:
     pace = Training(Optimiser(lr=0.5), batch=4, epochs=None, steps=2, order="forgotten")
-    curriculum, sites = ordered(FedAvg(pace), telling=True), clinics(27, 18, 20)
+    curriculum, sites = wrap_with_curriculum(FedAvg(pace), reports_forgetting=True), clinics(27, 18, 20)
     first, again = (play(curriculum, sites, small(), 8, cohort=2) for _ in range(2))
     assert first.sha256 == again.sha256
     assert len({tuple(cohort) for cohort in first.cohorts()}) > 1
@@ -343,7 +356,7 @@ def test_sites_that_sit_rounds_out_go_on() -> None:
 def test_a_private_step_takes_no_order() -> None:
     site = bench("forgotten")
     job = Fit(
-        site.network.take(),
+        site.network.copy_weights(),
         task_loss,
         Training(private=Private(1.0, 1.0)),
         order=(torch.ones(4, dtype=torch.float64), None),
@@ -362,8 +375,8 @@ def test_a_private_step_takes_no_order() -> None:
     ],
 )
 def test_shares_that_cannot_be_are_refused(told: dict[str, float]) -> None:
-    curriculum = Ordered(SGD, inner=FedAvg(SGD), telling=True)
-    curriculum.check(Update({}, 4, scalars={"forgotten": 0.5, "gained": 0.5, "cases": 4.0}))
-    curriculum.check(Update({}, 4))
+    curriculum = Curriculum(SGD, inner=FedAvg(SGD), reports_forgetting=True)
+    curriculum.check_update(Update({}, 4, scalars={"forgotten": 0.5, "gained": 0.5, "cases": 4.0}))
+    curriculum.check_update(Update({}, 4))
     with pytest.raises(Refused, match="cases forgotten and gained"):
-        curriculum.check(Update({}, 4, scalars=told))
+        curriculum.check_update(Update({}, 4, scalars=told))

@@ -32,8 +32,8 @@ from polyclinic.core.contract import (
 )
 from polyclinic.data.examples import Selection, SiteData
 from polyclinic.federation.rounds import POOLED
-from polyclinic.federation.site_runner import drive
-from polyclinic.models import build
+from polyclinic.federation.site_runner import drive_jobs
+from polyclinic.models import build_model
 from polyclinic.runs.experiment import FederatedDataset, load_sites
 from polyclinic.storage import messages
 from polyclinic.training.fit import fit, score
@@ -54,7 +54,7 @@ BASE = {
 @cache
 def digits() -> FederatedDataset:
     """Eighty digits to learn from at each of three sites, shared by all recipes here."""
-    whole = load_sites(Recipe.of(BASE))
+    whole = load_sites(Recipe.from_values(BASE))
     sites = {name: SiteData(name, few(held.train), held.validation, held.test) for name, held in whole.sites.items()}
     return FederatedDataset(whole.classes, sites, None, whole.channels, whole.size)
 
@@ -66,7 +66,7 @@ def few(examples: Examples) -> Selection:
 
 def sha256(**settings: Any) -> str:
     keys = {key.replace("__", "."): value for key, value in settings.items()}
-    found: str = run(Recipe.of(BASE, keys), consortium=digits()).summary["sha256"]
+    found: str = run(Recipe.from_values(BASE, keys), dataset=digits()).summary["sha256"]
     return found
 
 
@@ -131,7 +131,7 @@ def test_dropout_masks_differ_between_sites_rounds_and_steps() -> None:
 
 def test_networks_that_draw_without_a_dropout_layer_repeat_themselves_too() -> None:
     """EfficientNet drops whole branches (stochastic depth), also where the recipe sets dropout to 0."""
-    module = build("efficientnet_b0", classes=2, channels=1, size=8, dropout=0.0, seed=Stream(0))
+    module = build_model("efficientnet_b0", classes=2, channels=1, size=8, dropout=0.0, seed=Stream(0))
     network, algorithm = LiveNetwork(module), ALGORITHMS["fedavg"](Training(batch=4, fine_tune=0.1))
     images = noise(4, "two classes")
     sites = {"only": site("only", replace(images, labels=images.labels % 2))}
@@ -176,7 +176,7 @@ class Witness:
         site = Site(name, len(self.sites[name].train), number, rounds, 0.1)
         work = self.algorithm.local(received, memory, site, Stream(0, ("site", name)))
         update, remembered = self.unchanged(
-            lambda: drive(work, lambda job, number: self.run(job, site)), received, memory
+            lambda: drive_jobs(work, lambda job, number: self.run(job, site)), received, memory
         )
         assert hashlib.sha256(message).hexdigest() == fingerprint
         self.memories[name] = remembered
@@ -201,7 +201,9 @@ class Witness:
 def described(bundle: Bundle | None) -> tuple[str, list[tuple[str, list[str]]]] | None:
     """Bits and structure: also an added or removed name is a change."""
     return (
-        None if bundle is None else (messages.digest(bundle), [(kind, list(names)) for kind, names in bundle.items()])
+        None
+        if bundle is None
+        else (messages.hash_tensors(bundle), [(kind, list(names)) for kind, names in bundle.items()])
     )
 
 

@@ -13,7 +13,7 @@ from polyclinic.algorithms.optimisation.fedprox import FedProx
 from polyclinic.algorithms.representation.fedmp import FedMP
 from polyclinic.core.contract import Optimiser, Stream, Training
 from polyclinic.runs.experiment import run
-from polyclinic.training.fit import walk
+from polyclinic.training.fit import iterate_steps
 from tests.laws.bench import clinics, play, same, small
 from tests.small import tiny
 
@@ -34,9 +34,9 @@ def test_one_round_of_it_is_a_round_of_so_many_epochs(kind: type[Averaging]) -> 
 def test_no_epoch_comes_twice(later: dict[str, int | None]) -> None:
     """Epochs are numbered over the run: a long first round, then short ones, is one walk through the images."""
     labels, stream = torch.arange(12) % 3, Stream(4)
-    plain = [step for number in range(1, 8) for step in walk(labels, SGD, stream, number, whole=False)]
+    plain = [step for number in range(1, 8) for step in iterate_steps(labels, SGD, stream, number, whole=False)]
     longer = replace(SGD, first_epochs=3, **later)  # type: ignore[arg-type]
-    found = [step for number in range(1, 4) for step in walk(labels, longer, stream, number, whole=False)]
+    found = [step for number in range(1, 4) for step in iterate_steps(labels, longer, stream, number, whole=False)]
     assert len(found) == 3 * 3 + 2 * (later.get("steps") or 3)
     for (number, [batch]), (wanted, [other]) in zip(found, plain, strict=False):
         assert number == wanted

@@ -15,7 +15,7 @@ import pytest
 
 from polyclinic.algorithms import Averaging
 from polyclinic.algorithms.optimisation.fedavg import FedAvg
-from polyclinic.algorithms.optimisation.fednova import FedNova, length
+from polyclinic.algorithms.optimisation.fednova import FedNova, normalised_steps
 from polyclinic.algorithms.optimisation.fedprox import FedProx
 from polyclinic.algorithms.optimisation.scaffold import Scaffold
 from polyclinic.core.contract import Optimiser, Training
@@ -121,7 +121,7 @@ def brute_force_length(steps: int, rho: float) -> float:
 @pytest.mark.parametrize("rho", [0.0, 0.1, 0.5, 0.9, 0.99])
 @pytest.mark.parametrize("steps", [1, 2, 3, 10, 137])
 def test_fednovas_length_is_the_sum_of_its_coefficient_vector(steps: int, rho: float) -> None:
-    assert length(steps, rho) == pytest.approx(brute_force_length(steps, rho), rel=1e-12)
+    assert normalised_steps(steps, rho) == pytest.approx(brute_force_length(steps, rho), rel=1e-12)
 
 
 @pytest.mark.parametrize(

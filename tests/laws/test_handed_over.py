@@ -9,14 +9,14 @@ import pytest
 from polyclinic.algorithms import ALGORITHMS
 from polyclinic.algorithms.optimisation.fedavg import FedAvg
 from polyclinic.core.contract import Bundle, Optimiser, Site, Stream, Training, Work
-from polyclinic.federation.engines.local import WorkerEngine, attempt
+from polyclinic.federation.engines.local import WorkerEngine, try_answer
 from polyclinic.federation.engines.mock import MockEngine
 from polyclinic.storage.messages import ALIGNMENT
 from tests.laws.bench import Played, clinics, play, small
 
 
 def over_bytes(engine: Any) -> MockEngine:
-    return MockEngine(lambda site, data: attempt(engine.runners[site], data))
+    return MockEngine(lambda site, data: try_answer(engine.runners[site], data))
 
 
 @pytest.mark.parametrize("name", sorted(ALGORITHMS))

@@ -20,8 +20,8 @@ from polyclinic.algorithms.optimisation.scaffold import Scaffold
 from polyclinic.core.contract import Optimiser, Training
 from polyclinic.data.examples import Images, concatenate
 from polyclinic.federation.rounds import POOLED
-from polyclinic.runs.experiment import pool
-from polyclinic.training.network import LiveNetwork, weights_of
+from polyclinic.runs.experiment import pool_sites
+from polyclinic.training.network import LiveNetwork, copy_module_weights
 from tests.laws.bench import Weighting, clinics, plain_training, play, same, small
 
 SGD = Training(Optimiser(lr=0.1), batch=5)
@@ -98,7 +98,7 @@ def test_fednova_with_one_site_is_ordinary_training_up_to_rounding(training: Tra
 def test_centralised_is_ordinary_training_on_everything_with_one_optimiser(training: Training) -> None:
     sites, network, each = clinics(12, 7, 4), small(), training.epochs or 1
     played = play(Centralised(training), sites, network, 3)
-    everything = pool(sites).train
+    everything = pool_sites(sites).train
     assert isinstance(everything, Images)
     assert same(played.outcome.state, plain_training(network, everything, training, POOLED, [range(3 * each)]))
 
@@ -157,9 +157,9 @@ def test_averaging_every_e_epochs_is_averaging_every_tau_steps(
 def test_the_plain_loop_leaves_the_network_as_it_found_it() -> None:
     """Else the comparisons above would compare a run with its own continuation."""
     network = small()
-    before = weights_of(network.module)
+    before = copy_module_weights(network.module)
     train = clinics(12)["clinic-1"].train
     assert isinstance(train, Images)
     trained = plain_training(network, train, SGD, "clinic-1", [range(1)])
-    assert same(before, weights_of(network.module))
+    assert same(before, copy_module_weights(network.module))
     assert not same(before, trained)

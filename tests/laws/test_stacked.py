@@ -12,7 +12,7 @@ import torch
 from torchvision.ops import StochasticDepth
 
 from polyclinic.algorithms import ALGORITHMS
-from polyclinic.algorithms.base import weights
+from polyclinic.algorithms.base import network_weights
 from polyclinic.algorithms.optimisation.fedavg import FedAvg
 from polyclinic.core.contract import (
     Algorithm,
@@ -142,7 +142,7 @@ def test_sites_that_share_their_images_are_gathered_at_once() -> None:
     shared = Images(torch.cat([p.images for p in pools]), torch.cat([p.labels for p in pools]))
     starts = [sum(SIZES[:number]) for number in range(len(SIZES))]
     joined = {
-        name: SiteData(name, Selection.of(shared, torch.arange(start, start + size)), held.validation, held.test)
+        name: SiteData(name, Selection.from_rows(shared, torch.arange(start, start + size)), held.validation, held.test)
         for (name, held), start, size in zip(apart.items(), starts, SIZES, strict=True)
     }
     algorithm = ALGORITHMS["fedavg"](training=Training(Optimiser("sgd", 0.1), batch=4))
@@ -156,7 +156,7 @@ def test_images_that_are_fetched_ahead_are_the_same_images(monkeypatch: pytest.M
     (pool,) = clinics(24, dtype=torch.float64).values()
     shared = pool.train
     assert isinstance(shared, Images)
-    parts = [Selection.of(shared, torch.arange(start, start + 8)) for start in (0, 8, 16)]
+    parts = [Selection.from_rows(shared, torch.arange(start, start + 8)) for start in (0, 8, 16)]
     sites = {f"clinic-{n}": SiteData(f"clinic-{n}", part, part, part) for n, part in enumerate(parts)}
     training = Training(Optimiser("sgd", 0.1), batch=3, augment=Augment(rotation=20))
     algorithm = ALGORITHMS["fedavg"](training=training)
@@ -165,7 +165,7 @@ def test_images_that_are_fetched_ahead_are_the_same_images(monkeypatch: pytest.M
 
     def elsewhere(self: StackSchedule, *given: Any) -> None:
         begin(self, *given)
-        self.apart = True
+        self.needs_transfer = True
 
     monkeypatch.setattr(StackSchedule, "__init__", elsewhere)
     other = play(algorithm, sites, small(dtype=torch.float64), 2, on_the_stack())
@@ -301,7 +301,7 @@ def test_objectives_that_cannot_be_stacked_run_one_by_one_and_the_ledger_says_so
 class Idle(FedAvg):
     def local(self, received: Bundle, memory: Bundle | None, site: Site, rng: Stream) -> Work:
         if site.name == "clinic-1":
-            return Update(weights(received), site.examples), None
+            return Update(network_weights(received), site.examples), None
         return (yield from super().local(received, memory, site, rng))
 
 

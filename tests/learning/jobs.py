@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from polyclinic.core.contract import Fit, Site, Training
 from polyclinic.training.losses import task_loss
-from polyclinic.training.network import LiveNetwork, weights_of
+from polyclinic.training.network import LiveNetwork, copy_module_weights
 
 
 def at_round(round: int, lr: float = 0.1) -> Site:
@@ -14,4 +14,4 @@ def at_round(round: int, lr: float = 0.1) -> Site:
 
 
 def job(network: LiveNetwork, training: Training, **options: object) -> Fit:
-    return replace(Fit(weights_of(network.module), task_loss, training), **options)  # type: ignore[arg-type]
+    return replace(Fit(copy_module_weights(network.module), task_loss, training), **options)  # type: ignore[arg-type]

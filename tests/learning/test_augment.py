@@ -21,10 +21,10 @@ from polyclinic.algorithms.optimisation.fedcycle import FedCycle
 from polyclinic.algorithms.optimisation.fedsgd import FedSGD
 from polyclinic.core.contract import Augment, Batch, Bundle, Network, Optimiser, Score, Step, Stream, Tensors, Training
 from polyclinic.data.examples import Images
-from polyclinic.training.augment import Changes, augmented, changed, draw
-from polyclinic.training.fit import batches, fit, score
+from polyclinic.training.augment import AugmentParameters, apply_parameters, augment_images, draw_parameters
+from polyclinic.training.fit import draw_epoch_batches, fit, score
 from polyclinic.training.losses import task_loss
-from polyclinic.training.network import LiveNetwork, weights_of
+from polyclinic.training.network import LiveNetwork, copy_module_weights
 from tests.laws.bench import clinics, noise, play, same, small
 from tests.learning.jobs import at_round, job
 
@@ -40,15 +40,17 @@ def pictures(count: int = 5, channels: int = 1, height: int = 12, width: int = 1
     return torch.randn(count, channels, height, width, dtype=torch.float64, generator=generator) + 0.7
 
 
-def same_for_all(count: int, **values: float) -> Changes:
+def same_for_all(count: int, **values: float) -> AugmentParameters:
     """Every image of the batch changed in the same, given way; by default not at all."""
-    plain: dict[str, float] = {field.name: 0.0 for field in fields(Changes)} | {"side": 1.0, "contrast": 1.0}
+    plain: dict[str, float] = {field.name: 0.0 for field in fields(AugmentParameters)} | {"side": 1.0, "contrast": 1.0}
     chosen = {name: torch.full((count,), v, dtype=torch.float64) for name, v in (plain | values).items()}
-    return Changes(**chosen | {"mirrored": chosen["mirrored"].bool()})
+    return AugmentParameters(**chosen | {"mirrored": chosen["mirrored"].bool()})
 
 
-def row(changes: Changes, number: int) -> Changes:
-    return Changes(**{field.name: getattr(changes, field.name)[number : number + 1] for field in fields(Changes)})
+def row(changes: AugmentParameters, number: int) -> AugmentParameters:
+    return AugmentParameters(
+        **{field.name: getattr(changes, field.name)[number : number + 1] for field in fields(AugmentParameters)}
+    )
 
 
 def close(found: Tensor, expected: Tensor, atol: float = 1e-11) -> None:
@@ -62,27 +64,27 @@ def close(found: Tensor, expected: Tensor, atol: float = 1e-11) -> None:
 @CHANNELS
 def test_without_options_nothing_changes(dtype: torch.dtype, channels: int) -> None:
     images = pictures(channels=channels).to(dtype)
-    assert torch.equal(augmented(images, Augment(), STREAM), images)
+    assert torch.equal(augment_images(images, Augment(), STREAM), images)
 
 
 @CHANNELS
 def test_a_flip_changes_left_and_right_over_and_back(channels: int) -> None:
     images = pictures(channels=channels, width=9)
-    once = changed(images, same_for_all(5, mirrored=1))
+    once = apply_parameters(images, same_for_all(5, mirrored=1))
     close(once, images.flip(-1))
-    close(changed(once, same_for_all(5, mirrored=1)), images)
+    close(apply_parameters(once, same_for_all(5, mirrored=1)), images)
 
 
 @CHANNELS
 @pytest.mark.parametrize("turns", [-1, 1, 2, 3])
 def test_quarter_turns_go_counter_clockwise(turns: int, channels: int) -> None:
     images = pictures(channels=channels)
-    close(changed(images, same_for_all(5, turned=90 * turns)), torch.rot90(images, turns, (-2, -1)))
+    close(apply_parameters(images, same_for_all(5, turned=90 * turns)), torch.rot90(images, turns, (-2, -1)))
 
 
 def test_half_a_turn_of_an_oblong_image() -> None:
     images = pictures(height=7, width=12)
-    close(changed(images, same_for_all(5, turned=180)), torch.rot90(images, 2, (-2, -1)))
+    close(apply_parameters(images, same_for_all(5, turned=180)), torch.rot90(images, 2, (-2, -1)))
 
 
 @settings(max_examples=30, deadline=None)
@@ -91,14 +93,14 @@ def test_turning_is_scipys(angle: float, height: int, width: int) -> None:
     """Also of oblong images, which must turn without being sheared."""
     image = pictures(1, 1, height, width)
     expected = ndimage.rotate(image[0, 0].numpy(), angle, reshape=False, order=1, mode="nearest")
-    close(changed(image, same_for_all(1, turned=angle))[0, 0], torch.from_numpy(expected))
+    close(apply_parameters(image, same_for_all(1, turned=angle))[0, 0], torch.from_numpy(expected))
 
 
 @pytest.mark.parametrize(("top", "left"), [(0, 0), (6, 0), (0, 6), (2, 5), (3, 3)])
 def test_a_crop_is_the_enlarged_window(top: int, left: int) -> None:
     """The middle of a window of half the side lies at (left + 3 − 6)/6 half sides from the image's."""
     images = pictures()
-    found = changed(images, same_for_all(5, side=0.5, across=(left - 3) / 6, down=(top - 3) / 6))
+    found = apply_parameters(images, same_for_all(5, side=0.5, across=(left - 3) / 6, down=(top - 3) / 6))
     expected = F.interpolate(images[..., top : top + 6, left : left + 6], (12, 12), mode="bilinear")
     close(found[..., 1:-1, 1:-1], expected[..., 1:-1, 1:-1])  # its outermost pixels look at the window's neighbours
 
@@ -110,7 +112,7 @@ def test_one_look_up_turns_then_crops_then_flips(angle: float, side: float, plac
     at = (torch.arange(16, dtype=torch.float64) * 2 + 1) / 16 - 1
     plane = (0.3 + 1.5 * at + 0.8 * at[:, None]).expand(1, 1, 16, 16)
     across, down = ((1 - side) * where for where in place)
-    found = changed(plane, same_for_all(1, turned=angle, side=side, across=across, down=down, mirrored=1))
+    found = apply_parameters(plane, same_for_all(1, turned=angle, side=side, across=across, down=down, mirrored=1))
     x, y = (-side * at + across)[None, :], (side * at + down)[:, None]
     cos, sin = np.cos(np.deg2rad(angle)), np.sin(np.deg2rad(angle))
     from_x, from_y = cos * x - sin * y, sin * x + cos * y
@@ -123,7 +125,7 @@ def test_one_look_up_turns_then_crops_then_flips(angle: float, side: float, plac
 @given(factor=st.floats(0, 2))
 def test_contrast_keeps_the_mean_and_scales_the_deviation(channels: int, factor: float) -> None:
     images = pictures(channels=channels)
-    found = changed(images, same_for_all(5, contrast=factor))
+    found = apply_parameters(images, same_for_all(5, contrast=factor))
     close(found.mean((1, 2, 3)), images.mean((1, 2, 3)))
     close(found.std((1, 2, 3)), factor * images.std((1, 2, 3)))
 
@@ -134,15 +136,15 @@ def test_contrast_keeps_the_mean_and_scales_the_deviation(channels: int, factor:
 def test_brightness_adds_a_share_of_the_images_own_deviation(channels: int, share: float) -> None:
     images = pictures(channels=channels) * torch.arange(1, 6).reshape(5, 1, 1, 1)
     added = share * images.numpy().std((1, 2, 3), keepdims=True)
-    close(changed(images, same_for_all(5, brightness=share)), images + torch.from_numpy(added))
+    close(apply_parameters(images, same_for_all(5, brightness=share)), images + torch.from_numpy(added))
 
 
 def test_brightness_and_contrast_go_by_the_whole_image_not_by_what_a_crop_leaves() -> None:
     images = pictures()
     mean, deviation = images.mean((1, 2, 3), keepdim=True), images.std((1, 2, 3), correction=0, keepdim=True)
     cropped = same_for_all(5, side=0.5, across=0.5, down=-0.25, blur=0.7)
-    found = changed(images, replace(cropped, **{n: torch.full((5,), 0.6) for n in ("brightness", "contrast")}))
-    close(found, mean + 0.6 * (changed(images, cropped) - mean) + 0.6 * deviation, 1e-6)
+    found = apply_parameters(images, replace(cropped, **{n: torch.full((5,), 0.6) for n in ("brightness", "contrast")}))
+    close(found, mean + 0.6 * (apply_parameters(images, cropped) - mean) + 0.6 * deviation, 1e-6)
 
 
 @CHANNELS
@@ -151,13 +153,15 @@ def test_blur_is_scipys(sigma: float, channels: int) -> None:
     """To the very edge; and wider than the image, at the largest σ."""
     images = pictures(channels=channels, height=9)
     expected = ndimage.gaussian_filter(images.numpy(), (0, 0, sigma, sigma), mode="nearest")
-    close(changed(images, same_for_all(5, blur=sigma)), torch.from_numpy(expected))
+    close(apply_parameters(images, same_for_all(5, blur=sigma)), torch.from_numpy(expected))
 
 
 def test_blur_keeps_what_is_even_and_evens_out_the_rest() -> None:
     even = torch.full((5, 3, 12, 12), 0.4, dtype=torch.float64)
-    close(changed(even, same_for_all(5, blur=2.0)), even)
-    spreads = [changed(pictures(), same_for_all(5, blur=sigma)).var((1, 2, 3)) for sigma in (0.0, 0.5, 1.0, 2.0)]
+    close(apply_parameters(even, same_for_all(5, blur=2.0)), even)
+    spreads = [
+        apply_parameters(pictures(), same_for_all(5, blur=sigma)).var((1, 2, 3)) for sigma in (0.0, 0.5, 1.0, 2.0)
+    ]
     assert all(bool((after < before).all()) for before, after in pairwise(spreads))
 
 
@@ -167,19 +171,22 @@ def test_blur_keeps_what_is_even_and_evens_out_the_rest() -> None:
 @CHANNELS
 def test_a_batch_is_its_images_one_by_one(channels: int) -> None:
     """Also where some images stay sharp, unturned or whole beside others that do not."""
-    images, drawn = pictures(17, channels, 11, 14), draw(ALL, 17, STREAM)
+    images, drawn = pictures(17, channels, 11, 14), draw_parameters(ALL, 17, STREAM)
     spared = torch.arange(17) < 3
     changes = replace(
-        drawn, blur=drawn.blur * ~spared, turned=drawn.turned * ~spared.roll(2), side=drawn.side.where(~spared, 1.0)
+        drawn,
+        blur=drawn.blur * ~spared,
+        rotation=drawn.rotation * ~spared.roll(2),
+        crop_side=drawn.crop_side.where(~spared, 1.0),
     )
-    alone = [changed(images[i : i + 1], row(changes, i)) for i in range(17)]
-    close(changed(images, changes), torch.cat(alone))
+    alone = [apply_parameters(images[i : i + 1], row(changes, i)) for i in range(17)]
+    close(apply_parameters(images, changes), torch.cat(alone))
 
 
 def test_the_images_handed_in_stay_as_they_are() -> None:
     images = pictures()
     before = images.clone()
-    augmented(images, ALL, STREAM)
+    augment_images(images, ALL, STREAM)
     assert torch.equal(images, before)
 
 
@@ -188,9 +195,9 @@ def test_the_images_handed_in_stay_as_they_are() -> None:
 @pytest.mark.parametrize("device", DEVICES)
 def test_every_device_and_precision_sees_the_same_images(device: str, dtype: torch.dtype, channels: int) -> None:
     images = pictures(8, channels)
-    found = augmented(images.to(device, dtype), ALL, STREAM)
+    found = augment_images(images.to(device, dtype), ALL, STREAM)
     assert (found.dtype, found.device.type, found.shape) == (dtype, device, images.shape)
-    close(found.cpu().double(), augmented(images, ALL, STREAM), 1e-11 if dtype == torch.float64 else 1e-4)
+    close(found.cpu().double(), augment_images(images, ALL, STREAM), 1e-11 if dtype == torch.float64 else 1e-4)
 
 
 # What is drawn.
@@ -198,14 +205,16 @@ def test_every_device_and_precision_sees_the_same_images(device: str, dtype: tor
 
 def test_equal_streams_draw_equal_changes_and_others_do_not() -> None:
     images = pictures()
-    assert torch.equal(augmented(images, ALL, STREAM), augmented(images, ALL, Stream(0, ("site", "here"))))
-    assert not torch.equal(augmented(images, ALL, STREAM), augmented(images, ALL, STREAM.child(1)))
+    assert torch.equal(augment_images(images, ALL, STREAM), augment_images(images, ALL, Stream(0, ("site", "here"))))
+    assert not torch.equal(augment_images(images, ALL, STREAM), augment_images(images, ALL, STREAM.child(1)))
 
 
 def test_an_option_leaves_the_draws_of_the_others_alone() -> None:
-    changes = draw(ALL, 50, STREAM)
-    without = draw(replace(ALL, blur=0, flip=False, rotation=0), 50, STREAM)
-    same_draws = {f.name for f in fields(Changes) if torch.equal(getattr(changes, f.name), getattr(without, f.name))}
+    changes = draw_parameters(ALL, 50, STREAM)
+    without = draw_parameters(replace(ALL, blur=0, flip=False, rotation=0), 50, STREAM)
+    same_draws = {
+        f.name for f in fields(AugmentParameters) if torch.equal(getattr(changes, f.name), getattr(without, f.name))
+    }
     assert same_draws == {"side", "across", "down", "brightness", "contrast"}
 
 
@@ -214,31 +223,31 @@ def test_an_option_leaves_the_draws_of_the_others_alone() -> None:
     [("turned", -30, 30), ("side", 0.7, 1), ("brightness", -0.3, 0.3), ("contrast", 0.6, 1.4), ("blur", 0, 1.5)],
 )
 def test_draws_are_uniform_within_their_limits(name: str, low: float, high: float) -> None:
-    drawn = getattr(draw(ALL, 20_000, STREAM), name).numpy()
+    drawn = getattr(draw_parameters(ALL, 20_000, STREAM), name).numpy()
     assert drawn.min() >= low
     assert drawn.max() <= high
     assert stats.kstest(drawn, stats.uniform(low, high - low).cdf).pvalue > 1e-3
 
 
 def test_crops_lie_anywhere_within_the_image() -> None:
-    changes = draw(ALL, 20_000, STREAM)
-    for middle in (changes.across, changes.down):
-        place = (middle / (1 - changes.side)).numpy()
+    changes = draw_parameters(ALL, 20_000, STREAM)
+    for middle in (changes.shift_x, changes.shift_y):
+        place = (middle / (1 - changes.crop_side)).numpy()
         assert stats.kstest(place, stats.uniform(-1, 2).cdf).pvalue > 1e-3
 
 
 def test_half_of_the_images_are_flipped() -> None:
-    flipped = int(draw(ALL, 20_000, STREAM).mirrored.sum())
+    flipped = int(draw_parameters(ALL, 20_000, STREAM).flip.sum())
     assert stats.binomtest(flipped, 20_000).pvalue > 1e-3
 
 
 def test_draws_do_not_follow_one_another() -> None:
     """Neither from change to change within an image, nor from image to image, nor from step to step."""
-    changes, later = (draw(ALL, 20_000, STREAM.child(step)) for step in (0, 1))
-    within = changes.side
-    columns = [changes.turned, changes.mirrored.double(), within, changes.across / (1 - within)]
-    columns += [changes.down / (1 - within), changes.brightness, changes.contrast, changes.blur]
-    columns += [changes.turned.roll(1), later.turned]
+    changes, later = (draw_parameters(ALL, 20_000, STREAM.child(step)) for step in (0, 1))
+    within = changes.crop_side
+    columns = [changes.rotation, changes.flip.double(), within, changes.shift_x / (1 - within)]
+    columns += [changes.shift_y / (1 - within), changes.brightness, changes.contrast, changes.blur]
+    columns += [changes.rotation.roll(1), later.rotation]
     found = torch.corrcoef(torch.stack(columns)) - torch.eye(len(columns))
     assert float(found.abs().max()) < 5 / 20_000**0.5
 
@@ -251,18 +260,18 @@ ADAM = replace(SGD, optimiser=Optimiser("adam", lr=0.01))
 
 def plain_augmented_training(network: LiveNetwork, data: Images, training: Training, epochs: int) -> Bundle:
     """An ordinary PyTorch loop in which every batch is augmented from the number of its step."""
-    module, start, number = network.module, weights_of(network.module), 0
+    module, start, number = network.module, copy_module_weights(network.module), 0
     module.train().requires_grad_(True)
     optimiser = torch.optim.SGD(module.parameters(), lr=training.optimiser.lr)
     for epoch in range(epochs):
-        for index in batches(data.labels, training, Stream(0, ("site", "clinic-1", "order", epoch))):
-            images = augmented(data.images[index], ALL, Stream(0, ("site", "clinic-1", "augment", number, 0)))
+        for index in draw_epoch_batches(data.labels, training, Stream(0, ("site", "clinic-1", "order", epoch))):
+            images = augment_images(data.images[index], ALL, Stream(0, ("site", "clinic-1", "augment", number, 0)))
             optimiser.zero_grad()
             torch.autograd.backward(F.cross_entropy(module(images), data.labels[index]))
             optimiser.step()
             number += 1
-    trained = weights_of(module)
-    network.load(start)
+    trained = copy_module_weights(module)
+    network.load_weights(start)
     return trained
 
 
@@ -339,7 +348,7 @@ def test_the_objectives_of_one_step_see_the_same_images() -> None:
 
 def test_sites_draw_their_own_changes() -> None:
     images = noise(4).images
-    one, other = (augmented(images, ALL, Stream(0, ("site", name, "augment", 0, 0))) for name in ("here", "there"))
+    one, other = (augment_images(images, ALL, Stream(0, ("site", name, "augment", 0, 0))) for name in ("here", "there"))
     assert not torch.equal(one, other)
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from polyclinic import Recipe, run
 from polyclinic.algorithms import ALGORITHMS
-from polyclinic.algorithms.base import classifier
+from polyclinic.algorithms.base import classifier_weights
 from polyclinic.algorithms.optimisation.fedavg import FedAvg
 from polyclinic.core.contract import (
     AUX_PREFIX,
@@ -34,12 +34,12 @@ from polyclinic.core.contract import (
     Work,
 )
 from polyclinic.core.errors import RecipeError
-from polyclinic.evaluation.flops import parameters, training_step_flops
+from polyclinic.evaluation.flops import count_parameters, training_step_flops
 from polyclinic.runs.experiment import Experiment
 from polyclinic.training.auxiliary import with_auxiliary
 from polyclinic.training.fit import fit, score
-from polyclinic.training.losses import probabilities
-from polyclinic.training.network import LiveNetwork, weights_of
+from polyclinic.training.losses import predict_probabilities
+from polyclinic.training.network import LiveNetwork, copy_module_weights
 from tests.laws.bench import CLASSES, clinics, noise, play, same, small, tapped
 from tests.laws.test_determinism import RandomStates
 from tests.laws.test_handed_over import over_bytes
@@ -56,7 +56,9 @@ def judging(network: Network, weights: Bundle, batch: Batch, reference: Bundle) 
     """A second opinion on the labels, from the features of the model as it evaluates."""
     del reference
     images, labels = batch
-    return F.cross_entropy(network.auxiliary(weights, "judge", network.taught(weights, images, features=True)), labels)
+    return F.cross_entropy(
+        network.auxiliary(weights, "judge", network.teacher_logits(weights, images, features=True)), labels
+    )
 
 
 def plain(network: Network, weights: Bundle, batch: Batch, reference: Bundle) -> Tensor:
@@ -96,29 +98,29 @@ def with_judge(network: LiveNetwork, seed: int = 1) -> LiveNetwork:
 
 def test_the_classifier_does_not_know_of_them() -> None:
     bare, module = small(dropout=0.4), small(dropout=0.4).module
-    before = weights_of(module)
+    before = copy_module_weights(module)
     network = with_judge(LiveNetwork(module))
-    assert same(weights_of(network.module), before)
+    assert same(copy_module_weights(network.module), before)
     assert network.module.leaf_layers() == bare.module.leaf_layers()
-    assert parameters(network.module) == parameters(bare.module)
+    assert count_parameters(network.module) == count_parameters(bare.module)
     assert training_step_flops(network.module, (4, 1, 4, 4)) == training_step_flops(bare.module, (4, 1, 4, 4))
     mine = {n for n in network.live["model"] if n.startswith(AUX_PREFIX)}
     assert mine == {f"beside.judge.{layer}.{own}" for layer in (0, 1, 4) for own in ("weight", "bias")}
     assert network.live["model"].keys() - mine == bare.live["model"].keys()
-    network.evaluation_mode()
-    bare.evaluation_mode()
-    others = copy.deepcopy(network.take())  # called functionally, with names that the module has not
-    for weights in (network.live, others, classifier(others)):
+    network.set_eval_mode()
+    bare.set_eval_mode()
+    others = copy.deepcopy(network.copy_weights())  # called functionally, with names that the module has not
+    for weights in (network.live, others, classifier_weights(others)):
         assert torch.equal(network(weights, BATCH.images), bare(bare.live, BATCH.images))
-        assert torch.equal(network.taught(weights, BATCH.images), bare(bare.live, BATCH.images))
+        assert torch.equal(network.teacher_logits(weights, BATCH.images), bare(bare.live, BATCH.images))
 
 
 def test_first_weights_come_from_the_seed_and_nowhere_else() -> None:
     before = RandomStates()
-    one, again, other = (with_judge(small(), seed).take() for seed in (1, 1, 2))
+    one, again, other = (with_judge(small(), seed).copy_weights() for seed in (1, 1, 2))
     assert RandomStates() == before
     torch.rand(3)
-    assert same(one, with_judge(small(), 1).take())
+    assert same(one, with_judge(small(), 1).copy_weights())
     assert same(one, again)
     names = [n for n in one["model"] if n.startswith(AUX_PREFIX) and ".1." not in n]
     assert not any(torch.equal(one["model"][n], other["model"][n]) for n in names)
@@ -132,12 +134,12 @@ def test_an_algorithm_without_them_gets_the_network_itself() -> None:
 @pytest.mark.parametrize("eval_mode", [False, True])
 def test_a_call_is_the_networks_own_and_calm_moves_and_drops_nothing(eval_mode: bool) -> None:
     network = with_judge(small())
-    network.training_mode(frozenset(network.live["model"]))
+    network.set_training_mode(frozenset(network.live["model"]))
     v = torch.rand(8, 16, generator=Stream(3).generator())
-    hand = copy.deepcopy(network.companions["judge"]).train(not eval_mode)
-    before = network.take()["buffers"]
+    hand = copy.deepcopy(network.auxiliary_modules["judge"]).train(not eval_mode)
+    before = network.copy_weights()["buffers"]
     wanted = hand(v)
-    for weights in (network.take(), network.live):  # a copy first: calls write statistics where they find them
+    for weights in (network.copy_weights(), network.live):  # a copy first: calls write statistics where they find them
         found = network.auxiliary(weights, "judge", v, eval_mode=eval_mode)
         torch.testing.assert_close(found, wanted)
     assert (
@@ -175,15 +177,17 @@ def test_they_stack_with_dropout_and_statistics_of_their_own() -> None:
 def test_fine_tuning_is_of_the_classifiers_layers_and_leaves_them_free(fraction: float) -> None:
     network, bare = with_judge(small()), small()
     mine = frozenset(n for n in network.live["model"] if n.startswith(AUX_PREFIX))
-    assert network.trainable(fraction, ()) - mine == bare.trainable(fraction, ())
-    assert network.trainable(fraction, (AUX_PREFIX,)) == mine
+    assert network.trainable_names(fraction, ()) - mine == bare.trainable_names(fraction, ())
+    assert network.trainable_names(fraction, (AUX_PREFIX,)) == mine
 
 
 def test_whoever_evaluates_needs_the_classifier_alone_whoever_trains_all() -> None:
     network = with_judge(small())
-    weights = weights_of(small().module)
-    found = score(Score(weights, probabilities), network, BATCH)
-    assert torch.equal(found["probabilities"], score(Score(weights, probabilities), small(), BATCH)["probabilities"])
+    weights = copy_module_weights(small().module)
+    found = score(Score(weights, predict_probabilities), network, BATCH)
+    assert torch.equal(
+        found["probabilities"], score(Score(weights, predict_probabilities), small(), BATCH)["probabilities"]
+    )
     with pytest.raises(KeyError, match="beside"):
         fit(Fit(weights, STEPS, SGD), network, BATCH, at_round(1), Stream(0))
 
@@ -203,12 +207,12 @@ def test_a_run_counts_their_bytes_and_saves_the_model_alone(judged: str, tmp_pat
 
 
 def test_every_cluster_has_its_own_by_its_features(judged: str) -> None:
-    recipe = Recipe.of({**VALUES, "algorithm": judged})
-    experiment = Experiment(recipe, consortium=hospitals())
+    recipe = Recipe.from_values({**VALUES, "algorithm": judged})
+    experiment = Experiment(recipe, dataset=hospitals())
     state = experiment.algorithm.init(experiment.federation)
     widths = {name: state[f"model@{name}"]["beside.judge.0.weight"].shape[1] for name in recipe.clusters}
     assert widths == {"high": 128, "medium": 64, "low": 32}
-    found = run(recipe, consortium=hospitals())
+    found = run(recipe, dataset=hospitals())
     assert not any(name.startswith(AUX_PREFIX) for group in found.state.values() for name in group)
 
 

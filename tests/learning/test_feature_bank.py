@@ -12,7 +12,12 @@ from hypothesis import strategies as st
 from scipy.stats import chisquare
 from torch import Tensor
 
-from polyclinic.algorithms.representation.feature_bank import FeatureRelease, others, told, told_privately
+from polyclinic.algorithms.representation.feature_bank import (
+    FeatureRelease,
+    features_of_others,
+    release_features,
+    release_features_privately,
+)
 from polyclinic.core.contract import Stream, Tensors
 
 LABELS = torch.tensor([0] * 6 + [1] * 2 + [2] * 4)
@@ -26,7 +31,7 @@ def images(values: Tensor) -> list[int]:
 
 
 def plain(slots: int = 4, fewest: int = 3, seed: int = 1, labels: Tensor = LABELS) -> FeatureRelease:
-    return told(FEATURES, labels, 4, slots, fewest, Stream(seed))
+    return release_features(FEATURES, labels, 4, slots, fewest, Stream(seed))
 
 
 def test_a_site_tells_of_so_many_images_of_each_class_and_of_all_if_there_are_fewer() -> None:
@@ -81,7 +86,7 @@ HELD = {"a": [3, 0, 1], "b/x": [2, 3, 0], "c": [1, 1, 0], "d": [0, 0, 0]}
 
 def heard(site: str, most: int) -> list[list[tuple[str, int]]]:
     """By class: whose features, and which of them."""
-    found = others(a_bank(HELD), site, most)
+    found = features_of_others(a_bank(HELD), site, most)
     names = list(HELD)
     told = []
     for label, number in enumerate(found["held"].long().tolist()):
@@ -109,7 +114,7 @@ def test_it_hears_as_much_as_there_is_and_from_nobody_much_more_than_from_anothe
     names = [f"site-{number}" for number in range(len(held))]
     bank = a_bank(dict(zip(names, held, strict=True)))
     for number, name in enumerate(names):
-        found = others(bank, name, most)
+        found = features_of_others(bank, name, most)
         assert found["values"].shape[1] <= min(most, 3 * (len(names) - 1)), "no bytes for what nobody can send"
         for label in range(2):
             elsewhere = {other: held[other][label] for other in range(len(held)) if other != number}
@@ -124,10 +129,10 @@ def test_it_hears_as_much_as_there_is_and_from_nobody_much_more_than_from_anothe
 
 
 def test_before_anybody_has_told_anything_nothing_is_sent() -> None:
-    silent = others(a_bank({"a": [0, 0], "b": [0, 0]}), "a", 32)
+    silent = features_of_others(a_bank({"a": [0, 0], "b": [0, 0]}), "a", 32)
     assert silent["values"].shape == (2, 0, 3)
     assert silent["held"].tolist() == [0, 0]
-    lonely = others(a_bank({"a": [3, 3]}), "a", 32)
+    lonely = features_of_others(a_bank({"a": [3, 3]}), "a", 32)
     assert lonely["held"].tolist() == [0, 0]
 
 
@@ -137,7 +142,7 @@ def test_before_anybody_has_told_anything_nothing_is_sent() -> None:
 def private(
     features: Tensor, labels: Tensor, slots: int, noise: tuple[float, float], clip: float = 100.0, seed: int = 3
 ) -> FeatureRelease:
-    return told_privately(features, labels, 3, slots, 3, clip, noise, Stream(seed, ("secret",)))
+    return release_features_privately(features, labels, 3, slots, 3, clip, noise, Stream(seed, ("secret",)))
 
 
 def test_slots_have_noise_of_twice_the_clip() -> None:

@@ -17,9 +17,9 @@ from polyclinic.core.contract import Augment, Batch, Bundle, Examples, Fitted, N
 from polyclinic.data.examples import Images, PerChannel, Selection, SiteData
 from polyclinic.runs.sites import FederatedDataset
 from polyclinic.training.fit import fit, score
-from polyclinic.training.losses import probabilities, task_loss
+from polyclinic.training.losses import predict_probabilities, task_loss
 from polyclinic.training.network import LiveNetwork
-from polyclinic.training.prefetch import AHEAD, feed, fetched
+from polyclinic.training.prefetch import QUEUED_BATCHES, prefetch_batches, prefetch_in_thread
 from tests.laws.bench import noise, same, small
 from tests.learning.jobs import at_round, job
 
@@ -62,7 +62,7 @@ class Plain:
 
 
 def kinds(images: Images) -> tuple[Examples, ...]:
-    return images, Selection.of(images, torch.arange(len(images)).flip(0)), Plain(images)
+    return images, Selection.from_rows(images, torch.arange(len(images)).flip(0)), Plain(images)
 
 
 SCALES = [(0.0, 1.0), (0.3, 0.5), ((0.1, 0.2, 0.3), (0.5, 0.6, 0.7))]
@@ -76,7 +76,7 @@ def test_batches_and_their_order_are_those_of_the_data(
 ) -> None:
     turns = [torch.tensor(rows, dtype=torch.int64) for rows in ([4, 1], [0], [], [9, 9, 3], [2, 5, 6, 7], [1], [8])]
     for data in kinds(pictures(10, dtype, mean, std)):
-        with feed(data, turns, torch.device(device), ahead=True) as fed:
+        with prefetch_batches(data, turns, torch.device(device), ahead=True) as fed:
             found = list(fed)
         assert len(found) == len(turns)
         for (images, labels), index in zip(found, turns, strict=True):
@@ -92,7 +92,7 @@ def test_batches_and_their_order_are_those_of_the_data(
 @given(sizes=st.lists(st.integers(1, 5), max_size=12), read=st.integers(0, 12))
 def test_whoever_leaves_early_leaves_no_thread_behind(sizes: list[int], read: int) -> None:
     before, data = threading.active_count(), noise(5)
-    with feed(data, [torch.arange(size) for size in sizes], CPU, ahead=True) as fed:
+    with prefetch_batches(data, [torch.arange(size) for size in sizes], CPU, ahead=True) as fed:
         seen = [len(labels) for (_, labels), _ in zip(fed, range(read), strict=False)]
     assert seen == sizes[:read]
     assert threading.active_count() == before
@@ -102,7 +102,7 @@ def test_an_error_of_whoever_uses_the_batches_ends_the_thread_too() -> None:
     before = threading.active_count()
 
     def use() -> None:
-        with feed(noise(5), [torch.arange(5)] * 9, CPU, ahead=True) as fed:
+        with prefetch_batches(noise(5), [torch.arange(5)] * 9, CPU, ahead=True) as fed:
             next(fed)
             assert threading.active_count() > before
             raise ZeroDivisionError
@@ -114,7 +114,7 @@ def test_an_error_of_whoever_uses_the_batches_ends_the_thread_too() -> None:
 
 def test_where_the_images_are_at_hand_there_is_no_thread() -> None:
     before = threading.active_count()
-    with feed(noise(5), [torch.arange(5)], CPU) as fed:
+    with prefetch_batches(noise(5), [torch.arange(5)], CPU) as fed:
         next(fed)
         assert threading.active_count() == before
 
@@ -123,7 +123,7 @@ def test_an_error_in_the_thread_surfaces_at_its_batch() -> None:
     def make(turn: int) -> Batch:
         return torch.full((1,), 12 / (turn - 3)), torch.tensor([turn])
 
-    with fetched(make, range(6), CPU) as fed:
+    with prefetch_in_thread(make, range(6), CPU) as fed:
         assert [int(next(fed)[1]) for _ in range(3)] == [0, 1, 2]
         with pytest.raises(ZeroDivisionError):
             next(fed)
@@ -138,7 +138,7 @@ def test_the_next_batch_is_made_while_this_one_is_used() -> None:
         makers.add(threading.current_thread())
         return torch.zeros(1), torch.tensor([turn])
 
-    with fetched(make, range(4), CPU) as fed:
+    with prefetch_in_thread(make, range(4), CPU) as fed:
         for turn, _ in enumerate(fed):
             assert turn == 3 or begun[turn + 1].wait(10), "nobody fetched the next batch"
     assert len(makers) == 1
@@ -153,9 +153,9 @@ def test_only_a_few_batches_wait() -> None:
         made.append(turn)
         return torch.zeros(1), torch.tensor([turn])
 
-    with fetched(make, range(50), CPU) as fed:
+    with prefetch_in_thread(make, range(50), CPU) as fed:
         for used, _ in enumerate(fed, 1):
-            assert len(made) <= used + AHEAD
+            assert len(made) <= used + QUEUED_BATCHES
 
 
 # Where a consortium's images lie.
@@ -164,7 +164,9 @@ def test_only_a_few_batches_wait() -> None:
 def consortium() -> FederatedDataset:
     """Two sites that share ten pictures of 48 bytes."""
     shared = pictures(10, torch.uint8)
-    parts = [[Selection.of(shared, torch.arange(at, at + 2)) for at in begin] for begin in ((0, 2, 4), (4, 6, 8))]
+    parts = [
+        [Selection.from_rows(shared, torch.arange(at, at + 2)) for at in begin] for begin in ((0, 2, 4), (4, 6, 8))
+    ]
     return FederatedDataset(("a", "b"), {n: SiteData(n, *p) for n, p in zip("xy", parts, strict=True)}, None, 3, 4)
 
 
@@ -172,17 +174,17 @@ def consortium() -> FederatedDataset:
 def test_images_go_to_the_device_if_there_is_room_for_all_of_them(room: int | None, device: str) -> None:
     """PyTorch's `meta` device stands for one that is not the CPU; shared images count once."""
     hospitals = consortium()
-    moved = hospitals.on(torch.device("meta"), room)
+    moved = hospitals.on_device(torch.device("meta"), room)
     assert {p.labels.device.type for s in moved.values() for p in (s.train, s.validation, s.test)} == {device}
     shared = {id(p.shared) for s in moved.values() for p in (s.train, s.validation, s.test) if isinstance(p, Selection)}
     assert len(shared) == 1
-    assert hospitals.on(CPU) == hospitals.sites
+    assert hospitals.on_device(CPU) == hospitals.sites
 
 
 def test_pictures_of_each_site_count_each() -> None:
     sites = {n: SiteData(n, *[pictures(2, torch.uint8)] * 3) for n in "xy"}
     for room, device in ((2 * 96, "meta"), (2 * 96 - 1, "cpu")):
-        moved = FederatedDataset(("a", "b"), sites, None, 3, 4).on(torch.device("meta"), room)
+        moved = FederatedDataset(("a", "b"), sites, None, 3, 4).on_device(torch.device("meta"), room)
         assert {site.train.labels.device.type for site in moved.values()} == {device}
 
 
@@ -200,12 +202,12 @@ AUGMENT = Augment(rotation=10, flip=True, brightness=0.2, contrast=0.2, crop=0.1
 @NEEDS_CUDA
 @pytest.mark.parametrize("training", [Training(batch=4, epochs=3), Training(batch=4, augment=AUGMENT)])
 def test_training_on_fed_images_is_training_on_images_at_hand(training: Training) -> None:
-    data = Selection.of(noise(40), torch.arange(30))
-    near = data.of_copy(data.shared.to("cuda"))
+    data = Selection.from_rows(noise(40), torch.arange(30))
+    near = data.with_images(data.shared.to("cuda"))
     for steps in ((Step(task_loss),), (Step(task_loss, ("extractor.",)), Step(task_loss, ("head.",)))):
         assert same(on_gpu(data, training, steps).weights, on_gpu(near, training, steps).weights)
     network = LiveNetwork(small().module, torch.device("cuda"))
-    ask = Score(job(network, training).weights, probabilities)
+    ask = Score(job(network, training).weights, predict_probabilities)
     assert same({"": score(ask, network, data, 7)}, {"": score(ask, network, near, 7)})
 
 
@@ -230,7 +232,7 @@ def test_inside_a_job_the_host_never_waits_for_the_device(near: bool, scale: tup
     mean, std = (value if isinstance(value, float) else value[:1] for value in scale)
     pixels = pictures(30, torch.uint8)
     images = Images(pixels.images[:, :1], pixels.labels % 3, None, mean, std)
-    data = Selection.of(images.to("cuda") if near else images, torch.arange(30))
+    data = Selection.from_rows(images.to("cuda") if near else images, torch.arange(30))
     alarm = Alarm(steps=24)
     try:
         on_gpu(data, Training(batch=4, epochs=3), (Step(alarm),))

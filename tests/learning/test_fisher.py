@@ -9,13 +9,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from polyclinic.algorithms.personalisation.fisher import one_by_one, squared_gradients, squared_mean_gradient
+from polyclinic.algorithms.personalisation.fisher import (
+    per_example_squared_gradients,
+    squared_gradients,
+    squared_mean_gradient,
+)
 from polyclinic.core.contract import Batch, Bundle, Network, Score, Scorer, Stream, Tensors
 from polyclinic.data.examples import Images
-from polyclinic.models import build
-from polyclinic.training.dp.per_example_gradients import GradientTape, NotRecordableError, twin
+from polyclinic.models import build_model
+from polyclinic.training.dp.per_example_gradients import GradientTape, NotRecordableError, copy_with_record
 from polyclinic.training.fit import score
-from polyclinic.training.network import LiveNetwork, weights_of
+from polyclinic.training.network import LiveNetwork, copy_module_weights
 from tests.laws.bench import small
 
 SIDE, CLASSES = 8, 3
@@ -24,7 +28,7 @@ SIDE, CLASSES = 8, 3
 def built(name: str, **options: float) -> Callable[[], LiveNetwork]:
     def make() -> LiveNetwork:
         shape = {"classes": CLASSES, "channels": 1, "size": SIDE}
-        return LiveNetwork(build(name, **shape, dropout=options.get("dropout"), seed=Stream(5)).double())
+        return LiveNetwork(build_model(name, **shape, dropout=options.get("dropout"), seed=Stream(5)).double())
 
     return make
 
@@ -66,7 +70,7 @@ def trained(network: LiveNetwork) -> LiveNetwork:
 
 
 def asked(function: Scorer, network: LiveNetwork, data: Images, batch: int | None = None) -> Tensors:
-    return score(Score(weights_of(network.module), function, reduce="mean"), network, data, batch)
+    return score(Score(copy_module_weights(network.module), function, reduce="mean"), network, data, batch)
 
 
 def gradients(network: LiveNetwork, images: Tensor, labels: Tensor) -> Tensors:
@@ -112,7 +116,7 @@ def test_a_network_of_a_library_is_asked_example_by_example() -> None:
 
 
 def slowly(network: Network, weights: Bundle, batch: Batch, reference: Bundle) -> Tensors:
-    return one_by_one(network, weights, batch)
+    return per_example_squared_gradients(network, weights, batch)
 
 
 @pytest.mark.parametrize("make", RECORDED.values(), ids=RECORDED)
@@ -127,11 +131,11 @@ def test_which_networks_can_be_recorded() -> None:
     """Else the tests above would look at one way only."""
     for make in RECORDED.values():
         network = make()
-        twin(network.module, frozenset(network.live["model"]), GradientTape(network.device))
+        copy_with_record(network.module, frozenset(network.live["model"]), GradientTape(network.device))
     for make in OTHERS.values():
         network = make()
         with pytest.raises(NotRecordableError):
-            twin(network.module, frozenset(network.live["model"]), GradientTape(network.device))
+            copy_with_record(network.module, frozenset(network.live["model"]), GradientTape(network.device))
 
 
 @pytest.mark.parametrize(
@@ -152,16 +156,16 @@ def test_a_job_may_say_how_many_examples_it_looks_at_together() -> None:
     """So that the paper's figure does not depend on what a device likes."""
     network = trained(RECORDED["mlp"]())
     data = pictures(network, 11)
-    job = Score(weights_of(network.module), squared_mean_gradient, reduce="mean", batch=4)
+    job = Score(copy_module_weights(network.module), squared_mean_gradient, reduce="mean", batch=4)
     assert_equal(score(job, network, data), squares_by_hand(network, data, (4, 4, 3)))
 
 
 def test_looking_leaves_the_network_as_it_was() -> None:
     network = trained(RECORDED["GroupNorm and a skip"]())
-    data, before = pictures(network, 5), weights_of(network.module)
+    data, before = pictures(network, 5), copy_module_weights(network.module)
     network.require_gradients(frozenset({"head.weight"}))
     asked(squared_gradients, network, data)
-    after = weights_of(network.module)
+    after = copy_module_weights(network.module)
     assert all(torch.equal(t, after[kind][name]) for kind, group in before.items() for name, t in group.items())
     assert [n for n, p in network.module.named_parameters() if p.requires_grad] == ["head.weight"]
     assert all(p.grad is None for p in network.module.parameters())

@@ -17,9 +17,9 @@ from polyclinic.core.contract import Batch, Bundle, Fit, Fitted, Network, Optimi
 from polyclinic.data.examples import Images, SiteData
 from polyclinic.models import Classifier
 from polyclinic.storage import messages
-from polyclinic.training.fit import batches, draws_from, fit, order, walk
-from polyclinic.training.losses import corrected, proximal, task_loss
-from polyclinic.training.network import LiveNetwork, weights_of
+from polyclinic.training.fit import draw_epoch_batches, draw_epoch_order, fit, iterate_steps, seed_generators
+from polyclinic.training.losses import corrected_loss, proximal_loss, task_loss
+from polyclinic.training.network import LiveNetwork, copy_module_weights
 from tests.laws.bench import noise, play, same, small
 from tests.learning.jobs import at_round, job
 
@@ -35,14 +35,14 @@ LABELS = st.lists(st.integers(0, 4), min_size=1, max_size=60).map(torch.tensor)
 @settings(max_examples=60, deadline=None)
 @given(labels=LABELS, seed=st.integers(0, 999))
 def test_an_epoch_sees_every_example_once(labels: Tensor, seed: int) -> None:
-    seen = order(labels, Training(), Stream(seed))
+    seen = draw_epoch_order(labels, Training(), Stream(seed))
     assert sorted(seen.tolist()) == list(range(len(labels)))
 
 
 @settings(max_examples=60, deadline=None)
 @given(labels=LABELS, seed=st.integers(0, 999))
 def test_oversampling_makes_classes_equally_frequent_and_leaves_nobody_out(labels: Tensor, seed: int) -> None:
-    seen = order(labels, Training(oversample=True), Stream(seed))
+    seen = draw_epoch_order(labels, Training(oversample=True), Stream(seed))
     assert set(seen.tolist()) == set(range(len(labels)))
     counts = labels[seen].bincount()
     assert set(counts[counts > 0].tolist()) == {int(labels.bincount().max())}
@@ -51,7 +51,9 @@ def test_oversampling_makes_classes_equally_frequent_and_leaves_nobody_out(label
 
 def test_oversampling_draws_anew_each_epoch() -> None:
     labels = torch.tensor([0] * 30 + [1] * 10)
-    epochs = [order(labels, Training(oversample=True), Stream(0).child(epoch)).bincount() for epoch in range(2)]
+    epochs = [
+        draw_epoch_order(labels, Training(oversample=True), Stream(0).child(epoch)).bincount() for epoch in range(2)
+    ]
     assert not torch.equal(*epochs)
 
 
@@ -59,8 +61,8 @@ def test_oversampling_draws_anew_each_epoch() -> None:
 @given(labels=LABELS, size=st.integers(1, 20), oversample=st.booleans())
 def test_batches_cut_the_epoch_and_leave_no_example_alone(labels: Tensor, size: int, oversample: bool) -> None:
     training = Training(batch=size, oversample=oversample)
-    cut = batches(labels, training, Stream(1))
-    assert torch.equal(torch.cat(cut), order(labels, training, Stream(1)))
+    cut = draw_epoch_batches(labels, training, Stream(1))
+    assert torch.equal(torch.cat(cut), draw_epoch_order(labels, training, Stream(1)))
     assert all(len(index) == size for index in cut[:-1])
     assert 1 <= len(cut[-1]) <= size + (size > 1)
     alone = len(cut[-1]) == 1
@@ -69,17 +71,19 @@ def test_batches_cut_the_epoch_and_leave_no_example_alone(labels: Tensor, size: 
 
 @pytest.mark.parametrize(("examples", "sizes"), [(12, [4, 4, 4]), (13, [4, 4, 5]), (14, [4, 4, 4, 2]), (1, [1])])
 def test_a_single_leftover_joins_the_batch_before(examples: int, sizes: list[int]) -> None:
-    assert [len(index) for index in batches(torch.zeros(examples).long(), Training(batch=4), Stream(0))] == sizes
+    assert [
+        len(index) for index in draw_epoch_batches(torch.zeros(examples).long(), Training(batch=4), Stream(0))
+    ] == sizes
 
 
 def test_batches_of_one_are_as_many_as_there_are_examples() -> None:
     """Nobody is left over there, so nobody joins anybody."""
-    assert [len(index) for index in batches(torch.zeros(5).long(), Training(batch=1), Stream(0))] == [1] * 5
+    assert [len(index) for index in draw_epoch_batches(torch.zeros(5).long(), Training(batch=1), Stream(0))] == [1] * 5
 
 
 def seen_by(training: Training, rounds: int, whole: bool = False) -> list[list[Tensor]]:
     labels = torch.arange(13) % 3
-    return [micro for r in range(1, rounds + 1) for _, micro in walk(labels, training, STREAM, r, whole)]
+    return [micro for r in range(1, rounds + 1) for _, micro in iterate_steps(labels, training, STREAM, r, whole)]
 
 
 def flat(steps: list[list[Tensor]]) -> list[list[int]]:
@@ -109,10 +113,12 @@ def test_whole_epochs_are_one_step_each() -> None:
 def test_steps_are_numbered_over_the_run(whole: bool) -> None:
     labels, per_epoch = torch.arange(13) % 3, 1 if whole else 3
     for training, rounds in ((Training(batch=4), 6), (Training(batch=4, epochs=3), 2)):
-        walked = [number for r in range(1, rounds + 1) for number, _ in walk(labels, training, STREAM, r, whole)]
+        walked = [
+            number for r in range(1, rounds + 1) for number, _ in iterate_steps(labels, training, STREAM, r, whole)
+        ]
         assert walked == list(range(6 * per_epoch))
     by_steps = Training(batch=4, epochs=None, steps=4)
-    assert [number for r in (1, 2) for number, _ in walk(labels, by_steps, STREAM, r, False)] == list(range(8))
+    assert [number for r in (1, 2) for number, _ in iterate_steps(labels, by_steps, STREAM, r, False)] == list(range(8))
 
 
 class Sealed(Images):
@@ -127,7 +133,7 @@ def test_training_looks_at_the_training_part_only(oversample: bool) -> None:
     train, sealed = noise(12, "here"), Sealed(noise(6, "sealed").images, noise(6, "sealed").labels)
     sites = {"here": SiteData("here", train, sealed, sealed)}
     played = play(FedAvg(Training(SGD, batch=5, oversample=oversample)), sites, small(), 2)
-    assert not same(played.weights, weights_of(small().module))
+    assert not same(played.weights, copy_module_weights(small().module))
 
 
 # What a job may move.
@@ -156,7 +162,7 @@ LAYERS = ["extractor.0", "extractor.1", "extractor.3", "extractor.4", "head.0", 
 @pytest.mark.parametrize("top", [1, 2, 3, 4, 5, 6])
 def test_fine_tuning_moves_the_top_layers_and_their_statistics_and_nothing_else(top: int, optimiser: Optimiser) -> None:
     network = deep()
-    before = weights_of(network.module)
+    before = copy_module_weights(network.module)
     fitted = fit(job(network, Training(optimiser, 8, fine_tune=top / 6)), network, noise(16), at_round(1), STREAM)
     everything = {name for tensors in before.values() for name in tensors}
     expected = {name for name in everything if name.rpartition(".")[0] in LAYERS[6 - top :]}
@@ -178,10 +184,10 @@ def test_a_frozen_extractor_hands_on_the_same_features_whatever_the_batch() -> N
 def test_freezing_does_not_outlast_the_job() -> None:
     network = deep()
     fit(job(network, Training(SGD, 8, fine_tune=1 / 6)), network, noise(16), at_round(1), STREAM)
-    start = weights_of(network.module)
+    start = copy_module_weights(network.module)
     after = fit(job(network, Training(SGD, 8)), network, noise(16), at_round(1), STREAM)
     fresh = deep()
-    fresh.load(start)
+    fresh.load_weights(start)
     assert same(after.weights, fit(job(fresh, Training(SGD, 8)), fresh, noise(16), at_round(1), STREAM).weights)
 
 
@@ -196,7 +202,7 @@ def gradient(network: LiveNetwork, data: Images) -> dict[str, Tensor]:
 def test_a_whole_step_is_one_step_along_the_full_gradient(batch: int) -> None:
     """However it is cut into batches, unequal ones included."""
     network, data = small(norm=False, dtype=torch.float64), noise(13, dtype=torch.float64)
-    before, full = weights_of(network.module), gradient(network, data)
+    before, full = copy_module_weights(network.module), gradient(network, data)
     fitted = fit(job(network, Training(SGD, batch), whole=True), network, data, at_round(1), STREAM)
     assert fitted.steps == 1
     for name, start in before["model"].items():
@@ -205,10 +211,13 @@ def test_a_whole_step_is_one_step_along_the_full_gradient(batch: int) -> None:
     assert fitted.loss == pytest.approx(float(expected.detach()), rel=1e-6)
 
 
-@pytest.mark.parametrize("objective", [proximal, corrected])
+@pytest.mark.parametrize("objective", [proximal_loss, corrected_loss])
 def test_a_whole_step_counts_terms_without_data_once(objective: Callable[..., Tensor]) -> None:
     """μ/2·‖w − anchor‖² and ⟨c, w⟩ do not grow with the number of batches."""
-    data, start = noise(12, dtype=torch.float64), weights_of(small(norm=False, dtype=torch.float64).module)["model"]
+    data, start = (
+        noise(12, dtype=torch.float64),
+        copy_module_weights(small(norm=False, dtype=torch.float64).module)["model"],
+    )
     reference = {
         "anchor": {name: torch.zeros_like(w) for name, w in start.items()},
         "scalars": {"mu": torch.tensor(0.5, dtype=torch.float64)},
@@ -220,7 +229,7 @@ def test_a_whole_step_counts_terms_without_data_once(objective: Callable[..., Te
         ask = job(network, Training(SGD, batch), steps=objective, reference=reference, whole=True)
         ended.append(fit(ask, network, data, at_round(1), STREAM))
     plain = start["head.bias"] - 0.1 * gradient(small(norm=False, dtype=torch.float64), data)["head.bias"]
-    extra = 0.5 * start["head.bias"] if objective is proximal else torch.ones_like(plain)
+    extra = 0.5 * start["head.bias"] if objective is proximal_loss else torch.ones_like(plain)
     for fitted in ended:
         torch.testing.assert_close(fitted.weights["model"]["head.bias"], plain - 0.1 * extra, rtol=0, atol=1e-14)
 
@@ -263,7 +272,7 @@ TWO_STEPS = (Step(everything_at_once, ("extractor.",)), Step(shrink_head, ("head
 def test_each_step_of_a_job_moves_its_own_parameters() -> None:
     """One batch of plain SGD: the head only shrinks by η, the extractor goes along the first objective's gradient."""
     network, data = small(norm=False, dtype=torch.float64), noise(8, dtype=torch.float64)
-    start, slope = weights_of(network.module)["model"], gradient(network, data)
+    start, slope = copy_module_weights(network.module)["model"], gradient(network, data)
     fitted = fit(job(network, Training(SGD, 8), steps=TWO_STEPS), network, data, at_round(1), STREAM)
     for name, w in start.items():
         expected = 0.9 * w if name.startswith("head.") else w - 0.1 * (slope[name] + 2 * w)
@@ -273,7 +282,7 @@ def test_each_step_of_a_job_moves_its_own_parameters() -> None:
 @pytest.mark.parametrize("number", [0, 1])
 def test_a_step_alone_leaves_the_others_parameters_alone(number: int) -> None:
     network = small()
-    before, prefix = weights_of(network.module), TWO_STEPS[number].train
+    before, prefix = copy_module_weights(network.module), TWO_STEPS[number].train
     fitted = fit(job(network, Training(ADAM, 4), steps=(TWO_STEPS[number],)), network, noise(8), at_round(1), STREAM)
     moved = changed({"model": before["model"]}, fitted.weights)
     assert moved == {name for name in before["model"] if name.startswith(prefix)}
@@ -296,7 +305,7 @@ def test_every_steps_optimiser_goes_on_where_it_stopped(optimiser: Optimiser) ->
 
 def test_fine_tuning_and_a_steps_own_parameters_both_apply() -> None:
     network = deep()
-    before = weights_of(network.module)
+    before = copy_module_weights(network.module)
     step = Step(task_loss, ("head.",))
     training = Training(SGD, 8, fine_tune=1 / 6)
     fitted = fit(job(network, training, steps=(step,)), network, noise(16), at_round(1), STREAM)
@@ -306,7 +315,7 @@ def test_fine_tuning_and_a_steps_own_parameters_both_apply() -> None:
 def test_the_sites_rate_is_used_not_the_recipes() -> None:
     """The schedule's rate comes with the message."""
     network, data = small(norm=False, dtype=torch.float64), noise(8, dtype=torch.float64)
-    start, slope = weights_of(network.module)["model"], gradient(network, data)
+    start, slope = copy_module_weights(network.module)["model"], gradient(network, data)
     fitted = fit(job(network, Training(Optimiser(lr=5.0), 8)), network, data, at_round(1, lr=0.01), STREAM)
     for name, w in start.items():
         torch.testing.assert_close(fitted.weights["model"][name], w - 0.01 * slope[name], rtol=0, atol=1e-14)
@@ -316,9 +325,9 @@ def test_the_network_draws_from_the_stream_and_gives_the_generator_back_also_aft
     before = torch.get_rng_state()
     draws = []
     for path in ("a", "a", "b"):
-        with draws_from(Stream(0, (path,)), torch.device("cpu")):
+        with seed_generators(Stream(0, (path,)), torch.device("cpu")):
             draws.append(float(torch.rand(())))
-    with pytest.raises(ZeroDivisionError), draws_from(Stream(0), torch.device("cpu")):
+    with pytest.raises(ZeroDivisionError), seed_generators(Stream(0), torch.device("cpu")):
         torch.rand(1 // 0)
     assert draws[0] == draws[1] != draws[2]
     assert torch.equal(torch.get_rng_state(), before)

@@ -17,18 +17,18 @@ from torch.func import grad_and_value, vmap
 from polyclinic.algorithms.representation.fraug import FRAug
 from polyclinic.algorithms.representation.fraug_losses import (
     ClassMeans,
-    Generator,
-    Transform,
-    augmenting,
-    discrepancy,
-    entropy,
-    generating,
-    known,
-    transforming,
+    FeatureGenerator,
+    FeatureTransform,
+    augmentation_loss,
+    generator_loss,
+    mean_entropy,
+    sample_seen_labels,
+    squared_mmd,
+    transform_loss,
 )
 from polyclinic.core.contract import Bundle, Objective, Optimiser, Stream, Training
-from polyclinic.training.auxiliary import drawn
-from polyclinic.training.keyed_dropout import uniform
+from polyclinic.training.auxiliary import build_with_seed
+from polyclinic.training.keyed_dropout import hash_uniform
 from tests.laws.bench import CLASSES, clinics, noise, small, with_beside
 
 SGD = Training(Optimiser(lr=0.1), batch=5)
@@ -54,8 +54,8 @@ def normalised(rows: Tensor, training: bool) -> Tensor:
 @pytest.mark.parametrize("training", [False, True])
 def test_the_generator_and_the_transformation_by_hand(training: bool) -> None:
     z, y, made = random(5, LATENT, name="z"), F.one_hot(torch.tensor([0, 1, 2, 1, 0])).double(), random(5, WIDTH)
-    generator = drawn(lambda: Generator(LATENT, CLASSES, WIDTH), Stream(1)).double().train(training)
-    transform = drawn(lambda: Transform(LATENT, CLASSES, WIDTH), Stream(2)).double().train(training)
+    generator = build_with_seed(lambda: FeatureGenerator(LATENT, CLASSES, WIDTH), Stream(1)).double().train(training)
+    transform = build_with_seed(lambda: FeatureTransform(LATENT, CLASSES, WIDTH), Stream(2)).double().train(training)
     for network, rows, last in ((generator, z, torch.relu), (transform, made, torch.nn.Identity())):
         inner = torch.relu(normalised(network.enter(torch.cat([rows, y], 1)), training))
         torch.testing.assert_close(network(rows, y), last(normalised(network.leave(inner), training)))
@@ -80,7 +80,7 @@ def test_means_of_classes_by_hand() -> None:
 )
 def test_labels_are_of_all_classes_alike_that_were_met(met: list[int], count: int, key: int) -> None:
     weights: Bundle = {"buffers": {"beside.means.times": torch.tensor(met)}}
-    found = known(weights, count, torch.tensor(key % 2**60)).tolist()
+    found = sample_seen_labels(weights, count, torch.tensor(key % 2**60)).tolist()
     there = [c for c, times in enumerate(met) if times]
     counts = [found.count(c) for c in there]
     assert len(found) == count == sum(counts)
@@ -89,7 +89,7 @@ def test_labels_are_of_all_classes_alike_that_were_met(met: list[int], count: in
 
 def test_labels_begin_anywhere() -> None:
     weights: Bundle = {"buffers": {"beside.means.times": torch.tensor([1, 1, 0, 1, 1])}}
-    assert {int(known(weights, 2, torch.tensor(key))[0]) for key in range(60)} == {0, 1, 3, 4}
+    assert {int(sample_seen_labels(weights, 2, torch.tensor(key))[0]) for key in range(60)} == {0, 1, 3, 4}
 
 
 # The distance of two samples, and uncertainty
@@ -111,27 +111,27 @@ def mmd_by_hand(one: Tensor, other: Tensor) -> float:
 )
 def test_discrepancy_by_hand(one: int, other: int, offset: float, width: int) -> None:
     x, y = random(one, width, name="x"), random(other, width, name="y") + offset
-    assert float(discrepancy(x, y)) == pytest.approx(mmd_by_hand(x, y), abs=1e-9)
-    assert float(discrepancy(x, x)) == pytest.approx(0, abs=1e-12)
-    assert -1e-12 <= float(discrepancy(x, y)) <= 10
+    assert float(squared_mmd(x, y)) == pytest.approx(mmd_by_hand(x, y), abs=1e-9)
+    assert float(squared_mmd(x, x)) == pytest.approx(0, abs=1e-12)
+    assert -1e-12 <= float(squared_mmd(x, y)) <= 10
 
 
 def test_discrepancy_has_a_slope_everywhere_falls_along_it_and_stacks() -> None:
     x, y = random(6, 4, name="x"), random(5, 4, name="y") + 1
-    slope, before = grad_and_value(discrepancy)(x, y)
-    assert float(discrepancy(x - 0.01 * slope, y)) < float(before)
+    slope, before = grad_and_value(squared_mmd)(x, y)
+    assert float(squared_mmd(x - 0.01 * slope, y)) < float(before)
     for same_rows in (torch.zeros(3, 4), torch.ones(3, 4)):
-        slope, _ = grad_and_value(discrepancy)(same_rows, same_rows)
+        slope, _ = grad_and_value(squared_mmd)(same_rows, same_rows)
         assert bool((slope == 0).all()), "features that are all dead"
     many = torch.stack([x, 2 * x, x + 1])
-    alone = torch.stack([discrepancy(rows, y) for rows in many])
-    torch.testing.assert_close(vmap(discrepancy, (0, None))(many, y), alone, rtol=1e-12, atol=1e-12)
+    alone = torch.stack([squared_mmd(rows, y) for rows in many])
+    torch.testing.assert_close(vmap(squared_mmd, (0, None))(many, y), alone, rtol=1e-12, atol=1e-12)
 
 
 def test_entropy_by_hand() -> None:
     logits = torch.log(torch.tensor([[0.25, 0.25, 0.5], [1 / 3, 1 / 3, 1 / 3]]).double()) + 4
-    assert float(entropy(logits)) == pytest.approx((1.5 * math.log(2) + math.log(3)) / 2)
-    assert float(entropy(torch.tensor([[900.0, -900.0]]))) == 0.0
+    assert float(mean_entropy(logits)) == pytest.approx((1.5 * math.log(2) + math.log(3)) / 2)
+    assert float(mean_entropy(torch.tensor([[900.0, -900.0]]))) == 0.0
 
 
 # The objectives, equations 2 to 5
@@ -143,19 +143,19 @@ class Scene:
     def __init__(self, **network: Any) -> None:
         self.method = FRAug(SGD, away=0.7, near=1.3)
         self.network = with_beside(self.method, clinics(8, dtype=torch.float64), small(dtype=torch.float64, **network))
-        weights, draw = self.network.take(), Stream(3, ("scene",)).generator()
+        weights, draw = self.network.copy_weights(), Stream(3, ("scene",)).generator()
         for name, tensor in weights["buffers"].items():
             if tensor.is_floating_point():
                 weights["buffers"][name] = torch.rand(tensor.shape, generator=draw, dtype=tensor.dtype) + 0.5
         weights["buffers"]["beside.means.times"] = MET
-        self.weights = self.network.load(weights)
+        self.weights = self.network.load_weights(weights)
         self.means = weights["buffers"]["beside.means.value"]
-        self.network.training_mode(frozenset(self.weights["model"]))
+        self.network.set_training_mode(frozenset(self.weights["model"]))
         self.key = 1 << 40
         numbers = {"rho": 0.6, "lambda": 0.4, "away": 0.7, "near": 1.3}
         scalars = {name: torch.tensor(number, dtype=torch.float64) for name, number in numbers.items()}
         self.reference: Bundle = {"scalars": {**scalars, "key": torch.tensor(self.key)}}
-        self.module, parts = self.network.module, self.network.companions
+        self.module, parts = self.network.module, self.network.auxiliary_modules
         self.generator, self.transform = parts["generator"], parts["transform"]
 
     def slopes(self, objective: Objective) -> tuple[Tensor, dict[str, Tensor | None]]:
@@ -167,11 +167,11 @@ class Scene:
     def drawn(self, which: int, met: int, rows: int) -> Tensor:
         """The noise of a step's `which`-th draw."""
         key = torch.tensor(self.key + met * 256 + which)
-        return uniform(key, rows * LATENT).reshape(rows, LATENT).double()
+        return hash_uniform(key, rows * LATENT).reshape(rows, LATENT).double()
 
     def even(self, which: int, met: int) -> Tensor:
         """Six labels, evenly of the two classes that were met."""
-        begin = int(uniform(torch.tensor(self.key + met * 256 + which), 1) * 2)
+        begin = int(hash_uniform(torch.tensor(self.key + met * 256 + which), 1) * 2)
         return torch.tensor([[0, 2], [2, 0]][begin] * 3)
 
 
@@ -182,7 +182,7 @@ def hot(labels: Tensor) -> Tensor:
 @pytest.mark.parametrize("norm", [False, True])
 def test_the_models_loss_by_hand(norm: bool) -> None:
     scene, hand = Scene(norm=norm), Scene(norm=norm)
-    loss, slopes = scene.slopes(augmenting)
+    loss, slopes = scene.slopes(augmentation_loss)
     v = hand.module.extractor(IMAGES)
     task = F.cross_entropy(hand.module.head(v), LABELS)
     means = hand.means.clone()
@@ -210,12 +210,12 @@ def test_the_models_loss_by_hand(norm: bool) -> None:
 @pytest.mark.parametrize("norm", [False, True])
 def test_the_generators_loss_by_hand(norm: bool) -> None:
     scene, hand = Scene(norm=norm), Scene(norm=norm)
-    before = hand.network.take()
-    loss, slopes = scene.slopes(generating)
+    before = hand.network.copy_weights()
+    loss, slopes = scene.slopes(generator_loss)
     v, met = hand.module.eval().extractor(IMAGES).detach(), int(MET.sum())
     y = hand.even(2, met)
     made = hand.generator(hand.drawn(3, met, 6), hot(y))  # (1)
-    wanted = F.cross_entropy(hand.module.head(made), y) - 0.7 * discrepancy(made, v)  # (4)
+    wanted = F.cross_entropy(hand.module.head(made), y) - 0.7 * squared_mmd(made, v)  # (4)
     assert float(loss) == pytest.approx(float(wanted.detach()), abs=1e-12)
     assert {n for n, slope in slopes.items() if slope is not None} == {
         n for n in slopes if n.startswith(("beside.generator.", "head."))
@@ -227,14 +227,14 @@ def test_the_generators_loss_by_hand(norm: bool) -> None:
 @pytest.mark.parametrize("norm", [False, True])
 def test_the_transformations_loss_by_hand(norm: bool) -> None:
     scene, hand = Scene(norm=norm), Scene(norm=norm)
-    before = hand.network.take()
-    loss, _ = scene.slopes(transforming)
+    before = hand.network.copy_weights()
+    loss, _ = scene.slopes(transform_loss)
     v, met = hand.module.eval().extractor(IMAGES).detach(), int(MET.sum())
     y = torch.cat([LABELS, hand.even(4, met)])
     own = torch.cat([v, hand.means[y[6:]]])
     made = hand.generator.eval()(hand.drawn(5, met, 12), hot(y)).detach()
     around = own + hand.transform(made, hot(y))  # (2)
-    far = (discrepancy(around[:6], own[:6]) + discrepancy(around[6:], own[6:])) / 2
+    far = (squared_mmd(around[:6], own[:6]) + squared_mmd(around[6:], own[6:])) / 2
     chance = torch.softmax(hand.module.head(around), 1)
     wanted = 1.3 * far + (chance * chance.log()).sum(1).mean()  # (5)
     assert float(loss) == pytest.approx(float(wanted.detach()), abs=1e-12)
@@ -244,7 +244,7 @@ def test_the_transformations_loss_by_hand(norm: bool) -> None:
 
 def test_each_network_steps_where_its_equation_says() -> None:
     """A generator's step makes it known and far, a transformation's makes heads unsure: each alone, by its weight."""
-    for objective, part in ((generating, "beside.generator."), (transforming, "beside.transform.")):
+    for objective, part in ((generator_loss, "beside.generator."), (transform_loss, "beside.transform.")):
         scene = Scene()
         before, slopes = scene.slopes(objective)
         mine = {name: slope for name, slope in slopes.items() if name.startswith(part) and slope is not None}

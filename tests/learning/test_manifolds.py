@@ -12,13 +12,19 @@ from scipy.stats import chisquare
 from torch import Tensor
 from torch.func import grad_and_value, vmap
 
-from polyclinic.algorithms.representation.fedmp_losses import adapted, aligned, completing, completing_paper, drawn
+from polyclinic.algorithms.representation.fedmp_losses import (
+    completion_loss,
+    completion_loss_paper,
+    prototype_alignment,
+    rescale_term,
+    sample_bank,
+)
 from polyclinic.core.contract import Bundle, Objective, Stream, Tensors
-from polyclinic.training.keyed_dropout import uniform
-from polyclinic.training.network import weights_of
+from polyclinic.training.keyed_dropout import hash_uniform
+from polyclinic.training.network import copy_module_weights
 from tests.laws.bench import CLASSES, noise, small
 
-VARIANTS = {False: completing, True: completing_paper}
+VARIANTS = {False: completion_loss, True: completion_loss_paper}
 HELD = [5, 0, 2, 9]
 
 
@@ -47,7 +53,7 @@ def by_share(size: int) -> Tensor:
 @given(labels=st.lists(st.integers(0, 3), min_size=1, max_size=8), key=st.integers(0, 2**61 - 1))
 def test_what_is_drawn_was_received_and_has_its_own_label(labels: list[int], key: int) -> None:
     for slots in (in_turn(40), by_share(40)):
-        values, owners, there = drawn(a_bank(key=key), torch.tensor(labels), slots)
+        values, owners, there = sample_bank(a_bank(key=key), torch.tensor(labels), slots)
         assert torch.equal(values[:, 0].long(), owners)
         held = torch.tensor(HELD)[owners]
         assert torch.equal(there.bool(), held > 0), "a slot is empty only where its class has no features"
@@ -56,14 +62,14 @@ def test_what_is_drawn_was_received_and_has_its_own_label(labels: list[int], key
 
 
 def test_in_turn_every_class_has_its_slots() -> None:
-    _, owners, _ = drawn(a_bank(), torch.tensor([0, 1]), in_turn(10))
+    _, owners, _ = sample_bank(a_bank(), torch.tensor([0, 1]), in_turn(10))
     assert owners.tolist() == [0, 1, 2, 3, 0, 1, 2, 3, 0, 1]
 
 
 def many(slots: Tensor, batches: int = 400) -> tuple[Tensor, Tensor]:
     """Classes and places that batches of random labels draw."""
     labels = torch.randint(4, (batches, 6), generator=Stream(1).generator())
-    found = [drawn(a_bank(), batch, slots) for batch in labels]
+    found = [sample_bank(a_bank(), batch, slots) for batch in labels]
     return torch.cat([owners for _, owners, _ in found]), torch.cat([values[:, 1].long() for values, _, _ in found])
 
 
@@ -83,7 +89,7 @@ def test_by_share_classes_come_as_often_as_they_were_received_and_each_feature_a
 @pytest.mark.parametrize("slots", [in_turn(64), by_share(64)], ids=["in turn", "by share"])
 def test_draws_depend_on_the_key_and_the_labels_in_their_order_and_on_nothing_else(slots: Tensor) -> None:
     def places(labels: list[int], key: int = 1) -> list[list[float]]:
-        values, owners, _ = drawn(a_bank(key=key), torch.tensor(labels), slots)
+        values, owners, _ = sample_bank(a_bank(key=key), torch.tensor(labels), slots)
         return torch.cat([values, owners[:, None]], 1).tolist()
 
     first = places([0, 1, 2])
@@ -97,9 +103,9 @@ def test_draws_depend_on_the_key_and_the_labels_in_their_order_and_on_nothing_el
 @pytest.mark.parametrize(("key", "place", "slots"), [(105823, 61, by_share(64)), (304093, 70, in_turn(64))])
 def test_a_number_that_rounds_to_1_draws_nothing_that_is_not_there(key: int, place: int, slots: Tensor) -> None:
     """Single precision makes 1 of the last of 2³² numbers: one of these keys' is such a number."""
-    assert float(uniform(torch.tensor(key), 128)[place]) == 1.0
+    assert float(hash_uniform(torch.tensor(key), 128)[place]) == 1.0
     bank = {name: t.float() if t.is_floating_point() else t for name, t in a_bank([3, 0, 3, 0], key=key - 1).items()}
-    values, owners, there = drawn(bank, torch.tensor([0]), slots)
+    values, owners, there = sample_bank(bank, torch.tensor([0]), slots)
     assert bool((values[:, 1] < 3).all())
     if bool((slots < 0).all()):
         assert bool(there.all())
@@ -110,8 +116,8 @@ def test_samples_stack() -> None:
     labels, slots = torch.tensor([[0, 1, 2], [2, 1, 0]]), torch.stack([in_turn(9), by_share(9)])
     banks = [a_bank(key=1), a_bank([1, 2, 3, 4], key=2)]
     stacked = {name: torch.stack([bank[name] for bank in banks]) for name in banks[0]}
-    for number, found in enumerate(zip(*vmap(drawn)(stacked, labels, slots), strict=True)):
-        alone = drawn(banks[number], labels[number], slots[number])
+    for number, found in enumerate(zip(*vmap(sample_bank)(stacked, labels, slots), strict=True)):
+        alone = sample_bank(banks[number], labels[number], slots[number])
         assert all(torch.equal(one, other) for one, other in zip(found, alone, strict=True))
 
 
@@ -131,7 +137,9 @@ def test_alignment_by_hand(labels: list[int], known: list[int]) -> None:
             own = [row for row, label in zip(z, labels, strict=True) if label == c]
             cosines.append(np.mean([float(row @ means[c] / (row.norm() * means[c].norm())) for row in own]))
     told = torch.tensor(known).double()
-    sound, paper = (float(aligned(z, torch.tensor(labels), means, told, paper=paper)) for paper in (False, True))
+    sound, paper = (
+        float(prototype_alignment(z, torch.tensor(labels), means, told, paper=paper)) for paper in (False, True)
+    )
     assert sound == pytest.approx(1 - np.mean(cosines) if cosines else 0, abs=1e-12)
     assert paper == pytest.approx(-sum(cosines), abs=1e-12)
 
@@ -143,12 +151,12 @@ def test_alignment_by_hand(labels: list[int], known: list[int]) -> None:
 @given(term=st.floats(1e-3, 1e3), loss=st.floats(1e-3, 1e3))
 def test_terms_are_brought_to_the_losses_size_within_bounds(term: float, loss: float) -> None:
     one, other = torch.tensor(term, dtype=torch.float64), torch.tensor(loss, dtype=torch.float64)
-    slope, value = grad_and_value(adapted)(one, other, False)
+    slope, value = grad_and_value(rescale_term)(one, other, False)
     factor = min(max(term / loss, 0.1), 10)
     assert float(value) == pytest.approx(term / factor, rel=1e-9)
     assert float(slope) == pytest.approx(1 / factor, rel=1e-9), "no gradient through the ratio"
     for sign in (1, -1):
-        slope, value = grad_and_value(adapted)(sign * one, other, True)
+        slope, value = grad_and_value(rescale_term)(sign * one, other, True)
         assert float(value) == pytest.approx(sign * loss, rel=1e-9)
         assert float(slope) == pytest.approx(loss / term, rel=1e-9)
 
@@ -157,9 +165,9 @@ def test_terms_are_brought_to_the_losses_size_within_bounds(term: float, loss: f
 def test_nothing_divided_by_nothing_is_nothing(paper: bool) -> None:
     zero = torch.zeros((), dtype=torch.float64)
     for term, loss in ((zero, zero), (zero, zero + 1)):
-        slope, value = grad_and_value(adapted)(term, loss, paper)
+        slope, value = grad_and_value(rescale_term)(term, loss, paper)
         assert (float(slope), float(value)) == (0.0, 0.0)
-    slope, value = grad_and_value(adapted)(zero + 1, zero, paper)
+    slope, value = grad_and_value(rescale_term)(zero + 1, zero, paper)
     assert bool(torch.isfinite(slope))
     assert 0 < float(value) <= 0.1, "a network that makes no error learns little from others"
 
@@ -179,14 +187,14 @@ def test_the_whole_loss_by_hand(paper: bool, balanced: bool) -> None:
     networks = [small(dtype=torch.float64) for _ in range(2)]
     data, reference = noise(9, "batch", dtype=torch.float64), reference_of([4, 0, 7], [1, 1, 0], balanced)
     for network in networks:
-        network.training_mode(frozenset(network.live["model"]))
+        network.set_training_mode(frozenset(network.live["model"]))
     found = VARIANTS[paper](networks[0], networks[0].live, (data.images, data.labels), reference)
     z = networks[1].module.extractor(data.images)
     task = F.cross_entropy(networks[1].module.head(z), data.labels)
-    values, owners, there = drawn(reference["bank"], data.labels, reference["scalars"]["sample"])
+    values, owners, there = sample_bank(reference["bank"], data.labels, reference["scalars"]["sample"])
     chosen = there > 0
     completion = F.cross_entropy(networks[1].module.head(values[chosen]), owners[chosen])
-    alignment = aligned(z, data.labels, **reference["prototypes"], paper=paper)
+    alignment = prototype_alignment(z, data.labels, **reference["prototypes"], paper=paper)
     if paper:
         hand = 2 * task + alignment / (alignment / task).abs()
     else:
@@ -199,13 +207,13 @@ def test_the_whole_loss_by_hand(paper: bool, balanced: bool) -> None:
 def test_where_nothing_is_known_it_is_cross_entropy(objective: Objective) -> None:
     """No class of the batch has a prototype, nobody holds features; or the reference is empty."""
     data, network = noise(9, "batch", dtype=torch.float64), small(dtype=torch.float64)
-    weights, batch = weights_of(network.module), (data.images, data.labels)
+    weights, batch = copy_module_weights(network.module), (data.images, data.labels)
     own = dict(weights["model"])
 
     def loss(model: Tensors, reference: Bundle) -> Tensor:
         return objective(network, {**weights, "model": model}, batch, reference)
 
-    network.evaluation_mode()
+    network.set_eval_mode()
     wanted, value = grad_and_value(lambda model: network.loss({**weights, "model": model}, batch))(own)
     for reference in (reference_of([0, 0, 0], [0, 0, 0]), reference_of([0, 0, 0], [0, 0, 0], False), {}):
         slopes, found = grad_and_value(loss)(own, reference)
@@ -224,7 +232,9 @@ def test_images_and_prototypes_of_zeros_do_no_harm(seed: int) -> None:
     means[0] = 1.0
     for paper in VARIANTS:
         call = grad_and_value(
-            lambda z, paper=paper: adapted(aligned(z, labels, means, z.new_ones(3), paper), z.new_ones(()), paper)
+            lambda z, paper=paper: rescale_term(
+                prototype_alignment(z, labels, means, z.new_ones(3), paper), z.new_ones(()), paper
+            )
         )
         slope, value = call(z)
         assert bool(slope.isfinite().all())

@@ -15,7 +15,7 @@ from polyclinic.data.examples import Images
 from polyclinic.federation.engines import stacked
 from polyclinic.models import Classifier
 from polyclinic.training.losses import task_loss
-from polyclinic.training.network import LiveNetwork, weights_of
+from polyclinic.training.network import LiveNetwork, copy_module_weights
 from polyclinic.training.stacked import memory
 from polyclinic.training.stacked.batching import StackMember
 from polyclinic.training.stacked.fit import fit_stacked
@@ -28,33 +28,33 @@ PIXELS, CLASSES = 400, 10
 def seat(batch: int) -> tuple[StackMember, LiveNetwork]:
     module = Classifier(nn.Flatten(), nn.Linear(PIXELS, CLASSES))
     data = Images(torch.rand(64, 1, 20, 20), torch.arange(64) % CLASSES)
-    job = Fit(weights_of(module), task_loss, Training(Optimiser("sgd", 0.1), batch=batch))
+    job = Fit(copy_module_weights(module), task_loss, Training(Optimiser("sgd", 0.1), batch=batch))
     return StackMember(job, data, Site("a", 64, 1, 1, 0.1), Stream(0)), LiveNetwork(module)
 
 
 @pytest.mark.parametrize("batch", [4, 8, 32])
 def test_what_a_linear_model_keeps_is_its_images_its_logits_and_its_labels(batch: int) -> None:
     """Images for the weights' gradient, log-probabilities and labels for the loss; the weights are counted apart."""
-    kept = memory.saved_for_backward(*seat(batch))
+    kept = memory.activation_bytes(*seat(batch))
     images, logits = batch * PIXELS * 4, batch * CLASSES * 4
     assert images + logits <= kept <= images + logits + batch * 8 + 4 * (PIXELS + 1) * CLASSES + 64
 
 
 def test_room_is_free_memory_by_need(monkeypatch: pytest.MonkeyPatch) -> None:
-    few, many = (memory.room(*seat(batch)) for batch in (32, 4))
+    few, many = (memory.max_stack_size(*seat(batch)) for batch in (32, 4))
     assert many > few > 100
-    monkeypatch.setattr(memory, "free", lambda _: 1000)
-    assert memory.room(*seat(4)) == 1
+    monkeypatch.setattr(memory, "free_memory", lambda _: 1000)
+    assert memory.max_stack_size(*seat(4)) == 1
 
 
 def test_looking_changes_nothing() -> None:
     sites = clinics(8, 8)
     network = small()
-    before = weights_of(network.module)
+    before = copy_module_weights(network.module)
     first = next(iter(sites.values())).train
     job = Fit(before, task_loss, Training(Optimiser("sgd", 0.1), batch=4))
-    memory.saved_for_backward(StackMember(job, first, Site("a", 8, 1, 1, 0.1), Stream(0)), network)
-    after = weights_of(network.module)
+    memory.activation_bytes(StackMember(job, first, Site("a", 8, 1, 1, 0.1), Stream(0)), network)
+    after = copy_module_weights(network.module)
     assert all(torch.equal(before[k][n], after[k][n]) for k in before for n in before[k])
     assert not any(t.requires_grad for t in before["model"].values())
 

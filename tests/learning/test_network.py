@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from polyclinic.training.network import across
+from polyclinic.training.network import copy_to_device
 
 
 def test_tensors_moved_in_one_block_arrive_as_they_were() -> None:
@@ -16,7 +16,7 @@ def test_tensors_moved_in_one_block_arrive_as_they_were() -> None:
         torch.randn(0, 3),
         torch.randn(3, dtype=torch.float64, generator=generator),
     ]
-    got = across(sent, torch.device("cpu"))
+    got = copy_to_device(sent, torch.device("cpu"))
     for mine, theirs in zip(sent, got, strict=True):
         assert theirs.dtype == mine.dtype
         assert torch.equal(mine, theirs)

@@ -16,8 +16,8 @@ from polyclinic.core.errors import EngineError, RecipeError, StoreError
 from polyclinic.data.examples import Images
 from polyclinic.models import Classifier
 from polyclinic.training.fit import fit, score
-from polyclinic.training.losses import probabilities, task_loss
-from polyclinic.training.network import LiveNetwork, weights_of
+from polyclinic.training.losses import predict_probabilities, task_loss
+from polyclinic.training.network import LiveNetwork, copy_module_weights
 from tests.laws.bench import CLASSES, SIDE, noise, same, small
 from tests.learning.jobs import at_round, job
 from tests.small import tiny
@@ -46,7 +46,7 @@ def on(device: str, data: Images) -> Batch:
 
 def gradient(network: LiveNetwork, precision: Precision, batch: Batch) -> dict[str, Tensor]:
     network.module.train().zero_grad()
-    with network.precision(precision):
+    with network.use_precision(precision):
         loss = network.loss(network.live, batch)
     torch.autograd.backward(loss)
     return {name: p.grad.clone() for name, p in network.module.named_parameters() if p.grad is not None}
@@ -74,8 +74,8 @@ def test_layers_compute_in_bfloat16_and_hand_on_float32() -> None:
     )
     found = {}
     for precision in BOTH:
-        with network.precision(precision):
-            weights = (network.live, weights_of(network.module))
+        with network.use_precision(precision):
+            weights = (network.live, copy_module_weights(network.module))
             calls = [call(w, batch[0]) for call in (network, network.features) for w in weights]
             found[precision] = {t.dtype for t in (*calls, network.loss(network.live, batch))}
     assert inside == {torch.float32, torch.bfloat16}
@@ -99,7 +99,7 @@ def test_weights_statistics_and_optimiser_stay_float32() -> None:
 
 def test_the_option_is_really_on_and_does_no_harm() -> None:
     (_, exact, _), (_, rounded, _) = (trained(precision, Optimiser(lr=0.1)) for precision in BOTH)
-    start = weights_of(small().module)["model"]
+    start = copy_module_weights(small().module)["model"]
     travelled = {name: w - start[name] for name, w in exact["model"].items()}
     assert not same(exact, rounded)
     for kind, name in (("model", "head.weight"), ("buffers", "extractor.norm.running_var")):
@@ -111,7 +111,7 @@ def test_the_option_is_really_on_and_does_no_harm() -> None:
 def test_steps_too_small_for_bfloat16_still_add_up() -> None:
     """The weights that are kept are float32: w − η·g moves them although η·g is far below bfloat16's spacing."""
     network, data = smooth(), noise(16)
-    start, slope = weights_of(network.module)["model"], gradient(network, "float32", on("cpu", data))
+    start, slope = copy_module_weights(network.module)["model"], gradient(network, "float32", on("cpu", data))
     training = Training(Optimiser(lr=1e-3), batch=16, precision="bfloat16")
     ended = fit(job(network, training), network, data, at_round(1, lr=1e-3), STREAM).weights["model"]
     for name in ("extractor.dense.weight", "head.weight"):
@@ -122,9 +122,9 @@ def test_steps_too_small_for_bfloat16_still_add_up() -> None:
 
 def test_evaluation_is_in_float32_whatever_training_was_in() -> None:
     network, weights, _ = trained("bfloat16")
-    found = score(Score(weights, probabilities), network, noise(9, "scored"), 4)["probabilities"]
+    found = score(Score(weights, predict_probabilities), network, noise(9, "scored"), 4)["probabilities"]
     anew = small()
-    expected = score(Score(weights, probabilities), anew, noise(9, "scored"), 4)["probabilities"]
+    expected = score(Score(weights, predict_probabilities), anew, noise(9, "scored"), 4)["probabilities"]
     assert torch.equal(found, expected)
     assert not torch.equal(found, found.bfloat16().float())
 
@@ -138,7 +138,7 @@ def test_a_job_that_fails_leaves_no_precision_behind() -> None:
     before = network(network.live, images)
     with pytest.raises(ZeroDivisionError):
         fit(job(network, Training(precision="bfloat16"), steps=fails), network, noise(4), at_round(1), STREAM)
-    assert torch.equal(network(network.load(weights_of(small().module)), images), before)
+    assert torch.equal(network(network.load_weights(copy_module_weights(small().module)), images), before)
 
 
 def test_float64_networks_are_refused() -> None:
@@ -152,7 +152,7 @@ def stacked_gradient(network: LiveNetwork, precision: Precision, batch: Batch, s
     stack = {n: torch.stack([w] * sites).requires_grad_() for n, w in network.live["model"].items()}
     images, labels = (torch.stack([t] * sites) for t in batch)
     alone = vmap(lambda model, x, y: task_loss(network, {"model": model, "buffers": {}}, (x, y), {}))
-    with network.precision(precision):
+    with network.use_precision(precision):
         losses = alone(stack, images, labels)
     found = torch.autograd.grad(losses.sum(), list(stack.values()))
     return dict(zip(stack, found, strict=True))

@@ -28,11 +28,11 @@ from polyclinic.core.contract import (
 )
 from polyclinic.core.errors import EngineError, RecipeError
 from polyclinic.data.examples import Images
-from polyclinic.models import Classifier, build
-from polyclinic.training.dp.dp_sgd import PrivateSteps, gaussian, poisson
+from polyclinic.models import Classifier, build_model
+from polyclinic.training.dp.dp_sgd import PrivateGradients, draw_gaussian_noise, draw_poisson_batches
 from polyclinic.training.fit import fit
-from polyclinic.training.losses import corrected, proximal, task_loss
-from polyclinic.training.network import LiveNetwork, weights_of
+from polyclinic.training.losses import corrected_loss, proximal_loss, task_loss
+from polyclinic.training.network import LiveNetwork, copy_module_weights
 from tests.learning.jobs import at_round, job
 
 STREAM, SECRET = Stream(7, ("here",)), Stream(11, ("secret",))
@@ -46,7 +46,7 @@ def noise(count: int, size: int = 12, channels: int = 1, dtype: torch.dtype = to
 
 
 def model(name: str, dtype: torch.dtype = torch.float64, dropout: float = 0.0) -> Classifier:
-    return build(name, classes=10, channels=1, size=12, dropout=dropout, seed=Stream(1)).to(dtype)
+    return build_model(name, classes=10, channels=1, size=12, dropout=dropout, seed=Stream(1)).to(dtype)
 
 
 class Grouped(nn.Module):
@@ -100,18 +100,20 @@ def way_of(start: dict[str, Tensor], end: dict[str, Tensor]) -> float:
     return float(torch.cat([(end[n].double() - t.double()).flatten() for n, t in start.items()]).norm())
 
 
-def steps_on(module: Classifier, private: Private, objective: object = task_loss, **training: object) -> PrivateSteps:
+def steps_on(
+    module: Classifier, private: Private, objective: object = task_loss, **training: object
+) -> PrivateGradients:
     network = LiveNetwork(module)
     asked = Training(SGD, 16, private=private, **training)  # type: ignore[arg-type]
-    work = Fit(weights_of(module), objective, asked)  # type: ignore[arg-type]
-    network.training_mode(frozenset(network.live["model"]))
+    work = Fit(copy_module_weights(module), objective, asked)  # type: ignore[arg-type]
+    network.set_training_mode(frozenset(network.live["model"]))
     network.require_gradients(frozenset(network.live["model"]))
-    return PrivateSteps(work, network, network.live, 16, SECRET)
+    return PrivateGradients(work, network, network.live, 16, SECRET)
 
 
 def clipped(module: Classifier, batch: Batch, clip: float, **private: object) -> dict[str, Tensor]:
     steps = steps_on(module, Private(clip, 0.0, **private))  # type: ignore[arg-type]
-    return steps._clipped(task_loss, frozenset(steps.live["model"]), batch, {})[1]
+    return steps._sum_clipped(task_loss, frozenset(steps.live["model"]), batch, {})[1]
 
 
 def one_by_one(module: Classifier, batch: Batch) -> dict[str, Tensor]:
@@ -175,7 +177,7 @@ def test_both_ways_give_every_examples_own_gradient(name: str) -> None:
     clip = float(lengths(each).median())
     steps = steps_on(module, Private(clip, 0.0))
     names = frozenset(steps.live["model"])
-    for way in (steps._recorded, steps._one_by_one):
+    for way in (steps._sum_with_tape, steps._sum_with_vmap):
         loss, sums = way(task_loss, names, batch, {})
         assert apart(sums, summed(each, clip)) <= 1e-12
         assert float(loss) == pytest.approx(F.cross_entropy(module(batch[0]), batch[1]).item(), rel=1e-6)
@@ -198,15 +200,15 @@ def test_an_objective_that_mixes_examples_sees_one_at_a_time() -> None:
     module, batch = model("mlp"), noise(9).batch(torch.arange(9))
     steps = steps_on(module, Private(0.7, 0.0), contrast)
     names = frozenset(steps.live["model"])
-    together = steps._clipped(contrast, names, batch, {})[1]
-    alone = [steps._clipped(contrast, names, (batch[0][i : i + 1], batch[1][i : i + 1]), {})[1] for i in range(9)]
+    together = steps._sum_clipped(contrast, names, batch, {})[1]
+    alone = [steps._sum_clipped(contrast, names, (batch[0][i : i + 1], batch[1][i : i + 1]), {})[1] for i in range(9)]
     assert apart(together, {n: torch.stack([a[n] for a in alone]).sum(0) for n in names}) <= 1e-12
     assert max(float(torch.cat([t.flatten() for t in a.values()]).norm()) for a in alone) <= 0.7 * (1 + 1e-6)
 
 
-@pytest.mark.parametrize("objective", [proximal, corrected])
+@pytest.mark.parametrize("objective", [proximal_loss, corrected_loss])
 def test_what_looks_at_no_data_is_added_in_full(objective: Callable[..., Tensor]) -> None:
-    data, start = noise(16), weights_of(model("mlp"))["model"]
+    data, start = noise(16), copy_module_weights(model("mlp"))["model"]
     reference: Bundle = {
         "anchor": {n: t + 1 for n, t in start.items()},
         "scalars": {"mu": torch.tensor(30.0)},
@@ -230,7 +232,7 @@ def test_an_examples_views_are_averaged_before_they_are_clipped(views: int) -> N
 
 
 def test_with_views_an_example_still_moves_the_sum_by_the_clip_at_most() -> None:
-    start = weights_of(model("mlp"))["model"]
+    start = copy_module_weights(model("mlp"))["model"]
     several = Private(0.01, 0.0, views=4)
     options = Training(SGD, 1, private=several, augment=Augment(rotation=20, brightness=0.5))
     assert way_of(start, trained(model("mlp"), options, noise(1), 1.0)["model"]) == pytest.approx(0.01, rel=1e-6)
@@ -243,10 +245,10 @@ def test_m3_a_neighbour_moves_the_clipped_sum_by_the_clip_at_most() -> None:
     for number in range(25):  # of eight, everyone is left out once
         images, labels = noise(8, seed=number).batch(torch.arange(8))
         images = images * torch.logspace(-3, 3, 200)[torch.randint(200, (8, 1, 1, 1), generator=generator)]
-        whole = steps._clipped(task_loss, names, (images, labels), {})[1]
+        whole = steps._sum_clipped(task_loss, names, (images, labels), {})[1]
         for gone in range(8):
             left = torch.arange(8) != gone
-            assert way_of(whole, steps._clipped(task_loss, names, (images[left], labels[left]), {})[1]) <= clip * (
+            assert way_of(whole, steps._sum_clipped(task_loss, names, (images[left], labels[left]), {})[1]) <= clip * (
                 1 + 1e-6
             )
 
@@ -256,7 +258,8 @@ def test_m3_no_example_is_longer_than_the_clip_in_float32(name: str) -> None:
     steps, alone = steps_on(MODULES[name](torch.float32), Private(0.3, 0.0)), noise(32, dtype=torch.float32)
     names, nothing = frozenset(steps.live["model"]), {n: torch.zeros_like(t) for n, t in steps.live["model"].items()}
     longest = max(
-        way_of(nothing, steps._clipped(task_loss, names, alone.batch(torch.tensor([row])), {})[1]) for row in range(32)
+        way_of(nothing, steps._sum_clipped(task_loss, names, alone.batch(torch.tensor([row])), {})[1])
+        for row in range(32)
     )
     assert 0.3 * (1 - 1e-6) <= longest <= 0.3 * (1 + 1e-6)
 
@@ -267,9 +270,9 @@ def test_one_bad_pixel_costs_its_own_example_and_is_counted(objective: Callable[
     bad.images[5, 0, 3, 3], bad.images[11, 0, 3, 3] = math.nan, math.inf
     steps = steps_on(model("groupnorm_cnn"), Private(0.5, 0.0), objective)
     names, good = frozenset(steps.live["model"]), torch.tensor([i for i in range(16) if i not in (5, 11)])
-    bounded = steps._clipped(objective, names, bad.batch(torch.arange(16)), {})[1]
+    bounded = steps._sum_clipped(objective, names, bad.batch(torch.arange(16)), {})[1]
     assert int(steps.dropped) == 2
-    assert apart(bounded, steps._clipped(objective, names, clean.batch(good), {})[1]) <= 1e-12
+    assert apart(bounded, steps._sum_clipped(objective, names, clean.batch(good), {})[1]) <= 1e-12
     assert int(steps.dropped) == 2
 
 
@@ -310,8 +313,8 @@ def test_a_clip_that_nobody_reaches_gives_plain_training_up_to_rounding() -> Non
 
 
 def test_frozen_parameters_are_neither_noised_nor_counted() -> None:
-    start = weights_of(model("groupnorm_cnn"))["model"]
-    names = LiveNetwork(model("groupnorm_cnn")).trainable(0.3, ())
+    start = copy_module_weights(model("groupnorm_cnn"))["model"]
+    names = LiveNetwork(model("groupnorm_cnn")).trainable_names(0.3, ())
     options = Training(SGD, 8, fine_tune=0.3, private=Private(0.1, 2.0))
     end = trained(model("groupnorm_cnn"), options, noise(16))["model"]
     assert {n for n, t in end.items() if not torch.equal(t, start[n])} == names
@@ -322,11 +325,13 @@ def test_frozen_parameters_are_neither_noised_nor_counted() -> None:
 def test_an_empty_batch_still_steps_by_its_noise() -> None:
     network, data = LiveNetwork(model("mlp")), noise(16)
     options = Training(SGD, 1, epochs=None, steps=1, private=Private(0.5, 2.0))
-    secret = next(s for s in map(SECRET.child, range(99)) if not len(poisson(16, 1 / 16, 1, s.child("sample"))[0]))
-    start = weights_of(network.module)["model"]
+    secret = next(
+        s for s in map(SECRET.child, range(99)) if not len(draw_poisson_batches(16, 1 / 16, 1, s.child("sample"))[0])
+    )
+    start = copy_module_weights(network.module)["model"]
     end = fit(job(network, options), network, data, at_round(1, 1.0), STREAM, secret).weights["model"]
     size = sum(t.numel() for t in start.values())
-    drawn = gaussian(secret.child("noise", 0, 0), size, torch.device("cpu"), torch.float64)
+    drawn = draw_gaussian_noise(secret.child("noise", 0, 0), size, torch.device("cpu"), torch.float64)
     moved = torch.cat([(start[n] - end[n]).flatten() for n in sorted(start)])
     torch.testing.assert_close(moved, 0.5 * 2.0 * drawn / 1.0, rtol=1e-12, atol=1e-12)
 
@@ -334,10 +339,10 @@ def test_an_empty_batch_still_steps_by_its_noise() -> None:
 def test_the_sum_is_divided_by_the_expected_batch_not_the_drawn_one() -> None:
     network, data = LiveNetwork(model("mlp")), noise(16)
     options = Training(SGD, 4, epochs=None, steps=1, private=Private(1e-3, 0.0))
-    drawn = poisson(16, 4 / 16, 1, SECRET.child("sample"))[0]
+    drawn = draw_poisson_batches(16, 4 / 16, 1, SECRET.child("sample"))[0]
     steps = steps_on(model("mlp"), Private(1e-3, 0.0))
-    sums = steps._clipped(task_loss, frozenset(steps.live["model"]), data.batch(drawn), {})[1]
-    start = weights_of(network.module)["model"]
+    sums = steps._sum_clipped(task_loss, frozenset(steps.live["model"]), data.batch(drawn), {})[1]
+    start = copy_module_weights(network.module)["model"]
     end = fit(job(network, options), network, data, at_round(1, 1.0), STREAM, SECRET).weights["model"]
     assert len(drawn) not in (0, 4)
     assert apart({n: start[n] - t for n, t in end.items()}, {n: t / 4 for n, t in sums.items()}) <= 1e-9
@@ -346,7 +351,7 @@ def test_the_sum_is_divided_by_the_expected_batch_not_the_drawn_one() -> None:
 def test_every_step_on_a_batch_draws_its_own_noise() -> None:
     steps = (Step(task_loss, ("extractor.",)), Step(task_loss, ("extractor.",)))
     options = Training(SGD, 16, private=Private(1e-9, 1e9))
-    start = weights_of(model("mlp"))["model"]["extractor.dense.weight"]
+    start = copy_module_weights(model("mlp"))["model"]["extractor.dense.weight"]
     first, both = (
         trained(model("mlp"), options, noise(16), steps=some)["model"]["extractor.dense.weight"]
         for some in (steps[:1], steps)
@@ -376,7 +381,7 @@ def test_impossible_jobs_are_refused() -> None:
 
 def test_private_training_in_bfloat16_clips_what_it_computed() -> None:
     options = Training(SGD, 1, precision="bfloat16", private=Private(1e-2, 0.0, "shuffle"))
-    start = weights_of(model("groupnorm_cnn", torch.float32))["model"]
+    start = copy_module_weights(model("groupnorm_cnn", torch.float32))["model"]
     end = trained(model("groupnorm_cnn", torch.float32), options, noise(1, dtype=torch.float32), 1.0)["model"]
     assert way_of(start, end) == pytest.approx(1e-2, rel=1e-4)  # weights of 0.1 move by steps of 1e-8
 

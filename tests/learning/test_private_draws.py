@@ -10,7 +10,7 @@ import torch
 from scipy import stats
 
 from polyclinic.core.contract import Stream
-from polyclinic.training.dp.dp_sgd import clip_factors, gaussian, poisson
+from polyclinic.training.dp.dp_sgd import clip_factors, draw_gaussian_noise, draw_poisson_batches
 
 SECRET = Stream(11, ("secret",))
 
@@ -28,7 +28,7 @@ def test_clip_factors() -> None:
 def test_m5_poisson_draws_everyone_alike_and_by_itself() -> None:
     people, rate, steps = 12, 0.3, 10_000
     joined = np.zeros((steps, people))
-    for step, who in enumerate(poisson(people, rate, steps, SECRET)):
+    for step, who in enumerate(draw_poisson_batches(people, rate, steps, SECRET)):
         assert len(set(who.tolist())) == len(who)
         joined[step, who.numpy()] = 1
     marginal = ((joined.sum(0) - steps * rate) ** 2 / (steps * rate * (1 - rate))).sum()
@@ -46,12 +46,12 @@ def test_m5_poisson_draws_everyone_alike_and_by_itself() -> None:
 
 
 def test_poisson_at_its_edges() -> None:
-    assert [who.tolist() for who in poisson(3, 1.0, 2, SECRET)] == [[0, 1, 2]] * 2
-    assert [who.tolist() for who in poisson(3, 0.0, 2, SECRET)] == [[], []]
-    assert [who.tolist() for who in poisson(0, 0.5, 2, SECRET)] == [[], []]
-    assert poisson(5, 0.5, 0, SECRET) == []
-    assert sum(len(who) for who in poisson(7, 1e-12, 3, SECRET)) == 0
-    large = poisson(45_600, 64 / 45_600, 712, SECRET)
+    assert [who.tolist() for who in draw_poisson_batches(3, 1.0, 2, SECRET)] == [[0, 1, 2]] * 2
+    assert [who.tolist() for who in draw_poisson_batches(3, 0.0, 2, SECRET)] == [[], []]
+    assert [who.tolist() for who in draw_poisson_batches(0, 0.5, 2, SECRET)] == [[], []]
+    assert draw_poisson_batches(5, 0.5, 0, SECRET) == []
+    assert sum(len(who) for who in draw_poisson_batches(7, 1e-12, 3, SECRET)) == 0
+    large = draw_poisson_batches(45_600, 64 / 45_600, 712, SECRET)
     drawn = sum(len(who) for who in large)
     assert len(large) == 712
     assert abs(drawn - 64 * 712) < 5 * math.sqrt(64 * 712)
@@ -67,7 +67,7 @@ def kolmogorov(drawn: np.ndarray[tuple[int], np.dtype[np.float64]]) -> float:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_m1_noise_is_standard_normal(dtype: torch.dtype) -> None:
-    drawn = gaussian(SECRET, 1_000_000, torch.device("cpu"), dtype).double().numpy()
+    drawn = draw_gaussian_noise(SECRET, 1_000_000, torch.device("cpu"), dtype).double().numpy()
     assert drawn.std() == pytest.approx(1, rel=5e-3)
     drawn.sort()
     for scale in (1.0, 0.98, 1.02):
@@ -84,6 +84,8 @@ def test_m4_noise_is_never_used_twice() -> None:
         for round in (1, 2)
         for t in range(200)
     ]
-    first = {tuple(gaussian(stream, 4, cpu, torch.float32).tolist()) for stream in streams}
+    first = {tuple(draw_gaussian_noise(stream, 4, cpu, torch.float32).tolist()) for stream in streams}
     assert len(first) == len(streams)
-    assert torch.equal(gaussian(streams[0], 4, cpu, torch.float32), gaussian(streams[0], 4, cpu, torch.float32))
+    assert torch.equal(
+        draw_gaussian_noise(streams[0], 4, cpu, torch.float32), draw_gaussian_noise(streams[0], 4, cpu, torch.float32)
+    )

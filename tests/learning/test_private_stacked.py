@@ -14,14 +14,14 @@ from torch import Tensor
 from polyclinic.core.contract import Augment, Bundle, Fit, Fitted, Optimiser, Private, Site, Step, Stream, Training
 from polyclinic.core.errors import EngineError
 from polyclinic.data.examples import Images
-from polyclinic.models import build
-from polyclinic.training.dp.dp_sgd import poisson
+from polyclinic.models import build_model
+from polyclinic.training.dp.dp_sgd import draw_poisson_batches
 from polyclinic.training.fit import fit
-from polyclinic.training.losses import corrected, proximal, task_loss
-from polyclinic.training.network import LiveNetwork, weights_of
+from polyclinic.training.losses import corrected_loss, proximal_loss, task_loss
+from polyclinic.training.network import LiveNetwork, copy_module_weights
 from polyclinic.training.stacked.batching import StackMember
-from polyclinic.training.stacked.fit import NotStackableError, fit_stacked, signature, why_not
-from polyclinic.training.stacked.memory import room
+from polyclinic.training.stacked.fit import NotStackableError, fit_stacked, job_signature, why_not_stackable
+from polyclinic.training.stacked.memory import max_stack_size
 from tests.learning.test_private import contrast, twice
 
 SIZES = (30, 21, 9, 30)
@@ -37,8 +37,8 @@ def seats(
     **job: Any,
 ) -> tuple[LiveNetwork, list[StackMember]]:
     """Sites of unequal size, each with its own reference and its own noise."""
-    module = build(model, classes=10, channels=1, size=8, dropout=0.3, seed=Stream(1)).to(dtype)
-    weights, found = weights_of(module), []
+    module = build_model(model, classes=10, channels=1, size=8, dropout=0.3, seed=Stream(1)).to(dtype)
+    weights, found = copy_module_weights(module), []
     for number, size in enumerate(SIZES):
         generator = torch.Generator().manual_seed(number)
         images = torch.randn(size, 1, 8, 8, generator=generator, dtype=dtype)
@@ -73,9 +73,14 @@ def assert_same(one: list[Fitted], other: list[Fitted], bar: float = 1e-10) -> N
 CASES: dict[str, tuple[str, Training, Callable[..., Tensor], dict[str, Any]]] = {
     "momentum": ("mlp", Training(MOMENTUM, 8, epochs=2, private=NOISY), task_loss, {}),
     "adam": ("cnn_b", Training(ADAM, 8, epochs=2, private=NOISY), task_loss, {}),
-    "fedprox": ("groupnorm_cnn", Training(MOMENTUM, 8, private=NOISY), proximal, {}),
-    "scaffold": ("groupnorm_cnn", Training(ADAM, 8, private=NOISY), corrected, {}),
-    "shuffled": ("groupnorm_cnn", Training(MOMENTUM, 8, private=replace(NOISY, sampling="shuffle")), corrected, {}),
+    "fedprox": ("groupnorm_cnn", Training(MOMENTUM, 8, private=NOISY), proximal_loss, {}),
+    "scaffold": ("groupnorm_cnn", Training(ADAM, 8, private=NOISY), corrected_loss, {}),
+    "shuffled": (
+        "groupnorm_cnn",
+        Training(MOMENTUM, 8, private=replace(NOISY, sampling="shuffle")),
+        corrected_loss,
+        {},
+    ),
     "views": (
         "groupnorm_cnn",
         Training(MOMENTUM, 8, private=replace(NOISY, views=3), augment=Augment(rotation=10, flip=True)),
@@ -91,7 +96,7 @@ CASES: dict[str, tuple[str, Training, Callable[..., Tensor], dict[str, Any]]] = 
         {"whole": True},
     ),
     "steps": ("mlp", Training(MOMENTUM, 8, epochs=None, steps=5, private=NOISY), task_loss, {}),
-    "frozen": ("groupnorm_cnn", Training(MOMENTUM, 8, fine_tune=0.3, private=NOISY), proximal, {}),
+    "frozen": ("groupnorm_cnn", Training(MOMENTUM, 8, fine_tune=0.3, private=NOISY), proximal_loss, {}),
     "no clip": ("mlp", Training(MOMENTUM, 8, epochs=2, private=Private(math.inf, 0.0)), task_loss, {}),
 }
 
@@ -100,13 +105,17 @@ CASES: dict[str, tuple[str, Training, Callable[..., Tensor], dict[str, Any]]] = 
 def test_l5_a_stack_gives_what_its_sites_give_alone(case: str) -> None:
     model, training, objective, job = CASES[case]
     network, found = seats(model, training, objective, **job)
-    assert len({signature(seat.job, seat.site) for seat in found}) == 1
-    assert why_not(found[0].job, network) == ""
+    assert len({job_signature(seat.job, seat.site) for seat in found}) == 1
+    assert why_not_stackable(found[0].job, network) == ""
     assert_same(fit_stacked(found, network), alone(network, found))
 
 
 def test_the_cases_hold_what_they_say() -> None:
-    steps = [len(who) for number in range(4) for who in poisson(30, 2 / 30, 120, Stream(100 + number, ("sample",)))]
+    steps = [
+        len(who)
+        for number in range(4)
+        for who in draw_poisson_batches(30, 2 / 30, 120, Stream(100 + number, ("sample",)))
+    ]
     assert min(steps) == 0
     _, found = seats("mlp", Training(MOMENTUM, 8, private=NOISY))
     assert len({seat.job.training.private for seat in found}) == len(SIZES)
@@ -152,11 +161,11 @@ def test_m4_every_site_and_step_has_noise_of_its_own() -> None:
 
 def test_what_is_clipped_one_by_one_does_not_stack() -> None:
     network, found = seats("mlp", Training(MOMENTUM, 8, private=NOISY), contrast)
-    assert "one by one" in why_not(found[0].job, network)
+    assert "one by one" in why_not_stackable(found[0].job, network)
     two = replace(found[0].job, steps=(Step(task_loss), Step(task_loss)))
-    assert "site by site" in why_not(two, network)
+    assert "site by site" in why_not_stackable(two, network)
     module = twice()
-    job = Fit(weights_of(module), task_loss, Training(MOMENTUM, 4, private=NOISY))
+    job = Fit(copy_module_weights(module), task_loss, Training(MOMENTUM, 4, private=NOISY))
     data = Images(torch.randn(8, 1, 12, 12, dtype=torch.float64), torch.zeros(8, dtype=torch.int64))
     seat = StackMember(job, data, Site("a", 8, 1, 1, 0.1), Stream(0), Stream(1))
     with pytest.raises(NotStackableError, match="called twice"):
@@ -174,5 +183,5 @@ def test_private_jobs_need_more_room() -> None:
     rooms = []
     for training in (private, replace(private, private=None)):
         network, found = seats("groupnorm_cnn", training)
-        rooms.append(room(found[0], network))
+        rooms.append(max_stack_size(found[0], network))
     assert 1 <= rooms[0] < rooms[1]

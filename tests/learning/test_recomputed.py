@@ -26,15 +26,15 @@ from polyclinic.core.contract import (
 )
 from polyclinic.core.errors import RecipeError
 from polyclinic.data.examples import Images
-from polyclinic.models import Classifier, build
-from polyclinic.models.activation_checkpointing import Recomputed, recompute
-from polyclinic.models.group_norm import dp_safe
+from polyclinic.models import Classifier, build_model
+from polyclinic.models.activation_checkpointing import CheckpointedBlock, enable_checkpointing
+from polyclinic.models.group_norm import replace_batch_norm
 from polyclinic.models.split_point import cut_after
 from polyclinic.runs.experiment import load_sites
-from polyclinic.runs.networks import network_of
+from polyclinic.runs.networks import build_network
 from polyclinic.training.fit import fit
 from polyclinic.training.losses import task_loss
-from polyclinic.training.network import LiveNetwork, weights_of
+from polyclinic.training.network import LiveNetwork, copy_module_weights
 from polyclinic.training.stacked.batching import StackMember
 from polyclinic.training.stacked.fit import fit_stacked
 from tests.small import tiny
@@ -44,7 +44,7 @@ SIDE, IMAGES = 48, 6
 
 
 def built(name: str) -> Classifier:
-    return build(name, classes=2, channels=1, size=SIDE, seed=Stream(1))
+    return build_model(name, classes=2, channels=1, size=SIDE, seed=Stream(1))
 
 
 def data() -> Images:
@@ -59,7 +59,9 @@ def site() -> Site:
 
 def fitted(module: Classifier, training: Training) -> Fitted:
     secret = None if training.private is None else Stream(4)
-    return fit(Fit(weights_of(module), task_loss, training), LiveNetwork(module), data(), site(), Stream(3), secret)
+    return fit(
+        Fit(copy_module_weights(module), task_loss, training), LiveNetwork(module), data(), site(), Stream(3), secret
+    )
 
 
 def same(one: Bundle, other: Bundle) -> bool:
@@ -88,7 +90,7 @@ class Calls:
 )
 def test_training_is_the_same_bit_for_bit_and_statistics_move_once(name: str, precision: Precision) -> None:
     training = Training(Optimiser("sgd", momentum=0.9), batch=3, precision=precision)
-    plain, again = built(name), recompute(built(name))
+    plain, again = built(name), enable_checkpointing(built(name))
     assert list(plain.state_dict()) == list(again.state_dict())
     kept, twice = fitted(plain, training), fitted(again, training)
     assert kept.loss == twice.loss
@@ -99,14 +101,14 @@ def test_training_is_the_same_bit_for_bit_and_statistics_move_once(name: str, pr
 
 
 def test_every_block_computes_twice_a_step_and_only_once_otherwise() -> None:
-    module = recompute(built("resnet22"))
+    module = enable_checkpointing(built("resnet22"))
     calls = [Calls(module.get_submodule(f"extractor.layer{stage}.1.conv1")) for stage in (1, 5)]
     fitted(module, Training(batch=3))
     assert [call.count for call in calls] == [2 * IMAGES // 3] * 2
     fitted(module, Training(batch=3, fine_tune=0.05))  # the gradient ends in the head: nothing to compute again
     assert [call.count for call in calls] == [3 * IMAGES // 3] * 2
     network = LiveNetwork(module)
-    with torch.no_grad(), network.recomputing():
+    with torch.no_grad(), network.use_checkpointing():
         network(network.live, data().images)
     torch.autograd.backward(network(network.live, data().images).sum())
     assert [call.count for call in calls] == [3 * IMAGES // 3 + 2] * 2
@@ -114,12 +116,12 @@ def test_every_block_computes_twice_a_step_and_only_once_otherwise() -> None:
 
 def test_weights_of_a_call_of_its_own_are_those_it_is_computed_again_with() -> None:
     found = []
-    for module in (built("resnet22"), recompute(built("resnet22"))):
+    for module in (built("resnet22"), enable_checkpointing(built("resnet22"))):
         network, images = LiveNetwork(module), data().images
-        network.training_mode(frozenset(network.live["model"]))
-        other = {kind: {n: t * 1.5 for n, t in group.items()} for kind, group in weights_of(module).items()}
+        network.set_training_mode(frozenset(network.live["model"]))
+        other = {kind: {n: t * 1.5 for n, t in group.items()} for kind, group in copy_module_weights(module).items()}
         moving = {name: t.requires_grad_() for name, t in other["model"].items()}
-        with network.recomputing():
+        with network.use_checkpointing():
             loss = network(other, images).square().sum()
             with torch.no_grad():
                 for parameter in module.parameters():
@@ -136,10 +138,10 @@ def test_a_cut_network_computes_both_of_its_parts_again() -> None:
         return features.square().mean() + network.head(weights, features).square().mean()
 
     found, calls = [], []
-    for change in (lambda module: module, recompute):
+    for change in (lambda module: module, enable_checkpointing):
         module = cut_after(change(built("resnet22")), 2)
         calls += [Calls(module.get_submodule(f"{part}.0.conv1")) for part in ("extractor.layer2", "head.layer4")]
-        job = Fit(weights_of(module), features_too, Training(batch=IMAGES))
+        job = Fit(copy_module_weights(module), features_too, Training(batch=IMAGES))
         found.append(fit(job, LiveNetwork(module), data(), site(), Stream(3)).weights)
     assert same(*found)
     assert [call.count for call in calls] == [1, 1, 2, 2]
@@ -147,11 +149,13 @@ def test_a_cut_network_computes_both_of_its_parts_again() -> None:
 
 def test_private_steps_and_stacks_keep_their_activations() -> None:
     private = Training(batch=3, private=Private(0.5, 1.0))
-    one, other = (fitted(change(dp_safe(built("resnet22"))), private) for change in (lambda m: m, recompute))
+    one, other = (
+        fitted(change(replace_batch_norm(built("resnet22"))), private) for change in (lambda m: m, enable_checkpointing)
+    )
     assert same(one.weights, other.weights)
     stacks = []
-    for module in (built("resnet22"), recompute(built("resnet22"))):
-        job = Fit(weights_of(module), task_loss, Training(batch=3))
+    for module in (built("resnet22"), enable_checkpointing(built("resnet22"))):
+        job = Fit(copy_module_weights(module), task_loss, Training(batch=3))
         seats = [StackMember(job, data(), site(), Stream(number)) for number in range(2)]
         stacks.append(fit_stacked(seats, LiveNetwork(copy.deepcopy(module))))
     assert all(same(a.weights, b.weights) for a, b in zip(*stacks, strict=True))
@@ -160,7 +164,7 @@ def test_private_steps_and_stacks_keep_their_activations() -> None:
 @pytest.mark.parametrize("name", ["cnn_a", "groupnorm_cnn", "mlp"])
 def test_a_network_without_blocks_is_refused(name: str) -> None:
     with pytest.raises(RecipeError, match=r"model\.checkpoint is true, but this network is not a chain of blocks"):
-        recompute(built(name))
+        enable_checkpointing(built(name))
 
 
 def test_a_recipe_asks_for_it() -> None:
@@ -169,10 +173,10 @@ def test_a_recipe_asks_for_it() -> None:
     for wanted in (False, True):
         for keys in others:
             recipe = tiny(model__name="mobilenet_v3_small", model__checkpoint=wanted, **keys)
-            blocks = [m for m in network_of(recipe, consortium).modules() if isinstance(m, Recomputed)]
+            blocks = [m for m in build_network(recipe, consortium).modules() if isinstance(m, CheckpointedBlock)]
             assert len(blocks) == (13 if wanted else 0)  # 11 blocks between two layers
     with pytest.raises(RecipeError, match=r"model\.checkpoint is true"):
-        network_of(tiny(model__checkpoint=True), consortium)
+        build_network(tiny(model__checkpoint=True), consortium)
 
 
 STEP = """

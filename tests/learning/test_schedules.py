@@ -47,7 +47,7 @@ class Scripted:
         algorithm = FedAvg(Training(Optimiser(lr=LR)))
         known, _ = federation(algorithm, clinics(12, 7), small())
         engine = MockEngine(self.answer)
-        return Rounds(known, algorithm, engine, Rules(len(self.script), **rules), RamJournal()).run()
+        return Rounds(known, algorithm, engine, Rules(len(self.script), **rules), RamJournal()).play_all()
 
 
 def a_rate() -> torch.optim.Optimizer:
@@ -60,7 +60,9 @@ def test_the_cosine_schedule_is_torchs(period: int | None, minimum: float) -> No
     theirs = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, period or rounds, eta_min=minimum * LR)
     schedule = Schedule("cosine", period=period, minimum=minimum)
     for round in range(1, rounds + 1):
-        assert LR * schedule.share(round, rounds, cuts=0) == pytest.approx(theirs.get_last_lr()[0], rel=1e-9, abs=1e-12)
+        assert LR * schedule.lr_factor(round, rounds, cuts=0) == pytest.approx(
+            theirs.get_last_lr()[0], rel=1e-9, abs=1e-12
+        )
         optimiser.step()
         theirs.step()
 

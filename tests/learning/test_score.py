@@ -8,8 +8,8 @@ from torch import Tensor
 
 from polyclinic.core.contract import Batch, Bundle, Network, Score, Stream, Tensors, Training
 from polyclinic.training.fit import fit, score
-from polyclinic.training.losses import probabilities
-from polyclinic.training.network import LiveNetwork, weights_of
+from polyclinic.training.losses import predict_probabilities
+from polyclinic.training.network import LiveNetwork, copy_module_weights
 from tests.laws.bench import noise, same, small
 from tests.learning.jobs import at_round, job
 
@@ -30,7 +30,7 @@ def trained() -> tuple[LiveNetwork, Bundle]:
 
 def in_evaluation_mode(weights: Bundle) -> Tensor:
     network = small(dropout=0.5)
-    network.load(weights)
+    network.load_weights(weights)
     with torch.no_grad():
         logits: Tensor = network.module.eval()(DATA.images)
     return logits
@@ -39,7 +39,7 @@ def in_evaluation_mode(weights: Bundle) -> Tensor:
 @pytest.mark.parametrize("batch", [1, 4, 22, 23, 100])
 def test_rows_come_in_the_parts_own_order_whatever_the_batch(batch: int) -> None:
     network, weights = trained()
-    found = score(Score(weights, probabilities), network, DATA, batch)
+    found = score(Score(weights, predict_probabilities), network, DATA, batch)
     torch.testing.assert_close(found["probabilities"], in_evaluation_mode(weights).softmax(-1))
     assert torch.equal(found["labels"], DATA.labels)
 
@@ -57,26 +57,26 @@ def test_means_are_over_examples_not_over_batches(batch: int) -> None:
 def test_looking_changes_nothing() -> None:
     network, weights = trained()
     copy = {kind: {n: t.clone() for n, t in group.items()} for kind, group in weights.items()}
-    score(Score(weights, probabilities), network, DATA, 7)
+    score(Score(weights, predict_probabilities), network, DATA, 7)
     assert same(weights, copy)
-    assert same(weights_of(network.module), copy)
+    assert same(copy_module_weights(network.module), copy)
 
 
 def test_a_part_without_examples_has_no_rows() -> None:
     network, weights = trained()
-    found = score(Score(weights, probabilities), network, DATA.subset(torch.arange(0)), 7)
+    found = score(Score(weights, predict_probabilities), network, DATA.subset(torch.arange(0)), 7)
     assert found["probabilities"].shape == (0, 3)
 
 
 def test_other_weights_than_the_loaded_ones_are_called_functionally() -> None:
     """A teacher beside the student: same answers as if it had been loaded, the live weights untouched."""
     network, weights = trained()
-    other = weights_of(small().module)
-    network.load(weights)
+    other = copy_module_weights(small().module)
+    network.load_weights(weights)
     network.module.eval()
     with torch.no_grad():
         beside, features = network(other, DATA.images), network.features(other, DATA.images)
-        assert same(weights_of(network.module), weights)
-        live = network.load(other)
+        assert same(copy_module_weights(network.module), weights)
+        live = network.load_weights(other)
         torch.testing.assert_close(network(live, DATA.images), beside)
         torch.testing.assert_close(network.features(live, DATA.images), features)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torchvision import models as torchvision_models
 
 from polyclinic.core.contract import Stream
-from polyclinic.models import MODELS, Classifier, build
+from polyclinic.models import MODELS, Classifier, build_model
 
 CLASSES = 3
 TORCHVISION = (
@@ -26,8 +26,8 @@ STREAM = Stream(2026, ("model",))
 
 
 def fresh(name: str, channels: int = 3, seed: Stream = STREAM, classes: int = CLASSES) -> Classifier:
-    size = MODELS[name].minimum
-    return build(name, classes=classes, channels=channels, size=size, dropout=None, seed=seed).eval()
+    size = MODELS[name].min_size
+    return build_model(name, classes=classes, channels=channels, size=size, dropout=None, seed=seed).eval()
 
 
 @cache
@@ -55,7 +55,7 @@ def theirs(name: str, classes: int = CLASSES) -> nn.Module:
 
 
 def pictures(name: str, channels: int, number: int = 2) -> Tensor:
-    side = MODELS[name].minimum
+    side = MODELS[name].min_size
     return torch.rand(number, channels, side, side, generator=Stream(7, (name, channels)).generator())
 
 

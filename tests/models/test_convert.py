@@ -21,9 +21,9 @@ from typer.testing import CliRunner
 from polyclinic.cli.main import app
 from polyclinic.core.contract import Stream
 from polyclinic.core.errors import WeightsError
-from polyclinic.models import build, load_weights
+from polyclinic.models import build_model, load_weights
 from polyclinic.models.weights import sandboxed_reader
-from polyclinic.models.weights.convert import convert
+from polyclinic.models.weights.convert import convert_checkpoint
 from tests.models.test_resnet22 import CC, published
 
 
@@ -49,7 +49,9 @@ def written(value: Any, zipped: bool = True) -> bytes:
 
 def chosen(data: bytes, key: str | None = None, prefix: str = "") -> dict[str, Tensor]:
     """What the reader does, without the walls around it."""
-    return sandboxed_reader.chosen(sandboxed_reader.read(io.BytesIO(data), torch), key, prefix, torch)
+    return sandboxed_reader.select_tensors(
+        sandboxed_reader.read_checkpoint(io.BytesIO(data), torch), key, prefix, torch
+    )
 
 
 def test_the_public_checkpoint_becomes_a_weights_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,7 +68,7 @@ def test_the_public_checkpoint_becomes_a_weights_file(tmp_path: Path, monkeypatc
     assert found.keys() == cc.keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in cc.items())
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in.p", "out.safetensors"]
-    load_weights(build("resnet22", classes=2, channels=1, size=64, seed=Stream(1)), "out.safetensors")
+    load_weights(build_model("resnet22", classes=2, channels=1, size=64, seed=Stream(1)), "out.safetensors")
 
 
 def test_a_checkpoint_with_a_command_in_it_is_refused_and_the_command_is_not_run(tmp_path: Path) -> None:
@@ -87,7 +89,7 @@ def test_tensors_of_more_memory_than_the_file_accounts_for_are_refused(tmp_path:
     source = tmp_path / "in.pt"
     source.write_bytes(written({"a": torch.ones(1).expand(10**11)}))
     with pytest.raises(WeightsError, match=r"its tensors take more memory than 8 times its .* bytes and a gigabyte"):
-        convert(source, tmp_path / "out.safetensors")
+        convert_checkpoint(source, tmp_path / "out.safetensors")
     assert list(tmp_path.iterdir()) == [source]
 
 
@@ -151,11 +153,11 @@ def test_paths_that_cannot_be_read_or_written_are_refused(tmp_path: Path) -> Non
     source.write_bytes(GOOD)
     there.write_bytes(b"mine")
     with pytest.raises(WeightsError, match="There is no checkpoint at"):
-        convert(tmp_path / "absent.pt", tmp_path / "out.safetensors")
+        convert_checkpoint(tmp_path / "absent.pt", tmp_path / "out.safetensors")
     with pytest.raises(WeightsError, match="is there already"):
-        convert(source, there)
+        convert_checkpoint(source, there)
     with pytest.raises(WeightsError, match="There is no folder"):
-        convert(source, tmp_path / "nowhere" / "out.safetensors")
+        convert_checkpoint(source, tmp_path / "nowhere" / "out.safetensors")
     assert there.read_bytes() == b"mine"
 
 
@@ -233,6 +235,6 @@ def test_a_reader_that_lies_is_not_believed(tmp_path: Path, monkeypatch: pytest.
     }.items():
         liar.write_text(program)
         with pytest.raises(WeightsError, match=sentence) as told:
-            convert(source, tmp_path / "out.safetensors")
+            convert_checkpoint(source, tmp_path / "out.safetensors")
         assert "\n" not in str(told.value)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in.pt", "liar.py"]

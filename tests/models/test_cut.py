@@ -9,8 +9,8 @@ import torch
 
 from polyclinic.core.contract import Stream
 from polyclinic.core.errors import RecipeError
-from polyclinic.models import build
-from polyclinic.models.split_point import cut_after, stages
+from polyclinic.models import build_model
+from polyclinic.models.split_point import count_stages, cut_after
 from polyclinic.training.network import LiveNetwork, feature_shape
 
 SHAPES: dict[str, list[tuple[int, ...]]] = {
@@ -26,9 +26,9 @@ SHAPES: dict[str, list[tuple[int, ...]]] = {
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_every_cut_is_the_same_function_and_hands_on_what_its_stage_makes(name: str) -> None:
-    whole = build(name, classes=3, channels=1, size=256, seed=Stream(1)).eval()
+    whole = build_model(name, classes=3, channels=1, size=256, seed=Stream(1)).eval()
     images = torch.randn(1, 1, 256, 256, generator=Stream(2).generator())
-    assert stages(whole) == len(SHAPES[name])
+    assert count_stages(whole) == len(SHAPES[name])
     with torch.no_grad():
         wanted = whole(images)
         for stage, shape in enumerate(SHAPES[name], 1):
@@ -42,13 +42,13 @@ def test_every_cut_is_the_same_function_and_hands_on_what_its_stage_makes(name: 
 @pytest.mark.parametrize(("name", "stage"), [("resnet18", 5), ("small_cnn", 0), ("inception_v3", 2)])
 def test_a_stage_that_is_not_there_is_refused(name: str, stage: int) -> None:
     with pytest.raises(RecipeError, match=rf"model.cut is {stage}, but this network has stages 1 to \d"):
-        cut_after(build(name, classes=2, channels=3, size=96, seed=Stream(1)), stage)
+        cut_after(build_model(name, classes=2, channels=3, size=96, seed=Stream(1)), stage)
 
 
 def test_a_calm_head_moves_no_statistics_and_has_gradients() -> None:
-    network = LiveNetwork(cut_after(build("resnet18", classes=2, channels=1, size=32, seed=Stream(1)), 3))
+    network = LiveNetwork(cut_after(build_model("resnet18", classes=2, channels=1, size=32, seed=Stream(1)), 3))
     weights = network.live
-    network.training_mode(frozenset(weights["model"]))
+    network.set_training_mode(frozenset(weights["model"]))
     before = {name: tensor.clone() for name, tensor in weights["buffers"].items()}
     features = torch.randn(4, 256, 2, 2, generator=Stream(2).generator())
     network.head(weights, features, eval_mode=True).sum().backward()  # type: ignore[no-untyped-call]

@@ -12,7 +12,7 @@ from torchvision.models import get_model_weights
 
 from polyclinic.core.contract import Stream
 from polyclinic.core.errors import RecipeError
-from polyclinic.models import MODELS, Classifier, build
+from polyclinic.models import MODELS, Classifier, build_model
 from tests.models.networks import (
     CLASSES,
     STREAM,
@@ -100,16 +100,16 @@ def test_leaf_layers_are_listed_in_the_order_in_which_they_run(name: str) -> Non
 
 @every_model
 def test_one_pixel_less_than_the_minimum_is_refused_with_the_minimum(name: str) -> None:
-    minimum = MODELS[name].minimum
+    minimum = MODELS[name].min_size
     with pytest.raises(RecipeError, match=f"'{name}' needs images of at least {minimum} pixels"):
-        build(name, classes=2, channels=1, size=minimum - 1, seed=STREAM)
+        build_model(name, classes=2, channels=1, size=minimum - 1, seed=STREAM)
 
 
 @every_torchvision_model
 def test_size_dropout_and_parameters_are_torchvisions_own(name: str) -> None:
     published = get_model_weights(name).DEFAULT.meta["min_size"]
     auxiliary = getattr(theirs(name), "AuxLogits", nn.Identity())
-    assert published == (MODELS[name].minimum, MODELS[name].minimum)
+    assert published == (MODELS[name].min_size, MODELS[name].min_size)
     own = MODELS[name].dropout
     assert [m.p for m in theirs(name).modules() if isinstance(m, nn.Dropout)] == ([own] if own else [])
     assert parameters(network(name, 3)) == parameters(theirs(name)) - parameters(auxiliary)
@@ -147,13 +147,13 @@ def two_blocks(channels: int, first: int, second: int, dense: int, size: int, cl
 def test_pfedcdp_networks_have_the_parameters_of_the_paper(
     name: str, widths: tuple[int, int, int], size: int, channels: int
 ) -> None:
-    classifier = build(name, classes=5, channels=channels, size=size, seed=STREAM)
+    classifier = build_model(name, classes=5, channels=channels, size=size, seed=STREAM)
     assert parameters(classifier) == two_blocks(channels, *widths, size, 5)
     assert logits(classifier, torch.zeros(1, channels, size, size)).shape == (1, 5)
 
 
 def test_groupnorm_cnn_flattens_1152_values_and_has_the_parameters_of_the_paper() -> None:
-    classifier = build("groupnorm_cnn", classes=10, channels=1, size=28, seed=STREAM)
+    classifier = build_model("groupnorm_cnn", classes=10, channels=1, size=28, seed=STREAM)
     convolutions = (9 * 1 * 32 + 32) + (9 * 32 * 64 + 64) + (9 * 64 * 128 + 128)
     norms, skip = 2 * (32 + 64 + 128), 32 * 128 + 128
     dense = (1152 * 256 + 256) + (256 * 10 + 10)
@@ -162,7 +162,7 @@ def test_groupnorm_cnn_flattens_1152_values_and_has_the_parameters_of_the_paper(
 
 @pytest.mark.parametrize("size", [8, 15, 28, 64])
 def test_groupnorm_cnn_joins_its_branches_at_any_size(size: int) -> None:
-    classifier = build("groupnorm_cnn", classes=2, channels=1, size=size, seed=STREAM)
+    classifier = build_model("groupnorm_cnn", classes=2, channels=1, size=size, seed=STREAM)
     assert logits(classifier, torch.zeros(1, 1, size, size)).shape == (1, 2)
 
 
@@ -181,24 +181,24 @@ def test_groupnorm_cnn_skip_carries_the_first_block_past_the_other_two() -> None
 
 def test_small_networks_have_the_parameters_of_their_closed_form() -> None:
     pixels = 3 * 5 * 5
-    mlp = build("mlp", classes=4, channels=3, size=5, seed=STREAM)
-    linear = build("linear", classes=4, channels=3, size=5, seed=STREAM)
+    mlp = build_model("mlp", classes=4, channels=3, size=5, seed=STREAM)
+    linear = build_model("linear", classes=4, channels=3, size=5, seed=STREAM)
     assert parameters(mlp) == (pixels * 64 + 64) + (64 * 4 + 4)
     assert parameters(linear) == pixels * 4 + 4
 
 
 @pytest.mark.parametrize("name", sorted(MODELS.keys() - {"resnet50", "resnet152"}))
 def test_asked_dropout_is_set_once_in_two_layers_of_resnet22_and_changes_no_name(name: str) -> None:
-    size = MODELS[name].minimum
-    asked = build(name, classes=CLASSES, channels=3, size=size, dropout=0.4, seed=STREAM)
+    size = MODELS[name].min_size
+    asked = build_model(name, classes=CLASSES, channels=3, size=size, dropout=0.4, seed=STREAM)
     assert [m.p for m in asked.modules() if isinstance(m, nn.Dropout)] == [0.4] * (2 if name == "resnet22" else 1)
     assert list(asked.state_dict()) == list(network(name, 3).state_dict())
 
 
 @pytest.mark.parametrize("name", ["cnn_b", "resnet18", "mobilenet_v3_small", "linear"])
 def test_dropout_acts_in_training_only(name: str) -> None:
-    size = MODELS[name].minimum
-    classifier = build(name, classes=CLASSES, channels=1, size=size, dropout=0.5, seed=STREAM).eval()
+    size = MODELS[name].min_size
+    classifier = build_model(name, classes=CLASSES, channels=1, size=size, dropout=0.5, seed=STREAM).eval()
     images = pictures(name, 1)
     assert torch.equal(logits(classifier, images), logits(classifier, images))
     for module in classifier.modules():
@@ -220,7 +220,7 @@ def test_tail_of_mobilenet_v2_is_the_head_and_the_last_blocks() -> None:
         if name.startswith(("head.", *(f"extractor.features.{block}." for block in range(13, 19))))
         and not name.startswith("extractor.features.13.conv.0.0.")
     }
-    assert classifier.tail(0.3) == expected
+    assert classifier.tail_parameters(0.3) == expected
 
 
 @given(low=st.floats(0, 1), high=st.floats(0, 1))
@@ -228,10 +228,10 @@ def test_tail_grows_with_the_fraction_from_nothing_to_everything(low: float, hig
     classifier = network("cnn_a", 1)
     low, high = sorted((low, high))
     names = {name for name, _ in classifier.named_parameters()}
-    assert classifier.tail(low) <= classifier.tail(high) <= names
-    assert classifier.tail(0) == frozenset()
-    assert classifier.tail(1) == names
-    assert bool(classifier.tail(high)) == (high > 0)
+    assert classifier.tail_parameters(low) <= classifier.tail_parameters(high) <= names
+    assert classifier.tail_parameters(0) == frozenset()
+    assert classifier.tail_parameters(1) == names
+    assert bool(classifier.tail_parameters(high)) == (high > 0)
 
 
 @every_model
@@ -239,21 +239,21 @@ def test_the_smallest_tail_is_the_last_layer(name: str) -> None:
     classifier = network(name, 3)
     last = classifier.leaf_layers()[-1]
     assert last.startswith("head")
-    assert classifier.tail(1e-9) == {f"{last}.weight", f"{last}.bias"}
-    assert classifier.tail(1) == {name for name, _ in classifier.named_parameters()}
+    assert classifier.tail_parameters(1e-9) == {f"{last}.weight", f"{last}.bias"}
+    assert classifier.tail_parameters(1) == {name for name, _ in classifier.named_parameters()}
 
 
 @pytest.mark.parametrize("fraction", [-0.1, 1.1, float("nan")])
 def test_a_tail_outside_zero_to_one_is_refused(fraction: float) -> None:
     with pytest.raises(RecipeError, match="between 0 and 1"):
-        network("linear", 1).tail(fraction)
+        network("linear", 1).tail_parameters(fraction)
 
 
 def test_an_unknown_model_is_refused_with_close_matches() -> None:
     with pytest.raises(RecipeError, match="no model 'mobilnet_v2'; did you mean mobilenet_v2"):
-        build("mobilnet_v2", classes=2, channels=1, size=32, seed=STREAM)
+        build_model("mobilnet_v2", classes=2, channels=1, size=32, seed=STREAM)
     with pytest.raises(RecipeError, match="choose one of cnn_a, cnn_b"):
-        build("?", classes=2, channels=1, size=32, seed=STREAM)
+        build_model("?", classes=2, channels=1, size=32, seed=STREAM)
 
 
 @pytest.mark.parametrize(
@@ -268,7 +268,7 @@ def test_an_unknown_model_is_refused_with_close_matches() -> None:
 def test_impossible_tasks_are_refused(wrong: dict[str, int], sentence: str) -> None:
     task = {"classes": 2, "channels": 1, "size": 28, "dropout": None} | wrong
     with pytest.raises(RecipeError, match=sentence):
-        build("cnn_a", seed=STREAM, **task)  # type: ignore[arg-type]
+        build_model("cnn_a", seed=STREAM, **task)  # type: ignore[arg-type]
 
 
 def test_a_classifier_lists_a_module_that_owns_tensors_beside_its_children() -> None:
@@ -279,7 +279,7 @@ def test_a_classifier_lists_a_module_that_owns_tensors_beside_its_children() -> 
             self.layer = nn.Linear(2, 2)
 
     classifier = Classifier(Scaled(), nn.Linear(2, 2))
-    assert classifier.tail(1) == {name for name, _ in classifier.named_parameters()}
+    assert classifier.tail_parameters(1) == {name for name, _ in classifier.named_parameters()}
 
 
 def test_streams_that_differ_in_path_only_give_other_weights() -> None:

@@ -14,16 +14,16 @@ from torch import Tensor, nn
 from polyclinic.core.contract import Fit, Optimiser, Private, Site, Stream, Tensors, Training
 from polyclinic.core.errors import WeightsError
 from polyclinic.data.examples import Images
-from polyclinic.models import Classifier, adopt_weights, build, load_weights
-from polyclinic.models.group_norm import dp_safe
-from polyclinic.models.resnet22 import Block
+from polyclinic.models import Classifier, adopt_weights, build_model, load_weights
+from polyclinic.models.group_norm import replace_batch_norm
+from polyclinic.models.resnet22 import PreActivationBlock
 from polyclinic.models.split_point import cut_after
-from polyclinic.training.dp.dp_sgd import PrivateSteps
+from polyclinic.training.dp.dp_sgd import PrivateGradients
 from polyclinic.training.fit import fit
 from polyclinic.training.losses import task_loss
-from polyclinic.training.network import LiveNetwork, weights_of
+from polyclinic.training.network import LiveNetwork, copy_module_weights
 from polyclinic.training.stacked.batching import StackMember
-from polyclinic.training.stacked.fit import fit_stacked, why_not
+from polyclinic.training.stacked.fit import fit_stacked, why_not_stackable
 from tests.models.networks import fresh, parameters
 
 SIDE = 24
@@ -31,7 +31,7 @@ CC = "four_view_resnet.cc."
 
 
 def small(dropout: float | None = None) -> Classifier:
-    return build("resnet22", classes=3, channels=1, size=SIDE, dropout=dropout, seed=Stream(1))
+    return build_model("resnet22", classes=3, channels=1, size=SIDE, dropout=dropout, seed=Stream(1))
 
 
 def pictures(count: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Images:
@@ -42,14 +42,14 @@ def pictures(count: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> I
 
 @pytest.mark.parametrize(("channels", "more"), [(1, 0), (3, 2 * 16 * 7 * 7)])
 def test_the_trunk_has_the_published_number_of_parameters(channels: int, more: int) -> None:
-    network = build("resnet22", classes=2, channels=channels, size=2048, seed=Stream(1))
+    network = build_model("resnet22", classes=2, channels=channels, size=2048, seed=Stream(1))
     assert parameters(network.extractor) == 2_799_536 + more
     dense, norms = (256 + 1) * 128 + (128 + 1) * 64 + (64 + 1) * 2, 2 * (128 + 64)
     assert parameters(network.head) == dense + norms
 
 
 def test_2048_pixels_a_side_end_as_32_places_a_side_of_256_values() -> None:
-    network = build("resnet22", classes=2, channels=1, size=2048, seed=Stream(1)).to("meta").eval()
+    network = build_model("resnet22", classes=2, channels=1, size=2048, seed=Stream(1)).to("meta").eval()
     image = torch.empty(1, 1, 2048, 2048, device="meta")
     stages = [(16, 510, 510), (32, 255, 255), (64, 128, 128), (128, 64, 64)]
     for stage, shape in enumerate(stages, 1):
@@ -63,7 +63,7 @@ def test_2048_pixels_a_side_end_as_32_places_a_side_of_256_values() -> None:
 
 def test_blocks_are_identity_mappings_with_the_shortcut_behind_the_first_activation() -> None:
     values = torch.randn(2, 16, 5, 5, generator=Stream(1).generator())
-    second, first = Block(16, 16, 1, first=False), Block(16, 16, 1, first=True)
+    second, first = PreActivationBlock(16, 16, 1, first=False), PreActivationBlock(16, 16, 1, first=True)
     assert first.downsample is not None
     for block in (second, first):
         nn.init.zeros_(block.conv2.weight)
@@ -151,17 +151,17 @@ def test_a_checkpoint_that_lacks_a_layer_or_sees_heatmaps_or_is_for_another_netw
 
 
 def test_group_norm_keeps_pictures_apart_and_their_gradients_can_be_noted() -> None:
-    module = dp_safe(small(0.0)).double()
+    module = replace_batch_norm(small(0.0)).double()
     assert not any(isinstance(layer, nn.modules.batchnorm._BatchNorm) for layer in module.modules())
     data = pictures(4)
     alone, together = module.train()(data.images[:1]), module(data.images)[:1]
     torch.testing.assert_close(alone, together)
     network = LiveNetwork(module)
     training = Training(Optimiser("sgd", 0.1), batch=4, private=Private(0.5, 0.0))
-    steps = PrivateSteps(Fit(weights_of(module), task_loss, training), network, network.live, 4, Stream(1))
-    names = network.trainable(1, ())
+    steps = PrivateGradients(Fit(copy_module_weights(module), task_loss, training), network, network.live, 4, Stream(1))
+    names = network.trainable_names(1, ())
     batch = data.images, data.labels
-    noted, each = (way(task_loss, names, batch, {})[1] for way in (steps._recorded, steps._one_by_one))
+    noted, each = (way(task_loss, names, batch, {})[1] for way in (steps._sum_with_tape, steps._sum_with_vmap))
     for name in names:
         torch.testing.assert_close(noted[name], each[name])
 
@@ -169,9 +169,9 @@ def test_group_norm_keeps_pictures_apart_and_their_gradients_can_be_noted() -> N
 def test_a_stack_of_sites_gives_what_each_gives_alone() -> None:
     module = small().double()
     training = Training(Optimiser("sgd", 0.05), batch=4)
-    work = Fit(weights_of(module), task_loss, training)
+    work = Fit(copy_module_weights(module), task_loss, training)
     seats = [StackMember(work, pictures(8, n), Site(str(n), 8, 1, 1, 0.05), Stream(n)) for n in range(2)]
-    assert why_not(work, LiveNetwork(copy.deepcopy(module))) == ""
+    assert why_not_stackable(work, LiveNetwork(copy.deepcopy(module))) == ""
     stacked = fit_stacked(seats, LiveNetwork(copy.deepcopy(module)))
     for seat, found in zip(seats, stacked, strict=True):
         alone = fit(seat.job, LiveNetwork(copy.deepcopy(module)), seat.data, seat.site, seat.stream)

@@ -14,15 +14,15 @@ from scipy.signal import fftconvolve
 from torch import Tensor, nn
 
 from polyclinic.core.contract import Stream
-from polyclinic.models import build
+from polyclinic.models import build_model
 from polyclinic.models.scattering import (
     FLOOR,
     FixedFeatures,
     Scattering,
-    _commonplace,
-    _normalised,
-    _strokes,
-    fixed_part,
+    _draw_strokes,
+    _normalise_paths,
+    _stroke_statistics,
+    find_fixed_features,
 )
 from tests.models.networks import STREAM, fresh
 
@@ -192,10 +192,10 @@ def test_a_black_picture_has_finite_features() -> None:
 
 def test_common_directions_of_strokes_lose_variance_and_keep_their_order() -> None:
     """Along each direction a share √(floor / (variance + floor)) is kept; at right angles to all, everything."""
-    mean, directions, kept = _commonplace(12)
+    mean, directions, kept = _stroke_statistics(12)
     count = len(kept)
     torch.testing.assert_close(directions.mT @ directions, torch.eye(count), atol=1e-4, rtol=0)
-    strokes = _normalised(Scattering(1, 12)(_strokes(1000, 12)))
+    strokes = _normalise_paths(Scattering(1, 12)(_draw_strokes(1000, 12)))
     variances = ((strokes - mean) @ directions).square().mean(0)
     torch.testing.assert_close(variances * kept**2, FLOOR * (1 - kept**2), rtol=1e-2, atol=1e-6)
     assert kept.min() > 0
@@ -203,8 +203,8 @@ def test_common_directions_of_strokes_lose_variance_and_keep_their_order() -> No
 
 
 def test_strokes_are_the_same_every_time_and_lie_about_the_middle() -> None:
-    drawn = _strokes(200, 28)
-    assert torch.equal(drawn, _strokes(200, 28))
+    drawn = _draw_strokes(200, 28)
+    assert torch.equal(drawn, _draw_strokes(200, 28))
     place = torch.arange(28.0)
     ink = drawn.sum((0, 1))
     for axis in (0, 1):
@@ -214,8 +214,8 @@ def test_strokes_are_the_same_every_time_and_lie_about_the_middle() -> None:
 @pytest.mark.parametrize("name", ["scattering_linear", "scattering_cnn"])
 @pytest.mark.parametrize("channels", [1, 3])
 def test_the_fixed_part_may_be_computed_beforehand(name: str, channels: int) -> None:
-    classifier = build(name, classes=3, channels=channels, size=12, seed=STREAM).eval()
-    images, fixed = images_for(12, channels), fixed_part(classifier)
+    classifier = build_model(name, classes=3, channels=channels, size=12, seed=STREAM).eval()
+    images, fixed = images_for(12, channels), find_fixed_features(classifier)
     assert fixed is not None
     assert torch.equal(classifier(fixed(images)), classifier(images))
     assert not any(parameter.requires_grad for parameter in fixed.parameters())
@@ -223,7 +223,7 @@ def test_the_fixed_part_may_be_computed_beforehand(name: str, channels: int) -> 
 
 @pytest.mark.parametrize("name", ["linear", "cnn_a", "groupnorm_cnn"])
 def test_ordinary_networks_have_no_fixed_part(name: str) -> None:
-    assert fixed_part(fresh(name, 1)) is None
+    assert find_fixed_features(fresh(name, 1)) is None
 
 
 def test_pictures_can_be_worked_on_one_by_one_and_many_sites_at_once() -> None:
@@ -235,7 +235,7 @@ def test_pictures_can_be_worked_on_one_by_one_and_many_sites_at_once() -> None:
 
 
 def test_per_example_gradients_of_the_linear_network_are_error_times_features() -> None:
-    classifier = build("scattering_linear", classes=3, channels=1, size=12, seed=STREAM).double()
+    classifier = build_model("scattering_linear", classes=3, channels=1, size=12, seed=STREAM).double()
     images, labels = pictures(12, number=4), torch.tensor([0, 1, 2, 1])
     weights: dict[str, Tensor] = dict(classifier.named_parameters())
 

@@ -21,22 +21,22 @@ from polyclinic.cli.audit import audit_command, audit_recipe
 from polyclinic.core.contract import Augment, Batch, Optimiser, Private, Stream, Training
 from polyclinic.core.errors import RecipeError
 from polyclinic.data.examples import Images
-from polyclinic.models import Classifier, build
+from polyclinic.models import Classifier, build_model
 from polyclinic.privacy.accounting import Spend, epsilon
 from polyclinic.privacy.audit import (
-    Audit,
-    Seated,
-    Watched,
-    audit,
-    beside,
-    judged,
-    louder,
+    AuditResult,
+    CanaryExamples,
+    CanaryNetwork,
+    adjust_batches,
+    best_bound,
+    is_louder,
     lower_bound,
     p_value,
+    run_audit,
     scale_epsilon,
 )
 from polyclinic.runs.experiment import Experiment
-from polyclinic.training.augment import augmented
+from polyclinic.training.augment import augment_images
 from polyclinic.training.dp import dp_sgd
 from polyclinic.training.fit import batches_per_epoch
 from tests.small import tiny, write_recipe
@@ -54,9 +54,11 @@ def response(canaries: int, epsilon: float, delta: float, rng: np.random.Generat
     return torch.from_numpy(scores), torch.from_numpy(members)
 
 
-def attack(canaries: int, epsilon: float, delta: float, rng: np.random.Generator, confidence: float = 0.95) -> Audit:
+def attack(
+    canaries: int, epsilon: float, delta: float, rng: np.random.Generator, confidence: float = 0.95
+) -> AuditResult:
     scores, members = response(canaries, epsilon, delta, rng)
-    return judged({"answer": scores}, members, claimed=epsilon, delta=delta, confidence=confidence, steps=1)
+    return best_bound({"answer": scores}, members, claimed=epsilon, delta=delta, confidence=confidence, steps=1)
 
 
 @pytest.mark.parametrize(("right", "guesses"), [(0, 7), (9, 12), (20, 20), (31, 40)])
@@ -99,7 +101,7 @@ def test_p_values_rise_with_epsilon() -> None:
 def test_no_honest_mechanism_is_refuted_more_often_than_allowed(epsilon: float, delta: float) -> None:
     """Randomised response is the mechanism the theorem is tight for, so this is as near to a false alarm as can be."""
     rng = np.random.default_rng(1)
-    alarms = sum(attack(400, epsilon, delta, rng, confidence=0.9).refuted for _ in range(300))
+    alarms = sum(attack(400, epsilon, delta, rng, confidence=0.9).is_refuted for _ in range(300))
     assert alarms <= 30 + 3 * math.sqrt(300 * 0.1 * 0.9)
 
 
@@ -120,7 +122,7 @@ def test_the_bound_approaches_the_truth_as_canaries_grow(epsilon: float) -> None
 
 def test_it_says_when_it_could_not_have_refuted() -> None:
     audit = attack(200, 9.0, 1e-6, np.random.default_rng(3))
-    assert not audit.refuted
+    assert not audit.is_refuted
     assert audit.bound <= audit.reach < 9.0
     assert "could not have refuted" in audit.verdict
     assert "no proof" in attack(200, 1.0, 0.0, np.random.default_rng(3)).verdict
@@ -139,7 +141,7 @@ def test_noise_scaled_by_private_losses_gives_the_data_away() -> None:
     with_it = torch.from_numpy(rng.random(runs) < 0.5)
     scale = quiet + (loud - quiet) * with_it.float()
     released = scale[:, None] * torch.randn(runs, coordinates, generator=Stream(4).generator())
-    right = int((louder(released, quiet, loud) == with_it).sum())
+    right = int((is_louder(released, quiet, loud) == with_it).sum())
     assert lower_bound(right, runs, runs, 1e-5, 0.05) > 2 * 1.78
     assert scale_epsilon(quiet, loud, coordinates, 1e-5) > 20 * 1.78
     assert scale_epsilon(quiet, quiet, coordinates, 1e-5) == 0.0
@@ -168,7 +170,7 @@ def images(count: int = EXAMPLES, seed: int = 0) -> Images:
 
 
 def network(name: str = "linear") -> Classifier:
-    return build(name, classes=CLASSES, channels=1, size=SIDE, seed=Stream(0))
+    return build_model(name, classes=CLASSES, channels=1, size=SIDE, seed=Stream(0))
 
 
 def training(**options: Any) -> Training:
@@ -181,13 +183,13 @@ def claimed() -> float:
     return epsilon([Spend(NOISE, RATE, STEPS)], DELTA)
 
 
-def audited(claimed: float, seed: int, **options: Any) -> Audit:
+def audited(claimed: float, seed: int, **options: Any) -> AuditResult:
     given = {"canaries": CANARIES, "rounds": 1, **options}
     how = given.pop("training", training())
-    return audit(network(), images(), how, claimed=claimed, delta=DELTA, stream=Stream(seed), **given)
+    return run_audit(network(), images(), how, claimed=claimed, delta=DELTA, stream=Stream(seed), **given)
 
 
-def gradients(watched: Watched, batch: Batch) -> list[dict[str, Tensor]]:
+def gradients(watched: CanaryNetwork, batch: Batch) -> list[dict[str, Tensor]]:
     """One example at a time, by autograd."""
     found = []
     for image, label in zip(*batch, strict=True):
@@ -203,10 +205,10 @@ class TestCanaries:
     """What the attack rests on: who moves which weight."""
 
     members = torch.tensor([True, False, True, True, False] * 21)
-    seated = Seated(images(), members)
+    seated = CanaryExamples(images(), members)
 
-    def watched(self, name: str = "mlp") -> Watched:
-        watched = Watched(network(name), len(self.members), 7.0)
+    def watched(self, name: str = "mlp") -> CanaryNetwork:
+        watched = CanaryNetwork(network(name), len(self.members), 7.0)
         torch.nn.init.normal_(watched.seats.weight, std=100.0)
         return watched
 
@@ -231,7 +233,7 @@ class TestCanaries:
         every = Augment(rotation=90, flip=True, brightness=1, contrast=0.5, crop=0.3, blur=1)
         rows = torch.arange(EXAMPLES, len(self.seated))
         pixels, labels = self.seated.batch(rows)
-        for canary, moved in enumerate(gradients(self.watched(), (augmented(pixels, every, Stream(1)), labels))):
+        for canary, moved in enumerate(gradients(self.watched(), (augment_images(pixels, every, Stream(1)), labels))):
             own = moved["seats.weight"].flatten()
             assert own[canary] == pytest.approx(7.0 if self.members[canary] else 0.0)
 
@@ -245,13 +247,13 @@ class TestCanaries:
     def test_a_site_that_has_grown_keeps_rates_and_steps(self) -> None:
         for batch in (1, 7, 50, 60, 100):
             planned = Training(batch=batch, epochs=3, private=Private(1.0, 1.0))
-            grown = beside(planned, 60, 1060)
-            assert grown.size(1060) / 1060 <= min(1.0, batch / 60)
-            assert grown.size(1060) / 1060 == pytest.approx(min(1.0, batch / 60), abs=1 / 1060)
+            grown = adjust_batches(planned, 60, 1060)
+            assert grown.batch_size(1060) / 1060 <= min(1.0, batch / 60)
+            assert grown.batch_size(1060) / 1060 == pytest.approx(min(1.0, batch / 60), abs=1 / 1060)
             assert grown.steps == 3 * batches_per_epoch(60, batch)
 
 
-GAUSSIAN, CLIP = dp_sgd.gaussian, dp_sgd.clip_factors
+GAUSSIAN, CLIP = dp_sgd.draw_gaussian_noise, dp_sgd.clip_factors
 
 
 def scaled(by: float) -> Callable[..., Tensor]:
@@ -273,25 +275,27 @@ def test_every_planted_mistake_is_caught_every_time(
 ) -> None:
     monkeypatch.setattr(dp_sgd, *PLANTED[mistake])
     found = [audited(claimed, seed) for seed in range(20)]
-    assert [audit.refuted for audit in found] == [True] * 20
+    assert [audit.is_refuted for audit in found] == [True] * 20
     assert "refuted" in found[0].verdict
 
 
 def test_honest_training_is_not_accused(claimed: float) -> None:
     """A hundred runs: each bound stays below the claim, but for one in twenty at most."""
     found = [audited(claimed, seed) for seed in range(100)]
-    assert sum(audit.refuted for audit in found) <= 5
+    assert sum(audit.is_refuted for audit in found) <= 5
     assert max(audit.bound for audit in found) > 0  # the attack does see something
     assert "No contradiction" in found[0].verdict
 
 
 def test_noise_that_comes_again_in_the_next_round_is_caught(claimed: float, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = training(steps=STEPS // 3)
-    assert not audited(claimed, 1, training=plan, rounds=3).refuted
+    assert not audited(claimed, 1, training=plan, rounds=3).is_refuted
     again = Stream(9)
-    monkeypatch.setattr(dp_sgd.PrivateSteps, "noise", lambda _, number, which: again.child(number % (STEPS // 3)))
+    monkeypatch.setattr(
+        dp_sgd.PrivateGradients, "noise_stream", lambda _, number, which: again.child(number % (STEPS // 3))
+    )
     caught = audited(claimed, 1, training=plan, rounds=3)
-    assert caught.refuted
+    assert caught.is_refuted
     assert "between rounds" in caught.statistic
 
 
@@ -302,15 +306,17 @@ def test_whatever_trains_is_audited(optimiser: Optimiser, monkeypatch: pytest.Mo
     in_whole = replace(how, steps=None, epochs=2, private=Private(0.7, 4.0))
     price, whole_price = (epsilon([s], DELTA) for s in (Spend(NOISE, RATE, STEPS), Spend(4.0, times=2)))
     for noise in (1.0, 0.0):
-        monkeypatch.setattr(dp_sgd, "gaussian", scaled(noise))
-        assert audited(price, 1, training=how, canaries=1000).refuted == (noise == 0)
-        assert audited(whole_price, 1, training=in_whole, canaries=1000, whole=True).refuted == (noise == 0)
+        monkeypatch.setattr(dp_sgd, "draw_gaussian_noise", scaled(noise))
+        assert audited(price, 1, training=how, canaries=1000).is_refuted == (noise == 0)
+        assert audited(whole_price, 1, training=in_whole, canaries=1000, whole=True).is_refuted == (noise == 0)
 
 
 def test_the_network_handed_in_is_left_as_it_was(claimed: float) -> None:
     module = network()
     before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
-    audit(module, images(), training(steps=2), rounds=1, delta=DELTA, claimed=claimed, stream=Stream(1), canaries=100)
+    run_audit(
+        module, images(), training(steps=2), rounds=1, delta=DELTA, claimed=claimed, stream=Stream(1), canaries=100
+    )
     assert all(torch.equal(tensor, before[name]) for name, tensor in module.state_dict().items())
 
 
@@ -349,7 +355,7 @@ def test_a_recipe_is_audited_at_the_site_that_pays_most(tmp_path: Path, command:
 def test_a_claim_that_is_refuted_ends_in_an_error(
     tmp_path: Path, command: typer.Typer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dp_sgd, "gaussian", scaled(0.0))
+    monkeypatch.setattr(dp_sgd, "draw_gaussian_noise", scaled(0.0))
     said = CliRunner().invoke(command, [str(write_recipe(tmp_path)), "--set", "privacy.epsilon=3", "--json"])
     assert said.exit_code == 1
     assert json.loads(said.stdout)["refuted"]
@@ -360,7 +366,7 @@ def test_other_algorithms_are_audited_for_the_steps_they_plan(name: str) -> None
     recipe = tiny(privacy={"epsilon": 3.0}, algorithm=name)
     _, found = audit_recipe(recipe, canaries=500)
     assert found.claimed == pytest.approx(3.0, rel=1e-2)
-    assert not found.refuted
+    assert not found.is_refuted
     _, shorter = audit_recipe(recipe, canaries=500, rounds=1)
     assert shorter.claimed < found.claimed
     assert 2 * shorter.steps == found.steps

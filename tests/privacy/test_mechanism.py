@@ -12,8 +12,8 @@ from torch import Tensor
 
 from polyclinic.core.contract import Stream, Tensors
 from polyclinic.core.errors import RecipeError
-from polyclinic.privacy.mechanism import clip, distance, gaussian, noise_like, noised
-from polyclinic.training.dp.dp_sgd import secret_numbers
+from polyclinic.privacy.mechanism import add_noise, clip, distance, gaussian_noise, noise_like
+from polyclinic.training.dp.dp_sgd import secret_generator
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int64)
 SHAPES = ((), (0,), (1,), (3,), (2, 4), (2, 0, 3), (17,))
@@ -137,9 +137,9 @@ def test_streams_have_noise_of_their_own_where_torch_has_one_for_two() -> None:
         pairs += [(stream, twin)] if twin is not stream else []
     assert pairs
     for one, other in pairs:
-        assert secret_numbers(one).standard_normal() != secret_numbers(other).standard_normal()
+        assert secret_generator(one).standard_normal() != secret_generator(other).standard_normal()
     assert (
-        len({int(secret_numbers(stream).bit_generator.random_raw()) for stream in list(seen.values())[:20_000]})
+        len({int(secret_generator(stream).bit_generator.random_raw()) for stream in list(seen.values())[:20_000]})
         == 20_000
     )
 
@@ -158,12 +158,12 @@ def test_noise_depends_on_names_not_on_their_order_and_fits_the_tensors() -> Non
     for name, tensor in noise.items():
         assert (tensor.dtype, tensor.shape, tensor.device) == (tree[name].dtype, tree[name].shape, tree[name].device)
         assert torch.equal(tensor, turned[name])
-    assert torch.equal(noised(tree, 1.0, Stream(1))["n"], tree["n"])
+    assert torch.equal(add_noise(tree, 1.0, Stream(1))["n"], tree["n"])
 
 
 def test_no_noise_changes_nothing_and_impossible_noise_is_refused() -> None:
     tree = {"a": torch.ones(2)}
-    assert noised(tree, 0.0, Stream(1)) is tree
+    assert add_noise(tree, 0.0, Stream(1)) is tree
     for std in (-1.0, math.nan, math.inf):
         with pytest.raises(RecipeError, match="noise of"):
-            gaussian((2,), std, Stream(1))
+            gaussian_noise((2,), std, Stream(1))

@@ -13,7 +13,7 @@ from scipy.stats import norm
 from polyclinic.core.contract import Stream
 from polyclinic.core.errors import DataError, RecipeError
 from polyclinic.evaluation.metrics import Floats
-from polyclinic.privacy.membership import Train, found_at, halves, judged, membership
+from polyclinic.privacy.membership import Train, attack_membership, membership_result, random_halves, true_positive_rate
 
 EXAMPLES = 3000
 
@@ -32,14 +32,14 @@ def remembers(by: float) -> Train:
 
 
 def test_a_model_that_ignores_its_data_gives_nobody_away() -> None:
-    report = membership(remembers(0.0), EXAMPLES, Stream(1))
+    report = attack_membership(remembers(0.0), EXAMPLES, Stream(1))
     assert report.low < 0.5 < report.high
     assert report.auc == pytest.approx(0.5, abs=0.04)
     assert report.found[0.01] < 0.03
 
 
 def test_a_model_that_memorises_gives_everybody_away() -> None:
-    report = membership(remembers(12.0), EXAMPLES, Stream(2))
+    report = attack_membership(remembers(12.0), EXAMPLES, Stream(2))
     assert report.auc > 0.9999
     assert report.found[0.01] == 1.0
     assert report.found[0.001] > 0.99
@@ -47,7 +47,7 @@ def test_a_model_that_memorises_gives_everybody_away() -> None:
 
 @pytest.mark.parametrize("by", [1.0, 2.0])
 def test_in_between_it_reaches_the_best_test_there_is(by: float) -> None:
-    report = membership(remembers(by), EXAMPLES, Stream(3), models=128)
+    report = attack_membership(remembers(by), EXAMPLES, Stream(3), models=128)
     assert report.auc == pytest.approx(norm.cdf(by / math.sqrt(2)), abs=0.02)
     assert report.low < norm.cdf(by / math.sqrt(2)) < report.high
     assert report.found[0.01] == pytest.approx(norm.sf(norm.isf(0.01) - by), abs=0.06)
@@ -56,9 +56,9 @@ def test_in_between_it_reaches_the_best_test_there_is(by: float) -> None:
 def test_it_finds_what_the_plain_confidence_does_not() -> None:
     """Some examples are easy for everybody: that is why a model's confidence by itself accuses the wrong ones."""
     train, stream = remembers(2.0), Stream(4)
-    members = halves(EXAMPLES, 2, stream.child("attacked"))[0]
-    plain = judged(train(np.flatnonzero(members), stream.child("target")), members, Stream(5), 0)
-    assert membership(train, EXAMPLES, stream).auc > plain.auc + 0.1
+    members = random_halves(EXAMPLES, 2, stream.child("attacked"))[0]
+    plain = membership_result(train(np.flatnonzero(members), stream.child("target")), members, Stream(5), 0)
+    assert attack_membership(train, EXAMPLES, stream).auc > plain.auc + 0.1
 
 
 def test_a_model_without_any_randomness_is_attacked_too() -> None:
@@ -67,11 +67,11 @@ def test_a_model_without_any_randomness_is_attacked_too() -> None:
         confidence[members] = 1.0
         return confidence
 
-    assert membership(train, EXAMPLES, Stream(6), models=4).auc == 1.0
+    assert attack_membership(train, EXAMPLES, Stream(6), models=4).auc == 1.0
 
 
 def test_every_example_is_in_half_of_the_training_sets() -> None:
-    inside = halves(1000, 16, Stream(7))
+    inside = random_halves(1000, 16, Stream(7))
     assert (inside.sum(axis=0) == 8).all()
     assert abs(inside.mean(axis=1) - 0.5).max() < 5 * 0.5 / math.sqrt(1000)
 
@@ -79,14 +79,16 @@ def test_every_example_is_in_half_of_the_training_sets() -> None:
 def test_no_more_outsiders_are_accused_than_allowed() -> None:
     scores = np.arange(200.0)
     members = np.arange(200) % 2 == 0
-    assert found_at(scores, members, 0.01) == 1 / 100  # above 197: 198; 199 is the one outsider who may be accused
-    assert found_at(np.ones(200), members, 0.01) == 0.0
+    assert (
+        true_positive_rate(scores, members, 0.01) == 1 / 100
+    )  # above 197: 198; 199 is the one outsider who may be accused
+    assert true_positive_rate(np.ones(200), members, 0.01) == 0.0
 
 
 def test_what_cannot_be_attacked_is_refused() -> None:
     with pytest.raises(RecipeError, match="even number"):
-        membership(remembers(1.0), EXAMPLES, Stream(1), models=5)
+        attack_membership(remembers(1.0), EXAMPLES, Stream(1), models=5)
     with pytest.raises(DataError, match="some hundreds"):
-        membership(remembers(1.0), 2, Stream(1))
+        attack_membership(remembers(1.0), 2, Stream(1))
     with pytest.raises(DataError, match="each of the 10 examples"):
-        membership(remembers(1.0), 10, Stream(1))
+        attack_membership(remembers(1.0), 10, Stream(1))

@@ -16,11 +16,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from polyclinic import run
-from polyclinic.cli.audit import note
+from polyclinic.cli.audit import save_audit
 from polyclinic.core.contract import Exchange
 from polyclinic.privacy.accounting import Accountant, Spend, epsilon
-from polyclinic.privacy.audit import Audit
-from polyclinic.reporting.privacy_statement import page, released, up
+from polyclinic.privacy.audit import AuditResult
+from polyclinic.reporting.privacy_statement import list_releases, round_up, write_privacy_page
 from tests.small import tiny
 
 IMAGE: dict[str, Any] = {"epsilon": 3.0, "delta": 1e-4}
@@ -107,7 +107,7 @@ def test_without_a_plan_nothing_is_claimed(folder: Folder) -> None:
 
 
 def test_a_kind_that_an_algorithm_sends_beside_its_model_is_listed() -> None:
-    (first, *_) = released(None, [Exchange("control", like="model")])
+    (first, *_) = list_releases(None, [Exchange("control", like="model")])
     assert first["kind"] == "control"
     assert "no privacy plan" in first["protection"]
 
@@ -226,7 +226,7 @@ def test_a_record_at_several_sites_pays_for_all_of_them(folder: Folder) -> None:
     together = epsilon([spend for spends in spent.values() for spend in spends], 1e-4)
     alone = max(epsilon(spends, 1e-4) for spends in spent.values())
     assert together * 0.995 <= float(claimed) <= together * 1.02, "sites' rates are rounded up to the largest"
-    assert cell(told, "ε if it is at one site only") == f"at most {up(alone)}"
+    assert cell(told, "ε if it is at one site only") == f"at most {round_up(alone)}"
 
 
 def test_without_noise_nothing_follows(folder: Folder) -> None:
@@ -243,7 +243,7 @@ def test_without_noise_nothing_follows(folder: Folder) -> None:
 @given(value=st.floats(0.01, 20))
 def test_how_sure_one_may_become(folder: Folder, value: float) -> None:
     """Bayes, from fifty-fifty: p/(1 − p) = e^ε."""
-    told = section(page(costing(value, folder)), "What it means")
+    told = section(write_privacy_page(costing(value, folder)), "What it means")
     ((sure, certain),) = re.findall(r"may be (?:([\d.]+) % sure|(practically certain))", told)
     (odds,) = re.findall(r"odds of ([\d.e+]+) to 1", told)
     truth = 1 / (1 + math.exp(-value))
@@ -253,7 +253,7 @@ def test_how_sure_one_may_become(folder: Folder, value: float) -> None:
 
 
 def test_whatever_epsilon_is_the_page_can_be_written(folder: Folder) -> None:
-    assert "odds of 5.19e+21 to 1" in page(costing(1e4, folder)), "beyond ε = 50 no larger number is told"
+    assert "odds of 5.19e+21 to 1" in write_privacy_page(costing(1e4, folder)), "beyond ε = 50 no larger number is told"
 
 
 def costing(value: float, folder: Folder) -> dict[str, Any]:
@@ -265,7 +265,7 @@ def costing(value: float, folder: Folder) -> dict[str, Any]:
 # Audited
 
 
-FOUND = Audit(
+FOUND = AuditResult(
     claimed=3.0,
     bound=1.2,
     delta=1e-4,
@@ -282,7 +282,7 @@ FOUND = Audit(
 def test_an_audit_completes_the_page_and_changes_nothing_else(tmp_path: Path) -> None:
     run(tiny(privacy=IMAGE), tmp_path)
     before, summary = text(tmp_path), result(tmp_path)
-    note(tmp_path, {"site": "site-2", **FOUND.as_json(), "membership": "Members are hardly told apart."})
+    save_audit(tmp_path, {"site": "site-2", **FOUND.as_json(), "membership": "Members are hardly told apart."})
     told = text(tmp_path)
     audited = section(told, "Audit")
     for words in ("At site-2: No contradiction found", "30 of 40 guesses", "95 %", "no proof", "hardly told apart"):
@@ -302,15 +302,15 @@ def test_an_audit_completes_the_page_and_changes_nothing_else(tmp_path: Path) ->
         (replace(FOUND, bound=0.0), "That is no proof"),
     ],
 )
-def test_an_audit_is_told_as_it_went(folder: Folder, found: Audit, words: str) -> None:
+def test_an_audit_is_told_as_it_went(folder: Folder, found: AuditResult, words: str) -> None:
     summary = costing(3.0, folder)
     summary["privacy"]["audit"] = {"site": "a", **found.as_json()}
-    assert words in section(page(summary), "Audit")
+    assert words in section(write_privacy_page(summary), "Audit")
 
 
 @given(value=st.floats(1e-8, 1e6), digits=st.integers(2, 5))
 def test_costs_are_rounded_up_and_hardly(value: float, digits: int) -> None:
-    assert value * (1 - 1e-9) <= float(up(value, digits)) <= value * (1 + 11 * 10.0**-digits)
+    assert value * (1 - 1e-9) <= float(round_up(value, digits)) <= value * (1 + 11 * 10.0**-digits)
 
 
 def test_pooled_images_are_said_to_be_pooled(tmp_path: Path) -> None:
@@ -323,6 +323,6 @@ def test_pooled_images_are_said_to_be_pooled(tmp_path: Path) -> None:
 def test_a_refuted_claim_is_not_repeated_as_one(folder: Folder) -> None:
     summary = result(folder("image"))
     summary["privacy"]["audit"] = {"refuted": True, "site": "site-1", "verdict": "The claim is refuted: so it is."}
-    told = page(summary)
+    told = write_privacy_page(summary)
     assert "Do not rely on this run" in told
     assert "**ε =" not in told

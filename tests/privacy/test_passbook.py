@@ -64,7 +64,7 @@ def test_units_do_not_mix_and_damage_is_told(tmp_path: Path) -> None:
         Experiment(tiny(privacy=wish(tmp_path / "other"), algorithm={"name": "adaptive-noise", "variant": "paper"}))
     book.write_text(book.read_text().replace("2.0", "9.0"))
     with pytest.raises(StoreError, match="damaged at row 1"):
-        SharedLedger(book, "x", "image").earlier()
+        SharedLedger(book, "x", "image").earlier_spends()
 
 
 def test_images_pay_under_whatever_name_their_site_had(tmp_path: Path) -> None:

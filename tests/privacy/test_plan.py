@@ -17,18 +17,18 @@ from torch import nn
 from polyclinic import run
 from polyclinic.algorithms import ALGORITHMS
 from polyclinic.algorithms.optimisation.fedavg import FedAvg
-from polyclinic.config.recipe import Recipe, our_recipes
+from polyclinic.config.recipe import Recipe, bundled_recipes
 from polyclinic.core.contract import Bundle, Part, Private, Score, Site, Stream, Tensors, Update, Work
 from polyclinic.core.errors import RecipeError, Refused, RoundFailed, StoreError
 from polyclinic.federation.privacy_budget import PrivacyBudget
 from polyclinic.federation.site_runner import SitePrivacyLimits, SiteRunner
-from polyclinic.models import build
-from polyclinic.models.group_norm import dp_safe
+from polyclinic.models import build_model
+from polyclinic.models.group_norm import replace_batch_norm
 from polyclinic.privacy.accounting import Spend, epsilon
-from polyclinic.privacy.plan import Holding, Plan, PrivacyConfig, Steps, candidates, make_plan, rounded_up
+from polyclinic.privacy.plan import PrivacyConfig, PrivacyPlan, SiteSize, Steps, make_plan, round_up, worst_candidates
 from polyclinic.runs.experiment import Experiment
 from polyclinic.storage.messages import Message
-from polyclinic.training.losses import probabilities
+from polyclinic.training.losses import predict_probabilities
 from tests.small import NEEDED, tiny
 
 IMAGE: dict[str, Any] = {"epsilon": 3.0, "delta": 1e-4}
@@ -36,11 +36,11 @@ SITE: dict[str, Any] = {"unit": "site", "epsilon": 30.0, "delta": 1e-3}
 DELTA = 1e-4
 
 
-def draft(wish: PrivacyConfig, rounds: int = 3, sites: dict[str, int] | None = None, holders: int = 1) -> Plan:
+def draft(wish: PrivacyConfig, rounds: int = 3, sites: dict[str, int] | None = None, holders: int = 1) -> PrivacyPlan:
     sizes = sites or {"a": 400, "b": 200}
-    holdings = {name: Holding(n) for name, n in sizes.items()}
+    holdings = {name: SiteSize(n) for name, n in sizes.items()}
     jobs = {name: (Steps(20 / n, n // 20),) for name, n in sizes.items()}
-    return Plan(wish, 1.0, (tuple(sizes),) * rounds, holdings, jobs, holders=holders)
+    return PrivacyPlan(wish, 1.0, (tuple(sizes),) * rounds, holdings, jobs, max_sites_per_record=holders)
 
 
 # What a plan costs
@@ -75,21 +75,21 @@ def test_no_set_of_sites_costs_more_than_the_candidates(
     spent = {str(k): (Spend(1.1 * kind, rate, times),) for k, (rate, times, kind) in enumerate(sites)}
     record = [k for k in sorted(chosen) if k < len(sites)][:holders]
     paid = [spend for k in record for spend in spent[str(k)]]
-    bound = max(epsilon(one, DELTA, "rdp") for one in candidates(spent, holders))
+    bound = max(epsilon(one, DELTA, "rdp") for one in worst_candidates(spent, holders))
     assert epsilon(paid, DELTA, "rdp") <= bound * (1 + 1e-9)
 
 
 def test_a_site_pays_for_its_own_rounds_only() -> None:
     whole = draft(PrivacyConfig(noise=1.0, delta=DELTA), sites={"a": 400, "b": 400})
     plan = make_plan(replace(whole, rounds=(("a",), ("a", "b"), ("a",))))
-    assert {s: found[0].times for s, found in plan.whole().items()} == {"a": 60, "b": 20}
+    assert {s: found[0].times for s, found in plan.run_spends().items()} == {"a": 60, "b": 20}
 
 
 def test_patients_cost_as_groups() -> None:
     """D7: the figure of the patient with the most images, by the mixture of Gaussians."""
     wish = PrivacyConfig(unit="patient", noise=2.0, delta=DELTA)
     one = draft(wish, sites={"a": 400})
-    plan = make_plan(replace(one, holdings={"a": Holding(400, largest=3)}))
+    plan = make_plan(replace(one, site_sizes={"a": SiteSize(400, largest=3)}))
     assert plan.epsilon == epsilon([Spend(2.0, 0.05, 60, 3)], DELTA)
     assert plan.epsilon > make_plan(one).epsilon
 
@@ -103,16 +103,17 @@ def test_solved_noise_keeps_within_what_is_wished(wanted: float, unit: Any) -> N
 
 @given(rate=st.floats(1e-9, 1))
 def test_rates_are_rounded_up_and_hardly(rate: float) -> None:
-    assert rate <= rounded_up(rate) * (1 + 1e-12)
-    assert rounded_up(rate) <= min(1.0, rate * 1.01)
+    assert rate <= round_up(rate) * (1 + 1e-12)
+    assert round_up(rate) <= min(1.0, rate * 1.01)
 
 
 def test_other_charges_are_part_of_the_price() -> None:
     plain, charged = (
-        make_plan(replace(draft(PrivacyConfig(noise=1.0, delta=DELTA)), charges=c)) for c in ({}, {"a mean": 5.0})
+        make_plan(replace(draft(PrivacyConfig(noise=1.0, delta=DELTA)), other_releases=c))
+        for c in ({}, {"a mean": 5.0})
     )
     assert charged.epsilon > plain.epsilon
-    assert charged.whole()["a"][1] == Spend(5.0, times=3)
+    assert charged.run_spends()["a"][1] == Spend(5.0, times=3)
 
 
 # What a run does with it
@@ -149,11 +150,13 @@ def test_the_same_round_from_the_same_state_is_paid_once_from_another_again() ->
     here: Bundle = {"model": {"w": torch.zeros(2)}}
     other: Bundle = {"model": {"w": torch.ones(2)}}
     for state, times in ((here, 1), (here, 1), (other, 2), (here, 2)):
-        guard.charge(1, ["a"], state)
-        assert sum(s.times for s in guard.spent()["a"]) == times * 20
+        guard.charge_round(1, ["a"], state)
+        assert sum(s.times for s in guard.total_spends()["a"]) == times * 20
     again = PrivacyBudget(plan, Stream(0))
-    again.recall([{"event": "charge", "round": 1, "privacy": guard.charge(1, ["a"], here)}, {"event": "round"}])
-    assert sum(s.times for s in again.spent()["a"]) == 20
+    again.load_charges(
+        [{"event": "charge", "round": 1, "privacy": guard.charge_round(1, ["a"], here)}, {"event": "round"}]
+    )
+    assert sum(s.times for s in again.total_spends()["a"]) == 20
 
 
 @pytest.mark.parametrize("algorithm", sorted(set(ALGORITHMS) - {"cross-site", "elastic", "fed-align", "fraug"}))
@@ -238,11 +241,13 @@ def test_batch_normalisation_is_refused_with_its_replacement() -> None:
 
 def phantom(**changes: Any) -> Recipe:
     keys = {"data.size": 32, "rounds": 1, "methods": {}, "claims": [], "paper": {}}
-    return Recipe.load(our_recipes()["demo"], keys | {k.replace("__", "."): v for k, v in changes.items()})
+    return Recipe.load(bundled_recipes()["demo"], keys | {k.replace("__", "."): v for k, v in changes.items()})
 
 
 def test_dp_safe_leaves_no_layer_that_mixes_images() -> None:
-    module = dp_safe(build("mobilenet_v2", classes=3, channels=3, size=32, dropout=0.0, seed=Stream(0)))
+    module = replace_batch_norm(
+        build_model("mobilenet_v2", classes=3, channels=3, size=32, dropout=0.0, seed=Stream(0))
+    )
     assert not any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in module.modules())
     module.train()
     images = torch.rand(3, 3, 32, 32, generator=torch.Generator().manual_seed(0))
@@ -254,7 +259,7 @@ def test_an_overlap_that_the_data_has_cannot_be_denied() -> None:
     by = {"data__partition": {"by": "admixture", "sites": 3, "primary": 4, "admixture": 0.7}}
     plan = Experiment(tiny(privacy=IMAGE, **by)).plan
     assert plan is not None
-    assert plan.holders == 3
+    assert plan.max_sites_per_record == 3
     with pytest.raises(RecipeError, match="at 3 sites of this federation"):
         Experiment(tiny(privacy={**IMAGE, "holders": 1}, **by))
 
@@ -263,7 +268,7 @@ class Looking(FedAvg):
     """Looks at every training image before it trains, as a curriculum does."""
 
     def local(self, received: Bundle, memory: Bundle | None, site: Site, rng: Stream) -> Work:
-        yield Score(received, probabilities)
+        yield Score(received, predict_probabilities)
         return (yield from super().local(received, memory, site, rng))
 
 
@@ -307,7 +312,7 @@ def test_less_noise_than_was_priced_ends_in_an_error() -> None:
 def test_noise_is_named_by_run_site_round_and_what_was_received() -> None:
     def named(seed: int = 1, weight: float = 0.0, sigma: float = 1.0, **fields: Any) -> Stream:
         order = {"run": "r", "site": "a", "round": 1, **fields}
-        return SitePrivacyLimits(Stream(seed, ("secret",)), (), sigma).of(
+        return SitePrivacyLimits(Stream(seed, ("secret",)), (), sigma).noise_stream(
             Message(order, {"model": {"w": torch.tensor([weight])}})
         )
 
@@ -333,10 +338,10 @@ def test_a_plan_says_what_an_infinite_price_is() -> None:
 def test_a_site_refuses_what_its_plan_does_not_have() -> None:
     held = SitePrivacyLimits(Stream(1), (), 1.0, parts=(), rounds=2)
     order = {"purpose": "train", "parts": [], "round": 2}
-    held.check(order, "a")
+    held.check_order(order, "a")
     for more in ({"parts": ["validation"]}, {"parts": ["train"]}, {"round": 3}, {"purpose": "evaluate", "round": 4}):
         with pytest.raises(Refused, match="privacy plan"):
-            held.check({**order, **more}, "a")
+            held.check_order({**order, **more}, "a")
 
 
 def test_one_bad_image_does_not_end_a_private_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -375,9 +380,14 @@ def test_the_server_s_noise_is_another_where_other_sites_answered() -> None:
     before: Bundle = {"model": {"w": torch.zeros(1000)}}
     both: Bundle = {"model": {"w": torch.ones(1000)}}
     one: Bundle = {"model": {"w": torch.full((1000,), 2.0)}}
-    drawn = [guard.noised(1, before, after, [1.0, 1.0])["model"]["w"] - after["model"]["w"] for after in (both, one)]
+    drawn = [
+        guard.add_server_noise(1, before, after, [1.0, 1.0])["model"]["w"] - after["model"]["w"]
+        for after in (both, one)
+    ]
     assert abs(float(torch.corrcoef(torch.stack(drawn))[0, 1])) < 0.2
-    assert torch.equal(guard.noised(1, before, both, [1.0, 1.0])["model"]["w"] - both["model"]["w"], drawn[0])
+    assert torch.equal(guard.add_server_noise(1, before, both, [1.0, 1.0])["model"]["w"] - both["model"]["w"], drawn[0])
     for attempts in (1, 2):
-        guard.charge(1, ["a"], before)
-        assert guard.spent()["a"] == (Spend(1.0, times=attempts),), "every attempt may have ended in another mean"
+        guard.charge_round(1, ["a"], before)
+        assert guard.total_spends()["a"] == (Spend(1.0, times=attempts),), (
+            "every attempt may have ended in another mean"
+        )

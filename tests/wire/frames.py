@@ -83,8 +83,8 @@ def honest(site: SiteId = NORTH, round: int = 1) -> Reply:
 
 
 @cache
-def expected(site: SiteId = NORTH, round: int = 1) -> messages.Expected:
-    return messages.Expected(RUN, round, site, start(), start(), examples=REGISTERED[site])
+def expected(site: SiteId = NORTH, round: int = 1) -> messages.ExpectedUpdate:
+    return messages.ExpectedUpdate(RUN, round, site, start(), start(), examples=REGISTERED[site])
 
 
 def framed(header: bytes, body: bytes, shift: int = 0) -> bytes:
@@ -112,7 +112,7 @@ def played(answer: Answer, sites: Mapping[SiteId, int] = REGISTERED, **options: 
     algorithm: Algorithm = options.pop("algorithm", FedAvg())
     journal = RamJournal()
     rounds = Rounds(federation(sites), algorithm, MockEngine(answer, **options), rules, journal)
-    return rounds.run(), journal
+    return rounds.play_all(), journal
 
 
 def notes(journal: RamJournal) -> dict[SiteId, dict[str, Any]]:

@@ -70,12 +70,12 @@ def test_sizes_are_what_the_names_say() -> None:
 def test_a_table_may_not_hide_in_the_room_for_tensors() -> None:
     """JSON grows about twentyfold when it is read. The room for 16 MB of weights must not hold 16 MB of it."""
     like = {"model": {"w": torch.zeros(4 * MEGABYTE)}}
-    expected = messages.Expected(RUN, 1, "north", like, like, examples=1)
+    expected = messages.ExpectedUpdate(RUN, 1, "north", like, like, examples=1)
     bomb = sealed(FIELDS, body_of(b'{"model/w": [' + b"[],[]," * (2 * MEGABYTE) + b"[]]}", b""))
-    assert 12 * MEGABYTE < len(bomb) < expected.limit
+    assert 12 * MEGABYTE < len(bomb) < expected.max_bytes
     process = psutil.Process()
     before = process.memory_info().rss
-    assert refuse("tensors", lambda: messages.accept(bomb, expected)) < 0.5
+    assert refuse("tensors", lambda: messages.accept_update(bomb, expected)) < 0.5
     assert process.memory_info().rss - before <= 4 * MEGABYTE
 
 
@@ -83,8 +83,8 @@ def test_a_header_may_not_outgrow_its_limit() -> None:
     """Readers without an expected size, such as a site, hold to the header's own."""
     body = messages.encode_body({})
     padding = "x" * (messages.MAX_HEADER - 200)
-    assert messages.decode(messages.pack({"padding": padding}, body)).fields["padding"] == padding
-    refuse("header", lambda: messages.decode(messages.pack({"padding": padding + "x" * 200}, body)))
+    assert messages.decode(messages.encode_with_body({"padding": padding}, body)).fields["padding"] == padding
+    refuse("header", lambda: messages.decode(messages.encode_with_body({"padding": padding + "x" * 200}, body)))
 
 
 def test_an_honest_message_of_many_tensors_has_room() -> None:
@@ -92,6 +92,6 @@ def test_an_honest_message_of_many_tensors_has_room() -> None:
     model = {f"features.denseblock{i}.layer.{'é' * 40}": torch.full((1,), i / 7) for i in range(2000)}
     row = {"model": "global", "part": "validation", "n": 5, "loss": 0.1234567890123456, "accuracy": 0.1234567890123456}
     fields = {**FIELDS, "report": [{**row, "model": f"site {i}"} for i in range(200)]}
-    expected = messages.Expected(RUN, 1, "north", {"model": model}, {"model": model}, examples=1)
-    reply = messages.accept(messages.encode(fields, {"model": model}), expected)
+    expected = messages.ExpectedUpdate(RUN, 1, "north", {"model": model}, {"model": model}, examples=1)
+    reply = messages.accept_update(messages.encode(fields, {"model": model}), expected)
     assert reply.drift == 0.0

@@ -14,7 +14,7 @@ from safetensors.torch import load as read_safetensors
 from polyclinic.algorithms.optimisation.fednova import FedNova
 from polyclinic.core.contract import Bundle, Stream, Training
 from polyclinic.core.errors import Refused
-from polyclinic.federation.reply_checks import checked_report
+from polyclinic.federation.reply_checks import check_report
 from polyclinic.storage import messages
 from tests.wire.frames import Reply, expected, honest
 from tests.wire.mutations import MUTATIONS
@@ -70,9 +70,9 @@ def check_update(data: bytes) -> None:
 
     Some damage is harmless: another value, another order of keys.
     """
-    reply = messages.accept(data, expected())
-    ALGORITHM.check(reply.update)
-    rows = checked_report(reply.fields)
+    reply = messages.accept_update(data, expected())
+    ALGORITHM.check_update(reply.update)
+    rows = check_report(reply.fields)
     tensors, like = reply.update.tensors, expected().like
     assert {k: {n: (t.shape, t.dtype) for n, t in group.items()} for k, group in tensors.items()} == {
         k: {n: (t.shape, t.dtype) for n, t in group.items()} for k, group in like.items()
@@ -90,14 +90,14 @@ def check_message(data: bytes) -> None:
     message = messages.decode(data)
     check_alike(message.tensors, data)
     again = messages.decode(messages.encode(message.fields, message.tensors))
-    assert messages.digest(again.tensors) == messages.digest(message.tensors)
+    assert messages.hash_tensors(again.tensors) == messages.hash_tensors(message.tensors)
 
 
 def check_alike(tensors: Bundle, data: bytes) -> None:
     """The library whose format it is reads the same from the same bytes, but for JSON's −0, which it does not read."""
     _, length, _ = messages.PREFIX.unpack_from(data)
     theirs = read_safetensors(data[messages.PREFIX.size + length :].replace(b"[-0", b"[ 0"))
-    assert messages.digest(messages.unflatten(theirs)) == messages.digest(tensors)
+    assert messages.hash_tensors(messages.unflatten(theirs)) == messages.hash_tensors(tensors)
 
 
 def test_damaged_updates_are_refused_or_sound() -> None:

@@ -25,7 +25,7 @@ from polyclinic.federation.engines.mock import MockEngine
 from polyclinic.federation.rounds import Rounds, Rules
 from polyclinic.storage import messages
 from polyclinic.storage.journal import RamJournal
-from polyclinic.training.fit import batches
+from polyclinic.training.fit import draw_epoch_batches
 
 BATCH = 8
 TRAINING = Training(batch=BATCH)
@@ -53,13 +53,13 @@ def influence(
 
     method = algorithm or FedAvg()
     rounds = Rounds(Federation(("a", "b"), sites, start), method, MockEngine(answer), Rules(rounds=1), RamJournal())
-    return [float(v) for v in rounds.run().state["model"]["w"]]
+    return [float(v) for v in rounds.play_all().state["model"]["w"]]
 
 
 @cache
 def honest_steps(examples: int) -> int:
     """What the training loop does with that many examples in one epoch."""
-    return len(batches(torch.zeros(examples), TRAINING, Stream(0)))
+    return len(draw_epoch_batches(torch.zeros(examples), TRAINING, Stream(0)))
 
 
 def shares(registered: Sequence[int], out: frozenset[int] = frozenset()) -> list[float]:

@@ -12,7 +12,7 @@ import torch
 
 from polyclinic.core.contract import Failure, SiteId, Stream
 from polyclinic.core.errors import Refused, RoundFailed
-from polyclinic.federation.reply_checks import checked_report
+from polyclinic.federation.reply_checks import check_report
 from polyclinic.storage import messages
 from tests.wire.frames import REGISTERED, asked_round, expected, honest, notes, played, weights
 from tests.wire.malformed import MALFORMED, Make, fields
@@ -35,7 +35,7 @@ def sending(bad: SiteId, make: Make) -> Any:
 @cache
 def state_without(bad: SiteId) -> str:
     outcome, _ = played(answer_honestly, others(bad))
-    return messages.digest(outcome.state)
+    return messages.hash_tensors(outcome.state)
 
 
 def others(bad: SiteId) -> Mapping[SiteId, int]:
@@ -44,9 +44,9 @@ def others(bad: SiteId) -> Mapping[SiteId, int]:
 
 def test_the_honest_reply_is_accepted() -> None:
     """Otherwise everything below would be refused for nothing."""
-    reply = messages.accept(honest().frame, expected())
-    assert messages.digest(reply.update.tensors) == messages.digest(honest().tensors)
-    assert checked_report(reply.fields) == honest().fields["report"]
+    reply = messages.accept_update(honest().frame, expected())
+    assert messages.hash_tensors(reply.update.tensors) == messages.hash_tensors(honest().tensors)
+    assert check_report(reply.fields) == honest().fields["report"]
     _, journal = played(answer_honestly)
     assert {site: note["outcome"] for site, note in notes(journal).items()} == dict.fromkeys(REGISTERED, "accepted")
     assert len(MALFORMED) >= 24
@@ -55,7 +55,7 @@ def test_the_honest_reply_is_accepted() -> None:
 @pytest.mark.parametrize(("kind", "make"), CASES)
 def test_refused_by_name(kind: str, make: Make) -> None:
     with pytest.raises(Refused) as refusal:
-        checked_report(messages.accept(make(honest()), expected()).fields)
+        check_report(messages.accept_update(make(honest()), expected()).fields)
     assert refusal.value.kind == kind
     assert str(refusal.value).isprintable()
     assert len(str(refusal.value)) < 300
@@ -65,7 +65,7 @@ def test_refused_by_name(kind: str, make: Make) -> None:
 @pytest.mark.parametrize(("kind", "make"), CASES)
 def test_the_round_goes_on_with_the_rest(kind: str, make: Make, bad: SiteId) -> None:
     outcome, journal = played(sending(bad, make))
-    assert messages.digest(outcome.state) == state_without(bad)
+    assert messages.hash_tensors(outcome.state) == state_without(bad)
     found = notes(journal)
     assert (found[bad]["outcome"], found[bad]["kind"]) == ("refused", kind)
     assert all(found[site]["outcome"] == "accepted" for site in others(bad))
@@ -80,7 +80,7 @@ def test_the_rest_is_weighed_by_its_own_examples(bad: SiteId) -> None:
         each = [weights(Stream(1, ("site", site)))["model"][name].double() * n for site, n in others(bad).items()]
         torch.testing.assert_close(found.double(), sum(each) / total, rtol=1e-6, atol=1e-7)
     everybody, _ = played(answer_honestly)
-    assert messages.digest(outcome.state) != messages.digest(everybody.state)
+    assert messages.hash_tensors(outcome.state) != messages.hash_tensors(everybody.state)
 
 
 def test_a_reply_is_not_accepted_again_in_the_next_round() -> None:
@@ -93,7 +93,7 @@ def test_a_reply_is_not_accepted_again_in_the_next_round() -> None:
     outcome, journal = played(replay, rules={"rounds": 2})
     silent, _ = played(silent_in_round_two, rules={"rounds": 2})
     assert notes(journal)["east"]["kind"] == "round"
-    assert messages.digest(outcome.state) == messages.digest(silent.state)
+    assert messages.hash_tensors(outcome.state) == messages.hash_tensors(silent.state)
 
 
 def silent_in_round_two(site: SiteId, data: bytes) -> bytes | Failure:
@@ -114,7 +114,7 @@ def test_a_duplicate_counts_once(twice: SiteId, at_once: bool) -> None:
 
     outcome, journal = played(answer_honestly, tamper=tamper)
     once, _ = played(answer_honestly)
-    assert messages.digest(outcome.state) == messages.digest(once.state)
+    assert messages.hash_tensors(outcome.state) == messages.hash_tensors(once.state)
     assert notes(journal)[twice]["extra"] == ["duplicate"]
 
 
@@ -123,7 +123,7 @@ def test_two_sites_cannot_trade_places() -> None:
     swapped = {"east": "south", "south": "east", "north": "north"}
     outcome, journal = played(lambda site, data: answer_honestly(swapped[site], data))
     alone, _ = played(answer_honestly, {"north": REGISTERED["north"]})
-    assert messages.digest(outcome.state) == messages.digest(alone.state)
+    assert messages.hash_tensors(outcome.state) == messages.hash_tensors(alone.state)
     assert [notes(journal)[site]["kind"] for site in ("east", "south")] == ["site", "site"]
 
 
@@ -134,7 +134,7 @@ def test_a_stranger_changes_nothing(quorum: int) -> None:
 
     outcome, journal = played(answer_honestly, tamper=tamper, rules={"quorum": quorum})
     alone, _ = played(answer_honestly)
-    assert messages.digest(outcome.state) == messages.digest(alone.state)
+    assert messages.hash_tensors(outcome.state) == messages.hash_tensors(alone.state)
     assert notes(journal)["stranger"]["extra"] == ["site"]
 
 
@@ -166,4 +166,4 @@ def test_which_sites_misbehave_makes_no_difference_to_the_others() -> None:
 
         outcome, _ = played(answer)
         rest, _ = played(answer_honestly, {s: n for s, n in REGISTERED.items() if s not in bad})
-        assert messages.digest(outcome.state) == messages.digest(rest.state)
+        assert messages.hash_tensors(outcome.state) == messages.hash_tensors(rest.state)

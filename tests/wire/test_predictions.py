@@ -32,7 +32,7 @@ def predictions(rows: int = 5) -> Tensors:
 def evaluated(answer: Callable[[SiteId], bytes]) -> dict[SiteId, dict[str, Tensors]]:
     engine = MockEngine(lambda site, data: answer(site))
     rounds = Rounds(federation(), FedAvg(), engine, Rules(rounds=ROUND - 1, run=RUN), RamJournal())
-    return rounds.predictions(Outcome(start(), ROUND - 1, False), ["test"])
+    return rounds.collect_predictions(Outcome(start(), ROUND - 1, False), ["test"])
 
 
 def sent(site: SiteId, tensors: Tensors, round: int = ROUND, run: str = RUN) -> bytes:

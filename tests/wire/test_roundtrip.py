@@ -59,7 +59,7 @@ def test_every_bit_comes_back(bundle: Bundle, fields: dict[str, Any]) -> None:
     message = messages.decode(messages.encode(fields, bundle))
     assert everything(message.tensors) == everything(bundle)
     assert json.dumps({k: message.fields[k] for k in fields}) == json.dumps(fields)
-    assert messages.digest(message.tensors) == messages.digest(bundle)
+    assert messages.hash_tensors(message.tensors) == messages.hash_tensors(bundle)
 
 
 @quick
@@ -76,7 +76,7 @@ def test_the_digest_ignores_order(bundle: Bundle, chance: Any) -> None:
         return {key: mapping[key] for key in chance.sample(sorted(mapping), len(mapping))}
 
     other = shuffled({kind: shuffled(group) for kind, group in bundle.items()})
-    assert messages.digest(other) == messages.digest(bundle)
+    assert messages.hash_tensors(other) == messages.hash_tensors(bundle)
 
 
 @quick
@@ -88,7 +88,7 @@ def test_the_digest_sees_every_bit(bundle: Bundle, data: st.DataObject) -> None:
     changed = bundle[kind][name].clone()
     flat = changed.reshape(-1).view(torch.uint8)
     flat[data.draw(st.integers(0, len(flat) - 1))] ^= 1 << data.draw(st.integers(0, 7))
-    assert messages.digest({**bundle, kind: {**bundle[kind], name: changed}}) != messages.digest(bundle)
+    assert messages.hash_tensors({**bundle, kind: {**bundle[kind], name: changed}}) != messages.hash_tensors(bundle)
 
 
 def test_the_digest_tells_apart_what_could_be_mistaken() -> None:
@@ -109,7 +109,7 @@ def test_the_digest_tells_apart_what_could_be_mistaken() -> None:
         {"m": {'a", "torch.uint8", [1]]X["m/b': zero}},
     ]
     for first, second in itertools.combinations(bundles, 2):
-        assert messages.digest(first) != messages.digest(second)
+        assert messages.hash_tensors(first) != messages.hash_tensors(second)
 
 
 @pytest.mark.parametrize(
@@ -156,7 +156,7 @@ def test_the_outbox_sends_what_each_site_is_meant_to_get() -> None:
     for site in ("d", "c", "a", "b", "c"):
         message = messages.decode(outbox[site])
         assert message.fields["site"] == site
-        assert messages.digest(message.tensors) == messages.digest(bundles[site])
+        assert messages.hash_tensors(message.tensors) == messages.hash_tensors(bundles[site])
     assert outbox.sizes == {site: len(outbox[site]) for site in bundles}
 
 

@@ -21,4 +21,4 @@ def test_a_message_that_is_handed_over_counts_as_if_it_had_travelled(
 ) -> None:
     fields = {"site": words, "round": number, "report": [{"auc": number / 7}]}
     bundle = {k: {n: torch.zeros(shape, dtype=d) for n, (d, shape) in g.items()} for k, g in kinds.items()}
-    assert messages.size(messages.Message(fields, bundle)) == len(messages.encode(fields, bundle))
+    assert messages.message_size(messages.Message(fields, bundle)) == len(messages.encode(fields, bundle))

@@ -6,7 +6,7 @@ from polyclinic.algorithms.base import Averaging, RunningMean
 from polyclinic.algorithms.baselines.centralised import Centralised
 from polyclinic.algorithms.baselines.cross_site import CrossSite
 from polyclinic.algorithms.baselines.local import Local
-from polyclinic.algorithms.baselines.one_shot import Single
+from polyclinic.algorithms.baselines.one_shot import OneShot
 from polyclinic.algorithms.optimisation.adaptive_noise import AdaptiveNoise
 from polyclinic.algorithms.optimisation.elastic import Elastic
 from polyclinic.algorithms.optimisation.fedavg import FedAvg
@@ -42,7 +42,7 @@ ALGORITHMS: dict[str, type[Averaging]] = {
     "fed-align": FedAlign,
     "pfedcdp": PFedCDP,
     "local": Local,
-    "single": Single,
+    "single": OneShot,
     "centralised": Centralised,
     "cross-site": CrossSite,
 }

@@ -24,10 +24,10 @@ from polyclinic.core.contract import (
     Update,
     Work,
 )
-from polyclinic.core.flat_tensors import FlatTensors, copied
+from polyclinic.core.flat_tensors import FlatTensors, copy_tensors
 
-WEIGHTS = ("model", "buffers")
-SEEN = ("bank", "features", "means")
+WEIGHT_KINDS = ("model", "buffers")
+IDENTIFYING_KINDS = ("bank", "features", "means")
 """Kinds in which single sites' images can be recognised: a finished run keeps none, nor hands them on."""
 
 
@@ -49,8 +49,12 @@ class RunningMean:
         self.count += 1
         if self.count == 1:
             self._dtypes = {name: t.dtype for name, t in tensors.items()}
-            self._mean = copied({n: t if t.is_floating_point() else t.double() for n, t in tensors.items()})
-        elif isinstance(tensors, FlatTensors) and isinstance(self._mean, FlatTensors) and tensors.is_like(self._mean):
+            self._mean = copy_tensors({n: t if t.is_floating_point() else t.double() for n, t in tensors.items()})
+        elif (
+            isinstance(tensors, FlatTensors)
+            and isinstance(self._mean, FlatTensors)
+            and tensors.has_layout_of(self._mean)
+        ):
             self._mean.vector.lerp_(tensors.vector, weight / self.total)
         elif tensors:
             new = [tensors[n] if tensors[n].is_floating_point() else tensors[n].double() for n in self._mean]
@@ -79,7 +83,7 @@ class Averaging(ABC):
 
     @property
     def exchanges(self) -> tuple[Exchange, ...]:
-        return tuple(Exchange(kind, like=kind) for kind in WEIGHTS)
+        return tuple(Exchange(kind, like=kind) for kind in WEIGHT_KINDS)
 
     def auxiliary(self, features: tuple[int, ...], classes: int) -> Mapping[str, nn.Module]:
         del features, classes
@@ -98,11 +102,13 @@ class Averaging(ABC):
     @abstractmethod
     def aggregate(self, state: Bundle, updates: Iterable[Update]) -> Bundle: ...
 
-    def check(self, update: Update) -> None:
+    def check_update(self, update: Update) -> None:
         del update
 
     def finish(self, state: Bundle) -> Bundle:
-        return {kind: without(AUX_PREFIX, group) for kind, group in state.items() if kind not in SEEN}
+        return {
+            kind: without_prefix(AUX_PREFIX, group) for kind, group in state.items() if kind not in IDENTIFYING_KINDS
+        }
 
     @property
     def trains_on_server(self) -> bool:
@@ -140,24 +146,24 @@ class Averaging(ABC):
 
     def models(self, received: Bundle, memory: Bundle | None) -> dict[str, Bundle]:
         del memory
-        return {"global": classifier(received)}
+        return {"global": classifier_weights(received)}
 
-    def weight(self, update: Update) -> float:
+    def update_weight(self, update: Update) -> float:
         """n_k, or 1 where the recipe asks for uniform weights."""
         return float(update.examples) if self.training.weights == "examples" else 1.0
 
 
-def weights(bundle: Bundle) -> Bundle:
+def network_weights(bundle: Bundle) -> Bundle:
     """Only what a network needs: parameters and buffers."""
-    return {kind: bundle.get(kind, {}) for kind in WEIGHTS}
+    return {kind: bundle.get(kind, {}) for kind in WEIGHT_KINDS}
 
 
-def classifier(bundle: Bundle) -> Bundle:
+def classifier_weights(bundle: Bundle) -> Bundle:
     """Only what predicts: weights, without those of networks that train beside the classifier."""
-    return {kind: without(AUX_PREFIX, group) for kind, group in weights(bundle).items()}
+    return {kind: without_prefix(AUX_PREFIX, group) for kind, group in network_weights(bundle).items()}
 
 
-def without(prefix: str, group: Tensors) -> Tensors:
+def without_prefix(prefix: str, group: Tensors) -> Tensors:
     """Themselves where no name begins so: tensors that lie side by side shall stay so."""
     if not any(name.startswith(prefix) for name in group):
         return group

@@ -22,14 +22,14 @@ import torch
 from safetensors.torch import save
 from torch import Tensor, nn
 
-from polyclinic.analysis.model_card import card
-from polyclinic.analysis.predict import Model, ModelCatalogue, Preprocessing
+from polyclinic.analysis.model_card import render_model_card
+from polyclinic.analysis.predict import ModelCatalogue, Preprocessing, RunModel
 from polyclinic.core.contract import Stream
 from polyclinic.core.errors import EngineError, StoreError
 from polyclinic.data.loading.preprocess import BLOCKS, DARK, MARGIN, THIN
 from polyclinic.evaluation.calibration import Calibration, Uncalibrated
 from polyclinic.models.scattering import FixedFeatures, Scattering
-from polyclinic.storage.run_files import named_failure, write_atomically
+from polyclinic.storage.run_files import explain_os_errors, write_atomically
 
 OPSET = 18
 TOLERANCE = 1e-5
@@ -42,12 +42,12 @@ DICOM = (
 )
 
 
-class Together(nn.Module):
+class CalibratedModel(nn.Module):
     """A model as one function: images to logits (of an ensemble, log-probabilities) and calibrated probabilities."""
 
-    def __init__(self, model: Model, temperature: float) -> None:
+    def __init__(self, model: RunModel, temperature: float) -> None:
         super().__init__()
-        self.networks = nn.ModuleList(map(_rewritten, model.networks)).cpu().eval()
+        self.networks = nn.ModuleList(map(_to_exportable, model.networks)).cpu().eval()
         self.temperature = temperature
 
     def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
@@ -74,16 +74,16 @@ class RealScattering(Scattering):
 
     def forward(self, images: Tensor) -> Tensor:
         pixels = nn.functional.pad(images, (*self.margin, *self.margin), mode="reflect")
-        zeroth, first, second = [self._averaged(pixels, 0)], [], []
+        zeroth, first, second = [self._average_maps(pixels, 0)], [], []
         for scale in range(self.scales):
-            moduli = self._moduli(pixels, 0, scale)
-            first.append(self._averaged(moduli, scale))
+            moduli = self._wavelet_moduli(pixels, 0, scale)
+            first.append(self._average_maps(moduli, scale))
             for wider in range(scale + 1, self.scales):
-                second.append(self._averaged(self._moduli(moduli, scale, wider), wider))
+                second.append(self._average_maps(self._wavelet_moduli(moduli, scale, wider), wider))
         paths = [path.reshape(*images.shape[:2], -1, self.side, self.side) for path in zeroth + first + second]
         return torch.cat(paths, 2).flatten(1, 2)
 
-    def _moduli(self, spectrum: Tensor, resolution: int, scale: int) -> Tensor:
+    def _wavelet_moduli(self, spectrum: Tensor, resolution: int, scale: int) -> Tensor:
         """|x ⋆ ψ| at every 2^scale-th pixel of the picture, which is given at every 2^resolution-th, as it is."""
         cos, sin = (self.get_buffer(f"{name}{resolution}") for name in ("cos", "sin"))
         across, down = spectrum @ cos, spectrum @ sin
@@ -97,7 +97,7 @@ class RealScattering(Scattering):
         return (real**2 + imaginary**2).sqrt()
 
 
-def _rewritten(network: nn.Module) -> nn.Module:
+def _to_exportable(network: nn.Module) -> nn.Module:
     """A copy that ONNX has words for."""
     found = copy.deepcopy(network)
     for part in found.modules():
@@ -106,9 +106,9 @@ def _rewritten(network: nn.Module) -> nn.Module:
     return found
 
 
-def export(
+def export_model(
     run: ModelCatalogue,
-    model: Model,
+    model: RunModel,
     calibration: Calibration | Uncalibrated,
     folder: Path,
     onnx: bool = False,
@@ -116,15 +116,15 @@ def export(
     alone: Mapping[str, Any] | None = None,
 ) -> list[Path]:
     """Write a model's files; `alone`: what a run says in which each of the same sites trained by itself."""
-    refuse_overwriting(folder, force)
+    check_overwriting(folder, force)
     temperature = calibration.temperature if isinstance(calibration, Calibration) else 1.0
-    prepared = preparing(run, model, calibration)
-    files = {WEIGHTS: weights_of(model), PREPARING: (json.dumps(prepared, indent=2) + "\n").encode()}
+    prepared = build_manifest(run, model, calibration)
+    files = {WEIGHTS: collect_weights(model), PREPARING: (json.dumps(prepared, indent=2) + "\n").encode()}
     if onnx:
-        files[ONNX] = onnx_of(model, run.preprocessing, run.classes, temperature)
+        files[ONNX] = build_onnx(model, run.preprocessing, run.classes, temperature)
     sums = {name: hashlib.sha256(data).hexdigest() for name, data in files.items()}
-    files[CARD] = card(run, model, calibration, sums, alone).encode()
-    with named_failure(folder):
+    files[CARD] = render_model_card(run, model, calibration, sums, alone).encode()
+    with explain_os_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
         for name in (CARD, ONNX):  # else a half-written folder would have another model's
             (folder / name).unlink(missing_ok=True)
@@ -133,13 +133,13 @@ def export(
     return [folder / name for name in files]
 
 
-def refuse_overwriting(folder: Path, force: bool) -> None:
+def check_overwriting(folder: Path, force: bool) -> None:
     there = [name for name in (WEIGHTS, PREPARING, ONNX, CARD) if (folder / name).exists()]
     if there and not force:
         raise StoreError(f"{folder} holds {there[0]} already; choose another folder with --out, or add --force")
 
 
-def weights_of(model: Model) -> bytes:
+def collect_weights(model: RunModel) -> bytes:
     """By the network's own names; of an ensemble, members' after `members.NUMBER.`, without their sites' names."""
     alone = len(model.networks) == 1
     tensors = {
@@ -150,7 +150,7 @@ def weights_of(model: Model) -> bytes:
     return save(tensors, {"format": "pt"})  # of more entries the order would change from time to time
 
 
-def preparing(run: ModelCatalogue, model: Model, calibration: Calibration | Uncalibrated) -> dict[str, Any]:
+def build_manifest(run: ModelCatalogue, model: RunModel, calibration: Calibration | Uncalibrated) -> dict[str, Any]:
     """All that is needed to prepare an image, build the network and read what it says."""
     wanted, section = run.preprocessing.preparation, model.sections[0]
     temperature = calibration.temperature if isinstance(calibration, Calibration) else None
@@ -162,7 +162,7 @@ def preparing(run: ModelCatalogue, model: Model, calibration: Calibration | Unca
             "order": "channels red, green, blue" if wanted.channels == 3 else "one channel, grey",
         },
         "decode": {"bits": wanted.bits, "dicom": DICOM, "orientation": "upright, by EXIF", "transparency": "on black"},
-        "crop_borders": _cropping() if wanted.crop_borders else None,
+        "crop_borders": _describe_cropping() if wanted.crop_borders else None,
         "channels": {"number": wanted.channels, "grey": "Pillow's L", "colour": "a grey image thrice"},
         "resize": {"size": wanted.size, "fit": wanted.fit, "filter": "Pillow bilinear, antialiased", "pad": 0},
         "scale": {"divide_by": 255, "mean": run.preprocessing.mean, "std": run.preprocessing.std},
@@ -177,12 +177,12 @@ def preparing(run: ModelCatalogue, model: Model, calibration: Calibration | Unca
     }
 
 
-def _cropping() -> dict[str, Any]:
+def _describe_cropping() -> dict[str, Any]:
     told = "cut to the largest bright object; what does not touch it becomes black (polyclinic.data.loading.preprocess)"
     return {"rule": told, "dark": DARK, "blocks": BLOCKS, "thin": THIN, "margin": MARGIN}
 
 
-def onnx_of(model: Model, preprocessing: Preprocessing, classes: tuple[str, ...], temperature: float) -> bytes:
+def build_onnx(model: RunModel, preprocessing: Preprocessing, classes: tuple[str, ...], temperature: float) -> bytes:
     """The model as ONNX, checked against torch."""
     if missing := [name for name in NEEDED if find_spec(name) is None]:
         raise EngineError(
@@ -191,13 +191,13 @@ def onnx_of(model: Model, preprocessing: Preprocessing, classes: tuple[str, ...]
     wanted = preprocessing.preparation
     images = torch.rand(3, wanted.channels, wanted.size, wanted.size, generator=Stream(0, ("onnx",)).generator())
     images = (images - 0.5) * 4
-    data = _converted(Together(model, temperature), images, model, classes)
+    data = _convert_to_onnx(CalibratedModel(model, temperature), images, model, classes)
     for some in (images[:1], images):
-        _refuse_unlike(data, some, model, temperature)
+        _check_same_outputs(data, some, model, temperature)
     return data
 
 
-def _converted(whole: Together, images: Tensor, model: Model, classes: tuple[str, ...]) -> bytes:
+def _convert_to_onnx(whole: CalibratedModel, images: Tensor, model: RunModel, classes: tuple[str, ...]) -> bytes:
     from onnx.helper import set_model_props
 
     try:
@@ -220,14 +220,14 @@ def _converted(whole: Together, images: Tensor, model: Model, classes: tuple[str
         ) from None
     assert found is not None
     proto = found.model_proto
-    _without_traces(proto)
+    _strip_traces(proto)
     props = {"classes": json.dumps(classes), "temperature": repr(whole.temperature), "opset": str(OPSET)}
     set_model_props(proto, {**props, "use": "research only; not a medical device"})
     data: bytes = proto.SerializeToString()
     return data
 
 
-def _without_traces(proto: Any) -> None:
+def _strip_traces(proto: Any) -> None:
     """Converters note where in whose source files a node came from."""
     graph = proto.graph
     for part in (graph, *graph.node, *graph.value_info, *graph.input, *graph.output, *graph.initializer):
@@ -235,11 +235,11 @@ def _without_traces(proto: Any) -> None:
         part.doc_string = ""
 
 
-def _refuse_unlike(data: bytes, images: Tensor, model: Model, temperature: float) -> None:
+def _check_same_outputs(data: bytes, images: Tensor, model: RunModel, temperature: float) -> None:
     from onnxruntime import InferenceSession
 
     ran = InferenceSession(data, providers=["CPUExecutionProvider"]).run(None, {"images": images.numpy()})
-    logits = model.answers(images)[1].double()
+    logits = model.compute_probabilities(images)[1].double()
     expected = logits.numpy(), torch.softmax(logits / temperature, -1).numpy()
     for theirs, ours, scale in zip(ran, expected, (float(np.abs(expected[0]).max()), 1.0), strict=True):
         off = float(np.abs(np.asarray(theirs, dtype=np.float64) - ours).max())

@@ -24,17 +24,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from polyclinic.analysis.site_classifier import told_apart
+from polyclinic.analysis.site_classifier import classify_sites
 from polyclinic.core.contract import Examples, Part, SiteId, Stream
 from polyclinic.core.errors import DataError, RecipeError
-from polyclinic.data.heterogeneity.feature_shift import p_value, shuffled
+from polyclinic.data.heterogeneity.feature_shift import p_value, shuffle_sites
 from polyclinic.data.patients import Indices
 from polyclinic.evaluation.metrics import Floats
 from polyclinic.models.classifier import Classifier
-from polyclinic.models.split_point import cut_after, stages
-from polyclinic.runs.finished_run import PastRun, names_of, refuse_unlike
+from polyclinic.models.split_point import count_stages, cut_after
+from polyclinic.runs.finished_run import FinishedRun, check_same_images, run_names
 from polyclinic.runs.sites import FederatedDataset
-from polyclinic.training.fit import at_a_time
+from polyclinic.training.fit import evaluation_batch_size
 
 FEWEST = 2
 """Patients of a class that a site must have to be compared in that class: one alone has no neighbour at home."""
@@ -60,7 +60,7 @@ class FeatureOptions:
 
 
 @dataclass(frozen=True, eq=False)
-class Points:
+class FeaturePoints:
     """Features of images: one row each."""
 
     values: Floats
@@ -68,8 +68,8 @@ class Points:
     label: Indices
     patient: Indices
 
-    def only(self, rows: Indices) -> Points:
-        return Points(self.values[rows], self.site[rows], self.label[rows], self.patient[rows])
+    def select_rows(self, rows: Indices) -> FeaturePoints:
+        return FeaturePoints(self.values[rows], self.site[rows], self.label[rows], self.patient[rows])
 
 
 @dataclass(frozen=True)
@@ -105,71 +105,72 @@ class RunFeatures:
     dimensions: int
     shared: bool
     """All sites have the same extractor; else each site's images are seen by its own."""
-    points: Points
+    points: FeaturePoints
     """Those that are shown."""
-    figures: FeatureScores | None
+    scores: FeatureScores | None
     """None: no class has two sites with patients enough."""
 
 
-def views(past_runs: Sequence[PastRun], wishes: FeatureOptions, stream: Stream) -> list[RunFeatures]:
+def compare_features(runs: Sequence[FinishedRun], options: FeatureOptions, stream: Stream) -> list[RunFeatures]:
     """The features of the same images in every run."""
-    for past in past_runs:
-        _refuse_clusters(past)
-        refuse_unlike(past, past_runs[0])
-    consortium = past_runs[0].consortium
-    rows = chosen(consortium, wishes, stream.child("images"))
-    seen = zip(past_runs, names_of(past_runs), strict=True)
-    return [_view(past, name, rows, wishes, stream.child("dealt")) for past, name in seen]
+    for past in runs:
+        _check_unclustered(past)
+        check_same_images(past, runs[0])
+    consortium = runs[0].dataset
+    rows = choose_images(consortium, options, stream.child("images"))
+    seen = zip(runs, run_names(runs), strict=True)
+    return [_features_of_run(past, name, rows, options, stream.child("dealt")) for past, name in seen]
 
 
-def told_apart_in(past: PastRun) -> float | None:
+def measure_site_classifier(run: FinishedRun) -> float | None:
     """What `polyclinic features` says of a run: how well a fresh classifier tells the sites of test images."""
-    [view] = views([past], FeatureOptions(), Stream(past.recipe.seed, ("features",)))
-    return None if view.figures is None else view.figures.told_apart
+    [view] = compare_features([run], FeatureOptions(), Stream(run.recipe.seed, ("features",)))
+    return None if view.scores is None else view.scores.told_apart
 
 
-def _refuse_clusters(past: PastRun) -> None:
-    if past.recipe.clusters:
+def _check_unclustered(run: FinishedRun) -> None:
+    if run.recipe.clusters:
         raise RecipeError(
-            f"the run in {past.folder} has a network for each of its clusters, whose features cannot be compared; give "
+            f"the run in {run.folder} has a network for each of its clusters, whose features cannot be compared; give "
             "runs without clusters"
         )
 
 
-def chosen(consortium: FederatedDataset, wishes: FeatureOptions, stream: Stream) -> dict[SiteId, Tensor]:
+def choose_images(dataset: FederatedDataset, options: FeatureOptions, stream: Stream) -> dict[SiteId, Tensor]:
     """The rows of each site's images, evenly over sites; with a label as many of all other classes, for comparison."""
-    held: dict[SiteId, Examples] = {name: getattr(site, wishes.part) for name, site in consortium.sites.items()}
+    held: dict[SiteId, Examples] = {name: getattr(site, options.part) for name, site in dataset.sites.items()}
     labels = {name: examples.labels.cpu().numpy() for name, examples in held.items()}
     wanted = {name: np.ones(len(own), dtype=bool) for name, own in labels.items()}
-    if wishes.label is not None:
-        number = _number(consortium.classes, wishes.label)
+    if options.label is not None:
+        number = _class_number(dataset.classes, options.label)
         wanted = {name: own == number for name, own in labels.items()}
     there = sum(int(own.sum()) for own in wanted.values())
     if there < IMAGES:
-        of = "" if wishes.label is None else f" of class {wishes.label}"
+        of = "" if options.label is None else f" of class {options.label}"
         raise DataError(
-            f"the sites have {there} {wishes.part} images{of}, and fewer than {IMAGES} make no picture; choose another "
+            f"the sites have {there} {options.part} images{of}, and fewer than {IMAGES} make no picture; choose another "
             "--part" + (" or --label" if of else "")
         )
     rng = np.random.default_rng(stream.integer())
     parts = [
-        _drawn([np.flatnonzero(own == keep) for own in wanted.values()], wishes.most, rng) for keep in (True, False)
+        _sample_rows([np.flatnonzero(own == keep) for own in wanted.values()], options.most, rng)
+        for keep in (True, False)
     ]
     return {name: torch.from_numpy(np.concatenate(both)) for name, *both in zip(held, *parts, strict=True)}
 
 
-def _number(classes: Sequence[str], label: str) -> int:
+def _class_number(classes: Sequence[str], label: str) -> int:
     if label not in classes:
         raise RecipeError(f"there is no class {label!r:.60}; choose among {', '.join(classes[:12])}")
     return classes.index(label)
 
 
-def _drawn(rows: Sequence[Indices], most: int, rng: np.random.Generator) -> list[Indices]:
-    sizes = shares([len(own) for own in rows], most)
+def _sample_rows(rows: Sequence[Indices], most: int, rng: np.random.Generator) -> list[Indices]:
+    sizes = divide_evenly([len(own) for own in rows], most)
     return [np.sort(rng.permutation(own)[:size]) for own, size in zip(rows, sizes, strict=True)]
 
 
-def shares(sizes: Sequence[int], most: int) -> list[int]:
+def divide_evenly(sizes: Sequence[int], most: int) -> list[int]:
     """`most` divided evenly; what one has not, others may have."""
     given, left = [0] * len(sizes), most
     for place, number in enumerate(sorted(range(len(sizes)), key=sizes.__getitem__)):
@@ -178,60 +179,62 @@ def shares(sizes: Sequence[int], most: int) -> list[int]:
     return given
 
 
-def _view(
-    past: PastRun, name: str, rows: Mapping[SiteId, Tensor], wishes: FeatureOptions, stream: Stream
+def _features_of_run(
+    run: FinishedRun, name: str, rows: Mapping[SiteId, Tensor], options: FeatureOptions, stream: Stream
 ) -> RunFeatures:
-    values, stage, last, shared = _extracted(past, rows, wishes)
-    held = {site: getattr(past.consortium.sites[site], wishes.part) for site in rows}
-    people = [person for site, own in rows.items() for person in _people(site, held[site], own)]
-    points = Points(
-        fewer_dimensions(values),
+    values, stage, last, shared = _extract_all(run, rows, options)
+    held = {site: getattr(run.dataset.sites[site], options.part) for site in rows}
+    people = [person for site, own in rows.items() for person in _patient_numbers(site, held[site], own)]
+    points = FeaturePoints(
+        reduce_dimensions(values),
         np.repeat(np.arange(len(rows)), [len(own) for own in rows.values()]),
         np.concatenate([held[site].labels.cpu().numpy()[own] for site, own in rows.items()]),
         np.unique(people, return_inverse=True)[1],
     )
     if not np.isfinite(points.values).all() or not points.values.any():
-        raise DataError(f"the features of {past.folder} are not finite, or those of all images the same; train it anew")
-    among = None if wishes.label is None else _number(past.consortium.classes, wishes.label)
-    shown = points if among is None else points.only(np.flatnonzero(points.label == among))
-    figures = measure(shown, between_classes(points), stream)
-    return RunFeatures(past.folder, name, stage, last, values.shape[1], shared, shown, figures)
+        raise DataError(f"the features of {run.folder} are not finite, or those of all images the same; train it anew")
+    among = None if options.label is None else _class_number(run.dataset.classes, options.label)
+    shown = points if among is None else points.select_rows(np.flatnonzero(points.label == among))
+    figures = measure_features(shown, class_distance(points), stream)
+    return RunFeatures(run.folder, name, stage, last, values.shape[1], shared, shown, figures)
 
 
-def _people(site: SiteId, examples: Examples, rows: Tensor) -> list[str]:
+def _patient_numbers(site: SiteId, examples: Examples, rows: Tensor) -> list[str]:
     """Who the images are of; where that is unknown, every image is of somebody else."""
     if examples.patients is None:
         return [f"{site}/{row}" for row in rows.tolist()]
     return [examples.patients[row] for row in rows.tolist()]
 
 
-def _extracted(past: PastRun, rows: Mapping[SiteId, Tensor], wishes: FeatureOptions) -> tuple[Floats, int, int, bool]:
+def _extract_all(
+    run: FinishedRun, rows: Mapping[SiteId, Tensor], options: FeatureOptions
+) -> tuple[Floats, int, int, bool]:
     """All features, of which stage of how many, and whether one extractor made them."""
     found: list[Tensor] = []
     first: dict[str, Tensor] = {}
     shared, images = True, sum(map(len, rows.values()))
     for site, own in rows.items():
-        _, network = past.network(site)
-        last = stages(network)
-        stage = (past.recipe.model.cut or last) if wishes.stage is None else wishes.stage
+        _, network = run.site_network(site)
+        last = count_stages(network)
+        stage = (run.recipe.model.cut or last) if options.stage is None else options.stage
         if not 1 <= stage <= last:
-            raise RecipeError(f"--stage is {stage}, but the network of {past.folder} has stages 1 to {last}")
+            raise RecipeError(f"--stage is {stage}, but the network of {run.folder} has stages 1 to {last}")
         cut = cut_after(network, stage)
         weights = cut.extractor.state_dict()
         first = first or weights
         shared = shared and all(torch.equal(tensor, first[name]) for name, tensor in weights.items())
-        found.append(_through(cut, getattr(past.consortium.sites[site], wishes.part), own, past.device))
-        _refuse_large(found[-1].shape[1], images, stage)
+        found.append(_extract_rows(cut, getattr(run.dataset.sites[site], options.part), own, run.device))
+        _check_memory(found[-1].shape[1], images, stage)
     return torch.cat(found).numpy(), stage, last, shared
 
 
 @torch.no_grad()
-def _through(network: Classifier, examples: Examples, rows: Tensor, device: torch.device) -> Tensor:
-    parts = torch.split(rows, at_a_time(device))
+def _extract_rows(network: Classifier, examples: Examples, rows: Tensor, device: torch.device) -> Tensor:
+    parts = torch.split(rows, evaluation_batch_size(device))
     return torch.cat([network.extractor(examples.batch(part)[0].to(device)).flatten(1).cpu() for part in parts])
 
 
-def _refuse_large(dimensions: int, images: int, stage: int) -> None:
+def _check_memory(dimensions: int, images: int, stage: int) -> None:
     if dimensions * images > ROOM:
         raise RecipeError(
             f"a feature of stage {stage} has {dimensions:,} values, too many for {images:,} images; lower --most to "
@@ -239,7 +242,7 @@ def _refuse_large(dimensions: int, images: int, stage: int) -> None:
         )
 
 
-def fewer_dimensions(values: Floats) -> Floats:
+def reduce_dimensions(values: Floats) -> Floats:
     """The same points turned, centred: every distance stays, and there are no more dimensions than points."""
     centred: Floats = values.astype(np.float64) - values.mean(axis=0, dtype=np.float64)
     if centred.shape[1] <= len(centred):
@@ -248,7 +251,7 @@ def fewer_dimensions(values: Floats) -> Floats:
     return turned
 
 
-def embedded(values: Floats, stream: Stream) -> Floats:
+def embed_tsne(values: Floats, stream: Stream) -> Floats:
     """t-SNE in two dimensions; on one core, so that the same seed gives the same picture."""
     from sklearn.manifold import TSNE
     from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]  # scikit-learn brings it
@@ -261,7 +264,7 @@ def embedded(values: Floats, stream: Stream) -> Floats:
     return found
 
 
-def between_classes(points: Points) -> float | None:
+def class_distance(points: FeaturePoints) -> float | None:
     """The mean distance between two classes' means."""
     from scipy.spatial.distance import pdist  # takes as long to load as the rest of the command line
 
@@ -282,27 +285,27 @@ class _Class:
     """… and, of every patient, the site. A patient of two sites is here twice."""
 
 
-def measure(points: Points, scale: float | None, stream: Stream) -> FeatureScores | None:
+def measure_features(points: FeaturePoints, scale: float | None, stream: Stream) -> FeatureScores | None:
     """Both figures; `scale`: the distance between classes."""
-    classes = [found for label in np.unique(points.label) if (found := _one_class(points, label))]
+    classes = [found for label in np.unique(points.label) if (found := _select_class(points, label))]
     if not classes:
         return None
     rng = np.random.default_rng(stream.integer())
-    dealt = [shuffled(one.home, np.zeros_like(one.home), DEALT, rng) for one in classes]
+    dealt = [shuffle_sites(one.home, np.zeros_like(one.home), DEALT, rng) for one in classes]
 
     def judged(figure: Callable[[Sequence[_Class], Sequence[Indices]], float]) -> FeatureScore:
         value = figure(classes, [one.home for one in classes])
         chance = np.array([figure(classes, homes) for homes in zip(*dealt, strict=True)])
         return FeatureScore(value, float(chance.mean()), p_value(value, chance))
 
-    apart = judged(lambda found, homes: _apart(found, homes) / scale) if scale else None
+    apart = judged(lambda found, homes: _site_distance(found, homes) / scale) if scale else None
     sites = np.unique(np.concatenate([one.home for one in classes]))
     return FeatureScores(
-        judged(_recognised), apart, len(sites), len(classes), told_apart(points, stream.child("folds"))
+        judged(_site_recognition), apart, len(sites), len(classes), classify_sites(points, stream.child("folds"))
     )
 
 
-def _one_class(points: Points, label: int) -> _Class | None:
+def _select_class(points: FeaturePoints, label: int) -> _Class | None:
     from scipy.spatial.distance import cdist
 
     members = np.flatnonzero(points.label == label)
@@ -312,13 +315,13 @@ def _one_class(points: Points, label: int) -> _Class | None:
     if able.sum() < 2:
         return None
     numbers, unit = np.unique(patients[rows], return_inverse=True)
-    here = points.only(members[rows])
+    here = points.select_rows(members[rows])
     distance = cdist(here.values, here.values)
     others = np.where(here.patient[:, None] == here.patient, np.inf, distance)
     return _Class(distance, others.argmin(axis=1), unit, pairs[0][numbers])
 
 
-def _recognised(classes: Sequence[_Class], homes: Sequence[Indices]) -> float:
+def _site_recognition(classes: Sequence[_Class], homes: Sequence[Indices]) -> float:
     owns = [home[one.unit] for one, home in zip(classes, homes, strict=True)]
     right = np.concatenate([own == own[one.nearest] for one, own in zip(classes, owns, strict=True)])
     site = np.concatenate(owns)
@@ -326,12 +329,12 @@ def _recognised(classes: Sequence[_Class], homes: Sequence[Indices]) -> float:
     return float((np.bincount(site, weights=right)[images > 0] / images[images > 0]).mean())
 
 
-def _apart(classes: Sequence[_Class], homes: Sequence[Indices]) -> float:
+def _site_distance(classes: Sequence[_Class], homes: Sequence[Indices]) -> float:
     pairs = zip(classes, homes, strict=True)
-    return float(np.concatenate([hausdorff(one.distance, home[one.unit]) for one, home in pairs]).mean())
+    return float(np.concatenate([hausdorff_distances(one.distance, home[one.unit]) for one, home in pairs]).mean())
 
 
-def hausdorff(distance: Floats, site: Indices) -> Floats:
+def hausdorff_distances(distance: Floats, site: Indices) -> Floats:
     """The Hausdorff distance of every pair of sites, from distances of images."""
     order = np.argsort(site, kind="stable")
     _, starts = np.unique(site[order], return_index=True)

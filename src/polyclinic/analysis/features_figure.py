@@ -14,7 +14,7 @@ from matplotlib.figure import Figure as Paper
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.lines import Line2D
 
-from polyclinic.analysis.features import FeatureScore, RunFeatures, embedded
+from polyclinic.analysis.features import FeatureScore, RunFeatures, embed_tsne
 from polyclinic.core.contract import Stream
 from polyclinic.evaluation.metrics import Floats
 from polyclinic.reporting.figures import COLOURS, DPI, FAINT, INK, TEXT, save
@@ -29,47 +29,47 @@ LISTED, LINE = 12, 0.235
 """Names of sites, and of classes, in the legend; inches that one takes."""
 
 
-def draw_views(
+def draw_features(
     views: Sequence[RunFeatures], sites: Sequence[str], classes: Sequence[str], title: str, path: Path, stream: Stream
 ) -> None:
     """A panel for each view. `sites`, `classes`: all names, by number."""
     columns = min(len(views), IN_A_ROW)
     rows = -(-len(views) // columns)
     shown = [classes[number] for number in np.unique(np.concatenate([view.points.label for view in views]))]
-    lines = 4 + len(_listed(sites)) + len(_listed(shown))
+    lines = 4 + len(_join_names(sites)) + len(_join_names(shown))
     height = max(rows * (PANEL + ABOVE) + TITLE, LINE * lines)
     size = (max(columns * PANEL, PANEL * 1.3) + LEGEND, height)
     layout = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.1, wspace=0.0, hspace=0.04)
     paper = Paper(figsize=size, dpi=DPI, layout=layout, facecolor="white")
     paper.suptitle(title, x=0.01, ha="left", fontsize=TEXT + 3, color=INK).set_parse_math(False)
     panels = paper.subplots(rows, columns, squeeze=False).flatten()
-    colours = _colours(len(sites))
+    colours = _site_colours(len(sites))
     for axes, view in zip(panels, views, strict=False):
-        _draw(axes, view, embedded(view.points.values, stream.child("t-sne")), colours, stream.child("order"))
+        _draw_panel(axes, view, embed_tsne(view.points.values, stream.child("t-sne")), colours, stream.child("order"))
     for axes in panels[len(views) :]:
         axes.set_visible(False)
-    _draw_legend(paper, sites, colours, {name: _marker(classes.index(name)) for name in shown})
-    words = "; ".join(f"{view.name}: {', '.join(told(view))}" for view in views)
+    _draw_legend(paper, sites, colours, {name: _class_marker(classes.index(name)) for name in shown})
+    words = "; ".join(f"{view.name}: {', '.join(format_scores(view))}" for view in views)
     save(paper, path, title, f"t-SNE of features, a colour for each site, a marker for each class. {words}.")
 
 
-def told(view: RunFeatures) -> list[str]:
+def format_scores(view: RunFeatures) -> list[str]:
     """Its figures, in words."""
-    found = view.figures
+    found = view.scores
     if found is None:
         return ["too few patients of a class at two sites"]
-    apart = [] if found.apart is None else [f"Hausdorff {_beside(found.apart)}"]
-    return [f"site recognised {_beside(found.recognised)}", *apart]
+    apart = [] if found.apart is None else [f"Hausdorff {_format_chance(found.apart)}"]
+    return [f"site recognised {_format_chance(found.recognised)}", *apart]
 
 
-def _beside(figure: FeatureScore) -> str:
+def _format_chance(figure: FeatureScore) -> str:
     return f"{figure.value:.2f} (by chance {figure.chance:.2f})"
 
 
-def _draw(axes: Axes, view: RunFeatures, places: Floats, colours: Sequence[str], stream: Stream) -> None:
+def _draw_panel(axes: Axes, view: RunFeatures, places: Floats, colours: Sequence[str], stream: Stream) -> None:
     # In random order, or the last site would hide the others.
     order = np.random.default_rng(stream.integer()).permutation(len(places))
-    points, shades = view.points.only(order), np.array(colours)
+    points, shades = view.points.select_rows(order), np.array(colours)
     size = SIZE * min(3.0, max(0.5, math.sqrt(600 / len(places))))
     for number in np.unique(points.label):
         own = points.label == number
@@ -78,8 +78,8 @@ def _draw(axes: Axes, view: RunFeatures, places: Floats, colours: Sequence[str],
             x,
             y,
             c=shades[points.site[own]],
-            marker=_marker(number),
-            s=size * LARGER.get(_marker(number), 1),
+            marker=_class_marker(number),
+            s=size * LARGER.get(_class_marker(number), 1),
             alpha=0.8,
             edgecolor="white",
             linewidth=0.4,
@@ -89,17 +89,17 @@ def _draw(axes: Axes, view: RunFeatures, places: Floats, colours: Sequence[str],
     axes.spines[:].set_color(FAINT)
     axes.set_box_aspect(1)
     whose = "" if view.shared else ", each site's own network"
-    words = [_short(view.name, 44), f"stage {view.stage} of {view.stages}{whose}", *told(view)]
+    words = [_shorten_text(view.name, 44), f"stage {view.stage} of {view.stages}{whose}", *format_scores(view)]
     axes.set_title("\n".join(words), fontsize=TEXT, color=INK, loc="left").set_parse_math(False)
 
 
 def _draw_legend(paper: Paper, sites: Sequence[str], colours: Sequence[str], markers: dict[str, str]) -> None:
     """Right of all panels: sites by colour, below them classes by marker."""
-    dots = [_handle("o", colour) for colour in colours[: len(sites)]]
-    shapes = [_handle(marker, INK) for marker in markers.values()]
-    blank = _handle("", INK)
+    dots = [_legend_handle("o", colour) for colour in colours[: len(sites)]]
+    shapes = [_legend_handle(marker, INK) for marker in markers.values()]
+    blank = _legend_handle("", INK)
     handles = [blank, *dots[:LISTED], blank, blank, *shapes[:LISTED]]
-    names = ["site", *_listed(sites), "", "class", *_listed(list(markers))]
+    names = ["site", *_join_names(sites), "", "class", *_join_names(list(markers))]
     if len(sites) > LISTED:
         handles.insert(LISTED + 1, blank)
     if len(markers) > LISTED:
@@ -120,17 +120,17 @@ def _draw_legend(paper: Paper, sites: Sequence[str], colours: Sequence[str], mar
         legend.get_texts()[heading].set_fontweight("bold")
 
 
-def _listed(names: Sequence[str]) -> list[str]:
+def _join_names(names: Sequence[str]) -> list[str]:
     more = [f"and {len(names) - LISTED} others"] if len(names) > LISTED else []
-    return [_short(name, 20) for name in names[:LISTED]] + more
+    return [_shorten_text(name, 20) for name in names[:LISTED]] + more
 
 
-def _handle(marker: str, colour: str) -> Line2D:
+def _legend_handle(marker: str, colour: str) -> Line2D:
     size = 8 * math.sqrt(LARGER.get(marker, 1))
     return Line2D([], [], linestyle="none", marker=marker, color=colour, markersize=size, markeredgecolor="white")
 
 
-def _colours(sites: int) -> list[str]:
+def _site_colours(sites: int) -> list[str]:
     """Okabe and Ito's as far as they go; more sites are told apart by hue as well as can be."""
     if sites <= len(COLOURS):
         return list(COLOURS)
@@ -138,10 +138,10 @@ def _colours(sites: int) -> list[str]:
     return [to_hex(shade) for shade in shades]
 
 
-def _marker(number: int) -> str:
+def _class_marker(number: int) -> str:
     return MARKERS[number % len(MARKERS)]
 
 
-def _short(text: str, most: int) -> str:
+def _shorten_text(text: str, most: int) -> str:
     """Cut in the middle: names often differ at their end."""
     return text if len(text) <= most else f"{text[: most // 2 - 1]}…{text[-(most // 2) :]}"

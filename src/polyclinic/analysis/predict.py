@@ -30,19 +30,19 @@ from polyclinic.data.builtin.phantom import MEAN, STD, PhantomOptions
 from polyclinic.data.datasets.mnist.dataset import SIDE, MnistOptions
 from polyclinic.data.examples import Images, PerChannel
 from polyclinic.data.loading.options import ImageOptions, Preparation
-from polyclinic.data.loading.preprocess import prepare
+from polyclinic.data.loading.preprocess import preprocess_image
 from polyclinic.data.options import Options
-from polyclinic.data.sources.decode import UnreadableImage, decode
-from polyclinic.data.sources.folder import images, reading, subfolders
-from polyclinic.evaluation.calibration import Calibration, Uncalibrated, calibrated, fitted, of_part
+from polyclinic.data.sources.decode import UnreadableImage, decode_image
+from polyclinic.data.sources.folder import list_images, list_subfolders, plain_read_errors
+from polyclinic.evaluation.calibration import Calibration, Uncalibrated, apply_temperature, calibrate, merge_part
 from polyclinic.evaluation.metrics import Floats, Predictions
 from polyclinic.federation.site_runner import STUDENT
 from polyclinic.models.classifier import Classifier
-from polyclinic.runs.finished_run import PastRun, opened, read, read_weights
+from polyclinic.runs.finished_run import FinishedRun, open_run, read_run_files, read_weights
 from polyclinic.runs.networks import server_models
 from polyclinic.runs.remote_sites import RemoteSites, SiteProfile
-from polyclinic.storage.run_files import Snapshots, kept_predictions
-from polyclinic.training.fit import at_a_time
+from polyclinic.storage.run_files import SnapshotStore, load_predictions
+from polyclinic.training.fit import evaluation_batch_size
 
 GLOBAL, PERSONAL = "global", "personal"
 STUDENT_FILE = "student.safetensors"
@@ -57,27 +57,27 @@ class Preprocessing:
     mean: PerChannel
     std: PerChannel
 
-    def stored(self, path: Path) -> Tensor:
+    def load_image(self, path: Path) -> Tensor:
         """Bytes, channels × size × size; `Unreadable` says what is wrong with the file, and nothing else of it."""
-        pixels = decode(path, self.preparation.bits).pixels
+        pixels = decode_image(path, self.preparation.bits).pixels
         if (pixels == pixels.flat[0]).all():
             raise UnreadableImage("it is blank: all its pixels are alike")
-        return torch.from_numpy(prepare(pixels, self.preparation))
+        return torch.from_numpy(preprocess_image(pixels, self.preparation))
 
-    def scaled(self, stored: Tensor) -> Tensor:
+    def normalise(self, stored: Tensor) -> Tensor:
         """Of a batch of bytes, what the network gets."""
-        return Images(stored, torch.zeros(len(stored)), None, self.mean, self.std).scaled(stored)
+        return Images(stored, torch.zeros(len(stored)), None, self.mean, self.std).scale_images(stored)
 
 
-def preprocessing_of(recipe: Recipe) -> Preprocessing:
+def build_preprocessing(recipe: Recipe) -> Preprocessing:
     options = DATASETS[recipe.data.name].options.model_validate(recipe.data.options)
     if isinstance(options, ImageOptions):
         return Preprocessing(options.preparation, *options.normalisation)
-    size, mean, std = _drawn(options)
+    size, mean, std = _generated_options(options)
     return Preprocessing(Preparation(size=size, channels=1), mean, std)
 
 
-def _drawn(options: Options) -> tuple[int, float, float]:
+def _generated_options(options: Options) -> tuple[int, float, float]:
     """Sets without image options: their images are grey, and of one size."""
     if isinstance(options, PhantomOptions):
         return options.size, MEAN, STD
@@ -89,7 +89,7 @@ def _drawn(options: Options) -> tuple[int, float, float]:
 
 
 @dataclass(frozen=True, eq=False)
-class Model:
+class RunModel:
     """One of a run's models, ready to evaluate."""
 
     name: str
@@ -106,14 +106,14 @@ class Model:
     device: torch.device
 
     @property
-    def told(self) -> str:
+    def description(self) -> str:
         return f"{self.name} model of {self.site}" if self.site else f"{self.name} model"
 
     @torch.no_grad()
-    def answers(self, images: Tensor) -> tuple[Tensor, Tensor]:
+    def compute_probabilities(self, images: Tensor) -> tuple[Tensor, Tensor]:
         """Of prepared images: probabilities, and logits (of an ensemble, which has none, log-probabilities)."""
         laid = images.to(self.device)
-        if self._convolves:
+        if self._has_convolutions:
             laid = laid.contiguous(memory_format=torch.channels_last)  # as in the run, to the bit
         logits = [network(laid) for network in self.networks]
         if len(logits) == 1:
@@ -122,65 +122,67 @@ class Model:
         return mean.cpu(), mean.log().cpu()
 
     @cached_property
-    def _convolves(self) -> bool:
+    def _has_convolutions(self) -> bool:
         return any(isinstance(module, nn.Conv2d) for module in self.networks[0].modules())
 
 
 @dataclass(frozen=True, eq=False)
-class ModelCatalogue(PastRun):
+class ModelCatalogue(FinishedRun):
     """A finished run's models; its images may be far away."""
 
     @property
     def classes(self) -> tuple[str, ...]:
-        return self.consortium.classes
+        return self.dataset.classes
 
     @cached_property
     def preprocessing(self) -> Preprocessing:
-        return preprocessing_of(self.recipe)
+        return build_preprocessing(self.recipe)
 
     @cached_property
-    def _server(self) -> Mapping[str, Bundle]:
+    def _server_models(self) -> Mapping[str, Bundle]:
         """The server's own: under "", or by cluster."""
         return server_models(self.algorithm, self.state, self.recipe.clusters or {"": None})
 
     @cached_property
-    def names(self) -> tuple[str, ...]:
+    def model_names(self) -> tuple[str, ...]:
         """What `model` can be asked for."""
-        personal = any(key != GLOBAL for key in self.models_at(next(iter(self.consortium.sites)))[0])
+        personal = any(key != GLOBAL for key in self.models_at(next(iter(self.dataset.sites)))[0])
         return (
-            *(name or GLOBAL for name in self._server),
+            *(name or GLOBAL for name in self._server_models),
             *((PERSONAL,) if personal else ()),
             *((STUDENT,) if (self.folder / STUDENT_FILE).is_file() else ()),
             *((ENSEMBLE,) if models_by_site(self.state) else ()),
         )
 
-    def model(self, wanted: str | None = None, site: SiteId | None = None) -> Model:
+    def load_model(self, wanted: str | None = None, site: SiteId | None = None) -> RunModel:
         """The model of that name; None: the one that the run is judged by."""
-        if site is not None and site not in self.consortium.sites:
-            known = ", ".join(list(self.consortium.sites)[:12])
+        if site is not None and site not in self.dataset.sites:
+            known = ", ".join(list(self.dataset.sites)[:12])
             raise RecipeError(f"--site is {site!r:.60}, which is no site of this run; there are: {known}")
-        name = wanted or self._usual(site)
+        name = wanted or self._load_default(site)
         if name == GLOBAL and self.recipe.clusters and site is not None:
             name, site = self.algorithm.cluster_of(self.state, site), None
-        if name not in self.names:
-            raise RecipeError(f"this run has no model {name!r:.60}; choose with --model: {', '.join(self.names)}")
+        if name not in self.model_names:
+            raise RecipeError(f"this run has no model {name!r:.60}; choose with --model: {', '.join(self.model_names)}")
         if name != PERSONAL and site is not None:
-            instead = ", or set --model personal" if PERSONAL in self.names else ""
+            instead = ", or set --model personal" if PERSONAL in self.model_names else ""
             raise RecipeError(f"the {name} model is the same for all its sites; leave --site out{instead}")
         if name == PERSONAL:
-            return self._personal(site)
+            return self._load_personal(site)
         if name == STUDENT:
-            return self._model(name, name, [(self.recipe.model, read_weights(self.folder / STUDENT_FILE))])
+            return self._build_model(name, name, [(self.recipe.model, read_weights(self.folder / STUDENT_FILE))])
         if name == ENSEMBLE:
-            return self._model(name, name, [(self.recipe.model, each) for each in models_by_site(self.state).values()])
+            return self._build_model(
+                name, name, [(self.recipe.model, each) for each in models_by_site(self.state).values()]
+            )
         cluster = name if self.recipe.clusters else ""
         section = self.recipe.clusters[cluster].model if cluster else self.recipe.model
-        members = tuple(s for s in self.consortium.sites if self.algorithm.cluster_of(self.state, s) == cluster)
-        return self._model(name, GLOBAL, [(section, self._server[cluster])], members)
+        members = tuple(s for s in self.dataset.sites if self.algorithm.cluster_of(self.state, s) == cluster)
+        return self._build_model(name, GLOBAL, [(section, self._server_models[cluster])], members)
 
-    def _usual(self, site: SiteId | None) -> str:
+    def _load_default(self, site: SiteId | None) -> str:
         if site is not None:
-            return PERSONAL if PERSONAL in self.names else GLOBAL
+            return PERSONAL if PERSONAL in self.model_names else GLOBAL
         best = self.summary["headline"]
         name = str(best.get("of", best["model"]))
         if name == GLOBAL and self.recipe.clusters:
@@ -190,73 +192,73 @@ class ModelCatalogue(PastRun):
             )
         return PERSONAL if name == "transfer" else name
 
-    def _keeps(self, site: SiteId) -> bool:
+    def _has_personal_state(self, site: SiteId) -> bool:
         """Whether a site's model is made of what it remembers, too: not if it never trained, or keeps nothing."""
-        snapshot = Snapshots(self.folder).load()
+        snapshot = SnapshotStore(self.folder).load()
         return snapshot is None or site in snapshot[1].fields["progress"]["remembering"]
 
-    def _personal(self, site: SiteId | None) -> Model:
+    def _load_personal(self, site: SiteId | None) -> RunModel:
         if site is None:
-            rest = ", ".join(name for name in self.names if name != PERSONAL)
+            rest = ", ".join(name for name in self.model_names if name != PERSONAL)
             instead = f", or choose with --model: {rest}" if rest else ""
             raise RecipeError(f"this run's sites have models of their own; say whose with --site NAME{instead}")
         models, remembers = self.models_at(site)
         key = site if site in models else PERSONAL
-        if key == PERSONAL and not remembers and self._keeps(site):
+        if key == PERSONAL and not remembers and self._has_personal_state(site):
             raise StoreError(
                 f"what site {site} remembers is not in {self.folder / 'sites'} (a real site keeps it to itself), so "
                 "its personal model cannot be put together; ask the site for it, or choose another model with --model"
             )
-        return self._model(PERSONAL, key, [(self._section(site), models[key])], (site,), site)
+        return self._build_model(PERSONAL, key, [(self._model_section(site), models[key])], (site,), site)
 
-    def _model(
+    def _build_model(
         self,
         name: str,
         key: str,
         parts: Sequence[tuple[ModelSection, Bundle]],
         sites: tuple[SiteId, ...] | None = None,
         site: SiteId | None = None,
-    ) -> Model:
-        networks = tuple(self.loaded(section, weights) for section, weights in parts)
-        here = tuple(self.consortium.sites) if sites is None else sites
-        return Model(name, site, key, here, networks, tuple(section for section, _ in parts), self.device)
+    ) -> RunModel:
+        networks = tuple(self.load_network(section, weights) for section, weights in parts)
+        here = tuple(self.dataset.sites) if sites is None else sites
+        return RunModel(name, site, key, here, networks, tuple(section for section, _ in parts), self.device)
 
 
-def shelf(folder: Path, device: str | None = None) -> ModelCatalogue:
+def open_catalogue(folder: Path, device: str | None = None) -> ModelCatalogue:
     """The models of a finished run."""
-    recipe, summary, state, place = opened(folder, device)
-    return ModelCatalogue(folder, recipe, summary, state, _roster(recipe, summary), place)
+    recipe, summary, state, place = read_run_files(folder, device)
+    return ModelCatalogue(folder, recipe, summary, state, _remote_sites(recipe, summary), place)
 
 
-def _roster(recipe: Recipe, summary: Mapping[str, Any]) -> RemoteSites:
+def _remote_sites(recipe: Recipe, summary: Mapping[str, Any]) -> RemoteSites:
     """The sites of a run without their images, as a server knows them."""
-    wanted, classes = preprocessing_of(recipe).preparation, tuple(summary["classes"])
+    wanted, classes = build_preprocessing(recipe).preparation, tuple(summary["classes"])
     cards = {}
     for site in summary["hospitals"]:
         counts = (site["train"], site["validation"], site["test"])
         cards[site["site"]] = SiteProfile(__version__, classes, wanted.channels, wanted.size, *counts, (1, 1), "")
-    return RemoteSites.of(cards)
+    return RemoteSites.from_profiles(cards)
 
 
-def calibration_of(run: ModelCatalogue, model: Model, data: Path | None = None) -> Calibration | Uncalibrated:
+def fit_calibration(run: ModelCatalogue, model: RunModel, data: Path | None = None) -> Calibration | Uncalibrated:
     """By the predictions that the run kept; else, where `data` says where its images lie, by those made of them now."""
-    if kept := kept_predictions(run.folder):
-        validation, test = (of_part(kept, model.sites, model.key, part) for part in PARTS)
+    if kept := load_predictions(run.folder):
+        validation, test = (merge_part(kept, model.sites, model.key, part) for part in PARTS)
     elif data is not None:
-        sites = read(run.folder, data, str(run.device)).consortium.sites
-        validation, test = (_said(model, [getattr(sites[s], part) for s in model.sites]) for part in PARTS)
+        sites = open_run(run.folder, data, str(run.device)).dataset.sites
+        validation, test = (_predict_parts(model, [getattr(sites[s], part) for s in model.sites]) for part in PARTS)
     else:
         return Uncalibrated("the run kept no predictions of validation images; give its images with --data DIR")
     if validation is None:
         return Uncalibrated("no validation image's prediction by this model is known")
-    return fitted(validation, test)
+    return calibrate(validation, test)
 
 
-def _said(model: Model, parts: Sequence[Examples]) -> Predictions | None:
+def _predict_parts(model: RunModel, parts: Sequence[Examples]) -> Predictions | None:
     found = []
     for examples in (part for part in parts if len(part)):
-        turns = torch.split(torch.arange(len(examples)), at_a_time(model.device))
-        rows = [model.answers(examples.batch(index)[0])[0].double() for index in turns]
+        turns = torch.split(torch.arange(len(examples)), evaluation_batch_size(model.device))
+        rows = [model.compute_probabilities(examples.batch(index)[0])[0].double() for index in turns]
         found.append(Predictions(torch.cat(rows).numpy(), examples.labels.cpu().numpy()))
     return Predictions.merge(found) if found else None
 
@@ -270,66 +272,68 @@ class Prediction:
     calibrated: Floats | None
 
     @property
-    def predicted(self) -> int:
+    def predicted_class(self) -> int:
         return int(self.probabilities.argmax())
 
 
 @dataclass(frozen=True)
-class Failed:
+class UnreadableFile:
     file: Path
     why: str
 
 
-def predict(
-    model: Model, preprocessing: Preprocessing, files: Sequence[Path], temperature: float | None = None
-) -> Iterator[Prediction | Failed]:
+def predict_files(
+    model: RunModel, preprocessing: Preprocessing, files: Sequence[Path], temperature: float | None = None
+) -> Iterator[Prediction | UnreadableFile]:
     """What a model says of image files, in their order; one that cannot be read does not keep the others back."""
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        size = at_a_time(model.device)
+        size = evaluation_batch_size(model.device)
         for some in (files[start : start + size] for start in range(0, len(files), size)):
-            opened = list(pool.map(lambda path: _opened(preprocessing, path), some))
+            opened = list(pool.map(lambda path: _open_image(preprocessing, path), some))
             pictures = [image for image in opened if isinstance(image, Tensor)]
-            said = iter(_answered(model, preprocessing, pictures, temperature))
+            said = iter(_predict_batch(model, preprocessing, pictures, temperature))
             for path, image in zip(some, opened, strict=True):
-                yield Prediction(path, image, *next(said)) if isinstance(image, Tensor) else Failed(path, image)
+                yield Prediction(path, image, *next(said)) if isinstance(image, Tensor) else UnreadableFile(path, image)
 
 
-def _opened(preprocessing: Preprocessing, path: Path) -> Tensor | str:
+def _open_image(preprocessing: Preprocessing, path: Path) -> Tensor | str:
     try:
-        return preprocessing.stored(path)
+        return preprocessing.load_image(path)
     except PolyclinicError as problem:
         return str(problem)
 
 
-def _answered(
-    model: Model, preprocessing: Preprocessing, pictures: Sequence[Tensor], temperature: float | None
+def _predict_batch(
+    model: RunModel, preprocessing: Preprocessing, pictures: Sequence[Tensor], temperature: float | None
 ) -> Iterator[tuple[Floats, Floats | None]]:
     if not pictures:
         return
-    probabilities, logits = model.answers(preprocessing.scaled(torch.stack(list(pictures))))
+    probabilities, logits = model.compute_probabilities(preprocessing.normalise(torch.stack(list(pictures))))
     if not probabilities.isfinite().all():
         raise DataError("the network gives values that are not finite; train it anew")
     plain: Floats = probabilities.double().numpy()
-    scaled = None if temperature is None else calibrated(logits.double().numpy(), temperature)
+    scaled = None if temperature is None else apply_temperature(logits.double().numpy(), temperature)
     for row in range(len(plain)):
         yield plain[row], None if scaled is None else np.asarray(scaled[row])
 
 
-def image_files(given: Sequence[Path]) -> tuple[list[Path], list[Failed]]:
+def find_image_files(given: Sequence[Path]) -> tuple[list[Path], list[UnreadableFile]]:
     """Files as they are given, folders' images by name, all of them once; and folders that have none."""
     found: dict[Path, None] = {}
     failed = []
     for path in given:
-        inside = list(_below(path)) if path.is_dir() else [path]
+        inside = list(_files_in_folder(path)) if path.is_dir() else [path]
         found |= dict.fromkeys(inside)
         if not inside:
-            failed.append(Failed(path, "the folder holds no image"))
+            failed.append(UnreadableFile(path, "the folder holds no image"))
     return list(found), failed
 
 
-def _below(folder: Path) -> Iterator[Path]:
-    with reading(folder):
-        yield from images(folder)
-        deeper = [inner for inner in subfolders(folder) if not inner.is_symlink()]  # a link may lead back up, for ever
+def _files_in_folder(folder: Path) -> Iterator[Path]:
+    with plain_read_errors(folder):
+        yield from list_images(folder)
+        deeper = [
+            inner for inner in list_subfolders(folder) if not inner.is_symlink()
+        ]  # a link may lead back up, for ever
     for inner in deeper:
-        yield from _below(inner)
+        yield from _files_in_folder(inner)

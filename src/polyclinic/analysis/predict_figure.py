@@ -9,23 +9,23 @@ import torch
 from matplotlib.figure import Figure
 from torch import nn
 
-from polyclinic.analysis.predict import Model, Prediction, Preprocessing
-from polyclinic.analysis.saliency import Saliency, grad_cam, onto
-from polyclinic.analysis.saliency_figure import COLOUR_MAP, HALF, where
+from polyclinic.analysis.predict import Prediction, Preprocessing, RunModel
+from polyclinic.analysis.saliency import Saliency, grad_cam, resize_map
+from polyclinic.analysis.saliency_figure import COLOUR_MAP, HALF, describe_map
 from polyclinic.core.errors import RecipeError
 from polyclinic.evaluation.metrics import Floats
 from polyclinic.reporting.figures import DPI, INK, TEXT, save
-from polyclinic.storage.run_files import named_failure
+from polyclinic.storage.run_files import explain_os_errors
 
 LONGEST = 60
 """Letters of a file's name that its picture's name keeps."""
 
 
 @dataclass
-class HeatMaps:
+class HeatMapWriter:
     """Pictures of the files that are predicted, numbered as they come."""
 
-    model: Model
+    model: RunModel
     preprocessing: Preprocessing
     classes: tuple[str, ...]
     folder: Path
@@ -37,29 +37,31 @@ class HeatMaps:
         if not any(isinstance(module, nn.Conv2d) for module in self.model.networks[0].modules()):
             raise RecipeError("--grad-cam needs a network with convolutions, and this one has none; leave it out")
 
-    def draw(self, prediction: Prediction) -> Path:
+    def draw_prediction(self, prediction: Prediction) -> Path:
         """Draw one; the folder is its owner's alone, since pictures show patients."""
-        with named_failure(self.folder):
+        with explain_os_errors(self.folder):
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.drawn += 1
         path = self.folder / f"{self.drawn:04d}-{prediction.file.stem[:LONGEST]}.png"
-        title = f"Where the network looks for {self.classes[prediction.predicted]}"
-        _draw(prediction, self._heat(prediction), title, self._said(prediction), path)
+        title = f"Where the network looks for {self.classes[prediction.predicted_class]}"
+        _draw_figure(prediction, self._compute_heat_map(prediction), title, self._format_prediction(prediction), path)
         return path
 
-    def _heat(self, prediction: Prediction) -> Floats:
-        device, target = self.model.device, torch.tensor([prediction.predicted])
-        image = self.preprocessing.scaled(prediction.image[None]).to(device)
+    def _compute_heat_map(self, prediction: Prediction) -> Floats:
+        device, target = self.model.device, torch.tensor([prediction.predicted_class])
+        image = self.preprocessing.normalise(prediction.image[None]).to(device)
         (found,) = grad_cam(self.model.networks[0], image, target).cpu()
-        return onto(Saliency(prediction.predicted, 0.0, prediction.predicted, found), prediction.image)
+        return resize_map(
+            Saliency(prediction.predicted_class, 0.0, prediction.predicted_class, found), prediction.image
+        )
 
-    def _said(self, prediction: Prediction) -> str:
+    def _format_prediction(self, prediction: Prediction) -> str:
         sure = prediction.probabilities if prediction.calibrated is None else prediction.calibrated
         told = "uncalibrated" if prediction.calibrated is None else "calibrated"
-        return f"{self.classes[prediction.predicted]}, {told} probability {sure[prediction.predicted]:.2f}"
+        return f"{self.classes[prediction.predicted_class]}, {told} probability {sure[prediction.predicted_class]:.2f}"
 
 
-def _draw(prediction: Prediction, heat: Floats, title: str, said: str, path: Path) -> None:
+def _draw_figure(prediction: Prediction, heat: Floats, title: str, said: str, path: Path) -> None:
     """The prepared image, and the map over it; where it is zero, the image alone."""
     pixels = prediction.image.float().div(255).numpy()
     grey = {"cmap": "gray", "vmin": 0, "vmax": 1}
@@ -76,4 +78,4 @@ def _draw(prediction: Prediction, heat: Floats, title: str, said: str, path: Pat
     bar = paper.colorbar(shown, ax=[plain, over], orientation="horizontal", fraction=0.05)
     bar.set_alpha(1)
     bar.set_label("Grad-CAM; 1 is the map's own largest value, line: half of it", fontsize=TEXT - 2, color=INK)
-    save(paper, path, title, f"{said}. The network looks {where(heat)}.")
+    save(paper, path, title, f"{said}. The network looks {describe_map(heat)}.")

@@ -31,10 +31,10 @@ from polyclinic.data.examples import Images, Selection
 from polyclinic.data.patients import Indices
 from polyclinic.evaluation.metrics import Floats
 from polyclinic.models.classifier import Classifier
-from polyclinic.models.split_point import chain, cut_after, stages
-from polyclinic.runs.finished_run import PastRun, names_of, refuse_unlike
+from polyclinic.models.split_point import chained_layers, count_stages, cut_after
+from polyclinic.runs.finished_run import FinishedRun, check_same_images, run_names
 from polyclinic.runs.sites import FederatedDataset
-from polyclinic.training.fit import at_a_time
+from polyclinic.training.fit import evaluation_batch_size
 
 TRUTH, PREDICTION = "truth", "prediction"
 MOST = 10
@@ -57,7 +57,7 @@ class SaliencyOptions:
 
 
 @dataclass(frozen=True, eq=False)
-class Answers:
+class TestPredictions:
     """All sites' test images, and what every run says of them."""
 
     site: Indices
@@ -69,18 +69,18 @@ class Answers:
     """Runs × images × classes."""
 
     @property
-    def predicted(self) -> Indices:
+    def predicted_classes(self) -> Indices:
         classes: Indices = self.probabilities.argmax(axis=-1)
         return classes
 
     @property
-    def right(self) -> NDArray[np.bool_]:
-        found: NDArray[np.bool_] = self.predicted == self.truth
+    def is_correct(self) -> NDArray[np.bool_]:
+        found: NDArray[np.bool_] = self.predicted_classes == self.truth
         return found
 
 
 @dataclass(frozen=True, eq=False)
-class Group:
+class CaseGroup:
     """Images that the runs agree or differ about, and those of them that are shown."""
 
     name: str
@@ -110,7 +110,7 @@ class Case:
     truth: int
     image: Tensor
     """Channels × height × width in [0, 1], on the CPU."""
-    looks: tuple[Saliency, ...]
+    saliencies: tuple[Saliency, ...]
     """One for each run."""
 
 
@@ -123,83 +123,86 @@ class Explanation:
     accuracy: tuple[float, ...]
     """Of each run, on all test images of all sites."""
     images: int
-    groups: tuple[Group, ...]
+    groups: tuple[CaseGroup, ...]
     cases: tuple[Case, ...]
 
 
-def explain(past_runs: Sequence[PastRun], wishes: SaliencyOptions, stream: Stream) -> Explanation:
+def explain_runs(runs: Sequence[FinishedRun], options: SaliencyOptions, stream: Stream) -> Explanation:
     """The same cases in every run."""
-    first = past_runs[0].consortium
-    for past in past_runs[1:]:
-        refuse_unlike(past, past_runs[0])
-    if wishes.of not in (TRUTH, PREDICTION, *first.classes):
+    first = runs[0].dataset
+    for past in runs[1:]:
+        check_same_images(past, runs[0])
+    if options.of not in (TRUTH, PREDICTION, *first.classes):
         raise RecipeError(
-            f"--of is {wishes.of!r:.60}, which is no class; choose truth, prediction, or one of "
+            f"--of is {options.of!r:.60}, which is no class; choose truth, prediction, or one of "
             f"{', '.join(first.classes[:12])}"
         )
-    answers, names = answered(past_runs, wishes), names_of(past_runs)
-    groups = grouped(answers, names, wishes.cases, stream)
+    answers, names = predict_test_images(runs, options), run_names(runs)
+    groups = group_by_agreement(answers, names, options.cases, stream)
     shown = np.concatenate([group.shown for group in groups])
     if not len(shown):
         raise DataError(
             "no test image is right by all runs, wrong by all, or right or wrong by the last alone; give fewer runs"
         )
-    looks = zip(*(_looks(past, answers, number, shown, wishes) for number, past in enumerate(past_runs)), strict=True)
+    looks = zip(*(_explain_run(past, answers, number, shown, options) for number, past in enumerate(runs)), strict=True)
     called = [group.name for group in groups for _ in group.shown]
     cases = [
-        _case(first, answers, at, group, seen) for at, group, seen in zip(shown.tolist(), called, looks, strict=True)
+        _build_case(first, answers, at, group, seen)
+        for at, group, seen in zip(shown.tolist(), called, looks, strict=True)
     ]
-    accuracy = tuple(answers.right.mean(axis=1).tolist())
-    return Explanation(names, first.classes, wishes.of, accuracy, len(answers.truth), tuple(groups), tuple(cases))
+    accuracy = tuple(answers.is_correct.mean(axis=1).tolist())
+    return Explanation(names, first.classes, options.of, accuracy, len(answers.truth), tuple(groups), tuple(cases))
 
 
-def answered(past_runs: Sequence[PastRun], wishes: SaliencyOptions) -> Answers:
+def predict_test_images(runs: Sequence[FinishedRun], options: SaliencyOptions) -> TestPredictions:
     """What every run's network, at each site the one that the site computes with, says of the site's test images."""
-    held = {name: site.test for name, site in past_runs[0].consortium.sites.items()}
+    held = {name: site.test for name, site in runs[0].dataset.sites.items()}
     sizes = [len(examples) for examples in held.values()]
     if not sum(sizes):
         raise DataError(
             "no site has a test image, so there is no case to show; give runs whose data.split has a test part"
         )
-    return Answers(
+    return TestPredictions(
         np.repeat(np.arange(len(sizes)), sizes),
         np.concatenate([np.arange(size) for size in sizes]),
         np.concatenate([examples.labels.cpu().numpy() for examples in held.values()]),
-        np.stack([_probabilities(past, wishes) for past in past_runs]),
+        np.stack([_predict_run(past, options) for past in runs]),
     )
 
 
 @torch.no_grad()
-def _probabilities(past: PastRun, wishes: SaliencyOptions) -> Floats:
+def _predict_run(run: FinishedRun, options: SaliencyOptions) -> Floats:
     found = []
-    for name, site in past.consortium.sites.items():
+    for name, site in run.dataset.sites.items():
         if not len(site.test):
             continue
-        network = past.network(name)[1]
-        _refuse_unseeing(network, past, name, wishes.stage)
-        parts = torch.split(torch.arange(len(site.test)), at_a_time(past.device))
-        found += [network(site.test.batch(rows)[0].to(past.device)).double().softmax(-1).cpu() for rows in parts]
+        network = run.site_network(name)[1]
+        _check_explainable(network, run, name, options.stage)
+        parts = torch.split(torch.arange(len(site.test)), evaluation_batch_size(run.device))
+        found += [network(site.test.batch(rows)[0].to(run.device)).double().softmax(-1).cpu() for rows in parts]
     probabilities: Floats = torch.cat(found).numpy()
     if not np.isfinite(probabilities).all():
-        raise DataError(f"the network of {past.folder} gives values that are not finite; train it anew")
+        raise DataError(f"the network of {run.folder} gives values that are not finite; train it anew")
     return probabilities
 
 
-def _refuse_unseeing(network: Classifier, past: PastRun, site: SiteId, stage: int | None) -> None:
+def _check_explainable(network: Classifier, run: FinishedRun, site: SiteId, stage: int | None) -> None:
     if not any(isinstance(module, nn.Conv2d) for module in network.modules()):
         raise RecipeError(
-            f"the network of {past.folder} at {site} has no convolution, so there is no map to show; give runs of "
+            f"the network of {run.folder} at {site} has no convolution, so there is no map to show; give runs of "
             "convolutional networks"
         )
-    if stage is not None and not 1 <= stage <= stages(network):
-        raise RecipeError(f"--stage is {stage}, but the network of {past.folder} has stages 1 to {stages(network)}")
+    if stage is not None and not 1 <= stage <= count_stages(network):
+        raise RecipeError(
+            f"--stage is {stage}, but the network of {run.folder} has stages 1 to {count_stages(network)}"
+        )
 
 
-def grouped(answers: Answers, names: Sequence[str], most: int, stream: Stream) -> list[Group]:
+def group_by_agreement(answers: TestPredictions, names: Sequence[str], most: int, stream: Stream) -> list[CaseGroup]:
     """Every group, with up to `most` of its images, evenly over sites."""
     if len(names) == 1:
-        return _by_certainty(answers, most)
-    right, last = answers.right, names[-1]
+        return _order_by_certainty(answers, most)
+    right, last = answers.is_correct, names[-1]
     others = right[:-1]
     masks = {
         "right by all": right.all(axis=0),
@@ -209,23 +212,24 @@ def grouped(answers: Answers, names: Sequence[str], most: int, stream: Stream) -
     }
     drawn = np.random.default_rng(stream.integer()).permutation(len(answers.truth))
     return [
-        Group(name, int(mask.sum()), _first(drawn[mask[drawn]], answers.site, most)) for name, mask in masks.items()
+        CaseGroup(name, int(mask.sum()), _select_evenly(drawn[mask[drawn]], answers.site, most))
+        for name, mask in masks.items()
     ]
 
 
-def _by_certainty(answers: Answers, most: int) -> list[Group]:
+def _order_by_certainty(answers: TestPredictions, most: int) -> list[CaseGroup]:
     """The most certain are of the more certain half, so that nobody is shown among the least certain, too."""
     certain = np.argsort(-answers.probabilities[0].max(axis=-1), kind="stable")
     groups = []
-    for name, mask in {"right": answers.right[0], "wrong": ~answers.right[0]}.items():
+    for name, mask in {"right": answers.is_correct[0], "wrong": ~answers.is_correct[0]}.items():
         members = certain[mask[certain]]
         more, less = np.split(members, [-(-len(members) // 2)])
         for told, half in (("most", more), ("least", less[::-1])):
-            groups.append(Group(f"{name}, {told} certain", len(members), _first(half, answers.site, most)))
+            groups.append(CaseGroup(f"{name}, {told} certain", len(members), _select_evenly(half, answers.site, most)))
     return groups
 
 
-def _first(order: Indices, site: Indices, most: int) -> Indices:
+def _select_evenly(order: Indices, site: Indices, most: int) -> Indices:
     """Every site's first image, as they come in `order`, then every site's second, …; shown site by site."""
     turn = np.zeros(len(order), dtype=np.int64)
     for number in np.unique(site[order]):
@@ -236,22 +240,24 @@ def _first(order: Indices, site: Indices, most: int) -> Indices:
     return by_site
 
 
-def _looks(past: PastRun, answers: Answers, run: int, shown: Indices, wishes: SaliencyOptions) -> list[Saliency]:
+def _explain_run(
+    run: FinishedRun, answers: TestPredictions, number: int, shown: Indices, options: SaliencyOptions
+) -> list[Saliency]:
     """One run's look at every case that is shown."""
-    predicted = answers.predicted[run]
-    explained = _explained(answers, predicted, past.consortium.classes, wishes.of)
+    predicted = answers.predicted_classes[number]
+    explained = _classes_to_explain(answers, predicted, run.dataset.classes, options.of)
     maps: dict[int, Tensor] = {}
-    for number, name in enumerate(past.consortium.sites):
+    for number, name in enumerate(run.dataset.sites):
         here = shown[answers.site[shown] == number]
         if len(here):
-            images = past.consortium.sites[name].test.batch(torch.from_numpy(answers.row[here]))[0].to(past.device)
-            found = grad_cam(past.network(name)[1], images, torch.from_numpy(explained[here]), wishes.stage)
+            images = run.dataset.sites[name].test.batch(torch.from_numpy(answers.row[here]))[0].to(run.device)
+            found = grad_cam(run.site_network(name)[1], images, torch.from_numpy(explained[here]), options.stage)
             maps.update(zip(here.tolist(), found.cpu(), strict=True))
-    certainty = answers.probabilities[run].max(axis=-1)
+    certainty = answers.probabilities[number].max(axis=-1)
     return [Saliency(int(predicted[at]), float(certainty[at]), int(explained[at]), maps[at]) for at in shown.tolist()]
 
 
-def _explained(answers: Answers, predicted: Indices, classes: Sequence[str], of: str) -> Indices:
+def _classes_to_explain(answers: TestPredictions, predicted: Indices, classes: Sequence[str], of: str) -> Indices:
     if of in (TRUTH, PREDICTION):
         return answers.truth if of == TRUTH else predicted
     return np.full_like(predicted, classes.index(of))
@@ -261,7 +267,7 @@ def grad_cam(network: Classifier, images: Tensor, classes: Tensor, stage: int | 
     """(1) and (2): of every image one map, of places down × places across."""
     from captum.attr import LayerGradCam  # takes half a second to load
 
-    whole, layer, before = mapped(network, images, stage)
+    whole, layer, before = split_at_stage(network, images, stage)
     found: Tensor = LayerGradCam(whole, layer).attribute(
         images, target=classes.to(images.device), attribute_to_layer_input=before, relu_attributions=True
     )
@@ -269,14 +275,14 @@ def grad_cam(network: Classifier, images: Tensor, classes: Tensor, stage: int | 
 
 
 @torch.no_grad()
-def mapped(network: Classifier, images: Tensor, stage: int | None = None) -> tuple[nn.Module, nn.Module, bool]:
+def split_at_stage(network: Classifier, images: Tensor, stage: int | None = None) -> tuple[nn.Module, nn.Module, bool]:
     """The same function of images, its layer with the maps, and whether these are what the layer is given."""
-    if stage is not None and stage < stages(network):
+    if stage is not None and stage < count_stages(network):
         cut = cut_after(network, stage)
         return cut, cut.extractor, False
-    layers = chain(network)
+    layers = chained_layers(network)
     if not layers:
-        return network, _after_convolutions(network, images[:1]), True
+        return network, _find_last_map(network, images[:1]), True
     values, last = images[:1], 1
     for number, layer in enumerate(layers, 1):
         values = layer(values)
@@ -286,7 +292,7 @@ def mapped(network: Classifier, images: Tensor, stage: int | None = None) -> tup
     return nn.Sequential(early, *layers[last:], network.head), early, False
 
 
-def _after_convolutions(network: Classifier, image: Tensor) -> nn.Module:
+def _find_last_map(network: Classifier, image: Tensor) -> nn.Module:
     """The first part of an extractor, which is no chain, that is called when all its convolutions have been."""
     parts = list(network.extractor.children())
     called: list[nn.Module] = []
@@ -301,7 +307,7 @@ def _after_convolutions(network: Classifier, image: Tensor) -> nn.Module:
     return next(module for module in called[last + 1 :] if any(module is part for part in parts))
 
 
-def onto(look: Saliency, image: Tensor) -> Floats:
+def resize_map(look: Saliency, image: Tensor) -> Floats:
     """A look's map as fine as the image, its largest value 1; nothing but zeros stay zeros."""
     from captum.attr import LayerAttribution
 
@@ -310,15 +316,17 @@ def onto(look: Saliency, image: Tensor) -> Floats:
     return found
 
 
-def _case(consortium: FederatedDataset, answers: Answers, at: int, group: str, looks: tuple[Saliency, ...]) -> Case:
-    site, row = list(consortium.sites)[answers.site[at]], int(answers.row[at])
-    examples = consortium.sites[site].test
+def _build_case(
+    dataset: FederatedDataset, answers: TestPredictions, at: int, group: str, looks: tuple[Saliency, ...]
+) -> Case:
+    site, row = list(dataset.sites)[answers.site[at]], int(answers.row[at])
+    examples = dataset.sites[site].test
     assert isinstance(examples, (Images, Selection))
-    stored = examples.stored(torch.tensor([row]))[0][0].cpu()
-    return Case(group, site, row, int(answers.truth[at]), _visible(stored), looks)
+    stored = examples.stored_batch(torch.tensor([row]))[0][0].cpu()
+    return Case(group, site, row, int(answers.truth[at]), _to_displayable(stored), looks)
 
 
-def _visible(stored: Tensor) -> Tensor:
+def _to_displayable(stored: Tensor) -> Tensor:
     """Pixels in [0, 1]; of images that are stored as numbers, from the image's own least to its largest."""
     if stored.dtype == torch.uint8:
         return stored.float() / 255
@@ -327,7 +335,7 @@ def _visible(stored: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Intensities:
+class IntensityDistribution:
     """A site's pixel values as they are stored, before they are normalised; of all channels."""
 
     images: int
@@ -340,28 +348,31 @@ class Intensities:
     """(value, per cent of the pixels that are not black), in equal steps over the range common to all sites."""
 
 
-def intensities(consortium: FederatedDataset, stream: Stream) -> Mapping[SiteId, Intensities]:
+def measure_intensities(dataset: FederatedDataset, stream: Stream) -> Mapping[SiteId, IntensityDistribution]:
     """How bright sites' training images are (Fed-Align-CL, Figure 1)."""
-    values = {name: _pixels(site.train, stream.child(name)) for name, site in consortium.sites.items()}
+    values = {name: _sample_pixels(site.train, stream.child(name)) for name, site in dataset.sites.items()}
     low, high = min(own.min() for own in values.values()), max(own.max() for own in values.values())
-    return {name: _intensity(own, float(low), float(high if low < high else low + 1)) for name, own in values.items()}
+    return {
+        name: _describe_intensity(own, float(low), float(high if low < high else low + 1))
+        for name, own in values.items()
+    }
 
 
-def _pixels(examples: object, stream: Stream) -> Floats:
+def _sample_pixels(examples: object, stream: Stream) -> Floats:
     """Images × values, both drawn where there are many."""
     assert isinstance(examples, (Images, Selection))
     rows = torch.randperm(len(examples), generator=stream.child("images").generator())[:IMAGES]
-    stored = examples.stored(rows)[0].cpu().flatten(1)
+    stored = examples.stored_batch(rows)[0].cpu().flatten(1)
     chosen = torch.randperm(stored.shape[1], generator=stream.child("pixels").generator())[:PIXELS]
     found: Floats = stored[:, chosen].double().numpy()
     return found
 
 
-def _intensity(pixels: Floats, low: float, high: float) -> Intensities:
+def _describe_intensity(pixels: Floats, low: float, high: float) -> IntensityDistribution:
     counts, edges = np.histogram(pixels[pixels > low], bins=BINS, range=(low, high))
     share = 100 * counts / max(1, counts.sum())
     first, middle, third = np.quantile(pixels, [0.25, 0.5, 0.75]).tolist()
-    return Intensities(
+    return IntensityDistribution(
         len(pixels),
         float(pixels.mean()),
         float(pixels.std()),

@@ -12,7 +12,15 @@ from matplotlib.cm import ScalarMappable
 from matplotlib.figure import Figure, SubFigure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-from polyclinic.analysis.saliency import PREDICTION, TRUTH, Case, Explanation, Intensities, Saliency, onto
+from polyclinic.analysis.saliency import (
+    PREDICTION,
+    TRUTH,
+    Case,
+    Explanation,
+    IntensityDistribution,
+    Saliency,
+    resize_map,
+)
 from polyclinic.core.contract import SiteId
 from polyclinic.evaluation.metrics import Floats
 from polyclinic.reporting.figures import COLOURS, DPI, INK, TEXT, draw_curves, save
@@ -29,7 +37,7 @@ HALF = 0.5
 """Of a map's largest value: where the line is drawn, and what counts as looked at."""
 
 
-def draw_gallery(found: Explanation, title: str, path: Path) -> None:
+def draw_saliency_gallery(found: Explanation, title: str, path: Path) -> None:
     """A row for each case: the image, and beside it every run's map."""
     groups = [group for group in found.groups if len(group.shown)]
     heights = [len(group.shown) * (PANEL + ABOVE) + GROUP for group in groups]
@@ -41,7 +49,7 @@ def draw_gallery(found: Explanation, title: str, path: Path) -> None:
     number = 1
     for part, group in zip(parts, groups, strict=True):
         heading = part.suptitle(
-            f"{_short(group.name, 40)}: {len(group.shown)} of {group.images} images",
+            f"{_shorten_text(group.name, 40)}: {len(group.shown)} of {group.images} images",
             x=0.01,
             ha="left",
             fontsize=TEXT + 1,
@@ -53,7 +61,7 @@ def draw_gallery(found: Explanation, title: str, path: Path) -> None:
         _draw_group(part, cases, found, number)
         number += len(cases)
     _draw_bar(foot, found)
-    save(paper, path, title, alternative(found))
+    save(paper, path, title, describe_gallery(found))
 
 
 def _draw_group(part: SubFigure, cases: Sequence[Case], found: Explanation, number: int) -> None:
@@ -62,25 +70,30 @@ def _draw_group(part: SubFigure, cases: Sequence[Case], found: Explanation, numb
     for axes in panels.flat:
         axes.set_axis_off()
     for place, (row, case) in enumerate(zip(panels, cases, strict=True)):
-        words = [f"case {number + place}", _short(case.site, 19), "truth:", _short(found.classes[case.truth], 19)]
-        _write(row[0], "\n".join(words))
+        words = [
+            f"case {number + place}",
+            _shorten_text(case.site, 19),
+            "truth:",
+            _shorten_text(found.classes[case.truth], 19),
+        ]
+        _write_text(row[0], "\n".join(words))
         _draw_image(row[1], case)
-        _title(row[1], "image" if place == 0 else "", "", INK)
-        for axes, name, look in zip(row[2:], found.names, case.looks, strict=True):
-            heat = _draw_look(axes, case, look)
+        _draw_title(row[1], "image" if place == 0 else "", "", INK)
+        for axes, name, look in zip(row[2:], found.names, case.saliencies, strict=True):
+            heat = _draw_saliency(axes, case, look)
             right = look.predicted == case.truth
-            said = f"{'✓' if right else '✗'} {_short(found.classes[look.predicted], 16)} {look.probability:.2f}"
-            _title(axes, _short(name, 19) if place == 0 else "", said, INK if right else COLOURS[1])
+            said = f"{'✓' if right else '✗'} {_shorten_text(found.classes[look.predicted], 16)} {look.probability:.2f}"
+            _draw_title(axes, _shorten_text(name, 19) if place == 0 else "", said, INK if right else COLOURS[1])
             if not heat.any():
                 _draw_nothing(axes)
 
 
-def _write(axes: Axes, words: str) -> None:
+def _write_text(axes: Axes, words: str) -> None:
     text = axes.text(0, 0.5, words, va="center", fontsize=TEXT - 1, color=INK, parse_math=False, linespacing=1.4)
     text.set_in_layout(False)  # rows with long words would else be narrower than others
 
 
-def _title(axes: Axes, name: str, said: str, colour: str) -> None:
+def _draw_title(axes: Axes, name: str, said: str, colour: str) -> None:
     axes.set_title(said, fontsize=TEXT - 1, color=colour, loc="left", pad=4).set_parse_math(False)
     if name:
         line = axes.annotate(
@@ -98,9 +111,9 @@ def _draw_image(axes: Axes, case: Case) -> None:
         axes.imshow(pixels.mean(0), cmap="gray", vmin=0, vmax=1)
 
 
-def _draw_look(axes: Axes, case: Case, look: Saliency) -> Floats:
+def _draw_saliency(axes: Axes, case: Case, look: Saliency) -> Floats:
     """The map over the image in grey; where it is zero, the image alone."""
-    heat = onto(look, case.image)
+    heat = resize_map(look, case.image)
     axes.imshow(case.image.mean(0).numpy(), cmap="gray", vmin=0, vmax=1)
     axes.imshow(heat, cmap=COLOUR_MAP, vmin=0, vmax=1, alpha=0.65 * np.sqrt(heat))
     if heat.min() < HALF < heat.max():
@@ -120,42 +133,42 @@ def _draw_bar(part: SubFigure, found: Explanation) -> None:
     bar.ax.set_box_aspect(0.03)
     bar.ax.tick_params(labelsize=TEXT - 2, colors=INK)
     bar.set_label(
-        f"Grad-CAM for {_whose(found.of)}:\n1 is the map's own largest value; line: half of it",
+        f"Grad-CAM for {_format_target(found.of)}:\n1 is the map's own largest value; line: half of it",
         fontsize=TEXT - 1,
         color=INK,
     )
     bar.ax.xaxis.label.set_parse_math(False)
 
 
-def _whose(of: str) -> str:
-    return {PREDICTION: "the predicted class", TRUTH: "the true class"}.get(of, f"the class {_short(of, 24)}")
+def _format_target(of: str) -> str:
+    return {PREDICTION: "the predicted class", TRUTH: "the true class"}.get(of, f"the class {_shorten_text(of, 24)}")
 
 
-def alternative(found: Explanation) -> str:
+def describe_gallery(found: Explanation) -> str:
     """The gallery in words."""
-    told = " ".join(in_words(case, number, found) for number, case in enumerate(found.cases, 1))
-    return f"Images with Grad-CAM maps for {_whose(found.of)}, beside each other for {', '.join(found.names)}. {told}"
+    told = " ".join(describe_case(case, number, found) for number, case in enumerate(found.cases, 1))
+    return f"Images with Grad-CAM maps for {_format_target(found.of)}, beside each other for {', '.join(found.names)}. {told}"
 
 
-def in_words(case: Case, number: int, found: Explanation) -> str:
+def describe_case(case: Case, number: int, found: Explanation) -> str:
     looks = []
-    for name, look in zip(found.names, case.looks, strict=True):
+    for name, look in zip(found.names, case.saliencies, strict=True):
         says = f"{name} says {found.classes[look.predicted]} ({look.probability:.2f})"
-        looks.append(f"{says} and looks {where(onto(look, case.image))}")
+        looks.append(f"{says} and looks {describe_map(resize_map(look, case.image))}")
     truth = found.classes[case.truth]
     return f"Case {number}, {case.group}, at {case.site}, is {truth}: {'; '.join(looks)}."
 
 
-def where(heat: Floats) -> str:
+def describe_map(heat: Floats) -> str:
     """Where a map's middle lies, and how much of the image it takes."""
-    seen = described(heat)
+    seen = locate_map(heat)
     if seen is None:
         return "nowhere: nothing speaks for that class"
     down, across = (int(min(2, 3 * place)) for place in seen["centre"])
     return f"{PLACES[down][across]}, at {seen['looked_at']:.0%} of the image"
 
 
-def described(heat: Floats) -> dict[str, Any] | None:
+def locate_map(heat: Floats) -> dict[str, Any] | None:
     """A map's middle (from the top, from the left, as shares of the sides) and the share of pixels above its half."""
     if not heat.any():
         return None
@@ -165,11 +178,11 @@ def described(heat: Floats) -> dict[str, Any] | None:
     return {"centre": [float(place) for place in places], "looked_at": float((heat >= HALF * heat.max()).mean())}
 
 
-def draw_histograms(sites: Mapping[SiteId, Intensities], title: str, path: Path) -> None:
+def draw_intensities(sites: Mapping[SiteId, IntensityDistribution], title: str, path: Path) -> None:
     curves = {name: found.curve for name, found in sites.items()}
     draw_curves(curves, title, "pixel value, as stored", "% of the pixels that are not black", path, whole=False)
 
 
-def _short(text: str, most: int) -> str:
+def _shorten_text(text: str, most: int) -> str:
     """Cut in the middle: names often differ at their end."""
     return text if len(text) <= most else f"{text[: most // 2 - 1]}…{text[-(most // 2) :]}"

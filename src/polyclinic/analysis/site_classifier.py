@@ -9,12 +9,12 @@ import numpy as np
 from polyclinic.core.contract import Stream
 
 if TYPE_CHECKING:
-    from polyclinic.analysis.features import Points
+    from polyclinic.analysis.features import FeaturePoints
 
 FOLDS = 5
 
 
-def told_apart(points: Points, stream: Stream) -> float | None:
+def classify_sites(points: FeaturePoints, stream: Stream) -> float | None:
     """Balanced accuracy of a logistic regression on frozen features, at patients it did not see; 1/sites is chance.
 
     Every site counts alike, whatever its size. None where fewer than two sites have a patient for every fold.
@@ -28,7 +28,7 @@ def told_apart(points: Points, stream: Stream) -> float | None:
     rows = np.flatnonzero(np.isin(points.site, able))
     if len(able) < 2:
         return None
-    here = points.only(rows)
+    here = points.select_rows(rows)
     values = here.values - here.values.mean(axis=0)
     values /= np.sqrt((values**2).mean())  # one scale for all: moving or turning features changes nothing
     classifier = LogisticRegression(class_weight="balanced", max_iter=2000)

@@ -19,17 +19,17 @@ from polyclinic.core.contract import Fit, Score, Site, SiteId, Stream
 from polyclinic.core.errors import RecipeError
 from polyclinic.data.examples import Selection
 from polyclinic.evaluation.metrics import Floats
-from polyclinic.federation.rehearsal import rehearse
+from polyclinic.federation.rehearsal import rehearse_round
 from polyclinic.privacy.accounting import Spend
-from polyclinic.privacy.audit import Audit, audit
-from polyclinic.privacy.membership import Membership, membership
-from polyclinic.privacy.plan import Plan
-from polyclinic.reporting.privacy_statement import page
-from polyclinic.runs.experiment import Experiment, finished
+from polyclinic.privacy.audit import AuditResult, run_audit
+from polyclinic.privacy.membership import MembershipResult, attack_membership
+from polyclinic.privacy.plan import PrivacyPlan
+from polyclinic.reporting.privacy_statement import write_privacy_page
+from polyclinic.runs.experiment import Experiment, read_result
 from polyclinic.storage.run_files import write_atomically, write_json
 from polyclinic.training.fit import fit, score
-from polyclinic.training.losses import probabilities, task_loss
-from polyclinic.training.network import LiveNetwork, weights_of
+from polyclinic.training.losses import predict_probabilities, task_loss
+from polyclinic.training.network import LiveNetwork, copy_module_weights
 
 
 def audit_command(
@@ -59,19 +59,19 @@ def audit_command(
     if file is not None:
         write_json(file, told)
     if folder is not None:
-        note(folder, told)
+        save_audit(folder, told)
     if as_json:
         print_json(told)
     else:
-        for sentence in sentences(told):
+        for sentence in audit_sentences(told):
             out.print(Text(sentence), soft_wrap=True)
-    if found.refuted:
+    if found.is_refuted:
         raise typer.Exit(1)
 
 
 def audit_recipe(
     recipe: Recipe, data: Path | None = None, canaries: int = 1000, confidence: float = 0.95, rounds: int | None = None
-) -> tuple[SiteId, Audit]:
+) -> tuple[SiteId, AuditResult]:
     """The site of a recipe that pays most, and what an attack on its training came to.
 
     An algorithm's first training job of a round is attacked, with the task's own loss, and held against the price of
@@ -79,81 +79,81 @@ def audit_recipe(
     """
     experiment = Experiment(recipe, None, data)
     plan = experiment.plan
-    if plan is None or plan.wish.unit == "site":
+    if plan is None or plan.config.unit == "site":
         raise RecipeError(
             f"{recipe.name} makes no claim that canaries among the images could refute; give it privacy with unit "
             "image or patient"
         )
-    site = max(plan.jobs, key=lambda name: _price(plan, name, _taken(plan, name)))
-    examples, network = experiment.sites[site].train, network_at(experiment, site)
+    site = max(plan.jobs, key=lambda name: _claimed_epsilon(plan, name, _count_rounds(plan, name)))
+    examples, network = experiment.sites[site].train, network_of_site(experiment, site)
     shape = examples.batch(examples.labels.new_zeros(1))[0].shape[1:]
-    job = _private(rehearse(experiment.algorithm, experiment.federation, site, network, shape)[0], plan)
-    played = min(rounds or _taken(plan, site), _taken(plan, site))
-    return site, audit(
+    job = _private_job(rehearse_round(experiment.algorithm, experiment.federation, site, network, shape)[0], plan)
+    played = min(rounds or _count_rounds(plan, site), _count_rounds(plan, site))
+    return site, run_audit(
         network.module,
         examples,
         job.training,
         rounds=played,
-        delta=plan.wish.delta,
-        claimed=_price(plan, site, played),
+        delta=plan.config.delta,
+        claimed=_claimed_epsilon(plan, site, played),
         stream=Stream(recipe.seed, ("audit",)),
         canaries=canaries,
         confidence=confidence,
-        whole=job.whole,
+        whole=job.full_batch,
         device=network.device,
     )
 
 
-def network_at(experiment: Experiment, site: SiteId) -> LiveNetwork:
+def network_of_site(experiment: Experiment, site: SiteId) -> LiveNetwork:
     """What a site trains: its cluster's network, where there are clusters."""
     algorithm = experiment.algorithm
-    return experiment.lineup.networks[algorithm.cluster_of(algorithm.init(experiment.federation), site)]
+    return experiment.networks.by_cluster[algorithm.cluster_of(algorithm.init(experiment.federation), site)]
 
 
-def attack_members(recipe: Recipe, data: Path | None, site: SiteId, shadows: int) -> Membership:
+def attack_members(recipe: Recipe, data: Path | None, site: SiteId, shadows: int) -> MembershipResult:
     """LiRA on one site: models trained on random halves of its images as it would train in all its rounds."""
     experiment = Experiment(recipe, None, data)
     plan, examples = experiment.plan, experiment.sites[site].train
     assert plan is not None
-    network, training = network_at(experiment, site), experiment.algorithm.training
-    start = weights_of(network.module)
+    network, training = network_of_site(experiment, site), experiment.algorithm.training
+    start = copy_module_weights(network.module)
     assert isinstance(examples, Selection)
 
     def train(members: NDArray[np.intp], stream: Stream) -> Floats:
         part, weights = examples.subset(torch.from_numpy(members)), start
-        for number in range(1, _taken(plan, site) + 1):
+        for number in range(1, _count_rounds(plan, site) + 1):
             here = Site(site, len(part), number, recipe.rounds, training.optimiser.lr)
             job = Fit(weights, task_loss, training)
             weights = fit(job, network, part, here, stream, stream.child("secret", number)).weights
-        found = score(Score(weights, probabilities), network, examples)
+        found = score(Score(weights, predict_probabilities), network, examples)
         sure: Floats = found["probabilities"].gather(1, found["labels"][:, None]).squeeze(1).double().cpu().numpy()
         return sure.clip(0.0, 1.0)
 
-    return membership(train, len(examples), Stream(recipe.seed, ("membership",)), shadows)
+    return attack_membership(train, len(examples), Stream(recipe.seed, ("membership",)), shadows)
 
 
-def sentences(told: Mapping[str, Any]) -> list[str]:
+def audit_sentences(told: Mapping[str, Any]) -> list[str]:
     return [f"{told['site']}: {told['verdict']}", *([told["membership"]] if "membership" in told else [])]
 
 
-def note(folder: Path, told: Mapping[str, Any]) -> None:
+def save_audit(folder: Path, told: Mapping[str, Any]) -> None:
     """Enter an audit into a finished run's result and privacy page."""
-    summary = finished(folder).summary
+    summary = read_result(folder).summary
     summary["privacy"]["audit"] = dict(told)
-    write_atomically(folder / "privacy.md", page(summary).encode())
+    write_atomically(folder / "privacy.md", write_privacy_page(summary).encode())
     write_json(folder / "result.json", summary)
 
 
-def _private(jobs: tuple[Fit, ...], plan: Plan) -> Fit:
+def _private_job(jobs: tuple[Fit, ...], plan: PrivacyPlan) -> Fit:
     first = jobs[0]
-    return replace(first, training=replace(first.training, private=plan.private()))
+    return replace(first, training=replace(first.training, private=plan.private_options()))
 
 
-def _taken(plan: Plan, site: SiteId) -> int:
+def _count_rounds(plan: PrivacyPlan, site: SiteId) -> int:
     return sum(site in cohort for cohort in plan.rounds)
 
 
-def _price(plan: Plan, site: SiteId, rounds: int) -> float:
+def _claimed_epsilon(plan: PrivacyPlan, site: SiteId, rounds: int) -> float:
     """ε of the first training job of so many rounds, for one image."""
     job = plan.jobs[site][0]
-    return plan.of_one([Spend(plan.noise, job.rate, job.times * rounds)])
+    return plan.epsilon_of([Spend(plan.noise, job.rate, job.times * rounds)])

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
-from polyclinic.cli.common import out, tell
+from polyclinic.cli.common import out, print_message
 from polyclinic.dashboard import open_board
 
 NEW = "new"
@@ -30,8 +30,8 @@ def board_command(
 ) -> None:
     """Show a run or a comparison in the browser while it goes on: rounds, sites, curves, cost, failures."""
     with open_board(folder, host, port, secrets.token_urlsafe(24) if token == NEW else token) as server:
-        out.print(Text(f"board: {server.url}"), soft_wrap=True)
-        tell("Ctrl-C ends the board, not the run")
+        out.print(Text(f"board: {server.board_url}"), soft_wrap=True)
+        print_message("Ctrl-C ends the board, not the run")
         try:
             server.serve_forever()
         except KeyboardInterrupt:

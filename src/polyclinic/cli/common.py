@@ -11,7 +11,7 @@ import yaml
 from rich.console import Console
 from rich.text import Text
 
-from polyclinic.config.recipe import our_recipes
+from polyclinic.config.recipe import bundled_recipes
 from polyclinic.core.errors import RecipeError
 
 out, err = Console(), Console(stderr=True)
@@ -26,7 +26,7 @@ Track = Annotated[
 Seed = Annotated[int | None, typer.Option("--seed", help="The seed all randomness comes from.")]
 
 
-def tell(sentence: str) -> None:
+def print_message(sentence: str) -> None:
     err.print(Text(sentence), soft_wrap=True)
 
 
@@ -50,7 +50,7 @@ def parse_settings(settings: list[str] | None, **given: Any) -> dict[str, Any]:
 
 def find_recipe(name: str) -> Path:
     """A path, or the name of one of ours."""
-    ours = our_recipes()
+    ours = bundled_recipes()
     if Path(name).is_file():
         return Path(name)
     if name in ours:

@@ -21,19 +21,19 @@ from rich.progress import Progress, TaskID
 from rich.table import Table
 from rich.text import Text
 
-from polyclinic.cli.common import Data, Json, err, out, print_json, tell
-from polyclinic.config.recipe import Recipe, our_recipes
+from polyclinic.cli.common import Data, Json, err, out, print_json, print_message
+from polyclinic.config.recipe import Recipe, bundled_recipes
 from polyclinic.core.contract import Stream
 from polyclinic.core.errors import DataError
-from polyclinic.data import DATASETS, Natural, Options, data_folder, federate
-from polyclinic.data.check import Checked, check
+from polyclinic.data import DATASETS, Natural, Options, build_site_data, data_folder
+from polyclinic.data.check import CheckResult, check_listing
 from polyclinic.data.data_dir import VARIABLE
-from polyclinic.data.datasets import SETS, NamedSet
-from polyclinic.data.download import fetch
-from polyclinic.data.findings import Finding, told
-from polyclinic.data.heterogeneity.measure import Diagnosis, diagnose, lines
+from polyclinic.data.datasets import SETS, PublicDataset
+from polyclinic.data.download import fetch_dataset
+from polyclinic.data.findings import Finding, format_places
+from polyclinic.data.heterogeneity.measure import Diagnosis, diagnose_sites, format_diagnosis
 from polyclinic.data.loading.cache import cache_folder
-from polyclinic.data.loading.load import for_task, load
+from polyclinic.data.loading.load import apply_task, load_collection
 from polyclinic.data.loading.options import ImageOptions
 from polyclinic.data.partitioning.dry_run import Division, Refusal
 from polyclinic.data.records import Listing
@@ -57,13 +57,13 @@ OUR_FILES = re.compile(r"pixels|index\.json|\.index\.json\.\d+\.tmp")
 
 
 @app.command("list")
-def list_sets(data: Data = None, as_json: Json = False) -> None:
+def list_datasets(data: Data = None, as_json: Json = False) -> None:
     """The named public sets, their terms, and whether they are at hand."""
-    folder = _given_folder(data)
+    folder = _named_data_dir(data)
     rows = [
         {
             "name": name,
-            "here": folder is not None and _is_here(named, folder),
+            "here": folder is not None and _is_downloaded(named, folder),
             "fetch": bool(named.downloads),
             "licence": named.licence,
             "about": named.about,
@@ -81,25 +81,25 @@ def list_sets(data: Data = None, as_json: Json = False) -> None:
         here = "yes" if row["here"] else "fetch" if row["fetch"] else "no"
         table.add_row(str(row["name"]), here, Text(f"{row['about']}\n").append(f"terms: {row['licence']}", "dim"))
     out.print(table)
-    tell("fetch: `polyclinic data fetch NAME` gets it; no: the same command says how to")
+    print_message("fetch: `polyclinic data fetch NAME` gets it; no: the same command says how to")
 
 
-def _given_folder(data: Path | None) -> Path | None:
+def _named_data_dir(data: Path | None) -> Path | None:
     """The data folder, if one is named at all."""
     return data_folder(data) if data or os.environ.get(VARIABLE) else None
 
 
-def _is_here(named: NamedSet, folder: Path) -> bool:
+def _is_downloaded(named: PublicDataset, folder: Path) -> bool:
     try:
         return bool(named.read(named.options(), folder / (named.folder or named.name)).records)
     except DataError:
         return False
 
 
-def listed(what: str, data: Path | None, columns: str = "") -> Listing:
+def open_listing(what: str, data: Path | None, columns: str = "") -> Listing:
     """What a name or a path stands for; `columns` ("path=file,label=diagnosis") are those of a table."""
     if columns:
-        return _table(Path(what), columns)
+        return _open_table(Path(what), columns)
     spec = DATASETS.get(what)
     if spec is not None and spec.read is not None and what in SETS:
         return spec.read(spec.options(), data)
@@ -110,7 +110,7 @@ def listed(what: str, data: Path | None, columns: str = "") -> Listing:
     return open_source(Path(what))
 
 
-def _table(path: Path, columns: str) -> Listing:
+def _open_table(path: Path, columns: str) -> Listing:
     pairs = [pair.partition("=")[::2] for pair in columns.split(",")]
     if not all(name.strip() and column.strip() for name, column in pairs):
         raise DataError("--columns needs names of columns, such as path=file,label=diagnosis,site=clinic.")
@@ -135,14 +135,14 @@ def check_command(
     as_json: Json = False,
 ) -> None:
     """Look for what is wrong with a set, or with a recipe's. The exit code is 1 if training may not start."""
-    recipe = _recipe(what)
+    recipe = _load_recipe(what)
     if recipe is not None and columns:
         raise DataError("A recipe names its table's columns itself; leave out --columns.")
-    work: Work = [(listed(what, data, columns), ())] if recipe is None else _divisions(recipe, data)
+    work: Work = [(open_listing(what, data, columns), ())] if recipe is None else _dry_runs(recipe, data)
     if file is not None:
         file.parent.mkdir(parents=True, exist_ok=True)
-    with _bar("looking at images") as report:
-        found = [check(listing, report=report, divisions=divisions) for listing, divisions in work]
+    with _progress_bar("looking at images") as report:
+        found = [check_listing(listing, progress=report, divisions=divisions) for listing, divisions in work]
     rows = [checked.as_json() for checked in found]
     document = rows[0] if len(rows) == 1 else rows
     if file is not None:
@@ -150,44 +150,44 @@ def check_command(
     if as_json:
         print_json(document)
     elif not work:
-        _say(f"{what}: its images are no files, so there is nothing to check")
+        _print_wrapped(f"{what}: its images are no files, so there is nothing to check")
     for (listing, _), checked in zip(work, found, strict=True):
         if not as_json:
-            show_checked(checked)
+            print_check(checked)
         if show_names:
-            _show_names(listing, checked.findings, err if as_json else out)
+            _print_names(listing, checked.findings, err if as_json else out)
     if not all(checked.may_train for checked in found):
         raise typer.Exit(1)
 
 
-def _recipe(what: str) -> Recipe | None:
+def _load_recipe(what: str) -> Recipe | None:
     """The recipe that is meant: a file, or one of ours by name, unless something of that name lies here."""
-    ours = {} if Path(what).exists() else our_recipes()
+    ours = {} if Path(what).exists() else bundled_recipes()
     return Recipe.load(ours.get(what, what)) if what in ours or what.endswith((".yaml", ".yml")) else None
 
 
-def _divisions(recipe: Recipe, data: Path | None) -> Work:
+def _dry_runs(recipe: Recipe, data: Path | None) -> Work:
     """The listings of a recipe's methods, each once, with the divisions that they make of it."""
     listings: dict[str, Listing] = {}
     divisions: defaultdict[str, dict[str, Refusal]] = defaultdict(dict)
-    for method in [recipe.method(name) for name in recipe.methods] or [recipe]:
+    for method in [recipe.method_recipe(name) for name in recipe.methods] or [recipe]:
         section, spec = method.data, DATASETS[method.data.name]
         if spec.read is None:
             continue
         options = spec.options.model_validate(section.options)
         key = f"{section.name} {section.split.official} {options.model_dump_json()}"
         if key not in listings:
-            listing = for_task(spec.read(options, data), getattr(options, "task", None))
+            listing = apply_task(spec.read(options, data), getattr(options, "task", None))
             official = listing.official and section.split.official
             listings[key] = replace(listing, name=f"{listing.name}, as in {method.name}", official=official)
-        divisions[key].setdefault(section.model_dump_json(), _division(method, options, data))
+        divisions[key].setdefault(section.model_dump_json(), _dry_run(method, options, data))
     return [(listing, tuple(divisions[key].values())) for key, listing in listings.items()]
 
 
-def _division(recipe: Recipe, options: Options, data: Path | None) -> Refusal:
+def _dry_run(recipe: Recipe, options: Options, data: Path | None) -> Refusal:
     split, alone = recipe.data.split, recipe.data.allow_single_class
     if isinstance(options, ImageOptions) and not options.join_copies:
-        return Division(recipe.partition_of(), split, alone, options.limit, recipe.seed).refusal
+        return Division(recipe.build_partition(), split, alone, options.limit, recipe.seed).find_refusal
 
     def gathered(_: Listing) -> str:
         """What depends on pixels, or is not loaded as it is listed, is divided as a run does."""
@@ -201,71 +201,71 @@ def _division(recipe: Recipe, options: Options, data: Path | None) -> Refusal:
 
 
 @contextmanager
-def _bar(what: str) -> Iterator[Callable[[int, int], None]]:
+def _progress_bar(what: str) -> Iterator[Callable[[int, int], None]]:
     with Progress(console=err, transient=True, disable=not err.is_terminal) as progress:
         task: TaskID = progress.add_task(what, total=None)
         yield lambda done, total: progress.update(task, completed=done, total=total)
 
 
-def show_checked(checked: Checked) -> None:
-    _say(f"{checked.name}: {checked.images:,} images")
-    _say(f"classes: {_counts(checked.classes)}", 6)
+def print_check(checked: CheckResult) -> None:
+    _print_wrapped(f"{checked.name}: {checked.images:,} images")
+    _print_wrapped(f"classes: {_format_counts(checked.classes)}", 6)
     if len(checked.sites) > 1:
-        _say(f"sites: {_counts(checked.sites)}", 6)
+        _print_wrapped(f"sites: {_format_counts(checked.sites)}", 6)
     for finding in checked.findings:
-        out.print(_level(finding).append(f"  {finding.kind}: {finding.count:,}", "bold"))
-        for line in _told(finding):
-            _say(line, 6)
+        out.print(_severity_style(finding).append(f"  {finding.kind}: {finding.count:,}", "bold"))
+        for line in _finding_json(finding):
+            _print_wrapped(line, 6)
     if checked.findings:
-        out.print(_glance(checked.findings))
+        out.print(_findings_table(checked.findings))
     stops = sum(finding.stops for finding in checked.findings)
     warns = sum(finding.level == "warn" and not finding.handled for finding in checked.findings)
     verdict = "training may start" if checked.may_train else "training may NOT start"
-    if checked.may_train and not checked.as_divided:
+    if checked.may_train and not checked.can_be_divided:
         verdict += ", but not by its own sites and parts"
     out.print(Text(f"{verdict}: {stops} to mend first, {warns} to know of"), style="bold")
 
 
-def _level(finding: Finding) -> Text:
+def _severity_style(finding: Finding) -> Text:
     level = "done" if finding.handled else finding.level
     return Text(level, COLOURS.get(level, "green"))
 
 
-def _glance(findings: tuple[Finding, ...]) -> Table:
+def _findings_table(findings: tuple[Finding, ...]) -> Table:
     """What was found, at a glance."""
     table = Table("", "finding", box=None, padding=(0, 1), pad_edge=False)
     table.add_column("n", justify="right")
     for finding in findings:
-        table.add_row(_level(finding), Text(finding.kind), f"{finding.count:,}")
+        table.add_row(_severity_style(finding), Text(finding.kind), f"{finding.count:,}")
     return table
 
 
-def _say(text: str, indent: int = 0) -> None:
+def _print_wrapped(text: str, indent: int = 0) -> None:
     """Wrapped between words; a path that is too long for a line stays in one piece."""
     space = " " * indent
     wrap = textwrap.TextWrapper(out.width, space, space, break_long_words=False, break_on_hyphens=False)
     out.print(Text(wrap.fill(text)), soft_wrap=True)
 
 
-def _counts(groups: Mapping[str, int]) -> str:
+def _format_counts(groups: Mapping[str, int]) -> str:
     shown = [f"{name} {count:,}" for name, count in groups.items()][:MOST]
     return ", ".join(shown) + (f" and {len(groups) - MOST} more" if len(groups) > MOST else "")
 
 
-def _told(finding: Finding) -> Iterator[str]:
+def _finding_json(finding: Finding) -> Iterator[str]:
     yield f"{finding.sentence}."
     if finding.where:
-        yield f"where: {told([_shortened(place) for place in finding.where], finding.count)}"
+        yield f"where: {format_places([_shorten_place(place) for place in finding.where], finding.count)}"
     yield f"the loader: {finding.handled}" if finding.handled else f"to do: {finding.remedy}"
 
 
-def _shortened(place: str) -> str:
+def _shorten_place(place: str) -> str:
     """ "labels.csv row 2 = 7" in place of "labels.csv row 2 = labels.csv row 7"."""
     first, *others = place.split(" = ")
     return " = ".join([first, *(other.removeprefix(first[: first.rfind(" ") + 1]) for other in others)])
 
 
-def _show_names(listing: Listing, findings: tuple[Finding, ...], console: Console) -> None:
+def _print_names(listing: Listing, findings: tuple[Finding, ...], console: Console) -> None:
     for finding in findings:
         for position in finding.positions:
             console.print(Text(f"{finding.kind}: {listing.records[position].path}"), soft_wrap=True)
@@ -285,7 +285,7 @@ def diagnose_command(
 ) -> None:
     """How the sites differ, and which method addresses that: numbers, a picture, plain sentences."""
     options = ImageOptions.model_validate({"size": size, "channels": channels})
-    title, found = _diagnosis(what, data, options, Stream(seed))
+    title, found = _measure_heterogeneity(what, data, options, Stream(seed))
     from polyclinic.reporting.heterogeneity_figure import draw_diagnosis  # matplotlib takes a second to load
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -294,28 +294,32 @@ def diagnose_command(
     if as_json:
         print_json(found.as_json())
         return
-    for line in lines(found):
-        _say(line)
+    for line in format_diagnosis(found):
+        _print_wrapped(line)
         out.print()
     out.print(Text(f"written: {folder / 'diagnosis.png'}  {folder / 'diagnosis.json'}"), soft_wrap=True)
 
 
-def _diagnosis(what: str, data: Path | None, options: ImageOptions, stream: Stream) -> tuple[str, Diagnosis]:
-    recipe = _recipe(what)
+def _measure_heterogeneity(
+    what: str, data: Path | None, options: ImageOptions, stream: Stream
+) -> tuple[str, Diagnosis]:
+    recipe = _load_recipe(what)
     if recipe is not None:
         consortium = load_sites(recipe, data)
         everything = {name: site.train for name, site in consortium.sites.items()}
-        return f"{recipe.name}: how the sites' training images differ", diagnose(everything, consortium.classes, stream)
-    listing = listed(what, data)
-    if len({record.site for record in listing.used} - {""}) < 2:
+        return f"{recipe.name}: how the sites' training images differ", diagnose_sites(
+            everything, consortium.classes, stream
+        )
+    listing = open_listing(what, data)
+    if len({record.site for record in listing.used_records} - {""}) < 2:
         raise DataError(
             f"{listing.name} names fewer than two sites, so there is nothing to compare; "
             "give a recipe, which divides images among sites."
         )
-    collection = load(listing, options, stream.child("data"))
+    collection = load_collection(listing, options, stream.child("data"))
     whole = Fractions(train=1, validation=0, test=0, official=False)
-    sites = federate(collection, Natural(), whole, stream.child("sites"), allow_single_class=True)
-    found = diagnose({name: site.train for name, site in sites.items()}, collection.classes, stream)
+    sites = build_site_data(collection, Natural(), whole, stream.child("sites"), allow_single_class=True)
+    found = diagnose_sites({name: site.train for name, site in sites.items()}, collection.classes, stream)
     return f"{listing.name}: how the sites differ", found
 
 
@@ -328,7 +332,7 @@ def fetch_command(
     if name not in SETS:
         raise DataError(f"There is no named set '{name}'; there are: {', '.join(SETS)}.")
     named = SETS[name]
-    folder = data_folder(data) if named.downloads else _given_folder(data) or Path("your data folder")
+    folder = data_folder(data) if named.downloads else _named_data_dir(data) or Path("your data folder")
     files = {download.name for download in named.downloads}
     with Progress(console=err, transient=True, disable=not err.is_terminal) as progress:
         tasks: dict[str, TaskID] = {}
@@ -337,10 +341,10 @@ def fetch_command(
             if what not in tasks:
                 tasks[what] = progress.add_task(what, total=total)
                 if what not in files:  # a remark, such as a sum to compare by hand: bars vanish, this stays
-                    tell(what)
+                    print_message(what)
             progress.update(tasks[what], completed=done, total=total)
 
-        written = fetch(named, folder, report)
+        written = fetch_dataset(named, folder, report)
     for path in written:
         out.print(Text(f"here: {path}"), soft_wrap=True)
 
@@ -352,9 +356,9 @@ def cache_command(
 ) -> None:
     """Where prepared images are kept, and how much there is. They are patients' images: clear them when done."""
     home = cache_folder()
-    ours = sorted(path for path in home.glob("*") if _is_ours(path))
-    rows = [_cached(path / "pixels") for path in ours if (path / "pixels").is_file()]
-    kept = _clear(ours) if clear else []
+    ours = sorted(path for path in home.glob("*") if _is_cache_entry(path))
+    rows = [_describe_cached(path / "pixels") for path in ours if (path / "pixels").is_file()]
+    kept = _clear_cache(ours) if clear else []
     if as_json:
         print_json({"folder": str(home), "cleared": clear, "in_use": kept, "sets": rows})
         return
@@ -363,7 +367,7 @@ def cache_command(
     out.print(Text(f"{home}: {len(rows)} prepared sets, {size / 2**20:,.1f} MiB{told}"), soft_wrap=True)
 
 
-def _is_ours(path: Path) -> bool:
+def _is_cache_entry(path: Path) -> bool:
     """The folder may have been set to one that holds other things too: those are nobody's to delete."""
     named = OURS.fullmatch(path.name)
     if named is None or path.is_symlink():
@@ -373,16 +377,16 @@ def _is_ours(path: Path) -> bool:
     return named[2] == ".lock" and path.stat().st_size == 0
 
 
-def _clear(ours: list[Path]) -> list[str]:
+def _clear_cache(ours: list[Path]) -> list[str]:
     """Delete what is ours, less the sets that another process is making; these are named."""
-    kept = sorted({path.name[:32] for path in ours if path.suffix == ".lock" and _is_held(path)})
+    kept = sorted({path.name[:32] for path in ours if path.suffix == ".lock" and _is_locked(path)})
     for path in ours:
         if path.name[:32] not in kept:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
     return kept
 
 
-def _is_held(lock: Path) -> bool:
+def _is_locked(lock: Path) -> bool:
     with open(lock, "rb") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -391,6 +395,6 @@ def _is_held(lock: Path) -> bool:
     return False
 
 
-def _cached(pixels: Path) -> dict[str, Any]:
+def _describe_cached(pixels: Path) -> dict[str, Any]:
     state = pixels.stat()
     return {"set": pixels.parent.name, "bytes": state.st_size, "made": time.strftime("%F", time.gmtime(state.st_mtime))}

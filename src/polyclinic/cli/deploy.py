@@ -26,19 +26,19 @@ from polyclinic.cli.common import (
     out,
     parse_settings,
     print_json,
-    tell,
+    print_message,
 )
 from polyclinic.cli.display import Display, result_table
 from polyclinic.config.recipe import Recipe
 from polyclinic.core.errors import PolyclinicError, RecipeError, StoreError
 from polyclinic.core.strict_yaml import read_yaml
 from polyclinic.deploy.config import ServerConfig
-from polyclinic.deploy.processes import PATIENCE, STOPPED, attend, ending_on_terminate, read_status, serving
-from polyclinic.deploy.site.config import SiteConfig, remarks, remedied
+from polyclinic.deploy.processes import PATIENCE, STOPPED, open_server, read_status, serve_site, terminate_as_interrupt
+from polyclinic.deploy.site.config import SiteConfig, config_warnings, with_remedy
 from polyclinic.deploy.site.participation import KEPT, ReleasePreview
-from polyclinic.deploy.site.policy import recipe_mark
-from polyclinic.deploy.site.release_log import Releases, last_trouble
-from polyclinic.reporting.run_folder import RunResult, finished
+from polyclinic.deploy.site.policy import recipe_digest
+from polyclinic.deploy.site.release_log import ReleaseLog, last_trouble
+from polyclinic.reporting.run_folder import RunResult, read_result
 from polyclinic.storage.run_files import Ledger
 
 if TYPE_CHECKING:
@@ -68,34 +68,34 @@ def serve(
     as_json: Json = False,
 ) -> None:
     """Run a recipe between real sites: open the server, wait for them, and play the rounds."""
-    from polyclinic.deploy.serve import refuse_unservable
+    from polyclinic.deploy.serve import check_servable
 
     config = ServerConfig.load(server)
     loaded = Recipe.load(find_recipe(recipe), parse_settings(settings, seed=seed, track=track or None))
-    refuse_unservable(loaded, list(config.sites), folder)
+    check_servable(loaded, list(config.sites), folder)
     if (folder / "result.json").exists():
         ended = datetime.fromtimestamp((folder / "result.json").stat().st_mtime)
-        tell(f"this run was finished on {ended:%Y-%m-%d %H:%M}; no site was asked anything now")
-        _show(finished(folder, loaded), folder, as_json)
+        print_message(f"this run was finished on {ended:%Y-%m-%d %H:%M}; no site was asked anything now")
+        _print_result(read_result(folder, loaded), folder, as_json)
         return
     patience = PATIENCE if loaded.quorum else math.inf
     try:
-        with ending_on_terminate(), serving(config, folder, patience) as reception, Display(err) as display:
-            reception.board.note(recipe=loaded.name, rounds=loaded.rounds, folder=str(folder.resolve()))
-            display.line(f"{config.federation}: listening for sites on {config.host}:{config.port}")
+        with terminate_as_interrupt(), open_server(config, folder, patience) as reception, Display(err) as display:
+            reception.board.update_facts(recipe=loaded.name, rounds=loaded.rounds, folder=str(folder.resolve()))
+            display.print_line(f"{config.federation}: listening for sites on {config.host}:{config.port}")
             try:
-                result = _play(reception, display, loaded, folder, wait, deadline, data)
+                result = _run_rounds(reception, display, loaded, folder, wait, deadline, data)
             except PolyclinicError as error:
-                reception.board.note(state=FAILED, why=str(error))
+                reception.board.update_facts(state=FAILED, why=str(error))
                 raise
-            reception.board.note(state="finished")
+            reception.board.update_facts(state="finished")
     except KeyboardInterrupt:
-        tell("stopped; no finished round is lost: go on with the same command")
+        print_message("stopped; no finished round is lost: go on with the same command")
         raise typer.Exit(130) from None
-    _show(result, folder, as_json)
+    _print_result(result, folder, as_json)
 
 
-def _play(
+def _run_rounds(
     reception: SiteRegistration,
     display: Display,
     recipe: Recipe,
@@ -105,23 +105,25 @@ def _play(
     data: Path | None,
 ) -> RunResult:
     """Wait for sites, and run the recipe between those who come."""
-    from polyclinic.deploy.serve import deploy
-    from polyclinic.federation.engines import Elsewhere
+    from polyclinic.deploy.serve import run_deployed
+    from polyclinic.federation.engines import RemoteExecution
 
     board, sites = reception.board, list(reception.link.nodes)
-    board.tell, board.patient = display.line, recipe.quorum is None
-    missing = reception.gather(wait, recipe.quorum or len(sites), display.line)
-    board.begin(reception.present())
+    board.tell, board.patient = display.print_line, recipe.quorum is None
+    missing = reception.wait_for_sites(wait, recipe.quorum or len(sites), display.print_line)
+    board.begin_enrolment(reception.connected_sites())
 
     def watch(event: str, info: Mapping[str, Any]) -> None:
-        board.watch(event, info)
-        display.watch(event, info)
+        board.record_event(event, info)
+        display.on_event(event, info)
 
-    display.begin(recipe, 0, 1)
-    return deploy(recipe, Elsewhere(reception.engine, "flower", deadline), sites, folder, watch, data, missing)
+    display.start_run(recipe, 0, 1)
+    return run_deployed(
+        recipe, RemoteExecution(reception.engine, "flower", deadline), sites, folder, watch, data, missing
+    )
 
 
-def _show(result: RunResult, folder: Path, as_json: bool) -> None:
+def _print_result(result: RunResult, folder: Path, as_json: bool) -> None:
     if as_json:
         print_json(result.summary)
         return
@@ -144,28 +146,28 @@ def join(
 
     def said(sentence: str) -> None:
         with contextlib.suppress(OSError):  # a terminal that is gone, or a log on a full disk, shall not end the work
-            tell(f"{_clock()} {config.site}: {sentence}")
+            print_message(f"{_local_time()} {config.site}: {sentence}")
 
-    for remark in remarks(config):
+    for remark in config_warnings(config):
         said(remark)
-    with remedied():
-        _join(config, SiteMessageHandler(config, said), said, rehearsed, as_json)
+    with with_remedy():
+        _serve_site(config, SiteMessageHandler(config, said), said, rehearsed, as_json)
 
 
-def _join(
+def _serve_site(
     config: SiteConfig, desk: SiteMessageHandler, said: Callable[[str], None], rehearsed: str | None, as_json: bool
 ) -> None:
     if rehearsed is not None:
         loaded = Recipe.load(find_recipe(rehearsed))
-        rows, mark = desk.preview(loaded), recipe_mark(loaded)
+        rows, mark = desk.preview_releases(loaded), recipe_digest(loaded)
         if as_json:
             print_json({"recipe": mark, "leaves": [asdict(row) for row in rows]})
         else:
-            out.print(_preview(rows))
+            out.print(_release_table(rows))
             out.print(Text(f"to allow this recipe alone, put into allow.recipes:\n{mark}"), soft_wrap=True)
         return
     try:
-        attend(config, desk.answer, said, lambda: desk.resting)
+        serve_site(config, desk.answer_message, said, lambda: desk.is_idle)
     except KeyboardInterrupt:
         said("stopped")
         raise typer.Exit(0) from None
@@ -187,15 +189,15 @@ def status(
             )
         raise StoreError(f"{folder} holds no {'status.json'}: nothing has been started there yet")
     if "sites" not in found:
-        _show_site(found, folder, as_json)
+        _print_site(found, folder, as_json)
         return
     run = Path(found["folder"]) if "folder" in found else folder
-    whole = found | {"history": _history(run)}
+    whole = found | {"history": _site_history(run)}
     if as_json:
         print_json(whole)
         return
-    out.print(Text(_headline(whole)), soft_wrap=True)
-    out.print(_sites(whole))
+    out.print(Text(_status_line(whole)), soft_wrap=True)
+    out.print(_sites_table(whole))
     for refusal in found["refusals"]:
         who = refusal["site"] or "a stranger"
         out.print(Text(f"refused {who}, {refusal['times']} times: {refusal['why']}"), soft_wrap=True)
@@ -210,7 +212,7 @@ def _state_folder(path: Path) -> Path:
     return kind.load(path).folder
 
 
-def _history(folder: Path) -> dict[str, dict[str, Any]]:
+def _site_history(folder: Path) -> dict[str, dict[str, Any]]:
     """What became of every site's rounds, by the run's ledger."""
     path = folder / "ledger.jsonl"
     found: dict[str, dict[str, Any]] = {}
@@ -223,7 +225,7 @@ def _history(folder: Path) -> dict[str, dict[str, Any]]:
     return found
 
 
-def _headline(found: Mapping[str, Any]) -> str:
+def _status_line(found: Mapping[str, Any]) -> str:
     over = f"stopped: {found['why']}" if found["state"] == FAILED else f"stopped while {found['state']}"
     running = found["state"] if found["state"] == "finished" or (found["alive"] and found["state"] != FAILED) else over
     round = f", round {found['round']} of {found['rounds']}" if "round" in found else ""
@@ -231,7 +233,7 @@ def _headline(found: Mapping[str, Any]) -> str:
     return f"{found['federation']} at {found['server']}{recipe}: {running}{round}"
 
 
-def _sites(found: Mapping[str, Any]) -> Table:
+def _sites_table(found: Mapping[str, Any]) -> Table:
     table = Table(box=None, padding=(0, 1), pad_edge=False)
     for name in ("site", "now", "seen", "accepted", "failed", "MB to", "MB from"):
         table.add_column(name, justify="left" if name in ("site", "now") else "right", no_wrap=name != "site")
@@ -240,7 +242,15 @@ def _sites(found: Mapping[str, Any]) -> Table:
         good = past["outcomes"].get("accepted", 0)
         bad = sum(past["outcomes"].values()) - good
         state = there["state"] if found["alive"] else "–"
-        cells = [site, state, _ago(there["seen"]), str(good), str(bad), _mb(past["down"]), _mb(past["up"])]
+        cells = [
+            site,
+            state,
+            _format_age(there["seen"]),
+            str(good),
+            str(bad),
+            _format_megabytes(past["down"]),
+            _format_megabytes(past["up"]),
+        ]
         table.add_row(*map(Text, cells))
     told = [f"{site} {why}" for kind in ("absent", "last failure") for site, why in found.get(kind, {}).items()]
     table.caption = Text("\n".join(told)) if told else None
@@ -248,9 +258,9 @@ def _sites(found: Mapping[str, Any]) -> Table:
     return table
 
 
-def _show_site(found: Mapping[str, Any], folder: Path, as_json: bool) -> None:
+def _print_site(found: Mapping[str, Any], folder: Path, as_json: bool) -> None:
     """A site's own view: its connection, and what has left."""
-    rows = Releases(folder).read()
+    rows = ReleaseLog(folder).read_entries()
     left = {"messages": len(rows), "bytes": sum(int(row.get("bytes", 0)) for row in rows)}
     trouble = last_trouble(folder)
     if as_json:
@@ -262,16 +272,16 @@ def _show_site(found: Mapping[str, Any], folder: Path, as_json: bool) -> None:
     out.print(Text(f"{found['site']}: {state}"), soft_wrap=True)
     if trouble is not None:
         when, sentence = trouble
-        out.print(Text(f"last refusal or failure, {_ago(when)} ({when}): {sentence}"), soft_wrap=True)
+        out.print(Text(f"last refusal or failure, {_format_age(when)} ({when}): {sentence}"), soft_wrap=True)
     out.print(
         Text(
-            f"left so far: {left['messages']} messages, {_mb(left['bytes'])} MB; each is in {folder / 'releases.jsonl'}"
+            f"left so far: {left['messages']} messages, {_format_megabytes(left['bytes'])} MB; each is in {folder / 'releases.jsonl'}"
         ),
         soft_wrap=True,
     )
 
 
-def _preview(rows: Sequence[ReleasePreview]) -> Table:
+def _release_table(rows: Sequence[ReleasePreview]) -> Table:
     """What would leave, kind by kind."""
     table = Table(box=None, padding=(0, 1), pad_edge=False)
     for name in ("kind", "when", "MB", "tensors", "protection"):
@@ -285,11 +295,11 @@ def _preview(rows: Sequence[ReleasePreview]) -> Table:
     return table
 
 
-def _mb(size: int) -> str:
+def _format_megabytes(size: int) -> str:
     return f"{size / 1e6:.1f}"
 
 
-def _ago(when: str | None) -> str:
+def _format_age(when: str | None) -> str:
     if when is None:
         return "–"
     seconds = (datetime.now(UTC) - datetime.fromisoformat(when)).total_seconds()
@@ -299,5 +309,5 @@ def _ago(when: str | None) -> str:
     return f"{max(0, seconds):.0f} s ago"
 
 
-def _clock() -> str:
+def _local_time() -> str:
     return f"{datetime.now():%H:%M:%S}"

@@ -34,17 +34,17 @@ from polyclinic.cli.common import (
     out,
     parse_settings,
     print_json,
-    tell,
+    print_message,
 )
 from polyclinic.cli.display import Display, comparison_table, result_table
 from polyclinic.cli.explain import explain_command
 from polyclinic.cli.features import features_command
 from polyclinic.cli.predict import export_command, predict_command
 from polyclinic.cli.report import report_command, write_report
-from polyclinic.config.recipe import Recipe, our_recipes
+from polyclinic.config.recipe import Recipe, bundled_recipes
 from polyclinic.core.errors import PolyclinicError, RecipeError, StoreError
 from polyclinic.core.strict_yaml import read_yaml
-from polyclinic.core.text import slug
+from polyclinic.core.text import slugify
 from polyclinic.data import DATASETS, Options
 from polyclinic.data.loading.options import ImageOptions
 from polyclinic.evaluation.comparison import Comparison
@@ -59,23 +59,25 @@ from polyclinic.runs.experiment import run as run_recipe
 SAME_COMMAND = "go on with the same command"
 
 
-class OneSentence(TyperGroup):
+class ErrorReportingGroup(TyperGroup):
     """Tells a person's mistakes, and what the disk says, in one sentence and without a traceback."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
         except PolyclinicError as error:
-            tell(f"error: {error}")
+            print_message(f"error: {error}")
         except OSError as error:
             if error.errno == errno.EPIPE:
                 raise
-            tell(f"error: {error.filename or 'the system'}: {error.strerror or error}; mend that and try again")
+            print_message(
+                f"error: {error.filename or 'the system'}: {error.strerror or error}; mend that and try again"
+            )
         raise typer.Exit(1)
 
 
 app = typer.Typer(
-    cls=OneSentence,
+    cls=ErrorReportingGroup,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     add_completion=False,
@@ -100,19 +102,19 @@ app.command("export")(export_command)
 
 
 @contextmanager
-def following(way_on: Callable[[], str] = lambda: SAME_COMMAND, about: str = "") -> Iterator[Display]:
+def progress_display(way_on: Callable[[], str] = lambda: SAME_COMMAND, about: str = "") -> Iterator[Display]:
     """Show what happens. Ctrl-C loses nothing: say how to go on."""
     try:
         with Display(err, about) as display:
             yield display
     except KeyboardInterrupt:
-        tell(f"stopped; nothing that was finished is lost: {way_on()}")
+        print_message(f"stopped; nothing that was finished is lost: {way_on()}")
         raise typer.Exit(130) from None
 
 
-def show_comparison(comparison: Comparison, as_json: bool) -> None:
+def print_comparison(comparison: Comparison, as_json: bool) -> None:
     if as_json:
-        print_json(comparison.as_json())
+        print_json(comparison.to_json())
         return
     out.print(comparison_table(comparison))
     if comparison.folder is not None:
@@ -122,22 +124,22 @@ def show_comparison(comparison: Comparison, as_json: bool) -> None:
         out.print(Text("written: " + "  ".join(str(path) for path in written if path.exists())), soft_wrap=True)
 
 
-def tell_failures(comparison: Comparison) -> None:
+def report_failures(comparison: Comparison) -> None:
     """The table of what ended was shown; what did not end is a failure all the same."""
     for failure in comparison.failures:
-        tell(f"error: {failure}")
+        print_message(f"error: {failure}")
     if comparison.failures:
         raise typer.Exit(1)
 
 
-def _version(wanted: bool) -> None:
+def _print_version(wanted: bool) -> None:
     if wanted:
         print(package_versions()["polyclinic"])
         raise typer.Exit
 
 
 @app.callback()
-def polyclinic(
+def main_callback(
     version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
     ] = False,
@@ -152,11 +154,11 @@ def demo(
     as_json: Json = False,
 ) -> None:
     """Compare several methods on five phantom hospitals: under two minutes, no data needed."""
-    recipe = Recipe.load(our_recipes()["demo"], parse_settings(None, seed=seed))
-    with following(about=recipe.about) as display:
-        comparison = compare([recipe], 1, folder, None, display.watch, display.begin)
+    recipe = Recipe.load(bundled_recipes()["demo"], parse_settings(None, seed=seed))
+    with progress_display(about=recipe.about) as display:
+        comparison = compare([recipe], 1, folder, None, display.on_event, display.start_run)
     write_report([folder], folder / "report.html")
-    show_comparison(comparison, as_json)
+    print_comparison(comparison, as_json)
 
 
 @app.command()
@@ -174,7 +176,7 @@ def run(
     """Run one recipe."""
     given = parse_settings(settings, seed=seed, engine__name=engine, engine__device=device, track=track or None)
     loaded = Recipe.load(find_recipe(recipe), given)
-    _run(loaded, folder or Path("runs") / slug(loaded.name), data, as_json)
+    _run_recipe(loaded, folder or Path("runs") / slugify(loaded.name), data, as_json)
 
 
 @app.command()
@@ -193,17 +195,19 @@ def resume(
             f"{folder} holds no run (recipe.yaml is missing); give the folder that `run` wrote to, or, for a "
             "comparison, the same command again"
         )
-    _run(Recipe.load(folder / "recipe.yaml", parse_settings(settings, track=track or None)), folder, data, as_json)
+    _run_recipe(
+        Recipe.load(folder / "recipe.yaml", parse_settings(settings, track=track or None)), folder, data, as_json
+    )
 
 
-def _run(recipe: Recipe, folder: Path, data: Path | None, as_json: bool) -> None:
+def _run_recipe(recipe: Recipe, folder: Path, data: Path | None, as_json: bool) -> None:
     def way_on() -> str:
         again = ["polyclinic", "resume", str(folder), *(["--data", str(data)] if data else [])]
         return f"go on with {shlex.join(again)}" if (folder / "recipe.yaml").exists() else SAME_COMMAND
 
-    with following(way_on) as display:
-        display.begin(recipe, 0, 1)
-        result = run_recipe(recipe, folder, data, display.watch)
+    with progress_display(way_on) as display:
+        display.start_run(recipe, 0, 1)
+        result = run_recipe(recipe, folder, data, display.on_event)
     if as_json:
         print_json(result.summary)
         return
@@ -230,16 +234,16 @@ def compare_command(
     if folders and settings:
         raise RecipeError("--set changes recipes, and these folders hold runs that have ended; leave --set out")
     if folders:
-        show_comparison(compare_folders(folders, folder), as_json)
+        print_comparison(compare_folders(folders, folder), as_json)
         return
     given = parse_settings(settings, track=track or None)
-    recipes = [Recipe.of(read_yaml(path), given, str(path)) for path in map(find_recipe, what)]
-    target = folder or Path("runs") / slug(recipes[0].name)
-    with following() as display:
-        comparison = compare(recipes, seeds, target, data, display.watch, display.begin)
+    recipes = [Recipe.from_values(read_yaml(path), given, str(path)) for path in map(find_recipe, what)]
+    target = folder or Path("runs") / slugify(recipes[0].name)
+    with progress_display() as display:
+        comparison = compare(recipes, seeds, target, data, display.on_event, display.start_run)
     write_report([target], target / "report.html")
-    show_comparison(comparison, as_json)
-    tell_failures(comparison)
+    print_comparison(comparison, as_json)
+    report_failures(comparison)
 
 
 @app.command("list")
@@ -249,11 +253,11 @@ def list_command(
 ) -> None:
     """What a recipe can name."""
     listings = {
-        "algorithms": _algorithms,
-        "models": _models,
-        "datasets": _datasets,
-        "stages": _stages,
-        "recipes": _recipes,
+        "algorithms": _list_algorithms,
+        "models": _list_models,
+        "datasets": _list_datasets,
+        "stages": _list_stages,
+        "recipes": _list_recipes,
     }
     if what not in listings:
         raise RecipeError(f"there is no list of {what!r}; choose one of {', '.join(listings)}")
@@ -269,15 +273,15 @@ def list_command(
     out.print(table)
 
 
-def _algorithms() -> list[dict[str, Any]]:
-    return _files(ALGORITHMS)
+def _list_algorithms() -> list[dict[str, Any]]:
+    return _describe_modules(ALGORITHMS)
 
 
-def _stages() -> list[dict[str, Any]]:
-    return _files(STAGES)
+def _list_stages() -> list[dict[str, Any]]:
+    return _describe_modules(STAGES)
 
 
-def _files(registry: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _describe_modules(registry: Mapping[str, Any]) -> list[dict[str, Any]]:
     """What has a file of its own, whose first words are about it."""
     rows = []
     for name, kind in registry.items():
@@ -287,28 +291,28 @@ def _files(registry: Mapping[str, Any]) -> list[dict[str, Any]]:
     return rows
 
 
-def _models() -> list[dict[str, Any]]:
+def _list_models() -> list[dict[str, Any]]:
     return [
-        {"name": name, "min_pixels": spec.minimum, "about": spec.about, "paper": spec.paper}
+        {"name": name, "min_pixels": spec.min_size, "about": spec.description, "paper": spec.paper}
         for name, spec in MODELS.items()
     ]
 
 
-def _datasets() -> list[dict[str, Any]]:
+def _list_datasets() -> list[dict[str, Any]]:
     return [
-        {"name": name, "about": spec.about, "licence": spec.licence, "options": _own_options(spec.options)}
+        {"name": name, "about": spec.about, "licence": spec.licence, "options": _dataset_options(spec.options)}
         for name, spec in DATASETS.items()
     ]
 
 
-def _own_options(kind: type[Options]) -> list[str]:
+def _dataset_options(kind: type[Options]) -> list[str]:
     """Its options beside those that every set of image files has (docs/data.md)."""
     common = ImageOptions.model_fields if issubclass(kind, ImageOptions) else {}
     return [name for name in kind.model_fields if name not in common] + (["image options"] if common else [])
 
 
-def _recipes() -> list[dict[str, Any]]:
-    return [{"name": name, "about": Recipe.load(path).about} for name, path in our_recipes().items()]
+def _list_recipes() -> list[dict[str, Any]]:
+    return [{"name": name, "about": Recipe.load(path).about} for name, path in bundled_recipes().items()]
 
 
 @app.command()
@@ -328,10 +332,12 @@ def reproduce(
     if rebuild:
         page, comparisons = write_page(paper, quick, target if quick else results_folder())
     else:
-        with following() as display:
-            page, comparisons = reproduce_paper(paper, quick, target, data, display.watch, display.begin, only=only)
+        with progress_display() as display:
+            page, comparisons = reproduce_paper(
+                paper, quick, target, data, display.on_event, display.start_run, only=only
+            )
     if as_json:
-        print_json({"page": str(page), "tables": [c.as_json() for c in comparisons]})
+        print_json({"page": str(page), "tables": [c.to_json() for c in comparisons]})
         return
     for comparison in comparisons:
         out.print(comparison_table(comparison))

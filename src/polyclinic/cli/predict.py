@@ -11,22 +11,22 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from polyclinic.analysis.export import export, refuse_overwriting
+from polyclinic.analysis.export import check_overwriting, export_model
 from polyclinic.analysis.predict import (
-    Failed,
-    Model,
     ModelCatalogue,
     Prediction,
-    calibration_of,
-    image_files,
-    predict,
-    shelf,
+    RunModel,
+    UnreadableFile,
+    find_image_files,
+    fit_calibration,
+    open_catalogue,
+    predict_files,
 )
-from polyclinic.cli.common import Data, Json, err, out, print_json, tell
-from polyclinic.cli.display import compact
+from polyclinic.cli.common import Data, Json, err, out, print_json, print_message
+from polyclinic.cli.display import strip_zeros
 from polyclinic.core.errors import RecipeError
 from polyclinic.evaluation.calibration import Calibration, Uncalibrated
-from polyclinic.reporting.run_folder import finished
+from polyclinic.reporting.run_folder import read_result
 
 WIDTH, FILE, CLASS, NUMBER = 80, 25, 16, 6
 
@@ -52,49 +52,49 @@ def predict_command(
     as_json: Json = False,
 ) -> None:
     """What a run's model says of images: probabilities, calibrated where the run's validation images are known."""
-    run = shelf(folder, device)
-    model = run.model(wanted, site)
-    files, failed = image_files(given)
+    run = open_catalogue(folder, device)
+    model = run.load_model(wanted, site)
+    files, failed = find_image_files(given)
     if grad_cam is not None:
-        from polyclinic.analysis.predict_figure import HeatMaps  # captum and matplotlib take a second
+        from polyclinic.analysis.predict_figure import HeatMapWriter  # captum and matplotlib take a second
 
-        maps = HeatMaps(model, run.preprocessing, run.classes, grad_cam)
+        maps = HeatMapWriter(model, run.preprocessing, run.classes, grad_cam)
     with err.status("predicting"):
-        calibration = calibration_of(run, model, data)
+        calibration = fit_calibration(run, model, data)
         temperature = calibration.temperature if isinstance(calibration, Calibration) else None
         rows = []
-        for found in predict(model, run.preprocessing, files, temperature):
-            if isinstance(found, Failed):
+        for found in predict_files(model, run.preprocessing, files, temperature):
+            if isinstance(found, UnreadableFile):
                 failed.append(found)
                 continue
-            drawn = maps.draw(found) if grad_cam is not None else None
-            rows.append(_row(found, run.classes, drawn))
+            drawn = maps.draw_prediction(found) if grad_cam is not None else None
+            rows.append(_prediction_row(found, run.classes, drawn))
     if as_json:
-        print_json(_told(run, model, calibration, rows, failed))
+        print_json(_predictions_json(run, model, calibration, rows, failed))
     elif rows:
-        _show(run, model, calibration, rows)
+        _print_predictions(run, model, calibration, rows)
         if grad_cam is not None:
             out.print(Text(f"written: {grad_cam} (its pictures show patients: keep them there)"), soft_wrap=True)
-    _tell_failures(failed)
+    _report_failures(failed)
 
 
-def _row(found: Prediction, classes: Sequence[str], drawn: Path | None) -> dict[str, Any]:
+def _prediction_row(found: Prediction, classes: Sequence[str], drawn: Path | None) -> dict[str, Any]:
     named = dict(zip(classes, found.probabilities.tolist(), strict=True))
     sure = None if found.calibrated is None else dict(zip(classes, found.calibrated.tolist(), strict=True))
-    told: dict[str, Any] = {"file": str(found.file), "class": classes[found.predicted], "probabilities": named}
+    told: dict[str, Any] = {"file": str(found.file), "class": classes[found.predicted_class], "probabilities": named}
     return {**told, "calibrated": sure, **({} if drawn is None else {"grad_cam": str(drawn)})}
 
 
-def _told(
+def _predictions_json(
     run: ModelCatalogue,
-    model: Model,
+    model: RunModel,
     calibration: Calibration | Uncalibrated,
     rows: Sequence[dict[str, Any]],
-    failed: Iterable[Failed],
+    failed: Iterable[UnreadableFile],
 ) -> dict[str, Any]:
     return {
         "run": str(run.folder),
-        **_whose(model),
+        **_describe_model(model),
         "classes": list(run.classes),
         "calibration": asdict(calibration),
         "predictions": list(rows),
@@ -102,12 +102,12 @@ def _told(
     }
 
 
-def _whose(model: Model) -> dict[str, Any]:
+def _describe_model(model: RunModel) -> dict[str, Any]:
     return {"model": model.name, "site": model.site}
 
 
-def _show(
-    run: ModelCatalogue, model: Model, calibration: Calibration | Uncalibrated, rows: Sequence[dict[str, Any]]
+def _print_predictions(
+    run: ModelCatalogue, model: RunModel, calibration: Calibration | Uncalibrated, rows: Sequence[dict[str, Any]]
 ) -> None:
     """A line for each file, for 80 columns; the other classes as far as there is room."""
     fitted = isinstance(calibration, Calibration)
@@ -124,36 +124,36 @@ def _show(
     for line in rows:
         sure = line["calibrated"] or line["probabilities"]
         others = sorted((name for name in sure if name != line["class"]), key=lambda name: -sure[name])
-        cells = [_short(line["file"]), line["class"], _number(line["probabilities"][line["class"]])]
-        cells += [_number(sure[line["class"]]) if fitted else "–"]
-        table.add_row(*map(Text, [*cells, " ".join(f"{_number(sure[name])} {name}" for name in others)]))
+        cells = [_shorten_path(line["file"]), line["class"], _format_probability(line["probabilities"][line["class"]])]
+        cells += [_format_probability(sure[line["class"]]) if fitted else "–"]
+        table.add_row(*map(Text, [*cells, " ".join(f"{_format_probability(sure[name])} {name}" for name in others)]))
     out.print(table)
-    out.print(Text(f"{model.told} of {run.folder}; {_said(calibration)}"), soft_wrap=True)
+    out.print(Text(f"{model.description} of {run.folder}; {_describe_export(calibration)}"), soft_wrap=True)
     out.print(Text("For research; not a medical device, and no diagnosis."), soft_wrap=True)
 
 
-def _number(probability: float) -> str:
-    return compact(f"{probability:.3f}")
+def _format_probability(probability: float) -> str:
+    return strip_zeros(f"{probability:.3f}")
 
 
-def _short(file: str) -> str:
+def _shorten_path(file: str) -> str:
     """Its end: files of one folder begin alike."""
     return file if len(file) <= FILE else f"…{file[1 - FILE :]}"
 
 
-def _said(found: Calibration | Uncalibrated) -> str:
+def _describe_export(found: Calibration | Uncalibrated) -> str:
     if isinstance(found, Uncalibrated):
-        return f"uncalibrated: {found.why}"
+        return f"uncalibrated: {found.reason}"
     return (
         f"calibrated by a temperature of {found.temperature:.3g}, fitted on {found.images} validation images (their "
         f"calibration error: {found.ece[0]:.3f} before, {found.ece[1]:.3f} after)"
     )
 
 
-def _tell_failures(failed: Sequence[Failed]) -> None:
+def _report_failures(failed: Sequence[UnreadableFile]) -> None:
     """What could be predicted was shown; a file that could not is a failure all the same."""
     for each in failed:
-        tell(f"error: {each.file}: {each.why}")
+        print_message(f"error: {each.file}: {each.why}")
     if failed:
         raise typer.Exit(1)
 
@@ -176,22 +176,26 @@ def export_command(
     as_json: Json = False,
 ) -> None:
     """Write a run's model for other programs: weights, how to prepare images, ONNX, and a model card."""
-    refuse_overwriting(target, force)
-    run = shelf(folder, device)
-    model = run.model(wanted, site)
+    check_overwriting(target, force)
+    run = open_catalogue(folder, device)
+    model = run.load_model(wanted, site)
     with err.status("exporting"):
-        calibration = calibration_of(run, model, data)
-        files = export(run, model, calibration, target, onnx, force, _alone(run, alone) if alone else None)
+        calibration = fit_calibration(run, model, data)
+        files = export_model(
+            run, model, calibration, target, onnx, force, _local_baseline(run, alone) if alone else None
+        )
     if as_json:
-        print_json({**_whose(model), "calibration": asdict(calibration), "files": [str(file) for file in files]})
+        print_json(
+            {**_describe_model(model), "calibration": asdict(calibration), "files": [str(file) for file in files]}
+        )
         return
-    out.print(Text(f"{model.told} of {run.folder}; {_said(calibration)}"), soft_wrap=True)
+    out.print(Text(f"{model.description} of {run.folder}; {_describe_export(calibration)}"), soft_wrap=True)
     out.print(Text("written: " + "  ".join(map(str, files))), soft_wrap=True)
 
 
-def _alone(run: ModelCatalogue, folder: Path) -> dict[str, Any]:
+def _local_baseline(run: ModelCatalogue, folder: Path) -> dict[str, Any]:
     """What a run says in which the same sites trained by themselves on the same images."""
-    summary = finished(folder).summary
+    summary = read_result(folder).summary
     if summary["algorithm"] != "local":
         raise RecipeError(f"--alone is {folder}, a run of {summary['algorithm']}; give one of `local`")
     if any(summary.get(key) != run.summary.get(key) for key in ("hospitals", "classes", "seed")):

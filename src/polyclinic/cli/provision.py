@@ -11,12 +11,12 @@ from rich.table import Table
 from rich.text import Text
 from typer.core import TyperGroup
 
-from polyclinic.cli.common import Json, out, print_json, tell
+from polyclinic.cli.common import Json, out, print_json, print_message
 
 MAKE = "make"
 
 
-class FileFirst(TyperGroup):
+class DefaultCommandGroup(TyperGroup):
     """`provision federation.yaml` means `provision make federation.yaml`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -25,7 +25,7 @@ class FileFirst(TyperGroup):
         return super().parse_args(ctx, args)
 
 
-app = typer.Typer(cls=FileFirst, no_args_is_help=True, help="Keys, certificates and kits for real sites.")
+app = typer.Typer(cls=DefaultCommandGroup, no_args_is_help=True, help="Keys, certificates and kits for real sites.")
 Folder = Annotated[Path, typer.Argument(metavar="KITS", help="The folder that `provision FILE --out KITS` made.")]
 
 
@@ -40,13 +40,13 @@ def make(
 ) -> None:
     """Make an authority, the server's certificate, a key per site, and a kit for each (`make` may be left out)."""
     from polyclinic.deploy.config import FederationConfig
-    from polyclinic.deploy.provisioning.provision import provision, read_wheel
+    from polyclinic.deploy.provisioning.provision import provision_federation, read_wheel
 
     federation = FederationConfig.load(file)
-    provision(federation, folder, None if wheel is None else read_wheel(wheel))
-    _show(folder, as_json)
+    provision_federation(federation, folder, None if wheel is None else read_wheel(wheel))
+    _print_kits(folder, as_json)
     if not as_json:
-        _next(
+        _print_next_steps(
             f"to the server: {folder / 'server'}",
             f"to each site, on a safe way (it holds a secret key): {folder / 'sites' / 'NAME.zip'}",
             f"to nobody: {folder / 'ca'}",
@@ -66,13 +66,13 @@ def rotate(
         raise typer.BadParameter("say whose key to renew: a site's name, server, or --all", param_hint="SITE")
     if who is None:
         provision.rotate_all(folder)
-        _next(f"to the server: {folder / 'server'}", f"to every site: its zip in {folder / 'sites'}")
+        _print_next_steps(f"to the server: {folder / 'server'}", f"to every site: its zip in {folder / 'sites'}")
     elif who == "server":
         provision.rotate_server(folder)
-        _next(f"to the server: {folder / 'server'}; sites need nothing")
+        _print_next_steps(f"to the server: {folder / 'server'}; sites need nothing")
     else:
         provision.rotate_site(folder, who)
-        _next(f"to the server: {folder / 'server'}", f"to {who}: {provision.zip_of(folder, who)}")
+        _print_next_steps(f"to the server: {folder / 'server'}", f"to {who}: {provision.zip_path(folder, who)}")
 
 
 @app.command()
@@ -80,8 +80,8 @@ def revoke(folder: Folder, site: Annotated[str, typer.Argument(metavar="SITE")])
     """Take a site's key off the server's list."""
     from polyclinic.deploy.provisioning import provision
 
-    provision.revoke(folder, site)
-    _next(f"to the server, at once: {folder / 'server'}; until then it still takes the key of {site}")
+    provision.revoke_site(folder, site)
+    _print_next_steps(f"to the server, at once: {folder / 'server'}; until then it still takes the key of {site}")
 
 
 @app.command()
@@ -89,28 +89,28 @@ def add(folder: Folder, site: Annotated[str, typer.Argument(metavar="SITE")]) ->
     """Make a kit for one more site, or for one that was revoked."""
     from polyclinic.deploy.provisioning import provision
 
-    provision.add(folder, site)
-    _next(f"to the server: {folder / 'server'}", f"to {site}: {provision.zip_of(folder, site)}")
+    provision.add_site(folder, site)
+    _print_next_steps(f"to the server: {folder / 'server'}", f"to {site}: {provision.zip_path(folder, site)}")
 
 
 @app.command()
 def show(folder: Folder, as_json: Json = False) -> None:
     """Fingerprints and expiry dates; exit code 1 if files do not fit together or have expired."""
-    if _show(folder, as_json):
+    if _print_kits(folder, as_json):
         raise typer.Exit(1)
 
 
-def _next(*lines: str) -> None:
+def _print_next_steps(*lines: str) -> None:
     for line in lines:
         out.print(Text(line), soft_wrap=True)
     out.print(Text("then restart what is running; the README.md in each kit says how"), soft_wrap=True)
 
 
-def _show(folder: Path, as_json: bool) -> bool:
+def _print_kits(folder: Path, as_json: bool) -> bool:
     """Print what is there; whether something is wrong with it."""
-    from polyclinic.deploy.provisioning.inspect import inspect
+    from polyclinic.deploy.provisioning.inspect import inspect_kits
 
-    found = inspect(folder)
+    found = inspect_kits(folder)
     if as_json:
         print_json(asdict(found))
         return bool(found.problems)
@@ -124,7 +124,7 @@ def _show(folder: Path, as_json: bool) -> bool:
     for gone in found.revoked:
         out.print(Text(f"{gone.get('why')} on {gone.get('date')}: {gone.get('site')}, {gone.get('fingerprint')}"))
     for sentence in found.warnings:
-        tell(f"warning: {sentence}")
+        print_message(f"warning: {sentence}")
     for sentence in found.problems:
-        tell(f"error: {sentence}")
+        print_message(f"error: {sentence}")
     return bool(found.problems)

@@ -9,21 +9,21 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
-from polyclinic.cli.common import err, out, tell
+from polyclinic.cli.common import err, out, print_message
 from polyclinic.core.errors import RecipeError
-from polyclinic.reporting.html import page, read, write_pdf
-from polyclinic.reporting.html.pdf import browser
+from polyclinic.reporting.html import page, read_report_data, write_pdf
+from polyclinic.reporting.html.pdf import find_browser
 from polyclinic.reporting.html.report_data import ReportData
 from polyclinic.reporting.markdown.comparison import markdown
-from polyclinic.storage.run_files import named_failure, write_atomically
+from polyclinic.storage.run_files import explain_os_errors, write_atomically
 
 LARGE = 3_000_000
 
 
 def write_report(folders: Sequence[Path], target: Path, with_images: bool = False) -> ReportData:
     """The page, and what it is made of."""
-    material = read(folders, with_images)
-    with named_failure(target.parent):
+    material = read_report_data(folders, with_images)
+    with explain_os_errors(target.parent):
         target.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(target, page(material).encode())
     return material
@@ -45,7 +45,7 @@ def report_command(
     if target.suffix not in (".html", ".htm"):
         raise RecipeError(f"--out is {str(target)!r:.100}; name an HTML file, and --md and --pdf lie beside it")
     if as_pdf:
-        browser()  # before minutes of work: is there one?
+        find_browser()  # before minutes of work: is there one?
     with err.status("report"):
         material = write_report(folders, target, with_images)
         written = [target]
@@ -59,6 +59,6 @@ def report_command(
         for each in written:
             each.chmod(0o600)
     if (size := target.stat().st_size) > LARGE:
-        tell(f"{target} has {size / 1e6:.1f} MB, much for a mail; give fewer folders for a smaller one")
+        print_message(f"{target} has {size / 1e6:.1f} MB, much for a mail; give fewer folders for a smaller one")
     kept = " (it shows patients: keep it there)" if with_images else ""
     out.print(Text(f"written: {'  '.join(map(str, written))}{kept}"), soft_wrap=True)

@@ -19,11 +19,11 @@ from polyclinic.config.capability import (
     THRESHOLDS,
     Capability,
     MachineProfile,
-    cluster_of,
-    latency_problems,
-    score,
-    thresholds_problems,
-    weights_problems,
+    capability_score,
+    check_latency,
+    check_thresholds,
+    check_weights,
+    find_cluster,
 )
 from polyclinic.config.recipe import Recipe
 
@@ -50,34 +50,36 @@ def capability_command(
     as_json: Json = False,
 ) -> None:
     """Measure what this machine can do, say which cluster it would join, and write its card for a recipe."""
-    address = None if server is None else _address(server)
-    thresholds, asked = _clusters(recipe, high, medium)
+    address = None if server is None else _parse_address(server)
+    thresholds, asked = _read_clusters(recipe, high, medium)
     most = asked.latency if most is None else most
-    weighed = asked.weights if weights is None else _weights(weights)
-    _refuse("--weights", weights_problems(weighed))
-    _refuse("--max-latency", latency_problems(most))
-    _refuse("--high / --medium", thresholds_problems(thresholds))
-    from polyclinic.deploy.machine import measure  # psutil is for this alone
+    weighed = asked.weights if weights is None else _parse_weights(weights)
+    _check_option("--weights", check_weights(weighed))
+    _check_option("--max-latency", check_latency(most))
+    _check_option("--high / --medium", check_thresholds(thresholds))
+    from polyclinic.deploy.machine import measure_machine  # psutil is for this alone
 
-    found = measure(address, most)
+    found = measure_machine(address, most)
     shares = {name: round(getattr(found, name), 6) for name in RESOURCES}  # the score is that of the card as written
     card = replace(found, **shares)
     assert card.total_memory is not None
-    total = score(card, weighed)
-    cluster = cluster_of(total, thresholds)
+    total = capability_score(card, weighed)
+    cluster = find_cluster(total, thresholds)
     pasted = {"capability": {"cards": {site: {**shares, "gigabytes": card.total_memory / GIGABYTE}}}}
     if as_json:
         notes = dict(zip(RESOURCES, card.notes, strict=True))
         told = {**shares, "total_memory": card.total_memory, "notes": notes, "score": total, "cluster": cluster}
         print_json({**told, "weights": weighed, "thresholds": thresholds, "recipe": pasted})
         return
-    out.print(_table(card, weighed))
-    out.print(Text(f"score {total:.3f}: cluster {cluster} ({_ranges(thresholds)})"))
+    out.print(_profile_table(card, weighed))
+    out.print(Text(f"score {total:.3f}: cluster {cluster} ({_format_ranges(thresholds)})"))
     written = yaml.safe_dump(pasted, sort_keys=False, allow_unicode=True).rstrip()
     out.print(Text(f"\nfor a recipe:\n\n{written}"), soft_wrap=True)
 
 
-def _clusters(recipe: str | None, high: float | None, medium: float | None) -> tuple[Mapping[str, float], Capability]:
+def _read_clusters(
+    recipe: str | None, high: float | None, medium: float | None
+) -> tuple[Mapping[str, float], Capability]:
     """The least score of each cluster, and how sites are judged: as the recipe has it, or as the options have it."""
     if recipe is None:
         given = {"high": high, "medium": medium}
@@ -92,12 +94,12 @@ def _clusters(recipe: str | None, high: float | None, medium: float | None) -> t
     return loaded.thresholds, loaded.capability
 
 
-def _refuse(option: str, problems: Iterable[str]) -> None:
+def _check_option(option: str, problems: Iterable[str]) -> None:
     for sentence in problems:
         raise typer.BadParameter(sentence, param_hint=option)
 
 
-def _address(text: str) -> tuple[str, int]:
+def _parse_address(text: str) -> tuple[str, int]:
     """HOST:PORT; colons of an IPv6 address stand in brackets."""
     found = re.fullmatch(r"(?:\[([^\s/\[\]]+)\]|([^\s:/\[\]]+)):([0-9]{1,5})", text)
     if found is None or not 0 < int(found[3]) < 2**16:
@@ -106,7 +108,7 @@ def _address(text: str) -> tuple[str, int]:
     return found[1] or found[2], int(found[3])
 
 
-def _weights(text: str) -> dict[str, float]:
+def _parse_weights(text: str) -> dict[str, float]:
     try:
         return dict(zip(RESOURCES, map(float, text.split(",")), strict=True))
     except ValueError:
@@ -114,7 +116,7 @@ def _weights(text: str) -> dict[str, float]:
         raise typer.BadParameter(sentence, param_hint="--weights") from None
 
 
-def _table(card: MachineProfile, weights: Mapping[str, float]) -> Table:
+def _profile_table(card: MachineProfile, weights: Mapping[str, float]) -> Table:
     table = Table(box=None, padding=(0, 1), pad_edge=False)
     for name in ("", "share", "weight", "how it was found"):
         table.add_column(name, justify="right" if name in ("share", "weight") else "left")
@@ -123,5 +125,5 @@ def _table(card: MachineProfile, weights: Mapping[str, float]) -> Table:
     return table
 
 
-def _ranges(thresholds: Mapping[str, float]) -> str:
+def _format_ranges(thresholds: Mapping[str, float]) -> str:
     return ", ".join(f"{name} from {least:g}" for name, least in thresholds.items())

@@ -10,7 +10,7 @@ import typer
 from rich.text import Text
 
 from polyclinic.cli.common import Json, out, print_json
-from polyclinic.models.weights.convert import convert as convert_checkpoint
+from polyclinic.models.weights.convert import convert_checkpoint as convert_checkpoint
 
 app = typer.Typer(no_args_is_help=True, help="Weights from other people's files.")
 

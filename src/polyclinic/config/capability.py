@@ -53,7 +53,7 @@ class MachineProfile:
             raise RecipeError(f"a site's total memory is {self.total_memory}; give a positive number of bytes, or none")
 
 
-def even_weights() -> dict[str, float]:
+def equal_weights() -> dict[str, float]:
     return dict.fromkeys(RESOURCES, 1 / len(RESOURCES))
 
 
@@ -61,7 +61,7 @@ def even_weights() -> dict[str, float]:
 class Capability:
     """What a recipe may say under `capability`."""
 
-    weights: dict[str, float] = field(default_factory=even_weights)
+    weights: dict[str, float] = field(default_factory=equal_weights)
     """How much each resource counts; together 1."""
     cards: dict[SiteId, dict[str, float]] = field(default_factory=dict)
     """What sites' machines can do, with their memory in `gigabytes` if known; other sites' cards are drawn."""
@@ -70,62 +70,62 @@ class Capability:
     latency: float = LATENCY
     """The most that is acceptable, in milliseconds."""
 
-    def period(self, round: int) -> int:
+    def period_of_round(self, round: int) -> int:
         """Which evaluation holds in a round (1 is the first); they are counted from 0."""
         return 0 if self.every is None else (round - 1) // self.every
 
 
-def score(card: MachineProfile, weights: Mapping[str, float]) -> float:
+def capability_score(card: MachineProfile, weights: Mapping[str, float]) -> float:
     """How capable a site is: the weighted mean of the four shares (Eq. 1).
 
     Exact but for one rounding, so that a card that is 0.66 throughout reaches a threshold of 0.66 whatever the weights:
     0.3, 0.3, 0.1 and 0.3 in floating point do not quite add up to 1.
     """
-    _refuse(weights_problems(weights))
+    _raise_first(check_weights(weights))
     total = sum(Fraction(weights[name]) * Fraction(getattr(card, name)) for name in RESOURCES)
     return float(total / sum(Fraction(weights[name]) for name in RESOURCES))
 
 
-def cluster_of(score: float, thresholds: Mapping[str, float]) -> str:
+def find_cluster(score: float, thresholds: Mapping[str, float]) -> str:
     """The first cluster whose least score is reached (Eq. 2); clusters are in order from most to least capable."""
-    _refuse(thresholds_problems(thresholds))
+    _raise_first(check_thresholds(thresholds))
     for name, least in thresholds.items():
         if score >= least:
             return name
     raise RecipeError(f"a score of {score} belongs to no cluster; give one from 0 to 1")
 
 
-def card_of(capability: Capability, site: SiteId, period: int, seed: Stream) -> MachineProfile:
+def site_profile(capability: Capability, site: SiteId, period: int, seed: Stream) -> MachineProfile:
     """A site's card in a simulation: the given one, the same in every period, or one drawn for each."""
     given = capability.cards.get(site)
     if given is None:
         generator = seed.child("capability", site, period).generator()
         return MachineProfile(*torch.rand(len(RESOURCES), generator=generator, dtype=torch.float64).tolist())
-    _refuse(f"capability.cards.{site}: {sentence}" for sentence in _card_problems(given))
+    _raise_first(f"capability.cards.{site}: {sentence}" for sentence in _check_profile(given))
     total = round(given["gigabytes"] * GIGABYTE) if "gigabytes" in given else None
     return MachineProfile(given["cpu"], given["memory"], given["battery"], given["network"], total)
 
 
-def _refuse(problems: Iterator[str]) -> None:
+def _raise_first(problems: Iterator[str]) -> None:
     for sentence in problems:
         raise RecipeError(sentence)
 
 
-def capability_problems(capability: Capability) -> Iterator[str]:
+def check_capability(capability: Capability) -> Iterator[str]:
     """What is wrong with a recipe's `capability` whatever the data."""
-    for sentence in weights_problems(capability.weights):
+    for sentence in check_weights(capability.weights):
         yield f"capability.weights: {sentence}"
     for site, given in capability.cards.items():
-        for sentence in _card_problems(given):
+        for sentence in _check_profile(given):
             yield f"capability.cards.{site}: {sentence}"
     if capability.every is not None and capability.every < 1:
         yield f"capability.every is {capability.every}; choose 1 round or more, or null to evaluate sites once"
-    for sentence in latency_problems(capability.latency):
+    for sentence in check_latency(capability.latency):
         yield f"capability.latency: {sentence}"
 
 
-def weights_problems(weights: Mapping[str, float]) -> Iterator[str]:
-    yield from _key_problems(weights, RESOURCES)
+def check_weights(weights: Mapping[str, float]) -> Iterator[str]:
+    yield from _check_keys(weights, RESOURCES)
     for name, weight in weights.items():
         if not weight >= 0:
             yield f"the weight of {name} is {weight}; choose 0 or more"
@@ -134,12 +134,12 @@ def weights_problems(weights: Mapping[str, float]) -> Iterator[str]:
         yield f"the weights add up to {total:.7g}; change them so that they add up to 1"
 
 
-def latency_problems(latency: float) -> Iterator[str]:
+def check_latency(latency: float) -> Iterator[str]:
     if not 0 < latency <= MOST_LATENCY:
         yield f"the most latency that is acceptable is {latency} ms; choose more than 0, at most {MOST_LATENCY:,.0f}"
 
 
-def thresholds_problems(thresholds: Mapping[str, float]) -> Iterator[str]:
+def check_thresholds(thresholds: Mapping[str, float]) -> Iterator[str]:
     """What is wrong with clusters, given from most to least capable with the least score of each."""
     clusters = list(thresholds.items())
     if not clusters:
@@ -158,8 +158,8 @@ def thresholds_problems(thresholds: Mapping[str, float]) -> Iterator[str]:
         yield f"cluster {last}, the last, begins at a score of {least}; set it to 0, so that no site is left out"
 
 
-def _card_problems(given: Mapping[str, float]) -> Iterator[str]:
-    yield from _key_problems(given, RESOURCES, ("gigabytes",))
+def _check_profile(given: Mapping[str, float]) -> Iterator[str]:
+    yield from _check_keys(given, RESOURCES, ("gigabytes",))
     for name in RESOURCES:
         if name in given and not 0 <= given[name] <= 1:
             yield f"{name} is {given[name]}; give a share from 0 to 1"
@@ -167,7 +167,7 @@ def _card_problems(given: Mapping[str, float]) -> Iterator[str]:
         yield f"gigabytes is {given['gigabytes']}; give the machine's memory, from 0.001 to a million, or leave it out"
 
 
-def _key_problems(given: Mapping[str, float], needed: tuple[str, ...], extra: tuple[str, ...] = ()) -> Iterator[str]:
+def _check_keys(given: Mapping[str, float], needed: tuple[str, ...], extra: tuple[str, ...] = ()) -> Iterator[str]:
     known = ", ".join(needed + extra)
     for name in given:
         if name not in needed + extra:
@@ -177,11 +177,11 @@ def _key_problems(given: Mapping[str, float], needed: tuple[str, ...], extra: tu
             yield f"{name} is missing; give a number to each of {', '.join(needed)}"
 
 
-def needs_memory(parameters: int, activations: int | None = None) -> int:
+def training_memory(parameters: int, activations: int | None = None) -> int:
     """Bytes that training takes: float32 copies of the parameters, and what a batch's activations take, if known."""
     return COPIES * FLOAT32 * parameters + (activations or 0)
 
 
-def room(card: MachineProfile) -> float | None:
+def available_memory(card: MachineProfile) -> float | None:
     """Bytes that a site's machine has for training; None where its memory is not known."""
     return None if card.total_memory is None else card.memory * card.total_memory

@@ -19,14 +19,14 @@ from pydantic import (
 )
 
 from polyclinic.algorithms import ALGORITHMS, Averaging
-from polyclinic.algorithms.distillation.refine import FEDDF, Refine
+from polyclinic.algorithms.distillation.refine import FEDDF, RefinementOptions
 from polyclinic.config.capability import Capability
-from polyclinic.config.rules import EngineName, algorithm_problems, idle, nearest, problems
+from polyclinic.config.rules import EngineName, check_algorithm, find_problems, format_suggestion, unused_options
 from polyclinic.config.track import Track
 from polyclinic.core.contract import Augment, Optimiser, Private, Stage, Training
 from polyclinic.core.errors import RecipeError
 from polyclinic.core.strict_yaml import read_yaml
-from polyclinic.core.validation import validated
+from polyclinic.core.validation import validate_as
 from polyclinic.data import DATASETS, PARTITIONS
 from polyclinic.data.partitioning.partition import Partition
 from polyclinic.data.splits import Fractions
@@ -35,10 +35,10 @@ from polyclinic.federation.schedules import EarlyStop, Schedule
 from polyclinic.models import MODELS
 from polyclinic.privacy.plan import PrivacyConfig
 from polyclinic.privacy.transforms import STAGES
-from polyclinic.training.rules import training_problems
+from polyclinic.training.rules import find_training_problems
 
-FINISHES = {"refine": Refine(), "feddf": FEDDF}
-OWN = (Capability, Refine)
+FINISHES = {"refine": RefinementOptions(), "feddf": FEDDF}
+OWN = (Capability, RefinementOptions)
 RANK = {"name": 0, "variant": 1}
 CLOSED = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 for _options in (
@@ -58,7 +58,7 @@ for _options in (
 T = TypeVar("T")
 
 
-class Open(BaseModel):
+class OptionsSection(BaseModel):
     """A section that names something and gives its options beside the name."""
 
     model_config = ConfigDict(extra="allow", frozen=True)
@@ -68,22 +68,22 @@ class Open(BaseModel):
         return dict(self.__pydantic_extra__ or {})
 
 
-class NamedSection(Open):
+class NamedSection(OptionsSection):
     name: str
 
 
-class PartitionSection(Open):
+class PartitionSection(OptionsSection):
     by: str = "natural"
 
 
-class PublicSection(Open):
+class PublicSection(OptionsSection):
     name: str
     split: Fractions = Fractions()
 
     @field_validator("split", mode="wrap")
     @classmethod
     def _where(cls, value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
-        with _blaming("data.split" if cls is DataSection else "public.split"):
+        with _naming_source("data.split" if cls is DataSection else "public.split"):
             return handler(value)
 
 
@@ -160,7 +160,7 @@ class Recipe(BaseModel):
     capability: Capability = Field(default_factory=Capability)
     public: PublicSection | None = None
     """Labelled images that the server may look at."""
-    finish: Refine | None = None
+    finish: RefinementOptions | None = None
     """When all rounds are over, a student learns from the server's models on the public set."""
     ensemble: bool = False
     """When all rounds are over, the sites' own models of the last one predict together."""
@@ -197,61 +197,63 @@ class Recipe(BaseModel):
         given = {"name": value} if isinstance(value, str) else value
         if not isinstance(given, dict) or "name" not in given:
             return value
-        start = _choose(FINISHES, str(given["name"]), "way to finish", "finish.name")
+        start = _check_choice(FINISHES, str(given["name"]), "way to finish", "finish.name")
         preset = {field.name: getattr(start, field.name) for field in fields(start)}
         return preset | {key: option for key, option in given.items() if key != "name"}
 
     @staticmethod
     def load(path: Path | str, settings: Mapping[str, Any] | None = None) -> Recipe:
         """Read and validate a recipe file, `settings` (dotted keys) taking the place of what it says."""
-        return Recipe.of(read_yaml(Path(path)), settings, str(path))
+        return Recipe.from_values(read_yaml(Path(path)), settings, str(path))
 
     @staticmethod
-    def of(values: Mapping[str, Any], settings: Mapping[str, Any] | None = None, source: str = "recipe") -> Recipe:
-        with _blaming(source):
+    def from_values(
+        values: Mapping[str, Any], settings: Mapping[str, Any] | None = None, source: str = "recipe"
+    ) -> Recipe:
+        with _naming_source(source):
             wanted = with_settings(values, settings or {})
-            _refuse_unknown(wanted, _layout(wanted))
-            recipe = validated(Recipe, wanted)
-            _check(recipe)
+            _check_known_keys(wanted, _section_keys(wanted))
+            recipe = validate_as(Recipe, wanted)
+            _check_recipe(recipe)
             return recipe
 
-    def algorithm_of(self, private: Private | None = None) -> Averaging:
+    def build_algorithm(self, private: Private | None = None) -> Averaging:
         """The algorithm with its options and this recipe's training, made private by a plan."""
-        kind = _choose(ALGORITHMS, self.algorithm.name, "algorithm", "algorithm.name")
+        kind = _check_choice(ALGORITHMS, self.algorithm.name, "algorithm", "algorithm.name")
         training = replace(self.training, private=private)
-        return validated(kind, {**self.algorithm.options, "training": training}, "algorithm.")
+        return validate_as(kind, {**self.algorithm.options, "training": training}, "algorithm.")
 
     @property
     def thresholds(self) -> dict[str, float]:
         """The least score of each cluster, from most to least capable."""
         return {name: section.at_least for name, section in self.clusters.items()}
 
-    def stages_of(self) -> list[Stage]:
+    def build_stages(self) -> list[Stage]:
         names = [section.name for section in self.stages]
         for name in (name for name in names if names.count(name) > 1):
             raise RecipeError(f"stages: {name} is there twice; once is enough")
         return [
-            validated(_choose(STAGES, section.name, "stage", "stages.name"), section.options, "stages.")
+            validate_as(_check_choice(STAGES, section.name, "stage", "stages.name"), section.options, "stages.")
             for section in self.stages
         ]
 
-    def partition_of(self) -> Partition:
-        kind = _choose(PARTITIONS, self.data.partition.by, "partition", "data.partition.by")
-        with _blaming("data.partition"):
+    def build_partition(self) -> Partition:
+        kind = _check_choice(PARTITIONS, self.data.partition.by, "partition", "data.partition.by")
+        with _naming_source("data.partition"):
             return kind.model_validate(self.data.partition.options)
 
     def to_yaml(self) -> str:
         values = self.model_dump(mode="json", exclude=None if self.track else {"track"})
         return str(yaml.safe_dump(values, sort_keys=False, allow_unicode=True))
 
-    def method(self, name: str) -> Recipe:
+    def method_recipe(self, name: str) -> Recipe:
         """The recipe of one of its `methods`."""
-        settings = _choose(self.methods, name, "method", "methods")
+        settings = _check_choice(self.methods, name, "method", "methods")
         base = self.model_dump(mode="json") | {"methods": {}, "paper": {}, "claims": [], "name": name}
-        with _blaming(f"method {name}"):
+        with _naming_source(f"method {name}"):
             if {"methods", "paper", "claims"} & {key.split(".")[0] for key in settings}:
                 raise RecipeError("a method cannot have methods, a paper or claims of its own; set other keys")
-        return Recipe.of(base, settings, f"method {name}")
+        return Recipe.from_values(base, settings, f"method {name}")
 
 
 def with_settings(values: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -259,7 +261,7 @@ def with_settings(values: Mapping[str, Any], settings: Mapping[str, Any]) -> dic
 
     Naming another algorithm drops the options of the one before; another variant, those that it does not have.
     """
-    result: dict[str, Any] = _copy(dict(values))
+    result: dict[str, Any] = _deep_copy(dict(values))
     for key, value in sorted(settings.items(), key=lambda s: (s[0].count("."), RANK.get(s[0].split(".")[-1], 2))):
         *path, last = key.split(".")
         here = result
@@ -270,52 +272,58 @@ def with_settings(values: Mapping[str, Any], settings: Mapping[str, Any]) -> dic
         if key in ("algorithm.name", "finish.name") and here.get(last) != value:
             here.clear()
         if key in ("algorithm.variant", "finish.variant"):
-            for option in idle(path[0], here.get("name"), value):
+            for option in unused_options(path[0], here.get("name"), value):
                 here.pop(option, None)
-        here[last] = _copy(value)
+        here[last] = _deep_copy(value)
     return result
 
 
-def _copy(value: Any) -> Any:
-    return {k: _copy(v) for k, v in value.items()} if isinstance(value, dict) else value
+def _deep_copy(value: Any) -> Any:
+    return {k: _deep_copy(v) for k, v in value.items()} if isinstance(value, dict) else value
 
 
 @contextmanager
-def _blaming(source: str) -> Iterator[None]:
+def _naming_source(source: str) -> Iterator[None]:
     try:
         yield
     except RecipeError as error:
         raise RecipeError(f"{source}: {error}") from None
 
 
-def _layout(values: Mapping[str, Any]) -> dict[str, Any]:
+def _section_keys(values: Mapping[str, Any]) -> dict[str, Any]:
     """The keys a recipe may have and what lies below them, which depends on what it names."""
-    layout, data = _keys(Recipe), values.get("data")
-    algorithm, dataset = _named(values.get("algorithm")), _named(data)
-    partition = _named(data.get("partition", {}), "by", "natural") if isinstance(data, dict) else None
+    layout, data = _model_keys(Recipe), values.get("data")
+    algorithm, dataset = _registered_kind(values.get("algorithm")), _registered_kind(data)
+    partition = _registered_kind(data.get("partition", {}), "by", "natural") if isinstance(data, dict) else None
     if algorithm is not None:
-        options = _keys(_choose(ALGORITHMS, algorithm, "algorithm", "algorithm.name"))
+        options = _model_keys(_check_choice(ALGORITHMS, algorithm, "algorithm", "algorithm.name"))
         layout["algorithm"] = {"name": str} | {key: hint for key, hint in options.items() if key != "training"}
-    layout["stages"] = {"name": str} | {key: hint for stage in STAGES.values() for key, hint in _keys(stage).items()}
-    layout["finish"] = {"name": str} | _keys(Refine)
-    public = _named(values.get("public"))
+    layout["stages"] = {"name": str} | {
+        key: hint for stage in STAGES.values() for key, hint in _model_keys(stage).items()
+    }
+    layout["finish"] = {"name": str} | _model_keys(RefinementOptions)
+    public = _registered_kind(values.get("public"))
     if public is not None:
-        layout["public"] = _keys(PublicSection) | _keys(_choose(DATASETS, public, "data set", "public.name").options)
+        layout["public"] = _model_keys(PublicSection) | _model_keys(
+            _check_choice(DATASETS, public, "data set", "public.name").options
+        )
     if dataset is not None:
-        layout["data"] = _keys(DataSection) | _keys(_choose(DATASETS, dataset, "data set", "data.name").options)
+        layout["data"] = _model_keys(DataSection) | _model_keys(
+            _check_choice(DATASETS, dataset, "data set", "data.name").options
+        )
     if dataset is not None and partition is not None:
-        kind = _choose(PARTITIONS, partition, "partition", "data.partition.by")
-        layout["data"]["partition"] = {"by": str} | _keys(kind)
+        kind = _check_choice(PARTITIONS, partition, "partition", "data.partition.by")
+        layout["data"]["partition"] = {"by": str} | _model_keys(kind)
     return layout
 
 
-def _named(section: Any, key: str = "name", default: str | None = None) -> str | None:
+def _registered_kind(section: Any, key: str = "name", default: str | None = None) -> str | None:
     """What a section names, if it is written well enough to tell."""
     name = section.get(key, default) if isinstance(section, dict) else section
     return name if isinstance(name, str) else None
 
 
-def _keys(section: Any) -> dict[str, Any]:
+def _model_keys(section: Any) -> dict[str, Any]:
     """The keys of a section and the type of what lies below each."""
     if isinstance(section, dict):
         return section
@@ -324,12 +332,12 @@ def _keys(section: Any) -> dict[str, Any]:
     return {name: hints[name] for name in names}
 
 
-def _refuse_unknown(values: Any, section: Any, place: str = "") -> None:
+def _check_known_keys(values: Any, section: Any, place: str = "") -> None:
     """Checked before anything else: a mistyped key is usually also a missing one. And true is no number."""
     for item in values if isinstance(values, list) else ():
-        _refuse_unknown(item, section, place)
-    known, given = _keys(section), values if isinstance(values, dict) else {}
-    unknown = [(nearest(str(key), list(known)), str(key)) for key in given if key not in known]
+        _check_known_keys(item, section, place)
+    known, given = _model_keys(section), values if isinstance(values, dict) else {}
+    unknown = [(format_suggestion(str(key), list(known)), str(key)) for key in given if key not in known]
     if unknown:
         near, key = max(unknown, key=lambda found: bool(found[0]))
         raise RecipeError(f"there is no key {place + key!r}{near}; known here: {', '.join(known)}")
@@ -344,38 +352,38 @@ def _refuse_unknown(values: Any, section: Any, place: str = "") -> None:
         for inner in kinds:
             if isinstance(inner, dict) or is_dataclass(inner) or _is_closed(inner):
                 for where, section in inside.items():
-                    _refuse_unknown(section, inner, where)
+                    _check_known_keys(section, inner, where)
 
 
 def _is_closed(kind: Any) -> bool:
-    return isinstance(kind, type) and issubclass(kind, BaseModel) and not issubclass(kind, Open)
+    return isinstance(kind, type) and issubclass(kind, BaseModel) and not issubclass(kind, OptionsSection)
 
 
-def _choose(registry: Mapping[str, T], name: str, what: str, key: str) -> T:
+def _check_choice(registry: Mapping[str, T], name: str, what: str, key: str) -> T:
     if name not in registry:
-        near = nearest(name, list(registry))
+        near = format_suggestion(name, list(registry))
         raise RecipeError(f"{key}: there is no {what} {name!r}{near}; there are: {', '.join(registry) or 'none'}")
     return registry[name]
 
 
-def _check(recipe: Recipe) -> None:
+def _check_recipe(recipe: Recipe) -> None:
     """Everything that can be known to be wrong before anything runs."""
-    _choose(MODELS, recipe.model.name, "model", "model.name")
-    for sentence in (*training_problems(recipe.training), *problems(recipe)):
+    _check_choice(MODELS, recipe.model.name, "model", "model.name")
+    for sentence in (*find_training_problems(recipe.training), *find_problems(recipe)):
         raise RecipeError(sentence)
-    with _blaming("data"):
+    with _naming_source("data"):
         DATASETS[recipe.data.name].options.model_validate(recipe.data.options)
     if recipe.public is not None:
-        with _blaming("public"):
+        with _naming_source("public"):
             DATASETS[recipe.public.name].options.model_validate(recipe.public.options)
     for name, cluster in recipe.clusters.items():
-        _choose(MODELS, cluster.model.name, "model", f"clusters.{name}.model.name")
-    recipe.partition_of()
-    recipe.stages_of()
+        _check_choice(MODELS, cluster.model.name, "model", f"clusters.{name}.model.name")
+    recipe.build_partition()
+    recipe.build_stages()
     if not recipe.methods:
-        for sentence in algorithm_problems(recipe, recipe.algorithm_of()):
+        for sentence in check_algorithm(recipe, recipe.build_algorithm()):
             raise RecipeError(sentence)
-    methods = {name: recipe.method(name) for name in recipe.methods}
+    methods = {name: recipe.method_recipe(name) for name in recipe.methods}
     for name in {name for claim in recipe.claims if claim.metric == "forgotten" for name in claim.methods}:
         if name in methods and not methods[name].evaluate.forgetting:
             raise RecipeError(f"a claim is about what {name} forgot; set evaluate.forgetting: true for it")
@@ -387,6 +395,6 @@ def recipes_folder() -> Path:
     return installed if installed.is_dir() else Path(__file__).parents[3] / "recipes"
 
 
-def our_recipes() -> dict[str, Path]:
+def bundled_recipes() -> dict[str, Path]:
     folder = recipes_folder()
     return {str(p.relative_to(folder).with_suffix("")): p for p in sorted(folder.rglob("*.yaml"))}

@@ -10,46 +10,46 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 from pydantic import BeforeValidator
 
 from polyclinic.algorithms import ALGORITHMS, Averaging
-from polyclinic.algorithms.distillation.refine import Refine
-from polyclinic.algorithms.distillation.refine import problems as refine_problems
+from polyclinic.algorithms.distillation.refine import RefinementOptions
+from polyclinic.algorithms.distillation.refine import find_option_problems as refine_problems
 from polyclinic.algorithms.distillation.shapley import MOST_PLAYERS
-from polyclinic.config.capability import capability_problems, thresholds_problems
+from polyclinic.config.capability import check_capability, check_thresholds
 from polyclinic.evaluation.metrics import METRICS
-from polyclinic.privacy.plan import wish_problems
+from polyclinic.privacy.plan import config_problems
 
 TAKEN = ("global", "personal", "student", "ensemble", "public", "transfer", "clock")
 if TYPE_CHECKING:
     from polyclinic.config.recipe import Recipe
 
 
-def problems(recipe: Recipe) -> Iterator[str]:
-    yield from _pace_problems(recipe)
-    yield from _problems(recipe)
-    yield from _privacy_problems(recipe)
-    yield from _cluster_problems(recipe)
-    yield from _idle_problems(recipe)
+def find_problems(recipe: Recipe) -> Iterator[str]:
+    yield from _check_schedule(recipe)
+    yield from _check_engine(recipe)
+    yield from _check_privacy(recipe)
+    yield from _check_clusters(recipe)
+    yield from _unused_options(recipe)
 
 
-def idle(section: str, name: Any, variant: Any) -> tuple[str, ...]:
+def unused_options(section: str, name: Any, variant: Any) -> tuple[str, ...]:
     """The options of `algorithm` or `finish` that are without effect in a variant."""
-    kind = Refine if section == "finish" else ALGORITHMS.get(str(name))
+    kind = RefinementOptions if section == "finish" else ALGORITHMS.get(str(name))
     return kind.idle.get(str(variant), ()) if kind else ()
 
 
-def _idle_problems(recipe: Recipe) -> Iterator[str]:
+def _unused_options(recipe: Recipe) -> Iterator[str]:
     """Of `finish` presets fill every key, so one counts as given where it is not the default."""
     algorithm, finish = recipe.algorithm, recipe.finish
     variant = algorithm.options.get("variant", "sound")
-    given = [("algorithm", variant, key) for key in idle("algorithm", algorithm.name, variant)]
+    given = [("algorithm", variant, key) for key in unused_options("algorithm", algorithm.name, variant)]
     found = [one for one in given if one[2] in algorithm.options] if not recipe.methods else []
     if finish is not None:
-        without = idle("finish", None, finish.variant)
-        found += [("finish", finish.variant, k) for k in without if getattr(finish, k) != getattr(Refine, k)]
+        without = unused_options("finish", None, finish.variant)
+        found += [("finish", finish.variant, k) for k in without if getattr(finish, k) != getattr(RefinementOptions, k)]
     for section, variant, key in found:
         yield f"{section}.{key} is without effect in variant {variant}; leave it out, or change {section}.variant"
 
 
-def algorithm_problems(recipe: Recipe, algorithm: Averaging) -> Iterator[str]:
+def check_algorithm(recipe: Recipe, algorithm: Averaging) -> Iterator[str]:
     """What does not go with the algorithm as its options make it."""
     name = recipe.algorithm.name
     if algorithm.pooled and (recipe.quorum or 1) > 1:
@@ -61,11 +61,11 @@ def algorithm_problems(recipe: Recipe, algorithm: Averaging) -> Iterator[str]:
     if algorithm.pooled and recipe.clusters:
         yield f"{name} has one network for all sites; set clusters: {{}}"
     if algorithm.pooled and not type(algorithm).pooled:
-        yield from _played_problems(recipe)
-    yield from _stage_problems(recipe, algorithm)
+        yield from _check_pooled(recipe)
+    yield from _check_stages(recipe, algorithm)
 
 
-def _played_problems(recipe: Recipe) -> Iterator[str]:
+def _check_pooled(recipe: Recipe) -> Iterator[str]:
     """Of an algorithm that itself plays all sites, in one process."""
     rules = {
         "cohort: null": recipe.cohort is None,
@@ -80,7 +80,7 @@ def _played_problems(recipe: Recipe) -> Iterator[str]:
         )
 
 
-def _stage_problems(recipe: Recipe, algorithm: Averaging) -> Iterator[str]:
+def _check_stages(recipe: Recipe, algorithm: Averaging) -> Iterator[str]:
     """Kinds that sites do not send; where they send nothing at all, stages have nothing to do."""
     sent = [exchange.kind for exchange in algorithm.exchanges]
     for stage in recipe.stages if sent else ():
@@ -88,11 +88,11 @@ def _stage_problems(recipe: Recipe, algorithm: Averaging) -> Iterator[str]:
             if kind not in sent:
                 yield (
                     f"stages: {stage.name}.kinds has {kind!r:.40}, which sites of {recipe.algorithm.name} do not send"
-                    f"{nearest(kind, sent)}; they send: {', '.join(sent)}"
+                    f"{format_suggestion(kind, sent)}; they send: {', '.join(sent)}"
                 )
 
 
-def _on_one_machine(engine: Any) -> Any:
+def _refuse_flower(engine: Any) -> Any:
     """Real hospitals are not an engine that a recipe could name."""
     if engine == "flower":
         raise ValueError(
@@ -102,15 +102,15 @@ def _on_one_machine(engine: Any) -> Any:
     return engine
 
 
-EngineName: TypeAlias = Annotated[Literal["local", "stacked", "auto", "ray"], BeforeValidator(_on_one_machine)]
+EngineName: TypeAlias = Annotated[Literal["local", "stacked", "auto", "ray"], BeforeValidator(_refuse_flower)]
 
 
-def nearest(word: str, known: list[str]) -> str:
+def format_suggestion(word: str, known: list[str]) -> str:
     near = difflib.get_close_matches(word, known, 1)
     return f" (did you mean {near[0]!r}?)" if near else ""
 
 
-def _pace_problems(recipe: Recipe) -> Iterator[str]:
+def _check_schedule(recipe: Recipe) -> Iterator[str]:
     schedule, stop = recipe.schedule, recipe.early_stop
     watching = schedule.name == "plateau" or stop is not None
     if watching and recipe.evaluate.every != 1:
@@ -134,14 +134,14 @@ def _pace_problems(recipe: Recipe) -> Iterator[str]:
     if stop is not None and stop.min_delta < 0:
         yield f"early_stop.min_delta is {stop.min_delta}; choose 0 or more"
     if stop is not None and stop.metric not in METRICS:
-        near = nearest(stop.metric, list(METRICS))
+        near = format_suggestion(stop.metric, list(METRICS))
         yield f"early_stop.metric: there is no metric {stop.metric!r}{near}; there are: {', '.join(METRICS)}"
 
 
-def _privacy_problems(recipe: Recipe) -> Iterator[str]:
+def _check_privacy(recipe: Recipe) -> Iterator[str]:
     if recipe.privacy is not None:
         watching = recipe.schedule.name == "plateau" or recipe.early_stop is not None
-        yield from wish_problems(recipe.privacy, recipe.training, watching)
+        yield from config_problems(recipe.privacy, recipe.training, watching)
         if recipe.evaluate.forgetting:
             yield "evaluate.forgetting tells of training images, which no plan pays for; set it to false"
         if recipe.algorithm.name == "adaptive-noise" and recipe.privacy.unit == "site":
@@ -152,10 +152,10 @@ def _privacy_problems(recipe: Recipe) -> Iterator[str]:
         yield "training.private follows from privacy; leave it out and write privacy instead"
 
 
-def _cluster_problems(recipe: Recipe) -> Iterator[str]:
-    yield from capability_problems(recipe.capability)
+def _check_clusters(recipe: Recipe) -> Iterator[str]:
+    yield from check_capability(recipe.capability)
     if recipe.clusters:
-        yield from (f"clusters: {sentence}" for sentence in thresholds_problems(recipe.thresholds))
+        yield from (f"clusters: {sentence}" for sentence in check_thresholds(recipe.thresholds))
     for name in (n for n in recipe.clusters if not re.fullmatch(r"[A-Za-z][A-Za-z0-9_-]{0,30}", n) or n in TAKEN):
         yield f"a cluster cannot be called {name!r:.40}; use letters and digits, and none of {', '.join(TAKEN)}"
     name = recipe.algorithm.name
@@ -189,7 +189,7 @@ def _cluster_problems(recipe: Recipe) -> Iterator[str]:
         )
 
 
-def _problems(recipe: Recipe) -> Iterator[str]:
+def _check_engine(recipe: Recipe) -> Iterator[str]:
     name, engine = recipe.algorithm.name, recipe.engine
     at_the_end = name in ("single", "cross-site")
     if at_the_end and recipe.early_stop is not None:
@@ -211,5 +211,5 @@ def _problems(recipe: Recipe) -> Iterator[str]:
     methods = recipe.methods or {recipe.name: {}}
     named = [("paper", name) for name in recipe.paper] + [("claims", n) for c in recipe.claims for n in c.methods]
     for place, unknown in (pair for pair in named if pair[1] not in methods):
-        near = nearest(unknown, list(methods))
+        near = format_suggestion(unknown, list(methods))
         yield f"{place}: there is no method {unknown!r}{near}; there are: {', '.join(methods)}"

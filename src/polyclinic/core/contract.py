@@ -88,7 +88,7 @@ class Network(Protocol):
         """The task's loss: cross-entropy of the logits."""
         ...
 
-    def taught(self, weights: Bundle, images: Tensor, features: bool = False) -> Tensor:
+    def teacher_logits(self, weights: Bundle, images: Tensor, features: bool = False) -> Tensor:
         """A teacher's logits, or features: as in evaluation, nothing dropped, no statistics moved, and no gradient."""
         ...
 
@@ -174,7 +174,7 @@ class Training:
     private: Private | None = None
     """Set by a recipe's `privacy`, never by hand: what it costs is priced there."""
 
-    def size(self, examples: int) -> int:
+    def batch_size(self, examples: int) -> int:
         """A site's batch: with `batches` ⌊n / Q⌋, 2 at least; what is left over, or oversampled, makes further ones."""
         return self.batch or max(2, examples // (self.batches or 1))
 
@@ -197,7 +197,7 @@ class Fit:
     reference: Bundle = field(default_factory=dict)
     optimiser_state: Tensors | None = None
     """Continue with this state (from `Fitted.optimiser_state`) instead of a fresh optimiser."""
-    whole: bool = False
+    full_batch: bool = False
     """One step per epoch on the gradient over ALL examples, accumulated in batches."""
     order: tuple[Tensor | None, Tensor | None] = (None, None)
     """The examples' weights as they are drawn into epochs that begin in this round, and into one begun in another."""
@@ -278,11 +278,11 @@ class Exchange:
 class Stage(Protocol):
     """A transformation on the way out of a site (clip, noise, quantise) and, reversed, on the way into the server."""
 
-    def out(self, tensors: Bundle, received: Bundle, rng: Stream) -> Bundle:
+    def encode(self, tensors: Bundle, received: Bundle, rng: Stream) -> Bundle:
         """At the site: what leaves instead of `tensors`. Names, shapes and dtypes may depend on nothing but theirs."""
         ...
 
-    def back(self, tensors: Bundle, received: Bundle) -> Bundle:
+    def decode(self, tensors: Bundle, received: Bundle) -> Bundle:
         """At the server, before values are checked: what the algorithm sees."""
         ...
 
@@ -346,7 +346,7 @@ class Algorithm(Protocol):
         """One site's work in one round: yields jobs, returns its update and what it remembers."""
         ...
 
-    def check(self, update: Update) -> None:
+    def check_update(self, update: Update) -> None:
         """Refuse (`errors.Refused`) an update that only this algorithm can see is wrong."""
         ...
 

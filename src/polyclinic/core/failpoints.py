@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import signal
 
-POINTS = (
+FAILPOINTS = (
     "round-begun",
     "charge-written",
     "site-received",
@@ -34,11 +34,11 @@ POINTS = (
 _name, _left = "", 0
 
 
-def arm(name: str, count: int = 1) -> None:
+def arm_failpoint(name: str, count: int = 1) -> None:
     """Die the `count`-th time `name` is reached; an empty name disarms."""
     global _name, _left
-    if name and name not in POINTS:
-        raise ValueError(f"there is no fault point {name!r}; there are: {', '.join(POINTS)}")
+    if name and name not in FAILPOINTS:
+        raise ValueError(f"there is no fault point {name!r}; there are: {', '.join(FAILPOINTS)}")
     _name, _left = name, count
 
 
@@ -51,4 +51,4 @@ def failpoint(name: str) -> None:
 
 
 _asked, _, _count = os.environ.get("POLYCLINIC_FAULT", "").partition(":")
-arm(_asked, int(_count or 1))
+arm_failpoint(_asked, int(_count or 1))

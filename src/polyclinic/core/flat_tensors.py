@@ -16,7 +16,7 @@ from torch import Tensor
 from polyclinic.core.contract import Tensors
 
 Layout: TypeAlias = tuple[tuple[str, torch.Size], ...]
-BLOCK = 1 << 17
+BLOCK_SIZE = 1 << 17
 """Values handled at a time, so that what is made in between stays in the processor's cache."""
 
 
@@ -43,12 +43,12 @@ class FlatTensors(dict[str, Tensor]):
         self.layout = layout_of(self) if layout is None else layout
         self._travelled, self._version = travelled, vector._version
 
-    def way_from(self, start: FlatTensors) -> float:
+    def distance_from(self, start: FlatTensors) -> float:
         """‖self − start‖₂: as it was measured before, unless a tensor was changed in place since."""
         known = self._travelled
         if known is not None and known.start is start.vector and self.vector._version == self._version:
             return known.length
-        return _between(self.vector, start.vector)
+        return _vector_distance(self.vector, start.vector)
 
     def __copy__(self) -> Tensors:
         return dict(self)
@@ -59,38 +59,38 @@ class FlatTensors(dict[str, Tensor]):
     def __reduce__(self) -> tuple[Any, ...]:
         return dict, (dict(self),)
 
-    def is_like(self, other: Tensors) -> bool:
+    def has_layout_of(self, other: Tensors) -> bool:
         """Whether the other is known to have the same names, shapes and dtypes, in the same order."""
         return (
             isinstance(other, FlatTensors) and self.layout == other.layout and self.vector.dtype == other.vector.dtype
         )
 
-    def _closed(self, *_: Any, **__: Any) -> NoReturn:
+    def _raise_immutable(self, *_: Any, **__: Any) -> NoReturn:
         raise TypeError("these tensors are one vector; make a new dict of them")
 
-    __setitem__ = __delitem__ = __ior__ = update = setdefault = pop = popitem = clear = _closed
+    __setitem__ = __delitem__ = __ior__ = update = setdefault = pop = popitem = clear = _raise_immutable
 
 
 def layout_of(tensors: Tensors) -> Layout:
     return tuple((name, tensor.shape) for name, tensor in tensors.items())
 
 
-def copied(tensors: Tensors) -> Tensors:
+def copy_tensors(tensors: Tensors) -> Tensors:
     """A copy; as one vector, if all are of one floating-point type."""
     plain = [t.detach() for t in tensors.values()]
     if len({t.dtype for t in plain}) != 1 or not plain[0].is_floating_point():
         return {n: t.clone(memory_format=torch.contiguous_format) for n, t in zip(tensors, plain, strict=True)}
     vector = torch.cat([t.reshape(-1) for t in plain])
-    return FlatTensors(zip(tensors, apart(vector, plain), strict=True), vector)
+    return FlatTensors(zip(tensors, split_vector(vector, plain), strict=True), vector)
 
 
-def rowed(tensors: Tensors) -> Tensors:
+def flatten_if_contiguous(tensors: Tensors) -> Tensors:
     """The same, known to be one vector if they are."""
-    vector = side_by_side(list(tensors.values()))
+    vector = contiguous_vector(list(tensors.values()))
     return tensors if vector is None else FlatTensors(tensors.items(), vector)
 
 
-def side_by_side(tensors: Sequence[Tensor]) -> Tensor | None:
+def contiguous_vector(tensors: Sequence[Tensor]) -> Tensor | None:
     """The tensors as one vector that shares their memory, where they lie in it without a gap, in this order; else None.
 
     Only for as long as the tensors themselves are held: the vector does not keep all of them alive.
@@ -118,29 +118,29 @@ def side_by_side(tensors: Sequence[Tensor]) -> Tensor | None:
     return torch.from_numpy(as_strided(first.detach().reshape(-1).numpy(), (length,)))
 
 
-def apart(vector: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
+def split_vector(vector: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
     """Views of a vector with the shapes of `tensors`: what `side_by_side` put together."""
     pieces = torch.split(vector, [t.numel() for t in tensors])
     return [piece.view(t.shape) for piece, t in zip(pieces, tensors, strict=True)]
 
 
-def distance(tensors: Tensors, start: Tensors) -> float:
+def l2_distance(tensors: Tensors, start: Tensors) -> float:
     """‖tensors − start‖₂ over all floating-point tensors; where there is no start, the norm itself."""
-    if isinstance(tensors, FlatTensors) and isinstance(start, FlatTensors) and tensors.is_like(start):
-        return tensors.way_from(start)
+    if isinstance(tensors, FlatTensors) and isinstance(start, FlatTensors) and tensors.has_layout_of(start):
+        return tensors.distance_from(start)
     names = [n for n, t in tensors.items() if t.is_floating_point()]
     if not names:
         return 0.0
-    vector, origin = (side_by_side([group[n] for n in names if n in group]) for group in (tensors, start))
+    vector, origin = (contiguous_vector([group[n] for n in names if n in group]) for group in (tensors, start))
     if vector is not None and origin is not None and vector.shape == origin.shape:
-        return _between(vector, origin)
+        return _vector_distance(vector, origin)
     # One difference at a time: all at once would be another copy of the model.
     norms = [torch.linalg.vector_norm(tensors[n] - start[n] if n in start else tensors[n]) for n in names]
     return float(torch.linalg.vector_norm(torch.stack(norms).double()))
 
 
-def _between(vector: Tensor, origin: Tensor) -> float:
+def _vector_distance(vector: Tensor, origin: Tensor) -> float:
     if not vector.is_cpu:
         return float(torch.linalg.vector_norm(vector - origin))
-    moved = (v - o for v, o in zip(torch.split(vector, BLOCK), torch.split(origin, BLOCK), strict=True))
+    moved = (v - o for v, o in zip(torch.split(vector, BLOCK_SIZE), torch.split(origin, BLOCK_SIZE), strict=True))
     return math.sqrt(sum(float(torch.dot(m, m)) for m in moved))

@@ -9,25 +9,27 @@ from typing import Any
 from polyclinic.core.errors import Refused
 
 
-def _no_constant(name: str) -> float:
+def _reject_constant(name: str) -> float:
     raise ValueError(f"{name} is not JSON")
 
 
-def _finite(text: str) -> float:
+def _parse_finite(text: str) -> float:
     number = float(text)
     if math.isinf(number):
         raise ValueError(f"{text[:20]} is beyond every number")
     return number
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _reject_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
         raise ValueError("a key occurs twice")
     return found
 
 
-_JSON = json.JSONDecoder(parse_constant=_no_constant, parse_float=_finite, object_pairs_hook=_unique)
+_JSON = json.JSONDecoder(
+    parse_constant=_reject_constant, parse_float=_parse_finite, object_pairs_hook=_reject_duplicates
+)
 
 
 def parse_json(text: bytes, kind: str) -> dict[str, Any]:

@@ -33,13 +33,13 @@ def read_yaml(
     except OSError as error:
         raise RecipeError(f"cannot read the {what} {path}: {error.strerror}; {remedy}") from None
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise RecipeError(f"{path} cannot be read as YAML: {_yaml_problem(error)}") from None
+        raise RecipeError(f"{path} cannot be read as YAML: {_describe_yaml_error(error)}") from None
     if not isinstance(values, dict):
         raise RecipeError(f"{path} is not a {what}: it should hold keys such as {keys}")
     return values
 
 
-def _yaml_problem(error: Exception) -> str:
+def _describe_yaml_error(error: Exception) -> str:
     mark = getattr(error, "problem_mark", None)
     if mark is None:
         return " ".join(str(error).split())[:160]

@@ -5,6 +5,6 @@ from __future__ import annotations
 import re
 
 
-def slug(name: str) -> str:
+def slugify(name: str) -> str:
     """A name as part of a path."""
     return re.sub(r"\W+", "-", name.lower()).strip("-")[:100] or "method"

@@ -14,20 +14,20 @@ T = TypeVar("T")
 
 
 @cache
-def _adapter(kind: Any) -> TypeAdapter[Any]:
+def _type_adapter(kind: Any) -> TypeAdapter[Any]:
     return TypeAdapter(kind)  # takes longer to make than to use
 
 
-def validated(kind: type[T], values: Any, place: str = "") -> T:
+def validate_as(kind: type[T], values: Any, place: str = "") -> T:
     """`values` as a `kind`; what is wrong with them is one sentence about the key, below `place`."""
     try:
-        found: T = _adapter(cast(Any, kind)).validate_python(values)
+        found: T = _type_adapter(cast(Any, kind)).validate_python(values)
         return found
     except ValidationError as error:
-        raise RecipeError(_sentence(error, place)) from None
+        raise RecipeError(_format_error(error, place)) from None
 
 
-def _sentence(error: ValidationError, place: str) -> str:
+def _format_error(error: ValidationError, place: str) -> str:
     first = error.errors()[0]
     key = place + ".".join(str(step) for step in first["loc"])
     more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""

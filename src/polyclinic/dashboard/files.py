@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from polyclinic.config.recipe import Recipe
 from polyclinic.deploy.processes import STATUS
-from polyclinic.experiments.compare import PLANNED
+from polyclinic.experiments.compare import PLAN_FILE
 
 T = TypeVar("T")
 SIGNS = ("recipe.yaml", "ledger.jsonl", ".lock", STATUS)
@@ -40,17 +40,17 @@ class Reader:
         value: T = kept[1]
         return value
 
-    def rows(self, path: Path) -> list[dict[str, Any]]:
-        return self.read(path, _whole_rows) or []
+    def read_rows(self, path: Path) -> list[dict[str, Any]]:
+        return self.read(path, _parse_complete_rows) or []
 
-    def json(self, path: Path) -> Any:
+    def read_json(self, path: Path) -> Any:
         return self.read(path, lambda place: json.loads(place.read_bytes()))
 
-    def recipe(self, path: Path) -> Recipe | None:
+    def read_recipe(self, path: Path) -> Recipe | None:
         return self.read(path, Recipe.load)
 
 
-def _whole_rows(path: Path) -> list[dict[str, Any]]:
+def _parse_complete_rows(path: Path) -> list[dict[str, Any]]:
     """Up to the first that cannot be read: of the last, perhaps only a half is written."""
     rows = []
     for line in path.read_bytes().split(b"\n")[:-1]:
@@ -61,7 +61,7 @@ def _whole_rows(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def runs_in(folder: Path) -> Iterator[Path]:
+def find_runs(folder: Path) -> Iterator[Path]:
     """The runs' folders in a folder, or the folder itself; what lies within a run is not looked at."""
     found = 0
     for place, inner, files in os.walk(folder):
@@ -76,12 +76,12 @@ def runs_in(folder: Path) -> Iterator[Path]:
         inner[:] = [] if deep else sorted(name for name in inner if not name.startswith("."))
 
 
-def plans_in(folder: Path) -> Iterator[Path]:
+def find_plans(folder: Path) -> Iterator[Path]:
     """The lists of runs of comparisons in a folder."""
-    yield from sorted(path for depth in range(DEEPEST - 1) for path in folder.glob("*/" * depth + PLANNED))
+    yield from sorted(path for depth in range(DEEPEST - 1) for path in folder.glob("*/" * depth + PLAN_FILE))
 
 
-def last_written(folder: Path) -> float | None:
+def last_written_at(folder: Path) -> float | None:
     """When a run was last heard of."""
     times = []
     for name in ("ledger.jsonl", "metrics.jsonl", "recipe.yaml", "result.json", "snapshots"):
@@ -92,7 +92,7 @@ def last_written(folder: Path) -> float | None:
     return max(times, default=None)
 
 
-def at_work(folder: Path) -> bool | None:
+def is_locked(folder: Path) -> bool | None:
     """Whether another process holds the lock of a run's folder; None where the system does not say.
 
     It is only asked about: to try the lock would, for a moment, take it. Not for the process that runs: whoever closes

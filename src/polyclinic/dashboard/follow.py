@@ -12,13 +12,13 @@ from statistics import fmean
 from typing import Any
 
 from polyclinic.core.errors import PolyclinicError, StoreError
-from polyclinic.dashboard.files import Reader, at_work, last_written, plans_in, runs_in
+from polyclinic.dashboard.files import Reader, find_plans, find_runs, is_locked, last_written_at
 from polyclinic.dashboard.privacy_spent import Spent, SpentSoFar
 from polyclinic.dashboard.run import METRICS, PATIENCE, Curve, RunStatus, State
 from polyclinic.deploy.processes import read_status
-from polyclinic.experiments.compare import PLANNED
+from polyclinic.experiments.compare import PLAN_FILE
 from polyclinic.reporting.html.formatting import count
-from polyclinic.storage.run_files import named_failure
+from polyclinic.storage.run_files import explain_os_errors
 
 FRESH = 0.5
 """Seconds for which one look serves everybody who asks."""
@@ -42,70 +42,81 @@ class PageState:
             found.setdefault(run.method, []).append(run)
         return found
 
-    def of(self, *states: State) -> list[RunStatus]:
+    def runs_in_state(self, *states: State) -> list[RunStatus]:
         return [run for run in self.runs if run.state in states]
 
     @property
-    def now(self) -> RunStatus | None:
+    def current_run(self) -> RunStatus | None:
         """The run whose sites are shown: the only one, or the one at work."""
-        return self.runs[0] if self.single else next(iter(self.of("running")), None)
+        return self.runs[0] if self.single else next(iter(self.runs_in_state("running")), None)
 
     @property
-    def quiet(self) -> float | None:
+    def seconds_since_news(self) -> float | None:
         """Seconds since the last news of any run."""
-        return min((run.quiet for run in self.runs if run.quiet is not None), default=None)
+        return min((run.seconds_since_news for run in self.runs if run.seconds_since_news is not None), default=None)
 
     @property
     def state(self) -> State:
         if self.single:
             return self.runs[0].state
-        if not self.of("running", "finished", "failed", "stopped", "unreadable"):
+        if not self.runs_in_state("running", "finished", "failed", "stopped", "unreadable"):
             return "waiting"
-        between = self.of("waiting") and not self.of("stopped") and self.quiet is not None and self.quiet < PATIENCE
-        if self.of("running") or between:
+        between = (
+            self.runs_in_state("waiting")
+            and not self.runs_in_state("stopped")
+            and self.seconds_since_news is not None
+            and self.seconds_since_news < PATIENCE
+        )
+        if self.runs_in_state("running") or between:
             return "running"
-        if self.of("waiting", "stopped", "unreadable"):
+        if self.runs_in_state("waiting", "stopped", "unreadable"):
             return "stopped"
-        return "failed" if self.of("failed") else "finished"
+        return "failed" if self.runs_in_state("failed") else "finished"
 
     @property
     def sentence(self) -> str:
         """What goes on; new from round to round."""
         if self.single:
             return self.runs[0].sentence
-        ended = f"{len(self.of('finished'))} of {count(len(self.runs), 'run')} finished"
-        wrong = ", ".join(f"{len(found)} {state}" for state in ("failed", "unreadable") if (found := self.of(state)))
+        ended = f"{len(self.runs_in_state('finished'))} of {count(len(self.runs), 'run')} finished"
+        wrong = ", ".join(
+            f"{len(found)} {state}" for state in ("failed", "unreadable") if (found := self.runs_in_state(state))
+        )
         ended += f", {wrong}" if wrong else ""
         if self.state == "waiting":
             return "Not yet started."
-        if self.now is not None:
-            return f"Running: {ended}. {self.called(self.now)}: {self.now.sentence.removeprefix('Running: ')}"
+        if self.current_run is not None:
+            return f"Running: {ended}. {self.run_label(self.current_run)}: {self.current_run.sentence.removeprefix('Running: ')}"
         if self.state == "running":
             return f"Running: {ended}; the next is being prepared."
         return f"{self.state.capitalize()}: {ended}{'; no process is at work' if self.state == 'stopped' else ''}."
 
-    def called(self, run: RunStatus) -> str:
+    def run_label(self, run: RunStatus) -> str:
         return run.method if len(self.methods[run.method]) == 1 else f"{run.method}, run {run.number}"
 
     @property
-    def played(self) -> tuple[int, int]:
+    def rounds_played(self) -> tuple[int, int]:
         """Rounds, and of how many. Who stopped early plays no more."""
         over = ("finished", "failed", "unreadable")
-        return sum(r.done for r in self.runs), sum(r.done if r.state in over else r.rounds for r in self.runs)
+        return sum(r.rounds_done for r in self.runs), sum(
+            r.rounds_done if r.state in over else r.rounds for r in self.runs
+        )
 
     @property
     def seconds_left(self) -> float | None:
         """Of the run at work and of those to come, which take as long as others of their method, or as all do."""
         if self.single or self.state != "running":
             return self.runs[0].seconds_left if self.single else None
-        known = {name: [r.seconds_a_round for r in runs] for name, runs in self.methods.items()}
+        known = {name: [r.median_round_seconds for r in runs] for name, runs in self.methods.items()}
         each = {name: fmean(v) for name, found in known.items() if (v := [s for s in found if s is not None])}
         if not each:
             return None
         usual = fmean(each.values())
-        begun = [run.seconds_left for run in self.of("running")]
-        to_come = [run for run in self.of("waiting", "running") if run.seconds_left is None and not run.testing]
-        return sum(filter(None, begun)) + sum((r.rounds - r.done) * each.get(r.method, usual) for r in to_come)
+        begun = [run.seconds_left for run in self.runs_in_state("running")]
+        to_come = [
+            run for run in self.runs_in_state("waiting", "running") if run.seconds_left is None and not run.is_testing
+        ]
+        return sum(filter(None, begun)) + sum((r.rounds - r.rounds_done) * each.get(r.method, usual) for r in to_come)
 
     @property
     def cost(self) -> dict[str, Any]:
@@ -114,46 +125,48 @@ class PageState:
         names = ("bytes_down", "bytes_up", "seconds", "site_seconds", "refused", "failed")
         return {name: sum(one[name] for one in every) for name in names}
 
-    def curves(self, metric: str) -> dict[str, Curve]:
+    def curves_by_name(self, metric: str) -> dict[str, Curve]:
         """Of a run by itself; of a comparison by method, the mean over the seeds that have told of a round so far."""
         if self.single:
             return self.runs[0].curves[metric]
-        return {name: _mean([_first(run.curves[metric]) for run in runs]) for name, runs in self.methods.items()}
+        return {
+            name: _mean_curve([_first_curve(run.curves[metric]) for run in runs]) for name, runs in self.methods.items()
+        }
 
-    def times(self) -> dict[str, Curve]:
+    def seconds_by_method(self) -> dict[str, Curve]:
         """Seconds that rounds took, by method."""
-        return {name: _mean([run.times for run in runs]) for name, runs in self.methods.items()}
+        return {name: _mean_curve([run.round_times for run in runs]) for name, runs in self.methods.items()}
 
-    def facts(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
         """For programs."""
-        played, total = self.played
+        played, total = self.rounds_played
         found: dict[str, Any] = {
             "title": self.title,
             "kind": "run" if self.single else "comparison",
             "state": self.state,
             "sentence": self.sentence,
-            "round": self.runs[0].round if self.single else played,
+            "round": self.runs[0].current_round if self.single else played,
             "rounds": self.runs[0].rounds if self.single else total,
             "seconds_left": self.seconds_left,
-            "seconds_since_news": self.quiet,
+            "seconds_since_news": self.seconds_since_news,
             "cost": self.cost,
-            "curves": {metric: self.curves(metric) for metric in METRICS},
-            "runs": [run.facts() | self._private(run) for run in self.runs],
+            "curves": {metric: self.curves_by_name(metric) for metric in METRICS},
+            "runs": [run.to_json() | self._privacy_json(run) for run in self.runs],
         }
-        if self.now is not None:
-            found["sites"] = [vars(stay) for stay in self.now.sites]
-            found["failures"] = [vars(failure) for failure in self.now.failures]
+        if self.current_run is not None:
+            found["sites"] = [vars(stay) for stay in self.current_run.sites]
+            found["failures"] = [vars(failure) for failure in self.current_run.failures]
         return found
 
-    def _private(self, run: RunStatus) -> dict[str, Any]:
-        return {"privacy": self.spent[run].facts() if run in self.spent else None}
+    def _privacy_json(self, run: RunStatus) -> dict[str, Any]:
+        return {"privacy": self.spent[run].to_json() if run in self.spent else None}
 
 
-def _first(curves: Mapping[str, Curve]) -> Curve:
+def _first_curve(curves: Mapping[str, Curve]) -> Curve:
     return next(iter(curves.values()), ())
 
 
-def _mean(curves: Sequence[Curve]) -> Curve:
+def _mean_curve(curves: Sequence[Curve]) -> Curve:
     values: dict[int, list[float]] = {}
     for curve in curves:
         for round, value in curve:
@@ -167,9 +180,9 @@ class Follower:
     def __init__(self, folder: Path) -> None:
         if not folder.is_dir():
             raise StoreError(f"there is no folder {folder}; {GIVE}")
-        with named_failure(folder, "read", GIVE):
+        with explain_os_errors(folder, "read", GIVE):
             empty = not any(folder.iterdir())
-        if not empty and not any(runs_in(folder)) and not any(plans_in(folder)):
+        if not empty and not any(find_runs(folder)) and not any(find_plans(folder)):
             raise StoreError(f"{folder} holds no run (recipe.yaml is missing); {GIVE}")
         self.folder = folder.resolve()
         self._reader, self._purse, self._lock = Reader(), SpentSoFar(), threading.Lock()
@@ -177,95 +190,101 @@ class Follower:
         self._seen: PageState | None = None
         self._until = 0.0
 
-    def look(self) -> PageState:
+    def read_state(self) -> PageState:
         """The folder as it is now."""
         with self._lock:
             if self._seen is None or time.monotonic() > self._until:
-                self._seen = self._look()
+                self._seen = self._read_folder()
                 self._until = time.monotonic() + FRESH
             return self._seen
 
-    def _look(self) -> PageState:
-        places = list(runs_in(self.folder))
-        runs = [] if places == [self.folder] else list(self._several(places))
+    def _read_folder(self) -> PageState:
+        places = list(find_runs(self.folder))
+        runs = [] if places == [self.folder] else list(self._read_runs(places))
         single = not runs
         if single:
-            runs = [self._run(self.folder, self._label(self.folder))]
-        known = self._plan(self.folder / PLANNED).get("title") or self._label(self.folder)
-        spent = {run: found for run in runs if (found := self._price(run)) is not None}
+            runs = [self._read_run(self.folder, self._folder_label(self.folder))]
+        known = self._read_plan(self.folder / PLAN_FILE).get("title") or self._folder_label(self.folder)
+        spent = {run: found for run in runs if (found := self._price_run(run)) is not None}
         return PageState(runs[0].method if single else str(known), tuple(runs), single, spent)
 
-    def _several(self, places: Sequence[Path]) -> Iterator[RunStatus]:
+    def _read_runs(self, places: Sequence[Path]) -> Iterator[RunStatus]:
         """Runs as their comparisons planned them, then those that no plan names."""
-        planned = self._planned()
+        planned = self._planned_runs()
         numbers: dict[str, int] = {}
         for place in dict.fromkeys([*planned, *places]):
-            method, rounds = planned.get(place) or (self._label(place), 0)
+            method, rounds = planned.get(place) or (self._folder_label(place), 0)
             numbers[method] = numbers.get(method, 0) + 1
-            yield self._run(place, method, numbers[method], rounds)
+            yield self._read_run(place, method, numbers[method], rounds)
 
-    def _planned(self) -> dict[Path, tuple[str, int]]:
+    def _planned_runs(self) -> dict[Path, tuple[str, int]]:
         """By folder: the method, and its rounds."""
         found: dict[Path, tuple[str, int]] = {}
-        for path in plans_in(self.folder):
+        for path in find_plans(self.folder):
             above = path.parent.relative_to(self.folder).as_posix()
-            for row in self._plan(path).get("runs", ()):
+            for row in self._read_plan(path).get("runs", ()):
                 name = row["method"] if above == "." else f"{above}: {row['method']}"
                 place = (path.parent / row["folder"]).resolve()
                 if place.is_relative_to(self.folder):
                     found[place] = str(name), int(row["rounds"])
         return found
 
-    def _plan(self, path: Path) -> dict[str, Any]:
+    def _read_plan(self, path: Path) -> dict[str, Any]:
         """Nothing where it is damaged: the runs that have begun are found all the same."""
         try:
-            found = self._reader.json(path)
+            found = self._reader.read_json(path)
             return found if {"method", "folder", "rounds"} <= set.intersection(*map(set, found["runs"])) else {}
         except (OSError, ValueError, KeyError, TypeError):
             return {}
 
-    def _label(self, place: Path) -> str:
+    def _folder_label(self, place: Path) -> str:
         """Without the seed, of which a comparison names the last folder."""
         if place.name.startswith("seed-"):
             place = place.parent
         return place.name if place in (self.folder, self.folder.parent) else place.relative_to(self.folder).as_posix()
 
-    def _run(self, folder: Path, method: str, number: int = 1, rounds: int = 0) -> RunStatus:
+    def _read_run(self, folder: Path, method: str, number: int = 1, rounds: int = 0) -> RunStatus:
         try:
-            before = at_work(folder)  # asked twice: a run may begin or end while its files are being read
-            recipe = self._reader.recipe(folder / "recipe.yaml")
+            before = is_locked(folder)  # asked twice: a run may begin or end while its files are being read
+            recipe = self._reader.read_recipe(folder / "recipe.yaml")
             found = RunStatus(
                 recipe.name if recipe is not None and folder == self.folder else method,
                 number,
                 recipe.rounds if recipe is not None else rounds,
                 recipe,
-                self._reader.json(folder / "result.json"),
-                self._reader.rows(folder / "ledger.jsonl"),
-                self._reader.rows(folder / "metrics.jsonl"),
+                self._reader.read_json(folder / "result.json"),
+                self._reader.read_rows(folder / "ledger.jsonl"),
+                self._reader.read_rows(folder / "metrics.jsonl"),
                 read_status(folder),
-                before or at_work(folder),
-                last_written(folder),
+                before or is_locked(folder),
+                last_written_at(folder),
             )
-            return self._settled(folder, found)
+            return self._reuse_unchanged(folder, found)
         except (PolyclinicError, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             return RunStatus(method, number, rounds, problem=f"{type(error).__name__}, {error}".rstrip("."))
 
-    def _settled(self, folder: Path, run: RunStatus) -> RunStatus:
+    def _reuse_unchanged(self, folder: Path, run: RunStatus) -> RunStatus:
         """The run as it was already, with all that has been computed of it, if no file has changed."""
         before = self._runs.get(folder)
-        if before is not None and all(_same(vars(run)[f.name], vars(before)[f.name]) for f in fields(run)):
+        if before is not None and all(_is_same(vars(run)[f.name], vars(before)[f.name]) for f in fields(run)):
             return before
-        _ = run.facts(), run.sites, run.failures, run.curves, run.by_site  # whatever is wrong with its files shows here
+        _ = (
+            run.to_json(),
+            run.sites,
+            run.failures,
+            run.curves,
+            run.by_site,
+        )  # whatever is wrong with its files shows here
         self._runs[folder] = run
         return run
 
-    def _price(self, run: RunStatus) -> Spent | None:
+    def _price_run(self, run: RunStatus) -> Spent | None:
         try:
-            return self._purse.of(run)
+            return self._purse.spent_by(run)
         except (PolyclinicError, KeyError, TypeError, ValueError):
             return None
 
 
-def _same(one: Any, other: Any) -> bool:
+def _is_same(one: Any, other: Any) -> bool:
     """Of long lists: whether they are the very same, as a reader hands them out."""
     return one is other if isinstance(one, list) else bool(one == other)

@@ -12,8 +12,8 @@ from polyclinic.core.contract import Stream
 from polyclinic.core.errors import RecipeError
 from polyclinic.dashboard.run import RunStatus
 from polyclinic.federation.privacy_budget import PrivacyBudget
-from polyclinic.privacy.plan import Plan, PrivacyConfig
-from polyclinic.runs.privacy_plan import placeholder
+from polyclinic.privacy.plan import PrivacyConfig, PrivacyPlan
+from polyclinic.runs.privacy_plan import placeholder_private
 
 SHARE = 0.05
 """Of the time, at most, that goes into pricing: long runs are dear to price, and the processor is the run's."""
@@ -33,7 +33,7 @@ class Spent:
     over: bool = False
     """Told by the run itself, at its end."""
 
-    def facts(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
         told = {"epsilon": self.epsilon, "delta": self.wish.delta, "unit": self.wish.unit, "allowed": self.wish.epsilon}
         return told | {"charged_to_round": self.round, "caveat": self.caveat, "leaves_out": self.beside}
 
@@ -44,25 +44,25 @@ class SpentSoFar:
     def __init__(self) -> None:
         self._known: dict[tuple[str, int], tuple[int, Spent, float]] = {}
 
-    def of(self, run: RunStatus) -> Spent | None:
+    def spent_by(self, run: RunStatus) -> Spent | None:
         wish = run.recipe.privacy if run.recipe is not None else None
         if wish is None or run.recipe is None:
             return None
         if run.summary is not None:
-            return _told(run.summary, wish)
+            return _spent_when_finished(run.summary, wish)
         key, charges = (run.method, run.number), [row for row in run.ledger if row["event"] == "charge"]
         known = self._known.get(key)
         rested = known is not None and (time.monotonic() >= known[2] or run.state != "running")
         if known is None or (known[0] != len(charges) and rested):
             began = time.monotonic()
-            spent = _priced(run, wish, charges)
+            spent = _price_charges(run, wish, charges)
             ended = time.monotonic()
             rest = (ended - began) / SHARE if known is not None else 0.0  # at first, accountants are being loaded
             known = self._known[key] = len(charges), spent, ended + rest
         return known[1]
 
 
-def _told(summary: Mapping[str, Any], wish: PrivacyConfig) -> Spent | None:
+def _spent_when_finished(summary: Mapping[str, Any], wish: PrivacyConfig) -> Spent | None:
     """By a finished run itself."""
     found = summary.get("privacy")
     if not found:
@@ -70,22 +70,22 @@ def _told(summary: Mapping[str, Any], wish: PrivacyConfig) -> Spent | None:
     return Spent(found["epsilon"][found["accountant"]], wish, int(summary["rounds"]), found["caveat"], over=True)
 
 
-def _priced(run: RunStatus, wish: PrivacyConfig, charges: Sequence[Mapping[str, Any]]) -> Spent:
+def _price_charges(run: RunStatus, wish: PrivacyConfig, charges: Sequence[Mapping[str, Any]]) -> Spent:
     assert run.recipe is not None
-    plan = Plan(wish, noise=0.0, rounds=(), holdings={}, jobs={}, holders=wish.holders or 1)
+    plan = PrivacyPlan(wish, noise=0.0, rounds=(), site_sizes={}, jobs={}, max_sites_per_record=wish.holders or 1)
     guard = PrivacyBudget(plan, Stream(0))
-    guard.recall(charges)
+    guard.load_charges(charges)
     try:
-        epsilon: float | None = plan.price(guard.spent())
+        epsilon: float | None = plan.worst_epsilon(guard.total_spends())
     except RecipeError:
         epsilon = None
-    caveat = run.recipe.algorithm_of(placeholder(wish)).no_guarantee_reason() if wish.unit != "site" else ""
+    caveat = run.recipe.build_algorithm(placeholder_private(wish)).no_guarantee_reason() if wish.unit != "site" else ""
     paid = max((int(row["round"]) for row in charges if row.get("privacy")), default=0)
     known = epsilon is not None and math.isfinite(epsilon)
-    return Spent(epsilon if known else None, wish, paid, caveat, _left_out(wish))
+    return Spent(epsilon if known else None, wish, paid, caveat, _describe_left_out(wish))
 
 
-def _left_out(wish: PrivacyConfig) -> str:
+def _describe_left_out(wish: PrivacyConfig) -> str:
     told = []
     if wish.unit != "site" and wish.holders is None:
         told.append(f"what more it costs one {wish.unit} that is at several sites")

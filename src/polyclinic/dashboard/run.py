@@ -11,11 +11,11 @@ from typing import Any, Literal, get_args
 
 from polyclinic.config.recipe import Recipe
 from polyclinic.core.contract import SiteId
-from polyclinic.evaluation.summary import cost, progress
+from polyclinic.evaluation.summary import metric_by_cluster, sum_costs
 from polyclinic.federation.round_log import HELD_OUT
 from polyclinic.reporting.html.formatting import duration
 from polyclinic.reporting.html.sections.costs import WRONG
-from polyclinic.storage.journal import with_interrupted
+from polyclinic.storage.journal import add_interrupted_rounds
 
 State = Literal["finished", "running", "waiting", "failed", "stopped", "unreadable"]
 STATES: tuple[State, ...] = get_args(State)
@@ -74,7 +74,7 @@ class RunStatus:
     problem: str = ""
 
     @property
-    def quiet(self) -> float | None:
+    def seconds_since_news(self) -> float | None:
         """Seconds since the last news."""
         return None if self.written is None else max(0.0, time.time() - self.written)
 
@@ -86,12 +86,12 @@ class RunStatus:
             return "finished"
         if self.ledger and self.ledger[-1]["event"] == "failed round":
             return "failed"
-        if self.working or (self.working is None and self.quiet is not None and not self.slow):
+        if self.working or (self.working is None and self.seconds_since_news is not None and not self.is_slow):
             return "running"
         return "stopped" if self.ledger else "waiting"
 
     @cached_property
-    def _place(self) -> tuple[int, int]:
+    def _last_rounds(self) -> tuple[int, int]:
         """The last round that counts, and the last that was begun: who resumes may go back some rounds."""
         done = begun = 0
         for row in self.ledger:
@@ -102,80 +102,84 @@ class RunStatus:
         return min(done, self.rounds), begun
 
     @property
-    def done(self) -> int:
-        return int(self.summary["rounds"]) if self.summary is not None else self._place[0]
+    def rounds_done(self) -> int:
+        return int(self.summary["rounds"]) if self.summary is not None else self._last_rounds[0]
 
     @property
-    def testing(self) -> bool:
+    def is_testing(self) -> bool:
         """All rounds are played, the final model is being tested."""
         tested = bool(self.ledger) and self.ledger[-1]["event"] == "evaluation"
-        return self.state == "running" and (tested or self._place[1] > self.rounds)
+        return self.state == "running" and (tested or self._last_rounds[1] > self.rounds)
 
     @property
-    def round(self) -> int:
+    def current_round(self) -> int:
         """The round that is being played, or the last that was."""
-        return self.done if self.state == "finished" else min(max(self._place), self.rounds)
+        return self.rounds_done if self.state == "finished" else min(max(self._last_rounds), self.rounds)
 
     @cached_property
-    def times(self) -> Curve:
+    def round_times(self) -> Curve:
         """How long each round took."""
         return [(int(row["round"]), float(row["seconds"])) for row in self.ledger if row["event"] == "round"]
 
     @property
-    def seconds_a_round(self) -> float | None:
-        return median(seconds for _, seconds in self.times[-RECENT:]) if self.times else None
+    def median_round_seconds(self) -> float | None:
+        return median(seconds for _, seconds in self.round_times[-RECENT:]) if self.round_times else None
 
     @property
     def seconds_left(self) -> float | None:
         """Of the rounds alone; None as long as no round tells, or where nothing goes on."""
-        each = self.seconds_a_round
-        if self.state != "running" or each is None or self.testing:
+        each = self.median_round_seconds
+        if self.state != "running" or each is None or self.is_testing:
             return None
-        begun = min(self.quiet or 0.0, each) if self.round > self.done else 0.0
-        return max(0.0, each * (self.rounds - self.done) - begun)
+        begun = min(self.seconds_since_news or 0.0, each) if self.current_round > self.rounds_done else 0.0
+        return max(0.0, each * (self.rounds - self.rounds_done) - begun)
 
     @property
-    def slow(self) -> bool:
+    def is_slow(self) -> bool:
         """Whether the last news is older than rounds usually take."""
-        return self.quiet is not None and self.quiet > max(
-            PATIENCE, 3 * max((seconds for _, seconds in self.times), default=0.0)
+        return self.seconds_since_news is not None and self.seconds_since_news > max(
+            PATIENCE, 3 * max((seconds for _, seconds in self.round_times), default=0.0)
         )
 
     @property
     def sentence(self) -> str:
         """What goes on. It changes from round to round and not from second to second: it is read aloud."""
-        played = f"{self.done} of {self.rounds} rounds"
+        played = f"{self.rounds_done} of {self.rounds} rounds"
         if self.state == "unreadable":
             return f"Its files cannot be read: {self.problem}."
         if self.state == "waiting":
             waits = (self.status or {}).get("state") == "waiting for sites" and (self.status or {}).get("alive")
             return "Waiting for sites to connect." if waits else "Not yet started."
         if self.state == "finished":
-            return f"Finished: {played} played{self._early()}."
+            return f"Finished: {played} played{self._describe_early_stop()}."
         if self.state == "failed":
             row = self.ledger[-1]
             return f"Failed in round {row['round']} of {self.rounds}: too few updates could be accepted."
         if self.state == "stopped":
             still = "no process is at work" if self.working is False else "nothing is written any more"
             return f"Stopped after {played}: {still}."
-        if self.testing:
+        if self.is_testing:
             return f"Running: all rounds are played ({played}), the final model is being tested."
-        return f"Running: round {self.round} of {self.rounds}." if self.round else "Running: images are being prepared."
+        return (
+            f"Running: round {self.current_round} of {self.rounds}."
+            if self.current_round
+            else "Running: images are being prepared."
+        )
 
-    def _early(self) -> str:
+    def _describe_early_stop(self) -> str:
         assert self.summary is not None
         if (self.summary.get("privacy") or {}).get("stopped_by_budget"):
             return "; the next would have cost more privacy than was allowed"
         return "; it stopped early, as the recipe asks" if self.summary.get("stopped_early") else ""
 
     @cached_property
-    def costs(self) -> Sequence[Mapping[str, Any]]:
+    def charged_ledger(self) -> Sequence[Mapping[str, Any]]:
         """The ledger, with what rounds may have cost that were cut short."""
-        return with_interrupted(self.ledger)
+        return add_interrupted_rounds(self.ledger)
 
     @cached_property
     def cost(self) -> dict[str, Any]:
-        return cost(self.costs)
+        return sum_costs(self.charged_ledger)
 
     @cached_property
     def sites(self) -> list[SiteStatus]:
@@ -186,10 +190,10 @@ class RunStatus:
         for row in self.rows:
             if row["event"] == "train" and row.get("outcome") == "accepted":
                 counted.setdefault(row["site"], []).append(int(row["round"]))
-        return [self._stay(site, counted.get(site, []), there.get(site, {})) for site in names]
+        return [self._site_status(site, counted.get(site, []), there.get(site, {})) for site in names]
 
-    def _stay(self, site: SiteId, counted: Sequence[int], there: Mapping[str, Any]) -> SiteStatus:
-        notes = self._notes.get(site, [])
+    def _site_status(self, site: SiteId, counted: Sequence[int], there: Mapping[str, Any]) -> SiteStatus:
+        notes = self._ledger_by_site.get(site, [])
         outcomes = [note.get("outcome") for note in notes]
         alive = bool((self.status or {}).get("alive"))
         return SiteStatus(
@@ -205,9 +209,9 @@ class RunStatus:
         )
 
     @cached_property
-    def _notes(self) -> dict[SiteId, list[Mapping[str, Any]]]:
+    def _ledger_by_site(self) -> dict[SiteId, list[Mapping[str, Any]]]:
         found: dict[SiteId, list[Mapping[str, Any]]] = {}
-        for row in self.costs:
+        for row in self.charged_ledger:
             for site, note in row["sites"].items() if isinstance(row.get("sites"), dict) else ():
                 found.setdefault(site, []).append(note)
         return found
@@ -229,24 +233,28 @@ class RunStatus:
     @cached_property
     def curves(self) -> dict[str, dict[str, Curve]]:
         """By metric: on validation images, over all sites, or those of a cluster; and on test images of no site."""
-        return {metric: self._curves(metric) for metric in METRICS}
+        return {metric: self._metric_curves(metric) for metric in METRICS}
 
-    def _curves(self, metric: str) -> dict[str, Curve]:
-        clusters = progress(self.rows, metric)
+    def _metric_curves(self, metric: str) -> dict[str, Curve]:
+        clusters = metric_by_cluster(self.rows, metric)
         found: dict[str, Curve] = {f"cluster {name}": told for name, told in clusters.items() if name}
         if found:
-            clusters = progress([{**row, "cluster": ""} for row in self.rows], metric)
-        whole = self._last(metric, clusters.get("", []))
+            clusters = metric_by_cluster([{**row, "cluster": ""} for row in self.rows], metric)
+        whole = self._append_final(metric, clusters.get("", []))
         apart = [row for row in self.rows if row["event"] == "evaluate" and row["site"] == HELD_OUT]
         held_out = [(int(row["round"]), float(row[metric])) for row in apart if row.get(metric) is not None]
         return {name: told for name, told in ({ALL: whole} | found | {APART: held_out}).items() if told}
 
-    def _last(self, metric: str, told: Curve) -> Curve:
+    def _append_final(self, metric: str, told: Curve) -> Curve:
         """With the final model's point, which no later round tells of."""
         merged = (self.summary or {}).get("merged", {})
         models = (merged.get(model, {}).get("validation", {}) for model in ("personal", "global"))
         last = next((found[metric] for found in models if found.get(metric) is not None), None)
-        return [*told, (self.done, float(last))] if told and last is not None and told[-1][0] < self.done else told
+        return (
+            [*told, (self.rounds_done, float(last))]
+            if told and last is not None and told[-1][0] < self.rounds_done
+            else told
+        )
 
     @cached_property
     def by_site(self) -> dict[SiteId, Curve]:
@@ -254,26 +262,26 @@ class RunStatus:
         rows: dict[SiteId, list[Mapping[str, Any]]] = {}
         for row in self.rows:
             rows.setdefault(row["site"], []).append(row)
-        told = {site: progress(mine, "accuracy") for site, mine in rows.items()}
+        told = {site: metric_by_cluster(mine, "accuracy") for site, mine in rows.items()}
         return {site: sorted(point for part in found.values() for point in part) for site, found in told.items()}
 
-    def facts(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
         """For programs."""
         return {
             "method": self.method,
             "run": self.number,
             "state": self.state,
             "sentence": self.sentence,
-            "round": self.round,
-            "done": self.done,
+            "round": self.current_round,
+            "done": self.rounds_done,
             "rounds": self.rounds,
-            "seconds_a_round": self.seconds_a_round,
+            "seconds_a_round": self.median_round_seconds,
             "seconds_left": self.seconds_left,
-            "seconds_since_news": self.quiet,
+            "seconds_since_news": self.seconds_since_news,
             "cost": self.cost,
         }
 
 
-def ago(seconds: float) -> str:
+def format_ago(seconds: float) -> str:
     """Whole seconds, where they are few."""
     return f"{seconds:.0f} s" if seconds < 100 else duration(seconds)

@@ -22,8 +22,8 @@ from urllib.parse import parse_qs, urlsplit
 
 from polyclinic.core.errors import EngineError, RecipeError
 from polyclinic.dashboard.follow import Follower, PageState
-from polyclinic.dashboard.page import POLICY, kind, page, parts, title
-from polyclinic.deploy.config import host_and_port, is_loopback
+from polyclinic.dashboard.page import POLICY, page_kind, render_page, render_parts, tab_title
+from polyclinic.deploy.config import is_loopback, join_host_port
 
 TOKEN = re.compile(r"[A-Za-z0-9._~-]{16,200}")
 HEADERS = {
@@ -54,10 +54,10 @@ class BoardServer(ThreadingHTTPServer):
         self.server_name, self.server_port = self.host, int(self.server_address[1])
 
     @property
-    def url(self) -> str:
+    def board_url(self) -> str:
         """What to open; with the token, which the browser then keeps."""
         name = socket.gethostname() if self.host in ("0.0.0.0", "::") else self.host
-        return f"http://{host_and_port(name, self.server_port)}/" + (f"?token={self.token}" if self.token else "")
+        return f"http://{join_host_port(name, self.server_port)}/" + (f"?token={self.token}" if self.token else "")
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A browser that has gone away is nobody's mistake."""
@@ -75,15 +75,15 @@ class Handler(BaseHTTPRequestHandler):
         """Read the request, and refuse it here if it is not for us: whatever its method."""
         if not super().parse_request():
             return False
-        refusal = self._refusal()
+        refusal = self._check_request()
         if refusal is not None:
-            self.send(*refusal)
+            self.send_text(*refusal)
         return refusal is None
 
-    def _refusal(self) -> tuple[HTTPStatus, str] | None:
-        if not self._meant():
+    def _check_request(self) -> tuple[HTTPStatus, str] | None:
+        if not self._is_for_this_host():
             return HTTPStatus.FORBIDDEN, "This board answers to the name of this machine alone (localhost)."
-        if not self._admitted():
+        if not self._is_authorised():
             return HTTPStatus.UNAUTHORIZED, (
                 "This board needs its token: paste the address that polyclinic board has printed into the address bar, "
                 "or send the header Authorization: Bearer TOKEN."
@@ -92,7 +92,7 @@ class Handler(BaseHTTPRequestHandler):
             return HTTPStatus.METHOD_NOT_ALLOWED, "This board is only looked at: GET."
         return None
 
-    def _meant(self) -> bool:
+    def _is_for_this_host(self) -> bool:
         """A foreign page may have its own name lead here (DNS rebinding); then the browser tells that name."""
         if not is_loopback(self.server.host):
             return True  # there the token says who may look
@@ -103,16 +103,16 @@ class Handler(BaseHTTPRequestHandler):
             return False
         return name is not None and is_loopback(name)
 
-    def _admitted(self) -> bool:
+    def _is_authorised(self) -> bool:
         if self.server.token is None:
             return True
         kind, _, bearer = self.headers.get("Authorization", "").partition(" ")
-        return any(map(self._is_token, (bearer if kind == "Bearer" else "", self._cookie(), self._asked_with())))
+        return any(map(self._is_token, (bearer if kind == "Bearer" else "", self._cookie_token(), self._query_token())))
 
     def _is_token(self, given: str) -> bool:
         return hmac.compare_digest(given.encode(errors="replace"), (self.server.token or "").encode())
 
-    def _cookie(self) -> str:
+    def _cookie_token(self) -> str:
         try:
             kept = SimpleCookie(self.headers.get("Cookie", "")).get(self._cookie_name)
         except CookieError:
@@ -124,24 +124,26 @@ class Handler(BaseHTTPRequestHandler):
         """With the port, since browsers do not keep those of one machine apart by it."""
         return f"polyclinic-{self.server.server_port}"
 
-    def _asked_with(self) -> str:
+    def _query_token(self) -> str:
         """A token in the address of the page, there and nowhere else."""
         where, _, query = self.path.partition("?")
         return parse_qs(query).get("token", [""])[-1] if where == "/" else ""
 
     def do_GET(self) -> None:
         where = self.path.partition("?")[0]
-        if where == "/" and self.server.token is not None and self._is_token(self._asked_with()):
+        if where == "/" and self.server.token is not None and self._is_token(self._query_token()):
             kept = f"{self._cookie_name}={self.server.token}; Path=/; HttpOnly; SameSite=Strict"
-            self.send(HTTPStatus.SEE_OTHER, "", more={"Location": "/", "Set-Cookie": kept})
+            self.send_text(HTTPStatus.SEE_OTHER, "", more={"Location": "/", "Set-Cookie": kept})
         elif where == "/":
-            self.send(HTTPStatus.OK, page(self.server.follower.look()), "text/html")
+            self.send_text(HTTPStatus.OK, render_page(self.server.follower.read_state()), "text/html")
         elif where == "/state.json":
-            self.send(HTTPStatus.OK, news(self.server.follower.look()), "application/json")
+            self.send_text(HTTPStatus.OK, state_json(self.server.follower.read_state()), "application/json")
         else:
-            self.send(HTTPStatus.NOT_FOUND, "There is nothing here but / and /state.json.")
+            self.send_text(HTTPStatus.NOT_FOUND, "There is nothing here but / and /state.json.")
 
-    def send(self, status: HTTPStatus, text: str, kind: str = "text/plain", more: dict[str, str] | None = None) -> None:
+    def send_text(
+        self, status: HTTPStatus, text: str, kind: str = "text/plain", more: dict[str, str] | None = None
+    ) -> None:
         data = text.encode()
         self.send_response(status)
         given = {"Content-Type": f"{kind}; charset=utf-8", "Content-Length": str(len(data)), **(more or {})}
@@ -167,10 +169,10 @@ class Handler(BaseHTTPRequestHandler):
 
 
 @lru_cache(maxsize=2)  # a look serves everybody who asks at the time
-def news(view: PageState) -> str:
+def state_json(view: PageState) -> str:
     """The state for programs, and for the page what to put where."""
-    words = {"state": view.sentence, "title": view.title, "kind": kind(view)}
-    told = view.facts() | {"parts": parts(view), "words": words, "tab": title(view)}
+    words = {"state": view.sentence, "title": view.title, "kind": page_kind(view)}
+    told = view.to_json() | {"parts": render_parts(view), "words": words, "tab": tab_title(view)}
     return json.dumps(told, allow_nan=False)
 
 
@@ -189,10 +191,12 @@ def open_board(folder: Path, host: str = "127.0.0.1", port: int = 8765, token: s
     try:
         return BoardServer(follower, host, port, token)
     except OSError as error:
-        raise EngineError(f"the board cannot listen on {host_and_port(host, port)}: {_why(error)}") from None
+        raise EngineError(
+            f"the board cannot listen on {join_host_port(host, port)}: {_explain_listen_error(error)}"
+        ) from None
 
 
-def _why(error: OSError) -> str:
+def _explain_listen_error(error: OSError) -> str:
     if error.errno == errno.EADDRINUSE:
         return "another program has that port; choose one with --port, or 0 for any that is free"
     if error.errno == errno.EACCES:

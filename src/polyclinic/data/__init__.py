@@ -8,28 +8,28 @@ from pathlib import Path
 from typing import Any
 
 from polyclinic.core.contract import Stream
-from polyclinic.data.builtin.digits import DigitsOptions, digits
-from polyclinic.data.builtin.phantom import PhantomOptions, phantom
+from polyclinic.data.builtin.digits import DigitsOptions, load_digit_images
+from polyclinic.data.builtin.phantom import PhantomOptions, generate_phantom
 from polyclinic.data.data_dir import data_folder
-from polyclinic.data.datasets import SETS, NamedSet
+from polyclinic.data.datasets import SETS, PublicDataset
 from polyclinic.data.datasets.user_data import (
     FolderOptions,
-    OwnOptions,
-    SeveralOptions,
+    MultiOptions,
     TableOptions,
-    own_folder,
-    own_npz,
-    own_table,
-    several,
+    UserDataOptions,
+    read_multi,
+    read_user_folder,
+    read_user_npz,
+    read_user_table,
 )
 from polyclinic.data.examples import Collection, Images, Selection, SiteData, concatenate
-from polyclinic.data.loading.load import for_parts, load
+from polyclinic.data.loading.load import load_collection, restrict_to_parts
 from polyclinic.data.loading.options import ImageOptions
 from polyclinic.data.options import Options
-from polyclinic.data.partitioning.federate import SiteSummary, describe, federate
+from polyclinic.data.partitioning.federate import SiteSummary, build_site_data, summarise_sites
 from polyclinic.data.partitioning.partition import PARTITIONS, Natural, Partition
 from polyclinic.data.records import Listing
-from polyclinic.data.splits import Fractions, split
+from polyclinic.data.splits import Fractions, split_by_patient
 
 __all__ = [
     "DATASETS",
@@ -44,11 +44,11 @@ __all__ = [
     "Selection",
     "SiteData",
     "SiteSummary",
+    "build_site_data",
     "concatenate",
     "data_folder",
-    "describe",
-    "federate",
-    "split",
+    "split_by_patient",
+    "summarise_sites",
 ]
 
 
@@ -67,54 +67,60 @@ class Dataset:
     """(options, data folder) -> what is listed, nothing opened; None where images are not files."""
 
 
-def _in_parts(read: Callable[[Any, Path | None], Listing]) -> Callable[[Any, Path | None], Listing]:
-    return lambda options, folder: for_parts(read(options, folder), getattr(options, "official_parts", None))
+def _limit_to_parts(read: Callable[[Any, Path | None], Listing]) -> Callable[[Any, Path | None], Listing]:
+    return lambda options, folder: restrict_to_parts(read(options, folder), getattr(options, "official_parts", None))
 
 
-def _read(named: NamedSet) -> Callable[[Any, Path | None], Listing]:
+def _public_reader(named: PublicDataset) -> Callable[[Any, Path | None], Listing]:
     def read(options: Any, folder: Path | None) -> Listing:
         return named.read(options, data_folder(folder) / (named.folder or named.name))
 
-    return _in_parts(read)
+    return _limit_to_parts(read)
 
 
-def _loading(read: Callable[[Any, Path | None], Listing]) -> Callable[[Any, Stream, Path | None], Collection]:
-    return lambda options, stream, folder: load(read(options, folder), options, stream)
+def _build_loader(read: Callable[[Any, Path | None], Listing]) -> Callable[[Any, Stream, Path | None], Collection]:
+    return lambda options, stream, folder: load_collection(read(options, folder), options, stream)
 
 
-def _public(named: NamedSet) -> Dataset:
-    read = _read(named)
+def _public_dataset(named: PublicDataset) -> Dataset:
+    read = _public_reader(named)
     about, licence = named.about, named.licence
-    return Dataset(named.load or _loading(read), named.options, about, licence, named.classes, read)
+    return Dataset(named.load or _build_loader(read), named.options, about, licence, named.classes, read)
 
 
-def _several(options: SeveralOptions, folder: Path | None) -> Listing:
-    return several(options, data_folder(folder), SETS)
+def _read_multi_set(options: MultiOptions, folder: Path | None) -> Listing:
+    return read_multi(options, data_folder(folder), SETS)
 
 
-def _own(read: Callable[[Any, Path | None], Listing], options: type[ImageOptions], about: str) -> Dataset:
-    in_parts = _in_parts(read)
-    return Dataset(_loading(in_parts), options, about, "yours", (), in_parts)
+def _user_dataset(read: Callable[[Any, Path | None], Listing], options: type[ImageOptions], about: str) -> Dataset:
+    in_parts = _limit_to_parts(read)
+    return Dataset(_build_loader(in_parts), options, about, "yours", (), in_parts)
 
 
 DATASETS: Mapping[str, Dataset] = {
     "phantom": Dataset(
-        load=phantom,
+        load=generate_phantom,
         options=PhantomOptions,
         about="drawn mammograms of five hospitals with different machines; not real, not evidence",
         licence="Apache-2.0 (part of polyclinic)",
         classes=("benign", "malignant"),
     ),
     "digits": Dataset(
-        load=digits,
+        load=load_digit_images,
         options=DigitsOptions,
         about="1,797 handwritten digits of 8 × 8 pixels (Alpaydin and Kaynak 1998), shipped with scikit-learn",
         licence="CC BY 4.0",
         classes=tuple("0123456789"),
     ),
-    "folder": _own(own_folder, FolderOptions, "your images in folders: of classes, of sites, as you say"),
-    "table": _own(own_table, TableOptions, "your images as a CSV file lists them: path, label, site, patient, split"),
-    "npz": _own(own_npz, OwnOptions, "your images as arrays in one npz file"),
-    "several": _own(_several, SeveralOptions, "several public sets side by side, a site each, under common classes"),
-    **{name: _public(named) for name, named in SETS.items()},
+    "folder": _user_dataset(
+        read_user_folder, FolderOptions, "your images in folders: of classes, of sites, as you say"
+    ),
+    "table": _user_dataset(
+        read_user_table, TableOptions, "your images as a CSV file lists them: path, label, site, patient, split"
+    ),
+    "npz": _user_dataset(read_user_npz, UserDataOptions, "your images as arrays in one npz file"),
+    "several": _user_dataset(
+        _read_multi_set, MultiOptions, "several public sets side by side, a site each, under common classes"
+    ),
+    **{name: _public_dataset(named) for name, named in SETS.items()},
 }

@@ -10,14 +10,14 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from polyclinic.data.findings import Finding
-from polyclinic.data.loading.load import judged_labels
+from polyclinic.data.loading.load import find_label_faults
 from polyclinic.data.partitioning.dry_run import UNDIVIDED, Refusal, division_findings
 from polyclinic.data.quality.duplicates import duplicate_findings
 from polyclinic.data.quality.files import file_findings
-from polyclinic.data.quality.finding_text import by, sayable, used_positions
-from polyclinic.data.quality.image_stats import Progress, look_at
-from polyclinic.data.quality.labels import said_labels
-from polyclinic.data.quality.people import people_findings
+from polyclinic.data.quality.finding_text import disclosable_groups, group_positions, used_positions
+from polyclinic.data.quality.image_stats import Progress, measure_images
+from polyclinic.data.quality.labels import disclosable_labels
+from polyclinic.data.quality.people import cohort_findings
 from polyclinic.data.records import Listing
 
 LEVELS = ("stop", "warn", "note")
@@ -26,7 +26,7 @@ RARE = "(rare ones)"
 
 
 @dataclass(frozen=True)
-class Checked:
+class CheckResult:
     name: str
     images: int
     """Listed; `classes` and `sites` count those that are in use."""
@@ -40,7 +40,7 @@ class Checked:
         return not any(finding.stops for finding in self.findings)
 
     @property
-    def as_divided(self) -> bool:
+    def can_be_divided(self) -> bool:
         """Whether training may start on its own sites and parts, with a recipe's usual settings."""
         return all(finding.kind != UNDIVIDED for finding in self.findings)
 
@@ -59,36 +59,36 @@ class Checked:
         }
 
 
-def check(
-    listing: Listing, workers: int = 0, report: Progress | None = None, divisions: Sequence[Refusal] = ()
-) -> Checked:
+def check_listing(
+    listing: Listing, workers: int = 0, progress: Progress | None = None, divisions: Sequence[Refusal] = ()
+) -> CheckResult:
     """Look at every image and every record. `workers` threads decode (0: one per core); `report` hears the progress.
 
     If nothing stops training, `divisions` (or, without any, its own sites and parts) are tried on the labels.
     """
-    looks = look_at(listing, workers, report)
+    looks = measure_images(listing, workers, progress)
     found = [
         *file_findings(listing, looks),
         *duplicate_findings(listing, looks),
-        *judged_labels(listing),
-        *people_findings(listing),
+        *find_label_faults(listing),
+        *cohort_findings(listing),
     ]
     if not any(finding.stops for finding in found):
         found += division_findings(listing, divisions)
     found.sort(key=lambda finding: (bool(finding.handled), LEVELS.index(finding.level)))
     used = used_positions(listing)
-    labels = by(listing, used, lambda record: record.label)
-    sites = by(listing, used, lambda record: record.site)
-    return Checked(
+    labels = group_positions(listing, used, lambda record: record.label)
+    sites = group_positions(listing, used, lambda record: record.site)
+    return CheckResult(
         name=listing.name,
         images=len(listing.records),
-        classes=_counted(labels, said_labels(listing, labels)),
-        sites=_counted(sites, set(sayable(listing, sites))),
+        classes=_count_groups(labels, disclosable_labels(listing, labels)),
+        sites=_count_groups(sites, set(disclosable_groups(listing, sites))),
         findings=tuple(found),
     )
 
 
-def _counted(groups: Mapping[str, list[int]], said: set[str]) -> dict[str, int]:
-    counts = {name: len(groups[name]) for name in sorted(said & groups.keys())}
+def _count_groups(groups: Mapping[str, list[int]], disclosable: set[str]) -> dict[str, int]:
+    counts = {name: len(groups[name]) for name in sorted(disclosable & groups.keys())}
     rare = sum(map(len, groups.values())) - sum(counts.values())
     return counts | ({RARE: rare} if rare else {})

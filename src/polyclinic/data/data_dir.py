@@ -10,9 +10,9 @@ from polyclinic.core.errors import DataError
 VARIABLE = "POLYCLINIC_DATA"
 
 
-def data_folder(explicit: Path | None = None) -> Path:
+def data_folder(given: Path | None = None) -> Path:
     """The folder given by argument, or else by the environment."""
-    named = explicit or os.environ.get(VARIABLE)
+    named = given or os.environ.get(VARIABLE)
     if not named:
         raise DataError(f"No data folder is set; give --data DIR or set {VARIABLE} to the folder of datasets.")
     folder = Path(named)
@@ -21,8 +21,8 @@ def data_folder(explicit: Path | None = None) -> Path:
     return folder
 
 
-def in_data_folder(path: Path, explicit: Path | None = None) -> Path:
+def in_data_folder(path: Path, given: Path | None = None) -> Path:
     """The path below the data folder, if that is set and has it; else the path as it is."""
-    named = explicit or os.environ.get(VARIABLE)
+    named = given or os.environ.get(VARIABLE)
     inside = Path(named) / path if named else path
     return inside if inside.exists() else path

@@ -27,8 +27,8 @@ from urllib.error import HTTPError, URLError
 from urllib.parse import urlsplit
 
 from polyclinic.core.errors import DataError
-from polyclinic.data.datasets.base import Download, NamedSet
-from polyclinic.storage.run_files import locked
+from polyclinic.data.datasets.base import Download, PublicDataset
+from polyclinic.storage.run_files import lock_folder
 
 Report: TypeAlias = Callable[[str, int, int | None], None]
 """(what, how much is done, of how much: None where nobody said)."""
@@ -48,27 +48,29 @@ BROKEN_ARCHIVE = (zipfile.BadZipFile, tarfile.TarError, EOFError, zlib.error, No
 
 
 @dataclass(frozen=True)
-class Patience:
+class RetryPolicy:
     timeout: float = 60.0
     """Seconds of silence after which a connection counts as lost."""
     pause: float = 2.0
     """Seconds before the first retry; doubled before each further one."""
 
 
-def fetch(named: NamedSet, data_folder: Path, report: Report, *, patience: Patience | None = None) -> list[Path]:
+def fetch_dataset(
+    dataset: PublicDataset, data_folder: Path, report: Report, *, retry: RetryPolicy | None = None
+) -> list[Path]:
     """Get what `named` lists for download into its folder; the files, or the folder where an archive was unpacked.
 
     What is there already is said to be there and not fetched again.
     """
-    folder = data_folder / (named.folder or named.name)
-    if not named.downloads:
-        raise DataError(f"The set {named.name} is not for automatic download; put it into {folder}: {named.obtain}")
-    with _on_disk(folder), locked(folder):
-        return [_get(download, folder, report, patience or Patience()) for download in named.downloads]
+    folder = data_folder / (dataset.folder or dataset.name)
+    if not dataset.downloads:
+        raise DataError(f"The set {dataset.name} is not for automatic download; put it into {folder}: {dataset.obtain}")
+    with _disk_errors(folder), lock_folder(folder):
+        return [_fetch_file(download, folder, report, retry or RetryPolicy()) for download in dataset.downloads]
 
 
 @contextlib.contextmanager
-def _on_disk(folder: Path) -> Iterator[None]:
+def _disk_errors(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
@@ -76,27 +78,27 @@ def _on_disk(folder: Path) -> Iterator[None]:
         raise DataError(f"{folder} cannot be written ({reason}); mend that and fetch again.") from None
 
 
-def _get(download: Download, folder: Path, report: Report, patience: Patience) -> Path:
+def _fetch_file(download: Download, folder: Path, report: Report, retry: RetryPolicy) -> Path:
     file, settled = folder / download.name, folder / f".{download.name}.fetched"
     if download.unpack and settled.is_file() and download.sha256.lower() in ("", settled.read_text().strip()):
         report(f"{download.name} is already there", 0, None)
         return folder
     unpacked = folder / f".{download.name}.unpacked"
     if not unpacked.is_dir():
-        _have(download, file, report, patience)
+        _ensure_file(download, file, report, retry)
         if not download.unpack:
             return file
-        _unpack(file, unpacked, settled.name, report)
+        _unpack_archive(file, unpacked, settled.name, report)
     _move_in(unpacked, folder, settled.name)
     file.unlink(missing_ok=True)
     return folder
 
 
-def _have(download: Download, file: Path, report: Report, patience: Patience) -> None:
+def _ensure_file(download: Download, file: Path, report: Report, retry: RetryPolicy) -> None:
     """See that the whole file lies there, as published."""
     if not file.is_file():
-        return _download(download, file, report, patience)
-    size, found = file.stat().st_size, _sha256(file)
+        return _download_file(download, file, report, retry)
+    size, found = file.stat().st_size, _file_sha256(file)
     if download.sha256 and found != download.sha256.lower():
         raise DataError(
             f"{file} has the SHA-256 sum {found} instead of {download.sha256.lower()}; remove it and fetch again."
@@ -107,15 +109,15 @@ def _have(download: Download, file: Path, report: Report, patience: Patience) ->
 # --- Download -------------------------------------------------------------------------------------------------------
 
 
-class _Interrupted(Exception):  # noqa: N818  it names what happened
+class _TransferError(Exception):
     """A failure that another attempt may not meet."""
 
 
-def _download(download: Download, file: Path, report: Report, patience: Patience) -> None:
+def _download_file(download: Download, file: Path, report: Report, retry: RetryPolicy) -> None:
     part = file.with_name(f"{file.name}.part")
-    _persist(download, part, report, patience)
-    found, size = _sha256(part), part.stat().st_size
-    _validator_of(part).unlink(missing_ok=True)
+    _retry_download(download, part, report, retry)
+    found, size = _file_sha256(part), part.stat().st_size
+    _stored_validator(part).unlink(missing_ok=True)
     if download.sha256 and found != download.sha256.lower():
         part.unlink()
         raise DataError(
@@ -127,68 +129,68 @@ def _download(download: Download, file: Path, report: Report, patience: Patience
     os.replace(part, file)
 
 
-def _persist(download: Download, part: Path, report: Report, patience: Patience) -> None:
+def _retry_download(download: Download, part: Path, report: Report, retry: RetryPolicy) -> None:
     """Attempt after attempt until `part` is whole; give up after three that brought nothing new."""
-    furthest, failures = _size(part), 0
+    furthest, failures = _file_size(part), 0
     while True:
         try:
-            return _attempt(download, part, report, patience.timeout)
-        except _Interrupted as interruption:
-            failures = 1 if _size(part) > furthest else failures + 1
-            furthest = max(furthest, _size(part))
+            return _attempt_download(download, part, report, retry.timeout)
+        except _TransferError as interruption:
+            failures = 1 if _file_size(part) > furthest else failures + 1
+            furthest = max(furthest, _file_size(part))
             if failures > RETRIES:
                 raise DataError(
                     f"{download.url} could not be fetched ({interruption}); fetch again later, it continues there."
                 ) from None
-            time.sleep(patience.pause * 2 ** (failures - 1))
+            time.sleep(retry.pause * 2 ** (failures - 1))
 
 
-def _attempt(download: Download, part: Path, report: Report, timeout: float) -> None:
-    validator = _validator_of(part)
-    have, known = _size(part), validator.read_text() if validator.is_file() else ""
+def _attempt_download(download: Download, part: Path, report: Report, timeout: float) -> None:
+    validator = _stored_validator(part)
+    have, known = _file_size(part), validator.read_text() if validator.is_file() else ""
     headers = {"User-Agent": "polyclinic", "Accept-Encoding": "identity"}
     # Without a validator or a sum nothing would tell the rest of this file from the rest of a newer one.
     if have and (known or download.sha256):
         headers |= {"Range": f"bytes={have}-"} | ({"If-Range": known} if known else {})
-    answer = _open(download.url, headers, timeout)
+    answer = _open_url(download.url, headers, timeout)
     with contextlib.closing(answer):
         if answer.status == http.client.REQUESTED_RANGE_NOT_SATISFIABLE:
-            return _beyond_the_end(part, have, answer.headers.get("Content-Range", ""))
-        done, total = _extent(answer, have, part)
+            return _check_complete(part, have, answer.headers.get("Content-Range", ""))
+        done, total = _parse_extent(answer, have, part)
         with part.open("ab" if done else "wb") as file:
-            validator.write_text(_validator(answer))
-            _need(part.parent, (total or done) - done)
-            for chunk in _chunks(answer):
+            validator.write_text(_response_validator(answer))
+            _check_free_space(part.parent, (total or done) - done)
+            for chunk in _read_chunks(answer):
                 if total is None:
-                    _need(part.parent, len(chunk))
+                    _check_free_space(part.parent, len(chunk))
                 file.write(chunk)
                 done += len(chunk)
                 report(download.name, done, total)
     if total is not None and done < total:
-        raise _Interrupted("the connection ended early")
+        raise _TransferError("the connection ended early")
     return None
 
 
-def _open(url: str, headers: dict[str, str], timeout: float) -> Any:
+def _open_url(url: str, headers: dict[str, str], timeout: float) -> Any:
     """The server's answer: 200, 206 or 416; anything else is an error."""
     if urlsplit(url).scheme not in ("http", "https"):
         raise DataError(f"{url} is neither an http nor an https address; nothing was fetched.")
     try:
-        return _opener().open(request.Request(url, headers=headers), timeout=timeout)
+        return _build_opener().open(request.Request(url, headers=headers), timeout=timeout)
     except HTTPError as error:
         if error.code == http.client.REQUESTED_RANGE_NOT_SATISFIABLE:
             return error
         error.close()
         if error.code in BUSY or error.code >= 500:
-            raise _Interrupted(f"the server answered {error.code}") from None
+            raise _TransferError(f"the server answered {error.code}") from None
         raise DataError(f"{url} is not to be had (the server answered {error.code}); see the set's README.") from None
     except URLError as error:
-        raise _Interrupted(_reason(error.reason)) from None
+        raise _TransferError(_describe_error(error.reason)) from None
     except (OSError, http.client.HTTPException) as error:
-        raise _Interrupted(_reason(error)) from None
+        raise _TransferError(_describe_error(error)) from None
 
 
-def _opener() -> request.OpenerDirector:
+def _build_opener() -> request.OpenerDirector:
     """Only http and https: urllib's own opener would also read local files."""
     opener = request.OpenerDirector()
     handlers = (request.ProxyHandler(), request.HTTPHandler(), request.HTTPSHandler(), request.UnknownHandler())
@@ -208,7 +210,7 @@ class _Redirects(request.HTTPRedirectHandler):
         return super().redirect_request(req, fp, code, msg, headers, newurl)
 
 
-def _extent(answer: Any, have: int, part: Path) -> tuple[int, int | None]:
+def _parse_extent(answer: Any, have: int, part: Path) -> tuple[int, int | None]:
     """Where the answer's bytes belong and how long the whole file is; a server may ignore or miss the range."""
     length = answer.headers.get("Content-Length", "")
     if answer.status != http.client.PARTIAL_CONTENT:
@@ -216,52 +218,52 @@ def _extent(answer: Any, have: int, part: Path) -> tuple[int, int | None]:
     found = re.fullmatch(r"bytes (\d+)-\d+/(\d+|\*)", answer.headers.get("Content-Range", "").strip())
     if not found or int(found[1]) != have:
         part.unlink()
-        raise _Interrupted("the server sent another range than was asked for")
+        raise _TransferError("the server sent another range than was asked for")
     if found[2] != "*":
         return have, int(found[2])
     return have, have + int(length) if length.isdigit() else None
 
 
-def _beyond_the_end(part: Path, have: int, extent: str) -> None:
+def _check_complete(part: Path, have: int, extent: str) -> None:
     """The server has nothing after what we have: it is whole, or it is not this file's beginning."""
     if extent.strip() != f"bytes */{have}":
         part.unlink()
-        raise _Interrupted("the file on the server is shorter than what was fetched")
+        raise _TransferError("the file on the server is shorter than what was fetched")
 
 
-def _chunks(answer: Any) -> Iterator[bytes]:
+def _read_chunks(answer: Any) -> Iterator[bytes]:
     try:
         while chunk := answer.read1(CHUNK):
             yield chunk
     except (OSError, http.client.HTTPException) as error:
-        raise _Interrupted(_reason(error)) from None
+        raise _TransferError(_describe_error(error)) from None
 
 
-def _validator(answer: Any) -> str:
+def _response_validator(answer: Any) -> str:
     """What tells this version of the file from others in If-Range: a strong ETag, else its date."""
     tag: str = answer.headers.get("ETag", "")
     return tag if tag.startswith('"') else str(answer.headers.get("Last-Modified", ""))
 
 
-def _validator_of(part: Path) -> Path:
+def _stored_validator(part: Path) -> Path:
     return part.with_name(f"{part.name}.version")
 
 
-def _reason(error: object) -> str:
+def _describe_error(error: object) -> str:
     text = getattr(error, "strerror", None) or str(error) or type(error).__name__
     return str(text).splitlines()[0][:120].rstrip(". ")
 
 
-def _size(path: Path) -> int:
+def _file_size(path: Path) -> int:
     return path.stat().st_size if path.is_file() else 0
 
 
-def _sha256(path: Path) -> str:
+def _file_sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _need(folder: Path, size: int) -> None:
+def _check_free_space(folder: Path, size: int) -> None:
     free = shutil.disk_usage(folder).free
     if size + SPARE > free:
         raise DataError(
@@ -273,7 +275,7 @@ def _need(folder: Path, size: int) -> None:
 
 
 @dataclass(frozen=True)
-class _Member:
+class _ArchiveMember:
     name: str
     size: int
     kind: str
@@ -285,17 +287,17 @@ _Opens: TypeAlias = Callable[[tarfile.TarInfo], IO[bytes]]
 """What `TarFile.extractfile` is for plain files."""
 
 
-def _unpack(archive: Path, target: Path, seal: str, report: Report) -> None:
+def _unpack_archive(archive: Path, target: Path, seal: str, report: Report) -> None:
     """Unpack into `target`, which appears when it is whole; its file `seal` keeps the archive's sum."""
     half = archive.with_name(f".{archive.name}.unpacking")
     shutil.rmtree(half, ignore_errors=True)
     half.mkdir()
     try:
         members = _tar_members(archive) if tarfile.is_tarfile(archive) else _zip_members(archive)
-        for number, member in enumerate(_bounded(members, archive), start=1):
-            _place(member, half, f"Member {number} of {archive.name}")
+        for number, member in enumerate(_check_members(members, archive), start=1):
+            _resolve_target(member, half, f"Member {number} of {archive.name}")
             report(f"{archive.name}: unpacking", number, None)
-        (half / seal).write_text(_sha256(archive))
+        (half / seal).write_text(_file_sha256(archive))
         os.rename(half, target)
     except BROKEN_ARCHIVE:
         raise DataError(f"{archive} is not an intact zip or tar archive; remove it and fetch again.") from None
@@ -307,10 +309,10 @@ def _unpack(archive: Path, target: Path, seal: str, report: Report) -> None:
         shutil.rmtree(half, ignore_errors=True)
 
 
-def _zip_members(archive: Path) -> Iterator[_Member]:
+def _zip_members(archive: Path) -> Iterator[_ArchiveMember]:
     with zipfile.ZipFile(archive) as file:
         for info in file.infolist():
-            yield _Member(info.filename, info.file_size, _zip_kind(info), partial(file.open, info))
+            yield _ArchiveMember(info.filename, info.file_size, _zip_kind(info), partial(file.open, info))
 
 
 def _zip_kind(info: zipfile.ZipInfo) -> str:
@@ -323,14 +325,14 @@ def _zip_kind(info: zipfile.ZipInfo) -> str:
     return "folder" if info.is_dir() else "file"
 
 
-def _tar_members(archive: Path) -> Iterator[_Member]:
+def _tar_members(archive: Path) -> Iterator[_ArchiveMember]:
     with tarfile.open(archive) as file:
         for info in file:
             kind = "file" if info.isreg() else "folder" if info.isdir() else "a link or device"
-            yield _Member(info.name, info.size, kind, partial(cast(_Opens, file.extractfile), info))
+            yield _ArchiveMember(info.name, info.size, kind, partial(cast(_Opens, file.extractfile), info))
 
 
-def _bounded(members: Iterator[_Member], archive: Path) -> Iterator[_Member]:
+def _check_members(members: Iterator[_ArchiveMember], archive: Path) -> Iterator[_ArchiveMember]:
     """The members as long as their number and their declared sizes stay within reason and within the disk."""
     most = min(MAX_BYTES, max(SMALL, MAX_RATIO * archive.stat().st_size))
     total = 0
@@ -341,11 +343,11 @@ def _bounded(members: Iterator[_Member], archive: Path) -> Iterator[_Member]:
                 f"{archive} would unpack to more than {MAX_MEMBERS:,} files or {most >> 20:,} MiB; "
                 "it was left packed: no image archive is like that."
             )
-        _need(archive.parent, member.size)
+        _check_free_space(archive.parent, member.size)
         yield member
 
 
-def _place(member: _Member, target: Path, who: str) -> None:
+def _resolve_target(member: _ArchiveMember, target: Path, who: str) -> None:
     if member.kind not in ("file", "folder"):
         raise DataError(f"{who} is {member.kind}; nothing was unpacked, because only plain files are harmless.")
     steps = member.name.removesuffix("/").split("/")

@@ -17,11 +17,11 @@ PerChannel: TypeAlias = float | tuple[float, ...]
 """One number for all channels, or one for each."""
 
 
-def _pick(patients: tuple[str, ...] | None, index: Tensor) -> tuple[str, ...] | None:
+def _select_patients(patients: tuple[str, ...] | None, index: Tensor) -> tuple[str, ...] | None:
     return None if patients is None else tuple(patients[row] for row in index.tolist())
 
 
-def _rows(tensor: Tensor, index: Tensor, pinned: bool) -> Tensor:
+def _copy_rows(tensor: Tensor, index: Tensor, pinned: bool) -> Tensor:
     """Copies whole rows; indexing with [] takes two to three times as long."""
     if not pinned:
         return tensor.index_select(0, index)
@@ -29,7 +29,7 @@ def _rows(tensor: Tensor, index: Tensor, pinned: bool) -> Tensor:
     return torch.index_select(tensor, 0, index, out=page_locked)
 
 
-def _per_channel(values: tuple[float, ...], device: torch.device) -> Tensor:
+def _channel_tensor(values: tuple[float, ...], device: torch.device) -> Tensor:
     return torch.tensor(values, device=device).reshape(-1, 1, 1)
 
 
@@ -47,41 +47,41 @@ class Images:
         return len(self.labels)
 
     def batch(self, index: Tensor) -> Batch:
-        images, labels = self.stored(index)
-        return self.scaled(images), labels
+        images, labels = self.stored_batch(index)
+        return self.scale_images(images), labels
 
-    def stored(self, index: Tensor, pinned: bool = False) -> Batch:
+    def stored_batch(self, index: Tensor, pinned: bool = False) -> Batch:
         """As they lie in memory, before they are scaled: a quarter of the bytes. Pinned, a GPU fetches them unaided."""
         index = index.to(self.labels.device)
-        return _rows(self.images, index, pinned), _rows(self.labels, index, pinned)
+        return _copy_rows(self.images, index, pinned), _copy_rows(self.labels, index, pinned)
 
-    def scaled(self, images: Tensor) -> Tensor:
+    def scale_images(self, images: Tensor) -> Tensor:
         """What `batch` makes of stored images, on the device where they now are."""
         if images.dtype == torch.uint8:
             images = images.float().div_(255)
         if self.mean == 0.0 and self.std == 1.0:
             return images
-        mean, std = self._shaped(images.device)
+        mean, std = self._scale_tensors(images.device)
         return (images - mean) / std
 
     def subset(self, index: Tensor) -> Images:
         """A copy of the images at `index`."""
         rows = index.to(self.labels.device)
-        patients = _pick(self.patients, index)
+        patients = _select_patients(self.patients, index)
         return replace(self, images=self.images[rows], labels=self.labels[rows], patients=patients)
 
     def to(self, device: torch.device | str) -> Images:
         return replace(self, images=self.images.to(device), labels=self.labels.to(device))
 
-    def _shaped(self, device: torch.device) -> tuple[Tensor | float, Tensor | float]:
+    def _scale_tensors(self, device: torch.device) -> tuple[Tensor | float, Tensor | float]:
         """Mean and deviation, made once for a device: sending them with every batch would have the host wait for it."""
-        if device not in self._scales:
-            mean, std = (v if isinstance(v, float) else _per_channel(v, device) for v in (self.mean, self.std))
-            self._scales[device] = (mean, std)
-        return self._scales[device]
+        if device not in self._cached_scales:
+            mean, std = (v if isinstance(v, float) else _channel_tensor(v, device) for v in (self.mean, self.std))
+            self._cached_scales[device] = (mean, std)
+        return self._cached_scales[device]
 
     @cached_property
-    def _scales(self) -> dict[torch.device, tuple[Tensor | float, Tensor | float]]:
+    def _cached_scales(self) -> dict[torch.device, tuple[Tensor | float, Tensor | float]]:
         return {}
 
 
@@ -95,9 +95,9 @@ class Selection:
     patients: tuple[str, ...] | None
 
     @staticmethod
-    def of(shared: Images, rows: Tensor) -> Selection:
+    def from_rows(shared: Images, rows: Tensor) -> Selection:
         here = rows.to(shared.labels.device)
-        return Selection(shared, here, shared.labels[here], _pick(shared.patients, rows))
+        return Selection(shared, here, shared.labels[here], _select_patients(shared.patients, rows))
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -105,18 +105,18 @@ class Selection:
     def batch(self, index: Tensor) -> Batch:
         return self.shared.batch(self.rows.index_select(0, index.to(self.rows.device)))
 
-    def stored(self, index: Tensor, pinned: bool = False) -> Batch:
+    def stored_batch(self, index: Tensor, pinned: bool = False) -> Batch:
         """As they lie in memory, before they are scaled: a quarter of the bytes. Pinned, a GPU fetches them unaided."""
-        return self.shared.stored(self.rows.index_select(0, index.to(self.rows.device)), pinned)
+        return self.shared.stored_batch(self.rows.index_select(0, index.to(self.rows.device)), pinned)
 
-    def scaled(self, images: Tensor) -> Tensor:
+    def scale_images(self, images: Tensor) -> Tensor:
         """What `batch` makes of stored images, on the device where they now are."""
-        return self.shared.scaled(images)
+        return self.shared.scale_images(images)
 
     def subset(self, index: Tensor) -> Selection:
-        return Selection.of(self.shared, self.rows.cpu()[index])
+        return Selection.from_rows(self.shared, self.rows.cpu()[index])
 
-    def of_copy(self, shared: Images) -> Selection:
+    def with_images(self, shared: Images) -> Selection:
         """The same rows of a copy of the images, on whatever device that is."""
         device = shared.labels.device
         return replace(self, shared=shared, rows=self.rows.to(device), labels=self.labels.to(device))
@@ -127,11 +127,11 @@ def concatenate(parts: Sequence[Images | Selection]) -> Images | Selection:
     selections = [part for part in parts if isinstance(part, Selection)]
     if selections:
         rows = np.unique(np.concatenate([part.rows.cpu().numpy() for part in selections]))
-        return Selection.of(selections[0].shared, torch.from_numpy(rows))
-    return _joined([part for part in parts if isinstance(part, Images)])
+        return Selection.from_rows(selections[0].shared, torch.from_numpy(rows))
+    return _concatenate_images([part for part in parts if isinstance(part, Images)])
 
 
-def _joined(parts: Sequence[Images]) -> Images:
+def _concatenate_images(parts: Sequence[Images]) -> Images:
     known = [part.patients for part in parts if part.patients is not None]
     return replace(
         parts[0],
@@ -152,7 +152,7 @@ class SiteData:
 
 
 @dataclass(frozen=True)
-class Pool(SiteData):
+class PooledData(SiteData):
     """What all hospitals hold, in one place."""
 
     members: Mapping[str, Examples]
@@ -181,10 +181,10 @@ class Collection:
     def __len__(self) -> int:
         return len(self.labels)
 
-    def normalised(self, mean: PerChannel, std: PerChannel) -> Collection:
+    def with_normalisation(self, mean: PerChannel, std: PerChannel) -> Collection:
         """The same images, whose batches will be (image − mean) / std."""
         held_out = self.held_out and replace(self.held_out, mean=mean, std=std)
         return replace(self, held_out=held_out, mean=mean, std=std)
 
-    def examples(self) -> Images:
+    def to_images(self) -> Images:
         return Images(self.images, self.labels, self.patients, self.mean, self.std)

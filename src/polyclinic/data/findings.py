@@ -38,12 +38,12 @@ class Finding:
         return self.level == "stop" and not self.handled
 
 
-def first(places: Iterable[str]) -> tuple[str, ...]:
+def first_places(places: Iterable[str]) -> tuple[str, ...]:
     """The first five places, each once."""
     return tuple(list(dict.fromkeys(places))[:SHOWN])
 
 
-def told(places: Sequence[str], count: int) -> str:
+def format_places(places: Sequence[str], count: int) -> str:
     """ "labels.csv row 2, 7, 9, 12, 30 and 12 more": what all begin with is said once, if only numbers remain."""
     more = f" and {count - len(places)} more" if count > len(places) else ""
     heads = {match[1] if (match := NUMBERED.fullmatch(place)) else None for place in places}
@@ -51,9 +51,9 @@ def told(places: Sequence[str], count: int) -> str:
     return f"{shared or ''}{', '.join(place.removeprefix(shared or '') for place in places)}{more}"
 
 
-def refuse(findings: Iterable[Finding], end: str = "") -> None:
+def raise_findings(findings: Iterable[Finding], end: str = "") -> None:
     """Raise the findings that stop training, all in one error, a sentence each; `end` is the last one."""
     stopping = [finding for finding in findings if finding.stops]
     if stopping:
-        sentences = [f"{f.sentence} ({told(f.where, f.count)}); {f.remedy}." for f in stopping]
+        sentences = [f"{f.sentence} ({format_places(f.where, f.count)}); {f.remedy}." for f in stopping]
         raise DataError(" ".join([*sentences, *([end] if end else [])]))

@@ -16,14 +16,14 @@ class Options(BaseModel):
 
     @model_validator(mode="wrap")
     @classmethod
-    def _in_one_sentence(cls, values: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+    def _raise_recipe_error(cls, values: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
         try:
             return handler(values)
         except ValidationError as error:
-            raise RecipeError(cls._sentence(error)) from None
+            raise RecipeError(cls._format_error(error)) from None
 
     @classmethod
-    def _sentence(cls, error: ValidationError) -> str:
+    def _format_error(cls, error: ValidationError) -> str:
         first = error.errors()[0]
         option = ".".join(str(step) for step in first["loc"]) or "value"
         if first["type"] == "extra_forbidden":

@@ -22,29 +22,29 @@ class Patients:
     """The most frequent label (of equals the lowest), for every patient."""
 
     @staticmethod
-    def of(labels: Indices, names: Sequence[str]) -> Patients:
+    def from_names(labels: Indices, names: Sequence[str]) -> Patients:
         """In the order in which patients first appear: whatever they are called, a site alone has them in the same
         order as a simulation of all sites."""
         numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
         of_image = np.array([numbers[name] for name in names], dtype=np.int64)
-        return Patients(of_image, np.bincount(of_image, minlength=len(numbers)), _majority(of_image, labels))
+        return Patients(of_image, np.bincount(of_image, minlength=len(numbers)), _majority_labels(of_image, labels))
 
     def __len__(self) -> int:
         return len(self.sizes)
 
-    def images(self, members: Indices) -> Indices:
+    def image_indices(self, members: Indices) -> Indices:
         """Indices of all images of these patients, ascending."""
         chosen = np.zeros(len(self), dtype=bool)
         chosen[members] = True
         return np.flatnonzero(chosen[self.of_image])
 
-    def spread(self, group: Indices) -> int:
+    def count_spread(self, group: Indices) -> int:
         """How many patients have images in more than one group. Who they are is not told: errors end up in logs."""
         pairs = np.unique(np.stack([self.of_image, group]), axis=1)
         return int((np.bincount(pairs[0]) > 1).sum())
 
 
-def _majority(groups: Indices, labels: Indices) -> Indices:
+def _majority_labels(groups: Indices, labels: Indices) -> Indices:
     pairs, counts = np.unique(np.stack([groups, labels]), axis=1, return_counts=True)
     order = np.lexsort((-pairs[1], counts, pairs[0]))
     last = np.flatnonzero(np.diff(pairs[0][order], append=-1))

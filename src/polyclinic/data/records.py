@@ -50,10 +50,10 @@ class Listing:
     """Images that lie there but that the source does not mention."""
 
     @property
-    def used(self) -> tuple[Record, ...]:
+    def used_records(self) -> tuple[Record, ...]:
         return tuple(record for record in self.records if not record.excluded)
 
-    def excluding(self, reasons: Mapping[int, str]) -> Listing:
+    def exclude_records(self, reasons: Mapping[int, str]) -> Listing:
         """The same listing with the records at these positions left out of use."""
         records = [
             replace(record, excluded=reasons.get(position, record.excluded))
@@ -62,13 +62,13 @@ class Listing:
         return replace(self, records=tuple(records))
 
 
-def pseudonyms(names: Sequence[str]) -> tuple[str, ...]:
+def pseudonymise(names: Sequence[str]) -> tuple[str, ...]:
     """A number for every different name, in the order they first come; "" stays ""."""
     numbers: dict[str, int] = {}
     return tuple(f"patient-{numbers.setdefault(name, len(numbers) + 1)}" if name else "" for name in names)
 
 
-def classes_of(labels: Iterable[str]) -> tuple[str, ...]:
+def find_classes(labels: Iterable[str]) -> tuple[str, ...]:
     """The classes that labels name, in the order of numbers where all are numbers, else of the alphabet."""
     found = {label for label in labels if label}
     return tuple(sorted(found, key=(lambda text: (int(text), text)) if all(map(_is_number, found)) else None))
@@ -78,10 +78,10 @@ def _is_number(text: str) -> bool:
     return len(text) <= 18 and text.isascii() and text.isdigit()
 
 
-SAYABLE = (10, 3)
+DISCLOSURE_MINIMUM = (10, 3)
 """Images, patients: what fewer than these share may be a name in the wrong column. Few patients have ten images."""
 
 
-def may_be_said(images: int, people: int) -> bool:
+def is_disclosable(images: int, patients: int) -> bool:
     """Whether so many share a label, a site or a folder that its name cannot be a patient's."""
-    return images >= SAYABLE[0] and people >= SAYABLE[1]
+    return images >= DISCLOSURE_MINIMUM[0] and patients >= DISCLOSURE_MINIMUM[1]

@@ -27,17 +27,17 @@ class Fractions(Options):
     """Keep the official split of a collection that has one."""
 
     @model_validator(mode="after")
-    def _sum_to_one(self) -> Self:
+    def _check_sum(self) -> Self:
         total = self.train + self.validation + self.test
         if abs(total - 1) > 1e-6:
             raise RecipeError(f"The fractions train, validation and test add up to {total:g}; make them 1.")
         return self
 
-    def of(self, part: Part) -> float:
+    def fraction_of(self, part: Part) -> float:
         return float(getattr(self, part))
 
 
-def split(
+def split_by_patient(
     labels: Indices,
     patients: Sequence[str],
     fractions: Fractions,
@@ -45,20 +45,20 @@ def split(
     official: Sequence[str] | None = None,
 ) -> Parts:
     """Indices of each part, ascending. Parts that an official split lacks are cut from its training part."""
-    people = Patients.of(labels, patients)
+    people = Patients.from_names(labels, patients)
     if official is None or not fractions.official:
         given = np.zeros(len(people), dtype=np.int64)
     else:
         given = _official_parts(people, official)
-    wanted = np.array([fractions.of(part) for part in PARTS])
+    wanted = np.array([fractions.fraction_of(part) for part in PARTS])
     wanted[1:][np.isin([1, 2], given)] = 0
     part = given.copy()
     pool = np.flatnonzero(given == 0)
-    part[pool] = _stratified(people, pool, wanted / wanted.sum(), np.random.default_rng(stream.integer()))
-    return {name: people.images(np.flatnonzero(part == number)) for number, name in enumerate(PARTS)}
+    part[pool] = _stratify_patients(people, pool, wanted / wanted.sum(), np.random.default_rng(stream.integer()))
+    return {name: people.image_indices(np.flatnonzero(part == number)) for number, name in enumerate(PARTS)}
 
 
-def _official_parts(people: Patients, official: Sequence[str]) -> Indices:
+def _official_parts(patients: Patients, official: Sequence[str]) -> Indices:
     unknown = set(official) - set(PARTS)
     if unknown:  # not said which: a cell of a table may hold anything, a patient's name among it
         raise DataError(
@@ -66,28 +66,28 @@ def _official_parts(people: Patients, official: Sequence[str]) -> Indices:
             f"({sum(part in unknown for part in official)} images); use only these, or set official: false."
         )
     part = np.array([PARTS.index(name) for name in official if name in PARTS], dtype=np.int64)
-    leaked = people.spread(part)
+    leaked = patients.count_spread(part)
     if leaked:
         raise DataError(
             f"The official split puts {leaked} patients into more than one part; "
             "set official: false to split by patient instead."
         )
-    of_patient = np.zeros(len(people), dtype=np.int64)
-    of_patient[people.of_image] = part
+    of_patient = np.zeros(len(patients), dtype=np.int64)
+    of_patient[patients.of_image] = part
     return of_patient
 
 
-def _stratified(people: Patients, pool: Indices, shares: np.ndarray, rng: np.random.Generator) -> Indices:
+def _stratify_patients(patients: Patients, pool: Indices, shares: np.ndarray, rng: np.random.Generator) -> Indices:
     """A part for every patient of `pool`: class after class, each patient to the part that is furthest behind.
 
     The rarest class comes first, because the first patients go to training.
     """
-    labels = people.labels[pool]
+    labels = patients.labels[pool]
     _, inverse, counts = np.unique(labels, return_inverse=True, return_counts=True)
     order = np.lexsort((rng.permutation(len(pool)), labels, counts[inverse]))
     part = np.zeros(len(pool), dtype=np.int64)
     behind = np.zeros(len(shares))
-    for position, size in zip(order, people.sizes[pool][order], strict=True):
+    for position, size in zip(order, patients.sizes[pool][order], strict=True):
         behind += shares * size
         part[position] = len(behind) - 1 - np.argmax(behind[::-1])  # a tie goes to the test part, which is reported
         behind[part[position]] -= size

@@ -15,8 +15,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from polyclinic.core.contract import SiteId
 from polyclinic.core.errors import RecipeError
 from polyclinic.core.strict_yaml import read_yaml
-from polyclinic.data.sources.folder import cleaned
-from polyclinic.runs.sites import refuse_name
+from polyclinic.data.sources.folder import clean_text
+from polyclinic.runs.sites import check_site_name
 
 LONGEST = 64
 """Characters of a federation's name: a certificate's common name may have no more."""
@@ -26,7 +26,7 @@ CLOSED = ConfigDict(extra="forbid", frozen=True, strict=True)
 M = TypeVar("M", bound=BaseModel)
 
 
-def address_of(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+def parse_address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
     """The host as an IP address; None where it is a name."""
     try:
         return ipaddress.ip_address(host)
@@ -35,13 +35,13 @@ def address_of(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | Non
 
 
 def is_loopback(host: str) -> bool:
-    address = address_of(host)
+    address = parse_address(host)
     return host.lower() == "localhost" if address is None else address.is_loopback
 
 
-def host_problem(host: str) -> str:
+def find_host_problem(host: str) -> str:
     """Why sites could not find a server by this name; "" if they could."""
-    address = address_of(host)
+    address = parse_address(host)
     if address is not None:
         every = f"{host} means every address of a machine; give the one name or address by which sites reach the server"
         return every if address.is_unspecified or address.is_multicast else ""
@@ -50,11 +50,11 @@ def host_problem(host: str) -> str:
     return ""
 
 
-def host_and_port(host: str, port: int) -> str:
+def join_host_port(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def folder_of(site: SiteId) -> str:
+def site_folder_name(site: SiteId) -> str:
     """A site's name as the name of a folder, whatever the name holds."""
     return re.sub(r"[^\w.-]", "_", site).lstrip(".-")[:60] or "_"
 
@@ -67,8 +67,8 @@ class ServerSection(BaseModel):
 
     @field_validator("host")
     @classmethod
-    def _host(cls, host: str) -> str:
-        if problem := host_problem(host):
+    def _check_host(cls, host: str) -> str:
+        if problem := find_host_problem(host):
             raise ValueError(problem)
         return host
 
@@ -86,26 +86,26 @@ class FederationConfig(BaseModel):
 
     @classmethod
     def load(cls, path: Path) -> FederationConfig:
-        return _validate(cls, path, _read(path, "federation, server and sites"))
+        return _validate(cls, path, _read_yaml(path, "federation, server and sites"))
 
-    def joined_by(self, site: SiteId) -> FederationConfig:
+    def with_site(self, site: SiteId) -> FederationConfig:
         return _validate(FederationConfig, Path("federation.yaml"), {**self.model_dump(), "sites": [*self.sites, site]})
 
     @field_validator("federation")
     @classmethod
-    def _printable(cls, name: str) -> str:
+    def _check_printable(cls, name: str) -> str:
         if not name.isprintable() or set('/"\\%$') & set(name) or name.strip() != name:
             raise ValueError("a federation's name has no slash, quote, %, $, or blank at its ends")
         return name
 
     @field_validator("sites")
     @classmethod
-    def _sites(cls, sites: tuple[SiteId, ...]) -> tuple[SiteId, ...]:
+    def _check_sites(cls, sites: tuple[SiteId, ...]) -> tuple[SiteId, ...]:
         folders: dict[str, SiteId] = {}
-        sites = tuple(map(cleaned, sites))
+        sites = tuple(map(clean_text, sites))
         for site in sites:
-            refuse_name(site)
-            other = folders.setdefault(folder_of(site).casefold(), site)
+            check_site_name(site)
+            other = folders.setdefault(site_folder_name(site).casefold(), site)
             if sites.count(site) > 1 or other != site:
                 raise ValueError(f"the sites {other!r} and {site!r} would share one folder; rename one")
         return sites
@@ -132,13 +132,13 @@ class ServerConfig(BaseModel):
 
     @classmethod
     def load(cls, path: Path) -> ServerConfig:
-        config = _validate(cls, path, _read(path, "federation, host, port and sites"))
+        config = _validate(cls, path, _read_yaml(path, "federation, host, port and sites"))
         here = path.resolve().parent
         places = {name: here / getattr(config, name) for name in ("certificate", "key", "ca", "revoked", "folder")}
         return config.model_copy(update={**places, "sites": {site: here / key for site, key in config.sites.items()}})
 
     @model_validator(mode="after")
-    def _only_on_loopback(self) -> ServerConfig:
+    def _check_loopback(self) -> ServerConfig:
         if self.insecure and not is_loopback(self.host):
             raise ValueError(
                 f"insecure: true is for rehearsals on one machine, and {self.host} is not this machine; "
@@ -147,7 +147,7 @@ class ServerConfig(BaseModel):
         return self
 
 
-def _read(path: Path, keys: str) -> dict[str, Any]:
+def _read_yaml(path: Path, keys: str) -> dict[str, Any]:
     if not path.is_file():
         raise RecipeError(f"there is no file {path}; give the path of a YAML file with {keys} (docs/deploy.md)")
     with contextlib.suppress(yaml.YAMLError, ValueError, RecursionError):
@@ -160,10 +160,10 @@ def _validate(kind: type[M], path: Path, values: Mapping[str, Any]) -> M:
     try:
         return kind.model_validate(values)
     except ValidationError as error:
-        raise RecipeError(f"{path.name}: {_sentence(error, kind)}") from None
+        raise RecipeError(f"{path.name}: {_format_error(error, kind)}") from None
 
 
-def _sentence(error: ValidationError, kind: type[BaseModel]) -> str:
+def _format_error(error: ValidationError, kind: type[BaseModel]) -> str:
     first = error.errors()[0]
     key = ".".join(map(str, first["loc"]))
     if first["type"] == "missing":

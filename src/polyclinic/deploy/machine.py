@@ -8,7 +8,7 @@ import time
 
 import psutil
 
-from polyclinic.config.capability import GIGABYTE, LATENCY, MachineProfile, latency_problems
+from polyclinic.config.capability import GIGABYTE, LATENCY, MachineProfile, check_latency
 from polyclinic.core.errors import EngineError, RecipeError
 
 WATCHED = 0.5
@@ -18,20 +18,20 @@ PATIENCE = 5.0
 """Seconds after which a server counts as unreachable."""
 
 
-def measure(server: tuple[str, int] | None = None, most_latency_ms: float = LATENCY) -> MachineProfile:
+def measure_machine(server: tuple[str, int] | None = None, most_latency_ms: float = LATENCY) -> MachineProfile:
     """What this machine can do now, with how each number was found."""
-    for sentence in latency_problems(most_latency_ms):
+    for sentence in check_latency(most_latency_ms):
         raise RecipeError(sentence)
-    network, way = _network(server, most_latency_ms)
-    cpu, speed = _cpu(*_frequency())
+    network, way = _score_network(server, most_latency_ms)
+    cpu, speed = _score_cpu(*_read_frequency())
     memory = psutil.virtual_memory()
     room = f"{memory.available / GIGABYTE:.1f} of {memory.total / GIGABYTE:.1f} GB available"
-    battery, power = _battery(*_charge())
+    battery, power = _score_battery(*_read_charge())
     share = min(1.0, memory.available / memory.total)
     return MachineProfile(cpu, share, battery, network, memory.total, (speed, room, power, way))
 
 
-def _frequency() -> tuple[float, float]:
+def _read_frequency() -> tuple[float, float]:
     """Now and at most, in MHz; 0 where the system does not tell."""
     try:
         found = psutil.cpu_freq()
@@ -40,14 +40,14 @@ def _frequency() -> tuple[float, float]:
     return (found.current or 0.0, found.max or 0.0) if found else (0.0, 0.0)
 
 
-def _cpu(now: float, most: float) -> tuple[float, str]:
+def _score_cpu(now: float, most: float) -> tuple[float, str]:
     if now > 0 and most > 0:
         return min(1.0, now / most), f"runs at {now:,.0f} of {most:,.0f} MHz"
     used = psutil.cpu_percent(interval=WATCHED)
-    return _clamped(1 - used / 100), f"tells no highest frequency; {used:.0f} % was in use over {WATCHED:g} s"
+    return _clamp_unit(1 - used / 100), f"tells no highest frequency; {used:.0f} % was in use over {WATCHED:g} s"
 
 
-def _charge() -> tuple[float | None, bool]:
+def _read_charge() -> tuple[float | None, bool]:
     """Percent, and whether it is plugged in; None without a battery."""
     try:
         found = psutil.sensors_battery()
@@ -56,23 +56,23 @@ def _charge() -> tuple[float | None, bool]:
     return (float(found.percent), bool(found.power_plugged)) if found else (None, False)
 
 
-def _battery(percent: float | None, plugged: bool) -> tuple[float, str]:
+def _score_battery(percent: float | None, plugged: bool) -> tuple[float, str]:
     if percent is None:
         return 1.0, "no battery: mains power counts as full"
     if plugged:
         return 1.0, f"plugged in: mains power counts as full (battery at {percent:.0f} %)"
-    return _clamped(percent / 100), f"battery at {percent:.0f} %, not plugged in"
+    return _clamp_unit(percent / 100), f"battery at {percent:.0f} %, not plugged in"
 
 
-def _network(server: tuple[str, int] | None, most: float) -> tuple[float, str]:
+def _score_network(server: tuple[str, int] | None, most: float) -> tuple[float, str]:
     if server is None:
         return 1.0, "not measured, because no server was given; counts as full"
-    delay = latency(server, max(PATIENCE, most / 1000))
+    delay = measure_latency(server, max(PATIENCE, most / 1000))
     way = f"{delay:.3g} ms to {server[0]}:{server[1]}, the median of {CONNECTS} connections; {most:g} ms counts 0"
-    return _clamped(1 - delay / most), way
+    return _clamp_unit(1 - delay / most), way
 
 
-def latency(server: tuple[str, int], patience: float = PATIENCE) -> float:
+def measure_latency(server: tuple[str, int], patience: float = PATIENCE) -> float:
     """Milliseconds to the server and back: the median of some TCP connections."""
     host, port = server
     try:
@@ -80,7 +80,7 @@ def latency(server: tuple[str, int], patience: float = PATIENCE) -> float:
             raise ValueError("ports are numbers from 1 to 65535")
         with socket.create_connection(server, patience) as first:
             family, address = first.family, first.getpeername()
-        return 1000 * statistics.median(_connect(family, address, patience) for _ in range(CONNECTS))
+        return 1000 * statistics.median(_time_connection(family, address, patience) for _ in range(CONNECTS))
     except (OSError, ValueError) as error:
         reason = (isinstance(error, OSError) and error.strerror) or str(error)
         raise EngineError(
@@ -89,7 +89,7 @@ def latency(server: tuple[str, int], patience: float = PATIENCE) -> float:
         ) from None
 
 
-def _connect(family: int, address: tuple[str | int, ...], patience: float) -> float:
+def _time_connection(family: int, address: tuple[str | int, ...], patience: float) -> float:
     """Seconds; the address is a number by now, so that no name service is timed."""
     with socket.socket(family, socket.SOCK_STREAM) as line:
         line.settimeout(patience)
@@ -98,5 +98,5 @@ def _connect(family: int, address: tuple[str | int, ...], patience: float) -> fl
         return time.perf_counter() - begun
 
 
-def _clamped(value: float) -> float:
+def _clamp_unit(value: float) -> float:
     return min(1.0, max(0.0, value))

@@ -27,15 +27,15 @@ from typing import TYPE_CHECKING, Any
 
 from polyclinic.core.contract import SiteId
 from polyclinic.core.errors import EngineError, RecipeError, StoreError
-from polyclinic.deploy.config import ServerConfig, address_of, is_loopback
-from polyclinic.deploy.provisioning.certificates import refuse_server, refuse_site, withdrawn
+from polyclinic.deploy.config import ServerConfig, is_loopback, parse_address
+from polyclinic.deploy.provisioning.certificates import check_server_files, check_site_files, read_revoked_keys
 from polyclinic.deploy.provisioning.kit import FLWR
 from polyclinic.deploy.site.config import SiteConfig
-from polyclinic.deploy.site.release_log import now
-from polyclinic.storage.run_files import locked, named_failure, write_json
+from polyclinic.deploy.site.release_log import timestamp
+from polyclinic.storage.run_files import explain_os_errors, lock_folder, write_json
 
 if TYPE_CHECKING:
-    from polyclinic.deploy.flower.server import FlowerEngine, Link
+    from polyclinic.deploy.flower.server import FlowerEngine, SuperLink
 
 ENVIRONMENT = {
     "FLWR_TELEMETRY_ENABLED": "0",
@@ -53,20 +53,20 @@ KINDS = 50
 """Different refusals that are remembered; of a flood of more, the number."""
 
 
-def prepare(folder: Path) -> None:
+def prepare_role_folder(folder: Path) -> None:
     """A role's own folder, and an environment in which Flower keeps to itself; before anything of it is imported."""
     found = _flower_version()
     if found != FLWR:
         raise EngineError(f"this needs flwr {FLWR}, here is {found or 'none'}; pip install 'polyclinic[flower]'")
-    with named_failure(folder):
+    with explain_os_errors(folder):
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     os.environ.update(ENVIRONMENT, FLWR_HOME=str(folder / "flower"))
 
 
 @contextlib.contextmanager
-def logging_to(path: Path) -> Iterator[None]:
+def log_to_file(path: Path) -> Iterator[None]:
     """One log of bounded size for us and Flower, which has put handlers of its own in place as it was imported."""
-    handler = _Log(path, maxBytes=LOG_BYTES, backupCount=LOG_FILES - 1, encoding="utf-8", delay=True)
+    handler = _TolerantLog(path, maxBytes=LOG_BYTES, backupCount=LOG_FILES - 1, encoding="utf-8", delay=True)
     handler.setFormatter(logging.Formatter("%(asctime)s %(name)s %(levelname)s %(message)s"))
     loggers = [logging.getLogger(name) for name in ("flwr", "uvicorn", "polyclinic")]
     before = [(logger.handlers[:], logger.propagate, logger.level) for logger in loggers]
@@ -82,7 +82,7 @@ def logging_to(path: Path) -> Iterator[None]:
         handler.close()
 
 
-class _Log(RotatingFileHandler):
+class _TolerantLog(RotatingFileHandler):
     """A log that leaves lines out while the disk is full, and stops nothing for it."""
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802  logging's name
@@ -100,7 +100,7 @@ def _flower_version() -> str:
         return ""
 
 
-class Board:
+class ServerStatus:
     """What is known of the sites while a server runs, kept in `status.json` for whoever asks."""
 
     def __init__(self, config: ServerConfig, folders: Sequence[Path]) -> None:
@@ -116,7 +116,7 @@ class Board:
         self._lock = threading.Lock()
         self._over = threading.Event()
 
-    def refused(self, site: SiteId, why: str) -> None:
+    def count_refusal(self, site: SiteId, why: str) -> None:
         """A request that the gate turned away."""
         with self._lock:
             key = (site, why) if (site, why) in self.refusals or len(self.refusals) < KINDS else ("", "others")
@@ -125,18 +125,18 @@ class Board:
         if count & (count - 1) == 0:  # the 1st, 2nd, 4th, 8th …: a flood does not fill the log
             self.log.warning("refused %s: %s (%d times)", site or "a stranger", why, count)
 
-    def begin(self, here: Iterable[SiteId]) -> None:
+    def begin_enrolment(self, here: Iterable[SiteId]) -> None:
         """Sites have come, and are asked whether they take part."""
         self._here = set(here)
-        self.note(state="asking sites to enrol")
+        self.update_facts(state="asking sites to enrol")
 
-    def note(self, **facts: Any) -> None:
+    def update_facts(self, **facts: Any) -> None:
         self.facts.update(facts)
 
-    def watch(self, event: str, info: Mapping[str, Any]) -> None:
+    def record_event(self, event: str, info: Mapping[str, Any]) -> None:
         """Events of the run."""
         if event == "round":
-            self.note(state="running", round=info["round"], asked=list(info["cohort"]))
+            self.update_facts(state="running", round=info["round"], asked=list(info["cohort"]))
         elif event == "absent":
             self.log.warning("%s did not enrol: %s: %s", info["site"], info["kind"], info["why"])
             self.facts.setdefault("absent", {})[info["site"]] = f"{info['kind']}: {info['why']}"
@@ -147,17 +147,17 @@ class Board:
             self.log.warning("after the last round: %s %s: %s", info["site"], info["outcome"], info["why"])
             self.facts.setdefault("last failure", {})[info["site"]] = f"{info['outcome']}: {info['why']}"
 
-    def follow(self, link: Link) -> None:
+    def update_until_closed(self, link: SuperLink) -> None:
         """Keep the file up to date until `close`."""
         while True:
             over = self._over.wait(2)
             if not over:
-                self.notice({site for site, node in link.nodes.items() if node in link.present()})
-            self.write(link, running=not over)
+                self.report_changes({site for site, node in link.nodes.items() if node in link.connected_nodes()})
+            self.write_status(link, running=not over)
             if over:
                 return
 
-    def notice(self, here: set[SiteId]) -> None:
+    def report_changes(self, here: set[SiteId]) -> None:
         """Who has come or gone since the last look; as long as all are awaited, that is told elsewhere."""
         gone, come, self._here = self._here - here, here - self._here, here
         left = "has gone away" + ("; the run waits for it, as the recipe names no quorum" if self.patient else "")
@@ -166,16 +166,16 @@ class Board:
                 self.log.warning("%s %s", site, left if site in gone else "is back")
                 self.tell(f"{site} {left if site in gone else 'is back'}")
 
-    def write(self, link: Link, running: bool = True) -> None:
+    def write_status(self, link: SuperLink, running: bool = True) -> None:
         with self._lock:
             refusals = [{"site": site, "why": why, "times": n} for (site, why), n in self.refusals.items()]
         status = {
             "federation": self.config.federation,
             "server": f"{self.config.host}:{self.config.port}",
             "pid": os.getpid() if running else None,
-            "written": now(),
+            "written": timestamp(),
             **self.facts,
-            "sites": {site: _presence(link, site, running) for site in self.config.sites},
+            "sites": {site: _site_presence(link, site, running) for site in self.config.sites},
             "refusals": refusals,
         }
         for folder in self.folders:
@@ -187,9 +187,9 @@ class Board:
         self._over.set()
 
 
-def _presence(link: Link, site: SiteId, running: bool) -> dict[str, Any]:
-    seen = link.gate.seen.get(site)
-    state = "connected" if running and link.nodes[site] in link.present() else "away" if seen else "never seen"
+def _site_presence(link: SuperLink, site: SiteId, running: bool) -> dict[str, Any]:
+    seen = link.gate.last_seen.get(site)
+    state = "connected" if running and link.nodes[site] in link.connected_nodes() else "away" if seen else "never seen"
     when = None if seen is None else datetime.fromtimestamp(seen, UTC).isoformat(timespec="seconds")
     return {"state": state, "seen": when}
 
@@ -197,54 +197,58 @@ def _presence(link: Link, site: SiteId, running: bool) -> dict[str, Any]:
 class SiteRegistration:
     """A server that sites can join."""
 
-    def __init__(self, link: Link, engine: FlowerEngine, board: Board) -> None:
+    def __init__(self, link: SuperLink, engine: FlowerEngine, board: ServerStatus) -> None:
         self.link, self.engine, self.board = link, engine, board
 
-    def present(self) -> list[SiteId]:
-        here = self.link.present()
+    def connected_sites(self) -> list[SiteId]:
+        here = self.link.connected_nodes()
         return [site for site, node in self.link.nodes.items() if node in here]
 
-    def gather(self, seconds: float | None, needed: int, tell: Callable[[str], None]) -> dict[SiteId, str]:
+    def wait_for_sites(self, seconds: float | None, needed: int, report: Callable[[str], None]) -> dict[SiteId, str]:
         """Wait for all sites, or after `seconds` for so many as are needed; who is missing then, and why."""
         begun, said = time.monotonic(), None
         while True:
-            here = self.present()
+            here = self.connected_sites()
             missing = [site for site in self.link.nodes if site not in here]
             if not missing:
                 return {}
             if seconds is not None and time.monotonic() > begun + seconds:
                 if len(here) >= needed:
-                    tell(f"going on without {', '.join(missing)}")
+                    report(f"going on without {', '.join(missing)}")
                     return dict.fromkeys(missing, f"it did not come within {seconds:g} s")
                 raise EngineError(
                     f"{len(here)} of {len(self.link.nodes)} sites came within {seconds:g} s, {needed} are needed; "
                     f"missing: {', '.join(missing)}"
                 )
             if missing != said:
-                tell(f"{len(here)} of {len(self.link.nodes)} sites are here; waiting for {', '.join(missing)}")
+                report(f"{len(here)} of {len(self.link.nodes)} sites are here; waiting for {', '.join(missing)}")
                 said = missing
             time.sleep(0.2)
 
 
 @contextlib.contextmanager
-def serving(config: ServerConfig, out: Path | None = None, patience: float = PATIENCE) -> Iterator[SiteRegistration]:
+def open_server(
+    config: ServerConfig, out: Path | None = None, patience: float = PATIENCE
+) -> Iterator[SiteRegistration]:
     """Open the server's door until the block ends. `out`: the run's folder, which gets a copy of the status too."""
     if config.insecure and not is_loopback(config.host):
         raise RecipeError(f"without TLS a server may listen on this machine only, and {config.host} is not that")
     if not config.sites:
         raise RecipeError("server.yaml names no site, so nobody could join; provision some")
-    prepare(config.folder)
+    prepare_role_folder(config.folder)
     if not config.insecure:
-        refuse_server(config.certificate, config.key, config.ca, config.host)
-    with locked(config.folder):
-        from polyclinic.deploy.flower.server import FlowerEngine, Link, LinkGrid
+        check_server_files(config.certificate, config.key, config.ca, config.host)
+    with lock_folder(config.folder):
+        from polyclinic.deploy.flower.server import FlowerEngine, LinkGrid, SuperLink
 
-        board = Board(config, [config.folder, *([out] if out else [])])
+        board = ServerStatus(config, [config.folder, *([out] if out else [])])
         pair = None if config.insecure else (config.certificate, config.key)
-        link = Link(config.sites, listens_on(config.host), config.port, pair, board.refused, config.federation)
-        link.withdrawn = withdrawn(config.revoked)
-        with logging_to(config.folder / "server.log"), link:
-            follower = threading.Thread(target=board.follow, args=(link,), daemon=True)
+        link = SuperLink(
+            config.sites, listen_address(config.host), config.port, pair, board.count_refusal, config.federation
+        )
+        link.withdrawn = read_revoked_keys(config.revoked)
+        with log_to_file(config.folder / "server.log"), link:
+            follower = threading.Thread(target=board.update_until_closed, args=(link,), daemon=True)
             follower.start()
             try:
                 yield SiteRegistration(link, FlowerEngine(LinkGrid(link), link.nodes, patience), board)
@@ -253,18 +257,18 @@ def serving(config: ServerConfig, out: Path | None = None, patience: float = PAT
                 follower.join(timeout=5)
 
 
-def listens_on(host: str) -> str:
+def listen_address(host: str) -> str:
     """Where to listen for those who call the server by this name: here only, or wherever they come from."""
     if is_loopback(host):
-        return "127.0.0.1" if address_of(host) is None else host
-    return "::" if (address := address_of(host)) is not None and address.version == 6 else "0.0.0.0"
+        return "127.0.0.1" if parse_address(host) is None else host
+    return "::" if (address := parse_address(host)) is not None and address.version == 6 else "0.0.0.0"
 
 
-def attend(
+def serve_site(
     config: SiteConfig,
     answer: Callable[[bytes], bytes],
-    tell: Callable[[str], None],
-    resting: Callable[[], bool] = lambda: False,
+    report: Callable[[str], None],
+    is_idle: Callable[[], bool] = lambda: False,
 ) -> None:
     """A site's life, until it is stopped: SIGTERM ends it as Ctrl-C does. resting: whether no run is under way."""
     for name in ("server", "key") if config.insecure else ("server", "key", "ca"):
@@ -274,30 +278,30 @@ def attend(
     host = config.server.rpartition(":")[0].strip("[]")
     if config.insecure and not is_loopback(host):
         raise RecipeError(f"without TLS a site may join on its own machine only, and {host} is not that")
-    prepare(config.folder)
+    prepare_role_folder(config.folder)
     authority = None if config.insecure else config.ca
     if authority is not None:
-        refuse_site(authority, config.key)
+        check_site_files(authority, config.key)
     log = logging.getLogger("polyclinic.site")
 
     def note(state: str, pid: int | None) -> None:
         log.info(state)
-        about = {"site": config.site, "server": config.server, "pid": pid, "since": now(), "state": state}
+        about = {"site": config.site, "server": config.server, "pid": pid, "since": timestamp(), "state": state}
         with contextlib.suppress(StoreError):  # a full disk is told where it matters, and need not stay full
             write_json(config.folder / STATUS, about)
 
     def say(sentence: str) -> None:
         note(sentence, os.getpid())
-        tell(sentence)
+        report(sentence)
 
-    with locked(config.folder / "joined"):
+    with lock_folder(config.folder / "joined"):
         from polyclinic.deploy.flower.client import SiteConnection
 
         names = config.federation, config.site
-        attendance = SiteConnection(config.server, authority, config.key, config.folder, answer, say, resting, names)
-        with logging_to(config.folder / "flower.log"), ending_on_terminate():
+        attendance = SiteConnection(config.server, authority, config.key, config.folder, answer, say, is_idle, names)
+        with log_to_file(config.folder / "flower.log"), terminate_as_interrupt():
             try:
-                attendance.attend()
+                attendance.serve_forever()
             except EngineError as error:
                 note(f"{STOPPED}: {error}", None)
                 raise
@@ -307,7 +311,7 @@ def attend(
 
 
 @contextlib.contextmanager
-def ending_on_terminate() -> Iterator[None]:
+def terminate_as_interrupt() -> Iterator[None]:
     """SIGTERM as Ctrl-C: what is open gets closed, and sites take their leave."""
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
@@ -316,7 +320,7 @@ def ending_on_terminate() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-class Child:
+class ChildProcess:
     """A process of ours, started by a program that means to end it: it goes with its parent, however that ends."""
 
     def __init__(self, command: Sequence[str], log: Path, environment: Mapping[str, str] | None = None) -> None:
@@ -329,12 +333,14 @@ class Child:
                 stderr=subprocess.STDOUT,
                 env={**os.environ, **ENVIRONMENT, **(environment or {})},
                 start_new_session=True,
-                preexec_fn=_go_with_parent,
+                preexec_fn=_die_with_parent,
             )
 
     @staticmethod
-    def polyclinic(*arguments: str | Path, log: Path, environment: Mapping[str, str] | None = None) -> Child:
-        return Child([sys.executable, "-m", "polyclinic", *map(str, arguments)], log, environment)
+    def start_polyclinic(
+        *arguments: str | Path, log: Path, environment: Mapping[str, str] | None = None
+    ) -> ChildProcess:
+        return ChildProcess([sys.executable, "-m", "polyclinic", *map(str, arguments)], log, environment)
 
     def kill(self) -> None:
         """At once and without a word, with all it may have started."""
@@ -350,17 +356,17 @@ class Child:
         self.kill()
         return self.process.returncode
 
-    def said(self) -> str:
+    def read_log(self) -> str:
         return self.log.read_text(errors="replace")
 
-    def __enter__(self) -> Child:
+    def __enter__(self) -> ChildProcess:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.kill()
 
 
-def _go_with_parent() -> None:
+def _die_with_parent() -> None:
     set_death_signal = 1
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(set_death_signal, signal.SIGKILL)
@@ -374,10 +380,10 @@ def read_status(folder: Path) -> dict[str, Any] | None:
         return None
     if not isinstance(found, dict):
         return None
-    return found | {"alive": _alive(found.get("pid"))}
+    return found | {"alive": _is_alive(found.get("pid"))}
 
 
-def _alive(pid: object) -> bool:
+def _is_alive(pid: object) -> bool:
     if not isinstance(pid, int):
         return False
     try:

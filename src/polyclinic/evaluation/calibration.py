@@ -52,16 +52,16 @@ class Calibration:
 class Uncalibrated:
     """Why there is no temperature, in words that end a sentence."""
 
-    why: str
+    reason: str
 
 
-def calibrated(logits: Floats, temperature: float) -> Floats:
+def apply_temperature(logits: Floats, temperature: float) -> Floats:
     """(9)"""
     found: Floats = softmax(np.asarray(logits, dtype=np.float64) / temperature, axis=-1)
     return found
 
 
-def temperature_of(logits: Floats, labels: NDArray[np.integer[Any]]) -> float:
+def fit_temperature(logits: Floats, labels: NDArray[np.integer[Any]]) -> float:
     """T with the least loss, between `LOWEST` and `HIGHEST`."""
     values, rows = np.asarray(logits, dtype=np.float64), np.arange(len(labels))
 
@@ -73,42 +73,42 @@ def temperature_of(logits: Floats, labels: NDArray[np.integer[Any]]) -> float:
     return math.exp(float(found.x))
 
 
-def fitted(validation: Predictions, test: Predictions | None = None) -> Calibration | Uncalibrated:
+def calibrate(validation: Predictions, test: Predictions | None = None) -> Calibration | Uncalibrated:
     """The temperature of a model, by what it says of validation images."""
     if len(validation) < FEWEST:
         return Uncalibrated(f"{len(validation)} validation images are too few for a temperature ({FEWEST} are needed)")
-    logits = log_of(validation.probabilities)
+    logits = log_probabilities(validation.probabilities)
     of_truth = logits[np.arange(len(validation)), validation.labels]
     if (of_truth >= logits.max(axis=1)).all():  # the surer, the better: the loss has no minimum
         return Uncalibrated(
             f"the model is right on all its {len(validation)} validation images, which tell no temperature"
         )
-    temperature = temperature_of(logits, validation.labels)
+    temperature = fit_temperature(logits, validation.labels)
     if not LOWEST * 1.001 < temperature < HIGHEST / 1.001:
         return Uncalibrated(
             f"no temperature from {LOWEST:g} to {HIGHEST:g} is best for its {len(validation)} validation images, of "
             "which its probabilities tell no more than guesses"
         )
-    loss, ece = _before_and_after(validation, temperature)
+    loss, ece = _loss_and_ece(validation, temperature)
     if test is None:
         return Calibration(temperature, len(validation), loss, ece)
-    return Calibration(temperature, len(validation), loss, ece, len(test), _before_and_after(test, temperature)[1])
+    return Calibration(temperature, len(validation), loss, ece, len(test), _loss_and_ece(test, temperature)[1])
 
 
-def log_of(probabilities: NDArray[np.floating[Any]]) -> Floats:
+def log_probabilities(probabilities: NDArray[np.floating[Any]]) -> Floats:
     """Log-probabilities; what is 0 in the precision it was kept in counts as the least number of that."""
     least = float(np.finfo(np.float32).smallest_subnormal)
     found: Floats = np.log(np.maximum(np.asarray(probabilities, dtype=np.float64), least))
     return found
 
 
-def _before_and_after(predictions: Predictions, temperature: float) -> tuple[tuple[float, float], tuple[float, float]]:
+def _loss_and_ece(predictions: Predictions, temperature: float) -> tuple[tuple[float, float], tuple[float, float]]:
     before = measure(predictions.probabilities, predictions.labels)
-    after = measure(calibrated(log_of(predictions.probabilities), temperature), predictions.labels)
+    after = measure(apply_temperature(log_probabilities(predictions.probabilities), temperature), predictions.labels)
     return (before["loss"], after["loss"]), (before["ece"], after["ece"])
 
 
-def of_part(
+def merge_part(
     kept: Mapping[tuple[SiteId, str, str], Predictions], sites: Collection[SiteId], model: str, part: Part
 ) -> Predictions | None:
     """What a model said of a part's images, of all `sites` together."""

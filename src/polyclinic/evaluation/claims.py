@@ -14,17 +14,17 @@ from typing import Literal
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
-from polyclinic.evaluation.comparison import Runs, decimal, mean, row, value
+from polyclinic.evaluation.comparison import Runs, format_decimal, markdown_row, mean_of_known, metric_value
 from polyclinic.evaluation.metrics import METRICS
-from polyclinic.evaluation.statistics import holm, paired, summary
+from polyclinic.evaluation.statistics import compare_paired, correct_holm, summarise_sample
 
 LEVEL = 0.05
 PAIRED = ("higher", "lower", "equal")
 TOLD_APART = "told_apart"
 """Measured only where a claim asks for it: every test image goes through the network once more."""
-OF_RUNS = ("converged", "forgotten", "megabytes", "seconds", TOLD_APART)
+RUN_METRICS = ("converged", "forgotten", "megabytes", "seconds", TOLD_APART)
 """What a run has as a whole, and no hospital by itself."""
-FIGURES = (*METRICS, "gap", "drift", *OF_RUNS)
+CLAIM_METRICS = (*METRICS, "gap", "drift", *RUN_METRICS)
 Verdict = Literal["supported", "suggested", "not decided", "suggested against", "contradicted", "not run"]
 """Suggested: p is below the level before it is corrected for the number of claims, not after."""
 
@@ -52,7 +52,7 @@ class Claim(BaseModel):
 
     @field_validator("methods")
     @classmethod
-    def _comparable(cls, methods: list[str], info: ValidationInfo) -> list[str]:
+    def _check_methods(cls, methods: list[str], info: ValidationInfo) -> list[str]:
         if len(set(methods)) < len(methods):
             raise ValueError("a method cannot be compared with itself; name each once")
         if len(methods) > 2 and info.data.get("test") in PAIRED:
@@ -61,23 +61,23 @@ class Claim(BaseModel):
 
     @field_validator("metric")
     @classmethod
-    def _known(cls, metric: str) -> str:
-        if metric not in FIGURES:
-            near = difflib.get_close_matches(metric, FIGURES, 1)
+    def _check_metric(cls, metric: str) -> str:
+        if metric not in CLAIM_METRICS:
+            near = difflib.get_close_matches(metric, CLAIM_METRICS, 1)
             hint = f" (did you mean {near[0]!r}?)" if near else ""
-            raise ValueError(f"there is no such metric{hint}; there are: {', '.join(FIGURES)}")
+            raise ValueError(f"there is no such metric{hint}; there are: {', '.join(CLAIM_METRICS)}")
         return metric
 
     @field_validator("site")
     @classmethod
-    def _has_such_figures(cls, site: str | None, info: ValidationInfo) -> str | None:
-        if site is not None and info.data.get("metric") in OF_RUNS:
+    def _check_site(cls, site: str | None, info: ValidationInfo) -> str | None:
+        if site is not None and info.data.get("metric") in RUN_METRICS:
             raise ValueError(f"{info.data['metric']} are counted for whole runs; leave site out")
         return site
 
 
 @dataclass(frozen=True)
-class Tested:
+class ClaimResult:
     claim: Claim
     figures: tuple[float, ...]
     """The mean of each method."""
@@ -88,15 +88,15 @@ class Tested:
     verdict: Verdict
 
 
-def tested(claims: Sequence[Claim], results: Mapping[str, Runs]) -> list[Tested]:
+def evaluate_claims(claims: Sequence[Claim], results: Mapping[str, Runs]) -> list[ClaimResult]:
     """Every claim on the runs that are there."""
-    raw = [_raw(claim, results) for claim in claims]
-    corrected = iter(holm([found.p for found in raw if not math.isnan(found.p)]))
-    return [_judged(found, math.nan if math.isnan(found.p) else next(corrected)) for found in raw]
+    raw = [_measure_effect(claim, results) for claim in claims]
+    corrected = iter(correct_holm([found.p for found in raw if not math.isnan(found.p)]))
+    return [_with_verdict(found, math.nan if math.isnan(found.p) else next(corrected)) for found in raw]
 
 
 @dataclass(frozen=True)
-class _Raw:
+class _Effect:
     claim: Claim
     figures: tuple[float, ...]
     effect: str = "–"
@@ -105,58 +105,58 @@ class _Raw:
     within: bool | None = None
 
 
-def by_seed(a: Runs, b: Runs, metric: str, site: str | None = None) -> tuple[list[float], list[float]]:
+def pair_by_seed(a: Runs, b: Runs, metric: str, site: str | None = None) -> tuple[list[float], list[float]]:
     """The figures of two methods on the seeds that both have ended, in the same order."""
-    one, other = ({run["seed"]: value(run, metric, site) for run in runs} for runs in (a, b))
+    one, other = ({run["seed"]: metric_value(run, metric, site) for run in runs} for runs in (a, b))
     shared = sorted(one.keys() & other.keys())
     return [one[seed] for seed in shared], [other[seed] for seed in shared]
 
 
-def _raw(claim: Claim, results: Mapping[str, Runs]) -> _Raw:
+def _measure_effect(claim: Claim, results: Mapping[str, Runs]) -> _Effect:
     if not all(name in results for name in claim.methods):
-        return _Raw(claim, ())
+        return _Effect(claim, ())
     runs = [results[name] for name in claim.methods]
-    values = [[value(run, claim.metric, claim.site) for run in found] for found in runs]
-    figures = tuple(mean(found) for found in values)
-    by = _pair if claim.test in PAIRED else _anova
-    sample = by_seed(runs[0], runs[1], claim.metric, claim.site) if by is _pair else values
+    values = [[metric_value(run, claim.metric, claim.site) for run in found] for found in runs]
+    figures = tuple(mean_of_known(found) for found in values)
+    by = _paired_effect if claim.test in PAIRED else _anova_effect
+    sample = pair_by_seed(runs[0], runs[1], claim.metric, claim.site) if by is _paired_effect else values
     if any(math.isnan(v) for found in sample for v in found) or min(map(len, sample)) < 2:
-        return _Raw(claim, figures)
+        return _Effect(claim, figures)
     return by(claim, figures, sample)
 
 
-def _pair(claim: Claim, figures: tuple[float, ...], values: Sequence[Sequence[float]]) -> _Raw:
-    found = paired(values[0], values[1])
-    effect = f"{signed(found.difference)} [{signed(found.low)}, {signed(found.high)}]"
+def _paired_effect(claim: Claim, figures: tuple[float, ...], values: Sequence[Sequence[float]]) -> _Effect:
+    found = compare_paired(values[0], values[1])
+    effect = f"{format_signed(found.difference)} [{format_signed(found.low)}, {format_signed(found.high)}]"
     if claim.test == "equal":
         inside = max(abs(found.low), abs(found.high)) <= claim.margin
         outside = found.low > claim.margin or found.high < -claim.margin
         effect = f"{effect}, margin ±{claim.margin:g}"
-        return _Raw(claim, figures, effect, within=inside if inside or outside else None)
+        return _Effect(claim, figures, effect, within=inside if inside or outside else None)
     p = 1.0 if math.isnan(found.p) else found.p
-    return _Raw(claim, figures, effect, p, math.copysign(1, found.difference) if found.difference else 0.0)
+    return _Effect(claim, figures, effect, p, math.copysign(1, found.difference) if found.difference else 0.0)
 
 
-def _anova(claim: Claim, figures: tuple[float, ...], values: Sequence[Sequence[float]]) -> _Raw:
+def _anova_effect(claim: Claim, figures: tuple[float, ...], values: Sequence[Sequence[float]]) -> _Effect:
     from scipy import stats
 
     spread = max(figures) - min(figures)
     if all(np.ptp(found) == 0 for found in values):
-        return _Raw(claim, figures, f"range {decimal(spread)}", 1.0 if spread == 0 else 0.0)
+        return _Effect(claim, figures, f"range {format_decimal(spread)}", 1.0 if spread == 0 else 0.0)
     if len(values) == 2:
         welch = stats.ttest_ind(values[0], values[1], equal_var=False)
         low, high = welch.confidence_interval()
-        effect = f"{signed(figures[0] - figures[1])} [{signed(low)}, {signed(high)}], t = {welch.statistic:.2f}"
-        return _Raw(claim, figures, effect, float(welch.pvalue))
+        effect = f"{format_signed(figures[0] - figures[1])} [{format_signed(low)}, {format_signed(high)}], t = {welch.statistic:.2f}"
+        return _Effect(claim, figures, effect, float(welch.pvalue))
     found = stats.f_oneway(*values)
-    return _Raw(claim, figures, f"range {decimal(spread)}, F = {found.statistic:.2f}", float(found.pvalue))
+    return _Effect(claim, figures, f"range {format_decimal(spread)}, F = {found.statistic:.2f}", float(found.pvalue))
 
 
-def _judged(found: _Raw, p: float) -> Tested:
-    return Tested(found.claim, found.figures, found.effect, found.p, p, _verdict(found, p))
+def _with_verdict(found: _Effect, p: float) -> ClaimResult:
+    return ClaimResult(found.claim, found.figures, found.effect, found.p, p, _decide_verdict(found, p))
 
 
-def _verdict(found: _Raw, p: float) -> Verdict:
+def _decide_verdict(found: _Effect, p: float) -> Verdict:
     test = found.claim.test
     if not found.figures:
         return "not run"
@@ -170,18 +170,18 @@ def _verdict(found: _Raw, p: float) -> Verdict:
     return "supported" if seen else "suggested"
 
 
-def signed(figure: float) -> str:
+def format_signed(figure: float) -> str:
     """With as many decimals as its size asks for."""
     return "–" if math.isnan(figure) else f"{figure:+.3f}" if abs(figure) < 10 else f"{figure:+,.1f}"
 
 
-def spread_of(results: Runs, metric: str, site: str | None = None) -> str:
+def format_mean_and_std(results: Runs, metric: str, site: str | None = None) -> str:
     """mean ± standard deviation over runs."""
-    found = summary([value(result, metric, site) for result in results])
-    return decimal(found.mean) + ("" if math.isnan(found.std) else f" ± {decimal(found.std)}")
+    found = summarise_sample([metric_value(result, metric, site) for result in results])
+    return format_decimal(found.mean) + ("" if math.isnan(found.std) else f" ± {format_decimal(found.std)}")
 
 
-def rows(tests: Sequence[Tested]) -> list[str]:
+def claims_table(tests: Sequence[ClaimResult]) -> list[str]:
     """The claims as a Markdown table."""
     if not tests:
         return []
@@ -189,35 +189,35 @@ def rows(tests: Sequence[Tested]) -> list[str]:
         "| the paper's claim | paper | ours | difference [95 %] | p | p (Holm) | our data |",
         "|---|---|---|---|---|---|---|",
     ]
-    return [*head, *(_row(found) for found in tests)]
+    return [*head, *(_format_claim(found) for found in tests)]
 
 
-def verdict_of(found: Tested) -> str:
+def format_verdict(found: ClaimResult) -> str:
     """In words: that an effect was not seen is all a test can say for a claim that there is none."""
     unseen = (found.claim.test, found.verdict) == ("no effect", "not decided") and not math.isnan(found.p)
     return "no effect seen" if unseen else found.verdict
 
 
-def overview(tables: Mapping[str, Sequence[Tested]]) -> list[str]:
+def claims_overview(tables: Mapping[str, Sequence[ClaimResult]]) -> list[str]:
     """Every claim that no single hospital is named in, with its verdict in each table."""
     sentences = dict.fromkeys(t.claim.claim for found in tables.values() for t in found if t.claim.site is None)
     if not sentences:
         return []
-    verdicts = [{t.claim.claim: verdict_of(t) for t in found if t.claim.site is None} for found in tables.values()]
-    lines = [row(["the paper's claim", *tables]), "|" + "---|" * (1 + len(tables))]
-    return [*lines, *(row([claim, *(found.get(claim, "–") for found in verdicts)]) for claim in sentences)]
+    verdicts = [{t.claim.claim: format_verdict(t) for t in found if t.claim.site is None} for found in tables.values()]
+    lines = [markdown_row(["the paper's claim", *tables]), "|" + "---|" * (1 + len(tables))]
+    return [*lines, *(markdown_row([claim, *(found.get(claim, "–") for found in verdicts)]) for claim in sentences)]
 
 
-def chance(p: float) -> str:
+def format_p_value(p: float) -> str:
     """A p-value."""
     return "–" if math.isnan(p) else "< 0.001" if p < 0.001 else f"{p:.3f}"
 
 
-def _row(found: Tested) -> str:
+def _format_claim(found: ClaimResult) -> str:
     claim = found.claim
     metric = "" if claim.metric == "accuracy" else f"{claim.metric} "
     place = f"{claim.site}: " if claim.site else ""
-    ours = ", ".join(f"{name} {decimal(v)}" for name, v in zip(claim.methods, found.figures, strict=False))
+    ours = ", ".join(f"{name} {format_decimal(v)}" for name, v in zip(claim.methods, found.figures, strict=False))
     told = f"{place}{metric}{ours}" if ours else "–"
-    chances = chance(found.p), chance(found.corrected)
-    return row([claim.claim, claim.paper or "–", told, found.effect, *chances, f"**{verdict_of(found)}**"])
+    chances = format_p_value(found.p), format_p_value(found.corrected)
+    return markdown_row([claim.claim, claim.paper or "–", told, found.effect, *chances, f"**{format_verdict(found)}**"])

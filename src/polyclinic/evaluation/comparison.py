@@ -8,8 +8,14 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from polyclinic.evaluation.statistics import summary
-from polyclinic.evaluation.summary import at_site, converged, judged_by, judged_on, pools_images
+from polyclinic.evaluation.statistics import summarise_sample
+from polyclinic.evaluation.summary import (
+    convergence_round,
+    describe_model,
+    describe_test_images,
+    headline_at_site,
+    pools_images,
+)
 
 Runs: TypeAlias = Sequence[Mapping[str, Any]]
 """The summaries of one method, one for each seed."""
@@ -29,17 +35,17 @@ class MetricEstimate:
     std: float | None = None
 
     @staticmethod
-    def of(results: Runs, metric: str) -> MetricEstimate:
-        values = [number(result["headline"].get(metric)) for result in results]
+    def estimate(results: Runs, metric: str) -> MetricEstimate:
+        values = [nan_if_none(result["headline"].get(metric)) for result in results]
         if len(values) == 1:
             low, high = (results[0]["headline"].get("intervals") or {}).get(metric, (None, None))
-            return MetricEstimate(values[0], number(low), number(high))
-        spread = summary(values)
+            return MetricEstimate(values[0], nan_if_none(low), nan_if_none(high))
+        spread = summarise_sample(values)
         return MetricEstimate(spread.mean, max(0.0, spread.low), min(1.0, spread.high), spread.std)
 
 
 @dataclass(frozen=True)
-class Line:
+class MethodSummary:
     """One method in the table."""
 
     name: str
@@ -62,7 +68,7 @@ class Comparison:
     """Methods side by side. `results` holds, by method, the summary of every seed."""
 
     title: str
-    lines: tuple[Line, ...]
+    lines: tuple[MethodSummary, ...]
     results: Mapping[str, Runs]
     folder: Path | None
     about: str = ""
@@ -88,7 +94,7 @@ class Comparison:
         return "; ".join(f"{model} ({', '.join(names)})" for model, names in methods.items())
 
     @property
-    def interval(self) -> str:
+    def interval_description(self) -> str:
         """What the intervals are over."""
         counts = {line.seeds for line in self.lines}
         patients, seeds = "test patients (bootstrap)", "seeds (Student)"
@@ -96,54 +102,54 @@ class Comparison:
             return patients
         return f"{counts.pop()} {seeds}" if len(counts) == 1 else f"{seeds}, or with one seed over {patients}"
 
-    def as_json(self) -> dict[str, Any]:
-        found: dict[str, Any] = clean({"title": self.title, "methods": [asdict(line) for line in self.lines]})
+    def to_json(self) -> dict[str, Any]:
+        found: dict[str, Any] = nan_to_none({"title": self.title, "methods": [asdict(line) for line in self.lines]})
         return found
 
 
-def value(result: Mapping[str, Any], metric: str, site: str | None = None) -> float:
+def metric_value(result: Mapping[str, Any], metric: str, site: str | None = None) -> float:
     """One figure of one run, over all hospitals or at one; NaN where it has none."""
     if metric == "gap":
         models = result["sites"].get(site, {}) if site else result.get("merged", {})
-        return number(models.get(result["headline"]["model"], {}).get("gap"))
+        return nan_if_none(models.get(result["headline"]["model"], {}).get("gap"))
     if metric == "drift":
         moved = {} if result["headline"]["model"] == "transfer" else result["drift"]  # there is no mean to drift from
-        return number(moved.get(site)) if site else mean(list(moved.values()))
+        return nan_if_none(moved.get(site)) if site else mean_of_known(list(moved.values()))
     if metric == "megabytes":
         return float(result["cost"]["bytes_up"] + result["cost"]["bytes_down"]) / 1e6
     if metric == "converged":
-        return number(converged(result))
+        return nan_if_none(convergence_round(result))
     if metric == "forgotten":
-        return mean([share for _, share in (result.get("forgetting") or {}).get("forgotten", [])])
+        return mean_of_known([share for _, share in (result.get("forgetting") or {}).get("forgotten", [])])
     if metric == "told_apart":
-        return number(result.get("told_apart"))
+        return nan_if_none(result.get("told_apart"))
     if metric == "seconds":
         return float(result["cost"]["seconds"])
     if site and site not in result["sites"]:
         return math.nan
-    best = at_site(result, site) if site else result["headline"]
-    return number(best.get(metric))
+    best = headline_at_site(result, site) if site else result["headline"]
+    return nan_if_none(best.get(metric))
 
 
-def lines(results: Mapping[str, Runs]) -> list[Line]:
-    return [_line(name, runs) for name, runs in results.items()]
+def summarise_methods(results: Mapping[str, Runs]) -> list[MethodSummary]:
+    return [_summarise_method(name, runs) for name, runs in results.items()]
 
 
-def _line(name: str, runs: Runs) -> Line:
+def _summarise_method(name: str, runs: Runs) -> MethodSummary:
     worst_site, worst = _worst_site(runs)
-    return Line(
+    return MethodSummary(
         name=name,
         seeds=len(runs),
-        figures={metric: MetricEstimate.of(runs, metric) for metric in SHOWN},
+        figures={metric: MetricEstimate.estimate(runs, metric) for metric in SHOWN},
         worst_site=worst_site,
         worst_auc=worst,
-        drift=mean([value(result, "drift") for result in runs]),
-        megabytes=mean([value(result, "megabytes") for result in runs]),
-        seconds=mean([value(result, "seconds") for result in runs]),
+        drift=mean_of_known([metric_value(result, "drift") for result in runs]),
+        megabytes=mean_of_known([metric_value(result, "megabytes") for result in runs]),
+        seconds=mean_of_known([metric_value(result, "seconds") for result in runs]),
         pools_images=pools_images(runs[0]),
         lost=sum(r["cost"].get("refused", 0) + r["cost"].get("failed", 0) for r in runs),
-        judged_on=judged_on(runs[0]["headline"]),
-        judged_by=judged_by(runs[0]["headline"]),
+        judged_on=describe_test_images(runs[0]["headline"]),
+        judged_by=describe_model(runs[0]["headline"]),
     )
 
 
@@ -152,42 +158,42 @@ def _worst_site(runs: Runs) -> tuple[str, float]:
     values: dict[str, list[float]] = {}
     for result in runs:
         for site in result["sites"]:
-            values.setdefault(site, []).append(number(at_site(result, site).get("auc")))
-    known = {site: mean(found) for site, found in values.items() if not math.isnan(mean(found))}
+            values.setdefault(site, []).append(nan_if_none(headline_at_site(result, site).get("auc")))
+    known = {site: mean_of_known(found) for site, found in values.items() if not math.isnan(mean_of_known(found))}
     return min(known.items(), key=lambda item: item[1]) if known else ("", math.nan)
 
 
-def show(figure: MetricEstimate) -> str:
-    bounds = "" if math.isnan(figure.low) else f" [{decimal(figure.low)}, {decimal(figure.high)}]"
-    return decimal(figure.mean) + bounds
+def format_estimate(figure: MetricEstimate) -> str:
+    bounds = "" if math.isnan(figure.low) else f" [{format_decimal(figure.low)}, {format_decimal(figure.high)}]"
+    return format_decimal(figure.mean) + bounds
 
 
-def sent(line: Line) -> str:
+def format_traffic(line: MethodSummary) -> str:
     return "images" if line.pools_images else f"{line.megabytes:.1f}"
 
 
-def row(cells: Sequence[str]) -> str:
+def markdown_row(cells: Sequence[str]) -> str:
     """A row of a Markdown table; what would end a cell or the row is escaped or left out."""
     return "| " + " | ".join(" ".join(cell.split()).replace("|", "\\|") for cell in cells) + " |"
 
 
-def decimal(value: float, places: int = 3) -> str:
+def format_decimal(value: float, places: int = 3) -> str:
     return "–" if math.isnan(value) else f"{value:.{places}f}"
 
 
-def number(value: float | None) -> float:
+def nan_if_none(value: float | None) -> float:
     return math.nan if value is None else float(value)
 
 
-def mean(values: Sequence[float]) -> float:
+def mean_of_known(values: Sequence[float]) -> float:
     known = [v for v in values if not math.isnan(v)]
     return sum(known) / len(known) if known else math.nan
 
 
-def clean(value: Any) -> Any:
+def nan_to_none(value: Any) -> Any:
     """For JSON: NaN becomes null."""
     if isinstance(value, float) and math.isnan(value):
         return None
     if isinstance(value, dict):
-        return {k: clean(v) for k, v in value.items()}
-    return [clean(v) for v in value] if isinstance(value, list | tuple) else value
+        return {k: nan_to_none(v) for k, v in value.items()}
+    return [nan_to_none(v) for v in value] if isinstance(value, list | tuple) else value

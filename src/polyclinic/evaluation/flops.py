@@ -51,6 +51,6 @@ def training_step_flops(module: nn.Module, batch_shape: Sequence[int]) -> int:
     return int(counter.get_total_flops())
 
 
-def parameters(module: nn.Module) -> int:
+def count_parameters(module: nn.Module) -> int:
     """How many numbers the module learns; shared ones count once, frozen ones count."""
     return sum(parameter.numel() for parameter in module.parameters())

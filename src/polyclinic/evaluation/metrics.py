@@ -78,20 +78,20 @@ class Predictions:
 def measure(probabilities: NDArray[np.floating[Any]], labels: NDArray[np.integer[Any]]) -> dict[str, float]:
     """All metrics of `METRICS`, NaN where undefined."""
     predictions = Predictions(probabilities, labels)
-    values = weighted(predictions, np.ones((1, len(predictions))), tuple(METRICS))
+    values = weighted_metrics(predictions, np.ones((1, len(predictions))), tuple(METRICS))
     return {name: float(value[0]) for name, value in values.items()}
 
 
-def weighted(predictions: Predictions, weights: Floats, names: Sequence[str]) -> dict[str, Floats]:
+def weighted_metrics(predictions: Predictions, weights: Floats, names: Sequence[str]) -> dict[str, Floats]:
     """The named metrics, one value for each row of `weights` (weightings × examples)."""
     unknown = [name for name in names if name not in METRICS]
     if unknown:
         raise RecipeError(f"There is no metric named {unknown[0]!r}: choose from {', '.join(METRICS)}.")
-    tally = _Tally(predictions, weights)
+    tally = _WeightedCounts(predictions, weights)
     return {name: METRICS[name](tally) for name in names}
 
 
-def confusion(probabilities: NDArray[np.floating[Any]], labels: NDArray[np.integer[Any]]) -> list[list[int]]:
+def confusion_matrix(probabilities: NDArray[np.floating[Any]], labels: NDArray[np.integer[Any]]) -> list[list[int]]:
     """Counts by true class (rows) and predicted class (columns), always classes × classes."""
     classes = Predictions(probabilities, labels).classes
     cells = labels.astype(np.int64) * classes + probabilities.argmax(axis=1)
@@ -99,12 +99,12 @@ def confusion(probabilities: NDArray[np.floating[Any]], labels: NDArray[np.integ
     return table
 
 
-def finite(values: Mapping[str, float]) -> dict[str, float | None]:
+def finite_or_none(values: Mapping[str, float]) -> dict[str, float | None]:
     """For JSON, which knows neither NaN nor infinity: both become None."""
     return {name: value if math.isfinite(value) else None for name, value in values.items()}
 
 
-class _Tally:
+class _WeightedCounts:
     """The weighted sums the metrics share. First axis: weightings; second, where there is one: classes."""
 
     def __init__(self, predictions: Predictions, weights: Floats) -> None:
@@ -138,52 +138,52 @@ class _Tally:
         return _ratio(negatives - (self.called - self.hits), negatives)
 
     @cached_property
-    def areas(self) -> tuple[Floats, Floats]:
+    def curve_areas(self) -> tuple[Floats, Floats]:
         """ROC area and average precision of each class against the rest; of two, only of class 1."""
         wanted = [1] if self.classes == 2 else range(self.classes)
         nobody = np.full((2, len(self.weights)), np.nan)
         both = [
-            _areas(self.probabilities[:, k], self.truth[:, k], self.weights) if self.truth[:, k].any() else nobody
+            _curve_areas(self.probabilities[:, k], self.truth[:, k], self.weights) if self.truth[:, k].any() else nobody
             for k in wanted
         ]
         return np.stack([roc for roc, _ in both], axis=1), np.stack([pr for _, pr in both], axis=1)
 
-    def mean(self, per_example: Floats) -> Floats:
+    def weighted_mean(self, per_example: Floats) -> Floats:
         return _ratio(self.weights @ per_example, self.total)
 
-    def macro(self, per_class: Floats) -> Floats:
+    def macro_average(self, per_class: Floats) -> Floats:
         present = self.support > 0
         return _ratio(np.where(present, per_class, 0.0).sum(axis=1), present.sum(axis=1))
 
-    def headline(self, per_class: Floats) -> Floats:
+    def default_average(self, per_class: Floats) -> Floats:
         """What a paper prints without a qualifier: class 1's figure of two, the macro average of more."""
         if self.classes == 2:
             return per_class[:, -1]
-        return self.macro(per_class)
+        return self.macro_average(per_class)
 
 
-def _accuracy(tally: _Tally) -> Floats:
+def _accuracy(tally: _WeightedCounts) -> Floats:
     return _ratio(tally.hits.sum(axis=1), tally.total)
 
 
-def _loss(tally: _Tally) -> Floats:
+def _loss(tally: _WeightedCounts) -> Floats:
     of_truth = tally.probabilities[np.arange(len(tally.labels)), tally.labels]
-    return tally.mean(-np.log(of_truth.clip(SMALLEST, 1.0)))
+    return tally.weighted_mean(-np.log(of_truth.clip(SMALLEST, 1.0)))
 
 
-def _precision_macro(tally: _Tally) -> Floats:
-    return tally.macro(np.nan_to_num(tally.precision))
+def _precision_macro(tally: _WeightedCounts) -> Floats:
+    return tally.macro_average(np.nan_to_num(tally.precision))
 
 
-def _precision(tally: _Tally) -> Floats:
-    return tally.headline(tally.precision) if tally.classes == 2 else _precision_macro(tally)
+def _precision(tally: _WeightedCounts) -> Floats:
+    return tally.default_average(tally.precision) if tally.classes == 2 else _precision_macro(tally)
 
 
-def _f1_weighted(tally: _Tally) -> Floats:
+def _f1_weighted(tally: _WeightedCounts) -> Floats:
     return _ratio((tally.support * np.nan_to_num(tally.f1)).sum(axis=1), tally.total)
 
 
-def _calibration_error(tally: _Tally) -> Floats:
+def _calibration_error(tally: _WeightedCounts) -> Floats:
     confidence = tally.probabilities.max(axis=1)
     excess = confidence - (tally.predicted == tally.labels)
     bins = np.searchsorted(np.linspace(0, 1, BINS + 1)[1:-1], confidence)
@@ -191,26 +191,26 @@ def _calibration_error(tally: _Tally) -> Floats:
     return _ratio(np.abs(by_bin).sum(axis=1), tally.total)
 
 
-METRICS: Mapping[str, Callable[[_Tally], Floats]] = {
+METRICS: Mapping[str, Callable[[_WeightedCounts], Floats]] = {
     "loss": _loss,
     "accuracy": _accuracy,
-    "balanced_accuracy": lambda tally: tally.macro(tally.recall),
+    "balanced_accuracy": lambda tally: tally.macro_average(tally.recall),
     "precision": _precision,
-    "recall": lambda tally: tally.headline(tally.recall),
-    "specificity": lambda tally: tally.headline(tally.specificity),
-    "f1": lambda tally: tally.headline(tally.f1),
+    "recall": lambda tally: tally.default_average(tally.recall),
+    "specificity": lambda tally: tally.default_average(tally.specificity),
+    "f1": lambda tally: tally.default_average(tally.f1),
     "precision_macro": _precision_macro,
-    "recall_macro": lambda tally: tally.macro(tally.recall),
-    "f1_macro": lambda tally: tally.macro(tally.f1),
+    "recall_macro": lambda tally: tally.macro_average(tally.recall),
+    "f1_macro": lambda tally: tally.macro_average(tally.f1),
     "f1_weighted": _f1_weighted,
-    "auc": lambda tally: tally.headline(tally.areas[0]),
-    "pr_auc": lambda tally: tally.headline(tally.areas[1]),
+    "auc": lambda tally: tally.default_average(tally.curve_areas[0]),
+    "pr_auc": lambda tally: tally.default_average(tally.curve_areas[1]),
     "ece": _calibration_error,
 }
 """scikit-learn has most of these, at some fifty times the cost for one small site; the tests compare."""
 
 
-def _areas(score: Floats, positive: NDArray[np.bool_], weights: Floats) -> tuple[Floats, Floats]:
+def _curve_areas(score: Floats, positive: NDArray[np.bool_], weights: Floats) -> tuple[Floats, Floats]:
     """Area under the ROC curve and average precision of each weighting, from one sort; ties move as one."""
     order = np.argsort(-score, kind="stable")
     starts = np.flatnonzero(np.diff(score[order], prepend=np.inf))
@@ -263,8 +263,8 @@ def _merge_patients(parts: Sequence[Predictions]) -> tuple[str, ...] | None:
     if all(part.patients is None for part in parts):
         return None
     fresh = (name for number in count() if (name := f"unnamed {number}") not in named)
-    return tuple(name for part in parts for name in _names(part, fresh))
+    return tuple(name for part in parts for name in _patient_names(part, fresh))
 
 
-def _names(part: Predictions, fresh: Iterator[str]) -> tuple[str, ...]:
+def _patient_names(part: Predictions, fresh: Iterator[str]) -> tuple[str, ...]:
     return part.patients if part.patients is not None else tuple(next(fresh) for _ in range(len(part)))

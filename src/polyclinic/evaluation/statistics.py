@@ -12,14 +12,14 @@ from numpy.typing import NDArray
 
 from polyclinic.core.contract import Stream
 from polyclinic.core.errors import DataError, RecipeError
-from polyclinic.evaluation.metrics import Floats, Predictions, weighted
+from polyclinic.evaluation.metrics import Floats, Predictions, weighted_metrics
 
 BLOCK = 2**19
 """Multiplicities held at once: 32 MiB, however many images and resamples there are."""
 
 
 @dataclass(frozen=True)
-class Summary:
+class SampleSummary:
     """One figure over several seeds; `low` to `high` is Student's 95 % interval for the mean."""
 
     mean: float
@@ -30,7 +30,7 @@ class Summary:
 
 
 @dataclass(frozen=True)
-class Paired:
+class PairedTest:
     """Two methods on the same seeds: the mean of a − b, its 95 % interval, the paired t-test's p-value."""
 
     difference: float
@@ -38,13 +38,13 @@ class Paired:
     high: float
     p: float
     n: int
-    wilcoxon: float
+    wilcoxon_p: float
     """p of Wilcoxon's signed ranks, which takes no distribution for granted; of n pairs never below 2^(1 − n)."""
-    d: float
+    cohens_d: float
     """Cohen's d of pairs: the mean difference in units of the differences' standard deviation."""
 
 
-def bootstrap(
+def bootstrap_intervals(
     predictions: Predictions,
     metrics: Sequence[str],
     *,
@@ -62,43 +62,43 @@ def bootstrap(
             f"A bootstrap needs resamples ≥ 1 and a level between 0 and 1, not {resamples} and {level}: "
             "take 1000 and 0.95."
         )
-    patient_of, patients = _patients(predictions)
+    patient_of, patients = _number_patients(predictions)
     if patients < 2:
         return dict.fromkeys(metrics, (math.nan, math.nan))
-    draws = _draws(patient_of, patients, resamples, stream)
-    blocks = [weighted(predictions, drawn, metrics) for drawn in draws]
-    return {name: _percentiles(np.concatenate([block[name] for block in blocks]), level) for name in metrics}
+    draws = _resample_counts(patient_of, patients, resamples, stream)
+    blocks = [weighted_metrics(predictions, drawn, metrics) for drawn in draws]
+    return {name: _percentile_interval(np.concatenate([block[name] for block in blocks]), level) for name in metrics}
 
 
-def summary(values: Sequence[float]) -> Summary:
+def summarise_sample(values: Sequence[float]) -> SampleSummary:
     """Mean, sample standard deviation and t-interval. A single value has only a mean; NaN spreads."""
     n = len(values)
     if n == 0:
         raise DataError("There are no values to summarise: finish at least one run.")
     mean = float(np.mean(values))
     if n == 1:
-        return Summary(mean, math.nan, n, math.nan, math.nan)
+        return SampleSummary(mean, math.nan, n, math.nan, math.nan)
     from scipy import stats  # takes a second to load, and most runs do without
 
     std = float(np.std(values, ddof=1))
     half = float(stats.t.ppf(0.975, n - 1)) * std / math.sqrt(n)
-    return Summary(mean, std, n, mean - half, mean + half)
+    return SampleSummary(mean, std, n, mean - half, mean + half)
 
 
-def paired(a: Sequence[float], b: Sequence[float]) -> Paired:
+def compare_paired(a: Sequence[float], b: Sequence[float]) -> PairedTest:
     """Compare two methods seed by seed. `p` is NaN for a single pair and where all differences are zero."""
     if len(a) != len(b):
         raise DataError(
             f"A paired comparison needs the same seeds on both sides, not {len(a)} and {len(b)} values: "
             "run the missing seeds."
         )
-    spread = summary([first - second for first, second in zip(a, b, strict=True)])
+    spread = summarise_sample([first - second for first, second in zip(a, b, strict=True)])
     d = spread.mean / spread.std if spread.std else math.nan
     p, ranked = _paired_p(a, b)
-    return Paired(spread.mean, spread.low, spread.high, p, spread.n, ranked, d)
+    return PairedTest(spread.mean, spread.low, spread.high, p, spread.n, ranked, d)
 
 
-def holm(values: Sequence[float]) -> list[float]:
+def correct_holm(values: Sequence[float]) -> list[float]:
     """p-values adjusted for their number (Holm 1979), in the order given."""
     order = np.argsort(values, kind="stable")
     factors = len(values) - np.arange(len(values))
@@ -106,7 +106,7 @@ def holm(values: Sequence[float]) -> list[float]:
     return [float(adjusted[place]) for place in np.argsort(order, kind="stable")]
 
 
-def bonferroni(values: Sequence[float]) -> list[float]:
+def correct_bonferroni(values: Sequence[float]) -> list[float]:
     """p-values times their number."""
     return [min(1.0, value * len(values)) for value in values]
 
@@ -123,7 +123,7 @@ def _paired_p(a: Sequence[float], b: Sequence[float]) -> tuple[float, float]:
         return float(stats.ttest_rel(a, b).pvalue), ranked
 
 
-def _patients(predictions: Predictions) -> tuple[NDArray[np.intp], int]:
+def _number_patients(predictions: Predictions) -> tuple[NDArray[np.intp], int]:
     """The number of each image's patient, and how many patients there are."""
     if predictions.patients is None:
         return np.arange(len(predictions)), len(predictions)
@@ -131,7 +131,7 @@ def _patients(predictions: Predictions) -> tuple[NDArray[np.intp], int]:
     return patient_of, len(names)
 
 
-def _draws(patient_of: NDArray[np.intp], patients: int, resamples: int, stream: Stream) -> Iterator[Floats]:
+def _resample_counts(patient_of: NDArray[np.intp], patients: int, resamples: int, stream: Stream) -> Iterator[Floats]:
     """How often each image was drawn (resamples × images), in blocks that fit in memory."""
     rng = np.random.default_rng(stream.integer())
     chances = np.full(patients, 1 / patients)
@@ -141,7 +141,7 @@ def _draws(patient_of: NDArray[np.intp], patients: int, resamples: int, stream: 
         yield times[:, patient_of].astype(np.float64)
 
 
-def _percentiles(values: Floats, level: float) -> tuple[float, float]:
+def _percentile_interval(values: Floats, level: float) -> tuple[float, float]:
     defined = values[~np.isnan(values)]
     if 2 * len(defined) < len(values):
         return math.nan, math.nan

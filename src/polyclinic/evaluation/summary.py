@@ -12,8 +12,8 @@ import torch
 from polyclinic.core.contract import Bundle, SiteId, Stream, Tensors
 from polyclinic.core.errors import DataError
 from polyclinic.core.names import HELD_OUT, POOLED, PUBLIC
-from polyclinic.evaluation.metrics import METRICS, Predictions, confusion, finite, measure
-from polyclinic.evaluation.statistics import bootstrap
+from polyclinic.evaluation.metrics import METRICS, Predictions, confusion_matrix, finite_or_none, measure
+from polyclinic.evaluation.statistics import bootstrap_intervals
 
 CLOSE = 0.01
 FEWEST_POINTS = 3
@@ -29,26 +29,26 @@ WHOSE = {
 }
 
 
-def assess(
+def assess_predictions(
     predictions: Mapping[SiteId, Bundle], held_out: Predictions | None, resamples: int, stream: Stream
 ) -> dict[str, Any]:
     """By site and merged: model → part → metrics; test parts with bootstrap intervals and a confusion matrix."""
-    found = {site: {k: _predictions(t, site) for k, t in groups.items()} for site, groups in predictions.items()}
+    found = {site: {k: _to_predictions(t, site) for k, t in groups.items()} for site, groups in predictions.items()}
     for site, groups in found.items():
-        groups |= _transfer(groups, site, found)
-    sites = {s: _by_model(groups, resamples, stream.child(s)) for s, groups in found.items()}
+        groups |= _transfer_predictions(groups, site, found)
+    sites = {s: _assess_models(groups, resamples, stream.child(s)) for s, groups in found.items()}
     pools: dict[str, list[Predictions]] = {}
     for groups in found.values():
         for key, value in groups.items():
             pools.setdefault(key, []).append(value)
     merged_groups = {key: Predictions.merge(parts) for key, parts in pools.items()}
-    merged = _by_model(merged_groups, resamples, stream.child("merged"))
+    merged = _assess_models(merged_groups, resamples, stream.child("merged"))
     if held_out is not None:
-        merged["held-out"] = {"test": _assess(held_out, "test", resamples, stream.child("held-out"))}
+        merged["held-out"] = {"test": _assess_part(held_out, "test", resamples, stream.child("held-out"))}
     return {"sites": sites, "merged": merged}
 
 
-def reported(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def summarise_reports(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The same where no site lets predictions leave: what sites last told of the model they had received. Over sites
     the figures are means weighted by images, not figures of all images together, and there are no intervals."""
     told = [row for row in rows if row["event"] == "evaluate" and row["site"] != HELD_OUT]
@@ -61,19 +61,21 @@ def reported(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             pools.setdefault((row["model"], row["part"]), []).append(figures)
     merged: dict[str, Any] = {}
     for (model, part), each in pools.items():
-        merged.setdefault(model, {})[part] = {name: _mean(name, each) for name in METRICS} | {
+        merged.setdefault(model, {})[part] = {name: _weighted_mean(name, each) for name in METRICS} | {
             "n": sum(row["n"] for row in each)
         }
     return {"sites": sites, "merged": merged}
 
 
-def _mean(name: str, rows: Sequence[Mapping[str, Any]]) -> float | None:
+def _weighted_mean(name: str, rows: Sequence[Mapping[str, Any]]) -> float | None:
     known = [row for row in rows if row[name] is not None]
     images = sum(row["n"] for row in known)
     return sum(row[name] * row["n"] for row in known) / images if images else None
 
 
-def _transfer(groups: Mapping[str, Predictions], site: SiteId, sites: Container[SiteId]) -> dict[str, Predictions]:
+def _transfer_predictions(
+    groups: Mapping[str, Predictions], site: SiteId, sites: Container[SiteId]
+) -> dict[str, Predictions]:
     """What models that were trained at other sites say here, together."""
     pools: dict[str, list[Predictions]] = {}
     for key, value in groups.items():
@@ -83,36 +85,36 @@ def _transfer(groups: Mapping[str, Predictions], site: SiteId, sites: Container[
     return {key: Predictions.merge(parts) for key, parts in pools.items()}
 
 
-def _by_model(groups: Mapping[str, Predictions], resamples: int, stream: Stream) -> dict[str, Any]:
+def _assess_models(groups: Mapping[str, Predictions], resamples: int, stream: Stream) -> dict[str, Any]:
     models: dict[str, Any] = {}
     for key, value in groups.items():
         model, _, part = key.partition("|")
-        models.setdefault(model, {})[part] = _assess(value, part, resamples, stream.child(key))
+        models.setdefault(model, {})[part] = _assess_part(value, part, resamples, stream.child(key))
     for parts in models.values():
         if "train" in parts and "validation" in parts:
             parts["gap"] = parts["train"]["accuracy"] - parts["validation"]["accuracy"]
     return models
 
 
-def _assess(predictions: Predictions, part: str, resamples: int, stream: Stream) -> dict[str, Any]:
-    row: dict[str, Any] = finite(measure(predictions.probabilities, predictions.labels))
+def _assess_part(predictions: Predictions, part: str, resamples: int, stream: Stream) -> dict[str, Any]:
+    row: dict[str, Any] = finite_or_none(measure(predictions.probabilities, predictions.labels))
     row["n"] = len(predictions)
     if part == "test":
-        row["confusion"] = confusion(predictions.probabilities, predictions.labels)
+        row["confusion"] = confusion_matrix(predictions.probabilities, predictions.labels)
         if resamples:
-            bounds = bootstrap(predictions, INTERVALS, stream=stream, resamples=resamples)
+            bounds = bootstrap_intervals(predictions, INTERVALS, stream=stream, resamples=resamples)
             row["intervals"] = {
-                name: list(finite({"low": low, "high": high}).values()) for name, (low, high) in bounds.items()
+                name: list(finite_or_none({"low": low, "high": high}).values()) for name, (low, high) in bounds.items()
             }
     return row
 
 
-def _predictions(tensors: Tensors, site: SiteId) -> Predictions:
+def _to_predictions(tensors: Tensors, site: SiteId) -> Predictions:
     patients = tuple(f"{site}:{number}" for number in tensors["patients"].tolist())
     return Predictions(tensors["probabilities"].double().numpy(), tensors["labels"].numpy(), patients)
 
 
-def headline(
+def choose_headline(
     merged: Mapping[str, Any], public: Mapping[str, Any] | None = None, wanted: str | None = None
 ) -> tuple[str, dict[str, Any]]:
     """The model a run is judged by, and its metrics on all test images together; without any, on validation images.
@@ -131,27 +133,27 @@ def headline(
     raise DataError("no site has a test or validation image, so nothing can be reported; raise data.split.test")
 
 
-def at_site(summary: Mapping[str, Any], site: SiteId) -> dict[str, Any]:
+def headline_at_site(summary: Mapping[str, Any], site: SiteId) -> dict[str, Any]:
     """A run's headline at one site; empty where the headline is about images of no site."""
     best = summary["headline"]
     found: dict[str, Any] = summary["sites"][site].get(best["model"], {}).get(best["part"], {})
     return found
 
 
-def judged_on(best: Mapping[str, Any]) -> str:
+def describe_test_images(best: Mapping[str, Any]) -> str:
     """What a headline's figures were measured on."""
     if best["model"] in ("held-out", PUBLIC):
         return f"{best['model']} test images"
     return f"{best['part']} images of all hospitals"
 
 
-def judged_by(best: Mapping[str, Any]) -> str:
+def describe_model(best: Mapping[str, Any]) -> str:
     """Whose figures a headline has."""
     model = best.get("of", best["model"])
     return WHOSE.get(model, f"cluster {model}'s model")
 
 
-def cost(ledger: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def sum_costs(ledger: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Bytes both ways and seconds, over everything the ledger has seen, repeated rounds included."""
     total: dict[str, Any] = {
         "bytes_down": 0,
@@ -176,7 +178,7 @@ def cost(ledger: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return total
 
 
-def drift(rows: Sequence[Mapping[str, Any]]) -> dict[SiteId, float]:
+def mean_drift(rows: Sequence[Mapping[str, Any]]) -> dict[SiteId, float]:
     """Mean distance ‖w_k − w‖₂ a site's model travelled per round, where it sent one."""
     moved: dict[SiteId, list[float]] = {}
     for row in rows:
@@ -185,7 +187,9 @@ def drift(rows: Sequence[Mapping[str, Any]]) -> dict[SiteId, float]:
     return {site: sum(values) / len(values) for site, values in moved.items()}
 
 
-def progress(rows: Sequence[Mapping[str, Any]], metric: str = "accuracy") -> dict[str, list[tuple[int, float]]]:
+def metric_by_cluster(
+    rows: Sequence[Mapping[str, Any]], metric: str = "accuracy"
+) -> dict[str, list[tuple[int, float]]]:
     """How each cluster fared from round to round: the mean over its validation images, of personal models if any.
     Without clusters all sites are one, called "".
 
@@ -206,7 +210,7 @@ def progress(rows: Sequence[Mapping[str, Any]], metric: str = "accuracy") -> dic
     return found
 
 
-def forgetting(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[tuple[int, float]]]:
+def forgetting_by_round(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[tuple[int, float]]]:
     """The shares of all training images that each deployment lost ("forgotten") and gained, by the round whose model it
     was; {} where no site told."""
     told = [(row["round"] - 1, row["scalars"]) for row in rows if "forgotten" in row.get("scalars", {})]
@@ -220,7 +224,7 @@ def forgetting(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[tuple[int, f
     return found
 
 
-def converged(summary: Mapping[str, Any]) -> int | None:
+def convergence_round(summary: Mapping[str, Any]) -> int | None:
     """The first round after which accuracy on validation images is within a point of the best there was.
 
     None where it was measured fewer than three times.

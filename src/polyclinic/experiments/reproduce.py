@@ -9,17 +9,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from polyclinic.config.recipe import Recipe, our_recipes, recipes_folder
+from polyclinic.config.recipe import Recipe, bundled_recipes, recipes_folder
 from polyclinic.core.errors import RecipeError, StoreError
 from polyclinic.evaluation import claims
-from polyclinic.evaluation.comparison import Comparison, lines, mean, value
+from polyclinic.evaluation.comparison import Comparison, mean_of_known, metric_value, summarise_methods
 from polyclinic.experiments.compare import compare
 from polyclinic.federation.rounds import Watch
 from polyclinic.reporting.markdown.comparison import markdown
 from polyclinic.reporting.markdown.privacy import draw_price
 from polyclinic.reporting.markdown.rounds import draw_forgetting, draw_progress
 from polyclinic.reporting.markdown.server import draw_students
-from polyclinic.storage.run_files import named_failure, write_atomically
+from polyclinic.storage.run_files import explain_os_errors, write_atomically
 
 FULL_SEEDS, QUICK_SEEDS = 5, 5
 KEPT = (
@@ -63,25 +63,25 @@ def reproduce(
     A recipe named quick*.yaml belongs to the quick version, whose page goes into `out`; every other to the full one,
     whose figures are kept in docs/results/data/ and whose page in docs/results/ is made from them.
     """
-    chosen = recipes_of(paper, quick)
+    chosen = paper_recipes(paper, quick)
     if only is not None and only not in chosen:
         raise RecipeError(f"{paper} has no table {only!r}; there are: {', '.join(chosen)}")
     seeds = QUICK_SEEDS if quick else FULL_SEEDS
     folder = out if quick else results or results_folder()
-    with named_failure(folder):
+    with explain_os_errors(folder):
         (folder / "data").mkdir(parents=True, exist_ok=True)
     for table, path in chosen.items():
         if only not in (None, table):
             continue
         comparison = compare([Recipe.load(path)], seeds, out / table, data, watch, begin)
-        kept = json.dumps(_kept(comparison), allow_nan=False) + "\n"
+        kept = json.dumps(_to_kept_json(comparison), allow_nan=False) + "\n"
         write_atomically(folder / "data" / f"{paper}-{table}.json", kept.encode())
     return write_page(paper, quick, folder)
 
 
-def recipes_of(paper: str, quick: bool) -> dict[str, Path]:
+def paper_recipes(paper: str, quick: bool) -> dict[str, Path]:
     """The recipes of a paper's quick or full version, by table."""
-    ours = {name: path for name, path in our_recipes().items() if "/" in name}
+    ours = {name: path for name, path in bundled_recipes().items() if "/" in name}
     found = {name.split("/")[1]: path for name, path in ours.items() if name.split("/")[0] == paper}
     if not found:
         papers = sorted({name.split("/")[0] for name in ours})
@@ -96,14 +96,14 @@ def recipes_of(paper: str, quick: bool) -> dict[str, Path]:
 
 def write_page(paper: str, quick: bool, folder: Path) -> tuple[Path, list[Comparison]]:
     """The page from the figures that are kept: runs nothing."""
-    every = recipes_of(paper, quick)
+    every = paper_recipes(paper, quick)
     kept = {table: folder / "data" / f"{paper}-{table}.json" for table in every}
     tabled = [table for table, path in kept.items() if path.exists()] or list(every)
-    comparisons = [_with(_read(kept[table]), Recipe.load(every[table])) for table in tabled]
+    comparisons = [_with_recipe_text(_load_comparison(kept[table]), Recipe.load(every[table])) for table in tabled]
     head = [f"<!-- Written by `polyclinic reproduce {paper}{' --quick' if quick else ''}`; do not edit. -->", ""]
-    summary = claims.overview({c.title: claims.tested(c.claims, c.results) for c in comparisons})
+    summary = claims.claims_overview({c.title: claims.evaluate_claims(c.claims, c.results) for c in comparisons})
     if summary:
-        head += ["# What our data says about the paper's claims", "", *_warning(comparisons), *summary, ""]
+        head += ["# What our data says about the paper's claims", "", *_phantom_warning(comparisons), *summary, ""]
     if missing := [Recipe.load(path).name for table, path in every.items() if table not in tabled]:
         head += [f"Not run yet: {'; '.join(missing)}.", ""]
     notes = recipes_folder() / paper / "notes.md"
@@ -111,55 +111,55 @@ def write_page(paper: str, quick: bool, folder: Path) -> tuple[Path, list[Compar
     page = folder / f"{paper}.md"
     tables = [
         markdown(c)
-        + _price(c, folder / f"{paper}-{table}.png")
-        + _progress(c, folder / f"{paper}-{table}-rounds.png")
-        + _students(c, folder / f"{paper}-{table}-student.png")
-        + _forgetting(c, folder / f"{paper}-{table}-forgetting.png")
+        + _privacy_figure(c, folder / f"{paper}-{table}.png")
+        + _progress_figure(c, folder / f"{paper}-{table}-rounds.png")
+        + _student_figure(c, folder / f"{paper}-{table}-student.png")
+        + _forgetting_figure(c, folder / f"{paper}-{table}-forgetting.png")
         for table, c in zip(tabled, comparisons, strict=True)
     ]
     write_atomically(page, "\n".join([*head, *remarks, *tables]).encode())
     return page, comparisons
 
 
-def _price(comparison: Comparison, path: Path) -> str:
+def _privacy_figure(comparison: Comparison, path: Path) -> str:
     return f"\n![accuracy against ε]({path.name})\n" if draw_price(comparison, path) else ""
 
 
-def _progress(comparison: Comparison, path: Path) -> str:
+def _progress_figure(comparison: Comparison, path: Path) -> str:
     if not draw_progress(comparison, path):
         return ""
-    found = {name: [value(run, "converged") for run in runs] for name, runs in comparison.results.items()}
-    told = [f"{name} {mean(rounds):.1f}" for name, rounds in found.items() if not any(map(math.isnan, rounds))]
+    found = {name: [metric_value(run, "converged") for run in runs] for name, runs in comparison.results.items()}
+    told = [f"{name} {mean_of_known(rounds):.1f}" for name, rounds in found.items() if not any(map(math.isnan, rounds))]
     when = "Rounds until validation accuracy, where it was measured often enough, is within a point of its best (mean)"
     return f"\n![accuracy over rounds]({path.name})\n" + (f"\n{when}: {', '.join(told)}.\n" if told else "")
 
 
-def _students(comparison: Comparison, path: Path) -> str:
+def _student_figure(comparison: Comparison, path: Path) -> str:
     return f"\n![the student over epochs]({path.name})\n" if draw_students(comparison, path) else ""
 
 
-def _forgetting(comparison: Comparison, path: Path) -> str:
+def _forgetting_figure(comparison: Comparison, path: Path) -> str:
     return f"\n![forgetting over rounds]({path.name})\n" if draw_forgetting(comparison, path) else ""
 
 
-def _warning(comparisons: Sequence[Comparison]) -> list[str]:
+def _phantom_warning(comparisons: Sequence[Comparison]) -> list[str]:
     if all(run["data"] == "phantom" for c in comparisons for runs in c.results.values() for run in runs):
         return ["On drawn (phantom) images: this shows how the page reads, and is evidence of nothing.", ""]
     return []
 
 
-def _with(comparison: Comparison, recipe: Recipe) -> Comparison:
+def _with_recipe_text(comparison: Comparison, recipe: Recipe) -> Comparison:
     """Kept figures under what the recipe says of them today."""
     return replace(comparison, title=recipe.name, about=recipe.about, paper=recipe.paper, claims=recipe.claims)
 
 
-def _kept(comparison: Comparison) -> dict[str, Any]:
+def _to_kept_json(comparison: Comparison) -> dict[str, Any]:
     """What a page needs of a comparison: figures by method and seed, no images, no pictures."""
-    runs = {name: [_trim(r) for r in found] for name, found in comparison.results.items()}
+    runs = {name: [_trim_summary(r) for r in found] for name, found in comparison.results.items()}
     return {"title": comparison.title, "about": comparison.about, "paper": dict(comparison.paper), "runs": runs}
 
 
-def _trim(result: Mapping[str, Any]) -> dict[str, Any]:
+def _trim_summary(result: Mapping[str, Any]) -> dict[str, Any]:
     kept: dict[str, Any] = {key: result.get(key) for key in KEPT}
     if kept["privacy"] is None:
         kept["headline"] = {k: v for k, v in kept["headline"].items() if k != "confusion"}
@@ -167,24 +167,26 @@ def _trim(result: Mapping[str, Any]) -> dict[str, Any]:
         epochs = [(int(e["epoch"]), round(e["validation_accuracy"], 4)) for e in kept["finish"]["history"]]
         kept["finish"] = {**kept["finish"], "history": epochs}
     model = kept["headline"]["model"]
-    kept["merged"] = {model: _figures(result["merged"].get(model, {}))}
-    kept["sites"] = {site: {model: _figures(models.get(model, {}))} for site, models in result["sites"].items()}
+    kept["merged"] = {model: _trim_parts(result["merged"].get(model, {}))}
+    kept["sites"] = {site: {model: _trim_parts(models.get(model, {}))} for site, models in result["sites"].items()}
     return kept
 
 
-def _figures(parts: Mapping[str, Any]) -> dict[str, Any]:
+def _trim_parts(parts: Mapping[str, Any]) -> dict[str, Any]:
     """Every figure a claim may ask for; intervals and confusion matrices stay in the run's folder."""
-    return {part: _rounded(row) if isinstance(row, Mapping) else round(row, 6) for part, row in parts.items()}
+    return {part: _round_values(row) if isinstance(row, Mapping) else round(row, 6) for part, row in parts.items()}
 
 
-def _rounded(row: Mapping[str, Any]) -> dict[str, Any]:
+def _round_values(row: Mapping[str, Any]) -> dict[str, Any]:
     return {k: round(v, 6) if isinstance(v, float) else v for k, v in row.items() if not isinstance(v, dict | list)}
 
 
-def _read(path: Path) -> Comparison:
+def _load_comparison(path: Path) -> Comparison:
     try:
         kept = json.loads(path.read_text(encoding="utf-8"))
-        return Comparison(kept["title"], tuple(lines(kept["runs"])), kept["runs"], None, kept["about"], kept["paper"])
+        return Comparison(
+            kept["title"], tuple(summarise_methods(kept["runs"])), kept["runs"], None, kept["about"], kept["paper"]
+        )
     except (OSError, ValueError, LookupError, TypeError):
         raise StoreError(f"{path} is missing or damaged; run `polyclinic reproduce` without --rebuild first") from None
 

@@ -26,11 +26,11 @@ class Outbox(Mapping[SiteId, bytes]):
         bundle = self.tensors(site)
         if self._last is None or self._last[0] is not bundle:
             self._last = (bundle, messages.encode_body(bundle))
-        message = messages.pack(self.fields[site], self._last[1])
+        message = messages.encode_with_body(self.fields[site], self._last[1])
         self.sizes[site] = len(message)
         return message
 
-    def handed(self, site: SiteId) -> messages.Message:
+    def in_process_message(self, site: SiteId) -> messages.Message:
         """The same message for a site in this process: nothing travels, so nothing is encoded."""
         bundle = self.tensors(site)
         if self._weighed is None or self._weighed[0] is not bundle:
@@ -39,7 +39,7 @@ class Outbox(Mapping[SiteId, bytes]):
             kind: group if isinstance(group, FlatTensors) else dict(group) for kind, group in bundle.items() if group
         }
         message = messages.Message(self.fields[site], own)
-        self.sizes[site] = messages.size(message, self._weighed[1])
+        self.sizes[site] = messages.message_size(message, self._weighed[1])
         return message
 
     def __iter__(self) -> Iterator[SiteId]:
@@ -53,22 +53,22 @@ class ReorderBuffer:
     """Replies that came before their turn: in memory up to `limit` bytes together, beyond that on disk."""
 
     def __init__(self, limit: int = 64 << 20) -> None:
-        self.limit, self.held = limit, 0
+        self.limit, self.buffered_bytes = limit, 0
         self._kept: dict[SiteId, Answer | IO[bytes]] = {}
 
     def put(self, site: SiteId, answer: Answer) -> None:
-        if isinstance(answer, bytes) and self.held + len(answer) > self.limit:
+        if isinstance(answer, bytes) and self.buffered_bytes + len(answer) > self.limit:
             file = tempfile.TemporaryFile()  # noqa: SIM115  it lives until its turn
             file.write(answer)
             self._kept[site] = file
             return
-        self.held += len(answer) if isinstance(answer, bytes) else 0
+        self.buffered_bytes += len(answer) if isinstance(answer, bytes) else 0
         self._kept[site] = answer
 
     def take(self, site: SiteId) -> Answer:
         kept = self._kept.pop(site)
         if isinstance(kept, bytes):
-            self.held -= len(kept)
+            self.buffered_bytes -= len(kept)
         if isinstance(kept, bytes | messages.Message | Failure):
             return kept
         with kept as file:
@@ -82,15 +82,15 @@ class ReorderBuffer:
 def in_site_order(
     arrivals: Iterable[tuple[SiteId, Answer]],
     sites: Sequence[SiteId],
-    refuse: Callable[[SiteId, Refused], None],
+    on_refused: Callable[[SiteId, Refused], None],
 ) -> Iterator[tuple[SiteId, Answer]]:
     """Each site's first reply, in the order of `sites`, whatever the order of arrival; silence becomes a failure."""
     shelf, turn, seen, asked = ReorderBuffer(), 0, set(), set(sites)
     for site, answer in arrivals:
         if site not in asked:
-            refuse(site, Refused("site", f"{site[:60]!r} was not asked"))
+            on_refused(site, Refused("site", f"{site[:60]!r} was not asked"))
         elif site in seen:
-            refuse(site, Refused("duplicate", f"{site} has already replied this round"))
+            on_refused(site, Refused("duplicate", f"{site} has already replied this round"))
         else:
             seen.add(site)
             if site != sites[turn]:

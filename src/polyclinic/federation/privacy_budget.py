@@ -15,97 +15,109 @@ from typing import Any
 
 from polyclinic.core.contract import Bundle, SiteId, Stream
 from polyclinic.privacy.accounting import Spend
-from polyclinic.privacy.plan import RELEASED, Plan
+from polyclinic.privacy.plan import RELEASED, PrivacyPlan
 from polyclinic.privacy.shared_ledger import SharedLedger
-from polyclinic.privacy.transforms.noise import largest_share, with_noise
-from polyclinic.storage.messages import digest
+from polyclinic.privacy.transforms.noise import add_noise_to, largest_weight
+from polyclinic.storage.messages import hash_tensors
 
 
 class PrivacyBudget:
     """Keeps a run within its plan."""
 
-    def __init__(self, plan: Plan, secret: Stream, passbook: SharedLedger | None = None) -> None:
+    def __init__(self, plan: PrivacyPlan, secret: Stream, passbook: SharedLedger | None = None) -> None:
         """`secret`: where noise comes from that the server itself adds; `passbook`: what several runs share."""
-        self.plan, self.secret, self.passbook = plan, secret, passbook
-        self.seen: dict[tuple[int, str], dict[SiteId, tuple[Spend, ...]]] = {}
+        self.plan, self.secret, self.shared_ledger = plan, secret, passbook
+        self.charged_attempts: dict[tuple[int, str], dict[SiteId, tuple[Spend, ...]]] = {}
 
     @property
-    def tells(self) -> bool:
+    def reports_metrics(self) -> bool:
         """Whether sites report metrics at all."""
-        return self.plan.wish.metrics != "suppress"
+        return self.plan.config.metrics != "suppress"
 
     @property
     def hides_drift(self) -> bool:
         """How far an update went before the server's noise is the site's secret."""
-        return self.plan.wish.unit == "site" and self.plan.wish.at == "server"
+        return self.plan.config.unit == "site" and self.plan.config.at == "server"
 
-    def noised(self, round: int, before: Bundle, after: Bundle, weights: Sequence[float]) -> Bundle:
+    def add_server_noise(self, round: int, before: Bundle, after: Bundle, weights: Sequence[float]) -> Bundle:
         """The new state with the server's noise, where the plan trusts the server to add it."""
-        wish = self.plan.wish
+        wish = self.plan.config
         if wish.unit != "site" or wish.at != "server":
             return after
-        std = self.plan.noise * wish.clip * largest_share(weights)
+        std = self.plan.noise * wish.clip * largest_weight(weights)
         # Named by the mean it covers: if another set of sites answers when a round is repeated, so must the noise be.
-        return with_noise(after, RELEASED, std, self.secret.child(round, digest(before), digest(after), repr(std)))
+        return add_noise_to(
+            after, RELEASED, std, self.secret.child(round, hash_tensors(before), hash_tensors(after), repr(std))
+        )
 
-    def recall(self, rows: Iterable[Mapping[str, Any]]) -> None:
+    def load_charges(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """Take over what a ledger says was charged before."""
         for row in rows:
             if row.get("event") == "charge" and row.get("privacy"):
-                self._note(int(row["round"]), row["privacy"])
-                if self.passbook is not None:
-                    self.passbook.known.add((int(row["round"]), row["privacy"]["of"]))
+                self._record_charge(int(row["round"]), row["privacy"])
+                if self.shared_ledger is not None:
+                    self.shared_ledger.known.add((int(row["round"]), row["privacy"]["of"]))
 
-    def charge(self, round: int, cohort: Sequence[SiteId], state: Bundle, remembered: bool = False) -> dict[str, Any]:
+    def charge_round(
+        self, round: int, cohort: Sequence[SiteId], state: Bundle, remembered: bool = False
+    ) -> dict[str, Any]:
         """What the round will release, to be written down before anything is sent.
 
         `remembered`: sites keep a memory, which the server cannot compare: then every attempt is counted. So it is
         where the server adds the noise, for its mean depends on who answered.
         """
-        spends = {site: [list(astuple(spend)) for spend in self.plan.round_of(site)] for site in cohort}
-        attempt = f"-{self._attempts(round)}" if remembered or self.hides_drift else ""
-        found: dict[str, Any] = {"of": self._of(state) + attempt, "sites": spends}
+        spends = {site: [list(astuple(spend)) for spend in self.plan.round_spends(site)] for site in cohort}
+        attempt = f"-{self._count_attempts(round)}" if remembered or self.hides_drift else ""
+        found: dict[str, Any] = {"of": self._release_id(state) + attempt, "sites": spends}
         if not math.isinf(self.plan.metrics_noise):
             found["metrics"] = [self.plan.metrics_noise, self.plan.models]
-        if self.passbook is not None:
-            seen = self.passbook.enter(
-                round, self.plan.holders, found, lambda earlier: self._pays(round, cohort, state, earlier)
+        if self.shared_ledger is not None:
+            seen = self.shared_ledger.enter_charge(
+                round,
+                self.plan.max_sites_per_record,
+                found,
+                lambda earlier: self._within_budget(round, cohort, state, earlier),
             )
             found["account"] = list(seen)
-        self._note(round, found)
+        self._record_charge(round, found)
         return found
 
-    def affords(self, round: int, cohort: Sequence[SiteId], state: Bundle) -> bool:
+    def can_afford(self, round: int, cohort: Sequence[SiteId], state: Bundle) -> bool:
         """Whether the round can be played without spending more than was wished."""
-        return self._pays(round, cohort, state, self.passbook.earlier() if self.passbook else ())
+        return self._within_budget(
+            round, cohort, state, self.shared_ledger.earlier_spends() if self.shared_ledger else ()
+        )
 
-    def _pays(self, round: int, cohort: Sequence[SiteId], state: Bundle, earlier: tuple[Spend, ...]) -> bool:
+    def _within_budget(self, round: int, cohort: Sequence[SiteId], state: Bundle, earlier: tuple[Spend, ...]) -> bool:
         if earlier != self.plan.earlier:
             self.plan = replace(self.plan, earlier=earlier)
-        cap = self.plan.wish.epsilon
-        if cap is None or (round, self._of(state)) in self.seen or self._as_planned(cap):
+        cap = self.plan.config.epsilon
+        if cap is None or (round, self._release_id(state)) in self.charged_attempts or self._follows_plan(cap):
             return True
-        spent = self.spent()
-        after = {site: (*spent.get(site, ()), *self.plan.round_of(site)) for site in cohort}
-        return self.plan.price({**spent, **after}) <= cap
+        spent = self.total_spends()
+        after = {site: (*spent.get(site, ()), *self.plan.round_spends(site)) for site in cohort}
+        return self.plan.worst_epsilon({**spent, **after}) <= cap
 
-    def _attempts(self, round: int) -> int:
-        return sum(known == round for known, _ in self.seen)
+    def _count_attempts(self, round: int) -> int:
+        return sum(known == round for known, _ in self.charged_attempts)
 
-    def _of(self, state: Bundle) -> str:
+    def _release_id(self, state: Bundle) -> str:
         """What a round's release depends on: the weights, the noise, the clip, and which kind of device draws it."""
         device = next((t.device.type for group in state.values() for t in group.values()), "cpu")
-        terms = f"{digest(state)}|{self.plan.noise!r}|{self.plan.wish.clip!r}|{device}"
+        terms = f"{hash_tensors(state)}|{self.plan.noise!r}|{self.plan.config.clip!r}|{device}"
         return hashlib.sha256(terms.encode()).hexdigest()[:16]
 
-    def _as_planned(self, cap: float) -> bool:
+    def _follows_plan(self, cap: float) -> bool:
         """Nothing was charged twice, and all of it can be paid."""
-        return len({round for round, _ in self.seen}) == len(self.seen) and self.plan.epsilon <= cap
+        return (
+            len({round for round, _ in self.charged_attempts}) == len(self.charged_attempts)
+            and self.plan.epsilon <= cap
+        )
 
-    def spent(self) -> dict[SiteId, tuple[Spend, ...]]:
+    def total_spends(self) -> dict[SiteId, tuple[Spend, ...]]:
         """Of every site, all that this run was charged."""
         total: dict[SiteId, dict[Spend, int]] = {}
-        for charged in self.seen.values():
+        for charged in self.charged_attempts.values():
             for site, spends in charged.items():
                 for spend in spends:
                     once = Spend(spend.noise, spend.rate, 1, spend.group)
@@ -113,6 +125,6 @@ class PrivacyBudget:
                     mine[once] = mine.get(once, 0) + spend.times
         return {site: tuple(replace(s, times=times) for s, times in mine.items()) for site, mine in total.items()}
 
-    def _note(self, round: int, found: Mapping[str, Any]) -> None:
+    def _record_charge(self, round: int, found: Mapping[str, Any]) -> None:
         spends = {site: tuple(Spend(*spend) for spend in rows) for site, rows in found["sites"].items()}
-        self.seen[round, found["of"]] = spends
+        self.charged_attempts[round, found["of"]] = spends

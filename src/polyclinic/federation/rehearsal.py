@@ -20,14 +20,14 @@ from polyclinic.core.contract import (
     Tensors,
 )
 from polyclinic.core.errors import RecipeError
-from polyclinic.federation.site_runner import drive
+from polyclinic.federation.site_runner import drive_jobs
 from polyclinic.training.network import LiveNetwork
 
 BLANK = 2
 """Images that scores are tried on."""
 
 
-def rehearse(
+def rehearse_round(
     algorithm: Algorithm, federation: Federation, site: SiteId, network: LiveNetwork, shape: Sequence[int]
 ) -> tuple[tuple[Fit, ...], int]:
     """The training jobs of one round at a site (of the first or the second round, whichever has more), and how many
@@ -44,14 +44,14 @@ def rehearse(
         received = algorithm.broadcast(state, site)
         here = Site(site, federation.sites[site], number, 2, algorithm.training.optimiser.lr, Stream(0))
         work = algorithm.local(received, memory, here, Stream(0))
-        _, memory = drive(work, lambda job, _: _answered(job, found, algorithm, network, shape))  # noqa: B023
+        _, memory = drive_jobs(work, lambda job, _: _blank_result(job, found, algorithm, network, shape))  # noqa: B023
         rounds.append(found)
     first, second = rounds
     models = algorithm.models(algorithm.broadcast(algorithm.init(federation), site), memory)
     return tuple(first if len(first) > len(second) else second), max(1, len(models))
 
 
-def _answered(
+def _blank_result(
     job: Job, found: list[Fit], algorithm: Algorithm, network: LiveNetwork, shape: Sequence[int]
 ) -> Fitted | Tensors:
     if isinstance(job, Fit):
@@ -67,8 +67,8 @@ def _answered(
 
 
 def _blank_score(job: Score, network: LiveNetwork, shape: Sequence[int]) -> Tensors:
-    weights: Bundle = network.load(job.weights, alone=True)
-    network.evaluation_mode()
+    weights: Bundle = network.load_weights(job.weights, classifier_only=True)
+    network.set_eval_mode()
     blank = torch.zeros(BLANK, *shape, device=network.device)
     batch = blank, torch.zeros(BLANK, dtype=torch.int64, device=network.device)
     reference = {k: {n: t.to(network.device) for n, t in g.items()} for k, g in job.reference.items()}

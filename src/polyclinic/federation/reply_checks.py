@@ -30,7 +30,7 @@ def split_predictions(tensors: Mapping[str, torch.Tensor], classes: int) -> Bund
     return bundle
 
 
-def checked_report(fields: Mapping[str, Any]) -> list[dict[str, Any]]:
+def check_report(fields: Mapping[str, Any]) -> list[dict[str, Any]]:
     """A site's metrics, checked to be rows of finite numbers, one per model and part: they steer the schedule."""
     report = fields.get("report", [])
     if not isinstance(report, list) or not all(isinstance(row, dict) for row in report):
@@ -53,6 +53,6 @@ def _is_cell(name: str, value: object) -> bool:
     return name == "n" or (name in METRICS and (value is None or messages.is_number(value)))
 
 
-def seconds_of(fields: Mapping[str, Any]) -> float:
+def training_seconds(fields: Mapping[str, Any]) -> float:
     seconds = fields.get("seconds")
     return float(seconds) if messages.is_number(seconds) else 0.0

@@ -18,38 +18,38 @@ class RoundLog:
     sites: dict[SiteId, dict[str, Any]] = field(default_factory=dict)
     reports: dict[SiteId, list[dict[str, Any]]] = field(default_factory=dict)
     accepted: int = 0
-    shares: list[float] = field(default_factory=list)
+    accepted_weights: list[float] = field(default_factory=list)
     """The accepted updates' weights."""
-    remembering: set[SiteId] = field(default_factory=set)
+    sites_with_memory: set[SiteId] = field(default_factory=set)
 
 
-def lost(answer: object) -> dict[str, Any]:
+def failure_entry(reply: object) -> dict[str, Any]:
     """Why there is no reply, as the book has it; nothing of a reply."""
-    return {"outcome": answer.kind, "why": answer.sentence} if isinstance(answer, Failure) else {}
+    return {"outcome": reply.kind, "why": reply.sentence} if isinstance(reply, Failure) else {}
 
 
-def mean_report(book: RoundLog, metric: str) -> float | None:
+def mean_report(log: RoundLog, metric: str) -> float | None:
     """Mean of a metric over the sites' validation parts, weighted by their size, of personal models where there are
     some; None when nobody reported it."""
-    told = [r for report in book.reports.values() for r in report if r.get(metric) is not None]
+    told = [r for report in log.reports.values() for r in report if r.get(metric) is not None]
     rows = [r for r in told if r["model"] == "personal"] or told
     total = sum(r["n"] for r in rows)
     return sum(r[metric] * r["n"] for r in rows) / total if total else None
 
 
-def unheard(book: RoundLog, clusters: Mapping[SiteId, str]) -> list[str]:
+def clusters_without_updates(log: RoundLog, clusters: Mapping[SiteId, str]) -> list[str]:
     """The clusters of which no site's update was accepted, so that their models stay as they were."""
-    heard = {clusters[site] for site, note in book.sites.items() if note.get("outcome") == "accepted"}
+    heard = {clusters[site] for site, note in log.sites.items() if note.get("outcome") == "accepted"}
     return [cluster for cluster in dict.fromkeys(clusters.values()) if cluster not in heard]
 
 
-def rows_of(round: int, book: RoundLog, judged: Mapping[str, Any] | None) -> list[dict[str, Any]]:
+def metric_rows(round: int, log: RoundLog, held_out: Mapping[str, Any] | None) -> list[dict[str, Any]]:
     """A row per round and site: how it worked in this round, and how the model of the round before did there."""
     rows: list[dict[str, Any]] = []
-    for site, note in book.sites.items():
+    for site, note in log.sites.items():
         rows.append({"round": round, "site": site, "event": "train", **note})
-        rows += [{"round": round - 1, "site": site, "event": "evaluate", **r} for r in book.reports.get(site, [])]
-    if judged is not None:
+        rows += [{"round": round - 1, "site": site, "event": "evaluate", **r} for r in log.reports.get(site, [])]
+    if held_out is not None:
         rows.append(
             {
                 "round": round - 1,
@@ -57,15 +57,15 @@ def rows_of(round: int, book: RoundLog, judged: Mapping[str, Any] | None) -> lis
                 "event": "evaluate",
                 "model": "global",
                 "part": "test",
-                **judged,
+                **held_out,
             }
         )
     return rows
 
 
-def why_failed(round: int, book: RoundLog, quorum: int) -> str:
-    failed = [f"{site}: {n.get('why')}" for site, n in book.sites.items() if n.get("outcome", "accepted") != "accepted"]
+def format_failure(round: int, log: RoundLog, quorum: int) -> str:
+    failed = [f"{site}: {n.get('why')}" for site, n in log.sites.items() if n.get("outcome", "accepted") != "accepted"]
     return (
-        f"round {round} had {book.accepted} acceptable updates where the quorum is {max(1, quorum)}, so the state was "
+        f"round {round} had {log.accepted} acceptable updates where the quorum is {max(1, quorum)}, so the state was "
         f"left as it was ({'; '.join(failed[:3])}); mend that and resume, or set a lower quorum"
     )

@@ -21,7 +21,7 @@ class Schedule:
     minimum: float = 0.0
     """The rate never falls below this share of the initial one."""
 
-    def share(self, round: int, rounds: int, cuts: int) -> float:
+    def lr_factor(self, round: int, rounds: int, cuts: int) -> float:
         if self.name == "cosine":
             angle = math.pi * (round - 1) / (self.period or rounds)
             return self.minimum + (1 - self.minimum) * (1 + math.cos(angle)) / 2

@@ -8,7 +8,7 @@ import torch
 
 from polyclinic.core.contract import Bundle, Tensors
 from polyclinic.core.errors import EngineError
-from polyclinic.core.flat_tensors import FlatTensors, copied
+from polyclinic.core.flat_tensors import FlatTensors, copy_tensors
 
 
 def canonical_layout(state: Bundle, before: Bundle) -> Bundle:
@@ -16,16 +16,16 @@ def canonical_layout(state: Bundle, before: Bundle) -> Bundle:
 
     Names are in the order of the state before; tensors of one floating-point type are one vector.
     """
-    return {kind: _settled(group, before.get(kind, {})) for kind, group in state.items()}
+    return {kind: _canonical_group(group, before.get(kind, {})) for kind, group in state.items()}
 
 
-def _settled(group: Tensors, before: Tensors) -> Tensors:
+def _canonical_group(group: Tensors, before: Tensors) -> Tensors:
     names = list(before) if before.keys() == group.keys() else sorted(group)
     if isinstance(group, FlatTensors) and list(group) == names:
         return group
     ordered = {name: group[name] for name in names}
     kinds = {tensor.dtype for tensor in group.values()}
-    return copied(ordered) if len(kinds) == 1 and kinds.pop().is_floating_point else ordered
+    return copy_tensors(ordered) if len(kinds) == 1 and kinds.pop().is_floating_point else ordered
 
 
 def device_of(state: Bundle) -> torch.device:

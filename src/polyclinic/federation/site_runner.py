@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from polyclinic.algorithms.representation.fed_align_pooled import Joint, fit_jointly
+from polyclinic.algorithms.representation.fed_align_pooled import PooledFit, fit_pooled_sites
 from polyclinic.algorithms.wrappers.curriculum import split_memory
 from polyclinic.algorithms.wrappers.ensemble import ENSEMBLE, models_by_site, without_ensemble
 from polyclinic.core.contract import (
@@ -36,15 +36,15 @@ from polyclinic.core.contract import (
 )
 from polyclinic.core.errors import EngineError, Refused, StoreError
 from polyclinic.core.failpoints import failpoint
-from polyclinic.data.examples import Pool
-from polyclinic.evaluation.metrics import finite, measure
-from polyclinic.privacy.releases import noised_metrics
-from polyclinic.privacy.sampling import sampled
+from polyclinic.data.examples import PooledData
+from polyclinic.evaluation.metrics import finite_or_none, measure
+from polyclinic.privacy.releases import release_metrics
+from polyclinic.privacy.sampling import rate_and_sums
 from polyclinic.storage import messages
-from polyclinic.storage.run_files import MemoryStore
+from polyclinic.storage.run_files import SiteMemory
 from polyclinic.training.fit import fit, score
-from polyclinic.training.losses import probabilities
-from polyclinic.training.network import LiveNetwork, on
+from polyclinic.training.losses import predict_probabilities
+from polyclinic.training.network import LiveNetwork, move_bundle
 
 Predict = Callable[[Bundle, Part], Tensors]
 STUDENT = "student"
@@ -53,7 +53,7 @@ ORDER = frozenset({"run", "seed", "purpose", "site", "round", "rounds", "lr", "p
 """What a message to a site must say."""
 
 
-class Holdings(Protocol):
+class SiteImages(Protocol):
     """One site's images."""
 
     @property
@@ -72,30 +72,30 @@ class SitePrivacyLimits:
 
     secret: Stream
     """Where its noise comes from."""
-    allowed: tuple[tuple[float, int], ...]
+    priced_jobs: tuple[tuple[float, int], ...]
     """The training jobs of a round that were priced: sampling rate and steps of each …"""
-    least: float
+    min_noise: float
     """… with no less noise than this."""
     metrics_noise: float | None = None
     """Noise on the counts it tells of its validation images; None: they are told as they are."""
     parts: tuple[Part, ...] = ("validation",)
     """Whose metrics may be asked for in a round."""
     rounds: int = sys.maxsize
-    scores: bool = True
+    allows_scores: bool = True
     """Whether the algorithm's looks at images are paid for."""
     seeded: bool = False
     """The secret is none, but drawn from the recipe's seed: then equal seeds give equal noise, whatever the run."""
 
-    def of(self, order: messages.Message, memory: Bundle | None = None, device: str = "cpu") -> Stream:
+    def noise_stream(self, order: messages.Message, memory: Bundle | None = None, device: str = "cpu") -> Stream:
         """A stream of this round's own, named by all that its releases depend on: should the round be played again from
         other weights, at another rate or with other noise, the numbers are others; else nothing new is released."""
         fields = order.fields
-        known = messages.digest(order.tensors), messages.digest(memory) if memory else ""
-        terms = f"{self.least!r}|{fields.get('lr')!r}|{device}"
+        known = messages.hash_tensors(order.tensors), messages.hash_tensors(memory) if memory else ""
+        terms = f"{self.min_noise!r}|{fields.get('lr')!r}|{device}"
         run = () if self.seeded else (fields["run"],)
         return self.secret.child(*run, fields["site"], int(fields["round"]), *known, terms)
 
-    def check(self, fields: Mapping[str, Any], name: SiteId) -> None:
+    def check_order(self, fields: Mapping[str, Any], name: SiteId) -> None:
         """Refuse what the plan does not have."""
         if fields["purpose"] == "train" and not set(fields["parts"]) <= set(self.parts):
             raise Refused("privacy", f"{name} was asked for metrics that its privacy plan keeps back")
@@ -114,7 +114,7 @@ class SiteRound:
     site: Site
     rng: Stream
     report: list[dict[str, Any]]
-    begun: float
+    started_at: float
 
 
 class SiteRunner:
@@ -123,18 +123,18 @@ class SiteRunner:
     def __init__(
         self,
         name: SiteId,
-        holdings: Holdings,
+        images: SiteImages,
         algorithm: Algorithm,
         network: LiveNetwork | Mapping[str, LiveNetwork],
-        memory: MemoryStore,
-        stages: Sequence[Stage] = (),
-        discretion: SitePrivacyLimits | None = None,
+        memory: SiteMemory,
+        transforms: Sequence[Stage] = (),
+        limits: SitePrivacyLimits | None = None,
     ) -> None:
-        self.name, self.holdings, self.algorithm = name, holdings, algorithm
+        self.name, self.images, self.algorithm = name, images, algorithm
         self.networks = {"": network} if isinstance(network, LiveNetwork) else dict(network)
         self.network = next(iter(self.networks.values()))
         """The one that it computes with now."""
-        self.memory, self.stages, self.discretion = memory, tuple(stages), discretion
+        self.memory, self.transforms, self.limits = memory, tuple(transforms), limits
 
     def answer(self, data: bytes) -> bytes:
         """One message in, one message out, driving jobs one after another."""
@@ -143,41 +143,41 @@ class SiteRunner:
 
     def reply(self, order: messages.Message) -> messages.Message:
         """The same within one process, where nothing needs to be encoded."""
-        self.check(order)
+        self.check_order(order)
         if order.fields["purpose"] == "evaluate":
             return self.evaluate(order)
-        visit = self.begin(order)
-        update, memory = drive(self.work(visit), lambda job, number: self.run(job, visit, number))
-        return self.end(visit, update, memory)
+        visit = self.begin_round(order)
+        update, memory = drive_jobs(self.start_local(visit), lambda job, number: self.run_job(job, visit, number))
+        return self.finish_round(visit, update, memory)
 
-    def check(self, order: messages.Message) -> None:
+    def check_order(self, order: messages.Message) -> None:
         """Whether an order says all it must."""
         if missing := ORDER - order.fields.keys():
             raise Refused("json", f"the order to {self.name} lacks {', '.join(sorted(missing))}")
-        if self.discretion is not None:
-            self.discretion.check(order.fields, self.name)
+        if self.limits is not None:
+            self.limits.check_order(order.fields, self.name)
         group = self.algorithm.cluster_from_broadcast(order.tensors)
         if group not in self.networks:
             raise Refused("site", f"{self.name} was given a place in {group!r:.60}, for which it has no network")
         self.network = self.networks[group]
 
-    def begin(self, order: messages.Message, predict: Predict | None = None) -> SiteRound:
+    def begin_round(self, order: messages.Message, predict: Predict | None = None) -> SiteRound:
         """`predict`: another way to this site's predictions than one by one."""
         begun = time.perf_counter()
         fields = order.fields
         if fields["site"] != self.name:
             raise Refused("site", f"a message for {fields['site']!r} reached {self.name!r}")
         failpoint("site-received")
-        memory = self.recall(fields)
+        memory = self.load_memory(fields)
         if memory is None and fields.get("remembers"):
             raise StoreError(f"site {self.name} lost what it remembered; restore its folder, or start the run anew")
-        secret = self.discretion.of(order, memory, self.network.device.type) if self.discretion else None
-        site = Site(self.name, len(self.holdings.train), fields["round"], fields["rounds"], fields["lr"], secret)
-        report = self.report(order.tensors, memory, fields["parts"], predict or self.predict, secret)
+        secret = self.limits.noise_stream(order, memory, self.network.device.type) if self.limits else None
+        site = Site(self.name, len(self.images.train), fields["round"], fields["rounds"], fields["lr"], secret)
+        report = self.report_metrics(order.tensors, memory, fields["parts"], predict or self.predict, secret)
         failpoint("site-evaluated")
         return SiteRound(order, memory, site, Stream(fields["seed"], ("site", self.name)), report, begun)
 
-    def recall(self, fields: Mapping[str, Any]) -> Bundle | None:
+    def load_memory(self, fields: Mapping[str, Any]) -> Bundle | None:
         """What the site remembers of the last of its rounds that counted, where it computes; what it remembers of later
         ones is dropped. An order that does not say which counted means the one before."""
         round = int(fields["round"])
@@ -186,61 +186,68 @@ class SiteRunner:
             raise Refused("json", f"the order to {self.name} has no sensible round that it remembers")
         self.memory.forget(self.name, counted, round)
         memory = self.memory.load(self.name, counted + 1)
-        return None if memory is None else on(memory, self.network.device)
+        return None if memory is None else move_bundle(memory, self.network.device)
 
-    def work(self, visit: SiteRound) -> Work:
-        work = self.algorithm.local(visit.order.tensors, visit.memory, visit.site, visit.rng)
-        return work if self.discretion is None else within(work, self.discretion, visit.site)
+    def start_local(self, site_round: SiteRound) -> Work:
+        work = self.algorithm.local(site_round.order.tensors, site_round.memory, site_round.site, site_round.rng)
+        return work if self.limits is None else limit_to_plan(work, self.limits, site_round.site)
 
-    def run(self, job: Job, visit: SiteRound, number: int) -> Fitted | Tensors:
+    def run_job(self, job: Job, site_round: SiteRound, number: int) -> Fitted | Tensors:
         """The `number`-th job of the round."""
-        if isinstance(job, Joint):
-            return fit_jointly(job, self.network, self._members(), visit.site, visit.rng)
+        if isinstance(job, PooledFit):
+            return fit_pooled_sites(job, self.network, self._pooled_sites(), site_round.site, site_round.rng)
         if isinstance(job, Fit):
-            return fit(job, self.network, self.holdings.train, visit.site, *streams(visit, number))
-        return score(job, self.network, getattr(self.holdings, job.part))
+            return fit(job, self.network, self.images.train, site_round.site, *job_streams(site_round, number))
+        return score(job, self.network, getattr(self.images, job.part))
 
-    def _members(self) -> Mapping[SiteId, Examples]:
-        if not isinstance(self.holdings, Pool):
+    def _pooled_sites(self) -> Mapping[SiteId, Examples]:
+        if not isinstance(self.images, PooledData):
             raise EngineError(
                 f"{self.name} was asked to train all sites at once, which needs all their images in one process; set "
                 "algorithm.variant: sound, or run it on one machine"
             )
-        return self.holdings.members
+        return self.images.members
 
-    def end(
-        self, visit: SiteRound, update: Update, memory: Bundle | None, together: int = 1, alone: str = ""
+    def finish_round(
+        self,
+        site_round: SiteRound,
+        update: Update,
+        memory: Bundle | None,
+        stack_size: int = 1,
+        unstacked_reason: str = "",
     ) -> messages.Message:
         """Remember before anything leaves: a round that is asked for again starts from the memory before it."""
         failpoint("site-trained")
-        fields, tensors = visit.order.fields, update.tensors
+        fields, tensors = site_round.order.fields, update.tensors
         if any(t.requires_grad for group in tensors.values() for t in group.values()):
             tensors = {kind: {n: t.detach() for n, t in group.items()} for kind, group in tensors.items()}
-        drawn = visit.site.secret or visit.rng
-        for number, stage in enumerate(self.stages):
-            tensors = stage.out(tensors, visit.order.tensors, drawn.child("stage", number, visit.site.round))
+        drawn = site_round.site.secret or site_round.rng
+        for number, stage in enumerate(self.transforms):
+            tensors = stage.encode(
+                tensors, site_round.order.tensors, drawn.child("stage", number, site_round.site.round)
+            )
         memory, filed = (None, {}) if memory is None else split_memory(memory)
         if filed:
-            self.memory.file(self.name, visit.site.round, filed)
+            self.memory.save_report(self.name, site_round.site.round, filed)
         if memory is not None:
-            self.memory.save(self.name, visit.site.round, memory, int(fields["durable"]))
+            self.memory.save(self.name, site_round.site.round, memory, int(fields["durable"]))
             failpoint("memory-saved")
         reply = {
             "run": fields["run"],
-            "round": visit.site.round,
+            "round": site_round.site.round,
             "site": self.name,
             "examples": update.examples,
             "scalars": dict(update.scalars),
-            "report": visit.report,
+            "report": site_round.report,
             "remembers": memory is not None,
-            "together": together,
-            "alone": alone,
-            "seconds": (time.perf_counter() - visit.begun) / together,
+            "together": stack_size,
+            "alone": unstacked_reason,
+            "seconds": (time.perf_counter() - site_round.started_at) / stack_size,
         }
-        messages.scalars_of(reply)  # refused here already: it could not even be written down
+        messages.read_scalars(reply)  # refused here already: it could not even be written down
         return messages.Message(reply, tensors)
 
-    def report(
+    def report_metrics(
         self,
         received: Bundle,
         memory: Bundle | None,
@@ -252,41 +259,43 @@ class SiteRunner:
         rows = []
         models = self.algorithm.models(received, memory) if parts else {}
         for name, weights in models.items():
-            for part in self.nonempty(parts):
-                values = self.told(self._sound(predict(weights, part)), secret and secret.child("metrics", name, part))
-                rows.append({"model": name, "part": part, "n": len(getattr(self.holdings, part)), **values})
+            for part in self.nonempty_parts(parts):
+                values = self.release_metrics(
+                    self._replace_non_finite(predict(weights, part)), secret and secret.child("metrics", name, part)
+                )
+                rows.append({"model": name, "part": part, "n": len(getattr(self.images, part)), **values})
         return rows
 
-    def told(self, found: Tensors, secret: Stream | None) -> dict[str, Any]:
+    def release_metrics(self, found: Tensors, secret: Stream | None) -> dict[str, Any]:
         """Metrics as they are, or under a plan as noised counts."""
-        noise = None if self.discretion is None else self.discretion.metrics_noise
+        noise = None if self.limits is None else self.limits.metrics_noise
         if noise is None or secret is None:
-            return finite(measure(found["probabilities"].double().numpy(), found["labels"].numpy()))
-        return finite(noised_metrics(found["probabilities"], found["labels"], noise, secret))
+            return finite_or_none(measure(found["probabilities"].double().numpy(), found["labels"].numpy()))
+        return finite_or_none(release_metrics(found["probabilities"], found["labels"], noise, secret))
 
-    def _sound(self, found: Tensors) -> Tensors:
+    def _replace_non_finite(self, found: Tensors) -> Tensors:
         """Under a plan a single bad image must not end a run for all to see: nothing is known of it."""
-        if self.discretion is None:
+        if self.limits is None:
             return found
         chance = found["probabilities"]
         bad = ~chance.isfinite().all(1, keepdim=True)
         return {**found, "probabilities": torch.where(bad, 1 / chance.shape[1], chance)}
 
-    def nonempty(self, parts: Sequence[Part]) -> list[Part]:
-        return [part for part in parts if len(getattr(self.holdings, part))]
+    def nonempty_parts(self, parts: Sequence[Part]) -> list[Part]:
+        return [part for part in parts if len(getattr(self.images, part))]
 
     def predict(self, weights: Bundle, part: Part) -> Tensors:
-        found = score(Score(weights, probabilities), self.network, getattr(self.holdings, part))
+        found = score(Score(weights, predict_probabilities), self.network, getattr(self.images, part))
         return {name: tensor.cpu() for name, tensor in found.items()}
 
     def evaluate(self, order: messages.Message, predict: Predict | None = None) -> messages.Message:
         """Predictions of every model on the asked parts, patients as anonymous numbers; nothing is trained."""
         fields = order.fields
-        memory = self.recall(fields)
-        received, student = _without_student(without_ensemble(order.tensors))
+        memory = self.load_memory(fields)
+        received, student = _split_student(without_ensemble(order.tensors))
         found = self._predictions(self.algorithm.models(received, memory), fields["parts"], predict or self.predict)
         if together := models_by_site(order.tensors):
-            found |= _mean(self._predictions(together, fields["parts"], predict or self.predict))
+            found |= _mean_predictions(self._predictions(together, fields["parts"], predict or self.predict))
         if student:
             self.network = self.networks[STUDENT]
             found |= self._predictions({STUDENT: student}, fields["parts"], predict or self.predict)
@@ -296,14 +305,14 @@ class SiteRunner:
     def _predictions(self, models: Mapping[str, Bundle], parts: Sequence[Part], predict: Predict) -> Tensors:
         found: Tensors = {}
         for name, weights in models.items():
-            for part in self.nonempty(parts):
-                for key, value in self._sound(predict(weights, part)).items():
+            for part in self.nonempty_parts(parts):
+                for key, value in self._replace_non_finite(predict(weights, part)).items():
                     found[f"{name}|{part}|{key}"] = value
-                found[f"{name}|{part}|patients"] = _patient_numbers(getattr(self.holdings, part))
+                found[f"{name}|{part}|patients"] = _patient_numbers(getattr(self.images, part))
         return found
 
 
-def _mean(found: Tensors) -> Tensors:
+def _mean_predictions(found: Tensors) -> Tensors:
     """What models say together: the mean of their probabilities."""
     pools: dict[str, list[torch.Tensor]] = {}
     for key, value in found.items():
@@ -314,19 +323,19 @@ def _mean(found: Tensors) -> Tensors:
     }
 
 
-def _without_student(tensors: Bundle) -> tuple[Bundle, Bundle]:
+def _split_student(tensors: Bundle) -> tuple[Bundle, Bundle]:
     mark = f"@{STUDENT}"
     student = {kind.removesuffix(mark): group for kind, group in tensors.items() if kind.endswith(mark)}
     return {kind: group for kind, group in tensors.items() if not kind.endswith(mark)}, student
 
 
-def streams(visit: SiteRound, number: int) -> tuple[Stream, Stream | None]:
+def job_streams(site_round: SiteRound, number: int) -> tuple[Stream, Stream | None]:
     """What the `number`-th job of a round draws from: later ones draw their own order of the data, and noise."""
-    secret = visit.site.secret
-    return visit.rng.child("job", number) if number else visit.rng, secret and secret.child("job", number)
+    secret = site_round.site.secret
+    return site_round.rng.child("job", number) if number else site_round.rng, secret and secret.child("job", number)
 
 
-def within(work: Work, priced: SitePrivacyLimits, site: Site) -> Work:
+def limit_to_plan(work: Work, limits: SitePrivacyLimits, site: Site) -> Work:
     """The same work, which ends in an error before it trains more than the privacy plan has priced."""
     result: Any = None
     done = 0
@@ -336,14 +345,14 @@ def within(work: Work, priced: SitePrivacyLimits, site: Site) -> Work:
         except StopIteration as end:
             update, memory = end.value
             return update, memory
-        if priced.allowed and (job.training.private is None if isinstance(job, Fit) else not priced.scores):
+        if limits.priced_jobs and (job.training.private is None if isinstance(job, Fit) else not limits.allows_scores):
             raise EngineError(
                 f"site {site.name} was asked to look at its images in a way that the privacy plan has not priced"
             )
         if isinstance(job, Fit) and job.training.private is not None:
-            rate, times = sampled(job, site.examples)
-            most = priced.allowed[done] if done < len(priced.allowed) else (0.0, 0)
-            if rate > most[0] or times > most[1] or job.training.private.noise < priced.least:
+            rate, times = rate_and_sums(job, site.examples)
+            most = limits.priced_jobs[done] if done < len(limits.priced_jobs) else (0.0, 0)
+            if rate > most[0] or times > most[1] or job.training.private.noise < limits.min_noise:
                 raise EngineError(
                     f"site {site.name} was asked to train {times} steps as its job {done + 1} of round {site.round}, "
                     "which the privacy plan has not priced; an algorithm's jobs must not depend on a site's images"
@@ -360,7 +369,7 @@ def within(work: Work, priced: SitePrivacyLimits, site: Site) -> Work:
             )
 
 
-def drive(work: Work, run: Callable[[Job, int], Fitted | Tensors]) -> tuple[Update, Bundle | None]:
+def drive_jobs(work: Work, run: Callable[[Job, int], Fitted | Tensors]) -> tuple[Update, Bundle | None]:
     """Send each job's result back into the generator until it returns."""
     result: Fitted | Tensors | None = None
     number = 0
@@ -371,10 +380,10 @@ def drive(work: Work, run: Callable[[Job, int], Fitted | Tensors]) -> tuple[Upda
             update, memory = end.value
             return update, memory
         result = run(job, number)
-        number += counts(job)
+        number += advances_counter(job)
 
 
-def counts(job: Job) -> bool:
+def advances_counter(job: Job) -> bool:
     """Whether later jobs of the round draw other numbers for it."""
     return isinstance(job, Fit) or not job.aside
 

@@ -14,16 +14,16 @@ from torch.utils.checkpoint import checkpoint
 
 from polyclinic.core.errors import RecipeError
 from polyclinic.models.classifier import Classifier
-from polyclinic.models.split_point import chain
+from polyclinic.models.split_point import chained_layers
 
 
-class Recomputed(nn.Module):
+class CheckpointedBlock(nn.Module):
     """What a layer is besides its own type. Off unless switched on: only plain autograd can compute anything again."""
 
-    on = False
+    checkpointing = False
 
     def forward(self, values: Tensor, again: bool = False) -> Tensor:
-        if again or not (self.on and torch.is_grad_enabled()):
+        if again or not (self.checkpointing and torch.is_grad_enabled()):
             output: Tensor = super().forward(values)
             return output
         held = dict(self.named_parameters()) | {name: buffer.clone() for name, buffer in self.named_buffers()}
@@ -41,9 +41,9 @@ class Recomputed(nn.Module):
         return found
 
 
-def recompute(classifier: Classifier) -> Classifier:
+def enable_checkpointing(classifier: Classifier) -> Classifier:
     """Its blocks can compute their activations again instead of keeping them; no name and no weight changes."""
-    layers = (list(layer) if type(layer) is nn.Sequential else [layer] for layer in chain(classifier))
+    layers = (list(layer) if type(layer) is nn.Sequential else [layer] for layer in chained_layers(classifier))
     blocks = [block for stage in layers for block in stage if len(list(block.children()))]
     if not blocks:
         raise RecipeError(
@@ -51,5 +51,5 @@ def recompute(classifier: Classifier) -> Classifier:
             "leave it out, or take resnet22 or a torchvision network other than Inception"
         )
     for layer in blocks:
-        layer.__class__ = type(f"Recomputed{type(layer).__name__}", (Recomputed, type(layer)), {})
+        layer.__class__ = type(f"Recomputed{type(layer).__name__}", (CheckpointedBlock, type(layer)), {})
     return classifier

@@ -33,7 +33,7 @@ class Classifier(nn.Module):
         """
         return [name for name, module in self.named_modules() if _owns_tensors(module)]
 
-    def tail(self, fraction: float) -> frozenset[str]:
+    def tail_parameters(self, fraction: float) -> frozenset[str]:
         """Names of the parameters in the `fraction` of all leaf layers that lies nearest the output.
 
         FedCycle's fine-tuning: "approximately the top 30% of the layers closest to the output". The number
@@ -50,7 +50,7 @@ class Classifier(nn.Module):
         )
 
 
-class Builder(Protocol):
+class ModelBuilder(Protocol):
     """Builds one architecture for a task; draws its first weights from torch's current random state."""
 
     def __call__(self, *, classes: int, channels: int, size: int, dropout: float) -> Classifier: ...

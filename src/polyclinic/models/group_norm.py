@@ -14,17 +14,17 @@ or four of them by themselves would come out as little more than their signs."""
 M = TypeVar("M", bound=nn.Module)
 
 
-def dp_safe(module: M) -> M:
+def replace_batch_norm(module: M) -> M:
     """A copy whose BatchNorm layers are GroupNorm, with the same scale and shift; statistics are dropped."""
     module = copy.deepcopy(module)
     for parent in list(module.modules()):
         for name, layer in parent.named_children():
             if isinstance(layer, nn.modules.batchnorm._BatchNorm):
-                setattr(parent, name, _grouped(layer))
+                setattr(parent, name, _to_group_norm(layer))
     return module
 
 
-def _grouped(layer: nn.modules.batchnorm._BatchNorm) -> nn.GroupNorm:
+def _to_group_norm(layer: nn.modules.batchnorm._BatchNorm) -> nn.GroupNorm:
     width = layer.num_features
     groups = 1 if isinstance(layer, nn.BatchNorm1d) else math.gcd(GROUPS, width)
     found = nn.GroupNorm(groups, width, layer.eps, layer.affine)

@@ -27,11 +27,11 @@ class ResidualExtractor(nn.Module):
     def __init__(self, channels: int, size: int, dropout: float) -> None:
         super().__init__()
         first, second, third = WIDTHS
-        self.block1 = _block(channels, first)
+        self.block1 = _conv_block(channels, first)
         self.pool1 = nn.MaxPool2d(2)
-        self.block2 = _block(first, second)
+        self.block2 = _conv_block(first, second)
         self.pool2 = nn.MaxPool2d(2)
-        self.block3 = _block(second, third)
+        self.block3 = _conv_block(second, third)
         self.pool3 = nn.MaxPool2d(2)
         self.skip = nn.Sequential(
             OrderedDict(
@@ -58,7 +58,7 @@ def groupnorm_cnn(*, classes: int, channels: int, size: int, dropout: float) -> 
     return Classifier(ResidualExtractor(channels, size, dropout), nn.Linear(256, classes))
 
 
-def _block(channels: int, width: int) -> nn.Sequential:
+def _conv_block(channels: int, width: int) -> nn.Sequential:
     return nn.Sequential(
         OrderedDict(
             conv=nn.Conv2d(channels, width, 3, padding=1),

@@ -16,10 +16,10 @@ from functools import partial
 
 from torch import nn
 
-from polyclinic.models.classifier import Builder, Classifier
+from polyclinic.models.classifier import Classifier, ModelBuilder
 
 
-def _two_blocks(
+def _build_two_blocks(
     filters: tuple[int, int], dense: int, *, classes: int, channels: int, size: int, dropout: float
 ) -> Classifier:
     """Two blocks of 3×3 convolution, ReLU and 2×2 max-pool, a dense layer, dropout, the classes.
@@ -44,7 +44,7 @@ def _two_blocks(
     return Classifier(extractor, nn.Linear(dense, classes))
 
 
-cnn_a: Builder = partial(_two_blocks, (32, 64), 128)
-cnn_b: Builder = partial(_two_blocks, (16, 32), 64)
-cnn_c: Builder = partial(_two_blocks, (8, 16), 32)
+cnn_a: ModelBuilder = partial(_build_two_blocks, (32, 64), 128)
+cnn_b: ModelBuilder = partial(_build_two_blocks, (16, 32), 64)
+cnn_c: ModelBuilder = partial(_build_two_blocks, (8, 16), 32)
 student = cnn_b

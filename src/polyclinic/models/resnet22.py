@@ -24,7 +24,7 @@ WIDTHS = (16, 32, 64, 128, 256)
 DENSE = (128, 64)
 
 
-class Block(nn.Module):
+class PreActivationBlock(nn.Module):
     """Normalisation, ReLU and 3×3 convolution, twice, beside what came in."""
 
     def __init__(self, channels: int, width: int, stride: int, first: bool) -> None:
@@ -53,8 +53,8 @@ class ResNet22(nn.Sequential):
         }
         before = WIDTHS[0]
         for number, width in enumerate(WIDTHS, 1):
-            first = Block(before, width, 1 if number == 1 else 2, first=True)
-            layers[f"layer{number}"] = nn.Sequential(first, Block(width, width, 1, first=False))
+            first = PreActivationBlock(before, width, 1 if number == 1 else 2, first=True)
+            layers[f"layer{number}"] = nn.Sequential(first, PreActivationBlock(width, width, 1, first=False))
             before = width
         layers |= {"norm": nn.BatchNorm2d(before), "relu": nn.ReLU()}
         layers |= {"average": nn.AdaptiveAvgPool2d(1), "flatten": nn.Flatten()}

@@ -50,33 +50,33 @@ class Scattering(nn.Module):
         """Reflected pixels before and after the picture: what a Fourier transform puts beyond its edge is not ours."""
         padded = step * (self.side + 2)
         for scale in range(scales):
-            waves = torch.stack([_morlet(padded, scale, angle, angles) for angle in range(angles)])
+            waves = torch.stack([_morlet_filter(padded, scale, angle, angles) for angle in range(angles)])
             self.register_buffer(f"waves{scale}", waves.float(), persistent=False)
-            self.register_buffer(f"mean{scale}", _mean(padded, scale, scales).float(), persistent=False)
+            self.register_buffer(f"mean{scale}", _averaging_matrix(padded, scale, scales).float(), persistent=False)
 
     def forward(self, images: Tensor) -> Tensor:
         pixels = F.pad(images, (*self.margin, *self.margin), mode="reflect")
         spectrum = torch.fft.fft2(pixels)
-        zeroth, first, second = [self._averaged(pixels, 0)], [], []
+        zeroth, first, second = [self._average_maps(pixels, 0)], [], []
         for scale in range(self.scales):
-            moduli = self._moduli(spectrum, 0, scale)
-            first.append(self._averaged(moduli, scale))
+            moduli = self._wavelet_moduli(spectrum, 0, scale)
+            first.append(self._average_maps(moduli, scale))
             again = torch.fft.fft2(moduli) if scale + 1 < self.scales else moduli
             for wider in range(scale + 1, self.scales):
-                second.append(self._averaged(self._moduli(again, scale, wider), wider))
+                second.append(self._average_maps(self._wavelet_moduli(again, scale, wider), wider))
         paths = [path.reshape(*images.shape[:2], -1, self.side, self.side) for path in zeroth + first + second]
         return torch.cat(paths, 2).flatten(1, 2)
 
-    def _moduli(self, spectrum: Tensor, resolution: int, scale: int) -> Tensor:
+    def _wavelet_moduli(self, spectrum: Tensor, resolution: int, scale: int) -> Tensor:
         """|x ⋆ ψ| for all angles, kept at every 2^scale-th pixel of the picture; x is at every 2^resolution-th."""
-        waves = _lower(self.get_buffer(f"waves{scale}").to(spectrum.real.dtype), resolution)
+        waves = _subsample_filters(self.get_buffer(f"waves{scale}").to(spectrum.real.dtype), resolution)
         product = spectrum.unsqueeze(-3) * waves
         for _ in range(resolution, scale):
-            product = _halved(product)
+            product = _subsample_spectrum(product)
         moduli: Tensor = torch.fft.ifft2(product).abs()
         return moduli
 
-    def _averaged(self, maps: Tensor, resolution: int) -> Tensor:
+    def _average_maps(self, maps: Tensor, resolution: int) -> Tensor:
         mean = self.get_buffer(f"mean{resolution}").to(maps.dtype)
         return mean @ maps @ mean.mT
 
@@ -88,7 +88,7 @@ class FixedFeatures(nn.Module):
         super().__init__()
         self.scattering = Scattering(channels, size)
         self.shape = self.scattering.shape
-        for name, tensor in zip(("mean", "directions", "kept"), _commonplace(size), strict=True):
+        for name, tensor in zip(("mean", "directions", "kept"), _stroke_statistics(size), strict=True):
             self.register_buffer(name, tensor.clone(), persistent=False)
 
     def forward(self, images: Tensor) -> Tensor:
@@ -97,17 +97,19 @@ class FixedFeatures(nn.Module):
             return images
         # Nothing here is learned that could make up for a lower precision.
         with nullcontext() if images.is_meta else torch.autocast(images.device.type, enabled=False):
-            return self.evened(self.scattering(images if images.dtype == torch.float64 else images.float()))
+            return self.shrink_common_directions(
+                self.scattering(images if images.dtype == torch.float64 else images.float())
+            )
 
-    def evened(self, scattered: Tensor) -> Tensor:
+    def shrink_common_directions(self, scattered: Tensor) -> Tensor:
         mean, directions, kept = (self.get_buffer(name).to(scattered.dtype) for name in ("mean", "directions", "kept"))
-        rest = _normalised(scattered) - mean
+        rest = _normalise_paths(scattered) - mean
         evened = rest - (rest @ directions * (1 - kept)) @ directions.mT
         vectors = F.normalize(evened.reshape(-1, prod(self.shape)), dim=1) * prod(self.shape) ** 0.5
         return vectors.reshape(-1, *self.shape)
 
 
-def fixed_part(module: nn.Module) -> FixedFeatures | None:
+def find_fixed_features(module: nn.Module) -> FixedFeatures | None:
     """What of a network may be computed once per picture, before training: it learns, draws and remembers nothing.
 
     The network takes pictures and what this part makes of them alike. Augmentation changes pictures, not features:
@@ -120,7 +122,7 @@ def scattering_linear(*, classes: int, channels: int, size: int, dropout: float)
     fixed = FixedFeatures(channels, size)
     extractor = nn.Sequential(OrderedDict(fixed=fixed, flatten=nn.Flatten(), dropout=nn.Dropout(dropout)))
     width, side, _ = fixed.shape
-    return Classifier(extractor, _quiet(nn.Linear(width * side**2, classes)))
+    return Classifier(extractor, _shrink_first_weights(nn.Linear(width * side**2, classes)))
 
 
 def scattering_cnn(*, classes: int, channels: int, size: int, dropout: float) -> Classifier:
@@ -137,10 +139,10 @@ def scattering_cnn(*, classes: int, channels: int, size: int, dropout: float) ->
             dropout=nn.Dropout(dropout),
         )
     )
-    return Classifier(extractor, _quiet(nn.Linear(HIDDEN * ((side + 1) // 2) ** 2, classes)))
+    return Classifier(extractor, _shrink_first_weights(nn.Linear(HIDDEN * ((side + 1) // 2) ** 2, classes)))
 
 
-def _quiet(head: nn.Linear) -> nn.Linear:
+def _shrink_first_weights(head: nn.Linear) -> nn.Linear:
     """Random first weights are noise that a private run, which moves little, never gets rid of."""
     with torch.no_grad():
         head.weight.mul_(0.01)
@@ -148,7 +150,7 @@ def _quiet(head: nn.Linear) -> nn.Linear:
     return head
 
 
-def _normalised(features: Tensor) -> Tensor:
+def _normalise_paths(features: Tensor) -> Tensor:
     """Per picture and channel, in groups of paths; length 1."""
     paths = features.reshape(-1, PATHS, *features.shape[-2:])
     grouped = F.group_norm(paths, GROUPS, eps=1e-8).flatten(1)
@@ -156,14 +158,16 @@ def _normalised(features: Tensor) -> Tensor:
 
 
 @cache
-def _commonplace(size: int) -> tuple[Tensor, Tensor, Tensor]:
+def _stroke_statistics(size: int) -> tuple[Tensor, Tensor, Tensor]:
     """Mean of random strokes' features, their main directions, and what of each is kept: √(floor / (variance + floor)).
 
     The larger the pictures, the fewer are drawn, so that this takes seconds at any size.
     """
     number = min(1000, max(128, round(1000 * (28 / size) ** 2)))
     layer = Scattering(1, size)
-    features = torch.cat([_normalised(layer(block)) for block in torch.split(_strokes(number, size), 100)]).double()
+    features = torch.cat(
+        [_normalise_paths(layer(block)) for block in torch.split(_draw_strokes(number, size), 100)]
+    ).double()
     mean = features.mean(0)
     deviations = (features - mean) / number**0.5
     variances, mixtures = torch.linalg.eigh(deviations @ deviations.mT)
@@ -173,7 +177,7 @@ def _commonplace(size: int) -> tuple[Tensor, Tensor, Tensor]:
     return mean.float(), directions.float(), kept.float()
 
 
-def _strokes(number: int, size: int) -> Tensor:
+def _draw_strokes(number: int, size: int) -> Tensor:
     """Pictures of one to three joined strokes (cubic Bézier curves) about the middle."""
     generator = Stream(2013, ("strokes", size)).generator()
     corners = torch.rand(number, 3, 4, 2, generator=generator)
@@ -191,7 +195,7 @@ def _strokes(number: int, size: int) -> Tensor:
     return torch.sigmoid((width - nearest) * 84 / size).reshape(number, 1, size, size)
 
 
-def _morlet(side: int, scale: int, angle: int, angles: int) -> Tensor:
+def _morlet_filter(side: int, scale: int, angle: int, angles: int) -> Tensor:
     """The Fourier transform (it is real) of g(u)·(exp(iξu) − β), where β makes the mean zero."""
     direction = (angles // 2 - 1 - angle) * pi / angles
     place = torch.arange(-2 * side, 3 * side, dtype=torch.float64)
@@ -205,7 +209,7 @@ def _morlet(side: int, scale: int, angle: int, angles: int) -> Tensor:
     return torch.real(torch.fft.fft2(wavelet.reshape(5, side, 5, side).sum((0, 2))))
 
 
-def _mean(side: int, resolution: int, scales: int) -> Tensor:
+def _averaging_matrix(side: int, resolution: int, scales: int) -> Tensor:
     """Low-pass, every 2^scales-th pixel, margins cut off: one matrix, from the left and from the right."""
     sigma = 0.8 * 2 ** (scales - 1)
     place = torch.arange(-2 * side, 3 * side, dtype=torch.float64)
@@ -218,14 +222,14 @@ def _mean(side: int, resolution: int, scales: int) -> Tensor:
     return everywhere[:: 2 ** (scales - resolution)][1:-1]
 
 
-def _halved(spectrum: Tensor) -> Tensor:
+def _subsample_spectrum(spectrum: Tensor) -> Tensor:
     """The spectrum of every second pixel of every second row: frequencies that look alike there become one."""
     half = spectrum.shape[-1] // 2
     rows = spectrum[..., :half, :] + spectrum[..., half:, :]
     return (rows[..., :half] + rows[..., half:]) / 4
 
 
-def _lower(waves: Tensor, resolution: int) -> Tensor:
+def _subsample_filters(waves: Tensor, resolution: int) -> Tensor:
     """The same filters for a picture of every 2^resolution-th pixel: only its frequencies are left."""
     if resolution == 0:
         return waves

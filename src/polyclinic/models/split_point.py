@@ -14,7 +14,7 @@ from torch import nn
 from polyclinic.core.errors import RecipeError
 from polyclinic.models.classifier import Classifier
 
-ENDS: dict[str, tuple[str, ...]] = {
+STAGE_ENDS: dict[str, tuple[str, ...]] = {
     "ResNet": ("layer1", "layer2", "layer3"),
     "ResNet22": ("layer1", "layer2", "layer3", "layer4"),
     "MobileNetV2": ("3", "6", "13"),
@@ -26,15 +26,15 @@ ENDS: dict[str, tuple[str, ...]] = {
 """By the extractor's type: the layers after which all stages but the last end."""
 
 
-def stages(classifier: Classifier) -> int:
+def count_stages(classifier: Classifier) -> int:
     """How many stages the network has."""
-    layers, ends = _chain(classifier)
+    layers, ends = _layers_and_ends(classifier)
     return 1 + sum(end in layers for end in ends)
 
 
 def cut_after(classifier: Classifier, stage: int) -> Classifier:
     """The same function of images, with the extractor ending after `stage` (1 is the first); layers are shared."""
-    layers, ends = _chain(classifier)
+    layers, ends = _layers_and_ends(classifier)
     last = 1 + sum(end in layers for end in ends)
     if not 1 <= stage <= last:
         raise RecipeError(f"model.cut is {stage}, but this network has stages 1 to {last}; choose one of them")
@@ -46,21 +46,21 @@ def cut_after(classifier: Classifier, stage: int) -> Classifier:
     return Classifier(nn.Sequential(OrderedDict(early)), nn.Sequential(OrderedDict(late, classify=classifier.head)))
 
 
-def chain(classifier: Classifier) -> list[nn.Module]:
+def chained_layers(classifier: Classifier) -> list[nn.Module]:
     """The extractor's layers in the order in which they are computed; none if it is not a chain."""
-    return list(_chain(classifier)[0].values())
+    return list(_layers_and_ends(classifier)[0].values())
 
 
-def _chain(classifier: Classifier) -> tuple[dict[str, nn.Module], tuple[str, ...]]:
+def _layers_and_ends(classifier: Classifier) -> tuple[dict[str, nn.Module], tuple[str, ...]]:
     """The extractor's layers in the order in which they are computed, and those after which stages end."""
     extractor = classifier.extractor
     family = type(extractor).__name__
-    if family not in ENDS:
+    if family not in STAGE_ENDS:
         return {}, ()
     children = dict(extractor.named_children())
     pooled: dict[str, nn.Module] = {"pool": nn.AdaptiveAvgPool2d(1), "flatten": nn.Flatten()}
     if "features" not in children:
         children.pop("fc", None)  # what torchvision's network had as its own head
-        return {**children, **({"flatten": nn.Flatten()} if family == "ResNet" else {})}, ENDS[family]
+        return {**children, **({"flatten": nn.Flatten()} if family == "ResNet" else {})}, STAGE_ENDS[family]
     inner = dict(children["features"].named_children())
-    return {**inner, **({"relu": nn.ReLU()} if family == "DenseNet" else {}), **pooled}, ENDS[family]
+    return {**inner, **({"relu": nn.ReLU()} if family == "DenseNet" else {}), **pooled}, STAGE_ENDS[family]

@@ -11,13 +11,13 @@ from functools import partial
 
 from torch import nn
 
-from polyclinic.models.classifier import Builder, Classifier
+from polyclinic.models.classifier import Classifier, ModelBuilder
 
 # Inception's own first weights are slow to draw, and its auxiliary classifier would be a second output.
 OPTIONS = {"inception_v3": {"aux_logits": False, "init_weights": False}}
 
 
-def _from_torchvision(
+def _build_torchvision(
     name: str,
     *,
     classes: int,
@@ -30,16 +30,16 @@ def _from_torchvision(
 
     network = models.get_model(name, num_classes=classes, **OPTIONS.get(name, {}))
     slot = "fc" if hasattr(network, "fc") else "classifier"
-    head = _with_dropout(getattr(network, slot), dropout)
+    head = _set_dropout(getattr(network, slot), dropout)
     setattr(network, slot, nn.Identity())
     if isinstance(network, models.Inception3):
         network.dropout = nn.Identity()
     if channels == 1:
-        _take_grey_images(network)
+        _accept_grey_images(network)
     return Classifier(network, head)
 
 
-def _with_dropout(classifier: nn.Module, rate: float) -> nn.Module:
+def _set_dropout(classifier: nn.Module, rate: float) -> nn.Module:
     if isinstance(classifier, nn.Linear):
         return nn.Sequential(nn.Dropout(rate), classifier)
     for module in classifier.modules():
@@ -48,18 +48,18 @@ def _with_dropout(classifier: nn.Module, rate: float) -> nn.Module:
     return classifier
 
 
-def _take_grey_images(network: nn.Module) -> None:
+def _accept_grey_images(network: nn.Module) -> None:
     """Sum the first convolution over RGB: the same function as a grey picture shown in three channels."""
     first = next(module for module in network.modules() if isinstance(module, nn.Conv2d))
     first.in_channels = 1
     first.weight = nn.Parameter(first.weight.detach().sum(dim=1, keepdim=True))
 
 
-mobilenet_v2: Builder = partial(_from_torchvision, "mobilenet_v2")
-mobilenet_v3_small: Builder = partial(_from_torchvision, "mobilenet_v3_small")
-efficientnet_b0: Builder = partial(_from_torchvision, "efficientnet_b0")
-densenet201: Builder = partial(_from_torchvision, "densenet201")
-resnet18: Builder = partial(_from_torchvision, "resnet18")
-resnet50: Builder = partial(_from_torchvision, "resnet50")
-resnet152: Builder = partial(_from_torchvision, "resnet152")
-inception_v3: Builder = partial(_from_torchvision, "inception_v3")
+mobilenet_v2: ModelBuilder = partial(_build_torchvision, "mobilenet_v2")
+mobilenet_v3_small: ModelBuilder = partial(_build_torchvision, "mobilenet_v3_small")
+efficientnet_b0: ModelBuilder = partial(_build_torchvision, "efficientnet_b0")
+densenet201: ModelBuilder = partial(_build_torchvision, "densenet201")
+resnet18: ModelBuilder = partial(_build_torchvision, "resnet18")
+resnet50: ModelBuilder = partial(_build_torchvision, "resnet50")
+resnet152: ModelBuilder = partial(_build_torchvision, "resnet152")
+inception_v3: ModelBuilder = partial(_build_torchvision, "inception_v3")

@@ -62,7 +62,7 @@ def epsilon(
     """ε of all spends together; 0 for nothing, infinity where something is released without noise."""
     if not 0 < delta < 1:
         raise RecipeError(f"delta is {delta:g}, but must lie between 0 and 1: take less than one over the records")
-    return _epsilon(_merged(spends, neighbours), delta, accountant, neighbours)
+    return _cached_epsilon(merge_spends(spends, neighbours), delta, accountant, neighbours)
 
 
 def delta_for(
@@ -74,15 +74,15 @@ def delta_for(
     """δ of all spends together at a given ε."""
     if not epsilon >= 0:
         raise RecipeError(f"epsilon is {epsilon:g}, but cannot be negative: give the ε at which δ is asked for")
-    merged = _merged(spends, neighbours)
+    merged = merge_spends(spends, neighbours)
     if not merged:
         return 0.0
     if merged[0].noise == 0:
         return 1.0
     if accountant == "pld":
-        return float(_composed(merged, neighbours).get_delta_for_epsilon(epsilon))
+        return float(_compose_pld(merged, neighbours).get_delta_for_epsilon(epsilon))
     if accountant == "rdp":
-        return float(_renyi(merged, neighbours).get_delta(epsilon))
+        return float(_compose_rdp(merged, neighbours).get_delta(epsilon))
     return _prv_delta(merged, epsilon, neighbours)
 
 
@@ -96,7 +96,7 @@ def noise_for(
     """The least noise whose `price` is at most ε: never too little, at most 0.1 % too much (and never below 0.01)."""
     if not epsilon > 0:
         raise RecipeError(f"epsilon is {epsilon:g}, but must be positive: no noise buys an ε of 0")
-    spent = _spent_by(price, delta, accountant, neighbours)
+    spent = _epsilon_by_noise(price, delta, accountant, neighbours)
     enough = 1.0
     while spent(enough) > epsilon:
         if enough == LARGEST_NOISE:
@@ -107,10 +107,12 @@ def noise_for(
         enough = min(2 * enough, LARGEST_NOISE)
     while enough > SMALLEST_NOISE and spent(max(enough / 2, SMALLEST_NOISE)) <= epsilon:
         enough = max(enough / 2, SMALLEST_NOISE)
-    return enough if enough == SMALLEST_NOISE else _refined(spent, max(enough / 2, SMALLEST_NOISE), enough, epsilon)
+    return (
+        enough if enough == SMALLEST_NOISE else _refine_noise(spent, max(enough / 2, SMALLEST_NOISE), enough, epsilon)
+    )
 
 
-def _merged(spends: Iterable[Spend], neighbours: Neighbours) -> tuple[Spend, ...]:
+def merge_spends(spends: Iterable[Spend], neighbours: Neighbours) -> tuple[Spend, ...]:
     """The same privacy loss in one form: equal releases added up, all unsampled ones as one Gaussian release."""
     times: Counter[tuple[float, float, int]] = Counter()
     for spend in spends:
@@ -125,32 +127,32 @@ def _merged(spends: Iterable[Spend], neighbours: Neighbours) -> tuple[Spend, ...
 
 
 @lru_cache(maxsize=4096)
-def _epsilon(merged: tuple[Spend, ...], delta: float, accountant: Accountant, neighbours: Neighbours) -> float:
+def _cached_epsilon(merged: tuple[Spend, ...], delta: float, accountant: Accountant, neighbours: Neighbours) -> float:
     if not merged:
         return 0.0
     if merged[0].noise == 0:
         return math.inf
     if accountant == "pld":
         try:
-            return float(_composed(merged, neighbours).get_epsilon_for_delta(delta))
+            return float(_compose_pld(merged, neighbours).get_epsilon_for_delta(delta))
         except OverflowError:  # losses beyond what a float's exponent holds: no finite figure is safe
             return math.inf
     if accountant == "rdp":
-        return float(_renyi(merged, neighbours).get_epsilon(delta))
-    return _prv(merged, delta, neighbours)
+        return float(_compose_rdp(merged, neighbours).get_epsilon(delta))
+    return _prv_epsilon(merged, delta, neighbours)
 
 
-def _composed(merged: Sequence[Spend], neighbours: Neighbours) -> Any:
+def _compose_pld(merged: Sequence[Spend], neighbours: Neighbours) -> Any:
     """The privacy loss distribution of all releases."""
-    width = _width(merged)
-    parts = [_once(spend.noise, spend.rate, spend.group, width, neighbours) for spend in merged]
+    width = _bucket_width(merged)
+    parts = [_release_pld(spend.noise, spend.rate, spend.group, width, neighbours) for spend in merged]
     total, *rest = (part.self_compose(spend.times) for part, spend in zip(parts, merged, strict=True))
     for part in rest:
         total = total.compose(part, tail_mass_truncation=TAIL)
     return total
 
 
-def _width(merged: Sequence[Spend]) -> float:
+def _bucket_width(merged: Sequence[Spend]) -> float:
     """Of the buckets into which losses are sorted, as a power of two so that calls share what `_once` keeps.
 
     Buckets of width h add about h²/6 to the variance of each step's loss. ε is about 5·sd + variance/2 at the usual
@@ -166,7 +168,7 @@ def _width(merged: Sequence[Spend]) -> float:
 
 
 @lru_cache(maxsize=64)
-def _once(noise: float, rate: float, group: int, width: float, neighbours: Neighbours) -> Any:
+def _release_pld(noise: float, rate: float, group: int, width: float, neighbours: Neighbours) -> Any:
     """The privacy loss distribution of one release."""
     from dp_accounting import NeighboringRelation
     from dp_accounting.pld import privacy_loss_distribution as pld
@@ -189,12 +191,12 @@ def _once(noise: float, rate: float, group: int, width: float, neighbours: Neigh
     )
 
 
-def _renyi(merged: Sequence[Spend], neighbours: Neighbours) -> Any:
+def _compose_rdp(merged: Sequence[Spend], neighbours: Neighbours) -> Any:
     """dp-accounting's RDP accountant after all releases."""
     from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent
     from dp_accounting.rdp import RdpAccountant
 
-    _refuse_what_needs_pld(merged, neighbours, "rdp")
+    _check_no_pld_needed(merged, neighbours, "rdp")
     logging.getLogger("absl").setLevel(logging.ERROR)  # it tells of every order it does without
     accountant = RdpAccountant()
     for spend in merged:
@@ -203,11 +205,11 @@ def _renyi(merged: Sequence[Spend], neighbours: Neighbours) -> Any:
     return accountant
 
 
-def _prv(merged: Sequence[Spend], delta: float, neighbours: Neighbours) -> float:
+def _prv_epsilon(merged: Sequence[Spend], delta: float, neighbours: Neighbours) -> float:
     """The upper end of Opacus' interval, which is 0.01 above its estimate."""
     import numpy as np
 
-    _refuse_what_needs_pld(merged, neighbours, "prv")
+    _check_no_pld_needed(merged, neighbours, "prv")
     with warnings.catch_warnings(), np.errstate(divide="ignore"):
         # Opacus advises on the orders of a bound it takes on the way, and passes log 0 where nothing is sampled.
         warnings.simplefilter("ignore")
@@ -224,11 +226,11 @@ def _prv(merged: Sequence[Spend], delta: float, neighbours: Neighbours) -> float
 def _prv_delta(merged: tuple[Spend, ...], epsilon: float, neighbours: Neighbours) -> float:
     """The least δ (to 1 %) whose ε, as Opacus bounds it, is no larger; below 1e-9 Opacus loses its precision."""
     enough, too_little = 1.0, 1e-9
-    if _epsilon(merged, too_little, "prv", neighbours) <= epsilon:
+    if _cached_epsilon(merged, too_little, "prv", neighbours) <= epsilon:
         return too_little
     while enough > 1.01 * too_little:
         middle = math.sqrt(enough * too_little)
-        if _epsilon(merged, middle, "prv", neighbours) <= epsilon:
+        if _cached_epsilon(merged, middle, "prv", neighbours) <= epsilon:
             enough = middle
         else:
             too_little = middle
@@ -239,19 +241,19 @@ def _needs_pld(spend: Spend, neighbours: Neighbours) -> bool:
     return spend.rate < 1 and (spend.group > 1 or neighbours == "replace")
 
 
-def _refuse_what_needs_pld(merged: Iterable[Spend], neighbours: Neighbours, accountant: Accountant) -> None:
+def _check_no_pld_needed(merged: Iterable[Spend], neighbours: Neighbours, accountant: Accountant) -> None:
     if any(_needs_pld(spend, neighbours) for spend in merged):
         what = "a record that is replaced" if neighbours == "replace" else "several sampled images of one patient"
         raise RecipeError(f"the {accountant} accountant cannot price {what}: take accountant: pld")
 
 
-def _spent_by(
+def _epsilon_by_noise(
     price: Callable[[float], Iterable[Spend]], delta: float, accountant: Accountant, neighbours: Neighbours
 ) -> Callable[[float], float]:
     return lambda noise: epsilon(price(noise), delta, accountant, neighbours)
 
 
-def _refined(spent: Callable[[float], float], too_little: float, enough: float, epsilon: float) -> float:
+def _refine_noise(spent: Callable[[float], float], too_little: float, enough: float, epsilon: float) -> float:
     """The least noise between the two, rounded up. Brent's method, because a call of `spent` may take seconds."""
     from scipy.optimize import brentq
 
@@ -259,12 +261,12 @@ def _refined(spent: Callable[[float], float], too_little: float, enough: float, 
         return math.log(min(max(spent(math.exp(log_noise)), 1e-9), 1e99) / epsilon)
 
     noise = math.exp(brentq(excess, math.log(too_little), math.log(enough) + 1e-9, xtol=1e-4))
-    while spent(noise := _rounded_up(noise)) > epsilon:
+    while spent(noise := _round_up(noise)) > epsilon:
         noise *= 1.0002
     return noise
 
 
-def _rounded_up(value: float) -> float:
+def _round_up(value: float) -> float:
     """To five significant digits."""
     scale: float = 10.0 ** (4 - math.floor(math.log10(value)))
     return float(math.ceil(value * scale) / scale)

@@ -33,7 +33,7 @@ from polyclinic.core.errors import RecipeError
 from polyclinic.models import Classifier
 from polyclinic.training.fit import batches_per_epoch, fit
 from polyclinic.training.losses import task_loss
-from polyclinic.training.network import LiveNetwork, weights_of
+from polyclinic.training.network import LiveNetwork, copy_module_weights
 
 LENGTH = 10.0
 """A canary's gradient, in clips: far too long, so that a clip that lets more through than it should is noticed."""
@@ -48,7 +48,7 @@ Where steps are small, members who were never drawn look like outsiders: then it
 
 
 @dataclass(frozen=True)
-class Audit:
+class AuditResult:
     """What an attack on a claim came to."""
 
     claimed: float
@@ -67,7 +67,7 @@ class Audit:
     """The bound had every guess been right: no larger ε can be refuted with so many canaries."""
 
     @property
-    def refuted(self) -> bool:
+    def is_refuted(self) -> bool:
         return self.bound > self.claimed
 
     @property
@@ -76,7 +76,7 @@ class Audit:
             f"{self.right} of {self.guesses} guesses about {self.canaries} canaries were right, so ε is at least "
             f"{self.bound:.2f} with {100 * self.confidence:g} % confidence, and {self.claimed:.2f} is claimed"
         )
-        if self.refuted:
+        if self.is_refuted:
             return f"The claim is refuted: {found}; training gives away more than planned (by {self.statistic})."
         if self.reach <= self.claimed:
             return (
@@ -87,10 +87,10 @@ class Audit:
 
     def as_json(self) -> dict[str, Any]:
         told = {name: None if value == math.inf else value for name, value in vars(self).items()}
-        return {**told, "refuted": self.refuted, "verdict": self.verdict}
+        return {**told, "refuted": self.is_refuted, "verdict": self.verdict}
 
 
-def audit(
+def run_audit(
     network: Classifier,
     data: Examples,
     training: Training,
@@ -103,32 +103,32 @@ def audit(
     confidence: float = 0.95,
     whole: bool = False,
     device: torch.device | None = None,
-) -> Audit:
+) -> AuditResult:
     """Train one site as planned, with canaries among its images, and try to tell which of them took part.
 
     `claimed` is ε of `rounds` rounds of `training` on `data` (`whole`: each step on all of it). With canaries a site is
     larger, so its batches grow: every image keeps its chance of coming into a step (rounded down), and steps stay as
     many. Canaries that lost their toss leave an empty seat, as the number of examples is public.
     """
-    private = _checked(training, canaries, confidence)
+    private = _check_auditable(training, canaries, confidence)
     members = torch.rand(canaries, generator=stream.child("coins").generator()) < 0.5
-    seated = Seated(data, members)
-    live = LiveNetwork(Watched(copy.deepcopy(network), canaries, LENGTH * private.clip), device)
-    altered = beside(training, len(data), len(seated), whole)
-    start = weights = weights_of(live.module)
-    with overheard(live.live["model"]["seats.weight"]) as heard:
+    seated = CanaryExamples(data, members)
+    live = LiveNetwork(CanaryNetwork(copy.deepcopy(network), canaries, LENGTH * private.clip), device)
+    altered = adjust_batches(training, len(data), len(seated), whole)
+    start = weights = copy_module_weights(live.module)
+    with record_gradients(live.live["model"]["seats.weight"]) as heard:
         for number in range(1, rounds + 1):
             site = Site("audit", len(seated), number, rounds, training.optimiser.lr)
-            job = Fit(weights, task_loss, altered, whole=whole)
+            job = Fit(weights, task_loss, altered, full_batch=whole)
             weights = fit(job, live, seated, site, stream, stream.child("secret", number)).weights
-    expected = len(seated) if whole else min(altered.size(len(seated)), len(seated))
+    expected = len(seated) if whole else min(altered.batch_size(len(seated)), len(seated))
     released = torch.stack(heard)[:, :canaries].double() * (expected / private.clip)
     moved = (start["model"]["seats.weight"] - weights["model"]["seats.weight"]).flatten()[:canaries].cpu()
-    scores = statistics(released, moved, expected / len(seated), len(heard) // rounds)
-    return judged(scores, members, claimed=claimed, delta=delta, confidence=confidence, steps=len(heard))
+    scores = canary_scores(released, moved, expected / len(seated), len(heard) // rounds)
+    return best_bound(scores, members, claimed=claimed, delta=delta, confidence=confidence, steps=len(heard))
 
 
-def _checked(training: Training, canaries: int, confidence: float) -> Private:
+def _check_auditable(training: Training, canaries: int, confidence: float) -> Private:
     private = training.private
     if private is None or private.noise == 0 or math.isinf(private.clip):
         raise RecipeError(
@@ -141,18 +141,18 @@ def _checked(training: Training, canaries: int, confidence: float) -> Private:
     return private
 
 
-def beside(training: Training, before: int, after: int, whole: bool = False) -> Training:
+def adjust_batches(training: Training, before: int, after: int, whole: bool = False) -> Training:
     """The same chance of coming into a step, and the same steps, for a site that has grown by canaries."""
     if whole:
         return training
-    size = training.size(before)
+    size = training.batch_size(before)
     training = replace(training, batch=after if size >= before else size * after // before, batches=None)
     if training.epochs is None or (training.private and training.private.sampling == "shuffle"):
         return training
     return replace(training, epochs=None, steps=training.epochs * batches_per_epoch(before, size))
 
 
-class Watched(Classifier):
+class CanaryNetwork(Classifier):
     """A network with a layer `seats`: each canary's gradient lies on one weight of it, and images' on none.
 
     Canary a·s + b puts a number into the layer's input b and listens to its output a, so that s² canaries need inputs
@@ -180,7 +180,7 @@ class Watched(Classifier):
 
 
 @dataclass(frozen=True, eq=False)
-class Seated:
+class CanaryExamples:
     """A site's images, and behind them a seat for every canary: empty, if it lost its toss, of a gradient of zero."""
 
     images: Examples
@@ -199,19 +199,19 @@ class Seated:
         return torch.cat([own, own.new_ones(len(self.members))])
 
     @cached_property
-    def _numbers(self) -> Tensor:
+    def _canary_numbers(self) -> Tensor:
         """What the pixels say: 0 for the site's own images."""
         seats = torch.arange(1, len(self.members) + 1).where(self.members, EMPTY)
         return torch.cat([seats.new_zeros(len(self.images)), seats]).to(self.labels.device)
 
     @cached_property
-    def _blank(self) -> Tensor:
+    def _blank_image(self) -> Tensor:
         return torch.zeros_like(self.images.batch(torch.zeros(1, dtype=torch.long))[0])
 
     def batch(self, index: Tensor) -> Batch:
         index = index.to(self.labels.device)
-        number = self._numbers[index].to(self._blank.dtype)
-        images = self._blank - GAP * number[:, None, None, None]
+        number = self._canary_numbers[index].to(self._blank_image.dtype)
+        images = self._blank_image - GAP * number[:, None, None, None]
         own = index < len(self.images)
         if bool(own.any()):
             images[own] = self.images.batch(index[own])[0]
@@ -219,7 +219,7 @@ class Seated:
 
 
 @contextmanager
-def overheard(parameter: Tensor) -> Iterator[list[Tensor]]:
+def record_gradients(parameter: Tensor) -> Iterator[list[Tensor]]:
     """The noised gradients of a parameter that optimisers are handed meanwhile: the accountant's adversary sees all."""
     heard: list[Tensor] = []
 
@@ -234,7 +234,7 @@ def overheard(parameter: Tensor) -> Iterator[list[Tensor]]:
         handle.remove()
 
 
-def statistics(released: Tensor, moved: Tensor, rate: float, per_round: int) -> dict[str, Tensor]:
+def canary_scores(released: Tensor, moved: Tensor, rate: float, per_round: int) -> dict[str, Tensor]:
     """Scores by which members stand out; several, as each is blind to some mistake of the code.
 
     `released` is each step's noised sum on each canary's weight, in clips (steps × canaries). Sharpest of all is the
@@ -255,13 +255,15 @@ def statistics(released: Tensor, moved: Tensor, rate: float, per_round: int) -> 
     return found
 
 
-def judged(
+def best_bound(
     scores: Mapping[str, Tensor], members: Tensor, *, claimed: float, delta: float, confidence: float, steps: int
-) -> Audit:
+) -> AuditResult:
     """The best bound of all scores and shares of guesses; each may err with its part of 1 − confidence only."""
     count = len(members)
     beta = (1 - confidence) / (len(scores) * len(SHARES))
-    best = Audit(claimed, 0.0, delta, confidence, count, 0, 0, "", steps, lower_bound(count, count, count, delta, beta))
+    best = AuditResult(
+        claimed, 0.0, delta, confidence, count, 0, 0, "", steps, lower_bound(count, count, count, delta, beta)
+    )
     for name, score in scores.items():
         ranked = members[score.argsort()]
         for above, below in SHARES:
@@ -308,7 +310,7 @@ def lower_bound(right: int, guesses: int, canaries: int, delta: float, beta: flo
     return low
 
 
-def louder(released: Tensor, quiet: float, loud: float) -> Tensor:
+def is_louder(released: Tensor, quiet: float, loud: float) -> Tensor:
     """Of each row of noise, whether it is likelier of deviation `loud` than `quiet`: its length tells (χ²).
 
     Why noise must not be scaled by private data: the length of many numbers gives their deviation away.

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from polyclinic.core.contract import Bundle, Stream, Tensors
 from polyclinic.core.errors import RecipeError
-from polyclinic.core.flat_tensors import BLOCK
-from polyclinic.training.dp.dp_sgd import secret_numbers
+from polyclinic.core.flat_tensors import BLOCK_SIZE
+from polyclinic.training.dp.dp_sgd import secret_generator
 
 SLACK = 1e-6
 """The share by which a length may exceed its bound, so that rounding alone never changes an update a second time."""
@@ -39,36 +39,36 @@ def clip(tensors: Tensors, bound: float, origin: Tensors = NOTHING) -> tuple[Ten
     length = distance(tensors, origin)
     if math.isfinite(length) and length <= bound * (1 + SLACK):
         return tensors, length
-    return _nearer(tensors, bound, origin, length), length
+    return _shorten(tensors, bound, origin, length), length
 
 
-def _nearer(tensors: Tensors, bound: float, origin: Tensors, length: float) -> Tensors:
+def _shorten(tensors: Tensors, bound: float, origin: Tensors, length: float) -> Tensors:
     """Rounding may lengthen what is left, by much for half precision; so it is measured, and shortened again."""
     share = bound / length if math.isfinite(length) else 0.0
     for attempt in range(ATTEMPTS if share > 0 else 0):
-        moved = {name: _towards(tensor, origin.get(name), share) for name, tensor in tensors.items()}
+        moved = {name: _move_towards(tensor, origin.get(name), share) for name, tensor in tensors.items()}
         found = distance(moved, origin)
         if found <= bound * (1 + SLACK):
             return moved
         share *= bound / found * (1 - 4.0 ** (attempt - ATTEMPTS))
-    return {n: _start(t, origin.get(n)) if t.is_floating_point() else t for n, t in tensors.items()}
+    return {n: _origin_of(t, origin.get(n)) if t.is_floating_point() else t for n, t in tensors.items()}
 
 
-def _towards(tensor: Tensor, origin: Tensor | None, share: float) -> Tensor:
+def _move_towards(tensor: Tensor, origin: Tensor | None, share: float) -> Tensor:
     if not tensor.is_floating_point():
         return tensor
-    start = _start(tensor, origin).double()
+    start = _origin_of(tensor, origin).double()
     return (tensor.detach().double() - start).mul_(share).add_(start).to(tensor.dtype)
 
 
-def _start(tensor: Tensor, origin: Tensor | None) -> Tensor:
+def _origin_of(tensor: Tensor, origin: Tensor | None) -> Tensor:
     """Where this tensor's way is measured from, on its device and in its type."""
-    if origin is None or not _comparable(tensor, origin):
+    if origin is None or not _is_comparable(tensor, origin):
         return torch.zeros_like(tensor)
     return origin.detach().to(tensor)
 
 
-def _comparable(one: Tensor, other: Tensor) -> bool:
+def _is_comparable(one: Tensor, other: Tensor) -> bool:
     return one.shape == other.shape and other.is_floating_point()
 
 
@@ -76,63 +76,63 @@ def distance(tensors: Tensors, origin: Tensors = NOTHING) -> float:
     """‖tensors − origin‖₂ in float64, over all floating-point tensors; the norm itself where there is no origin."""
     pairs = [(t, origin.get(n)) for n, t in tensors.items() if t.is_floating_point() and t.numel()]
     pairs = [(tensor.detach(), start) for tensor, start in pairs if tensor is not start]
-    plain = math.sqrt(sum(float(torch.dot(m, m)) for m in _moves(pairs)))
+    plain = math.sqrt(sum(float(torch.dot(m, m)) for m in _differences(pairs)))
     if math.isnan(plain) or 1e-140 < plain < 1e140:
         return plain
-    largest = max((float(m.abs().max()) for m in _moves(pairs)), default=0.0)  # squares may have left the range
+    largest = max((float(m.abs().max()) for m in _differences(pairs)), default=0.0)  # squares may have left the range
     if largest == 0 or not math.isfinite(largest):
         return largest
-    return largest * math.sqrt(sum(float((m / largest).square().sum()) for m in _moves(pairs)))
+    return largest * math.sqrt(sum(float((m / largest).square().sum()) for m in _differences(pairs)))
 
 
-def _moves(pairs: Iterable[tuple[Tensor, Tensor | None]]) -> Iterator[Tensor]:
+def _differences(pairs: Iterable[tuple[Tensor, Tensor | None]]) -> Iterator[Tensor]:
     """Differences in float64, a block at a time: all at once would be two more copies of the model."""
     for tensor, start in pairs:
-        size = BLOCK if tensor.is_cpu else tensor.numel()
+        size = BLOCK_SIZE if tensor.is_cpu else tensor.numel()
         new = torch.split(tensor.reshape(-1), size)
-        if start is None or not _comparable(tensor, start):
+        if start is None or not _is_comparable(tensor, start):
             yield from (block.double() for block in new)
         else:
             old = torch.split(start.detach().to(tensor.device).reshape(-1), size)
             yield from (a.double() - b.double() for a, b in zip(new, old, strict=True))
 
 
-def gaussian(shape: Sequence[int], std: float, stream: Stream) -> Tensor:
+def gaussian_noise(shape: Sequence[int], std: float, stream: Stream) -> Tensor:
     """N(0, std²), float64."""
-    return _normal(shape, secret_numbers(stream)) * known(std)
+    return _standard_normal(shape, secret_generator(stream)) * check_std(std)
 
 
 def noise_like(tensors: Tensors, std: float, stream: Stream) -> Tensors:
     """N(0, std²) for every floating-point tensor, in its type and on its device: one generator, in order of names."""
-    generator, std = secret_numbers(stream), known(std)
+    generator, std = secret_generator(stream), check_std(std)
     names = sorted(name for name, tensor in tensors.items() if tensor.is_floating_point())
-    return {n: (_normal(tensors[n].shape, generator) * std).to(tensors[n]) for n in names}
+    return {n: (_standard_normal(tensors[n].shape, generator) * std).to(tensors[n]) for n in names}
 
 
-def _normal(shape: Sequence[int], generator: np.random.Generator) -> Tensor:
+def _standard_normal(shape: Sequence[int], generator: np.random.Generator) -> Tensor:
     return torch.from_numpy(np.asarray(generator.standard_normal(tuple(shape))))
 
 
-def noised(tensors: Tensors, std: float, stream: Stream) -> Tensors:
+def add_noise(tensors: Tensors, std: float, stream: Stream) -> Tensors:
     """The tensors and noise; integers stay as they are, and so does everything where `std` is 0."""
-    if known(std) == 0:
+    if check_std(std) == 0:
         return tensors
     noise = noise_like(tensors, std, stream)
     return {name: tensor + noise[name] if name in noise else tensor for name, tensor in tensors.items()}
 
 
-def known(std: float) -> float:
+def check_std(std: float) -> float:
     """The noise itself, if noise can be of that size."""
     if not 0 <= std < math.inf:
         raise RecipeError(f"noise of {std} standard deviations cannot be drawn; choose a number of 0 or more")
     return float(std)
 
 
-def joined(bundle: Bundle, kinds: Iterable[str]) -> Tensors:
+def join_kinds(bundle: Bundle, kinds: Iterable[str]) -> Tensors:
     """Several kinds as one tree of tensors."""
     return {f"{kind}/{name}": tensor for kind in kinds for name, tensor in bundle.get(kind, {}).items()}
 
 
-def parted(tree: Mapping[str, Tensor], bundle: Bundle, kinds: Iterable[str]) -> Bundle:
+def split_kinds(tree: Mapping[str, Tensor], bundle: Bundle, kinds: Iterable[str]) -> Bundle:
     """The bundle, with these kinds from what `joined` made of them."""
     return bundle | {k: {name: tree[f"{k}/{name}"] for name in bundle[k]} for k in kinds if k in bundle}

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from polyclinic.core.contract import Stream
 from polyclinic.core.errors import DataError, RecipeError
 from polyclinic.evaluation.metrics import Floats, Predictions, measure
-from polyclinic.evaluation.statistics import bootstrap
+from polyclinic.evaluation.statistics import bootstrap_intervals
 
 Train: TypeAlias = Callable[[NDArray[np.intp], Stream], Floats]
 """(members, stream) -> the confidence in every example's true label of a model trained on `members` alone."""
@@ -32,7 +32,7 @@ SMALLEST = 1e-12
 
 
 @dataclass(frozen=True)
-class Membership:
+class MembershipResult:
     """How well members are told from outsiders."""
 
     auc: float
@@ -53,22 +53,22 @@ class Membership:
         )
 
 
-def membership(
+def attack_membership(
     train: Train, examples: int, stream: Stream, models: int = 16, rates: Sequence[float] = RATES
-) -> Membership:
+) -> MembershipResult:
     """Train `models` shadow models and one to attack, each on a random half of the examples, and attack it."""
     if models < 4 or models % 2:
         raise RecipeError(f"{models} shadow models cannot be halved into two pairs; take an even number from 4, say 16")
     if examples < 4:
         raise DataError(f"a membership attack on {examples} examples shows nothing; give it some hundreds")
-    inside = halves(examples, models, stream.child("halves"))
-    shadows = np.stack([_logits(train, who, stream.child("shadow", k)) for k, who in enumerate(inside)])
-    members = halves(examples, 2, stream.child("attacked"))[0]
-    scores = likelihood_ratios(_logits(train, members, stream.child("target")), shadows, inside)
-    return judged(scores, members, stream.child("bootstrap"), models, rates)
+    inside = random_halves(examples, models, stream.child("halves"))
+    shadows = np.stack([_train_logits(train, who, stream.child("shadow", k)) for k, who in enumerate(inside)])
+    members = random_halves(examples, 2, stream.child("attacked"))[0]
+    scores = likelihood_ratios(_train_logits(train, members, stream.child("target")), shadows, inside)
+    return membership_result(scores, members, stream.child("bootstrap"), models, rates)
 
 
-def halves(examples: int, models: int, stream: Stream) -> NDArray[np.bool_]:
+def random_halves(examples: int, models: int, stream: Stream) -> NDArray[np.bool_]:
     """Who is in whose training set (models × examples): every example in half of them, chosen at random."""
     drawn = np.random.default_rng(stream.integer()).random((models, examples))
     return drawn.argsort(axis=0).argsort(axis=0) < models // 2
@@ -76,30 +76,30 @@ def halves(examples: int, models: int, stream: Stream) -> NDArray[np.bool_]:
 
 def likelihood_ratios(attacked: Floats, shadows: Floats, inside: NDArray[np.bool_]) -> Floats:
     """How much likelier, by its logits, the attacked model saw each example than not (shadows: models × examples)."""
-    seen, unseen = (_likelihood(attacked, shadows, who) for who in (inside, ~inside))
+    seen, unseen = (_log_likelihood(attacked, shadows, who) for who in (inside, ~inside))
     return seen - unseen
 
 
-def judged(
+def membership_result(
     scores: Floats, members: NDArray[np.bool_], stream: Stream, models: int, rates: Sequence[float] = RATES
-) -> Membership:
+) -> MembershipResult:
     """Of scores that are higher for likelier members."""
     # Ranks keep the area, and lie between 0 and 1 as probabilities must.
     ranks = np.searchsorted(np.sort(scores), scores) / len(scores)
     guessed, truth = np.stack([1 - ranks, ranks], axis=1), members.astype(np.int64)
-    low, high = bootstrap(Predictions(guessed, truth), ["auc"], stream=stream)["auc"]
-    found = {rate: found_at(scores, members, rate) for rate in rates}
-    return Membership(measure(guessed, truth)["auc"], low, high, found, len(scores), models)
+    low, high = bootstrap_intervals(Predictions(guessed, truth), ["auc"], stream=stream)["auc"]
+    found = {rate: true_positive_rate(scores, members, rate) for rate in rates}
+    return MembershipResult(measure(guessed, truth)["auc"], low, high, found, len(scores), models)
 
 
-def found_at(scores: Floats, members: NDArray[np.bool_], rate: float) -> float:
+def true_positive_rate(scores: Floats, members: NDArray[np.bool_], rate: float) -> float:
     """The share of members above a threshold that at most this share of outsiders exceeds; ties accuse nobody."""
     outsiders = np.sort(scores[~members])[::-1]
     threshold = outsiders[int(rate * len(outsiders))]
     return float((scores[members] > threshold).mean())
 
 
-def _likelihood(attacked: Floats, shadows: Floats, who: NDArray[np.bool_]) -> Floats:
+def _log_likelihood(attacked: Floats, shadows: Floats, who: NDArray[np.bool_]) -> Floats:
     count = who.sum(axis=0)
     mean = np.where(who, shadows, 0.0).sum(axis=0) / count
     left = np.where(who, shadows - mean, 0.0)
@@ -108,7 +108,7 @@ def _likelihood(attacked: Floats, shadows: Floats, who: NDArray[np.bool_]) -> Fl
     return density
 
 
-def _logits(train: Train, who: NDArray[np.bool_], stream: Stream) -> Floats:
+def _train_logits(train: Train, who: NDArray[np.bool_], stream: Stream) -> Floats:
     """log(p / (1 − p)): confidences near 1 differ there, too."""
     confidence = np.asarray(train(np.flatnonzero(who), stream), dtype=np.float64)
     if confidence.shape != who.shape or not ((confidence >= 0) & (confidence <= 1)).all():

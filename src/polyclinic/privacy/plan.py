@@ -21,7 +21,7 @@ from typing import Any, Literal
 from polyclinic.core.contract import Fit, Private, SiteId, Training
 from polyclinic.core.errors import RecipeError
 from polyclinic.privacy.accounting import Accountant, Neighbours, Spend, epsilon, noise_for
-from polyclinic.privacy.sampling import sampled
+from polyclinic.privacy.sampling import rate_and_sums
 
 Unit = Literal["image", "patient", "site"]
 DIGITS = 3
@@ -65,38 +65,38 @@ class PrivacyConfig:
     """Noise from a secret, or from the seed: then a run can be repeated, and the noise removed by whoever knows it."""
 
 
-def wish_problems(wish: PrivacyConfig, training: Training, watching: bool) -> Iterator[str]:
+def config_problems(config: PrivacyConfig, training: Training, watching: bool) -> Iterator[str]:
     """What is wrong with a recipe's `privacy` whatever the data; `watching`: a schedule looks at validation metrics."""
-    if wish.epsilon is None and wish.noise is None:
+    if config.epsilon is None and config.noise is None:
         yield "privacy needs epsilon (then the noise is solved for it) or noise (then epsilon is told); give one"
-    if wish.epsilon is not None and not 0 < wish.epsilon <= 1000:
-        yield f"privacy.epsilon is {wish.epsilon}; choose a positive number, usually 1 to 10"
-    if wish.noise is not None and not 0 <= wish.noise <= 1e6:
-        yield f"privacy.noise is {wish.noise}; choose a multiple of the clip, usually 0.5 to 10"
-    if not 0 < wish.delta < 1:
-        yield f"privacy.delta is {wish.delta}; choose a small probability, far below 1 / the number of images"
-    if not 1e-9 <= wish.clip <= 1e9:
-        yield f"privacy.clip is {wish.clip}; choose a positive length, usually 0.1 to 10"
-    if wish.views < 1:
-        yield f"privacy.views is {wish.views}; choose 1 or more"
-    if wish.views > 1 and training.augment is None:
+    if config.epsilon is not None and not 0 < config.epsilon <= 1000:
+        yield f"privacy.epsilon is {config.epsilon}; choose a positive number, usually 1 to 10"
+    if config.noise is not None and not 0 <= config.noise <= 1e6:
+        yield f"privacy.noise is {config.noise}; choose a multiple of the clip, usually 0.5 to 10"
+    if not 0 < config.delta < 1:
+        yield f"privacy.delta is {config.delta}; choose a small probability, far below 1 / the number of images"
+    if not 1e-9 <= config.clip <= 1e9:
+        yield f"privacy.clip is {config.clip}; choose a positive length, usually 0.1 to 10"
+    if config.views < 1:
+        yield f"privacy.views is {config.views}; choose 1 or more"
+    if config.views > 1 and training.augment is None:
         yield "privacy.views would be copies of one image; give training.augment, or set privacy.views: 1"
-    if wish.holders is not None and wish.holders < 1:
-        yield f"privacy.holders is {wish.holders}; an image is at 1 site or more"
-    if wish.at == "server" and wish.unit != "site":
-        yield f"privacy.at: server is for unit site; with unit {wish.unit} noise is added in every step, at the site"
-    if wish.metrics == "count" and wish.unit == "site":
+    if config.holders is not None and config.holders < 1:
+        yield f"privacy.holders is {config.holders}; an image is at 1 site or more"
+    if config.at == "server" and config.unit != "site":
+        yield f"privacy.at: server is for unit site; with unit {config.unit} noise is added in every step, at the site"
+    if config.metrics == "count" and config.unit == "site":
         yield "privacy.metrics: count protects single images, not a whole site; set it to suppress"
-    if wish.amplification and wish.unit == "site":
+    if config.amplification and config.unit == "site":
         yield "cohorts are drawn in public, which makes no round cheaper; leave privacy.amplification out"
-    if wish.amplification and wish.sampling == "shuffle":
+    if config.amplification and config.sampling == "shuffle":
         yield (
             "a shuffled loader is not Poisson sampling, so no step is cheaper for it; set privacy.sampling: poisson, "
             "or privacy.amplification: false"
         )
     if training.first_epochs is not None:
         yield "a privacy plan prices all rounds alike; leave out training.first_epochs, or privacy"
-    if training.oversample and wish.unit != "site":
+    if training.oversample and config.unit != "site":
         yield (
             "training.oversample draws some images more often than the accountant counts; set training.oversample: "
             "false"
@@ -108,7 +108,7 @@ def wish_problems(wish: PrivacyConfig, training: Training, watching: bool) -> It
         )
     if training.private is not None:
         yield "training.private follows from privacy; leave it out"
-    if watching and wish.metrics == "suppress":
+    if watching and config.metrics == "suppress":
         yield "schedule plateau and early_stop watch metrics that this plan suppresses; set privacy.metrics: count"
 
 
@@ -121,7 +121,7 @@ class Steps:
 
 
 @dataclass(frozen=True)
-class Holding:
+class SiteSize:
     """What the plan must know of a site."""
 
     examples: int
@@ -132,20 +132,20 @@ class Holding:
 
 
 @dataclass(frozen=True)
-class Plan:
+class PrivacyPlan:
     """A wish bound to a federation, an algorithm and the rounds: what it costs."""
 
-    wish: PrivacyConfig
+    config: PrivacyConfig
     noise: float
     rounds: tuple[tuple[SiteId, ...], ...]
     """Who takes part in each round."""
-    holdings: Mapping[SiteId, Holding]
+    site_sizes: Mapping[SiteId, SiteSize]
     jobs: Mapping[SiteId, tuple[Steps, ...]]
     """The training of a round, by site."""
-    charges: Mapping[str, float] = field(default_factory=dict)
+    other_releases: Mapping[str, float] = field(default_factory=dict)
     """Noise multipliers of what a round releases beside training."""
-    holders: int = 1
-    caveat: str = ""
+    max_sites_per_record: int = 1
+    no_guarantee_reason: str = ""
     """Why the figures are no guarantee; "" where they are."""
     models: int = 1
     """How many models a site tells metrics of."""
@@ -154,48 +154,50 @@ class Plan:
     """What earlier runs on the same images have cost a record, where they share a ledger."""
 
     @property
-    def claims(self) -> bool:
-        return not self.caveat
+    def has_guarantee(self) -> bool:
+        return not self.no_guarantee_reason
 
-    def round_of(self, site: SiteId, noise: float | None = None) -> tuple[Spend, ...]:
+    def round_spends(self, site: SiteId, noise: float | None = None) -> tuple[Spend, ...]:
         """What one round at a site releases of one unit."""
         sigma = self.noise if noise is None else noise
-        if self.wish.unit == "site":
+        if self.config.unit == "site":
             return (Spend(sigma),)
-        group = self.holdings[site].largest if self.wish.unit == "patient" else 1
+        group = self.site_sizes[site].largest if self.config.unit == "patient" else 1
         steps = (Spend(sigma, job.rate, job.times, group) for job in self.jobs[site])
-        return (*steps, *(Spend(charge, group=group) for charge in self.charges.values()))
+        return (*steps, *(Spend(charge, group=group) for charge in self.other_releases.values()))
 
-    def whole(self, noise: float | None = None) -> dict[SiteId, tuple[Spend, ...]]:
+    def run_spends(self, noise: float | None = None) -> dict[SiteId, tuple[Spend, ...]]:
         """What all rounds at each site release of one unit."""
-        taken = {site: sum(site in cohort for cohort in self.rounds) for site in self.holdings}
+        taken = {site: sum(site in cohort for cohort in self.rounds) for site in self.site_sizes}
         return {
-            site: tuple(replace(s, times=s.times * taken[site]) for s in self.round_of(site, noise) if taken[site])
-            for site in self.holdings
+            site: tuple(replace(s, times=s.times * taken[site]) for s in self.round_spends(site, noise) if taken[site])
+            for site in self.site_sizes
         }
 
-    def price(self, spent: Mapping[SiteId, Iterable[Spend]], accountant: Accountant | None = None) -> float:
+    def worst_epsilon(self, spent: Mapping[SiteId, Iterable[Spend]], accountant: Accountant | None = None) -> float:
         """ε of the worst-placed unit: one that is at the `holders` sites that released most, and was before."""
-        return max(self.of_one(one, accountant) for one in candidates(spent, self.holders) or [()])
+        return max(
+            self.epsilon_of(one, accountant) for one in worst_candidates(spent, self.max_sites_per_record) or [()]
+        )
 
     @cached_property
     def epsilon(self) -> float:
         """Of the whole run as planned."""
-        return self.price(self.whole())
+        return self.worst_epsilon(self.run_spends())
 
-    def of_one(self, spent: Iterable[Spend], accountant: Accountant | None = None) -> float:
+    def epsilon_of(self, spent: Iterable[Spend], accountant: Accountant | None = None) -> float:
         """ε of all these releases together: a unit that is at one site pays for that site's."""
-        wish = self.wish
+        wish = self.config
         return epsilon((*spent, *self.earlier), wish.delta, accountant or wish.accountant, wish.neighbours)
 
-    def private(self) -> Private | None:
+    def private_options(self) -> Private | None:
         """What training jobs are told."""
-        if self.wish.unit == "site":
+        if self.config.unit == "site":
             return None
-        return Private(self.wish.clip, self.noise, self.wish.sampling, self.wish.views)
+        return Private(self.config.clip, self.noise, self.config.sampling, self.config.views)
 
     def as_json(self) -> dict[str, Any]:
-        wish = self.wish
+        wish = self.config
         return {
             "unit": wish.unit,
             "neighbours": wish.neighbours,
@@ -206,15 +208,15 @@ class Plan:
             "noise": self.noise,
             "accountant": wish.accountant,
             "wanted": wish.epsilon,
-            "holders": self.holders,
+            "holders": self.max_sites_per_record,
             "metrics": wish.metrics,
             "metrics_noise": None if math.isinf(self.metrics_noise) else self.metrics_noise,
             "randomness": wish.randomness,
-            "caveat": self.caveat,
+            "caveat": self.no_guarantee_reason,
         }
 
 
-def candidates(spent: Mapping[SiteId, Iterable[Spend]], holders: int) -> list[tuple[Spend, ...]]:
+def worst_candidates(spent: Mapping[SiteId, Iterable[Spend]], holders: int) -> list[tuple[Spend, ...]]:
     """Compositions of which the dearest is no cheaper than what any unit at `holders` sites pays.
 
     A unit at one site pays for that site, so each site is a candidate but those that release less than another in every
@@ -223,75 +225,77 @@ def candidates(spent: Mapping[SiteId, Iterable[Spend]], holders: int) -> list[tu
     """
     lists = {tuple(spends) for spends in spent.values()} - {()}
     if holders == 1:
-        return [one for one in lists if not any(other != one and _covers(other, one) for other in lists)]
+        return [one for one in lists if not any(other != one and _dominates(other, one) for other in lists)]
     kinds: dict[float, list[Spend]] = {}
     for spends in (tuple(found) for found in spent.values()):
         for noise in {s.noise for s in spends}:
             mine = [s for s in spends if s.noise == noise]
             rate, group = max(s.rate for s in mine), max(s.group for s in mine)
             kinds.setdefault(noise, []).append(Spend(noise, rate, sum(s.times for s in mine), group))
-    return [tuple(_most(rows, holders) for rows in kinds.values())] if kinds else []
+    return [tuple(_largest_spend(rows, holders) for rows in kinds.values())] if kinds else []
 
 
-def _most(rows: Sequence[Spend], holders: int) -> Spend:
+def _largest_spend(rows: Sequence[Spend], holders: int) -> Spend:
     times = sorted((s.times for s in rows), reverse=True)[:holders]
     return Spend(rows[0].noise, max(s.rate for s in rows), sum(times), max(s.group for s in rows))
 
 
-def _covers(more: tuple[Spend, ...], less: tuple[Spend, ...]) -> bool:
+def _dominates(more: tuple[Spend, ...], less: tuple[Spend, ...]) -> bool:
     pairs = list(zip(more, less, strict=False))
     return len(more) == len(less) and all(
         m.noise == s.noise and m.rate >= s.rate and m.times >= s.times and m.group >= s.group for m, s in pairs
     )
 
 
-def steps_of(job: Fit, examples: int, wish: PrivacyConfig) -> Steps:
+def steps_of(job: Fit, examples: int, config: PrivacyConfig) -> Steps:
     """A training job as the accountant counts it."""
-    rate, times = sampled(job, examples)
-    return Steps(1.0 if wish.amplification is False else rounded_up(rate), times)
+    rate, times = rate_and_sums(job, examples)
+    return Steps(1.0 if config.amplification is False else round_up(rate), times)
 
 
-def rounded_up(rate: float) -> float:
+def round_up(rate: float) -> float:
     if rate >= 1:
         return 1.0
     unit = 10.0 ** (math.floor(math.log10(rate)) - DIGITS + 1)
     return min(1.0, math.ceil(rate / unit - 1e-9) * unit)
 
 
-def make_plan(draft: Plan) -> Plan:
+def make_plan(draft: PrivacyPlan) -> PrivacyPlan:
     """Solve what the wish leaves open; refuse what cannot be claimed."""
-    wish = draft.wish
-    units = len(draft.holdings) if wish.unit == "site" else max(h.examples for h in draft.holdings.values())
+    wish = draft.config
+    units = len(draft.site_sizes) if wish.unit == "site" else max(h.examples for h in draft.site_sizes.values())
     if wish.delta * units >= 1:
         what = "sites" if wish.unit == "site" else "training images at the largest site"
         raise RecipeError(
             f"privacy.delta is {wish.delta:g}, but there are {units} {what}: a mechanism that publishes one of them "
             f"outright would pass; choose a delta well below {1 / units:.1e}"
         )
-    if wish.ledger is not None and draft.caveat:
-        raise RecipeError(f"privacy.ledger keeps what is guaranteed, but {draft.caveat}; leave privacy.ledger out")
-    if wish.epsilon is not None and draft.earlier and (spent := draft.price({})) >= LEFT * wish.epsilon:
+    if wish.ledger is not None and draft.no_guarantee_reason:
+        raise RecipeError(
+            f"privacy.ledger keeps what is guaranteed, but {draft.no_guarantee_reason}; leave privacy.ledger out"
+        )
+    if wish.epsilon is not None and draft.earlier and (spent := draft.worst_epsilon({})) >= LEFT * wish.epsilon:
         raise RecipeError(
             f"earlier runs have spent ε = {spent:.3g} of these images by {wish.ledger}, and privacy.epsilon is "
             f"{wish.epsilon:g}; raise it, or leave it at that"
         )
-    if wish.epsilon is not None and draft.caveat:
+    if wish.epsilon is not None and draft.no_guarantee_reason:
         raise RecipeError(
-            f"privacy.epsilon cannot be promised: {draft.caveat}; set algorithm.variant: sound, or give privacy.noise "
+            f"privacy.epsilon cannot be promised: {draft.no_guarantee_reason}; set algorithm.variant: sound, or give privacy.noise "
             "alone to run without a guarantee"
         )
     if wish.noise is not None:
         plan = replace(draft, noise=wish.noise)
     else:
         assert wish.epsilon is not None
-        sigma = _solved(draft, wish.epsilon)
+        sigma = _solve_noise(draft, wish.epsilon)
         plan = replace(draft, noise=sigma)
     return replace(plan, metrics_noise=_metrics_noise(plan)) if wish.metrics == "count" else plan
 
 
-def _solved(draft: Plan, target: float) -> float:
+def _solve_noise(draft: PrivacyPlan, target: float) -> float:
     """The least noise that keeps every candidate within the target."""
-    wish, tried = draft.wish, candidates(draft.whole(SOUGHT), draft.holders)
+    wish, tried = draft.config, worst_candidates(draft.run_spends(SOUGHT), draft.max_sites_per_record)
 
     def scaled(one: tuple[Spend, ...], sigma: float) -> tuple[Spend, ...]:
         """The noise of training is sought, that of other charges is given."""
@@ -303,12 +307,16 @@ def _solved(draft: Plan, target: float) -> float:
     return max(map(solved, tried))
 
 
-def _metrics_noise(plan: Plan) -> float:
+def _metrics_noise(plan: PrivacyPlan) -> float:
     """Validation images are other images than training ones: they may cost as much, no more."""
-    target = plan.wish.epsilon if plan.wish.epsilon is not None else plan.epsilon
-    taken = max(sum(site in cohort for cohort in plan.rounds) for site in plan.holdings) * plan.holders * plan.models
-    group = max(h.largest_validation for h in plan.holdings.values()) if plan.wish.unit == "patient" else 1
-    wish, told = plan.wish, Spend(1.0, times=taken, group=group)
+    target = plan.config.epsilon if plan.config.epsilon is not None else plan.epsilon
+    taken = (
+        max(sum(site in cohort for cohort in plan.rounds) for site in plan.site_sizes)
+        * plan.max_sites_per_record
+        * plan.models
+    )
+    group = max(h.largest_validation for h in plan.site_sizes.values()) if plan.config.unit == "patient" else 1
+    wish, told = plan.config, Spend(1.0, times=taken, group=group)
     return noise_for(lambda noise: (replace(told, noise=noise),), target, wish.delta, wish.accountant, wish.neighbours)
 
 

@@ -20,7 +20,7 @@ from torch.nn.functional import one_hot
 
 from polyclinic.core.contract import Stream, Tensors
 from polyclinic.core.errors import DataError, RecipeError
-from polyclinic.privacy.mechanism import gaussian
+from polyclinic.privacy.mechanism import gaussian_noise
 
 LARGEST_LOSS = 5.0
 """Of a metric: a true class that was given less than 0.7 % counts as this much, for noise grows with it."""
@@ -33,36 +33,38 @@ class Release(NamedTuple):
     noise: float
 
 
-def statistic(
+def release_mean(
     values: Tensor, low: float, high: float, noise: float, stream: Stream, examples: int | None = None
 ) -> Release:
     """`sum` and `mean` of one value per example, clipped to [low, high].
 
     Measured from the middle, so that s = (high − low)/2.
     """
-    n = _number(values, examples)
-    middle, half = _interval(low, high)
-    total = _sum(_centred(values, middle, half)[:, None], half, noise, stream)[0]
+    n = _count_examples(values, examples)
+    middle, half = _check_interval(low, high)
+    total = _noised_sum(_center(values, middle, half)[:, None], half, noise, stream)[0]
     return Release({"sum": total + n * middle, "mean": middle + total / max(n, 1)}, noise)
 
 
-def variance(values: Tensor, bound: float, noise: float, stream: Stream, examples: int | None = None) -> Release:
+def release_variance(
+    values: Tensor, bound: float, noise: float, stream: Stream, examples: int | None = None
+) -> Release:
     """`mean` and `variance` (of these examples: divided by n) of one value per example, clipped to [0, bound].
 
     With h = bound/2 and u = value − h, an example contributes (u, u²/h − h). As (u/h)² = t lies in [0, 1] its length is
     h·√(t + (1−t)²) ≤ h: so s = bound/2, and the second moment costs nothing beside the first. That noise makes the
     square of the mean too large by (σs/n)² is made up for; what then lies outside of [0, h²] is put to its border.
     """
-    n = max(_number(values, examples), 1)
-    middle, half = _interval(0.0, bound)
-    u = _centred(values, middle, half)
+    n = max(_count_examples(values, examples), 1)
+    middle, half = _check_interval(0.0, bound)
+    u = _center(values, middle, half)
     seen = ~torch.isnan(values.reshape(-1)).unsqueeze(1)
-    first, second = _sum(torch.stack([u, u.square() / half - half], 1) * seen, half, noise, stream) / n
+    first, second = _noised_sum(torch.stack([u, u.square() / half - half], 1) * seen, half, noise, stream) / n
     spread = half * (second + half) - first.square() + (noise * half / n) ** 2
     return Release({"mean": middle + first, "variance": spread.clamp(0.0, half**2)}, noise)
 
 
-def counts(
+def release_counts(
     correct: Tensor,
     losses: Tensor,
     bound: float,
@@ -76,38 +78,38 @@ def counts(
     An example contributes (±√(1−p), √p·(loss − bound/2)/(bound/2)), p = `share` being the losses' share of the budget:
     s = 1. So the noise of `right` is σ/(2√(1−p)), that of `total` σ·bound/(2√p).
     """
-    n, p = _number(losses, examples), _share(share)
-    middle, half = _interval(0.0, bound)
+    n, p = _count_examples(losses, examples), _check_share(share)
+    middle, half = _check_interval(0.0, bound)
     if correct.shape != losses.shape:
         raise DataError(f"{tuple(correct.shape)} hits and {tuple(losses.shape)} losses; give one of each per example")
-    hits = _centred(correct.double(), 0.5, 0.5) * 2
-    rows = torch.stack([hits * math.sqrt(1 - p), _centred(losses, middle, half) / half * math.sqrt(p)], 1)
-    first, second = _sum(rows, 1.0, noise, stream)
+    hits = _center(correct.double(), 0.5, 0.5) * 2
+    rows = torch.stack([hits * math.sqrt(1 - p), _center(losses, middle, half) / half * math.sqrt(p)], 1)
+    first, second = _noised_sum(rows, 1.0, noise, stream)
     right = n / 2 + first / (2 * math.sqrt(1 - p))
     total = n * middle + second * half / math.sqrt(p)
     accuracy, loss = (right / max(n, 1)).clamp(0, 1), (total / max(n, 1)).clamp(0, bound)
     return Release({"right": right, "accuracy": accuracy, "total": total, "loss": loss}, noise)
 
 
-def noised_metrics(probabilities: Tensor, labels: Tensor, noise: float, stream: Stream) -> dict[str, float]:
+def release_metrics(probabilities: Tensor, labels: Tensor, noise: float, stream: Stream) -> dict[str, float]:
     """`counts` of predictions: accuracy and loss, at one charge of `noise`. Losses count up to `LARGEST_LOSS`."""
     table = probabilities.double()
     losses = -table.gather(1, labels[:, None]).squeeze(1).log().nan_to_num(nan=-LARGEST_LOSS)
-    told = counts(table.argmax(1) == labels, losses, LARGEST_LOSS, noise, stream).tensors
+    told = release_counts(table.argmax(1) == labels, losses, LARGEST_LOSS, noise, stream).tensors
     return {name: float(told[name]) for name in ("accuracy", "loss")}
 
 
-def rows(features: Tensor, clip: float, noise: float, stream: Stream) -> Release:
+def release_rows(features: Tensor, clip: float, noise: float, stream: Stream) -> Release:
     """`rows`: one vector per example, each clipped to the length `clip`, with noise of its own.
 
     An example moves one row, and taken out leaves zeros: s = clip. Its label does not belong to what is protected here.
     """
-    clipped = clipped_rows(features, clip)
-    told = clipped + gaussian(clipped.shape, noise * clip, stream).to(clipped.device)
+    clipped = clip_rows(features, clip)
+    told = clipped + gaussian_noise(clipped.shape, noise * clip, stream).to(clipped.device)
     return Release({"rows": told.to(features.dtype).view(features.shape)}, noise)
 
 
-def class_means(
+def release_class_means(
     features: Tensor,
     labels: Tensor,
     classes: int,
@@ -124,21 +126,21 @@ def class_means(
     of the budget: s = 1. So the noise of a sum is σ·clip/√(1−p) a value, that of a count σ/√p. A class whose noised
     count is below `minimum` is withheld: zeros. The mean errs by about σ·clip/count a value: ask for many.
     """
-    p, flat = _share(share), clipped_rows(features, clip)
+    p, flat = _check_share(share), clip_rows(features, clip)
     if labels.shape != (len(flat),) or (len(labels) and not 0 <= int(labels.min()) <= int(labels.max()) < classes):
         raise DataError(f"class means need one label from 0 to {classes - 1} for each of the {len(flat)} rows")
     scale = math.sqrt(1 - p) / clip
     member = one_hot(labels.long(), classes).double().to(flat.device)
     ones = flat.new_full((len(flat), 1), math.sqrt(p))
     joint = member.T @ torch.cat([flat * scale, ones], 1)
-    joint = joint + gaussian(joint.shape, noise, stream).to(joint.device)
+    joint = joint + gaussian_noise(joint.shape, noise, stream).to(joint.device)
     number = joint[:, -1] / math.sqrt(p)
     known = number >= minimum
     means = joint[:, :-1] / scale / number.clamp(min=1.0)[:, None] * known[:, None]
     return Release({"means": means.to(features.dtype), "counts": number, "known": known}, noise)
 
 
-def clipped_rows(features: Tensor, clip: float) -> Tensor:
+def clip_rows(features: Tensor, clip: float) -> Tensor:
     """Each example's features as one row in float64, no longer than `clip`; zeros where that is not a number."""
     if not 0 < clip < math.inf:
         raise RecipeError(f"features are clipped to {clip}; choose a positive length")
@@ -148,30 +150,30 @@ def clipped_rows(features: Tensor, clip: float) -> Tensor:
     return torch.where(length.isfinite(), torch.where(length > clip, shorter, flat), 0.0)
 
 
-def _sum(contributions: Tensor, sensitivity: float, noise: float, stream: Stream) -> Tensor:
+def _noised_sum(contributions: Tensor, sensitivity: float, noise: float, stream: Stream) -> Tensor:
     """The sum over examples and N(0, (σ·s)²)."""
     total = contributions.sum(0)
-    return total + gaussian(total.shape, noise * sensitivity, stream).to(total.device)
+    return total + gaussian_noise(total.shape, noise * sensitivity, stream).to(total.device)
 
 
-def _centred(values: Tensor, middle: float, half: float) -> Tensor:
+def _center(values: Tensor, middle: float, half: float) -> Tensor:
     """One number per example, clipped to middle ± half and measured from the middle; 0 for NaN."""
     return (values.detach().reshape(-1).double() - middle).clamp(-half, half).nan_to_num(nan=0.0)
 
 
-def _interval(low: float, high: float) -> tuple[float, float]:
+def _check_interval(low: float, high: float) -> tuple[float, float]:
     if not -math.inf < low < high < math.inf:
         raise RecipeError(f"values are clipped to [{low}, {high}]; choose a finite interval")
     return (low + high) / 2, (high - low) / 2
 
 
-def _share(share: float) -> float:
+def _check_share(share: float) -> float:
     if not 0 < share < 1:
         raise RecipeError(f"a share of {share} of the budget; choose one between 0 and 1")
     return share
 
 
-def _number(values: Tensor, examples: int | None) -> int:
+def _count_examples(values: Tensor, examples: int | None) -> int:
     """How many there are, as everybody may know; fewer may have come."""
     if examples is None:
         return values.numel()

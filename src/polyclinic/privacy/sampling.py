@@ -6,16 +6,16 @@ from polyclinic.core.contract import Fit
 from polyclinic.training.fit import batches_per_epoch
 
 
-def sampled(job: Fit, examples: int) -> tuple[float, int]:
+def rate_and_sums(job: Fit, examples: int) -> tuple[float, int]:
     """The probability with which an image joins a noised sum, and how many sums there are.
 
     A shuffled epoch shows every image once, so that it counts as one look at all; an epoch begun counts.
     """
     training = job.training
-    per_epoch = 1 if job.whole else batches_per_epoch(examples, training.size(examples))
+    per_epoch = 1 if job.full_batch else batches_per_epoch(examples, training.batch_size(examples))
     taken = (training.steps or 1) if training.epochs is None else training.epochs * per_epoch
     private = training.private
     if private is not None and private.sampling == "shuffle":
-        begun = taken if job.whole else -(-taken // per_epoch) + (training.epochs is None)
+        begun = taken if job.full_batch else -(-taken // per_epoch) + (training.epochs is None)
         return 1.0, begun * len(job.sequence)
-    return (1.0 if job.whole else min(1.0, training.size(examples) / examples)), taken * len(job.sequence)
+    return (1.0 if job.full_batch else min(1.0, training.batch_size(examples) / examples)), taken * len(job.sequence)

@@ -15,8 +15,8 @@ from typing import Any
 from polyclinic.core.contract import SiteId
 from polyclinic.core.errors import RecipeError, RoundFailed, StoreError
 from polyclinic.privacy.accounting import Spend, epsilon
-from polyclinic.privacy.plan import candidates
-from polyclinic.storage.run_files import Ledger, named_failure
+from polyclinic.privacy.plan import worst_candidates
+from polyclinic.storage.run_files import Ledger, explain_os_errors
 
 COMPARED = 1e-5
 """δ at which records of one run are ranked."""
@@ -40,14 +40,14 @@ class SharedLedger:
         """`seen`: how many rows the file had, and its last link, when this run last wrote to it."""
         self.path, self.run, self.unit, self.known, self.seen = path, run, unit, set(known), seen
 
-    def earlier(self) -> tuple[Spend, ...]:
+    def earlier_spends(self) -> tuple[Spend, ...]:
         """What other runs have cost the record that paid most in each: sites may have been divided differently."""
         if not self.path.exists() and self.seen is None:
             return ()
-        with self._held():
-            return self._earlier(Ledger(self.path))
+        with self._lock():
+            return self._read_earlier(Ledger(self.path))
 
-    def _earlier(self, ledger: Ledger) -> tuple[Spend, ...]:
+    def _read_earlier(self, ledger: Ledger) -> tuple[Spend, ...]:
         if self.seen is not None and not ledger.includes(*self.seen):
             raise StoreError(
                 f"{self.path} lacks charges that this run has seen there, so what its images have cost can no longer "
@@ -65,16 +65,16 @@ class SharedLedger:
             if row["run"] != self.run or (row["round"], row["privacy"]["of"]) not in self.known:
                 runs.setdefault(row["run"], {})[row["round"], row["privacy"]["of"]] = row["privacy"]["sites"]
                 holders[row["run"]] = row["holders"]
-        return tuple(spend for run, charged in runs.items() for spend in _worst(charged.values(), holders[run]))
+        return tuple(spend for run, charged in runs.items() for spend in _worst_spends(charged.values(), holders[run]))
 
-    def enter(
+    def enter_charge(
         self, round: int, holders: int, privacy: Mapping[str, Any], affords: Callable[..., bool]
     ) -> tuple[int, str]:
         """Refused if, by what other runs have entered meanwhile, it can no longer be paid. Returns the new `seen`."""
         self.known.add((round, privacy["of"]))
-        with self._held():
+        with self._lock():
             ledger = Ledger(self.path)
-            if not affords(self._earlier(ledger)):
+            if not affords(self._read_earlier(ledger)):
                 raise RoundFailed(
                     f"round {round} cannot be paid any more: other runs have spent what {self.path} allows; raise "
                     "privacy.epsilon, or leave it at that"
@@ -84,11 +84,11 @@ class SharedLedger:
         return self.seen
 
     @contextmanager
-    def _held(self) -> Iterator[None]:
+    def _lock(self) -> Iterator[None]:
         """By one process at a time."""
         if self.path.is_dir():
             raise RecipeError(f"privacy.ledger {self.path} is a folder; name a file")
-        with named_failure(self.path):
+        with explain_os_errors(self.path):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             file = open(self.path.with_name(f".{self.path.name}.lock"), "wb")  # noqa: SIM115
         with file:
@@ -96,10 +96,10 @@ class SharedLedger:
             yield
 
 
-def _worst(charged: Iterable[Mapping[SiteId, Any]], holders: int) -> tuple[Spend, ...]:
+def _worst_spends(charged: Iterable[Mapping[SiteId, Any]], holders: int) -> tuple[Spend, ...]:
     """Of one run, a composition that is no cheaper than any record's."""
     spent: dict[SiteId, tuple[Spend, ...]] = {}
     for sites in charged:
         for site, spends in sites.items():
             spent[site] = (*spent.get(site, ()), *(Spend(*spend) for spend in spends))
-    return max(candidates(spent, holders), key=lambda one: epsilon(one, COMPARED), default=())
+    return max(worst_candidates(spent, holders), key=lambda one: epsilon(one, COMPARED), default=())

@@ -13,8 +13,8 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.patches import Patch
 
-from polyclinic.data.heterogeneity.advice import LEVEL, MMD, ratio
-from polyclinic.data.heterogeneity.measure import Diagnosis, Pair, Profile
+from polyclinic.data.heterogeneity.advice import LEVEL, MMD, format_ratio
+from polyclinic.data.heterogeneity.measure import Diagnosis, SitePair, SiteStatistics
 from polyclinic.evaluation.metrics import Floats
 from polyclinic.reporting.figures import COLOURS, DASHES, DPI, FAINT, INK, TEXT, save
 
@@ -37,7 +37,7 @@ class _Row:
     """What is drawn as one site."""
 
     name: str
-    members: tuple[Profile, ...]
+    members: tuple[SiteStatistics, ...]
 
     @property
     def site(self) -> str:
@@ -55,20 +55,20 @@ class _Row:
         )
         return shares
 
-    def count(self, classes: Sequence[str]) -> int:
+    def class_counts(self, classes: Sequence[str]) -> int:
         return sum(site.counts[name] for site in self.members for name in classes)
 
 
 def draw_diagnosis(diagnosis: Diagnosis, path: Path, title: str = "How the sites differ") -> None:
     words = " ".join(f"{one.kind.capitalize()} ({one.strength}): {one.sentence}" for one in diagnosis.advice)
-    save(picture(diagnosis, title), path, title, words)
+    save(build_figure(diagnosis, title), path, title, words)
 
 
-def picture(diagnosis: Diagnosis, title: str) -> Figure:
-    rows = _rows(diagnosis.sites)
+def build_figure(diagnosis: Diagnosis, title: str) -> Figure:
+    rows = _group_sites(diagnosis.sites)
     layout = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.12, wspace=0.03, hspace=0.03)
     figure = Figure(figsize=(WIDTH, HEIGHT), dpi=DPI, layout=layout, facecolor="white")
-    heading = figure.suptitle(_short(title, 90), x=0.01, ha="left", fontsize=TEXT + 3, color=INK)
+    heading = figure.suptitle(_shorten(title, 90), x=0.01, ha="left", fontsize=TEXT + 3, color=INK)
     heading.set_parse_math(False)
     panels = figure.subplots(2, 2)
     _draw_classes(panels[0, 0], diagnosis, rows)
@@ -78,23 +78,23 @@ def picture(diagnosis: Diagnosis, title: str) -> Figure:
     return figure
 
 
-def _rows(sites: Sequence[Profile]) -> list[_Row]:
+def _group_sites(sites: Sequence[SiteStatistics]) -> list[_Row]:
     largest = sorted(sites, key=lambda site: -site.images)[: SITES if len(sites) <= SITES else SITES - 1]
     single = [site for site in sites if site in largest]
-    rows = [_Row(name, (site,)) for name, site in zip(_names(single), single, strict=True)]
+    rows = [_Row(name, (site,)) for name, site in zip(_shorten_names(single), single, strict=True)]
     rest = tuple(site for site in sites if site not in largest)
     return [*rows, _Row(f"{len(rest)} others", rest)] if rest else rows
 
 
-def _names(sites: Sequence[Profile]) -> list[str]:
+def _shorten_names(sites: Sequence[SiteStatistics]) -> list[str]:
     """Short names, numbered where that makes some of them equal."""
-    short = [_short(site.name) for site in sites]
+    short = [_shorten(site.name) for site in sites]
     if len(set(short)) == len(short):
         return short
-    return [f"{number}. {_short(site.name, 14)}" for number, site in enumerate(sites, 1)]
+    return [f"{number}. {_shorten(site.name, 14)}" for number, site in enumerate(sites, 1)]
 
 
-def _classes(diagnosis: Diagnosis) -> dict[str, tuple[str, ...]]:
+def _group_classes(diagnosis: Diagnosis) -> dict[str, tuple[str, ...]]:
     """What is drawn as one class, and the classes in it."""
     names = diagnosis.classes
     if len(names) <= CLASSES:
@@ -105,22 +105,22 @@ def _classes(diagnosis: Diagnosis) -> dict[str, tuple[str, ...]]:
 
 
 def _draw_classes(axes: Axes, diagnosis: Diagnosis, rows: Sequence[_Row]) -> None:
-    groups = _classes(diagnosis)
-    totals = np.array([row.count(diagnosis.classes) for row in rows])
+    groups = _group_classes(diagnosis)
+    totals = np.array([row.class_counts(diagnosis.classes) for row in rows])
     left = np.zeros(len(rows))
     for colour, names in zip(CLASS_COLOURS, groups.values(), strict=False):
-        counts = np.array([row.count(names) for row in rows])
+        counts = np.array([row.class_counts(names) for row in rows])
         bars = axes.barh(range(len(rows)), counts / totals, left=left, color=colour, edgecolor="white", height=0.8)
         if len(rows) <= ROOMY:
             texts = [f"{count:,}" if share > 0.09 else "" for count, share in zip(counts, counts / totals, strict=True)]
-            axes.bar_label(bars, texts, label_type="center", fontsize=TEXT - 2, color=_on(colour))
+            axes.bar_label(bars, texts, label_type="center", fontsize=TEXT - 2, color=_text_colour_on(colour))
         left += counts / totals
     patches = [Patch(color=colour) for colour, _ in zip(CLASS_COLOURS, groups, strict=False)]
-    _legend(axes, patches, list(groups))
+    _draw_legend(axes, patches, list(groups))
     skew = diagnosis.labels
     _name_sites(axes, rows)
     axes.set_xlim(0, 1)
-    _finish(
+    _style_axes(
         axes,
         f"Labels: divergence {skew.observed:.3f} bits\n(by chance {skew.expected:.3f}, p = {skew.p:.2g})",
         "share of a site's images, with counts" if len(rows) <= ROOMY else "share of a site's images",
@@ -132,14 +132,14 @@ def _draw_sizes(axes: Axes, diagnosis: Diagnosis, rows: Sequence[_Row]) -> None:
     bars = axes.barh(range(len(rows)), sizes, color=COLOURS[0], height=0.8)
     people = [sum(site.patients for site in row.members) / len(row.members) for row in rows]
     texts = [f"{size:,.0f} / {patients:,.0f}" for size, patients in zip(sizes, people, strict=True)]
-    axes.bar_label(bars, texts, padding=3, fontsize=_size(rows), color=INK)
+    axes.bar_label(bars, texts, padding=3, fontsize=_font_size(rows), color=INK)
     axes.set_xlim(0, max(sizes) * 1.25)
     axes.grid(axis="x", color=FAINT, linewidth=0.8)
     _name_sites(axes, rows)
-    _finish(
+    _style_axes(
         axes,
         f"Sizes: worth {diagnosis.effective_sites:.1f} of {len(diagnosis.sites)} equal sites\n"
-        f"(largest : smallest = {ratio(diagnosis.size_ratio)})",
+        f"(largest : smallest = {format_ratio(diagnosis.size_ratio)})",
         "images (figures: images / patients" + ("; others: on average)" if len(diagnosis.sites) > SITES else ")"),
     )
 
@@ -161,9 +161,9 @@ def _draw_greys(axes: Axes, diagnosis: Diagnosis, rows: Sequence[_Row]) -> None:
     axes.set_yscale("log")
     axes.grid(color=FAINT, linewidth=0.8)
     axes.set_ylabel("share of pixels", fontsize=TEXT, color=INK)
-    _legend(axes, lines, [row.name for row in rows])
+    _draw_legend(axes, lines, [row.name for row in rows])
     shift = diagnosis.intensity
-    _finish(
+    _style_axes(
         axes,
         f"Grey values: farthest two sites {shift.observed:.2f} sd apart\n"
         f"(by chance {shift.expected:.2f}, p = {shift.p:.2g})",
@@ -172,11 +172,11 @@ def _draw_greys(axes: Axes, diagnosis: Diagnosis, rows: Sequence[_Row]) -> None:
 
 
 def _draw_map(axes: Axes, diagnosis: Diagnosis, rows: Sequence[_Row]) -> None:
-    distances = _distances(diagnosis.pairs, rows)
+    distances = _distance_matrix(diagnosis.pairs, rows)
     top = max(MMD[1], float(np.nan_to_num(distances).max()))
     axes.set_facecolor(FAINT)
     image = axes.imshow(np.ma.masked_invalid(distances), cmap="cividis", vmin=0, vmax=top, aspect="auto")
-    _draw_cells(axes, distances, top, _certain(diagnosis.pairs, rows))
+    _draw_cells(axes, distances, top, _significant_cells(diagnosis.pairs, rows))
     _name_sites(axes, rows)
     names = [row.name for row in rows]
     axes.set_xticks(range(len(rows)), names, rotation=90 if len(rows) * max(map(len, names)) > 45 else 0)
@@ -185,7 +185,9 @@ def _draw_map(axes: Axes, diagnosis: Diagnosis, rows: Sequence[_Row]) -> None:
     bar = axes.figure.colorbar(image, ax=axes, pad=0.02)
     bar.ax.tick_params(labelsize=TEXT - 2, colors=INK)
     bar.outline.set_visible(False)
-    _finish(axes, _recognition(diagnosis), f"MMD² between sites, within classes (*: p ≤ {LEVEL})\n{GREY}")
+    _style_axes(
+        axes, _describe_site_classifier(diagnosis), f"MMD² between sites, within classes (*: p ≤ {LEVEL})\n{GREY}"
+    )
 
 
 def _draw_cells(axes: Axes, distances: Floats, top: float, certain: Sequence[tuple[int, int]]) -> None:
@@ -200,7 +202,7 @@ def _draw_cells(axes: Axes, distances: Floats, top: float, certain: Sequence[tup
         axes.text(j, i, text, ha="center", va="center", fontsize=TEXT - 2, color=colour)
 
 
-def _certain(pairs: Sequence[Pair], rows: Sequence[_Row]) -> list[tuple[int, int]]:
+def _significant_cells(pairs: Sequence[SitePair], rows: Sequence[_Row]) -> list[tuple[int, int]]:
     """The cells of single sites that differ."""
     place = {row.site: number for number, row in enumerate(rows)}
     differing = [pair for pair in pairs if pair.holm is not None and pair.holm <= LEVEL]
@@ -208,16 +210,16 @@ def _certain(pairs: Sequence[Pair], rows: Sequence[_Row]) -> list[tuple[int, int
     return cells + [(j, i) for i, j in cells]
 
 
-def _recognition(diagnosis: Diagnosis) -> str:
+def _describe_site_classifier(diagnosis: Diagnosis) -> str:
     domain = diagnosis.domain
     if domain is None:
         return "Features: too few patients\nto see whether sites can be recognised"
-    trust = "" if domain.trusted else ", too few patients"
+    trust = "" if domain.is_trusted else ", too few patients"
     chance = f"(by chance {domain.chance:.0%}, p = {domain.p:.2g}{trust})"
     return f"Features: site recognised in {domain.accuracy:.0%}\n{chance}"
 
 
-def _distances(pairs: Sequence[Pair], rows: Sequence[_Row]) -> Floats:
+def _distance_matrix(pairs: Sequence[SitePair], rows: Sequence[_Row]) -> Floats:
     """Of every two rows the mean MMD² of their sites; NaN on the diagonal and where there is none."""
     found: dict[tuple[int, int], list[float]] = {}
     place = {site.name: number for number, row in enumerate(rows) for site in row.members}
@@ -234,19 +236,19 @@ def _distances(pairs: Sequence[Pair], rows: Sequence[_Row]) -> Floats:
 def _name_sites(axes: Axes, rows: Sequence[_Row]) -> None:
     axes.set_ylim(len(rows) - 0.5, -0.5)
     axes.set_yticks(range(len(rows)), [row.name for row in rows])
-    axes.tick_params(axis="y", labelsize=_size(rows))
+    axes.tick_params(axis="y", labelsize=_font_size(rows))
     for label in axes.get_yticklabels():
         label.set_parse_math(False)
 
 
-def _size(rows: Sequence[_Row]) -> float:
+def _font_size(rows: Sequence[_Row]) -> float:
     return TEXT - (2 if len(rows) <= ROOMY else 4)
 
 
-def _legend(axes: Axes, handles: Sequence[Artist], names: Sequence[str]) -> None:
+def _draw_legend(axes: Axes, handles: Sequence[Artist], names: Sequence[str]) -> None:
     legend = axes.legend(
         handles,
-        [_short(name) for name in names],
+        [_shorten(name) for name in names],
         loc="upper left",
         bbox_to_anchor=(1.01, 1.0),
         borderaxespad=0.0,
@@ -260,7 +262,7 @@ def _legend(axes: Axes, handles: Sequence[Artist], names: Sequence[str]) -> None
         text.set_parse_math(False)
 
 
-def _finish(axes: Axes, title: str, x_label: str) -> None:
+def _style_axes(axes: Axes, title: str, x_label: str) -> None:
     axes.set_title(title, fontsize=TEXT, color=INK, loc="left")
     axes.set_xlabel(x_label, fontsize=TEXT - 1, color=INK)
     axes.set_axisbelow(True)
@@ -270,12 +272,12 @@ def _finish(axes: Axes, title: str, x_label: str) -> None:
     axes.tick_params(axis="x", labelsize=TEXT - 2)
 
 
-def _on(colour: str) -> str:
+def _text_colour_on(colour: str) -> str:
     """Dark text on light colours, light text on dark ones."""
     red, green, blue = (int(colour[start : start + 2], 16) for start in (1, 3, 5))
     return INK if 0.299 * red + 0.587 * green + 0.114 * blue > 140 else "white"
 
 
-def _short(text: str, most: int = 18) -> str:
+def _shorten(text: str, most: int = 18) -> str:
     """Cut in the middle: names of sites often differ at their end."""
     return text if len(text) <= most else f"{text[: most // 2 - 1]}…{text[-(most // 2) :]}"

@@ -12,7 +12,7 @@ from polyclinic.core.errors import RecipeError
 from polyclinic.evaluation.summary import pools_images
 from polyclinic.federation.privacy_budget import PrivacyBudget
 from polyclinic.privacy.accounting import Accountant, Spend, epsilon
-from polyclinic.privacy.plan import RELEASED, Plan
+from polyclinic.privacy.plan import RELEASED, PrivacyPlan
 
 ACCOUNTANTS: tuple[Accountant, ...] = ("pld", "rdp", "prv")
 LIBRARIES = {"pld": "PLD, dp-accounting", "rdp": "RDP, dp-accounting", "prv": "PRV, Opacus"}
@@ -26,7 +26,7 @@ CHARGED = ("prototypes", "counts", "features", "means")
 PAPER_METRIC = "paper metric, not a guarantee"
 
 
-def released(plan: Plan | None, exchanges: Iterable[Exchange]) -> list[dict[str, str]]:
+def list_releases(plan: PrivacyPlan | None, exchanges: Iterable[Exchange]) -> list[dict[str, str]]:
     """Everything that leaves a site, and what protects it."""
     if plan is None:
         return [
@@ -36,15 +36,19 @@ def released(plan: Plan | None, exchanges: Iterable[Exchange]) -> list[dict[str,
         ]
     sent = list(exchanges)
     return [
-        *({"kind": e.kind, "protection": _protection(plan, e.kind)} for e in sent),
-        *({"kind": k, "protection": _charged(n)} for k, n in plan.charges.items() if k not in {e.kind for e in sent}),
-        {"kind": "metrics", "protection": _metrics(plan)},
+        *({"kind": e.kind, "protection": _describe_protection(plan, e.kind)} for e in sent),
+        *(
+            {"kind": k, "protection": _describe_charged(n)}
+            for k, n in plan.other_releases.items()
+            if k not in {e.kind for e in sent}
+        ),
+        {"kind": "metrics", "protection": _describe_metrics(plan)},
         {"kind": "predictions", "protection": "read by the simulation itself after the last round; outside the claim"},
         {"kind": "number of images", "protection": "public by assumption"},
     ]
 
 
-def handed_out(
+def list_site_releases(
     rows: Iterable[Mapping[str, str]], parts: Iterable[str], sites: Iterable[SiteId], gave: Collection[SiteId]
 ) -> list[dict[str, str]]:
     """The same of real sites, each of which may keep its predictions of single images back."""
@@ -55,14 +59,14 @@ def handed_out(
     return [{**row, **({"protection": said} if row["kind"] == "predictions" else {})} for row in rows]
 
 
-def _protection(plan: Plan, kind: str) -> str:
-    wish = plan.wish
+def _describe_protection(plan: PrivacyPlan, kind: str) -> str:
+    wish = plan.config
     if kind == "buffers":
         return "nothing is trained in them: empty, or frozen as they were sent"
-    if not plan.claims:
-        return f"noised, but without a guarantee: {plan.caveat}"
-    if kind in plan.charges:
-        return _charged(plan.charges[kind])
+    if not plan.has_guarantee:
+        return f"noised, but without a guarantee: {plan.no_guarantee_reason}"
+    if kind in plan.other_releases:
+        return _describe_charged(plan.other_releases[kind])
     if kind in CHARGED:
         return "told with what is named before it, in one release"
     if wish.unit != "site":
@@ -73,68 +77,68 @@ def _protection(plan: Plan, kind: str) -> str:
     return f"clipped to {wish.clip:g} as a whole, noise {plan.noise:.4g} × that added {where}"
 
 
-def _charged(noise: float) -> str:
+def _describe_charged(noise: float) -> str:
     return f"of every image no more than a fixed length counts (algorithm.clip), noise {noise:g} × that; charged"
 
 
-def _metrics(plan: Plan) -> str:
-    if plan.wish.metrics == "suppress":
+def _describe_metrics(plan: PrivacyPlan) -> str:
+    if plan.config.metrics == "suppress":
         return "kept at the sites"
-    if plan.wish.metrics == "open":
+    if plan.config.metrics == "open":
         return "told as they are, every evaluated round: NOT protected"
     return f"noised counts (noise {plan.metrics_noise:.4g}), charged to the validation images"
 
 
-def privacy_of(guard: PrivacyBudget, broke: bool, rows: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+def summarise_privacy(guard: PrivacyBudget, broke: bool, rows: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """What a run has cost, from its ledger."""
-    plan, spent = guard.plan, guard.spent()
-    by_site = {site: plan.of_one(spends) for site, spends in spent.items()}
+    plan, spent = guard.plan, guard.total_spends()
+    by_site = {site: plan.epsilon_of(spends) for site, spends in spent.items()}
     return {
         **plan.as_json(),
-        "planned": _number(plan.epsilon),
-        "epsilon": {name: _by(plan, spent, name) for name in ACCOUNTANTS},
-        "worst_site": _number(max(by_site.values(), default=0.0)),
-        "sites": {site: _number(value) for site, value in by_site.items()},
+        "planned": _finite_or_none(plan.epsilon),
+        "epsilon": {name: _price_with(plan, spent, name) for name in ACCOUNTANTS},
+        "worst_site": _finite_or_none(max(by_site.values(), default=0.0)),
+        "sites": {site: _finite_or_none(value) for site, value in by_site.items()},
         "stopped_by_budget": broke,
-        "earlier": _number(plan.price({})) if plan.earlier else 0.0,
-        "largest_group": max(h.largest for h in plan.holdings.values()),
+        "earlier": _finite_or_none(plan.worst_epsilon({})) if plan.earlier else 0.0,
+        "largest_group": max(h.largest for h in plan.site_sizes.values()),
         "paper_metric": _paper_metric(plan, rows),
     }
 
 
-def _by(plan: Plan, spent: Mapping[SiteId, Iterable[Spend]], accountant: Accountant) -> float | None:
+def _price_with(plan: PrivacyPlan, spent: Mapping[SiteId, Iterable[Spend]], accountant: Accountant) -> float | None:
     """None where that accountant cannot price such a run."""
     try:
-        return _number(plan.price(spent, accountant))
+        return _finite_or_none(plan.worst_epsilon(spent, accountant))
     except (RecipeError, ImportError):
         return None
 
 
-def _number(value: float) -> float | None:
+def _finite_or_none(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def _paper_metric(plan: Plan, rows: Iterable[Mapping[str, Any]]) -> float | None:
+def _paper_metric(plan: PrivacyPlan, rows: Iterable[Mapping[str, Any]]) -> float | None:
     """Eq. 4 and 5 of the adaptive-noise paper: the mean over a round's sites of each one's ε, summed over rounds."""
     told: dict[int, list[float]] = {}
     for row in rows:
         noise = row.get("scalars", {}).get("noise")
         if noise and row["site"] in plan.jobs:
-            spends = [Spend(round_to(noise), s.rate, s.times) for s in plan.jobs[row["site"]]]
-            told.setdefault(row["round"], []).append(epsilon(spends, plan.wish.delta, "prv"))
+            spends = [Spend(round_noise_down(noise), s.rate, s.times) for s in plan.jobs[row["site"]]]
+            told.setdefault(row["round"], []).append(epsilon(spends, plan.config.delta, "prv"))
     return sum(fmean(values) for values in told.values()) if told else None
 
 
-def round_to(noise: float) -> float:
+def round_noise_down(noise: float) -> float:
     """Two digits behind the point, downwards: most sites then cost the same, none less than it should."""
     return math.floor(noise * 100) / 100
 
 
-def page(summary: Mapping[str, Any]) -> str:
+def write_privacy_page(summary: Mapping[str, Any]) -> str:
     """The page, as Markdown."""
     found, kinds = summary.get("privacy"), summary["released"]
     pooled = pools_images(summary)
-    body = _without(pooled) if found is None else _with(found, summary, pooled)
+    body = _statement_without_plan(pooled) if found is None else _statement_with_plan(found, summary, pooled)
     remarks = [f"Note: {remark}." for remark in summary.get("remarks", ())]
     table = ["| what leaves a site | what protects it |", "|---|---|"]
     table += [f"| {row['kind']} | {row['protection']} |" for row in kinds]
@@ -142,7 +146,7 @@ def page(summary: Mapping[str, Any]) -> str:
     return "\n\n".join(blocks) + "\n"
 
 
-def _without(pooled: bool) -> Iterator[str]:
+def _statement_without_plan(pooled: bool) -> Iterator[str]:
     where = "All images were pooled in one place." if pooled else "Images themselves did not leave their site."
     yield (
         "**Nothing is claimed.** The recipe has no `privacy`, so what is released below may tell about single images, "
@@ -150,26 +154,26 @@ def _without(pooled: bool) -> Iterator[str]:
     )
 
 
-def _with(found: Mapping[str, Any], summary: Mapping[str, Any], pooled: bool) -> Iterator[str]:
-    yield _claim(found)
+def _statement_with_plan(found: Mapping[str, Any], summary: Mapping[str, Any], pooled: bool) -> Iterator[str]:
+    yield _describe_claim(found)
     if pooled:
         yield "All images were pooled in one place, which saw them as they are: a yardstick, not a federation."
-    yield "\n".join(_table(found, pooled))
+    yield "\n".join(_plan_table(found, pooled))
     if found["paper_metric"] is not None:
         yield f"Averaged over sites and summed over rounds the cost is {found['paper_metric']:.2f} ({PAPER_METRIC})."
     if found["earlier"]:
-        yield f"Earlier runs that share its ledger had cost ε = {up(found['earlier'])} by then, which is counted in."
+        yield f"Earlier runs that share its ledger had cost ε = {round_up(found['earlier'])} by then, which is counted in."
     if found["stopped_by_budget"]:
         yield f"The run stopped after round {summary['rounds']}: the next one would have cost more than was allowed."
     yield "## What it means"
-    yield _meaning(found)
+    yield _explain_epsilon(found)
     yield "## What is NOT protected"
-    yield "\n".join(f"- {line}" for line in _not_protected(found))
+    yield "\n".join(f"- {line}" for line in _list_unprotected(found))
     yield "## Audit"
-    yield _audited(found)
+    yield _describe_audit(found)
 
 
-def up(value: float, digits: int = 3) -> str:
+def round_up(value: float, digits: int = 3) -> str:
     """Rounded up: a cost is never told smaller than it is."""
     if value == 0:
         return "0"
@@ -177,12 +181,12 @@ def up(value: float, digits: int = 3) -> str:
     return f"{math.ceil(value / unit - 1e-9) * unit:.{digits}g}"
 
 
-def _counts(found: Mapping[str, Any]) -> bool:
+def _is_guarantee(found: Mapping[str, Any]) -> bool:
     """Whether ε is a guarantee at all."""
     return not found["caveat"] and found["epsilon"][found["accountant"]] is not None
 
 
-def _claim(found: Mapping[str, Any]) -> str:
+def _describe_claim(found: Mapping[str, Any]) -> str:
     value, audit = found["epsilon"][found["accountant"]], found.get("audit") or {}
     if found["caveat"]:
         why = found["caveat"][0].upper() + found["caveat"][1:]
@@ -190,45 +194,45 @@ def _claim(found: Mapping[str, Any]) -> str:
     if value is None:
         return "**No protection.** Without noise ε is infinite."
     if audit.get("refuted"):
-        return f"**Do not rely on this run: an audit has refuted its claim** of ε = {up(value)}; see below."
+        return f"**Do not rely on this run: an audit has refuted its claim** of ε = {round_up(value)}; see below."
     return (
-        f"**ε = {up(value)} at δ = {up(found['delta'], 2)}** for {UNITS[found['unit']]}, over the whole run"
+        f"**ε = {round_up(value)} at δ = {round_up(found['delta'], 2)}** for {UNITS[found['unit']]}, over the whole run"
         + (f", for a record that may be at {found['holders']} sites" if found["holders"] > 1 else "")
         + (", against anyone who does not know the run's seed" if found["randomness"] == "seed" else "")
         + "."
     )
 
 
-def _table(found: Mapping[str, Any], pooled: bool) -> Iterator[str]:
+def _plan_table(found: Mapping[str, Any], pooled: bool) -> Iterator[str]:
     yield "| | |"
     yield "|---|---|"
-    if _counts(found):
+    if _is_guarantee(found):
         yield f"| whom it protects | {UNITS[found['unit']]} |"
-        yield f"| neighbouring data sets | {_neighbours(found)} |"
-        yield f"| who need not be trusted | {_observers(found, pooled)} |"
+        yield f"| neighbouring data sets | {_describe_neighbours(found)} |"
+        yield f"| who need not be trusted | {_describe_observers(found, pooled)} |"
     if found["unit"] == "patient":
         yield f"| training images of one patient at a site | at most {found['largest_group']}, which is public |"
-    yield f"| sampling | {_sampling(found)} |"
+    yield f"| sampling | {_describe_sampling(found)} |"
     yield f"| clip, noise | {found['clip']:g}, {found['noise']:.4g} × the clip |"
-    yield f"| δ | {up(found['delta'])} |"
-    yield f"| ε of the worst-placed {found['unit']} | {_figures(found)} |"
+    yield f"| δ | {round_up(found['delta'])} |"
+    yield f"| ε of the worst-placed {found['unit']} | {_format_bounds(found)} |"
     if found["worst_site"] is not None and found["unit"] != "site":
-        yield f"| ε if it is at one site only | at most {up(found['worst_site'])} |"
+        yield f"| ε if it is at one site only | at most {round_up(found['worst_site'])} |"
     wanted = "not limited" if found["wanted"] is None else f"{found['wanted']:g}"
     yield f"| ε that was allowed | {wanted} |"
 
 
-def _figures(found: Mapping[str, Any]) -> str:
+def _format_bounds(found: Mapping[str, Any]) -> str:
     """That which counts first: each is an upper bound by itself."""
     first = found["accountant"]
     rest = [name for name in found["epsilon"] if name != first and found["epsilon"][name] is not None]
-    told = [f"{LIBRARIES[name]}: {up(found['epsilon'][name], 4)}" for name in rest]
+    told = [f"{LIBRARIES[name]}: {round_up(found['epsilon'][name], 4)}" for name in rest]
     best = found["epsilon"][first]
-    head = f"{'∞' if best is None else up(best, 4)} ({LIBRARIES[first]}), which is what was limited"
+    head = f"{'∞' if best is None else round_up(best, 4)} ({LIBRARIES[first]}), which is what was limited"
     return head + (f"; other bounds on the same: {', '.join(told)}" if told else "")
 
 
-def _neighbours(found: Mapping[str, Any]) -> str:
+def _describe_neighbours(found: Mapping[str, Any]) -> str:
     unit = found["unit"]
     if found["neighbours"] == "replace":
         return f"the same but for one {unit} that another takes the place of"
@@ -239,7 +243,7 @@ def _neighbours(found: Mapping[str, Any]) -> str:
     return f"the same with and without one {unit}; how many images a site registered is public"
 
 
-def _observers(found: Mapping[str, Any], pooled: bool) -> str:
+def _describe_observers(found: Mapping[str, Any], pooled: bool) -> str:
     if pooled:
         return "whoever gets the model; NOT the place where all images lie"
     if found["unit"] == "site" and found["at"] == "server":
@@ -253,7 +257,7 @@ def _observers(found: Mapping[str, Any], pooled: bool) -> str:
     )
 
 
-def _sampling(found: Mapping[str, Any]) -> str:
+def _describe_sampling(found: Mapping[str, Any]) -> str:
     if found["unit"] == "site":
         return "sites take part in rounds that anyone may know; no credit is taken for not taking part at random"
     if found["sampling"] == "poisson":
@@ -261,8 +265,8 @@ def _sampling(found: Mapping[str, Any]) -> str:
     return "shuffled: every image is seen once an epoch; no credit is taken for chance"
 
 
-def _meaning(found: Mapping[str, Any]) -> str:
-    if not _counts(found):
+def _explain_epsilon(found: Mapping[str, Any]) -> str:
+    if not _is_guarantee(found):
         return "No statement about single people follows from these figures."
     odds = math.exp(min(found["epsilon"][found["accountant"]], 50.0))
     sure = odds / (1 + odds)
@@ -274,12 +278,12 @@ def _meaning(found: Mapping[str, Any]) -> str:
     return (
         f"Suppose someone knows everything about the data except {question}, sees all that is released, and thought "
         f"either as likely as the other. Whatever they see, they may be {told} afterwards, never surer (odds of "
-        f"{up(odds)} to 1), but for rare accidents, whose chance δ = {up(found['delta'], 2)} keeps small."
+        f"{round_up(odds)} to 1), but for rare accidents, whose chance δ = {round_up(found['delta'], 2)} keeps small."
     )
 
 
-def _not_protected(found: Mapping[str, Any]) -> Iterator[str]:
-    if not _counts(found):
+def _list_unprotected(found: Mapping[str, Any]) -> Iterator[str]:
+    if not _is_guarantee(found):
         yield "Anything."
     if found["unit"] == "image":
         yield "A patient with several images at a site: each image is protected by itself, not all together."
@@ -309,7 +313,7 @@ def _not_protected(found: Mapping[str, Any]) -> Iterator[str]:
     yield "Numbers are floating-point and noise is pseudo-random, not cryptographic; a site that lies is not caught."
 
 
-def _audited(found: Mapping[str, Any]) -> str:
+def _describe_audit(found: Mapping[str, Any]) -> str:
     audit = found.get("audit")
     if not audit:
         if found["unit"] == "site":
@@ -320,7 +324,7 @@ def _audited(found: Mapping[str, Any]) -> str:
     return " ".join([f"At {audit['site']}: {audit['verdict']}", audit.get("membership", "")]).strip()
 
 
-def paid_for(found: Mapping[str, Any]) -> str:
+def privacy_line(found: Mapping[str, Any]) -> str:
     """What a finished run has cost in privacy, in a line."""
     if found["caveat"]:
         return "privacy: no guarantee; privacy.md says why"

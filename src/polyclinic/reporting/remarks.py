@@ -11,13 +11,15 @@ if TYPE_CHECKING:
     from polyclinic.config.recipe import Recipe
 
 
-def remarks(recipe: Recipe, algorithm: Averaging, sizes: Collection[int]) -> list[str]:
+def collect_warnings(recipe: Recipe, algorithm: Averaging, sizes: Collection[int]) -> list[str]:
     """Of the algorithm, and of parts that do not do what they are for; `sizes`: training images that sites have."""
-    return [told for told in (algorithm.warning(), *_of_alignment(recipe), *_of_order(recipe, sizes)) if told]
+    return [
+        told for told in (algorithm.warning(), *_check_alignment(recipe), *_check_curriculum(recipe, sizes)) if told
+    ]
 
 
-def _of_alignment(recipe: Recipe) -> Iterator[str]:
-    options = recipe.algorithm_of()
+def _check_alignment(recipe: Recipe) -> Iterator[str]:
+    options = recipe.build_algorithm()
     if not getattr(options, "align", 0):
         return
     warmup = getattr(options, "warmup", 0)
@@ -30,14 +32,14 @@ def _of_alignment(recipe: Recipe) -> Iterator[str]:
         )
 
 
-def _of_order(recipe: Recipe, sizes: Collection[int]) -> Iterator[str]:
+def _check_curriculum(recipe: Recipe, sizes: Collection[int]) -> Iterator[str]:
     training, rounds = recipe.training, recipe.rounds
     if training.order == "random":
         return
     if rounds <= training.order_after:
         yield f"no case is put in order: training.order_after is {training.order_after}, and there are {rounds} rounds"
     elif training.steps is not None and sizes:
-        steps, epoch = rounds * training.steps, min(math.ceil(n / training.size(n)) for n in sizes)
+        steps, epoch = rounds * training.steps, min(math.ceil(n / training.batch_size(n)) for n in sizes)
         if steps <= epoch:
             yield (
                 f"no case is put in order: that begins with a site's second epoch, and {steps} steps in all are no "

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from polyclinic.algorithms.distillation.refine import Refine
+from polyclinic.algorithms.distillation.refine import RefinementOptions
 from polyclinic.config.recipe import EngineSection, Recipe
 from polyclinic.core.contract import Bundle, Part
 from polyclinic.core.errors import StoreError
@@ -38,10 +38,10 @@ def with_absolute_paths(recipe: Recipe) -> Recipe:
     return recipe.model_copy(update={"privacy": replace(wish, ledger=str(Path(wish.ledger).resolve()))})
 
 
-def finished(folder: Path, recipe: Recipe | None = None) -> RunResult:
+def read_result(folder: Path, recipe: Recipe | None = None) -> RunResult:
     """A run that has already ended, read back."""
     if recipe is not None:
-        refuse_other(folder, recipe)
+        check_same_recipe(folder, recipe)
     path = folder / "result.json"
     try:
         summary = json.loads(path.read_text())
@@ -55,12 +55,12 @@ def finished(folder: Path, recipe: Recipe | None = None) -> RunResult:
 def identity(recipe: Recipe) -> str:
     """The recipe without what cannot change a round that counts: where it runs and is followed, words about it, how
     many sites are enough, how it finishes."""
-    ending = recipe.finish and Refine()
+    ending = recipe.finish and RefinementOptions()
     aside: dict[str, Any] = {"engine": EngineSection(), "about": "", "paper": {}, "finish": ending, "track": ()}
     return recipe.model_copy(update={**aside, "quorum": 1}).to_yaml()
 
 
-def predicted(recipe: Recipe) -> list[Part]:
+def predicted_parts(recipe: Recipe) -> list[Part]:
     """Of which images a run's last models tell what they see in each, with its label."""
     asked: list[Part] = ["train", "validation", "test"]
     open_ones = recipe.evaluate.train and recipe.privacy is None  # a plan keeps training images from everybody's sight
@@ -73,7 +73,7 @@ def method_identity(recipe: Recipe) -> str:
     return recipe.model_copy(update=aside).to_yaml()
 
 
-def refuse_other(folder: Path, recipe: Recipe, served: bool = False) -> None:
+def check_same_recipe(folder: Path, recipe: Recipe, served: bool = False) -> None:
     """A folder that already holds a run must hold one of this very recipe; one that has not ended may end otherwise.
 
     served: it is played between real sites, and not with their images here."""

@@ -8,7 +8,9 @@ from pathlib import Path
 from torch import Tensor
 
 
-def draw(maps: Mapping[str, Tensor], images: Tensor, path: Path, names: Sequence[str] | None = None) -> None:
+def draw_teacher_maps(
+    maps: Mapping[str, Tensor], images: Tensor, path: Path, names: Sequence[str] | None = None
+) -> None:
     """A row for every image: the image, and beside it each teacher's map, all in the same colours."""
     from matplotlib.figure import Figure  # takes a second to load
 

@@ -20,7 +20,7 @@ from polyclinic.storage.run_files import DiskMemory
 from polyclinic.training.fit import fit
 from polyclinic.training.network import LiveNetwork
 from polyclinic.training.stacked.batching import StackMember
-from polyclinic.training.stacked.fit import NotStackableError, fit_stacked, signature, why_not
+from polyclinic.training.stacked.fit import NotStackableError, fit_stacked, job_signature, why_not_stackable
 
 if TYPE_CHECKING:
     from polyclinic.runs.experiment import Experiment
@@ -33,12 +33,12 @@ WORTH = 0.9
 """Stacking must take at most this share of the time to be worth its rounding."""
 
 
-ASKED = "the recipe says so"
-ELSEWHERE = "the sites are elsewhere"
+REASON_REQUESTED = "the recipe says so"
+REASON_REMOTE = "the sites are elsewhere"
 
 
 @dataclass(frozen=True)
-class Choice:
+class EngineChoice:
     name: str
     why: str
 
@@ -53,26 +53,28 @@ def make_engine(
 ) -> LocalEngine | WorkerEngine | StackedEngine | RayEngine:
     """`experiment`: what the runners are of, for engines that make them anew in other processes."""
     if name == "ray" and experiment is not None:
-        return _on_ray(experiment, runners, workers, threads)
+        return _make_ray_engine(experiment, runners, workers, threads)
     if name == "stacked":
         return StackedEngine(runners, threads, compile=compile)
     return WorkerEngine(runners, workers, threads) if workers else LocalEngine(runners, threads)
 
 
-def _on_ray(experiment: Experiment, runners: Mapping[SiteId, SiteRunner], workers: int, threads: int) -> RayEngine:
+def _make_ray_engine(
+    experiment: Experiment, runners: Mapping[SiteId, SiteRunner], workers: int, threads: int
+) -> RayEngine:
     try:
-        from polyclinic.runs.ray_engine import RayEngine, assign
+        from polyclinic.runs.ray_engine import RayEngine, make_actor_setup
     except ModuleNotFoundError as error:
         raise EngineError(f"the engine ray needs {error.name}; pip install 'polyclinic[ray]'") from None
     memory = next(iter(runners.values())).memory
     assert isinstance(memory, DiskMemory)
-    return RayEngine(assign(experiment, memory), runners, workers, threads)
+    return RayEngine(make_actor_setup(experiment, memory), runners, workers, threads)
 
 
-def read_choice(path: Path) -> Choice:
+def read_choice(path: Path) -> EngineChoice:
     """What was chosen for this run before."""
     try:
-        choice = Choice(**json.loads(path.read_text()))
+        choice = EngineChoice(**json.loads(path.read_text()))
         if choice.name not in ("local", "stacked"):
             raise ValueError(f"there is no engine {choice.name!r}")
     except (OSError, ValueError, TypeError) as error:
@@ -80,13 +82,13 @@ def read_choice(path: Path) -> Choice:
     return choice
 
 
-def choose(
+def choose_engine(
     runners: Mapping[SiteId, SiteRunner],
     algorithm: Algorithm,
     state: Bundle,
     threads: int = 1,
     cohort: int | None = None,
-) -> Choice:
+) -> EngineChoice:
     """Time a few steps of as many sites as train at once, if not too many, on both engines; nothing of it is kept.
 
     Where sites have several networks, those of the one that most have.
@@ -98,27 +100,27 @@ def choose(
     group = max(groups, key=lambda name: len(groups[name]))
     chosen = groups[group][: min(TRIED, cohort or TRIED)]
     if algorithm.pooled or len(chosen) < 2:
-        return Choice("local", "one place trains, and there is nothing to stack")
-    seats = [_first(runners[site], algorithm, algorithm.broadcast(state, site)) for site in chosen]
+        return EngineChoice("local", "one place trains, and there is nothing to stack")
+    seats = [_first_job(runners[site], algorithm, algorithm.broadcast(state, site)) for site in chosen]
     network = runners[chosen[0]].networks[group]
-    reason = _why_not(seats, network)
+    reason = _unstackable_reason(seats, network)
     if reason:
-        return Choice("local", f"sites do not stack: {reason}")
+        return EngineChoice("local", f"sites do not stack: {reason}")
     ready = [seat for seat in seats if seat is not None]
-    apart = _seconds(lambda: [fit(s.job, network, s.data, s.site, s.stream, s.secret) for s in ready], network)
+    apart = _time_steps(lambda: [fit(s.job, network, s.data, s.site, s.stream, s.secret) for s in ready], network)
     try:
-        together = _seconds(lambda: fit_stacked(ready, network), network)
+        together = _time_steps(lambda: fit_stacked(ready, network), network)
     except NotStackableError as error:
-        return Choice("local", f"sites do not stack: {error}")
+        return EngineChoice("local", f"sites do not stack: {error}")
     except torch.OutOfMemoryError:
-        return Choice("local", f"{len(ready)} sites as one stack do not fit into the device's memory")
+        return EngineChoice("local", f"{len(ready)} sites as one stack do not fit into the device's memory")
     figures = f"{STEPS} steps of {len(ready)} sites took {apart * 1e3:.1f} ms apart and {together * 1e3:.1f} ms stacked"
-    return Choice("stacked" if together < WORTH * apart else "local", figures)
+    return EngineChoice("stacked" if together < WORTH * apart else "local", figures)
 
 
-def _first(runner: SiteRunner, algorithm: Algorithm, received: Bundle) -> StackMember | None:
+def _first_job(runner: SiteRunner, algorithm: Algorithm, received: Bundle) -> StackMember | None:
     """A site's first job, cut to a few steps; None where it does not begin with training."""
-    examples, stream = runner.holdings.train, Stream(0, ("choice", runner.name))
+    examples, stream = runner.images.train, Stream(0, ("choice", runner.name))
     site = Site(runner.name, len(examples), 1, 1, algorithm.training.optimiser.lr)
     job = next(algorithm.local(received, None, site, stream), None)
     if not isinstance(job, Fit):
@@ -127,20 +129,20 @@ def _first(runner: SiteRunner, algorithm: Algorithm, received: Bundle) -> StackM
     return StackMember(short, examples, site, stream, stream.child("secret"))
 
 
-def _why_not(seats: list[StackMember | None], network: LiveNetwork) -> str:
-    if any(seat is None for seat in seats):
+def _unstackable_reason(members: list[StackMember | None], network: LiveNetwork) -> str:
+    if any(seat is None for seat in members):
         return "their work does not begin with training"
-    jobs = [seat for seat in seats if seat is not None]
-    if len({signature(seat.job, seat.site) for seat in jobs}) > 1:
+    jobs = [seat for seat in members if seat is not None]
+    if len({job_signature(seat.job, seat.site) for seat in jobs}) > 1:
         return "their jobs differ in shape"
-    return why_not(jobs[0].job, network)
+    return why_not_stackable(jobs[0].job, network)
 
 
-def _seconds(deed: Callable[[], Any], network: LiveNetwork) -> float:
+def _time_steps(call: Callable[[], Any], network: LiveNetwork) -> float:
     """The second time, when everything is loaded and compiled."""
-    deed()
+    call()
     began = time.perf_counter()
-    deed()
+    call()
     if network.device.type == "cuda":
         torch.cuda.synchronize(network.device)
     return time.perf_counter() - began

@@ -17,54 +17,54 @@ from torch import nn
 from polyclinic.algorithms.base import Averaging
 from polyclinic.algorithms.wrappers.base import Wrapper
 from polyclinic.algorithms.wrappers.clustered import Clustered
-from polyclinic.algorithms.wrappers.curriculum import ordered
+from polyclinic.algorithms.wrappers.curriculum import wrap_with_curriculum
 from polyclinic.algorithms.wrappers.ensemble import Ensemble
-from polyclinic.config.capability import card_of, cluster_of, needs_memory, room, score
+from polyclinic.config.capability import available_memory, capability_score, find_cluster, site_profile, training_memory
 from polyclinic.config.recipe import ModelSection, Recipe
 from polyclinic.core.contract import Bundle, SiteId, Stream
 from polyclinic.core.errors import DataError, EngineError, RecipeError, WeightsError
 from polyclinic.data.data_dir import in_data_folder
 from polyclinic.data.examples import Images, SiteData
-from polyclinic.evaluation.flops import parameters, training_step_flops
+from polyclinic.evaluation.flops import count_parameters, training_step_flops
 from polyclinic.federation.site_runner import STUDENT
-from polyclinic.models import adopt_weights, build, download_weights, load_weights
-from polyclinic.models.activation_checkpointing import recompute
+from polyclinic.models import adopt_weights, build_model, download_weights, load_weights
+from polyclinic.models.activation_checkpointing import enable_checkpointing
 from polyclinic.models.classifier import Classifier
-from polyclinic.models.group_norm import dp_safe
-from polyclinic.models.scattering import fixed_part
+from polyclinic.models.group_norm import replace_batch_norm
+from polyclinic.models.scattering import find_fixed_features
 from polyclinic.models.split_point import cut_after
 from polyclinic.runs.sites import FederatedDataset
 from polyclinic.training.auxiliary import with_auxiliary
-from polyclinic.training.network import LiveNetwork, feature_shape, norm_names
+from polyclinic.training.network import LiveNetwork, feature_shape, normalisation_names
 
 
-def network_of(recipe: Recipe, consortium: FederatedDataset, data: Path | None = None) -> Classifier:
+def build_network(recipe: Recipe, dataset: FederatedDataset, data: Path | None = None) -> Classifier:
     """The recipe's network, its first weights from the seed or from a file (in the data folder, or here)."""
-    return _built(recipe.model, consortium, Stream(recipe.seed, ("model",)), data)
+    return _build_model(recipe.model, dataset, Stream(recipe.seed, ("model",)), data)
 
 
-def _built(
-    model: ModelSection, consortium: FederatedDataset, seed: Stream, data: Path | None, cluster: str = ""
+def _build_model(
+    model: ModelSection, dataset: FederatedDataset, seed: Stream, data: Path | None, cluster: str = ""
 ) -> Classifier:
-    module = build(
+    module = build_model(
         model.name,
-        classes=len(consortium.classes),
-        channels=consortium.channels,
-        size=consortium.size,
+        classes=len(dataset.classes),
+        channels=dataset.channels,
+        size=dataset.size,
         dropout=model.dropout,
         seed=seed,
     )
     if model.weights == "torchvision":
         adopt_weights(module, download_weights(model.name), "torchvision")
     elif model.weights is not None:
-        _load(module, in_data_folder(Path(model.weights), data), cluster)
-    safe = dp_safe(module) if model.norm == "group" else module
+        _load_cluster_weights(module, in_data_folder(Path(model.weights), data), cluster)
+    safe = replace_batch_norm(module) if model.norm == "group" else module
     if model.checkpoint:
-        recompute(safe)
+        enable_checkpointing(safe)
     return safe if model.cut is None else cut_after(safe, model.cut)
 
 
-def _load(module: Classifier, path: Path, cluster: str) -> None:
+def _load_cluster_weights(module: Classifier, path: Path, cluster: str) -> None:
     """From a run of clusters, whose file has each one's as `model@high/…`, a cluster takes the part under its name."""
     try:
         stored = load_file(path)
@@ -84,7 +84,7 @@ def _load(module: Classifier, path: Path, cluster: str) -> None:
         )
 
 
-def weightless(recipe: Recipe) -> Recipe:
+def without_weights(recipe: Recipe) -> Recipe:
     """The recipe without where first weights come from, for those who are handed weights."""
 
     def bare(model: ModelSection) -> ModelSection:
@@ -94,11 +94,11 @@ def weightless(recipe: Recipe) -> Recipe:
     return recipe.model_copy(update={"model": bare(recipe.model), "clusters": clusters})
 
 
-def at_site(recipe: Recipe, device: str) -> Recipe:
+def recipe_for_site(recipe: Recipe, device: str) -> Recipe:
     """The recipe, to compute on `device`, without what is the server's alone: first weights, its images, its books."""
     wish = recipe.privacy and replace(recipe.privacy, ledger=None)
     engine = recipe.engine.model_copy(update={"device": device})
-    return weightless(recipe).model_copy(update={"privacy": wish, "public": None, "engine": engine})
+    return without_weights(recipe).model_copy(update={"privacy": wish, "public": None, "engine": engine})
 
 
 def device_of(recipe: Recipe) -> torch.device:
@@ -118,7 +118,7 @@ class Networks:
     """The networks of a run. Without clusters there is one, called ""."""
 
     recipe: Recipe
-    networks: Mapping[str, LiveNetwork]
+    by_cluster: Mapping[str, LiveNetwork]
     student: LiveNetwork | None
     shapes: Mapping[str, tuple[int, ...]]
     """Of what each network's extractor makes of an image."""
@@ -126,44 +126,47 @@ class Networks:
     def cluster_of(self, site: SiteId, round: int) -> str:
         """The cluster of a site in a round."""
         recipe = self.recipe
-        period = recipe.capability.period(round)
-        card = card_of(recipe.capability, site, period, Stream(recipe.seed))
-        return cluster_of(score(card, recipe.capability.weights), recipe.thresholds)
+        period = recipe.capability.period_of_round(round)
+        card = site_profile(recipe.capability, site, period, Stream(recipe.seed))
+        return find_cluster(capability_score(card, recipe.capability.weights), recipe.thresholds)
 
     def wrap_algorithm(self, algorithm: Averaging) -> Averaging:
         """The algorithm itself, or one that plays it in every cluster, with its cases in the recipe's order."""
-        algorithm = ordered(algorithm, self.recipe.evaluate.forgetting)
+        algorithm = wrap_with_curriculum(algorithm, self.recipe.evaluate.forgetting)
         if not self.recipe.clusters:
             return Ensemble(algorithm.training, inner=algorithm) if self.recipe.ensemble else algorithm
-        initials: dict[str, Bundle] = {name: live.take() for name, live in self.networks.items()}
+        initials: dict[str, Bundle] = {name: live.copy_weights() for name, live in self.by_cluster.items()}
         return Clustered(
             algorithm.training,
             inner=algorithm,
             initials=initials,
-            norms={name: norm_names(live.module) for name, live in self.networks.items()},
+            norms={name: normalisation_names(live.module) for name, live in self.by_cluster.items()},
             shapes=self.shapes,
             seating=self.cluster_of,
             rates={name: section.lr for name, section in self.recipe.clusters.items()},
         )
 
     @property
-    def all(self) -> dict[str, LiveNetwork]:
-        return {**self.networks, **({STUDENT: self.student} if self.student else {})}
+    def with_student(self) -> dict[str, LiveNetwork]:
+        return {**self.by_cluster, **({STUDENT: self.student} if self.student else {})}
 
-    def sizes(self, batch: Sequence[int]) -> dict[str, Any]:
+    def model_sizes(self, batch: Sequence[int]) -> dict[str, Any]:
         """What the networks weigh, and what a training step on a `batch` of this shape costs; by cluster too."""
         found: dict[str, dict[str, Any]] = {}
-        for cluster, live in self.networks.items():
-            live.require_gradients(live.trainable(self.recipe.training.fine_tune, ()))
+        for cluster, live in self.by_cluster.items():
+            live.require_gradients(live.trainable_names(self.recipe.training.fine_tune, ()))
             model = self.recipe.clusters[cluster].model if cluster else self.recipe.model
-            cost = {"parameters": parameters(live.module), "flops_per_step": training_step_flops(live.module, batch)}
+            cost = {
+                "parameters": count_parameters(live.module),
+                "flops_per_step": training_step_flops(live.module, batch),
+            }
             found[cluster] = {"name": model.name, **cost}
         if not self.recipe.clusters:
             return found[""]
         sums = {key: sum(size[key] for size in found.values()) for key in ("parameters", "flops_per_step")}
         return {"name": " + ".join(dict.fromkeys(s["name"] for s in found.values())), **sums, "clusters": found}
 
-    def members(self, sites: Mapping[SiteId, object]) -> dict[str, list[SiteId]]:
+    def cluster_members(self, sites: Mapping[SiteId, object]) -> dict[str, list[SiteId]]:
         """Who is in which cluster in round 1."""
         found: dict[str, list[SiteId]] = {name: [] for name in self.recipe.clusters}
         for site in sites:
@@ -172,50 +175,50 @@ class Networks:
 
 
 def build_networks(
-    recipe: Recipe, consortium: FederatedDataset, module: Classifier, device: torch.device, data: Path | None = None
+    recipe: Recipe, dataset: FederatedDataset, module: Classifier, device: torch.device, data: Path | None = None
 ) -> Networks:
     """`module`: the recipe's own network, which all sites have if there are no clusters."""
     student = LiveNetwork(copy.deepcopy(module), device) if recipe.finish else None
     modules = {
-        name: _built(section.model, consortium, Stream(recipe.seed, ("model", name)), data, name)
+        name: _build_model(section.model, dataset, Stream(recipe.seed, ("model", name)), data, name)
         for name, section in recipe.clusters.items()
     }
     networks = {name: LiveNetwork(own, device) for name, own in (modules or {"": module}).items()}
-    blank = torch.zeros(1, consortium.channels, consortium.size, consortium.size)
+    blank = torch.zeros(1, dataset.channels, dataset.size, dataset.size)
     shapes = {name: feature_shape(live, blank) for name, live in networks.items()}
-    algorithm, classes = recipe.algorithm_of(), len(consortium.classes)
+    algorithm, classes = recipe.build_algorithm(), len(dataset.classes)
     for name, live in networks.items():
         networks[name] = with_auxiliary(live, algorithm, shapes[name], classes, Stream(recipe.seed, ("beside", name)))
     return Networks(recipe, networks, student, shapes)
 
 
 def sites_on_device(
-    recipe: Recipe, consortium: FederatedDataset, module: Classifier, device: torch.device
+    recipe: Recipe, dataset: FederatedDataset, module: Classifier, device: torch.device
 ) -> tuple[dict[SiteId, SiteData], Images | None]:
     """Sites' and held-out images where they are computed with, or what a fixed part of the network makes of them."""
-    part = fixed_part(module)
+    part = find_fixed_features(module)
     if part is not None and recipe.training.augment is None and not recipe.clusters:  # so computed once
-        return consortium.through(part, device)
-    return consortium.on(device), consortium.held_out
+        return dataset.with_features(part, device)
+    return dataset.on_device(device), dataset.held_out
 
 
-def _refuse_misfits(lineup: Networks, consortium: FederatedDataset) -> None:
-    recipe = lineup.recipe
+def _check_clusters(networks: Networks, dataset: FederatedDataset) -> None:
+    recipe = networks.recipe
     for site in recipe.capability.cards:
-        if site not in consortium.sites:
+        if site not in dataset.sites:
             raise RecipeError(
                 f"capability.cards has {site!r:.60}, which is no site of this federation; there are: "
-                f"{', '.join(list(consortium.sites)[:8])}"
+                f"{', '.join(list(dataset.sites)[:8])}"
             )
-    for cluster, members in lineup.members(consortium.sites).items():
+    for cluster, members in networks.cluster_members(dataset.sites).items():
         if not members:
             raise RecipeError(
                 f"no site is in cluster {cluster!r}; lower its clusters.{cluster}.at_least, give sites other "
                 "capability.cards, or drop the cluster"
             )
-        needed = needs_memory(parameters(lineup.networks[cluster].module))
+        needed = training_memory(count_parameters(networks.by_cluster[cluster].module))
         for site in members:
-            here = room(card_of(recipe.capability, site, 0, Stream(recipe.seed)))
+            here = available_memory(site_profile(recipe.capability, site, 0, Stream(recipe.seed)))
             if here is not None and here < needed:
                 raise RecipeError(
                     f"site {site} is in cluster {cluster!r}, whose {recipe.clusters[cluster].model.name} takes "
@@ -224,19 +227,19 @@ def _refuse_misfits(lineup: Networks, consortium: FederatedDataset) -> None:
                 )
 
 
-def refuse_unplayable(lineup: Networks, consortium: FederatedDataset) -> None:
+def check_playable(networks: Networks, dataset: FederatedDataset) -> None:
     """What cannot be played or would tell nothing, before anything is trained."""
-    recipe, sites = lineup.recipe, consortium.sites
+    recipe, sites = networks.recipe, dataset.sites
     if recipe.clusters:
-        _refuse_misfits(lineup, consortium)
+        _check_clusters(networks, dataset)
     if recipe.cohort is not None and recipe.cohort > len(sites):
         raise RecipeError(f"a cohort of {recipe.cohort} is asked of {len(sites)} sites; lower or drop cohort")
     if (recipe.quorum or 1) > len(sites):
         raise RecipeError(f"a quorum of {recipe.quorum} is asked of {len(sites)} sites; lower quorum")
-    if consortium.held_out is None and not any(len(site.validation) + len(site.test) for site in sites.values()):
+    if dataset.held_out is None and not any(len(site.validation) + len(site.test) for site in sites.values()):
         raise DataError("No site has a validation or test image, so nothing could be reported; mend data.split.")
     norms = nn.modules.batchnorm._BatchNorm
-    for cluster, live in lineup.networks.items() if recipe.training.batch == 1 else ():
+    for cluster, live in networks.by_cluster.items() if recipe.training.batch == 1 else ():
         if any(isinstance(module, norms) for module in live.module.modules()):
             model = recipe.clusters[cluster].model if cluster else recipe.model
             raise RecipeError(

@@ -19,19 +19,28 @@ from polyclinic.algorithms.wrappers.ensemble import Ensemble
 from polyclinic.core.contract import AUX_PREFIX, Examples, Federation, Private, SiteId, Stage, Stream
 from polyclinic.core.errors import RecipeError, StoreError
 from polyclinic.data.examples import Selection, SiteData
-from polyclinic.federation.rehearsal import rehearse
+from polyclinic.federation.rehearsal import rehearse_round
 from polyclinic.federation.rounds import Rules, draw_cohort
 from polyclinic.federation.site_runner import SitePrivacyLimits
 from polyclinic.privacy.accounting import Spend
-from polyclinic.privacy.plan import RELEASED, Holding, Plan, PrivacyConfig, Steps, largest_groups, make_plan, steps_of
+from polyclinic.privacy.plan import (
+    RELEASED,
+    PrivacyConfig,
+    PrivacyPlan,
+    SiteSize,
+    Steps,
+    largest_groups,
+    make_plan,
+    steps_of,
+)
 from polyclinic.privacy.transforms.clip import Clip
 from polyclinic.privacy.transforms.noise import Noise
 from polyclinic.storage.run_files import write_atomically, write_json
 from polyclinic.training.network import LiveNetwork
 
 
-def bind(
-    wish: PrivacyConfig,
+def bind_plan(
+    config: PrivacyConfig,
     algorithm: Averaging,
     federation: Federation,
     sites: Mapping[SiteId, SiteData],
@@ -39,83 +48,83 @@ def bind(
     networks: Mapping[str, LiveNetwork],
     rules: Rules,
     earlier: tuple[Spend, ...] = (),
-) -> Plan:
+) -> PrivacyPlan:
     """The plan of a run; `algorithm` as it would train privately, whatever the noise."""
     for group, network in networks.items():
-        refuse_shared_statistics(network, algorithm, f"clusters.{group}.model" if group else "model")
-    if wish.at == "server" and len(networks) > 1:
+        check_no_shared_statistics(network, algorithm, f"clusters.{group}.model" if group else "model")
+    if config.at == "server" and len(networks) > 1:
         raise RecipeError("privacy.at: server noises one mean, and every cluster has its own; set privacy.at: site")
-    if wish.at == "server" and isinstance(algorithm, Ensemble):
+    if config.at == "server" and isinstance(algorithm, Ensemble):
         raise RecipeError("privacy.at: server shows the server every model as it is, and ensemble keeps them; drop one")
-    if wish.at == "server" and type(algorithm).aggregate is not FedAvg.aggregate:
+    if config.at == "server" and type(algorithm).aggregate is not FedAvg.aggregate:
         raise RecipeError(
             "privacy.at: server needs an algorithm whose server takes a weighted mean, as fedavg and fedprox do; "
             "choose one of them, or privacy.at: site"
         )
     sent = algorithm.exchanges
-    if wish.unit == "site" and (any(e.kind not in (*RELEASED, "buffers") or e.optional for e in sent) or not sent):
+    if config.unit == "site" and (any(e.kind not in (*RELEASED, "buffers") or e.optional for e in sent) or not sent):
         raise RecipeError(
             "privacy.unit: site clips and noises a site's whole update of the model, and this algorithm sends more, or "
             "at other times; choose fedavg, fedprox, fednova or fedcycle, or try privacy.unit: image"
         )
-    holdings = {name: _holding(sites[name]) for name in trainers}
+    holdings = {name: _site_profile(sites[name]) for name in trainers}
     jobs: dict[SiteId, tuple[Steps, ...]] = {}
     models = 1
-    if wish.unit != "site":
-        shape = _shape(sites[trainers[0]].train)
+    if config.unit != "site":
+        shape = _image_shape(sites[trainers[0]].train)
         group = algorithm.cluster_of(algorithm.init(federation), trainers[0])
-        asked, models = rehearse(algorithm, federation, trainers[0], networks[group], shape)
-        jobs = {name: tuple(steps_of(job, h.examples, wish) for job in asked) for name, h in holdings.items()}
-    held = most_holders({name: sites[name] for name in trainers}, wish)
+        asked, models = rehearse_round(algorithm, federation, trainers[0], networks[group], shape)
+        jobs = {name: tuple(steps_of(job, h.examples, config) for job in asked) for name, h in holdings.items()}
+    held = max_sites_per_record({name: sites[name] for name in trainers}, config)
     return make_plan(
-        Plan(
-            wish,
+        PrivacyPlan(
+            config,
             noise=1.0,
             rounds=tuple(tuple(draw_cohort(trainers, rules, r)) for r in range(1, rules.rounds + 1)),
-            holdings=holdings,
+            site_sizes=holdings,
             jobs=jobs,
-            charges=algorithm.privacy_releases() if wish.unit != "site" else {},
-            holders=held,
+            other_releases=algorithm.privacy_releases() if config.unit != "site" else {},
+            max_sites_per_record=held,
             models=models,
-            caveat=algorithm.no_guarantee_reason() if wish.unit != "site" else "",
+            no_guarantee_reason=algorithm.no_guarantee_reason() if config.unit != "site" else "",
             earlier=earlier,
         )
     )
 
 
-def placeholder(wish: PrivacyConfig) -> Private | None:
+def placeholder_private(config: PrivacyConfig) -> Private | None:
     """What training is told before the noise is known."""
-    return None if wish.unit == "site" else Private(wish.clip, 1.0, wish.sampling, wish.views)
+    return None if config.unit == "site" else Private(config.clip, 1.0, config.sampling, config.views)
 
 
-def stages_of(plan: Plan) -> list[Stage]:
+def plan_transforms(plan: PrivacyPlan) -> list[Stage]:
     """What a site-level plan puts before a recipe's own stages."""
-    wish = plan.wish
+    wish = plan.config
     if wish.unit != "site":
         return []
     std = plan.noise * wish.clip if wish.at == "site" else 0.0
     return [Clip(wish.clip, RELEASED, std), *([Noise(std, RELEASED)] if wish.at == "site" else [])]
 
 
-def discretion_of(plan: Plan, site: SiteId, secret: Stream) -> SitePrivacyLimits:
+def privacy_limits(plan: PrivacyPlan, site: SiteId, secret: Stream) -> SitePrivacyLimits:
     return SitePrivacyLimits(
         secret,
-        allowed=tuple((step.rate, step.times) for step in plan.jobs.get(site, ())),
-        least=plan.noise,
-        metrics_noise=plan.metrics_noise if plan.wish.metrics == "count" else None,
-        parts=() if plan.wish.metrics == "suppress" else ("validation",),
+        priced_jobs=tuple((step.rate, step.times) for step in plan.jobs.get(site, ())),
+        min_noise=plan.noise,
+        metrics_noise=plan.metrics_noise if plan.config.metrics == "count" else None,
+        parts=() if plan.config.metrics == "suppress" else ("validation",),
         rounds=len(plan.rounds),
-        scores=bool(plan.charges or plan.caveat),
-        seeded=plan.wish.randomness == "seed",
+        allows_scores=bool(plan.other_releases or plan.no_guarantee_reason),
+        seeded=plan.config.randomness == "seed",
     )
 
 
-def keep_noise(plan: Plan, folder: Path) -> None:
+def write_noise(plan: PrivacyPlan, folder: Path) -> None:
     """A run that goes on keeps the noise it began with, whatever other runs have spent meanwhile."""
     write_json(folder / "plan.json", {"noise": plan.noise, "metrics_noise": plan.as_json()["metrics_noise"]})
 
 
-def kept_noise(plan: Plan, folder: Path | None) -> Plan:
+def restore_noise(plan: PrivacyPlan, folder: Path | None) -> PrivacyPlan:
     if folder is None or not (folder / "plan.json").exists():
         return plan
     try:
@@ -126,9 +135,9 @@ def kept_noise(plan: Plan, folder: Path | None) -> Plan:
         raise StoreError(f"{folder / 'plan.json'} is damaged ({error}); restore it or start anew elsewhere") from None
 
 
-def secret_of(wish: PrivacyConfig, seed: int, folder: Path | None) -> Stream:
+def noise_secret(config: PrivacyConfig, seed: int, folder: Path | None) -> Stream:
     """Where noise comes from: the seed, or 256 random bits that are kept in the run's folder and nowhere else."""
-    if wish.randomness == "seed":
+    if config.randomness == "seed":
         return Stream(seed, ("secret",))
     if folder is None:
         return Stream(secrets.randbits(256), ("secret",))
@@ -145,10 +154,10 @@ def secret_of(wish: PrivacyConfig, seed: int, folder: Path | None) -> Stream:
         raise StoreError(f"{path}, whence noise comes, cannot be read ({error}); start anew elsewhere") from None
 
 
-def refuse_shared_statistics(network: LiveNetwork, algorithm: Averaging, key: str = "model") -> None:
+def check_no_shared_statistics(network: LiveNetwork, algorithm: Averaging, key: str = "model") -> None:
     """Layers through which one image touches what another becomes, or whose statistics would leave unprotected."""
-    moving = network.trainable(algorithm.training.fine_tune, ())
-    for name, layer in network.layers():
+    moving = network.trainable_names(algorithm.training.fine_tune, ())
+    for name, layer in network.named_layers():
         tracks = getattr(layer, "track_running_stats", False)
         trained = any(f"{name}.{own}" in moving for own, _ in layer.named_parameters(recurse=False))
         if isinstance(layer, nn.modules.batchnorm._BatchNorm | nn.InstanceNorm2d) and tracks and trained:
@@ -164,28 +173,28 @@ def refuse_shared_statistics(network: LiveNetwork, algorithm: Averaging, key: st
             )
 
 
-def _shape(examples: Examples) -> Sequence[int]:
+def _image_shape(examples: Examples) -> Sequence[int]:
     """Of one image."""
     return examples.batch(torch.zeros(1, dtype=torch.int64))[0].shape[1:]
 
 
-def _holding(site: SiteData) -> Holding:
-    return Holding(len(site.train), largest_groups(site.train.patients), largest_groups(site.validation.patients))
+def _site_profile(site: SiteData) -> SiteSize:
+    return SiteSize(len(site.train), largest_groups(site.train.patients), largest_groups(site.validation.patients))
 
 
-def most_holders(sites: Mapping[SiteId, SiteData], wish: PrivacyConfig) -> int:
+def max_sites_per_record(sites: Mapping[SiteId, SiteData], config: PrivacyConfig) -> int:
     """On how many sites one unit is at most."""
-    if wish.unit == "site":
+    if config.unit == "site":
         return 1
     counts: Counter[object] = Counter()
     for site in sites.values():
         train = site.train
         if isinstance(train, Selection):
-            counts.update(set(train.patients) if wish.unit == "patient" and train.patients else train.rows.tolist())
+            counts.update(set(train.patients) if config.unit == "patient" and train.patients else train.rows.tolist())
     found = max(counts.values(), default=1)
-    if wish.holders is not None and wish.holders < found:
+    if config.holders is not None and config.holders < found:
         raise RecipeError(
-            f"privacy.holders is {wish.holders}, but one {wish.unit} is at {found} sites of this federation; set "
+            f"privacy.holders is {config.holders}, but one {config.unit} is at {found} sites of this federation; set "
             f"privacy.holders: {found} or leave it out"
         )
-    return wish.holders or found
+    return config.holders or found

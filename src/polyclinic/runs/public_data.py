@@ -15,7 +15,7 @@ from polyclinic.core.contract import SiteId, Stream
 from polyclinic.core.errors import DataError
 from polyclinic.data import DATASETS
 from polyclinic.data.examples import Collection, Images, Selection, SiteData
-from polyclinic.data.partitioning.federate import federate
+from polyclinic.data.partitioning.federate import build_site_data
 from polyclinic.data.partitioning.partition import Natural
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ HASHED = 256
 """Images read at a time."""
 
 
-def gather_public(
+def load_public(
     section: PublicSection,
     data: Path | None,
     classes: tuple[str, ...],
@@ -40,29 +40,29 @@ def gather_public(
     testing, is left out of it. Under a privacy plan sites are not to be looked at: that alone would tell on them."""
     spec = DATASETS[section.name]
     collection = spec.load(spec.options.model_validate(section.options), stream.child("data"), data)
-    _refuse_shape(section.name, collection, channels, size)
-    collection = _in_order(section.name, collection, classes)
-    held = [*_parts(sites or {}), *([held_out] if held_out is not None else [])]
+    _check_shape(section.name, collection, channels, size)
+    collection = _align_labels(section.name, collection, classes)
+    held = [*_all_parts(sites or {}), *([held_out] if held_out is not None else [])]
     if held:
-        collection = _without(held, collection)
+        collection = _drop_duplicates(held, collection)
     one = replace(collection, sites=(PUBLIC,) * len(collection))
-    return federate(one, Natural(), section.split, stream.child("sites"))[PUBLIC]
+    return build_site_data(one, Natural(), section.split, stream.child("sites"))[PUBLIC]
 
 
-def _refuse_shape(name: str, collection: Collection, channels: int, size: int) -> None:
+def _check_shape(name: str, collection: Collection, channels: int, size: int) -> None:
     found, wanted = tuple(collection.images.shape[1:]), (channels, size, size)
     if found != wanted:
         raise DataError(
-            f"The public set {name} has images of {_told(found)} (channels × height × width), the sites have "
-            f"{_told(wanted)}; set public.channels: {channels} and public.size: {size}, or choose another public set."
+            f"The public set {name} has images of {_format_shape(found)} (channels × height × width), the sites have "
+            f"{_format_shape(wanted)}; set public.channels: {channels} and public.size: {size}, or choose another public set."
         )
 
 
-def _told(shape: tuple[int, ...]) -> str:
+def _format_shape(shape: tuple[int, ...]) -> str:
     return " × ".join(map(str, shape))
 
 
-def _in_order(name: str, collection: Collection, classes: tuple[str, ...]) -> Collection:
+def _align_labels(name: str, collection: Collection, classes: tuple[str, ...]) -> Collection:
     """The collection with its labels numbered as the sites number theirs."""
     if sorted(collection.classes) != sorted(classes):
         raise DataError(
@@ -74,10 +74,10 @@ def _in_order(name: str, collection: Collection, classes: tuple[str, ...]) -> Co
     return replace(collection, labels=number[collection.labels], classes=classes)
 
 
-def _without(held: Sequence[Images | Selection], collection: Collection) -> Collection:
+def _drop_duplicates(held: Sequence[Images | Selection], collection: Collection) -> Collection:
     """The collection less the images that are held elsewhere, and less all others of those patients."""
-    private = {digest for images in held for digest in _digests(images)}
-    shared = [digest in private for digest in _digests(collection.examples())]
+    private = {digest for images in held for digest in _image_hashes(images)}
+    shared = [digest in private for digest in _image_hashes(collection.to_images())]
     people = {patient for patient, known in zip(collection.patients, shared, strict=True) if known}
     if not people:
         return collection
@@ -95,13 +95,13 @@ def _without(held: Sequence[Images | Selection], collection: Collection) -> Coll
     )
 
 
-def _parts(sites: Mapping[SiteId, SiteData]) -> list[Images | Selection]:
+def _all_parts(sites: Mapping[SiteId, SiteData]) -> list[Images | Selection]:
     parts = [part for site in sites.values() for part in (site.train, site.validation, site.test)]
     return [part for part in parts if isinstance(part, Images | Selection)]
 
 
-def _digests(images: Images | Selection) -> Iterator[bytes]:
+def _image_hashes(images: Images | Selection) -> Iterator[bytes]:
     """A hash of every image, as it is stored."""
     for index in torch.split(torch.arange(len(images)), HASHED):
-        for image in images.stored(index)[0]:
+        for image in images.stored_batch(index)[0]:
             yield hashlib.sha256(image.numpy().tobytes()).digest()

@@ -40,11 +40,11 @@ from polyclinic.config.recipe import Recipe
 from polyclinic.core.contract import Failure, SiteId
 from polyclinic.core.errors import EngineError, PolyclinicError
 from polyclinic.federation.engines import Answer
-from polyclinic.federation.engines.flower_envelope import packed, unpacked
-from polyclinic.federation.engines.local import answer_or_failure, keep_freed_memory, understood
+from polyclinic.federation.engines.flower_envelope import pack_message, unpack_message
+from polyclinic.federation.engines.local import answer_or_failure, keep_freed_memory, parse_worker_reply
 from polyclinic.federation.site_runner import SiteRunner
-from polyclinic.runs.networks import at_site
-from polyclinic.runs.privacy_plan import keep_noise
+from polyclinic.runs.networks import recipe_for_site
+from polyclinic.runs.privacy_plan import write_noise
 from polyclinic.storage.run_files import DiskMemory, write_atomically
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ dies too, it seems to be what they die of."""
 
 
 @dataclass(frozen=True)
-class Assignment:
+class ActorSetup:
     """What an actor must know to play any site of a run."""
 
     recipe: str
@@ -81,55 +81,55 @@ class Assignment:
     device: str
 
 
-def assign(experiment: Experiment, memory: DiskMemory) -> Assignment:
+def make_actor_setup(experiment: Experiment, memory: DiskMemory) -> ActorSetup:
     """Without a folder of its own, a run's noise is kept beside what its sites remember, as long as it lasts."""
     folder = experiment.folder or memory.folder
     if experiment.folder is None and experiment.plan is not None:
-        keep_noise(experiment.plan, folder)
+        write_noise(experiment.plan, folder)
         write_atomically(folder / "secret", f"{experiment.secret.seed:x}".encode())
         (folder / "secret").chmod(0o600)
-    return Assignment(
+    return ActorSetup(
         experiment.recipe.to_yaml(),
         experiment.data and experiment.data.resolve(),
         folder.resolve(),
         memory.folder.resolve(),
-        experiment.consortium.fingerprint,
+        experiment.dataset.fingerprint,
         experiment.network.device.type,
     )
 
 
 @cache
-def staff(assignment: Assignment) -> Mapping[SiteId, SiteRunner]:
+def build_runners(setup: ActorSetup) -> Mapping[SiteId, SiteRunner]:
     """The runners of all sites, in this process."""
     from polyclinic.runs.experiment import Experiment
 
-    recipe = at_site(Recipe.of(yaml.safe_load(assignment.recipe)), assignment.device)
+    recipe = recipe_for_site(Recipe.from_values(yaml.safe_load(setup.recipe)), setup.device)
     torch.set_num_threads(recipe.engine.threads)
     keep_freed_memory()
-    experiment = Experiment(recipe, assignment.folder, assignment.data)
-    if experiment.consortium.fingerprint != assignment.images:
+    experiment = Experiment(recipe, setup.folder, setup.data)
+    if experiment.dataset.fingerprint != setup.images:
         raise EngineError("the images there are not those that the run began with; give every machine the same data")
-    return experiment.runners(DiskMemory(assignment.memory))
+    return experiment.make_runners(DiskMemory(setup.memory))
 
 
-def site_app(assignment: Assignment) -> ClientApp:
+def make_site_app(setup: ActorSetup) -> ClientApp:
     """One application for every site: a message in, the runner's answer out."""
     app = ClientApp()
 
     @app.query()
     def answer(message: Message, context: Context) -> Message:
-        kind, payload = served(assignment, str(context.node_config[SITE]), unpacked(message))
-        content = packed(payload)
+        kind, payload = serve_message(setup, str(context.node_config[SITE]), unpack_message(message))
+        content = pack_message(payload)
         content[KIND] = ConfigRecord({KIND: kind})
         return Message(content, reply_to=message)
 
     return app
 
 
-def served(assignment: Assignment, site: SiteId, data: bytes) -> tuple[str, bytes]:
+def serve_message(setup: ActorSetup, site: SiteId, data: bytes) -> tuple[str, bytes]:
     """As `answer_or_failure`; or "unfit", if this process cannot play the sites."""
     try:
-        runner = staff(assignment)[site]
+        runner = build_runners(setup)[site]
     except PolyclinicError as error:
         return "unfit", str(error).encode()
     except Exception:
@@ -137,22 +137,22 @@ def served(assignment: Assignment, site: SiteId, data: bytes) -> tuple[str, byte
     return answer_or_failure(runner, data)
 
 
-def asked(site: SiteId, node: int, data: bytes) -> tuple[Message, Context]:
+def make_request(site: SiteId, node: int, data: bytes) -> tuple[Message, Context]:
     """A message to a site, and what its application is told beside it."""
     TaskIdentity.run_id, TaskIdentity.task_id, TaskIdentity.node_id = 1, 1, SUPERLINK_NODE_ID
     known = Context(1, node, {PARTITION_ID_KEY: node, SITE: site}, RecordDict(), {})
-    return Message(packed(data), node, "query"), known
+    return Message(pack_message(data), node, "query"), known
 
 
-def opened(reply: Message) -> bytes | Failure:
+def parse_reply(reply: Message) -> bytes | Failure:
     """What a site's reply means here."""
-    kind, payload = str(reply.content[KIND][KIND]), unpacked(reply)
+    kind, payload = str(reply.content[KIND][KIND]), unpack_message(reply)
     if kind == "unfit":
         raise EngineError(f"an actor of Ray's cannot play the sites: {payload.decode()}")
-    return understood(kind, payload, "an actor of Ray's")
+    return parse_worker_reply(kind, payload, "an actor of Ray's")
 
 
-def shared_out(workers: int, threads: int, cpus: int, gpus: int | None) -> tuple[int, float]:
+def actor_resources(workers: int, threads: int, cpus: int, gpus: int | None) -> tuple[int, float]:
     """How many actors, and what share of a GPU each has; `gpus` None: they compute on CPUs.
 
     Shares are a whole number to a GPU, or an actor would have to sit on two.
@@ -168,19 +168,19 @@ def shared_out(workers: int, threads: int, cpus: int, gpus: int | None) -> tuple
 class RayEngine:
     """Sites served by `workers` actors at once (0: one for each GPU, or for every `threads` CPUs)."""
 
-    def __init__(self, assignment: Assignment, sites: Iterable[SiteId], workers: int, threads: int) -> None:
+    def __init__(self, assignment: ActorSetup, sites: Iterable[SiteId], workers: int, threads: int) -> None:
         if find_spec("ray") is None:
             raise EngineError(f"the engine ray needs Ray, which is not installed; {ABSENT}")
         self.nodes = {site: number for number, site in enumerate(sites, 1)}
-        self.lent = ExitStack()
+        self.resources = ExitStack()
         try:
-            self.workers, share = self._open(workers, threads, assignment.device == "cuda")
-            self._staff(assignment, threads, share)
+            self.workers, share = self._connect(workers, threads, assignment.device == "cuda")
+            self._start_actors(assignment, threads, share)
         except BaseException:
             self.close()
             raise
 
-    def _open(self, workers: int, threads: int, on_gpu: bool) -> tuple[int, float]:
+    def _connect(self, workers: int, threads: int, on_gpu: bool) -> tuple[int, float]:
         """Connect to the cluster that RAY_ADDRESS names, or start a Ray of our own on this machine."""
         address = os.environ.get("RAY_ADDRESS") or "local"
         os.environ.update(QUIET)
@@ -189,39 +189,39 @@ class RayEngine:
             token = {"RAY_AUTH_TOKEN": secrets.token_hex(32)}  # which Ray reads once in a process
             os.environ.update({**OWN, **token, **os.environ})
             cpus, gpus = os.cpu_count() or 1, torch.cuda.device_count() if on_gpu else None
-            actors, _ = shared_out(workers, threads, cpus, gpus)
-            place = self.lent.enter_context(tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True))
+            actors, _ = actor_resources(workers, threads, cpus, gpus)
+            place = self.resources.enter_context(tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True))
             options = {"num_cpus": actors * threads, "num_gpus": gpus or 0, "_temp_dir": place}
         else:
-            _knock(address)
+            _check_reachable(address)
         import ray
 
         if ray.is_initialized():
             raise EngineError("Ray already runs in this process; call ray.shutdown() before the run")
-        self.lent.callback(ray.shutdown)
+        self.resources.callback(ray.shutdown)
         try:
             ray.init(
                 address,
                 include_dashboard=False,
                 log_to_driver=False,
                 logging_level=logging.CRITICAL,
-                runtime_env={"env_vars": _environment()},
+                runtime_env={"env_vars": _actor_environment()},
                 **options,
             )
         except (ConnectionError, RuntimeError, ValueError) as error:
             reason = str(error).strip().partition("\n")[0]
             raise EngineError(f"Ray cannot be had at {address} ({reason}); check RAY_ADDRESS, or unset it") from error
         found = cast(Any, ray).cluster_resources()
-        return shared_out(workers, threads, int(found.get("CPU", 1)), int(found.get("GPU", 0)) if on_gpu else None)
+        return actor_resources(workers, threads, int(found.get("CPU", 1)), int(found.get("GPU", 0)) if on_gpu else None)
 
-    def _staff(self, assignment: Assignment, threads: int, share: float) -> None:
+    def _start_actors(self, assignment: ActorSetup, threads: int, share: float) -> None:
         from flwr.server.superlink.fleet.vce.backend.raybackend import RayBackend
         from ray import kill
 
         logging.getLogger("flwr").setLevel(logging.CRITICAL)  # the round loop tells what fails
         self.backend = RayBackend({"client_resources": {"num_cpus": threads, "num_gpus": share, **AGAIN}})
         try:
-            self.backend.build(partial(site_app, assignment))
+            self.backend.build(partial(make_site_app, assignment))
         except ValueError:
             raise EngineError(
                 f"no machine of Ray's has {threads} CPUs{' and a GPU' if share else ''} for an actor; lower "
@@ -233,9 +233,9 @@ class RayEngine:
         del idle[self.workers :]
         self.workers = len(idle)
         self.threads = ThreadPoolExecutor(self.workers)
-        self.lent.callback(self._dismiss, list(idle))
+        self.resources.callback(self._stop_actors, list(idle))
 
-    def _dismiss(self, actors: list[Any]) -> None:
+    def _stop_actors(self, actors: list[Any]) -> None:
         """Actors first: a thread that waits for one would wait for ever once Ray is gone."""
         from ray import kill
 
@@ -252,31 +252,31 @@ class RayEngine:
         busy: dict[Future[Answer], SiteId] = {}
         while True:
             for site in islice(waiting, self.workers + 1 - len(busy)):
-                busy[self.threads.submit(self._ask, site, sent[site])] = site
+                busy[self.threads.submit(self._ask_actor, site, sent[site])] = site
             if not busy:
                 return
             for done in wait(busy, return_when=FIRST_COMPLETED).done:
                 yield busy.pop(done), done.result()
 
-    def _ask(self, site: SiteId, data: bytes) -> Answer:
+    def _ask_actor(self, site: SiteId, data: bytes) -> Answer:
         from ray.exceptions import RayError, RayTaskError
 
         try:
-            reply, _ = self.backend.process_message(*asked(site, self.nodes[site], data))
+            reply, _ = self.backend.process_message(*make_request(site, self.nodes[site], data))
         except RayTaskError:
             raise
         except RayError as error:
             return Failure(
                 "dead", f"two actors in turn ended over it ({type(error).__name__}); were they out of memory?"
             )
-        return opened(reply)
+        return parse_reply(reply)
 
     def close(self) -> None:
         """End all that was started."""
-        self.lent.close()
+        self.resources.close()
 
 
-def _knock(address: str) -> None:
+def _check_reachable(address: str) -> None:
     """Ray itself would try for minutes."""
     host, _, port = address.rpartition(":")
     try:
@@ -287,7 +287,7 @@ def _knock(address: str) -> None:
         raise EngineError(f"Ray cannot be had at {address} ({reason}); check RAY_ADDRESS, or unset it") from None
 
 
-def _environment() -> dict[str, str]:
+def _actor_environment() -> dict[str, str]:
     """What actors on other machines must know of this process's environment."""
     ours = {name: value for name, value in os.environ.items() if name.startswith("POLYCLINIC_")}
     return {**QUIET, **ours, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}

@@ -16,7 +16,7 @@ from polyclinic.core.contract import Batch, SiteId
 from polyclinic.core.errors import DataError, EngineError, Refused
 from polyclinic.data.examples import Images, SiteData
 from polyclinic.data.partitioning.federate import SiteSummary
-from polyclinic.runs.sites import FederatedDataset, refuse_name
+from polyclinic.runs.sites import FederatedDataset, check_site_name
 
 MOST = 10**9
 
@@ -37,7 +37,7 @@ class SiteProfile:
     fingerprint: str
 
     @staticmethod
-    def read(fields: Mapping[str, Any]) -> SiteProfile:
+    def from_fields(fields: Mapping[str, Any]) -> SiteProfile:
         """Refused unless everything is what it should be."""
         try:
             counts = [fields[name] for name in ("channels", "size", "train", "validation", "test")]
@@ -92,18 +92,18 @@ class RemoteSites(FederatedDataset):
     cards: Mapping[SiteId, SiteProfile]
 
     @staticmethod
-    def of(cards: Mapping[SiteId, SiteProfile]) -> RemoteSites:
+    def from_profiles(profiles: Mapping[SiteId, SiteProfile]) -> RemoteSites:
         """Refused where they do not fit together; each sentence names who has to mend it."""
-        first = next(iter(cards.values()))
-        for site, why in misfits(cards).items():
+        first = next(iter(profiles.values()))
+        for site, why in find_misfits(profiles).items():
             raise DataError(f"Site {site} does not fit: {why}.")
-        for site in cards:
-            refuse_name(site)
-        sites = {site: _absent(site, card) for site, card in cards.items()}
-        return RemoteSites(first.classes, sites, None, first.channels, first.size, dict(cards))
+        for site in profiles:
+            check_site_name(site)
+        sites = {site: _remote_site(site, card) for site, card in profiles.items()}
+        return RemoteSites(first.classes, sites, None, first.channels, first.size, dict(profiles))
 
     @property
-    def seen(self) -> Mapping[SiteId, SiteData]:
+    def visible_sites(self) -> Mapping[SiteId, SiteData]:
         return {}
 
     @cached_property
@@ -118,31 +118,31 @@ class RemoteSites(FederatedDataset):
             for site, card in self.cards.items()
         ]
 
-    def on(self, device: torch.device, room: int | None = None) -> dict[SiteId, SiteData]:
+    def on_device(self, device: torch.device, room: int | None = None) -> dict[SiteId, SiteData]:
         return dict(self.sites)
 
-    def through(self, part: nn.Module, device: torch.device) -> tuple[dict[SiteId, SiteData], Images | None]:
+    def with_features(self, part: nn.Module, device: torch.device) -> tuple[dict[SiteId, SiteData], Images | None]:
         """Sites compute it themselves."""
         return dict(self.sites), None
 
 
-def misfits(cards: Mapping[SiteId, SiteProfile]) -> dict[SiteId, str]:
+def find_misfits(profiles: Mapping[SiteId, SiteProfile]) -> dict[SiteId, str]:
     """Who has another version, other classes or another shape than most (of equally many, than the first), and why."""
-    kinds = [(card.classes, card.channels, card.size) for card in cards.values()]
+    kinds = [(card.classes, card.channels, card.size) for card in profiles.values()]
     usual = max(kinds, key=kinds.count, default=None)
-    like = next((site for site, kind in zip(cards, kinds, strict=True) if kind == usual), "")
+    like = next((site for site, kind in zip(profiles, kinds, strict=True) if kind == usual), "")
     found: dict[SiteId, str] = {}
-    for site, kind in zip(cards, kinds, strict=True):
-        if (theirs := cards[site].version) != __version__:
+    for site, kind in zip(profiles, kinds, strict=True):
+        if (theirs := profiles[site].version) != __version__:
             found[site] = f"it runs polyclinic {theirs}, this server {__version__}; install the same on both"
         for what, own, other in zip(("classes", "channels", "size"), kind, usual or kind, strict=True):
             if own != other:
-                told = f"it has {what} {_told(own)}, {like} has {_told(other)}"
+                told = f"it has {what} {_format_value(own)}, {like} has {_format_value(other)}"
                 found.setdefault(site, f"{told}; mend its data, or have the recipe's data say which")
     return found
 
 
-def _absent(site: SiteId, card: SiteProfile) -> SiteData:
+def _remote_site(site: SiteId, card: SiteProfile) -> SiteData:
     shape = (card.channels, card.size, card.size)
     train, validation = (
         RemoteImages(n, shape, of) for n, of in zip((card.train, card.validation), card.groups, strict=True)
@@ -150,5 +150,5 @@ def _absent(site: SiteId, card: SiteProfile) -> SiteData:
     return SiteData(site, train, validation, RemoteImages(card.test, shape))
 
 
-def _told(value: object) -> str:
+def _format_value(value: object) -> str:
     return ", ".join(value) if isinstance(value, tuple) else str(value)

@@ -17,10 +17,10 @@ from polyclinic.config.recipe import Recipe
 from polyclinic.core.contract import SiteId, Stream
 from polyclinic.core.errors import DataError
 from polyclinic.data import DATASETS
-from polyclinic.data.examples import Images, Pool, Selection, SiteData, concatenate
-from polyclinic.data.loading.load import for_task
-from polyclinic.data.partitioning.dry_run import refuse_silence
-from polyclinic.data.partitioning.federate import SiteSummary, describe, federate
+from polyclinic.data.examples import Images, PooledData, Selection, SiteData, concatenate
+from polyclinic.data.loading.load import apply_task
+from polyclinic.data.partitioning.dry_run import check_missing_fields
+from polyclinic.data.partitioning.federate import SiteSummary, build_site_data, summarise_sites
 from polyclinic.federation.rounds import HELD_OUT, POOLED
 
 MOST_FEATURES = 4 * 2**30
@@ -40,12 +40,12 @@ class FederatedDataset:
     size: int
 
     @property
-    def seen(self) -> Mapping[SiteId, SiteData]:
+    def visible_sites(self) -> Mapping[SiteId, SiteData]:
         """The sites whose images can be looked at from here."""
         return self.sites
 
     def describe(self) -> list[SiteSummary]:
-        return describe(self.sites, self.classes)
+        return summarise_sites(self.sites, self.classes)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -57,49 +57,54 @@ class FederatedDataset:
                 if isinstance(part, Selection):
                     total.update(f"{part.shared.mean}|{part.shared.std}".encode())
                 for index in torch.split(torch.arange(len(part)), HASHED):
-                    for tensor in part.stored(index) if isinstance(part, Selection) else part.batch(index):
+                    for tensor in part.stored_batch(index) if isinstance(part, Selection) else part.batch(index):
                         total.update(tensor.contiguous().numpy().data)
         return total.hexdigest()
 
     @cached_property
-    def _moved(self) -> dict[torch.device, dict[SiteId, SiteData]]:
+    def _on_devices(self) -> dict[torch.device, dict[SiteId, SiteData]]:
         return {}
 
-    def on(self, device: torch.device, room: int | None = None) -> dict[SiteId, SiteData]:
+    def on_device(self, device: torch.device, room: int | None = None) -> dict[SiteId, SiteData]:
         """The sites with their images on `device`, where images that sites share lie once.
 
         If they take more than `room` bytes there (None: half of what is free now) they stay, and are fed as needed.
         """
         if device.type == "cpu":
             return dict(self.sites)
-        if device not in self._moved:
-            fits = sum(t.nbytes for t in self._distinct()) <= (room_on(device) if room is None else room)
+        if device not in self._on_devices:
+            fits = sum(t.nbytes for t in self._distinct_tensors()) <= (free_bytes(device) if room is None else room)
             copies: dict[int, Images] = {}
-            self._moved[device] = {n: site_on(s, device, copies) if fits else s for n, s in self.sites.items()}
-        return dict(self._moved[device])
+            self._on_devices[device] = {
+                n: site_on_device(s, device, copies) if fits else s for n, s in self.sites.items()
+            }
+        return dict(self._on_devices[device])
 
-    def through(self, part: nn.Module, device: torch.device) -> tuple[dict[SiteId, SiteData], Images | None]:
+    def with_features(self, part: nn.Module, device: torch.device) -> tuple[dict[SiteId, SiteData], Images | None]:
         """The sites on `device`, and the held-out images, with what a fixed part of a network makes of images in the
         images' place, where it fits; made once for all who ask."""
 
         def made(images: Images) -> Images:
             key = id(images), device, repr(part)
-            if key not in self._made:
-                self._made[key] = images, _features(images, part)  # held, so that no other takes its identity
-            return self._made[key][1]
+            if key not in self._feature_cache:
+                self._feature_cache[key] = (
+                    images,
+                    _compute_features(images, part),
+                )  # held, so that no other takes its identity
+            return self._feature_cache[key][1]
 
         def of(examples: Any) -> Any:
-            return examples.of_copy(made(examples.shared)) if isinstance(examples, Selection) else made(examples)
+            return examples.with_images(made(examples.shared)) if isinstance(examples, Selection) else made(examples)
 
-        sites = self.on(device).items()
+        sites = self.on_device(device).items()
         kept = {n: SiteData(s.name, of(s.train), of(s.validation), of(s.test)) for n, s in sites}
         return kept, self.held_out and made(self.held_out)
 
     @cached_property
-    def _made(self) -> dict[tuple[int, torch.device, str], tuple[Images, Images]]:
+    def _feature_cache(self) -> dict[tuple[int, torch.device, str], tuple[Images, Images]]:
         return {}
 
-    def _distinct(self) -> list[torch.Tensor]:
+    def _distinct_tensors(self) -> list[torch.Tensor]:
         """Every tensor of images, once."""
         parts = [part for site in self.sites.values() for part in (site.train, site.validation, site.test)]
         held = [part.shared if isinstance(part, Selection) else part for part in parts]
@@ -111,11 +116,11 @@ def load_sites(recipe: Recipe, data: Path | None = None) -> FederatedDataset:
     stream, spec = Stream(recipe.seed), DATASETS[recipe.data.name]
     options = spec.options.model_validate(recipe.data.options)
     collection = spec.load(options, stream.child("data"), data)
-    partition = recipe.partition_of()
+    partition = recipe.build_partition()
     if spec.read is not None and "" in (*(collection.sites or ()), *(collection.split or ())):
-        listing = for_task(spec.read(options, data), getattr(options, "task", None))  # which knows the rows
-        refuse_silence(listing, partition, recipe.data.split)
-    sites = federate(
+        listing = apply_task(spec.read(options, data), getattr(options, "task", None))  # which knows the rows
+        check_missing_fields(listing, partition, recipe.data.split)
+    sites = build_site_data(
         collection,
         partition,
         recipe.data.split,
@@ -123,12 +128,12 @@ def load_sites(recipe: Recipe, data: Path | None = None) -> FederatedDataset:
         recipe.data.allow_single_class,
     )
     for name in sites:
-        refuse_name(name)
+        check_site_name(name)
     channels, size = collection.images.shape[1], collection.images.shape[-1]
     return FederatedDataset(collection.classes, sites, collection.held_out, channels, size)
 
 
-def refuse_name(name: SiteId) -> None:
+def check_site_name(name: SiteId) -> None:
     """Site names become parts of names on the wire and in results, beside others that mean something there."""
     if not (0 < len(name) <= 100 and name.isprintable()) or set("/@|") & set(name):
         raise DataError(
@@ -140,7 +145,7 @@ def refuse_name(name: SiteId) -> None:
 
 
 @torch.no_grad()
-def _features(images: Images, part: nn.Module) -> Images:
+def _compute_features(images: Images, part: nn.Module) -> Images:
     device = images.labels.device
     part = copy.deepcopy(part).to(device)
     rows = torch.split(torch.arange(len(images), device=device), HASHED)
@@ -155,12 +160,12 @@ def _features(images: Images, part: nn.Module) -> Images:
     return replace(images, images=block, mean=0.0, std=1.0)
 
 
-def room_on(device: torch.device) -> float:
+def free_bytes(device: torch.device) -> float:
     """How many bytes of images `device` may be given: half of what is free, the rest is for training."""
     return torch.cuda.mem_get_info(device)[0] / 2 if device.type == "cuda" else float("inf")
 
 
-def site_on(site: SiteData, device: torch.device, copies: dict[int, Images]) -> SiteData:
+def site_on_device(site: SiteData, device: torch.device, copies: dict[int, Images]) -> SiteData:
     """The site with its images on `device`; `copies` knows those that are there already."""
 
     def moved(part: Any) -> Any:
@@ -168,13 +173,13 @@ def site_on(site: SiteData, device: torch.device, copies: dict[int, Images]) -> 
             return part.to(device)
         key = id(part.shared)
         copies[key] = copies.get(key) or part.shared.to(device)
-        return part.of_copy(copies[key])
+        return part.with_images(copies[key])
 
     return SiteData(site.name, moved(site.train), moved(site.validation), moved(site.test))
 
 
-def pool(sites: Mapping[SiteId, SiteData]) -> Pool:
+def pool_sites(sites: Mapping[SiteId, SiteData]) -> PooledData:
     """Everybody's training and validation images in one place; nothing to test on, the sites do that."""
     train, validation = (concatenate([getattr(site, p) for site in sites.values()]) for p in ("train", "validation"))
     nothing, members = validation.subset(torch.arange(0)), {name: site.train for name, site in sites.items()}
-    return Pool(POOLED, train, validation, nothing, members)
+    return PooledData(POOLED, train, validation, nothing, members)

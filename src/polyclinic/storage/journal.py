@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from polyclinic.core.contract import Bundle, SiteId
 from polyclinic.core.errors import StoreError
 from polyclinic.core.failpoints import failpoint
-from polyclinic.storage.run_files import Ledger, Metrics, Snapshots, prepare
+from polyclinic.storage.run_files import Ledger, MetricsFile, SnapshotStore, prepare_folder
 
 SPENT = ("down", "up", "seconds")
 
@@ -28,21 +28,23 @@ class Resumed:
 class Journal(Protocol):
     def resume(self) -> Resumed | None: ...
 
-    def charge(self, round: int, sites: Sequence[SiteId], privacy: Mapping[str, Any] | None = None) -> None:
+    def charge_round(self, round: int, sites: Sequence[SiteId], privacy: Mapping[str, Any] | None = None) -> None:
         """Before anything is sent: what this round may release. Synced before it returns."""
         ...
 
-    def charged(self) -> list[dict[str, Any]]:
+    def read_charges(self) -> list[dict[str, Any]]:
         """Every charge so far."""
         ...
 
-    def metrics(self, rows: list[dict[str, Any]]) -> None: ...
+    def append_metrics(self, rows: list[dict[str, Any]]) -> None: ...
 
-    def cost(self, event: str, round: int, seconds: float, sites: Mapping[SiteId, Mapping[str, Any]]) -> None: ...
+    def append_cost(
+        self, event: str, round: int, seconds: float, sites: Mapping[SiteId, Mapping[str, Any]]
+    ) -> None: ...
 
-    def snapshot(self, round: int, state: Bundle, progress: Mapping[str, Any]) -> None: ...
+    def save_snapshot(self, round: int, state: Bundle, progress: Mapping[str, Any]) -> None: ...
 
-    def durable(self) -> int:
+    def oldest_snapshot(self) -> int:
         """The earliest round a resume could go back to."""
         ...
 
@@ -57,22 +59,22 @@ class RamJournal:
     def resume(self) -> Resumed | None:
         return None
 
-    def charge(self, round: int, sites: Sequence[SiteId], privacy: Mapping[str, Any] | None = None) -> None:
+    def charge_round(self, round: int, sites: Sequence[SiteId], privacy: Mapping[str, Any] | None = None) -> None:
         self.costs.append({"event": "charge", "round": round, "sites": list(sites), "privacy": privacy})
 
-    def charged(self) -> list[dict[str, Any]]:
+    def read_charges(self) -> list[dict[str, Any]]:
         return [row for row in self.costs if row["event"] == "charge"]
 
-    def metrics(self, rows: list[dict[str, Any]]) -> None:
+    def append_metrics(self, rows: list[dict[str, Any]]) -> None:
         self.rows.extend(rows)
 
-    def cost(self, event: str, round: int, seconds: float, sites: Mapping[SiteId, Mapping[str, Any]]) -> None:
+    def append_cost(self, event: str, round: int, seconds: float, sites: Mapping[SiteId, Mapping[str, Any]]) -> None:
         self.costs.append({"event": event, "round": round, "seconds": seconds, "sites": dict(sites)})
 
-    def snapshot(self, round: int, state: Bundle, progress: Mapping[str, Any]) -> None:
+    def save_snapshot(self, round: int, state: Bundle, progress: Mapping[str, Any]) -> None:
         """Nothing to keep."""
 
-    def durable(self) -> int:
+    def oldest_snapshot(self) -> int:
         return 0
 
 
@@ -80,11 +82,11 @@ class FolderJournal:
     """A run's folder: `metrics.jsonl`, `ledger.jsonl`, `snapshots/`."""
 
     def __init__(self, folder: Path) -> None:
-        prepare(folder)
+        prepare_folder(folder)
         self.folder = folder
-        self.snapshots = Snapshots(folder)
+        self.snapshots = SnapshotStore(folder)
         self.ledger = Ledger(folder / "ledger.jsonl")
-        self._metrics = Metrics(folder / "metrics.jsonl")
+        self._metrics = MetricsFile(folder / "metrics.jsonl")
 
     @property
     def rows(self) -> list[dict[str, Any]]:
@@ -92,13 +94,13 @@ class FolderJournal:
 
     @property
     def costs(self) -> list[dict[str, Any]]:
-        return with_interrupted(self.ledger.read())
+        return add_interrupted_rounds(self.ledger.read())
 
     def resume(self) -> Resumed | None:
         """The newest sound snapshot; what was measured after it is forgotten, what was spent after it is not."""
         found = self.snapshots.load()
         if found is None:
-            self._metrics.cut(0)
+            self._metrics.truncate(0)
             if self.ledger.rows:
                 self.ledger.append(event="resumed", round=0)
             return None
@@ -109,26 +111,26 @@ class FolderJournal:
                 f"{self.ledger.path} lacks rows that the snapshot of round {round} has seen; what the run has cost "
                 "can no longer be shown, so it cannot be resumed: restore the file or start anew in another folder"
             )
-        self._metrics.cut(fields["metrics_size"], fields["metrics_sha256"])
+        self._metrics.truncate(fields["metrics_size"], fields["metrics_sha256"])
         self.ledger.append(event="resumed", round=round)
         return Resumed(round, message.tensors, fields["progress"])
 
-    def charge(self, round: int, sites: Sequence[SiteId], privacy: Mapping[str, Any] | None = None) -> None:
+    def charge_round(self, round: int, sites: Sequence[SiteId], privacy: Mapping[str, Any] | None = None) -> None:
         self.ledger.append(event="charge", round=round, sites=list(sites), privacy=privacy)
         failpoint("charge-written")
 
-    def charged(self) -> list[dict[str, Any]]:
+    def read_charges(self) -> list[dict[str, Any]]:
         return [row for row in self.ledger.read() if row["event"] == "charge"]
 
-    def metrics(self, rows: list[dict[str, Any]]) -> None:
+    def append_metrics(self, rows: list[dict[str, Any]]) -> None:
         self._metrics.append(rows)
         failpoint("metrics-written")
 
-    def cost(self, event: str, round: int, seconds: float, sites: Mapping[SiteId, Mapping[str, Any]]) -> None:
+    def append_cost(self, event: str, round: int, seconds: float, sites: Mapping[SiteId, Mapping[str, Any]]) -> None:
         self.ledger.append(event=event, round=round, seconds=round_seconds(seconds), sites=dict(sites))
         failpoint("ledger-written")
 
-    def snapshot(self, round: int, state: Bundle, progress: Mapping[str, Any]) -> None:
+    def save_snapshot(self, round: int, state: Bundle, progress: Mapping[str, Any]) -> None:
         fields = {
             "progress": dict(progress),
             "ledger_rows": self.ledger.rows,
@@ -139,15 +141,15 @@ class FolderJournal:
         self.snapshots.save(round, state, fields)
         failpoint("snapshot-written")
 
-    def durable(self) -> int:
-        return self.snapshots.oldest()
+    def oldest_snapshot(self) -> int:
+        return self.snapshots.oldest_round()
 
 
 def round_seconds(seconds: float) -> float:
     return round(seconds, 6)
 
 
-def with_interrupted(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def add_interrupted_rounds(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Add what rounds cost that were begun and cut short: nobody knows how far they came, so all of it is counted."""
     played = {row["round"]: row for row in rows if row["event"] in ("round", "evaluation")}
     found: list[dict[str, Any]] = []

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from polyclinic.core.contract import Bundle, SiteId, Tensors, Update
 from polyclinic.core.errors import Refused
-from polyclinic.core.flat_tensors import FlatTensors, distance, rowed
+from polyclinic.core.flat_tensors import FlatTensors, flatten_if_contiguous, l2_distance
 from polyclinic.core.strict_json import parse_json
 
 MAGIC = b"PCL1"
@@ -89,10 +89,10 @@ def unflatten(tensors: Mapping[str, Tensor]) -> Bundle:
         if not slash:
             raise Refused("name", f"tensor {path[:60]!r} has no kind")
         bundle.setdefault(kind, {})[name] = tensor
-    return {kind: rowed(group) for kind, group in bundle.items()}
+    return {kind: flatten_if_contiguous(group) for kind, group in bundle.items()}
 
 
-def digest(bundle: Bundle) -> str:
+def hash_tensors(bundle: Bundle) -> str:
     """SHA-256 of names, dtypes, shapes and values, whatever order they were put in."""
     total = hashlib.sha256()
     for path, tensor in sorted(flatten(bundle).items()):
@@ -103,24 +103,24 @@ def digest(bundle: Bundle) -> str:
 
 def encode_body(bundle: Bundle) -> Body:
     """The tensors as a safetensors file, the widest dtypes first so that every tensor lies at a proper address."""
-    data = b"".join(_pieces(bundle))
+    data = b"".join(_body_views(bundle))
     return Body(data, hashlib.sha256(data).hexdigest())
 
 
-def _pieces(bundle: Bundle) -> list[bytes | memoryview]:
+def _body_views(bundle: Bundle) -> list[bytes | memoryview]:
     """What a body is made of, as views of the tensors: no copy."""
-    tensors, table = _in_order(bundle)
+    tensors, table = _sort_by_width(bundle)
     views = (t.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data for t in tensors)
     return [len(table).to_bytes(8, "little"), table, *views]
 
 
-def _in_order(bundle: Bundle) -> tuple[list[Tensor], bytes]:
+def _sort_by_width(bundle: Bundle) -> tuple[list[Tensor], bytes]:
     tensors = sorted(flatten(bundle).items(), key=lambda item: (-item[1].element_size(), item[0]))
-    return [t for _, t in tensors], _table(tuple((path, tensor.dtype, tensor.shape) for path, tensor in tensors))
+    return [t for _, t in tensors], _encode_table(tuple((path, tensor.dtype, tensor.shape) for path, tensor in tensors))
 
 
 @lru_cache(maxsize=16)
-def _table(layout: tuple[tuple[str, torch.dtype, torch.Size], ...]) -> bytes:
+def _encode_table(layout: tuple[tuple[str, torch.dtype, torch.Size], ...]) -> bytes:
     table, position = {}, 0
     for path, dtype, shape in layout:
         end = position + math.prod(shape) * dtype.itemsize
@@ -130,33 +130,33 @@ def _table(layout: tuple[tuple[str, torch.dtype, torch.Size], ...]) -> bytes:
     return text + b" " * (-len(text) % 8)
 
 
-def pack(fields: Mapping[str, Any], body: Body) -> bytes:
-    return _frame(fields, body.sha256, [body.data])
+def encode_with_body(fields: Mapping[str, Any], body: Body) -> bytes:
+    return _join_frame(fields, body.sha256, [body.data])
 
 
 def encode(fields: Mapping[str, Any], bundle: Bundle) -> bytes:
     """A message that is sent once: its tensors are copied once, straight into it."""
-    pieces, total = _pieces(bundle), hashlib.sha256()
+    pieces, total = _body_views(bundle), hashlib.sha256()
     for piece in pieces:
         total.update(piece)
-    return _frame(fields, total.hexdigest(), pieces)
+    return _join_frame(fields, total.hexdigest(), pieces)
 
 
-def _frame(fields: Mapping[str, Any], checksum: str, body: Sequence[bytes | memoryview]) -> bytes:
-    header = _header(fields, checksum)
+def _join_frame(fields: Mapping[str, Any], checksum: str, body: Sequence[bytes | memoryview]) -> bytes:
+    header = _encode_header(fields, checksum)
     return b"".join((PREFIX.pack(MAGIC, len(header), hashlib.sha256(header).digest()), header, *body))
 
 
-def _header(fields: Mapping[str, Any], checksum: str) -> bytes:
+def _encode_header(fields: Mapping[str, Any], checksum: str) -> bytes:
     header = json.dumps({**fields, "schema": SCHEMA, "body": checksum}, allow_nan=False).encode()
     return header + b" " * (-(PREFIX.size + len(header)) % ALIGNMENT)
 
 
-def size(message: bytes | Message, body: int | None = None) -> int:
+def message_size(message: bytes | Message, body: int | None = None) -> int:
     """The bytes a message has, or would have if it travelled; `body` of them for its tensors, if that is known."""
     if isinstance(message, bytes):
         return len(message)
-    header = _header(message.fields, "0" * 2 * hashlib.sha256().digest_size)
+    header = _encode_header(message.fields, "0" * 2 * hashlib.sha256().digest_size)
     return PREFIX.size + len(header) + (body_size(message.tensors) if body is None else body)
 
 
@@ -167,18 +167,18 @@ def body_size(bundle: Bundle) -> int:
 @lru_cache(maxsize=16)
 def _body_size(layout: tuple[tuple[str, torch.dtype, torch.Size], ...]) -> int:
     values = sum(math.prod(shape) * dtype.itemsize for _, dtype, shape in layout)
-    return 8 + len(_table(tuple(sorted(layout, key=lambda entry: (-entry[1].itemsize, entry[0]))))) + values
+    return 8 + len(_encode_table(tuple(sorted(layout, key=lambda entry: (-entry[1].itemsize, entry[0]))))) + values
 
 
-def decode(data: bytes, limit: int | None = None, table: int = MAX_TABLE) -> Message:
+def decode(data: bytes, max_bytes: int | None = None, max_table_bytes: int = MAX_TABLE) -> Message:
     """The message in `data`, or `Refused`. Checks everything that can be checked without knowing what was expected.
 
     `limit` and `table`: the most bytes that the message, and the table of its tensors, may have.
     """
     if not data:
         raise Refused("empty", "the message has no bytes")
-    if limit is not None and len(data) > limit:
-        raise Refused("oversize", f"{len(data)} bytes where at most {limit} were expected")
+    if max_bytes is not None and len(data) > max_bytes:
+        raise Refused("oversize", f"{len(data)} bytes where at most {max_bytes} were expected")
     if len(data) < PREFIX.size or data[:4] != MAGIC:
         raise Refused("format", "this is not a polyclinic message")
     _, length, checksum = PREFIX.unpack_from(data)
@@ -193,7 +193,7 @@ def decode(data: bytes, limit: int | None = None, table: int = MAX_TABLE) -> Mes
     body = memoryview(data)[PREFIX.size + length :]
     if hashlib.sha256(body).hexdigest() != fields["body"]:
         raise Refused("checksum", "the tensors do not match their checksum")
-    return Message(fields, unflatten(_parse_body(body, table)))
+    return Message(fields, unflatten(_parse_body(body, max_table_bytes)))
 
 
 def _parse_header(header: bytes) -> dict[str, Any]:
@@ -202,11 +202,11 @@ def _parse_header(header: bytes) -> dict[str, Any]:
     if not isinstance(fields.get("body"), str):
         raise Refused("json", "the header names no checksum of the body")
     if type(schema) is not int or schema != SCHEMA:
-        raise Refused("schema", f"schema {shown(schema)} where {SCHEMA} is spoken; install the same version")
+        raise Refused("schema", f"schema {format_untrusted(schema)} where {SCHEMA} is spoken; install the same version")
     return fields
 
 
-def shown(value: object) -> str:
+def format_untrusted(value: object) -> str:
     """What a stranger wrote, harmless in a log: short, escaped, and lists without what is nested in them."""
     return repr(value)[:60] if value is None or isinstance(value, str | int | float) else f"a {type(value).__name__}"
 
@@ -222,13 +222,15 @@ def _parse_body(body: memoryview, most: int) -> Tensors:
         raise Refused("tensors", f"a table of {length} bytes is announced in a body of {len(body)}")
     tensors: Tensors = {}
     position = 8 + length
-    for dtype, entries in groupby(_layout(bytes(body[8:position])), key=lambda entry: entry[1]):
+    for dtype, entries in groupby(_parse_table(bytes(body[8:position])), key=lambda entry: entry[1]):
         alike = list(entries)
         sizes = [size for _, _, _, size in alike]
         end = position + sum(sizes)
         if end > len(body):
             raise Refused("tensors", f"{alike[-1][0][:60]!r} ends beyond the message")
-        pieces = torch.split(_view(alike, body[position:end], dtype), [size // dtype.itemsize for size in sizes])
+        pieces = torch.split(
+            _view_as_tensor(alike, body[position:end], dtype), [size // dtype.itemsize for size in sizes]
+        )
         tensors |= {name: piece.view(shape) for (name, _, shape, _), piece in zip(alike, pieces, strict=True)}
         position = end
     if position != len(body):
@@ -237,10 +239,10 @@ def _parse_body(body: memoryview, most: int) -> Tensors:
 
 
 @lru_cache(maxsize=16)
-def _layout(table: bytes) -> tuple[Entry, ...]:
+def _parse_table(table: bytes) -> tuple[Entry, ...]:
     """What a table says, checked. Sites of one federation send the same table again and again."""
     entries, position = [], 0
-    for name, entry in sorted(parse_json(table, "tensors").items(), key=_offset):
+    for name, entry in sorted(parse_json(table, "tensors").items(), key=_entry_offset):
         dtype, shape, size = _parse_entry(name, entry, position)
         if (8 + len(table) + position) % dtype.itemsize:
             raise Refused("tensors", f"{name[:60]!r} lies at an odd address")
@@ -249,7 +251,7 @@ def _layout(table: bytes) -> tuple[Entry, ...]:
     return tuple(entries)
 
 
-def _offset(item: tuple[str, Any]) -> int:
+def _entry_offset(item: tuple[str, Any]) -> int:
     try:
         start = item[1]["data_offsets"][0]
     except (TypeError, KeyError, IndexError):
@@ -261,7 +263,7 @@ def _parse_entry(name: str, entry: Any, start: int) -> tuple[torch.dtype, tuple[
     spoken, shape, place = entry.get("dtype"), entry.get("shape"), entry["data_offsets"]
     dtype = DTYPES.get(spoken) if isinstance(spoken, str) else None
     if dtype is None:
-        raise Refused("dtype", f"{name[:60]!r} is {shown(spoken)}, which is not spoken here")
+        raise Refused("dtype", f"{name[:60]!r} is {format_untrusted(spoken)}, which is not spoken here")
     if not isinstance(shape, list) or not all(type(n) is int and 0 <= n < 1 << 48 for n in shape) or len(shape) > 16:
         raise Refused("shape", f"{name[:60]!r} has no proper shape")
     size = math.prod(shape) * dtype.itemsize
@@ -272,7 +274,7 @@ def _parse_entry(name: str, entry: Any, start: int) -> tuple[torch.dtype, tuple[
     return dtype, tuple(shape), size
 
 
-def _view(entries: Sequence[Entry], data: memoryview, dtype: torch.dtype) -> Tensor:
+def _view_as_tensor(entries: Sequence[Entry], data: memoryview, dtype: torch.dtype) -> Tensor:
     """All tensors of one dtype, which lie side by side, as one."""
     if not data:
         return torch.empty(0, dtype=dtype)
@@ -283,7 +285,7 @@ def _view(entries: Sequence[Entry], data: memoryview, dtype: torch.dtype) -> Ten
 
 
 @dataclass(frozen=True)
-class Expected:
+class ExpectedUpdate:
     """What the server will accept from one site in one round."""
 
     run: str
@@ -299,18 +301,18 @@ class Expected:
     max_norm: float = 1e6
 
     @cached_property
-    def limit(self) -> int:
+    def max_bytes(self) -> int:
         """The most bytes its message may have …"""
-        return self.table + sum(t.nbytes for tensors in self.like.values() for t in tensors.values())
+        return self.max_table_bytes + sum(t.nbytes for tensors in self.like.values() for t in tensors.values())
 
     @cached_property
-    def table(self) -> int:
+    def max_table_bytes(self) -> int:
         """… and the most that names, shapes and dtypes may take of them, since reading those multiplies their size."""
         return OVERHEAD + sum(256 + len(n) for tensors in self.like.values() for n in tensors)
 
 
 @dataclass(frozen=True)
-class Reply:
+class AcceptedUpdate:
     """An accepted update with what the site reported, and how far its weights moved (client drift)."""
 
     update: Update
@@ -319,24 +321,26 @@ class Reply:
     """None where no weights were sent."""
 
 
-def accept(
-    data: bytes | Message, expected: Expected, restore: Callable[[Bundle], Bundle] = lambda tensors: tensors
-) -> Reply:
+def accept_update(
+    data: bytes | Message, expected: ExpectedUpdate, restore: Callable[[Bundle], Bundle] = lambda tensors: tensors
+) -> AcceptedUpdate:
     """Decode a site's reply and check everything about it: names, shapes, dtypes, values, weight, round, site, size."""
-    message = data if isinstance(data, Message) else decode(data, expected.limit, expected.table)
+    message = data if isinstance(data, Message) else decode(data, expected.max_bytes, expected.max_table_bytes)
     fields = message.fields
     check_address(fields, expected.run, expected.round, expected.site)
     examples = fields.get("examples")
     if type(examples) is not int or not 0 < examples <= expected.examples:
-        raise Refused("examples", f"{shown(examples)} training examples where {expected.examples} are registered")
+        raise Refused(
+            "examples", f"{format_untrusted(examples)} training examples where {expected.examples} are registered"
+        )
     for kind in message.tensors.keys() - expected.like.keys():
         raise Refused("kind", f"{kind[:60]!r} was not agreed to leave a site")
     for kind, like in expected.like.items():
         if kind in message.tensors or not (kind in expected.optional or not like):
-            _check_like(kind, message.tensors.get(kind, {}), like)
+            _check_layout(kind, message.tensors.get(kind, {}), like)
     tensors = restore(message.tensors)
     drift = _check_values(tensors, expected)
-    return Reply(Update(tensors, examples, expected.site, scalars_of(fields)), fields, drift)
+    return AcceptedUpdate(Update(tensors, examples, expected.site, read_scalars(fields)), fields, drift)
 
 
 def check_address(fields: Mapping[str, Any], run: str, round: int, site: SiteId) -> None:
@@ -344,11 +348,11 @@ def check_address(fields: Mapping[str, Any], run: str, round: int, site: SiteId)
     for name, wanted in (("run", run), ("site", site), ("round", round)):
         found = fields.get(name)
         if found != wanted or type(found) is not type(wanted):
-            raise Refused(name, f"{shown(found)} where {wanted!r} was expected")
+            raise Refused(name, f"{format_untrusted(found)} where {wanted!r} was expected")
 
 
-def _check_like(kind: str, tensors: Tensors, like: Tensors) -> None:
-    if isinstance(tensors, FlatTensors) and tensors.is_like(like):
+def _check_layout(kind: str, tensors: Tensors, like: Tensors) -> None:
+    if isinstance(tensors, FlatTensors) and tensors.has_layout_of(like):
         return
     for name in like.keys() - tensors.keys():
         raise Refused("missing", f"{kind}/{name} is not there")
@@ -361,12 +365,12 @@ def _check_like(kind: str, tensors: Tensors, like: Tensors) -> None:
             raise Refused("dtype", f"{kind}/{name} is {tensor.dtype}, not {like[name].dtype}")
 
 
-def _check_values(tensors: Bundle, expected: Expected) -> float | None:
+def _check_values(tensors: Bundle, expected: ExpectedUpdate) -> float | None:
     """Every value is finite and each kind lies within `max_norm` of what was sent; returns the model's distance."""
     drift: float | None = None
     for kind, group in tensors.items():
         start = expected.received.get(kind, {})
-        norm = distance(group, start)
+        norm = l2_distance(group, start)
         if not math.isfinite(norm):
             bad = next((n for n, t in group.items() if not bool(torch.isfinite(t).all())), None)
             if bad is not None:
@@ -383,7 +387,7 @@ def _check_values(tensors: Bundle, expected: Expected) -> float | None:
     return drift
 
 
-def scalars_of(fields: Mapping[str, Any]) -> dict[str, float]:
+def read_scalars(fields: Mapping[str, Any]) -> dict[str, float]:
     scalars = fields.get("scalars", {})
     if not isinstance(scalars, dict):
         raise Refused("scalars", "scalars are not an object")

@@ -23,7 +23,7 @@ from safetensors.torch import load_file
 from polyclinic.core.contract import Bundle, SiteId, Tensors
 from polyclinic.core.errors import DataError, Refused, StoreError
 from polyclinic.core.failpoints import failpoint
-from polyclinic.core.flat_tensors import FlatTensors, copied
+from polyclinic.core.flat_tensors import FlatTensors, copy_tensors
 from polyclinic.core.names import HELD_OUT
 from polyclinic.evaluation.metrics import Predictions
 from polyclinic.storage import messages
@@ -36,23 +36,23 @@ HASH = 32
 
 
 @contextlib.contextmanager
-def named_failure(path: Path, deed: str = "write", remedy: str = ANOTHER) -> Iterator[None]:
+def explain_os_errors(path: Path, action: str = "write", remedy: str = ANOTHER) -> Iterator[None]:
     """Turn what the disk says into one sentence."""
     try:
         yield
     except OSError as error:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
         reason = "the disk is full" if full else error.strerror or error
-        raise StoreError(f"cannot {deed} {path}: {reason}; {remedy}") from error
+        raise StoreError(f"cannot {action} {path}: {reason}; {remedy}") from error
 
 
-def write_atomically(path: Path, data: bytes, half: str = "", unnamed: str = "") -> None:
+def write_atomically(path: Path, data: bytes, half_written: str = "", before_rename: str = "") -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with named_failure(path):
+    with explain_os_errors(path):
         try:
             with open(temporary, "wb") as file:
-                _write_and_sync(file, data, half)
-            failpoint(unnamed)
+                _write_and_sync(file, data, half_written)
+            failpoint(before_rename)
             os.replace(temporary, path)
         except BaseException:
             temporary.unlink(missing_ok=True)
@@ -60,13 +60,13 @@ def write_atomically(path: Path, data: bytes, half: str = "", unnamed: str = "")
         _sync_folder(path.parent)
 
 
-def append_durably(path: Path, data: bytes, half: str = "") -> None:
+def append_durably(path: Path, data: bytes, half_written: str = "") -> None:
     """Add to the end of a file. Where the disk gives out on the way, nothing was added."""
-    with named_failure(path):
+    with explain_os_errors(path):
         start = path.stat().st_size if path.exists() else 0
         try:
             with open(path, "ab") as file:
-                _write_and_sync(file, data, half)
+                _write_and_sync(file, data, half_written)
         except OSError:
             if path.exists():
                 os.truncate(path, start)
@@ -94,7 +94,7 @@ def write_json(path: Path, value: Any) -> None:
     write_atomically(path, (json.dumps(value, indent=2, allow_nan=False) + "\n").encode())
 
 
-def keep_predictions(folder: Path, found: Mapping[SiteId, Bundle], apart: Predictions | None) -> None:
+def save_predictions(folder: Path, found: Mapping[SiteId, Bundle], apart: Predictions | None) -> None:
     """What final models say of validation and test images, by `site|model|part`, beside a run's result: probabilities,
     labels, patients by number. `apart`: of the test images that belong to no site."""
     kept = {f"{site}|{key}": group for site, groups in found.items() for key, group in groups.items()}
@@ -106,7 +106,7 @@ def keep_predictions(folder: Path, found: Mapping[SiteId, Bundle], apart: Predic
         write_atomically(folder / PREDICTIONS, messages.encode_body(kept).data)
 
 
-def kept_predictions(folder: Path) -> dict[tuple[SiteId, str, str], Predictions]:
+def load_predictions(folder: Path) -> dict[tuple[SiteId, str, str], Predictions]:
     """The same, by site, model and part; {} where none were kept."""
     path = folder / PREDICTIONS
     if not path.exists():
@@ -114,19 +114,19 @@ def kept_predictions(folder: Path) -> dict[tuple[SiteId, str, str], Predictions]
     try:
         bundle = messages.unflatten(load_file(path))
         named = {tuple(key.split("|")): group for key, group in bundle.items()}
-        return {(site, model, part): _predicted(site, group) for (site, model, part), group in named.items()}
+        return {(site, model, part): _to_predictions(site, group) for (site, model, part), group in named.items()}
     except (SafetensorError, OSError, KeyError, ValueError, DataError, Refused) as error:
         raise StoreError(f"{path} is damaged ({error}); remove it, and reports do without") from error
 
 
-def _predicted(site: SiteId, group: Tensors) -> Predictions:
+def _to_predictions(site: SiteId, group: Tensors) -> Predictions:
     patients = tuple(f"{site}:{number}" for number in group["patients"].tolist())
     return Predictions(group["probabilities"].double().numpy(), group["labels"].numpy(), patients)
 
 
-def prepare(folder: Path) -> None:
+def prepare_folder(folder: Path) -> None:
     """Make a run's folder, or say why it cannot be; sweep up what a killed process had not finished writing."""
-    with named_failure(folder):
+    with explain_os_errors(folder):
         (folder / "snapshots").mkdir(parents=True, exist_ok=True)
         for place in (folder, folder / "snapshots", *folder.glob("sites/*")):
             for unfinished in place.glob(".*.[0-9]*.tmp"):
@@ -137,9 +137,9 @@ def prepare(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def locked(folder: Path) -> Iterator[None]:
+def lock_folder(folder: Path) -> Iterator[None]:
     """One process at a time works in a run's folder; the lock goes with the process, however it ends."""
-    with named_failure(folder):
+    with explain_os_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
         file = open(folder / ".lock", "wb")  # noqa: SIM115  named_failure is for opening it only
     with file:
@@ -150,7 +150,7 @@ def locked(folder: Path) -> Iterator[None]:
         yield
 
 
-class Snapshots:
+class SnapshotStore:
     """The server's state after a round; the newest two are kept, the newest sound one is loaded."""
 
     def __init__(self, folder: Path, keep: int = 2) -> None:
@@ -159,7 +159,7 @@ class Snapshots:
     def save(self, round: int, state: Bundle, fields: Mapping[str, Any]) -> None:
         data = messages.encode({**fields, "round": round}, state)
         write_atomically(self._path(round), data, "snapshot-half-written", "snapshot-unnamed")
-        with named_failure(self.folder):
+        with explain_os_errors(self.folder):
             for old in self._paths()[: -self.keep]:
                 old.unlink(missing_ok=True)
 
@@ -176,7 +176,7 @@ class Snapshots:
             )
         return None
 
-    def oldest(self) -> int:
+    def oldest_round(self) -> int:
         """The earliest round a resume could go back to: sites must remember from there on."""
         paths = self._paths()
         return int(paths[0].stem.split("-")[1]) if paths else 0
@@ -196,12 +196,12 @@ class Ledger:
         if path.exists():
             self._verify()
         else:
-            with named_failure(path):
+            with explain_os_errors(path):
                 path.touch()
 
     def append(self, **row: Any) -> None:
         text = json.dumps(row, allow_nan=False)
-        chain = _link(self.chain, text)
+        chain = _hash_row(self.chain, text)
         line = f'{text[:-1]}{", " if row else ""}{MARK.decode()}{chain}"}}\n'.encode()
         append_durably(self.path, line, "ledger-half-written")
         self.chain, self.rows = chain, self.rows + 1
@@ -216,19 +216,19 @@ class Ledger:
 
     def _verify(self) -> None:
         """Walk the chain. A half-written last line is what a crash leaves: it is cut off. Anything else is damage."""
-        with named_failure(self.path, "read"):
+        with explain_os_errors(self.path, "read"):
             *lines, tail = self.path.read_bytes().split(b"\n")
         for line in lines:
-            self.chain, self.rows = self._checked(line), self.rows + 1
+            self.chain, self.rows = self._next_link(line), self.rows + 1
         if tail:
             whole = tail[: tail.find(MARK) + len(MARK) + HASH + 2]
-            if whole != tail and _own_link(self.chain, whole):
-                self._checked(tail)  # a row with its line's end lost was never half-written
-            with named_failure(self.path):
+            if whole != tail and _valid_link(self.chain, whole):
+                self._next_link(tail)  # a row with its line's end lost was never half-written
+            with explain_os_errors(self.path):
                 os.truncate(self.path, self.path.stat().st_size - len(tail))
 
-    def _checked(self, line: bytes) -> str:
-        chain = _own_link(self.chain, line)
+    def _next_link(self, line: bytes) -> str:
+        chain = _valid_link(self.chain, line)
         if chain is None:
             raise StoreError(
                 f"{self.path} is damaged at row {self.rows + 1} (checksum); what the run has cost can no longer be "
@@ -237,18 +237,18 @@ class Ledger:
         return chain
 
 
-def _link(chain: str, row: str) -> str:
+def _hash_row(chain: str, row: str) -> str:
     return hashlib.sha256(f"{chain}|{row}".encode()).hexdigest()[:HASH]
 
 
-def _own_link(chain: str, line: bytes) -> str | None:
+def _valid_link(chain: str, line: bytes) -> str | None:
     """The hash a row carries, if that is what follows from the row before."""
     row, _, carried = line.decode(errors="replace").rpartition(MARK.decode())
-    link = _link(chain, row.removesuffix(", ") + "}")
+    link = _hash_row(chain, row.removesuffix(", ") + "}")
     return link if carried == f'{link}"}}' else None
 
 
-class Metrics:
+class MetricsFile:
     """`metrics.jsonl`: a row per round and site."""
 
     def __init__(self, path: Path) -> None:
@@ -266,9 +266,9 @@ class Metrics:
         """Of everything that was appended, or kept by `cut`."""
         return self._sum.hexdigest()
 
-    def cut(self, size: int, checksum: str | None = None) -> None:
+    def truncate(self, size: int, checksum: str | None = None) -> None:
         """Forget what was written after the snapshot that is resumed from; those rounds run again."""
-        with named_failure(self.path, "read"):
+        with explain_os_errors(self.path, "read"):
             seen = self.path.read_bytes()[:size] if self.path.exists() else b""
         self._sum = hashlib.sha256(seen)
         if len(seen) < size:
@@ -278,14 +278,14 @@ class Metrics:
         if checksum not in (None, self.checksum()):
             raise StoreError(f"{self.path} is damaged (checksum); restore it or start anew in another folder")
         if self.path.exists():
-            with named_failure(self.path):
+            with explain_os_errors(self.path):
                 os.truncate(self.path, size)
 
     def read(self) -> list[dict[str, Any]]:
         return [json.loads(line) for line in self.path.read_text().splitlines()] if self.path.exists() else []
 
 
-class MemoryStore(Protocol):
+class SiteMemory(Protocol):
     """What sites remember between rounds, by round, so that a round can be played again."""
 
     def load(self, site: SiteId, before: int) -> Bundle | None: ...
@@ -296,7 +296,7 @@ class MemoryStore(Protocol):
         """Drop what was remembered of the rounds between: they did not count."""
         ...
 
-    def file(self, site: SiteId, round: int, found: Bundle) -> None:
+    def save_report(self, site: SiteId, round: int, found: Bundle) -> None:
         """Keep what a site found out in a round, for its own people to read: nothing here ever loads it."""
         ...
 
@@ -313,19 +313,22 @@ class RamMemory:
     def save(self, site: SiteId, round: int, memory: Bundle, durable: int) -> None:
         del durable
         earlier = [(r, m) for r, m in self._kept.get(site, []) if r < round]
-        self._kept[site] = [*earlier[-1:], (round, {kind: _own(group) for kind, group in memory.items()})]
+        self._kept[site] = [
+            *earlier[-1:],
+            (round, {kind: _without_shared_storage(group) for kind, group in memory.items()}),
+        ]
 
     def forget(self, site: SiteId, after: int, before: int) -> None:
         self._kept[site] = [(r, m) for r, m in self._kept.get(site, []) if not after < r < before]
 
-    def file(self, site: SiteId, round: int, found: Bundle) -> None:
+    def save_report(self, site: SiteId, round: int, found: Bundle) -> None:
         """Without a folder there is nobody to read it."""
 
 
-def _own(group: Tensors) -> Tensors:
+def _without_shared_storage(group: Tensors) -> Tensors:
     """The tensors without whatever else lies in their memory, such as all sites of a stack."""
     held = [group.vector] if isinstance(group, FlatTensors) else list(group.values())
-    return group if all(t.untyped_storage().nbytes() == t.nbytes for t in held) else copied(group)
+    return group if all(t.untyped_storage().nbytes() == t.nbytes for t in held) else copy_tensors(group)
 
 
 class DiskMemory:
@@ -348,23 +351,23 @@ class DiskMemory:
     def save(self, site: SiteId, round: int, memory: Bundle, durable: int) -> None:
         """Save, then drop what no resume can need: all but the newest version at or before `durable`."""
         folder = self._folder(site)
-        with named_failure(folder):
+        with explain_os_errors(folder):
             folder.mkdir(parents=True, exist_ok=True)
         write_atomically(folder / f"{round:06d}.pcl", messages.encode({"round": round}, memory), "memory-half-written")
         settled = [path for path in self._paths(site) if int(path.stem) <= durable]
-        with named_failure(folder):
+        with explain_os_errors(folder):
             for old in settled[:-1]:
                 old.unlink(missing_ok=True)
 
     def forget(self, site: SiteId, after: int, before: int) -> None:
-        with named_failure(self._folder(site)):
+        with explain_os_errors(self._folder(site)):
             for path in self._paths(site):
                 if after < int(path.stem) < before:
                     path.unlink(missing_ok=True)
 
-    def file(self, site: SiteId, round: int, found: Bundle) -> None:
+    def save_report(self, site: SiteId, round: int, found: Bundle) -> None:
         folder = self._folder(site) / "scores"
-        with named_failure(folder):
+        with explain_os_errors(folder):
             folder.mkdir(parents=True, exist_ok=True)
         write_atomically(folder / f"{round:06d}.safetensors", messages.encode_body(found).data)
 

@@ -13,22 +13,22 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from polyclinic.core.contract import Augment, Stream
-from polyclinic.training.prefetch import onto
+from polyclinic.training.prefetch import to_device
 
 
 @dataclass(frozen=True)
-class Changes:
+class AugmentParameters:
     """What is done to each image of a batch: one number per image, on the CPU."""
 
-    turned: Tensor
+    rotation: Tensor
     """Degrees, counter-clockwise."""
-    mirrored: Tensor
+    flip: Tensor
     """Whether left and right change over."""
-    side: Tensor
+    crop_side: Tensor
     """The share of each side that a crop keeps …"""
-    across: Tensor
+    shift_x: Tensor
     """… and how far its middle lies to the right of the image's, in half sides: between ±(1 − side) …"""
-    down: Tensor
+    shift_y: Tensor
     """… and below it."""
     brightness: Tensor
     """What is added, in standard deviations of the image itself."""
@@ -38,39 +38,39 @@ class Changes:
     """σ of a Gaussian, in pixels."""
 
 
-def augmented(images: Tensor, options: Augment, stream: Stream) -> Tensor:
+def augment_images(images: Tensor, options: Augment, stream: Stream) -> Tensor:
     """The images (n × channels × height × width), each changed in its own way."""
-    return changed(images, draw(options, len(images), stream))
+    return apply_parameters(images, draw_parameters(options, len(images), stream))
 
 
-def draw(options: Augment, count: int, stream: Stream) -> Changes:
+def draw_parameters(options: Augment, count: int, stream: Stream) -> AugmentParameters:
     """Each change has numbers of its own, so that setting one option leaves the others' draws as they were."""
     shares = torch.rand(count, 8, dtype=torch.float64, generator=stream.generator())
     coin, side, blur, *rest = shares.unbind(1)
     turn, across, down, brightness, contrast = (2 * share - 1 for share in rest)
     kept = 1 - options.crop * side
-    return Changes(
-        turned=options.rotation * turn,
-        mirrored=(coin < 0.5) & options.flip,
-        side=kept,
-        across=(1 - kept) * across,
-        down=(1 - kept) * down,
+    return AugmentParameters(
+        rotation=options.rotation * turn,
+        flip=(coin < 0.5) & options.flip,
+        crop_side=kept,
+        shift_x=(1 - kept) * across,
+        shift_y=(1 - kept) * down,
         brightness=options.brightness * brightness,
         contrast=1 + options.contrast * contrast,
         blur=options.blur * blur,
     )
 
 
-def changed(images: Tensor, changes: Changes) -> Tensor:
+def apply_parameters(images: Tensor, changes: AugmentParameters) -> Tensor:
     """Brightness and contrast first, as they go by the image's own mean and deviation, before any of it is cut off."""
-    return blurred(moved(toned(images, changes), changes), changes.blur)
+    return blur_images(warp_images(adjust_intensity(images, changes), changes), changes.blur)
 
 
-def toned(images: Tensor, changes: Changes) -> Tensor:
+def adjust_intensity(images: Tensor, changes: AugmentParameters) -> Tensor:
     """mean + contrast·(image − mean) + brightness·deviation; mean and deviation over all channels of an image."""
     if not changes.brightness.any() and bool((changes.contrast == 1).all()):
         return images
-    contrast, brightness = (_beside(images, value).unsqueeze(1) for value in (changes.contrast, changes.brightness))
+    contrast, brightness = (_to_images(images, value).unsqueeze(1) for value in (changes.contrast, changes.brightness))
     pixels = images.flatten(1)
     mean = pixels.mean(1, keepdim=True)
     centred = pixels - mean
@@ -79,30 +79,30 @@ def toned(images: Tensor, changes: Changes) -> Tensor:
     return centred.mul_(contrast).add_(mean + brightness * deviation).reshape(images.shape)
 
 
-def moved(images: Tensor, changes: Changes) -> Tensor:
+def warp_images(images: Tensor, changes: AugmentParameters) -> Tensor:
     """Turned, then cropped, then mirrored, in one bilinear look-up; beyond the image its edge goes on."""
-    if not changes.turned.any() and not changes.mirrored.any() and bool((changes.side == 1).all()):
+    if not changes.rotation.any() and not changes.flip.any() and bool((changes.crop_side == 1).all()):
         return images
     height, width = images.shape[-2:]
-    place = _beside(images, placement(changes, height / width))
-    across = place[..., 0, None] * _middles(width, images)
-    down = place[..., 1, None] * _middles(height, images) + place[..., 2, None]
+    place = _to_images(images, affine_matrix(changes, height / width))
+    across = place[..., 0, None] * _pixel_centres(width, images)
+    down = place[..., 1, None] * _pixel_centres(height, images) + place[..., 2, None]
     # Not by affine_grid: it takes seven times as long, and rounds where matrix products may be rounded.
     grid = (down[..., :, None] + across[..., None, :]).movedim(1, -1)
     return F.grid_sample(images, grid, mode="bilinear", padding_mode="border", align_corners=False)
 
 
-def placement(changes: Changes, aspect: float) -> Tensor:
+def affine_matrix(changes: AugmentParameters, aspect: float) -> Tensor:
     """Where a pixel of the result comes from: (x, y, 1) ↦ (x, y), in half sides from the middle; n × 2 × 3."""
-    angle, side, nothing = torch.deg2rad(changes.turned), changes.side, torch.zeros_like(changes.side)
+    angle, side, nothing = torch.deg2rad(changes.rotation), changes.crop_side, torch.zeros_like(changes.crop_side)
     cos, sin = angle.cos(), angle.sin()
-    window = _rows([side.where(~changes.mirrored, -side), nothing, changes.across], [nothing, side, changes.down])
-    return _rows([cos, -sin * aspect], [sin / aspect, cos]) @ window
+    window = _stack_rows([side.where(~changes.flip, -side), nothing, changes.shift_x], [nothing, side, changes.shift_y])
+    return _stack_rows([cos, -sin * aspect], [sin / aspect, cos]) @ window
 
 
-def blurred(images: Tensor, sigma: Tensor) -> Tensor:
+def blur_images(images: Tensor, sigma: Tensor) -> Tensor:
     """Each image by its own Gaussian, down and then across; beyond the image its edge goes on."""
-    kernel = gaussian(sigma)
+    kernel = gaussian_kernels(sigma)
     radius = kernel.shape[1] // 2
     if radius == 0:
         return images
@@ -110,12 +110,12 @@ def blurred(images: Tensor, sigma: Tensor) -> Tensor:
     padded = F.pad(images, (radius, radius, radius, radius), mode="replicate")
     # One image of n·channels channels, each with its own kernel: a grouped convolution takes them all at once.
     planes = padded.reshape(1, count * channels, height + 2 * radius, width + 2 * radius)
-    weights = _beside(images, kernel).repeat_interleave(channels, 0)[:, None, None, :]
+    weights = _to_images(images, kernel).repeat_interleave(channels, 0)[:, None, None, :]
     upright = F.conv2d(planes, weights.transpose(-1, -2), groups=count * channels)
     return F.conv2d(upright, weights, groups=count * channels).reshape(images.shape)
 
 
-def gaussian(sigma: Tensor) -> Tensor:
+def gaussian_kernels(sigma: Tensor) -> Tensor:
     """One kernel per σ that adds up to 1, as wide as the widest needs; each ends at 4σ, to the nearest pixel."""
     reach = (4 * sigma + 0.5).floor()
     radius = int(reach.max())
@@ -126,15 +126,15 @@ def gaussian(sigma: Tensor) -> Tensor:
     return cut / cut.sum(1, keepdim=True)
 
 
-def _middles(size: int, images: Tensor) -> Tensor:
+def _pixel_centres(size: int, images: Tensor) -> Tensor:
     """The middles of a row's pixels, in half sides from the middle."""
     return (2 * torch.arange(size, dtype=images.dtype, device=images.device) + 1) / size - 1
 
 
-def _rows(*rows: list[Tensor]) -> Tensor:
+def _stack_rows(*rows: list[Tensor]) -> Tensor:
     return torch.stack([torch.stack(row, -1) for row in rows], -2)
 
 
-def _beside(images: Tensor, drawn: Tensor) -> Tensor:
+def _to_images(images: Tensor, drawn: Tensor) -> Tensor:
     """In the images' precision before it goes to their device, as not every device has float64."""
-    return onto(drawn.to(images.dtype), images.device)
+    return to_device(drawn.to(images.dtype), images.device)

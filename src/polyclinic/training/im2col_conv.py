@@ -13,23 +13,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-LARGEST = 25
+MAX_KERNEL_PIXELS = 25
 """Pixels of a neighbourhood; the image is copied as many times."""
 M = TypeVar("M", bound=nn.Module)
 
 
-class UnfoldedConv2d(nn.Conv2d):
+class Im2colConv2d(nn.Conv2d):
     """Takes the place of an `nn.Conv2d`."""
 
     def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        around = neighbourhoods(input, self.kernel_size, self.stride, self.padding, self.dilation)
+        around = extract_patches(input, self.kernel_size, self.stride, self.padding, self.dilation)
         matrix = weight.permute(2, 3, 1, 0).reshape(-1, weight.shape[0])
         output = around.reshape(-1, around.shape[-1]) @ matrix
         output = output if bias is None else output + bias.to(output.dtype)
         return output.reshape(*around.shape[:-1], -1).permute(0, 3, 1, 2)
 
 
-def neighbourhoods(
+def extract_patches(
     images: Tensor,
     kernel: tuple[int, ...],
     stride: tuple[int, ...],
@@ -50,15 +50,15 @@ def neighbourhoods(
     return shifted[0] if len(shifted) == 1 else torch.cat(shifted, -1)
 
 
-def unfolded(module: M) -> M:
+def copy_with_im2col(module: M) -> M:
     """A copy of the module whose ordinary convolutions are matrix products."""
     module = copy.deepcopy(module)
     for layer in module.modules():
         if type(layer) is nn.Conv2d and _is_ordinary(layer):
-            layer.__class__ = UnfoldedConv2d
+            layer.__class__ = Im2colConv2d
     return module
 
 
 def _is_ordinary(layer: nn.Conv2d) -> bool:
     zeros = layer.padding_mode == "zeros" and not isinstance(layer.padding, str)
-    return layer.groups == 1 and zeros and layer.kernel_size[0] * layer.kernel_size[1] <= LARGEST
+    return layer.groups == 1 and zeros and layer.kernel_size[0] * layer.kernel_size[1] <= MAX_KERNEL_PIXELS

@@ -19,12 +19,12 @@ from torch import Tensor
 from polyclinic.core.contract import Batch, Examples
 from polyclinic.data.examples import Images, Selection
 
-AHEAD = 2
+QUEUED_BATCHES = 2
 """One batch that is ready, and one in the making."""
 T = TypeVar("T")
 
 
-class Arriving(NamedTuple):
+class BatchTransfer(NamedTuple):
     """A batch on its way: to be used on a stream that has waited for `arrived` (None where copies are at once)."""
 
     batch: Batch
@@ -32,40 +32,42 @@ class Arriving(NamedTuple):
 
 
 @contextmanager
-def feed(
-    data: Examples, turns: Iterable[Tensor], device: torch.device, ahead: bool | None = None
+def prefetch_batches(
+    data: Examples, indices: Iterable[Tensor], device: torch.device, ahead: bool | None = None
 ) -> Iterator[Iterator[Batch]]:
     """`data.batch(index)` for each index in turn, on `device`; fetched `ahead` if (None) they lie elsewhere."""
     if not (data.labels.device.type != device.type if ahead is None else ahead):
-        yield map(data.batch, turns)
+        yield map(data.batch, indices)
     elif isinstance(data, Images | Selection):
         pinned = device.type == "cuda"
-        with fetched(lambda index: data.stored(index, pinned), turns, device) as batches:
-            yield ((data.scaled(images), labels) for images, labels in batches)
+        with prefetch_in_thread(lambda index: data.stored_batch(index, pinned), indices, device) as batches:
+            yield ((data.scale_images(images), labels) for images, labels in batches)
     else:
-        with fetched(data.batch, turns, device) as batches:
+        with prefetch_in_thread(data.batch, indices, device) as batches:
             yield batches
 
 
 @contextmanager
-def fetched(make: Callable[[T], Batch], turns: Iterable[T], device: torch.device) -> Iterator[Iterator[Batch]]:
+def prefetch_in_thread(
+    load: Callable[[T], Batch], requests: Iterable[T], device: torch.device
+) -> Iterator[Iterator[Batch]]:
     """`make(turn)` for each turn, on `device`: made and sent by a thread that ends with the context.
 
     What goes wrong in the thread is raised where its batch would have been handed out.
     """
     side = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
     thread = ThreadPoolExecutor(1, "polyclinic-feed")
-    waiting = iter(turns)
+    waiting = iter(requests)
 
-    def next_ones(count: int) -> Iterable[Future[Arriving]]:
-        return [thread.submit(_send, make, turn, device, side) for turn in islice(waiting, count)]
+    def next_ones(count: int) -> Iterable[Future[BatchTransfer]]:
+        return [thread.submit(_start_transfer, load, turn, device, side) for turn in islice(waiting, count)]
 
     def batches() -> Iterator[Batch]:
-        coming = deque(next_ones(AHEAD))
+        coming = deque(next_ones(QUEUED_BATCHES))
         while coming:
             arriving = coming.popleft().result()
             coming.extend(next_ones(1))
-            yield _arrived(arriving, device)
+            yield _await_transfer(arriving, device)
 
     try:
         yield batches()
@@ -73,26 +75,28 @@ def fetched(make: Callable[[T], Batch], turns: Iterable[T], device: torch.device
         thread.shutdown(cancel_futures=True)
 
 
-def _send(make: Callable[[T], Batch], turn: T, device: torch.device, side: torch.cuda.Stream | None) -> Arriving:
+def _start_transfer(
+    load: Callable[[T], Batch], request: T, device: torch.device, side: torch.cuda.Stream | None
+) -> BatchTransfer:
     if side is None:
-        images, labels = make(turn)
-        return Arriving((images.to(device), labels.to(device)), None)
+        images, labels = load(request)
+        return BatchTransfer((images.to(device), labels.to(device)), None)
     with torch.cuda.stream(side):
-        images, labels = make(turn)
+        images, labels = load(request)
         sent = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
-        return Arriving(sent, side.record_event())
+        return BatchTransfer(sent, side.record_event())
 
 
-def _arrived(arriving: Arriving, device: torch.device) -> Batch:
-    if arriving.arrived is not None:
+def _await_transfer(transfer: BatchTransfer, device: torch.device) -> Batch:
+    if transfer.arrived is not None:
         here = torch.cuda.current_stream(device)
-        here.wait_event(arriving.arrived)
-        for tensor in arriving.batch:
+        here.wait_event(transfer.arrived)
+        for tensor in transfer.batch:
             tensor.record_stream(here)  # or its memory would be given to a later batch while this one is in use
-    return arriving.batch
+    return transfer.batch
 
 
-def onto(tensor: Tensor, device: torch.device) -> Tensor:
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """A copy on `device` for which the host does not wait; the tensor itself if it is there."""
     if device.type != "cuda" or tensor.device.type == "cuda":
         return tensor.to(device)

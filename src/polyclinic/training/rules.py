@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from polyclinic.core.contract import Augment, Training
 
 
-def training_problems(training: Training) -> Iterator[str]:
+def find_training_problems(training: Training) -> Iterator[str]:
     options = training.optimiser
     if (training.epochs is None) == (training.steps is None):
         yield "training needs either epochs or steps: to average every τ steps write `epochs: null` and `steps: τ`"
@@ -35,10 +35,10 @@ def training_problems(training: Training) -> Iterator[str]:
     if training.order_after < 1:
         yield f"training.order_after is {training.order_after}; the first round is in random order: choose 1 or more"
     if training.augment is not None:
-        yield from _augment_problems(training.augment)
+        yield from _find_augment_problems(training.augment)
 
 
-def _augment_problems(augment: Augment) -> Iterator[str]:
+def _find_augment_problems(augment: Augment) -> Iterator[str]:
     if not 0 <= augment.rotation <= 180:
         yield f"training.augment.rotation is {augment.rotation}; choose 0 to 180 degrees"
     if not 0 <= augment.brightness <= 10:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from polyclinic.algorithms.baselines.local import remember, train_on
+from polyclinic.algorithms.baselines.local import continue_fit, pack_memory
 from polyclinic.algorithms.optimisation.fedavg import FedAvg
 from polyclinic.core.contract import Bundle, Site, Stream, Update, Work
 
@@ -21,5 +21,5 @@ class Centralised(FedAvg):
     pooled: ClassVar[bool] = True
 
     def local(self, received: Bundle, memory: Bundle | None, site: Site, rng: Stream) -> Work:
-        fitted = yield train_on(received, memory, self)  # (1)
-        return Update(fitted.weights, site.examples), remember(fitted)
+        fitted = yield continue_fit(received, memory, self)  # (1)
+        return Update(fitted.weights, site.examples), pack_memory(fitted)

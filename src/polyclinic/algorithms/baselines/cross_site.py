@@ -12,14 +12,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from polyclinic.algorithms.base import WEIGHTS
+from polyclinic.algorithms.base import WEIGHT_KINDS
 from polyclinic.algorithms.baselines.local import Local
-from polyclinic.algorithms.baselines.one_shot import Single
+from polyclinic.algorithms.baselines.one_shot import OneShot
 from polyclinic.core.contract import Bundle, SiteId, Update
 
 
 @dataclass(frozen=True)
-class CrossSite(Single):
+class CrossSite(OneShot):
     def broadcast(self, state: Bundle, site: SiteId) -> Bundle:
         trained = {kind: tensors for kind, tensors in state.items() if "@" in kind}
         return trained or Local().broadcast(state, site)
@@ -28,11 +28,13 @@ class CrossSite(Single):
         trained: Bundle = {}
         started: list[Update] = []
         for update in updates:
-            trained |= {f"{kind}@{update.site}": update.tensors[kind] for kind in WEIGHTS if kind in update.tensors}
+            trained |= {
+                f"{kind}@{update.site}": update.tensors[kind] for kind in WEIGHT_KINDS if kind in update.tensors
+            }
             started.append(Update({}, update.examples, update.site))
         return {**Local().aggregate(state, started), **trained}
 
     def models(self, received: Bundle, memory: Bundle | None) -> dict[str, Bundle]:
         names = [kind.removeprefix("model@") for kind in received if kind.startswith("model@")]
-        trained = {n: {kind: received.get(f"{kind}@{n}", {}) for kind in WEIGHTS} for n in names}
+        trained = {n: {kind: received.get(f"{kind}@{n}", {}) for kind in WEIGHT_KINDS} for n in names}
         return trained or Local().models(received, memory)  # (2)

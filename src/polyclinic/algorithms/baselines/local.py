@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from polyclinic.algorithms.base import Averaging, weights
+from polyclinic.algorithms.base import Averaging, network_weights
 from polyclinic.core.contract import Bundle, Exchange, Fit, Fitted, Site, SiteId, Stream, Update, Work
 from polyclinic.core.errors import StoreError
 from polyclinic.training.losses import task_loss
@@ -25,27 +25,27 @@ class Local(Averaging):
         return ()
 
     def broadcast(self, state: Bundle, site: SiteId) -> Bundle:
-        return {} if site in state.get("started", {}) else weights(state)
+        return {} if site in state.get("started", {}) else network_weights(state)
 
     def local(self, received: Bundle, memory: Bundle | None, site: Site, rng: Stream) -> Work:
-        fitted = yield train_on(received, memory, self)  # (1)
-        return Update({}, site.examples), remember(fitted)
+        fitted = yield continue_fit(received, memory, self)  # (1)
+        return Update({}, site.examples), pack_memory(fitted)
 
     def aggregate(self, state: Bundle, updates: Iterable[Update]) -> Bundle:
         started = {update.site: torch.ones(()) for update in updates}
         return {**state, "started": {**state.get("started", {}), **started}}
 
     def models(self, received: Bundle, memory: Bundle | None) -> dict[str, Bundle]:
-        return {"personal": weights(memory or received)}
+        return {"personal": network_weights(memory or received)}
 
 
-def train_on(received: Bundle, memory: Bundle | None, algorithm: Averaging) -> Fit:
+def continue_fit(received: Bundle, memory: Bundle | None, algorithm: Averaging) -> Fit:
     """Go on from what the site remembers, weights and optimiser alike; the first time, from what it was sent."""
     if not memory and "model" not in received:
         raise StoreError("this site lost what it remembered, and its model with it; restore its folder or start anew")
     state = memory.get("optimiser", {}) if memory else {}
-    return Fit(weights(memory or received), task_loss, algorithm.training, optimiser_state=state)
+    return Fit(network_weights(memory or received), task_loss, algorithm.training, optimiser_state=state)
 
 
-def remember(fitted: Fitted) -> Bundle:
+def pack_memory(fitted: Fitted) -> Bundle:
     return {**fitted.weights, "optimiser": fitted.optimiser_state}

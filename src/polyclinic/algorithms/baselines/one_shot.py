@@ -11,33 +11,33 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from polyclinic.algorithms.base import WEIGHTS, RunningMean
-from polyclinic.algorithms.baselines.local import Local, remember, train_on
+from polyclinic.algorithms.base import WEIGHT_KINDS, RunningMean
+from polyclinic.algorithms.baselines.local import Local, continue_fit, pack_memory
 from polyclinic.algorithms.optimisation.fedavg import FedAvg
 from polyclinic.core.contract import Bundle, Exchange, Site, SiteId, Stream, Update, Work
 
 
 @dataclass(frozen=True)
-class Single(FedAvg):
+class OneShot(FedAvg):
     @property
     def exchanges(self) -> tuple[Exchange, ...]:
-        return tuple(Exchange(kind, like=kind, optional=True) for kind in WEIGHTS)
+        return tuple(Exchange(kind, like=kind, optional=True) for kind in WEIGHT_KINDS)
 
     def broadcast(self, state: Bundle, site: SiteId) -> Bundle:
         return Local().broadcast(state, site)
 
     def local(self, received: Bundle, memory: Bundle | None, site: Site, rng: Stream) -> Work:
-        fitted = yield train_on(received, memory, self)  # (1)
+        fitted = yield continue_fit(received, memory, self)  # (1)
         sent = fitted.weights if site.round == site.rounds else {}
-        return Update(sent, site.examples), remember(fitted)
+        return Update(sent, site.examples), pack_memory(fitted)
 
     def aggregate(self, state: Bundle, updates: Iterable[Update]) -> Bundle:
-        means = {kind: RunningMean() for kind in WEIGHTS}
+        means = {kind: RunningMean() for kind in WEIGHT_KINDS}
         started = []
         for update in updates:
             started.append(Update({}, update.examples, update.site))
-            for kind in WEIGHTS if update.tensors else ():
-                means[kind].add(update.tensors.get(kind, {}), self.weight(update))
+            for kind in WEIGHT_KINDS if update.tensors else ():
+                means[kind].add(update.tensors.get(kind, {}), self.update_weight(update))
         if means["model"].count:
             return {kind: mean.value() for kind, mean in means.items()}  # (2)
         return Local().aggregate(state, started)

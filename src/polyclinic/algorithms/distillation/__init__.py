@@ -3,16 +3,23 @@
 Knows nothing of rounds or sites; teachers may come from any algorithm.
 """
 
-from polyclinic.algorithms.distillation.losses import Teacher, contrastive
-from polyclinic.algorithms.distillation.refine import FEDDF, Refine, Refined, check_public, problems, refine
+from polyclinic.algorithms.distillation.losses import Teacher, contrastive_loss
+from polyclinic.algorithms.distillation.refine import (
+    FEDDF,
+    RefinementOptions,
+    RefinementResult,
+    check_public,
+    find_option_problems,
+    refine_student,
+)
 
 __all__ = [
     "FEDDF",
-    "Refine",
-    "Refined",
+    "RefinementOptions",
+    "RefinementResult",
     "Teacher",
     "check_public",
-    "contrastive",
-    "problems",
-    "refine",
+    "contrastive_loss",
+    "find_option_problems",
+    "refine_student",
 ]

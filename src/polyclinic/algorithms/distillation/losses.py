@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from polyclinic.core.contract import Bundle
-from polyclinic.training.network import LiveNetwork, on
+from polyclinic.training.network import LiveNetwork, move_bundle
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,17 +36,17 @@ class Teacher:
     network: LiveNetwork
     weights: Bundle
 
-    def placed(self) -> Teacher:
+    def on_device(self) -> Teacher:
         """The same with its weights where its network is, so that they are not sent there with every call."""
-        return replace(self, weights=on(self.weights, self.network.device))
+        return replace(self, weights=move_bundle(self.weights, self.network.device))
 
     @torch.no_grad()
     def logits(self, images: Tensor) -> Tensor:
-        self.network.evaluation_mode()
-        return self.network(self.placed().weights, images.to(self.network.device))
+        self.network.set_eval_mode()
+        return self.network(self.on_device().weights, images.to(self.network.device))
 
 
-def contrastive(embeddings: Tensor, labels: Tensor, temperature: float) -> Tensor:
+def contrastive_loss(embeddings: Tensor, labels: Tensor, temperature: float) -> Tensor:
     """The mean of (17) over all anchors that have positives; 0 if none has."""
     unit = F.normalize(embeddings, dim=-1)
     itself = torch.eye(len(labels), dtype=torch.bool, device=labels.device)

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from polyclinic.algorithms.distillation.losses import Teacher
 from polyclinic.core.contract import Examples, Stream
-from polyclinic.training.fit import at_a_time, draws_from
+from polyclinic.training.fit import evaluation_batch_size, seed_generators
 
 GRID = 7
 """Patches along a side."""
@@ -32,7 +32,7 @@ PER_CLASS = 2
 
 
 @dataclass(frozen=True, eq=False)
-class Maps:
+class AttributionMaps:
     """Some images of every class, and what their patches are worth to each teacher."""
 
     images: Tensor
@@ -41,34 +41,36 @@ class Maps:
     """By teacher: images × patches down × patches across, on the CPU."""
 
 
-def look(
+def attribute_patches(
     teachers: Sequence[Teacher],
     data: Examples,
     stream: Stream,
     per_class: int = PER_CLASS,
     grid: int = GRID,
     orders: int = ORDERS,
-) -> Maps:
+) -> AttributionMaps:
     """ψ⁽ᵏ⁾ of every teacher, on as many images of each class. All teachers see the same images and orders."""
-    images, labels = data.batch(balanced(data.labels, per_class, stream.child("images")))
-    ready = [teacher.placed() for teacher in teachers]
-    psi = {each.name: importance(each, images, labels, stream.child("orders"), grid, orders) for each in ready}
-    return Maps(images.cpu(), labels.cpu(), psi)
+    images, labels = data.batch(sample_balanced(data.labels, per_class, stream.child("images")))
+    ready = [teacher.on_device() for teacher in teachers]
+    psi = {each.name: patch_importance(each, images, labels, stream.child("orders"), grid, orders) for each in ready}
+    return AttributionMaps(images.cpu(), labels.cpu(), psi)
 
 
-def balanced(labels: Tensor, per_class: int, stream: Stream) -> Tensor:
+def sample_balanced(labels: Tensor, per_class: int, stream: Stream) -> Tensor:
     """So many random images of every class, or as many as there are; class by class."""
     here = labels.cpu()
     mixed = torch.randperm(len(here), generator=stream.generator())
     return torch.cat([mixed[here[mixed] == value][:per_class] for value in here.bincount().nonzero()])
 
 
-def importance(teacher: Teacher, images: Tensor, labels: Tensor, stream: Stream, grid: int, orders: int) -> Tensor:
+def patch_importance(
+    teacher: Teacher, images: Tensor, labels: Tensor, stream: Stream, grid: int, orders: int
+) -> Tensor:
     """ψ of every patch of every image for one teacher."""
     from captum.attr import ShapleyValueSampling  # takes half a second to load
 
     device = teacher.network.device
-    here, patch = images.to(device), patches(images.shape[-2], images.shape[-1], grid).to(device)
+    here, patch = images.to(device), patch_index(images.shape[-2], images.shape[-1], grid).to(device)
     mean = here.mean(0, keepdim=True)
 
     def prediction(present: Tensor) -> Tensor:
@@ -79,21 +81,21 @@ def importance(teacher: Teacher, images: Tensor, labels: Tensor, stream: Stream,
 
     # The players are handed over, not the pixels: what captum does with each takes longer than most networks.
     players = torch.ones(len(here), int(patch.max()) + 1, device=device)
-    together = max(1, at_a_time(device) // len(here))
-    with draws_from(stream, device):
+    together = max(1, evaluation_batch_size(device) // len(here))
+    with seed_generators(stream, device):
         found: Tensor = ShapleyValueSampling(prediction).attribute(
             players, target=labels.to(device), n_samples=orders, perturbations_per_eval=together
         )
     return found.cpu().reshape(len(images), -1, int(patch[0, -1]) + 1)
 
 
-def patches(height: int, width: int, grid: int) -> Tensor:
+def patch_index(height: int, width: int, grid: int) -> Tensor:
     """The number of every pixel's patch, row by row."""
     down, across = (torch.arange(side) * min(grid, side) // side for side in (height, width))
     return down[:, None] * (across[-1] + 1) + across
 
 
-def factor(maps: Mapping[str, Tensor]) -> float:
+def loss_factor(maps: Mapping[str, Tensor]) -> float:
     """The number that multiplies the loss."""
     psi = torch.stack([each.abs().mean(0) for each in maps.values()]).mean(0)  # (16)
     return float(psi.mean())  # (19)

@@ -34,8 +34,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from polyclinic.algorithms.distillation import patch_attribution
-from polyclinic.algorithms.distillation.losses import Teacher, contrastive
-from polyclinic.algorithms.distillation.shapley import coalition_value, shapley, tells, weights
+from polyclinic.algorithms.distillation.losses import Teacher, contrastive_loss
+from polyclinic.algorithms.distillation.shapley import beats_chance, coalition_value, shapley_values, shapley_weights
 from polyclinic.core.contract import (
     Augment,
     Batch,
@@ -50,21 +50,21 @@ from polyclinic.core.contract import (
 )
 from polyclinic.core.errors import DataError, RecipeError, WeightsError
 from polyclinic.data.examples import SiteData
-from polyclinic.training.augment import augmented
-from polyclinic.training.fit import batches, draws_from, make_optimiser, score
-from polyclinic.training.keyed_dropout import first_key, key_of
-from polyclinic.training.losses import distillation
+from polyclinic.training.augment import augment_images
+from polyclinic.training.fit import draw_epoch_batches, make_optimiser, score, seed_generators
+from polyclinic.training.keyed_dropout import dropout_key, first_key
+from polyclinic.training.losses import softened_kl
 from polyclinic.training.network import LiveNetwork
-from polyclinic.training.prefetch import feed
-from polyclinic.training.rules import training_problems
+from polyclinic.training.prefetch import prefetch_batches
+from polyclinic.training.rules import find_training_problems
 
-Row: TypeAlias = dict[str, float]
+EpochRow: TypeAlias = dict[str, float]
 """An epoch: its number, the means of the loss and its terms, the validation part's loss and accuracy."""
 VIEWS = Augment(rotation=10.0, flip=True, crop=0.1)
 
 
 @dataclass(frozen=True)
-class Refine:
+class RefinementOptions:
     """The options of a recipe's section `finish`."""
 
     idle: ClassVar[dict[str, tuple[str, ...]]] = {
@@ -94,7 +94,7 @@ class Refine:
     """How the two views of an image differ."""
 
     @property
-    def terms(self) -> dict[str, float]:
+    def loss_weights(self) -> dict[str, float]:
         """The weights of the loss's terms; those of weight 0 are never computed."""
         given = {
             "sound": {"ce": self.ce, "scl": self.scl, "kd": self.kd},  # (S)
@@ -104,17 +104,17 @@ class Refine:
         return {name: weight for name, weight in given.items() if weight != 0}
 
 
-FEDDF = Refine(variant="feddf", lr=1e-3, weight_decay=0.0, temperature=1.0, shapley=False, augment=None)
+FEDDF = RefinementOptions(variant="feddf", lr=1e-3, weight_decay=0.0, temperature=1.0, shapley=False, augment=None)
 """As its paper has it, but for the schedule."""
 
 
 @dataclass(frozen=True, eq=False)
-class Refined:
+class RefinementResult:
     weights: Bundle
     shapley: dict[str, float]
     """Of every teacher, on the validation part; empty if not asked for."""
     teacher_weights: dict[str, float]
-    history: list[Row]
+    history: list[EpochRow]
     """Epoch 0 is the start."""
     epochs: int
     """Trained."""
@@ -124,7 +124,7 @@ class Refined:
     """mean(ψ) in (19)."""
 
 
-def problems(options: Refine) -> Iterator[str]:
+def find_option_problems(options: RefinementOptions) -> Iterator[str]:
     """What cannot work, one sentence each."""
     shares = (options.ce, options.scl, options.kd)
     for name, fine, wish in (
@@ -140,16 +140,16 @@ def problems(options: Refine) -> Iterator[str]:
     ):
         if not fine:
             yield f"finish.{name} is {getattr(options, name)}; choose {wish}"
-    if not {"ce", "kd"} & options.terms.keys():
+    if not {"ce", "kd"} & options.loss_weights.keys():
         what = "finish.alpha is 0" if options.variant == "paper" else "finish.ce and finish.kd are 0"
         yield f"{what}, so nothing would train the student's head; give distillation a weight"
-    for sentence in training_problems(Training(augment=options.augment)):
+    for sentence in find_training_problems(Training(augment=options.augment)):
         yield sentence.replace("training.", "finish.", 1)
 
 
 def check_public(public: SiteData) -> None:
     """Refuse a public set with too few images to learn from."""
-    for part, data in _parts(public):
+    for part, data in _used_parts(public):
         if len(data) < 2:
             raise DataError(
                 f"The {part} part of the public set {public.name!r} holds {len(data)} images, too few to refine with; "
@@ -158,7 +158,7 @@ def check_public(public: SiteData) -> None:
 
 
 def _check_labels(public: SiteData, classes: int) -> None:
-    for part, data in _parts(public):
+    for part, data in _used_parts(public):
         if int(data.labels.min()) < 0 or int(data.labels.max()) >= classes:
             raise DataError(
                 f"The {part} part of the public set {public.name!r} has labels beyond its {classes} classes; "
@@ -166,56 +166,60 @@ def _check_labels(public: SiteData, classes: int) -> None:
             )
 
 
-def _parts(public: SiteData) -> tuple[tuple[str, Examples], ...]:
+def _used_parts(public: SiteData) -> tuple[tuple[str, Examples], ...]:
     """Those that refinement looks at."""
     return ("train", public.train), ("validation", public.validation)
 
 
-def refine(
+def refine_student(
     teachers: Sequence[Teacher],
     student: LiveNetwork,
     start: Bundle,
     public: SiteData,
-    options: Refine,
+    options: RefinementOptions,
     rng: Stream,
-    watch: Callable[[Row], None] = lambda _: None,
-) -> Refined:
+    watch: Callable[[EpochRow], None] = lambda _: None,
+) -> RefinementResult:
     """Train `student` from `start` on the public set; `watch` is told of every epoch as it ends."""
-    for sentence in problems(options):
+    for sentence in find_option_problems(options):
         raise RecipeError(sentence)
     check_public(public)
-    ready = [teacher.placed() for teacher in teachers]
-    worth = _worth(ready, student, start, public, options)
-    options, shares = _heard(options, [teacher.name for teacher in ready], worth, public.validation.labels)
+    ready = [teacher.on_device() for teacher in teachers]
+    worth = _teacher_values(ready, student, start, public, options)
+    options, shares = _resolve_teacher_weights(
+        options, [teacher.name for teacher in ready], worth, public.validation.labels
+    )
     factor = 1.0
     if options.variant == "paper":
-        factor = patch_attribution.factor(patch_attribution.look(ready, public.train, rng.child("maps")).psi)  # (19)
-    lesson = Lesson(ready, shares, options, factor)
-    found, history, best = _train(lesson, student, start, public, rng, watch)
-    return Refined(found, worth, shares, history, len(history) - 1, best, factor)
+        factor = patch_attribution.loss_factor(
+            patch_attribution.attribute_patches(ready, public.train, rng.child("maps")).psi
+        )  # (19)
+    lesson = StudentObjective(ready, shares, options, factor)
+    found, history, best = _train_student(lesson, student, start, public, rng, watch)
+    return RefinementResult(found, worth, shares, history, len(history) - 1, best, factor)
 
 
-def _heard(
-    options: Refine, names: Sequence[str], worth: Mapping[str, float], labels: Tensor
-) -> tuple[Refine, dict[str, float]]:
+def _resolve_teacher_weights(
+    options: RefinementOptions, names: Sequence[str], worth: Mapping[str, float], labels: Tensor
+) -> tuple[RefinementOptions, dict[str, float]]:
     """The options as they can be followed, and every teacher's weight: 0 where all know no more than chance."""
     if not worth or options.variant != "sound":
         return options, dict.fromkeys(names, 1 / len(names))
-    if tells(math.fsum(worth.values()), labels) or "ce" not in options.terms:
-        return options, weights(worth)
+    if beats_chance(math.fsum(worth.values()), labels) or "ce" not in options.loss_weights:
+        return options, shapley_weights(worth)
     return replace(options, kd=0.0), dict.fromkeys(names, 0.0)
 
 
-def _worth(
-    teachers: Sequence[Teacher], student: LiveNetwork, start: Bundle, public: SiteData, options: Refine
+def _teacher_values(
+    teachers: Sequence[Teacher], student: LiveNetwork, start: Bundle, public: SiteData, options: RefinementOptions
 ) -> dict[str, float]:
     """Shapley values if they are asked for; and a refusal of teachers that have nothing to teach this student."""
     names = [teacher.name for teacher in teachers]
     if not names or len(set(names)) < len(names):
         raise DataError(f"Every teacher needs a name of its own, but there are: {', '.join(names) or 'no teachers'}.")
-    classes = _opinion(student, start, public.validation)["logits"].shape[1]
+    classes = _predict(student, start, public.validation)["logits"].shape[1]
     _check_labels(public, classes)
-    opinions = {each.name: _opinion(each.network, each.weights, public.validation)["logits"] for each in teachers}
+    opinions = {each.name: _predict(each.network, each.weights, public.validation)["logits"] for each in teachers}
     for name, logits in opinions.items():
         if logits.shape[1] != classes:
             raise WeightsError(
@@ -225,84 +229,89 @@ def _worth(
             raise WeightsError(
                 f"Teacher {name!r} predicts values that are not finite; leave it out, or train it again."
             )
-    return shapley(coalition_value(opinions, public.validation.labels), names) if options.shapley else {}
+    return shapley_values(coalition_value(opinions, public.validation.labels), names) if options.shapley else {}
 
 
-def raw(network: Network, weights: Bundle, batch: Batch, reference: Bundle) -> Tensors:
+def logits_and_labels(network: Network, weights: Bundle, batch: Batch, reference: Bundle) -> Tensors:
     """Logits, a row per example."""
     del reference
     return {"logits": network(weights, batch[0]), "labels": batch[1]}
 
 
-def _opinion(network: LiveNetwork, weights: Bundle, data: Examples) -> Tensors:
-    return score(Score(weights, raw), network, data)
+def _predict(network: LiveNetwork, weights: Bundle, data: Examples) -> Tensors:
+    return score(Score(weights, logits_and_labels), network, data)
 
 
 @dataclass(frozen=True, eq=False)
-class Lesson:
+class StudentObjective:
     """What every step of the student makes smaller."""
 
     teachers: Sequence[Teacher]
     shares: Mapping[str, float]
-    options: Refine
+    options: RefinementOptions
     factor: float
 
-    def taught(self, images: Tensor) -> Tensor:
+    def teacher_logits(self, images: Tensor) -> Tensor:
         """z̄: the teachers' logits, averaged."""
         heard = [(self.shares[each.name], each) for each in self.teachers if self.shares[each.name] > 0]
         return torch.stack([share * each.logits(images).to(images.device) for share, each in heard]).sum(0)
 
-    def views(self, batch: Batch, stream: Stream) -> Batch:
+    def augment_views(self, batch: Batch, stream: Stream) -> Batch:
         """Every image as it is changed at random, twice where there is something to contrast."""
         images, labels = batch
-        count = 2 if "scl" in self.options.terms else 1
+        count = 2 if "scl" in self.options.loss_weights else 1
         how = self.options.augment
-        seen = [images if how is None else augmented(images, how, stream.child(view)) for view in range(count)]
+        seen = [images if how is None else augment_images(images, how, stream.child(view)) for view in range(count)]
         return torch.cat(seen), labels.repeat(count)
 
-    def terms(self, student: LiveNetwork, batch: Batch) -> Tensors:
+    def loss_terms(self, student: LiveNetwork, batch: Batch) -> Tensors:
         """The terms of the loss, on images as the student sees them."""
-        (images, labels), options, wanted = batch, self.options, self.options.terms
-        taught = self.taught(images) if "kd" in wanted else None
+        (images, labels), options, wanted = batch, self.options, self.options.loss_weights
+        taught = self.teacher_logits(images) if "kd" in wanted else None
         # Only now: a teacher may live in the same module, and has left it in evaluation mode.
-        student.training_mode(frozenset(student.live["model"]))
+        student.set_training_mode(frozenset(student.live["model"]))
         embeddings = student.features(student.live, images)
         logits = student.module.head(embeddings)
         found = {}
         if "ce" in wanted:
             found["ce"] = F.cross_entropy(logits, labels)  # (9)
         if "scl" in wanted:
-            found["scl"] = contrastive(embeddings, labels, options.tau)  # (17)
+            found["scl"] = contrastive_loss(embeddings, labels, options.tau)  # (17)
         if taught is not None:
-            found["kd"] = distillation(logits, taught, options.temperature)  # (10)
+            found["kd"] = softened_kl(logits, taught, options.temperature)  # (10)
         return found
 
-    def loss(self, terms: Tensors) -> Tensor:
+    def total_loss(self, terms: Tensors) -> Tensor:
         """(S), (18), (F); times the factor of (19)."""
-        weighted = [weight * terms[name] for name, weight in self.options.terms.items()]
+        weighted = [weight * terms[name] for name, weight in self.options.loss_weights.items()]
         return self.factor * torch.stack(weighted).sum()
 
 
-def _train(
-    lesson: Lesson, student: LiveNetwork, start: Bundle, public: SiteData, rng: Stream, watch: Callable[[Row], None]
-) -> tuple[Bundle, list[Row], int]:
+def _train_student(
+    lesson: StudentObjective,
+    student: LiveNetwork,
+    start: Bundle,
+    public: SiteData,
+    rng: Stream,
+    watch: Callable[[EpochRow], None],
+) -> tuple[Bundle, list[EpochRow], int]:
     """The best epoch's weights, all epochs, and which was the best."""
     options = lesson.options
-    live = student.load(start)
+    live = student.load_weights(start)
     moving = student.require_gradients(frozenset(live["model"]))
     adam = make_optimiser(moving, Optimiser("adam", weight_decay=options.weight_decay), options.lr)
-    history: list[Row] = [{"epoch": 0, **_validated(student, public.validation)}]
-    losses, kept = [history[0]["validation_loss"]], student.take()
+    history: list[EpochRow] = [{"epoch": 0, **_validate(student, public.validation)}]
+    losses, kept = [history[0]["validation_loss"]], student.copy_weights()
     watch(history[0])
-    with draws_from(rng.child("draws"), student.device), student.recomputing():
+    with seed_generators(rng.child("draws"), student.device), student.use_checkpointing():
         for epoch in range(1, options.epochs + 1):
-            means = _epoch(lesson, student, adam, public.train, epoch, rng)
-            history.append({"epoch": epoch, **means, **_validated(student, public.validation)})
+            means = _train_epoch(lesson, student, adam, public.train, epoch, rng)
+            history.append({"epoch": epoch, **means, **_validate(student, public.validation)})
             watch(history[epoch])
             if not all(map(math.isfinite, history[epoch].values())):
                 raise RecipeError(f"In epoch {epoch} of the refinement the loss is not finite; lower finish.lr.")
             if history[epoch]["validation_loss"] < min(losses):
-                kept = student.take()
+                kept = student.copy_weights()
             losses.append(history[epoch]["validation_loss"])
             # The start may win in the end but uses up no patience: a new student gets worse before it gets better.
             if epoch - losses.index(min(losses[1:]), 1) >= options.patience:
@@ -310,18 +319,18 @@ def _train(
     return kept, history, losses.index(min(losses))
 
 
-def _epoch(
-    lesson: Lesson, student: LiveNetwork, adam: torch.optim.Optimizer, data: Examples, epoch: int, rng: Stream
-) -> Row:
+def _train_epoch(
+    lesson: StudentObjective, student: LiveNetwork, adam: torch.optim.Optimizer, data: Examples, epoch: int, rng: Stream
+) -> EpochRow:
     """One pass over the public training part; the means of the loss and its terms."""
-    cut = batches(data.labels, Training(batch=lesson.options.batch), rng.child("order", epoch))
-    key, names = first_key(rng), ("loss", *lesson.options.terms)
+    cut = draw_epoch_batches(data.labels, Training(batch=lesson.options.batch), rng.child("order", epoch))
+    key, names = first_key(rng), ("loss", *lesson.options.loss_weights)
     totals = torch.zeros(len(names), device=student.device)
-    with feed(data, cut, student.device) as fed:
+    with prefetch_batches(data, cut, student.device) as fed:
         for position, batch in enumerate(fed):
-            student.draw_by(key_of(key, (epoch - 1) * len(cut) + position, 0))
-            terms = lesson.terms(student, lesson.views(batch, rng.child("views", epoch, position)))
-            loss = lesson.loss(terms)
+            student.set_dropout_key(dropout_key(key, (epoch - 1) * len(cut) + position, 0))
+            terms = lesson.loss_terms(student, lesson.augment_views(batch, rng.child("views", epoch, position)))
+            loss = lesson.total_loss(terms)
             adam.zero_grad(set_to_none=True)
             loss.backward()  # type: ignore[no-untyped-call]
             adam.step()
@@ -329,8 +338,8 @@ def _epoch(
     return dict(zip(names, (totals / len(data)).tolist(), strict=True))
 
 
-def _validated(student: LiveNetwork, data: Examples) -> Row:
-    found = _opinion(student, student.live, data)
+def _validate(student: LiveNetwork, data: Examples) -> EpochRow:
+    found = _predict(student, student.live, data)
     right = found["logits"].argmax(-1) == found["labels"]
     return {
         "validation_loss": float(F.cross_entropy(found["logits"], found["labels"])),

@@ -34,27 +34,27 @@ LARGEST_SCALE = 1e3
 """β, in units of one over the logits' own spread: beyond, predictions are certain."""
 
 
-def shapley(value: Callable[[frozenset[str]], float], players: Sequence[str]) -> dict[str, float]:
+def shapley_values(value: Callable[[frozenset[str]], float], players: Sequence[str]) -> dict[str, float]:
     """Every player's share of v(all) − v(none), exactly: all coalitions are asked for once."""
     if len(players) > MOST_PLAYERS:
         raise RecipeError(
             f"Exact Shapley values of {len(players)} teachers would need {2 ** len(players):,} coalitions; "
             f"take at most {MOST_PLAYERS} teachers, or set finish.shapley: false."
         )
-    worth = {coalition: value(coalition) for coalition in _coalitions(players)}
-    return {player: _share(player, players, worth) for player in players}
+    worth = {coalition: value(coalition) for coalition in _list_coalitions(players)}
+    return {player: _player_value(player, players, worth) for player in players}
 
 
-def weights(values: Mapping[str, float]) -> dict[str, float]:
+def shapley_weights(values: Mapping[str, float]) -> dict[str, float]:
     """(3)"""
     positive = {name: max(value, 0.0) for name, value in values.items()}
     total = math.fsum(positive.values())
     return {name: value / total if total > 0 else 1 / len(values) for name, value in positive.items()}
 
 
-def tells(together: float, labels: Tensor) -> bool:
+def beats_chance(together: float, labels: Tensor) -> bool:
     """(4): whether teachers that are worth `together` know more of these labels than chance would give them."""
-    shares = _class_shares(labels)
+    shares = _class_weights(labels)
     return 2 * together / float(shares.square().sum()) > CHANCE
 
 
@@ -62,17 +62,17 @@ def coalition_value(logits: Mapping[str, Tensor], labels: Tensor) -> Callable[[f
     """v of (2), of teachers whose logits on the same labelled images are given."""
     exact = {name: found.detach().double().cpu() for name, found in logits.items()}
     here = labels.cpu()
-    shares = _class_shares(here)
+    shares = _class_weights(here)
 
     def value(coalition: frozenset[str]) -> float:
         if not coalition:
             return 0.0
-        return information(torch.stack([exact[name] for name in sorted(coalition)]).mean(0), here, shares)
+        return likelihood_gain(torch.stack([exact[name] for name in sorted(coalition)]).mean(0), here, shares)
 
     return value
 
 
-def information(logits: Tensor, labels: Tensor, shares: Tensor) -> float:
+def likelihood_gain(logits: Tensor, labels: Tensor, shares: Tensor) -> float:
     """(2), images weighted by `shares`; the likelihood is concave in β, so its slope has one root at most."""
     from scipy.optimize import brentq  # takes a moment to load
 
@@ -94,20 +94,20 @@ def information(logits: Tensor, labels: Tensor, shares: Tensor) -> float:
     return math.log(logits.shape[1]) + float(shares @ found)  # (2)
 
 
-def _class_shares(labels: Tensor) -> Tensor:
+def _class_weights(labels: Tensor) -> Tensor:
     """Every image's share in (2): classes weigh alike."""
     each = 1 / labels.bincount().double()[labels]
     return each / each.sum()
 
 
-def _coalitions(players: Sequence[str]) -> Iterator[frozenset[str]]:
+def _list_coalitions(players: Sequence[str]) -> Iterator[frozenset[str]]:
     for size in range(len(players) + 1):
         yield from map(frozenset, combinations(players, size))
 
 
-def _share(player: str, players: Sequence[str], worth: Mapping[frozenset[str], float]) -> float:
+def _player_value(player: str, players: Sequence[str], worth: Mapping[frozenset[str], float]) -> float:
     others = [other for other in players if other != player]
     return math.fsum(
         (worth[coalition | {player}] - worth[coalition]) / (len(players) * math.comb(len(others), len(coalition)))
-        for coalition in _coalitions(others)
+        for coalition in _list_coalitions(others)
     )  # (1)

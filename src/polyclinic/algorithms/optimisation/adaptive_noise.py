@@ -28,18 +28,18 @@ from torch import Tensor
 from polyclinic.algorithms.optimisation.fedavg import FedAvg
 from polyclinic.core.contract import Batch, Bundle, Fit, Network, Score, Site, Stream, Tensors, Update, Work
 from polyclinic.core.errors import RecipeError
-from polyclinic.privacy.releases import variance
+from polyclinic.privacy.releases import release_variance
 from polyclinic.training.losses import task_loss
 
 
-def each_loss(network: Network, weights: Bundle, batch: Batch, reference: Bundle) -> Tensors:
+def per_example_losses(network: Network, weights: Bundle, batch: Batch, reference: Bundle) -> Tensors:
     """The loss of every image."""
     del reference
     images, labels = batch
     return {"losses": F.cross_entropy(network(weights, images), labels, reduction="none")}
 
 
-def adapted(sigma: float, spread: float, rule: Literal["equation", "text"]) -> float:
+def scale_noise(sigma: float, spread: float, rule: Literal["equation", "text"]) -> float:
     """(3), or what the text says."""
     more = spread if rule == "equation" else 1 / (1 + spread)
     return min(sigma * (1 + more), 2 * sigma)
@@ -72,17 +72,17 @@ class AdaptiveNoise(FedAvg):
         private = self.training.private
         if private is None:  # no noise to adapt, and FedAvg, bit for bit; recipes are refused before they come here
             return (yield from super().local(received, memory, site, rng))
-        found = yield Score(received, each_loss)
-        sigma = adapted(private.noise, self.spread(found["losses"], site), self.rule)  # (3)
+        found = yield Score(received, per_example_losses)
+        sigma = scale_noise(private.noise, self.loss_variance(found["losses"], site), self.rule)  # (3)
         adapting = replace(self.training, private=replace(private, noise=sigma))
         fitted = yield Fit(received, task_loss, adapting)  # (2)
         return Update(fitted.weights, site.examples, scalars={"noise": sigma}), None
 
-    def spread(self, losses: Tensor, site: Site) -> float:
+    def loss_variance(self, losses: Tensor, site: Site) -> float:
         """Var(ℓ_k)."""
         if self.variant == "paper":
-            means = torch.stack([batch.mean() for batch in torch.split(losses, self.training.size(len(losses)))])
+            means = torch.stack([batch.mean() for batch in torch.split(losses, self.training.batch_size(len(losses)))])
             return float(means.var(correction=0).nan_to_num(0.0))
         assert site.secret is not None
-        told = variance(losses.cpu(), self.largest_loss, self.loss_noise, site.secret.child("losses"))
+        told = release_variance(losses.cpu(), self.largest_loss, self.loss_noise, site.secret.child("losses"))
         return float(told.tensors["variance"])

@@ -30,13 +30,13 @@ import torch
 from torch import Tensor
 from torch.func import grad
 
-from polyclinic.algorithms.base import WEIGHTS, Averaging, RunningMean
+from polyclinic.algorithms.base import WEIGHT_KINDS, Averaging, RunningMean
 from polyclinic.core.contract import Batch, Bundle, Exchange, Fit, Network, Score, Site, Stream, Tensors, Update, Work
 from polyclinic.core.errors import RecipeError, Refused
 from polyclinic.training.losses import task_loss
 
 
-def sensitivity(network: Network, weights: Bundle, batch: Batch, reference: Bundle) -> Tensors:
+def parameter_sensitivity(network: Network, weights: Bundle, batch: Batch, reference: Bundle) -> Tensors:
     """|∂ mean_x ‖F(x)‖² / ∂θ| of a batch."""
     del reference
 
@@ -68,23 +68,25 @@ class Elastic(Averaging):
 
     def local(self, received: Bundle, memory: Bundle | None, site: Site, rng: Stream) -> Work:
         fitted = yield Fit(received, task_loss, self.training)
-        omega = yield Score(received, sensitivity, reduce="mean", batch=self.training.size(site.examples))  # (1)
+        omega = yield Score(
+            received, parameter_sensitivity, reduce="mean", batch=self.training.batch_size(site.examples)
+        )  # (1)
         return Update({**fitted.weights, "sensitivity": omega}, site.examples), None
 
-    def check(self, update: Update) -> None:
+    def check_update(self, update: Update) -> None:
         if any(bool((omega < 0).any()) for omega in update.tensors["sensitivity"].values()):
             raise Refused("norm", "sensitivity holds values below 0, but it is a mean of absolute values")
 
     def aggregate(self, state: Bundle, updates: Iterable[Update]) -> Bundle:
-        means = {kind: RunningMean() for kind in (*WEIGHTS, "sensitivity")}
+        means = {kind: RunningMean() for kind in (*WEIGHT_KINDS, "sensitivity")}
         for update in updates:
             for kind, mean in means.items():
-                mean.add(update.tensors.get(kind, {}), self.weight(update))  # (2)
-        zeta, trained = self.coefficients(means["sensitivity"].value()), means["model"].value()
+                mean.add(update.tensors.get(kind, {}), self.update_weight(update))  # (2)
+        zeta, trained = self.aggregation_coefficients(means["sensitivity"].value()), means["model"].value()
         moved = {name: torch.lerp(w, trained[name], zeta[name]) for name, w in state["model"].items()}  # (4)
         return {"model": moved, "buffers": means["buffers"].value()}
 
-    def coefficients(self, omega: Tensors) -> Tensors:
+    def aggregation_coefficients(self, omega: Tensors) -> Tensors:
         largest = {name: tensor.max() for name, tensor in omega.items()}
         if self.within == "network":
             largest = dict.fromkeys(largest, torch.stack(list(largest.values())).max())

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from polyclinic.algorithms.base import WEIGHTS, Averaging, RunningMean
+from polyclinic.algorithms.base import WEIGHT_KINDS, Averaging, RunningMean
 from polyclinic.core.contract import Bundle, Fit, Site, Stream, Update, Work
 from polyclinic.training.losses import task_loss
 
@@ -25,8 +25,8 @@ class FedAvg(Averaging):
         return Update(fitted.weights, site.examples), None
 
     def aggregate(self, state: Bundle, updates: Iterable[Update]) -> Bundle:
-        means = {kind: RunningMean() for kind in WEIGHTS}
+        means = {kind: RunningMean() for kind in WEIGHT_KINDS}
         for update in updates:
             for kind, mean in means.items():
-                mean.add(update.tensors.get(kind, {}), self.weight(update))
+                mean.add(update.tensors.get(kind, {}), self.update_weight(update))
         return {kind: mean.value() for kind, mean in means.items()}  # (2)

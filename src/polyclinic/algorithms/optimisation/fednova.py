@@ -22,7 +22,7 @@ from polyclinic.training.fit import batches_per_epoch
 from polyclinic.training.losses import task_loss
 
 
-def length(steps: float, momentum: float) -> float:
+def normalised_steps(steps: float, momentum: float) -> float:
     """‖a‖₁: how far `steps` steps carry a constant gradient, in units of the learning rate."""
     rho = momentum
     return steps if rho == 0 else (steps - rho * (1 - rho**steps) / (1 - rho)) / (1 - rho)  # (1)
@@ -41,10 +41,10 @@ class FedNova(Averaging):
         fitted = yield Fit(received, task_loss, self.training)
         return Update(fitted.weights, site.examples, scalars={"steps": float(fitted.steps)}), None
 
-    def check(self, update: Update) -> None:
+    def check_update(self, update: Update) -> None:
         """The steps a site claims scale its pull and everybody's step: they must be what its examples imply."""
         steps, own = update.scalars.get("steps", 0.0), self.training
-        size = own.size(update.examples)
+        size = own.batch_size(update.examples)
         implied = own.steps if own.epochs is None else own.epochs * batches_per_epoch(update.examples, size)
         if steps != implied and not (own.oversample and own.epochs and 1 <= steps <= 1e6):
             raise Refused("scalars", f"{steps:g} steps reported where {update.examples} examples imply {implied}")
@@ -53,11 +53,11 @@ class FedNova(Averaging):
         x = state["model"]
         direction, buffers, lengths = RunningMean(), RunningMean(), 0.0
         for update in updates:
-            a_k = length(update.scalars["steps"], self.training.optimiser.momentum)
+            a_k = normalised_steps(update.scalars["steps"], self.training.optimiser.momentum)
             d_k = {name: (x[name] - y) / a_k for name, y in update.tensors["model"].items()}  # (2)
-            direction.add(d_k, self.weight(update))
-            buffers.add(update.tensors.get("buffers", {}), self.weight(update))
-            lengths += self.weight(update) * a_k
+            direction.add(d_k, self.update_weight(update))
+            buffers.add(update.tensors.get("buffers", {}), self.update_weight(update))
+            lengths += self.update_weight(update) * a_k
         tau = lengths / direction.total  # (3)
         mean = direction.value()
         return {

@@ -17,7 +17,7 @@ import torch
 from polyclinic.algorithms.optimisation.fedavg import FedAvg
 from polyclinic.core.contract import Bundle, Fit, Site, Stream, Update, Work
 from polyclinic.core.errors import RecipeError
-from polyclinic.training.losses import proximal
+from polyclinic.training.losses import proximal_loss
 
 
 @dataclass(frozen=True)
@@ -31,5 +31,5 @@ class FedProx(FedAvg):
     def local(self, received: Bundle, memory: Bundle | None, site: Site, rng: Stream) -> Work:
         anchor = received["model"]
         scalars = {"mu": torch.tensor(self.mu, dtype=next(iter(anchor.values())).dtype)}
-        fitted = yield Fit(received, proximal, self.training, {"anchor": anchor, "scalars": scalars})  # (1)
+        fitted = yield Fit(received, proximal_loss, self.training, {"anchor": anchor, "scalars": scalars})  # (1)
         return Update(fitted.weights, site.examples), None

@@ -31,5 +31,5 @@ class FedSGD(FedAvg):
 
     def local(self, received: Bundle, memory: Bundle | None, site: Site, rng: Stream) -> Work:
         full = replace(self.training, epochs=self.steps_per_round, steps=None)
-        fitted = yield Fit(received, task_loss, full, whole=True)  # (1), (2)
+        fitted = yield Fit(received, task_loss, full, full_batch=True)  # (1), (2)
         return Update(fitted.weights, site.examples), None

@@ -20,10 +20,10 @@ from dataclasses import dataclass
 
 import torch
 
-from polyclinic.algorithms.base import Averaging, RunningMean, weights
+from polyclinic.algorithms.base import Averaging, RunningMean, network_weights
 from polyclinic.core.contract import Bundle, Exchange, Federation, Fit, Site, Stream, Update, Work
 from polyclinic.core.errors import RecipeError
-from polyclinic.training.losses import corrected
+from polyclinic.training.losses import corrected_loss
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Scaffold(Averaging):
         x, c = received["model"], received["control"]
         c_k = memory["control"] if memory else {name: torch.zeros_like(v) for name, v in c.items()}
         correction = {name: c[name] - c_k[name] for name in c}
-        fitted = yield Fit(weights(received), corrected, self.training, {"correction": correction})  # (1)
+        fitted = yield Fit(network_weights(received), corrected_loss, self.training, {"correction": correction})  # (1)
         y = fitted.weights["model"]
         distance = fitted.steps * site.lr
         moved = {name: (x[name] - y[name]) / distance - c[name] for name in c}  # (2): c_k⁺ − c_k
@@ -62,8 +62,8 @@ class Scaffold(Averaging):
     def aggregate(self, state: Bundle, updates: Iterable[Update]) -> Bundle:
         y, buffers, moved = RunningMean(), RunningMean(), RunningMean()
         for update in updates:
-            y.add(update.tensors["model"], self.weight(update))
-            buffers.add(update.tensors.get("buffers", {}), self.weight(update))
+            y.add(update.tensors["model"], self.update_weight(update))
+            buffers.add(update.tensors.get("buffers", {}), self.update_weight(update))
             moved.add(update.tensors["control"])
         x, mean_y, mean_moved = state["model"], y.value(), moved.value()
         share = moved.count / int(state["all"]["sites"])

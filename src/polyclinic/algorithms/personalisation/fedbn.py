@@ -23,46 +23,48 @@ from dataclasses import dataclass
 
 import torch
 
-from polyclinic.algorithms.base import WEIGHTS, Averaging, RunningMean, weights
+from polyclinic.algorithms.base import WEIGHT_KINDS, Averaging, RunningMean, network_weights
 from polyclinic.core.contract import Bundle, Federation, Fit, Site, SiteId, Stream, Tensors, Update, Work
 from polyclinic.training.losses import task_loss
 
-OWN = {"model": "norms", "buffers": "norm buffers"}
+LOCAL_KINDS = {"model": "norms", "buffers": "norm buffers"}
 """The kind under which a site is first given, and remembers, what is its own of the model and the buffers."""
 
 
 @dataclass(frozen=True)
 class FedBN(Averaging):
     def init(self, federation: Federation) -> Bundle:
-        first, norms = weights(federation.initial), federation.norms
-        shared = {kind: _without(norms, group) for kind, group in first.items()}
-        return {**shared, **{OWN[kind]: _without(shared[kind], group) for kind, group in first.items()}}
+        first, norms = network_weights(federation.initial), federation.norms
+        shared = {kind: _without_names(norms, group) for kind, group in first.items()}
+        return {**shared, **{LOCAL_KINDS[kind]: _without_names(shared[kind], group) for kind, group in first.items()}}
 
     def broadcast(self, state: Bundle, site: SiteId) -> Bundle:
-        first = {} if site in state.get("started", {}) else {kind: state.get(kind, {}) for kind in OWN.values()}
-        return {**weights(state), **first}
+        first = {} if site in state.get("started", {}) else {kind: state.get(kind, {}) for kind in LOCAL_KINDS.values()}
+        return {**network_weights(state), **first}
 
     def local(self, received: Bundle, memory: Bundle | None, site: Site, rng: Stream) -> Work:
-        fitted = yield Fit(self.start(received, memory), task_loss, self.training)  # (1)
-        own = {OWN[kind]: _without(received.get(kind, {}), group) for kind, group in fitted.weights.items()}
-        shared = {kind: _without(own[OWN[kind]], group) for kind, group in fitted.weights.items()}
+        fitted = yield Fit(self.start_weights(received, memory), task_loss, self.training)  # (1)
+        own = {
+            LOCAL_KINDS[kind]: _without_names(received.get(kind, {}), group) for kind, group in fitted.weights.items()
+        }
+        shared = {kind: _without_names(own[LOCAL_KINDS[kind]], group) for kind, group in fitted.weights.items()}
         return Update(shared, site.examples), own if any(own.values()) else None
 
-    def start(self, received: Bundle, memory: Bundle | None) -> Bundle:
+    def start_weights(self, received: Bundle, memory: Bundle | None) -> Bundle:
         own = memory or received
-        return {kind: {**received.get(kind, {}), **own.get(OWN[kind], {})} for kind in WEIGHTS}
+        return {kind: {**received.get(kind, {}), **own.get(LOCAL_KINDS[kind], {})} for kind in WEIGHT_KINDS}
 
     def aggregate(self, state: Bundle, updates: Iterable[Update]) -> Bundle:
-        means, started = {kind: RunningMean() for kind in WEIGHTS}, dict(state.get("started", {}))
+        means, started = {kind: RunningMean() for kind in WEIGHT_KINDS}, dict(state.get("started", {}))
         for update in updates:
             started[update.site] = torch.ones(())
             for kind, mean in means.items():
-                mean.add(update.tensors.get(kind, {}), self.weight(update))
+                mean.add(update.tensors.get(kind, {}), self.update_weight(update))
         return {**state, **{kind: mean.value() for kind, mean in means.items()}, "started": started}  # (2)
 
     def models(self, received: Bundle, memory: Bundle | None) -> dict[str, Bundle]:
-        return {"personal": self.start(received, memory)}
+        return {"personal": self.start_weights(received, memory)}
 
 
-def _without(names: Collection[str], group: Tensors) -> Tensors:
+def _without_names(names: Collection[str], group: Tensors) -> Tensors:
     return {name: tensor for name, tensor in group.items() if name not in names}

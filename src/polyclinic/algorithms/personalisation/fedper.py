@@ -23,13 +23,13 @@ HEAD = "head."
 class FedPer(Averaging):
     def init(self, federation: Federation) -> Bundle:
         model = federation.initial["model"]
-        return {**federation.initial, "model": extractor(model), "head": head(model)}
+        return {**federation.initial, "model": extractor_weights(model), "head": head_weights(model)}
 
     def local(self, received: Bundle, memory: Bundle | None, site: Site, rng: Stream) -> Work:
-        fitted = yield Fit(self.start(received, memory), task_loss, self.training)  # (1)
-        return handed_in(fitted.weights, site), {"head": head(fitted.weights["model"])}
+        fitted = yield Fit(self.start_weights(received, memory), task_loss, self.training)  # (1)
+        return shared_update(fitted.weights, site), {"head": head_weights(fitted.weights["model"])}
 
-    def start(self, received: Bundle, memory: Bundle | None) -> Bundle:
+    def start_weights(self, received: Bundle, memory: Bundle | None) -> Bundle:
         own = (memory or received).get("head", {})
         return {"model": {**received.get("model", {}), **own}, "buffers": received.get("buffers", {})}
 
@@ -37,21 +37,21 @@ class FedPer(Averaging):
         means = {kind: RunningMean() for kind in ("model", "buffers")}
         for update in updates:
             for kind, mean in means.items():
-                mean.add(update.tensors.get(kind, {}), self.weight(update))
+                mean.add(update.tensors.get(kind, {}), self.update_weight(update))
         return {**state, **{kind: mean.value() for kind, mean in means.items()}}  # (2)
 
     def models(self, received: Bundle, memory: Bundle | None) -> dict[str, Bundle]:
-        return {"personal": self.start(received, memory)}
+        return {"personal": self.start_weights(received, memory)}
 
 
-def head(model: Tensors) -> Tensors:
+def head_weights(model: Tensors) -> Tensors:
     return {name: tensor for name, tensor in model.items() if name.startswith(HEAD)}
 
 
-def extractor(model: Tensors) -> Tensors:
+def extractor_weights(model: Tensors) -> Tensors:
     return {name: tensor for name, tensor in model.items() if not name.startswith(HEAD)}
 
 
-def handed_in(weights: Bundle, site: Site) -> Update:
+def shared_update(weights: Bundle, site: Site) -> Update:
     """What leaves a site: everything but its head."""
-    return Update({**weights, "model": extractor(weights["model"])}, site.examples)
+    return Update({**weights, "model": extractor_weights(weights["model"])}, site.examples)

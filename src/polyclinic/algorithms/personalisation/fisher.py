@@ -9,10 +9,10 @@ from torch import Tensor
 from torch.func import grad, vmap
 
 from polyclinic.core.contract import Batch, Bundle, Network, Tensors
-from polyclinic.training.dp.per_example_gradients import GradientTape, NotRecordableError, twin
+from polyclinic.training.dp.per_example_gradients import GradientTape, NotRecordableError, copy_with_record
 from polyclinic.training.network import LiveNetwork
 
-AT_ONCE = 8
+CHUNK_SIZE = 8
 """Examples whose gradients are held side by side, where there is no quicker way."""
 
 
@@ -21,10 +21,10 @@ def squared_gradients(network: Network, weights: Bundle, batch: Batch, reference
     del reference
     if isinstance(network, LiveNetwork) and weights is network.live:
         try:
-            return _recorded(network, weights, batch)
+            return _squared_gradients_from_tape(network, weights, batch)
         except NotRecordableError:
             pass
-    return one_by_one(network, weights, batch)
+    return per_example_squared_gradients(network, weights, batch)
 
 
 def squared_mean_gradient(network: Network, weights: Bundle, batch: Batch, reference: Bundle) -> Tensors:
@@ -34,27 +34,27 @@ def squared_mean_gradient(network: Network, weights: Bundle, batch: Batch, refer
     return {name: g.square() for name, g in found.items()}
 
 
-def _recorded(network: LiveNetwork, weights: Bundle, batch: Batch) -> Tensors:
+def _squared_gradients_from_tape(network: LiveNetwork, weights: Bundle, batch: Batch) -> Tensors:
     """From one forward and one backward pass."""
     names = frozenset(weights["model"])
     book, other = GradientTape(network.device), copy.copy(network)
-    other.module = twin(network.module, names, book)
-    book.begin(len(batch[1]))
+    other.module = copy_with_record(network.module, names, book)
+    book.begin_pass(len(batch[1]))
     with torch.enable_grad():
         parts = book.backward(other.loss(weights, batch) * len(batch[1]))
     if parts.keys() != names:
         raise NotRecordableError("a layer is not called")
-    return {name: parts[name].energy() / len(batch[1]) for name in weights["model"]}
+    return {name: parts[name].sum_of_squares() / len(batch[1]) for name in weights["model"]}
 
 
-def one_by_one(network: Network, weights: Bundle, batch: Batch) -> Tensors:
+def per_example_squared_gradients(network: Network, weights: Bundle, batch: Batch) -> Tensors:
     """For any network."""
 
     def loss(model: Tensors, image: Tensor, label: Tensor) -> Tensor:
         return network.loss({**weights, "model": model}, (image[None], label[None]))
 
     found: Tensors = {}
-    for images, labels in zip(*(torch.split(t, AT_ONCE) for t in batch), strict=True):
+    for images, labels in zip(*(torch.split(t, CHUNK_SIZE) for t in batch), strict=True):
         each = vmap(grad(loss), (None, 0, 0))(dict(weights["model"]), images, labels)
         sums = {name: g.square().sum(0) / len(batch[1]) for name, g in each.items()}
         found = {name: found[name] + t for name, t in sums.items()} if found else sums

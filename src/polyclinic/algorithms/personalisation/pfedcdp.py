@@ -26,11 +26,11 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from polyclinic.algorithms.personalisation.fedper import HEAD, FedPer, handed_in, head
+from polyclinic.algorithms.personalisation.fedper import HEAD, FedPer, head_weights, shared_update
 from polyclinic.algorithms.personalisation.fisher import squared_gradients, squared_mean_gradient
 from polyclinic.core.contract import Bundle, Fit, Score, ServerWork, Site, Step, Stream, Tensors, Training, Work
 from polyclinic.core.errors import RecipeError
-from polyclinic.training.losses import distilling, task_loss
+from polyclinic.training.losses import distillation_loss, task_loss
 
 
 @dataclass(frozen=True)
@@ -69,30 +69,35 @@ class PFedCDP(FedPer):
         return self.variant == "sound"
 
     def local(self, received: Bundle, memory: Bundle | None, site: Site, rng: Stream) -> Work:
-        weights = self.start(received, memory)
+        weights = self.start_weights(received, memory)
         if self.variant == "paper":
-            fitted = yield Fit(weights, distilling, self.training, self._teacher(received))  # (11), of everything
+            fitted = yield Fit(
+                weights, distillation_loss, self.training, self._teacher_reference(received)
+            )  # (11), of everything
         else:
             fitted = yield Fit(weights, task_loss, self.training)
             if self.head_epochs and self.distil and site.round > 1:  # in round 1 the teacher has learnt nothing
-                step = Step(distilling, train=(HEAD,))
+                step = Step(distillation_loss, train=(HEAD,))
                 fitted = yield Fit(
-                    fitted.weights, (step,), _for(self.training, self.head_epochs), self._teacher(received)
+                    fitted.weights,
+                    (step,),
+                    _with_epochs(self.training, self.head_epochs),
+                    self._teacher_reference(received),
                 )  # (11)
         mask: Tensors = {}
         if self.keep or self.variant == "paper":
-            fisher = yield self._fisher(fitted.weights, site)  # (3)
-            mask = {name: self.important(f) for name, f in fisher.items() if not name.startswith(HEAD)}  # (4)
-        own = handed_in(fitted.weights, site)
-        kept = {**own.tensors, "head": head(fitted.weights["model"]), "mask": mask}
+            fisher = yield self._fisher_score(fitted.weights, site)  # (3)
+            mask = {name: self.importance_mask(f) for name, f in fisher.items() if not name.startswith(HEAD)}  # (4)
+        own = shared_update(fitted.weights, site)
+        kept = {**own.tensors, "head": head_weights(fitted.weights["model"]), "mask": mask}
         return own, kept if mask else {"head": kept["head"]}
 
-    def _fisher(self, weights: Bundle, site: Site) -> Score:
+    def _fisher_score(self, weights: Bundle, site: Site) -> Score:
         if self.variant == "sound":
             return Score(weights, squared_gradients, reduce="mean")
-        return Score(weights, squared_mean_gradient, reduce="mean", batch=self.training.size(site.examples))
+        return Score(weights, squared_mean_gradient, reduce="mean", batch=self.training.batch_size(site.examples))
 
-    def important(self, fisher: Tensor) -> Tensor:
+    def importance_mask(self, fisher: Tensor) -> Tensor:
         """(4): where a weight stays the site's own. Everywhere else it is the cluster's: (5)."""
         if self.variant == "paper":
             return fisher >= self.threshold
@@ -101,8 +106,8 @@ class PFedCDP(FedPer):
         chosen[fisher.flatten().argsort(descending=True, stable=True)[:count]] = True
         return chosen.view(fisher.shape)
 
-    def start(self, received: Bundle, memory: Bundle | None) -> Bundle:
-        weights = super().start(received, memory)
+    def start_weights(self, received: Bundle, memory: Bundle | None) -> Bundle:
+        weights = super().start_weights(received, memory)
         if not memory or "mask" not in memory:
             return weights
         mask, mine = memory["mask"], memory["model"]
@@ -111,9 +116,11 @@ class PFedCDP(FedPer):
 
     def server_step(self, state: Bundle, server: Site, rng: Stream) -> ServerWork:
         weights = {"model": {**state["model"], **state["head"]}, "buffers": state.get("buffers", {})}
-        training = replace(_for(self.training, self.server_epochs), private=None)  # the public set needs no protection
+        training = replace(
+            _with_epochs(self.training, self.server_epochs), private=None
+        )  # the public set needs no protection
         fitted = yield "", Fit(weights, (Step(task_loss, train=(HEAD,)),), training)
-        return {**state, "head": head(fitted.weights["model"])}
+        return {**state, "head": head_weights(fitted.weights["model"])}
 
     def warning(self) -> str:
         if self.variant == "sound":
@@ -124,14 +131,14 @@ class PFedCDP(FedPer):
         )
 
     def models(self, received: Bundle, memory: Bundle | None) -> dict[str, Bundle]:
-        return {"personal": self.start(received, memory), "global": super().start(received, None)}
+        return {"personal": self.start_weights(received, memory), "global": super().start_weights(received, None)}
 
-    def _teacher(self, received: Bundle) -> Bundle:
+    def _teacher_reference(self, received: Bundle) -> Bundle:
         like = next(iter(received["head"].values()))
         scalars = {"share": like.new_tensor(self.distil), "temperature": like.new_tensor(self.temperature)}
         teacher = {**received.get("model", {}), **received.get("head", {})}
         return {"teacher": teacher, "teacher buffers": dict(received.get("buffers", {})), "scalars": scalars}
 
 
-def _for(training: Training, epochs: int) -> Training:
+def _with_epochs(training: Training, epochs: int) -> Training:
     return replace(training, epochs=epochs, steps=None)

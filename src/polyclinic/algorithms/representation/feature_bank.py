@@ -17,8 +17,8 @@ from torch import Tensor
 
 from polyclinic.core.contract import SiteId, Stream, Tensors
 from polyclinic.core.errors import Refused
-from polyclinic.privacy.releases import class_means, rows
-from polyclinic.training.dp.dp_sgd import secret_numbers
+from polyclinic.privacy.releases import release_class_means, release_rows
+from polyclinic.training.dp.dp_sgd import secret_generator
 
 SHARE, DEVIATIONS = 0.1, 3.0
 """Under a privacy plan: what counts take of the means' budget, and how far above their noise they must be."""
@@ -36,20 +36,22 @@ class FeatureRelease(NamedTuple):
     """Their number; noised, it is not whole."""
 
 
-def told(features: Tensor, labels: Tensor, classes: int, slots: int, fewest: int, stream: Stream) -> FeatureRelease:
+def release_features(
+    features: Tensor, labels: Tensor, classes: int, slots: int, fewest: int, stream: Stream
+) -> FeatureRelease:
     """Features as they are; of a class of fewer than `fewest` images nothing."""
     order = torch.randperm(len(labels), generator=stream.generator())
-    picked = in_slots(labels, classes, slots, order)
+    picked = assign_slots(labels, classes, slots, order)
     count = torch.bincount(labels, minlength=classes)
     count = torch.where(count >= fewest, count, 0)
     picked = torch.where(count[:, None] > 0, picked, -1)
     member = F.one_hot(labels, classes).to(features.dtype) * (count > 0)
     means = member.T @ features.flatten(1) / count.clamp(min=1)[:, None]
     held = (picked >= 0).sum(1)
-    return FeatureRelease(_filled(features, picked), held.to(features.dtype), means, count.to(features.dtype))
+    return FeatureRelease(_fill_slots(features, picked), held.to(features.dtype), means, count.to(features.dtype))
 
 
-def told_privately(
+def release_features_privately(
     features: Tensor,
     labels: Tensor,
     classes: int,
@@ -63,22 +65,28 @@ def told_privately(
 
     Of a class whose count may be noise: nothing.
     """
-    draws = secret_numbers(secret.child("slots"))
-    picked = in_slots(labels, classes, slots, torch.from_numpy(draws.permutation(len(labels))))
+    draws = secret_generator(secret.child("slots"))
+    picked = assign_slots(labels, classes, slots, torch.from_numpy(draws.permutation(len(labels))))
     places = draws.permuted(np.tile(np.arange(slots), (classes, 1)), axis=1)
-    values = _filled(features, picked.gather(1, torch.from_numpy(places).to(picked.device)))
+    values = _fill_slots(features, picked.gather(1, torch.from_numpy(places).to(picked.device)))
     of_slots, of_means = noise
     least = max(fewest, DEVIATIONS * of_means / math.sqrt(SHARE))
-    means = class_means(features.flatten(1), labels, classes, clip, of_means, least, secret.child("means"), SHARE)
+    means = release_class_means(
+        features.flatten(1), labels, classes, clip, of_means, least, secret.child("means"), SHARE
+    )
     known, count = means.tensors["known"], means.tensors["counts"] * means.tensors["known"]
     # `rows` counts on an image that leaves zeros, not another image: twice its noise.
-    noised = rows(values.flatten(0, 1), clip, 2 * of_slots, secret.child("features")).tensors["rows"].view(values.shape)
+    noised = (
+        release_rows(values.flatten(0, 1), clip, 2 * of_slots, secret.child("features"))
+        .tensors["rows"]
+        .view(values.shape)
+    )
     count = count * (len(labels) / count.sum().clamp(min=len(labels)))
-    held, known = slots * known.to(features.dtype), _like(known, noised)
+    held, known = slots * known.to(features.dtype), _expand_like(known, noised)
     return FeatureRelease(noised * known, held, means.tensors["means"], count.to(features.dtype))
 
 
-def in_slots(labels: Tensor, classes: int, slots: int, order: Tensor) -> Tensor:
+def assign_slots(labels: Tensor, classes: int, slots: int, order: Tensor) -> Tensor:
     """Which images fill the slots of each class, the first in `order`; −1: a slot that stays empty."""
     order = order.to(labels.device)
     found = torch.full((classes, slots), -1, device=labels.device)
@@ -88,7 +96,7 @@ def in_slots(labels: Tensor, classes: int, slots: int, order: Tensor) -> Tensor:
     return found
 
 
-def others(bank: Tensors, site: SiteId, most: int) -> Tensors:
+def features_of_others(bank: Tensors, site: SiteId, most: int) -> Tensors:
     """Of each class up to `most` features, in turn from all other sites, beginning with the next one.
 
     bank: `site/values` and `site/held` of every site.
@@ -113,19 +121,19 @@ def others(bank: Tensors, site: SiteId, most: int) -> Tensors:
     return found
 
 
-def check_held(features: Tensors, slots: int) -> None:
+def check_slot_counts(features: Tensors, slots: int) -> None:
     """Refuse numbers of features that cannot be."""
     held = features.get("held")
     if held is not None and bool(((held < 0) | (held > slots) | (held != held.round())).any()):
         raise Refused("features", f"numbers of features that are not whole and from 0 to {slots}")
 
 
-def _filled(features: Tensor, picked: Tensor) -> Tensor:
+def _fill_slots(features: Tensor, picked: Tensor) -> Tensor:
     """The features in their slots; zeros in empty ones."""
     values = features[picked.clamp(min=0)]
-    return torch.where(_like(picked >= 0, values), values, 0.0)
+    return torch.where(_expand_like(picked >= 0, values), values, 0.0)
 
 
-def _like(chosen: Tensor, values: Tensor) -> Tensor:
+def _expand_like(chosen: Tensor, values: Tensor) -> Tensor:
     """With as many axes as `values`."""
     return chosen.view(*chosen.shape, *[1] * (values.ndim - chosen.ndim))

@@ -44,19 +44,19 @@ from typing import ClassVar, Literal
 import torch
 from torch import nn
 
-from polyclinic.algorithms.base import WEIGHTS, RunningMean, classifier
+from polyclinic.algorithms.base import WEIGHT_KINDS, RunningMean, classifier_weights
 from polyclinic.algorithms.optimisation.fedavg import FedAvg
-from polyclinic.algorithms.representation.feature_bank import check_held, others, told
+from polyclinic.algorithms.representation.feature_bank import check_slot_counts, features_of_others, release_features
 from polyclinic.algorithms.representation.fed_align_losses import (
     DISCRIMINATOR,
     Discriminator,
-    aligning,
-    banks,
-    discriminating,
-    first,
-    noised,
+    add_noise,
+    alignment_loss,
+    bank_reference,
+    discriminator_loss,
+    initial_discriminator,
 )
-from polyclinic.algorithms.representation.fed_align_pooled import Joint
+from polyclinic.algorithms.representation.fed_align_pooled import PooledFit
 from polyclinic.algorithms.representation.fedmr import labelled_features
 from polyclinic.core.contract import (
     AUX_PREFIX,
@@ -127,7 +127,7 @@ class FedAlign(FedAvg):
         return {DISCRIMINATOR: Discriminator(math.prod(features), self.hidden)} if self.align else {}
 
     def init(self, federation: Federation) -> Bundle:
-        state = classifier(federation.initial)
+        state = classifier_weights(federation.initial)
         if not self.align:
             return state
         like = next(iter(state["model"].values()))
@@ -138,70 +138,79 @@ class FedAlign(FedAvg):
         return {**state, "features": slots, "bank": bank}
 
     def broadcast(self, state: Bundle, site: SiteId) -> Bundle:
-        sent = {kind: state.get(kind, {}) for kind in WEIGHTS}
+        sent = {kind: state.get(kind, {}) for kind in WEIGHT_KINDS}
         if "bank" not in state:
             return sent
         if self.pooled:
             return {**sent, "features": state["features"], "bank": state["bank"]}
-        return {**sent, "others": others(state["bank"], site, self.receive)}
+        return {**sent, "others": features_of_others(state["bank"], site, self.receive)}
 
     def local(self, received: Bundle, memory: Bundle | None, site: Site, rng: Stream) -> Work:
-        start = {kind: received.get(kind, {}) for kind in WEIGHTS}
+        start = {kind: received.get(kind, {}) for kind in WEIGHT_KINDS}
         if not self.align:
             fitted = yield Fit(start, task_loss, self.training)
-            return Update(self._sent(fitted.weights, rng, site), site.examples), None
+            return Update(self._noised_weights(fitted.weights, rng, site), site.examples), None
         if self.pooled:
-            return (yield from self._together(received, memory or {}, site, rng))
-        before = memory or {**first(received["others"], self.hidden, rng), "own": {}}
+            return (yield from self._fit_pooled(received, memory or {}, site, rng))
+        before = memory or {**initial_discriminator(received["others"], self.hidden, rng), "own": {}}
         accompanied = {kind: {**group, **before.get(kind, {})} for kind, group in start.items()}
         if site.round > self.warmup and before.get("own") and bool(received["others"]["held"] > 0):
-            steps = *(Step(discriminating, DISCRIMINATION),) * self.lessons, Step(aligning, LESSON)  # (2), (3)
-            fitted = yield Fit(accompanied, steps, self.training, banks(before["own"], received["others"], self.align))
+            steps = (
+                *(Step(discriminator_loss, DISCRIMINATION),) * self.lessons,
+                Step(alignment_loss, LESSON),
+            )  # (2), (3)
+            fitted = yield Fit(
+                accompanied, steps, self.training, bank_reference(before["own"], received["others"], self.align)
+            )
         else:
             fitted = yield Fit(accompanied, (Step(task_loss, LESSON),), self.training)  # (1)
         own = {k: {n: t for n, t in g.items() if n.startswith(AUX_PREFIX)} for k, g in fitted.weights.items()}
-        sent = self._sent(fitted.weights, rng, site)
+        sent = self._noised_weights(fitted.weights, rng, site)
         if not self.warmup <= site.round < site.rounds:  # nobody will look at them
             return Update(sent, site.examples), own
-        features = self._features((yield Score(start, labelled_features)), rng.child("bank", site.round))
+        features = self._select_features((yield Score(start, labelled_features)), rng.child("bank", site.round))
         return Update({**sent, "features": features}, site.examples), {**own, "own": features}
 
-    def _together(self, received: Bundle, memory: Bundle, site: Site, rng: Stream) -> Work:
+    def _fit_pooled(self, received: Bundle, memory: Bundle, site: Site, rng: Stream) -> Work:
         """All sites, where all are."""
         like = received["features"]
         streams = {name: Stream(rng.seed, ("site", name)) for name in received["bank"]}
         places = {name: f"{DISCRIMINATOR}@{name}" for name in streams}
-        known = {p: memory.get(p) or first(like, self.hidden, streams[n])["model"] for n, p in places.items()}
+        known = {
+            p: memory.get(p) or initial_discriminator(like, self.hidden, streams[n])["model"] for n, p in places.items()
+        }
         alpha = self.align if site.round > self.warmup else 0.0
-        fitted = yield Joint(classifier(received), task_loss, self.training, known, align=alpha, variance=self.variance)
-        averages, kept = {kind: RunningMean() for kind in WEIGHTS}, dict[str, Tensors]()  # (1), (5), (6)
+        fitted = yield PooledFit(
+            classifier_weights(received), task_loss, self.training, known, align=alpha, variance=self.variance
+        )
+        averages, kept = {kind: RunningMean() for kind in WEIGHT_KINDS}, dict[str, Tensors]()  # (1), (5), (6)
         for name in (kind.removeprefix("model@") for kind in fitted.weights if kind.startswith("model@")):
-            own = {kind: fitted.weights[f"{kind}@{name}"] for kind in WEIGHTS}
-            for kind, group in self._sent(own, streams[name], site).items():
-                averages[kind].add(group, self.weight(Update({}, int(received["bank"][name]))))  # (4)
+            own = {kind: fitted.weights[f"{kind}@{name}"] for kind in WEIGHT_KINDS}
+            for kind, group in self._noised_weights(own, streams[name], site).items():
+                averages[kind].add(group, self.update_weight(Update({}, int(received["bank"][name]))))  # (4)
             kept[places[name]] = {n: t for n, t in own["model"].items() if n.startswith(AUX_PREFIX)}
         return Update({kind: average.value() for kind, average in averages.items()}, site.examples), kept
 
-    def _features(self, found: Tensors, rng: Stream) -> Tensors:
+    def _select_features(self, found: Tensors, rng: Stream) -> Tensors:
         """Z(F(x)) of some images; whose they are and what they show is not told."""
         nobody = torch.zeros_like(found["labels"]).long()
-        release = told(found["features"], nobody, 1, self.bank, 1, rng)
-        values = noised({"values": release.values}, self.variance, rng.child("noise").generator())["values"]
+        release = release_features(found["features"], nobody, 1, self.bank, 1, rng)
+        values = add_noise({"values": release.values}, self.variance, rng.child("noise").generator())["values"]
         return {"values": values, "held": release.held}
 
-    def _sent(self, weights: Bundle, rng: Stream, site: Site) -> Bundle:
+    def _noised_weights(self, weights: Bundle, rng: Stream, site: Site) -> Bundle:
         """Z(w_k) of (4)."""
-        model = classifier(weights)
-        return {**model, "model": noised(model["model"], self.variance, rng.child("noise", site.round).generator())}
+        model = classifier_weights(weights)
+        return {**model, "model": add_noise(model["model"], self.variance, rng.child("noise", site.round).generator())}
 
-    def check(self, update: Update) -> None:
-        check_held(update.tensors.get("features", {}), self.bank)
+    def check_update(self, update: Update) -> None:
+        check_slot_counts(update.tensors.get("features", {}), self.bank)
 
     def aggregate(self, state: Bundle, updates: Iterable[Update]) -> Bundle:
-        averages, bank = {kind: RunningMean() for kind in WEIGHTS}, dict(state.get("bank", {}))
+        averages, bank = {kind: RunningMean() for kind in WEIGHT_KINDS}, dict(state.get("bank", {}))
         for update in updates:
             for kind, average in averages.items():
-                average.add(update.tensors.get(kind, {}), self.weight(update))  # (4)
+                average.add(update.tensors.get(kind, {}), self.update_weight(update))  # (4)
             bank |= {f"{update.site}/{n}": t.clone() for n, t in update.tensors.get("features", {}).items()}
         found = {**state, **{kind: average.value() for kind, average in averages.items()}}
         return {**found, "bank": bank} if self.align else found

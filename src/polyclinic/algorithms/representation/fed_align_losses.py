@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from polyclinic.core.contract import Batch, Bundle, Network, Stream, Tensors
-from polyclinic.training.auxiliary import drawn, named
+from polyclinic.training.auxiliary import build_with_seed, copy_auxiliary_weights
 
 DISCRIMINATOR = "discriminator"
 
@@ -27,15 +27,15 @@ class Discriminator(nn.Module):
         return logits
 
 
-def discriminating(network: Network, weights: Bundle, batch: Batch, reference: Bundle) -> Tensor:
+def discriminator_loss(network: Network, weights: Bundle, batch: Batch, reference: Bundle) -> Tensor:
     """(2): own features of the last exchange against others'. Looks at no image."""
     del batch
     own, others = reference["own"], reference["others"]
     mine, theirs = (network.auxiliary(weights, DISCRIMINATOR, each["values"].flatten(1)) for each in (own, others))
-    return _mean(F.softplus(-mine), own["there"]) + _mean(F.softplus(theirs), others["there"])
+    return _masked_mean(F.softplus(-mine), own["there"]) + _masked_mean(F.softplus(theirs), others["there"])
 
 
-def aligning(network: Network, weights: Bundle, batch: Batch, reference: Bundle) -> Tensor:
+def alignment_loss(network: Network, weights: Bundle, batch: Batch, reference: Bundle) -> Tensor:
     """(1) and (3): of own features the discriminator shall not know what to think."""
     images, labels = batch
     handed = network.features(weights, images)
@@ -44,14 +44,14 @@ def aligning(network: Network, weights: Bundle, batch: Batch, reference: Bundle)
     return F.cross_entropy(network.head(weights, handed), labels) + reference["scalars"]["align"] * unsure
 
 
-def first(shown: Tensors, hidden: int, rng: Stream) -> Bundle:
+def initial_discriminator(shown: Tensors, hidden: int, rng: Stream) -> Bundle:
     """A site's discriminator of such features before it has trained: each draws its own."""
     like = shown["values"]
-    network = drawn(lambda: Discriminator(math.prod(like.shape[2:]), hidden), rng.child("discriminator"))
-    return named(DISCRIMINATOR, network.to(like))
+    network = build_with_seed(lambda: Discriminator(math.prod(like.shape[2:]), hidden), rng.child("discriminator"))
+    return copy_auxiliary_weights(DISCRIMINATOR, network.to(like))
 
 
-def banks(own: Tensors, others: Tensors, align: float) -> Bundle:
+def bank_reference(own: Tensors, others: Tensors, align: float) -> Bundle:
     """What (2) and (3) look at beside the batch."""
     like = others["values"]
 
@@ -63,21 +63,21 @@ def banks(own: Tensors, others: Tensors, align: float) -> Bundle:
     return {"own": shown(own), "others": shown(others), "scalars": {"align": like.new_tensor(align)}}
 
 
-def apart(mine: Tensor, theirs: Tensor) -> Tensor:
+def separation_loss(mine: Tensor, theirs: Tensor) -> Tensor:
     """(5), of a discriminator's logits: it shall tell own features from another site's."""
     return F.softplus(-mine).mean() + F.softplus(theirs).mean()
 
 
-def alike(mine: Tensor, theirs: Tensor) -> Tensor:
+def confusion_loss(mine: Tensor, theirs: Tensor) -> Tensor:
     """(6), of a discriminator's logits: it shall take both for own ones."""
     return F.softplus(-mine).mean() + F.softplus(-theirs).mean()
 
 
-def _mean(values: Tensor, there: Tensor) -> Tensor:
+def _masked_mean(values: Tensor, there: Tensor) -> Tensor:
     return (values * there).sum() / there.sum()
 
 
-def noised(weights: Tensors, variance: float, generator: torch.Generator) -> Tensors:
+def add_noise(weights: Tensors, variance: float, generator: torch.Generator) -> Tensors:
     """With N(0, variance) on every value."""
     if not variance:
         return weights

@@ -14,15 +14,20 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from polyclinic.algorithms.representation.fed_align_losses import DISCRIMINATOR, alike, apart, noised
+from polyclinic.algorithms.representation.fed_align_losses import (
+    DISCRIMINATOR,
+    add_noise,
+    confusion_loss,
+    separation_loss,
+)
 from polyclinic.core.contract import AUX_PREFIX, Batch, Examples, Fit, Fitted, Site, SiteId, Stream, Training
-from polyclinic.training.fit import changed, draws_from, make_optimiser, schedule
-from polyclinic.training.keyed_dropout import first_key, key_of
+from polyclinic.training.fit import augment_batch, make_optimiser, schedule_steps, seed_generators
+from polyclinic.training.keyed_dropout import dropout_key, first_key
 from polyclinic.training.network import LiveNetwork
 
 
 @dataclass(frozen=True)
-class Joint(Fit):
+class PooledFit(Fit):
     """A training job for all sites at once, from the same weights. `reference` has each one's discriminator, as
     `discriminator@site`; `Fitted` has each one's weights, as `model@site` and `buffers@site`."""
 
@@ -33,7 +38,7 @@ class Joint(Fit):
 
 
 @dataclass(frozen=True)
-class Member:
+class PooledSite:
     """A site, where all are."""
 
     name: SiteId
@@ -45,52 +50,52 @@ class Member:
     extractor: list[nn.Parameter]
     discriminator: list[nn.Parameter]
 
-    def batch(self, turn: int, training: Training) -> Batch:
+    def batch_at(self, turn: int, training: Training) -> Batch:
         """Of its own steps; one that has fewer than others begins anew."""
         number, [rows] = self.plan[turn % len(self.plan)]
-        self.network.draw_by(key_of(first_key(self.stream), number, 0))
+        self.network.set_dropout_key(dropout_key(first_key(self.stream), number, 0))
         images, labels = (tensor.to(self.network.device) for tensor in self.data.batch(rows))
-        return changed(images, labels, training, self.stream.child("augment", number, 0))
+        return augment_batch(images, labels, training, self.stream.child("augment", number, 0))
 
     def features(self, images: Tensor) -> Tensor:
         return self.network.features(self.network.live, images).flatten(1)
 
-    def told(self, features: Tensor) -> Tensor:
+    def discriminate(self, features: Tensor) -> Tensor:
         """What its discriminator thinks."""
         return self.network.auxiliary(self.network.live, DISCRIMINATOR, features)
 
 
-def fit_jointly(
-    job: Joint, network: LiveNetwork, held: Mapping[SiteId, Examples], site: Site, stream: Stream
+def fit_pooled_sites(
+    job: PooledFit, network: LiveNetwork, held: Mapping[SiteId, Examples], site: Site, stream: Stream
 ) -> Fitted:
     """Train all sites, each on the images that it holds; `site` and `stream` are those of the place where they are."""
-    members = [_seated(job, network, name, data, site, stream.seed) for name, data in held.items()]
-    optimisers = [make_optimiser(_within_reach(own, members), job.training.optimiser, site.lr) for own in members]
+    members = [_load_pooled_site(job, network, name, data, site, stream.seed) for name, data in held.items()]
+    optimisers = [make_optimiser(_trainable_weights(own, members), job.training.optimiser, site.lr) for own in members]
     total, taken = torch.zeros((), device=network.device), 0
     with ExitStack() as modes:
-        modes.enter_context(draws_from(stream.child("dropout", site.round), network.device))
+        modes.enter_context(seed_generators(stream.child("dropout", site.round), network.device))
         for member in members:
-            modes.enter_context(member.network.precision(job.training.precision))
-            modes.enter_context(member.network.recomputing())
+            modes.enter_context(member.network.use_precision(job.training.precision))
+            modes.enter_context(member.network.use_checkpointing())
         for turn in range(max(len(member.plan) for member in members)):
-            seen = [member.batch(turn, job.training) for member in members]
+            seen = [member.batch_at(turn, job.training) for member in members]
             for own, batch, optimiser in zip(members, seen, optimisers, strict=True):
                 if turn >= len(own.plan):
                     continue
                 loss = job.sequence[0].objective(own.network, own.network.live, batch, {})
-                _step(optimiser, loss, own.lesson)  # (1)
+                _optimiser_step(optimiser, loss, own.lesson)  # (1)
                 total, taken = total + loss.detach(), taken + 1
                 for other, (images, _) in zip(members, seen, strict=True):
                     if job.align and other is not own:
-                        align(job, (own, batch[0]), (other, images), optimiser, own.plan[turn][0])
-    found = {f"{kind}@{m.name}": group for m in members for kind, group in m.network.take().items()}
+                        align_pair(job, (own, batch[0]), (other, images), optimiser, own.plan[turn][0])
+    found = {f"{kind}@{m.name}": group for m in members for kind, group in m.network.copy_weights().items()}
     return Fitted(found, taken, float(total) / max(taken, 1), {})
 
 
-def align(
-    job: Joint,
-    here: tuple[Member, Tensor],
-    there: tuple[Member, Tensor],
+def align_pair(
+    job: PooledFit,
+    here: tuple[PooledSite, Tensor],
+    there: tuple[PooledSite, Tensor],
     optimiser: torch.optim.Optimizer,
     number: int,
 ) -> None:
@@ -98,32 +103,38 @@ def align(
     features are made once."""
     (own, images), (other, foreign) = here, there
     draws = own.stream.child("shown", other.name, number).generator()
-    mine, theirs = own.features(images), noised({"": other.features(foreign)}, job.variance, draws)[""]
-    _step(optimiser, apart(own.told(mine.detach()), own.told(theirs.detach())), own.discriminator)  # (5)
-    loss = job.align * alike(own.told(mine), own.told(theirs))
-    _step(optimiser, loss, [*own.extractor, *other.extractor])  # (6)
+    mine, theirs = own.features(images), add_noise({"": other.features(foreign)}, job.variance, draws)[""]
+    _optimiser_step(
+        optimiser,
+        separation_loss(own.discriminate(mine.detach()), own.discriminate(theirs.detach())),
+        own.discriminator,
+    )  # (5)
+    loss = job.align * confusion_loss(own.discriminate(mine), own.discriminate(theirs))
+    _optimiser_step(optimiser, loss, [*own.extractor, *other.extractor])  # (6)
 
 
-def _seated(job: Joint, network: LiveNetwork, name: SiteId, data: Examples, site: Site, seed: int) -> Member:
-    beside = {own: copy.deepcopy(module) for own, module in network.companions.items()}
+def _load_pooled_site(
+    job: PooledFit, network: LiveNetwork, name: SiteId, data: Examples, site: Site, seed: int
+) -> PooledSite:
+    beside = {own: copy.deepcopy(module) for own, module in network.auxiliary_modules.items()}
     live, stream = LiveNetwork(copy.deepcopy(network.module), network.device, beside), Stream(seed, ("site", name))
-    live.load({**job.weights, "model": {**job.weights["model"], **job.reference[f"{DISCRIMINATOR}@{name}"]}})
+    live.load_weights({**job.weights, "model": {**job.weights["model"], **job.reference[f"{DISCRIMINATOR}@{name}"]}})
     groups = ("extractor.", "head."), ("extractor.",), (f"{AUX_PREFIX}{DISCRIMINATOR}.",)
-    names = [live.trainable(job.training.fine_tune, prefixes) for prefixes in groups]
-    live.training_mode(names[0])
+    names = [live.trainable_names(job.training.fine_tune, prefixes) for prefixes in groups]
+    live.set_training_mode(names[0])
     live.require_gradients(names[0] | names[2])
     chosen = [[p for n, p in live.live["model"].items() if n in some and isinstance(p, nn.Parameter)] for some in names]
-    plan = schedule(job, data.labels, stream, None, site.round)
-    return Member(name, live, data, plan, stream, *chosen)
+    plan = schedule_steps(job, data.labels, stream, None, site.round)
+    return PooledSite(name, live, data, plan, stream, *chosen)
 
 
-def _within_reach(own: Member, members: Sequence[Member]) -> list[nn.Parameter]:
+def _trainable_weights(own: PooledSite, members: Sequence[PooledSite]) -> list[nn.Parameter]:
     """What a site's optimiser moves: all that is its own, and others' extractors."""
     others = [parameter for other in members if other is not own for parameter in other.extractor]
     return [*own.lesson, *own.discriminator, *others]
 
 
-def _step(optimiser: torch.optim.Optimizer, loss: Tensor, moving: list[nn.Parameter]) -> None:
+def _optimiser_step(optimiser: torch.optim.Optimizer, loss: Tensor, moving: list[nn.Parameter]) -> None:
     """Along the gradient of these alone."""
     optimiser.zero_grad(set_to_none=True)
     if moving:  # of a frozen extractor there are none

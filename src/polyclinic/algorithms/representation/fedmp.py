@@ -38,10 +38,16 @@ from typing import Literal
 
 import torch
 
-from polyclinic.algorithms.base import WEIGHTS, RunningMean, weights
+from polyclinic.algorithms.base import WEIGHT_KINDS, RunningMean, network_weights
 from polyclinic.algorithms.optimisation.fedavg import FedAvg
-from polyclinic.algorithms.representation.feature_bank import FeatureRelease, check_held, others, told, told_privately
-from polyclinic.algorithms.representation.fedmp_losses import completing, completing_paper
+from polyclinic.algorithms.representation.feature_bank import (
+    FeatureRelease,
+    check_slot_counts,
+    features_of_others,
+    release_features,
+    release_features_privately,
+)
+from polyclinic.algorithms.representation.fedmp_losses import completion_loss, completion_loss_paper
 from polyclinic.algorithms.representation.fedmr import labelled_features
 from polyclinic.core.contract import (
     Bundle,
@@ -124,32 +130,32 @@ class FedMP(FedAvg):
         return state
 
     def broadcast(self, state: Bundle, site: SiteId) -> Bundle:
-        sent = {kind: state[kind] for kind in (*WEIGHTS, "prototypes") if kind in state}
-        return {**sent, "others": others(state["bank"], site, self.receive)} if "bank" in state else sent
+        sent = {kind: state[kind] for kind in (*WEIGHT_KINDS, "prototypes") if kind in state}
+        return {**sent, "others": features_of_others(state["bank"], site, self.receive)} if "bank" in state else sent
 
     def local(self, received: Bundle, memory: Bundle | None, site: Site, rng: Stream) -> Work:
-        reference = self._reference(received, site, rng.child("others", site.round))
-        joint = completing if self.variant == "sound" else completing_paper
-        fitted = yield Fit(weights(received), joint if reference else task_loss, self.training, reference)
+        reference = self._loss_reference(received, site, rng.child("others", site.round))
+        joint = completion_loss if self.variant == "sound" else completion_loss_paper
+        fitted = yield Fit(network_weights(received), joint if reference else task_loss, self.training, reference)
         if not (self.completion or self.alignment):
             return Update(fitted.weights, site.examples), None
         found = yield Score(fitted.weights, labelled_features)
         classes = len(received["others"]["held"] if self.completion else received["prototypes"]["known"])
-        release = self._release(found, classes, site, rng)
+        release = self._make_release(found, classes, site, rng)
         sent, kept = dict(fitted.weights), None
         if self.completion:
             sent["features"] = {"values": release.values, "held": release.held}
         if self.alignment:
-            kept = {"means": self._smoothed(release, memory)}
+            kept = {"means": self._smooth_means(release, memory)}
             sent["means"] = {"means": kept["means"]["means"], "images": release.images}
         return Update(sent, site.examples), kept
 
-    def _reference(self, received: Bundle, site: Site, rng: Stream) -> Bundle:
+    def _loss_reference(self, received: Bundle, site: Site, rng: Stream) -> Bundle:
         """What (5) and (8) look at; nothing in the first round, or where nobody else told of anything."""
         reference: Bundle = {}
         if self.completion and bool((received["others"]["held"] > 0).any()):
             maps = received["others"]["values"].ndim > 3
-            usual = max(1, self.training.size(site.examples) // 4) if maps else 64
+            usual = max(1, self.training.batch_size(site.examples) // 4) if maps else 64
             place, key = torch.arange(self.sample or usual), torch.tensor(rng.integer() >> 2)
             reference["bank"] = {**received["others"], "key": key}
             reference["scalars"] = {"sample": place if self.balanced else -1 - place}
@@ -157,14 +163,14 @@ class FedMP(FedAvg):
             reference["prototypes"] = received["prototypes"]
         return reference
 
-    def _release(self, found: Tensors, classes: int, site: Site, rng: Stream) -> FeatureRelease:
+    def _make_release(self, found: Tensors, classes: int, site: Site, rng: Stream) -> FeatureRelease:
         own = found["features"], found["labels"].long(), classes, self.bank, self.fewest
         if self.training.private is None:
-            return told(*own, rng.child("bank", site.round))
+            return release_features(*own, rng.child("bank", site.round))
         assert site.secret is not None
-        return told_privately(*own, self.clip, (self.noise_features, self.noise_means), site.secret)
+        return release_features_privately(*own, self.clip, (self.noise_features, self.noise_means), site.secret)
 
-    def _smoothed(self, release: FeatureRelease, memory: Bundle | None) -> Tensors:
+    def _smooth_means(self, release: FeatureRelease, memory: Bundle | None) -> Tensors:
         """(6); a class that is not told of keeps its mean. The first value starts it, or in `paper` moves it from 0."""
         new, seen = release.means, release.images > 0
         before = {name: tensor.to(new.device) for name, tensor in memory["means"].items()} if memory else {}
@@ -174,19 +180,19 @@ class FedMP(FedAvg):
         moved = torch.where(seen[:, None], torch.lerp(start, new, self.mu_client), old)  # (6)
         return {"means": moved, "known": known | seen}
 
-    def check(self, update: Update) -> None:
+    def check_update(self, update: Update) -> None:
         """A site weighs in (7) by what it says it has, and others learn from what it says it holds."""
         images = update.tensors.get("means", {}).get("images")
         if images is not None and (bool((images < 0).any()) or float(images.sum()) > update.examples + 0.5):
             raise Refused("examples", f"counts of classes below 0, or of more than {update.examples} images")
-        check_held(update.tensors.get("features", {}), self.bank)
+        check_slot_counts(update.tensors.get("features", {}), self.bank)
 
     def aggregate(self, state: Bundle, updates: Iterable[Update]) -> Bundle:
-        averages = {kind: RunningMean() for kind in WEIGHTS}
+        averages = {kind: RunningMean() for kind in WEIGHT_KINDS}
         bank, seen = dict(state.get("bank", {})), None
         for update in updates:
             for kind, average in averages.items():
-                average.add(update.tensors.get(kind, {}), self.weight(update))
+                average.add(update.tensors.get(kind, {}), self.update_weight(update))
             bank |= {f"{update.site}/{n}": t.clone() for n, t in update.tensors.get("features", {}).items()}
             if "means" in update.tensors:
                 means, images = (update.tensors["means"][name] for name in ("means", "images"))
@@ -196,9 +202,9 @@ class FedMP(FedAvg):
         kept = {**state, **{kind: average.value() for kind, average in averages.items()}}
         if self.completion:
             kept["bank"] = bank
-        return {**kept, "prototypes": self._prototypes(state["prototypes"], seen)} if seen else kept
+        return {**kept, "prototypes": self._update_prototypes(state["prototypes"], seen)} if seen else kept
 
-    def _prototypes(self, before: Tensors, seen: Tensors) -> Tensors:
+    def _update_prototypes(self, before: Tensors, seen: Tensors) -> Tensors:
         """(7); a class that nobody told of in a round keeps its prototype."""
         here, known = seen["images"] > 0, before["known"] > 0
         new = seen["sum"] / seen["share"].clamp(min=1e-12)[:, None]

@@ -7,43 +7,45 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from polyclinic.core.contract import Batch, Bundle, Network, Tensors
-from polyclinic.training.keyed_dropout import LOW, uniform
+from polyclinic.training.keyed_dropout import MASK_32, hash_uniform
 
 LEAST, MOST = 0.1, 10.0
 """r of (1) lies between."""
 
 
-def completing(network: Network, weights: Bundle, batch: Batch, reference: Bundle) -> Tensor:
+def completion_loss(network: Network, weights: Bundle, batch: Batch, reference: Bundle) -> Tensor:
     """(1), (5), (8): sound."""
-    return _joint(network, weights, batch, reference, paper=False)
+    return _combined_loss(network, weights, batch, reference, paper=False)
 
 
-def completing_paper(network: Network, weights: Bundle, batch: Batch, reference: Bundle) -> Tensor:
+def completion_loss_paper(network: Network, weights: Bundle, batch: Batch, reference: Bundle) -> Tensor:
     """(1), (5), (8): as printed, divided by |r|."""
-    return _joint(network, weights, batch, reference, paper=True)
+    return _combined_loss(network, weights, batch, reference, paper=True)
 
 
-def _joint(network: Network, weights: Bundle, batch: Batch, reference: Bundle, paper: bool) -> Tensor:
+def _combined_loss(network: Network, weights: Bundle, batch: Batch, reference: Bundle, paper: bool) -> Tensor:
     images, labels = batch
     handed = network.features(weights, images)
     loss = total = F.cross_entropy(network.head(weights, handed), labels)
     if "bank" in reference:
-        values, owners, there = drawn(reference["bank"], labels, reference["scalars"]["sample"])
+        values, owners, there = sample_bank(reference["bank"], labels, reference["scalars"]["sample"])
         each = F.cross_entropy(network.head(weights, values, eval_mode=True), owners, reduction="none")
-        total = total + adapted((each * there).sum() / there.sum().clamp(min=1), loss, paper)  # (5)
+        total = total + rescale_term((each * there).sum() / there.sum().clamp(min=1), loss, paper)  # (5)
     if "prototypes" in reference:
-        total = total + adapted(aligned(handed.flatten(1), labels, **reference["prototypes"], paper=paper), loss, paper)
+        total = total + rescale_term(
+            prototype_alignment(handed.flatten(1), labels, **reference["prototypes"], paper=paper), loss, paper
+        )
     return total  # (1)
 
 
-def adapted(term: Tensor, loss: Tensor, paper: bool) -> Tensor:
+def rescale_term(term: Tensor, loss: Tensor, paper: bool) -> Tensor:
     """A term of (1), brought to the loss's own size; 0 where the term itself is (there is nothing to learn from)."""
     ratio = (term / loss.clamp(min=1e-8)).detach()
     ratio = ratio.abs() if paper else ratio.clamp(LEAST, MOST)
     return torch.where(term == 0, 0.0, term / torch.where(ratio > 0, ratio, 1.0))
 
 
-def aligned(z: Tensor, labels: Tensor, means: Tensor, known: Tensor, paper: bool) -> Tensor:
+def prototype_alignment(z: Tensor, labels: Tensor, means: Tensor, known: Tensor, paper: bool) -> Tensor:
     """(8), over the batch's classes that have a prototype."""
     cosine = F.cosine_similarity(z, means[labels], dim=-1)
     same = (labels[:, None] == labels[None, :]).to(z.dtype)
@@ -52,7 +54,7 @@ def aligned(z: Tensor, labels: Tensor, means: Tensor, known: Tensor, paper: bool
     return -(each * cosine).sum() if paper else (each * (1 - cosine)).sum() / each.sum().clamp(min=1)
 
 
-def drawn(bank: Tensors, labels: Tensor, slots: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def sample_bank(bank: Tensors, labels: Tensor, slots: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """A step's sample of others' features: values, labels, and which are there (a class may have none).
 
     At random by what is the same on every engine: the round's key, and the labels of the batch in their order. `slots`:
@@ -60,9 +62,11 @@ def drawn(bank: Tensors, labels: Tensor, slots: Tensor) -> tuple[Tensor, Tensor,
     """
     values, held, key = bank["values"], bank["held"], bank["key"]
     place = torch.arange(len(labels), device=labels.device)
-    own = ((labels + 1) * ((place * 0x9E3779B1 + 1) & LOW)).sum()
+    own = ((labels + 1) * ((place * 0x9E3779B1 + 1) & MASK_32)).sum()
     size, classes = len(slots), len(held)
-    below_one = uniform(key + own, 2 * size).to(held.dtype).clamp(max=1 - 2**-24)  # single precision rounds up to 1
+    below_one = (
+        hash_uniform(key + own, 2 * size).to(held.dtype).clamp(max=1 - 2**-24)
+    )  # single precision rounds up to 1
     first, second = below_one.chunk(2)
     total = held.cumsum(0)
     by_share = (first[:, None] * total[-1] >= total[None, :]).sum(1).clamp(max=classes - 1)

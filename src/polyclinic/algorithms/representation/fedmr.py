@@ -35,7 +35,7 @@ from typing import Any
 
 import torch
 
-from polyclinic.algorithms.base import WEIGHTS, RunningMean, weights
+from polyclinic.algorithms.base import WEIGHT_KINDS, RunningMean, network_weights
 from polyclinic.algorithms.optimisation.fedavg import FedAvg
 from polyclinic.core.contract import (
     Batch,
@@ -52,8 +52,8 @@ from polyclinic.core.contract import (
     Work,
 )
 from polyclinic.core.errors import RecipeError, Refused
-from polyclinic.privacy.releases import class_means
-from polyclinic.training.losses import distances, reshaping, task_loss
+from polyclinic.privacy.releases import release_class_means
+from polyclinic.training.losses import manifold_reshaping_loss, pairwise_distances, task_loss
 
 SHARE, DEVIATIONS = 0.1, 3.0
 """Under a privacy plan: what counts take of the budget, and how far above their noise they must be to be believed."""
@@ -117,21 +117,23 @@ class FedMR(FedAvg):
 
     def local(self, received: Bundle, memory: Bundle | None, site: Site, rng: Stream) -> Work:
         plain = not (self.intra or self.inter)
-        reference = {} if plain else self._reference(received)
-        fitted = yield Fit(weights(received), task_loss if plain else reshaping, self.training, reference)  # (3)
-        told = (yield from self._prototypes(fitted.weights, received, site)) if self.inter else {}
+        reference = {} if plain else self._loss_reference(received)
+        fitted = yield Fit(
+            network_weights(received), task_loss if plain else manifold_reshaping_loss, self.training, reference
+        )  # (3)
+        told = (yield from self._class_prototypes(fitted.weights, received, site)) if self.inter else {}
         return Update({**fitted.weights, **told}, site.examples), None
 
-    def _reference(self, received: Bundle) -> Bundle:
+    def _loss_reference(self, received: Bundle) -> Bundle:
         like = next(iter(received["model"].values()))
         scalars = {name: like.new_tensor(getattr(self, name)) for name in ("intra", "inter", "margin")}
         if not self.inter:
             return {"scalars": scalars}
         means, known = received["prototypes"]["means"], received["counts"]["images"] > 0
         others = known[:, None] & known & ~torch.eye(len(known), dtype=torch.bool, device=known.device)
-        return {"scalars": scalars, "prototypes": {"means": means, "apart": distances(means, means) * others}}
+        return {"scalars": scalars, "prototypes": {"means": means, "apart": pairwise_distances(means, means) * others}}
 
-    def _prototypes(self, trained: Bundle, received: Bundle, site: Site) -> Generator[Score, Any, Bundle]:
+    def _class_prototypes(self, trained: Bundle, received: Bundle, site: Site) -> Generator[Score, Any, Bundle]:
         """z̄ and n of this site."""
         before, like = received["prototypes"], received["counts"]["images"]
         if self.training.private is None:
@@ -143,12 +145,12 @@ class FedMR(FedAvg):
             assert site.secret is not None
             rows, drawn = (found["features"], found["labels"]), site.secret.child("prototypes")
             fewest = DEVIATIONS * self.noise / math.sqrt(SHARE)
-            told = class_means(*rows, len(like), self.clip, self.noise, fewest, drawn, SHARE).tensors
+            told = release_class_means(*rows, len(like), self.clip, self.noise, fewest, drawn, SHARE).tensors
             count = told["counts"] * told["known"]
             means, count = told["means"], count * (site.examples / count.sum().clamp(min=site.examples))
         return {"prototypes": {"means": means}, "counts": {"images": count.to(like.dtype)}}
 
-    def check(self, update: Update) -> None:
+    def check_update(self, update: Update) -> None:
         """A site weighs in (5) by what it says it has."""
         for counts in update.tensors.get("counts", {}).values():
             if bool((counts < 0).any()) or float(counts.sum()) > update.examples + 0.5:
@@ -157,11 +159,11 @@ class FedMR(FedAvg):
     def aggregate(self, state: Bundle, updates: Iterable[Update]) -> Bundle:
         if "prototypes" not in state:
             return super().aggregate(state, updates)
-        averages, before = {kind: RunningMean() for kind in WEIGHTS}, state["prototypes"]["means"]
+        averages, before = {kind: RunningMean() for kind in WEIGHT_KINDS}, state["prototypes"]["means"]
         means, seen = torch.zeros_like(before), torch.zeros_like(state["counts"]["images"])
         for update in updates:
             for kind, average in averages.items():
-                average.add(update.tensors.get(kind, {}), self.weight(update))  # (4)
+                average.add(update.tensors.get(kind, {}), self.update_weight(update))  # (4)
             count = update.tensors["counts"]["images"]
             seen = seen + count
             share = count / torch.where(seen > 0, seen, 1.0)

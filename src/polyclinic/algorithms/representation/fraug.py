@@ -38,28 +38,28 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from polyclinic.algorithms.base import WEIGHTS, without
+from polyclinic.algorithms.base import WEIGHT_KINDS, without_prefix
 from polyclinic.algorithms.optimisation.fedavg import FedAvg
 from polyclinic.algorithms.representation.fraug_losses import (
     GENERATOR,
     MEANS,
     TRANSFORM,
     ClassMeans,
-    Generator,
-    Transform,
-    augmenting,
-    generating,
-    transforming,
+    FeatureGenerator,
+    FeatureTransform,
+    augmentation_loss,
+    generator_loss,
+    transform_loss,
 )
 from polyclinic.core.contract import AUX_PREFIX, Bundle, Federation, Fit, Site, Step, Stream, Update, Work
 from polyclinic.core.errors import RecipeError
-from polyclinic.training.auxiliary import drawn, named
+from polyclinic.training.auxiliary import build_with_seed, copy_auxiliary_weights
 from polyclinic.training.keyed_dropout import first_key
 
 STEPS = (
-    Step(augmenting, ("extractor.", "head.")),
-    Step(generating, (f"{AUX_PREFIX}{GENERATOR}.",)),
-    Step(transforming, (f"{AUX_PREFIX}{TRANSFORM}.",)),
+    Step(augmentation_loss, ("extractor.", "head.")),
+    Step(generator_loss, (f"{AUX_PREFIX}{GENERATOR}.",)),
+    Step(transform_loss, (f"{AUX_PREFIX}{TRANSFORM}.",)),
 )
 OWN = (f"{AUX_PREFIX}{TRANSFORM}.", f"{AUX_PREFIX}{MEANS}.")
 """What is a site's own."""
@@ -105,33 +105,35 @@ class FRAug(FedAvg):
                 "model.cut, or cut after the last stage"
             )
         shape = self.latent or max(1, features[0] // 2), classes, features[0]
-        return {GENERATOR: Generator(*shape), **self._own(*shape)}
+        return {GENERATOR: FeatureGenerator(*shape), **self._site_networks(*shape)}
 
-    def _own(self, latent: int, classes: int, width: int) -> dict[str, nn.Module]:
-        return {TRANSFORM: Transform(latent, classes, width), MEANS: ClassMeans(classes, width, self.momentum)}
+    def _site_networks(self, latent: int, classes: int, width: int) -> dict[str, nn.Module]:
+        return {TRANSFORM: FeatureTransform(latent, classes, width), MEANS: ClassMeans(classes, width, self.momentum)}
 
     def init(self, federation: Federation) -> Bundle:
-        return _shared(federation.initial)
+        return _shared_weights(federation.initial)
 
     def local(self, received: Bundle, memory: Bundle | None, site: Site, rng: Stream) -> Work:
         if not self.most:
             return (yield from super().local(received, memory, site, rng))
-        own = memory or self._first(received, rng)
-        start = {kind: {**received.get(kind, {}), **own[kind]} for kind in WEIGHTS}
-        fitted = yield Fit(start, STEPS, self.training, self._reference(received, site, rng))  # (3), (4), (5)
+        own = memory or self._initial_site_weights(received, rng)
+        start = {kind: {**received.get(kind, {}), **own[kind]} for kind in WEIGHT_KINDS}
+        fitted = yield Fit(start, STEPS, self.training, self._loss_reference(received, site, rng))  # (3), (4), (5)
         kept = {kind: {n: t for n, t in group.items() if n.startswith(OWN)} for kind, group in fitted.weights.items()}
-        return Update(_shared(fitted.weights), site.examples), kept
+        return Update(_shared_weights(fitted.weights), site.examples), kept
 
-    def _first(self, received: Bundle, rng: Stream) -> Bundle:
+    def _initial_site_weights(self, received: Bundle, rng: Stream) -> Bundle:
         """A site's own R_k and m_k before it has trained."""
         enter = received["model"][f"{AUX_PREFIX}{GENERATOR}.enter.weight"]
         width = enter.shape[0]
         latent = self.latent or max(1, width // 2)
-        networks = drawn(lambda: self._own(latent, enter.shape[1] - latent, width), rng.child("transform"))
-        own = [named(name, network.to(enter)) for name, network in networks.items()]
-        return {kind: {n: t for weights in own for n, t in weights[kind].items()} for kind in WEIGHTS}
+        networks = build_with_seed(
+            lambda: self._site_networks(latent, enter.shape[1] - latent, width), rng.child("transform")
+        )
+        own = [copy_auxiliary_weights(name, network.to(enter)) for name, network in networks.items()]
+        return {kind: {n: t for weights in own for n, t in weights[kind].items()} for kind in WEIGHT_KINDS}
 
-    def _reference(self, received: Bundle, site: Site, rng: Stream) -> Bundle:
+    def _loss_reference(self, received: Bundle, site: Site, rng: Stream) -> Bundle:
         like = next(iter(received["model"].values()))
         rho = math.exp(self.ramp * (site.round / site.rounds - 1))
         numbers = {"rho": rho, "lambda": min(self.most, rho), "away": self.away, "near": self.near}
@@ -139,8 +141,8 @@ class FRAug(FedAvg):
         return {"scalars": {**{name: like.new_tensor(number) for name, number in numbers.items()}, "key": key}}
 
 
-def _shared(weights: Bundle) -> Bundle:
+def _shared_weights(weights: Bundle) -> Bundle:
     """What a site hands in, and (7) averages."""
     for prefix in OWN:
-        weights = {kind: without(prefix, group) for kind, group in weights.items()}
+        weights = {kind: without_prefix(prefix, group) for kind, group in weights.items()}
     return weights

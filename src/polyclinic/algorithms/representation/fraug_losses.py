@@ -11,14 +11,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from polyclinic.core.contract import AUX_PREFIX, Batch, Bundle, Network
-from polyclinic.training.keyed_dropout import uniform
+from polyclinic.training.keyed_dropout import hash_uniform
 
 GENERATOR, TRANSFORM, MEANS = "generator", "transform", "means"
 BANDS = (0.25, 0.5, 1.0, 2.0, 4.0)
 """Widths of the kernels, in units of the mean squared distance."""
 
 
-class Generator(nn.Module):
+class FeatureGenerator(nn.Module):
     """Features from noise and a class."""
 
     def __init__(self, latent: int, classes: int, width: int) -> None:
@@ -32,7 +32,7 @@ class Generator(nn.Module):
         return made
 
 
-class Transform(nn.Module):
+class FeatureTransform(nn.Module):
     """RTNet: what to add to a site's features, from made-up ones and their class."""
 
     def __init__(self, latent: int, classes: int, width: int) -> None:
@@ -70,50 +70,50 @@ class ClassMeans(nn.Module):
         return after
 
 
-def augmenting(network: Network, weights: Bundle, batch: Batch, reference: Bundle) -> Tensor:
+def augmentation_loss(network: Network, weights: Bundle, batch: Batch, reference: Bundle) -> Tensor:
     """(1 − λ)·task loss + λ·cross-entropy of features around the site's own, of which only the head learns."""
     images, labels = batch
     v, scalars = network.features(weights, images), reference["scalars"]
     task = F.cross_entropy(network.head(weights, v), labels)
     network.auxiliary(weights, MEANS, v.detach(), one_hot(labels, weights, v))  # (6)
-    around, y = _own(weights, v.detach(), labels, _key(weights, reference, 0))
-    made = _made(network, weights, y, around, _key(weights, reference, 1), eval_mode=True)  # (1)
+    around, y = _site_features(weights, v.detach(), labels, _dropout_key(weights, reference, 0))
+    made = _generate_features(network, weights, y, around, _dropout_key(weights, reference, 1), eval_mode=True)  # (1)
     residual = network.auxiliary(weights, TRANSFORM, made, one_hot(y, weights, v), eval_mode=True)
     around = around + scalars["rho"] * residual  # (2)
     synthetic = F.cross_entropy(network.head(weights, around, eval_mode=True), y)
     return (1 - scalars["lambda"]) * task + scalars["lambda"] * synthetic  # (3)
 
 
-def generating(network: Network, weights: Bundle, batch: Batch, reference: Bundle) -> Tensor:
+def generator_loss(network: Network, weights: Bundle, batch: Batch, reference: Bundle) -> Tensor:
     """Made-up features that the head knows the class of, far from the site's own."""
     images, labels = batch
-    v = network.taught(weights, images, features=True)
-    y = known(weights, max(2, len(labels)), _key(weights, reference, 2))
-    made = _made(network, weights, y, v, _key(weights, reference, 3))  # (1)
+    v = network.teacher_logits(weights, images, features=True)
+    y = sample_seen_labels(weights, max(2, len(labels)), _dropout_key(weights, reference, 2))
+    made = _generate_features(network, weights, y, v, _dropout_key(weights, reference, 3))  # (1)
     recognised = F.cross_entropy(network.head(weights, made, eval_mode=True), y)
-    return recognised - reference["scalars"]["away"] * discrepancy(made, v)  # (4)
+    return recognised - reference["scalars"]["away"] * squared_mmd(made, v)  # (4)
 
 
-def transforming(network: Network, weights: Bundle, batch: Batch, reference: Bundle) -> Tensor:
+def transform_loss(network: Network, weights: Bundle, batch: Batch, reference: Bundle) -> Tensor:
     """Features distributed as the site's own, of which the head is as unsure as can be."""
     images, labels = batch
-    v = network.taught(weights, images, features=True)
-    own, y = _own(weights, v, labels, _key(weights, reference, 4))
-    made = _made(network, weights, y, v, _key(weights, reference, 5), eval_mode=True)  # (1)
+    v = network.teacher_logits(weights, images, features=True)
+    own, y = _site_features(weights, v, labels, _dropout_key(weights, reference, 4))
+    made = _generate_features(network, weights, y, v, _dropout_key(weights, reference, 5), eval_mode=True)  # (1)
     around = own + network.auxiliary(weights, TRANSFORM, made, one_hot(y, weights, v))  # (2) with ρ = 1
-    unsure = entropy(network.head(weights, around, eval_mode=True))
+    unsure = mean_entropy(network.head(weights, around, eval_mode=True))
     n = len(labels)
-    far = (discrepancy(around[:n], own[:n]) + discrepancy(around[n:], own[n:])) / 2
+    far = (squared_mmd(around[:n], own[:n]) + squared_mmd(around[n:], own[n:])) / 2
     return reference["scalars"]["near"] * far - unsure  # (5)
 
 
-def entropy(logits: Tensor) -> Tensor:
+def mean_entropy(logits: Tensor) -> Tensor:
     """The mean over rows, in nats."""
     log = F.log_softmax(logits, -1)
     return -(log.exp() * log).sum(-1).mean()
 
 
-def discrepancy(one: Tensor, other: Tensor) -> Tensor:
+def squared_mmd(one: Tensor, other: Tensor) -> Tensor:
     """MMD² of two samples: the sum of five Gaussian kernels, their widths from the mean squared distance of all pairs
     (Gretton et al. 2012; Long et al. 2015). Between 0, where the samples are equal, and 2 for every kernel."""
     rows = torch.cat([one, other])
@@ -127,12 +127,12 @@ def discrepancy(one: Tensor, other: Tensor) -> Tensor:
     return kernel[:n, :n].mean() + kernel[n:, n:].mean() - 2 * kernel[:n, n:].mean()
 
 
-def known(weights: Bundle, count: int, key: Tensor) -> Tensor:
+def sample_seen_labels(weights: Bundle, count: int, key: Tensor) -> Tensor:
     """`count` labels, as evenly as can be of the classes that the site has met, beginning anywhere."""
     times = weights["buffers"][f"{AUX_PREFIX}{MEANS}.times"]
     order = torch.argsort((times == 0).to(torch.int64), stable=True)
     many = (times > 0).sum().clamp(min=1)
-    begin = (uniform(key, 1) * many).to(torch.int64)
+    begin = (hash_uniform(key, 1) * many).to(torch.int64)
     return order[(begin + torch.arange(count, device=times.device)) % many]
 
 
@@ -141,19 +141,21 @@ def one_hot(labels: Tensor, weights: Bundle, like: Tensor) -> Tensor:
     return (labels[:, None] == classes).to(like.dtype)
 
 
-def _own(weights: Bundle, v: Tensor, labels: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+def _site_features(weights: Bundle, v: Tensor, labels: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
     """The site's features and, for labels of all classes alike, its means of them."""
-    y = known(weights, max(2, len(labels)), key)
+    y = sample_seen_labels(weights, max(2, len(labels)), key)
     return torch.cat([v, weights["buffers"][f"{AUX_PREFIX}{MEANS}.value"][y]]), torch.cat([labels, y])
 
 
-def _made(network: Network, weights: Bundle, y: Tensor, like: Tensor, key: Tensor, eval_mode: bool = False) -> Tensor:
+def _generate_features(
+    network: Network, weights: Bundle, y: Tensor, like: Tensor, key: Tensor, eval_mode: bool = False
+) -> Tensor:
     classes = one_hot(y, weights, like)
     latent = weights["model"][f"{AUX_PREFIX}{GENERATOR}.enter.weight"].shape[-1] - classes.shape[1]
-    noise = uniform(key, len(y) * latent).reshape(len(y), latent).to(like.dtype)
+    noise = hash_uniform(key, len(y) * latent).reshape(len(y), latent).to(like.dtype)
     return network.auxiliary(weights, GENERATOR, noise, classes, eval_mode=eval_mode)
 
 
-def _key(weights: Bundle, reference: Bundle, which: int) -> Tensor:
+def _dropout_key(weights: Bundle, reference: Bundle, which: int) -> Tensor:
     met = weights["buffers"][f"{AUX_PREFIX}{MEANS}.times"].sum()
     return reference["scalars"]["key"] + (met << 8) + which

@@ -23,11 +23,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from polyclinic.algorithms.base import weights
+from polyclinic.algorithms.base import network_weights
 from polyclinic.algorithms.optimisation.fedavg import FedAvg
 from polyclinic.core.contract import Bundle, Fit, Site, Stream, Update, Work
 from polyclinic.core.errors import RecipeError
-from polyclinic.training.losses import contrasting, task_loss
+from polyclinic.training.losses import contrastive_loss, task_loss
 
 
 @dataclass(frozen=True)
@@ -45,13 +45,15 @@ class Moon(FedAvg):
 
     def local(self, received: Bundle, memory: Bundle | None, site: Site, rng: Stream) -> Work:
         if memory:
-            fitted = yield Fit(weights(received), contrasting, self.training, self._reference(received, memory))  # (2)
+            fitted = yield Fit(
+                network_weights(received), contrastive_loss, self.training, self._loss_reference(received, memory)
+            )  # (2)
         else:
-            fitted = yield Fit(weights(received), task_loss, self.training)  # (2), where (1) is constant
+            fitted = yield Fit(network_weights(received), task_loss, self.training)  # (2), where (1) is constant
         return Update(fitted.weights, site.examples), fitted.weights
 
-    def _reference(self, received: Bundle, memory: Bundle) -> Bundle:
+    def _loss_reference(self, received: Bundle, memory: Bundle) -> Bundle:
         like = next(iter(received["model"].values()))
-        teachers = {"global": weights(received), "previous": weights(memory)}
+        teachers = {"global": network_weights(received), "previous": network_weights(memory)}
         parts = {f"{who} {kind}": dict(group) for who, model in teachers.items() for kind, group in model.items()}
         return {**parts, "scalars": {"mu": like.new_tensor(self.mu), "tau": like.new_tensor(self.tau)}}

@@ -40,8 +40,8 @@ class Wrapper(Averaging):
     def local(self, received: Bundle, memory: Bundle | None, site: Site, rng: Stream) -> Work:
         return self.inner.local(received, memory, site, rng)
 
-    def check(self, update: Update) -> None:
-        self.inner.check(update)
+    def check_update(self, update: Update) -> None:
+        self.inner.check_update(update)
 
     def aggregate(self, state: Bundle, updates: Iterable[Update]) -> Bundle:
         return self.inner.aggregate(state, updates)

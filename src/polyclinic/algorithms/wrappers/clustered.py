@@ -16,7 +16,7 @@ import torch
 from polyclinic.algorithms.wrappers.base import Wrapper
 from polyclinic.core.contract import Bundle, Federation, Job, ServerWork, Site, SiteId, Stream, Update, Work
 
-SEAT = "cluster"
+CLUSTER_MARKER = "cluster"
 """The kind by which a site is told its cluster."""
 Seating = Callable[[SiteId, int], str]
 """(site, round) -> the cluster it is in."""
@@ -39,35 +39,40 @@ class Clustered(Wrapper):
         for cluster, initial in self.initials.items():
             members = {s: n for s, n in federation.sites.items() if self.seating(s, 1) == cluster}
             here = Federation(federation.classes, members, initial, self.norms[cluster], self.shapes.get(cluster, ()))
-            state |= _named(cluster, self.inner.init(here))
+            state |= _add_cluster_suffix(cluster, self.inner.init(here))
         return state
 
     def cluster_of(self, state: Bundle, site: SiteId) -> str:
         return self.seating(site, int(state["clock"]["round"]))
 
     def cluster_state(self, state: Bundle, group: str) -> Bundle:
-        return _of(state, group)
+        return _kinds_of_cluster(state, group)
 
     def broadcast(self, state: Bundle, site: SiteId) -> Bundle:
         cluster = self.cluster_of(state, site)
-        return {**self.inner.broadcast(self.cluster_state(state, cluster), site), SEAT: {cluster: torch.ones(())}}
+        return {
+            **self.inner.broadcast(self.cluster_state(state, cluster), site),
+            CLUSTER_MARKER: {cluster: torch.ones(())},
+        }
 
     def cluster_from_broadcast(self, received: Bundle) -> str:
-        return next(iter(received[SEAT]))
+        return next(iter(received[CLUSTER_MARKER]))
 
     def lr_scale(self, group: str) -> float:
         return self.rates.get(group, 1.0)
 
     def local(self, received: Bundle, memory: Bundle | None, site: Site, rng: Stream) -> Work:
         cluster = self.cluster_from_broadcast(received)
-        update, kept = yield from self.inner.local(_unseated(received), _of(memory, cluster) or None, site, rng)
+        update, kept = yield from self.inner.local(
+            _without_marker(received), _kinds_of_cluster(memory, cluster) or None, site, rng
+        )
         others = {kind: group for kind, group in (memory or {}).items() if not kind.endswith(f"@{cluster}")}
-        return update, {**others, **_named(cluster, kept)} if kept is not None else memory
+        return update, {**others, **_add_cluster_suffix(cluster, kept)} if kept is not None else memory
 
     def aggregate(self, state: Bundle, updates: Iterable[Update]) -> Bundle:
         after = dict(state)
         for cluster, some in groupby(updates, lambda update: self.cluster_of(state, update.site)):
-            after |= _named(cluster, self.inner.aggregate(self.cluster_state(state, cluster), some))
+            after |= _add_cluster_suffix(cluster, self.inner.aggregate(self.cluster_state(state, cluster), some))
         return {**after, "clock": {"round": state["clock"]["round"] + 1}}
 
     def server_step(self, state: Bundle, server: Site, rng: Stream) -> ServerWork:
@@ -77,7 +82,7 @@ class Clustered(Wrapper):
                 try:
                     job: Job = work.send(answer)[1]
                 except StopIteration as end:
-                    state = {**state, **_named(cluster, end.value)}
+                    state = {**state, **_add_cluster_suffix(cluster, end.value)}
                     break
                 answer = yield cluster, job
         return state
@@ -86,21 +91,23 @@ class Clustered(Wrapper):
         """Nobody moves any more: a site is judged in the cluster of the last round."""
         state = {**state, "clock": {"round": state["clock"]["round"] - 1}}
         for cluster in self.initials:
-            state = {**state, **_named(cluster, self.inner.finish(self.cluster_state(state, cluster)))}
+            state = {**state, **_add_cluster_suffix(cluster, self.inner.finish(self.cluster_state(state, cluster)))}
         return state
 
     def models(self, received: Bundle, memory: Bundle | None) -> dict[str, Bundle]:
-        return self.inner.models(_unseated(received), _of(memory, self.cluster_from_broadcast(received)) or None)
+        return self.inner.models(
+            _without_marker(received), _kinds_of_cluster(memory, self.cluster_from_broadcast(received)) or None
+        )
 
 
-def _of(bundle: Bundle | None, cluster: str) -> Bundle:
+def _kinds_of_cluster(bundle: Bundle | None, cluster: str) -> Bundle:
     mark = f"@{cluster}"
     return {kind.removesuffix(mark): tensors for kind, tensors in (bundle or {}).items() if kind.endswith(mark)}
 
 
-def _unseated(received: Bundle) -> Bundle:
-    return {kind: tensors for kind, tensors in received.items() if kind != SEAT}
+def _without_marker(received: Bundle) -> Bundle:
+    return {kind: tensors for kind, tensors in received.items() if kind != CLUSTER_MARKER}
 
 
-def _named(cluster: str, bundle: Bundle) -> Bundle:
+def _add_cluster_suffix(cluster: str, bundle: Bundle) -> Bundle:
     return {f"{kind}@{cluster}": tensors for kind, tensors in bundle.items()}

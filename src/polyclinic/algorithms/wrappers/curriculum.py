@@ -34,7 +34,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from polyclinic.algorithms.base import Averaging, classifier
+from polyclinic.algorithms.base import Averaging, classifier_weights
 from polyclinic.algorithms.wrappers.base import Wrapper
 from polyclinic.core.contract import (
     Batch,
@@ -52,17 +52,17 @@ from polyclinic.core.contract import (
     Work,
 )
 from polyclinic.core.errors import Refused
-from polyclinic.training.fit import batches_per_epoch, ordinary
+from polyclinic.training.fit import batches_per_epoch, regular_rounds_before
 
 CASES, SCORES = "cases", "scores"
 """What a site remembers of its cases, and what it files of a round."""
 
 
-def ordered(algorithm: Averaging, telling: bool) -> Averaging:
+def wrap_with_curriculum(algorithm: Averaging, reports_forgetting: bool) -> Averaging:
     """The algorithm with its recipe's order of cases; itself, where that is random and nobody asks for forgetting."""
-    if algorithm.training.order == "random" and not telling:
+    if algorithm.training.order == "random" and not reports_forgetting:
         return algorithm
-    return Ordered(algorithm.training, inner=algorithm, telling=telling)
+    return Curriculum(algorithm.training, inner=algorithm, reports_forgetting=reports_forgetting)
 
 
 @dataclass(frozen=True)
@@ -78,13 +78,13 @@ class Deployment:
 
 
 @dataclass(frozen=True)
-class Ordered(Wrapper):
-    telling: bool = False
+class Curriculum(Wrapper):
+    reports_forgetting: bool = False
     """Sites tell which shares of their cases a deployment has lost and gained."""
 
     def local(self, received: Bundle, memory: Bundle | None, site: Site, rng: Stream) -> Work:
         known = {name: tensor.cpu() for name, tensor in (memory or {}).get(CASES, {}).items()}
-        work = self.inner.local(received, _rest(memory), site, rng)
+        work = self.inner.local(received, _inner_memory(memory), site, rng)
         answer: Any = None
         found: Deployment | None = None
         trained: Bundle = {}
@@ -97,55 +97,55 @@ class Ordered(Wrapper):
                 break
             if isinstance(job, Fit):
                 if found is None:
-                    found = yield from self._deployed(job, known, site)
-                    begun = under_way(job.training, known, found, site.round)
+                    found = yield from self._score_deployment(job, known, site)
+                    begun = ongoing_epoch_weights(job.training, known, found, site.round)
                 if found.weights is not None:
                     job = replace(job, order=(found.weights, begun))
             answer = yield job
             trained = answer.weights if isinstance(answer, Fitted) else trained
-        cases = known if found is None else (yield from self._remembered(trained, found, begun, site))
+        cases = known if found is None else (yield from self._update_cases(trained, found, begun, site))
         found = found or Deployment()
-        if self.telling:
-            update = replace(update, scalars={**update.scalars, **told(found)})
-        own = {kind: group for kind, group in ((CASES, cases), (SCORES, scored(found))) if group}
+        if self.reports_forgetting:
+            update = replace(update, scalars={**update.scalars, **forgetting_rates(found)})
+        own = {kind: group for kind, group in ((CASES, cases), (SCORES, round_scores(found))) if group}
         if own and kept is None:
-            kept = _rest(memory)  # it stays as it was
+            kept = _inner_memory(memory)  # it stays as it was
         return update, {**(kept or {}), **own} if own else kept
 
-    def _deployed(self, job: Fit, known: Tensors, site: Site) -> Generator[Job, Any, Deployment]:
+    def _score_deployment(self, job: Fit, known: Tensors, site: Site) -> Generator[Job, Any, Deployment]:
         kind, before = self.training.order, known.get("right")
         ordering = kind != "random" and site.round > self.training.order_after
         ordering &= kind != "forgotten" or before is not None
-        if not ordering and not (self.telling and before is not None):
+        if not ordering and not (self.reports_forgetting and before is not None):
             return Deployment()
-        after = yield Score(classifier(job.weights), answers, aside=True)
+        after = yield Score(classifier_weights(job.weights), score_cases, aside=True)
         after = {name: tensor.cpu() for name, tensor in after.items()}
-        early = preference(kind, after, before) if ordering else None
+        early = case_preference(kind, after, before) if ordering else None
         return Deployment(before, after, None if early is None else self.training.emphasis**early)
 
-    def _remembered(
+    def _update_cases(
         self, trained: Bundle, found: Deployment, begun: Tensor | None, site: Site
     ) -> Generator[Job, Any, Tensors]:
         """What the next deployment is compared with, and the order of an epoch that may go on then."""
         cases: Tensors = {}
-        if (self.telling or self.training.order == "forgotten") and site.round < site.rounds:
-            cases["right"] = (yield Score(classifier(trained), answers, aside=True))["right"]
+        if (self.reports_forgetting or self.training.order == "forgotten") and site.round < site.rounds:
+            cases["right"] = (yield Score(classifier_weights(trained), score_cases, aside=True))["right"]
         if self.training.epochs is None:
             orders = {"new": found.weights, "old": begun}
             cases |= {name: weights for name, weights in orders.items() if weights is not None}
         return {**cases, "round": torch.tensor(site.round)} if cases else {}
 
-    def check(self, update: Update) -> None:
-        self.inner.check(update)
+    def check_update(self, update: Update) -> None:
+        self.inner.check_update(update)
         lost, gained, cases = (update.scalars.get(name, 0.0) for name in ("forgotten", "gained", "cases"))
         if min(lost, gained, cases) < 0 or lost + gained > 1 + 1e-9 or cases > update.examples:
             raise Refused("scalars", f"shares {lost:g} and {gained:g} of {cases:g} cases forgotten and gained")
 
     def models(self, received: Bundle, memory: Bundle | None) -> dict[str, Bundle]:
-        return self.inner.models(received, _rest(memory))
+        return self.inner.models(received, _inner_memory(memory))
 
 
-def answers(network: Network, weights: Bundle, batch: Batch, reference: Bundle) -> Tensors:
+def score_cases(network: Network, weights: Bundle, batch: Batch, reference: Bundle) -> Tensors:
     """Whether each case is right, its loss, its label."""
     del reference
     images, labels = batch
@@ -154,16 +154,16 @@ def answers(network: Network, weights: Bundle, batch: Batch, reference: Bundle) 
     return {"right": logits.argmax(-1) == labels, "loss": loss, "labels": labels}
 
 
-def preference(kind: str, after: Tensors, before: Tensor | None) -> Tensor:
+def case_preference(kind: str, after: Tensors, before: Tensor | None) -> Tensor:
     """q of (4), from 0 (late) to 1 (early)."""
     if kind == "forgotten":
         assert before is not None
         return (before & ~after["right"]).double()
-    harder = ranks(after["loss"])
+    harder = fractional_ranks(after["loss"])
     return harder if kind == "hard" else 1 - harder
 
 
-def ranks(values: Tensor) -> Tensor:
+def fractional_ranks(values: Tensor) -> Tensor:
     """Of each value, from 0 (the least) to 1; equal ones share the mean of theirs. What is no number is the largest."""
     known = values.double().masked_fill(values.isnan(), torch.inf)
     line = known.sort().values
@@ -171,24 +171,24 @@ def ranks(values: Tensor) -> Tensor:
     return (below + upto - 1).double() / 2 / max(len(values) - 1, 1)
 
 
-def under_way(training: Training, known: Tensors, found: Deployment, round: int) -> Tensor | None:
+def ongoing_epoch_weights(training: Training, known: Tensors, found: Deployment, round: int) -> Tensor | None:
     """The weights by which the epoch was drawn that the round begins in the midst of; None: it is in random order."""
     if training.steps is None or not found.after or "round" not in known:
         return None
     labels = found.after["labels"]
-    per_epoch = batches_per_epoch(_examples(labels, training), training.size(len(labels)))
-    first = ordinary(training, round) * training.steps // per_epoch * per_epoch
-    began = first // training.steps + round - ordinary(training, round)
+    per_epoch = batches_per_epoch(_epoch_length(labels, training), training.batch_size(len(labels)))
+    first = regular_rounds_before(training, round) * training.steps // per_epoch * per_epoch
+    began = first // training.steps + round - regular_rounds_before(training, round)
     return known.get("new" if began >= int(known["round"]) else "old")
 
 
-def _examples(labels: Tensor, training: Training) -> int:
+def _epoch_length(labels: Tensor, training: Training) -> int:
     """Of an epoch, copies included."""
     counts = labels.bincount()
     return int(counts.max()) * int((counts > 0).sum()) if training.oversample else len(labels)
 
 
-def told(found: Deployment) -> dict[str, float]:
+def forgetting_rates(found: Deployment) -> dict[str, float]:
     """The shares of cases that a deployment lost and gained; nothing where there is none to compare with."""
     if found.before is None or not found.after:
         return {}
@@ -197,7 +197,7 @@ def told(found: Deployment) -> dict[str, float]:
     return {"forgotten": float(lost), "gained": float(gained), "cases": float(len(after))}
 
 
-def scored(found: Deployment) -> Tensors:
+def round_scores(found: Deployment) -> Tensors:
     """What a site files of a round: never sent."""
     if not found.after:
         return {}
@@ -213,6 +213,6 @@ def split_memory(memory: Bundle) -> tuple[Bundle | None, Bundle]:
     return (rest or None if filed else rest), filed
 
 
-def _rest(memory: Bundle | None) -> Bundle | None:
+def _inner_memory(memory: Bundle | None) -> Bundle | None:
     """What the algorithm itself remembers."""
     return {kind: group for kind, group in (memory or {}).items() if kind not in (CASES, SCORES)} or None

@@ -11,11 +11,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from polyclinic.algorithms.base import classifier
+from polyclinic.algorithms.base import classifier_weights
 from polyclinic.algorithms.wrappers.base import Wrapper
 from polyclinic.core.contract import Bundle, Federation, ServerWork, Site, SiteId, Stream, Update
 from polyclinic.core.errors import RecipeError
-from polyclinic.core.flat_tensors import copied
+from polyclinic.core.flat_tensors import copy_tensors
 
 ENSEMBLE = "ensemble"
 """The kind that holds all members, each tensor called `kind/site/name`."""
@@ -25,8 +25,11 @@ ENSEMBLE = "ensemble"
 class Ensemble(Wrapper):
     def init(self, federation: Federation) -> Bundle:
         state = self.inner.init(federation)
-        sent, whole = {exchange.kind for exchange in self.exchanges}, classifier(federation.initial)["model"].keys()
-        if self.inner.pooled or "model" not in sent or classifier(state)["model"].keys() != whole:
+        sent, whole = (
+            {exchange.kind for exchange in self.exchanges},
+            classifier_weights(federation.initial)["model"].keys(),
+        )
+        if self.inner.pooled or "model" not in sent or classifier_weights(state)["model"].keys() != whole:
             raise RecipeError("no site hands in a whole model with this algorithm; set ensemble: false, or take fedavg")
         return state
 
@@ -38,24 +41,24 @@ class Ensemble(Wrapper):
 
         def noted() -> Iterator[Update]:
             for update in updates:
-                for kind, group in classifier(update.tensors).items():
-                    kept.update({f"{kind}/{update.site}/{name}": t for name, t in copied(group).items()})
+                for kind, group in classifier_weights(update.tensors).items():
+                    kept.update({f"{kind}/{update.site}/{name}": t for name, t in copy_tensors(group).items()})
                 yield update
 
         return {**self.inner.aggregate(without_ensemble(state), noted()), ENSEMBLE: kept}
 
     def server_step(self, state: Bundle, server: Site, rng: Stream) -> ServerWork:
         served = yield from self.inner.server_step(without_ensemble(state), server, rng)
-        return {**served, **members(state)}
+        return {**served, **ensemble_members(state)}
 
     def finish(self, state: Bundle) -> Bundle:
-        return {**self.inner.finish(without_ensemble(state)), **members(state)}
+        return {**self.inner.finish(without_ensemble(state)), **ensemble_members(state)}
 
     def models(self, received: Bundle, memory: Bundle | None) -> dict[str, Bundle]:
         return self.inner.models(without_ensemble(received), memory)
 
 
-def members(state: Bundle) -> Bundle:
+def ensemble_members(state: Bundle) -> Bundle:
     """The part of a state that holds the sites' models."""
     return {kind: group for kind, group in state.items() if kind == ENSEMBLE}
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from polyclinic.core.contract import Stream
-from polyclinic.training.fit import at_a_time, draws_from
+from polyclinic.training.fit import evaluation_batch_size, seed_generators
 
 NARROW, WIDE = 16, 128
 SMALL = 8
@@ -27,7 +27,7 @@ Disguise = Callable[[Tensor, Stream], Tensor]
 
 
 @dataclass(frozen=True)
-class Effort:
+class DecoderTraining:
     """How hard the attacker tries."""
 
     steps: int = 300
@@ -44,13 +44,16 @@ class Decoder(nn.Module):
         channels, self.side = picture[0], picture[-1]
         self.reshaped = tuple(picture) if tuple(features) == (channels * self.side**2,) else tuple(features)
         flat = len(self.reshaped) == 1
-        doublings = max(1, halvings(self.side, SMALL)) if flat else halvings(self.side, self.reshaped[-1])
+        doublings = max(1, count_halvings(self.side, SMALL)) if flat else count_halvings(self.side, self.reshaped[-1])
         widths = [min(WIDE, NARROW * 2**step) for step in range(doublings, -1, -1)]
         small = -(-self.side // 2**doublings)
-        layers: list[nn.Module] = _unfolding(self.reshaped[0], widths[0], small) if flat else []
-        layers += [nn.Conv2d(widths[0] if flat else self.reshaped[0], widths[0], 3, padding=1), *_smooth(widths[0])]
+        layers: list[nn.Module] = _row_to_map(self.reshaped[0], widths[0], small) if flat else []
+        layers += [
+            nn.Conv2d(widths[0] if flat else self.reshaped[0], widths[0], 3, padding=1),
+            *_refinement_block(widths[0]),
+        ]
         for wide, narrow in pairwise(widths):
-            layers += [nn.ConvTranspose2d(wide, narrow, 4, stride=2, padding=1), *_smooth(narrow)]
+            layers += [nn.ConvTranspose2d(wide, narrow, 4, stride=2, padding=1), *_refinement_block(narrow)]
         self.body = nn.Sequential(*layers)
         self.last = nn.Conv2d(widths[-1], channels, 3, padding=1)
         self.mean: Tensor
@@ -65,7 +68,7 @@ class Decoder(nn.Module):
             maps = F.interpolate(maps, size=(self.side, self.side), mode="bilinear", align_corners=False)
         return torch.sigmoid(self.last(maps))
 
-    def used_to(self, features: Tensor) -> None:
+    def fit_normalisation(self, features: Tensor) -> None:
         """Take mean and deviation from features that the attacker has."""
         maps = features.reshape(-1, *self.reshaped)
         over = [0] if maps.ndim == 2 else [0, 2, 3]
@@ -74,7 +77,7 @@ class Decoder(nn.Module):
         self.deviation.copy_(torch.where(deviation > 0, deviation, 1.0))
 
 
-def halvings(side: int, small: int) -> int:
+def count_halvings(side: int, small: int) -> int:
     """How often a side is halved, rounding up, until it is no longer than `small`."""
     times = 0
     while -(-side // 2**times) > small:
@@ -82,7 +85,7 @@ def halvings(side: int, small: int) -> int:
     return times
 
 
-def _unfolding(features: int, width: int, side: int) -> list[nn.Module]:
+def _row_to_map(features: int, width: int, side: int) -> list[nn.Module]:
     """From a row to a map; in two steps where one would have too many weights."""
     values = width * side**2
     if features * values <= MOST:
@@ -91,43 +94,43 @@ def _unfolding(features: int, width: int, side: int) -> list[nn.Module]:
     return [nn.Linear(features, between), nn.Linear(between, values), nn.Unflatten(1, (width, side, side))]
 
 
-def _smooth(width: int) -> list[nn.Module]:
+def _refinement_block(width: int) -> list[nn.Module]:
     return [nn.BatchNorm2d(width), nn.ReLU()]
 
 
-def learn(
-    features: Tensor, pixels: Tensor, effort: Effort, stream: Stream, disguise: Disguise | None = None
+def train_decoder(
+    features: Tensor, pixels: Tensor, effort: DecoderTraining, stream: Stream, defence: Disguise | None = None
 ) -> Decoder:
     """A decoder for the attacker's own pairs, by mean squared error; of all epochs the one that does best on pairs held
     back. A disguise is put on anew at every step: the attacker knows how it is made."""
-    device, hide = features.device, disguise or _as_they_are
+    device, hide = features.device, defence or _identity
     held = torch.arange(len(features), device=device) % HELD_BACK == 0
     seen, judged = (~held).nonzero().squeeze(1), held.nonzero().squeeze(1)
-    with draws_from(stream.child("first weights"), torch.device("cpu")):
+    with seed_generators(stream.child("first weights"), torch.device("cpu")):
         decoder = Decoder(features.shape[1:], pixels.shape[1:])
     decoder.to(device).to(memory_format=torch.channels_last)
-    decoder.used_to(hide(features[seen], stream.child("look")))
+    decoder.fit_normalisation(hide(features[seen], stream.child("look")))
     optimiser = torch.optim.Adam(decoder.parameters(), effort.lr)
     epochs = -(-effort.steps * effort.batch // len(seen))
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, epochs)
     trial = hide(features[judged], stream.child("judged"))
     best, kept = float("inf"), copy.deepcopy(decoder.state_dict())
     for epoch in range(epochs):
-        _epoch(decoder.train(), features, pixels, seen, effort, optimiser, stream.child("epoch", epoch), hide)
+        _train_epoch(decoder.train(), features, pixels, seen, effort, optimiser, stream.child("epoch", epoch), hide)
         schedule.step()
-        loss = float(F.mse_loss(decode(decoder, trial), pixels[judged]))
+        loss = float(F.mse_loss(decode_features(decoder, trial), pixels[judged]))
         if loss < best:
             best, kept = loss, copy.deepcopy(decoder.state_dict())
     decoder.load_state_dict(kept)
     return decoder.eval()
 
 
-def _epoch(
+def _train_epoch(
     decoder: Decoder,
     features: Tensor,
     pixels: Tensor,
     seen: Tensor,
-    effort: Effort,
+    effort: DecoderTraining,
     optimiser: torch.optim.Optimizer,
     stream: Stream,
     hide: Disguise,
@@ -142,13 +145,13 @@ def _epoch(
         optimiser.step()
 
 
-def _as_they_are(features: Tensor, stream: Stream) -> Tensor:
+def _identity(features: Tensor, stream: Stream) -> Tensor:
     del stream
     return features
 
 
 @torch.no_grad()
-def decode(decoder: Decoder, features: Tensor) -> Tensor:
+def decode_features(decoder: Decoder, features: Tensor) -> Tensor:
     """The pictures that a decoder sees in features."""
     decoder.eval()
-    return torch.cat([decoder(rows) for rows in torch.split(features, at_a_time(features.device))])
+    return torch.cat([decoder(rows) for rows in torch.split(features, evaluation_batch_size(features.device))])

@@ -23,14 +23,20 @@ from typing import TypeAlias
 import torch
 from torch import Tensor, nn
 
-from polyclinic.analysis.attack.attacker_data import Halves
-from polyclinic.analysis.attack.decoder import Disguise, Effort, decode, learn
-from polyclinic.analysis.attack.image_similarity import THRESHOLD, frechet, l2, recognised, ssim
+from polyclinic.analysis.attack.attacker_data import AttackSplit
+from polyclinic.analysis.attack.decoder import DecoderTraining, Disguise, decode_features, train_decoder
+from polyclinic.analysis.attack.image_similarity import (
+    THRESHOLD,
+    frechet_distance,
+    identification_rate,
+    mean_ssim,
+    rms_distance,
+)
 from polyclinic.core.contract import Stream
 from polyclinic.models.classifier import Classifier
 from polyclinic.models.split_point import cut_after
-from polyclinic.privacy.releases import rows as released
-from polyclinic.training.fit import at_a_time
+from polyclinic.privacy.releases import release_rows as released
+from polyclinic.training.fit import evaluation_batch_size
 
 CHANCE = 3.0
 """Standard errors of a difference, over images, that chance is given."""
@@ -67,7 +73,7 @@ class InversionScores:
 
 
 @dataclass(frozen=True)
-class Findings:
+class InversionFindings:
     """What an attack on one stage at one site came to."""
 
     features: tuple[int, ...]
@@ -80,69 +86,86 @@ class Findings:
 
 
 @dataclass(frozen=True, eq=False)
-class Attack:
+class FeatureAttack:
     """The same with the pictures."""
 
     guesses: Mapping[str, Tensor]
-    likeness: Mapping[str, Likeness]
-    findings: Findings
+    similarity: Mapping[str, Likeness]
+    findings: InversionFindings
 
 
-def reconstruct(
+def invert_features(
     network: Classifier,
     untrained: Classifier,
     stage: int,
-    halves: Halves,
+    halves: AttackSplit,
     judge: Judge,
-    effort: Effort,
+    effort: DecoderTraining,
     stream: Stream,
-    disguise: Disguise | None = None,
-) -> Attack:
+    defence: Disguise | None = None,
+) -> FeatureAttack:
     """Attack the features of one stage, and guess in all other ways."""
     extractor = cut_after(network, stage).extractor
-    own, taken = (features(extractor, halves.seen, pixels) for pixels in (halves.own, halves.attacked))
+    own, taken = (
+        extract_features(extractor, halves.normalise, pixels)
+        for pixels in (halves.attacker_images, halves.target_images)
+    )
     plain = cut_after(untrained, stage).extractor
-    guesses = {"decoder": decode(learn(own, halves.own, effort, stream.child("decoder")), taken)}
-    if disguise is not None:
-        decoder = learn(own, halves.own, effort, stream.child("protected"), disguise)
-        guesses["protected"] = decode(decoder, disguise(taken, stream.child("released")))
-    learnt = learn(features(plain, halves.seen, halves.own), halves.own, effort, stream.child("untrained"))
-    guesses["untrained"] = decode(learnt, features(plain, halves.seen, halves.attacked))
-    guesses["nearest"] = halves.own[torch.cdist(taken.flatten(1), own.flatten(1)).argmin(1)]
-    guesses["mean"] = halves.own.mean(0).expand_as(halves.attacked)
-    likeness = {name: (ssim(guess, halves.attacked), l2(guess, halves.attacked)) for name, guess in guesses.items()}
-    true = judge(halves.attacked)
+    guesses = {
+        "decoder": decode_features(train_decoder(own, halves.attacker_images, effort, stream.child("decoder")), taken)
+    }
+    if defence is not None:
+        decoder = train_decoder(own, halves.attacker_images, effort, stream.child("protected"), defence)
+        guesses["protected"] = decode_features(decoder, defence(taken, stream.child("released")))
+    learnt = train_decoder(
+        extract_features(plain, halves.normalise, halves.attacker_images),
+        halves.attacker_images,
+        effort,
+        stream.child("untrained"),
+    )
+    guesses["untrained"] = decode_features(learnt, extract_features(plain, halves.normalise, halves.target_images))
+    guesses["nearest"] = halves.attacker_images[torch.cdist(taken.flatten(1), own.flatten(1)).argmin(1)]
+    guesses["mean"] = halves.attacker_images.mean(0).expand_as(halves.target_images)
+    likeness = {
+        name: (mean_ssim(guess, halves.target_images), rms_distance(guess, halves.target_images))
+        for name, guess in guesses.items()
+    }
+    true = judge(halves.target_images)
     figures = {
-        name: _figures(likeness[name], recognised(guess, halves.attacked), frechet(judge(guess), true))
+        name: _build_scores(
+            likeness[name], identification_rate(guess, halves.target_images), frechet_distance(judge(guess), true)
+        )
         for name, guess in guesses.items()
     }
     readers = [name for name in guesses if name not in UNREAD]
     length = float(taken.flatten(1).norm(dim=1).median())
-    found = Findings(
+    found = InversionFindings(
         tuple(own.shape[1:]),
         length,
-        {name: leaks(name, likeness, figures[name].recognised) for name in readers},
+        {name: does_leak(name, likeness, figures[name].recognised) for name in readers},
         figures,
     )
-    return Attack(guesses, likeness, found)
+    return FeatureAttack(guesses, likeness, found)
 
 
-def leaks(guess: str, likeness: Mapping[str, Likeness], known: float) -> bool:
+def does_leak(guess: str, similarity: Mapping[str, Likeness], known: float) -> bool:
     """Whether it beats both guesses that need no decoder, in SSIM or in distance; or the share of originals that are
     recognised by it is beyond chance, which recognises one, give or take one."""
-    (alike, far), others = likeness[guess], [likeness[name] for name in UNREAD]
+    (alike, far), others = similarity[guess], [similarity[name] for name in UNREAD]
     if known * len(alike) > 1 + CHANCE:
         return True
-    return all(_above(alike - other[0]) for other in others) or all(_above(other[1] - far) for other in others)
+    return all(_is_significantly_positive(alike - other[0]) for other in others) or all(
+        _is_significantly_positive(other[1] - far) for other in others
+    )
 
 
-def _above(differences: Tensor) -> bool:
+def _is_significantly_positive(differences: Tensor) -> bool:
     error = float(differences.std()) / math.sqrt(len(differences))
     return float(differences.mean()) > CHANCE * error
 
 
-def _figures(likeness: Likeness, known: float, distance: float) -> InversionScores:
-    alike, far = likeness
+def _build_scores(similarity: Likeness, known: float, distance: float) -> InversionScores:
+    alike, far = similarity
     return InversionScores(
         float(alike.mean()),
         float(alike.max()),
@@ -155,24 +178,24 @@ def _figures(likeness: Likeness, known: float, distance: float) -> InversionScor
 
 
 @torch.no_grad()
-def features(extractor: nn.Module, seen: Callable[[Tensor], Tensor], pixels: Tensor) -> Tensor:
+def extract_features(extractor: nn.Module, seen: Callable[[Tensor], Tensor], pixels: Tensor) -> Tensor:
     """What an extractor makes of images, as in evaluation."""
     extractor.eval()
-    parts = torch.split(pixels, at_a_time(pixels.device))
+    parts = torch.split(pixels, evaluation_batch_size(pixels.device))
     return torch.cat([extractor(seen(part)).contiguous() for part in parts])
 
 
-def clipped_and_noised(clip: float, noise: float) -> Disguise:
+def clip_and_noise(clip: float, noise: float) -> Disguise:
     """Features as `privacy.kinds` releases them: each image's cut to a length, with noise in units of it."""
 
     def disguise(features: Tensor, stream: Stream) -> Tensor:
-        parts = enumerate(torch.split(features, at_a_time(features.device)))
+        parts = enumerate(torch.split(features, evaluation_batch_size(features.device)))
         return torch.cat([released(part, clip, noise, stream.child(n)).tensors["rows"] for n, part in parts])
 
     return disguise
 
 
-def mean_figures(sites: Sequence[Mapping[str, InversionScores]]) -> dict[str, InversionScores]:
+def mean_scores(sites: Sequence[Mapping[str, InversionScores]]) -> dict[str, InversionScores]:
     """Over sites, as FedMP reports them."""
     names = [field.name for field in fields(InversionScores)]
     return {

@@ -13,14 +13,14 @@ SIDE, GAP, BESIDE, MARGIN = 1.25, 0.25, 0.08, 1.5
 """Inches: of a picture, between two rows and two columns, and for the rows' names."""
 
 
-def spread(likeness: Tensor, columns: int = COLUMNS) -> Tensor:
+def select_spread(similarity: Tensor, columns: int = COLUMNS) -> Tensor:
     """Some of the images: from the one that a guess comes nearest to, to the one it misses most, in even steps."""
-    order = likeness.argsort(descending=True).cpu()
+    order = similarity.argsort(descending=True).cpu()
     return order[torch.linspace(0, len(order) - 1, min(columns, len(order))).round().long()]
 
 
-def gallery(
-    originals: Tensor, guesses: Mapping[str, Tensor], likeness: Mapping[str, Tensor], title: str, path: Path
+def draw_gallery(
+    originals: Tensor, guesses: Mapping[str, Tensor], similarity: Mapping[str, Tensor], title: str, path: Path
 ) -> None:
     """A row for the originals and one for each guess, with the SSIM of every guess above it."""
     from matplotlib.figure import Figure  # takes a second to load
@@ -44,11 +44,11 @@ def gallery(
             axes.set_xticks([])
             axes.set_yticks([])
             if name in guesses:
-                axes.set_title(f"{float(likeness[name][column]):.2f}", fontsize=TEXT - 4, color=INK, pad=2)
+                axes.set_title(f"{float(similarity[name][column]):.2f}", fontsize=TEXT - 4, color=INK, pad=2)
         label = panels[row, 0].set_ylabel(name.replace(", ", ",\n"), fontsize=TEXT - 3, color=INK, rotation=0)
         label.set(horizontalalignment="right", verticalalignment="center", parse_math=False)
     figure.suptitle(title, fontsize=TEXT - 2, color=INK, x=0.01, y=1 - 0.2 * GAP / high, ha="left").set_parse_math(
         False
     )
-    words = "; ".join(f"{name} {float(found.mean()):.2f}" for name, found in likeness.items())
+    words = "; ".join(f"{name} {float(found.mean()):.2f}" for name, found in similarity.items())
     save(figure, path, title, f"Originals and guesses. Mean SSIM of those shown: {words}.")

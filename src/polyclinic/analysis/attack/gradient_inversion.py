@@ -21,11 +21,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from polyclinic.analysis.attack.attacker_data import Halves
-from polyclinic.analysis.attack.image_similarity import THRESHOLD, l2, ssim
+from polyclinic.analysis.attack.attacker_data import AttackSplit
+from polyclinic.analysis.attack.image_similarity import THRESHOLD, mean_ssim, rms_distance
 from polyclinic.core.contract import Stream, Tensors
 from polyclinic.models.classifier import Classifier
-from polyclinic.privacy.mechanism import noised
+from polyclinic.privacy.mechanism import add_noise
 from polyclinic.training.dp.dp_sgd import clip_factors
 
 Seen = Callable[[Tensor], Tensor]
@@ -48,32 +48,32 @@ class Search:
     """α, the weight of total variation."""
 
 
-def gradient(network: Classifier, images: Tensor, labels: Tensor, keep: bool = False) -> Tensors:
+def compute_gradient(network: Classifier, images: Tensor, labels: Tensor, keep: bool = False) -> Tensors:
     """Of the mean loss by every weight; `keep`: differentiable itself."""
     weights = {name: weight.detach().requires_grad_(True) for name, weight in network.named_parameters()}
     loss = F.cross_entropy(functional_call(network.eval(), weights, (images,)), labels)
     return dict(zip(weights, torch.autograd.grad(loss, list(weights.values()), create_graph=keep), strict=True))
 
 
-def protected(
+def compute_dp_gradient(
     network: Classifier, images: Tensor, labels: Tensor, clip: float, noise: float, stream: Stream
 ) -> Tensors:
     """The same as DP-SGD releases it: each image's clipped, noise on the sum, divided by their number."""
     total: Tensors = {}
     for row in range(len(images)):
-        one = gradient(network, images[row : row + 1], labels[row : row + 1])
+        one = compute_gradient(network, images[row : row + 1], labels[row : row + 1])
         norm = torch.stack([g.norm() for g in one.values()]).norm()
         factor = clip_factors(norm, clip)
         total = {name: factor * g + total.get(name, 0.0) for name, g in one.items()}
-    return {name: g / len(images) for name, g in noised(total, noise * clip, stream).items()}
+    return {name: g / len(images) for name, g in add_noise(total, noise * clip, stream).items()}
 
 
-def of_update(before: Tensors, after: Tensors, lr: float) -> Tensors:
+def gradient_from_update(before: Tensors, after: Tensors, lr: float) -> Tensors:
     """(4)"""
     return {name: (before[name] - after[name]) / lr for name in before}
 
 
-def classes_of(found: Tensors, network: Classifier, images: int = 1) -> Tensor:
+def recover_labels(found: Tensors, network: Classifier, images: int = 1) -> Tensor:
     """(2): the classes of so many images."""
     bias = found[f"{network.leaf_layers()[-1]}.bias"].clone()
     told = []
@@ -83,7 +83,7 @@ def classes_of(found: Tensors, network: Classifier, images: int = 1) -> Tensor:
     return torch.tensor(sorted(told), device=bias.device)
 
 
-def dense_first(network: Classifier) -> str | None:
+def find_first_dense(network: Classifier) -> str | None:
     """The name of the first layer, if that is a dense one with a bias and sees the pixels as they are."""
     for name, layer in network.named_modules():
         if isinstance(layer, nn.Linear):
@@ -93,13 +93,13 @@ def dense_first(network: Classifier) -> str | None:
     return None
 
 
-def exact(found: Tensors, layer: str) -> Tensor:
+def invert_dense(found: Tensors, layer: str) -> Tensor:
     """(1), by the row whose bias moves most: a flat image."""
     row = int(found[f"{layer}.bias"].abs().argmax())
     return found[f"{layer}.weight"][row] / found[f"{layer}.bias"][row]
 
 
-def searched(
+def search_images(
     network: Classifier,
     found: Tensors,
     labels: Tensor,
@@ -117,8 +117,8 @@ def searched(
     schedule = torch.optim.lr_scheduler.MultiStepLR(optimiser, milestones)
     for _ in range(search.iterations):
         optimiser.zero_grad(set_to_none=True)
-        mine = list(gradient(network, seen(pixels), labels, keep=True).values())
-        loss = 1 - _cosine(mine, wanted) + search.smooth * variation(pixels)
+        mine = list(compute_gradient(network, seen(pixels), labels, keep=True).values())
+        loss = 1 - _cosine_distance(mine, wanted) + search.smooth * total_variation(pixels)
         (slope,) = torch.autograd.grad(loss, [pixels])
         pixels.grad = slope.sign()
         optimiser.step()
@@ -128,98 +128,98 @@ def searched(
     return pixels.detach()
 
 
-def _cosine(mine: list[Tensor], wanted: list[Tensor]) -> Tensor:
+def _cosine_distance(mine: list[Tensor], wanted: list[Tensor]) -> Tensor:
     product = torch.stack([(a * b).sum() for a, b in zip(mine, wanted, strict=True)]).sum()
     lengths = [torch.stack([g.square().sum() for g in side]).sum().sqrt() for side in (mine, wanted)]
     return product / (lengths[0] * lengths[1]).clamp(min=1e-12)
 
 
-def variation(pixels: Tensor) -> Tensor:
+def total_variation(pixels: Tensor) -> Tensor:
     """Mean absolute difference of neighbours."""
     down, across = pixels.diff(dim=-2), pixels.diff(dim=-1)
     return down.abs().mean() + across.abs().mean()
 
 
-def invert(
+def invert_gradient(
     network: Classifier, found: Tensors, images: int, shape: tuple[int, ...], seen: Seen, search: Search, stream: Stream
 ) -> tuple[Tensor, str]:
     """Pixels of the images behind a gradient, and how they were found."""
-    layer = dense_first(network)
+    layer = find_first_dense(network)
     if layer is not None and images == 1:
-        return _pixels(exact(found, layer).reshape(1, *shape), seen), "exact"
-    return searched(network, found, classes_of(found, network, images), shape, seen, search, stream), "search"
+        return _denormalise(invert_dense(found, layer).reshape(1, *shape), seen), "exact"
+    return search_images(network, found, recover_labels(found, network, images), shape, seen, search, stream), "search"
 
 
-def _pixels(shown: Tensor, seen: Seen) -> Tensor:
+def _denormalise(shown: Tensor, seen: Seen) -> Tensor:
     """`seen` the other way round: it only shifts and stretches."""
     zero, one = (seen(torch.full_like(shown, value)) for value in (0.0, 1.0))
     return ((shown - zero) / (one - zero)).nan_to_num(0.0).clamp(0, 1)
 
 
-def matched(guesses: Tensor, originals: Tensor) -> Tensor:
+def match_guesses(guesses: Tensor, originals: Tensor) -> Tensor:
     """The guesses in the order of the originals that they are nearest to, each used once: a mean has no order."""
     from scipy.optimize import linear_sum_assignment
 
-    cost = torch.stack([l2(guesses, original.expand_as(guesses)) for original in originals])
+    cost = torch.stack([rms_distance(guesses, original.expand_as(guesses)) for original in originals])
     return guesses[torch.from_numpy(linear_sum_assignment(cost.cpu().numpy())[1]).to(guesses.device)]
 
 
 @dataclass(frozen=True, eq=False)
-class Inverted:
+class GradientInversion:
     """What the search made of some gradients of a site, as they are and as DP-SGD releases them."""
 
     method: str
     images: int
     """Behind each gradient."""
-    labels_told: float
+    label_accuracy: float
     """The share of gradients that tell their images' classes."""
     originals: Tensor
     guesses: Mapping[str, Tensor]
-    alike: Mapping[str, Tensor]
-    far: Mapping[str, Tensor]
+    ssim: Mapping[str, Tensor]
+    distance: Mapping[str, Tensor]
 
-    def leaks(self, kind: str) -> bool:
+    def does_leak(self, kind: str) -> bool:
         """Whether it comes nearer than the mean of the attacker's own images, in SSIM and in distance."""
         return bool(
-            self.alike[KINDS[kind]].mean() > self.alike[KINDS["mean"]].mean()
-            and self.far[KINDS[kind]].mean() < self.far[KINDS["mean"]].mean()
+            self.ssim[KINDS[kind]].mean() > self.ssim[KINDS["mean"]].mean()
+            and self.distance[KINDS[kind]].mean() < self.distance[KINDS["mean"]].mean()
         )
 
     def as_json(self) -> dict[str, Any]:
         figures = {
             kind: {
-                "ssim": float(self.alike[name].mean()),
-                "ssim_max": float(self.alike[name].max()),
-                "l2": float(self.far[name].mean()),
-                "l2_min": float(self.far[name].min()),
-                "below": float((self.far[name] < THRESHOLD).double().mean()),
+                "ssim": float(self.ssim[name].mean()),
+                "ssim_max": float(self.ssim[name].max()),
+                "l2": float(self.distance[name].mean()),
+                "l2_min": float(self.distance[name].min()),
+                "below": float((self.distance[name] < THRESHOLD).double().mean()),
             }
             for kind, name in KINDS.items()
         }
         told = {"method": self.method, "images": self.images, "attacked": len(self.originals)}
-        return {**told, "labels_told": self.labels_told, "guesses": figures}
+        return {**told, "labels_told": self.label_accuracy, "guesses": figures}
 
 
-def gradients(
-    network: Classifier, halves: Halves, images: int, search: Search, clip: float, noise: float, stream: Stream
-) -> Inverted:
+def invert_batches(
+    network: Classifier, halves: AttackSplit, images: int, search: Search, clip: float, noise: float, stream: Stream
+) -> GradientInversion:
     """Invert the gradients of a few batches of attacked images."""
-    batches = min(TRIALS, len(halves.attacked) // images)
-    originals, labels = halves.attacked[: batches * images], halves.labels[: batches * images]
+    batches = min(TRIALS, len(halves.target_images) // images)
+    originals, labels = halves.target_images[: batches * images], halves.target_labels[: batches * images]
     found: dict[str, list[Tensor]] = {name: [] for name in KINDS}
     method, told = "", 0
     for number, (some, classes) in enumerate(
         zip(torch.split(originals, images), torch.split(labels, images), strict=True)
     ):
-        own, shown = stream.child(number), halves.seen(some)
-        plain = gradient(network, shown, classes)
-        hidden = protected(network, shown, classes, clip, noise, own.child("noise"))
-        told += int(torch.equal(classes_of(plain, network, images), classes.sort().values))
+        own, shown = stream.child(number), halves.normalise(some)
+        plain = compute_gradient(network, shown, classes)
+        hidden = compute_dp_gradient(network, shown, classes, clip, noise, own.child("noise"))
+        told += int(torch.equal(recover_labels(plain, network, images), classes.sort().values))
         for kind, each in {"plain": plain, "protected": hidden}.items():
-            guess, method = invert(network, each, images, tuple(some.shape[1:]), halves.seen, search, own)
-            found[kind].append(matched(guess, some))
-        found["mean"].append(halves.own.mean(0).expand_as(some))
+            guess, method = invert_gradient(network, each, images, tuple(some.shape[1:]), halves.normalise, search, own)
+            found[kind].append(match_guesses(guess, some))
+        found["mean"].append(halves.attacker_images.mean(0).expand_as(some))
     guesses = {KINDS[kind]: torch.cat(parts) for kind, parts in found.items()}
-    alike = {name: ssim(guess, originals) for name, guess in guesses.items()}
-    far = {name: l2(guess, originals) for name, guess in guesses.items()}
-    return Inverted(method, images, told / batches, originals, guesses, alike, far)
+    alike = {name: mean_ssim(guess, originals) for name, guess in guesses.items()}
+    far = {name: rms_distance(guess, originals) for name, guess in guesses.items()}
+    return GradientInversion(method, images, told / batches, originals, guesses, alike, far)

@@ -22,17 +22,17 @@ THRESHOLD = 0.1
 """A reconstruction that is nearer than this counts as the image itself."""
 
 
-def ssim(first: Tensor, second: Tensor) -> Tensor:
+def mean_ssim(first: Tensor, second: Tensor) -> Tensor:
     """One figure for each pair: 1 for equal pictures."""
     a, b = first.double(), second.double()
-    weights = window(min(a.shape[-2:]), a.device)
-    mean_a, mean_b, aa, bb, ab = (_averaged(t, weights) for t in (a, b, a * a, b * b, a * b))
+    weights = gaussian_window(min(a.shape[-2:]), a.device)
+    mean_a, mean_b, aa, bb, ab = (_window_average(t, weights) for t in (a, b, a * a, b * b, a * b))
     variances = (aa - mean_a.square()) + (bb - mean_b.square())
     likeness = (2 * mean_a * mean_b + K1**2) * (2 * (ab - mean_a * mean_b) + K2**2)
     return (likeness / ((mean_a.square() + mean_b.square() + K1**2) * (variances + K2**2))).mean((1, 2, 3))
 
 
-def window(side: int, device: torch.device | None = None) -> Tensor:
+def gaussian_window(side: int, device: torch.device | None = None) -> Tensor:
     """The Gaussian along one side; it is the same along the other."""
     width = min(WINDOW, side if side % 2 else side - 1)
     at = torch.arange(width, device=device, dtype=torch.float64) - width // 2
@@ -40,35 +40,35 @@ def window(side: int, device: torch.device | None = None) -> Tensor:
     return weights / weights.sum()
 
 
-def _averaged(pictures: Tensor, weights: Tensor) -> Tensor:
+def _window_average(pictures: Tensor, weights: Tensor) -> Tensor:
     flat = pictures.flatten(0, 1).unsqueeze(1)
     found = F.conv2d(F.conv2d(flat, weights[None, None, :, None]), weights[None, None, None, :])
     return found.reshape(*pictures.shape[:2], *found.shape[-2:])
 
 
-def l2(first: Tensor, second: Tensor) -> Tensor:
+def rms_distance(first: Tensor, second: Tensor) -> Tensor:
     """One figure for each pair: the root of the mean square of differences."""
     return (first - second).double().square().flatten(1).mean(1).sqrt()
 
 
-def recognised(guesses: Tensor, originals: Tensor) -> float:
+def identification_rate(guesses: Tensor, originals: Tensor) -> float:
     """The share of guesses that are nearer to their own original than to any other."""
     own = torch.arange(len(guesses), device=guesses.device)
     return float((torch.cdist(guesses.flatten(1), originals.flatten(1)).argmin(1) == own).double().mean())
 
 
-def frechet(first: Tensor, second: Tensor) -> float:
+def frechet_distance(first: Tensor, second: Tensor) -> float:
     """‖μ₁ − μ₂‖² + tr(Σ₁ + Σ₂ − 2·(Σ₁Σ₂)^½) of two sets of feature vectors, as in FID.
 
     With Σ = AᵀA, tr (Σ₁Σ₂)^½ is the sum of singular values of A₁A₂ᵀ: exact, also where there are fewer vectors than
     features, and no root of a matrix is needed.
     """
-    a, b = (_centred(rows) for rows in (first, second))
+    a, b = (_centre_rows(rows) for rows in (first, second))
     gap = (first.double().mean(0) - second.double().mean(0)).square().sum()
     spread = a.square().sum() + b.square().sum() - 2 * torch.linalg.svdvals(a @ b.T).sum()
     return max(0.0, float(gap + spread))
 
 
-def _centred(rows: Tensor) -> Tensor:
+def _centre_rows(rows: Tensor) -> Tensor:
     flat = rows.double().flatten(1)
     return (flat - flat.mean(0)) / math.sqrt(max(len(flat) - 1, 1))

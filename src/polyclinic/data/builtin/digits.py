@@ -21,8 +21,8 @@ class DigitsOptions(Options):
     """Height and width; the originals are 8 × 8."""
 
 
-def digits(options: DigitsOptions, stream: Stream, folder: Path | None = None) -> Collection:  # noqa: ARG001
-    scans, labels = _scans()
+def load_digit_images(options: DigitsOptions, stream: Stream, folder: Path | None = None) -> Collection:  # noqa: ARG001
+    scans, labels = _read_scans()
     images = scans.float()[:, None] * (255 / 16)
     if options.size != 8:
         images = F.interpolate(images, size=(options.size, options.size), mode="bilinear")
@@ -31,7 +31,7 @@ def digits(options: DigitsOptions, stream: Stream, folder: Path | None = None) -
 
 
 @cache
-def _scans() -> tuple[torch.Tensor, torch.Tensor]:
+def _read_scans() -> tuple[torch.Tensor, torch.Tensor]:
     from sklearn.datasets import load_digits  # takes a second to load, and most runs do without
 
     bunch = load_digits()

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from polyclinic.core.contract import Stream
 from polyclinic.core.errors import RecipeError
-from polyclinic.data.builtin.phantom_anatomy import Cases, draw
-from polyclinic.data.builtin.phantom_scanner import VENDORS, Vendor, acquire
+from polyclinic.data.builtin.phantom_anatomy import Cases, draw_anatomy
+from polyclinic.data.builtin.phantom_scanner import VENDORS, Vendor, acquire_images
 from polyclinic.data.examples import Collection
 from polyclinic.data.options import Options
 
@@ -28,7 +28,7 @@ CHUNK = 64
 """Images drawn at once, which bounds memory at large sizes."""
 
 
-class Hospital(Options):
+class PhantomSite(Options):
     name: str = Field(min_length=1)
     vendor: str
     patients: int = Field(ge=1)
@@ -37,18 +37,18 @@ class Hospital(Options):
 
     @field_validator("vendor")
     @classmethod
-    def _known(cls, vendor: str) -> str:
+    def _check_vendor(cls, vendor: str) -> str:
         if vendor not in VENDORS:
             raise RecipeError(f"There is no vendor '{vendor}'; choose one of: {', '.join(VENDORS)}.")
         return vendor
 
 
 HOSPITALS = (
-    Hospital(name="harbour", vendor="selenium", patients=160, malignant=0.5),
-    Hospital(name="hillside", vendor="film", patients=120, malignant=0.3),
-    Hospital(name="lakeview", vendor="photon-counting", patients=90, malignant=0.7),
-    Hospital(name="northfield", vendor="silicon", patients=60, malignant=0.4),
-    Hospital(name="riverside", vendor="phosphor-plate", patients=40, malignant=0.2),
+    PhantomSite(name="harbour", vendor="selenium", patients=160, malignant=0.5),
+    PhantomSite(name="hillside", vendor="film", patients=120, malignant=0.3),
+    PhantomSite(name="lakeview", vendor="photon-counting", patients=90, malignant=0.7),
+    PhantomSite(name="northfield", vendor="silicon", patients=60, malignant=0.4),
+    PhantomSite(name="riverside", vendor="phosphor-plate", patients=40, malignant=0.2),
 )
 
 
@@ -58,10 +58,10 @@ class PhantomOptions(Options):
     """diagnosis: benign or malignant. screening: also normal, half of the patients who are not malignant."""
     views: tuple[int, int] = (2, 4)
     """Fewest and most images of a patient."""
-    hospitals: tuple[Hospital, ...] = Field(HOSPITALS, min_length=1)
+    hospitals: tuple[PhantomSite, ...] = Field(HOSPITALS, min_length=1)
 
     @model_validator(mode="after")
-    def _consistent(self) -> Self:
+    def _check_consistency(self) -> Self:
         names = [hospital.name for hospital in self.hospitals]
         if len(set(names)) < len(names):
             raise RecipeError("Two hospitals have the same name; give each its own.")
@@ -74,9 +74,9 @@ class PhantomOptions(Options):
         return ("benign", "malignant") if self.task == "diagnosis" else ("normal", "benign", "malignant")
 
 
-def phantom(options: PhantomOptions, stream: Stream, folder: Path | None = None) -> Collection:  # noqa: ARG001
+def generate_phantom(options: PhantomOptions, stream: Stream, folder: Path | None = None) -> Collection:  # noqa: ARG001
     """Every hospital is drawn from its own stream: adding one leaves the others as they are."""
-    wards = [_ward(options, hospital, stream.child(hospital.name)) for hospital in options.hospitals]
+    wards = [_draw_site(options, hospital, stream.child(hospital.name)) for hospital in options.hospitals]
     return Collection(
         images=torch.cat([ward.images for ward in wards]),
         labels=torch.cat([ward.labels for ward in wards]),
@@ -89,7 +89,7 @@ def phantom(options: PhantomOptions, stream: Stream, folder: Path | None = None)
 
 
 @dataclass(frozen=True)
-class _Ward:
+class _SiteImages:
     """All images of one hospital."""
 
     images: Tensor
@@ -98,31 +98,31 @@ class _Ward:
     sites: tuple[str, ...]
 
 
-def _ward(options: PhantomOptions, hospital: Hospital, stream: Stream) -> _Ward:
+def _draw_site(options: PhantomOptions, hospital: PhantomSite, stream: Stream) -> _SiteImages:
     generator = stream.child("patients").generator()
-    labels = _diagnoses(options, hospital, generator)
+    labels = _draw_diagnoses(options, hospital, generator)
     fewest, most = options.views
     views = torch.randint(fewest, most + 1, (hospital.patients,), generator=generator)
-    cases = _cases(labels - len(options.classes) + 2, views, generator)
+    cases = _draw_cases(labels - len(options.classes) + 2, views, generator)
     owner = torch.arange(hospital.patients).repeat_interleave(views)
-    return _Ward(
-        images=_photographed(cases, options.size, VENDORS[hospital.vendor], stream),
+    return _SiteImages(
+        images=_scan_cases(cases, options.size, VENDORS[hospital.vendor], stream),
         labels=labels[owner],
         patients=tuple(f"{hospital.name}-{number}" for number in owner.tolist()),
         sites=(hospital.name,) * len(owner),
     )
 
 
-def _photographed(cases: Cases, size: int, vendor: Vendor, stream: Stream) -> Tensor:
+def _scan_cases(cases: Cases, size: int, vendor: Vendor, stream: Stream) -> Tensor:
     chunks = []
     for start in range(0, len(cases), CHUNK):
         generator = stream.child("images", start).generator()
-        tissue = draw(cases.rows(slice(start, start + CHUNK)), size, generator)
-        chunks.append(acquire(tissue, vendor, generator))
+        tissue = draw_anatomy(cases.select_rows(slice(start, start + CHUNK)), size, generator)
+        chunks.append(acquire_images(tissue, vendor, generator))
     return torch.cat(chunks)
 
 
-def _diagnoses(options: PhantomOptions, hospital: Hospital, generator: torch.Generator) -> Tensor:
+def _draw_diagnoses(options: PhantomOptions, hospital: PhantomSite, generator: torch.Generator) -> Tensor:
     """A class for every patient: exactly the share asked for, in random order."""
     malignant = round(hospital.malignant * hospital.patients)
     normal = 0 if options.task == "diagnosis" else (hospital.patients - malignant) // 2
@@ -131,7 +131,7 @@ def _diagnoses(options: PhantomOptions, hospital: Hospital, generator: torch.Gen
     return labels[torch.randperm(len(labels), generator=generator)]
 
 
-def _cases(malignant: Tensor, views: Tensor, generator: torch.Generator) -> Cases:
+def _draw_cases(malignant: Tensor, views: Tensor, generator: torch.Generator) -> Cases:
     """`malignant` is −1 (normal), 0 or 1 for every patient; its views share the patient's anatomy."""
 
     def between(low: float, high: float) -> Tensor:
@@ -149,6 +149,6 @@ def _cases(malignant: Tensor, views: Tensor, generator: torch.Generator) -> Case
         oblique=torch.zeros(len(views), dtype=torch.bool),
         right=between(0, 1) < 0.5,
     )
-    images = patients.rows(torch.arange(len(views)).repeat_interleave(views))
+    images = patients.select_rows(torch.arange(len(views)).repeat_interleave(views))
     number = torch.cat([torch.arange(int(count)) for count in views])
     return replace(images, oblique=number % 2 == 1)

@@ -37,11 +37,11 @@ class Cases:
     def __len__(self) -> int:
         return len(self.lesion)
 
-    def rows(self, index: Tensor | slice) -> Cases:
+    def select_rows(self, index: Tensor | slice) -> Cases:
         return Cases(*(getattr(self, field.name)[index] for field in fields(self)))
 
 
-def draw(cases: Cases, size: int, generator: torch.Generator) -> Tensor:
+def draw_anatomy(cases: Cases, size: int, generator: torch.Generator) -> Tensor:
     """Images (n × size × size) before any machine's curve, blur and noise."""
     c = Cases(*(getattr(cases, field.name).reshape(-1, 1, 1) for field in fields(cases)))
     x = ((torch.arange(size) + 0.5) / size).reshape(1, 1, -1)
@@ -50,32 +50,32 @@ def draw(cases: Cases, size: int, generator: torch.Generator) -> Tensor:
     radial = ((x / c.depth) ** 2 + ((y - sag) / c.height) ** 2).sqrt()
     inside = torch.sigmoid((1 - radial) * c.depth * 80)
     thickness = (1 - radial.clamp(max=1) ** 4).sqrt()
-    image = inside * (0.12 + thickness * _tissue(c, radial, size, generator))
-    image = image + torch.where(c.oblique, 0.32, 0.0) * _muscle(x, y, len(cases), generator)
-    image = image + c.lesion * inside * _lesion(c, x, y, generator)
+    image = inside * (0.12 + thickness * _draw_tissue(c, radial, size, generator))
+    image = image + torch.where(c.oblique, 0.32, 0.0) * _draw_muscle(x, y, len(cases), generator)
+    image = image + c.lesion * inside * _draw_lesion(c, x, y, generator)
     return torch.where(c.right, image.flip(-1), image)
 
 
 def spectral_noise(count: int, size: int, exponent: float, generator: torch.Generator) -> Tensor:
     """Unit-variance noise whose power falls as 1 / frequency^exponent; about 3 is measured in mammograms."""
     white = torch.randn(count, size, size, generator=generator)
-    response = frequencies(size).clamp(min=1.0) ** (-exponent / 2)
+    response = frequency_grid(size).clamp(min=1.0) ** (-exponent / 2)
     response[0, 0] = 0
     noise = torch.fft.irfft2(torch.fft.rfft2(white) * response, s=(size, size))
     return torch.div(noise, noise.std(dim=(1, 2), keepdim=True))
 
 
-def frequencies(size: int) -> Tensor:
+def frequency_grid(size: int) -> Tensor:
     """Cycles per image height, on the grid of `rfft2`."""
     vertical = torch.fft.fftfreq(size, 1 / size).reshape(-1, 1)
     return torch.hypot(vertical, torch.fft.rfftfreq(size, 1 / size))
 
 
-def _uniform(count: int, columns: int, low: float, high: float, generator: torch.Generator) -> Tensor:
+def _draw_uniform(count: int, columns: int, low: float, high: float, generator: torch.Generator) -> Tensor:
     return low + (high - low) * torch.rand(count, columns, 1, 1, generator=generator)
 
 
-def _tissue(c: Cases, radial: Tensor, size: int, generator: torch.Generator) -> Tensor:
+def _draw_tissue(c: Cases, radial: Tensor, size: int, generator: torch.Generator) -> Tensor:
     """Fat, with glandular clouds behind the nipple and fine strands everywhere."""
     clouds = spectral_noise(len(c), size, 3.0, generator)
     strands = spectral_noise(len(c), size, 1.8, generator)
@@ -83,38 +83,38 @@ def _tissue(c: Cases, radial: Tensor, size: int, generator: torch.Generator) -> 
     return 0.16 + 0.24 * gland + 0.02 * strands
 
 
-def _muscle(x: Tensor, y: Tensor, count: int, generator: torch.Generator) -> Tensor:
-    width, length = _uniform(count, 2, 0.25, 0.4, generator).unbind(1)
+def _draw_muscle(x: Tensor, y: Tensor, count: int, generator: torch.Generator) -> Tensor:
+    width, length = _draw_uniform(count, 2, 0.25, 0.4, generator).unbind(1)
     return torch.sigmoid(60 * (width * (1 - (y + 0.5) / (1.6 * length)) - x))
 
 
-def _lesion(c: Cases, x: Tensor, y: Tensor, generator: torch.Generator) -> Tensor:
+def _draw_lesion(c: Cases, x: Tensor, y: Tensor, generator: torch.Generator) -> Tensor:
     count = len(c)
-    offset, aspect = _uniform(count, 2, 0.0, 1.0, generator).unbind(1)
+    offset, aspect = _draw_uniform(count, 2, 0.0, 1.0, generator).unbind(1)
     centre_x = c.place * c.depth
     reach = c.height * (1 - c.place**2).sqrt() - c.radius
     centre_y = (2 * offset - 1) * 0.35 * reach + torch.where(c.oblique, 0.22, 0.0) * centre_x
     dx, dy = x - centre_x, (y - centre_y) * (1 + 0.3 * aspect)
     distance = torch.hypot(dx, dy)
-    mass = _mass(c, distance, torch.atan2(dy, dx), generator)
-    spicules = _spicules(c, distance, dx, dy, generator)
+    mass = _draw_mass(c, distance, torch.atan2(dy, dx), generator)
+    spicules = _draw_spicules(c, distance, dx, dy, generator)
     contrast = 0.12 + 0.04 * torch.rand(count, 1, 1, generator=generator) + 0.18 * c.malignancy
-    return contrast * torch.maximum(mass, spicules) + _calcifications(c, dx, dy, generator)
+    return contrast * torch.maximum(mass, spicules) + _draw_calcifications(c, dx, dy, generator)
 
 
-def _mass(c: Cases, distance: Tensor, angle: Tensor, generator: torch.Generator) -> Tensor:
+def _draw_mass(c: Cases, distance: Tensor, angle: Tensor, generator: torch.Generator) -> Tensor:
     edge = torch.ones_like(angle)
     for order in range(2, 7):
-        weight, phase = _uniform(len(c), 2, 0.0, 1.0, generator).unbind(1)
+        weight, phase = _draw_uniform(len(c), 2, 0.0, 1.0, generator).unbind(1)
         edge += 0.28 * c.malignancy * weight * torch.cos(order * angle + 2 * math.pi * phase)
     softness = 0.006 + 0.02 * c.malignancy
     return torch.sigmoid((c.radius * edge - distance) / softness)
 
 
-def _spicules(c: Cases, distance: Tensor, dx: Tensor, dy: Tensor, generator: torch.Generator) -> Tensor:
+def _draw_spicules(c: Cases, distance: Tensor, dx: Tensor, dy: Tensor, generator: torch.Generator) -> Tensor:
     """Thin rays from the centre; how many of them show grows with malignancy."""
     rays = torch.zeros_like(distance)
-    start, length, shown = _uniform(len(c), 3 * SPICULES, 0.0, 1.0, generator).chunk(3, dim=1)
+    start, length, shown = _draw_uniform(len(c), 3 * SPICULES, 0.0, 1.0, generator).chunk(3, dim=1)
     turn = 2 * math.pi * torch.rand(len(c), 1, 1, generator=generator)
     width = 0.008 + 0.1 * distance.clamp(max=0.05)
     for ray in range(SPICULES):
@@ -129,10 +129,10 @@ def _spicules(c: Cases, distance: Tensor, dx: Tensor, dy: Tensor, generator: tor
     return 0.8 * rays
 
 
-def _calcifications(c: Cases, dx: Tensor, dy: Tensor, generator: torch.Generator) -> Tensor:
+def _draw_calcifications(c: Cases, dx: Tensor, dy: Tensor, generator: torch.Generator) -> Tensor:
     """A cluster of bright specks in some lesions, more often in malignant ones."""
-    clustered = _uniform(len(c), 1, 0.0, 1.0, generator)[:, 0] < 0.1 + 0.4 * c.malignancy
-    across, down = _uniform(len(c), 2 * CALCIFICATIONS, -1.0, 1.0, generator).chunk(2, dim=1)
+    clustered = _draw_uniform(len(c), 1, 0.0, 1.0, generator)[:, 0] < 0.1 + 0.4 * c.malignancy
+    across, down = _draw_uniform(len(c), 2 * CALCIFICATIONS, -1.0, 1.0, generator).chunk(2, dim=1)
     size = max(0.006, 0.6 / dx.shape[-1])
     columns = torch.exp(-((dx[:, None] - c.radius[:, None] * across) ** 2) / (2 * size**2))
     rows = torch.exp(-((dy[:, None] - c.radius[:, None] * down) ** 2) / (2 * size**2))

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from polyclinic.data.builtin.phantom_anatomy import frequencies
+from polyclinic.data.builtin.phantom_anatomy import frequency_grid
 
 
 @dataclass(frozen=True)
@@ -41,44 +41,44 @@ VENDORS: Mapping[str, Vendor] = {
 }
 
 
-def acquire(tissue: Tensor, vendor: Vendor, generator: torch.Generator) -> Tensor:
+def acquire_images(tissue: Tensor, vendor: Vendor, generator: torch.Generator) -> Tensor:
     """What the machine stores: uint8 images (n × 1 × height × width)."""
 
     def optics(frequency: Tensor) -> Tensor:
-        unsharp = 1 + vendor.sharpen * (1 - _gaussian(frequency, 0.03))
-        return _gaussian(frequency, vendor.blur) * unsharp
+        unsharp = 1 + vendor.sharpen * (1 - _gaussian_response(frequency, 0.03))
+        return _gaussian_response(frequency, vendor.blur) * unsharp
 
-    image = _filtered(tissue, optics) + vendor.noise * _grain(tissue.shape, vendor.grain, generator)
+    image = _apply_filter(tissue, optics) + vendor.noise * _draw_grain(tissue.shape, vendor.grain, generator)
     low, high = vendor.window
     shown = ((image - low) / (high - low)).clamp(0, 1)
-    grey = _curve(1 - shown if vendor.inverted else shown, vendor)
+    grey = _apply_curve(1 - shown if vendor.inverted else shown, vendor)
     return (255 * grey).round().to(torch.uint8)[:, None]
 
 
-def _gaussian(frequency: Tensor, length: float) -> Tensor:
+def _gaussian_response(frequency: Tensor, length: float) -> Tensor:
     return torch.exp(-2 * (math.pi * frequency * length) ** 2)
 
 
-def _filtered(image: Tensor, response: Callable[[Tensor], Tensor]) -> Tensor:
+def _apply_filter(image: Tensor, response: Callable[[Tensor], Tensor]) -> Tensor:
     """Filtered in the frequency domain, mirrored at the borders so that they do not see the opposite side."""
     size = image.shape[-1]
     margin = size // 8
     padded = F.pad(image, (margin,) * 4, mode="reflect")
     whole = size + 2 * margin
-    frequency = frequencies(whole) * (size / whole)
+    frequency = frequency_grid(whole) * (size / whole)
     filtered: Tensor = torch.fft.irfft2(torch.fft.rfft2(padded) * response(frequency), s=(whole, whole))
     return filtered[:, margin:-margin, margin:-margin]
 
 
-def _grain(shape: torch.Size, length: float, generator: torch.Generator) -> Tensor:
+def _draw_grain(shape: torch.Size, length: float, generator: torch.Generator) -> Tensor:
     """Noise of unit variance, whatever its correlation length."""
     noise = torch.randn(shape, generator=generator)
     if length:
-        noise = _filtered(noise, lambda frequency: _gaussian(frequency, length))
+        noise = _apply_filter(noise, lambda frequency: _gaussian_response(frequency, length))
     return noise / noise.std()
 
 
-def _curve(image: Tensor, vendor: Vendor) -> Tensor:
+def _apply_curve(image: Tensor, vendor: Vendor) -> Tensor:
     image = image**vendor.gamma
     if vendor.slope == 0:
         return image

@@ -26,7 +26,7 @@ class Download:
 
 
 @dataclass(frozen=True)
-class NamedSet:
+class PublicDataset:
     """A public set: what it is, under which terms, how to get it, how it is listed."""
 
     name: str

@@ -8,21 +8,21 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from polyclinic.core.errors import DataError
-from polyclinic.data.findings import first, told
+from polyclinic.data.findings import first_places, format_places
 from polyclinic.data.records import Listing, Record
-from polyclinic.data.sources.folder import reading
+from polyclinic.data.sources.folder import plain_read_errors
 from polyclinic.data.sources.table import read_table
 
 TABLE = "labels.csv"
 SAME_IMAGE = "the same image as"
 
 
-def listed(
+def read_public_set(
     set_: str,
     folder: Path,
-    publisher: Callable[[Path], Listing | None],
+    read_published: Callable[[Path], Listing | None],
     obtain: str,
-    plain: Callable[[Path], Listing] | None = None,
+    read_plain: Callable[[Path], Listing] | None = None,
     *,
     classes: tuple[str, ...],
     sites: tuple[str, ...] = (),
@@ -34,12 +34,12 @@ def listed(
     is one of `sites` (where these are given: sets of the same organ often share their classes).
     """
     found: Listing | None = None
-    with reading(folder):
+    with plain_read_errors(folder):
         if (folder / TABLE).is_file():
-            found = plain(folder) if plain else read_table(folder / TABLE, name=set_, classes=classes)
+            found = read_plain(folder) if read_plain else read_table(folder / TABLE, name=set_, classes=classes)
         elif folder.is_dir():
-            found = publisher(folder)
-    foreign = _foreign(found, classes, sites) if found else ""
+            found = read_published(folder)
+    foreign = _find_mismatch(found, classes, sites) if found else ""
     if found is None or (foreign and not (folder / TABLE).is_file()):
         raise DataError(
             f"The set {set_} was not found in {folder}, "
@@ -48,22 +48,22 @@ def listed(
     if foreign:
         raise DataError(
             f"The folder {folder} is not that of the set {set_}: the {TABLE} there lists another set "
-            f"({foreign}{_likeness(found, set_)}); put each set into a folder of its own: {obtain}"
+            f"({foreign}{_suggest_similar_sets(found, set_)}); put each set into a folder of its own: {obtain}"
         )
     return found
 
 
-def _foreign(listing: Listing, classes: tuple[str, ...], sites: tuple[str, ...]) -> str:
+def _find_mismatch(listing: Listing, classes: tuple[str, ...], sites: tuple[str, ...]) -> str:
     """What tells that a listing is another set's ("" if nothing does), in words of the set that was expected."""
     if {record.label for record in listing.records}.isdisjoint(classes):
-        return f"its labels are none of: {told(first(classes), len(classes))}"
+        return f"its labels are none of: {format_places(first_places(classes), len(classes))}"
     named = {record.site for record in listing.records} - {""}
     if named and sites and named.isdisjoint(sites):
-        return f"its sites are none of: {told(first(sites), len(sites))}"
+        return f"its sites are none of: {format_places(first_places(sites), len(sites))}"
     return ""
 
 
-def _likeness(listing: Listing, set_: str) -> str:
+def _suggest_similar_sets(listing: Listing, set_: str) -> str:
     """Which other public sets have all of the labels; a label of any other table may be anything, and is not told."""
     from polyclinic.data.datasets import SETS  # whose members import this module
 
@@ -75,18 +75,18 @@ def _likeness(listing: Listing, set_: str) -> str:
     return f"; it looks like {' or '.join(like)}" if like else ""
 
 
-def home(folder: Path, *others: str) -> Path:
+def find_home(folder: Path, *others: str) -> Path:
     """The set's folder or, where there is none, the first neighbour of these names that exists."""
     neighbours = (folder.with_name(other) for other in others)
     return folder if folder.exists() else next((path for path in neighbours if path.exists()), folder)
 
 
-def inside(folder: Path, *names: str) -> Path:
+def find_subfolder(folder: Path, *names: str) -> Path:
     """The first of these subfolders that exists, else the folder itself: archives unpack with or without their top."""
     return next((folder / name for name in names if (folder / name).is_dir()), folder)
 
 
-def rows(file: Path) -> Iterator[tuple[str, dict[str, str]]]:
+def read_rows(file: Path) -> Iterator[tuple[str, dict[str, str]]]:
     """Each row of a publisher's CSV: where it is ("metadata.csv row 18") and its cells by column name in lower case."""
     try:
         with file.open(encoding="utf-8-sig", newline="") as lines:
@@ -102,26 +102,26 @@ def rows(file: Path) -> Iterator[tuple[str, dict[str, str]]]:
         raise DataError(f"{file} cannot be read as a table; save it as a UTF-8 CSV file.") from None
 
 
-def listed_duplicates(folder: Path) -> list[list[Path]]:
+def read_duplicates(folder: Path) -> list[list[Path]]:
     """The groups of identical images that `folder/duplicates.csv` (group, path) names; none where there is no file."""
     file = folder / "duplicates.csv"
     groups: defaultdict[str, list[Path]] = defaultdict(list)
-    for _, row in rows(file) if file.is_file() else ():
+    for _, row in read_rows(file) if file.is_file() else ():
         groups[row.get("group", "")].append(folder / row.get("path", ""))
     return list(groups.values())
 
 
-def without_duplicates(listing: Listing, groups: Iterable[Sequence[Path]]) -> Listing:
+def exclude_duplicates(listing: Listing, groups: Iterable[Sequence[Path]]) -> Listing:
     """The first of each group of identical images stays in use; none does where their labels or sites conflict."""
     positions = {record.path: position for position, record in enumerate(listing.records)}
     reasons: dict[int, str] = {}
     for group in groups:
         here = sorted(positions[path] for path in group if path in positions)
-        reasons |= _duplicates(listing.records, here)
-    return listing.excluding(reasons)
+        reasons |= _duplicate_reasons(listing.records, here)
+    return listing.exclude_records(reasons)
 
 
-def _duplicates(records: Sequence[Record], here: list[int]) -> dict[int, str]:
+def _duplicate_reasons(records: Sequence[Record], here: list[int]) -> dict[int, str]:
     if len(here) < 2:
         return {}
     first, second = records[here[0]], records[here[1]]

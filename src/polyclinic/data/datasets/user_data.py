@@ -11,8 +11,8 @@ from pydantic import Field
 
 from polyclinic.core.errors import DataError
 from polyclinic.data.data_dir import VARIABLE
-from polyclinic.data.datasets.base import NamedSet
-from polyclinic.data.loading.load import for_task
+from polyclinic.data.datasets.base import PublicDataset
+from polyclinic.data.loading.load import apply_task
 from polyclinic.data.loading.options import ImageOptions
 from polyclinic.data.options import Options
 from polyclinic.data.records import Listing, Record
@@ -21,43 +21,43 @@ from polyclinic.data.sources.npz import read_npz
 from polyclinic.data.sources.table import Columns, read_table
 
 
-class OwnOptions(ImageOptions):
+class UserDataOptions(ImageOptions):
     path: str
     """Absolute, or relative to the data folder, or to here."""
     classes: list[str] | None = None
     """The classes, in the order of their numbers; without them, those that the labels name."""
 
 
-class FolderOptions(OwnOptions):
+class FolderOptions(UserDataOptions):
     levels: list[Level] = Field(default=["label"], min_length=1)
     """What the folders below `path` mean, from the outermost: label, site, split, patient, skip."""
 
 
-class TableOptions(OwnOptions):
+class TableOptions(UserDataOptions):
     columns: Columns = Columns()
     """The names of the table's columns."""
 
 
-def own_folder(options: FolderOptions, data: Path | None) -> Listing:
-    root = located(options.path, data)
-    return read_folder(root, name=root.name, levels=tuple(options.levels), classes=_declared(options))
+def read_user_folder(options: FolderOptions, data: Path | None) -> Listing:
+    root = resolve_path(options.path, data)
+    return read_folder(root, name=root.name, levels=tuple(options.levels), classes=_declared_classes(options))
 
 
-def own_table(options: TableOptions, data: Path | None) -> Listing:
-    path = located(options.path, data)
-    return read_table(path, name=path.name, columns=options.columns, classes=_declared(options))
+def read_user_table(options: TableOptions, data: Path | None) -> Listing:
+    path = resolve_path(options.path, data)
+    return read_table(path, name=path.name, columns=options.columns, classes=_declared_classes(options))
 
 
-def own_npz(options: OwnOptions, data: Path | None) -> Listing:
-    path = located(options.path, data)
-    return read_npz(path, name=path.name, classes=_declared(options))
+def read_user_npz(options: UserDataOptions, data: Path | None) -> Listing:
+    path = resolve_path(options.path, data)
+    return read_npz(path, name=path.name, classes=_declared_classes(options))
 
 
-def _declared(options: OwnOptions) -> tuple[str, ...] | None:
+def _declared_classes(options: UserDataOptions) -> tuple[str, ...] | None:
     return tuple(options.classes) if options.classes else None
 
 
-def located(path: str, data: Path | None) -> Path:
+def resolve_path(path: str, data: Path | None) -> Path:
     """Where a recipe's path leads."""
     named = data or os.environ.get(VARIABLE)
     wanted = Path(path).expanduser()
@@ -79,11 +79,11 @@ class SetPart(Options):
     """Cut the set into so many sites, patients dealt in turn."""
 
 
-class SeveralOptions(ImageOptions):
+class MultiOptions(ImageOptions):
     parts: list[SetPart] = Field(min_length=2)
 
 
-def several(options: SeveralOptions, data: Path, sets: Mapping[str, NamedSet]) -> Listing:
+def read_multi(options: MultiOptions, data: Path, sets: Mapping[str, PublicDataset]) -> Listing:
     """Named sets side by side, a site each (or several of one set to a site), under common classes."""
     classes = tuple(options.parts[0].task)
     records: list[Record] = []
@@ -93,19 +93,19 @@ def several(options: SeveralOptions, data: Path, sets: Mapping[str, NamedSet]) -
                 f"The part '{part.set}' has the classes {', '.join(part.task)}, "
                 f"the first part {', '.join(classes)}; give all parts the same."
             )
-        named = _named(part.set, sets)
-        found = for_task(named.read(named.options(), data / (named.folder or named.name)), part.task)
-        records += _pieces(found, part)
+        named = _find_set(part.set, sets)
+        found = apply_task(named.read(named.options(), data / (named.folder or named.name)), part.task)
+        records += _assign_sites(found, part)
     return Listing("several", data, tuple(records), classes, official=False, declared=True)
 
 
-def _named(name: str, sets: Mapping[str, NamedSet]) -> NamedSet:
+def _find_set(name: str, sets: Mapping[str, PublicDataset]) -> PublicDataset:
     if name not in sets:
         raise DataError(f"There is no set '{name}' to take a part from; there are: {', '.join(sets)}.")
     return sets[name]
 
 
-def _pieces(listing: Listing, part: SetPart) -> list[Record]:
+def _assign_sites(listing: Listing, part: SetPart) -> list[Record]:
     """The set's records under the names of this part's sites."""
     turns: dict[str, int] = {}
     found = []

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
-from polyclinic.data.findings import first, told
+from polyclinic.data.findings import first_places, format_places
 from polyclinic.data.heterogeneity.feature_shift import FEWEST, TRUSTED
 
 if TYPE_CHECKING:
-    from polyclinic.data.heterogeneity.measure import Diagnosis, Pair
+    from polyclinic.data.heterogeneity.measure import Diagnosis, SitePair
 
 Strength = Literal["none", "weak", "moderate", "strong"]
 STRENGTHS: tuple[Strength, ...] = ("none", "weak", "moderate", "strong")
@@ -67,8 +67,13 @@ class Advice:
     """Only where the difference is moderate or strong."""
 
 
-def advise(diagnosis: Diagnosis) -> tuple[Advice, ...]:
-    found = (_labels(diagnosis), _sizes(diagnosis), _intensity(diagnosis), _features(diagnosis))
+def recommend_methods(diagnosis: Diagnosis) -> tuple[Advice, ...]:
+    found = (
+        _advise_labels(diagnosis),
+        _advise_sizes(diagnosis),
+        _advise_intensity(diagnosis),
+        _advise_features(diagnosis),
+    )
     if any(advice.methods for advice in found):
         return found
     patients = sum(site.patients for site in diagnosis.sites)
@@ -79,12 +84,12 @@ def advise(diagnosis: Diagnosis) -> tuple[Advice, ...]:
     return (*found, Advice("nothing to mend", "none", sentence, ("FedAvg",)))
 
 
-def caveats(diagnosis: Diagnosis, unknown: Sequence[str], shared: int) -> tuple[str, ...]:
+def list_caveats(diagnosis: Diagnosis, unknown: Sequence[str], shared: int) -> tuple[str, ...]:
     """`unknown`: sites that do not name their patients; `shared`: patients seen at a second site."""
-    notes = [*_trust(diagnosis), *_conditions(diagnosis)]
+    notes = [*_advise_trust(diagnosis), *_list_conditions(diagnosis)]
     if unknown:
         notes.append(
-            f"Patients are unknown at {told(first(unknown), len(unknown))}: every image counts as a patient there, and "
+            f"Patients are unknown at {format_places(first_places(unknown), len(unknown))}: every image counts as a patient there, and "
             "if patients have several images, differences look more certain than they are."
         )
     if shared:
@@ -96,7 +101,7 @@ def caveats(diagnosis: Diagnosis, unknown: Sequence[str], shared: int) -> tuple[
     return tuple(notes)
 
 
-def thresholds() -> str:
+def format_thresholds() -> str:
     return (
         f"A difference counts if p ≤ {LEVEL}; it is moderate, or strong, from {LABELS[0]}, {LABELS[1]} bits (labels), "
         f"{INTENSITY[0]}, {INTENSITY[1]} standard deviations (intensities) above what chance gives, "
@@ -106,50 +111,50 @@ def thresholds() -> str:
     )
 
 
-def _labels(diagnosis: Diagnosis) -> Advice:
+def _advise_labels(diagnosis: Diagnosis) -> Advice:
     skew = diagnosis.labels
-    strength = _strength(skew.observed - skew.expected, LABELS, skew.p)
+    strength = _grade_strength(skew.observed - skew.expected, LABELS, skew.p)
     farthest = max(diagnosis.sites, key=lambda site: site.skew)
     figures = f"mean divergence {skew.observed:.3f} bits, {skew.expected:.3f} expected by chance, p = {skew.p:.2g}"
     if strength == "none":
         sentence = f"class shares differ no more between sites than chance makes them ({figures})."
     else:
         sentence = f"class shares differ between sites ({figures}), most at {farthest.name} ({farthest.skew:.3f} bits)."
-    return _advice("label skew", strength, sentence, FOR_LABELS)
+    return _build_advice("label skew", strength, sentence, FOR_LABELS)
 
 
-def _sizes(diagnosis: Diagnosis) -> Advice:
+def _advise_sizes(diagnosis: Diagnosis) -> Advice:
     lost = 1 - diagnosis.effective_sites / len(diagnosis.sites)
-    strength = _strength(lost, SIZES)
+    strength = _grade_strength(lost, SIZES)
     if strength == "weak":
         strength = "moderate" if diagnosis.size_ratio >= RATIO else "none" if lost < SIZES[0] / 2 else "weak"
     sentence = (
         f"{len(diagnosis.sites)} sites weigh as much as {diagnosis.effective_sites:.1f} of equal size, and the largest "
-        f"has {ratio(diagnosis.size_ratio)} times the images of the smallest."
+        f"has {format_ratio(diagnosis.size_ratio)} times the images of the smallest."
     )
-    return _advice("size skew", strength, sentence, FOR_SIZES)
+    return _build_advice("size skew", strength, sentence, FOR_SIZES)
 
 
-def ratio(value: float) -> str:
+def format_ratio(value: float) -> str:
     """ "1.5", "1,000"."""
     return f"{value:.1f}" if value < 100 else f"{value:,.0f}"
 
 
-def _intensity(diagnosis: Diagnosis) -> Advice:
+def _advise_intensity(diagnosis: Diagnosis) -> Advice:
     measured = diagnosis.intensity
     pair = max(diagnosis.pairs, key=lambda pair: pair.intensity)
-    strength = _strength(measured.observed - measured.expected, INTENSITY, measured.p)
+    strength = _grade_strength(measured.observed - measured.expected, INTENSITY, measured.p)
     figures = f"{measured.observed:.2f} standard deviations, {measured.expected:.2f} expected by chance"
     sentence = (
         f"grey values differ most between {pair.a} and {pair.b} ({figures} and class shares, p = {measured.p:.2g})"
         + (", which is no more than chance." if strength == "none" else ".")
     )
-    return _advice("intensity shift", strength, sentence, FOR_SCANNERS)
+    return _build_advice("intensity shift", strength, sentence, FOR_SCANNERS)
 
 
-def _features(diagnosis: Diagnosis) -> Advice:
+def _advise_features(diagnosis: Diagnosis) -> Advice:
     compared = [pair for pair in diagnosis.pairs if pair.holm is not None]
-    differing = [pair for pair in compared if _differs(pair)]
+    differing = [pair for pair in compared if _is_different(pair)]
     strength = _feature_strength(diagnosis, differing)
     domain = diagnosis.domain
     recognised = (
@@ -163,26 +168,26 @@ def _features(diagnosis: Diagnosis) -> Advice:
     pairs = f"{len(differing)} of {len(compared)} pairs of sites differ (MMD, p by permutation, Holm's correction)"
     seen = "look alike, as far as these features tell" if strength == "none" else "look different at different sites"
     methods = FOR_SCANNERS + (FOR_DOMAINS if strength == "strong" else ())
-    return _advice("feature shift", strength, f"images of the same class {seen}: {recognised}{pairs}.", methods)
+    return _build_advice("feature shift", strength, f"images of the same class {seen}: {recognised}{pairs}.", methods)
 
 
-def _feature_strength(diagnosis: Diagnosis, differing: Sequence[Pair]) -> Strength:
+def _feature_strength(diagnosis: Diagnosis, differing: Sequence[SitePair]) -> Strength:
     domain = diagnosis.domain
-    by_classifier = "none" if domain is None else _strength(domain.excess, DOMAIN, domain.p)
+    by_classifier = "none" if domain is None else _grade_strength(domain.excess, DOMAIN, domain.p)
     distances = [pair.mmd2 for pair in differing if pair.mmd2 is not None]
     if domain is not None and domain.p <= LEVEL:
         # Of many sites no single pair may be certain, and none be recognised, although all lie apart: take the mean.
         everyone = [pair.mmd2 for pair in diagnosis.pairs if pair.mmd2 is not None]
         distances.append(sum(everyone) / max(1, len(everyone)))
-    by_pairs = _strength(max(distances), MMD) if distances else "none"
+    by_pairs = _grade_strength(max(distances), MMD) if distances else "none"
     return max(by_classifier, by_pairs, key=STRENGTHS.index)
 
 
-def _differs(pair: Pair) -> bool:
+def _is_different(pair: SitePair) -> bool:
     return pair.holm is not None and pair.holm <= LEVEL
 
 
-def _trust(diagnosis: Diagnosis) -> list[str]:
+def _advise_trust(diagnosis: Diagnosis) -> list[str]:
     domain, names = diagnosis.domain, [site.name for site in diagnosis.sites]
     if domain is None:
         return [f"There is no domain classifier: fewer than two sites have {FEWEST} patients to train and test it."]
@@ -190,9 +195,9 @@ def _trust(diagnosis: Diagnosis) -> list[str]:
     left = [name for name in names if name not in domain.sites]
     if left:
         notes.append(
-            f"The domain classifier leaves out {told(first(left), len(left))}, with fewer than {FEWEST} patients."
+            f"The domain classifier leaves out {format_places(first_places(left), len(left))}, with fewer than {FEWEST} patients."
         )
-    if not domain.trusted:
+    if not domain.is_trusted:
         notes.append(
             f"The domain classifier cannot be trusted: it had {domain.patients} patients of a site, and should have "
             f"{TRUSTED}."
@@ -205,7 +210,7 @@ def _trust(diagnosis: Diagnosis) -> list[str]:
     return notes
 
 
-def _conditions(diagnosis: Diagnosis) -> list[str]:
+def _list_conditions(diagnosis: Diagnosis) -> list[str]:
     notes = []
     apart = sum(pair.holm is None for pair in diagnosis.pairs)
     if apart:
@@ -222,13 +227,13 @@ def _conditions(diagnosis: Diagnosis) -> list[str]:
     return notes
 
 
-def _advice(kind: str, strength: Strength, sentence: str, methods: Sequence[Method]) -> Advice:
+def _build_advice(kind: str, strength: Strength, sentence: str, methods: Sequence[Method]) -> Advice:
     return Advice(
         kind, strength, sentence, tuple(words for _, words in methods) if strength in ("moderate", "strong") else ()
     )
 
 
-def _strength(value: float, bounds: Bounds, p: float = 0.0) -> Strength:
+def _grade_strength(value: float, bounds: Bounds, p: float = 0.0) -> Strength:
     if p > LEVEL:
         return "none"
     return "strong" if value >= bounds[1] else "moderate" if value >= bounds[0] else "weak"

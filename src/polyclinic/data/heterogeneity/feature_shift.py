@@ -21,7 +21,7 @@ from torch import Tensor
 from polyclinic.core.contract import Stream
 from polyclinic.data.patients import Indices
 from polyclinic.evaluation.metrics import Floats, Predictions
-from polyclinic.evaluation.statistics import bootstrap
+from polyclinic.evaluation.statistics import bootstrap_intervals
 
 Features: TypeAlias = Callable[[Tensor], Tensor]
 """Images (n × channels × height × width) -> n × any number of features."""
@@ -54,11 +54,11 @@ class Cohort:
         return len(self.site)
 
     @property
-    def starts(self) -> Indices:
+    def first_images(self) -> Indices:
         """Every patient's first image."""
         return np.searchsorted(self.of_image, np.arange(len(self)))
 
-    def only(self, members: Indices) -> tuple[Cohort, Indices]:
+    def select_patients(self, members: Indices) -> tuple[Cohort, Indices]:
         """These patients, and the numbers of their images."""
         number = np.full(len(self), -1)
         number[members] = np.arange(len(members))
@@ -69,7 +69,7 @@ class Cohort:
 
 
 @dataclass(frozen=True)
-class Domain:
+class SiteClassifierResult:
     """How well a logistic regression on frozen features names the site of images of unseen patients."""
 
     accuracy: float
@@ -89,7 +89,7 @@ class Domain:
     """Whether every site gave the same number of patients of every class."""
 
     @property
-    def trusted(self) -> bool:
+    def is_trusted(self) -> bool:
         return self.patients >= TRUSTED
 
     @property
@@ -119,7 +119,7 @@ def random_features(channels: int) -> Features:
     return features
 
 
-def standardised(features: Floats) -> Floats:
+def standardise(features: Floats) -> Floats:
     """Every feature with mean 0 and standard deviation 1 over all images; one that never varies is 0."""
     spread = features.std(axis=0)
     varies = spread > 1e-9 * np.maximum(1, np.abs(features).max(axis=0))
@@ -127,7 +127,7 @@ def standardised(features: Floats) -> Floats:
     return scaled
 
 
-def shuffled(site: Indices, label: Indices, times: int, rng: np.random.Generator) -> Indices:
+def shuffle_sites(site: Indices, label: Indices, times: int, rng: np.random.Generator) -> Indices:
     """`site` with patients dealt anew within every class, in `times` rows."""
     drawn = np.tile(site, (times, 1))
     for one in np.unique(label):
@@ -141,24 +141,28 @@ def p_value(observed: float, permuted: Floats) -> float:
     return float((1 + (permuted >= observed - 1e-12).sum()) / (1 + len(permuted)))
 
 
-def domain_classifier(features: Floats, cohort: Cohort, names: Sequence[str], stream: Stream) -> Domain | None:
+def classify_sites(
+    features: Floats, cohort: Cohort, names: Sequence[str], stream: Stream
+) -> SiteClassifierResult | None:
     """None where fewer than two sites have enough patients."""
     able = np.flatnonzero(np.bincount(cohort.site, minlength=len(names)) >= FEWEST)
     if len(able) < 2:
         return None
     rng = np.random.default_rng(stream.integer())
-    members, balanced = _balanced(cohort, able, rng)
-    cohort, rows = cohort.only(members)
+    members, balanced = _balance_cohort(cohort, able, rng)
+    cohort, rows = cohort.select_patients(members)
     site = np.searchsorted(able, cohort.site)
-    folds, whitened = _folds(cohort, rng), _components(features[rows])
-    probabilities = _held_out(whitened, site[cohort.of_image], folds)
+    folds, whitened = _assign_folds(cohort, rng), _whiten_components(features[rows])
+    probabilities = _predict_held_out(whitened, site[cohort.of_image], folds)
     accuracy = _balanced_accuracy(probabilities, site[cohort.of_image])
-    moved = [row[cohort.of_image] for row in shuffled(site, cohort.label, REFITS, rng)]
-    null = np.array([_balanced_accuracy(_held_out(whitened, truth, folds), truth) for truth in moved])
+    moved = [row[cohort.of_image] for row in shuffle_sites(site, cohort.label, REFITS, rng)]
+    null = np.array([_balanced_accuracy(_predict_held_out(whitened, truth, folds), truth) for truth in moved])
     people = tuple(str(person) for person in cohort.person[cohort.of_image])
     predictions = Predictions(probabilities, site[cohort.of_image], people)
-    low, high = bootstrap(predictions, ["balanced_accuracy"], stream=stream.child("interval"))["balanced_accuracy"]
-    return Domain(
+    low, high = bootstrap_intervals(predictions, ["balanced_accuracy"], stream=stream.child("interval"))[
+        "balanced_accuracy"
+    ]
+    return SiteClassifierResult(
         accuracy=accuracy,
         chance=float(null.mean()),
         low=low,
@@ -170,7 +174,7 @@ def domain_classifier(features: Floats, cohort: Cohort, names: Sequence[str], st
     )
 
 
-def _balanced(cohort: Cohort, able: Indices, rng: np.random.Generator) -> tuple[Indices, bool]:
+def _balance_cohort(cohort: Cohort, able: Indices, rng: np.random.Generator) -> tuple[Indices, bool]:
     """As many patients of a class from every site as the poorest has; everybody where that leaves too few."""
     able_site = np.isin(cohort.site, able)
     cells = [
@@ -184,7 +188,7 @@ def _balanced(cohort: Cohort, able: Indices, rng: np.random.Generator) -> tuple[
     return np.sort(np.concatenate(drawn)), True
 
 
-def _folds(cohort: Cohort, rng: np.random.Generator) -> Indices:
+def _assign_folds(cohort: Cohort, rng: np.random.Generator) -> Indices:
     """The fold of every image; a person is in one. Persons are renumbered, or folds would follow the order of sites."""
     from sklearn.model_selection import GroupKFold
 
@@ -195,7 +199,7 @@ def _folds(cohort: Cohort, rng: np.random.Generator) -> Indices:
     return folds
 
 
-def _components(features: Floats) -> Floats:
+def _whiten_components(features: Floats) -> Floats:
     """Whitened principal components: at most one for every ten images."""
     left, spread, _ = np.linalg.svd(features - features.mean(axis=0), full_matrices=False)
     most = max(1, min(COMPONENTS, len(features) // 10))
@@ -204,7 +208,7 @@ def _components(features: Floats) -> Floats:
     return components
 
 
-def _held_out(features: Floats, site: Indices, folds: Indices) -> Floats:
+def _predict_held_out(features: Floats, site: Indices, folds: Indices) -> Floats:
     """Every image's site probabilities, from a classifier that has not seen its patient."""
     from sklearn.exceptions import ConvergenceWarning
     from sklearn.linear_model import LogisticRegression
@@ -236,34 +240,34 @@ def patient_kernel(features: Floats, cohort: Cohort) -> Floats:
     distances = np.maximum(squares[:, None] + squares - 2 * features @ features.T, 0)
     median = float(np.median(distances[np.triu_indices(len(distances), 1)])) if len(distances) > 1 else 0.0
     images = np.exp(-distances / (2 * (median or 1.0)))
-    sums = np.add.reduceat(np.add.reduceat(images, cohort.starts, axis=0), cohort.starts, axis=1)
+    sums = np.add.reduceat(np.add.reduceat(images, cohort.first_images, axis=0), cohort.first_images, axis=1)
     sizes = np.bincount(cohort.of_image)
     kernel: Floats = sums / np.outer(sizes, sizes)
     return kernel
 
 
-def discrepancy(
+def measure_discrepancy(
     kernel: Floats, first: Indices, label: Indices, times: int, rng: np.random.Generator
 ) -> tuple[float, float] | None:
     """Unbiased MMD² (Gretton et al. 2012, Eq. 3) between patients with `first` 1 and 0, and its p-value.
 
     Taken within every class that both have twice, then averaged with weights m·n/(m + n). None where no class is such.
     """
-    moved = np.vstack([first, shuffled(first, label, times, rng)]).astype(np.float64)
+    moved = np.vstack([first, shuffle_sites(first, label, times, rng)]).astype(np.float64)
     total, weights = np.zeros(times + 1), 0.0
     for one in np.unique(label):
         members = np.flatnonzero(label == one)
         m = int(first[members].sum())
         n = len(members) - m
         if min(m, n) >= 2:
-            total += m * n / (m + n) * _unbiased(kernel[np.ix_(members, members)], moved[:, members], m, n)
+            total += m * n / (m + n) * _unbiased_mmd(kernel[np.ix_(members, members)], moved[:, members], m, n)
             weights += m * n / (m + n)
     if not weights:
         return None
     return float(total[0] / weights), p_value(total[0], total[1:])
 
 
-def _unbiased(kernel: Floats, first: Floats, m: int, n: int) -> Floats:
+def _unbiased_mmd(kernel: Floats, first: Floats, m: int, n: int) -> Floats:
     """One value for each row of `first`, which says 1 of m and 0 of n patients."""
     apart = kernel - np.diag(np.diag(kernel))
     within = ((first @ apart) * first).sum(axis=1)

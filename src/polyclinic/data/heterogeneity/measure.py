@@ -17,12 +17,12 @@ import torch
 from polyclinic.core.contract import Examples, Stream
 from polyclinic.core.errors import DataError
 from polyclinic.data.heterogeneity import feature_shift
-from polyclinic.data.heterogeneity.advice import Advice, advise, caveats, thresholds
-from polyclinic.data.heterogeneity.feature_shift import Cohort, Domain, Features
-from polyclinic.data.partitioning.partition import Called, call_sites
+from polyclinic.data.heterogeneity.advice import Advice, format_thresholds, list_caveats, recommend_methods
+from polyclinic.data.heterogeneity.feature_shift import Cohort, Features, SiteClassifierResult
+from polyclinic.data.partitioning.partition import SiteDisplayName, make_display_names
 from polyclinic.data.patients import Indices, Patients
 from polyclinic.evaluation.metrics import Floats
-from polyclinic.evaluation.statistics import holm
+from polyclinic.evaluation.statistics import correct_holm
 
 PER_SITE, PER_PATIENT, IN_ALL = 400, 8, 2400
 """Images that are looked at, at most. Whole patients are drawn, so that permuting them stays exact."""
@@ -40,7 +40,7 @@ RANDOM = (
 
 
 @dataclass(frozen=True)
-class Measured:
+class TestedStatistic:
     """A figure, what it would be on average if sites did not differ, and how often it would be as large by chance."""
 
     observed: float
@@ -49,7 +49,7 @@ class Measured:
 
 
 @dataclass(frozen=True)
-class Profile:
+class SiteStatistics:
     """One site."""
 
     name: str
@@ -66,7 +66,7 @@ class Profile:
 
 
 @dataclass(frozen=True)
-class Pair:
+class SitePair:
     """Two sites. None where they have no class in common, with two patients each, to compare within."""
 
     a: str
@@ -84,20 +84,20 @@ class Pair:
 @dataclass(frozen=True)
 class Diagnosis:
     classes: tuple[str, ...]
-    sites: tuple[Profile, ...]
+    sites: tuple[SiteStatistics, ...]
     """By name; one so small that its name may be a patient's is told by its number."""
-    pairs: tuple[Pair, ...]
-    labels: Measured
+    pairs: tuple[SitePair, ...]
+    labels: TestedStatistic
     """Divergence from everybody's labels, in bits; the mean over sites by their images."""
     effective_sites: float
     """1 / Σ p², with p a site's share of the images."""
     size_ratio: float
     """Largest to smallest."""
-    intensity: Measured
+    intensity: TestedStatistic
     """The largest distance of two sites."""
     greys: tuple[float, float]
     """The range of the histograms."""
-    domain: Domain | None
+    domain: SiteClassifierResult | None
     features: str
     permutations: int
     """Of every pair."""
@@ -108,7 +108,7 @@ class Diagnosis:
         return asdict(self)
 
 
-def diagnose(
+def diagnose_sites(
     sites: Mapping[str, Examples],
     classes: tuple[str, ...],
     stream: Stream,
@@ -118,56 +118,56 @@ def diagnose(
     names = sorted(sites)
     if len(names) < 2:
         raise DataError("A diagnosis compares sites, and this federation has fewer than two; choose another partition.")
-    called = call_sites({name: _people(sites[name]) for name in names})
+    called = make_display_names({name: _patient_names(sites[name]) for name in names})
     for name in names:
-        _check(called[name], sites[name], classes)
-    seen = _look(sites, called, stream, features)
+        _check_site(called[name], sites[name], classes)
+    seen = _draw_sample(sites, called, stream, features)
     told = [called[name].name for name in names]
-    tallies, member = _tallies([sites[name] for name in names], len(classes))
+    tallies, member = _count_labels([sites[name] for name in names], len(classes))
     counts = np.stack([tallies[member == number].sum(axis=0) for number in range(len(names))])
     shares = counts.sum(axis=1) / counts.sum()
-    grey = _Greys.of(seen)
-    distances, intensity = grey.compare(seen.cohort, stream.child("intensity"))
-    found, permutations = _discrepancies(seen, len(names), stream.child("mmd"))
+    grey = _GreyValues.from_sample(seen)
+    distances, intensity = grey.compare_sites(seen.cohort, stream.child("intensity"))
+    found, permutations = _compare_pairs(seen, len(names), stream.child("mmd"))
     diagnosis = Diagnosis(
         classes=classes,
         sites=tuple(
-            Profile(
+            SiteStatistics(
                 name=told[number],
                 images=len(sites[name]),
                 patients=int((member == number).sum()),
                 counts=dict(zip(classes, counts[number].tolist(), strict=True)),
                 skew=float(jensen_shannon(counts[number], counts.sum(axis=0))),
-                **grey.profile(seen.cohort, number),
+                **grey.describe_site(seen.cohort, number),
             )
             for number, name in enumerate(names)
         ),
         pairs=tuple(
-            Pair(told[i], told[j], float(jensen_shannon(counts[i], counts[j])), float(distances[i, j]), *answer)
+            SitePair(told[i], told[j], float(jensen_shannon(counts[i], counts[j])), float(distances[i, j]), *answer)
             for (i, j), answer in zip(combinations(range(len(names)), 2), found, strict=True)
         ),
-        labels=label_skew(tallies, member, stream.child("labels")),
+        labels=measure_label_skew(tallies, member, stream.child("labels")),
         effective_sites=float(1 / (shares**2).sum()),
         size_ratio=float(shares.max() / shares.min()),
         intensity=intensity,
         greys=(grey.low, grey.high),
-        domain=feature_shift.domain_classifier(seen.features, seen.cohort, told, stream.child("domain")),
+        domain=feature_shift.classify_sites(seen.features, seen.cohort, told, stream.child("domain")),
         features=RANDOM if features is None else "given by the caller",
         permutations=permutations,
     )
     unknown = [called[name].name for name in names if sites[name].patients is None]
     shared = len(seen.cohort) - len(np.unique(seen.cohort.person))
-    return replace(diagnosis, advice=advise(diagnosis), caveats=caveats(diagnosis, unknown, shared))
+    return replace(diagnosis, advice=recommend_methods(diagnosis), caveats=list_caveats(diagnosis, unknown, shared))
 
 
-def lines(diagnosis: Diagnosis) -> list[str]:
+def format_diagnosis(diagnosis: Diagnosis) -> list[str]:
     """The diagnosis in plain sentences, one paragraph each; wrap them as you like."""
     told = [
         f"{one.kind.capitalize()} ({one.strength}): {one.sentence}"
         + (f" Consider: {'; '.join(one.methods)}." if one.methods else "")
         for one in diagnosis.advice
     ]
-    return [*told, *diagnosis.caveats, f"The features are {diagnosis.features}.", thresholds()]
+    return [*told, *diagnosis.caveats, f"The features are {diagnosis.features}.", format_thresholds()]
 
 
 def jensen_shannon(p: Floats | Indices, q: Floats | Indices) -> Floats:
@@ -182,7 +182,7 @@ def _entropy(p: Floats) -> Floats:
     return bits
 
 
-def label_skew(tallies: Indices, site: Indices, stream: Stream) -> Measured:
+def measure_label_skew(tallies: Indices, site: Indices, stream: Stream) -> TestedStatistic:
     """From the images of each class (columns) of every patient (rows), and the patients' sites.
 
     Patients with equal rows are interchangeable, so a permutation is a random table of kinds of patients by sites.
@@ -196,7 +196,7 @@ def label_skew(tallies: Indices, site: Indices, stream: Stream) -> Measured:
     blocks = [draw.rvs(BLOCK).astype(np.int64) for _ in range(PERMUTATIONS // BLOCK)]
     null = np.concatenate([_mean_skew(tables.transpose(0, 2, 1) @ kinds) for tables in blocks])
     observed = float(_mean_skew(table.T @ kinds))
-    return Measured(observed, float(null.mean()), feature_shift.p_value(observed, null))
+    return TestedStatistic(observed, float(null.mean()), feature_shift.p_value(observed, null))
 
 
 def _mean_skew(counts: Indices) -> Floats:
@@ -206,7 +206,7 @@ def _mean_skew(counts: Indices) -> Floats:
     return mean
 
 
-def _check(site: Called, examples: Examples, classes: tuple[str, ...]) -> None:
+def _check_site(site: SiteDisplayName, examples: Examples, classes: tuple[str, ...]) -> None:
     if not len(examples):
         raise DataError(f"{site.subject} has no images; leave it out or choose another partition.")
     wrong = int(((examples.labels < 0) | (examples.labels >= len(classes))).sum())
@@ -217,24 +217,24 @@ def _check(site: Called, examples: Examples, classes: tuple[str, ...]) -> None:
         )
 
 
-def _people(examples: Examples) -> Sequence[str]:
+def _patient_names(examples: Examples) -> Sequence[str]:
     """Whom each image shows; where nobody knows, every image is a patient of its own."""
     return [str(row) for row in range(len(examples))] if examples.patients is None else examples.patients
 
 
-def _tallies(sites: Sequence[Examples], classes: int) -> tuple[Indices, Indices]:
+def _count_labels(sites: Sequence[Examples], classes: int) -> tuple[Indices, Indices]:
     """Images of each class of every patient, and the patient's site."""
     tallies = []
     for examples in sites:
         labels = examples.labels.cpu().numpy().astype(np.int64)
-        people = Patients.of(labels, _people(examples))
+        people = Patients.from_names(labels, _patient_names(examples))
         cells = np.bincount(people.of_image * classes + labels, minlength=len(people) * classes)
         tallies.append(cells.reshape(len(people), classes))
     return np.concatenate(tallies), np.repeat(np.arange(len(tallies)), [len(tally) for tally in tallies])
 
 
 @dataclass(frozen=True)
-class _Seen:
+class _Sample:
     """What was looked at: the patients, and of every image its features and grey values."""
 
     cohort: Cohort
@@ -242,21 +242,21 @@ class _Seen:
     values: Floats
 
 
-def _look(
-    sites: Mapping[str, Examples], called: Mapping[str, Called], stream: Stream, features: Features | None
-) -> _Seen:
+def _draw_sample(
+    sites: Mapping[str, Examples], called: Mapping[str, SiteDisplayName], stream: Stream, features: Features | None
+) -> _Sample:
     most = max(2, min(PER_SITE, IN_ALL // len(called)))
     cohorts, persons, seen = [], [], []
     for number, (name, site_called) in enumerate(called.items()):
         examples = sites[name]
-        labels, people = examples.labels.cpu().numpy().astype(np.int64), _people(examples)
-        patients = Patients.of(labels, people)
-        rows = _drawn(patients, most, np.random.default_rng(stream.child("sample", name).integer()))
+        labels, people = examples.labels.cpu().numpy().astype(np.int64), _patient_names(examples)
+        patients = Patients.from_names(labels, people)
+        rows = _draw_rows(patients, most, np.random.default_rng(stream.child("sample", name).integer()))
         drawn, first, of_image = np.unique(patients.of_image[rows], return_index=True, return_inverse=True)
         own = "" if examples.patients is not None else f"{name} image "
         persons += [own + people[rows[row]] for row in first]
         cohorts.append((np.full(len(drawn), number), patients.labels[drawn], of_image.reshape(-1)))
-        seen.append(_read(site_called, examples, rows, stream, features))
+        seen.append(_extract_features(site_called, examples, rows, stream, features))
     widths = {(values.shape[1], found.shape[1]) for values, found in seen}
     if len(widths) > 1:
         raise DataError("The sites' images have different shapes; prepare them all with the same size and channels.")
@@ -265,10 +265,10 @@ def _look(
     of_image = np.concatenate([cohort[2] + start for cohort, start in zip(cohorts, before[:-1], strict=True)])
     person = np.unique(np.asarray(persons), return_inverse=True)[1].reshape(-1)
     values, found = (np.concatenate(parts) for parts in zip(*seen, strict=True))
-    return _Seen(Cohort(site, label, person, of_image), feature_shift.standardised(found), values)
+    return _Sample(Cohort(site, label, person, of_image), feature_shift.standardise(found), values)
 
 
-def _drawn(patients: Patients, most: int, rng: np.random.Generator) -> Indices:
+def _draw_rows(patients: Patients, most: int, rng: np.random.Generator) -> Indices:
     """Images of patients in random order, a few of each, until `most` are drawn (of the first patient in any case)."""
     rank = rng.permutation(len(patients))[patients.of_image]
     order = np.lexsort((rng.random(len(rank)), rank))
@@ -281,8 +281,8 @@ def _drawn(patients: Patients, most: int, rng: np.random.Generator) -> Indices:
     return chosen[by_patient].astype(np.int64)
 
 
-def _read(
-    site: Called, examples: Examples, rows: Indices, stream: Stream, features: Features | None
+def _extract_features(
+    site: SiteDisplayName, examples: Examples, rows: Indices, stream: Stream, features: Features | None
 ) -> tuple[Floats, Floats]:
     values, found = [], []
     for chunk in torch.split(torch.from_numpy(rows), BATCH):
@@ -301,7 +301,7 @@ def _read(
 
 
 @dataclass(frozen=True)
-class _Greys:
+class _GreyValues:
     """Grey values of everybody: histograms of patients over the common range, and moments of images."""
 
     low: float
@@ -315,39 +315,45 @@ class _Greys:
     """Images × (mean, mean square)."""
 
     @staticmethod
-    def of(seen: _Seen) -> _Greys:
-        values = seen.values
+    def from_sample(sample: _Sample) -> _GreyValues:
+        values = sample.values
         low, high = float(values.min()), float(values.max())
         width = (high - low) / BINS or 1.0
         bins = np.minimum(((values - low) / width).astype(np.int64), BINS - 1)
-        cells = np.bincount((seen.cohort.of_image[:, None] * BINS + bins).ravel(), minlength=len(seen.cohort) * BINS)
+        cells = np.bincount(
+            (sample.cohort.of_image[:, None] * BINS + bins).ravel(), minlength=len(sample.cohort) * BINS
+        )
         moments = np.stack([values.mean(axis=1, dtype=np.float64), np.square(values, dtype=np.float64).mean(axis=1)], 1)
-        return _Greys(
+        return _GreyValues(
             low=low,
             high=low + BINS * width,
-            spread=_std(moments),
+            spread=_standard_deviation(moments),
             sums=cells.reshape(-1, BINS) / values.shape[1],
-            images=np.bincount(seen.cohort.of_image),
+            images=np.bincount(sample.cohort.of_image),
             moments=moments,
         )
 
-    def profile(self, cohort: Cohort, number: int) -> dict[str, Any]:
+    def describe_site(self, cohort: Cohort, number: int) -> dict[str, Any]:
         members = cohort.site == number
         histogram = self.sums[members].sum(axis=0) / self.images[members].sum()
         moments = self.moments[members[cohort.of_image]]
-        return {"mean": float(moments[:, 0].mean()), "std": _std(moments), "histogram": tuple(histogram.tolist())}
+        return {
+            "mean": float(moments[:, 0].mean()),
+            "std": _standard_deviation(moments),
+            "histogram": tuple(histogram.tolist()),
+        }
 
-    def compare(self, cohort: Cohort, stream: Stream) -> tuple[Floats, Measured]:
+    def compare_sites(self, cohort: Cohort, stream: Stream) -> tuple[Floats, TestedStatistic]:
         """The distance of every two sites, and the largest against permutations within classes."""
         rng = np.random.default_rng(stream.integer())
-        moved = feature_shift.shuffled(cohort.site, cohort.label, PERMUTATIONS, rng)
-        null = np.array([self._distances(site).max() for site in moved])
-        distances = self._distances(cohort.site)
-        return distances, Measured(
+        moved = feature_shift.shuffle_sites(cohort.site, cohort.label, PERMUTATIONS, rng)
+        null = np.array([self._wasserstein_distances(site).max() for site in moved])
+        distances = self._wasserstein_distances(cohort.site)
+        return distances, TestedStatistic(
             float(distances.max()), float(null.mean()), feature_shift.p_value(distances.max(), null)
         )
 
-    def _distances(self, site: Indices) -> Floats:
+    def _wasserstein_distances(self, site: Indices) -> Floats:
         """Wasserstein-1: the area between cumulative histograms, in standard deviations."""
         here = (site == np.arange(site.max() + 1)[:, None]).astype(np.float64)
         cumulative = np.cumsum(here @ self.sums / (here @ self.images)[:, None], axis=1)
@@ -356,26 +362,28 @@ class _Greys:
         return distances
 
 
-def _std(moments: Floats) -> float:
+def _standard_deviation(moments: Floats) -> float:
     mean, square = moments.mean(axis=0)
     return float(np.sqrt(max(0.0, square - mean**2)))
 
 
-def _discrepancies(
-    seen: _Seen, sites: int, stream: Stream
+def _compare_pairs(
+    sample: _Sample, sites: int, stream: Stream
 ) -> tuple[list[tuple[float | None, float | None, float | None]], int]:
     """(MMD², p, Holm's p) of every pair, in order, and how many permutations it took."""
     pairs = list(combinations(range(sites), 2))
     least, each, most = PAIR_PERMUTATIONS
     times = min(most, max(least, each * len(pairs)))
-    kernel, cohort = feature_shift.patient_kernel(seen.features, seen.cohort), seen.cohort
+    kernel, cohort = feature_shift.patient_kernel(sample.features, sample.cohort), sample.cohort
     found = []
     for i, j in pairs:
         members = np.flatnonzero((cohort.site == i) | (cohort.site == j))
         first = (cohort.site[members] == i).astype(np.int64)
         rng = np.random.default_rng(stream.child(i, j).integer())
         found.append(
-            feature_shift.discrepancy(kernel[np.ix_(members, members)], first, cohort.label[members], times, rng)
+            feature_shift.measure_discrepancy(
+                kernel[np.ix_(members, members)], first, cohort.label[members], times, rng
+            )
         )
-    corrected = iter(holm([answer[1] for answer in found if answer]))
+    corrected = iter(correct_holm([answer[1] for answer in found if answer]))
     return [(*answer, next(corrected)) if answer else (None, None, None) for answer in found], times

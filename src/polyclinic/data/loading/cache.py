@@ -26,7 +26,7 @@ from torch import Tensor
 from polyclinic.core.errors import DataError, StoreError
 from polyclinic.data.loading.options import Preparation
 from polyclinic.data.records import Record
-from polyclinic.storage.run_files import named_failure, write_json
+from polyclinic.storage.run_files import explain_os_errors, write_json
 
 VARIABLE = "POLYCLINIC_CACHE"
 REMEDY = f"make room, set {VARIABLE} to another folder, or set cache: false"
@@ -46,31 +46,33 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "polyclinic"
 
 
-def cached(records: Sequence[Record], preparation: Preparation, fill: Fill) -> Tensor:
+def load_cached(records: Sequence[Record], preparation: Preparation, fill: Fill) -> Tensor:
     """The prepared images of `records`, n × channels × size × size bytes, from the cache or made now and kept there."""
-    shape = shape_of(records, preparation)
-    folder = cache_folder() / key_of(records, preparation)
-    if not _is_sound(folder, shape):
-        _make_alone(folder, shape, fill)
-    return torch.from_file(str(folder / "pixels"), shared=False, size=_size(shape), dtype=torch.uint8).reshape(shape)
+    shape = pixel_shape(records, preparation)
+    folder = cache_folder() / cache_key(records, preparation)
+    if not _is_intact(folder, shape):
+        _write_once(folder, shape, fill)
+    return torch.from_file(str(folder / "pixels"), shared=False, size=_byte_count(shape), dtype=torch.uint8).reshape(
+        shape
+    )
 
 
-def shape_of(records: Sequence[Record], preparation: Preparation) -> tuple[int, int, int, int]:
+def pixel_shape(records: Sequence[Record], preparation: Preparation) -> tuple[int, int, int, int]:
     return len(records), preparation.channels, preparation.size, preparation.size
 
 
-def key_of(records: Sequence[Record], preparation: Preparation) -> str:
+def cache_key(records: Sequence[Record], preparation: Preparation) -> str:
     """What decides the pixels: layout, decoder, preparation, and which state of which files."""
     total = hashlib.sha256(f"{LAYOUT}|{PIL.__version__}|{preparation.model_dump_json()}".encode())
     states: dict[Path, bytes] = {}
     for record in records:
         if record.path not in states:
-            states[record.path] = _state(record)
+            states[record.path] = _file_state(record)
         total.update(states[record.path] + f"|{record.array}|{record.row}\n".encode())
     return total.hexdigest()[:32]
 
 
-def _state(record: Record) -> bytes:
+def _file_state(record: Record) -> bytes:
     try:
         state = record.path.stat()
         return os.fsencode(record.path.resolve()) + f"|{state.st_size}|{state.st_mtime_ns}".encode()
@@ -78,40 +80,40 @@ def _state(record: Record) -> bytes:
         raise DataError(f"The file of {record.where} cannot be read ({error.strerror}); get it back.") from None
 
 
-def _size(shape: tuple[int, ...]) -> int:
+def _byte_count(shape: tuple[int, ...]) -> int:
     return int(np.prod(shape, dtype=np.int64))
 
 
 @contextlib.contextmanager
-def _alone(lock: Path) -> Iterator[None]:
+def _exclusive_lock(lock: Path) -> Iterator[None]:
     """One process makes a set while others wait for it."""
-    with named_failure(lock, remedy=REMEDY), open(lock, "wb") as file:
+    with explain_os_errors(lock, remedy=REMEDY), open(lock, "wb") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
-def _make_alone(folder: Path, shape: tuple[int, ...], fill: Fill) -> None:
+def _write_once(folder: Path, shape: tuple[int, ...], fill: Fill) -> None:
     """One process makes a set; those that waited for it find it made."""
-    with named_failure(folder.parent, remedy=REMEDY):
+    with explain_os_errors(folder.parent, remedy=REMEDY):
         folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with _alone(folder.with_name(f"{folder.name}.lock")):
-        if not _is_sound(folder, shape):
-            _make(folder, shape, fill)
+    with _exclusive_lock(folder.with_name(f"{folder.name}.lock")):
+        if not _is_intact(folder, shape):
+            _write_set(folder, shape, fill)
 
 
-def _make(folder: Path, shape: tuple[int, ...], fill: Fill) -> None:
+def _write_set(folder: Path, shape: tuple[int, ...], fill: Fill) -> None:
     """Written beside its place and renamed when whole, so that a killed process leaves nothing that looks finished."""
     draft = folder.with_name(f"{folder.name}.draft")
     shutil.rmtree(draft, ignore_errors=True)
-    _refuse_full_disk(folder.parent, _size(shape))
+    _check_free_space(folder.parent, _byte_count(shape))
     try:
-        with named_failure(draft, remedy=REMEDY):
+        with explain_os_errors(draft, remedy=REMEDY):
             draft.mkdir(mode=0o700)
-            _reserve(draft / "pixels", _size(shape))
+            _reserve_space(draft / "pixels", _byte_count(shape))
             pixels = np.memmap(draft / "pixels", np.uint8, "r+", shape=shape)
             fill(pixels)
             pixels.flush()
-            write_json(draft / "index.json", {"shape": list(shape), "sha256": _checksum(draft / "pixels")})
+            write_json(draft / "index.json", {"shape": list(shape), "sha256": _file_sha256(draft / "pixels")})
             shutil.rmtree(folder, ignore_errors=True)
             os.rename(draft, folder)
     except BaseException:
@@ -119,7 +121,7 @@ def _make(folder: Path, shape: tuple[int, ...], fill: Fill) -> None:
         raise
 
 
-def _reserve(path: Path, size: int) -> None:
+def _reserve_space(path: Path, size: int) -> None:
     """A mapped file that outgrows the disk ends the process without a word, so take its room before filling it."""
     with open(path, "wb") as file:
         file.truncate(size)
@@ -127,7 +129,7 @@ def _reserve(path: Path, size: int) -> None:
             os.posix_fallocate(file.fileno(), 0, size)
 
 
-def _refuse_full_disk(home: Path, wanted: int) -> None:
+def _check_free_space(home: Path, wanted: int) -> None:
     """With both figures, which the system does not tell."""
     free = shutil.disk_usage(home).free
     if wanted > free:
@@ -136,16 +138,16 @@ def _refuse_full_disk(home: Path, wanted: int) -> None:
         )
 
 
-def _is_sound(folder: Path, shape: tuple[int, ...]) -> bool:
+def _is_intact(folder: Path, shape: tuple[int, ...]) -> bool:
     """Whether the set is there, whole, and has the bytes it was written with."""
     try:
         index: dict[str, Any] = json.loads((folder / "index.json").read_text())
-        return bool(index["shape"] == list(shape) and index["sha256"] == _checksum(folder / "pixels"))
+        return bool(index["shape"] == list(shape) and index["sha256"] == _file_sha256(folder / "pixels"))
     except (OSError, ValueError, LookupError, TypeError):
         return False
 
 
-def _checksum(path: Path) -> str:
+def _file_sha256(path: Path) -> str:
     total = hashlib.sha256()
     with open(path, "rb") as file:
         while block := file.read(BLOCK):

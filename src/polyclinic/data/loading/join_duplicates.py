@@ -12,14 +12,14 @@ from scipy.sparse.csgraph import connected_components
 from torch import Tensor
 
 from polyclinic.data.quality.image_stats import SIDE
-from polyclinic.data.quality.near_duplicates import near_groups
+from polyclinic.data.quality.near_duplicates import group_near_duplicates
 
 BLOCK = 256
 
 
-def with_twins_joined(patients: Sequence[str], images: Tensor) -> tuple[str, ...]:
+def merge_patients(patients: Sequence[str], images: Tensor) -> tuple[str, ...]:
     """The patients' names, where patients who share a near duplicate (n × channels × height × width bytes) are one."""
-    groups = near_groups(dict(enumerate(_thumbnails(images))))
+    groups = group_near_duplicates(dict(enumerate(_make_thumbnails(images))))
     names, number = np.unique(np.asarray(patients), return_inverse=True)
     links = [(number[group[0]], number[other]) for group in groups for other in group[1:]]
     one, other = np.array(links, dtype=np.int64).reshape(-1, 2).T
@@ -29,7 +29,7 @@ def with_twins_joined(patients: Sequence[str], images: Tensor) -> tuple[str, ...
     return tuple(first[person[n]] for n in number)
 
 
-def _thumbnails(images: Tensor) -> list[np.ndarray]:
+def _make_thumbnails(images: Tensor) -> list[np.ndarray]:
     found = []
     for some in torch.split(images, BLOCK):
         grey = some.float().mean(1, keepdim=True)

@@ -28,15 +28,15 @@ MARGIN = 0.02
 """Kept around the breast, as a share of its longer side: skin fades out below `DARK`."""
 
 
-def prepare(pixels: Bytes, preparation: Preparation) -> Bytes:
+def preprocess_image(pixels: Bytes, preparation: Preparation) -> Bytes:
     """A decoded image (H×W or H×W×3) as the network gets it."""
     if pixels.dtype != np.uint8 or pixels.ndim not in (2, 3) or pixels.size == 0 or pixels.shape[2:] not in ((), (3,)):
         raise DataError(f"An image must be H×W or H×W×3 bytes, not {pixels.dtype} of shape {pixels.shape}.")
     if preparation.crop_borders:
-        pixels = _without_borders(pixels)
+        pixels = _crop_borders(pixels)
     if preparation.channels == 1:
-        pixels = _grey(pixels)
-    image = _fitted(Image.fromarray(pixels), preparation)
+        pixels = _to_grey(pixels)
+    image = _fit_to_square(Image.fromarray(pixels), preparation)
     if preparation.channels == 1:
         return image[None]
     return np.ascontiguousarray(np.broadcast_to(np.atleast_3d(image), (*image.shape[:2], 3)).transpose(2, 0, 1))
@@ -44,22 +44,22 @@ def prepare(pixels: Bytes, preparation: Preparation) -> Bytes:
 
 def breast_box(pixels: Bytes) -> Box:
     """The largest bright object with a margin; the whole image where there is none."""
-    return _located(_grey(pixels))[0]
+    return _locate_object(_to_grey(pixels))[0]
 
 
-def _grey(pixels: Bytes) -> Bytes:
+def _to_grey(pixels: Bytes) -> Bytes:
     return pixels if pixels.ndim == 2 else np.array(Image.fromarray(pixels).convert("L"))
 
 
-def _without_borders(pixels: Bytes) -> Bytes:
+def _crop_borders(pixels: Bytes) -> Bytes:
     """The box of the largest object, everything in it that does not touch the object made black."""
-    (top, left, bottom, right), foreign = _located(_grey(pixels))
+    (top, left, bottom, right), foreign = _locate_object(_to_grey(pixels))
     cut = pixels[top:bottom, left:right].copy()
     cut[foreign[top:bottom, left:right]] = 0
     return cut
 
 
-def _located(grey: Bytes) -> tuple[Box, NDArray[np.bool_]]:
+def _locate_object(grey: Bytes) -> tuple[Box, NDArray[np.bool_]]:
     """Where the largest object is, and which pixels belong to other objects."""
     foreign = np.zeros(grey.shape, dtype=bool)
     rows, columns = np.flatnonzero(grey.any(axis=1)), np.flatnonzero(grey.any(axis=0))
@@ -68,14 +68,14 @@ def _located(grey: Bytes) -> tuple[Box, NDArray[np.bool_]]:
     # black borders go first, at full resolution: what follows must not depend on how wide they are
     top, left, bottom, right = int(rows[0]), int(columns[0]), int(rows[-1]) + 1, int(columns[-1]) + 1
     inner = grey[top:bottom, left:right]
-    across, down = _edges(inner.shape[1]), _edges(inner.shape[0])
+    across, down = _block_edges(inner.shape[1]), _block_edges(inner.shape[0])
     bright = _block_means(inner, down, across) > DARK
     if not bright.any():
         return (top, left, bottom, right), foreign
-    object_ = _largest(bright)
-    others = _spread(_not_touching(bright, object_) & ~object_, down, across)
+    object_ = _largest_object(bright)
+    others = _expand_blocks(_foreign_blocks(bright, object_) & ~object_, down, across)
     foreign[top:bottom, left:right] = others
-    (y0, y1), (x0, x1) = _extent(object_, 0, down), _extent(object_, 1, across)
+    (y0, y1), (x0, x1) = _object_extent(object_, 0, down), _object_extent(object_, 1, across)
     margin = round(MARGIN * max(y1 - y0, x1 - x0))
     box = (
         top + max(y0 - margin, 0),
@@ -86,7 +86,7 @@ def _located(grey: Bytes) -> tuple[Box, NDArray[np.bool_]]:
     return box, foreign
 
 
-def _edges(length: int) -> NDArray[np.int64]:
+def _block_edges(length: int) -> NDArray[np.int64]:
     """Limits of at most `BLOCKS` blocks of nearly equal length, the same from both ends."""
     count = min(length, BLOCKS)
     lower = np.arange(count + 1) * length // count
@@ -98,7 +98,7 @@ def _block_means(grey: Bytes, down: NDArray[np.int64], across: NDArray[np.int64]
     return np.asarray(sums / np.outer(np.diff(down), np.diff(across)))
 
 
-def _largest(bright: NDArray[np.bool_]) -> NDArray[np.bool_]:
+def _largest_object(bright: NDArray[np.bool_]) -> NDArray[np.bool_]:
     """The largest connected object (all of them, where several are equally large), thin lines not counted."""
     thick = ndimage.binary_opening(bright, np.ones((2 * THIN + 1, 2 * THIN + 1)))
     labels, _ = ndimage.label(thick if thick.any() else bright)
@@ -107,7 +107,7 @@ def _largest(bright: NDArray[np.bool_]) -> NDArray[np.bool_]:
     return np.asarray((sizes == sizes.max())[labels])
 
 
-def _not_touching(bright: NDArray[np.bool_], object_: NDArray[np.bool_]) -> NDArray[np.bool_]:
+def _foreign_blocks(bright: NDArray[np.bool_], object_: NDArray[np.bool_]) -> NDArray[np.bool_]:
     """Blocks of, and right beside, the bright areas that have no connection with the object."""
     labels, count = ndimage.label(bright)
     touching = np.zeros(count + 1, dtype=bool)
@@ -116,27 +116,27 @@ def _not_touching(bright: NDArray[np.bool_], object_: NDArray[np.bool_]) -> NDAr
     return np.asarray(ndimage.binary_dilation(bright & ~touching[labels]) & ~ours)
 
 
-def _spread(blocks: NDArray[np.bool_], down: NDArray[np.int64], across: NDArray[np.int64]) -> NDArray[np.bool_]:
+def _expand_blocks(blocks: NDArray[np.bool_], down: NDArray[np.int64], across: NDArray[np.int64]) -> NDArray[np.bool_]:
     return blocks.repeat(np.diff(down), axis=0).repeat(np.diff(across), axis=1)
 
 
-def _extent(object_: NDArray[np.bool_], axis: int, edges: NDArray[np.int64]) -> tuple[int, int]:
+def _object_extent(object_: NDArray[np.bool_], axis: int, edges: NDArray[np.int64]) -> tuple[int, int]:
     blocks = np.unique(object_.nonzero()[axis])
     return int(edges[blocks[0]]), int(edges[blocks[-1] + 1])
 
 
-def _fitted(image: Image.Image, preparation: Preparation) -> Bytes:
+def _fit_to_square(image: Image.Image, preparation: Preparation) -> Bytes:
     size, (width, height) = preparation.size, image.size
     if preparation.fit == "stretch":
-        return _resized(image, size, size)
+        return _resize(image, size, size)
     if preparation.fit == "crop":
         short = min(width, height)
         x, y = (width - short) / 2, (height - short) / 2
-        return _resized(image, size, size, (x, y, x + short, y + short))
+        return _resize(image, size, size, (x, y, x + short, y + short))
     inside = [_same_parity(size * side / max(width, height), size) for side in (height, width)]
     canvas = np.zeros((size, size, *np.array(image).shape[2:]), dtype=np.uint8)
     y, x = ((size - side) // 2 for side in inside)
-    canvas[y : y + inside[0], x : x + inside[1]] = _resized(image, inside[1], inside[0])
+    canvas[y : y + inside[0], x : x + inside[1]] = _resize(image, inside[1], inside[0])
     return canvas
 
 
@@ -145,7 +145,5 @@ def _same_parity(length: float, size: int) -> int:
     return max(size - 2 * round((size - length) / 2), 2 - size % 2)
 
 
-def _resized(
-    image: Image.Image, width: int, height: int, box: tuple[float, float, float, float] | None = None
-) -> Bytes:
+def _resize(image: Image.Image, width: int, height: int, box: tuple[float, float, float, float] | None = None) -> Bytes:
     return np.array(image.resize((width, height), Image.Resampling.BILINEAR, box))

@@ -10,13 +10,13 @@ import torch
 
 from polyclinic.core.contract import Stream
 from polyclinic.core.errors import DataError
-from polyclinic.data.findings import Finding, Level, refuse
-from polyclinic.data.loading.load import collected, drawn
-from polyclinic.data.partitioning.federate import federate
+from polyclinic.data.findings import Finding, Level, raise_findings
+from polyclinic.data.loading.load import build_collection, draw_records
+from polyclinic.data.partitioning.federate import build_site_data
 from polyclinic.data.partitioning.partition import Iid, Natural, Partition
-from polyclinic.data.quality.finding_text import by, sayable, used_positions, where
-from polyclinic.data.quality.labels import said_labels
-from polyclinic.data.quality.people import NO_PART, NO_SITE, partly_silent
+from polyclinic.data.quality.finding_text import disclosable_groups, group_positions, place_of, used_positions
+from polyclinic.data.quality.labels import disclosable_labels
+from polyclinic.data.quality.people import NO_PART, NO_SITE, missing_field_findings
 from polyclinic.data.records import Listing
 from polyclinic.data.splits import Fractions
 
@@ -35,50 +35,50 @@ class Division:
     limit: int | None = None
     seed: int = 0
 
-    def refusal(self, listing: Listing) -> str:
+    def find_refusal(self, listing: Listing) -> str:
         """Why a run would refuse it. Streams are a run's own, so that what is drawn at random is drawn as there."""
         stream = Stream(self.seed)
-        used = replace(listing, records=drawn(listing.used, self.limit, stream.child("data", "limit")))
+        used = replace(listing, records=draw_records(listing.used_records, self.limit, stream.child("data", "limit")))
         images = torch.zeros(len(used.records), 1, 1, 1, dtype=torch.uint8)
         try:
-            refuse_silence(used, self.partition, self.fractions)
-            collection = collected(used, images)
-            federate(collection, self.partition, self.fractions, stream.child("sites"), self.allow_single_class)
+            check_missing_fields(used, self.partition, self.fractions)
+            collection = build_collection(used, images)
+            build_site_data(collection, self.partition, self.fractions, stream.child("sites"), self.allow_single_class)
         except DataError as error:
             return str(error)
         return ""
 
 
-def refuse_silence(listing: Listing, partition: Partition, fractions: Fractions) -> None:
+def check_missing_fields(listing: Listing, partition: Partition, fractions: Fractions) -> None:
     """Refuse images without a site or a part, while others have one, where the division asks for it."""
     asked = {NO_SITE.name: isinstance(partition, Natural), NO_PART.name: fractions.official}
-    silent = partly_silent(listing, used_positions(listing))
-    refuse(replace(finding, level="stop") for finding in silent if asked.get(finding.kind))
+    silent = missing_field_findings(listing, used_positions(listing))
+    raise_findings(replace(finding, level="stop") for finding in silent if asked.get(finding.kind))
 
 
 def division_findings(listing: Listing, divisions: Sequence[Refusal] = ()) -> Iterator[Finding]:
     """Which of these divisions a run would refuse, or whether the listing's own sites and parts will do."""
     if not divisions:
-        yield from _as_it_is(listing)
+        yield from _try_natural_division(listing)
     for told in dict.fromkeys(refusal(listing) for refusal in divisions):
         if told:
-            yield _finding(listing, "stop", told)
+            yield _division_finding(listing, "stop", told)
 
 
-def _as_it_is(listing: Listing) -> Iterator[Finding]:
-    own = Division(Natural() if any(record.site for record in listing.used) else Iid(sites=1))
-    told = own.refusal(listing)
+def _try_natural_division(listing: Listing) -> Iterator[Finding]:
+    own = Division(Natural() if any(record.site for record in listing.used_records) else Iid(sites=1))
+    told = own.find_refusal(listing)
     if not told:
         return
-    if len({record.label for record in listing.used}) == 1:
+    if len({record.label for record in listing.used_records}) == 1:
         remedy = "add images of another class"
         yield Finding(UNDIVIDED, "stop", 1, "all images are of one class, so there is nothing to learn", remedy)
         return
-    helpful = [how for how, other in _others(own).items() if not other.refusal(listing)]
-    yield _finding(listing, "warn" if helpful else "stop", told, " or ".join(helpful))
+    helpful = [how for how, other in _list_alternatives(own).items() if not other.find_refusal(listing)]
+    yield _division_finding(listing, "warn" if helpful else "stop", told, " or ".join(helpful))
 
 
-def _others(own: Division) -> dict[str, Division]:
+def _list_alternatives(own: Division) -> dict[str, Division]:
     """What a recipe may set instead."""
     elsewhere = replace(own, partition=Iid(sites=1))
     return {
@@ -88,17 +88,23 @@ def _others(own: Division) -> dict[str, Division]:
     }
 
 
-def _finding(listing: Listing, level: Level, refusal: str, helpful: str = "") -> Finding:
-    sentence, _, remedy = _free_of_names(listing, refusal).removesuffix(".").rpartition("; ")
+def _division_finding(listing: Listing, level: Level, refusal: str, helpful: str = "") -> Finding:
+    sentence, _, remedy = _mask_names(listing, refusal).removesuffix(".").rpartition("; ")
     more = f"; in a recipe, {helpful} lets training start" if helpful else ""
     return Finding(UNDIVIDED, level, 1, sentence or remedy, remedy + more)
 
 
-def _free_of_names(listing: Listing, refusal: str) -> str:
+def _mask_names(listing: Listing, refusal: str) -> str:
     """Rare sites and labels may be a patient's name in the wrong column: where they are is told instead."""
     used = used_positions(listing)
-    sites, labels = by(listing, used, lambda record: record.site), by(listing, used, lambda record: record.label)
-    for groups, said in ((sites, set(sayable(listing, sites))), (labels, said_labels(listing, labels))):
+    sites, labels = (
+        group_positions(listing, used, lambda record: record.site),
+        group_positions(listing, used, lambda record: record.label),
+    )
+    for groups, said in (
+        (sites, set(disclosable_groups(listing, sites))),
+        (labels, disclosable_labels(listing, labels)),
+    ):
         for name in groups.keys() - said:
-            refusal = refusal.replace(f"'{name}'", f"(that of {where(listing, groups[name][0])})")
+            refusal = refusal.replace(f"'{name}'", f"(that of {place_of(listing, groups[name][0])})")
     return refusal

@@ -11,9 +11,9 @@ import torch
 from polyclinic.core.contract import Stream
 from polyclinic.core.errors import DataError
 from polyclinic.data.examples import Collection, Images, Selection, SiteData
-from polyclinic.data.partitioning.partition import Partition, call_sites
+from polyclinic.data.partitioning.partition import Partition, make_display_names
 from polyclinic.data.patients import Indices
-from polyclinic.data.splits import PARTS, Fractions, Parts, split
+from polyclinic.data.splits import PARTS, Fractions, Parts, split_by_patient
 
 
 class SiteSummary(TypedDict):
@@ -25,7 +25,7 @@ class SiteSummary(TypedDict):
     """Images of each class, over all three parts."""
 
 
-def federate(
+def build_site_data(
     collection: Collection,
     partition: Partition,
     fractions: Fractions,
@@ -35,29 +35,29 @@ def federate(
     """The sites, by name. `allow_single_class` admits sites that train on one class (pathological partitions)."""
     _check_counts(collection)
     labels = collection.labels.cpu().numpy()
-    assigned = partition.assign(labels, collection.patients, stream.child("partition"), collection.sites)
-    members = dict(zip(partition.names(collection.sites), assigned, strict=True))
-    called = call_sites({name: [collection.patients[row] for row in rows] for name, rows in members.items()})
+    assigned = partition.assign_images(labels, collection.patients, stream.child("partition"), collection.sites)
+    members = dict(zip(partition.site_names(collection.sites), assigned, strict=True))
+    called = make_display_names({name: [collection.patients[row] for row in rows] for name, rows in members.items()})
     for name, rows in members.items():
         _check_images(called[name].subject, rows, collection)
     overlapping = sum(map(len, assigned)) > len(np.unique(np.concatenate(assigned)))
     parts = (_split_once if overlapping else _split_each)(collection, members, fractions, stream.child("split"))
     for name in members:
         _check_parts(called[name].subject, parts[name], collection, fractions, allow_single_class)
-    everything = collection.examples()
-    return {name: _site(name, everything, parts[name]) for name in members}
+    everything = collection.to_images()
+    return {name: _build_site(name, everything, parts[name]) for name in members}
 
 
-def describe(sites: Mapping[str, SiteData], classes: tuple[str, ...]) -> list[SiteSummary]:
+def summarise_sites(sites: Mapping[str, SiteData], classes: tuple[str, ...]) -> list[SiteSummary]:
     """One row per site, for tables."""
-    return [_summary(site, classes) for site in sites.values()]
+    return [_summarise_site(site, classes) for site in sites.values()]
 
 
-def _site(name: str, everything: Images, parts: Parts) -> SiteData:
-    return SiteData(name, **{part: Selection.of(everything, torch.from_numpy(parts[part])) for part in PARTS})
+def _build_site(name: str, everything: Images, parts: Parts) -> SiteData:
+    return SiteData(name, **{part: Selection.from_rows(everything, torch.from_numpy(parts[part])) for part in PARTS})
 
 
-def _summary(site: SiteData, classes: tuple[str, ...]) -> SiteSummary:
+def _summarise_site(site: SiteData, classes: tuple[str, ...]) -> SiteSummary:
     labels = torch.cat([site.train.labels, site.validation.labels, site.test.labels])
     counts = torch.bincount(labels, minlength=len(classes)).tolist()
     return SiteSummary(
@@ -93,7 +93,7 @@ def _split_rows(collection: Collection, rows: Indices, fractions: Fractions, str
     labels = collection.labels.cpu().numpy()[rows]
     patients = [collection.patients[row] for row in rows]
     official = None if collection.split is None else [collection.split[row] for row in rows]
-    parts = split(labels, patients, fractions, stream, official)
+    parts = split_by_patient(labels, patients, fractions, stream, official)
     return {part: rows[chosen] for part, chosen in parts.items()}
 
 
@@ -119,13 +119,13 @@ def _check_images(site: str, rows: Indices, collection: Collection) -> None:
     _check_labels(site, index, collection)
     if collection.images.is_floating_point():
         finite = collection.images[index].isfinite().flatten(1).all(1)
-        _refuse(~finite, index, f"{site} has {{}} with values that are not finite", "mend or remove them")
+        _check_none(~finite, index, f"{site} has {{}} with values that are not finite", "mend or remove them")
 
 
 def _check_labels(site: str, index: torch.Tensor, collection: Collection) -> None:
     labels, classes = collection.labels[index], len(collection.classes)
     wrong = (labels < 0) | (labels >= classes)
-    _refuse(
+    _check_none(
         wrong,
         index,
         f"{site} has {{}} labelled outside the {classes} classes of the task",
@@ -133,7 +133,7 @@ def _check_labels(site: str, index: torch.Tensor, collection: Collection) -> Non
     )
 
 
-def _refuse(wrong: torch.Tensor, index: torch.Tensor, sentence: str, remedy: str) -> None:
+def _check_none(wrong: torch.Tensor, index: torch.Tensor, sentence: str, remedy: str) -> None:
     count = int(wrong.sum())
     if count:
         first = int(index[wrong.cpu()][0])
@@ -144,7 +144,7 @@ def _check_parts(
     site: str, parts: Parts, collection: Collection, fractions: Fractions, allow_single_class: bool
 ) -> None:
     for part in PARTS:
-        if fractions.of(part) > 0 and not len(parts[part]):
+        if fractions.fraction_of(part) > 0 and not len(parts[part]):
             raise DataError(
                 f"{site} has no images left for its {part} part; "
                 "give it at least three patients or set that fraction to 0."

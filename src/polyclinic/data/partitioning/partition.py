@@ -20,8 +20,8 @@ from polyclinic.core.contract import Stream
 from polyclinic.core.errors import DataError
 from polyclinic.data.options import Options
 from polyclinic.data.patients import Indices, Patients
-from polyclinic.data.quality.finding_text import many
-from polyclinic.data.records import may_be_said
+from polyclinic.data.quality.finding_text import format_count
+from polyclinic.data.records import is_disclosable
 
 DRAWS = 500
 OURS = re.compile(r"site-\d+")
@@ -29,7 +29,7 @@ OURS = re.compile(r"site-\d+")
 
 
 @dataclass(frozen=True)
-class Called:
+class SiteDisplayName:
     """How a site is called aloud: by its name, or where that may be a patient's in the wrong column, by a number."""
 
     name: str
@@ -38,16 +38,16 @@ class Called:
     """ "Site 'north'", or "Site 3 of 5, with 4 images,": for an error to begin with."""
 
 
-def call_sites(members: Mapping[str, Sequence[str]]) -> dict[str, Called]:
+def make_display_names(members: Mapping[str, Sequence[str]]) -> dict[str, SiteDisplayName]:
     """Of every site, whose images show these patients. Numbers follow the names, in the order given."""
     called = {}
     for number, (name, patients) in enumerate(members.items(), 1):
-        if OURS.fullmatch(name) or may_be_said(len(patients), len(set(patients))):
-            called[name] = Called(name, f"Site '{name}'")
+        if OURS.fullmatch(name) or is_disclosable(len(patients), len(set(patients))):
+            called[name] = SiteDisplayName(name, f"Site '{name}'")
         else:
-            size = many(len(patients), "image")
+            size = format_count(len(patients), "image")
             subject = f"Site {number} of {len(members)}" + (f", with {size}," if patients else "")
-            called[name] = Called(f"site {number} ({size})", subject)
+            called[name] = SiteDisplayName(f"site {number} ({size})", subject)
     return called
 
 
@@ -56,13 +56,13 @@ class Partition(Options, ABC):
     """Images that every site must have."""
 
     @abstractmethod
-    def assign(
+    def assign_images(
         self, labels: Indices, patients: Sequence[str], stream: Stream, column: Sequence[str] | None = None
     ) -> list[Indices]:
         """The images of every site. `column` names the natural site of every image."""
 
     @abstractmethod
-    def names(self, column: Sequence[str] | None = None) -> list[str]:
+    def site_names(self, column: Sequence[str] | None = None) -> list[str]:
         """The names of the sites, in the order of `assign`."""
 
 
@@ -72,38 +72,38 @@ class Natural(Partition):
     only: tuple[str, ...] = ()
     """Those that take part; (): all."""
 
-    def assign(
+    def assign_images(
         self, labels: Indices, patients: Sequence[str], stream: Stream, column: Sequence[str] | None = None
     ) -> list[Indices]:
-        names, where = self.names(column), np.asarray(self._known(column))
-        _refuse_shared_patients(Patients.of(labels, patients), np.unique(where, return_inverse=True)[1])
+        names, where = self.site_names(column), np.asarray(self._check_column(column))
+        _check_shared_patients(Patients.from_names(labels, patients), np.unique(where, return_inverse=True)[1])
         members = [np.flatnonzero(where == name) for name in names]
         people = [[patients[row] for row in rows.tolist()] for rows in members]
-        self._refuse_small(dict(zip(names, people, strict=True)))
+        self._check_minimum(dict(zip(names, people, strict=True)))
         return members
 
-    def names(self, column: Sequence[str] | None = None) -> list[str]:
-        found = sorted(set(self._known(column)))
+    def site_names(self, column: Sequence[str] | None = None) -> list[str]:
+        found = sorted(set(self._check_column(column)))
         if unknown := [name for name in self.only if name not in found]:
             raise DataError(
                 f"data.partition.only has {unknown[0]!r:.60}, but no image comes from there; look at its sites"
             )
         return [name for name in found if name in self.only] if self.only else found
 
-    def _refuse_small(self, members: Mapping[str, Sequence[str]]) -> None:
-        for name, called in call_sites(members).items():
+    def _check_minimum(self, members: Mapping[str, Sequence[str]]) -> None:
+        for name, called in make_display_names(members).items():
             if (size := len(members[name])) < self.minimum:
                 raise DataError(
                     f"{called.subject} is below the minimum of {self.minimum} images ({size}); lower the minimum."
                 )
 
-    def _known(self, column: Sequence[str] | None) -> Sequence[str]:
+    def _check_column(self, column: Sequence[str] | None) -> Sequence[str]:
         if column is None:
             raise DataError("This collection has no natural sites; choose another partition, such as iid.")
         return column
 
 
-class Drawn(Partition):
+class RandomPartition(Partition):
     """A division drawn at random, again and again until every site has its minimum."""
 
     sites: int = Field(ge=1)
@@ -112,46 +112,46 @@ class Drawn(Partition):
     def remedy(self) -> str:
         return "ask for fewer sites or a lower minimum"
 
-    def assign(
+    def assign_images(
         self, labels: Indices, patients: Sequence[str], stream: Stream, column: Sequence[str] | None = None
     ) -> list[Indices]:
-        people = Patients.of(labels, patients)
-        self.check(people)
+        people = Patients.from_names(labels, patients)
+        self.check_feasible(people)
         rng = np.random.default_rng(stream.integer())
         for _ in range(DRAWS):
-            members = self.draw(people, rng)
+            members = self.draw_patients(people, rng)
             if min(people.sizes[site].sum() for site in members) >= self.minimum:
-                return [people.images(site) for site in members]
-        raise self._too_small(people)
+                return [people.image_indices(site) for site in members]
+        raise self._size_error(people)
 
-    def names(self, column: Sequence[str] | None = None) -> list[str]:
+    def site_names(self, column: Sequence[str] | None = None) -> list[str]:
         width = len(str(self.sites))
         return [f"site-{number:0{width}d}" for number in range(1, self.sites + 1)]
 
-    def check(self, people: Patients) -> None:
+    def check_feasible(self, patients: Patients) -> None:
         """Refuse at once what no draw can give."""
-        if self.sites * self.minimum > people.sizes.sum() or (self.minimum and self.sites > len(people)):
-            raise self._too_small(people)
+        if self.sites * self.minimum > patients.sizes.sum() or (self.minimum and self.sites > len(patients)):
+            raise self._size_error(patients)
 
     @abstractmethod
-    def draw(self, people: Patients, rng: np.random.Generator) -> list[Indices]:
+    def draw_patients(self, patients: Patients, rng: np.random.Generator) -> list[Indices]:
         """The patients of every site."""
 
-    def _too_small(self, people: Patients) -> DataError:
+    def _size_error(self, patients: Patients) -> DataError:
         return DataError(
-            f"{people.sizes.sum()} images of {len(people)} patients could not be divided among {self.sites} sites "
+            f"{patients.sizes.sum()} images of {len(patients)} patients could not be divided among {self.sites} sites "
             f"with at least {self.minimum} images each ({DRAWS} draws at most); {self.remedy}."
         )
 
 
-class Iid(Drawn):
+class Iid(RandomPartition):
     """Every site a random sample of equal size."""
 
-    def draw(self, people: Patients, rng: np.random.Generator) -> list[Indices]:
-        return _dealt(people, rng.permutation(len(people)), np.ones(self.sites))
+    def draw_patients(self, patients: Patients, rng: np.random.Generator) -> list[Indices]:
+        return _cut_by_shares(patients, rng.permutation(len(patients)), np.ones(self.sites))
 
 
-class Quantity(Drawn):
+class Quantity(RandomPartition):
     """Random samples whose sizes follow a Dirichlet distribution."""
 
     alpha: float = Field(0.5, gt=0)
@@ -160,11 +160,11 @@ class Quantity(Drawn):
     def remedy(self) -> str:
         return "ask for fewer sites, a lower minimum or a larger alpha"
 
-    def draw(self, people: Patients, rng: np.random.Generator) -> list[Indices]:
-        return _dealt(people, rng.permutation(len(people)), rng.dirichlet(np.full(self.sites, self.alpha)))
+    def draw_patients(self, patients: Patients, rng: np.random.Generator) -> list[Indices]:
+        return _cut_by_shares(patients, rng.permutation(len(patients)), rng.dirichlet(np.full(self.sites, self.alpha)))
 
 
-class Dirichlet(Drawn):
+class Dirichlet(RandomPartition):
     """Every class is divided by its own Dirichlet draw (Hsu, Qi and Brown 2019; Li et al. 2022)."""
 
     alpha: float = Field(0.5, gt=0)
@@ -177,16 +177,16 @@ class Dirichlet(Drawn):
             return super().remedy
         return "ask for fewer sites, a lower minimum or a larger alpha, or set top_up: true"
 
-    def draw(self, people: Patients, rng: np.random.Generator) -> list[Indices]:
+    def draw_patients(self, patients: Patients, rng: np.random.Generator) -> list[Indices]:
         dealt = [
-            _dealt(people, rng.permutation(members), rng.dirichlet(np.full(self.sites, self.alpha)))
-            for members in _by_class(people)
+            _cut_by_shares(patients, rng.permutation(members), rng.dirichlet(np.full(self.sites, self.alpha)))
+            for members in _group_by_class(patients)
         ]
         drawn = [np.concatenate(pieces) for pieces in zip(*dealt, strict=True)]
-        return _topped_up(people, drawn, self.minimum) if self.top_up else drawn
+        return _top_up(patients, drawn, self.minimum) if self.top_up else drawn
 
 
-class Shards(Drawn):
+class Shards(RandomPartition):
     """Few classes at a site (McMahan et al. 2017): each class is cut into shards, each site is dealt some.
 
     Departure: shards end where a class ends, so that no site has more than `classes_per_site` classes.
@@ -198,32 +198,32 @@ class Shards(Drawn):
     def remedy(self) -> str:
         return "ask for fewer sites, a lower minimum or more classes_per_site"
 
-    def check(self, people: Patients) -> None:
-        super().check(people)
-        classes = len(np.unique(people.labels))
+    def check_feasible(self, patients: Patients) -> None:
+        super().check_feasible(patients)
+        classes = len(np.unique(patients.labels))
         if self.sites * self.classes_per_site < classes:
             raise DataError(
                 f"{self.sites} sites with {self.classes_per_site} classes each cannot hold all {classes} classes; "
                 "ask for more sites or more classes_per_site."
             )
 
-    def draw(self, people: Patients, rng: np.random.Generator) -> list[Indices]:
-        classes = _by_class(people)
-        counts = _apportion([int(people.sizes[members].sum()) for members in classes], self._shards)
+    def draw_patients(self, patients: Patients, rng: np.random.Generator) -> list[Indices]:
+        classes = _group_by_class(patients)
+        counts = _apportion_shards([int(patients.sizes[members].sum()) for members in classes], self._shard_count)
         shards = [
             shard
             for members, count in zip(classes, counts, strict=True)
-            for shard in _dealt(people, rng.permutation(members), np.ones(count))
+            for shard in _cut_by_shares(patients, rng.permutation(members), np.ones(count))
         ]
-        hands = rng.permutation(self._shards).reshape(self.sites, self.classes_per_site)
+        hands = rng.permutation(self._shard_count).reshape(self.sites, self.classes_per_site)
         return [np.concatenate([shards[number] for number in hand]) for hand in hands]
 
     @property
-    def _shards(self) -> int:
+    def _shard_count(self) -> int:
         return self.sites * self.classes_per_site
 
 
-class Admixture(Drawn):
+class Admixture(RandomPartition):
     """Overlapping sites: all patients of a site's primary classes, every other with probability `admixture`.
 
     Site k's primary classes are k·m … k·m + m − 1, modulo the number of classes, with m = `primary`.
@@ -236,15 +236,15 @@ class Admixture(Drawn):
     def remedy(self) -> str:
         return "ask for a lower minimum or more admixture"
 
-    def check(self, people: Patients) -> None:
+    def check_feasible(self, patients: Patients) -> None:
         """Sites overlap: any number of them may share the same patients."""
 
-    def draw(self, people: Patients, rng: np.random.Generator) -> list[Indices]:
-        classes, label = np.unique(people.labels, return_inverse=True)
+    def draw_patients(self, patients: Patients, rng: np.random.Generator) -> list[Indices]:
+        classes, label = np.unique(patients.labels, return_inverse=True)
         return [
             np.flatnonzero(
                 ((label - site * self.primary) % len(classes) < self.primary)
-                | (rng.random(len(people)) < self.admixture)
+                | (rng.random(len(patients)) < self.admixture)
             )
             for site in range(self.sites)
         ]
@@ -260,8 +260,8 @@ PARTITIONS: Mapping[str, type[Partition]] = {
 }
 
 
-def _refuse_shared_patients(people: Patients, site: Indices) -> None:
-    shared = people.spread(site)
+def _check_shared_patients(patients: Patients, site: Indices) -> None:
+    shared = patients.count_spread(site)
     if shared:
         raise DataError(
             f"{shared} patients have images at more than one natural site; choose another partition, or write the "
@@ -269,32 +269,32 @@ def _refuse_shared_patients(people: Patients, site: Indices) -> None:
         )
 
 
-def _by_class(people: Patients) -> list[Indices]:
-    return [np.flatnonzero(people.labels == label) for label in np.unique(people.labels)]
+def _group_by_class(patients: Patients) -> list[Indices]:
+    return [np.flatnonzero(patients.labels == label) for label in np.unique(patients.labels)]
 
 
-def _dealt(people: Patients, order: Indices, shares: NDArray[np.float64]) -> list[Indices]:
+def _cut_by_shares(patients: Patients, order: Indices, shares: NDArray[np.float64]) -> list[Indices]:
     """`order` cut into consecutive pieces whose image counts follow `shares` as nearly as patients allow."""
-    ends = np.cumsum(people.sizes[order])
+    ends = np.cumsum(patients.sizes[order])
     bounds = np.cumsum(shares)[:-1] / shares.sum() * ends[-1]
-    return np.split(order, np.searchsorted(ends - people.sizes[order] / 2, bounds))
+    return np.split(order, np.searchsorted(ends - patients.sizes[order] / 2, bounds))
 
 
-def _topped_up(people: Patients, drawn: list[Indices], minimum: int) -> list[Indices]:
+def _top_up(patients: Patients, drawn: list[Indices], minimum: int) -> list[Indices]:
     """The smallest site is given a patient, again and again, until all have the minimum or nobody can spare one."""
     members = [site.tolist() for site in drawn]
-    sizes = np.array([people.sizes[site].sum() for site in drawn])
-    while sizes.min() < minimum and (spared := _spared(people, members, sizes, minimum)):
+    sizes = np.array([patients.sizes[site].sum() for site in drawn])
+    while sizes.min() < minimum and (spared := _find_donor(patients, members, sizes, minimum)):
         giver, patient = spared
         taker = int(sizes.argmin())
         members[giver].remove(patient)
         members[taker].append(patient)
-        sizes[giver] -= people.sizes[patient]
-        sizes[taker] += people.sizes[patient]
+        sizes[giver] -= patients.sizes[patient]
+        sizes[taker] += patients.sizes[patient]
     return [np.array(site, dtype=np.int64) for site in members]
 
 
-def _spared(people: Patients, members: list[list[int]], sizes: Indices, minimum: int) -> tuple[int, int] | None:
+def _find_donor(people: Patients, members: list[list[int]], sizes: Indices, minimum: int) -> tuple[int, int] | None:
     """The largest site that keeps the minimum without one of its patients, and that patient.
 
     It is of the class that the site has most of, so that no site loses what it has little of.
@@ -309,10 +309,10 @@ def _spared(people: Patients, members: list[list[int]], sizes: Indices, minimum:
     return None
 
 
-def _apportion(sizes: list[int], seats: int) -> list[int]:
+def _apportion_shards(sizes: list[int], total: int) -> list[int]:
     """Seats for every size, at least one each, the next always to whom a seat weighs most (D'Hondt)."""
     counts = [1] * len(sizes)
-    for _ in range(seats - len(sizes)):
+    for _ in range(total - len(sizes)):
         weight = [size / count for size, count in zip(sizes, counts, strict=True)]
         counts[weight.index(max(weight))] += 1
     return counts

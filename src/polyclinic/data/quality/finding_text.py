@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from polyclinic.data.findings import Finding, Level, first
-from polyclinic.data.records import Listing, Record, may_be_said
+from polyclinic.data.findings import Finding, Level, first_places
+from polyclinic.data.records import Listing, Record, is_disclosable
 
 Group: TypeAlias = Sequence[int]
 """One fault: the positions, in the listing, of the records it is about."""
@@ -16,7 +16,7 @@ SHOWN_OF_GROUP = 3
 
 
 @dataclass(frozen=True)
-class Kind:
+class FindingKind:
     """What all faults of a kind share."""
 
     name: str
@@ -24,9 +24,9 @@ class Kind:
     remedy: str
 
 
-def findings(
+def build_findings(
     listing: Listing,
-    kind: Kind,
+    kind: FindingKind,
     faults: Iterable[Group],
     sentence: Callable[[list[Group]], str],
     *,
@@ -41,49 +41,51 @@ def findings(
     standing: list[Group] = []
     excluded: list[Group] = []
     for fault in faults:
-        (excluded if _dealt_with(listing, fault, spare) else standing).append(fault)
-    for some, why in ((standing, handled), (excluded, _reason(listing, excluded))):
+        (excluded if _is_excluded(listing, fault, spare) else standing).append(fault)
+    for some, why in ((standing, handled), (excluded, _exclusion_reason(listing, excluded))):
         if some:
-            where = first((place or _place(listing))(fault) for fault in some)
+            where = first_places((place or _place_formatter(listing))(fault) for fault in some)
             positions = tuple(position for fault in some for position in fault)
             yield Finding(kind.name, kind.level, len(some), sentence(some), kind.remedy, where, why, positions)
 
 
-def about_set(listing: Listing, kind: Kind, positions: Group, sentence: str, handled: str = "") -> Finding:
+def build_set_finding(
+    listing: Listing, kind: FindingKind, positions: Group, sentence: str, handled: str = ""
+) -> Finding:
     """A finding about the set as a whole; these records are the examples."""
-    places = first(where(listing, position) for position in positions)
+    places = first_places(place_of(listing, position) for position in positions)
     return Finding(kind.name, kind.level, len(positions), sentence, kind.remedy, places, handled, tuple(positions))
 
 
-def _dealt_with(listing: Listing, fault: Group, spare: int) -> bool:
+def _is_excluded(listing: Listing, fault: Group, spare: int) -> bool:
     used = sum(not listing.records[position].excluded for position in fault)
     return used < len(fault) and used <= spare
 
 
-def _reason(listing: Listing, faults: Iterable[Group]) -> str:
+def _exclusion_reason(listing: Listing, faults: Iterable[Group]) -> str:
     reasons = dict.fromkeys(listing.records[position].excluded for fault in faults for position in fault)
     told = [reason for reason in reasons if reason]
     return f"left out ({told[0]}{', …' if len(told) > 1 else ''})" if told else ""
 
 
-def where(listing: Listing, position: int) -> str:
+def place_of(listing: Listing, position: int) -> str:
     return listing.records[position].where or f"image {position + 1}"
 
 
-def _place(listing: Listing) -> Callable[[Group], str]:
+def _place_formatter(listing: Listing) -> Callable[[Group], str]:
     def place(fault: Group) -> str:
         more = " = …" if len(fault) > SHOWN_OF_GROUP else ""
-        return " = ".join(where(listing, position) for position in fault[:SHOWN_OF_GROUP]) + more
+        return " = ".join(place_of(listing, position) for position in fault[:SHOWN_OF_GROUP]) + more
 
     return place
 
 
-def many(count: int, one: str, several: str = "") -> str:
+def format_count(count: int, one: str, several: str = "") -> str:
     """ "1 image", "1,234 images"."""
     return f"1 {one}" if count == 1 else f"{count:,} {several or one + 's'}"
 
 
-def singly(positions: Iterable[int]) -> list[Group]:
+def as_groups(positions: Iterable[int]) -> list[Group]:
     return [(position,) for position in positions]
 
 
@@ -91,7 +93,7 @@ def used_positions(listing: Listing) -> list[int]:
     return [position for position, record in enumerate(listing.records) if not record.excluded]
 
 
-def by(listing: Listing, positions: Iterable[int], value: Callable[[Record], str]) -> dict[str, list[int]]:
+def group_positions(listing: Listing, positions: Iterable[int], value: Callable[[Record], str]) -> dict[str, list[int]]:
     """Positions grouped by what their records say; those that say nothing are left aside."""
     groups: defaultdict[str, list[int]] = defaultdict(list)
     for position in positions:
@@ -101,11 +103,11 @@ def by(listing: Listing, positions: Iterable[int], value: Callable[[Record], str
     return dict(groups)
 
 
-def patients(listing: Listing, positions: Iterable[int]) -> int:
+def count_patients(listing: Listing, positions: Iterable[int]) -> int:
     """How many patients; an image without one is its own patient."""
     return len({listing.records[position].patient or position for position in positions})
 
 
-def sayable(listing: Listing, groups: Mapping[str, list[int]]) -> dict[str, list[int]]:
+def disclosable_groups(listing: Listing, groups: Mapping[str, list[int]]) -> dict[str, list[int]]:
     """The labels or sites that are common enough to be said aloud."""
-    return {name: group for name, group in groups.items() if may_be_said(len(group), patients(listing, group))}
+    return {name: group for name, group in groups.items() if is_disclosable(len(group), count_patients(listing, group))}

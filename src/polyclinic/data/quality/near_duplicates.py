@@ -34,7 +34,7 @@ FLAT = 1.0
 """Thumbnails with less contrast (standard deviation of grey values) show nothing that could be compared."""
 
 
-def near_groups(thumbnails: Mapping[int, Bytes]) -> list[list[int]]:
+def group_near_duplicates(thumbnails: Mapping[int, Bytes]) -> list[list[int]]:
     """Keys of pictures that are copies of each other, in groups."""
     keys = [key for key, thumbnail in thumbnails.items() if thumbnail.std() >= FLAT]
     if len(keys) < 2:
@@ -42,7 +42,7 @@ def near_groups(thumbnails: Mapping[int, Bytes]) -> list[list[int]]:
     from scipy.sparse import coo_array  # takes a second to load, and most runs do without
     from scipy.sparse.csgraph import connected_components
 
-    one, other = near_pairs(np.stack([thumbnails[key] for key in keys]))
+    one, other = find_near_pairs(np.stack([thumbnails[key] for key in keys]))
     graph = coo_array((np.ones(len(one)), (one, other)), shape=(len(keys), len(keys)))
     groups: defaultdict[int, list[int]] = defaultdict(list)
     for key, group in zip(keys, connected_components(graph, directed=False)[1].tolist(), strict=True):
@@ -50,20 +50,22 @@ def near_groups(thumbnails: Mapping[int, Bytes]) -> list[list[int]]:
     return [group for group in groups.values() if len(group) > 1]
 
 
-def near_pairs(thumbnails: Bytes) -> tuple[Rows, Rows]:
+def find_near_pairs(thumbnails: Bytes) -> tuple[Rows, Rows]:
     """Rows that are copies, and of which other rows."""
-    space = _Space(thumbnails)
-    neighbours, apart = space.neighbours(np.arange(len(thumbnails)), NEIGHBOUR, NEAR)
+    space = _ThumbnailSpace(thumbnails)
+    neighbours, apart = space.find_neighbours(np.arange(len(thumbnails)), NEIGHBOUR, NEAR)
     one, column = np.nonzero(apart <= NEAR)
     other, apart = neighbours[one, column], apart[one, column]
     concerned = np.union1d(one, other)
     usual = np.full(len(thumbnails), FAR, dtype=np.float32)
-    usual[concerned] = np.sort(space.neighbours(concerned, CANDIDATES, FAR)[1], axis=1)[:, NEIGHBOUR - 1].clip(max=FAR)
+    usual[concerned] = np.sort(space.find_neighbours(concerned, CANDIDATES, FAR)[1], axis=1)[:, NEIGHBOUR - 1].clip(
+        max=FAR
+    )
     copies = apart * NEARER <= np.minimum(usual[one], usual[other])
     return one[copies], other[copies]
 
 
-class _Space:
+class _ThumbnailSpace:
     """Thumbnails as unit vectors, whose squared distance is 2 (1 − r), searched on their principal axes.
 
     On these axes nothing is farther apart than it is, so that no near pair is missed; and neither all pairs are
@@ -74,24 +76,24 @@ class _Space:
         from scipy.spatial import cKDTree
 
         self.thumbnails = thumbnails
-        axes = _principal_axes(_unit(thumbnails[:: -(-len(thumbnails) // SAMPLE)]))
+        axes = _principal_axes(_unit_vectors(thumbnails[:: -(-len(thumbnails) // SAMPLE)]))
         blocks = [thumbnails[start : start + SAMPLE] for start in range(0, len(thumbnails), SAMPLE)]
-        self.places = np.concatenate([_unit(block) @ axes for block in blocks])
+        self.places = np.concatenate([_unit_vectors(block) @ axes for block in blocks])
         self.tree = cKDTree(self.places)
 
-    def neighbours(self, rows: Rows, count: int, within: float) -> tuple[Rows, Floats]:
+    def find_neighbours(self, rows: Rows, count: int, within: float) -> tuple[Rows, Floats]:
         """The `count` nearest of each row and their 1 − r, infinite where there are fewer (and for the row itself)."""
         _, found = self.tree.query(self.places[rows], k=count + 1, distance_upper_bound=np.sqrt(2 * within))
         apart = np.full(found.shape, np.inf, dtype=np.float32)
         for start in range(0, len(rows), BLOCK):
             here, others = rows[start : start + BLOCK], found[start : start + BLOCK]
             there = (others < len(self.places)) & (others != here[:, None])
-            ours = np.repeat(_unit(self.thumbnails[here]), there.sum(axis=1), axis=0)
-            apart[start : start + BLOCK][there] = 1 - (ours * _unit(self.thumbnails[others[there]])).sum(axis=1)
+            ours = np.repeat(_unit_vectors(self.thumbnails[here]), there.sum(axis=1), axis=0)
+            apart[start : start + BLOCK][there] = 1 - (ours * _unit_vectors(self.thumbnails[others[there]])).sum(axis=1)
         return found, apart
 
 
-def _unit(thumbnails: Bytes) -> Floats:
+def _unit_vectors(thumbnails: Bytes) -> Floats:
     flat: Floats = thumbnails.reshape(len(thumbnails), thumbnails[0].size if len(thumbnails) else 1).astype(np.float32)
     flat -= flat.mean(axis=1, keepdims=True)
     flat /= np.linalg.norm(flat, axis=1, keepdims=True)

@@ -11,18 +11,18 @@ from numpy.typing import NDArray
 
 from polyclinic.data.findings import SHOWN, Finding
 from polyclinic.data.quality.finding_text import (
+    FindingKind,
     Group,
-    Kind,
-    about_set,
-    by,
-    findings,
-    many,
-    sayable,
-    singly,
+    as_groups,
+    build_findings,
+    build_set_finding,
+    disclosable_groups,
+    format_count,
+    group_positions,
+    place_of,
     used_positions,
-    where,
 )
-from polyclinic.data.quality.labels import misspelt_findings, other_spellings, real_classes
+from polyclinic.data.quality.labels import find_other_spellings, misspelt_findings, real_classes
 from polyclinic.data.records import Listing, Record
 from polyclinic.data.splits import PARTS
 
@@ -35,138 +35,148 @@ SURE = 0.001
 LARGEST_TABLE = 10**7
 """Sites × classes; where there are more, they are neither, and other findings say so."""
 
-SPLIT = Kind("unknown part", "stop", "write train, validation or test, or leave the cells empty")
-LEAK = Kind("patient in two parts", "stop", "split by patient: with official: false that is done here")
-TWO_SITES = Kind(
+SPLIT = FindingKind("unknown part", "stop", "write train, validation or test, or leave the cells empty")
+LEAK = FindingKind("patient in two parts", "stop", "split by patient: with official: false that is done here")
+TWO_SITES = FindingKind(
     "patient at two sites", "warn", "if it is the same person, sites are not independent; else number anew"
 )
-SEVERAL = Kind("patients with several images", "note", "nothing: splits are made by patient")
-NO_PATIENTS = Kind("no patients", "note", "name a patient column if there is one; else images are split one by one")
-UNNAMED = Kind("image without a patient", "warn", "write who it is: now each counts as a patient of its own")
-NO_SITE = Kind("image without a site", "warn", "write the site of these images, or leave them out")
-NO_PART = Kind("image without a part", "warn", "write train, validation or test for all images, or for none")
-MISSPELT = Kind("misspelt site", "warn", "write each site in one way: now they count as different sites")
-FEW = Kind("few images at a site", "warn", "join the site with another, or leave it out; its own figures say nothing")
-SINGLE = Kind(
+SEVERAL = FindingKind("patients with several images", "note", "nothing: splits are made by patient")
+NO_PATIENTS = FindingKind(
+    "no patients", "note", "name a patient column if there is one; else images are split one by one"
+)
+UNNAMED = FindingKind("image without a patient", "warn", "write who it is: now each counts as a patient of its own")
+NO_SITE = FindingKind("image without a site", "warn", "write the site of these images, or leave them out")
+NO_PART = FindingKind("image without a part", "warn", "write train, validation or test for all images, or for none")
+MISSPELT = FindingKind("misspelt site", "warn", "write each site in one way: now they count as different sites")
+FEW = FindingKind(
+    "few images at a site", "warn", "join the site with another, or leave it out; its own figures say nothing"
+)
+SINGLE = FindingKind(
     "site with a single class", "warn", "join it with another: there a model can learn the site for the label"
 )
-LACKING = Kind(
+LACKING = FindingKind(
     "class missing at a site", "warn", "read the figures of these sites by class; a personal model forgets it"
 )
-LACKING_PART = Kind("class missing in a part", "warn", "split anew with official: false, by patient and class")
-CONFOUNDING = Kind(
+LACKING_PART = FindingKind("class missing in a part", "warn", "split anew with official: false, by patient and class")
+CONFOUNDING = FindingKind(
     "label follows site", "warn", "test on sites that were not trained on; never trust the pooled figure"
 )
 
 
-def people_findings(listing: Listing) -> Iterator[Finding]:
+def cohort_findings(listing: Listing) -> Iterator[Finding]:
     used = used_positions(listing)
-    yield from _patients(listing, used)
+    yield from _patient_findings(listing, used)
     classes = real_classes(listing)
-    yield from _parts(listing, used, classes)
-    yield from _sites(listing, used, classes)
-    yield from partly_silent(listing, used)
+    yield from _part_findings(listing, used, classes)
+    yield from _site_findings(listing, used, classes)
+    yield from missing_field_findings(listing, used)
 
 
-def _patients(listing: Listing, used: list[int]) -> Iterator[Finding]:
-    people = by(listing, used, lambda record: record.patient)
+def _patient_findings(listing: Listing, used: list[int]) -> Iterator[Finding]:
+    people = group_positions(listing, used, lambda record: record.patient)
     several = [group for group in people.values() if len(group) > 1]
     if used and not people:
         told = "no patient is named, so each image counts as one"
         yield Finding(NO_PATIENTS.name, NO_PATIENTS.level, len(used), told, NO_PATIENTS.remedy)
     if several:
         most = max(map(len, several))
-        told = f"of {len(people):,} patients {many(len(several), 'has', 'have')} several images, {most:,} at most"
+        told = (
+            f"of {len(people):,} patients {format_count(len(several), 'has', 'have')} several images, {most:,} at most"
+        )
         yield Finding(SEVERAL.name, SEVERAL.level, len(several), told, SEVERAL.remedy)
-    yield from findings(
+    yield from build_findings(
         listing,
         LEAK,
-        _between(listing, several, lambda record: record.split if record.split in PARTS else ""),
-        lambda f: f"{many(len(f), 'patient has', 'patients have')} images in more than one part",
+        _first_of_each_value(listing, several, lambda record: record.split if record.split in PARTS else ""),
+        lambda f: f"{format_count(len(f), 'patient has', 'patients have')} images in more than one part",
         handled="" if listing.official else "the loader does not keep this split and makes its own, by patient",
     )
-    yield from findings(
+    yield from build_findings(
         listing,
         TWO_SITES,
-        _between(listing, several, lambda record: record.site),
-        lambda f: f"{many(len(f), 'patient has', 'patients have')} images at more than one site",
+        _first_of_each_value(listing, several, lambda record: record.site),
+        lambda f: f"{format_count(len(f), 'patient has', 'patients have')} images at more than one site",
     )
 
 
-def _between(listing: Listing, people: list[list[int]], value: Callable[[Record], str]) -> list[Group]:
+def _first_of_each_value(listing: Listing, people: list[list[int]], value: Callable[[Record], str]) -> list[Group]:
     """Of each patient with several values the first image of each: enough to be found, whoever it is."""
-    spread = (by(listing, group, value) for group in people)
+    spread = (group_positions(listing, group, value) for group in people)
     return [tuple(group[0] for group in values.values()) for values in spread if len(values) > 1]
 
 
-def _parts(listing: Listing, used: list[int], classes: set[str]) -> Iterator[Finding]:
+def _part_findings(listing: Listing, used: list[int], classes: set[str]) -> Iterator[Finding]:
     unknown = [p for p in used if listing.records[p].split not in ("", *PARTS)]
-    yield from findings(
+    yield from build_findings(
         listing,
         SPLIT,
-        singly(unknown),
-        lambda f: many(len(f), "image is", "images are") + " said to be in a part that is none of the three",
+        as_groups(unknown),
+        lambda f: format_count(len(f), "image is", "images are") + " said to be in a part that is none of the three",
         handled="" if listing.official else "the loader does not keep this split",
     )
-    parts = by(listing, used, lambda record: record.split if record.split in PARTS else "")
+    parts = group_positions(listing, used, lambda record: record.split if record.split in PARTS else "")
     if listing.official and len(parts) > 1:
-        lacking = {part: len(classes - _labels(listing, group)) for part, group in parts.items()}
-        yield from _lacking(LACKING_PART, lacking, "part lacks", "parts lack", set(PARTS))
+        lacking = {part: len(classes - _labels_of(listing, group)) for part, group in parts.items()}
+        yield from _missing_class_findings(LACKING_PART, lacking, "part lacks", "parts lack", set(PARTS))
 
 
-def _labels(listing: Listing, positions: list[int]) -> set[str]:
+def _labels_of(listing: Listing, positions: list[int]) -> set[str]:
     return {listing.records[position].label for position in positions}
 
 
-def _lacking(kind: Kind, lacking: Mapping[str, int], one: str, several: str, said: set[str]) -> Iterator[Finding]:
+def _missing_class_findings(
+    kind: FindingKind, lacking: Mapping[str, int], one: str, several: str, said: set[str]
+) -> Iterator[Finding]:
     short = {name: missing for name, missing in lacking.items() if missing}
     if short:
-        told = f"{many(len(short), one, several)} classes that others have, {max(short.values()):,} at most"
-        places = tuple(f"{name} ({many(short[name], 'class', 'classes')})" for name in sorted(said & short.keys()))
+        told = f"{format_count(len(short), one, several)} classes that others have, {max(short.values()):,} at most"
+        places = tuple(
+            f"{name} ({format_count(short[name], 'class', 'classes')})" for name in sorted(said & short.keys())
+        )
         yield Finding(kind.name, kind.level, len(short), told, kind.remedy, places[:SHOWN])
 
 
-def _sites(listing: Listing, used: list[int], classes: set[str]) -> Iterator[Finding]:
-    sites = by(listing, used, lambda record: record.site)
+def _site_findings(listing: Listing, used: list[int], classes: set[str]) -> Iterator[Finding]:
+    sites = group_positions(listing, used, lambda record: record.site)
     if len(sites) < 2:
         return
-    said = sayable(listing, sites)
+    said = disclosable_groups(listing, sites)
     nouns = ("image has a site that looks", "images have a site that looks")
-    yield from misspelt_findings(listing, MISSPELT, sites, other_spellings(sites), said, nouns)
+    yield from misspelt_findings(listing, MISSPELT, sites, find_other_spellings(sites), said, nouns)
 
     def place(fault: Group) -> str:
         site = listing.records[fault[0]].site
-        name = site if site in said else f"the site of {where(listing, fault[0])}"
+        name = site if site in said else f"the site of {place_of(listing, fault[0])}"
         return f"{name} ({len(fault):,})"
 
-    yield from findings(
+    yield from build_findings(
         listing,
         FEW,
         [group for group in sites.values() if len(group) < FEW_AT_SITE],
-        lambda f: f"{many(len(f), 'site has', 'sites have')} fewer than {FEW_AT_SITE} images",
+        lambda f: f"{format_count(len(f), 'site has', 'sites have')} fewer than {FEW_AT_SITE} images",
         place=place,
     )
     if len(classes) > 1:
-        held = {site: classes & _labels(listing, group) for site, group in sites.items()}
-        yield from findings(
+        held = {site: classes & _labels_of(listing, group) for site, group in sites.items()}
+        yield from build_findings(
             listing,
             SINGLE,
             [group for site, group in sites.items() if len(held[site]) == 1],
-            lambda f: f"{many(len(f), 'site has', 'sites have')} images of one class only",
+            lambda f: f"{format_count(len(f), 'site has', 'sites have')} images of one class only",
             place=place,
         )
         lacking = {site: len(classes) - len(there) for site, there in held.items() if len(there) > 1}
-        yield from _lacking(LACKING, lacking, "site lacks", "sites lack", set(said))
-    yield from _confounding(listing, used, classes)
+        yield from _missing_class_findings(LACKING, lacking, "site lacks", "sites lack", set(said))
+    yield from _confounding_findings(listing, used, classes)
 
 
-def partly_silent(listing: Listing, used: list[int]) -> Iterator[Finding]:
+def missing_field_findings(listing: Listing, used: list[int]) -> Iterator[Finding]:
     """What some records say and others do not."""
     for kind, field in ((UNNAMED, "patient"), (NO_SITE, "site"), (NO_PART, "split")):
         silent = [position for position in used if not getattr(listing.records[position], field)]
         if 0 < len(silent) < len(used) and (field != "split" or listing.official):
-            told = f"{many(len(silent), 'image has', 'images have')} no {field}, while others have one"
-            yield about_set(listing, kind, silent, told)
+            told = f"{format_count(len(silent), 'image has', 'images have')} no {field}, while others have one"
+            yield build_set_finding(listing, kind, silent, told)
 
 
 @dataclass(frozen=True)
@@ -184,7 +194,7 @@ class Association:
     """… and by naming the commonest class of all."""
 
 
-def association(table: NDArray[np.int64]) -> Association:
+def measure_association(table: NDArray[np.int64]) -> Association:
     """Of a table of counts, sites × classes, without empty rows and columns, two of each at least."""
     from scipy.stats import chi2_contingency  # takes a second to load, and most runs do without
 
@@ -198,7 +208,7 @@ def association(table: NDArray[np.int64]) -> Association:
     )
 
 
-def _confounding(listing: Listing, used: list[int], real: set[str]) -> Iterator[Finding]:
+def _confounding_findings(listing: Listing, used: list[int], real: set[str]) -> Iterator[Finding]:
     told = [p for p in used if listing.records[p].site and listing.records[p].label in real]
     sites, row = np.unique([listing.records[p].site for p in told], return_inverse=True)
     classes, column = np.unique([listing.records[p].label for p in told], return_inverse=True)
@@ -206,14 +216,14 @@ def _confounding(listing: Listing, used: list[int], real: set[str]) -> Iterator[
         return
     table = np.zeros((len(sites), len(classes)), dtype=np.int64)
     np.add.at(table, (row, column), 1)
-    found = association(table)
+    found = measure_association(table)
     if found.v >= CONFOUNDED and found.p < SURE:
         sentence = (
-            f"labels follow sites (Cramér's V {found.v:.2f}, p {_power(found.p)}): knowing only the site, "
+            f"labels follow sites (Cramér's V {found.v:.2f}, p {_format_p_value(found.p)}): knowing only the site, "
             f"{found.guessed:.0%} of labels are guessed right, against {found.commonest:.0%} without"
         )
         yield Finding(CONFOUNDING.name, CONFOUNDING.level, len(sites), sentence, CONFOUNDING.remedy)
 
 
-def _power(p: float) -> str:
+def _format_p_value(p: float) -> str:
     return f"= {p:.0e}" if p > 1e-99 else "< 1e-99"

@@ -62,7 +62,7 @@ class UnreadableImage(PolyclinicError):  # noqa: N818  it says what the file is
 
 
 @dataclass(frozen=True, eq=False)
-class Decoded:
+class DecodedImage:
     pixels: Bytes
     """H×W grey, or H×W×3 red, green, blue."""
     bits: int
@@ -72,19 +72,19 @@ class Decoded:
     """Whether the file itself says how its values become shades of grey (DICOM), whatever its bits."""
 
 
-def decode(path: Path, bits: int | None = None) -> Decoded:
+def decode_image(path: Path, bits: int | None = None) -> DecodedImage:
     """One image as it is meant to be seen: upright, transparency on black, palettes and CMYK as RGB.
 
     `bits` says how many bits 16-bit image files really use (None: all); DICOM and PGM say so themselves.
     """
-    head = first_bytes(path)
-    with quiet():
+    head = read_head(path)
+    with silence_decoders():
         if path.suffix.lower() in (".dcm", ".dicom") or head[128:] == b"DICM":
-            return _dicom(path)
-        return _picture(path, head, bits)
+            return _decode_dicom(path)
+        return _decode_picture(path, head, bits)
 
 
-def first_bytes(path: Path) -> bytes:
+def read_head(path: Path) -> bytes:
     """The first 132, where every kind of image says what it is."""
     try:
         with path.open("rb") as file:
@@ -98,12 +98,12 @@ def first_bytes(path: Path) -> bytes:
     return head
 
 
-def refuse_large(width: int, height: int) -> None:
+def check_size(width: int, height: int) -> None:
     if width * height > LARGEST:
         raise UnreadableImage(TOO_LARGE)
 
 
-def to_bytes(values: NDArray[np.unsignedinteger[Any]], bits: int) -> Bytes:
+def scale_to_bytes(values: NDArray[np.unsignedinteger[Any]], bits: int) -> Bytes:
     """value × 255 / (2^bits − 1), rounded."""
     top = 2**bits - 1
     if values.max() > top:
@@ -111,7 +111,7 @@ def to_bytes(values: NDArray[np.unsignedinteger[Any]], bits: int) -> Bytes:
     return np.take(np.rint(np.arange(top + 1) * 255 / top).astype(np.uint8), values)
 
 
-class _Hush:
+class _SilentDecoders:
     """No warnings and no log records while anybody decodes, in whichever thread; then all as it was before."""
 
     def __init__(self, *loggers: str) -> None:
@@ -137,20 +137,20 @@ class _Hush:
                 self.before.close()
 
 
-_HUSH = _Hush("PIL", "pydicom", "pylibjpeg", "openjpeg")
+_SILENT_DECODERS = _SilentDecoders("PIL", "pydicom", "pylibjpeg", "openjpeg")
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
+def silence_decoders() -> Iterator[None]:
     """Keep decoders from talking: what they warn of and log may quote headers, and thereby a patient's name."""
-    _HUSH.enter()
+    _SILENT_DECODERS.enter()
     try:
         yield
     finally:
-        _HUSH.leave()
+        _SILENT_DECODERS.leave()
 
 
-def _dicom(path: Path) -> Decoded:
+def _decode_dicom(path: Path) -> DecodedImage:
     try:
         from polyclinic.data.sources.dicom import read_dicom
     except ImportError:
@@ -158,17 +158,17 @@ def _dicom(path: Path) -> Decoded:
     return read_dicom(path)
 
 
-def _picture(path: Path, head: bytes, bits: int | None) -> Decoded:
+def _decode_picture(path: Path, head: bytes, bits: int | None) -> DecodedImage:
     kind = "image"
     try:
         # given a path, not a file, Pillow maps uncompressed TIFFs into memory and garbles those that lie on their side
         with path.open("rb") as file, Image.open(file, formats=FORMATS) as image:
             kind = KINDS.get(str(image.format), str(image.format))
-            refuse_large(*image.size)
-            _refuse_several(image)
+            check_size(*image.size)
+            _check_single_picture(image)
             image.load()
-            pixels, depth = _deep_png(path, bits) if _is_deep_colour_png(head) else _eight_bit(image, bits)
-            pixels = _turned(pixels, image.getexif().get(ORIENTATION, 1))
+            pixels, depth = _decode_deep_png(path, bits) if _is_deep_colour_png(head) else _to_eight_bit(image, bits)
+            pixels = _apply_orientation(pixels, image.getexif().get(ORIENTATION, 1))
     except UnreadableImage:
         raise
     except UnidentifiedImageError:
@@ -179,38 +179,38 @@ def _picture(path: Path, head: bytes, bits: int | None) -> Decoded:
         raise UnreadableImage(TOO_LARGE) from None
     except Exception as error:  # decoders raise whatever a damaged file leads them to
         raise UnreadableImage(f"the {kind} is {'truncated' if 'truncated' in str(error) else 'damaged'}") from None
-    return Decoded(pixels, depth, colour=pixels.ndim == 3)
+    return DecodedImage(pixels, depth, colour=pixels.ndim == 3)
 
 
-def _refuse_several(image: Image.Image) -> None:
+def _check_single_picture(image: Image.Image) -> None:
     # the other pictures of an MPO, a JPEG of some cameras, are previews of the first
     if getattr(image, "n_frames", 1) > 1 and image.format != "MPO":
         raise UnreadableImage("it holds several pictures; save each as a file of its own")
 
 
-def _eight_bit(image: Image.Image, bits: int | None) -> tuple[Bytes, int]:
+def _to_eight_bit(image: Image.Image, bits: int | None) -> tuple[Bytes, int]:
     """Pixels and the stored depth."""
     if image.mode.startswith("I;16") or (image.mode == "I" and image.format in ("PNG", "PPM")):
-        return _deep_grey(image, bits), 16
+        return _scale_deep_grey(image, bits), 16
     if image.mode in ("I", "F"):
         raise UnreadableImage("its pixels are signed, 32-bit or fractional numbers; save it with 8 or 16 bits")
-    depth = _depth(image, bits)
+    depth = _sample_depth(image, bits)
     if image.has_transparency_data:
         rgba = np.array(image.convert("RGBA"))
-        pixels = _onto_black(rgba[..., :3], rgba[..., 3:])
+        pixels = _blend_onto_black(rgba[..., :3], rgba[..., 3:])
         return (pixels[..., 0].copy() if image.mode in GREY else pixels), depth
     return np.array(image.convert("L" if image.mode in GREY else "RGB")), depth
 
 
-def _deep_grey(image: Image.Image, bits: int | None) -> Bytes:
+def _scale_deep_grey(image: Image.Image, bits: int | None) -> Bytes:
     values = np.array(image).astype(np.uint16)
     if image.format == "PPM":  # Pillow has stretched it already, by the greatest value that the header tells
-        return to_bytes(values, 16)
-    pixels = to_bytes(values, bits or 16)
+        return scale_to_bytes(values, 16)
+    pixels = scale_to_bytes(values, bits or 16)
     return 255 - pixels if _tiff_tag(image, PHOTOMETRIC) == WHITE_IS_ZERO else pixels
 
 
-def _depth(image: Image.Image, bits: int | None) -> int:
+def _sample_depth(image: Image.Image, bits: int | None) -> int:
     samples = _tiff_tag(image, BITS_PER_SAMPLE)
     if isinstance(samples, tuple) and max(samples) > 8:
         if bits not in (None, 16):  # Pillow keeps only the upper eight
@@ -228,24 +228,24 @@ def _is_deep_colour_png(head: bytes) -> bool:
     return head.startswith(b"\x89PNG") and head[24:25] == b"\x10" and head[25:26] != b"\x00"
 
 
-def _deep_png(path: Path, bits: int | None) -> tuple[Bytes, int]:
+def _decode_deep_png(path: Path, bits: int | None) -> tuple[Bytes, int]:
     import torch
     from torchvision.io import ImageReadMode, decode_png
 
     packed = torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8)
     values: NDArray[np.uint16] = decode_png(packed, ImageReadMode.UNCHANGED).permute(1, 2, 0).numpy()
     has_alpha = values.shape[2] in (2, 4)
-    pixels = to_bytes(values[..., :-1] if has_alpha else values, bits or 16)
+    pixels = scale_to_bytes(values[..., :-1] if has_alpha else values, bits or 16)
     if has_alpha:
-        pixels = _onto_black(pixels, to_bytes(values[..., -1:], 16))
+        pixels = _blend_onto_black(pixels, scale_to_bytes(values[..., -1:], 16))
     return (pixels[..., 0].copy() if pixels.shape[2] == 1 else pixels), 16
 
 
-def _onto_black(pixels: Bytes, alpha: Bytes) -> Bytes:
+def _blend_onto_black(pixels: Bytes, alpha: Bytes) -> Bytes:
     return ((pixels.astype(np.uint16) * alpha + 127) // 255).astype(np.uint8)
 
 
-def _turned(pixels: Bytes, orientation: object) -> Bytes:
+def _apply_orientation(pixels: Bytes, orientation: object) -> Bytes:
     transpose, rows, columns = UPRIGHT.get(orientation, (False, False, False))
     turned = pixels.swapaxes(0, 1) if transpose else pixels
     return np.ascontiguousarray(turned[:: -1 if rows else 1, :: -1 if columns else 1])
@@ -260,29 +260,29 @@ class _Stack:
     shape: tuple[int, ...]
     dtype: np.dtype[np.unsignedinteger[Any]]
 
-    def chosen(self, rows: Sequence[int]) -> Iterator[NDArray[np.unsignedinteger[Any]]]:
+    def read_images(self, rows: Sequence[int]) -> Iterator[NDArray[np.unsignedinteger[Any]]]:
         """The images at `rows`, which ascend. What lies between is read too: the checksum at the end counts it."""
         if rows and not 0 <= rows[0] <= rows[-1] < self.count:
             raise UnreadableImage(f"row {rows[-1]} was asked for, but it has {self.count} images, counted from 0")
         size, reached = math.prod(self.shape) * self.dtype.itemsize, 0
         for row in rows:
-            _skip(self.file, (row - reached) * size)
-            yield np.frombuffer(_exactly(self.file, size), self.dtype).reshape(self.shape)
+            _skip_bytes(self.file, (row - reached) * size)
+            yield np.frombuffer(_read_exactly(self.file, size), self.dtype).reshape(self.shape)
             reached = row + 1
         if reached == self.count and self.file.read(1):
             raise UnreadableImage("it has bytes after its last image")
 
 
-def _exactly(file: Readable, size: int) -> bytes:
+def _read_exactly(file: Readable, size: int) -> bytes:
     data = file.read(size)
     if len(data) < size:
         raise UnreadableImage("the file is truncated")
     return data
 
 
-def _skip(file: Readable, size: int) -> None:
+def _skip_bytes(file: Readable, size: int) -> None:
     for start in range(0, size, BLOCK):
-        _exactly(file, min(BLOCK, size - start))
+        _read_exactly(file, min(BLOCK, size - start))
 
 
 def decode_rows(path: Path, array: str, rows: Sequence[int], bits: int | None = None) -> Bytes:
@@ -299,33 +299,33 @@ def stream_rows(path: Path, array: str, rows: Sequence[int], bits: int | None = 
     """
     if any(next_one <= row for row, next_one in pairwise(rows)):
         raise ValueError("rows must ascend")
-    with _stack(path, array) as stack:
-        for image in stack.chosen(rows):
-            pixels = image.astype(np.uint8) if image.dtype == np.uint8 else to_bytes(image, bits or 16)
+    with _open_stack(path, array) as stack:
+        for image in stack.read_images(rows):
+            pixels = image.astype(np.uint8) if image.dtype == np.uint8 else scale_to_bytes(image, bits or 16)
             yield pixels[..., 0] if image.ndim == 3 and image.shape[2] == 1 else pixels
 
 
 @contextmanager
-def _stack(path: Path, array: str) -> Iterator[_Stack]:
-    head = first_bytes(path)
+def _open_stack(path: Path, array: str) -> Iterator[_Stack]:
+    head = read_head(path)
     try:
         with ExitStack() as files:
             file = files.enter_context(path.open("rb"))
             if head.startswith(b"PK"):
-                yield _npy(files.enter_context(zipfile.ZipFile(file)), array, files)
+                yield _open_npy(files.enter_context(zipfile.ZipFile(file)), array, files)
             else:
-                yield _idx(gzip.GzipFile(fileobj=file) if head.startswith(b"\x1f\x8b") else file)
+                yield _open_idx(gzip.GzipFile(fileobj=file) if head.startswith(b"\x1f\x8b") else file)
     except UnreadableImage:
         raise
     except Exception:  # what zip, deflate and header parsers raise on damaged files may quote them
         raise UnreadableImage("the file is truncated or damaged") from None
 
 
-def _npy(archive: zipfile.ZipFile, array: str, files: ExitStack) -> _Stack:
+def _open_npy(archive: zipfile.ZipFile, array: str, files: ExitStack) -> _Stack:
     name = f"{array}.npy"
     if name not in archive.namelist():
         raise UnreadableImage(f"it has no array '{array}'")
-    with quiet(), archive.open(name) as member:
+    with silence_decoders(), archive.open(name) as member:
         opening = io.BytesIO(member.read(MOST_HEADER))  # NumPy itself would read any length that a header claims
         shape, by_column, dtype = HEADERS[npy.read_magic(opening)](opening)
     if dtype.kind != "u" or dtype.itemsize > 2:
@@ -333,20 +333,20 @@ def _npy(archive: zipfile.ZipFile, array: str, files: ExitStack) -> _Stack:
     if by_column and len(shape) > 1:
         raise UnreadableImage("its images are stored column by column; save them with numpy.ascontiguousarray")
     file = files.enter_context(archive.open(name))
-    _skip(file, opening.tell())
-    return _checked(file, shape, dtype)
+    _skip_bytes(file, opening.tell())
+    return _build_stack(file, shape, dtype)
 
 
-def _idx(file: Readable) -> _Stack:
+def _open_idx(file: Readable) -> _Stack:
     header = file.read(16)
     if len(header) < 16 or struct.unpack(">I", header[:4])[0] != IDX_OF_BYTE_IMAGES:
         raise UnreadableImage("it is not an idx file of images")
-    return _checked(file, struct.unpack(">3I", header[4:]), np.dtype(np.uint8))
+    return _build_stack(file, struct.unpack(">3I", header[4:]), np.dtype(np.uint8))
 
 
-def _checked(file: Readable, shape: tuple[int, ...], dtype: np.dtype[Any]) -> _Stack:
+def _build_stack(file: Readable, shape: tuple[int, ...], dtype: np.dtype[Any]) -> _Stack:
     image = shape[1:]
     if len(image) not in (2, 3) or image[2:] not in ((), (1,), (3,)) or min(image) < 1:
         raise UnreadableImage("its array has not the shape of images: n×H×W, n×H×W×1 or n×H×W×3")
-    refuse_large(image[1], image[0])
+    check_size(image[1], image[0])
     return _Stack(file, shape[0], image, dtype)

@@ -32,12 +32,12 @@ from scipy.special import expit
 from polyclinic.data.sources.decode import (
     LARGEST,
     Bytes,
-    Decoded,
+    DecodedImage,
     UnreadableImage,
-    first_bytes,
-    quiet,
-    refuse_large,
-    to_bytes,
+    check_size,
+    read_head,
+    scale_to_bytes,
+    silence_decoders,
 )
 
 Numbers = NDArray[np.float64]
@@ -66,11 +66,11 @@ PHOTOMETRICS = (*MONOCHROME, "PALETTE COLOR", "RGB", "YBR_FULL", "YBR_FULL_422",
 END_OF_IMAGE = b"\xff\xd9"
 
 
-def read_dicom(path: Path) -> Decoded:
-    first_bytes(path)
-    with quiet():
+def read_dicom(path: Path) -> DecodedImage:
+    read_head(path)
+    with silence_decoders():
         try:
-            return _read(path)
+            return _read_file(path)
         except UnreadableImage:
             raise
         except InvalidDicomError:
@@ -79,27 +79,27 @@ def read_dicom(path: Path) -> Decoded:
             raise UnreadableImage("the DICOM file is damaged") from None
 
 
-def _read(path: Path) -> Decoded:
-    header = _opened(path, SHAPE + RENDERING, stop_before_pixels=True)
-    _refuse_unfit(header)
-    stored, photometric = _stored(path, header.file_meta.get("TransferSyntaxUID"))
+def _read_file(path: Path) -> DecodedImage:
+    header = _read_tags(path, SHAPE + RENDERING, stop_before_pixels=True)
+    _check_header(header)
+    stored, photometric = _read_stored_values(path, header.file_meta.get("TransferSyntaxUID"))
     if stored.shape[:2] != (header.Rows, header.Columns) or stored.ndim > 3:
         raise UnreadableImage("its pixels are not the one picture that its header announces")
-    shown = _shown(stored, photometric, header)
-    return Decoded(shown, int(header.BitsStored), photometric not in MONOCHROME, windowed=True)
+    shown = _render_pixels(stored, photometric, header)
+    return DecodedImage(shown, int(header.BitsStored), photometric not in MONOCHROME, windowed=True)
 
 
-class _Guarded(io.BufferedReader):
+class _GuardedReader(io.BufferedReader):
     """pydicom reads "all the rest" of a file only to inflate it: see first how large that would become."""
 
     def read(self, size: int | None = -1, /) -> bytes:
         data = super().read(size)
         if size is None or size < 0:
-            _refuse_inflating(data)
+            _check_inflated_size(data)
         return data
 
 
-def _refuse_inflating(data: bytes, most: int = 6 * LARGEST) -> None:
+def _check_inflated_size(data: bytes, most: int = 6 * LARGEST) -> None:
     """At most three samples of two bytes for each pixel of the largest image."""
     stream, size = zlib.decompressobj(-zlib.MAX_WBITS), 0
     while data and not stream.eof:
@@ -109,19 +109,19 @@ def _refuse_inflating(data: bytes, most: int = 6 * LARGEST) -> None:
             raise UnreadableImage("its deflated content is larger than any image allowed")
 
 
-def _opened(path: Path, tags: list[str], *, stop_before_pixels: bool = False) -> FileDataset:
-    with _Guarded(io.FileIO(path)) as file:
+def _read_tags(path: Path, tags: list[str], *, stop_before_pixels: bool = False) -> FileDataset:
+    with _GuardedReader(io.FileIO(path)) as file:
         return dcmread(file, specific_tags=tags, stop_before_pixels=stop_before_pixels)
 
 
-def _refuse_unfit(header: Dataset) -> None:
+def _check_header(header: Dataset) -> None:
     if "Rows" not in header or "Columns" not in header:
         raise UnreadableImage("it holds no picture (it is a report or another document), or ends before it")
     if int(header.get("NumberOfFrames") or 1) > 1:
         raise UnreadableImage(
             "it holds several pictures (multi-frame DICOM); export those wanted as files of their own"
         )
-    refuse_large(header.Columns, header.Rows)
+    check_size(header.Columns, header.Rows)
     if header.PhotometricInterpretation not in PHOTOMETRICS:
         raise UnreadableImage("its kind of colour (photometric interpretation) is not supported")
     if header.BitsAllocated > 16:
@@ -130,24 +130,24 @@ def _refuse_unfit(header: Dataset) -> None:
         raise UnreadableImage("its pixels are not kept in the lowest bits, an old habit that is not supported")
 
 
-def _stored(path: Path, syntax: UID | None) -> tuple[NDArray[np.integer[Any]], str]:
+def _read_stored_values(path: Path, syntax: UID | None) -> tuple[NDArray[np.integer[Any]], str]:
     """Pixel values as stored (colour: as RGB), and their photometric interpretation after decompression."""
-    decoder, compression, package = _decoder(syntax)
-    dataset = _opened(path, SHAPE + PIXELS)
+    decoder, compression, package = _find_decoder(syntax)
+    dataset = _read_tags(path, SHAPE + PIXELS)
     if not dataset.get("PixelData"):
         raise UnreadableImage("it has no pixel data, or is truncated within them")
     if package:
-        _refuse_false_frame(dataset, package)
+        _check_frame(dataset, package)
     try:
         values, facts = decoder.as_array(dataset)
     except Exception:
         if package and "pylibjpeg" not in decoder.available_plugins:  # Pillow decodes some, not all
-            raise _missing(compression) from None
+            raise _missing_decoder(compression) from None
         raise UnreadableImage("its pixel data are truncated or damaged") from None
     return values, str(facts["photometric_interpretation"])
 
 
-def _decoder(syntax: UID | None) -> tuple[Decoder, str, str]:
+def _find_decoder(syntax: UID | None) -> tuple[Decoder, str, str]:
     """How to decompress, what the compression is called, the package that decodes it ("" where pydicom does)."""
     if not syntax:
         raise UnreadableImage("it does not say how its pixels are stored (no transfer syntax)")
@@ -159,17 +159,17 @@ def _decoder(syntax: UID | None) -> tuple[Decoder, str, str]:
             "its pixels are stored or compressed in a way that cannot be read (video, private)"
         ) from None
     if not decoder.is_available:
-        raise _missing(compression)
+        raise _missing_decoder(compression)
     return decoder, compression, package
 
 
-def _missing(compression: str) -> UnreadableImage:
+def _missing_decoder(compression: str) -> UnreadableImage:
     return UnreadableImage(
         f'its pixels are compressed ({compression}); install the decoders with pip install "polyclinic[dicom]"'
     )
 
 
-def _refuse_false_frame(dataset: Dataset, package: str) -> None:
+def _check_frame(dataset: Dataset, package: str) -> None:
     """A compressed picture announces its own size and its end; decoders believe the one and do not miss the other."""
     frame = get_frame(dataset.PixelData, 0, number_of_frames=1)
     if END_OF_IMAGE not in frame[-16:]:  # its end may be padded with zeros
@@ -182,48 +182,48 @@ def _refuse_false_frame(dataset: Dataset, package: str) -> None:
         raise UnreadableImage("its compressed picture has another size than its header announces")
 
 
-def _shown(stored: NDArray[np.integer[Any]], photometric: str, header: Dataset) -> Bytes:
+def _render_pixels(stored: NDArray[np.integer[Any]], photometric: str, header: Dataset) -> Bytes:
     if photometric == "RGB":
-        return to_bytes(stored.astype(np.uint16), int(header.BitsStored))
+        return scale_to_bytes(stored.astype(np.uint16), int(header.BitsStored))
     low = int(stored.min())
     index = np.subtract(stored, low, dtype=np.int32)
     seen = np.bincount(index.ravel()) > 0
     # at most 2^16 different values: render each once
     levels = np.arange(low, low + len(seen), dtype=np.float64)
     if photometric == "PALETTE COLOR":
-        colours = [_Table(header, *names).shades(levels) for names in PALETTES]
+        colours = [_LookupTable(header, *names).to_shades(levels) for names in PALETTES]
         return np.stack([np.take(shades, index) for shades in colours], axis=-1)
     if photometric not in MONOCHROME:
         raise UnreadableImage("its colours cannot be converted to red, green and blue")
-    seen &= ~_padding(levels, stored, header)
-    shades = np.rint(255 * _interest(_modality(levels, header), seen, header)).astype(np.uint8)
+    seen &= ~_padding_mask(levels, stored, header)
+    shades = np.rint(255 * _apply_voi(_apply_modality(levels, header), seen, header)).astype(np.uint8)
     pixels: Bytes = np.take(shades, index)
     return np.invert(pixels) if photometric == "MONOCHROME1" else pixels
 
 
-def _modality(levels: Numbers, header: Dataset) -> Numbers:
+def _apply_modality(levels: Numbers, header: Dataset) -> Numbers:
     if header.get("ModalityLUTSequence"):
-        return _Table(header.ModalityLUTSequence[0]).entries_at(levels)
-    slope, intercept = _number(header, "RescaleSlope"), _number(header, "RescaleIntercept")
+        return _LookupTable(header.ModalityLUTSequence[0]).look_up(levels)
+    slope, intercept = _first_number(header, "RescaleSlope"), _first_number(header, "RescaleIntercept")
     if slope == 0:
         raise UnreadableImage("its rescale slope is 0, which makes all its pixels equal")
     return levels * (1.0 if slope is None else slope) + (intercept or 0.0)
 
 
-def _interest(values: Numbers, seen: NDArray[np.bool_], header: Dataset) -> Numbers:
+def _apply_voi(values: Numbers, seen: NDArray[np.bool_], header: Dataset) -> Numbers:
     """What of the values is to be seen, as 0 (black) to 1 (white) of MONOCHROME2."""
     if header.get("VOILUTSequence"):
-        table = _Table(header.VOILUTSequence[0])
-        return table.entries_at(values) / table.top
-    centre, width = _number(header, "WindowCenter"), _number(header, "WindowWidth")
+        table = _LookupTable(header.VOILUTSequence[0])
+        return table.look_up(values) / table.top
+    centre, width = _first_number(header, "WindowCenter"), _first_number(header, "WindowWidth")
     if centre is not None and width is not None:
-        return _window(values, centre, width, str(header.get("VOILUTFunction") or "LINEAR").strip().upper())
+        return _apply_window(values, centre, width, str(header.get("VOILUTFunction") or "LINEAR").strip().upper())
     if not seen.any() or (low := values[seen].min()) == (high := values[seen].max()):
         return np.zeros_like(values)
     return np.asarray(np.clip((values - low) / (high - low), 0, 1))
 
 
-def _window(values: Numbers, centre: float, width: float, function: str) -> Numbers:
+def _apply_window(values: Numbers, centre: float, width: float, function: str) -> Numbers:
     """PS3.3 C.11.2.1.2.1 (linear), C.11.2.1.3.1 (sigmoid), C.11.2.1.3.2 (linear exact)."""
     if width < 1 if function == "LINEAR" else width <= 0:
         raise UnreadableImage("its window is too narrow to show anything; correct or remove its window")
@@ -238,17 +238,17 @@ def _window(values: Numbers, centre: float, width: float, function: str) -> Numb
     return np.clip((values - centre) / width + 0.5, 0, 1)
 
 
-def _padding(levels: Numbers, stored: NDArray[np.integer[Any]], header: Dataset) -> NDArray[np.bool_]:
-    value = _number(header, "PixelPaddingValue")
+def _padding_mask(levels: Numbers, stored: NDArray[np.integer[Any]], header: Dataset) -> NDArray[np.bool_]:
+    value = _first_number(header, "PixelPaddingValue")
     if value is None:
         return np.zeros(len(levels), dtype=bool)
-    limit = _number(header, "PixelPaddingRangeLimit")
+    limit = _first_number(header, "PixelPaddingRangeLimit")
     # some writers give −2000 as the unsigned 63536: read it as the pixels are read
     ends = np.array([value, value if limit is None else limit]).astype(np.int64).astype(stored.dtype)
     return np.asarray((levels >= ends.min()) & (levels <= ends.max()))
 
 
-def _number(header: Dataset, keyword: str) -> float | None:
+def _first_number(header: Dataset, keyword: str) -> float | None:
     """The first value of a tag; None where it is absent or empty."""
     value = header.get(keyword)
     first = (value[0] if value else None) if isinstance(value, MultiValue) else value
@@ -259,23 +259,23 @@ def _number(header: Dataset, keyword: str) -> float | None:
     return number
 
 
-class _Table:
+class _LookupTable:
     """A lookup table (PS3.3 C.11.1.1). Values before its first get its first entry, values after its last its last."""
 
     def __init__(self, holder: Dataset, descriptor: str = "LUTDescriptor", data: str = "LUTData") -> None:
         if descriptor not in holder or data not in holder:
             raise UnreadableImage("its lookup table is missing, or segmented, which is not supported")
         count, self.first, bits = (int(number) for number in holder[descriptor].value)
-        self.entries, self.top = _entries(holder[data].value, (count & 0xFFFF) or 2**16, bits, holder)
+        self.entries, self.top = _read_entries(holder[data].value, (count & 0xFFFF) or 2**16, bits, holder)
 
-    def entries_at(self, values: Numbers) -> Numbers:
+    def look_up(self, values: Numbers) -> Numbers:
         return self.entries[np.clip(values - self.first, 0, len(self.entries) - 1).astype(np.int64)]
 
-    def shades(self, values: Numbers) -> Bytes:
-        return np.rint(255 * self.entries_at(values) / self.top).astype(np.uint8)
+    def to_shades(self, values: Numbers) -> Bytes:
+        return np.rint(255 * self.look_up(values) / self.top).astype(np.uint8)
 
 
-def _entries(raw: Any, count: int, bits: int, holder: Dataset) -> tuple[Numbers, int]:
+def _read_entries(raw: Any, count: int, bits: int, holder: Dataset) -> tuple[Numbers, int]:
     """The entries of a table, and the greatest that they can be."""
     little = bool(holder.original_encoding[1])
     if not isinstance(raw, bytes):

@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Literal
 
 from polyclinic.core.errors import DataError
-from polyclinic.data.findings import first, told
-from polyclinic.data.records import Listing, Record, classes_of, may_be_said, pseudonyms
+from polyclinic.data.findings import first_places, format_places
+from polyclinic.data.records import Listing, Record, find_classes, is_disclosable, pseudonymise
 
 Level = Literal["label", "site", "split", "patient", "skip"]
-TOLD: tuple[Level, ...] = ("label", "site", "split")
+DISCLOSED_LEVELS: tuple[Level, ...] = ("label", "site", "split")
 """Levels whose folders' names may be said; a patient's may not."""
 SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".tif", ".tiff", ".webp", ".pgm", ".dcm", ".dicom"})
 SPLITS = {
@@ -41,9 +41,9 @@ class _Folder:
     numbers: tuple[int, ...]
     """The same way, each folder told by its number among those beside it."""
 
-    def told(self, said: Sequence[str | None]) -> str:
+    def format_path(self, names: Sequence[str | None]) -> str:
         """The way in words, with numbers where nothing may be said."""
-        return "/".join(text or f"folder {number}" for text, number in zip(said, self.numbers, strict=False))
+        return "/".join(text or f"folder {number}" for text, number in zip(names, self.numbers, strict=False))
 
 
 def read_folder(
@@ -64,13 +64,16 @@ def read_folder(
     """
     if any(levels.count(level) > 1 for level in levels if level != "skip"):
         raise DataError(f"The folder levels {'/'.join(levels)} name one level twice; call the others 'skip'.")
-    with reading(root):
-        ranks = _ranks(root, len(levels))
-        files = {folder: [file for file in images(folder.path) if _fits(file, pattern)] for folder in ranks[-1]}
-        unlisted = tuple(file for file in _elsewhere(ranks) if _fits(file, pattern))
-    _refuse_empty(root, levels, ranks, {folder.names for folder in files if files[folder]}, classes is not None)
-    records = _records(levels, files, guessed)
-    found = classes_of(record.label for record in records) if classes is None else tuple(map(cleaned, classes))
+    with plain_read_errors(root):
+        ranks = _folders_by_depth(root, len(levels))
+        files = {
+            folder: [file for file in list_images(folder.path) if _matches_pattern(file, pattern)]
+            for folder in ranks[-1]
+        }
+        unlisted = tuple(file for file in _images_elsewhere(ranks) if _matches_pattern(file, pattern))
+    _check_empty_folders(root, levels, ranks, {folder.names for folder in files if files[folder]}, classes is not None)
+    records = _build_records(levels, files, guessed)
+    found = find_classes(record.label for record in records) if classes is None else tuple(map(clean_text, classes))
     return Listing(name, root, records, found, declared=classes is not None, unlisted=unlisted)
 
 
@@ -79,32 +82,32 @@ def is_image(path: Path) -> bool:
     suffix = path.suffix.lower()
     if path.name.startswith(".") or path.name == "DICOMDIR":
         return False
-    return suffix in SUFFIXES or ((not suffix or suffix[1:].isdigit()) and _marked_as_dicom(path))
+    return suffix in SUFFIXES or ((not suffix or suffix[1:].isdigit()) and _has_dicom_mark(path))
 
 
-def cleaned(text: str) -> str:
+def clean_text(text: str) -> str:
     """Without spaces around it, and with every accent in one form: the same word may be written in two ways."""
     return unicodedata.normalize("NFC", text.strip())
 
 
-def part_of(text: str) -> str:
+def parse_part(text: str) -> str:
     """The part that a text names: "Training" is train, "val" is validation; other texts stay as they are."""
     return SPLITS.get(text.lower(), text)
 
 
-def images(folder: Path) -> Iterator[Path]:
+def list_images(folder: Path) -> Iterator[Path]:
     """The images directly in a folder, by name. A dangling link counts: whoever opens it will say so."""
-    for entry in _entries(folder):
+    for entry in _list_entries(folder):
         if (entry.is_file() or entry.is_symlink()) and not entry.is_dir() and is_image(path := folder / entry.name):
             yield path
 
 
-def subfolders(folder: Path) -> list[Path]:
-    return [folder / entry.name for entry in _entries(folder) if entry.is_dir()]
+def list_subfolders(folder: Path) -> list[Path]:
+    return [folder / entry.name for entry in _list_entries(folder) if entry.is_dir()]
 
 
 @contextmanager
-def reading(root: Path) -> Iterator[None]:
+def plain_read_errors(root: Path) -> Iterator[None]:
     """Turn what goes wrong below `root` into one sentence that names no other folder or file."""
     try:
         yield
@@ -114,13 +117,13 @@ def reading(root: Path) -> Iterator[None]:
         ) from None
 
 
-def _entries(folder: Path) -> list[os.DirEntry[str]]:
+def _list_entries(folder: Path) -> list[os.DirEntry[str]]:
     with os.scandir(folder) as entries:
         seen = [entry for entry in entries if not entry.name.startswith(".") and entry.name != "__MACOSX"]
     return sorted(seen, key=lambda entry: entry.name)
 
 
-def _marked_as_dicom(path: Path) -> bool:
+def _has_dicom_mark(path: Path) -> bool:
     if not path.is_file():
         return False
     try:
@@ -130,47 +133,49 @@ def _marked_as_dicom(path: Path) -> bool:
         return True  # nobody can tell: listed, it will be reported as unreadable instead of overlooked
 
 
-def _fits(file: Path, pattern: str) -> bool:
+def _matches_pattern(file: Path, pattern: str) -> bool:
     return pattern == "*" or fnmatchcase(file.name.lower(), pattern.lower())
 
 
-def _ranks(root: Path, depth: int) -> list[list[_Folder]]:
+def _folders_by_depth(root: Path, depth: int) -> list[list[_Folder]]:
     """All folders, by how deep they lie below the root, which is the first rank."""
     ranks = [[_Folder(root, (), ())]]
     for _ in range(depth):
-        ranks.append([folder for above in ranks[-1] for folder in _inside(above)])
+        ranks.append([folder for above in ranks[-1] for folder in _child_folders(above)])
     return ranks
 
 
-def _inside(above: _Folder) -> Iterator[_Folder]:
-    for number, path in enumerate(subfolders(above.path), 1):
-        yield _Folder(path, (*above.names, cleaned(path.name)), (*above.numbers, number))
+def _child_folders(above: _Folder) -> Iterator[_Folder]:
+    for number, path in enumerate(list_subfolders(above.path), 1):
+        yield _Folder(path, (*above.names, clean_text(path.name)), (*above.numbers, number))
 
 
-def _elsewhere(ranks: Sequence[Sequence[_Folder]]) -> Iterator[Path]:
+def _images_elsewhere(ranks: Sequence[Sequence[_Folder]]) -> Iterator[Path]:
     """Images above the last level, and below it."""
     for rank in ranks[:-1]:
         for folder in rank:
-            yield from images(folder.path)
+            yield from list_images(folder.path)
     for folder in ranks[-1]:
-        yield from _below(folder.path)
+        yield from _images_below(folder.path)
 
 
-def _below(folder: Path) -> Iterator[Path]:
-    for deeper in subfolders(folder):
+def _images_below(folder: Path) -> Iterator[Path]:
+    for deeper in list_subfolders(folder):
         if not deeper.is_symlink():  # a link may lead back up, for ever
-            yield from images(deeper)
-            yield from _below(deeper)
+            yield from list_images(deeper)
+            yield from _images_below(deeper)
 
 
-def _records(levels: tuple[Level, ...], files: Mapping[_Folder, Sequence[Path]], guessed: bool) -> tuple[Record, ...]:
+def _build_records(
+    levels: tuple[Level, ...], files: Mapping[_Folder, Sequence[Path]], guessed: bool
+) -> tuple[Record, ...]:
     said = [dict(zip(levels, folder.names, strict=True)) for folder in files]
-    patients = pseudonyms([names.get("patient", "") for names in said])
+    patients = pseudonymise([names.get("patient", "") for names in said])
     places = _numbered_places(levels, files) if guessed else _named_places(levels, files)
     numbers: defaultdict[str, Iterator[int]] = defaultdict(lambda: count(1))
     records = []
     for names, patient, place, found in zip(said, patients, places, files.values(), strict=True):
-        label, site, split = names.get("label", ""), names.get("site", ""), part_of(names.get("split", ""))
+        label, site, split = names.get("label", ""), names.get("site", ""), parse_part(names.get("split", ""))
         for file in found:
             number = next(numbers[place])
             where = f"{place}, file {number}" if place else f"file {number}"
@@ -180,7 +185,7 @@ def _records(levels: tuple[Level, ...], files: Mapping[_Folder, Sequence[Path]],
 
 def _named_places(levels: tuple[Level, ...], folders: Iterable[_Folder]) -> list[str]:
     ways = [zip(levels, folder.names, strict=True) for folder in folders]
-    return ["/".join(name for level, name in way if level in TOLD) for way in ways]
+    return ["/".join(name for level, name in way if level in DISCLOSED_LEVELS) for way in ways]
 
 
 def _numbered_places(levels: tuple[Level, ...], files: Mapping[_Folder, Sequence[Path]]) -> list[str]:
@@ -188,14 +193,14 @@ def _numbered_places(levels: tuple[Level, ...], files: Mapping[_Folder, Sequence
     sizes: Counter[tuple[Level, str]] = Counter()
     for folder, found in files.items():
         sizes.update({way: len(found) for way in zip(levels, folder.names, strict=True)})
-    known = {way for way, size in sizes.items() if may_be_said(size, size) or way[0] == "split"}
+    known = {way for way, size in sizes.items() if is_disclosable(size, size) or way[0] == "split"}
     return [
-        folder.told([way[1] if way in known else None for way in zip(levels, folder.names, strict=True)])
+        folder.format_path([way[1] if way in known else None for way in zip(levels, folder.names, strict=True)])
         for folder in files
     ]
 
 
-def _refuse_empty(
+def _check_empty_folders(
     root: Path,
     levels: tuple[Level, ...],
     ranks: Sequence[Sequence[_Folder]],
@@ -208,20 +213,20 @@ def _refuse_empty(
         raise DataError(f"'{root}' holds no image as {layout}<file>; give the folder that is laid out so.")
     for depth, level in enumerate(levels):
         folders = {folder.names[depth]: folder for folder in reversed(ranks[depth + 1])}
-        if level not in TOLD:
+        if level not in DISCLOSED_LEVELS:
             continue
-        _refuse_unsayable(root, level, folders)
+        _check_printable(root, level, folders)
         names = [] if level == "label" and declared else sorted(folders.keys() - {path[depth] for path in used})
-        empty = first(folders[name].told([None] * (depth + 1)) for name in names)
+        empty = first_places(folders[name].format_path([None] * (depth + 1)) for name in names)
         if empty:
             raise DataError(
                 f"'{root}' has {len(names)} {level} folder(s) without an image "
-                f"(counted by name: {told(empty, len(names))}); "
+                f"(counted by name: {format_places(empty, len(names))}); "
                 "put images there or remove the folder(s)."
             )
 
 
-def _refuse_unsayable(root: Path, level: Level, names: Iterable[str]) -> None:
+def _check_printable(root: Path, level: Level, names: Iterable[str]) -> None:
     broken = sum(not name.isprintable() for name in names)
     if broken:
         raise DataError(

@@ -19,8 +19,8 @@ from polyclinic.core.errors import DataError
 def read_idx(path: Path, shape: tuple[int, ...], most: int) -> Tensor:
     """The items of an idx file of bytes. The header is believed only within `shape` and `most` items."""
     try:
-        with _opened(path) as file:
-            count = _count(path, file.read(8 + 4 * len(shape)), shape, most)
+        with _open_file(path) as file:
+            count = _check_count(path, file.read(8 + 4 * len(shape)), shape, most)
             size = count * math.prod(shape)
             body = file.read(size + 1)
     except (OSError, EOFError, zlib.error) as error:
@@ -31,11 +31,11 @@ def read_idx(path: Path, shape: tuple[int, ...], most: int) -> Tensor:
     return torch.from_numpy(np.frombuffer(bytearray(body), dtype=np.uint8)).reshape(count, *shape)
 
 
-def _opened(path: Path) -> io.BufferedIOBase:
+def _open_file(path: Path) -> io.BufferedIOBase:
     return gzip.GzipFile(path) if path.suffix == ".gz" else path.open("rb")
 
 
-def _count(path: Path, header: bytes, shape: tuple[int, ...], most: int) -> int:
+def _check_count(path: Path, header: bytes, shape: tuple[int, ...], most: int) -> int:
     fields = 2 + len(shape)
     if len(header) < 4 * fields:
         raise DataError(f"'{path}' is truncated within its header; get the file anew.")

@@ -20,8 +20,8 @@ import numpy as np
 from numpy.lib import format as npy
 
 from polyclinic.core.errors import DataError
-from polyclinic.data.records import Listing, Record, classes_of, pseudonyms
-from polyclinic.data.sources.folder import SPLITS, cleaned, part_of
+from polyclinic.data.records import Listing, Record, find_classes, pseudonymise
+from polyclinic.data.sources.folder import SPLITS, clean_text, parse_part
 
 MOST_IMAGES = 10_000_000
 MOST_BYTES = {"images": 8 * 2**30, "labels": 2**28, "site": 2**30, "patient": 2**30, "split": 2**30}
@@ -33,7 +33,7 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 
 @dataclass(frozen=True)
-class _Part:
+class _ImageArray:
     """What one array of images comes with, a text per image."""
 
     array: str
@@ -57,24 +57,24 @@ def read_npz(
     and a number beyond it stays a number, for `check` to report.
     Rows are counted from 0, as NumPy does.
     """
-    with _opened(file) as archive:
-        parts = [_part(archive, prefix) for prefix in _prefixes(archive)]
+    with _open_archive(file) as archive:
+        parts = [_read_array(archive, prefix) for prefix in _find_prefixes(archive)]
     declared = label_names if classes is None else classes
-    names = {str(number): cleaned(text) for number, text in enumerate(label_names or ())}
+    names = {str(number): clean_text(text) for number, text in enumerate(label_names or ())}
     labels = [names.get(label, label) for part in parts for label in part.labels]
     if not labels:
         raise DataError(f"'{file}' has arrays of images, but no image in them; get the file anew.")
-    patients = pseudonyms([patient for part in parts for patient in part.patients])
-    rows = chain.from_iterable(zip(_rows(part), part.sites, part.splits, strict=True) for part in parts)
+    patients = pseudonymise([patient for part in parts for patient in part.patients])
+    rows = chain.from_iterable(zip(_number_rows(part), part.sites, part.splits, strict=True) for part in parts)
     records = tuple(
         Record(file, label, site, patient, split, f"{array} row {row}", array, row)
         for ((array, row), site, split), label, patient in zip(rows, labels, patients, strict=True)
     )
-    found = classes_of(set(labels)) if declared is None else tuple(map(cleaned, declared))
+    found = find_classes(set(labels)) if declared is None else tuple(map(clean_text, declared))
     return Listing(name, file.parent, records, found, declared=declared is not None)
 
 
-def _rows(part: _Part) -> Iterator[tuple[str, int]]:
+def _number_rows(part: _ImageArray) -> Iterator[tuple[str, int]]:
     return ((part.array, row) for row in range(len(part.labels)))
 
 
@@ -86,59 +86,63 @@ class _Archive:
         self.size = file.stat().st_size
         self.keys = [name.removesuffix(".npy") for name in members.namelist() if name.endswith(".npy")]
 
-    def refuse(self, fault: str) -> DataError:
+    def build_error(self, fault: str) -> DataError:
         return DataError(f"'{self.file}': {fault}; get the file anew or write it with numpy.savez.")
 
-    def header(self, key: str, kind: str) -> tuple[tuple[int, ...], np.dtype[Any]]:
+    def read_header(self, key: str, kind: str) -> tuple[tuple[int, ...], np.dtype[Any]]:
         """Shape and type of an array, once they agree with the size of its member and the caps."""
-        info = self._info(key, kind)
-        with self._parsing(key), self.members.open(info) as member:
+        info = self._member_info(key, kind)
+        with self._plain_errors(key), self.members.open(info) as member:
             opening = BytesIO(member.read(MOST_HEADER))  # NumPy itself would read any length that a header claims
             shape, _, dtype = HEADERS[npy.read_magic(opening)](opening)
         if dtype.hasobject:
-            raise self.refuse(f"'{key}' holds Python objects, which may run code when read")
+            raise self.build_error(f"'{key}' holds Python objects, which may run code when read")
         if any(side < 0 for side in shape) or opening.tell() + math.prod(shape) * dtype.itemsize != info.file_size:
-            raise self.refuse(f"the header of '{key}' claims another size than its member of {info.file_size:,} bytes")
+            raise self.build_error(
+                f"the header of '{key}' claims another size than its member of {info.file_size:,} bytes"
+            )
         return shape, dtype
 
-    def texts(self, key: str, kind: str, count: int) -> list[str]:
+    def read_texts(self, key: str, kind: str, count: int) -> list[str]:
         """A column of `count` whole numbers or texts."""
-        shape, dtype = self.header(key, kind)
+        shape, dtype = self.read_header(key, kind)
         if shape not in ((count,), (count, 1)):
-            raise self.refuse(f"'{key}' has the shape {_told(shape)} for {count} images; it must have one per image")
+            raise self.build_error(
+                f"'{key}' has the shape {_format_shape(shape)} for {count} images; it must have one per image"
+            )
         if dtype.kind not in "biuSU":
-            raise self.refuse(f"'{key}' is of type {dtype.name}; it must hold whole numbers or texts")
-        with self._parsing(key), self.members.open(f"{key}.npy") as member:
+            raise self.build_error(f"'{key}' is of type {dtype.name}; it must hold whole numbers or texts")
+        with self._plain_errors(key), self.members.open(f"{key}.npy") as member:
             column: Array = npy.read_array(member, allow_pickle=False).reshape(count)
             if dtype.kind in "biu":
                 return [str(int(value)) for value in column.tolist()]
-            texts = [cleaned(_decoded(value)) for value in column.tolist()]
+            texts = [clean_text(_decode_text(value)) for value in column.tolist()]
         strange = sum(not text.isprintable() for text in texts)
         if strange:
-            raise self.refuse(f"{strange} of '{key}' hold characters that cannot be printed")
+            raise self.build_error(f"{strange} of '{key}' hold characters that cannot be printed")
         return texts
 
-    def _info(self, key: str, kind: str) -> ZipInfo:
+    def _member_info(self, key: str, kind: str) -> ZipInfo:
         info, most = self.members.getinfo(f"{key}.npy"), MOST_BYTES[kind]
         if info.compress_type not in (ZIP_STORED, ZIP_DEFLATED):
-            raise self.refuse(f"'{key}' is compressed in a way that NumPy does not write")
+            raise self.build_error(f"'{key}' is compressed in a way that NumPy does not write")
         if info.file_size > most:
-            raise self.refuse(f"'{key}' has {info.file_size:,} bytes, more than the {most:,} that are read")
+            raise self.build_error(f"'{key}' has {info.file_size:,} bytes, more than the {most:,} that are read")
         within = info.header_offset + info.compress_size <= self.size
         if not within or info.file_size > DEFLATE_LIMIT * (info.compress_size + 1):
-            raise self.refuse(f"'{key}' claims {info.file_size:,} bytes, more than the file can hold")
+            raise self.build_error(f"'{key}' claims {info.file_size:,} bytes, more than the file can hold")
         return info
 
     @contextmanager
-    def _parsing(self, key: str) -> Iterator[None]:
+    def _plain_errors(self, key: str) -> Iterator[None]:
         try:
             yield
         except Exception:  # whatever zip and npy parsers stumble over; their own words may quote the file
-            raise self.refuse(f"'{key}' is damaged or not an array that NumPy writes") from None
+            raise self.build_error(f"'{key}' is damaged or not an array that NumPy writes") from None
 
 
 @contextmanager
-def _opened(file: Path) -> Iterator[_Archive]:
+def _open_archive(file: Path) -> Iterator[_Archive]:
     try:
         with ZipFile(file) as members:
             yield _Archive(file, members)
@@ -148,49 +152,51 @@ def _opened(file: Path) -> Iterator[_Archive]:
         raise DataError(f"'{file}' is not an npz file, or only a part of one; get the file anew.") from None
 
 
-def _prefixes(archive: _Archive) -> list[str]:
+def _find_prefixes(archive: _Archive) -> list[str]:
     """ "train_", "val_", …, or "": what stands before "images" in the names of arrays."""
     if len(set(archive.keys)) < len(archive.keys):
-        raise archive.refuse("two of its arrays have the same name")
+        raise archive.build_error("two of its arrays have the same name")
     prefixes = [key.removesuffix("images") for key in archive.keys if key.endswith("images")]
     unknown = sum(bool(prefix) and prefix.removesuffix("_") not in SPLITS for prefix in prefixes)
     if unknown or not prefixes:
         fault = f"{unknown} of its arrays of images" if unknown else "none of its arrays"
-        raise archive.refuse(
+        raise archive.build_error(
             f"{fault} {'are not' if unknown else 'is'} called images, train_images, val_images or test_images"
         )
     return prefixes
 
 
-def _part(archive: _Archive, prefix: str) -> _Part:
-    count = _count(archive, f"{prefix}images")
+def _read_array(archive: _Archive, prefix: str) -> _ImageArray:
+    count = _count_images(archive, f"{prefix}images")
     if f"{prefix}labels" not in archive.keys:
-        raise archive.refuse(f"'{prefix}images' has no '{prefix}labels' beside it")
+        raise archive.build_error(f"'{prefix}images' has no '{prefix}labels' beside it")
 
     def column(kind: str) -> list[str]:
         key = f"{prefix}{kind}"
-        return archive.texts(key, kind, count) if key in archive.keys else [""] * count
+        return archive.read_texts(key, kind, count) if key in archive.keys else [""] * count
 
-    official = part_of(prefix.removesuffix("_"))
-    splits = [official] * count if official else [part_of(text) for text in column("split")]
-    return _Part(f"{prefix}images", column("labels"), column("site"), column("patient"), splits)
+    official = parse_part(prefix.removesuffix("_"))
+    splits = [official] * count if official else [parse_part(text) for text in column("split")]
+    return _ImageArray(f"{prefix}images", column("labels"), column("site"), column("patient"), splits)
 
 
-def _count(archive: _Archive, key: str) -> int:
-    shape, dtype = archive.header(key, "images")
+def _count_images(archive: _Archive, key: str) -> int:
+    shape, dtype = archive.read_header(key, "images")
     if dtype.kind != "u" or dtype.itemsize > 2:
-        raise archive.refuse(f"'{key}' is of type {dtype.name}; images must be uint8 or uint16")
+        raise archive.build_error(f"'{key}' is of type {dtype.name}; images must be uint8 or uint16")
     grey, colour = len(shape) == 3, len(shape) == 4 and shape[-1] in (1, 3)
     if not (grey or colour) or 0 in shape[1:]:
-        raise archive.refuse(f"'{key}' has the shape {_told(shape)}; images are n × height × width (× 1 or 3 colours)")
+        raise archive.build_error(
+            f"'{key}' has the shape {_format_shape(shape)}; images are n × height × width (× 1 or 3 colours)"
+        )
     if shape[0] > MOST_IMAGES:
-        raise archive.refuse(f"'{key}' has {shape[0]:,} images, more than the {MOST_IMAGES:,} that are read")
+        raise archive.build_error(f"'{key}' has {shape[0]:,} images, more than the {MOST_IMAGES:,} that are read")
     return shape[0]
 
 
-def _decoded(value: str | bytes) -> str:
+def _decode_text(value: str | bytes) -> str:
     return value if isinstance(value, str) else value.decode()
 
 
-def _told(shape: Sequence[int]) -> str:
+def _format_shape(shape: Sequence[int]) -> str:
     return " × ".join(map(str, shape)) or "of a single number"

@@ -13,10 +13,10 @@ from posixpath import isabs, join, normpath
 from typing import TextIO
 
 from polyclinic.core.errors import DataError
-from polyclinic.data.findings import Finding, first, refuse, told
+from polyclinic.data.findings import Finding, first_places, format_places, raise_findings
 from polyclinic.data.options import Options
-from polyclinic.data.records import Listing, Record, classes_of, pseudonyms
-from polyclinic.data.sources.folder import cleaned, images, part_of
+from polyclinic.data.records import Listing, Record, find_classes, pseudonymise
+from polyclinic.data.sources.folder import clean_text, list_images, parse_part
 
 DELIMITERS = ",;\t"
 NEEDED = ("path", "label")
@@ -51,19 +51,19 @@ def read_table(
     """
     home, table = csv.parent if root is None else root, csv.name
     faults: defaultdict[str, list[int]] = defaultdict(list)
-    with _reading(csv) as file, _no_collection():
-        rows = list(_rows(csv, file, columns, faults))
-    _refuse_rows(csv, faults)
+    with _open_table(csv) as file, _pause_garbage_collection():
+        rows = list(_read_rows(csv, file, columns, faults))
+    _check_rows(csv, faults)
     if not rows:
         raise DataError(f"'{csv}' has a header but no rows; add one row per image.")
-    patients = pseudonyms([row[4] for row in rows])
-    with _no_collection():
+    patients = pseudonymise([row[4] for row in rows])
+    with _pause_garbage_collection():
         records = tuple(
             Record(home / path, label, site, patient, split, f"{table} row {number}")
             for (number, path, label, site, _, split), patient in zip(rows, patients, strict=True)
         )
-    found = classes_of({record.label for record in records}) if classes is None else tuple(map(cleaned, classes))
-    unlisted = _unlisted(home, [row[1] for row in rows])
+    found = find_classes({record.label for record in records}) if classes is None else tuple(map(clean_text, classes))
+    unlisted = _find_unlisted(home, [row[1] for row in rows])
     return Listing(name, home, records, found, declared=classes is not None, unlisted=unlisted)
 
 
@@ -72,7 +72,7 @@ _Row = tuple[int, str, str, str, str, str]
 
 
 @contextmanager
-def _no_collection() -> Iterator[None]:
+def _pause_garbage_collection() -> Iterator[None]:
     """Millions of new objects, none of them garbage: looking through them again and again takes a third more time."""
     enabled = gc.isenabled()
     gc.disable()
@@ -84,7 +84,7 @@ def _no_collection() -> Iterator[None]:
 
 
 @contextmanager
-def _reading(csv: Path) -> Iterator[TextIO]:
+def _open_table(csv: Path) -> Iterator[TextIO]:
     try:
         with csv.open(encoding="utf-8-sig", newline="") as file:
             yield file
@@ -94,12 +94,12 @@ def _reading(csv: Path) -> Iterator[TextIO]:
         raise DataError(f"'{csv}' cannot be read ({error.strerror}); correct the path or the permissions.") from None
 
 
-def _rows(csv: Path, file: TextIO, columns: Columns, faults: Mapping[str, list[int]]) -> Iterator[_Row]:
+def _read_rows(csv: Path, file: TextIO, columns: Columns, faults: Mapping[str, list[int]]) -> Iterator[_Row]:
     """The sound rows; the others' numbers go to `faults`. Rows count as in a spreadsheet: the header is row 1."""
-    delimiter = _delimiter(csv, file, columns)
-    table = _cells(csv, file, delimiter)
-    header = [cleaned(cell) for cell in next(table, [])]
-    pick = itemgetter(*_places(csv, header, columns))
+    delimiter = _find_delimiter(csv, file, columns)
+    table = _read_cells(csv, file, delimiter)
+    header = [clean_text(cell) for cell in next(table, [])]
+    pick = itemgetter(*_column_positions(csv, header, columns))
     parts = {"": ""}
     for number, cells in enumerate(table, 2):
         if not cells:  # a blank line
@@ -109,7 +109,7 @@ def _rows(csv: Path, file: TextIO, columns: Columns, faults: Mapping[str, list[i
             continue
         cells.append("")  # where columns that are not there are looked up
         path, *said = pick(cells)
-        label, site, patient, split = map(cleaned, said)
+        label, site, patient, split = map(clean_text, said)
         path = normpath(path.strip().replace("\\", "/"))
         if path == ".":
             faults["path"].append(number)
@@ -118,25 +118,25 @@ def _rows(csv: Path, file: TextIO, columns: Columns, faults: Mapping[str, list[i
         elif not (label.isprintable() and site.isprintable() and split.isprintable()):
             faults["text"].append(number)
         else:
-            yield number, path, label, site, patient, parts.setdefault(split, part_of(split))
+            yield number, path, label, site, patient, parts.setdefault(split, parse_part(split))
 
 
-def _delimiter(csv: Path, file: TextIO, columns: Columns) -> str:
+def _find_delimiter(csv: Path, file: TextIO, columns: Columns) -> str:
     """The one that finds the needed columns in the header, or else the most columns."""
 
     def merit(delimiter: str) -> tuple[bool, int]:
         file.seek(0)
-        header = list(map(cleaned, next(_cells(csv, file, delimiter), [])))
-        return {cleaned(columns.path), cleaned(columns.label)} <= set(header), len(header)
+        header = list(map(clean_text, next(_read_cells(csv, file, delimiter), [])))
+        return {clean_text(columns.path), clean_text(columns.label)} <= set(header), len(header)
 
     best = max(DELIMITERS, key=merit)
     file.seek(0)
     return best
 
 
-def _cells(csv: Path, file: TextIO, delimiter: str) -> Iterator[list[str]]:
+def _read_cells(csv: Path, file: TextIO, delimiter: str) -> Iterator[list[str]]:
     # strict, because otherwise a quote that is never closed swallows all rows that follow, without a word
-    rows = reader(_lines(csv, file), delimiter=delimiter, strict=True)
+    rows = reader(_read_lines(csv, file), delimiter=delimiter, strict=True)
     try:
         yield from rows
     except Error:
@@ -145,37 +145,39 @@ def _cells(csv: Path, file: TextIO, delimiter: str) -> Iterator[list[str]]:
         ) from None
 
 
-def _lines(csv: Path, file: TextIO) -> Iterator[str]:
+def _read_lines(csv: Path, file: TextIO) -> Iterator[str]:
     for number, line in enumerate(file, 1):
         if "\0" in line:
             raise DataError(f"'{csv}' has a NUL byte in line {number}; it is damaged or no text, save it anew as CSV.")
         yield line
 
 
-def _places(csv: Path, header: Sequence[str], columns: Columns) -> list[int]:
+def _column_positions(csv: Path, header: Sequence[str], columns: Columns) -> list[int]:
     """Where each field stands in a row; −1 for what the table does not say."""
-    wanted = {field: column and cleaned(column) for field, column in columns}
+    wanted = {field: column and clean_text(column) for field, column in columns}
     for field, column in wanted.items():
         needed = field in NEEDED or (column is not None and field in columns.model_fields_set)
         if needed and column not in header:
-            raise DataError(f"'{csv}' has no column '{column}' for the {field}; {_there_are(header, columns)}.")
-    twice = first(column for column in header if column and header.count(column) > 1)
+            raise DataError(f"'{csv}' has no column '{column}' for the {field}; {_describe_columns(header, columns)}.")
+    twice = first_places(column for column in header if column and header.count(column) > 1)
     if twice:
         raise DataError(f"'{csv}' has more than one column called {' and '.join(twice)}; rename all but one.")
     return [header.index(column) if column in header else -1 for column in wanted.values()]
 
 
-def _there_are(header: Sequence[str], columns: Columns) -> str:
+def _describe_columns(header: Sequence[str], columns: Columns) -> str:
     """The columns there are, unless the first row may be a patient's: a table without a header is no rarity."""
     if not header:
         return "its first line is empty: write a header there"
-    if not {cleaned(columns.path).lower(), cleaned(columns.label).lower()} <= {column.lower() for column in header}:
+    if not {clean_text(columns.path).lower(), clean_text(columns.label).lower()} <= {
+        column.lower() for column in header
+    }:
         return (
             f"the {len(header)} cells of its first row do not look like a header with a path and a label, and are not "
             "shown, since they may be a patient's: add a header or say what its columns are called"
         )
     shown = [column for column in header if column.isprintable() and column][:20]
-    return f"there are {told(shown, len(header))}: name the right one or rename it"
+    return f"there are {format_places(shown, len(header))}: name the right one or rename it"
 
 
 _FAULTS = {
@@ -186,25 +188,25 @@ _FAULTS = {
 }
 
 
-def _refuse_rows(csv: Path, faults: Mapping[str, list[int]]) -> None:
+def _check_rows(csv: Path, faults: Mapping[str, list[int]]) -> None:
     found = [
-        Finding(kind, "stop", len(rows), f"'{csv}' has {len(rows)} row(s) {fault}", remedy, _numbered(rows))
+        Finding(kind, "stop", len(rows), f"'{csv}' has {len(rows)} row(s) {fault}", remedy, _format_rows(rows))
         for kind, (fault, remedy) in _FAULTS.items()
         if (rows := faults.get(kind))
     ]
-    refuse(found, end="Nothing else of the set was looked at: mend these rows and try again.")
+    raise_findings(found, end="Nothing else of the set was looked at: mend these rows and try again.")
 
 
-def _numbered(rows: Iterable[int]) -> tuple[str, ...]:
-    return first(f"row {row}" for row in rows)
+def _format_rows(rows: Iterable[int]) -> tuple[str, ...]:
+    return first_places(f"row {row}" for row in rows)
 
 
-def _unlisted(home: Path, paths: Iterable[str]) -> tuple[Path, ...]:
+def _find_unlisted(home: Path, paths: Iterable[str]) -> tuple[Path, ...]:
     """Images that no row names, in the folders below `home` that rows do name: a cheap look, nothing deeper."""
     named = set(paths)
     folders = {path.rpartition("/")[0] for path in named if not isabs(path)}
     found = []
     for folder in sorted(folders):
         with suppress(OSError):  # a missing folder is told by its missing files
-            found += [path for path in images(home / folder) if join(folder, path.name) not in named]
+            found += [path for path in list_images(home / folder) if join(folder, path.name) not in named]
     return tuple(found)

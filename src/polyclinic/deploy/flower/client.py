@@ -53,8 +53,8 @@ from flwr.supernode.node_auth_http_interceptor import NodeAuthHttpInterceptor
 from polyclinic import __version__
 from polyclinic.core.errors import EngineError, StoreError
 from polyclinic.deploy.flower.gateway import NAMES, VERSION
-from polyclinic.deploy.provisioning.certificates import read_private
-from polyclinic.federation.engines.flower_envelope import packed, unpacked
+from polyclinic.deploy.provisioning.certificates import read_private_key
+from polyclinic.federation.engines.flower_envelope import pack_message, unpack_message
 from polyclinic.storage.run_files import write_json
 
 RECORD, NAME = "polyclinic", "message"
@@ -75,9 +75,9 @@ UNTRUSTED = {
 }
 
 
-def replied(message: Message, answer: Callable[[bytes], bytes]) -> Message:
+def build_reply(message: Message, answer: Callable[[bytes], bytes]) -> Message:
     """What a site does with a message."""
-    return Message(packed(answer(unpacked(message)[:-NONCE])), reply_to=message)
+    return Message(pack_message(answer(unpack_message(message)[:-NONCE])), reply_to=message)
 
 
 class Disconnected(Exception):  # noqa: N818
@@ -96,37 +96,37 @@ class SiteConnection:
         key: Path,
         folder: Path,
         answer: Callable[[bytes], bytes],
-        tell: Callable[[str], None] = lambda _: None,
-        resting: Callable[[], bool] = lambda: False,
+        report: Callable[[str], None] = lambda _: None,
+        is_idle: Callable[[], bool] = lambda: False,
         names: tuple[str, str] | None = None,
     ) -> None:
-        self.server, self.folder, self.tell, self.resting = server, folder, tell, resting
+        self.server, self.folder, self.tell, self.resting = server, folder, report, is_idle
         self.stop = threading.Event()
-        private = read_private(key)
+        private = read_private_key(key)
         public = private.public_key()
         self.client = FleetHttpClient.from_server_address(
             server,
             authority is None,
             None if authority is None else authority.read_bytes(),
-            [_Introduction(names), NodeAuthHttpInterceptor(private, public)],
+            [_IdentityInterceptor(names), NodeAuthHttpInterceptor(private, public)],
         )
         self.public = public_key_to_bytes(public)
         self.answer, self.secure = answer, authority is not None
 
-    def attend(self) -> None:
+    def serve_forever(self) -> None:
         """Serve until `stop` is set; go on after every interruption. Once only: then the connection is closed."""
         with self.client:
-            self._attend()
+            self._run_session()
 
-    def _attend(self) -> None:
+    def _run_session(self) -> None:
         said, wait, known = "", 1.0, False
         while not self.stop.is_set():
             try:
-                with self._present() as node:
+                with self._stay_connected() as node:
                     self.tell(f"connected to {self.server}")
                     said, wait, known = "", 1.0, True
                     while not self.stop.is_set():
-                        self._serve(node)
+                        self._answer_messages(node)
             except Disconnected as reason:
                 closed = f"{self.server} has closed; waiting for the next run"
                 sentence = closed if known and self.resting() else str(reason)
@@ -136,10 +136,10 @@ class SiteConnection:
                 wait = min(wait * 1.5, 5.0)
 
     @contextmanager
-    def _present(self) -> Iterator[Node]:
-        node = self._activated()
+    def _stay_connected(self) -> Iterator[Node]:
+        node = self._activate_node()
         gone = threading.Event()
-        threading.Thread(target=self._beat, args=(node, gone), daemon=True).start()
+        threading.Thread(target=self._send_heartbeats, args=(node, gone), daemon=True).start()
         try:
             yield node
         finally:
@@ -147,42 +147,42 @@ class SiteConnection:
             with suppress(httpx.HTTPError):
                 self.client.DeactivateNode(DeactivateNodeRequest(node_id=node.node_id))
 
-    def _activated(self) -> Node:
+    def _activate_node(self) -> Node:
         request = ActivateNodeRequest(public_key=self.public, heartbeat_interval=BEAT)
-        with self._explained():
+        with self._translate_errors():
             try:
                 number = self.client.ActivateNode(request).node_id
             except httpx.HTTPStatusError as error:
                 if error.response.status_code != 412:
                     raise
-                self._leave_before()
+                self._deactivate_predecessor()
                 number = self.client.ActivateNode(request).node_id
         with suppress(StoreError):  # it spares the next start a minute, no more
             write_json(self.folder / "node.json", {"node": number})
         return Node(node_id=number)
 
-    def _leave_before(self) -> None:
+    def _deactivate_predecessor(self) -> None:
         """The server still counts on a process of this site that ended without a word: take leave in its name."""
         with suppress(OSError, ValueError, KeyError, httpx.HTTPStatusError):
             number = int(json.loads((self.folder / "node.json").read_text())["node"])
             self.client.DeactivateNode(DeactivateNodeRequest(node_id=number))
 
-    def _beat(self, node: Node, gone: threading.Event) -> None:
+    def _send_heartbeats(self, node: Node, gone: threading.Event) -> None:
         while not gone.wait(BEAT * 0.4):
             with suppress(httpx.HTTPError):
                 self.client.SendNodeHeartbeat(SendNodeHeartbeatRequest(node=node, heartbeat_interval=BEAT))
 
-    def _serve(self, node: Node) -> None:
-        with self._explained():
-            message = self._pull(node)
+    def _answer_messages(self, node: Node) -> None:
+        with self._translate_errors():
+            message = self._pull_message(node)
         if message is None:
             return
         begun = time.perf_counter()
-        reply = replied(message, self.answer)
-        with self._explained():
-            self._push(node, reply, time.perf_counter() - begun)
+        reply = build_reply(message, self.answer)
+        with self._translate_errors():
+            self._push_reply(node, reply, time.perf_counter() - begun)
 
-    def _pull(self, node: Node) -> Message | None:
+    def _pull_message(self, node: Node) -> Message | None:
         """The next message; the server keeps this request until there is one, for a while."""
         found = self.client.PullMessages(PullMessagesRequest(node=node))
         if not found.messages_list:
@@ -198,7 +198,7 @@ class SiteConnection:
         message.metadata.__dict__["_message_id"] = tree.object_id
         return message
 
-    def _push(self, node: Node, reply: Message, seconds: float) -> None:
+    def _push_reply(self, node: Node, reply: Message, seconds: float) -> None:
         reply.metadata.__dict__["_message_id"] = reply.object_id
         with no_object_id_recompute():
             asked = self.client.PushMessages(
@@ -213,21 +213,21 @@ class SiteConnection:
             push_objects(get_all_nested_objects(reply), push, object_ids_to_push=set(asked.objects_to_push))
 
     @contextmanager
-    def _explained(self) -> Iterator[None]:
+    def _translate_errors(self) -> Iterator[None]:
         """Errors on the way as sentences: `Away` where waiting may help, `EngineError` where somebody must act."""
         try:
             yield
         except httpx.HTTPStatusError as error:
-            raise _status(error.response, self.server) from None
+            raise _explain_status(error.response, self.server) from None
         except httpx.TransportError as error:
-            raise _transport(error, self.server, self.secure) from None
+            raise _explain_transport_error(error, self.server, self.secure) from None
         except (ObjectPullError, ObjectPushError, ValueError, KeyError, TypeError) as error:
             raise Disconnected(
                 f"a message was lost on the way ({type(error).__name__}); the server will send it again"
             ) from None
 
 
-class _Introduction:
+class _IdentityInterceptor:
     """Says in every request which polyclinic is speaking, and for whom it takes itself."""
 
     def __init__(self, names: tuple[str, str] | None) -> None:
@@ -240,10 +240,10 @@ class _Introduction:
         return call_next(context)
 
 
-def _status(response: httpx.Response, server: str) -> Exception:
+def _explain_status(response: httpx.Response, server: str) -> Exception:
     with suppress(ValueError, KeyError, TypeError):
         return EngineError(f"{server} refuses this site: {response.json()['polyclinic']}")
-    ahead = _ahead(response)
+    ahead = _clock_skew(response)
     if response.status_code == 401 and ahead is not None and not -300 < ahead < SKEW:
         return EngineError(
             f"this machine's clock is {abs(ahead):.0f} s {'ahead of' if ahead > 0 else 'behind'} the server's; "
@@ -254,19 +254,19 @@ def _status(response: httpx.Response, server: str) -> Exception:
     return Disconnected(f"{server} no longer knows this connection ({response.status_code}); connecting anew")
 
 
-def _ahead(response: httpx.Response) -> float | None:
+def _clock_skew(response: httpx.Response) -> float | None:
     """Seconds by which this machine's clock is ahead of the server's."""
     try:
-        return _clock() - parsedate_to_datetime(response.headers["date"]).timestamp()
+        return _format_clock() - parsedate_to_datetime(response.headers["date"]).timestamp()
     except (KeyError, ValueError):
         return None
 
 
-def _clock() -> float:
+def _format_clock() -> float:
     return time.time()
 
 
-def _transport(error: httpx.TransportError, server: str, secure: bool) -> Exception:
+def _explain_transport_error(error: httpx.TransportError, server: str, secure: bool) -> Exception:
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, ssl.SSLCertVerificationError):

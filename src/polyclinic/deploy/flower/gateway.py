@@ -51,7 +51,7 @@ HOLD = 10.0
 """Seconds that a site's question for work may wait for an answer, so that nobody needs to ask often."""
 
 
-class Gate:
+class Gateway:
     """Flower's application behind a door. `senders` reads in whose name a request is made."""
 
     def __init__(
@@ -68,7 +68,7 @@ class Gate:
         self.former = former or {}
         self.app, self.keys, self.nodes, self.federation = app, keys, nodes, federation
         self.version, self.senders, self.refused = version, senders, refused
-        self.seen: dict[SiteId, float] = {}
+        self.last_seen: dict[SiteId, float] = {}
         self.left: dict[SiteId, int] = {}
         """Bytes that each may still send in reply."""
         self.arrived: Callable[[], None] = lambda: None
@@ -77,19 +77,19 @@ class Gate:
         self.hold = HOLD
         self._loop: asyncio.AbstractEventLoop | None = None
 
-    def wake(self, site: SiteId, size: int = 0) -> None:
+    def notify_site(self, site: SiteId, size: int = 0) -> None:
         """From any thread: there is work for this site, a message of so many bytes."""
         self.left[site] = LEAST + MANIFOLD * size
         if self._loop is not None and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._event(site).set)
+            self._loop.call_soon_threadsafe(self._work_event(site).set)
 
-    def dismiss(self) -> None:
+    def release_waiters(self) -> None:
         """From any thread: nobody needs to wait any longer."""
         self.hold = 0.0
         for site in self.nodes:
-            self.wake(site)
+            self.notify_site(site)
 
-    def _event(self, site: SiteId) -> asyncio.Event:
+    def _work_event(self, site: SiteId) -> asyncio.Event:
         return self._work.setdefault(site, asyncio.Event())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -97,47 +97,47 @@ class Gate:
         if scope["type"] == "lifespan":
             await self.app(scope, receive, send)
         elif scope["type"] == "http":
-            await self._request(scope, receive, send)
+            await self._handle_request(scope, receive, send)
 
-    async def _request(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _handle_request(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers, path = dict(scope["headers"]), scope["path"]
-        site = self.keys.get(_key(headers), "")
+        site = self.keys.get(_read_key(headers), "")
         body = b""
-        no = self._stranger(scope, headers, site)
+        no = self._find_caller_problem(scope, headers, site)
         if no is None:
-            read = await _body(receive, LARGEST if path == FLEET + "push-object" else SMALL)
-            body, no = read or b"", self._unfit(path, read, site)
+            read = await _read_body(receive, LARGEST if path == FLEET + "push-object" else SMALL)
+            body, no = read or b"", self._find_body_problem(path, read, site)
         if no is not None:
             status, noted, sentence = no
             self.refused(site, noted)
-            await _say(send, status, sentence)
+            await _send_text(send, status, sentence)
             return
         if path == FLEET + "pull-messages":
-            await self._until_work(site)
-        await self.app(scope, _again(body, receive), partial(self._answered, send, site))
+            await self._wait_for_work(site)
+        await self.app(scope, _replay_body(body, receive), partial(self._watch_response, send, site))
         if path == FLEET + "push-object":
             self.arrived()
 
-    async def _answered(self, send: Send, site: SiteId, event: MutableMapping[str, Any]) -> None:
+    async def _watch_response(self, send: Send, site: SiteId, event: MutableMapping[str, Any]) -> None:
         """Flower has looked at the signature by now."""
         if event["type"] == "http.response.start" and event["status"] < 400:
-            self.seen[site] = time.time()
+            self.last_seen[site] = time.time()
         await send(event)
 
-    def _stranger(self, scope: Scope, headers: Mapping[bytes, bytes], site: SiteId) -> No | None:
+    def _find_caller_problem(self, scope: Scope, headers: Mapping[bytes, bytes], site: SiteId) -> No | None:
         """What is wrong with who is calling, and what for."""
         if scope["method"] != "POST" or scope["path"] not in OPEN:
             return 404, f"{scope['method'][:10]} {scope['path'][:60]!r} is not open to sites", "there is nothing here"
         if not site:
-            whose = self.former.get(_key(headers), "a key that is not registered")
+            whose = self.former.get(_read_key(headers), "a key that is not registered")
             return 403, whose, "its key is not registered, or was revoked; ask for a new kit"
         theirs = headers.get(VERSION, b"").decode("ascii", "replace")[:40]
         if theirs != self.version:
             told = f"the server runs polyclinic {self.version}, this site {theirs or 'another program'}"
             return 403, f"it runs polyclinic {theirs!r}, not {self.version}", f"{told}; install the server's version"
-        return self._misnamed(headers.get(NAMES, b"").decode("ascii", "replace")[:2000], site)
+        return self._find_name_problem(headers.get(NAMES, b"").decode("ascii", "replace")[:2000], site)
 
-    def _misnamed(self, names: str, site: SiteId) -> No | None:
+    def _find_name_problem(self, names: str, site: SiteId) -> No | None:
         """A site whose settings are not those of its key: files of two kits were mixed, or a name was changed."""
         federation, _, called = map(unquote, names.partition("/"))
         for what, theirs, ours in (("site", called, site), ("federation", federation, self.federation)):
@@ -146,24 +146,24 @@ class Gate:
                 return 403, f"it takes itself for the {what} {theirs[:100]!r}", f"{told}; use the files of one kit"
         return None
 
-    def _unfit(self, path: str, body: bytes | None, site: SiteId) -> No | None:
+    def _find_body_problem(self, path: str, body: bytes | None, site: SiteId) -> No | None:
         """What is wrong with what is said."""
         if path == FLEET + "push-object":
             self.left[site] = self.left.get(site, 0) - len(body or b"")
         if body is None or self.left.get(site, 0) < 0:
             return 413, "a request that is too large", "a request is larger than the server takes"
-        if path in SPOKEN and not self._own(path, body, site):
+        if path in SPOKEN and not self._is_sender(path, body, site):
             return 403, "a request in the name of another site", "a request in the name of another site"
         return None
 
-    def _own(self, path: str, body: bytes, site: SiteId) -> bool:
+    def _is_sender(self, path: str, body: bytes, site: SiteId) -> bool:
         try:
             return self.senders(path, body) <= {self.nodes[site]}
         except Exception:  # whatever a parser says of a stranger's bytes
             return False
 
-    async def _until_work(self, site: SiteId) -> None:
-        event = self._event(site)
+    async def _wait_for_work(self, site: SiteId) -> None:
+        event = self._work_event(site)
         try:
             await asyncio.wait_for(event.wait(), self.hold)
         except TimeoutError:
@@ -171,14 +171,14 @@ class Gate:
         event.clear()
 
 
-def _key(headers: Mapping[bytes, bytes]) -> bytes:
+def _read_key(headers: Mapping[bytes, bytes]) -> bytes:
     try:
         return b64decode(headers.get(KEY, b""), validate=True)
     except ValueError:
         return b""
 
 
-async def _body(receive: Receive, most: int) -> bytes | None:
+async def _read_body(receive: Receive, most: int) -> bytes | None:
     """The whole request, or None where it is longer than `most`."""
     pieces: list[bytes] = []
     held = 0
@@ -194,7 +194,7 @@ async def _body(receive: Receive, most: int) -> bytes | None:
             return b"".join(pieces)
 
 
-def _again(body: bytes, receive: Receive) -> Receive:
+def _replay_body(body: bytes, receive: Receive) -> Receive:
     """The request as if nobody had read it yet."""
     given = False
 
@@ -208,7 +208,7 @@ def _again(body: bytes, receive: Receive) -> Receive:
     return again
 
 
-async def _say(send: Send, status: int, sentence: str) -> None:
+async def _send_text(send: Send, status: int, sentence: str) -> None:
     body = json.dumps({"polyclinic": sentence}).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     await send({"type": "http.response.start", "status": status, "headers": headers})

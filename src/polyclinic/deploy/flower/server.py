@@ -50,10 +50,10 @@ from polyclinic import __version__
 from polyclinic.core.contract import Failure, SiteId
 from polyclinic.core.errors import EngineError, Refused
 from polyclinic.deploy.flower.client import BEAT, NONCE
-from polyclinic.deploy.flower.gateway import Gate
-from polyclinic.deploy.provisioning.certificates import read_public
+from polyclinic.deploy.flower.gateway import Gateway
+from polyclinic.deploy.provisioning.certificates import read_public_key
 from polyclinic.federation.engines import Answer
-from polyclinic.federation.engines.flower_envelope import packed, unpacked
+from polyclinic.federation.engines.flower_envelope import pack_message, unpack_message
 from polyclinic.storage import messages as wire
 
 if TYPE_CHECKING:
@@ -65,10 +65,10 @@ LONGEST = 30 * 86_400.0
 """Seconds after which Flower forgets a message; rounds have deadlines of their own."""
 
 
-def order(data: bytes, node: int) -> Message:
+def build_message(data: bytes, node: int) -> Message:
     """A message to a site. Flower calls things by their hash, and whoever knows the name of a message may answer it:
     so a random end makes names that nobody can guess."""
-    return Message(packed(data + secrets.token_bytes(NONCE)), node, "query", ttl=LONGEST)
+    return Message(pack_message(data + secrets.token_bytes(NONCE)), node, "query", ttl=LONGEST)
 
 
 class FlowerEngine:
@@ -79,26 +79,26 @@ class FlowerEngine:
         self.grid, self.nodes, self.patience = grid, dict(nodes), patience
         self.away: dict[SiteId, float] = {}
         """Since when sites have been away, from one exchange to the next."""
-        self.pause: Callable[[float], object] = grid.pause if isinstance(grid, LinkGrid) else time.sleep
+        self.pause: Callable[[float], object] = grid.wait_for_reply if isinstance(grid, LinkGrid) else time.sleep
 
     def exchange(
         self, round: int, sent: Mapping[SiteId, bytes], deadline: float | None
     ) -> Iterable[tuple[SiteId, Answer]]:
         """Sites that come back within the round get their message again: what a site does for it has effect once."""
-        visit = _Visit(self, sent, deadline)
+        visit = _Exchange(self, sent, deadline)
         try:
             for site in sent:
-                visit.send(site)
-            yield from visit.returned()
-            while visit.open and not visit.over:
-                yield from visit.answers()
+                visit.send_message(site)
+            yield from visit.resend_or_give_up()
+            while visit.has_pending and not visit.is_expired:
+                yield from visit.collect_answers()
                 if time.monotonic() >= visit.looked + 1:
-                    yield from visit.returned()
-                if visit.open:
+                    yield from visit.resend_or_give_up()
+                if visit.has_pending:
                     self.pause(0.2)
-            yield from ((site, Failure("late", f"no reply within {deadline:g} s")) for site in visit.silent())
+            yield from ((site, Failure("late", f"no reply within {deadline:g} s")) for site in visit.close_expired())
         finally:
-            visit.take_back(list(visit.asked))
+            visit.withdraw_messages(list(visit.asked))
 
     def close(self) -> None:
         """Hang up."""
@@ -106,7 +106,7 @@ class FlowerEngine:
             self.grid.close()
 
 
-class _Visit:
+class _Exchange:
     """One exchange under way."""
 
     def __init__(self, engine: FlowerEngine, sent: Mapping[SiteId, bytes], deadline: float | None) -> None:
@@ -120,87 +120,87 @@ class _Visit:
         self.times: Counter[SiteId] = Counter()
 
     @property
-    def open(self) -> bool:
+    def has_pending(self) -> bool:
         return bool(self.asked or self.absent)
 
     @property
-    def over(self) -> bool:
-        return self.open and self.deadline is not None and time.monotonic() >= self.begun + self.deadline
+    def is_expired(self) -> bool:
+        return self.has_pending and self.deadline is not None and time.monotonic() >= self.begun + self.deadline
 
-    def send(self, site: SiteId) -> None:
-        here = self.present()
+    def send_message(self, site: SiteId) -> None:
+        here = self.connected_nodes()
         node = self.engine.nodes[site]
         if node in here:
-            (name,) = self.engine.grid.push_messages([order(self.sent[site], node)]) or [""]
+            (name,) = self.engine.grid.push_messages([build_message(self.sent[site], node)]) or [""]
             if name:
                 self.asked[name], self.since[site] = site, here[node]
                 self.times[site] += 1
                 self.absent.discard(site)
                 self.engine.away.pop(site, None)
                 return
-        self.miss(site)
+        self.mark_away(site)
 
-    def miss(self, site: SiteId) -> None:
+    def mark_away(self, site: SiteId) -> None:
         self.absent.add(site)
         self.engine.away.setdefault(site, time.monotonic())
 
-    def present(self) -> dict[int, str]:
+    def connected_nodes(self) -> dict[int, str]:
         """Nodes that are there, and when each came."""
         return {node.node_id: node.last_activated_at for node in self.engine.grid.get_nodes()}
 
-    def answers(self) -> Iterable[tuple[SiteId, Answer]]:
+    def collect_answers(self) -> Iterable[tuple[SiteId, Answer]]:
         for name, site in list(self.asked.items()):
             if name not in self.asked:
                 continue
-            answer = self.answer(name)
+            answer = self.read_answer(name)
             if isinstance(answer, Failure) and answer.kind == "dead":
-                self.take_back([name])
+                self.withdraw_messages([name])
                 if site not in self.asked.values():
-                    self.miss(site)
+                    self.mark_away(site)
             elif answer is not None:
-                self.take_back([other for other, of in self.asked.items() if of == site])
+                self.withdraw_messages([other for other, of in self.asked.items() if of == site])
                 self.absent.discard(site)
                 yield site, answer
 
-    def answer(self, name: str) -> bytes | Failure | None:
+    def read_answer(self, name: str) -> bytes | Failure | None:
         try:
             found = list(self.engine.grid.pull_messages([name]))
-            return _read(found[0]) if found else None
+            return _read_reply(found[0]) if found else None
         except Exception as error:  # a stranger's bytes, read by Flower: whatever that leads to is the site's failure
             return Failure("refused", f"its reply could not be read ({type(error).__name__})")
 
-    def returned(self) -> Iterable[tuple[SiteId, Answer]]:
+    def resend_or_give_up(self) -> Iterable[tuple[SiteId, Answer]]:
         """Who came back gets its message again; who stays away is given up."""
-        self.looked, here = time.monotonic(), self.present()
-        for site in self.silent():
+        self.looked, here = time.monotonic(), self.connected_nodes()
+        for site in self.close_expired():
             came = here.get(self.engine.nodes[site])
             if came is not None and (site in self.absent or came != self.since[site]):
                 if self.times[site] == TIMES:
-                    self.take_back([name for name, of in self.asked.items() if of == site])
+                    self.withdraw_messages([name for name, of in self.asked.items() if of == site])
                     self.absent.discard(site)
                     yield site, Failure("dead", f"it went away {TIMES} times while at work on this")
                 else:
-                    self.send(site)
+                    self.send_message(site)
             elif site in self.absent and self.looked >= self.engine.away[site] + self.engine.patience:
                 self.absent.remove(site)
                 yield site, Failure("dead", f"it has been away for {self.looked - self.engine.away[site]:.0f} s")
 
-    def silent(self) -> list[SiteId]:
+    def close_expired(self) -> list[SiteId]:
         return list(dict.fromkeys([*self.asked.values(), *self.absent]))
 
-    def take_back(self, names: Iterable[str]) -> None:
+    def withdraw_messages(self, names: Iterable[str]) -> None:
         """What was asked under these names is no longer asked, and takes no room anywhere."""
         for name in names:
             del self.asked[name]
             if isinstance(self.engine.grid, LinkGrid):
-                self.engine.grid.forget(name)
+                self.engine.grid.delete_message(name)
 
 
-def _read(reply: Message) -> bytes | Failure:
+def _read_reply(reply: Message) -> bytes | Failure:
     if reply.has_error():
         gone = (ErrorCode.NODE_UNAVAILABLE, ErrorCode.MESSAGE_UNAVAILABLE, ErrorCode.REPLY_MESSAGE_UNAVAILABLE)
-        return Failure("dead" if reply.error.code in gone else "error", wire.shown(reply.error.reason))
-    data = unpacked(reply)
+        return Failure("dead" if reply.error.code in gone else "error", wire.format_untrusted(reply.error.reason))
+    data = unpack_message(reply)
     if len(data) > 1 << 16:
         return data
     try:
@@ -216,7 +216,7 @@ def _read(reply: Message) -> bytes | Failure:
 class LinkGrid(HttpGrid):
     """Flower's grid, straight to the SuperLink of this process."""
 
-    def __init__(self, link: Link) -> None:
+    def __init__(self, link: SuperLink) -> None:
         super().__init__(token="none: nothing travels")
         state, task, self.link = link.state, link.state.get_task_by_token(link.token), link
         names = (
@@ -233,28 +233,28 @@ class LinkGrid(HttpGrid):
             )
             for name in names
         }
-        self._client = cast(Any, _Calls(calls))
+        self._client = cast(Any, _RuntimeCalls(calls))
         self.set_run(state.get_run_info(run_ids=[link.run])[0])
         self.news = threading.Event()
         link.gate.arrived = self.news.set
 
-    def pause(self, seconds: float) -> None:
+    def wait_for_reply(self, seconds: float) -> None:
         """Until something of a reply comes."""
         self.news.wait(seconds)
         self.news.clear()
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        sizes = {message.metadata.dst_node_id: len(unpacked(message)) for message in messages}
+        sizes = {message.metadata.dst_node_id: len(unpack_message(message)) for message in messages}
         names = super().push_messages(messages)
         for site, node in self.link.nodes.items():
             if node in sizes:
-                self.link.gate.wake(site, sizes[node])
+                self.link.gate.notify_site(site, sizes[node])
         return names
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
         """Replies that have come whole: one that comes slowly shall not keep others waiting."""
         found: list[Message] = []
-        for name in filter(self._whole, message_ids):
+        for name in filter(self._pull_complete, message_ids):
             reply = self.link.state.message_ins_id_to_message_res_id.get(name)
             try:
                 found += super().pull_messages([name])
@@ -264,7 +264,7 @@ class LinkGrid(HttpGrid):
                 raise
         return found
 
-    def _whole(self, name: str) -> bool:
+    def _pull_complete(self, name: str) -> bool:
         reply = self.link.state.message_ins_id_to_message_res_id.get(name)
         if reply is None:
             return True
@@ -273,7 +273,7 @@ class LinkGrid(HttpGrid):
             return all(store.get(part.object_id) for part in iterate_object_tree(store.get_object_tree(reply)))
         return True
 
-    def forget(self, name: str) -> None:
+    def delete_message(self, name: str) -> None:
         """A message, its reply, and all their pieces: Flower itself keeps those of messages that nobody took."""
         reply = self.link.state.message_ins_id_to_message_res_id.get(name)
         for thing in (name, reply):
@@ -285,13 +285,13 @@ class LinkGrid(HttpGrid):
         """The link is closed by who opened it."""
 
 
-class _Calls:
+class _RuntimeCalls:
     def __init__(self, calls: Mapping[str, Callable[..., Any]]) -> None:
         self.__dict__.update(calls)
 
 
 @dataclass
-class Link:
+class SuperLink:
     """Flower's SuperLink in this process, with the sites' keys registered."""
 
     keys: Mapping[SiteId, Path]
@@ -306,22 +306,22 @@ class Link:
     withdrawn: Sequence[tuple[PublicKey, str]] = ()
     """Keys that are no longer taken, and whose they were."""
 
-    def __enter__(self) -> Link:
+    def __enter__(self) -> SuperLink:
         app = create_app()
         app.state.enable_supernode_auth = True
         self.state = cast(InMemoryLinkState, app.state.linkstate_factory.state())
-        known = {public_key_to_bytes(read_public(path)): site for site, path in self.keys.items()}
+        known = {public_key_to_bytes(read_public_key(path)): site for site, path in self.keys.items()}
         for key, site in known.items():
             self.nodes[site] = self.state.create_node(NOOP_FLWR_AID, NOOP_ACCOUNT_NAME, key, 0, name=site)
         self._open_run()
         former = {public_key_to_bytes(key): whose for key, whose in self.withdrawn}
-        self.gate = Gate(app, known, self.nodes, __version__, _senders, self.refused, self.federation, former)
-        self._serve()
+        self.gate = Gateway(app, known, self.nodes, __version__, _read_senders, self.refused, self.federation, former)
+        self._start_http_server()
         self.over = threading.Event()
-        threading.Thread(target=self._beat, daemon=True).start()
+        threading.Thread(target=self._refresh_heartbeats, daemon=True).start()
         return self
 
-    def present(self) -> dict[int, str]:
+    def connected_nodes(self) -> dict[int, str]:
         """Nodes that are there, and when each came."""
         return {node.node_id: node.last_activated_at for node in self.state.get_node_info(statuses=[NodeStatus.ONLINE])}
 
@@ -335,7 +335,7 @@ class Link:
         self.state.activate_task(self.task)
         TaskIdentity.run_id, TaskIdentity.task_id, TaskIdentity.node_id = self.run, self.task, SUPERLINK_NODE_ID
 
-    def _serve(self) -> None:
+    def _start_http_server(self) -> None:
         family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
         self.socket = socket.socket(family)
         self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -367,20 +367,20 @@ class Link:
                 raise EngineError("Flower's SuperLink did not start; the server's log says why")
             time.sleep(0.02)
 
-    def _beat(self) -> None:
+    def _refresh_heartbeats(self) -> None:
         while not self.over.wait(BEAT):
             self.state.acknowledge_task_heartbeat(self.task)
 
     def __exit__(self, *_: object) -> None:
         self.over.set()
-        self.gate.dismiss()
+        self.gate.release_waiters()
         self.state.finish_task(self.task, SubStatus.COMPLETED, "")
         self.server.should_exit = True
         self.thread.join(timeout=5)
         self.socket.close()
 
 
-def _senders(path: str, body: bytes) -> set[int]:
+def _read_senders(path: str, body: bytes) -> set[int]:
     """The nodes in whose name a request is made."""
     if path.endswith("pull-messages"):
         return {PullMessagesRequest.FromString(body).node.node_id}

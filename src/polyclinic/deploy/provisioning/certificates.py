@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import yaml
 
 from polyclinic.core.errors import EngineError
-from polyclinic.deploy.config import address_of, is_loopback
+from polyclinic.deploy.config import is_loopback, parse_address
 
 with contextlib.suppress(ImportError):  # comes with the extra; `need_cryptography` says so in one sentence
     from cryptography import x509
@@ -43,42 +43,42 @@ NEW = "ask the coordinator for a new kit"
 OTHER_KIND = f"is not an ECDSA key, the only kind that Flower takes; {NEW}"
 
 
-def need_cryptography() -> None:
+def require_cryptography() -> None:
     if importlib.util.find_spec("cryptography") is None:
         raise EngineError("keys and certificates need an extra: pip install 'polyclinic[flower]'")
 
 
-def right_now() -> datetime:
+def current_time() -> datetime:
     return datetime.now(UTC).replace(microsecond=0)
 
 
-def new_key() -> PrivateKey:
+def generate_key() -> PrivateKey:
     return ec.generate_private_key(ec.SECP384R1())
 
 
-def pem(key: PrivateKey) -> bytes:
+def encode_private_pem(key: PrivateKey) -> bytes:
     plain = serialization.NoEncryption()
     return key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, plain)
 
 
-def openssh(key: PrivateKey) -> bytes:
+def encode_private_openssh(key: PrivateKey) -> bytes:
     plain = serialization.NoEncryption()
     return key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.OpenSSH, plain)
 
 
-def openssh_public(key: PublicKey) -> bytes:
+def encode_public_openssh(key: PublicKey) -> bytes:
     """Without a comment: sites' names may hold what a line of OpenSSH's may not."""
     return key.public_bytes(serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH) + b"\n"
 
 
-def fingerprint(line: bytes) -> str:
+def key_fingerprint(line: bytes) -> str:
     """Of a public key in OpenSSH's form, as `ssh-keygen -l` prints it."""
     digest = hashlib.sha256(base64.b64decode(line.split()[1])).digest()
     return "SHA256:" + base64.b64encode(digest).decode().rstrip("=")
 
 
-def fingerprint_of(path: Path) -> str:
-    return fingerprint(openssh_public(read_public(path)))
+def key_file_fingerprint(path: Path) -> str:
+    return key_fingerprint(encode_public_openssh(read_public_key(path)))
 
 
 def certificate_fingerprint(certificate: x509.Certificate) -> str:
@@ -86,54 +86,54 @@ def certificate_fingerprint(certificate: x509.Certificate) -> str:
     return certificate.fingerprint(hashes.SHA256()).hex(":").upper()
 
 
-def certificate_pem(certificate: x509.Certificate) -> bytes:
+def encode_certificate(certificate: x509.Certificate) -> bytes:
     return certificate.public_bytes(serialization.Encoding.PEM)
 
 
-def authority(federation: str, key: PrivateKey, now: datetime) -> x509.Certificate:
+def create_authority(federation: str, key: PrivateKey, now: datetime) -> x509.Certificate:
     """The federation's own authority: it may sign servers' certificates, and no further authority's."""
-    name = _name(federation)
-    usage = _usage(signs_certificates=True)
-    made = _certificate(name, name, key.public_key(), now, now + timedelta(days=AUTHORITY_DAYS))
+    name = _x509_name(federation)
+    usage = _key_usage(signs_certificates=True)
+    made = _certificate_builder(name, name, key.public_key(), now, now + timedelta(days=AUTHORITY_DAYS))
     made = made.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
     made = made.add_extension(usage, critical=True)
     return made.sign(key, hashes.SHA384())
 
 
-def server_certificate(host: str, key: PublicKey, signer: Signer, now: datetime, days: int) -> x509.Certificate:
+def create_server_certificate(host: str, key: PublicKey, signer: Signer, now: datetime, days: int) -> x509.Certificate:
     ca, ca_key = signer
     until = min(now + timedelta(days=days), ca.not_valid_after_utc)
     issuer_key = x509.AuthorityKeyIdentifier.from_issuer_public_key(ca_key.public_key())
-    made = _certificate(_name(host), ca.subject, key, now, until)
+    made = _certificate_builder(_x509_name(host), ca.subject, key, now, until)
     made = made.add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-    made = made.add_extension(_usage(signs_certificates=False), critical=True)
+    made = made.add_extension(_key_usage(signs_certificates=False), critical=True)
     made = made.add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
-    made = made.add_extension(x509.SubjectAlternativeName(_names(host)), critical=False)
+    made = made.add_extension(x509.SubjectAlternativeName(_server_names(host)), critical=False)
     made = made.add_extension(issuer_key, critical=False)
     return made.sign(ca_key, hashes.SHA384())
 
 
-def _certificate(
+def _certificate_builder(
     subject: x509.Name, issuer: x509.Name, key: PublicKey, now: datetime, until: datetime
 ) -> x509.CertificateBuilder:
     made = x509.CertificateBuilder(issuer, subject, key, x509.random_serial_number(), now - SKEW, until)
     return made.add_extension(x509.SubjectKeyIdentifier.from_public_key(key), critical=False)
 
 
-def _name(text: str) -> x509.Name:
+def _x509_name(text: str) -> x509.Name:
     return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, text[:64])])
 
 
-def _names(host: str) -> list[x509.GeneralName]:
+def _server_names(host: str) -> list[x509.GeneralName]:
     """What the server may be called; on one machine, by each of the machine's names for itself."""
     found: dict[str, None] = {host: None}
     if is_loopback(host):
         found |= {"localhost": None, "127.0.0.1": None}
-    addresses = {name: address_of(name) for name in found}
+    addresses = {name: parse_address(name) for name in found}
     return [x509.DNSName(name) if ip is None else x509.IPAddress(ip) for name, ip in addresses.items()]
 
 
-def _usage(signs_certificates: bool) -> x509.KeyUsage:
+def _key_usage(signs_certificates: bool) -> x509.KeyUsage:
     return x509.KeyUsage(
         digital_signature=not signs_certificates,
         key_cert_sign=signs_certificates,
@@ -149,14 +149,14 @@ def _usage(signs_certificates: bool) -> x509.KeyUsage:
 
 def read_certificate(path: Path) -> x509.Certificate:
     try:
-        return x509.load_pem_x509_certificate(_bytes(path))
+        return x509.load_pem_x509_certificate(_read_bytes(path))
     except ValueError:
         raise EngineError(f"{path} is not a certificate (PEM) or is damaged; {NEW}") from None
 
 
-def read_private(path: Path) -> PrivateKey:
+def read_private_key(path: Path) -> PrivateKey:
     """A private key in either form, which nobody but its owner may read."""
-    data = _bytes(path)
+    data = _read_bytes(path)
     if path.stat().st_mode & 0o077:
         raise EngineError(f"others on this machine can read the private key {path}; run: chmod 600 {path}")
     load = serialization.load_ssh_private_key if data.startswith(OPENSSH) else serialization.load_pem_private_key
@@ -169,22 +169,22 @@ def read_private(path: Path) -> PrivateKey:
     return key
 
 
-def read_public(path: Path) -> PublicKey:
-    return _public(_bytes(path), path)
+def read_public_key(path: Path) -> PublicKey:
+    return _parse_public_key(_read_bytes(path), path)
 
 
-def withdrawn(path: Path) -> list[tuple[PublicKey, str]]:
+def read_revoked_keys(path: Path) -> list[tuple[PublicKey, str]]:
     """Keys that are no longer taken, and whose they were, by revoked.yaml; what cannot be read of it is left out."""
     found: list[tuple[PublicKey, str]] = []
     with contextlib.suppress(OSError, UnicodeError, yaml.YAMLError, KeyError, TypeError):
         for row in yaml.safe_load(path.read_text(encoding="utf-8"))["revoked"]:
             with contextlib.suppress(EngineError, KeyError, TypeError):
                 whose = f"the key of {row['site']} that was {row['why']} on {row['date']}"
-                found.append((_public(str(row["key"]).encode(), path), whose))
+                found.append((_parse_public_key(str(row["key"]).encode(), path), whose))
     return found
 
 
-def _public(data: bytes, path: Path) -> PublicKey:
+def _parse_public_key(data: bytes, path: Path) -> PublicKey:
     try:
         key = serialization.load_ssh_public_key(data)
     except (ValueError, UnsupportedAlgorithm):
@@ -194,28 +194,28 @@ def _public(data: bytes, path: Path) -> PublicKey:
     return key
 
 
-def _bytes(path: Path) -> bytes:
+def _read_bytes(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
         raise EngineError(f"cannot read {path}: {error.strerror}; put it back, or {NEW}") from None
 
 
-def refuse_site(ca: Path, key: Path, now: datetime | None = None) -> None:
+def check_site_files(ca: Path, key: Path, now: datetime | None = None) -> None:
     """Raise what is wrong with a site's files."""
-    need_cryptography()
-    refuse_authority(ca, read_certificate(ca), now or right_now())
-    read_private(key)
+    require_cryptography()
+    check_authority(ca, read_certificate(ca), now or current_time())
+    read_private_key(key)
     if not key.read_bytes().startswith(OPENSSH):
         raise EngineError(f"{key} is not in OpenSSH's form, the only one that Flower reads; {NEW}")
 
 
-def refuse_server(certificate: Path, key: Path, ca: Path, host: str, now: datetime | None = None) -> None:
+def check_server_files(certificate: Path, key: Path, ca: Path, host: str, now: datetime | None = None) -> None:
     """Raise what is wrong with the server's files."""
-    need_cryptography()
-    now = now or right_now()
+    require_cryptography()
+    now = now or current_time()
     authority, shown = read_certificate(ca), read_certificate(certificate)
-    refuse_authority(ca, authority, now)
+    check_authority(ca, authority, now)
     rotate = "run `polyclinic provision rotate KITS server` and copy the new server kit here"
     try:
         shown.verify_directly_issued_by(authority)
@@ -223,25 +223,25 @@ def refuse_server(certificate: Path, key: Path, ca: Path, host: str, now: dateti
         raise EngineError(
             f"{certificate} was not signed by {ca}; copy the whole server kit anew, or {rotate}"
         ) from None
-    _refuse_dates(certificate, shown, now, rotate)
-    if read_private(key).public_key() != shown.public_key():
+    _check_validity(certificate, shown, now, rotate)
+    if read_private_key(key).public_key() != shown.public_key():
         raise EngineError(f"{key} is not the key of {certificate}; copy the whole server kit anew, or {rotate}")
     names = shown.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
-    if not set(_names(host)) & set(names):
+    if not set(_server_names(host)) & set(names):
         raise EngineError(f"{certificate} is not for {host}, so that sites would hang up; set host back, or {rotate}")
 
 
-def refuse_authority(path: Path, found: x509.Certificate, now: datetime) -> None:
+def check_authority(path: Path, found: x509.Certificate, now: datetime) -> None:
     try:
         signs = found.extensions.get_extension_for_class(x509.BasicConstraints).value.ca
     except x509.ExtensionNotFound:
         signs = False
     if not signs:
         raise EngineError(f"{path} is not the certificate of an authority; copy ca.crt from the kit again")
-    _refuse_dates(path, found, now, "run `polyclinic provision rotate KITS --all` and hand out new kits")
+    _check_validity(path, found, now, "run `polyclinic provision rotate KITS --all` and hand out new kits")
 
 
-def _refuse_dates(path: Path, found: x509.Certificate, now: datetime, remedy: str) -> None:
+def _check_validity(path: Path, found: x509.Certificate, now: datetime, remedy: str) -> None:
     if now > found.not_valid_after_utc:
         raise EngineError(f"{path} expired on {found.not_valid_after_utc:%Y-%m-%d}; {remedy}")
     if now < found.not_valid_before_utc:

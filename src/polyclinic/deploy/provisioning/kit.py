@@ -16,7 +16,7 @@ import yaml
 
 from polyclinic import __version__
 from polyclinic.core.contract import SiteId
-from polyclinic.deploy.config import FederationConfig, folder_of, host_and_port
+from polyclinic.deploy.config import FederationConfig, join_host_port, site_folder_name
 
 FLWR = "1.41.0"
 SECRET, PLAIN, PROGRAM = 0o600, 0o644, 0o755
@@ -27,12 +27,12 @@ CARRIED = (
 
 
 @dataclass(frozen=True)
-class File:
+class KitFile:
     data: bytes
     mode: int = PLAIN
 
 
-Files = Mapping[str, File]
+Files = Mapping[str, KitFile]
 """By path, relative to the kit."""
 
 
@@ -44,14 +44,14 @@ class Wheel:
     data: bytes
 
 
-def site_kit(
+def build_site_kit(
     federation: FederationConfig, site: SiteId, ca: bytes, key: bytes, wheel: Wheel | None = None
-) -> dict[str, File]:
-    folder = folder_of(site)
-    words = _words(federation, wheel) | {
+) -> dict[str, KitFile]:
+    folder = site_folder_name(site)
+    words = _template_values(federation, wheel) | {
         "site": site,
         "folder": folder,
-        "site_quoted": quoted(site),
+        "site_quoted": quote_yaml(site),
         "role": "site",
         "place": f"/opt/polyclinic/{folder}",
         "purpose": "joins the federation",
@@ -61,28 +61,28 @@ def site_kit(
     }
     wheels = [f"!{wheel.name}"] if wheel else []
     return {
-        "site.yaml": _text("site.yaml", words),
-        "ca.crt": File(ca),
-        "site.key": File(key, SECRET),
-        "start.sh": _text("start.sh", words, PROGRAM),
-        "polyclinic-site.service": _text("polyclinic.service", words),
-        "Dockerfile": _text("Dockerfile.txt", words),
-        ".dockerignore": _lines(["*", "!requirements.txt", "!constraints.txt", *wheels]),
-        "README.md": _text("README-site.md", words),
-        **_versions(wheel),
+        "site.yaml": _render_text("site.yaml", words),
+        "ca.crt": KitFile(ca),
+        "site.key": KitFile(key, SECRET),
+        "start.sh": _render_text("start.sh", words, PROGRAM),
+        "polyclinic-site.service": _render_text("polyclinic.service", words),
+        "Dockerfile": _render_text("Dockerfile.txt", words),
+        ".dockerignore": _join_lines(["*", "!requirements.txt", "!constraints.txt", *wheels]),
+        "README.md": _render_text("README-site.md", words),
+        **_pinned_versions(wheel),
     }
 
 
-def server_kit(
+def build_server_kit(
     federation: FederationConfig,
     ca: bytes,
     certificate: bytes,
     key: bytes,
     sites: Mapping[SiteId, bytes],
     wheel: Wheel | None,
-) -> dict[str, File]:
+) -> dict[str, KitFile]:
     """sites: the public key of each, in OpenSSH's form."""
-    words = _words(federation, wheel) | {
+    words = _template_values(federation, wheel) | {
         "role": "server",
         "place": "/opt/polyclinic/server",
         "purpose": "serves the federation",
@@ -91,41 +91,41 @@ def server_kit(
         "service_command": "serve server.yaml recipe.yaml --out run",
     }
     return {
-        "server.yaml": server_yaml(federation),
-        "ca.crt": File(ca),
-        "server.crt": File(certificate),
-        "server.key": File(key, SECRET),
-        "revoked.yaml": revoked_yaml([]),
-        "start.sh": _text("start.sh", words, PROGRAM),
-        "polyclinic-server.service": _text("polyclinic.service", words),
-        "README.md": _text("README-server.md", words),
-        **{public_key_path(site): File(line) for site, line in sites.items()},
-        **_versions(wheel),
+        "server.yaml": render_server_yaml(federation),
+        "ca.crt": KitFile(ca),
+        "server.crt": KitFile(certificate),
+        "server.key": KitFile(key, SECRET),
+        "revoked.yaml": render_revoked_yaml([]),
+        "start.sh": _render_text("start.sh", words, PROGRAM),
+        "polyclinic-server.service": _render_text("polyclinic.service", words),
+        "README.md": _render_text("README-server.md", words),
+        **{public_key_path(site): KitFile(line) for site, line in sites.items()},
+        **_pinned_versions(wheel),
     }
 
 
 def public_key_path(site: SiteId) -> str:
-    return f"sites/{folder_of(site)}.pub"
+    return f"sites/{site_folder_name(site)}.pub"
 
 
-def federation_yaml(federation: FederationConfig) -> File:
-    return _yaml(federation.model_dump(mode="json"))
+def render_federation_yaml(federation: FederationConfig) -> KitFile:
+    return _render_yaml(federation.model_dump(mode="json"))
 
 
-def server_yaml(federation: FederationConfig) -> File:
+def render_server_yaml(federation: FederationConfig) -> KitFile:
     server = federation.server
     settings = {"federation": federation.federation, "host": server.host, "port": server.port}
     files = {"certificate": "server.crt", "key": "server.key", "ca": "ca.crt", "folder": "state"}
     sites = {site: public_key_path(site) for site in federation.sites}
-    return _yaml({**settings, **files, "sites": sites, "insecure": False})
+    return _render_yaml({**settings, **files, "sites": sites, "insecure": False})
 
 
-def revoked_yaml(rows: list[dict[str, str]]) -> File:
+def render_revoked_yaml(rows: list[dict[str, str]]) -> KitFile:
     """Rows of site, date, why, fingerprint and key."""
-    return _yaml({"revoked": rows})
+    return _render_yaml({"revoked": rows})
 
 
-def zipped(folder: str, files: Files) -> bytes:
+def zip_files(folder: str, files: Files) -> bytes:
     """The same bytes for the same files, modes among them. Stored, since compressors differ between machines."""
     held = io.BytesIO()
     with zipfile.ZipFile(held, "w", zipfile.ZIP_STORED) as archive:
@@ -137,19 +137,19 @@ def zipped(folder: str, files: Files) -> bytes:
     return held.getvalue()
 
 
-def quoted(text: str) -> str:
+def quote_yaml(text: str) -> str:
     """Text as YAML has it: plain where that is safe."""
     return yaml.safe_dump(text, allow_unicode=True, width=10**6).removesuffix("...\n").strip()
 
 
-def _words(federation: FederationConfig, wheel: Wheel | None) -> dict[str, str]:
+def _template_values(federation: FederationConfig, wheel: Wheel | None) -> dict[str, str]:
     server = federation.server
-    address = host_and_port(server.host, server.port)
+    address = join_host_port(server.host, server.port)
     return {
         "federation": federation.federation,
-        "federation_quoted": quoted(federation.federation),
+        "federation_quoted": quote_yaml(federation.federation),
         "server": address,
-        "server_quoted": quoted(address),
+        "server_quoted": quote_yaml(address),
         "host": server.host,
         "port": str(server.port),
         "version": __version__,
@@ -160,35 +160,35 @@ def _words(federation: FederationConfig, wheel: Wheel | None) -> dict[str, str]:
     }
 
 
-def _text(name: str, words: Mapping[str, str], mode: int = PLAIN) -> File:
+def _render_text(name: str, words: Mapping[str, str], mode: int = PLAIN) -> KitFile:
     """A text of ours with its blanks, @{word}, filled in."""
     text = (resources.files("polyclinic.deploy") / "texts" / name).read_text(encoding="utf-8")
-    return File(re.sub(r"@\{(\w+)\}", lambda blank: words[blank[1]], text).encode(), mode)
+    return KitFile(re.sub(r"@\{(\w+)\}", lambda blank: words[blank[1]], text).encode(), mode)
 
 
-def _yaml(values: object) -> File:
-    return File(yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=10**6).encode())
+def _render_yaml(values: object) -> KitFile:
+    return KitFile(yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=10**6).encode())
 
 
-def _lines(lines: list[str]) -> File:
-    return File("".join(f"{line}\n" for line in lines).encode())
+def _join_lines(lines: list[str]) -> KitFile:
+    return KitFile("".join(f"{line}\n" for line in lines).encode())
 
 
-def _versions(wheel: Wheel | None) -> dict[str, File]:
+def _pinned_versions(wheel: Wheel | None) -> dict[str, KitFile]:
     """Exactly what may be installed: polyclinic and Flower by name, everything else as it is here."""
     ours = f"./{wheel.name}[flower]" if wheel else f"polyclinic[flower]=={__version__}"
-    carried = {wheel.name: File(wheel.data)} if wheel else {}
+    carried = {wheel.name: KitFile(wheel.data)} if wheel else {}
     return {
-        "requirements.txt": _lines([ours, f"flwr=={FLWR}"]),
-        "constraints.txt": _lines(
-            ["# What was installed where this kit was made; pip takes from here what it needs.", *_installed()]
+        "requirements.txt": _join_lines([ours, f"flwr=={FLWR}"]),
+        "constraints.txt": _join_lines(
+            ["# What was installed where this kit was made; pip takes from here what it needs.", *_installed_versions()]
         ),
         **carried,
     }
 
 
 @cache
-def _installed() -> list[str]:
+def _installed_versions() -> list[str]:
     """`+cpu`, `+cu128` and the like name a build, which the site's own machine decides."""
     found = {re.sub(r"[-_.]+", "-", package.name).lower(): package.version.split("+")[0] for package in distributions()}
     for left_out in ("polyclinic", "pip", "flwr"):

@@ -26,22 +26,22 @@ import yaml
 from polyclinic import __version__
 from polyclinic.core.contract import SiteId
 from polyclinic.core.errors import DataError, EngineError, RecipeError, StoreError
-from polyclinic.deploy.config import FederationConfig, folder_of
+from polyclinic.deploy.config import FederationConfig, site_folder_name
 from polyclinic.deploy.provisioning import certificates
 from polyclinic.deploy.provisioning.kit import (
     SECRET,
-    File,
     Files,
+    KitFile,
     Wheel,
-    federation_yaml,
+    build_server_kit,
+    build_site_kit,
     public_key_path,
-    revoked_yaml,
-    server_kit,
-    server_yaml,
-    site_kit,
-    zipped,
+    render_federation_yaml,
+    render_revoked_yaml,
+    render_server_yaml,
+    zip_files,
 )
-from polyclinic.storage.run_files import locked, named_failure
+from polyclinic.storage.run_files import explain_os_errors, lock_folder
 
 OTHER = "make room or choose another folder, then try again"
 
@@ -52,42 +52,51 @@ def read_wheel(path: Path) -> Wheel:
             f"{path.name} is not a wheel of polyclinic {__version__}, which runs here; build one with "
             "`pip wheel . --no-deps`"
         )
-    with named_failure(path, "read", "give the path of a wheel"):
+    with explain_os_errors(path, "read", "give the path of a wheel"):
         return Wheel(path.name, path.read_bytes())
 
 
-def provision(federation: FederationConfig, out: Path, wheel: Wheel | None = None, now: datetime | None = None) -> None:
+def provision_federation(
+    federation: FederationConfig, out: Path, wheel: Wheel | None = None, now: datetime | None = None
+) -> None:
     """Make all keys, certificates and kits."""
-    certificates.need_cryptography()
+    certificates.require_cryptography()
     if not federation.sites:
         raise RecipeError("a federation needs sites; add their names to federation.yaml: sites: [harbour, hill]")
-    _refuse_occupied(out)
-    now = now or certificates.right_now()
-    ca_key, server_key = certificates.new_key(), certificates.new_key()
-    ca = certificates.authority(federation.federation, ca_key, now)
-    shown = certificates.server_certificate(
+    _check_vacant(out)
+    now = now or certificates.current_time()
+    ca_key, server_key = certificates.generate_key(), certificates.generate_key()
+    ca = certificates.create_authority(federation.federation, ca_key, now)
+    shown = certificates.create_server_certificate(
         federation.server.host, server_key.public_key(), (ca, ca_key), now, federation.days
     )
-    authority = certificates.certificate_pem(ca)
-    keys = {site: certificates.new_key() for site in federation.sites}
-    public = {site: certificates.openssh_public(key.public_key()) for site, key in keys.items()}
-    server = server_kit(
-        federation, authority, certificates.certificate_pem(shown), certificates.pem(server_key), public, wheel
+    authority = certificates.encode_certificate(ca)
+    keys = {site: certificates.generate_key() for site in federation.sites}
+    public = {site: certificates.encode_public_openssh(key.public_key()) for site, key in keys.items()}
+    server = build_server_kit(
+        federation,
+        authority,
+        certificates.encode_certificate(shown),
+        certificates.encode_private_pem(server_key),
+        public,
+        wheel,
     )
     files = {
-        "federation.yaml": federation_yaml(federation),
-        "ca/ca.crt": File(authority),
-        "ca/ca.key": File(certificates.pem(ca_key), SECRET),
-        **_below("server", server),
+        "federation.yaml": render_federation_yaml(federation),
+        "ca/ca.crt": KitFile(authority),
+        "ca/ca.key": KitFile(certificates.encode_private_pem(ca_key), SECRET),
+        **_files_under("server", server),
     }
     for site, key in keys.items():
-        files |= _site_files(site, site_kit(federation, site, authority, certificates.openssh(key), wheel))
-    with _whole(out) as folder:
+        files |= _site_files(
+            site, build_site_kit(federation, site, authority, certificates.encode_private_openssh(key), wheel)
+        )
+    with _atomic_folder(out) as folder:
         for name, file in files.items():
-            _put(folder / name, file)
+            _write_file(folder / name, file)
 
 
-def _refuse_occupied(out: Path) -> None:
+def _check_vacant(out: Path) -> None:
     if (out / "federation.yaml").exists():
         raise StoreError(
             f"there are kits in {out} already, and new ones would lock out every site; renew keys with `polyclinic "
@@ -98,25 +107,25 @@ def _refuse_occupied(out: Path) -> None:
         raise StoreError(f"{out} is there already and is not an empty folder; choose another --out")
 
 
-def zip_of(folder: Path, site: SiteId) -> Path:
-    return folder / "sites" / f"{folder_of(site)}.zip"
+def zip_path(folder: Path, site: SiteId) -> Path:
+    return folder / "sites" / f"{site_folder_name(site)}.zip"
 
 
-def _below(folder: str, files: Files) -> dict[str, File]:
+def _files_under(folder: str, files: Files) -> dict[str, KitFile]:
     return {f"{folder}/{name}": file for name, file in files.items()}
 
 
-def _site_files(site: SiteId, files: Files) -> dict[str, File]:
-    folder = folder_of(site)
-    return _below(f"sites/{folder}", files) | {f"sites/{folder}.zip": File(zipped(folder, files), SECRET)}
+def _site_files(site: SiteId, files: Files) -> dict[str, KitFile]:
+    folder = site_folder_name(site)
+    return _files_under(f"sites/{folder}", files) | {f"sites/{folder}.zip": KitFile(zip_files(folder, files), SECRET)}
 
 
 @contextmanager
-def _whole(out: Path) -> Iterator[Path]:
+def _atomic_folder(out: Path) -> Iterator[Path]:
     """A folder that becomes `out` when everything is in it, and vanishes if anything goes wrong."""
     out = out.absolute()
     building = out.with_name(f".{out.name}.{os.getpid()}.tmp")
-    with named_failure(out, remedy=OTHER):
+    with explain_os_errors(out, remedy=OTHER):
         out.parent.mkdir(parents=True, exist_ok=True)
         building.mkdir(mode=0o700)
         try:
@@ -127,11 +136,11 @@ def _whole(out: Path) -> Iterator[Path]:
             raise
 
 
-def _put(path: Path, file: File) -> None:
+def _write_file(path: Path, file: KitFile) -> None:
     """Whole or not at all, and a secret is never readable by others, not even for a moment."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with named_failure(path, remedy=OTHER):
+    with explain_os_errors(path, remedy=OTHER):
         try:
             handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, file.mode)
             with open(handle, "wb") as opened:
@@ -146,21 +155,21 @@ def _put(path: Path, file: File) -> None:
 
 
 @dataclass(frozen=True)
-class Kits:
+class KitFolder:
     """Kits that are there, to be changed by one process at a time."""
 
     folder: Path
     federation: FederationConfig
 
     @classmethod
-    def open(cls, folder: Path) -> Kits:
-        certificates.need_cryptography()
+    def open(cls, folder: Path) -> KitFolder:
+        certificates.require_cryptography()
         if not (folder / "federation.yaml").is_file() or not (folder / "server").is_dir():
             raise StoreError(f"there are no kits in {folder}; give the folder that `polyclinic provision … --out` made")
         return cls(folder, FederationConfig.load(folder / "federation.yaml"))
 
     def site_folder(self, site: SiteId) -> Path:
-        return self.folder / "sites" / folder_of(site)
+        return self.folder / "sites" / site_folder_name(site)
 
     def public_key(self, site: SiteId) -> Path:
         return self.folder / "server" / public_key_path(site)
@@ -168,7 +177,7 @@ class Kits:
     @property
     def revoked(self) -> list[dict[str, str]]:
         path = self.folder / "server" / "revoked.yaml"
-        with named_failure(path, "read", "put it back"):
+        with explain_os_errors(path, "read", "put it back"):
             text = path.read_text(encoding="utf-8")
         try:
             rows = yaml.safe_load(text)["revoked"]
@@ -176,7 +185,7 @@ class Kits:
         except (yaml.YAMLError, TypeError, KeyError, AttributeError):
             raise StoreError(f"{path} is damaged; put it back as it was") from None
 
-    def known(self, site: SiteId) -> None:
+    def check_known(self, site: SiteId) -> None:
         if site not in self.federation.sites:
             there = ", ".join(self.federation.sites) or "none"
             raise DataError(f"there is no site {site!r} in {self.folder}; there are: {there}")
@@ -184,124 +193,130 @@ class Kits:
 
 def rotate_site(folder: Path, site: SiteId, now: datetime | None = None) -> None:
     """A new key pair; the old public key is listed as revoked."""
-    with locked_kits(folder) as kits:
-        kits.known(site)
-        _renew(kits, site, now or certificates.right_now())
+    with lock_kits(folder) as kits:
+        kits.check_known(site)
+        _renew_site_key(kits, site, now or certificates.current_time())
 
 
 def rotate_server(folder: Path, now: datetime | None = None) -> None:
     """A new key and certificate from the same authority: sites need nothing."""
-    with locked_kits(folder) as kits:
-        now = now or certificates.right_now()
+    with lock_kits(folder) as kits:
+        now = now or certificates.current_time()
         path = kits.folder / "ca" / "ca.crt"
         signer = certificates.read_certificate(path), _authority_key(kits)
-        certificates.refuse_authority(path, signer[0], now)
+        certificates.check_authority(path, signer[0], now)
         if signer[0].public_key() != signer[1].public_key():
             raise EngineError(f"ca.key is not the key of {path}; put the right one back, or rotate --all")
-        _certify(kits, signer, now)
+        _certify_server(kits, signer, now)
 
 
 def rotate_all(folder: Path, now: datetime | None = None) -> None:
     """A new authority, a new certificate, new keys: every site needs its new kit."""
-    with locked_kits(folder) as kits:
-        now = now or certificates.right_now()
-        key = certificates.new_key()
-        ca = certificates.authority(kits.federation.federation, key, now)
-        _put(kits.folder / "ca" / "ca.key", File(certificates.pem(key), SECRET))
-        for place in ("ca", "server", *(f"sites/{folder_of(site)}" for site in kits.federation.sites)):
-            _put(kits.folder / place / "ca.crt", File(certificates.certificate_pem(ca)))
-        _certify(kits, (ca, key), now)
+    with lock_kits(folder) as kits:
+        now = now or certificates.current_time()
+        key = certificates.generate_key()
+        ca = certificates.create_authority(kits.federation.federation, key, now)
+        _write_file(kits.folder / "ca" / "ca.key", KitFile(certificates.encode_private_pem(key), SECRET))
+        for place in ("ca", "server", *(f"sites/{site_folder_name(site)}" for site in kits.federation.sites)):
+            _write_file(kits.folder / place / "ca.crt", KitFile(certificates.encode_certificate(ca)))
+        _certify_server(kits, (ca, key), now)
         for site in kits.federation.sites:
-            _renew(kits, site, now)
+            _renew_site_key(kits, site, now)
 
 
-def revoke(folder: Path, site: SiteId, now: datetime | None = None) -> None:
+def revoke_site(folder: Path, site: SiteId, now: datetime | None = None) -> None:
     """The server forgets the site's key; the kit that held it goes, and its zip."""
-    with locked_kits(folder) as kits:
-        kits.known(site)
-        _list_revoked(kits, site, "revoked", now or certificates.right_now())
-        _admit(kits, tuple(name for name in kits.federation.sites if name != site))
+    with lock_kits(folder) as kits:
+        kits.check_known(site)
+        _list_revoked(kits, site, "revoked", now or certificates.current_time())
+        _register_sites(kits, tuple(name for name in kits.federation.sites if name != site))
         kits.public_key(site).unlink(missing_ok=True)
-        zip_of(kits.folder, site).unlink(missing_ok=True)
+        zip_path(kits.folder, site).unlink(missing_ok=True)
         (kits.site_folder(site) / "site.key").unlink(missing_ok=True)
 
 
-def add(folder: Path, site: SiteId) -> None:
+def add_site(folder: Path, site: SiteId) -> None:
     """A kit for one more site, or for one that was revoked: it gets a new key."""
-    with locked_kits(folder) as kits:
+    with lock_kits(folder) as kits:
         if site in kits.federation.sites:
             raise DataError(f"{site} has a kit already; for a new key: polyclinic provision rotate {folder} {site}")
-        grown = kits.federation.joined_by(site)
+        grown = kits.federation.with_site(site)
         authority = kits.folder / "ca" / "ca.crt"
-        certificates.refuse_authority(authority, certificates.read_certificate(authority), certificates.right_now())
+        certificates.check_authority(authority, certificates.read_certificate(authority), certificates.current_time())
         wheels = [read_wheel(path) for path in kits.folder.glob("server/*.whl")]
-        key = certificates.new_key()
-        files = site_kit(grown, site, authority.read_bytes(), certificates.openssh(key), wheels[0] if wheels else None)
+        key = certificates.generate_key()
+        files = build_site_kit(
+            grown, site, authority.read_bytes(), certificates.encode_private_openssh(key), wheels[0] if wheels else None
+        )
         for name, file in _site_files(site, files).items():
-            _put(kits.folder / name, file)
-        _put(kits.public_key(site), File(certificates.openssh_public(key.public_key())))
-        _admit(kits, grown.sites)
+            _write_file(kits.folder / name, file)
+        _write_file(kits.public_key(site), KitFile(certificates.encode_public_openssh(key.public_key())))
+        _register_sites(kits, grown.sites)
 
 
 @contextmanager
-def locked_kits(folder: Path) -> Iterator[Kits]:
-    Kits.open(folder)
-    with locked(folder):
-        yield Kits.open(folder)
+def lock_kits(folder: Path) -> Iterator[KitFolder]:
+    KitFolder.open(folder)
+    with lock_folder(folder):
+        yield KitFolder.open(folder)
 
 
-def _authority_key(kits: Kits) -> certificates.PrivateKey:
+def _authority_key(kits: KitFolder) -> certificates.PrivateKey:
     path = kits.folder / "ca" / "ca.key"
     if not path.exists():
         raise EngineError(f"{path} is not there; put it back for as long as this takes, or rotate --all")
-    return certificates.read_private(path)
+    return certificates.read_private_key(path)
 
 
-def _certify(kits: Kits, signer: certificates.Signer, now: datetime) -> None:
-    key, federation = certificates.new_key(), kits.federation
-    shown = certificates.server_certificate(federation.server.host, key.public_key(), signer, now, federation.days)
-    _put(kits.folder / "server" / "server.key", File(certificates.pem(key), SECRET))
-    _put(kits.folder / "server" / "server.crt", File(certificates.certificate_pem(shown)))
+def _certify_server(kits: KitFolder, signer: certificates.Signer, now: datetime) -> None:
+    key, federation = certificates.generate_key(), kits.federation
+    shown = certificates.create_server_certificate(
+        federation.server.host, key.public_key(), signer, now, federation.days
+    )
+    _write_file(kits.folder / "server" / "server.key", KitFile(certificates.encode_private_pem(key), SECRET))
+    _write_file(kits.folder / "server" / "server.crt", KitFile(certificates.encode_certificate(shown)))
 
 
-def _renew(kits: Kits, site: SiteId, now: datetime) -> None:
+def _renew_site_key(kits: KitFolder, site: SiteId, now: datetime) -> None:
     """The old key is listed first: whatever happens next, it is known to be no longer good."""
     _list_revoked(kits, site, "rotated", now)
-    key = certificates.new_key()
-    _put(kits.public_key(site), File(certificates.openssh_public(key.public_key())))
-    _put(kits.site_folder(site) / "site.key", File(certificates.openssh(key), SECRET))
-    _put(zip_of(kits.folder, site), File(zipped(folder_of(site), _kit_files(kits, site)), SECRET))
+    key = certificates.generate_key()
+    _write_file(kits.public_key(site), KitFile(certificates.encode_public_openssh(key.public_key())))
+    _write_file(kits.site_folder(site) / "site.key", KitFile(certificates.encode_private_openssh(key), SECRET))
+    _write_file(
+        zip_path(kits.folder, site), KitFile(zip_files(site_folder_name(site), _read_kit_files(kits, site)), SECRET)
+    )
 
 
-def _kit_files(kits: Kits, site: SiteId) -> dict[str, File]:
+def _read_kit_files(kits: KitFolder, site: SiteId) -> dict[str, KitFile]:
     """A kit as it lies there, with what was set in it, but without what a rehearsal in its folder has left."""
     wheels = [Wheel(path.name, path.read_bytes()) for path in kits.site_folder(site).glob("polyclinic-*.whl")]
-    listed = site_kit(kits.federation, site, b"", b"", wheels[0] if wheels else None)
+    listed = build_site_kit(kits.federation, site, b"", b"", wheels[0] if wheels else None)
     there = {name: kits.site_folder(site) / name for name in listed}
-    return {name: File(path.read_bytes(), listed[name].mode) for name, path in there.items() if path.is_file()}
+    return {name: KitFile(path.read_bytes(), listed[name].mode) for name, path in there.items() if path.is_file()}
 
 
-def _list_revoked(kits: Kits, site: SiteId, why: str, now: datetime) -> None:
+def _list_revoked(kits: KitFolder, site: SiteId, why: str, now: datetime) -> None:
     path = kits.public_key(site)
     if not path.exists():
         return
     line = path.read_bytes().decode(errors="replace").strip()
     try:
-        mark = certificates.fingerprint_of(path)
+        mark = certificates.key_file_fingerprint(path)
     except EngineError:  # a damaged key must not keep anybody from withdrawing it
         mark = "unreadable"
     row = {"site": site, "date": f"{now:%Y-%m-%d}", "why": why, "fingerprint": mark, "key": line}
     rows = [kept for kept in kits.revoked if kept.get("key") != line]
-    _put(kits.folder / "server" / "revoked.yaml", revoked_yaml([*rows, row]))
+    _write_file(kits.folder / "server" / "revoked.yaml", render_revoked_yaml([*rows, row]))
 
 
-def _admit(kits: Kits, sites: tuple[SiteId, ...]) -> None:
+def _register_sites(kits: KitFolder, sites: tuple[SiteId, ...]) -> None:
     """The server's list first: that is where a revoked key does harm."""
     federation = kits.federation.model_copy(update={"sites": sites})
     path = kits.folder / "server" / "server.yaml"
     settings = yaml.safe_load(path.read_bytes()) if path.exists() else None
-    listed = yaml.safe_load(server_yaml(federation).data)
+    listed = yaml.safe_load(render_server_yaml(federation).data)
     if isinstance(settings, dict):
         listed = {**settings, "sites": listed["sites"]}
-    _put(path, File(yaml.safe_dump(listed, sort_keys=False, allow_unicode=True, width=10**6).encode()))
-    _put(kits.folder / "federation.yaml", federation_yaml(federation))
+    _write_file(path, KitFile(yaml.safe_dump(listed, sort_keys=False, allow_unicode=True, width=10**6).encode()))
+    _write_file(kits.folder / "federation.yaml", render_federation_yaml(federation))

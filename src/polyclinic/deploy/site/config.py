@@ -12,21 +12,21 @@ from pathlib import Path
 from pydantic import BaseModel, Field, ValidationError, field_validator
 
 from polyclinic.algorithms import ALGORITHMS
-from polyclinic.config.rules import nearest
+from polyclinic.config.rules import format_suggestion
 from polyclinic.core.contract import SiteId
 from polyclinic.core.errors import DataError, RecipeError, StoreError
 from polyclinic.core.strict_yaml import read_yaml
-from polyclinic.data.sources.folder import cleaned
-from polyclinic.deploy.config import host_problem
+from polyclinic.data.sources.folder import clean_text
+from polyclinic.deploy.config import find_host_problem
 from polyclinic.deploy.site.policy import CLOSED, METRICS, PREDICTIONS, Allow, Budget
-from polyclinic.runs.sites import refuse_name
-from polyclinic.storage.run_files import ANOTHER, named_failure, write_atomically
+from polyclinic.runs.sites import check_site_name
+from polyclinic.storage.run_files import ANOTHER, explain_os_errors, write_atomically
 
 OWN_FOLDER = "make room, or let this program's user write there; the folder is `folder` in site.yaml"
 
 
 @contextmanager
-def remedied() -> Iterator[None]:
+def with_remedy() -> Iterator[None]:
     """What the disk says, with the remedy that a site has."""
     try:
         yield
@@ -56,22 +56,24 @@ class SiteConfig(BaseModel):
 
     @field_validator("server")
     @classmethod
-    def _address(cls, server: str) -> str:
+    def _check_address(cls, server: str) -> str:
         host, _, port = server.rpartition(":")
         bare = host.removeprefix("[").removesuffix("]")
-        known = host.startswith("[") == (":" in bare) and not host_problem(bare) and re.fullmatch("[0-9]{1,5}", port)
+        known = (
+            host.startswith("[") == (":" in bare) and not find_host_problem(bare) and re.fullmatch("[0-9]{1,5}", port)
+        )
         if server and not (known and 0 < int(port) < 1 << 16):
             raise ValueError("it should be HOST:PORT as in the kit, such as fl.example.org:9443 (no https://, no path)")
         return server
 
     @field_validator("site")
     @classmethod
-    def _sayable(cls, site: SiteId) -> SiteId:
+    def _check_site_name(cls, site: SiteId) -> SiteId:
         try:
-            refuse_name(cleaned(site))
+            check_site_name(clean_text(site))
         except DataError as error:
             raise ValueError(str(error)) from None
-        return cleaned(site)
+        return clean_text(site)
 
     @staticmethod
     def load(path: Path) -> SiteConfig:
@@ -80,16 +82,16 @@ class SiteConfig(BaseModel):
         try:
             found = SiteConfig.model_validate(values)
         except ValidationError as error:
-            raise RecipeError(f"{path}: {_sentence(error)}") from None
+            raise RecipeError(f"{path}: {_format_error(error)}") from None
         home = path.resolve().parent
         places = {name: home / place for name in ("ca", "key", "folder") if (place := getattr(found, name)) is not None}
         data = {name: home / place.expanduser() for name, place in found.data.items()}
         return found.model_copy(update={**places, "data": data})
 
-    def secret(self) -> int:
+    def load_secret(self) -> int:
         """256 random bits that never leave: noise is drawn from them, and marks are made with them."""
         path = self.folder / "secret"
-        with named_failure(self.folder):
+        with explain_os_errors(self.folder):
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if not path.exists():
             write_atomically(path, secrets.token_hex(32).encode())
@@ -102,19 +104,19 @@ class SiteConfig(BaseModel):
             ) from None
 
 
-def remarks(config: SiteConfig) -> Iterator[str]:
+def config_warnings(config: SiteConfig) -> Iterator[str]:
     """What is probably a slip, though it can be lived with: such a kind never leaves, such images are not found."""
     kinds = {METRICS, PREDICTIONS, *(exchange.kind for made in ALGORITHMS.values() for exchange in made().exchanges)}
     for kind in config.allow.kinds:
         if kind not in kinds:
-            near = nearest(kind, sorted(kinds))
+            near = format_suggestion(kind, sorted(kinds))
             yield f"allow.kinds in site.yaml names {kind!r}{near}, which no algorithm sends by itself"
     for name, path in config.data.items():
         if not os.access(path, os.R_OK):
             yield f"data in site.yaml says that {name!r} lies at {path}, where nothing can be read; correct it"
 
 
-def _sentence(error: ValidationError) -> str:
+def _format_error(error: ValidationError) -> str:
     first = error.errors()[0]
     key = ".".join(str(step) for step in first["loc"] if step != "tuple[str, ...]")
     if first["type"] == "missing":

@@ -17,35 +17,37 @@ from polyclinic.core.contract import SiteId, Stream
 from polyclinic.core.errors import DataError, Refused
 from polyclinic.data import DATASETS
 from polyclinic.data.datasets import SETS
-from polyclinic.data.datasets.user_data import OwnOptions, SeveralOptions
-from polyclinic.data.loading.load import for_task, load
+from polyclinic.data.datasets.user_data import MultiOptions, UserDataOptions
+from polyclinic.data.loading.load import apply_task, load_collection
 from polyclinic.data.loading.options import ImageOptions
-from polyclinic.data.partitioning.dry_run import refuse_silence
-from polyclinic.data.partitioning.federate import federate
+from polyclinic.data.partitioning.dry_run import check_missing_fields
+from polyclinic.data.partitioning.federate import build_site_data
 from polyclinic.data.partitioning.partition import Natural
-from polyclinic.data.records import Listing, classes_of
+from polyclinic.data.records import Listing, find_classes
 from polyclinic.deploy.site.config import SiteConfig
 from polyclinic.privacy.plan import largest_groups
 from polyclinic.runs.sites import FederatedDataset, load_sites
-from polyclinic.storage.run_files import named_failure
+from polyclinic.storage.run_files import explain_os_errors
 
 
-def gather_own(recipe: Recipe, config: SiteConfig, classes: Sequence[str] | None = None) -> FederatedDataset:
+def load_own_site(recipe: Recipe, config: SiteConfig, classes: Sequence[str] | None = None) -> FederatedDataset:
     """This site alone as a consortium. classes: those of the run, where labels would name them otherwise."""
     spec, given = DATASETS[recipe.data.name], recipe.data.options
-    if issubclass(spec.options, OwnOptions):
-        path = registered(str(given.get("path")), config)
+    if issubclass(spec.options, UserDataOptions):
+        path = registered_path(str(given.get("path")), config)
         named = {} if classes is None or given.get("classes") or given.get("task") else {"classes": list(classes)}
-        return _alone(recipe, config.site, spec.options.model_validate({**given, **named, "path": str(path)}), None)
-    if issubclass(spec.options, SeveralOptions):
+        return _load_single_site(
+            recipe, config.site, spec.options.model_validate({**given, **named, "path": str(path)}), None
+        )
+    if issubclass(spec.options, MultiOptions):
         options = spec.options.model_validate(given)
-        return _alone(recipe, config.site, _own_parts(options, config), _linked(config))
+        return _load_single_site(recipe, config.site, _select_site_parts(options, config), _link_data_folder(config))
     if recipe.data.name in SETS:
-        registered(recipe.data.name, config)
-    return _among_all(recipe, config)
+        registered_path(recipe.data.name, config)
+    return _load_from_partition(recipe, config)
 
 
-def registered(name: str, config: SiteConfig) -> Path:
+def registered_path(name: str, config: SiteConfig) -> Path:
     """Where the data lie that are called so here."""
     if name not in config.data:
         raise Refused(
@@ -58,9 +60,9 @@ def registered(name: str, config: SiteConfig) -> Path:
     return path
 
 
-def _alone(recipe: Recipe, site: SiteId, options: ImageOptions, data: Path | None) -> FederatedDataset:
+def _load_single_site(recipe: Recipe, site: SiteId, options: ImageOptions, data: Path | None) -> FederatedDataset:
     """From rows that are this site's own, whatever others have."""
-    partition, stream, spec = recipe.partition_of(), Stream(recipe.seed), DATASETS[recipe.data.name]
+    partition, stream, spec = recipe.build_partition(), Stream(recipe.seed), DATASETS[recipe.data.name]
     if not isinstance(partition, Natural) or (partition.only and site not in partition.only):
         raise Refused(
             "data", f"real sites have their own images, {site} among them; set data.partition: {{by: natural}}"
@@ -68,17 +70,17 @@ def _alone(recipe: Recipe, site: SiteId, options: ImageOptions, data: Path | Non
     if options.limit is not None:
         raise Refused("data", "data.limit is drawn among the images of all sites, which nobody has; leave it out")
     assert spec.read is not None
-    listing = own_rows(spec.read(options, data), site)
-    collection = load(listing, options, stream.child("data"))
+    listing = select_site_rows(spec.read(options, data), site)
+    collection = load_collection(listing, options, stream.child("data"))
     alone = Natural(minimum=partition.minimum)
     if "" in (*(collection.sites or ()), *(collection.split or ())):
-        refuse_silence(for_task(listing, options.task), alone, recipe.data.split)
+        check_missing_fields(apply_task(listing, options.task), alone, recipe.data.split)
     split, single = recipe.data.split, recipe.data.allow_single_class
-    sites = federate(collection, alone, split, stream.child("sites"), single)
+    sites = build_site_data(collection, alone, split, stream.child("sites"), single)
     return FederatedDataset(collection.classes, sites, None, collection.images.shape[1], collection.images.shape[-1])
 
 
-def own_rows(listing: Listing, site: SiteId) -> Listing:
+def select_site_rows(listing: Listing, site: SiteId) -> Listing:
     """What a source lists of this site; all of it, where it says nothing of sites."""
     if not any(record.site for record in listing.records):
         return replace(listing, records=tuple(replace(record, site=site) for record in listing.records))
@@ -90,27 +92,27 @@ def own_rows(listing: Listing, site: SiteId) -> Listing:
         )
     if listing.declared:
         return replace(listing, records=own)
-    return replace(listing, records=own, classes=classes_of(record.label for record in own))
+    return replace(listing, records=own, classes=find_classes(record.label for record in own))
 
 
-def _own_parts(options: SeveralOptions, config: SiteConfig) -> SeveralOptions:
+def _select_site_parts(options: MultiOptions, config: SiteConfig) -> MultiOptions:
     """Of several sets, those that become this site's images."""
-    own = [part for part in options.parts if _is_of(config.site, part.site, part.pieces)]
+    own = [part for part in options.parts if _belongs_to_site(config.site, part.site, part.pieces)]
     for part in own:
-        registered(part.set, config)
+        registered_path(part.set, config)
     if not own:
         raise Refused("data", f"no part of this recipe's data is that of a site called {config.site}")
     return options.model_copy(update={"parts": own})
 
 
-def _is_of(site: SiteId, named: str, pieces: int) -> bool:
+def _belongs_to_site(site: SiteId, named: str, pieces: int) -> bool:
     return site == named if pieces == 1 else site in {f"{named}-{number}" for number in range(1, pieces + 1)}
 
 
-def _linked(config: SiteConfig) -> Path:
+def _link_data_folder(config: SiteConfig) -> Path:
     """A data folder as named sets expect it, whatever their folders are called at this site."""
     home = config.folder / "data"
-    with named_failure(home):
+    with explain_os_errors(home):
         home.mkdir(mode=0o700, parents=True, exist_ok=True)
         for name, path in config.data.items():
             link = home / ((SETS[name].folder or name) if name in SETS else name)
@@ -120,22 +122,22 @@ def _linked(config: SiteConfig) -> Path:
     return home
 
 
-def _among_all(recipe: Recipe, config: SiteConfig) -> FederatedDataset:
+def _load_from_partition(recipe: Recipe, config: SiteConfig) -> FederatedDataset:
     """Sets that are drawn, or that are public: all of it is here, and this site's part is taken."""
-    whole = load_sites(recipe, _linked(config))
+    whole = load_sites(recipe, _link_data_folder(config))
     if config.site not in whole.sites:
         raise Refused("data", f"no part of this recipe's data is that of a site called {config.site}")
     return replace(whole, sites={config.site: whole.sites[config.site]}, held_out=None)
 
 
-def card_of(consortium: FederatedDataset, site: SiteId, version: str, mark: str) -> dict[str, Any]:
+def build_site_profile(dataset: FederatedDataset, site: SiteId, version: str, mark: str) -> dict[str, Any]:
     """What a site says of its images: counts, classes and shape, and a mark by which to see that they changed."""
-    own = consortium.sites[site]
+    own = dataset.sites[site]
     return {
         "version": version,
-        "classes": list(consortium.classes),
-        "channels": consortium.channels,
-        "size": consortium.size,
+        "classes": list(dataset.classes),
+        "channels": dataset.channels,
+        "size": dataset.size,
         "train": len(own.train),
         "validation": len(own.validation),
         "test": len(own.test),

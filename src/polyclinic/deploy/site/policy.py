@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from polyclinic.algorithms import ALGORITHMS
 from polyclinic.config.recipe import Recipe
-from polyclinic.config.rules import nearest
+from polyclinic.config.rules import format_suggestion
 from polyclinic.core.contract import SiteId
 from polyclinic.core.errors import Refused
 from polyclinic.privacy.plan import PrivacyConfig, Unit
@@ -37,10 +37,10 @@ class Allow(BaseModel):
 
     @field_validator("algorithms")
     @classmethod
-    def _known(cls, value: Literal["all"] | tuple[str, ...]) -> Literal["all"] | tuple[str, ...]:
+    def _check_value(cls, value: Literal["all"] | tuple[str, ...]) -> Literal["all"] | tuple[str, ...]:
         for name in () if value == "all" else value:
             if name not in ALGORITHMS:
-                raise ValueError(f"there is no algorithm {name!r}{nearest(name, list(ALGORITHMS))}")
+                raise ValueError(f"there is no algorithm {name!r}{format_suggestion(name, list(ALGORITHMS))}")
         return value
 
 
@@ -53,44 +53,45 @@ class Budget(BaseModel):
     delta: float = Field(1e-5, gt=0, lt=1)
 
 
-def recipe_mark(recipe: Recipe) -> str:
+def recipe_digest(recipe: Recipe) -> str:
     """What a site allows when it allows a recipe: all that decides the rounds; where the server keeps books is not."""
     wish = recipe.privacy and replace(recipe.privacy, ledger=None)
     return hashlib.sha256(identity(recipe.model_copy(update={"privacy": wish})).encode()).hexdigest()
 
 
-def told_of_images(recipe: Recipe) -> tuple[str, ...]:
+def image_report_kinds(recipe: Recipe) -> tuple[str, ...]:
     """What rounds tell beside what the algorithm sends."""
     silent = recipe.privacy is not None and recipe.privacy.metrics == "suppress"
     return (METRICS,) if recipe.evaluate.forgetting or (recipe.evaluate.every and not silent) else ()
 
 
-def refuse_recipe(recipe: Recipe, site: SiteId, allow: Allow, budget: Budget | None) -> None:
+def check_recipe(recipe: Recipe, site: SiteId, allow: Allow, budget: Budget | None) -> None:
     """Refuse what this site does not take part in, before its images are looked at."""
     name = recipe.algorithm.name
     if recipe.methods:
         raise Refused("policy", "the recipe compares several methods; send that of one method")
-    if recipe.algorithm_of().pooled:
+    if recipe.build_algorithm().pooled:
         raise Refused("policy", f"{name} needs all sites' images in one place, and {site}'s stay where they are")
     if allow.algorithms != "all" and name not in allow.algorithms:
         raise Refused("policy", f"{site} does not allow the algorithm {name}; allow.algorithms in its site.yaml would")
-    if allow.recipes and recipe_mark(recipe) not in allow.recipes:
+    if allow.recipes and recipe_digest(recipe) not in allow.recipes:
         raise Refused(
-            "policy", f"{site} does not allow this recipe, whose mark is {recipe_mark(recipe)}; see allow.recipes there"
+            "policy",
+            f"{site} does not allow this recipe, whose mark is {recipe_digest(recipe)}; see allow.recipes there",
         )
-    kinds = [exchange.kind for exchange in recipe.algorithm_of().exchanges]
-    refuse_kinds((*kinds, *told_of_images(recipe)), site, allow)
-    _refuse_privacy(recipe.privacy, site, allow, budget)
+    kinds = [exchange.kind for exchange in recipe.build_algorithm().exchanges]
+    check_kinds((*kinds, *image_report_kinds(recipe)), site, allow)
+    _check_privacy(recipe.privacy, site, allow, budget)
 
 
-def refuse_kinds(kinds: tuple[str, ...], site: SiteId, allow: Allow) -> None:
+def check_kinds(kinds: tuple[str, ...], site: SiteId, allow: Allow) -> None:
     for kind in kinds:
         if kind not in allow.kinds:
             remedy = "; set evaluate.every: 0 (and forgetting: false)" if kind == METRICS else ""
             raise Refused("policy", f"{site} does not let {kind} leave; allow.kinds in its site.yaml would{remedy}")
 
 
-def _refuse_privacy(wish: PrivacyConfig | None, site: SiteId, allow: Allow, budget: Budget | None) -> None:
+def _check_privacy(wish: PrivacyConfig | None, site: SiteId, allow: Allow, budget: Budget | None) -> None:
     if wish is not None and wish.randomness == "seed" and not allow.seeded_noise:
         raise Refused(
             "policy",
@@ -109,9 +110,9 @@ def _refuse_privacy(wish: PrivacyConfig | None, site: SiteId, allow: Allow, budg
         raise Refused("budget", f"metrics would leave {site} as they are; set privacy.metrics: suppress or count")
 
 
-def refuse_excess(sent: Mapping[str, int], agreed: Mapping[str, int], site: SiteId, allow: Allow) -> None:
+def check_sent_kinds(sent: Mapping[str, int], agreed: Mapping[str, int], site: SiteId, allow: Allow) -> None:
     """The last look at a reply: its kinds, and the bytes of each, are no others than were agreed."""
-    refuse_kinds(tuple(kind for kind, size in sent.items() if size), site, allow)
+    check_kinds(tuple(kind for kind, size in sent.items() if size), site, allow)
     for kind, size in sent.items():
         if size > agreed.get(kind, 0):
             raise Refused(

@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from polyclinic.storage.run_files import append_durably, named_failure
+from polyclinic.storage.run_files import append_durably, explain_os_errors
 
 MOST = 4 << 20
 """Bytes of a file before a new one is begun."""
@@ -27,31 +27,31 @@ class RotatingLog:
     def __init__(self, path: Path, most: int = MOST, kept: int = KEPT) -> None:
         self.path, self.most, self.kept = path, most, kept
 
-    def write(self, line: str) -> None:
+    def append_line(self, line: str) -> None:
         """Synced before it returns."""
-        with named_failure(self.path.parent):
+        with explain_os_errors(self.path.parent):
             self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             if self.path.exists() and self.path.stat().st_size + len(line) >= self.most:
-                self._turn()
-            torn = _torn(self.path)
+                self._rotate_files()
+            torn = _is_torn(self.path)
         append_durably(self.path, (b"\n" if torn else b"") + f"{line}\n".encode())
 
-    def _turn(self) -> None:
+    def _rotate_files(self) -> None:
         for number in range(self.kept - 1, 0, -1):
-            if self._older(number).exists():
-                self._older(number).replace(self._older(number + 1))
-        self.path.replace(self._older(1))
+            if self._rotated_path(number).exists():
+                self._rotated_path(number).replace(self._rotated_path(number + 1))
+        self.path.replace(self._rotated_path(1))
 
-    def _older(self, number: int) -> Path:
+    def _rotated_path(self, number: int) -> Path:
         return self.path.with_suffix(f".{number}{self.path.suffix}")
 
-    def lines(self) -> list[str]:
+    def read_lines(self) -> list[str]:
         """All that is kept, the oldest first."""
-        paths = [*(self._older(number) for number in range(self.kept, 0, -1)), self.path]
+        paths = [*(self._rotated_path(number) for number in range(self.kept, 0, -1)), self.path]
         return [line for path in paths if path.exists() for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-def _torn(path: Path) -> bool:
+def _is_torn(path: Path) -> bool:
     """Whether a process was killed in the middle of a line."""
     if not path.exists() or not path.stat().st_size:
         return False
@@ -60,13 +60,13 @@ def _torn(path: Path) -> bool:
         return file.read() != b"\n"
 
 
-class Releases:
+class ReleaseLog:
     """One line for every reply with anything in it."""
 
     def __init__(self, folder: Path, most: int = MOST) -> None:
         self.book = RotatingLog(folder / "releases.jsonl", most)
 
-    def note(
+    def record_release(
         self,
         data: bytes,
         kinds: Mapping[str, int],
@@ -79,21 +79,21 @@ class Releases:
     ) -> None:
         """Before `data` leaves. epsilon: of all that this site has released so far; None: nothing protects this."""
         row: dict[str, Any] = {
-            "time": now(),
+            "time": timestamp(),
             "run": run,
             "round": round,
             "purpose": purpose,
             "kinds": dict(kinds),
             "bytes": len(data),
-            "epsilon": "unprotected" if epsilon is None else _finite(epsilon),
+            "epsilon": "unprotected" if epsilon is None else _finite_or_none(epsilon),
             "sha256": hashlib.sha256(data).hexdigest(),
         }
-        self.book.write(json.dumps(row | ({"repeated": True} if repeated else {}), allow_nan=False))
+        self.book.append_line(json.dumps(row | ({"repeated": True} if repeated else {}), allow_nan=False))
 
-    def read(self) -> list[dict[str, Any]]:
+    def read_entries(self) -> list[dict[str, Any]]:
         """All that can be read: a process that was killed may have left half a line."""
         found = []
-        for line in self.book.lines():
+        for line in self.book.read_lines():
             with suppress(ValueError):
                 found.append(json.loads(line))
         return found
@@ -101,16 +101,16 @@ class Releases:
 
 def last_trouble(folder: Path) -> tuple[str, str] | None:
     """What a site last refused, or failed at: when, and the sentence. None: nothing, as far as its log goes back."""
-    for line in reversed(RotatingLog(folder / LOG).lines()):
+    for line in reversed(RotatingLog(folder / LOG).read_lines()):
         when, _, sentence = line.partition(" ")
         if sentence.startswith((f"{REFUSED}, ", f"{FAILED}, ")):
             return when, sentence
     return None
 
 
-def _finite(epsilon: float) -> float | str:
+def _finite_or_none(epsilon: float) -> float | str:
     return round(epsilon, 6) if epsilon < float("inf") else "infinite"
 
 
-def now() -> str:
+def timestamp() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")

@@ -22,7 +22,7 @@ class Engine(Protocol):
 
 
 @dataclass(frozen=True)
-class Elsewhere:
+class RemoteExecution:
     """Sites that are not here, and how long a round waits for them."""
 
     engine: Engine

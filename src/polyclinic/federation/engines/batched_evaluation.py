@@ -11,7 +11,7 @@ from polyclinic.core.contract import Bundle, Part, Score, SiteId, Tensors
 from polyclinic.data.examples import Selection
 from polyclinic.federation.site_runner import SiteRunner
 from polyclinic.training.fit import score
-from polyclinic.training.losses import probabilities
+from polyclinic.training.losses import predict_probabilities
 
 Key = tuple[Part, tuple[int, ...]]
 RECENT = 8
@@ -40,20 +40,20 @@ class BatchedEvaluation:
         if key not in self._known:
             first = known[0]
             others = [r for r in self.runners if r.name != first and r.network is runner.network]
-            self._known[key] = together(others, weights, part)
+            self._known[key] = predict_batched(others, weights, part)
         found = self._known[key].pop(runner.name, None)
         return runner.predict(weights, part) if found is None else found
 
 
-def together(runners: Sequence[SiteRunner], weights: Bundle, part: Part) -> dict[SiteId, Tensors]:
+def predict_batched(runners: Sequence[SiteRunner], weights: Bundle, part: Part) -> dict[SiteId, Tensors]:
     """The sites' predictions in one pass, of every image once; {} where their images do not lie in one place."""
-    held = {runner.name: getattr(runner.holdings, part) for runner in runners}
+    held = {runner.name: getattr(runner.images, part) for runner in runners}
     parts = [examples for examples in held.values() if isinstance(examples, Selection)]
     if not parts or len(parts) < len(held) or any(examples.shared is not parts[0].shared for examples in parts):
         return {}
     rows, place = torch.unique(torch.cat([examples.rows for examples in parts]), return_inverse=True)
     everything = replace(parts[0], rows=rows, labels=parts[0].shared.labels[rows], patients=None)
-    found = score(Score(weights, probabilities), runners[0].network, everything)
+    found = score(Score(weights, predict_probabilities), runners[0].network, everything)
     found = {name: tensor[place] for name, tensor in found.items()}
     sizes = [len(examples) for examples in parts]
     pieces = {name: torch.split(tensor.cpu(), sizes) for name, tensor in found.items()}

@@ -11,12 +11,12 @@ from polyclinic.core.errors import Refused
 RECORD, NAME = "polyclinic", "message"
 
 
-def packed(data: bytes) -> RecordDict:
+def pack_message(data: bytes) -> RecordDict:
     """One message of ours as one array of Flower's."""
     return RecordDict({RECORD: ArrayRecord({NAME: Array("uint8", (len(data),), "bytes", data)})})
 
 
-def unpacked(message: Message) -> bytes:
+def unpack_message(message: Message) -> bytes:
     try:
         return cast(ArrayRecord, message.content[RECORD])[NAME].data
     except (KeyError, ValueError, TypeError):

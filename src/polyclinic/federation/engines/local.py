@@ -31,18 +31,18 @@ from polyclinic.storage.messages import Message, decode
 T = TypeVar("T")
 
 
-def attempt(runner: SiteRunner, data: bytes) -> bytes | Failure:
+def try_answer(runner: SiteRunner, data: bytes) -> bytes | Failure:
     """A site's answer, or why it has none. Only errors with a sentence are the site's; bugs surface.
 
     All sites remember in the run's own folder: where that fails, the run stops, rather than go on without the site.
     """
-    return failing(lambda: runner.answer(data))
+    return call_or_failure(lambda: runner.answer(data))
 
 
-def failing(deed: Callable[[], T]) -> T | Failure:
+def call_or_failure(call: Callable[[], T]) -> T | Failure:
     """What the deed gives, or the site's failure."""
     try:
-        return deed()
+        return call()
     except StoreError:
         raise
     except Refused as refusal:
@@ -51,9 +51,9 @@ def failing(deed: Callable[[], T]) -> T | Failure:
         return Failure("error", str(error))
 
 
-def handed(sent: Mapping[SiteId, bytes], site: SiteId) -> Message:
+def message_for(sent: Mapping[SiteId, bytes], site: SiteId) -> Message:
     """A site's order, without a way over bytes if it can be had."""
-    return sent.handed(site) if isinstance(sent, Outbox) else decode(sent[site])
+    return sent.in_process_message(site) if isinstance(sent, Outbox) else decode(sent[site])
 
 
 def keep_freed_memory() -> None:
@@ -80,10 +80,10 @@ class LocalEngine:
         self, round: int, sent: Mapping[SiteId, bytes], deadline: float | None
     ) -> Iterable[tuple[SiteId, Answer]]:
         for site in sent:
-            yield site, failing(partial(self._reply, sent, site))
+            yield site, call_or_failure(partial(self._ask_site, sent, site))
 
-    def _reply(self, sent: Mapping[SiteId, bytes], site: SiteId) -> Message:
-        return self.runners[site].reply(handed(sent, site))
+    def _ask_site(self, sent: Mapping[SiteId, bytes], site: SiteId) -> Message:
+        return self.runners[site].reply(message_for(sent, site))
 
     def close(self) -> None:
         """Nothing to release."""
@@ -104,12 +104,12 @@ class WorkerEngine:
         for _ in range(workers):
             ours, theirs = context.Pipe()
             self.pipes.append(ours)
-            process = context.Process(target=self._serve, args=(theirs, threads), daemon=True)
+            process = context.Process(target=self._serve_pipe, args=(theirs, threads), daemon=True)
             process.start()
             theirs.close()
             self.processes.append(process)
 
-    def _serve(self, pipe: Connection, threads: int) -> None:
+    def _serve_pipe(self, pipe: Connection, threads: int) -> None:
         """A worker's life: a site's number and a message in, a reply or a failure out, until the pipe closes."""
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         for ours in self.pipes:
@@ -146,7 +146,7 @@ class WorkerEngine:
             for ready in wait(list(busy)):
                 assert isinstance(ready, Connection)
                 site = busy.pop(ready)
-                answer = _receive(ready)
+                answer = _receive_reply(ready)
                 if not (isinstance(answer, Failure) and answer.kind == "dead"):
                     idle.append(ready)
                 yield site, answer
@@ -161,7 +161,7 @@ class WorkerEngine:
 def answer_or_failure(runner: SiteRunner, data: bytes) -> tuple[str, bytes]:
     """What a worker hands back: "reply", the kind of failure, "store" or "bug"; and the reply, or words about it."""
     try:
-        answer = attempt(runner, data)
+        answer = try_answer(runner, data)
     except StoreError as error:
         return "store", str(error).encode()
     except Exception:
@@ -169,7 +169,7 @@ def answer_or_failure(runner: SiteRunner, data: bytes) -> tuple[str, bytes]:
     return (answer.kind, answer.sentence.encode()) if isinstance(answer, Failure) else ("reply", answer)
 
 
-def understood(kind: str, payload: bytes, place: str) -> bytes | Failure:
+def parse_worker_reply(kind: str, payload: bytes, place: str) -> bytes | Failure:
     """What `answer_or_failure` handed back from a place: what would end the run in this process ends it, too."""
     if kind == "reply":
         return payload
@@ -181,9 +181,9 @@ def understood(kind: str, payload: bytes, place: str) -> bytes | Failure:
     return Failure("refused" if kind == "refused" else "error", words)
 
 
-def _receive(pipe: Connection) -> bytes | Failure:
+def _receive_reply(pipe: Connection) -> bytes | Failure:
     try:
         kind, payload = pipe.recv_bytes(), pipe.recv_bytes()
     except (EOFError, OSError):
         return Failure("dead", "the worker process ended; was it out of memory?")
-    return understood(kind.decode(), payload, "a worker process")
+    return parse_worker_reply(kind.decode(), payload, "a worker process")

@@ -18,12 +18,12 @@ import torch
 from polyclinic.core.contract import Failure, Fit, Fitted, Job, SiteId, Tensors, Work
 from polyclinic.federation.engines import Answer
 from polyclinic.federation.engines.batched_evaluation import BatchedEvaluation
-from polyclinic.federation.engines.local import failing, handed, keep_freed_memory
-from polyclinic.federation.site_runner import SiteRound, SiteRunner, counts, streams
+from polyclinic.federation.engines.local import call_or_failure, keep_freed_memory, message_for
+from polyclinic.federation.site_runner import SiteRound, SiteRunner, advances_counter, job_streams
 from polyclinic.storage.messages import Message
 from polyclinic.training.stacked.batching import StackMember
-from polyclinic.training.stacked.fit import NotStackableError, fit_stacked, signature, why_not
-from polyclinic.training.stacked.memory import room
+from polyclinic.training.stacked.fit import NotStackableError, fit_stacked, job_signature, why_not_stackable
+from polyclinic.training.stacked.memory import max_stack_size
 
 Compile = Literal["auto", "always", "never"]
 WORTH_COMPILING = 120.0
@@ -35,13 +35,13 @@ class StackedSite:
     """A site's round under way."""
 
     runner: SiteRunner
-    visit: SiteRound
+    site_round: SiteRound
     work: Work
     job: Job
     number: int = 0
-    together: int = 1
+    stack_size: int = 1
     """The largest stack it was part of."""
-    alone: str = ""
+    unstacked_reason: str = ""
     """Why a training job of it was not stacked."""
 
 
@@ -56,7 +56,7 @@ class StackedEngine:
         compile: Compile = "auto",
     ) -> None:
         """`most`: sites in one stack; None: as many as the device's memory holds."""
-        self.runners, self.most, self.compile = runners, most, compile
+        self.runners, self.max_stack, self.compile = runners, most, compile
         self.compiling, self.rounds = compile == "always", 0
         self.uncompiled = ""
         """Why compiling did not work."""
@@ -72,121 +72,125 @@ class StackedEngine:
         guests: dict[SiteId, StackedSite] = {}
         foresight = BatchedEvaluation([self.runners[site] for site in sent])
         for site in sent:
-            begun = failing(partial(self._begin, sent, site, foresight))
+            begun = call_or_failure(partial(self._begin_site, sent, site, foresight))
             if isinstance(begun, StackedSite):
                 guests[site] = begun
             else:
                 yield site, begun
-        left = max((guest.visit.site.rounds - round for guest in guests.values()), default=0)
+        left = max((guest.site_round.site.rounds - round for guest in guests.values()), default=0)
         spent = 0.0
         while guests:
-            for together in self._groups(guests):
+            for together in self._group_jobs(guests):
                 began = time.perf_counter()
-                results = failing(partial(self._run, [guests[site] for site in together]))
+                results = call_or_failure(partial(self._run_jobs, [guests[site] for site in together]))
                 spent += time.perf_counter() - began
-                yield from self._hand_in(guests, together, results)
+                yield from self._advance_sites(guests, together, results)
         self._consider_compiling(spent * left)
 
     def close(self) -> None:
         """Nothing to release."""
 
-    def _begin(self, sent: Mapping[SiteId, bytes], site: SiteId, foresight: BatchedEvaluation) -> StackedSite | Message:
+    def _begin_site(
+        self, sent: Mapping[SiteId, bytes], site: SiteId, foresight: BatchedEvaluation
+    ) -> StackedSite | Message:
         runner = self.runners[site]
-        order = handed(sent, site)
-        runner.check(order)
+        order = message_for(sent, site)
+        runner.check_order(order)
         predict = partial(foresight.predict, runner)
         if order.fields["purpose"] == "evaluate":
             return runner.evaluate(order, predict)
-        visit = runner.begin(order, predict)
-        work = runner.work(visit)
+        visit = runner.begin_round(order, predict)
+        work = runner.start_local(visit)
         try:
             return StackedSite(runner, visit, work, next(work))
         except StopIteration as end:  # a site that has nothing to do this round
             update, memory = end.value
-            return runner.end(visit, update, memory)
+            return runner.finish_round(visit, update, memory)
 
-    def _groups(self, guests: Mapping[SiteId, StackedSite]) -> list[list[SiteId]]:
+    def _group_jobs(self, guests: Mapping[SiteId, StackedSite]) -> list[list[SiteId]]:
         """Sites whose next jobs run as one, in stacks that fit into memory; the others alone."""
         stacks: dict[Any, list[SiteId]] = {}
         known: dict[int, Any] = {}
         for site, guest in guests.items():
-            stacks.setdefault(self._key(site, guest, known), []).append(site)
+            stacks.setdefault(self._stack_key(site, guest, known), []).append(site)
         groups = []
         for key, members in stacks.items():
             first = guests[members[0]]
             if len(members) == 1 < len(guests) and isinstance(first.job, Fit):
-                first.alone = first.alone or "no other site's job was like it"
-            size = self._room(key, first) if len(members) > 1 else 1
+                first.unstacked_reason = first.unstacked_reason or "no other site's job was like it"
+            size = self._stack_capacity(key, first) if len(members) > 1 else 1
             groups += [members[start : start + size] for start in range(0, len(members), size)]
         return groups
 
-    def _key(self, site: SiteId, guest: StackedSite, known: dict[int, Any]) -> Any:
+    def _stack_key(self, site: SiteId, guest: StackedSite, known: dict[int, Any]) -> Any:
         if not isinstance(guest.job, Fit):
             return site
-        reason = why_not(guest.job, guest.runner.network) or self._unstackable.get(guest.job.sequence, "")
-        guest.alone = reason or guest.alone
+        reason = why_not_stackable(guest.job, guest.runner.network) or self._unstackable.get(guest.job.sequence, "")
+        guest.unstacked_reason = reason or guest.unstacked_reason
         # Weights of one shape may belong to networks that differ, as in how much they drop.
-        return site if reason else (*signature(guest.job, guest.visit.site, known), id(guest.runner.network))
+        return site if reason else (*job_signature(guest.job, guest.site_round.site, known), id(guest.runner.network))
 
-    def _room(self, key: Any, guest: StackedSite) -> int:
+    def _stack_capacity(self, key: Any, guest: StackedSite) -> int:
         """How many such jobs one stack may hold."""
         sequence, training, whole, _, *shapes = key  # whatever the learning rate
         kind = sequence, training, whole, *shapes
         if kind not in self._rooms:
             try:
-                self._rooms[kind] = room(_seat(guest), guest.runner.network)
+                self._rooms[kind] = max_stack_size(_stack_member(guest), guest.runner.network)
             except RuntimeError:  # an objective that fails here fails in training too, where it is told
-                return self.most or len(self.runners)
-        return min(self._rooms[kind], self.most or self._rooms[kind])
+                return self.max_stack or len(self.runners)
+        return min(self._rooms[kind], self.max_stack or self._rooms[kind])
 
-    def _run(self, guests: Sequence[StackedSite]) -> list[Fitted | Tensors]:
+    def _run_jobs(self, guests: Sequence[StackedSite]) -> list[Fitted | Tensors]:
         """The next job of each."""
         first = guests[0]
         if len(guests) == 1:
-            return [first.runner.run(first.job, first.visit, first.number)]
+            return [first.runner.run_job(first.job, first.site_round, first.number)]
         try:
-            found = fit_stacked([_seat(guest) for guest in guests], first.runner.network, self.compiling)
+            found = fit_stacked([_stack_member(guest) for guest in guests], first.runner.network, self.compiling)
         except torch._dynamo.exc.TorchDynamoException as error:  # no compiler here, or one that cannot do this
             self.compile, self.compiling = "never", False
             self.uncompiled = str(error).strip().partition("\n")[0][:160] or type(error).__name__
-            return self._run(guests)
+            return self._run_jobs(guests)
         except NotStackableError as error:
             assert isinstance(first.job, Fit)
             self._unstackable[first.job.sequence] = str(error)
             for guest in guests:
-                guest.alone = str(error)
-            return [guest.runner.run(guest.job, guest.visit, guest.number) for guest in guests]
+                guest.unstacked_reason = str(error)
+            return [guest.runner.run_job(guest.job, guest.site_round, guest.number) for guest in guests]
         except torch.OutOfMemoryError:
             torch.cuda.empty_cache()
-            self.most = half = (len(guests) + 1) // 2
-            return [*self._run(guests[:half]), *self._run(guests[half:])]
+            self.max_stack = half = (len(guests) + 1) // 2
+            return [*self._run_jobs(guests[:half]), *self._run_jobs(guests[half:])]
         for guest in guests:
-            guest.together = max(guest.together, len(guests))
+            guest.stack_size = max(guest.stack_size, len(guests))
             if self.uncompiled:
-                guest.alone = guest.alone or f"stacked, but it could not be compiled: {self.uncompiled}"
+                guest.unstacked_reason = (
+                    guest.unstacked_reason or f"stacked, but it could not be compiled: {self.uncompiled}"
+                )
         return [*found]
 
-    def _hand_in(
+    def _advance_sites(
         self, guests: dict[SiteId, StackedSite], sites: Sequence[SiteId], results: Sequence[Fitted | Tensors] | Failure
     ) -> Iterator[tuple[SiteId, Answer]]:
         """Send results into the sites' generators, and hand in those that are done."""
         for number, site in enumerate(sites):
             ended: Answer | None = results if isinstance(results, Failure) else None
             if not isinstance(results, Failure):
-                ended = failing(partial(self._next, guests[site], results[number]))
+                ended = call_or_failure(partial(self._advance_site, guests[site], results[number]))
             if ended is not None:
                 del guests[site]
                 yield site, ended
 
-    def _next(self, guest: StackedSite, result: Fitted | Tensors) -> Message | None:
+    def _advance_site(self, guest: StackedSite, result: Fitted | Tensors) -> Message | None:
         """The site's reply if that was its last job, else None."""
         try:
-            guest.number += counts(guest.job)
+            guest.number += advances_counter(guest.job)
             guest.job = guest.work.send(result)
             return None
         except StopIteration as end:
             update, memory = end.value
-            return guest.runner.end(guest.visit, update, memory, guest.together, guest.alone)
+            return guest.runner.finish_round(guest.site_round, update, memory, guest.stack_size, guest.unstacked_reason)
 
     def _consider_compiling(self, seconds: float) -> None:
         """After the second round, whose time is that of the rounds to come."""
@@ -196,6 +200,8 @@ class StackedEngine:
             self.compiling = self.compiling or seconds > WORTH_COMPILING
 
 
-def _seat(guest: StackedSite) -> StackMember:
+def _stack_member(guest: StackedSite) -> StackMember:
     assert isinstance(guest.job, Fit)
-    return StackMember(guest.job, guest.runner.holdings.train, guest.visit.site, *streams(guest.visit, guest.number))
+    return StackMember(
+        guest.job, guest.runner.images.train, guest.site_round.site, *job_streams(guest.site_round, guest.number)
+    )

@@ -18,19 +18,19 @@ from safetensors import SafetensorError, safe_open
 from polyclinic.core.errors import WeightsError
 from polyclinic.models.weights import sandboxed_reader
 
-KEPT = ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH")
+KEPT_VARIABLES = ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH")
 """All that the reader learns of the environment: where libraries lie."""
-SAID = 1000
-NOT_HERE = "This system cannot shut a process in (it has no resource limits); convert on Linux or macOS."
+MAX_MESSAGE = 1000
+NO_LIMITS = "This system cannot shut a process in (it has no resource limits); convert on Linux or macOS."
 
 
 @dataclass(frozen=True)
-class Converted:
+class ConvertedWeights:
     tensors: int
     values: int
 
 
-def convert(source: Path, target: Path, key: str | None = None, prefix: str = "") -> Converted:
+def convert_checkpoint(source: Path, target: Path, key: str | None = None, prefix: str = "") -> ConvertedWeights:
     """Write the checkpoint's tensors below `key` whose names begin with `prefix`, without it, to `target`."""
     if not source.is_file():
         raise WeightsError(f"There is no checkpoint at {source}; correct the path.")
@@ -39,13 +39,13 @@ def convert(source: Path, target: Path, key: str | None = None, prefix: str = ""
     if not target.parent.is_dir():
         raise WeightsError(f"There is no folder {target.parent} to write to; make it first.")
     if importlib.util.find_spec("resource") is None:
-        raise WeightsError(NOT_HERE)
+        raise WeightsError(NO_LIMITS)
     number, name = tempfile.mkstemp(suffix=".part", prefix=f".{target.name}.", dir=target.parent)
     part = Path(name)
     try:
         with source.open("rb") as file, os.fdopen(number, "wb") as written:
-            _read_elsewhere(source, file.fileno(), written.fileno(), key, prefix)
-        found = _looked_at(part, source)
+            _read_in_sandbox(source, file.fileno(), written.fileno(), key, prefix)
+        found = _check_converted(part, source)
         part.chmod(0o644)
         part.rename(target)
     finally:
@@ -53,10 +53,10 @@ def convert(source: Path, target: Path, key: str | None = None, prefix: str = ""
     return found
 
 
-def _read_elsewhere(path: Path, source: int, target: int, key: str | None, prefix: str) -> None:
+def _read_in_sandbox(path: Path, source: int, target: int, key: str | None, prefix: str) -> None:
     where = [os.path.abspath(folder) for folder in sys.path]  # the reader starts from another folder
     order = {"source": source, "target": target, "key": key, "prefix": prefix, "path": where}
-    most = sandboxed_reader.seconds(path.stat().st_size)
+    most = sandboxed_reader.cpu_seconds(path.stat().st_size)
     try:
         done = subprocess.run(
             [sys.executable, "-I", "-B", "-W", "ignore", sandboxed_reader.__file__, json.dumps(order)],
@@ -64,7 +64,7 @@ def _read_elsewhere(path: Path, source: int, target: int, key: str | None, prefi
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             pass_fds=(source, target),
-            env={"OMP_NUM_THREADS": "1", **{name: os.environ[name] for name in KEPT if name in os.environ}},
+            env={"OMP_NUM_THREADS": "1", **{name: os.environ[name] for name in KEPT_VARIABLES if name in os.environ}},
             cwd="/",
             timeout=10 * most,
             check=False,
@@ -77,16 +77,16 @@ def _read_elsewhere(path: Path, source: int, target: int, key: str | None, prefi
         raise WeightsError(
             f"{path}: reading it took more than {most} seconds of computing, or all memory; it is not what it seems."
         )
-    said = done.stdout[:SAID].decode("utf-8", "replace").split("\n")[0]
+    said = done.stdout[:MAX_MESSAGE].decode("utf-8", "replace").split("\n")[0]
     clean = "".join(letter if letter.isprintable() else "?" for letter in said)
     raise WeightsError(f"{path}: {clean or 'whoever read it was stopped; it is not what it seems'}.")
 
 
-def _looked_at(part: Path, source: Path) -> Converted:
+def _check_converted(part: Path, source: Path) -> ConvertedWeights:
     """What came back, with our own eyes."""
     try:
         with safe_open(part, "pt") as file:
             shapes = [file.get_slice(name).get_shape() for name in file.keys()]  # noqa: SIM118  it is no dict
     except (SafetensorError, OSError):
         raise WeightsError(f"{source}: what was read of it is not a set of tensors; it is not what it seems.") from None
-    return Converted(len(shapes), sum(prod(shape) for shape in shapes))
+    return ConvertedWeights(len(shapes), sum(prod(shape) for shape in shapes))

@@ -25,7 +25,7 @@ from polyclinic.core.contract import Tensors
 from polyclinic.core.errors import WeightsError
 from polyclinic.models.classifier import Classifier
 
-LISTED = 3
+MAX_LISTED = 3
 KINDS = ("model/", "buffers/")
 PARTS = ("extractor.", "head.")
 WAY_OUT = "set `weights` to a local safetensors file instead"
@@ -43,7 +43,7 @@ INCEPTION_SHIFT = ((0.485 - 0.5) / 0.5, (0.456 - 0.5) / 0.5, (0.406 - 0.5) / 0.5
 
 
 @dataclass(frozen=True)
-class Loaded:
+class LoadedWeights:
     """What was done with a set of weights."""
 
     source: str
@@ -54,12 +54,12 @@ class Loaded:
     """Whether the first convolution was summed over RGB for images of one channel."""
 
 
-def load_weights(classifier: Classifier, path: Path | str) -> Loaded:
+def load_weights(classifier: Classifier, path: Path | str) -> LoadedWeights:
     """Load a safetensors file into `classifier`; see `adopt_weights` for what is fitted and what refused."""
-    return adopt_weights(classifier, _read(Path(path)), str(path))
+    return adopt_weights(classifier, _read_safetensors(Path(path)), str(path))
 
 
-def adopt_weights(classifier: Classifier, tensors: Tensors, source: str) -> Loaded:
+def adopt_weights(classifier: Classifier, tensors: Tensors, source: str) -> LoadedWeights:
     """Load named tensors into `classifier`; `source` says in reports and errors where they come from.
 
     Half-precision values become the classifier's float32. The final layer is left alone when it differs in
@@ -68,8 +68,8 @@ def adopt_weights(classifier: Classifier, tensors: Tensors, source: str) -> Load
     Counters of batches seen by BatchNorm may be missing: old files lack them and nothing depends on them.
     """
     wanted = classifier.state_dict()
-    found = _translate(classifier, tensors, source)
-    found = {name: _cast(tensor, wanted.get(name)) for name, tensor in found.items()}
+    found = _translate_names(classifier, tensors, source)
+    found = {name: _cast_like(tensor, wanted.get(name)) for name, tensor in found.items()}
     layers = classifier.leaf_layers()
     headless = not _is_polyclinic(tensors) and _mammogram_prefix(tensors) is not None
     if not _is_polyclinic(tensors):
@@ -78,9 +78,9 @@ def adopt_weights(classifier: Classifier, tensors: Tensors, source: str) -> Load
     skipped = _drop_other_classes(layers[-1], found, wanted)
     if headless:
         skipped = tuple(name for name in wanted if name.startswith("head."))
-    _refuse(list(_mismatches(wanted, found, skipped)), source)
+    _check_mismatches(list(_find_mismatches(wanted, found, skipped)), source)
     classifier.load_state_dict(wanted | found)
-    return Loaded(source, skipped, summed)
+    return LoadedWeights(source, skipped, summed)
 
 
 def download_weights(name: str, *, progress: bool = False) -> Tensors:
@@ -111,7 +111,7 @@ def download_weights(name: str, *, progress: bool = False) -> Tensors:
     return {key: value.detach() for key, value in state.items()}
 
 
-def _read(path: Path) -> Tensors:
+def _read_safetensors(path: Path) -> Tensors:
     if not path.is_file():
         raise WeightsError(f"There is no weights file at {path}; correct the path in the recipe.")
     try:
@@ -130,7 +130,7 @@ def _mammogram_prefix(tensors: Tensors) -> str | None:
     return next((prefix for prefix in (MAMMOGRAM_VIEW, "") if f"{prefix}first_conv.weight" in tensors), None)
 
 
-def _translate(classifier: Classifier, tensors: Tensors, source: str) -> Tensors:
+def _translate_names(classifier: Classifier, tensors: Tensors, source: str) -> Tensors:
     """The same tensors under the classifier's names; a name that has none there is refused later."""
     if _is_polyclinic(tensors):
         kinds = {f"model/{name}": name for name, _ in classifier.named_parameters()}
@@ -139,32 +139,32 @@ def _translate(classifier: Classifier, tensors: Tensors, source: str) -> Tensors
         pairs = [(kinds.get(name, name), tensors[name]) for name in own]
     elif (prefix := _mammogram_prefix(tensors)) is not None:
         used = [name for name in tensors if name.startswith(prefix)]  # beside it are other views' and their own head
-        pairs = [(_from_mammograms(name.removeprefix(prefix)), tensors[name]) for name in used]
+        pairs = [(_from_mammogram_name(name.removeprefix(prefix)), tensors[name]) for name in used]
     else:
         last = classifier.leaf_layers()[-1]
         used = [name for name in tensors if not name.startswith("AuxLogits.")]
-        pairs = [(_from_torchvision(name, last), tensors[name]) for name in used]
+        pairs = [(_from_torchvision_name(name, last), tensors[name]) for name in used]
     translated = dict(pairs)
     if len(translated) < len(pairs):
         names = [name for name, _ in pairs]
         twice = sorted({name for name in names if names.count(name) > 1})
-        _refuse([f"{name} (twice)" for name in twice], source)
+        _check_mismatches([f"{name} (twice)" for name in twice], source)
     return translated
 
 
-def _from_torchvision(name: str, last_layer: str) -> str:
+def _from_torchvision_name(name: str, last_layer: str) -> str:
     slot, _, rest = name.partition(".")
     if slot not in ("classifier", "fc"):
         return "extractor." + EARLY_DENSENET.sub(r"\1\2", name)
     return f"{last_layer}.{rest}" if rest in ("weight", "bias") else f"head.{rest}"
 
 
-def _from_mammograms(name: str) -> str:
+def _from_mammogram_name(name: str) -> str:
     name = re.sub(r"^layer_list\.(\d)\.", lambda found: f"layer{int(found[1]) + 1}.", name)
     return "extractor." + name.replace("first_conv.", "conv.").replace("final_bn.", "norm.")
 
 
-def _cast(tensor: Tensor, like: Tensor | None) -> Tensor:
+def _cast_like(tensor: Tensor, like: Tensor | None) -> Tensor:
     if like is None or not (like.is_floating_point() and tensor.is_floating_point()):
         return tensor
     return tensor.to(like.dtype)
@@ -210,14 +210,14 @@ def _drop_other_classes(layer: str, found: Tensors, wanted: Tensors) -> tuple[st
     return names
 
 
-def _mismatches(wanted: Tensors, found: Tensors, skipped: tuple[str, ...]) -> Iterator[str]:
+def _find_mismatches(wanted: Tensors, found: Tensors, skipped: tuple[str, ...]) -> Iterator[str]:
     for name, like in wanted.items():
         tensor = found.get(name)
         if tensor is None:
             if name not in skipped and not name.endswith(".num_batches_tracked"):
                 yield f"{name} (missing)"
         elif tensor.shape != like.shape:
-            yield f"{name} ({_shape(tensor)} instead of {_shape(like)})"
+            yield f"{name} ({_format_shape(tensor)} instead of {_format_shape(like)})"
         elif tensor.dtype != like.dtype:
             yield f"{name} ({tensor.dtype} instead of {like.dtype})"
         elif not torch.isfinite(tensor).all():
@@ -225,15 +225,15 @@ def _mismatches(wanted: Tensors, found: Tensors, skipped: tuple[str, ...]) -> It
     yield from (f"{name} (unknown)" for name in found if name not in wanted)
 
 
-def _shape(tensor: Tensor) -> str:
+def _format_shape(tensor: Tensor) -> str:
     return "×".join(map(str, tensor.shape)) or "a single number"
 
 
-def _refuse(mismatches: list[str], source: str) -> None:
+def _check_mismatches(mismatches: list[str], source: str) -> None:
     if not mismatches:
         return
-    more = f" and {len(mismatches) - LISTED} more" if len(mismatches) > LISTED else ""
+    more = f" and {len(mismatches) - MAX_LISTED} more" if len(mismatches) > MAX_LISTED else ""
     raise WeightsError(
-        f"The weights from {source} do not fit this network: {', '.join(mismatches[:LISTED])}{more};"
+        f"The weights from {source} do not fit this network: {', '.join(mismatches[:MAX_LISTED])}{more};"
         " give the weights of this architecture."
     )

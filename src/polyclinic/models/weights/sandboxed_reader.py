@@ -23,38 +23,38 @@ from typing import Any
 NEW_USER, NEW_NETWORK = 0x10000000, 0x40000000
 FORBIDDEN = ("open", "import", "compile", "exec", "os.", "subprocess.", "socket.", "ctypes.", "shutil.", "resource.")
 """What Python itself reports before doing it, or groups of such things."""
-TIMES = 8
+MEMORY_FACTOR = 8
 """The memory that reading may take, in sizes of the file: tensors, their copies, and what is written."""
-SPARE = 1 << 30
-SHOWN = 6
+MEMORY_ALLOWANCE = 1 << 30
+MAX_NAMES = 6
 
 
 class UnreadableCheckpoint(Exception):  # noqa: N818  it says what the file is
     """A checkpoint that gives no weights; the text says why and what to do."""
 
 
-def seconds(size: int) -> int:
+def cpu_seconds(size: int) -> int:
     """Of computing, for a file of so many bytes."""
     return 60 + size // 10_000_000
 
 
-def shut_network() -> None:
+def isolate_network() -> None:
     """A network of its own, with nothing in it, where the system lets anybody have one. Before there are threads."""
     with contextlib.suppress(AttributeError, OSError):  # no such call here
         ctypes.CDLL(None).unshare(NEW_USER | NEW_NETWORK)
 
 
-def shut_in(size: int) -> None:
+def lock_process(size: int) -> None:
     """From here on this process computes, reads and writes what it has open, and nothing else."""
     import resource
 
     import psutil
 
-    room = TIMES * size + SPARE
+    room = MEMORY_FACTOR * size + MEMORY_ALLOWANCE
     limits = {
         "RLIMIT_AS": psutil.Process().memory_info().vms + room,
         "RLIMIT_FSIZE": room,
-        "RLIMIT_CPU": seconds(size),
+        "RLIMIT_CPU": cpu_seconds(size),
         "RLIMIT_CORE": 0,
         "RLIMIT_NPROC": 0,
         "RLIMIT_NOFILE": 0,  # the last: whatever is asked for from now on would need a number, and there is none
@@ -65,27 +65,27 @@ def shut_in(size: int) -> None:
         except (AttributeError, ValueError, OSError):
             if name in ("RLIMIT_CPU", "RLIMIT_FSIZE", "RLIMIT_NOFILE"):  # other systems do not have them all
                 raise
-    sys.addaudithook(_refuse)
+    sys.addaudithook(_deny_event)
 
 
-def _refuse(event: str, arguments: tuple[Any, ...]) -> None:
+def _deny_event(event: str, arguments: tuple[Any, ...]) -> None:
     del arguments
     if event.startswith(FORBIDDEN):
         raise PermissionError(f"{event} is not for readers of weights")
 
 
-def rehearse(torch: Any, save: Callable[[dict[str, Any]], bytes]) -> None:
+def rehearse_reading(torch: Any, save: Callable[[dict[str, Any]], bytes]) -> None:
     """Convert a file of our own in either format, and one of neither: what is imported at first use is there then."""
     for zipped in (True, False):
         file = io.BytesIO()
         torch.save({"": torch.zeros(1)}, file, _use_new_zipfile_serialization=zipped)
         file.seek(0)
-        save(read(file, torch))
+        save(read_checkpoint(file, torch))
     with contextlib.suppress(UnreadableCheckpoint):
-        read(io.BytesIO(b"nothing"), torch)
+        read_checkpoint(io.BytesIO(b"nothing"), torch)
 
 
-def read(file: Any, torch: Any) -> Any:
+def read_checkpoint(file: Any, torch: Any) -> Any:
     try:
         return torch.load(file, map_location="cpu", weights_only=True)
     except MemoryError:
@@ -95,7 +95,7 @@ def read(file: Any, torch: Any) -> Any:
         code = re.search(r"GLOBAL (\S+)", said)
         if code:
             raise UnreadableCheckpoint(
-                f"it asks for {_shown(code[1])}, which is code and not weights; nothing of it was run: "
+                f"it asks for {_format_name(code[1])}, which is code and not weights; nothing of it was run: "
                 "save the state_dict alone, or get the weights from somewhere else"
             ) from None
         file.seek(8)
@@ -107,12 +107,12 @@ def read(file: Any, torch: Any) -> Any:
         raise UnreadableCheckpoint(f"it cannot be read as a torch file{reason}; download or copy it again") from None
 
 
-def chosen(found: Any, key: str | None, prefix: str, torch: Any) -> dict[str, Any]:
+def select_tensors(found: Any, key: str | None, prefix: str, torch: Any) -> dict[str, Any]:
     """The named tensors below `key` whose names begin with `prefix`, without it."""
     if isinstance(found, Mapping) and key is not None:
         if key not in found:
             raise UnreadableCheckpoint(
-                f"it has no key {_shown(key)}; it has {_names(found)}: give one of these as --key"
+                f"it has no key {_format_name(key)}; it has {_format_names(found)}: give one of these as --key"
             )
         found = found[key]
     if not isinstance(found, Mapping):
@@ -124,52 +124,56 @@ def chosen(found: Any, key: str | None, prefix: str, torch: Any) -> dict[str, An
     if not found:
         raise UnreadableCheckpoint("there is nothing in it; get the weights from somewhere else")
     if not named:
-        raise UnreadableCheckpoint(f"there are no named tensors here, but {_names(found)}; give one of these as --key")
+        raise UnreadableCheckpoint(
+            f"there are no named tensors here, but {_format_names(found)}; give one of these as --key"
+        )
     if not kept:
-        raise UnreadableCheckpoint(f"no tensor's name begins with {_shown(prefix)}; there are {_names(named)}")
-    return {name: _plain(name, tensor, torch) for name, tensor in kept.items()}
+        raise UnreadableCheckpoint(
+            f"no tensor's name begins with {_format_name(prefix)}; there are {_format_names(named)}"
+        )
+    return {name: _copy_plain(name, tensor, torch) for name, tensor in kept.items()}
 
 
-def _plain(name: str, tensor: Any, torch: Any) -> Any:
+def _copy_plain(name: str, tensor: Any, torch: Any) -> Any:
     """A copy that lies by itself and without gaps, as a file of tensors needs it."""
     floating = torch.float16, torch.bfloat16, torch.float32, torch.float64
     whole = torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64
     if tensor.dtype not in (*floating, *whole) or tensor.layout != torch.strided or tensor.device.type != "cpu":
         kind = f"{tensor.layout} {tensor.dtype}".replace("torch.", "").replace("strided ", "")
         raise UnreadableCheckpoint(
-            f"{_shown(name)} is {kind}, but weights are floating-point or whole numbers; choose others by --prefix"
+            f"{_format_name(name)} is {kind}, but weights are floating-point or whole numbers; choose others by --prefix"
         )
     return tensor.detach().clone(memory_format=torch.contiguous_format)
 
 
-def _names(found: Mapping[Any, Any]) -> str:
-    more = f" and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
-    return ", ".join(_shown(name) for name in list(found)[:SHOWN]) + more if found else "nothing"
+def _format_names(found: Mapping[Any, Any]) -> str:
+    more = f" and {len(found) - MAX_NAMES} more" if len(found) > MAX_NAMES else ""
+    return ", ".join(_format_name(name) for name in list(found)[:MAX_NAMES]) + more if found else "nothing"
 
 
-def _shown(name: object) -> str:
+def _format_name(name: object) -> str:
     """Of a name that may have been chosen to harm a terminal."""
     text = ascii(name)
     return text if len(text) <= 60 else f"{text[:56]}…{text[-1]}"
 
 
-def convert(source: int, target: int, key: str | None, prefix: str) -> None:
+def convert_file(source: int, target: int, key: str | None, prefix: str) -> None:
     """From one open file to another."""
     import safetensors.torch
     import torch
 
     torch.set_num_threads(1)
-    rehearse(torch, safetensors.torch.save)
+    rehearse_reading(torch, safetensors.torch.save)
     with open(source, "rb") as file, open(target, "wb", buffering=0) as written:
         size = os.fstat(source).st_size
-        shut_in(size)
+        lock_process(size)
         try:
-            data = memoryview(safetensors.torch.save(chosen(read(file, torch), key, prefix, torch)))
+            data = memoryview(safetensors.torch.save(select_tensors(read_checkpoint(file, torch), key, prefix, torch)))
         except (MemoryError, RuntimeError) as error:
             if isinstance(error, RuntimeError) and "allocate" not in str(error):
                 raise
             raise UnreadableCheckpoint(
-                f"its tensors take more memory than {TIMES} times its {size:,} bytes and a gigabyte; it is not what it "
+                f"its tensors take more memory than {MEMORY_FACTOR} times its {size:,} bytes and a gigabyte; it is not what it "
                 "seems: get the weights from somewhere else"
             ) from None
         try:
@@ -183,9 +187,9 @@ def convert(source: int, target: int, key: str | None, prefix: str) -> None:
 
 def main(order: Mapping[str, Any]) -> int:
     sys.path[:] = order["path"]
-    shut_network()
+    isolate_network()
     try:
-        convert(order["source"], order["target"], order["key"], order["prefix"])
+        convert_file(order["source"], order["target"], order["key"], order["prefix"])
     except UnreadableCheckpoint as sentence:
         print(sentence, flush=True)
         return 1

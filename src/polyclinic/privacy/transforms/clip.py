@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from polyclinic.core.contract import Bundle, Stream
 from polyclinic.core.errors import RecipeError
-from polyclinic.privacy.mechanism import clip, joined, parted
+from polyclinic.privacy.mechanism import clip, join_kinds, split_kinds
 
 DEVIATIONS = 10
 """Gaussian noise in d dimensions is longer than (√d + t)·σ with a probability of e^(−t²/2) at most."""
@@ -39,17 +39,17 @@ class Clip:
         if not 0 <= self.noise < math.inf:
             raise RecipeError(f"the noise after clipping is {self.noise}; choose a number of 0 or more")
 
-    def out(self, tensors: Bundle, received: Bundle, rng: Stream) -> Bundle:
-        return self._clipped(tensors, received, self.bound)[0]
+    def encode(self, tensors: Bundle, received: Bundle, rng: Stream) -> Bundle:
+        return self._clip_kinds(tensors, received, self.bound)[0]
 
-    def back(self, tensors: Bundle, received: Bundle) -> Bundle:
+    def decode(self, tensors: Bundle, received: Bundle) -> Bundle:
         """Once more, since nobody can tell whether a site has clipped. NaN and infinity are left to be refused."""
-        values = sum(t.numel() for t in joined(tensors, self.kinds).values() if t.is_floating_point())
+        values = sum(t.numel() for t in join_kinds(tensors, self.kinds).values() if t.is_floating_point())
         reach = self.noise * (math.sqrt(values) + DEVIATIONS)
-        clipped, length = self._clipped(tensors, received, self.bound + reach)
+        clipped, length = self._clip_kinds(tensors, received, self.bound + reach)
         return clipped if math.isfinite(length) else tensors
 
-    def _clipped(self, tensors: Bundle, received: Bundle, bound: float) -> tuple[Bundle, float]:
-        update = joined(tensors, self.kinds)
-        clipped, length = clip(update, bound, joined(received, self.kinds))  # (12)
-        return tensors if clipped is update else parted(clipped, tensors, self.kinds), length
+    def _clip_kinds(self, tensors: Bundle, received: Bundle, bound: float) -> tuple[Bundle, float]:
+        update = join_kinds(tensors, self.kinds)
+        clipped, length = clip(update, bound, join_kinds(received, self.kinds))  # (12)
+        return tensors if clipped is update else split_kinds(clipped, tensors, self.kinds), length

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from polyclinic.core.contract import Bundle, Stream
 from polyclinic.core.errors import Refused
-from polyclinic.privacy.mechanism import joined, known, noised, parted
+from polyclinic.privacy.mechanism import add_noise, check_std, join_kinds, split_kinds
 
 
 @dataclass(frozen=True)
@@ -29,21 +29,21 @@ class Noise:
     kinds: tuple[str, ...] = ("model",)
 
     def __post_init__(self) -> None:
-        known(self.std)
+        check_std(self.std)
 
-    def out(self, tensors: Bundle, received: Bundle, rng: Stream) -> Bundle:
-        return with_noise(tensors, self.kinds, self.std, rng.child("noise"))  # (13)
+    def encode(self, tensors: Bundle, received: Bundle, rng: Stream) -> Bundle:
+        return add_noise_to(tensors, self.kinds, self.std, rng.child("noise"))  # (13)
 
-    def back(self, tensors: Bundle, received: Bundle) -> Bundle:
+    def decode(self, tensors: Bundle, received: Bundle) -> Bundle:
         return tensors
 
 
-def with_noise(bundle: Bundle, kinds: Sequence[str], std: float, stream: Stream) -> Bundle:
+def add_noise_to(bundle: Bundle, kinds: Sequence[str], std: float, stream: Stream) -> Bundle:
     """N(0, std²) on every floating-point value of these kinds; at the server (1), of the state after aggregation."""
-    return parted(noised(joined(bundle, kinds), std, stream), bundle, kinds) if std else bundle
+    return split_kinds(add_noise(join_kinds(bundle, kinds), std, stream), bundle, kinds) if std else bundle
 
 
-def largest_share(weights: Sequence[float]) -> float:
+def largest_weight(weights: Sequence[float]) -> float:
     """max_k w_k, normalised: how much of the mean is any one site's at most."""
     total = math.fsum(weights)
     if not (weights and min(weights) >= 0 and 0 < total < math.inf):

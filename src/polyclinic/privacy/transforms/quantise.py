@@ -32,8 +32,8 @@ from torch import Generator, Tensor
 
 from polyclinic.core.contract import Bundle, Stream, Tensors
 from polyclinic.core.errors import RecipeError, Refused
-from polyclinic.core.flat_tensors import apart, side_by_side
-from polyclinic.privacy.transforms.bit_packing import pack, packed_size, unpack
+from polyclinic.core.flat_tensors import contiguous_vector, split_vector
+from polyclinic.privacy.transforms.bit_packing import pack_bits, packed_size, unpack_bits
 
 VALUES, SCALES = "..values", "..scales"
 """What replaces the tensors of a kind. No parameter has such a name: it would lie in a module without one."""
@@ -72,48 +72,51 @@ class Quantise:
         if self.block < 1:
             raise RecipeError(f"quantise.block is {self.block}; choose 1 value or more, usually 1024")
 
-    def out(self, tensors: Bundle, received: Bundle, rng: Stream) -> Bundle:
+    def encode(self, tensors: Bundle, received: Bundle, rng: Stream) -> Bundle:
         return tensors | {
-            k: self._shrink(tensors[k], received[k], rng.child(k)) for k in self._common(tensors, received)
+            k: self._quantise_group(tensors[k], received[k], rng.child(k))
+            for k in self._common_tensors(tensors, received)
         }
 
-    def back(self, tensors: Bundle, received: Bundle) -> Bundle:
-        return tensors | {k: self._restore(tensors[k], received[k]) for k in self._common(tensors, received)}
+    def decode(self, tensors: Bundle, received: Bundle) -> Bundle:
+        return tensors | {
+            k: self._restore_group(tensors[k], received[k]) for k in self._common_tensors(tensors, received)
+        }
 
-    def runs(self, shapes: Sequence[Sequence[int]]) -> Runs:
+    def group_runs(self, shapes: Sequence[Sequence[int]]) -> Runs:
         """The groups that tensors of these shapes fall into, one after the other."""
         if self.per == "block":
-            return blocks(sum(map(prod, shapes)), self.block)
+            return split_blocks(sum(map(prod, shapes)), self.block)
         counts = [shape[0] if self.per == "channel" and len(shape) > 1 else 1 for shape in shapes]
         filled = [(n, prod(shape) // n) for n, shape in zip(counts, shapes, strict=True) if prod(shape)]
         return [(sum(n for n, _ in alike), length) for length, alike in groupby(filled, key=lambda run: run[1])]
 
-    def _common(self, tensors: Bundle, received: Bundle) -> list[str]:
+    def _common_tensors(self, tensors: Bundle, received: Bundle) -> list[str]:
         return [kind for kind in self.kinds if kind in tensors and kind in received]
 
-    def _shrink(self, group: Tensors, received: Tensors, rng: Stream) -> Tensors:
-        start = _single(received)
-        moved = {n: group[n] for n in start if n in group and _alike(group[n], start[n])}
+    def _quantise_group(self, group: Tensors, received: Tensors, rng: Stream) -> Tensors:
+        start = _float32_tensors(received)
+        moved = {n: group[n] for n in start if n in group and _same_layout(group[n], start[n])}
         if not start or len(moved) < len(start):
             return group
-        runs = self.runs([t.shape for t in start.values()])
+        runs = self.group_runs([t.shape for t in start.values()])
         generator = rng.generator() if self.stochastic else None
-        values, scales = quantise(_vector(moved), _vector(start), runs, self.bits, generator)
+        values, scales = quantise_vector(_as_vector(moved), _as_vector(start), runs, self.bits, generator)
         return {VALUES: values, SCALES: scales, **{n: t for n, t in group.items() if n not in moved}}
 
-    def _restore(self, group: Tensors, received: Tensors) -> Tensors:
-        start = _single(received)
+    def _restore_group(self, group: Tensors, received: Tensors) -> Tensors:
+        start = _float32_tensors(received)
         if VALUES not in group or not start:
             return group
-        runs = self.runs([t.shape for t in start.values()])
-        vector = _vector(start).clone()
-        self._check(group, len(vector), sum(count for count, _ in runs))
+        runs = self.group_runs([t.shape for t in start.values()])
+        vector = _as_vector(start).clone()
+        self._check_group(group, len(vector), sum(count for count, _ in runs))
         dequantise_into(vector, group[VALUES], group[SCALES], runs, self.bits)
-        pieces = apart(vector.to(next(iter(start.values())).device), list(start.values()))
+        pieces = split_vector(vector.to(next(iter(start.values())).device), list(start.values()))
         rest = {n: t for n, t in group.items() if n not in (VALUES, SCALES)}
         return dict(zip(start, pieces, strict=True)) | rest
 
-    def _check(self, group: Tensors, values: int, groups: int) -> None:
+    def _check_group(self, group: Tensors, values: int, groups: int) -> None:
         sizes = {VALUES: (torch.uint8, (packed_size(self.bits, values),)), SCALES: (torch.float32, (2, groups))}
         found = {name: (group[name].dtype, tuple(group[name].shape)) for name in sizes if name in group}
         if found != sizes:
@@ -122,12 +125,12 @@ class Quantise:
             )
 
 
-def blocks(length: int, block: int) -> Runs:
+def split_blocks(length: int, block: int) -> Runs:
     """Whole blocks of a vector, and the shorter one at its end."""
     return [(n, size) for n, size in ((length // block, block), (1, length % block)) if n * size]
 
 
-def quantise(
+def quantise_vector(
     vector: Tensor, origin: Tensor | None, runs: Runs, bits: int = 8, generator: Generator | None = None
 ) -> tuple[Tensor, Tensor]:
     """(14): packed values, and `low` and `step` of each group; to the nearest where there is no generator.
@@ -136,11 +139,11 @@ def quantise(
     """
     values = torch.empty(len(vector), dtype=torch.uint8 if bits <= 8 else torch.int32)
     scales = torch.empty(2, sum(count for count, _ in runs))
-    room = torch.empty(_longest(runs))
+    room = torch.empty(_longest_piece(runs))
     nearest = torch.full((max((length for _, length in runs), default=0),), ROUNDING)
     most = 2.0**bits - 1
     sources = [vector] if origin is None else [vector, origin]
-    for (low, step), small, new, *old in _pieces(runs, scales, values, *sources):
+    for (low, step), small, new, *old in _iterate_pieces(runs, scales, values, *sources):
         rows = room[: new.numel()].view(new.shape)
         moved = torch.sub(new, old[0], out=rows) if old else new
         # Not by aminmax: it takes twenty times as long.
@@ -148,35 +151,35 @@ def quantise(
         torch.amax(moved, 1, out=step).sub_(low).div_(most).clamp_(min=SMALLEST)
         # Before it is scaled: values that are large beside their range would lose it.
         torch.sub(moved, low.unsqueeze(1), out=rows)
-        bias = nearest[: new.shape[1]] if generator is None else _noise(new.shape, generator)
+        bias = nearest[: new.shape[1]] if generator is None else _rounding_noise(new.shape, generator)
         torch.addcmul(bias, rows, step.reciprocal().unsqueeze_(1), out=rows)
         if generator is not None:
             rows.clamp_(max=most).add_(ROUNDING)
         # Bits of integers become bytes eight times as quickly as numbers do.
         small.copy_(rows.view(torch.int32))
-    return pack(values, bits), scales
+    return pack_bits(values, bits), scales
 
 
 def dequantise_into(vector: Tensor, values: Tensor, scales: Tensor, runs: Runs, bits: int = 8) -> None:
     """(15): add what the packed values stand for to `vector`."""
-    room = torch.empty(_longest(runs))
-    for (low, step), small, whole in _pieces(runs, scales, unpack(values, bits, len(vector)), vector):
+    room = torch.empty(_longest_piece(runs))
+    for (low, step), small, whole in _iterate_pieces(runs, scales, unpack_bits(values, bits, len(vector)), vector):
         rows = room[: small.numel()].view(small.shape).copy_(small)
         whole.add_(low.unsqueeze(1)).addcmul_(rows, step.unsqueeze(1))
 
 
-def _noise(shape: torch.Size, generator: Generator) -> Tensor:
+def _rounding_noise(shape: torch.Size, generator: Generator) -> Tensor:
     """Multiples of 2⁻¹⁶ from −1/2 up to, but not, 1/2; four from each draw: drawing is what takes time."""
     count = shape.numel()
     draws = torch.empty(-(-count // 4), dtype=torch.int64).random_(-(2**63), None, generator=generator)
     return draws.view(torch.int16)[:count].view(shape).float().mul_(2.0**-16)
 
 
-def _longest(runs: Runs) -> int:
+def _longest_piece(runs: Runs) -> int:
     return max((min(count, max(1, CHUNK // length)) * length for count, length in runs), default=0)
 
 
-def _pieces(runs: Runs, scales: Tensor, *vectors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+def _iterate_pieces(runs: Runs, scales: Tensor, *vectors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """The scales and the vectors in step, as rows of one group each: as many at a time as fit."""
     place = group = 0
     for count, length in runs:
@@ -187,16 +190,16 @@ def _pieces(runs: Runs, scales: Tensor, *vectors: Tensor) -> Iterator[tuple[Tens
             place, group = end, group + rows
 
 
-def _single(group: Tensors) -> Tensors:
+def _float32_tensors(group: Tensors) -> Tensors:
     """Single-precision tensors in the order of their names, which is that of a decoded message."""
     return {name: group[name] for name in sorted(group) if group[name].dtype == torch.float32}
 
 
-def _alike(one: Tensor, other: Tensor) -> bool:
+def _same_layout(one: Tensor, other: Tensor) -> bool:
     return one.dtype == other.dtype and one.shape == other.shape
 
 
-def _vector(tensors: Tensors) -> Tensor:
+def _as_vector(tensors: Tensors) -> Tensor:
     """The tensors as one vector: without a copy if they lie side by side."""
-    vector = side_by_side(list(tensors.values()))
+    vector = contiguous_vector(list(tensors.values()))
     return torch.cat([t.detach().cpu().reshape(-1) for t in tensors.values()]) if vector is None else vector.cpu()

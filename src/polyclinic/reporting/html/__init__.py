@@ -4,6 +4,6 @@ from __future__ import annotations
 
 from polyclinic.reporting.html.page import page
 from polyclinic.reporting.html.pdf import write_pdf
-from polyclinic.reporting.html.report_data import ReportData, read
+from polyclinic.reporting.html.report_data import ReportData, read_report_data
 
-__all__ = ["ReportData", "page", "read", "write_pdf"]
+__all__ = ["ReportData", "page", "read_report_data", "write_pdf"]

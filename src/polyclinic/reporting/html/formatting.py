@@ -8,9 +8,9 @@ from typing import Any
 
 from markupsafe import Markup
 
-from polyclinic.evaluation.comparison import number
+from polyclinic.evaluation.comparison import nan_if_none
 from polyclinic.reporting.html.pairwise_tests import Difference
-from polyclinic.reporting.html.tags import joined, tag, unseen
+from polyclinic.reporting.html.tags import join_cells, screen_reader_text, tag
 
 WORDS = ("none", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve")
 
@@ -19,12 +19,12 @@ def of_hundred(row: Mapping[str, Any], metric: str = "accuracy") -> str:
     """ "66 of 100 test images (95 % interval 60 to 72)"."""
     low, high = bounds(row, metric)
     interval = "" if math.isnan(low) else f" (95 % interval {100 * low:.0f} to {100 * high:.0f})"
-    return f"{100 * number(row.get(metric)):.0f} of 100 {row.get('part', 'test')} images{interval}"
+    return f"{100 * nan_if_none(row.get(metric)):.0f} of 100 {row.get('part', 'test')} images{interval}"
 
 
 def bounds(row: Mapping[str, Any], metric: str) -> tuple[float, float]:
     low, high = (row.get("intervals") or {}).get(metric) or (None, None)
-    return number(low), number(high)
+    return nan_if_none(low), nan_if_none(high)
 
 
 def figure_of(row: Mapping[str, Any], metric: str) -> Markup:
@@ -33,11 +33,11 @@ def figure_of(row: Mapping[str, Any], metric: str) -> Markup:
 
 def with_interval(told: str, low: float, high: float) -> Markup:
     """A figure, and below it its interval."""
-    return joined([told, "" if math.isnan(low) else tag("small", f"{low:.3f} to {high:.3f}")])
+    return join_cells([told, "" if math.isnan(low) else tag("small", f"{low:.3f} to {high:.3f}")])
 
 
 def fixed(value: float | None, places: int = 3) -> str:
-    return "–" if math.isnan(number(value)) else f"{value:.{places}f}"
+    return "–" if math.isnan(nan_if_none(value)) else f"{value:.{places}f}"
 
 
 def points(value: float) -> str:
@@ -51,9 +51,9 @@ def change(one: Difference) -> Markup:
     """A difference with a mark only where the test allows one."""
     told = points(one.value)
     if one.verdict > 0:
-        return joined([tag("span", f"{told} ▲", class_="up"), unseen(" better, beyond chance")])
+        return join_cells([tag("span", f"{told} ▲", class_="up"), screen_reader_text(" better, beyond chance")])
     if one.verdict < 0:
-        return joined([tag("span", f"{told} ▼", class_="down"), unseen(" worse, beyond chance")])
+        return join_cells([tag("span", f"{told} ▼", class_="down"), screen_reader_text(" worse, beyond chance")])
     return Markup(told)
 
 

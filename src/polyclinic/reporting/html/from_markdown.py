@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from markupsafe import Markup, escape
 
-from polyclinic.reporting.html.tags import joined, listed, paragraph, table, tag
+from polyclinic.reporting.html.tags import bullet_list, join_cells, paragraph, table, tag
 
 BOLD, CODE = re.compile(r"\*\*(.+?)\*\*"), re.compile(r"`([^`]+)`")
 CELLS = re.compile(r"(?<!\\)\|")
@@ -21,7 +21,7 @@ def inline(text: str) -> Markup:
 
 def from_markdown(text: str, caption: str) -> Markup:
     """Without its title; headings become those of a part of a section."""
-    return joined(_blocks(text, caption))
+    return join_cells(_blocks(text, caption))
 
 
 def _blocks(text: str, caption: str) -> Iterable[Markup]:
@@ -34,7 +34,7 @@ def _blocks(text: str, caption: str) -> Iterable[Markup]:
         elif block.startswith("|"):
             yield _table(lines, under)
         elif block.startswith("- "):
-            yield listed(inline(line[2:]) for line in lines)
+            yield bullet_list(inline(line[2:]) for line in lines)
         elif not block.startswith("# "):
             yield paragraph(inline(" ".join(lines)))
 

@@ -9,40 +9,40 @@ from markupsafe import Markup
 from polyclinic.reporting.html.formatting import count
 from polyclinic.reporting.html.report_data import ReportData
 from polyclinic.reporting.html.section import READERS, Section
-from polyclinic.reporting.html.sections.costs import costs, failures
-from polyclinic.reporting.html.sections.errors import calibration, confusion, discrimination
-from polyclinic.reporting.html.sections.images import features, looks
-from polyclinic.reporting.html.sections.methods import compared, pareto, server, tested
-from polyclinic.reporting.html.sections.privacy import privacy
-from polyclinic.reporting.html.sections.provenance import again, provenance
-from polyclinic.reporting.html.sections.sites import by_hospital, hospitals
-from polyclinic.reporting.html.sections.summary import answer
-from polyclinic.reporting.html.sections.training import drift, forgetting, gap, learning
+from polyclinic.reporting.html.sections.costs import costs_section, failures_section
+from polyclinic.reporting.html.sections.errors import calibration_section, confusion_section, curves_section
+from polyclinic.reporting.html.sections.images import features_section, saliency_section
+from polyclinic.reporting.html.sections.methods import methods_section, pareto_section, server_section, tests_section
+from polyclinic.reporting.html.sections.privacy import privacy_section
+from polyclinic.reporting.html.sections.provenance import provenance_section, reproduce_section
+from polyclinic.reporting.html.sections.sites import by_site_section, sites_section
+from polyclinic.reporting.html.sections.summary import summary_section
+from polyclinic.reporting.html.sections.training import drift_section, forgetting_section, gap_section, learning_section
 from polyclinic.reporting.html.style import CSS
-from polyclinic.reporting.html.tags import joined, listed, paragraph, tag
+from polyclinic.reporting.html.tags import bullet_list, join_cells, paragraph, tag
 
 SECTIONS: tuple[Callable[[ReportData], Section | None], ...] = (
-    answer,
-    by_hospital,
-    compared,
-    tested,
-    pareto,
-    hospitals,
-    learning,
-    discrimination,
-    confusion,
-    calibration,
-    server,
-    drift,
-    forgetting,
-    gap,
-    features,
-    looks,
-    costs,
-    privacy,
-    failures,
-    provenance,
-    again,
+    summary_section,
+    by_site_section,
+    methods_section,
+    tests_section,
+    pareto_section,
+    sites_section,
+    learning_section,
+    curves_section,
+    confusion_section,
+    calibration_section,
+    server_section,
+    drift_section,
+    forgetting_section,
+    gap_section,
+    features_section,
+    saliency_section,
+    costs_section,
+    privacy_section,
+    failures_section,
+    provenance_section,
+    reproduce_section,
 )
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'"
 """Whatever a name may smuggle in, a browser neither runs nor fetches it."""
@@ -85,11 +85,13 @@ def _contents(sections: Sequence[Section]) -> Markup:
     cards = []
     for reader in READERS:
         asked = [tag("a", one.asked[reader], href=f"#{one.id}") for one in sections[1:] if reader in one.asked]
-        cards.append(joined([tag("h3", reader), listed(asked)]))
-    every = listed((tag("a", one.title, href=f"#{one.id}") for one in sections), "ol")
+        cards.append(join_cells([tag("h3", reader), bullet_list(asked)]))
+    every = bullet_list((tag("a", one.title, href=f"#{one.id}") for one in sections), "ol")
     contents = tag("details", tag("summary", "All sections"), every, class_="contents-all")
     heading = tag("h2", "Where to find your answer", id="contents-title")
-    return tag("nav", heading, listed(cards, class_="who"), contents, id="contents", aria_labelledby="contents-title")
+    return tag(
+        "nav", heading, bullet_list(cards, class_="who"), contents, id="contents", aria_labelledby="contents-title"
+    )
 
 
 def _footer(material: ReportData) -> Markup:

@@ -11,10 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from polyclinic.core.contract import SiteId, Stream
-from polyclinic.evaluation.claims import LEVEL, by_seed
-from polyclinic.evaluation.comparison import value
+from polyclinic.evaluation.claims import LEVEL, pair_by_seed
+from polyclinic.evaluation.comparison import metric_value
 from polyclinic.evaluation.metrics import Predictions
-from polyclinic.evaluation.statistics import holm, paired
+from polyclinic.evaluation.statistics import compare_paired, correct_holm
 from polyclinic.reporting.html.report_data import Method, Run
 from polyclinic.reporting.markdown.comparison import FEWEST_SEEDS
 
@@ -60,12 +60,12 @@ def at_sites(methods: Sequence[Method], alone: Method, sites: Sequence[SiteId]) 
 
 
 def corrected(found: Sequence[Difference]) -> list[Difference]:
-    chances = iter(holm([one.p for one in found if not math.isnan(one.p)]))
+    chances = iter(correct_holm([one.p for one in found if not math.isnan(one.p)]))
     return [one if math.isnan(one.p) else replace(one, corrected=next(chances)) for one in found]
 
 
 def difference(a: Method, b: Method, site: SiteId | None = None) -> Difference:
-    ours, theirs = by_seed(a.summaries, b.summaries, "accuracy", site)
+    ours, theirs = pair_by_seed(a.summaries, b.summaries, "accuracy", site)
     known = [pair for pair in zip(ours, theirs, strict=True) if not any(map(math.isnan, pair))]
     if len(known) >= FEWEST_SEEDS:
         return _over_seeds(Difference(a.name, b.name, site, 0.0), np.asarray(known))
@@ -75,7 +75,7 @@ def difference(a: Method, b: Method, site: SiteId | None = None) -> Difference:
 
 
 def _mean(method: Method, site: SiteId | None) -> float:
-    return float(np.mean([value(summary, "accuracy", site) for summary in method.summaries]))
+    return float(np.mean([metric_value(summary, "accuracy", site) for summary in method.summaries]))
 
 
 def _same_seed(a: Method, b: Method) -> tuple[Run, Run] | None:
@@ -85,15 +85,15 @@ def _same_seed(a: Method, b: Method) -> tuple[Run, Run] | None:
 
 
 def _over_seeds(plain: Difference, pairs: NDArray[np.float64]) -> Difference:
-    found = paired(pairs[:, 0].tolist(), pairs[:, 1].tolist())
+    found = compare_paired(pairs[:, 0].tolist(), pairs[:, 1].tolist())
     return replace(
         plain,
         value=found.difference,
         low=found.low,
         high=found.high,
         p=1.0 if math.isnan(found.p) else found.p,
-        wilcoxon=found.wilcoxon,
-        effect=found.d,
+        wilcoxon=found.wilcoxon_p,
+        effect=found.cohens_d,
         over=f"{found.n} seeds",
     )
 
@@ -150,7 +150,7 @@ def anova(methods: Sequence[Method]) -> tuple[float, float] | None:
     """F and p of one-way ANOVA over methods; None with too few methods or seeds."""
     from scipy import stats
 
-    values = [[value(summary, "accuracy") for summary in method.summaries] for method in methods]
+    values = [[metric_value(summary, "accuracy") for summary in method.summaries] for method in methods]
     if len(values) < 3 or min(map(len, values)) < FEWEST_SEEDS or all(np.ptp(found) == 0 for found in values):
         return None
     found = stats.f_oneway(*values)

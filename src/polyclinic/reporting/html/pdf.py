@@ -14,7 +14,7 @@ BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stab
 PATIENCE = 120.0
 
 
-def browser() -> str:
+def find_browser() -> str:
     found = next((path for name in BROWSERS if (path := shutil.which(name))), None)
     if found is None:
         raise EngineError(
@@ -26,7 +26,7 @@ def browser() -> str:
 
 def write_pdf(source: Path, target: Path) -> None:
     """Print an HTML file; whoever reads `target` sees the old file or the new one."""
-    program = browser()
+    program = find_browser()
     with tempfile.TemporaryDirectory(prefix="polyclinic-pdf-") as place:
         printed = Path(place) / "page.pdf"
         command = [program, "--headless", "--disable-gpu", "--no-sandbox", "--disable-dev-shm-usage"]

@@ -12,13 +12,13 @@ from typing import Any
 from polyclinic.config.recipe import Recipe
 from polyclinic.core.contract import SiteId
 from polyclinic.core.errors import StoreError
-from polyclinic.evaluation.comparison import Comparison, lines
+from polyclinic.evaluation.comparison import Comparison, summarise_methods
 from polyclinic.evaluation.metrics import Predictions
 from polyclinic.evaluation.summary import pools_images
 from polyclinic.federation.round_log import HELD_OUT
-from polyclinic.reporting.run_folder import finished, method_identity
-from polyclinic.storage.journal import with_interrupted
-from polyclinic.storage.run_files import Metrics, kept_predictions
+from polyclinic.reporting.run_folder import method_identity, read_result
+from polyclinic.storage.journal import add_interrupted_rounds
+from polyclinic.storage.run_files import MetricsFile, load_predictions
 
 ALONE = "local"
 """The algorithm in which every site trains by itself."""
@@ -40,16 +40,16 @@ class Run:
 
     @cached_property
     def rows(self) -> list[dict[str, Any]]:
-        return Metrics(self.folder / "metrics.jsonl").read()
+        return MetricsFile(self.folder / "metrics.jsonl").read()
 
     @cached_property
     def ledger(self) -> list[dict[str, Any]]:
         """What it has cost, with what cut-short rounds may have; [] where the folder has no ledger."""
-        return with_interrupted(read_ledger(self.folder))
+        return add_interrupted_rounds(read_ledger(self.folder))
 
     @cached_property
     def predictions(self) -> Mapping[tuple[SiteId, str, str], Predictions]:
-        return kept_predictions(self.folder)
+        return load_predictions(self.folder)
 
     def judged(self, site: SiteId | None = None) -> Predictions | None:
         """What the model that it is judged by says of one site's images, or of all; None where that was not kept."""
@@ -151,10 +151,10 @@ class ReportData:
     @cached_property
     def comparison(self) -> Comparison:
         results = {method.name: method.summaries for method in self.methods}
-        return Comparison(self.title, tuple(lines(results)), results, None, self.about)
+        return Comparison(self.title, tuple(summarise_methods(results)), results, None, self.about)
 
 
-def read(folders: Sequence[Path], pictures: bool = False) -> ReportData:
+def read_report_data(folders: Sequence[Path], pictures: bool = False) -> ReportData:
     """Folders of runs, of comparisons, or both: runs whose recipes differ in the seed only are one method."""
     found: dict[str, dict[int, Run]] = {}
     unfinished = []
@@ -164,7 +164,7 @@ def read(folders: Sequence[Path], pictures: bool = False) -> ReportData:
             unfinished.append(UnfinishedRun(place, recipe, _how_far(place, recipe)))
             continue
         found.setdefault(method_identity(recipe), {}).setdefault(
-            recipe.seed, Run(place, recipe, finished(place).summary)
+            recipe.seed, Run(place, recipe, read_result(place).summary)
         )
     if not found:
         raise StoreError(

@@ -13,7 +13,7 @@ from typing import TypeAlias
 from markupsafe import Markup
 
 from polyclinic.reporting.html.style import COLOURS
-from polyclinic.reporting.html.tags import joined, listed, tag
+from polyclinic.reporting.html.tags import bullet_list, join_cells, tag
 
 Point: TypeAlias = tuple[float, float]
 Banded: TypeAlias = tuple[float, float, float, float]
@@ -41,70 +41,70 @@ class Plot:
     top: float = 10.0
     drawn: list[Markup] = field(default_factory=list)
 
-    def across(self, x: float) -> float:
+    def x_pixel(self, x: float) -> float:
         low, high = self.x
         share = (math.log(x / low) / math.log(high / low)) if self.log else (x - low) / ((high - low) or 1.0)
         return self.left + share * (self.width - self.left - self.right)
 
-    def up(self, y: float) -> float:
+    def y_pixel(self, y: float) -> float:
         low, high = self.y
         return self.height - self.bottom - (y - low) / ((high - low) or 1.0) * (self.height - self.bottom - self.top)
 
-    def axes(self, x_label: str, y_label: str, x_ticks: Ticks, y_ticks: Ticks) -> None:
-        floor, end = self.up(self.y[0]), self.width - self.right
+    def draw_axes(self, x_label: str, y_label: str, x_ticks: Ticks, y_ticks: Ticks) -> None:
+        floor, end = self.y_pixel(self.y[0]), self.width - self.right
         for value, text in y_ticks:
-            at = self.up(value)
-            self.path([(self.left, at), (end, at)], "grid", own=False)
-            self.text(self.left - 6, at + 4, text, "end", "soft")
+            at = self.y_pixel(value)
+            self.add_path([(self.left, at), (end, at)], "grid", in_data_units=False)
+            self.add_text(self.left - 6, at + 4, text, "end", "soft")
         for value, text in x_ticks:
-            at = self.across(value)
-            self.path([(at, floor), (at, floor + 4)], "axis", own=False)
-            self.text(at, floor + 17, text, "middle", "soft")
-        self.path([(self.left, floor), (end, floor)], "axis", own=False)
-        self.text((self.left + end) / 2, self.height - 5, x_label, "middle")
+            at = self.x_pixel(value)
+            self.add_path([(at, floor), (at, floor + 4)], "axis", in_data_units=False)
+            self.add_text(at, floor + 17, text, "middle", "soft")
+        self.add_path([(self.left, floor), (end, floor)], "axis", in_data_units=False)
+        self.add_text((self.left + end) / 2, self.height - 5, x_label, "middle")
         if y_label:
             middle = (self.top + floor) / 2
             turned = f"rotate(-90 12 {middle:.1f})"
             self.drawn.append(tag("text", y_label, x=12, y=f"{middle:.1f}", text_anchor="middle", transform=turned))
 
-    def path(self, points: Iterable[Point], class_: str, own: bool = True, closed: bool = False) -> None:
+    def add_path(self, points: Iterable[Point], class_: str, in_data_units: bool = True, closed: bool = False) -> None:
         """`own`: points are values, not places in the picture."""
-        places = [(self.across(x), self.up(y)) if own else (x, y) for x, y in points]
+        places = [(self.x_pixel(x), self.y_pixel(y)) if in_data_units else (x, y) for x, y in points]
         steps = "L".join(f"{x:.1f} {y:.1f}" for x, y in places)
         self.drawn.append(tag("path", d=f"M{steps}{'Z' if closed else ''}", class_=class_))
 
-    def text(self, x: float, y: float, words: str, anchor: str = "start", class_: str | None = None) -> None:
+    def add_text(self, x: float, y: float, words: str, anchor: str = "start", class_: str | None = None) -> None:
         self.drawn.append(tag("text", words, x=f"{x:.1f}", y=f"{y:.1f}", text_anchor=anchor, class_=class_))
 
-    def mark(self, x: float, y: float, number: int, size: float = 4.2) -> None:
-        self.drawn.append(marker(self.across(x), self.up(y), number, size))
+    def add_marker(self, x: float, y: float, number: int, size: float = 4.2) -> None:
+        self.drawn.append(marker_shape(self.x_pixel(x), self.y_pixel(y), number, size))
 
-    def line(self, points: Sequence[Banded], number: int) -> None:
+    def add_line(self, points: Sequence[Banded], number: int) -> None:
         """A line with its band and some markers."""
         wide = [p for p in points if math.isfinite(p[2]) and math.isfinite(p[3])]
         if len(wide) > 1:
             around = [*((x, high) for x, _, _, high in wide), *((x, low) for x, _, low, _ in reversed(wide))]
-            self.path([(x, self.held(y)) for x, y in around], f"band f{number % COLOURS}", closed=True)
+            self.add_path([(x, self.clamp_y(y)) for x, y in around], f"band f{number % COLOURS}", closed=True)
         known = [(x, y) for x, y, *_ in points if math.isfinite(y)]
-        self.path(known, stroke(number))
+        self.add_path(known, stroke_class(number))
         every = max(1, math.ceil(len(known) / MARKS_PER_LINE))
         for x, y in known[number % every :: every]:
-            self.mark(x, y, number)
+            self.add_marker(x, y, number)
 
-    def held(self, y: float) -> float:
+    def clamp_y(self, y: float) -> float:
         return min(max(y, self.y[0]), self.y[1])
 
-    def svg(self, title: str, words: str) -> Markup:
+    def to_svg(self, title: str, words: str) -> Markup:
         """`words` say what the picture shows to those who do not see it."""
         box = f"0 0 {self.width:g} {self.height:g}"
         return tag("svg", *self.drawn, class_="plot", viewBox=box, role="img", aria_label=f"{title}. {words}")
 
 
-def stroke(number: int) -> str:
+def stroke_class(number: int) -> str:
     return f"line s{number % COLOURS} d{number % DASHES}"
 
 
-def marker(x: float, y: float, number: int, size: float = 4.2) -> Markup:
+def marker_shape(x: float, y: float, number: int, size: float = 4.2) -> Markup:
     class_ = f"mark f{number % COLOURS}"
     corners = _CORNERS[number % MARKERS]
     if not corners:
@@ -122,17 +122,19 @@ _CORNERS: tuple[tuple[Point, ...], ...] = (
 )
 
 
-def legend(names: Iterable[str]) -> Markup:
+def line_legend(names: Iterable[str]) -> Markup:
     """Below a picture, where it may wrap."""
-    return listed((joined([_swatch(number), name]) for number, name in enumerate(names)), class_="legend")
+    return bullet_list((join_cells([_swatch(number), name]) for number, name in enumerate(names)), class_="legend")
 
 
 def _swatch(number: int) -> Markup:
-    drawn = tag("path", d="M0 6L34 6", class_=stroke(number)) + marker(17, 6, number)
+    drawn = tag("path", d="M0 6L34 6", class_=stroke_class(number)) + marker_shape(17, 6, number)
     return tag("svg", drawn, viewBox="0 0 34 12", aria_hidden="true")
 
 
-def ticks(low: float, high: float, most: int = 5, whole: bool = False, show: Callable[[float], str] = str) -> Ticks:
+def linear_ticks(
+    low: float, high: float, most: int = 5, whole: bool = False, show: Callable[[float], str] = str
+) -> Ticks:
     """Round values between two others, at distances of 1, 2 or 5 times a power of ten."""
     rough = max((high - low) / most, 1e-9)
     power = 10.0 ** math.floor(math.log10(rough))
@@ -142,7 +144,7 @@ def ticks(low: float, high: float, most: int = 5, whole: bool = False, show: Cal
     return [(n * step, show(n * step)) for n in range(first, last + 1)]
 
 
-def powers(low: float, high: float, show: Callable[[float], str]) -> Ticks:
+def log_ticks(low: float, high: float, show: Callable[[float], str]) -> Ticks:
     """For an axis that grows by factors: 1, 3, 10 ... as they lie between."""
     decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     few = len(decades) > 4
@@ -159,7 +161,9 @@ def share(value: float) -> str:
     return f"{100 * value:.0f} %"
 
 
-def roomy(values: Iterable[float], least: float = 0.1, bounds: tuple[float, float] = (0.0, 1.0)) -> tuple[float, float]:
+def padded_range(
+    values: Iterable[float], least: float = 0.1, bounds: tuple[float, float] = (0.0, 1.0)
+) -> tuple[float, float]:
     """A range around values, within bounds."""
     known = [value for value in values if math.isfinite(value)]
     low, high = min(known, default=bounds[0]), max(known, default=bounds[1])
@@ -167,7 +171,7 @@ def roomy(values: Iterable[float], least: float = 0.1, bounds: tuple[float, floa
     return max(bounds[0], low - pad), min(bounds[1], high + pad)
 
 
-def last_values(series: Mapping[str, Sequence[Banded]], show: Callable[[float], str]) -> str:
+def describe_last_values(series: Mapping[str, Sequence[Banded]], show: Callable[[float], str]) -> str:
     """The ends of lines, in words."""
     ends = {name: points[-1][1] for name, points in series.items() if points}
     return "; ".join(f"{name} {show(value)}" for name, value in ends.items())

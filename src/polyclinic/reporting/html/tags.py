@@ -17,11 +17,11 @@ VOID = ("img", "meta", "br")
 def tag(name: str, /, *inside: Cell, **attributes: str | int | None) -> Markup:
     """An element. `class_` stands for class, `aria_label` for aria-label; what is None is left out."""
     given = ((key.rstrip("_").replace("_", "-"), value) for key, value in attributes.items() if value is not None)
-    start = Markup("<{}{}>").format(name, joined(Markup(' {}="{}"').format(key, value) for key, value in given))
-    return start if name in VOID else start + joined(inside) + Markup("</{}>").format(name)
+    start = Markup("<{}{}>").format(name, join_cells(Markup(' {}="{}"').format(key, value) for key, value in given))
+    return start if name in VOID else start + join_cells(inside) + Markup("</{}>").format(name)
 
 
-def joined(parts: Iterable[Cell], between: str = "") -> Markup:
+def join_cells(parts: Iterable[Cell], between: str = "") -> Markup:
     return Markup(escape(between)).join(parts)
 
 
@@ -29,16 +29,16 @@ def paragraph(*inside: Cell, class_: str | None = None) -> Markup:
     return tag("p", *inside, class_=class_)
 
 
-def listed(items: Iterable[Cell], kind: str = "ul", class_: str | None = None) -> Markup:
+def bullet_list(items: Iterable[Cell], kind: str = "ul", class_: str | None = None) -> Markup:
     return tag(kind, *(tag("li", item) for item in items), class_=class_)
 
 
-def unseen(text: str) -> Markup:
+def screen_reader_text(text: str) -> Markup:
     """For those who listen."""
     return tag("span", text, class_="unseen")
 
 
-def folded(summary: Cell, *inside: Cell) -> Markup:
+def fold_details(summary: Cell, *inside: Cell) -> Markup:
     """What most readers can do without."""
     return tag("details", tag("summary", summary), *inside)
 
@@ -64,5 +64,5 @@ def table(caption: str, head: Sequence[Cell], rows: Sequence[Sequence[Cell]]) ->
 def figure(picture: Cell, title: str, *words: Cell, values: Markup | None = None, class_: str | None = None) -> Markup:
     """A picture under a title that says what it shows; `values` are its figures, as a table, folded."""
     caption = tag("figcaption", tag("strong", title), *(part for word in words for part in (" ", word)))
-    shown = folded("The figures of this picture", values) if values else ""
+    shown = fold_details("The figures of this picture", values) if values else ""
     return tag("figure", caption, picture, shown, class_=class_)

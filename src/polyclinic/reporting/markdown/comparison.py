@@ -10,9 +10,19 @@ from typing import Any
 import numpy as np
 
 from polyclinic.evaluation import claims
-from polyclinic.evaluation.comparison import SHOWN, Comparison, Runs, decimal, mean, row, sent, show, value
+from polyclinic.evaluation.comparison import (
+    SHOWN,
+    Comparison,
+    Runs,
+    format_decimal,
+    format_estimate,
+    format_traffic,
+    markdown_row,
+    mean_of_known,
+    metric_value,
+)
 from polyclinic.evaluation.metrics import METRICS
-from polyclinic.evaluation.statistics import bonferroni, holm, paired
+from polyclinic.evaluation.statistics import compare_paired, correct_bonferroni, correct_holm
 from polyclinic.reporting.markdown.privacy import privacy_sections
 from polyclinic.reporting.markdown.server import server_sections
 
@@ -36,7 +46,7 @@ def markdown(comparison: Comparison) -> str:
         f"# {comparison.title}",
         comparison.about,
         f"{first['data']} data, {_sizes(first['model'])}. Figures on {comparison.judged_on} together; in brackets the "
-        f"95 % interval over {comparison.interval}.",
+        f"95 % interval over {comparison.interval_description}.",
         "\n".join(_table(comparison)),
         "\n".join(_differences(comparison)),
         " ".join(_notes(comparison)),
@@ -67,26 +77,30 @@ def _sizes(model: Mapping[str, Any]) -> str:
 def _table(comparison: Comparison) -> Iterator[str]:
     head = ["method", "rounds", "accuracy", "balanced accuracy", "AUC", "worst-served hospital (AUC)", "drift"]
     head += ["MB sent", "s", *(["paper"] if comparison.paper else [])]
-    yield row(head)
+    yield markdown_row(head)
     yield "|" + "---|" * len(head)
     for line in comparison.lines:
         cells = [line.name, str(comparison.results[line.name][0]["rounds"])]
-        cells += [show(line.figures[metric]) for metric in SHOWN]
-        cells += [f"{line.worst_site} {decimal(line.worst_auc)}", decimal(line.drift, 2), sent(line)]
+        cells += [format_estimate(line.figures[metric]) for metric in SHOWN]
+        cells += [
+            f"{line.worst_site} {format_decimal(line.worst_auc)}",
+            format_decimal(line.drift, 2),
+            format_traffic(line),
+        ]
         cells += [f"{line.seconds:.1f}", *([comparison.paper.get(line.name, "–")] if comparison.paper else [])]
-        yield row(cells)
+        yield markdown_row(cells)
 
 
 def _hospitals(hospitals: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    yield row(["hospital", "train", "validation", "test", "classes"])
+    yield markdown_row(["hospital", "train", "validation", "test", "classes"])
     yield "|" + "---|" * 5
     for site in hospitals:
         counts = ", ".join(f"{name} {count}" for name, count in site["classes"].items())
-        yield row([site["site"], str(site["train"]), str(site["validation"]), str(site["test"]), counts])
+        yield markdown_row([site["site"], str(site["train"]), str(site["validation"]), str(site["test"]), counts])
 
 
 def _claims(comparison: Comparison) -> list[str]:
-    found = claims.tested(comparison.claims, comparison.results)
+    found = claims.evaluate_claims(comparison.claims, comparison.results)
     if not found:
         return []
     tests = sum(not math.isnan(one.p) for one in found)
@@ -96,7 +110,7 @@ def _claims(comparison: Comparison) -> list[str]:
         f"Supported, contradicted: p < {claims.LEVEL:g} also after Holm's correction for the {tests} p-values of "
         'this table; suggested: only before it. "Not decided" is no proof of the opposite.'
     )
-    return ["## The paper's claims, tested", "\n".join(claims.rows(found)), note]
+    return ["## The paper's claims, tested", "\n".join(claims.claims_table(found)), note]
 
 
 def _pairs(comparison: Comparison) -> list[str]:
@@ -107,13 +121,13 @@ def _pairs(comparison: Comparison) -> list[str]:
             continue
         runs = {name: comparison.results[name] for name in claim.methods if name in comparison.results}
         values = {
-            f"{a} − {b}": claims.by_seed(runs[a], runs[b], claim.metric, claim.site)
+            f"{a} − {b}": claims.pair_by_seed(runs[a], runs[b], claim.metric, claim.site)
             for a, b in itertools.combinations(runs, 2)
         }
-        body, _ = _tests(values, bonferroni)
+        body, _ = _tests(values, correct_bonferroni)
         if body:
             title = f'## The pairs behind "{claim.claim}" ({TITLES.get(claim.metric, claim.metric)}, seed by seed)'
-            sections += [title, "\n".join([row(["pair", *TESTED, "p (Bonferroni)"]), "|" + "---|" * 6, *body])]
+            sections += [title, "\n".join([markdown_row(["pair", *TESTED, "p (Bonferroni)"]), "|" + "---|" * 6, *body])]
     return sections
 
 
@@ -122,18 +136,18 @@ def _tests(
     correct: Callable[[Sequence[float]], Sequence[float]],
 ) -> tuple[list[str], int]:
     """A row for each paired test, of those with seeds enough, and how many p-values were corrected together."""
-    found = {name: paired(*both) for name, both in values.items() if len(both[0]) >= FEWEST_SEEDS}
+    found = {name: compare_paired(*both) for name, both in values.items() if len(both[0]) >= FEWEST_SEEDS}
     corrected = correct([test.p for test in found.values() if not math.isnan(test.p)])
     known = iter(corrected)
     rows = [
-        row(
+        markdown_row(
             [
                 name,
                 f"{test.difference:+.3f} [{test.low:+.3f}, {test.high:+.3f}]",
-                "–" if math.isnan(test.d) else f"{test.d:+.1f}",
-                claims.chance(test.wilcoxon),
-                claims.chance(test.p),
-                claims.chance(math.nan if math.isnan(test.p) else next(known)),
+                "–" if math.isnan(test.cohens_d) else f"{test.cohens_d:+.1f}",
+                claims.format_p_value(test.wilcoxon_p),
+                claims.format_p_value(test.p),
+                claims.format_p_value(math.nan if math.isnan(test.p) else next(known)),
             ]
         )
         for name, test in found.items()
@@ -150,26 +164,28 @@ def _by_hospital(comparison: Comparison) -> list[str]:
     sections = []
     for metric in dict.fromkeys(["accuracy", *(c.metric for c in comparison.claims if c.metric in METRICS)]):
         body = [
-            row([name, *(_at_hospital(runs, metric, site) for site in sites)])
+            markdown_row([name, *(_at_hospital(runs, metric, site) for site in sites)])
             for name, runs in comparison.results.items()
         ]
         title = f"## {TITLES.get(metric, metric)} at each hospital (mean ± standard deviation over seeds; median)"
-        sections += [title, "\n".join([row(["method", *sites]), "|" + "---|" * (1 + len(sites)), *body])]
+        sections += [title, "\n".join([markdown_row(["method", *sites]), "|" + "---|" * (1 + len(sites)), *body])]
     return sections
 
 
 def _at_hospital(runs: Runs, metric: str, site: str) -> str:
-    median = np.median([value(run, metric, site) for run in runs])
-    return claims.spread_of(runs, metric, site) + (f"; {median:.3f}" if len(runs) > 1 and not np.isnan(median) else "")
+    median = np.median([metric_value(run, metric, site) for run in runs])
+    return claims.format_mean_and_std(runs, metric, site) + (
+        f"; {median:.3f}" if len(runs) > 1 and not np.isnan(median) else ""
+    )
 
 
 def _gaps(comparison: Comparison) -> list[str]:
     """How much better a model is on what it has seen."""
-    known = {n: r for n, r in comparison.results.items() if not math.isnan(value(r[0], "gap"))}
+    known = {n: r for n, r in comparison.results.items() if not math.isnan(metric_value(r[0], "gap"))}
     if not known:
         return []
-    head = [row(["method", "accuracy, training − validation images"]), "|---|---|"]
-    body = [row([name, claims.spread_of(runs, "gap")]) for name, runs in known.items()]
+    head = [markdown_row(["method", "accuracy, training − validation images"]), "|---|---|"]
+    body = [markdown_row([name, claims.format_mean_and_std(runs, "gap")]) for name, runs in known.items()]
     return ["## Train–validation gap (mean ± standard deviation over seeds)", "\n".join([*head, *body])]
 
 
@@ -180,14 +196,14 @@ def _costs(comparison: Comparison) -> list[str]:
     if not cheaper or first.pools_images:
         return []
     head = ["against", f"MB that {first.name} sends more", "times", "accuracy gained", "per GB"]
-    body = [row(head), "|" + "---|" * 5]
+    body = [markdown_row(head), "|" + "---|" * 5]
     for line in cheaper:
         ours, theirs = (comparison.results[name] for name in (first.name, line.name))
-        mine, other = map(mean, claims.by_seed(ours, theirs, "megabytes"))
-        gained, lost = map(mean, claims.by_seed(ours, theirs, "accuracy"))
+        mine, other = map(mean_of_known, claims.pair_by_seed(ours, theirs, "megabytes"))
+        gained, lost = map(mean_of_known, claims.pair_by_seed(ours, theirs, "accuracy"))
         more, gain, times = mine - other, gained - lost, mine / other if other else math.nan
-        cells = [f"{more:,.1f}", f"{decimal(times, 1)} ×", f"{gain:+.3f}", f"{gain / more * 1000:+.4f}"]
-        body.append(row([line.name, *cells]))
+        cells = [f"{more:,.1f}", f"{format_decimal(times, 1)} ×", f"{gain:+.3f}", f"{gain / more * 1000:+.4f}"]
+        body.append(markdown_row([line.name, *cells]))
     note = (
         "Bytes are measured on the wire, both ways, the weights of the final evaluation included, which the usual "
         "reckoning (2 × sites × rounds × model size) leaves out."
@@ -199,13 +215,13 @@ def _differences(comparison: Comparison) -> list[str]:
     """Seed by seed against the first method: an interval of its own says little about a difference."""
     first, *others = comparison.lines
     values = {
-        line.name: claims.by_seed(comparison.results[line.name], comparison.results[first.name], "accuracy")
+        line.name: claims.pair_by_seed(comparison.results[line.name], comparison.results[first.name], "accuracy")
         for line in others
     }
-    rows, corrected = _tests(values, holm)
+    rows, corrected = _tests(values, correct_holm)
     if not rows:
         return []
-    head = row([f"accuracy against {first.name}, seed by seed", *TESTED, "p (Holm)"])
+    head = markdown_row([f"accuracy against {first.name}, seed by seed", *TESTED, "p (Holm)"])
     note = (
         "d: Cohen's, of pairs. Of n seeds Wilcoxon's p is never below 2^(1 − n), 0.062 of five. Holm: corrected for "
         f"the {corrected} p-values of this table."

@@ -8,7 +8,7 @@ from statistics import fmean
 from typing import Any
 
 from polyclinic.evaluation import claims
-from polyclinic.evaluation.comparison import Comparison, row
+from polyclinic.evaluation.comparison import Comparison, markdown_row
 from polyclinic.reporting.privacy_statement import PAPER_METRIC
 
 AVERAGES = ("precision_macro", "recall_macro", "f1_macro", "f1_weighted", "balanced_accuracy")
@@ -25,8 +25,8 @@ def privacy_sections(comparison: Comparison) -> list[str]:
 
 def _costs(plans: Mapping[str, Sequence[Mapping[str, Any] | None]]) -> list[str]:
     head = ["method", "unit", "noise", "ε, worst-placed unit", "ε, if at one site only", "δ", PAPER_METRIC]
-    body = [row(head), "|" + "---|" * len(head)]
-    body += [row([name, *_paid([found for found in runs if found])]) for name, runs in plans.items()]
+    body = [markdown_row(head), "|" + "---|" * len(head)]
+    body += [markdown_row([name, *_paid([found for found in runs if found])]) for name, runs in plans.items()]
     caveats = sorted({found["caveat"] for runs in plans.values() for found in runs if found and found["caveat"]})
     note = (
         "ε by privacy loss distributions unless the recipe says otherwise, the mean over seeds (which draw other "
@@ -62,8 +62,10 @@ def _averages(comparison: Comparison) -> list[str]:
     if not known:
         return []
     head = ["method", *(name.replace("_", " ") for name in AVERAGES)]
-    body = [row([name, *(claims.spread_of(runs, m) for m in AVERAGES)]) for name, runs in known.items()]
-    table = "\n".join([row(head), "|" + "---|" * len(head), *body])
+    body = [
+        markdown_row([name, *(claims.format_mean_and_std(runs, m) for m in AVERAGES)]) for name, runs in known.items()
+    ]
+    table = "\n".join([markdown_row(head), "|" + "---|" * len(head), *body])
     return ["## Averages over classes (mean ± standard deviation over seeds)", table]
 
 
@@ -74,8 +76,8 @@ def _confusion(comparison: Comparison) -> list[str]:
     if not counts or len(counts) > MOST_CLASSES:
         return []
     classes = runs[0].get("classes") or [str(number) for number in range(len(counts))]
-    head = [row(["true \\ predicted", *classes]), "|" + "---|" * (1 + len(classes))]
-    body = [row([label, *map(str, line)]) for label, line in zip(classes, counts, strict=True)]
+    head = [markdown_row(["true \\ predicted", *classes]), "|" + "---|" * (1 + len(classes))]
+    body = [markdown_row([label, *map(str, line)]) for label, line in zip(classes, counts, strict=True)]
     return [f"## Who is taken for whom: {name}, first seed", "\n".join([*head, *body])]
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
-from polyclinic.evaluation.comparison import Comparison, row
+from polyclinic.evaluation.comparison import Comparison, markdown_row
 from polyclinic.reporting.markdown.rounds import MOST_LINES
 
 SIX = ("accuracy", "precision", "recall", "f1", "specificity", "auc")
@@ -26,7 +26,7 @@ def server_sections(comparison: Comparison) -> list[str]:
 def _at_hospitals(comparison: Comparison) -> list[str]:
     """The six metrics of the headline."""
     body = {name: [run["headline"] for run in runs] for name, runs in comparison.results.items()}
-    rows = [row([name, runs[0]["model"], *_six(runs)]) for name, runs in body.items()]
+    rows = [markdown_row([name, runs[0]["model"], *_six(runs)]) for name, runs in body.items()]
     return [f"## Six metrics ({comparison.judged_on})", _grid(["method", "model", *SIX], rows), SPREAD]
 
 
@@ -35,7 +35,7 @@ def _public(found: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[str]:
     rows = []
     for name, runs in found.items():
         for model in runs[0]:
-            rows.append(row([name, model, *_six([run[model] for run in runs if model in run])]))
+            rows.append(markdown_row([name, model, *_six([run[model] for run in runs if model in run])]))
     count = next(iter(next(iter(found.values()))[0].values()))["n"]
     title = f"## On the server's public test images ({count} in the first seed)"
     return [title, _grid(["method", "model", *SIX], rows), SPREAD]
@@ -50,7 +50,7 @@ def _teachers(comparison: Comparison) -> list[str]:
             worth = [_mean([f["shapley"][t] for f in finishes]) for t in finishes[0]["shapley"]]
             shares = [_mean([f["teacher_weights"][t] for f in finishes]) for t in finishes[0]["shapley"]]
             teachers = ", ".join(finishes[0]["shapley"])
-            rows.append(row([name, teachers, ", ".join(worth), ", ".join(shares)]))
+            rows.append(markdown_row([name, teachers, ", ".join(worth), ", ".join(shares)]))
     if not rows:
         return []
     return ["## What teachers are worth (Shapley values)", _grid(["method", "teachers", "value", "weight"], rows)]
@@ -71,7 +71,7 @@ SPREAD = "Mean ± standard deviation over seeds."
 
 
 def _grid(head: Sequence[str], rows: Sequence[str]) -> str:
-    return "\n".join([row(list(head)), "|" + "---|" * len(head), *rows])
+    return "\n".join([markdown_row(list(head)), "|" + "---|" * len(head), *rows])
 
 
 def draw_students(comparison: Comparison, path: Path) -> bool:

@@ -37,11 +37,11 @@ def check_tracking(track: Track, folder: Path | None) -> None:
 
 
 class Tracker(Protocol):
-    def known(self) -> set[tuple[str, int]]:
+    def written_points(self) -> set[tuple[str, int]]:
         """What it has of this run already."""
         ...
 
-    def write(self, points: Points) -> None: ...
+    def write_points(self, points: Points) -> None: ...
 
     def close(self, finished: bool) -> None: ...
 
@@ -53,7 +53,7 @@ class TensorBoard:
         self.folder = folder / "tensorboard"
         self.writer: SummaryWriter | None = None
 
-    def known(self) -> set[tuple[str, int]]:
+    def written_points(self) -> set[tuple[str, int]]:
         from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
         if not self.folder.exists():
@@ -62,7 +62,7 @@ class TensorBoard:
         found.Reload()
         return {(name, event.step) for name in found.Tags()["scalars"] for event in found.Scalars(name)}
 
-    def write(self, points: Points) -> None:
+    def write_points(self, points: Points) -> None:
         from torch.utils.tensorboard import SummaryWriter  # takes a second to load
 
         self.writer = self.writer or SummaryWriter(str(self.folder))
@@ -88,12 +88,12 @@ class MLflow:
 
         logging.getLogger("mlflow.store.db.utils").setLevel(logging.WARNING)
         self.noted = folder / "mlflow.json"
-        kept = self._kept()
+        kept = self._find_run()
         own = None if os.environ.get("MLFLOW_TRACKING_URI") else f"sqlite:///{Path('mlflow.db').resolve()}"
         self.store = own and (kept.get("store") or own)
         try:
             self.client = MlflowClient(self.store)
-            self.id = kept.get("run_id") or self._begin(name, parameters)
+            self.id = kept.get("run_id") or self._create_run(name, parameters)
             self.open = self.client.get_run(self.id).info.status == "RUNNING"
         except Exception as error:  # of MLflow, of the database, of the way to it
             raise StoreError(
@@ -101,14 +101,14 @@ class MLflow:
                 f"({str(error).splitlines()[0]}); set MLFLOW_TRACKING_URI as when the run began, or leave mlflow out"
             ) from error
 
-    def _kept(self) -> dict[str, str]:
+    def _find_run(self) -> dict[str, str]:
         try:
             found: dict[str, str] = json.loads(self.noted.read_text()) if self.noted.exists() else {}
             return {key: str(found[key]) for key in ("run_id", "store") if found.get(key)}
         except (OSError, ValueError, AttributeError) as error:
             raise StoreError(f"{self.noted} is damaged ({error}); remove it to track this run anew") from error
 
-    def _begin(self, name: str, parameters: Mapping[str, Any]) -> str:
+    def _create_run(self, name: str, parameters: Mapping[str, Any]) -> str:
         label = os.environ.get("MLFLOW_EXPERIMENT_NAME", "polyclinic")
         known = self.client.get_experiment_by_name(label)
         experiment = known.experiment_id if known else self.client.create_experiment(label)
@@ -118,11 +118,11 @@ class MLflow:
             self.client.log_param(begun, key, value)
         return begun
 
-    def known(self) -> set[tuple[str, int]]:
+    def written_points(self) -> set[tuple[str, int]]:
         names = self.client.get_run(self.id).data.metrics
         return {(name, found.step) for name in names for found in self.client.get_metric_history(self.id, name)}
 
-    def write(self, points: Points) -> None:
+    def write_points(self, points: Points) -> None:
         from mlflow.entities import Metric
 
         if not self.open:

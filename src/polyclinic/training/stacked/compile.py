@@ -13,7 +13,7 @@ import torch
 T = TypeVar("T")
 
 
-def compiled(
+def compile_function(
     function: Callable[..., T], device: torch.device, graph: Literal["none", "first", "later"] = "none"
 ) -> Callable[..., T]:
     """`graph`: launched as one, as a step's first function or a later one. What a step's functions return is gone when

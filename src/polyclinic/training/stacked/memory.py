@@ -9,67 +9,73 @@ from torch import Tensor, nn
 
 from polyclinic.core.contract import Bundle
 from polyclinic.training.dp import dp_sgd
-from polyclinic.training.network import LiveNetwork, on
+from polyclinic.training.network import LiveNetwork, move_bundle
 from polyclinic.training.stacked.batching import StackMember
 
-COPIES = 6
+WEIGHT_COPIES = 6
 """Of a site's weights: themselves, their gradients, the optimiser's state, and what is made on the way."""
-SPARE = 2
+SAFETY_FACTOR = 2
 """Memory is estimated, and others use it too: only one part in so many is taken."""
 
 
-def room(seat: StackMember, network: LiveNetwork) -> int:
+def max_stack_size(member: StackMember, network: LiveNetwork) -> int:
     """The most jobs like this one that one stack should hold; at least one."""
-    held = COPIES * size(seat.job.weights) + size(seat.job.reference) + 2 * saved_for_backward(seat, network)
-    held += kept_by_example(seat, network)
-    return max(1, free(network.device) // (SPARE * held))
+    held = (
+        WEIGHT_COPIES * bundle_bytes(member.job.weights)
+        + bundle_bytes(member.job.reference)
+        + 2 * activation_bytes(member, network)
+    )
+    held += per_example_bytes(member, network)
+    return max(1, free_memory(network.device) // (SAFETY_FACTOR * held))
 
 
-def size(bundle: Bundle) -> int:
+def bundle_bytes(bundle: Bundle) -> int:
     return sum(tensor.nbytes for group in bundle.values() for tensor in group.values())
 
 
-def at_once(seat: StackMember) -> int:
+def images_per_call(member: StackMember) -> int:
     """Images of one call; a private step's batch is of random length, and may see each in several views."""
-    training, examples = seat.job.training, len(seat.data)
-    return min(examples, dp_sgd.room(training, examples, seat.job.whole))
+    training, examples = member.job.training, len(member.data)
+    return min(examples, dp_sgd.max_physical_batch(training, examples, member.job.full_batch))
 
 
-def kept_by_example(seat: StackMember, network: LiveNetwork) -> int:
+def per_example_bytes(member: StackMember, network: LiveNetwork) -> int:
     """Bytes of gradients that private steps keep for every example: all but those of dense layers."""
-    if dp_sgd.changes_nothing(seat.job.training.private):
+    if dp_sgd.is_plain_sgd(member.job.training.private):
         return 0
     layers = [layer for layer in network.module.modules() if not isinstance(layer, nn.Linear)]
-    return at_once(seat) * sum(p.nbytes for layer in layers for p in layer.parameters(recurse=False))
+    return images_per_call(member) * sum(p.nbytes for layer in layers for p in layer.parameters(recurse=False))
 
 
-def saved_for_backward(seat: StackMember, network: LiveNetwork) -> int:
+def activation_bytes(member: StackMember, network: LiveNetwork) -> int:
     """Bytes that one batch's forward pass keeps for its gradient."""
-    network, kept = network.stackable, dict[int, int]()
+    network, kept = network.stackable_copy, dict[int, int]()
 
     def keep(tensor: Tensor) -> Tensor:
         kept[tensor.data_ptr()] = tensor.nbytes
         return tensor
 
-    weights, reference = (_copies(on(bundle, network.device)) for bundle in (seat.job.weights, seat.job.reference))
+    weights, reference = (
+        _copy_bundle(move_bundle(bundle, network.device)) for bundle in (member.job.weights, member.job.reference)
+    )
     live = {"model": {n: t.requires_grad_() for n, t in weights["model"].items()}}
     live["buffers"] = weights.get("buffers", {})
-    network.training_mode(frozenset(live["model"]))
-    training = seat.job.training
+    network.set_training_mode(frozenset(live["model"]))
+    training = member.job.training
     views = 1 if training.private is None else training.private.views
-    batch = seat.data.batch(torch.arange(at_once(seat)).repeat_interleave(views))
+    batch = member.data.batch(torch.arange(images_per_call(member)).repeat_interleave(views))
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         images, labels = (tensor.to(network.device) for tensor in batch)
-        for step in seat.job.sequence:
+        for step in member.job.sequence:
             step.objective(network, live, (images, labels), reference)
     return sum(kept.values())
 
 
-def _copies(bundle: Bundle) -> Bundle:
+def _copy_bundle(bundle: Bundle) -> Bundle:
     return {kind: {name: t.detach().clone() for name, t in group.items()} for kind, group in bundle.items()}
 
 
-def free(device: torch.device) -> int:
+def free_memory(device: torch.device) -> int:
     """Bytes that could be had on a device."""
     if device.type == "cuda":
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)

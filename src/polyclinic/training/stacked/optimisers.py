@@ -25,7 +25,7 @@ class StackedOptimiser:
         plain = options.name == "sgd" and not options.momentum
         self.slots: Bundle = {} if plain else {slot: {} for slot in SLOTS[options.name]}
 
-    def restore(self, state: Tensors) -> None:
+    def load_state(self, state: Tensors) -> None:
         for path, value in state.items():
             number, slot, name = path.split("/", 2)
             if int(number) == self.number:
@@ -39,19 +39,19 @@ class StackedOptimiser:
         """Moves the members' rows of `model` (None: all); `grads` holds theirs only."""
         for slot, group in self.slots.items():
             for name in grads.keys() - group.keys():
-                group[name] = _zeros(slot, model[name])
+                group[name] = _zeros_for(slot, model[name])
         moved = {"": {name: model[name] for name in grads}}
         everything = moved | {slot: {name: group[name] for name in grads} for slot, group in self.slots.items()}
         if members is None:
-            self._step(everything, grads)
+            self._update_rows(everything, grads)
         elif grads:
             rows = {slot: {name: t[members] for name, t in group.items()} for slot, group in everything.items()}
-            self._step(rows, grads)
+            self._update_rows(rows, grads)
             for slot, group in everything.items():
                 for name, tensor in group.items():
                     tensor[members] = rows[slot][name]
 
-    def _step(self, rows: Bundle, grads: Tensors) -> None:
+    def _update_rows(self, rows: Bundle, grads: Tensors) -> None:
         weights, gradients, options = list(rows[""].values()), list(grads.values()), self.options
         if options.name == "adamw":
             torch._foreach_mul_(weights, 1 - self.lr * options.weight_decay)
@@ -87,5 +87,5 @@ class StackedOptimiser:
             weight -= scale * mean / (square.sqrt() / (1 - BETA_2**count).sqrt() + EPSILON)
 
 
-def _zeros(slot: str, like: Tensor) -> Tensor:
+def _zeros_for(slot: str, like: Tensor) -> Tensor:
     return torch.zeros(len(like), device=like.device) if slot == "step" else torch.zeros_like(like)

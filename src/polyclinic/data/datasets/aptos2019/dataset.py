@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path, PurePosixPath
 
-from polyclinic.data.datasets.base import NamedSet
-from polyclinic.data.datasets.reading import inside, listed, rows
+from polyclinic.data.datasets.base import PublicDataset
+from polyclinic.data.datasets.reading import find_subfolder, read_public_set, read_rows
 from polyclinic.data.loading.options import ImageOptions
 from polyclinic.data.records import Listing, Record
-from polyclinic.data.sources.folder import images
+from polyclinic.data.sources.folder import list_images
 
 CLASSES = ("0", "1", "2", "3", "4")
 SITE = "APTOS-Aravind"
@@ -18,29 +18,29 @@ OBTAIN = (
 )
 
 
-def read(_: ImageOptions, folder: Path) -> Listing:
-    return listed("aptos2019", folder, _publisher, OBTAIN, classes=CLASSES, sites=(SITE,))
+def read_listing(_: ImageOptions, folder: Path) -> Listing:
+    return read_public_set("aptos2019", folder, _read_published, OBTAIN, classes=CLASSES, sites=(SITE,))
 
 
-def _publisher(folder: Path) -> Listing | None:
-    root = inside(folder, "aptos2019-blindness-detection")
+def _read_published(folder: Path) -> Listing | None:
+    root = find_subfolder(folder, "aptos2019-blindness-detection")
     table, store = root / "train.csv", root / "train_images"
     if not (table.is_file() and store.is_dir()):
         return None
-    said = [(where, row) for where, row in rows(table) if row.keys() >= {"id_code", "diagnosis"}]
+    said = [(where, row) for where, row in read_rows(table) if row.keys() >= {"id_code", "diagnosis"}]
     records = [
         Record(store / f"{PurePosixPath(row['id_code']).name}.png", row["diagnosis"], SITE, where=where)
         for where, row in said
     ]
-    unlisted = tuple(sorted(set(images(store)) - {record.path for record in records}))
+    unlisted = tuple(sorted(set(list_images(store)) - {record.path for record in records}))
     return Listing("aptos2019", root, tuple(records), CLASSES, declared=True, unlisted=unlisted) if records else None
 
 
-SET = NamedSet(
+SET = PublicDataset(
     name="aptos2019",
     about="3,662 fundus photographs of rural India, Aravind Eye Hospital: grades 0 to 4",
     licence="the competition's rules: research and education, no redistribution",
     classes=CLASSES,
-    read=read,
+    read=read_listing,
     obtain=OBTAIN,
 )

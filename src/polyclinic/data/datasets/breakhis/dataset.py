@@ -7,10 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
-from polyclinic.data.datasets.base import Download, NamedSet
-from polyclinic.data.datasets.reading import home, inside, listed
+from polyclinic.data.datasets.base import Download, PublicDataset
+from polyclinic.data.datasets.reading import find_home, find_subfolder, read_public_set
 from polyclinic.data.loading.options import ImageOptions
-from polyclinic.data.records import Listing, Record, pseudonyms
+from polyclinic.data.records import Listing, Record, pseudonymise
 
 CLASSES = ("benign", "malignant")
 SITE = "BreakHis-P&D"
@@ -27,43 +27,43 @@ class BreakHisOptions(ImageOptions):
     magnification: Literal["all", "40X", "100X", "200X", "400X"] = "all"
 
 
-def read(options: BreakHisOptions, folder: Path) -> Listing:
-    place = home(folder, "breakhis_sample")
-    found = listed("breakhis", place, _publisher, OBTAIN, classes=CLASSES, sites=(SITE,))
+def read_listing(options: BreakHisOptions, folder: Path) -> Listing:
+    place = find_home(folder, "breakhis_sample")
+    found = read_public_set("breakhis", place, _read_published, OBTAIN, classes=CLASSES, sites=(SITE,))
     slides = [SLIDE.match(record.path.name) for record in found.records]
-    patients = pseudonyms(
+    patients = pseudonymise(
         [slide["case"] if slide else record.patient for slide, record in zip(slides, found.records, strict=True)]
     )
     records = [
-        replace(record, patient=patient, excluded=record.excluded or _excluded(slide, options.magnification))
+        replace(record, patient=patient, excluded=record.excluded or _exclusion_reason(slide, options.magnification))
         for record, slide, patient in zip(found.records, slides, patients, strict=True)
     ]
     return replace(found, records=tuple(records))
 
 
-def _excluded(slide: re.Match[str] | None, wanted: str) -> str:
+def _exclusion_reason(slide: re.Match[str] | None, wanted: str) -> str:
     if wanted == "all" or (slide and f"{slide['magnification']}X" == wanted):
         return ""
     return f"not at the magnification {wanted}"
 
 
-def _publisher(folder: Path) -> Listing | None:
-    root = inside(inside(folder, "BreaKHis_v1"), "histology_slides/breast")
-    records = [record for label in CLASSES for record in _records(root / label, label)]
+def _read_published(folder: Path) -> Listing | None:
+    root = find_subfolder(find_subfolder(folder, "BreaKHis_v1"), "histology_slides/breast")
+    records = [record for label in CLASSES for record in _list_records(root / label, label)]
     return Listing("breakhis", root, tuple(records), CLASSES, declared=True) if records else None
 
 
-def _records(root: Path, label: str) -> list[Record]:
+def _list_records(root: Path, label: str) -> list[Record]:
     images = [path for path in sorted(root.rglob("*.png")) if SLIDE.match(path.name)]
     return [Record(path, label, SITE, where=f"{label}, file {number}") for number, path in enumerate(images, start=1)]
 
 
-SET = NamedSet(
+SET = PublicDataset(
     name="breakhis",
     about="7,909 histology images of breast tumours of 82 patients, at 40, 100, 200 and 400 times: benign, malignant",
     licence="CC BY 4.0, cite Spanhol et al. 2016",
     classes=CLASSES,
-    read=read,
+    read=read_listing,
     obtain=OBTAIN,
     options=BreakHisOptions,
     downloads=(

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from polyclinic.data.datasets.base import NamedSet
-from polyclinic.data.datasets.reading import listed
+from polyclinic.data.datasets.base import PublicDataset
+from polyclinic.data.datasets.reading import read_public_set
 from polyclinic.data.loading.options import ImageOptions
 from polyclinic.data.records import Listing
-from polyclinic.data.sources.folder import SPLITS, Level, images, read_folder, subfolders
+from polyclinic.data.sources.folder import SPLITS, Level, list_images, list_subfolders, read_folder
 
 CLASSES = ("normal", "cancer")
 SITE = "BCFPP"
@@ -20,13 +20,13 @@ OBTAIN = (
 )
 
 
-def read(_: ImageOptions, folder: Path) -> Listing:
-    return listed("breast_ct", folder, _publisher, OBTAIN, classes=CLASSES, sites=(SITE,))
+def read_listing(_: ImageOptions, folder: Path) -> Listing:
+    return read_public_set("breast_ct", folder, _read_published, OBTAIN, classes=CLASSES, sites=(SITE,))
 
 
-def _publisher(folder: Path) -> Listing | None:
-    parts = [path for path in subfolders(folder) if path.name.lower() in SPLITS]
-    if not all(_holds_classes(place) for place in parts or [folder]):
+def _read_published(folder: Path) -> Listing | None:
+    parts = [path for path in list_subfolders(folder) if path.name.lower() in SPLITS]
+    if not all(_has_class_folders(place) for place in parts or [folder]):
         return None
     levels: tuple[Level, ...] = ("split", "label") if parts else ("label",)
     found = read_folder(folder, name="breast_ct", levels=levels)
@@ -34,18 +34,20 @@ def _publisher(folder: Path) -> Listing | None:
     return replace(found, records=tuple(records), classes=CLASSES, declared=True)
 
 
-def _holds_classes(place: Path) -> bool:
+def _has_class_folders(place: Path) -> bool:
     """Two class folders and no other; another publisher's export (`….rf.….jpg`) is not this set."""
-    classes = subfolders(place)
+    classes = list_subfolders(place)
     labels = sorted(FOLDERS.get(path.name.lower(), "") for path in classes)
-    return labels == sorted(CLASSES) and not any(".rf." in image.name for path in classes for image in images(path))
+    return labels == sorted(CLASSES) and not any(
+        ".rf." in image.name for path in classes for image in list_images(path)
+    )
 
 
-SET = NamedSet(
+SET = PublicDataset(
     name="breast_ct",
     about="about 3,600 slices of breast CT, as FedCycle counts them: normal, cancer",
     licence="as stated on its Kaggle page: read it before use",
     classes=CLASSES,
-    read=read,
+    read=read_listing,
     obtain=OBTAIN,
 )

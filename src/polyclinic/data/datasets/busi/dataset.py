@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from polyclinic.data.datasets.base import Download, NamedSet
-from polyclinic.data.datasets.reading import TABLE, inside, listed, listed_duplicates, without_duplicates
+from polyclinic.data.datasets.base import Download, PublicDataset
+from polyclinic.data.datasets.reading import TABLE, exclude_duplicates, find_subfolder, read_duplicates, read_public_set
 from polyclinic.data.loading.options import ImageOptions
 from polyclinic.data.records import Listing
 from polyclinic.data.sources.folder import read_folder
@@ -21,27 +21,27 @@ NOT_A_MASK = "* (*).png"
 ONE_IMAGE_TWICE = ("benign/benign (433).png", "malignant/malignant (145).png")
 
 
-def read(_: ImageOptions, folder: Path) -> Listing:
-    found = listed("busi", folder, _publisher, OBTAIN, classes=CLASSES, sites=(SITE,))
+def read_listing(_: ImageOptions, folder: Path) -> Listing:
+    found = read_public_set("busi", folder, _read_published, OBTAIN, classes=CLASSES, sites=(SITE,))
     if (folder / TABLE).is_file():
-        return without_duplicates(found, listed_duplicates(folder))
-    return without_duplicates(found, [[found.root / name for name in ONE_IMAGE_TWICE]])
+        return exclude_duplicates(found, read_duplicates(folder))
+    return exclude_duplicates(found, [[found.root / name for name in ONE_IMAGE_TWICE]])
 
 
-def _publisher(folder: Path) -> Listing | None:
-    root = inside(folder, "Dataset_BUSI_with_GT")
+def _read_published(folder: Path) -> Listing | None:
+    root = find_subfolder(folder, "Dataset_BUSI_with_GT")
     if not all(any(root.glob(f"{label}/{label} (*).png")) for label in CLASSES):
         return None
     found = read_folder(root, name="busi", levels=("label",), classes=CLASSES, pattern=NOT_A_MASK)
     return replace(found, records=tuple(replace(record, site=SITE) for record in found.records))
 
 
-SET = NamedSet(
+SET = PublicDataset(
     name="busi",
     about="780 breast ultrasound images of about 600 women, one hospital in Cairo: normal, benign, malignant",
     licence="free for research, cite Al-Dhabyani et al. 2020",
     classes=CLASSES,
-    read=read,
+    read=read_listing,
     obtain=OBTAIN,
     downloads=(Download("https://scholar.cu.edu.eg/Dataset_BUSI.zip", "", "Dataset_BUSI.zip", unpack=True),),
 )

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from polyclinic.data.datasets.base import NamedSet
-from polyclinic.data.datasets.reading import inside, listed, rows
+from polyclinic.data.datasets.base import PublicDataset
+from polyclinic.data.datasets.reading import find_subfolder, read_public_set, read_rows
 from polyclinic.data.loading.options import ImageOptions
-from polyclinic.data.records import Listing, Record, pseudonyms
+from polyclinic.data.records import Listing, Record, pseudonymise
 
 CLASSES = ("benign", "malignant")
 SITE = "CBIS-DDSM"
@@ -43,22 +43,25 @@ class Lesion:
     file: str
 
 
-def read(options: CbisDdsmOptions, folder: Path) -> Listing:
+def read_listing(options: CbisDdsmOptions, folder: Path) -> Listing:
     kinds = ABNORMALITIES[options.abnormality]
-    return listed("cbis_ddsm", folder, lambda place: _publisher(place, kinds), OBTAIN, classes=CLASSES, sites=(SITE,))
+    return read_public_set(
+        "cbis_ddsm", folder, lambda place: _read_published(place, kinds), OBTAIN, classes=CLASSES, sites=(SITE,)
+    )
 
 
-def _publisher(folder: Path, kinds: tuple[str, ...]) -> Listing | None:
-    lesions = [lesion for kind in kinds for part in ("train", "test") for lesion in _lesions(folder, kind, part)]
+def _read_published(folder: Path, kinds: tuple[str, ...]) -> Listing | None:
+    lesions = [lesion for kind in kinds for part in ("train", "test") for lesion in _read_lesions(folder, kind, part)]
     mammograms: defaultdict[tuple[str, tuple[str, str]], list[Lesion]] = defaultdict(list)
     for lesion in lesions:
         mammograms[lesion.patient, lesion.view].append(lesion)
     if not mammograms:
         return None
-    patients = pseudonyms([patient for patient, _ in mammograms])
-    dicoms = _dicoms(folder)
+    patients = pseudonymise([patient for patient, _ in mammograms])
+    dicoms = _dicom_folder(folder)
     records = [
-        _record(folder, dicoms, shown, patient) for shown, patient in zip(mammograms.values(), patients, strict=True)
+        _mammogram_record(folder, dicoms, shown, patient)
+        for shown, patient in zip(mammograms.values(), patients, strict=True)
     ]
     parts = {(lesion.patient, lesion.split) for lesion in lesions}
     # The publisher split masses and calcifications apart: whoever has both may be in both parts.
@@ -66,21 +69,21 @@ def _publisher(folder: Path, kinds: tuple[str, ...]) -> Listing | None:
     return Listing("cbis_ddsm", folder, tuple(records), CLASSES, official=official, declared=True)
 
 
-def _lesions(folder: Path, kind: str, part: str) -> Iterator[Lesion]:
-    table = inside(folder, "csv") / f"{kind}_case_description_{part}_set.csv"
-    for where, row in rows(table) if table.is_file() else ():
+def _read_lesions(folder: Path, kind: str, part: str) -> Iterator[Lesion]:
+    table = find_subfolder(folder, "csv") / f"{kind}_case_description_{part}_set.csv"
+    for where, row in read_rows(table) if table.is_file() else ():
         if not row.keys() >= COLUMNS:
             return
         view = (row["left or right breast"], row["image view"])
         yield Lesion(where, part, row["patient_id"], view, row["pathology"], row["image file path"])
 
 
-def _record(folder: Path, dicoms: Path, shown: Sequence[Lesion], patient: str) -> Record:
+def _mammogram_record(folder: Path, dicoms: Path, shown: Sequence[Lesion], patient: str) -> Record:
     """One mammogram, malignant if any of its lesions is; a mass and a calcification may share it."""
     labels = [PATHOLOGY.get(lesion.pathology.upper(), lesion.pathology) for lesion in shown]
     strange = [label for label in labels if label not in CLASSES]
     splits = {lesion.split for lesion in shown}
-    paths = [path for lesion in shown for path in _images(folder, dicoms, lesion.file)]
+    paths = [path for lesion in shown for path in _image_candidates(folder, dicoms, lesion.file)]
     return Record(
         path=next((path for path in paths if path.is_file()), (paths or [dicoms / "not named"])[-1]),
         label=(strange or [max(labels, key=CLASSES.index)])[0],
@@ -91,12 +94,12 @@ def _record(folder: Path, dicoms: Path, shown: Sequence[Lesion], patient: str) -
     )
 
 
-def _dicoms(folder: Path) -> Path:
+def _dicom_folder(folder: Path) -> Path:
     """The retriever adds a folder named after the manifest."""
-    return next((path for path in sorted(folder.glob("manifest-*/CBIS-DDSM"))), inside(folder, "CBIS-DDSM"))
+    return next((path for path in sorted(folder.glob("manifest-*/CBIS-DDSM"))), find_subfolder(folder, "CBIS-DDSM"))
 
 
-def _images(folder: Path, dicoms: Path, text: str) -> list[Path]:
+def _image_candidates(folder: Path, dicoms: Path, text: str) -> list[Path]:
     """Where the full mammogram may lie that a table calls case/study/series/000000.dcm.
 
     The retriever renames study and series, so the case decides; it holds one image. The JPEG copy keeps the series.
@@ -109,12 +112,12 @@ def _images(folder: Path, dicoms: Path, text: str) -> list[Path]:
     return [*sorted(copies), *sorted(originals), dicoms.joinpath(*steps)]
 
 
-SET = NamedSet(
+SET = PublicDataset(
     name="cbis_ddsm",
     about="3,103 film mammograms of 1,566 patients with masses or calcifications: benign, malignant",
     licence="CC BY 3.0, cite Lee et al. 2017 and the Cancer Imaging Archive",
     classes=CLASSES,
-    read=read,
+    read=read_listing,
     obtain=OBTAIN,
     options=CbisDdsmOptions,
 )

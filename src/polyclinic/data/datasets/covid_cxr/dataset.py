@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from polyclinic.data.datasets.base import NamedSet
-from polyclinic.data.datasets.reading import inside, listed, rows
+from polyclinic.data.datasets.base import PublicDataset
+from polyclinic.data.datasets.reading import find_subfolder, read_public_set, read_rows
 from polyclinic.data.loading.options import ImageOptions
-from polyclinic.data.records import Listing, Record, pseudonyms
+from polyclinic.data.records import Listing, Record, pseudonymise
 
 CLASSES = ("normal", "pneumonia", "covid", "tuberculosis")
 FRONTAL = ("PA", "AP", "AP Supine", "AP Erect")
@@ -22,30 +22,37 @@ OBTAIN = (
 )
 
 
-def read(_: ImageOptions, folder: Path) -> Listing:
-    return listed("covid_cxr", folder, _publisher, OBTAIN, classes=CLASSES, sites=SITES)
+def read_listing(_: ImageOptions, folder: Path) -> Listing:
+    return read_public_set("covid_cxr", folder, _read_published, OBTAIN, classes=CLASSES, sites=SITES)
 
 
-def _publisher(folder: Path) -> Listing | None:
-    root = inside(folder, "covid-chestxray-dataset", "covid-chestxray-dataset-master")
+def _read_published(folder: Path) -> Listing | None:
+    root = find_subfolder(folder, "covid-chestxray-dataset", "covid-chestxray-dataset-master")
     table = root / "metadata.csv"
-    listed_rows = list(rows(table)) if table.is_file() else []
+    listed_rows = list(read_rows(table)) if table.is_file() else []
     if not all({"patientid", "finding", "view", "filename"} <= row.keys() for _, row in listed_rows):
         return None
-    patients = pseudonyms([row["patientid"] for _, row in listed_rows])
+    patients = pseudonymise([row["patientid"] for _, row in listed_rows])
     records = [
-        Record(_image(root, row), _label(row["finding"]), _site(row), patient, where=where, excluded=_excluded(row))
+        Record(
+            _image_path(root, row),
+            _map_label(row["finding"]),
+            _site_name(row),
+            patient,
+            where=where,
+            excluded=_exclusion_reason(row),
+        )
         for (where, row), patient in zip(listed_rows, patients, strict=True)
     ]
     return Listing("covid_cxr", root, tuple(records), CLASSES, declared=True)
 
 
-def _image(root: Path, row: Mapping[str, str]) -> Path:
+def _image_path(root: Path, row: Mapping[str, str]) -> Path:
     """Whatever the table says, nothing outside these two folders is meant."""
     return root / ("volumes" if row.get("folder") == "volumes" else "images") / Path(row["filename"]).name
 
 
-def _label(finding: str) -> str:
+def _map_label(finding: str) -> str:
     """Findings are paths in a tree of diseases: "Pneumonia/Viral/COVID-19"."""
     steps = finding.lower().split("/")
     if "covid-19" in steps[-1]:
@@ -53,25 +60,25 @@ def _label(finding: str) -> str:
     return {"no finding": "normal"}.get(steps[0], steps[0])
 
 
-def _site(row: Mapping[str, str]) -> str:
+def _site_name(row: Mapping[str, str]) -> str:
     """Where it was published: the nearest thing to a hospital that is told."""
     url = urlsplit(row.get("url", ""))
     return HANNOVER if "ml-workgroup" in url.path else (url.hostname or "").removeprefix("www.")
 
 
-def _excluded(row: Mapping[str, str]) -> str:
+def _exclusion_reason(row: Mapping[str, str]) -> str:
     if row["view"] not in FRONTAL or row.get("modality", "X-ray") != "X-ray":
         return "not a frontal X-ray"
-    if _label(row["finding"]) not in CLASSES:
+    if _map_label(row["finding"]) not in CLASSES:
         return "its finding is none of the classes"
     return "" if row.get("license") else "no licence is stated for it"
 
 
-SET = NamedSet(
+SET = PublicDataset(
     name="covid_cxr",
     about="frontal chest X-rays from publications and the NIH: normal, pneumonia, covid, tuberculosis",
     licence="per image, in the column `license` of its table",
     classes=CLASSES,
-    read=read,
+    read=read_listing,
     obtain=OBTAIN,
 )

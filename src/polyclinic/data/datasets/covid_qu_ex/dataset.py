@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from polyclinic.data.datasets.base import NamedSet
-from polyclinic.data.datasets.reading import inside, listed
+from polyclinic.data.datasets.base import PublicDataset
+from polyclinic.data.datasets.reading import find_subfolder, read_public_set
 from polyclinic.data.loading.options import ImageOptions
 from polyclinic.data.records import Listing
 from polyclinic.data.sources.folder import read_folder
@@ -22,14 +22,14 @@ OBTAIN = (
 )
 
 
-def read(_: ImageOptions, folder: Path) -> Listing:
-    return listed("covid_qu_ex", folder, _publisher, OBTAIN, classes=CLASSES, sites=(SITE,))
+def read_listing(_: ImageOptions, folder: Path) -> Listing:
+    return read_public_set("covid_qu_ex", folder, _read_published, OBTAIN, classes=CLASSES, sites=(SITE,))
 
 
-def _publisher(folder: Path) -> Listing | None:
-    top = inside(folder, "COVID-QU-Ex dataset", "COVID-QU-Ex")
+def _read_published(folder: Path) -> Listing | None:
+    top = find_subfolder(folder, "COVID-QU-Ex dataset", "COVID-QU-Ex")
     here = [name for name in COLLECTIONS if (top / name).is_dir()]
-    root = inside(top / here[0], here[0]) if here else top
+    root = find_subfolder(top / here[0], here[0]) if here else top
     if not here or not any((root / part / label / "images").is_dir() for part in PARTS for label in CLASSES):
         return None
     # `images` sorts before the folders of masks, so that leaving these out leaves no gap in the numbers.
@@ -38,11 +38,11 @@ def _publisher(folder: Path) -> Listing | None:
     return replace(found, records=tuple(records))
 
 
-SET = NamedSet(
+SET = PublicDataset(
     name="covid_qu_ex",
     about="33,920 chest X-rays from many public collections: COVID-19, other infections, normal",
     licence="as stated on its Kaggle page, and each source's own terms; cite Tahir et al. 2021",
     classes=CLASSES,
-    read=read,
+    read=read_listing,
     obtain=OBTAIN,
 )

@@ -6,10 +6,10 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
-from polyclinic.data.datasets.base import NamedSet
-from polyclinic.data.datasets.reading import listed
+from polyclinic.data.datasets.base import PublicDataset
+from polyclinic.data.datasets.reading import read_public_set
 from polyclinic.data.loading.options import ImageOptions
-from polyclinic.data.records import Listing, Record, pseudonyms
+from polyclinic.data.records import Listing, Record, pseudonymise
 
 CLASSES = ("CC_L", "CC_R", "MLO_L", "MLO_R")
 SITES = {"A": "DDSM-A-MGH", "B": "DDSM-B-WFU-Lumisys", "C": "DDSM-C", "D": "DDSM-D-ISMD-Howtek"}
@@ -22,15 +22,15 @@ FILM = re.compile(r"([A-D])_(\d{4})(?:_1)?[._](LEFT|RIGHT)_(CC|MLO)\.(?:png|jpe?
 """Digitiser, case, breast, projection."""
 
 
-def read(_: ImageOptions, folder: Path) -> Listing:
+def read_listing(_: ImageOptions, folder: Path) -> Listing:
     """The split that some copies come with sends films of one woman to both sides: it is never kept."""
-    found = listed("ddsm_views", folder, _publisher, OBTAIN, classes=CLASSES, sites=tuple(SITES.values()))
+    found = read_public_set("ddsm_views", folder, _read_published, OBTAIN, classes=CLASSES, sites=tuple(SITES.values()))
     return replace(found, official=False)
 
 
-def _publisher(folder: Path) -> Listing | None:
+def _read_published(folder: Path) -> Listing | None:
     films = [(path, film) for path in sorted(folder.rglob("*")) if (film := FILM.fullmatch(path.name))]
-    women = pseudonyms([f"{film[1]}_{film[2]}".upper() for _, film in films])
+    women = pseudonymise([f"{film[1]}_{film[2]}".upper() for _, film in films])
     records = [
         Record(path, f"{film[4]}_{film[3][0]}".upper(), SITES[film[1].upper()], woman, where=f"film {number}")
         for number, ((path, film), woman) in enumerate(zip(films, women, strict=True), start=1)
@@ -38,11 +38,11 @@ def _publisher(folder: Path) -> Listing | None:
     return Listing("ddsm_views", folder, tuple(records), CLASSES, declared=True)
 
 
-SET = NamedSet(
+SET = PublicDataset(
     name="ddsm_views",
     about="2,225 film mammograms of 602 women from three institutions: projection (CC, MLO) and side, no cancer label",
     licence="MIT-0 for the derived files, cite Heath et al. 2000",
     classes=CLASSES,
-    read=read,
+    read=read_listing,
     obtain=OBTAIN,
 )

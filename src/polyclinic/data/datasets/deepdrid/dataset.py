@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from polyclinic.data.datasets.base import NamedSet
-from polyclinic.data.datasets.reading import inside, listed, rows
+from polyclinic.data.datasets.base import PublicDataset
+from polyclinic.data.datasets.reading import find_subfolder, read_public_set, read_rows
 from polyclinic.data.loading.options import ImageOptions
-from polyclinic.data.records import Listing, Record, pseudonyms
+from polyclinic.data.records import Listing, Record, pseudonymise
 
 CLASSES = ("0", "1", "2", "3", "4")
 UNGRADABLE = "5"
@@ -65,17 +65,17 @@ PARTS = (
 )
 
 
-def read(_: ImageOptions, folder: Path) -> Listing:
+def read_listing(_: ImageOptions, folder: Path) -> Listing:
     sites = (*SITES, "DeepDRiD-regular-unknown")
-    found = listed("deepdrid", folder, _publisher, OBTAIN, classes=CLASSES, sites=sites)
-    stated = [_stated(record) for record in found.records]
+    found = read_public_set("deepdrid", folder, _read_published, OBTAIN, classes=CLASSES, sites=sites)
+    stated = [_normalise_record(record) for record in found.records]
     # The two kinds of photograph number their patients independently: both have a patient 1, not the same person.
-    patients = pseudonyms([f"{record.site == WIDE} {record.patient}" if record.patient else "" for record in stated])
+    patients = pseudonymise([f"{record.site == WIDE} {record.patient}" if record.patient else "" for record in stated])
     records = [replace(record, patient=patient) for record, patient in zip(stated, patients, strict=True)]
     return replace(found, records=tuple(records))
 
 
-def _stated(record: Record) -> Record:
+def _normalise_record(record: Record) -> Record:
     if record.site == "DeepDRiD-regular-unknown":
         record = replace(record, site=UNSTATED)
     if record.label == UNGRADABLE:
@@ -83,42 +83,42 @@ def _stated(record: Record) -> Record:
     return record
 
 
-def _publisher(folder: Path) -> Listing | None:
-    root = inside(folder, "DeepDRiD", "DeepDRiD-master")
-    records = [record for part in PARTS for record in _records(root, part)]
+def _read_published(folder: Path) -> Listing | None:
+    root = find_subfolder(folder, "DeepDRiD", "DeepDRiD-master")
+    records = [record for part in PARTS for record in _list_records(root, part)]
     return Listing("deepdrid", root, tuple(records), CLASSES, declared=True) if records else None
 
 
-def _records(root: Path, part: PublishedFolder) -> Iterator[Record]:
+def _list_records(root: Path, part: PublishedFolder) -> Iterator[Record]:
     folder = root / part.folder
     table = next((folder / name for name in part.tables if (folder / name).is_file()), None)
-    sources = _sources(folder / part.sources)
-    for where, row in rows(table) if table else ():
+    sources = _read_sources(folder / part.sources)
+    for where, row in read_rows(table) if table else ():
         image = Path(row.get("image_id", "")).name  # never a way out of the folder
         patient = image.partition("_")[0]
         site = WIDE if part.folder.startswith("ultra") else sources.get(image, UNSTATED)
         grade = next((row[column] for column in GRADES if row.get(column)), "")
         excluded = "" if grade else "its grade is in an .xlsx file; save that as CSV under the same name"
-        yield Record(_image(folder, patient, image), grade, site, patient, part.split, where, excluded=excluded)
+        yield Record(_image_path(folder, patient, image), grade, site, patient, part.split, where, excluded=excluded)
 
 
-def _sources(table: Path) -> dict[str, str]:
-    found = rows(table) if table.is_file() else ()
+def _read_sources(table: Path) -> dict[str, str]:
+    found = read_rows(table) if table.is_file() else ()
     return {row.get("image_id", ""): f"DeepDRiD-{row['source']}" for _, row in found if row.get("source")}
 
 
-def _image(folder: Path, patient: str, image: str) -> Path:
+def _image_path(folder: Path, patient: str, image: str) -> Path:
     """Two wide-field images were published without their patient's number in the name."""
     usual = folder / "Images" / patient / f"{image}.jpg"
     bare = usual.with_name(f"{image.partition('_')[2]}.jpg")
     return bare if not usual.exists() and bare.exists() else usual
 
 
-SET = NamedSet(
+SET = PublicDataset(
     name="deepdrid",
     about="fundus photographs of 500 patients of three screening projects and wide-field ones of 128: grades 0 to 4",
     licence="CC BY-SA 4.0, cite Liu et al. 2022",
     classes=CLASSES,
-    read=read,
+    read=read_listing,
     obtain=OBTAIN,
 )

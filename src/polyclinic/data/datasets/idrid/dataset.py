@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
-from polyclinic.data.datasets.base import NamedSet
-from polyclinic.data.datasets.reading import inside, listed, rows
+from polyclinic.data.datasets.base import PublicDataset
+from polyclinic.data.datasets.reading import find_subfolder, read_public_set, read_rows
 from polyclinic.data.loading.options import ImageOptions
 from polyclinic.data.records import Listing, Record
-from polyclinic.data.sources.folder import images
+from polyclinic.data.sources.folder import list_images
 
 CLASSES = ("0", "1", "2", "3", "4")
 SITE = "IDRiD-Nanded"
@@ -24,34 +24,34 @@ OBTAIN = (
 )
 
 
-def read(_: ImageOptions, folder: Path) -> Listing:
-    return listed("idrid", folder, _publisher, OBTAIN, classes=CLASSES, sites=(SITE,))
+def read_listing(_: ImageOptions, folder: Path) -> Listing:
+    return read_public_set("idrid", folder, _read_published, OBTAIN, classes=CLASSES, sites=(SITE,))
 
 
-def _publisher(folder: Path) -> Listing | None:
-    root = inside(folder, f"{GRADING}/{GRADING}", f"B.%20Disease%20Grading/{GRADING}", GRADING)
-    records = [record for part in PARTS for record in _records(root, *part)]
+def _read_published(folder: Path) -> Listing | None:
+    root = find_subfolder(folder, f"{GRADING}/{GRADING}", f"B.%20Disease%20Grading/{GRADING}", GRADING)
+    records = [record for part in PARTS for record in _list_records(root, *part)]
     stores = [store for name, _, _ in PARTS if (store := root / "1. Original Images" / name).is_dir()]
     if not records or not stores:
         return None
-    unlisted = {path for store in stores for path in images(store)} - {record.path for record in records}
+    unlisted = {path for store in stores for path in list_images(store)} - {record.path for record in records}
     return Listing("idrid", root, tuple(records), CLASSES, declared=True, unlisted=tuple(sorted(unlisted)))
 
 
-def _records(root: Path, store: str, name: str, split: str) -> Iterator[Record]:
+def _list_records(root: Path, store: str, name: str, split: str) -> Iterator[Record]:
     table = root / "2. Groundtruths" / name
-    for where, row in rows(table) if table.is_file() else ():
+    for where, row in read_rows(table) if table.is_file() else ():
         image, grade = row.get("image name", ""), row.get("retinopathy grade", "")
         if image or grade:  # the tables end in rows of commas
             path = root / "1. Original Images" / store / f"{PurePosixPath(image).name}.jpg"
             yield Record(path, grade, SITE, split=split, where=where)
 
 
-SET = NamedSet(
+SET = PublicDataset(
     name="idrid",
     about="516 fundus photographs of one eye clinic in Nanded, India: grades 0 to 4",
     licence="CC BY 4.0, cite Porwal et al. 2018",
     classes=CLASSES,
-    read=read,
+    read=read_listing,
     obtain=OBTAIN,
 )

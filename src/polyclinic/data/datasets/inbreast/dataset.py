@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path, PurePosixPath
 
-from polyclinic.data.datasets.base import NamedSet
-from polyclinic.data.datasets.reading import inside, listed, rows
+from polyclinic.data.datasets.base import PublicDataset
+from polyclinic.data.datasets.reading import find_subfolder, read_public_set, read_rows
 from polyclinic.data.loading.options import ImageOptions
-from polyclinic.data.records import Listing, Record, pseudonyms
-from polyclinic.data.sources.folder import images
+from polyclinic.data.records import Listing, Record, pseudonymise
+from polyclinic.data.sources.folder import list_images
 
 CLASSES = ("normal", "benign", "malignant")
 SITE = "INbreast-Porto"
@@ -20,21 +20,21 @@ OBTAIN = (
 )
 
 
-def read(_: ImageOptions, folder: Path) -> Listing:
-    return listed("inbreast", folder, _publisher, OBTAIN, classes=CLASSES, sites=(SITE,))
+def read_listing(_: ImageOptions, folder: Path) -> Listing:
+    return read_public_set("inbreast", folder, _read_published, OBTAIN, classes=CLASSES, sites=(SITE,))
 
 
-def _publisher(folder: Path) -> Listing | None:
-    root = inside(folder, "INbreast Release 1.0", "INbreast")
+def _read_published(folder: Path) -> Listing | None:
+    root = find_subfolder(folder, "INbreast Release 1.0", "INbreast")
     table, store = root / "INbreast.csv", root / "AllDICOMs"
     if not (table.is_file() and store.is_dir()):
         return None
-    files = {path.name.partition("_")[0]: path for path in images(store)}
-    said = [(where, _columns(row)) for where, row in rows(table)]
+    files = {path.name.partition("_")[0]: path for path in list_images(store)}
+    said = [(where, _split_columns(row)) for where, row in read_rows(table)]
     named = [PurePosixPath(cells.get("file name", "")).name for _, cells in said]
     paths = [files.get(name, store / f"{name}.dcm") for name in named]
     # 22678622_61b13c59bcba149e_MG_L_CC_ANON.dcm: the second word stands for the patient, whom the table leaves out.
-    patients = pseudonyms([f"{path.stem}__".split("_")[1] for path in paths])
+    patients = pseudonymise([f"{path.stem}__".split("_")[1] for path in paths])
     records = [
         Record(path, BIRADS.get(cells.get("bi-rads", "").lower(), cells.get("bi-rads", "")), SITE, patient, where=where)
         for (where, cells), path, patient in zip(said, paths, patients, strict=True)
@@ -43,17 +43,17 @@ def _publisher(folder: Path) -> Listing | None:
     return Listing("inbreast", root, tuple(records), CLASSES, declared=True, unlisted=unlisted)
 
 
-def _columns(row: dict[str, str]) -> dict[str, str]:
+def _split_columns(row: dict[str, str]) -> dict[str, str]:
     """The table as published has semicolons between its cells, as saved again by others commas."""
     cells = zip(";".join(row).split(";"), ";".join(row.values()).split(";"), strict=False)
     return {column.strip(): cell.strip() for column, cell in cells}
 
 
-SET = NamedSet(
+SET = PublicDataset(
     name="inbreast",
     about="410 full-field digital mammograms of 115 cases, one hospital in Porto: normal, benign, malignant by BI-RADS",
     licence="for research, by agreement with the authors; cite Moreira et al. 2012",
     classes=CLASSES,
-    read=read,
+    read=read_listing,
     obtain=OBTAIN,
 )

@@ -8,8 +8,8 @@ from typing import Literal
 
 from pydantic import Field
 
-from polyclinic.data.datasets.base import Download, NamedSet
-from polyclinic.data.datasets.reading import listed
+from polyclinic.data.datasets.base import Download, PublicDataset
+from polyclinic.data.datasets.reading import read_public_set
 from polyclinic.data.loading.options import ImageOptions
 from polyclinic.data.records import Listing
 from polyclinic.data.sources.npz import read_npz
@@ -82,7 +82,7 @@ SITES = {"pneumoniamnist": "Guangzhou", "breastmnist": "Cairo"}
 """The files whose images all come from one hospital."""
 
 
-def obtain(name: str) -> str:
+def describe_download(name: str) -> str:
     return f"download {name}.npz from {ZENODO.removesuffix('/files')} into that folder."
 
 
@@ -105,32 +105,34 @@ class MedMnistOptions(ImageOptions):
     size: int = Field(28, ge=8, le=2048)
 
 
-def read(options: MedMnistOptions, folder: Path) -> Listing:
+def read_listing(options: MedMnistOptions, folder: Path) -> Listing:
     """The file may also lie in a folder of its own name beside that of the set."""
     name = options.file if options.resolution == 28 else f"{options.file}_{options.resolution}"
     classes = CLASSES[options.file]
-    file = _find(name, (folder, folder.with_name(options.file)))
+    file = _find_file(name, (folder, folder.with_name(options.file)))
 
     def publisher(_: Path) -> Listing | None:
         return read_npz(file, name=name, classes=classes, label_names=classes) if file else None
 
-    found = listed("medmnist", file.parent if file else folder, publisher, obtain(name), classes=classes)
+    found = read_public_set(
+        "medmnist", file.parent if file else folder, publisher, describe_download(name), classes=classes
+    )
     site = SITES.get(options.file, "")
     return replace(found, records=tuple(replace(record, site=record.site or site) for record in found.records))
 
 
-def _find(name: str, places: tuple[Path, ...]) -> Path | None:
+def _find_file(name: str, places: tuple[Path, ...]) -> Path | None:
     candidates = [place / f"{stem}.npz" for place in places for stem in (name, f"{name}_rebuilt")]
     return next((file for file in candidates if file.is_file()), None)
 
 
-SET = NamedSet(
+SET = PublicDataset(
     name="medmnist",
     about="small images (28 × 28) of eleven medical tasks; the option `file` says which: chest X-rays by default",
     licence="CC BY 4.0 (DermaMNIST: CC BY-NC 4.0), cite Yang et al. 2023 and the source of the file",
     classes=CLASSES["pneumoniamnist"],
-    read=read,
-    obtain=obtain("pneumoniamnist"),
+    read=read_listing,
+    obtain=describe_download("pneumoniamnist"),
     options=MedMnistOptions,
     downloads=tuple(
         Download(f"{ZENODO}/{name}.npz", "", f"{name}.npz") for name in ("pneumoniamnist", "breastmnist", "retinamnist")

@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from polyclinic.data.datasets.base import Download, NamedSet
-from polyclinic.data.datasets.reading import TABLE, inside, listed
+from polyclinic.data.datasets.base import Download, PublicDataset
+from polyclinic.data.datasets.reading import TABLE, find_subfolder, read_public_set
 from polyclinic.data.loading.options import ImageOptions
-from polyclinic.data.records import Listing, Record, pseudonyms
+from polyclinic.data.records import Listing, Record, pseudonymise
 from polyclinic.data.sources.table import Columns, read_table
 
 CLASSES = ("normal", "benign", "malignant")
@@ -21,11 +21,11 @@ FILM = re.compile(r"mdb(\d{3})\s+[FGD]\s+([A-Z]{4})\s*([BM]?)\b")
 """Reference, background tissue, class of abnormality, severity."""
 
 
-def read(_: ImageOptions, folder: Path) -> Listing:
-    return listed("mias", folder, _publisher, OBTAIN, _plain, classes=CLASSES, sites=(SITE,))
+def read_listing(_: ImageOptions, folder: Path) -> Listing:
+    return read_public_set("mias", folder, _read_published, OBTAIN, _read_plain_table, classes=CLASSES, sites=(SITE,))
 
 
-def _plain(folder: Path) -> Listing:
+def _read_plain_table(folder: Path) -> Listing:
     """A pair of films is one woman; the table may call her `patient_pair`."""
     table = folder / TABLE
     paired = "patient_pair" in table.read_text(encoding="utf-8", errors="replace").partition("\n")[0]
@@ -33,13 +33,13 @@ def _plain(folder: Path) -> Listing:
     return read_table(table, name="mias", classes=CLASSES, columns=columns)
 
 
-def _publisher(folder: Path) -> Listing | None:
-    images = inside(folder, "all-mias")
+def _read_published(folder: Path) -> Listing | None:
+    images = find_subfolder(folder, "all-mias")
     info = next((place / "Info.txt" for place in (images, folder) if (place / "Info.txt").is_file()), None)
     if info is None or not any(images.glob("mdb*.pgm")):
         return None
-    films = _films(info)
-    women = pseudonyms([str((int(number) + 1) // 2) for number in films])
+    films = _read_films(info)
+    women = pseudonymise([str((int(number) + 1) // 2) for number in films])
     records = tuple(
         Record(images / f"mdb{number}.pgm", label, SITE, woman, where=where)
         for (number, (label, where)), woman in zip(films.items(), women, strict=True)
@@ -48,7 +48,7 @@ def _publisher(folder: Path) -> Listing | None:
     return Listing("mias", folder, records, CLASSES, declared=True, unlisted=tuple(sorted(unlisted)))
 
 
-def _films(info: Path) -> dict[str, tuple[str, str]]:
+def _read_films(info: Path) -> dict[str, tuple[str, str]]:
     """Label and place of every film. A film with several lesions has several lines: the worst counts."""
     films: dict[str, tuple[str, str]] = {}
     for line, text in enumerate(info.read_text(encoding="latin-1").splitlines(), start=1):
@@ -60,12 +60,12 @@ def _films(info: Path) -> dict[str, tuple[str, str]]:
     return films
 
 
-SET = NamedSet(
+SET = PublicDataset(
     name="mias",
     about="322 mammograms, left and right of 161 women, 1024 × 1024 pixels of 200 µm: normal, benign, malignant",
     licence="research only, see its Licence.txt; cite Suckling et al. 1994",
     classes=CLASSES,
-    read=read,
+    read=read_listing,
     obtain=OBTAIN,
     downloads=(Download("http://peipa.essex.ac.uk/pix/mias/all-mias.tar.gz", "", "all-mias.tar.gz", unpack=True),),
 )

@@ -12,7 +12,7 @@ from torch import Tensor
 from polyclinic.core.contract import Stream
 from polyclinic.core.errors import DataError
 from polyclinic.data.data_dir import data_folder
-from polyclinic.data.datasets.base import Download, NamedSet
+from polyclinic.data.datasets.base import Download, PublicDataset
 from polyclinic.data.examples import Collection, Images
 from polyclinic.data.options import Options
 from polyclinic.data.records import Listing, Record
@@ -30,21 +30,21 @@ class MnistOptions(Options):
     """none: pixels from 0 to 1; half: from −1 to 1."""
 
 
-def mnist(options: MnistOptions, stream: Stream, folder: Path | None = None) -> Collection:
+def load_mnist(options: MnistOptions, stream: Stream, folder: Path | None = None) -> Collection:
     home = data_folder(folder) / "mnist"
-    images, labels = _pair(home, "train")
+    images, labels = _read_images_and_labels(home, "train")
     if options.limit is not None and options.limit < len(labels):
         kept = torch.randperm(len(labels), generator=stream.child("limit").generator())[: options.limit]
         images, labels = images[kept.sort().values], labels[kept.sort().values]
     patients = tuple(f"digit-{row}" for row in range(len(labels)))
-    found = Collection(images, labels, CLASSES, patients, held_out=Images(*_pair(home, "t10k")))
-    return found if options.normalise == "none" else found.normalised(0.5, 0.5)
+    found = Collection(images, labels, CLASSES, patients, held_out=Images(*_read_images_and_labels(home, "t10k")))
+    return found if options.normalise == "none" else found.with_normalisation(0.5, 0.5)
 
 
-def _pair(home: Path, prefix: str) -> tuple[Tensor, Tensor]:
+def _read_images_and_labels(home: Path, prefix: str) -> tuple[Tensor, Tensor]:
     most = PUBLISHED[prefix]
-    images = read_idx(_find(home, f"{prefix}-images-idx3-ubyte"), (SIDE, SIDE), most)
-    path = _find(home, f"{prefix}-labels-idx1-ubyte")
+    images = read_idx(_find_file(home, f"{prefix}-images-idx3-ubyte"), (SIDE, SIDE), most)
+    path = _find_file(home, f"{prefix}-labels-idx1-ubyte")
     labels = read_idx(path, (), most).long()
     if len(images) != len(labels):
         raise DataError(f"'{path}' has {len(labels)} labels for {len(images)} images; get the four files anew.")
@@ -53,19 +53,19 @@ def _pair(home: Path, prefix: str) -> tuple[Tensor, Tensor]:
     return images[:, None], labels
 
 
-def _find(home: Path, name: str) -> Path:
+def _find_file(home: Path, name: str) -> Path:
     for path in (home / name, home / f"{name}.gz"):
         if path.is_file():
             return path
     raise DataError(f"'{home / name}' is missing, plain and .gz; put MNIST's four idx files into '{home}'.")
 
 
-def read(options: MnistOptions, folder: Path) -> Listing:  # noqa: ARG001  the contract's
+def read_listing(options: MnistOptions, folder: Path) -> Listing:  # noqa: ARG001  the contract's
     """Every digit with its official part, for `data check`."""
     records: list[Record] = []
     for prefix, part in (("train", "train"), ("t10k", "test")):
-        path = _find(folder, f"{prefix}-images-idx3-ubyte")
-        _, labels = _pair(folder, prefix)
+        path = _find_file(folder, f"{prefix}-images-idx3-ubyte")
+        _, labels = _read_images_and_labels(folder, prefix)
         records += [
             Record(path, str(label), split=part, where=f"{prefix} image {row + 1}", row=row)
             for row, label in enumerate(labels.tolist())
@@ -73,16 +73,16 @@ def read(options: MnistOptions, folder: Path) -> Listing:  # noqa: ARG001  the c
     return Listing("mnist", folder, tuple(records), CLASSES, declared=True)
 
 
-SET = NamedSet(
+SET = PublicDataset(
     name="mnist",
     about="60,000 + 10,000 handwritten digits of 28 × 28 pixels (LeCun, Cortes and Burges)",
     licence="CC BY-SA 3.0",
     classes=CLASSES,
-    read=read,
+    read=read_listing,
     obtain="Get the four files train-images-idx3-ubyte, train-labels-idx1-ubyte, t10k-images-idx3-ubyte and "
     "t10k-labels-idx1-ubyte, plain or .gz.",
     options=MnistOptions,
-    load=mnist,
+    load=load_mnist,
     downloads=tuple(
         Download(f"https://ossci-datasets.s3.amazonaws.com/mnist/{name}.gz", sha256, f"{name}.gz")
         for name, sha256 in {

@@ -10,11 +10,11 @@ from pathlib import Path, PurePosixPath
 from pydantic import Field
 
 from polyclinic.core.errors import DataError
-from polyclinic.data.datasets.base import NamedSet
-from polyclinic.data.datasets.reading import inside, listed, rows
+from polyclinic.data.datasets.base import PublicDataset
+from polyclinic.data.datasets.reading import find_subfolder, read_public_set, read_rows
 from polyclinic.data.loading.options import ImageOptions
-from polyclinic.data.records import Listing, Record, pseudonyms
-from polyclinic.data.sources.folder import images
+from polyclinic.data.records import Listing, Record, pseudonymise
+from polyclinic.data.sources.folder import list_images
 
 CLASSES = ("no jaundice", "jaundice")
 SITE = "MedFMC-NeoJaundice"
@@ -41,7 +41,7 @@ class NeoJaundiceOptions(ImageOptions):
 
 
 @dataclass(frozen=True)
-class Entry:
+class ImageEntry:
     """What a list or table says of one image."""
 
     where: str
@@ -50,34 +50,34 @@ class Entry:
     split: str = ""
 
 
-def read(options: NeoJaundiceOptions, folder: Path) -> Listing:
+def read_listing(options: NeoJaundiceOptions, folder: Path) -> Listing:
     def publisher(place: Path) -> Listing | None:
-        root = inside(place, "NeoJaundice", "neojaundice")
-        entries = [*of_lists(root, LISTS)] or [*_of_table(root / TABLE, options.threshold)]
+        root = find_subfolder(place, "NeoJaundice", "neojaundice")
+        entries = [*read_lists(root, LISTS)] or [*_read_table_entries(root / TABLE, options.threshold)]
         named = [replace(entry, label=LABELS.get(entry.label, entry.label)) for entry in entries]
         # 0012-1, 0012-2 and 0012-3 are the head, face and chest of one infant.
         patients = [PurePosixPath(entry.image).stem.partition("-")[0] for entry in entries]
         fits = all(re.match(r"\d+-\d", entry.image) for entry in entries[:1])
-        return medfmc("neojaundice", root, named, patients, CLASSES, SITE) if fits else None
+        return build_medfmc_listing("neojaundice", root, named, patients, CLASSES, SITE) if fits else None
 
-    return listed("neojaundice", folder, publisher, OBTAIN, classes=CLASSES, sites=(SITE,))
+    return read_public_set("neojaundice", folder, publisher, OBTAIN, classes=CLASSES, sites=(SITE,))
 
 
-def _of_table(table: Path, threshold: float) -> Iterator[Entry]:
-    for where, row in rows(table) if table.is_file() else ():
+def _read_table_entries(table: Path, threshold: float) -> Iterator[ImageEntry]:
+    for where, row in read_rows(table) if table.is_file() else ():
         value = row.get("blood(mg/dl)", "")
         number = float(value) if re.fullmatch(r"\d+(\.\d+)?", value) else None
-        yield Entry(where, row.get("image_idx", ""), "" if number is None else str(int(number > threshold)))
+        yield ImageEntry(where, row.get("image_idx", ""), "" if number is None else str(int(number > threshold)))
 
 
-def of_lists(root: Path, lists: dict[str, str]) -> Iterator[Entry]:
+def read_lists(root: Path, lists: dict[str, str]) -> Iterator[ImageEntry]:
     """The entries of those lists that are there."""
     for name, split in lists.items():
         if (root / name).is_file():
-            yield from _of_list(root / name, split)
+            yield from _read_list(root / name, split)
 
 
-def _of_list(file: Path, split: str) -> Iterator[Entry]:
+def _read_list(file: Path, split: str) -> Iterator[ImageEntry]:
     try:
         lines = file.read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError):
@@ -88,21 +88,21 @@ def _of_list(file: Path, split: str) -> Iterator[Entry]:
             continue
         if len(words) != 2:
             raise DataError(f"{file} does not say an image and a label in line {number}; mend that line.")
-        yield Entry(f"{file.name} line {number}", words[0], words[1], split)
+        yield ImageEntry(f"{file.name} line {number}", words[0], words[1], split)
 
 
-def medfmc(
-    name: str, root: Path, entries: Sequence[Entry], patients: Sequence[str], classes: tuple[str, ...], site: str
+def build_medfmc_listing(
+    name: str, root: Path, entries: Sequence[ImageEntry], patients: Sequence[str], classes: tuple[str, ...], site: str
 ) -> Listing | None:
     """The listing of one of MedFMC's sets: `images/`, and entries that name images with or without their suffix."""
     store = root / "images"
     if not entries or not store.is_dir():
         return None
-    files = {key: path for path in images(store) for key in (path.name, path.stem)}
+    files = {key: path for path in list_images(store) for key in (path.name, path.stem)}
     paths = [files.get(plain, store / plain) for plain in (PurePosixPath(entry.image).name for entry in entries)]
     records = [
         Record(path, entry.label, site, patient, entry.split, entry.where)
-        for entry, path, patient in zip(entries, paths, pseudonyms(patients), strict=True)
+        for entry, path, patient in zip(entries, paths, pseudonymise(patients), strict=True)
     ]
     parts = {(record.patient, record.split) for record in records}
     official = len(parts) == len({patient for patient, _ in parts})
@@ -110,12 +110,12 @@ def medfmc(
     return Listing(name, root, tuple(records), classes, official=official, declared=True, unlisted=unlisted)
 
 
-SET = NamedSet(
+SET = PublicDataset(
     name="neojaundice",
     about="2,235 skin photographs of 745 newborns, three of each: jaundice or not, by serum bilirubin",
     licence="CC BY 4.0, cite Wang et al. 2023",
     classes=CLASSES,
-    read=read,
+    read=read_listing,
     obtain=OBTAIN,
     options=NeoJaundiceOptions,
 )

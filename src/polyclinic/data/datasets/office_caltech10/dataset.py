@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from polyclinic.data.datasets.base import NamedSet
-from polyclinic.data.datasets.reading import TABLE, inside, listed, listed_duplicates, without_duplicates
+from polyclinic.data.datasets.base import PublicDataset
+from polyclinic.data.datasets.reading import TABLE, exclude_duplicates, find_subfolder, read_duplicates, read_public_set
 from polyclinic.data.loading.options import ImageOptions
 from polyclinic.data.records import Listing
 from polyclinic.data.sources.folder import read_folder
@@ -51,14 +51,14 @@ amazon/projector frame_0051 frame_0064
 """A folder and the files in it that are one picture."""
 
 
-def read(_: ImageOptions, folder: Path) -> Listing:
-    found = listed("office_caltech10", folder, _publisher, OBTAIN, classes=CLASSES, sites=SITES)
-    known = listed_duplicates(folder) if (folder / TABLE).is_file() else _duplicates(found.root)
-    return without_duplicates(found, known)
+def read_listing(_: ImageOptions, folder: Path) -> Listing:
+    found = read_public_set("office_caltech10", folder, _read_published, OBTAIN, classes=CLASSES, sites=SITES)
+    known = read_duplicates(folder) if (folder / TABLE).is_file() else _find_duplicates(found.root)
+    return exclude_duplicates(found, known)
 
 
-def _publisher(folder: Path) -> Listing | None:
-    root = inside(folder, "office_caltech_10", "Office_Caltech_DA_Dataset", "images")
+def _read_published(folder: Path) -> Listing | None:
+    root = find_subfolder(folder, "office_caltech_10", "Office_Caltech_DA_Dataset", "images")
     if not all((root / site).is_dir() for site in SITES):
         return None
     found = read_folder(root, name="office_caltech10", levels=("site", "label"))
@@ -66,16 +66,16 @@ def _publisher(folder: Path) -> Listing | None:
     return replace(found, records=records, classes=CLASSES, declared=True)
 
 
-def _duplicates(root: Path) -> list[list[Path]]:
+def _find_duplicates(root: Path) -> list[list[Path]]:
     groups = [line.split() for line in ONE_IMAGE_TWICE.split("\n") if line]
     return [[root / folder / f"{stem}.jpg" for stem in stems] for folder, *stems in groups]
 
 
-SET = NamedSet(
+SET = PublicDataset(
     name="office_caltech10",
     about="2,533 pictures of ten kinds of object from four sources: shops, Caltech-256, a camera, a webcam",
     licence="research, cite Gong et al. 2012",
     classes=CLASSES,
-    read=read,
+    read=read_listing,
     obtain=OBTAIN,
 )

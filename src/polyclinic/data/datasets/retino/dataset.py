@@ -6,9 +6,9 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from polyclinic.data.datasets.base import NamedSet
-from polyclinic.data.datasets.neojaundice.dataset import Entry, medfmc, of_lists
-from polyclinic.data.datasets.reading import inside, listed, rows
+from polyclinic.data.datasets.base import PublicDataset
+from polyclinic.data.datasets.neojaundice.dataset import ImageEntry, build_medfmc_listing, read_lists
+from polyclinic.data.datasets.reading import find_subfolder, read_public_set, read_rows
 from polyclinic.data.loading.options import ImageOptions
 from polyclinic.data.records import Listing
 
@@ -31,32 +31,32 @@ OBTAIN = (
 )
 
 
-def read(_: ImageOptions, folder: Path) -> Listing:
-    return listed("retino", folder, _publisher, OBTAIN, classes=CLASSES, sites=(SITE,))
+def read_listing(_: ImageOptions, folder: Path) -> Listing:
+    return read_public_set("retino", folder, _read_published, OBTAIN, classes=CLASSES, sites=(SITE,))
 
 
-def _publisher(folder: Path) -> Listing | None:
-    root = inside(folder, "Retino", "retino")
-    entries = [*of_lists(root, LISTS)] or [*_of_table(root / TABLE)]
+def _read_published(folder: Path) -> Listing | None:
+    root = find_subfolder(folder, "Retino", "retino")
+    entries = [*read_lists(root, LISTS)] or [*_read_grades(root / TABLE)]
     examinations = [EXAMINATION.match(entry.image) for entry in entries]
     if not any(examinations):
         return None
     patients = [found[1] if found else "" for found in examinations]
-    return medfmc("retino", root, entries, patients, CLASSES, SITE)
+    return build_medfmc_listing("retino", root, entries, patients, CLASSES, SITE)
 
 
-def _of_table(table: Path) -> Iterator[Entry]:
+def _read_grades(table: Path) -> Iterator[ImageEntry]:
     """The image is in the first column and its grade in the last: what they are called was not printed."""
-    for where, row in rows(table) if table.is_file() else ():
+    for where, row in read_rows(table) if table.is_file() else ():
         cells = [*row.values()]
-        yield Entry(where, cells[0], cells[-1])
+        yield ImageEntry(where, cells[0], cells[-1])
 
 
-SET = NamedSet(
+SET = PublicDataset(
     name="retino",
     about="1,392 fundus photographs of one Chinese collection, MedFMC's Retino: grades 0 to 4",
     licence="CC BY 4.0, cite Wang et al. 2023",
     classes=CLASSES,
-    read=read,
+    read=read_listing,
     obtain=OBTAIN,
 )

@@ -6,11 +6,11 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from polyclinic.data.datasets.base import NamedSet
-from polyclinic.data.datasets.reading import listed, rows
+from polyclinic.data.datasets.base import PublicDataset
+from polyclinic.data.datasets.reading import read_public_set, read_rows
 from polyclinic.data.loading.options import ImageOptions
-from polyclinic.data.records import Listing, Record, pseudonyms
-from polyclinic.data.sources.folder import images, part_of, subfolders
+from polyclinic.data.records import Listing, Record, pseudonymise
+from polyclinic.data.sources.folder import list_images, list_subfolders, parse_part
 
 CLASSES = ("normal", "cancer")
 SITE = "Roboflow"
@@ -26,18 +26,18 @@ OBTAIN = (
 )
 
 
-def read(_: ImageOptions, folder: Path) -> Listing:
-    return listed("roboflow_breast", folder, _publisher, OBTAIN, classes=CLASSES, sites=(SITE,))
+def read_listing(_: ImageOptions, folder: Path) -> Listing:
+    return read_public_set("roboflow_breast", folder, _read_published, OBTAIN, classes=CLASSES, sites=(SITE,))
 
 
-def _publisher(folder: Path) -> Listing | None:
-    found = [(part, *entry) for part in PARTS if (folder / part).is_dir() for entry in _entries(folder / part)]
+def _read_published(folder: Path) -> Listing | None:
+    found = [(part, *entry) for part in PARTS if (folder / part).is_dir() for entry in _list_entries(folder / part)]
     sources = [EXPORTED.fullmatch(path.name) for _, path, _, _ in found]
     if not any(sources):
         return None
-    patients = pseudonyms([_patient(source["source"]) if source else "" for source in sources])
+    patients = pseudonymise([_patient_name(source["source"]) if source else "" for source in sources])
     records = [
-        Record(path, LABELS.get(label, label), SITE, patient, part_of(part), where)
+        Record(path, LABELS.get(label, label), SITE, patient, parse_part(part), where)
         for (part, path, label, where), patient in zip(found, patients, strict=True)
     ]
     parts = {(record.patient, record.split) for record in records if record.patient}
@@ -45,29 +45,29 @@ def _publisher(folder: Path) -> Listing | None:
     return Listing("roboflow_breast", folder, tuple(records), CLASSES, official=official, declared=True)
 
 
-def _entries(part: Path) -> Iterator[tuple[Path, str, str]]:
+def _list_entries(part: Path) -> Iterator[tuple[Path, str, str]]:
     """Image, label and where it is listed: from class folders, or from the table of a multi-label export."""
     table = part / "_classes.csv"
-    for where, row in rows(table) if table.is_file() else ():
+    for where, row in read_rows(table) if table.is_file() else ():
         name, *marks = row.items()
         chosen = [label for label, mark in marks if mark == "1"]
         yield part / Path(name[1]).name, chosen[0] if len(chosen) == 1 else "", f"{part.name}/{where}"
-    for label in subfolders(part):
-        for number, path in enumerate(images(label), start=1):
+    for label in list_subfolders(part):
+        for number, path in enumerate(list_images(label), start=1):
             yield path, label.name, f"{part.name}/{label.name}, file {number}"
 
 
-def _patient(source: str) -> str:
+def _patient_name(source: str) -> str:
     """The names are RSNA's numbers of patient and image; where they are not, copies of one image belong together."""
     numbers = RSNA.fullmatch(source)
     return numbers["patient"] if numbers else source
 
 
-SET = NamedSet(
+SET = PublicDataset(
     name="roboflow_breast",
     about="3,383 mammograms exported from Roboflow, by their names a selection of RSNA's: normal, cancer",
     licence="DbCL 1.0 as Kaggle states it; by their names the images are RSNA's, and under RSNA's rules",
     classes=CLASSES,
-    read=read,
+    read=read_listing,
     obtain=OBTAIN,
 )

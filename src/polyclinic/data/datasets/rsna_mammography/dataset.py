@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from polyclinic.data.datasets.base import NamedSet
-from polyclinic.data.datasets.reading import inside, listed, rows
+from polyclinic.data.datasets.base import PublicDataset
+from polyclinic.data.datasets.reading import find_subfolder, read_public_set, read_rows
 from polyclinic.data.loading.options import ImageOptions
-from polyclinic.data.records import Listing, Record, pseudonyms
+from polyclinic.data.records import Listing, Record, pseudonymise
 
 CLASSES = ("no cancer", "cancer")
 LABELS = {"0": "no cancer", "1": "cancer"}
@@ -19,22 +19,24 @@ OBTAIN = (
 )
 
 
-def read(_: ImageOptions, folder: Path) -> Listing:
-    return listed("rsna_mammography", folder, _publisher, OBTAIN, classes=CLASSES, sites=("RSNA-1", "RSNA-2"))
+def read_listing(_: ImageOptions, folder: Path) -> Listing:
+    return read_public_set(
+        "rsna_mammography", folder, _read_published, OBTAIN, classes=CLASSES, sites=("RSNA-1", "RSNA-2")
+    )
 
 
-def _publisher(folder: Path) -> Listing | None:
-    root = inside(folder, "rsna-breast-cancer-detection")
+def _read_published(folder: Path) -> Listing | None:
+    root = find_subfolder(folder, "rsna-breast-cancer-detection")
     table, store = root / "train.csv", root / "train_images"
     if not (table.is_file() and store.is_dir()):
         return None
-    said = [(where, row) for where, row in rows(table) if row.keys() >= COLUMNS]
+    said = [(where, row) for where, row in read_rows(table) if row.keys() >= COLUMNS]
     if not said:
         return None
-    paths = [store / _number(row["patient_id"]) / _number(row["image_id"]) for _, row in said]
+    paths = [store / _parse_number(row["patient_id"]) / _parse_number(row["image_id"]) for _, row in said]
     # Converted copies are common; one look decides for 54,706 files.
     suffix = next((suffix for suffix in SUFFIXES if paths[0].with_suffix(suffix).exists()), SUFFIXES[0])
-    patients = pseudonyms([row["patient_id"] for _, row in said])
+    patients = pseudonymise([row["patient_id"] for _, row in said])
     records = [
         Record(
             path.with_suffix(suffix),
@@ -48,16 +50,16 @@ def _publisher(folder: Path) -> Listing | None:
     return Listing("rsna_mammography", root, tuple(records), CLASSES, declared=True)
 
 
-def _number(text: str) -> str:
+def _parse_number(text: str) -> str:
     """Patients and images are numbered; anything else could point out of the folder."""
     return text if text.isalnum() else "unnumbered"
 
 
-SET = NamedSet(
+SET = PublicDataset(
     name="rsna_mammography",
     about="54,706 screening mammograms of 11,913 patients at two real sites: no cancer, cancer",
     licence="the competition's rules: non-commercial research and education, no redistribution",
     classes=CLASSES,
-    read=read,
+    read=read_listing,
     obtain=OBTAIN,
 )

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
-from polyclinic.data.datasets.base import NamedSet
-from polyclinic.data.datasets.reading import inside, listed
+from polyclinic.data.datasets.base import PublicDataset
+from polyclinic.data.datasets.reading import find_subfolder, read_public_set
 from polyclinic.data.datasets.tb_montgomery.dataset import CLASSES
 from polyclinic.data.loading.options import ImageOptions
 from polyclinic.data.records import Listing, Record
@@ -29,17 +29,19 @@ class TbIndiaOptions(ImageOptions):
     """One site, or one for each of the two X-ray machines: DA and DB."""
 
 
-def read(options: TbIndiaOptions, folder: Path) -> Listing:
+def read_listing(options: TbIndiaOptions, folder: Path) -> Listing:
     def publisher(place: Path) -> Listing | None:
-        root = inside(place, "tbxpredict")
-        records = [record for letter in COLLECTIONS for record in _records(root, letter, options.sites == "machine")]
+        root = find_subfolder(place, "tbxpredict")
+        records = [
+            record for letter in COLLECTIONS for record in _list_records(root, letter, options.sites == "machine")
+        ]
         return Listing("tb_india", root, tuple(records), CLASSES, declared=True) if records else None
 
     sites = (SITE, *(f"{SITE}-{letter}" for letter in COLLECTIONS))
-    return listed("tb_india", folder, publisher, OBTAIN, classes=CLASSES, sites=sites)
+    return read_public_set("tb_india", folder, publisher, OBTAIN, classes=CLASSES, sites=sites)
 
 
-def _records(root: Path, letter: str, machines: bool) -> Iterator[Record]:
+def _list_records(root: Path, letter: str, machines: bool) -> Iterator[Record]:
     collection = next((root / name for name in COLLECTIONS[letter] if (root / name).is_dir()), None)
     found = [path for path in sorted(collection.rglob("*")) if is_image(path)] if collection else []
     site = f"{SITE}-{letter}" if machines else SITE
@@ -50,12 +52,12 @@ def _records(root: Path, letter: str, machines: bool) -> Iterator[Record]:
         yield Record(path, label, site, split=split, where=f"Dataset {letter}, file {number}")
 
 
-SET = NamedSet(
+SET = PublicDataset(
     name="tb_india",
     about="chest X-rays of one institute in New Delhi, two machines (DA 156, DB 150): normal, tuberculosis",
     licence="free for research, cite Chauhan et al. 2014",
     classes=CLASSES,
-    read=read,
+    read=read_listing,
     obtain=OBTAIN,
     options=TbIndiaOptions,
 )

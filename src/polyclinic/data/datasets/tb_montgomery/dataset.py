@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from polyclinic.data.datasets.base import NamedSet
-from polyclinic.data.datasets.reading import inside, listed
+from polyclinic.data.datasets.base import PublicDataset
+from polyclinic.data.datasets.reading import find_subfolder, read_public_set
 from polyclinic.data.loading.options import ImageOptions
 from polyclinic.data.records import Listing, Record
-from polyclinic.data.sources.folder import images
+from polyclinic.data.sources.folder import list_images
 
 CLASSES = ("normal", "tuberculosis")
 SITE = "TB-Montgomery"
@@ -20,17 +20,17 @@ OBTAIN = (
 )
 
 
-def read(_: ImageOptions, folder: Path) -> Listing:
+def read_listing(_: ImageOptions, folder: Path) -> Listing:
     def publisher(place: Path) -> Listing | None:
-        return radiographs("tb_montgomery", inside(place, "MontgomerySet"), "MCUCXR", SITE)
+        return list_radiographs("tb_montgomery", find_subfolder(place, "MontgomerySet"), "MCUCXR", SITE)
 
-    return listed("tb_montgomery", folder, publisher, OBTAIN, classes=CLASSES, sites=(SITE,))
+    return read_public_set("tb_montgomery", folder, publisher, OBTAIN, classes=CLASSES, sites=(SITE,))
 
 
-def radiographs(name: str, root: Path, prefix: str, site: str) -> Listing | None:
+def list_radiographs(name: str, root: Path, prefix: str, site: str) -> Listing | None:
     """The National Library's layout: CXR_png/PREFIX_0001_0.png, whose last digit is 1 for tuberculosis."""
     store = root / "CXR_png"
-    found = list(images(store)) if store.is_dir() else []
+    found = list(list_images(store)) if store.is_dir() else []
     marks = [re.fullmatch(rf"{prefix}_\d+_([01])", path.stem) for path in found]
     records = [
         Record(path, CLASSES[int(mark[1])], site, where=f"CXR_png, file {number}")
@@ -41,11 +41,11 @@ def radiographs(name: str, root: Path, prefix: str, site: str) -> Listing | None
     return Listing(name, root, tuple(records), CLASSES, declared=True, unlisted=unlisted) if records else None
 
 
-SET = NamedSet(
+SET = PublicDataset(
     name="tb_montgomery",
     about="138 chest X-rays of the tuberculosis programme of Montgomery County, USA: normal, tuberculosis",
     licence="free for research and education, cite Jaeger et al. 2014 and Candemir et al. 2014",
     classes=CLASSES,
-    read=read,
+    read=read_listing,
     obtain=OBTAIN,
 )

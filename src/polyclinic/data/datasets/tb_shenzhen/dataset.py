@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from polyclinic.data.datasets.base import NamedSet
-from polyclinic.data.datasets.reading import inside, listed
-from polyclinic.data.datasets.tb_montgomery.dataset import CLASSES, radiographs
+from polyclinic.data.datasets.base import PublicDataset
+from polyclinic.data.datasets.reading import find_subfolder, read_public_set
+from polyclinic.data.datasets.tb_montgomery.dataset import CLASSES, list_radiographs
 from polyclinic.data.loading.options import ImageOptions
 from polyclinic.data.records import Listing
 
@@ -18,18 +18,18 @@ OBTAIN = (
 )
 
 
-def read(_: ImageOptions, folder: Path) -> Listing:
+def read_listing(_: ImageOptions, folder: Path) -> Listing:
     def publisher(place: Path) -> Listing | None:
-        return radiographs("tb_shenzhen", inside(place, "ChinaSet_AllFiles"), "CHNCXR", SITE)
+        return list_radiographs("tb_shenzhen", find_subfolder(place, "ChinaSet_AllFiles"), "CHNCXR", SITE)
 
-    return listed("tb_shenzhen", folder, publisher, OBTAIN, classes=CLASSES, sites=(SITE,))
+    return read_public_set("tb_shenzhen", folder, publisher, OBTAIN, classes=CLASSES, sites=(SITE,))
 
 
-SET = NamedSet(
+SET = PublicDataset(
     name="tb_shenzhen",
     about="662 chest X-rays of Shenzhen No. 3 Hospital, China: normal, tuberculosis",
     licence="free for research and education, cite Jaeger et al. 2014 and Candemir et al. 2014",
     classes=CLASSES,
-    read=read,
+    read=read_listing,
     obtain=OBTAIN,
 )

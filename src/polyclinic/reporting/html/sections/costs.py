@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from polyclinic.evaluation.comparison import mean
+from polyclinic.evaluation.comparison import mean_of_known
 from polyclinic.reporting.html.formatting import count, duration, megabytes, some
 from polyclinic.reporting.html.report_data import Method, ReportData, Run
 from polyclinic.reporting.html.section import Asked, Section
-from polyclinic.reporting.html.sections.privacy import withheld
-from polyclinic.reporting.html.tags import Cell, joined, listed, paragraph, table
+from polyclinic.reporting.html.sections.privacy import is_seed_withheld
+from polyclinic.reporting.html.tags import Cell, bullet_list, join_cells, paragraph, table
 
 WRONG = ("refused", "dead", "late", "error")
 MEANING = {
@@ -23,7 +23,7 @@ MEANING = {
 MOST_ROWS = 40
 
 
-def costs(material: ReportData) -> Section:
+def costs_section(material: ReportData) -> Section:
     """Bytes both ways and seconds: by site of a run, by method of a comparison."""
     if material.single:
         head = ["hospital", "MB received", "MB sent", "working time", "rounds"]
@@ -37,7 +37,7 @@ def costs(material: ReportData) -> Section:
     )
     engine = material.first.summary.get("engine") or {}
     where = f" Engine: {engine.get('name')}." if engine.get("name") else ""
-    body = joined([found, paragraph(note, where, class_="note")])
+    body = join_cells([found, paragraph(note, where, class_="note")])
     return Section("costs", "Communication and time", body, {"Engineer": "What did it cost to run?"})
 
 
@@ -59,9 +59,9 @@ def _by_site(run: Run) -> list[list[str]]:
 
 def _by_method(method: Method) -> list[str]:
     def over(name: str) -> float:
-        return mean([float(run["cost"][name]) for run in method.summaries])
+        return mean_of_known([float(run["cost"][name]) for run in method.summaries])
 
-    rounds = mean([float(run["rounds"]) for run in method.summaries])
+    rounds = mean_of_known([float(run["rounds"]) for run in method.summaries])
     if method.algorithm == "centralised":
         return [method.name, f"{rounds:g}", "images", "images", "images", duration(over("seconds")), "–"]
     both = over("bytes_down") + over("bytes_up")
@@ -69,15 +69,15 @@ def _by_method(method: Method) -> list[str]:
     return [method.name, f"{rounds:g}", *moved, duration(over("seconds")), duration(over("site_seconds"))]
 
 
-def failures(material: ReportData) -> Section:
+def failures_section(material: ReportData) -> Section:
     """Refused and lost updates, rounds that failed, resumed runs, runs that have not ended."""
     found = [row for method in material.methods for run in method.runs for row in _wrong(method, run)]
-    secret = withheld(material)
+    secret = is_seed_withheld(material)
     told: list[Cell] = [f"Not ended: {one.told}{'' if secret else f' ({one.folder})'}." for one in material.unfinished]
     for method in material.methods:
         for run in method.runs:
             told += _interruptions(method, run, material.single)
-    parts: list[Cell] = [listed(told)] if told else []
+    parts: list[Cell] = [bullet_list(told)] if told else []
     if found:
         head = ["hospital", "run", "what", "why", "times", "in rounds"]
         shown = found[:MOST_ROWS]
@@ -87,7 +87,7 @@ def failures(material: ReportData) -> Section:
     if not parts:
         parts = [paragraph("None: every hospital that was asked answered, and every answer was taken.")]
     asked: Asked = {"Engineer": "What went wrong?", "Data-protection officer": "Was anything refused?"}
-    return Section("failures", "Refusals and failures", joined(parts), asked)
+    return Section("failures", "Refusals and failures", join_cells(parts), asked)
 
 
 def _wrong(method: Method, run: Run) -> list[list[str]]:

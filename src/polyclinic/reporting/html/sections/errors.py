@@ -9,14 +9,14 @@ from markupsafe import Markup
 from numpy.typing import NDArray
 
 from polyclinic.evaluation.metrics import BINS, Predictions
-from polyclinic.evaluation.summary import at_site
-from polyclinic.reporting.html.charts import MOST_LINES, Bin, curves, reliability
+from polyclinic.evaluation.summary import headline_at_site
+from polyclinic.reporting.html.charts import MOST_LINES, Bin, reliability_diagram, unit_square_curves
 from polyclinic.reporting.html.formatting import fixed
 from polyclinic.reporting.html.report_data import Method, ReportData
 from polyclinic.reporting.html.section import Asked, Section
-from polyclinic.reporting.html.sections.training import wilson
+from polyclinic.reporting.html.sections.training import wilson_interval
 from polyclinic.reporting.html.svg import Point, share
-from polyclinic.reporting.html.tags import Cell, folded, joined, paragraph, table, tag
+from polyclinic.reporting.html.tags import Cell, fold_details, join_cells, paragraph, table, tag
 
 MOST_CLASSES = 12
 MOST_MATRICES = 9
@@ -24,31 +24,31 @@ MOST_POINTS = 160
 """Of a curve; more cannot be seen."""
 
 
-def discrimination(material: ReportData) -> Section | None:
+def curves_section(material: ReportData) -> Section | None:
     """ROC and precision–recall: all thresholds at once."""
     shown, whose = _curves_of(material)
     if not shown:
         return None
     areas = {name: _areas(scores, truth) for name, (scores, truth) in shown.items()}
     words = ["; ".join(f"{name} {areas[name][at]:.3f}" for name in shown) for at in range(2)]
-    roc = {name: thinned(roc_points(*pair)) for name, pair in shown.items()}
-    pr = {name: thinned(pr_points(*pair)) for name, pair in shown.items()}
+    roc = {name: thin_points(roc_points(*pair)) for name, pair in shown.items()}
+    pr = {name: thin_points(pr_points(*pair)) for name, pair in shown.items()}
     pictures = [
-        curves(
+        unit_square_curves(
             "ROC curves",
             roc,
             ("false alarms (1 − specificity)", "found (sensitivity)"),
             f"Areas under the curve: {words[0]}.",
             [(0, 0), (1, 1)],
         ),
-        curves(
+        unit_square_curves(
             "Precision–recall curves",
             pr,
             ("found (recall)", "of those called, right (precision)"),
             f"Average precision: {words[1]}.",
         ),
     ]
-    body = joined([paragraph(whose), tag("div", *pictures, class_="figures")])
+    body = join_cells([paragraph(whose), tag("div", *pictures, class_="figures")])
     asked: Asked = {"Clinician": "How many are found, at what price?", "Statistician": "ROC and PR curves?"}
     return Section("curves", "ROC and precision–recall curves", body, asked)
 
@@ -115,7 +115,7 @@ def _areas(scores: NDArray[np.float64], truth: NDArray[np.bool_]) -> tuple[float
     return float(roc_auc_score(truth, scores)), float(average_precision_score(truth, scores))
 
 
-def thinned(points: Sequence[Point]) -> list[Point]:
+def thin_points(points: Sequence[Point]) -> list[Point]:
     """Evenly fewer, with both ends."""
     if len(points) <= MOST_POINTS:
         return list(points)
@@ -123,7 +123,7 @@ def thinned(points: Sequence[Point]) -> list[Point]:
     return [points[place] for place in at]
 
 
-def confusion(material: ReportData) -> Section | None:
+def confusion_section(material: ReportData) -> Section | None:
     """Who is taken for whom."""
     classes = material.classes
     if not 2 <= len(classes) <= MOST_CLASSES:
@@ -132,7 +132,7 @@ def confusion(material: ReportData) -> Section | None:
     seeds = ", first seed" if len(material.methods[0].runs) > 1 else ""
     if material.single:
         counts = {"all hospitals": run.best.get("confusion")}
-        counts |= {site: at_site(run.summary, site).get("confusion") for site in run.summary["sites"]}
+        counts |= {site: headline_at_site(run.summary, site).get("confusion") for site in run.summary["sites"]}
     else:
         counts = {method.name: method.first.best.get("confusion") for method in material.methods}
     known = {name: found for name, found in counts.items() if found}
@@ -143,9 +143,9 @@ def confusion(material: ReportData) -> Section | None:
     grid = tag("div", *shown, class_="figures small")
     more: list[Cell] = []
     if hidden:
-        more.append(folded("At each hospital", tag("div", *hidden, class_="figures small")))
+        more.append(fold_details("At each hospital", tag("div", *hidden, class_="figures small")))
     note = "Rows: what an image shows. Columns: what the model says. Per cent are of a row; the darker, the more."
-    body = joined([paragraph(note, class_="note"), grid, *more])
+    body = join_cells([paragraph(note, class_="note"), grid, *more])
     return Section("confusion", "Who is taken for whom", body, {"Clinician": "What does it mistake for what?"})
 
 
@@ -167,7 +167,7 @@ def _cell(count: int, total: int) -> Markup:
     return tag("td", f"{count:,}", tag("small", share(part) if total else "–"), style=shade)
 
 
-def calibration(material: ReportData) -> Section | None:
+def calibration_section(material: ReportData) -> Section | None:
     """Whether a model is right as often as it is sure."""
     rows = _errors(material)
     if not rows:
@@ -186,14 +186,14 @@ def calibration(material: ReportData) -> Section | None:
     seeds = " (first seed)" if len(material.methods[0].runs) > 1 else ""
     parts = [paragraph(note), tag("div", *pictures, class_="figures"), table(f"Calibration{seeds}", head, rows)]
     asked: Asked = {"Clinician": "Can I trust how sure it is?", "Statistician": "Is it calibrated?"}
-    return Section("calibration", "Calibration: is it as right as it is sure?", joined(parts), asked)
+    return Section("calibration", "Calibration: is it as right as it is sure?", join_cells(parts), asked)
 
 
 def _errors(material: ReportData) -> list[list[str]]:
     rows: Mapping[str, tuple[Mapping[str, object], Predictions | None]]
     if material.single:
         run = material.first
-        rows = {site: (at_site(run.summary, site), run.judged(site)) for site in run.summary["sites"]}
+        rows = {site: (headline_at_site(run.summary, site), run.judged(site)) for site in run.summary["sites"]}
         rows = {**rows, "all": (run.best, run.judged())}
     else:
         rows = {method.name: (method.first.best, method.first.judged()) for method in material.methods}
@@ -213,13 +213,13 @@ def _sure(found: Predictions | None) -> str:
 
 
 def _reliable(method: Method, found: Predictions) -> Markup:
-    sides = bins(found)
+    sides = calibration_bins(found)
     words = f"ECE {fixed(method.first.best.get('ece'))}. Bars: 95 % intervals (Wilson); grey: images, by their number."
     start = 0.5 if found.classes == 2 else 0.0
-    return reliability(f"Reliability of {method.name}", sides, words, start)
+    return reliability_diagram(f"Reliability of {method.name}", sides, words, start)
 
 
-def bins(found: Predictions) -> list[Bin]:
+def calibration_bins(found: Predictions) -> list[Bin]:
     """As the calibration error divides them: equal widths, closed on the right, those that hold an image."""
     sure = found.probabilities.max(axis=1).astype(np.float64)
     right = found.probabilities.argmax(axis=1) == found.labels
@@ -228,5 +228,5 @@ def bins(found: Predictions) -> list[Bin]:
     for place in np.unique(where):
         here = where == place
         part, count = float(right[here].mean()), int(here.sum())
-        sides.append(Bin(float(sure[here].mean()), part, *wilson(part, count), count))
+        sides.append(Bin(float(sure[here].mean()), part, *wilson_interval(part, count), count))
     return sides

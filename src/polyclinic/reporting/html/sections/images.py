@@ -14,7 +14,7 @@ from PIL import Image, UnidentifiedImageError
 from polyclinic.core.errors import StoreError
 from polyclinic.reporting.html.report_data import ReportData
 from polyclinic.reporting.html.section import Asked, Section
-from polyclinic.reporting.html.tags import figure, joined, paragraph, tag
+from polyclinic.reporting.html.tags import figure, join_cells, paragraph, tag
 
 WIDEST = 1500
 TALLEST = 4000
@@ -24,7 +24,7 @@ BYTES = 420_000
 """Of one picture, as WebP."""
 
 
-def features(material: ReportData) -> Section | None:
+def features_section(material: ReportData) -> Section | None:
     """t-SNE by site and class, if `polyclinic features` was run."""
     found = list(_left(material, "features.png"))
     if not found:
@@ -35,10 +35,10 @@ def features(material: ReportData) -> Section | None:
     )
     parts = [paragraph(note), *(_shown(path, "Features by hospital and class") for path in found[:MOST])]
     asked: Asked = {"Clinician": "Does it see the disease or the scanner?", "Engineer": "Are features mixed?"}
-    return Section("features", "What the network makes of the images", joined(parts), asked)
+    return Section("features", "What the network makes of the images", join_cells(parts), asked)
 
 
-def looks(material: ReportData) -> Section | None:
+def saliency_section(material: ReportData) -> Section | None:
     """Grad-CAM, if `polyclinic explain` was run and pictures of patients may be shown."""
     galleries = list(_left(material, "explain/gallery.png"))
     histograms = list(_left(material, "explain/histograms.png"))
@@ -54,7 +54,7 @@ def looks(material: ReportData) -> Section | None:
             paragraph("There is a Grad-CAM gallery. It shows patients, so it is left out: --with-images adds it.")
         )
     parts += [_shown(path, "Pixel values of the hospitals' training images") for path in histograms[:MOST]]
-    return Section("looks", "Where the network looks", joined(parts), {"Clinician": "Where does it look?"})
+    return Section("looks", "Where the network looks", join_cells(parts), {"Clinician": "Where does it look?"})
 
 
 def _left(material: ReportData, name: str) -> Iterator[Path]:

@@ -9,18 +9,25 @@ from typing import Any
 from markupsafe import Markup
 
 from polyclinic.evaluation import claims
-from polyclinic.evaluation.comparison import SHOWN, Line, MetricEstimate, decimal, sent, value
-from polyclinic.reporting.html.charts import Dot, Spot, dots, scatter
+from polyclinic.evaluation.comparison import (
+    SHOWN,
+    MethodSummary,
+    MetricEstimate,
+    format_decimal,
+    format_traffic,
+    metric_value,
+)
+from polyclinic.reporting.html.charts import Dot, Spot, cost_scatter, interval_chart
 from polyclinic.reporting.html.formatting import change, fixed, interval_of, points, series, with_interval
 from polyclinic.reporting.html.pairwise_tests import UNTESTED, Difference, all_pairs, anova
 from polyclinic.reporting.html.report_data import Method, ReportData
 from polyclinic.reporting.html.section import Asked, Section
 from polyclinic.reporting.html.svg import share
-from polyclinic.reporting.html.tags import Cell, folded, joined, paragraph, table, tag
+from polyclinic.reporting.html.tags import Cell, fold_details, join_cells, paragraph, table, tag
 from polyclinic.reporting.markdown.server import SIX
 
 
-def compared(material: ReportData) -> Section | None:
+def methods_section(material: ReportData) -> Section | None:
     """The table of all methods."""
     if material.single:
         return None
@@ -36,7 +43,7 @@ def compared(material: ReportData) -> Section | None:
     spread = " ± is the standard deviation over seeds." if several else ""
     note = (
         f"Figures on {comparison.judged_on} together, of {comparison.judged_by}; below each its 95 % interval over "
-        f"{comparison.interval}.{spread} Intervals that overlap do not show that two methods are alike: see the tests."
+        f"{comparison.interval_description}.{spread} Intervals that overlap do not show that two methods are alike: see the tests."
     )
     pooled = [line.name for line in comparison.lines if line.pools_images]
     yard = (
@@ -46,9 +53,13 @@ def compared(material: ReportData) -> Section | None:
     if alike:
         yard += f" {', '.join(alike)} called all images by one class (first seed): look at AUC, not at accuracy."
     parts: list[Cell] = [table("All methods", head, rows), paragraph(note, yard, class_="note")]
-    parts.append(dots("Accuracy of all methods", drawn, "accuracy", f"95 % intervals over {comparison.interval}."))
+    parts.append(
+        interval_chart(
+            "Accuracy of all methods", drawn, "accuracy", f"95 % intervals over {comparison.interval_description}."
+        )
+    )
     asked: Asked = {"Clinician": "How do the methods compare?", "Engineer": "Figures of every method?"}
-    return Section("methods", "The methods side by side", joined(parts), asked)
+    return Section("methods", "The methods side by side", join_cells(parts), asked)
 
 
 def _undecided(summary: Mapping[str, Any]) -> bool:
@@ -57,23 +68,23 @@ def _undecided(summary: Mapping[str, Any]) -> bool:
     return len(counts) > 1 and sum(any(column) for column in zip(*counts, strict=True)) == 1
 
 
-def _row(line: Line, method: Method) -> list[Cell]:
+def _row(line: MethodSummary, method: Method) -> list[Cell]:
     cells: list[Cell] = [line.name, str(line.seeds), str(method.first.summary["rounds"])]
     cells += [_figure(line.figures[metric]) for metric in SHOWN]
-    worst = f"{decimal(line.worst_auc)} {line.worst_site}" if line.worst_site else "–"
-    return [*cells, worst, sent(line), f"{line.seconds:,.0f}"]
+    worst = f"{format_decimal(line.worst_auc)} {line.worst_site}" if line.worst_site else "–"
+    return [*cells, worst, format_traffic(line), f"{line.seconds:,.0f}"]
 
 
 def _figure(found: MetricEstimate) -> Markup:
     spread = "" if found.std is None or math.isnan(found.std) else f" ± {found.std:.3f}"
-    return with_interval(decimal(found.mean) + spread, found.low, found.high)
+    return with_interval(format_decimal(found.mean) + spread, found.low, found.high)
 
 
 def _edges(found: MetricEstimate) -> str:
     return "" if math.isnan(found.low) else f" ({share(found.low)} to {share(found.high)})"
 
 
-def tested(material: ReportData) -> Section | None:
+def tests_section(material: ReportData) -> Section | None:
     """Every pair of methods, and the paper's claims."""
     if material.single:
         return None
@@ -87,10 +98,10 @@ def tested(material: ReportData) -> Section | None:
     if (found := anova(material.methods)) is not None:
         words = f"One-way ANOVA over all methods: F = {found[0]:.2f}, p {_chance(found[1])}."
         parts.append(paragraph(words))
-    parts.append(folded("Every pair with its interval and tests", _exact(known)))
+    parts.append(fold_details("Every pair with its interval and tests", _exact(known)))
     parts += _claims(material)
     return Section(
-        "tests", "Tests: is it more than chance?", joined(parts), {"Statistician": "Is it more than chance?"}
+        "tests", "Tests: is it more than chance?", join_cells(parts), {"Statistician": "Is it more than chance?"}
     )
 
 
@@ -109,7 +120,7 @@ def _how(known: Sequence[Difference], seeds: bool) -> str:
 
 
 def _chance(p: float) -> str:
-    told = claims.chance(p)
+    told = claims.format_p_value(p)
     return told if told.startswith("<") else f"= {told}"
 
 
@@ -144,26 +155,32 @@ def _exact(known: Sequence[Difference]) -> Markup:
     ]
     rows = []
     for one in known:
-        more = [claims.chance(one.wilcoxon), fixed(one.effect, 2)] if seeds else []
-        chances = [claims.chance(one.p), claims.chance(one.corrected)]
+        more = [claims.format_p_value(one.wilcoxon), fixed(one.effect, 2)] if seeds else []
+        chances = [claims.format_p_value(one.p), claims.format_p_value(one.corrected)]
         rows.append([f"{one.a} − {one.b}", points(one.value), interval_of(one), *chances, *more, one.over])
     return table("Pairs of methods, percentage points of accuracy", head, rows)
 
 
 def _claims(material: ReportData) -> list[Cell]:
     results = {method.name: method.summaries for method in material.methods}
-    found = claims.tested(material.claims, results)
+    found = claims.evaluate_claims(material.claims, results)
     if not found:
         return []
     head = ["the paper's claim", "paper", "difference (95 %)", "p", "p (Holm)", "our data"]
     rows = [
-        [one.claim.claim, one.claim.paper or "–", one.effect, *map(claims.chance, (one.p, one.corrected)), verdict]
-        for one, verdict in zip(found, map(claims.verdict_of, found), strict=True)
+        [
+            one.claim.claim,
+            one.claim.paper or "–",
+            one.effect,
+            *map(claims.format_p_value, (one.p, one.corrected)),
+            verdict,
+        ]
+        for one, verdict in zip(found, map(claims.format_verdict, found), strict=True)
     ]
     return [tag("h3", "The paper's claims, tested"), table("Claims", head, rows)]
 
 
-def pareto(material: ReportData) -> Section | None:
+def pareto_section(material: ReportData) -> Section | None:
     """Accuracy against megabytes, seconds and ε; who is at the edge of each and of all."""
     if material.single:
         return None
@@ -183,7 +200,7 @@ def pareto(material: ReportData) -> Section | None:
         "method is matched or outdone in all four by one of them. That is by means; the tests tell what is chance."
     )
     note = "Ringed and joined: no method shown costs less and is right more often, by means. Costs grow by factors."
-    body = joined([paragraph(words), tag("div", *pictures, class_="figures"), paragraph(note, class_="note")])
+    body = join_cells([paragraph(words), tag("div", *pictures, class_="figures"), paragraph(note, class_="note")])
     return Section("trade", "What accuracy costs", body, {"Engineer": "What does accuracy cost?"})
 
 
@@ -191,10 +208,10 @@ COSTS = ("megabytes sent, both ways", "seconds (wall-clock)", "ε of the worst-p
 
 
 def _costs(method: Method, material: ReportData) -> tuple[str, MetricEstimate, tuple[float, ...]] | None:
-    found = MetricEstimate.of(method.summaries, "accuracy")
+    found = MetricEstimate.estimate(method.summaries, "accuracy")
     if math.isnan(found.mean):
         return None
-    moved = [_mean([value(run, metric) for run in method.summaries]) for metric in ("megabytes", "seconds")]
+    moved = [_mean([metric_value(run, metric) for run in method.summaries]) for metric in ("megabytes", "seconds")]
     if next(line for line in material.comparison.lines if line.name == method.name).pools_images:
         moved[0] = math.inf  # images themselves: no number of bytes makes that comparable
     paid = [run["privacy"] for run in method.summaries if run.get("privacy") and not run["privacy"]["caveat"]]
@@ -225,10 +242,10 @@ def _picture(spots: Sequence[tuple[str, MetricEstimate, tuple[float, ...]]], at:
     left = [name for name, *_ in spots if name not in {spot.name for spot in drawn}]
     words = f"Not shown, for want of such a figure: {', '.join(left)}." if left else ""
     short = label.partition(" (")[0].partition(",")[0]
-    return scatter(f"Accuracy against {short}", drawn, label, "accuracy", words)
+    return cost_scatter(f"Accuracy against {short}", drawn, label, "accuracy", words)
 
 
-def server(material: ReportData) -> Section | None:
+def server_section(material: ReportData) -> Section | None:
     """The server's own models, on its public test images."""
     rows = []
     for method in material.methods:

@@ -7,20 +7,20 @@ from typing import Any
 
 from markupsafe import Markup
 
-from polyclinic.evaluation.comparison import mean
+from polyclinic.evaluation.comparison import mean_of_known
 from polyclinic.evaluation.summary import pools_images
 from polyclinic.reporting.html.formatting import megabytes, series
 from polyclinic.reporting.html.from_markdown import from_markdown
 from polyclinic.reporting.html.report_data import Method, ReportData
 from polyclinic.reporting.html.section import Asked, Section
-from polyclinic.reporting.html.tags import Cell, folded, joined, listed, paragraph, table, tag
+from polyclinic.reporting.html.tags import Cell, bullet_list, fold_details, join_cells, paragraph, table, tag
 from polyclinic.reporting.privacy_statement import PAPER_METRIC, UNITS
-from polyclinic.storage.run_files import named_failure
+from polyclinic.storage.run_files import explain_os_errors
 
 NO_CLAIM = "nothing is claimed"
 
 
-def privacy(material: ReportData) -> Section:
+def privacy_section(material: ReportData) -> Section:
     claimed = [method for method in material.methods if method.first.summary.get("privacy")]
     head = ["method", "protects", "ε, worst-placed", "δ", "noise", "allowed ε"]
     metric = any(_metric(method) for method in claimed)
@@ -40,14 +40,14 @@ def privacy(material: ReportData) -> Section:
         parts.append(paragraph(words))
     remarks = {f"{m.name}: {remark}." for m in material.methods for remark in m.first.summary.get("remarks") or ()}
     parts += [paragraph(remark) for remark in sorted(remarks)]
-    parts += [folded(f"The whole privacy page of {m.name}", told) for m in claimed if (told := _page(m))]
+    parts += [fold_details(f"The whole privacy page of {m.name}", told) for m in claimed if (told := _page(m))]
     parts += [tag("h3", "What left the building"), _released(material.methods), _amounts(material)]
-    parts += [tag("h3", "What this report itself tells"), listed(_itself(material))]
+    parts += [tag("h3", "What this report itself tells"), bullet_list(_itself(material))]
     asked: Asked = {
         "Data-protection officer": "What was claimed, and what left the building?",
         "Clinician": "And privacy?",
     }
-    return Section("privacy", "Privacy", joined(parts), asked)
+    return Section("privacy", "Privacy", join_cells(parts), asked)
 
 
 def _pools(method: Method) -> bool:
@@ -59,7 +59,7 @@ def _claim(method: Method) -> list[str]:
     if not plans:
         return [method.name, NO_CLAIM, "∞", "–", "0", "–"]
     first, spent = plans[0], [plan["epsilon"][plan["accountant"]] for plan in plans]
-    paid = "∞" if None in spent else f"{mean(spent):.3g}"
+    paid = "∞" if None in spent else f"{mean_of_known(spent):.3g}"
     allowed = "not limited" if first["wanted"] is None else f"{first['wanted']:g}"
     if first["caveat"]:
         return [method.name, f"no guarantee: {first['caveat']}", f"({paid})", f"{first['delta']:.2g}", "–", allowed]
@@ -70,7 +70,7 @@ def _claim(method: Method) -> list[str]:
 def _metric(method: Method) -> str:
     found = [run["privacy"]["paper_metric"] for run in method.summaries if run.get("privacy")]
     known = [value for value in found if value is not None]
-    return f"{mean(known):.2f}" if known else ""
+    return f"{mean_of_known(known):.2f}" if known else ""
 
 
 def _page(method: Method) -> Markup:
@@ -78,7 +78,7 @@ def _page(method: Method) -> Markup:
     path = method.first.folder / "privacy.md"
     if not path.is_file():
         return Markup("")
-    with named_failure(path, "read", "restore the file, or remove it"):
+    with explain_os_errors(path, "read", "restore the file, or remove it"):
         text, _, _ = path.read_text(encoding="utf-8", errors="replace").partition("## What is released")
     return from_markdown(text, f"Privacy of {method.name}")
 
@@ -106,7 +106,7 @@ def _amounts(material: ReportData) -> Markup:
     told = []
     for method in material.methods:
         if not _pools(method):
-            amount = mean([float(run["cost"]["bytes_up"]) for run in method.summaries])
+            amount = mean_of_known([float(run["cost"]["bytes_up"]) for run in method.summaries])
             told.append(f"{method.name} {megabytes(amount)} MB")
     words = f"Sent by all hospitals together, over a whole run: {', '.join(told)}." if told else ""
     return paragraph(words, class_="note") if words else Markup("")
@@ -120,7 +120,7 @@ def _itself(material: ReportData) -> list[Cell]:
         if material.pictures
         else "No picture of a patient.",
     ]
-    if withheld(material):
+    if is_seed_withheld(material):
         told.append(
             "No seed: noise was drawn from it, and whoever has it can remove the noise. Folders named after seeds say "
             "the same as the seed."
@@ -128,7 +128,7 @@ def _itself(material: ReportData) -> list[Cell]:
     return told
 
 
-def withheld(material: ReportData) -> bool:
+def is_seed_withheld(material: ReportData) -> bool:
     """Whether a seed must not be told: a run's noise was drawn from it."""
     plans = [run.get("privacy") for method in material.methods for run in method.summaries]
     begun = [one.recipe.privacy for one in material.unfinished]

@@ -10,26 +10,28 @@ import yaml
 
 from polyclinic.reporting.html.report_data import Method, ReportData
 from polyclinic.reporting.html.section import Asked, Section
-from polyclinic.reporting.html.sections.privacy import withheld
-from polyclinic.reporting.html.tags import Cell, folded, joined, paragraph, table, tag
+from polyclinic.reporting.html.sections.privacy import is_seed_withheld
+from polyclinic.reporting.html.tags import Cell, fold_details, join_cells, paragraph, table, tag
 
 ASIDE = ("name", "about", "paper", "claims", "methods", "engine", "seed", "track")
 """What may differ between recipes without being a difference of methods."""
 KEPT = "withheld"
 
 
-def provenance(material: ReportData) -> Section:
+def provenance_section(material: ReportData) -> Section:
     """Recipes and versions."""
-    secret = withheld(material)
+    secret = is_seed_withheld(material)
     parts: list[Cell] = [table("Network and runs", ["method", *HEAD], [_row(m, secret) for m in material.methods])]
     if not material.single:
         parts += _differences(material)
     text = _recipe(material.methods[0], secret)
-    parts.append(folded(f"The whole recipe of {material.methods[0].name}", tag("pre", tag("code", text), tabindex=0)))
+    parts.append(
+        fold_details(f"The whole recipe of {material.methods[0].name}", tag("pre", tag("code", text), tabindex=0))
+    )
     versions = material.first.summary.get("versions", {})
     parts.append(paragraph(f"Versions: {', '.join(f'{name} {number}' for name, number in versions.items())}."))
     asked: Asked = {"Engineer": "Which recipe and versions?", "Statistician": "What exactly was run?"}
-    return Section("recipe", "Recipe and versions", joined(parts), asked)
+    return Section("recipe", "Recipe and versions", join_cells(parts), asked)
 
 
 HEAD = ("algorithm", "data", "network", "parameters", "seeds", "model’s SHA-256, first digits")
@@ -74,9 +76,9 @@ def _shown(value: Any) -> str:
     return "–" if value is None or value in ({}, []) else f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def again(material: ReportData) -> Section:
+def reproduce_section(material: ReportData) -> Section:
     """The commands."""
-    secret = withheld(material)
+    secret = is_seed_withheld(material)
     run = material.first
     folder = "DIR" if secret else shlex.quote(str(run.folder))
     repeat = f"polyclinic run {folder}/recipe.yaml --out again"
@@ -93,5 +95,5 @@ def again(material: ReportData) -> Section:
         "with the one above. Data sets that are not drawn need --data."
     )
     kept = " DIR stands for the run's folder, whose name may hold the seed." if secret else ""
-    body = joined([tag("pre", tag("code", "\n".join(lines)), tabindex=0), paragraph(words, kept)])
+    body = join_cells([tag("pre", tag("code", "\n".join(lines)), tabindex=0), paragraph(words, kept)])
     return Section("again", "How to reproduce", body, {"Engineer": "How do I run it again?"})

@@ -7,22 +7,22 @@ from collections.abc import Sequence
 
 from markupsafe import Markup
 
-from polyclinic.evaluation.claims import chance
-from polyclinic.evaluation.summary import at_site
-from polyclinic.reporting.html.charts import Dot, dots, shares
+from polyclinic.evaluation.claims import format_p_value
+from polyclinic.evaluation.summary import headline_at_site
+from polyclinic.reporting.html.charts import Dot, interval_chart, stacked_bars
 from polyclinic.reporting.html.formatting import bounds, change, figure_of, fixed, interval_of, points, series
 from polyclinic.reporting.html.pairwise_tests import UNTESTED, Difference, at_sites
 from polyclinic.reporting.html.report_data import Method, ReportData
 from polyclinic.reporting.html.section import Asked, Section
 from polyclinic.reporting.html.svg import share
-from polyclinic.reporting.html.tags import Cell, folded, joined, paragraph, table
+from polyclinic.reporting.html.tags import Cell, fold_details, join_cells, paragraph, table
 
 MOST_DRAWN = 20
 FEW = 30
 """Below so many test images an interval is wide whatever the method."""
 
 
-def hospitals(material: ReportData) -> Section | None:
+def sites_section(material: ReportData) -> Section | None:
     """Sizes and mixes of classes."""
     sites = material.first.summary.get("hospitals")
     if not sites:
@@ -35,7 +35,7 @@ def hospitals(material: ReportData) -> Section | None:
             site["site"],
             *(f"{site[part]:,}" for part in ("train", "validation", "test")),
             *(_part(count, sum(mixes[site["site"]])) for count in mixes[site["site"]]),
-            share(apart(mixes[site["site"]], total)),
+            share(total_variation(mixes[site["site"]], total)),
         ]
         for site in sites
     ]
@@ -49,8 +49,10 @@ def hospitals(material: ReportData) -> Section | None:
     small = [site["site"] for site in sites if 0 < site["test"] < FEW]
     few = f" Fewer than {FEW} test images at {series(small)}: figures there say little by themselves." if small else ""
     seeds = " First seed." if len(material.methods[0].runs) > 1 else ""
-    drawn = shares("Classes at each hospital", dict(list(mixes.items())[:MOST_DRAWN]), classes) if total else ""
-    body = joined([table("Hospitals and their images", head, rows), paragraph(note, few, seeds, class_="note"), drawn])
+    drawn = stacked_bars("Classes at each hospital", dict(list(mixes.items())[:MOST_DRAWN]), classes) if total else ""
+    body = join_cells(
+        [table("Hospitals and their images", head, rows), paragraph(note, few, seeds, class_="note"), drawn]
+    )
     asked: Asked = {"Clinician": "Whose images are these?", "Statistician": "How do the hospitals differ?"}
     return Section("hospitals", "The hospitals and how they differ", body, asked)
 
@@ -59,15 +61,15 @@ def _part(count: float, total: float) -> str:
     return f"{count:,.0f} ({share(count / total)})" if total else "–"
 
 
-def apart(mix: Sequence[float], total: Sequence[float]) -> float:
+def total_variation(mix: Sequence[float], total: Sequence[float]) -> float:
     """Total variation distance between two mixes of classes."""
     here, all_ = sum(mix) or 1.0, sum(total) or 1.0
     return sum(abs(a / here - b / all_) for a, b in zip(mix, total, strict=True)) / 2
 
 
-def by_hospital(material: ReportData) -> Section | None:
+def by_site_section(material: ReportData) -> Section | None:
     """How every hospital is served; against training alone where that has been run."""
-    if not any(at_site(material.first.summary, site) for site in material.first.summary["sites"]):
+    if not any(headline_at_site(material.first.summary, site) for site in material.first.summary["sites"]):
         return None
     alone = material.alone
     gains = alone is not None and bool(material.together)
@@ -76,7 +78,7 @@ def by_hospital(material: ReportData) -> Section | None:
     title = "Who gains, who loses against training alone" if gains else "How each hospital is served"
     question = "Would my hospital do as well alone?" if gains else "How does it do at my hospital?"
     return Section(
-        "by-hospital", title, joined(parts), {"Clinician": question, "Statistician": "Site by site, tested?"}
+        "by-hospital", title, join_cells(parts), {"Clinician": question, "Statistician": "Site by site, tested?"}
     )
 
 
@@ -84,7 +86,7 @@ def _served(method: Method) -> list[Cell]:
     run, seeds = method.first, " (first seed)" if len(method.runs) > 1 else ""
     rows, drawn = [], []
     for site in run.summary["sites"]:
-        row = at_site(run.summary, site)
+        row = headline_at_site(run.summary, site)
         if row.get("accuracy") is None:
             continue
         figures = [figure_of(row, metric) for metric in ("accuracy", "auc")]
@@ -97,32 +99,35 @@ def _served(method: Method) -> list[Cell]:
     head = ["hospital", f"{part} images", "accuracy (95 %)", "AUC (95 %)", "sensitivity", "specificity", "ECE"]
     title = f"Accuracy at each hospital{seeds}"
     words = "Bars: 95 % intervals over test patients (bootstrap)."
-    return [table(f"Figures at each hospital{seeds}", head, rows), dots(title, drawn[:MOST_DRAWN], "accuracy", words)]
+    return [
+        table(f"Figures at each hospital{seeds}", head, rows),
+        interval_chart(title, drawn[:MOST_DRAWN], "accuracy", words),
+    ]
 
 
 def _accuracies(material: ReportData) -> Markup:
     """Every method at every hospital, without a test."""
-    from polyclinic.evaluation.claims import spread_of
+    from polyclinic.evaluation.claims import format_mean_and_std
 
     rows = [
-        [method.name, *(spread_of(method.summaries, "accuracy", site) for site in material.sites)]
+        [method.name, *(format_mean_and_std(method.summaries, "accuracy", site) for site in material.sites)]
         for method in material.methods
     ]
     several = any(len(method.runs) > 1 for method in material.methods)
     spread = " (mean ± standard deviation over seeds)" if several else ""
     found = table(f"Accuracy at each hospital{spread}", ["method", *material.sites], rows)
-    return found if material.alone is None else folded("Accuracy of every method at every hospital", found)
+    return found if material.alone is None else fold_details("Accuracy of every method at every hospital", found)
 
 
 def _gains(material: ReportData, alone: Method) -> list[Cell]:
     tests = at_sites(material.together, alone, material.sites)
     head = ["hospital", alone.name, *(method.name for method in material.together)]
-    from polyclinic.evaluation.claims import spread_of
+    from polyclinic.evaluation.claims import format_mean_and_std
 
     rows: list[list[Cell]] = []
     for site in material.sites:
         here = [one for one in tests if one.site == site]
-        rows.append([site, spread_of(alone.summaries, "accuracy", site), *map(change, here)])
+        rows.append([site, format_mean_and_std(alone.summaries, "accuracy", site), *map(change, here)])
     over = sorted({one.over for one in tests if one.over}, key=len)
     tested = sum(not math.isnan(one.p) for one in tests)
     basis = "over seeds (paired t-test)" if any("seeds" in text for text in over) else "over test patients (sign flips)"
@@ -136,7 +141,7 @@ def _gains(material: ReportData, alone: Method) -> list[Cell]:
     parts.append(table("At how many hospitals", ["method", "gains", "loses", "not decided"], _tally(material, tests)))
     parts += _drawn(material.together[0], tests) if len(material.together) == 1 else []
     if tested:
-        parts.append(folded("Every difference with its interval and test", _exact(tests)))
+        parts.append(fold_details("Every difference with its interval and test", _exact(tests)))
     return parts
 
 
@@ -157,12 +162,19 @@ def _drawn(method: Method, tests: Sequence[Difference]) -> list[Cell]:
     ]
     title = f"{method.name} minus training alone, by hospital"
     words = "Right of the line the federation is ahead; 95 % intervals, not corrected for their number."
-    return [dots(title, rows, "accuracy gained, percentage points", words, line=0.0)] if rows else []
+    return [interval_chart(title, rows, "accuracy gained, percentage points", words, line=0.0)] if rows else []
 
 
 def _exact(tests: Sequence[Difference]) -> Markup:
     rows = [
-        [f"{one.a} at {one.site}", points(one.value), interval_of(one), chance(one.p), chance(one.corrected), one.over]
+        [
+            f"{one.a} at {one.site}",
+            points(one.value),
+            interval_of(one),
+            format_p_value(one.p),
+            format_p_value(one.corrected),
+            one.over,
+        ]
         for one in tests
     ]
     head = ["method and hospital", "difference", "95 % interval", "p", "p (Holm)", "over"]

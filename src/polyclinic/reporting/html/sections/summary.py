@@ -5,21 +5,21 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
-from polyclinic.evaluation.comparison import number, value
-from polyclinic.evaluation.statistics import summary
-from polyclinic.evaluation.summary import at_site, pools_images
+from polyclinic.evaluation.comparison import metric_value, nan_if_none
+from polyclinic.evaluation.statistics import summarise_sample
+from polyclinic.evaluation.summary import headline_at_site, pools_images
 from polyclinic.reporting.html.formatting import count, megabytes, of_hundred, series, some
 from polyclinic.reporting.html.pairwise_tests import UNTESTED, Difference, all_pairs, at_sites
 from polyclinic.reporting.html.report_data import Method, ReportData, Run
 from polyclinic.reporting.html.section import Section
-from polyclinic.reporting.html.tags import listed, paragraph, tag
-from polyclinic.reporting.privacy_statement import paid_for
+from polyclinic.reporting.html.tags import bullet_list, paragraph, tag
+from polyclinic.reporting.privacy_statement import privacy_line
 
 
-def answer(material: ReportData) -> Section:
+def summary_section(material: ReportData) -> Section:
     told = list(_of_run(material) if material.single else _of_methods(material))
     lead, *rest = told
-    body = tag("div", paragraph(lead, class_="lead"), listed(rest) if rest else "", class_="verdict")
+    body = tag("div", paragraph(lead, class_="lead"), bullet_list(rest) if rest else "", class_="verdict")
     return Section(
         "answer", "In plain words", body, {"Clinician": "What was found?", "Statistician": "What was found?"}
     )
@@ -43,7 +43,7 @@ def _right(method: Method) -> str:
     """Of 100, with an interval over seeds where there are several."""
     if len(method.runs) == 1:
         return of_hundred(method.first.best)
-    spread = summary([value(found, "accuracy") for found in method.summaries])
+    spread = summarise_sample([metric_value(found, "accuracy") for found in method.summaries])
     edges = f"{100 * max(0.0, spread.low):.0f} to {100 * min(1.0, spread.high):.0f} over {spread.n} seeds"
     return f"{100 * spread.mean:.0f} of 100 {method.first.best['part']} images (95 % interval {edges})"
 
@@ -70,10 +70,10 @@ def _found(run: Run, classes: Sequence[str]) -> Iterator[str]:
 
 
 def _extremes(run: Run, seeds: int) -> Iterator[str]:
-    served = {site: at_site(run.summary, site) for site in run.summary["sites"]}
+    served = {site: headline_at_site(run.summary, site) for site in run.summary["sites"]}
     known = {site: row for site, row in served.items() if row.get("accuracy") is not None}
     if len(known) > 1:
-        ranked = sorted(known, key=lambda site: number(known[site]["accuracy"]))
+        ranked = sorted(known, key=lambda site: nan_if_none(known[site]["accuracy"]))
         low, high = ranked[0], ranked[-1]
         whose = "Hospitals differ" if seeds == 1 else "Hospitals differ (first seed)"
         yield (
@@ -85,7 +85,9 @@ def _extremes(run: Run, seeds: int) -> Iterator[str]:
 def _price(run: Run) -> Iterator[str]:
     cost, found = run.summary["cost"], run.summary.get("privacy")
     claim = (
-        paid_for(found) if found else "privacy: nothing is claimed, no figure bounds what the model tells of patients"
+        privacy_line(found)
+        if found
+        else "privacy: nothing is claimed, no figure bounds what the model tells of patients"
     )
     sent = "All images were pooled in one place" if pools_images(run.summary) else ""
     moved = f"{megabytes(cost['bytes_up'] + cost['bytes_down'])} MB went both ways in {run.summary['rounds']} rounds"
@@ -111,7 +113,7 @@ def _of_methods(material: ReportData) -> Iterator[str]:
 
 
 def _accuracy(method: Method) -> float:
-    found = number(summary([value(run, "accuracy") for run in method.summaries]).mean)
+    found = nan_if_none(summarise_sample([metric_value(run, "accuracy") for run in method.summaries]).mean)
     return -math.inf if math.isnan(found) else found
 
 

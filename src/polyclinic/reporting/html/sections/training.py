@@ -8,15 +8,15 @@ from statistics import NormalDist
 
 from polyclinic.core.contract import SiteId
 from polyclinic.evaluation import claims
-from polyclinic.evaluation.comparison import value
-from polyclinic.evaluation.statistics import summary
+from polyclinic.evaluation.comparison import metric_value
+from polyclinic.evaluation.statistics import summarise_sample
 from polyclinic.federation.rounds import POOLED
-from polyclinic.reporting.html.charts import Axes, lines
+from polyclinic.reporting.html.charts import Axes, line_chart
 from polyclinic.reporting.html.formatting import fixed
 from polyclinic.reporting.html.report_data import Method, ReportData, Run
 from polyclinic.reporting.html.section import Asked, Section
 from polyclinic.reporting.html.svg import Banded
-from polyclinic.reporting.html.tags import joined, paragraph, table
+from polyclinic.reporting.html.tags import join_cells, paragraph, table
 
 Z = NormalDist().inv_cdf(0.975)
 Told = Mapping[int, tuple[float, int]]
@@ -24,7 +24,7 @@ Told = Mapping[int, tuple[float, int]]
 ACCURACY = Axes("round", "accuracy")
 
 
-def wilson(right: float, images: float) -> tuple[float, float]:
+def wilson_interval(right: float, images: float) -> tuple[float, float]:
     """Wilson's 95 % interval of a share of images."""
     if images <= 0:
         return math.nan, math.nan
@@ -34,7 +34,7 @@ def wilson(right: float, images: float) -> tuple[float, float]:
     return middle - half, middle + half
 
 
-def learning(material: ReportData) -> Section | None:
+def learning_section(material: ReportData) -> Section | None:
     """Accuracy on validation images from round to round."""
     series = {method.name: _over_seeds([_accuracy(run) for run in method.runs]) for method in material.methods}
     known = {name: points for name, points in series.items() if len(points) > 1}
@@ -46,19 +46,19 @@ def learning(material: ReportData) -> Section | None:
         if several
         else "Bands: 95 % intervals (Wilson), as if every image were of another patient."
     )
-    parts = [lines("Accuracy on the hospitals' validation images, by round", known, ACCURACY, band)]
+    parts = [line_chart("Accuracy on the hospitals' validation images, by round", known, ACCURACY, band)]
     if material.single:
         run = material.first
         sites = {site: _over_seeds([_accuracy(run, site)]) for site in run.summary["sites"]}
         shown = {site: points for site, points in sites.items() if len(points) > 1}
         if len(shown) > 1:
             seed = " First seed." if several else ""
-            parts.append(lines("The same at each hospital", shown, ACCURACY, f"Wilson's 95 % intervals.{seed}"))
+            parts.append(line_chart("The same at each hospital", shown, ACCURACY, f"Wilson's 95 % intervals.{seed}"))
     note = "A round's point is of the model that it left behind, told by hospitals when they next received it."
     if missing := [name for name in series if name not in known]:
         note += f" Not shown, as no hospital told figures by round: {', '.join(missing)}."
     asked: Asked = {"Engineer": "Did it converge?", "Statistician": "How steady was learning?"}
-    body = joined([paragraph(note, class_="note"), *parts])
+    body = join_cells([paragraph(note, class_="note"), *parts])
     return Section("learning", "Learning curves", body, asked)
 
 
@@ -95,9 +95,9 @@ def _over_seeds(told: Sequence[Told]) -> list[Banded]:
     for at in common:
         values = [one[at][0] for one in told]
         if len(values) == 1:
-            points.append((float(at), values[0], *wilson(*told[0][at])))
+            points.append((float(at), values[0], *wilson_interval(*told[0][at])))
         else:
-            found = summary(values)
+            found = summarise_sample(values)
             points.append((float(at), found.mean, found.low, found.high))
     return points
 
@@ -106,7 +106,7 @@ def _bare(points: Iterable[tuple[float, float]]) -> list[Banded]:
     return [(float(x), y, math.nan, math.nan) for x, y in points]
 
 
-def drift(material: ReportData) -> Section | None:
+def drift_section(material: ReportData) -> Section | None:
     """How far sites' weights move away in a round."""
     if material.single:
         run = material.first
@@ -120,13 +120,13 @@ def drift(material: ReportData) -> Section | None:
     axes = Axes("round", "distance", lambda v: f"{v:.3g}", (0.0, 2 * top or 1.0), 0.2 * top)
     who = "hospital" if material.single else "method"
     words = "No unit: the Euclidean norm of the difference of all weights."
-    drawn = lines(f"Distance of a hospital's weights from the shared ones, by {who}", known, axes, words)
+    drawn = line_chart(f"Distance of a hospital's weights from the shared ones, by {who}", known, axes, words)
     note = (
         "Drift is ‖w_k − w‖₂: how far a hospital's training moved from the model that it was sent. Hospitals that "
         "drift far pull the average apart."
     )
     title = "Drift: how far hospitals pull the model apart"
-    return Section("drift", title, joined([paragraph(note), drawn]), {"Engineer": "Do hospitals pull it apart?"})
+    return Section("drift", title, join_cells([paragraph(note), drawn]), {"Engineer": "Do hospitals pull it apart?"})
 
 
 def _moved(run: Run, site: SiteId | None = None) -> dict[int, float]:
@@ -143,7 +143,7 @@ def _mean_moved(method: Method) -> list[Banded]:
     return [(x, y, *((low, high) if len(told) > 1 else (math.nan, math.nan))) for x, y, low, high in _over_seeds(told)]
 
 
-def forgetting(material: ReportData) -> Section | None:
+def forgetting_section(material: ReportData) -> Section | None:
     """What deployments made sites forget, and gain."""
     series: dict[str, list[Banded]] = {}
     for method in material.methods:
@@ -163,11 +163,11 @@ def forgetting(material: ReportData) -> Section | None:
         "after; gained: the other way round."
     )
     what = "lost and gained" if material.single else "forgotten, by method"
-    drawn = lines(f"Training images {what} when a model is deployed", known, axes)
-    return Section("forgetting", "Forgetting", joined([paragraph(note), drawn]), {"Engineer": "What is forgotten?"})
+    drawn = line_chart(f"Training images {what} when a model is deployed", known, axes)
+    return Section("forgetting", "Forgetting", join_cells([paragraph(note), drawn]), {"Engineer": "What is forgotten?"})
 
 
-def gap(material: ReportData) -> Section | None:
+def gap_section(material: ReportData) -> Section | None:
     """Accuracy on training against validation images."""
     rows = _gap_sites(material.first) if material.single else _gap_methods(material.methods)
     if not rows:
@@ -179,7 +179,7 @@ def gap(material: ReportData) -> Section | None:
     several = "" if material.single else " (mean ± standard deviation over seeds)"
     found = table(f"Accuracy on training and validation images{several}", head, rows)
     asked: Asked = {"Engineer": "Does it memorise?", "Data-protection officer": "Does it memorise training images?"}
-    return Section("gap", "Train–validation gap", joined([paragraph(note), found]), asked)
+    return Section("gap", "Train–validation gap", join_cells([paragraph(note), found]), asked)
 
 
 def _gap_sites(run: Run) -> list[list[str]]:
@@ -196,13 +196,13 @@ def _gap_sites(run: Run) -> list[list[str]]:
 def _gap_methods(methods: Sequence[Method]) -> list[list[str]]:
     rows = []
     for method in methods:
-        if not math.isnan(value(method.summaries[0], "gap")):
+        if not math.isnan(metric_value(method.summaries[0], "gap")):
             models = [run["merged"][run["headline"]["model"]] for run in method.summaries]
             seen = [_spread([found[part]["accuracy"] for found in models]) for part in ("train", "validation")]
-            rows.append([method.name, *seen, claims.spread_of(method.summaries, "gap")])
+            rows.append([method.name, *seen, claims.format_mean_and_std(method.summaries, "gap")])
     return rows
 
 
 def _spread(values: Sequence[float]) -> str:
-    found = summary(values)
+    found = summarise_sample(values)
     return fixed(found.mean) + ("" if math.isnan(found.std) else f" ± {found.std:.3f}")
