@@ -28,8 +28,9 @@ import torch
 
 from polyclinic.algorithms.base import RunningMean
 from polyclinic.algorithms.optimisation.fedavg import FedAvg
-from polyclinic.core.contract import Bundle, Failure, Federation
 from polyclinic.core.flat_tensors import contiguous_vector
+from polyclinic.core.jobs import Failure, Federation
+from polyclinic.core.types import Bundle
 from polyclinic.federation.rounds import Progress, Rounds, Rules
 from polyclinic.storage import messages
 from polyclinic.storage.journal import RamJournal

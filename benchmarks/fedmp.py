@@ -15,10 +15,13 @@ import time
 
 import torch
 
-from polyclinic.algorithms.base import Averaging
+from polyclinic.algorithms.base import Algorithm
 from polyclinic.algorithms.optimisation.fedavg import FedAvg
 from polyclinic.algorithms.representation.fedmp import FedMP
-from polyclinic.core.contract import Bundle, Federation, Fit, Job, Optimiser, Site, Stream, Training, Update
+from polyclinic.core.jobs import Federation, Fit, Job, Site, Update
+from polyclinic.core.options import Optimiser, Training
+from polyclinic.core.rng import Stream
+from polyclinic.core.types import Bundle
 from polyclinic.data.examples import Images
 from polyclinic.federation.site_runner import drive_jobs
 from polyclinic.models import build_model
@@ -47,7 +50,7 @@ def main() -> None:
     data = Images(images, (torch.arange(given.images) % CLASSES).to(device))
     shape = feature_shape(network, images)
     training = Training(optimiser=Optimiser("adam", lr=1e-4), batch=64)
-    sides: dict[str, Averaging] = {"FedAvg": FedAvg(training), "FedMP": FedMP(training, sample=given.sample)}
+    sides: dict[str, Algorithm] = {"FedAvg": FedAvg(training), "FedMP": FedMP(training, sample=given.sample)}
     federation = Federation(
         tuple(map(str, range(CLASSES))),
         {"one": given.images, "two": given.images},
@@ -70,7 +73,7 @@ def main() -> None:
     print(f"; ratio {found['FedMP'] / found['FedAvg']:.2f}")
 
 
-def _round(side: Averaging, received: Bundle, network: LiveNetwork, data: Images, number: int) -> Update:
+def _round(side: Algorithm, received: Bundle, network: LiveNetwork, data: Images, number: int) -> Update:
     site = Site("one", len(data), number, 5, 1e-4)
     rng = Stream(number)
 
@@ -81,7 +84,7 @@ def _round(side: Averaging, received: Bundle, network: LiveNetwork, data: Images
     return update
 
 
-def _second_round(side: Averaging, federation: Federation, network: LiveNetwork, data: Images) -> Bundle:
+def _second_round(side: Algorithm, federation: Federation, network: LiveNetwork, data: Images) -> Bundle:
     state = side.init(federation)
     first = [_round(side, side.broadcast(state, site), network, data, 1) for site in federation.sites]
     named = [Update(u.tensors, u.examples, site) for u, site in zip(first, federation.sites, strict=True)]

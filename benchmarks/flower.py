@@ -24,7 +24,10 @@ from pathlib import Path
 from typing import Any
 
 from polyclinic.algorithms.optimisation.fedavg import FedAvg
-from polyclinic.core.contract import Failure, Federation, SiteId, Stream, Training, Update
+from polyclinic.core.jobs import Failure, Federation, Update
+from polyclinic.core.options import Training
+from polyclinic.core.rng import Stream
+from polyclinic.core.types import SiteId
 from polyclinic.deploy.config import FederationConfig as Kits
 from polyclinic.deploy.config import ServerConfig, ServerSection
 from polyclinic.deploy.processes import ChildProcess, SiteRegistration, open_server, serve_site

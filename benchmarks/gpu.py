@@ -27,15 +27,18 @@ import torch.nn.functional as F
 
 from polyclinic.algorithms import ALGORITHMS
 from polyclinic.algorithms.optimisation.fedavg import FedAvg
-from polyclinic.core.contract import Bundle, Federation, Fit, Optimiser, Precision, Site, Stream, Training
+from polyclinic.core.jobs import Federation, Fit, Site
+from polyclinic.core.options import Optimiser, Training
+from polyclinic.core.rng import Stream
+from polyclinic.core.types import Bundle, Precision
 from polyclinic.data.examples import Images, Selection, SiteData
 from polyclinic.federation.engines.stacked import Compile
 from polyclinic.federation.rounds import Rounds, Rules
 from polyclinic.federation.site_runner import SiteRunner
 from polyclinic.models import build_model
-from polyclinic.runs.engine_choice import make_engine
+from polyclinic.runs.engines.choice import make_engine
 from polyclinic.storage.journal import FolderJournal
-from polyclinic.storage.run_files import RamMemory
+from polyclinic.storage.site_memory import RamMemory
 from polyclinic.training.fit import fit
 from polyclinic.training.losses import task_loss
 from polyclinic.training.network import LiveNetwork, copy_module_weights

@@ -27,11 +27,12 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 
-from polyclinic.core.contract import Examples, Stream
+from polyclinic.core.rng import Stream
+from polyclinic.core.types import Examples
 from polyclinic.data.examples import Collection, Selection
 from polyclinic.data.loading.cache import VARIABLE
-from polyclinic.data.loading.load import load_collection
-from polyclinic.data.loading.options import ImageOptions
+from polyclinic.data.loading.image_options import ImageOptions
+from polyclinic.data.loading.loader import load_collection
 from polyclinic.data.sources.folder import read_folder
 from polyclinic.data.sources.npz import read_npz
 from polyclinic.evaluation.summary import package_versions

@@ -33,16 +33,20 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from polyclinic.algorithms.optimisation.fedavg import FedAvg
-from polyclinic.core.contract import Bundle, Federation, Optimiser, Stream, Tensors, Training
+from polyclinic.core.jobs import Federation
+from polyclinic.core.options import Optimiser, Training
+from polyclinic.core.rng import Stream
+from polyclinic.core.types import Bundle, Tensors
 from polyclinic.data.examples import Images, SiteData
 from polyclinic.federation.engines.local import keep_freed_memory
 from polyclinic.federation.rounds import Rounds, Rules, Watch, draw_cohort
 from polyclinic.federation.site_runner import SiteRunner
-from polyclinic.models import Classifier, build_model
-from polyclinic.runs.engine_choice import make_engine
+from polyclinic.models import build_model
+from polyclinic.models.classifier import Classifier
+from polyclinic.runs.engines.choice import make_engine
 from polyclinic.storage.journal import FolderJournal
-from polyclinic.storage.run_files import RamMemory
-from polyclinic.training.fit import iterate_steps
+from polyclinic.storage.site_memory import RamMemory
+from polyclinic.training.data_order import iterate_steps
 from polyclinic.training.network import LiveNetwork, copy_module_weights
 
 Draw = Callable[[str, int, Tensor], Iterable[Tensor]]

@@ -66,7 +66,7 @@ def measure(task: str, seeds: int, rounds: int, device: str) -> dict[str, Any]:
             headline = run(recipe_of(task, precision, seed, rounds, device), dataset=hospitals).headline
             found[precision]["seconds"].append(clock() - begun)
             for name in METRICS:
-                found[precision][name].append(headline[name])
+                found[precision][name].append(headline.scores.value(name))
     return {"task": task, "model": TASKS[task]["model"]["name"], "rounds": rounds, "seeds": seeds, **found}
 
 

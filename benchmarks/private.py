@@ -28,10 +28,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from polyclinic.core.contract import Fit, Optimiser, Private, Site, Stream, Training
+from polyclinic.core.jobs import Fit, Site
+from polyclinic.core.options import Optimiser, Private, Training
+from polyclinic.core.rng import Stream
 from polyclinic.data.examples import Images, Selection
 from polyclinic.federation.engines.local import keep_freed_memory
-from polyclinic.models import Classifier, build_model
+from polyclinic.models import build_model
+from polyclinic.models.classifier import Classifier
 from polyclinic.training.fit import fit
 from polyclinic.training.losses import task_loss
 from polyclinic.training.network import LiveNetwork, copy_module_weights

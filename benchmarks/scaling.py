@@ -30,10 +30,11 @@ import torch
 
 from benchmarks.overhead import LR, Workload, measure
 from polyclinic.config.recipe import Recipe
-from polyclinic.core.contract import Stream
-from polyclinic.data import PARTITIONS, Fractions
+from polyclinic.core.rng import Stream
 from polyclinic.data.examples import Collection
-from polyclinic.data.partitioning.federate import build_site_data
+from polyclinic.data.partitioning.partitions import PARTITIONS
+from polyclinic.data.partitioning.site_data import build_site_data
+from polyclinic.data.splits import Fractions
 from polyclinic.runs.experiment import FederatedDataset, run
 
 IMAGES, SIZE = 20, 28

@@ -18,7 +18,9 @@ from typing import Any
 
 import torch
 
-from polyclinic.core.contract import Fit, Optimiser, Site, Stream, Training
+from polyclinic.core.jobs import Fit, Site
+from polyclinic.core.options import Optimiser, Training
+from polyclinic.core.rng import Stream
 from polyclinic.data.examples import Images, Selection
 from polyclinic.federation.engines.local import keep_freed_memory
 from polyclinic.models import build_model

@@ -24,7 +24,8 @@ from typing import Any
 import torch
 
 from benchmarks.aggregation import MOVE, PARAMETERS, TENSORS, model
-from polyclinic.core.contract import Stream
+from polyclinic.core.rng import Stream
+from polyclinic.federation import update_check
 from polyclinic.federation.engines.local import keep_freed_memory
 from polyclinic.privacy.transforms.quantise import Quantise, dequantise_into, quantise_vector, split_blocks
 from polyclinic.storage import messages
@@ -37,7 +38,7 @@ def works() -> dict[str, Callable[[], object]]:
     fields = {"run": "run", "round": 1, "site": "site", "examples": 10}
     trained, body = model(MOVE), messages.encode_body(model(MOVE))
     message, received = messages.encode_with_body(fields, body), messages.decode(messages.encode({}, model())).tensors
-    expected = messages.ExpectedUpdate("run", 1, "site", received, received, frozenset({"buffers"}), 10)
+    expected = update_check.ExpectedUpdate("run", 1, "site", received, received, frozenset({"buffers"}), 10)
     generator = Stream(0).generator()
     new, old = (torch.randn(BYTES // 4, generator=generator) for _ in range(2))
     source, target, total = torch.randn(BYTES // 4, generator=generator), torch.empty(BYTES // 4), old.clone()
@@ -48,7 +49,7 @@ def works() -> dict[str, Callable[[], object]]:
         "sha256": lambda: hashlib.sha256(body.data),
         "encode": lambda: messages.encode(fields, trained),
         "pack": lambda: messages.encode_with_body(fields, body),
-        "accept": lambda: messages.accept_update(message, expected),
+        "accept": lambda: update_check.check_update(message, expected),
         "quantise an update, nearest": lambda: quantise_vector(new, None, runs),
         "difference + quantise, nearest": lambda: quantise_vector(new, old, runs),
         "difference + quantise, stochastic": lambda: quantise_vector(new, old, runs, generator=generator),

@@ -30,11 +30,14 @@ from safetensors import safe_open
 
 Values = dict[str, Any]
 
-FORMER_KEYS: dict[str, str] = {
+FORMER_KEYS = {
     "training.curriculum.by": "training.order",
     "training.curriculum.strength": "training.emphasis",
+    "capability.profiles.": "capability.cards.",
+    ".min_score": ".at_least",
+    ".lr_scale": ".lr",
 }
-"""Recipe keys of this checkout by path, and how a checkout without core/jobs.py spells them."""
+"""Parts of recipe keys of this checkout, and how a checkout without core/jobs.py spells them."""
 FORMER_TENSORS: dict[str, str] = {"auxiliary.": "beside."}
 """Parts of tensor names of this checkout, and of the older one."""
 
@@ -60,9 +63,12 @@ PHANTOM: Values = {
     },
     "model": "student",
     "algorithm": "pfedcdp",
-    "clusters": {"high": {"at_least": 0.66, "model": "cnn_a"}, "low": {"at_least": 0, "model": "cnn_c", "lr": 0.3}},
+    "clusters": {
+        "high": {"min_score": 0.66, "model": "cnn_a"},
+        "low": {"min_score": 0, "model": "cnn_c", "lr_scale": 0.3},
+    },
     "capability": {
-        "cards": {
+        "profiles": {
             "harbour": {"cpu": 0.9, "memory": 0.8, "battery": 1, "network": 0.9},
             "hillside": {"cpu": 0.2, "memory": 0.1, "battery": 0.3, "network": 0.4},
         }
@@ -117,12 +123,18 @@ def spell_recipe(recipe: Values, checkout: Path) -> Values:
         return recipe
     spelt: Values = {}
     for path, value in leaves(recipe):
-        *parents, last = FORMER_KEYS.get(path, path).split(".")
+        *parents, last = former_key(path).split(".")
         place = spelt
         for parent in parents:
             place = place.setdefault(parent, {})
         place[last] = value
     return spelt
+
+
+def former_key(path: str) -> str:
+    for new, old in FORMER_KEYS.items():
+        path = path.replace(new, old)
+    return path
 
 
 def leaves(values: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
@@ -168,15 +180,17 @@ IN_ONE_PROCESS = """
 import json, sys
 from polyclinic import Recipe, run
 if __name__ == "__main__":
-    for folder, values in json.load(open(sys.argv[1])).items():
-        run(Recipe.of(values), out=folder)
+    for folder, recipe in json.load(open(sys.argv[1])).items():
+        run(Recipe.load(recipe), out=folder)
 """
 
 
 def run_recipes(checkout: Path, folder: Path) -> dict[str, str]:
     """Run all recipes in one process of the checkout; return each final state's hash."""
     folders = {name: folder / str(number) for number, name in enumerate(RECIPES)}
-    orders = {str(folders[name]): spell_recipe(recipe, checkout) for name, recipe in RECIPES.items()}
+    orders = {str(place): f"{place}.yaml" for place in folders.values()}
+    for name, recipe in RECIPES.items():
+        Path(orders[str(folders[name])]).write_text(yaml.safe_dump(spell_recipe(recipe, checkout)))
     (folder / "orders.json").write_text(json.dumps(orders))
     (folder / "run.py").write_text(IN_ONE_PROCESS)
     command = [sys.executable, str(folder / "run.py"), str(folder / "orders.json")]

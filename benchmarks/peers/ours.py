@@ -9,14 +9,17 @@ import torch
 
 from benchmarks.peers.workload import LR, Task, Workload, asked, clients, keep, network, report
 from polyclinic.algorithms.optimisation.fedavg import FedAvg
-from polyclinic.core.contract import Federation, Optimiser, Stream, Training
+from polyclinic.core.jobs import Federation
+from polyclinic.core.options import Optimiser, Training
+from polyclinic.core.rng import Stream
 from polyclinic.data.examples import Images, SiteData
 from polyclinic.federation.engines.local import LocalEngine
 from polyclinic.federation.rounds import Rounds, Rules
 from polyclinic.federation.site_runner import SiteRunner
-from polyclinic.models import Classifier, build_model
+from polyclinic.models import build_model
+from polyclinic.models.classifier import Classifier
 from polyclinic.storage.journal import FolderJournal
-from polyclinic.storage.run_files import RamMemory
+from polyclinic.storage.site_memory import RamMemory
 from polyclinic.training.network import LiveNetwork, copy_module_weights
 
 MODELS = {"small": "small_cnn", "enh": "groupnorm_cnn", "mlp": "mlp"}

@@ -22,15 +22,18 @@ from polyclinic import run
 from polyclinic.algorithms.optimisation.adaptive_noise import AdaptiveNoise, per_example_losses, scale_noise
 from polyclinic.algorithms.optimisation.fedavg import FedAvg
 from polyclinic.cli.main import app
-from polyclinic.core.contract import Fit, Fitted, Optimiser, Private, Score, Site, Stream, Training, Update
 from polyclinic.core.errors import RecipeError
+from polyclinic.core.jobs import Fit, Fitted, Score, Site, Update
+from polyclinic.core.options import Optimiser, Private, Training
+from polyclinic.core.rng import Stream
+from polyclinic.evaluation.rows import TrainRow
 from polyclinic.federation.privacy_budget import PrivacyBudget
 from polyclinic.privacy.accounting import Spend, epsilon
 from polyclinic.privacy.plan import PrivacyConfig, PrivacyPlan, SiteSize, Steps
 from polyclinic.privacy.releases import release_variance
-from polyclinic.reporting.privacy_statement import summarise_privacy
 from polyclinic.runs.experiment import Experiment
 from polyclinic.runs.privacy_plan import noise_secret, privacy_limits
+from polyclinic.runs.privacy_record import summarise_privacy
 from polyclinic.storage.messages import Message
 from polyclinic.training.fit import fit, score
 from polyclinic.training.losses import task_loss
@@ -39,7 +42,7 @@ from tests.laws.bench import clinics, play, same, small
 from tests.small import SITES, TINY, tiny, write_recipe
 
 Rule = Literal["equation", "text"]
-Variant = Literal["sound", "paper"]
+Variant = Literal["corrected", "paper"]
 SIGMA, BATCH, BOUND, DELTA = 1.1, 5, 4.0, 1e-4
 FREE = Training(Optimiser(lr=0.1), batch=BATCH)
 TRAINING = replace(FREE, private=Private(clip=1.5, noise=SIGMA))
@@ -122,7 +125,7 @@ def test_the_loss_of_every_image() -> None:
 # As FedAvg
 
 
-@pytest.mark.parametrize("variant", ["sound", "paper"])
+@pytest.mark.parametrize("variant", ["corrected", "paper"])
 @pytest.mark.parametrize("optimiser", [FREE.optimiser, Optimiser("adam", lr=0.01)], ids=["sgd", "adam"])
 def test_without_a_plan_it_is_fedavg(variant: Variant, optimiser: Optimiser) -> None:
     sites, training = clinics(12, 7, 16), replace(FREE, optimiser=optimiser)
@@ -132,7 +135,7 @@ def test_without_a_plan_it_is_fedavg(variant: Variant, optimiser: Optimiser) -> 
     assert not same(once_more, fedavg)
 
 
-@pytest.mark.parametrize("variant", ["sound", "paper"])
+@pytest.mark.parametrize("variant", ["corrected", "paper"])
 def test_nothing_but_the_noise_is_adapted(variant: Variant) -> None:
     job, update = asked(AdaptiveNoise(TRAINING, variant), LOSSES)
     assert job.training.private is not None
@@ -143,7 +146,7 @@ def test_nothing_but_the_noise_is_adapted(variant: Variant) -> None:
     assert update.scalars == {"noise": job.training.private.noise}
 
 
-# The sound variant
+# The corrected variant
 
 
 @pytest.mark.parametrize("rule", ["equation", "text"])
@@ -151,13 +154,13 @@ def test_nothing_but_the_noise_is_adapted(variant: Variant) -> None:
 def test_sound_noise_is_the_formula_of_the_released_variance(rule: Rule, loss_noise: float) -> None:
     told = release_variance(LOSSES, BOUND, loss_noise, SECRET.child("losses")).tensors["variance"]
     more = float(told) if rule == "equation" else 1 / (1 + float(told))
-    found = noise_of(AdaptiveNoise(TRAINING, "sound", rule, BOUND, loss_noise), LOSSES)
+    found = noise_of(AdaptiveNoise(TRAINING, "corrected", rule, BOUND, loss_noise), LOSSES)
     assert found == pytest.approx(min(SIGMA * (1 + more), 2 * SIGMA), rel=1e-12)
 
 
 def test_with_hardly_any_noise_the_released_variance_is_the_variance() -> None:
     """Of single images, where the paper takes that of batches."""
-    found = noise_of(AdaptiveNoise(TRAINING, "sound", "equation", BOUND, 1e-9), LOSSES)
+    found = noise_of(AdaptiveNoise(TRAINING, "corrected", "equation", BOUND, 1e-9), LOSSES)
     assert found == pytest.approx(SIGMA * (1 + float(LOSSES.double().var(correction=0))), rel=1e-6)
 
 
@@ -169,7 +172,7 @@ def test_with_hardly_any_noise_the_released_variance_is_the_variance() -> None:
 def test_sound_noise_is_never_less_than_was_priced_nor_more_than_twice(
     losses: list[float], rule: Rule, loss_noise: float
 ) -> None:
-    found = noise_of(AdaptiveNoise(TRAINING, "sound", rule, BOUND, loss_noise), torch.tensor(losses))
+    found = noise_of(AdaptiveNoise(TRAINING, "corrected", rule, BOUND, loss_noise), torch.tensor(losses))
     assert SIGMA <= found <= 2 * SIGMA
 
 
@@ -180,15 +183,15 @@ def test_sound_never_sees_a_loss_beyond_its_clip() -> None:
     def with_one(loss: float) -> float:
         losses = many.clone()
         losses[7] = loss
-        return noise_of(AdaptiveNoise(TRAINING, "sound", "equation", BOUND, 1e-9), losses)
+        return noise_of(AdaptiveNoise(TRAINING, "corrected", "equation", BOUND, 1e-9), losses)
 
     assert with_one(BOUND) == with_one(1e6) == with_one(math.inf)
     assert 0 < abs(with_one(1e6) - with_one(0.0)) <= SIGMA * BOUND**2 / len(many)
 
 
 def test_sound_names_what_it_releases_and_paper_what_it_lacks() -> None:
-    assert AdaptiveNoise(TRAINING, "sound", loss_noise=7.0).privacy_releases() == {"variance of losses": 7.0}
-    assert AdaptiveNoise(TRAINING, "sound").no_guarantee_reason() == ""
+    assert AdaptiveNoise(TRAINING, "corrected", loss_noise=7.0).privacy_releases() == {"variance of losses": 7.0}
+    assert AdaptiveNoise(TRAINING, "corrected").no_guarantee_reason() == ""
     assert AdaptiveNoise(TRAINING, "paper", loss_noise=7.0).privacy_releases() == {}
     assert "private losses" in AdaptiveNoise(TRAINING, "paper").no_guarantee_reason()
 
@@ -201,7 +204,7 @@ def test_impossible_options_are_refused(options: dict[str, float], words: str) -
         AdaptiveNoise(TRAINING, **options)  # type: ignore[arg-type]
 
 
-# A run of the sound variant
+# A run of the corrected variant
 
 
 def test_the_noise_is_told_for_every_round_and_site(tmp_path: Path) -> None:
@@ -223,19 +226,24 @@ def test_the_noise_is_told_for_every_round_and_site(tmp_path: Path) -> None:
     paid = max(
         epsilon([Spend(SIGMA, q, 2 * n), Spend(LOSS_NOISE, times=2)], DELTA) for (_, q, n, _), _ in charged.values()
     )
-    assert found.summary["privacy"]["epsilon"]["pld"] == pytest.approx(paid, rel=1e-6)
+    assert found.summary.privacy is not None
+    assert found.summary.privacy.epsilon_by_accountant["pld"] == pytest.approx(paid, rel=1e-6)
 
 
 def test_a_site_trains_with_the_noise_it_tells(tmp_path: Path) -> None:
     """One site, one round: the model is that of a plain private fit with the noise of the released variance."""
     recipe = tiny(algorithm=SOUND, privacy=WISH, rounds=1, data__partition={"by": "iid", "sites": 1})
     experiment = Experiment(recipe, tmp_path)
-    plan, private = experiment.plan, experiment.algorithm.training.private
+    plan, private = experiment.setup.plan, experiment.setup.algorithm.training.private
     assert plan is not None
     assert private is not None
-    (name,) = experiment.sites
-    train, initial, network = experiment.sites[name].train, experiment.federation.initial, experiment.network
-    lr = experiment.algorithm.training.optimiser.lr
+    (name,) = experiment.setup.sites
+    train, initial, network = (
+        experiment.setup.sites[name].train,
+        experiment.setup.federation.initial,
+        experiment.setup.networks.first,
+    )
+    lr = experiment.setup.algorithm.training.optimiser.lr
     order = Message({"run": experiment.run_id(), "site": name, "round": 1, "lr": lr}, initial)
     secret = privacy_limits(plan, name, noise_secret(plan.config, recipe.seed, None).child("site", name)).noise_stream(
         order
@@ -243,7 +251,7 @@ def test_a_site_trains_with_the_noise_it_tells(tmp_path: Path) -> None:
     losses = score(Score(initial, per_example_losses), network, train)["losses"]
     told = release_variance(losses, BOUND, LOSS_NOISE, secret.child("losses")).tensors["variance"]
     sigma = min(SIGMA * (1 + float(told)), 2 * SIGMA)
-    training = replace(experiment.algorithm.training, private=replace(private, noise=sigma))
+    training = replace(experiment.setup.algorithm.training, private=replace(private, noise=sigma))
     site = Site(name, len(train), 1, 1, training.optimiser.lr, secret)
     public = Stream(recipe.seed, ("site", name)).child("job", 1)
     expected = fit(Fit(initial, task_loss, training), network, train, site, public, secret.child("job", 1)).weights
@@ -268,7 +276,7 @@ def test_paper_noise_is_that_of_the_losses_of_batches(losses: list[float], sprea
 
 
 def test_paper_noise_gives_a_single_loss_away() -> None:
-    """What the caveat is about: one image decides whether the noise is doubled."""
+    """Why there is no guarantee: one image decides whether the noise is doubled."""
     quiet, loud = LOSSES.clone(), LOSSES.clone()
     loud[7] = 1e6
     assert noise_of(AdaptiveNoise(TRAINING, "paper"), quiet) < 1.5 * SIGMA
@@ -290,7 +298,7 @@ def test_a_paper_run_says_everywhere_that_it_guarantees_nothing(
     assert "**ε" not in page
     assert "paper metric, not a guarantee" in page
     found = json.loads((tmp_path / "here" / "result.json").read_text())["privacy"]
-    assert found["caveat"]
+    assert found["no_guarantee_reason"]
     assert f"is {found['paper_metric']:.2f} (paper metric" in page
     assert found["paper_metric"] == pytest.approx(mean_and_sum(tmp_path / "here"), abs=0.05)
 
@@ -320,6 +328,6 @@ def test_the_papers_own_figures_arise_that_way(noise: float, printed: float) -> 
         {site: (Steps(64 / 45_600, 713),) for site in sites},
         no_guarantee_reason="as printed",
     )
-    rows = [{"round": r, "site": s, "scalars": {"noise": noise}} for r in range(1, 11) for s in sites]
-    found = summarise_privacy(PrivacyBudget(plan, SECRET), False, rows)["paper_metric"]
+    rows = [TrainRow(round=r, site=s, scalars={"noise": noise}) for r in range(1, 11) for s in sites]
+    found = summarise_privacy(PrivacyBudget(plan, SECRET), False, rows).paper_metric
     assert found == pytest.approx(printed, abs=0.015)

@@ -11,16 +11,19 @@ import pytest
 import torch
 
 from polyclinic import Recipe, run
-from polyclinic.algorithms import ALGORITHMS, Averaging
-from polyclinic.core.contract import Bundle, Fit, Site, Stream, Update, Work
+from polyclinic.algorithms import ALGORITHMS
+from polyclinic.algorithms.base import Algorithm
 from polyclinic.core.errors import RecipeError
+from polyclinic.core.jobs import Fit, Site, Update, Work
+from polyclinic.core.rng import Stream
+from polyclinic.core.types import Bundle
 from polyclinic.runs.experiment import build_network, load_sites
 from polyclinic.training.losses import task_loss
 from polyclinic.training.network import copy_module_weights
 
 
 @dataclass(frozen=True)
-class SignVote(Averaging):
+class SignVote(Algorithm):
     """Every site votes on the direction of every weight; the majority moves it by `stride`."""
 
     stride: float = 0.01
@@ -63,8 +66,8 @@ def test_a_new_algorithm_runs_from_a_recipe() -> None:
     torch.testing.assert_close(strides, strides.round(), rtol=0, atol=1e-5)
     assert set(strides.round().abs().tolist()) <= {0.0, 1.0, 2.0}
     assert strides.abs().max() > 1.5
-    assert result.summary["algorithm"] == "sign-vote"
-    assert result.headline["accuracy"] > 0.5, "a vote of three learns to read digits, if roughly"
+    assert result.summary.algorithm == "sign-vote"
+    assert result.headline.scores.value("accuracy") > 0.5, "a vote of three learns to read digits, if roughly"
 
 
 @pytest.mark.usefixtures("registered")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from polyclinic.algorithms.base import Averaging
+from polyclinic.algorithms.base import Algorithm
 from polyclinic.algorithms.baselines.local import Local
 from polyclinic.algorithms.optimisation.fedavg import FedAvg
 from polyclinic.algorithms.optimisation.scaffold import Scaffold
@@ -19,25 +19,28 @@ from polyclinic.algorithms.personalisation.fedper import FedPer, extractor_weigh
 from polyclinic.algorithms.personalisation.pfedcdp import PFedCDP
 from polyclinic.algorithms.representation.moon import Moon
 from polyclinic.algorithms.wrappers.clustered import Clustered, Seating
-from polyclinic.core.contract import Bundle, Failure, Federation, Optimiser, SiteId, Stream, Training
+from polyclinic.core.jobs import Failure, Federation
+from polyclinic.core.options import Optimiser, Training
+from polyclinic.core.rng import Stream
+from polyclinic.core.types import Bundle, SiteId
 from polyclinic.federation.engines import Engine
 from polyclinic.federation.engines.local import LocalEngine, try_answer
 from polyclinic.federation.engines.mock import MockEngine
 from polyclinic.federation.rounds import Outcome, Rounds, Rules
 from polyclinic.federation.site_runner import SiteRunner
 from polyclinic.models import build_model
-from polyclinic.runs.engine_choice import choose_engine
+from polyclinic.runs.engines.choice import choose_engine
 from polyclinic.storage import messages
 from polyclinic.storage.journal import RamJournal
-from polyclinic.storage.run_files import RamMemory
+from polyclinic.storage.site_memory import RamMemory
 from polyclinic.training.network import LiveNetwork, copy_module_weights, normalisation_names
-from tests.laws.bench import CLASSES, SIDE, Letter, Sites, Tap, clinics, same, small
+from tests.laws.bench import CLASSES, SIDE, Letter, Sites, Tap, as_json, clinics, same, small
 from tests.laws.bench import play as play_alone
 from tests.laws.test_stacked import assert_close, on_the_stack
 
 SGD = Training(Optimiser(lr=0.1), batch=5)
 SIZES = (12, 7, 16, 9)
-KINDS: dict[str, Callable[[Training], Averaging]] = {
+KINDS: dict[str, Callable[[Training], Algorithm]] = {
     "fedavg": FedAvg,
     "scaffold": Scaffold,
     "fedper": FedPer,
@@ -50,7 +53,7 @@ WITH_EACH_KIND = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 
 
 def around(
-    inner: Averaging, networks: Mapping[str, LiveNetwork], seating: Seating, rates: Mapping[str, float] | None = None
+    inner: Algorithm, networks: Mapping[str, LiveNetwork], seating: Seating, rates: Mapping[str, float] | None = None
 ) -> Clustered:
     initials = {name: copy_module_weights(network.module) for name, network in networks.items()}
     norms = {name: normalisation_names(network.module) for name, network in networks.items()}
@@ -114,7 +117,7 @@ def odd_and_even(site: SiteId, round: int) -> str:
 
 @WITH_EACH_KIND
 @pytest.mark.parametrize("options", [{}, {"norm": False}, {"dropout": 0.4}], ids=["batchnorm", "plain", "dropout"])
-def test_one_cluster_is_none(kind: Callable[[Training], Averaging], options: dict[str, Any]) -> None:
+def test_one_cluster_is_none(kind: Callable[[Training], Algorithm], options: dict[str, Any]) -> None:
     """Bit for bit: the state, and what sites remember."""
     sites, network = clinics(*SIZES), small(**options)
     stage = set_up(around(kind(SGD), {"all": network}, lambda *_: "all"), {"all": network}, sites)
@@ -125,7 +128,7 @@ def test_one_cluster_is_none(kind: Callable[[Training], Averaging], options: dic
 
 
 @WITH_EACH_KIND
-def test_two_clusters_are_two_federations(kind: Callable[[Training], Averaging]) -> None:
+def test_two_clusters_are_two_federations(kind: Callable[[Training], Algorithm]) -> None:
     """Bit for bit, though their sites take turns in the federation's order and one process plays both."""
     sites, networks = clinics(*SIZES), {"odd": small(), "even": another()}
     stage = set_up(around(kind(SGD), networks, odd_and_even), networks, sites)
@@ -139,7 +142,7 @@ def test_two_clusters_are_two_federations(kind: Callable[[Training], Averaging])
 
 @pytest.mark.parametrize("kind", [FedAvg, Scaffold, FedPer])
 @pytest.mark.parametrize("wrap", [lambda engine: engine, on_the_stack()], ids=["local", "stacked"])
-def test_a_clusters_learning_rate_is_its_own(kind: Callable[[Training], Averaging], wrap: Any) -> None:
+def test_a_clusters_learning_rate_is_its_own(kind: Callable[[Training], Algorithm], wrap: Any) -> None:
     """As if it trained apart at that rate, while the other goes on as before."""
     sites, networks = clinics(*SIZES), {"odd": small(), "even": another()}
     stage = set_up(around(kind(SGD), networks, odd_and_even, {"even": 0.25}), networks, sites)
@@ -162,7 +165,7 @@ def by_thirds(site: SiteId, round: int) -> str:
 
 
 @pytest.mark.parametrize("kind", [KINDS["fedavg"], KINDS["pfedcdp"]], ids=["fedavg", "pfedcdp"])
-def test_three_architectures_in_one_run_on_both_engines(kind: Callable[[Training], Averaging]) -> None:
+def test_three_architectures_in_one_run_on_both_engines(kind: Callable[[Training], Algorithm]) -> None:
     sites = clinics(12, 7, 16, 9, 5, 8, dtype=torch.float64)
     found: list[tuple[Stage, Outcome, Rounds, list[Letter]]] = []
     for wrap in (lambda engine: engine, on_the_stack()):
@@ -175,7 +178,7 @@ def test_three_architectures_in_one_run_on_both_engines(kind: Callable[[Training
     assert_close(other.state, outcome.state, 1e-10)
     for site in sites:
         assert_close(stacked.memory.load(site, 4) or {}, local.memory.load(site, 4) or {}, 1e-10)
-    notes = [n for row in stacked.journal.costs if row["event"] == "round" for n in row["sites"].values()]
+    notes = [n for row in as_json(stacked.journal.costs) if row["event"] == "round" for n in row["sites"].values()]
     assert {note["together"] for note in notes} == {2}, "sites of a cluster train as one stack"
     for letter in letters:
         initial = local.algorithm.initials[by_thirds(letter.site, 1)]["model"]
@@ -225,7 +228,7 @@ def test_an_update_of_another_clusters_shape_is_refused() -> None:
         return messages.encode(mine.fields, theirs.tensors)
 
     outcome = stage.rounds(MockEngine(answer), 1).play_all()
-    row = next(row for row in stage.journal.costs if row["event"] == "round")
+    row = next(row for row in as_json(stage.journal.costs) if row["event"] == "round")
     assert {site: note["outcome"] for site, note in row["sites"].items()} == {
         "clinic-1": "accepted",
         "clinic-2": "refused",
@@ -247,7 +250,7 @@ def test_a_cluster_of_which_nobody_was_heard_is_told(cohort: int | None) -> None
         lost = cohort is None and round == 2 and odd_and_even(site, round) == "even"
         return Failure("dead", "no power") if lost else try_answer(runners[site], message)
 
-    rounds = stage.rounds(MockEngine(answer), 3, cohort=cohort, turns="cyclic", quorum=1)
+    rounds = stage.rounds(MockEngine(answer), 3, cohort=cohort, cohort_order="cyclic", quorum=1)
     rounds.watch = lambda event, info: told.update({info["round"]: info["unheard"]}) if event == "round done" else None
     rounds.play_all()
     assert told == ({1: [], 2: ["even"], 3: []} if cohort is None else {1: ["even"], 2: ["odd"], 3: ["even"]})
@@ -261,13 +264,13 @@ def test_a_place_in_a_cluster_that_a_site_does_not_know_is_refused() -> None:
         for name, held in stage.sites.items()
     }
     stage.rounds(LocalEngine(runners), 1).play_all()
-    row = next(row for row in stage.journal.costs if row["event"] == "round")
+    row = next(row for row in as_json(stage.journal.costs) if row["event"] == "round")
     assert [note["outcome"] for note in row["sites"].values()] == ["accepted", "refused"]
-    assert "no network" in row["sites"]["clinic-2"]["why"]
+    assert "no model" in row["sites"]["clinic-2"]["why"]
 
 
 @pytest.mark.parametrize("kind", [FedAvg, Scaffold, FedPer])
-def test_the_order_of_arrival_does_not_matter(kind: Callable[[Training], Averaging]) -> None:
+def test_the_order_of_arrival_does_not_matter(kind: Callable[[Training], Algorithm]) -> None:
     """L3, where the sites of two clusters take turns: all 24 orders of four replies."""
     networks = {"odd": small(), "even": another()}
     stage = set_up(around(kind(SGD), networks, odd_and_even), networks, clinics(*SIZES))

@@ -17,10 +17,13 @@ from torch import Tensor, nn
 
 from polyclinic.algorithms.optimisation.elastic import Elastic, parameter_sensitivity
 from polyclinic.algorithms.optimisation.fedavg import FedAvg
-from polyclinic.core.contract import Batch, Bundle, Optimiser, Private, Score, SiteId, Stream, Training, Update
 from polyclinic.core.errors import RecipeError, Refused
+from polyclinic.core.jobs import Score, Update
+from polyclinic.core.options import Optimiser, Private, Training
+from polyclinic.core.rng import Stream
+from polyclinic.core.types import Batch, Bundle, SiteId
 from polyclinic.data.examples import Images
-from polyclinic.models import Classifier
+from polyclinic.models.classifier import Classifier
 from polyclinic.runs.experiment import Experiment
 from polyclinic.training.fit import score
 from polyclinic.training.network import LiveNetwork, copy_module_weights
@@ -29,6 +32,7 @@ from tests.laws.bench import (
     SIDE,
     Played,
     Weighting,
+    as_json,
     clinics,
     noise,
     play,
@@ -229,7 +233,7 @@ def test_two_kinds_of_the_models_size_leave_a_site_and_are_counted() -> None:
 
 
 def note(played: Played, name: SiteId) -> dict[str, Any]:
-    found: dict[str, Any] = next(row for row in played.journal.costs if row["event"] == "round")["sites"][name]
+    found: dict[str, Any] = next(row for row in as_json(played.journal.costs) if row["event"] == "round")["sites"][name]
     return found
 
 

@@ -18,8 +18,11 @@ from polyclinic.algorithms.representation.fed_align_losses import (
     alignment_loss,
     discriminator_loss,
 )
-from polyclinic.core.contract import AUX_PREFIX, Bundle, Optimiser, SiteId, Stream, Training, Update
 from polyclinic.core.errors import RecipeError, Refused
+from polyclinic.core.jobs import Update
+from polyclinic.core.options import Optimiser, Training
+from polyclinic.core.rng import Stream
+from polyclinic.core.types import AUX_PREFIX, Bundle, SiteId
 from polyclinic.data.builtin.digits import DigitsOptions, load_digit_images
 from polyclinic.data.examples import Images, SiteData
 from polyclinic.models import build_model
@@ -55,7 +58,7 @@ def test_without_alignment_and_while_it_warms_up_it_is_fedavg(
 
 
 def ready() -> tuple[LiveNetwork, Bundle, Bundle]:
-    network = with_auxiliary(small(norm=False), FedAlign(), (16,), CLASSES, Stream(1))
+    network = with_auxiliary(small(norm=False), FedAlign().auxiliary, (16,), CLASSES, Stream(1))
     own, others = torch.randn(2, 6, 16, generator=Stream(2).generator())
     reference = {
         "own": {"values": own, "there": torch.tensor([1.0, 1, 1, 0, 0, 0])},
@@ -191,7 +194,7 @@ def test_a_site_cannot_claim_features_that_it_did_not_send(held: float) -> None:
 
 @pytest.mark.parametrize("option", ["align", "warmup", "bank", "receive", "hidden", "lessons", "variance"])
 def test_options_out_of_range_are_refused(option: str) -> None:
-    with pytest.raises(RecipeError, match=rf"algorithm.{option} is -1; choose"):
+    with pytest.raises(RecipeError, match=rf"algorithm.{option} is -1, but should be "):
         FedAlign(**{option: -1})  # type: ignore[arg-type]
 
 
@@ -200,7 +203,7 @@ def test_a_privacy_plan_is_refused(unit: str, told: str) -> None:
     plan = {"unit": unit, "epsilon": 5, "delta": 1e-3, "clip": 1.0, "randomness": "seed"}
     with pytest.raises(RecipeError, match=told):
         run(tiny(algorithm="fed-align", privacy=plan))
-    assert run(tiny(algorithm={"name": "fed-align", "align": 0}, privacy=plan)).summary["privacy"]
+    assert run(tiny(algorithm={"name": "fed-align", "align": 0}, privacy=plan)).summary.privacy
 
 
 # What it is for

@@ -16,13 +16,16 @@ from polyclinic.algorithms.optimisation.fedavg import FedAvg
 from polyclinic.algorithms.representation.fed_align import FedAlign
 from polyclinic.algorithms.representation.fed_align_losses import DISCRIMINATOR, initial_discriminator
 from polyclinic.algorithms.representation.fed_align_pooled import PooledFit, fit_pooled_sites
-from polyclinic.core.contract import AUX_PREFIX, Augment, Bundle, Optimiser, Site, Stream, Training
 from polyclinic.core.errors import EngineError, RecipeError
-from polyclinic.federation.rounds import POOLED
+from polyclinic.core.jobs import Site
+from polyclinic.core.names import POOLED
+from polyclinic.core.options import Augment, Optimiser, Training
+from polyclinic.core.rng import Stream
+from polyclinic.core.types import AUX_PREFIX, Bundle
 from polyclinic.federation.site_runner import SiteRunner
 from polyclinic.runs.experiment import Experiment, run
 from polyclinic.storage.messages import Message
-from polyclinic.storage.run_files import RamMemory
+from polyclinic.storage.site_memory import RamMemory
 from polyclinic.training.auxiliary import with_auxiliary
 from polyclinic.training.losses import task_loss
 from polyclinic.training.network import LiveNetwork
@@ -67,7 +70,7 @@ def test_without_alignment_and_while_it_warms_up_it_is_fedavg(kind: str) -> None
 def one_step(**options: Any) -> tuple[LiveNetwork, Bundle, Bundle]:
     """A network, where all start (with both discriminators), and where they end; a batch is all that a site holds."""
     algorithm = paper()
-    network = with_auxiliary(small(norm=False), algorithm, (16,), CLASSES, Stream(1))
+    network = with_auxiliary(small(norm=False), algorithm.auxiliary, (16,), CLASSES, Stream(1))
     shape = {"values": torch.zeros(1, 1, 16)}
     named = {
         f"{DISCRIMINATOR}@{name}": initial_discriminator(shape, 4, Stream(3, (name,)))["model"] for name in ("a", "b")
@@ -128,7 +131,7 @@ def test_who_moves_what() -> None:
             assert torch.equal(still[f"model@{name}"][path], before)
             assert not torch.equal(aligned[f"model@{name}"][path], before)
     moved = {path for path, t in aligned["model@a"].items() if not torch.equal(t, still["model@a"][path])}
-    assert {path.split(".")[0] for path in moved} == {"extractor", "beside"}  # a's lesson comes before all alignment
+    assert {path.split(".")[0] for path in moved} == {"extractor", "auxiliary"}  # a's lesson comes before all alignment
 
 
 def test_noise_on_what_is_shown_is_drawn_anew_and_repeated_with_the_seed() -> None:
@@ -160,18 +163,18 @@ def test_it_runs_from_a_recipe_the_same_in_a_process_of_its_own_and_stacked(capl
     options = {"name": "fed-align", "variant": "paper", "warmup": 1}
     engines: tuple[dict[str, Any], ...] = ({}, {"engine__workers": 1}, {"engine__name": "stacked"})
     found = [run(tiny(algorithm=options, model="mlp", rounds=3, **engine)).summary for engine in engines]
-    assert len({summary["sha256"] for summary in found}) == 1
+    assert len({summary.sha256 for summary in found}) == 1
     assert "all sites train in this process" in caplog.text
     fedavg, warming = (
         run(tiny(algorithm=algorithm, model="mlp", rounds=3)) for algorithm in ("fedavg", {**options, "warmup": 3})
     )
-    assert warming.summary["sha256"] == fedavg.summary["sha256"]
-    assert found[0]["sha256"] != fedavg.summary["sha256"]
+    assert warming.summary.sha256 == fedavg.summary.sha256
+    assert found[0].sha256 != fedavg.summary.sha256
 
 
 def test_a_run_that_was_stopped_goes_on_with_its_discriminators(tmp_path: Any) -> None:
     options = {"name": "fed-align", "variant": "paper", "warmup": 0}
-    whole = run(tiny(algorithm=options, model="mlp", rounds=3), tmp_path / "whole").summary["sha256"]
+    whole = run(tiny(algorithm=options, model="mlp", rounds=3), tmp_path / "whole").summary.sha256
     begun = Experiment(tiny(algorithm=options, model="mlp", rounds=3), tmp_path / "stopped")
 
     def stop(event: str, note: Any) -> None:
@@ -181,7 +184,7 @@ def test_a_run_that_was_stopped_goes_on_with_its_discriminators(tmp_path: Any) -
     begun.watch = stop
     with pytest.raises(KeyboardInterrupt):
         begun.run()
-    assert run(tiny(algorithm=options, model="mlp", rounds=3), tmp_path / "stopped").summary["sha256"] == whole
+    assert run(tiny(algorithm=options, model="mlp", rounds=3), tmp_path / "stopped").summary.sha256 == whole
 
 
 # What it is refused
@@ -192,11 +195,11 @@ def test_a_run_that_was_stopped_goes_on_with_its_discriminators(tmp_path: Any) -
     [
         ({"quorum": 2}, "set quorum: 1"),
         ({"cohort": 2}, "set cohort: null"),
-        ({"training__order": "forgotten"}, "set training.order: random"),
+        ({"training__curriculum__by": "forgotten"}, "set training.curriculum.by: random"),
         ({"evaluate__forgetting": True}, "set evaluate.forgetting: false"),
         ({"ensemble": True}, "set ensemble: false"),
-        ({"algorithm__bank": 3}, "algorithm.bank is without effect in variant paper"),
-        ({"clusters": {"all": {"at_least": 0, "model": "linear"}}}, "set clusters: {}"),
+        ({"algorithm__bank": 3}, "algorithm.bank has no effect in variant paper"),
+        ({"clusters": {"all": {"min_score": 0, "model": "linear"}}}, "set clusters: {}"),
     ],
 )
 def test_what_one_place_cannot_do_is_told_before_anything_runs(settings: dict[str, Any], told: str) -> None:
@@ -220,11 +223,11 @@ def test_a_hospital_by_itself_says_that_it_cannot() -> None:
     assert not paper(align=0.0).pooled
     assert not FedAlign().pooled
     played = play(algorithm, sites, small(), 1)
-    network = with_auxiliary(small(), algorithm, (16,), CLASSES, Stream(1))
+    network = with_auxiliary(small(), algorithm.auxiliary, (16,), CLASSES, Stream(1))
     runner = SiteRunner("clinic-1", sites["clinic-1"], algorithm, network, RamMemory())
     outbox = played.rounds.prepare_outbox("train", 1, algorithm.init(played.rounds.federation), ["clinic-1"], [])
     order = outbox.in_process_message("clinic-1")
-    with pytest.raises(EngineError, match=r"all their images in one process; set algorithm\.variant: sound"):
+    with pytest.raises(EngineError, match=r"all their images in one process; set algorithm\.variant: corrected"):
         runner.reply(Message(copy.deepcopy(order.fields), order.tensors))
 
 
@@ -232,7 +235,7 @@ def test_a_hospital_by_itself_says_that_it_cannot() -> None:
 
 
 def test_features_of_two_scanners_are_harder_to_tell_apart_than_after_fedavg() -> None:
-    """It costs accuracy, unlike the sound variant; FedAvg stopped where it is no better tells them as well as ever."""
+    """It costs accuracy, unlike the corrected variant; FedAvg stopped at equal accuracy tells them as well as ever."""
     training = Training(Optimiser(lr=0.1), batch=32, epochs=None, steps=5)
     told, right = told_and_right(paper(training, warmup=10, hidden=16), 60)
     assert told < told_and_right(FedAvg(training), 60)[0] - 0.04

@@ -12,18 +12,22 @@ from torch import nn
 
 from polyclinic.algorithms.optimisation.fedavg import FedAvg
 from polyclinic.algorithms.personalisation.fedbn import LOCAL_KINDS, FedBN
-from polyclinic.core.contract import Bundle, Federation, Optimiser, Stage, Stream, Tensors, Training
+from polyclinic.core.jobs import Federation
+from polyclinic.core.options import Optimiser, Training
+from polyclinic.core.rng import Stream
+from polyclinic.core.types import Bundle, Tensors
 from polyclinic.data.examples import Images
 from polyclinic.models import build_model
 from polyclinic.models.group_norm import replace_batch_norm
+from polyclinic.privacy.transforms.base import Stage
 from polyclinic.runs.experiment import run
 from polyclinic.storage import messages as wire
 from polyclinic.training.network import copy_module_weights, normalisation_names
 from tests.algorithms.test_fedper import MOMENTUM, SGD, STAGES, crossing, traces
 from tests.laws.bench import Weighting, clinics, plain_training, play, same, small, tapped
 from tests.laws.test_stacked import SIZES, same_on_both, together
+from tests.runs.test_networks import prepared
 from tests.small import tiny
-from tests.test_lineup import prepared
 
 
 def whole(shared: Bundle, memory: Bundle | None) -> Bundle:
@@ -168,7 +172,7 @@ def test_it_would_be_found_if_it_did() -> None:
 def test_the_first_values_are_given_once_when_a_site_first_takes_part(
     cohort: int | None, rounds: tuple[int, ...]
 ) -> None:
-    _, letters = tapped(FedBN(SGD), clinics(8, 8, 8), small(), 4, cohort=cohort, turns="cyclic")
+    _, letters = tapped(FedBN(SGD), clinics(8, 8, 8), small(), 4, cohort=cohort, cohort_order="cyclic")
     first = copy_module_weights(small().module)
     begun = [letter for letter in letters if letter.sent.tensors.keys() != {"model"}]
     assert [(letter.round, letter.site) for letter in begun] == list(zip(rounds, clinics(8, 8, 8), strict=True))
@@ -229,15 +233,15 @@ def test_a_recipe_tells_it_which_layers_and_a_run_goes_on_where_it_stopped(tmp_p
         run(recipe, tmp_path / "stopped", watch=stop)
     found = run(recipe, tmp_path / "stopped")
     whole_run = run(recipe)
-    assert found.summary["sha256"] == whole_run.summary["sha256"]
-    assert found.summary["merged"] == whole_run.summary["merged"]
-    assert found.summary["headline"]["model"] == "personal"
+    assert found.summary.sha256 == whole_run.summary.sha256
+    assert found.summary.merged == whole_run.summary.merged
+    assert found.summary.headline.model == "personal"
     assert len(whole_run.state["norms"]) == 2 * 3, "scale and shift of three GroupNorm layers"
 
 
 def test_every_clusters_network_is_asked_for_its_own_layers() -> None:
     models = {"high": "groupnorm_cnn", "medium": "mobilenet_v2", "low": "mlp"}
     made = prepared(algorithm="fedbn", **{f"clusters__{name}__model": model for name, model in models.items()})
-    state = made.algorithm.init(made.federation)
+    state = made.setup.algorithm.init(made.setup.federation)
     own = {name: (len(state[f"norms@{name}"]), len(state[f"norm buffers@{name}"])) for name in models}
     assert own == {"high": (2 * 3, 0), "medium": (2 * 52, 3 * 52), "low": (0, 0)}

@@ -21,27 +21,24 @@ from polyclinic import Recipe
 from polyclinic.algorithms.optimisation.fedavg import FedAvg
 from polyclinic.algorithms.representation.fedmp import FedMP
 from polyclinic.algorithms.representation.fedmp_losses import completion_loss, prototype_alignment, rescale_term
-from polyclinic.core.contract import (
-    Optimiser,
-    SiteId,
-    Stream,
-    Tensors,
-    Training,
-)
+from polyclinic.core.options import Optimiser, Training
+from polyclinic.core.rng import Stream
+from polyclinic.core.types import SiteId, Tensors
 from polyclinic.data.examples import Images, SiteData
-from polyclinic.models import Classifier, build_model
+from polyclinic.models import build_model
+from polyclinic.models.classifier import Classifier
 from polyclinic.models.split_point import cut_after
 from polyclinic.runs.sites import load_sites
 from polyclinic.training.network import LiveNetwork, copy_module_weights
-from tests.finish.digits import parts
+from tests.algorithms.distillation.digits import parts
 from tests.laws.bench import CLASSES, SIDE, Letter, clinics, noise, play, same, site, small, tapped
 from tests.laws.test_stacked import SIZES, assert_close, on_the_stack, same_on_both, together
 
-Variant = Literal["sound", "paper"]
+Variant = Literal["corrected", "paper"]
 SGD = Training(Optimiser(lr=0.1), batch=5)
 MOMENTUM = Training(Optimiser(lr=0.1, momentum=0.9), batch=5, epochs=2)
 ADAM = Training(Optimiser("adam", lr=0.01), batch=5)
-WITH_EACH_VARIANT = pytest.mark.parametrize("variant", ["sound", "paper"])
+WITH_EACH_VARIANT = pytest.mark.parametrize("variant", ["corrected", "paper"])
 
 
 def deep(cut: int, dtype: torch.dtype = torch.float64) -> LiveNetwork:

@@ -13,8 +13,11 @@ from torch import Tensor
 
 from polyclinic import run
 from polyclinic.algorithms.representation.fedmp import FedMP
-from polyclinic.core.contract import Bundle, Fit, Fitted, Job, Private, Site, SiteId, Stream, Tensors, Update
 from polyclinic.core.errors import RecipeError, Refused
+from polyclinic.core.jobs import Fit, Fitted, Job, Site, Update
+from polyclinic.core.options import Private
+from polyclinic.core.rng import Stream
+from polyclinic.core.types import Bundle, SiteId, Tensors
 from polyclinic.data.examples import Images, SiteData
 from polyclinic.federation.site_runner import drive_jobs
 from polyclinic.runs.experiment import Experiment
@@ -105,7 +108,7 @@ SECOND = [told_of([[4, 4], [3, -1], [0, 0]], [2, 2, 0], 4)]
 
 
 def test_prototypes_by_hand_weighted_by_the_images_of_the_class() -> None:
-    """(7), sound: a site that lacks a class has no say in its prototype, whatever it sends."""
+    """(7), corrected: a site that lacks a class has no say in its prototype, whatever it sends."""
     algorithm = FedMP(SGD, completion=False, mu_server=0.7)
     found = prototypes(algorithm, FIRST)
     wanted = torch.tensor([[(3 * 1 + 12 * 5) / 15, (3 * 2 + 12 * 6) / 15], [7, 7], [0, 0]], dtype=torch.float64)
@@ -230,7 +233,7 @@ def test_numbers_of_features_that_cannot_be_are_refused(held: list[float]) -> No
     ],
 )
 def test_impossible_options_are_refused(name: str, value: Any) -> None:
-    with pytest.raises(RecipeError, match=f"algorithm.{name} is {value}; choose "):
+    with pytest.raises(RecipeError, match=f"algorithm.{name} is {value}, but should be "):
         FedMP(SGD, **{name: value})
 
 
@@ -241,14 +244,14 @@ IMAGE: dict[str, Any] = {"epsilon": 3.0, "delta": 1e-4, "randomness": "seed"}
 
 def test_features_and_means_are_charged_and_the_page_says_what_protects_them() -> None:
     found = run(tiny(algorithm={"name": "fedmp", "noise_means": 30.0}, privacy=IMAGE))
-    told = {row["kind"]: row["protection"] for row in found.summary["released"]}
+    told = {row.kind: row.protection for row in found.summary.released}
     assert ["noise 20 ×" in told["features"], "noise 30 ×" in told["means"]] == [True, True]
     assert all("charged" in told[kind] for kind in ("features", "means"))
 
 
 def test_more_is_released_than_by_fedavg_so_it_costs_more() -> None:
     def plan(method: Any) -> tuple[list[float], float]:
-        found = Experiment(tiny(algorithm=method, privacy={"noise": 1.0, "delta": 1e-4})).plan
+        found = Experiment(tiny(algorithm=method, privacy={"noise": 1.0, "delta": 1e-4})).setup.plan
         assert found is not None
         return list(found.other_releases.values()), found.epsilon
 
@@ -304,4 +307,4 @@ def test_a_finished_run_keeps_no_features_of_images(tmp_path: Path, algorithm: s
     found = run(tiny(algorithm=algorithm), tmp_path / "run")
     kept = load_file(tmp_path / "run" / "model.safetensors")
     assert {name.partition("/")[0] for name in kept} <= {"model", "buffers", "prototypes"}
-    assert found.summary["headline"]["model"] == "global"
+    assert found.summary.headline.model == "global"

@@ -19,21 +19,11 @@ from torch.func import grad_and_value, vmap
 from polyclinic import run
 from polyclinic.algorithms.optimisation.fedavg import FedAvg
 from polyclinic.algorithms.representation.fedmr import FedMR
-from polyclinic.core.contract import (
-    Bundle,
-    Fit,
-    Fitted,
-    Job,
-    Optimiser,
-    Private,
-    Score,
-    Site,
-    SiteId,
-    Stream,
-    Training,
-    Update,
-)
 from polyclinic.core.errors import RecipeError, Refused
+from polyclinic.core.jobs import Fit, Fitted, Job, Score, Site, Update
+from polyclinic.core.options import Optimiser, Private, Training
+from polyclinic.core.rng import Stream
+from polyclinic.core.types import Bundle, SiteId
 from polyclinic.data.examples import Images, SiteData
 from polyclinic.federation.site_runner import drive_jobs
 from polyclinic.runs.experiment import Experiment
@@ -336,11 +326,11 @@ def test_private_steps_cannot_correlate_images() -> None:
 def test_prototypes_are_charged_and_the_page_says_what_protects_them() -> None:
     method = {"name": "fedmr", "intra": 0}
     found = run(tiny(algorithm=method, privacy=IMAGE))
-    told = {row["kind"]: row["protection"] for row in found.summary["released"]}
+    told = {row.kind: row.protection for row in found.summary.released}
     assert "noise 20 × that; charged" in told["prototypes"]
     assert "in one release" in told["counts"]
     plan, without = (
-        Experiment(tiny(algorithm={**method, **more}, privacy={"noise": 1.0, "delta": 1e-4})).plan
+        Experiment(tiny(algorithm={**method, **more}, privacy={"noise": 1.0, "delta": 1e-4})).setup.plan
         for more in ({}, {"inter": 0})
     )
     assert plan is not None
@@ -352,7 +342,7 @@ def test_prototypes_are_charged_and_the_page_says_what_protects_them() -> None:
 
 def test_with_decorrelation_alone_a_whole_site_can_be_protected() -> None:
     wish = {"unit": "site", "epsilon": 30.0, "delta": 1e-3}
-    assert Experiment(tiny(algorithm={"name": "fedmr", "inter": 0}, privacy=wish)).plan is not None
+    assert Experiment(tiny(algorithm={"name": "fedmr", "inter": 0}, privacy=wish)).setup.plan is not None
     with pytest.raises(RecipeError, match="sends more"):
         Experiment(tiny(algorithm="fedmr", privacy=wish))
 

@@ -8,22 +8,24 @@ from dataclasses import replace
 import pytest
 import torch
 
-from polyclinic.algorithms.base import Averaging
+from polyclinic.algorithms.base import Algorithm
 from polyclinic.algorithms.optimisation.fedavg import FedAvg
 from polyclinic.algorithms.personalisation.fedper import HEAD, FedPer, extractor_weights, head_weights
 from polyclinic.algorithms.personalisation.pfedcdp import PFedCDP
-from polyclinic.core.contract import Bundle, Optimiser, SiteId, Stage, Tensors, Training
+from polyclinic.core.options import Optimiser, Training
+from polyclinic.core.types import Bundle, SiteId, Tensors
 from polyclinic.data.examples import Images
 from polyclinic.federation.engines.mock import MockEngine
 from polyclinic.federation.rounds import Rounds, Rules
 from polyclinic.federation.site_runner import SiteRunner
+from polyclinic.privacy.transforms.base import Stage
 from polyclinic.privacy.transforms.bit_packing import packed_size
 from polyclinic.privacy.transforms.clip import Clip
 from polyclinic.privacy.transforms.noise import Noise
 from polyclinic.privacy.transforms.quantise import VALUES, Quantise
 from polyclinic.storage import messages as wire
 from polyclinic.storage.journal import RamJournal
-from polyclinic.storage.run_files import RamMemory
+from polyclinic.storage.site_memory import RamMemory
 from polyclinic.training.network import copy_module_weights
 from tests.laws.bench import (
     Weighting,
@@ -97,7 +99,7 @@ def test_a_site_that_comes_late_starts_with_the_common_head() -> None:
     [FedPer(SGD), PFedCDP(SGD, keep=0.3), PFedCDP(SGD, variant="paper", threshold=1e-4)],
     ids=["fedper", "pfedcdp", "pfedcdp as printed"],
 )
-def test_it_stacks_with_dropout(algorithm: Averaging) -> None:
+def test_it_stacks_with_dropout(algorithm: Algorithm) -> None:
     """Means that teachers in a stack drop nothing either."""
     algorithm = replace(algorithm, training=Training(Optimiser("sgd", 0.1), batch=4, epochs=2))
     sites = clinics(*SIZES, dtype=torch.float64)
@@ -118,7 +120,7 @@ class Diary(RamMemory):
         super().save(site, round, memory, durable)
 
 
-def crossing(algorithm: Averaging, stages: Sequence[Stage]) -> tuple[list[bytes], list[Bundle], Bundle]:
+def crossing(algorithm: Algorithm, stages: Sequence[Stage]) -> tuple[list[bytes], list[Bundle], Bundle]:
     """Every byte that leaves sites in three rounds and their evaluation; what they remembered; the last state."""
     network, diary, crossed = small(), Diary(), list[bytes]()
     known, sites = federation(algorithm, clinics(12, 9), network)
@@ -153,7 +155,7 @@ STAGES: dict[str, list[Stage]] = {
     [FedPer(SGD), PFedCDP(SGD), PFedCDP(SGD, variant="paper", threshold=1e-4)],
     ids=["fedper", "pfedcdp", "pfedcdp as printed"],
 )
-def test_no_byte_of_a_head_leaves_a_site(algorithm: Averaging, stages: list[Stage]) -> None:
+def test_no_byte_of_a_head_leaves_a_site(algorithm: Algorithm, stages: list[Stage]) -> None:
     messages, remembered, state = crossing(algorithm, stages)
     assert (len(messages), len(remembered)) == (2 * (3 + 1), 2 * 3)
     first, size = copy_module_weights(small().module), sum(t.numel() for t in state["model"].values())

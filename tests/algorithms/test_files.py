@@ -15,8 +15,10 @@ import torch
 
 from polyclinic.algorithms import ALGORITHMS
 from polyclinic.config.recipe import Recipe
-from polyclinic.core.contract import Bundle, Training, Update
 from polyclinic.core.errors import RecipeError
+from polyclinic.core.jobs import Update
+from polyclinic.core.options import Training
+from polyclinic.core.types import Bundle
 from tests.small import NEEDED
 
 FILES = sorted({Path(inspect.getfile(kind)) for kind in ALGORITHMS.values()})

@@ -18,8 +18,11 @@ from polyclinic.algorithms.representation.fraug import OWN, FRAug
 from polyclinic.algorithms.representation.fraug_losses import (
     FeatureGenerator,
 )
-from polyclinic.core.contract import AUX_PREFIX, Bundle, Fit, Fitted, Job, Optimiser, Site, SiteId, Stream, Training
 from polyclinic.core.errors import RecipeError
+from polyclinic.core.jobs import Fit, Fitted, Job, Site
+from polyclinic.core.options import Optimiser, Training
+from polyclinic.core.rng import Stream
+from polyclinic.core.types import AUX_PREFIX, Bundle, SiteId
 from polyclinic.data.examples import SiteData
 from polyclinic.federation.site_runner import drive_jobs
 from polyclinic.runs.experiment import Experiment
@@ -54,7 +57,7 @@ def test_while_lambda_is_zero_the_model_is_fedavgs_and_the_generator_trains(netw
     _, fraug = tapped(FRAug(MOMENTUM, ramp=1e5), clinics(12, 7, 16), network(), 3)
     for one, other in zip(fedavg, fraug, strict=True):
         assert same(one.answer.tensors, classifier_weights(other.answer.tensors)) is (one.round < 3)
-        sent, trained = (m.tensors["model"]["beside.generator.enter.weight"] for m in (other.sent, other.answer))
+        sent, trained = (m.tensors["model"]["auxiliary.generator.enter.weight"] for m in (other.sent, other.answer))
         assert not torch.equal(sent, trained)
 
 
@@ -67,7 +70,7 @@ def test_the_generator_is_averaged_and_what_is_a_sites_own_never_travels() -> No
         for message in (letter.sent, letter.answer):
             names = {name for group in message.tensors.values() for name in group if name.startswith(AUX_PREFIX)}
             assert names
-            assert all(name.startswith("beside.generator.") for name in names)
+            assert all(name.startswith("auxiliary.generator.") for name in names)
     first, second = (letters[:3], letters[3:])
     for kind in ("model", "buffers"):
         for name, tensor in second[0].sent.tensors[kind].items():
@@ -98,10 +101,10 @@ def asked(method: FRAug, state: Bundle, memory: Bundle | None, name: SiteId, rou
 
 def test_a_site_draws_its_first_transformation_itself_and_goes_on_with_its_own() -> None:
     method = FRAug(SGD)
-    state = method.init(Experiment(tiny(algorithm="fraug")).federation)
+    state = method.init(Experiment(tiny(algorithm="fraug")).setup.federation)
     assert not any(name.startswith(OWN) for group in state.values() for name in group)
     (one, kept), (other, _) = (asked(method, state, None, name) for name in ("a", "b"))
-    name = "beside.transform.enter.weight"
+    name = "auxiliary.transform.enter.weight"
     assert one.weights["model"][name].shape == (32, 64 + 10)
     assert not torch.equal(one.weights["model"][name], other.weights["model"][name])
     assert same(asked(method, state, None, "a")[0].weights, one.weights), "the same if the round is played again"
@@ -114,7 +117,7 @@ def test_a_site_draws_its_first_transformation_itself_and_goes_on_with_its_own()
 
 def test_lambda_and_rho_rise_and_every_round_draws_its_own() -> None:
     method = FRAug(SGD, ramp=3.0)
-    state = method.init(Experiment(tiny(algorithm="fraug")).federation)
+    state = method.init(Experiment(tiny(algorithm="fraug")).setup.federation)
     found = [asked(method, state, None, "a", round)[0].reference["scalars"] for round in (1, 2, 3, 4)]
     rho = [math.exp(0.75 * (round - 4)) for round in (1, 2, 3, 4)]
     assert [float(scalars["rho"]) for scalars in found] == pytest.approx(rho)
@@ -158,16 +161,16 @@ def test_what_is_sent_is_the_model_and_the_generator_to_the_byte() -> None:
     generator = copy_auxiliary_weights("generator", FeatureGenerator(32, 10, 64))
     size = sum(t.nbytes for group in generator.values() for t in group.values())
     for way in ("bytes_up", "bytes_down"):
-        more = fraug.summary["cost"][way] - fedavg.summary["cost"][way]
+        more = getattr(fraug.summary.cost, way) - getattr(fedavg.summary.cost, way)
         assert 0 <= more - 3 * 2 * size < 3 * 2 * 2000, "six messages, and names in them"
-    assert fraug.summary["model"] == fedavg.summary["model"]
+    assert fraug.summary.model == fedavg.summary.model
 
 
 def test_it_learns_to_read_digits() -> None:
     settings: dict[str, Any] = {"model": "mlp", "rounds": 8, "training__batch": 32, "evaluate__every": 0}
     found = run(tiny(algorithm="fraug", engine__name="stacked", **settings))
-    assert found.headline["accuracy"] > 0.85
-    assert set(found.summary["merged"]) == {"global"}
+    assert found.headline.scores.value("accuracy") > 0.85
+    assert set(found.summary.merged) == {"global"}
 
 
 # What cannot be
@@ -183,7 +186,7 @@ def test_impossible_options_are_refused(name: str, value: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("unit", "sentence"), [("image", "private steps take them one by one"), ("site", "no plan protects")]
+    ("unit", "sentence"), [("image", "private steps take images one by one"), ("site", "no plan protects")]
 )
 def test_no_privacy_plan_protects_it(unit: str, sentence: str) -> None:
     wish = {"unit": unit, "epsilon": 30.0, "delta": 1e-4, "randomness": "seed"}
@@ -193,6 +196,6 @@ def test_no_privacy_plan_protects_it(unit: str, sentence: str) -> None:
 
 def test_features_that_are_images_are_refused() -> None:
     with pytest.raises(
-        RecipeError, match=r"flat features, and this network's are 32 × \d+ × \d+; leave out model\.cut"
+        RecipeError, match=r"flat features, and this network's are 32 × \d+ × \d+; leave out model\.split_after"
     ):
-        Experiment(tiny(algorithm="fraug", model={"name": "cnn_a", "cut": 1}))
+        Experiment(tiny(algorithm="fraug", model={"name": "cnn_a", "split_after": 1}))

@@ -13,7 +13,10 @@ from torch import Tensor, nn
 
 from polyclinic.algorithms.optimisation.fedavg import FedAvg
 from polyclinic.algorithms.representation.moon import Moon
-from polyclinic.core.contract import Bundle, Fit, Fitted, Optimiser, Private, Site, Stream, Training
+from polyclinic.core.jobs import Fit, Fitted, Site
+from polyclinic.core.options import Optimiser, Private, Training
+from polyclinic.core.rng import Stream
+from polyclinic.core.types import Bundle
 from polyclinic.runs.experiment import run
 from polyclinic.training.fit import fit
 from polyclinic.training.losses import contrastive_loss, task_loss
@@ -93,7 +96,7 @@ def test_teachers_compute_as_in_evaluation_and_learn_nothing() -> None:
             tensor.requires_grad_()
     before = {kind: {n: t.detach().clone() for n, t in group.items()} for kind, group in aside.items()}
     teacher = {"model": aside["global model"], "buffers": aside["global buffers"]}
-    shown = network.teacher_logits(teacher, IMAGES, features=True)
+    shown = network.teacher_features(teacher, IMAGES)
     torch.testing.assert_close(shown, calm_features(weights(2)), rtol=1e-12, atol=1e-12)
     assert not shown.requires_grad
     contrastive_loss(network, network.live, (IMAGES, LABELS), aside).backward()  # type: ignore[no-untyped-call]
@@ -218,7 +221,7 @@ def test_the_previous_model_is_what_the_site_had_when_it_last_trained() -> None:
 def test_a_site_that_comes_late_trains_as_in_its_first_round() -> None:
     """Sites take turns: nobody has trained before its own turn, so three rounds of three sites are FedAvg's."""
     sites = clinics(12, 7, 16)
-    turns: dict[str, Any] = {"cohort": 1, "turns": "cyclic"}
+    turns: dict[str, Any] = {"cohort": 1, "cohort_order": "cyclic"}
     for rounds, equal in ((3, True), (4, False)):
         moon, fedavg = (play(kind(SGD), sites, small(), rounds, **turns).outcome.state for kind in (Moon, FedAvg))
         assert same(moon, fedavg) is equal
@@ -260,5 +263,5 @@ def test_a_run_goes_on_where_it_stopped(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         run(recipe, tmp_path / "stopped", watch=stop)
     found, whole = run(recipe, tmp_path / "stopped"), run(recipe)
-    assert found.summary["sha256"] == whole.summary["sha256"]
-    assert found.summary["headline"]["model"] == "global"
+    assert found.summary.sha256 == whole.summary.sha256
+    assert found.summary.headline.model == "global"

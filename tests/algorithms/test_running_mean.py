@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from polyclinic.algorithms import RunningMean
-from polyclinic.core.contract import Tensors
+from polyclinic.algorithms.base import RunningMean
 from polyclinic.core.flat_tensors import FlatTensors
+from polyclinic.core.types import Tensors
 from polyclinic.storage import messages
 
 VALUES = st.floats(-1e6, 1e6, allow_subnormal=False)

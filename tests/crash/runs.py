@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from polyclinic.storage.run_files import Ledger
+from polyclinic.storage.ledger import Ledger
 from tests.driving import Ask
 
 Values = dict[str, Any]
@@ -45,7 +45,7 @@ RECIPES: dict[str, Values] = {
         **COMMON,
         "rounds": 6,
         "algorithm": "scaffold",
-        "training": {**SGD, "steps": 9, "order": "forgotten", "emphasis": 4.0},
+        "training": {**SGD, "steps": 9, "curriculum": {"by": "forgotten", "strength": 4.0}},
         "cohort": 2,
         "snapshot_every": 2,
         "evaluate": {"bootstrap": 20, "forgetting": True},

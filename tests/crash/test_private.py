@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from polyclinic.privacy.accounting import Spend, epsilon
-from polyclinic.runs.experiment import read_result
-from polyclinic.storage.run_files import Ledger
+from polyclinic.runs.result import read_result
+from polyclinic.storage.ledger import Ledger
 from tests.crash.runs import KILLED, RECIPES, Driver, summary
 
 BETWEEN = ("charge-written", "site-received", "site-trained", "reply-accepted", "aggregated", "ledger-half-written")
@@ -25,12 +25,12 @@ def test_killed_many_times_between_charge_and_release(driver: Driver, place: Pat
     assert len(charges) > kills / 2, "every attempt was charged before it began"
     # Every attempt at a round started from the same weights, so it drew the same noise: nothing was released twice.
     assert all(len({c["privacy"]["of"] for c in charges if c["round"] == number}) == 1 for number in (1, 2, 3, 4))
-    paid = summary(folder)["privacy"]["epsilon"]["pld"]
+    paid = summary(folder)["privacy"]["epsilon_by_accountant"]["pld"]
     once = {c["round"]: c["privacy"]["sites"] for c in charges}
     for site in {site for sites in once.values() for site in sites}:
         spends = [Spend(*spend) for sites in once.values() for spend in sites.get(site, [])]
         assert paid >= epsilon(spends, 1e-4) > 0
-    assert read_result(folder).summary["rounds"] == 4
+    assert read_result(folder).summary.rounds == 4
 
 
 def test_killed_and_resumed_the_noise_is_the_same(driver: Driver, place: Path) -> None:

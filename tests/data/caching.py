@@ -11,10 +11,11 @@ from PIL import Image
 from torch import Tensor
 
 from polyclinic.data.loading.cache import Pixels, load_cached
-from polyclinic.data.loading.options import Preparation
-from polyclinic.data.loading.preprocess import preprocess_image
+from polyclinic.data.loading.image_options import Preparation
+from polyclinic.data.loading.preprocessing import preprocess_image
 from polyclinic.data.records import Record
-from polyclinic.data.sources.decode import decode_image, decode_rows
+from polyclinic.data.sources.decoder import decode_image
+from polyclinic.data.sources.stacks import decode_rows
 
 SMALL = Preparation(size=8, channels=1)
 

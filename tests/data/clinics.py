@@ -9,10 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from polyclinic.core.contract import Stream
+from polyclinic.core.rng import Stream
 from polyclinic.data.examples import Collection
-from polyclinic.data.loading.load import load_collection
-from polyclinic.data.loading.options import ImageOptions
+from polyclinic.data.loading.image_options import ImageOptions
+from polyclinic.data.loading.loader import load_collection
 from polyclinic.data.records import Listing
 from polyclinic.data.sources.table import read_table
 

@@ -23,8 +23,8 @@ from pydicom.uid import (
     ImplicitVRLittleEndian,
 )
 
-from polyclinic.data.sources.decode import UnreadableImage
 from polyclinic.data.sources.dicom import read_dicom
+from polyclinic.data.sources.images import UnreadableImage
 
 NAME, NUMBER, ACCESSION = "Quendolin^Xaver", "PID-7719305", "ACC-4410082"
 SECRETS = ("Quendolin", "Xaver", NUMBER, ACCESSION)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from polyclinic.data import Collection
+from polyclinic.data.examples import Collection
 from polyclinic.data.patients import Indices
 
 

@@ -13,9 +13,9 @@ import pytest
 
 from polyclinic.data.check import CheckResult, check_listing
 from polyclinic.data.findings import Finding
+from polyclinic.data.quality.cohort import cohort_findings, measure_association
 from polyclinic.data.quality.labels import label_findings
 from polyclinic.data.quality.near_duplicates import group_near_duplicates
-from polyclinic.data.quality.people import cohort_findings, measure_association
 from polyclinic.data.records import Listing, Record
 from polyclinic.data.sources.npz import read_npz
 from polyclinic.data.sources.table import Columns, read_table

@@ -11,12 +11,16 @@ import torch
 from pydantic import ValidationError
 from sklearn.datasets import load_digits
 
-from polyclinic.core.contract import Stream
 from polyclinic.core.errors import DataError, RecipeError
-from polyclinic.data import DATASETS, Collection, Fractions, build_site_data, data_folder
+from polyclinic.core.rng import Stream
+from polyclinic.data import DATASETS, describe_datasets
 from polyclinic.data.builtin.digits import DigitsOptions, load_digit_images
+from polyclinic.data.data_dir import data_folder
 from polyclinic.data.datasets.mnist.dataset import MnistOptions, load_mnist
-from polyclinic.data.partitioning.partition import Iid
+from polyclinic.data.examples import Collection
+from polyclinic.data.partitioning.partitions import Iid
+from polyclinic.data.partitioning.site_data import build_site_data
+from polyclinic.data.splits import Fractions
 
 PUBLISHED = [5923, 6742, 5958, 6131, 5842, 5421, 5918, 6265, 5851, 5949]
 
@@ -35,7 +39,7 @@ def test_sets_that_need_no_files_load_and_federate(name: str) -> None:
 PARTS = [{"set": "busi", "site": "a", "task": {}}, {"set": "mias", "site": "b", "task": {}}]
 NEEDED: dict[str, dict[str, object]] = {
     **{name: {"path": "images"} for name in ("folder", "table", "npz")},
-    "several": {"parts": PARTS},
+    "multi": {"parts": PARTS},
 }
 """Options without a default."""
 
@@ -52,7 +56,7 @@ def test_options_are_frozen_and_closed(name: str) -> None:
 
 @pytest.mark.parametrize("name", DATASETS)
 def test_every_set_says_what_it_is_and_under_which_terms(name: str) -> None:
-    assert DATASETS[name].about
+    assert describe_datasets()[name]
     assert DATASETS[name].licence
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from polyclinic.data import Collection, Images, Selection, concatenate
+from polyclinic.data.examples import Collection, Images, Selection, concatenate
 
 
 class Calls(TorchFunctionMode):

@@ -7,11 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from polyclinic.core.contract import Stream
 from polyclinic.core.errors import DataError, RecipeError
-from polyclinic.data import Fractions, split_by_patient
+from polyclinic.core.rng import Stream
 from polyclinic.data.patients import Patients
-from polyclinic.data.splits import PARTS
+from polyclinic.data.splits import PARTS, Fractions, split_by_patient
 from tests.data.samples import Sample, sample
 
 samples = st.builds(sample, st.integers(0, 10_000), st.integers(5, 120), st.integers(1, 5), st.integers(1, 4))
@@ -72,6 +71,14 @@ def test_few_patients_still_fill_every_part(patients: int) -> None:
         assert len(parts["train"]) == patients - 2 or patients > 5
 
 
+@pytest.mark.parametrize("common", range(3, 30))
+def test_the_only_patient_of_a_rare_class_is_trained_on(common: int) -> None:
+    """The rarest class comes first, and the first patients go to training."""
+    made = Sample(np.array([0] * common + [1]), [f"p{row}" for row in range(common + 1)], [])
+    for seed in range(5):
+        assert common in parts_of(made, Fractions(), seed)["train"]
+
+
 def test_streams_decide() -> None:
     made = sample(0, 100, 2)
     one, again, other = (parts_of(made, Fractions(), seed)["train"].tolist() for seed in (1, 1, 2))
@@ -127,7 +134,7 @@ def test_an_official_split_that_leaks_patients_is_refused_without_names() -> Non
 
 
 def test_an_unknown_official_part_is_refused() -> None:
-    with pytest.raises(DataError, match=r"names 1 part\(s\) besides train, validation and test \(1 images\)"):
+    with pytest.raises(DataError, match=r"names 1 part\(s\) other than train, validation and test \(1 images\)"):
         parts_of(Sample(np.array([0, 1]), ["a", "b"], []), Fractions(), official=["train", "dev"])
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from polyclinic.deploy.provisioning.provision import provision_federation
-from tests.deploy.hospitals import write_hospitals
+from tests.deploy.example_sites import write_hospitals
 from tests.deploy.kits import NORTH
 
 

@@ -17,8 +17,8 @@ from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_conte
 from flwr.supercore.run import Run
 from flwr.supercore.task_identity import TaskIdentity
 
-from polyclinic.core.contract import SiteId
 from polyclinic.core.errors import EngineError
+from polyclinic.core.types import SiteId
 from polyclinic.deploy.flower.client import SiteConnection, build_reply
 from polyclinic.deploy.flower.server import FlowerEngine
 from polyclinic.storage import messages as wire

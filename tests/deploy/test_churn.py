@@ -14,18 +14,19 @@ pytest.importorskip("flwr", reason="needs the extra polyclinic[flower]")
 from flwr.app import Message
 
 from polyclinic import Recipe
-from polyclinic.core.contract import SiteId
 from polyclinic.core.errors import RoundFailed
+from polyclinic.core.types import SiteId
 from polyclinic.deploy.flower.client import NONCE
 from polyclinic.deploy.flower.server import FlowerEngine
 from polyclinic.deploy.serve import run_deployed
+from polyclinic.evaluation.summary import RunSummary
 from polyclinic.federation import rounds
 from polyclinic.federation.engines import RemoteExecution
 from polyclinic.federation.engines.flower_envelope import unpack_message
 from polyclinic.storage import messages
-from polyclinic.storage.run_files import Ledger
+from polyclinic.storage.ledger import Ledger
 from tests.crash.runs import RAM
-from tests.deploy.hospitals import desks, recipe, simulation, write_hospitals
+from tests.deploy.example_sites import desks, recipe, simulation, write_hospitals
 from tests.deploy.memory_grid import MemoryGrid
 
 TEN = tuple(f"site-{number}" for number in range(10))
@@ -86,17 +87,17 @@ def out() -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def undisturbed(home: Path) -> str:
-    return str(simulation(recipe(**QUICK), home).run().summary["sha256"])
+    return str(simulation(recipe(**QUICK), home).run().summary.sha256)
 
 
 def planned(found: Recipe, home: Path, cohorts: Sequence[Sequence[SiteId]], patch: pytest.MonkeyPatch) -> str:
     """The end of the run in which each round is asked of these sites from the first."""
     with patch.context() as only:
         only.setattr(rounds, "draw_cohort", lambda sites, rules, round: list(cohorts[round - 1]))
-        return str(simulation(found, home).run().summary["sha256"])
+        return str(simulation(found, home).run().summary.sha256)
 
 
-def played(found: Recipe, grid: Mortal, folder: Path) -> dict[str, Any]:
+def played(found: Recipe, grid: Mortal, folder: Path) -> RunSummary:
     return run_deployed(found, RemoteExecution(FlowerEngine(grid, grid.nodes, 0.0), "flower", 60), TEN, folder).summary
 
 
@@ -116,8 +117,8 @@ def test_who_dies_leaves_the_run_that_was_planned_without_it(
     assert grid.away == {grid.nodes[site] for site in ends}
     heard = [site for site in TEN if ends.get(site, "after") == "after"]
     alive = [site for site in TEN if site not in ends]
-    assert result["sha256"] == planned(found, home, [TEN, heard, alive], monkeypatch)
-    assert (result["sha256"] == undisturbed) == (k == 0), "it must have mattered"
+    assert result.sha256 == planned(found, home, [TEN, heard, alive], monkeypatch)
+    assert (result.sha256 == undisturbed) == (k == 0), "it must have mattered"
 
 
 def test_below_quorum_the_round_fails_closed_and_goes_on_when_they_are_back(
@@ -131,7 +132,7 @@ def test_below_quorum_the_round_fails_closed_and_goes_on_when_they_are_back(
     assert (events.count("round"), events[-1]) == (1, "failed round")
     assert not (out / "result.json").exists()
     grid.away, grid.ends = set(), {}
-    assert played(found, grid, out)["sha256"] == undisturbed
+    assert played(found, grid, out).sha256 == undisturbed
 
 
 @pytest.mark.parametrize("algorithm", ["fedavg", "scaffold"])
@@ -149,4 +150,4 @@ def test_who_comes_back_a_round_later_was_planned_for_then(
     engine = RemoteExecution(FlowerEngine(grid, grid.nodes, 0.0), "flower", 60)
     result = run_deployed(found, engine, TEN, out, watch).summary
     heard = [site for site in TEN if ends.get(site, "after") == "after"]
-    assert result["sha256"] == planned(found, home, [TEN, heard, TEN, TEN], monkeypatch)
+    assert result.sha256 == planned(found, home, [TEN, heard, TEN, TEN], monkeypatch)

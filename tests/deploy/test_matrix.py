@@ -18,8 +18,8 @@ import pytest
 pytest.importorskip("flwr", reason="needs the extra polyclinic[flower]")
 
 from polyclinic.algorithms import ALGORITHMS
-from tests.deploy.hospitals import CLUSTERS, SITES, recipe
-from tests.deploy.ward import Ward, forking, furnish
+from tests.deploy.example_sites import CLUSTERS, SITES, recipe
+from tests.deploy.real_processes import Ward, forking, furnish
 from tests.small import NEEDED
 
 pytestmark = [pytest.mark.heavy, pytest.mark.skipif(os.name != "posix", reason="forks processes")]
@@ -70,8 +70,8 @@ def test_every_algorithm_between_real_processes(case: str, ward: Ward, table: Ta
     begun, equal, sha = time.monotonic(), False, ""
     try:
         result, simulated = ward.play(recipe(**CASES[case]), case)
-        sha, equal = result["sha256"], result["sha256"] == simulated["sha256"]
+        sha, equal = result.sha256, result.sha256 == simulated.sha256
     finally:
         table.add(algorithm=case, seconds=round(time.monotonic() - begun, 1), sha_equal=equal, sha256=sha)
     assert equal, ward.said()
-    assert (result["rounds"], len(result["sites"])) == (5, 3)
+    assert (result.rounds, len(result.sites)) == (5, 3)

@@ -14,8 +14,8 @@ import pytest
 pytest.importorskip("flwr", reason="needs the extra polyclinic[flower]")
 
 from polyclinic.deploy.processes import read_status
-from tests.deploy.hospitals import recipe
-from tests.deploy.ward import Ward, forking, furnish
+from tests.deploy.example_sites import recipe
+from tests.deploy.real_processes import Ward, forking, furnish
 
 SITES = ("harbour", "hill")
 ROLES = ("server", *SITES)
@@ -96,9 +96,9 @@ def test_between_networks_the_result_is_the_simulations(networks: dict[str, Path
         for process in ward.sites.values():
             assert f"connected to {ADDRESSES['server']}:{PORT}" in process.log.read_text()
             assert process.stop() == 0, ward.said()
-    assert result["rounds"] == 2
-    assert result["sha256"] == simulated["sha256"]
-    assert list(result["sites"]) == list(SITES)
+    assert result.rounds == 2
+    assert result.sha256 == simulated.sha256
+    assert list(result.sites) == list(SITES)
 
 
 def present(folder: Path) -> list[str]:

@@ -16,8 +16,8 @@ from typer.testing import CliRunner
 pytest.importorskip("flwr", reason="needs the extra polyclinic[flower]")
 
 from polyclinic.cli.deploy import join, status
-from polyclinic.core.contract import Failure
 from polyclinic.core.errors import RecipeError
+from polyclinic.core.jobs import Failure
 from polyclinic.deploy.config import ServerConfig
 from polyclinic.deploy.processes import (
     LOG_BYTES,
@@ -30,8 +30,8 @@ from polyclinic.deploy.processes import (
 )
 from polyclinic.deploy.serve import ask_sites
 from polyclinic.storage import messages
-from tests.deploy.hospitals import CLUSTERS, SITES, asked, recipe
-from tests.deploy.ward import Ward, forking, furnish, until
+from tests.deploy.example_sites import CLUSTERS, SITES, asked, recipe
+from tests.deploy.real_processes import Ward, forking, furnish, until
 from tests.small import NEEDED
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="kills process groups")
@@ -68,11 +68,11 @@ def test_killed_sites_and_servers_change_nothing(ward: Ward) -> None:
     ward.until(lambda: server.code() is not None, "the server's death")
     assert [ward.sites["hill"].code(), server.code()] == [None, -9]
     result, simulated = ward.play(found, "killed")
-    assert result["sha256"] == simulated["sha256"]
+    assert result.sha256 == simulated.sha256
     _look(out)
     ward.until(lambda: "connected" not in told_of_hill(ward), "hill's notice that the server is gone")
     assert ward.sites["hill"].stop() == 0, ward.said()
-    assert told_of_hill(ward).startswith("hill: stopped\nleft so far: ")
+    assert told_of_hill(ward).startswith("hill: stopped\nsent so far: ")
     ward.join("hill")
     state = ward.folder / "k" / "server" / "state"
     assert sum(path.stat().st_size for path in state.rglob("*")) < 1 << 20, "Flower keeps nothing on the disk"
@@ -97,8 +97,8 @@ def test_sites_that_stay_up_end_run_after_run_in_the_bits_of_the_simulation(ward
     for name, settings in THREE.items():
         found = recipe(**settings)
         result, simulated = ward.play(found, name)
-        assert result["rounds"] == 5
-        assert result["sha256"] == simulated["sha256"], name
+        assert result.rounds == 5
+        assert result.sha256 == simulated.sha256, name
         for site in SITES:
             assert not list((ward.folder / "k" / "sites" / site / "state" / "runs").glob("*")), "a run that is over"
     assert ward.pids() == before, ward.said()

@@ -24,12 +24,13 @@ import pytest
 pytest.importorskip("flwr", reason="needs the extra polyclinic[flower]")
 
 from polyclinic import run
-from polyclinic.core.contract import Failure, SiteId
 from polyclinic.core.errors import EngineError, RecipeError
+from polyclinic.core.jobs import Failure
+from polyclinic.core.types import SiteId
+from polyclinic.evaluation.summary import RunSummary
 from polyclinic.federation.engines import Answer, RemoteExecution
-from polyclinic.runs import ray_engine
-from polyclinic.runs.experiment import Experiment
-from polyclinic.runs.ray_engine import (
+from polyclinic.runs.engines import ray_engine
+from polyclinic.runs.engines.ray_engine import (
     ActorSetup,
     actor_resources,
     make_actor_setup,
@@ -37,7 +38,7 @@ from polyclinic.runs.ray_engine import (
     make_site_app,
     parse_reply,
 )
-from polyclinic.storage.run_files import DiskMemory
+from polyclinic.runs.experiment import Experiment
 from tests.small import SITES, tiny
 
 PRIVATE = {"noise": 1.0, "delta": 1e-4}
@@ -70,16 +71,18 @@ def engine() -> InProcess:
     return InProcess()
 
 
-def played(engine: InProcess, folder: Path, **settings: Any) -> dict[str, Any]:
+def played(engine: InProcess, folder: Path, **settings: Any) -> RunSummary:
     experiment = Experiment(tiny(rounds=3, **settings), None, remote=RemoteExecution(engine, "ray"))
-    engine.assignment = make_actor_setup(experiment, DiskMemory(folder))
+    engine.assignment = make_actor_setup(
+        experiment.setup, experiment.folder, experiment.data, folder, experiment.secret_of_plan
+    )
     return experiment.run().summary
 
 
 @pytest.mark.parametrize("name", LAWS)
 def test_the_application_gives_the_bits_of_the_local_engine(name: str, engine: InProcess, tmp_path: Path) -> None:
     there = played(engine, tmp_path, **LAWS[name])
-    assert there["sha256"] == run(tiny(rounds=3, **LAWS[name])).summary["sha256"]
+    assert there.sha256 == run(tiny(rounds=3, **LAWS[name])).summary.sha256
 
 
 def test_without_a_folder_actors_share_the_noise_of_the_run(engine: InProcess, tmp_path: Path) -> None:
@@ -90,7 +93,7 @@ def test_without_a_folder_actors_share_the_noise_of_the_run(engine: InProcess, t
     there = played(engine, lent, privacy=PRIVATE)
     assert (lent / "secret").stat().st_mode & 0o777 == 0o600
     (own / "secret").write_text((lent / "secret").read_text())
-    assert there["sha256"] == run(tiny(rounds=3, privacy=PRIVATE), own).summary["sha256"]
+    assert there.sha256 == run(tiny(rounds=3, privacy=PRIVATE), own).summary.sha256
 
 
 def test_a_sites_refusal_is_its_failure(engine: InProcess, tmp_path: Path) -> None:
@@ -150,14 +153,14 @@ def test_a_cluster_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize("device", ["cuda:1", "mps"])
 def test_ray_chooses_the_gpu(device: str) -> None:
-    with pytest.raises(RecipeError, match="ray shares out GPUs itself"):
+    with pytest.raises(RecipeError, match="ray assigns GPUs itself"):
         tiny(engine__name="ray", engine__device=device)
 
 
 SCRIPT = """
 import json, os, sys
 from polyclinic import Recipe, run
-from polyclinic.runs.ray_engine import RayEngine
+from polyclinic.runs.engines.ray_engine import RayEngine
 
 def dying(): os._exit(1)
 
@@ -170,7 +173,7 @@ if __name__ == "__main__":
     closed, answers = RayEngine.close, []
     RayEngine.close = close
     recipe = Recipe.load(f"{sys.argv[1]}/recipe.yaml")
-    print(json.dumps([run(recipe, f"{sys.argv[1]}/run").summary["sha256"], *answers]))
+    print(json.dumps([run(recipe, f"{sys.argv[1]}/run").summary.sha256, *answers]))
 """
 """A run; and before its actors are dismissed, one message more, over which they die."""
 
@@ -208,7 +211,7 @@ def _session(process: psutil.Process) -> int:
 
 @needs_ray
 def test_a_real_run_has_the_bits_of_the_local_engine_and_who_kills_actors_is_dead(tmp_path: Path) -> None:
-    local = run(tiny(rounds=3, algorithm="scaffold")).summary["sha256"]
+    local = run(tiny(rounds=3, algorithm="scaffold")).summary.sha256
     assert on_ray(tmp_path, algorithm="scaffold") == [local, "dead"]
 
 
@@ -218,4 +221,4 @@ def test_a_real_run_has_the_bits_of_the_local_engine_and_who_kills_actors_is_dea
 def test_killed_actors_change_no_bit(name: str, tmp_path: Path) -> None:
     """Each actor dies over its third site; the next one takes the message up."""
     there, _ = on_ray(tmp_path, "site-trained:3", **LAWS[name])
-    assert there == run(tiny(rounds=3, **LAWS[name])).summary["sha256"]
+    assert there == run(tiny(rounds=3, **LAWS[name])).summary.sha256

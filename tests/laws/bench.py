@@ -11,19 +11,25 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from polyclinic.core.contract import Algorithm, Batch, Bundle, Failure, Federation, Optimiser, SiteId, Stream, Training
+from polyclinic.algorithms.base import Algorithm
+from polyclinic.core.jobs import Failure, Federation
+from polyclinic.core.names import POOLED
+from polyclinic.core.options import Optimiser, Training
+from polyclinic.core.rng import Stream
+from polyclinic.core.types import Batch, Bundle, SiteId
 from polyclinic.data.examples import Images, SiteData
+from polyclinic.evaluation.rows import Row
 from polyclinic.federation.engines import Answer, Engine
 from polyclinic.federation.engines.local import LocalEngine
-from polyclinic.federation.rounds import POOLED, Outcome, Rounds, Rules
+from polyclinic.federation.rounds import Outcome, Rounds, Rules
 from polyclinic.federation.site_runner import SiteRunner
-from polyclinic.models import Classifier
+from polyclinic.models.classifier import Classifier
 from polyclinic.runs.experiment import pool_sites
 from polyclinic.storage import messages
 from polyclinic.storage.journal import RamJournal
-from polyclinic.storage.run_files import RamMemory
+from polyclinic.storage.site_memory import RamMemory
 from polyclinic.training.auxiliary import with_auxiliary
-from polyclinic.training.fit import draw_epoch_batches
+from polyclinic.training.data_order import draw_epoch_batches
 from polyclinic.training.network import LiveNetwork, copy_module_weights, feature_shape, normalisation_names
 
 SIDE, CLASSES = 4, 3
@@ -132,7 +138,7 @@ class Played:
         return messages.hash_tensors(self.outcome.state)
 
     def cohorts(self) -> list[list[SiteId]]:
-        return [row["sites"] for row in self.journal.costs if row["event"] == "charge"]
+        return [row["sites"] for row in as_json(self.journal.costs) if row["event"] == "charge"]
 
     def remembered(self, name: SiteId) -> Bundle | None:
         return self.memory.load(name, self.outcome.rounds + 1)
@@ -152,7 +158,7 @@ def features(sites: Sites, network: LiveNetwork) -> tuple[int, ...]:
 
 def with_beside(algorithm: Algorithm, sites: Sites, network: LiveNetwork) -> LiveNetwork:
     """The same network, and what the algorithm trains beside it; always the same first weights."""
-    return with_auxiliary(network, algorithm, features(sites, network), CLASSES, Stream(11, ("beside",)))
+    return with_auxiliary(network, algorithm.auxiliary, features(sites, network), CLASSES, Stream(11, ("beside",)))
 
 
 def play(
@@ -207,6 +213,11 @@ def plain_training(
     trained = copy_module_weights(module)
     network.load_weights(start)
     return trained
+
+
+def as_json(rows: Iterable[Row]) -> list[Any]:
+    """The rows of a journal as a run's folder holds them."""
+    return [row.to_json() for row in rows]
 
 
 def same(one: Bundle, other: Bundle) -> bool:

@@ -7,16 +7,18 @@ from itertools import permutations
 
 import pytest
 
-from polyclinic.algorithms import Averaging
+from polyclinic.algorithms.base import Algorithm
 from polyclinic.algorithms.optimisation.fedavg import FedAvg
 from polyclinic.algorithms.optimisation.scaffold import Scaffold
-from polyclinic.core.contract import Optimiser, SiteId, Training, Update
+from polyclinic.core.jobs import Update
+from polyclinic.core.options import Optimiser, Training
+from polyclinic.core.types import SiteId
 from polyclinic.federation.engines.mock import MockEngine
 from polyclinic.federation.rounds import Rounds, Rules
 from polyclinic.federation.site_runner import SiteRunner
 from polyclinic.storage import messages as wire
 from polyclinic.storage.journal import RamJournal
-from polyclinic.storage.run_files import RamMemory
+from polyclinic.storage.site_memory import RamMemory
 from tests.laws.bench import clinics, federation, small
 
 TRAINING = Training(Optimiser(lr=0.1), batch=5)
@@ -25,7 +27,7 @@ TRAINING = Training(Optimiser(lr=0.1), batch=5)
 class Replay:
     """Real sites that work once for each different message, and repeat themselves after that."""
 
-    def __init__(self, algorithm: Averaging) -> None:
+    def __init__(self, algorithm: Algorithm) -> None:
         self.algorithm, network, memory = algorithm, small(), RamMemory()
         self.federation, sites = federation(algorithm, clinics(12, 7, 16, 9, 5), network)
         self.runners = {n: SiteRunner(n, held, algorithm, network, memory) for n, held in sites.items()}
@@ -44,7 +46,7 @@ class Replay:
 
 
 @pytest.mark.parametrize("algorithm", [FedAvg(TRAINING), Scaffold(TRAINING)])
-def test_all_120_arrival_orders_of_five_sites_give_the_same_bytes(algorithm: Averaging) -> None:
+def test_all_120_arrival_orders_of_five_sites_give_the_same_bytes(algorithm: Algorithm) -> None:
     replay = Replay(algorithm)
     expected = replay.play(arrival=None)
     worked = len(replay.replies)

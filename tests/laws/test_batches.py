@@ -11,20 +11,22 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from polyclinic.algorithms.base import Averaging
+from polyclinic.algorithms.base import Algorithm
 from polyclinic.algorithms.optimisation.elastic import Elastic
 from polyclinic.algorithms.optimisation.fedavg import FedAvg
 from polyclinic.algorithms.optimisation.fednova import FedNova
 from polyclinic.algorithms.optimisation.fedsgd import FedSGD
 from polyclinic.algorithms.wrappers.curriculum import wrap_with_curriculum
-from polyclinic.core.contract import Fit, Optimiser, Private, Stream, Training
 from polyclinic.core.errors import RecipeError
+from polyclinic.core.jobs import Fit
+from polyclinic.core.options import CurriculumOptions, Optimiser, Private, Training
+from polyclinic.core.rng import Stream
 from polyclinic.privacy.audit import adjust_batches
 from polyclinic.privacy.sampling import rate_and_sums
 from polyclinic.runs.experiment import Experiment, run
-from polyclinic.training.fit import batches_per_epoch, draw_epoch_batches
+from polyclinic.training.data_order import batches_per_epoch, draw_epoch_batches
 from polyclinic.training.losses import task_loss
-from tests.laws.bench import clinics, play, same, small, tapped
+from tests.laws.bench import as_json, clinics, play, same, small, tapped
 from tests.laws.test_stacked import assert_close, on_the_stack
 from tests.small import tiny
 
@@ -50,7 +52,7 @@ def test_the_batch_is_the_sites_share(examples: int, wanted: int, seed: int) -> 
         assert len(cut) == wanted
 
 
-def handed_in(algorithm: Averaging, sizes: tuple[int, ...]) -> list[Any]:
+def handed_in(algorithm: Algorithm, sizes: tuple[int, ...]) -> list[Any]:
     _, letters = tapped(algorithm, clinics(*sizes), small())
     return [letter.answer.tensors for letter in letters]
 
@@ -67,13 +69,13 @@ PACES = [
     {"epochs": 2},
     {"epochs": None, "steps": 2},
     {"oversample": True},
-    {"epochs": None, "steps": 2, "order": "hard"},
+    {"epochs": None, "steps": 2, "curriculum": CurriculumOptions(by="hard")},
 ]
 
 
 @pytest.mark.parametrize("kind", [FedAvg, FedNova, Elastic, FedSGD])
 @pytest.mark.parametrize("pace", PACES, ids=["epochs", "steps", "oversampled", "ordered"])
-def test_whatever_the_algorithm_and_the_pace(kind: type[Averaging], pace: dict[str, Any]) -> None:
+def test_whatever_the_algorithm_and_the_pace(kind: type[Algorithm], pace: dict[str, Any]) -> None:
     ends = []
     for training in (replace(SGD, **pace), by_hand(14, replace(SGD, **pace))):
         ends.append(
@@ -89,7 +91,7 @@ def test_stacks_hold_the_sites_whose_batches_are_alike() -> None:
     alone = play(FedAvg(SGD), sites, small(dtype=torch.float64), 2).outcome.state
     stacked = play(FedAvg(SGD), sites, small(dtype=torch.float64), 2, on_the_stack())
     assert_close(stacked.outcome.state, alone, 1e-12)
-    notes = next(row["sites"] for row in stacked.journal.costs if row["event"] == "round")
+    notes = next(row["sites"] for row in as_json(stacked.journal.costs) if row["event"] == "round")
     assert [notes[name].get("together", 1) for name in sites] == [2, 2, 1]
     assert notes["clinic-3"]["alone"] == "no other site's job was like it"
 
@@ -104,17 +106,19 @@ def test_a_plan_prices_each_sites_own_batch() -> None:
     plan = {"epsilon": 5, "delta": 1e-4, "randomness": "seed"}
     recipe = tiny(training__batch=None, training__batches=10, privacy=plan)
     experiment = Experiment(recipe)
-    assert experiment.plan is not None
-    for name, [steps] in experiment.plan.jobs.items():
-        examples = experiment.federation.sites[name]
+    assert experiment.setup.plan is not None
+    for name, [steps] in experiment.setup.plan.jobs.items():
+        examples = experiment.setup.federation.sites[name]
         assert steps.rate == pytest.approx((examples // 10) / examples, rel=0.01)
-    assert experiment.run().summary["privacy"]["epsilon"]["pld"] <= 5
+    spent = experiment.run().summary.privacy
+    assert spent is not None
+    assert float(spent.epsilon_by_accountant["pld"] or 9) <= 5
 
 
 def test_a_run_says_what_a_step_at_the_largest_site_costs() -> None:
     by_number = tiny(training__batch=None, training__batches=3, rounds=1)
-    most = max(Experiment(by_number).federation.sites.values())
-    found = [run(recipe).summary["model"] for recipe in (by_number, tiny(training__batch=most // 3, rounds=1))]
+    most = max(Experiment(by_number).setup.federation.sites.values())
+    found = [run(recipe).summary.model for recipe in (by_number, tiny(training__batch=most // 3, rounds=1))]
     assert found[0] == found[1]
 
 
@@ -123,7 +127,7 @@ def test_a_run_says_what_a_step_at_the_largest_site_costs() -> None:
     [
         ({"training__batches": 5}, "either batch or batches: for Q batches an epoch write `batch: null`"),
         ({"training__batch": None}, "either batch or batches"),
-        ({"training__batch": None, "training__batches": 0}, "training.batches is 0; choose 1 to"),
+        ({"training__batch": None, "training__batches": 0}, "training.batches is 0, but should be greater"),
     ],
 )
 def test_one_of_the_two_is_given(settings: dict[str, Any], told: str) -> None:

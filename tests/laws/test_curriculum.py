@@ -14,7 +14,7 @@ from scipy.stats import chisquare
 from torch import Tensor, nn
 
 from polyclinic.algorithms import ALGORITHMS
-from polyclinic.algorithms.base import Averaging
+from polyclinic.algorithms.base import Algorithm
 from polyclinic.algorithms.optimisation.fedavg import FedAvg
 from polyclinic.algorithms.personalisation.pfedcdp import PFedCDP
 from polyclinic.algorithms.representation.fedmp import FedMP
@@ -27,27 +27,19 @@ from polyclinic.algorithms.wrappers.curriculum import (
     fractional_ranks,
     wrap_with_curriculum,
 )
-from polyclinic.core.contract import (
-    Bundle,
-    Fit,
-    Optimiser,
-    Private,
-    Score,
-    Site,
-    SiteId,
-    Stream,
-    Training,
-    Update,
-    Work,
-)
 from polyclinic.core.errors import RecipeError, Refused
+from polyclinic.core.jobs import Fit, Score, Site, Update, Work
+from polyclinic.core.options import CurriculumOptions, Optimiser, Private, Training
+from polyclinic.core.rng import Stream
+from polyclinic.core.types import Bundle, SiteId
 from polyclinic.data.examples import Images
 from polyclinic.federation.site_runner import drive_jobs
-from polyclinic.models import Classifier
-from polyclinic.training.fit import draw_epoch_order, fit, schedule_steps, score
+from polyclinic.models.classifier import Classifier
+from polyclinic.training.data_order import draw_epoch_order, schedule_steps
+from polyclinic.training.fit import fit, score
 from polyclinic.training.losses import task_loss
 from polyclinic.training.network import LiveNetwork
-from tests.laws.bench import Played, clinics, play, small
+from tests.laws.bench import Played, as_json, clinics, play, small
 from tests.laws.test_stacked import assert_close, on_the_stack, together
 
 DRAWS = 10_000
@@ -139,7 +131,7 @@ def test_with_much_emphasis_an_epoch_is_sorted() -> None:
 class Bench:
     """A site with four cases x, and models that say class 1 where a·x + b > 0."""
 
-    def __init__(self, algorithm: Averaging) -> None:
+    def __init__(self, algorithm: Algorithm) -> None:
         self.algorithm = algorithm
         self.network = LiveNetwork(Classifier(nn.Flatten(), nn.Linear(1, 2)))
         images = torch.tensor([1.0, 2.0, -1.0, -2.0]).reshape(4, 1, 1, 1)
@@ -171,8 +163,9 @@ class Bench:
         return [float(weight) for weight in found]
 
 
-def bench(order: Any, telling: bool = False, **training: Any) -> Bench:
-    still = Training(Optimiser(lr=1e-12), batch=2, order=order, **training)  # training leaves a model as it was
+def bench(by: Any, telling: bool = False, **options: Any) -> Bench:
+    curriculum = CurriculumOptions(by, **options)
+    still = Training(Optimiser(lr=1e-12), batch=2, curriculum=curriculum)  # training leaves a model as it was
     return Bench(wrap_with_curriculum(FedAvg(still), telling))
 
 
@@ -192,7 +185,7 @@ def test_what_a_deployment_made_wrong_weighs_twice() -> None:
 
 @pytest.mark.parametrize("order", ["hard", "easy"])
 def test_hard_and_easy_go_by_the_loss_of_the_received_model(order: str) -> None:
-    site = bench(order, emphasis=8.0)
+    site = bench(order, strength=8.0)
     site.round(1, 1.0, 0.0)
     assert site.weights() is None
     site.round(2, -1.0, 1.2)  # x·a + b = 0.2, −0.8 (wrong), 2.2 (wrong), 3.2: losses 0.60, 1.17, 2.31, 0.04
@@ -214,7 +207,7 @@ def test_looking_costs_one_pass_before_and_one_after_training_and_none_in_vain()
 
 
 def test_the_first_rounds_are_in_random_order_if_wished() -> None:
-    site = bench("forgotten", order_after=2)
+    site = bench("forgotten", warmup_rounds=2)
     weighed = []
     for number, a in enumerate((1.0, -1.0, 1.0, -1.0), 1):
         site.round(number, a, 0.0)
@@ -225,7 +218,7 @@ def test_the_first_rounds_are_in_random_order_if_wished() -> None:
 # Nothing else changes
 
 
-def algorithm(name: str, training: Training) -> Averaging:
+def algorithm(name: str, training: Training) -> Algorithm:
     if name == "pfedcdp":
         return PFedCDP(training, keep=0.3)
     return FedMP(training, fewest=1) if name == "fedmp" else ALGORITHMS[name](training)
@@ -244,7 +237,7 @@ def test_measuring_forgetting_changes_no_bit(name: str) -> None:
         play(a, sites, small(dropout=0.2), 3) for a in (plain, wrap_with_curriculum(plain, reports_forgetting=True))
     )
     assert watched.sha256 == alone.sha256
-    rows = [row for row in watched.journal.rows if row["event"] == "train"]
+    rows = [row for row in as_json(watched.journal.rows) if row["event"] == "train"]
     shares = {"forgotten", "gained", "cases"}
     assert all((shares <= row.get("scalars", {}).keys()) == (row["round"] > 1) for row in rows)
     if name in ("local", "centralised", "single", "cross-site"):
@@ -256,7 +249,9 @@ def test_measuring_forgetting_changes_no_bit(name: str) -> None:
 def test_an_order_changes_bits_and_only_from_the_second_round_on() -> None:
     sites, network = clinics(*SIZES), small()
     for kind in ORDERS:
-        curriculum = wrap_with_curriculum(FedAvg(replace(SGD, order=kind)), reports_forgetting=False)
+        curriculum = wrap_with_curriculum(
+            FedAvg(replace(SGD, curriculum=CurriculumOptions(kind))), reports_forgetting=False
+        )
         for rounds, same in ((1, True), (2, False)):
             one, other = (play(a, sites, network, rounds).sha256 for a in (FedAvg(SGD), curriculum))
             assert (one == other) == same
@@ -267,7 +262,7 @@ def test_an_order_changes_bits_and_only_from_the_second_round_on() -> None:
 
 @pytest.mark.parametrize(("name", "kind"), [*((name, "forgotten") for name in TRAINED), ("fedavg", "hard")])
 def test_every_algorithm_gives_the_same_on_both_engines(name: str, kind: Any) -> None:
-    training = Training(Optimiser(lr=0.1), batch=4, order=kind)
+    training = Training(Optimiser(lr=0.1), batch=4, curriculum=CurriculumOptions(kind))
     curriculum = wrap_with_curriculum(algorithm(name, training), reports_forgetting=True)
     sites = clinics(*SIZES, dtype=torch.float64)
     alone = play(curriculum, sites, small(dtype=torch.float64), 3)
@@ -320,7 +315,9 @@ def walked(played: Played, noted: Noted, name: SiteId, labels: Tensor) -> dict[i
 @pytest.mark.parametrize("oversample", [False, True])
 @pytest.mark.parametrize("kind", ORDERS)
 def test_an_epoch_of_several_rounds_keeps_the_order_it_began_with(kind: Any, oversample: bool) -> None:
-    pace = Training(Optimiser(lr=0.5), batch=4, epochs=None, steps=2, order=kind, oversample=oversample)
+    pace = Training(
+        Optimiser(lr=0.5), batch=4, epochs=None, steps=2, curriculum=CurriculumOptions(kind), oversample=oversample
+    )
     noted = Noted(pace, inner=wrap_with_curriculum(FedAvg(pace), reports_forgetting=False))
     sites = clinics(27, 18)
     played = play(noted, sites, small(), 16)
@@ -343,7 +340,7 @@ def test_an_epoch_of_several_rounds_keeps_the_order_it_began_with(kind: Any, ove
 
 
 def test_sites_that_sit_rounds_out_go_on() -> None:
-    pace = Training(Optimiser(lr=0.5), batch=4, epochs=None, steps=2, order="forgotten")
+    pace = Training(Optimiser(lr=0.5), batch=4, epochs=None, steps=2, curriculum=CurriculumOptions("forgotten"))
     curriculum, sites = wrap_with_curriculum(FedAvg(pace), reports_forgetting=True), clinics(27, 18, 20)
     first, again = (play(curriculum, sites, small(), 8, cohort=2) for _ in range(2))
     assert first.sha256 == again.sha256
@@ -361,7 +358,7 @@ def test_a_private_step_takes_no_order() -> None:
         Training(private=Private(1.0, 1.0)),
         order=(torch.ones(4, dtype=torch.float64), None),
     )
-    with pytest.raises(RecipeError, match=r"training\.order looks at examples beside the priced steps"):
+    with pytest.raises(RecipeError, match=r"training\.curriculum uses images outside the steps"):
         fit(job, site.network, site.data, Site("only", 4, 1, 1, 0.1), Stream(0), Stream(1))
 
 

@@ -14,24 +14,14 @@ import pytest
 import torch
 
 from polyclinic import Recipe, run
-from polyclinic.algorithms import ALGORITHMS, Averaging
-from polyclinic.core.contract import (
-    Bundle,
-    Examples,
-    Federation,
-    Fitted,
-    Job,
-    Optimiser,
-    Score,
-    Site,
-    SiteId,
-    Stream,
-    Tensors,
-    Training,
-    Update,
-)
+from polyclinic.algorithms import ALGORITHMS
+from polyclinic.algorithms.base import Algorithm
+from polyclinic.core.jobs import Federation, Fitted, Job, Score, Site, Update
+from polyclinic.core.names import POOLED
+from polyclinic.core.options import Optimiser, Training
+from polyclinic.core.rng import Stream
+from polyclinic.core.types import Bundle, Examples, SiteId, Tensors
 from polyclinic.data.examples import Selection, SiteData
-from polyclinic.federation.rounds import POOLED
 from polyclinic.federation.site_runner import drive_jobs
 from polyclinic.models import build_model
 from polyclinic.runs.experiment import FederatedDataset, load_sites
@@ -66,7 +56,7 @@ def few(examples: Examples) -> Selection:
 
 def sha256(**settings: Any) -> str:
     keys = {key.replace("__", "."): value for key, value in settings.items()}
-    found: str = run(Recipe.from_values(BASE, keys), dataset=digits()).summary["sha256"]
+    found: str = run(Recipe.from_values(BASE, keys), dataset=digits()).summary.sha256
     return found
 
 
@@ -145,7 +135,7 @@ def test_networks_that_draw_without_a_dropout_layer_repeat_themselves_too() -> N
 class Witness:
     """Calls the parts of an algorithm by hand and compares every argument with what it was before."""
 
-    def __init__(self, algorithm: Averaging, network: LiveNetwork) -> None:
+    def __init__(self, algorithm: Algorithm, network: LiveNetwork) -> None:
         sites = clinics(12, 7, 9)
         self.algorithm, self.network = algorithm, with_beside(algorithm, sites, network)
         self.federation, self.sites = federation(algorithm, sites, self.network)

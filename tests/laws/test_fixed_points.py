@@ -13,12 +13,12 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from polyclinic.algorithms import Averaging
+from polyclinic.algorithms.base import Algorithm
 from polyclinic.algorithms.optimisation.fedavg import FedAvg
 from polyclinic.algorithms.optimisation.fednova import FedNova, normalised_steps
 from polyclinic.algorithms.optimisation.fedprox import FedProx
 from polyclinic.algorithms.optimisation.scaffold import Scaffold
-from polyclinic.core.contract import Optimiser, Training
+from polyclinic.core.options import Optimiser, Training
 from tests.laws.bench import QuadraticNetwork, Weighting, play, quadratic
 
 BAR = 1e-12
@@ -50,7 +50,7 @@ def own_steps(first: int, second: int, optimiser: Optimiser = Optimiser(lr=ETA),
     return Case((first, second), shares, Training(optimiser, batch=1, weights=weights), (first, second))
 
 
-def rest(algorithm: Averaging, case: Case, start: float) -> float:
+def rest(algorithm: Algorithm, case: Case, start: float) -> float:
     sites = {f"site-{k}": quadratic(f"site-{k}", A[k], B[k], case.counts[k]) for k in range(2)}
     played = play(algorithm, sites, QuadraticNetwork(start), ROUNDS)
     return float(played.model["head.weight"])

@@ -8,11 +8,14 @@ import pytest
 
 from polyclinic.algorithms import ALGORITHMS
 from polyclinic.algorithms.optimisation.fedavg import FedAvg
-from polyclinic.core.contract import Bundle, Optimiser, Site, Stream, Training, Work
+from polyclinic.core.jobs import Site, Work
+from polyclinic.core.options import Optimiser, Training
+from polyclinic.core.rng import Stream
+from polyclinic.core.types import Bundle
 from polyclinic.federation.engines.local import WorkerEngine, try_answer
 from polyclinic.federation.engines.mock import MockEngine
 from polyclinic.storage.messages import ALIGNMENT
-from tests.laws.bench import Played, clinics, play, small
+from tests.laws.bench import Played, as_json, clinics, play, small
 
 
 def over_bytes(engine: Any) -> MockEngine:
@@ -32,7 +35,7 @@ def test_every_algorithm_ends_in_the_same_bits_and_counts_the_same_bytes(name: s
 
 
 def notes(played: Played) -> list[dict[str, Any]]:
-    return [note for row in played.journal.costs if row["event"] == "round" for note in row["sites"].values()]
+    return [note for row in as_json(played.journal.costs) if row["event"] == "round" for note in row["sites"].values()]
 
 
 class Mistaken(FedAvg):

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from polyclinic.algorithms import Averaging
+from polyclinic.algorithms.base import Algorithm
 from polyclinic.algorithms.baselines.centralised import Centralised
 from polyclinic.algorithms.optimisation.fedavg import FedAvg
 from polyclinic.algorithms.optimisation.fedcycle import FedCycle
@@ -17,9 +17,9 @@ from polyclinic.algorithms.optimisation.fednova import FedNova
 from polyclinic.algorithms.optimisation.fedprox import FedProx
 from polyclinic.algorithms.optimisation.fedsgd import FedSGD
 from polyclinic.algorithms.optimisation.scaffold import Scaffold
-from polyclinic.core.contract import Optimiser, Training
+from polyclinic.core.names import POOLED
+from polyclinic.core.options import Optimiser, Training
 from polyclinic.data.examples import Images, concatenate
-from polyclinic.federation.rounds import POOLED
 from polyclinic.runs.experiment import pool_sites
 from polyclinic.training.network import LiveNetwork, copy_module_weights
 from tests.laws.bench import Weighting, clinics, plain_training, play, same, small
@@ -69,7 +69,7 @@ def test_fedcycle_is_fedavg_after_every_epoch_with_uniform_weights(
 @pytest.mark.parametrize(
     "kind", [FedAvg, lambda t: FedProx(t, mu=0.0), FedCycle], ids=["fedavg", "fedprox", "fedcycle"]
 )
-def test_one_site_is_ordinary_training(kind: Callable[[Training], Averaging], training: Training, norm: bool) -> None:
+def test_one_site_is_ordinary_training(kind: Callable[[Training], Algorithm], training: Training, norm: bool) -> None:
     """A new optimiser each round, everything else as in any PyTorch tutorial."""
     sites, network, algorithm = clinics(23), small(norm), kind(training)
     played = play(algorithm, sites, network, 3)
@@ -144,7 +144,7 @@ def test_fedsgds_further_steps_are_further_full_gradient_steps() -> None:
 @pytest.mark.parametrize("epochs", [1, 2])
 @pytest.mark.parametrize("kind", [FedAvg, Scaffold, FedNova])
 def test_averaging_every_e_epochs_is_averaging_every_tau_steps(
-    kind: type[Averaging], network: Callable[[], LiveNetwork], epochs: int
+    kind: type[Algorithm], network: Callable[[], LiveNetwork], epochs: int
 ) -> None:
     """τ = E·(batches per epoch): 3 batches of 5, 5 and 6, since the sixteenth image joins the last batch."""
     sites = clinics(16, 15, 14)

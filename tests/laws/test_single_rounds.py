@@ -6,7 +6,8 @@ import pytest
 
 from polyclinic.algorithms.optimisation.fednova import FedNova
 from polyclinic.algorithms.optimisation.scaffold import Scaffold
-from polyclinic.core.contract import Optimiser, SiteId, Training
+from polyclinic.core.options import Optimiser, Training
+from polyclinic.core.types import SiteId
 from tests.laws.bench import Played, QuadraticNetwork, Weighting, play, quadratic
 
 ETA, TAU, START = 0.05, 3, 2.0

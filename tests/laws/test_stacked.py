@@ -12,30 +12,20 @@ import torch
 from torchvision.ops import StochasticDepth
 
 from polyclinic.algorithms import ALGORITHMS
-from polyclinic.algorithms.base import network_weights
+from polyclinic.algorithms.base import Algorithm, network_weights
 from polyclinic.algorithms.optimisation.fedavg import FedAvg
-from polyclinic.core.contract import (
-    Algorithm,
-    Augment,
-    Batch,
-    Bundle,
-    Fit,
-    Network,
-    Objective,
-    Optimiser,
-    Site,
-    Stream,
-    Training,
-    Update,
-    Work,
-)
 from polyclinic.core.errors import EngineError
+from polyclinic.core.jobs import Fit, Site, Update, Work
+from polyclinic.core.network import Network, Objective
+from polyclinic.core.options import Augment, Optimiser, Training
+from polyclinic.core.rng import Stream
+from polyclinic.core.types import Batch, Bundle
 from polyclinic.data.examples import Images, Selection, SiteData
 from polyclinic.federation.engines.local import LocalEngine
 from polyclinic.federation.engines.stacked import Compile, StackedEngine
 from polyclinic.runs.experiment import run
 from polyclinic.training.stacked.batching import StackSchedule
-from tests.laws.bench import Played, Sites, clinics, play, small
+from tests.laws.bench import Played, Sites, as_json, clinics, play, small
 from tests.laws.test_handed_over import over_bytes
 from tests.small import tiny
 
@@ -48,7 +38,7 @@ BARS = {"fraug": 1e-8}
 def on_the_stack(most: int | None = None, compile: Compile = "auto") -> Any:
     def wrap(engine: Any) -> StackedEngine:
         assert isinstance(engine, LocalEngine)
-        return StackedEngine(engine.runners, most=most, compile=compile)
+        return StackedEngine(engine.runners, max_stack=most, compile=compile)
 
     return wrap
 
@@ -81,7 +71,7 @@ def same_on_both(algorithm: Algorithm, sites: Sites, bar: float, dtype: torch.dt
 
 
 def together(played: Played) -> set[int]:
-    rounds = [row for row in played.journal.costs if row["event"] == "round"]
+    rounds = [row for row in as_json(played.journal.costs) if row["event"] == "round"]
     return {note.get("together", 1) for row in rounds for note in row["sites"].values()}
 
 
@@ -200,7 +190,7 @@ def test_layers_that_draw_from_a_shared_generator_run_one_by_one_and_the_ledger_
     algorithm = ALGORITHMS["fedavg"](training=Training(Optimiser("sgd", 0.1), batch=4))
     one, other = play(algorithm, sites, networks[0], 2), play(algorithm, sites, networks[1], 2, on_the_stack())
     assert one.sha256 == other.sha256
-    notes = [note for row in other.journal.costs if row["event"] == "round" for note in row["sites"].values()]
+    notes = [note for row in as_json(other.journal.costs) if row["event"] == "round" for note in row["sites"].values()]
     assert {note["alone"] for note in notes} == {"StochasticDepth draws from a generator that sites would share"}
 
 
@@ -232,14 +222,14 @@ def test_a_site_that_cannot_read_its_order_fails_alone() -> None:
             self.engine.close()
 
     played = play(algorithm, sites, small(), 1, Damaging)
-    row = next(row for row in played.journal.costs if row["event"] == "round")
+    row = next(row for row in as_json(played.journal.costs) if row["event"] == "round")
     assert [note["outcome"] for note in row["sites"].values()] == ["refused", "accepted", "accepted"]
 
 
 def test_a_recipe_can_name_it() -> None:
     local, stacked = run(tiny()).summary, run(tiny(engine__name="stacked")).summary
-    assert (local["engine"]["name"], stacked["engine"]["name"]) == ("local", "stacked")
-    assert stacked["headline"]["accuracy"] == pytest.approx(local["headline"]["accuracy"], abs=0.01)
+    assert [found.engine and found.engine.name for found in (local, stacked)] == ["local", "stacked"]
+    assert stacked.headline.scores.value("accuracy") == pytest.approx(local.headline.scores.value("accuracy"), abs=0.01)
 
 
 def test_statistics_of_batches_move_where_all_sites_train_at_once() -> None:
@@ -294,8 +284,8 @@ def test_objectives_that_cannot_be_stacked_run_one_by_one_and_the_ledger_says_so
     sites = clinics(*SIZES)
     alone, stacked = play(algorithm, sites, small(), 2), play(algorithm, sites, small(), 2, on_the_stack())
     assert alone.sha256 == stacked.sha256
-    for row in (row for row in stacked.journal.costs if row["event"] == "round"):
-        assert all("its objective cannot be" in note["alone"] for note in row["sites"].values())
+    for row in (row for row in as_json(stacked.journal.costs) if row["event"] == "round"):
+        assert all("vmap cannot map its objective" in note["alone"] for note in row["sites"].values())
 
 
 class Idle(FedAvg):
@@ -332,7 +322,7 @@ def test_what_a_site_spoils_after_training_is_found_in_a_stack_too() -> None:
 
     algorithm = Spoiling(Training(Optimiser("sgd", 0.1), batch=4))
     played = play(algorithm, clinics(8, 8, 8), small(), 1, on_the_stack())
-    row = next(row for row in played.journal.costs if row["event"] == "round")
+    row = next(row for row in as_json(played.journal.costs) if row["event"] == "round")
     assert [note["outcome"] for note in row["sites"].values()] == ["refused", "accepted", "accepted"]
 
 
@@ -344,5 +334,9 @@ def test_scalars_that_are_no_numbers_are_refused_and_the_round_goes_on() -> None
 
     algorithm = Boasting(Training(Optimiser("sgd", 0.1), batch=4))
     for engine in (lambda engine: engine, on_the_stack(), over_bytes):
-        row = next(r for r in play(algorithm, clinics(8, 8), small(), 1, engine).journal.costs if r["event"] == "round")
+        row = next(
+            r
+            for r in as_json(play(algorithm, clinics(8, 8), small(), 1, engine).journal.costs)
+            if r["event"] == "round"
+        )
         assert [note["outcome"] for note in row["sites"].values()] == ["refused", "accepted"]

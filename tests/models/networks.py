@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 from torchvision import models as torchvision_models
 
-from polyclinic.core.contract import Stream
-from polyclinic.models import MODELS, Classifier, build_model
+from polyclinic.core.rng import Stream
+from polyclinic.models import MODELS, build_model
+from polyclinic.models.classifier import Classifier
 
 CLASSES = 3
 TORCHVISION = (

@@ -19,11 +19,12 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 from polyclinic.cli.main import app
-from polyclinic.core.contract import Stream
 from polyclinic.core.errors import WeightsError
-from polyclinic.models import build_model, load_weights
+from polyclinic.core.rng import Stream
+from polyclinic.models import build_model
 from polyclinic.models.weights import sandboxed_reader
 from polyclinic.models.weights.convert import convert_checkpoint
+from polyclinic.models.weights.load import load_weights
 from tests.models.test_resnet22 import CC, published
 
 
@@ -118,14 +119,19 @@ BAD: dict[str, tuple[bytes, str | None, str, str]] = {
     "empty": (b"", None, "", "cannot be read as a torch file"),
     "cut": (GOOD[: len(GOOD) // 2], None, "", r"cannot be read as a torch file \(.*central directory.*\); download"),
     "cut, old": (written({"a": torch.ones(999)}, False)[:-400], None, "", r"torch file \(.*EOF.*\)"),
-    "no tensors": (written({"epoch": 3}), None, "", "there are no named tensors here, but 'epoch'; give one"),
-    "nothing": (written({}), None, "", "there is nothing in it; get the weights"),
-    "safetensors": (save({"a": torch.ones(1)}), None, "", r"it is safetensors already, .* name it in model\.weights"),
+    "no tensors": (written({"epoch": 3}), None, "", "it has no named tensors here, but 'epoch'; give one"),
+    "nothing": (written({}), None, "", "it is empty; get the weights"),
+    "safetensors": (
+        save({"a": torch.ones(1)}),
+        None,
+        "",
+        r"it is a safetensors file already .* name it in model\.weights",
+    ),
     "below a key": (GOOD, None, "", "no named tensors here, but 'model', 'epoch'; give one of these as --key"),
     "missing key": (GOOD, "mode", "", "it has no key 'mode'; it has 'model', 'epoch': give one of these as --key"),
-    "key of a number": (GOOD, "epoch", "", "it holds a int where named tensors should be"),
-    "a list": (written([torch.ones(1)]), None, "", "it holds a list where named tensors should be"),
-    "prefix": (GOOD, "model", "b.", "no tensor's name begins with 'b.'; there are 'a.weight'"),
+    "key of a number": (GOOD, "epoch", "", "it holds an object of type int instead of named tensors"),
+    "a list": (written([torch.ones(1)]), None, "", "it holds an object of type list instead of named tensors"),
+    "prefix": (GOOD, "model", "b.", "no tensor's name begins with 'b.'; the names are 'a.weight'"),
     "complex": (written({"a": torch.ones(1, dtype=torch.complex64)}), None, "", "'a' is complex64, but weights are"),
     "sparse": (written({"a": torch.ones(1).to_sparse()}), None, "", "'a' is sparse_coo float32, but weights are"),
     "a command": (
@@ -154,7 +160,7 @@ def test_paths_that_cannot_be_read_or_written_are_refused(tmp_path: Path) -> Non
     there.write_bytes(b"mine")
     with pytest.raises(WeightsError, match="There is no checkpoint at"):
         convert_checkpoint(tmp_path / "absent.pt", tmp_path / "out.safetensors")
-    with pytest.raises(WeightsError, match="is there already"):
+    with pytest.raises(WeightsError, match="already exists"):
         convert_checkpoint(source, there)
     with pytest.raises(WeightsError, match="There is no folder"):
         convert_checkpoint(source, tmp_path / "nowhere" / "out.safetensors")
@@ -189,9 +195,9 @@ deeds = {
 }
 before = os.readlink("/proc/self/ns/user") if os.path.exists("/proc/self/ns/user") else ""
 own = open(f"{folder}/own", "w")
-sandboxed_reader.shut_network()
+sandboxed_reader.isolate_network()
 namespaces = before != "" and os.readlink("/proc/self/ns/user") != before
-sandboxed_reader.shut_in(0)
+sandboxed_reader.lock_process(0)
 done = []
 for name, deed in deeds.items():
     try:
@@ -227,9 +233,9 @@ def test_a_reader_that_lies_is_not_believed(tmp_path: Path, monkeypatch: pytest.
     source.write_bytes(GOOD)
     monkeypatch.setattr(sandboxed_reader, "__file__", str(liar))
     for program, sentence in {
-        "pass": "what was read of it is not a set of tensors",
+        "pass": "its reader did not write a set of tensors",
         "import sys; print('\\x1b[2J' + 'x' * 5000); print('more'); sys.exit(1)": r"\?\[2Jx{900,1000}\.$",
-        "import sys; sys.exit(1)": "whoever read it was stopped",
+        "import sys; sys.exit(1)": "its reader was stopped",
         "import os; os.kill(os.getpid(), 9)": "seconds of computing",
         "import os; print(sorted(os.environ), flush=True); os._exit(1)": r"\['(LC_CTYPE', ')?OMP_NUM_THREADS'\]",
     }.items():

@@ -15,7 +15,7 @@ import torch
 from torchvision.models import MobileNet_V3_Small_Weights
 
 from polyclinic.core.errors import WeightsError
-from polyclinic.models import adopt_weights, download_weights
+from polyclinic.models.weights.load import adopt_weights, download_weights
 from tests.models.networks import fresh, logits, pictures, theirs
 
 NAME = "mobilenet_v3_small"

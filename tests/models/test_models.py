@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from hypothesis import given
@@ -10,9 +13,11 @@ from safetensors.torch import load, save
 from torch import nn
 from torchvision.models import get_model_weights
 
-from polyclinic.core.contract import Stream
+from polyclinic import models
 from polyclinic.core.errors import RecipeError
-from polyclinic.models import MODELS, Classifier, build_model
+from polyclinic.core.rng import Stream
+from polyclinic.models import MODELS, build_model, describe_models, register_model
+from polyclinic.models.classifier import Classifier
 from tests.models.networks import (
     CLASSES,
     STREAM,
@@ -285,3 +290,37 @@ def test_a_classifier_lists_a_module_that_owns_tensors_beside_its_children() -> 
 def test_streams_that_differ_in_path_only_give_other_weights() -> None:
     one, two = fresh("linear", seed=Stream(1, ("a",))), fresh("linear", seed=Stream(1, ("b",)))
     assert not torch.equal(one.get_parameter("head.weight"), two.get_parameter("head.weight"))
+
+
+# The registry
+
+
+def test_models_are_described_without_loading_torch() -> None:
+    program = "import sys; from polyclinic.models import describe_models as d; print('torch' in sys.modules, len(d()))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False", str(len(MODELS))]
+    assert describe_models()["mlp"] == "one hidden layer of 64 units"
+
+
+def test_a_registered_model_can_be_built_and_is_described(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(models, "MODELS", dict(MODELS))
+
+    @register_model("mine", min_size=3, dropout=0.25)
+    def mine(*, classes: int, channels: int, size: int, dropout: float) -> Classifier:
+        """A linear model with dropout.
+
+        More about it.
+        """
+        flat = nn.Sequential(nn.Flatten(), nn.Dropout(dropout))
+        return Classifier(flat, nn.Linear(channels * size**2, classes))
+
+    network = build_model("mine", classes=4, channels=3, size=5, seed=STREAM)
+    assert (network(torch.ones(2, 3, 5, 5)).shape, network.extractor[1].p) == ((2, 4), 0.25)  # type: ignore[index]
+    assert describe_models()["mine"] == "A linear model with dropout."
+    with pytest.raises(RecipeError, match="at least 3 pixels"):
+        build_model("mine", classes=4, channels=3, size=2, seed=STREAM)
+
+
+def test_the_name_of_a_built_in_model_cannot_be_registered() -> None:
+    with pytest.raises(RecipeError, match="'mlp' is already a model of polyclinic"):
+        register_model("mlp")

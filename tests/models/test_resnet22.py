@@ -11,13 +11,18 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from polyclinic.core.contract import Fit, Optimiser, Private, Site, Stream, Tensors, Training
 from polyclinic.core.errors import WeightsError
+from polyclinic.core.jobs import Fit, Site
+from polyclinic.core.options import Optimiser, Private, Training
+from polyclinic.core.rng import Stream
+from polyclinic.core.types import Tensors
 from polyclinic.data.examples import Images
-from polyclinic.models import Classifier, adopt_weights, build_model, load_weights
+from polyclinic.models import build_model
+from polyclinic.models.classifier import Classifier
 from polyclinic.models.group_norm import replace_batch_norm
 from polyclinic.models.resnet22 import PreActivationBlock
 from polyclinic.models.split_point import cut_after
+from polyclinic.models.weights.load import adopt_weights, load_weights
 from polyclinic.training.dp.dp_sgd import PrivateGradients
 from polyclinic.training.fit import fit
 from polyclinic.training.losses import task_loss

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from scipy.signal import fftconvolve
 from torch import Tensor, nn
 
-from polyclinic.core.contract import Stream
+from polyclinic.core.rng import Stream
 from polyclinic.models import build_model
 from polyclinic.models.scattering import (
     FLOOR,

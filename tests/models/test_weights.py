@@ -13,9 +13,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torchvision.models import mobilenet_v2
 
-from polyclinic.core.contract import Tensors
 from polyclinic.core.errors import WeightsError
-from polyclinic.models import Classifier, adopt_weights, load_weights
+from polyclinic.core.types import Tensors
+from polyclinic.models.classifier import Classifier
+from polyclinic.models.weights.load import adopt_weights, load_weights
 from tests.models.networks import STREAM, TORCHVISION, fresh, logits, network, pictures, theirs
 
 OTHER = STREAM.child("other")

@@ -17,11 +17,15 @@ import typer
 from torch import Tensor
 from typer.testing import CliRunner
 
-from polyclinic.cli.audit import audit_command, audit_recipe
-from polyclinic.core.contract import Augment, Batch, Optimiser, Private, Stream, Training
+from polyclinic.analysis.privacy_audit import audit_recipe
+from polyclinic.cli.privacy import audit_command
 from polyclinic.core.errors import RecipeError
+from polyclinic.core.options import Augment, Optimiser, Private, Training
+from polyclinic.core.rng import Stream
+from polyclinic.core.types import Batch
 from polyclinic.data.examples import Images
-from polyclinic.models import Classifier, build_model
+from polyclinic.models import build_model
+from polyclinic.models.classifier import Classifier
 from polyclinic.privacy.accounting import Spend, epsilon
 from polyclinic.privacy.audit import (
     AuditResult,
@@ -29,16 +33,15 @@ from polyclinic.privacy.audit import (
     CanaryNetwork,
     adjust_batches,
     best_bound,
-    is_louder,
     lower_bound,
     p_value,
     run_audit,
-    scale_epsilon,
 )
 from polyclinic.runs.experiment import Experiment
 from polyclinic.training.augment import augment_images
+from polyclinic.training.data_order import batches_per_epoch
 from polyclinic.training.dp import dp_sgd
-from polyclinic.training.fit import batches_per_epoch
+from tests.privacy.scale_attack import is_louder, scale_epsilon
 from tests.small import tiny, write_recipe
 
 
@@ -261,10 +264,10 @@ def scaled(by: float) -> Callable[..., Tensor]:
 
 
 PLANTED: dict[str, tuple[str, Callable[..., Tensor]]] = {
-    "no noise": ("gaussian", scaled(0.0)),
-    "noise divided by the batch": ("gaussian", scaled(1 / (RATE * EXAMPLES))),
-    "noise divided by three": ("gaussian", scaled(1 / 3)),
-    "noise reused": ("gaussian", lambda secret, *given: GAUSSIAN(Stream(secret.seed), *given)),
+    "no noise": ("draw_gaussian_noise", scaled(0.0)),
+    "noise divided by the batch": ("draw_gaussian_noise", scaled(1 / (RATE * EXAMPLES))),
+    "noise divided by three": ("draw_gaussian_noise", scaled(1 / 3)),
+    "noise reused": ("draw_gaussian_noise", lambda secret, *given: GAUSSIAN(Stream(secret.seed), *given)),
     "three clips let through": ("clip_factors", lambda norms, clip: CLIP(norms, 3 * clip)),
 }
 
@@ -349,7 +352,7 @@ def test_a_recipe_is_audited_at_the_site_that_pays_most(tmp_path: Path, command:
     told = json.loads(written.read_text())
     assert told["bound"] < told["claimed"] <= 3.0
     assert told["claimed"] == pytest.approx(3.0, rel=1e-2)
-    assert told["steps"] == 2 * batches_per_epoch(Experiment(tiny()).federation.sites[told["site"]], 64)
+    assert told["steps"] == 2 * batches_per_epoch(Experiment(tiny()).setup.federation.sites[told["site"]], 64)
 
 
 def test_a_claim_that_is_refuted_ends_in_an_error(

@@ -10,8 +10,9 @@ import torch
 from scipy import stats
 from torch import Tensor
 
-from polyclinic.core.contract import Stream, Tensors
 from polyclinic.core.errors import RecipeError
+from polyclinic.core.rng import Stream
+from polyclinic.core.types import Tensors
 from polyclinic.privacy.mechanism import add_noise, clip, distance, gaussian_noise, noise_like
 from polyclinic.training.dp.dp_sgd import secret_generator
 

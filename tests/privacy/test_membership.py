@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 from scipy.special import expit
 from scipy.stats import norm
 
-from polyclinic.core.contract import Stream
 from polyclinic.core.errors import DataError, RecipeError
+from polyclinic.core.rng import Stream
 from polyclinic.evaluation.metrics import Floats
 from polyclinic.privacy.membership import Train, attack_membership, membership_result, random_halves, true_positive_rate
 

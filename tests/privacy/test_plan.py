@@ -17,11 +17,17 @@ from torch import nn
 from polyclinic import run
 from polyclinic.algorithms import ALGORITHMS
 from polyclinic.algorithms.optimisation.fedavg import FedAvg
-from polyclinic.config.recipe import Recipe, bundled_recipes
-from polyclinic.core.contract import Bundle, Part, Private, Score, Site, Stream, Tensors, Update, Work
+from polyclinic.config.bundled import bundled_recipes
+from polyclinic.config.recipe import Recipe
 from polyclinic.core.errors import RecipeError, Refused, RoundFailed, StoreError
+from polyclinic.core.jobs import Score, Site, Update, Work
+from polyclinic.core.options import Private
+from polyclinic.core.rng import Stream
+from polyclinic.core.types import Bundle, Part, Tensors
+from polyclinic.evaluation.rows import ChargeRow, CostRow
 from polyclinic.federation.privacy_budget import PrivacyBudget
-from polyclinic.federation.site_runner import SitePrivacyLimits, SiteRunner
+from polyclinic.federation.site_limits import SitePrivacyLimits
+from polyclinic.federation.site_runner import SiteRunner
 from polyclinic.models import build_model
 from polyclinic.models.group_norm import replace_batch_norm
 from polyclinic.privacy.accounting import Spend, epsilon
@@ -128,18 +134,20 @@ def test_every_round_is_charged_before_it_is_played(tmp_path: Path) -> None:
     assert charged[0] == charged[1]
     noise, rate, times, group = charged[0][0]
     paid = epsilon([Spend(noise, rate, 2 * times, group)], 1e-4)
-    assert found.summary["privacy"]["epsilon"]["pld"] == pytest.approx(paid)
+    assert found.summary.epsilon == pytest.approx(paid)
     assert paid <= IMAGE["epsilon"]
 
 
 def test_the_run_stops_before_it_overspends(tmp_path: Path) -> None:
     wish = {"noise": 2.0, "epsilon": 2.0, "delta": 1e-4}
     found = run(tiny(privacy=wish, rounds=40), tmp_path)
-    played, paid = found.summary["rounds"], found.summary["privacy"]["epsilon"]["pld"]
+    played, paid = found.summary.rounds, found.summary.epsilon
     assert 1 <= played < 40
-    assert found.summary["privacy"]["stopped_by_budget"]
+    assert found.summary.privacy is not None
+    assert found.summary.privacy.stopped_by_budget
+    assert paid is not None
     assert paid <= 2.0
-    plan = Experiment(tiny(privacy={**wish, "epsilon": None}, rounds=played + 1)).plan
+    plan = Experiment(tiny(privacy={**wish, "epsilon": None}, rounds=played + 1)).setup.plan
     assert plan is not None
     assert plan.epsilon > 2.0, "one more round could have been paid"
 
@@ -154,7 +162,7 @@ def test_the_same_round_from_the_same_state_is_paid_once_from_another_again() ->
         assert sum(s.times for s in guard.total_spends()["a"]) == times * 20
     again = PrivacyBudget(plan, Stream(0))
     again.load_charges(
-        [{"event": "charge", "round": 1, "privacy": guard.charge_round(1, ["a"], here)}, {"event": "round"}]
+        [ChargeRow(round=1, sites=["a"], privacy=guard.charge_round(1, ["a"], here)), CostRow(event="round", round=1)]
     )
     assert sum(s.times for s in again.total_spends()["a"]) == 20
 
@@ -163,17 +171,17 @@ def test_the_same_round_from_the_same_state_is_paid_once_from_another_again() ->
 def test_every_algorithm_trains_privately(algorithm: str) -> None:
     method = NEEDED.get(algorithm, {}).get("algorithm", algorithm)
     found = run(tiny(algorithm=method, privacy=IMAGE, training__optimiser__lr=0.05))
-    assert found.summary["privacy"]["epsilon"]["pld"] <= 3.0
+    assert (found.summary.epsilon or math.inf) <= 3.0
     free = run(tiny(algorithm=method, training__optimiser__lr=0.05)) if algorithm != "adaptive-noise" else None
-    assert free is None or free.summary["merged"] != found.summary["merged"]
+    assert free is None or free.summary.merged != found.summary.merged
 
 
 @pytest.mark.parametrize("at", ["site", "server"])
 def test_whole_sites_are_protected(at: str) -> None:
     free = run(tiny()).state["model"]
-    near = run(tiny(privacy={"unit": "site", "noise": 0.0, "clip": 1e6, "delta": 1e-3, "at": at})).state["model"]
+    near = run(tiny(privacy={"unit": "site", "noise": 0.0, "clip": 1e6, "delta": 1e-3, "noise_at": at})).state["model"]
     assert all(torch.equal(free[name], near[name]) for name in free), "no clip and no noise change nothing"
-    far = run(tiny(privacy={**SITE, "at": at})).state["model"]
+    far = run(tiny(privacy={**SITE, "noise_at": at})).state["model"]
     assert not any(torch.equal(free[name], far[name]) for name in free)
 
 
@@ -195,10 +203,10 @@ def test_metrics_stay_at_the_sites_unless_told_otherwise(tmp_path: Path) -> None
 def test_noise_from_a_secret_is_another_every_time_and_survives_a_resume(tmp_path: Path) -> None:
     recipe = tiny(privacy={**IMAGE, "randomness": "secret"})
     first, second = run(recipe, tmp_path / "1"), run(recipe, tmp_path / "2")
-    assert first.summary["sha256"] != second.summary["sha256"]
+    assert first.summary.sha256 != second.summary.sha256
     assert (tmp_path / "1" / "secret").stat().st_mode & 0o077 == 0
     (tmp_path / "1" / "result.json").unlink()
-    assert run(recipe, tmp_path / "1").summary["sha256"] == first.summary["sha256"]
+    assert run(recipe, tmp_path / "1").summary.sha256 == first.summary.sha256
 
 
 # What is refused, before anything is trained
@@ -212,12 +220,12 @@ def test_noise_from_a_secret_is_another_every_time_and_survives_a_resume(tmp_pat
         ({"privacy": {"epsilon": 1e-6, "delta": 1e-12}}, "even a noise of"),
         ({"privacy": {**IMAGE, "delta": 0.01}}, "privacy.delta is 0.01, but there are"),
         ({"privacy": {"delta": 1e-5}}, "needs epsilon"),
-        ({"privacy": {**IMAGE, "at": "server"}}, "at: server is for unit site"),
+        ({"privacy": {**IMAGE, "noise_at": "server"}}, "noise_at: server is for unit site"),
         ({"privacy": {**SITE, "amplification": True}}, "cohorts are drawn in public"),
-        ({"privacy": {**SITE, "at": "server"}, "algorithm": "scaffold"}, "takes a weighted mean"),
+        ({"privacy": {**SITE, "noise_at": "server"}, "algorithm": "scaffold"}, "takes a weighted mean"),
         ({"privacy": {**SITE, "metrics": "count"}}, "protects single images, not a whole site"),
-        ({"privacy": {**IMAGE, "views": 4}}, "copies of one image"),
-        ({"privacy": {**IMAGE, "holders": 0}}, "privacy.holders is 0"),
+        ({"privacy": {**IMAGE, "augmentation_multiplicity": 4}}, "copies of one image"),
+        ({"privacy": {**IMAGE, "max_sites_per_record": 0}}, "privacy.max_sites_per_record is 0"),
         ({"privacy": IMAGE, "schedule": "plateau"}, "privacy.metrics: count"),
         ({"algorithm": "adaptive-noise"}, "add for example"),
         ({"algorithm": {"name": "adaptive-noise", "loss_noise": 0}, "privacy": IMAGE}, "nothing charges for"),
@@ -236,7 +244,7 @@ def test_batch_normalisation_is_refused_with_its_replacement() -> None:
     wish = {"privacy": {**IMAGE, "delta": 1e-6}, "model": {"name": "resnet18"}}
     with pytest.raises(RecipeError, match=r"model\.norm: group"):
         Experiment(phantom(**wish))
-    assert Experiment(phantom(**{**wish, "model": {"name": "resnet18", "norm": "group"}})).plan is not None
+    assert Experiment(phantom(**{**wish, "model": {"name": "resnet18", "norm": "group"}})).setup.plan is not None
 
 
 def phantom(**changes: Any) -> Recipe:
@@ -257,11 +265,11 @@ def test_dp_safe_leaves_no_layer_that_mixes_images() -> None:
 
 def test_an_overlap_that_the_data_has_cannot_be_denied() -> None:
     by = {"data__partition": {"by": "admixture", "sites": 3, "primary": 4, "admixture": 0.7}}
-    plan = Experiment(tiny(privacy=IMAGE, **by)).plan
+    plan = Experiment(tiny(privacy=IMAGE, **by)).setup.plan
     assert plan is not None
     assert plan.max_sites_per_record == 3
     with pytest.raises(RecipeError, match="at 3 sites of this federation"):
-        Experiment(tiny(privacy={**IMAGE, "holders": 1}, **by))
+        Experiment(tiny(privacy={**IMAGE, "max_sites_per_record": 1}, **by))
 
 
 class Looking(FedAvg):
@@ -287,7 +295,7 @@ class Eager(FedAvg):
 def test_a_look_that_nobody_pays_for_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """A curriculum orders images by what the model says of them: no accountant's sampling, and no charge."""
     monkeypatch.setitem(ALGORITHMS, "fedavg", Looking)
-    with pytest.raises(RecipeError, match="which no part of the privacy plan pays for"):
+    with pytest.raises(RecipeError, match="which the privacy plan does not pay for"):
         Experiment(tiny(privacy=IMAGE))
 
 
@@ -301,10 +309,11 @@ def test_training_beyond_the_plan_ends_in_an_error(monkeypatch: pytest.MonkeyPat
 
 def test_less_noise_than_was_priced_ends_in_an_error() -> None:
     experiment = Experiment(tiny(privacy=IMAGE))
-    own = experiment.algorithm.training.private
+    own = experiment.setup.algorithm.training.private
     assert own is not None
-    quieter = replace(experiment.algorithm.training, private=Private(own.clip, own.noise / 2))
-    experiment.algorithm = replace(experiment.algorithm, training=quieter)
+    quieter = replace(experiment.setup.algorithm.training, private=Private(own.clip, own.noise / 2))
+    algorithm = replace(experiment.setup.algorithm, training=quieter)
+    experiment.setup = replace(experiment.setup, algorithm=algorithm)
     with pytest.raises(RoundFailed, match="has not priced"):
         experiment.run()
 
@@ -353,7 +362,7 @@ def test_one_bad_image_does_not_end_a_private_run(monkeypatch: pytest.MonkeyPatc
         return {**found, "probabilities": found["probabilities"].index_fill(0, torch.tensor([0]), math.nan)}
 
     monkeypatch.setattr(SiteRunner, "predict", bad)
-    assert run(tiny(privacy={**IMAGE, "metrics": "count"})).headline["accuracy"] >= 0
+    assert run(tiny(privacy={**IMAGE, "metrics": "count"})).headline.scores.value("accuracy") >= 0
     with pytest.raises(RoundFailed, match="NaN or infinite"):
         run(tiny())
 
@@ -368,15 +377,17 @@ def test_a_lost_secret_is_not_replaced(tmp_path: Path) -> None:
 
 
 def test_training_images_are_not_evaluated_and_drift_before_noise_is_not_told(tmp_path: Path) -> None:
-    found = run(tiny(privacy={**SITE, "at": "server"}), tmp_path)
-    assert not any("train" in parts for models in found.summary["sites"].values() for parts in models.values())
+    found = run(tiny(privacy={**SITE, "noise_at": "server"}), tmp_path)
+    assert not any("train" in parts for models in found.summary.sites.values() for parts in models.values())
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert not any("drift" in row for row in rows)
 
 
 def test_the_server_s_noise_is_another_where_other_sites_answered() -> None:
     """Of two means over the same start, with the same noise, the difference would be what one site sent."""
-    guard = PrivacyBudget(make_plan(draft(PrivacyConfig(unit="site", noise=1.0, delta=DELTA, at="server"))), Stream(0))
+    guard = PrivacyBudget(
+        make_plan(draft(PrivacyConfig(unit="site", noise=1.0, delta=DELTA, noise_at="server"))), Stream(0)
+    )
     before: Bundle = {"model": {"w": torch.zeros(1000)}}
     both: Bundle = {"model": {"w": torch.ones(1000)}}
     one: Bundle = {"model": {"w": torch.full((1000,), 2.0)}}

@@ -11,12 +11,17 @@ from typing import Any
 
 import torch
 
+from polyclinic.algorithms.base import Algorithm
 from polyclinic.algorithms.optimisation.fedavg import FedAvg
-from polyclinic.core.contract import Algorithm, Bundle, Failure, Federation, SiteId, Stream
+from polyclinic.core.jobs import Failure, Federation
+from polyclinic.core.rng import Stream
+from polyclinic.core.types import Bundle, SiteId
+from polyclinic.federation import update_check
 from polyclinic.federation.engines.mock import MockEngine
 from polyclinic.federation.rounds import Outcome, Rounds, Rules
 from polyclinic.storage import messages
 from polyclinic.storage.journal import RamJournal
+from tests.laws.bench import as_json
 
 RUN = "winter study"
 REGISTERED: Mapping[SiteId, int] = {"north": 30, "east": 20, "south": 50}
@@ -83,8 +88,8 @@ def honest(site: SiteId = NORTH, round: int = 1) -> Reply:
 
 
 @cache
-def expected(site: SiteId = NORTH, round: int = 1) -> messages.ExpectedUpdate:
-    return messages.ExpectedUpdate(RUN, round, site, start(), start(), examples=REGISTERED[site])
+def expected(site: SiteId = NORTH, round: int = 1) -> update_check.ExpectedUpdate:
+    return update_check.ExpectedUpdate(RUN, round, site, start(), start(), examples=REGISTERED[site])
 
 
 def framed(header: bytes, body: bytes, shift: int = 0) -> bytes:
@@ -117,7 +122,7 @@ def played(answer: Answer, sites: Mapping[SiteId, int] = REGISTERED, **options: 
 
 def notes(journal: RamJournal) -> dict[SiteId, dict[str, Any]]:
     """By site, what became of its reply in the last round; as JSON, since that is how it is kept."""
-    rows = json.loads(json.dumps(journal.rows, allow_nan=False))
+    rows = json.loads(json.dumps(as_json(journal.rows), allow_nan=False))
     return {row["site"]: row for row in rows if row["event"] == "train"}
 
 

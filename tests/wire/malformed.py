@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import save as write_safetensors
 from torch import Tensor
 
-from polyclinic.core.contract import Stream
+from polyclinic.core.rng import Stream
 from polyclinic.storage import messages
 from tests.wire.frames import Reply, body_of, framed, sealed
 

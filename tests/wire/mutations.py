@@ -7,7 +7,7 @@ import random
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from polyclinic.core.contract import SiteId
+from polyclinic.core.types import SiteId
 from tests.wire.frames import REGISTERED, Reply, body_of, framed, honest, sealed
 
 Mutation = Callable[[random.Random, Reply], bytes]

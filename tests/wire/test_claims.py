@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from polyclinic.core.errors import Refused
+from polyclinic.federation import update_check
 from polyclinic.storage import messages
 from tests.wire.frames import RUN, body_of, framed, sealed
 
@@ -70,12 +71,12 @@ def test_sizes_are_what_the_names_say() -> None:
 def test_a_table_may_not_hide_in_the_room_for_tensors() -> None:
     """JSON grows about twentyfold when it is read. The room for 16 MB of weights must not hold 16 MB of it."""
     like = {"model": {"w": torch.zeros(4 * MEGABYTE)}}
-    expected = messages.ExpectedUpdate(RUN, 1, "north", like, like, examples=1)
+    expected = update_check.ExpectedUpdate(RUN, 1, "north", like, like, examples=1)
     bomb = sealed(FIELDS, body_of(b'{"model/w": [' + b"[],[]," * (2 * MEGABYTE) + b"[]]}", b""))
     assert 12 * MEGABYTE < len(bomb) < expected.max_bytes
     process = psutil.Process()
     before = process.memory_info().rss
-    assert refuse("tensors", lambda: messages.accept_update(bomb, expected)) < 0.5
+    assert refuse("tensors", lambda: update_check.check_update(bomb, expected)) < 0.5
     assert process.memory_info().rss - before <= 4 * MEGABYTE
 
 
@@ -92,6 +93,6 @@ def test_an_honest_message_of_many_tensors_has_room() -> None:
     model = {f"features.denseblock{i}.layer.{'é' * 40}": torch.full((1,), i / 7) for i in range(2000)}
     row = {"model": "global", "part": "validation", "n": 5, "loss": 0.1234567890123456, "accuracy": 0.1234567890123456}
     fields = {**FIELDS, "report": [{**row, "model": f"site {i}"} for i in range(200)]}
-    expected = messages.ExpectedUpdate(RUN, 1, "north", {"model": model}, {"model": model}, examples=1)
-    reply = messages.accept_update(messages.encode(fields, {"model": model}), expected)
+    expected = update_check.ExpectedUpdate(RUN, 1, "north", {"model": model}, {"model": model}, examples=1)
+    reply = update_check.check_update(messages.encode(fields, {"model": model}), expected)
     assert reply.drift == 0.0

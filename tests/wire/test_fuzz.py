@@ -12,9 +12,12 @@ import torch
 from safetensors.torch import load as read_safetensors
 
 from polyclinic.algorithms.optimisation.fednova import FedNova
-from polyclinic.core.contract import Bundle, Stream, Training
 from polyclinic.core.errors import Refused
-from polyclinic.federation.reply_checks import check_report
+from polyclinic.core.options import Training
+from polyclinic.core.rng import Stream
+from polyclinic.core.types import Bundle
+from polyclinic.federation import update_check
+from polyclinic.federation.update_check import check_report
 from polyclinic.storage import messages
 from tests.wire.frames import Reply, expected, honest
 from tests.wire.mutations import MUTATIONS
@@ -70,7 +73,7 @@ def check_update(data: bytes) -> None:
 
     Some damage is harmless: another value, another order of keys.
     """
-    reply = messages.accept_update(data, expected())
+    reply = update_check.check_update(data, expected())
     ALGORITHM.check_update(reply.update)
     rows = check_report(reply.fields)
     tensors, like = reply.update.tensors, expected().like

@@ -16,16 +16,19 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from polyclinic.algorithms.base import Averaging
+from polyclinic.algorithms.base import Algorithm
 from polyclinic.algorithms.optimisation.fedavg import FedAvg
 from polyclinic.algorithms.optimisation.fednova import FedNova
-from polyclinic.core.contract import Federation, Optimiser, SiteId, Stream, Training
 from polyclinic.core.errors import RoundFailed
+from polyclinic.core.jobs import Federation
+from polyclinic.core.options import Optimiser, Training
+from polyclinic.core.rng import Stream
+from polyclinic.core.types import SiteId
 from polyclinic.federation.engines.mock import MockEngine
 from polyclinic.federation.rounds import Rounds, Rules
 from polyclinic.storage import messages
 from polyclinic.storage.journal import RamJournal
-from polyclinic.training.fit import draw_epoch_batches
+from polyclinic.training.data_order import draw_epoch_batches
 
 BATCH = 8
 TRAINING = Training(batch=BATCH)
@@ -38,7 +41,7 @@ def influence(
     registered: Sequence[int],
     claims: Mapping[int, Any],
     scalars: Mapping[int, Mapping[str, Any]] | None = None,
-    algorithm: Averaging | None = None,
+    algorithm: Algorithm | None = None,
 ) -> list[float]:
     """The weight each site gets in one round, when some claim other examples or steps than they have."""
     sites = {f"site {k}": n for k, n in enumerate(registered)}

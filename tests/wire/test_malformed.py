@@ -10,9 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from polyclinic.core.contract import Failure, SiteId, Stream
 from polyclinic.core.errors import Refused, RoundFailed
-from polyclinic.federation.reply_checks import check_report
+from polyclinic.core.jobs import Failure
+from polyclinic.core.rng import Stream
+from polyclinic.core.types import SiteId
+from polyclinic.federation import update_check
+from polyclinic.federation.update_check import check_report
 from polyclinic.storage import messages
 from tests.wire.frames import REGISTERED, asked_round, expected, honest, notes, played, weights
 from tests.wire.malformed import MALFORMED, Make, fields
@@ -44,7 +47,7 @@ def others(bad: SiteId) -> Mapping[SiteId, int]:
 
 def test_the_honest_reply_is_accepted() -> None:
     """Otherwise everything below would be refused for nothing."""
-    reply = messages.accept_update(honest().frame, expected())
+    reply = update_check.check_update(honest().frame, expected())
     assert messages.hash_tensors(reply.update.tensors) == messages.hash_tensors(honest().tensors)
     assert check_report(reply.fields) == honest().fields["report"]
     _, journal = played(answer_honestly)
@@ -55,7 +58,7 @@ def test_the_honest_reply_is_accepted() -> None:
 @pytest.mark.parametrize(("kind", "make"), CASES)
 def test_refused_by_name(kind: str, make: Make) -> None:
     with pytest.raises(Refused) as refusal:
-        check_report(messages.accept_update(make(honest()), expected()).fields)
+        check_report(update_check.check_update(make(honest()), expected()).fields)
     assert refusal.value.kind == kind
     assert str(refusal.value).isprintable()
     assert len(str(refusal.value)) < 300

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from polyclinic.algorithms.optimisation.fedavg import FedAvg
-from polyclinic.core.contract import SiteId, Tensors
 from polyclinic.core.errors import Refused, RoundFailed
+from polyclinic.core.types import SiteId, Tensors
 from polyclinic.federation.engines.mock import MockEngine
-from polyclinic.federation.reply_checks import split_predictions
 from polyclinic.federation.rounds import Outcome, Rounds, Rules
+from polyclinic.federation.update_check import split_predictions
 from polyclinic.storage import messages
 from polyclinic.storage.journal import RamJournal
 from tests.wire.frames import REGISTERED, RUN, federation, start

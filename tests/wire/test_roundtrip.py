@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load as read_safetensors
 from torch import Tensor
 
-from polyclinic.core.contract import Bundle
 from polyclinic.core.errors import Refused
+from polyclinic.core.types import Bundle
 from polyclinic.federation.mailbox import Outbox
 from polyclinic.storage import messages
 from tests.wire.frames import body_of, sealed

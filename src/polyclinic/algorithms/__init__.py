@@ -1,50 +1,40 @@
-"""The methods, one file each. Adding one: write its file, add its line here."""
+"""The registry of algorithms. To add one, write its file and add its line to the table."""
 
 from __future__ import annotations
 
-from polyclinic.algorithms.base import Averaging, RunningMean
-from polyclinic.algorithms.baselines.centralised import Centralised
-from polyclinic.algorithms.baselines.cross_site import CrossSite
-from polyclinic.algorithms.baselines.local import Local
-from polyclinic.algorithms.baselines.one_shot import OneShot
-from polyclinic.algorithms.optimisation.adaptive_noise import AdaptiveNoise
-from polyclinic.algorithms.optimisation.elastic import Elastic
-from polyclinic.algorithms.optimisation.fedavg import FedAvg
-from polyclinic.algorithms.optimisation.fedcycle import FedCycle
-from polyclinic.algorithms.optimisation.fednova import FedNova
-from polyclinic.algorithms.optimisation.fedprox import FedProx
-from polyclinic.algorithms.optimisation.fedsgd import FedSGD
-from polyclinic.algorithms.optimisation.scaffold import Scaffold
-from polyclinic.algorithms.personalisation.fedbn import FedBN
-from polyclinic.algorithms.personalisation.fedper import FedPer
-from polyclinic.algorithms.personalisation.pfedcdp import PFedCDP
-from polyclinic.algorithms.representation.fed_align import FedAlign
-from polyclinic.algorithms.representation.fedmp import FedMP
-from polyclinic.algorithms.representation.fedmr import FedMR
-from polyclinic.algorithms.representation.fraug import FRAug
-from polyclinic.algorithms.representation.moon import Moon
+from typing import TYPE_CHECKING
 
-ALGORITHMS: dict[str, type[Averaging]] = {
-    "fedavg": FedAvg,
-    "fedsgd": FedSGD,
-    "fedprox": FedProx,
-    "scaffold": Scaffold,
-    "fednova": FedNova,
-    "fedcycle": FedCycle,
-    "adaptive-noise": AdaptiveNoise,
-    "fedper": FedPer,
-    "fedbn": FedBN,
-    "moon": Moon,
-    "elastic": Elastic,
-    "fedmp": FedMP,
-    "fedmr": FedMR,
-    "fraug": FRAug,
-    "fed-align": FedAlign,
-    "pfedcdp": PFedCDP,
-    "local": Local,
-    "single": OneShot,
-    "centralised": Centralised,
-    "cross-site": CrossSite,
-}
+from polyclinic.core.registry import Registry
 
-__all__ = ["ALGORITHMS", "Averaging", "RunningMean"]
+if TYPE_CHECKING:
+    from polyclinic.algorithms.base import Algorithm
+
+ALGORITHMS: Registry[type[Algorithm]] = Registry(
+    "polyclinic.algorithms",
+    {
+        "fedavg": "optimisation.fedavg:FedAvg",
+        "fedsgd": "optimisation.fedsgd:FedSGD",
+        "fedprox": "optimisation.fedprox:FedProx",
+        "scaffold": "optimisation.scaffold:Scaffold",
+        "fednova": "optimisation.fednova:FedNova",
+        "fedcycle": "optimisation.fedcycle:FedCycle",
+        "adaptive-noise": "optimisation.adaptive_noise:AdaptiveNoise",
+        "fedper": "personalisation.fedper:FedPer",
+        "fedbn": "personalisation.fedbn:FedBN",
+        "moon": "representation.moon:Moon",
+        "elastic": "optimisation.elastic:Elastic",
+        "fedmp": "representation.fedmp:FedMP",
+        "fedmr": "representation.fedmr:FedMR",
+        "fraug": "representation.fraug:FRAug",
+        "fed-align": "representation.fed_align:FedAlign",
+        "pfedcdp": "personalisation.pfedcdp:PFedCDP",
+        "local": "baselines.local:Local",
+        "single": "baselines.one_shot:OneShot",
+        "centralised": "baselines.centralised:Centralised",
+        "cross-site": "baselines.cross_site:CrossSite",
+    },
+)
+register_algorithm = ALGORITHMS.register
+describe_algorithms = ALGORITHMS.describe
+
+__all__ = ["ALGORITHMS", "describe_algorithms", "register_algorithm"]

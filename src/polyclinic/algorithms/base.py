@@ -1,4 +1,7 @@
-"""What the averaging algorithms share: a streaming mean, and the defaults of the contract."""
+"""The base class of all algorithms, and the weighted mean that most of them compute.
+
+To write an algorithm, read this file and `polyclinic.core.jobs`.
+"""
 
 from __future__ import annotations
 
@@ -10,32 +13,24 @@ from typing import ClassVar
 import torch
 from torch import nn
 
-from polyclinic.core.contract import (
-    AUX_PREFIX,
-    Bundle,
-    Exchange,
-    Federation,
-    ServerWork,
-    Site,
-    SiteId,
-    Stream,
-    Tensors,
-    Training,
-    Update,
-    Work,
-)
 from polyclinic.core.flat_tensors import FlatTensors, copy_tensors
+from polyclinic.core.jobs import Exchange, Federation, ServerWork, Site, Update, Work
+from polyclinic.core.options import Training
+from polyclinic.core.rng import Stream
+from polyclinic.core.types import AUX_PREFIX, Bundle, SiteId, Tensors
+from polyclinic.core.validation import check_options
 
 WEIGHT_KINDS = ("model", "buffers")
 IDENTIFYING_KINDS = ("bank", "features", "means")
-"""Kinds in which single sites' images can be recognised: a finished run keeps none, nor hands them on."""
+"""Kinds that hold features of single sites' images. A finished run keeps none of them."""
 
 
 class RunningMean:
-    """Weighted mean of tensors that arrive one at a time: m ← m + (w/Σw)·(t − m). Holds one copy, never all.
+    """The weighted mean of tensors that arrive one at a time: m ← m + (w/Σw)·(t − m). It holds one copy.
 
-    One summand comes out bit for bit, equal ones too but for the sign of a zero. Integers (BatchNorm's batch counters)
-    are averaged and rounded. Tensors that lie side by side, as in every decoded message, are averaged as one vector.
+    The mean of one summand equals it bit for bit, and so does that of equal summands but for the sign of a zero.
+    Integers (BatchNorm's batch counters) are averaged and rounded. Tensors of a decoded message, which are contiguous,
+    are averaged as one vector.
     """
 
     def __init__(self) -> None:
@@ -45,6 +40,7 @@ class RunningMean:
         self._dtypes: dict[str, torch.dtype] = {}
 
     def add(self, tensors: Tensors, weight: float = 1.0) -> None:
+        """Add a summand. All must have the same names, shapes and dtypes."""
         self.total += weight
         self.count += 1
         if self.count == 1:
@@ -61,6 +57,7 @@ class RunningMean:
             torch._foreach_lerp_(list(self._mean.values()), new, weight / self.total)
 
     def value(self) -> Tensors:
+        """Return the mean of all summands so far, in their dtypes."""
         if all(dtype.is_floating_point for dtype in self._dtypes.values()):
             return self._mean
         return {
@@ -69,102 +66,182 @@ class RunningMean:
         }
 
 
-@dataclass(frozen=True)
-class Averaging(ABC):
-    """Defaults: the state is one set of weights, every site receives it, and predicts with it.
+class BundleMean:
+    """The weighted mean of bundles that arrive one at a time: a `RunningMean` for each of `kinds`."""
 
-    A subclass says what a site does (`local`) and how updates meet (`aggregate`).
+    def __init__(self, *kinds: str) -> None:
+        self.count = 0
+        self._means = {kind: RunningMean() for kind in kinds or WEIGHT_KINDS}
+
+    def add(self, bundle: Bundle, weight: float = 1.0) -> None:
+        """Add a summand. A kind that it lacks counts as empty."""
+        self.count += 1
+        for kind, mean in self._means.items():
+            mean.add(bundle.get(kind, {}), weight)
+
+    def value(self) -> Bundle:
+        """Return the mean of all summands so far."""
+        return {kind: mean.value() for kind, mean in self._means.items()}
+
+
+@dataclass(frozen=True)
+class Algorithm(ABC):
+    """A federated learning method: a frozen dataclass whose fields are its options. All methods are pure functions.
+
+    A subclass defines what a site does in a round (`local`) and how updates are combined (`aggregate`). By default the
+    state is one set of weights, which every site receives and predicts with.
+
+    Declare the range of an option in its type, for instance `mu: NonNegativeFloat = 0.01` (pydantic's types). Recipes
+    and Python callers outside it are then refused. Check combinations of options in `__post_init__`, after calling
+    `super().__post_init__()`.
     """
 
     training: Training = Training()
     pooled: ClassVar[bool] = False
-    idle: ClassVar[dict[str, tuple[str, ...]]] = {}
-    """Options without effect, by variant."""
+    """Whether it trains on the images of all sites in one place: a baseline, which hospitals cannot run."""
+    unused_options: ClassVar[dict[str, tuple[str, ...]]] = {}
+    """Options without effect, by `variant`."""
+
+    def __post_init__(self) -> None:
+        check_options(self, "algorithm.")
 
     @property
     def exchanges(self) -> tuple[Exchange, ...]:
+        """The kinds of tensors that a site sends. Anything else in an update is refused."""
         return tuple(Exchange(kind, like=kind) for kind in WEIGHT_KINDS)
 
     def auxiliary(self, features: tuple[int, ...], classes: int) -> Mapping[str, nn.Module]:
+        """Return small networks that train beside the classifier, such as a generator or a discriminator, by name.
+
+        Their weights are among the classifier's as `auxiliary.NAME.…`. The steps of a job train them. They are sent and
+        averaged unless `init` and `local` keep them apart. Call them by `Network.auxiliary`. No model that predicts, or
+        is saved at the end, has them.
+
+        Args:
+            features: The shape of the extractor's output for one image.
+            classes: The number of classes.
+        """
         del features, classes
         return {}
 
     def init(self, federation: Federation) -> Bundle:
+        """Return the server's state before round 1, made from `federation.initial`."""
         return dict(federation.initial)
 
     def broadcast(self, state: Bundle, site: SiteId) -> Bundle:
+        """Return the part of the state that `site` receives."""
         del site
         return state
 
     @abstractmethod
-    def local(self, received: Bundle, memory: Bundle | None, site: Site, rng: Stream) -> Work: ...
+    def local(self, received: Bundle, memory: Bundle | None, site: Site, rng: Stream) -> Work:
+        """Do one site's work in one round, as a generator of jobs.
+
+        `fitted = yield Fit(weights, objective, self.training)` trains and gives a `Fitted`;
+        `found = yield Score(weights, function)` computes something of the site's images and gives `Tensors`.
+
+        Args:
+            received: What `broadcast` returned for this site. It must not be changed in place.
+            memory: What `local` returned as memory when the site last took part; None the first time.
+            site: The site's name, its number of training images, the round and its learning rate.
+            rng: The site's random stream; use `rng.child(name, site.round)` for a draw.
+
+        Returns:
+            The update for the server, and what the site remembers until its next round (None: no change).
+        """
 
     @abstractmethod
-    def aggregate(self, state: Bundle, updates: Iterable[Update]) -> Bundle: ...
+    def aggregate(self, state: Bundle, updates: Iterable[Update]) -> Bundle:
+        """Return the next state.
+
+        Args:
+            state: The state before the round. It must not be changed in place.
+            updates: The accepted updates in site order, one at a time. Average them by `BundleMean`; keep none.
+        """
 
     def check_update(self, update: Update) -> None:
+        """Raise `errors.Refused` if the update has valid shapes and values but cannot be right for this algorithm."""
         del update
 
     def finish(self, state: Bundle) -> Bundle:
+        """Return the state after the last round, which is saved and from which the final models are made."""
         return {
             kind: without_prefix(AUX_PREFIX, group) for kind, group in state.items() if kind not in IDENTIFYING_KINDS
         }
 
+    def models(self, received: Bundle, memory: Bundle | None) -> dict[str, Bundle]:
+        """Return the weights that a site would predict with, by name: "global", "personal" or another site's name."""
+        del memory
+        return {"global": classifier_weights(received)}
+
     @property
     def trains_on_server(self) -> bool:
+        """Whether the server trains on a public set after every aggregation, by `server_step`."""
         return False
 
     def server_step(self, state: Bundle, server: Site, rng: Stream) -> ServerWork:
+        """Do the server's training on its public set: yield `("", job)`, receive the result, return the next state."""
         del server, rng
         yield from ()
         return state
 
-    def cluster_of(self, state: Bundle, site: SiteId) -> str:
-        del state, site
-        return ""
-
-    def cluster_state(self, state: Bundle, group: str) -> Bundle:
-        del group
-        return state
-
-    def cluster_from_broadcast(self, received: Bundle) -> str:
-        del received
-        return ""
-
-    def lr_scale(self, group: str) -> float:
-        del group
-        return 1.0
-
     def privacy_releases(self) -> Mapping[str, float]:
+        """Return what a site releases in a round besides its trained weights: a noise multiplier for each release.
+
+        A privacy plan charges for every entry.
+        """
         return {}
 
     def no_guarantee_reason(self) -> str:
+        """Return why no privacy plan can give a guarantee with this algorithm, or "" if one can."""
         return ""
 
     def warning(self) -> str:
+        """Return what users must know before they trust a run of it, or ""."""
         return ""
 
-    def models(self, received: Bundle, memory: Bundle | None) -> dict[str, Bundle]:
-        del memory
-        return {"global": classifier_weights(received)}
+    def cluster_of(self, state: Bundle, site: SiteId) -> str:
+        """Return the cluster of a site, whose members share one network. Only `wrappers.clustered` overrides it."""
+        del state, site
+        return ""
+
+    def cluster_state(self, state: Bundle, cluster: str) -> Bundle:
+        """Return the part of the state that belongs to a cluster."""
+        del cluster
+        return state
+
+    def cluster_from_broadcast(self, received: Bundle) -> str:
+        """Return the cluster that a site belongs to, read from what it received."""
+        del received
+        return ""
+
+    def lr_scale(self, cluster: str) -> float:
+        """Return the factor on the learning rate in a cluster."""
+        del cluster
+        return 1.0
 
     def update_weight(self, update: Update) -> float:
-        """n_k, or 1 where the recipe asks for uniform weights."""
+        """Return the weight of an update in a mean: n_k, or 1 with `training.weights: uniform`."""
         return float(update.examples) if self.training.weights == "examples" else 1.0
 
 
 def network_weights(bundle: Bundle) -> Bundle:
-    """Only what a network needs: parameters and buffers."""
+    """Return the parameters and buffers of a bundle, without other kinds."""
     return {kind: bundle.get(kind, {}) for kind in WEIGHT_KINDS}
 
 
 def classifier_weights(bundle: Bundle) -> Bundle:
-    """Only what predicts: weights, without those of networks that train beside the classifier."""
+    """Return the weights that predict: parameters and buffers, without those of auxiliary networks."""
     return {kind: without_prefix(AUX_PREFIX, group) for kind, group in network_weights(bundle).items()}
 
 
-def without_prefix(prefix: str, group: Tensors) -> Tensors:
-    """Themselves where no name begins so: tensors that lie side by side shall stay so."""
+def without_prefix(prefix: str | tuple[str, ...], group: Tensors) -> Tensors:
+    """Return the tensors whose names do not begin with `prefix`; if none does, `group` itself, which may be flat."""
     if not any(name.startswith(prefix) for name in group):
         return group
     return {name: tensor for name, tensor in group.items() if not name.startswith(prefix)}
+
+
+def with_prefix(prefix: str | tuple[str, ...], group: Tensors) -> Tensors:
+    """Return the tensors whose names begin with `prefix`."""
+    return {name: tensor for name, tensor in group.items() if name.startswith(prefix)}

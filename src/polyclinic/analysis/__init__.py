@@ -1,0 +1,1 @@
+"""Questions to a finished run: predictions, export, explanations, features, attacks."""

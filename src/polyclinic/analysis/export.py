@@ -1,8 +1,8 @@
-"""A run's model for other programs: weights by torch's own names, what an image must go through first, ONNX, a card.
+"""Exports a model of a finished run for other programs: weights, preprocessing, optionally ONNX, and a model card.
 
-`model.safetensors` holds tensors and nothing that could be executed. `model.onnx` gives logits and calibrated
-probabilities, for any number of images at a time; before it is written it has computed the same as torch, here. The
-card comes last and names the sums of the other files: a folder without one, or with another's, is not whole.
+`model.safetensors` holds tensors and nothing executable. `model.onnx` gives logits and calibrated probabilities for any
+batch size; it is written only after its outputs were compared with torch's. The card is written last and lists the
+checksums of the other files: a folder without a matching card is incomplete.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import hashlib
 import json
 import math
 import warnings
-from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -24,16 +23,17 @@ from torch import Tensor, nn
 
 from polyclinic.analysis.model_card import render_model_card
 from polyclinic.analysis.predict import ModelCatalogue, Preprocessing, RunModel
-from polyclinic.core.contract import Stream
 from polyclinic.core.errors import EngineError, StoreError
-from polyclinic.data.loading.preprocess import BLOCKS, DARK, MARGIN, THIN
+from polyclinic.core.rng import Stream
+from polyclinic.data.loading.preprocessing import BLOCKS, DARK, MARGIN, THIN
 from polyclinic.evaluation.calibration import Calibration, Uncalibrated
+from polyclinic.evaluation.summary import RunSummary
 from polyclinic.models.scattering import FixedFeatures, Scattering
-from polyclinic.storage.run_files import explain_os_errors, write_atomically
+from polyclinic.storage.files import explain_os_errors, write_atomically
 
 OPSET = 18
 TOLERANCE = 1e-5
-"""By how much ONNX may differ from torch: in probabilities, and in logits as a share of the largest."""
+"""The largest difference allowed between ONNX and torch: of probabilities, and of logits relative to the largest."""
 WEIGHTS, PREPARING, ONNX, CARD = "model.safetensors", "preprocessing.json", "model.onnx", "MODEL_CARD.md"
 NEEDED = ("onnx", "onnxscript", "onnxruntime")
 DICOM = (
@@ -43,7 +43,7 @@ DICOM = (
 
 
 class CalibratedModel(nn.Module):
-    """A model as one function: images to logits (of an ensemble, log-probabilities) and calibrated probabilities."""
+    """A model as one module: from images to logits (log-probabilities for an ensemble) and calibrated probabilities."""
 
     def __init__(self, model: RunModel, temperature: float) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class CalibratedModel(nn.Module):
 
 
 class RealScattering(Scattering):
-    """The same in real numbers: ONNX has no complex ones. Fourier transforms are products with matrices here."""
+    """`Scattering` without complex numbers, which ONNX lacks: Fourier transforms are matrix products here."""
 
     def __init__(self, fixed: Scattering) -> None:
         super().__init__(fixed.shape[0] // fixed.paths, fixed.size, fixed.scales)
@@ -84,7 +84,7 @@ class RealScattering(Scattering):
         return torch.cat(paths, 2).flatten(1, 2)
 
     def _wavelet_moduli(self, spectrum: Tensor, resolution: int, scale: int) -> Tensor:
-        """|x ⋆ ψ| at every 2^scale-th pixel of the picture, which is given at every 2^resolution-th, as it is."""
+        """|x ⋆ ψ| at every 2^scale-th pixel of an image that is given at every 2^resolution-th pixel."""
         cos, sin = (self.get_buffer(f"{name}{resolution}") for name in ("cos", "sin"))
         across, down = spectrum @ cos, spectrum @ sin
         waves, side = self.get_buffer(f"waves{resolution}{scale}"), cos.shape[0]
@@ -98,7 +98,7 @@ class RealScattering(Scattering):
 
 
 def _to_exportable(network: nn.Module) -> nn.Module:
-    """A copy that ONNX has words for."""
+    """A copy of the network that ONNX can express."""
     found = copy.deepcopy(network)
     for part in found.modules():
         if isinstance(part, FixedFeatures):
@@ -113,13 +113,23 @@ def export_model(
     folder: Path,
     onnx: bool = False,
     force: bool = False,
-    alone: Mapping[str, Any] | None = None,
+    alone: RunSummary | None = None,
 ) -> list[Path]:
-    """Write a model's files; `alone`: what a run says in which each of the same sites trained by itself."""
+    """Write a model's files and return their paths.
+
+    Args:
+        run: The finished run.
+        model: The model to export.
+        calibration: Its temperature, or why it has none.
+        folder: Where to write.
+        onnx: Write `model.onnx` too.
+        force: Overwrite files of an earlier export.
+        alone: The summary of a run in which each of the same sites trained by itself.
+    """
     check_overwriting(folder, force)
     temperature = calibration.temperature if isinstance(calibration, Calibration) else 1.0
-    prepared = build_manifest(run, model, calibration)
-    files = {WEIGHTS: collect_weights(model), PREPARING: (json.dumps(prepared, indent=2) + "\n").encode()}
+    manifest = build_manifest(run, model, calibration)
+    files = {WEIGHTS: collect_weights(model), PREPARING: (json.dumps(manifest, indent=2) + "\n").encode()}
     if onnx:
         files[ONNX] = build_onnx(model, run.preprocessing, run.classes, temperature)
     sums = {name: hashlib.sha256(data).hexdigest() for name, data in files.items()}
@@ -140,18 +150,18 @@ def check_overwriting(folder: Path, force: bool) -> None:
 
 
 def collect_weights(model: RunModel) -> bytes:
-    """By the network's own names; of an ensemble, members' after `members.NUMBER.`, without their sites' names."""
+    """The weights under torch's names; for an ensemble prefixed with `members.NUMBER.`, without the sites' names."""
     alone = len(model.networks) == 1
     tensors = {
         name if alone else f"members.{number}.{name}": tensor.detach().cpu().contiguous()
         for number, network in enumerate(model.networks)
         for name, tensor in network.state_dict().items()
     }
-    return save(tensors, {"format": "pt"})  # of more entries the order would change from time to time
+    return save(tensors, {"format": "pt"})  # with more entries the order would vary between runs
 
 
-def build_manifest(run: ModelCatalogue, model: RunModel, calibration: Calibration | Uncalibrated) -> dict[str, Any]:
-    """All that is needed to prepare an image, build the network and read what it says."""
+def build_manifest(run: ModelCatalogue, model: RunModel, calibration: Calibration | Uncalibrated) -> dict[str, object]:
+    """Everything needed to prepare an image, build the network and interpret its output."""
     wanted, section = run.preprocessing.preparation, model.sections[0]
     temperature = calibration.temperature if isinstance(calibration, Calibration) else None
     return {
@@ -177,13 +187,15 @@ def build_manifest(run: ModelCatalogue, model: RunModel, calibration: Calibratio
     }
 
 
-def _describe_cropping() -> dict[str, Any]:
-    told = "cut to the largest bright object; what does not touch it becomes black (polyclinic.data.loading.preprocess)"
+def _describe_cropping() -> dict[str, object]:
+    told = (
+        "cut to the largest bright object; what does not touch it becomes black (polyclinic.data.loading.preprocessing)"
+    )
     return {"rule": told, "dark": DARK, "blocks": BLOCKS, "thin": THIN, "margin": MARGIN}
 
 
 def build_onnx(model: RunModel, preprocessing: Preprocessing, classes: tuple[str, ...], temperature: float) -> bytes:
-    """The model as ONNX, checked against torch."""
+    """The model as ONNX, after comparing its outputs with torch's."""
     if missing := [name for name in NEEDED if find_spec(name) is None]:
         raise EngineError(
             f'ONNX needs {", ".join(missing)}; install with pip install "polyclinic[export]", or leave --onnx out'
@@ -228,7 +240,7 @@ def _convert_to_onnx(whole: CalibratedModel, images: Tensor, model: RunModel, cl
 
 
 def _strip_traces(proto: Any) -> None:
-    """Converters note where in whose source files a node came from."""
+    """Remove the paths of source files that the converter records."""
     graph = proto.graph
     for part in (graph, *graph.node, *graph.value_info, *graph.input, *graph.output, *graph.initializer):
         del part.metadata_props[:]

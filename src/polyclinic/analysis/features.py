@@ -1,17 +1,17 @@
-"""What a finished run's network makes of the hospitals' images, and how far hospitals lie apart in it.
+"""Measures how far sites lie apart in the features that a finished run's network extracts from their images.
 
 FedMP: tackling medical feature heterogeneity in federated learning from a manifold perspective (Zhou et al. 2025),
-sections 4.2.1 and 4.2.3, shows features by t-SNE (van der Maaten and Hinton 2008). Such a picture can be read either
-way, so two figures stand beside it, both of features as they are and not of the picture:
+sections 4.2.1 and 4.2.3, shows features by t-SNE (van der Maaten and Hinton 2008). Such a figure can be read either
+way, so two scores accompany it, both computed from the features themselves and not from the figure:
 
     recognised  the share of images whose nearest one, of the same class and another patient, is of their own site; mean
                 over sites. The test of Schilling 1986 and Henze 1988: whether samples have one distribution.
     apart       the Hausdorff distance between two sites' features of a class, mean over classes and pairs of sites,
                 divided by the mean distance between two classes' means. Scaling or turning features changes nothing.
 
-and, beside them, how well a fresh classifier of sites does (domains.py).
+and the accuracy of a classifier that predicts the site (site_classifier.py).
 
-Each with what chance gives: the mean of the same figure after patients were dealt anew to sites, within their class.
+Each is reported with its chance level: the mean of the same score after patients of a class were permuted among sites.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from polyclinic.analysis.site_classifier import classify_sites
-from polyclinic.core.contract import Examples, Part, SiteId, Stream
+from polyclinic.analysis.site_classifier import score_site_classifier
 from polyclinic.core.errors import DataError, RecipeError
+from polyclinic.core.rng import Stream
+from polyclinic.core.types import Examples, Part, SiteId
 from polyclinic.data.heterogeneity.feature_shift import p_value, shuffle_sites
 from polyclinic.data.patients import Indices
 from polyclinic.evaluation.metrics import Floats
@@ -36,32 +37,32 @@ from polyclinic.runs.finished_run import FinishedRun, check_same_images, run_nam
 from polyclinic.runs.sites import FederatedDataset
 from polyclinic.training.fit import evaluation_batch_size
 
-FEWEST = 2
-"""Patients of a class that a site must have to be compared in that class: one alone has no neighbour at home."""
-IMAGES = 8
-"""Fewer are no picture."""
-DEALT = 200
-"""How often patients are dealt anew."""
+MIN_PATIENTS = 2
+"""Of a class, for a site to be compared in that class: a single patient has no neighbour at its own site."""
+MIN_IMAGES = 8
+"""Below this number a t-SNE figure shows nothing."""
+PERMUTATIONS = 200
+"""How often patients are permuted among sites."""
 PERPLEXITY = 30.0
-ROOM = 2**29
-"""Values of all features together; in double precision they take 4 GiB."""
+MAX_VALUES = 2**29
+"""The most values of all features together, which take 4 GiB in double precision."""
 
 
 @dataclass(frozen=True)
 class FeatureOptions:
-    """Which images, seen by which stage."""
+    """Which images are used, and the stage of the network whose features are compared."""
 
     part: Part = "test"
     label: str | None = None
-    """Only this class."""
+    """Show only this class."""
     most: int = 1000
     stage: int | None = None
-    """None: what the run's extractor hands to its head."""
+    """None: the stage whose features the run's head receives."""
 
 
 @dataclass(frozen=True, eq=False)
 class FeaturePoints:
-    """Features of images: one row each."""
+    """The features of images, one row each, with the numbers of their sites, classes and patients."""
 
     values: Floats
     site: Indices
@@ -74,7 +75,7 @@ class FeaturePoints:
 
 @dataclass(frozen=True)
 class FeatureScore:
-    """A figure, what chance gives in its place, and how often chance gives as much."""
+    """A score, its chance level, and the p-value of the permutation test."""
 
     value: float
     chance: float
@@ -85,18 +86,18 @@ class FeatureScore:
 class FeatureScores:
     recognised: FeatureScore
     apart: FeatureScore | None
-    """None: there is but one class, and no distance between classes to compare with."""
+    """None with a single class: there is no distance between classes to compare with."""
     sites: int
-    """Compared in one class or more."""
+    """How many sites are compared in at least one class."""
     classes: int
-    """In which two sites or more were compared."""
-    told_apart: float | None
-    """What a fresh classifier of sites scores; see domains.py."""
+    """How many classes at least two sites are compared in."""
+    site_classifier_accuracy: float | None
+    """See site_classifier.py."""
 
 
 @dataclass(frozen=True, eq=False)
 class RunFeatures:
-    """One run's features."""
+    """The features of one run, and their scores."""
 
     folder: Path
     name: str
@@ -104,28 +105,28 @@ class RunFeatures:
     stages: int
     dimensions: int
     shared: bool
-    """All sites have the same extractor; else each site's images are seen by its own."""
+    """Whether all sites have the same extractor; otherwise each site's images pass through its own."""
     points: FeaturePoints
-    """Those that are shown."""
+    """The images that are shown."""
     scores: FeatureScores | None
-    """None: no class has two sites with patients enough."""
+    """None if no class has two sites with enough patients."""
 
 
 def compare_features(runs: Sequence[FinishedRun], options: FeatureOptions, stream: Stream) -> list[RunFeatures]:
-    """The features of the same images in every run."""
-    for past in runs:
-        _check_unclustered(past)
-        check_same_images(past, runs[0])
-    consortium = runs[0].dataset
-    rows = choose_images(consortium, options, stream.child("images"))
-    seen = zip(runs, run_names(runs), strict=True)
-    return [_features_of_run(past, name, rows, options, stream.child("dealt")) for past, name in seen]
+    """Extract features of the same images in every run, and score them."""
+    for run in runs:
+        _check_unclustered(run)
+        check_same_images(run, runs[0])
+    dataset = runs[0].dataset
+    rows = choose_images(dataset, options, stream.child("images"))
+    named = zip(runs, run_names(runs), strict=True)
+    return [_features_of_run(run, name, rows, options, stream.child("dealt")) for run, name in named]
 
 
 def measure_site_classifier(run: FinishedRun) -> float | None:
-    """What `polyclinic features` says of a run: how well a fresh classifier tells the sites of test images."""
-    [view] = compare_features([run], FeatureOptions(), Stream(run.recipe.seed, ("features",)))
-    return None if view.scores is None else view.scores.told_apart
+    """The site_classifier_accuracy of a run that `polyclinic features` reports, on test images."""
+    [found] = compare_features([run], FeatureOptions(), Stream(run.recipe.seed, ("features",)))
+    return None if found.scores is None else found.scores.site_classifier_accuracy
 
 
 def _check_unclustered(run: FinishedRun) -> None:
@@ -137,7 +138,7 @@ def _check_unclustered(run: FinishedRun) -> None:
 
 
 def choose_images(dataset: FederatedDataset, options: FeatureOptions, stream: Stream) -> dict[SiteId, Tensor]:
-    """The rows of each site's images, evenly over sites; with a label as many of all other classes, for comparison."""
+    """The rows of the images to use, evenly over sites; with a label also as many images of all other classes."""
     held: dict[SiteId, Examples] = {name: getattr(site, options.part) for name, site in dataset.sites.items()}
     labels = {name: examples.labels.cpu().numpy() for name, examples in held.items()}
     wanted = {name: np.ones(len(own), dtype=bool) for name, own in labels.items()}
@@ -145,11 +146,11 @@ def choose_images(dataset: FederatedDataset, options: FeatureOptions, stream: St
         number = _class_number(dataset.classes, options.label)
         wanted = {name: own == number for name, own in labels.items()}
     there = sum(int(own.sum()) for own in wanted.values())
-    if there < IMAGES:
+    if there < MIN_IMAGES:
         of = "" if options.label is None else f" of class {options.label}"
         raise DataError(
-            f"the sites have {there} {options.part} images{of}, and fewer than {IMAGES} make no picture; choose another "
-            "--part" + (" or --label" if of else "")
+            f"the sites have {there} {options.part} images{of}, and fewer than {MIN_IMAGES} make no picture; choose "
+            "another --part" + (" or --label" if of else "")
         )
     rng = np.random.default_rng(stream.integer())
     parts = [
@@ -171,7 +172,7 @@ def _sample_rows(rows: Sequence[Indices], most: int, rng: np.random.Generator) -
 
 
 def divide_evenly(sizes: Sequence[int], most: int) -> list[int]:
-    """`most` divided evenly; what one has not, others may have."""
+    """Divide `most` evenly; what one site cannot fill goes to the others."""
     given, left = [0] * len(sizes), most
     for place, number in enumerate(sorted(range(len(sizes)), key=sizes.__getitem__)):
         given[number] = min(sizes[number], left // (len(sizes) - place))
@@ -184,12 +185,12 @@ def _features_of_run(
 ) -> RunFeatures:
     values, stage, last, shared = _extract_all(run, rows, options)
     held = {site: getattr(run.dataset.sites[site], options.part) for site in rows}
-    people = [person for site, own in rows.items() for person in _patient_numbers(site, held[site], own)]
+    patients = [patient for site, own in rows.items() for patient in _name_patients(site, held[site], own)]
     points = FeaturePoints(
         reduce_dimensions(values),
         np.repeat(np.arange(len(rows)), [len(own) for own in rows.values()]),
         np.concatenate([held[site].labels.cpu().numpy()[own] for site, own in rows.items()]),
-        np.unique(people, return_inverse=True)[1],
+        np.unique(patients, return_inverse=True)[1],
     )
     if not np.isfinite(points.values).all() or not points.values.any():
         raise DataError(f"the features of {run.folder} are not finite, or those of all images the same; train it anew")
@@ -199,8 +200,8 @@ def _features_of_run(
     return RunFeatures(run.folder, name, stage, last, values.shape[1], shared, shown, figures)
 
 
-def _patient_numbers(site: SiteId, examples: Examples, rows: Tensor) -> list[str]:
-    """Who the images are of; where that is unknown, every image is of somebody else."""
+def _name_patients(site: SiteId, examples: Examples, rows: Tensor) -> list[str]:
+    """The patient of each image; where patients are unknown, every image counts as another patient."""
     if examples.patients is None:
         return [f"{site}/{row}" for row in rows.tolist()]
     return [examples.patients[row] for row in rows.tolist()]
@@ -209,14 +210,14 @@ def _patient_numbers(site: SiteId, examples: Examples, rows: Tensor) -> list[str
 def _extract_all(
     run: FinishedRun, rows: Mapping[SiteId, Tensor], options: FeatureOptions
 ) -> tuple[Floats, int, int, bool]:
-    """All features, of which stage of how many, and whether one extractor made them."""
+    """The features, their stage, the number of stages, and whether all sites share one extractor."""
     found: list[Tensor] = []
     first: dict[str, Tensor] = {}
     shared, images = True, sum(map(len, rows.values()))
     for site, own in rows.items():
         _, network = run.site_network(site)
         last = count_stages(network)
-        stage = (run.recipe.model.cut or last) if options.stage is None else options.stage
+        stage = (run.recipe.model.split_after or last) if options.stage is None else options.stage
         if not 1 <= stage <= last:
             raise RecipeError(f"--stage is {stage}, but the network of {run.folder} has stages 1 to {last}")
         cut = cut_after(network, stage)
@@ -235,15 +236,15 @@ def _extract_rows(network: Classifier, examples: Examples, rows: Tensor, device:
 
 
 def _check_memory(dimensions: int, images: int, stage: int) -> None:
-    if dimensions * images > ROOM:
+    if dimensions * images > MAX_VALUES:
         raise RecipeError(
             f"a feature of stage {stage} has {dimensions:,} values, too many for {images:,} images; lower --most to "
-            f"{ROOM // dimensions:,} or choose a later --stage"
+            f"{MAX_VALUES // dimensions:,} or choose a later --stage"
         )
 
 
 def reduce_dimensions(values: Floats) -> Floats:
-    """The same points turned, centred: every distance stays, and there are no more dimensions than points."""
+    """Centre and rotate the points: distances stay the same, and there are no more dimensions than points."""
     centred: Floats = values.astype(np.float64) - values.mean(axis=0, dtype=np.float64)
     if centred.shape[1] <= len(centred):
         return centred
@@ -252,7 +253,7 @@ def reduce_dimensions(values: Floats) -> Floats:
 
 
 def embed_tsne(values: Floats, stream: Stream) -> Floats:
-    """t-SNE in two dimensions; on one core, so that the same seed gives the same picture."""
+    """Embed points in two dimensions by t-SNE; on one core, so that the same seed gives the same figure."""
     from sklearn.manifold import TSNE
     from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]  # scikit-learn brings it
 
@@ -265,7 +266,7 @@ def embed_tsne(values: Floats, stream: Stream) -> Floats:
 
 
 def class_distance(points: FeaturePoints) -> float | None:
-    """The mean distance between two classes' means."""
+    """The mean distance between the means of two classes; None for a single class."""
     from scipy.spatial.distance import pdist  # takes as long to load as the rest of the command line
 
     means = [points.values[points.label == label].mean(axis=0) for label in np.unique(points.label)]
@@ -274,35 +275,34 @@ def class_distance(points: FeaturePoints) -> float | None:
 
 @dataclass(frozen=True, eq=False)
 class _Class:
-    """The images of one class at sites that are compared."""
+    """The images of one class at the sites that are compared."""
 
     distance: Floats
     nearest: Indices
-    """Of every image, the nearest one of another patient."""
+    """Of every image, the nearest image of another patient."""
     unit: Indices
     """The number of every image's patient …"""
     home: Indices
-    """… and, of every patient, the site. A patient of two sites is here twice."""
+    """… and of every patient, the site. A patient of two sites counts twice."""
 
 
 def measure_features(points: FeaturePoints, scale: float | None, stream: Stream) -> FeatureScores | None:
-    """Both figures; `scale`: the distance between classes."""
+    """Score features; `scale`: the distance between classes. None if no class can be compared."""
     classes = [found for label in np.unique(points.label) if (found := _select_class(points, label))]
     if not classes:
         return None
     rng = np.random.default_rng(stream.integer())
-    dealt = [shuffle_sites(one.home, np.zeros_like(one.home), DEALT, rng) for one in classes]
+    permuted = [shuffle_sites(one.home, np.zeros_like(one.home), PERMUTATIONS, rng) for one in classes]
 
     def judged(figure: Callable[[Sequence[_Class], Sequence[Indices]], float]) -> FeatureScore:
         value = figure(classes, [one.home for one in classes])
-        chance = np.array([figure(classes, homes) for homes in zip(*dealt, strict=True)])
+        chance = np.array([figure(classes, homes) for homes in zip(*permuted, strict=True)])
         return FeatureScore(value, float(chance.mean()), p_value(value, chance))
 
     apart = judged(lambda found, homes: _site_distance(found, homes) / scale) if scale else None
     sites = np.unique(np.concatenate([one.home for one in classes]))
-    return FeatureScores(
-        judged(_site_recognition), apart, len(sites), len(classes), classify_sites(points, stream.child("folds"))
-    )
+    accuracy = score_site_classifier(points.values, points.site, points.patient, stream.child("folds"))
+    return FeatureScores(judged(_site_recognition), apart, len(sites), len(classes), accuracy)
 
 
 def _select_class(points: FeaturePoints, label: int) -> _Class | None:
@@ -310,7 +310,7 @@ def _select_class(points: FeaturePoints, label: int) -> _Class | None:
 
     members = np.flatnonzero(points.label == label)
     pairs, patients = np.unique(np.stack([points.site[members], points.patient[members]]), axis=1, return_inverse=True)
-    able = np.bincount(pairs[0]) >= FEWEST
+    able = np.bincount(pairs[0]) >= MIN_PATIENTS
     rows = able[points.site[members]]
     if able.sum() < 2:
         return None

@@ -1,4 +1,4 @@
-"""Features of runs side by side, by t-SNE: a colour for each site, a marker for each class (FedMP, Figures 5 and 6)."""
+"""Draws features of several runs by t-SNE: a colour for each site, a marker for each class (FedMP, Figures 5 and 6)."""
 
 from __future__ import annotations
 
@@ -10,52 +10,52 @@ import numpy as np
 from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.colors import to_hex
-from matplotlib.figure import Figure as Paper
+from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.lines import Line2D
 
 from polyclinic.analysis.features import FeatureScore, RunFeatures, embed_tsne
-from polyclinic.core.contract import Stream
+from polyclinic.analysis.figures import new_sheet, shorten_text
+from polyclinic.core.rng import Stream
 from polyclinic.evaluation.metrics import Floats
-from polyclinic.reporting.figures import COLOURS, DPI, FAINT, INK, TEXT, save
+from polyclinic.reporting.figures import COLOURS, FAINT, INK, TEXT, save
 
 PANEL, LEGEND, ABOVE, TITLE = 4.8, 2.4, 1.05, 0.4
-"""Inches: a panel's side, the legend's width, and the room for a panel's words and for the title."""
+"""Inches: a panel's side, the legend's width, and the height of a panel's text and of the title."""
 IN_A_ROW = 3
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "*", "p", "d")
 SIZE, LARGER = 34, {"*": 2.0, "P": 1.3, "X": 1.3}
-"""A marker's area in square points where there are 600; thin ones are drawn larger, to look alike."""
+"""A marker's area in square points for 600 images; thin markers are drawn larger, so that all look alike."""
 LISTED, LINE = 12, 0.235
-"""Names of sites, and of classes, in the legend; inches that one takes."""
+"""The most names of sites, and of classes, in the legend; the height of a line in inches."""
 
 
 def draw_features(
-    views: Sequence[RunFeatures], sites: Sequence[str], classes: Sequence[str], title: str, path: Path, stream: Stream
+    runs: Sequence[RunFeatures], sites: Sequence[str], classes: Sequence[str], title: str, path: Path, stream: Stream
 ) -> None:
-    """A panel for each view. `sites`, `classes`: all names, by number."""
-    columns = min(len(views), IN_A_ROW)
-    rows = -(-len(views) // columns)
-    shown = [classes[number] for number in np.unique(np.concatenate([view.points.label for view in views]))]
+    """Draw a panel for each run. `sites`, `classes`: all names, by number."""
+    columns = min(len(runs), IN_A_ROW)
+    rows = -(-len(runs) // columns)
+    shown = [classes[number] for number in np.unique(np.concatenate([run.points.label for run in runs]))]
     lines = 4 + len(_join_names(sites)) + len(_join_names(shown))
     height = max(rows * (PANEL + ABOVE) + TITLE, LINE * lines)
     size = (max(columns * PANEL, PANEL * 1.3) + LEGEND, height)
     layout = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.1, wspace=0.0, hspace=0.04)
-    paper = Paper(figsize=size, dpi=DPI, layout=layout, facecolor="white")
-    paper.suptitle(title, x=0.01, ha="left", fontsize=TEXT + 3, color=INK).set_parse_math(False)
-    panels = paper.subplots(rows, columns, squeeze=False).flatten()
+    sheet = new_sheet(title, size, layout)
+    panels = sheet.subplots(rows, columns, squeeze=False).flatten()
     colours = _site_colours(len(sites))
-    for axes, view in zip(panels, views, strict=False):
-        _draw_panel(axes, view, embed_tsne(view.points.values, stream.child("t-sne")), colours, stream.child("order"))
-    for axes in panels[len(views) :]:
+    for axes, run in zip(panels, runs, strict=False):
+        _draw_panel(axes, run, embed_tsne(run.points.values, stream.child("t-sne")), colours, stream.child("order"))
+    for axes in panels[len(runs) :]:
         axes.set_visible(False)
-    _draw_legend(paper, sites, colours, {name: _class_marker(classes.index(name)) for name in shown})
-    words = "; ".join(f"{view.name}: {', '.join(format_scores(view))}" for view in views)
-    save(paper, path, title, f"t-SNE of features, a colour for each site, a marker for each class. {words}.")
+    _draw_legend(sheet, sites, colours, {name: _class_marker(classes.index(name)) for name in shown})
+    words = "; ".join(f"{run.name}: {', '.join(format_scores(run))}" for run in runs)
+    save(sheet, path, title, f"t-SNE of features, a colour for each site, a marker for each class. {words}.")
 
 
-def format_scores(view: RunFeatures) -> list[str]:
-    """Its figures, in words."""
-    found = view.scores
+def format_scores(run: RunFeatures) -> list[str]:
+    """The scores of a run's features as text."""
+    found = run.scores
     if found is None:
         return ["too few patients of a class at two sites"]
     apart = [] if found.apart is None else [f"Hausdorff {_format_chance(found.apart)}"]
@@ -66,10 +66,10 @@ def _format_chance(figure: FeatureScore) -> str:
     return f"{figure.value:.2f} (by chance {figure.chance:.2f})"
 
 
-def _draw_panel(axes: Axes, view: RunFeatures, places: Floats, colours: Sequence[str], stream: Stream) -> None:
+def _draw_panel(axes: Axes, run: RunFeatures, places: Floats, colours: Sequence[str], stream: Stream) -> None:
     # In random order, or the last site would hide the others.
     order = np.random.default_rng(stream.integer()).permutation(len(places))
-    points, shades = view.points.select_rows(order), np.array(colours)
+    points, shades = run.points.select_rows(order), np.array(colours)
     size = SIZE * min(3.0, max(0.5, math.sqrt(600 / len(places))))
     for number in np.unique(points.label):
         own = points.label == number
@@ -88,13 +88,13 @@ def _draw_panel(axes: Axes, view: RunFeatures, places: Floats, colours: Sequence
     axes.set_yticks([])
     axes.spines[:].set_color(FAINT)
     axes.set_box_aspect(1)
-    whose = "" if view.shared else ", each site's own network"
-    words = [_shorten_text(view.name, 44), f"stage {view.stage} of {view.stages}{whose}", *format_scores(view)]
+    whose = "" if run.shared else ", each site's own network"
+    words = [shorten_text(run.name, 44), f"stage {run.stage} of {run.stages}{whose}", *format_scores(run)]
     axes.set_title("\n".join(words), fontsize=TEXT, color=INK, loc="left").set_parse_math(False)
 
 
-def _draw_legend(paper: Paper, sites: Sequence[str], colours: Sequence[str], markers: dict[str, str]) -> None:
-    """Right of all panels: sites by colour, below them classes by marker."""
+def _draw_legend(sheet: Figure, sites: Sequence[str], colours: Sequence[str], markers: dict[str, str]) -> None:
+    """Draw the legend to the right of all panels: sites by colour, below them classes by marker."""
     dots = [_legend_handle("o", colour) for colour in colours[: len(sites)]]
     shapes = [_legend_handle(marker, INK) for marker in markers.values()]
     blank = _legend_handle("", INK)
@@ -104,7 +104,7 @@ def _draw_legend(paper: Paper, sites: Sequence[str], colours: Sequence[str], mar
         handles.insert(LISTED + 1, blank)
     if len(markers) > LISTED:
         handles.append(blank)
-    legend = paper.legend(
+    legend = sheet.legend(
         handles,
         names,
         loc="outside right upper",
@@ -122,7 +122,7 @@ def _draw_legend(paper: Paper, sites: Sequence[str], colours: Sequence[str], mar
 
 def _join_names(names: Sequence[str]) -> list[str]:
     more = [f"and {len(names) - LISTED} others"] if len(names) > LISTED else []
-    return [_shorten_text(name, 20) for name in names[:LISTED]] + more
+    return [shorten_text(name, 20) for name in names[:LISTED]] + more
 
 
 def _legend_handle(marker: str, colour: str) -> Line2D:
@@ -131,7 +131,7 @@ def _legend_handle(marker: str, colour: str) -> Line2D:
 
 
 def _site_colours(sites: int) -> list[str]:
-    """Okabe and Ito's as far as they go; more sites are told apart by hue as well as can be."""
+    """The colours of Okabe and Ito if they are enough; else evenly spaced hues."""
     if sites <= len(COLOURS):
         return list(COLOURS)
     shades = colormaps["turbo"](np.linspace(0.02, 0.98, sites))
@@ -140,8 +140,3 @@ def _site_colours(sites: int) -> list[str]:
 
 def _class_marker(number: int) -> str:
     return MARKERS[number % len(MARKERS)]
-
-
-def _shorten_text(text: str, most: int) -> str:
-    """Cut in the middle: names often differ at their end."""
-    return text if len(text) <= most else f"{text[: most // 2 - 1]}…{text[-(most // 2) :]}"

@@ -1,22 +1,25 @@
-"""What a model is, for whoever gets it: data, figures at every site, calibration, privacy, use, origin, limits.
+"""Renders a model card as Markdown: data, metrics at every site, calibration, privacy, intended use, origin and limits.
 
-After M. Mitchell et al.: "Model Cards for Model Reporting", FAT* 2019. It holds figures of sites, never of patients. Of
-a private run whose noise was drawn from the seed it keeps the seed back, and all from which the seed could be found.
+After M. Mitchell et al.: "Model Cards for Model Reporting", FAT* 2019. The card describes sites, never patients. If the
+noise of a private run was drawn from its seed, the card withholds the seed and everything that would reveal it.
+`export.py` writes the card last, beside the model's other files.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 from polyclinic.analysis.predict import ModelCatalogue, RunModel
+from polyclinic.core.names import ENSEMBLE, HELD_OUT, STUDENT
+from polyclinic.core.types import Part
 from polyclinic.evaluation.calibration import Calibration, Uncalibrated
-from polyclinic.evaluation.comparison import format_decimal, markdown_row, nan_if_none
-from polyclinic.evaluation.summary import describe_test_images
+from polyclinic.evaluation.summary import PartScores, RunSummary
+from polyclinic.reporting.formatting import format_number
 from polyclinic.reporting.privacy_statement import write_privacy_page
 
-FEW = 30
-"""Test images of a site; figures of fewer are hardly more than a hint."""
+FEW_IMAGES = 30
+"""Of a site's test part: metrics on fewer images are only a hint."""
+METRICS = {"accuracy": "accuracy", "balanced_accuracy": "balanced accuracy", "auc": "AUC"}
 USE = """\
 **Intended:** research: comparing methods, studying how models carry over between hospitals, planning a trial; by people
 who can judge an image themselves.
@@ -24,7 +27,7 @@ who can judge an image themselves.
 **Not intended:** diagnosis, screening, triage, or any decision about a patient. This is **not a medical device**: it
 has no CE mark and no clearance by any authority, and nobody has tried it in care. It is not for images of another kind,
 body part or population than those below, nor for images prepared in another way."""
-PRIVATE_SEED = "kept back: noise was drawn from it, and whoever knows it can take the noise away"
+PRIVATE_SEED = "withheld: the noise was drawn from it, and anyone who knows it can remove the noise"
 
 
 def render_model_card(
@@ -32,9 +35,17 @@ def render_model_card(
     model: RunModel,
     calibration: Calibration | Uncalibrated,
     sums: Mapping[str, str],
-    alone: Mapping[str, Any] | None = None,
+    alone: RunSummary | None = None,
 ) -> str:
-    """As Markdown; `sums`: SHA-256 of the files beside it; `alone`: a run in which every site trained by itself."""
+    """Render the card as Markdown.
+
+    Args:
+        run: The finished run.
+        model: The model of it that is exported.
+        calibration: Its temperature, or why it has none.
+        sums: The SHA-256 of each file beside the card.
+        alone: The summary of a run in which each of the same sites trained by itself.
+    """
     sections = {
         "What it is": _describe_model(run, model),
         "Intended use": [USE],
@@ -47,25 +58,28 @@ def render_model_card(
         "Limits": ["\n".join(f"- {line}" for line in _describe_limits(run, model, calibration, alone))],
         "Files": [_render_table(["file", "SHA-256"], [[name, f"`{digest}`"] for name, digest in sums.items()])],
     }
+    title = f"# Model card: {_escape_text(run.summary.name)}, {_escape_text(model.description)}"
     body = [block for heading, blocks in sections.items() for block in (f"## {heading}", *blocks)]
-    return (
-        "\n\n".join([f"# Model card: {_escape_text(run.summary['name'])}, {_escape_text(model.description)}", *body])
-        + "\n"
-    )
+    return "\n\n".join([title, *body]) + "\n"
 
 
 def _escape_text(text: object) -> str:
-    """On one line, and without what Markdown or a browser would take for a sign of its own."""
-    told = " ".join(str(text).split()).replace("<", "&lt;")
-    return "".join(f"\\{letter}" if letter in "\\`*_[]|#" else letter for letter in told)
+    """The text on one line, with the characters escaped that mean something in Markdown or HTML."""
+    line = " ".join(str(text).split()).replace("<", "&lt;")
+    return "".join(f"\\{letter}" if letter in "\\`*_[]|#" else letter for letter in line)
 
 
 def _render_table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    return "\n".join([markdown_row(head), "|" + "---|" * len(head), *map(markdown_row, lines)])
+    return "\n".join([_row(head), "|" + "---|" * len(head), *map(_row, lines)])
+
+
+def _row(cells: Sequence[str]) -> str:
+    """A row of a Markdown table; what would end a cell or the row is escaped or left out."""
+    return "| " + " | ".join(" ".join(cell.split()).replace("|", "\\|") for cell in cells) + " |"
 
 
 def _describe_model(run: ModelCatalogue, model: RunModel) -> Iterator[str]:
-    section, prepared = model.sections[0], run.preprocessing.preparation
+    section, prepared, summary = model.sections[0], run.preprocessing.preparation, run.summary
     several = f" ({len(model.networks)} of them; their probabilities are averaged)" if len(model.networks) > 1 else ""
     size = sum(parameter.numel() for network in model.networks for parameter in network.parameters())
     colour = "grey" if prepared.channels == 1 else "colour"
@@ -73,87 +87,87 @@ def _describe_model(run: ModelCatalogue, model: RunModel) -> Iterator[str]:
     yield (
         f"A classifier of images into {len(run.classes)} classes ({classes}): {section.name}{several}, {size:,} "
         f"parameters, for {colour} images of {prepared.size} × {prepared.size} pixels. It is the "
-        f"{_escape_text(model.description)} of a federated run of {_escape_text(run.summary['algorithm'])} over "
-        f"{len(run.summary['hospitals'])} sites, by polyclinic {run.summary['versions'].get('polyclinic', '')}."
+        f"{_escape_text(model.description)} of a federated run of {_escape_text(summary.algorithm)} over "
+        f"{len(summary.site_sizes)} sites, by polyclinic {summary.versions.get('polyclinic', '')}."
     )
     yield "`preprocessing.json` says what an image must go through first; without it the figures below do not hold."
 
 
 def _describe_data(run: ModelCatalogue, model: RunModel) -> Iterator[str]:
-    private = run.summary.get("privacy") is not None
-    yield f"Data set: {_escape_text(run.summary['data'])}. Images by site; those this model is for are marked ✓."
+    private = run.summary.privacy is not None
+    yield f"Data set: {_escape_text(run.summary.data)}. Images by site; those this model is for are marked ✓."
     lines = []
-    for site in run.summary["hospitals"]:
-        classes = ", ".join(f"{_escape_text(name)} {count}" for name, count in site["classes"].items())
-        counts = [str(site[part]) for part in ("train", "validation", "test")]
-        mark = "✓" if site["site"] in model.sites else ""
-        lines.append([_escape_text(site["site"]), mark, *counts, "kept back" if private or not classes else classes])
+    for site in run.summary.site_sizes:
+        classes = ", ".join(f"{_escape_text(name)} {count}" for name, count in site.classes.items())
+        counts = [str(site.train), str(site.validation), str(site.test)]
+        mark = "✓" if site.site in model.sites else ""
+        lines.append([_escape_text(site.site), mark, *counts, "withheld" if private or not classes else classes])
     yield _render_table(["site", "", "train", "validation", "test", "classes"], lines)
     if private:
-        yield "How many images of each class a site has is outside the run's privacy claim, and so not told."
+        yield "How many images of each class a site has is not covered by the run's privacy guarantee, and is withheld."
 
 
 def _render_metrics(run: ModelCatalogue, model: RunModel) -> Iterator[str]:
-    found = {site: run.summary["sites"].get(site, {}).get(model.key, {}) for site in model.sites}
-    part = "test" if any("test" in each for each in found.values()) else "validation"
-    lines = [[_escape_text(site), *_metric_cells(each[part])] for site, each in found.items() if part in each]
-    together = run.summary["merged"].get(model.key, {}).get(part)
-    if together and len(model.sites) == len(run.summary["hospitals"]):
-        lines.append(["all together", *_metric_cells(together)])
-    lines += _render_held_out(run, model)
+    summary = run.summary
+    by_site = {site: summary.sites.get(site, {}).get(model.key, {}) for site in model.sites}
+    part: Part = "test" if any("test" in scores for scores in by_site.values()) else "validation"
+    lines = [[_escape_text(site), *_metric_cells(scores[part])] for site, scores in by_site.items() if part in scores]
+    merged = summary.merged.get(model.key, {}).get(part)
+    if merged and len(model.sites) == len(summary.site_sizes):
+        lines.append(["all together", *_metric_cells(merged)])
+    lines += _render_held_out(summary, model)
     if not lines:
-        yield "No figure of this model is known: sites keep back what would be needed."
+        yield "No figure of this model is known: the sites withheld the predictions that would be needed."
         return
     yield f"On {part} images, with bootstrap intervals (95 %) over patients where predictions were at hand:"
-    yield _render_table(["site", "images", "accuracy", "balanced accuracy", "AUC", "calibration error (ECE)"], lines)
-    best = run.summary["headline"]
-    yield f"The run is judged by its {_escape_text(best.get('of', best['model']))} model, on {_escape_text(describe_test_images(best))}."
+    yield _render_table(["site", "images", *METRICS.values(), "calibration error (ECE)"], lines)
+    best = summary.headline
+    yield f"The run is judged by its {_escape_text(best.of or best.model)} model, on {_escape_text(best.images)}."
     if model.site is not None:
-        yield f"At other sites than {_escape_text(model.site)} this model was not tried for this card."
+        yield f"This model was not tested at sites other than {_escape_text(model.site)} for this card."
 
 
-def _render_held_out(run: ModelCatalogue, model: RunModel) -> Iterator[list[str]]:
-    """On images that belong to no site, where it is this model that was tried on them."""
-    apart, best = run.summary["merged"].get("held-out", {}).get("test"), ("student", "ensemble")
-    whose = next((name for name in best if name in run.summary["merged"]), "global")
-    if apart and model.name == whose:
-        yield ["held-out, of no site", *_metric_cells(apart)]
-    if public := (run.summary.get("public") or {}).get(model.name):
+def _render_held_out(summary: RunSummary, model: RunModel) -> Iterator[list[str]]:
+    """Rows of test images that belong to no site, if they were used to test this model."""
+    held_out = summary.merged.get(HELD_OUT, {}).get("test")
+    tested = next((name for name in (STUDENT, ENSEMBLE) if name in summary.merged), "global")
+    if held_out and model.name == tested:
+        yield ["held-out, of no site", *_metric_cells(held_out)]
+    if public := summary.public.get(model.name):
         yield ["public, of no site", *_metric_cells(public)]
 
 
-def _metric_cells(figures: Mapping[str, Any]) -> list[str]:
-    told = [_format_metric(figures, name) for name in ("accuracy", "balanced_accuracy", "auc")]
-    return [str(figures["n"]), *told, format_decimal(nan_if_none(figures.get("ece")))]
+def _metric_cells(scores: PartScores) -> list[str]:
+    return [str(scores.n), *(_format_metric(scores, name) for name in METRICS), format_number(scores.value("ece"))]
 
 
-def _format_metric(figures: Mapping[str, Any], name: str) -> str:
-    low, high = (figures.get("intervals") or {}).get(name, (None, None))
-    interval = "" if low is None or high is None else f" [{low:.3f}, {high:.3f}]"
-    return format_decimal(nan_if_none(figures.get(name))) + interval
+def _format_metric(scores: PartScores, name: str) -> str:
+    metric = scores[name]
+    interval = "" if metric.low is None or metric.high is None else f" [{metric.low:.3f}, {metric.high:.3f}]"
+    return format_number(scores.value(name)) + interval
 
 
-def _compare_with_local(run: ModelCatalogue, model: RunModel, alone: Mapping[str, Any] | None) -> Iterator[str]:
+def _compare_with_local(run: ModelCatalogue, model: RunModel, alone: RunSummary | None) -> Iterator[str]:
     if alone is None:
         yield "Not known: no run in which every site trains by itself was given (`polyclinic export --alone DIR`)."
         return
     lines = []
-    for site, ours, theirs in _paired_metrics(run, model, alone):
-        change = ours["accuracy"] - theirs["accuracy"]
+    for site, ours, theirs in _paired_scores(run, model, alone):
+        change = ours.value("accuracy") - theirs.value("accuracy")
         verdict = "worse off here" if change < 0 else "as good" if change == 0 else "better off here"
         cells = [_format_metric(theirs, "accuracy"), _format_metric(ours, "accuracy"), f"{change:+.3f}", verdict]
-        lines.append([_escape_text(site), str(ours["n"]), *cells])
+        lines.append([_escape_text(site), str(ours.n), *cells])
     yield _render_table(["site", "test images", "accuracy alone", "accuracy of this model", "difference", ""], lines)
     yield "One run against one: differences were not tested, and within the intervals they may be chance."
 
 
-def _paired_metrics(
-    run: ModelCatalogue, model: RunModel, alone: Mapping[str, Any]
-) -> Iterator[tuple[str, Mapping[str, Any], Mapping[str, Any]]]:
-    """Both figures of each site that has them."""
+def _paired_scores(
+    run: ModelCatalogue, model: RunModel, alone: RunSummary
+) -> Iterator[tuple[str, PartScores, PartScores]]:
+    """The test scores of this model and of the site's own, at each site that has both."""
     for site in model.sites:
-        ours = run.summary["sites"].get(site, {}).get(model.key, {}).get("test")
-        theirs = alone["sites"].get(site, {}).get("personal", {}).get("test")
+        ours = run.summary.sites.get(site, {}).get(model.key, {}).get("test")
+        theirs = alone.sites.get(site, {}).get("personal", {}).get("test")
         if ours and theirs:
             yield site, ours, theirs
 
@@ -161,76 +175,78 @@ def _paired_metrics(
 def _describe_calibration(run: ModelCatalogue, found: Calibration | Uncalibrated) -> str:
     if isinstance(found, Uncalibrated):
         return f"**Uncalibrated**: {found.reason}. Its probabilities may be far too sure; do not read them as chances."
-    told = [
+    sentences = [
         f"Temperature scaling (Guo et al. 2017): logits are divided by {found.temperature:.4g}, fitted on "
         f"{found.images} validation images, whose calibration error (ECE, 15 bins) went from {found.ece[0]:.3f} to "
         f"{found.ece[1]:.3f}."
     ]
     if found.test_ece is not None:
         before, after = found.test_ece
-        told.append(f"On {found.test_images} test images, not used for it: {before:.3f} before, {after:.3f} after.")
-    told.append("It holds where images are like those; at a new site, or with another share of ill people, check it.")
-    if run.summary.get("privacy"):
-        told.append("This one number was computed from validation images as they are, outside the privacy claim.")
-    return " ".join(told)
+        sentences.append(
+            f"On {found.test_images} test images, not used for it: {before:.3f} before, {after:.3f} after."
+        )
+    sentences.append(
+        "It holds where images are like those; at a new site, or with another share of ill people, check it."
+    )
+    if run.summary.privacy is not None:
+        sentences.append("It was computed from validation images without noise, outside the privacy claim.")
+    return " ".join(sentences)
 
 
 def _render_privacy(run: ModelCatalogue, model: RunModel) -> str:
-    """The run's own page, one level deeper."""
-    told = write_privacy_page({**run.summary, "name": ""}).split("\n", 1)[1].strip().replace("\n## ", "\n### ")
+    """The run's privacy page, its headings one level deeper."""
+    page = write_privacy_page(run.summary.model_copy(update={"name": ""}))
+    text = page.split("\n", 1)[1].strip().replace("\n## ", "\n### ")
     if model.site is not None:
-        told += (
-            f"\n\nThis is the personal model of {_escape_text(model.site)}: it was made from that site's images more than "
-            "from any other's, and may tell about them. Whether it may leave the site is the site's to say."
+        text += (
+            f"\n\nThis is the personal model of {_escape_text(model.site)}. It was made from that site's images more "
+            "than from any other's, and may reveal something about them. The site decides whether it may leave."
         )
-    return told
+    return text
 
 
 def _describe_origin(run: ModelCatalogue) -> Iterator[str]:
     recipe, summary = run.recipe, run.summary
-    training, hidden = recipe.training, _is_seed_secret(run)
+    training = recipe.training
     options = ", ".join(f"{key} {value}" for key, value in recipe.algorithm.options.items())
     budget = f"epochs: {training.epochs}" if training.epochs else f"steps: {training.steps}"
     lines = [
-        ["algorithm", _escape_text(summary["algorithm"] + (f" ({options})" if options else ""))],
-        ["rounds", str(summary["rounds"]) + (", stopped early" if summary.get("stopped_early") else "")],
+        ["algorithm", _escape_text(summary.algorithm + (f" ({options})" if options else ""))],
+        ["rounds", str(summary.rounds) + (", stopped early" if summary.stopped_early else "")],
         ["at a site, each round", f"{budget}; batches of {training.batch or f'1/{training.batches} of its images'}"],
         ["optimiser", f"{training.optimiser.name}, learning rate {training.optimiser.lr:g}"],
         ["augmentation", "yes" if training.augment else "no"],
         ["first weights", "drawn from the seed" if recipe.model.weights is None else "pretrained"],
-        ["seed", PRIVATE_SEED if hidden else str(summary["seed"])],
-        ["SHA-256 of the run's state", f"`{summary['sha256']}`"],
-        ["versions", ", ".join(f"{name} {version}" for name, version in summary["versions"].items())],
+        ["seed", PRIVATE_SEED if _is_seed_secret(summary) else str(summary.seed)],
+        ["SHA-256 of the run's state", f"`{summary.sha256}`"],
+        ["versions", ", ".join(f"{name} {version}" for name, version in summary.versions.items())],
     ]
     yield _render_table(["", ""], lines)
 
 
-def _is_seed_secret(run: ModelCatalogue) -> bool:
-    return (run.summary.get("privacy") or {}).get("randomness") == "seed"
+def _is_seed_secret(summary: RunSummary) -> bool:
+    return summary.privacy is not None and summary.privacy.randomness == "seed"
 
 
 def _describe_limits(
-    run: ModelCatalogue, model: RunModel, calibration: Calibration | Uncalibrated, alone: Mapping[str, Any] | None
+    run: ModelCatalogue, model: RunModel, calibration: Calibration | Uncalibrated, alone: RunSummary | None
 ) -> Iterator[str]:
     yield "Figures are of these sites' images. At other hospitals, machines and populations they may be much worse."
-    small = [site for site in run.summary["hospitals"] if site["test"] < FEW and site["site"] in model.sites]
+    small = [site for site in run.summary.site_sizes if site.test < FEW_IMAGES and site.site in model.sites]
     if small:
-        named = ", ".join(f"{_escape_text(site['site'])} ({site['test']})" for site in small)
-        yield f"Sites with fewer than {FEW} test images, whose figures are hardly more than a hint: {named}."
-    worse = [
-        site for site, ours, theirs in _paired_metrics(run, model, alone or {"sites": {}}) if _is_worse(ours, theirs)
-    ]
-    if worse:
-        yield f"Worse off than when training alone: {', '.join(map(_escape_text, worse))}."
-    elif alone is None:
+        names = ", ".join(f"{_escape_text(site.site)} ({site.test})" for site in small)
+        yield f"Sites with fewer than {FEW_IMAGES} test images, whose figures are only a hint: {names}."
+    if alone is None:
         yield "Whether some site would be better off training alone is not known."
+    elif worse := [
+        site
+        for site, ours, theirs in _paired_scores(run, model, alone)
+        if ours.value("accuracy") < theirs.value("accuracy")
+    ]:
+        yield f"Worse off than when training alone: {', '.join(map(_escape_text, worse))}."
     if isinstance(calibration, Uncalibrated):
         yield "Its probabilities are not calibrated."
-    if run.summary["data"] == "phantom":
-        yield "It was trained on drawn images (the phantom): it knows nothing of real ones."
+    if run.summary.data == "phantom":
+        yield "It was trained on simulated images (the phantom): it knows nothing of real ones."
     yield "It always names one of its classes, also for an image that shows none of them, or no body at all."
-    yield "Nobody looked for differences between sexes, ages or skin colours: labels of these were not used."
-
-
-def _is_worse(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> bool:
-    return bool(ours["accuracy"] < theirs["accuracy"])
+    yield "Differences between sexes, ages or skin colours were not examined: their labels were not used."

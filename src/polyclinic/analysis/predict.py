@@ -1,8 +1,8 @@
-"""A finished run's models on new images: which models there are, how images are prepared for them, what they say.
+"""Loads a finished run's models, prepares new images as the run did, and predicts them.
 
-The run's images are not needed. Image files become tensors exactly as the recipe made them of its own: decoded, cut,
-resized, normalised; and are computed in the same batches and layout, so that the run's own test images get the run's
-own predictions.
+The run's own images are not needed. Image files are decoded (`load_image`), cropped, resized and normalised exactly as
+the recipe's images were, and computed in the same batches and memory layout, so that the run's test images get the
+run's own predictions.
 """
 
 from __future__ import annotations
@@ -13,59 +13,61 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from polyclinic import __version__
 from polyclinic.algorithms.wrappers.ensemble import ENSEMBLE, models_by_site
 from polyclinic.config.recipe import ModelSection, Recipe
-from polyclinic.core.contract import Bundle, Examples, Part, SiteId
+from polyclinic.core import __version__
 from polyclinic.core.errors import DataError, PolyclinicError, RecipeError, StoreError
+from polyclinic.core.names import STUDENT
+from polyclinic.core.types import Bundle, Examples, Part, SiteId
 from polyclinic.data import DATASETS
 from polyclinic.data.builtin.digits import DigitsOptions
 from polyclinic.data.builtin.phantom import MEAN, STD, PhantomOptions
 from polyclinic.data.datasets.mnist.dataset import SIDE, MnistOptions
 from polyclinic.data.examples import Images, PerChannel
-from polyclinic.data.loading.options import ImageOptions, Preparation
-from polyclinic.data.loading.preprocess import preprocess_image
+from polyclinic.data.loading.image_options import ImageOptions, Preparation
+from polyclinic.data.loading.preprocessing import preprocess_image
 from polyclinic.data.options import Options
-from polyclinic.data.sources.decode import UnreadableImage, decode_image
+from polyclinic.data.sources.decoder import decode_image
 from polyclinic.data.sources.folder import list_images, list_subfolders, plain_read_errors
+from polyclinic.data.sources.images import UnreadableImage
 from polyclinic.evaluation.calibration import Calibration, Uncalibrated, apply_temperature, calibrate, merge_part
 from polyclinic.evaluation.metrics import Floats, Predictions
-from polyclinic.federation.site_runner import STUDENT
+from polyclinic.evaluation.summary import RunSummary
+from polyclinic.evaluation.task import class_names
 from polyclinic.models.classifier import Classifier
 from polyclinic.runs.finished_run import FinishedRun, open_run, read_run_files, read_weights
 from polyclinic.runs.networks import server_models
 from polyclinic.runs.remote_sites import RemoteSites, SiteProfile
-from polyclinic.storage.run_files import SnapshotStore, load_predictions
+from polyclinic.storage.predictions import load_predictions
+from polyclinic.storage.snapshots import SnapshotStore
 from polyclinic.training.fit import evaluation_batch_size
 
 GLOBAL, PERSONAL = "global", "personal"
-STUDENT_FILE = "student.safetensors"
 PARTS: tuple[Part, ...] = ("validation", "test")
 
 
 @dataclass(frozen=True)
 class Preprocessing:
-    """How an image file becomes what the network gets."""
+    """Turns an image file into the input of the network."""
 
     preparation: Preparation
     mean: PerChannel
     std: PerChannel
 
     def load_image(self, path: Path) -> Tensor:
-        """Bytes, channels × size × size; `Unreadable` says what is wrong with the file, and nothing else of it."""
+        """Decode and resize a file to channels × size × size bytes; `UnreadableImage` says what is wrong with it."""
         pixels = decode_image(path, self.preparation.bits).pixels
         if (pixels == pixels.flat[0]).all():
             raise UnreadableImage("it is blank: all its pixels are alike")
         return torch.from_numpy(preprocess_image(pixels, self.preparation))
 
     def normalise(self, stored: Tensor) -> Tensor:
-        """Of a batch of bytes, what the network gets."""
+        """Normalise a batch of prepared images, as bytes, to the input of the network."""
         return Images(stored, torch.zeros(len(stored)), None, self.mean, self.std).scale_images(stored)
 
 
@@ -78,7 +80,7 @@ def build_preprocessing(recipe: Recipe) -> Preprocessing:
 
 
 def _generated_options(options: Options) -> tuple[int, float, float]:
-    """Sets without image options: their images are grey, and of one size."""
+    """Size, mean and deviation for sets without image options, whose images are grey and of one size."""
     if isinstance(options, PhantomOptions):
         return options.size, MEAN, STD
     if isinstance(options, DigitsOptions):
@@ -90,18 +92,18 @@ def _generated_options(options: Options) -> tuple[int, float, float]:
 
 @dataclass(frozen=True, eq=False)
 class RunModel:
-    """One of a run's models, ready to evaluate."""
+    """A model of a finished run, ready to evaluate."""
 
     name: str
     """global, personal, student, ensemble, or a cluster's name."""
     site: SiteId | None
-    """Whose it is, of personal ones."""
+    """The owner of a personal model; None for others."""
     key: str
-    """What results call it."""
+    """Its key in the run's summary."""
     sites: tuple[SiteId, ...]
-    """The sites that it is for: whose figures are its own."""
+    """The sites that it is for, whose scores are its own."""
     networks: tuple[Classifier, ...]
-    """One; of an ensemble one for each member."""
+    """One network, or one for each member of an ensemble."""
     sections: tuple[ModelSection, ...]
     device: torch.device
 
@@ -111,10 +113,10 @@ class RunModel:
 
     @torch.no_grad()
     def compute_probabilities(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        """Of prepared images: probabilities, and logits (of an ensemble, which has none, log-probabilities)."""
+        """The probabilities and logits of normalised images; for an ensemble, log-probabilities in place of logits."""
         laid = images.to(self.device)
         if self._has_convolutions:
-            laid = laid.contiguous(memory_format=torch.channels_last)  # as in the run, to the bit
+            laid = laid.contiguous(memory_format=torch.channels_last)  # as in the run, for equal bits
         logits = [network(laid) for network in self.networks]
         if len(logits) == 1:
             return torch.softmax(logits[0], -1).cpu(), logits[0].cpu()
@@ -128,7 +130,7 @@ class RunModel:
 
 @dataclass(frozen=True, eq=False)
 class ModelCatalogue(FinishedRun):
-    """A finished run's models; its images may be far away."""
+    """The models of a finished run whose images need not be here."""
 
     @property
     def classes(self) -> tuple[str, ...]:
@@ -140,22 +142,22 @@ class ModelCatalogue(FinishedRun):
 
     @cached_property
     def _server_models(self) -> Mapping[str, Bundle]:
-        """The server's own: under "", or by cluster."""
+        """The server's models: under "", or by cluster."""
         return server_models(self.algorithm, self.state, self.recipe.clusters or {"": None})
 
     @cached_property
     def model_names(self) -> tuple[str, ...]:
-        """What `model` can be asked for."""
+        """The names that `load_model` accepts."""
         personal = any(key != GLOBAL for key in self.models_at(next(iter(self.dataset.sites)))[0])
         return (
             *(name or GLOBAL for name in self._server_models),
             *((PERSONAL,) if personal else ()),
-            *((STUDENT,) if (self.folder / STUDENT_FILE).is_file() else ()),
+            *((STUDENT,) if (self.files.student).is_file() else ()),
             *((ENSEMBLE,) if models_by_site(self.state) else ()),
         )
 
     def load_model(self, wanted: str | None = None, site: SiteId | None = None) -> RunModel:
-        """The model of that name; None: the one that the run is judged by."""
+        """Load the model of this name; None: the one that the run's headline is about."""
         if site is not None and site not in self.dataset.sites:
             known = ", ".join(list(self.dataset.sites)[:12])
             raise RecipeError(f"--site is {site!r:.60}, which is no site of this run; there are: {known}")
@@ -170,7 +172,7 @@ class ModelCatalogue(FinishedRun):
         if name == PERSONAL:
             return self._load_personal(site)
         if name == STUDENT:
-            return self._build_model(name, name, [(self.recipe.model, read_weights(self.folder / STUDENT_FILE))])
+            return self._build_model(name, name, [(self.recipe.model, read_weights(self.files.student))])
         if name == ENSEMBLE:
             return self._build_model(
                 name, name, [(self.recipe.model, each) for each in models_by_site(self.state).values()]
@@ -183,8 +185,8 @@ class ModelCatalogue(FinishedRun):
     def _load_default(self, site: SiteId | None) -> str:
         if site is not None:
             return PERSONAL if PERSONAL in self.model_names else GLOBAL
-        best = self.summary["headline"]
-        name = str(best.get("of", best["model"]))
+        best = self.summary.headline
+        name = best.of or best.model
         if name == GLOBAL and self.recipe.clusters:
             raise RecipeError(
                 f"this run has a model for each cluster; say which with --model {' or '.join(self.recipe.clusters)}, "
@@ -193,8 +195,8 @@ class ModelCatalogue(FinishedRun):
         return PERSONAL if name == "transfer" else name
 
     def _has_personal_state(self, site: SiteId) -> bool:
-        """Whether a site's model is made of what it remembers, too: not if it never trained, or keeps nothing."""
-        snapshot = SnapshotStore(self.folder).load()
+        """Whether a part of the site's model is in its memory: not if it never trained, or keeps no memory."""
+        snapshot = SnapshotStore(self.files.snapshots).load()
         return snapshot is None or site in snapshot[1].fields["progress"]["remembering"]
 
     def _load_personal(self, site: SiteId | None) -> RunModel:
@@ -206,8 +208,8 @@ class ModelCatalogue(FinishedRun):
         key = site if site in models else PERSONAL
         if key == PERSONAL and not remembers and self._has_personal_state(site):
             raise StoreError(
-                f"what site {site} remembers is not in {self.folder / 'sites'} (a real site keeps it to itself), so "
-                "its personal model cannot be put together; ask the site for it, or choose another model with --model"
+                f"the memory of site {site} is not in {self.files.site_memory} (a real site keeps it to itself), so "
+                "its personal model cannot be assembled; ask the site for it, or choose another model with --model"
             )
         return self._build_model(PERSONAL, key, [(self._model_section(site), models[key])], (site,), site)
 
@@ -225,24 +227,30 @@ class ModelCatalogue(FinishedRun):
 
 
 def open_catalogue(folder: Path, device: str | None = None) -> ModelCatalogue:
-    """The models of a finished run."""
+    """Open the models of a finished run; `device`: where to compute (default: as the run)."""
     recipe, summary, state, place = read_run_files(folder, device)
     return ModelCatalogue(folder, recipe, summary, state, _remote_sites(recipe, summary), place)
 
 
-def _remote_sites(recipe: Recipe, summary: Mapping[str, Any]) -> RemoteSites:
-    """The sites of a run without their images, as a server knows them."""
-    wanted, classes = build_preprocessing(recipe).preparation, tuple(summary["classes"])
+def _remote_sites(recipe: Recipe, summary: RunSummary) -> RemoteSites:
+    """The sites of a run without their images, as a deployed server knows them."""
+    wanted, classes = build_preprocessing(recipe).preparation, class_names(summary)
     cards = {}
-    for site in summary["hospitals"]:
-        counts = (site["train"], site["validation"], site["test"])
-        cards[site["site"]] = SiteProfile(__version__, classes, wanted.channels, wanted.size, *counts, (1, 1), "")
+    for site in summary.site_sizes:
+        counts = (site.train, site.validation, site.test)
+        cards[site.site] = SiteProfile(__version__, classes, wanted.channels, wanted.size, *counts, (1, 1), "")
     return RemoteSites.from_profiles(cards)
 
 
 def fit_calibration(run: ModelCatalogue, model: RunModel, data: Path | None = None) -> Calibration | Uncalibrated:
-    """By the predictions that the run kept; else, where `data` says where its images lie, by those made of them now."""
-    if kept := load_predictions(run.folder):
+    """Fit a temperature on the run's validation images.
+
+    Uses the predictions that the run kept; else, if `data` is the folder of the run's images, predicts them now.
+
+    Returns:
+        The temperature, with the calibration error on validation and test images, or why there is none.
+    """
+    if kept := load_predictions(run.files.predictions_file):
         validation, test = (merge_part(kept, model.sites, model.key, part) for part in PARTS)
     elif data is not None:
         sites = open_run(run.folder, data, str(run.device)).dataset.sites
@@ -267,7 +275,7 @@ def _predict_parts(model: RunModel, parts: Sequence[Examples]) -> Predictions | 
 class Prediction:
     file: Path
     image: Tensor
-    """As prepared, in bytes."""
+    """The prepared image, in bytes."""
     probabilities: Floats
     calibrated: Floats | None
 
@@ -285,15 +293,19 @@ class UnreadableFile:
 def predict_files(
     model: RunModel, preprocessing: Preprocessing, files: Sequence[Path], temperature: float | None = None
 ) -> Iterator[Prediction | UnreadableFile]:
-    """What a model says of image files, in their order; one that cannot be read does not keep the others back."""
+    """Predict image files in their order; for a file that cannot be read, yield why."""
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         size = evaluation_batch_size(model.device)
         for some in (files[start : start + size] for start in range(0, len(files), size)):
             opened = list(pool.map(lambda path: _open_image(preprocessing, path), some))
-            pictures = [image for image in opened if isinstance(image, Tensor)]
-            said = iter(_predict_batch(model, preprocessing, pictures, temperature))
+            images = [image for image in opened if isinstance(image, Tensor)]
+            outputs = iter(_predict_batch(model, preprocessing, images, temperature))
             for path, image in zip(some, opened, strict=True):
-                yield Prediction(path, image, *next(said)) if isinstance(image, Tensor) else UnreadableFile(path, image)
+                yield (
+                    Prediction(path, image, *next(outputs))
+                    if isinstance(image, Tensor)
+                    else UnreadableFile(path, image)
+                )
 
 
 def _open_image(preprocessing: Preprocessing, path: Path) -> Tensor | str:
@@ -304,11 +316,11 @@ def _open_image(preprocessing: Preprocessing, path: Path) -> Tensor | str:
 
 
 def _predict_batch(
-    model: RunModel, preprocessing: Preprocessing, pictures: Sequence[Tensor], temperature: float | None
+    model: RunModel, preprocessing: Preprocessing, images: Sequence[Tensor], temperature: float | None
 ) -> Iterator[tuple[Floats, Floats | None]]:
-    if not pictures:
+    if not images:
         return
-    probabilities, logits = model.compute_probabilities(preprocessing.normalise(torch.stack(list(pictures))))
+    probabilities, logits = model.compute_probabilities(preprocessing.normalise(torch.stack(list(images))))
     if not probabilities.isfinite().all():
         raise DataError("the network gives values that are not finite; train it anew")
     plain: Floats = probabilities.double().numpy()
@@ -318,7 +330,7 @@ def _predict_batch(
 
 
 def find_image_files(given: Sequence[Path]) -> tuple[list[Path], list[UnreadableFile]]:
-    """Files as they are given, folders' images by name, all of them once; and folders that have none."""
+    """Expand folders to their images, sorted by name, without repeats; also returns the folders that have none."""
     found: dict[Path, None] = {}
     failed = []
     for path in given:

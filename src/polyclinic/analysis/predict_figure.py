@@ -1,4 +1,4 @@
-"""Where a network looks on an image that it predicts: Grad-CAM, one picture for each file."""
+"""Draws where a network looks in an image that it predicts: one Grad-CAM figure for each file."""
 
 from __future__ import annotations
 
@@ -6,24 +6,24 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from matplotlib.figure import Figure
 from torch import nn
 
+from polyclinic.analysis.figures import draw_heat_map, draw_image, new_sheet
 from polyclinic.analysis.predict import Prediction, Preprocessing, RunModel
 from polyclinic.analysis.saliency import Saliency, grad_cam, resize_map
-from polyclinic.analysis.saliency_figure import COLOUR_MAP, HALF, describe_map
+from polyclinic.analysis.saliency_figure import describe_map
 from polyclinic.core.errors import RecipeError
 from polyclinic.evaluation.metrics import Floats
-from polyclinic.reporting.figures import DPI, INK, TEXT, save
-from polyclinic.storage.run_files import explain_os_errors
+from polyclinic.reporting.figures import INK, TEXT, save
+from polyclinic.storage.files import explain_os_errors
 
 LONGEST = 60
-"""Letters of a file's name that its picture's name keeps."""
+"""Letters of a file's name that the figure's name keeps."""
 
 
 @dataclass
 class HeatMapWriter:
-    """Pictures of the files that are predicted, numbered as they come."""
+    """Writes a numbered figure for each predicted file."""
 
     model: RunModel
     preprocessing: Preprocessing
@@ -38,7 +38,7 @@ class HeatMapWriter:
             raise RecipeError("--grad-cam needs a network with convolutions, and this one has none; leave it out")
 
     def draw_prediction(self, prediction: Prediction) -> Path:
-        """Draw one; the folder is its owner's alone, since pictures show patients."""
+        """Write one figure. Only the folder's owner can read it, since it shows a patient."""
         with explain_os_errors(self.folder):
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.drawn += 1
@@ -61,21 +61,16 @@ class HeatMapWriter:
         return f"{self.classes[prediction.predicted_class]}, {told} probability {sure[prediction.predicted_class]:.2f}"
 
 
-def _draw_figure(prediction: Prediction, heat: Floats, title: str, said: str, path: Path) -> None:
-    """The prepared image, and the map over it; where it is zero, the image alone."""
-    pixels = prediction.image.float().div(255).numpy()
-    grey = {"cmap": "gray", "vmin": 0, "vmax": 1}
-    paper = Figure(figsize=(7, 4.4), dpi=DPI, layout="constrained", facecolor="white")
-    paper.suptitle(f"{title}\n{said}", x=0.01, ha="left", fontsize=TEXT, color=INK).set_parse_math(False)
-    plain, over = paper.subplots(1, 2)
-    plain.imshow(pixels.transpose(1, 2, 0)) if len(pixels) == 3 else plain.imshow(pixels[0], **grey)
-    over.imshow(pixels.mean(0), **grey)
-    shown = over.imshow(heat, cmap=COLOUR_MAP, vmin=0, vmax=1, alpha=0.65 * heat**0.5)
-    if heat.min() < HALF < heat.max():
-        over.contour(heat, levels=[HALF], colors="white", linewidths=1.2)
+def _draw_figure(prediction: Prediction, heat: Floats, title: str, label: str, path: Path) -> None:
+    """Draw the prepared image, and beside it the same with the map."""
+    image = prediction.image.float() / 255
+    sheet = new_sheet(f"{title}\n{label}", (7, 4.4), "constrained", TEXT)
+    plain, over = sheet.subplots(1, 2)
+    draw_image(plain, image)
+    shown = draw_heat_map(over, image, heat)
     for axes in (plain, over):
         axes.set_axis_off()
-    bar = paper.colorbar(shown, ax=[plain, over], orientation="horizontal", fraction=0.05)
+    bar = sheet.colorbar(shown, ax=[plain, over], orientation="horizontal", fraction=0.05)
     bar.set_alpha(1)
     bar.set_label("Grad-CAM; 1 is the map's own largest value, line: half of it", fontsize=TEXT - 2, color=INK)
-    save(paper, path, title, f"{said}. The network looks {describe_map(heat)}.")
+    save(sheet, path, title, f"{label}. The network looks {describe_map(heat)}.")

@@ -1,4 +1,4 @@
-"""Where finished runs' networks look, for cases that say something: Grad-CAM.
+"""Explains predictions of finished runs by Grad-CAM, for cases on which the runs agree or differ.
 
 R. R. Selvaraju et al.: "Grad-CAM: Visual Explanations from Deep Networks via Gradient-based Localization", ICCV 2017:
 
@@ -9,10 +9,11 @@ A are the last maps, before pooling, with more than one place; `stage` asks for 
 finer. Computed by captum's LayerGradCam: MONAI has Grad-CAM, too, but captum is a dependency already.
 
 Cases are those of Fed-Align-CL (Jiménez-Sánchez et al. 2021, Figure 5): right by all runs, wrong by all, right by the
-last run alone, wrong by the last run alone. Which of a group's images are shown is drawn, not picked. Of a single run:
-right and wrong, most and least certain.
+last run alone, wrong by the last run alone. The images shown of each group are drawn at random, not picked. For a
+single run: right and wrong, most and least certain.
 
-A map tells what raised the class' logit, in a blurred way. It is no proof that the network looks for the disease.
+A map shows roughly which places raised the logit of a class. It does not prove that the network looks for the
+disease.
 """
 
 from __future__ import annotations
@@ -25,8 +26,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from polyclinic.core.contract import SiteId, Stream
 from polyclinic.core.errors import DataError, RecipeError
+from polyclinic.core.rng import Stream
+from polyclinic.core.types import SiteId
 from polyclinic.data.examples import Images, Selection
 from polyclinic.data.patients import Indices
 from polyclinic.evaluation.metrics import Floats
@@ -37,28 +39,28 @@ from polyclinic.runs.sites import FederatedDataset
 from polyclinic.training.fit import evaluation_batch_size
 
 TRUTH, PREDICTION = "truth", "prediction"
-MOST = 10
-"""Cases of a group; the picture of more cannot be read."""
+MAX_CASES = 10
+"""Of a group; a figure of more cannot be read."""
 BINS = 64
 IMAGES, PIXELS = 400, 4096
-"""Of a site, and of an image, at most, that enter a histogram."""
+"""The most images of a site, and the most values of an image, that enter a histogram."""
 
 
 @dataclass(frozen=True)
 class SaliencyOptions:
-    """How many cases, and which class is explained."""
+    """Which class is explained, for how many cases, at which stage."""
 
     of: str = PREDICTION
-    """truth: the class that the image has; prediction: the one that each run takes it for; else a class by its name."""
+    """The explained class: "truth", "prediction" (of each run), or the name of a class."""
     cases: int = 3
-    """Of every group."""
+    """How many cases of every group are shown."""
     stage: int | None = None
-    """Whose maps are shown; None: the last ones."""
+    """The stage whose maps are used; None: the last maps with more than one place."""
 
 
 @dataclass(frozen=True, eq=False)
-class TestPredictions:
-    """All sites' test images, and what every run says of them."""
+class RunPredictions:
+    """The test images of all sites, and every run's predictions of them."""
 
     site: Indices
     """The number of each image's site …"""
@@ -81,24 +83,24 @@ class TestPredictions:
 
 @dataclass(frozen=True, eq=False)
 class CaseGroup:
-    """Images that the runs agree or differ about, and those of them that are shown."""
+    """Images on which the runs agree or differ in one way, and the ones among them that are shown."""
 
     name: str
     images: int
     shown: Indices
-    """Places among the answers."""
+    """Rows of `RunPredictions`."""
 
 
 @dataclass(frozen=True, eq=False)
 class Saliency:
-    """What one run makes of one case."""
+    """One run's prediction of one case, and its map."""
 
     predicted: int
     probability: float
-    """Of the class that is predicted."""
+    """Of the predicted class."""
     explained: int
     map: Tensor
-    """On the CPU, as fine as the network's maps: places down × places across; nothing is negative."""
+    """On the CPU, in the resolution of the network's maps: rows × columns, not negative."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,7 +108,7 @@ class Case:
     group: str
     site: SiteId
     row: int
-    """Its place among the site's test images: a number that tells nothing of the patient."""
+    """Its row among the site's test images: a number that reveals nothing about the patient."""
     truth: int
     image: Tensor
     """Channels × height × width in [0, 1], on the CPU."""
@@ -117,56 +119,64 @@ class Case:
 @dataclass(frozen=True, eq=False)
 class Explanation:
     names: tuple[str, ...]
-    """Of the runs."""
+    """The names of the runs."""
     classes: tuple[str, ...]
     of: str
     accuracy: tuple[float, ...]
-    """Of each run, on all test images of all sites."""
+    """Of each run, on the test images of all sites."""
     images: int
     groups: tuple[CaseGroup, ...]
     cases: tuple[Case, ...]
 
 
 def explain_runs(runs: Sequence[FinishedRun], options: SaliencyOptions, stream: Stream) -> Explanation:
-    """The same cases in every run."""
+    """Explain the same cases in every run.
+
+    Args:
+        runs: Finished runs on the same images.
+        options: Which class is explained, for how many cases.
+        stream: Decides which images of each group are shown.
+    """
     first = runs[0].dataset
-    for past in runs[1:]:
-        check_same_images(past, runs[0])
+    for run in runs[1:]:
+        check_same_images(run, runs[0])
     if options.of not in (TRUTH, PREDICTION, *first.classes):
         raise RecipeError(
             f"--of is {options.of!r:.60}, which is no class; choose truth, prediction, or one of "
             f"{', '.join(first.classes[:12])}"
         )
-    answers, names = predict_test_images(runs, options), run_names(runs)
-    groups = group_by_agreement(answers, names, options.cases, stream)
+    predictions, names = predict_test_images(runs, options), run_names(runs)
+    groups = group_by_agreement(predictions, names, options.cases, stream)
     shown = np.concatenate([group.shown for group in groups])
     if not len(shown):
         raise DataError(
             "no test image is right by all runs, wrong by all, or right or wrong by the last alone; give fewer runs"
         )
-    looks = zip(*(_explain_run(past, answers, number, shown, options) for number, past in enumerate(runs)), strict=True)
+    saliencies = zip(
+        *(_explain_run(run, predictions, number, shown, options) for number, run in enumerate(runs)), strict=True
+    )
     called = [group.name for group in groups for _ in group.shown]
     cases = [
-        _build_case(first, answers, at, group, seen)
-        for at, group, seen in zip(shown.tolist(), called, looks, strict=True)
+        _build_case(first, predictions, at, group, seen)
+        for at, group, seen in zip(shown.tolist(), called, saliencies, strict=True)
     ]
-    accuracy = tuple(answers.is_correct.mean(axis=1).tolist())
-    return Explanation(names, first.classes, options.of, accuracy, len(answers.truth), tuple(groups), tuple(cases))
+    accuracy = tuple(predictions.is_correct.mean(axis=1).tolist())
+    return Explanation(names, first.classes, options.of, accuracy, len(predictions.truth), tuple(groups), tuple(cases))
 
 
-def predict_test_images(runs: Sequence[FinishedRun], options: SaliencyOptions) -> TestPredictions:
-    """What every run's network, at each site the one that the site computes with, says of the site's test images."""
+def predict_test_images(runs: Sequence[FinishedRun], options: SaliencyOptions) -> RunPredictions:
+    """Predict the test images of every site with every run's network at that site."""
     held = {name: site.test for name, site in runs[0].dataset.sites.items()}
     sizes = [len(examples) for examples in held.values()]
     if not sum(sizes):
         raise DataError(
             "no site has a test image, so there is no case to show; give runs whose data.split has a test part"
         )
-    return TestPredictions(
+    return RunPredictions(
         np.repeat(np.arange(len(sizes)), sizes),
         np.concatenate([np.arange(size) for size in sizes]),
         np.concatenate([examples.labels.cpu().numpy() for examples in held.values()]),
-        np.stack([_predict_run(past, options) for past in runs]),
+        np.stack([_predict_run(run, options) for run in runs]),
     )
 
 
@@ -198,11 +208,11 @@ def _check_explainable(network: Classifier, run: FinishedRun, site: SiteId, stag
         )
 
 
-def group_by_agreement(answers: TestPredictions, names: Sequence[str], most: int, stream: Stream) -> list[CaseGroup]:
-    """Every group, with up to `most` of its images, evenly over sites."""
+def group_by_agreement(predictions: RunPredictions, names: Sequence[str], most: int, stream: Stream) -> list[CaseGroup]:
+    """Group the images by which runs are right; show up to `most` images of each group, evenly over sites."""
     if len(names) == 1:
-        return _order_by_certainty(answers, most)
-    right, last = answers.is_correct, names[-1]
+        return _order_by_certainty(predictions, most)
+    right, last = predictions.is_correct, names[-1]
     others = right[:-1]
     masks = {
         "right by all": right.all(axis=0),
@@ -210,27 +220,29 @@ def group_by_agreement(answers: TestPredictions, names: Sequence[str], most: int
         f"right by {last} alone": right[-1] & ~others.any(axis=0),
         f"wrong by {last} alone": ~right[-1] & others.all(axis=0),
     }
-    drawn = np.random.default_rng(stream.integer()).permutation(len(answers.truth))
+    drawn = np.random.default_rng(stream.integer()).permutation(len(predictions.truth))
     return [
-        CaseGroup(name, int(mask.sum()), _select_evenly(drawn[mask[drawn]], answers.site, most))
+        CaseGroup(name, int(mask.sum()), _select_evenly(drawn[mask[drawn]], predictions.site, most))
         for name, mask in masks.items()
     ]
 
 
-def _order_by_certainty(answers: TestPredictions, most: int) -> list[CaseGroup]:
-    """The most certain are of the more certain half, so that nobody is shown among the least certain, too."""
-    certain = np.argsort(-answers.probabilities[0].max(axis=-1), kind="stable")
+def _order_by_certainty(predictions: RunPredictions, most: int) -> list[CaseGroup]:
+    """The most certain cases come from the more certain half, so that no case is in both groups."""
+    certain = np.argsort(-predictions.probabilities[0].max(axis=-1), kind="stable")
     groups = []
-    for name, mask in {"right": answers.is_correct[0], "wrong": ~answers.is_correct[0]}.items():
+    for name, mask in {"right": predictions.is_correct[0], "wrong": ~predictions.is_correct[0]}.items():
         members = certain[mask[certain]]
         more, less = np.split(members, [-(-len(members) // 2)])
-        for told, half in (("most", more), ("least", less[::-1])):
-            groups.append(CaseGroup(f"{name}, {told} certain", len(members), _select_evenly(half, answers.site, most)))
+        for degree, half in (("most", more), ("least", less[::-1])):
+            groups.append(
+                CaseGroup(f"{name}, {degree} certain", len(members), _select_evenly(half, predictions.site, most))
+            )
     return groups
 
 
 def _select_evenly(order: Indices, site: Indices, most: int) -> Indices:
-    """Every site's first image, as they come in `order`, then every site's second, …; shown site by site."""
+    """Take every site's first image in `order`, then every site's second, and so on; return them site by site."""
     turn = np.zeros(len(order), dtype=np.int64)
     for number in np.unique(site[order]):
         here = site[order] == number
@@ -241,30 +253,30 @@ def _select_evenly(order: Indices, site: Indices, most: int) -> Indices:
 
 
 def _explain_run(
-    run: FinishedRun, answers: TestPredictions, number: int, shown: Indices, options: SaliencyOptions
+    run: FinishedRun, predictions: RunPredictions, run_number: int, shown: Indices, options: SaliencyOptions
 ) -> list[Saliency]:
-    """One run's look at every case that is shown."""
-    predicted = answers.predicted_classes[number]
-    explained = _classes_to_explain(answers, predicted, run.dataset.classes, options.of)
+    """One run's saliency for every case that is shown."""
+    predicted = predictions.predicted_classes[run_number]
+    explained = _classes_to_explain(predictions, predicted, run.dataset.classes, options.of)
     maps: dict[int, Tensor] = {}
     for number, name in enumerate(run.dataset.sites):
-        here = shown[answers.site[shown] == number]
+        here = shown[predictions.site[shown] == number]
         if len(here):
-            images = run.dataset.sites[name].test.batch(torch.from_numpy(answers.row[here]))[0].to(run.device)
+            images = run.dataset.sites[name].test.batch(torch.from_numpy(predictions.row[here]))[0].to(run.device)
             found = grad_cam(run.site_network(name)[1], images, torch.from_numpy(explained[here]), options.stage)
             maps.update(zip(here.tolist(), found.cpu(), strict=True))
-    certainty = answers.probabilities[number].max(axis=-1)
+    certainty = predictions.probabilities[run_number].max(axis=-1)
     return [Saliency(int(predicted[at]), float(certainty[at]), int(explained[at]), maps[at]) for at in shown.tolist()]
 
 
-def _classes_to_explain(answers: TestPredictions, predicted: Indices, classes: Sequence[str], of: str) -> Indices:
+def _classes_to_explain(predictions: RunPredictions, predicted: Indices, classes: Sequence[str], of: str) -> Indices:
     if of in (TRUTH, PREDICTION):
-        return answers.truth if of == TRUTH else predicted
+        return predictions.truth if of == TRUTH else predicted
     return np.full_like(predicted, classes.index(of))
 
 
 def grad_cam(network: Classifier, images: Tensor, classes: Tensor, stage: int | None = None) -> Tensor:
-    """(1) and (2): of every image one map, of places down × places across."""
+    """Compute (1) and (2): a map of rows × columns for every image."""
     from captum.attr import LayerGradCam  # takes half a second to load
 
     whole, layer, before = split_at_stage(network, images, stage)
@@ -276,7 +288,12 @@ def grad_cam(network: Classifier, images: Tensor, classes: Tensor, stage: int | 
 
 @torch.no_grad()
 def split_at_stage(network: Classifier, images: Tensor, stage: int | None = None) -> tuple[nn.Module, nn.Module, bool]:
-    """The same function of images, its layer with the maps, and whether these are what the layer is given."""
+    """Split a network at the maps.
+
+    Returns:
+        A module that computes the same, its layer with the maps, and whether the maps are that layer's input (else its
+        output).
+    """
     if stage is not None and stage < count_stages(network):
         cut = cut_after(network, stage)
         return cut, cut.extractor, False
@@ -293,7 +310,7 @@ def split_at_stage(network: Classifier, images: Tensor, stage: int | None = None
 
 
 def _find_last_map(network: Classifier, image: Tensor) -> nn.Module:
-    """The first part of an extractor, which is no chain, that is called when all its convolutions have been."""
+    """The first part of an extractor that is called after all its convolutions, where the extractor is not a chain."""
     parts = list(network.extractor.children())
     called: list[nn.Module] = []
     inside = [module for module in network.extractor.modules() if module is not network.extractor]
@@ -307,27 +324,27 @@ def _find_last_map(network: Classifier, image: Tensor) -> nn.Module:
     return next(module for module in called[last + 1 :] if any(module is part for part in parts))
 
 
-def resize_map(look: Saliency, image: Tensor) -> Floats:
-    """A look's map as fine as the image, its largest value 1; nothing but zeros stay zeros."""
+def resize_map(saliency: Saliency, image: Tensor) -> Floats:
+    """Interpolate a map to the size of the image and scale its maximum to 1; a map of zeros stays zero."""
     from captum.attr import LayerAttribution
 
-    fine = LayerAttribution.interpolate(look.map[None, None], image.shape[-2:], "bilinear")[0, 0].double()
+    fine = LayerAttribution.interpolate(saliency.map[None, None], image.shape[-2:], "bilinear")[0, 0].double()
     found: Floats = (fine / fine.max().clamp(min=torch.finfo(torch.float64).tiny)).numpy()
     return found
 
 
 def _build_case(
-    dataset: FederatedDataset, answers: TestPredictions, at: int, group: str, looks: tuple[Saliency, ...]
+    dataset: FederatedDataset, predictions: RunPredictions, at: int, group: str, saliencies: tuple[Saliency, ...]
 ) -> Case:
-    site, row = list(dataset.sites)[answers.site[at]], int(answers.row[at])
+    site, row = list(dataset.sites)[predictions.site[at]], int(predictions.row[at])
     examples = dataset.sites[site].test
     assert isinstance(examples, (Images, Selection))
     stored = examples.stored_batch(torch.tensor([row]))[0][0].cpu()
-    return Case(group, site, row, int(answers.truth[at]), _to_displayable(stored), looks)
+    return Case(group, site, row, int(predictions.truth[at]), _to_displayable(stored), saliencies)
 
 
 def _to_displayable(stored: Tensor) -> Tensor:
-    """Pixels in [0, 1]; of images that are stored as numbers, from the image's own least to its largest."""
+    """Pixels in [0, 1]; images stored as floats are scaled from their minimum to their maximum."""
     if stored.dtype == torch.uint8:
         return stored.float() / 255
     low, high = stored.min(), stored.max()
@@ -336,20 +353,20 @@ def _to_displayable(stored: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class IntensityDistribution:
-    """A site's pixel values as they are stored, before they are normalised; of all channels."""
+    """The distribution of a site's pixel values as stored, before normalisation, over all channels."""
 
     images: int
     mean: float
     std: float
     quartiles: tuple[float, float, float]
     black: float
-    """The share of pixels with the least value that any site has: background, which the curve leaves out."""
+    """The share of pixels with the lowest value at any site: background, which the curve leaves out."""
     curve: tuple[tuple[float, float], ...]
-    """(value, per cent of the pixels that are not black), in equal steps over the range common to all sites."""
+    """(value, per cent of the pixels that are not black), in equal steps over the range of all sites."""
 
 
 def measure_intensities(dataset: FederatedDataset, stream: Stream) -> Mapping[SiteId, IntensityDistribution]:
-    """How bright sites' training images are (Fed-Align-CL, Figure 1)."""
+    """Measure the pixel values of each site's training images (Fed-Align-CL, Figure 1)."""
     values = {name: _sample_pixels(site.train, stream.child(name)) for name, site in dataset.sites.items()}
     low, high = min(own.min() for own in values.values()), max(own.max() for own in values.values())
     return {
@@ -359,7 +376,7 @@ def measure_intensities(dataset: FederatedDataset, stream: Stream) -> Mapping[Si
 
 
 def _sample_pixels(examples: object, stream: Stream) -> Floats:
-    """Images × values, both drawn where there are many."""
+    """A sample of images × values, drawn at random where there are many."""
     assert isinstance(examples, (Images, Selection))
     rows = torch.randperm(len(examples), generator=stream.child("images").generator())[:IMAGES]
     stored = examples.stored_batch(rows)[0].cpu().flatten(1)

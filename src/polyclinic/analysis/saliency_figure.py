@@ -1,55 +1,51 @@
-"""Cases and runs' Grad-CAM maps side by side, in words as well; and how bright sites' images are."""
+"""Draws the Grad-CAM maps of several runs side by side, described in words too; and sites' intensity histograms."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.cm import ScalarMappable
-from matplotlib.figure import Figure, SubFigure
+from matplotlib.figure import SubFigure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 
+from polyclinic.analysis.figures import COLOUR_MAP, HALF, draw_heat_map, draw_image, new_sheet, shorten_text
 from polyclinic.analysis.saliency import (
     PREDICTION,
     TRUTH,
     Case,
     Explanation,
     IntensityDistribution,
-    Saliency,
     resize_map,
 )
-from polyclinic.core.contract import SiteId
+from polyclinic.core.types import SiteId
 from polyclinic.evaluation.metrics import Floats
-from polyclinic.reporting.figures import COLOURS, DPI, INK, TEXT, draw_curves, save
+from polyclinic.reporting.figures import COLOURS, INK, TEXT, draw_curves, save
 
 PANEL, WORDS, ABOVE, GROUP, BAR, TITLE = 2.0, 1.8, 0.3, 0.65, 0.9, 0.45
-"""Inches: a panel's side, the width of a case's words, room above a panel, above a group, for the bar, the title."""
-COLOUR_MAP = "inferno"
+"""Inches: a panel's side, the width of a case's text, the space above a panel and a group, for colour bar and title."""
 PLACES = (
     ("to the upper left", "at the top", "to the upper right"),
     ("to the left", "at the centre", "to the right"),
     ("to the lower left", "at the bottom", "to the lower right"),
 )
-HALF = 0.5
-"""Of a map's largest value: where the line is drawn, and what counts as looked at."""
 
 
 def draw_saliency_gallery(found: Explanation, title: str, path: Path) -> None:
-    """A row for each case: the image, and beside it every run's map."""
+    """Draw a row for each case: the image, and every run's map beside it."""
     groups = [group for group in found.groups if len(group.shown)]
     heights = [len(group.shown) * (PANEL + ABOVE) + GROUP for group in groups]
     size = (WORDS + (len(found.names) + 1) * (PANEL + 0.15), sum(heights) + BAR + TITLE)
     layout = ConstrainedLayoutEngine(w_pad=0.06, h_pad=0.05, wspace=0.0, hspace=0.0)
-    paper = Figure(figsize=size, dpi=DPI, layout=layout, facecolor="white")
-    paper.suptitle(title, x=0.01, ha="left", fontsize=TEXT + 3, color=INK).set_parse_math(False)
-    *parts, foot = paper.subfigures(len(groups) + 1, 1, height_ratios=[*heights, BAR], squeeze=False).flatten()
+    sheet = new_sheet(title, size, layout)
+    *parts, foot = sheet.subfigures(len(groups) + 1, 1, height_ratios=[*heights, BAR], squeeze=False).flatten()
     number = 1
     for part, group in zip(parts, groups, strict=True):
         heading = part.suptitle(
-            f"{_shorten_text(group.name, 40)}: {len(group.shown)} of {group.images} images",
+            f"{shorten_text(group.name, 40)}: {len(group.shown)} of {group.images} images",
             x=0.01,
             ha="left",
             fontsize=TEXT + 1,
@@ -61,7 +57,7 @@ def draw_saliency_gallery(found: Explanation, title: str, path: Path) -> None:
         _draw_group(part, cases, found, number)
         number += len(cases)
     _draw_bar(foot, found)
-    save(paper, path, title, describe_gallery(found))
+    save(sheet, path, title, describe_gallery(found))
 
 
 def _draw_group(part: SubFigure, cases: Sequence[Case], found: Explanation, number: int) -> None:
@@ -72,25 +68,26 @@ def _draw_group(part: SubFigure, cases: Sequence[Case], found: Explanation, numb
     for place, (row, case) in enumerate(zip(panels, cases, strict=True)):
         words = [
             f"case {number + place}",
-            _shorten_text(case.site, 19),
+            shorten_text(case.site, 19),
             "truth:",
-            _shorten_text(found.classes[case.truth], 19),
+            shorten_text(found.classes[case.truth], 19),
         ]
         _write_text(row[0], "\n".join(words))
-        _draw_image(row[1], case)
+        draw_image(row[1], case.image)
         _draw_title(row[1], "image" if place == 0 else "", "", INK)
         for axes, name, look in zip(row[2:], found.names, case.saliencies, strict=True):
-            heat = _draw_saliency(axes, case, look)
+            heat = resize_map(look, case.image)
+            draw_heat_map(axes, case.image, heat)
             right = look.predicted == case.truth
-            said = f"{'✓' if right else '✗'} {_shorten_text(found.classes[look.predicted], 16)} {look.probability:.2f}"
-            _draw_title(axes, _shorten_text(name, 19) if place == 0 else "", said, INK if right else COLOURS[1])
+            said = f"{'✓' if right else '✗'} {shorten_text(found.classes[look.predicted], 16)} {look.probability:.2f}"
+            _draw_title(axes, shorten_text(name, 19) if place == 0 else "", said, INK if right else COLOURS[1])
             if not heat.any():
                 _draw_nothing(axes)
 
 
 def _write_text(axes: Axes, words: str) -> None:
     text = axes.text(0, 0.5, words, va="center", fontsize=TEXT - 1, color=INK, parse_math=False, linespacing=1.4)
-    text.set_in_layout(False)  # rows with long words would else be narrower than others
+    text.set_in_layout(False)  # otherwise rows with long words would be narrower
 
 
 def _draw_title(axes: Axes, name: str, said: str, colour: str) -> None:
@@ -101,24 +98,6 @@ def _draw_title(axes: Axes, name: str, said: str, colour: str) -> None:
         )
         line.set_parse_math(False)
         line.set_color(INK)
-
-
-def _draw_image(axes: Axes, case: Case) -> None:
-    pixels = case.image.numpy()
-    if len(pixels) == 3:
-        axes.imshow(pixels.transpose(1, 2, 0))
-    else:
-        axes.imshow(pixels.mean(0), cmap="gray", vmin=0, vmax=1)
-
-
-def _draw_saliency(axes: Axes, case: Case, look: Saliency) -> Floats:
-    """The map over the image in grey; where it is zero, the image alone."""
-    heat = resize_map(look, case.image)
-    axes.imshow(case.image.mean(0).numpy(), cmap="gray", vmin=0, vmax=1)
-    axes.imshow(heat, cmap=COLOUR_MAP, vmin=0, vmax=1, alpha=0.65 * np.sqrt(heat))
-    if heat.min() < HALF < heat.max():
-        axes.contour(heat, levels=[HALF], colors="white", linewidths=1.2)
-    return heat
 
 
 def _draw_nothing(axes: Axes) -> None:
@@ -141,13 +120,14 @@ def _draw_bar(part: SubFigure, found: Explanation) -> None:
 
 
 def _format_target(of: str) -> str:
-    return {PREDICTION: "the predicted class", TRUTH: "the true class"}.get(of, f"the class {_shorten_text(of, 24)}")
+    return {PREDICTION: "the predicted class", TRUTH: "the true class"}.get(of, f"the class {shorten_text(of, 24)}")
 
 
 def describe_gallery(found: Explanation) -> str:
-    """The gallery in words."""
-    told = " ".join(describe_case(case, number, found) for number, case in enumerate(found.cases, 1))
-    return f"Images with Grad-CAM maps for {_format_target(found.of)}, beside each other for {', '.join(found.names)}. {told}"
+    """Describe the gallery in words."""
+    cases = " ".join(describe_case(case, number, found) for number, case in enumerate(found.cases, 1))
+    names = ", ".join(found.names)
+    return f"Images with Grad-CAM maps for {_format_target(found.of)}, beside each other for {names}. {cases}"
 
 
 def describe_case(case: Case, number: int, found: Explanation) -> str:
@@ -160,7 +140,7 @@ def describe_case(case: Case, number: int, found: Explanation) -> str:
 
 
 def describe_map(heat: Floats) -> str:
-    """Where a map's middle lies, and how much of the image it takes."""
+    """Describe where a map's centre lies, and how much of the image it covers."""
     seen = locate_map(heat)
     if seen is None:
         return "nowhere: nothing speaks for that class"
@@ -168,8 +148,15 @@ def describe_map(heat: Floats) -> str:
     return f"{PLACES[down][across]}, at {seen['looked_at']:.0%} of the image"
 
 
-def locate_map(heat: Floats) -> dict[str, Any] | None:
-    """A map's middle (from the top, from the left, as shares of the sides) and the share of pixels above its half."""
+class MapLocation(TypedDict):
+    centre: list[float]
+    """From the top and from the left, as shares of the sides."""
+    looked_at: float
+    """The share of pixels above half the map's maximum."""
+
+
+def locate_map(heat: Floats) -> MapLocation | None:
+    """Where a map's centre lies and how much of the image it covers; None for a map of zeros."""
     if not heat.any():
         return None
     places = [
@@ -181,8 +168,3 @@ def locate_map(heat: Floats) -> dict[str, Any] | None:
 def draw_intensities(sites: Mapping[SiteId, IntensityDistribution], title: str, path: Path) -> None:
     curves = {name: found.curve for name, found in sites.items()}
     draw_curves(curves, title, "pixel value, as stored", "% of the pixels that are not black", path, whole=False)
-
-
-def _shorten_text(text: str, most: int) -> str:
-    """Cut in the middle: names often differ at their end."""
-    return text if len(text) <= most else f"{text[: most // 2 - 1]}…{text[-(most // 2) :]}"

@@ -1,4 +1,4 @@
-"""What the commands share: how they speak, and the options many of them have."""
+"""What the commands share: output, common options, and the way to find a recipe."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ import yaml
 from rich.console import Console
 from rich.text import Text
 
-from polyclinic.config.recipe import bundled_recipes
+from polyclinic.config.bundled import bundled_recipes
 from polyclinic.core.errors import RecipeError
 
 out, err = Console(), Console(stderr=True)
 
-Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON; progress goes to standard error.")]
-Data = Annotated[Path | None, typer.Option("--data", help="Folder of the data sets (or POLYCLINIC_DATA).")]
+Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON. Progress goes to standard error.")]
+Data = Annotated[Path | None, typer.Option("--data", help="The folder of the datasets (default: POLYCLINIC_DATA).")]
 
-Settings = Annotated[list[str] | None, typer.Option("--set", help="Set a key of the recipe: training.batch=16")]
-Track = Annotated[
-    list[str] | None, typer.Option("--track", help="Follow it elsewhere too: tensorboard or mlflow; may be repeated.")
+Settings = Annotated[
+    list[str] | None, typer.Option("--set", help="Set a key of the recipe, such as training.batch=16. May be repeated.")
 ]
-Seed = Annotated[int | None, typer.Option("--seed", help="The seed all randomness comes from.")]
+Track = Annotated[list[str] | None, typer.Option("--track", help="Also log to tensorboard or mlflow. May be repeated.")]
+Seed = Annotated[int | None, typer.Option("--seed", help="The seed of all randomness.")]
 
 
 def print_message(sentence: str) -> None:
@@ -35,7 +35,7 @@ def print_json(value: Any) -> None:
 
 
 def parse_settings(settings: list[str] | None, **given: Any) -> dict[str, Any]:
-    """`--set key=value` pairs, values read as YAML, with the options that have a flag of their own."""
+    """Return the values of `--set key=value` by key, read as YAML, and those of `given` options that are not None."""
     found: dict[str, Any] = {}
     for text in settings or []:
         key, equals, value = text.partition("=")
@@ -44,12 +44,12 @@ def parse_settings(settings: list[str] | None, **given: Any) -> dict[str, Any]:
         try:
             found[key.strip()] = yaml.safe_load(value)
         except (yaml.YAMLError, ValueError):
-            raise RecipeError(f"--set {text!r}: the value is not YAML; quote it") from None
+            raise RecipeError(f"--set {text!r}: the value is not valid YAML; quote it") from None
     return found | {key.replace("__", "."): value for key, value in given.items() if value is not None}
 
 
 def find_recipe(name: str) -> Path:
-    """A path, or the name of one of ours."""
+    """Return the path of a recipe, which is given as a path or as the name of a bundled recipe."""
     ours = bundled_recipes()
     if Path(name).is_file():
         return Path(name)
@@ -57,6 +57,6 @@ def find_recipe(name: str) -> Path:
         return ours[name]
     if Path(name).is_dir():
         raise RecipeError(
-            f"{name} is a folder; give a recipe file, or go on with a run there: polyclinic resume {name}"
+            f"{name} is a folder; give a recipe file, or continue the run in it: polyclinic resume {name}"
         )
-    raise RecipeError(f"there is no recipe {name!r}: give a file, or one of ours: {', '.join(ours) or 'none'}")
+    raise RecipeError(f"there is no recipe {name!r}; give a file, or a bundled recipe: {', '.join(ours) or 'none'}")

@@ -1,4 +1,4 @@
-"""`polyclinic data …`: what there is, what is wrong with it, how sites differ, how to get it."""
+"""The commands `data list`, `check`, `diagnose`, `fetch` and `cache`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import typer
 from rich.console import Console
@@ -22,53 +22,51 @@ from rich.table import Table
 from rich.text import Text
 
 from polyclinic.cli.common import Data, Json, err, out, print_json, print_message
-from polyclinic.config.recipe import Recipe, bundled_recipes
-from polyclinic.core.contract import Stream
+from polyclinic.config.bundled import bundled_recipes
 from polyclinic.core.errors import DataError
-from polyclinic.data import DATASETS, Natural, Options, build_site_data, data_folder
-from polyclinic.data.check import CheckResult, check_listing
-from polyclinic.data.data_dir import VARIABLE
-from polyclinic.data.datasets import SETS, PublicDataset
-from polyclinic.data.download import fetch_dataset
-from polyclinic.data.findings import Finding, format_places
-from polyclinic.data.heterogeneity.measure import Diagnosis, diagnose_sites, format_diagnosis
-from polyclinic.data.loading.cache import cache_folder
-from polyclinic.data.loading.load import apply_task, load_collection
-from polyclinic.data.loading.options import ImageOptions
-from polyclinic.data.partitioning.dry_run import Division, Refusal
-from polyclinic.data.records import Listing
-from polyclinic.data.sources.detect import TABLE, open_source
-from polyclinic.data.sources.table import Columns, read_table
-from polyclinic.data.splits import Fractions
-from polyclinic.runs.experiment import load_sites
-from polyclinic.storage.run_files import write_json
+from polyclinic.data import DATASETS, NAMED_DATASETS, describe_datasets
 
-app = typer.Typer(no_args_is_help=True, help="Check, compare and get images before anything trains on them.")
+if TYPE_CHECKING:
+    from polyclinic.config.recipe import Recipe
+    from polyclinic.core.rng import Stream
+    from polyclinic.data.check import CheckResult
+    from polyclinic.data.datasets.base import NamedDataset
+    from polyclinic.data.findings import Finding
+    from polyclinic.data.heterogeneity.diagnosis import Diagnosis
+    from polyclinic.data.loading.image_options import ImageOptions
+    from polyclinic.data.options import Options
+    from polyclinic.data.partitioning.dry_run import Refusal
+    from polyclinic.data.records import Listing
 
-What = Annotated[str, typer.Argument(metavar="RECIPE|NAME|PATH", help="A recipe, a named set, or your images.")]
+    Work: TypeAlias = Sequence[tuple[Listing, Sequence[Refusal]]]
+    """Listings to check, each with the partitions to try; without any, its own sites."""
+
+app = typer.Typer(no_args_is_help=True, help="List, check, compare and download images before training.")
+
+What = Annotated[
+    str, typer.Argument(metavar="RECIPE|NAME|PATH", help="A recipe, the name of a public dataset, or a path to images.")
+]
 COLOURS = {"stop": "bold red", "warn": "yellow", "note": "dim"}
-Work: TypeAlias = Sequence[tuple[Listing, Sequence[Refusal]]]
-"""What is to be checked: listings, each with the divisions to try (none: its own sites)."""
 MOST = 20
-"""Classes or sites that are counted singly."""
+"""The largest number of classes or sites that are listed."""
 OURS = re.compile(r"([0-9a-f]{32})(\.draft|\.lock)?")
-"""What `data.cache` calls a prepared set, one being made, and its lock."""
+"""Names in the cache of a prepared dataset, of one that is being prepared, and of its lock."""
 OUR_FILES = re.compile(r"pixels|index\.json|\.index\.json\.\d+\.tmp")
 
 
 @app.command("list")
 def list_datasets(data: Data = None, as_json: Json = False) -> None:
-    """The named public sets, their terms, and whether they are at hand."""
-    folder = _named_data_dir(data)
+    """List the public datasets, their terms, and whether they are in the data folder."""
+    folder, described = _named_data_dir(data), describe_datasets()
     rows = [
         {
             "name": name,
             "here": folder is not None and _is_downloaded(named, folder),
             "fetch": bool(named.downloads),
             "licence": named.licence,
-            "about": named.about,
+            "about": described[name],
         }
-        for name, named in SETS.items()
+        for name, named in NAMED_DATASETS.items()
     ]
     if as_json:
         print_json(rows)
@@ -81,44 +79,21 @@ def list_datasets(data: Data = None, as_json: Json = False) -> None:
         here = "yes" if row["here"] else "fetch" if row["fetch"] else "no"
         table.add_row(str(row["name"]), here, Text(f"{row['about']}\n").append(f"terms: {row['licence']}", "dim"))
     out.print(table)
-    print_message("fetch: `polyclinic data fetch NAME` gets it; no: the same command says how to")
+    print_message("fetch: `polyclinic data fetch NAME` downloads it; no: the same command says how to get it")
 
 
 def _named_data_dir(data: Path | None) -> Path | None:
-    """The data folder, if one is named at all."""
+    """Return the data folder, or None if none is given."""
+    from polyclinic.data.data_dir import VARIABLE, data_folder
+
     return data_folder(data) if data or os.environ.get(VARIABLE) else None
 
 
-def _is_downloaded(named: PublicDataset, folder: Path) -> bool:
+def _is_downloaded(named: NamedDataset, folder: Path) -> bool:
     try:
         return bool(named.read(named.options(), folder / (named.folder or named.name)).records)
     except DataError:
         return False
-
-
-def open_listing(what: str, data: Path | None, columns: str = "") -> Listing:
-    """What a name or a path stands for; `columns` ("path=file,label=diagnosis") are those of a table."""
-    if columns:
-        return _open_table(Path(what), columns)
-    spec = DATASETS.get(what)
-    if spec is not None and spec.read is not None and what in SETS:
-        return spec.read(spec.options(), data)
-    if spec is not None and not Path(what).exists():
-        raise DataError(f"The set '{what}' has no files to look at; give a named set of `data list`, or a path.")
-    if not Path(what).exists():
-        raise DataError(f"There is no named set and no path '{what}'; see `polyclinic data list`, or give a path.")
-    return open_source(Path(what))
-
-
-def _open_table(path: Path, columns: str) -> Listing:
-    pairs = [pair.partition("=")[::2] for pair in columns.split(",")]
-    if not all(name.strip() and column.strip() for name, column in pairs):
-        raise DataError("--columns needs names of columns, such as path=file,label=diagnosis,site=clinic.")
-    table = path / TABLE if path.is_dir() else path
-    if table.suffix.lower() not in (".csv", ".tsv") or not table.is_file():
-        raise DataError(f"--columns is for a table, but '{path}' is neither a CSV file nor a folder with {TABLE}.")
-    chosen = Columns.model_validate({name.strip(): column.strip() for name, column in pairs})
-    return read_table(table, name=str(path), columns=chosen)
 
 
 @app.command("check")
@@ -126,22 +101,26 @@ def check_command(
     what: What,
     data: Data = None,
     columns: Annotated[
-        str, typer.Option(metavar="path=…,label=…", help="Names of a table's columns: also site, patient, split.")
+        str, typer.Option(metavar="path=…,label=…", help="The columns of a table; also site, patient, split.")
     ] = "",
     show_names: Annotated[
-        bool, typer.Option("--show-names", help="Also print file names, which may name patients. For your eyes only.")
+        bool, typer.Option("--show-names", help="Also print file names, which may contain patients' names.")
     ] = False,
     file: Annotated[Path | None, typer.Option("--out", help="Also write the findings to this JSON file.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Look for what is wrong with a set, or with a recipe's. The exit code is 1 if training may not start."""
+    """Check a dataset, or the data of a recipe, for faults. The exit code is 1 if training must not start."""
+    from polyclinic.data.check import check_listing
+    from polyclinic.data.listings import open_listing
+    from polyclinic.storage.files import write_json
+
     recipe = _load_recipe(what)
     if recipe is not None and columns:
-        raise DataError("A recipe names its table's columns itself; leave out --columns.")
+        raise DataError("A recipe names the columns of its table; leave out --columns.")
     work: Work = [(open_listing(what, data, columns), ())] if recipe is None else _dry_runs(recipe, data)
     if file is not None:
         file.parent.mkdir(parents=True, exist_ok=True)
-    with _progress_bar("looking at images") as report:
+    with _progress_bar("checking images") as report:
         found = [check_listing(listing, progress=report, divisions=divisions) for listing, divisions in work]
     rows = [checked.as_json() for checked in found]
     document = rows[0] if len(rows) == 1 else rows
@@ -150,7 +129,7 @@ def check_command(
     if as_json:
         print_json(document)
     elif not work:
-        _print_wrapped(f"{what}: its images are no files, so there is nothing to check")
+        _print_wrapped(f"{what}: its images are not in files, so there is nothing to check")
     for (listing, _), checked in zip(work, found, strict=True):
         if not as_json:
             print_check(checked)
@@ -161,13 +140,17 @@ def check_command(
 
 
 def _load_recipe(what: str) -> Recipe | None:
-    """The recipe that is meant: a file, or one of ours by name, unless something of that name lies here."""
+    """Load a recipe by its file or, unless a path of that name exists, by the name of a bundled recipe."""
+    from polyclinic.config.recipe import Recipe
+
     ours = {} if Path(what).exists() else bundled_recipes()
     return Recipe.load(ours.get(what, what)) if what in ours or what.endswith((".yaml", ".yml")) else None
 
 
 def _dry_runs(recipe: Recipe, data: Path | None) -> Work:
-    """The listings of a recipe's methods, each once, with the divisions that they make of it."""
+    """Return the listings that a recipe's methods use, each once, with the partitions that they make of it."""
+    from polyclinic.data.loading.loader import apply_task
+
     listings: dict[str, Listing] = {}
     divisions: defaultdict[str, dict[str, Refusal]] = defaultdict(dict)
     for method in [recipe.method_recipe(name) for name in recipe.methods] or [recipe]:
@@ -185,12 +168,16 @@ def _dry_runs(recipe: Recipe, data: Path | None) -> Work:
 
 
 def _dry_run(recipe: Recipe, options: Options, data: Path | None) -> Refusal:
+    from polyclinic.data.loading.image_options import ImageOptions
+    from polyclinic.data.partitioning.dry_run import Division
+    from polyclinic.runs.experiment import load_sites
+
     split, alone = recipe.data.split, recipe.data.allow_single_class
-    if isinstance(options, ImageOptions) and not options.join_copies:
+    if isinstance(options, ImageOptions) and not options.merge_near_duplicates:
         return Division(recipe.build_partition(), split, alone, options.limit, recipe.seed).find_refusal
 
     def gathered(_: Listing) -> str:
-        """What depends on pixels, or is not loaded as it is listed, is divided as a run does."""
+        """Partition as a run does, if that depends on pixels."""
         try:
             load_sites(recipe, data)
         except DataError as error:
@@ -220,10 +207,10 @@ def print_check(checked: CheckResult) -> None:
         out.print(_findings_table(checked.findings))
     stops = sum(finding.stops for finding in checked.findings)
     warns = sum(finding.level == "warn" and not finding.handled for finding in checked.findings)
-    verdict = "training may start" if checked.may_train else "training may NOT start"
+    verdict = "training may start" if checked.may_train else "training must NOT start"
     if checked.may_train and not checked.can_be_divided:
-        verdict += ", but not by its own sites and parts"
-    out.print(Text(f"{verdict}: {stops} to mend first, {warns} to know of"), style="bold")
+        verdict += ", but not with its own sites and parts"
+    out.print(Text(f"{verdict}: {stops} to fix first, {warns} to note"), style="bold")
 
 
 def _severity_style(finding: Finding) -> Text:
@@ -232,7 +219,7 @@ def _severity_style(finding: Finding) -> Text:
 
 
 def _findings_table(findings: tuple[Finding, ...]) -> Table:
-    """What was found, at a glance."""
+    """Return a table of the findings with their counts."""
     table = Table("", "finding", box=None, padding=(0, 1), pad_edge=False)
     table.add_column("n", justify="right")
     for finding in findings:
@@ -241,7 +228,7 @@ def _findings_table(findings: tuple[Finding, ...]) -> Table:
 
 
 def _print_wrapped(text: str, indent: int = 0) -> None:
-    """Wrapped between words; a path that is too long for a line stays in one piece."""
+    """Print text wrapped between words; a path that is longer than a line is not broken."""
     space = " " * indent
     wrap = textwrap.TextWrapper(out.width, space, space, break_long_words=False, break_on_hyphens=False)
     out.print(Text(wrap.fill(text)), soft_wrap=True)
@@ -253,6 +240,8 @@ def _format_counts(groups: Mapping[str, int]) -> str:
 
 
 def _finding_json(finding: Finding) -> Iterator[str]:
+    from polyclinic.data.findings import format_places
+
     yield f"{finding.sentence}."
     if finding.where:
         yield f"where: {format_places([_shorten_place(place) for place in finding.where], finding.count)}"
@@ -260,7 +249,7 @@ def _finding_json(finding: Finding) -> Iterator[str]:
 
 
 def _shorten_place(place: str) -> str:
-    """ "labels.csv row 2 = 7" in place of "labels.csv row 2 = labels.csv row 7"."""
+    """Shorten "labels.csv row 2 = labels.csv row 7" to "labels.csv row 2 = 7"."""
     first, *others = place.split(" = ")
     return " = ".join([first, *(other.removeprefix(first[: first.rfind(" ") + 1]) for other in others)])
 
@@ -277,13 +266,18 @@ def _print_names(listing: Listing, findings: tuple[Finding, ...], console: Conso
 def diagnose_command(
     what: What,
     data: Data = None,
-    size: Annotated[int, typer.Option(min=8, max=512, help="Pixels of a side (not for recipes).")] = 64,
-    channels: Annotated[int, typer.Option(min=1, max=3, help="1 or 3 (not for recipes).")] = 3,
-    seed: Annotated[int, typer.Option(help="The seed of what is drawn.")] = 0,
-    folder: Annotated[Path, typer.Option("--out", help="Where the picture and the JSON go.")] = Path("diagnosis"),
+    size: Annotated[int, typer.Option(min=8, max=512, help="The side of an image in pixels (not for recipes).")] = 64,
+    channels: Annotated[int, typer.Option(min=1, max=3, help="The channels, 1 or 3 (not for recipes).")] = 3,
+    seed: Annotated[int, typer.Option(help="The seed of random choices.")] = 0,
+    folder: Annotated[Path, typer.Option("--out", help="The output folder.")] = Path("diagnosis"),
     as_json: Json = False,
 ) -> None:
-    """How the sites differ, and which method addresses that: numbers, a picture, plain sentences."""
+    """Measure how the sites' images differ, and say which methods address that."""
+    from polyclinic.core.rng import Stream
+    from polyclinic.data.heterogeneity.diagnosis import format_diagnosis
+    from polyclinic.data.loading.image_options import ImageOptions
+    from polyclinic.storage.files import write_json
+
     options = ImageOptions.model_validate({"size": size, "channels": channels})
     title, found = _measure_heterogeneity(what, data, options, Stream(seed))
     from polyclinic.reporting.heterogeneity_figure import draw_diagnosis  # matplotlib takes a second to load
@@ -303,6 +297,14 @@ def diagnose_command(
 def _measure_heterogeneity(
     what: str, data: Path | None, options: ImageOptions, stream: Stream
 ) -> tuple[str, Diagnosis]:
+    from polyclinic.data.heterogeneity.diagnosis import diagnose_sites
+    from polyclinic.data.listings import open_listing
+    from polyclinic.data.loading.loader import load_collection
+    from polyclinic.data.partitioning.partitions import Natural
+    from polyclinic.data.partitioning.site_data import build_site_data
+    from polyclinic.data.splits import Fractions
+    from polyclinic.runs.experiment import load_sites
+
     recipe = _load_recipe(what)
     if recipe is not None:
         consortium = load_sites(recipe, data)
@@ -314,7 +316,7 @@ def _measure_heterogeneity(
     if len({record.site for record in listing.used_records} - {""}) < 2:
         raise DataError(
             f"{listing.name} names fewer than two sites, so there is nothing to compare; "
-            "give a recipe, which divides images among sites."
+            "give a recipe, which partitions images among sites."
         )
     collection = load_collection(listing, options, stream.child("data"))
     whole = Fractions(train=1, validation=0, test=0, official=False)
@@ -325,13 +327,18 @@ def _measure_heterogeneity(
 
 @app.command("fetch")
 def fetch_command(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="A named set: see `polyclinic data list`.")],
+    name: Annotated[
+        str, typer.Argument(metavar="NAME", help="The name of a public dataset: see `polyclinic data list`.")
+    ],
     data: Data = None,
 ) -> None:
-    """Download a set where its terms allow that; else say how to get it. Goes on where it was interrupted."""
-    if name not in SETS:
-        raise DataError(f"There is no named set '{name}'; there are: {', '.join(SETS)}.")
-    named = SETS[name]
+    """Download a public dataset if its terms allow that, or say how to get it. Resumes interrupted downloads."""
+    from polyclinic.data.data_dir import data_folder
+    from polyclinic.data.download import fetch_dataset
+
+    if name not in NAMED_DATASETS:
+        raise DataError(f"There is no dataset '{name}'; there are: {', '.join(NAMED_DATASETS)}.")
+    named = NAMED_DATASETS[name]
     folder = data_folder(data) if named.downloads else _named_data_dir(data) or Path("your data folder")
     files = {download.name for download in named.downloads}
     with Progress(console=err, transient=True, disable=not err.is_terminal) as progress:
@@ -354,7 +361,9 @@ def cache_command(
     clear: Annotated[bool, typer.Option("--clear", help="Delete all prepared images.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Where prepared images are kept, and how much there is. They are patients' images: clear them when done."""
+    """Show where prepared images are cached, and their size. They are patients' images: clear them when done."""
+    from polyclinic.data.loading.cache import cache_folder
+
     home = cache_folder()
     ours = sorted(path for path in home.glob("*") if _is_cache_entry(path))
     rows = [_describe_cached(path / "pixels") for path in ours if (path / "pixels").is_file()]
@@ -363,12 +372,12 @@ def cache_command(
         print_json({"folder": str(home), "cleared": clear, "in_use": kept, "sets": rows})
         return
     size = sum(row["bytes"] for row in rows)
-    told = f"; cleared{f', except {len(kept)} being made right now' if kept else ''}" if clear else ""
-    out.print(Text(f"{home}: {len(rows)} prepared sets, {size / 2**20:,.1f} MiB{told}"), soft_wrap=True)
+    note = f"; cleared{f', except {len(kept)} that are being prepared' if kept else ''}" if clear else ""
+    out.print(Text(f"{home}: {len(rows)} prepared sets, {size / 2**20:,.1f} MiB{note}"), soft_wrap=True)
 
 
 def _is_cache_entry(path: Path) -> bool:
-    """The folder may have been set to one that holds other things too: those are nobody's to delete."""
+    """Whether a path was made by the cache; its folder may hold other files, which are never deleted."""
     named = OURS.fullmatch(path.name)
     if named is None or path.is_symlink():
         return False
@@ -378,7 +387,7 @@ def _is_cache_entry(path: Path) -> bool:
 
 
 def _clear_cache(ours: list[Path]) -> list[str]:
-    """Delete what is ours, less the sets that another process is making; these are named."""
+    """Delete the cache but for the datasets that another process is preparing; return their names."""
     kept = sorted({path.name[:32] for path in ours if path.suffix == ".lock" and _is_locked(path)})
     for path in ours:
         if path.name[:32] not in kept:

@@ -1,4 +1,4 @@
-"""Between real hospitals: `polyclinic serve`, `polyclinic join`, `polyclinic status`."""
+"""The commands between real sites: `serve`, `join`, `status` and `provision`."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 from rich.text import Text
+from typer.core import TyperGroup
 
 from polyclinic.cli.common import (
     Data,
@@ -28,38 +29,33 @@ from polyclinic.cli.common import (
     print_json,
     print_message,
 )
-from polyclinic.cli.display import Display, result_table
-from polyclinic.config.recipe import Recipe
+from polyclinic.cli.display import Display, print_result
 from polyclinic.core.errors import PolyclinicError, RecipeError, StoreError
-from polyclinic.core.strict_yaml import read_yaml
-from polyclinic.deploy.config import ServerConfig
-from polyclinic.deploy.processes import PATIENCE, STOPPED, open_server, read_status, serve_site, terminate_as_interrupt
-from polyclinic.deploy.site.config import SiteConfig, config_warnings, with_remedy
-from polyclinic.deploy.site.participation import KEPT, ReleasePreview
-from polyclinic.deploy.site.policy import recipe_digest
-from polyclinic.deploy.site.release_log import ReleaseLog, last_trouble
-from polyclinic.reporting.run_folder import RunResult, read_result
-from polyclinic.storage.run_files import Ledger
+from polyclinic.core.strict_parsing import read_yaml
 
 if TYPE_CHECKING:
+    from polyclinic.config.recipe import Recipe
     from polyclinic.deploy.processes import SiteRegistration
+    from polyclinic.deploy.site.config import SiteConfig
     from polyclinic.deploy.site.message_handler import SiteMessageHandler
+    from polyclinic.deploy.site.participation import ReleasePreview
+    from polyclinic.runs.result import RunResult
 
 FAILED = "failed"
-Out = Annotated[Path, typer.Option("--out", help="The run's folder; one that was interrupted goes on.")]
+Out = Annotated[Path, typer.Option("--out", help="The folder of the run. An interrupted run in it is continued.")]
 
 
 def serve(
-    server: Annotated[Path, typer.Argument(metavar="SERVER.yaml", help="The file of the server's kit.")],
-    recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="A recipe file, or the name of one of ours.")],
+    server: Annotated[Path, typer.Argument(metavar="SERVER.yaml", help="The configuration file in the server's kit.")],
+    recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="A recipe file, or the name of a bundled recipe.")],
     folder: Out,
     wait: Annotated[
         float | None,
-        typer.Option("--wait", min=0, help="Seconds to wait for all sites; then the recipe's quorum is enough."),
+        typer.Option("--wait", min=0, help="Seconds to wait for all sites before the recipe's quorum is enough."),
     ] = None,
     deadline: Annotated[
         float | None,
-        typer.Option("--deadline", min=1, help="Seconds a round waits for a site's reply (default: until it comes)."),
+        typer.Option("--deadline", min=1, help="Seconds that a round waits for a site's reply (default: no limit)."),
     ] = None,
     settings: Settings = None,
     data: Data = None,
@@ -67,16 +63,20 @@ def serve(
     track: Track = None,
     as_json: Json = False,
 ) -> None:
-    """Run a recipe between real sites: open the server, wait for them, and play the rounds."""
+    """Run a recipe between real sites: start the server, wait for the sites, and run the rounds."""
+    from polyclinic.config.recipe import Recipe
+    from polyclinic.deploy.config import ServerConfig
+    from polyclinic.deploy.processes import PATIENCE, open_server, terminate_as_interrupt
     from polyclinic.deploy.serve import check_servable
+    from polyclinic.runs.result import read_result
 
     config = ServerConfig.load(server)
     loaded = Recipe.load(find_recipe(recipe), parse_settings(settings, seed=seed, track=track or None))
     check_servable(loaded, list(config.sites), folder)
     if (folder / "result.json").exists():
         ended = datetime.fromtimestamp((folder / "result.json").stat().st_mtime)
-        print_message(f"this run was finished on {ended:%Y-%m-%d %H:%M}; no site was asked anything now")
-        _print_result(read_result(folder, loaded), folder, as_json)
+        print_message(f"this run finished on {ended:%Y-%m-%d %H:%M}; no site was contacted")
+        print_result(read_result(folder, loaded), folder, as_json)
         return
     patience = PATIENCE if loaded.quorum else math.inf
     try:
@@ -90,9 +90,9 @@ def serve(
                 raise
             reception.board.update_facts(state="finished")
     except KeyboardInterrupt:
-        print_message("stopped; no finished round is lost: go on with the same command")
+        print_message("stopped; no finished round is lost: continue with the same command")
         raise typer.Exit(130) from None
-    _print_result(result, folder, as_json)
+    print_result(result, folder, as_json)
 
 
 def _run_rounds(
@@ -104,12 +104,12 @@ def _run_rounds(
     deadline: float | None,
     data: Path | None,
 ) -> RunResult:
-    """Wait for sites, and run the recipe between those who come."""
+    """Wait for sites, and run the recipe with those that connect."""
     from polyclinic.deploy.serve import run_deployed
     from polyclinic.federation.engines import RemoteExecution
 
     board, sites = reception.board, list(reception.link.nodes)
-    board.tell, board.patient = display.print_line, recipe.quorum is None
+    board.report, board.patient = display.print_line, recipe.quorum is None
     missing = reception.wait_for_sites(wait, recipe.quorum or len(sites), display.print_line)
     board.begin_enrolment(reception.connected_sites())
 
@@ -123,23 +123,18 @@ def _run_rounds(
     )
 
 
-def _print_result(result: RunResult, folder: Path, as_json: bool) -> None:
-    if as_json:
-        print_json(result.summary)
-        return
-    out.print(result_table(result.summary))
-    out.print(Text(f"run: {folder}"), soft_wrap=True)
-
-
 def join(
-    site: Annotated[Path, typer.Argument(metavar="SITE.yaml", help="The file of the site's kit.")],
+    site: Annotated[Path, typer.Argument(metavar="SITE.yaml", help="The configuration file in the site's kit.")],
     rehearsed: Annotated[
         str | None,
-        typer.Option("--dry-run", metavar="RECIPE", help="Show what this recipe would send from here; send nothing."),
+        typer.Option(
+            "--dry-run", metavar="RECIPE", help="Show what this recipe would send from this site, and send nothing."
+        ),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Take part with this site's images: connect, and answer what the policy in SITE.yaml allows, until stopped."""
+    """Take part with this site's images: connect, and answer requests that the policy in SITE.yaml allows."""
+    from polyclinic.deploy.site.config import SiteConfig, config_warnings, with_remedy
     from polyclinic.deploy.site.message_handler import SiteMessageHandler
 
     config = SiteConfig.load(site)
@@ -157,6 +152,10 @@ def join(
 def _serve_site(
     config: SiteConfig, desk: SiteMessageHandler, said: Callable[[str], None], rehearsed: str | None, as_json: bool
 ) -> None:
+    from polyclinic.config.recipe import Recipe
+    from polyclinic.deploy.processes import serve_site
+    from polyclinic.deploy.site.policy import recipe_digest
+
     if rehearsed is not None:
         loaded = Recipe.load(find_recipe(rehearsed))
         rows, mark = desk.preview_releases(loaded), recipe_digest(loaded)
@@ -164,7 +163,7 @@ def _serve_site(
             print_json({"recipe": mark, "leaves": [asdict(row) for row in rows]})
         else:
             out.print(_release_table(rows))
-            out.print(Text(f"to allow this recipe alone, put into allow.recipes:\n{mark}"), soft_wrap=True)
+            out.print(Text(f"to allow only this recipe, add to allow.recipes:\n{mark}"), soft_wrap=True)
         return
     try:
         serve_site(config, desk.answer_message, said, lambda: desk.is_idle)
@@ -175,19 +174,19 @@ def _serve_site(
 
 def status(
     where: Annotated[
-        Path, typer.Argument(metavar="DIR|YAML", help="A run's folder, or SERVER.yaml or SITE.yaml of a kit.")
+        Path, typer.Argument(metavar="DIR|YAML", help="The folder of a run, or the SERVER.yaml or SITE.yaml of a kit.")
     ],
     as_json: Json = False,
 ) -> None:
-    """Who is there, which round it is, what has travelled, what was refused and what failed."""
+    """Show the status of a server or a site: connections, rounds, traffic, refusals and failures."""
+    from polyclinic.deploy.processes import read_status
+
     folder = where if where.is_dir() else _state_folder(where)
     found = read_status(folder)
     if found is None:
         if (folder / "recipe.yaml").exists():
-            raise StoreError(
-                f"{folder} holds a simulation, which no site joined; see it by: polyclinic report {folder}"
-            )
-        raise StoreError(f"{folder} holds no {'status.json'}: nothing has been started there yet")
+            raise StoreError(f"{folder} holds a simulation, without real sites; use: polyclinic report {folder}")
+        raise StoreError(f"{folder} holds no {'status.json'}: no server or site has been started with it yet")
     if "sites" not in found:
         _print_site(found, folder, as_json)
         return
@@ -204,7 +203,10 @@ def status(
 
 
 def _state_folder(path: Path) -> Path:
-    """The state folder that a kit's file names."""
+    """Return the state folder that a configuration file names."""
+    from polyclinic.deploy.config import ServerConfig
+    from polyclinic.deploy.site.config import SiteConfig
+
     if not path.is_file():
         raise RecipeError(f"there is no file or folder {path}; give a run's folder, SERVER.yaml or SITE.yaml")
     values = read_yaml(path, "site.yaml or server.yaml", "give the one of a kit", "federation")
@@ -213,7 +215,9 @@ def _state_folder(path: Path) -> Path:
 
 
 def _site_history(folder: Path) -> dict[str, dict[str, Any]]:
-    """What became of every site's rounds, by the run's ledger."""
+    """Return the traffic and the outcomes of every site's rounds, by the run's ledger."""
+    from polyclinic.storage.ledger import Ledger
+
     path = folder / "ledger.jsonl"
     found: dict[str, dict[str, Any]] = {}
     for row in Ledger(path).read() if path.exists() else []:
@@ -252,42 +256,43 @@ def _sites_table(found: Mapping[str, Any]) -> Table:
             _format_megabytes(past["up"]),
         ]
         table.add_row(*map(Text, cells))
-    told = [f"{site} {why}" for kind in ("absent", "last failure") for site, why in found.get(kind, {}).items()]
-    table.caption = Text("\n".join(told)) if told else None
+    notes = [f"{site} {why}" for kind in ("absent", "last failure") for site, why in found.get(kind, {}).items()]
+    table.caption = Text("\n".join(notes)) if notes else None
     table.caption_justify = "left"
     return table
 
 
 def _print_site(found: Mapping[str, Any], folder: Path, as_json: bool) -> None:
-    """A site's own view: its connection, and what has left."""
+    """Print the status of a site: its connection, and what it has sent."""
+    from polyclinic.deploy.processes import STOPPED
+    from polyclinic.deploy.site.release_log import ReleaseLog, last_trouble
+
     rows = ReleaseLog(folder).read_entries()
     left = {"messages": len(rows), "bytes": sum(int(row.get("bytes", 0)) for row in rows)}
     trouble = last_trouble(folder)
     if as_json:
-        told = trouble and dict(zip(("time", "sentence"), trouble, strict=True))
-        print_json({**found, "released": left, "last": rows[-5:], "last refusal or failure": told})
+        notes = trouble and dict(zip(("time", "sentence"), trouble, strict=True))
+        print_json({**found, "released": left, "last": rows[-5:], "last refusal or failure": notes})
         return
     over = found["alive"] or found["state"].startswith(STOPPED)
-    state = found["state"] if over else f"its process ended without a word; the last was: {found['state']}"
+    state = found["state"] if over else f"its process ended without a message; its last state was: {found['state']}"
     out.print(Text(f"{found['site']}: {state}"), soft_wrap=True)
     if trouble is not None:
         when, sentence = trouble
         out.print(Text(f"last refusal or failure, {_format_age(when)} ({when}): {sentence}"), soft_wrap=True)
-    out.print(
-        Text(
-            f"left so far: {left['messages']} messages, {_format_megabytes(left['bytes'])} MB; each is in {folder / 'releases.jsonl'}"
-        ),
-        soft_wrap=True,
-    )
+    sent = f"{left['messages']} messages, {_format_megabytes(left['bytes'])} MB"
+    out.print(Text(f"sent so far: {sent}; see {folder / 'releases.jsonl'}"), soft_wrap=True)
 
 
 def _release_table(rows: Sequence[ReleasePreview]) -> Table:
-    """What would leave, kind by kind."""
+    """Return a table of what would leave the site, by kind."""
+    from polyclinic.deploy.site.participation import WITHHELD
+
     table = Table(box=None, padding=(0, 1), pad_edge=False)
     for name in ("kind", "when", "MB", "tensors", "protection"):
         table.add_column(name, justify="right" if name in ("MB", "tensors") else "left", overflow="fold")
     for row in rows:
-        size = f"{row.bytes / 1e6:.3f}" if row.bytes else "–" if row.when == KEPT else "as asked"
+        size = f"{row.bytes / 1e6:.3f}" if row.bytes else "–" if row.when == WITHHELD else "as asked"
         kind = f"{row.kind} ({row.cluster})" if row.cluster else row.kind
         table.add_row(*map(Text, (kind, row.when, size, str(len(row.shapes)), row.protection)))
     prices = {row.epsilon for row in rows if row.epsilon is not None}
@@ -311,3 +316,136 @@ def _format_age(when: str | None) -> str:
 
 def _local_time() -> str:
     return f"{datetime.now():%H:%M:%S}"
+
+
+MAKE = "make"
+
+
+class DefaultCommandGroup(TyperGroup):
+    """A group in which `provision FILE` means `provision make FILE`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if args and args[0] not in self.commands and args[0] != "--help":
+            args = [MAKE, *args]
+        return super().parse_args(ctx, args)
+
+
+provision_app = typer.Typer(
+    cls=DefaultCommandGroup, no_args_is_help=True, help="Make and renew the keys, certificates and kits of real sites."
+)
+Folder = Annotated[Path, typer.Argument(metavar="KITS", help="The folder that `provision FILE --out KITS` made.")]
+
+
+@provision_app.command(MAKE)
+def make(
+    file: Annotated[
+        Path, typer.Argument(metavar="FEDERATION.yaml", help="The file that lists the sites (docs/deploy.md).")
+    ],
+    folder: Annotated[Path, typer.Option("--out", metavar="KITS", help="The output folder.")] = Path("kits"),
+    wheel: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE.whl", help="A wheel of polyclinic for the kits, if sites cannot install it from an index."
+        ),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Make a certificate authority, the server's certificate, and a kit with a key for each site (the default)."""
+    from polyclinic.deploy.config import FederationConfig
+    from polyclinic.deploy.provisioning.provision import (
+        provision_federation,
+        read_wheel,
+    )
+
+    federation = FederationConfig.load(file)
+    provision_federation(federation, folder, None if wheel is None else read_wheel(wheel))
+    _print_kits(folder, as_json)
+    if not as_json:
+        _print_next_steps(
+            f"copy to the server: {folder / 'server'}",
+            f"send to each site by a secure channel (it holds a private key): {folder / 'sites' / 'NAME.zip'}",
+            f"keep here, and give to nobody: {folder / 'ca'}",
+        )
+
+
+@provision_app.command()
+def rotate(
+    folder: Folder,
+    who: Annotated[
+        str | None, typer.Argument(metavar="[SITE|server]", help="The site, or `server`, whose key to renew.")
+    ] = None,
+    everybody: Annotated[bool, typer.Option("--all", help="Renew the authority, the server and every site.")] = False,
+) -> None:
+    """Renew the key of a site, of the server, or of all. Old site keys are revoked."""
+    from polyclinic.deploy.provisioning import provision
+
+    if everybody == (who is not None):
+        raise typer.BadParameter("name the key to renew: a site, server, or --all", param_hint="SITE")
+    if who is None:
+        provision.rotate_all(folder)
+        _print_next_steps(
+            f"copy to the server: {folder / 'server'}", f"send to every site: its zip in {folder / 'sites'}"
+        )
+    elif who == "server":
+        provision.rotate_server(folder)
+        _print_next_steps(f"copy to the server: {folder / 'server'}; sites need nothing")
+    else:
+        provision.rotate_site(folder, who)
+        _print_next_steps(
+            f"copy to the server: {folder / 'server'}", f"send to {who}: {provision.zip_path(folder, who)}"
+        )
+
+
+@provision_app.command()
+def revoke(folder: Folder, site: Annotated[str, typer.Argument(metavar="SITE", help="The name of the site.")]) -> None:
+    """Revoke a site's key: remove it from the server's list."""
+    from polyclinic.deploy.provisioning import provision
+
+    provision.revoke_site(folder, site)
+    _print_next_steps(f"copy to the server at once: {folder / 'server'}; until then it still accepts the key of {site}")
+
+
+@provision_app.command()
+def add(folder: Folder, site: Annotated[str, typer.Argument(metavar="SITE", help="The name of the site.")]) -> None:
+    """Make a kit for another site, or a new one for a revoked site."""
+    from polyclinic.deploy.provisioning import provision
+
+    provision.add_site(folder, site)
+    _print_next_steps(f"copy to the server: {folder / 'server'}", f"send to {site}: {provision.zip_path(folder, site)}")
+
+
+@provision_app.command()
+def show(folder: Folder, as_json: Json = False) -> None:
+    """Show fingerprints and expiry dates. The exit code is 1 if files do not match or have expired."""
+    if _print_kits(folder, as_json):
+        raise typer.Exit(1)
+
+
+def _print_next_steps(*lines: str) -> None:
+    for line in lines:
+        out.print(Text(line), soft_wrap=True)
+    out.print(Text("then restart the server or site; the README.md in each kit says how"), soft_wrap=True)
+
+
+def _print_kits(folder: Path, as_json: bool) -> bool:
+    """Print the keys and certificates; return whether there is a problem."""
+    from polyclinic.deploy.provisioning.inspect import inspect_kits
+
+    found = inspect_kits(folder)
+    if as_json:
+        print_json(asdict(found))
+        return bool(found.problems)
+    table = Table(box=None, padding=(0, 1), pad_edge=False)
+    table.add_column("", overflow="fold")
+    for title in ("fingerprint (SHA-256)", "valid until"):
+        table.add_column(title, no_wrap=True)
+    for row in found.rows:
+        table.add_row(*map(Text, (row.name, row.fingerprint[:50], row.until)))
+    out.print(table)
+    for gone in found.revoked:
+        out.print(Text(f"{gone.get('why')} on {gone.get('date')}: {gone.get('site')}, {gone.get('fingerprint')}"))
+    for sentence in found.warnings:
+        print_message(f"warning: {sentence}")
+    for sentence in found.problems:
+        print_message(f"error: {sentence}")
+    return bool(found.problems)

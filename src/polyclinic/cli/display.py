@@ -1,36 +1,55 @@
-"""What a run looks like: a live panel in a terminal, plain lines elsewhere; and the tables at its end."""
+"""The progress of runs, as a live panel in a terminal or as plain lines, and the tables of their results."""
 
 from __future__ import annotations
 
+import math
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import typer
 from rich.columns import Columns
 from rich.console import Console, Group
 from rich.live import Live
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Column, Table
 from rich.text import Text
 
-from polyclinic.config.recipe import Recipe
+from polyclinic.cli.common import (
+    err,
+    out,
+    print_json,
+    print_message,
+)
 from polyclinic.core.names import STUDENT
-from polyclinic.evaluation.comparison import Comparison, format_decimal, format_estimate, format_traffic
-from polyclinic.evaluation.summary import describe_test_images, headline_at_site
-from polyclinic.reporting.privacy_statement import privacy_line
-from polyclinic.runs.engine_choice import REASON_REQUESTED
-from polyclinic.runs.public_data import PUBLIC
+
+if TYPE_CHECKING:
+    from polyclinic.config.recipe import Recipe
+    from polyclinic.evaluation.comparison import Comparison
+    from polyclinic.evaluation.summary import PartScores, RunSummary
+    from polyclinic.runs.result import RunResult
+
 
 MARKS = {"accepted": "✓", "refused": "refused", "dead": "dead", "late": "late", "error": "error"}
 SITES = 24
-"""Sites the live panel names; of more it gives the number."""
+"""The largest number of sites that the live panel names."""
+SAME_COMMAND = "continue with the same command"
 DAY = 86_400.0
 
 
 class Display:
-    """Follows runs through their `watch` events. Says nothing before the first: a mistake's sentence stands alone."""
+    """Shows the progress of runs by their events. It prints nothing before the first event, so that an error message
+    stands alone."""
 
     def __init__(self, console: Console, about: str = "") -> None:
         self.console, self.about = console, about
@@ -66,7 +85,7 @@ class Display:
             self.live.__exit__(kind, error, traceback)
 
     def start_run(self, recipe: Recipe, done: int, total: int) -> None:
-        """A run begins, the `done + 1`-th of `total`."""
+        """Begin the display of a run, number `done + 1` of `total`."""
         number = f" ({done + 1} of {total})" if total > 1 else ""
         self.heading, self.rounds, self.done = f"{recipe.name}, seed {recipe.seed}{number}", recipe.rounds, done
         self.sites, self.summary = {}, "preparing images and network"
@@ -90,16 +109,16 @@ class Display:
         elif event == "round done":
             self._finish_round(info)
         elif event == "absent":
-            self.print_line(f"  {info['site']} takes no part: {info['kind']}: {info['why']}")
+            self.print_line(f"  {info['site']} does not take part: {info['kind']}: {info['why']}")
         elif event == "evaluated":
             self.sites[info["site"]] = MARKS.get(info.get("outcome", ""), "tested")
             if "why" in info:
                 self.print_line(f"  after the last round: {info['site']} {info['outcome']}: {info['why']}")
 
     def _advance_bar(self, round: int) -> None:
-        """A round is a part of a run, so that the time left is known before the first run ends."""
+        """Count a round as a part of its run, so that the remaining time is known before the first run ends."""
         self.bars.update(self.current, completed=round)
-        if not self.playing:  # runs that were only read back say nothing about the speed of others
+        if not self.playing:  # runs that were read from disk say nothing about the speed of others
             self.bars.reset(self.overall)
             self.playing = True
         self.bars.update(self.overall, completed=self.done + round / self.rounds)
@@ -115,10 +134,10 @@ class Display:
             self.summary = f"validation after round {info['round'] - 1}: {', '.join(known)}"
         self._advance_bar(info["round"])
         if self.live is None:
-            told = f"  {self.summary}" if known else ""
-            self.print_line(f"  round {info['round']}/{self.rounds}  {info['seconds']:.1f} s{told}")
+            notes = f"  {self.summary}" if known else ""
+            self.print_line(f"  round {info['round']}/{self.rounds}  {info['seconds']:.1f} s{notes}")
         for cluster in info.get("unheard", ()):
-            self.print_line(f"  round {info['round']}: cluster {cluster} got no update, so its model stays as it was")
+            self.print_line(f"  round {info['round']}: cluster {cluster} got no update and keeps its model")
         if info["stopped"]:
             self.print_line(f"  stopped early after round {info['round']}: validation no longer improves")
         if info["stopped"] or info["round"] == self.rounds:
@@ -139,26 +158,32 @@ class Display:
 
 
 def comparison_table(comparison: Comparison) -> Table:
-    """The table of a comparison, for 80 columns."""
+    """Return the table of a comparison, 80 columns wide."""
+    from polyclinic.reporting.formatting import format_number
+
     table = _titled_table(f"{comparison.title}: {comparison.judged_on}")
     table.add_column("method")
     for name in ("accuracy [95 %]", "AUC [95 %]", "worst AUC, at", "MB", "s"):
         table.add_column(name, justify="right", no_wrap=name != "worst AUC, at")
     for line in comparison.lines:
-        worst = f"{strip_zeros(format_decimal(line.worst_auc, 2))} {line.worst_site[:12]}".rstrip()
-        figures = [strip_zeros(format_estimate(line.figures[metric])) for metric in ("accuracy", "auc")]
-        cells = [line.name, *figures, worst, format_traffic(line), f"{line.seconds:.0f}"]
+        worst = f"{strip_zeros(format_number(line.worst_score, 2))} {line.worst_site[:12]}".rstrip()
+        figures = [line.figures[metric] for metric in ("accuracy", "auc")]
+        shown = [_estimate_cell(figure.mean, figure.low, figure.high) for figure in figures]
+        sent = "images" if line.pools_images else f"{line.megabytes:.1f}"
+        cells = [line.name, *shown, worst, sent, f"{line.seconds:.0f}"]
         table.add_row(*map(Text, cells))
     lost = [f"{line.name}: {line.lost} updates refused or lost!" for line in comparison.lines if line.lost]
-    told = [f"intervals over {comparison.interval_description}; MB both ways; s: wall-clock"]
-    told += [f"figures of {comparison.judged_by}", *_privacy_notes(comparison), *lost]
-    table.caption = Text("\n".join(told))
+    notes = [f"intervals over {comparison.interval_description}; MB both ways; s: wall-clock"]
+    notes += [f"figures of {comparison.judged_by}", *_privacy_notes(comparison), *lost]
+    table.caption = Text("\n".join(notes))
     return table
 
 
 def _privacy_notes(comparison: Comparison) -> list[str]:
-    """What privacy costs, where any method has a plan."""
-    plans = {name: runs[0].get("privacy") for name, runs in comparison.results.items()}
+    """Return the privacy cost of each method, if any method has a plan."""
+    from polyclinic.reporting.privacy_statement import privacy_line
+
+    plans = {name: runs[0].privacy for name, runs in comparison.results.items()}
     if not any(plans.values()):
         return []
     free = [name for name, found in plans.items() if not found]
@@ -166,62 +191,65 @@ def _privacy_notes(comparison: Comparison) -> list[str]:
     return [*paid, *([f"no privacy claimed: {', '.join(free)}"] if free else [])]
 
 
-def result_table(summary: Mapping[str, Any]) -> Table:
-    """One finished run, by hospital."""
-    best, cost = summary["headline"], summary["cost"]
-    early = " (stopped early)" if summary["stopped_early"] else ""
-    table = _titled_table(f"{summary['name']}: {summary['rounds']} rounds{early}, {describe_test_images(best)}")
-    table.add_column("hospital")
+def result_table(summary: RunSummary) -> Table:
+    """One finished run, by site."""
+    from polyclinic.core.names import HELD_OUT, PUBLIC
+    from polyclinic.reporting.privacy_statement import privacy_line
+    from polyclinic.runs.engines.choice import REASON_REQUESTED
+
+    best, cost, engine = summary.headline, summary.cost, summary.engine
+    early = " (stopped early)" if summary.stopped_early else ""
+    table = _titled_table(f"{summary.name}: {summary.rounds} rounds{early}, {best.images}")
+    table.add_column("site")
     for name in ("n", "accuracy [95 %]", "AUC [95 %]", "sensit.", "specif."):
         table.add_column(name, justify="right", no_wrap=True)
-    for site in summary["sites"]:
-        here = headline_at_site(summary, site)
-        if here:
+    for site in summary.sites:
+        if here := summary.headline_at(site):
             table.add_row(*map(Text, [site, *_method_cells(here)]))
-    judged = f"public ({best['of']})" if best["model"] == PUBLIC else f"all ({best['model']})"
-    table.add_row(*map(Text, [judged, *_method_cells(best)]), style="bold")
-    merged, part = summary["merged"], best["part"]
-    beside = {
-        "held-out": merged.get("held-out", {}).get("test") if best["model"] != "held-out" else None,
-        f"all ({STUDENT})": merged.get(STUDENT, {}).get(part),
-        f"public ({STUDENT})": (summary.get("public") or {}).get(STUDENT),
+    judged = f"public ({best.of})" if best.model == PUBLIC else f"all ({best.model})"
+    table.add_row(*map(Text, [judged, *_method_cells(best.scores)]), style="bold")
+    others = {
+        "held-out": summary.merged.get(HELD_OUT, {}).get("test") if best.model != HELD_OUT else None,
+        f"all ({STUDENT})": summary.merged.get(STUDENT, {}).get(best.part),
+        f"public ({STUDENT})": summary.public.get(STUDENT),
     }
-    for name, figures in beside.items():
-        if figures and name != judged:
-            table.add_row(*map(Text, [name, *_method_cells(figures)]))
-    megabytes = (cost["bytes_up"] + cost["bytes_down"]) / 1e6
-    intervals = "; intervals over patients (bootstrap)" if best.get("intervals") else ""
-    lost = cost.get("refused", 0) + cost.get("failed", 0)
-    warning = f"\n{lost} updates of hospitals were refused or lost; ledger.jsonl says why" if lost else ""
-    warning = "".join(f"\n{line}" for line in _missing_notes(summary)) + warning
-    engine = summary.get("engine", {})
-    chosen = (
-        "" if engine.get("why", REASON_REQUESTED) == REASON_REQUESTED else f"\nengine {engine['name']}: {engine['why']}"
-    )
-    paid = f"\n{privacy_line(summary['privacy'])}" if summary.get("privacy") else ""
-    table.caption = Text(f"{megabytes:.1f} MB both ways, {cost['seconds']:.1f} s{intervals}{paid}{chosen}{warning}")
+    for name, scores in others.items():
+        if scores and name != judged:
+            table.add_row(*map(Text, [name, *_method_cells(scores)]))
+    has_intervals = any(metric.low is not None for metric in best.scores.metrics.values())
+    intervals = "; intervals over patients (bootstrap)" if has_intervals else ""
+    notes = [privacy_line(summary.privacy)] if summary.privacy else []
+    if engine is not None and engine.reason != REASON_REQUESTED:
+        notes.append(f"engine {engine.name}: {engine.reason}")
+    notes += _missing_notes(summary)
+    if cost.lost:
+        notes.append(f"{cost.lost} updates of sites were refused or lost; ledger.jsonl says why")
+    table.caption = Text("\n".join([f"{cost.megabytes:.1f} MB both ways, {cost.seconds:.1f} s{intervals}", *notes]))
     return table
 
 
-def _missing_notes(summary: Mapping[str, Any]) -> list[str]:
-    """Who took no part, and what was not to be had."""
-    told = [f"without {site}: {why}" for site, why in (summary.get("absent") or {}).items()]
-    withheld = summary["cost"].get("withheld", 0)
-    if withheld:
-        told.append(f"{withheld} of {len(summary['hospitals'])} hospitals sent no predictions; ledger.jsonl says why")
-    if withheld and summary["headline"]["part"] == "validation":
-        told.append("so these are the means of what hospitals told of their validation images in the last round")
-    return told
+def _missing_notes(summary: RunSummary) -> list[str]:
+    """The sites that took no part, and the predictions that were withheld."""
+    notes = [f"without {site}: {why}" for site, why in summary.absent.items()]
+    if withheld := summary.cost.withheld:
+        notes.append(f"{withheld} of {len(summary.site_sizes)} sites sent no predictions; ledger.jsonl says why")
+        if summary.headline.part == "validation":
+            notes.append("so these are means of what sites reported of their validation images in the last round")
+    return notes
 
 
 def plan_line(plan: Mapping[str, Any]) -> str:
-    """What a privacy plan will cost, in a line."""
-    if plan["caveat"]:
-        return f"privacy: noise {plan['noise']:.3g}, NO guarantee: {plan['caveat']}"
+    """Return the cost of a privacy plan in one line."""
+    if plan["no_guarantee_reason"]:
+        return f"privacy: noise {plan['noise']:.3g}, NO guarantee: {plan['no_guarantee_reason']}"
     return (
         f"privacy: ε = {plan['epsilon']:.3g} per {plan['unit']} at δ = {plan['delta']:.2g} for the whole run "
         f"(noise {plan['noise']:.4g}, clip {plan['clip']:g})"
-        + (f"; it stops before ε = {plan['wanted']:g}" if plan["wanted"] and plan["epsilon"] > plan["wanted"] else "")
+        + (
+            f"; it stops before ε = {plan['max_epsilon']:g}"
+            if plan["max_epsilon"] and plan["epsilon"] > plan["max_epsilon"]
+            else ""
+        )
     )
 
 
@@ -230,15 +258,56 @@ def _titled_table(title: str) -> Table:
 
 
 def strip_zeros(text: str) -> str:
-    """0.873 → .873: a table of eighty columns has no room for zeros."""
+    """Shorten 0.873 to .873, which saves columns in a table."""
     return re.sub(r"\b0\.", ".", text).replace(", ", " ")
 
 
-def _method_cells(row: Mapping[str, Any]) -> list[str]:
-    bounds = row.get("intervals") or {}
-    cells = [str(row["n"])]
-    for metric in ("accuracy", "auc"):
-        low, high = bounds.get(metric, (None, None))
-        interval = f" [{low:.3f} {high:.3f}]" if low is not None else ""
-        cells.append("–" if row.get(metric) is None else strip_zeros(f"{row[metric]:.3f}{interval}"))
-    return cells + ["–" if row.get(m) is None else strip_zeros(f"{row[m]:.3f}") for m in ("recall", "specificity")]
+def _estimate_cell(value: float, low: float, high: float) -> str:
+    """Return a value and its interval without leading zeros: .873 [.812 .921]."""
+    from polyclinic.reporting.formatting import format_number
+
+    interval = "" if math.isnan(low) else f" [{low:.3f} {high:.3f}]"
+    return strip_zeros(format_number(value) + interval)
+
+
+def _method_cells(scores: PartScores) -> list[str]:
+    intervals = [_estimate_cell(scores.value(name), *scores.interval(name)) for name in ("accuracy", "auc")]
+    points = [_estimate_cell(scores.value(name), math.nan, math.nan) for name in ("recall", "specificity")]
+    return [str(scores.n), *intervals, *points]
+
+
+@contextmanager
+def progress_display(way_on: Callable[[], str] = lambda: SAME_COMMAND, about: str = "") -> Iterator[Display]:
+    """Show the progress of runs. After Ctrl-C, print how to continue and exit with code 130."""
+    try:
+        with Display(err, about) as display:
+            yield display
+    except KeyboardInterrupt:
+        print_message(f"stopped; no finished round is lost: {way_on()}")
+        raise typer.Exit(130) from None
+
+
+def print_comparison(comparison: Comparison, as_json: bool) -> None:
+    if as_json:
+        print_json(comparison.to_json())
+        return
+    out.print(comparison_table(comparison))
+    if comparison.folder is not None:
+        written = [comparison.folder / name for name in ("report.html", "report.md")]
+        out.print(Text("written: " + "  ".join(str(path) for path in written if path.exists())), soft_wrap=True)
+
+
+def report_failures(comparison: Comparison) -> None:
+    """Print the runs that did not finish, and exit with code 1 if there are any."""
+    for failure in comparison.failures:
+        print_message(f"error: {failure}")
+    if comparison.failures:
+        raise typer.Exit(1)
+
+
+def print_result(result: RunResult, folder: Path, as_json: bool) -> None:
+    if as_json:
+        print_json(result.summary.to_json())
+        return
+    out.print(result_table(result.summary))
+    out.print(Text(f"run: {folder}"), soft_wrap=True)

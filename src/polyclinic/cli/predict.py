@@ -1,32 +1,25 @@
-"""`polyclinic predict` and `polyclinic export`: a finished run's models, on new images and in other programs."""
+"""The commands `predict` and `export`."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Table
 from rich.text import Text
 
-from polyclinic.analysis.export import check_overwriting, export_model
-from polyclinic.analysis.predict import (
-    ModelCatalogue,
-    Prediction,
-    RunModel,
-    UnreadableFile,
-    find_image_files,
-    fit_calibration,
-    open_catalogue,
-    predict_files,
-)
 from polyclinic.cli.common import Data, Json, err, out, print_json, print_message
 from polyclinic.cli.display import strip_zeros
 from polyclinic.core.errors import RecipeError
-from polyclinic.evaluation.calibration import Calibration, Uncalibrated
-from polyclinic.reporting.run_folder import read_result
+
+if TYPE_CHECKING:
+    from polyclinic.analysis.predict import ModelCatalogue, Prediction, RunModel, UnreadableFile
+    from polyclinic.evaluation.calibration import Calibration, Uncalibrated
+    from polyclinic.evaluation.summary import RunSummary
+
 
 WIDTH, FILE, CLASS, NUMBER = 80, 25, 16, 6
 
@@ -35,23 +28,35 @@ Wanted = Annotated[
     str | None,
     typer.Option("--model", help="global, personal, student, ensemble or a cluster (default: the run's headline)."),
 ]
-Whose = Annotated[str | None, typer.Option("--site", help="The site whose personal model it is.")]
-Device = Annotated[str | None, typer.Option(help="cpu, cuda, or auto (default: as the run).")]
+Whose = Annotated[str | None, typer.Option("--site", help="The site whose personal model is used.")]
+Device = Annotated[str | None, typer.Option(help="cpu, cuda or auto (default: as in the run).")]
 
 
 def predict_command(
     folder: Folder,
-    given: Annotated[list[Path], typer.Argument(metavar="IMAGE...", help="PNG, JPEG, DICOM, …; folders are walked.")],
+    given: Annotated[
+        list[Path],
+        typer.Argument(metavar="IMAGE...", help="Image files (PNG, JPEG, DICOM and others) or folders of them."),
+    ],
     wanted: Wanted = None,
     site: Whose = None,
     grad_cam: Annotated[
-        Path | None, typer.Option("--grad-cam", metavar="DIR", help="Write where the network looks: heat maps.")
+        Path | None, typer.Option("--grad-cam", metavar="DIR", help="Also write Grad-CAM heat maps into this folder.")
     ] = None,
     data: Data = None,
     device: Device = None,
     as_json: Json = False,
 ) -> None:
-    """What a run's model says of images: probabilities, calibrated where the run's validation images are known."""
+    """Predict images with a run's model. Probabilities are calibrated if its validation predictions are known."""
+    from polyclinic.analysis.predict import (
+        UnreadableFile,
+        find_image_files,
+        fit_calibration,
+        open_catalogue,
+        predict_files,
+    )
+    from polyclinic.evaluation.calibration import Calibration
+
     run = open_catalogue(folder, device)
     model = run.load_model(wanted, site)
     files, failed = find_image_files(given)
@@ -74,15 +79,17 @@ def predict_command(
     elif rows:
         _print_predictions(run, model, calibration, rows)
         if grad_cam is not None:
-            out.print(Text(f"written: {grad_cam} (its pictures show patients: keep them there)"), soft_wrap=True)
+            out.print(
+                Text(f"written: {grad_cam} (the figures show patients' images; do not share them)"), soft_wrap=True
+            )
     _report_failures(failed)
 
 
 def _prediction_row(found: Prediction, classes: Sequence[str], drawn: Path | None) -> dict[str, Any]:
     named = dict(zip(classes, found.probabilities.tolist(), strict=True))
     sure = None if found.calibrated is None else dict(zip(classes, found.calibrated.tolist(), strict=True))
-    told: dict[str, Any] = {"file": str(found.file), "class": classes[found.predicted_class], "probabilities": named}
-    return {**told, "calibrated": sure, **({} if drawn is None else {"grad_cam": str(drawn)})}
+    row: dict[str, Any] = {"file": str(found.file), "class": classes[found.predicted_class], "probabilities": named}
+    return {**row, "calibrated": sure, **({} if drawn is None else {"grad_cam": str(drawn)})}
 
 
 def _predictions_json(
@@ -109,7 +116,9 @@ def _describe_model(model: RunModel) -> dict[str, Any]:
 def _print_predictions(
     run: ModelCatalogue, model: RunModel, calibration: Calibration | Uncalibrated, rows: Sequence[dict[str, Any]]
 ) -> None:
-    """A line for each file, for 80 columns; the other classes as far as there is room."""
+    """Print a row for each file, 80 columns wide, with as many of the other classes as fit."""
+    from polyclinic.evaluation.calibration import Calibration
+
     fitted = isinstance(calibration, Calibration)
     table = Table(box=None, padding=(0, 1), pad_edge=False)
     rest = WIDTH - FILE - CLASS - 2 * NUMBER - 8
@@ -137,11 +146,13 @@ def _format_probability(probability: float) -> str:
 
 
 def _shorten_path(file: str) -> str:
-    """Its end: files of one folder begin alike."""
+    """Return the end of a path, as the files of a folder begin alike."""
     return file if len(file) <= FILE else f"…{file[1 - FILE :]}"
 
 
 def _describe_export(found: Calibration | Uncalibrated) -> str:
+    from polyclinic.evaluation.calibration import Uncalibrated
+
     if isinstance(found, Uncalibrated):
         return f"uncalibrated: {found.reason}"
     return (
@@ -151,7 +162,7 @@ def _describe_export(found: Calibration | Uncalibrated) -> str:
 
 
 def _report_failures(failed: Sequence[UnreadableFile]) -> None:
-    """What could be predicted was shown; a file that could not is a failure all the same."""
+    """Print the files that could not be read, and exit with code 1 if there are any."""
     for each in failed:
         print_message(f"error: {each.file}: {each.why}")
     if failed:
@@ -160,7 +171,7 @@ def _report_failures(failed: Sequence[UnreadableFile]) -> None:
 
 def export_command(
     folder: Folder,
-    target: Annotated[Path, typer.Option("--out", metavar="FOLDER", help="Where to write.")],
+    target: Annotated[Path, typer.Option("--out", metavar="FOLDER", help="The output folder.")],
     onnx: Annotated[
         bool, typer.Option("--onnx", help="Also write model.onnx (pip install polyclinic\\[export]).")
     ] = False,
@@ -168,14 +179,21 @@ def export_command(
     site: Whose = None,
     alone: Annotated[
         Path | None,
-        typer.Option("--alone", metavar="DIR", help="A finished run of `local` on the same data: who is worse off?"),
+        typer.Option(
+            "--alone",
+            metavar="DIR",
+            help="A finished run of `local` on the same data, to report which sites are worse off.",
+        ),
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Write over files of an earlier export.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite the files of an earlier export.")] = False,
     data: Data = None,
     device: Device = None,
     as_json: Json = False,
 ) -> None:
-    """Write a run's model for other programs: weights, how to prepare images, ONNX, and a model card."""
+    """Export a run's model for other programs: weights, preprocessing, ONNX, and a model card."""
+    from polyclinic.analysis.export import check_overwriting, export_model
+    from polyclinic.analysis.predict import fit_calibration, open_catalogue
+
     check_overwriting(target, force)
     run = open_catalogue(folder, device)
     model = run.load_model(wanted, site)
@@ -193,11 +211,13 @@ def export_command(
     out.print(Text("written: " + "  ".join(map(str, files))), soft_wrap=True)
 
 
-def _local_baseline(run: ModelCatalogue, folder: Path) -> dict[str, Any]:
-    """What a run says in which the same sites trained by themselves on the same images."""
-    summary = read_result(folder).summary
-    if summary["algorithm"] != "local":
-        raise RecipeError(f"--alone is {folder}, a run of {summary['algorithm']}; give one of `local`")
-    if any(summary.get(key) != run.summary.get(key) for key in ("hospitals", "classes", "seed")):
+def _local_baseline(run: ModelCatalogue, folder: Path) -> RunSummary:
+    """Return the summary of a run in which the same sites trained alone on the same images."""
+    from polyclinic.storage.run_folder import RunFolder
+
+    summary = RunFolder(folder).read_summary()
+    if summary.algorithm != "local":
+        raise RecipeError(f"--alone is {folder}, a run of {summary.algorithm}; give one of `local`")
+    if any(getattr(summary, key) != getattr(run.summary, key) for key in ("site_sizes", "details", "seed")):
         raise RecipeError(f"--alone is {folder}, a run on other images; give one with the same data and the same seed")
     return summary

@@ -1,8 +1,8 @@
-"""`polyclinic report`: a run or a comparison as one file for people to read."""
+"""The commands `report` and `board`."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import secrets
 from pathlib import Path
 from typing import Annotated
 
@@ -11,47 +11,38 @@ from rich.text import Text
 
 from polyclinic.cli.common import err, out, print_message
 from polyclinic.core.errors import RecipeError
-from polyclinic.reporting.html import page, read_report_data, write_pdf
-from polyclinic.reporting.html.pdf import find_browser
-from polyclinic.reporting.html.report_data import ReportData
-from polyclinic.reporting.markdown.comparison import markdown
-from polyclinic.storage.run_files import explain_os_errors, write_atomically
 
 LARGE = 3_000_000
 
 
-def write_report(folders: Sequence[Path], target: Path, with_images: bool = False) -> ReportData:
-    """The page, and what it is made of."""
-    material = read_report_data(folders, with_images)
-    with explain_os_errors(target.parent):
-        target.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(target, page(material).encode())
-    return material
-
-
 def report_command(
     folders: Annotated[
-        list[Path], typer.Argument(metavar="DIR...", help="Folders of finished runs, or a comparison's.")
+        list[Path], typer.Argument(metavar="DIR...", help="Folders of finished runs, or the folder of a comparison.")
     ],
     path: Annotated[Path | None, typer.Option("--out", help="The HTML file (default: report.html in DIR).")] = None,
-    as_markdown: Annotated[bool, typer.Option("--md", help="Also as Markdown, beside it.")] = False,
-    as_pdf: Annotated[bool, typer.Option("--pdf", help="Also as PDF, beside it (needs Chromium).")] = False,
+    as_markdown: Annotated[bool, typer.Option("--md", help="Also write Markdown.")] = False,
+    as_pdf: Annotated[bool, typer.Option("--pdf", help="Also write a PDF (needs Chromium).")] = False,
     with_images: Annotated[
-        bool, typer.Option("--with-images", help="Show patients: the Grad-CAM gallery of `explain`.")
+        bool,
+        typer.Option("--with-images", help="Include the Grad-CAM gallery of `explain`, which shows patients' images."),
     ] = False,
 ) -> None:
-    """Write one HTML file that clinicians, statisticians, engineers and data-protection officers can read."""
+    """Write a report in one HTML file, for clinicians, statisticians, engineers and data-protection officers."""
+    from polyclinic.experiments.api import report
+    from polyclinic.reporting.html.pdf import find_browser, write_pdf
+    from polyclinic.reporting.render_markdown import write_markdown
+
     target = path or folders[0] / "report.html"
     if target.suffix not in (".html", ".htm"):
-        raise RecipeError(f"--out is {str(target)!r:.100}; name an HTML file, and --md and --pdf lie beside it")
+        raise RecipeError(f"--out is {str(target)!r:.100}; name an HTML file; --md and --pdf write beside it")
     if as_pdf:
-        find_browser()  # before minutes of work: is there one?
+        find_browser()  # fail before minutes of work
     with err.status("report"):
-        material = write_report(folders, target, with_images)
+        content = report(folders, target, with_images)
         written = [target]
         if as_markdown:
             written.append(target.with_suffix(".md"))
-            write_atomically(written[-1], markdown(material.comparison).encode())
+            write_markdown(content, written[-1])
         if as_pdf:
             written.append(target.with_suffix(".pdf"))
             write_pdf(target, written[-1])
@@ -59,6 +50,36 @@ def report_command(
         for each in written:
             each.chmod(0o600)
     if (size := target.stat().st_size) > LARGE:
-        print_message(f"{target} has {size / 1e6:.1f} MB, much for a mail; give fewer folders for a smaller one")
-    kept = " (it shows patients: keep it there)" if with_images else ""
+        print_message(
+            f"{target} has {size / 1e6:.1f} MB, which is large for an e-mail; give fewer folders for a smaller file"
+        )
+    kept = " (it shows patients' images; do not share it)" if with_images else ""
     out.print(Text(f"written: {'  '.join(map(str, written))}{kept}"), soft_wrap=True)
+
+
+NEW = "new"
+
+
+def board_command(
+    folder: Annotated[
+        Path, typer.Argument(metavar="DIR", help="The folder of a run or a comparison, which may still be empty.")
+    ],
+    port: Annotated[int, typer.Option(min=0, max=65535, help="The port to listen on; 0 takes a free one.")] = 8765,
+    host: Annotated[
+        str, typer.Option(help="The address to listen on; any but this machine's own needs --token.")
+    ] = "127.0.0.1",
+    token: Annotated[
+        str | None,
+        typer.Option(envvar="POLYCLINIC_BOARD_TOKEN", help=f"The token that viewers need; `{NEW}` draws one."),
+    ] = None,
+) -> None:
+    """Follow a run or a comparison in the browser: rounds, sites, curves, cost and failures."""
+    from polyclinic.dashboard import open_board
+
+    with open_board(folder, host, port, secrets.token_urlsafe(24) if token == NEW else token) as server:
+        out.print(Text(f"board: {server.board_url}"), soft_wrap=True)
+        print_message("Ctrl-C stops the board, not the run")
+        try:
+            server.serve_forever()
+        except KeyboardInterrupt:
+            raise typer.Exit(0) from None

@@ -1,10 +1,10 @@
-"""What a site's machine can do, and the cluster that follows from it (PFedCDP, Section III-B, Eq. 1 and 2).
+"""The capability of a site's machine, and the cluster that follows from it (PFedCDP, Section III-B, Eq. 1 and 2).
 
-Four shares in [0, 1] of a site: processor, memory, battery, network. On a real site they are measured; in a simulation
-the recipe gives them, or they are drawn from the seed. Measuring is in machine.py.
+A profile has four shares in [0, 1]: processor, memory, battery and network. At a real site they are measured
+(`deploy/machine.py`); in a simulation the recipe gives them, or they are drawn from the seed.
 
-Departures: mains power counts as a full battery; a network slower than acceptable counts 0, not less; a processor that
-tells no frequency counts the share of it that is idle; any number of clusters.
+Departures: mains power counts as a full battery; a network slower than acceptable counts as 0, not as less; a processor
+that reports no frequency counts by its idle share; there may be any number of clusters.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from types import MappingProxyType
 
 import torch
 
-from polyclinic.core.contract import SiteId, Stream
 from polyclinic.core.errors import RecipeError
+from polyclinic.core.rng import Stream
+from polyclinic.core.types import SiteId
 
 RESOURCES = ("cpu", "memory", "battery", "network")
 THRESHOLDS: Mapping[str, float] = MappingProxyType({"high": 0.66, "medium": 0.33, "low": 0.0})
@@ -27,23 +28,23 @@ LATENCY = 200.0
 """Milliseconds."""
 MOST_LATENCY = 60_000.0
 COPIES = 4
-"""Of every parameter while Adam trains: the weight, its gradient, two moments."""
+"""Copies of each parameter while Adam trains: the weight, its gradient and two moments."""
 FLOAT32 = 4
 GIGABYTE = 10**9
 
 
 @dataclass(frozen=True)
 class MachineProfile:
-    """What a site's machine can do: shares in [0, 1]."""
+    """The profile of a site's machine: shares in [0, 1]."""
 
     cpu: float
     memory: float
     battery: float
     network: float
     total_memory: int | None = None
-    """Bytes, where they are known."""
+    """In bytes; None if unknown."""
     notes: tuple[str, ...] = field(default=(), compare=False)
-    """How each number came about, in the order of `RESOURCES`, where they were measured."""
+    """How each share was measured, in the order of `RESOURCES`."""
 
     def __post_init__(self) -> None:
         for name in RESOURCES:
@@ -59,27 +60,27 @@ def equal_weights() -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Capability:
-    """What a recipe may say under `capability`."""
+    """The section `capability` of a recipe."""
 
     weights: dict[str, float] = field(default_factory=equal_weights)
-    """How much each resource counts; together 1."""
-    cards: dict[SiteId, dict[str, float]] = field(default_factory=dict)
-    """What sites' machines can do, with their memory in `gigabytes` if known; other sites' cards are drawn."""
-    every: int | None = None
-    """Sites are evaluated again every so many rounds; None: once."""
-    latency: float = LATENCY
-    """The most that is acceptable, in milliseconds."""
+    """The weight of each resource; they sum to 1."""
+    profiles: dict[SiteId, dict[str, float]] = field(default_factory=dict)
+    """Profiles of sites, with their memory in `gigabytes` if known. Profiles of other sites are random."""
+    reassess_every: int | None = None
+    """Sites are assessed again after this number of rounds; None: once."""
+    max_latency_ms: float = LATENCY
+    """The largest acceptable latency in milliseconds."""
 
     def period_of_round(self, round: int) -> int:
-        """Which evaluation holds in a round (1 is the first); they are counted from 0."""
-        return 0 if self.every is None else (round - 1) // self.every
+        """Return the number, from 0, of the assessment that holds in a round (counted from 1)."""
+        return 0 if self.reassess_every is None else (round - 1) // self.reassess_every
 
 
 def capability_score(card: MachineProfile, weights: Mapping[str, float]) -> float:
-    """How capable a site is: the weighted mean of the four shares (Eq. 1).
+    """Return the weighted mean of the four shares (Eq. 1).
 
-    Exact but for one rounding, so that a card that is 0.66 throughout reaches a threshold of 0.66 whatever the weights:
-    0.3, 0.3, 0.1 and 0.3 in floating point do not quite add up to 1.
+    It is exact but for one rounding, so that a profile of 0.66 throughout reaches a threshold of 0.66 with any weights:
+    in floating point 0.3, 0.3, 0.1 and 0.3 do not sum exactly to 1.
     """
     _raise_first(check_weights(weights))
     total = sum(Fraction(weights[name]) * Fraction(getattr(card, name)) for name in RESOURCES)
@@ -87,7 +88,12 @@ def capability_score(card: MachineProfile, weights: Mapping[str, float]) -> floa
 
 
 def find_cluster(score: float, thresholds: Mapping[str, float]) -> str:
-    """The first cluster whose least score is reached (Eq. 2); clusters are in order from most to least capable."""
+    """Return the first cluster whose lowest score is reached (Eq. 2).
+
+    Args:
+        score: A capability score.
+        thresholds: The lowest score of each cluster, from the most to the least capable.
+    """
     _raise_first(check_thresholds(thresholds))
     for name, least in thresholds.items():
         if score >= least:
@@ -96,12 +102,12 @@ def find_cluster(score: float, thresholds: Mapping[str, float]) -> str:
 
 
 def site_profile(capability: Capability, site: SiteId, period: int, seed: Stream) -> MachineProfile:
-    """A site's card in a simulation: the given one, the same in every period, or one drawn for each."""
-    given = capability.cards.get(site)
+    """Return a site's profile in a simulation: the one that the recipe gives, or a random one for each period."""
+    given = capability.profiles.get(site)
     if given is None:
         generator = seed.child("capability", site, period).generator()
         return MachineProfile(*torch.rand(len(RESOURCES), generator=generator, dtype=torch.float64).tolist())
-    _raise_first(f"capability.cards.{site}: {sentence}" for sentence in _check_profile(given))
+    _raise_first(f"capability.profiles.{site}: {sentence}" for sentence in _check_profile(given))
     total = round(given["gigabytes"] * GIGABYTE) if "gigabytes" in given else None
     return MachineProfile(given["cpu"], given["memory"], given["battery"], given["network"], total)
 
@@ -112,16 +118,17 @@ def _raise_first(problems: Iterator[str]) -> None:
 
 
 def check_capability(capability: Capability) -> Iterator[str]:
-    """What is wrong with a recipe's `capability` whatever the data."""
+    """Yield the problems of a recipe's `capability` that do not depend on the data."""
     for sentence in check_weights(capability.weights):
         yield f"capability.weights: {sentence}"
-    for site, given in capability.cards.items():
+    for site, given in capability.profiles.items():
         for sentence in _check_profile(given):
-            yield f"capability.cards.{site}: {sentence}"
-    if capability.every is not None and capability.every < 1:
-        yield f"capability.every is {capability.every}; choose 1 round or more, or null to evaluate sites once"
-    for sentence in check_latency(capability.latency):
-        yield f"capability.latency: {sentence}"
+            yield f"capability.profiles.{site}: {sentence}"
+    if capability.reassess_every is not None and capability.reassess_every < 1:
+        rounds = capability.reassess_every
+        yield f"capability.reassess_every is {rounds}; choose 1 round or more, or null to assess sites once"
+    for sentence in check_latency(capability.max_latency_ms):
+        yield f"capability.max_latency_ms: {sentence}"
 
 
 def check_weights(weights: Mapping[str, float]) -> Iterator[str]:
@@ -140,22 +147,22 @@ def check_latency(latency: float) -> Iterator[str]:
 
 
 def check_thresholds(thresholds: Mapping[str, float]) -> Iterator[str]:
-    """What is wrong with clusters, given from most to least capable with the least score of each."""
+    """Yield the problems of clusters, given by their lowest scores from the most to the least capable."""
     clusters = list(thresholds.items())
     if not clusters:
-        yield "there is no cluster; give at least one, with 0 as its least score"
+        yield "there is no cluster; give at least one, with 0 as its lowest score"
         return
     for (upper, high), (lower, low) in pairwise(clusters):
         if not high > low:
             yield (
-                f"cluster {upper} begins at a score of {high} and {lower}, which is less capable, at {low}; the least "
-                "scores of clusters must fall"
+                f"cluster {upper} begins at a score of {high} and {lower}, which is less capable, at {low}; give "
+                "clusters in falling order of their lowest scores"
             )
     (first, most), (last, least) = clusters[0], clusters[-1]
     if not most <= 1:
         yield f"cluster {first} begins at a score of {most}, which no site reaches; choose at most 1"
     if least != 0:
-        yield f"cluster {last}, the last, begins at a score of {least}; set it to 0, so that no site is left out"
+        yield f"cluster {last}, the last, begins at a score of {least}; set it to 0, so that every site has a cluster"
 
 
 def _check_profile(given: Mapping[str, float]) -> Iterator[str]:
@@ -178,10 +185,10 @@ def _check_keys(given: Mapping[str, float], needed: tuple[str, ...], extra: tupl
 
 
 def training_memory(parameters: int, activations: int | None = None) -> int:
-    """Bytes that training takes: float32 copies of the parameters, and what a batch's activations take, if known."""
+    """Return the bytes that training needs: float32 copies of the parameters and, if known, a batch's activations."""
     return COPIES * FLOAT32 * parameters + (activations or 0)
 
 
 def available_memory(card: MachineProfile) -> float | None:
-    """Bytes that a site's machine has for training; None where its memory is not known."""
+    """Return the bytes that a machine has for training; None if its memory is unknown."""
     return None if card.total_memory is None else card.memory * card.total_memory

@@ -1,11 +1,10 @@
-"""Recipes: one YAML file that names everything a run needs. Unknown keys and impossible combinations are errors."""
+"""The recipe: the keys of the YAML file that describes a run. Unknown keys and impossible combinations are errors."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass, replace
-from importlib import resources
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
@@ -18,48 +17,58 @@ from pydantic import (
     field_validator,
 )
 
-from polyclinic.algorithms import ALGORITHMS, Averaging
+from polyclinic.algorithms import ALGORITHMS
+from polyclinic.algorithms.base import Algorithm
 from polyclinic.algorithms.distillation.refine import FEDDF, RefinementOptions
 from polyclinic.config.capability import Capability
+from polyclinic.config.renamed_keys import find_renamed
 from polyclinic.config.rules import EngineName, check_algorithm, find_problems, format_suggestion, unused_options
 from polyclinic.config.track import Track
-from polyclinic.core.contract import Augment, Optimiser, Private, Stage, Training
 from polyclinic.core.errors import RecipeError
-from polyclinic.core.strict_yaml import read_yaml
+from polyclinic.core.options import Augment, CurriculumOptions, Optimiser, Private, Training
+from polyclinic.core.strict_parsing import read_yaml
 from polyclinic.core.validation import validate_as
-from polyclinic.data import DATASETS, PARTITIONS
-from polyclinic.data.partitioning.partition import Partition
+from polyclinic.data import DATASETS
+from polyclinic.data.partitioning.partitions import PARTITIONS, Partition
 from polyclinic.data.splits import Fractions
 from polyclinic.evaluation.claims import Claim
 from polyclinic.federation.schedules import EarlyStop, Schedule
 from polyclinic.models import MODELS
 from polyclinic.privacy.plan import PrivacyConfig
 from polyclinic.privacy.transforms import STAGES
-from polyclinic.training.rules import find_training_problems
+from polyclinic.privacy.transforms.base import Stage
+from polyclinic.training.rules import check_training
 
 FINISHES = {"refine": RefinementOptions(), "feddf": FEDDF}
-OWN = (Capability, RefinementOptions)
 RANK = {"name": 0, "variant": 1}
 CLOSED = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+T = TypeVar("T")
+
+
+def _forbid_extra(kind: type[T]) -> type[T]:
+    """Let pydantic refuse unknown keys and infinite numbers for a plain dataclass; subclasses inherit this."""
+    setattr(kind, "__pydantic_config__", CLOSED)  # noqa: B010
+    return kind
+
+
 for _options in (
     Augment,
+    CurriculumOptions,
     Optimiser,
     Private,
     Training,
     PrivacyConfig,
     Schedule,
     EarlyStop,
-    Averaging,
-    *STAGES.values(),
-    *OWN,
+    Capability,
+    RefinementOptions,
+    Algorithm,
 ):
-    setattr(_options, "__pydantic_config__", CLOSED)  # noqa: B010  plain dataclasses; algorithms inherit it
-
-T = TypeVar("T")
+    _forbid_extra(_options)
 
 
 class OptionsSection(BaseModel):
-    """A section that names something and gives its options beside the name."""
+    """A section that gives a name and, beside it, the options of what is named."""
 
     model_config = ConfigDict(extra="allow", frozen=True)
 
@@ -96,27 +105,27 @@ class ModelSection(BaseModel):
     model_config = CLOSED
     name: str
     dropout: float | None = Field(None, ge=0, lt=1)
-    norm: Literal["own", "group"] = "own"
-    """group: normalisation over the batch is replaced by GroupNorm, which no image shares with another."""
+    norm: Literal["default", "group"] = "default"
+    """group: GroupNorm replaces BatchNorm, so that no image influences another."""
     weights: str | None = None
-    """A safetensors file, or `torchvision` for torchvision's own download."""
-    cut: int | None = Field(None, ge=1)
+    """Initial weights: a safetensors file, or `torchvision` for those that torchvision downloads."""
+    split_after: int | None = Field(None, ge=1)
     """The stage after which the extractor ends and the head begins; None: before the last layers."""
     pretrain: int | None = Field(None, ge=1)
-    """Epochs on the public set, at the server, before round 1."""
-    checkpoint: bool = False
-    """Whether blocks compute their activations again for the gradient, instead of keeping them."""
+    """Epochs of training on the public dataset, at the server, before round 1."""
+    activation_checkpointing: bool = False
+    """Recompute the activations of blocks in the backward pass instead of keeping them."""
 
 
 class ClusterSection(BaseModel):
-    """Sites of like machines, and the network that they share."""
+    """A cluster of sites with similar machines, and the network that they share."""
 
     model_config = CLOSED
-    at_least: float = Field(ge=0, le=1)
-    """The score from which on a site belongs here, if no cluster named before takes it."""
+    min_score: float = Field(ge=0, le=1)
+    """The lowest capability score of its sites. A site joins the first cluster whose minimum it reaches."""
     model: ModelSection
-    lr: float = Field(1.0, gt=0)
-    """What the learning rate is multiplied by here."""
+    lr_scale: float = Field(1.0, gt=0)
+    """Factor of the learning rate in this cluster."""
 
     @field_validator("model", mode="before")
     @classmethod
@@ -129,11 +138,12 @@ class EvaluateSection(BaseModel):
     every: int = Field(1, ge=0)
     bootstrap: int = Field(1000, ge=0)
     train: bool = True
-    """Whether training images are predicted too after the last round, for the gap to validation images."""
+    """Also predict the training images after the last round, which gives the generalisation gap."""
     forgetting: bool = False
-    """Whether sites tell what shares of their training images each deployment of the model has lost and gained."""
+    """Sites report which shares of their training images each deployed model forgot and learnt."""
     headline: Literal["personal", "global", "student", "ensemble", "public"] | None = None
-    """The model that a run is judged by; public: the server's own, on public test images. None: the first there is."""
+    """The model that the headline figures are about; public: the server's model on public test images. None: the first
+    that exists of personal, student, ensemble and global."""
 
 
 class EngineSection(BaseModel):
@@ -143,10 +153,12 @@ class EngineSection(BaseModel):
     threads: int = Field(1, ge=1, le=256)
     device: str = "cpu"
     compile: Literal["auto", "always", "never"] = "auto"
-    """Whether stacks are compiled: on a GPU, where what is left of the run would take minutes."""
+    """Compile the stacked training step. auto: on a GPU, if the rest of the run would take minutes."""
 
 
 class Recipe(BaseModel):
+    """A validated recipe (docs/recipes.md explains every key). Use `load` for a file and `from_values` for a dict."""
+
     model_config = CLOSED
     name: str = Field(min_length=1)
     about: str = ""
@@ -156,35 +168,35 @@ class Recipe(BaseModel):
     model: ModelSection
     algorithm: NamedSection
     clusters: dict[str, ClusterSection] = Field(default_factory=dict)
-    """From most to least capable: sites whose machines are alike, with a network that these can run."""
+    """Clusters of sites with similar machines, from most to least capable."""
     capability: Capability = Field(default_factory=Capability)
     public: PublicSection | None = None
-    """Labelled images that the server may look at."""
+    """Labelled images at the server."""
     finish: RefinementOptions | None = None
-    """When all rounds are over, a student learns from the server's models on the public set."""
+    """After the last round, distil the server's models into a student on the public dataset."""
     ensemble: bool = False
-    """When all rounds are over, the sites' own models of the last one predict together."""
+    """After the last round, average the predictions of the sites' last models."""
     training: Training = Training()
     schedule: Schedule = Schedule()
     early_stop: EarlyStop | None = None
     cohort: int | None = Field(None, ge=1)
-    turns: Literal["random", "cyclic"] = "random"
+    cohort_order: Literal["random", "cyclic"] = "random"
     quorum: int | None = Field(None, ge=1)
     max_norm: float = Field(1e6, gt=0)
     evaluate: EvaluateSection = EvaluateSection()
     engine: EngineSection = EngineSection()
     stages: list[NamedSection] = Field(default_factory=list)
-    """What happens to an update on its way from a site to the server, in this order."""
+    """Transforms of an update on its way from a site to the server, in this order."""
     privacy: PrivacyConfig | None = None
-    """What the run may cost in privacy, and whose."""
+    """The privacy budget, and whom it protects."""
     snapshot_every: int = Field(1, ge=1)
     track: Track = ()
     methods: dict[str, dict[str, Any]] = Field(default_factory=dict)
-    """For comparisons: a name for each method and the keys it sets, dotted, on top of this recipe."""
+    """For comparisons: the name of each method and the (dotted) keys that it sets on top of this recipe."""
     paper: dict[str, str] = Field(default_factory=dict)
-    """What the paper reports for each method, shown beside what we measure."""
+    """The paper's result for each method, shown beside the measured one."""
     claims: list[Claim] = Field(default_factory=list)
-    """What the paper claims of these methods, tested when all have run."""
+    """The paper's claims about these methods, tested when all have run."""
 
     @field_validator("algorithm", "data", "model", "public", "schedule", mode="before")
     @classmethod
@@ -203,39 +215,50 @@ class Recipe(BaseModel):
 
     @staticmethod
     def load(path: Path | str, settings: Mapping[str, Any] | None = None) -> Recipe:
-        """Read and validate a recipe file, `settings` (dotted keys) taking the place of what it says."""
+        """Read and validate a recipe file.
+
+        Args:
+            path: The YAML file.
+            settings: Values by dotted key, such as `{"training.batch": 16}`, which replace those of the file.
+        """
         return Recipe.from_values(read_yaml(Path(path)), settings, str(path))
 
     @staticmethod
     def from_values(
         values: Mapping[str, Any], settings: Mapping[str, Any] | None = None, source: str = "recipe"
     ) -> Recipe:
+        """Validate a recipe given as a mapping. Errors begin with `source`, the name of the file for instance."""
         with _naming_source(source):
             wanted = with_settings(values, settings or {})
-            _check_known_keys(wanted, _section_keys(wanted))
+            for sentence in find_renamed(wanted):
+                raise RecipeError(sentence)
+            _check_known_keys(wanted, _known_keys(wanted))
             recipe = validate_as(Recipe, wanted)
             _check_recipe(recipe)
             return recipe
 
-    def build_algorithm(self, private: Private | None = None) -> Averaging:
-        """The algorithm with its options and this recipe's training, made private by a plan."""
+    def build_algorithm(self, private: Private | None = None) -> Algorithm:
+        """Build the algorithm with its options and the recipe's training options.
+
+        Args:
+            private: The DP-SGD options of a privacy plan; None trains without noise.
+        """
         kind = _check_choice(ALGORITHMS, self.algorithm.name, "algorithm", "algorithm.name")
         training = replace(self.training, private=private)
         return validate_as(kind, {**self.algorithm.options, "training": training}, "algorithm.")
 
     @property
     def thresholds(self) -> dict[str, float]:
-        """The least score of each cluster, from most to least capable."""
-        return {name: section.at_least for name, section in self.clusters.items()}
+        """The lowest score of each cluster, from most to least capable."""
+        return {name: section.min_score for name, section in self.clusters.items()}
 
     def build_stages(self) -> list[Stage]:
         names = [section.name for section in self.stages]
         for name in (name for name in names if names.count(name) > 1):
-            raise RecipeError(f"stages: {name} is there twice; once is enough")
-        return [
-            validate_as(_check_choice(STAGES, section.name, "stage", "stages.name"), section.options, "stages.")
-            for section in self.stages
-        ]
+            raise RecipeError(f"stages: {name} is listed twice; list it once")
+        kinds = [_check_choice(STAGES, name, "stage", "stages.name") for name in names]
+        options = [section.options for section in self.stages]
+        return [validate_as(_forbid_extra(k), values, "stages.") for k, values in zip(kinds, options, strict=True)]
 
     def build_partition(self) -> Partition:
         kind = _check_choice(PARTITIONS, self.data.partition.by, "partition", "data.partition.by")
@@ -247,19 +270,19 @@ class Recipe(BaseModel):
         return str(yaml.safe_dump(values, sort_keys=False, allow_unicode=True))
 
     def method_recipe(self, name: str) -> Recipe:
-        """The recipe of one of its `methods`."""
+        """Return the recipe of one of `methods`."""
         settings = _check_choice(self.methods, name, "method", "methods")
         base = self.model_dump(mode="json") | {"methods": {}, "paper": {}, "claims": [], "name": name}
         with _naming_source(f"method {name}"):
             if {"methods", "paper", "claims"} & {key.split(".")[0] for key in settings}:
-                raise RecipeError("a method cannot have methods, a paper or claims of its own; set other keys")
+                raise RecipeError("a method cannot set methods, paper or claims; set other keys")
         return Recipe.from_values(base, settings, f"method {name}")
 
 
 def with_settings(values: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
-    """A deep copy of `values` with dotted keys set: a section before the keys in it, a name before its options.
+    """Return a deep copy of `values` with dotted keys set. The order of `settings` does not matter.
 
-    Naming another algorithm drops the options of the one before; another variant, those that it does not have.
+    Another algorithm's name drops the options of the previous one, and another variant those that it does not use.
     """
     result: dict[str, Any] = _deep_copy(dict(values))
     for key, value in sorted(settings.items(), key=lambda s: (s[0].count("."), RANK.get(s[0].split(".")[-1], 2))):
@@ -290,41 +313,37 @@ def _naming_source(source: str) -> Iterator[None]:
         raise RecipeError(f"{source}: {error}") from None
 
 
-def _section_keys(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys a recipe may have and what lies below them, which depends on what it names."""
-    layout, data = _model_keys(Recipe), values.get("data")
-    algorithm, dataset = _registered_kind(values.get("algorithm")), _registered_kind(data)
-    partition = _registered_kind(data.get("partition", {}), "by", "natural") if isinstance(data, dict) else None
+def _known_keys(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys that a recipe may have, each with its type. Those of a section depend on the name it gives."""
+    keys, data = _typed_keys(Recipe), values.get("data")
+    algorithm = _find_named(values.get("algorithm"), ALGORITHMS, "algorithm", "algorithm.name")
     if algorithm is not None:
-        options = _model_keys(_check_choice(ALGORITHMS, algorithm, "algorithm", "algorithm.name"))
-        layout["algorithm"] = {"name": str} | {key: hint for key, hint in options.items() if key != "training"}
-    layout["stages"] = {"name": str} | {
-        key: hint for stage in STAGES.values() for key, hint in _model_keys(stage).items()
-    }
-    layout["finish"] = {"name": str} | _model_keys(RefinementOptions)
-    public = _registered_kind(values.get("public"))
-    if public is not None:
-        layout["public"] = _model_keys(PublicSection) | _model_keys(
-            _check_choice(DATASETS, public, "data set", "public.name").options
-        )
-    if dataset is not None:
-        layout["data"] = _model_keys(DataSection) | _model_keys(
-            _check_choice(DATASETS, dataset, "data set", "data.name").options
-        )
-    if dataset is not None and partition is not None:
-        kind = _check_choice(PARTITIONS, partition, "partition", "data.partition.by")
-        layout["data"]["partition"] = {"by": str} | _model_keys(kind)
-    return layout
+        options = _typed_keys(algorithm)
+        keys["algorithm"] = {"name": str} | {key: options[key] for key in options if key != "training"}
+    for name, section in (("data", DataSection), ("public", PublicSection)):
+        dataset = _find_named(values.get(name), DATASETS, "data set", f"{name}.name")
+        if dataset is not None:
+            keys[name] = _typed_keys(section) | _typed_keys(dataset.options)
+    if isinstance(data, dict) and isinstance(keys["data"], dict):
+        given = data.get("partition", {})
+        named = {"by": "natural"} | given if isinstance(given, dict) else given
+        partition = _find_named(named, PARTITIONS, "partition", "data.partition.by")
+        if partition is not None:
+            keys["data"]["partition"] = {"by": str} | _typed_keys(partition)
+    stages = [_typed_keys(stage) for stage in STAGES.values()]
+    keys["stages"] = {"name": str} | {key: kind for stage in stages for key, kind in stage.items()}
+    keys["finish"] = {"name": str} | _typed_keys(RefinementOptions)
+    return keys
 
 
-def _registered_kind(section: Any, key: str = "name", default: str | None = None) -> str | None:
-    """What a section names, if it is written well enough to tell."""
-    name = section.get(key, default) if isinstance(section, dict) else section
-    return name if isinstance(name, str) else None
+def _find_named(section: Any, registry: Mapping[str, T], what: str, key: str) -> T | None:
+    """Look up what a section names; None if it names nothing, which is reported later."""
+    name = section.get(key.rpartition(".")[2]) if isinstance(section, dict) else section
+    return _check_choice(registry, name, what, key) if isinstance(name, str) else None
 
 
-def _model_keys(section: Any) -> dict[str, Any]:
-    """The keys of a section and the type of what lies below each."""
+def _typed_keys(section: Any) -> dict[str, Any]:
+    """Return the keys of a section and the type of each one's value."""
     if isinstance(section, dict):
         return section
     hints = get_type_hints(section)
@@ -333,10 +352,10 @@ def _model_keys(section: Any) -> dict[str, Any]:
 
 
 def _check_known_keys(values: Any, section: Any, place: str = "") -> None:
-    """Checked before anything else: a mistyped key is usually also a missing one. And true is no number."""
+    """Check keys before values, as a mistyped key often leaves another one missing. Also refuse booleans as numbers."""
     for item in values if isinstance(values, list) else ():
         _check_known_keys(item, section, place)
-    known, given = _model_keys(section), values if isinstance(values, dict) else {}
+    known, given = _typed_keys(section), values if isinstance(values, dict) else {}
     unknown = [(format_suggestion(str(key), list(known)), str(key)) for key in given if key not in known]
     if unknown:
         near, key = max(unknown, key=lambda found: bool(found[0]))
@@ -345,17 +364,15 @@ def _check_known_keys(values: Any, section: Any, place: str = "") -> None:
         kinds = (known[key], *get_args(known[key]))
         if isinstance(value, bool) and bool not in kinds and (int in kinds or float in kinds):
             raise RecipeError(f"{place}{key} is {str(value).lower()}, but should be a number")
-        named = get_origin(known[key]) is dict and isinstance(value, dict)  # names of one's own, a section below each
-        inside = (
-            {f"{place}{key}.{name}.": below for name, below in value.items()} if named else {f"{place}{key}.": value}
-        )
-        for inner in kinds:
-            if isinstance(inner, dict) or is_dataclass(inner) or _is_closed(inner):
-                for where, section in inside.items():
-                    _check_known_keys(section, inner, where)
+        by_name = get_origin(known[key]) is dict and isinstance(value, dict)  # the user's names, each with a section
+        inside = {f"{key}.{name}.": below for name, below in value.items()} if by_name else {f"{key}.": value}
+        for kind in kinds:
+            if isinstance(kind, dict) or is_dataclass(kind) or _has_fixed_keys(kind):
+                for where, below in inside.items():
+                    _check_known_keys(below, kind, place + where)
 
 
-def _is_closed(kind: Any) -> bool:
+def _has_fixed_keys(kind: Any) -> bool:
     return isinstance(kind, type) and issubclass(kind, BaseModel) and not issubclass(kind, OptionsSection)
 
 
@@ -367,9 +384,10 @@ def _check_choice(registry: Mapping[str, T], name: str, what: str, key: str) -> 
 
 
 def _check_recipe(recipe: Recipe) -> None:
-    """Everything that can be known to be wrong before anything runs."""
+    """Raise the first problem that can be found before anything runs."""
     _check_choice(MODELS, recipe.model.name, "model", "model.name")
-    for sentence in (*find_training_problems(recipe.training), *find_problems(recipe)):
+    check_training(recipe.training)
+    for sentence in find_problems(recipe):
         raise RecipeError(sentence)
     with _naming_source("data"):
         DATASETS[recipe.data.name].options.model_validate(recipe.data.options)
@@ -387,14 +405,3 @@ def _check_recipe(recipe: Recipe) -> None:
     for name in {name for claim in recipe.claims if claim.metric == "forgotten" for name in claim.methods}:
         if name in methods and not methods[name].evaluate.forgetting:
             raise RecipeError(f"a claim is about what {name} forgot; set evaluate.forgetting: true for it")
-
-
-def recipes_folder() -> Path:
-    """Where our recipes lie: inside the installed package, or beside the source in a checkout."""
-    installed = Path(str(resources.files("polyclinic"))) / "recipes"
-    return installed if installed.is_dir() else Path(__file__).parents[3] / "recipes"
-
-
-def bundled_recipes() -> dict[str, Path]:
-    folder = recipes_folder()
-    return {str(p.relative_to(folder).with_suffix("")): p for p in sorted(folder.rglob("*.yaml"))}

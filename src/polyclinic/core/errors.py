@@ -1,10 +1,10 @@
-"""Every error a person can hit. Each carries one sentence: what is wrong, where, and what to do."""
+"""The errors that users can meet. Each message says in one sentence what is wrong, where, and what to do."""
 
 from __future__ import annotations
 
 
 class PolyclinicError(Exception):
-    """Base of all errors that are somebody's to mend; the command line prints them without a traceback."""
+    """The base class of all errors that users can mend. The command line prints them without a traceback."""
 
 
 class RecipeError(PolyclinicError):

@@ -1,7 +1,7 @@
-"""Named places at which a run may be killed, so that tests can show it loses nothing.
+"""Fault injection: named points at which a test can kill a run, to show that it loses nothing.
 
-`POLYCLINIC_FAULT=name:n` kills the process with SIGKILL the n-th time it reaches `name`. Unset, a place costs one
-comparison.
+`POLYCLINIC_FAULT=name:n` kills the process with SIGKILL the n-th time it reaches `name`. If it is not set, a failpoint
+costs one comparison.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _name, _left = "", 0
 
 
 def arm_failpoint(name: str, count: int = 1) -> None:
-    """Die the `count`-th time `name` is reached; an empty name disarms."""
+    """Kill the process the `count`-th time `name` is reached. An empty name disarms."""
     global _name, _left
     if name and name not in FAILPOINTS:
         raise ValueError(f"there is no fault point {name!r}; there are: {', '.join(FAILPOINTS)}")

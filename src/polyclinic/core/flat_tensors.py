@@ -1,5 +1,5 @@
-"""Many tensors as one vector. A decoded message holds its tensors side by side, and one long pass over memory is
-quicker than hundreds of short ones.
+"""Many tensors as one vector. The tensors of a decoded message are contiguous, and one operation on a long vector is
+faster than hundreds of short ones.
 """
 
 from __future__ import annotations
@@ -13,22 +13,22 @@ import torch
 from numpy.lib.stride_tricks import as_strided
 from torch import Tensor
 
-from polyclinic.core.contract import Tensors
+from polyclinic.core.types import Tensors
 
 Layout: TypeAlias = tuple[tuple[str, torch.Size], ...]
 BLOCK_SIZE = 1 << 17
-"""Values handled at a time, so that what is made in between stays in the processor's cache."""
+"""Values computed at a time, so that intermediate results stay in the processor's cache."""
 
 
 class FlatDifference(NamedTuple):
-    """A distance that was measured beforehand, and from where."""
+    """A distance that was computed earlier, and the vector it is measured from."""
 
     start: Tensor
     length: float
 
 
 class FlatTensors(dict[str, Tensor]):
-    """Named tensors that are, in this order, the whole of one vector; and will be, as it cannot be changed."""
+    """An immutable dict of named tensors that are, in this order, consecutive parts of one vector."""
 
     def __init__(
         self,
@@ -37,14 +37,14 @@ class FlatTensors(dict[str, Tensor]):
         layout: Layout | None = None,
         travelled: FlatDifference | None = None,
     ) -> None:
-        """`travelled`: how far the vector is from another one, where that was worth knowing beforehand."""
+        """`difference`: the distance of the vector from another one, if it is known."""
         super().__init__(tensors)
         self.vector = vector
         self.layout = layout_of(self) if layout is None else layout
         self._travelled, self._version = travelled, vector._version
 
     def distance_from(self, start: FlatTensors) -> float:
-        """‖self − start‖₂: as it was measured before, unless a tensor was changed in place since."""
+        """Return ‖self − start‖₂: the known distance, unless a tensor was changed in place since."""
         known = self._travelled
         if known is not None and known.start is start.vector and self.vector._version == self._version:
             return known.length
@@ -60,13 +60,13 @@ class FlatTensors(dict[str, Tensor]):
         return dict, (dict(self),)
 
     def has_layout_of(self, other: Tensors) -> bool:
-        """Whether the other is known to have the same names, shapes and dtypes, in the same order."""
+        """Return whether the other is flat with the same names, shapes and dtypes in the same order."""
         return (
             isinstance(other, FlatTensors) and self.layout == other.layout and self.vector.dtype == other.vector.dtype
         )
 
     def _raise_immutable(self, *_: Any, **__: Any) -> NoReturn:
-        raise TypeError("these tensors are one vector; make a new dict of them")
+        raise TypeError("flat tensors cannot be changed; make a new dict of them")
 
     __setitem__ = __delitem__ = __ior__ = update = setdefault = pop = popitem = clear = _raise_immutable
 
@@ -76,7 +76,7 @@ def layout_of(tensors: Tensors) -> Layout:
 
 
 def copy_tensors(tensors: Tensors) -> Tensors:
-    """A copy; as one vector, if all are of one floating-point type."""
+    """Return a copy, which is flat if all tensors have one floating-point dtype."""
     plain = [t.detach() for t in tensors.values()]
     if len({t.dtype for t in plain}) != 1 or not plain[0].is_floating_point():
         return {n: t.clone(memory_format=torch.contiguous_format) for n, t in zip(tensors, plain, strict=True)}
@@ -85,15 +85,15 @@ def copy_tensors(tensors: Tensors) -> Tensors:
 
 
 def flatten_if_contiguous(tensors: Tensors) -> Tensors:
-    """The same, known to be one vector if they are."""
+    """Return the tensors as `FlatTensors` if they are contiguous in memory, else as they are."""
     vector = contiguous_vector(list(tensors.values()))
     return tensors if vector is None else FlatTensors(tensors.items(), vector)
 
 
 def contiguous_vector(tensors: Sequence[Tensor]) -> Tensor | None:
-    """The tensors as one vector that shares their memory, where they lie in it without a gap, in this order; else None.
+    """Return one vector that shares the tensors' memory, if they are contiguous in this order, else None.
 
-    Only for as long as the tensors themselves are held: the vector does not keep all of them alive.
+    The vector is valid only as long as the tensors exist: it does not keep their memory alive.
     """
     if not tensors or tensors[0].dtype not in (torch.float32, torch.float64):
         return None
@@ -114,18 +114,18 @@ def contiguous_vector(tensors: Sequence[Tensor]) -> Tensor | None:
         return first.detach().as_strided((length,), (1,))
     if not first.is_cpu:
         return None
-    # Tensors of a message each think that their bytes are their own, so torch would not look beyond the first.
+    # Each tensor of a message has a storage of its own, so torch would not read beyond the first.
     return torch.from_numpy(as_strided(first.detach().reshape(-1).numpy(), (length,)))
 
 
 def split_vector(vector: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Views of a vector with the shapes of `tensors`: what `side_by_side` put together."""
+    """Return views of a vector with the shapes of `tensors`, in this order."""
     pieces = torch.split(vector, [t.numel() for t in tensors])
     return [piece.view(t.shape) for piece, t in zip(pieces, tensors, strict=True)]
 
 
 def l2_distance(tensors: Tensors, start: Tensors) -> float:
-    """‖tensors − start‖₂ over all floating-point tensors; where there is no start, the norm itself."""
+    """Return ‖tensors − start‖₂ over all floating-point tensors. A tensor that `start` lacks is compared with zero."""
     if isinstance(tensors, FlatTensors) and isinstance(start, FlatTensors) and tensors.has_layout_of(start):
         return tensors.distance_from(start)
     names = [n for n, t in tensors.items() if t.is_floating_point()]
@@ -134,7 +134,7 @@ def l2_distance(tensors: Tensors, start: Tensors) -> float:
     vector, origin = (contiguous_vector([group[n] for n in names if n in group]) for group in (tensors, start))
     if vector is not None and origin is not None and vector.shape == origin.shape:
         return _vector_distance(vector, origin)
-    # One difference at a time: all at once would be another copy of the model.
+    # One difference at a time: all at once would need another copy of the model.
     norms = [torch.linalg.vector_norm(tensors[n] - start[n] if n in start else tensors[n]) for n in names]
     return float(torch.linalg.vector_norm(torch.stack(norms).double()))
 

@@ -1,16 +1,19 @@
-"""Values from recipes as what they should be, or one sentence that says why not."""
+"""Validation of options against their declared types; an error is one sentence that names the key."""
 
 from __future__ import annotations
 
 import re
+from dataclasses import fields
 from functools import cache
-from typing import Any, TypeVar, cast
+from typing import Annotated, Any, Literal, TypeVar, cast, get_args, get_origin, get_type_hints
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from polyclinic.core.errors import RecipeError
 
 T = TypeVar("T")
+Share = Annotated[float, Field(ge=0, le=1)]
+PositiveShare = Annotated[float, Field(gt=0, le=1)]
 
 
 @cache
@@ -19,10 +22,32 @@ def _type_adapter(kind: Any) -> TypeAdapter[Any]:
 
 
 def validate_as(kind: type[T], values: Any, place: str = "") -> T:
-    """`values` as a `kind`; what is wrong with them is one sentence about the key, below `place`."""
+    """Convert `values` to the type `kind`; raise a RecipeError about the first wrong key, which begins with `place`."""
+    found: T = _validate(_type_adapter(cast(Any, kind)), values, place)
+    return found
+
+
+def check_options(options: Any, place: str) -> None:
+    """Raise a RecipeError if a field of the dataclass `options` is outside the range that its type declares."""
+    owner: Any = type(options)
+    for name, adapter in _declared_ranges(owner).items():
+        _validate(adapter, getattr(options, name), f"{place}{name}")
+
+
+@cache
+def _declared_ranges(kind: type) -> dict[str, TypeAdapter[Any]]:
+    hints = get_type_hints(kind, include_extras=True)
+    ranges = {field.name: hints[field.name] for field in fields(kind) if _declares_range(hints[field.name])}
+    return {name: TypeAdapter(hint, config=ConfigDict(allow_inf_nan=False)) for name, hint in ranges.items()}
+
+
+def _declares_range(hint: Any) -> bool:
+    return get_origin(hint) in (Annotated, Literal) or any(map(_declares_range, get_args(hint)))
+
+
+def _validate(adapter: TypeAdapter[Any], values: Any, place: str) -> Any:
     try:
-        found: T = _type_adapter(cast(Any, kind)).validate_python(values)
-        return found
+        return adapter.validate_python(values)
     except ValidationError as error:
         raise RecipeError(_format_error(error, place)) from None
 

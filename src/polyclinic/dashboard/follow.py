@@ -1,7 +1,8 @@
-"""A run's or a comparison's folder, looked at again and again while others write it."""
+"""Follows the folder of a run or a comparison while other processes write it."""
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,23 +12,25 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from polyclinic.config.recipe import Recipe
 from polyclinic.core.errors import PolyclinicError, StoreError
-from polyclinic.dashboard.files import Reader, find_plans, find_runs, is_locked, last_written_at
 from polyclinic.dashboard.privacy_spent import Spent, SpentSoFar
-from polyclinic.dashboard.run import METRICS, PATIENCE, Curve, RunStatus, State
+from polyclinic.dashboard.run import METRICS, Curve, RunStatus
 from polyclinic.deploy.processes import read_status
+from polyclinic.evaluation.summary import Cost
 from polyclinic.experiments.compare import PLAN_FILE
-from polyclinic.reporting.html.formatting import count
-from polyclinic.storage.run_files import explain_os_errors
+from polyclinic.reporting.formatting import format_count
+from polyclinic.storage.files import explain_os_errors
+from polyclinic.storage.run_folder import DEEPEST, MOST_RUNS, PATIENCE, RunFolder, State, find_runs
 
 FRESH = 0.5
-"""Seconds for which one look serves everybody who asks."""
+"""Seconds for which one reading serves every request."""
 GIVE = "give the folder that `polyclinic run` or `polyclinic compare` writes to"
 
 
 @dataclass(frozen=True, eq=False)
 class PageState:
-    """What a look has found."""
+    """The state of the folder's runs at one time."""
 
     title: str
     runs: tuple[RunStatus, ...]
@@ -47,12 +50,12 @@ class PageState:
 
     @property
     def current_run(self) -> RunStatus | None:
-        """The run whose sites are shown: the only one, or the one at work."""
+        """The run whose sites are shown: the only one, or the one that is running."""
         return self.runs[0] if self.single else next(iter(self.runs_in_state("running")), None)
 
     @property
     def seconds_since_news(self) -> float | None:
-        """Seconds since the last news of any run."""
+        """Since any file of any run was written."""
         return min((run.seconds_since_news for run in self.runs if run.seconds_since_news is not None), default=None)
 
     @property
@@ -75,10 +78,10 @@ class PageState:
 
     @property
     def sentence(self) -> str:
-        """What goes on; new from round to round."""
+        """The state in words; it changes from round to round."""
         if self.single:
             return self.runs[0].sentence
-        ended = f"{len(self.runs_in_state('finished'))} of {count(len(self.runs), 'run')} finished"
+        ended = f"{len(self.runs_in_state('finished'))} of {format_count(len(self.runs), 'run')} finished"
         wrong = ", ".join(
             f"{len(found)} {state}" for state in ("failed", "unreadable") if (found := self.runs_in_state(state))
         )
@@ -86,7 +89,8 @@ class PageState:
         if self.state == "waiting":
             return "Not yet started."
         if self.current_run is not None:
-            return f"Running: {ended}. {self.run_label(self.current_run)}: {self.current_run.sentence.removeprefix('Running: ')}"
+            status = self.current_run.sentence.removeprefix("Running: ")
+            return f"Running: {ended}. {self.run_label(self.current_run)}: {status}"
         if self.state == "running":
             return f"Running: {ended}; the next is being prepared."
         return f"{self.state.capitalize()}: {ended}{'; no process is at work' if self.state == 'stopped' else ''}."
@@ -96,7 +100,7 @@ class PageState:
 
     @property
     def rounds_played(self) -> tuple[int, int]:
-        """Rounds, and of how many. Who stopped early plays no more."""
+        """Rounds played, and rounds in all. A run that has ended early counts with the rounds that it played."""
         over = ("finished", "failed", "unreadable")
         return sum(r.rounds_done for r in self.runs), sum(
             r.rounds_done if r.state in over else r.rounds for r in self.runs
@@ -104,7 +108,7 @@ class PageState:
 
     @property
     def seconds_left(self) -> float | None:
-        """Of the run at work and of those to come, which take as long as others of their method, or as all do."""
+        """For the current run and those to come, which take as long as others of their method, or as all on average."""
         if self.single or self.state != "running":
             return self.runs[0].seconds_left if self.single else None
         known = {name: [r.median_round_seconds for r in runs] for name, runs in self.methods.items()}
@@ -119,14 +123,14 @@ class PageState:
         return sum(filter(None, begun)) + sum((r.rounds - r.rounds_done) * each.get(r.method, usual) for r in to_come)
 
     @property
-    def cost(self) -> dict[str, Any]:
+    def cost(self) -> Cost:
         """Of all runs together."""
         every = [run.cost for run in self.runs]
         names = ("bytes_down", "bytes_up", "seconds", "site_seconds", "refused", "failed")
-        return {name: sum(one[name] for one in every) for name in names}
+        return Cost(**{name: sum(getattr(one, name) for one in every) for name in names})
 
     def curves_by_name(self, metric: str) -> dict[str, Curve]:
-        """Of a run by itself; of a comparison by method, the mean over the seeds that have told of a round so far."""
+        """A run's curves, or the mean of each method over the seeds that have reported the round so far."""
         if self.single:
             return self.runs[0].curves[metric]
         return {
@@ -134,11 +138,11 @@ class PageState:
         }
 
     def seconds_by_method(self) -> dict[str, Curve]:
-        """Seconds that rounds took, by method."""
+        """Seconds of each round, by method."""
         return {name: _mean_curve([run.round_times for run in runs]) for name, runs in self.methods.items()}
 
     def to_json(self) -> dict[str, Any]:
-        """For programs."""
+        """The state for programs."""
         played, total = self.rounds_played
         found: dict[str, Any] = {
             "title": self.title,
@@ -149,12 +153,12 @@ class PageState:
             "rounds": self.runs[0].rounds if self.single else total,
             "seconds_left": self.seconds_left,
             "seconds_since_news": self.seconds_since_news,
-            "cost": self.cost,
+            "cost": self.cost.model_dump(),
             "curves": {metric: self.curves_by_name(metric) for metric in METRICS},
             "runs": [run.to_json() | self._privacy_json(run) for run in self.runs],
         }
         if self.current_run is not None:
-            found["sites"] = [vars(stay) for stay in self.current_run.sites]
+            found["sites"] = [vars(site) for site in self.current_run.sites]
             found["failures"] = [vars(failure) for failure in self.current_run.failures]
         return found
 
@@ -175,17 +179,18 @@ def _mean_curve(curves: Sequence[Curve]) -> Curve:
 
 
 class Follower:
-    """Looks at a folder for as many as ask."""
+    """Reads a folder for everyone who asks."""
 
     def __init__(self, folder: Path) -> None:
         if not folder.is_dir():
             raise StoreError(f"there is no folder {folder}; {GIVE}")
         with explain_os_errors(folder, "read", GIVE):
             empty = not any(folder.iterdir())
-        if not empty and not any(find_runs(folder)) and not any(find_plans(folder)):
+        if not empty and not any(find_runs(folder, DEEPEST)) and not any(find_plans(folder)):
             raise StoreError(f"{folder} holds no run (recipe.yaml is missing); {GIVE}")
         self.folder = folder.resolve()
-        self._reader, self._purse, self._lock = Reader(), SpentSoFar(), threading.Lock()
+        self._spent, self._lock = SpentSoFar(), threading.Lock()
+        self._folders: dict[Path, RunFolder] = {}
         self._runs: dict[Path, RunStatus] = {}
         self._seen: PageState | None = None
         self._until = 0.0
@@ -199,7 +204,7 @@ class Follower:
             return self._seen
 
     def _read_folder(self) -> PageState:
-        places = list(find_runs(self.folder))
+        places = [found.path for found in find_runs(self.folder, DEEPEST, MOST_RUNS)]
         runs = [] if places == [self.folder] else list(self._read_runs(places))
         single = not runs
         if single:
@@ -209,7 +214,7 @@ class Follower:
         return PageState(runs[0].method if single else str(known), tuple(runs), single, spent)
 
     def _read_runs(self, places: Sequence[Path]) -> Iterator[RunStatus]:
-        """Runs as their comparisons planned them, then those that no plan names."""
+        """The runs that comparisons have planned, then those that no plan names."""
         planned = self._planned_runs()
         numbers: dict[str, int] = {}
         for place in dict.fromkeys([*planned, *places]):
@@ -218,7 +223,7 @@ class Follower:
             yield self._read_run(place, method, numbers[method], rounds)
 
     def _planned_runs(self) -> dict[Path, tuple[str, int]]:
-        """By folder: the method, and its rounds."""
+        """Method and rounds of the planned runs, by folder."""
         found: dict[Path, tuple[str, int]] = {}
         for path in find_plans(self.folder):
             above = path.parent.relative_to(self.folder).as_posix()
@@ -230,61 +235,66 @@ class Follower:
         return found
 
     def _read_plan(self, path: Path) -> dict[str, Any]:
-        """Nothing where it is damaged: the runs that have begun are found all the same."""
+        """The plan of a comparison; {} where it is damaged, since runs that have begun are found anyway."""
         try:
-            found = self._reader.read_json(path)
-            return found if {"method", "folder", "rounds"} <= set.intersection(*map(set, found["runs"])) else {}
+            found = self._files(path.parent).read_if_changed(path, lambda place: json.loads(place.read_bytes()))
+            keys = set.intersection(*map(set, found["runs"])) if found else set()
+            return found if found and {"method", "folder", "rounds"} <= keys else {}
         except (OSError, ValueError, KeyError, TypeError):
             return {}
 
     def _folder_label(self, place: Path) -> str:
-        """Without the seed, of which a comparison names the last folder."""
+        """Without the seed, which a comparison gives to the last folder as its name."""
         if place.name.startswith("seed-"):
             place = place.parent
         return place.name if place in (self.folder, self.folder.parent) else place.relative_to(self.folder).as_posix()
 
+    def _files(self, folder: Path) -> RunFolder:
+        """One object for each folder, since it remembers what it has read."""
+        return self._folders.setdefault(folder, RunFolder(folder))
+
     def _read_run(self, folder: Path, method: str, number: int = 1, rounds: int = 0) -> RunStatus:
+        files = self._files(folder)
         try:
-            before = is_locked(folder)  # asked twice: a run may begin or end while its files are being read
-            recipe = self._reader.read_recipe(folder / "recipe.yaml")
+            before = files.is_locked  # asked twice: a run may begin or end while its files are being read
+            recipe = files.read_if_changed(files.recipe, Recipe.load)
             found = RunStatus(
                 recipe.name if recipe is not None and folder == self.folder else method,
                 number,
                 recipe.rounds if recipe is not None else rounds,
                 recipe,
-                self._reader.read_json(folder / "result.json"),
-                self._reader.read_rows(folder / "ledger.jsonl"),
-                self._reader.read_rows(folder / "metrics.jsonl"),
+                files.summary,
+                files.ledger(tolerant=True),
+                files.metrics(tolerant=True),
                 read_status(folder),
-                before or is_locked(folder),
-                last_written_at(folder),
+                before or files.is_locked,
+                files.last_written,
             )
             return self._reuse_unchanged(folder, found)
         except (PolyclinicError, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             return RunStatus(method, number, rounds, problem=f"{type(error).__name__}, {error}".rstrip("."))
 
     def _reuse_unchanged(self, folder: Path, run: RunStatus) -> RunStatus:
-        """The run as it was already, with all that has been computed of it, if no file has changed."""
+        """The status of the last reading, with all that has been computed from it, if no file has changed."""
         before = self._runs.get(folder)
         if before is not None and all(_is_same(vars(run)[f.name], vars(before)[f.name]) for f in fields(run)):
             return before
-        _ = (
-            run.to_json(),
-            run.sites,
-            run.failures,
-            run.curves,
-            run.by_site,
-        )  # whatever is wrong with its files shows here
+        _ = run.to_json(), run.sites, run.failures, run.curves, run.by_site  # errors in the files are raised here
         self._runs[folder] = run
         return run
 
     def _price_run(self, run: RunStatus) -> Spent | None:
         try:
-            return self._purse.spent_by(run)
+            return self._spent.spent_by(run)
         except (PolyclinicError, KeyError, TypeError, ValueError):
             return None
 
 
 def _is_same(one: Any, other: Any) -> bool:
-    """Of long lists: whether they are the very same, as a reader hands them out."""
+    """Long lists are compared by identity: an unchanged file gives the same list."""
     return one is other if isinstance(one, list) else bool(one == other)
+
+
+def find_plans(folder: Path) -> Iterator[Path]:
+    """The plans of comparisons in a folder."""
+    yield from sorted(path for depth in range(DEEPEST - 1) for path in folder.glob("*/" * depth + PLAN_FILE))

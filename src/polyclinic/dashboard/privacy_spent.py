@@ -1,94 +1,108 @@
-"""What a private run has spent so far, by its ledger and its recipe, before its own page tells."""
+"""The ε that a private run has spent so far, from its ledger and its recipe, before its own privacy page exists."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from polyclinic.core.contract import Stream
 from polyclinic.core.errors import RecipeError
+from polyclinic.core.rng import Stream
 from polyclinic.dashboard.run import RunStatus
+from polyclinic.evaluation.rows import ChargeRow
+from polyclinic.evaluation.summary import RunSummary
 from polyclinic.federation.privacy_budget import PrivacyBudget
 from polyclinic.privacy.plan import PrivacyConfig, PrivacyPlan
 from polyclinic.runs.privacy_plan import placeholder_private
 
 SHARE = 0.05
-"""Of the time, at most, that goes into pricing: long runs are dear to price, and the processor is the run's."""
+"""The largest share of time for accounting, which is slow for long runs and takes the processor from them."""
 
 
 @dataclass(frozen=True)
 class Spent:
     epsilon: float | None
     """None: no finite figure."""
-    wish: PrivacyConfig
+    config: PrivacyConfig
     round: int
     """Charged up to here: a round is charged before it begins."""
-    caveat: str = ""
-    """Why it is no guarantee."""
-    beside: str = ""
+    no_guarantee_reason: str = ""
+    left_out: str = ""
     """What the figure leaves out."""
-    over: bool = False
-    """Told by the run itself, at its end."""
+    is_final: bool = False
+    """Reported by the finished run."""
 
     def to_json(self) -> dict[str, Any]:
-        told = {"epsilon": self.epsilon, "delta": self.wish.delta, "unit": self.wish.unit, "allowed": self.wish.epsilon}
-        return told | {"charged_to_round": self.round, "caveat": self.caveat, "leaves_out": self.beside}
+        facts = {
+            "epsilon": self.epsilon,
+            "delta": self.config.delta,
+            "unit": self.config.unit,
+            "allowed": self.config.epsilon,
+        }
+        return facts | {
+            "charged_to_round": self.round,
+            "no_guarantee_reason": self.no_guarantee_reason,
+            "leaves_out": self.left_out,
+        }
 
 
 class SpentSoFar:
-    """Prices runs, not more often than is worth it."""
+    """Computes the ε of running runs, not more often than is worth its time."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[str, int], tuple[int, Spent, float]] = {}
 
     def spent_by(self, run: RunStatus) -> Spent | None:
-        wish = run.recipe.privacy if run.recipe is not None else None
-        if wish is None or run.recipe is None:
+        config = run.recipe.privacy if run.recipe is not None else None
+        if config is None or run.recipe is None:
             return None
         if run.summary is not None:
-            return _spent_when_finished(run.summary, wish)
-        key, charges = (run.method, run.number), [row for row in run.ledger if row["event"] == "charge"]
+            return _spent_when_finished(run.summary, config)
+        key, charges = (run.method, run.number), [row for row in run.ledger if isinstance(row, ChargeRow)]
         known = self._known.get(key)
         rested = known is not None and (time.monotonic() >= known[2] or run.state != "running")
         if known is None or (known[0] != len(charges) and rested):
             began = time.monotonic()
-            spent = _price_charges(run, wish, charges)
+            spent = _price_charges(run, config, charges)
             ended = time.monotonic()
             rest = (ended - began) / SHARE if known is not None else 0.0  # at first, accountants are being loaded
             known = self._known[key] = len(charges), spent, ended + rest
         return known[1]
 
 
-def _spent_when_finished(summary: Mapping[str, Any], wish: PrivacyConfig) -> Spent | None:
-    """By a finished run itself."""
-    found = summary.get("privacy")
-    if not found:
+def _spent_when_finished(summary: RunSummary, config: PrivacyConfig) -> Spent | None:
+    """As the finished run reports it."""
+    found = summary.privacy
+    if found is None:
         return None
-    return Spent(found["epsilon"][found["accountant"]], wish, int(summary["rounds"]), found["caveat"], over=True)
+    return Spent(found.epsilon, config, summary.rounds, found.no_guarantee_reason, is_final=True)
 
 
-def _price_charges(run: RunStatus, wish: PrivacyConfig, charges: Sequence[Mapping[str, Any]]) -> Spent:
+def _price_charges(run: RunStatus, config: PrivacyConfig, charges: Sequence[ChargeRow]) -> Spent:
     assert run.recipe is not None
-    plan = PrivacyPlan(wish, noise=0.0, rounds=(), site_sizes={}, jobs={}, max_sites_per_record=wish.holders or 1)
-    guard = PrivacyBudget(plan, Stream(0))
-    guard.load_charges(charges)
+    plan = PrivacyPlan(
+        config, noise=0.0, rounds=(), site_sizes={}, jobs={}, max_sites_per_record=config.max_sites_per_record or 1
+    )
+    budget = PrivacyBudget(plan, Stream(0))
+    budget.load_charges(charges)
     try:
-        epsilon: float | None = plan.worst_epsilon(guard.total_spends())
+        epsilon: float | None = plan.worst_epsilon(budget.total_spends())
     except RecipeError:
         epsilon = None
-    caveat = run.recipe.build_algorithm(placeholder_private(wish)).no_guarantee_reason() if wish.unit != "site" else ""
-    paid = max((int(row["round"]) for row in charges if row.get("privacy")), default=0)
+    reason = (
+        run.recipe.build_algorithm(placeholder_private(config)).no_guarantee_reason() if config.unit != "site" else ""
+    )
+    paid = max((row.round for row in charges if row.privacy), default=0)
     known = epsilon is not None and math.isfinite(epsilon)
-    return Spent(epsilon if known else None, wish, paid, caveat, _describe_left_out(wish))
+    return Spent(epsilon if known else None, config, paid, reason, _describe_left_out(config))
 
 
-def _describe_left_out(wish: PrivacyConfig) -> str:
-    told = []
-    if wish.unit != "site" and wish.holders is None:
-        told.append(f"what more it costs one {wish.unit} that is at several sites")
-    if wish.ledger is not None:
-        told.append("what earlier runs on the same images have cost")
-    return " and ".join(told)
+def _describe_left_out(config: PrivacyConfig) -> str:
+    parts = []
+    if config.unit != "site" and config.max_sites_per_record is None:
+        parts.append(f"what more it costs one {config.unit} that is at several sites")
+    if config.ledger is not None:
+        parts.append("what earlier runs on the same images have cost")
+    return " and ".join(parts)

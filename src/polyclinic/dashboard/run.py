@@ -1,4 +1,4 @@
-"""One run as its folder shows it: its state, rounds, time, sites, curves, cost."""
+"""The status of one run: its state, rounds, time, sites, curves and cost."""
 
 from __future__ import annotations
 
@@ -7,30 +7,29 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from statistics import median
-from typing import Any, Literal, get_args
+from typing import Any
 
 from polyclinic.config.recipe import Recipe
-from polyclinic.core.contract import SiteId
-from polyclinic.evaluation.summary import metric_by_cluster, sum_costs
-from polyclinic.federation.round_log import HELD_OUT
-from polyclinic.reporting.html.formatting import duration
-from polyclinic.reporting.html.sections.costs import WRONG
+from polyclinic.core.names import HELD_OUT
+from polyclinic.core.types import SiteId
+from polyclinic.evaluation.rounds import metric_by_cluster, metric_over_rounds, sum_costs
+from polyclinic.evaluation.rows import ChargeRow, CostRow, EvaluateRow, LedgerRow, MetricRow, SiteOutcome, TrainRow
+from polyclinic.evaluation.summary import Cost, RunSummary
+from polyclinic.reporting.formatting import format_duration
+from polyclinic.reporting.sections.costs import LOST
 from polyclinic.storage.journal import add_interrupted_rounds
+from polyclinic.storage.run_folder import PATIENCE, State
 
-State = Literal["finished", "running", "waiting", "failed", "stopped", "unreadable"]
-STATES: tuple[State, ...] = get_args(State)
 RECENT = 10
 """Rounds whose median says how long one takes."""
-PATIENCE = 60.0
-"""Seconds without news after which a run counts as stopped, or as slow, unless its rounds take longer."""
 METRICS = ("accuracy", "auc", "loss")
 Curve = Sequence[tuple[int, float]]
-ALL, APART = "validation images", "held-out test images"
+ALL, HELD_OUT_IMAGES = "validation images", "held-out test images"
 
 
 @dataclass(frozen=True)
 class SiteStatus:
-    """What is known of one site."""
+    """How one site has taken part so far."""
 
     site: SiteId
     last: int | None
@@ -47,26 +46,26 @@ class SiteStatus:
 
 @dataclass(frozen=True)
 class RepeatedFailure:
-    """The same thing going wrong at the same site."""
+    """A failure that one site had in several rounds."""
 
     site: SiteId
     kind: str
     why: str
-    """As it was told the last time."""
+    """The last reason given."""
     rounds: tuple[int, ...]
 
 
 @dataclass(frozen=True, eq=False)
 class RunStatus:
-    """A run, as it was when its folder was looked at; numbered, since its seed may have to stay secret."""
+    """A run as its folder shows it; numbered, since its seed may have to stay secret."""
 
     method: str
     number: int = 1
     rounds: int = 0
     recipe: Recipe | None = None
-    summary: Mapping[str, Any] | None = None
-    ledger: Sequence[Mapping[str, Any]] = ()
-    rows: Sequence[Mapping[str, Any]] = ()
+    summary: RunSummary | None = None
+    ledger: Sequence[LedgerRow] = ()
+    rows: Sequence[MetricRow] = ()
     status: Mapping[str, Any] | None = None
     working: bool | None = False
     written: float | None = None
@@ -84,7 +83,7 @@ class RunStatus:
             return "unreadable"
         if self.summary is not None:
             return "finished"
-        if self.ledger and self.ledger[-1]["event"] == "failed round":
+        if self.ledger and self.ledger[-1].event == "failed round":
             return "failed"
         if self.working or (self.working is None and self.seconds_since_news is not None and not self.is_slow):
             return "running"
@@ -92,34 +91,34 @@ class RunStatus:
 
     @cached_property
     def _last_rounds(self) -> tuple[int, int]:
-        """The last round that counts, and the last that was begun: who resumes may go back some rounds."""
+        """The last round that counts, and the last that was begun; a resumed run goes back some rounds."""
         done = begun = 0
         for row in self.ledger:
-            if row["event"] in ("round", "resumed"):
-                done = begun = int(row["round"])
-            elif row["event"] == "charge":
-                begun = int(row["round"])
+            if row.event in ("round", "resumed"):
+                done = begun = row.round
+            elif isinstance(row, ChargeRow):
+                begun = row.round
         return min(done, self.rounds), begun
 
     @property
     def rounds_done(self) -> int:
-        return int(self.summary["rounds"]) if self.summary is not None else self._last_rounds[0]
+        return self.summary.rounds if self.summary is not None else self._last_rounds[0]
 
     @property
     def is_testing(self) -> bool:
-        """All rounds are played, the final model is being tested."""
-        tested = bool(self.ledger) and self.ledger[-1]["event"] == "evaluation"
+        """Whether all rounds are played and the final model is being tested."""
+        tested = bool(self.ledger) and self.ledger[-1].event == "evaluation"
         return self.state == "running" and (tested or self._last_rounds[1] > self.rounds)
 
     @property
     def current_round(self) -> int:
-        """The round that is being played, or the last that was."""
+        """The round that is being played, or the last one that was."""
         return self.rounds_done if self.state == "finished" else min(max(self._last_rounds), self.rounds)
 
     @cached_property
     def round_times(self) -> Curve:
         """How long each round took."""
-        return [(int(row["round"]), float(row["seconds"])) for row in self.ledger if row["event"] == "round"]
+        return [(row.round, row.seconds) for row in self.ledger if isinstance(row, CostRow) and row.event == "round"]
 
     @property
     def median_round_seconds(self) -> float | None:
@@ -127,7 +126,7 @@ class RunStatus:
 
     @property
     def seconds_left(self) -> float | None:
-        """Of the rounds alone; None as long as no round tells, or where nothing goes on."""
+        """For the rounds alone; None before the first round has ended, and where nothing goes on."""
         each = self.median_round_seconds
         if self.state != "running" or each is None or self.is_testing:
             return None
@@ -143,7 +142,7 @@ class RunStatus:
 
     @property
     def sentence(self) -> str:
-        """What goes on. It changes from round to round and not from second to second: it is read aloud."""
+        """The state in words. It changes from round to round, not from second to second, since it is read aloud."""
         played = f"{self.rounds_done} of {self.rounds} rounds"
         if self.state == "unreadable":
             return f"Its files cannot be read: {self.problem}."
@@ -153,8 +152,7 @@ class RunStatus:
         if self.state == "finished":
             return f"Finished: {played} played{self._describe_early_stop()}."
         if self.state == "failed":
-            row = self.ledger[-1]
-            return f"Failed in round {row['round']} of {self.rounds}: too few updates could be accepted."
+            return f"Failed in round {self.ledger[-1].round} of {self.rounds}: too few updates could be accepted."
         if self.state == "stopped":
             still = "no process is at work" if self.working is False else "nothing is written any more"
             return f"Stopped after {played}: {still}."
@@ -168,105 +166,108 @@ class RunStatus:
 
     def _describe_early_stop(self) -> str:
         assert self.summary is not None
-        if (self.summary.get("privacy") or {}).get("stopped_by_budget"):
+        if self.summary.privacy is not None and self.summary.privacy.stopped_by_budget:
             return "; the next would have cost more privacy than was allowed"
-        return "; it stopped early, as the recipe asks" if self.summary.get("stopped_early") else ""
+        return "; it stopped early, as the recipe asks" if self.summary.stopped_early else ""
 
     @cached_property
-    def charged_ledger(self) -> Sequence[Mapping[str, Any]]:
-        """The ledger, with what rounds may have cost that were cut short."""
+    def charged_ledger(self) -> Sequence[LedgerRow]:
+        """The ledger with the possible cost of interrupted rounds."""
         return add_interrupted_rounds(self.ledger)
 
     @cached_property
-    def cost(self) -> dict[str, Any]:
+    def cost(self) -> Cost:
         return sum_costs(self.charged_ledger)
 
     @cached_property
     def sites(self) -> list[SiteStatus]:
         """Every site that was ever asked."""
         there = (self.status or {}).get("sites", {})
-        names = dict.fromkeys([*there, *(site for row in self.ledger for site in row.get("sites", ()))])
+        asked = (site for row in self.ledger if isinstance(row, ChargeRow | CostRow) for site in row.sites)
         counted: dict[SiteId, list[int]] = {}
         for row in self.rows:
-            if row["event"] == "train" and row.get("outcome") == "accepted":
-                counted.setdefault(row["site"], []).append(int(row["round"]))
+            if isinstance(row, TrainRow) and row.outcome == "accepted":
+                counted.setdefault(row.site, []).append(row.round)
+        names = dict.fromkeys([*there, *asked])
         return [self._site_status(site, counted.get(site, []), there.get(site, {})) for site in names]
 
     def _site_status(self, site: SiteId, counted: Sequence[int], there: Mapping[str, Any]) -> SiteStatus:
-        notes = self._ledger_by_site.get(site, [])
-        outcomes = [note.get("outcome") for note in notes]
+        replies = self._replies_by_site.get(site, [])
+        outcomes = [reply.outcome for reply in replies]
         alive = bool((self.status or {}).get("alive"))
         return SiteStatus(
             site,
             last=max(counted, default=None),
             counted=len(counted),
             refused=outcomes.count("refused"),
-            lost=sum(outcomes.count(kind) for kind in WRONG if kind != "refused"),
-            down=sum(int(note.get("down", 0)) for note in notes),
-            up=sum(int(note.get("up", 0)) for note in notes),
-            seconds=sum(float(note.get("seconds", 0.0)) for note in notes),
+            lost=sum(outcomes.count(kind) for kind in LOST if kind != "refused"),
+            down=sum(reply.down for reply in replies),
+            up=sum(reply.up for reply in replies),
+            seconds=sum(reply.seconds for reply in replies),
             now=str(there.get("state", "")) if alive else "",
         )
 
     @cached_property
-    def _ledger_by_site(self) -> dict[SiteId, list[Mapping[str, Any]]]:
-        found: dict[SiteId, list[Mapping[str, Any]]] = {}
+    def _replies_by_site(self) -> dict[SiteId, list[SiteOutcome]]:
+        found: dict[SiteId, list[SiteOutcome]] = {}
         for row in self.charged_ledger:
-            for site, note in row["sites"].items() if isinstance(row.get("sites"), dict) else ():
-                found.setdefault(site, []).append(note)
+            for site, reply in row.sites.items() if isinstance(row, CostRow) else ():
+                found.setdefault(site, []).append(reply)
         return found
 
     @cached_property
     def failures(self) -> list[RepeatedFailure]:
-        """Alike where the kind is: what is told may differ in a figure from round to round."""
+        """Grouped by kind: the reasons may differ in a figure from round to round."""
         found: dict[tuple[SiteId, str, str], list[tuple[int, str]]] = {}
         for row in self.ledger:
-            for site, note in row["sites"].items() if isinstance(row.get("sites"), dict) else ():
-                if note.get("outcome") in WRONG:
-                    why = str(note.get("why") or "–")
-                    key = site, note["outcome"], str(note.get("kind") or why)
-                    found.setdefault(key, []).append((int(row["round"]), why))
+            for site, reply in row.sites.items() if isinstance(row, CostRow) else ():
+                if reply.outcome in LOST:
+                    why = reply.why or "–"
+                    key = site, str(reply.outcome), reply.kind or why
+                    found.setdefault(key, []).append((row.round, why))
         return [
-            RepeatedFailure(*key[:2], told[-1][1], tuple(round for round, _ in told)) for key, told in found.items()
+            RepeatedFailure(*key[:2], times[-1][1], tuple(round for round, _ in times)) for key, times in found.items()
         ]
 
     @cached_property
     def curves(self) -> dict[str, dict[str, Curve]]:
-        """By metric: on validation images, over all sites, or those of a cluster; and on test images of no site."""
+        """By metric: on validation images, over all sites or those of a cluster; and on test images of no site."""
         return {metric: self._metric_curves(metric) for metric in METRICS}
 
     def _metric_curves(self, metric: str) -> dict[str, Curve]:
         clusters = metric_by_cluster(self.rows, metric)
-        found: dict[str, Curve] = {f"cluster {name}": told for name, told in clusters.items() if name}
+        found: dict[str, Curve] = {f"cluster {name}": curve for name, curve in clusters.items() if name}
         if found:
-            clusters = metric_by_cluster([{**row, "cluster": ""} for row in self.rows], metric)
+            merged = [row.model_copy(update={"cluster": ""}) if isinstance(row, TrainRow) else row for row in self.rows]
+            clusters = metric_by_cluster(merged, metric)
         whole = self._append_final(metric, clusters.get("", []))
-        apart = [row for row in self.rows if row["event"] == "evaluate" and row["site"] == HELD_OUT]
-        held_out = [(int(row["round"]), float(row[metric])) for row in apart if row.get(metric) is not None]
-        return {name: told for name, told in ({ALL: whole} | found | {APART: held_out}).items() if told}
+        held_out = [row for row in self.rows if isinstance(row, EvaluateRow) and row.site == HELD_OUT]
+        tested = list(metric_over_rounds(held_out, metric, "test").items())
+        curves = {ALL: whole} | found | {HELD_OUT_IMAGES: tested}
+        return {name: curve for name, curve in curves.items() if curve}
 
-    def _append_final(self, metric: str, told: Curve) -> Curve:
-        """With the final model's point, which no later round tells of."""
-        merged = (self.summary or {}).get("merged", {})
-        models = (merged.get(model, {}).get("validation", {}) for model in ("personal", "global"))
-        last = next((found[metric] for found in models if found.get(metric) is not None), None)
+    def _append_final(self, metric: str, curve: Curve) -> Curve:
+        """Add the final model's point, which no later round reports."""
+        merged = self.summary.merged if self.summary is not None else {}
+        models = [merged[model] for model in ("personal", "global") if "validation" in merged.get(model, {})]
+        last = next((v for parts in models if (v := parts["validation"][metric].value) is not None), None)
         return (
-            [*told, (self.rounds_done, float(last))]
-            if told and last is not None and told[-1][0] < self.rounds_done
-            else told
+            [*curve, (self.rounds_done, last)]
+            if curve and last is not None and curve[-1][0] < self.rounds_done
+            else curve
         )
 
     @cached_property
     def by_site(self) -> dict[SiteId, Curve]:
         """Accuracy on each site's validation images."""
-        rows: dict[SiteId, list[Mapping[str, Any]]] = {}
+        rows: dict[SiteId, list[MetricRow]] = {}
         for row in self.rows:
-            rows.setdefault(row["site"], []).append(row)
-        told = {site: metric_by_cluster(mine, "accuracy") for site, mine in rows.items()}
-        return {site: sorted(point for part in found.values() for point in part) for site, found in told.items()}
+            rows.setdefault(row.site, []).append(row)
+        curves = {site: metric_by_cluster(own, "accuracy") for site, own in rows.items()}
+        return {site: sorted(point for part in found.values() for point in part) for site, found in curves.items()}
 
     def to_json(self) -> dict[str, Any]:
-        """For programs."""
+        """The status for programs."""
         return {
             "method": self.method,
             "run": self.number,
@@ -278,10 +279,10 @@ class RunStatus:
             "seconds_a_round": self.median_round_seconds,
             "seconds_left": self.seconds_left,
             "seconds_since_news": self.seconds_since_news,
-            "cost": self.cost,
+            "cost": self.cost.model_dump(),
         }
 
 
 def format_ago(seconds: float) -> str:
-    """Whole seconds, where they are few."""
-    return f"{seconds:.0f} s" if seconds < 100 else duration(seconds)
+    """With whole seconds, where they are few."""
+    return format_duration(seconds, places=0)

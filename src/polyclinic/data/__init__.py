@@ -1,126 +1,90 @@
-"""Images, and how they come to sites. One entry per named dataset; its loader reads top to bottom."""
+"""Images and who has them: the datasets by name. A dataset's module is imported when the dataset is first used."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+import ast
+from collections.abc import Iterator, Mapping
+from importlib import import_module
+from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
-from polyclinic.core.contract import Stream
-from polyclinic.data.builtin.digits import DigitsOptions, load_digit_images
-from polyclinic.data.builtin.phantom import PhantomOptions, generate_phantom
-from polyclinic.data.data_dir import data_folder
-from polyclinic.data.datasets import SETS, PublicDataset
-from polyclinic.data.datasets.user_data import (
-    FolderOptions,
-    MultiOptions,
-    TableOptions,
-    UserDataOptions,
-    read_multi,
-    read_user_folder,
-    read_user_npz,
-    read_user_table,
-)
-from polyclinic.data.examples import Collection, Images, Selection, SiteData, concatenate
-from polyclinic.data.loading.load import load_collection, restrict_to_parts
-from polyclinic.data.loading.options import ImageOptions
-from polyclinic.data.options import Options
-from polyclinic.data.partitioning.federate import SiteSummary, build_site_data, summarise_sites
-from polyclinic.data.partitioning.partition import PARTITIONS, Natural, Partition
-from polyclinic.data.records import Listing
-from polyclinic.data.splits import Fractions, split_by_patient
+from polyclinic.core.errors import RecipeError
 
-__all__ = [
-    "DATASETS",
-    "PARTITIONS",
-    "Collection",
-    "Dataset",
-    "Fractions",
-    "Images",
-    "Natural",
-    "Options",
-    "Partition",
-    "Selection",
-    "SiteData",
-    "SiteSummary",
-    "build_site_data",
-    "concatenate",
-    "data_folder",
-    "split_by_patient",
-    "summarise_sites",
-]
+if TYPE_CHECKING:
+    from polyclinic.data.datasets.base import Dataset, NamedDataset
 
+__all__ = ["DATASETS", "NAMED_DATASETS", "describe_datasets"]
 
-@dataclass(frozen=True)
-class Dataset:
-    """A named dataset: what it is, under which terms, and how it is loaded."""
-
-    load: Callable[[Any, Stream, Path | None], Collection]
-    """(options, stream, data folder) -> collection; sets that need no files ignore the folder."""
-    options: type[Options]
-    about: str
-    licence: str
-    classes: tuple[str, ...]
-    """With the default options; () where they depend on the files."""
-    read: Callable[[Any, Path | None], Listing] | None = None
-    """(options, data folder) -> what is listed, nothing opened; None where images are not files."""
-
-
-def _limit_to_parts(read: Callable[[Any, Path | None], Listing]) -> Callable[[Any, Path | None], Listing]:
-    return lambda options, folder: restrict_to_parts(read(options, folder), getattr(options, "official_parts", None))
-
-
-def _public_reader(named: PublicDataset) -> Callable[[Any, Path | None], Listing]:
-    def read(options: Any, folder: Path | None) -> Listing:
-        return named.read(options, data_folder(folder) / (named.folder or named.name))
-
-    return _limit_to_parts(read)
-
-
-def _build_loader(read: Callable[[Any, Path | None], Listing]) -> Callable[[Any, Stream, Path | None], Collection]:
-    return lambda options, stream, folder: load_collection(read(options, folder), options, stream)
-
-
-def _public_dataset(named: PublicDataset) -> Dataset:
-    read = _public_reader(named)
-    about, licence = named.about, named.licence
-    return Dataset(named.load or _build_loader(read), named.options, about, licence, named.classes, read)
-
-
-def _read_multi_set(options: MultiOptions, folder: Path | None) -> Listing:
-    return read_multi(options, data_folder(folder), SETS)
-
-
-def _user_dataset(read: Callable[[Any, Path | None], Listing], options: type[ImageOptions], about: str) -> Dataset:
-    in_parts = _limit_to_parts(read)
-    return Dataset(_build_loader(in_parts), options, about, "yours", (), in_parts)
-
-
-DATASETS: Mapping[str, Dataset] = {
-    "phantom": Dataset(
-        load=generate_phantom,
-        options=PhantomOptions,
-        about="drawn mammograms of five hospitals with different machines; not real, not evidence",
-        licence="Apache-2.0 (part of polyclinic)",
-        classes=("benign", "malignant"),
-    ),
-    "digits": Dataset(
-        load=load_digit_images,
-        options=DigitsOptions,
-        about="1,797 handwritten digits of 8 × 8 pixels (Alpaydin and Kaynak 1998), shipped with scikit-learn",
-        licence="CC BY 4.0",
-        classes=tuple("0123456789"),
-    ),
-    "folder": _user_dataset(
-        read_user_folder, FolderOptions, "your images in folders: of classes, of sites, as you say"
-    ),
-    "table": _user_dataset(
-        read_user_table, TableOptions, "your images as a CSV file lists them: path, label, site, patient, split"
-    ),
-    "npz": _user_dataset(read_user_npz, UserDataOptions, "your images as arrays in one npz file"),
-    "several": _user_dataset(
-        _read_multi_set, MultiOptions, "several public sets side by side, a site each, under common classes"
-    ),
-    **{name: _public_dataset(named) for name, named in SETS.items()},
+ENTRY_POINTS = "polyclinic.datasets"
+"""Entry points of installed packages by which they add datasets: each loads a function with `register_dataset`."""
+GENERATED = {
+    "phantom": "drawn mammograms of five hospitals with different machines; not real, not evidence",
+    "digits": "1,797 handwritten digits of 8 × 8 pixels (Alpaydin and Kaynak 1998), shipped with scikit-learn",
 }
+USER_DATA = {
+    "folder": "your images in folders: of classes, of sites, as you say",
+    "table": "your images as a CSV file lists them: path, label, site, patient, split",
+    "npz": "your images as arrays in one npz file",
+    "multi": "several named datasets under common classes, each as one site or several",
+}
+PUBLIC = {file.parent.name: file for file in sorted(Path(__file__).parent.glob("datasets/*/dataset.py"))}
+
+
+class _NamedDatasets(Mapping[str, "NamedDataset"]):
+    """The public datasets, those of installed packages, and those registered while the program runs."""
+
+    def __init__(self) -> None:
+        self._registered: dict[str, NamedDataset] = {}
+
+    def __getitem__(self, name: str) -> NamedDataset:
+        if name in PUBLIC:
+            found: NamedDataset = import_module(f"{__name__}.datasets.{name}.dataset").DATASET
+            return found
+        if name not in self._registered:
+            for point in entry_points(group=ENTRY_POINTS, name=name):
+                point.load()
+        return self._registered[name]
+
+    def __iter__(self) -> Iterator[str]:
+        installed = (point.name for point in entry_points(group=ENTRY_POINTS))
+        return iter(dict.fromkeys([*PUBLIC, *installed, *self._registered]))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def register(self, dataset: NamedDataset) -> None:
+        if dataset.name in {*GENERATED, *USER_DATA, *PUBLIC}:
+            raise RecipeError(f"There is already a dataset '{dataset.name}'; register yours under another name.")
+        self._registered[dataset.name] = dataset
+
+
+class _Datasets(Mapping[str, "Dataset"]):
+    """Everything that a recipe can name as `data.name`."""
+
+    def __getitem__(self, name: str) -> Dataset:
+        if name in GENERATED:
+            generated: Dataset = import_module(f"{__name__}.builtin.{name}").DATASET
+            return generated
+        if name in USER_DATA:
+            of_user: Dataset = import_module(f"{__name__}.datasets.user_data").DATASETS[name]
+            return of_user
+        return NAMED_DATASETS[name].to_dataset()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter([*GENERATED, *USER_DATA, *NAMED_DATASETS])
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+NAMED_DATASETS = _NamedDatasets()
+DATASETS: Mapping[str, Dataset] = _Datasets()
+
+
+def describe_datasets() -> dict[str, str]:
+    """Return one line about every dataset, by name. Nothing is imported but the packages that add datasets."""
+    public = {name: ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) for name, file in PUBLIC.items()}
+    added = {name: NAMED_DATASETS[name].read.__doc__ for name in NAMED_DATASETS if name not in PUBLIC}
+    first_lines = {name: (text or "").strip().partition("\n")[0] for name, text in (public | added).items()}
+    return GENERATED | USER_DATA | {name: line.removesuffix(".") for name, line in first_lines.items()}

@@ -1,6 +1,6 @@
-"""What is wrong with a set of images, found before anybody trains on it: every file is opened once.
+"""The check of a dataset before training: every file is opened once, and faults are reported by kind.
 
-Names of patients and files appear in nothing that is found: an image is told by where it is listed.
+Findings contain no names of patients or files; they say where an image is listed.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from polyclinic.data.findings import Finding
-from polyclinic.data.loading.load import find_label_faults
+from polyclinic.data.loading.loader import find_label_faults
 from polyclinic.data.partitioning.dry_run import UNDIVIDED, Refusal, division_findings
+from polyclinic.data.quality.cohort import cohort_findings
 from polyclinic.data.quality.duplicates import duplicate_findings
 from polyclinic.data.quality.files import file_findings
 from polyclinic.data.quality.finding_text import disclosable_groups, group_positions, used_positions
 from polyclinic.data.quality.image_stats import Progress, measure_images
 from polyclinic.data.quality.labels import disclosable_labels
-from polyclinic.data.quality.people import cohort_findings
 from polyclinic.data.records import Listing
 
 LEVELS = ("stop", "warn", "note")
@@ -29,11 +29,11 @@ RARE = "(rare ones)"
 class CheckResult:
     name: str
     images: int
-    """Listed; `classes` and `sites` count those that are in use."""
+    """The number of listed images; `classes` and `sites` count only those in use."""
     classes: Mapping[str, int]
     sites: Mapping[str, int]
     findings: tuple[Finding, ...]
-    """Those that stop training first; those that the loader has dealt with last."""
+    """Findings that stop training come first, those that the loader handles last."""
 
     @property
     def may_train(self) -> bool:
@@ -41,7 +41,7 @@ class CheckResult:
 
     @property
     def can_be_divided(self) -> bool:
-        """Whether training may start on its own sites and parts, with a recipe's usual settings."""
+        """Whether training may start on the dataset's own sites and parts, with a recipe's default settings."""
         return all(finding.kind != UNDIVIDED for finding in self.findings)
 
     def as_json(self) -> dict[str, Any]:
@@ -62,9 +62,10 @@ class CheckResult:
 def check_listing(
     listing: Listing, workers: int = 0, progress: Progress | None = None, divisions: Sequence[Refusal] = ()
 ) -> CheckResult:
-    """Look at every image and every record. `workers` threads decode (0: one per core); `report` hears the progress.
+    """Check every image and every record of a listing.
 
-    If nothing stops training, `divisions` (or, without any, its own sites and parts) are tried on the labels.
+    `workers` threads decode images (0: one per core); `progress` is called with the number of images done and in all.
+    If nothing stops training, the `divisions` (without any: the listing's own sites and parts) are tried on the labels.
     """
     looks = measure_images(listing, workers, progress)
     found = [

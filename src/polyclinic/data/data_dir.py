@@ -1,4 +1,4 @@
-"""Where real images lie."""
+"""The data folder, which holds the images of all datasets."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ VARIABLE = "POLYCLINIC_DATA"
 
 
 def data_folder(given: Path | None = None) -> Path:
-    """The folder given by argument, or else by the environment."""
+    """Return the folder that is `given`, or else the one that the environment variable names."""
     named = given or os.environ.get(VARIABLE)
     if not named:
-        raise DataError(f"No data folder is set; give --data DIR or set {VARIABLE} to the folder of datasets.")
+        raise DataError(f"No data folder is set; give --data DIR or set {VARIABLE} to the folder of the datasets.")
     folder = Path(named)
     if not folder.is_dir():
         raise DataError(f"The data folder '{folder}' does not exist; correct --data DIR or {VARIABLE}.")
@@ -22,7 +22,7 @@ def data_folder(given: Path | None = None) -> Path:
 
 
 def in_data_folder(path: Path, given: Path | None = None) -> Path:
-    """The path below the data folder, if that is set and has it; else the path as it is."""
+    """Return the path inside the data folder if it exists there, else the path unchanged."""
     named = given or os.environ.get(VARIABLE)
     inside = Path(named) / path if named else path
     return inside if inside.exists() else path

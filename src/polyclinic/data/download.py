@@ -1,7 +1,7 @@
-"""Fetch a named set's files: continued where they were cut off, checked against their sums, unpacked only if harmless.
+"""Downloads of public datasets: resumed after interruptions, checked against checksums, and unpacked safely.
 
-What is on its way is called NAME.part; NAME is always whole. An archive is unpacked beside its place and moved in when
-every member has been looked at, so a half-unpacked set is never seen. Errors name members by number, not by name.
+A file is called NAME.part until it is complete. An archive is unpacked to a temporary folder and moved into place after
+every member has been checked, so no dataset is ever half unpacked. Errors give the number of a member, not its name.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from urllib.error import HTTPError, URLError
 from urllib.parse import urlsplit
 
 from polyclinic.core.errors import DataError
-from polyclinic.data.datasets.base import Download, PublicDataset
-from polyclinic.storage.run_files import lock_folder
+from polyclinic.data.datasets.base import Download, NamedDataset
+from polyclinic.storage.files import lock_folder
 
 Report: TypeAlias = Callable[[str, int, int | None], None]
-"""(what, how much is done, of how much: None where nobody said)."""
+"""(what, bytes done, bytes in all or None if unknown)."""
 
 CHUNK = 1 << 20
 RETRIES = 3
@@ -40,9 +40,9 @@ SPARE = 64 << 20
 MAX_MEMBERS = 1_000_000
 MAX_BYTES = 1 << 40
 MAX_RATIO = 200
-"""Unpacked to packed: deflate can reach 1,032, images hardly 5."""
+"""The largest allowed ratio of unpacked to packed size: deflate can reach 1,032, images hardly 5."""
 SMALL = 32 << 20
-"""What unpacks to no more than this is no bomb, whatever its ratio."""
+"""An archive that unpacks to no more than this is allowed at any ratio."""
 BUSY = (408, 425, 429)
 BROKEN_ARCHIVE = (zipfile.BadZipFile, tarfile.TarError, EOFError, zlib.error, NotImplementedError, RuntimeError)
 
@@ -50,17 +50,18 @@ BROKEN_ARCHIVE = (zipfile.BadZipFile, tarfile.TarError, EOFError, zlib.error, No
 @dataclass(frozen=True)
 class RetryPolicy:
     timeout: float = 60.0
-    """Seconds of silence after which a connection counts as lost."""
+    """The seconds without data after which a connection counts as lost."""
     pause: float = 2.0
-    """Seconds before the first retry; doubled before each further one."""
+    """The seconds before the first retry; doubled before each further one."""
 
 
 def fetch_dataset(
-    dataset: PublicDataset, data_folder: Path, report: Report, *, retry: RetryPolicy | None = None
+    dataset: NamedDataset, data_folder: Path, report: Report, *, retry: RetryPolicy | None = None
 ) -> list[Path]:
-    """Get what `named` lists for download into its folder; the files, or the folder where an archive was unpacked.
+    """Download a dataset's files into its folder and unpack archives.
 
-    What is there already is said to be there and not fetched again.
+    `report` is called with the progress; files that already exist are reported and not downloaded again. Return the
+    files, or the folder of an unpacked archive.
     """
     folder = data_folder / (dataset.folder or dataset.name)
     if not dataset.downloads:
@@ -75,7 +76,7 @@ def _disk_errors(folder: Path) -> Iterator[None]:
         yield
     except OSError as error:
         reason = error.strerror or type(error).__name__
-        raise DataError(f"{folder} cannot be written ({reason}); mend that and fetch again.") from None
+        raise DataError(f"{folder} cannot be written ({reason}); correct that and fetch again.") from None
 
 
 def _fetch_file(download: Download, folder: Path, report: Report, retry: RetryPolicy) -> Path:
@@ -95,7 +96,7 @@ def _fetch_file(download: Download, folder: Path, report: Report, retry: RetryPo
 
 
 def _ensure_file(download: Download, file: Path, report: Report, retry: RetryPolicy) -> None:
-    """See that the whole file lies there, as published."""
+    """Download the file unless it exists and matches its checksum."""
     if not file.is_file():
         return _download_file(download, file, report, retry)
     size, found = file.stat().st_size, _file_sha256(file)
@@ -110,7 +111,7 @@ def _ensure_file(download: Download, file: Path, report: Report, retry: RetryPol
 
 
 class _TransferError(Exception):
-    """A failure that another attempt may not meet."""
+    """A failure that may be temporary."""
 
 
 def _download_file(download: Download, file: Path, report: Report, retry: RetryPolicy) -> None:
@@ -122,7 +123,7 @@ def _download_file(download: Download, file: Path, report: Report, retry: RetryP
         part.unlink()
         raise DataError(
             f"{download.url} has the SHA-256 sum {found} instead of {download.sha256.lower()}; it was deleted: "
-            "the publisher has changed it or somebody has tampered with it, do not use it before you know."
+            "the publisher has changed it or it was tampered with, so do not use it until you know."
         )
     if not download.sha256:
         report(f"{download.name} has the SHA-256 sum {found}: compare it with the publisher's", size, size)
@@ -130,7 +131,7 @@ def _download_file(download: Download, file: Path, report: Report, retry: RetryP
 
 
 def _retry_download(download: Download, part: Path, report: Report, retry: RetryPolicy) -> None:
-    """Attempt after attempt until `part` is whole; give up after three that brought nothing new."""
+    """Retry until `part` is complete; give up after three attempts in a row without new data."""
     furthest, failures = _file_size(part), 0
     while True:
         try:
@@ -149,7 +150,7 @@ def _attempt_download(download: Download, part: Path, report: Report, timeout: f
     validator = _stored_validator(part)
     have, known = _file_size(part), validator.read_text() if validator.is_file() else ""
     headers = {"User-Agent": "polyclinic", "Accept-Encoding": "identity"}
-    # Without a validator or a sum nothing would tell the rest of this file from the rest of a newer one.
+    # Without a validator or a checksum, the rest of this file could not be distinguished from that of a newer one.
     if have and (known or download.sha256):
         headers |= {"Range": f"bytes={have}-"} | ({"If-Range": known} if known else {})
     answer = _open_url(download.url, headers, timeout)
@@ -172,7 +173,7 @@ def _attempt_download(download: Download, part: Path, report: Report, timeout: f
 
 
 def _open_url(url: str, headers: dict[str, str], timeout: float) -> Any:
-    """The server's answer: 200, 206 or 416; anything else is an error."""
+    """Return the server's response with status 200, 206 or 416; any other status is an error."""
     if urlsplit(url).scheme not in ("http", "https"):
         raise DataError(f"{url} is neither an http nor an https address; nothing was fetched.")
     try:
@@ -183,7 +184,7 @@ def _open_url(url: str, headers: dict[str, str], timeout: float) -> Any:
         error.close()
         if error.code in BUSY or error.code >= 500:
             raise _TransferError(f"the server answered {error.code}") from None
-        raise DataError(f"{url} is not to be had (the server answered {error.code}); see the set's README.") from None
+        raise DataError(f"{url} is not available (the server answered {error.code}); see the set's README.") from None
     except URLError as error:
         raise _TransferError(_describe_error(error.reason)) from None
     except (OSError, http.client.HTTPException) as error:
@@ -191,7 +192,7 @@ def _open_url(url: str, headers: dict[str, str], timeout: float) -> Any:
 
 
 def _build_opener() -> request.OpenerDirector:
-    """Only http and https: urllib's own opener would also read local files."""
+    """Allow only http and https, since urllib's default opener would also read local files."""
     opener = request.OpenerDirector()
     handlers = (request.ProxyHandler(), request.HTTPHandler(), request.HTTPSHandler(), request.UnknownHandler())
     for handler in (*handlers, request.HTTPDefaultErrorHandler(), _Redirects(), request.HTTPErrorProcessor()):
@@ -211,7 +212,7 @@ class _Redirects(request.HTTPRedirectHandler):
 
 
 def _parse_extent(answer: Any, have: int, part: Path) -> tuple[int, int | None]:
-    """Where the answer's bytes belong and how long the whole file is; a server may ignore or miss the range."""
+    """Return where the response's bytes start and the length of the whole file; servers may ignore the range."""
     length = answer.headers.get("Content-Length", "")
     if answer.status != http.client.PARTIAL_CONTENT:
         return 0, int(length) if length.isdigit() else None
@@ -225,7 +226,7 @@ def _parse_extent(answer: Any, have: int, part: Path) -> tuple[int, int | None]:
 
 
 def _check_complete(part: Path, have: int, extent: str) -> None:
-    """The server has nothing after what we have: it is whole, or it is not this file's beginning."""
+    """Handle a response without further bytes: the file is complete, or it is not the beginning of this file."""
     if extent.strip() != f"bytes */{have}":
         part.unlink()
         raise _TransferError("the file on the server is shorter than what was fetched")
@@ -240,7 +241,7 @@ def _read_chunks(answer: Any) -> Iterator[bytes]:
 
 
 def _response_validator(answer: Any) -> str:
-    """What tells this version of the file from others in If-Range: a strong ETag, else its date."""
+    """Return what identifies this version of the file in If-Range: a strong ETag, else its date."""
     tag: str = answer.headers.get("ETag", "")
     return tag if tag.startswith('"') else str(answer.headers.get("Last-Modified", ""))
 
@@ -279,7 +280,7 @@ class _ArchiveMember:
     name: str
     size: int
     kind: str
-    """file, folder, or what else it is (refused)."""
+    """file, folder, or another kind, which is refused."""
     open: Callable[[], IO[bytes]]
 
 
@@ -288,7 +289,7 @@ _Opens: TypeAlias = Callable[[tarfile.TarInfo], IO[bytes]]
 
 
 def _unpack_archive(archive: Path, target: Path, seal: str, report: Report) -> None:
-    """Unpack into `target`, which appears when it is whole; its file `seal` keeps the archive's sum."""
+    """Unpack into `target`, which is created when complete; its file `seal` holds the archive's checksum."""
     half = archive.with_name(f".{archive.name}.unpacking")
     shutil.rmtree(half, ignore_errors=True)
     half.mkdir()
@@ -316,7 +317,7 @@ def _zip_members(archive: Path) -> Iterator[_ArchiveMember]:
 
 
 def _zip_kind(info: zipfile.ZipInfo) -> str:
-    """Zips made on Unix keep the file's mode in the upper half of the external attributes."""
+    """Return the kind of a member. Zips written on Unix hold the file mode in the upper external attributes."""
     mode = info.external_attr >> 16
     if info.flag_bits & 1:
         return "encrypted"
@@ -333,7 +334,7 @@ def _tar_members(archive: Path) -> Iterator[_ArchiveMember]:
 
 
 def _check_members(members: Iterator[_ArchiveMember], archive: Path) -> Iterator[_ArchiveMember]:
-    """The members as long as their number and their declared sizes stay within reason and within the disk."""
+    """Yield the members while their number and declared sizes stay within the limits and the free disk space."""
     most = min(MAX_BYTES, max(SMALL, MAX_RATIO * archive.stat().st_size))
     total = 0
     for number, member in enumerate(members, start=1):
@@ -349,7 +350,7 @@ def _check_members(members: Iterator[_ArchiveMember], archive: Path) -> Iterator
 
 def _resolve_target(member: _ArchiveMember, target: Path, who: str) -> None:
     if member.kind not in ("file", "folder"):
-        raise DataError(f"{who} is {member.kind}; nothing was unpacked, because only plain files are harmless.")
+        raise DataError(f"{who} is {member.kind}; nothing was unpacked, because only plain files are safe.")
     steps = member.name.removesuffix("/").split("/")
     if ".." in steps or "" in steps or "\\" in member.name or re.match(r"[A-Za-z]:", member.name):
         raise DataError(f"{who} would be written outside the set's folder; nothing was unpacked.")
@@ -364,7 +365,7 @@ def _resolve_target(member: _ArchiveMember, target: Path, who: str) -> None:
 
 
 def _move_in(unpacked: Path, folder: Path, last: str) -> None:
-    """Move the unpacked entries into the folder; interrupted, it goes on with those left. `last` says all are in."""
+    """Move the unpacked entries into the folder, continuing after an interruption. `last` is moved last."""
     entries = sorted(unpacked.iterdir(), key=lambda entry: (entry.name == last, entry.name))
     taken = sum((folder / entry.name).exists() for entry in entries if entry.name != last)
     if taken:

@@ -1,4 +1,4 @@
-"""Labelled images: of one part of a site (`Images`, `Selection`), of one site, of a whole collection."""
+"""Labelled images in memory: one part of a site (`Images`, `Selection`), one site, or a whole collection."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from polyclinic.core.contract import Batch, Examples
+from polyclinic.core.types import Batch, Examples
 
 PerChannel: TypeAlias = float | tuple[float, ...]
-"""One number for all channels, or one for each."""
+"""One number for all channels, or one for each channel."""
 
 
 def _select_patients(patients: tuple[str, ...] | None, index: Tensor) -> tuple[str, ...] | None:
@@ -22,20 +22,16 @@ def _select_patients(patients: tuple[str, ...] | None, index: Tensor) -> tuple[s
 
 
 def _copy_rows(tensor: Tensor, index: Tensor, pinned: bool) -> Tensor:
-    """Copies whole rows; indexing with [] takes two to three times as long."""
+    """Copy rows. Indexing with [] takes two to three times as long."""
     if not pinned:
         return tensor.index_select(0, index)
     page_locked = torch.empty((len(index), *tensor.shape[1:]), dtype=tensor.dtype, pin_memory=True)
     return torch.index_select(tensor, 0, index, out=page_locked)
 
 
-def _channel_tensor(values: tuple[float, ...], device: torch.device) -> Tensor:
-    return torch.tensor(values, device=device).reshape(-1, 1, 1)
-
-
 @dataclass(frozen=True)
 class Images:
-    """Images in memory: uint8 of 0..255, or float32. Batches are (image − mean) / std, uint8 first scaled to [0, 1]."""
+    """Images in memory, uint8 (0 to 255) or float32. A batch is (image − mean) / std; uint8 is scaled to [0, 1]."""
 
     images: Tensor
     labels: Tensor
@@ -51,12 +47,12 @@ class Images:
         return self.scale_images(images), labels
 
     def stored_batch(self, index: Tensor, pinned: bool = False) -> Batch:
-        """As they lie in memory, before they are scaled: a quarter of the bytes. Pinned, a GPU fetches them unaided."""
+        """Return the images as stored, before scaling: a quarter of the bytes. `pinned`: in page-locked memory."""
         index = index.to(self.labels.device)
         return _copy_rows(self.images, index, pinned), _copy_rows(self.labels, index, pinned)
 
     def scale_images(self, images: Tensor) -> Tensor:
-        """What `batch` makes of stored images, on the device where they now are."""
+        """Scale and normalise stored images as `batch` does, on their current device."""
         if images.dtype == torch.uint8:
             images = images.float().div_(255)
         if self.mean == 0.0 and self.std == 1.0:
@@ -65,7 +61,7 @@ class Images:
         return (images - mean) / std
 
     def subset(self, index: Tensor) -> Images:
-        """A copy of the images at `index`."""
+        """Return a copy of the images at `index`."""
         rows = index.to(self.labels.device)
         patients = _select_patients(self.patients, index)
         return replace(self, images=self.images[rows], labels=self.labels[rows], patients=patients)
@@ -74,9 +70,12 @@ class Images:
         return replace(self, images=self.images.to(device), labels=self.labels.to(device))
 
     def _scale_tensors(self, device: torch.device) -> tuple[Tensor | float, Tensor | float]:
-        """Mean and deviation, made once for a device: sending them with every batch would have the host wait for it."""
+        """Mean and standard deviation, sent to a device once: sending them with every batch would block the host."""
         if device not in self._cached_scales:
-            mean, std = (v if isinstance(v, float) else _channel_tensor(v, device) for v in (self.mean, self.std))
+            mean, std = (
+                v if isinstance(v, float) else torch.tensor(v, device=device).reshape(-1, 1, 1)
+                for v in (self.mean, self.std)
+            )
             self._cached_scales[device] = (mean, std)
         return self._cached_scales[device]
 
@@ -87,7 +86,7 @@ class Images:
 
 @dataclass(frozen=True)
 class Selection:
-    """Some rows of images that lie in memory, or in a mapped file, once for all sites."""
+    """Some rows of images that all sites share, in memory or in a mapped file."""
 
     shared: Images
     rows: Tensor
@@ -106,24 +105,24 @@ class Selection:
         return self.shared.batch(self.rows.index_select(0, index.to(self.rows.device)))
 
     def stored_batch(self, index: Tensor, pinned: bool = False) -> Batch:
-        """As they lie in memory, before they are scaled: a quarter of the bytes. Pinned, a GPU fetches them unaided."""
+        """Return the images as stored, before scaling: a quarter of the bytes. `pinned`: in page-locked memory."""
         return self.shared.stored_batch(self.rows.index_select(0, index.to(self.rows.device)), pinned)
 
     def scale_images(self, images: Tensor) -> Tensor:
-        """What `batch` makes of stored images, on the device where they now are."""
+        """Scale and normalise stored images as `batch` does, on their current device."""
         return self.shared.scale_images(images)
 
     def subset(self, index: Tensor) -> Selection:
         return Selection.from_rows(self.shared, self.rows.cpu()[index])
 
     def with_images(self, shared: Images) -> Selection:
-        """The same rows of a copy of the images, on whatever device that is."""
+        """Select the same rows from a copy of the images, for instance on another device."""
         device = shared.labels.device
         return replace(self, shared=shared, rows=self.rows.to(device), labels=self.labels.to(device))
 
 
 def concatenate(parts: Sequence[Images | Selection]) -> Images | Selection:
-    """All parts, one after the other; of selections every image once, however many sites share it."""
+    """Concatenate parts. From selections every image is taken once, however many sites share it."""
     selections = [part for part in parts if isinstance(part, Selection)]
     if selections:
         rows = np.unique(np.concatenate([part.rows.cpu().numpy() for part in selections]))
@@ -143,7 +142,7 @@ def _concatenate_images(parts: Sequence[Images]) -> Images:
 
 @dataclass(frozen=True)
 class SiteData:
-    """What one hospital holds."""
+    """The three parts of one site's images."""
 
     name: str
     train: Examples
@@ -153,22 +152,22 @@ class SiteData:
 
 @dataclass(frozen=True)
 class PooledData(SiteData):
-    """What all hospitals hold, in one place."""
+    """The images of all sites in one place, for training on pooled data."""
 
     members: Mapping[str, Examples]
-    """Each one's own training images."""
+    """The training images of each site."""
 
 
 @dataclass(frozen=True)
 class Collection:
-    """A whole dataset before it is divided among sites."""
+    """A whole dataset before it is partitioned into sites."""
 
     images: Tensor
     """n × channels × height × width, uint8 or float32."""
     labels: Tensor
     classes: tuple[str, ...]
     patients: tuple[str, ...]
-    """One identifier per image; unique where patients are unknown."""
+    """An identifier for every image; unique if patients are unknown."""
     sites: tuple[str, ...] | None = None
     """The natural site of every image."""
     split: tuple[str, ...] | None = None
@@ -182,7 +181,7 @@ class Collection:
         return len(self.labels)
 
     def with_normalisation(self, mean: PerChannel, std: PerChannel) -> Collection:
-        """The same images, whose batches will be (image − mean) / std."""
+        """Return the same images with batches normalised to (image − mean) / std."""
         held_out = self.held_out and replace(self.held_out, mean=mean, std=std)
         return replace(self, held_out=held_out, mean=mean, std=std)
 

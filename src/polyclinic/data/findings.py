@@ -1,4 +1,4 @@
-"""What is wrong with data: one finding per kind, counted, the first five told."""
+"""Faults found in a dataset: one finding for each kind of fault, with its count and the first five places."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Literal
 from polyclinic.core.errors import DataError
 
 Level = Literal["stop", "warn", "note"]
-"""stop: training may not start; warn: it may, but read this before you believe the result; note: good to know."""
+"""stop: training may not start; warn: it may, but the result may mislead; note: for information."""
 SHOWN = 5
 NUMBERED = re.compile(r"((?:(?! = ).)*? |)(\d+(?: = \d+)*(?: = …)?)")
-"""A place that ends in a number, or in several that are the same: "labels.csv row 2 = 7"."""
+"""A place that ends in a number, or in the numbers of identical images: "labels.csv row 2 = 7"."""
 
 
 @dataclass(frozen=True)
@@ -23,15 +23,15 @@ class Finding:
     level: Level
     count: int
     sentence: str
-    """What is wrong, in one sentence, with the count."""
+    """The fault, in one sentence, with the count."""
     remedy: str
-    """What to do, in one sentence."""
+    """How to correct it, in one sentence."""
     where: tuple[str, ...] = ()
-    """The first five, told by `Record.where`: free of names."""
+    """The first five places (`Record.where`), free of names."""
     handled: str = ""
-    """What the loader of a named set does about it by itself; then it stops nobody."""
+    """How the loader of a public dataset already handles it; then it does not stop training."""
     positions: tuple[int, ...] = ()
-    """Every record concerned, by its position in the listing."""
+    """The positions of all affected records in the listing."""
 
     @property
     def stops(self) -> bool:
@@ -39,12 +39,12 @@ class Finding:
 
 
 def first_places(places: Iterable[str]) -> tuple[str, ...]:
-    """The first five places, each once."""
+    """Return the first five distinct places."""
     return tuple(list(dict.fromkeys(places))[:SHOWN])
 
 
 def format_places(places: Sequence[str], count: int) -> str:
-    """ "labels.csv row 2, 7, 9, 12, 30 and 12 more": what all begin with is said once, if only numbers remain."""
+    """Join places. A common beginning is written once if only numbers follow: "labels.csv row 2, 7, 9 and 12 more"."""
     more = f" and {count - len(places)} more" if count > len(places) else ""
     heads = {match[1] if (match := NUMBERED.fullmatch(place)) else None for place in places}
     shared = heads.pop() if len(heads) == 1 else None
@@ -52,7 +52,7 @@ def format_places(places: Sequence[str], count: int) -> str:
 
 
 def raise_findings(findings: Iterable[Finding], end: str = "") -> None:
-    """Raise the findings that stop training, all in one error, a sentence each; `end` is the last one."""
+    """Raise a `DataError` with one sentence for each finding that stops training, followed by `end`."""
     stopping = [finding for finding in findings if finding.stops]
     if stopping:
         sentences = [f"{f.sentence} ({format_places(f.where, f.count)}); {f.remedy}." for f in stopping]

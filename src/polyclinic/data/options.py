@@ -1,4 +1,4 @@
-"""Options of datasets, partitions and splits: frozen, closed to unknown names, refused with one sentence."""
+"""The base class for options of datasets, partitions and splits: frozen, no unknown keys, errors in one sentence."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from polyclinic.core.errors import RecipeError
 
 
 class Options(BaseModel):
-    """Base of all option classes; `model_validate(dict)` and the constructor raise `RecipeError`."""
+    """Base class of all options. The constructor and `model_validate` raise a `RecipeError` that names the option."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
@@ -30,5 +30,5 @@ class Options(BaseModel):
             return f"{cls.__name__} has no option '{option}'; it has: {', '.join(cls.model_fields)}."
         if first["type"] == "missing":
             return f"{cls.__name__} needs the option '{option}'; add it."
-        wish = first["msg"].removeprefix("Input ")
-        return f"The option '{option}' of {cls.__name__} {wish}, but is {first['input']!r}."
+        requirement = first["msg"].removeprefix("Input ")
+        return f"The option '{option}' of {cls.__name__} {requirement}, but is {first['input']!r}."

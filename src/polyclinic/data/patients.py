@@ -1,4 +1,4 @@
-"""Images grouped by patient: whoever divides images divides patients, so that nobody is on both sides."""
+"""Images grouped by patient, so that partitions and splits divide patients rather than images."""
 
 from __future__ import annotations
 
@@ -17,14 +17,13 @@ class Patients:
     of_image: Indices
     """The patient's number, for every image."""
     sizes: Indices
-    """How many images, for every patient."""
+    """The number of images, for every patient."""
     labels: Indices
-    """The most frequent label (of equals the lowest), for every patient."""
+    """The most frequent label (the lowest of equally frequent ones), for every patient."""
 
     @staticmethod
     def from_names(labels: Indices, names: Sequence[str]) -> Patients:
-        """In the order in which patients first appear: whatever they are called, a site alone has them in the same
-        order as a simulation of all sites."""
+        """Number the patients by first appearance, so that a site on its own has the same order as in a simulation."""
         numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
         of_image = np.array([numbers[name] for name in names], dtype=np.int64)
         return Patients(of_image, np.bincount(of_image, minlength=len(numbers)), _majority_labels(of_image, labels))
@@ -33,13 +32,13 @@ class Patients:
         return len(self.sizes)
 
     def image_indices(self, members: Indices) -> Indices:
-        """Indices of all images of these patients, ascending."""
+        """Return the ascending indices of all images of these patients."""
         chosen = np.zeros(len(self), dtype=bool)
         chosen[members] = True
         return np.flatnonzero(chosen[self.of_image])
 
     def count_spread(self, group: Indices) -> int:
-        """How many patients have images in more than one group. Who they are is not told: errors end up in logs."""
+        """Count the patients with images in more than one group. They are not named, since errors end up in logs."""
         pairs = np.unique(np.stack([self.of_image, group]), axis=1)
         return int((np.bincount(pairs[0]) > 1).sum())
 

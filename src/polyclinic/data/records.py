@@ -1,8 +1,8 @@
-"""What a source lists before any pixel is read: one record per image.
+"""The listing of a dataset: one record per image, before any pixel is read.
 
-A source (a folder, a table, an npz file, a named set) only lists. `load` decodes what is listed, `check` looks for what
-is wrong with it, `diagnose` tells how its sites differ. Names of patients and of files stay out of everything that is
-written or said: a patient is a pseudonym from here on, and people are told `where` an image is listed, not its name.
+A source (a folder, a table, an npz file, a public dataset) only lists images. `loading` decodes them, `check` looks for
+faults, `heterogeneity` measures how sites differ. Names of patients and files never appear in output: patients are
+pseudonyms from here on, and messages say `where` an image is listed instead of naming its file.
 """
 
 from __future__ import annotations
@@ -14,47 +14,47 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Record:
-    """One image, where it is and what is said of it. Texts are as the source writes them, stripped."""
+    """One image: its file, label, site, patient and part, as the source writes them (stripped)."""
 
     path: Path = field(repr=False)
     label: str
     site: str = ""
     patient: str = ""
-    """A pseudonym, never what the source says ("" where nothing is said: then the image is its own patient)."""
+    """A pseudonym, never the source's own text ("": unknown, so the image counts as a patient of its own)."""
     split: str = ""
-    """train, validation or test ("" where nothing is said)."""
+    """train, validation or test ("": not stated)."""
     where: str = ""
-    """How to tell people which image is meant, free of names: "labels.csv row 18", "benign, file 3"."""
+    """The image's place in the source, free of names, for messages: "labels.csv row 18", "benign, file 3"."""
     array: str = ""
-    """The array of images inside an npz file …"""
+    """The array inside an npz file that holds the image …"""
     row: int | None = None
-    """… and its row there (or in an idx file); None where the file is one image."""
+    """… and its row there (or in an idx file); None if the file is a single image."""
     excluded: str = ""
-    """Why it is known but not used ("" = it is used)."""
+    """Why the image is not used ("": it is used)."""
 
 
 @dataclass(frozen=True)
 class Listing:
-    """All images of a source. Nothing has been opened yet: files may be missing or broken."""
+    """All images of a source. No file has been opened yet: some may be missing or damaged."""
 
     name: str
     root: Path
     records: tuple[Record, ...]
     classes: tuple[str, ...]
-    """The classes of the task, in the order of their numbers."""
+    """The classes of the task; a class's position is its number."""
     official: bool = True
-    """Whether what the records say of their split may be kept (False: it is known to be wrong)."""
+    """Whether the split in the records may be kept (False: it is known to be wrong)."""
     declared: bool = False
-    """Whether `classes` were declared, rather than collected from the labels themselves."""
+    """Whether `classes` were declared, not collected from the labels."""
     unlisted: tuple[Path, ...] = field(default=(), repr=False)
-    """Images that lie there but that the source does not mention."""
+    """Image files that exist beside the listed ones but are not listed."""
 
     @property
     def used_records(self) -> tuple[Record, ...]:
         return tuple(record for record in self.records if not record.excluded)
 
     def exclude_records(self, reasons: Mapping[int, str]) -> Listing:
-        """The same listing with the records at these positions left out of use."""
+        """Return the same listing with the records at these positions excluded, each for its reason."""
         records = [
             replace(record, excluded=reasons.get(position, record.excluded))
             for position, record in enumerate(self.records)
@@ -63,13 +63,13 @@ class Listing:
 
 
 def pseudonymise(names: Sequence[str]) -> tuple[str, ...]:
-    """A number for every different name, in the order they first come; "" stays ""."""
+    """Replace every name by a number, in the order of first appearance; "" stays ""."""
     numbers: dict[str, int] = {}
     return tuple(f"patient-{numbers.setdefault(name, len(numbers) + 1)}" if name else "" for name in names)
 
 
 def find_classes(labels: Iterable[str]) -> tuple[str, ...]:
-    """The classes that labels name, in the order of numbers where all are numbers, else of the alphabet."""
+    """Return the distinct labels, sorted as numbers if all are numbers, else alphabetically."""
     found = {label for label in labels if label}
     return tuple(sorted(found, key=(lambda text: (int(text), text)) if all(map(_is_number, found)) else None))
 
@@ -79,9 +79,10 @@ def _is_number(text: str) -> bool:
 
 
 DISCLOSURE_MINIMUM = (10, 3)
-"""Images, patients: what fewer than these share may be a name in the wrong column. Few patients have ten images."""
+"""A label or site with fewer images or fewer patients than this may be a patient's name in the wrong column, and is not
+shown. Few patients have ten images."""
 
 
 def is_disclosable(images: int, patients: int) -> bool:
-    """Whether so many share a label, a site or a folder that its name cannot be a patient's."""
+    """Whether a label, site or folder name is shared by so many that it cannot be a patient's name."""
     return images >= DISCLOSURE_MINIMUM[0] and patients >= DISCLOSURE_MINIMUM[1]

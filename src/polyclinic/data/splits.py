@@ -1,4 +1,4 @@
-"""Training, validation and test parts, divided by patient."""
+"""The split into training, validation and test parts, by patient."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from typing import Self, TypeAlias, get_args
 import numpy as np
 from pydantic import Field, model_validator
 
-from polyclinic.core.contract import Part, Stream
 from polyclinic.core.errors import DataError, RecipeError
+from polyclinic.core.rng import Stream
+from polyclinic.core.types import Part
 from polyclinic.data.options import Options
 from polyclinic.data.patients import Indices, Patients
 
@@ -18,13 +19,13 @@ Parts: TypeAlias = dict[Part, Indices]
 
 
 class Fractions(Options):
-    """Shares of a site's images; a part with share 0 stays empty."""
+    """The proportion of a site's images in each part; a part with proportion 0 stays empty."""
 
     train: float = Field(0.8, gt=0)
     validation: float = Field(0.1, ge=0)
     test: float = Field(0.1, ge=0)
     official: bool = True
-    """Keep the official split of a collection that has one."""
+    """Keep the official split if the collection has one."""
 
     @model_validator(mode="after")
     def _check_sum(self) -> Self:
@@ -44,7 +45,11 @@ def split_by_patient(
     stream: Stream,
     official: Sequence[str] | None = None,
 ) -> Parts:
-    """Indices of each part, ascending. Parts that an official split lacks are cut from its training part."""
+    """Split images into parts so that no patient is in two of them.
+
+    Pass the label and the patient of every image and, if there is one, its official part. Return the ascending indices
+    of each part. Parts that an official split lacks are taken from its training part.
+    """
     people = Patients.from_names(labels, patients)
     if official is None or not fractions.official:
         given = np.zeros(len(people), dtype=np.int64)
@@ -60,9 +65,9 @@ def split_by_patient(
 
 def _official_parts(patients: Patients, official: Sequence[str]) -> Indices:
     unknown = set(official) - set(PARTS)
-    if unknown:  # not said which: a cell of a table may hold anything, a patient's name among it
+    if unknown:  # their names are not shown: a cell of a table may hold anything, even a patient's name
         raise DataError(
-            f"The official split names {len(unknown)} part(s) besides train, validation and test "
+            f"The official split names {len(unknown)} part(s) other than train, validation and test "
             f"({sum(part in unknown for part in official)} images); use only these, or set official: false."
         )
     part = np.array([PARTS.index(name) for name in official if name in PARTS], dtype=np.int64)
@@ -78,9 +83,9 @@ def _official_parts(patients: Patients, official: Sequence[str]) -> Indices:
 
 
 def _stratify_patients(patients: Patients, pool: Indices, shares: np.ndarray, rng: np.random.Generator) -> Indices:
-    """A part for every patient of `pool`: class after class, each patient to the part that is furthest behind.
+    """Assign every patient of `pool` to the part that is furthest below its proportion, class by class.
 
-    The rarest class comes first, because the first patients go to training.
+    The rarest class comes first, because the first patients are assigned to training.
     """
     labels = patients.labels[pool]
     _, inverse, counts = np.unique(labels, return_inverse=True, return_counts=True)
@@ -96,7 +101,7 @@ def _stratify_patients(patients: Patients, pool: Indices, shares: np.ndarray, rn
 
 
 def _fill_empty(part: Indices, labels: Indices, shares: np.ndarray) -> None:
-    """Give every part that should have patients one of the commonest class of the fullest part."""
+    """Fill parts that are empty but should not be: move one patient of the commonest class from the fullest part."""
     for empty in np.flatnonzero(shares > 0):
         fullest = np.bincount(part, minlength=len(shares)).argmax() if len(part) else 0
         donors = np.flatnonzero(part == fullest)

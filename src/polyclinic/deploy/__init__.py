@@ -1,1 +1,1 @@
-"""Between real hospitals: kits, the server's side, and each site's own desk."""
+"""Runs between real sites: kits with keys, the server's side, and what each site runs for itself."""

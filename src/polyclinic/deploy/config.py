@@ -1,4 +1,4 @@
-"""Who takes part and where the server is: `federation.yaml` (the coordinator's), `server.yaml` (in its kit)."""
+"""Reads `federation.yaml`, written by the coordinator, and `server.yaml`, which is in the server's kit."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from typing import Annotated, Any, TypeVar
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from polyclinic.core.contract import SiteId
 from polyclinic.core.errors import RecipeError
-from polyclinic.core.strict_yaml import read_yaml
+from polyclinic.core.strict_parsing import read_yaml
+from polyclinic.core.types import SiteId
 from polyclinic.data.sources.folder import clean_text
 from polyclinic.runs.sites import check_site_name
 
-LONGEST = 64
-"""Characters of a federation's name: a certificate's common name may have no more."""
+MAX_NAME_LENGTH = 64
+"""Of a federation's name: a certificate's common name may have no more characters."""
 LABEL = r"(?!-)[A-Za-z0-9-]{1,63}(?<!-)"
 CLOSED = ConfigDict(extra="forbid", frozen=True, strict=True)
 
@@ -27,7 +27,7 @@ M = TypeVar("M", bound=BaseModel)
 
 
 def parse_address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
-    """The host as an IP address; None where it is a name."""
+    """The host as an IP address; None if it is a name."""
     try:
         return ipaddress.ip_address(host)
     except ValueError:
@@ -40,7 +40,7 @@ def is_loopback(host: str) -> bool:
 
 
 def find_host_problem(host: str) -> str:
-    """Why sites could not find a server by this name; "" if they could."""
+    """Why sites could not reach a server by this name; "" if they could."""
     address = parse_address(host)
     if address is not None:
         every = f"{host} means every address of a machine; give the one name or address by which sites reach the server"
@@ -55,7 +55,7 @@ def join_host_port(host: str, port: int) -> str:
 
 
 def site_folder_name(site: SiteId) -> str:
-    """A site's name as the name of a folder, whatever the name holds."""
+    """A folder name for a site, whatever characters its name has."""
     return re.sub(r"[^\w.-]", "_", site).lstrip(".-")[:60] or "_"
 
 
@@ -74,14 +74,14 @@ class ServerSection(BaseModel):
 
 
 class FederationConfig(BaseModel):
-    """What a coordinator decides before anybody has a key."""
+    """The keys of federation.yaml, from which keys and kits are made."""
 
     model_config = CLOSED
 
-    federation: str = Field(min_length=1, max_length=LONGEST)
+    federation: str = Field(min_length=1, max_length=MAX_NAME_LENGTH)
     server: ServerSection
     days: int = Field(default=365, ge=1, le=3650)
-    """How long the server's certificate is good for."""
+    """How long the server's certificate is valid."""
     sites: tuple[SiteId, ...] = Field(strict=False)
 
     @classmethod
@@ -112,7 +112,7 @@ class FederationConfig(BaseModel):
 
 
 class ServerConfig(BaseModel):
-    """`server.yaml`; `load` makes its paths absolute, from the folder that the file is in."""
+    """The keys of server.yaml; `load` makes the paths absolute, starting at the file's folder."""
 
     model_config = CLOSED
 
@@ -123,12 +123,12 @@ class ServerConfig(BaseModel):
     key: Path = Field(default=Path("server.key"), strict=False)
     ca: Path = Field(default=Path("ca.crt"), strict=False)
     revoked: Path = Field(default=Path("revoked.yaml"), strict=False)
-    """Keys that were withdrawn, so that who still uses one can be named."""
+    """Lists revoked keys, so that the server's log can name a site that still uses one."""
     folder: Path = Field(default=Path("state"), strict=False)
     sites: Mapping[SiteId, Annotated[Path, Field(strict=False)]]
-    """The public key of every site that may join."""
+    """The file of each site's public key."""
     insecure: bool = False
-    """Without TLS: for rehearsals on one machine."""
+    """Serve without TLS: for rehearsals on one machine."""
 
     @classmethod
     def load(cls, path: Path) -> ServerConfig:

@@ -1,4 +1,4 @@
-"""What this machine can do now: a capability card, measured."""
+"""Measures a machine's profile: processor, memory, battery and network."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ import psutil
 from polyclinic.config.capability import GIGABYTE, LATENCY, MachineProfile, check_latency
 from polyclinic.core.errors import EngineError, RecipeError
 
-WATCHED = 0.5
-"""Seconds for which the processor is watched."""
-CONNECTS = 5
+CPU_SECONDS = 0.5
+"""Seconds over which the processor's load is averaged."""
+CONNECTIONS = 5
 PATIENCE = 5.0
 """Seconds after which a server counts as unreachable."""
 
 
 def measure_machine(server: tuple[str, int] | None = None, most_latency_ms: float = LATENCY) -> MachineProfile:
-    """What this machine can do now, with how each number was found."""
+    """Measure this machine now; the profile says how each number was found."""
     for sentence in check_latency(most_latency_ms):
         raise RecipeError(sentence)
     network, way = _score_network(server, most_latency_ms)
@@ -32,7 +32,7 @@ def measure_machine(server: tuple[str, int] | None = None, most_latency_ms: floa
 
 
 def _read_frequency() -> tuple[float, float]:
-    """Now and at most, in MHz; 0 where the system does not tell."""
+    """The current and the highest frequency in MHz; 0 where the system does not report it."""
     try:
         found = psutil.cpu_freq()
     except (OSError, NotImplementedError, AttributeError):
@@ -43,12 +43,12 @@ def _read_frequency() -> tuple[float, float]:
 def _score_cpu(now: float, most: float) -> tuple[float, str]:
     if now > 0 and most > 0:
         return min(1.0, now / most), f"runs at {now:,.0f} of {most:,.0f} MHz"
-    used = psutil.cpu_percent(interval=WATCHED)
-    return _clamp_unit(1 - used / 100), f"tells no highest frequency; {used:.0f} % was in use over {WATCHED:g} s"
+    used = psutil.cpu_percent(interval=CPU_SECONDS)
+    return _clamp_unit(1 - used / 100), f"reports no highest frequency; {used:.0f} % was in use over {CPU_SECONDS:g} s"
 
 
 def _read_charge() -> tuple[float | None, bool]:
-    """Percent, and whether it is plugged in; None without a battery."""
+    """The battery's charge in percent (None without one), and whether it is plugged in."""
     try:
         found = psutil.sensors_battery()
     except (OSError, NotImplementedError, AttributeError):
@@ -68,19 +68,19 @@ def _score_network(server: tuple[str, int] | None, most: float) -> tuple[float, 
     if server is None:
         return 1.0, "not measured, because no server was given; counts as full"
     delay = measure_latency(server, max(PATIENCE, most / 1000))
-    way = f"{delay:.3g} ms to {server[0]}:{server[1]}, the median of {CONNECTS} connections; {most:g} ms counts 0"
+    way = f"{delay:.3g} ms to {server[0]}:{server[1]}, the median of {CONNECTIONS} connections; {most:g} ms counts 0"
     return _clamp_unit(1 - delay / most), way
 
 
 def measure_latency(server: tuple[str, int], patience: float = PATIENCE) -> float:
-    """Milliseconds to the server and back: the median of some TCP connections."""
+    """Milliseconds of a round trip to the server: the median of several TCP connections."""
     host, port = server
     try:
         if not 0 < port < 2**16:
             raise ValueError("ports are numbers from 1 to 65535")
         with socket.create_connection(server, patience) as first:
             family, address = first.family, first.getpeername()
-        return 1000 * statistics.median(_time_connection(family, address, patience) for _ in range(CONNECTS))
+        return 1000 * statistics.median(_time_connection(family, address, patience) for _ in range(CONNECTIONS))
     except (OSError, ValueError) as error:
         reason = (isinstance(error, OSError) and error.strerror) or str(error)
         raise EngineError(
@@ -90,7 +90,7 @@ def measure_latency(server: tuple[str, int], patience: float = PATIENCE) -> floa
 
 
 def _time_connection(family: int, address: tuple[str | int, ...], patience: float) -> float:
-    """Seconds; the address is a number by now, so that no name service is timed."""
+    """Seconds that a connection takes. The address is numeric, so no name lookup is timed."""
     with socket.socket(family, socket.SOCK_STREAM) as line:
         line.settimeout(patience)
         begun = time.perf_counter()

@@ -1,4 +1,7 @@
-"""A run between real sites, as its server plays it: who is there, what they have, then the rounds as anywhere else."""
+"""Runs a recipe between real sites, from the server: enrolment first, then the same rounds as in a simulation.
+
+`polyclinic serve` calls `run_deployed`.
+"""
 
 from __future__ import annotations
 
@@ -7,27 +10,31 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
-from polyclinic import __version__
+from polyclinic.config.identity import check_same_recipe
 from polyclinic.config.recipe import Recipe
-from polyclinic.core.contract import Failure, SiteId
+from polyclinic.core import __version__
 from polyclinic.core.errors import RecipeError, Refused, RoundFailed, StoreError
+from polyclinic.core.jobs import Failure
+from polyclinic.core.types import SiteId
 from polyclinic.federation.engines import Answer, Engine, RemoteExecution
 from polyclinic.federation.rounds import Watch
 from polyclinic.privacy.plan import PrivacyPlan
-from polyclinic.reporting.run_folder import ENROLMENT, check_same_recipe, read_result
-from polyclinic.runs.experiment import Experiment, RunResult
+from polyclinic.runs.experiment import Experiment, run_tracked
 from polyclinic.runs.remote_sites import RemoteSites, SiteProfile, find_misfits
+from polyclinic.runs.result import RunResult, read_result
 from polyclinic.runs.tracking.backends import check_tracking
-from polyclinic.runs.tracking.events import run_tracked
 from polyclinic.storage import messages
-from polyclinic.storage.run_files import prepare_folder, write_json
+from polyclinic.storage.files import write_json
+from polyclinic.storage.run_folder import RunFolder
 
+Fields: TypeAlias = dict[str, Any]
+"""The JSON fields of a reply, which the caller checks."""
 UNFIT = "unfit"
-"""Stands for the run in which a site that does not fit cannot be."""
+"""Names the run that is announced to a site that does not fit, so that it can explain why."""
 FAREWELL = 30.0
-"""Seconds that a run that is over waits for sites to hear of it."""
+"""Seconds that a finished run waits for sites to be told."""
 
 
 def run_deployed(
@@ -39,34 +46,41 @@ def run_deployed(
     data: Path | None = None,
     missing: Mapping[SiteId, str] | None = None,
 ) -> RunResult:
-    """Run a recipe between `sites`, in the federation's order; one that was interrupted goes on where it stopped.
+    """Run a recipe between real sites; an interrupted run continues where it stopped.
 
-    data: where the server's own public images lie, if the recipe has any. missing: sites that need not be asked whether
-    they take part, and why.
+    Args:
+        recipe: What to run.
+        remote: The engine that reaches the sites.
+        sites: All sites, in the federation's order.
+        folder: The run's folder.
+        watch: Is called with every event of the run.
+        data: The folder of the server's own public images, if the recipe has any.
+        missing: Sites that are not asked whether they take part, and why.
     """
     check_servable(recipe, sites, folder)
-    if (folder / "result.json").exists():
+    if RunFolder(folder).is_finished:
         return read_result(folder, recipe)
-    cards, absent = enrol_sites(recipe, remote, sites, folder, watch, missing or {})
-    began = AnnouncedEngine(remote.engine, remote.deadline)
-    there = replace(remote, engine=began, absent=absent)
-    experiment = Experiment(recipe, folder, data, watch, RemoteSites.from_profiles(cards), there)
-    began.order = _begin_fields(experiment)
-    write_json(folder / ENROLMENT, {site: card.as_json() for site, card in cards.items()})
+    profiles, absent = enrol_sites(recipe, remote, sites, folder, watch, missing or {})
+    announced = AnnouncedEngine(remote.engine, remote.deadline)
+    reached = replace(remote, engine=announced, absent=absent)
+    experiment = Experiment(recipe, folder, data, watch, RemoteSites.from_profiles(profiles), reached)
+    announced.order = _begin_fields(experiment)
+    write_json(RunFolder(folder).enrolment, {site: card.as_json() for site, card in profiles.items()})
     result = run_tracked(experiment)
-    began.end_run()
+    announced.end_run()
     return result
 
 
 def check_servable(recipe: Recipe, sites: Sequence[SiteId], folder: Path) -> None:
-    """What can be known to be wrong before any site has come."""
+    """Raise `RecipeError` or `StoreError` for problems that are known before any site has joined."""
     if recipe.methods:
         raise RecipeError(
-            f"{recipe.name} compares {len(recipe.methods)} methods, and hospitals run one; write a recipe of that one"
+            f"{recipe.name} compares {len(recipe.methods)} methods, and real sites run one; write a recipe with that "
+            "method only"
         )
     if recipe.build_algorithm().pooled:
         raise RecipeError(
-            f"{recipe.algorithm.name} needs all sites' images in one place; it is a yardstick for simulations alone"
+            f"{recipe.algorithm.name} needs all sites' images in one place; it is a baseline for simulations only"
         )
     for name in ("quorum", "cohort"):
         wanted = getattr(recipe, name)
@@ -74,12 +88,12 @@ def check_servable(recipe: Recipe, sites: Sequence[SiteId], folder: Path) -> Non
             raise RecipeError(f"a {name} of {wanted} is asked of {len(sites)} sites; lower or drop {name}")
     check_tracking(recipe.track, folder)
     check_same_recipe(folder, recipe, served=True)
-    if not (folder / "result.json").exists():
-        prepare_folder(folder)
+    if not RunFolder(folder).is_finished:
+        RunFolder(folder).prepare()
 
 
 def recipe_for_sites(recipe: Recipe) -> str:
-    """The recipe, without what is the server's affair: where the run is followed, and how many sites are enough."""
+    """The recipe as YAML, without the keys that concern the server only: tracking and quorum."""
     return recipe.model_copy(update={"track": (), "quorum": None}).to_yaml()
 
 
@@ -91,32 +105,38 @@ def enrol_sites(
     watch: Watch,
     missing: Mapping[SiteId, str],
 ) -> tuple[dict[SiteId, SiteProfile], dict[SiteId, str]]:
-    """The cards of all who take part, and why others do not. A run that goes on has the sites and the cards that it
-    began with: one whose data changed is refused, and a further one cannot enter."""
-    kept, desk = _read_enrolment(folder / ENROLMENT), Enrolment(recipe, remote, watch)
+    """Ask the sites whether they take part.
+
+    A continued run has the sites it began with: one whose data changed is refused, and no further one can enter.
+
+    Returns:
+        The profile of each site that takes part, and for each other site why it does not.
+    """
+    kept, enrolment = _read_enrolment(RunFolder(folder).enrolment), Enrolment(recipe, remote, watch)
     for site in sites:
         if kept and site not in kept:
-            desk.exclude_site(
+            enrolment.exclude_site(
                 site, Failure("refused", "it was not there when this run began; only a new run can have it")
             )
         elif site in missing:
-            desk.exclude_site(site, Failure("dead", missing[site]))
-    desk.enrol_all([site for site in sites if site not in desk.absent])
-    for site in desk.profiles:
-        if site in kept and kept[site] != desk.profiles[site]:
+            enrolment.exclude_site(site, Failure("dead", missing[site]))
+    enrolment.enrol_all([site for site in sites if site not in enrolment.absent])
+    for site in enrolment.profiles:
+        if site in kept and kept[site] != enrolment.profiles[site]:
             raise StoreError(
                 f"site {site} has other data than when this run began; give it the same again, or start anew in "
                 "another folder"
             )
     needed = recipe.quorum or len(kept or sites)
-    absent = {site: desk.absent[site] for site in sites if site in desk.absent}
-    if not desk.profiles or len(desk.profiles) < needed:
-        why = "; ".join(f"{site}: {said}" for site, said in absent.items())
+    absent = {site: enrolment.absent[site] for site in sites if site in enrolment.absent}
+    if not enrolment.profiles or len(enrolment.profiles) < needed:
+        why = "; ".join(f"{site}: {reason}" for site, reason in absent.items())
         raise RoundFailed(
-            f"{len(desk.profiles)} of {len(sites)} sites enrolled, {needed} are needed ({why}); mend that, or set quorum"
+            f"{len(enrolment.profiles)} of {len(sites)} sites enrolled, {needed} are needed ({why}); mend that, or set "
+            "quorum"
         )
-    there = kept or desk.profiles
-    taking = {site: there[site] for site in sites if site in there}  # who is only late may still come into a round
+    there = kept or enrolment.profiles
+    taking = {site: there[site] for site in sites if site in there}  # a site that is only late may still join a round
     return taking, {site: why for site, why in absent.items() if site not in taking}
 
 
@@ -152,7 +172,7 @@ class Enrolment:
         self.watch("absent", {"site": site, "kind": failure.kind, "why": failure.sentence})
 
     def _explain_misfit(self, site: SiteId) -> None:
-        """A site is told what others have as if a run began with that: so it says to its own people what to mend."""
+        """Announce a run with the other sites' shape of data, so that the site's own log says what to correct."""
         common = next(iter(self.profiles.values()), None)
         if common is None:
             return
@@ -163,10 +183,10 @@ class Enrolment:
                 list(ask_sites(self.remote.engine, {"purpose": "end", "run": UNFIT}, [site], self.remote.deadline))
 
     def _send_recipe(
-        self, order: Mapping[str, Any], sites: Sequence[SiteId]
-    ) -> Iterable[tuple[SiteId, dict[str, Any] | Failure]]:
-        told = {"version": __version__, "recipe": recipe_for_sites(self.recipe), "seed": self.recipe.seed}
-        return ask_sites(self.remote.engine, {**order, **told}, sites, self.remote.deadline) if sites else ()
+        self, order: Mapping[str, object], sites: Sequence[SiteId]
+    ) -> Iterable[tuple[SiteId, Fields | Failure]]:
+        fields = {"version": __version__, "recipe": recipe_for_sites(self.recipe), "seed": self.recipe.seed}
+        return ask_sites(self.remote.engine, {**order, **fields}, sites, self.remote.deadline) if sites else ()
 
 
 def _read_enrolment(path: Path) -> dict[SiteId, SiteProfile]:
@@ -179,9 +199,9 @@ def _read_enrolment(path: Path) -> dict[SiteId, SiteProfile]:
 
 
 def ask_sites(
-    engine: Engine, order: Mapping[str, Any], sites: Sequence[SiteId], deadline: float | None
-) -> Iterable[tuple[SiteId, dict[str, Any] | Failure]]:
-    """One message without tensors to each site, and what each says to it."""
+    engine: Engine, order: Mapping[str, object], sites: Sequence[SiteId], deadline: float | None
+) -> Iterable[tuple[SiteId, Fields | Failure]]:
+    """Send each site a message without tensors, and yield each site's answer."""
     sent = {site: messages.encode({**order, "site": site}, {}) for site in sites}
     for site, answer in engine.exchange(0, sent, deadline):
         if isinstance(answer, Failure):
@@ -198,9 +218,9 @@ def ask_sites(
             yield site, dict(fields)
 
 
-def _begin_fields(experiment: Experiment) -> dict[str, Any]:
-    """What a site must know to play its part."""
-    recipe, consortium, plan = experiment.recipe, experiment.dataset, experiment.plan
+def _begin_fields(experiment: Experiment) -> dict[str, object]:
+    """The fields of the `begin` message: everything a site needs to know about the run."""
+    recipe, consortium, plan = experiment.recipe, experiment.setup.dataset, experiment.setup.plan
     return {
         "purpose": "begin",
         "run": experiment.run_id(),
@@ -214,18 +234,18 @@ def _begin_fields(experiment: Experiment) -> dict[str, Any]:
     }
 
 
-def _plan_fields(plan: PrivacyPlan) -> dict[str, Any]:
-    quiet = None if math.isinf(plan.metrics_noise) else plan.metrics_noise
-    return {"noise": plan.noise, "metrics_noise": quiet, "holders": plan.max_sites_per_record}
+def _plan_fields(plan: PrivacyPlan) -> dict[str, object]:
+    metrics_noise = None if math.isinf(plan.metrics_noise) else plan.metrics_noise
+    return {"noise": plan.noise, "metrics_noise": metrics_noise, "holders": plan.max_sites_per_record}
 
 
 @dataclass
 class AnnouncedEngine:
-    """An engine whose sites are told of the run before their first order, whenever they come."""
+    """An engine that announces the run to each site before its first order, whenever the site joins."""
 
     engine: Engine
     deadline: float | None
-    order: dict[str, Any] = field(default_factory=dict)
+    order: dict[str, object] = field(default_factory=dict)
     ready: set[SiteId] = field(default_factory=set)
 
     def exchange(
@@ -244,14 +264,14 @@ class AnnouncedEngine:
             yield from self.engine.exchange(round, there, deadline)
 
     def end_run(self) -> None:
-        """All is over: sites may forget what they remembered for it. Nothing depends on whether they heard."""
+        """Tell the sites that the run is over and its data can be deleted. Nothing depends on their receiving it."""
         patience = FAREWELL if self.deadline is None else min(FAREWELL, self.deadline)
         for _ in ask_sites(self.engine, {"purpose": "end", "run": self.order["run"]}, sorted(self.ready), patience):
             pass
 
 
 class ReadyOrders(Mapping[SiteId, bytes]):
-    """Orders to those who are ready, encoded when asked for."""
+    """The orders to sites that are ready, encoded when they are read."""
 
     def __init__(self, sent: Mapping[SiteId, bytes], ready: Iterable[SiteId]) -> None:
         self.sent, self.names = sent, [site for site in sent if site in set(ready)]

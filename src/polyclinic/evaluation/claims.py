@@ -1,6 +1,6 @@
-"""What a paper claims, tested on our runs: a difference with its interval, a p-value, a verdict.
+"""The claims of a paper, tested on our runs: a difference with its interval, a p-value, a verdict.
 
-A recipe lists claims as data: the page of results is made anew with the runs, and nobody writes verdicts by hand.
+A recipe lists claims as data, so the verdicts on the page of results are computed anew with the runs.
 """
 
 from __future__ import annotations
@@ -14,17 +14,24 @@ from typing import Literal
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
-from polyclinic.evaluation.comparison import Runs, format_decimal, markdown_row, mean_of_known, metric_value
-from polyclinic.evaluation.metrics import METRICS
-from polyclinic.evaluation.statistics import compare_paired, correct_holm, summarise_sample
+from polyclinic.evaluation.comparison import (
+    RUN_METRICS,
+    Runs,
+    mean_of_known,
+    metric_value,
+    pair_by_seed,
+)
+from polyclinic.evaluation.statistics import (
+    LEVEL,
+    compare_paired,
+    correct_holm,
+    one_way_anova,
+    welch_test,
+)
+from polyclinic.evaluation.task import TASKS
 
-LEVEL = 0.05
 PAIRED = ("higher", "lower", "equal")
-TOLD_APART = "told_apart"
-"""Measured only where a claim asks for it: every test image goes through the network once more."""
-RUN_METRICS = ("converged", "forgotten", "megabytes", "seconds", TOLD_APART)
-"""What a run has as a whole, and no hospital by itself."""
-CLAIM_METRICS = (*METRICS, "gap", "drift", *RUN_METRICS)
+CLAIM_METRICS = (*dict.fromkeys(n for task in TASKS.values() for n in task.metric_names), "gap", "drift", *RUN_METRICS)
 Verdict = Literal["supported", "suggested", "not decided", "suggested against", "contradicted", "not run"]
 """Suggested: p is below the level before it is corrected for the number of claims, not after."""
 
@@ -42,8 +49,8 @@ class Claim(BaseModel):
     metric: str = "accuracy"
     """A metric, or gap (accuracy on training minus on validation images), drift, megabytes, seconds, converged (the
     first round after which validation accuracy is within a point of its best), forgotten (the share of training images
-    that a deployment lost, on average), told_apart (what a fresh classifier of sites scores on features of test images:
-    domains.py)."""
+    that a deployment lost, on average), site_classifier_accuracy (balanced accuracy of a classifier that predicts the
+    site from features of test images: analysis/site_classifier.py)."""
     site: str | None = None
     """At this hospital alone; else over all hospitals' images together."""
     margin: float = Field(0.01, gt=0)
@@ -105,13 +112,6 @@ class _Effect:
     within: bool | None = None
 
 
-def pair_by_seed(a: Runs, b: Runs, metric: str, site: str | None = None) -> tuple[list[float], list[float]]:
-    """The figures of two methods on the seeds that both have ended, in the same order."""
-    one, other = ({run["seed"]: metric_value(run, metric, site) for run in runs} for runs in (a, b))
-    shared = sorted(one.keys() & other.keys())
-    return [one[seed] for seed in shared], [other[seed] for seed in shared]
-
-
 def _measure_effect(claim: Claim, results: Mapping[str, Runs]) -> _Effect:
     if not all(name in results for name in claim.methods):
         return _Effect(claim, ())
@@ -127,7 +127,7 @@ def _measure_effect(claim: Claim, results: Mapping[str, Runs]) -> _Effect:
 
 def _paired_effect(claim: Claim, figures: tuple[float, ...], values: Sequence[Sequence[float]]) -> _Effect:
     found = compare_paired(values[0], values[1])
-    effect = f"{format_signed(found.difference)} [{format_signed(found.low)}, {format_signed(found.high)}]"
+    effect = _format_difference(found.difference, found.low, found.high)
     if claim.test == "equal":
         inside = max(abs(found.low), abs(found.high)) <= claim.margin
         outside = found.low > claim.margin or found.high < -claim.margin
@@ -138,18 +138,15 @@ def _paired_effect(claim: Claim, figures: tuple[float, ...], values: Sequence[Se
 
 
 def _anova_effect(claim: Claim, figures: tuple[float, ...], values: Sequence[Sequence[float]]) -> _Effect:
-    from scipy import stats
-
     spread = max(figures) - min(figures)
     if all(np.ptp(found) == 0 for found in values):
-        return _Effect(claim, figures, f"range {format_decimal(spread)}", 1.0 if spread == 0 else 0.0)
+        return _Effect(claim, figures, f"range {spread:.3f}", 1.0 if spread == 0 else 0.0)
     if len(values) == 2:
-        welch = stats.ttest_ind(values[0], values[1], equal_var=False)
-        low, high = welch.confidence_interval()
-        effect = f"{format_signed(figures[0] - figures[1])} [{format_signed(low)}, {format_signed(high)}], t = {welch.statistic:.2f}"
-        return _Effect(claim, figures, effect, float(welch.pvalue))
-    found = stats.f_oneway(*values)
-    return _Effect(claim, figures, f"range {format_decimal(spread)}, F = {found.statistic:.2f}", float(found.pvalue))
+        test = welch_test(*values)
+        difference = _format_difference(figures[0] - figures[1], test.low, test.high)
+        return _Effect(claim, figures, f"{difference}, t = {test.statistic:.2f}", test.p)
+    statistic, p = one_way_anova(values)
+    return _Effect(claim, figures, f"range {spread:.3f}, F = {statistic:.2f}", p)
 
 
 def _with_verdict(found: _Effect, p: float) -> ClaimResult:
@@ -170,54 +167,13 @@ def _decide_verdict(found: _Effect, p: float) -> Verdict:
     return "supported" if seen else "suggested"
 
 
-def format_signed(figure: float) -> str:
-    """With as many decimals as its size asks for."""
-    return "–" if math.isnan(figure) else f"{figure:+.3f}" if abs(figure) < 10 else f"{figure:+,.1f}"
-
-
-def format_mean_and_std(results: Runs, metric: str, site: str | None = None) -> str:
-    """mean ± standard deviation over runs."""
-    found = summarise_sample([metric_value(result, metric, site) for result in results])
-    return format_decimal(found.mean) + ("" if math.isnan(found.std) else f" ± {format_decimal(found.std)}")
-
-
-def claims_table(tests: Sequence[ClaimResult]) -> list[str]:
-    """The claims as a Markdown table."""
-    if not tests:
-        return []
-    head = [
-        "| the paper's claim | paper | ours | difference [95 %] | p | p (Holm) | our data |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    return [*head, *(_format_claim(found) for found in tests)]
+def _format_difference(*figures: float) -> str:
+    """A difference and its interval, with as many decimals as their size asks for."""
+    shown = [f"{f:+.3f}" if abs(f) < 10 else f"{f:+,.1f}" for f in figures]
+    return f"{shown[0]} [{shown[1]}, {shown[2]}]"
 
 
 def format_verdict(found: ClaimResult) -> str:
     """In words: that an effect was not seen is all a test can say for a claim that there is none."""
     unseen = (found.claim.test, found.verdict) == ("no effect", "not decided") and not math.isnan(found.p)
     return "no effect seen" if unseen else found.verdict
-
-
-def claims_overview(tables: Mapping[str, Sequence[ClaimResult]]) -> list[str]:
-    """Every claim that no single hospital is named in, with its verdict in each table."""
-    sentences = dict.fromkeys(t.claim.claim for found in tables.values() for t in found if t.claim.site is None)
-    if not sentences:
-        return []
-    verdicts = [{t.claim.claim: format_verdict(t) for t in found if t.claim.site is None} for found in tables.values()]
-    lines = [markdown_row(["the paper's claim", *tables]), "|" + "---|" * (1 + len(tables))]
-    return [*lines, *(markdown_row([claim, *(found.get(claim, "–") for found in verdicts)]) for claim in sentences)]
-
-
-def format_p_value(p: float) -> str:
-    """A p-value."""
-    return "–" if math.isnan(p) else "< 0.001" if p < 0.001 else f"{p:.3f}"
-
-
-def _format_claim(found: ClaimResult) -> str:
-    claim = found.claim
-    metric = "" if claim.metric == "accuracy" else f"{claim.metric} "
-    place = f"{claim.site}: " if claim.site else ""
-    ours = ", ".join(f"{name} {format_decimal(v)}" for name, v in zip(claim.methods, found.figures, strict=False))
-    told = f"{place}{metric}{ours}" if ours else "–"
-    chances = format_p_value(found.p), format_p_value(found.corrected)
-    return markdown_row([claim.claim, claim.paper or "–", told, found.effect, *chances, f"**{format_verdict(found)}**"])

@@ -1,25 +1,44 @@
-"""Methods side by side: the figures of each, over seeds."""
+"""Methods side by side: the figures of each over seeds, and the paired tests between them."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from itertools import combinations
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
-from polyclinic.evaluation.statistics import summarise_sample
-from polyclinic.evaluation.summary import (
-    convergence_round,
-    describe_model,
-    describe_test_images,
-    headline_at_site,
-    pools_images,
+import numpy as np
+from pydantic import JsonValue
+
+from polyclinic.core.rng import Stream
+from polyclinic.core.types import SiteId
+from polyclinic.evaluation.metrics import Predictions
+from polyclinic.evaluation.rounds import convergence_round
+from polyclinic.evaluation.statistics import (
+    LEVEL,
+    compare_paired,
+    correct_holm,
+    paired_bootstrap_interval,
+    sign_flip_p,
+    summarise_sample,
 )
+from polyclinic.evaluation.summary import RunSummary, generalisation_gap
+from polyclinic.evaluation.task import Task, task_of
 
-Runs: TypeAlias = Sequence[Mapping[str, Any]]
+if TYPE_CHECKING:
+    from polyclinic.evaluation.claims import Claim
+
+Runs: TypeAlias = Sequence[RunSummary]
 """The summaries of one method, one for each seed."""
-SHOWN = ("accuracy", "balanced_accuracy", "auc")
+PredictionSource: TypeAlias = Callable[[str, int, SiteId | None], Predictions | None]
+"""By method, seed and site (None: all sites): the predictions of the headline's model, where they were kept."""
+SITE_CLASSIFIER_ACCURACY = "site_classifier_accuracy"
+"""Measured only where a claim asks for it: every test image goes through the network once more."""
+MIN_SEEDS = 3
+"""With fewer, a paired test over seeds says nothing."""
+UNTESTED = "there are neither three seeds in common nor predictions of the same images"
 
 
 @dataclass(frozen=True)
@@ -35,32 +54,57 @@ class MetricEstimate:
     std: float | None = None
 
     @staticmethod
-    def estimate(results: Runs, metric: str) -> MetricEstimate:
-        values = [nan_if_none(result["headline"].get(metric)) for result in results]
+    def estimate(runs: Runs, metric: str) -> MetricEstimate:
+        values = [run.headline.scores.value(metric) for run in runs]
         if len(values) == 1:
-            low, high = (results[0]["headline"].get("intervals") or {}).get(metric, (None, None))
-            return MetricEstimate(values[0], nan_if_none(low), nan_if_none(high))
+            return MetricEstimate(values[0], *runs[0].headline.scores.interval(metric))
         spread = summarise_sample(values)
         return MetricEstimate(spread.mean, max(0.0, spread.low), min(1.0, spread.high), spread.std)
 
 
 @dataclass(frozen=True)
 class MethodSummary:
-    """One method in the table."""
+    """One method in the table of a comparison."""
 
     name: str
     seeds: int
     figures: Mapping[str, MetricEstimate]
     worst_site: str
-    worst_auc: float
+    worst_score: float
+    """At that site, by the task's ranking metric."""
     drift: float
     megabytes: float
     seconds: float
     pools_images: bool
     lost: int
-    """Updates that were refused or never came, over all rounds and seeds."""
+    """Updates that were refused or never arrived, over all rounds and seeds."""
     judged_on: str
     judged_by: str
+
+
+@dataclass(frozen=True)
+class PairwiseTest:
+    """The difference a − b of a metric. `p` is NaN where nothing could be tested; `corrected_p` is corrected for all
+    tests that are shown together."""
+
+    a: str
+    b: str
+    site: SiteId | None
+    difference: float
+    low: float = math.nan
+    high: float = math.nan
+    p: float = math.nan
+    corrected_p: float = math.nan
+    wilcoxon_p: float = math.nan
+    cohens_d: float = math.nan
+    over: str = ""
+    """What the test is over: "5 seeds" or "97 patients"."""
+
+    @property
+    def verdict(self) -> int:
+        """1: a is better; −1: b is better; 0: not decided."""
+        decided = self.corrected_p < LEVEL and self.difference
+        return int(math.copysign(1, self.difference)) if decided else 0
 
 
 @dataclass(frozen=True)
@@ -74,18 +118,24 @@ class Comparison:
     about: str = ""
     paper: Mapping[str, str] = field(default_factory=dict)
     failures: tuple[str, ...] = ()
-    """Runs that did not end, and why; the others stand."""
-    claims: Sequence[Any] = ()
-    """What the paper claims of these methods (`claims.Claim`)."""
+    """Runs that did not finish, and why."""
+    claims: Sequence[Claim] = ()
+    """The paper's claims about these methods."""
+    predictions: PredictionSource = field(default=lambda *_: None, compare=False)
+    _tests: dict[tuple[str, str, SiteId | None, str], PairwiseTest] = field(default_factory=dict, compare=False)
+
+    @property
+    def task(self) -> Task:
+        return task_of(next(iter(self.results.values()))[0])
 
     @property
     def judged_on(self) -> str:
-        """What the figures were measured on: the same for all methods, unless only some can be judged by held-out."""
+        """The images that the figures were measured on: the same for all methods, unless only some have held-out."""
         return ", or ".join(dict.fromkeys(line.judged_on for line in self.lines))
 
     @property
     def judged_by(self) -> str:
-        """Whose figures these are, with the methods' names where it is not the same for all."""
+        """The models that the figures are of, with the methods' names where they differ."""
         methods: dict[str, list[str]] = {}
         for line in self.lines:
             methods.setdefault(line.judged_by, []).append(line.name)
@@ -95,40 +145,113 @@ class Comparison:
 
     @property
     def interval_description(self) -> str:
-        """What the intervals are over."""
         counts = {line.seeds for line in self.lines}
         patients, seeds = "test patients (bootstrap)", "seeds (Student)"
         if counts == {1}:
             return patients
         return f"{counts.pop()} {seeds}" if len(counts) == 1 else f"{seeds}, or with one seed over {patients}"
 
-    def to_json(self) -> dict[str, Any]:
-        found: dict[str, Any] = nan_to_none({"title": self.title, "methods": [asdict(line) for line in self.lines]})
-        return found
+    def compare_pair(self, a: str, b: str, site: SiteId | None = None, metric: str | None = None) -> PairwiseTest:
+        """Test a − b over the seeds that both methods have, or, with fewer than three, over the test patients of one
+        seed (main metric only). Each pair is tested once and kept."""
+        key = a, b, site, metric or self.task.main_metric
+        if key not in self._tests:
+            self._tests[key] = self._test_pair(*key)
+        return self._tests[key]
+
+    def compare_pairs(
+        self,
+        pairs: Iterable[tuple[str, str, SiteId | None]] | None = None,
+        metric: str | None = None,
+        correct: Callable[[Sequence[float]], Sequence[float]] = correct_holm,
+    ) -> list[PairwiseTest]:
+        """Test several pairs and correct their p-values together; by default every method against every other."""
+        if pairs is None:
+            pairs = [(a, b, None) for a, b in combinations(self.results, 2)]
+        tests = [self.compare_pair(*pair, metric=metric) for pair in pairs]
+        corrected = iter(correct([test.p for test in tests if not math.isnan(test.p)]))
+        return [test if math.isnan(test.p) else replace(test, corrected_p=next(corrected)) for test in tests]
+
+    def _test_pair(self, a: str, b: str, site: SiteId | None, metric: str) -> PairwiseTest:
+        pairs = pair_by_seed(self.results[a], self.results[b], metric, site)
+        known = [pair for pair in zip(*pairs, strict=True) if not any(map(math.isnan, pair))]
+        if len(known) >= MIN_SEEDS:
+            found = compare_paired([one for one, _ in known], [other for _, other in known])
+            return PairwiseTest(
+                a,
+                b,
+                site,
+                found.difference,
+                found.low,
+                found.high,
+                p=1.0 if math.isnan(found.p) else found.p,
+                wilcoxon_p=found.wilcoxon_p,
+                cohens_d=found.cohens_d,
+                over=f"{found.n} seeds",
+            )
+        means = [float(np.mean([metric_value(run, metric, site) for run in self.results[name]])) for name in (a, b)]
+        plain = PairwiseTest(a, b, site, means[0] - means[1])
+        return self._test_over_patients(plain) if metric == self.task.main_metric else plain
+
+    def _test_over_patients(self, plain: PairwiseTest) -> PairwiseTest:
+        """By the predictions of the first seed that both methods have."""
+        others = {run.seed for run in self.results[plain.b]}
+        seed = next((run.seed for run in self.results[plain.a] if run.seed in others), None)
+        if seed is None:
+            return plain
+        found = [self.predictions(name, seed, plain.site) for name in (plain.a, plain.b)]
+        ours, theirs = found
+        if ours is None or theirs is None or not ours.has_same_images(theirs):
+            return plain
+        successes = [self.task.successes(one) for one in (ours, theirs)]
+        if successes[0] is None or successes[1] is None:
+            return plain
+        patient_of, patients = ours.patient_numbers
+        gained = np.zeros(patients, dtype=np.int64)
+        np.add.at(gained, patient_of, successes[0] - successes[1])
+        images = np.bincount(patient_of)
+        stream = Stream(0, ("report", plain.a, plain.b, plain.site or ""))
+        low, high = paired_bootstrap_interval(gained, images, stream)
+        p, over = sign_flip_p(gained, stream), f"{len(images)} patients"
+        return replace(plain, difference=float(gained.sum() / images.sum()), low=low, high=high, p=p, over=over)
+
+    def to_json(self) -> JsonValue:
+        return nan_to_none({"title": self.title, "methods": [asdict(line) for line in self.lines]})
 
 
-def metric_value(result: Mapping[str, Any], metric: str, site: str | None = None) -> float:
-    """One figure of one run, over all hospitals or at one; NaN where it has none."""
+def _mean_forgotten(run: RunSummary) -> float:
+    return mean_of_known([share for _, share in run.forgetting.get("forgotten", [])])
+
+
+RUN_METRICS: Mapping[str, Callable[[RunSummary], float]] = {
+    "converged": lambda run: nan_if_none(convergence_round(run.progress.get("", []))),
+    "forgotten": _mean_forgotten,
+    "megabytes": lambda run: run.cost.megabytes,
+    "seconds": lambda run: run.cost.seconds,
+    SITE_CLASSIFIER_ACCURACY: lambda run: nan_if_none(run.site_classifier_accuracy),
+}
+"""Figures of a run as a whole, which no site has by itself."""
+
+
+def metric_value(run: RunSummary, metric: str, site: SiteId | None = None) -> float:
+    """One figure of one run, over all sites or at one; NaN where it has none."""
+    if metric in RUN_METRICS:
+        return RUN_METRICS[metric](run)
     if metric == "gap":
-        models = result["sites"].get(site, {}) if site else result.get("merged", {})
-        return nan_if_none(models.get(result["headline"]["model"], {}).get("gap"))
+        models = run.sites.get(site, {}) if site else run.merged
+        return generalisation_gap(models.get(run.headline.model, {}), task_of(run).main_metric)
     if metric == "drift":
-        moved = {} if result["headline"]["model"] == "transfer" else result["drift"]  # there is no mean to drift from
-        return nan_if_none(moved.get(site)) if site else mean_of_known(list(moved.values()))
-    if metric == "megabytes":
-        return float(result["cost"]["bytes_up"] + result["cost"]["bytes_down"]) / 1e6
-    if metric == "converged":
-        return nan_if_none(convergence_round(result))
-    if metric == "forgotten":
-        return mean_of_known([share for _, share in (result.get("forgetting") or {}).get("forgotten", [])])
-    if metric == "told_apart":
-        return nan_if_none(result.get("told_apart"))
-    if metric == "seconds":
-        return float(result["cost"]["seconds"])
-    if site and site not in result["sites"]:
-        return math.nan
-    best = headline_at_site(result, site) if site else result["headline"]
-    return nan_if_none(best.get(metric))
+        moved = {} if run.headline.model == "transfer" else run.drift  # then there is no mean to drift from
+        return moved.get(site, math.nan) if site else mean_of_known(list(moved.values()))
+    scores = run.headline_at(site) if site else run.headline.scores
+    return scores.value(metric) if scores else math.nan
+
+
+def pair_by_seed(a: Runs, b: Runs, metric: str, site: SiteId | None = None) -> tuple[list[float], list[float]]:
+    """The figures of two methods on the seeds that both have finished, in the same order."""
+    one, other = ({run.seed: metric_value(run, metric, site) for run in runs} for runs in (a, b))
+    shared = sorted(one.keys() & other.keys())
+    return [one[seed] for seed in shared], [other[seed] for seed in shared]
 
 
 def summarise_methods(results: Mapping[str, Runs]) -> list[MethodSummary]:
@@ -136,49 +259,32 @@ def summarise_methods(results: Mapping[str, Runs]) -> list[MethodSummary]:
 
 
 def _summarise_method(name: str, runs: Runs) -> MethodSummary:
-    worst_site, worst = _worst_site(runs)
+    task = task_of(runs[0])
+    worst_site, worst = _worst_site(runs, task.ranking_metric)
     return MethodSummary(
         name=name,
         seeds=len(runs),
-        figures={metric: MetricEstimate.estimate(runs, metric) for metric in SHOWN},
+        figures={metric: MetricEstimate.estimate(runs, metric) for metric in task.shown_metrics},
         worst_site=worst_site,
-        worst_auc=worst,
-        drift=mean_of_known([metric_value(result, "drift") for result in runs]),
-        megabytes=mean_of_known([metric_value(result, "megabytes") for result in runs]),
-        seconds=mean_of_known([metric_value(result, "seconds") for result in runs]),
-        pools_images=pools_images(runs[0]),
-        lost=sum(r["cost"].get("refused", 0) + r["cost"].get("failed", 0) for r in runs),
-        judged_on=describe_test_images(runs[0]["headline"]),
-        judged_by=describe_model(runs[0]["headline"]),
+        worst_score=worst,
+        drift=mean_of_known([metric_value(run, "drift") for run in runs]),
+        megabytes=mean_of_known([run.cost.megabytes for run in runs]),
+        seconds=mean_of_known([run.cost.seconds for run in runs]),
+        pools_images=runs[0].pooled,
+        lost=sum(run.cost.lost for run in runs),
+        judged_on=runs[0].headline.images,
+        judged_by=runs[0].headline.model_description,
     )
 
 
-def _worst_site(runs: Runs) -> tuple[str, float]:
-    """The hospital served worst: the lowest mean AUC of the model the run is judged by."""
-    values: dict[str, list[float]] = {}
-    for result in runs:
-        for site in result["sites"]:
-            values.setdefault(site, []).append(nan_if_none(headline_at_site(result, site).get("auc")))
-    known = {site: mean_of_known(found) for site, found in values.items() if not math.isnan(mean_of_known(found))}
+def _worst_site(runs: Runs, metric: str) -> tuple[str, float]:
+    """The site that is served worst: the lowest mean of the metric, by the model that the run is judged by."""
+    values: dict[SiteId, list[float]] = {}
+    for run in runs:
+        for site in run.sites:
+            values.setdefault(site, []).append(metric_value(run, metric, site))
+    known = {site: mean for site, found in values.items() if not math.isnan(mean := mean_of_known(found))}
     return min(known.items(), key=lambda item: item[1]) if known else ("", math.nan)
-
-
-def format_estimate(figure: MetricEstimate) -> str:
-    bounds = "" if math.isnan(figure.low) else f" [{format_decimal(figure.low)}, {format_decimal(figure.high)}]"
-    return format_decimal(figure.mean) + bounds
-
-
-def format_traffic(line: MethodSummary) -> str:
-    return "images" if line.pools_images else f"{line.megabytes:.1f}"
-
-
-def markdown_row(cells: Sequence[str]) -> str:
-    """A row of a Markdown table; what would end a cell or the row is escaped or left out."""
-    return "| " + " | ".join(" ".join(cell.split()).replace("|", "\\|") for cell in cells) + " |"
-
-
-def format_decimal(value: float, places: int = 3) -> str:
-    return "–" if math.isnan(value) else f"{value:.{places}f}"
 
 
 def nan_if_none(value: float | None) -> float:
@@ -190,10 +296,12 @@ def mean_of_known(values: Sequence[float]) -> float:
     return sum(known) / len(known) if known else math.nan
 
 
-def nan_to_none(value: Any) -> Any:
+def nan_to_none(value: object) -> JsonValue:
     """For JSON: NaN becomes null."""
-    if isinstance(value, float) and math.isnan(value):
-        return None
+    if isinstance(value, float):
+        return None if math.isnan(value) else value
     if isinstance(value, dict):
-        return {k: nan_to_none(v) for k, v in value.items()}
-    return [nan_to_none(v) for v in value] if isinstance(value, list | tuple) else value
+        return {key: nan_to_none(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [nan_to_none(item) for item in value]
+    return value if isinstance(value, str | int | bool | None) else str(value)

@@ -56,6 +56,17 @@ class Predictions:
     def classes(self) -> int:
         return int(self.probabilities.shape[1])
 
+    @cached_property
+    def patient_numbers(self) -> tuple[NDArray[np.intp], int]:
+        """The number of each image's patient, and how many patients there are; unnamed ones count by image."""
+        if self.patients is None:
+            return np.arange(len(self)), len(self)
+        names, patient_of = np.unique(np.asarray(self.patients), return_inverse=True)
+        return patient_of, len(names)
+
+    def has_same_images(self, other: Predictions) -> bool:
+        return self.patients == other.patients and np.array_equal(self.labels, other.labels)
+
     @staticmethod
     def merge(parts: Sequence[Predictions]) -> Predictions:
         """Pool the predictions of several sites. Equal names mean the same patient, whatever the site.

@@ -1,19 +1,27 @@
-"""How sure we can be: intervals over patients, over seeds, and between two methods."""
+"""How sure we can be: intervals over patients and over seeds, tests between methods, corrections for several tests."""
 
 from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
+from statistics import NormalDist
 
 import numpy as np
 from numpy.typing import NDArray
 
-from polyclinic.core.contract import Stream
 from polyclinic.core.errors import DataError, RecipeError
+from polyclinic.core.rng import Stream
 from polyclinic.evaluation.metrics import Floats, Predictions, weighted_metrics
 
+LEVEL = 0.05
+"""A p-value below this counts as a finding."""
+FLIPS, RESAMPLES = 9999, 2000
+MAX_EXACT = 12
+"""Up to so many patients that differ, every pattern of signs is tried."""
+Z = NormalDist().inv_cdf(0.975)
 BLOCK = 2**19
 """Multiplicities held at once: 32 MiB, however many images and resamples there are."""
 
@@ -44,6 +52,16 @@ class PairedTest:
     """Cohen's d of pairs: the mean difference in units of the differences' standard deviation."""
 
 
+@dataclass(frozen=True)
+class WelchTest:
+    """Two independent samples; `low` to `high` is the 95 % interval of the difference of means."""
+
+    statistic: float
+    p: float
+    low: float
+    high: float
+
+
 def bootstrap_intervals(
     predictions: Predictions,
     metrics: Sequence[str],
@@ -51,9 +69,11 @@ def bootstrap_intervals(
     stream: Stream,
     resamples: int = 1000,
     level: float = 0.95,
+    measure: Callable[[Predictions, Floats, Sequence[str]], Mapping[str, Floats]] = weighted_metrics,
 ) -> dict[str, tuple[float, float]]:
     """Percentile intervals, drawing patients with all their images, or images where patients are unknown.
 
+    `measure`: the metrics of the task, for each row of weights (resamples × examples).
     Resamples in which a metric is undefined are left out. If fewer than half are defined, or if there are not
     two patients to draw from, the interval is (NaN, NaN).
     """
@@ -62,11 +82,11 @@ def bootstrap_intervals(
             f"A bootstrap needs resamples ≥ 1 and a level between 0 and 1, not {resamples} and {level}: "
             "take 1000 and 0.95."
         )
-    patient_of, patients = _number_patients(predictions)
+    patient_of, patients = predictions.patient_numbers
     if patients < 2:
         return dict.fromkeys(metrics, (math.nan, math.nan))
     draws = _resample_counts(patient_of, patients, resamples, stream)
-    blocks = [weighted_metrics(predictions, drawn, metrics) for drawn in draws]
+    blocks = [measure(predictions, drawn, metrics) for drawn in draws]
     return {name: _percentile_interval(np.concatenate([block[name] for block in blocks]), level) for name in metrics}
 
 
@@ -98,6 +118,65 @@ def compare_paired(a: Sequence[float], b: Sequence[float]) -> PairedTest:
     return PairedTest(spread.mean, spread.low, spread.high, p, spread.n, ranked, d)
 
 
+def sign_flip_p(gained: NDArray[np.int64], stream: Stream) -> float:
+    """The p-value of the sum of paired differences, if either sign of each were equally likely.
+
+    All patterns of signs are tried for few differences that are not zero, else `FLIPS` random ones, of which the
+    observed pattern counts as one more (so p is never 0).
+    """
+    moved = gained[gained != 0]
+    if len(moved) == 0:
+        return 1.0
+    if len(moved) <= MAX_EXACT:
+        sums = np.asarray(list(product((-1, 1), repeat=len(moved)))) @ moved
+        return float(np.mean(np.abs(sums) >= abs(moved.sum())))
+    rng = np.random.default_rng(stream.integer())
+    sums = (2 * rng.integers(0, 2, size=(FLIPS, len(moved)), dtype=np.int8) - 1) @ moved
+    return float((1 + np.count_nonzero(np.abs(sums) >= abs(moved.sum()))) / (1 + FLIPS))
+
+
+def paired_bootstrap_interval(
+    gained: NDArray[np.int64], images: NDArray[np.int64], stream: Stream
+) -> tuple[float, float]:
+    """95 % percentile interval of a difference per image, over patients with all their images.
+
+    `gained`: each patient's images that the first method has right beyond the second; `images`: each patient's images.
+    """
+    if len(images) < 2:
+        return math.nan, math.nan
+    rng = np.random.default_rng(stream.child("interval").integer())
+    drawn = rng.multinomial(len(images), np.full(len(images), 1 / len(images)), size=RESAMPLES)
+    low, high = np.quantile((drawn @ gained) / (drawn @ images), [0.025, 0.975])
+    return float(low), float(high)
+
+
+def welch_test(a: Sequence[float], b: Sequence[float]) -> WelchTest:
+    """Welch's t-test of two independent samples."""
+    from scipy import stats
+
+    found = stats.ttest_ind(a, b, equal_var=False)
+    low, high = found.confidence_interval()
+    return WelchTest(float(found.statistic), float(found.pvalue), float(low), float(high))
+
+
+def one_way_anova(groups: Sequence[Sequence[float]]) -> tuple[float, float]:
+    """F and p of a one-way analysis of variance."""
+    from scipy import stats
+
+    found = stats.f_oneway(*groups)
+    return float(found.statistic), float(found.pvalue)
+
+
+def wilson_interval(share: float, n: float) -> tuple[float, float]:
+    """Wilson's 95 % interval of a share of `n` images."""
+    if n <= 0:
+        return math.nan, math.nan
+    share = min(max(share, 0.0), 1.0)  # noised counts may claim more than all
+    middle = (share + Z * Z / (2 * n)) / (1 + Z * Z / n)
+    half = Z / (1 + Z * Z / n) * math.sqrt(share * (1 - share) / n + Z * Z / (4 * n * n))
+    return middle - half, middle + half
+
+
 def correct_holm(values: Sequence[float]) -> list[float]:
     """p-values adjusted for their number (Holm 1979), in the order given."""
     order = np.argsort(values, kind="stable")
@@ -121,14 +200,6 @@ def _paired_p(a: Sequence[float], b: Sequence[float]) -> tuple[float, float]:
         warnings.simplefilter("ignore")
         ranked = float(stats.wilcoxon(apart).pvalue) if known else math.nan
         return float(stats.ttest_rel(a, b).pvalue), ranked
-
-
-def _number_patients(predictions: Predictions) -> tuple[NDArray[np.intp], int]:
-    """The number of each image's patient, and how many patients there are."""
-    if predictions.patients is None:
-        return np.arange(len(predictions)), len(predictions)
-    names, patient_of = np.unique(np.asarray(predictions.patients), return_inverse=True)
-    return patient_of, len(names)
 
 
 def _resample_counts(patient_of: NDArray[np.intp], patients: int, resamples: int, stream: Stream) -> Iterator[Floats]:

@@ -1,239 +1,288 @@
-"""What a finished run says: metrics per site, merged and personal, with intervals; the gap; drift; cost."""
+"""The summary of a finished run, as result.json holds it: scores with intervals, cost, privacy.
+
+Metrics are found by name, and whatever belongs to one kind of task (a confusion matrix, the names of classes) lies in
+`details`, which `task.py` reads. So a new task needs no change here.
+"""
 
 from __future__ import annotations
 
+import math
 import platform
-from collections.abc import Container, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from typing import Literal, TypeAlias
 
 import torch
+from pydantic import BaseModel, ConfigDict, JsonValue
 
-from polyclinic.core.contract import Bundle, SiteId, Stream, Tensors
-from polyclinic.core.errors import DataError
-from polyclinic.core.names import HELD_OUT, POOLED, PUBLIC
-from polyclinic.evaluation.metrics import METRICS, Predictions, confusion_matrix, finite_or_none, measure
-from polyclinic.evaluation.statistics import bootstrap_intervals
+from polyclinic.core.names import HELD_OUT, PUBLIC
+from polyclinic.core.types import Part, SiteId
 
-CLOSE = 0.01
-FEWEST_POINTS = 3
-INTERVALS = ("accuracy", "balanced_accuracy", "f1", "auc", "pr_auc")
-HEADLINES = ("personal", "student", "ensemble", "global", "transfer", "held-out")
-WHOSE = {
-    "personal": "each hospital's own model",
+SCHEMA_VERSION = 2
+MODEL_DESCRIPTIONS = {
+    "personal": "each site's own model",
     "student": "the server's student",
-    "ensemble": "all hospitals' models together",
+    "ensemble": "all sites' models together",
     "global": "the global model",
-    "transfer": "each hospital's model at all others",
-    "held-out": "the global model",
+    "transfer": "each site's model at all others",
+    HELD_OUT: "the global model",
 }
 
 
-def assess_predictions(
-    predictions: Mapping[SiteId, Bundle], held_out: Predictions | None, resamples: int, stream: Stream
-) -> dict[str, Any]:
-    """By site and merged: model → part → metrics; test parts with bootstrap intervals and a confusion matrix."""
-    found = {site: {k: _to_predictions(t, site) for k, t in groups.items()} for site, groups in predictions.items()}
-    for site, groups in found.items():
-        groups |= _transfer_predictions(groups, site, found)
-    sites = {s: _assess_models(groups, resamples, stream.child(s)) for s, groups in found.items()}
-    pools: dict[str, list[Predictions]] = {}
-    for groups in found.values():
-        for key, value in groups.items():
-            pools.setdefault(key, []).append(value)
-    merged_groups = {key: Predictions.merge(parts) for key, parts in pools.items()}
-    merged = _assess_models(merged_groups, resamples, stream.child("merged"))
-    if held_out is not None:
-        merged["held-out"] = {"test": _assess_part(held_out, "test", resamples, stream.child("held-out"))}
-    return {"sites": sites, "merged": merged}
+class SummaryPart(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
-def summarise_reports(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The same where no site lets predictions leave: what sites last told of the model they had received. Over sites
-    the figures are means weighted by images, not figures of all images together, and there are no intervals."""
-    told = [row for row in rows if row["event"] == "evaluate" and row["site"] != HELD_OUT]
-    sites: dict[SiteId, Any] = {}
-    pools: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
-    for row in told:
-        if row["round"] == max(other["round"] for other in told):
-            figures = {name: row.get(name) for name in METRICS} | {"n": row["n"]}
-            sites.setdefault(row["site"], {}).setdefault(row["model"], {})[row["part"]] = figures
-            pools.setdefault((row["model"], row["part"]), []).append(figures)
-    merged: dict[str, Any] = {}
-    for (model, part), each in pools.items():
-        merged.setdefault(model, {})[part] = {name: _weighted_mean(name, each) for name in METRICS} | {
-            "n": sum(row["n"] for row in each)
-        }
-    return {"sites": sites, "merged": merged}
+class Metric(SummaryPart):
+    """A metric, with its 95 % interval where there is one; None where it is undefined."""
+
+    value: float | None = None
+    low: float | None = None
+    high: float | None = None
 
 
-def _weighted_mean(name: str, rows: Sequence[Mapping[str, Any]]) -> float | None:
-    known = [row for row in rows if row[name] is not None]
-    images = sum(row["n"] for row in known)
-    return sum(row[name] * row["n"] for row in known) / images if images else None
+class PartScores(SummaryPart):
+    """The scores of one model on `n` images of one part."""
+
+    n: int
+    metrics: dict[str, Metric]
+    details: dict[str, JsonValue] = {}
+    """What the task adds, such as a confusion matrix (`task.py`)."""
+
+    def __getitem__(self, name: str) -> Metric:
+        """The metric of this name; without a value where it was not measured."""
+        return self.metrics.get(name, Metric())
+
+    def value(self, name: str) -> float:
+        """The metric's value; NaN where it is unknown."""
+        return _nan_if_none(self[name].value)
+
+    def interval(self, name: str) -> tuple[float, float]:
+        """The metric's interval; NaN where there is none."""
+        return _nan_if_none(self[name].low), _nan_if_none(self[name].high)
+
+    @property
+    def values(self) -> dict[str, float | None]:
+        """All metrics by name, without their intervals."""
+        return {name: metric.value for name, metric in self.metrics.items()}
 
 
-def _transfer_predictions(
-    groups: Mapping[str, Predictions], site: SiteId, sites: Container[SiteId]
-) -> dict[str, Predictions]:
-    """What models that were trained at other sites say here, together."""
-    pools: dict[str, list[Predictions]] = {}
-    for key, value in groups.items():
-        model, _, part = key.partition("|")
-        if model != site and model in sites:
-            pools.setdefault(f"transfer|{part}", []).append(value)
-    return {key: Predictions.merge(parts) for key, parts in pools.items()}
+ModelScores: TypeAlias = dict[Part, PartScores]
+SiteScores: TypeAlias = dict[str, ModelScores]
+"""By the model's name: "global", "personal", "ensemble", a cluster's name …"""
 
 
-def _assess_models(groups: Mapping[str, Predictions], resamples: int, stream: Stream) -> dict[str, Any]:
-    models: dict[str, Any] = {}
-    for key, value in groups.items():
-        model, _, part = key.partition("|")
-        models.setdefault(model, {})[part] = _assess_part(value, part, resamples, stream.child(key))
-    for parts in models.values():
-        if "train" in parts and "validation" in parts:
-            parts["gap"] = parts["train"]["accuracy"] - parts["validation"]["accuracy"]
-    return models
+def generalisation_gap(scores: ModelScores, metric: str) -> float:
+    """A metric on training images minus the same on validation images; NaN where one of them is unknown."""
+    train, validation = scores.get("train"), scores.get("validation")
+    return train.value(metric) - validation.value(metric) if train and validation else math.nan
 
 
-def _assess_part(predictions: Predictions, part: str, resamples: int, stream: Stream) -> dict[str, Any]:
-    row: dict[str, Any] = finite_or_none(measure(predictions.probabilities, predictions.labels))
-    row["n"] = len(predictions)
-    if part == "test":
-        row["confusion"] = confusion_matrix(predictions.probabilities, predictions.labels)
-        if resamples:
-            bounds = bootstrap_intervals(predictions, INTERVALS, stream=stream, resamples=resamples)
-            row["intervals"] = {
-                name: list(finite_or_none({"low": low, "high": high}).values()) for name, (low, high) in bounds.items()
-            }
-    return row
+class Headline(SummaryPart):
+    """The model that a run is judged by, and its scores on the images of all sites together."""
+
+    model: str
+    part: Part
+    of: str | None = None
+    """The model that was tested, where `model` names the test images: "held-out" or "public"."""
+    scores: PartScores
+
+    def __getitem__(self, name: str) -> Metric:
+        return self.scores[name]
+
+    @property
+    def images(self) -> str:
+        """A description of the images that it was measured on."""
+        if self.model in (HELD_OUT, PUBLIC):
+            return f"{self.model} test images"
+        return f"{self.part} images of all sites"
+
+    @property
+    def model_description(self) -> str:
+        model = self.of or self.model
+        return MODEL_DESCRIPTIONS.get(model, f"cluster {model}'s model")
 
 
-def _to_predictions(tensors: Tensors, site: SiteId) -> Predictions:
-    patients = tuple(f"{site}:{number}" for number in tensors["patients"].tolist())
-    return Predictions(tensors["probabilities"].double().numpy(), tensors["labels"].numpy(), patients)
+class Cost(SummaryPart):
+    """Bytes and seconds over everything in the ledger, repeated rounds included."""
+
+    bytes_down: int = 0
+    bytes_up: int = 0
+    seconds: float = 0.0
+    site_seconds: float = 0.0
+    refused: int = 0
+    failed: int = 0
+    withheld: int = 0
+    """Sites that sent no predictions after the last round."""
+    run_seconds: float | None = None
+    """From the start of the command to the result."""
+
+    @property
+    def megabytes(self) -> float:
+        return float(self.bytes_up + self.bytes_down) / 1e6
+
+    @property
+    def lost(self) -> int:
+        """Updates that were refused or never arrived."""
+        return self.refused + self.failed
 
 
-def choose_headline(
-    merged: Mapping[str, Any], public: Mapping[str, Any] | None = None, wanted: str | None = None
-) -> tuple[str, dict[str, Any]]:
-    """The model a run is judged by, and its metrics on all test images together; without any, on validation images.
+class SiteSizes(SummaryPart):
+    """How many images a site has in each part, and of each class over all parts."""
 
-    `wanted`: that model, or `public`: the server's own, on the public test images.
-    """
-    if wanted == PUBLIC and public:
-        best = next((name for name in ("student", "global") if name in public), next(iter(public)))
-        return PUBLIC, {"part": "test", "of": best, **public[best]}
-    for part in ("test", "validation"):
-        for model in (wanted, *HEADLINES) if wanted else HEADLINES:
-            if part in merged.get(model, {}):
-                whose = next((name for name in ("student", "ensemble") if name in merged), "global")
-                of = {"of": whose} if model == "held-out" else {}
-                return model, {"part": part, **of, **merged[model][part]}
-    raise DataError("no site has a test or validation image, so nothing can be reported; raise data.split.test")
+    site: SiteId
+    train: int
+    validation: int
+    test: int
+    classes: dict[str, int] = {}
+
+    @property
+    def total(self) -> int:
+        return self.train + self.validation + self.test
 
 
-def headline_at_site(summary: Mapping[str, Any], site: SiteId) -> dict[str, Any]:
-    """A run's headline at one site; empty where the headline is about images of no site."""
-    best = summary["headline"]
-    found: dict[str, Any] = summary["sites"][site].get(best["model"], {}).get(best["part"], {})
-    return found
+class ModelSize(SummaryPart):
+    """Parameters of the network, and the FLOPs of one training step; of several clusters, their sums."""
+
+    name: str
+    parameters: int
+    flops_per_step: int
+    clusters: dict[str, ModelSize] = {}
 
 
-def describe_test_images(best: Mapping[str, Any]) -> str:
-    """What a headline's figures were measured on."""
-    if best["model"] in ("held-out", PUBLIC):
-        return f"{best['model']} test images"
-    return f"{best['part']} images of all hospitals"
+class EngineUsed(SummaryPart):
+    name: str
+    reason: str
 
 
-def describe_model(best: Mapping[str, Any]) -> str:
-    """Whose figures a headline has."""
-    model = best.get("of", best["model"])
-    return WHOSE.get(model, f"cluster {model}'s model")
+class ReleasedKind(SummaryPart):
+    """A kind of tensor or number that left the sites, and what protected it."""
+
+    kind: str
+    protection: str
 
 
-def sum_costs(ledger: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Bytes both ways and seconds, over everything the ledger has seen, repeated rounds included."""
-    total: dict[str, Any] = {
-        "bytes_down": 0,
-        "bytes_up": 0,
-        "seconds": 0.0,
-        "site_seconds": 0.0,
-        "refused": 0,
-        "failed": 0,
-        "withheld": 0,
-    }
-    for row in ledger:
-        total["seconds"] += row.get("seconds", 0.0)
-        for note in row["sites"].values() if isinstance(row.get("sites"), dict) else ():
-            total["bytes_down"] += note.get("down", 0)
-            total["bytes_up"] += note.get("up", 0)
-            total["site_seconds"] += note.get("seconds", 0.0)
-            if row["event"] == "evaluation":  # no update is lost with a prediction that a site keeps to itself
-                total["withheld"] += "outcome" in note
-                continue
-            total["refused"] += note.get("outcome") == "refused"
-            total["failed"] += note.get("outcome") in ("dead", "late", "error")
-    return total
+class StudentTraining(SummaryPart):
+    """How the server's student was distilled after the last round."""
+
+    epochs: int
+    best: int
+    """The epoch whose weights were kept."""
+    factor: float
+    shapley: dict[str, float] = {}
+    teacher_weights: dict[str, float] = {}
+    history: list[dict[str, float]] = []
 
 
-def mean_drift(rows: Sequence[Mapping[str, Any]]) -> dict[SiteId, float]:
-    """Mean distance ‖w_k − w‖₂ a site's model travelled per round, where it sent one."""
-    moved: dict[SiteId, list[float]] = {}
-    for row in rows:
-        if row["event"] == "train" and row.get("drift") is not None and row["site"] != POOLED:
-            moved.setdefault(row["site"], []).append(row["drift"])
-    return {site: sum(values) / len(values) for site, values in moved.items()}
+class Audit(BaseModel):
+    """What `polyclinic audit` found about the privacy claim; further figures of the audit are kept as they are."""
+
+    model_config = ConfigDict(frozen=True, extra="allow")
+
+    site: SiteId
+    verdict: str
+    refuted: bool = False
+    membership: str | None = None
 
 
-def metric_by_cluster(
-    rows: Sequence[Mapping[str, Any]], metric: str = "accuracy"
-) -> dict[str, list[tuple[int, float]]]:
-    """How each cluster fared from round to round: the mean over its validation images, of personal models if any.
-    Without clusters all sites are one, called "".
+class PrivacySpent(SummaryPart):
+    """What the run has cost in privacy, and under which assumptions."""
 
-    What a site tells in a round is of the model that it has received, which is that of the round before.
-    """
-    home = {(row["site"], row["round"] - 1): row.get("cluster", "") for row in rows if row["event"] == "train"}
-    told = [row for row in rows if row["event"] == "evaluate" and (row["site"], row["round"]) in home]
-    model = "personal" if any(row["model"] == "personal" for row in told) else "global"
-    sums: dict[tuple[str, int], list[float]] = {}
-    for row in told:
-        if row["model"] == model and row["part"] == "validation" and row.get(metric) is not None:
-            total = sums.setdefault((home[row["site"], row["round"]], row["round"]), [0.0, 0.0])
-            total[0] += row[metric] * row["n"]
-            total[1] += row["n"]
-    found: dict[str, list[tuple[int, float]]] = {}
-    for (cluster, round), (right, count) in sorted(sums.items()):
-        found.setdefault(cluster, []).append((round, right / count))
-    return found
+    unit: Literal["image", "patient", "site"]
+    neighbours: str
+    noise_at: str
+    sampling: str
+    delta: float
+    clip: float
+    noise: float
+    accountant: str
+    max_epsilon: float | None = None
+    """privacy.epsilon of the recipe."""
+    max_sites_per_record: int
+    metrics: str
+    metrics_noise: float | None = None
+    randomness: str
+    no_guarantee_reason: str
+    """Empty where ε is a guarantee."""
+    planned_epsilon: float | None = None
+    epsilon_by_accountant: dict[str, float | None]
+    worst_site_epsilon: float | None = None
+    site_epsilon: dict[SiteId, float | None]
+    stopped_by_budget: bool
+    earlier_epsilon: float | None = None
+    """Of the runs before it on a shared ledger."""
+    largest_group: int = 1
+    """Training images of one patient at one site, at most."""
+    paper_metric: float | None = None
+    audit: Audit | None = None
+
+    @property
+    def epsilon(self) -> float | None:
+        """By the plan's accountant; None: infinite."""
+        return self.epsilon_by_accountant.get(self.accountant)
+
+    @property
+    def has_guarantee(self) -> bool:
+        return not self.no_guarantee_reason and self.epsilon is not None
 
 
-def forgetting_by_round(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[tuple[int, float]]]:
-    """The shares of all training images that each deployment lost ("forgotten") and gained, by the round whose model it
-    was; {} where no site told."""
-    told = [(row["round"] - 1, row["scalars"]) for row in rows if "forgotten" in row.get("scalars", {})]
-    found: dict[str, list[tuple[int, float]]] = {}
-    for round in sorted({round for round, _ in told}):
-        here = [shares for at, shares in told if at == round]
-        cases = sum(shares["cases"] for shares in here)
-        for name in ("forgotten", "gained"):
-            lost = sum(shares[name] * shares["cases"] for shares in here)
-            found.setdefault(name, []).append((round, lost / max(cases, 1)))
-    return found
+class RunSummary(SummaryPart):
+    """What result.json holds."""
 
+    schema_version: Literal[2] = 2
+    name: str
+    algorithm: str
+    task: str = "classification"
+    data: str
+    seed: int
+    rounds: int
+    stopped_early: bool = False
+    pooled: bool = False
+    """All images lay in one place."""
+    details: dict[str, JsonValue] = {}
+    """What the task adds, such as the names of the classes (`task.py`)."""
+    site_sizes: list[SiteSizes]
+    model: ModelSize
+    clusters: dict[str, list[SiteId]] = {}
+    """The sites of each cluster in round 1."""
+    headline: Headline
+    sites: dict[SiteId, SiteScores]
+    merged: SiteScores
+    """On the images of all sites together."""
+    public: dict[str, PartScores] = {}
+    """The server's models on its public test images."""
+    progress: dict[str, list[tuple[int, float]]] = {}
+    """The task's main metric on validation images by cluster ("" without clusters): round, value."""
+    forgetting: dict[str, list[tuple[int, float]]] = {}
+    """Shares of training images that a deployment lost ("forgotten") and gained: round, share."""
+    drift: dict[SiteId, float]
+    """Mean distance that a site's weights moved in a round."""
+    cost: Cost
+    engine: EngineUsed | None = None
+    finish: StudentTraining | None = None
+    privacy: PrivacySpent | None = None
+    released: list[ReleasedKind] = []
+    absent: dict[SiteId, str] = {}
+    """Sites that took no part, and why."""
+    warnings: list[str] = []
+    site_classifier_accuracy: float | None = None
+    """Measured where a claim asks for it."""
+    sha256: str
+    """Of the server's last state."""
+    versions: dict[str, str]
 
-def convergence_round(summary: Mapping[str, Any]) -> int | None:
-    """The first round after which accuracy on validation images is within a point of the best there was.
+    @property
+    def epsilon(self) -> float | None:
+        """The privacy cost by the plan's accountant; None without a plan, or where it is infinite."""
+        return self.privacy.epsilon if self.privacy else None
 
-    None where it was measured fewer than three times.
-    """
-    points = (summary.get("progress") or {}).get("", [])
-    if len(points) < FEWEST_POINTS:
-        return None
-    best = max((accuracy for _, accuracy in points), default=0.0)
-    return next((round for round, accuracy in points if accuracy >= best - CLOSE), None)
+    def headline_at(self, site: SiteId) -> PartScores | None:
+        """The headline's model at one site; None where it has no such images."""
+        return self.sites.get(site, {}).get(self.headline.model, {}).get(self.headline.part)
+
+    def to_json(self) -> JsonValue:
+        """For result.json; a key that is left out is null."""
+        found: JsonValue = self.model_dump(mode="json", exclude_none=True)
+        return found
 
 
 def package_versions() -> dict[str, str]:
@@ -246,6 +295,5 @@ def package_versions() -> dict[str, str]:
     return found
 
 
-def pools_images(summary: Mapping[str, Any]) -> bool:
-    """Whether all images lay in one place. Runs that are older than the key do not say it of themselves."""
-    return bool(summary.get("pooled", summary.get("algorithm") == "centralised"))
+def _nan_if_none(value: float | None) -> float:
+    return math.nan if value is None else float(value)

@@ -1,31 +1,32 @@
-"""Several methods, several seeds, one table: runs what is missing, reads what is there."""
+"""Comparisons: several methods with several seeds. Finished runs are read back, missing ones are run."""
 
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
 
+from polyclinic.analysis.features import measure_site_classifier
+from polyclinic.config.identity import check_same_recipe, method_identity
 from polyclinic.config.recipe import Recipe
 from polyclinic.core.errors import DataError, RecipeError, RoundFailed, StoreError
-from polyclinic.core.text import slugify
-from polyclinic.evaluation.claims import TOLD_APART
-from polyclinic.evaluation.comparison import Comparison, mean_of_known, summarise_methods
-from polyclinic.federation.rounds import HELD_OUT, Watch
-from polyclinic.reporting.markdown.comparison import markdown
-from polyclinic.reporting.markdown.rounds import draw_forgetting
-from polyclinic.reporting.run_folder import method_identity
-from polyclinic.runs.experiment import Experiment, FederatedDataset, check_same_recipe, load_sites, read_result, run
+from polyclinic.core.names import slugify
+from polyclinic.evaluation.comparison import SITE_CLASSIFIER_ACCURACY, Comparison, summarise_methods
+from polyclinic.evaluation.summary import RunSummary
+from polyclinic.federation.rounds import Watch
+from polyclinic.reporting.render_markdown import write_markdown
+from polyclinic.reporting.report import build_comparison_report
+from polyclinic.runs.experiment import Experiment, run
 from polyclinic.runs.finished_run import open_run
+from polyclinic.runs.sites import FederatedDataset, load_sites
 from polyclinic.runs.tracking.backends import check_tracking
-from polyclinic.storage.run_files import MetricsFile, explain_os_errors, write_atomically, write_json
+from polyclinic.storage.files import explain_os_errors, write_json
+from polyclinic.storage.run_folder import RunFolder, find_runs
 
 PLAN_FILE = "runs.json"
-"""What a comparison is going to run, in its folder."""
+"""In a comparison's folder: the runs that it is going to play."""
 
 
 def expand_grid(recipes: Sequence[Recipe], seeds: int) -> dict[str, list[Recipe]]:
@@ -51,35 +52,39 @@ def compare(
     watch: Watch = lambda *_: None,
     begin: Callable[[Recipe, int, int], None] = lambda *_: None,
 ) -> Comparison:
-    """Run every method with every seed (finished runs are read back), draw the pictures, write the table."""
-    gathered: dict[str, FederatedDataset] = {}
+    """Run every method with every seed, draw the figures, and write the table into `out`.
 
-    def hospitals(recipe: Recipe) -> FederatedDataset:
+    `begin` is called before each run with its recipe, the number of runs that are done, and their total.
+    """
+    loaded: dict[str, FederatedDataset] = {}
+
+    def load(recipe: Recipe) -> FederatedDataset:
         key = f"{recipe.seed} {recipe.data.model_dump_json()}"
-        if key not in gathered:
-            gathered[key] = load_sites(recipe, data)
-        return gathered[key]
+        if key not in loaded:
+            loaded[key] = load_sites(recipe, data)
+        return loaded[key]
 
     plan = {
         name: [(recipe, out / slugify(name) / f"seed-{recipe.seed}") for recipe in runs]
         for name, runs in expand_grid(recipes, seeds).items()
     }
     claims = [claim for recipe in recipes for claim in recipe.claims]
-    looked_at = {name for claim in claims if claim.metric == TOLD_APART for name in claim.methods}
-    _check_plan(plan, looked_at, hospitals, data)
+    classified = {name for claim in claims if claim.metric == SITE_CLASSIFIER_ACCURACY for name in claim.methods}
+    _check_plan(plan, classified, load, data)
     title = ", ".join(recipe.name for recipe in recipes)
     _write_plan(title, plan, out)
     total, done = sum(map(len, plan.values())), 0
-    results: dict[str, list[Mapping[str, Any]]] = {}
+    results: dict[str, list[RunSummary]] = {}
     failures: list[str] = []
     for name, runs in plan.items():
         for recipe, folder in runs:
             begin(recipe, done, total)
-            known = None if _is_finished(folder) else hospitals(recipe)
+            known = None if RunFolder(folder).is_finished else load(recipe)
             try:
                 found = run(recipe, folder, data, watch, known).summary
-                if name in looked_at:
-                    found = {**found, TOLD_APART: _site_classifier_accuracy(folder, partial(hospitals, recipe))}
+                if name in classified:
+                    accuracy = _site_classifier_accuracy(RunFolder(folder), partial(load, recipe))
+                    found = found.model_copy(update={SITE_CLASSIFIER_ACCURACY: accuracy})
                 results.setdefault(name, []).append(found)
             except RoundFailed as error:
                 failures.append(f"{name}, seed {recipe.seed}, did not end: {error}")
@@ -92,48 +97,45 @@ def compare(
     comparison = Comparison(
         title, tuple(summarise_methods(results)), results, out, about, paper, tuple(failures), claims
     )
-    write_comparison(
-        comparison, {name: [folder for _, folder in runs if _is_finished(folder)] for name, runs in plan.items()}
-    )
+    folders = {name: [RunFolder(path) for _, path in runs] for name, runs in plan.items()}
+    write_comparison(comparison, {name: [f for f in found if f.is_finished] for name, found in folders.items()})
     return comparison
 
 
-def _site_classifier_accuracy(folder: Path, hospitals: Callable[[], FederatedDataset]) -> float | None:
+def _site_classifier_accuracy(folder: RunFolder, load: Callable[[], FederatedDataset]) -> float | None:
     """Kept beside the run, so that reading it back needs no images; None where features have no such figure."""
-    path = folder / f"{TOLD_APART}.json"
     with suppress(OSError, ValueError, LookupError, TypeError):
-        kept = json.loads(path.read_text(encoding="utf-8"))[TOLD_APART]
+        kept = json.loads(folder.site_classifier.read_text(encoding="utf-8"))[SITE_CLASSIFIER_ACCURACY]
         return None if kept is None else float(kept)
-    from polyclinic.analysis.features import measure_site_classifier
-
-    figure = None
+    accuracy = None
     with suppress(DataError):  # too few images, or features that are not finite: no reason to lose the comparison
-        figure = measure_site_classifier(open_run(folder, None, dataset=hospitals()))
-    write_json(path, {TOLD_APART: figure})
-    return figure
+        accuracy = measure_site_classifier(open_run(folder.path, None, dataset=load()))
+    write_json(folder.site_classifier, {SITE_CLASSIFIER_ACCURACY: accuracy})
+    return accuracy
 
 
 def _check_plan(
     plan: Mapping[str, Sequence[tuple[Recipe, Path]]],
-    looked_at: Collection[str],
-    hospitals: Callable[[Recipe], FederatedDataset],
+    classified: Collection[str],
+    load: Callable[[Recipe], FederatedDataset],
     data: Path | None,
 ) -> None:
-    """What cannot run is refused before hours go into what can."""
+    """Refuse a plan with a run that cannot be played, before hours go into the others."""
     for name, runs in plan.items():
-        if name in looked_at and any(recipe.clusters for recipe, _ in runs):
+        if name in classified and any(recipe.clusters for recipe, _ in runs):
             raise RecipeError(
-                f"{name} has a network for each cluster, whose features have no {TOLD_APART}; drop the claim"
+                f"{name} has a network for each cluster, whose features have no {SITE_CLASSIFIER_ACCURACY}; drop the "
+                "claim"
             )
         for recipe, folder in runs:
             check_same_recipe(folder, recipe)
             check_tracking(recipe.track, folder)
-        for recipe, _ in [pair for pair in runs if not _is_finished(pair[1])][:1]:
-            Experiment(recipe, data=data, dataset=hospitals(recipe))
+        for recipe, _ in [pair for pair in runs if not RunFolder(pair[1]).is_finished][:1]:
+            Experiment(recipe, data=data, dataset=load(recipe))
 
 
 def _write_plan(title: str, plan: Mapping[str, Sequence[tuple[Recipe, Path]]], out: Path) -> None:
-    """What is going to run, for those who follow it."""
+    """Write the runs that are planned, for the dashboard."""
     with explain_os_errors(out):
         out.mkdir(parents=True, exist_ok=True)
     runs = [
@@ -144,87 +146,40 @@ def _write_plan(title: str, plan: Mapping[str, Sequence[tuple[Recipe, Path]]], o
     write_json(out / PLAN_FILE, {"title": title, "runs": runs})
 
 
-def _is_finished(folder: Path) -> bool:
-    return (folder / "result.json").exists()
-
-
 def compare_folders(folders: Sequence[Path], out: Path | None) -> Comparison:
-    """Runs that have already ended, side by side; runs whose recipes differ in the seed only are one method."""
-    found: dict[str, dict[int, tuple[Recipe, Path]]] = {}
+    """Compare runs that have finished; runs whose recipes differ in the seed only are one method."""
+    found: dict[str, dict[int, tuple[Recipe, RunFolder]]] = {}
     for folder in folders:
-        paths = sorted(path.parent for path in folder.rglob("result.json"))
-        if not paths:
+        finished = [one for one in find_runs(folder) if one.is_finished]
+        if not finished:
             raise StoreError(
                 f"{folder} holds no finished run; `polyclinic resume {folder}` finishes an interrupted one"
             )
-        for path in paths:
-            recipe = Recipe.load(path / "recipe.yaml")
-            found.setdefault(method_identity(recipe), {}).setdefault(recipe.seed, (recipe, path))
+        for one in finished:
+            recipe = Recipe.load(one.recipe)
+            found.setdefault(method_identity(recipe), {}).setdefault(recipe.seed, (recipe, one))
     runs = [[seeds[seed] for seed in sorted(seeds)] for seeds in found.values()]
     plan = dict(zip(_label_methods([seeds[0] for seeds in runs]), runs, strict=True))
-    results = {name: [read_result(path).summary for _, path in seeds] for name, seeds in plan.items()}
+    results = {name: [run.read_summary() for _, run in seeds] for name, seeds in plan.items()}
     comparison = Comparison("comparison", tuple(summarise_methods(results)), results, out)
     if out is not None:
-        write_comparison(comparison, {name: [path for _, path in seeds] for name, seeds in plan.items()})
+        write_comparison(comparison, {name: [run for _, run in seeds] for name, seeds in plan.items()})
     return comparison
 
 
-def _label_methods(methods: Sequence[tuple[Recipe, Path]]) -> list[str]:
-    """The shortest names that tell methods apart: the recipe's, with the algorithm, or the folder's."""
-    named = [recipe.name for recipe, _ in methods]
+def _label_methods(methods: Sequence[tuple[Recipe, RunFolder]]) -> list[str]:
+    """The shortest unique names: the recipe's, with the algorithm, or the folder's."""
+    names = [recipe.name for recipe, _ in methods]
     longer = [f"{recipe.name} ({recipe.algorithm.name})" for recipe, _ in methods]
-    folders = [str(path) for _, path in methods]
-    return next(labels for labels in (named, longer, folders) if len(set(labels)) == len(labels))
+    folders = [str(run.path) for _, run in methods]
+    return next(labels for labels in (names, longer, folders) if len(set(labels)) == len(labels))
 
 
-def validation_curve(folder: Path, result: Mapping[str, Any], metric: str) -> dict[int, float]:
-    """A run's metric on validation images after each round: the mean over sites, weighted by their size."""
-    totals: dict[int, list[tuple[float, int]]] = {}
-    for row in MetricsFile(folder / "metrics.jsonl").read():
-        if row["event"] == "evaluate" and row["site"] != HELD_OUT and row.get(metric) is not None:
-            totals.setdefault(row["round"], []).append((row[metric], row["n"]))
-    last = [
-        (parts["validation"][metric], parts["validation"]["n"])
-        for models in result["sites"].values()
-        for name, parts in models.items()
-        if name in ("global", "personal") and parts.get("validation", {}).get(metric) is not None
-    ]
-    if last:
-        totals[result["rounds"]] = last
-    return {r: sum(v * n for v, n in rows) / sum(n for _, n in rows) for r, rows in sorted(totals.items())}
-
-
-def write_comparison(comparison: Comparison, folders: Mapping[str, Sequence[Path]]) -> None:
-    """The pictures, the table as Markdown, and everything as JSON, into the comparison's folder."""
+def write_comparison(comparison: Comparison, folders: Mapping[str, Sequence[RunFolder]]) -> None:
+    """Write the report as Markdown, with its charts, and the methods as JSON into the comparison's folder."""
     out = comparison.folder
     assert out is not None
     with explain_os_errors(out):
         out.mkdir(parents=True, exist_ok=True)
-    _draw_figures(comparison, folders, out)
     write_json(out / "comparison.json", comparison.to_json())
-    write_atomically(out / "report.md", markdown(comparison).encode())
-
-
-def _draw_figures(comparison: Comparison, folders: Mapping[str, Sequence[Path]], out: Path) -> None:
-    from polyclinic.reporting.figures import (  # matplotlib takes a second to load
-        ComparisonRow,
-        draw_comparison,
-        draw_curves,
-    )
-
-    series = {}
-    for name, results in comparison.results.items():
-        found = [validation_curve(*run, "accuracy") for run in zip(folders[name], results, strict=True)]
-        shared = sorted(set.intersection(*(set(points) for points in found)))
-        series[name] = [(r, mean_of_known([points[r] for points in found])) for r in shared]
-    if any(series.values()):
-        title = f"{comparison.title}: accuracy on the hospitals' validation images"
-        draw_curves(series, title, "communication round", "accuracy", out / "curves.png")
-    draw_forgetting(comparison, out / "forgetting.png")
-    bars = [
-        ComparisonRow(line.name, line.figures["auc"].mean, line.figures["auc"].low, line.figures["auc"].high)
-        for line in comparison.lines
-        if not math.isnan(line.figures["auc"].mean)
-    ]
-    if bars:
-        draw_comparison(bars, f"{comparison.title}: AUC on {comparison.judged_on}", "AUC", out / "auc.png")
+    write_markdown(build_comparison_report(comparison, folders), out / "report.md")

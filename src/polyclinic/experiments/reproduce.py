@@ -3,49 +3,39 @@
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
-from polyclinic.config.recipe import Recipe, bundled_recipes, recipes_folder
+from pydantic import TypeAdapter
+
+from polyclinic.config.bundled import bundled_recipes, recipes_folder
+from polyclinic.config.recipe import Recipe
 from polyclinic.core.errors import RecipeError, StoreError
-from polyclinic.evaluation import claims
-from polyclinic.evaluation.comparison import Comparison, mean_of_known, metric_value, summarise_methods
+from polyclinic.evaluation.claims import evaluate_claims
+from polyclinic.evaluation.comparison import Comparison, summarise_methods
+from polyclinic.evaluation.summary import Metric, ModelScores, PartScores, RunSummary
 from polyclinic.experiments.compare import compare
 from polyclinic.federation.rounds import Watch
-from polyclinic.reporting.markdown.comparison import markdown
-from polyclinic.reporting.markdown.privacy import draw_price
-from polyclinic.reporting.markdown.rounds import draw_forgetting, draw_progress
-from polyclinic.reporting.markdown.server import draw_students
-from polyclinic.storage.run_files import explain_os_errors, write_atomically
+from polyclinic.reporting.render_markdown import render_table, to_markdown, write_figures
+from polyclinic.reporting.report import build_results_page
+from polyclinic.reporting.sections.tests import claims_overview
+from polyclinic.storage.files import explain_os_errors, write_atomically
 
 FULL_SEEDS, QUICK_SEEDS = 5, 5
-KEPT = (
-    "algorithm",
-    "data",
-    "seed",
-    "rounds",
-    "hospitals",
-    "model",
-    "headline",
-    "sites",
-    "drift",
-    "cost",
-    "sha256",
-    "versions",
-    "classes",
-    "privacy",
-    "public",
-    "finish",
-    "clusters",
-    "progress",
-    "forgetting",
-    "told_apart",
-    "pooled",
-    "remarks",
-)
+
+
+@dataclass(frozen=True)
+class KeptComparison:
+    """The figures of a comparison, as docs/results/data holds them."""
+
+    title: str
+    about: str
+    paper: dict[str, str]
+    runs: dict[str, list[RunSummary]]
+
+
+_KEPT = TypeAdapter(KeptComparison)
 
 
 def reproduce(
@@ -74,7 +64,7 @@ def reproduce(
         if only not in (None, table):
             continue
         comparison = compare([Recipe.load(path)], seeds, out / table, data, watch, begin)
-        kept = json.dumps(_to_kept_json(comparison), allow_nan=False) + "\n"
+        kept = json.dumps(_to_kept_json(comparison), allow_nan=False, separators=(",", ":")) + "\n"
         write_atomically(folder / "data" / f"{paper}-{table}.json", kept.encode())
     return write_page(paper, quick, folder)
 
@@ -101,49 +91,29 @@ def write_page(paper: str, quick: bool, folder: Path) -> tuple[Path, list[Compar
     tabled = [table for table, path in kept.items() if path.exists()] or list(every)
     comparisons = [_with_recipe_text(_load_comparison(kept[table]), Recipe.load(every[table])) for table in tabled]
     head = [f"<!-- Written by `polyclinic reproduce {paper}{' --quick' if quick else ''}`; do not edit. -->", ""]
-    summary = claims.claims_overview({c.title: claims.evaluate_claims(c.claims, c.results) for c in comparisons})
-    if summary:
-        head += ["# What our data says about the paper's claims", "", *_phantom_warning(comparisons), *summary, ""]
+    overview = claims_overview({c.title: evaluate_claims(c.claims, c.results) for c in comparisons})
+    if overview:
+        title = "# What our data says about the paper's claims"
+        head += [title, "", *_phantom_warning(comparisons), render_table(overview), ""]
     if missing := [Recipe.load(path).name for table, path in every.items() if table not in tabled]:
         head += [f"Not run yet: {'; '.join(missing)}.", ""]
     notes = recipes_folder() / paper / "notes.md"
     remarks = [notes.read_text(encoding="utf-8")] if notes.exists() and not quick else []
     page = folder / f"{paper}.md"
-    tables = [
-        markdown(c)
-        + _privacy_figure(c, folder / f"{paper}-{table}.png")
-        + _progress_figure(c, folder / f"{paper}-{table}-rounds.png")
-        + _student_figure(c, folder / f"{paper}-{table}-student.png")
-        + _forgetting_figure(c, folder / f"{paper}-{table}-forgetting.png")
-        for table, c in zip(tabled, comparisons, strict=True)
-    ]
+    tables = [_render_table(c, folder, f"{paper}-{table}-") for table, c in zip(tabled, comparisons, strict=True)]
     write_atomically(page, "\n".join([*head, *remarks, *tables]).encode())
     return page, comparisons
 
 
-def _privacy_figure(comparison: Comparison, path: Path) -> str:
-    return f"\n![accuracy against ε]({path.name})\n" if draw_price(comparison, path) else ""
-
-
-def _progress_figure(comparison: Comparison, path: Path) -> str:
-    if not draw_progress(comparison, path):
-        return ""
-    found = {name: [metric_value(run, "converged") for run in runs] for name, runs in comparison.results.items()}
-    told = [f"{name} {mean_of_known(rounds):.1f}" for name, rounds in found.items() if not any(map(math.isnan, rounds))]
-    when = "Rounds until validation accuracy, where it was measured often enough, is within a point of its best (mean)"
-    return f"\n![accuracy over rounds]({path.name})\n" + (f"\n{when}: {', '.join(told)}.\n" if told else "")
-
-
-def _student_figure(comparison: Comparison, path: Path) -> str:
-    return f"\n![the student over epochs]({path.name})\n" if draw_students(comparison, path) else ""
-
-
-def _forgetting_figure(comparison: Comparison, path: Path) -> str:
-    return f"\n![forgetting over rounds]({path.name})\n" if draw_forgetting(comparison, path) else ""
+def _render_table(comparison: Comparison, folder: Path, prefix: str) -> str:
+    """One table of the paper as Markdown; its charts are written beside the page."""
+    report = build_results_page(comparison)
+    write_figures(report, folder, prefix)
+    return to_markdown(report, prefix, folder)
 
 
 def _phantom_warning(comparisons: Sequence[Comparison]) -> list[str]:
-    if all(run["data"] == "phantom" for c in comparisons for runs in c.results.values() for run in runs):
+    if all(run.data == "phantom" for c in comparisons for runs in c.results.values() for run in runs):
         return ["On drawn (phantom) images: this shows how the page reads, and is evidence of nothing.", ""]
     return []
 
@@ -153,42 +123,54 @@ def _with_recipe_text(comparison: Comparison, recipe: Recipe) -> Comparison:
     return replace(comparison, title=recipe.name, about=recipe.about, paper=recipe.paper, claims=recipe.claims)
 
 
-def _to_kept_json(comparison: Comparison) -> dict[str, Any]:
-    """What a page needs of a comparison: figures by method and seed, no images, no pictures."""
-    runs = {name: [_trim_summary(r) for r in found] for name, found in comparison.results.items()}
+def _to_kept_json(comparison: Comparison) -> dict[str, object]:
+    """What a page needs of a comparison: figures by method and seed, without intervals, details and drawings."""
+    runs = {name: [_trim_summary(r).to_json() for r in found] for name, found in comparison.results.items()}
     return {"title": comparison.title, "about": comparison.about, "paper": dict(comparison.paper), "runs": runs}
 
 
-def _trim_summary(result: Mapping[str, Any]) -> dict[str, Any]:
-    kept: dict[str, Any] = {key: result.get(key) for key in KEPT}
-    if kept["privacy"] is None:
-        kept["headline"] = {k: v for k, v in kept["headline"].items() if k != "confusion"}
-    if kept["finish"]:
-        epochs = [(int(e["epoch"]), round(e["validation_accuracy"], 4)) for e in kept["finish"]["history"]]
-        kept["finish"] = {**kept["finish"], "history": epochs}
-    model = kept["headline"]["model"]
-    kept["merged"] = {model: _trim_parts(result["merged"].get(model, {}))}
-    kept["sites"] = {site: {model: _trim_parts(models.get(model, {}))} for site, models in result["sites"].items()}
-    return kept
+def _trim_summary(run: RunSummary) -> RunSummary:
+    """A summary with every figure that a claim may ask for, rounded; of a private run also the headline's details."""
+    model, headline, finish = run.headline.model, run.headline, run.finish
+    if run.privacy is None:
+        scores = headline.scores.model_copy(update={"details": {}})
+        headline = headline.model_copy(update={"scores": scores})
+    if finish is not None:
+        epochs = [
+            {"epoch": e["epoch"], "validation_accuracy": round(e["validation_accuracy"], 4)} for e in finish.history
+        ]
+        finish = finish.model_copy(update={"history": epochs})
+    return run.model_copy(
+        update={
+            "headline": headline,
+            "finish": finish,
+            "merged": {model: _trim_scores(run.merged.get(model, {}))},
+            "sites": {site: {model: _trim_scores(models.get(model, {}))} for site, models in run.sites.items()},
+            "engine": None,
+            "released": [],
+            "absent": {},
+        }
+    )
 
 
-def _trim_parts(parts: Mapping[str, Any]) -> dict[str, Any]:
-    """Every figure a claim may ask for; intervals and confusion matrices stay in the run's folder."""
-    return {part: _round_values(row) if isinstance(row, Mapping) else round(row, 6) for part, row in parts.items()}
-
-
-def _round_values(row: Mapping[str, Any]) -> dict[str, Any]:
-    return {k: round(v, 6) if isinstance(v, float) else v for k, v in row.items() if not isinstance(v, dict | list)}
+def _trim_scores(parts: ModelScores) -> ModelScores:
+    return {
+        part: PartScores(
+            n=scores.n,
+            metrics={
+                name: Metric(value=None if value is None else round(value, 6)) for name, value in scores.values.items()
+            },
+        )
+        for part, scores in parts.items()
+    }
 
 
 def _load_comparison(path: Path) -> Comparison:
     try:
-        kept = json.loads(path.read_text(encoding="utf-8"))
-        return Comparison(
-            kept["title"], tuple(summarise_methods(kept["runs"])), kept["runs"], None, kept["about"], kept["paper"]
-        )
-    except (OSError, ValueError, LookupError, TypeError):
+        kept = _KEPT.validate_json(path.read_bytes())
+    except (OSError, ValueError):
         raise StoreError(f"{path} is missing or damaged; run `polyclinic reproduce` without --rebuild first") from None
+    return Comparison(kept.title, tuple(summarise_methods(kept.runs)), kept.runs, None, kept.about, kept.paper)
 
 
 def results_folder() -> Path:

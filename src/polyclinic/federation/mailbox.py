@@ -1,4 +1,4 @@
-"""Messages on their way: encoded when asked for, and put into site order whatever the order they arrive in."""
+"""Messages between server and sites: encoded on access, and replies sorted by site, whatever order they arrive in."""
 
 from __future__ import annotations
 
@@ -6,24 +6,29 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import IO, Any
 
-from polyclinic.core.contract import Bundle, Failure, SiteId
 from polyclinic.core.errors import Refused
 from polyclinic.core.flat_tensors import FlatTensors
+from polyclinic.core.jobs import Failure
+from polyclinic.core.types import Bundle, SiteId
 from polyclinic.federation.engines import Answer
 from polyclinic.storage import messages
 
 
 class Outbox(Mapping[SiteId, bytes]):
-    """Messages to the sites, encoded when asked for; equal tensors are encoded once."""
+    """The messages to the sites, encoded on access; tensors that are the same for several sites are encoded once.
+
+    `tensors(site)` is called once a site, and its result is kept until `take`, since the reply is checked against it.
+    """
 
     def __init__(self, fields: Mapping[SiteId, Mapping[str, Any]], tensors: Callable[[SiteId], Bundle]) -> None:
         self.fields, self.tensors = fields, tensors
         self.sizes: dict[SiteId, int] = {}
+        self._sent: dict[SiteId, Bundle] = {}
         self._last: tuple[Bundle, messages.Body] | None = None
-        self._weighed: tuple[Bundle, int] | None = None
+        self._last_size: tuple[Bundle, int] | None = None
 
     def __getitem__(self, site: SiteId) -> bytes:
-        bundle = self.tensors(site)
+        bundle = self._bundle(site)
         if self._last is None or self._last[0] is not bundle:
             self._last = (bundle, messages.encode_body(bundle))
         message = messages.encode_with_body(self.fields[site], self._last[1])
@@ -31,16 +36,27 @@ class Outbox(Mapping[SiteId, bytes]):
         return message
 
     def in_process_message(self, site: SiteId) -> messages.Message:
-        """The same message for a site in this process: nothing travels, so nothing is encoded."""
-        bundle = self.tensors(site)
-        if self._weighed is None or self._weighed[0] is not bundle:
-            self._weighed = bundle, messages.body_size(bundle)
-        own = {
+        """Return the message for a site in this process, which needs no encoding."""
+        bundle = self._bundle(site)
+        if self._last_size is None or self._last_size[0] is not bundle:
+            self._last_size = bundle, messages.body_size(bundle)
+        copy = {
             kind: group if isinstance(group, FlatTensors) else dict(group) for kind, group in bundle.items() if group
         }
-        message = messages.Message(self.fields[site], own)
-        self.sizes[site] = messages.message_size(message, self._weighed[1])
+        message = messages.Message(self.fields[site], copy)
+        self.sizes[site] = messages.message_size(message, self._last_size[1])
         return message
+
+    def take(self, site: SiteId) -> Bundle:
+        """Return what the site was sent, and forget it."""
+        bundle = self._bundle(site)
+        del self._sent[site]
+        return bundle
+
+    def _bundle(self, site: SiteId) -> Bundle:
+        if site not in self._sent:
+            self._sent[site] = self.tensors(site)
+        return self._sent[site]
 
     def __iter__(self) -> Iterator[SiteId]:
         return iter(self.fields)
@@ -50,7 +66,7 @@ class Outbox(Mapping[SiteId, bytes]):
 
 
 class ReorderBuffer:
-    """Replies that came before their turn: in memory up to `limit` bytes together, beyond that on disk."""
+    """Holds replies that arrive early: in memory up to `limit` bytes in all, beyond that on disk."""
 
     def __init__(self, limit: int = 64 << 20) -> None:
         self.limit, self.buffered_bytes = limit, 0
@@ -58,7 +74,7 @@ class ReorderBuffer:
 
     def put(self, site: SiteId, answer: Answer) -> None:
         if isinstance(answer, bytes) and self.buffered_bytes + len(answer) > self.limit:
-            file = tempfile.TemporaryFile()  # noqa: SIM115  it lives until its turn
+            file = tempfile.TemporaryFile()  # noqa: SIM115  closed by `take`
             file.write(answer)
             self._kept[site] = file
             return
@@ -84,8 +100,11 @@ def in_site_order(
     sites: Sequence[SiteId],
     on_refused: Callable[[SiteId, Refused], None],
 ) -> Iterator[tuple[SiteId, Answer]]:
-    """Each site's first reply, in the order of `sites`, whatever the order of arrival; silence becomes a failure."""
-    shelf, turn, seen, asked = ReorderBuffer(), 0, set(), set(sites)
+    """Yield each site's first reply in the order of `sites`; a site without one yields a `Failure`.
+
+    `on_refused` is called for replies of other sites and for second replies.
+    """
+    buffer, turn, seen, asked = ReorderBuffer(), 0, set(), set(sites)
     for site, answer in arrivals:
         if site not in asked:
             on_refused(site, Refused("site", f"{site[:60]!r} was not asked"))
@@ -94,13 +113,13 @@ def in_site_order(
         else:
             seen.add(site)
             if site != sites[turn]:
-                shelf.put(site, answer)
+                buffer.put(site, answer)
                 continue
             yield site, answer
-            del answer  # whoever took it may be the only one that holds it
+            del answer  # so that the consumer holds the only reference
             turn += 1
-            while turn < len(sites) and sites[turn] in shelf:
-                yield sites[turn], shelf.take(sites[turn])
+            while turn < len(sites) and sites[turn] in buffer:
+                yield sites[turn], buffer.take(sites[turn])
                 turn += 1
     for site in sites[turn:]:
-        yield site, shelf.take(site) if site in shelf else Failure("late", "no reply before the deadline")
+        yield site, buffer.take(site) if site in buffer else Failure("late", "no reply before the deadline")

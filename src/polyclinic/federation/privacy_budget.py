@@ -1,8 +1,8 @@
-"""The plan at work: what each round is charged, before it is played, and whether the next one can still be paid.
+"""The privacy budget of a run: each round is charged before it begins, and the run stops before it exceeds its ε.
 
-A round that is played again after a crash, from the same state, releases the very same numbers: noise is drawn from
-the site's secret, the round and the weights received. So equal rounds from equal states are counted once; a round that
-is played again from any other state draws other noise, and is counted again.
+A round that is repeated after a crash from the same state releases the very same numbers, since noise is drawn from the
+site's secret, the round and the weights received. So it is charged once; a round that is repeated from any other state
+draws other noise, and is charged again. ε itself is computed in `privacy.accounting`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple, replace
 from typing import Any
 
-from polyclinic.core.contract import Bundle, SiteId, Stream
+from polyclinic.core.rng import Stream
+from polyclinic.core.types import Bundle, SiteId
+from polyclinic.evaluation.rows import ChargeRow, LedgerRow
 from polyclinic.privacy.accounting import Spend
 from polyclinic.privacy.plan import RELEASED, PrivacyPlan
 from polyclinic.privacy.shared_ledger import SharedLedger
@@ -22,49 +24,49 @@ from polyclinic.storage.messages import hash_tensors
 
 
 class PrivacyBudget:
-    """Keeps a run within its plan."""
+    """Keeps a run within its privacy plan."""
 
-    def __init__(self, plan: PrivacyPlan, secret: Stream, passbook: SharedLedger | None = None) -> None:
-        """`secret`: where noise comes from that the server itself adds; `passbook`: what several runs share."""
-        self.plan, self.secret, self.shared_ledger = plan, secret, passbook
+    def __init__(self, plan: PrivacyPlan, secret: Stream, shared_ledger: SharedLedger | None = None) -> None:
+        """`secret`: the source of the server's noise; `shared_ledger`: the charges of all runs on the same images."""
+        self.plan, self.secret, self.shared_ledger = plan, secret, shared_ledger
         self.charged_attempts: dict[tuple[int, str], dict[SiteId, tuple[Spend, ...]]] = {}
 
     @property
     def reports_metrics(self) -> bool:
-        """Whether sites report metrics at all."""
+        """Whether sites may report metrics during the run."""
         return self.plan.config.metrics != "suppress"
 
     @property
     def hides_drift(self) -> bool:
-        """How far an update went before the server's noise is the site's secret."""
-        return self.plan.config.unit == "site" and self.plan.config.at == "server"
+        """Whether the distance that an update moved must not be logged: noise at the server does not protect it."""
+        return self.plan.config.unit == "site" and self.plan.config.noise_at == "server"
 
     def add_server_noise(self, round: int, before: Bundle, after: Bundle, weights: Sequence[float]) -> Bundle:
-        """The new state with the server's noise, where the plan trusts the server to add it."""
-        wish = self.plan.config
-        if wish.unit != "site" or wish.at != "server":
+        """Return the state after aggregation, with noise if the server adds it; `weights`: those of the updates."""
+        config = self.plan.config
+        if config.unit != "site" or config.noise_at != "server":
             return after
-        std = self.plan.noise * wish.clip * largest_weight(weights)
-        # Named by the mean it covers: if another set of sites answers when a round is repeated, so must the noise be.
+        std = self.plan.noise * config.clip * largest_weight(weights)
+        # Seeded by the mean that it covers: if other sites answer when a round is repeated, the noise is fresh.
         return add_noise_to(
             after, RELEASED, std, self.secret.child(round, hash_tensors(before), hash_tensors(after), repr(std))
         )
 
-    def load_charges(self, rows: Iterable[Mapping[str, Any]]) -> None:
+    def load_charges(self, rows: Iterable[LedgerRow]) -> None:
         """Take over what a ledger says was charged before."""
         for row in rows:
-            if row.get("event") == "charge" and row.get("privacy"):
-                self._record_charge(int(row["round"]), row["privacy"])
+            if isinstance(row, ChargeRow) and row.privacy:
+                self._record_charge(row.round, row.privacy)
                 if self.shared_ledger is not None:
-                    self.shared_ledger.known.add((int(row["round"]), row["privacy"]["of"]))
+                    self.shared_ledger.known.add((row.round, row.privacy["of"]))
 
     def charge_round(
         self, round: int, cohort: Sequence[SiteId], state: Bundle, remembered: bool = False
     ) -> dict[str, Any]:
-        """What the round will release, to be written down before anything is sent.
+        """Charge the round and return the ledger entry, which must be written before anything is sent.
 
-        `remembered`: sites keep a memory, which the server cannot compare: then every attempt is counted. So it is
-        where the server adds the noise, for its mean depends on who answered.
+        `remembered`: sites keep a memory, which the server cannot compare, so every attempt is charged. So it is where
+        the server adds the noise, since its mean depends on which sites answer.
         """
         spends = {site: [list(astuple(spend)) for spend in self.plan.round_spends(site)] for site in cohort}
         attempt = f"-{self._count_attempts(round)}" if remembered or self.hides_drift else ""
@@ -83,7 +85,7 @@ class PrivacyBudget:
         return found
 
     def can_afford(self, round: int, cohort: Sequence[SiteId], state: Bundle) -> bool:
-        """Whether the round can be played without spending more than was wished."""
+        """Whether the run stays within privacy.epsilon if this round is played."""
         return self._within_budget(
             round, cohort, state, self.shared_ledger.earlier_spends() if self.shared_ledger else ()
         )
@@ -102,20 +104,20 @@ class PrivacyBudget:
         return sum(known == round for known, _ in self.charged_attempts)
 
     def _release_id(self, state: Bundle) -> str:
-        """What a round's release depends on: the weights, the noise, the clip, and which kind of device draws it."""
+        """Return a hash of all that a round's release depends on: weights, noise, clip, and the kind of device."""
         device = next((t.device.type for group in state.values() for t in group.values()), "cpu")
         terms = f"{hash_tensors(state)}|{self.plan.noise!r}|{self.plan.config.clip!r}|{device}"
         return hashlib.sha256(terms.encode()).hexdigest()[:16]
 
     def _follows_plan(self, cap: float) -> bool:
-        """Nothing was charged twice, and all of it can be paid."""
+        """Whether no round was charged twice and the whole plan is within `cap`."""
         return (
             len({round for round, _ in self.charged_attempts}) == len(self.charged_attempts)
             and self.plan.epsilon <= cap
         )
 
     def total_spends(self) -> dict[SiteId, tuple[Spend, ...]]:
-        """Of every site, all that this run was charged."""
+        """Return all that this run was charged, by site."""
         total: dict[SiteId, dict[Spend, int]] = {}
         for charged in self.charged_attempts.values():
             for site, spends in charged.items():

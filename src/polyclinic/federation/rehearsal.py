@@ -1,4 +1,4 @@
-"""A round played without training, to see what an algorithm will ask of a site's images."""
+"""A dry run of a round without training, which shows how an algorithm will use a site's images."""
 
 from __future__ import annotations
 
@@ -6,35 +6,25 @@ from collections.abc import Sequence
 
 import torch
 
-from polyclinic.core.contract import (
-    Algorithm,
-    Bundle,
-    Federation,
-    Fit,
-    Fitted,
-    Job,
-    Score,
-    Site,
-    SiteId,
-    Stream,
-    Tensors,
-)
+from polyclinic.algorithms.base import Algorithm
 from polyclinic.core.errors import RecipeError
+from polyclinic.core.jobs import Federation, Fit, Fitted, Job, Score, Site
+from polyclinic.core.rng import Stream
+from polyclinic.core.types import Bundle, SiteId, Tensors
 from polyclinic.federation.site_runner import drive_jobs
 from polyclinic.training.network import LiveNetwork
 
 BLANK = 2
-"""Images that scores are tried on."""
+"""Blank images that `Score` jobs run on."""
 
 
 def rehearse_round(
     algorithm: Algorithm, federation: Federation, site: SiteId, network: LiveNetwork, shape: Sequence[int]
 ) -> tuple[tuple[Fit, ...], int]:
-    """The training jobs of one round at a site (of the first or the second round, whichever has more), and how many
-    models it has then.
+    """Return the training jobs of a site's first or second round, whichever has more, and its number of models then.
 
-    Every job is answered by the weights it starts from. What a site computes from its images and does not train on is
-    refused unless the algorithm charges for it.
+    Each job returns the weights that it starts from. Raises `RecipeError` for a job that computes something else from
+    images, unless the algorithm declares it in `privacy_releases`.
     """
     memory: Bundle | None = None
     rounds: list[list[Fit]] = []
@@ -59,8 +49,8 @@ def _blank_result(
         return Fitted(job.weights, 1, 0.0, {})
     if not algorithm.privacy_releases() and not algorithm.no_guarantee_reason():
         raise RecipeError(
-            f"the algorithm looks at the {job.part} images of a site beside training on them, which no part of the "
-            "privacy plan pays for; choose another algorithm (pfedcdp does not look with variant: sound and keep: 0), "
+            f"the algorithm uses the {job.part} images of a site other than for training, which the privacy plan does "
+            "not pay for; choose another algorithm (pfedcdp with variant: corrected and keep: 0 needs no other use), "
             "privacy.unit: site, or leave privacy out"
         )
     return _blank_score(job, network, shape)

@@ -1,8 +1,9 @@
-"""The round loop, written once, used by every engine.
+"""The round loop, written once for every engine: `Rounds.play_round` plays a round, `Rounds.play_all` a run.
 
-cohort → charge → broadcast → sites work → replies, put into site order → validate → aggregate → cost → snapshot.
-The model a site receives in round t is evaluated there, before training, and entered as round t − 1: so evaluation
-costs no extra message, exactly as it would between real hospitals.
+A round: draw the cohort → charge the privacy budget → broadcast → local work at the sites → sort the replies by site →
+check each update (`update_check`) → aggregate → add the server's noise → log costs → snapshot.
+The model that a site receives in round t is evaluated there before training, and logged as that of round t − 1: so
+evaluation costs no extra message, exactly as it would between real hospitals.
 """
 
 from __future__ import annotations
@@ -16,16 +17,19 @@ from typing import Any, Literal
 
 import torch
 
-from polyclinic.core.contract import Algorithm, Bundle, Failure, Federation, Part, Site, SiteId, Stage, Stream, Update
+from polyclinic.algorithms.base import Algorithm
 from polyclinic.core.errors import Refused, RoundFailed, StoreError
 from polyclinic.core.failpoints import failpoint
+from polyclinic.core.jobs import Failure, Federation, Site, Update
+from polyclinic.core.names import POOLED
+from polyclinic.core.rng import Stream
+from polyclinic.core.types import Bundle, Part, SiteId
 from polyclinic.federation.engines import Answer, Engine
 from polyclinic.federation.mailbox import Outbox, in_site_order
 from polyclinic.federation.privacy_budget import PrivacyBudget
-from polyclinic.federation.reply_checks import check_report, split_predictions, training_seconds
-from polyclinic.federation.round_log import HELD_OUT as HELD_OUT
 from polyclinic.federation.round_log import (
     RoundLog,
+    accepted_entry,
     clusters_without_updates,
     failure_entry,
     format_failure,
@@ -34,6 +38,8 @@ from polyclinic.federation.round_log import (
 )
 from polyclinic.federation.schedules import EarlyStop, Schedule
 from polyclinic.federation.server_state import canonical_layout, check_not_mutated, device_of, version_counters
+from polyclinic.federation.update_check import ExpectedUpdate, check_address, check_update, split_predictions
+from polyclinic.privacy.transforms.base import Stage
 from polyclinic.storage import messages
 from polyclinic.storage.journal import Journal
 from polyclinic.training.network import move_bundle
@@ -41,8 +47,7 @@ from polyclinic.training.network import move_bundle
 Watch = Callable[[str, Mapping[str, Any]], None]
 HeldOutEvaluation = Callable[[Bundle], dict[str, Any]]
 ServerStep = Callable[[Bundle, Site], Bundle]
-"""The server's own work on its public set."""
-POOLED: SiteId = "pooled"
+"""The server's own training on its public set."""
 PLATEAU_THRESHOLD = 1e-4
 """The share by which a loss must fall to count as better for the plateau schedule, as in torch."""
 LOWER_IS_BETTER = ("loss", "ece")
@@ -58,7 +63,7 @@ class Rules:
     cohort: int | None = None
     """Sites per round; None: all."""
     cohort_order: Literal["random", "cyclic"] = "random"
-    """A cohort is drawn anew each time, or sites take turns in the federation's order."""
+    """A cohort is drawn at random each round, or sites take turns in the federation's order."""
     quorum: int = 1
     deadline: float | None = None
     schedule: Schedule = Schedule()
@@ -71,7 +76,7 @@ class Rules:
 
 @dataclass(frozen=True)
 class Progress:
-    """The loop's own state: what resume needs beside the algorithm's."""
+    """The state of the loop, which a resume needs beside the algorithm's."""
 
     round: int = 0
     cuts: int = 0
@@ -81,11 +86,11 @@ class Progress:
     waited: int = 0
     stopped: bool = False
     broke: bool = False
-    """Stopped because the next round could not be paid by the privacy plan."""
+    """Stopped because the privacy budget could not cover the next round."""
     run: str = ""
-    """The run's own mark, of recipe and data: resume goes on with the same ones or not at all."""
+    """A hash of recipe and data: a run resumes with the same ones or not at all."""
     remembering: Mapping[SiteId, int] = field(default_factory=dict)
-    """Sites that keep a memory, and the last round of theirs that counted: others are as if they had never been."""
+    """Sites that keep a memory, and their last round that counted; other sites have not taken part yet."""
 
     def as_json(self) -> dict[str, Any]:
         return {k: None if v == math.inf else v for k, v in asdict(self).items()}
@@ -107,14 +112,26 @@ class Outcome:
     memory_rounds: Mapping[SiteId, int] = field(default_factory=dict)
 
 
+@dataclass
+class _RoundExchange:
+    """The messages of one training round, and what must come back."""
+
+    round: int
+    state: Bundle
+    outbox: Outbox
+    log: RoundLog
+    layouts: dict[str, tuple[Bundle, int]] = field(default_factory=dict)
+    """By cluster: the names, shapes and dtypes of an update as it is sent, and its size in bytes."""
+
+
 def _drain(updates: list[Update]) -> Iterator[Update]:
-    """Each of them, without keeping it."""
+    """Yield each of them without keeping it."""
     while updates:
         yield updates.pop(0)
 
 
 def draw_cohort(sites: Sequence[SiteId], rules: Rules, round: int) -> list[SiteId]:
-    """The sites of a round, from a public stream, in the federation's order."""
+    """Return the sites of a round, drawn from a public stream, in the federation's order."""
     if rules.cohort is None or rules.cohort >= len(sites):
         return list(sites)
     if rules.cohort_order == "cyclic":
@@ -127,7 +144,7 @@ def draw_cohort(sites: Sequence[SiteId], rules: Rules, round: int) -> list[SiteI
 
 
 class Rounds:
-    """A run in progress: a federation, an algorithm, an engine, and the journal that makes it survive."""
+    """The round loop of one run: a federation, an algorithm, an engine, and the journal that a resume reads."""
 
     def __init__(
         self,
@@ -145,12 +162,10 @@ class Rounds:
         self.federation, self.algorithm, self.engine = federation, algorithm, engine
         self.rules, self.journal, self.watch, self.evaluate_held_out = rules, journal, watch, evaluate_held_out
         self.transforms, self.budget, self.server_trainer = tuple(transforms), budget, server_trainer
-        self._expected_layouts: dict[tuple[int, str], tuple[Bundle, int]] = {}
-        """What a group's updates must look like in a round, and their bytes."""
         self.trainers = [POOLED] if algorithm.pooled else [s for s in federation.sites if s != POOLED]
 
     def play_all(self) -> Outcome:
-        """Play all rounds that are left, then finish."""
+        """Play the rounds that are left, after a resume from the last snapshot if there is one, then `finish`."""
         resumed = self.journal.resume()
         state = self.algorithm.init(self.federation)
         state = canonical_layout(state, state)
@@ -159,8 +174,8 @@ class Rounds:
         progress = Progress.from_json(resumed.progress) if resumed else Progress(run=self.rules.run)
         if progress.run != self.rules.run:
             raise StoreError(
-                "this run was begun with other data or another recipe than it would now go on with; give it the same "
-                "--data and recipe.yaml, or start anew in another folder"
+                "this run was started with other data or another recipe; give the same --data and recipe.yaml to "
+                "resume it, or start a new run in another folder"
             )
         if self.budget is not None:
             self.budget.load_charges(self.journal.read_charges())
@@ -177,51 +192,54 @@ class Rounds:
         return Outcome(state, progress.round, progress.stopped, progress.broke, progress.remembering)
 
     def can_afford(self, state: Bundle, progress: Progress) -> bool:
-        """Whether the privacy plan, if there is one, can pay the next round."""
+        """Whether the privacy budget, if there is one, covers the next round."""
         round = progress.round + 1
         if self.budget is None or self.budget.can_afford(round, draw_cohort(self.trainers, self.rules, round), state):
             return True
         if round == 1:
-            raise RoundFailed("not even one round can be paid by privacy.epsilon; raise it or privacy.noise")
+            raise RoundFailed(
+                "privacy.epsilon is too small for one round at this noise; raise privacy.epsilon or privacy.noise"
+            )
         return False
 
     def play_round(self, state: Bundle, progress: Progress) -> tuple[Bundle, Progress]:
-        """One round: state in, state out."""
+        """Play one round: state in, state out."""
         round = progress.round + 1
         failpoint("round-begun")
-        cohort, book = draw_cohort(self.trainers, self.rules, round), RoundLog()
+        cohort, log = draw_cohort(self.trainers, self.rules, round), RoundLog()
         self.watch("round", {"round": round, "cohort": cohort})
         evaluating = self.rules.evaluate_every > 0 and (round - 1) % self.rules.evaluate_every == 0
-        judged = self.evaluate_held_out(state) if self.evaluate_held_out and evaluating else None
+        held_out = self.evaluate_held_out(state) if self.evaluate_held_out and evaluating else None
         began = time.perf_counter()
-        paid = self.budget.charge_round(round, cohort, state, bool(progress.remembering)) if self.budget else None
-        self.journal.charge_round(round, cohort, paid)
-        told = evaluating and (self.budget is None or self.budget.reports_metrics)
-        updates = self.receive_updates(round, state, cohort, progress, ["validation"] if told else [], book)
-        before, touched = state, version_counters(state)
+        charge = self.budget.charge_round(round, cohort, state, bool(progress.remembering)) if self.budget else None
+        self.journal.charge_round(round, cohort, charge)
+        reporting = evaluating and (self.budget is None or self.budget.reports_metrics)
+        clusters = {site: self.algorithm.cluster_of(state, site) for site in self.trainers}
+        updates = self.receive_updates(
+            round, state, cohort, progress, ["validation"] if reporting else [], log, clusters
+        )
+        before, versions = state, version_counters(state)
         first = list(islice(updates, 1))
         if first:
             state = self.algorithm.aggregate(state, chain(_drain(first), updates))
-        check_not_mutated(before, touched)
-        if self.budget is not None and book.accepted:
-            state = self.budget.add_server_noise(round, before, state, book.accepted_weights)
+        check_not_mutated(before, versions)
+        if self.budget is not None and log.accepted:
+            state = self.budget.add_server_noise(round, before, state, log.accepted_weights)
         state = canonical_layout(state, before)
-        if self.server_trainer is not None and self.algorithm.trains_on_server and book.accepted:
-            at_desk = Site("server", 0, round, self.rules.rounds, self._learning_rate(round, progress))
-            state = canonical_layout(self.server_trainer(state, at_desk), before)
-        if book.accepted < max(1, self.rules.quorum):
-            self.journal.append_cost("failed round", round, time.perf_counter() - began, book.sites)
-            raise RoundFailed(format_failure(round, book, self.rules.quorum))
+        if self.server_trainer is not None and self.algorithm.trains_on_server and log.accepted:
+            server = Site("server", 0, round, self.rules.rounds, self._learning_rate(round, progress))
+            state = canonical_layout(self.server_trainer(state, server), before)
+        if log.accepted < max(1, self.rules.quorum):
+            self.journal.append_cost("failed round", round, time.perf_counter() - began, log.sites)
+            raise RoundFailed(format_failure(round, log, self.rules.quorum))
         failpoint("aggregated")
         seconds = time.perf_counter() - began
-        self.journal.append_metrics(metric_rows(round, book, judged))
-        self.journal.append_cost("round", round, seconds, book.sites)
-        remembering = {**progress.remembering, **dict.fromkeys(sorted(book.sites_with_memory), round)}
-        progress = advance_progress(replace(progress, round=round, remembering=remembering), book, self.rules)
-        summary: dict[str, Any] = {m: mean_report(book, m) for m in ("loss", "accuracy", "auc")} if evaluating else {}
-        summary["unheard"] = clusters_without_updates(
-            book, {site: self.algorithm.cluster_of(before, site) for site in self.trainers}
-        )
+        self.journal.append_metrics(metric_rows(round, log, held_out))
+        self.journal.append_cost("round", round, seconds, log.sites)
+        remembering = {**progress.remembering, **dict.fromkeys(sorted(log.sites_with_memory), round)}
+        progress = advance_progress(replace(progress, round=round, remembering=remembering), log, self.rules)
+        summary: dict[str, Any] = {m: mean_report(log, m) for m in ("loss", "accuracy", "auc")} if evaluating else {}
+        summary["unheard"] = clusters_without_updates(log, clusters)
         self.watch("round done", {"round": round, "seconds": seconds, "stopped": progress.stopped, **summary})
         return state, progress
 
@@ -237,22 +255,23 @@ class Rounds:
         progress: Progress,
         parts: list[Part],
         log: RoundLog,
+        clusters: Mapping[SiteId, str],
     ) -> Iterator[Update]:
-        """Send, receive, validate: yields each acceptable update in site order and notes what became of every one."""
-        outbox = self.prepare_outbox("train", round, state, cohort, parts, progress)
+        """Send the round's messages and yield each accepted update in site order; `log` gets an entry per site."""
+        exchange = _RoundExchange(round, state, self.prepare_outbox("train", round, state, cohort, parts, progress), log)
 
-        def refuse(site: SiteId, refusal: Refused) -> None:
+        def log_refusal(site: SiteId, refusal: Refused) -> None:
             log.sites.setdefault(site, {}).setdefault("extra", []).append(refusal.kind)
 
-        arrivals = self.engine.exchange(round, outbox, self.rules.deadline)
-        for site, answer in in_site_order(arrivals, self._sort_by_cluster(state, cohort), refuse):
-            note = log.sites.setdefault(site, {})
-            note["down"] = outbox.sizes.get(site, 0)
-            if cluster := self.algorithm.cluster_of(state, site):
-                note["cluster"] = cluster
-            update = self.check_update(round, state, site, answer, log)
-            del answer
-            self.watch("site", {"round": round, "site": site, **note})
+        arrivals = self.engine.exchange(round, exchange.outbox, self.rules.deadline)
+        for site, reply in in_site_order(arrivals, _sort_by_cluster(cohort, clusters), log_refusal):
+            entry = log.sites.setdefault(site, {})
+            entry["down"] = exchange.outbox.sizes.get(site, 0)
+            if clusters[site]:
+                entry["cluster"] = clusters[site]
+            update = self._receive_update(exchange, site, clusters[site], reply)
+            del reply
+            self.watch("site", {"round": round, "site": site, **entry})
             if update is not None:
                 log.accepted += 1
                 log.accepted_weights.append(update.examples if self.algorithm.training.weights == "examples" else 1.0)
@@ -260,52 +279,29 @@ class Rounds:
                 lent = replace(update, tensors=dict(update.tensors))
                 del update
                 yield lent
-                lent.tensors.clear()  # whatever still holds it, the tensors are gone
+                lent.tensors.clear()  # whatever still refers to the update, its tensors are freed
 
-    def _sort_by_cluster(self, state: Bundle, cohort: Sequence[SiteId]) -> list[SiteId]:
-        """The sites of a group side by side, so that each group's updates can be taken one at a time."""
-        groups = {site: self.algorithm.cluster_of(state, site) for site in cohort}
-        order = list(dict.fromkeys(groups.values()))
-        return sorted(cohort, key=lambda site: order.index(groups[site]))
-
-    def check_update(self, round: int, state: Bundle, site: SiteId, reply: Answer, log: RoundLog) -> Update | None:
-        """A site's update if it is acceptable; what became of it is noted either way."""
-        note = log.sites[site]
+    def _receive_update(self, exchange: _RoundExchange, site: SiteId, cluster: str, reply: Answer) -> Update | None:
+        """Return a site's update if `check_update` accepts it; the outcome is logged either way."""
+        entry, received = exchange.log.sites[site], exchange.outbox.take(site)
         if isinstance(reply, Failure):
-            note |= {"up": 0, **failure_entry(reply)}
+            entry |= {"up": 0, **failure_entry(reply)}
             return None
         try:
-            expected = self.expected_update(round, state, site)
-            accepted = messages.accept_update(reply, expected, lambda sent: self.undo_transforms(sent, expected.received))
-            self.algorithm.check_update(accepted.update)
-            log.reports[site] = check_report(accepted.fields)
+            expected = self._expected_update(exchange, site, cluster, received)
+            accepted = check_update(reply, expected, self.transforms, self.algorithm.check_update)
         except Refused as refusal:
-            note |= {
-                "up": messages.message_size(reply),
-                "outcome": "refused",
-                "kind": refusal.kind,
-                "why": str(refusal),
-            }
+            size = messages.message_size(reply)
+            entry |= {"up": size, "outcome": "refused", "kind": refusal.kind, "why": str(refusal)}
             return None
-        note["up"] = messages.message_size(reply, self._known_body_size(reply, expected))
-        note |= {"outcome": "accepted", "seconds": training_seconds(accepted.fields)}
-        if isinstance(together := accepted.fields.get("together"), int) and together > 1:
-            note["together"] = together
-        if isinstance(alone := accepted.fields.get("alone"), str) and alone.isprintable() and alone:
-            note["alone"] = alone[:200]
-        if accepted.update.scalars:
-            note["scalars"] = dict(accepted.update.scalars)
+        complete = not isinstance(reply, bytes) and reply.tensors.keys() == expected.like.keys()
+        entry["up"] = messages.message_size(reply, exchange.layouts[cluster][1] if complete else None)
+        hides_drift = self.budget is not None and self.budget.hides_drift
+        entry |= accepted_entry(accepted.fields, accepted.update.scalars, None if hides_drift else accepted.drift)
+        exchange.log.reports[site] = accepted.report
         if accepted.fields.get("remembers") is True:
-            log.sites_with_memory.add(site)
-        if accepted.drift is not None and not (self.budget and self.budget.hides_drift):
-            note["drift"] = accepted.drift
+            exchange.log.sites_with_memory.add(site)
         return accepted.update
-
-    def _known_body_size(self, answer: bytes | messages.Message, expected: messages.ExpectedUpdate) -> int | None:
-        """Known beforehand of a message that has all it might have: it looks as it must."""
-        if isinstance(answer, bytes) or answer.tensors.keys() != expected.like.keys():
-            return None
-        return next((size for like, size in self._expected_layouts.values() if like is expected.like), None)
 
     def prepare_outbox(
         self,
@@ -316,6 +312,7 @@ class Rounds:
         parts: list[Part],
         progress: Progress = Progress(),
     ) -> Outbox:
+        """Return the messages to `sites`: the round, the learning rate, the parts to report on, and the weights."""
         rules = self.rules
         common = {
             "run": rules.run,
@@ -331,41 +328,31 @@ class Rounds:
         fields = {s: {**common, "site": s, "lr": rates[s], "remembers": counted.get(s, 0)} for s in sites}
         return Outbox(fields, lambda site: self.algorithm.broadcast(state, site))
 
-    def expected_update(self, round: int, state: Bundle, site: SiteId) -> messages.ExpectedUpdate:
-        exchanges, received = self.algorithm.exchanges, self.algorithm.broadcast(state, site)
-        key = round, self.algorithm.cluster_of(state, site)
-        if key not in self._expected_layouts:
-            self._expected_layouts = {
-                (of, group): found for (of, group), found in self._expected_layouts.items() if of == round
-            }
-            share = self.algorithm.cluster_state(state, key[1])
+    def _expected_update(self, exchange: _RoundExchange, site: SiteId, cluster: str, received: Bundle) -> ExpectedUpdate:
+        exchanges = self.algorithm.exchanges
+        if cluster not in exchange.layouts:
+            share = self.algorithm.cluster_state(exchange.state, cluster)
             like = {exchange.kind: share.get(exchange.like, {}) for exchange in exchanges}
-            for stage in self.transforms:
-                like = stage.encode(like, received, Stream(0))  # only what it looks like counts, not its values
-            self._expected_layouts[key] = like, messages.body_size(like)
-        return messages.ExpectedUpdate(
+            for transform in self.transforms:
+                like = transform.encode(like, received, Stream(0))  # only the layout counts, not the values
+            exchange.layouts[cluster] = like, messages.body_size(like)
+        return ExpectedUpdate(
             run=self.rules.run,
-            round=round,
+            round=exchange.round,
             site=site,
             received=received,
-            like=self._expected_layouts[key][0],
+            like=exchange.layouts[cluster][0],
             optional=frozenset(exchange.kind for exchange in exchanges if exchange.optional),
             examples=self.federation.sites[site],
             max_norm=self.rules.max_norm,
         )
 
-    def undo_transforms(self, tensors: Bundle, received: Bundle) -> Bundle:
-        """Undo the stages, last first."""
-        for stage in reversed(self.transforms):
-            tensors = stage.decode(tensors, received)
-        return tensors
-
     def collect_predictions(
         self, outcome: Outcome, parts: list[Part], extra_tensors: Bundle | None = None, tolerant: bool = False
     ) -> dict[SiteId, Bundle]:
-        """After the last round: what sites predict with the final model(s) and with what is sent `beside`, by model and
-        part; tolerant: without the sites that have none."""
-        round, began, book = outcome.rounds + 1, time.perf_counter(), RoundLog()
+        """Return what each site predicts after the last round, by `model|part`, with the final models and with the
+        models in `extra_tensors`. `tolerant`: leave out sites that fail, rather than end the run."""
+        round, began, log = outcome.rounds + 1, time.perf_counter(), RoundLog()
         sites = [s for s in self.federation.sites if s != POOLED]
         self.journal.charge_round(round, sites)
         outbox = self.prepare_outbox(
@@ -376,26 +363,33 @@ class Rounds:
             outbox.tensors = lambda site: {**models(site), **extra_tensors}
         found: dict[SiteId, Bundle] = {}
         arrivals = self.engine.exchange(round, outbox, self.rules.deadline)
-        for site, answer in in_site_order(arrivals, sites, lambda *_: None):
-            book.sites[site] = failed = failure_entry(answer)
+        for site, reply in in_site_order(arrivals, sites, lambda *_: None):
+            outbox.take(site)
+            log.sites[site] = failed = failure_entry(reply)
             self.watch("evaluated", {"site": site, **failed})
             if failed and tolerant:
                 continue
-            if isinstance(answer, Failure):
-                raise RoundFailed(f"site {site} could not be evaluated: {answer.sentence}")
+            if isinstance(reply, Failure):
+                raise RoundFailed(f"site {site} could not be evaluated: {reply.sentence}")
             try:
-                message = answer if isinstance(answer, messages.Message) else messages.decode(answer)
-                messages.check_address(message.fields, self.rules.run, round, site)
+                message = reply if isinstance(reply, messages.Message) else messages.decode(reply)
+                check_address(message.fields, self.rules.run, round, site)
                 found[site] = split_predictions(message.tensors.get("predictions", {}), len(self.federation.classes))
             except Refused as refusal:
                 raise RoundFailed(f"site {site} could not be evaluated: {refusal}") from refusal
-            book.sites[site] = {"down": outbox.sizes[site], "up": messages.message_size(answer)}
-        self.journal.append_cost("evaluation", round, time.perf_counter() - began, book.sites)
+            log.sites[site] = {"down": outbox.sizes[site], "up": messages.message_size(reply)}
+        self.journal.append_cost("evaluation", round, time.perf_counter() - began, log.sites)
         return found
 
 
+def _sort_by_cluster(cohort: Sequence[SiteId], clusters: Mapping[SiteId, str]) -> list[SiteId]:
+    """Put the sites of a cluster side by side, so that each cluster's updates can be aggregated one at a time."""
+    order = list(dict.fromkeys(clusters[site] for site in cohort))
+    return sorted(cohort, key=lambda site: order.index(clusters[site]))
+
+
 def advance_progress(progress: Progress, log: RoundLog, rules: Rules) -> Progress:
-    """Move schedule and early stopping on by what the sites reported of the model they received."""
+    """Return the progress after a round: schedule and early stopping follow the metrics that the sites reported."""
     loss = mean_report(log, "loss")
     if loss is not None:
         better = loss < progress.best_loss * (1 - PLATEAU_THRESHOLD)

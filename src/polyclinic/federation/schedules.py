@@ -1,27 +1,30 @@
-"""How fast, and how long: the learning rate over rounds, and when to stop."""
+"""Schedules over rounds: the learning rate, and early stopping."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
+
+from pydantic import Field
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """How the learning rate changes over ROUNDS (a fresh schedule inside each round would never anneal)."""
+    """The learning rate over ROUNDS (a schedule that starts anew inside each round would never anneal)."""
 
     name: Literal["constant", "cosine", "plateau"] = "constant"
-    period: int | None = None
-    """cosine: rounds from full rate to `minimum` (default: the whole run)."""
-    patience: int = 3
+    period: Annotated[int, Field(ge=1)] | None = None
+    """cosine: rounds from the full rate to `minimum` (default: the whole run)."""
+    patience: Annotated[int, Field(ge=0)] = 3
     """plateau: rounds without improvement of the validation loss before the rate is cut …"""
-    factor: float = 0.1
+    factor: Annotated[float, Field(gt=0, lt=1)] = 0.1
     """… by this factor."""
-    minimum: float = 0.0
+    minimum: Annotated[float, Field(ge=0, le=1)] = 0.0
     """The rate never falls below this share of the initial one."""
 
     def lr_factor(self, round: int, rounds: int, cuts: int) -> float:
+        """Return what the initial rate is multiplied by in `round` of `rounds`, after `cuts` of a plateau schedule."""
         if self.name == "cosine":
             angle = math.pi * (round - 1) / (self.period or rounds)
             return self.minimum + (1 - self.minimum) * (1 + math.cos(angle)) / 2
@@ -32,6 +35,6 @@ class Schedule:
 class EarlyStop:
     """Stop when `metric` on the validation parts has not improved by `min_delta` for `patience` rounds."""
 
-    patience: int = 5
-    min_delta: float = 0.0
+    patience: Annotated[int, Field(ge=1)] = 5
+    min_delta: Annotated[float, Field(ge=0)] = 0.0
     metric: str = "loss"

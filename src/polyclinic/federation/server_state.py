@@ -1,4 +1,4 @@
-"""The server's state between rounds: how it lies in memory, and that nobody else changes it."""
+"""The server's state between rounds: its layout in memory, and a check that nothing changes it in place."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from collections.abc import Mapping
 
 import torch
 
-from polyclinic.core.contract import Bundle, Tensors
 from polyclinic.core.errors import EngineError
 from polyclinic.core.flat_tensors import FlatTensors, copy_tensors
+from polyclinic.core.types import Bundle, Tensors
 
 
 def canonical_layout(state: Bundle, before: Bundle) -> Bundle:
-    """The state in one form, whether it was just made or read back: so that what is measured on it is the same bits.
+    """Return the state in one layout, whether it was computed or read back, so that later results are equal in bits.
 
-    Names are in the order of the state before; tensors of one floating-point type are one vector.
+    Names have the order of the state `before`; tensors of one floating-point type are one vector.
     """
     return {kind: _canonical_group(group, before.get(kind, {})) for kind, group in state.items()}
 
@@ -34,15 +34,15 @@ def device_of(state: Bundle) -> torch.device:
 
 
 def version_counters(state: Bundle) -> dict[str, int]:
-    """How often tensors were changed in place, by kind."""
+    """Return how often tensors were changed in place, by kind."""
     return {kind: sum(tensor._version for tensor in group.values()) for kind, group in state.items()}
 
 
 def check_not_mutated(state: Bundle, before: Mapping[str, int]) -> None:
-    """Within a process sites are handed the server's own tensors; what one changes, all would see."""
+    """Raise if tensors were changed in place since `before`: within a process all sites share the server's tensors."""
     for kind, version in version_counters(state).items():
         if version != before[kind]:
             raise EngineError(
-                f"the algorithm changed tensors of {kind!r} in place that the server and all sites share; have it "
-                "make new ones"
+                f"the algorithm changed tensors of {kind!r} in place, which the server and all sites share; return new "
+                "tensors instead"
             )

@@ -1,11 +1,11 @@
-"""A site's whole part in a round, the same class on every engine:
-decode → load memory → evaluate → drive `local` → stages → encode → save memory.
+"""A site's part in a round, the same class on every engine.
+
+Order → check against the site's limits → load memory → report metrics → local work → transforms (clip, noise, quantise)
+→ save memory → reply. What a site remembers lies in `storage.site_memory`; nothing of it leaves.
 """
 
 from __future__ import annotations
 
-import logging
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,43 +14,31 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from polyclinic.algorithms.representation.fed_align_pooled import PooledFit, fit_pooled_sites
+from polyclinic.algorithms.base import Algorithm
 from polyclinic.algorithms.wrappers.curriculum import split_memory
-from polyclinic.algorithms.wrappers.ensemble import ENSEMBLE, models_by_site, without_ensemble
-from polyclinic.core.contract import (
-    Algorithm,
-    Bundle,
-    Examples,
-    Fit,
-    Fitted,
-    Job,
-    Part,
-    Score,
-    Site,
-    SiteId,
-    Stage,
-    Stream,
-    Tensors,
-    Update,
-    Work,
-)
+from polyclinic.algorithms.wrappers.ensemble import models_by_site, without_ensemble
 from polyclinic.core.errors import EngineError, Refused, StoreError
 from polyclinic.core.failpoints import failpoint
+from polyclinic.core.jobs import Fit, Fitted, Job, Score, Site, Update, Work
+from polyclinic.core.names import ENSEMBLE, STUDENT
+from polyclinic.core.rng import Stream
+from polyclinic.core.types import Bundle, Examples, Part, SiteId, Tensors
 from polyclinic.data.examples import PooledData
 from polyclinic.evaluation.metrics import finite_or_none, measure
+from polyclinic.federation.site_limits import SitePrivacyLimits, limit_to_plan
+from polyclinic.federation.update_check import read_scalars
 from polyclinic.privacy.releases import release_metrics
-from polyclinic.privacy.sampling import rate_and_sums
+from polyclinic.privacy.transforms.base import Stage
 from polyclinic.storage import messages
-from polyclinic.storage.run_files import SiteMemory
+from polyclinic.storage.site_memory import SiteMemory
 from polyclinic.training.fit import fit, score
 from polyclinic.training.losses import predict_probabilities
+from polyclinic.training.multi_site import MultiSiteFit
 from polyclinic.training.network import LiveNetwork, move_bundle
 
 Predict = Callable[[Bundle, Part], Tensors]
-STUDENT = "student"
-"""The model that the server made of all others at the end; sites only try it."""
 ORDER = frozenset({"run", "seed", "purpose", "site", "round", "rounds", "lr", "parts", "durable"})
-"""What a message to a site must say."""
+"""The fields that a message to a site must have."""
 
 
 class SiteImages(Protocol):
@@ -67,47 +55,8 @@ class SiteImages(Protocol):
 
 
 @dataclass(frozen=True)
-class SitePrivacyLimits:
-    """What a privacy plan asks of a site."""
-
-    secret: Stream
-    """Where its noise comes from."""
-    priced_jobs: tuple[tuple[float, int], ...]
-    """The training jobs of a round that were priced: sampling rate and steps of each …"""
-    min_noise: float
-    """… with no less noise than this."""
-    metrics_noise: float | None = None
-    """Noise on the counts it tells of its validation images; None: they are told as they are."""
-    parts: tuple[Part, ...] = ("validation",)
-    """Whose metrics may be asked for in a round."""
-    rounds: int = sys.maxsize
-    allows_scores: bool = True
-    """Whether the algorithm's looks at images are paid for."""
-    seeded: bool = False
-    """The secret is none, but drawn from the recipe's seed: then equal seeds give equal noise, whatever the run."""
-
-    def noise_stream(self, order: messages.Message, memory: Bundle | None = None, device: str = "cpu") -> Stream:
-        """A stream of this round's own, named by all that its releases depend on: should the round be played again from
-        other weights, at another rate or with other noise, the numbers are others; else nothing new is released."""
-        fields = order.fields
-        known = messages.hash_tensors(order.tensors), messages.hash_tensors(memory) if memory else ""
-        terms = f"{self.min_noise!r}|{fields.get('lr')!r}|{device}"
-        run = () if self.seeded else (fields["run"],)
-        return self.secret.child(*run, fields["site"], int(fields["round"]), *known, terms)
-
-    def check_order(self, fields: Mapping[str, Any], name: SiteId) -> None:
-        """Refuse what the plan does not have."""
-        if fields["purpose"] == "train" and not set(fields["parts"]) <= set(self.parts):
-            raise Refused("privacy", f"{name} was asked for metrics that its privacy plan keeps back")
-        if int(fields["round"]) > self.rounds + (fields["purpose"] != "train"):
-            raise Refused(
-                "privacy", f"{name} was asked for round {fields['round']}, its privacy plan has {self.rounds}"
-            )
-
-
-@dataclass(frozen=True)
 class SiteRound:
-    """A round at a site, begun: what came, and the work to be driven."""
+    """A round at a site that has begun: the order, and what the local work starts from."""
 
     order: messages.Message
     memory: Bundle | None
@@ -118,7 +67,7 @@ class SiteRound:
 
 
 class SiteRunner:
-    """Plays one site. Many runners of one process may share a network: jobs load their own weights."""
+    """Runs one site. Several runners of a process may share a network, since each job loads its own weights."""
 
     def __init__(
         self,
@@ -133,36 +82,37 @@ class SiteRunner:
         self.name, self.images, self.algorithm = name, images, algorithm
         self.networks = {"": network} if isinstance(network, LiveNetwork) else dict(network)
         self.network = next(iter(self.networks.values()))
-        """The one that it computes with now."""
+        """The network of the cluster that the last order names."""
         self.memory, self.transforms, self.limits = memory, tuple(transforms), limits
 
     def answer(self, data: bytes) -> bytes:
-        """One message in, one message out, driving jobs one after another."""
+        """Return the encoded reply to an encoded order."""
         reply = self.reply(messages.decode(data))
         return messages.encode(reply.fields, reply.tensors)
 
     def reply(self, order: messages.Message) -> messages.Message:
-        """The same within one process, where nothing needs to be encoded."""
+        """Return the reply to an order; local jobs run one after another."""
         self.check_order(order)
         if order.fields["purpose"] == "evaluate":
             return self.evaluate(order)
-        visit = self.begin_round(order)
-        update, memory = drive_jobs(self.start_local(visit), lambda job, number: self.run_job(job, visit, number))
-        return self.finish_round(visit, update, memory)
+        site_round = self.begin_round(order)
+        work = self.start_local(site_round)
+        update, memory = drive_jobs(work, lambda job, number: self.run_job(job, site_round, number))
+        return self.finish_round(site_round, update, memory)
 
     def check_order(self, order: messages.Message) -> None:
-        """Whether an order says all it must."""
+        """Refuse an order that lacks a field, breaks the privacy limits, or names a cluster without a model here."""
         if missing := ORDER - order.fields.keys():
             raise Refused("json", f"the order to {self.name} lacks {', '.join(sorted(missing))}")
         if self.limits is not None:
             self.limits.check_order(order.fields, self.name)
         group = self.algorithm.cluster_from_broadcast(order.tensors)
         if group not in self.networks:
-            raise Refused("site", f"{self.name} was given a place in {group!r:.60}, for which it has no network")
+            raise Refused("site", f"{self.name} was assigned to cluster {group!r:.60}, but has no model for it")
         self.network = self.networks[group]
 
     def begin_round(self, order: messages.Message, predict: Predict | None = None) -> SiteRound:
-        """`predict`: another way to this site's predictions than one by one."""
+        """Load the memory and report metrics of the received model; `predict` replaces the site's own prediction."""
         begun = time.perf_counter()
         fields = order.fields
         if fields["site"] != self.name:
@@ -170,7 +120,9 @@ class SiteRunner:
         failpoint("site-received")
         memory = self.load_memory(fields)
         if memory is None and fields.get("remembers"):
-            raise StoreError(f"site {self.name} lost what it remembered; restore its folder, or start the run anew")
+            raise StoreError(
+                f"site {self.name} lost its memory of earlier rounds; restore its folder, or start a new run"
+            )
         secret = self.limits.noise_stream(order, memory, self.network.device.type) if self.limits else None
         site = Site(self.name, len(self.images.train), fields["round"], fields["rounds"], fields["lr"], secret)
         report = self.report_metrics(order.tensors, memory, fields["parts"], predict or self.predict, secret)
@@ -178,12 +130,14 @@ class SiteRunner:
         return SiteRound(order, memory, site, Stream(fields["seed"], ("site", self.name)), report, begun)
 
     def load_memory(self, fields: Mapping[str, Any]) -> Bundle | None:
-        """What the site remembers of the last of its rounds that counted, where it computes; what it remembers of later
-        ones is dropped. An order that does not say which counted means the one before."""
+        """Return the site's memory of its last round that counted, on its device, and drop that of later rounds.
+
+        The order says which round counted (`remembers`); without it, it is the one before.
+        """
         round = int(fields["round"])
         counted = fields.get("remembers", round - 1)
         if type(counted) is not int or not 0 <= counted < max(round, 1):
-            raise Refused("json", f"the order to {self.name} has no sensible round that it remembers")
+            raise Refused("json", f"the order to {self.name} names no valid round for its memory")
         self.memory.forget(self.name, counted, round)
         memory = self.memory.load(self.name, counted + 1)
         return None if memory is None else move_bundle(memory, self.network.device)
@@ -193,9 +147,9 @@ class SiteRunner:
         return work if self.limits is None else limit_to_plan(work, self.limits, site_round.site)
 
     def run_job(self, job: Job, site_round: SiteRound, number: int) -> Fitted | Tensors:
-        """The `number`-th job of the round."""
-        if isinstance(job, PooledFit):
-            return fit_pooled_sites(job, self.network, self._pooled_sites(), site_round.site, site_round.rng)
+        """Run a job; `number` counts the jobs of the round and seeds its random draws."""
+        if isinstance(job, MultiSiteFit):
+            return job.fit_sites(self.network, self._pooled_sites(), site_round.site, site_round.rng)
         if isinstance(job, Fit):
             return fit(job, self.network, self.images.train, site_round.site, *job_streams(site_round, number))
         return score(job, self.network, getattr(self.images, job.part))
@@ -204,7 +158,7 @@ class SiteRunner:
         if not isinstance(self.images, PooledData):
             raise EngineError(
                 f"{self.name} was asked to train all sites at once, which needs all their images in one process; set "
-                "algorithm.variant: sound, or run it on one machine"
+                "algorithm.variant: corrected, or run it on one machine"
             )
         return self.images.members
 
@@ -216,7 +170,10 @@ class SiteRunner:
         stack_size: int = 1,
         unstacked_reason: str = "",
     ) -> messages.Message:
-        """Remember before anything leaves: a round that is asked for again starts from the memory before it."""
+        """Apply the transforms, save the memory, then return the reply.
+
+        In this order, because a round that is repeated starts from the memory before it.
+        """
         failpoint("site-trained")
         fields, tensors = site_round.order.fields, update.tensors
         if any(t.requires_grad for group in tensors.values() for t in group.values()):
@@ -244,7 +201,7 @@ class SiteRunner:
             "alone": unstacked_reason,
             "seconds": (time.perf_counter() - site_round.started_at) / stack_size,
         }
-        messages.read_scalars(reply)  # refused here already: it could not even be written down
+        read_scalars(reply)  # checked before sending, since a NaN could not be encoded
         return messages.Message(reply, tensors)
 
     def report_metrics(
@@ -255,7 +212,7 @@ class SiteRunner:
         predict: Predict,
         secret: Stream | None = None,
     ) -> list[dict[str, Any]]:
-        """Metrics of the model(s) this site would predict with now, by part."""
+        """Return the metrics of the model(s) that this site would predict with now, by part."""
         rows = []
         models = self.algorithm.models(received, memory) if parts else {}
         for name, weights in models.items():
@@ -267,14 +224,14 @@ class SiteRunner:
         return rows
 
     def release_metrics(self, found: Tensors, secret: Stream | None) -> dict[str, Any]:
-        """Metrics as they are, or under a plan as noised counts."""
+        """Return metrics without noise, or from noised counts where the plan charges for them."""
         noise = None if self.limits is None else self.limits.metrics_noise
         if noise is None or secret is None:
             return finite_or_none(measure(found["probabilities"].double().numpy(), found["labels"].numpy()))
         return finite_or_none(release_metrics(found["probabilities"], found["labels"], noise, secret))
 
     def _replace_non_finite(self, found: Tensors) -> Tensors:
-        """Under a plan a single bad image must not end a run for all to see: nothing is known of it."""
+        """Under a plan predict all classes alike for a bad image: if it ended the run, everybody would see it."""
         if self.limits is None:
             return found
         chance = found["probabilities"]
@@ -289,7 +246,7 @@ class SiteRunner:
         return {name: tensor.cpu() for name, tensor in found.items()}
 
     def evaluate(self, order: messages.Message, predict: Predict | None = None) -> messages.Message:
-        """Predictions of every model on the asked parts, patients as anonymous numbers; nothing is trained."""
+        """Return every model's predictions on the parts that the order names, with patients as anonymous numbers."""
         fields = order.fields
         memory = self.load_memory(fields)
         received, student = _split_student(without_ensemble(order.tensors))
@@ -313,7 +270,7 @@ class SiteRunner:
 
 
 def _mean_predictions(found: Tensors) -> Tensors:
-    """What models say together: the mean of their probabilities."""
+    """Return the mean of the models' probabilities."""
     pools: dict[str, list[torch.Tensor]] = {}
     for key, value in found.items():
         pools.setdefault(f"{ENSEMBLE}|{key.partition('|')[2]}", []).append(value)
@@ -330,47 +287,13 @@ def _split_student(tensors: Bundle) -> tuple[Bundle, Bundle]:
 
 
 def job_streams(site_round: SiteRound, number: int) -> tuple[Stream, Stream | None]:
-    """What the `number`-th job of a round draws from: later ones draw their own order of the data, and noise."""
+    """Return the random stream and the noise stream of the `number`-th job of a round."""
     secret = site_round.site.secret
     return site_round.rng.child("job", number) if number else site_round.rng, secret and secret.child("job", number)
 
 
-def limit_to_plan(work: Work, limits: SitePrivacyLimits, site: Site) -> Work:
-    """The same work, which ends in an error before it trains more than the privacy plan has priced."""
-    result: Any = None
-    done = 0
-    while True:
-        try:
-            job = work.send(result)
-        except StopIteration as end:
-            update, memory = end.value
-            return update, memory
-        if limits.priced_jobs and (job.training.private is None if isinstance(job, Fit) else not limits.allows_scores):
-            raise EngineError(
-                f"site {site.name} was asked to look at its images in a way that the privacy plan has not priced"
-            )
-        if isinstance(job, Fit) and job.training.private is not None:
-            rate, times = rate_and_sums(job, site.examples)
-            most = limits.priced_jobs[done] if done < len(limits.priced_jobs) else (0.0, 0)
-            if rate > most[0] or times > most[1] or job.training.private.noise < limits.min_noise:
-                raise EngineError(
-                    f"site {site.name} was asked to train {times} steps as its job {done + 1} of round {site.round}, "
-                    "which the privacy plan has not priced; an algorithm's jobs must not depend on a site's images"
-                )
-            done += 1
-        result = yield job
-        if isinstance(result, Fitted) and result.dropped:
-            # Told here only: how many there were is as private as the images themselves.
-            logging.getLogger(__name__).warning(
-                "%s: %d gradients of single images were not finite in round %d and counted as zero; look at the images",
-                site.name,
-                result.dropped,
-                site.round,
-            )
-
-
 def drive_jobs(work: Work, run: Callable[[Job, int], Fitted | Tensors]) -> tuple[Update, Bundle | None]:
-    """Send each job's result back into the generator until it returns."""
+    """Send the result of each job back into the generator until it returns the update and the memory."""
     result: Fitted | Tensors | None = None
     number = 0
     while True:
@@ -384,8 +307,8 @@ def drive_jobs(work: Work, run: Callable[[Job, int], Fitted | Tensors]) -> tuple
 
 
 def advances_counter(job: Job) -> bool:
-    """Whether later jobs of the round draw other numbers for it."""
-    return isinstance(job, Fit) or not job.aside
+    """Whether the job advances the counter that seeds later jobs."""
+    return isinstance(job, Fit) or job.counts
 
 
 def _patient_numbers(examples: Examples) -> torch.Tensor:

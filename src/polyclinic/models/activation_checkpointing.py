@@ -1,8 +1,9 @@
-"""Activations that are computed twice instead of kept, block by block: less memory, a third more time.
+"""Activation checkpointing: blocks compute their activations twice instead of keeping them. It saves memory and takes a
+third more time.
 
 T. Chen et al.: "Training Deep Nets with Sublinear Memory Cost", 2016, by `torch.utils.checkpoint`. The second time a
-block computes with the tensors that it had the first time, whoever's they were (a call may bring its own weights), and
-with copies of its statistics: these move once a step, as they do without.
+block uses the same weights as the first time, also if they were passed with the call, and copies of its statistics, so
+that these move once a step, as they do without checkpointing.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from polyclinic.models.split_point import chained_layers
 
 
 class CheckpointedBlock(nn.Module):
-    """What a layer is besides its own type. Off unless switched on: only plain autograd can compute anything again."""
+    """A base class that is added to a block's own. It does nothing until `checkpointing` is set, as only plain autograd
+    (neither `vmap` nor a recorded layer) can recompute."""
 
     checkpointing = False
 
@@ -26,7 +28,7 @@ class CheckpointedBlock(nn.Module):
         if again or not (self.checkpointing and torch.is_grad_enabled()):
             output: Tensor = super().forward(values)
             return output
-        held = dict(self.named_parameters()) | {name: buffer.clone() for name, buffer in self.named_buffers()}
+        tensors = dict(self.named_parameters()) | {name: buffer.clone() for name, buffer in self.named_buffers()}
         first = True
 
         def compute(values: Tensor) -> Tensor:
@@ -34,22 +36,22 @@ class CheckpointedBlock(nn.Module):
             if first:
                 first = False
                 return self.forward(values, again=True)
-            output: Tensor = functional_call(self, held, (values,), {"again": True})
+            output: Tensor = functional_call(self, tensors, (values,), {"again": True})
             return output
 
-        found: Tensor = checkpoint(compute, values, use_reentrant=False)
-        return found
+        checkpointed: Tensor = checkpoint(compute, values, use_reentrant=False)
+        return checkpointed
 
 
 def enable_checkpointing(classifier: Classifier) -> Classifier:
-    """Its blocks can compute their activations again instead of keeping them; no name and no weight changes."""
+    """Turn the classifier's blocks into checkpointed ones, in place; the names of weights stay as they are."""
     layers = (list(layer) if type(layer) is nn.Sequential else [layer] for layer in chained_layers(classifier))
     blocks = [block for stage in layers for block in stage if len(list(block.children()))]
     if not blocks:
         raise RecipeError(
-            "model.checkpoint is true, but this network is not a chain of blocks that could be computed again; "
-            "leave it out, or take resnet22 or a torchvision network other than Inception"
+            "model.activation_checkpointing is true, but this network is not a chain of blocks; "
+            "leave it out, or choose resnet22 or a torchvision network other than Inception"
         )
     for layer in blocks:
-        layer.__class__ = type(f"Recomputed{type(layer).__name__}", (CheckpointedBlock, type(layer)), {})
+        layer.__class__ = type(f"Checkpointed{type(layer).__name__}", (CheckpointedBlock, type(layer)), {})
     return classifier

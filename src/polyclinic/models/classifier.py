@@ -10,9 +10,9 @@ from polyclinic.core.errors import RecipeError
 
 
 class Classifier(nn.Module):
-    """Logits = head(extractor(images)). Every weight's name starts with `extractor.` or `head.`.
+    """A network that computes logits = head(extractor(images)).
 
-    The extractor hands a flat feature vector (n × d) to the head.
+    The extractor returns flat feature vectors (n × d). Every weight's name starts with `extractor.` or `head.`.
     """
 
     def __init__(self, extractor: nn.Module, head: nn.Module) -> None:
@@ -25,19 +25,19 @@ class Classifier(nn.Module):
         return logits
 
     def leaf_layers(self) -> list[str]:
-        """Names of the modules that own weights or statistics themselves, from input to output.
+        """Return the names of the modules that own weights or statistics themselves, from input to output.
 
-        The order is that of definition. Every network of this package is written so that definition and
-        execution agree (parallel branches count in the order in which they are computed); the tests
-        compare the two with forward hooks.
+        The order is that of definition. Every network of this package is written so that it agrees with the order of
+        execution (parallel branches count in the order in which they are computed); the tests compare the two with
+        forward hooks.
         """
         return [name for name, module in self.named_modules() if _owns_tensors(module)]
 
     def tail_parameters(self, fraction: float) -> frozenset[str]:
-        """Names of the parameters in the `fraction` of all leaf layers that lies nearest the output.
+        """Return the names of the parameters in the `fraction` of all leaf layers that is nearest the output.
 
-        FedCycle's fine-tuning: "approximately the top 30% of the layers closest to the output". The number
-        of layers is rounded to the nearest whole number, but is at least one unless `fraction` is 0.
+        This is FedCycle's fine-tuning: "approximately the top 30% of the layers closest to the output". The number of
+        layers is rounded to the nearest whole number, but is at least one unless `fraction` is 0.
         """
         if not 0 <= fraction <= 1:
             raise RecipeError(f"The fine-tuned share of layers is {fraction}; it must lie between 0 and 1.")
@@ -51,11 +51,11 @@ class Classifier(nn.Module):
 
 
 class ModelBuilder(Protocol):
-    """Builds one architecture for a task; draws its first weights from torch's current random state."""
+    """Builds a network for square images of `size` pixels; its first weights come from torch's current random state."""
 
     def __call__(self, *, classes: int, channels: int, size: int, dropout: float) -> Classifier: ...
 
 
 def _owns_tensors(module: nn.Module) -> bool:
-    """Not what a layer only keeps for the moment, or could make again (fixed filters, dropout's keys)."""
+    """Non-persistent buffers (fixed filters, dropout keys) do not count, as they are not saved with the model."""
     return bool(module._parameters or module._buffers.keys() - module._non_persistent_buffers_set)

@@ -1,4 +1,4 @@
-"""Networks without layers through which one image touches another: BatchNorm gives way to GroupNorm."""
+"""Replaces BatchNorm by GroupNorm, so that no layer mixes the images of a batch, as DP-SGD requires."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import TypeVar
 from torch import nn
 
 GROUPS = 32
-"""At most; as Wu and He (2018) and Opacus' ModuleValidator take it. Dense layers' values, one each, are one group: two
-or four of them by themselves would come out as little more than their signs."""
+"""The most groups, as in Wu and He (2018) and Opacus' ModuleValidator. The values after a dense layer are one group: in
+groups of two or four, little more than their signs would be left."""
 M = TypeVar("M", bound=nn.Module)
 
 
 def replace_batch_norm(module: M) -> M:
-    """A copy whose BatchNorm layers are GroupNorm, with the same scale and shift; statistics are dropped."""
+    """Return a copy with GroupNorm in the place of BatchNorm. Scale and shift are kept, running statistics dropped."""
     module = copy.deepcopy(module)
     for parent in list(module.modules()):
         for name, layer in parent.named_children():
@@ -27,7 +27,7 @@ def replace_batch_norm(module: M) -> M:
 def _to_group_norm(layer: nn.modules.batchnorm._BatchNorm) -> nn.GroupNorm:
     width = layer.num_features
     groups = 1 if isinstance(layer, nn.BatchNorm1d) else math.gcd(GROUPS, width)
-    found = nn.GroupNorm(groups, width, layer.eps, layer.affine)
+    norm = nn.GroupNorm(groups, width, layer.eps, layer.affine)
     if layer.affine:
-        found.load_state_dict({"weight": layer.weight.detach(), "bias": layer.bias.detach()})
-    return found
+        norm.load_state_dict({"weight": layer.weight.detach(), "bias": layer.bias.detach()})
+    return norm

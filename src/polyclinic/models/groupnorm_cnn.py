@@ -3,12 +3,12 @@
 S. Purokayisto, J. Hossain, J. Du, M. Salman, M. S. Ali: "Privacy-Preserving Federated Learning with Adaptive
 Noise Scaling and Enhanced CNN Models", EJCSIT 13(52), 2025, section III-B.
 
-Our reading of the skip connection. The text projects "the output from the first convolution" by a 1×1
-convolution and "three successive pooling operations" and adds it "to the third convolutional layer's output".
-Three pools fit only if the branch starts BEFORE the first block's pool (28 → 14 → 7 → 3) and joins AFTER the
-third block's pool (3×3); so it starts after the first convolution, its GroupNorm and its ReLU, and
-128 × 3 × 3 = 1152 values are flattened. The 1×1 convolution has no normalisation of its own; its pools are
-max-pools, as the others are. Other image sizes are halved three times, rounding down, on both ways alike.
+Our reading of the skip connection: the text projects "the output from the first convolution" by a 1×1 convolution and
+"three successive pooling operations" and adds it "to the third convolutional layer's output". Three pools fit only if
+the branch starts BEFORE the first block's pool (28 → 14 → 7 → 3) and joins AFTER the third block's pool (3×3). So it
+starts after the first convolution, its GroupNorm and its ReLU, and 128 × 3 × 3 = 1152 values are flattened. The 1×1
+convolution has no normalisation of its own; its pools are max-pools, as the others are. Images of other sizes are
+halved three times, rounding down, on both branches alike.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ WIDTHS = (32, 64, 128)
 
 
 class ResidualExtractor(nn.Module):
+    """Three convolutions with GroupNorm and a skip connection, then a dense layer of 256 features."""
+
     def __init__(self, channels: int, size: int, dropout: float) -> None:
         super().__init__()
         first, second, third = WIDTHS

@@ -3,10 +3,10 @@
 N. S. Shadin, X. Zhang, J. Wang, M. Pan: "Heterogeneity-Aware Private Personalized Federated Learning for
 Medical Imaging via Contrastive Distillation", section "Simulation Environment and Models".
 
-Departures. The paper ends its networks in a softmax; ours return logits, because a softmax that is softened
-again by a temperature is no longer the distribution the equations mean. The paper prints no padding; ours is
-1, so that a block halves the image exactly. It names no rate for model B's dropout; 0.5 is the rate of its
-student and of the authors' published client for that cluster.
+Departures: the paper ends its networks in a softmax; ours return logits, because a softmax that is softened again by a
+temperature is not the distribution in the equations. The paper states no padding; ours is 1, so that a block halves the
+image exactly. It states no rate for model B's dropout; 0.5 is the rate of its student and of the authors' published
+client for that cluster.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from polyclinic.models.classifier import Classifier, ModelBuilder
 def _build_two_blocks(
     filters: tuple[int, int], dense: int, *, classes: int, channels: int, size: int, dropout: float
 ) -> Classifier:
-    """Two blocks of 3×3 convolution, ReLU and 2×2 max-pool, a dense layer, dropout, the classes.
+    """Build two blocks of 3×3 convolution, ReLU and 2×2 max-pool, a dense layer, dropout and the classes.
 
-    The ReLU follows the pool, on a quarter of the values: the largest one above zero is the same either way.
+    The ReLU follows the pool, where it has a quarter of the values: the maximum is the same either way.
     """
     first, second = filters
     extractor = nn.Sequential(

@@ -1,15 +1,15 @@
 """ResNet-22 for whole mammograms, with the classifier of Fed-Align-CL.
 
 N. Wu et al.: "Deep Neural Networks Improve Radiologists' Performance in Breast Cancer Screening", IEEE TMI 39(4), 2020:
-narrow at first, because a mammogram is large, and with five stages, so that 2048 × 2048 pixels end as 32 × 32 places
+narrow at first, because a mammogram is large, and with five stages, so that 2048 × 2048 pixels become 32 × 32 positions
 of 256 values. A. Jiménez-Sánchez et al.: "Memory-aware curriculum federated learning for breast cancer classification",
 2021, Table IV: the head. Written from these descriptions; blocks as in K. He et al.: "Identity Mappings in Deep
 Residual Networks", 2016.
 
-Our reading of Table IV. It prints a first convolution of 3×3, and widths of second blocks that do not fit the first
-ones'; the published weights have 7×7, and in every stage two blocks of one width. Every stage's first block has a 1×1
-convolution beside it, also the first stage's, where it would not be needed; it sees what the block's first
-normalisation and ReLU give. The Sigmoid at the end belongs to the loss: the head gives logits.
+Our reading of Table IV: it prints a first convolution of 3×3, and widths of second blocks that do not fit the first
+ones'; the published weights have 7×7, and in every stage two blocks of one width. The skip connection of every stage's
+first block is a 1×1 convolution, also in the first stage, where it is not needed; its input is the output of the
+block's first normalisation and ReLU. The Sigmoid at the end belongs to the loss: the head returns logits.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ DENSE = (128, 64)
 
 
 class PreActivationBlock(nn.Module):
-    """Normalisation, ReLU and 3×3 convolution, twice, beside what came in."""
+    """Normalisation, ReLU and 3×3 convolution, twice, with a skip connection."""
 
     def __init__(self, channels: int, width: int, stride: int, first: bool) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class PreActivationBlock(nn.Module):
 
 
 class ResNet22(nn.Sequential):
-    """From images to 256 values each; 2,799,536 parameters for images of one channel."""
+    """The extractor: 256 features an image, with 2,799,536 parameters for images of one channel."""
 
     def __init__(self, channels: int) -> None:
         layers: dict[str, nn.Module] = {
@@ -68,7 +68,7 @@ def resnet22(
     *,
     classes: int,
     channels: int,
-    size: int,  # noqa: ARG001 - it pools over whatever area is left
+    size: int,  # noqa: ARG001 - it pools over the remaining area
     dropout: float,
 ) -> Classifier:
     layers: dict[str, nn.Module] = {}

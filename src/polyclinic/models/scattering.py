@@ -1,12 +1,12 @@
-"""Fixed features for private learning: wavelet scattering, and small networks that learn on top of it.
+"""Fixed features for private learning: wavelet scattering, and small networks that train on top of it.
 
 J. Bruna, S. Mallat: "Invariant Scattering Convolution Networks", IEEE TPAMI 35(8), 2013; filters and order of the
 coefficients as in E. Oyallon, S. Mallat, CVPR 2015 (and the Kymatio library). F. Tramèr, D. Boneh: "Differentially
 Private Learning Needs Better Features (or Much More Data)", ICLR 2021, found that under a small ε a linear layer on
-these features beats networks that must learn theirs.
+these features is better than networks that must learn their features.
 
-The features have no weights and see one picture at a time, so they cost no privacy and nothing of them travels.
-What scattering makes of most pictures alike is taken out: under a clipping norm, a common mean and a few directions of
+The features have no weights and each depends on one image only, so they cost no privacy and are never sent. Their mean
+and main directions over many images are removed or shrunk: under a clipping norm, a common mean and a few directions of
 large variance use up the signal of the others. Statistics of the sites' images would cost privacy; ours are those of
 random pen strokes, drawn here.
 """
@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from polyclinic.core.contract import Stream
+from polyclinic.core.rng import Stream
 from polyclinic.models.classifier import Classifier
 
 SCALES, ANGLES = 2, 8
@@ -30,14 +30,14 @@ PATHS = 1 + SCALES * ANGLES + ANGLES**2
 GROUPS = 27
 HIDDEN = 32
 FLOOR = 1e-3
-"""Directions of less variance than this (of 1 in all) are left as they are."""
+"""Directions with less than this fraction of the variance are left as they are."""
 
 
 class Scattering(nn.Module):
-    """Averages |…||x ⋆ ψ| ⋆ ψ'| … over 2^scales pixels, of orders 0, 1 and 2 with the second wavelet the wider one.
+    """Averages x, |x ⋆ ψ| and ||x ⋆ ψ| ⋆ ψ'| over 2^scales pixels, where ψ' is the wider wavelet.
 
-    n × channels × size × size → n × (channels · paths) × side × side, side = ⌈size / 2^scales⌉. A channel's paths come
-    as order 0, order 1 by (scale, angle), order 2 by (scale, wider scale, angle, other angle).
+    n × channels × size × size → n × (channels · paths) × side × side, with side = ⌈size / 2^scales⌉. A channel's paths
+    are order 0, order 1 by (scale, angle), and order 2 by (scale, wider scale, angle, other angle).
     """
 
     def __init__(self, channels: int, size: int, scales: int = SCALES, angles: int = ANGLES) -> None:
@@ -47,7 +47,7 @@ class Scattering(nn.Module):
         self.paths = 1 + angles * scales + angles**2 * scales * (scales - 1) // 2
         self.shape = (channels * self.paths, self.side, self.side)
         self.margin = (step, step * (self.side + 1) - size)
-        """Reflected pixels before and after the picture: what a Fourier transform puts beyond its edge is not ours."""
+        """Reflected pixels before and after the image, as a Fourier transform continues it periodically."""
         padded = step * (self.side + 2)
         for scale in range(scales):
             waves = torch.stack([_morlet_filter(padded, scale, angle, angles) for angle in range(angles)])
@@ -68,7 +68,7 @@ class Scattering(nn.Module):
         return torch.cat(paths, 2).flatten(1, 2)
 
     def _wavelet_moduli(self, spectrum: Tensor, resolution: int, scale: int) -> Tensor:
-        """|x ⋆ ψ| for all angles, kept at every 2^scale-th pixel of the picture; x is at every 2^resolution-th."""
+        """Return |x ⋆ ψ| for all angles at every 2^scale-th pixel; x is sampled at every 2^resolution-th."""
         waves = _subsample_filters(self.get_buffer(f"waves{scale}").to(spectrum.real.dtype), resolution)
         product = spectrum.unsqueeze(-3) * waves
         for _ in range(resolution, scale):
@@ -82,7 +82,7 @@ class Scattering(nn.Module):
 
 
 class FixedFeatures(nn.Module):
-    """Scattering, normalised picture by picture, evened out by what random strokes have in common; mean square 1."""
+    """Scattering features, normalised image by image, with what random strokes have in common shrunk; mean square 1."""
 
     def __init__(self, channels: int, size: int) -> None:
         super().__init__()
@@ -92,10 +92,10 @@ class FixedFeatures(nn.Module):
             self.register_buffer(name, tensor.clone(), persistent=False)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Pictures that are features already (computed once, before training) pass as they are."""
+        """Return the features; inputs that are features already (computed once, before training) stay as they are."""
         if images.shape[1:] == self.shape:
             return images
-        # Nothing here is learned that could make up for a lower precision.
+        # Not in lower precision, as there are no weights that could learn to make up for it.
         with nullcontext() if images.is_meta else torch.autocast(images.device.type, enabled=False):
             return self.shrink_common_directions(
                 self.scattering(images if images.dtype == torch.float64 else images.float())
@@ -103,17 +103,17 @@ class FixedFeatures(nn.Module):
 
     def shrink_common_directions(self, scattered: Tensor) -> Tensor:
         mean, directions, kept = (self.get_buffer(name).to(scattered.dtype) for name in ("mean", "directions", "kept"))
-        rest = _normalise_paths(scattered) - mean
-        evened = rest - (rest @ directions * (1 - kept)) @ directions.mT
-        vectors = F.normalize(evened.reshape(-1, prod(self.shape)), dim=1) * prod(self.shape) ** 0.5
+        centred = _normalise_paths(scattered) - mean
+        shrunk = centred - (centred @ directions * (1 - kept)) @ directions.mT
+        vectors = F.normalize(shrunk.reshape(-1, prod(self.shape)), dim=1) * prod(self.shape) ** 0.5
         return vectors.reshape(-1, *self.shape)
 
 
 def find_fixed_features(module: nn.Module) -> FixedFeatures | None:
-    """What of a network may be computed once per picture, before training: it learns, draws and remembers nothing.
+    """Return the part of a network that may be computed once for each image, before training; None if there is none.
 
-    The network takes pictures and what this part makes of them alike. Augmentation changes pictures, not features:
-    whoever augments must not compute beforehand.
+    It has no weights, no randomness and no state, and the network accepts its features in the place of images. Do not
+    compute it beforehand if images are augmented.
     """
     return next((part for part in module.modules() if isinstance(part, FixedFeatures)), None)
 
@@ -126,7 +126,8 @@ def scattering_linear(*, classes: int, channels: int, size: int, dropout: float)
 
 
 def scattering_cnn(*, classes: int, channels: int, size: int, dropout: float) -> Classifier:
-    """One convolution on the features. tanh: bounded activations keep gradients short (Papernot et al., AAAI 2021)."""
+    """Build one convolution on the features, with tanh: bounded activations keep gradients short (Papernot et al., AAAI
+    2021)."""
     fixed = FixedFeatures(channels, size)
     width, side, _ = fixed.shape
     extractor = nn.Sequential(
@@ -143,7 +144,7 @@ def scattering_cnn(*, classes: int, channels: int, size: int, dropout: float) ->
 
 
 def _shrink_first_weights(head: nn.Linear) -> nn.Linear:
-    """Random first weights are noise that a private run, which moves little, never gets rid of."""
+    """Scale the random first weights down: a private run moves too little to overcome their noise."""
     with torch.no_grad():
         head.weight.mul_(0.01)
         head.bias.zero_()
@@ -151,7 +152,7 @@ def _shrink_first_weights(head: nn.Linear) -> nn.Linear:
 
 
 def _normalise_paths(features: Tensor) -> Tensor:
-    """Per picture and channel, in groups of paths; length 1."""
+    """Normalise each image and channel, in groups of paths, to length 1."""
     paths = features.reshape(-1, PATHS, *features.shape[-2:])
     grouped = F.group_norm(paths, GROUPS, eps=1e-8).flatten(1)
     return F.normalize(grouped, dim=1)
@@ -159,9 +160,9 @@ def _normalise_paths(features: Tensor) -> Tensor:
 
 @cache
 def _stroke_statistics(size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Mean of random strokes' features, their main directions, and what of each is kept: √(floor / (variance + floor)).
+    """Return the mean of random strokes' features, their main directions, and the factor that is kept of each.
 
-    The larger the pictures, the fewer are drawn, so that this takes seconds at any size.
+    The factor is √(floor / (variance + floor)). Fewer large images are drawn, so that this takes seconds at any size.
     """
     number = min(1000, max(128, round(1000 * (28 / size) ** 2)))
     layer = Scattering(1, size)
@@ -178,7 +179,7 @@ def _stroke_statistics(size: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _draw_strokes(number: int, size: int) -> Tensor:
-    """Pictures of one to three joined strokes (cubic Bézier curves) about the middle."""
+    """Draw images of one to three joined strokes (cubic Bézier curves) around the centre."""
     generator = Stream(2013, ("strokes", size)).generator()
     corners = torch.rand(number, 3, 4, 2, generator=generator)
     corners[:, 1:, 0] = corners[:, :-1, 3]
@@ -196,21 +197,21 @@ def _draw_strokes(number: int, size: int) -> Tensor:
 
 
 def _morlet_filter(side: int, scale: int, angle: int, angles: int) -> Tensor:
-    """The Fourier transform (it is real) of g(u)·(exp(iξu) − β), where β makes the mean zero."""
+    """Return the Fourier transform (it is real) of g(u)·(exp(iξu) − β), where β makes the mean zero."""
     direction = (angles // 2 - 1 - angle) * pi / angles
     place = torch.arange(-2 * side, 3 * side, dtype=torch.float64)
     down, across = torch.meshgrid(place, place, indexing="ij")
     c, s = torch.cos(torch.tensor(direction)), torch.sin(torch.tensor(direction))
-    along, beside = c * down + s * across, c * across - s * down
+    along, orthogonal = c * down + s * across, c * across - s * down
     sigma, slant, frequency = 0.8 * 2**scale, 4 / angles, 0.75 * pi / 2**scale
-    bell = torch.exp(-(along**2 + (slant * beside) ** 2) / (2 * sigma**2)) * slant / (2 * pi * sigma**2)
+    bell = torch.exp(-(along**2 + (slant * orthogonal) ** 2) / (2 * sigma**2)) * slant / (2 * pi * sigma**2)
     wave = bell * torch.exp(1j * frequency * along)
     wavelet = wave - bell * (wave.sum() / bell.sum())
     return torch.real(torch.fft.fft2(wavelet.reshape(5, side, 5, side).sum((0, 2))))
 
 
 def _averaging_matrix(side: int, resolution: int, scales: int) -> Tensor:
-    """Low-pass, every 2^scales-th pixel, margins cut off: one matrix, from the left and from the right."""
+    """Return the matrix that applies a low-pass filter, keeps every 2^scales-th pixel, and cuts the margins off."""
     sigma = 0.8 * 2 ** (scales - 1)
     place = torch.arange(-2 * side, 3 * side, dtype=torch.float64)
     bell = torch.exp(-(place**2) / (2 * sigma**2)) / (2 * pi * sigma**2) ** 0.5
@@ -223,14 +224,14 @@ def _averaging_matrix(side: int, resolution: int, scales: int) -> Tensor:
 
 
 def _subsample_spectrum(spectrum: Tensor) -> Tensor:
-    """The spectrum of every second pixel of every second row: frequencies that look alike there become one."""
+    """Return the spectrum of every second pixel of every second row, by adding the frequencies that alias."""
     half = spectrum.shape[-1] // 2
     rows = spectrum[..., :half, :] + spectrum[..., half:, :]
     return (rows[..., :half] + rows[..., half:]) / 4
 
 
 def _subsample_filters(waves: Tensor, resolution: int) -> Tensor:
-    """The same filters for a picture of every 2^resolution-th pixel: only its frequencies are left."""
+    """Return the filters for an image of every 2^resolution-th pixel, by keeping its frequencies only."""
     if resolution == 0:
         return waves
     half = waves.shape[-1] >> (resolution + 1)

@@ -12,7 +12,7 @@ from polyclinic.models.pfedcdp import cnn_a
 HIDDEN = 64
 
 small_cnn = cnn_a
-"""Convolutions of 32 and 64 filters, 128 dense units: what the benchmarks time is PFedCDP's model A."""
+"""The network of the benchmarks: PFedCDP's model A, convolutions of 32 and 64 filters and 128 dense units."""
 
 
 def mlp(*, classes: int, channels: int, size: int, dropout: float) -> Classifier:

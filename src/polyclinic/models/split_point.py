@@ -1,8 +1,8 @@
-"""Where a network is cut into extractor and head. Usually before its last layers; FedMP also cuts it after a stage.
+"""Where a network is split into extractor and head: usually before its last layers, for FedMP also after a stage.
 
-A stage ends where images get smaller next: ResNet's `layer1` to `layer4`, as in FedMP; other families likewise. What
-follows the last stage, pooling or a dense layer, belongs to it: cut there, a network is as it was built. Only networks
-that are one chain of layers can be cut.
+A stage ends before the next reduction in image size: ResNet's `layer1` to `layer4`, as in FedMP; other families
+likewise. What follows the last stage (pooling, a dense layer) belongs to it, so a network that is cut there is as it
+was built. Only networks that are one chain of layers can be cut.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ STAGE_ENDS: dict[str, tuple[str, ...]] = {
     "DenseNet": ("denseblock1", "denseblock2", "denseblock3"),
     "Sequential": ("relu1", "relu2"),
 }
-"""By the extractor's type: the layers after which all stages but the last end."""
+"""The last layer of each stage but the final one, by the extractor's type."""
 
 
 def count_stages(classifier: Classifier) -> int:
-    """How many stages the network has."""
+    """Return the number of stages."""
     layers, ends = _layers_and_ends(classifier)
     return 1 + sum(end in layers for end in ends)
 
 
 def cut_after(classifier: Classifier, stage: int) -> Classifier:
-    """The same function of images, with the extractor ending after `stage` (1 is the first); layers are shared."""
+    """Return the same network with its extractor ending after `stage` (1 is the first). Layers are shared."""
     layers, ends = _layers_and_ends(classifier)
     last = 1 + sum(end in layers for end in ends)
     if not 1 <= stage <= last:
-        raise RecipeError(f"model.cut is {stage}, but this network has stages 1 to {last}; choose one of them")
+        raise RecipeError(f"model.split_after is {stage}, but this network has stages 1 to {last}; choose one of them")
     if stage == last:
         return classifier
     names = list(layers)
@@ -47,12 +47,12 @@ def cut_after(classifier: Classifier, stage: int) -> Classifier:
 
 
 def chained_layers(classifier: Classifier) -> list[nn.Module]:
-    """The extractor's layers in the order in which they are computed; none if it is not a chain."""
+    """Return the extractor's layers in the order in which they are computed; none if it is not a chain."""
     return list(_layers_and_ends(classifier)[0].values())
 
 
 def _layers_and_ends(classifier: Classifier) -> tuple[dict[str, nn.Module], tuple[str, ...]]:
-    """The extractor's layers in the order in which they are computed, and those after which stages end."""
+    """Return the extractor's layers by name, and the names of those after which stages end."""
     extractor = classifier.extractor
     family = type(extractor).__name__
     if family not in STAGE_ENDS:
@@ -60,7 +60,7 @@ def _layers_and_ends(classifier: Classifier) -> tuple[dict[str, nn.Module], tupl
     children = dict(extractor.named_children())
     pooled: dict[str, nn.Module] = {"pool": nn.AdaptiveAvgPool2d(1), "flatten": nn.Flatten()}
     if "features" not in children:
-        children.pop("fc", None)  # what torchvision's network had as its own head
+        children.pop("fc", None)  # where torchvision's network had its own head
         return {**children, **({"flatten": nn.Flatten()} if family == "ResNet" else {})}, STAGE_ENDS[family]
     inner = dict(children["features"].named_children())
     return {**inner, **({"relu": nn.ReLU()} if family == "DenseNet" else {}), **pooled}, STAGE_ENDS[family]

@@ -1,8 +1,8 @@
 """torchvision's ImageNet networks as classifiers, for images of one or three channels.
 
-The extractor is torchvision's network with its classifier taken out, so it keeps torchvision's weight names;
-the head is that classifier, sized for the task. There is always a dropout before its last layer, at rate 0
-where the family has none: names of saved weights then do not depend on the dropout that a recipe asks for.
+The extractor is torchvision's network without its classifier, so it keeps torchvision's weight names; the head is that
+classifier, sized for the task. There is always a dropout before its last layer, at rate 0 where the family has none, so
+that the names of saved weights do not depend on the dropout that a recipe asks for.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def _build_torchvision(
     *,
     classes: int,
     channels: int,
-    size: int,  # noqa: ARG001 - these networks pool over whatever area is left
+    size: int,  # noqa: ARG001 - these networks pool over the remaining area
     dropout: float,
 ) -> Classifier:
     # Imported here: torchvision takes as long to import as torch, and the paper CNNs do without it.
@@ -49,7 +49,7 @@ def _set_dropout(classifier: nn.Module, rate: float) -> nn.Module:
 
 
 def _accept_grey_images(network: nn.Module) -> None:
-    """Sum the first convolution over RGB: the same function as a grey picture shown in three channels."""
+    """Sum the first convolution over RGB, which gives the same as a grey image repeated in three channels."""
     first = next(module for module in network.modules() if isinstance(module, nn.Conv2d))
     first.in_channels = 1
     first.weight = nn.Parameter(first.weight.detach().sum(dim=1, keepdim=True))

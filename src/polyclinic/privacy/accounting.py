@@ -1,11 +1,11 @@
-"""What privacy costs: ε of Gaussian releases, by the accountants of dp-accounting (PLD, RDP) and Opacus (PRV).
+"""ε of Gaussian releases, computed by the accountants of dp-accounting (PLD, RDP) and Opacus (PRV).
 
-Everything that is released is a list of `Spend`s; everything here is a pure function of such lists. No figure is
+A list of `Spend`s describes all that is released; everything here is a pure function of such lists. No figure is
 optimistic: where a number cannot be exact (losses sorted into buckets) it is an upper bound.
 
-Noise is in units of the clipping norm, and neighbours differ by one unit that is there or not ("add or remove"); with
-"replace" one unit takes the place of another, which may move a sum by twice the norm.
-Both libraries are imported where they are needed: they take a second to start.
+Noise is in units of the clipping norm. Neighbouring data sets differ by one unit that is there or not ("add or
+remove"); with "replace" one unit takes the place of another, which may move a sum by twice the norm.
+Both libraries are imported where they are needed: they take a second to load.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Accountant: TypeAlias = Literal["pld", "rdp", "prv"]
 Neighbours: TypeAlias = Literal["add or remove", "replace"]
 
 SMALLEST_NOISE, LARGEST_NOISE = 0.01, 1e4
-"""Where `noise_for` looks."""
+"""The range that `noise_for` searches."""
 FINEST, COARSEST = 1e-5, 1e-2
 """Bounds on the width of PLD's buckets: any width is pessimistic, a finer one takes longer."""
 PRECISION = 2e-4
@@ -36,7 +36,7 @@ TAIL = 1e-15
 
 @dataclass(frozen=True, order=True)
 class Spend:
-    """One kind of release, so many times."""
+    """One kind of release, `times` times."""
 
     noise: float
     """σ, in units of the clipping norm; infinity releases nothing."""
@@ -59,9 +59,11 @@ def epsilon(
     accountant: Accountant = "pld",
     neighbours: Neighbours = "add or remove",
 ) -> float:
-    """ε of all spends together; 0 for nothing, infinity where something is released without noise."""
+    """Return ε of all spends together at this δ; 0 without spends, infinity for a release without noise."""
     if not 0 < delta < 1:
-        raise RecipeError(f"delta is {delta:g}, but must lie between 0 and 1: take less than one over the records")
+        raise RecipeError(
+            f"delta is {delta:g}, but must lie between 0 and 1: choose less than one over the number of records"
+        )
     return _cached_epsilon(merge_spends(spends, neighbours), delta, accountant, neighbours)
 
 
@@ -71,7 +73,7 @@ def delta_for(
     accountant: Accountant = "pld",
     neighbours: Neighbours = "add or remove",
 ) -> float:
-    """δ of all spends together at a given ε."""
+    """Return δ of all spends together at this ε."""
     if not epsilon >= 0:
         raise RecipeError(f"epsilon is {epsilon:g}, but cannot be negative: give the ε at which δ is asked for")
     merged = merge_spends(spends, neighbours)
@@ -93,7 +95,10 @@ def noise_for(
     accountant: Accountant = "pld",
     neighbours: Neighbours = "add or remove",
 ) -> float:
-    """The least noise whose `price` is at most ε: never too little, at most 0.1 % too much (and never below 0.01)."""
+    """Return the least noise at which the spends that `price(noise)` returns cost at most ε.
+
+    Never too little, at most 0.1 % too much, and never below 0.01.
+    """
     if not epsilon > 0:
         raise RecipeError(f"epsilon is {epsilon:g}, but must be positive: no noise buys an ε of 0")
     spent = _epsilon_by_noise(price, delta, accountant, neighbours)
@@ -102,7 +107,7 @@ def noise_for(
         if enough == LARGEST_NOISE:
             raise RecipeError(
                 f"even a noise of {LARGEST_NOISE:g} spends ε = {spent(enough):.3g}, above {epsilon:g} at δ = {delta:g}:"
-                " allow a larger epsilon, fewer rounds or smaller batches, or what else the algorithm tells more noise"
+                " allow a larger epsilon, fewer rounds, smaller batches, or more noise on other releases"
             )
         enough = min(2 * enough, LARGEST_NOISE)
     while enough > SMALLEST_NOISE and spent(max(enough / 2, SMALLEST_NOISE)) <= epsilon:
@@ -113,7 +118,7 @@ def noise_for(
 
 
 def merge_spends(spends: Iterable[Spend], neighbours: Neighbours) -> tuple[Spend, ...]:
-    """The same privacy loss in one form: equal releases added up, all unsampled ones as one Gaussian release."""
+    """Return the same privacy loss in one form: equal releases added up, all unsampled ones as one release."""
     times: Counter[tuple[float, float, int]] = Counter()
     for spend in spends:
         if spend.times and spend.rate and spend.noise < math.inf:
@@ -143,7 +148,7 @@ def _cached_epsilon(merged: tuple[Spend, ...], delta: float, accountant: Account
 
 
 def _compose_pld(merged: Sequence[Spend], neighbours: Neighbours) -> Any:
-    """The privacy loss distribution of all releases."""
+    """Return the privacy loss distribution of all releases."""
     width = _bucket_width(merged)
     parts = [_release_pld(spend.noise, spend.rate, spend.group, width, neighbours) for spend in merged]
     total, *rest = (part.self_compose(spend.times) for part, spend in zip(parts, merged, strict=True))
@@ -169,7 +174,7 @@ def _bucket_width(merged: Sequence[Spend]) -> float:
 
 @lru_cache(maxsize=64)
 def _release_pld(noise: float, rate: float, group: int, width: float, neighbours: Neighbours) -> Any:
-    """The privacy loss distribution of one release."""
+    """Return the privacy loss distribution of one release."""
     from dp_accounting import NeighboringRelation
     from dp_accounting.pld import privacy_loss_distribution as pld
     from scipy.stats import binom
@@ -192,12 +197,12 @@ def _release_pld(noise: float, rate: float, group: int, width: float, neighbours
 
 
 def _compose_rdp(merged: Sequence[Spend], neighbours: Neighbours) -> Any:
-    """dp-accounting's RDP accountant after all releases."""
+    """Return dp-accounting's RDP accountant after all releases."""
     from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent
     from dp_accounting.rdp import RdpAccountant
 
     _check_no_pld_needed(merged, neighbours, "rdp")
-    logging.getLogger("absl").setLevel(logging.ERROR)  # it tells of every order it does without
+    logging.getLogger("absl").setLevel(logging.ERROR)  # it warns about every order that it skips
     accountant = RdpAccountant()
     for spend in merged:
         release = GaussianDpEvent(spend.noise)
@@ -206,7 +211,7 @@ def _compose_rdp(merged: Sequence[Spend], neighbours: Neighbours) -> Any:
 
 
 def _prv_epsilon(merged: Sequence[Spend], delta: float, neighbours: Neighbours) -> float:
-    """The upper end of Opacus' interval, which is 0.01 above its estimate."""
+    """Return the upper end of Opacus' interval, which is 0.01 above its estimate."""
     import numpy as np
 
     _check_no_pld_needed(merged, neighbours, "prv")
@@ -224,7 +229,7 @@ def _prv_epsilon(merged: Sequence[Spend], delta: float, neighbours: Neighbours) 
 
 
 def _prv_delta(merged: tuple[Spend, ...], epsilon: float, neighbours: Neighbours) -> float:
-    """The least δ (to 1 %) whose ε, as Opacus bounds it, is no larger; below 1e-9 Opacus loses its precision."""
+    """Return the least δ (to 1 %) at which Opacus' ε is no larger; below 1e-9 Opacus loses its precision."""
     enough, too_little = 1.0, 1e-9
     if _cached_epsilon(merged, too_little, "prv", neighbours) <= epsilon:
         return too_little
@@ -254,7 +259,7 @@ def _epsilon_by_noise(
 
 
 def _refine_noise(spent: Callable[[float], float], too_little: float, enough: float, epsilon: float) -> float:
-    """The least noise between the two, rounded up. Brent's method, because a call of `spent` may take seconds."""
+    """Return the least noise between the two, rounded up. Brent's method, as a call of `spent` may take seconds."""
     from scipy.optimize import brentq
 
     def excess(log_noise: float) -> float:
@@ -267,6 +272,6 @@ def _refine_noise(spent: Callable[[float], float], too_little: float, enough: fl
 
 
 def _round_up(value: float) -> float:
-    """To five significant digits."""
+    """Round up to five significant digits."""
     scale: float = 10.0 ** (4 - math.floor(math.log10(value)))
     return float(math.ceil(value * scale) / scale)

@@ -28,10 +28,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from polyclinic.core.contract import Batch, Examples, Fit, Private, Site, Stream, Training
 from polyclinic.core.errors import RecipeError
-from polyclinic.models import Classifier
-from polyclinic.training.fit import batches_per_epoch, fit
+from polyclinic.core.jobs import Fit, Site
+from polyclinic.core.options import Private, Training
+from polyclinic.core.rng import Stream
+from polyclinic.core.types import Batch, Examples
+from polyclinic.models.classifier import Classifier
+from polyclinic.training.data_order import batches_per_epoch
+from polyclinic.training.fit import fit
 from polyclinic.training.losses import task_loss
 from polyclinic.training.network import LiveNetwork, copy_module_weights
 
@@ -308,41 +312,3 @@ def lower_bound(right: int, guesses: int, canaries: int, delta: float, beta: flo
         middle = (low + high) / 2
         low, high = (middle, high) if refuted(middle) else (low, middle)
     return low
-
-
-def is_louder(released: Tensor, quiet: float, loud: float) -> Tensor:
-    """Of each row of noise, whether it is likelier of deviation `loud` than `quiet`: its length tells (χ²).
-
-    Why noise must not be scaled by private data: the length of many numbers gives their deviation away.
-    """
-    evidence = released.double().square().sum(-1) * (quiet**-2 - loud**-2) / 2
-    return evidence > released.shape[-1] * math.log(loud / quiet)
-
-
-def scale_epsilon(quiet: float, loud: float, coordinates: int, delta: float) -> float:
-    """ε of publishing noise of deviation `quiet` on one data set and `loud` on its neighbour, exactly.
-
-    The likelihood ratio grows with the squared length, which is χ² distributed, so the best test for δ(ε) asks whether
-    that exceeds the point where the ratio is e^ε (or, for the other direction, falls short of it).
-    """
-    from scipy import optimize, stats
-
-    if loud < quiet:
-        quiet, loud = loud, quiet
-    if loud == quiet:
-        return 0.0
-    gain, offset = (quiet**-2 - loud**-2) / 2, coordinates * math.log(loud / quiet)
-
-    def excess(epsilon: float) -> float:
-        over, under = (offset + epsilon) / gain, (offset - epsilon) / gain
-        chi = stats.chi2(coordinates)
-        up = chi.sf(over / loud**2) - math.exp(epsilon + chi.logsf(over / quiet**2))
-        down = chi.cdf(under / quiet**2) - math.exp(epsilon + chi.logcdf(under / loud**2))
-        return float(max(up, down)) - delta
-
-    if excess(0.0) <= 0:
-        return 0.0
-    top = 1.0
-    while excess(top) > 0:
-        top *= 2
-    return float(optimize.brentq(excess, 0.0, top))

@@ -1,11 +1,11 @@
-"""The Gaussian mechanism on named tensors: how far they may reach, and the noise that covers it.
+"""The Gaussian mechanism on named tensors: clipping to a bound, and noise in proportion to it.
 
 Lengths are measured in float64, whatever the tensors are. Noise is drawn in float64 and then rounded: its tails are
 whole, where torch's own single-precision normals never exceed 5.77 σ. It comes from a generator with 252 bits of seed;
 torch's takes 32 bits of its seed, which can be tried one after the other, and which a thousand sites would share by
 chance.
 
-What no mechanism in floating point gives: the last bits of a noised value still depend on the value before the noise
+A limit of all mechanisms in floating point: the last bits of a noised value depend on the value before the noise
 (Mironov: On significance of the least significant bits for differential privacy. CCS 2012).
 """
 
@@ -18,23 +18,26 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from polyclinic.core.contract import Bundle, Stream, Tensors
 from polyclinic.core.errors import RecipeError
 from polyclinic.core.flat_tensors import BLOCK_SIZE
+from polyclinic.core.rng import Stream
+from polyclinic.core.types import Bundle, Tensors
 from polyclinic.training.dp.dp_sgd import secret_generator
 
 SLACK = 1e-6
-"""The share by which a length may exceed its bound, so that rounding alone never changes an update a second time."""
+"""Relative tolerance of a bound, so that rounding alone never clips an update a second time."""
 ATTEMPTS = 10
 NOTHING: Tensors = {}
 
 
 def clip(tensors: Tensors, bound: float, origin: Tensors = NOTHING) -> tuple[Tensors, float]:
-    """All floating-point tensors as ONE vector, moved towards `origin` (0 where it has no such tensor) until it is no
-    farther from it than `bound`; and how far it was.
+    """Clip all floating-point tensors as ONE vector to a distance of `bound` from `origin` (0 for a tensor not in it).
 
-    Within the bound, the very same tensors come back. Beyond, ‖result − origin‖ ≤ bound·(1 + 10⁻⁶) also after rounding
-    to the tensors' own type. NaN or infinity anywhere: the result is the origin, and the length is NaN or infinity.
+    Returns the result and the distance before.
+
+    Within the bound, the very same tensors are returned. Beyond it, ‖result − origin‖ ≤ bound·(1 + 10⁻⁶) after
+    rounding to the tensors' own type, too. With NaN or infinity in any tensor, the result is the origin and the
+    distance is not finite.
     """
     length = distance(tensors, origin)
     if math.isfinite(length) and length <= bound * (1 + SLACK):
@@ -43,7 +46,7 @@ def clip(tensors: Tensors, bound: float, origin: Tensors = NOTHING) -> tuple[Ten
 
 
 def _shorten(tensors: Tensors, bound: float, origin: Tensors, length: float) -> Tensors:
-    """Rounding may lengthen what is left, by much for half precision; so it is measured, and shortened again."""
+    """Scale the difference to the bound, and again if rounding has made it longer."""
     share = bound / length if math.isfinite(length) else 0.0
     for attempt in range(ATTEMPTS if share > 0 else 0):
         moved = {name: _move_towards(tensor, origin.get(name), share) for name, tensor in tensors.items()}
@@ -62,7 +65,7 @@ def _move_towards(tensor: Tensor, origin: Tensor | None, share: float) -> Tensor
 
 
 def _origin_of(tensor: Tensor, origin: Tensor | None) -> Tensor:
-    """Where this tensor's way is measured from, on its device and in its type."""
+    """Return the origin of this tensor on its device and in its type."""
     if origin is None or not _is_comparable(tensor, origin):
         return torch.zeros_like(tensor)
     return origin.detach().to(tensor)
@@ -73,20 +76,22 @@ def _is_comparable(one: Tensor, other: Tensor) -> bool:
 
 
 def distance(tensors: Tensors, origin: Tensors = NOTHING) -> float:
-    """‖tensors − origin‖₂ in float64, over all floating-point tensors; the norm itself where there is no origin."""
+    """Return ‖tensors − origin‖₂ in float64 over all floating-point tensors; without an origin the norm."""
     pairs = [(t, origin.get(n)) for n, t in tensors.items() if t.is_floating_point() and t.numel()]
     pairs = [(tensor.detach(), start) for tensor, start in pairs if tensor is not start]
     plain = math.sqrt(sum(float(torch.dot(m, m)) for m in _differences(pairs)))
     if math.isnan(plain) or 1e-140 < plain < 1e140:
         return plain
-    largest = max((float(m.abs().max()) for m in _differences(pairs)), default=0.0)  # squares may have left the range
+    largest = max(
+        (float(m.abs().max()) for m in _differences(pairs)), default=0.0
+    )  # squares may have over- or underflowed
     if largest == 0 or not math.isfinite(largest):
         return largest
     return largest * math.sqrt(sum(float((m / largest).square().sum()) for m in _differences(pairs)))
 
 
 def _differences(pairs: Iterable[tuple[Tensor, Tensor | None]]) -> Iterator[Tensor]:
-    """Differences in float64, a block at a time: all at once would be two more copies of the model."""
+    """Yield differences in float64 by blocks; all at once they would be two more copies of the model."""
     for tensor, start in pairs:
         size = BLOCK_SIZE if tensor.is_cpu else tensor.numel()
         new = torch.split(tensor.reshape(-1), size)
@@ -98,12 +103,12 @@ def _differences(pairs: Iterable[tuple[Tensor, Tensor | None]]) -> Iterator[Tens
 
 
 def gaussian_noise(shape: Sequence[int], std: float, stream: Stream) -> Tensor:
-    """N(0, std²), float64."""
+    """Return a sample of N(0, std²) in float64."""
     return _standard_normal(shape, secret_generator(stream)) * check_std(std)
 
 
 def noise_like(tensors: Tensors, std: float, stream: Stream) -> Tensors:
-    """N(0, std²) for every floating-point tensor, in its type and on its device: one generator, in order of names."""
+    """Return N(0, std²) for every floating-point tensor, in its type and on its device, drawn in order of names."""
     generator, std = secret_generator(stream), check_std(std)
     names = sorted(name for name, tensor in tensors.items() if tensor.is_floating_point())
     return {n: (_standard_normal(tensors[n].shape, generator) * std).to(tensors[n]) for n in names}
@@ -114,7 +119,7 @@ def _standard_normal(shape: Sequence[int], generator: np.random.Generator) -> Te
 
 
 def add_noise(tensors: Tensors, std: float, stream: Stream) -> Tensors:
-    """The tensors and noise; integers stay as they are, and so does everything where `std` is 0."""
+    """Return the tensors plus noise; integers are unchanged, and everything is if `std` is 0."""
     if check_std(std) == 0:
         return tensors
     noise = noise_like(tensors, std, stream)
@@ -122,14 +127,14 @@ def add_noise(tensors: Tensors, std: float, stream: Stream) -> Tensors:
 
 
 def check_std(std: float) -> float:
-    """The noise itself, if noise can be of that size."""
+    """Return `std`; raises `RecipeError` if it is negative, infinite or NaN."""
     if not 0 <= std < math.inf:
         raise RecipeError(f"noise of {std} standard deviations cannot be drawn; choose a number of 0 or more")
     return float(std)
 
 
 def join_kinds(bundle: Bundle, kinds: Iterable[str]) -> Tensors:
-    """Several kinds as one tree of tensors."""
+    """Return several kinds of a bundle as one dictionary, by `kind/name`."""
     return {f"{kind}/{name}": tensor for kind in kinds for name, tensor in bundle.get(kind, {}).items()}
 
 

@@ -1,4 +1,4 @@
-"""Who was trained on? A membership attack on a model as it stands, whatever was promised.
+"""Membership inference: which examples was a model trained on?
 
 Membership Inference Attacks From First Principles (Carlini et al., S&P 2022): LiRA. Shadow models, trained on random
 halves of the examples, show how confident a model is of each example's label when it has seen it and when it has not:
@@ -17,8 +17,8 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from polyclinic.core.contract import Stream
 from polyclinic.core.errors import DataError, RecipeError
+from polyclinic.core.rng import Stream
 from polyclinic.evaluation.metrics import Floats, Predictions, measure
 from polyclinic.evaluation.statistics import bootstrap_intervals
 
@@ -26,21 +26,21 @@ Train: TypeAlias = Callable[[NDArray[np.intp], Stream], Floats]
 """(members, stream) -> the confidence in every example's true label of a model trained on `members` alone."""
 
 RATES = (0.01, 0.001)
-"""Shares of outsiders that may be accused."""
+"""False-positive rates at which the true-positive rate is reported."""
 SMALLEST = 1e-12
 """Confidences are kept this far from 0 and 1, and deviations from 0."""
 
 
 @dataclass(frozen=True)
 class MembershipResult:
-    """How well members are told from outsiders."""
+    """How well the attack distinguishes members from non-members."""
 
     auc: float
     low: float
     high: float
     """The 95 % interval of the area, over examples."""
     found: Mapping[float, float]
-    """Share of members found, by the share of outsiders that may be accused."""
+    """True-positive rate by false-positive rate."""
     examples: int
     models: int
 
@@ -48,15 +48,16 @@ class MembershipResult:
     def sentence(self) -> str:
         found = ", ".join(f"{100 * share:.1f} % at {100 * rate:g} %" for rate, share in self.found.items())
         return (
-            f"Members are told from outsiders with an area of {self.auc:.3f} ({self.low:.3f} to {self.high:.3f}; 0.5 "
-            f"is guessing); found, of outsiders accused: {found} ({self.models} shadow models, {self.examples} images)."
+            f"Members are told from non-members with an AUC of {self.auc:.3f} ({self.low:.3f} to {self.high:.3f}; 0.5 "
+            f"is guessing); true-positive rate: {found} false positives ({self.models} shadow models, {self.examples} "
+            "images)."
         )
 
 
 def attack_membership(
     train: Train, examples: int, stream: Stream, models: int = 16, rates: Sequence[float] = RATES
 ) -> MembershipResult:
-    """Train `models` shadow models and one to attack, each on a random half of the examples, and attack it."""
+    """Train `models` shadow models and one target, each on a random half of the examples, and attack the target."""
     if models < 4 or models % 2:
         raise RecipeError(f"{models} shadow models cannot be halved into two pairs; take an even number from 4, say 16")
     if examples < 4:
@@ -69,13 +70,13 @@ def attack_membership(
 
 
 def random_halves(examples: int, models: int, stream: Stream) -> NDArray[np.bool_]:
-    """Who is in whose training set (models × examples): every example in half of them, chosen at random."""
+    """Draw the training sets (models × examples): every example is in a random half of them."""
     drawn = np.random.default_rng(stream.integer()).random((models, examples))
     return drawn.argsort(axis=0).argsort(axis=0) < models // 2
 
 
 def likelihood_ratios(attacked: Floats, shadows: Floats, inside: NDArray[np.bool_]) -> Floats:
-    """How much likelier, by its logits, the attacked model saw each example than not (shadows: models × examples)."""
+    """Return the log-likelihood ratio, for each example, of being a member (shadows: models × examples)."""
     seen, unseen = (_log_likelihood(attacked, shadows, who) for who in (inside, ~inside))
     return seen - unseen
 
@@ -83,7 +84,7 @@ def likelihood_ratios(attacked: Floats, shadows: Floats, inside: NDArray[np.bool
 def membership_result(
     scores: Floats, members: NDArray[np.bool_], stream: Stream, models: int, rates: Sequence[float] = RATES
 ) -> MembershipResult:
-    """Of scores that are higher for likelier members."""
+    """Evaluate scores that are higher for likelier members."""
     # Ranks keep the area, and lie between 0 and 1 as probabilities must.
     ranks = np.searchsorted(np.sort(scores), scores) / len(scores)
     guessed, truth = np.stack([1 - ranks, ranks], axis=1), members.astype(np.int64)
@@ -93,7 +94,7 @@ def membership_result(
 
 
 def true_positive_rate(scores: Floats, members: NDArray[np.bool_], rate: float) -> float:
-    """The share of members above a threshold that at most this share of outsiders exceeds; ties accuse nobody."""
+    """Return the share of members above the threshold that at most this share of non-members exceeds; ties do not."""
     outsiders = np.sort(scores[~members])[::-1]
     threshold = outsiders[int(rate * len(outsiders))]
     return float((scores[members] > threshold).mean())

@@ -1,13 +1,13 @@
-"""The plan: one frozen object that binds all a privacy claim rests on, priced before round 1.
+"""The privacy plan: one frozen object with everything that a privacy claim rests on, priced before round 1.
 
-    unit        whom the claim protects: an image, a patient with all images at a site, or a whole site
+    unit        what the claim protects: an image, a patient with all images at a site, or a whole site
     neighbours  which two data sets must be hard to tell apart
-    trust       who sees something before noise is added: nobody outside the site, or the server
-    sampling    how images come into a step; only Poisson sampling makes a step cheaper than a look at everything
-    clip, noise how far one unit can move what is released, and how much noise covers that
-    rounds      who takes part when: cohorts are drawn from a public stream, so a site pays for its own rounds only
+    noise_at    where noise is added: at the site, or at the server, which then must be trusted
+    sampling    how batches are drawn; only Poisson sampling costs less ε than a step on all images
+    clip, noise how far one unit can move what is released, and the noise in units of that
+    rounds      the sites of each round: cohorts are drawn in public, so a site is charged for its own rounds only
 
-Of these follow, by a library's accountant, what each site and the worst-placed record pay.
+From these `privacy.accounting` computes ε of each site and of the record that is charged most.
 """
 
 from __future__ import annotations
@@ -16,75 +16,73 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from polyclinic.core.contract import Fit, Private, SiteId, Training
+from pydantic import Field
+
 from polyclinic.core.errors import RecipeError
+from polyclinic.core.jobs import Fit
+from polyclinic.core.options import Private, Training
+from polyclinic.core.types import SiteId
 from polyclinic.privacy.accounting import Accountant, Neighbours, Spend, epsilon, noise_for
 from polyclinic.privacy.sampling import rate_and_sums
 
 Unit = Literal["image", "patient", "site"]
 DIGITS = 3
-"""Sampling rates are rounded up to so many digits, which costs next to nothing and makes most sites' steps alike."""
+"""Digits to which sampling rates are rounded up: it costs next to nothing and makes most sites' steps equal."""
 
 RELEASED = ("model",)
 """Kinds of an update that a site-level plan clips and noises, together as one vector."""
 LEFT = 0.98
-"""Of ε; where earlier runs have spent more, what is left would only buy noise."""
+"""The share of ε; where earlier runs have spent more, the rest would allow nothing but noise."""
 SOUGHT = 1.0 + 2.0**-40
-"""Stands for the noise that is sought; nobody writes this number."""
+"""Stands for the noise to be solved for; no recipe has this number."""
 
 
 @dataclass(frozen=True)
 class PrivacyConfig:
-    """What a recipe may say under `privacy`."""
+    """The section `privacy` of a recipe."""
 
     unit: Unit = "image"
-    epsilon: float | None = None
-    """What the whole run may cost; with `noise` as well, the run stops before it costs more."""
-    noise: float | None = None
+    epsilon: Annotated[float, Field(gt=0, le=1000)] | None = None
+    """The ε of the whole run; with `noise` as well, the run stops before it exceeds it."""
+    noise: Annotated[float, Field(ge=0, le=1e6)] | None = None
     """σ, the noise in units of the clip; left out, it is solved for `epsilon`."""
-    delta: float = 1e-5
-    clip: float = 1.0
+    delta: Annotated[float, Field(gt=0, lt=1)] = 1e-5
+    clip: Annotated[float, Field(ge=1e-9, le=1e9)] = 1.0
     accountant: Accountant = "pld"
     neighbours: Neighbours = "add or remove"
     sampling: Literal["poisson", "shuffle"] = "poisson"
     amplification: bool | None = None
-    """Whether sampling makes steps cheaper; left out: where it is Poisson sampling."""
-    views: int = 1
+    """Whether the accountant counts on sampling; left out: with Poisson sampling only."""
+    augmentation_multiplicity: Annotated[int, Field(ge=1)] = 1
     """Augmented copies of an image whose mean gradient is clipped."""
-    at: Literal["site", "server"] = "site"
-    """For unit site: where noise is added, so whom one need not trust."""
-    holders: int | None = None
+    noise_at: Literal["site", "server"] = "site"
+    """For unit site: where noise is added, by each site or by a trusted server."""
+    max_sites_per_record: Annotated[int, Field(ge=1)] | None = None
     """The most sites at which one image (or patient) may be; left out: counted in the data."""
     metrics: Literal["suppress", "count", "open"] = "suppress"
-    """What sites tell of their validation images each round: nothing; noised counts, charged; or all, unprotected."""
+    """Metrics on validation images that sites report each round: none; from noised counts, charged; or unprotected."""
     ledger: str | None = None
-    """A file in which all runs on the same images enter what they cost, so that they add up."""
+    """A file in which all runs on the same images record what they spend, so that it adds up."""
     randomness: Literal["seed", "secret"] = "secret"
-    """Noise from a secret, or from the seed: then a run can be repeated, and the noise removed by whoever knows it."""
+    """The source of noise; with `seed` a run can be repeated, but anybody who knows the seed can remove the noise."""
 
 
 def config_problems(config: PrivacyConfig, training: Training, watching: bool) -> Iterator[str]:
-    """What is wrong with a recipe's `privacy` whatever the data; `watching`: a schedule looks at validation metrics."""
+    """Yield a sentence for each mistake that needs no data to find; `watching`: a schedule uses validation metrics."""
     if config.epsilon is None and config.noise is None:
-        yield "privacy needs epsilon (then the noise is solved for it) or noise (then epsilon is told); give one"
-    if config.epsilon is not None and not 0 < config.epsilon <= 1000:
-        yield f"privacy.epsilon is {config.epsilon}; choose a positive number, usually 1 to 10"
-    if config.noise is not None and not 0 <= config.noise <= 1e6:
-        yield f"privacy.noise is {config.noise}; choose a multiple of the clip, usually 0.5 to 10"
-    if not 0 < config.delta < 1:
-        yield f"privacy.delta is {config.delta}; choose a small probability, far below 1 / the number of images"
-    if not 1e-9 <= config.clip <= 1e9:
-        yield f"privacy.clip is {config.clip}; choose a positive length, usually 0.1 to 10"
-    if config.views < 1:
-        yield f"privacy.views is {config.views}; choose 1 or more"
-    if config.views > 1 and training.augment is None:
-        yield "privacy.views would be copies of one image; give training.augment, or set privacy.views: 1"
-    if config.holders is not None and config.holders < 1:
-        yield f"privacy.holders is {config.holders}; an image is at 1 site or more"
-    if config.at == "server" and config.unit != "site":
-        yield f"privacy.at: server is for unit site; with unit {config.unit} noise is added in every step, at the site"
+        yield "privacy needs epsilon (then the noise is solved for) or noise (then epsilon is computed); give one"
+    if config.augmentation_multiplicity > 1 and training.augment is None:
+        yield (
+            "privacy.augmentation_multiplicity would be copies of one image; give training.augment, or set "
+            "privacy.augmentation_multiplicity: 1"
+        )
+    if config.noise_at == "server" and config.unit != "site":
+        yield (
+            f"privacy.noise_at: server is for unit site; with unit {config.unit} noise is added in every step, at the "
+            "site"
+        )
     if config.metrics == "count" and config.unit == "site":
         yield "privacy.metrics: count protects single images, not a whole site; set it to suppress"
     if config.amplification and config.unit == "site":
@@ -101,10 +99,10 @@ def config_problems(config: PrivacyConfig, training: Training, watching: bool) -
             "training.oversample draws some images more often than the accountant counts; set training.oversample: "
             "false"
         )
-    if training.order != "random":
+    if training.curriculum.by != "random":
         yield (
-            f"training.order: {training.order} looks at images beside the steps that a privacy plan prices, and "
-            "sampling has no order; set training.order: random, or leave privacy out"
+            f"training.curriculum.by: {training.curriculum.by} looks at images beside the steps that a privacy plan "
+            "prices, and sampling has no order; set training.curriculum.by: random, or leave privacy out"
         )
     if training.private is not None:
         yield "training.private follows from privacy; leave it out"
@@ -114,7 +112,7 @@ def config_problems(config: PrivacyConfig, training: Training, watching: bool) -
 
 @dataclass(frozen=True)
 class Steps:
-    """A training job of a round: so many noised sums, each over images that come in with this probability."""
+    """A training job of a round: `times` noised sums, each over images that are sampled with probability `rate`."""
 
     rate: float
     times: int
@@ -122,43 +120,43 @@ class Steps:
 
 @dataclass(frozen=True)
 class SiteSize:
-    """What the plan must know of a site."""
+    """The numbers of images that the plan needs of a site."""
 
     examples: int
     largest: int = 1
-    """Training images of the patient with the most, at this site."""
+    """Training images of the patient who has most, at this site."""
     largest_validation: int = 1
     """The same of validation images."""
 
 
 @dataclass(frozen=True)
 class PrivacyPlan:
-    """A wish bound to a federation, an algorithm and the rounds: what it costs."""
+    """The privacy section of a recipe applied to a federation, an algorithm and the rounds, with its ε."""
 
     config: PrivacyConfig
     noise: float
     rounds: tuple[tuple[SiteId, ...], ...]
-    """Who takes part in each round."""
+    """The sites of each round."""
     site_sizes: Mapping[SiteId, SiteSize]
     jobs: Mapping[SiteId, tuple[Steps, ...]]
-    """The training of a round, by site."""
+    """The training jobs of a round, by site."""
     other_releases: Mapping[str, float] = field(default_factory=dict)
-    """Noise multipliers of what a round releases beside training."""
+    """Noise multipliers of what a round releases besides trained weights."""
     max_sites_per_record: int = 1
     no_guarantee_reason: str = ""
-    """Why the figures are no guarantee; "" where they are."""
+    """Why ε is no guarantee; "" if it is one."""
     models: int = 1
-    """How many models a site tells metrics of."""
+    """The number of models that a site reports metrics of."""
     metrics_noise: float = math.inf
     earlier: tuple[Spend, ...] = ()
-    """What earlier runs on the same images have cost a record, where they share a ledger."""
+    """The spends of earlier runs on the same images, of a shared ledger."""
 
     @property
     def has_guarantee(self) -> bool:
         return not self.no_guarantee_reason
 
     def round_spends(self, site: SiteId, noise: float | None = None) -> tuple[Spend, ...]:
-        """What one round at a site releases of one unit."""
+        """Return what one round at a site releases of one unit."""
         sigma = self.noise if noise is None else noise
         if self.config.unit == "site":
             return (Spend(sigma),)
@@ -167,7 +165,7 @@ class PrivacyPlan:
         return (*steps, *(Spend(charge, group=group) for charge in self.other_releases.values()))
 
     def run_spends(self, noise: float | None = None) -> dict[SiteId, tuple[Spend, ...]]:
-        """What all rounds at each site release of one unit."""
+        """Return what all rounds at each site release of one unit."""
         taken = {site: sum(site in cohort for cohort in self.rounds) for site in self.site_sizes}
         return {
             site: tuple(replace(s, times=s.times * taken[site]) for s in self.round_spends(site, noise) if taken[site])
@@ -175,56 +173,56 @@ class PrivacyPlan:
         }
 
     def worst_epsilon(self, spent: Mapping[SiteId, Iterable[Spend]], accountant: Accountant | None = None) -> float:
-        """ε of the worst-placed unit: one that is at the `holders` sites that released most, and was before."""
+        """Return ε of the unit that is charged most: it is at the `max_sites_per_record` sites that released most."""
         return max(
             self.epsilon_of(one, accountant) for one in worst_candidates(spent, self.max_sites_per_record) or [()]
         )
 
     @cached_property
     def epsilon(self) -> float:
-        """Of the whole run as planned."""
+        """ε of the whole run as planned."""
         return self.worst_epsilon(self.run_spends())
 
     def epsilon_of(self, spent: Iterable[Spend], accountant: Accountant | None = None) -> float:
-        """ε of all these releases together: a unit that is at one site pays for that site's."""
-        wish = self.config
-        return epsilon((*spent, *self.earlier), wish.delta, accountant or wish.accountant, wish.neighbours)
+        """Return ε of all these releases and the earlier ones together."""
+        config = self.config
+        return epsilon((*spent, *self.earlier), config.delta, accountant or config.accountant, config.neighbours)
 
     def private_options(self) -> Private | None:
-        """What training jobs are told."""
+        """Return the DP-SGD options of training jobs; None if noise is added to updates instead."""
         if self.config.unit == "site":
             return None
-        return Private(self.config.clip, self.noise, self.config.sampling, self.config.views)
+        return Private(self.config.clip, self.noise, self.config.sampling, self.config.augmentation_multiplicity)
 
     def as_json(self) -> dict[str, Any]:
-        wish = self.config
+        config = self.config
         return {
-            "unit": wish.unit,
-            "neighbours": wish.neighbours,
-            "at": wish.at,
-            "sampling": wish.sampling,
-            "delta": wish.delta,
-            "clip": wish.clip,
+            "unit": config.unit,
+            "neighbours": config.neighbours,
+            "noise_at": config.noise_at,
+            "sampling": config.sampling,
+            "delta": config.delta,
+            "clip": config.clip,
             "noise": self.noise,
-            "accountant": wish.accountant,
-            "wanted": wish.epsilon,
-            "holders": self.max_sites_per_record,
-            "metrics": wish.metrics,
+            "accountant": config.accountant,
+            "max_epsilon": config.epsilon,
+            "max_sites_per_record": self.max_sites_per_record,
+            "metrics": config.metrics,
             "metrics_noise": None if math.isinf(self.metrics_noise) else self.metrics_noise,
-            "randomness": wish.randomness,
-            "caveat": self.no_guarantee_reason,
+            "randomness": config.randomness,
+            "no_guarantee_reason": self.no_guarantee_reason,
         }
 
 
-def worst_candidates(spent: Mapping[SiteId, Iterable[Spend]], holders: int) -> list[tuple[Spend, ...]]:
-    """Compositions of which the dearest is no cheaper than what any unit at `holders` sites pays.
+def worst_candidates(spent: Mapping[SiteId, Iterable[Spend]], max_sites: int) -> list[tuple[Spend, ...]]:
+    """Return compositions of which the one with the largest ε is an upper bound for any unit at `max_sites` sites.
 
-    A unit at one site pays for that site, so each site is a candidate but those that release less than another in every
-    respect. A unit at m sites composes m times; what sites release has no order in general, so of each noise the m
-    largest numbers of releases are added, all at the largest rate.
+    A unit at one site is charged for that site, so each site is a candidate except those that release less than another
+    in every respect. A unit at m sites composes m times; sites' releases have no order in general, so for each noise
+    the m largest numbers of releases are added, all at the largest rate.
     """
     lists = {tuple(spends) for spends in spent.values()} - {()}
-    if holders == 1:
+    if max_sites == 1:
         return [one for one in lists if not any(other != one and _dominates(other, one) for other in lists)]
     kinds: dict[float, list[Spend]] = {}
     for spends in (tuple(found) for found in spent.values()):
@@ -232,11 +230,11 @@ def worst_candidates(spent: Mapping[SiteId, Iterable[Spend]], holders: int) -> l
             mine = [s for s in spends if s.noise == noise]
             rate, group = max(s.rate for s in mine), max(s.group for s in mine)
             kinds.setdefault(noise, []).append(Spend(noise, rate, sum(s.times for s in mine), group))
-    return [tuple(_largest_spend(rows, holders) for rows in kinds.values())] if kinds else []
+    return [tuple(_largest_spend(rows, max_sites) for rows in kinds.values())] if kinds else []
 
 
-def _largest_spend(rows: Sequence[Spend], holders: int) -> Spend:
-    times = sorted((s.times for s in rows), reverse=True)[:holders]
+def _largest_spend(rows: Sequence[Spend], max_sites: int) -> Spend:
+    times = sorted((s.times for s in rows), reverse=True)[:max_sites]
     return Spend(rows[0].noise, max(s.rate for s in rows), sum(times), max(s.group for s in rows))
 
 
@@ -248,7 +246,7 @@ def _dominates(more: tuple[Spend, ...], less: tuple[Spend, ...]) -> bool:
 
 
 def steps_of(job: Fit, examples: int, config: PrivacyConfig) -> Steps:
-    """A training job as the accountant counts it."""
+    """Return a training job as the accountant counts it."""
     rate, times = rate_and_sums(job, examples)
     return Steps(1.0 if config.amplification is False else round_up(rate), times)
 
@@ -261,54 +259,54 @@ def round_up(rate: float) -> float:
 
 
 def make_plan(draft: PrivacyPlan) -> PrivacyPlan:
-    """Solve what the wish leaves open; refuse what cannot be claimed."""
-    wish = draft.config
-    units = len(draft.site_sizes) if wish.unit == "site" else max(h.examples for h in draft.site_sizes.values())
-    if wish.delta * units >= 1:
-        what = "sites" if wish.unit == "site" else "training images at the largest site"
+    """Return the plan with its noise solved for; raises `RecipeError` where ε cannot be guaranteed."""
+    config = draft.config
+    units = len(draft.site_sizes) if config.unit == "site" else max(h.examples for h in draft.site_sizes.values())
+    if config.delta * units >= 1:
+        what = "sites" if config.unit == "site" else "training images at the largest site"
         raise RecipeError(
-            f"privacy.delta is {wish.delta:g}, but there are {units} {what}: a mechanism that publishes one of them "
+            f"privacy.delta is {config.delta:g}, but there are {units} {what}: a mechanism that publishes one of them "
             f"outright would pass; choose a delta well below {1 / units:.1e}"
         )
-    if wish.ledger is not None and draft.no_guarantee_reason:
+    if config.ledger is not None and draft.no_guarantee_reason:
         raise RecipeError(
-            f"privacy.ledger keeps what is guaranteed, but {draft.no_guarantee_reason}; leave privacy.ledger out"
+            f"privacy.ledger is for runs with a guarantee, but {draft.no_guarantee_reason}; leave privacy.ledger out"
         )
-    if wish.epsilon is not None and draft.earlier and (spent := draft.worst_epsilon({})) >= LEFT * wish.epsilon:
+    if config.epsilon is not None and draft.earlier and (spent := draft.worst_epsilon({})) >= LEFT * config.epsilon:
         raise RecipeError(
-            f"earlier runs have spent ε = {spent:.3g} of these images by {wish.ledger}, and privacy.epsilon is "
-            f"{wish.epsilon:g}; raise it, or leave it at that"
+            f"earlier runs on these images have spent ε = {spent:.3g} (see {config.ledger}), and privacy.epsilon is "
+            f"{config.epsilon:g}; raise privacy.epsilon, or stop using these images"
         )
-    if wish.epsilon is not None and draft.no_guarantee_reason:
+    if config.epsilon is not None and draft.no_guarantee_reason:
         raise RecipeError(
-            f"privacy.epsilon cannot be promised: {draft.no_guarantee_reason}; set algorithm.variant: sound, or give privacy.noise "
-            "alone to run without a guarantee"
+            f"privacy.epsilon cannot be promised: {draft.no_guarantee_reason}; set algorithm.variant: corrected, or "
+            "give privacy.noise alone to run without a guarantee"
         )
-    if wish.noise is not None:
-        plan = replace(draft, noise=wish.noise)
+    if config.noise is not None:
+        plan = replace(draft, noise=config.noise)
     else:
-        assert wish.epsilon is not None
-        sigma = _solve_noise(draft, wish.epsilon)
+        assert config.epsilon is not None
+        sigma = _solve_noise(draft, config.epsilon)
         plan = replace(draft, noise=sigma)
-    return replace(plan, metrics_noise=_metrics_noise(plan)) if wish.metrics == "count" else plan
+    return replace(plan, metrics_noise=_metrics_noise(plan)) if config.metrics == "count" else plan
 
 
 def _solve_noise(draft: PrivacyPlan, target: float) -> float:
-    """The least noise that keeps every candidate within the target."""
-    wish, tried = draft.config, worst_candidates(draft.run_spends(SOUGHT), draft.max_sites_per_record)
+    """Return the least noise that keeps every candidate within the target."""
+    config, tried = draft.config, worst_candidates(draft.run_spends(SOUGHT), draft.max_sites_per_record)
 
     def scaled(one: tuple[Spend, ...], sigma: float) -> tuple[Spend, ...]:
-        """The noise of training is sought, that of other charges is given."""
+        """Set the noise of training; that of other releases is given."""
         return (*(replace(s, noise=sigma) if s.noise == SOUGHT else s for s in one), *draft.earlier)
 
     def solved(one: tuple[Spend, ...]) -> float:
-        return noise_for(lambda sigma: scaled(one, sigma), target, wish.delta, wish.accountant, wish.neighbours)
+        return noise_for(lambda sigma: scaled(one, sigma), target, config.delta, config.accountant, config.neighbours)
 
     return max(map(solved, tried))
 
 
 def _metrics_noise(plan: PrivacyPlan) -> float:
-    """Validation images are other images than training ones: they may cost as much, no more."""
+    """Return the noise on metrics. Validation images are not training images, so they have the same ε of their own."""
     target = plan.config.epsilon if plan.config.epsilon is not None else plan.epsilon
     taken = (
         max(sum(site in cohort for cohort in plan.rounds) for site in plan.site_sizes)
@@ -316,12 +314,14 @@ def _metrics_noise(plan: PrivacyPlan) -> float:
         * plan.models
     )
     group = max(h.largest_validation for h in plan.site_sizes.values()) if plan.config.unit == "patient" else 1
-    wish, told = plan.config, Spend(1.0, times=taken, group=group)
-    return noise_for(lambda noise: (replace(told, noise=noise),), target, wish.delta, wish.accountant, wish.neighbours)
+    config, told = plan.config, Spend(1.0, times=taken, group=group)
+    return noise_for(
+        lambda noise: (replace(told, noise=noise),), target, config.delta, config.accountant, config.neighbours
+    )
 
 
 def largest_groups(patients: Sequence[str] | None) -> int:
-    """Images of the patient with the most."""
+    """Return the number of images of the patient who has most."""
     if not patients:
         return 1
     counts: dict[str, int] = {}

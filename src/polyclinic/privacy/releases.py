@@ -1,10 +1,10 @@
-"""What a site may tell beside weights: statistics, features, class means, metrics. Each is clipped, noised, charged.
+"""Private releases besides weights: statistics, features, class means, metrics. Each is clipped, noised and charged.
 
 All are Gaussian mechanisms: an example contributes a vector no longer than a sensitivity s; N(0, (σ·s)²) is added to
-the sum (or, for `rows`, to each vector). `noise` is σ; a release costs one `account.Spend(noise)`, without sampling.
+the sum (or, for `rows`, to each vector). `noise` is σ; a release costs one `accounting.Spend(noise)`, without sampling.
 
-Neighbours: one example is taken out and contributes 0; how many there were (`examples`) is public, and does not change.
-An example whose value is NaN contributes 0 as well. Someone with m examples is a group of m: s grows m-fold at most.
+Neighbours: one example is removed and contributes 0; the number of examples (`examples`) is public and unchanged. An
+example whose value is NaN contributes 0 as well. A patient with m examples is a group of m: s grows m-fold at most.
 
 Values with `noise = 0` are exact, for tests; the accountant prices them at ε = ∞.
 """
@@ -18,16 +18,17 @@ import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 
-from polyclinic.core.contract import Stream, Tensors
 from polyclinic.core.errors import DataError, RecipeError
+from polyclinic.core.rng import Stream
+from polyclinic.core.types import Tensors
 from polyclinic.privacy.mechanism import gaussian_noise
 
 LARGEST_LOSS = 5.0
-"""Of a metric: a true class that was given less than 0.7 % counts as this much, for noise grows with it."""
+"""Losses are clipped to this (a probability of 0.7 % for the true class), since the noise grows with it."""
 
 
 class Release(NamedTuple):
-    """What may leave, and the noise multiplier to charge for it, once."""
+    """The tensors that may leave, and the noise multiplier to charge once."""
 
     tensors: Tensors
     noise: float
@@ -36,9 +37,9 @@ class Release(NamedTuple):
 def release_mean(
     values: Tensor, low: float, high: float, noise: float, stream: Stream, examples: int | None = None
 ) -> Release:
-    """`sum` and `mean` of one value per example, clipped to [low, high].
+    """Return `sum` and `mean` of one value per example, clipped to [low, high].
 
-    Measured from the middle, so that s = (high − low)/2.
+    Values are measured from the middle, so that s = (high − low)/2.
     """
     n = _count_examples(values, examples)
     middle, half = _check_interval(low, high)
@@ -49,11 +50,11 @@ def release_mean(
 def release_variance(
     values: Tensor, bound: float, noise: float, stream: Stream, examples: int | None = None
 ) -> Release:
-    """`mean` and `variance` (of these examples: divided by n) of one value per example, clipped to [0, bound].
+    """Return `mean` and `variance` (divided by n) of one value per example, clipped to [0, bound].
 
     With h = bound/2 and u = value − h, an example contributes (u, u²/h − h). As (u/h)² = t lies in [0, 1] its length is
-    h·√(t + (1−t)²) ≤ h: so s = bound/2, and the second moment costs nothing beside the first. That noise makes the
-    square of the mean too large by (σs/n)² is made up for; what then lies outside of [0, h²] is put to its border.
+    h·√(t + (1−t)²) ≤ h: so s = bound/2, and the second moment costs nothing besides the first. The bias (σs/n)² that
+    noise adds to the square of the mean is subtracted; the result is clamped to [0, h²].
     """
     n = max(_count_examples(values, examples), 1)
     middle, half = _check_interval(0.0, bound)
@@ -73,7 +74,7 @@ def release_counts(
     examples: int | None = None,
     share: float = 0.5,
 ) -> Release:
-    """Of a validation part: how many are `right`, `accuracy`, the `total` of losses clipped to [0, bound], `loss`.
+    """Return the number `right`, `accuracy`, the `total` of losses clipped to [0, bound], and `loss`.
 
     An example contributes (±√(1−p), √p·(loss − bound/2)/(bound/2)), p = `share` being the losses' share of the budget:
     s = 1. So the noise of `right` is σ/(2√(1−p)), that of `total` σ·bound/(2√p).
@@ -92,7 +93,7 @@ def release_counts(
 
 
 def release_metrics(probabilities: Tensor, labels: Tensor, noise: float, stream: Stream) -> dict[str, float]:
-    """`counts` of predictions: accuracy and loss, at one charge of `noise`. Losses count up to `LARGEST_LOSS`."""
+    """Return accuracy and loss of predictions by `release_counts`, for one charge of `noise`."""
     table = probabilities.double()
     losses = -table.gather(1, labels[:, None]).squeeze(1).log().nan_to_num(nan=-LARGEST_LOSS)
     told = release_counts(table.argmax(1) == labels, losses, LARGEST_LOSS, noise, stream).tensors
@@ -100,7 +101,7 @@ def release_metrics(probabilities: Tensor, labels: Tensor, noise: float, stream:
 
 
 def release_rows(features: Tensor, clip: float, noise: float, stream: Stream) -> Release:
-    """`rows`: one vector per example, each clipped to the length `clip`, with noise of its own.
+    """Return `rows`: one vector per example, each clipped to the length `clip`, with noise of its own.
 
     An example moves one row, and taken out leaves zeros: s = clip. Its label does not belong to what is protected here.
     """
@@ -119,7 +120,7 @@ def release_class_means(
     stream: Stream,
     share: float = 0.1,
 ) -> Release:
-    """`means` of each class's clipped rows (prototypes), noised `counts`, and which classes are `known`: told at all.
+    """Return `means` of each class's clipped rows (prototypes), noised `counts`, and `known`: the classes released.
 
     How many examples a class has is private, so sums are divided by noised counts, released with them as one vector:
     an example contributes (row·√(1−p)/clip, √p) to its class and nothing to others, p = `share` being the counts' share
@@ -141,7 +142,7 @@ def release_class_means(
 
 
 def clip_rows(features: Tensor, clip: float) -> Tensor:
-    """Each example's features as one row in float64, no longer than `clip`; zeros where that is not a number."""
+    """Return each example's features as one row in float64, no longer than `clip`; zeros where they are not finite."""
     if not 0 < clip < math.inf:
         raise RecipeError(f"features are clipped to {clip}; choose a positive length")
     flat = features.detach().double().flatten(1) if features.dim() > 1 else features.detach().double()[:, None]
@@ -151,13 +152,13 @@ def clip_rows(features: Tensor, clip: float) -> Tensor:
 
 
 def _noised_sum(contributions: Tensor, sensitivity: float, noise: float, stream: Stream) -> Tensor:
-    """The sum over examples and N(0, (σ·s)²)."""
+    """Return the sum over examples plus N(0, (σ·s)²)."""
     total = contributions.sum(0)
     return total + gaussian_noise(total.shape, noise * sensitivity, stream).to(total.device)
 
 
 def _center(values: Tensor, middle: float, half: float) -> Tensor:
-    """One number per example, clipped to middle ± half and measured from the middle; 0 for NaN."""
+    """Return one number per example, clipped to middle ± half and measured from the middle; 0 for NaN."""
     return (values.detach().reshape(-1).double() - middle).clamp(-half, half).nan_to_num(nan=0.0)
 
 
@@ -174,7 +175,7 @@ def _check_share(share: float) -> float:
 
 
 def _count_examples(values: Tensor, examples: int | None) -> int:
-    """How many there are, as everybody may know; fewer may have come."""
+    """Return the public number of examples, which may exceed the number of values."""
     if examples is None:
         return values.numel()
     if examples < values.numel():

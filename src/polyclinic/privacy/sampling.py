@@ -1,15 +1,15 @@
-"""A training job as an accountant counts it: how often images are looked at, and with which probability."""
+"""Training jobs as an accountant counts them: how many noised sums, and each image's probability of being in one."""
 
 from __future__ import annotations
 
-from polyclinic.core.contract import Fit
-from polyclinic.training.fit import batches_per_epoch
+from polyclinic.core.jobs import Fit
+from polyclinic.training.data_order import batches_per_epoch
 
 
 def rate_and_sums(job: Fit, examples: int) -> tuple[float, int]:
-    """The probability with which an image joins a noised sum, and how many sums there are.
+    """Return the probability that an image is in a noised sum of the job, and the number of sums.
 
-    A shuffled epoch shows every image once, so that it counts as one look at all; an epoch begun counts.
+    A shuffled epoch uses every image once, so it counts as one sum over all; an epoch that is begun counts.
     """
     training = job.training
     per_epoch = 1 if job.full_batch else batches_per_epoch(examples, training.batch_size(examples))

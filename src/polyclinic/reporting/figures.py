@@ -1,4 +1,4 @@
-"""Two pictures: a figure over the rounds, and a comparison of figures with their intervals.
+"""Pictures as PNG files, drawn by matplotlib: the colours and the saving that all share, and lines over rounds.
 
 Colours are those of Okabe and Ito (2008) without yellow, which fades on white; a marker and a dash repeat
 what the colour says, for readers and printers that see none. Each picture describes itself in its metadata.
@@ -11,18 +11,16 @@ import os
 import textwrap
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
-from typing import TypeAlias
-
-from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
-from matplotlib.ticker import MaxNLocator
+from typing import TYPE_CHECKING, TypeAlias
 
 from polyclinic.core.errors import DataError, StoreError
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
 
 Point: TypeAlias = tuple[float, float] | tuple[float, float, float, float]
 """(x, value) or (x, value, low, high). A value that is NaN leaves a gap."""
@@ -37,63 +35,39 @@ TEXT = 12.0
 MARKS_PER_LINE = 10
 
 
-@dataclass(frozen=True)
-class ComparisonRow:
-    """One line of a comparison."""
-
-    name: str
-    value: float
-    low: float
-    high: float
-
-
 def draw_curves(
     series: Mapping[str, Sequence[Point]], title: str, x_label: str, y_label: str, path: Path, whole: bool = True
 ) -> None:
-    """A line for each method, with a band where its points have one. The legend follows the lines' ends.
+    """Draw a line for each method, with a band where its points have one. The legend follows the lines' ends.
 
-    `whole`: there are no values between 1 and 2, as of rounds.
+    `whole`: x has whole numbers only, as rounds do.
     """
+    from matplotlib.ticker import MaxNLocator  # matplotlib takes a second to load
+
     if not any(series.values()):
         raise DataError(f"There are no points to draw for {title!r}: finish at least one round.")
-    figure, axes = _paper(title, height=max(5.0, 1.2 + 0.28 * len(series)))
+    figure, axes = _new_figure(title, height=max(5.0, 1.2 + 0.28 * len(series)))
     lines = {name: _draw_line(axes, number, points) for number, (name, points) in enumerate(series.items())}
     axes.set_xlabel(x_label, fontsize=TEXT, color=INK, parse_math=False)
     axes.set_ylabel(y_label, fontsize=TEXT, color=INK, parse_math=False)
     axes.xaxis.set_major_locator(MaxNLocator(integer=whole, steps=[1, 2, 5, 10], min_n_ticks=1))
     axes.grid(color=FAINT, linewidth=0.8)
-    last = {name: _last(points) for name, points in series.items()}
+    last = {name: _last_value(points) for name, points in series.items()}
     _draw_legend(axes, lines, sorted(series, key=last.__getitem__, reverse=True))
-    words = "; ".join(f"{name} {_figure(value)}" for name, value in last.items())
+    words = "; ".join(f"{name} {_format(value)}" for name, value in last.items())
     save(figure, path, title, f"Lines of {y_label} against {x_label}. Last values: {words}.")
 
 
-def draw_comparison(rows: Sequence[ComparisonRow], title: str, value_label: str, path: Path) -> None:
-    """A dot and its interval for each row, in the order given, with the figures beside them."""
-    if not rows:
-        raise DataError(f"There are no rows to draw for {title!r}: finish at least one run.")
-    figure, axes = _paper(title, height=1.6 + 0.45 * len(rows))
-    heights = range(len(rows))
-    for height, row in zip(heights, rows, strict=True):
-        axes.plot([row.low, row.high], [height, height], color=COLOURS[0], linewidth=2.5, solid_capstyle="butt")
-        axes.plot([row.value], [height], "o", color=COLOURS[0], markersize=9, markeredgecolor="white")
-    axes.set_ylim(len(rows) - 0.5, -0.5)
-    axes.set_yticks(heights, [_wrapped(row.name, 30) for row in rows], parse_math=False)
-    axes.set_xlabel(value_label, fontsize=TEXT, color=INK, parse_math=False)
-    axes.grid(axis="x", color=FAINT, linewidth=0.8)
-    _draw_figures(axes, [_interval(row) for row in rows])
-    words = "; ".join(f"{row.name} {_interval(row)}" for row in rows)
-    save(figure, path, title, f"Dots with intervals of {value_label}. {words}.")
+def _new_figure(title: str, height: float) -> tuple[Figure, Axes]:
+    from matplotlib.figure import Figure
 
-
-def _paper(title: str, height: float) -> tuple[Figure, Axes]:
     figure = Figure(figsize=(WIDTH, height), dpi=DPI, layout="constrained", facecolor="white")
     axes = figure.add_subplot()
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
     axes.spines[["left", "bottom"]].set_color(INK)
     axes.tick_params(labelsize=TEXT - 1, colors=INK)
-    heading = figure.suptitle(_wrapped(title, 78), x=0.01, ha="left", fontsize=TEXT + 2, color=INK)
+    heading = figure.suptitle(_wrap(title, 78), x=0.01, ha="left", fontsize=TEXT + 2, color=INK)
     heading.set_parse_math(False)
     return figure, axes
 
@@ -123,7 +97,7 @@ def _draw_line(axes: Axes, number: int, points: Sequence[Point]) -> Line2D:
 def _draw_legend(axes: Axes, lines: Mapping[str, Line2D], order: Sequence[str]) -> None:
     legend = axes.legend(
         [lines[name] for name in order],
-        [_wrapped(name, 24) for name in order],
+        [_wrap(name, 24) for name in order],
         loc="upper left",
         bbox_to_anchor=(1.01, 1.0),
         borderaxespad=0.0,
@@ -136,36 +110,25 @@ def _draw_legend(axes: Axes, lines: Mapping[str, Line2D], order: Sequence[str]) 
         text.set_parse_math(False)
 
 
-def _draw_figures(axes: Axes, texts: Sequence[str]) -> None:
-    """Right of the axes, as the labels of a second scale, so that the layout makes room for them."""
-    right = axes.secondary_yaxis("right")
-    right.set_yticks(range(len(texts)), texts)
-    right.tick_params(length=0, labelsize=TEXT - 1, labelcolor=INK)
-    right.spines["right"].set_visible(False)
-
-
-def _last(points: Sequence[Point]) -> float:
+def _last_value(points: Sequence[Point]) -> float:
     """The last defined value; a line without one comes below all others."""
     return next((point[1] for point in reversed(points) if math.isfinite(point[1])), -math.inf)
 
 
-def _figure(value: float) -> str:
+def _format(value: float) -> str:
     if not math.isfinite(value):
         return "undefined"
     return f"{value:.3f}" if abs(value) < 100 else f"{value:,.0f}"
 
 
-def _interval(row: ComparisonRow) -> str:
-    if math.isfinite(row.low) and math.isfinite(row.high):
-        return f"{_figure(row.value)} ({_figure(row.low)} to {_figure(row.high)})"
-    return _figure(row.value)
-
-
-def _wrapped(text: str, width: int) -> str:
+def _wrap(text: str, width: int) -> str:
     return "\n".join(textwrap.wrap(text, width)) or text
 
 
 def save(figure: Figure, path: Path, title: str, description: str) -> None:
+    """Save a picture as PNG with its title and description as metadata."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
     picture = BytesIO()
     metadata = {"Title": title, "Description": description, "Software": None}
     FigureCanvasAgg(figure)
@@ -174,7 +137,7 @@ def save(figure: Figure, path: Path, title: str, description: str) -> None:
 
 
 def _write(path: Path, content: bytes) -> None:
-    """All or nothing: whoever reads `path` sees the old picture or the new one."""
+    """All or nothing: a reader of `path` sees the old picture or the new one."""
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         part.write_bytes(content)

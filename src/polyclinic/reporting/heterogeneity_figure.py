@@ -14,7 +14,7 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.patches import Patch
 
 from polyclinic.data.heterogeneity.advice import LEVEL, MMD, format_ratio
-from polyclinic.data.heterogeneity.measure import Diagnosis, SitePair, SiteStatistics
+from polyclinic.data.heterogeneity.diagnosis import Diagnosis, SitePair, SiteStatistics
 from polyclinic.evaluation.metrics import Floats
 from polyclinic.reporting.figures import COLOURS, DASHES, DPI, FAINT, INK, TEXT, save
 

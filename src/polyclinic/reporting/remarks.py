@@ -7,11 +7,11 @@ from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from polyclinic.algorithms import Averaging
+    from polyclinic.algorithms.base import Algorithm
     from polyclinic.config.recipe import Recipe
 
 
-def collect_warnings(recipe: Recipe, algorithm: Averaging, sizes: Collection[int]) -> list[str]:
+def collect_warnings(recipe: Recipe, algorithm: Algorithm, sizes: Collection[int]) -> list[str]:
     """Of the algorithm, and of parts that do not do what they are for; `sizes`: training images that sites have."""
     return [
         told for told in (algorithm.warning(), *_check_alignment(recipe), *_check_curriculum(recipe, sizes)) if told
@@ -34,10 +34,11 @@ def _check_alignment(recipe: Recipe) -> Iterator[str]:
 
 def _check_curriculum(recipe: Recipe, sizes: Collection[int]) -> Iterator[str]:
     training, rounds = recipe.training, recipe.rounds
-    if training.order == "random":
+    if training.curriculum.by == "random":
         return
-    if rounds <= training.order_after:
-        yield f"no case is put in order: training.order_after is {training.order_after}, and there are {rounds} rounds"
+    if rounds <= training.curriculum.warmup_rounds:
+        warmup = training.curriculum.warmup_rounds
+        yield f"no case is put in order: training.curriculum.warmup_rounds is {warmup}, and there are {rounds} rounds"
     elif training.steps is not None and sizes:
         steps, epoch = rounds * training.steps, min(math.ceil(n / training.batch_size(n)) for n in sizes)
         if steps <= epoch:

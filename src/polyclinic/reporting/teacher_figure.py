@@ -1,4 +1,4 @@
-"""Where teachers look, as a picture."""
+"""The picture of teachers' patch attributions."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from pathlib import Path
 
 from torch import Tensor
 
+from polyclinic.reporting.figures import INK, TEXT, save
+
 
 def draw_teacher_maps(
     maps: Mapping[str, Tensor], images: Tensor, path: Path, names: Sequence[str] | None = None
 ) -> None:
-    """A row for every image: the image, and beside it each teacher's map, all in the same colours."""
+    """Draw a row for every image: the image and each teacher's map, all in the same colours."""
     from matplotlib.figure import Figure  # takes a second to load
-
-    from polyclinic.reporting.figures import INK, TEXT, save
 
     largest = max(1e-12, *(float(each.abs().max()) for each in maps.values()))
     figure = Figure(figsize=(1.3 * (len(maps) + 1) + 1.2, 1.3 * len(images) + 1.2), layout="constrained")

@@ -6,23 +6,24 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from polyclinic.algorithms.base import Averaging
+from polyclinic.algorithms.base import Algorithm
 from polyclinic.config.recipe import ModelSection, Recipe
-from polyclinic.core.contract import Bundle, SiteId, Stream
 from polyclinic.core.errors import DataError, StoreError
+from polyclinic.core.rng import Stream
+from polyclinic.core.types import Bundle, SiteId
+from polyclinic.evaluation.summary import RunSummary, SiteSizes
 from polyclinic.models.classifier import Classifier
 from polyclinic.models.split_point import cut_after
-from polyclinic.runs.experiment import read_result
 from polyclinic.runs.networks import build_network, build_networks, device_of, without_weights
 from polyclinic.runs.sites import FederatedDataset, load_sites
 from polyclinic.storage import messages
-from polyclinic.storage.run_files import DiskMemory
+from polyclinic.storage.run_folder import RunFolder
+from polyclinic.storage.site_memory import DiskMemory
 from polyclinic.training.network import LiveNetwork
 
 
@@ -32,21 +33,27 @@ class FinishedRun:
 
     folder: Path
     recipe: Recipe
-    summary: dict[str, Any]
+    summary: RunSummary
     state: Bundle
     dataset: FederatedDataset
     device: torch.device
 
     @cached_property
-    def algorithm(self) -> Averaging:
+    def files(self) -> RunFolder:
+        return RunFolder(self.folder)
+
+    @cached_property
+    def algorithm(self) -> Algorithm:
         """Without the files that first weights came from: nothing is trained any more."""
         recipe = without_weights(self.recipe)
-        lineup = build_networks(recipe, self.dataset, build_network(recipe, self.dataset), torch.device("cpu"))
+        lineup = build_networks(
+            recipe, self.dataset, build_network(recipe, self.dataset), recipe.build_algorithm(), torch.device("cpu")
+        )
         return lineup.wrap_algorithm(recipe.build_algorithm())
 
     def models_at(self, site: SiteId) -> tuple[dict[str, Bundle], bool]:
         """The models of a site, and whether it remembers anything that they would be made of."""
-        memory = DiskMemory(self.folder / "sites").load(site, int(self.summary["rounds"]) + 1)
+        memory = DiskMemory(self.files.site_memory).load(site, self.summary.rounds + 1)
         return self.algorithm.models(self.algorithm.broadcast(self.state, site), memory), memory is not None
 
     def model_at(self, site: SiteId) -> tuple[str, Bundle]:
@@ -63,7 +70,7 @@ class FinishedRun:
     def load_network(self, section: ModelSection, weights: Bundle) -> Classifier:
         """Ready to evaluate; whole, wherever the recipe cuts it, so that its names are the network's own."""
         whole = build_network(self._recipe_with_model(section), self.dataset)
-        cut = whole if section.cut is None else cut_after(whole, section.cut)  # which shares the layers
+        cut = whole if section.split_after is None else cut_after(whole, section.split_after)  # which shares the layers
         try:
             LiveNetwork(cut, self.device).load_weights(weights)
         except (KeyError, RuntimeError):
@@ -85,7 +92,9 @@ class FinishedRun:
 
     def _recipe_with_model(self, section: ModelSection) -> Recipe:
         """The recipe with this network, uncut, its weights from the seed alone."""
-        return self.recipe.model_copy(update={"model": section.model_copy(update={"cut": None, "weights": None})})
+        return self.recipe.model_copy(
+            update={"model": section.model_copy(update={"split_after": None, "weights": None})}
+        )
 
 
 def open_run(
@@ -94,22 +103,22 @@ def open_run(
     """A finished run's folder, and its images, which must be those of the run; `gathered`: they are at hand already."""
     recipe, summary, state, place = read_run_files(folder, device)
     consortium = dataset or load_sites(recipe, data)
-    if list(consortium.describe()) != summary["hospitals"]:
+    if [SiteSizes.model_validate(site) for site in consortium.describe()] != summary.site_sizes:
         raise DataError(f"the images found are not those of the run in {folder}; give --data DIR as the run had it")
     return FinishedRun(folder, recipe, summary, state, consortium, place)
 
 
-def read_run_files(folder: Path, device: str | None = None) -> tuple[Recipe, dict[str, Any], Bundle, torch.device]:
-    """What a finished run's folder holds without its images, and where to compute."""
-    if not (folder / "recipe.yaml").is_file():
-        raise StoreError(f"{folder} holds no run (recipe.yaml is missing); give the folder that `run` wrote to")
-    if not (folder / "result.json").is_file():
-        raise StoreError(f"the run in {folder} has not ended; go on with: polyclinic resume {folder}")
-    recipe = Recipe.load(folder / "recipe.yaml", {} if device is None else {"engine.device": device})
-    place, summary, state = device_of(recipe), read_result(folder).summary, read_weights(folder / "model.safetensors")
-    if messages.hash_tensors(state) != summary.get("sha256"):
-        raise StoreError(f"{folder / 'model.safetensors'} is not the model of this run; restore it, or run again")
-    return recipe, summary, state, place
+def read_run_files(path: Path, device: str | None = None) -> tuple[Recipe, RunSummary, Bundle, torch.device]:
+    """The recipe, summary and state of a finished run, and the device to compute on; its images are not needed."""
+    folder = RunFolder(path)
+    if not folder.recipe.is_file():
+        raise StoreError(f"{path} holds no run (recipe.yaml is missing); give the folder that `run` wrote to")
+    summary = folder.read_summary()
+    recipe = Recipe.load(folder.recipe, {} if device is None else {"engine.device": device})
+    device_used, state = device_of(recipe), read_weights(folder.model)
+    if messages.hash_tensors(state) != summary.sha256:
+        raise StoreError(f"{folder.model} is not the model of this run; restore it, or run again")
+    return recipe, summary, state, device_used
 
 
 def read_weights(path: Path) -> Bundle:
@@ -134,5 +143,5 @@ def check_same_images(run: FinishedRun, first: FinishedRun) -> None:
 
 def run_names(past_runs: Sequence[FinishedRun]) -> tuple[str, ...]:
     """The runs' names, or their folders where names are not enough."""
-    names = [str(past.summary["name"]) for past in past_runs]
+    names = [past.summary.name for past in past_runs]
     return tuple(names if len(set(names)) == len(names) else [str(past.folder) for past in past_runs])

@@ -1,4 +1,4 @@
-"""Who computes with what: one network for all sites, or one for every cluster of them; and the server's student."""
+"""The networks of a run: one for all sites or one for each cluster, and the server's student."""
 
 from __future__ import annotations
 
@@ -7,39 +7,41 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
 
-from polyclinic.algorithms.base import Averaging
+from polyclinic.algorithms.base import Algorithm
 from polyclinic.algorithms.wrappers.base import Wrapper
 from polyclinic.algorithms.wrappers.clustered import Clustered
 from polyclinic.algorithms.wrappers.curriculum import wrap_with_curriculum
 from polyclinic.algorithms.wrappers.ensemble import Ensemble
 from polyclinic.config.capability import available_memory, capability_score, find_cluster, site_profile, training_memory
 from polyclinic.config.recipe import ModelSection, Recipe
-from polyclinic.core.contract import Bundle, SiteId, Stream
 from polyclinic.core.errors import DataError, EngineError, RecipeError, WeightsError
+from polyclinic.core.names import STUDENT
+from polyclinic.core.rng import Stream
+from polyclinic.core.types import Bundle, SiteId
 from polyclinic.data.data_dir import in_data_folder
 from polyclinic.data.examples import Images, SiteData
 from polyclinic.evaluation.flops import count_parameters, training_step_flops
-from polyclinic.federation.site_runner import STUDENT
-from polyclinic.models import adopt_weights, build_model, download_weights, load_weights
+from polyclinic.evaluation.summary import ModelSize
+from polyclinic.models import build_model
 from polyclinic.models.activation_checkpointing import enable_checkpointing
 from polyclinic.models.classifier import Classifier
 from polyclinic.models.group_norm import replace_batch_norm
 from polyclinic.models.scattering import find_fixed_features
 from polyclinic.models.split_point import cut_after
+from polyclinic.models.weights.load import adopt_weights, download_weights, load_weights
 from polyclinic.runs.sites import FederatedDataset
 from polyclinic.training.auxiliary import with_auxiliary
 from polyclinic.training.network import LiveNetwork, feature_shape, normalisation_names
 
 
 def build_network(recipe: Recipe, dataset: FederatedDataset, data: Path | None = None) -> Classifier:
-    """The recipe's network, its first weights from the seed or from a file (in the data folder, or here)."""
+    """Return the recipe's network; its first weights come from the seed or a file (`data`: the data folder)."""
     return _build_model(recipe.model, dataset, Stream(recipe.seed, ("model",)), data)
 
 
@@ -59,13 +61,13 @@ def _build_model(
     elif model.weights is not None:
         _load_cluster_weights(module, in_data_folder(Path(model.weights), data), cluster)
     safe = replace_batch_norm(module) if model.norm == "group" else module
-    if model.checkpoint:
+    if model.activation_checkpointing:
         enable_checkpointing(safe)
-    return safe if model.cut is None else cut_after(safe, model.cut)
+    return safe if model.split_after is None else cut_after(safe, model.split_after)
 
 
 def _load_cluster_weights(module: Classifier, path: Path, cluster: str) -> None:
-    """From a run of clusters, whose file has each one's as `model@high/…`, a cluster takes the part under its name."""
+    """Load first weights; of a file of a run with clusters (`model@high/…`), the part under this cluster's name."""
     try:
         stored = load_file(path)
     except (SafetensorError, OSError):
@@ -85,7 +87,7 @@ def _load_cluster_weights(module: Classifier, path: Path, cluster: str) -> None:
 
 
 def without_weights(recipe: Recipe) -> Recipe:
-    """The recipe without where first weights come from, for those who are handed weights."""
+    """Return the recipe without first weights and pretraining, for a process that receives weights."""
 
     def bare(model: ModelSection) -> ModelSection:
         return model.model_copy(update={"weights": None, "pretrain": None})
@@ -95,7 +97,7 @@ def without_weights(recipe: Recipe) -> Recipe:
 
 
 def recipe_for_site(recipe: Recipe, device: str) -> Recipe:
-    """The recipe, to compute on `device`, without what is the server's alone: first weights, its images, its books."""
+    """Return the recipe for a site: computed on `device`, without first weights, public set and privacy ledger."""
     wish = recipe.privacy and replace(recipe.privacy, ledger=None)
     engine = recipe.engine.model_copy(update={"device": device})
     return without_weights(recipe).model_copy(update={"privacy": wish, "public": None, "engine": engine})
@@ -115,23 +117,23 @@ def device_of(recipe: Recipe) -> torch.device:
 
 @dataclass(frozen=True)
 class Networks:
-    """The networks of a run. Without clusters there is one, called ""."""
+    """The networks of a run by cluster. Without clusters there is one, named ""."""
 
     recipe: Recipe
     by_cluster: Mapping[str, LiveNetwork]
     student: LiveNetwork | None
     shapes: Mapping[str, tuple[int, ...]]
-    """Of what each network's extractor makes of an image."""
+    """The shape of each network's features of one image."""
 
     def cluster_of(self, site: SiteId, round: int) -> str:
-        """The cluster of a site in a round."""
+        """Return the cluster of a site in a round."""
         recipe = self.recipe
         period = recipe.capability.period_of_round(round)
         card = site_profile(recipe.capability, site, period, Stream(recipe.seed))
         return find_cluster(capability_score(card, recipe.capability.weights), recipe.thresholds)
 
-    def wrap_algorithm(self, algorithm: Averaging) -> Averaging:
-        """The algorithm itself, or one that plays it in every cluster, with its cases in the recipe's order."""
+    def wrap_algorithm(self, algorithm: Algorithm) -> Algorithm:
+        """Return the algorithm with the recipe's curriculum, clusters or ensemble around it."""
         algorithm = wrap_with_curriculum(algorithm, self.recipe.evaluate.forgetting)
         if not self.recipe.clusters:
             return Ensemble(algorithm.training, inner=algorithm) if self.recipe.ensemble else algorithm
@@ -143,31 +145,36 @@ class Networks:
             norms={name: normalisation_names(live.module) for name, live in self.by_cluster.items()},
             shapes=self.shapes,
             seating=self.cluster_of,
-            rates={name: section.lr for name, section in self.recipe.clusters.items()},
+            rates={name: section.lr_scale for name, section in self.recipe.clusters.items()},
         )
+
+    @property
+    def first(self) -> LiveNetwork:
+        return next(iter(self.by_cluster.values()))
 
     @property
     def with_student(self) -> dict[str, LiveNetwork]:
         return {**self.by_cluster, **({STUDENT: self.student} if self.student else {})}
 
-    def model_sizes(self, batch: Sequence[int]) -> dict[str, Any]:
-        """What the networks weigh, and what a training step on a `batch` of this shape costs; by cluster too."""
-        found: dict[str, dict[str, Any]] = {}
+    def model_sizes(self, batch: Sequence[int]) -> ModelSize:
+        """Parameters and cost of a training step on a `batch` of this shape, in all and by cluster."""
+        found: dict[str, ModelSize] = {}
         for cluster, live in self.by_cluster.items():
             live.require_gradients(live.trainable_names(self.recipe.training.fine_tune, ()))
             model = self.recipe.clusters[cluster].model if cluster else self.recipe.model
-            cost = {
-                "parameters": count_parameters(live.module),
-                "flops_per_step": training_step_flops(live.module, batch),
-            }
-            found[cluster] = {"name": model.name, **cost}
+            flops = training_step_flops(live.module, batch)
+            found[cluster] = ModelSize(name=model.name, parameters=count_parameters(live.module), flops_per_step=flops)
         if not self.recipe.clusters:
             return found[""]
-        sums = {key: sum(size[key] for size in found.values()) for key in ("parameters", "flops_per_step")}
-        return {"name": " + ".join(dict.fromkeys(s["name"] for s in found.values())), **sums, "clusters": found}
+        return ModelSize(
+            name=" + ".join(dict.fromkeys(size.name for size in found.values())),
+            parameters=sum(size.parameters for size in found.values()),
+            flops_per_step=sum(size.flops_per_step for size in found.values()),
+            clusters=found,
+        )
 
     def cluster_members(self, sites: Mapping[SiteId, object]) -> dict[str, list[SiteId]]:
-        """Who is in which cluster in round 1."""
+        """Return the sites of each cluster in round 1."""
         found: dict[str, list[SiteId]] = {name: [] for name in self.recipe.clusters}
         for site in sites:
             found[self.cluster_of(site, 1)].append(site)
@@ -175,9 +182,17 @@ class Networks:
 
 
 def build_networks(
-    recipe: Recipe, dataset: FederatedDataset, module: Classifier, device: torch.device, data: Path | None = None
+    recipe: Recipe,
+    dataset: FederatedDataset,
+    module: Classifier,
+    algorithm: Algorithm,
+    device: torch.device,
+    data: Path | None = None,
 ) -> Networks:
-    """`module`: the recipe's own network, which all sites have if there are no clusters."""
+    """Build the networks of all clusters, with the auxiliary networks of `algorithm`.
+
+    `module`: the recipe's own network, which all sites share if there are no clusters.
+    """
     student = LiveNetwork(copy.deepcopy(module), device) if recipe.finish else None
     modules = {
         name: _build_model(section.model, dataset, Stream(recipe.seed, ("model", name)), data, name)
@@ -186,16 +201,18 @@ def build_networks(
     networks = {name: LiveNetwork(own, device) for name, own in (modules or {"": module}).items()}
     blank = torch.zeros(1, dataset.channels, dataset.size, dataset.size)
     shapes = {name: feature_shape(live, blank) for name, live in networks.items()}
-    algorithm, classes = recipe.build_algorithm(), len(dataset.classes)
+    classes = len(dataset.classes)
     for name, live in networks.items():
-        networks[name] = with_auxiliary(live, algorithm, shapes[name], classes, Stream(recipe.seed, ("beside", name)))
+        networks[name] = with_auxiliary(
+            live, algorithm.auxiliary, shapes[name], classes, Stream(recipe.seed, ("beside", name))
+        )
     return Networks(recipe, networks, student, shapes)
 
 
 def sites_on_device(
     recipe: Recipe, dataset: FederatedDataset, module: Classifier, device: torch.device
 ) -> tuple[dict[SiteId, SiteData], Images | None]:
-    """Sites' and held-out images where they are computed with, or what a fixed part of the network makes of them."""
+    """Return the images of the sites and the held-out ones on `device`, or their features if these never change."""
     part = find_fixed_features(module)
     if part is not None and recipe.training.augment is None and not recipe.clusters:  # so computed once
         return dataset.with_features(part, device)
@@ -204,17 +221,17 @@ def sites_on_device(
 
 def _check_clusters(networks: Networks, dataset: FederatedDataset) -> None:
     recipe = networks.recipe
-    for site in recipe.capability.cards:
+    for site in recipe.capability.profiles:
         if site not in dataset.sites:
             raise RecipeError(
-                f"capability.cards has {site!r:.60}, which is no site of this federation; there are: "
+                f"capability.profiles has {site!r:.60}, which is no site of this federation; there are: "
                 f"{', '.join(list(dataset.sites)[:8])}"
             )
     for cluster, members in networks.cluster_members(dataset.sites).items():
         if not members:
             raise RecipeError(
-                f"no site is in cluster {cluster!r}; lower its clusters.{cluster}.at_least, give sites other "
-                "capability.cards, or drop the cluster"
+                f"no site is in cluster {cluster!r}; lower its clusters.{cluster}.min_score, give sites other "
+                "capability.profiles, or drop the cluster"
             )
         needed = training_memory(count_parameters(networks.by_cluster[cluster].module))
         for site in members:
@@ -223,12 +240,12 @@ def _check_clusters(networks: Networks, dataset: FederatedDataset) -> None:
                 raise RecipeError(
                     f"site {site} is in cluster {cluster!r}, whose {recipe.clusters[cluster].model.name} takes "
                     f"{needed / 1e9:.2g} GB to train, but has {here / 1e9:.2g} GB free; give the cluster a smaller "
-                    "model, or raise its at_least"
+                    "model, or raise its min_score"
                 )
 
 
 def check_playable(networks: Networks, dataset: FederatedDataset) -> None:
-    """What cannot be played or would tell nothing, before anything is trained."""
+    """Raise, before anything is trained, if the recipe does not fit the sites or nothing could be reported."""
     recipe, sites = networks.recipe, dataset.sites
     if recipe.clusters:
         _check_clusters(networks, dataset)
@@ -247,8 +264,8 @@ def check_playable(networks: Networks, dataset: FederatedDataset) -> None:
             )
 
 
-def server_models(algorithm: Averaging, state: Bundle, groups: Mapping[str, object]) -> dict[str, Bundle]:
-    """The models that are the server's own, by cluster."""
+def server_models(algorithm: Algorithm, state: Bundle, groups: Mapping[str, object]) -> dict[str, Bundle]:
+    """Return the global models in the server's state, by cluster."""
     inner = algorithm.inner if isinstance(algorithm, Wrapper) else algorithm
     found = {group: inner.models(algorithm.cluster_state(state, group), None) for group in groups}
     return {group: models["global"] for group, models in found.items() if "global" in models}

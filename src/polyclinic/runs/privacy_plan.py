@@ -1,4 +1,4 @@
-"""From a recipe's wish and a federation to a plan: what is there to protect, who takes part, what will be asked."""
+"""The privacy plan of a run: from the recipe's privacy section, the sites and a dry run of the algorithm."""
 
 from __future__ import annotations
 
@@ -13,15 +13,18 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from polyclinic.algorithms.base import Averaging
+from polyclinic.algorithms.base import Algorithm
 from polyclinic.algorithms.optimisation.fedavg import FedAvg
 from polyclinic.algorithms.wrappers.ensemble import Ensemble
-from polyclinic.core.contract import AUX_PREFIX, Examples, Federation, Private, SiteId, Stage, Stream
 from polyclinic.core.errors import RecipeError, StoreError
+from polyclinic.core.jobs import Federation
+from polyclinic.core.options import Private
+from polyclinic.core.rng import Stream
+from polyclinic.core.types import AUX_PREFIX, Examples, SiteId
 from polyclinic.data.examples import Selection, SiteData
 from polyclinic.federation.rehearsal import rehearse_round
 from polyclinic.federation.rounds import Rules, draw_cohort
-from polyclinic.federation.site_runner import SitePrivacyLimits
+from polyclinic.federation.site_limits import SitePrivacyLimits
 from polyclinic.privacy.accounting import Spend
 from polyclinic.privacy.plan import (
     RELEASED,
@@ -33,33 +36,41 @@ from polyclinic.privacy.plan import (
     make_plan,
     steps_of,
 )
+from polyclinic.privacy.transforms.base import Stage
 from polyclinic.privacy.transforms.clip import Clip
 from polyclinic.privacy.transforms.noise import Noise
-from polyclinic.storage.run_files import write_atomically, write_json
+from polyclinic.storage.files import write_atomically, write_json
 from polyclinic.training.network import LiveNetwork
 
 
 def bind_plan(
     config: PrivacyConfig,
-    algorithm: Averaging,
+    algorithm: Algorithm,
     federation: Federation,
     sites: Mapping[SiteId, SiteData],
-    trainers: Sequence[SiteId],
     networks: Mapping[str, LiveNetwork],
     rules: Rules,
     earlier: tuple[Spend, ...] = (),
 ) -> PrivacyPlan:
-    """The plan of a run; `algorithm` as it would train privately, whatever the noise."""
+    """Return the privacy plan of a run.
+
+    `algorithm`: as it would train privately, with any noise; `sites`: those that train; `earlier`: what earlier runs on
+    the same images have spent. Raises `RecipeError` where nothing can be guaranteed as the recipe asks.
+    """
     for group, network in networks.items():
         check_no_shared_statistics(network, algorithm, f"clusters.{group}.model" if group else "model")
-    if config.at == "server" and len(networks) > 1:
-        raise RecipeError("privacy.at: server noises one mean, and every cluster has its own; set privacy.at: site")
-    if config.at == "server" and isinstance(algorithm, Ensemble):
-        raise RecipeError("privacy.at: server shows the server every model as it is, and ensemble keeps them; drop one")
-    if config.at == "server" and type(algorithm).aggregate is not FedAvg.aggregate:
+    if config.noise_at == "server" and len(networks) > 1:
         raise RecipeError(
-            "privacy.at: server needs an algorithm whose server takes a weighted mean, as fedavg and fedprox do; "
-            "choose one of them, or privacy.at: site"
+            "privacy.noise_at: server adds noise to one mean, and every cluster has its own; set privacy.noise_at: site"
+        )
+    if config.noise_at == "server" and isinstance(algorithm, Ensemble):
+        raise RecipeError(
+            "privacy.noise_at: server shows the server every model without noise, and ensemble keeps them; drop one"
+        )
+    if config.noise_at == "server" and type(algorithm).aggregate is not FedAvg.aggregate:
+        raise RecipeError(
+            "privacy.noise_at: server needs an algorithm whose server takes a weighted mean, as fedavg and fedprox do; "
+            "choose one of them, or privacy.noise_at: site"
         )
     sent = algorithm.exchanges
     if config.unit == "site" and (any(e.kind not in (*RELEASED, "buffers") or e.optional for e in sent) or not sent):
@@ -67,24 +78,23 @@ def bind_plan(
             "privacy.unit: site clips and noises a site's whole update of the model, and this algorithm sends more, or "
             "at other times; choose fedavg, fedprox, fednova or fedcycle, or try privacy.unit: image"
         )
-    holdings = {name: _site_profile(sites[name]) for name in trainers}
+    sizes, first = {name: _site_size(site) for name, site in sites.items()}, next(iter(sites))
     jobs: dict[SiteId, tuple[Steps, ...]] = {}
     models = 1
     if config.unit != "site":
-        shape = _image_shape(sites[trainers[0]].train)
-        group = algorithm.cluster_of(algorithm.init(federation), trainers[0])
-        asked, models = rehearse_round(algorithm, federation, trainers[0], networks[group], shape)
-        jobs = {name: tuple(steps_of(job, h.examples, config) for job in asked) for name, h in holdings.items()}
-    held = max_sites_per_record({name: sites[name] for name in trainers}, config)
+        shape = _image_shape(sites[first].train)
+        group = algorithm.cluster_of(algorithm.init(federation), first)
+        asked, models = rehearse_round(algorithm, federation, first, networks[group], shape)
+        jobs = {name: tuple(steps_of(job, h.examples, config) for job in asked) for name, h in sizes.items()}
     return make_plan(
         PrivacyPlan(
             config,
             noise=1.0,
-            rounds=tuple(tuple(draw_cohort(trainers, rules, r)) for r in range(1, rules.rounds + 1)),
-            site_sizes=holdings,
+            rounds=tuple(tuple(draw_cohort(list(sites), rules, r)) for r in range(1, rules.rounds + 1)),
+            site_sizes=sizes,
             jobs=jobs,
             other_releases=algorithm.privacy_releases() if config.unit != "site" else {},
-            max_sites_per_record=held,
+            max_sites_per_record=max_sites_per_record(sites, config),
             models=models,
             no_guarantee_reason=algorithm.no_guarantee_reason() if config.unit != "site" else "",
             earlier=earlier,
@@ -93,17 +103,19 @@ def bind_plan(
 
 
 def placeholder_private(config: PrivacyConfig) -> Private | None:
-    """What training is told before the noise is known."""
-    return None if config.unit == "site" else Private(config.clip, 1.0, config.sampling, config.views)
+    """Return the DP-SGD options of a dry run, before the noise is known."""
+    return (
+        None if config.unit == "site" else Private(config.clip, 1.0, config.sampling, config.augmentation_multiplicity)
+    )
 
 
 def plan_transforms(plan: PrivacyPlan) -> list[Stage]:
-    """What a site-level plan puts before a recipe's own stages."""
-    wish = plan.config
-    if wish.unit != "site":
+    """Return the transforms of a plan for unit site, which come before the recipe's own."""
+    config = plan.config
+    if config.unit != "site":
         return []
-    std = plan.noise * wish.clip if wish.at == "site" else 0.0
-    return [Clip(wish.clip, RELEASED, std), *([Noise(std, RELEASED)] if wish.at == "site" else [])]
+    std = plan.noise * config.clip if config.noise_at == "site" else 0.0
+    return [Clip(config.clip, RELEASED, std), *([Noise(std, RELEASED)] if config.noise_at == "site" else [])]
 
 
 def privacy_limits(plan: PrivacyPlan, site: SiteId, secret: Stream) -> SitePrivacyLimits:
@@ -120,7 +132,7 @@ def privacy_limits(plan: PrivacyPlan, site: SiteId, secret: Stream) -> SitePriva
 
 
 def write_noise(plan: PrivacyPlan, folder: Path) -> None:
-    """A run that goes on keeps the noise it began with, whatever other runs have spent meanwhile."""
+    """Keep the noise of the plan for a resume, whatever other runs spend in the meantime."""
     write_json(folder / "plan.json", {"noise": plan.noise, "metrics_noise": plan.as_json()["metrics_noise"]})
 
 
@@ -136,7 +148,7 @@ def restore_noise(plan: PrivacyPlan, folder: Path | None) -> PrivacyPlan:
 
 
 def noise_secret(config: PrivacyConfig, seed: int, folder: Path | None) -> Stream:
-    """Where noise comes from: the seed, or 256 random bits that are kept in the run's folder and nowhere else."""
+    """Return the source of noise: the recipe's seed, or 256 random bits that are stored in the run's folder only."""
     if config.randomness == "seed":
         return Stream(seed, ("secret",))
     if folder is None:
@@ -154,8 +166,8 @@ def noise_secret(config: PrivacyConfig, seed: int, folder: Path | None) -> Strea
         raise StoreError(f"{path}, whence noise comes, cannot be read ({error}); start anew elsewhere") from None
 
 
-def check_no_shared_statistics(network: LiveNetwork, algorithm: Averaging, key: str = "model") -> None:
-    """Layers through which one image touches what another becomes, or whose statistics would leave unprotected."""
+def check_no_shared_statistics(network: LiveNetwork, algorithm: Algorithm, key: str = "model") -> None:
+    """Refuse layers that mix the images of a batch, or whose statistics would leave without protection."""
     moving = network.trainable_names(algorithm.training.fine_tune, ())
     for name, layer in network.named_layers():
         tracks = getattr(layer, "track_running_stats", False)
@@ -174,16 +186,16 @@ def check_no_shared_statistics(network: LiveNetwork, algorithm: Averaging, key: 
 
 
 def _image_shape(examples: Examples) -> Sequence[int]:
-    """Of one image."""
+    """Return the shape of one image."""
     return examples.batch(torch.zeros(1, dtype=torch.int64))[0].shape[1:]
 
 
-def _site_profile(site: SiteData) -> SiteSize:
+def _site_size(site: SiteData) -> SiteSize:
     return SiteSize(len(site.train), largest_groups(site.train.patients), largest_groups(site.validation.patients))
 
 
 def max_sites_per_record(sites: Mapping[SiteId, SiteData], config: PrivacyConfig) -> int:
-    """On how many sites one unit is at most."""
+    """Return the largest number of sites that hold the same unit; raises if the recipe declares fewer."""
     if config.unit == "site":
         return 1
     counts: Counter[object] = Counter()
@@ -192,9 +204,9 @@ def max_sites_per_record(sites: Mapping[SiteId, SiteData], config: PrivacyConfig
         if isinstance(train, Selection):
             counts.update(set(train.patients) if config.unit == "patient" and train.patients else train.rows.tolist())
     found = max(counts.values(), default=1)
-    if config.holders is not None and config.holders < found:
+    if config.max_sites_per_record is not None and config.max_sites_per_record < found:
         raise RecipeError(
-            f"privacy.holders is {config.holders}, but one {config.unit} is at {found} sites of this federation; set "
-            f"privacy.holders: {found} or leave it out"
+            f"privacy.max_sites_per_record is {config.max_sites_per_record}, but one {config.unit} is at {found} sites "
+            f"of this federation; set privacy.max_sites_per_record: {found} or leave it out"
         )
-    return config.holders or found
+    return config.max_sites_per_record or found

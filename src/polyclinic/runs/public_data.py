@@ -1,4 +1,4 @@
-"""The server's public set: labelled images that belong to no site, in the shape and the classes of the sites' own."""
+"""The server's public set: labelled images that belong to no site, with the sites' shape and classes."""
 
 from __future__ import annotations
 
@@ -11,19 +11,20 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from polyclinic.core.contract import SiteId, Stream
 from polyclinic.core.errors import DataError
+from polyclinic.core.rng import Stream
+from polyclinic.core.types import SiteId
 from polyclinic.data import DATASETS
 from polyclinic.data.examples import Collection, Images, Selection, SiteData
-from polyclinic.data.partitioning.federate import build_site_data
-from polyclinic.data.partitioning.partition import Natural
+from polyclinic.data.partitioning.partitions import Natural
+from polyclinic.data.partitioning.site_data import build_site_data
 
 if TYPE_CHECKING:
     from polyclinic.config.recipe import PublicSection
 
 PUBLIC = "public"
 HASHED = 256
-"""Images read at a time."""
+"""Images hashed at a time."""
 
 
 def load_public(
@@ -54,7 +55,7 @@ def _check_shape(name: str, collection: Collection, channels: int, size: int) ->
     if found != wanted:
         raise DataError(
             f"The public set {name} has images of {_format_shape(found)} (channels × height × width), the sites have "
-            f"{_format_shape(wanted)}; set public.channels: {channels} and public.size: {size}, or choose another public set."
+            f"{_format_shape(wanted)}; set public.channels: {channels} and public.size: {size}, or choose another set."
         )
 
 
@@ -63,7 +64,7 @@ def _format_shape(shape: tuple[int, ...]) -> str:
 
 
 def _align_labels(name: str, collection: Collection, classes: tuple[str, ...]) -> Collection:
-    """The collection with its labels numbered as the sites number theirs."""
+    """Return the collection with its labels numbered as at the sites."""
     if sorted(collection.classes) != sorted(classes):
         raise DataError(
             f"The public set {name} has the classes {', '.join(collection.classes)}, the sites have "
@@ -75,7 +76,7 @@ def _align_labels(name: str, collection: Collection, classes: tuple[str, ...]) -
 
 
 def _drop_duplicates(held: Sequence[Images | Selection], collection: Collection) -> Collection:
-    """The collection less the images that are held elsewhere, and less all others of those patients."""
+    """Return the collection without images that sites hold, and without other images of the same patients."""
     private = {digest for images in held for digest in _image_hashes(images)}
     shared = [digest in private for digest in _image_hashes(collection.to_images())]
     people = {patient for patient, known in zip(collection.patients, shared, strict=True) if known}
@@ -101,7 +102,7 @@ def _all_parts(sites: Mapping[SiteId, SiteData]) -> list[Images | Selection]:
 
 
 def _image_hashes(images: Images | Selection) -> Iterator[bytes]:
-    """A hash of every image, as it is stored."""
+    """Return a hash of every stored image."""
     for index in torch.split(torch.arange(len(images)), HASHED):
         for image in images.stored_batch(index)[0]:
             yield hashlib.sha256(image.numpy().tobytes()).digest()

@@ -1,4 +1,4 @@
-"""What sites that are elsewhere said of themselves: all that a server knows of them."""
+"""Sites on other machines, as a server knows them: by the profiles that they send."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from polyclinic import __version__
-from polyclinic.core.contract import Batch, SiteId
+from polyclinic.core import __version__
 from polyclinic.core.errors import DataError, EngineError, Refused
+from polyclinic.core.types import Batch, SiteId
 from polyclinic.data.examples import Images, SiteData
-from polyclinic.data.partitioning.federate import SiteSummary
+from polyclinic.data.partitioning.site_data import SiteSummary
 from polyclinic.runs.sites import FederatedDataset, check_site_name
 
 MOST = 10**9
@@ -23,7 +23,7 @@ MOST = 10**9
 
 @dataclass(frozen=True)
 class SiteProfile:
-    """What a site says of its images: how many, of what shape, and a mark by which to see that they changed."""
+    """A site's description of its images: numbers, shape, and a fingerprint that shows whether they changed."""
 
     version: str
     classes: tuple[str, ...]
@@ -33,22 +33,22 @@ class SiteProfile:
     validation: int
     test: int
     groups: tuple[int, int]
-    """Training and validation images of the patient with the most."""
+    """Training and validation images of the patient who has most."""
     fingerprint: str
 
     @staticmethod
     def from_fields(fields: Mapping[str, Any]) -> SiteProfile:
-        """Refused unless everything is what it should be."""
+        """Read a profile from a message; raises `Refused` if a field is missing or invalid."""
         try:
             counts = [fields[name] for name in ("channels", "size", "train", "validation", "test")]
             groups, classes = tuple(fields["groups"]), tuple(fields["classes"])
             version, mark = fields["version"], fields["fingerprint"]
         except (KeyError, TypeError):
-            raise Refused("json", "a site's card lacks what it must say") from None
+            raise Refused("json", "a site's profile lacks a field") from None
         whole = all(type(number) is int and 0 <= number <= MOST for number in (*counts, *groups))
         words = all(isinstance(word, str) and len(word) <= 200 for word in (version, mark, *classes))
         if not whole or not words or len(groups) != 2 or not 2 <= len(classes) <= 10_000 or not all(counts[:3]):
-            raise Refused("json", "a site's card holds values that cannot be")
+            raise Refused("json", "a site's profile has invalid values")
         channels, size, train, validation, test = counts
         return SiteProfile(version, classes, channels, size, train, validation, test, (groups[0], groups[1]), mark)
 
@@ -58,7 +58,7 @@ class SiteProfile:
 
 @dataclass(frozen=True)
 class RemoteImages:
-    """Images that are elsewhere: a number of them, of a shape."""
+    """Images on another machine: their number and shape."""
 
     count: int
     shape: tuple[int, ...]
@@ -73,12 +73,12 @@ class RemoteImages:
 
     @property
     def patients(self) -> tuple[str, ...]:
-        """Nobody's names; but as many images are of one patient as the site says."""
+        """Placeholders, of which as many are equal as the site has images of one patient."""
         alike = min(self.largest, self.count)
         return (*("1",) * alike, *(str(number) for number in range(2, self.count - alike + 2)))
 
     def batch(self, index: Tensor) -> Batch:
-        """Blank: only its shape counts, when work is rehearsed."""
+        """Return a blank batch, whose shape is used in the dry run of a round."""
         return torch.zeros(len(index), *self.shape), torch.zeros(len(index), dtype=torch.int64)
 
     def to(self, device: torch.device) -> RemoteImages:
@@ -87,19 +87,19 @@ class RemoteImages:
 
 @dataclass(frozen=True)
 class RemoteSites(FederatedDataset):
-    """Sites that are elsewhere, in the federation's order, as a consortium without images."""
+    """Sites on other machines, in the federation's order, as a dataset without images."""
 
     cards: Mapping[SiteId, SiteProfile]
 
     @staticmethod
     def from_profiles(profiles: Mapping[SiteId, SiteProfile]) -> RemoteSites:
-        """Refused where they do not fit together; each sentence names who has to mend it."""
+        """Combine the profiles; raises `DataError` with the site that has to change if they do not fit together."""
         first = next(iter(profiles.values()))
         for site, why in find_misfits(profiles).items():
             raise DataError(f"Site {site} does not fit: {why}.")
         for site in profiles:
             check_site_name(site)
-        sites = {site: _remote_site(site, card) for site, card in profiles.items()}
+        sites = {site: _remote_site(site, profile) for site, profile in profiles.items()}
         return RemoteSites(first.classes, sites, None, first.channels, first.size, dict(profiles))
 
     @property
@@ -108,27 +108,27 @@ class RemoteSites(FederatedDataset):
 
     @cached_property
     def fingerprint(self) -> str:
-        marks = "|".join(f"{site}:{card.fingerprint}" for site, card in self.cards.items())
+        marks = "|".join(f"{site}:{profile.fingerprint}" for site, profile in self.cards.items())
         return hashlib.sha256(marks.encode()).hexdigest()
 
     def describe(self) -> list[SiteSummary]:
-        """How many images of each class a site has is its own affair."""
+        """Describe the sites without the numbers of images per class, which they do not send."""
         return [
-            SiteSummary(site=site, train=card.train, validation=card.validation, test=card.test, classes={})
-            for site, card in self.cards.items()
+            SiteSummary(site=site, train=profile.train, validation=profile.validation, test=profile.test, classes={})
+            for site, profile in self.cards.items()
         ]
 
     def on_device(self, device: torch.device, room: int | None = None) -> dict[SiteId, SiteData]:
         return dict(self.sites)
 
     def with_features(self, part: nn.Module, device: torch.device) -> tuple[dict[SiteId, SiteData], Images | None]:
-        """Sites compute it themselves."""
+        """Return the sites unchanged: they compute features themselves."""
         return dict(self.sites), None
 
 
 def find_misfits(profiles: Mapping[SiteId, SiteProfile]) -> dict[SiteId, str]:
-    """Who has another version, other classes or another shape than most (of equally many, than the first), and why."""
-    kinds = [(card.classes, card.channels, card.size) for card in profiles.values()]
+    """Return the sites whose version, classes or image shape differ from most sites' (or the first's), and how."""
+    kinds = [(profile.classes, profile.channels, profile.size) for profile in profiles.values()]
     usual = max(kinds, key=kinds.count, default=None)
     like = next((site for site, kind in zip(profiles, kinds, strict=True) if kind == usual), "")
     found: dict[SiteId, str] = {}
@@ -137,17 +137,17 @@ def find_misfits(profiles: Mapping[SiteId, SiteProfile]) -> dict[SiteId, str]:
             found[site] = f"it runs polyclinic {theirs}, this server {__version__}; install the same on both"
         for what, own, other in zip(("classes", "channels", "size"), kind, usual or kind, strict=True):
             if own != other:
-                told = f"it has {what} {_format_value(own)}, {like} has {_format_value(other)}"
-                found.setdefault(site, f"{told}; mend its data, or have the recipe's data say which")
+                difference = f"it has {what} {_format_value(own)}, {like} has {_format_value(other)}"
+                found.setdefault(site, f"{difference}; correct its data, or set it in the recipe's data section")
     return found
 
 
-def _remote_site(site: SiteId, card: SiteProfile) -> SiteData:
-    shape = (card.channels, card.size, card.size)
+def _remote_site(site: SiteId, profile: SiteProfile) -> SiteData:
+    shape = (profile.channels, profile.size, profile.size)
     train, validation = (
-        RemoteImages(n, shape, of) for n, of in zip((card.train, card.validation), card.groups, strict=True)
+        RemoteImages(n, shape, of) for n, of in zip((profile.train, profile.validation), profile.groups, strict=True)
     )
-    return SiteData(site, train, validation, RemoteImages(card.test, shape))
+    return SiteData(site, train, validation, RemoteImages(profile.test, shape))
 
 
 def _format_value(value: object) -> str:

@@ -1,4 +1,4 @@
-"""The server's own work on its public set: in every round, and when all rounds are over."""
+"""The server's own training on its public set: before round 1, after every aggregation, and after the last round."""
 
 from __future__ import annotations
 
@@ -7,34 +7,43 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from polyclinic.algorithms.base import Averaging
+import torch
+
+from polyclinic.algorithms.base import Algorithm
 from polyclinic.algorithms.distillation.losses import Teacher
 from polyclinic.algorithms.distillation.patch_attribution import attribute_patches
 from polyclinic.algorithms.distillation.refine import RefinementResult, refine_student
-from polyclinic.core.contract import Bundle, Fit, Fitted, Job, Score, Site, Stream, Tensors
 from polyclinic.core.errors import RecipeError
+from polyclinic.core.jobs import Fit, Fitted, Job, Score, Site
+from polyclinic.core.names import STUDENT
+from polyclinic.core.options import CurriculumOptions
+from polyclinic.core.rng import Stream
+from polyclinic.core.types import Bundle, Tensors
 from polyclinic.data.examples import SiteData
-from polyclinic.evaluation.metrics import Predictions, finite_or_none, measure
-from polyclinic.federation.site_runner import STUDENT
+from polyclinic.evaluation.assessment import score_predictions
+from polyclinic.evaluation.metrics import Predictions
+from polyclinic.evaluation.summary import PartScores
+from polyclinic.evaluation.task import CLASSIFICATION
 from polyclinic.reporting.teacher_figure import draw_teacher_maps
 from polyclinic.runs.networks import Networks, server_models
+from polyclinic.runs.sites import site_on_device
 from polyclinic.training.fit import fit, score
-from polyclinic.training.losses import predict_probabilities
+from polyclinic.training.losses import predict_probabilities, task_loss
 
 
 @dataclass(frozen=True)
 class ServerTrainer:
-    """A server with a public set, which it may look at as it likes."""
+    """Trains and evaluates at the server, on its public set."""
 
-    algorithm: Averaging
+    algorithm: Algorithm
     networks: Networks
     public: SiteData
     seed: int
     start: Bundle
-    """Where a student begins: the recipe's own model as it was drawn."""
+    """The first weights of a student: those of the recipe's own model."""
 
     def __call__(self, state: Bundle, site: Site) -> Bundle:
-        """What the algorithm has it do after an aggregation."""
+        """Return the state after the algorithm's `server_step`, which follows an aggregation."""
         site, rng = replace(site, examples=len(self.public.train)), Stream(self.seed, ("server", site.round))
         work = self.algorithm.server_step(state, site, rng)
         answer: Any = None
@@ -54,7 +63,7 @@ class ServerTrainer:
         return score(job, network, getattr(self.public, job.part))
 
     def check_usable(self, start: Bundle) -> None:
-        """Refuse, before anything is trained, what would be in vain; `start`: the state before round 1."""
+        """Raise, before training, if the server has no model or images to use; `start`: the state before round 1."""
         recipe = self.networks.recipe
         if recipe.evaluate.headline == "public" and not len(self.public.test):
             raise RecipeError(
@@ -75,7 +84,7 @@ class ServerTrainer:
             )
 
     def train_student(self, state: Bundle) -> RefinementResult:
-        """One student of all that the server has at the end."""
+        """Train one student on the server's final models."""
         options, student = self.networks.recipe.finish, self.networks.student
         assert options is not None
         assert student is not None
@@ -83,7 +92,7 @@ class ServerTrainer:
         return refine_student(self._make_teachers(state), student, self.start, self.public, options, rng)
 
     def draw_teachers(self, state: Bundle, classes: Sequence[str], path: Path) -> None:
-        """Where each teacher looks, on some public training images."""
+        """Draw each teacher's patch attributions on some public training images."""
         maps = attribute_patches(self._make_teachers(state), self.public.train, Stream(self.seed, ("maps",)))
         draw_teacher_maps(maps.psi, maps.images, path, [classes[label] for label in maps.labels])
 
@@ -91,8 +100,8 @@ class ServerTrainer:
         models = self._server_models(state).items()
         return [Teacher(group or "global", self.networks.by_cluster[group], weights) for group, weights in models]
 
-    def evaluate_models(self, state: Bundle, student: Bundle | None) -> dict[str, Any]:
-        """Every model of the server's on the public test images."""
+    def evaluate_models(self, state: Bundle, student: Bundle | None) -> dict[str, PartScores]:
+        """Return the scores of all models of the server on the public test images."""
         if not len(self.public.test):
             return {}
         models = {g: (self.networks.by_cluster[g], w) for g, w in self._server_models(state).items()}
@@ -102,20 +111,23 @@ class ServerTrainer:
         for name, (network, weights) in models.items():
             rows = score(Score(weights, predict_probabilities), network, self.public.test)
             seen = Predictions(rows["probabilities"].double().cpu().numpy(), rows["labels"].cpu().numpy())
-            found[name or "global"] = {"n": len(seen), **finite_or_none(measure(seen.probabilities, seen.labels))}
+            found[name or "global"] = score_predictions(CLASSIFICATION, seen)
         return found
 
     def _server_models(self, state: Bundle) -> Mapping[str, Bundle]:
         return server_models(self.algorithm, state, self.networks.by_cluster)
 
 
-def student_fields(refined: RefinementResult) -> dict[str, Any]:
-    """What a result says of how the student came about."""
-    return {
-        "shapley": refined.shapley,
-        "teacher_weights": refined.teacher_weights,
-        "epochs": refined.epochs,
-        "best": refined.best,
-        "factor": refined.factor,
-        "history": refined.history,
-    }
+def pretrain_networks(networks: Networks, public: SiteData | None, device: torch.device) -> None:
+    """Train every network that asks for it (`model.pretrain` epochs) on public images, as the recipe trains."""
+    recipe = networks.recipe
+    sections = {name: cluster.model for name, cluster in recipe.clusters.items()} or {"": recipe.model}
+    if public is None or not any(section.pretrain for section in sections.values()):
+        return
+    images, rate = site_on_device(public, device, {}).train, recipe.training.optimiser.lr
+    lesson = replace(recipe.training, steps=None, first_epochs=None, curriculum=CurriculumOptions(), private=None)
+    for name, network in networks.by_cluster.items():
+        if sections[name].pretrain is not None:
+            job = Fit(network.copy_weights(), task_loss, replace(lesson, epochs=sections[name].pretrain))
+            server, stream = Site("server", len(images), 1, 1, rate), Stream(recipe.seed, ("pretrain", name))
+            network.load_weights(fit(job, network, images, server, stream).weights)

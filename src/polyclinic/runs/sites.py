@@ -1,4 +1,4 @@
-"""The hospitals of a recipe with their images: gathered, checked, and brought to where they are trained on."""
+"""The sites of a recipe with their images: loaded, checked, and moved to the device that trains on them."""
 
 from __future__ import annotations
 
@@ -14,24 +14,25 @@ import torch
 from torch import nn
 
 from polyclinic.config.recipe import Recipe
-from polyclinic.core.contract import SiteId, Stream
 from polyclinic.core.errors import DataError
+from polyclinic.core.names import HELD_OUT, POOLED
+from polyclinic.core.rng import Stream
+from polyclinic.core.types import SiteId
 from polyclinic.data import DATASETS
 from polyclinic.data.examples import Images, PooledData, Selection, SiteData, concatenate
-from polyclinic.data.loading.load import apply_task
+from polyclinic.data.loading.loader import apply_task
 from polyclinic.data.partitioning.dry_run import check_missing_fields
-from polyclinic.data.partitioning.federate import SiteSummary, build_site_data, summarise_sites
-from polyclinic.federation.rounds import HELD_OUT, POOLED
+from polyclinic.data.partitioning.site_data import SiteSummary, build_site_data, summarise_sites
 
 MOST_FEATURES = 4 * 2**30
-"""Bytes that features computed beforehand may take; more are computed anew at every step."""
+"""The most bytes of features that are computed once; larger ones are computed in every step."""
 HASHED = 256
-"""Images read at a time; another number would be another fingerprint."""
+"""Images hashed at a time; another number would change the fingerprint."""
 
 
 @dataclass(frozen=True)
 class FederatedDataset:
-    """The hospitals of a recipe, with their images, before any algorithm: shared by all methods of a comparison."""
+    """The sites of a recipe with their images, before any algorithm: all methods of a comparison share them."""
 
     classes: tuple[str, ...]
     sites: Mapping[SiteId, SiteData]
@@ -41,7 +42,7 @@ class FederatedDataset:
 
     @property
     def visible_sites(self) -> Mapping[SiteId, SiteData]:
-        """The sites whose images can be looked at from here."""
+        """The sites whose images this process can read."""
         return self.sites
 
     def describe(self) -> list[SiteSummary]:
@@ -105,14 +106,14 @@ class FederatedDataset:
         return {}
 
     def _distinct_tensors(self) -> list[torch.Tensor]:
-        """Every tensor of images, once."""
+        """Return every tensor of images once."""
         parts = [part for site in self.sites.values() for part in (site.train, site.validation, site.test)]
         held = [part.shared if isinstance(part, Selection) else part for part in parts]
         return list({id(h.images): h.images for h in held if isinstance(h, Images)}.values())
 
 
 def load_sites(recipe: Recipe, data: Path | None = None) -> FederatedDataset:
-    """Load the recipe's data set and divide it among sites, checked."""
+    """Load the recipe's data set (from the folder `data`), divide it among sites, and check the result."""
     stream, spec = Stream(recipe.seed), DATASETS[recipe.data.name]
     options = spec.options.model_validate(recipe.data.options)
     collection = spec.load(options, stream.child("data"), data)
@@ -134,7 +135,7 @@ def load_sites(recipe: Recipe, data: Path | None = None) -> FederatedDataset:
 
 
 def check_site_name(name: SiteId) -> None:
-    """Site names become parts of names on the wire and in results, beside others that mean something there."""
+    """Raise if a site has a reserved name, or one that cannot be part of names in messages and results."""
     if not (0 < len(name) <= 100 and name.isprintable()) or set("/@|") & set(name):
         raise DataError(
             f"The site name {name[:100]!r} is empty, too long, or holds '/', '@', '|' or a control character; "
@@ -161,12 +162,12 @@ def _compute_features(images: Images, part: nn.Module) -> Images:
 
 
 def free_bytes(device: torch.device) -> float:
-    """How many bytes of images `device` may be given: half of what is free, the rest is for training."""
+    """Return the bytes of images that may be put on `device`: half of its free memory, the rest is for training."""
     return torch.cuda.mem_get_info(device)[0] / 2 if device.type == "cuda" else float("inf")
 
 
 def site_on_device(site: SiteData, device: torch.device, copies: dict[int, Images]) -> SiteData:
-    """The site with its images on `device`; `copies` knows those that are there already."""
+    """Return the site with its images on `device`; `copies` holds those that are there already."""
 
     def moved(part: Any) -> Any:
         if not isinstance(part, Selection):
@@ -179,7 +180,7 @@ def site_on_device(site: SiteData, device: torch.device, copies: dict[int, Image
 
 
 def pool_sites(sites: Mapping[SiteId, SiteData]) -> PooledData:
-    """Everybody's training and validation images in one place; nothing to test on, the sites do that."""
+    """Return the training and validation images of all sites as one site without test images."""
     train, validation = (concatenate([getattr(site, p) for site in sites.values()]) for p in ("train", "validation"))
     nothing, members = validation.subset(torch.arange(0)), {name: site.train for name, site in sites.items()}
     return PooledData(POOLED, train, validation, nothing, members)

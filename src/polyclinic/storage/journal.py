@@ -1,19 +1,24 @@
-"""What the round loop writes down: to a run's folder, or to memory when a run needs no folder."""
+"""The journal of the round loop: charges, metrics, costs and snapshots, written to a run's folder or kept in memory."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Protocol
 
-from polyclinic.core.contract import Bundle, SiteId
 from polyclinic.core.errors import StoreError
 from polyclinic.core.failpoints import failpoint
-from polyclinic.storage.run_files import Ledger, MetricsFile, SnapshotStore, prepare_folder
+from polyclinic.core.types import Bundle, SiteId
+from polyclinic.evaluation.rows import LEDGER_ROW, METRIC_ROW, ChargeRow, CostRow, LedgerRow, MetricRow, SiteOutcome
+from polyclinic.storage.ledger import Ledger
+from polyclinic.storage.metrics_file import MetricsFile
+from polyclinic.storage.run_folder import RunFolder
+from polyclinic.storage.snapshots import SnapshotStore
 
-SPENT = ("down", "up", "seconds")
+Fields = Mapping[str, object]
+"""A row as JSON; it is read back as a typed row (`evaluation/rows.py`)."""
 
 
 @dataclass(frozen=True)
@@ -28,24 +33,20 @@ class Resumed:
 class Journal(Protocol):
     def resume(self) -> Resumed | None: ...
 
-    def charge_round(self, round: int, sites: Sequence[SiteId], privacy: Mapping[str, Any] | None = None) -> None:
-        """Before anything is sent: what this round may release. Synced before it returns."""
+    def charge_round(self, round: int, sites: Sequence[SiteId], privacy: Fields | None = None) -> None:
+        """Write what this round may release, before anything is sent; synced before it returns."""
         ...
 
-    def read_charges(self) -> list[dict[str, Any]]:
-        """Every charge so far."""
-        ...
+    def read_charges(self) -> list[ChargeRow]: ...
 
-    def append_metrics(self, rows: list[dict[str, Any]]) -> None: ...
+    def append_metrics(self, rows: Sequence[Fields]) -> None: ...
 
-    def append_cost(
-        self, event: str, round: int, seconds: float, sites: Mapping[SiteId, Mapping[str, Any]]
-    ) -> None: ...
+    def append_cost(self, event: str, round: int, seconds: float, sites: Mapping[SiteId, Fields]) -> None: ...
 
-    def save_snapshot(self, round: int, state: Bundle, progress: Mapping[str, Any]) -> None: ...
+    def save_snapshot(self, round: int, state: Bundle, progress: Fields) -> None: ...
 
     def oldest_snapshot(self) -> int:
-        """The earliest round a resume could go back to."""
+        """The earliest round that a resume could go back to."""
         ...
 
 
@@ -53,25 +54,26 @@ class Journal(Protocol):
 class RamJournal:
     """Keeps rows in lists; cannot resume."""
 
-    rows: list[dict[str, Any]] = field(default_factory=list)
-    costs: list[dict[str, Any]] = field(default_factory=list)
+    rows: list[MetricRow] = field(default_factory=list)
+    costs: list[LedgerRow] = field(default_factory=list)
 
     def resume(self) -> Resumed | None:
         return None
 
-    def charge_round(self, round: int, sites: Sequence[SiteId], privacy: Mapping[str, Any] | None = None) -> None:
-        self.costs.append({"event": "charge", "round": round, "sites": list(sites), "privacy": privacy})
+    def charge_round(self, round: int, sites: Sequence[SiteId], privacy: Fields | None = None) -> None:
+        self.costs.append(ChargeRow(round=round, sites=list(sites), privacy=dict(privacy) if privacy else None))
 
-    def read_charges(self) -> list[dict[str, Any]]:
-        return [row for row in self.costs if row["event"] == "charge"]
+    def read_charges(self) -> list[ChargeRow]:
+        return [row for row in self.costs if isinstance(row, ChargeRow)]
 
-    def append_metrics(self, rows: list[dict[str, Any]]) -> None:
-        self.rows.extend(rows)
+    def append_metrics(self, rows: Sequence[Fields]) -> None:
+        self.rows.extend(map(METRIC_ROW.validate_python, rows))
 
-    def append_cost(self, event: str, round: int, seconds: float, sites: Mapping[SiteId, Mapping[str, Any]]) -> None:
-        self.costs.append({"event": event, "round": round, "seconds": seconds, "sites": dict(sites)})
+    def append_cost(self, event: str, round: int, seconds: float, sites: Mapping[SiteId, Fields]) -> None:
+        row = {"event": event, "round": round, "seconds": seconds, "sites": dict(sites)}
+        self.costs.append(LEDGER_ROW.validate_python(row))
 
-    def save_snapshot(self, round: int, state: Bundle, progress: Mapping[str, Any]) -> None:
+    def save_snapshot(self, round: int, state: Bundle, progress: Fields) -> None:
         """Nothing to keep."""
 
     def oldest_snapshot(self) -> int:
@@ -79,25 +81,25 @@ class RamJournal:
 
 
 class FolderJournal:
-    """A run's folder: `metrics.jsonl`, `ledger.jsonl`, `snapshots/`."""
+    """Writes `metrics.jsonl`, `ledger.jsonl` and `snapshots/` in a run's folder."""
 
-    def __init__(self, folder: Path) -> None:
-        prepare_folder(folder)
-        self.folder = folder
-        self.snapshots = SnapshotStore(folder)
-        self.ledger = Ledger(folder / "ledger.jsonl")
-        self._metrics = MetricsFile(folder / "metrics.jsonl")
-
-    @property
-    def rows(self) -> list[dict[str, Any]]:
-        return self._metrics.read()
+    def __init__(self, path: Path) -> None:
+        self.folder = RunFolder(path)
+        self.folder.prepare()
+        self.snapshots = SnapshotStore(self.folder.snapshots)
+        self.ledger = Ledger(self.folder.ledger_file)
+        self._metrics = MetricsFile(self.folder.metrics_file)
 
     @property
-    def costs(self) -> list[dict[str, Any]]:
-        return add_interrupted_rounds(self.ledger.read())
+    def rows(self) -> list[MetricRow]:
+        return self.folder.metrics()
+
+    @property
+    def costs(self) -> list[LedgerRow]:
+        return add_interrupted_rounds(self.folder.ledger())
 
     def resume(self) -> Resumed | None:
-        """The newest sound snapshot; what was measured after it is forgotten, what was spent after it is not."""
+        """Go back to the newest valid snapshot. Later metrics are dropped; later charges and costs are not."""
         found = self.snapshots.load()
         if found is None:
             self._metrics.truncate(0)
@@ -115,22 +117,22 @@ class FolderJournal:
         self.ledger.append(event="resumed", round=round)
         return Resumed(round, message.tensors, fields["progress"])
 
-    def charge_round(self, round: int, sites: Sequence[SiteId], privacy: Mapping[str, Any] | None = None) -> None:
+    def charge_round(self, round: int, sites: Sequence[SiteId], privacy: Fields | None = None) -> None:
         self.ledger.append(event="charge", round=round, sites=list(sites), privacy=privacy)
         failpoint("charge-written")
 
-    def read_charges(self) -> list[dict[str, Any]]:
-        return [row for row in self.ledger.read() if row["event"] == "charge"]
+    def read_charges(self) -> list[ChargeRow]:
+        return [row for row in self.folder.ledger() if isinstance(row, ChargeRow)]
 
-    def append_metrics(self, rows: list[dict[str, Any]]) -> None:
+    def append_metrics(self, rows: Sequence[Fields]) -> None:
         self._metrics.append(rows)
         failpoint("metrics-written")
 
-    def append_cost(self, event: str, round: int, seconds: float, sites: Mapping[SiteId, Mapping[str, Any]]) -> None:
+    def append_cost(self, event: str, round: int, seconds: float, sites: Mapping[SiteId, Fields]) -> None:
         self.ledger.append(event=event, round=round, seconds=round_seconds(seconds), sites=dict(sites))
         failpoint("ledger-written")
 
-    def save_snapshot(self, round: int, state: Bundle, progress: Mapping[str, Any]) -> None:
+    def save_snapshot(self, round: int, state: Bundle, progress: Fields) -> None:
         fields = {
             "progress": dict(progress),
             "ledger_rows": self.ledger.rows,
@@ -149,18 +151,21 @@ def round_seconds(seconds: float) -> float:
     return round(seconds, 6)
 
 
-def add_interrupted_rounds(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Add what rounds cost that were begun and cut short: nobody knows how far they came, so all of it is counted."""
-    played = {row["round"]: row for row in rows if row["event"] in ("round", "evaluation")}
-    found: list[dict[str, Any]] = []
-    for row, after in pairwise([*rows, {"event": "end"}]):
-        found.append(dict(row))
-        if (
-            row["event"] == "charge"
-            and after["event"] not in ("round", "failed round", "evaluation")
-            and row["round"] in played
-        ):
-            again = played[row["round"]]
-            sites = {site: {k: note.get(k, 0) for k in SPENT} for site, note in again["sites"].items()}
-            found.append({**again, "event": "interrupted round", "sites": sites})
+def add_interrupted_rounds(rows: Iterable[LedgerRow]) -> list[LedgerRow]:
+    """Add the cost of rounds that were interrupted: as much as when the round was repeated, since nobody knows how far
+    it came."""
+    every = list(rows)
+    played = {row.round: row for row in every if isinstance(row, CostRow) and row.event in ("round", "evaluation")}
+    found: list[LedgerRow] = []
+    for row, after in pairwise([*every, None]):
+        assert row is not None
+        found.append(row)
+        ended = after is not None and after.event in ("round", "failed round", "evaluation")
+        if isinstance(row, ChargeRow) and not ended and row.round in played:
+            again = played[row.round]
+            sites = {
+                name: SiteOutcome(down=site.down, up=site.up, seconds=site.seconds)
+                for name, site in again.sites.items()
+            }
+            found.append(again.model_copy(update={"event": "interrupted round", "sites": sites}))
     return found

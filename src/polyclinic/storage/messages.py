@@ -12,19 +12,19 @@ import json
 import math
 import struct
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from itertools import groupby
-from typing import Any, TypeAlias, TypeGuard
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
-from polyclinic.core.contract import Bundle, SiteId, Tensors, Update
 from polyclinic.core.errors import Refused
-from polyclinic.core.flat_tensors import FlatTensors, flatten_if_contiguous, l2_distance
-from polyclinic.core.strict_json import parse_json
+from polyclinic.core.flat_tensors import flatten_if_contiguous
+from polyclinic.core.strict_parsing import parse_json
+from polyclinic.core.types import Bundle, Tensors
 
 MAGIC = b"PCL1"
 SCHEMA = 1
@@ -48,12 +48,6 @@ DTYPES = {
     "BOOL": torch.bool,
 }
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
-OVERHEAD = 1 << 16
-"""Allowance, beyond the tensors themselves, for names, shapes and one site's report."""
-LARGEST = 1e100
-"""Numbers that sites report lie within this, so that weighing them with counts stays finite."""
-EXACT = 1 << 53
-"""Integers within this are averaged without loss."""
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", UserWarning)
@@ -282,121 +276,3 @@ def _view_as_tensor(entries: Sequence[Entry], data: memoryview, dtype: torch.dty
         names = ", ".join(name[:60] for name, *_ in entries[:3])
         raise Refused("tensors", f"{names!r} hold bytes that are neither true nor false")
     return torch.frombuffer(data, dtype=dtype)
-
-
-@dataclass(frozen=True)
-class ExpectedUpdate:
-    """What the server will accept from one site in one round."""
-
-    run: str
-    round: int
-    site: SiteId
-    received: Bundle
-    """What the site was sent; updates are measured as the distance from it."""
-    like: Mapping[str, Tensors]
-    """By kind: tensors with the names, shapes and dtypes that must come back."""
-    optional: frozenset[str] = frozenset()
-    examples: int = 1
-    """What the site registered: it may never claim more."""
-    max_norm: float = 1e6
-
-    @cached_property
-    def max_bytes(self) -> int:
-        """The most bytes its message may have …"""
-        return self.max_table_bytes + sum(t.nbytes for tensors in self.like.values() for t in tensors.values())
-
-    @cached_property
-    def max_table_bytes(self) -> int:
-        """… and the most that names, shapes and dtypes may take of them, since reading those multiplies their size."""
-        return OVERHEAD + sum(256 + len(n) for tensors in self.like.values() for n in tensors)
-
-
-@dataclass(frozen=True)
-class AcceptedUpdate:
-    """An accepted update with what the site reported, and how far its weights moved (client drift)."""
-
-    update: Update
-    fields: Mapping[str, Any]
-    drift: float | None
-    """None where no weights were sent."""
-
-
-def accept_update(
-    data: bytes | Message, expected: ExpectedUpdate, restore: Callable[[Bundle], Bundle] = lambda tensors: tensors
-) -> AcceptedUpdate:
-    """Decode a site's reply and check everything about it: names, shapes, dtypes, values, weight, round, site, size."""
-    message = data if isinstance(data, Message) else decode(data, expected.max_bytes, expected.max_table_bytes)
-    fields = message.fields
-    check_address(fields, expected.run, expected.round, expected.site)
-    examples = fields.get("examples")
-    if type(examples) is not int or not 0 < examples <= expected.examples:
-        raise Refused(
-            "examples", f"{format_untrusted(examples)} training examples where {expected.examples} are registered"
-        )
-    for kind in message.tensors.keys() - expected.like.keys():
-        raise Refused("kind", f"{kind[:60]!r} was not agreed to leave a site")
-    for kind, like in expected.like.items():
-        if kind in message.tensors or not (kind in expected.optional or not like):
-            _check_layout(kind, message.tensors.get(kind, {}), like)
-    tensors = restore(message.tensors)
-    drift = _check_values(tensors, expected)
-    return AcceptedUpdate(Update(tensors, examples, expected.site, read_scalars(fields)), fields, drift)
-
-
-def check_address(fields: Mapping[str, Any], run: str, round: int, site: SiteId) -> None:
-    """The message belongs to this run, this round and this site: no replay, no impostor."""
-    for name, wanted in (("run", run), ("site", site), ("round", round)):
-        found = fields.get(name)
-        if found != wanted or type(found) is not type(wanted):
-            raise Refused(name, f"{format_untrusted(found)} where {wanted!r} was expected")
-
-
-def _check_layout(kind: str, tensors: Tensors, like: Tensors) -> None:
-    if isinstance(tensors, FlatTensors) and tensors.has_layout_of(like):
-        return
-    for name in like.keys() - tensors.keys():
-        raise Refused("missing", f"{kind}/{name} is not there")
-    for name in tensors.keys() - like.keys():
-        raise Refused("extra", f"{kind}/{name[:60]!r} was not asked for")
-    for name, tensor in tensors.items():
-        if tensor.shape != like[name].shape:
-            raise Refused("shape", f"{kind}/{name} is {tuple(tensor.shape)}, not {tuple(like[name].shape)}")
-        if tensor.dtype != like[name].dtype:
-            raise Refused("dtype", f"{kind}/{name} is {tensor.dtype}, not {like[name].dtype}")
-
-
-def _check_values(tensors: Bundle, expected: ExpectedUpdate) -> float | None:
-    """Every value is finite and each kind lies within `max_norm` of what was sent; returns the model's distance."""
-    drift: float | None = None
-    for kind, group in tensors.items():
-        start = expected.received.get(kind, {})
-        norm = l2_distance(group, start)
-        if not math.isfinite(norm):
-            bad = next((n for n, t in group.items() if not bool(torch.isfinite(t).all())), None)
-            if bad is not None:
-                raise Refused(
-                    "finite",
-                    f"{kind}/{bad} holds NaN or infinity; training diverged, lower the learning rate",
-                )
-        if not norm <= expected.max_norm:
-            raise Refused("norm", f"{kind} moved by {norm:.3g}, more than {expected.max_norm:.3g} in one round")
-        counts = [tensor.reshape(-1) for tensor in group.values() if tensor.dtype == torch.int64 and tensor.numel()]
-        if counts and max(abs(int(v)) for v in torch.cat(counts).aminmax()) > EXACT:
-            raise Refused("norm", f"{kind} holds counts beyond {EXACT}")
-        drift = norm if kind == "model" else drift
-    return drift
-
-
-def read_scalars(fields: Mapping[str, Any]) -> dict[str, float]:
-    scalars = fields.get("scalars", {})
-    if not isinstance(scalars, dict):
-        raise Refused("scalars", "scalars are not an object")
-    for name, value in scalars.items():
-        if not is_number(value):
-            raise Refused("scalars", f"{name[:40]!r} is not a finite number")
-    return {name: float(value) for name, value in scalars.items()}
-
-
-def is_number(value: object) -> TypeGuard[int | float]:
-    """A number that can be reckoned with: neither true or false, nor infinite, nor an integer of 400 digits."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and -LARGEST <= value <= LARGEST

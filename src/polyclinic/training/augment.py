@@ -1,6 +1,6 @@
-"""Random changes to training images, all images of a batch at once.
+"""Random augmentation of training images, all images of a batch at once.
 
-What is done to each image is drawn on the CPU, so a run sees the same images whatever its device.
+Its parameters are drawn on the CPU, so a run sees the same images whatever its device.
 """
 
 from __future__ import annotations
@@ -12,39 +12,46 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from polyclinic.core.contract import Augment, Stream
+from polyclinic.core.options import Augment
+from polyclinic.core.rng import Stream
 from polyclinic.training.prefetch import to_device
 
 
 @dataclass(frozen=True)
 class AugmentParameters:
-    """What is done to each image of a batch: one number per image, on the CPU."""
+    """The augmentation of each image of a batch: one number per image, on the CPU."""
 
     rotation: Tensor
     """Degrees, counter-clockwise."""
     flip: Tensor
-    """Whether left and right change over."""
+    """Whether left and right are exchanged."""
     crop_side: Tensor
-    """The share of each side that a crop keeps …"""
+    """The fraction of each side that the crop keeps."""
     shift_x: Tensor
-    """… and how far its middle lies to the right of the image's, in half sides: between ±(1 − side) …"""
+    """How far the crop's centre lies to the right of the image's, in half sides: between ±(1 − crop_side)."""
     shift_y: Tensor
-    """… and below it."""
+    """How far the crop's centre lies below the image's, likewise."""
     brightness: Tensor
-    """What is added, in standard deviations of the image itself."""
+    """The number of the image's own standard deviations that is added."""
     contrast: Tensor
-    """The factor by which pixels depart from the image's mean."""
+    """The factor on each pixel's difference from the image's mean."""
     blur: Tensor
     """σ of a Gaussian, in pixels."""
 
 
 def augment_images(images: Tensor, options: Augment, stream: Stream) -> Tensor:
-    """The images (n × channels × height × width), each changed in its own way."""
+    """Augment each image independently.
+
+    Args:
+        images: n × channels × height × width.
+        options: Which changes to make, and how large they may be.
+        stream: The stream of this batch; equal streams give equal changes.
+    """
     return apply_parameters(images, draw_parameters(options, len(images), stream))
 
 
 def draw_parameters(options: Augment, count: int, stream: Stream) -> AugmentParameters:
-    """Each change has numbers of its own, so that setting one option leaves the others' draws as they were."""
+    """Draw the parameters of `count` images. Setting one option leaves the draws of the others as they were."""
     shares = torch.rand(count, 8, dtype=torch.float64, generator=stream.generator())
     coin, side, blur, *rest = shares.unbind(1)
     turn, across, down, brightness, contrast = (2 * share - 1 for share in rest)
@@ -62,12 +69,15 @@ def draw_parameters(options: Augment, count: int, stream: Stream) -> AugmentPara
 
 
 def apply_parameters(images: Tensor, changes: AugmentParameters) -> Tensor:
-    """Brightness and contrast first, as they go by the image's own mean and deviation, before any of it is cut off."""
+    """Apply brightness and contrast, then rotation, crop and flip, then blur.
+
+    Brightness and contrast come first, as they depend on the mean and deviation of the uncropped image.
+    """
     return blur_images(warp_images(adjust_intensity(images, changes), changes), changes.blur)
 
 
 def adjust_intensity(images: Tensor, changes: AugmentParameters) -> Tensor:
-    """mean + contrast·(image − mean) + brightness·deviation; mean and deviation over all channels of an image."""
+    """Return mean + contrast·(image − mean) + brightness·deviation, with mean and deviation over all of an image."""
     if not changes.brightness.any() and bool((changes.contrast == 1).all()):
         return images
     contrast, brightness = (_to_images(images, value).unsqueeze(1) for value in (changes.contrast, changes.brightness))
@@ -80,7 +90,7 @@ def adjust_intensity(images: Tensor, changes: AugmentParameters) -> Tensor:
 
 
 def warp_images(images: Tensor, changes: AugmentParameters) -> Tensor:
-    """Turned, then cropped, then mirrored, in one bilinear look-up; beyond the image its edge goes on."""
+    """Rotate, crop and flip in one bilinear interpolation; beyond the image its edge is repeated."""
     if not changes.rotation.any() and not changes.flip.any() and bool((changes.crop_side == 1).all()):
         return images
     height, width = images.shape[-2:]
@@ -93,7 +103,7 @@ def warp_images(images: Tensor, changes: AugmentParameters) -> Tensor:
 
 
 def affine_matrix(changes: AugmentParameters, aspect: float) -> Tensor:
-    """Where a pixel of the result comes from: (x, y, 1) ↦ (x, y), in half sides from the middle; n × 2 × 3."""
+    """Return the maps from output to input coordinates, (x, y, 1) ↦ (x, y) in half sides from the centre: n × 2 × 3."""
     angle, side, nothing = torch.deg2rad(changes.rotation), changes.crop_side, torch.zeros_like(changes.crop_side)
     cos, sin = angle.cos(), angle.sin()
     window = _stack_rows([side.where(~changes.flip, -side), nothing, changes.shift_x], [nothing, side, changes.shift_y])
@@ -101,7 +111,7 @@ def affine_matrix(changes: AugmentParameters, aspect: float) -> Tensor:
 
 
 def blur_images(images: Tensor, sigma: Tensor) -> Tensor:
-    """Each image by its own Gaussian, down and then across; beyond the image its edge goes on."""
+    """Blur each image by a Gaussian of its own, down and then across; beyond the image its edge is repeated."""
     kernel = gaussian_kernels(sigma)
     radius = kernel.shape[1] // 2
     if radius == 0:
@@ -116,7 +126,7 @@ def blur_images(images: Tensor, sigma: Tensor) -> Tensor:
 
 
 def gaussian_kernels(sigma: Tensor) -> Tensor:
-    """One kernel per σ that adds up to 1, as wide as the widest needs; each ends at 4σ, to the nearest pixel."""
+    """Return a kernel of sum 1 for each σ, cut off at 4σ (to the nearest pixel); all have the widest one's length."""
     reach = (4 * sigma + 0.5).floor()
     radius = int(reach.max())
     distance = torch.arange(-radius, radius + 1, dtype=sigma.dtype).abs()
@@ -127,7 +137,7 @@ def gaussian_kernels(sigma: Tensor) -> Tensor:
 
 
 def _pixel_centres(size: int, images: Tensor) -> Tensor:
-    """The middles of a row's pixels, in half sides from the middle."""
+    """Return the centres of a row's pixels, in half sides from the row's centre."""
     return (2 * torch.arange(size, dtype=images.dtype, device=images.device) + 1) / size - 1
 
 
@@ -136,5 +146,5 @@ def _stack_rows(*rows: list[Tensor]) -> Tensor:
 
 
 def _to_images(images: Tensor, drawn: Tensor) -> Tensor:
-    """In the images' precision before it goes to their device, as not every device has float64."""
+    """Cast to the images' type, then move to their device: not every device has float64."""
     return to_device(drawn.to(images.dtype), images.device)

@@ -1,14 +1,15 @@
-"""Small networks that train beside a classifier: a generator, a discriminator. Nothing that predicts has them."""
+"""Auxiliary networks, which train beside a classifier (a generator, a discriminator). Predictions do not use them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 import torch
 from torch import nn
 
-from polyclinic.core.contract import AUX_PREFIX, Algorithm, Bundle, Stream
+from polyclinic.core.rng import Stream
+from polyclinic.core.types import AUX_PREFIX, Bundle
 from polyclinic.training.fit import seed_generators
 from polyclinic.training.network import LiveNetwork, copy_module_weights
 
@@ -16,23 +17,36 @@ T = TypeVar("T")
 
 
 def build_with_seed(build: Callable[[], T], seed: Stream) -> T:
-    """What `build` makes; its first weights depend on `seed` alone."""
+    """Return what `build` returns, with first weights that depend on `seed` alone."""
     with seed_generators(seed, torch.device("cpu")), torch.device("cpu"):
         return build()
 
 
 def with_auxiliary(
-    network: LiveNetwork, algorithm: Algorithm, features: tuple[int, ...], classes: int, seed: Stream
+    network: LiveNetwork,
+    build: Callable[[tuple[int, ...], int], Mapping[str, nn.Module]],
+    features: tuple[int, ...],
+    classes: int,
+    seed: Stream,
 ) -> LiveNetwork:
-    """The network with what the algorithm trains beside it; itself if that is nothing."""
-    beside = build_with_seed(lambda: algorithm.auxiliary(features, classes), seed)
-    if not beside:
+    """Return the network with an algorithm's auxiliary networks; the network itself if there are none.
+
+    Args:
+        network: The network of the classifier.
+        build: Builds the auxiliary networks by name (`Algorithm.auxiliary`) from `features` and `classes`.
+        features: The shape of the extractor's features of one image.
+        classes: The number of classes.
+        seed: The stream of their first weights.
+    """
+    modules = build_with_seed(lambda: build(features, classes), seed)
+    if not modules:
         return network
     dtype = next(iter(network.live["model"].values())).dtype
-    return LiveNetwork(network.module, network.device, {name: module.to(dtype) for name, module in beside.items()})
+    auxiliary = {name: module.to(dtype) for name, module in modules.items()}
+    return LiveNetwork(network.module, network.device, auxiliary, network.task)
 
 
 def copy_auxiliary_weights(name: str, module: nn.Module) -> Bundle:
-    """A network's weights, as they are called beside a classifier."""
-    found = copy_module_weights(module)
-    return {kind: {f"{AUX_PREFIX}{name}.{own}": t for own, t in group.items()} for kind, group in found.items()}
+    """Return a copy of an auxiliary network's weights, under the names that they have in a classifier's bundle."""
+    weights = copy_module_weights(module)
+    return {kind: {f"{AUX_PREFIX}{name}.{n}": t for n, t in group.items()} for kind, group in weights.items()}

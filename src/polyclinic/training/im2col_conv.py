@@ -1,7 +1,7 @@
-"""Convolutions written as matrix products: for many networks at once that is one batched product per layer.
+"""Convolutions as matrix products (im2col), which for many networks at once is one batched product per layer.
 
 Under `vmap` a convolution with a weight per site becomes a grouped convolution, whose kernels are slow (five times, for
-a hundred sites on one GPU). Neighbourhoods laid side by side and multiplied by each site's own matrix give the same.
+a hundred sites on one GPU). Image patches, multiplied by each site's own matrix, give the same.
 """
 
 from __future__ import annotations
@@ -14,19 +14,22 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 MAX_KERNEL_PIXELS = 25
-"""Pixels of a neighbourhood; the image is copied as many times."""
+"""Larger kernels stay convolutions, since the image is copied once for every pixel of the kernel."""
 M = TypeVar("M", bound=nn.Module)
 
 
 class Im2colConv2d(nn.Conv2d):
-    """Takes the place of an `nn.Conv2d`."""
+    """An `nn.Conv2d` that computes a matrix product."""
 
     def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        around = extract_patches(input, self.kernel_size, self.stride, self.padding, self.dilation)
-        matrix = weight.permute(2, 3, 1, 0).reshape(-1, weight.shape[0])
-        output = around.reshape(-1, around.shape[-1]) @ matrix
-        output = output if bias is None else output + bias.to(output.dtype)
-        return output.reshape(*around.shape[:-1], -1).permute(0, 3, 1, 2)
+        patches = extract_patches(input, self.kernel_size, self.stride, self.padding, self.dilation)
+        output = self.multiply_patches(patches, weight, bias)
+        return output.reshape(*patches.shape[:-1], -1).permute(0, 3, 1, 2)
+
+    def multiply_patches(self, patches: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Return the outputs as rows (… × filters)."""
+        output = patches.reshape(-1, patches.shape[-1]) @ weight.permute(2, 3, 1, 0).reshape(-1, weight.shape[0])
+        return output if bias is None else output + bias.to(output.dtype)
 
 
 def extract_patches(
@@ -36,7 +39,7 @@ def extract_patches(
     padding: str | tuple[int, ...],
     dilation: tuple[int, ...],
 ) -> Tensor:
-    """n × channels × height × width → n × height' × width' × (kernel · channels)."""
+    """Return each output pixel's patch: n × channels × height × width → n × height' × width' × (kernel·channels)."""
     assert not isinstance(padding, str)
     (above, left), (down, right), (high, wide) = padding, stride, dilation
     pixels = F.pad(images.permute(0, 2, 3, 1), (0, 0, left, left, above, above))
@@ -51,7 +54,7 @@ def extract_patches(
 
 
 def copy_with_im2col(module: M) -> M:
-    """A copy of the module whose ordinary convolutions are matrix products."""
+    """Copy a module and replace its ordinary convolutions by matrix products."""
     module = copy.deepcopy(module)
     for layer in module.modules():
         if type(layer) is nn.Conv2d and _is_ordinary(layer):

@@ -1,7 +1,7 @@
-"""Dropout whose mask is a function of a key and the place in the tensor, and of nothing else.
+"""Dropout whose mask depends on a key and the position in the tensor, and on nothing else.
 
-PyTorch's own draws from one generator per process: what a site draws would depend on which sites train beside it. Here
-a site's key comes from its stream, so it drops the same units alone, in a stack, or in a hospital.
+PyTorch's dropout draws from one generator per process, so a site's masks would depend on which other sites train in the
+process. Here a site's key comes from its own stream: it drops the same units alone, in a stack, or on its own machine.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from polyclinic.core.contract import Stream
+from polyclinic.core.rng import Stream
 
 MASK_32 = 0xFFFFFFFF
 """All arithmetic is on 32-bit numbers, held in 64 bits."""
 
 
 class KeyedDropout(nn.Dropout):
-    """Takes the place of an `nn.Dropout`. `key` is a whole number that changes with every step."""
+    """An `nn.Dropout` whose mask is computed from `key`, an integer that changes with every step."""
 
     key: Tensor
     layer: int
@@ -27,14 +27,14 @@ class KeyedDropout(nn.Dropout):
     def forward(self, values: Tensor) -> Tensor:
         if not self.training or self.p == 0:
             return values
-        kept = hash_uniform(self.key + self.layer, values.numel()).reshape(values.shape) >= self.p
-        return values * kept / (1 - self.p)
+        mask = hash_uniform(self.key + self.layer, values.numel()).reshape(values.shape) >= self.p
+        return values * mask / (1 - self.p)
 
 
 def hash_uniform(key: Tensor, count: int) -> Tensor:
-    """`count` numbers in [0, 1), hashed from their positions and the key.
+    """Return `count` numbers in [0, 1), hashed from their positions and the key.
 
-    Keys that follow each other are mixed first: taken as they are, they would only change the order of the numbers.
+    The key is hashed first: consecutive keys would otherwise give the same numbers in another order.
     """
     low, high = key & MASK_32, (key >> 32) & MASK_32
     one = _mix_bits(_mix_bits(low) ^ high)
@@ -53,7 +53,7 @@ def _mix_bits(x: Tensor) -> Tensor:
 
 
 def key_dropout_layers(layers: Iterable[tuple[str, nn.Module]], device: torch.device) -> dict[str, KeyedDropout]:
-    """Turn every plain dropout layer among the named `layers` into a keyed one; returns them by name."""
+    """Turn every plain dropout layer among the named `layers` into a keyed one, and return these by name."""
     found: dict[str, KeyedDropout] = {}
     for name, layer in layers:
         if type(layer) in (nn.Dropout, KeyedDropout):
@@ -65,17 +65,17 @@ def key_dropout_layers(layers: Iterable[tuple[str, nn.Module]], device: torch.de
 
 
 def first_key(stream: Stream) -> int:
-    """Where a site's keys begin; what follows leaves 64 bits room."""
+    """Return the key of a site's first step; it leaves room for later ones in 64 bits."""
     return stream.child("dropout").integer() >> 1
 
 
 def dropout_key(first: int, number: int, position: int) -> int:
-    """The key of the `position`-th batch of step `number`; 256 layers add their own number to it."""
+    """Return the key of the `position`-th batch of step `number`; each of up to 256 layers adds its own number."""
     return first + (((number << 12) + position) << 8)
 
 
 def has_own_randomness(layer: nn.Module) -> bool:
-    """Whether what a layer draws is its site's own: it draws nothing, or from a key."""
-    # By its name: importing torchvision takes its time, and only its networks have such layers.
-    drawing = isinstance(layer, nn.modules.dropout._DropoutNd) or type(layer).__name__ == "StochasticDepth"
-    return not drawing or not layer.p or isinstance(layer, KeyedDropout)
+    """Return whether a layer draws nothing, or from a key, so that its draws do not depend on other sites."""
+    # Stochastic depth is recognised by name, as importing torchvision takes time and only its networks have it.
+    is_random = isinstance(layer, nn.modules.dropout._DropoutNd) or type(layer).__name__ == "StochasticDepth"
+    return not is_random or not layer.p or isinstance(layer, KeyedDropout)

@@ -1,4 +1,4 @@
-"""A network as a function of its weights, with a fast path for the weights that live in the module."""
+"""A network as a function of its weights (`core.network.Network`), with a fast path for the module's own weights."""
 
 from __future__ import annotations
 
@@ -9,40 +9,53 @@ from functools import cached_property
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from polyclinic.core.contract import AUX_PREFIX, Batch, Bundle, Precision, Tensors
 from polyclinic.core.errors import EngineError
 from polyclinic.core.flat_tensors import copy_tensors
-from polyclinic.models import Classifier
+from polyclinic.core.network import Network
+from polyclinic.core.types import AUX_PREFIX, Batch, Bundle, Precision, Tensors
+from polyclinic.evaluation.task import CLASSIFICATION, Task
 from polyclinic.models.activation_checkpointing import CheckpointedBlock
+from polyclinic.models.classifier import Classifier
 from polyclinic.training.im2col_conv import copy_with_im2col
 from polyclinic.training.keyed_dropout import has_own_randomness, key_dropout_layers
 
 NORM_LAYERS = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
-"""Layers that normalise what passes; the first are BatchNorm and InstanceNorm, of any dimension."""
+"""Normalisation layers; the first of these classes is the base of BatchNorm and InstanceNorm."""
 
 
 class LiveNetwork:
-    """Implements `core.Network` on one module.
+    """Implements `core.network.Network` on one module.
 
-    `load` copies weights into the module once per job; calls with exactly those weights run the plain module, at the
-    speed of an ordinary training loop. Any other weights (a teacher, a previous model) are called functionally.
+    `load_weights` copies weights into the module once per job. Calls with exactly the bundle that it returns run the
+    plain module, at the speed of an ordinary training loop. Any other weights (of a teacher, of a previous model) are
+    called functionally.
     """
 
     def __init__(
-        self, module: Classifier, device: torch.device | None = None, auxiliary: Mapping[str, nn.Module] | None = None
+        self,
+        module: Classifier,
+        device: torch.device | None = None,
+        auxiliary: Mapping[str, nn.Module] | None = None,
+        task: Task = CLASSIFICATION,
     ) -> None:
-        """`beside`: networks that train beside the classifier; calls of it, and its module, do not have them."""
-        self.module = module.to(device or torch.device("cpu"))
-        self.device = device or torch.device("cpu")
-        self.auxiliary_modules = nn.ModuleDict(dict(auxiliary or {})).to(self.device)
+        """Wrap a module.
+
+        Args:
+            module: The network that predicts. It is moved to `device`.
+            device: Where to compute; None means the CPU.
+            auxiliary: Networks that train beside it (a generator, a discriminator). Predictions do not use them.
+            task: What outputs and targets mean: the loss and the predictions.
+        """
+        self.device, self.task = device or torch.device("cpu"), task
         self.memory_format = torch.channels_last if _has_convolutions(module) else torch.contiguous_format
         """Convolutions run much faster, on CPU and GPU, where a pixel's channels lie side by side."""
-        self.module = self.module.to(memory_format=self.memory_format)
+        self.module = module.to(self.device).to(memory_format=self.memory_format)
+        self.auxiliary_modules = nn.ModuleDict(dict(auxiliary or {})).to(self.device)
         self._dropouts = key_dropout_layers(self.named_layers(), self.device)
+        self._norms = {name: m for name, m in self.named_layers() if isinstance(m, nn.modules.batchnorm._BatchNorm)}
         self.live: Bundle = {
             "model": {
                 **dict(module.named_parameters()),
@@ -51,26 +64,94 @@ class LiveNetwork:
             "buffers": {**_persistent_buffers(module), **_add_prefix(_persistent_buffers(self.auxiliary_modules))},
         }
         self.may_use_live = True
-        """Whether weights may live in the module; compilers cannot compare a bundle with them."""
+        """False if no call can be with the live weights, so that compilers need not compare bundles."""
         self.stacked_functions: dict[Any, Any] = {}
-        """What stacks made of this network as a function, compiled or not."""
+        """Functions of stacked weights made from this network, compiled or not (see `stacked.fit`)."""
         self._autocast_dtype: torch.dtype | None = None
-        """What calls compute in at present, if not in the weights' own precision."""
+        """The lower precision in which calls compute at present; None: that of the weights."""
         self._mode: frozenset[str] | None = None
-        """What `training_mode` was last called with; None after evaluation. Walking all modules takes its time."""
-        self._norms = {name: m for name, m in self.named_layers() if isinstance(m, nn.modules.batchnorm._BatchNorm)}
+        """The last argument of `set_training_mode`, None after evaluation: walking through all modules takes time."""
 
     def named_layers(self) -> Iterator[tuple[str, nn.Module]]:
-        """All modules by name, the classifier's and those beside it."""
+        """Yield all modules by name, the classifier's and the auxiliary networks'."""
         yield from self.module.named_modules()
         yield from self.auxiliary_modules.named_modules(prefix=AUX_PREFIX.removesuffix("."))
+
+    # Calls with given weights: the methods of `core.network.Network`.
 
     def __call__(self, weights: Bundle, images: Tensor) -> Tensor:
         return self._forward_in_precision(self.module, weights, "", images)
 
+    def features(self, weights: Bundle, images: Tensor) -> Tensor:
+        return self._forward_in_precision(self.module.extractor, weights, "extractor.", images)
+
+    def head(self, weights: Bundle, features: Tensor, eval_mode: bool = False) -> Tensor:
+        if not eval_mode:
+            return self._forward_in_precision(self.module.head, weights, "head.", features)
+        # `dict` makes a copy, as `live` itself would take the fast path.
+        return self._forward_in_precision(self._eval_module.head, dict(weights), "head.", features)
+
+    def auxiliary(self, weights: Bundle, name: str, *given: Tensor, eval_mode: bool = False) -> Tensor:
+        prefix = f"{AUX_PREFIX}{name}."
+        if not eval_mode:
+            return self._forward_in_precision(self.auxiliary_modules[name], weights, prefix, *given)
+        return self._forward_in_precision(self._eval_auxiliary[name], dict(weights), prefix, *given)
+
+    def loss(self, weights: Bundle, batch: Batch) -> Tensor:
+        images, targets = batch
+        return self.task.loss(self(weights, images), targets)
+
+    def output_loss(self, outputs: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:
+        return self.task.loss(outputs, targets, reduction)
+
+    def predict(self, weights: Bundle, images: Tensor) -> Tensors:
+        return self.task.predict(self(weights, images))
+
+    def teacher_logits(self, weights: Bundle, images: Tensor) -> Tensor:
+        return self._functional_call(self._eval_module, weights, "", images).detach()
+
+    def teacher_features(self, weights: Bundle, images: Tensor) -> Tensor:
+        return self._functional_call(self._eval_module.extractor, weights, "extractor.", images).detach()
+
+    def _forward_in_precision(self, module: nn.Module, weights: Bundle, prefix: str, *given: Tensor) -> Tensor:
+        if self._autocast_dtype is None:
+            return self._forward(module, weights, prefix, *given)
+        # A call casts every weight once, so there is nothing to cache; and a cache would outlive the optimiser's step.
+        with torch.autocast(self.device.type, self._autocast_dtype, cache_enabled=False):
+            return self._forward(module, weights, prefix, *given).float()
+
+    def _forward(self, module: nn.Module, weights: Bundle, prefix: str, *given: Tensor) -> Tensor:
+        if not (self.may_use_live and weights is self.live):
+            return self._functional_call(module, weights, prefix, *given)
+        output: Tensor = module(*map(self._to_memory_format, given))
+        return output
+
+    def _to_memory_format(self, images: Tensor) -> Tensor:
+        return images.contiguous(memory_format=self.memory_format) if images.ndim == 4 else images
+
+    @staticmethod
+    def _functional_call(module: nn.Module, weights: Bundle, prefix: str, *given: Tensor) -> Tensor:
+        tensors = {**weights["model"], **weights["buffers"]}
+        own = {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
+        if not prefix:
+            own = {name: t for name, t in own.items() if not name.startswith(AUX_PREFIX)}
+        output: Tensor = functional_call(module, own, given)
+        return output
+
+    @cached_property
+    def _eval_module(self) -> Classifier:
+        """A copy of the module that stays in evaluation mode; its own weights are never used."""
+        return copy.deepcopy(self.module).eval()
+
+    @cached_property
+    def _eval_auxiliary(self) -> nn.ModuleDict:
+        return copy.deepcopy(self.auxiliary_modules).eval()
+
+    # How calls compute.
+
     @contextmanager
     def use_precision(self, wanted: Precision) -> Iterator[None]:
-        """Meanwhile calls compute in `wanted`, by autocast; weights, statistics and what calls return stay float32."""
+        """Compute calls in `wanted` by autocast. Weights, statistics and the outputs of calls stay float32."""
         lower = {"float32": None, "bfloat16": torch.bfloat16}[wanted]
         if lower is not None and any(t.dtype == torch.float64 for t in self.live["model"].values()):
             raise EngineError(
@@ -89,7 +170,7 @@ class LiveNetwork:
 
     @contextmanager
     def use_checkpointing(self, wanted: bool = True) -> Iterator[None]:
-        """Meanwhile blocks that can compute their activations again do so, instead of keeping them for the gradient."""
+        """Let checkpointed blocks compute their activations twice instead of keeping them for the gradient."""
         blocks = [module for module in self.module.modules() if wanted and isinstance(module, CheckpointedBlock)]
         for block in blocks:
             block.checkpointing = True
@@ -99,78 +180,17 @@ class LiveNetwork:
             for block in blocks:
                 block.checkpointing = False
 
-    def _forward_in_precision(self, module: nn.Module, weights: Bundle, prefix: str, *given: Tensor) -> Tensor:
-        if self._autocast_dtype is None:
-            return self._forward(module, weights, prefix, *given)
-        # A call casts every weight once, so there is nothing to cache; and a cache would outlive the optimiser's step.
-        with torch.autocast(self.device.type, self._autocast_dtype, cache_enabled=False):
-            return self._forward(module, weights, prefix, *given).float()
-
-    def _forward(self, module: nn.Module, weights: Bundle, prefix: str, *given: Tensor) -> Tensor:
-        live = self.may_use_live and weights is self.live
-        output: Tensor = (
-            module(*map(self._to_memory_format, given))
-            if live
-            else self._functional_call(module, weights, prefix, *given)
-        )
-        return output
-
-    def _to_memory_format(self, images: Tensor) -> Tensor:
-        return images.contiguous(memory_format=self.memory_format) if images.ndim == 4 else images
-
-    def features(self, weights: Bundle, images: Tensor) -> Tensor:
-        return self._forward_in_precision(self.module.extractor, weights, "extractor.", images)
-
-    def head(self, weights: Bundle, features: Tensor, eval_mode: bool = False) -> Tensor:
-        if not eval_mode:
-            return self._forward_in_precision(self.module.head, weights, "head.", features)
-        return self._forward_in_precision(
-            self._eval_module.head, dict(weights), "head.", features
-        )  # a copy of `live` is not `live`
-
-    def auxiliary(self, weights: Bundle, name: str, *given: Tensor, eval_mode: bool = False) -> Tensor:
-        if not eval_mode:
-            return self._forward_in_precision(self.auxiliary_modules[name], weights, f"{AUX_PREFIX}{name}.", *given)
-        return self._forward_in_precision(self._eval_auxiliary[name], dict(weights), f"{AUX_PREFIX}{name}.", *given)
-
-    def loss(self, weights: Bundle, batch: Batch) -> Tensor:
-        images, labels = batch
-        return F.cross_entropy(self(weights, images), labels)
-
-    def teacher_logits(self, weights: Bundle, images: Tensor, features: bool = False) -> Tensor:
-        if features:
-            return self._functional_call(self._eval_module.extractor, weights, "extractor.", images).detach()
-        return self._functional_call(self._eval_module, weights, "", images).detach()
-
-    @cached_property
-    def _eval_module(self) -> Classifier:
-        """The module as it evaluates, whatever mode the other is in; its own weights are never used."""
-        return copy.deepcopy(self.module).eval()
-
-    @cached_property
-    def _eval_auxiliary(self) -> nn.ModuleDict:
-        return copy.deepcopy(self.auxiliary_modules).eval()
-
-    @staticmethod
-    def _functional_call(module: nn.Module, weights: Bundle, prefix: str, *given: Tensor) -> Tensor:
-        tensors = {**weights["model"], **weights["buffers"]}
-        own = {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
-        if not prefix:
-            own = {name: t for name, t in own.items() if not name.startswith(AUX_PREFIX)}
-        output: Tensor = functional_call(module, own, given)
-        return output
-
     @cached_property
     def stackable_copy(self) -> LiveNetwork:
-        """The same network, written so that many sites' weights run as one; its own weights are never used."""
-        beside = {name: copy_with_im2col(module) for name, module in self.auxiliary_modules.items()}
-        network = LiveNetwork(copy_with_im2col(self.module), self.device, beside)
+        """The network, rewritten so that many sites' weights run as one call; its own weights are never used."""
+        auxiliary = {name: copy_with_im2col(module) for name, module in self.auxiliary_modules.items()}
+        network = LiveNetwork(copy_with_im2col(self.module), self.device, auxiliary, self.task)
         network.may_use_live = False
         return network
 
     @cached_property
     def shared_random_layers(self) -> str:
-        """Layers whose random numbers depend on who else trains in the process."""
+        """The types of layers whose random numbers depend on which other sites train in the process; "" if none."""
         return ", ".join(sorted({type(m).__name__ for _, m in self.named_layers() if not has_own_randomness(m)}))
 
     @property
@@ -178,40 +198,42 @@ class LiveNetwork:
         return bool(self._dropouts)
 
     def set_dropout_key(self, key: int) -> None:
-        """What dropout drops from now on."""
+        """Set the key from which the masks of the next call are computed."""
         for layer in self._dropouts.values():
             layer.key.fill_(key)
 
     def dropout_buffers(self, keys: Tensor) -> Tensors:
-        """The same for calls with weights of one's own: to be passed among their buffers."""
+        """Return dropout keys as buffers, to be passed with the weights of a functional call."""
         return {f"{name}.key": keys for name in self._dropouts}
+
+    # The live weights and how they train.
+
+    @torch.no_grad()
+    def load_weights(self, weights: Bundle, classifier_only: bool = False) -> Bundle:
+        """Copy weights into the module and return the live bundle, with which calls take the fast path.
+
+        With `classifier_only` the auxiliary networks' weights may be missing; then these must not be called.
+        """
+        for kind, live in self.live.items():
+            given = weights.get(kind, {})
+            names = [name for name in live if name in given or not (classifier_only and name.startswith(AUX_PREFIX))]
+            if names:
+                moved = list(move_tensors({name: given[name] for name in names}, self.device).values())
+                torch._foreach_copy_([live[name] for name in names], moved)
+        return self.live
+
+    @torch.no_grad()
+    def copy_weights(self) -> Bundle:
+        """Return a copy of the live weights, on the network's device."""
+        return {kind: copy_tensors(group) for kind, group in self.live.items()}
 
     def set_eval_mode(self) -> None:
         self._mode = None
         self.module.eval()
         self.auxiliary_modules.eval()
 
-    @torch.no_grad()
-    def load_weights(self, weights: Bundle, classifier_only: bool = False) -> Bundle:
-        """Copy weights in; returns the live bundle, by whose identity calls take the fast path.
-
-        alone: they may be the classifier's alone, if nothing beside it is called.
-        """
-        for kind, live in self.live.items():
-            given = weights.get(kind, {})
-            names = [name for name in live if name in given or not (classifier_only and name.startswith(AUX_PREFIX))]
-            if names:
-                wanted = list(move_tensors({name: given[name] for name in names}, self.device).values())
-                torch._foreach_copy_([live[name] for name in names], wanted)
-        return self.live
-
-    @torch.no_grad()
-    def copy_weights(self) -> Bundle:
-        """A copy of the live weights, where they are."""
-        return {kind: copy_tensors(group) for kind, group in self.live.items()}
-
     def set_training_mode(self, trainable: frozenset[str]) -> None:
-        """Train mode, but normalisation layers whose own parameters are frozen stay in eval."""
+        """Switch to training mode; BatchNorm layers whose parameters are not `trainable` stay in evaluation mode."""
         if self._mode == trainable:
             return
         self._mode = trainable
@@ -222,22 +244,66 @@ class LiveNetwork:
                 norm.eval()
 
     def trainable_names(self, fraction: float, prefixes: Iterable[str]) -> frozenset[str]:
-        """Names of the parameters a step may move: the top `fraction` of the classifier's layers and everything beside
-        it, within `prefixes` if any."""
-        beside = frozenset(name for name in self.live["model"] if name.startswith(AUX_PREFIX))
-        names = frozenset(self.live["model"]) if fraction >= 1 else self.module.tail_parameters(fraction) | beside
+        """Return the names of the parameters that a step moves.
+
+        These are the `fraction` of the classifier's layers nearest the output and all auxiliary networks; with
+        `prefixes` only those of them whose names start with one.
+        """
+        auxiliary = frozenset(name for name in self.live["model"] if name.startswith(AUX_PREFIX))
+        names = frozenset(self.live["model"]) if fraction >= 1 else self.module.tail_parameters(fraction) | auxiliary
         wanted = tuple(prefixes)
         return frozenset(n for n in names if n.startswith(wanted)) if wanted else names
 
     def require_gradients(self, names: frozenset[str]) -> list[nn.Parameter]:
-        chosen: Tensors = self.live["model"]
-        for name, parameter in chosen.items():
+        """Let exactly the named parameters require gradients, and return them."""
+        parameters: Tensors = self.live["model"]
+        for name, parameter in parameters.items():
             parameter.requires_grad_(name in names)
-        return [p for n, p in chosen.items() if n in names and isinstance(p, nn.Parameter)]
+        return [p for n, p in parameters.items() if n in names and isinstance(p, nn.Parameter)]
+
+
+class NetworkWrapper:
+    """Forwards every call to another network. Subclasses change the weights of calls (`replace_weights`) or the loss.
+
+    A teacher's weights are never replaced.
+    """
+
+    def __init__(self, network: Network) -> None:
+        self.network = network
+
+    def replace_weights(self, weights: Bundle) -> Bundle:
+        return weights
+
+    def __call__(self, weights: Bundle, images: Tensor) -> Tensor:
+        return self.network(self.replace_weights(weights), images)
+
+    def features(self, weights: Bundle, images: Tensor) -> Tensor:
+        return self.network.features(self.replace_weights(weights), images)
+
+    def head(self, weights: Bundle, features: Tensor, eval_mode: bool = False) -> Tensor:
+        return self.network.head(self.replace_weights(weights), features, eval_mode)
+
+    def auxiliary(self, weights: Bundle, name: str, *given: Tensor, eval_mode: bool = False) -> Tensor:
+        return self.network.auxiliary(self.replace_weights(weights), name, *given, eval_mode=eval_mode)
+
+    def loss(self, weights: Bundle, batch: Batch) -> Tensor:
+        return self.network.loss(self.replace_weights(weights), batch)
+
+    def output_loss(self, outputs: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:
+        return self.network.output_loss(outputs, targets, reduction)
+
+    def predict(self, weights: Bundle, images: Tensor) -> Tensors:
+        return self.network.predict(self.replace_weights(weights), images)
+
+    def teacher_logits(self, weights: Bundle, images: Tensor) -> Tensor:
+        return self.network.teacher_logits(weights, images)
+
+    def teacher_features(self, weights: Bundle, images: Tensor) -> Tensor:
+        return self.network.teacher_features(weights, images)
 
 
 def _cast_to_float32(_: nn.Module, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """As autocast does on CUDA; a CPU takes 3.6 times as long to normalise groups of bfloat16."""
+    """Cast inputs of GroupNorm, as autocast does on CUDA: a CPU takes 3.6 times as long on bfloat16."""
     return tuple(tensor.float() if tensor.dtype == torch.bfloat16 else tensor for tensor in given)
 
 
@@ -249,7 +315,7 @@ def _has_convolutions(module: nn.Module) -> bool:
 
 
 def copy_to_device(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """Copies on another device, moved as one block per dtype: each of hundreds of small ones would wait its turn."""
+    """Return copies on another device, moved as one block per dtype: hundreds of small copies would each wait."""
     if len({tensor.device for tensor in tensors}) > 1:
         return [tensor.to(device, copy=True) for tensor in tensors]
     moved: dict[int, Tensor] = {}
@@ -262,18 +328,19 @@ def copy_to_device(tensors: Sequence[Tensor], device: torch.device) -> list[Tens
 
 
 def move_tensors(group: Tensors, device: torch.device) -> Tensors:
-    """The tensors on `device`; themselves if they are there."""
+    """Return the tensors on `device`: the same ones if they are already there."""
     if all(tensor.device.type == device.type for tensor in group.values()):
         return group
     return dict(zip(group, copy_to_device(list(group.values()), device), strict=True))
 
 
 def move_bundle(bundle: Bundle, device: torch.device) -> Bundle:
+    """Return the bundle's tensors on `device`, as `move_tensors` does."""
     return {kind: move_tensors(group, device) for kind, group in bundle.items()}
 
 
 def copy_module_weights(module: nn.Module) -> Bundle:
-    """A copy of a module's parameters and buffers, as a bundle."""
+    """Return a copy of a module's parameters and buffers as a bundle."""
     return {
         "model": copy_tensors(dict(module.named_parameters())),
         "buffers": copy_tensors(_persistent_buffers(module)),
@@ -282,13 +349,13 @@ def copy_module_weights(module: nn.Module) -> Bundle:
 
 @torch.no_grad()
 def feature_shape(network: LiveNetwork, images: Tensor) -> tuple[int, ...]:
-    """Of what the extractor makes of one image."""
+    """Return the shape of the extractor's features of one image; `images` holds at least one."""
     network.set_eval_mode()
     return tuple(network.features(network.live, images[:1].to(network.device)).shape[1:])
 
 
 def normalisation_names(module: nn.Module) -> frozenset[str]:
-    """The parameters and lasting buffers of normalisation layers, known by their type: names tell nothing."""
+    """Return the names of normalisation layers' parameters and statistics. Layers are recognised by type, not name."""
     layers = {name: layer for name, layer in module.named_modules() if isinstance(layer, NORM_LAYERS)}
     return frozenset(f"{name}.{own}" for name, layer in layers.items() for own in layer.state_dict())
 
@@ -298,6 +365,6 @@ def _add_prefix(tensors: Tensors) -> Tensors:
 
 
 def _persistent_buffers(module: nn.Module) -> Tensors:
-    """The buffers that belong to the model; not what a layer only keeps for the moment."""
+    """Return the buffers that are saved with the model, without a layer's temporary ones."""
     lasting = module.state_dict(keep_vars=True).keys()
     return {name: buffer for name, buffer in module.named_buffers() if name in lasting}

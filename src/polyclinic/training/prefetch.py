@@ -1,7 +1,7 @@
-"""Batches where the network is. Images that do not fit on its device are fetched by a thread, a little ahead of use.
+"""Batches on the network's device. Images that are stored elsewhere are copied by a thread, a little ahead of use.
 
-They travel as they are stored, from pinned memory, on a stream of their own, and are scaled when they have arrived; so
-the device neither waits for them nor holds more than a few batches. What already lies there is only picked out.
+They are transferred as they are stored, from pinned memory, on a CUDA stream of their own, and scaled on arrival. So
+the device neither waits for them nor holds more than a few batches. Images that are already there are only indexed.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from polyclinic.core.contract import Batch, Examples
+from polyclinic.core.types import Batch, Examples
 from polyclinic.data.examples import Images, Selection
 
 QUEUED_BATCHES = 2
-"""One batch that is ready, and one in the making."""
+"""One batch that is ready, and one that is being loaded."""
 T = TypeVar("T")
 
 
 class BatchTransfer(NamedTuple):
-    """A batch on its way: to be used on a stream that has waited for `arrived` (None where copies are at once)."""
+    """A batch that is being copied. It is ready once a stream has waited for `arrived` (None: it is ready now)."""
 
     batch: Batch
     arrived: torch.cuda.Event | None
@@ -35,7 +35,10 @@ class BatchTransfer(NamedTuple):
 def prefetch_batches(
     data: Examples, indices: Iterable[Tensor], device: torch.device, ahead: bool | None = None
 ) -> Iterator[Iterator[Batch]]:
-    """`data.batch(index)` for each index in turn, on `device`; fetched `ahead` if (None) they lie elsewhere."""
+    """Open an iterator over `data.batch(index)` for each of `indices`, on `device`.
+
+    `ahead` says whether a thread loads batches in advance; None means if they are stored on another device.
+    """
     if not (data.labels.device.type != device.type if ahead is None else ahead):
         yield map(data.batch, indices)
     elif isinstance(data, Images | Selection):
@@ -51,26 +54,26 @@ def prefetch_batches(
 def prefetch_in_thread(
     load: Callable[[T], Batch], requests: Iterable[T], device: torch.device
 ) -> Iterator[Iterator[Batch]]:
-    """`make(turn)` for each turn, on `device`: made and sent by a thread that ends with the context.
+    """Open an iterator over `load(request)` for each of `requests`, on `device`; a thread loads and copies them.
 
-    What goes wrong in the thread is raised where its batch would have been handed out.
+    The thread ends with the context. An error in the thread is raised where its batch would have been returned.
     """
     side = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
     thread = ThreadPoolExecutor(1, "polyclinic-feed")
     waiting = iter(requests)
 
-    def next_ones(count: int) -> Iterable[Future[BatchTransfer]]:
-        return [thread.submit(_start_transfer, load, turn, device, side) for turn in islice(waiting, count)]
+    def submit(count: int) -> Iterable[Future[BatchTransfer]]:
+        return [thread.submit(_start_transfer, load, request, device, side) for request in islice(waiting, count)]
 
-    def batches() -> Iterator[Batch]:
-        coming = deque(next_ones(QUEUED_BATCHES))
-        while coming:
-            arriving = coming.popleft().result()
-            coming.extend(next_ones(1))
-            yield _await_transfer(arriving, device)
+    def iterate_batches() -> Iterator[Batch]:
+        queue = deque(submit(QUEUED_BATCHES))
+        while queue:
+            transfer = queue.popleft().result()
+            queue.extend(submit(1))
+            yield _await_transfer(transfer, device)
 
     try:
-        yield batches()
+        yield iterate_batches()
     finally:
         thread.shutdown(cancel_futures=True)
 
@@ -89,15 +92,15 @@ def _start_transfer(
 
 def _await_transfer(transfer: BatchTransfer, device: torch.device) -> Batch:
     if transfer.arrived is not None:
-        here = torch.cuda.current_stream(device)
-        here.wait_event(transfer.arrived)
+        stream = torch.cuda.current_stream(device)
+        stream.wait_event(transfer.arrived)
         for tensor in transfer.batch:
-            tensor.record_stream(here)  # or its memory would be given to a later batch while this one is in use
+            tensor.record_stream(stream)  # or its memory would be given to a later batch while this one is in use
     return transfer.batch
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """A copy on `device` for which the host does not wait; the tensor itself if it is there."""
+    """Return the tensor on `device` without making the host wait; the same tensor if it is already there."""
     if device.type != "cuda" or tensor.device.type == "cuda":
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)

@@ -1,9 +1,10 @@
-"""Centralised (Mix): all images in one place, which the law forbids; the yardstick for what separation costs.
+"""Centralised (Mix): one model trained on the images of all sites in one place. Privacy law forbids it; it is the
+baseline for the cost of keeping sites apart.
 
-    (1)  w ← w trained on the union of all training parts, the optimiser going on where it stopped
+    (1)  w ← w trained on the union of all training parts, with the optimiser's state kept between rounds
 
-The engine offers one extra site, `pooled`, that holds everybody's training and validation images; nobody else trains.
-The resulting model is tested at every hospital. Departures: none, there is no paper.
+The engine offers one extra site, `pooled`, that holds the training and validation images of all sites; no other site
+trains. The model is tested at every site. Departures: none, there is no paper.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ from typing import ClassVar
 
 from polyclinic.algorithms.baselines.local import continue_fit, pack_memory
 from polyclinic.algorithms.optimisation.fedavg import FedAvg
-from polyclinic.core.contract import Bundle, Site, Stream, Update, Work
+from polyclinic.core.jobs import Site, Update, Work
+from polyclinic.core.rng import Stream
+from polyclinic.core.types import Bundle
 
 
 @dataclass(frozen=True)

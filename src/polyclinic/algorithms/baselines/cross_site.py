@@ -1,10 +1,10 @@
-"""Cross-site: train at one hospital, test at all. The yardstick for how far the hospitals lie apart.
+"""Cross-site: train at one site, test at all. The baseline for how different the sites are.
 
-    (1)  w_k ← w_k trained on site k in every round, the optimiser going on where it stopped
+    (1)  w_k ← w_k trained on site k in every round, with the optimiser's state kept between rounds
     (2)  after the last round every w_k is tested at every site
 
-Each site sends its model once, at the end. A site's model is named after the site in the results; the diagonal of
-the table is Local, the rest shows transfer. Departures: none, it is a yardstick of Fed-Align-CL.
+Each site sends its model once, at the end. In the results a model is named after its site. The diagonal of the table is
+Local, the rest shows transfer. Departures: none, it is a baseline of Fed-Align-CL.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from polyclinic.algorithms.base import WEIGHT_KINDS
 from polyclinic.algorithms.baselines.local import Local
 from polyclinic.algorithms.baselines.one_shot import OneShot
-from polyclinic.core.contract import Bundle, SiteId, Update
+from polyclinic.core.jobs import Update
+from polyclinic.core.types import Bundle, SiteId
 
 
 @dataclass(frozen=True)

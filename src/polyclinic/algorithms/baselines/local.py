@@ -1,8 +1,8 @@
-"""Local: every hospital trains alone. The yardstick for "what do I gain by taking part?".
+"""Local: every site trains alone. The baseline for the gain of taking part.
 
-    (1)  w_k ← w_k trained on site k, the optimiser going on where it stopped
+    (1)  w_k ← w_k trained on site k, with the optimiser's state kept between rounds
 
-Nothing leaves a site; the server hands out the common start once. Departures: none, there is no paper.
+No site sends anything; the server hands out the common start once. Departures: none, there is no paper.
 """
 
 from __future__ import annotations
@@ -12,14 +12,16 @@ from dataclasses import dataclass
 
 import torch
 
-from polyclinic.algorithms.base import Averaging, network_weights
-from polyclinic.core.contract import Bundle, Exchange, Fit, Fitted, Site, SiteId, Stream, Update, Work
+from polyclinic.algorithms.base import Algorithm, network_weights
 from polyclinic.core.errors import StoreError
+from polyclinic.core.jobs import Exchange, Fit, Fitted, Site, Update, Work
+from polyclinic.core.rng import Stream
+from polyclinic.core.types import Bundle, SiteId
 from polyclinic.training.losses import task_loss
 
 
 @dataclass(frozen=True)
-class Local(Averaging):
+class Local(Algorithm):
     @property
     def exchanges(self) -> tuple[Exchange, ...]:
         return ()
@@ -39,10 +41,12 @@ class Local(Averaging):
         return {"personal": network_weights(memory or received)}
 
 
-def continue_fit(received: Bundle, memory: Bundle | None, algorithm: Averaging) -> Fit:
-    """Go on from what the site remembers, weights and optimiser alike; the first time, from what it was sent."""
+def continue_fit(received: Bundle, memory: Bundle | None, algorithm: Algorithm) -> Fit:
+    """Return a job that continues from the weights and optimiser state in memory, or starts from `received`."""
     if not memory and "model" not in received:
-        raise StoreError("this site lost what it remembered, and its model with it; restore its folder or start anew")
+        raise StoreError(
+            "this site has lost its memory, and with it its model; restore its folder or start the run anew"
+        )
     state = memory.get("optimiser", {}) if memory else {}
     return Fit(network_weights(memory or received), task_loss, algorithm.training, optimiser_state=state)
 

@@ -1,9 +1,10 @@
-"""Single: every hospital trains alone, and the models are averaged once, at the end (one-shot averaging).
+"""Single (one-shot averaging): every site trains alone, and the models are averaged once, at the end.
 
-    (1)  w_k ← w_k trained on site k in every round, the optimiser going on where it stopped
+    (1)  w_k ← w_k trained on site k in every round, with the optimiser's state kept between rounds
     (2)  after the last round  w ← Σ_k (n_k / n) · w_k
 
-One download and one upload per site in the whole run. Departures: none, it is a yardstick of FedMP and Fed-Align-CL.
+There is one download and one upload per site in the whole run. Departures: none, it is a baseline of FedMP and
+Fed-Align-CL.
 """
 
 from __future__ import annotations
@@ -11,10 +12,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from polyclinic.algorithms.base import WEIGHT_KINDS, RunningMean
+from polyclinic.algorithms.base import WEIGHT_KINDS, BundleMean
 from polyclinic.algorithms.baselines.local import Local, continue_fit, pack_memory
 from polyclinic.algorithms.optimisation.fedavg import FedAvg
-from polyclinic.core.contract import Bundle, Exchange, Site, SiteId, Stream, Update, Work
+from polyclinic.core.jobs import Exchange, Site, Update, Work
+from polyclinic.core.rng import Stream
+from polyclinic.core.types import Bundle, SiteId
 
 
 @dataclass(frozen=True)
@@ -32,14 +35,14 @@ class OneShot(FedAvg):
         return Update(sent, site.examples), pack_memory(fitted)
 
     def aggregate(self, state: Bundle, updates: Iterable[Update]) -> Bundle:
-        means = {kind: RunningMean() for kind in WEIGHT_KINDS}
+        mean = BundleMean()
         started = []
         for update in updates:
             started.append(Update({}, update.examples, update.site))
-            for kind in WEIGHT_KINDS if update.tensors else ():
-                means[kind].add(update.tensors.get(kind, {}), self.update_weight(update))
-        if means["model"].count:
-            return {kind: mean.value() for kind, mean in means.items()}  # (2)
+            if update.tensors:
+                mean.add(update.tensors, self.update_weight(update))
+        if mean.count:
+            return mean.value()  # (2)
         return Local().aggregate(state, started)
 
     def models(self, received: Bundle, memory: Bundle | None) -> dict[str, Bundle]:

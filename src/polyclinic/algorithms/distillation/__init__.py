@@ -1,15 +1,14 @@
-"""After the last round: what the server makes of the models it has, with a labelled public set of its own.
+"""Distillation after the last round: the server trains a student from its models on a labelled public set.
 
-Knows nothing of rounds or sites; teachers may come from any algorithm.
+Teachers may come from any algorithm.
 """
 
-from polyclinic.algorithms.distillation.losses import Teacher, contrastive_loss
+from polyclinic.algorithms.distillation.losses import Teacher, supcon_loss
 from polyclinic.algorithms.distillation.refine import (
     FEDDF,
     RefinementOptions,
     RefinementResult,
     check_public,
-    find_option_problems,
     refine_student,
 )
 
@@ -19,7 +18,6 @@ __all__ = [
     "RefinementResult",
     "Teacher",
     "check_public",
-    "contrastive_loss",
-    "find_option_problems",
     "refine_student",
+    "supcon_loss",
 ]

@@ -1,15 +1,16 @@
-"""Where a teacher looks: the Shapley value ψ of every patch of an image. PFedCDP, section III-D.
+"""Patch attribution: the Shapley value ψ of every patch of an image for a teacher. PFedCDP, section III-D.
 
     (16)  ψ = (1/K)·Σ_k ψ⁽ᵏ⁾          ψ⁽ᵏ⁾: mean of |ψ| over the images, for every patch
-    (19)  L ← (1/|F|)·Σ_i ψ_i · L      a loss times one number, the mean of ψ
+    (19)  L ← (1/|F|)·Σ_i ψ_i · L      the loss times one number, the mean of ψ
 
-The players of an image's game are the patches of a grid, its value is the teacher's probability of the image's class; a
-patch that does not take part shows the mean of all images. So an image's ψ add up to that probability less the one of
-the mean image. Random orders of the patches estimate ψ without bias (captum's ShapleyValueSampling), and the sum is
-exact in every one of them. Absolute values in (16), as in the authors' code: signed, (19) could climb the loss.
+The players of an image's game are the patches of a grid, and its value is the teacher's probability of the image's
+class. A patch that is left out shows the mean of all images. So an image's ψ add up to that probability minus the one
+of the mean image. Random orders of the patches give an unbiased estimate of ψ (captum's ShapleyValueSampling), and the
+sum is exact in every order. (16) takes absolute values, as the authors' code does: with signed ones (19) could maximise
+the loss.
 
-Departures: the paper takes test images, we take images that are trained on; it has a ψ of every pixel, we of every
-patch: the calls of a network grow with their number.
+Departures: the paper uses test images, here they are training images; it has a ψ of every pixel, here of every patch,
+since the number of network calls grows with it.
 """
 
 from __future__ import annotations
@@ -21,24 +22,25 @@ import torch
 from torch import Tensor
 
 from polyclinic.algorithms.distillation.losses import Teacher
-from polyclinic.core.contract import Examples, Stream
+from polyclinic.core.rng import Stream
+from polyclinic.core.types import Examples
 from polyclinic.training.fit import evaluation_batch_size, seed_generators
 
 GRID = 7
 """Patches along a side."""
 ORDERS = 10
-"""In which the patches of all images come in; a map's error falls with their square root."""
+"""Random orders of the patches; the error of ψ falls with their square root."""
 PER_CLASS = 2
 
 
 @dataclass(frozen=True, eq=False)
 class AttributionMaps:
-    """Some images of every class, and what their patches are worth to each teacher."""
+    """Images of every class with the attributions of their patches for each teacher."""
 
     images: Tensor
     labels: Tensor
     psi: dict[str, Tensor]
-    """By teacher: images × patches down × patches across, on the CPU."""
+    """For each teacher images × patches down × patches across, on the CPU."""
 
 
 def attribute_patches(
@@ -49,7 +51,7 @@ def attribute_patches(
     grid: int = GRID,
     orders: int = ORDERS,
 ) -> AttributionMaps:
-    """ψ⁽ᵏ⁾ of every teacher, on as many images of each class. All teachers see the same images and orders."""
+    """Return ψ of every teacher, on `per_class` images of each class. All teachers use the same images and orders."""
     images, labels = data.batch(sample_balanced(data.labels, per_class, stream.child("images")))
     ready = [teacher.on_device() for teacher in teachers]
     psi = {each.name: patch_importance(each, images, labels, stream.child("orders"), grid, orders) for each in ready}
@@ -57,7 +59,7 @@ def attribute_patches(
 
 
 def sample_balanced(labels: Tensor, per_class: int, stream: Stream) -> Tensor:
-    """So many random images of every class, or as many as there are; class by class."""
+    """Return the positions of up to `per_class` random images of each class, class by class."""
     here = labels.cpu()
     mixed = torch.randperm(len(here), generator=stream.generator())
     return torch.cat([mixed[here[mixed] == value][:per_class] for value in here.bincount().nonzero()])
@@ -66,7 +68,7 @@ def sample_balanced(labels: Tensor, per_class: int, stream: Stream) -> Tensor:
 def patch_importance(
     teacher: Teacher, images: Tensor, labels: Tensor, stream: Stream, grid: int, orders: int
 ) -> Tensor:
-    """ψ of every patch of every image for one teacher."""
+    """Return ψ of every patch of every image for one teacher."""
     from captum.attr import ShapleyValueSampling  # takes half a second to load
 
     device = teacher.network.device
@@ -74,12 +76,12 @@ def patch_importance(
     mean = here.mean(0, keepdim=True)
 
     def prediction(present: Tensor) -> Tensor:
-        """What the teacher says of images (all of them, so many times over) with some patches only."""
+        """Return the teacher's probabilities for all images (repeated), with the present patches only."""
         shown = present[:, None, patch] > 0
         whole = here.repeat(len(present) // len(here), 1, 1, 1)
         return torch.softmax(teacher.logits(torch.where(shown, whole, mean)), -1)
 
-    # The players are handed over, not the pixels: what captum does with each takes longer than most networks.
+    # captum gets the players, not the pixels: its work for each of them takes longer than most networks.
     players = torch.ones(len(here), int(patch.max()) + 1, device=device)
     together = max(1, evaluation_batch_size(device) // len(here))
     with seed_generators(stream, device):
@@ -90,12 +92,12 @@ def patch_importance(
 
 
 def patch_index(height: int, width: int, grid: int) -> Tensor:
-    """The number of every pixel's patch, row by row."""
+    """Return the number of every pixel's patch, counted row by row."""
     down, across = (torch.arange(side) * min(grid, side) // side for side in (height, width))
     return down[:, None] * (across[-1] + 1) + across
 
 
 def loss_factor(maps: Mapping[str, Tensor]) -> float:
-    """The number that multiplies the loss."""
+    """Return the factor on the loss in (19)."""
     psi = torch.stack([each.abs().mean(0) for each in maps.values()]).mean(0)  # (16)
     return float(psi.mean())  # (19)

@@ -1,65 +1,61 @@
 """Refinement after the last round: one student learns from several teachers on a labelled public set. PFedCDP, section
 III-D and Algorithm 2; and FedDF (Lin, Kong, Stich, Jaggi: Ensemble distillation for robust model fusion in federated
-learning, NeurIPS 2020), which is its distillation alone. (7) to (10) and (17) are in distil.py, (16) in maps.py.
+learning, NeurIPS 2020), which is its distillation alone. (7) to (10) and (17) are in losses.py, (16) in
+patch_attribution.py.
 
-    sound   (S)   L = ce·CE + scl·SCL + kd·T²·KD              teachers: z̄ = Σ_k w_k·z_k, w_k by Shapley values;
-                                                              kd = 0 where they know no more than chance
-    paper   (18)  L = (1 − α)·SCL + α·T²·KD                   teachers: z̄ = (1/K)·Σ_k z_k
-            (19)  L ← mean(ψ)·L
-    feddf   (F)   L = T²·KD                                   teachers: z̄ = (1/K)·Σ_k z_k
+    corrected (S)   L = ce·CE + scl·SCL + kd·T²·KD            teachers: z̄ = Σ_k w_k·z_k, w_k by Shapley values;
+                                                              kd = 0 if they predict no better than chance
+    paper     (18)  L = (1 − α)·SCL + α·T²·KD                 teachers: z̄ = (1/K)·Σ_k z_k
+              (19)  L ← mean(ψ)·L
+    feddf     (F)   L = T²·KD                                 teachers: z̄ = (1/K)·Σ_k z_k
 
-What (18) means: SCL sees the embeddings, which the extractor makes; it never moves the head. In (18) labels thus shape
-the extractor only, and the head learns from the teachers alone: where they are wrong, so is it, however well the
-classes lie apart. With α = 0 it stays as it began. (S) adds the cross-entropy, which the authors' code has too.
+About (18): SCL is a function of the embeddings, which the extractor makes; it never changes the head. So in (18) labels
+shape the extractor only, and the head learns from the teachers alone and repeats their mistakes, however well the
+classes are separated. With α = 0 the head stays as it was. (S) adds the cross-entropy, as the authors' code does.
 
-What (19) means: ψ does not depend on the student, so it is one number for the whole run, a factor of the learning rate.
-Adam divides gradients by their own size, so of that factor nothing is left either, except that weight decay, which is
-added to gradients, weighs 1/mean(ψ) times as much.
+About (19): ψ does not depend on the student, so (19) is one factor on the learning rate for the whole run. Adam divides
+gradients by their size and cancels this factor, too, except that weight decay, which is added to gradients, gets the
+relative weight 1/mean(ψ).
 
-Departures. Teachers see the same changed images as the student, in evaluation mode. Embeddings are what the extractor
-hands to the head; the authors' code has a projection between, the paper none. The weights of the epoch with the lowest
-cross-entropy on the public validation part are kept, the start counting as epoch 0; Shapley values are of that part
-too, and the test part is never looked at. The paper gives no α; FedDF takes Adam 1e-3 with a cosine schedule, at T = 1.
+Departures. Teachers see the same augmented images as the student, in evaluation mode. Embeddings are the inputs of the
+head; the authors' code has a projection between, the paper none. The weights of the epoch with the lowest cross-entropy
+on the public validation part are kept, with the start as epoch 0. Shapley values use that part too; the test part is
+never used. The paper gives no α; FedDF uses Adam 1e-3 with a cosine schedule and T = 1.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal, TypeAlias
+from typing import Annotated, ClassVar, Literal, TypeAlias
 
 import torch
 import torch.nn.functional as F
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 from torch import Tensor
 
 from polyclinic.algorithms.distillation import patch_attribution
-from polyclinic.algorithms.distillation.losses import Teacher, contrastive_loss
+from polyclinic.algorithms.distillation.losses import Teacher, supcon_loss
 from polyclinic.algorithms.distillation.shapley import beats_chance, coalition_value, shapley_values, shapley_weights
-from polyclinic.core.contract import (
-    Augment,
-    Batch,
-    Bundle,
-    Examples,
-    Network,
-    Optimiser,
-    Score,
-    Stream,
-    Tensors,
-    Training,
-)
 from polyclinic.core.errors import DataError, RecipeError, WeightsError
+from polyclinic.core.jobs import Score
+from polyclinic.core.network import Network
+from polyclinic.core.options import Augment, Optimiser, Training
+from polyclinic.core.rng import Stream
+from polyclinic.core.types import Batch, Bundle, Examples, Tensors
+from polyclinic.core.validation import Share, check_options
 from polyclinic.data.examples import SiteData
 from polyclinic.training.augment import augment_images
-from polyclinic.training.fit import draw_epoch_batches, make_optimiser, score, seed_generators
+from polyclinic.training.data_order import draw_epoch_batches
+from polyclinic.training.fit import make_optimiser, score, seed_generators
 from polyclinic.training.keyed_dropout import dropout_key, first_key
 from polyclinic.training.losses import softened_kl
 from polyclinic.training.network import LiveNetwork
 from polyclinic.training.prefetch import prefetch_batches
-from polyclinic.training.rules import find_training_problems
 
 EpochRow: TypeAlias = dict[str, float]
-"""An epoch: its number, the means of the loss and its terms, the validation part's loss and accuracy."""
+"""The number of an epoch, the means of the loss and its terms, and the loss and accuracy on the validation part."""
 VIEWS = Augment(rotation=10.0, flip=True, crop=0.1)
 
 
@@ -67,37 +63,45 @@ VIEWS = Augment(rotation=10.0, flip=True, crop=0.1)
 class RefinementOptions:
     """The options of a recipe's section `finish`."""
 
-    idle: ClassVar[dict[str, tuple[str, ...]]] = {
-        "sound": ("alpha",),
+    unused_options: ClassVar[dict[str, tuple[str, ...]]] = {
+        "corrected": ("alpha",),
         "paper": ("ce", "scl", "kd"),
         "feddf": ("ce", "scl", "kd", "alpha", "tau"),
     }
     """Options without effect, by variant."""
-    variant: Literal["sound", "paper", "feddf"] = "sound"
-    epochs: int = 15
-    batch: int = 128
-    lr: float = 8e-4
-    weight_decay: float = 1e-4
-    patience: int = 5
-    """Epochs in a row without a better validation loss, after which training ends."""
-    temperature: float = 4.0
+    variant: Literal["corrected", "paper", "feddf"] = "corrected"
+    epochs: PositiveInt = 15
+    batch: Annotated[int, Field(ge=2)] = 128
+    lr: PositiveFloat = 8e-4
+    weight_decay: NonNegativeFloat = 1e-4
+    patience: PositiveInt = 5
+    """Consecutive epochs without a better validation loss after which training ends."""
+    temperature: PositiveFloat = 4.0
     """T of the distillation."""
-    tau: float = 0.1
+    tau: PositiveFloat = 0.1
     """τ of the contrast."""
-    ce: float = 0.5
-    scl: float = 0.3
-    kd: float = 0.2
-    alpha: float = 0.5
+    ce: NonNegativeFloat = 0.5
+    scl: NonNegativeFloat = 0.3
+    kd: NonNegativeFloat = 0.2
+    alpha: Share = 0.5
     shapley: bool = True
-    """Work out what teachers are worth; `sound` then weights them by it."""
+    """Whether to compute the teachers' Shapley values, by which `corrected` weights them."""
     augment: Augment | None = VIEWS
-    """How the two views of an image differ."""
+    """The augmentation that makes the two views of an image."""
+
+    def __post_init__(self) -> None:
+        check_options(self, "finish.")
+        if not {"ce", "kd"} & self.loss_weights.keys():
+            what = "finish.alpha is 0" if self.variant == "paper" else "finish.ce and finish.kd are 0"
+            raise RecipeError(f"{what}, so nothing would train the student's head; give distillation a weight")
+        if self.augment is not None:
+            check_options(self.augment, "finish.augment.")
 
     @property
     def loss_weights(self) -> dict[str, float]:
-        """The weights of the loss's terms; those of weight 0 are never computed."""
+        """The weights of the terms of the loss. Terms of weight 0 are left out and never computed."""
         given = {
-            "sound": {"ce": self.ce, "scl": self.scl, "kd": self.kd},  # (S)
+            "corrected": {"ce": self.ce, "scl": self.scl, "kd": self.kd},  # (S)
             "paper": {"scl": 1 - self.alpha, "kd": self.alpha},  # (18)
             "feddf": {"kd": 1.0},  # (F)
         }[self.variant]
@@ -105,50 +109,27 @@ class RefinementOptions:
 
 
 FEDDF = RefinementOptions(variant="feddf", lr=1e-3, weight_decay=0.0, temperature=1.0, shapley=False, augment=None)
-"""As its paper has it, but for the schedule."""
+"""FedDF as in its paper, except for the learning-rate schedule."""
 
 
 @dataclass(frozen=True, eq=False)
 class RefinementResult:
     weights: Bundle
     shapley: dict[str, float]
-    """Of every teacher, on the validation part; empty if not asked for."""
+    """The value of every teacher on the validation part; empty with `shapley: false`."""
     teacher_weights: dict[str, float]
     history: list[EpochRow]
-    """Epoch 0 is the start."""
+    """One row per epoch; epoch 0 is the start."""
     epochs: int
-    """Trained."""
+    """The number of epochs trained."""
     best: int
-    """The epoch whose weights these are."""
+    """The epoch that the weights are from."""
     factor: float = 1.0
     """mean(ψ) in (19)."""
 
 
-def find_option_problems(options: RefinementOptions) -> Iterator[str]:
-    """What cannot work, one sentence each."""
-    shares = (options.ce, options.scl, options.kd)
-    for name, fine, wish in (
-        ("epochs", options.epochs >= 1, "1 epoch or more"),
-        ("batch", options.batch >= 2, "2 images or more, as there is nothing to contrast in one"),
-        ("lr", 0 < options.lr < math.inf, "a positive learning rate, usually 0.0008"),
-        ("weight_decay", 0 <= options.weight_decay < math.inf, "0 or more"),
-        ("patience", options.patience >= 1, "1 epoch or more"),
-        ("temperature", 0 < options.temperature < math.inf, "a positive temperature, usually 4"),
-        ("tau", 0 < options.tau < math.inf, "a positive temperature, usually 0.1"),
-        ("alpha", 0 <= options.alpha <= 1, "a share in [0, 1]"),
-        *((name, 0 <= each < math.inf, "0 or more") for name, each in zip(("ce", "scl", "kd"), shares, strict=True)),
-    ):
-        if not fine:
-            yield f"finish.{name} is {getattr(options, name)}; choose {wish}"
-    if not {"ce", "kd"} & options.loss_weights.keys():
-        what = "finish.alpha is 0" if options.variant == "paper" else "finish.ce and finish.kd are 0"
-        yield f"{what}, so nothing would train the student's head; give distillation a weight"
-    for sentence in find_training_problems(Training(augment=options.augment)):
-        yield sentence.replace("training.", "finish.", 1)
-
-
 def check_public(public: SiteData) -> None:
-    """Refuse a public set with too few images to learn from."""
+    """Raise a DataError if a part of the public set has fewer than two images."""
     for part, data in _used_parts(public):
         if len(data) < 2:
             raise DataError(
@@ -167,7 +148,7 @@ def _check_labels(public: SiteData, classes: int) -> None:
 
 
 def _used_parts(public: SiteData) -> tuple[tuple[str, Examples], ...]:
-    """Those that refinement looks at."""
+    """Return the parts that refinement uses."""
     return ("train", public.train), ("validation", public.validation)
 
 
@@ -180,9 +161,17 @@ def refine_student(
     rng: Stream,
     watch: Callable[[EpochRow], None] = lambda _: None,
 ) -> RefinementResult:
-    """Train `student` from `start` on the public set; `watch` is told of every epoch as it ends."""
-    for sentence in find_option_problems(options):
-        raise RecipeError(sentence)
+    """Train `student` from `start` on the public set.
+
+    Args:
+        teachers: Trained networks with different names and the student's classes.
+        student: The network to train.
+        start: Its initial weights.
+        public: A labelled public set; its test part is not used.
+        options: The options of a recipe's section `finish`.
+        rng: The random stream of the refinement.
+        watch: Called with the row of every epoch when it ends.
+    """
     check_public(public)
     ready = [teacher.on_device() for teacher in teachers]
     worth = _teacher_values(ready, student, start, public, options)
@@ -202,8 +191,8 @@ def refine_student(
 def _resolve_teacher_weights(
     options: RefinementOptions, names: Sequence[str], worth: Mapping[str, float], labels: Tensor
 ) -> tuple[RefinementOptions, dict[str, float]]:
-    """The options as they can be followed, and every teacher's weight: 0 where all know no more than chance."""
-    if not worth or options.variant != "sound":
+    """Return the options and every teacher's weight, both without distillation if all predict no better than chance."""
+    if not worth or options.variant != "corrected":
         return options, dict.fromkeys(names, 1 / len(names))
     if beats_chance(math.fsum(worth.values()), labels) or "ce" not in options.loss_weights:
         return options, shapley_weights(worth)
@@ -213,7 +202,7 @@ def _resolve_teacher_weights(
 def _teacher_values(
     teachers: Sequence[Teacher], student: LiveNetwork, start: Bundle, public: SiteData, options: RefinementOptions
 ) -> dict[str, float]:
-    """Shapley values if they are asked for; and a refusal of teachers that have nothing to teach this student."""
+    """Return Shapley values if wanted; raise an error if a teacher does not fit the student's task."""
     names = [teacher.name for teacher in teachers]
     if not names or len(set(names)) < len(names):
         raise DataError(f"Every teacher needs a name of its own, but there are: {', '.join(names) or 'no teachers'}.")
@@ -223,7 +212,7 @@ def _teacher_values(
     for name, logits in opinions.items():
         if logits.shape[1] != classes:
             raise WeightsError(
-                f"Teacher {name!r} knows {logits.shape[1]} classes, the student {classes}; give both the same task."
+                f"Teacher {name!r} predicts {logits.shape[1]} classes, the student {classes}; give both the same task."
             )
         if not bool(logits.isfinite().all()):
             raise WeightsError(
@@ -233,7 +222,7 @@ def _teacher_values(
 
 
 def logits_and_labels(network: Network, weights: Bundle, batch: Batch, reference: Bundle) -> Tensors:
-    """Logits, a row per example."""
+    """Return logits and labels, a row per example."""
     del reference
     return {"logits": network(weights, batch[0]), "labels": batch[1]}
 
@@ -244,7 +233,7 @@ def _predict(network: LiveNetwork, weights: Bundle, data: Examples) -> Tensors:
 
 @dataclass(frozen=True, eq=False)
 class StudentObjective:
-    """What every step of the student makes smaller."""
+    """The loss that every step of the student minimises."""
 
     teachers: Sequence[Teacher]
     shares: Mapping[str, float]
@@ -252,12 +241,12 @@ class StudentObjective:
     factor: float
 
     def teacher_logits(self, images: Tensor) -> Tensor:
-        """z̄: the teachers' logits, averaged."""
+        """Return z̄, the weighted mean of the teachers' logits."""
         heard = [(self.shares[each.name], each) for each in self.teachers if self.shares[each.name] > 0]
         return torch.stack([share * each.logits(images).to(images.device) for share, each in heard]).sum(0)
 
     def augment_views(self, batch: Batch, stream: Stream) -> Batch:
-        """Every image as it is changed at random, twice where there is something to contrast."""
+        """Return one augmented view of every image, or two if the loss has the contrast."""
         images, labels = batch
         count = 2 if "scl" in self.options.loss_weights else 1
         how = self.options.augment
@@ -265,10 +254,10 @@ class StudentObjective:
         return torch.cat(seen), labels.repeat(count)
 
     def loss_terms(self, student: LiveNetwork, batch: Batch) -> Tensors:
-        """The terms of the loss, on images as the student sees them."""
+        """Return the terms of the loss on augmented images."""
         (images, labels), options, wanted = batch, self.options, self.options.loss_weights
         taught = self.teacher_logits(images) if "kd" in wanted else None
-        # Only now: a teacher may live in the same module, and has left it in evaluation mode.
+        # Only now: a teacher may share the module, and leaves it in evaluation mode.
         student.set_training_mode(frozenset(student.live["model"]))
         embeddings = student.features(student.live, images)
         logits = student.module.head(embeddings)
@@ -276,13 +265,13 @@ class StudentObjective:
         if "ce" in wanted:
             found["ce"] = F.cross_entropy(logits, labels)  # (9)
         if "scl" in wanted:
-            found["scl"] = contrastive_loss(embeddings, labels, options.tau)  # (17)
+            found["scl"] = supcon_loss(embeddings, labels, options.tau)  # (17)
         if taught is not None:
             found["kd"] = softened_kl(logits, taught, options.temperature)  # (10)
         return found
 
     def total_loss(self, terms: Tensors) -> Tensor:
-        """(S), (18), (F); times the factor of (19)."""
+        """Return (S), (18) or (F), times the factor of (19)."""
         weighted = [weight * terms[name] for name, weight in self.options.loss_weights.items()]
         return self.factor * torch.stack(weighted).sum()
 
@@ -295,7 +284,7 @@ def _train_student(
     rng: Stream,
     watch: Callable[[EpochRow], None],
 ) -> tuple[Bundle, list[EpochRow], int]:
-    """The best epoch's weights, all epochs, and which was the best."""
+    """Return the weights of the best epoch, the rows of all epochs, and the number of the best one."""
     options = lesson.options
     live = student.load_weights(start)
     moving = student.require_gradients(frozenset(live["model"]))
@@ -313,7 +302,7 @@ def _train_student(
             if history[epoch]["validation_loss"] < min(losses):
                 kept = student.copy_weights()
             losses.append(history[epoch]["validation_loss"])
-            # The start may win in the end but uses up no patience: a new student gets worse before it gets better.
+            # The start does not count for patience: a new student gets worse before it gets better.
             if epoch - losses.index(min(losses[1:]), 1) >= options.patience:
                 break
     return kept, history, losses.index(min(losses))
@@ -322,7 +311,7 @@ def _train_student(
 def _train_epoch(
     lesson: StudentObjective, student: LiveNetwork, adam: torch.optim.Optimizer, data: Examples, epoch: int, rng: Stream
 ) -> EpochRow:
-    """One pass over the public training part; the means of the loss and its terms."""
+    """Train for one epoch; return the means of the loss and its terms."""
     cut = draw_epoch_batches(data.labels, Training(batch=lesson.options.batch), rng.child("order", epoch))
     key, names = first_key(rng), ("loss", *lesson.options.loss_weights)
     totals = torch.zeros(len(names), device=student.device)

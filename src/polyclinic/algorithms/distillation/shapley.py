@@ -1,18 +1,18 @@
-"""What each teacher is worth to all of them together. L. S. Shapley: A value for n-person games, 1953.
+"""The value of each teacher in an ensemble. L. S. Shapley: A value for n-person games, 1953.
 
     (1)  φ_i = Σ_{S ∌ i} |S|!·(n − |S| − 1)!/n! · (v(S ∪ {i}) − v(S))
     (2)  v(S) = log C + max_{β ≥ 0} mean_classes mean_images log softmax(β·z̄_S)_y     z̄_S: the mean logits of S
-    (3)  w_i = max(φ_i, 0) / Σ_j max(φ_j, 0)                                            all zero: 1/n
-    (4)  2·m·v(all) > 3.84                             else nobody teaches; m = 1/Σ shares², the images that count
+    (3)  w_i = max(φ_i, 0) / Σ_j max(φ_j, 0)                                            if all are 0: 1/n
+    (4)  2·m·v(all) > 3.84                             else no teacher is used; m = 1/Σ shares²
 
-(2) is what a coalition's averaged logits tell about the label, in nats above a guess among C classes. Likelihood rather
-than accuracy, which moves in steps of one image and public sets are small; of averaged logits, since these are what is
-distilled; at the best scale β, since distillation has a temperature of its own, and a teacher that knows nothing would
-else be paid for softening overconfident ones; and every class counts alike, so that always naming the most frequent one
-is worth nothing. v(∅) = 0, and a teacher that says the same of every class has no influence: its value is 0.
+(2) is the information of a coalition's mean logits about the label, in nats above a guess among C classes. It uses the
+likelihood rather than the accuracy, which has steps of one image while public sets are small; the mean logits, since
+these are distilled; the best scale β, since distillation has a temperature of its own and an uninformative teacher
+would otherwise gain by softening overconfident ones; and equal weights of classes, so that a constant prediction of the
+most frequent class is worth nothing. v(∅) = 0, and a teacher with equal logits for all classes has the value 0.
 
-(4) is the likelihood-ratio test of β = 0 at 5 %: by (3) alone a teacher that is right by luck, on a few images more
-than the others, would teach all it says with weight 1.
+(4) is the likelihood-ratio test of β = 0 at 5 %, with m the effective number of images. By (3) alone a teacher that is
+right by chance, on a few images more than the others, would get the weight 1.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ MOST_PLAYERS = 12
 CHANCE = 3.84
 """The 95 % point of χ² with one degree of freedom."""
 LARGEST_SCALE = 1e3
-"""β, in units of one over the logits' own spread: beyond, predictions are certain."""
+"""The largest β in units of 1 / (standard deviation of the logits), beyond which predictions are certain."""
 
 
 def shapley_values(value: Callable[[frozenset[str]], float], players: Sequence[str]) -> dict[str, float]:
-    """Every player's share of v(all) − v(none), exactly: all coalitions are asked for once."""
+    """Return φ of every player, exactly; `value` is called once for every coalition."""
     if len(players) > MOST_PLAYERS:
         raise RecipeError(
             f"Exact Shapley values of {len(players)} teachers would need {2 ** len(players):,} coalitions; "
@@ -46,20 +46,20 @@ def shapley_values(value: Callable[[frozenset[str]], float], players: Sequence[s
 
 
 def shapley_weights(values: Mapping[str, float]) -> dict[str, float]:
-    """(3)"""
+    """Return the weights of (3)."""
     positive = {name: max(value, 0.0) for name, value in values.items()}
     total = math.fsum(positive.values())
     return {name: value / total if total > 0 else 1 / len(values) for name, value in positive.items()}
 
 
 def beats_chance(together: float, labels: Tensor) -> bool:
-    """(4): whether teachers that are worth `together` know more of these labels than chance would give them."""
+    """Return (4): whether teachers of joint value `together` predict these labels better than chance."""
     shares = _class_weights(labels)
     return 2 * together / float(shares.square().sum()) > CHANCE
 
 
 def coalition_value(logits: Mapping[str, Tensor], labels: Tensor) -> Callable[[frozenset[str]], float]:
-    """v of (2), of teachers whose logits on the same labelled images are given."""
+    """Return v of (2) as a function of a coalition, for teachers with these logits on the same labelled images."""
     exact = {name: found.detach().double().cpu() for name, found in logits.items()}
     here = labels.cpu()
     shares = _class_weights(here)
@@ -73,13 +73,13 @@ def coalition_value(logits: Mapping[str, Tensor], labels: Tensor) -> Callable[[f
 
 
 def likelihood_gain(logits: Tensor, labels: Tensor, shares: Tensor) -> float:
-    """(2), images weighted by `shares`; the likelihood is concave in β, so its slope has one root at most."""
+    """Return (2) with images weighted by `shares`. The likelihood is concave in β: its slope has at most one root."""
     from scipy.optimize import brentq  # takes a moment to load
 
     centred = logits - logits.mean(-1, keepdim=True)
     spread = float(centred.std(correction=0))
     if spread < 1e-12 * max(1.0, float(logits.abs().max())):
-        return 0.0  # what is left are rounding errors
+        return 0.0  # only rounding errors differ
     scaled = centred / spread
     right = scaled.gather(1, labels[:, None]).squeeze(1)
 
@@ -95,7 +95,7 @@ def likelihood_gain(logits: Tensor, labels: Tensor, shares: Tensor) -> float:
 
 
 def _class_weights(labels: Tensor) -> Tensor:
-    """Every image's share in (2): classes weigh alike."""
+    """Return the weight of every image in (2), which is equal for all classes together."""
     each = 1 / labels.bincount().double()[labels]
     return each / each.sum()
 

@@ -1,18 +1,19 @@
 """Adaptive noise. Purokayisto, Hossain, Du, Salman, Ali: Privacy-preserving federated learning with adaptive noise
 scaling and enhanced CNN models. EJCSIT 13(52), 2025, Algorithm 1.
 
-    (2)  g ← (Σ_x clip(∇ℓ(x), C) + N(0, σ_k²C²)) / B      in every step, at the site (learning/private.py)
+    (2)  g ← (Σ_x clip(∇ℓ(x), C) + N(0, σ_k²C²)) / B      in every step, at the site (training/dp)
     (3)  σ_k = min(σ·(1 + Var(ℓ_k)), 2σ)                   before each round's training; σ: the plan's noise
     (A)  w ← Σ_k (n_k / n) · w_k                           as FedAvg
 
 Two rules: `equation` is (3), whose noise rises with the variance of the losses; the text says that it falls, which is
 `rule: text`: σ_k = min(σ·(1 + 1/(1 + Var(ℓ_k))), 2σ).
 
-Departures. Printed, (2) adds noise to the mean; here to the sum, as Opacus does and the accountant assumes. Images come
-in by Poisson sampling, for the same reason. `variant: paper` takes Var(ℓ_k) of the losses of batches as they are: σ_k
-then depends on private data, which a change of noise over a million weights gives away, so nothing is claimed.
-`variant: sound` clips every image's loss to [0, B], releases mean and variance once per round with noise `loss_noise`
-of their own, which is charged, and takes σ_k of that; training is charged as if σ_k were σ, its least value.
+Departures. As printed, (2) adds noise to the mean. Here it is added to the sum, as in Opacus and as the accountant
+assumes; images are drawn by Poisson sampling for the same reason. `variant: paper` takes Var(ℓ_k) of the losses of
+batches as they are. σ_k then depends on private data, and the noise on a million weights reveals σ_k, so no guarantee
+is claimed. `variant: corrected` clips every image's loss to [0, B] and releases their mean and variance once per round
+with noise `loss_noise`, which is charged; σ_k follows from the released variance. Training is charged as if σ_k were σ,
+its least value.
 """
 
 from __future__ import annotations
@@ -22,12 +23,15 @@ from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 import torch
-import torch.nn.functional as F
+from pydantic import PositiveFloat
 from torch import Tensor
 
 from polyclinic.algorithms.optimisation.fedavg import FedAvg
-from polyclinic.core.contract import Batch, Bundle, Fit, Network, Score, Site, Stream, Tensors, Update, Work
 from polyclinic.core.errors import RecipeError
+from polyclinic.core.jobs import Fit, Score, Site, Update, Work
+from polyclinic.core.network import Network
+from polyclinic.core.rng import Stream
+from polyclinic.core.types import Batch, Bundle, Tensors
 from polyclinic.privacy.releases import release_variance
 from polyclinic.training.losses import task_loss
 
@@ -36,7 +40,7 @@ def per_example_losses(network: Network, weights: Bundle, batch: Batch, referenc
     """The loss of every image."""
     del reference
     images, labels = batch
-    return {"losses": F.cross_entropy(network(weights, images), labels, reduction="none")}
+    return {"losses": network.output_loss(network(weights, images), labels, "none")}
 
 
 def scale_noise(sigma: float, spread: float, rule: Literal["equation", "text"]) -> float:
@@ -47,26 +51,27 @@ def scale_noise(sigma: float, spread: float, rule: Literal["equation", "text"]) 
 
 @dataclass(frozen=True)
 class AdaptiveNoise(FedAvg):
-    idle: ClassVar = {"paper": ("largest_loss", "loss_noise")}
-    variant: Literal["sound", "paper"] = "sound"
+    unused_options: ClassVar = {"paper": ("largest_loss", "loss_noise")}
+    variant: Literal["corrected", "paper"] = "corrected"
     rule: Literal["equation", "text"] = "equation"
-    largest_loss: float = 4.0
+    largest_loss: PositiveFloat = 4.0
+    """B, usually 4."""
     loss_noise: float = 20.0
+    """The noise multiplier of the released mean and variance, usually 5 to 50."""
 
     def __post_init__(self) -> None:
-        if not self.largest_loss > 0:
-            raise RecipeError(f"algorithm.largest_loss is {self.largest_loss}; choose a positive loss, usually 4")
-        if self.variant == "sound" and not self.loss_noise > 0:
+        super().__post_init__()
+        if self.variant == "corrected" and not self.loss_noise > 0:
             raise RecipeError(
                 f"algorithm.loss_noise is {self.loss_noise}, so σ would depend on private losses that nothing charges "
                 "for; choose 5 to 50, or variant: paper, which claims nothing"
             )
 
     def privacy_releases(self) -> Mapping[str, float]:
-        return {"variance of losses": self.loss_noise} if self.variant == "sound" else {}
+        return {"variance of losses": self.loss_noise} if self.variant == "corrected" else {}
 
     def no_guarantee_reason(self) -> str:
-        return "" if self.variant == "sound" else "the noise depends on private losses, which nothing charges for"
+        return "" if self.variant == "corrected" else "the noise depends on private losses, which nothing charges for"
 
     def local(self, received: Bundle, memory: Bundle | None, site: Site, rng: Stream) -> Work:
         private = self.training.private

@@ -1,43 +1,48 @@
-"""Elastic Aggregation: weights that move the outputs much are moved little. Chen, Hu, Tan, Wei, Wu: Elastic aggregation
-for federated optimization. CVPR 2023. F: the network's logits; labels are not looked at; p_k = n_k / n.
+"""Elastic Aggregation: parameters to which the outputs are sensitive are updated less. Chen, Hu, Tan, Wei, Wu: Elastic
+aggregation for federated optimization. CVPR 2023. F: the network's logits; labels are not used; p_k = n_k / n.
 
     (1)  Ω_k = mean over batches of |∂ mean_x ‖F(x; θ)‖² / ∂θ|     at the θ that site k received, on its images
     (2)  Ω = Σ_k p_k · Ω_k
-    (3)  ζ = 1 + τ − Ω / max(Ω)                                    for every weight by itself
+    (3)  ζ = 1 + τ − Ω / max(Ω)                                    for every parameter by itself
     (4)  θ ← θ − ζ ⊙ Σ_k p_k · (θ − θ_k)
 
-So ζ lies between τ (for the most sensitive weight) and 1 + τ (for one without influence). Weights that are all equally
-sensitive have ζ = τ: with τ = 1 that is FedAvg, bit for bit; so it is where no weight has any influence (ζ = 1).
+ζ lies between τ (for the most sensitive parameter) and 1 + τ (for one without influence). If all parameters are equally
+sensitive, ζ = τ; with τ = 1 this is FedAvg, bit for bit. If no parameter has any influence, ζ = 1, which is FedAvg too.
 
-Departures. A plain mean over batches, where the paper's Ω_k is an exponential average with μ = .95 that batches enter
-one after another: that serves to measure on the go, weighs the last images of a site's list most, and is the smaller
-the fewer batches a site has. All training images are used, in evaluation mode. BatchNorm statistics are averaged.
-(1) to (4) are the paper's equations as others quote them: its full text and the authors' code were not at hand, and
-public implementations differ in what the maximum in (3) is of. Here: of all weights (`within: network`), so that most,
-far below the most sensitive one, have ζ near 1 + τ; `within: tensor` compares the weights of each tensor. FL-bench has
-one figure a tensor instead, of the labelled loss, and divides it by the largest of all sites.
+Departures. Ω_k is a plain mean over batches. The paper's is an exponential average with μ = .95, updated batch by
+batch: it can be computed while training, but it weights the last images of a site most and is smaller for sites with
+fewer batches. All training images are used, in evaluation mode. BatchNorm statistics are averaged. (1) to (4) are the
+equations as other papers quote them: the full text and the authors' code were not available, and public implementations
+differ in the maximum in (3). Here it is over all parameters (`within: network`), so that most of them, far less
+sensitive than the most sensitive one, have ζ near 1 + τ; `within: tensor` takes the maximum of each tensor. FL-bench
+uses one number per tensor, of the labelled loss, divided by the maximum over all sites.
 
-Under a privacy plan it is refused: Ω_k looks at all images and has as many values as the model; noise would drown them.
+It is refused under a privacy plan: Ω_k depends on all images and has as many values as the model, so that the necessary
+noise would leave no signal.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
+from pydantic import Field
 from torch import Tensor
 from torch.func import grad
 
-from polyclinic.algorithms.base import WEIGHT_KINDS, Averaging, RunningMean
-from polyclinic.core.contract import Batch, Bundle, Exchange, Fit, Network, Score, Site, Stream, Tensors, Update, Work
+from polyclinic.algorithms.base import WEIGHT_KINDS, Algorithm, BundleMean
 from polyclinic.core.errors import RecipeError, Refused
+from polyclinic.core.jobs import Exchange, Fit, Score, Site, Update, Work
+from polyclinic.core.network import Network
+from polyclinic.core.rng import Stream
+from polyclinic.core.types import Batch, Bundle, Tensors
 from polyclinic.training.losses import task_loss
 
 
 def parameter_sensitivity(network: Network, weights: Bundle, batch: Batch, reference: Bundle) -> Tensors:
-    """|∂ mean_x ‖F(x)‖² / ∂θ| of a batch."""
+    """Return |∂ mean_x ‖F(x)‖² / ∂θ| of a batch."""
     del reference
 
     def length(model: Tensors) -> Tensor:
@@ -47,19 +52,18 @@ def parameter_sensitivity(network: Network, weights: Bundle, batch: Batch, refer
 
 
 @dataclass(frozen=True)
-class Elastic(Averaging):
-    tau: float = 0.5
-    """τ: ζ of the most sensitive weight; the least sensitive ones have 1 + τ."""
+class Elastic(Algorithm):
+    tau: Annotated[float, Field(ge=0, le=10)] = 0.5
+    """τ: ζ of the most sensitive parameter; the least sensitive ones have 1 + τ."""
     within: Literal["network", "tensor"] = "network"
-    """Where the most sensitive weight is looked for."""
+    """Whether the maximum in (3) is over the network or over each tensor."""
 
     def __post_init__(self) -> None:
-        if not 0 <= self.tau <= 10:
-            raise RecipeError(f"algorithm.tau is {self.tau}; choose 0 or more, usually 0.5")
+        super().__post_init__()
         if self.training.private is not None:
             raise RecipeError(
-                "elastic measures on all training images how much every weight matters, and sends that: no noise that "
-                "would protect an image leaves anything of it; choose fedavg or fedprox, or leave privacy out"
+                "elastic sends the sensitivity of every parameter, computed on all training images, and noise that "
+                "protects an image would leave no signal in it; choose fedavg or fedprox, or leave privacy out"
             )
 
     @property
@@ -78,13 +82,13 @@ class Elastic(Averaging):
             raise Refused("norm", "sensitivity holds values below 0, but it is a mean of absolute values")
 
     def aggregate(self, state: Bundle, updates: Iterable[Update]) -> Bundle:
-        means = {kind: RunningMean() for kind in (*WEIGHT_KINDS, "sensitivity")}
+        mean = BundleMean(*WEIGHT_KINDS, "sensitivity")
         for update in updates:
-            for kind, mean in means.items():
-                mean.add(update.tensors.get(kind, {}), self.update_weight(update))  # (2)
-        zeta, trained = self.aggregation_coefficients(means["sensitivity"].value()), means["model"].value()
+            mean.add(update.tensors, self.update_weight(update))  # (2)
+        means = mean.value()
+        zeta, trained = self.aggregation_coefficients(means["sensitivity"]), means["model"]
         moved = {name: torch.lerp(w, trained[name], zeta[name]) for name, w in state["model"].items()}  # (4)
-        return {"model": moved, "buffers": means["buffers"].value()}
+        return {"model": moved, "buffers": means["buffers"]}
 
     def aggregation_coefficients(self, omega: Tensors) -> Tensors:
         largest = {name: tensor.max() for name, tensor in omega.items()}

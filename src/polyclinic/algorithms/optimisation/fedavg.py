@@ -13,20 +13,21 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from polyclinic.algorithms.base import WEIGHT_KINDS, Averaging, RunningMean
-from polyclinic.core.contract import Bundle, Fit, Site, Stream, Update, Work
+from polyclinic.algorithms.base import Algorithm, BundleMean
+from polyclinic.core.jobs import Fit, Site, Update, Work
+from polyclinic.core.rng import Stream
+from polyclinic.core.types import Bundle
 from polyclinic.training.losses import task_loss
 
 
 @dataclass(frozen=True)
-class FedAvg(Averaging):
+class FedAvg(Algorithm):
     def local(self, received: Bundle, memory: Bundle | None, site: Site, rng: Stream) -> Work:
         fitted = yield Fit(received, task_loss, self.training)  # (1)
         return Update(fitted.weights, site.examples), None
 
     def aggregate(self, state: Bundle, updates: Iterable[Update]) -> Bundle:
-        means = {kind: RunningMean() for kind in WEIGHT_KINDS}
+        mean = BundleMean()
         for update in updates:
-            for kind, mean in means.items():
-                mean.add(update.tensors.get(kind, {}), self.update_weight(update))
-        return {kind: mean.value() for kind, mean in means.items()}  # (2)
+            mean.add(update.tensors, self.update_weight(update))
+        return mean.value()  # (2)

@@ -6,8 +6,8 @@ optimization. NeurIPS 2020, Eq. 6 and section 4.
     (3)  τ_eff = Σ_k p_k · ‖a_k‖₁,   p_k = n_k / n
     (4)  x ← x − τ_eff · Σ_k p_k · d_k
 
-Sites that take more steps no longer pull harder. Departures: none; BatchNorm statistics, which have no gradient, are
-averaged as in FedAvg. The server works ‖a_k‖₁ out of the number of steps the site reports.
+Sites that take more steps have no more influence. Departures: none; BatchNorm statistics, which have no gradient, are
+averaged as in FedAvg. The server computes ‖a_k‖₁ from the number of steps that a site reports.
 """
 
 from __future__ import annotations
@@ -15,25 +15,28 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from polyclinic.algorithms.base import Averaging, RunningMean
-from polyclinic.core.contract import Bundle, Fit, Site, Stream, Update, Work
+from polyclinic.algorithms.base import Algorithm, RunningMean
 from polyclinic.core.errors import RecipeError, Refused
-from polyclinic.training.fit import batches_per_epoch
+from polyclinic.core.jobs import Fit, Site, Update, Work
+from polyclinic.core.rng import Stream
+from polyclinic.core.types import Bundle
+from polyclinic.training.data_order import batches_per_epoch
 from polyclinic.training.losses import task_loss
 
 
 def normalised_steps(steps: float, momentum: float) -> float:
-    """‖a‖₁: how far `steps` steps carry a constant gradient, in units of the learning rate."""
+    """Return ‖a‖₁, the distance that a constant unit gradient moves in `steps` steps of learning rate 1."""
     rho = momentum
     return steps if rho == 0 else (steps - rho * (1 - rho**steps) / (1 - rho)) / (1 - rho)  # (1)
 
 
 @dataclass(frozen=True)
-class FedNova(Averaging):
+class FedNova(Algorithm):
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.training.optimiser.name != "sgd":
             raise RecipeError(
-                f"fednova cannot use {self.training.optimiser.name}: its normalisation is defined for SGD with or "
+                f"fednova cannot use {self.training.optimiser.name}: its normalisation is defined for SGD, with or "
                 "without momentum; set training.optimiser.name: sgd, or choose fedavg"
             )
 
@@ -42,7 +45,7 @@ class FedNova(Averaging):
         return Update(fitted.weights, site.examples, scalars={"steps": float(fitted.steps)}), None
 
     def check_update(self, update: Update) -> None:
-        """The steps a site claims scale its pull and everybody's step: they must be what its examples imply."""
+        """Refuse a reported number of steps that its examples do not imply: it scales the site's weight and (3)."""
         steps, own = update.scalars.get("steps", 0.0), self.training
         size = own.batch_size(update.examples)
         implied = own.steps if own.epochs is None else own.epochs * batches_per_epoch(update.examples, size)

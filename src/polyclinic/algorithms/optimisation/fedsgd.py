@@ -4,27 +4,30 @@
     (2)  w_k ← w − η·g_k           repeated `steps_per_round` times
     (3)  w ← Σ_k (n_k / n) · w_k   = w − η·Σ_k (n_k / n)·g_k for one step
 
-Departures: with BatchNorm the batches of (1) are normalised one by one, so there the gradient is that of the
-batch-normalised loss. Steps beyond the first are an option (FedCycle's comparison uses them); the original has one.
+Departures: with BatchNorm each batch of (1) is normalised by its own statistics, so that the gradient is that of the
+batch-normalised loss. Further steps are an option (FedCycle's comparison uses them); the original takes one.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from pydantic import PositiveInt
+
 from polyclinic.algorithms.optimisation.fedavg import FedAvg
-from polyclinic.core.contract import Bundle, Fit, Site, Stream, Update, Work
 from polyclinic.core.errors import RecipeError
+from polyclinic.core.jobs import Fit, Site, Update, Work
+from polyclinic.core.rng import Stream
+from polyclinic.core.types import Bundle
 from polyclinic.training.losses import task_loss
 
 
 @dataclass(frozen=True)
 class FedSGD(FedAvg):
-    steps_per_round: int = 1
+    steps_per_round: PositiveInt = 1
 
     def __post_init__(self) -> None:
-        if self.steps_per_round < 1:
-            raise RecipeError(f"algorithm.steps_per_round is {self.steps_per_round}; choose 1 or more")
+        super().__post_init__()
         options = self.training.optimiser
         if options.name != "sgd" or options.momentum:
             raise RecipeError("fedsgd takes plain gradient steps; set training.optimiser to {name: sgd, momentum: 0}")

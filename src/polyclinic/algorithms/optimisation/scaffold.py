@@ -6,9 +6,9 @@ learning. ICML 2020, Algorithm 1, option II.
     (3)  x ← x + η_g · mean_k(y_k − x)
     (4)  c ← c + (1/N) · Σ_k (c_k⁺ − c_k)            N: all sites, not only those of the round
 
-The correction in (1) is the gradient of the linear term ⟨c − c_k, y⟩, so it is written as an objective. Controls
-exist for parameters only; BatchNorm statistics are averaged. Plain SGD: (2) reads the mean gradient off the distance
-travelled, which momentum, Adam or weight decay would falsify.
+The correction in (1) is the gradient of the linear term ⟨c − c_k, y⟩, so it is added to the objective. Only parameters
+have control variates; BatchNorm statistics are averaged. The optimiser must be plain SGD: (2) infers the mean gradient
+from the distance moved, which momentum, Adam or weight decay would change.
 
 Departures: the mean in (3) follows `training.weights` (uniform, as in the paper, or by examples).
 """
@@ -17,26 +17,30 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
+from pydantic import Field
 
-from polyclinic.algorithms.base import Averaging, RunningMean, network_weights
-from polyclinic.core.contract import Bundle, Exchange, Federation, Fit, Site, Stream, Update, Work
+from polyclinic.algorithms.base import Algorithm, RunningMean, network_weights
 from polyclinic.core.errors import RecipeError
+from polyclinic.core.jobs import Exchange, Federation, Fit, Site, Update, Work
+from polyclinic.core.rng import Stream
+from polyclinic.core.types import Bundle
 from polyclinic.training.losses import corrected_loss
 
 
 @dataclass(frozen=True)
-class Scaffold(Averaging):
-    global_lr: float = 1.0
+class Scaffold(Algorithm):
+    global_lr: Annotated[float, Field(gt=0, le=100)] = 1.0
+    """η_g, usually 1."""
 
     def __post_init__(self) -> None:
-        if not 0 < self.global_lr <= 100:
-            raise RecipeError(f"algorithm.global_lr is {self.global_lr}; choose a positive step, usually 1")
+        super().__post_init__()
         options = self.training.optimiser
         if options.name != "sgd" or options.momentum or options.weight_decay:
             raise RecipeError(
-                "scaffold needs plain SGD: its control variates are read off the distance travelled; set "
+                "scaffold needs plain SGD: its control variates are computed from the distance moved; set "
                 "training.optimiser to {name: sgd, momentum: 0, weight_decay: 0}"
             )
 

@@ -1,19 +1,18 @@
 """FedBN: everything is averaged but normalisation layers. Li, Jiang, Zhang, Kamp, Dou: FedBN: federated learning on
 non-IID features via local batch normalization. ICLR 2021, Algorithm 1; the authors' code: github.com/med-air/FedBN.
 
-    (1)  (w_k, b_k) ← trained on site k for E epochs (or τ steps), from the weights received and its own normalisation
+    (1)  (w_k, b_k) ← trained on site k for E epochs (or τ steps), from the received w and its own b_k
     (2)  w ← Σ_k (n_k / n) · w_k
 
-b, every parameter and statistic of a normalisation layer, never leaves a site; its first values are given once.
+b, all parameters and statistics of the normalisation layers, never leaves a site; the server sends its first values
+once. A site predicts with the shared weights and its own b, so every test image in merged figures is judged by the
+model of its own site, as in the paper. There is no global model: a public set or a set of no site cannot be judged, and
+`finish` is refused. A site that has not trained yet has the first b.
 
-Who predicts with what: a site with the shared weights and its own b, and merged figures put all sites' test images
-together, each judged by its own site's model; the authors test so. There is no global model, so nothing can be said of
-a test set of no site or a public set, and `finish` is refused. A site that has not trained yet has the first b.
-
-Departures: layers are known by their type; the authors' code keeps what has "bn" in its name, which would miss
-`downsample.1` of a ResNet. GroupNorm, LayerNorm, InstanceNorm and RMSNorm stay as BatchNorm does. n_k / n, where the
-authors count sites alike (`training.weights: uniform`). Where a network normalises nothing, nothing stays: that is
-FedAvg, bit for bit. It runs all the same, since of several clusters' networks only some may have such layers.
+Departures: normalisation layers are found by their type; the authors' code keeps parameters with "bn" in their name,
+which would miss `downsample.1` of a ResNet. GroupNorm, LayerNorm, InstanceNorm and RMSNorm stay local like BatchNorm.
+Sites are weighted by n_k / n; the authors weight them equally (`training.weights: uniform`). With a network without
+normalisation layers this is FedAvg, bit for bit; it is allowed, since with clusters only some networks may have them.
 """
 
 from __future__ import annotations
@@ -23,16 +22,18 @@ from dataclasses import dataclass
 
 import torch
 
-from polyclinic.algorithms.base import WEIGHT_KINDS, Averaging, RunningMean, network_weights
-from polyclinic.core.contract import Bundle, Federation, Fit, Site, SiteId, Stream, Tensors, Update, Work
+from polyclinic.algorithms.base import WEIGHT_KINDS, Algorithm, BundleMean, network_weights
+from polyclinic.core.jobs import Federation, Fit, Site, Update, Work
+from polyclinic.core.rng import Stream
+from polyclinic.core.types import Bundle, SiteId, Tensors
 from polyclinic.training.losses import task_loss
 
 LOCAL_KINDS = {"model": "norms", "buffers": "norm buffers"}
-"""The kind under which a site is first given, and remembers, what is its own of the model and the buffers."""
+"""For parameters and for buffers: the kind that holds a site's own ones in the first broadcast and in its memory."""
 
 
 @dataclass(frozen=True)
-class FedBN(Averaging):
+class FedBN(Algorithm):
     def init(self, federation: Federation) -> Bundle:
         first, norms = network_weights(federation.initial), federation.norms
         shared = {kind: _without_names(norms, group) for kind, group in first.items()}
@@ -55,12 +56,11 @@ class FedBN(Averaging):
         return {kind: {**received.get(kind, {}), **own.get(LOCAL_KINDS[kind], {})} for kind in WEIGHT_KINDS}
 
     def aggregate(self, state: Bundle, updates: Iterable[Update]) -> Bundle:
-        means, started = {kind: RunningMean() for kind in WEIGHT_KINDS}, dict(state.get("started", {}))
+        mean, started = BundleMean(), dict(state.get("started", {}))
         for update in updates:
             started[update.site] = torch.ones(())
-            for kind, mean in means.items():
-                mean.add(update.tensors.get(kind, {}), self.update_weight(update))
-        return {**state, **{kind: mean.value() for kind, mean in means.items()}, "started": started}  # (2)
+            mean.add(update.tensors, self.update_weight(update))
+        return {**state, **mean.value(), "started": started}  # (2)
 
     def models(self, received: Bundle, memory: Bundle | None) -> dict[str, Bundle]:
         return {"personal": self.start_weights(received, memory)}

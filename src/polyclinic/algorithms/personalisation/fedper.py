@@ -1,10 +1,10 @@
-"""FedPer: a shared extractor, a head of one's own. Arivazhagan, Aggarwal, Singh, Choudhary: Federated learning with
+"""FedPer: a shared extractor and a personal head. Arivazhagan, Aggarwal, Singh, Choudhary: Federated learning with
 personalization layers. arXiv:1912.00818, Algorithms 1 and 2.
 
-    (1)  (W_L, W_C,k) ← E epochs of SGD at site k, from the extractor received and the head remembered
+    (1)  (W_L, W_C,k) ← E epochs of SGD at site k, from the received extractor and the head in its memory
     (2)  W_L ← Σ_k (n_k / n) · W_L,k
 
-The head never leaves the site. Departures: every site's head starts from the same first weights, not from its own draw.
+The head never leaves the site. Departures: the heads of all sites start from the same weights.
 """
 
 from __future__ import annotations
@@ -12,15 +12,17 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from polyclinic.algorithms.base import Averaging, RunningMean
-from polyclinic.core.contract import Bundle, Federation, Fit, Site, Stream, Tensors, Update, Work
+from polyclinic.algorithms.base import Algorithm, BundleMean, with_prefix, without_prefix
+from polyclinic.core.jobs import Federation, Fit, Site, Update, Work
+from polyclinic.core.rng import Stream
+from polyclinic.core.types import Bundle, Tensors
 from polyclinic.training.losses import task_loss
 
 HEAD = "head."
 
 
 @dataclass(frozen=True)
-class FedPer(Averaging):
+class FedPer(Algorithm):
     def init(self, federation: Federation) -> Bundle:
         model = federation.initial["model"]
         return {**federation.initial, "model": extractor_weights(model), "head": head_weights(model)}
@@ -34,24 +36,23 @@ class FedPer(Averaging):
         return {"model": {**received.get("model", {}), **own}, "buffers": received.get("buffers", {})}
 
     def aggregate(self, state: Bundle, updates: Iterable[Update]) -> Bundle:
-        means = {kind: RunningMean() for kind in ("model", "buffers")}
+        mean = BundleMean()
         for update in updates:
-            for kind, mean in means.items():
-                mean.add(update.tensors.get(kind, {}), self.update_weight(update))
-        return {**state, **{kind: mean.value() for kind, mean in means.items()}}  # (2)
+            mean.add(update.tensors, self.update_weight(update))
+        return {**state, **mean.value()}  # (2)
 
     def models(self, received: Bundle, memory: Bundle | None) -> dict[str, Bundle]:
         return {"personal": self.start_weights(received, memory)}
 
 
 def head_weights(model: Tensors) -> Tensors:
-    return {name: tensor for name, tensor in model.items() if name.startswith(HEAD)}
+    return with_prefix(HEAD, model)
 
 
 def extractor_weights(model: Tensors) -> Tensors:
-    return {name: tensor for name, tensor in model.items() if not name.startswith(HEAD)}
+    return without_prefix(HEAD, model)
 
 
 def shared_update(weights: Bundle, site: Site) -> Update:
-    """What leaves a site: everything but its head."""
+    """Return the update of a site, which is everything but its head."""
     return Update({**weights, "model": extractor_weights(weights["model"])}, site.examples)

@@ -1,4 +1,4 @@
-"""How much each weight matters to a site's images: the diagonal of Fisher's information, as scores."""
+"""The importance of each weight for a site's images: the diagonal of the Fisher information, as scores."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ import torch
 from torch import Tensor
 from torch.func import grad, vmap
 
-from polyclinic.core.contract import Batch, Bundle, Network, Tensors
+from polyclinic.core.network import Network
+from polyclinic.core.types import Batch, Bundle, Tensors
 from polyclinic.training.dp.per_example_gradients import GradientTape, NotRecordableError, copy_with_record
 from polyclinic.training.network import LiveNetwork
 
 CHUNK_SIZE = 8
-"""Examples whose gradients are held side by side, where there is no quicker way."""
+"""Examples whose gradients are computed at a time, for networks without the quicker way."""
 
 
 def squared_gradients(network: Network, weights: Bundle, batch: Batch, reference: Bundle) -> Tensors:
-    """The mean over examples of the square of each one's own gradient of the log-likelihood."""
+    """Return the mean over examples of the squared gradient of each example's log-likelihood."""
     del reference
     if isinstance(network, LiveNetwork) and weights is network.live:
         try:
@@ -28,14 +29,14 @@ def squared_gradients(network: Network, weights: Bundle, batch: Batch, reference
 
 
 def squared_mean_gradient(network: Network, weights: Bundle, batch: Batch, reference: Bundle) -> Tensors:
-    """The square of the gradient of a batch's mean loss: not Fisher's information, as it shrinks with the batch."""
+    """Return the squared gradient of a batch's mean loss. It is no Fisher information: it shrinks with the batch."""
     del reference
     found = grad(lambda model: network.loss({**weights, "model": model}, batch))(dict(weights["model"]))
     return {name: g.square() for name, g in found.items()}
 
 
 def _squared_gradients_from_tape(network: LiveNetwork, weights: Bundle, batch: Batch) -> Tensors:
-    """From one forward and one backward pass."""
+    """Compute `squared_gradients` in one forward and one backward pass."""
     names = frozenset(weights["model"])
     book, other = GradientTape(network.device), copy.copy(network)
     other.module = copy_with_record(network.module, names, book)
@@ -48,7 +49,7 @@ def _squared_gradients_from_tape(network: LiveNetwork, weights: Bundle, batch: B
 
 
 def per_example_squared_gradients(network: Network, weights: Bundle, batch: Batch) -> Tensors:
-    """For any network."""
+    """Compute `squared_gradients` of any network, example by example."""
 
     def loss(model: Tensors, image: Tensor, label: Tensor) -> Tensor:
         return network.loss({**weights, "model": model}, (image[None], label[None]))

@@ -1,21 +1,21 @@
-"""PFedCDP, one cluster of it. Shadin, Zhang, Wang, Pan: Heterogeneity-aware private personalized federated learning
-for medical imaging via contrastive distillation. Algorithms 1 and 2. A recipe's `clusters` make the clusters, `stages`
-and `privacy` clip, noise and quantise (Eq. 12 to 15), `finish: refine` makes the student (Eq. 16 to 19).
+"""PFedCDP within one cluster. Shadin, Zhang, Wang, Pan: Heterogeneity-aware private personalized federated learning for
+medical imaging via contrastive distillation. Algorithms 1 and 2. In a recipe `clusters` make the clusters, `stages` and
+`privacy` clip, noise and quantise (Eq. 12 to 15), and `finish: refine` trains the student (Eq. 16 to 19).
 
     (3)  F = (∂ log L / ∂w)²                       on site k's images, at the weights it had before the download
     (4)  M = 1 where F is among the `keep` largest of its tensor, else 0
-    (6)  W_L,k ← M ⊙ W_L,k + (1 − M) ⊙ W_L         its own extractor where that matters to it, else the cluster's
+    (6)  W_L,k ← M ⊙ W_L,k + (1 − M) ⊙ W_L         the site's own extractor where M = 1, else the cluster's
          W_L,k, W_C,k ← E epochs of cross-entropy
    (11)  W_C,k ← `head_epochs` of (1 − λ)·CE + λ·T²·KL(teacher ‖ student), the extractor frozen
          W_L ← W_L + mean of (W_L,k − W_L);  W_C ← fitted on the public set, the extractor frozen
 
-The head never leaves the site. With keep = 0 and head_epochs = 0 sites do what they do in FedPer, bit for bit.
+The head never leaves the site. With keep = 0 and head_epochs = 0 sites do the same as in FedPer, bit for bit.
 
-Departures, `sound`: Fisher's information by examples, not of batches; a share of every tensor, not an absolute
-threshold, whose scale nobody knows. The paper freezes the extractor before any training, so that its update would be
-zero plus noise for ever: here it is trained first. The paper never trains the teacher's head: here the server fits it
-after every aggregation, and nobody distils before. `paper`: squared gradients of batches, T_Fisher = `threshold`, one
-training of all weights by (11), from the first round on, with the server's head as it was drawn.
+Departures, `corrected`: the Fisher information is of examples, not of batches; M keeps a share of every tensor instead
+of the paper's absolute threshold, whose scale is unknown. The paper freezes the extractor before any training, so that
+its update would be zero plus noise for ever; here it is trained first. The paper never trains the teacher's head; here
+the server fits it after every aggregation, and distillation starts in round 2. `paper`: squared gradients of batches,
+T_Fisher = `threshold`, and one training of all weights by (11) from round 1 on, with the server's initial head.
 """
 
 from __future__ import annotations
@@ -24,49 +24,38 @@ from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 import torch
+from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from torch import Tensor
 
 from polyclinic.algorithms.personalisation.fedper import HEAD, FedPer, head_weights, shared_update
 from polyclinic.algorithms.personalisation.fisher import squared_gradients, squared_mean_gradient
-from polyclinic.core.contract import Bundle, Fit, Score, ServerWork, Site, Step, Stream, Tensors, Training, Work
-from polyclinic.core.errors import RecipeError
+from polyclinic.core.jobs import Fit, Score, ServerWork, Site, Step, Work
+from polyclinic.core.options import Training
+from polyclinic.core.rng import Stream
+from polyclinic.core.types import Bundle, Tensors
+from polyclinic.core.validation import Share
 from polyclinic.training.losses import distillation_loss, task_loss
 
 
 @dataclass(frozen=True)
 class PFedCDP(FedPer):
-    idle: ClassVar = {"sound": ("threshold",), "paper": ("keep", "head_epochs", "server_epochs")}
-    variant: Literal["sound", "paper"] = "sound"
-    keep: float = 0.1
-    """The share of every tensor that stays a site's own (sound); 0: no Fisher information is computed."""
-    threshold: float = 0.01
-    """Fisher information from which on a weight stays a site's own (paper)."""
-    head_epochs: int = 1
-    """Epochs of distillation into the head (sound); 0: none."""
-    distil: float = 0.3
-    """λ, the teacher's share in the loss."""
-    temperature: float = 3.0
-    server_epochs: int = 5
+    unused_options: ClassVar = {"corrected": ("threshold",), "paper": ("keep", "head_epochs", "server_epochs")}
+    variant: Literal["corrected", "paper"] = "corrected"
+    keep: Share = 0.1
+    """The share of every tensor that a site keeps (corrected); 0: no Fisher information is computed."""
+    threshold: NonNegativeFloat = 0.01
+    """The least Fisher information of a weight that a site keeps (paper)."""
+    head_epochs: NonNegativeInt = 1
+    """Epochs of distillation into the head (corrected); 0: none."""
+    distil: Share = 0.3
+    """λ, the weight of the teacher in the loss."""
+    temperature: PositiveFloat = 3.0
+    server_epochs: PositiveInt = 5
     """Epochs in which the server fits its head on the public set after every aggregation."""
-
-    def __post_init__(self) -> None:
-        for problem in self._problems():
-            raise RecipeError(problem)
-
-    def _problems(self) -> list[str]:
-        found = {
-            f"algorithm.keep is {self.keep}; choose a share from 0 to 1": 0 <= self.keep <= 1,
-            f"algorithm.threshold is {self.threshold}; choose 0 or more": self.threshold >= 0,
-            f"algorithm.distil is {self.distil}; choose a share from 0 to 1": 0 <= self.distil <= 1,
-            f"algorithm.temperature is {self.temperature}; choose more than 0, usually 3": self.temperature > 0,
-            f"algorithm.head_epochs is {self.head_epochs}; choose 0 or more": self.head_epochs >= 0,
-            f"algorithm.server_epochs is {self.server_epochs}; choose 1 or more": self.server_epochs >= 1,
-        }
-        return [sentence for sentence, holds in found.items() if not holds]
 
     @property
     def trains_on_server(self) -> bool:
-        return self.variant == "sound"
+        return self.variant == "corrected"
 
     def local(self, received: Bundle, memory: Bundle | None, site: Site, rng: Stream) -> Work:
         weights = self.start_weights(received, memory)
@@ -76,7 +65,7 @@ class PFedCDP(FedPer):
             )  # (11), of everything
         else:
             fitted = yield Fit(weights, task_loss, self.training)
-            if self.head_epochs and self.distil and site.round > 1:  # in round 1 the teacher has learnt nothing
+            if self.head_epochs and self.distil and site.round > 1:  # in round 1 the teacher is untrained
                 step = Step(distillation_loss, train=(HEAD,))
                 fitted = yield Fit(
                     fitted.weights,
@@ -93,12 +82,12 @@ class PFedCDP(FedPer):
         return own, kept if mask else {"head": kept["head"]}
 
     def _fisher_score(self, weights: Bundle, site: Site) -> Score:
-        if self.variant == "sound":
+        if self.variant == "corrected":
             return Score(weights, squared_gradients, reduce="mean")
         return Score(weights, squared_mean_gradient, reduce="mean", batch=self.training.batch_size(site.examples))
 
     def importance_mask(self, fisher: Tensor) -> Tensor:
-        """(4): where a weight stays the site's own. Everywhere else it is the cluster's: (5)."""
+        """Return M of (4), which is true where the site keeps its own weight. Elsewhere it takes the cluster's: (5)."""
         if self.variant == "paper":
             return fisher >= self.threshold
         count = round(self.keep * fisher.numel())
@@ -123,11 +112,11 @@ class PFedCDP(FedPer):
         return {**state, "head": head_weights(fitted.weights["model"])}
 
     def warning(self) -> str:
-        if self.variant == "sound":
+        if self.variant == "corrected":
             return ""
         return (
-            "pfedcdp, variant paper: the server's head is never trained, so sites distil from a teacher that knows "
-            "nothing; variant sound trains it"
+            "pfedcdp, variant paper: the server's head is never trained, so sites distil from an untrained teacher; "
+            "variant corrected trains it"
         )
 
     def models(self, received: Bundle, memory: Bundle | None) -> dict[str, Bundle]:

@@ -1,8 +1,8 @@
-"""Labelled features of images: what a site tells of its own, in `slots` for every class, and hears of others'.
+"""Banks of labelled features: a site releases features of its own images in `slots` per class and receives others'.
 
-Under a privacy plan every class has all its slots, filled or not. Which images fill which is drawn from the site's
-secret: an image that is taken out then leaves its slot to another, or empty, and moves nobody else. So the slots change
-by 2·clip at most. Drawn from a seed that others know, all that follow would move up by one.
+Under a privacy plan every class has all its slots, filled or not. The images in them are drawn from the site's secret:
+if an image is taken out, another one or none takes its slot and no other slot changes. So the released slots change by
+at most 2·clip. If the draw depended on a known seed, all later images would move up by one slot.
 """
 
 from __future__ import annotations
@@ -15,31 +15,32 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from polyclinic.core.contract import SiteId, Stream, Tensors
 from polyclinic.core.errors import Refused
+from polyclinic.core.rng import Stream
+from polyclinic.core.types import SiteId, Tensors
 from polyclinic.privacy.releases import release_class_means, release_rows
 from polyclinic.training.dp.dp_sgd import secret_generator
 
 SHARE, DEVIATIONS = 0.1, 3.0
-"""Under a privacy plan: what counts take of the means' budget, and how far above their noise they must be."""
+"""Under a privacy plan: the counts' share of the means' budget, and the least count in standard deviations of noise."""
 
 
 class FeatureRelease(NamedTuple):
-    """By class; of a class that is not told of all are 0."""
+    """What a site releases, by class; everything is 0 for a class that is withheld."""
 
     values: Tensor
-    """Classes × slots × a feature."""
+    """Classes × slots × the shape of a feature."""
     held: Tensor
-    """Slots that count, from the first."""
+    """The number of slots in use, counted from the first."""
     means: Tensor
     images: Tensor
-    """Their number; noised, it is not whole."""
+    """The number of images; it is not an integer if noised."""
 
 
 def release_features(
     features: Tensor, labels: Tensor, classes: int, slots: int, fewest: int, stream: Stream
 ) -> FeatureRelease:
-    """Features as they are; of a class of fewer than `fewest` images nothing."""
+    """Return the features of up to `slots` random images of each class that has at least `fewest` images."""
     order = torch.randperm(len(labels), generator=stream.generator())
     picked = assign_slots(labels, classes, slots, order)
     count = torch.bincount(labels, minlength=classes)
@@ -61,9 +62,9 @@ def release_features_privately(
     noise: tuple[float, float],
     secret: Stream,
 ) -> FeatureRelease:
-    """Slots, and means with counts, clipped and noised, each at a charge: `noise` is of the one and of the other.
+    """Return clipped and noised features, means and counts, without classes whose count may be noise alone.
 
-    Of a class whose count may be noise: nothing.
+    `noise` holds the noise multipliers of the features and of the means with counts; both are charged.
     """
     draws = secret_generator(secret.child("slots"))
     picked = assign_slots(labels, classes, slots, torch.from_numpy(draws.permutation(len(labels))))
@@ -75,7 +76,7 @@ def release_features_privately(
         features.flatten(1), labels, classes, clip, of_means, least, secret.child("means"), SHARE
     )
     known, count = means.tensors["known"], means.tensors["counts"] * means.tensors["known"]
-    # `rows` counts on an image that leaves zeros, not another image: twice its noise.
+    # `rows` assumes that an image leaves zeros. Here another image may take its slot: twice the noise.
     noised = (
         release_rows(values.flatten(0, 1), clip, 2 * of_slots, secret.child("features"))
         .tensors["rows"]
@@ -87,7 +88,7 @@ def release_features_privately(
 
 
 def assign_slots(labels: Tensor, classes: int, slots: int, order: Tensor) -> Tensor:
-    """Which images fill the slots of each class, the first in `order`; −1: a slot that stays empty."""
+    """Return the image in each slot of each class: the first ones in `order`, or −1 for an empty slot."""
     order = order.to(labels.device)
     found = torch.full((classes, slots), -1, device=labels.device)
     for label in range(classes):
@@ -97,9 +98,9 @@ def assign_slots(labels: Tensor, classes: int, slots: int, order: Tensor) -> Ten
 
 
 def features_of_others(bank: Tensors, site: SiteId, most: int) -> Tensors:
-    """Of each class up to `most` features, in turn from all other sites, beginning with the next one.
+    """Return up to `most` features of each class, in turn from all other sites, beginning with the next one.
 
-    bank: `site/values` and `site/held` of every site.
+    `bank` holds `SITE/values` and `SITE/held` for every site.
     """
     sites = sorted({name.rsplit("/", 1)[0] for name in bank})
     after = [other for other in sites if other > site] + [other for other in sites if other < site]
@@ -122,18 +123,18 @@ def features_of_others(bank: Tensors, site: SiteId, most: int) -> Tensors:
 
 
 def check_slot_counts(features: Tensors, slots: int) -> None:
-    """Refuse numbers of features that cannot be."""
+    """Refuse numbers of features that are not integers from 0 to `slots`."""
     held = features.get("held")
     if held is not None and bool(((held < 0) | (held > slots) | (held != held.round())).any()):
         raise Refused("features", f"numbers of features that are not whole and from 0 to {slots}")
 
 
 def _fill_slots(features: Tensor, picked: Tensor) -> Tensor:
-    """The features in their slots; zeros in empty ones."""
+    """Return the features in their slots, with zeros in empty ones."""
     values = features[picked.clamp(min=0)]
     return torch.where(_expand_like(picked >= 0, values), values, 0.0)
 
 
 def _expand_like(chosen: Tensor, values: Tensor) -> Tensor:
-    """With as many axes as `values`."""
+    """Return `chosen` with as many axes as `values`."""
     return chosen.view(*chosen.shape, *[1] * (values.ndim - chosen.ndim))

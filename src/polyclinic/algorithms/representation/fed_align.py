@@ -1,37 +1,35 @@
 """Fed-Align: adversarial alignment between sites. Jiménez-Sánchez, Tardy, González Ballester, Mateus, Piella:
 Memory-aware curriculum federated learning for breast cancer classification. Computer Methods and Programs in
 Biomedicine 229, 2023, arXiv:2107.02504; the authors' code: github.com/ameliajimenez/curriculum-federated-learning. With
-`training.order: forgotten` it is Fed-Align-CL. F: the extractor; D_k: site k's discriminator; Z: noise N(0, σ²); u_k:
-features Z(F(x)) of some of site k's images, by the model that all sites received in the round before.
+`training.curriculum.by: forgotten` it is Fed-Align-CL. F: the extractor; D_k: site k's discriminator; Z: noise
+N(0, σ²); u_k: features Z(F(x)) of some of site k's images, by the model that all sites received in the round before.
 
     (1)  w_k ← a step on the cross-entropy, in the first `warmup` rounds
     (2)  D_k ← a step on  −mean log D_k(u_k) − mean log(1 − D_k(u_j)),   j: all other sites
     (3)  w_k ← a step on  CE + α · mean −½·(log D_k(F(x)) + log(1 − D_k(F(x)))),   D_k as it is
     (4)  w   ← Σ_k (n_k / n) · Z(w_k)
 
-(2) and (3) on every batch, once these rounds are over. D_k never leaves its site, and is not averaged.
-From the last round of the warm-up to the last but one a site sends `bank` features, drawn anew; it receives up to
-`receive` of all others together, in turn. Their labels are not told. With `align: 0` and `variance: 0` it is FedAvg,
-bit for bit.
+After the warm-up (2) and (3) are done on every batch. D_k never leaves its site and is not averaged. From the last
+warm-up round to the last round but one a site sends `bank` features without labels, drawn anew, and receives up to
+`receive` of all others together, in turn. With `align: 0` and `variance: 0` it is FedAvg, bit for bit.
 
-`variant: paper` is the paper's Algorithm 1, within one process that has all images; hospitals cannot run it. At every
+`variant: paper` is the paper's Algorithm 1 in one process that has all images, which hospitals cannot run. In every
 step, site after site: (1), and after the warm-up with every other site j, on this step's batches, by k's one optimiser
 
     (5)  D_k ← a step on  −mean log D_k(F_k(x)) − mean log(1 − D_k(Z(F_j(x)))),   F_k and F_j as they are
     (6)  F_k, F_j ← a step on  α · (−mean log D_k(F_k(x)) − mean log D_k(Z(F_j(x)))),   D_k as it is
 
 Departures. (5) and (6) are the paper's Eq. 2 and 3. Between hospitals features travel once per exchange, and no
-gradient travels back: of (6) only the first term would be left at site k, which makes its features easier to tell, not
-harder; the reverse, −log(1 − D_k(F(x))), has sites change places. (3) asks that D_k be in doubt instead (Tzeng et al.,
-ICCV 2015), in one step with the cross-entropy, so that α weighs them whatever the optimiser. u are all of one model:
-those of locally trained ones would let D_k tell models apart, and today's against last round's would let it tell time.
-The authors' released code detaches all features: its Eq. 3 has no gradient, and nothing is aligned. D_k gives a logit
-(theirs: two units and a sigmoid). Sites weigh by examples; `training.weights: uniform` is the paper's mean. In `paper`
-cases come in random order (no curriculum), optimisers begin anew in every round, and sites whose steps are more than
-another's meet its batches again.
+gradient travels back. Of (6) only the first term would remain at site k, which makes its features easier to tell apart;
+the reverse, −log(1 − D_k(F(x))), makes sites change places. (3) asks D_k to be uncertain instead (Tzeng et al., ICCV
+2015), in one step with the cross-entropy, so that α weights it with any optimiser. All u are of one model: otherwise
+D_k could tell locally trained models, or rounds, apart. The authors' released code detaches all features: its Eq. 3 has
+no gradient, and nothing is aligned. D_k gives a logit (theirs: two units and a sigmoid). Sites are weighted by
+examples (the paper: `training.weights: uniform`). In `paper` images come in random order (no curriculum), optimisers
+start anew in every round, and sites with more steps than another one reuse its batches.
 
-Z is no privacy: nothing is clipped, so the paper's σ² = 0.001 has no ε. It is on parameters and features, never on
-statistics such as BatchNorm's. No privacy plan protects it: (3) looks at features beside the steps that are priced.
+Z is no privacy protection: nothing is clipped, so the paper's σ² = 0.001 has no ε. It is added to parameters and
+features, not to statistics such as BatchNorm's. No privacy plan covers it: (3) uses features outside the priced steps.
 """
 
 from __future__ import annotations
@@ -39,12 +37,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
+from pydantic import Field
 from torch import nn
 
-from polyclinic.algorithms.base import WEIGHT_KINDS, RunningMean, classifier_weights
+from polyclinic.algorithms.base import WEIGHT_KINDS, BundleMean, classifier_weights, network_weights, with_prefix
 from polyclinic.algorithms.optimisation.fedavg import FedAvg
 from polyclinic.algorithms.representation.feature_bank import check_slot_counts, features_of_others, release_features
 from polyclinic.algorithms.representation.fed_align_losses import (
@@ -58,62 +57,49 @@ from polyclinic.algorithms.representation.fed_align_losses import (
 )
 from polyclinic.algorithms.representation.fed_align_pooled import PooledFit
 from polyclinic.algorithms.representation.fedmr import labelled_features
-from polyclinic.core.contract import (
-    AUX_PREFIX,
-    Bundle,
-    Exchange,
-    Federation,
-    Fit,
-    Score,
-    Site,
-    SiteId,
-    Step,
-    Stream,
-    Tensors,
-    Update,
-    Work,
-)
 from polyclinic.core.errors import RecipeError
+from polyclinic.core.jobs import Exchange, Federation, Fit, Score, Site, Step, Update, Work
+from polyclinic.core.rng import Stream
+from polyclinic.core.types import AUX_PREFIX, Bundle, SiteId, Tensors
 from polyclinic.training.losses import task_loss
 
 LESSON, DISCRIMINATION = ("extractor.", "head."), (f"{AUX_PREFIX}{DISCRIMINATOR}.",)
-"""What the steps move."""
+"""The parameters that (3) and (2) train."""
+MOST = 100_000
+Count = Annotated[int, Field(ge=1, le=MOST)]
 
 
 @dataclass(frozen=True)
 class FedAlign(FedAvg):
-    idle: ClassVar[dict[str, tuple[str, ...]]] = {"paper": ("bank", "receive", "lessons")}
-    variant: Literal["sound", "paper"] = "sound"
-    align: float = 1.0
-    """α, the weight of (3) or (6); 0: nobody aligns, and no features travel."""
-    warmup: int = 5
-    """Rounds before anybody aligns."""
-    bank: int = 64
-    """Features that a site sends, and the server keeps of it."""
-    receive: int = 128
-    """Features, of all others together, that a site receives."""
-    hidden: int = 4
-    """Units of a discriminator."""
-    lessons: int = 1
-    """Steps on (2) for each on (3): a learning rate that suits a pretrained network is slow for a new one."""
-    variance: float = 0.0
-    """σ² of the noise on parameters and features as they leave; the paper has 0.001. No privacy guarantee."""
+    unused_options: ClassVar[dict[str, tuple[str, ...]]] = {"paper": ("bank", "receive", "lessons")}
+    variant: Literal["corrected", "paper"] = "corrected"
+    align: Annotated[float, Field(ge=0, le=MOST)] = 1.0
+    """α, the weight of the alignment in (3) or (6); 0: no alignment and no exchange of features."""
+    warmup: Annotated[int, Field(ge=0, le=MOST)] = 5
+    """Rounds before the alignment starts."""
+    bank: Count = 64
+    """Features that a site sends and the server keeps."""
+    receive: Count = 128
+    """Features that a site receives from all others together."""
+    hidden: Count = 4
+    """Hidden units of a discriminator."""
+    lessons: Count = 1
+    """Steps on (2) for each on (3): a learning rate for a pretrained network is low for a new discriminator."""
+    variance: Annotated[float, Field(ge=0, le=MOST)] = 0.0
+    """σ² of the noise on parameters and features that leave a site; the paper has 0.001. No privacy guarantee."""
 
     def __post_init__(self) -> None:
-        for name in ("align", "warmup", "variance", "bank", "receive", "hidden", "lessons"):
-            least = int(name in ("bank", "receive", "hidden", "lessons"))
-            if not least <= getattr(self, name) <= 10**5:
-                raise RecipeError(f"algorithm.{name} is {getattr(self, name)}; choose {least} to 100,000")
+        super().__post_init__()
         if self.training.private is not None and self.align:
             raise RecipeError(
-                "fed-align looks at images beside the steps that a privacy plan prices; leave privacy out, or set "
+                "fed-align uses images outside the steps that a privacy plan prices; leave privacy out, or set "
                 "algorithm.align: 0"
             )
         object.__setattr__(self, "pooled", self.variant == "paper" and self.align > 0)
 
     @property
     def exchanges(self) -> tuple[Exchange, ...]:
-        kinds = ("features",) if self.align else ()  # in one place they do not leave it, yet another site sees them
+        kinds = ("features",) if self.align else ()
         return (*super().exchanges, *(Exchange(kind, like=kind, optional=True) for kind in kinds))
 
     def warning(self) -> str:
@@ -138,15 +124,13 @@ class FedAlign(FedAvg):
         return {**state, "features": slots, "bank": bank}
 
     def broadcast(self, state: Bundle, site: SiteId) -> Bundle:
-        sent = {kind: state.get(kind, {}) for kind in WEIGHT_KINDS}
-        if "bank" not in state:
-            return sent
-        if self.pooled:
-            return {**sent, "features": state["features"], "bank": state["bank"]}
+        sent = network_weights(state)
+        if self.pooled or "bank" not in state:
+            return {**sent, **{kind: state[kind] for kind in ("features", "bank") if kind in state}}
         return {**sent, "others": features_of_others(state["bank"], site, self.receive)}
 
     def local(self, received: Bundle, memory: Bundle | None, site: Site, rng: Stream) -> Work:
-        start = {kind: received.get(kind, {}) for kind in WEIGHT_KINDS}
+        start = network_weights(received)
         if not self.align:
             fitted = yield Fit(start, task_loss, self.training)
             return Update(self._noised_weights(fitted.weights, rng, site), site.examples), None
@@ -164,15 +148,15 @@ class FedAlign(FedAvg):
             )
         else:
             fitted = yield Fit(accompanied, (Step(task_loss, LESSON),), self.training)  # (1)
-        own = {k: {n: t for n, t in g.items() if n.startswith(AUX_PREFIX)} for k, g in fitted.weights.items()}
+        own = {kind: with_prefix(AUX_PREFIX, group) for kind, group in fitted.weights.items()}
         sent = self._noised_weights(fitted.weights, rng, site)
-        if not self.warmup <= site.round < site.rounds:  # nobody will look at them
+        if not self.warmup <= site.round < site.rounds:  # no site will use them
             return Update(sent, site.examples), own
         features = self._select_features((yield Score(start, labelled_features)), rng.child("bank", site.round))
         return Update({**sent, "features": features}, site.examples), {**own, "own": features}
 
     def _fit_pooled(self, received: Bundle, memory: Bundle, site: Site, rng: Stream) -> Work:
-        """All sites, where all are."""
+        """Train all sites in this process."""
         like = received["features"]
         streams = {name: Stream(rng.seed, ("site", name)) for name in received["bank"]}
         places = {name: f"{DISCRIMINATOR}@{name}" for name in streams}
@@ -183,23 +167,23 @@ class FedAlign(FedAvg):
         fitted = yield PooledFit(
             classifier_weights(received), task_loss, self.training, known, align=alpha, variance=self.variance
         )
-        averages, kept = {kind: RunningMean() for kind in WEIGHT_KINDS}, dict[str, Tensors]()  # (1), (5), (6)
+        mean, kept = BundleMean(), dict[str, Tensors]()  # (1), (5), (6)
         for name in (kind.removeprefix("model@") for kind in fitted.weights if kind.startswith("model@")):
             own = {kind: fitted.weights[f"{kind}@{name}"] for kind in WEIGHT_KINDS}
-            for kind, group in self._noised_weights(own, streams[name], site).items():
-                averages[kind].add(group, self.update_weight(Update({}, int(received["bank"][name]))))  # (4)
-            kept[places[name]] = {n: t for n, t in own["model"].items() if n.startswith(AUX_PREFIX)}
-        return Update({kind: average.value() for kind, average in averages.items()}, site.examples), kept
+            update = Update(self._noised_weights(own, streams[name], site), int(received["bank"][name]))
+            mean.add(update.tensors, self.update_weight(update))  # (4)
+            kept[places[name]] = with_prefix(AUX_PREFIX, own["model"])
+        return Update(mean.value(), site.examples), kept
 
     def _select_features(self, found: Tensors, rng: Stream) -> Tensors:
-        """Z(F(x)) of some images; whose they are and what they show is not told."""
+        """Return Z(F(x)) of some images, without their labels."""
         nobody = torch.zeros_like(found["labels"]).long()
         release = release_features(found["features"], nobody, 1, self.bank, 1, rng)
         values = add_noise({"values": release.values}, self.variance, rng.child("noise").generator())["values"]
         return {"values": values, "held": release.held}
 
     def _noised_weights(self, weights: Bundle, rng: Stream, site: Site) -> Bundle:
-        """Z(w_k) of (4)."""
+        """Return Z(w_k) of (4)."""
         model = classifier_weights(weights)
         return {**model, "model": add_noise(model["model"], self.variance, rng.child("noise", site.round).generator())}
 
@@ -207,10 +191,8 @@ class FedAlign(FedAvg):
         check_slot_counts(update.tensors.get("features", {}), self.bank)
 
     def aggregate(self, state: Bundle, updates: Iterable[Update]) -> Bundle:
-        averages, bank = {kind: RunningMean() for kind in WEIGHT_KINDS}, dict(state.get("bank", {}))
+        mean, bank = BundleMean(), dict(state.get("bank", {}))
         for update in updates:
-            for kind, average in averages.items():
-                average.add(update.tensors.get(kind, {}), self.update_weight(update))  # (4)
+            mean.add(update.tensors, self.update_weight(update))  # (4)
             bank |= {f"{update.site}/{n}": t.clone() for n, t in update.tensors.get("features", {}).items()}
-        found = {**state, **{kind: average.value() for kind, average in averages.items()}}
-        return {**found, "bank": bank} if self.align else found
+        return {**state, **mean.value(), **({"bank": bank} if self.align else {})}

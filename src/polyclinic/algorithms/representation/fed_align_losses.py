@@ -1,4 +1,4 @@
-"""Fed-Align's losses: equations 2, 3, 5 and 6 of algorithms/fed_align.py."""
+"""The losses of Fed-Align: equations 2, 3, 5 and 6 of fed_align.py."""
 
 from __future__ import annotations
 
@@ -8,14 +8,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from polyclinic.core.contract import Batch, Bundle, Network, Stream, Tensors
+from polyclinic.core.network import Network
+from polyclinic.core.rng import Stream
+from polyclinic.core.types import Batch, Bundle, Tensors
 from polyclinic.training.auxiliary import build_with_seed, copy_auxiliary_weights
 
 DISCRIMINATOR = "discriminator"
 
 
 class Discriminator(nn.Module):
-    """Whose feature is it: the site's own (positive) or another's. Two dense layers, as in the paper's Table IV."""
+    """Tells a site's own features (positive logit) from others'. Two dense layers, as in the paper's Table IV."""
 
     def __init__(self, width: int, hidden: int) -> None:
         super().__init__()
@@ -28,7 +30,7 @@ class Discriminator(nn.Module):
 
 
 def discriminator_loss(network: Network, weights: Bundle, batch: Batch, reference: Bundle) -> Tensor:
-    """(2): own features of the last exchange against others'. Looks at no image."""
+    """Return (2), of own and others' features of the last exchange. It uses no image."""
     del batch
     own, others = reference["own"], reference["others"]
     mine, theirs = (network.auxiliary(weights, DISCRIMINATOR, each["values"].flatten(1)) for each in (own, others))
@@ -36,23 +38,23 @@ def discriminator_loss(network: Network, weights: Bundle, batch: Batch, referenc
 
 
 def alignment_loss(network: Network, weights: Bundle, batch: Batch, reference: Bundle) -> Tensor:
-    """(1) and (3): of own features the discriminator shall not know what to think."""
+    """Return (3): the cross-entropy, and the discriminator's certainty about own features."""
     images, labels = batch
     handed = network.features(weights, images)
     doubt = network.auxiliary(weights, DISCRIMINATOR, handed.flatten(1))
     unsure = (F.softplus(doubt) + F.softplus(-doubt)).mean() / 2
-    return F.cross_entropy(network.head(weights, handed), labels) + reference["scalars"]["align"] * unsure
+    return network.output_loss(network.head(weights, handed), labels) + reference["scalars"]["align"] * unsure
 
 
 def initial_discriminator(shown: Tensors, hidden: int, rng: Stream) -> Bundle:
-    """A site's discriminator of such features before it has trained: each draws its own."""
+    """Return the initial weights of a site's discriminator, which every site draws for itself."""
     like = shown["values"]
     network = build_with_seed(lambda: Discriminator(math.prod(like.shape[2:]), hidden), rng.child("discriminator"))
     return copy_auxiliary_weights(DISCRIMINATOR, network.to(like))
 
 
 def bank_reference(own: Tensors, others: Tensors, align: float) -> Bundle:
-    """What (2) and (3) look at beside the batch."""
+    """Return the reference of (2) and (3): both banks and α."""
     like = others["values"]
 
     def shown(bank: Tensors) -> Tensors:
@@ -64,12 +66,12 @@ def bank_reference(own: Tensors, others: Tensors, align: float) -> Bundle:
 
 
 def separation_loss(mine: Tensor, theirs: Tensor) -> Tensor:
-    """(5), of a discriminator's logits: it shall tell own features from another site's."""
+    """Return (5) of the discriminator's logits for own and for another site's features."""
     return F.softplus(-mine).mean() + F.softplus(theirs).mean()
 
 
 def confusion_loss(mine: Tensor, theirs: Tensor) -> Tensor:
-    """(6), of a discriminator's logits: it shall take both for own ones."""
+    """Return (6) of the discriminator's logits for own and for another site's features."""
     return F.softplus(-mine).mean() + F.softplus(-theirs).mean()
 
 
@@ -78,7 +80,7 @@ def _masked_mean(values: Tensor, there: Tensor) -> Tensor:
 
 
 def add_noise(weights: Tensors, variance: float, generator: torch.Generator) -> Tensors:
-    """With N(0, variance) on every value."""
+    """Add noise N(0, variance) to every value."""
     if not variance:
         return weights
     return {n: t + variance**0.5 * torch.randn(t.shape, generator=generator).to(t) for n, t in weights.items()}

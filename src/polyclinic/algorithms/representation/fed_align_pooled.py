@@ -1,7 +1,7 @@
-"""All sites in one place, step by step: equations 1, 5 and 6 of algorithms/fed_align.py, which no hospital could take.
+"""All sites in one process, step by step: equations 1, 5 and 6 of fed_align.py, which hospitals cannot run.
 
-Each site has a network of its own, and its batches are those that it would have at home. So without alignment every
-site ends where it ends by itself, bit for bit.
+Each site has a network of its own and the same batches as in separate training. So without alignment every site's
+weights are those of separate training, bit for bit.
 """
 
 from __future__ import annotations
@@ -20,26 +20,37 @@ from polyclinic.algorithms.representation.fed_align_losses import (
     confusion_loss,
     separation_loss,
 )
-from polyclinic.core.contract import AUX_PREFIX, Batch, Examples, Fit, Fitted, Site, SiteId, Stream, Training
-from polyclinic.training.fit import augment_batch, make_optimiser, schedule_steps, seed_generators
+from polyclinic.core.jobs import Fitted, Site
+from polyclinic.core.options import Training
+from polyclinic.core.rng import Stream
+from polyclinic.core.types import AUX_PREFIX, Batch, Examples, SiteId
+from polyclinic.training.data_order import schedule_steps
+from polyclinic.training.fit import augment_batch, make_optimiser, seed_generators
 from polyclinic.training.keyed_dropout import dropout_key, first_key
+from polyclinic.training.multi_site import MultiSiteFit
 from polyclinic.training.network import LiveNetwork
 
 
 @dataclass(frozen=True)
-class PooledFit(Fit):
-    """A training job for all sites at once, from the same weights. `reference` has each one's discriminator, as
-    `discriminator@site`; `Fitted` has each one's weights, as `model@site` and `buffers@site`."""
+class PooledFit(MultiSiteFit):
+    """A training job for all sites at once, from the same weights.
+
+    `reference` holds the discriminator of each site as `discriminator@SITE`; the resulting `Fitted` holds its weights
+    as `model@SITE` and `buffers@SITE`.
+    """
 
     align: float = 0.0
-    """α; 0: nobody aligns."""
+    """α; 0: no alignment."""
     variance: float = 0.0
-    """σ² of the noise on features that a site shows another."""
+    """σ² of the noise on features that another site uses."""
+
+    def fit_sites(self, network: LiveNetwork, images: Mapping[SiteId, Examples], site: Site, stream: Stream) -> Fitted:
+        return fit_pooled_sites(self, network, images, site, stream)
 
 
 @dataclass(frozen=True)
 class PooledSite:
-    """A site, where all are."""
+    """A site with its network, data and the parameters that each step trains."""
 
     name: SiteId
     network: LiveNetwork
@@ -51,7 +62,7 @@ class PooledSite:
     discriminator: list[nn.Parameter]
 
     def batch_at(self, turn: int, training: Training) -> Batch:
-        """Of its own steps; one that has fewer than others begins anew."""
+        """Return the batch of a step, beginning again after the site's last one."""
         number, [rows] = self.plan[turn % len(self.plan)]
         self.network.set_dropout_key(dropout_key(first_key(self.stream), number, 0))
         images, labels = (tensor.to(self.network.device) for tensor in self.data.batch(rows))
@@ -61,14 +72,14 @@ class PooledSite:
         return self.network.features(self.network.live, images).flatten(1)
 
     def discriminate(self, features: Tensor) -> Tensor:
-        """What its discriminator thinks."""
+        """Return the logits of the site's discriminator."""
         return self.network.auxiliary(self.network.live, DISCRIMINATOR, features)
 
 
 def fit_pooled_sites(
     job: PooledFit, network: LiveNetwork, held: Mapping[SiteId, Examples], site: Site, stream: Stream
 ) -> Fitted:
-    """Train all sites, each on the images that it holds; `site` and `stream` are those of the place where they are."""
+    """Train all sites, each on its own images. `site` and `stream` are those of the pooled site."""
     members = [_load_pooled_site(job, network, name, data, site, stream.seed) for name, data in held.items()]
     optimisers = [make_optimiser(_trainable_weights(own, members), job.training.optimiser, site.lr) for own in members]
     total, taken = torch.zeros((), device=network.device), 0
@@ -99,8 +110,8 @@ def align_pair(
     optimiser: torch.optim.Optimizer,
     number: int,
 ) -> None:
-    """One site's discriminator, then both extractors, on a batch of each; no extractor moves in between, so that
-    features are made once."""
+    """Train one site's discriminator, then both extractors, on a batch of each. Features are computed once, since the
+    extractors do not change in between."""
     (own, images), (other, foreign) = here, there
     draws = own.stream.child("shown", other.name, number).generator()
     mine, theirs = own.features(images), add_noise({"": other.features(foreign)}, job.variance, draws)[""]
@@ -117,7 +128,8 @@ def _load_pooled_site(
     job: PooledFit, network: LiveNetwork, name: SiteId, data: Examples, site: Site, seed: int
 ) -> PooledSite:
     beside = {own: copy.deepcopy(module) for own, module in network.auxiliary_modules.items()}
-    live, stream = LiveNetwork(copy.deepcopy(network.module), network.device, beside), Stream(seed, ("site", name))
+    live = LiveNetwork(copy.deepcopy(network.module), network.device, beside, network.task)
+    stream = Stream(seed, ("site", name))
     live.load_weights({**job.weights, "model": {**job.weights["model"], **job.reference[f"{DISCRIMINATOR}@{name}"]}})
     groups = ("extractor.", "head."), ("extractor.",), (f"{AUX_PREFIX}{DISCRIMINATOR}.",)
     names = [live.trainable_names(job.training.fine_tune, prefixes) for prefixes in groups]
@@ -129,14 +141,14 @@ def _load_pooled_site(
 
 
 def _trainable_weights(own: PooledSite, members: Sequence[PooledSite]) -> list[nn.Parameter]:
-    """What a site's optimiser moves: all that is its own, and others' extractors."""
+    """Return the parameters of a site's optimiser: all of its own, and the extractors of the others."""
     others = [parameter for other in members if other is not own for parameter in other.extractor]
     return [*own.lesson, *own.discriminator, *others]
 
 
 def _optimiser_step(optimiser: torch.optim.Optimizer, loss: Tensor, moving: list[nn.Parameter]) -> None:
-    """Along the gradient of these alone."""
+    """Take a step along the gradient of the `moving` parameters."""
     optimiser.zero_grad(set_to_none=True)
-    if moving:  # of a frozen extractor there are none
+    if moving:  # a frozen extractor has none
         torch.autograd.backward(loss, inputs=moving)
         optimiser.step()

@@ -1,4 +1,4 @@
-"""FedMP's loss: equations 1, 5 and 8 of algorithms/fedmp.py."""
+"""The loss of FedMP: equations 1, 5 and 8 of fedmp.py."""
 
 from __future__ import annotations
 
@@ -6,30 +6,31 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from polyclinic.core.contract import Batch, Bundle, Network, Tensors
+from polyclinic.core.network import Network
+from polyclinic.core.types import Batch, Bundle, Tensors
 from polyclinic.training.keyed_dropout import MASK_32, hash_uniform
 
 LEAST, MOST = 0.1, 10.0
-"""r of (1) lies between."""
+"""The bounds of r in (1)."""
 
 
 def completion_loss(network: Network, weights: Bundle, batch: Batch, reference: Bundle) -> Tensor:
-    """(1), (5), (8): sound."""
+    """Return (1) with (5) and (8), variant corrected."""
     return _combined_loss(network, weights, batch, reference, paper=False)
 
 
 def completion_loss_paper(network: Network, weights: Bundle, batch: Batch, reference: Bundle) -> Tensor:
-    """(1), (5), (8): as printed, divided by |r|."""
+    """Return (1) with (5) and (8) as printed, divided by |r|."""
     return _combined_loss(network, weights, batch, reference, paper=True)
 
 
 def _combined_loss(network: Network, weights: Bundle, batch: Batch, reference: Bundle, paper: bool) -> Tensor:
     images, labels = batch
     handed = network.features(weights, images)
-    loss = total = F.cross_entropy(network.head(weights, handed), labels)
+    loss = total = network.output_loss(network.head(weights, handed), labels)
     if "bank" in reference:
         values, owners, there = sample_bank(reference["bank"], labels, reference["scalars"]["sample"])
-        each = F.cross_entropy(network.head(weights, values, eval_mode=True), owners, reduction="none")
+        each = network.output_loss(network.head(weights, values, eval_mode=True), owners, "none")
         total = total + rescale_term((each * there).sum() / there.sum().clamp(min=1), loss, paper)  # (5)
     if "prototypes" in reference:
         total = total + rescale_term(
@@ -39,14 +40,14 @@ def _combined_loss(network: Network, weights: Bundle, batch: Batch, reference: B
 
 
 def rescale_term(term: Tensor, loss: Tensor, paper: bool) -> Tensor:
-    """A term of (1), brought to the loss's own size; 0 where the term itself is (there is nothing to learn from)."""
+    """Return a term of (1), divided by r; 0 if the term is 0."""
     ratio = (term / loss.clamp(min=1e-8)).detach()
     ratio = ratio.abs() if paper else ratio.clamp(LEAST, MOST)
     return torch.where(term == 0, 0.0, term / torch.where(ratio > 0, ratio, 1.0))
 
 
 def prototype_alignment(z: Tensor, labels: Tensor, means: Tensor, known: Tensor, paper: bool) -> Tensor:
-    """(8), over the batch's classes that have a prototype."""
+    """Return (8) over the batch's classes that have a prototype."""
     cosine = F.cosine_similarity(z, means[labels], dim=-1)
     same = (labels[:, None] == labels[None, :]).to(z.dtype)
     told = known[labels].to(z.dtype)
@@ -55,10 +56,10 @@ def prototype_alignment(z: Tensor, labels: Tensor, means: Tensor, known: Tensor,
 
 
 def sample_bank(bank: Tensors, labels: Tensor, slots: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """A step's sample of others' features: values, labels, and which are there (a class may have none).
+    """Return a step's sample of foreign features: values, labels, and which are present (a class may have none).
 
-    At random by what is the same on every engine: the round's key, and the labels of the batch in their order. `slots`:
-    0, 1, 2, … for every class in turn; negative: as often as a class was received.
+    The draw depends only on the round's key and the labels of the batch in their order, which are the same on every
+    engine. `slots` is 0, 1, 2, … to take the classes in turn, or negative to draw them as often as received.
     """
     values, held, key = bank["values"], bank["held"], bank["key"]
     place = torch.arange(len(labels), device=labels.device)

@@ -1,6 +1,6 @@
 """FedMR: manifold reshaping. Fan, Yao, Zhang, Lyu, Zhang, Wang: Federated learning under partially class-disjoint data
 via manifold reshaping. TMLR 2023, arXiv:2405.18983; the authors' code: github.com/MediaBrain-SJTU/FedMR.
-z: what the extractor makes of an image of class y; g_c: the prototype of class c; r: correlations within one class.
+z: the extractor's features of an image of class y; g_c: the prototype of class c; r: correlations within one class.
 
     (1)  ℓ_intra = mean over the batch's classes, and over pairs of features a ≠ b, of r_ab²
     (2)  ℓ_inter = mean over images, and over other classes c, of max(0, m·‖g_y − g_c‖ + ‖z − g_y‖ − ‖z − g_c‖)
@@ -8,22 +8,23 @@ z: what the extractor makes of an image of class y; g_c: the prototype of class 
     (4)  w ← Σ_k (n_k / n) · w_k
     (5)  g_c ← Σ_k n_kc · z̄_kc / Σ_k n_kc,   z̄_kc: the mean of site k's features of class c, by its trained w_k
 
-(1) keeps the features of a class from collapsing onto a line, (2) keeps them out of the space of other classes, also of
-those that a site has no image of. In round 1 there are no prototypes, and ℓ_inter is 0. A site without images of a
-class says so (n_kc = 0) and does not count in (5); a class that nobody has in a round keeps its prototype. μ₁ = μ₂ = 0
-is FedAvg, bit for bit; with μ₂ = 0 nothing but weights is sent, which is what the authors' code does.
+(1) keeps the features of a class from collapsing onto a line; (2) keeps them away from other classes, including those
+of which the site has no images. In round 1 there are no prototypes and ℓ_inter is 0. A site without images of a class
+sends n_kc = 0 and has no part in (5); a class that no site has in a round keeps its prototype. μ₁ = μ₂ = 0 is FedAvg,
+bit for bit; with μ₂ = 0 only weights are sent, as in the authors' code.
 
-Departures. (1) is that of the authors' code but for its scale: theirs is Σ_c mean((n_c − 1)²·r_ab²) / Σ_c n_c, which
-grows with the batch (μ₁ is 10⁻⁵ to 10⁻² there); ours lies between 0 and 1 for any batch and width, and μ₁ = 0.1 is what
-FedDecorr (Shi et al., ICLR 2023) gives the like quantity of all classes together. Classes with two images in a batch,
-which always have r² = 1, are left out, and features that hardly vary count less (learning/objectives.py). (2) is not in
-that code, and the paper's equation was not at hand: it is our reading of "a proper margin among categories", by global
-prototypes. Margins are shares of the distances between the prototypes, so that nobody must know the scale of features:
-m = 0 asks that the nearest prototype is that of an image's class, m = 1 is the most there can be. Tune μ₂.
+Departures. (1) is that of the authors' code except for its scale: theirs is Σ_c mean((n_c − 1)²·r_ab²) / Σ_c n_c, which
+grows with the batch (μ₁ is 10⁻⁵ to 10⁻² there); ours lies between 0 and 1 for any batch and width, and μ₁ = 0.1 is the
+weight of the similar term over all classes in FedDecorr (Shi et al., ICLR 2023). Classes with two images in a batch,
+which always have r² = 1, are left out, and features that hardly vary count less (training/losses.py). (2) is not in
+that code, and the paper's equation was not available: it is our reading of "a proper margin among categories", with
+global prototypes. Margins are shares of the distances between prototypes, so that the scale of features need not be
+known: with m = 0 the nearest prototype must be that of the image's class, and m = 1 is the largest possible margin.
+Tune μ₂.
 
-Under a privacy plan a step takes images one by one, where (1) has nothing to correlate: it needs `intra: 0`. z̄ and n
-are then of clipped features, noised and charged (privacy/kinds.py); a class of so few images that it may be noise alone
-is withheld. It takes sites with thousands of images a class for the means to be worth something.
+A private step takes images one by one, where (1) has nothing to correlate: a privacy plan needs `intra: 0`. z̄ and n are
+then of clipped features, noised and charged (privacy/releases.py); a class with so few images that its count may be
+noise is withheld. The means are useful only if sites have thousands of images of a class.
 """
 
 from __future__ import annotations
@@ -34,33 +35,25 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from pydantic import NonNegativeFloat, PositiveFloat
 
-from polyclinic.algorithms.base import WEIGHT_KINDS, RunningMean, network_weights
+from polyclinic.algorithms.base import BundleMean, network_weights
 from polyclinic.algorithms.optimisation.fedavg import FedAvg
-from polyclinic.core.contract import (
-    Batch,
-    Bundle,
-    Exchange,
-    Federation,
-    Fit,
-    Network,
-    Score,
-    Site,
-    Stream,
-    Tensors,
-    Update,
-    Work,
-)
 from polyclinic.core.errors import RecipeError, Refused
+from polyclinic.core.jobs import Exchange, Federation, Fit, Score, Site, Update, Work
+from polyclinic.core.network import Network
+from polyclinic.core.rng import Stream
+from polyclinic.core.types import Batch, Bundle, Tensors
+from polyclinic.core.validation import Share
 from polyclinic.privacy.releases import release_class_means
 from polyclinic.training.losses import manifold_reshaping_loss, pairwise_distances, task_loss
 
 SHARE, DEVIATIONS = 0.1, 3.0
-"""Under a privacy plan: what counts take of the budget, and how far above their noise they must be to be believed."""
+"""Under a privacy plan: the share of the budget for counts, and the least count in standard deviations of its noise."""
 
 
 def class_sums(network: Network, weights: Bundle, batch: Batch, reference: Bundle) -> Tensors:
-    """Of every class: its features added up and its images counted, both per image of the batch."""
+    """Return for every class the sum of its features and the number of its images, both divided by the batch size."""
     images, labels = batch
     z = network.features(weights, images).flatten(1)
     classes = torch.arange(len(reference["prototypes"]["means"]), device=labels.device)
@@ -75,26 +68,19 @@ def labelled_features(network: Network, weights: Bundle, batch: Batch, reference
 
 @dataclass(frozen=True)
 class FedMR(FedAvg):
-    intra: float = 0.1
-    """μ₁, the decorrelation's weight."""
-    inter: float = 0.1
-    """μ₂, the margin's weight; 0: no prototypes are made."""
-    margin: float = 0.5
-    """m: how much nearer its own class's prototype shall be to a feature than another, as a share of their distance."""
-    clip: float = 10.0
-    """Under a privacy plan: features are no longer than this in a class's mean."""
-    noise: float = 20.0
-    """Under a privacy plan: the noise of a round's means and counts, in units of what an image changes; charged."""
+    intra: NonNegativeFloat = 0.1
+    """μ₁, the weight of the decorrelation."""
+    inter: NonNegativeFloat = 0.1
+    """μ₂, the weight of the margin; 0: no prototypes are computed."""
+    margin: Share = 0.5
+    """m, the margin in (2), as a share of the distance between two prototypes."""
+    clip: PositiveFloat = 10.0
+    """Under a privacy plan: the norm to which features are clipped."""
+    noise: PositiveFloat = 20.0
+    """Under a privacy plan: the noise multiplier of a round's means and counts, which is charged."""
 
     def __post_init__(self) -> None:
-        for name in ("intra", "inter"):
-            if getattr(self, name) < 0:
-                raise RecipeError(f"algorithm.{name} is {getattr(self, name)}; choose 0 or more")
-        if not 0 <= self.margin <= 1:
-            raise RecipeError(f"algorithm.margin is {self.margin}; choose a share from 0 to 1")
-        for name in ("clip", "noise"):
-            if not getattr(self, name) > 0:
-                raise RecipeError(f"algorithm.{name} is {getattr(self, name)}; choose more than 0")
+        super().__post_init__()
         if self.training.private is not None and self.intra:
             raise RecipeError(
                 "fedmr correlates the images of a batch, and private steps take them one by one; set algorithm.intra: 0"
@@ -134,7 +120,7 @@ class FedMR(FedAvg):
         return {"scalars": scalars, "prototypes": {"means": means, "apart": pairwise_distances(means, means) * others}}
 
     def _class_prototypes(self, trained: Bundle, received: Bundle, site: Site) -> Generator[Score, Any, Bundle]:
-        """z̄ and n of this site."""
+        """Compute z̄ and n of this site."""
         before, like = received["prototypes"], received["counts"]["images"]
         if self.training.private is None:
             found = yield Score(trained, class_sums, {"prototypes": before}, reduce="mean")
@@ -151,7 +137,7 @@ class FedMR(FedAvg):
         return {"prototypes": {"means": means}, "counts": {"images": count.to(like.dtype)}}
 
     def check_update(self, update: Update) -> None:
-        """A site weighs in (5) by what it says it has."""
+        """Refuse counts that the number of examples rules out: they are weights in (5)."""
         for counts in update.tensors.get("counts", {}).values():
             if bool((counts < 0).any()) or float(counts.sum()) > update.examples + 0.5:
                 raise Refused("examples", f"counts of classes below 0, or of more than {update.examples} images")
@@ -159,17 +145,16 @@ class FedMR(FedAvg):
     def aggregate(self, state: Bundle, updates: Iterable[Update]) -> Bundle:
         if "prototypes" not in state:
             return super().aggregate(state, updates)
-        averages, before = {kind: RunningMean() for kind in WEIGHT_KINDS}, state["prototypes"]["means"]
+        mean, before = BundleMean(), state["prototypes"]["means"]
         means, seen = torch.zeros_like(before), torch.zeros_like(state["counts"]["images"])
         for update in updates:
-            for kind, average in averages.items():
-                average.add(update.tensors.get(kind, {}), self.update_weight(update))  # (4)
+            mean.add(update.tensors, self.update_weight(update))  # (4)
             count = update.tensors["counts"]["images"]
             seen = seen + count
             share = count / torch.where(seen > 0, seen, 1.0)
             means = torch.lerp(means, update.tensors["prototypes"]["means"], share[:, None])  # (5)
         return {
-            **{kind: average.value() for kind, average in averages.items()},
+            **mean.value(),
             "prototypes": {"means": torch.where(seen[:, None] > 0, means, before)},
             "counts": {"images": torch.where(seen > 0, seen, state["counts"]["images"])},
         }

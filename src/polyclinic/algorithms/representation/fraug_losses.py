@@ -1,7 +1,7 @@
-"""Features that nobody's image has: FRAug's networks and objectives (its equations are in algorithms/fraug.py).
+"""Synthetic features: the networks and objectives of FRAug (its equations are in fraug.py).
 
-Everything random is hashed from a key: the round's, and how often the site has met a class so far, which changes with
-every batch. So a site makes up the same features alone and in a stack.
+All randomness is hashed from a key: the round's key and the number of classes seen so far, which changes with every
+batch. So a site generates the same features alone and in a stack.
 """
 
 from __future__ import annotations
@@ -10,16 +10,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from polyclinic.core.contract import AUX_PREFIX, Batch, Bundle, Network
+from polyclinic.core.network import Network
+from polyclinic.core.types import AUX_PREFIX, Batch, Bundle
 from polyclinic.training.keyed_dropout import hash_uniform
 
 GENERATOR, TRANSFORM, MEANS = "generator", "transform", "means"
 BANDS = (0.25, 0.5, 1.0, 2.0, 4.0)
-"""Widths of the kernels, in units of the mean squared distance."""
+"""Bandwidths of the kernels, in units of the mean squared distance."""
 
 
 class FeatureGenerator(nn.Module):
-    """Features from noise and a class."""
+    """G of (1): features from noise and a class."""
 
     def __init__(self, latent: int, classes: int, width: int) -> None:
         super().__init__()
@@ -33,7 +34,7 @@ class FeatureGenerator(nn.Module):
 
 
 class FeatureTransform(nn.Module):
-    """RTNet: what to add to a site's features, from made-up ones and their class."""
+    """R_k of (2), RTNet: an addition to a site's features, from generated features and their class."""
 
     def __init__(self, latent: int, classes: int, width: int) -> None:
         super().__init__()
@@ -47,7 +48,7 @@ class FeatureTransform(nn.Module):
 
 
 class ClassMeans(nn.Module):
-    """Running means of a site's features, by class; they move as BatchNorm's statistics do, in training only."""
+    """m_k of (6): running means of a site's features by class, updated in training only, like BatchNorm's."""
 
     value: Tensor
     times: Tensor
@@ -71,33 +72,33 @@ class ClassMeans(nn.Module):
 
 
 def augmentation_loss(network: Network, weights: Bundle, batch: Batch, reference: Bundle) -> Tensor:
-    """(1 − λ)·task loss + λ·cross-entropy of features around the site's own, of which only the head learns."""
+    """Return (3): the task loss, and the cross-entropy of synthetic features, which trains the head only."""
     images, labels = batch
     v, scalars = network.features(weights, images), reference["scalars"]
-    task = F.cross_entropy(network.head(weights, v), labels)
+    task = network.output_loss(network.head(weights, v), labels)
     network.auxiliary(weights, MEANS, v.detach(), one_hot(labels, weights, v))  # (6)
     around, y = _site_features(weights, v.detach(), labels, _dropout_key(weights, reference, 0))
     made = _generate_features(network, weights, y, around, _dropout_key(weights, reference, 1), eval_mode=True)  # (1)
     residual = network.auxiliary(weights, TRANSFORM, made, one_hot(y, weights, v), eval_mode=True)
     around = around + scalars["rho"] * residual  # (2)
-    synthetic = F.cross_entropy(network.head(weights, around, eval_mode=True), y)
+    synthetic = network.output_loss(network.head(weights, around, eval_mode=True), y)
     return (1 - scalars["lambda"]) * task + scalars["lambda"] * synthetic  # (3)
 
 
 def generator_loss(network: Network, weights: Bundle, batch: Batch, reference: Bundle) -> Tensor:
-    """Made-up features that the head knows the class of, far from the site's own."""
+    """Return (4): generated features whose class the head recognises, far from the site's own."""
     images, labels = batch
-    v = network.teacher_logits(weights, images, features=True)
+    v = network.teacher_features(weights, images)
     y = sample_seen_labels(weights, max(2, len(labels)), _dropout_key(weights, reference, 2))
     made = _generate_features(network, weights, y, v, _dropout_key(weights, reference, 3))  # (1)
-    recognised = F.cross_entropy(network.head(weights, made, eval_mode=True), y)
+    recognised = network.output_loss(network.head(weights, made, eval_mode=True), y)
     return recognised - reference["scalars"]["away"] * squared_mmd(made, v)  # (4)
 
 
 def transform_loss(network: Network, weights: Bundle, batch: Batch, reference: Bundle) -> Tensor:
-    """Features distributed as the site's own, of which the head is as unsure as can be."""
+    """Return (5): features distributed like the site's own, of whose class the head is uncertain."""
     images, labels = batch
-    v = network.teacher_logits(weights, images, features=True)
+    v = network.teacher_features(weights, images)
     own, y = _site_features(weights, v, labels, _dropout_key(weights, reference, 4))
     made = _generate_features(network, weights, y, v, _dropout_key(weights, reference, 5), eval_mode=True)  # (1)
     around = own + network.auxiliary(weights, TRANSFORM, made, one_hot(y, weights, v))  # (2) with ρ = 1
@@ -108,16 +109,16 @@ def transform_loss(network: Network, weights: Bundle, batch: Batch, reference: B
 
 
 def mean_entropy(logits: Tensor) -> Tensor:
-    """The mean over rows, in nats."""
+    """Return the mean entropy of the predictions, in nats."""
     log = F.log_softmax(logits, -1)
     return -(log.exp() * log).sum(-1).mean()
 
 
 def squared_mmd(one: Tensor, other: Tensor) -> Tensor:
-    """MMD² of two samples: the sum of five Gaussian kernels, their widths from the mean squared distance of all pairs
-    (Gretton et al. 2012; Long et al. 2015). Between 0, where the samples are equal, and 2 for every kernel."""
+    """Return MMD² of two samples, summed over five Gaussian kernels whose bandwidths follow from the mean squared
+    distance of all pairs (Gretton et al. 2012; Long et al. 2015). It is 0 for equal samples, at most 2 per kernel."""
     rows = torch.cat([one, other])
-    rows = rows - rows.detach().mean(0)  # what all have in common would cost digits
+    rows = rows - rows.detach().mean(0)  # a common offset would cost digits
     squares = rows.square().sum(1)
     apart = (squares[:, None] + squares[None, :] - 2 * rows @ rows.T).clamp(min=0)
     apart = apart * (1 - torch.eye(len(rows), dtype=rows.dtype, device=rows.device))
@@ -128,7 +129,7 @@ def squared_mmd(one: Tensor, other: Tensor) -> Tensor:
 
 
 def sample_seen_labels(weights: Bundle, count: int, key: Tensor) -> Tensor:
-    """`count` labels, as evenly as can be of the classes that the site has met, beginning anywhere."""
+    """Return `count` labels that take the classes the site has seen in turn, from a random one on."""
     times = weights["buffers"][f"{AUX_PREFIX}{MEANS}.times"]
     order = torch.argsort((times == 0).to(torch.int64), stable=True)
     many = (times > 0).sum().clamp(min=1)
@@ -142,7 +143,7 @@ def one_hot(labels: Tensor, weights: Bundle, like: Tensor) -> Tensor:
 
 
 def _site_features(weights: Bundle, v: Tensor, labels: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-    """The site's features and, for labels of all classes alike, its means of them."""
+    """Return the site's features with their labels, and the running means for labels of all classes alike."""
     y = sample_seen_labels(weights, max(2, len(labels)), key)
     return torch.cat([v, weights["buffers"][f"{AUX_PREFIX}{MEANS}.value"][y]]), torch.cat([labels, y])
 

@@ -1,8 +1,8 @@
 """Clusters of sites, each with a network of its own: any algorithm, once per cluster.
 
-The state holds every cluster's own as `kind@cluster`. Within a cluster all is as if there were no other: nothing passes
-between clusters but by the server's own work at the end (`finish`). A site that moves to another cluster starts there
-from what the cluster has, and finds what it remembered when it comes back.
+The state holds the kinds of every cluster as `kind@cluster`. Within a cluster the inner algorithm sees no other one;
+only the server's work at the end (`finish`) uses the models of several. A site that moves to another cluster starts
+there from what it receives; when it returns, it finds its old memory.
 """
 
 from __future__ import annotations
@@ -14,25 +14,27 @@ from itertools import groupby
 import torch
 
 from polyclinic.algorithms.wrappers.base import Wrapper
-from polyclinic.core.contract import Bundle, Federation, Job, ServerWork, Site, SiteId, Stream, Update, Work
+from polyclinic.core.jobs import Federation, Job, ServerWork, Site, Update, Work
+from polyclinic.core.rng import Stream
+from polyclinic.core.types import Bundle, SiteId
 
 CLUSTER_MARKER = "cluster"
-"""The kind by which a site is told its cluster."""
+"""The kind whose one tensor is named after the cluster of the site that receives it."""
 Seating = Callable[[SiteId, int], str]
-"""(site, round) -> the cluster it is in."""
+"""(site, round) -> the site's cluster."""
 
 
 @dataclass(frozen=True)
 class Clustered(Wrapper):
     initials: Mapping[str, Bundle] = field(kw_only=True)
-    """Where each cluster's training starts."""
+    """The initial weights of each cluster."""
     norms: Mapping[str, frozenset[str]] = field(kw_only=True)
-    """What belongs to normalisation layers in each cluster's network."""
+    """The names of parameters and statistics of normalisation layers in each cluster's network."""
     shapes: Mapping[str, tuple[int, ...]] = field(kw_only=True, default_factory=dict)
-    """Of what each cluster's extractor makes of an image."""
+    """The shape of the features of one image in each cluster's network."""
     seating: Seating = field(kw_only=True)
     rates: Mapping[str, float] = field(kw_only=True)
-    """What a cluster's learning rate is multiplied by."""
+    """The factor on the learning rate in each cluster."""
 
     def init(self, federation: Federation) -> Bundle:
         state: Bundle = {"clock": {"round": torch.ones((), dtype=torch.int64)}}
@@ -45,8 +47,8 @@ class Clustered(Wrapper):
     def cluster_of(self, state: Bundle, site: SiteId) -> str:
         return self.seating(site, int(state["clock"]["round"]))
 
-    def cluster_state(self, state: Bundle, group: str) -> Bundle:
-        return _kinds_of_cluster(state, group)
+    def cluster_state(self, state: Bundle, cluster: str) -> Bundle:
+        return _kinds_of_cluster(state, cluster)
 
     def broadcast(self, state: Bundle, site: SiteId) -> Bundle:
         cluster = self.cluster_of(state, site)
@@ -58,8 +60,8 @@ class Clustered(Wrapper):
     def cluster_from_broadcast(self, received: Bundle) -> str:
         return next(iter(received[CLUSTER_MARKER]))
 
-    def lr_scale(self, group: str) -> float:
-        return self.rates.get(group, 1.0)
+    def lr_scale(self, cluster: str) -> float:
+        return self.rates.get(cluster, 1.0)
 
     def local(self, received: Bundle, memory: Bundle | None, site: Site, rng: Stream) -> Work:
         cluster = self.cluster_from_broadcast(received)
@@ -88,7 +90,7 @@ class Clustered(Wrapper):
         return state
 
     def finish(self, state: Bundle) -> Bundle:
-        """Nobody moves any more: a site is judged in the cluster of the last round."""
+        """Finish every cluster and set the clock back, so that sites are evaluated in their last round's cluster."""
         state = {**state, "clock": {"round": state["clock"]["round"] - 1}}
         for cluster in self.initials:
             state = {**state, **_add_cluster_suffix(cluster, self.inner.finish(self.cluster_state(state, cluster)))}

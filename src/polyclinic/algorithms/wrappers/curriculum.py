@@ -1,27 +1,27 @@
-"""Curricula: any algorithm, with the order of a site's cases decided by what the model it received makes of them.
+"""Curricula: any algorithm, with the order of a site's images decided by how well the received model predicts them.
 Jiménez-Sánchez, Tardy, González Ballester, Mateus, Piella: Memory-aware curriculum federated learning for breast cancer
 classification. Computer Methods and Programs in Biomedicine 229, 2023, section III-D.
 
-    (4)  ρ_i = e^q_i,  e: `training.emphasis`, 2 in the paper
-         forgotten  q_i = 1 where case i was right before the deployment and is wrong after it, else 0
-         hard       q_i = the rank of its loss after the deployment, from 0 (the lowest) to 1; easy: 1 − that
-         an epoch is drawn case by case, without replacement, in proportion to ρ (learning.fit.order)
+    (4)  ρ_i = e^q_i,  e: `training.curriculum.strength`, 2 in the paper
+         forgotten  q_i = 1 if case i was predicted correctly before the deployment and is not after it, else 0
+         hard       q_i = the rank of its loss after the deployment, from 0 (the lowest) to 1; easy: 1 − that rank
+         an epoch is drawn case by case, without replacement, with probabilities proportional to ρ
 
-Before: with the weights that the site's last training ended with, predicted right then. After: with those that its
-training starts from, so that what an algorithm keeps at a site counts as the site's own; where nothing is deployed
-(`local`, `centralised`) nothing is forgotten. Each is one pass over the training images as in evaluation, without
-gradients and unaugmented; its time is the site's like any other. `hard` and `easy` need the second alone.
+"Before" are the weights with which the site's last training ended, predicted right then. "After" are those from which
+its training starts, so that weights an algorithm keeps at a site count as the site's own; where nothing is deployed
+(`local`, `centralised`) nothing is forgotten. Each takes one pass over the training images in evaluation mode, without
+gradients or augmentation. `hard` and `easy` need the second only.
 
-An epoch's order is drawn when it begins, by the scores of the last deployment. Where sites meet every τ steps, an epoch
-that goes on in the next round goes on in the order it began with; one that began while a site was away goes by the
-scores it had last. The first `training.order_after` rounds are in random order, and so is a site's first. Copies of an
-oversampled case are drawn each by itself, with the case's weight.
+The order of an epoch is drawn when the epoch begins, from the scores of the last deployment. If sites average every τ
+steps, an epoch that continues in the next round keeps its order; if it began while the site was absent, its order
+follows the site's last scores. The first `training.curriculum.warmup_rounds` rounds are in random order, and so is a
+site's first. Copies of an oversampled case are drawn separately, each with the case's weight.
 
-Forgetting can be told whatever the order is (`evaluate.forgetting`): the shares of a site's cases that a deployment has
-lost and gained. Which cases these are stays at the site, a file a round beside what it remembers.
+Forgetting can be reported in any order (`evaluate.forgetting`): the shares of a site's cases that a deployment has
+forgotten and gained. Which cases these are stays at the site, in a file per round beside its memory.
 
-Departures: the authors' code compares two deployed models and draws with replacement. Ranks and rounding: a case whose
-classes tie, or whose loss another's equals, to the last digits may score differently on another engine.
+Departures: the authors' code compares two deployed models and draws with replacement. A case whose classes tie, or
+whose loss equals another's to the last digits, may be ranked differently by another engine.
 """
 
 from __future__ import annotations
@@ -34,45 +34,35 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from polyclinic.algorithms.base import Averaging, classifier_weights
+from polyclinic.algorithms.base import Algorithm, classifier_weights
 from polyclinic.algorithms.wrappers.base import Wrapper
-from polyclinic.core.contract import (
-    Batch,
-    Bundle,
-    Fit,
-    Fitted,
-    Job,
-    Network,
-    Score,
-    Site,
-    Stream,
-    Tensors,
-    Training,
-    Update,
-    Work,
-)
 from polyclinic.core.errors import Refused
-from polyclinic.training.fit import batches_per_epoch, regular_rounds_before
+from polyclinic.core.jobs import Fit, Fitted, Job, Score, Site, Update, Work
+from polyclinic.core.network import Network
+from polyclinic.core.options import Training
+from polyclinic.core.rng import Stream
+from polyclinic.core.types import Batch, Bundle, Tensors
+from polyclinic.training.data_order import batches_per_epoch, regular_rounds_before
 
 CASES, SCORES = "cases", "scores"
-"""What a site remembers of its cases, and what it files of a round."""
+"""The kinds of a site's memory about its cases, and of the scores that it stores in a file per round."""
 
 
-def wrap_with_curriculum(algorithm: Averaging, reports_forgetting: bool) -> Averaging:
-    """The algorithm with its recipe's order of cases; itself, where that is random and nobody asks for forgetting."""
-    if algorithm.training.order == "random" and not reports_forgetting:
+def wrap_with_curriculum(algorithm: Algorithm, reports_forgetting: bool) -> Algorithm:
+    """Return the algorithm with its curriculum, or itself if the order is random and forgetting is not reported."""
+    if algorithm.training.curriculum.by == "random" and not reports_forgetting:
         return algorithm
     return Curriculum(algorithm.training, inner=algorithm, reports_forgetting=reports_forgetting)
 
 
 @dataclass(frozen=True)
 class Deployment:
-    """What a deployment did to a site's cases; empty where nobody looked."""
+    """Predictions of a site's cases before and after a deployment; empty if none were needed."""
 
     before: Tensor | None = None
-    """Whether each was right."""
+    """Whether each case was predicted correctly."""
     after: Tensors = field(default_factory=dict)
-    """Whether each is right, its loss, its label."""
+    """For each case whether it is predicted correctly, its loss, its label."""
     weights: Tensor | None = None
     """ρ."""
 
@@ -80,7 +70,7 @@ class Deployment:
 @dataclass(frozen=True)
 class Curriculum(Wrapper):
     reports_forgetting: bool = False
-    """Sites tell which shares of their cases a deployment has lost and gained."""
+    """Whether sites report the shares of their cases that a deployment has forgotten and gained."""
 
     def local(self, received: Bundle, memory: Bundle | None, site: Site, rng: Stream) -> Work:
         known = {name: tensor.cpu() for name, tensor in (memory or {}).get(CASES, {}).items()}
@@ -113,23 +103,23 @@ class Curriculum(Wrapper):
         return update, {**(kept or {}), **own} if own else kept
 
     def _score_deployment(self, job: Fit, known: Tensors, site: Site) -> Generator[Job, Any, Deployment]:
-        kind, before = self.training.order, known.get("right")
-        ordering = kind != "random" and site.round > self.training.order_after
+        kind, before = self.training.curriculum.by, known.get("right")
+        ordering = kind != "random" and site.round > self.training.curriculum.warmup_rounds
         ordering &= kind != "forgotten" or before is not None
         if not ordering and not (self.reports_forgetting and before is not None):
             return Deployment()
-        after = yield Score(classifier_weights(job.weights), score_cases, aside=True)
+        after = yield Score(classifier_weights(job.weights), score_cases, counts=False)
         after = {name: tensor.cpu() for name, tensor in after.items()}
         early = case_preference(kind, after, before) if ordering else None
-        return Deployment(before, after, None if early is None else self.training.emphasis**early)
+        return Deployment(before, after, None if early is None else self.training.curriculum.strength**early)
 
     def _update_cases(
         self, trained: Bundle, found: Deployment, begun: Tensor | None, site: Site
     ) -> Generator[Job, Any, Tensors]:
-        """What the next deployment is compared with, and the order of an epoch that may go on then."""
+        """Return what the next round needs: the predictions to compare with, and the order of an unfinished epoch."""
         cases: Tensors = {}
-        if (self.reports_forgetting or self.training.order == "forgotten") and site.round < site.rounds:
-            cases["right"] = (yield Score(classifier_weights(trained), score_cases, aside=True))["right"]
+        if (self.reports_forgetting or self.training.curriculum.by == "forgotten") and site.round < site.rounds:
+            cases["right"] = (yield Score(classifier_weights(trained), score_cases, counts=False))["right"]
         if self.training.epochs is None:
             orders = {"new": found.weights, "old": begun}
             cases |= {name: weights for name, weights in orders.items() if weights is not None}
@@ -146,7 +136,7 @@ class Curriculum(Wrapper):
 
 
 def score_cases(network: Network, weights: Bundle, batch: Batch, reference: Bundle) -> Tensors:
-    """Whether each case is right, its loss, its label."""
+    """Return for each case whether it is predicted correctly, its loss and its label."""
     del reference
     images, labels = batch
     logits = network(weights, images)
@@ -155,7 +145,7 @@ def score_cases(network: Network, weights: Bundle, batch: Batch, reference: Bund
 
 
 def case_preference(kind: str, after: Tensors, before: Tensor | None) -> Tensor:
-    """q of (4), from 0 (late) to 1 (early)."""
+    """Return q of (4), from 0 (late) to 1 (early)."""
     if kind == "forgotten":
         assert before is not None
         return (before & ~after["right"]).double()
@@ -164,7 +154,7 @@ def case_preference(kind: str, after: Tensors, before: Tensor | None) -> Tensor:
 
 
 def fractional_ranks(values: Tensor) -> Tensor:
-    """Of each value, from 0 (the least) to 1; equal ones share the mean of theirs. What is no number is the largest."""
+    """Return ranks from 0 (the smallest value) to 1. Ties share their mean rank; NaN ranks as the largest."""
     known = values.double().masked_fill(values.isnan(), torch.inf)
     line = known.sort().values
     below, upto = (torch.searchsorted(line, known, right=right) for right in (False, True))
@@ -172,7 +162,7 @@ def fractional_ranks(values: Tensor) -> Tensor:
 
 
 def ongoing_epoch_weights(training: Training, known: Tensors, found: Deployment, round: int) -> Tensor | None:
-    """The weights by which the epoch was drawn that the round begins in the midst of; None: it is in random order."""
+    """Return the sampling weights of the epoch in which the round begins, or None if it is in random order."""
     if training.steps is None or not found.after or "round" not in known:
         return None
     labels = found.after["labels"]
@@ -183,13 +173,13 @@ def ongoing_epoch_weights(training: Training, known: Tensors, found: Deployment,
 
 
 def _epoch_length(labels: Tensor, training: Training) -> int:
-    """Of an epoch, copies included."""
+    """Return the number of examples in an epoch, copies included."""
     counts = labels.bincount()
     return int(counts.max()) * int((counts > 0).sum()) if training.oversample else len(labels)
 
 
 def forgetting_rates(found: Deployment) -> dict[str, float]:
-    """The shares of cases that a deployment lost and gained; nothing where there is none to compare with."""
+    """Return the shares of cases that a deployment has forgotten and gained; nothing without an earlier prediction."""
     if found.before is None or not found.after:
         return {}
     before, after = found.before, found.after["right"]
@@ -198,7 +188,7 @@ def forgetting_rates(found: Deployment) -> dict[str, float]:
 
 
 def round_scores(found: Deployment) -> Tensors:
-    """What a site files of a round: never sent."""
+    """Return the scores of a round, which the site stores and never sends."""
     if not found.after:
         return {}
     known = {"before": found.before, "weight": found.weights}
@@ -207,12 +197,12 @@ def round_scores(found: Deployment) -> Tensors:
 
 
 def split_memory(memory: Bundle) -> tuple[Bundle | None, Bundle]:
-    """What a site is to remember, and what it is to file."""
+    """Split a site's memory into the part to remember and the scores to store in a file."""
     filed = {kind: group for kind, group in memory.items() if kind.partition("@")[0] == SCORES}
     rest = {kind: group for kind, group in memory.items() if kind not in filed}
     return (rest or None if filed else rest), filed
 
 
 def _inner_memory(memory: Bundle | None) -> Bundle | None:
-    """What the algorithm itself remembers."""
+    """Return the memory of the inner algorithm."""
     return {kind: group for kind, group in (memory or {}).items() if kind not in (CASES, SCORES)} or None

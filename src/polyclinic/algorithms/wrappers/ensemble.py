@@ -1,9 +1,9 @@
-"""Any algorithm, with the sites' own models of the last round kept: together they predict (FedMP's few-shot learning).
+"""Any algorithm, keeping the last accepted model of every site: together they predict (FedMP's few-shot learning).
 
     (1)  p(y | x) = (1/K)·Σ_k softmax(h_k(x))_y     over the K models that the server accepted last, as it received them
 
-Training is that of the algorithm, bit for bit. When all rounds are over every site is sent all models: as many bytes as
-there are sites times those of one, which are counted. Until a site has handed in a model, it has no part.
+Training is that of the inner algorithm, bit for bit. After the last round every site is sent all models, which are
+counted: K times the bytes of one. A site that has not sent a model yet has no part in (1).
 """
 
 from __future__ import annotations
@@ -13,12 +13,14 @@ from dataclasses import dataclass
 
 from polyclinic.algorithms.base import classifier_weights
 from polyclinic.algorithms.wrappers.base import Wrapper
-from polyclinic.core.contract import Bundle, Federation, ServerWork, Site, SiteId, Stream, Update
 from polyclinic.core.errors import RecipeError
 from polyclinic.core.flat_tensors import copy_tensors
+from polyclinic.core.jobs import Federation, ServerWork, Site, Update
+from polyclinic.core.rng import Stream
+from polyclinic.core.types import Bundle, SiteId
 
 ENSEMBLE = "ensemble"
-"""The kind that holds all members, each tensor called `kind/site/name`."""
+"""The kind that holds the models of all sites; a tensor is named `kind/site/name`."""
 
 
 @dataclass(frozen=True)
@@ -39,13 +41,13 @@ class Ensemble(Wrapper):
     def aggregate(self, state: Bundle, updates: Iterable[Update]) -> Bundle:
         kept = dict(state.get(ENSEMBLE, {}))
 
-        def noted() -> Iterator[Update]:
+        def keep_models() -> Iterator[Update]:
             for update in updates:
                 for kind, group in classifier_weights(update.tensors).items():
                     kept.update({f"{kind}/{update.site}/{name}": t for name, t in copy_tensors(group).items()})
                 yield update
 
-        return {**self.inner.aggregate(without_ensemble(state), noted()), ENSEMBLE: kept}
+        return {**self.inner.aggregate(without_ensemble(state), keep_models()), ENSEMBLE: kept}
 
     def server_step(self, state: Bundle, server: Site, rng: Stream) -> ServerWork:
         served = yield from self.inner.server_step(without_ensemble(state), server, rng)
@@ -59,17 +61,17 @@ class Ensemble(Wrapper):
 
 
 def ensemble_members(state: Bundle) -> Bundle:
-    """The part of a state that holds the sites' models."""
+    """Return the part of a state that holds the sites' models."""
     return {kind: group for kind, group in state.items() if kind == ENSEMBLE}
 
 
 def without_ensemble(state: Bundle) -> Bundle:
-    """A state without them."""
+    """Return a state without the sites' models."""
     return {kind: group for kind, group in state.items() if kind != ENSEMBLE}
 
 
 def models_by_site(bundle: Bundle) -> dict[str, Bundle]:
-    """The sites' models, by site."""
+    """Return the weights of every site's model."""
     found: dict[str, Bundle] = {}
     for path, tensor in bundle.get(ENSEMBLE, {}).items():
         kind, _, rest = path.partition("/")

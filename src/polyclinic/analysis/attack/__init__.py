@@ -1,1 +1,1 @@
-"""What somebody who intercepts features or gradients can make of them: pictures of patients, or nothing."""
+"""Attacks that reconstruct images from intercepted features or gradients."""

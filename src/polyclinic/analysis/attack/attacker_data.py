@@ -1,4 +1,4 @@
-"""What an attacker has beside a finished run: half of a site's images."""
+"""Splits a site's images into those that the attacker has and those that are attacked."""
 
 from __future__ import annotations
 
@@ -9,40 +9,41 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from polyclinic.core.contract import SiteId, Stream
 from polyclinic.core.errors import DataError
+from polyclinic.core.rng import Stream
+from polyclinic.core.types import SiteId
 from polyclinic.data.examples import Images, Selection
 from polyclinic.data.splits import Fractions, split_by_patient
 
-LEAST = 16
-"""Images a site must have, so that either half says anything."""
+MIN_IMAGES = 16
+"""Of a site, so that both halves are large enough to mean anything."""
 
 
 @dataclass(frozen=True, eq=False)
 class AttackSplit:
-    """A site's training images as pixels in [0, 1]: the attacker's own, and those under attack."""
+    """A site's training images as pixels in [0, 1]: the attacker's, and those that are attacked."""
 
     attacker_images: Tensor
     target_images: Tensor
     target_labels: Tensor
-    """Of the attacked."""
+    """Of the attacked images."""
     rows: tuple[tuple[int, ...], tuple[int, ...]]
-    """Where both stand among the site's training images."""
+    """The rows of both among the site's training images."""
     normalise: Callable[[Tensor], Tensor]
-    """What the network is shown in the place of pixels."""
+    """Turns pixels into the network's input."""
 
 
 def split_for_attack(
     site: SiteId, examples: Images | Selection, stream: Stream, most: int, device: torch.device
 ) -> AttackSplit:
-    """Half and half by patient, classes alike; of many images a random choice of `most`.
+    """Split the images in half by patient, stratified by class; of many images use a random choice of `most`.
 
-    Pixels are the stored bytes / 255; of images that are stored as numbers, 0 is the site's least and 1 its largest.
+    Pixels are the stored bytes / 255; images stored as floats are scaled from the site's minimum to its maximum.
     """
     rows = tuple(part[: most // 2] for part in split_rows(examples, stream))
-    if min(map(len, rows)) < LEAST // 2:
+    if min(map(len, rows)) < MIN_IMAGES // 2:
         raise DataError(
-            f"site {site} has {len(examples)} training images, too few for two halves of {LEAST // 2} or more by "
+            f"site {site} has {len(examples)} training images, too few for two halves of {MIN_IMAGES // 2} or more by "
             "patient; attack another site"
         )
     stored = [examples.stored_batch(part)[0] for part in rows]
@@ -59,10 +60,10 @@ def split_for_attack(
 
 
 def split_rows(examples: Images | Selection, stream: Stream) -> tuple[Tensor, Tensor]:
-    """The rows of both halves, each in random order; nobody has images in both."""
-    people = examples.patients or tuple(map(str, range(len(examples))))
+    """The rows of both halves in random order; no patient is in both."""
+    patients = examples.patients or tuple(map(str, range(len(examples))))
     fractions = Fractions(train=0.5, validation=0.0, test=0.5)
-    parts = split_by_patient(examples.labels.cpu().numpy(), people, fractions, stream.child("halves"))
+    parts = split_by_patient(examples.labels.cpu().numpy(), patients, fractions, stream.child("halves"))
     generator = np.random.default_rng(stream.child("order").integer())
     own, attacked = (torch.from_numpy(generator.permutation(parts[part])) for part in ("train", "test"))
     return own, attacked

@@ -1,15 +1,14 @@
-"""All attacks on a finished run, site by site and stage by stage, and what they come to."""
+"""Attacks a finished run: features of every site and stage, and gradients; `polyclinic attack` calls `attack_run`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
-from rich.console import Console
 from torch import Tensor
 
 from polyclinic.analysis.attack.attacker_data import AttackSplit, split_for_attack
@@ -29,43 +28,44 @@ from polyclinic.analysis.attack.feature_inversion import (
 from polyclinic.analysis.attack.figure import COLUMNS, draw_gallery, select_spread
 from polyclinic.analysis.attack.gradient_inversion import GradientInversion, Search, invert_batches
 from polyclinic.analysis.attack.image_similarity import THRESHOLD, gaussian_window
-from polyclinic.core.contract import SiteId, Stream
 from polyclinic.core.errors import RecipeError
-from polyclinic.core.text import slugify
+from polyclinic.core.names import slugify
+from polyclinic.core.rng import Stream
+from polyclinic.core.types import SiteId
 from polyclinic.data.examples import Images, Selection
-from polyclinic.data.loading.options import NORMALISATIONS
-from polyclinic.models import build_model, load_weights
+from polyclinic.data.loading.image_options import NORMALISATIONS
+from polyclinic.models import build_model
 from polyclinic.models.classifier import Classifier
 from polyclinic.models.split_point import count_stages, cut_after
+from polyclinic.models.weights.load import load_weights
 from polyclinic.runs.finished_run import FinishedRun
-from polyclinic.storage.run_files import explain_os_errors, write_json
+from polyclinic.storage.files import explain_os_errors, write_json
 
 SITES = 3
-"""FedMP's figures are means over three sites."""
-JUDGED_AT = 224
-"""Pixels a side at which MobileNetV2 looks at pictures."""
-
-
-err = Console(stderr=True)
+"""How many sites are attacked by default: FedMP reports means over three."""
+MOBILENET_SIDE = 224
+"""Side length in pixels of MobileNetV2's input."""
+Progress: TypeAlias = Callable[[str], None]
+"""Is called with a description of each step before it begins."""
 
 
 @dataclass(frozen=True)
 class AttackOptions:
-    """What shall be attacked, and how hard."""
+    """What is attacked, and how hard."""
 
     sites: tuple[SiteId, ...] = ()
-    """None named: the first three."""
+    """(): the first three."""
     stages: tuple[int, ...] = ()
-    """None named: all."""
+    """(): all."""
     effort: DecoderTraining = field(default_factory=DecoderTraining)
     most: int = 1000
-    """Images of a site that are used."""
+    """The most images of a site that are used."""
     clip: float | None = None
     noise: float = 0.0
-    """Protected features are attacked too, if there is a clip."""
+    """With a clip, features are also attacked as clipped and noised; the noise is in units of the clip."""
     fid_weights: Path | None = None
     inversion: int = 0
-    """Images behind each gradient that is attacked."""
+    """Images behind each gradient that is attacked; 0: no gradients are."""
     search: Search = field(default_factory=Search)
     step_clip: float = 1.0
     step_noise: float = 1.0
@@ -77,111 +77,121 @@ class Target:
 
     site: SiteId
     file: str
-    """Its name as part of a file's."""
+    """The site's part of file names."""
     model: str
     network: Classifier
-    halves: AttackSplit
+    split: AttackSplit
     judge: Judge
     stages: tuple[int, ...]
 
 
-def attack_run(past: FinishedRun, wishes: AttackOptions, stream: Stream) -> dict[str, Any]:
-    """Attack every site and stage; writes attack.json and galleries into the run's folder."""
-    targets = [_load_target(past, wishes, site, stream) for site in _choose_sites(past, wishes.sites)]
-    folder = past.folder / "attack"
+def attack_run(
+    run: FinishedRun, options: AttackOptions, stream: Stream, progress: Progress = lambda _: None
+) -> dict[str, Any]:
+    """Attack every site and stage, and write attack.json and galleries of images into the run's folder.
+
+    Returns:
+        The content of attack.json.
+    """
+    targets = [_load_target(run, options, site, stream) for site in _choose_sites(run, options.sites)]
+    folder = run.files.attack_folder
     with explain_os_errors(folder):
         folder.mkdir(mode=0o700, exist_ok=True)  # its pictures show patients
-    found = {target.site: _attack_features(past, wishes, target, folder, stream) for target in targets}
+    found = {target.site: _attack_features(run, options, target, folder, stream, progress) for target in targets}
     inverted = {
-        target.site: _attack_gradients(wishes, target, folder, stream) for target in targets if wishes.inversion
+        target.site: _attack_gradients(options, target, folder, stream, progress)
+        for target in targets
+        if options.inversion
     }
-    told = _build_report(past, wishes, targets, found, inverted) | {"seed": stream.seed}
-    write_json(folder / "attack.json", told)
-    return told
+    report = _build_report(run, options, targets, found, inverted) | {"seed": stream.seed}
+    write_json(folder / "attack.json", report)
+    return report
 
 
-def _choose_sites(past: FinishedRun, wanted: Sequence[SiteId]) -> list[SiteId]:
-    there = list(past.dataset.sites)
+def _choose_sites(run: FinishedRun, wanted: Sequence[SiteId]) -> list[SiteId]:
+    there = list(run.dataset.sites)
     for site in wanted:
         if site not in there:
             raise RecipeError(f"there is no site {site!r:.60} in this run; choose among {', '.join(there[:12])}")
     return list(dict.fromkeys(wanted)) or there[:SITES]
 
 
-def _load_target(past: FinishedRun, wishes: AttackOptions, site: SiteId, stream: Stream) -> Target:
-    model, network = past.site_network(site)
+def _load_target(run: FinishedRun, options: AttackOptions, site: SiteId, stream: Stream) -> Target:
+    model, network = run.site_network(site)
     last = count_stages(network)
-    for stage in wishes.stages:
+    for stage in options.stages:
         if not 1 <= stage <= last:
             raise RecipeError(f"--stages has {stage}, but the network of {site} has stages 1 to {last}")
-    examples = past.dataset.sites[site].train
+    examples = run.dataset.sites[site].train
     assert isinstance(examples, (Images, Selection))
-    halves = split_for_attack(site, examples, stream.child("images", site), wishes.most, past.device)
-    others = [slugify(name) for name in past.dataset.sites if name != site]
-    number = list(past.dataset.sites).index(site) + 1
+    split = split_for_attack(site, examples, stream.child("images", site), options.most, run.device)
+    others = [slugify(name) for name in run.dataset.sites if name != site]
+    number = list(run.dataset.sites).index(site) + 1
     file = f"{slugify(site)}-{number}" if slugify(site) in others else slugify(site)
-    judge = _load_mobilenet(wishes.fid_weights, past.device) if wishes.fid_weights else _network_judge(network, halves)
-    return Target(site, file, model, network, halves, judge, wishes.stages or tuple(range(1, last + 1)))
+    judge = _load_mobilenet(options.fid_weights, run.device) if options.fid_weights else _network_judge(network, split)
+    return Target(site, file, model, network, split, judge, options.stages or tuple(range(1, last + 1)))
 
 
-def _network_judge(network: Classifier, halves: AttackSplit) -> Judge:
+def _network_judge(network: Classifier, split: AttackSplit) -> Judge:
     extractor = cut_after(network, count_stages(network)).extractor
-    return lambda pixels: extract_features(extractor, halves.normalise, pixels)
+    return lambda pixels: extract_features(extractor, split.normalise, pixels)
 
 
 def _load_mobilenet(weights: Path, device: torch.device) -> Judge:
-    module = build_model("mobilenet_v2", classes=2, channels=3, size=JUDGED_AT, seed=Stream(0))
+    module = build_model("mobilenet_v2", classes=2, channels=3, size=MOBILENET_SIDE, seed=Stream(0))
     load_weights(module, weights)
     extractor = module.extractor.to(device).eval()
 
     def seen(pixels: Tensor) -> Tensor:
         mean, deviation = (pixels.new_tensor(values).view(3, 1, 1) for values in NORMALISATIONS["imagenet"])
         colour = (pixels.expand(-1, 3, -1, -1) - mean) / deviation
-        return F.interpolate(colour, size=(JUDGED_AT, JUDGED_AT), mode="bilinear", align_corners=False)
+        return F.interpolate(colour, size=(MOBILENET_SIDE, MOBILENET_SIDE), mode="bilinear", align_corners=False)
 
     return lambda pixels: extract_features(extractor, seen, pixels)
 
 
 def _attack_features(
-    past: FinishedRun, wishes: AttackOptions, target: Target, folder: Path, stream: Stream
+    run: FinishedRun, options: AttackOptions, target: Target, folder: Path, stream: Stream, progress: Progress
 ) -> dict[int, InversionFindings]:
-    untrained = past.untrained_network(target.site, stream.child("untrained", target.site))
-    disguise = None if wishes.clip is None else clip_and_noise(wishes.clip, wishes.noise)
+    untrained = run.untrained_network(target.site, stream.child("untrained", target.site))
+    defence = None if options.clip is None else clip_and_noise(options.clip, options.noise)
     found = {}
     for stage in target.stages:
-        with err.status(f"{target.site}: features of stage {stage}"):
-            own = stream.child("features", target.site, stage)
-            won = invert_features(
-                target.network, untrained, stage, target.halves, target.judge, wishes.effort, own, disguise
-            )
-            title = f"{target.site}, features of stage {stage}: from best (left) to worst; figures: SSIM"
-            _draw_gallery(won, target.halves, title, folder / f"gallery-{target.file}-stage{stage}.png")
-            found[stage] = won.findings
+        progress(f"{target.site}: features of stage {stage}")
+        own = stream.child("features", target.site, stage)
+        won = invert_features(
+            target.network, untrained, stage, target.split, target.judge, options.effort, own, defence
+        )
+        title = f"{target.site}, features of stage {stage}: from best (left) to worst; figures: SSIM"
+        _draw_gallery(won, target.split, title, folder / f"gallery-{target.file}-stage{stage}.png")
+        found[stage] = won.findings
     return found
 
 
-def _draw_gallery(won: FeatureAttack, halves: AttackSplit, title: str, path: Path) -> None:
-    chosen = select_spread(won.similarity["decoder"][0]).to(halves.target_images.device)
+def _draw_gallery(won: FeatureAttack, split: AttackSplit, title: str, path: Path) -> None:
+    chosen = select_spread(won.similarity["decoder"][0]).to(split.target_images.device)
     guesses = {GUESSES[name]: guess[chosen] for name, guess in won.guesses.items()}
     alike = {GUESSES[name]: found[0][chosen] for name, found in won.similarity.items()}
-    draw_gallery(halves.target_images[chosen], guesses, alike, title, path)
+    draw_gallery(split.target_images[chosen], guesses, alike, title, path)
 
 
-def _attack_gradients(wishes: AttackOptions, target: Target, folder: Path, stream: Stream) -> GradientInversion:
-    images, own = wishes.inversion, stream.child("gradients", target.site)
-    with err.status(f"{target.site}: gradients"):
-        won = invert_batches(
-            target.network, target.halves, images, wishes.search, wishes.step_clip, wishes.step_noise, own
-        )
-        title = f"{target.site}, gradients of {images} image{'s' * (images > 1)} each; figures: SSIM"
-        guesses, alike = ({name: t[:COLUMNS] for name, t in group.items()} for group in (won.guesses, won.ssim))
-        draw_gallery(won.originals[:COLUMNS], guesses, alike, title, folder / f"gallery-{target.file}-gradient.png")
+def _attack_gradients(
+    options: AttackOptions, target: Target, folder: Path, stream: Stream, progress: Progress
+) -> GradientInversion:
+    images, own = options.inversion, stream.child("gradients", target.site)
+    progress(f"{target.site}: gradients")
+    won = invert_batches(
+        target.network, target.split, images, options.search, options.step_clip, options.step_noise, own
+    )
+    title = f"{target.site}, gradients of {images} image{'s' * (images > 1)} each; figures: SSIM"
+    guesses, ssim = ({name: t[:COLUMNS] for name, t in group.items()} for group in (won.guesses, won.ssim))
+    draw_gallery(won.originals[:COLUMNS], guesses, ssim, title, folder / f"gallery-{target.file}-gradient.png")
     return won
 
 
 def _build_report(
-    past: FinishedRun,
-    wishes: AttackOptions,
+    run: FinishedRun,
+    options: AttackOptions,
     targets: Sequence[Target],
     found: Mapping[SiteId, Mapping[int, InversionFindings]],
     inverted: Mapping[SiteId, GradientInversion],
@@ -190,17 +200,17 @@ def _build_report(
     means = {n: mean_scores([here[n].guesses for here in found.values() if n in here]) for n in numbers}
     leaking = {n: _count_leaks(here[n] for here in found.values() if n in here) for n in numbers}
     return {
-        "run": past.recipe.name,
-        "protection": None if wishes.clip is None else {"clip": wishes.clip, "noise": wishes.noise},
+        "run": run.recipe.name,
+        "protection": None if options.clip is None else {"clip": options.clip, "noise": options.noise},
         "threshold": THRESHOLD,
-        "ssim_window": len(gaussian_window(past.dataset.size)),
-        "frechet_network": _judge_name(wishes),
-        "decoder_steps": wishes.effort.steps,
+        "ssim_window": len(gaussian_window(run.dataset.size)),
+        "frechet_network": _judge_name(options),
+        "decoder_steps": options.effort.steps,
         "sites": {
             target.site: {
                 "model": target.model,
-                "attackers_images": len(target.halves.attacker_images),
-                "attacked_images": len(target.halves.target_images),
+                "attackers_images": len(target.split.attacker_images),
+                "attacked_images": len(target.split.target_images),
                 "stages": {str(n): asdict(findings) for n, findings in found[target.site].items()},
                 **({"gradients": inverted[target.site].as_json()} if inverted else {}),
             }
@@ -212,14 +222,14 @@ def _build_report(
     }
 
 
-def _judge_name(wishes: AttackOptions) -> str:
-    if wishes.fid_weights is None:
+def _judge_name(options: AttackOptions) -> str:
+    if options.fid_weights is None:
         return "the last stage of the run's own network"
-    return f"MobileNetV2 ({wishes.fid_weights.name}), at {JUDGED_AT} pixels"
+    return f"MobileNetV2 ({options.fid_weights.name}), at {MOBILENET_SIDE} pixels"
 
 
 def _count_leaks(sites: Iterable[InversionFindings]) -> dict[str, int]:
-    """At how many sites each guess that reads features is a leak."""
+    """At how many sites each guess from features leaks."""
     total: dict[str, int] = {}
     for findings in sites:
         for guess, leak in findings.leaks.items():
@@ -232,7 +242,7 @@ def format_verdict(
     leaking: Mapping[int, Mapping[str, int]],
     inverted: Sequence[GradientInversion],
 ) -> str:
-    """All of it in one sentence."""
+    """Summarise all findings in one sentence."""
     bad = [n for n in means if leaking[n]["decoder"]]
     good = [n for n in means if n not in bad]
     parts = []
@@ -242,8 +252,8 @@ def format_verdict(
         best = max(g.ssim for g in guesses), min(g.l2 for g in guesses), max(g.recognised for g in guesses)
         here = worst["decoder"].ssim, worst["decoder"].l2, worst["decoder"].recognised
         parts.append(
-            f"features of {_format_stages(bad)} give images away (stage {bad[0]}: {_format_figures(here)}; without a decoder at "
-            f"best {_format_figures(best)})"
+            f"features of {_format_stages(bad)} give images away (stage {bad[0]}: {_format_figures(here)}; without a "
+            f"decoder at best {_format_figures(best)})"
         )
     if good:
         parts.append(f"this decoder makes nothing of {_format_stages(good)} that the attacker's own images do not show")

@@ -1,4 +1,4 @@
-"""A decoder: from what an extractor hands on back to the picture it came from, learnt on the attacker's own images."""
+"""Trains a decoder that maps an extractor's features back to images, on the attacker's own images."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from polyclinic.core.contract import Stream
+from polyclinic.core.rng import Stream
 from polyclinic.training.fit import evaluation_batch_size, seed_generators
 
 NARROW, WIDE = 16, 128
-SMALL = 8
-"""Flat features first become a map of at most so many pixels a side."""
-MOST = 2**24
-"""Weights of the layer that makes it."""
+SMALLEST_SIDE = 8
+"""Flat features are first turned into a map of at most this side length."""
+MAX_WEIGHTS = 2**24
+"""Of the layer that makes this map."""
 HELD_BACK = 5
-"""Every so many-th image of the attacker's own tells which epoch's decoder is best."""
+"""Every fifth of the attacker's images is held out to choose the best epoch."""
 
-Disguise = Callable[[Tensor, Stream], Tensor]
-"""What becomes of features before they leave a site."""
+Defence = Callable[[Tensor, Stream], Tensor]
+"""Changes features before they leave a site."""
 
 
 @dataclass(frozen=True)
 class DecoderTraining:
-    """How hard the attacker tries."""
+    """How long and how fast the decoder is trained."""
 
     steps: int = 300
     batch: int = 32
@@ -36,15 +36,17 @@ class DecoderTraining:
 
 
 class Decoder(nn.Module):
-    """Features, brought to mean 0 and deviation 1, through one transposed convolution for every halving; pixels in
-    [0, 1] by a sigmoid. As many flat features as there are pixels are taken for a picture."""
+    """Normalised features pass through one transposed convolution for every halving of the image; a sigmoid gives
+    pixels in [0, 1]. Flat features that are as many as the pixels are treated as an image."""
 
-    def __init__(self, features: Sequence[int], picture: Sequence[int]) -> None:
+    def __init__(self, features: Sequence[int], image: Sequence[int]) -> None:
         super().__init__()
-        channels, self.side = picture[0], picture[-1]
-        self.reshaped = tuple(picture) if tuple(features) == (channels * self.side**2,) else tuple(features)
+        channels, self.side = image[0], image[-1]
+        self.reshaped = tuple(image) if tuple(features) == (channels * self.side**2,) else tuple(features)
         flat = len(self.reshaped) == 1
-        doublings = max(1, count_halvings(self.side, SMALL)) if flat else count_halvings(self.side, self.reshaped[-1])
+        doublings = (
+            max(1, count_halvings(self.side, SMALLEST_SIDE)) if flat else count_halvings(self.side, self.reshaped[-1])
+        )
         widths = [min(WIDE, NARROW * 2**step) for step in range(doublings, -1, -1)]
         small = -(-self.side // 2**doublings)
         layers: list[nn.Module] = _row_to_map(self.reshaped[0], widths[0], small) if flat else []
@@ -69,7 +71,7 @@ class Decoder(nn.Module):
         return torch.sigmoid(self.last(maps))
 
     def fit_normalisation(self, features: Tensor) -> None:
-        """Take mean and deviation from features that the attacker has."""
+        """Set mean and deviation to those of features that the attacker has."""
         maps = features.reshape(-1, *self.reshaped)
         over = [0] if maps.ndim == 2 else [0, 2, 3]
         self.mean.copy_(maps.mean(over).view_as(self.mean))
@@ -86,11 +88,11 @@ def count_halvings(side: int, small: int) -> int:
 
 
 def _row_to_map(features: int, width: int, side: int) -> list[nn.Module]:
-    """From a row to a map; in two steps where one would have too many weights."""
+    """Layers from a flat row to a map; in two steps where one would have too many weights."""
     values = width * side**2
-    if features * values <= MOST:
+    if features * values <= MAX_WEIGHTS:
         return [nn.Linear(features, values), nn.Unflatten(1, (width, side, side))]
-    between = max(NARROW, MOST // (features + values))
+    between = max(NARROW, MAX_WEIGHTS // (features + values))
     return [nn.Linear(features, between), nn.Linear(between, values), nn.Unflatten(1, (width, side, side))]
 
 
@@ -99,7 +101,7 @@ def _refinement_block(width: int) -> list[nn.Module]:
 
 
 def train_decoder(
-    features: Tensor, pixels: Tensor, effort: DecoderTraining, stream: Stream, defence: Disguise | None = None
+    features: Tensor, pixels: Tensor, effort: DecoderTraining, stream: Stream, defence: Defence | None = None
 ) -> Decoder:
     """A decoder for the attacker's own pairs, by mean squared error; of all epochs the one that does best on pairs held
     back. A disguise is put on anew at every step: the attacker knows how it is made."""
@@ -133,7 +135,7 @@ def _train_epoch(
     effort: DecoderTraining,
     optimiser: torch.optim.Optimizer,
     stream: Stream,
-    hide: Disguise,
+    hide: Defence,
 ) -> None:
     order = seen[torch.randperm(len(seen), generator=stream.generator()).to(seen.device)]
     for number, rows in enumerate(torch.split(order, effort.batch)):
@@ -152,6 +154,6 @@ def _identity(features: Tensor, stream: Stream) -> Tensor:
 
 @torch.no_grad()
 def decode_features(decoder: Decoder, features: Tensor) -> Tensor:
-    """The pictures that a decoder sees in features."""
+    """Decode features to images."""
     decoder.eval()
     return torch.cat([decoder(rows) for rows in torch.split(features, evaluation_batch_size(features.device))])

@@ -1,15 +1,16 @@
-"""Pictures from features: FedMP's reconstruction attack (section 4.2.5), beside guesses that need no features at all.
+"""Reconstructs images from features: FedMP's attack (section 4.2.5), compared with guesses that need no features.
 
-The attacker has the extractor, half of a site's images, and the features of the other half. He trains a decoder on his
-half and applies it to the intercepted features. Figures of SSIM, distance and Fréchet mean something only beside:
+The attacker has the extractor, half of a site's images, and the features of the other half, trains a decoder on the
+former and applies it to the latter. SSIM, distance and Fréchet distance mean something only in comparison with:
 
-    mean        the mean of the attacker's images, the same guess for everybody
+    mean        the mean of the attacker's images, the same guess for every image
     nearest     the attacker's image whose features are nearest to the intercepted ones
-    untrained   the same decoder on the same network with random weights: what its shape alone lets through
+    untrained   the same decoder for the same network with random weights: what its architecture alone reveals
 
-A leak: the decoder is nearer to the originals than both `mean` and `nearest`, or its guesses are recognised among all
-attacked images, by more than chance: a blurred guess that picks out the patient is one. Whether it beats
-`untrained` says what training did to the leak, not whether there is one: early features of any network keep pictures.
+A leak: the decoder is nearer to the originals than both `mean` and `nearest`, or its guesses identify their originals
+among all attacked images more often than chance, as a blurred guess that picks out the patient does. Whether it beats
+`untrained` shows the effect of training on the leak, not whether there is one: early features of any network keep
+images.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from polyclinic.analysis.attack.attacker_data import AttackSplit
-from polyclinic.analysis.attack.decoder import DecoderTraining, Disguise, decode_features, train_decoder
+from polyclinic.analysis.attack.decoder import DecoderTraining, Defence, decode_features, train_decoder
 from polyclinic.analysis.attack.image_similarity import (
     THRESHOLD,
     frechet_distance,
@@ -32,14 +33,14 @@ from polyclinic.analysis.attack.image_similarity import (
     mean_ssim,
     rms_distance,
 )
-from polyclinic.core.contract import Stream
+from polyclinic.core.rng import Stream
 from polyclinic.models.classifier import Classifier
 from polyclinic.models.split_point import cut_after
 from polyclinic.privacy.releases import release_rows as released
 from polyclinic.training.fit import evaluation_batch_size
 
 CHANCE = 3.0
-"""Standard errors of a difference, over images, that chance is given."""
+"""Standard errors by which a mean difference over images must exceed zero to count."""
 GUESSES = {
     "decoder": "decoder",
     "protected": "decoder, clip + noise",
@@ -47,50 +48,50 @@ GUESSES = {
     "nearest": "nearest image",
     "mean": "mean image",
 }
-"""What is guessed, as tables and pictures call it."""
+"""The kinds of guesses, and their names in tables and figures."""
 UNREAD = ("nearest", "mean")
 """Guesses without a decoder."""
 
-Likeness: TypeAlias = tuple[Tensor, Tensor]
+Similarity: TypeAlias = tuple[Tensor, Tensor]
 """SSIM and distance of every image."""
 Judge: TypeAlias = Callable[[Tensor], Tensor]
-"""Features of pixels, for the Fréchet distance."""
+"""Computes the features for the Fréchet distance from pixels."""
 
 
 @dataclass(frozen=True)
 class InversionScores:
-    """How near guesses come to the attacked images."""
+    """How close guesses come to the attacked images."""
 
     ssim: float
     ssim_max: float
     l2: float
     l2_min: float
     below: float
-    """The share of images nearer than 0.1."""
+    """The share of guesses with a distance below 0.1."""
     recognised: float
-    """The share of guesses that are nearest to their own original, of all attacked ones."""
+    """The share of guesses that are nearer to their own original than to any other."""
     frechet: float
 
 
 @dataclass(frozen=True)
 class InversionFindings:
-    """What an attack on one stage at one site came to."""
+    """The findings of an attack on one stage at one site."""
 
     features: tuple[int, ...]
-    """The shape of what is intercepted of an image."""
+    """The shape of one image's features."""
     length: float
-    """Its median length: where to begin when a clip is chosen."""
+    """The median norm of an image's features: a starting point for choosing a clip."""
     leaks: Mapping[str, bool]
-    """Of those guesses that read features."""
+    """For each kind of guess from features."""
     guesses: Mapping[str, InversionScores]
 
 
 @dataclass(frozen=True, eq=False)
 class FeatureAttack:
-    """The same with the pictures."""
+    """The findings, and the guesses themselves."""
 
     guesses: Mapping[str, Tensor]
-    similarity: Mapping[str, Likeness]
+    similarity: Mapping[str, Similarity]
     findings: InversionFindings
 
 
@@ -98,42 +99,52 @@ def invert_features(
     network: Classifier,
     untrained: Classifier,
     stage: int,
-    halves: AttackSplit,
+    split: AttackSplit,
     judge: Judge,
     effort: DecoderTraining,
     stream: Stream,
-    defence: Disguise | None = None,
+    defence: Defence | None = None,
 ) -> FeatureAttack:
-    """Attack the features of one stage, and guess in all other ways."""
+    """Attack the features of one stage, and make all other guesses for comparison.
+
+    Args:
+        network: The site's network.
+        untrained: The same network with random weights.
+        stage: The stage whose features are intercepted.
+        split: The attacker's images and the attacked images.
+        judge: Computes the features for the Fréchet distance.
+        effort: How the decoder is trained.
+        stream: Seeds the decoder, its training and the defence.
+        defence: Changes features before they leave the site; None: no attack on protected features.
+    """
     extractor = cut_after(network, stage).extractor
     own, taken = (
-        extract_features(extractor, halves.normalise, pixels)
-        for pixels in (halves.attacker_images, halves.target_images)
+        extract_features(extractor, split.normalise, pixels) for pixels in (split.attacker_images, split.target_images)
     )
     plain = cut_after(untrained, stage).extractor
     guesses = {
-        "decoder": decode_features(train_decoder(own, halves.attacker_images, effort, stream.child("decoder")), taken)
+        "decoder": decode_features(train_decoder(own, split.attacker_images, effort, stream.child("decoder")), taken)
     }
     if defence is not None:
-        decoder = train_decoder(own, halves.attacker_images, effort, stream.child("protected"), defence)
+        decoder = train_decoder(own, split.attacker_images, effort, stream.child("protected"), defence)
         guesses["protected"] = decode_features(decoder, defence(taken, stream.child("released")))
     learnt = train_decoder(
-        extract_features(plain, halves.normalise, halves.attacker_images),
-        halves.attacker_images,
+        extract_features(plain, split.normalise, split.attacker_images),
+        split.attacker_images,
         effort,
         stream.child("untrained"),
     )
-    guesses["untrained"] = decode_features(learnt, extract_features(plain, halves.normalise, halves.target_images))
-    guesses["nearest"] = halves.attacker_images[torch.cdist(taken.flatten(1), own.flatten(1)).argmin(1)]
-    guesses["mean"] = halves.attacker_images.mean(0).expand_as(halves.target_images)
+    guesses["untrained"] = decode_features(learnt, extract_features(plain, split.normalise, split.target_images))
+    guesses["nearest"] = split.attacker_images[torch.cdist(taken.flatten(1), own.flatten(1)).argmin(1)]
+    guesses["mean"] = split.attacker_images.mean(0).expand_as(split.target_images)
     likeness = {
-        name: (mean_ssim(guess, halves.target_images), rms_distance(guess, halves.target_images))
+        name: (mean_ssim(guess, split.target_images), rms_distance(guess, split.target_images))
         for name, guess in guesses.items()
     }
-    true = judge(halves.target_images)
+    true = judge(split.target_images)
     figures = {
         name: _build_scores(
-            likeness[name], identification_rate(guess, halves.target_images), frechet_distance(judge(guess), true)
+            likeness[name], identification_rate(guess, split.target_images), frechet_distance(judge(guess), true)
         )
         for name, guess in guesses.items()
     }
@@ -148,9 +159,9 @@ def invert_features(
     return FeatureAttack(guesses, likeness, found)
 
 
-def does_leak(guess: str, similarity: Mapping[str, Likeness], known: float) -> bool:
-    """Whether it beats both guesses that need no decoder, in SSIM or in distance; or the share of originals that are
-    recognised by it is beyond chance, which recognises one, give or take one."""
+def does_leak(guess: str, similarity: Mapping[str, Similarity], known: float) -> bool:
+    """Whether a guess beats both guesses that need no decoder, in SSIM or in distance; or identifies more originals
+    than chance, which identifies about one."""
     (alike, far), others = similarity[guess], [similarity[name] for name in UNREAD]
     if known * len(alike) > 1 + CHANCE:
         return True
@@ -164,7 +175,7 @@ def _is_significantly_positive(differences: Tensor) -> bool:
     return float(differences.mean()) > CHANCE * error
 
 
-def _build_scores(similarity: Likeness, known: float, distance: float) -> InversionScores:
+def _build_scores(similarity: Similarity, known: float, distance: float) -> InversionScores:
     alike, far = similarity
     return InversionScores(
         float(alike.mean()),
@@ -179,24 +190,24 @@ def _build_scores(similarity: Likeness, known: float, distance: float) -> Invers
 
 @torch.no_grad()
 def extract_features(extractor: nn.Module, seen: Callable[[Tensor], Tensor], pixels: Tensor) -> Tensor:
-    """What an extractor makes of images, as in evaluation."""
+    """The extractor's features of images, in evaluation mode."""
     extractor.eval()
     parts = torch.split(pixels, evaluation_batch_size(pixels.device))
     return torch.cat([extractor(seen(part)).contiguous() for part in parts])
 
 
-def clip_and_noise(clip: float, noise: float) -> Disguise:
-    """Features as `privacy.kinds` releases them: each image's cut to a length, with noise in units of it."""
+def clip_and_noise(clip: float, noise: float) -> Defence:
+    """A defence as `privacy/releases.py` applies it: each image's features clipped, with noise in units of the clip."""
 
-    def disguise(features: Tensor, stream: Stream) -> Tensor:
+    def defend(features: Tensor, stream: Stream) -> Tensor:
         parts = enumerate(torch.split(features, evaluation_batch_size(features.device)))
         return torch.cat([released(part, clip, noise, stream.child(n)).tensors["rows"] for n, part in parts])
 
-    return disguise
+    return defend
 
 
 def mean_scores(sites: Sequence[Mapping[str, InversionScores]]) -> dict[str, InversionScores]:
-    """Over sites, as FedMP reports them."""
+    """The mean scores over sites, as FedMP reports them."""
     names = [field.name for field in fields(InversionScores)]
     return {
         guess: InversionScores(*(mean(getattr(figures[guess], name) for figures in sites) for name in names))

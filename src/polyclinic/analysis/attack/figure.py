@@ -1,4 +1,4 @@
-"""A gallery: originals above, below them what an attacker makes of each. It shows patients: it stays with the run."""
+"""Draws originals and, below them, an attacker's guesses. The figure shows patients and stays in the run's folder."""
 
 from __future__ import annotations
 
@@ -6,15 +6,19 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
+from matplotlib.figure import Figure
 from torch import Tensor
+
+from polyclinic.analysis.figures import draw_image
+from polyclinic.reporting.figures import INK, TEXT, save
 
 COLUMNS = 6
 SIDE, GAP, BESIDE, MARGIN = 1.25, 0.25, 0.08, 1.5
-"""Inches: of a picture, between two rows and two columns, and for the rows' names."""
+"""Inches: an image's side, the gaps between rows and between columns, the width of the rows' names."""
 
 
 def select_spread(similarity: Tensor, columns: int = COLUMNS) -> Tensor:
-    """Some of the images: from the one that a guess comes nearest to, to the one it misses most, in even steps."""
+    """The rows of some images, evenly spaced from the most similar guess to the least similar."""
     order = similarity.argsort(descending=True).cpu()
     return order[torch.linspace(0, len(order) - 1, min(columns, len(order))).round().long()]
 
@@ -22,11 +26,7 @@ def select_spread(similarity: Tensor, columns: int = COLUMNS) -> Tensor:
 def draw_gallery(
     originals: Tensor, guesses: Mapping[str, Tensor], similarity: Mapping[str, Tensor], title: str, path: Path
 ) -> None:
-    """A row for the originals and one for each guess, with the SSIM of every guess above it."""
-    from matplotlib.figure import Figure  # takes a second to load
-
-    from polyclinic.reporting.figures import INK, TEXT, save
-
+    """Draw a row of the originals and a row for each kind of guess, with the SSIM above every guess."""
     columns, rows = len(originals), len(guesses) + 1
     # Room for the title, which is as long with one picture in a row.
     spare = max(0, 4 - columns) * SIDE
@@ -39,8 +39,7 @@ def draw_gallery(
     for row, (name, pictures) in enumerate({"original": originals, **guesses}.items()):
         for column, picture in enumerate(pictures.detach().cpu().clamp(0, 1)):
             axes = panels[row, column]
-            shown = picture.mean(0) if len(picture) != 3 else picture.permute(1, 2, 0)
-            axes.imshow(shown.numpy(), cmap="gray", vmin=0, vmax=1)
+            draw_image(axes, picture)
             axes.set_xticks([])
             axes.set_yticks([])
             if name in guesses:

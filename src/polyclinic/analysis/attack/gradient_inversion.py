@@ -1,4 +1,4 @@
-"""Pictures from gradients: what an update of one step on one image, or a few, tells about them.
+"""Reconstructs images from gradients: what an update of one step on one or a few images reveals about them.
 
     (1)  x = (∂L/∂W_i) / (∂L/∂b_i)      a dense first layer with a bias gives one image away exactly; any row i
     (2)  y = the class whose bias in the last layer has the negative gradient    (iDLG: Zhao, Mopuri, Bilen 2020)
@@ -6,15 +6,16 @@
          (J. Geiping, H. Bauermeister, H. Dröge, M. Moeller: "Inverting gradients", NeurIPS 2020)
     (4)  ∇L = (w − w') / lr              of an update of one step of plain SGD
 
-The gradient is that of the mean cross-entropy, the network as in evaluation. Departures: of several images, classes are
-told one after another, each adding 1/n to its bias' gradient; fewer iterations than the 4,800 of the paper.
+The gradient is that of the mean cross-entropy, with the network in evaluation mode. Departures: classes of several
+images are recovered one after another, each adding 1/n to the gradient of its bias; fewer iterations than the paper's
+4,800.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -23,24 +24,25 @@ from torch.func import functional_call
 
 from polyclinic.analysis.attack.attacker_data import AttackSplit
 from polyclinic.analysis.attack.image_similarity import THRESHOLD, mean_ssim, rms_distance
-from polyclinic.core.contract import Stream, Tensors
+from polyclinic.core.rng import Stream
+from polyclinic.core.types import Tensors
 from polyclinic.models.classifier import Classifier
 from polyclinic.privacy.mechanism import add_noise
 from polyclinic.training.dp.dp_sgd import clip_factors
 
-Seen = Callable[[Tensor], Tensor]
-"""What the network is shown in the place of pixels in [0, 1]."""
+Normalise: TypeAlias = Callable[[Tensor], Tensor]
+"""Turns pixels in [0, 1] into the network's input."""
 TRIALS = 3
-"""Gradients that are inverted at a site."""
+"""How many gradients are inverted at a site."""
 KINDS = {"plain": "from the gradient", "protected": "gradient, clip + noise", "mean": "mean image"}
 HARMLESS = (nn.Flatten, nn.Dropout, nn.Identity)
 DROPS = (3 / 8, 5 / 8, 7 / 8)
-"""Shares of the iterations after which the step is a tenth."""
+"""Shares of the iterations after which the step is divided by ten."""
 
 
 @dataclass(frozen=True)
 class Search:
-    """How (3) is searched."""
+    """The settings of the search (3)."""
 
     iterations: int = 300
     step: float = 0.1
@@ -49,7 +51,7 @@ class Search:
 
 
 def compute_gradient(network: Classifier, images: Tensor, labels: Tensor, keep: bool = False) -> Tensors:
-    """Of the mean loss by every weight; `keep`: differentiable itself."""
+    """The gradient of the mean loss with respect to every weight; `keep`: can itself be differentiated."""
     weights = {name: weight.detach().requires_grad_(True) for name, weight in network.named_parameters()}
     loss = F.cross_entropy(functional_call(network.eval(), weights, (images,)), labels)
     return dict(zip(weights, torch.autograd.grad(loss, list(weights.values()), create_graph=keep), strict=True))
@@ -58,7 +60,7 @@ def compute_gradient(network: Classifier, images: Tensor, labels: Tensor, keep: 
 def compute_dp_gradient(
     network: Classifier, images: Tensor, labels: Tensor, clip: float, noise: float, stream: Stream
 ) -> Tensors:
-    """The same as DP-SGD releases it: each image's clipped, noise on the sum, divided by their number."""
+    """The gradient as DP-SGD releases it: clipped for each image, noise on the sum, divided by the number of images."""
     total: Tensors = {}
     for row in range(len(images)):
         one = compute_gradient(network, images[row : row + 1], labels[row : row + 1])
@@ -69,22 +71,22 @@ def compute_dp_gradient(
 
 
 def gradient_from_update(before: Tensors, after: Tensors, lr: float) -> Tensors:
-    """(4)"""
+    """Compute (4) from the weights before and after one step."""
     return {name: (before[name] - after[name]) / lr for name in before}
 
 
 def recover_labels(found: Tensors, network: Classifier, images: int = 1) -> Tensor:
-    """(2): the classes of so many images."""
+    """Recover the classes of `images` images by (2)."""
     bias = found[f"{network.leaf_layers()[-1]}.bias"].clone()
-    told = []
+    recovered = []
     for _ in range(images):
-        told.append(int(bias.argmin()))
-        bias[told[-1]] += 1 / images
-    return torch.tensor(sorted(told), device=bias.device)
+        recovered.append(int(bias.argmin()))
+        bias[recovered[-1]] += 1 / images
+    return torch.tensor(sorted(recovered), device=bias.device)
 
 
 def find_first_dense(network: Classifier) -> str | None:
-    """The name of the first layer, if that is a dense one with a bias and sees the pixels as they are."""
+    """The name of the first layer if it is a dense one with a bias and receives the pixels themselves."""
     for name, layer in network.named_modules():
         if isinstance(layer, nn.Linear):
             return None if layer.bias is None else str(name)
@@ -94,7 +96,7 @@ def find_first_dense(network: Classifier) -> str | None:
 
 
 def invert_dense(found: Tensors, layer: str) -> Tensor:
-    """(1), by the row whose bias moves most: a flat image."""
+    """Compute (1) from the row with the largest gradient of the bias: a flat image."""
     row = int(found[f"{layer}.bias"].abs().argmax())
     return found[f"{layer}.weight"][row] / found[f"{layer}.bias"][row]
 
@@ -104,11 +106,11 @@ def search_images(
     found: Tensors,
     labels: Tensor,
     shape: tuple[int, ...],
-    seen: Seen,
+    normalise: Normalise,
     search: Search,
     stream: Stream,
 ) -> Tensor:
-    """(3): pixels of as many images as there are labels."""
+    """Search the pixels of as many images as there are labels by (3)."""
     wanted = list(found.values())
     start = torch.rand(len(labels), *shape, generator=stream.generator())
     pixels = start.to(labels.device).requires_grad_(True)
@@ -117,7 +119,7 @@ def search_images(
     schedule = torch.optim.lr_scheduler.MultiStepLR(optimiser, milestones)
     for _ in range(search.iterations):
         optimiser.zero_grad(set_to_none=True)
-        mine = list(compute_gradient(network, seen(pixels), labels, keep=True).values())
+        mine = list(compute_gradient(network, normalise(pixels), labels, keep=True).values())
         loss = 1 - _cosine_distance(mine, wanted) + search.smooth * total_variation(pixels)
         (slope,) = torch.autograd.grad(loss, [pixels])
         pixels.grad = slope.sign()
@@ -135,29 +137,37 @@ def _cosine_distance(mine: list[Tensor], wanted: list[Tensor]) -> Tensor:
 
 
 def total_variation(pixels: Tensor) -> Tensor:
-    """Mean absolute difference of neighbours."""
+    """The mean absolute difference of neighbouring pixels."""
     down, across = pixels.diff(dim=-2), pixels.diff(dim=-1)
     return down.abs().mean() + across.abs().mean()
 
 
 def invert_gradient(
-    network: Classifier, found: Tensors, images: int, shape: tuple[int, ...], seen: Seen, search: Search, stream: Stream
+    network: Classifier,
+    found: Tensors,
+    images: int,
+    shape: tuple[int, ...],
+    normalise: Normalise,
+    search: Search,
+    stream: Stream,
 ) -> tuple[Tensor, str]:
-    """Pixels of the images behind a gradient, and how they were found."""
+    """The pixels of the images behind a gradient, and the method: "exact" (1) or "search" (3)."""
     layer = find_first_dense(network)
     if layer is not None and images == 1:
-        return _denormalise(invert_dense(found, layer).reshape(1, *shape), seen), "exact"
-    return search_images(network, found, recover_labels(found, network, images), shape, seen, search, stream), "search"
+        return _denormalise(invert_dense(found, layer).reshape(1, *shape), normalise), "exact"
+    return search_images(
+        network, found, recover_labels(found, network, images), shape, normalise, search, stream
+    ), "search"
 
 
-def _denormalise(shown: Tensor, seen: Seen) -> Tensor:
-    """`seen` the other way round: it only shifts and stretches."""
-    zero, one = (seen(torch.full_like(shown, value)) for value in (0.0, 1.0))
+def _denormalise(shown: Tensor, normalise: Normalise) -> Tensor:
+    """The inverse of `normalise`, which is affine."""
+    zero, one = (normalise(torch.full_like(shown, value)) for value in (0.0, 1.0))
     return ((shown - zero) / (one - zero)).nan_to_num(0.0).clamp(0, 1)
 
 
 def match_guesses(guesses: Tensor, originals: Tensor) -> Tensor:
-    """The guesses in the order of the originals that they are nearest to, each used once: a mean has no order."""
+    """Assign each guess to one original, the nearest overall: a mean gradient has no order of images."""
     from scipy.optimize import linear_sum_assignment
 
     cost = torch.stack([rms_distance(guesses, original.expand_as(guesses)) for original in originals])
@@ -166,26 +176,26 @@ def match_guesses(guesses: Tensor, originals: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class GradientInversion:
-    """What the search made of some gradients of a site, as they are and as DP-SGD releases them."""
+    """The guesses from some gradients of a site, plain and as DP-SGD releases them."""
 
     method: str
     images: int
     """Behind each gradient."""
     label_accuracy: float
-    """The share of gradients that tell their images' classes."""
+    """The share of gradients from which all classes were recovered."""
     originals: Tensor
     guesses: Mapping[str, Tensor]
     ssim: Mapping[str, Tensor]
     distance: Mapping[str, Tensor]
 
     def does_leak(self, kind: str) -> bool:
-        """Whether it comes nearer than the mean of the attacker's own images, in SSIM and in distance."""
+        """Whether a guess is closer than the mean of the attacker's images, in SSIM and in distance."""
         return bool(
             self.ssim[KINDS[kind]].mean() > self.ssim[KINDS["mean"]].mean()
             and self.distance[KINDS[kind]].mean() < self.distance[KINDS["mean"]].mean()
         )
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> dict[str, object]:
         figures = {
             kind: {
                 "ssim": float(self.ssim[name].mean()),
@@ -196,30 +206,30 @@ class GradientInversion:
             }
             for kind, name in KINDS.items()
         }
-        told = {"method": self.method, "images": self.images, "attacked": len(self.originals)}
-        return {**told, "labels_told": self.label_accuracy, "guesses": figures}
+        recovered = {"method": self.method, "images": self.images, "attacked": len(self.originals)}
+        return {**recovered, "labels_told": self.label_accuracy, "guesses": figures}
 
 
 def invert_batches(
-    network: Classifier, halves: AttackSplit, images: int, search: Search, clip: float, noise: float, stream: Stream
+    network: Classifier, split: AttackSplit, images: int, search: Search, clip: float, noise: float, stream: Stream
 ) -> GradientInversion:
-    """Invert the gradients of a few batches of attacked images."""
-    batches = min(TRIALS, len(halves.target_images) // images)
-    originals, labels = halves.target_images[: batches * images], halves.target_labels[: batches * images]
+    """Invert the gradients of a few batches of attacked images, `images` in each."""
+    batches = min(TRIALS, len(split.target_images) // images)
+    originals, labels = split.target_images[: batches * images], split.target_labels[: batches * images]
     found: dict[str, list[Tensor]] = {name: [] for name in KINDS}
-    method, told = "", 0
+    method, recovered = "", 0
     for number, (some, classes) in enumerate(
         zip(torch.split(originals, images), torch.split(labels, images), strict=True)
     ):
-        own, shown = stream.child(number), halves.normalise(some)
+        own, shown = stream.child(number), split.normalise(some)
         plain = compute_gradient(network, shown, classes)
         hidden = compute_dp_gradient(network, shown, classes, clip, noise, own.child("noise"))
-        told += int(torch.equal(recover_labels(plain, network, images), classes.sort().values))
+        recovered += int(torch.equal(recover_labels(plain, network, images), classes.sort().values))
         for kind, each in {"plain": plain, "protected": hidden}.items():
-            guess, method = invert_gradient(network, each, images, tuple(some.shape[1:]), halves.normalise, search, own)
+            guess, method = invert_gradient(network, each, images, tuple(some.shape[1:]), split.normalise, search, own)
             found[kind].append(match_guesses(guess, some))
-        found["mean"].append(halves.attacker_images.mean(0).expand_as(some))
+        found["mean"].append(split.attacker_images.mean(0).expand_as(some))
     guesses = {KINDS[kind]: torch.cat(parts) for kind, parts in found.items()}
     alike = {name: mean_ssim(guess, originals) for name, guess in guesses.items()}
     far = {name: rms_distance(guess, originals) for name, guess in guesses.items()}
-    return GradientInversion(method, images, told / batches, originals, guesses, alike, far)
+    return GradientInversion(method, images, recovered / batches, originals, guesses, alike, far)

@@ -1,8 +1,8 @@
-"""How alike pictures are. Pixels lie in [0, 1], tensors are n × channels × height × width.
+"""Measures the similarity of images with pixels in [0, 1]: tensors of n × channels × height × width.
 
 SSIM: Z. Wang, A. C. Bovik, H. R. Sheikh, E. P. Simoncelli: "Image quality assessment: from error visibility to
 structural similarity", IEEE TIP 13(4), 2004: a Gaussian window of 11 × 11 with σ = 1.5, K₁ = 0.01, K₂ = 0.03, where the
-window lies wholly within the picture; the mean over channels. Smaller pictures get the largest odd window that fits.
+window lies wholly within the image; the mean over channels. Smaller images get the largest odd window that fits.
 
 L2: √(Σ(a − b)² / number of values), in [0, 1]. So N. Carlini et al., "Extracting training data from diffusion models"
 (USENIX Security 2023), normalise it, whose threshold FedMP takes as 0.1; FedMP does not say how it normalises.
@@ -19,35 +19,35 @@ from torch import Tensor
 WINDOW, SIGMA = 11, 1.5
 K1, K2 = 0.01, 0.03
 THRESHOLD = 0.1
-"""A reconstruction that is nearer than this counts as the image itself."""
+"""The L2 distance below which a reconstruction counts as the image itself."""
 
 
 def mean_ssim(first: Tensor, second: Tensor) -> Tensor:
-    """One figure for each pair: 1 for equal pictures."""
+    """The SSIM of each pair: 1 for equal images."""
     a, b = first.double(), second.double()
     weights = gaussian_window(min(a.shape[-2:]), a.device)
     mean_a, mean_b, aa, bb, ab = (_window_average(t, weights) for t in (a, b, a * a, b * b, a * b))
     variances = (aa - mean_a.square()) + (bb - mean_b.square())
-    likeness = (2 * mean_a * mean_b + K1**2) * (2 * (ab - mean_a * mean_b) + K2**2)
-    return (likeness / ((mean_a.square() + mean_b.square() + K1**2) * (variances + K2**2))).mean((1, 2, 3))
+    similarity = (2 * mean_a * mean_b + K1**2) * (2 * (ab - mean_a * mean_b) + K2**2)
+    return (similarity / ((mean_a.square() + mean_b.square() + K1**2) * (variances + K2**2))).mean((1, 2, 3))
 
 
 def gaussian_window(side: int, device: torch.device | None = None) -> Tensor:
-    """The Gaussian along one side; it is the same along the other."""
+    """The Gaussian window along one side; it is the same along the other."""
     width = min(WINDOW, side if side % 2 else side - 1)
     at = torch.arange(width, device=device, dtype=torch.float64) - width // 2
     weights = (-at.square() / (2 * SIGMA**2)).exp()
     return weights / weights.sum()
 
 
-def _window_average(pictures: Tensor, weights: Tensor) -> Tensor:
-    flat = pictures.flatten(0, 1).unsqueeze(1)
+def _window_average(images: Tensor, weights: Tensor) -> Tensor:
+    flat = images.flatten(0, 1).unsqueeze(1)
     found = F.conv2d(F.conv2d(flat, weights[None, None, :, None]), weights[None, None, None, :])
-    return found.reshape(*pictures.shape[:2], *found.shape[-2:])
+    return found.reshape(*images.shape[:2], *found.shape[-2:])
 
 
 def rms_distance(first: Tensor, second: Tensor) -> Tensor:
-    """One figure for each pair: the root of the mean square of differences."""
+    """The root mean square difference of each pair."""
     return (first - second).double().square().flatten(1).mean(1).sqrt()
 
 

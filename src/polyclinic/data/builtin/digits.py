@@ -1,4 +1,4 @@
-"""scikit-learn's copy of the UCI optical digits: 1,797 real images that need no download."""
+"""scikit-learn's copy of the UCI optical digits: 1,797 real images without a download."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from pydantic import Field
 
-from polyclinic.core.contract import Stream
+from polyclinic.core.rng import Stream
+from polyclinic.data.datasets.base import Dataset
 from polyclinic.data.examples import Collection
 from polyclinic.data.options import Options
 
@@ -36,3 +37,6 @@ def _read_scans() -> tuple[torch.Tensor, torch.Tensor]:
 
     bunch = load_digits()
     return torch.from_numpy(bunch.images), torch.from_numpy(bunch.target)
+
+
+DATASET = Dataset(options=DigitsOptions, licence="CC BY 4.0", classes=CLASSES, load=load_digit_images)

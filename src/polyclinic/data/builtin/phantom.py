@@ -1,46 +1,40 @@
-"""Drawn mammograms: for trying things out where no real image may go. They imitate, they are not evidence.
+"""Synthetic mammograms, for trials where no real image may be used. Results on them are no evidence.
 
-A patient has one breast with a lesion in two to four views (CC and MLO, later the same again). A benign lesion is
-smooth, round and well bordered; a malignant one irregular, spiculated, ill defined, often with microcalcifications.
-Hospitals differ in their machine (`VENDORS`), their size and their share of malignant patients.
+A patient has one breast with a lesion in two to four views (CC, MLO, then again CC and MLO). A benign lesion is smooth,
+round and well bordered; a malignant one is irregular, spiculated and ill defined, often with microcalcifications. Sites
+differ in their machine (`VENDORS`), their number of patients and their proportion of malignant cases.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal, Self
 
 import torch
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 from torch import Tensor
 
-from polyclinic.core.contract import Stream
 from polyclinic.core.errors import RecipeError
+from polyclinic.core.rng import Stream
 from polyclinic.data.builtin.phantom_anatomy import Cases, draw_anatomy
-from polyclinic.data.builtin.phantom_scanner import VENDORS, Vendor, acquire_images
+from polyclinic.data.builtin.phantom_scanner import VENDORS, Vendor, VendorName, acquire_images
+from polyclinic.data.datasets.base import Dataset
 from polyclinic.data.examples import Collection
 from polyclinic.data.options import Options
 
 MEAN, STD = 0.33, 0.32
-"""Of all pixels of the default hospitals: plain SGD needs centred images."""
+"""Mean and standard deviation of all pixels of the default sites: plain SGD needs centred images."""
 CHUNK = 64
-"""Images drawn at once, which bounds memory at large sizes."""
+"""How many images are drawn at once; this bounds memory at large sizes."""
 
 
 class PhantomSite(Options):
     name: str = Field(min_length=1)
-    vendor: str
+    vendor: VendorName
     patients: int = Field(ge=1)
     malignant: float = Field(ge=0, le=1)
-    """Share of patients with a malignant lesion."""
-
-    @field_validator("vendor")
-    @classmethod
-    def _check_vendor(cls, vendor: str) -> str:
-        if vendor not in VENDORS:
-            raise RecipeError(f"There is no vendor '{vendor}'; choose one of: {', '.join(VENDORS)}.")
-        return vendor
+    """The proportion of patients with a malignant lesion."""
 
 
 HOSPITALS = (
@@ -55,18 +49,20 @@ HOSPITALS = (
 class PhantomOptions(Options):
     size: int = Field(64, ge=32, le=2048)
     task: Literal["diagnosis", "screening"] = "diagnosis"
-    """diagnosis: benign or malignant. screening: also normal, half of the patients who are not malignant."""
+    """diagnosis: benign or malignant. screening: also normal (half of the patients without a malignant lesion)."""
     views: tuple[int, int] = (2, 4)
-    """Fewest and most images of a patient."""
+    """The smallest and largest number of images per patient."""
     hospitals: tuple[PhantomSite, ...] = Field(HOSPITALS, min_length=1)
 
     @model_validator(mode="after")
     def _check_consistency(self) -> Self:
-        names = [hospital.name for hospital in self.hospitals]
+        names = [site.name for site in self.hospitals]
         if len(set(names)) < len(names):
-            raise RecipeError("Two hospitals have the same name; give each its own.")
+            raise RecipeError("Two hospitals have the same name; give each its own name.")
         if not 1 <= self.views[0] <= self.views[1]:
-            raise RecipeError(f"The views {self.views} are not a range from 1 up; write for example [2, 4].")
+            raise RecipeError(
+                f"The views {self.views} are not a range that starts at 1 or more; write for example [2, 4]."
+            )
         return self
 
     @property
@@ -75,41 +71,32 @@ class PhantomOptions(Options):
 
 
 def generate_phantom(options: PhantomOptions, stream: Stream, folder: Path | None = None) -> Collection:  # noqa: ARG001
-    """Every hospital is drawn from its own stream: adding one leaves the others as they are."""
-    wards = [_draw_site(options, hospital, stream.child(hospital.name)) for hospital in options.hospitals]
+    """Draw all sites. Each is drawn from its own stream, so adding one leaves the others unchanged."""
+    sites = [_draw_site(options, site, stream.child(site.name)) for site in options.hospitals]
     return Collection(
-        images=torch.cat([ward.images for ward in wards]),
-        labels=torch.cat([ward.labels for ward in wards]),
+        images=torch.cat([site.images for site in sites]),
+        labels=torch.cat([site.labels for site in sites]),
         classes=options.classes,
-        patients=tuple(name for ward in wards for name in ward.patients),
-        sites=tuple(name for ward in wards for name in ward.sites),
+        patients=tuple(name for site in sites for name in site.patients),
+        sites=tuple(name for site in sites for name in site.sites or ()),
         mean=MEAN,
         std=STD,
     )
 
 
-@dataclass(frozen=True)
-class _SiteImages:
-    """All images of one hospital."""
-
-    images: Tensor
-    labels: Tensor
-    patients: tuple[str, ...]
-    sites: tuple[str, ...]
-
-
-def _draw_site(options: PhantomOptions, hospital: PhantomSite, stream: Stream) -> _SiteImages:
+def _draw_site(options: PhantomOptions, site: PhantomSite, stream: Stream) -> Collection:
     generator = stream.child("patients").generator()
-    labels = _draw_diagnoses(options, hospital, generator)
+    labels = _draw_diagnoses(options, site, generator)
     fewest, most = options.views
-    views = torch.randint(fewest, most + 1, (hospital.patients,), generator=generator)
+    views = torch.randint(fewest, most + 1, (site.patients,), generator=generator)
     cases = _draw_cases(labels - len(options.classes) + 2, views, generator)
-    owner = torch.arange(hospital.patients).repeat_interleave(views)
-    return _SiteImages(
-        images=_scan_cases(cases, options.size, VENDORS[hospital.vendor], stream),
+    owner = torch.arange(site.patients).repeat_interleave(views)
+    return Collection(
+        classes=options.classes,
+        images=_scan_cases(cases, options.size, VENDORS[site.vendor], stream),
         labels=labels[owner],
-        patients=tuple(f"{hospital.name}-{number}" for number in owner.tolist()),
-        sites=(hospital.name,) * len(owner),
+        patients=tuple(f"{site.name}-{number}" for number in owner.tolist()),
+        sites=(site.name,) * len(owner),
     )
 
 
@@ -122,17 +109,17 @@ def _scan_cases(cases: Cases, size: int, vendor: Vendor, stream: Stream) -> Tens
     return torch.cat(chunks)
 
 
-def _draw_diagnoses(options: PhantomOptions, hospital: PhantomSite, generator: torch.Generator) -> Tensor:
-    """A class for every patient: exactly the share asked for, in random order."""
-    malignant = round(hospital.malignant * hospital.patients)
-    normal = 0 if options.task == "diagnosis" else (hospital.patients - malignant) // 2
-    counts = torch.tensor([normal, hospital.patients - malignant - normal, malignant])
+def _draw_diagnoses(options: PhantomOptions, site: PhantomSite, generator: torch.Generator) -> Tensor:
+    """A class for every patient: exactly the requested proportion, in random order."""
+    malignant = round(site.malignant * site.patients)
+    normal = 0 if options.task == "diagnosis" else (site.patients - malignant) // 2
+    counts = torch.tensor([normal, site.patients - malignant - normal, malignant])
     labels = torch.arange(3).repeat_interleave(counts) - (3 - len(options.classes))
     return labels[torch.randperm(len(labels), generator=generator)]
 
 
 def _draw_cases(malignant: Tensor, views: Tensor, generator: torch.Generator) -> Cases:
-    """`malignant` is −1 (normal), 0 or 1 for every patient; its views share the patient's anatomy."""
+    """`malignant` is −1 (normal), 0 or 1 for every patient. All views of a patient share the anatomy."""
 
     def between(low: float, high: float) -> Tensor:
         return low + (high - low) * torch.rand(len(views), generator=generator)
@@ -152,3 +139,11 @@ def _draw_cases(malignant: Tensor, views: Tensor, generator: torch.Generator) ->
     images = patients.select_rows(torch.arange(len(views)).repeat_interleave(views))
     number = torch.cat([torch.arange(int(count)) for count in views])
     return replace(images, oblique=number % 2 == 1)
+
+
+DATASET = Dataset(
+    options=PhantomOptions,
+    licence="Apache-2.0 (part of polyclinic)",
+    classes=("benign", "malignant"),
+    load=generate_phantom,
+)

@@ -14,7 +14,7 @@ CALCIFICATIONS = 8
 
 @dataclass(frozen=True)
 class Cases:
-    """What is on each image: one entry per image in every field."""
+    """The content of each image: one entry per image in every field."""
 
     lesion: Tensor
     """1 where there is a lesion, else 0."""
@@ -42,7 +42,7 @@ class Cases:
 
 
 def draw_anatomy(cases: Cases, size: int, generator: torch.Generator) -> Tensor:
-    """Images (n × size × size) before any machine's curve, blur and noise."""
+    """Draw images (n × size × size) before the scanner's response curve, blur and noise."""
     c = Cases(*(getattr(cases, field.name).reshape(-1, 1, 1) for field in fields(cases)))
     x = ((torch.arange(size) + 0.5) / size).reshape(1, 1, -1)
     y = ((torch.arange(size) + 0.5) / size - 0.5).reshape(1, -1, 1)

@@ -1,10 +1,11 @@
-"""How different machines turn the same tissue into grey values."""
+"""Scanners of different vendors, which turn the same tissue into different grey values."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +16,7 @@ from polyclinic.data.builtin.phantom_anatomy import frequency_grid
 
 @dataclass(frozen=True)
 class Vendor:
-    """Lengths are shares of the image's height."""
+    """The response of one scanner. Lengths are relative to the image's height."""
 
     gamma: float = 1.0
     slope: float = 0.0
@@ -32,7 +33,8 @@ class Vendor:
     """Raw images ("for processing"), where dense tissue is dark."""
 
 
-VENDORS: Mapping[str, Vendor] = {
+VendorName = Literal["selenium", "silicon", "photon-counting", "phosphor-plate", "film"]
+VENDORS: Mapping[VendorName, Vendor] = {
     "selenium": Vendor(window=(0.0, 0.8), sharpen=0.5, noise=0.015),
     "silicon": Vendor(gamma=0.55, window=(0.0, 0.9), blur=0.006, noise=0.015, grain=0.008),
     "photon-counting": Vendor(inverted=True, gamma=1.6, window=(0.0, 0.8), sharpen=1.0, noise=0.02),
@@ -42,7 +44,7 @@ VENDORS: Mapping[str, Vendor] = {
 
 
 def acquire_images(tissue: Tensor, vendor: Vendor, generator: torch.Generator) -> Tensor:
-    """What the machine stores: uint8 images (n × 1 × height × width)."""
+    """Return the images that the scanner stores: uint8, n × 1 × height × width."""
 
     def optics(frequency: Tensor) -> Tensor:
         unsharp = 1 + vendor.sharpen * (1 - _gaussian_response(frequency, 0.03))

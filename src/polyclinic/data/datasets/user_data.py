@@ -1,4 +1,4 @@
-"""A consortium's own images as data sets of a recipe: a folder, a table, an npz file; and several sets side by side."""
+"""The user's own images in a folder, a table or an npz file; and several named datasets combined into one."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from pathlib import Path
 from pydantic import Field
 
 from polyclinic.core.errors import DataError
-from polyclinic.data.data_dir import VARIABLE
-from polyclinic.data.datasets.base import PublicDataset
-from polyclinic.data.loading.load import apply_task
-from polyclinic.data.loading.options import ImageOptions
+from polyclinic.data import NAMED_DATASETS
+from polyclinic.data.data_dir import VARIABLE, data_folder
+from polyclinic.data.datasets.base import Dataset, NamedDataset
+from polyclinic.data.loading.image_options import ImageOptions
+from polyclinic.data.loading.loader import apply_task
 from polyclinic.data.options import Options
 from polyclinic.data.records import Listing, Record
 from polyclinic.data.sources.folder import Level, read_folder
@@ -23,14 +24,14 @@ from polyclinic.data.sources.table import Columns, read_table
 
 class UserDataOptions(ImageOptions):
     path: str
-    """Absolute, or relative to the data folder, or to here."""
+    """Absolute, or relative to the data folder or to the working directory."""
     classes: list[str] | None = None
-    """The classes, in the order of their numbers; without them, those that the labels name."""
+    """The classes in the order of their numbers; if None, the distinct labels."""
 
 
 class FolderOptions(UserDataOptions):
     levels: list[Level] = Field(default=["label"], min_length=1)
-    """What the folders below `path` mean, from the outermost: label, site, split, patient, skip."""
+    """The meaning of the folders below `path`, from the outermost: label, site, split, patient, skip."""
 
 
 class TableOptions(UserDataOptions):
@@ -58,7 +59,7 @@ def _declared_classes(options: UserDataOptions) -> tuple[str, ...] | None:
 
 
 def resolve_path(path: str, data: Path | None) -> Path:
-    """Where a recipe's path leads."""
+    """Return the existing location of a recipe's path, inside the data folder or as given."""
     named = data or os.environ.get(VARIABLE)
     wanted = Path(path).expanduser()
     places = list(dict.fromkeys([Path(named) / wanted, wanted] if named else [wanted]))
@@ -69,22 +70,22 @@ def resolve_path(path: str, data: Path | None) -> Path:
 
 
 class SetPart(Options):
-    """One set of several: all of it becomes the images of one site."""
+    """One of several datasets, whose images become one site (or several sites)."""
 
     set: str
     site: str
     task: dict[str, list[str]]
-    """The common classes, each with this set's labels that belong to it."""
+    """The common classes, each with this dataset's labels."""
     pieces: int = Field(1, ge=1, le=100)
-    """Cut the set into so many sites, patients dealt in turn."""
+    """The number of sites to divide the dataset into; patients are assigned in turn."""
 
 
 class MultiOptions(ImageOptions):
     parts: list[SetPart] = Field(min_length=2)
 
 
-def read_multi(options: MultiOptions, data: Path, sets: Mapping[str, PublicDataset]) -> Listing:
-    """Named sets side by side, a site each (or several of one set to a site), under common classes."""
+def read_multi(options: MultiOptions, data: Path | None, sets: Mapping[str, NamedDataset] = NAMED_DATASETS) -> Listing:
+    """Combine named datasets under common classes; each becomes a site, or several sites."""
     classes = tuple(options.parts[0].task)
     records: list[Record] = []
     for part in options.parts:
@@ -94,19 +95,19 @@ def read_multi(options: MultiOptions, data: Path, sets: Mapping[str, PublicDatas
                 f"the first part {', '.join(classes)}; give all parts the same."
             )
         named = _find_set(part.set, sets)
-        found = apply_task(named.read(named.options(), data / (named.folder or named.name)), part.task)
+        found = apply_task(named.read(named.options(), named.find_folder(data)), part.task)
         records += _assign_sites(found, part)
-    return Listing("several", data, tuple(records), classes, official=False, declared=True)
+    return Listing("multi", data_folder(data), tuple(records), classes, official=False, declared=True)
 
 
-def _find_set(name: str, sets: Mapping[str, PublicDataset]) -> PublicDataset:
+def _find_set(name: str, sets: Mapping[str, NamedDataset]) -> NamedDataset:
     if name not in sets:
         raise DataError(f"There is no set '{name}' to take a part from; there are: {', '.join(sets)}.")
     return sets[name]
 
 
 def _assign_sites(listing: Listing, part: SetPart) -> list[Record]:
-    """The set's records under the names of this part's sites."""
+    """Return the records of a dataset, assigned to the sites of this part."""
     turns: dict[str, int] = {}
     found = []
     for number, record in enumerate(listing.records):
@@ -115,3 +116,11 @@ def _assign_sites(listing: Listing, part: SetPart) -> list[Record]:
         patient = record.patient and f"{part.set}-{record.patient}"
         found.append(replace(record, site=site, patient=patient, split="", where=f"{part.set}: {record.where}"))
     return found
+
+
+DATASETS = {
+    "folder": Dataset.from_reader(read_user_folder, FolderOptions),
+    "table": Dataset.from_reader(read_user_table, TableOptions),
+    "npz": Dataset.from_reader(read_user_npz, UserDataOptions),
+    "multi": Dataset.from_reader(read_multi, MultiOptions),
+}

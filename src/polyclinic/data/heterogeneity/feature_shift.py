@@ -18,35 +18,35 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from polyclinic.core.contract import Stream
+from polyclinic.core.rng import Stream
 from polyclinic.data.patients import Indices
 from polyclinic.evaluation.metrics import Floats, Predictions
 from polyclinic.evaluation.statistics import bootstrap_intervals
 
 Features: TypeAlias = Callable[[Tensor], Tensor]
-"""Images (n × channels × height × width) -> n × any number of features."""
+"""Images (n × channels × height × width) -> features (n × any number)."""
 
 FEWEST, TRUSTED = 10, 25
-"""Patients a site must have for the domain classifier to be tried, and to be trusted."""
+"""The patients that a site needs for the domain classifier to be trained, and to be trusted."""
 LARGEST, GREYS = 96, 64
-"""Pixels along a side, above which random features look at a reduced image, and at some of its grey values."""
+"""The largest side in pixels for random features; a larger image is reduced, and its grey values are sampled."""
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 FOLDS = 5
 REFITS = 100
-"""Permutations of the domain classifier, each of which trains it anew on every fold."""
+"""The permutations for the domain classifier; each trains it again on every fold."""
 COMPONENTS = 32
 
 
 @dataclass(frozen=True)
 class Cohort:
-    """Patients drawn from all sites. A patient of two sites is here twice, as the same person."""
+    """Patients drawn from all sites. A patient of two sites appears twice, with the same `person`."""
 
     site: Indices
     """The number of every patient's site …"""
     label: Indices
     """… and most frequent label …"""
     person: Indices
-    """… and who it is."""
+    """… and identity."""
     of_image: Indices
     """The patient of every image, ascending."""
 
@@ -55,11 +55,11 @@ class Cohort:
 
     @property
     def first_images(self) -> Indices:
-        """Every patient's first image."""
+        """The first image of every patient."""
         return np.searchsorted(self.of_image, np.arange(len(self)))
 
     def select_patients(self, members: Indices) -> tuple[Cohort, Indices]:
-        """These patients, and the numbers of their images."""
+        """Return the cohort of these patients, and the numbers of their images."""
         number = np.full(len(self), -1)
         number[members] = np.arange(len(members))
         rows = np.flatnonzero(number[self.of_image] >= 0)
@@ -70,23 +70,23 @@ class Cohort:
 
 @dataclass(frozen=True)
 class SiteClassifierResult:
-    """How well a logistic regression on frozen features names the site of images of unseen patients."""
+    """The accuracy of a logistic regression on frozen features that predicts the site of unseen patients' images."""
 
     accuracy: float
-    """Balanced over sites."""
+    """The balanced accuracy over sites."""
     chance: float
-    """The same after patients changed sites within their class, on average: of few patients a little below 1 / sites,
-    since what a fold holds out is missing where it would be learnt from."""
+    """The mean accuracy after patients are permuted between sites within classes. With few patients it is slightly
+    below 1 / sites, because the held-out patients are missing from their site's training data."""
     low: float
     high: float
-    """95 % interval of the accuracy, over patients; the classifiers are taken as given."""
+    """The 95 % interval of the accuracy over patients, given the trained classifiers."""
     p: float
     sites: tuple[str, ...]
-    """Those with enough patients."""
+    """The sites with enough patients."""
     patients: int
-    """At the smallest of them."""
+    """The number of patients at the smallest of these sites."""
     balanced: bool
-    """Whether every site gave the same number of patients of every class."""
+    """Whether every site contributed the same number of patients of every class."""
 
     @property
     def is_trusted(self) -> bool:
@@ -94,12 +94,12 @@ class SiteClassifierResult:
 
     @property
     def excess(self) -> float:
-        """0 at chance, 1 where every site is recognised."""
+        """0 at chance, 1 if every site is recognised."""
         return (self.accuracy - self.chance) / (1 - self.chance) if self.chance < 1 else 0.0
 
 
 def random_features(channels: int) -> Features:
-    """Two random convolutions, the same ones always: mean and maximum of 16 + 32 filters, and the image's greys."""
+    """Two random convolutions with fixed weights: mean and maximum of 16 + 32 filters, and grey-value statistics."""
     generator = Stream(0).child("random features", channels).generator()
     first = torch.randn(16, channels, 5, 5, generator=generator) / math.sqrt(25 * channels)
     second = torch.randn(32, 16, 3, 3, generator=generator) / math.sqrt(9 * 16 / 2)
@@ -120,7 +120,7 @@ def random_features(channels: int) -> Features:
 
 
 def standardise(features: Floats) -> Floats:
-    """Every feature with mean 0 and standard deviation 1 over all images; one that never varies is 0."""
+    """Scale every feature to mean 0 and standard deviation 1 over all images; a constant feature becomes 0."""
     spread = features.std(axis=0)
     varies = spread > 1e-9 * np.maximum(1, np.abs(features).max(axis=0))
     scaled: Floats = (features - features.mean(axis=0)) * varies / np.where(varies, spread, 1)
@@ -128,7 +128,7 @@ def standardise(features: Floats) -> Floats:
 
 
 def shuffle_sites(site: Indices, label: Indices, times: int, rng: np.random.Generator) -> Indices:
-    """`site` with patients dealt anew within every class, in `times` rows."""
+    """Permute the patients' sites within every class; each of the `times` rows is one permutation."""
     drawn = np.tile(site, (times, 1))
     for one in np.unique(label):
         members = np.flatnonzero(label == one)
@@ -137,14 +137,14 @@ def shuffle_sites(site: Indices, label: Indices, times: int, rng: np.random.Gene
 
 
 def p_value(observed: float, permuted: Floats) -> float:
-    """(1 + k) / (1 + n); what rounding alone sets apart counts as equal."""
+    """Return (1 + k) / (1 + n); values that differ only by rounding count as equal."""
     return float((1 + (permuted >= observed - 1e-12).sum()) / (1 + len(permuted)))
 
 
 def classify_sites(
     features: Floats, cohort: Cohort, names: Sequence[str], stream: Stream
 ) -> SiteClassifierResult | None:
-    """None where fewer than two sites have enough patients."""
+    """Train and test the domain classifier. Return None if fewer than two sites have enough patients."""
     able = np.flatnonzero(np.bincount(cohort.site, minlength=len(names)) >= FEWEST)
     if len(able) < 2:
         return None
@@ -175,7 +175,7 @@ def classify_sites(
 
 
 def _balance_cohort(cohort: Cohort, able: Indices, rng: np.random.Generator) -> tuple[Indices, bool]:
-    """As many patients of a class from every site as the poorest has; everybody where that leaves too few."""
+    """Select equally many patients of each class from every site, or all patients if that leaves too few."""
     able_site = np.isin(cohort.site, able)
     cells = [
         [np.flatnonzero(able_site & (cohort.site == site) & (cohort.label == label)) for site in able]
@@ -189,7 +189,7 @@ def _balance_cohort(cohort: Cohort, able: Indices, rng: np.random.Generator) -> 
 
 
 def _assign_folds(cohort: Cohort, rng: np.random.Generator) -> Indices:
-    """The fold of every image; a person is in one. Persons are renumbered, or folds would follow the order of sites."""
+    """Assign every image to a fold, each person to one only. Persons are renumbered so that folds mix the sites."""
     from sklearn.model_selection import GroupKFold
 
     person = rng.permutation(cohort.person.max() + 1)[cohort.person][cohort.of_image]
@@ -200,7 +200,7 @@ def _assign_folds(cohort: Cohort, rng: np.random.Generator) -> Indices:
 
 
 def _whiten_components(features: Floats) -> Floats:
-    """Whitened principal components: at most one for every ten images."""
+    """Return the whitened principal components, at most one for every ten images."""
     left, spread, _ = np.linalg.svd(features - features.mean(axis=0), full_matrices=False)
     most = max(1, min(COMPONENTS, len(features) // 10))
     varies = spread[:most] > 1e-6 * max(spread[0], 1e-6)
@@ -209,7 +209,7 @@ def _whiten_components(features: Floats) -> Floats:
 
 
 def _predict_held_out(features: Floats, site: Indices, folds: Indices) -> Floats:
-    """Every image's site probabilities, from a classifier that has not seen its patient."""
+    """Predict every image's site probabilities by a classifier that was not trained on its patient."""
     from sklearn.exceptions import ConvergenceWarning
     from sklearn.linear_model import LogisticRegression
 
@@ -268,7 +268,7 @@ def measure_discrepancy(
 
 
 def _unbiased_mmd(kernel: Floats, first: Floats, m: int, n: int) -> Floats:
-    """One value for each row of `first`, which says 1 of m and 0 of n patients."""
+    """Return one value for each row of `first`, which is 1 for m patients and 0 for n patients."""
     apart = kernel - np.diag(np.diag(kernel))
     within = ((first @ apart) * first).sum(axis=1)
     reached = first @ apart.sum(axis=1)

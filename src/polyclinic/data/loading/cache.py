@@ -1,19 +1,18 @@
-"""Decoded and resized images on disk, once per preparation: mapped into memory, checksummed, safe for many readers.
+"""The cache of preprocessed images: memory-mapped, with checksums, safe for concurrent readers.
 
-A cached set is a folder named by a hash over the preparation and over every file's path, size and time of change; it
-holds pixels and nothing else: no name, no label, no patient. It lies under POLYCLINIC_CACHE, or XDG_CACHE_HOME, or
-~/.cache, readable by its owner only.
+A cached set is a folder named by a hash of the preparation and of every file's path, size and modification time. It
+holds only pixels: no names, labels or patients. It lies in POLYCLINIC_CACHE, or else XDG_CACHE_HOME, or ~/.cache, and
+only its owner can read it.
 """
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,19 +23,19 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from polyclinic.core.errors import DataError, StoreError
-from polyclinic.data.loading.options import Preparation
+from polyclinic.data.loading.image_options import Preparation
 from polyclinic.data.records import Record
-from polyclinic.storage.run_files import explain_os_errors, write_json
+from polyclinic.storage.files import explain_os_errors, write_json
 
 VARIABLE = "POLYCLINIC_CACHE"
 REMEDY = f"make room, set {VARIABLE} to another folder, or set cache: false"
 LAYOUT = 1
-"""Of the files and of the preparation; a change of either makes everything anew."""
+"""The version of the cache's layout and of the preprocessing; a new version rebuilds everything."""
 BLOCK = 1 << 24
 
 Pixels = NDArray[np.uint8]
 Fill = Callable[[Pixels], None]
-"""Writes all images into the array it is given."""
+"""Writes all images into the given array."""
 
 
 def cache_folder() -> Path:
@@ -47,7 +46,7 @@ def cache_folder() -> Path:
 
 
 def load_cached(records: Sequence[Record], preparation: Preparation, fill: Fill) -> Tensor:
-    """The prepared images of `records`, n × channels × size × size bytes, from the cache or made now and kept there."""
+    """Return the preprocessed images of `records` (n × channels × size × size bytes), calling `fill` if not cached."""
     shape = pixel_shape(records, preparation)
     folder = cache_folder() / cache_key(records, preparation)
     if not _is_intact(folder, shape):
@@ -62,7 +61,7 @@ def pixel_shape(records: Sequence[Record], preparation: Preparation) -> tuple[in
 
 
 def cache_key(records: Sequence[Record], preparation: Preparation) -> str:
-    """What decides the pixels: layout, decoder, preparation, and which state of which files."""
+    """Hash everything that determines the pixels: layout, decoder version, preparation, and the state of every file."""
     total = hashlib.sha256(f"{LAYOUT}|{PIL.__version__}|{preparation.model_dump_json()}".encode())
     states: dict[Path, bytes] = {}
     for record in records:
@@ -76,33 +75,27 @@ def _file_state(record: Record) -> bytes:
     try:
         state = record.path.stat()
         return os.fsencode(record.path.resolve()) + f"|{state.st_size}|{state.st_mtime_ns}".encode()
-    except OSError as error:  # it names the file, and thereby perhaps a patient
-        raise DataError(f"The file of {record.where} cannot be read ({error.strerror}); get it back.") from None
+    except OSError as error:  # it contains the file's name, which may name a patient
+        raise DataError(f"The file of {record.where} cannot be read ({error.strerror}); restore it.") from None
 
 
 def _byte_count(shape: tuple[int, ...]) -> int:
     return int(np.prod(shape, dtype=np.int64))
 
 
-@contextlib.contextmanager
-def _exclusive_lock(lock: Path) -> Iterator[None]:
-    """One process makes a set while others wait for it."""
-    with explain_os_errors(lock, remedy=REMEDY), open(lock, "wb") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
 def _write_once(folder: Path, shape: tuple[int, ...], fill: Fill) -> None:
-    """One process makes a set; those that waited for it find it made."""
+    """Write a set unless another process has written it while this one waited for the lock."""
     with explain_os_errors(folder.parent, remedy=REMEDY):
         folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with _exclusive_lock(folder.with_name(f"{folder.name}.lock")):
+    lock = folder.with_name(f"{folder.name}.lock")
+    with explain_os_errors(lock, remedy=REMEDY), open(lock, "wb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
         if not _is_intact(folder, shape):
             _write_set(folder, shape, fill)
 
 
 def _write_set(folder: Path, shape: tuple[int, ...], fill: Fill) -> None:
-    """Written beside its place and renamed when whole, so that a killed process leaves nothing that looks finished."""
+    """Write a set to a draft folder and rename it when complete, so that a killed process leaves no incomplete set."""
     draft = folder.with_name(f"{folder.name}.draft")
     shutil.rmtree(draft, ignore_errors=True)
     _check_free_space(folder.parent, _byte_count(shape))
@@ -122,7 +115,7 @@ def _write_set(folder: Path, shape: tuple[int, ...], fill: Fill) -> None:
 
 
 def _reserve_space(path: Path, size: int) -> None:
-    """A mapped file that outgrows the disk ends the process without a word, so take its room before filling it."""
+    """Reserve the disk space first: a mapped file that outgrows the disk kills the process without a message."""
     with open(path, "wb") as file:
         file.truncate(size)
         if hasattr(os, "posix_fallocate"):
@@ -130,7 +123,7 @@ def _reserve_space(path: Path, size: int) -> None:
 
 
 def _check_free_space(home: Path, wanted: int) -> None:
-    """With both figures, which the system does not tell."""
+    """Check the free space, since the system's own error contains no figures."""
     free = shutil.disk_usage(home).free
     if wanted > free:
         raise StoreError(
@@ -139,7 +132,7 @@ def _check_free_space(home: Path, wanted: int) -> None:
 
 
 def _is_intact(folder: Path, shape: tuple[int, ...]) -> bool:
-    """Whether the set is there, whole, and has the bytes it was written with."""
+    """Whether the set exists, is complete and matches its checksum."""
     try:
         index: dict[str, Any] = json.loads((folder / "index.json").read_text())
         return bool(index["shape"] == list(shape) and index["sha256"] == _file_sha256(folder / "pixels"))

@@ -1,4 +1,4 @@
-"""The division among sites that a run would make, tried before it: labels, sites and patients suffice to refuse it."""
+"""The division among sites that a run would make, tried in advance: labels, sites and patients suffice to refuse it."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ from typing import TypeAlias
 
 import torch
 
-from polyclinic.core.contract import Stream
 from polyclinic.core.errors import DataError
+from polyclinic.core.rng import Stream
 from polyclinic.data.findings import Finding, Level, raise_findings
-from polyclinic.data.loading.load import build_collection, draw_records
-from polyclinic.data.partitioning.federate import build_site_data
-from polyclinic.data.partitioning.partition import Iid, Natural, Partition
+from polyclinic.data.loading.loader import build_collection, draw_records
+from polyclinic.data.partitioning.partitions import Iid, Natural, Partition
+from polyclinic.data.partitioning.site_data import build_site_data
+from polyclinic.data.quality.cohort import NO_PART, NO_SITE, missing_field_findings
 from polyclinic.data.quality.finding_text import disclosable_groups, group_positions, place_of, used_positions
 from polyclinic.data.quality.labels import disclosable_labels
-from polyclinic.data.quality.people import NO_PART, NO_SITE, missing_field_findings
 from polyclinic.data.records import Listing
 from polyclinic.data.splits import Fractions
 
 UNDIVIDED = "cannot be divided as it is"
 Refusal: TypeAlias = Callable[[Listing], str]
-"""Why a division of a listing would be refused, in one sentence; "" if it would not be."""
+"""Returns why a division of a listing would be refused, in one sentence, or ""."""
 
 
 @dataclass(frozen=True)
 class Division:
-    """As a recipe asks for it; without more words, as a recipe without more words does."""
+    """A division as a recipe describes it, with the recipe's defaults."""
 
     partition: Partition
     fractions: Fractions = field(default_factory=Fractions)
@@ -36,7 +36,7 @@ class Division:
     seed: int = 0
 
     def find_refusal(self, listing: Listing) -> str:
-        """Why a run would refuse it. Streams are a run's own, so that what is drawn at random is drawn as there."""
+        """Return why a run would refuse this division, or "". The random streams are those of a run."""
         stream = Stream(self.seed)
         used = replace(listing, records=draw_records(listing.used_records, self.limit, stream.child("data", "limit")))
         images = torch.zeros(len(used.records), 1, 1, 1, dtype=torch.uint8)
@@ -50,14 +50,14 @@ class Division:
 
 
 def check_missing_fields(listing: Listing, partition: Partition, fractions: Fractions) -> None:
-    """Refuse images without a site or a part, while others have one, where the division asks for it."""
+    """Refuse a listing where some images lack a site or a part that the division needs and other images have."""
     asked = {NO_SITE.name: isinstance(partition, Natural), NO_PART.name: fractions.official}
     silent = missing_field_findings(listing, used_positions(listing))
     raise_findings(replace(finding, level="stop") for finding in silent if asked.get(finding.kind))
 
 
 def division_findings(listing: Listing, divisions: Sequence[Refusal] = ()) -> Iterator[Finding]:
-    """Which of these divisions a run would refuse, or whether the listing's own sites and parts will do."""
+    """Find the divisions that a run would refuse; without divisions, try the listing's own sites and parts."""
     if not divisions:
         yield from _try_natural_division(listing)
     for told in dict.fromkeys(refusal(listing) for refusal in divisions):
@@ -79,7 +79,7 @@ def _try_natural_division(listing: Listing) -> Iterator[Finding]:
 
 
 def _list_alternatives(own: Division) -> dict[str, Division]:
-    """What a recipe may set instead."""
+    """List what a recipe may set instead."""
     elsewhere = replace(own, partition=Iid(sites=1))
     return {
         "another data.partition (such as iid)": elsewhere,
@@ -95,7 +95,7 @@ def _division_finding(listing: Listing, level: Level, refusal: str, helpful: str
 
 
 def _mask_names(listing: Listing, refusal: str) -> str:
-    """Rare sites and labels may be a patient's name in the wrong column: where they are is told instead."""
+    """Replace rare sites and labels, which may be a patient's name in the wrong column, by their place."""
     used = used_positions(listing)
     sites, labels = (
         group_positions(listing, used, lambda record: record.site),

@@ -1,1 +1,1 @@
-"""The faults that `polyclinic.data.check` looks for, by where they show."""
+"""The faults that `polyclinic.data.check` reports, one module for each kind of object that can be faulty."""

@@ -1,4 +1,4 @@
-"""Faults of single files: not there, not readable, blank, of another size or depth than the rest, listed twice."""
+"""Faults of files: missing, unreadable, blank, of unusual size or depth, listed twice."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ SMALLEST = 8
 FAR_AREA = 4.0
 FAR_ASPECT = 2.0
 RARE = 0.1
-"""Sizes that more than this share of a site's images have are a second scanner, not a mistake."""
+"""Unusual sizes of more than this proportion of a site's images indicate a second scanner, not a fault."""
 
 MISSING = FindingKind("missing file", "stop", "put the files there or remove them from the list")
-UNREADABLE = FindingKind("unreadable file", "stop", "get these files anew, or leave them out")
-BLANK = FindingKind("blank image", "stop", "get these images anew, or leave them out")
-TINY = FindingKind("tiny image", "warn", "look whether they are icons or previews, and leave those out")
+UNREADABLE = FindingKind("unreadable file", "stop", "get new copies of these files, or leave them out")
+BLANK = FindingKind("blank image", "stop", "get new copies of these images, or leave them out")
+TINY = FindingKind("tiny image", "warn", "check whether they are icons or previews, and leave those out")
 OUTLIER = FindingKind(
     "unusual size", "warn", "look whether they show what the others show: previews, crops and scouts do not"
 )
@@ -82,7 +82,7 @@ def missing_file_findings(listing: Listing, positions: Iterable[int]) -> Iterato
 
 
 class _SimilarFiles:
-    """What is there in place of missing files; every folder is listed once."""
+    """Finds files whose names differ from missing ones only in case or accents. Every folder is listed once."""
 
     def __init__(self) -> None:
         self.names = cache(_list_names)
@@ -93,7 +93,7 @@ class _SimilarFiles:
         return found is not None and os.path.isfile(found)
 
     def _find_similar(self, path: Path) -> Path | None:
-        """What differs from this path in case, or in the form of accents, alone."""
+        """Find the path that differs from this one only in case or in the form of accents."""
         folder = self.folder(path.parent)
         name = self.names(folder).get(_fold_name(path.name)) if folder else None
         return folder / name if folder and name else None
@@ -162,13 +162,13 @@ def _find_unusual(positions: list[int], stats: ListingStats) -> list[int]:
 
 
 def _mixture_findings(listing: Listing, stats: ListingStats) -> Iterator[Finding]:
-    """Sizes, depths and colours of the images in use."""
+    """Report mixed sizes, depths and colours among the used images."""
     images = {position: stats.images[position] for position in used_positions(listing) if position in stats.images}
     sizes, rarer = _count_values({position: f"{look.width} × {look.height}" for position, look in images.items()})
     if rarer:
         told = f"the images have {len(sizes):,} sizes; {sizes[0][1]:,} of {len(images):,} are {sizes[0][0]} pixels"
         yield build_set_finding(listing, SIZES, rarer, told)
-    # DICOM files say themselves how their bits are to be shown
+    # DICOM files state themselves how their bits are shown
     depths, rarer = _count_values(
         {position: f"{look.bits} bits" for position, look in images.items() if not look.windowed}
     )
@@ -183,7 +183,7 @@ def _mixture_findings(listing: Listing, stats: ListingStats) -> Iterator[Finding
 
 
 def _count_values(values: Mapping[int, str]) -> tuple[list[tuple[str, int]], list[int]]:
-    """How often each value comes, the commonest first; and which images have another than that."""
+    """Count the values, the most frequent first, and list the images with any other value."""
     counts = Counter(values.values()).most_common()
     return counts, [position for position, value in values.items() if value != counts[0][0]]
 
@@ -193,7 +193,7 @@ def _file_identity(record: Record) -> tuple[str, str, int | None]:
 
 
 def one_per_file(listing: Listing) -> list[int]:
-    """The first position of every file (or row of an array), in use if any is."""
+    """Return one position for every file (or row of an array), a used one if there is any."""
     first: dict[tuple[str, str, int | None], int] = {}
     for position in sorted(range(len(listing.records)), key=lambda p: bool(listing.records[p].excluded)):
         first.setdefault(_file_identity(listing.records[position]), position)
@@ -224,7 +224,7 @@ def repeated_file_findings(listing: Listing) -> Iterator[Finding]:
 
 
 def similar_name_findings(listing: Listing) -> Iterator[Finding]:
-    """Names in one folder that differ in case or suffix only."""
+    """Report names in one folder that differ only in case or suffix."""
     whole = [position for position in one_per_file(listing) if listing.records[position].row is None]
     stems = group_positions(listing, whole, lambda record: _folded_stem(record.path))
     alike = [group for group in stems.values() if len(group) > 1]

@@ -1,4 +1,4 @@
-"""From faults (groups of records) to findings that say no name of a patient."""
+"""From faults (groups of records) to findings without patients' names."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from polyclinic.data.findings import Finding, Level, first_places
 from polyclinic.data.records import Listing, Record, is_disclosable
 
 Group: TypeAlias = Sequence[int]
-"""One fault: the positions, in the listing, of the records it is about."""
+"""One fault: the positions of the affected records in the listing."""
 SHOWN_OF_GROUP = 3
 
 
 @dataclass(frozen=True)
 class FindingKind:
-    """What all faults of a kind share."""
+    """The name, level and remedy of one kind of fault."""
 
     name: str
     level: Level
@@ -34,9 +34,9 @@ def build_findings(
     place: Callable[[Group], str] | None = None,
     handled: str = "",
 ) -> Iterator[Finding]:
-    """One finding of the faults that stand, and one of those that the loader has dealt with.
+    """Build one finding of the open faults, and one of those that the loader already handles.
 
-    A fault is dealt with if the loader leaves out all its records but `spare`; or all are, as `handled` says.
+    A fault is handled if the loader excludes all but `spare` of its records; `handled` says that all faults are.
     """
     standing: list[Group] = []
     excluded: list[Group] = []
@@ -52,7 +52,7 @@ def build_findings(
 def build_set_finding(
     listing: Listing, kind: FindingKind, positions: Group, sentence: str, handled: str = ""
 ) -> Finding:
-    """A finding about the set as a whole; these records are the examples."""
+    """Build a finding about the dataset as a whole; the records at `positions` are examples."""
     places = first_places(place_of(listing, position) for position in positions)
     return Finding(kind.name, kind.level, len(positions), sentence, kind.remedy, places, handled, tuple(positions))
 
@@ -94,7 +94,7 @@ def used_positions(listing: Listing) -> list[int]:
 
 
 def group_positions(listing: Listing, positions: Iterable[int], value: Callable[[Record], str]) -> dict[str, list[int]]:
-    """Positions grouped by what their records say; those that say nothing are left aside."""
+    """Group positions by a value of their records, leaving out those whose value is ""."""
     groups: defaultdict[str, list[int]] = defaultdict(list)
     for position in positions:
         said = value(listing.records[position])
@@ -104,10 +104,10 @@ def group_positions(listing: Listing, positions: Iterable[int], value: Callable[
 
 
 def count_patients(listing: Listing, positions: Iterable[int]) -> int:
-    """How many patients; an image without one is its own patient."""
+    """Count the patients; an image without a patient counts as one."""
     return len({listing.records[position].patient or position for position in positions})
 
 
 def disclosable_groups(listing: Listing, groups: Mapping[str, list[int]]) -> dict[str, list[int]]:
-    """The labels or sites that are common enough to be said aloud."""
+    """Return the labels or sites that are frequent enough to be shown."""
     return {name: group for name, group in groups.items() if is_disclosable(len(group), count_patients(listing, group))}

@@ -1,4 +1,4 @@
-"""One look at every image: what is kept of it is its shape, a digest of its pixels and a thumbnail."""
+"""Statistics of every image, from one decoding: its shape, a digest of its pixels and a thumbnail."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TypeAlias
 
@@ -16,14 +17,16 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from polyclinic.data.records import Listing
-from polyclinic.data.sources.decode import DecodedImage, UnreadableImage, decode_image, decode_rows, silence_decoders
+from polyclinic.data.sources.decoder import decode_image
+from polyclinic.data.sources.images import DecodedImage, UnreadableImage, silence_decoders
+from polyclinic.data.sources.stacks import decode_rows
 
 Bytes: TypeAlias = NDArray[np.uint8]
 Progress: TypeAlias = Callable[[int, int], None]
-"""(images looked at, images in all)."""
+"""(images done, images in all)."""
 SIDE = 32
 BLOCK = 2**27
-"""Bytes of an array's images held at once by each worker."""
+"""The bytes of an array's images that each worker holds at once."""
 MISSING = "missing"
 
 
@@ -41,11 +44,11 @@ class ImageStats:
 
 @dataclass(frozen=True)
 class ListingStats:
-    """By position in the listing."""
+    """The statistics of all images by position in the listing."""
 
     images: dict[int, ImageStats]
     unreadable: dict[int, str]
-    """Why, free of names."""
+    """The reasons, free of names."""
     missing: tuple[int, ...]
 
 
@@ -63,7 +66,7 @@ def measure_image(image: DecodedImage) -> ImageStats:
 
 
 def _drop_redundant_colour(pixels: Bytes) -> Bytes:
-    """Grey saved as colour is the same picture. A glance at few pixels settles most."""
+    """Convert grey images saved as colour to grey. Few pixels suffice to see that an image is coloured."""
     for some in (pixels[::16, ::16], pixels):
         if pixels.ndim == 2 or not (some == some[..., :1]).all():
             return np.ascontiguousarray(pixels)
@@ -71,7 +74,7 @@ def _drop_redundant_colour(pixels: Bytes) -> Bytes:
 
 
 def measure_images(listing: Listing, workers: int = 0, progress: Progress | None = None) -> ListingStats:
-    """Every file is opened once, however often it is listed; excluded images are looked at too."""
+    """Measure all images, excluded ones too. Every file is opened once, however often it is listed."""
     seen: dict[int, ImageStats | str] = {}
     with silence_decoders(), ThreadPoolExecutor(workers or os.cpu_count()) as pool:
         for found in pool.map(lambda task: task(), _build_tasks(listing)):
@@ -95,26 +98,23 @@ def _build_tasks(listing: Listing) -> Iterator[Task]:
             files[record.path].append(position)
         else:
             arrays[record.path, record.array].append((record.row, position))
-    yield from (_file_task(path, positions) for path, positions in files.items())
+    yield from (partial(_measure_file, path, positions) for path, positions in files.items())
     for (path, array), rows in arrays.items():
         yield from _block_tasks(path, array, sorted(rows))
 
 
-def _file_task(path: Path, positions: Sequence[int]) -> Task:
-    def task() -> Seen:
-        if not os.path.isfile(path):
-            return [(position, MISSING) for position in positions]
-        try:
-            found: ImageStats | str = measure_image(decode_image(path))
-        except UnreadableImage as error:
-            found = str(error)
-        return [(position, found) for position in positions]
-
-    return task
+def _measure_file(path: Path, positions: Sequence[int]) -> Seen:
+    if not os.path.isfile(path):
+        return [(position, MISSING) for position in positions]
+    try:
+        found: ImageStats | str = measure_image(decode_image(path))
+    except UnreadableImage as error:
+        found = str(error)
+    return [(position, found) for position in positions]
 
 
 def _block_tasks(path: Path, array: str, rows: Sequence[tuple[int, int]]) -> Iterator[Task]:
-    """Rows of an array, so many at a time that their pixels fit into `BLOCK`."""
+    """Split the rows of an array into tasks whose pixels fit into `BLOCK`."""
     positions = [position for _, position in rows]
     if not os.path.isfile(path):
         yield lambda: [(position, MISSING) for position in positions]
@@ -127,18 +127,15 @@ def _block_tasks(path: Path, array: str, rows: Sequence[tuple[int, int]]) -> Ite
         return
     length = max(1, BLOCK // size)
     for start in range(0, len(rows), length):
-        yield _block_task(path, array, rows[start : start + length])
+        yield partial(_measure_block, path, array, rows[start : start + length])
 
 
-def _block_task(path: Path, array: str, rows: Sequence[tuple[int, int]]) -> Task:
-    def task() -> Seen:
-        try:
-            images = decode_rows(path, array, [row for row, _ in rows])
-        except UnreadableImage as error:
-            return [(position, str(error)) for _, position in rows]
-        return [
-            (position, measure_image(DecodedImage(pixels, bits=8, colour=pixels.ndim == 3)))
-            for (_, position), pixels in zip(rows, images, strict=True)
-        ]
-
-    return task
+def _measure_block(path: Path, array: str, rows: Sequence[tuple[int, int]]) -> Seen:
+    try:
+        images = decode_rows(path, array, [row for row, _ in rows])
+    except UnreadableImage as error:
+        return [(position, str(error)) for _, position in rows]
+    return [
+        (position, measure_image(DecodedImage(pixels, bits=8, colour=pixels.ndim == 3)))
+        for (_, position), pixels in zip(rows, images, strict=True)
+    ]

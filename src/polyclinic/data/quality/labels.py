@@ -1,4 +1,4 @@
-"""Faults of labels: empty, misspelt, outside the task, too few of a kind."""
+"""Faults of labels: empty, misspelt, outside the task, too few per class."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from polyclinic.data.records import Listing
 
 RESEMBLANCE = 0.8
 RARER = 5
-"""A misspelling is at least so many times rarer than the class it resembles."""
+"""A misspelling is at least this many times rarer than the class it resembles."""
 MANY = 1000
 FEW_PATIENTS = 3
 FEW_IMAGES = 100
@@ -34,7 +34,7 @@ IMBALANCE = 5
 UMLAUTS = str.maketrans({"ä": "ae", "ö": "oe", "ü": "ue", "ø": "oe", "å": "aa"})
 
 EMPTY = FindingKind("empty label", "stop", "write the labels, or leave these images out")
-TYPO = FindingKind("misspelt label", "stop", "correct them, or declare the classes if this is one of its own")
+TYPO = FindingKind("misspelt label", "stop", "correct them, or declare the classes if this is a class of its own")
 OUTSIDE = FindingKind(
     "label outside the task", "stop", "correct them, leave these images out, or add the class to the task"
 )
@@ -45,7 +45,7 @@ FEW = FindingKind(
 NONE = FindingKind(
     "class without images", "warn", "leave the class out of the task, or look whether its label is spelt alike"
 )
-SMALL = FindingKind("too few images", "warn", "use it to try things out; believe no figure measured on it")
+SMALL = FindingKind("too few images", "warn", "use it for trials only; no figure measured on it is reliable")
 IMBALANCED = FindingKind(
     "class imbalance", "note", "read balanced accuracy and per-class figures; oversample if need be"
 )
@@ -74,7 +74,7 @@ def label_findings(listing: Listing) -> Iterator[Finding]:
 
 
 def real_classes(listing: Listing) -> set[str]:
-    """The classes that sites and parts can be expected to have: no misspellings, nothing that is there only once."""
+    """Return the classes expected at every site and in every part: no misspellings, no classes with one image."""
     labels = group_positions(listing, used_positions(listing), lambda record: record.label)
     misspelt = find_misspellings(listing, labels)
     several = {label for label, group in labels.items() if len(group) > 1}
@@ -82,18 +82,18 @@ def real_classes(listing: Listing) -> set[str]:
 
 
 def disclosable_labels(listing: Listing, labels: Mapping[str, list[int]]) -> set[str]:
-    """Those that may be said aloud."""
+    """Return the labels that may be shown: declared classes, or labels that are frequent enough."""
     return set(listing.classes if listing.declared else disclosable_groups(listing, labels))
 
 
 def find_misspellings(listing: Listing, labels: Mapping[str, list[int]]) -> dict[str, str]:
-    """Labels that are most likely another one misspelt, and which. Thousands are no classes that could be."""
+    """Map labels that are most likely misspelt to the intended one. Thousands of labels are not compared."""
     suspects = labels.keys() - set(listing.classes if listing.declared else ())
     return _find_intended(labels, suspects, labels.keys() & set(listing.classes), _is_misspelling)
 
 
 def find_other_spellings(names: Mapping[str, list[int]]) -> dict[str, str]:
-    """Names that differ from a commoner one in case, accents and spaces only, and from which."""
+    """Map names that differ only in case, accents and spaces from a more frequent one to that one."""
     return _find_intended(names, names, names, _is_respelling)
 
 
@@ -131,7 +131,7 @@ def _is_respelling(suspect: str, name: str, names: Mapping[str, list[int]]) -> b
 
 @lru_cache(4 * MANY)
 def _normalise_label(label: str) -> str:
-    """Without case, accents, spaces and what stands for a space; the last sign of "HER2-" is none."""
+    """Remove case, accents, spaces, underscores and hyphens between letters (but not the last sign of "HER2-")."""
     letters = unicodedata.normalize("NFD", unicodedata.normalize("NFC", label.casefold()).translate(UMLAUTS))
     bare = "".join(letter for letter in letters if not unicodedata.combining(letter))
     return re.sub(r"[\s_]+|(?<=\w)-(?=\w)", "", bare)
@@ -142,7 +142,7 @@ def _label_similarity(one: str, other: str) -> float:
 
 
 def _differ_as_codes(one: str, other: str) -> bool:
-    """Whether they differ as codes do ("grade 1" and "grade 2", "MLO_L" and "MLO_R") or by a prefix ("abnormal")."""
+    """Whether two labels differ as codes do ("grade 1", "grade 2"; "MLO_L", "MLO_R") or by a prefix ("abnormal")."""
     first, second = re.split(r"[\W_]+", one.casefold()), re.split(r"[\W_]+", other.casefold())
     differing = [pair for pair in zip(first, second, strict=False) if pair[0] != pair[1]]
     short = len(first) == len(second) and all(max(map(len, pair)) <= 2 for pair in differing)
@@ -159,7 +159,7 @@ def misspelt_findings(
     disclosable: Collection[str],
     nouns: tuple[str, str],
 ) -> Iterator[Finding]:
-    """Of `names` those that are most likely another one (`meant`), quoted only where that one may be `said`."""
+    """Report names that are most likely misspelt, quoted only if the intended name is disclosable."""
     misspelt = {position: name for name in intended for position in names[name]}
 
     def sentence(some: list[Group]) -> str:

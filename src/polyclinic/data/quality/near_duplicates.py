@@ -22,20 +22,20 @@ Rows: TypeAlias = NDArray[np.int64]
 NEARER = 20
 NEIGHBOUR = 10
 FAR = 0.2
-"""1 − r from which an image counts as no neighbour: the tenth is not taken for farther than that."""
+"""The value of 1 − r from which an image is no neighbour: the tenth neighbour counts as no farther than that."""
 NEAR = FAR / NEARER
 CANDIDATES = 30
-"""Neighbours on the principal axes, among which the tenth by correlation is sought."""
+"""The number of neighbours on the principal axes among which the tenth by correlation is searched."""
 AXES = 16
 SAMPLE = 512
-"""Thumbnails that the axes are taken from: better ones would save time, but change no result."""
+"""The number of thumbnails that determine the axes: better axes would save time but change no result."""
 BLOCK = 128
 FLAT = 1.0
-"""Thumbnails with less contrast (standard deviation of grey values) show nothing that could be compared."""
+"""Thumbnails with less contrast than this (standard deviation of grey values) are not compared."""
 
 
 def group_near_duplicates(thumbnails: Mapping[int, Bytes]) -> list[list[int]]:
-    """Keys of pictures that are copies of each other, in groups."""
+    """Return the keys of images that are near duplicates of each other, in groups."""
     keys = [key for key, thumbnail in thumbnails.items() if thumbnail.std() >= FLAT]
     if len(keys) < 2:
         return []
@@ -51,7 +51,7 @@ def group_near_duplicates(thumbnails: Mapping[int, Bytes]) -> list[list[int]]:
 
 
 def find_near_pairs(thumbnails: Bytes) -> tuple[Rows, Rows]:
-    """Rows that are copies, and of which other rows."""
+    """Return pairs of rows that are near duplicates."""
     space = _ThumbnailSpace(thumbnails)
     neighbours, apart = space.find_neighbours(np.arange(len(thumbnails)), NEIGHBOUR, NEAR)
     one, column = np.nonzero(apart <= NEAR)
@@ -68,8 +68,8 @@ def find_near_pairs(thumbnails: Bytes) -> tuple[Rows, Rows]:
 class _ThumbnailSpace:
     """Thumbnails as unit vectors, whose squared distance is 2 (1 − r), searched on their principal axes.
 
-    On these axes nothing is farther apart than it is, so that no near pair is missed; and neither all pairs are
-    compared nor more than a block of thumbnails is ever held as floats.
+    Distances on these axes never exceed the true ones, so no near pair is missed. Not all pairs are compared, and no
+    more than a block of thumbnails is held as floats.
     """
 
     def __init__(self, thumbnails: Bytes) -> None:
@@ -82,7 +82,7 @@ class _ThumbnailSpace:
         self.tree = cKDTree(self.places)
 
     def find_neighbours(self, rows: Rows, count: int, within: float) -> tuple[Rows, Floats]:
-        """The `count` nearest of each row and their 1 − r, infinite where there are fewer (and for the row itself)."""
+        """Return the `count` nearest rows and their 1 − r, which is infinite for missing rows and the row itself."""
         _, found = self.tree.query(self.places[rows], k=count + 1, distance_upper_bound=np.sqrt(2 * within))
         apart = np.full(found.shape, np.inf, dtype=np.float32)
         for start in range(0, len(rows), BLOCK):

@@ -1,12 +1,20 @@
-"""DICOM: the one picture of a file as its sender meant it to be shown, in 8 bits (PS3.3 C.11: modality, then VOI).
+"""DICOM files with a single picture, rendered in 8 bits as the file defines (PS3.3 C.11: modality, then VOI).
 
-Only the tags below are read, and nothing of them leaves `read_dicom` but pixels: no exception, warning or log record
-carries a value of a tag, since any of them may hold a patient's name.
+Only the tags below are read, and only pixels leave `read_dicom`: no exception, warning or log record contains the value
+of a tag, since any of them may hold a patient's name.
 
-Where a file says how it is to be shown, that is done: its VOI lookup table, else its first window. Where it says
-nothing, the values of this image, padding left out, are stretched from black to white. The alternative, the range of
-the declared bits, is the same for all images, but many scanners declare 16 bits and use 10: of 256 shades of grey, four
-would remain. The price is that such images can be compared in contrast, not in absolute values.
+A file's VOI lookup table is applied, else its first window. Without either, the values of this image except padding are
+stretched from black to white. The alternative, the range of the declared bits, is the same for all images, but many
+scanners declare 16 bits and use 10, so of 256 shades of grey four would remain. The price is that such images can be
+compared in contrast but not in absolute values.
+
+Pixels are decompressed and windows applied by pydicom. Three things are done here, because pydicom 3.0 gets them wrong:
+- Lookup tables (modality, VOI, palette). pydicom keeps the index into a table in the type of its entries, so tables of
+  bytes for more than 256 values wrap around; it refuses 12-bit modality tables and bytes packed into words; it does not
+  limit entries to the declared bits; and it reads big-endian palettes as little-endian.
+- Rescaling. pydicom ignores a slope without an intercept, and an intercept without a slope.
+- Values without a window, which pydicom returns as they are.
+The presentation lookup table is not read: its shape only repeats what the photometric interpretation says.
 """
 
 from __future__ import annotations
@@ -26,10 +34,10 @@ from pydicom.encaps import get_frame
 from pydicom.errors import InvalidDicomError
 from pydicom.multival import MultiValue
 from pydicom.pixels.decoders.base import Decoder, get_decoder
+from pydicom.pixels.processing import apply_windowing
 from pydicom.uid import UID, JPEG2000TransferSyntaxes, JPEGLSTransferSyntaxes, JPEGTransferSyntaxes, RLELossless
-from scipy.special import expit
 
-from polyclinic.data.sources.decode import (
+from polyclinic.data.sources.images import (
     LARGEST,
     Bytes,
     DecodedImage,
@@ -75,7 +83,7 @@ def read_dicom(path: Path) -> DecodedImage:
             raise
         except InvalidDicomError:
             raise UnreadableImage("it is not a DICOM file: the mark DICM is missing") from None
-        except Exception:  # pydicom raises whatever a damaged file leads it to, and quotes tags
+        except Exception:  # pydicom raises many kinds of errors on damaged files, and quotes tags
             raise UnreadableImage("the DICOM file is damaged") from None
 
 
@@ -90,7 +98,7 @@ def _read_file(path: Path) -> DecodedImage:
 
 
 class _GuardedReader(io.BufferedReader):
-    """pydicom reads "all the rest" of a file only to inflate it: see first how large that would become."""
+    """pydicom reads the whole rest of a file only to inflate it: check the inflated size first."""
 
     def read(self, size: int | None = -1, /) -> bytes:
         data = super().read(size)
@@ -100,7 +108,7 @@ class _GuardedReader(io.BufferedReader):
 
 
 def _check_inflated_size(data: bytes, most: int = 6 * LARGEST) -> None:
-    """At most three samples of two bytes for each pixel of the largest image."""
+    """Allow three samples of two bytes for each pixel of the largest image."""
     stream, size = zlib.decompressobj(-zlib.MAX_WBITS), 0
     while data and not stream.eof:
         size += len(stream.decompress(data, 2**20))
@@ -131,7 +139,7 @@ def _check_header(header: Dataset) -> None:
 
 
 def _read_stored_values(path: Path, syntax: UID | None) -> tuple[NDArray[np.integer[Any]], str]:
-    """Pixel values as stored (colour: as RGB), and their photometric interpretation after decompression."""
+    """Return the stored pixel values (colour: as RGB), and their photometric interpretation after decompression."""
     decoder, compression, package = _find_decoder(syntax)
     dataset = _read_tags(path, SHAPE + PIXELS)
     if not dataset.get("PixelData"):
@@ -148,9 +156,9 @@ def _read_stored_values(path: Path, syntax: UID | None) -> tuple[NDArray[np.inte
 
 
 def _find_decoder(syntax: UID | None) -> tuple[Decoder, str, str]:
-    """How to decompress, what the compression is called, the package that decodes it ("" where pydicom does)."""
+    """Return the decoder, the name of the compression, and the package that decodes it ("": pydicom)."""
     if not syntax:
-        raise UnreadableImage("it does not say how its pixels are stored (no transfer syntax)")
+        raise UnreadableImage("it does not define how its pixels are stored (no transfer syntax)")
     compression, package = next(((name, package) for name, known, package in COMPRESSIONS if syntax in known), ("", ""))
     try:
         decoder = get_decoder(syntax)
@@ -170,13 +178,13 @@ def _missing_decoder(compression: str) -> UnreadableImage:
 
 
 def _check_frame(dataset: Dataset, package: str) -> None:
-    """A compressed picture announces its own size and its end; decoders believe the one and do not miss the other."""
+    """Check the size and the end of a compressed picture: decoders trust its own size and tolerate a missing end."""
     frame = get_frame(dataset.PixelData, 0, number_of_frames=1)
     if END_OF_IMAGE not in frame[-16:]:  # its end may be padded with zeros
         raise UnreadableImage("its compressed pixels are truncated")
     try:
         size = import_module(package).get_parameters(frame)
-    except (ImportError, RuntimeError):  # then Pillow decodes it or nobody does, and Pillow has its own limit
+    except (ImportError, RuntimeError):  # then only Pillow can decode it, which has a limit of its own
         return
     if (size["rows"], size["columns"]) != (dataset.Rows, dataset.Columns):
         raise UnreadableImage("its compressed picture has another size than its header announces")
@@ -196,7 +204,7 @@ def _render_pixels(stored: NDArray[np.integer[Any]], photometric: str, header: D
     if photometric not in MONOCHROME:
         raise UnreadableImage("its colours cannot be converted to red, green and blue")
     seen &= ~_padding_mask(levels, stored, header)
-    shades = np.rint(255 * _apply_voi(_apply_modality(levels, header), seen, header)).astype(np.uint8)
+    shades = np.rint(_apply_voi(_apply_modality(levels, header), seen, header)).astype(np.uint8)
     pixels: Bytes = np.take(shades, index)
     return np.invert(pixels) if photometric == "MONOCHROME1" else pixels
 
@@ -211,31 +219,30 @@ def _apply_modality(levels: Numbers, header: Dataset) -> Numbers:
 
 
 def _apply_voi(values: Numbers, seen: NDArray[np.bool_], header: Dataset) -> Numbers:
-    """What of the values is to be seen, as 0 (black) to 1 (white) of MONOCHROME2."""
+    """Shades of MONOCHROME2, from 0 (black) to 255 (white)."""
     if header.get("VOILUTSequence"):
         table = _LookupTable(header.VOILUTSequence[0])
-        return table.look_up(values) / table.top
-    centre, width = _first_number(header, "WindowCenter"), _first_number(header, "WindowWidth")
-    if centre is not None and width is not None:
-        return _apply_window(values, centre, width, str(header.get("VOILUTFunction") or "LINEAR").strip().upper())
+        return 255 * (table.look_up(values) / table.top)
+    if _first_number(header, "WindowCenter") is not None and _first_number(header, "WindowWidth") is not None:
+        return _apply_window(values, header)
     if not seen.any() or (low := values[seen].min()) == (high := values[seen].max()):
         return np.zeros_like(values)
-    return np.asarray(np.clip((values - low) / (high - low), 0, 1))
+    return np.asarray(255 * np.clip((values - low) / (high - low), 0, 1))
 
 
-def _apply_window(values: Numbers, centre: float, width: float, function: str) -> Numbers:
-    """PS3.3 C.11.2.1.2.1 (linear), C.11.2.1.3.1 (sigmoid), C.11.2.1.3.2 (linear exact)."""
-    if width < 1 if function == "LINEAR" else width <= 0:
-        raise UnreadableImage("its window is too narrow to show anything; correct or remove its window")
-    if function == "SIGMOID":
-        return np.asarray(expit(4 * (values - centre) / width))
-    if function not in ("LINEAR", "LINEAR_EXACT"):
+def _apply_window(values: Numbers, header: Dataset) -> Numbers:
+    """pydicom's windows (PS3.3 C.11.2.1.2.1, C.11.2.1.3.1, C.11.2.1.3.2), for an output of eight unsigned bits."""
+    shape = str(header.get("VOILUTFunction") or "LINEAR").strip().upper()
+    if shape not in ("LINEAR", "LINEAR_EXACT", "SIGMOID"):
         raise UnreadableImage("its window has an unknown shape (neither linear, linear exact nor sigmoid)")
-    if function == "LINEAR":
-        centre, width = centre - 0.5, width - 1
-    if width == 0:
-        return (values > centre).astype(np.float64)
-    return np.clip((values - centre) / width + 0.5, 0, 1)
+    window = Dataset()
+    window["WindowCenter"], window["WindowWidth"] = header["WindowCenter"], header["WindowWidth"]
+    window.VOILUTFunction, window.PhotometricInterpretation = shape, "MONOCHROME2"
+    window.BitsStored, window.PixelRepresentation = 8, 0
+    try:
+        return np.asarray(apply_windowing(values, window))
+    except ValueError:  # it quotes the width
+        raise UnreadableImage("its window is too narrow to show anything; correct or remove its window") from None
 
 
 def _padding_mask(levels: Numbers, stored: NDArray[np.integer[Any]], header: Dataset) -> NDArray[np.bool_]:
@@ -243,24 +250,24 @@ def _padding_mask(levels: Numbers, stored: NDArray[np.integer[Any]], header: Dat
     if value is None:
         return np.zeros(len(levels), dtype=bool)
     limit = _first_number(header, "PixelPaddingRangeLimit")
-    # some writers give −2000 as the unsigned 63536: read it as the pixels are read
+    # some writers store −2000 as the unsigned 63536: interpret it in the type of the pixels
     ends = np.array([value, value if limit is None else limit]).astype(np.int64).astype(stored.dtype)
     return np.asarray((levels >= ends.min()) & (levels <= ends.max()))
 
 
 def _first_number(header: Dataset, keyword: str) -> float | None:
-    """The first value of a tag; None where it is absent or empty."""
+    """Return the first value of a tag, or None if it is absent or empty."""
     value = header.get(keyword)
     first = (value[0] if value else None) if isinstance(value, MultiValue) else value
     if first is None or first == "":
         return None
     if not math.isfinite(number := float(first)):
-        raise UnreadableImage("a number that says how to show it is infinite or none")
+        raise UnreadableImage("a number that defines its display is infinite or not a number")
     return number
 
 
 class _LookupTable:
-    """A lookup table (PS3.3 C.11.1.1). Values before its first get its first entry, values after its last its last."""
+    """A lookup table (PS3.3 C.11.1.1). Values outside its range get its first or last entry."""
 
     def __init__(self, holder: Dataset, descriptor: str = "LUTDescriptor", data: str = "LUTData") -> None:
         if descriptor not in holder or data not in holder:
@@ -276,7 +283,7 @@ class _LookupTable:
 
 
 def _read_entries(raw: Any, count: int, bits: int, holder: Dataset) -> tuple[Numbers, int]:
-    """The entries of a table, and the greatest that they can be."""
+    """Return the entries of a table, and their largest possible value."""
     little = bool(holder.original_encoding[1])
     if not isinstance(raw, bytes):
         entries = np.atleast_1d(np.asarray(raw, dtype=np.float64)) % 2**16
@@ -287,5 +294,5 @@ def _read_entries(raw: Any, count: int, bits: int, holder: Dataset) -> tuple[Num
     else:
         raise UnreadableImage("its lookup table packs bytes in big-endian words, which is not supported")
     if len(entries) < count or not 1 <= bits <= 16:
-        raise UnreadableImage("its lookup table is not what it announces")
+        raise UnreadableImage("its lookup table does not match its descriptor")
     return np.minimum(entries[:count], 2**bits - 1), 2**bits - 1

@@ -1,4 +1,4 @@
-"""Images in folders whose names say what they are: `benign/…`, `train/benign/…`, `hospital/patient/benign/…`."""
+"""Images in folders whose names are labels, parts, sites or patients: `benign/…`, `train/benign/…`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from polyclinic.data.records import Listing, Record, find_classes, is_disclosabl
 
 Level = Literal["label", "site", "split", "patient", "skip"]
 DISCLOSED_LEVELS: tuple[Level, ...] = ("label", "site", "split")
-"""Levels whose folders' names may be said; a patient's may not."""
+"""Levels whose folder names may be shown, unlike those of patients."""
 SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".tif", ".tiff", ".webp", ".pgm", ".dcm", ".dicom"})
 SPLITS = {
     "train": "train",
@@ -34,15 +34,15 @@ SPLITS = {
 
 @dataclass(frozen=True)
 class _Folder:
-    """A folder, and the way from the root to it, one name per level."""
+    """A folder, and the names of the folders from the root to it."""
 
     path: Path
     names: tuple[str, ...]
     numbers: tuple[int, ...]
-    """The same way, each folder told by its number among those beside it."""
+    """The same path with the number of each folder among its siblings."""
 
     def format_path(self, names: Sequence[str | None]) -> str:
-        """The way in words, with numbers where nothing may be said."""
+        """Format the path, with a number where the name is None."""
         return "/".join(text or f"folder {number}" for text, number in zip(names, self.numbers, strict=False))
 
 
@@ -55,12 +55,11 @@ def read_folder(
     pattern: str = "*",
     guessed: bool = False,
 ) -> Listing:
-    """Every image in the folders `levels` deep; `levels` says what each folder level below `root` means.
+    """List the images in folders; `levels` gives the meaning of each folder level below `root`.
 
-    Only files whose name fits the glob `pattern` (in any case) count. Images at another depth are `unlisted`.
-    A patient is told from the folder's name alone: the same name at two sites is the same patient.
-    Where `levels` are `guessed`, a folder may be a patient's: its name is said only if it holds as many images as a
-    class or a site would, and else its number.
+    Only files that match the glob `pattern` (in any case) count. Images at another depth are `unlisted`. A patient is
+    identified by the folder's name alone: the same name at two sites is the same patient. If `levels` are
+    `guessed`, a folder may be a patient's, so it is shown by name only if it holds enough images for a class or a site.
     """
     if any(levels.count(level) > 1 for level in levels if level != "skip"):
         raise DataError(f"The folder levels {'/'.join(levels)} name one level twice; call the others 'skip'.")
@@ -78,7 +77,7 @@ def read_folder(
 
 
 def is_image(path: Path) -> bool:
-    """By suffix, or by DICOM's own mark where there is none (the digits that end a UID are no suffix)."""
+    """Whether a file is an image by its suffix or, without one, by DICOM's mark (a UID's last digits are no suffix)."""
     suffix = path.suffix.lower()
     if path.name.startswith(".") or path.name == "DICOMDIR":
         return False
@@ -86,17 +85,17 @@ def is_image(path: Path) -> bool:
 
 
 def clean_text(text: str) -> str:
-    """Without spaces around it, and with every accent in one form: the same word may be written in two ways."""
+    """Strip spaces, and write accents in one form, since the same word can be encoded in two ways."""
     return unicodedata.normalize("NFC", text.strip())
 
 
 def parse_part(text: str) -> str:
-    """The part that a text names: "Training" is train, "val" is validation; other texts stay as they are."""
+    """Return the part that a text names: "Training" is train, "val" is validation; other texts are unchanged."""
     return SPLITS.get(text.lower(), text)
 
 
 def list_images(folder: Path) -> Iterator[Path]:
-    """The images directly in a folder, by name. A dangling link counts: whoever opens it will say so."""
+    """Yield the images directly in a folder, by name. Dangling links count; opening them reports the fault."""
     for entry in _list_entries(folder):
         if (entry.is_file() or entry.is_symlink()) and not entry.is_dir() and is_image(path := folder / entry.name):
             yield path
@@ -108,7 +107,7 @@ def list_subfolders(folder: Path) -> list[Path]:
 
 @contextmanager
 def plain_read_errors(root: Path) -> Iterator[None]:
-    """Turn what goes wrong below `root` into one sentence that names no other folder or file."""
+    """Turn operating system errors below `root` into one sentence that names no other folder or file."""
     try:
         yield
     except OSError as error:
@@ -130,7 +129,7 @@ def _has_dicom_mark(path: Path) -> bool:
         with path.open("rb") as file:
             return file.read(132)[128:] == b"DICM"
     except OSError:
-        return True  # nobody can tell: listed, it will be reported as unreadable instead of overlooked
+        return True  # unknown: if listed, it is reported as unreadable instead of overlooked
 
 
 def _matches_pattern(file: Path, pattern: str) -> bool:
@@ -138,7 +137,7 @@ def _matches_pattern(file: Path, pattern: str) -> bool:
 
 
 def _folders_by_depth(root: Path, depth: int) -> list[list[_Folder]]:
-    """All folders, by how deep they lie below the root, which is the first rank."""
+    """Return all folders by depth below the root, starting with the root."""
     ranks = [[_Folder(root, (), ())]]
     for _ in range(depth):
         ranks.append([folder for above in ranks[-1] for folder in _child_folders(above)])
@@ -151,7 +150,7 @@ def _child_folders(above: _Folder) -> Iterator[_Folder]:
 
 
 def _images_elsewhere(ranks: Sequence[Sequence[_Folder]]) -> Iterator[Path]:
-    """Images above the last level, and below it."""
+    """Yield the images above the last level and below it."""
     for rank in ranks[:-1]:
         for folder in rank:
             yield from list_images(folder.path)
@@ -189,7 +188,7 @@ def _named_places(levels: tuple[Level, ...], folders: Iterable[_Folder]) -> list
 
 
 def _numbered_places(levels: tuple[Level, ...], files: Mapping[_Folder, Sequence[Path]]) -> list[str]:
-    """By names that may be said, and else by numbers."""
+    """Format the folders' paths with the names that may be shown, and numbers for others."""
     sizes: Counter[tuple[Level, str]] = Counter()
     for folder, found in files.items():
         sizes.update({way: len(found) for way in zip(levels, folder.names, strict=True)})
@@ -207,7 +206,7 @@ def _check_empty_folders(
     used: set[tuple[str, ...]],
     declared: bool,
 ) -> None:
-    """A folder that was meant as a class, a site or a part but gives nothing would be overlooked."""
+    """Refuse folders of a class, site or part without an image, which would otherwise be overlooked."""
     if not used:
         layout = "".join(f"<{level}>/" for level in levels)
         raise DataError(f"'{root}' holds no image as {layout}<file>; give the folder that is laid out so.")

@@ -17,7 +17,7 @@ from polyclinic.core.errors import DataError
 
 
 def read_idx(path: Path, shape: tuple[int, ...], most: int) -> Tensor:
-    """The items of an idx file of bytes. The header is believed only within `shape` and `most` items."""
+    """Read an idx file of bytes. The header must announce items of this `shape`, and no more than `most` of them."""
     try:
         with _open_file(path) as file:
             count = _check_count(path, file.read(8 + 4 * len(shape)), shape, most)

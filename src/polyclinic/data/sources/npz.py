@@ -1,7 +1,7 @@
 """Images in a NumPy archive: MedMNIST's `train_images`, `train_labels`, … or plain `images` and `labels`.
 
-An npz file is a zip of arrays, and whoever sends one chooses every number in it. So only the headers of images are
-read here, nothing is unpickled, and what a header claims must agree with the zip before memory is asked for.
+An npz file is a zip of arrays, and its sender controls every number in it. So only the headers of images are read here,
+nothing is unpickled, and a header must agree with the zip before memory is allocated.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from io import BytesIO
-from itertools import chain
+from itertools import count
 from pathlib import Path
 from typing import Any
 from zipfile import ZIP_DEFLATED, ZIP_STORED, BadZipFile, ZipFile, ZipInfo
@@ -27,14 +27,14 @@ MOST_IMAGES = 10_000_000
 MOST_BYTES = {"images": 8 * 2**30, "labels": 2**28, "site": 2**30, "patient": 2**30, "split": 2**30}
 MOST_HEADER = 10_000
 DEFLATE_LIMIT = 1032
-"""Deflate cannot shrink anything further than this (zlib's technical notes); a zip that claims so lies."""
+"""The highest compression ratio of deflate (zlib's technical notes); a zip that claims more is forged."""
 HEADERS = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}
 Array = np.ndarray[Any, np.dtype[Any]]
 
 
 @dataclass(frozen=True)
 class _ImageArray:
-    """What one array of images comes with, a text per image."""
+    """An array of images with one text per image in every field."""
 
     array: str
     labels: list[str]
@@ -50,12 +50,11 @@ def read_npz(
     classes: tuple[str, ...] | None = None,
     label_names: tuple[str, ...] | None = None,
 ) -> Listing:
-    """One record per image: arrays `images` or `<part>_images` (n × height × width, or × 1 or 3 colours).
+    """List the images in arrays `images` or `<part>_images` (n × height × width, or × 1 or 3 colours).
 
-    Beside each, under the same prefix: `labels` (n or n × 1, whole numbers or texts) and, if they are there, `site`,
-    `patient` and `split`. `label_names` calls label 0 by its first name, and so on; it also declares the classes,
-    and a number beyond it stays a number, for `check` to report.
-    Rows are counted from 0, as NumPy does.
+    Arrays with the same prefix hold `labels` (n or n × 1, whole numbers or texts) and optionally `site`, `patient` and
+    `split`. `label_names` names the labels 0, 1, … and declares the classes; a larger number stays a number, which
+    `check_listing` reports. Rows are counted from 0, as in NumPy.
     """
     with _open_archive(file) as archive:
         parts = [_read_array(archive, prefix) for prefix in _find_prefixes(archive)]
@@ -65,21 +64,17 @@ def read_npz(
     if not labels:
         raise DataError(f"'{file}' has arrays of images, but no image in them; get the file anew.")
     patients = pseudonymise([patient for part in parts for patient in part.patients])
-    rows = chain.from_iterable(zip(_number_rows(part), part.sites, part.splits, strict=True) for part in parts)
+    rows = [(part.array, *row) for part in parts for row in zip(count(), part.sites, part.splits, strict=False)]
     records = tuple(
         Record(file, label, site, patient, split, f"{array} row {row}", array, row)
-        for ((array, row), site, split), label, patient in zip(rows, labels, patients, strict=True)
+        for (array, row, site, split), label, patient in zip(rows, labels, patients, strict=True)
     )
     found = find_classes(set(labels)) if declared is None else tuple(map(clean_text, declared))
     return Listing(name, file.parent, records, found, declared=declared is not None)
 
 
-def _number_rows(part: _ImageArray) -> Iterator[tuple[str, int]]:
-    return ((part.array, row) for row in range(len(part.labels)))
-
-
 class _Archive:
-    """The arrays of an npz file, each looked at with distrust."""
+    """The arrays of an untrusted npz file."""
 
     def __init__(self, file: Path, members: ZipFile) -> None:
         self.file, self.members = file, members
@@ -87,13 +82,13 @@ class _Archive:
         self.keys = [name.removesuffix(".npy") for name in members.namelist() if name.endswith(".npy")]
 
     def build_error(self, fault: str) -> DataError:
-        return DataError(f"'{self.file}': {fault}; get the file anew or write it with numpy.savez.")
+        return DataError(f"'{self.file}': {fault}; get a new copy of the file or write it with numpy.savez.")
 
     def read_header(self, key: str, kind: str) -> tuple[tuple[int, ...], np.dtype[Any]]:
-        """Shape and type of an array, once they agree with the size of its member and the caps."""
+        """Return shape and type of an array after checking them against the size of its member and the limits."""
         info = self._member_info(key, kind)
         with self._plain_errors(key), self.members.open(info) as member:
-            opening = BytesIO(member.read(MOST_HEADER))  # NumPy itself would read any length that a header claims
+            opening = BytesIO(member.read(MOST_HEADER))  # NumPy itself would read any length that the header claims
             shape, _, dtype = HEADERS[npy.read_magic(opening)](opening)
         if dtype.hasobject:
             raise self.build_error(f"'{key}' holds Python objects, which may run code when read")
@@ -104,7 +99,7 @@ class _Archive:
         return shape, dtype
 
     def read_texts(self, key: str, kind: str, count: int) -> list[str]:
-        """A column of `count` whole numbers or texts."""
+        """Read a column of `count` whole numbers or texts."""
         shape, dtype = self.read_header(key, kind)
         if shape not in ((count,), (count, 1)):
             raise self.build_error(
@@ -116,7 +111,7 @@ class _Archive:
             column: Array = npy.read_array(member, allow_pickle=False).reshape(count)
             if dtype.kind in "biu":
                 return [str(int(value)) for value in column.tolist()]
-            texts = [clean_text(_decode_text(value)) for value in column.tolist()]
+            texts = [clean_text(value if isinstance(value, str) else value.decode()) for value in column.tolist()]
         strange = sum(not text.isprintable() for text in texts)
         if strange:
             raise self.build_error(f"{strange} of '{key}' hold characters that cannot be printed")
@@ -137,7 +132,7 @@ class _Archive:
     def _plain_errors(self, key: str) -> Iterator[None]:
         try:
             yield
-        except Exception:  # whatever zip and npy parsers stumble over; their own words may quote the file
+        except Exception:  # errors of zip and npy parsers may quote the file
             raise self.build_error(f"'{key}' is damaged or not an array that NumPy writes") from None
 
 
@@ -153,7 +148,7 @@ def _open_archive(file: Path) -> Iterator[_Archive]:
 
 
 def _find_prefixes(archive: _Archive) -> list[str]:
-    """ "train_", "val_", …, or "": what stands before "images" in the names of arrays."""
+    """Return what precedes "images" in the names of arrays: "train_", "val_", …, or ""."""
     if len(set(archive.keys)) < len(archive.keys):
         raise archive.build_error("two of its arrays have the same name")
     prefixes = [key.removesuffix("images") for key in archive.keys if key.endswith("images")]
@@ -192,10 +187,6 @@ def _count_images(archive: _Archive, key: str) -> int:
     if shape[0] > MOST_IMAGES:
         raise archive.build_error(f"'{key}' has {shape[0]:,} images, more than the {MOST_IMAGES:,} that are read")
     return shape[0]
-
-
-def _decode_text(value: str | bytes) -> str:
-    return value if isinstance(value, str) else value.decode()
 
 
 def _format_shape(shape: Sequence[int]) -> str:

@@ -1,4 +1,4 @@
-"""A table (CSV) with one row per image: where it lies and what is said of it."""
+"""Tables (CSV) with one row per image: its path, label, site, patient and part."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NEEDED = ("path", "label")
 
 
 class Columns(Options):
-    """What the columns are called. The last three may be missing from the file, unless they were named by hand."""
+    """The names of the columns. The last three may be missing from the file unless they were set explicitly."""
 
     path: str = "path"
     label: str = "label"
@@ -43,11 +43,11 @@ def read_table(
     classes: tuple[str, ...] | None = None,
     root: Path | None = None,
 ) -> Listing:
-    """One record per row; files may be missing, labels empty, files named twice: `check` tells.
+    """List one image per row. Files may be missing or listed twice and labels empty, which `check_listing` reports.
 
-    Relative paths start at the table's folder (or `root`) and may not leave it by "..": a table from elsewhere must
-    not point at a hospital's other files by counting folders. Absolute paths are allowed: whoever writes one knows
-    this machine. Backslashes are separators. `unlisted` are the images beside those that rows name.
+    Relative paths start at the table's folder (or `root`) and may not leave it by "..", so that a table from elsewhere
+    cannot point at other files of a site by counting folders. Absolute paths are allowed: their author knows this
+    machine. Backslashes are separators. `unlisted` are image files in the same folders that no row names.
     """
     home, table = csv.parent if root is None else root, csv.name
     faults: defaultdict[str, list[int]] = defaultdict(list)
@@ -73,7 +73,7 @@ _Row = tuple[int, str, str, str, str, str]
 
 @contextmanager
 def _pause_garbage_collection() -> Iterator[None]:
-    """Millions of new objects, none of them garbage: looking through them again and again takes a third more time."""
+    """Pause garbage collection: scanning millions of new objects, none of them garbage, takes a third more time."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -95,7 +95,7 @@ def _open_table(csv: Path) -> Iterator[TextIO]:
 
 
 def _read_rows(csv: Path, file: TextIO, columns: Columns, faults: Mapping[str, list[int]]) -> Iterator[_Row]:
-    """The sound rows; the others' numbers go to `faults`. Rows count as in a spreadsheet: the header is row 1."""
+    """Yield the valid rows and add the numbers of others to `faults`. As in a spreadsheet, the header is row 1."""
     delimiter = _find_delimiter(csv, file, columns)
     table = _read_cells(csv, file, delimiter)
     header = [clean_text(cell) for cell in next(table, [])]
@@ -107,7 +107,7 @@ def _read_rows(csv: Path, file: TextIO, columns: Columns, faults: Mapping[str, l
         if len(cells) != len(header):
             faults["length"].append(number)
             continue
-        cells.append("")  # where columns that are not there are looked up
+        cells.append("")  # the value of missing columns
         path, *said = pick(cells)
         label, site, patient, split = map(clean_text, said)
         path = normpath(path.strip().replace("\\", "/"))
@@ -122,7 +122,7 @@ def _read_rows(csv: Path, file: TextIO, columns: Columns, faults: Mapping[str, l
 
 
 def _find_delimiter(csv: Path, file: TextIO, columns: Columns) -> str:
-    """The one that finds the needed columns in the header, or else the most columns."""
+    """Return the delimiter that finds the required columns in the header, or else the most columns."""
 
     def merit(delimiter: str) -> tuple[bool, int]:
         file.seek(0)
@@ -135,7 +135,7 @@ def _find_delimiter(csv: Path, file: TextIO, columns: Columns) -> str:
 
 
 def _read_cells(csv: Path, file: TextIO, delimiter: str) -> Iterator[list[str]]:
-    # strict, because otherwise a quote that is never closed swallows all rows that follow, without a word
+    # strict, since otherwise a quote that is never closed silently swallows all following rows
     rows = reader(_read_lines(csv, file), delimiter=delimiter, strict=True)
     try:
         yield from rows
@@ -148,12 +148,12 @@ def _read_cells(csv: Path, file: TextIO, delimiter: str) -> Iterator[list[str]]:
 def _read_lines(csv: Path, file: TextIO) -> Iterator[str]:
     for number, line in enumerate(file, 1):
         if "\0" in line:
-            raise DataError(f"'{csv}' has a NUL byte in line {number}; it is damaged or no text, save it anew as CSV.")
+            raise DataError(f"'{csv}' has a NUL byte in line {number}; it is damaged or no text, save it again as CSV.")
         yield line
 
 
 def _column_positions(csv: Path, header: Sequence[str], columns: Columns) -> list[int]:
-    """Where each field stands in a row; −1 for what the table does not say."""
+    """Return the position of each field in a row; −1 for fields that the table lacks."""
     wanted = {field: column and clean_text(column) for field, column in columns}
     for field, column in wanted.items():
         needed = field in NEEDED or (column is not None and field in columns.model_fields_set)
@@ -166,7 +166,7 @@ def _column_positions(csv: Path, header: Sequence[str], columns: Columns) -> lis
 
 
 def _describe_columns(header: Sequence[str], columns: Columns) -> str:
-    """The columns there are, unless the first row may be a patient's: a table without a header is no rarity."""
+    """Describe the columns, unless the first row may hold a patient's data: tables without a header are common."""
     if not header:
         return "its first line is empty: write a header there"
     if not {clean_text(columns.path).lower(), clean_text(columns.label).lower()} <= {
@@ -181,32 +181,35 @@ def _describe_columns(header: Sequence[str], columns: Columns) -> str:
 
 
 _FAULTS = {
-    "length": ("with more or fewer cells than its header", "mend them, with quotes around cells that hold a delimiter"),
+    "length": ("with more or fewer cells than its header", "correct them, quoting cells that contain a delimiter"),
     "path": ("without a path", "name the image file or remove the row"),
-    "text": ("whose label, site or split has characters that cannot be printed", "type these cells anew"),
+    "text": ("whose label, site or split has characters that cannot be printed", "type these cells again"),
     "outside": ("with a path that leaves its folder by '..'", "move the images below that folder or write whole paths"),
 }
 
 
 def _check_rows(csv: Path, faults: Mapping[str, list[int]]) -> None:
     found = [
-        Finding(kind, "stop", len(rows), f"'{csv}' has {len(rows)} row(s) {fault}", remedy, _format_rows(rows))
+        Finding(
+            kind,
+            "stop",
+            len(rows),
+            f"'{csv}' has {len(rows)} row(s) {fault}",
+            remedy,
+            first_places(f"row {row}" for row in rows),
+        )
         for kind, (fault, remedy) in _FAULTS.items()
         if (rows := faults.get(kind))
     ]
-    raise_findings(found, end="Nothing else of the set was looked at: mend these rows and try again.")
-
-
-def _format_rows(rows: Iterable[int]) -> tuple[str, ...]:
-    return first_places(f"row {row}" for row in rows)
+    raise_findings(found, end="Nothing else of the set was checked: correct these rows and try again.")
 
 
 def _find_unlisted(home: Path, paths: Iterable[str]) -> tuple[Path, ...]:
-    """Images that no row names, in the folders below `home` that rows do name: a cheap look, nothing deeper."""
+    """Find the images that no row names in the folders that rows do name; folders below these are not searched."""
     named = set(paths)
     folders = {path.rpartition("/")[0] for path in named if not isabs(path)}
     found = []
     for folder in sorted(folders):
-        with suppress(OSError):  # a missing folder is told by its missing files
+        with suppress(OSError):  # a missing folder is reported by its missing files
             found += [path for path in list_images(home / folder) if join(folder, path.name) not in named]
     return tuple(found)

@@ -1,0 +1,1 @@
+"""The connection between server and sites over Flower."""

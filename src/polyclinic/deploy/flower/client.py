@@ -1,6 +1,7 @@
-"""A site's end of Flower 1.41: one long-lived process that asks the server for work and answers it.
+"""A site's connection to the server: a long-lived client of Flower 1.41 that pulls messages and pushes replies.
 
-See `engines.flower` for what Flower does here, and why this is not `flower-supernode`.
+`deploy/processes.py: serve_site` runs it for `polyclinic join`. `flower/server.py` says what Flower does here, and why
+this is not `flower-supernode`.
 """
 
 from __future__ import annotations
@@ -50,21 +51,21 @@ from flwr.supercore.protobuf.client import ProtobufCall, ProtobufRequestContext
 from flwr.supernode.fleet_http_client import FleetHttpClient
 from flwr.supernode.node_auth_http_interceptor import NodeAuthHttpInterceptor
 
-from polyclinic import __version__
+from polyclinic.core import __version__
 from polyclinic.core.errors import EngineError, StoreError
 from polyclinic.deploy.flower.gateway import NAMES, VERSION
 from polyclinic.deploy.provisioning.certificates import read_private_key
 from polyclinic.federation.engines.flower_envelope import pack_message, unpack_message
-from polyclinic.storage.run_files import write_json
+from polyclinic.storage.files import write_json
 
 RECORD, NAME = "polyclinic", "message"
 NONCE = 16
-"""Random bytes at the end of every message to a site (see `engines.flower.order`)."""
-BEAT = HEARTBEAT_MIN_INTERVAL
-"""Seconds: a site that is silent for twice as long is away. Flower takes no less."""
-SKEW = 5
-"""Seconds that a site's clock may be ahead, by Flower's measure."""
-UNTRUSTED = {
+"""Random bytes at the end of every message to a site; see `flower/server.py: build_message`."""
+HEARTBEAT_SECONDS = HEARTBEAT_MIN_INTERVAL
+"""A site that is silent for twice as long counts as away. Flower accepts no shorter interval."""
+MAX_CLOCK_LEAD = 5
+"""Seconds that a site's clock may be ahead before Flower rejects its signatures."""
+TLS_PROBLEMS = {
     9: "the server's certificate is not valid yet; set this machine's clock",
     10: "the server's certificate has expired; ask the coordinator to run `polyclinic provision rotate KITS server`",
     18: "the server's certificate is not of the CA in this kit; ask the coordinator for the right ca.crt",
@@ -76,18 +77,27 @@ UNTRUSTED = {
 
 
 def build_reply(message: Message, answer: Callable[[bytes], bytes]) -> Message:
-    """What a site does with a message."""
+    """Answer a message of Flower's: take off the random end, and wrap the reply."""
     return Message(pack_message(answer(unpack_message(message)[:-NONCE])), reply_to=message)
 
 
 class Disconnected(Exception):  # noqa: N818
-    """No connection for now; it is worth trying again."""
+    """There is no connection at the moment; trying again may help."""
 
 
 class SiteConnection:
-    """A site at work. `answer` turns one message into another: it never raises, and a message that comes again changes
-    nothing; `tell` says how things stand; `resting`: whether no run is under way. `names`: as site.yaml has them, the
-    federation's and the site's, for the server to compare with whose key it is."""
+    """Connects a site to the server, and reconnects after every interruption.
+
+    Args:
+        server: The server's address, HOST:PORT.
+        authority: The file of the federation's certificate authority; None connects without TLS.
+        key: The file of the site's private key, with which every request is signed.
+        folder: Where the number of the current node is kept.
+        answer: Turns a message into a reply. It never raises, and answering a message twice has no further effect.
+        report: Is called with a sentence whenever the state of the connection changes.
+        is_idle: Whether the site takes part in no run at the moment.
+        names: The names of federation and site in site.yaml, which the server compares with the owner of the key.
+    """
 
     def __init__(
         self,
@@ -100,7 +110,7 @@ class SiteConnection:
         is_idle: Callable[[], bool] = lambda: False,
         names: tuple[str, str] | None = None,
     ) -> None:
-        self.server, self.folder, self.tell, self.resting = server, folder, report, is_idle
+        self.server, self.folder, self.report, self.is_idle = server, folder, report, is_idle
         self.stop = threading.Event()
         private = read_private_key(key)
         public = private.public_key()
@@ -114,24 +124,24 @@ class SiteConnection:
         self.answer, self.secure = answer, authority is not None
 
     def serve_forever(self) -> None:
-        """Serve until `stop` is set; go on after every interruption. Once only: then the connection is closed."""
+        """Answer messages until `stop` is set, then close the connection. Can be called once."""
         with self.client:
             self._run_session()
 
     def _run_session(self) -> None:
-        said, wait, known = "", 1.0, False
+        reported, wait, was_connected = "", 1.0, False
         while not self.stop.is_set():
             try:
                 with self._stay_connected() as node:
-                    self.tell(f"connected to {self.server}")
-                    said, wait, known = "", 1.0, True
+                    self.report(f"connected to {self.server}")
+                    reported, wait, was_connected = "", 1.0, True
                     while not self.stop.is_set():
                         self._answer_messages(node)
             except Disconnected as reason:
                 closed = f"{self.server} has closed; waiting for the next run"
-                sentence = closed if known and self.resting() else str(reason)
-                if sentence != said:
-                    self.tell(said := sentence)
+                sentence = closed if was_connected and self.is_idle() else str(reason)
+                if sentence != reported:
+                    self.report(reported := sentence)
                 self.stop.wait(wait)
                 wait = min(wait * 1.5, 5.0)
 
@@ -148,7 +158,7 @@ class SiteConnection:
                 self.client.DeactivateNode(DeactivateNodeRequest(node_id=node.node_id))
 
     def _activate_node(self) -> Node:
-        request = ActivateNodeRequest(public_key=self.public, heartbeat_interval=BEAT)
+        request = ActivateNodeRequest(public_key=self.public, heartbeat_interval=HEARTBEAT_SECONDS)
         with self._translate_errors():
             try:
                 number = self.client.ActivateNode(request).node_id
@@ -157,20 +167,20 @@ class SiteConnection:
                     raise
                 self._deactivate_predecessor()
                 number = self.client.ActivateNode(request).node_id
-        with suppress(StoreError):  # it spares the next start a minute, no more
+        with suppress(StoreError):  # without it the next start takes a minute longer
             write_json(self.folder / "node.json", {"node": number})
         return Node(node_id=number)
 
     def _deactivate_predecessor(self) -> None:
-        """The server still counts on a process of this site that ended without a word: take leave in its name."""
+        """Sign off the site's previous process, which ended without doing so and still counts as connected."""
         with suppress(OSError, ValueError, KeyError, httpx.HTTPStatusError):
             number = int(json.loads((self.folder / "node.json").read_text())["node"])
             self.client.DeactivateNode(DeactivateNodeRequest(node_id=number))
 
     def _send_heartbeats(self, node: Node, gone: threading.Event) -> None:
-        while not gone.wait(BEAT * 0.4):
+        while not gone.wait(HEARTBEAT_SECONDS * 0.4):
             with suppress(httpx.HTTPError):
-                self.client.SendNodeHeartbeat(SendNodeHeartbeatRequest(node=node, heartbeat_interval=BEAT))
+                self.client.SendNodeHeartbeat(SendNodeHeartbeatRequest(node=node, heartbeat_interval=HEARTBEAT_SECONDS))
 
     def _answer_messages(self, node: Node) -> None:
         with self._translate_errors():
@@ -183,7 +193,7 @@ class SiteConnection:
             self._push_reply(node, reply, time.perf_counter() - begun)
 
     def _pull_message(self, node: Node) -> Message | None:
-        """The next message; the server keeps this request until there is one, for a while."""
+        """The next message; None if there was none for as long as the server holds the request open."""
         found = self.client.PullMessages(PullMessagesRequest(node=node))
         if not found.messages_list:
             return None
@@ -214,7 +224,7 @@ class SiteConnection:
 
     @contextmanager
     def _translate_errors(self) -> Iterator[None]:
-        """Errors on the way as sentences: `Away` where waiting may help, `EngineError` where somebody must act."""
+        """Raise `Disconnected` for errors where retrying may help, and `EngineError` where somebody must act."""
         try:
             yield
         except httpx.HTTPStatusError as error:
@@ -228,12 +238,12 @@ class SiteConnection:
 
 
 class _IdentityInterceptor:
-    """Says in every request which polyclinic is speaking, and for whom it takes itself."""
+    """Adds to every request the version of polyclinic and the names in site.yaml."""
 
     def __init__(self, names: tuple[str, str] | None) -> None:
-        self.headers = {VERSION.decode(): __version__}
+        self.headers = {VERSION: __version__}
         if names is not None:
-            self.headers[NAMES.decode()] = "/".join(quote(name, safe="") for name in names)
+            self.headers[NAMES] = "/".join(quote(name, safe="") for name in names)
 
     def intercept(self, context: ProtobufRequestContext, call_next: ProtobufCall) -> httpx.Response:
         context.request.headers.update(self.headers)
@@ -244,25 +254,27 @@ def _explain_status(response: httpx.Response, server: str) -> Exception:
     with suppress(ValueError, KeyError, TypeError):
         return EngineError(f"{server} refuses this site: {response.json()['polyclinic']}")
     ahead = _clock_skew(response)
-    if response.status_code == 401 and ahead is not None and not -300 < ahead < SKEW:
+    if response.status_code == 401 and ahead is not None and not -300 < ahead < MAX_CLOCK_LEAD:
         return EngineError(
             f"this machine's clock is {abs(ahead):.0f} s {'ahead of' if ahead > 0 else 'behind'} the server's; "
             "set both by NTP"
         )
     if response.status_code == 412:
-        return Disconnected(f"{server} still counts on another process of this site; is one running? trying again")
+        return Disconnected(
+            f"{server} still counts another process of this site as connected; is one running? trying again"
+        )
     return Disconnected(f"{server} no longer knows this connection ({response.status_code}); connecting anew")
 
 
 def _clock_skew(response: httpx.Response) -> float | None:
-    """Seconds by which this machine's clock is ahead of the server's."""
+    """Seconds by which this machine's clock is ahead of the server's; None if the server sent no date."""
     try:
-        return _format_clock() - parsedate_to_datetime(response.headers["date"]).timestamp()
+        return _current_time() - parsedate_to_datetime(response.headers["date"]).timestamp()
     except (KeyError, ValueError):
         return None
 
 
-def _format_clock() -> float:
+def _current_time() -> float:
     return time.time()
 
 
@@ -271,7 +283,7 @@ def _explain_transport_error(error: httpx.TransportError, server: str, secure: b
     while cause is not None:
         if isinstance(cause, ssl.SSLCertVerificationError):
             other = f"the server's certificate is not trusted ({cause.verify_message})"
-            return EngineError(f"{server}: {UNTRUSTED.get(cause.verify_code, other)}")
+            return EngineError(f"{server}: {TLS_PROBLEMS.get(cause.verify_code, other)}")
         if isinstance(cause, socket.gaierror):
             return Disconnected(
                 f"{server}: no such host is known here; check `server` in site.yaml, and DNS; trying again"

@@ -1,32 +1,31 @@
-"""The one door of the server: what sites need of Flower's SuperLink, and nothing else of it.
+"""The server's only entrance: ASGI middleware that passes to Flower's SuperLink what a registered site needs.
 
-Flower 1.41 serves three interfaces on one port. Only that for sites asks who is calling: whoever reaches the port may
-register a key of its own, start runs and read their results through the other two. Nor does it look whether a reply
-comes from the site that it claims to be of, or how large a request is. Here stands what does.
+Flower 1.41 serves three interfaces on one port and authenticates callers on one of them, the fleet interface for sites.
+Through the others, whoever reaches the port may register a key, start runs and read their results. Nor does Flower
+check that a reply comes from the site it names, or limit the size of a request. This gateway closes these holes.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from base64 import b64decode
-from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, TypeAlias
+from typing import TypeAlias
 from urllib.parse import unquote
 
-from polyclinic.core.contract import SiteId
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-Scope: TypeAlias = MutableMapping[str, Any]
-Receive: TypeAlias = Callable[[], Awaitable[MutableMapping[str, Any]]]
-Send: TypeAlias = Callable[[MutableMapping[str, Any]], Awaitable[None]]
-No: TypeAlias = tuple[int, str, str]
-"""A refusal: the status, a note for the server's log, a sentence for who is calling."""
-App: TypeAlias = Callable[[Scope, Receive, Send], Awaitable[None]]
+from polyclinic.core.types import SiteId
+
+Refusal: TypeAlias = tuple[int, str, str]
+"""The HTTP status, a note for the server's log, and a sentence for the caller."""
 
 FLEET = "/v1/fleet/"
-OPEN = frozenset(
+OPEN_PATHS = frozenset(
     FLEET + name
     for name in (
         "activate-node",
@@ -39,24 +38,36 @@ OPEN = frozenset(
         "push-object",
     )
 )
-SPOKEN = frozenset({FLEET + "push-messages", FLEET + "pull-messages"})
-"""Where it is looked at in whose name; elsewhere Flower does."""
-KEY, VERSION, NAMES = b"flwr-public-key", b"polyclinic-version", b"polyclinic-names"
-LARGEST = 64 << 20
-"""Bytes of one request: Flower sends arrays in pieces of 5 MiB."""
-SMALL = 1 << 20
-LEAST, MANIFOLD = 256 << 20, 16
-"""A reply may have so many bytes, and as many times those of what was sent."""
-HOLD = 10.0
-"""Seconds that a site's question for work may wait for an answer, so that nobody needs to ask often."""
+SENDER_PATHS = frozenset({FLEET + "push-messages", FLEET + "pull-messages"})
+"""Requests whose sender is checked here; Flower checks the others."""
+KEY, VERSION, NAMES = "flwr-public-key", "polyclinic-version", "polyclinic-names"
+MAX_OBJECT_BYTES = 64 << 20
+"""Of one uploaded object: Flower sends arrays in pieces of 5 MiB."""
+MAX_REQUEST_BYTES = 1 << 20
+"""Of any other request."""
+MIN_REPLY_BYTES, REPLY_FACTOR = 256 << 20, 16
+"""A reply may have MIN_REPLY_BYTES plus REPLY_FACTOR times the bytes of the message it answers."""
+HOLD_SECONDS = 10.0
+"""How long a request for work is held open while there is none, so that no site needs to ask often."""
 
 
 class Gateway:
-    """Flower's application behind a door. `senders` reads in whose name a request is made."""
+    """ASGI middleware around Flower's application.
+
+    Args:
+        app: Flower's ASGI application.
+        keys: The site of each registered public key.
+        nodes: Flower's node of each site.
+        version: The version of polyclinic that every site must run.
+        senders: Reads from a path and a body the nodes in whose name a request is made.
+        refused: Is called with the site ("" for an unknown caller) and the reason of every refused request.
+        federation: The federation's name; "" accepts any.
+        former: Public keys that were revoked, each with a description of its owner.
+    """
 
     def __init__(
         self,
-        app: App,
+        app: ASGIApp,
         keys: Mapping[bytes, SiteId],
         nodes: Mapping[SiteId, int],
         version: str,
@@ -69,22 +80,22 @@ class Gateway:
         self.app, self.keys, self.nodes, self.federation = app, keys, nodes, federation
         self.version, self.senders, self.refused = version, senders, refused
         self.last_seen: dict[SiteId, float] = {}
-        self.left: dict[SiteId, int] = {}
-        """Bytes that each may still send in reply."""
+        self.bytes_left: dict[SiteId, int] = {}
+        """How much each site may still send in reply."""
         self.arrived: Callable[[], None] = lambda: None
-        """Called when something of a reply has come."""
+        """Called when a piece of a reply has arrived."""
+        self.hold = HOLD_SECONDS
         self._work: dict[SiteId, asyncio.Event] = {}
-        self.hold = HOLD
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def notify_site(self, site: SiteId, size: int = 0) -> None:
-        """From any thread: there is work for this site, a message of so many bytes."""
-        self.left[site] = LEAST + MANIFOLD * size
+        """Release the site's held request: there is a message of `size` bytes for it. May be called from any thread."""
+        self.bytes_left[site] = MIN_REPLY_BYTES + REPLY_FACTOR * size
         if self._loop is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._work_event(site).set)
 
     def release_waiters(self) -> None:
-        """From any thread: nobody needs to wait any longer."""
+        """Release all held requests and hold none from now on. May be called from any thread."""
         self.hold = 0.0
         for site in self.nodes:
             self.notify_site(site)
@@ -100,17 +111,16 @@ class Gateway:
             await self._handle_request(scope, receive, send)
 
     async def _handle_request(self, scope: Scope, receive: Receive, send: Send) -> None:
-        headers, path = dict(scope["headers"]), scope["path"]
-        site = self.keys.get(_read_key(headers), "")
-        body = b""
-        no = self._find_caller_problem(scope, headers, site)
-        if no is None:
-            read = await _read_body(receive, LARGEST if path == FLEET + "push-object" else SMALL)
-            body, no = read or b"", self._find_body_problem(path, read, site)
-        if no is not None:
-            status, noted, sentence = no
-            self.refused(site, noted)
-            await _send_text(send, status, sentence)
+        request, path = Request(scope, receive), scope["path"]
+        site, body = self.keys.get(_read_key(request), ""), b""
+        refusal = self._find_caller_problem(request, site)
+        if refusal is None:
+            read = await _read_body(request, MAX_OBJECT_BYTES if path == FLEET + "push-object" else MAX_REQUEST_BYTES)
+            body, refusal = read or b"", self._find_body_problem(path, read, site)
+        if refusal is not None:
+            status, note, sentence = refusal
+            self.refused(site, note)
+            await JSONResponse({"polyclinic": sentence}, status)(scope, receive, send)
             return
         if path == FLEET + "pull-messages":
             await self._wait_for_work(site)
@@ -118,48 +128,53 @@ class Gateway:
         if path == FLEET + "push-object":
             self.arrived()
 
-    async def _watch_response(self, send: Send, site: SiteId, event: MutableMapping[str, Any]) -> None:
-        """Flower has looked at the signature by now."""
+    async def _watch_response(self, send: Send, site: SiteId, event: Message) -> None:
+        """A response without an error means that Flower has verified the site's signature."""
         if event["type"] == "http.response.start" and event["status"] < 400:
             self.last_seen[site] = time.time()
         await send(event)
 
-    def _find_caller_problem(self, scope: Scope, headers: Mapping[bytes, bytes], site: SiteId) -> No | None:
-        """What is wrong with who is calling, and what for."""
-        if scope["method"] != "POST" or scope["path"] not in OPEN:
-            return 404, f"{scope['method'][:10]} {scope['path'][:60]!r} is not open to sites", "there is nothing here"
+    def _find_caller_problem(self, request: Request, site: SiteId) -> Refusal | None:
+        """Why this caller may not make this request, judged by its method, path and headers."""
+        method, path = request.method, request.scope["path"]
+        if method != "POST" or path not in OPEN_PATHS:
+            return 404, f"{method[:10]} {path[:60]!r} is not open to sites", "there is nothing here"
         if not site:
-            whose = self.former.get(_read_key(headers), "a key that is not registered")
-            return 403, whose, "its key is not registered, or was revoked; ask for a new kit"
-        theirs = headers.get(VERSION, b"").decode("ascii", "replace")[:40]
+            owner = self.former.get(_read_key(request), "a key that is not registered")
+            return 403, owner, "its key is not registered, or was revoked; ask for a new kit"
+        theirs = request.headers.get(VERSION, "")[:40]
         if theirs != self.version:
-            told = f"the server runs polyclinic {self.version}, this site {theirs or 'another program'}"
-            return 403, f"it runs polyclinic {theirs!r}, not {self.version}", f"{told}; install the server's version"
-        return self._find_name_problem(headers.get(NAMES, b"").decode("ascii", "replace")[:2000], site)
+            sentence = f"the server runs polyclinic {self.version}, this site {theirs or 'another program'}"
+            return (
+                403,
+                f"it runs polyclinic {theirs!r}, not {self.version}",
+                f"{sentence}; install the server's version",
+            )
+        return self._find_name_problem(request.headers.get(NAMES, "")[:2000], site)
 
-    def _find_name_problem(self, names: str, site: SiteId) -> No | None:
-        """A site whose settings are not those of its key: files of two kits were mixed, or a name was changed."""
-        federation, _, called = map(unquote, names.partition("/"))
-        for what, theirs, ours in (("site", called, site), ("federation", federation, self.federation)):
+    def _find_name_problem(self, names: str, site: SiteId) -> Refusal | None:
+        """Why the names in site.yaml are not those of the key: files of two kits are mixed, or a name was changed."""
+        federation, _, named = map(unquote, names.partition("/"))
+        for what, theirs, ours in (("site", named, site), ("federation", federation, self.federation)):
             if names and ours and theirs != ours:
-                told = f"its key is that of the {what} {ours}, but `{what}` in site.yaml is {theirs[:100]!r}"
-                return 403, f"it takes itself for the {what} {theirs[:100]!r}", f"{told}; use the files of one kit"
+                sentence = f"its key is that of the {what} {ours}, but `{what}` in site.yaml is {theirs[:100]!r}"
+                return 403, f"it calls itself the {what} {theirs[:100]!r}", f"{sentence}; use the files of one kit"
         return None
 
-    def _find_body_problem(self, path: str, body: bytes | None, site: SiteId) -> No | None:
-        """What is wrong with what is said."""
+    def _find_body_problem(self, path: str, body: bytes | None, site: SiteId) -> Refusal | None:
+        """Why this body is refused: it is too large (None), or is sent in the name of another site."""
         if path == FLEET + "push-object":
-            self.left[site] = self.left.get(site, 0) - len(body or b"")
-        if body is None or self.left.get(site, 0) < 0:
+            self.bytes_left[site] = self.bytes_left.get(site, 0) - len(body or b"")
+        if body is None or self.bytes_left.get(site, 0) < 0:
             return 413, "a request that is too large", "a request is larger than the server takes"
-        if path in SPOKEN and not self._is_sender(path, body, site):
+        if path in SENDER_PATHS and not self._is_sender(path, body, site):
             return 403, "a request in the name of another site", "a request in the name of another site"
         return None
 
     def _is_sender(self, path: str, body: bytes, site: SiteId) -> bool:
         try:
             return self.senders(path, body) <= {self.nodes[site]}
-        except Exception:  # whatever a parser says of a stranger's bytes
+        except Exception:  # a parser may raise anything on untrusted bytes
             return False
 
     async def _wait_for_work(self, site: SiteId) -> None:
@@ -171,45 +186,35 @@ class Gateway:
         event.clear()
 
 
-def _read_key(headers: Mapping[bytes, bytes]) -> bytes:
+def _read_key(request: Request) -> bytes:
     try:
-        return b64decode(headers.get(KEY, b""), validate=True)
+        return b64decode(request.headers.get(KEY, ""), validate=True)
     except ValueError:
         return b""
 
 
-async def _read_body(receive: Receive, most: int) -> bytes | None:
-    """The whole request, or None where it is longer than `most`."""
-    pieces: list[bytes] = []
-    held = 0
-    while True:
-        event = await receive()
-        if event["type"] == "http.disconnect":
-            return b""
-        pieces.append(event.get("body", b""))
-        held += len(pieces[-1])
-        if held > most:
-            return None
-        if not event.get("more_body", False):
-            return b"".join(pieces)
+async def _read_body(request: Request, limit: int) -> bytes | None:
+    """The whole body; None as soon as it exceeds `limit` bytes."""
+    body = bytearray()
+    try:
+        async for piece in request.stream():
+            body += piece
+            if len(body) > limit:
+                return None
+    except ClientDisconnect:
+        return b""
+    return bytes(body)
 
 
 def _replay_body(body: bytes, receive: Receive) -> Receive:
-    """The request as if nobody had read it yet."""
-    given = False
+    """A `receive` that delivers the body again, which has been read already."""
+    delivered = False
 
-    async def again() -> MutableMapping[str, Any]:
-        nonlocal given
-        if given:
+    async def replay() -> Message:
+        nonlocal delivered
+        if delivered:
             return await receive()
-        given = True
+        delivered = True
         return {"type": "http.request", "body": body, "more_body": False}
 
-    return again
-
-
-async def _send_text(send: Send, status: int, sentence: str) -> None:
-    body = json.dumps({"polyclinic": sentence}).encode()
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
+    return replay

@@ -1,14 +1,14 @@
-"""Sites elsewhere, over Flower 1.41: our messages and our loop; Flower carries the bytes and knows who is who.
+"""The server's side of Flower 1.41: an engine whose sites are Flower nodes, and the SuperLink that they connect to.
 
-At a site runs one long-lived process of ours. It speaks to the server by Flower's own client of its Fleet interface, as
-`flower-supernode` does, but asks for work at once instead of every 3 s, and answers from the installed package: the
-application that a server can ship with a run is never even fetched, so no foreign code can run (and nothing is
-imported anew for each message). At the server, Flower's SuperLink (the application that `flower-superlink` serves, kept
-in memory) runs inside the process of the round loop, behind `deploy.gate`; the loop reaches it through Flower's Grid
-without a way over HTTP. A site is known by the key that was registered for it, whatever it says of itself.
+The messages and the round loop are ours; Flower carries the bytes and authenticates the sites. At a site, a long-lived
+process of ours (`flower/client.py`) uses Flower's own client of the fleet interface, as `flower-supernode` does, but
+asks for work at once instead of every 3 s, and answers from the installed package. The application that a server can
+ship with a run is never fetched, so no foreign code can run. At the server, Flower's SuperLink (the application that
+`flower-superlink` serves, kept in memory) runs in the process of the round loop, behind `flower/gateway.py`; the loop
+calls it directly through Flower's Grid. A site is identified by the key registered for it, whatever it says of itself.
 
-This and `engines.flower_site` are the only modules that import flwr; its releases change these interfaces, so it is
-pinned to one.
+Only this folder and `federation/engines/flower_envelope.py` import flwr; its releases change these interfaces, so one
+version is pinned.
 """
 
 from __future__ import annotations
@@ -46,10 +46,11 @@ from flwr.superlink.grid import HttpGrid
 from flwr.superlink.main import create_app
 from flwr.superlink.servicer.runtime import runtime_handlers
 
-from polyclinic import __version__
-from polyclinic.core.contract import Failure, SiteId
+from polyclinic.core import __version__
 from polyclinic.core.errors import EngineError, Refused
-from polyclinic.deploy.flower.client import BEAT, NONCE
+from polyclinic.core.jobs import Failure
+from polyclinic.core.types import SiteId
+from polyclinic.deploy.flower.client import HEARTBEAT_SECONDS, NONCE
 from polyclinic.deploy.flower.gateway import Gateway
 from polyclinic.deploy.provisioning.certificates import read_public_key
 from polyclinic.federation.engines import Answer
@@ -59,64 +60,72 @@ from polyclinic.storage import messages as wire
 if TYPE_CHECKING:
     from polyclinic.deploy.provisioning.certificates import PublicKey
 
-TIMES = 5
-"""So often a site that goes away and comes back is asked the same; then it seems to be what it dies of."""
-LONGEST = 30 * 86_400.0
-"""Seconds after which Flower forgets a message; rounds have deadlines of their own."""
+MAX_ATTEMPTS = 5
+"""How often one message is sent to a site that keeps going away: the message itself may be what ends it."""
+MESSAGE_TTL = 30 * 86_400.0
+"""Seconds after which Flower drops a message; rounds have shorter deadlines of their own."""
 
 
 def build_message(data: bytes, node: int) -> Message:
-    """A message to a site. Flower calls things by their hash, and whoever knows the name of a message may answer it:
-    so a random end makes names that nobody can guess."""
-    return Message(pack_message(data + secrets.token_bytes(NONCE)), node, "query", ttl=LONGEST)
+    """Build a message to a site. Flower identifies a message by its hash and accepts a reply from anyone who knows it:
+    random bytes at the end make the hash impossible to guess."""
+    return Message(pack_message(data + secrets.token_bytes(NONCE)), node, "query", ttl=MESSAGE_TTL)
 
 
 class FlowerEngine:
-    """Sites behind a grid of Flower's, each known by its node. `patience`: seconds that one may be away and come back
-    before rounds go on without it."""
+    """Exchanges messages with sites that are Flower nodes.
+
+    Args:
+        grid: Flower's access to the SuperLink.
+        nodes: The node of each site.
+        patience: Seconds that a site may be away before a round goes on without it.
+    """
 
     def __init__(self, grid: Grid, nodes: Mapping[SiteId, int], patience: float = 30.0) -> None:
         self.grid, self.nodes, self.patience = grid, dict(nodes), patience
         self.away: dict[SiteId, float] = {}
-        """Since when sites have been away, from one exchange to the next."""
+        """When each absent site was first missed; kept from one exchange to the next."""
         self.pause: Callable[[float], object] = grid.wait_for_reply if isinstance(grid, LinkGrid) else time.sleep
 
     def exchange(
         self, round: int, sent: Mapping[SiteId, bytes], deadline: float | None
     ) -> Iterable[tuple[SiteId, Answer]]:
-        """Sites that come back within the round get their message again: what a site does for it has effect once."""
-        visit = _Exchange(self, sent, deadline)
+        """Send each site its message and yield the answers. A site that reconnects gets its message again; it answers
+        a repeated message with the same bytes."""
+        exchange = _Exchange(self, sent, deadline)
         try:
             for site in sent:
-                visit.send_message(site)
-            yield from visit.resend_or_give_up()
-            while visit.has_pending and not visit.is_expired:
-                yield from visit.collect_answers()
-                if time.monotonic() >= visit.looked + 1:
-                    yield from visit.resend_or_give_up()
-                if visit.has_pending:
+                exchange.send_message(site)
+            yield from exchange.resend_or_give_up()
+            while exchange.has_pending and not exchange.is_expired:
+                yield from exchange.collect_answers()
+                if time.monotonic() >= exchange.looked + 1:
+                    yield from exchange.resend_or_give_up()
+                if exchange.has_pending:
                     self.pause(0.2)
-            yield from ((site, Failure("late", f"no reply within {deadline:g} s")) for site in visit.close_expired())
+            yield from (
+                (site, Failure("late", f"no reply within {deadline:g} s")) for site in exchange.unanswered_sites()
+            )
         finally:
-            visit.withdraw_messages(list(visit.asked))
+            exchange.withdraw_messages(list(exchange.asked))
 
     def close(self) -> None:
-        """Hang up."""
+        """Close the connection to a SuperLink in another process."""
         if isinstance(self.grid, HttpGrid):
             self.grid.close()
 
 
 class _Exchange:
-    """One exchange under way."""
+    """The state of one call of `exchange`."""
 
     def __init__(self, engine: FlowerEngine, sent: Mapping[SiteId, bytes], deadline: float | None) -> None:
         self.engine, self.sent, self.deadline = engine, sent, deadline
         self.begun = self.looked = time.monotonic()
         self.asked: dict[str, SiteId] = {}
         self.absent: set[SiteId] = set()
-        """Sites that no message could reach so far."""
+        """Sites that are not connected and have not received their message."""
         self.since: dict[SiteId, str] = {}
-        """When each site had last come, as its message was sent."""
+        """When each site had last connected at the time its message was sent."""
         self.times: Counter[SiteId] = Counter()
 
     @property
@@ -145,7 +154,7 @@ class _Exchange:
         self.engine.away.setdefault(site, time.monotonic())
 
     def connected_nodes(self) -> dict[int, str]:
-        """Nodes that are there, and when each came."""
+        """The connected nodes, and when each connected."""
         return {node.node_id: node.last_activated_at for node in self.engine.grid.get_nodes()}
 
     def collect_answers(self) -> Iterable[tuple[SiteId, Answer]]:
@@ -166,30 +175,30 @@ class _Exchange:
         try:
             found = list(self.engine.grid.pull_messages([name]))
             return _read_reply(found[0]) if found else None
-        except Exception as error:  # a stranger's bytes, read by Flower: whatever that leads to is the site's failure
+        except Exception as error:  # Flower parses untrusted bytes: whatever that raises is the site's failure
             return Failure("refused", f"its reply could not be read ({type(error).__name__})")
 
     def resend_or_give_up(self) -> Iterable[tuple[SiteId, Answer]]:
-        """Who came back gets its message again; who stays away is given up."""
+        """Resend to sites that have reconnected; give up those that have been away too long."""
         self.looked, here = time.monotonic(), self.connected_nodes()
-        for site in self.close_expired():
+        for site in self.unanswered_sites():
             came = here.get(self.engine.nodes[site])
             if came is not None and (site in self.absent or came != self.since[site]):
-                if self.times[site] == TIMES:
+                if self.times[site] == MAX_ATTEMPTS:
                     self.withdraw_messages([name for name, of in self.asked.items() if of == site])
                     self.absent.discard(site)
-                    yield site, Failure("dead", f"it went away {TIMES} times while at work on this")
+                    yield site, Failure("dead", f"it went away {MAX_ATTEMPTS} times while at work on this")
                 else:
                     self.send_message(site)
             elif site in self.absent and self.looked >= self.engine.away[site] + self.engine.patience:
                 self.absent.remove(site)
                 yield site, Failure("dead", f"it has been away for {self.looked - self.engine.away[site]:.0f} s")
 
-    def close_expired(self) -> list[SiteId]:
+    def unanswered_sites(self) -> list[SiteId]:
         return list(dict.fromkeys([*self.asked.values(), *self.absent]))
 
     def withdraw_messages(self, names: Iterable[str]) -> None:
-        """What was asked under these names is no longer asked, and takes no room anywhere."""
+        """Expect no more answers to these messages, and delete them."""
         for name in names:
             del self.asked[name]
             if isinstance(self.engine.grid, LinkGrid):
@@ -206,7 +215,7 @@ def _read_reply(reply: Message) -> bytes | Failure:
     try:
         fields = wire.decode(data).fields
     except Refused:
-        return data  # whoever asked says what is wrong with it
+        return data  # the caller reports what is wrong with it
     if "failure" not in fields:
         return data
     words = "".join(letter if letter.isprintable() else " " for letter in str(fields.get("why", "")))
@@ -214,7 +223,7 @@ def _read_reply(reply: Message) -> bytes | Failure:
 
 
 class LinkGrid(HttpGrid):
-    """Flower's grid, straight to the SuperLink of this process."""
+    """Flower's grid, calling the SuperLink of this process without HTTP."""
 
     def __init__(self, link: SuperLink) -> None:
         super().__init__(token="none: nothing travels")
@@ -239,7 +248,7 @@ class LinkGrid(HttpGrid):
         link.gate.arrived = self.news.set
 
     def wait_for_reply(self, seconds: float) -> None:
-        """Until something of a reply comes."""
+        """Wait until a piece of a reply arrives, for at most so many seconds."""
         self.news.wait(seconds)
         self.news.clear()
 
@@ -252,9 +261,9 @@ class LinkGrid(HttpGrid):
         return names
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        """Replies that have come whole: one that comes slowly shall not keep others waiting."""
+        """The replies that have arrived completely, so that a slow one does not delay the others."""
         found: list[Message] = []
-        for name in filter(self._pull_complete, message_ids):
+        for name in filter(self._is_complete, message_ids):
             reply = self.link.state.message_ins_id_to_message_res_id.get(name)
             try:
                 found += super().pull_messages([name])
@@ -264,7 +273,7 @@ class LinkGrid(HttpGrid):
                 raise
         return found
 
-    def _pull_complete(self, name: str) -> bool:
+    def _is_complete(self, name: str) -> bool:
         reply = self.link.state.message_ins_id_to_message_res_id.get(name)
         if reply is None:
             return True
@@ -274,7 +283,7 @@ class LinkGrid(HttpGrid):
         return True
 
     def delete_message(self, name: str) -> None:
-        """A message, its reply, and all their pieces: Flower itself keeps those of messages that nobody took."""
+        """Delete a message, its reply and all their pieces; Flower itself keeps those that nobody fetched."""
         reply = self.link.state.message_ins_id_to_message_res_id.get(name)
         for thing in (name, reply):
             if thing is not None:
@@ -282,7 +291,7 @@ class LinkGrid(HttpGrid):
         self.link.state.delete_messages({name})
 
     def close(self) -> None:
-        """The link is closed by who opened it."""
+        """Nothing to close: the SuperLink belongs to whoever opened it."""
 
 
 class _RuntimeCalls:
@@ -292,19 +301,19 @@ class _RuntimeCalls:
 
 @dataclass
 class SuperLink:
-    """Flower's SuperLink in this process, with the sites' keys registered."""
+    """Flower's SuperLink in this process, behind the gateway, with the sites' public keys registered."""
 
     keys: Mapping[SiteId, Path]
-    """The public key of every site that may join."""
+    """The file of each site's public key."""
     host: str
     port: int
     certificate: tuple[Path, Path] | None
-    """Certificate and its key; None: without TLS."""
+    """The files of certificate and key; None serves without TLS."""
     refused: Callable[[SiteId, str], None] = lambda *_: None
     federation: str = ""
     nodes: dict[SiteId, int] = field(default_factory=dict)
-    withdrawn: Sequence[tuple[PublicKey, str]] = ()
-    """Keys that are no longer taken, and whose they were."""
+    revoked: Sequence[tuple[PublicKey, str]] = ()
+    """Revoked keys, each with a description of its owner."""
 
     def __enter__(self) -> SuperLink:
         app = create_app()
@@ -314,7 +323,7 @@ class SuperLink:
         for key, site in known.items():
             self.nodes[site] = self.state.create_node(NOOP_FLWR_AID, NOOP_ACCOUNT_NAME, key, 0, name=site)
         self._open_run()
-        former = {public_key_to_bytes(key): whose for key, whose in self.withdrawn}
+        former = {public_key_to_bytes(key): whose for key, whose in self.revoked}
         self.gate = Gateway(app, known, self.nodes, __version__, _read_senders, self.refused, self.federation, former)
         self._start_http_server()
         self.over = threading.Event()
@@ -322,11 +331,11 @@ class SuperLink:
         return self
 
     def connected_nodes(self) -> dict[int, str]:
-        """Nodes that are there, and when each came."""
+        """The connected nodes, and when each connected."""
         return {node.node_id: node.last_activated_at for node in self.state.get_node_info(statuses=[NodeStatus.ONLINE])}
 
     def _open_run(self) -> None:
-        """A run without an application: sites have theirs."""
+        """Create Flower's run without an application, since the sites have theirs."""
         self.run = self.state.create_run(
             None, None, None, {}, NOOP_FEDERATION_ID, None, NOOP_FLWR_AID, TaskType.SERVER_APP
         )
@@ -368,7 +377,7 @@ class SuperLink:
             time.sleep(0.02)
 
     def _refresh_heartbeats(self) -> None:
-        while not self.over.wait(BEAT):
+        while not self.over.wait(HEARTBEAT_SECONDS):
             self.state.acknowledge_task_heartbeat(self.task)
 
     def __exit__(self, *_: object) -> None:

@@ -1,8 +1,8 @@
-"""Certificates and keys: how they are made, and what is wrong with those that are there.
+"""Creates, reads and checks certificates and keys.
 
-The server shows a certificate that the federation's own authority signed (TLS). A site has no certificate: it signs its
-requests, and the server knows its public key. All keys are ECDSA on P-384. A site's are in OpenSSH's form, the only one
-that Flower reads; the others are PEM (PKCS #8).
+The server has a TLS certificate signed by the federation's own authority. A site has no certificate: it signs its
+requests, and the server knows its public key. All keys are ECDSA on P-384. A site's keys are in OpenSSH's format, the
+only one that Flower reads; the others are PEM (PKCS #8).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import yaml
 from polyclinic.core.errors import EngineError
 from polyclinic.deploy.config import is_loopback, parse_address
 
-with contextlib.suppress(ImportError):  # comes with the extra; `need_cryptography` says so in one sentence
+with contextlib.suppress(ImportError):  # comes with the extra; `require_cryptography` raises the error
     from cryptography import x509
     from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
     from cryptography.hazmat.primitives import hashes, serialization
@@ -34,9 +34,9 @@ if TYPE_CHECKING:
     Signer: TypeAlias = tuple[Certificate, PrivateKey]
 
 SKEW = timedelta(minutes=10)
-"""Certificates are good from a little before they were made, for machines whose clocks are late."""
+"""Certificates are valid from a little before they were made, for machines whose clocks are slow."""
 AUTHORITY_DAYS = 3660
-"""The authority outlives every certificate it signs, so that a new one of the server's troubles no site."""
+"""The authority outlives every certificate it signs, so that a new server certificate concerns no site."""
 SOON = timedelta(days=30)
 OPENSSH = b"-----BEGIN OPENSSH"
 NEW = "ask the coordinator for a new kit"
@@ -67,12 +67,12 @@ def encode_private_openssh(key: PrivateKey) -> bytes:
 
 
 def encode_public_openssh(key: PublicKey) -> bytes:
-    """Without a comment: sites' names may hold what a line of OpenSSH's may not."""
+    """The public key in OpenSSH's format, without a comment: not every site's name would be valid there."""
     return key.public_bytes(serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH) + b"\n"
 
 
 def key_fingerprint(line: bytes) -> str:
-    """Of a public key in OpenSSH's form, as `ssh-keygen -l` prints it."""
+    """The fingerprint of a public key in OpenSSH's format, as `ssh-keygen -l` prints it."""
     digest = hashlib.sha256(base64.b64decode(line.split()[1])).digest()
     return "SHA256:" + base64.b64encode(digest).decode().rstrip("=")
 
@@ -82,7 +82,7 @@ def key_file_fingerprint(path: Path) -> str:
 
 
 def certificate_fingerprint(certificate: x509.Certificate) -> str:
-    """As `openssl x509 -fingerprint -sha256` prints it."""
+    """The fingerprint as `openssl x509 -fingerprint -sha256` prints it."""
     return certificate.fingerprint(hashes.SHA256()).hex(":").upper()
 
 
@@ -91,7 +91,7 @@ def encode_certificate(certificate: x509.Certificate) -> bytes:
 
 
 def create_authority(federation: str, key: PrivateKey, now: datetime) -> x509.Certificate:
-    """The federation's own authority: it may sign servers' certificates, and no further authority's."""
+    """The certificate of the federation's authority, which may sign server certificates but no further authority."""
     name = _x509_name(federation)
     usage = _key_usage(signs_certificates=True)
     made = _certificate_builder(name, name, key.public_key(), now, now + timedelta(days=AUTHORITY_DAYS))
@@ -125,7 +125,7 @@ def _x509_name(text: str) -> x509.Name:
 
 
 def _server_names(host: str) -> list[x509.GeneralName]:
-    """What the server may be called; on one machine, by each of the machine's names for itself."""
+    """The names in the server's certificate: its host, and on one machine every name for the loopback interface."""
     found: dict[str, None] = {host: None}
     if is_loopback(host):
         found |= {"localhost": None, "127.0.0.1": None}
@@ -155,7 +155,7 @@ def read_certificate(path: Path) -> x509.Certificate:
 
 
 def read_private_key(path: Path) -> PrivateKey:
-    """A private key in either form, which nobody but its owner may read."""
+    """A private key in either format; raises `EngineError` if others can read the file."""
     data = _read_bytes(path)
     if path.stat().st_mode & 0o077:
         raise EngineError(f"others on this machine can read the private key {path}; run: chmod 600 {path}")
@@ -174,7 +174,7 @@ def read_public_key(path: Path) -> PublicKey:
 
 
 def read_revoked_keys(path: Path) -> list[tuple[PublicKey, str]]:
-    """Keys that are no longer taken, and whose they were, by revoked.yaml; what cannot be read of it is left out."""
+    """The keys in revoked.yaml, each with a description of its owner; unreadable entries are left out."""
     found: list[tuple[PublicKey, str]] = []
     with contextlib.suppress(OSError, UnicodeError, yaml.YAMLError, KeyError, TypeError):
         for row in yaml.safe_load(path.read_text(encoding="utf-8"))["revoked"]:
@@ -202,7 +202,7 @@ def _read_bytes(path: Path) -> bytes:
 
 
 def check_site_files(ca: Path, key: Path, now: datetime | None = None) -> None:
-    """Raise what is wrong with a site's files."""
+    """Raise `EngineError` if a site's certificate of the authority or its key cannot be used."""
     require_cryptography()
     check_authority(ca, read_certificate(ca), now or current_time())
     read_private_key(key)
@@ -211,7 +211,7 @@ def check_site_files(ca: Path, key: Path, now: datetime | None = None) -> None:
 
 
 def check_server_files(certificate: Path, key: Path, ca: Path, host: str, now: datetime | None = None) -> None:
-    """Raise what is wrong with the server's files."""
+    """Raise `EngineError` if the server's certificate, key or authority cannot be used."""
     require_cryptography()
     now = now or current_time()
     authority, shown = read_certificate(ca), read_certificate(certificate)

@@ -1,4 +1,4 @@
-"""What keys and certificates a folder of kits holds, and what is wrong with them."""
+"""Lists and checks the keys and certificates of a federation's kits (`polyclinic provision show`)."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
-from polyclinic.core.contract import SiteId
 from polyclinic.core.errors import EngineError
+from polyclinic.core.types import SiteId
 from polyclinic.deploy.provisioning import certificates
 from polyclinic.deploy.provisioning.provision import KitFolder
 
@@ -18,7 +18,7 @@ class InspectionRow:
     name: str
     fingerprint: str
     until: str
-    """The last day it is good; "" for a site's key, which has no end of its own."""
+    """The last day of validity; "" for a site's key, which does not expire."""
 
 
 @dataclass(frozen=True)
@@ -26,12 +26,13 @@ class Inspection:
     rows: tuple[InspectionRow, ...]
     revoked: tuple[dict[str, str], ...]
     warnings: tuple[str, ...]
-    """What ends within 30 days."""
+    """Certificates that expire within 30 days."""
     problems: tuple[str, ...]
-    """What keeps somebody out already."""
+    """Problems that keep a site from connecting now."""
 
 
 def inspect_kits(folder: Path, now: datetime | None = None) -> Inspection:
+    """List all keys and certificates in a folder of kits, with warnings and problems."""
     kits, now = KitFolder.open(folder), now or certificates.current_time()
     server = kits.folder / "server"
     shown = {"authority": kits.folder / "ca" / "ca.crt", "server": server / "server.crt"}
@@ -55,7 +56,7 @@ def _collect_problem(check: Callable[[], object]) -> Iterator[str]:
 
 
 def _check_authorities(kits: KitFolder) -> None:
-    """One authority everywhere; half-way through `rotate --all` there are two."""
+    """Raise `EngineError` unless all kits have one authority; an interrupted `rotate --all` leaves two."""
     ours = certificates.read_certificate(kits.folder / "ca" / "ca.crt")
     for place in (kits.folder / "server", *map(kits.site_folder, kits.federation.sites)):
         if certificates.read_certificate(place / "ca.crt") != ours:

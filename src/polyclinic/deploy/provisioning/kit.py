@@ -1,4 +1,7 @@
-"""What is in a kit: every file as bytes with its mode. Nothing here touches a disk or makes a key."""
+"""Builds the files of a kit, each as bytes with a mode; touches no disk and generates no key.
+
+`provision.py` writes them.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +17,13 @@ from importlib.metadata import distributions
 
 import yaml
 
-from polyclinic import __version__
-from polyclinic.core.contract import SiteId
+from polyclinic.core import __version__
+from polyclinic.core.types import SiteId
 from polyclinic.deploy.config import FederationConfig, join_host_port, site_folder_name
 
 FLWR = "1.41.0"
 SECRET, PLAIN, PROGRAM = 0o600, 0o644, 0o755
-SOURCE = "The versions come from a Python package index: PyPI, or your hospital's mirror of it (`PIP_INDEX_URL`)."
+SOURCE = "The versions come from a Python package index: PyPI, or your site's mirror of it (`PIP_INDEX_URL`)."
 CARRIED = (
     "polyclinic itself is the `.whl` file in this folder; what it needs comes from PyPI or a mirror (`PIP_INDEX_URL`)."
 )
@@ -33,12 +36,12 @@ class KitFile:
 
 
 Files = Mapping[str, KitFile]
-"""By path, relative to the kit."""
+"""The files of a kit, by path."""
 
 
 @dataclass(frozen=True)
 class Wheel:
-    """The package itself, for federations whose sites cannot get it from an index."""
+    """The package itself, for sites that cannot install it from an index."""
 
     name: str
     data: bytes
@@ -47,6 +50,7 @@ class Wheel:
 def build_site_kit(
     federation: FederationConfig, site: SiteId, ca: bytes, key: bytes, wheel: Wheel | None = None
 ) -> dict[str, KitFile]:
+    """A site's kit: its settings, the authority's certificate, its private key and how to start it."""
     folder = site_folder_name(site)
     words = _template_values(federation, wheel) | {
         "site": site,
@@ -81,7 +85,7 @@ def build_server_kit(
     sites: Mapping[SiteId, bytes],
     wheel: Wheel | None,
 ) -> dict[str, KitFile]:
-    """sites: the public key of each, in OpenSSH's form."""
+    """The server's kit; `sites`: the public key of each site in OpenSSH's format."""
     words = _template_values(federation, wheel) | {
         "role": "server",
         "place": "/opt/polyclinic/server",
@@ -121,24 +125,24 @@ def render_server_yaml(federation: FederationConfig) -> KitFile:
 
 
 def render_revoked_yaml(rows: list[dict[str, str]]) -> KitFile:
-    """Rows of site, date, why, fingerprint and key."""
+    """revoked.yaml; each row has site, date, why, fingerprint and key."""
     return _render_yaml({"revoked": rows})
 
 
 def zip_files(folder: str, files: Files) -> bytes:
-    """The same bytes for the same files, modes among them. Stored, since compressors differ between machines."""
+    """A zip with the same bytes for the same files and modes. Not compressed, since compressors differ."""
     held = io.BytesIO()
     with zipfile.ZipFile(held, "w", zipfile.ZIP_STORED) as archive:
         for name in sorted(files):
             entry = zipfile.ZipInfo(f"{folder}/{name}")
-            entry.create_system = 3  # Unix, where modes mean something
+            entry.create_system = 3  # Unix, so that modes are kept
             entry.external_attr = (0o100000 | files[name].mode) << 16
             archive.writestr(entry, files[name].data)
     return held.getvalue()
 
 
 def quote_yaml(text: str) -> str:
-    """Text as YAML has it: plain where that is safe."""
+    """The text as a YAML scalar, with quotes only where needed."""
     return yaml.safe_dump(text, allow_unicode=True, width=10**6).removesuffix("...\n").strip()
 
 
@@ -161,7 +165,7 @@ def _template_values(federation: FederationConfig, wheel: Wheel | None) -> dict[
 
 
 def _render_text(name: str, words: Mapping[str, str], mode: int = PLAIN) -> KitFile:
-    """A text of ours with its blanks, @{word}, filled in."""
+    """One of the texts in `deploy/texts`, with every @{word} filled in."""
     text = (resources.files("polyclinic.deploy") / "texts" / name).read_text(encoding="utf-8")
     return KitFile(re.sub(r"@\{(\w+)\}", lambda blank: words[blank[1]], text).encode(), mode)
 
@@ -175,7 +179,7 @@ def _join_lines(lines: list[str]) -> KitFile:
 
 
 def _pinned_versions(wheel: Wheel | None) -> dict[str, KitFile]:
-    """Exactly what may be installed: polyclinic and Flower by name, everything else as it is here."""
+    """requirements.txt and constraints.txt: the versions that are installed here."""
     ours = f"./{wheel.name}[flower]" if wheel else f"polyclinic[flower]=={__version__}"
     carried = {wheel.name: KitFile(wheel.data)} if wheel else {}
     return {
@@ -189,7 +193,7 @@ def _pinned_versions(wheel: Wheel | None) -> dict[str, KitFile]:
 
 @cache
 def _installed_versions() -> list[str]:
-    """`+cpu`, `+cu128` and the like name a build, which the site's own machine decides."""
+    """Versions without build names such as `+cu128`, which the site's own machine decides."""
     found = {re.sub(r"[-_.]+", "-", package.name).lower(): package.version.split("+")[0] for package in distributions()}
     for left_out in ("polyclinic", "pip", "flwr"):
         found.pop(left_out, None)

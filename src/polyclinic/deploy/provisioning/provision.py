@@ -1,13 +1,13 @@
-"""Kits for a federation: made once, as a whole; later single keys are renewed, withdrawn or added.
+"""Creates the kits of a federation, and later renews, revokes or adds single keys (`polyclinic provision`).
 
-    KITS/federation.yaml   who takes part now
+    KITS/federation.yaml   the sites that take part now
     KITS/ca/               the federation's authority; its key is in no kit
     KITS/server/           the server's kit
     KITS/sites/NAME/       a site's kit, and the same as NAME.zip
 
-Making is all or nothing: everything is written beside KITS and renamed. A later change replaces file by file, each
-whole or not at all; killed half-way, it leaves files that do not fit together, which `inspect` tells, and the same
-command again mends it.
+Creation is all or nothing: everything is written beside KITS and then renamed. A later change replaces file by file,
+each atomically; if it is killed half-way, `inspect.py` reports the files that do not match, and repeating the command
+repairs them.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from pathlib import Path
 
 import yaml
 
-from polyclinic import __version__
-from polyclinic.core.contract import SiteId
+from polyclinic.core import __version__
 from polyclinic.core.errors import DataError, EngineError, RecipeError, StoreError
+from polyclinic.core.types import SiteId
 from polyclinic.deploy.config import FederationConfig, site_folder_name
 from polyclinic.deploy.provisioning import certificates
 from polyclinic.deploy.provisioning.kit import (
@@ -41,7 +41,7 @@ from polyclinic.deploy.provisioning.kit import (
     render_server_yaml,
     zip_files,
 )
-from polyclinic.storage.run_files import explain_os_errors, lock_folder
+from polyclinic.storage.files import explain_os_errors, lock_folder
 
 OTHER = "make room or choose another folder, then try again"
 
@@ -59,7 +59,14 @@ def read_wheel(path: Path) -> Wheel:
 def provision_federation(
     federation: FederationConfig, out: Path, wheel: Wheel | None = None, now: datetime | None = None
 ) -> None:
-    """Make all keys, certificates and kits."""
+    """Create all keys, certificates and kits in the new folder `out`.
+
+    Args:
+        federation: federation.yaml.
+        out: The folder of the kits; it must not exist or be empty.
+        wheel: Is put into every kit, for sites without access to a package index.
+        now: The start of validity of the certificates.
+    """
     certificates.require_cryptography()
     if not federation.sites:
         raise RecipeError("a federation needs sites; add their names to federation.yaml: sites: [harbour, hill]")
@@ -122,7 +129,7 @@ def _site_files(site: SiteId, files: Files) -> dict[str, KitFile]:
 
 @contextmanager
 def _atomic_folder(out: Path) -> Iterator[Path]:
-    """A folder that becomes `out` when everything is in it, and vanishes if anything goes wrong."""
+    """A temporary folder that is renamed to `out` at the end, and deleted if anything fails."""
     out = out.absolute()
     building = out.with_name(f".{out.name}.{os.getpid()}.tmp")
     with explain_os_errors(out, remedy=OTHER):
@@ -137,7 +144,7 @@ def _atomic_folder(out: Path) -> Iterator[Path]:
 
 
 def _write_file(path: Path, file: KitFile) -> None:
-    """Whole or not at all, and a secret is never readable by others, not even for a moment."""
+    """Write a file atomically; a secret is never readable by others, not even for a moment."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     with explain_os_errors(path, remedy=OTHER):
@@ -156,7 +163,7 @@ def _write_file(path: Path, file: KitFile) -> None:
 
 @dataclass(frozen=True)
 class KitFolder:
-    """Kits that are there, to be changed by one process at a time."""
+    """The existing kits of a federation, which only one process may change at a time."""
 
     folder: Path
     federation: FederationConfig
@@ -192,14 +199,14 @@ class KitFolder:
 
 
 def rotate_site(folder: Path, site: SiteId, now: datetime | None = None) -> None:
-    """A new key pair; the old public key is listed as revoked."""
+    """Give a site a new key pair and revoke its old public key."""
     with lock_kits(folder) as kits:
         kits.check_known(site)
         _renew_site_key(kits, site, now or certificates.current_time())
 
 
 def rotate_server(folder: Path, now: datetime | None = None) -> None:
-    """A new key and certificate from the same authority: sites need nothing."""
+    """Give the server a new key and certificate from the same authority; the sites need nothing new."""
     with lock_kits(folder) as kits:
         now = now or certificates.current_time()
         path = kits.folder / "ca" / "ca.crt"
@@ -211,7 +218,7 @@ def rotate_server(folder: Path, now: datetime | None = None) -> None:
 
 
 def rotate_all(folder: Path, now: datetime | None = None) -> None:
-    """A new authority, a new certificate, new keys: every site needs its new kit."""
+    """Create a new authority, certificate and keys; every site needs its new kit."""
     with lock_kits(folder) as kits:
         now = now or certificates.current_time()
         key = certificates.generate_key()
@@ -225,7 +232,7 @@ def rotate_all(folder: Path, now: datetime | None = None) -> None:
 
 
 def revoke_site(folder: Path, site: SiteId, now: datetime | None = None) -> None:
-    """The server forgets the site's key; the kit that held it goes, and its zip."""
+    """Remove a site's key from the server, and delete the site's kit and zip."""
     with lock_kits(folder) as kits:
         kits.check_known(site)
         _list_revoked(kits, site, "revoked", now or certificates.current_time())
@@ -236,7 +243,7 @@ def revoke_site(folder: Path, site: SiteId, now: datetime | None = None) -> None
 
 
 def add_site(folder: Path, site: SiteId) -> None:
-    """A kit for one more site, or for one that was revoked: it gets a new key."""
+    """Create a kit with a new key, for a new site or one that was revoked."""
     with lock_kits(folder) as kits:
         if site in kits.federation.sites:
             raise DataError(f"{site} has a kit already; for a new key: polyclinic provision rotate {folder} {site}")
@@ -278,7 +285,7 @@ def _certify_server(kits: KitFolder, signer: certificates.Signer, now: datetime)
 
 
 def _renew_site_key(kits: KitFolder, site: SiteId, now: datetime) -> None:
-    """The old key is listed first: whatever happens next, it is known to be no longer good."""
+    """Replace a site's key. The old key is revoked first, so that it stays revoked whatever fails next."""
     _list_revoked(kits, site, "rotated", now)
     key = certificates.generate_key()
     _write_file(kits.public_key(site), KitFile(certificates.encode_public_openssh(key.public_key())))
@@ -289,7 +296,7 @@ def _renew_site_key(kits: KitFolder, site: SiteId, now: datetime) -> None:
 
 
 def _read_kit_files(kits: KitFolder, site: SiteId) -> dict[str, KitFile]:
-    """A kit as it lies there, with what was set in it, but without what a rehearsal in its folder has left."""
+    """A site's kit with its present settings, without files that a rehearsal in its folder has left."""
     wheels = [Wheel(path.name, path.read_bytes()) for path in kits.site_folder(site).glob("polyclinic-*.whl")]
     listed = build_site_kit(kits.federation, site, b"", b"", wheels[0] if wheels else None)
     there = {name: kits.site_folder(site) / name for name in listed}
@@ -311,7 +318,7 @@ def _list_revoked(kits: KitFolder, site: SiteId, why: str, now: datetime) -> Non
 
 
 def _register_sites(kits: KitFolder, sites: tuple[SiteId, ...]) -> None:
-    """The server's list first: that is where a revoked key does harm."""
+    """Write the list of sites; the server's first, since a revoked key does harm there."""
     federation = kits.federation.model_copy(update={"sites": sites})
     path = kits.folder / "server" / "server.yaml"
     settings = yaml.safe_load(path.read_bytes()) if path.exists() else None

@@ -1,4 +1,4 @@
-"""`site.yaml`: what a hospital says of itself, and what it lets others ask."""
+"""Reads `site.yaml`: a site's server, its data and what it allows. `polyclinic join` calls `SiteConfig.load`."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from pydantic import BaseModel, Field, ValidationError, field_validator
 
 from polyclinic.algorithms import ALGORITHMS
 from polyclinic.config.rules import format_suggestion
-from polyclinic.core.contract import SiteId
 from polyclinic.core.errors import DataError, RecipeError, StoreError
-from polyclinic.core.strict_yaml import read_yaml
+from polyclinic.core.strict_parsing import read_yaml
+from polyclinic.core.types import SiteId
 from polyclinic.data.sources.folder import clean_text
 from polyclinic.deploy.config import find_host_problem
 from polyclinic.deploy.site.policy import CLOSED, METRICS, PREDICTIONS, Allow, Budget
 from polyclinic.runs.sites import check_site_name
-from polyclinic.storage.run_files import ANOTHER, explain_os_errors, write_atomically
+from polyclinic.storage.files import ANOTHER, explain_os_errors, write_atomically
 
 OWN_FOLDER = "make room, or let this program's user write there; the folder is `folder` in site.yaml"
 
 
 @contextmanager
 def with_remedy() -> Iterator[None]:
-    """What the disk says, with the remedy that a site has."""
+    """Let errors of the disk name the remedy that a site has."""
     try:
         yield
     except StoreError as error:
@@ -35,7 +35,7 @@ def with_remedy() -> Iterator[None]:
 
 
 class SiteConfig(BaseModel):
-    """Once loaded, all its paths are absolute."""
+    """The keys of site.yaml; `load` makes all paths absolute."""
 
     model_config = CLOSED
     federation: str = Field(min_length=1)
@@ -45,14 +45,14 @@ class SiteConfig(BaseModel):
     ca: Path | None = None
     key: Path | None = None
     folder: Path = Path("state")
-    """What the site remembers, its log of releases, its ledger."""
+    """Holds the site's memory, its log of releases and its ledger."""
     insecure: bool = False
     data: dict[str, Path] = Field(default_factory=dict)
-    """Where the images lie that recipes speak of by name. No path ever leaves the site, and none comes in."""
+    """The path of each data set that recipes refer to by name. No path leaves the site, and none is accepted."""
     allow: Allow = Allow()
     budget: Budget | None = None
     device: str | None = None
-    """Where to compute; None: where the recipe says, if that can be had here."""
+    """Where to compute; None: where the recipe says, if that device is available here, else on the CPU."""
 
     @field_validator("server")
     @classmethod
@@ -89,7 +89,7 @@ class SiteConfig(BaseModel):
         return found.model_copy(update={**places, "data": data})
 
     def load_secret(self) -> int:
-        """256 random bits that never leave: noise is drawn from them, and marks are made with them."""
+        """256 random bits that never leave the site. They seed its noise and key the hash of its images."""
         path = self.folder / "secret"
         with explain_os_errors(self.folder):
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -100,12 +100,12 @@ class SiteConfig(BaseModel):
             return int(path.read_text(), 16)
         except (OSError, ValueError) as error:
             raise StoreError(
-                f"{path}, whence noise comes, cannot be read ({error}); remove it and begin anew"
+                f"{path}, which seeds the noise, cannot be read ({error}); remove it, and start runs anew"
             ) from None
 
 
 def config_warnings(config: SiteConfig) -> Iterator[str]:
-    """What is probably a slip, though it can be lived with: such a kind never leaves, such images are not found."""
+    """Settings that are probably mistakes but harmless: an unknown kind never leaves, missing images are not found."""
     kinds = {METRICS, PREDICTIONS, *(exchange.kind for made in ALGORITHMS.values() for exchange in made().exchanges)}
     for kind in config.allow.kinds:
         if kind not in kinds:

@@ -1,7 +1,8 @@
-"""A site's own images, as a recipe asks for them: found by name in site.yaml, divided as the simulation divides them.
+"""Loads a site's own images for a recipe, from the paths that site.yaml registers; `message_handler.py` calls it.
 
-Splits are drawn from a stream named by the site, so a site that has only its own rows gets the parts that it would have
-among all. A recipe's path is a name here and nothing else: a server cannot point at a file.
+Image files are decoded as in a simulation, by `data/loading` with `data/sources/decoder.py`. Splits are drawn from a
+stream named by the site, so a site that has only its own rows gets the parts that it would have among all. A path in a
+recipe is a name to look up in site.yaml and nothing else: a server cannot point at a file.
 """
 
 from __future__ import annotations
@@ -10,28 +11,27 @@ import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from polyclinic.config.recipe import Recipe
-from polyclinic.core.contract import SiteId, Stream
 from polyclinic.core.errors import DataError, Refused
-from polyclinic.data import DATASETS
-from polyclinic.data.datasets import SETS
+from polyclinic.core.rng import Stream
+from polyclinic.core.types import SiteId
+from polyclinic.data import DATASETS, NAMED_DATASETS
 from polyclinic.data.datasets.user_data import MultiOptions, UserDataOptions
-from polyclinic.data.loading.load import apply_task, load_collection
-from polyclinic.data.loading.options import ImageOptions
+from polyclinic.data.loading.image_options import ImageOptions
+from polyclinic.data.loading.loader import apply_task, load_collection
 from polyclinic.data.partitioning.dry_run import check_missing_fields
-from polyclinic.data.partitioning.federate import build_site_data
-from polyclinic.data.partitioning.partition import Natural
+from polyclinic.data.partitioning.partitions import Natural
+from polyclinic.data.partitioning.site_data import build_site_data
 from polyclinic.data.records import Listing, find_classes
 from polyclinic.deploy.site.config import SiteConfig
 from polyclinic.privacy.plan import largest_groups
 from polyclinic.runs.sites import FederatedDataset, load_sites
-from polyclinic.storage.run_files import explain_os_errors
+from polyclinic.storage.files import explain_os_errors
 
 
 def load_own_site(recipe: Recipe, config: SiteConfig, classes: Sequence[str] | None = None) -> FederatedDataset:
-    """This site alone as a consortium. classes: those of the run, where labels would name them otherwise."""
+    """Load the dataset of this site alone. `classes`: the run's, where the site's labels would give others."""
     spec, given = DATASETS[recipe.data.name], recipe.data.options
     if issubclass(spec.options, UserDataOptions):
         path = registered_path(str(given.get("path")), config)
@@ -42,13 +42,13 @@ def load_own_site(recipe: Recipe, config: SiteConfig, classes: Sequence[str] | N
     if issubclass(spec.options, MultiOptions):
         options = spec.options.model_validate(given)
         return _load_single_site(recipe, config.site, _select_site_parts(options, config), _link_data_folder(config))
-    if recipe.data.name in SETS:
+    if recipe.data.name in NAMED_DATASETS:
         registered_path(recipe.data.name, config)
     return _load_from_partition(recipe, config)
 
 
 def registered_path(name: str, config: SiteConfig) -> Path:
-    """Where the data lie that are called so here."""
+    """The path that site.yaml registers under this name."""
     if name not in config.data:
         raise Refused(
             "data",
@@ -61,7 +61,7 @@ def registered_path(name: str, config: SiteConfig) -> Path:
 
 
 def _load_single_site(recipe: Recipe, site: SiteId, options: ImageOptions, data: Path | None) -> FederatedDataset:
-    """From rows that are this site's own, whatever others have."""
+    """Load data whose rows are all this site's own."""
     partition, stream, spec = recipe.build_partition(), Stream(recipe.seed), DATASETS[recipe.data.name]
     if not isinstance(partition, Natural) or (partition.only and site not in partition.only):
         raise Refused(
@@ -81,13 +81,13 @@ def _load_single_site(recipe: Recipe, site: SiteId, options: ImageOptions, data:
 
 
 def select_site_rows(listing: Listing, site: SiteId) -> Listing:
-    """What a source lists of this site; all of it, where it says nothing of sites."""
+    """The rows of this site; all rows where the source names no sites."""
     if not any(record.site for record in listing.records):
         return replace(listing, records=tuple(replace(record, site=site) for record in listing.records))
-    own = tuple(record for record in listing.records if record.site in (site, ""))  # a silent one is refused later
+    own = tuple(record for record in listing.records if record.site in (site, ""))  # rows without a site fail later
     if not any(record.site == site for record in own):
         raise DataError(
-            f"No image of {listing.name} is said to come from site '{site}', though sites are named; correct the site "
+            f"No image of {listing.name} is from site '{site}', although the data name sites; correct the site "
             "column (or folders), leave it out if all images are this site's, or correct `site` in site.yaml."
         )
     if listing.declared:
@@ -96,7 +96,7 @@ def select_site_rows(listing: Listing, site: SiteId) -> Listing:
 
 
 def _select_site_parts(options: MultiOptions, config: SiteConfig) -> MultiOptions:
-    """Of several sets, those that become this site's images."""
+    """Of several sets, those that are this site's."""
     own = [part for part in options.parts if _belongs_to_site(config.site, part.site, part.pieces)]
     for part in own:
         registered_path(part.set, config)
@@ -110,28 +110,28 @@ def _belongs_to_site(site: SiteId, named: str, pieces: int) -> bool:
 
 
 def _link_data_folder(config: SiteConfig) -> Path:
-    """A data folder as named sets expect it, whatever their folders are called at this site."""
+    """A data folder with links under the names that public sets expect."""
     home = config.folder / "data"
     with explain_os_errors(home):
         home.mkdir(mode=0o700, parents=True, exist_ok=True)
         for name, path in config.data.items():
-            link = home / ((SETS[name].folder or name) if name in SETS else name)
-            if name in SETS and not (link.is_symlink() and link.readlink() == path):
+            link = home / ((NAMED_DATASETS[name].folder or name) if name in NAMED_DATASETS else name)
+            if name in NAMED_DATASETS and not (link.is_symlink() and link.readlink() == path):
                 link.unlink(missing_ok=True)
                 link.symlink_to(path)
     return home
 
 
 def _load_from_partition(recipe: Recipe, config: SiteConfig) -> FederatedDataset:
-    """Sets that are drawn, or that are public: all of it is here, and this site's part is taken."""
+    """Load a generated or public set as a whole, and take this site's part of it."""
     whole = load_sites(recipe, _link_data_folder(config))
     if config.site not in whole.sites:
         raise Refused("data", f"no part of this recipe's data is that of a site called {config.site}")
     return replace(whole, sites={config.site: whole.sites[config.site]}, held_out=None)
 
 
-def build_site_profile(dataset: FederatedDataset, site: SiteId, version: str, mark: str) -> dict[str, Any]:
-    """What a site says of its images: counts, classes and shape, and a mark by which to see that they changed."""
+def build_site_profile(dataset: FederatedDataset, site: SiteId, version: str, mark: str) -> dict[str, object]:
+    """What the server learns about a site's images: counts, classes, shape, and a keyed hash to detect changes."""
     own = dataset.sites[site]
     return {
         "version": version,

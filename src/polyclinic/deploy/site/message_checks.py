@@ -1,4 +1,7 @@
-"""What a server writes to a site, read with distrust: each message is what it should be, or `Refused`."""
+"""Reads a server's messages without trusting them: every field is what it should be, or `Refused` is raised.
+
+`message_handler.py` calls these functions before anything else happens with a message.
+"""
 
 from __future__ import annotations
 
@@ -6,46 +9,46 @@ import math
 import re
 from collections.abc import Mapping
 from functools import lru_cache
-from typing import Any
 
 import yaml
 
-from polyclinic import __version__
 from polyclinic.config.recipe import Recipe
-from polyclinic.core.contract import SiteId
+from polyclinic.core import __version__
 from polyclinic.core.errors import RecipeError, Refused
+from polyclinic.core.types import SiteId
 from polyclinic.data.splits import PARTS
 from polyclinic.deploy.site.participation import RunTerms
 from polyclinic.federation.site_runner import ORDER
+from polyclinic.federation.update_check import is_number
 from polyclinic.storage import messages
 
-MOST_RECIPE, DEEPEST = 1 << 16, 24
-"""Characters of a recipe, and how deep its keys may lie."""
+MAX_RECIPE_LENGTH, MAX_DEPTH = 1 << 16, 24
+"""The most characters of a recipe, and how deep its keys may be nested."""
 RUN = re.compile(r"[0-9A-Za-z_-]{1,64}")
-"""Names of runs become names of folders."""
+"""A run's identifier becomes the name of a folder."""
 
 
-def check_addressee(fields: Mapping[str, Any], site: SiteId) -> str:
-    """The purpose of a message that is for this site."""
+def check_addressee(fields: Mapping[str, object], site: SiteId) -> str:
+    """The purpose of a message; raises `Refused` if it is for another site."""
     if fields.get("site") != site:
         raise Refused("site", f"a message for {messages.format_untrusted(fields.get('site'))} reached {site}")
     return _read_text(fields, "purpose", 20)
 
 
-def read_run_id(fields: Mapping[str, Any]) -> str:
+def read_run_id(fields: Mapping[str, object]) -> str:
     run = _read_text(fields, "run", 64)
     if not RUN.fullmatch(run):
         raise Refused("run", "a run is named by letters, digits, '-' and '_'")
     return run
 
 
-def read_recipe(fields: Mapping[str, Any], site: SiteId) -> Recipe:
-    """The recipe that a message brings, from a server that runs what this site runs."""
+def read_recipe(fields: Mapping[str, object], site: SiteId) -> Recipe:
+    """The recipe in a message; raises `Refused` unless the server runs this site's version of polyclinic."""
     if (theirs := _read_text(fields, "version", 40)) != __version__:
         raise Refused(
             "version", f"the server runs polyclinic {theirs!r}, {site} {__version__!r}; install the same on both"
         )
-    recipe = _parse_recipe(_read_text(fields, "recipe", MOST_RECIPE))
+    recipe = _parse_recipe(_read_text(fields, "recipe", MAX_RECIPE_LENGTH))
     if fields.get("seed") != recipe.seed:
         raise Refused(
             "seed", f"the message has seed {messages.format_untrusted(fields.get('seed'))}, its recipe {recipe.seed}"
@@ -68,16 +71,16 @@ def _parse_recipe(text: str) -> Recipe:
 
 
 def _check_yaml_size(text: str) -> None:
-    """YAML of a few lines that would become billions, or that nests without end."""
+    """Raise `Refused` for YAML that expands without limit: with aliases, or nested too deeply."""
     depth = 0
     for event in yaml.parse(text, yaml.SafeLoader):
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-        if isinstance(event, yaml.AliasEvent) or depth > DEEPEST:
-            raise Refused("recipe", f"the recipe has YAML aliases, or keys more than {DEEPEST} deep; write it out")
+        if isinstance(event, yaml.AliasEvent) or depth > MAX_DEPTH:
+            raise Refused("recipe", f"the recipe has YAML aliases, or keys more than {MAX_DEPTH} deep; write it out")
 
 
-def read_terms(fields: Mapping[str, Any], site: SiteId) -> RunTerms:
-    """What a `begin` message says."""
+def read_terms(fields: Mapping[str, object], site: SiteId) -> RunTerms:
+    """The terms of a run, from its `begin` message."""
     recipe, classes = read_recipe(fields, site), fields.get("classes")
     if not isinstance(classes, list) or not all(isinstance(name, str) and len(name) <= 200 for name in classes):
         raise Refused("json", "classes are not a list of names")
@@ -90,14 +93,14 @@ def read_terms(fields: Mapping[str, Any], site: SiteId) -> RunTerms:
         return RunTerms(read_run_id(fields), recipe, *shape)
     if not isinstance(plan, dict):
         raise Refused("json", "the plan is not an object")
-    quiet = plan.get("metrics_noise")
+    metrics_noise = plan.get("metrics_noise")
     _read_int(plan, "holders", 1, 1 << 31)
-    told = math.inf if quiet is None else _read_number(plan, "metrics_noise")
-    return RunTerms(read_run_id(fields), recipe, *shape, _read_number(plan, "noise"), told)
+    metrics_noise = math.inf if metrics_noise is None else _read_number(plan, "metrics_noise")
+    return RunTerms(read_run_id(fields), recipe, *shape, _read_number(plan, "noise"), metrics_noise)
 
 
-def check_order(fields: Mapping[str, Any], recipe: Recipe, site: SiteId) -> None:
-    """An order of a round holds what the recipe says, and values that can be reckoned with."""
+def check_order(fields: Mapping[str, object], recipe: Recipe, site: SiteId) -> None:
+    """Raise `Refused` unless a round's order agrees with the recipe and all its numbers are in range."""
     if missing := ORDER - fields.keys():
         raise Refused("json", f"the order to {site} lacks {', '.join(sorted(missing))}")
     rounds = _read_int(fields, "rounds", recipe.rounds, recipe.rounds)
@@ -109,10 +112,10 @@ def check_order(fields: Mapping[str, Any], recipe: Recipe, site: SiteId) -> None
     if not isinstance(parts, list) or not all(part in PARTS for part in parts) or len(set(parts)) < len(parts):
         raise Refused("json", "parts are not among train, validation and test, each once")
     if fields["purpose"] == "train" and not set(parts) <= {"validation"}:
-        raise Refused("json", "rounds tell of validation images only")
+        raise Refused("json", "rounds report on validation images only")
 
 
-def _read_text(fields: Mapping[str, Any], name: str, most: int) -> str:
+def _read_text(fields: Mapping[str, object], name: str, most: int) -> str:
     value = fields.get(name)
     if not isinstance(value, str) or len(value) > most:
         raise Refused(
@@ -121,7 +124,7 @@ def _read_text(fields: Mapping[str, Any], name: str, most: int) -> str:
     return value
 
 
-def _read_int(fields: Mapping[str, Any], name: str, least: int, most: int) -> int:
+def _read_int(fields: Mapping[str, object], name: str, least: int, most: int) -> int:
     value = fields.get(name)
     if type(value) is not int or not least <= value <= most:
         wanted = f"{least}" if least == most else f"a whole number from {least} to {most}"
@@ -129,8 +132,8 @@ def _read_int(fields: Mapping[str, Any], name: str, least: int, most: int) -> in
     return value
 
 
-def _read_number(fields: Mapping[str, Any], name: str) -> float:
+def _read_number(fields: Mapping[str, object], name: str) -> float:
     value = fields.get(name)
-    if not messages.is_number(value) or value < 0:
+    if not is_number(value) or value < 0:
         raise Refused(name, f"{name} is {messages.format_untrusted(value)}, but should be a number, 0 or more")
     return float(value)

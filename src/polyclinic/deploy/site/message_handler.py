@@ -1,7 +1,8 @@
-"""The site's whole work: one message in, one message out, and nothing else leaves.
+"""Answers a server's messages at a site: one message in, one message out, and nothing else leaves the site.
 
-The desk never raises for anything that a server sent. What went wrong stands in the site's own log, in full; the server
-is told a sentence that holds no path, no file's name, no label, and nothing of a patient.
+`flower/client.py: SiteConnection` calls it for every message. It never raises for anything that a server sent. The
+details of a failure are written to the site's own log; the server gets a sentence without any path, file name, label
+or data of a patient. `policy.py` decides what may leave.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from polyclinic import __version__
 from polyclinic.config.recipe import Recipe
+from polyclinic.core import __version__
 from polyclinic.core.errors import DataError, PolyclinicError, Refused, StoreError
 from polyclinic.deploy.site.config import SiteConfig, with_remedy
 from polyclinic.deploy.site.images import build_site_profile, load_own_site
@@ -28,25 +29,26 @@ from polyclinic.deploy.site.policy import check_recipe, recipe_digest
 from polyclinic.deploy.site.release_log import FAILED, LOG, REFUSED, ReleaseLog, RotatingLog, timestamp
 from polyclinic.runs.sites import FederatedDataset
 from polyclinic.storage import messages
-from polyclinic.storage.run_files import DiskMemory, RamMemory, explain_os_errors, lock_folder, write_atomically
+from polyclinic.storage.files import explain_os_errors, lock_folder, write_atomically
+from polyclinic.storage.site_memory import DiskMemory, RamMemory
 
 CARD = "card"
-"""What a site says of itself: the one kind that no policy can keep back, for without it there is no run."""
+"""The kind of a site's description of its images. No policy withholds it: without it there is no run."""
 MOST_RUNS = 8
-"""Of which a site remembers something; a server that never ends any shall not fill the disk."""
+"""The most runs whose data a site keeps, so that a server that never ends one cannot fill the disk."""
 DIGEST = 64
 log = logging.getLogger(__name__)
 
 
 class SiteMessageHandler:
-    """Answers for one site. What must survive lies under `config.folder`: this object may be made anew at any time.
+    """Answers messages for one site. All lasting state is in `config.folder`, so the object can be rebuilt at any time.
 
-    `tell` says in a sentence, to whoever watches this site, what was asked, refused, and what failed."""
+    `report` is called with a sentence about every request, refusal and failure."""
 
     def __init__(self, config: SiteConfig, report: Callable[[str], None] = lambda _: None) -> None:
         self.config, self.site, self.report = config, config.site, report
         self.is_idle = True
-        """Whether no run is under way here."""
+        """Whether the site takes part in no run at the moment."""
         self.releases = ReleaseLog(config.folder)
         self.site_log = RotatingLog(config.folder / LOG)
         self._open: tuple[str, Participation] | None = None
@@ -55,7 +57,7 @@ class SiteMessageHandler:
             config.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     def answer_message(self, data: bytes) -> bytes:
-        """The reply to a message, or a failure with one sentence."""
+        """Return the reply to a message, or a failure with one sentence."""
         run = ""
         try:
             order = messages.decode(data)
@@ -75,12 +77,12 @@ class SiteMessageHandler:
             )
 
     def preview_releases(self, recipe: Recipe) -> list[ReleasePreview]:
-        """What would leave this site if the recipe ran, kind by kind; nothing leaves. Raises what the desk would."""
+        """List what would leave this site if the recipe ran, kind by kind; raises what a run would raise."""
         check_recipe(recipe, self.site, self.config.allow, self.config.budget)
         return self._rehearse_run(recipe, self._load_images(recipe)).preview_releases()
 
     def _rehearse_run(self, recipe: Recipe, own: FederatedDataset) -> Participation:
-        """A run with nobody else in it, priced, if the budget can pay it."""
+        """Take part in a run of this site alone, without training; raises `Refused` if the budget cannot pay for it."""
         terms = RunTerms("preview", recipe, own.classes, own.channels, own.size)
         part = Participation(self.config, terms, own, RamMemory())
         if part.account is not None:
@@ -105,7 +107,7 @@ class SiteMessageHandler:
     def _handle_enrol(self, order: messages.Message, data: bytes) -> bytes:
         del data
         recipe = self._read_allowed_recipe(order.fields)
-        self._images = None  # they may have changed since another run
+        self._images = None  # the images may have changed since another run
         own = self._load_images(recipe)
         if self.config.budget is not None and not self._is_recipe_running(recipe):
             self._rehearse_run(recipe, own)
@@ -115,7 +117,7 @@ class SiteMessageHandler:
         return reply
 
     def _handle_begin(self, order: messages.Message, data: bytes) -> bytes:
-        """Kept as it came: whatever happens to this process, the run goes on under these terms or not at all."""
+        """Join a run. The message is stored: after a restart the run continues under these terms, or not at all."""
         self._read_allowed_recipe(order.fields)
         terms = read_terms(order.fields, self.site)
         kept = self._run_folder(terms.run) / "begin.pcl"
@@ -128,13 +130,13 @@ class SiteMessageHandler:
             self._clear_oldest_runs()
             with explain_os_errors(kept):
                 kept.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            write_atomically(kept.with_name("images"), self._images_mark(part.dataset).encode())
+            write_atomically(kept.with_name("images"), self._images_mark(part.setup.dataset).encode())
             write_atomically(kept, data)
             self._write_log(f"began run {terms.run}: {terms.recipe.name!r:.100} ({terms.recipe.algorithm.name})")
         return self._encode_reply(terms.run, ready=True)
 
     def _handle_round(self, order: messages.Message, data: bytes) -> bytes:
-        """A round, or predictions. The same message again gets the same bytes again, and costs nothing."""
+        """Train for a round, or predict. A repeated message gets the same bytes again, and costs nothing."""
         fields, run = order.fields, read_run_id(order.fields)
         part = self._open_participation(run)
         check_order(fields, part.recipe, self.site)
@@ -165,13 +167,13 @@ class SiteMessageHandler:
         self._write_log(f"ended run {run}")
         return self._encode_reply(run, ended=True)
 
-    def _read_allowed_recipe(self, fields: Mapping[str, Any]) -> Recipe:
+    def _read_allowed_recipe(self, fields: Mapping[str, object]) -> Recipe:
         recipe = read_recipe(fields, self.site)
         check_recipe(recipe, self.site, self.config.allow, self.config.budget)
         return recipe
 
     def _open_participation(self, run: str) -> Participation:
-        """The run that goes on: as it is in memory, or as it was kept."""
+        """The participation in a run: from memory, or restored from its stored terms."""
         if self._open is not None and self._open[0] == run:
             return self._open[1]
         if not (self._run_folder(run) / "begin.pcl").exists():
@@ -179,7 +181,7 @@ class SiteMessageHandler:
         return self._join_run(self._load_terms(run))
 
     def _is_recipe_running(self, recipe: Recipe) -> bool:
-        """Whether a run of it goes on here, perhaps half paid already: whether the rest can be paid, `begin` looks."""
+        """Whether a run of this recipe has begun here; whether the rest of it can be paid for, `begin` checks."""
         for kept in (self.config.folder / "runs").glob("*/begin.pcl"):
             with contextlib.suppress(PolyclinicError):
                 if recipe_digest(self._load_terms(kept.parent.name).recipe) == recipe_digest(recipe):
@@ -194,7 +196,7 @@ class SiteMessageHandler:
             raise StoreError(
                 f"{path} cannot be read ({error}); remove its folder and have the run begun anew"
             ) from None
-        check_recipe(terms.recipe, self.site, self.config.allow, self.config.budget)  # it may have changed since
+        check_recipe(terms.recipe, self.site, self.config.allow, self.config.budget)  # the policy may have changed
         return terms
 
     def _join_run(self, terms: RunTerms) -> Participation:
@@ -208,7 +210,7 @@ class SiteMessageHandler:
         return self._open[1]
 
     def _check_images(self, own: FederatedDataset, terms: RunTerms) -> None:
-        """Images of other classes or another shape than the run's, or other images than it began with."""
+        """Raise `Refused` if the images have other classes or shapes than the run, or changed since it began."""
         if own.classes != terms.classes:
             ours, theirs = ", ".join(own.classes), ", ".join(terms.classes)
             raise Refused("data", f"{self.site}'s images have other classes than this run") from DataError(
@@ -222,7 +224,7 @@ class SiteMessageHandler:
             raise Refused("data", f"{self.site} has other images than when this run began; start it anew")
 
     def _load_images(self, recipe: Recipe, classes: Sequence[str] | None = None) -> FederatedDataset:
-        """The images, kept in memory from one message to the next."""
+        """Load the images, or return those of the previous message."""
         key, named = f"{recipe.seed}|{recipe.data.model_dump_json()}", None if classes is None else tuple(classes)
         if self._images is not None and self._images[0] == key:
             _, given, found = self._images
@@ -232,7 +234,7 @@ class SiteMessageHandler:
         return self._images[2]
 
     def _images_mark(self, own: FederatedDataset) -> str:
-        """By which the server sees that images changed, and nothing else."""
+        """A keyed hash that shows the server when the images change, and reveals nothing else."""
         secret = self.config.load_secret().to_bytes(32, "big")
         return hmac.new(secret, own.fingerprint.encode(), hashlib.sha256).hexdigest()
 
@@ -240,7 +242,7 @@ class SiteMessageHandler:
         return self.config.folder / "runs" / run
 
     def _clear_run_folder(self, folder: Path) -> None:
-        """All but what was filed for the site's own people to read."""
+        """Delete a run's data, except the scores that are kept for the site to read."""
         with explain_os_errors(folder):
             for path in folder.glob("*"):
                 if path.name == "memory" and any(path.glob("*/scores")):
@@ -272,7 +274,7 @@ class SiteMessageHandler:
         return f"{self.site} cannot do this; its own log says why"
 
     def _write_log(self, sentence: str, details: str = "") -> None:
-        """For the hospital alone. A disk that is full shall not keep the server from being told."""
+        """Write to the site's own log. A full disk must not prevent the reply to the server."""
         sentence = "".join(letter if letter.isprintable() else " " for letter in sentence)
         log.info("%s: %s", self.site, sentence)
         self.report(sentence)
@@ -281,7 +283,7 @@ class SiteMessageHandler:
 
 
 def _cached_reply(kept: Path, asked: str) -> bytes | None:
-    """The reply to the last message of its kind, if this is that message."""
+    """The stored reply, if this message is the last one of its kind again."""
     try:
         with open(kept, "rb") as file:
             if file.read(DIGEST) != asked.encode():

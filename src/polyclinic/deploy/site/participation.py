@@ -1,7 +1,9 @@
-"""One run at one site: its networks, its plan, its runner; what `Experiment` puts together for all sites at once.
+"""Takes part in one run at one site: trains and evaluates for the server, charges privacy, checks every reply.
 
-All streams are named as there, so that the bits are the same. What depends on others' images comes with the `begin`
-message (classes, shape, noise); first weights come with the orders, so no file that a recipe names is read here.
+`message_handler.py` creates a `Participation` from the `begin` message and calls it for every order. It is assembled by
+the same code as a simulation (`runs/assemble.py`), with the same random streams, so the bits are the same. Classes,
+shape and noise, which depend on other sites, come with the `begin` message; first weights come with the orders, so no
+file that a recipe names is read here. `policy.py` decides what may leave.
 """
 
 from __future__ import annotations
@@ -15,37 +17,38 @@ from functools import cached_property
 
 import torch
 
-from polyclinic.algorithms.base import WEIGHT_KINDS, Averaging
+from polyclinic.algorithms.base import WEIGHT_KINDS, Algorithm
 from polyclinic.algorithms.baselines.local import Local
 from polyclinic.algorithms.baselines.one_shot import OneShot
 from polyclinic.algorithms.wrappers.base import Wrapper
 from polyclinic.algorithms.wrappers.clustered import Clustered
+from polyclinic.config.identity import predicted_parts
 from polyclinic.config.recipe import Recipe
-from polyclinic.core.contract import Bundle, Federation, Stage, Stream
 from polyclinic.core.errors import EngineError, Refused
+from polyclinic.core.rng import Stream
+from polyclinic.core.types import Bundle
 from polyclinic.deploy.site.config import SiteConfig
 from polyclinic.deploy.site.policy import METRICS, PREDICTIONS, check_kinds, check_sent_kinds, image_report_kinds
 from polyclinic.deploy.site.privacy_account import PrivacyAccount
 from polyclinic.federation.engines.local import keep_freed_memory
-from polyclinic.federation.site_runner import SitePrivacyLimits, SiteRunner, drive_jobs
+from polyclinic.federation.site_runner import drive_jobs
 from polyclinic.privacy.plan import PrivacyPlan
-from polyclinic.reporting.privacy_statement import list_releases
-from polyclinic.reporting.run_folder import predicted_parts
-from polyclinic.runs.experiment import rules_of
-from polyclinic.runs.networks import build_network, build_networks, device_of, recipe_for_site, sites_on_device
-from polyclinic.runs.privacy_plan import bind_plan, noise_secret, placeholder_private, plan_transforms, privacy_limits
+from polyclinic.runs.assemble import RunSetup, assemble, rules_of
+from polyclinic.runs.networks import device_of, recipe_for_site
+from polyclinic.runs.privacy_plan import bind_plan, noise_secret
+from polyclinic.runs.privacy_record import list_releases
 from polyclinic.runs.sites import FederatedDataset
 from polyclinic.storage import messages
-from polyclinic.storage.run_files import SiteMemory
-from polyclinic.training.network import copy_module_weights, normalisation_names
+from polyclinic.storage.site_memory import SiteMemory
+from polyclinic.training.network import normalisation_names
 
-TOLD = {"report": METRICS, "scalars": "scalars"}
-"""What a reply's fields tell; scalars are a few numbers that an algorithm needs, such as how many steps it took."""
+FIELD_KINDS = {"report": METRICS, "scalars": "scalars"}
+"""The kinds of data in a reply's fields. Scalars are numbers that an algorithm needs, such as its number of steps."""
 
 
 @dataclass(frozen=True)
 class RunTerms:
-    """What a run asks of a site, as its `begin` message says it."""
+    """The terms of a run, from its `begin` message."""
 
     run: str
     recipe: Recipe
@@ -53,114 +56,90 @@ class RunTerms:
     channels: int
     size: int
     noise: float | None = None
-    """Of the server's privacy plan; None without one (or, before the run begins, where the site solves it itself) …"""
+    """The noise of the server's privacy plan; None without a plan, or in a preview, where the site computes it."""
     metrics_noise: float = math.inf
-    """… and the noise on metrics, where these are told as noised counts."""
+    """The noise on metrics, if they are reported as noised counts."""
 
     @cached_property
     def digest(self) -> str:
-        """A hash of all of it."""
+        """A hash of all terms."""
         priced = None if math.isinf(self.metrics_noise) else self.metrics_noise
-        said = [self.recipe.to_yaml(), self.classes, self.channels, self.size, self.noise, priced]
-        return hashlib.sha256(json.dumps([self.run, *said]).encode()).hexdigest()
+        values = [self.recipe.to_yaml(), self.classes, self.channels, self.size, self.noise, priced]
+        return hashlib.sha256(json.dumps([self.run, *values]).encode()).hexdigest()
 
 
-KEPT = "asked for, and kept back"
+WITHHELD = "asked for, and kept back"
 
 
 @dataclass(frozen=True)
 class ReleasePreview:
-    """One kind of thing that would leave the site, for people to read before anything does."""
+    """One kind of data that would leave the site, for people to review before a run."""
 
     kind: str
     when: str
     shapes: Mapping[str, tuple[int, ...]]
     bytes: int
-    """Each time; 0 where it depends on what is asked."""
+    """Each time; 0 if it depends on the request."""
     protection: str
     cluster: str = ""
     epsilon: float | None = None
-    """Of the whole run; None where nothing is promised."""
+    """Of the whole run; None without a guarantee."""
 
 
 class Participation:
-    """A run as this site plays it."""
+    """One run at this site.
+
+    Args:
+        config: site.yaml.
+        terms: The terms of the run.
+        dataset: This site's images.
+        memory: Where the site's memory of the run is kept.
+    """
 
     def __init__(self, config: SiteConfig, terms: RunTerms, dataset: FederatedDataset, memory: SiteMemory) -> None:
         self.config, self.terms, self.site = config, terms, config.site
         self.recipe = recipe = _choose_device(terms.recipe, config)
-        device = device_of(recipe)
         torch.set_num_threads(recipe.engine.threads)
         keep_freed_memory()
-        module = build_network(recipe, dataset)
-        self.lineup = build_networks(recipe, dataset, module, device)
-        self.dataset, self.holdings = dataset, sites_on_device(recipe, dataset, module, device)[0][self.site]
-        start = (
-            copy_module_weights(module)
-            if recipe.clusters
-            else next(iter(self.lineup.by_cluster.values())).copy_weights()
-        )
-        registered = {self.site: len(self.holdings.train)}
-        shape = self.lineup.shapes.get("", ())
-        self.federation = Federation(dataset.classes, registered, start, normalisation_names(module), shape)
-        self.plan = self._plan()
-        private = self.plan.private_options() if self.plan else None
-        self.algorithm: Averaging = self.lineup.wrap_algorithm(recipe.build_algorithm(private))
-        self.stages: list[Stage] = [*(plan_transforms(self.plan) if self.plan else ()), *recipe.build_stages()]
-        self.runner = SiteRunner(
-            self.site,
-            self.holdings,
-            self.algorithm,
-            self.lineup.with_student,
-            memory,
-            self.stages,
-            self._privacy_limits(),
-        )
+        self.setup = assemble(recipe, dataset, self._make_plan, site=self.site)
+        self.runner = self.setup.make_runner(self.site, memory, self._noise_secret())
 
-    def _plan(self) -> PrivacyPlan | None:
-        """The server's plan as far as it concerns this site: with its noise, priced by this site's own counts."""
-        wish, terms, site = self.recipe.privacy, self.terms, self.site
-        if wish is None:
-            return None
-        rehearsed = self.lineup.wrap_algorithm(self.recipe.build_algorithm(placeholder_private(wish)))
-        asked = wish if terms.noise is None else replace(wish, noise=terms.noise, epsilon=None, metrics="suppress")
-        plan = bind_plan(
-            asked,
-            rehearsed,
-            self.federation,
-            {site: self.holdings},
-            [site],
-            self.lineup.by_cluster,
-            replace(rules_of(self.recipe, ""), cohort=None),
-        )
-        if terms.noise is not None and wish.noise not in (None, terms.noise):
-            raise Refused("privacy", f"the recipe's noise is {wish.noise:g}, but that of the plan {terms.noise:g}")
-        if terms.noise is not None and (wish.metrics == "count") != math.isfinite(terms.metrics_noise):
+    def _make_plan(self, draft: RunSetup) -> PrivacyPlan:
+        """Return the server's plan for this site alone: with the server's noise, priced by this site's own counts."""
+        config, terms, site = draft.recipe.privacy, self.terms, self.site
+        assert config is not None
+        asked = config if terms.noise is None else replace(config, noise=terms.noise, epsilon=None, metrics="suppress")
+        rules, networks = replace(rules_of(draft.recipe, ""), cohort=None), draft.networks.by_cluster
+        plan = bind_plan(asked, draft.algorithm, draft.federation, draft.sites, networks, rules)
+        if terms.noise is not None and config.noise not in (None, terms.noise):
+            raise Refused("privacy", f"the recipe's noise is {config.noise:g}, but the plan's is {terms.noise:g}")
+        if terms.noise is not None and (config.metrics == "count") != math.isfinite(terms.metrics_noise):
             raise Refused("privacy", "noise on metrics is for plans whose metrics are noised counts, and for no others")
         if self.config.budget and plan.no_guarantee_reason:
-            raise Refused("budget", f"{site} has a privacy budget, and of this recipe nothing can be promised")
-        return plan if terms.noise is None else replace(plan, config=wish, metrics_noise=terms.metrics_noise)
+            raise Refused("budget", f"{site} has a privacy budget, and this recipe gives no privacy guarantee")
+        return plan if terms.noise is None else replace(plan, config=config, metrics_noise=terms.metrics_noise)
 
-    def _privacy_limits(self) -> SitePrivacyLimits | None:
-        """Noise from the site's own secret, named by all that a release depends on, the images among it."""
-        if self.plan is None:
+    def _noise_secret(self) -> Stream | None:
+        """Return the source of this site's noise, named by all that a release depends on, the images among it."""
+        config = self.recipe.privacy
+        if config is None:
             return None
-        secret = Stream(self.config.load_secret(), ("secret", self.terms.digest, self.dataset.fingerprint))
-        if self.plan.config.randomness == "seed":
-            secret = noise_secret(self.plan.config, self.recipe.seed, None)
-        return privacy_limits(self.plan, self.site, secret.child("site", self.site))
+        secret = Stream(self.config.load_secret(), ("secret", self.terms.digest, self.setup.dataset.fingerprint))
+        if config.randomness == "seed":
+            secret = noise_secret(config, self.recipe.seed, None)
+        return secret.child("site", self.site)
 
     @cached_property
     def account(self) -> PrivacyAccount | None:
-        """Its page in the site's ledger."""
-        if self.plan is None:
+        """The run's entries in the site's ledger; None without a privacy plan."""
+        if self.setup.plan is None:
             return None
-        run = f"{self.terms.run}-{self.terms.digest[:16]}-{self.dataset.fingerprint[:16]}"
+        run = f"{self.terms.run}-{self.terms.digest[:16]}-{self.setup.dataset.fingerprint[:16]}"
         cohorts = self.recipe.cohort is not None
-        return PrivacyAccount(self.config.folder, self.site, run, self.plan, self.config.budget, cohorts)
+        return PrivacyAccount(self.config.folder, self.site, run, self.setup.plan, self.config.budget, cohorts)
 
     def train(self, order: messages.Message) -> messages.Message:
-        """A round. It is charged before it is played, and what it gives is looked at once more before it leaves."""
+        """Train for a round, after charging it to the site's ledger. The caller then calls `check_reply`."""
         if order.fields["parts"]:
             check_kinds((METRICS,), self.site, self.config.allow)
         self.runner.check_order(order)
@@ -178,46 +157,46 @@ class Participation:
     def evaluate(self, order: messages.Message) -> messages.Message:
         check_kinds((PREDICTIONS,), self.site, self.config.allow)
         if "train" in order.fields["parts"] and "train" not in predicted_parts(self.recipe):
-            why = "are protected by a plan" if self.plan else "the recipe leaves out (evaluate.train: false)"
+            why = "are protected by a plan" if self.setup.plan else "the recipe leaves out (evaluate.train: false)"
             raise Refused("privacy", f"{self.site} was asked for predictions of training images, which {why}")
         self.runner.check_order(order)
         return self.runner.evaluate(order)
 
     def _check_complete(self, order: messages.Message) -> None:
-        """Weights that an order leaves out would stay in the network as they are, perhaps a site's own of a round
-        before. Where sites train alone there may be none at all: then they go on from what they remember."""
+        """Raise `Refused` unless an order has all weights: missing ones would keep their values of an earlier round.
+        Orders of algorithms without exchange may have none at all; then a site continues from its memory."""
         sent = order.tensors
         if not any(sent.get(kind) for kind in WEIGHT_KINDS) and isinstance(self._unwrapped_algorithm, Local | OneShot):
             return
         for kind in WEIGHT_KINDS:
             like, found = (
-                self.broadcast_templates[self.algorithm.cluster_from_broadcast(sent)].get(kind, {}),
+                self.broadcast_templates[self.setup.algorithm.cluster_from_broadcast(sent)].get(kind, {}),
                 sent.get(kind, {}),
             )
             if {n: (t.shape, t.dtype) for n, t in like.items()} != {n: (t.shape, t.dtype) for n, t in found.items()}:
                 raise Refused("shape", f"the {kind} sent to {self.site} has other names, shapes or types than its own")
 
     @property
-    def _unwrapped_algorithm(self) -> Averaging:
-        """The algorithm itself, without what is wrapped around it."""
-        algorithm = self.algorithm
+    def _unwrapped_algorithm(self) -> Algorithm:
+        """The algorithm inside all wrappers."""
+        algorithm = self.setup.algorithm
         while isinstance(algorithm, Wrapper):
             algorithm = algorithm.inner
         return algorithm
 
     def check_reply(self, reply: messages.Message) -> dict[str, int]:
-        """The kinds of a reply with their bytes, if all of it was agreed."""
+        """The kinds of a reply with their bytes; raises `Refused` if it has more than was agreed."""
         sent = {kind: _count_bytes(group) for kind, group in reply.tensors.items()}
         fields = reply.fields
-        told = {kind: len(json.dumps(fields[key])) for key, kind in TOLD.items() if fields.get(key)}
-        asked = {METRICS: told.get(METRICS, 0)} if "report" in fields else {PREDICTIONS: sent.get(PREDICTIONS, 0)}
-        beside = {kind: size for kind, size in told.items() if kind == METRICS}
+        reported = {kind: len(json.dumps(fields[key])) for key, kind in FIELD_KINDS.items() if fields.get(key)}
+        asked = {METRICS: reported.get(METRICS, 0)} if "report" in fields else {PREDICTIONS: sent.get(PREDICTIONS, 0)}
+        beside = {kind: size for kind, size in reported.items() if kind == METRICS}
         check_sent_kinds({**sent, **beside}, {**self.byte_limits, **asked}, self.site, self.config.allow)
-        return {**sent, **told}
+        return {**sent, **reported}
 
     @cached_property
     def byte_limits(self) -> dict[str, int]:
-        """By kind, the most bytes that the algorithm sends in a round."""
+        """The most bytes of each kind that the algorithm sends in a round."""
         found: dict[str, int] = {}
         for like in self.update_templates.values():
             for kind, group in like.items():
@@ -226,18 +205,20 @@ class Participation:
 
     @cached_property
     def update_templates(self) -> dict[str, Bundle]:
-        """By cluster, what an update looks like as it leaves."""
+        """For each cluster an update of the right names and shapes, as it leaves the site."""
         found = {}
         for cluster, received in self.broadcast_templates.items():
-            like: Bundle = {e.kind: self._initial_states[cluster].get(e.like, {}) for e in self.algorithm.exchanges}
-            for stage in self.stages:
+            like: Bundle = {
+                e.kind: self._initial_states[cluster].get(e.like, {}) for e in self.setup.algorithm.exchanges
+            }
+            for stage in self.setup.transforms:
                 like = stage.encode(like, received, Stream(0))
             found[cluster] = like
         return found
 
     @cached_property
     def broadcast_templates(self) -> dict[str, Bundle]:
-        """By cluster, what a site that is new there is sent; only its looks count, the values are the server's."""
+        """For each cluster what a new site is sent; only names and shapes matter, the values are the server's."""
         return {
             cluster: self._inner_algorithm.broadcast(state, self.site)
             for cluster, state in self._initial_states.items()
@@ -245,29 +226,30 @@ class Participation:
 
     @cached_property
     def _initial_states(self) -> dict[str, Bundle]:
-        """By cluster, the server's state as if this site were in it, alone."""
-        known = self.federation
+        """For each cluster the server's state as if this were its only site."""
+        known = self.setup.federation
         return {
             cluster: self._inner_algorithm.init(
                 replace(
                     known,
                     initial=live.copy_weights(),
                     norms=normalisation_names(live.module),
-                    features=self.lineup.shapes[cluster],
+                    features=self.setup.networks.shapes[cluster],
                 )
             )
-            for cluster, live in self.lineup.by_cluster.items()
+            for cluster, live in self.setup.networks.by_cluster.items()
         }
 
     @property
-    def _inner_algorithm(self) -> Averaging:
-        return self.algorithm.inner if isinstance(self.algorithm, Clustered) else self.algorithm
+    def _inner_algorithm(self) -> Algorithm:
+        return self.setup.algorithm.inner if isinstance(self.setup.algorithm, Clustered) else self.setup.algorithm
 
     def preview_releases(self) -> list[ReleasePreview]:
-        """All that would leave."""
-        words = {row["kind"]: row["protection"] for row in list_releases(self.plan, self.algorithm.exchanges)}
-        cost = self.plan.epsilon if self.plan is not None and self.plan.has_guarantee else None
-        optional = {e.kind for e in self.algorithm.exchanges if e.optional}
+        """List everything that would leave the site."""
+        setup = self.setup
+        words = {row.kind: row.protection for row in list_releases(setup.plan, setup.algorithm.exchanges)}
+        cost = self.setup.plan.epsilon if self.setup.plan is not None and self.setup.plan.has_guarantee else None
+        optional = {e.kind for e in self.setup.algorithm.exchanges if e.optional}
         rows = [
             ReleasePreview(
                 kind,
@@ -284,28 +266,29 @@ class Participation:
         ]
         if image_report_kinds(self.recipe):
             rows.append(ReleasePreview(METRICS, "every evaluated round", {}, 0, words[METRICS], epsilon=cost))
-        counts = {part: len(getattr(self.holdings, part)) for part in predicted_parts(self.recipe)}
+        counts = {part: len(getattr(self.setup.sites[self.site], part)) for part in predicted_parts(self.recipe)}
         *most, last = (f"{count} {'training' if part == 'train' else part}" for part, count in counts.items())
-        each = 4 * len(self.dataset.classes) + 16  # probabilities in float32, a label and a patient's number
+        each = 4 * len(self.setup.dataset.classes) + 16  # probabilities in float32, a label and a patient's number
         why = f"of {', '.join(most)} and {last} images, each with its label; no plan protects it"
         size = sum(counts.values()) * each
         if PREDICTIONS not in self.config.allow.kinds:
             return [
                 *rows,
-                ReleasePreview(PREDICTIONS, KEPT, {}, 0, "does not leave: allow.kinds in site.yaml lacks it"),
+                ReleasePreview(PREDICTIONS, WITHHELD, {}, 0, "does not leave: allow.kinds in site.yaml lacks it"),
             ]
         return [*rows, ReleasePreview(PREDICTIONS, "after the last round, of each model", {}, size, why)]
 
 
 def _choose_device(recipe: Recipe, config: SiteConfig) -> Recipe:
-    """Where the site says nothing of a device, and the recipe's is not to be had, on the CPU."""
+    """The recipe with the device of site.yaml, else its own; the CPU if that is not available here."""
     found = recipe_for_site(recipe, config.device or recipe.engine.device)
     try:
         device_of(found)
     except EngineError:
         if config.device is not None:
             raise EngineError(
-                f"the device {config.device!r} is not to be had here; correct `device` in site.yaml, or leave it out"
+                f"the device {config.device!r} is not available on this machine; correct `device` in site.yaml, or "
+                "leave it out"
             ) from None
         return recipe_for_site(recipe, "cpu")
     return found

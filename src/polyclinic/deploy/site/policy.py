@@ -1,4 +1,9 @@
-"""What a hospital lets leave: which algorithms, recipes and kinds, at what privacy. A server can only ask for less."""
+"""Decides what may leave a site: algorithms, recipes, kinds of data, privacy (`allow` and `budget` in site.yaml).
+
+This is the only place of that decision. `message_handler.py` calls it before the images are read (`check_recipe`), and
+`participation.py` before a round, before predictions, and on every reply (`check_sent_kinds`). A server can ask for
+less than the policy allows, never for more.
+"""
 
 from __future__ import annotations
 
@@ -10,30 +15,30 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from polyclinic.algorithms import ALGORITHMS
+from polyclinic.config.identity import identity
 from polyclinic.config.recipe import Recipe
 from polyclinic.config.rules import format_suggestion
-from polyclinic.core.contract import SiteId
 from polyclinic.core.errors import Refused
+from polyclinic.core.types import SiteId
 from polyclinic.privacy.plan import PrivacyConfig, Unit
-from polyclinic.reporting.run_folder import identity
 
 CLOSED = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 METRICS, PREDICTIONS = "metrics", "predictions"
-"""Kinds that no algorithm sends: what a site tells of its validation images every round, and of each image at last."""
+"""Kinds that no algorithm declares: metrics on validation images in every round, and predictions at the end."""
 Mark = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 
 
 class Allow(BaseModel):
-    """`allow` in site.yaml. What is not named is not allowed."""
+    """`allow` in site.yaml. Anything it does not name is forbidden."""
 
     model_config = CLOSED
     algorithms: Literal["all"] | tuple[str, ...] = ()
     recipes: tuple[Mark, ...] = ()
-    """SHA-256 of the only recipes that may run (`recipe_mark`); (): any with an allowed algorithm."""
+    """SHA-256 of the only recipes that may run (`recipe_digest`); (): every recipe with an allowed algorithm."""
     kinds: tuple[str, ...] = ()
-    """What may leave: kinds that algorithms send (model, buffers, features …), metrics, predictions."""
+    """Kinds of data that may leave: those that algorithms send (model, buffers, features …), metrics, predictions."""
     seeded_noise: bool = False
-    """For rehearsals: noise may be drawn from the recipe's seed, so that whoever knows the seed can remove it."""
+    """For rehearsals: noise may be drawn from the recipe's seed. Anyone who knows the seed can remove that noise."""
 
     @field_validator("algorithms")
     @classmethod
@@ -45,7 +50,7 @@ class Allow(BaseModel):
 
 
 class Budget(BaseModel):
-    """`budget` in site.yaml: the most that all runs together may cost a record of this site."""
+    """`budget` in site.yaml: the largest ε that all runs together may spend on a record of this site."""
 
     model_config = CLOSED
     unit: Unit = "image"
@@ -54,30 +59,33 @@ class Budget(BaseModel):
 
 
 def recipe_digest(recipe: Recipe) -> str:
-    """What a site allows when it allows a recipe: all that decides the rounds; where the server keeps books is not."""
-    wish = recipe.privacy and replace(recipe.privacy, ledger=None)
-    return hashlib.sha256(identity(recipe.model_copy(update={"privacy": wish})).encode()).hexdigest()
+    """The SHA-256 by which site.yaml allows a recipe: of every key that affects a round, except the ledger's path."""
+    privacy = recipe.privacy and replace(recipe.privacy, ledger=None)
+    return hashlib.sha256(identity(recipe.model_copy(update={"privacy": privacy})).encode()).hexdigest()
 
 
 def image_report_kinds(recipe: Recipe) -> tuple[str, ...]:
-    """What rounds tell beside what the algorithm sends."""
+    """The kinds that rounds report about images in addition to what the algorithm sends."""
     silent = recipe.privacy is not None and recipe.privacy.metrics == "suppress"
     return (METRICS,) if recipe.evaluate.forgetting or (recipe.evaluate.every and not silent) else ()
 
 
 def check_recipe(recipe: Recipe, site: SiteId, allow: Allow, budget: Budget | None) -> None:
-    """Refuse what this site does not take part in, before its images are looked at."""
+    """Raise `Refused` if the site does not allow this recipe. Its images are not read for that."""
     name = recipe.algorithm.name
     if recipe.methods:
         raise Refused("policy", "the recipe compares several methods; send that of one method")
     if recipe.build_algorithm().pooled:
         raise Refused("policy", f"{name} needs all sites' images in one place, and {site}'s stay where they are")
     if allow.algorithms != "all" and name not in allow.algorithms:
-        raise Refused("policy", f"{site} does not allow the algorithm {name}; allow.algorithms in its site.yaml would")
-    if allow.recipes and recipe_digest(recipe) not in allow.recipes:
+        raise Refused(
+            "policy", f"{site} does not allow the algorithm {name}; add it to allow.algorithms in the site's site.yaml"
+        )
+    if allow.recipes and (digest := recipe_digest(recipe)) not in allow.recipes:
         raise Refused(
             "policy",
-            f"{site} does not allow this recipe, whose mark is {recipe_digest(recipe)}; see allow.recipes there",
+            f"{site} does not allow this recipe, whose digest is {digest}; add it to allow.recipes in the site's "
+            "site.yaml",
         )
     kinds = [exchange.kind for exchange in recipe.build_algorithm().exchanges]
     check_kinds((*kinds, *image_report_kinds(recipe)), site, allow)
@@ -85,14 +93,17 @@ def check_recipe(recipe: Recipe, site: SiteId, allow: Allow, budget: Budget | No
 
 
 def check_kinds(kinds: tuple[str, ...], site: SiteId, allow: Allow) -> None:
+    """Raise `Refused` if one of these kinds may not leave the site."""
     for kind in kinds:
         if kind not in allow.kinds:
             remedy = "; set evaluate.every: 0 (and forgetting: false)" if kind == METRICS else ""
-            raise Refused("policy", f"{site} does not let {kind} leave; allow.kinds in its site.yaml would{remedy}")
+            raise Refused(
+                "policy", f"{site} does not let {kind} leave; add it to allow.kinds in the site's site.yaml{remedy}"
+            )
 
 
-def _check_privacy(wish: PrivacyConfig | None, site: SiteId, allow: Allow, budget: Budget | None) -> None:
-    if wish is not None and wish.randomness == "seed" and not allow.seeded_noise:
+def _check_privacy(privacy: PrivacyConfig | None, site: SiteId, allow: Allow, budget: Budget | None) -> None:
+    if privacy is not None and privacy.randomness == "seed" and not allow.seeded_noise:
         raise Refused(
             "policy",
             f"the recipe draws its noise from a seed that the server knows, which {site} does not allow; set "
@@ -100,18 +111,18 @@ def _check_privacy(wish: PrivacyConfig | None, site: SiteId, allow: Allow, budge
         )
     if budget is None:
         return
-    if wish is None:
+    if privacy is None:
         raise Refused("budget", f"{site} has a privacy budget, and this recipe no privacy plan; add `privacy`")
-    if wish.unit != budget.unit:
+    if privacy.unit != budget.unit:
         raise Refused("budget", f"{site} counts privacy by {budget.unit}; set privacy.unit: {budget.unit}")
-    if wish.unit == "site" and wish.at == "server":
-        raise Refused("budget", f"{site} counts only on noise of its own; set privacy.at: site")
-    if wish.metrics == "open":
+    if privacy.unit == "site" and privacy.noise_at == "server":
+        raise Refused("budget", f"{site} trusts only noise that it adds itself; set privacy.noise_at: site")
+    if privacy.metrics == "open":
         raise Refused("budget", f"metrics would leave {site} as they are; set privacy.metrics: suppress or count")
 
 
 def check_sent_kinds(sent: Mapping[str, int], agreed: Mapping[str, int], site: SiteId, allow: Allow) -> None:
-    """The last look at a reply: its kinds, and the bytes of each, are no others than were agreed."""
+    """Raise `Refused` unless a reply holds allowed kinds only, each with no more bytes than agreed. The last check."""
     check_kinds(tuple(kind for kind, size in sent.items() if size), site, allow)
     for kind, size in sent.items():
         if size > agreed.get(kind, 0):

@@ -1,4 +1,7 @@
-"""What left a site, for the hospital to read: `releases.jsonl`, a line per reply, and the site's own log."""
+"""Writes the logs that a site keeps for itself: `releases.jsonl`, a line for every reply, and `site.log`.
+
+`message_handler.py` writes them; `polyclinic site` reads them.
+"""
 
 from __future__ import annotations
 
@@ -11,24 +14,24 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from polyclinic.storage.run_files import append_durably, explain_os_errors
+from polyclinic.storage.files import append_durably, explain_os_errors
 
 MOST = 4 << 20
-"""Bytes of a file before a new one is begun."""
+"""The bytes after which a new file is begun."""
 KEPT = 4
-"""Files that are kept beside the one that is written."""
+"""How many older files are kept."""
 LOG, REFUSED, FAILED = "site.log", "refused", "failed"
-"""The site's own log, and how its lines begin that tell of trouble."""
+"""The file of the site's own log, and the words with which lines about problems begin."""
 
 
 class RotatingLog:
-    """A text file of lines that never outgrows the disk: `name.jsonl`, before it `name.1.jsonl`, and so on."""
+    """A text file that is rotated: `name.jsonl` is the newest, then `name.1.jsonl`, and so on."""
 
     def __init__(self, path: Path, most: int = MOST, kept: int = KEPT) -> None:
         self.path, self.most, self.kept = path, most, kept
 
     def append_line(self, line: str) -> None:
-        """Synced before it returns."""
+        """Append a line, and sync it to disk before returning."""
         with explain_os_errors(self.path.parent):
             self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             if self.path.exists() and self.path.stat().st_size + len(line) >= self.most:
@@ -46,13 +49,13 @@ class RotatingLog:
         return self.path.with_suffix(f".{number}{self.path.suffix}")
 
     def read_lines(self) -> list[str]:
-        """All that is kept, the oldest first."""
+        """All lines, the oldest first."""
         paths = [*(self._rotated_path(number) for number in range(self.kept, 0, -1)), self.path]
         return [line for path in paths if path.exists() for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def _is_torn(path: Path) -> bool:
-    """Whether a process was killed in the middle of a line."""
+    """Whether the last line is incomplete because its process was killed."""
     if not path.exists() or not path.stat().st_size:
         return False
     with open(path, "rb") as file:
@@ -61,10 +64,10 @@ def _is_torn(path: Path) -> bool:
 
 
 class ReleaseLog:
-    """One line for every reply with anything in it."""
+    """`releases.jsonl`: one line for every reply that carries data."""
 
     def __init__(self, folder: Path, most: int = MOST) -> None:
-        self.book = RotatingLog(folder / "releases.jsonl", most)
+        self.log = RotatingLog(folder / "releases.jsonl", most)
 
     def record_release(
         self,
@@ -77,8 +80,8 @@ class ReleaseLog:
         epsilon: float | None,
         repeated: bool = False,
     ) -> None:
-        """Before `data` leaves. epsilon: of all that this site has released so far; None: nothing protects this."""
-        row: dict[str, Any] = {
+        """Record a reply before it leaves. `epsilon`: of all releases of the site so far; None without a guarantee."""
+        row: dict[str, object] = {
             "time": timestamp(),
             "run": run,
             "round": round,
@@ -88,19 +91,19 @@ class ReleaseLog:
             "epsilon": "unprotected" if epsilon is None else _finite_or_none(epsilon),
             "sha256": hashlib.sha256(data).hexdigest(),
         }
-        self.book.append_line(json.dumps(row | ({"repeated": True} if repeated else {}), allow_nan=False))
+        self.log.append_line(json.dumps(row | ({"repeated": True} if repeated else {}), allow_nan=False))
 
     def read_entries(self) -> list[dict[str, Any]]:
-        """All that can be read: a process that was killed may have left half a line."""
+        """All complete entries: a killed process may have left an incomplete one."""
         found = []
-        for line in self.book.read_lines():
+        for line in self.log.read_lines():
             with suppress(ValueError):
                 found.append(json.loads(line))
         return found
 
 
 def last_trouble(folder: Path) -> tuple[str, str] | None:
-    """What a site last refused, or failed at: when, and the sentence. None: nothing, as far as its log goes back."""
+    """The time and the sentence of the last refusal or failure in the site's log; None if it has none."""
     for line in reversed(RotatingLog(folder / LOG).read_lines()):
         when, _, sentence = line.partition(" ")
         if sentence.startswith((f"{REFUSED}, ", f"{FAILED}, ")):

@@ -6,7 +6,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
 
-from polyclinic.core.contract import Failure, SiteId
+from polyclinic.core.jobs import Failure
+from polyclinic.core.types import SiteId
 from polyclinic.storage.messages import Message
 
 Answer: TypeAlias = bytes | Message | Failure

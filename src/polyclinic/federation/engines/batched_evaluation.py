@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import torch
 
-from polyclinic.core.contract import Bundle, Part, Score, SiteId, Tensors
+from polyclinic.core.jobs import Score
+from polyclinic.core.types import Bundle, Part, SiteId, Tensors
 from polyclinic.data.examples import Selection
 from polyclinic.federation.site_runner import SiteRunner
 from polyclinic.training.fit import score
@@ -19,7 +20,7 @@ RECENT = 8
 
 
 class BatchedEvaluation:
-    """Predictions of one round. When a second site asks with the weights of a first, all others are answered too."""
+    """Cached predictions of one round. When a second site uses the same weights as a first, all sites are computed."""
 
     def __init__(self, runners: Sequence[SiteRunner]) -> None:
         self.runners = runners
@@ -46,7 +47,7 @@ class BatchedEvaluation:
 
 
 def predict_batched(runners: Sequence[SiteRunner], weights: Bundle, part: Part) -> dict[SiteId, Tensors]:
-    """The sites' predictions in one pass, of every image once; {} where their images do not lie in one place."""
+    """Return the sites' predictions from one pass over all images; {} where these are not in one tensor."""
     held = {runner.name: getattr(runner.images, part) for runner in runners}
     parts = [examples for examples in held.values() if isinstance(examples, Selection)]
     if not parts or len(parts) < len(held) or any(examples.shared is not parts[0].shared for examples in parts):

@@ -1,7 +1,7 @@
-"""Sites in this process, one after another; or shared out to worker processes, each with its own threads.
+"""Engines on this machine: sites run one after another in this process, or in parallel in worker processes.
 
 Workers are forked, so they share the images; bytes travel over pipes, nothing is pickled. Any worker may serve any
-site, since what a site remembers lies on disk.
+site, since the memory of sites is on disk.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ from typing import TypeVar
 
 import torch
 
-from polyclinic.core.contract import Failure, SiteId
 from polyclinic.core.errors import PolyclinicError, Refused, StoreError
+from polyclinic.core.jobs import Failure
+from polyclinic.core.types import SiteId
 from polyclinic.federation.engines import Answer
 from polyclinic.federation.mailbox import Outbox
 from polyclinic.federation.site_runner import SiteRunner
@@ -32,15 +33,15 @@ T = TypeVar("T")
 
 
 def try_answer(runner: SiteRunner, data: bytes) -> bytes | Failure:
-    """A site's answer, or why it has none. Only errors with a sentence are the site's; bugs surface.
+    """Return a site's encoded reply, or its failure. Only our own errors are failures of a site; bugs surface.
 
-    All sites remember in the run's own folder: where that fails, the run stops, rather than go on without the site.
+    A `StoreError` ends the run: the memory of all sites is in the run's folder, so none of them could go on.
     """
     return call_or_failure(lambda: runner.answer(data))
 
 
 def call_or_failure(call: Callable[[], T]) -> T | Failure:
-    """What the deed gives, or the site's failure."""
+    """Return what `call` returns, or the failure of the site that it runs."""
     try:
         return call()
     except StoreError:
@@ -52,7 +53,7 @@ def call_or_failure(call: Callable[[], T]) -> T | Failure:
 
 
 def message_for(sent: Mapping[SiteId, bytes], site: SiteId) -> Message:
-    """A site's order, without a way over bytes if it can be had."""
+    """Return a site's order; the round loop's own messages need no decoding."""
     return sent.in_process_message(site) if isinstance(sent, Outbox) else decode(sent[site])
 
 
@@ -69,7 +70,7 @@ def keep_freed_memory() -> None:
 
 
 class LocalEngine:
-    """In this process. `threads` is what PyTorch may use; one makes results independent of the machine's cores."""
+    """Runs sites in this process. `threads` for PyTorch: with 1, results do not depend on the number of cores."""
 
     def __init__(self, runners: Mapping[SiteId, SiteRunner], threads: int = 1) -> None:
         self.runners = runners
@@ -90,7 +91,7 @@ class LocalEngine:
 
 
 class WorkerEngine:
-    """The same runners in `workers` forked processes; a free worker takes the next site."""
+    """Runs sites in `workers` forked processes; a free worker takes the next site."""
 
     def __init__(self, runners: Mapping[SiteId, SiteRunner], workers: int, threads: int = 1) -> None:
         keep_freed_memory()
@@ -110,7 +111,7 @@ class WorkerEngine:
             self.processes.append(process)
 
     def _serve_pipe(self, pipe: Connection, threads: int) -> None:
-        """A worker's life: a site's number and a message in, a reply or a failure out, until the pipe closes."""
+        """Serve one worker: read a site's number and a message, write a reply or a failure, until the pipe closes."""
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         for ours in self.pipes:
             ours.close()  # or this worker would keep its own pipe open and never see that the parent is gone
@@ -159,7 +160,7 @@ class WorkerEngine:
 
 
 def answer_or_failure(runner: SiteRunner, data: bytes) -> tuple[str, bytes]:
-    """What a worker hands back: "reply", the kind of failure, "store" or "bug"; and the reply, or words about it."""
+    """Return the kind of result ("reply", a kind of failure, "store" or "bug"), and the reply or a sentence."""
     try:
         answer = try_answer(runner, data)
     except StoreError as error:
@@ -170,7 +171,7 @@ def answer_or_failure(runner: SiteRunner, data: bytes) -> tuple[str, bytes]:
 
 
 def parse_worker_reply(kind: str, payload: bytes, place: str) -> bytes | Failure:
-    """What `answer_or_failure` handed back from a place: what would end the run in this process ends it, too."""
+    """Return what `answer_or_failure` returned in another process; raises what would have ended the run there."""
     if kind == "reply":
         return payload
     words = payload.decode()

@@ -1,10 +1,11 @@
-"""A scripted engine, public: for tests of algorithms, of the round loop, and of what goes wrong on a network."""
+"""A scripted engine for tests of algorithms, of the round loop, and of failures of a network."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from polyclinic.core.contract import Failure, SiteId
+from polyclinic.core.jobs import Failure
+from polyclinic.core.types import SiteId
 
 Answer = Callable[[SiteId, bytes], bytes | Failure]
 

@@ -1,8 +1,8 @@
-"""Many sites as one batch on one device: all sites' `local` generators are driven in step, jobs that fit run together.
+"""Many sites as one batch on one device.
 
-Sites whose next jobs have one shape (model, objective, optimiser) train as a stack (`learning.stacked`); any other job
-runs one by one, as on the local engine, and the ledger says why. Either way a site's numbers are those of the local
-engine, up to rounding.
+The `local` generators of all sites advance in step. Sites whose next jobs are alike (model, objective, optimiser) train
+as a stack (`training.stacked`); any other job runs by itself, and the ledger says why. Either way results are those of
+the local engine, up to rounding.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from typing import Any, Literal
 
 import torch
 
-from polyclinic.core.contract import Failure, Fit, Fitted, Job, SiteId, Tensors, Work
+from polyclinic.core.jobs import Failure, Fit, Fitted, Job, Work
+from polyclinic.core.types import SiteId, Tensors
 from polyclinic.federation.engines import Answer
 from polyclinic.federation.engines.batched_evaluation import BatchedEvaluation
 from polyclinic.federation.engines.local import call_or_failure, keep_freed_memory, message_for
@@ -27,12 +28,12 @@ from polyclinic.training.stacked.memory import max_stack_size
 
 Compile = Literal["auto", "always", "never"]
 WORTH_COMPILING = 120.0
-"""Seconds that stacks would yet take uncompiled. Compiling takes about half a minute and doubles their speed."""
+"""Remaining seconds of stacked training from which compiling pays: it takes half a minute and doubles the speed."""
 
 
 @dataclass
 class StackedSite:
-    """A site's round under way."""
+    """A site's round in progress."""
 
     runner: SiteRunner
     site_round: SiteRound
@@ -46,17 +47,17 @@ class StackedSite:
 
 
 class StackedEngine:
-    """In this process, on one device."""
+    """Runs sites in this process on one device, stacked where possible."""
 
     def __init__(
         self,
         runners: Mapping[SiteId, SiteRunner],
         threads: int = 1,
-        most: int | None = None,
+        max_stack: int | None = None,
         compile: Compile = "auto",
     ) -> None:
-        """`most`: sites in one stack; None: as many as the device's memory holds."""
-        self.runners, self.max_stack, self.compile = runners, most, compile
+        """`max_stack`: sites in one stack; None: as many as fit into the device's memory."""
+        self.runners, self.max_stack, self.compile = runners, max_stack, compile
         self.compiling, self.rounds = compile == "always", 0
         self.uncompiled = ""
         """Why compiling did not work."""
@@ -69,139 +70,150 @@ class StackedEngine:
     def exchange(
         self, round: int, sent: Mapping[SiteId, bytes], deadline: float | None
     ) -> Iterable[tuple[SiteId, Answer]]:
-        guests: dict[SiteId, StackedSite] = {}
-        foresight = BatchedEvaluation([self.runners[site] for site in sent])
+        active: dict[SiteId, StackedSite] = {}
+        batched = BatchedEvaluation([self.runners[site] for site in sent])
         for site in sent:
-            begun = call_or_failure(partial(self._begin_site, sent, site, foresight))
+            begun = call_or_failure(partial(self._begin_site, sent, site, batched))
             if isinstance(begun, StackedSite):
-                guests[site] = begun
+                active[site] = begun
             else:
                 yield site, begun
-        left = max((guest.site_round.site.rounds - round for guest in guests.values()), default=0)
+        left = max((stacked.site_round.site.rounds - round for stacked in active.values()), default=0)
         spent = 0.0
-        while guests:
-            for together in self._group_jobs(guests):
+        while active:
+            for together in self._group_jobs(active):
                 began = time.perf_counter()
-                results = call_or_failure(partial(self._run_jobs, [guests[site] for site in together]))
+                results = call_or_failure(partial(self._run_jobs, [active[site] for site in together]))
                 spent += time.perf_counter() - began
-                yield from self._advance_sites(guests, together, results)
+                yield from self._advance_sites(active, together, results)
         self._consider_compiling(spent * left)
 
     def close(self) -> None:
         """Nothing to release."""
 
     def _begin_site(
-        self, sent: Mapping[SiteId, bytes], site: SiteId, foresight: BatchedEvaluation
+        self, sent: Mapping[SiteId, bytes], site: SiteId, batched: BatchedEvaluation
     ) -> StackedSite | Message:
         runner = self.runners[site]
         order = message_for(sent, site)
         runner.check_order(order)
-        predict = partial(foresight.predict, runner)
+        predict = partial(batched.predict, runner)
         if order.fields["purpose"] == "evaluate":
             return runner.evaluate(order, predict)
-        visit = runner.begin_round(order, predict)
-        work = runner.start_local(visit)
+        site_round = runner.begin_round(order, predict)
+        work = runner.start_local(site_round)
         try:
-            return StackedSite(runner, visit, work, next(work))
+            return StackedSite(runner, site_round, work, next(work))
         except StopIteration as end:  # a site that has nothing to do this round
             update, memory = end.value
-            return runner.finish_round(visit, update, memory)
+            return runner.finish_round(site_round, update, memory)
 
-    def _group_jobs(self, guests: Mapping[SiteId, StackedSite]) -> list[list[SiteId]]:
-        """Sites whose next jobs run as one, in stacks that fit into memory; the others alone."""
+    def _group_jobs(self, active: Mapping[SiteId, StackedSite]) -> list[list[SiteId]]:
+        """Return the sites whose next jobs run together, in stacks that fit into memory; other sites by themselves."""
         stacks: dict[Any, list[SiteId]] = {}
         known: dict[int, Any] = {}
-        for site, guest in guests.items():
-            stacks.setdefault(self._stack_key(site, guest, known), []).append(site)
+        for site, stacked in active.items():
+            stacks.setdefault(self._stack_key(site, stacked, known), []).append(site)
         groups = []
         for key, members in stacks.items():
-            first = guests[members[0]]
-            if len(members) == 1 < len(guests) and isinstance(first.job, Fit):
+            first = active[members[0]]
+            if len(members) == 1 < len(active) and isinstance(first.job, Fit):
                 first.unstacked_reason = first.unstacked_reason or "no other site's job was like it"
             size = self._stack_capacity(key, first) if len(members) > 1 else 1
             groups += [members[start : start + size] for start in range(0, len(members), size)]
         return groups
 
-    def _stack_key(self, site: SiteId, guest: StackedSite, known: dict[int, Any]) -> Any:
-        if not isinstance(guest.job, Fit):
+    def _stack_key(self, site: SiteId, stacked: StackedSite, known: dict[int, Any]) -> Any:
+        if not isinstance(stacked.job, Fit):
             return site
-        reason = why_not_stackable(guest.job, guest.runner.network) or self._unstackable.get(guest.job.sequence, "")
-        guest.unstacked_reason = reason or guest.unstacked_reason
+        reason = why_not_stackable(stacked.job, stacked.runner.network) or self._unstackable.get(
+            stacked.job.sequence, ""
+        )
+        stacked.unstacked_reason = reason or stacked.unstacked_reason
         # Weights of one shape may belong to networks that differ, as in how much they drop.
-        return site if reason else (*job_signature(guest.job, guest.site_round.site, known), id(guest.runner.network))
+        return (
+            site
+            if reason
+            else (*job_signature(stacked.job, stacked.site_round.site, known), id(stacked.runner.network))
+        )
 
-    def _stack_capacity(self, key: Any, guest: StackedSite) -> int:
-        """How many such jobs one stack may hold."""
+    def _stack_capacity(self, key: Any, stacked: StackedSite) -> int:
+        """Return how many such jobs one stack may hold."""
         sequence, training, whole, _, *shapes = key  # whatever the learning rate
         kind = sequence, training, whole, *shapes
         if kind not in self._rooms:
             try:
-                self._rooms[kind] = max_stack_size(_stack_member(guest), guest.runner.network)
+                self._rooms[kind] = max_stack_size(_stack_member(stacked), stacked.runner.network)
             except RuntimeError:  # an objective that fails here fails in training too, where it is told
                 return self.max_stack or len(self.runners)
         return min(self._rooms[kind], self.max_stack or self._rooms[kind])
 
-    def _run_jobs(self, guests: Sequence[StackedSite]) -> list[Fitted | Tensors]:
-        """The next job of each."""
-        first = guests[0]
-        if len(guests) == 1:
+    def _run_jobs(self, active: Sequence[StackedSite]) -> list[Fitted | Tensors]:
+        """Run the next job of each site and return the results."""
+        first = active[0]
+        if len(active) == 1:
             return [first.runner.run_job(first.job, first.site_round, first.number)]
         try:
-            found = fit_stacked([_stack_member(guest) for guest in guests], first.runner.network, self.compiling)
+            found = fit_stacked([_stack_member(stacked) for stacked in active], first.runner.network, self.compiling)
         except torch._dynamo.exc.TorchDynamoException as error:  # no compiler here, or one that cannot do this
             self.compile, self.compiling = "never", False
             self.uncompiled = str(error).strip().partition("\n")[0][:160] or type(error).__name__
-            return self._run_jobs(guests)
+            return self._run_jobs(active)
         except NotStackableError as error:
             assert isinstance(first.job, Fit)
             self._unstackable[first.job.sequence] = str(error)
-            for guest in guests:
-                guest.unstacked_reason = str(error)
-            return [guest.runner.run_job(guest.job, guest.site_round, guest.number) for guest in guests]
+            for stacked in active:
+                stacked.unstacked_reason = str(error)
+            return [stacked.runner.run_job(stacked.job, stacked.site_round, stacked.number) for stacked in active]
         except torch.OutOfMemoryError:
             torch.cuda.empty_cache()
-            self.max_stack = half = (len(guests) + 1) // 2
-            return [*self._run_jobs(guests[:half]), *self._run_jobs(guests[half:])]
-        for guest in guests:
-            guest.stack_size = max(guest.stack_size, len(guests))
+            self.max_stack = half = (len(active) + 1) // 2
+            return [*self._run_jobs(active[:half]), *self._run_jobs(active[half:])]
+        for stacked in active:
+            stacked.stack_size = max(stacked.stack_size, len(active))
             if self.uncompiled:
-                guest.unstacked_reason = (
-                    guest.unstacked_reason or f"stacked, but it could not be compiled: {self.uncompiled}"
+                stacked.unstacked_reason = (
+                    stacked.unstacked_reason or f"stacked, but it could not be compiled: {self.uncompiled}"
                 )
         return [*found]
 
     def _advance_sites(
-        self, guests: dict[SiteId, StackedSite], sites: Sequence[SiteId], results: Sequence[Fitted | Tensors] | Failure
+        self, active: dict[SiteId, StackedSite], sites: Sequence[SiteId], results: Sequence[Fitted | Tensors] | Failure
     ) -> Iterator[tuple[SiteId, Answer]]:
-        """Send results into the sites' generators, and hand in those that are done."""
+        """Send results into the sites' generators, and yield the replies of sites that are done."""
         for number, site in enumerate(sites):
             ended: Answer | None = results if isinstance(results, Failure) else None
             if not isinstance(results, Failure):
-                ended = call_or_failure(partial(self._advance_site, guests[site], results[number]))
+                ended = call_or_failure(partial(self._advance_site, active[site], results[number]))
             if ended is not None:
-                del guests[site]
+                del active[site]
                 yield site, ended
 
-    def _advance_site(self, guest: StackedSite, result: Fitted | Tensors) -> Message | None:
-        """The site's reply if that was its last job, else None."""
+    def _advance_site(self, stacked: StackedSite, result: Fitted | Tensors) -> Message | None:
+        """Return the site's reply if that was its last job, else None."""
         try:
-            guest.number += advances_counter(guest.job)
-            guest.job = guest.work.send(result)
+            stacked.number += advances_counter(stacked.job)
+            stacked.job = stacked.work.send(result)
             return None
         except StopIteration as end:
             update, memory = end.value
-            return guest.runner.finish_round(guest.site_round, update, memory, guest.stack_size, guest.unstacked_reason)
+            return stacked.runner.finish_round(
+                stacked.site_round, update, memory, stacked.stack_size, stacked.unstacked_reason
+            )
 
     def _consider_compiling(self, seconds: float) -> None:
-        """After the second round, whose time is that of the rounds to come."""
+        """Decide after the second round, which takes as long as those to come."""
         self.rounds += 1
         device = next(iter(self.runners.values())).network.device
         if self.compile == "auto" and self.rounds > 1 and device.type == "cuda":
             self.compiling = self.compiling or seconds > WORTH_COMPILING
 
 
-def _stack_member(guest: StackedSite) -> StackMember:
-    assert isinstance(guest.job, Fit)
+def _stack_member(stacked: StackedSite) -> StackMember:
+    assert isinstance(stacked.job, Fit)
     return StackMember(
-        guest.job, guest.runner.images.train, guest.site_round.site, *job_streams(guest.site_round, guest.number)
+        stacked.job,
+        stacked.runner.images.train,
+        stacked.site_round.site,
+        *job_streams(stacked.site_round, stacked.number),
     )

@@ -1,10 +1,9 @@
-"""Weights from a local safetensors file or from torchvision's server, fitted to a classifier or refused.
+"""Loads weights into a classifier, from a local safetensors file or from torchvision's server.
 
-Three spellings of names are understood: torchvision's own (`features.0.0.weight`, `fc.bias`), polyclinic's
-(`extractor.…`, `head.…`, with or without the kind of a saved bundle in front: `model/extractor.…`,
-`buffers/extractor.…`), and that of the published ResNet-22 (`first_conv.weight`, with or without its
-`four_view_resnet.cc.`), which brings no head of ours. Either all tensors fit and are loaded, or nothing changes
-and `WeightsError` says why.
+Three naming schemes are understood: torchvision's (`features.0.0.weight`, `fc.bias`), polyclinic's (`extractor.…`,
+`head.…`, with or without the kind of a saved bundle in front: `model/extractor.…`, `buffers/extractor.…`), and that of
+the published ResNet-22 (`first_conv.weight`, with or without `four_view_resnet.cc.` in front), whose head differs from
+ours. Either all tensors fit and are loaded, or nothing changes and `WeightsError` says why.
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from polyclinic.core.contract import Tensors
 from polyclinic.core.errors import WeightsError
+from polyclinic.core.types import Tensors
 from polyclinic.models.classifier import Classifier
 
 MAX_LISTED = 3
@@ -31,7 +30,7 @@ PARTS = ("extractor.", "head.")
 WAY_OUT = "set `weights` to a local safetensors file instead"
 
 MAMMOGRAM_VIEW = "four_view_resnet.cc."
-"""Of the published model of four views, the network that sees craniocaudal ones."""
+"""The part for craniocaudal views of the published model for four views."""
 
 # torchvision's published DenseNets still carry the names of an early version: `norm.1` for `norm1`.
 EARLY_DENSENET = re.compile(r"(denselayer\d+\.(?:norm|conv))\.([12]\.)")
@@ -44,28 +43,33 @@ INCEPTION_SHIFT = ((0.485 - 0.5) / 0.5, (0.456 - 0.5) / 0.5, (0.406 - 0.5) / 0.5
 
 @dataclass(frozen=True)
 class LoadedWeights:
-    """What was done with a set of weights."""
+    """How a set of weights was loaded."""
 
     source: str
     skipped: tuple[str, ...]
-    """Names that keep their first values: the final layer's if the weights know another number of classes, the whole
-    head's if they are the published ResNet-22's, which ends before it."""
+    """Names that keep their first values: the final layer's if the weights are for another number of classes, the whole
+    head's if they are the published ResNet-22's, which has none of ours."""
     summed: bool
     """Whether the first convolution was summed over RGB for images of one channel."""
 
 
 def load_weights(classifier: Classifier, path: Path | str) -> LoadedWeights:
-    """Load a safetensors file into `classifier`; see `adopt_weights` for what is fitted and what refused."""
+    """Load a safetensors file into `classifier`, as `adopt_weights` does."""
     return adopt_weights(classifier, _read_safetensors(Path(path)), str(path))
 
 
 def adopt_weights(classifier: Classifier, tensors: Tensors, source: str) -> LoadedWeights:
-    """Load named tensors into `classifier`; `source` says in reports and errors where they come from.
+    """Load named tensors into `classifier`.
 
-    Half-precision values become the classifier's float32. The final layer is left alone when it differs in
-    the number of classes only, the whole head by the published ResNet-22, which has none. A first convolution over RGB
-    is summed for a classifier of one channel; but that ResNet-22's three channels are a picture and two heatmaps.
-    Counters of batches seen by BatchNorm may be missing: old files lack them and nothing depends on them.
+    Half-precision values become the classifier's float32. The final layer keeps its first weights if it differs only in
+    the number of classes; the published ResNet-22 leaves the whole head as it is. A first convolution over RGB is
+    summed for a classifier of one channel, but not the ResNet-22's, whose three channels are an image and two heatmaps.
+    BatchNorm's counters of batches may be missing: old files lack them and nothing depends on them.
+
+    Args:
+        classifier: The network to load them into.
+        tensors: The weights, named by one of the three schemes.
+        source: Where they come from, for reports and errors.
     """
     wanted = classifier.state_dict()
     found = _translate_names(classifier, tensors, source)
@@ -84,11 +88,11 @@ def adopt_weights(classifier: Classifier, tensors: Tensors, source: str) -> Load
 
 
 def download_weights(name: str, *, progress: bool = False) -> Tensors:
-    """torchvision's best ImageNet weights for the network `name`, under torchvision's names.
+    """Download torchvision's best ImageNet weights for the network `name`; they have torchvision's names.
 
-    torchvision publishes pickled checkpoints. They are read inside torchvision by `torch.load` with
-    `weights_only=True`, which rebuilds tensors and refuses any other object. A download is checked against the
-    first digits of its SHA-256, which its name carries; a file already in torch's cache (`TORCH_HOME`) is not.
+    torchvision publishes pickled checkpoints, and reads them by `torch.load` with `weights_only=True`, which rebuilds
+    tensors and refuses any other object. A download is checked against the first digits of its SHA-256, which are part
+    of its name; a file that is already in torch's cache (`TORCH_HOME`) is not.
     """
     from torchvision.models import get_model_weights
 
@@ -107,7 +111,7 @@ def download_weights(name: str, *, progress: bool = False) -> Tensors:
             f"The weights of '{name}' could not be had from {weights.url} ({reason}); {WAY_OUT}."
         ) from error
     if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
-        raise WeightsError(f"What {weights.url} holds is not a set of named tensors; {WAY_OUT}.")
+        raise WeightsError(f"{weights.url} is not a set of named tensors; {WAY_OUT}.")
     return {key: value.detach() for key, value in state.items()}
 
 
@@ -126,12 +130,12 @@ def _is_polyclinic(tensors: Tensors) -> bool:
 
 
 def _mammogram_prefix(tensors: Tensors) -> str | None:
-    """What stands before the names of the published ResNet-22, if it is here."""
+    """Return the prefix of the published ResNet-22's names; None if these are other weights."""
     return next((prefix for prefix in (MAMMOGRAM_VIEW, "") if f"{prefix}first_conv.weight" in tensors), None)
 
 
 def _translate_names(classifier: Classifier, tensors: Tensors, source: str) -> Tensors:
-    """The same tensors under the classifier's names; a name that has none there is refused later."""
+    """Rename tensors to the classifier's names; unknown names are refused later."""
     if _is_polyclinic(tensors):
         kinds = {f"model/{name}": name for name, _ in classifier.named_parameters()}
         kinds |= {f"buffers/{name}": name for name, _ in classifier.named_buffers()}
@@ -171,10 +175,10 @@ def _cast_like(tensor: Tensor, like: Tensor | None) -> Tensor:
 
 
 def _fold_inception_input(found: Tensors) -> Tensors:
-    """Fold Inception's rescaling of its input (x·scale + shift) into its first layer, where it costs nothing.
+    """Fold Inception's rescaling of its input (x·scale + shift) into its first layer.
 
-    Exact, because that convolution has neither padding nor bias and BatchNorm subtracts a mean after it. A
-    flag on the network would not survive saving, and could not serve images of one channel.
+    This is exact, because that convolution has neither padding nor bias and is followed by BatchNorm, which subtracts a
+    mean. A flag on the network would not survive saving, and would not work for images of one channel.
     """
     weight, mean = found.get(f"{INCEPTION_STEM}.conv.weight"), found.get(f"{INCEPTION_STEM}.bn.running_mean")
     if weight is None or mean is None or weight.ndim != 4 or weight.shape[:2] != (len(mean), 3):
@@ -197,7 +201,7 @@ def _sum_over_rgb(name: str, found: Tensors, wanted: Tensors) -> bool:
 
 
 def _drop_other_classes(layer: str, found: Tensors, wanted: Tensors) -> tuple[str, ...]:
-    """Take the final layer out of `found` if it differs from the wanted one in the number of classes only."""
+    """Remove the final layer from `found` if it differs from the wanted one in the number of classes only."""
     names = (f"{layer}.weight", f"{layer}.bias")
     weight, bias = (found.get(name) for name in names)
     if weight is None or bias is None or weight.ndim != 2 or bias.shape != weight.shape[:1]:

@@ -1,9 +1,16 @@
-"""What may happen to an update on its way from a site to the server, one file each."""
+"""The registry of update transforms: what happens to an update on its way from a site to the server, one file each."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
-from polyclinic.privacy.transforms.quantise import Quantise
+from polyclinic.core.registry import Registry
 
-STAGES: dict[str, Any] = {"quantise": Quantise}
+if TYPE_CHECKING:
+    from polyclinic.privacy.transforms.base import Stage
+
+STAGES: Registry[type[Stage]] = Registry("polyclinic.privacy.transforms", {"quantise": "quantise:Quantise"})
+register_transform = STAGES.register
+describe_transforms = STAGES.describe
+
+__all__ = ["STAGES", "describe_transforms", "register_transform"]

@@ -1,11 +1,11 @@
-"""No update reaches farther than C. Shadin, Zhang, Wang, Pan: Heterogeneity-aware private personalized federated
+"""Clipping of updates to a length C. Shadin, Zhang, Wang, Pan: Heterogeneity-aware private personalized federated
 learning for medical imaging via contrastive distillation (PFedCDP), Eq. 12; the idea is McMahan, Ramage, Talwar, Zhang:
 Learning differentially private recurrent language models. ICLR 2018.
 
     (12)  Δ ← Δ / max(1, ‖Δ‖₂ / C),   Δ = (what the site would send) − (what it received), the WHOLE vector
 
-Departures: an update within C·(1 + 10⁻⁶) is not touched, so that it keeps its bits, at the site and at the server; one
-that holds NaN or infinity becomes Δ = 0, because not to answer would tell something as well.
+Departures: an update within C·(1 + 10⁻⁶) is not changed, so that it keeps its bits, at the site and at the server; one
+that holds NaN or infinity becomes Δ = 0, because a missing reply would reveal something as well.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from polyclinic.core.contract import Bundle, Stream
 from polyclinic.core.errors import RecipeError
+from polyclinic.core.rng import Stream
+from polyclinic.core.types import Bundle
 from polyclinic.privacy.mechanism import clip, join_kinds, split_kinds
 
 DEVIATIONS = 10
@@ -23,15 +24,15 @@ DEVIATIONS = 10
 
 @dataclass(frozen=True)
 class Clip:
-    """Clip these kinds, all together as one vector; what was not received is clipped as it is, in the same vector.
+    """Clips these kinds together as one vector; a tensor that the site did not receive is measured from 0.
 
-    Integers (BatchNorm's counters) pass.
+    Integers (BatchNorm's counters) are not changed.
     """
 
     bound: float
     kinds: tuple[str, ...] = ("model",)
     noise: float = 0.0
-    """The standard deviation of noise that follows at the site: what arrives may be so much longer than `bound`."""
+    """The standard deviation of noise that the site adds afterwards, which makes an update longer than `bound`."""
 
     def __post_init__(self) -> None:
         if not self.bound > 0:
@@ -43,7 +44,7 @@ class Clip:
         return self._clip_kinds(tensors, received, self.bound)[0]
 
     def decode(self, tensors: Bundle, received: Bundle) -> Bundle:
-        """Once more, since nobody can tell whether a site has clipped. NaN and infinity are left to be refused."""
+        """Clip once more, as the server cannot know whether the site has. NaN and infinity are refused later."""
         values = sum(t.numel() for t in join_kinds(tensors, self.kinds).values() if t.is_floating_point())
         reach = self.noise * (math.sqrt(values) + DEVIATIONS)
         clipped, length = self._clip_kinds(tensors, received, self.bound + reach)

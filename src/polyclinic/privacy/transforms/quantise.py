@@ -30,18 +30,19 @@ from typing import Literal, TypeAlias, get_args
 import torch
 from torch import Generator, Tensor
 
-from polyclinic.core.contract import Bundle, Stream, Tensors
 from polyclinic.core.errors import RecipeError, Refused
 from polyclinic.core.flat_tensors import contiguous_vector, split_vector
+from polyclinic.core.rng import Stream
+from polyclinic.core.types import Bundle, Tensors
 from polyclinic.privacy.transforms.bit_packing import pack_bits, packed_size, unpack_bits
 
 VALUES, SCALES = "..values", "..scales"
-"""What replaces the tensors of a kind. No parameter has such a name: it would lie in a module without one."""
+"""Names of the tensors that replace those of a kind. No parameter has such a name: its module would have none."""
 SMALLEST = torch.finfo(torch.float32).tiny
 ROUNDING = 1.5 * 2.0**23
 """Added to a number below 2¹⁶ in single precision, it leaves the nearest integer in the lowest bits."""
 CHUNK = 1 << 20
-"""Values handled at a time, so that what is made in between stays in the processor's cache."""
+"""Values processed at a time, so that intermediate results stay in the processor's cache."""
 
 Per: TypeAlias = Literal["tensor", "channel", "block"]
 Runs: TypeAlias = Sequence[tuple[int, int]]
@@ -50,7 +51,7 @@ Runs: TypeAlias = Sequence[tuple[int, int]]
 
 @dataclass(frozen=True)
 class Quantise:
-    """Send the difference from what was received in `bits` a value, with its own scale per tensor, channel or block.
+    """Sends the difference from what was received in `bits` a value, with a scale per tensor, channel or block.
 
     A channel is one entry of the first axis; tensors with a single axis have but one. Blocks of `block` values take no
     heed of tensors. Only the single-precision tensors of these `kinds`, where every one that was received comes back;
@@ -84,7 +85,7 @@ class Quantise:
         }
 
     def group_runs(self, shapes: Sequence[Sequence[int]]) -> Runs:
-        """The groups that tensors of these shapes fall into, one after the other."""
+        """Return the groups of tensors of these shapes, in order."""
         if self.per == "block":
             return split_blocks(sum(map(prod, shapes)), self.block)
         counts = [shape[0] if self.per == "channel" and len(shape) > 1 else 1 for shape in shapes]
@@ -126,14 +127,14 @@ class Quantise:
 
 
 def split_blocks(length: int, block: int) -> Runs:
-    """Whole blocks of a vector, and the shorter one at its end."""
+    """Divide a vector into whole blocks and a shorter one at its end."""
     return [(n, size) for n, size in ((length // block, block), (1, length % block)) if n * size]
 
 
 def quantise_vector(
     vector: Tensor, origin: Tensor | None, runs: Runs, bits: int = 8, generator: Generator | None = None
 ) -> tuple[Tensor, Tensor]:
-    """(14): packed values, and `low` and `step` of each group; to the nearest where there is no generator.
+    """Return (14): packed values, and `low` and `step` of each group; rounded to the nearest without a generator.
 
     Without an origin, the vector is the difference itself.
     """
@@ -161,7 +162,7 @@ def quantise_vector(
 
 
 def dequantise_into(vector: Tensor, values: Tensor, scales: Tensor, runs: Runs, bits: int = 8) -> None:
-    """(15): add what the packed values stand for to `vector`."""
+    """Add the dequantised values (15) to `vector`."""
     room = torch.empty(_longest_piece(runs))
     for (low, step), small, whole in _iterate_pieces(runs, scales, unpack_bits(values, bits, len(vector)), vector):
         rows = room[: small.numel()].view(small.shape).copy_(small)
@@ -169,7 +170,7 @@ def dequantise_into(vector: Tensor, values: Tensor, scales: Tensor, runs: Runs, 
 
 
 def _rounding_noise(shape: torch.Size, generator: Generator) -> Tensor:
-    """Multiples of 2⁻¹⁶ from −1/2 up to, but not, 1/2; four from each draw: drawing is what takes time."""
+    """Return multiples of 2⁻¹⁶ in [−1/2, 1/2), four from each draw, since drawing takes most of the time."""
     count = shape.numel()
     draws = torch.empty(-(-count // 4), dtype=torch.int64).random_(-(2**63), None, generator=generator)
     return draws.view(torch.int16)[:count].view(shape).float().mul_(2.0**-16)
@@ -180,7 +181,7 @@ def _longest_piece(runs: Runs) -> int:
 
 
 def _iterate_pieces(runs: Runs, scales: Tensor, *vectors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """The scales and the vectors in step, as rows of one group each: as many at a time as fit."""
+    """Yield scales and vectors together, as rows of one group each, at most `CHUNK` values at a time."""
     place = group = 0
     for count, length in runs:
         most = max(1, CHUNK // length)
@@ -191,7 +192,7 @@ def _iterate_pieces(runs: Runs, scales: Tensor, *vectors: Tensor) -> Iterator[tu
 
 
 def _float32_tensors(group: Tensors) -> Tensors:
-    """Single-precision tensors in the order of their names, which is that of a decoded message."""
+    """Return the float32 tensors sorted by name, as in a decoded message."""
     return {name: group[name] for name in sorted(group) if group[name].dtype == torch.float32}
 
 
@@ -200,6 +201,6 @@ def _same_layout(one: Tensor, other: Tensor) -> bool:
 
 
 def _as_vector(tensors: Tensors) -> Tensor:
-    """The tensors as one vector: without a copy if they lie side by side."""
+    """Return the tensors as one vector, without a copy if they are contiguous."""
     vector = contiguous_vector(list(tensors.values()))
     return torch.cat([t.detach().cpu().reshape(-1) for t in tensors.values()]) if vector is None else vector.cpu()

@@ -8,7 +8,7 @@ import tempfile
 from pathlib import Path
 
 from polyclinic.core.errors import EngineError, StoreError
-from polyclinic.storage.run_files import write_atomically
+from polyclinic.storage.files import write_atomically
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome", "microsoft-edge")
 PATIENCE = 120.0

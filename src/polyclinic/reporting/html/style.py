@@ -1,4 +1,4 @@
-"""The look of the page: one style sheet for screens, light and dark, phones and paper.
+"""The style sheet of the page: for screens, light and dark, phones and paper.
 
 The colours are Okabe and Ito's (2008), moved until each has a contrast of 3 to 1 with its background; dashes and
 markers repeat what they say.
@@ -18,7 +18,7 @@ DARK = """
 """
 COLOURS = 8
 SERIES = "".join(f".s{n}{{stroke:var(--c{n});color:var(--c{n})}}.f{n}{{fill:var(--c{n})}}" for n in range(COLOURS))
-CSS = (
+THEME = (
     ":root{color-scheme:light dark;"
     + LIGHT
     + "}@media (prefers-color-scheme:dark){:root{"
@@ -27,6 +27,24 @@ CSS = (
     + LIGHT
     + "}}"
     + SERIES
+)
+CHART_RULES = """svg text{fill:var(--ink);font-family:inherit;font-size:12.5px}
+svg .soft{fill:var(--soft)}
+.axis{stroke:var(--soft);stroke-width:1;fill:none}
+.grid{stroke:var(--rule);stroke-width:1;fill:none}
+.line{fill:none;stroke-width:2;stroke-linejoin:round}
+.faint{fill:none;stroke:var(--rule);stroke-width:1.3}
+.band{stroke:none;opacity:.16}
+.mark{stroke:var(--paper);stroke-width:.8}
+.whisker{fill:none;stroke-width:2.4}
+.ring{fill:none;stroke:var(--ink);stroke-width:1.6}
+.ideal{stroke:var(--soft);stroke-width:1.2;stroke-dasharray:3 4;fill:none}
+.d1{stroke-dasharray:7 3}.d2{stroke-dasharray:8 3 2 3}.d3{stroke-dasharray:2 3}
+"""
+CHART_CSS = THEME + CHART_RULES
+"""For a chart in a file of its own."""
+CSS = (
+    THEME
     + """
 *{box-sizing:border-box}
 html{scroll-behavior:smooth;-webkit-text-size-adjust:100%}
@@ -78,18 +96,9 @@ figure{margin:1rem 0;max-width:33rem;break-inside:avoid}
 figure.wide{max-width:none}
 figcaption{margin-bottom:.4rem;font-size:.95rem;line-height:1.4}
 svg.plot{display:block;width:100%;height:auto;overflow:visible}
-svg text{fill:var(--ink);font-family:inherit;font-size:12.5px}
-svg .soft{fill:var(--soft)}
-.axis{stroke:var(--soft);stroke-width:1;fill:none}
-.grid{stroke:var(--rule);stroke-width:1;fill:none}
-.line{fill:none;stroke-width:2;stroke-linejoin:round}
-.faint{fill:none;stroke:var(--rule);stroke-width:1.3}
-.band{stroke:none;opacity:.16}
-.mark{stroke:var(--paper);stroke-width:.8}
-.whisker{fill:none;stroke-width:2.4}
-.ring{fill:none;stroke:var(--ink);stroke-width:1.6}
-.ideal{stroke:var(--soft);stroke-width:1.2;stroke-dasharray:3 4;fill:none}
-.d1{stroke-dasharray:7 3}.d2{stroke-dasharray:8 3 2 3}.d3{stroke-dasharray:2 3}
+"""
+    + CHART_RULES
+    + """
 .legend{list-style:none;padding:0;margin:.3rem 0 .5rem;display:flex;flex-wrap:wrap;gap:.15rem 1.1rem;font-size:.9rem}
 .legend svg{width:2.2rem;height:.8rem;margin-right:.35rem;vertical-align:-.05rem}
 img{display:block;max-width:min(100%,52rem);height:auto;background:#fff;padding:.3rem}

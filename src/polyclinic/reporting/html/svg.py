@@ -1,6 +1,6 @@
-"""Pictures as inline SVG: text stays text, and colours follow the page, light, dark or printed.
+"""Plots as SVG: text stays text, and colours follow the page, light, dark or printed.
 
-A picture is 400 units wide, so that its letters can be read on a phone.
+A plot is 400 units wide, so that its letters can be read on a phone.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import TypeAlias
 
 from markupsafe import Markup
 
-from polyclinic.reporting.html.style import COLOURS
-from polyclinic.reporting.html.tags import bullet_list, join_cells, tag
+from polyclinic.reporting.html.style import CHART_CSS, COLOURS
+from polyclinic.reporting.html.tags import join_markup, tag
 
 Point: TypeAlias = tuple[float, float]
 Banded: TypeAlias = tuple[float, float, float, float]
@@ -27,7 +27,7 @@ MARKS_PER_LINE = 8
 
 @dataclass
 class Plot:
-    """Two axes, and what is drawn between them."""
+    """Two axes and the shapes between them."""
 
     x: tuple[float, float]
     y: tuple[float, float]
@@ -68,7 +68,7 @@ class Plot:
             self.drawn.append(tag("text", y_label, x=12, y=f"{middle:.1f}", text_anchor="middle", transform=turned))
 
     def add_path(self, points: Iterable[Point], class_: str, in_data_units: bool = True, closed: bool = False) -> None:
-        """`own`: points are values, not places in the picture."""
+        """Add a path. `in_data_units`: the points are values, else pixels."""
         places = [(self.x_pixel(x), self.y_pixel(y)) if in_data_units else (x, y) for x, y in points]
         steps = "L".join(f"{x:.1f} {y:.1f}" for x, y in places)
         self.drawn.append(tag("path", d=f"M{steps}{'Z' if closed else ''}", class_=class_))
@@ -80,7 +80,7 @@ class Plot:
         self.drawn.append(marker_shape(self.x_pixel(x), self.y_pixel(y), number, size))
 
     def add_line(self, points: Sequence[Banded], number: int) -> None:
-        """A line with its band and some markers."""
+        """Add a line with its band and some markers."""
         wide = [p for p in points if math.isfinite(p[2]) and math.isfinite(p[3])]
         if len(wide) > 1:
             around = [*((x, high) for x, _, _, high in wide), *((x, low) for x, _, low, _ in reversed(wide))]
@@ -94,10 +94,10 @@ class Plot:
     def clamp_y(self, y: float) -> float:
         return min(max(y, self.y[0]), self.y[1])
 
-    def to_svg(self, title: str, words: str) -> Markup:
-        """`words` say what the picture shows to those who do not see it."""
+    def to_svg(self, title: str, alt: str) -> Markup:
+        """`alt` says what the plot shows, for readers who do not see it."""
         box = f"0 0 {self.width:g} {self.height:g}"
-        return tag("svg", *self.drawn, class_="plot", viewBox=box, role="img", aria_label=f"{title}. {words}")
+        return tag("svg", *self.drawn, class_="plot", viewBox=box, role="img", aria_label=f"{title}. {alt}")
 
 
 def stroke_class(number: int) -> str:
@@ -122,20 +122,49 @@ _CORNERS: tuple[tuple[Point, ...], ...] = (
 )
 
 
-def line_legend(names: Iterable[str]) -> Markup:
-    """Below a picture, where it may wrap."""
-    return bullet_list((join_cells([_swatch(number), name]) for number, name in enumerate(names)), class_="legend")
+def legend_swatch(number: int, area: bool = False) -> Markup:
+    """A short line with its marker, or a filled box, as it stands in a legend."""
+    if area:
+        drawn = tag("rect", width=34, height=12, class_=f"f{number % COLOURS}")
+    else:
+        drawn = tag("path", d="M0 6L34 6", class_=stroke_class(number)) + marker_shape(17, 6, number)
+    return tag("svg", drawn, viewBox="0 0 34 12", width=34, height=12, aria_hidden="true")
 
 
-def _swatch(number: int) -> Markup:
-    drawn = tag("path", d="M0 6L34 6", class_=stroke_class(number)) + marker_shape(17, 6, number)
-    return tag("svg", drawn, viewBox="0 0 34 12", aria_hidden="true")
+def to_svg_file(plot: Plot, title: str, alt: str, legend: Sequence[str] = (), areas: bool = False) -> str:
+    """The plot as a file of its own, with its title above, its legend below, and the page's colours."""
+    top, step = 26.0, 18.0
+    height = top + plot.height + (step * len(legend) + 8 if legend else 0)
+    entries = [
+        tag(
+            "g",
+            legend_swatch(number, areas),
+            tag("text", name, x=42, y=10),
+            transform=f"translate({plot.left:g} {y:g})",
+        )
+        for number, name in enumerate(legend)
+        for y in [top + plot.height + 8 + step * number]
+    ]
+    inside = join_markup(
+        [
+            tag("title", f"{title}. {alt}"),
+            tag("style", Markup(CHART_CSS)),
+            tag("rect", width="100%", height="100%", style="fill:var(--paper)"),
+            tag("text", title, x=8, y=16, style="font-weight:600"),
+            tag("g", *plot.drawn, transform=f"translate(0 {top:g})"),
+            *entries,
+        ]
+    )
+    box = f"0 0 {plot.width:g} {height:g}"
+    font = "system-ui,sans-serif"
+    xmlns = "http://www.w3.org/2000/svg"
+    return f"{tag('svg', inside, xmlns=xmlns, viewBox=box, width=int(2 * plot.width), role='img', font_family=font)}\n"
 
 
 def linear_ticks(
     low: float, high: float, most: int = 5, whole: bool = False, show: Callable[[float], str] = str
 ) -> Ticks:
-    """Round values between two others, at distances of 1, 2 or 5 times a power of ten."""
+    """Ticks at round values, 1, 2 or 5 times a power of ten apart."""
     rough = max((high - low) / most, 1e-9)
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(m * power for m in (1, 2, 5, 10) if m * power >= rough * (1 - 1e-9))
@@ -145,26 +174,17 @@ def linear_ticks(
 
 
 def log_ticks(low: float, high: float, show: Callable[[float], str]) -> Ticks:
-    """For an axis that grows by factors: 1, 3, 10 ... as they lie between."""
+    """Ticks of a logarithmic axis: 1, 3, 10, …"""
     decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     few = len(decades) > 4
     found = [m * 10.0**d for d in decades for m in ((1,) if few else (1, 3)) if low <= m * 10.0**d <= high]
     return [(value, show(value)) for value in found or [low, high]]
 
 
-def plain(value: float) -> str:
-    return f"{value:g}" if abs(value) < 1e5 else f"{value:.0e}"
-
-
-def share(value: float) -> str:
-    """A share as per cent."""
-    return f"{100 * value:.0f} %"
-
-
 def padded_range(
     values: Iterable[float], least: float = 0.1, bounds: tuple[float, float] = (0.0, 1.0)
 ) -> tuple[float, float]:
-    """A range around values, within bounds."""
+    """A range that holds all values with some room, within bounds."""
     known = [value for value in values if math.isfinite(value)]
     low, high = min(known, default=bounds[0]), max(known, default=bounds[1])
     pad = max(0.06 * (high - low), (least - (high - low)) / 2)
@@ -172,6 +192,6 @@ def padded_range(
 
 
 def describe_last_values(series: Mapping[str, Sequence[Banded]], show: Callable[[float], str]) -> str:
-    """The ends of lines, in words."""
+    """The last value of each line, in words."""
     ends = {name: points[-1][1] for name, points in series.items() if points}
     return "; ".join(f"{name} {show(value)}" for name, value in ends.items())

@@ -1,4 +1,4 @@
-"""Where a run can be followed beside its own folder: TensorBoard's event files, an MLflow store. Both are extras."""
+"""The trackers TensorBoard (event files) and MLflow (its store). Both are optional extras."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from polyclinic.config.track import Track
 from polyclinic.core.errors import EngineError, RecipeError, StoreError
-from polyclinic.storage.run_files import write_json
+from polyclinic.storage.files import write_json
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
 Points = Mapping[tuple[str, int], float]
-"""By name and step, which is a round."""
+"""Values by name and step, which is a round."""
 NEEDED = {"tensorboard": ("tensorboard",), "mlflow": ("mlflow", "sqlalchemy", "alembic")}
 AT_ONCE = 1000
-"""The most values that MLflow takes in one request."""
+"""The most values that MLflow accepts in one request."""
 
 
 def check_tracking(track: Track, folder: Path | None) -> None:
-    """Before anything runs: what is to be tracked has a folder, and its library is here."""
+    """Raise, before anything runs, if a tracked run has no folder or a tracker is not installed."""
     for name in track:
         if folder is None:
             raise RecipeError(f"track: {name} follows a run's folder, and this run has none; give one, or leave it out")
@@ -38,7 +38,7 @@ def check_tracking(track: Track, folder: Path | None) -> None:
 
 class Tracker(Protocol):
     def written_points(self) -> set[tuple[str, int]]:
-        """What it has of this run already."""
+        """Return the points of this run that it has already."""
         ...
 
     def write_points(self, points: Points) -> None: ...

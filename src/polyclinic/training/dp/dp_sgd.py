@@ -1,8 +1,12 @@
-"""DP-SGD (Abadi et al. 2016), as Opacus counts it: every example's gradient is clipped, noise N(0, (σC)²) joins their
-sum, and the sum is divided by the number of examples EXPECTED in a step.
+"""DP-SGD (Abadi et al. 2016), sampled and counted as in Opacus.
 
-What a step's objective has besides its examples (FedProx's penalty, SCAFFOLD's linear term) looks at no data: its
-gradient is added in full, neither clipped nor noised, and costs no privacy.
+Each example's gradient is clipped to length C, noise N(0, (σC)²) is added to their sum, and the sum is divided by the
+EXPECTED number of examples in a step:
+
+    (1)  g̃ = (Σ_i g_i · min(1, C/‖g_i‖) + σC·N(0, I)) / (q·n)     q: sampling rate; n: examples
+
+Terms of an objective that use no data (FedProx's penalty, SCAFFOLD's linear term) cost no privacy: their gradient is
+added in full, neither clipped nor noised.
 """
 
 from __future__ import annotations
@@ -10,89 +14,223 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NoReturn
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.func import grad_and_value, vmap
 
-from polyclinic.core.contract import Batch, Bundle, Fit, Network, Objective, Private, Step, Stream, Tensors, Training
 from polyclinic.core.errors import EngineError, RecipeError
+from polyclinic.core.jobs import Fit, Step
+from polyclinic.core.network import Network, Objective
+from polyclinic.core.options import Private, Training
+from polyclinic.core.rng import Stream
+from polyclinic.core.types import Batch, Bundle, Tensors
 from polyclinic.training.dp.gradient_parts import FullGradients, ParameterGradients
 from polyclinic.training.dp.per_example_gradients import GradientTape, NotRecordableError, copy_with_record
 from polyclinic.training.losses import SEPARABLE
-from polyclinic.training.network import LiveNetwork
+from polyclinic.training.network import LiveNetwork, NetworkWrapper
 
 VMAP_EXAMPLES = 16
-"""Examples whose gradients are taken one by one at the same time, where there is no quicker way."""
+"""How many examples' gradients `vmap` computes at once, where layers cannot be recorded."""
 BATCH_MULTIPLE = 16
-"""Batches have room for a multiple of so many examples, so that stacks see few different lengths."""
+"""Random batches are padded to a multiple of this, so that stacks see few different lengths."""
 BATCH_DEPENDENT_LAYERS = {
     nn.modules.batchnorm._BatchNorm: "GroupNorm",
     nn.modules.instancenorm._InstanceNorm: "GroupNorm with a group for each channel",
 }
-"""Layers that, as they train, let an example change what another gives, and what takes their place."""
+"""Layers through which, in training, one example changes another's output; and what replaces them."""
 
 
-def clip_factors(norms: Tensor, clip: float) -> Tensor:
-    """min(1, C/‖g‖) for every example; 0 where ‖g‖ is not finite."""
-    factors = torch.ones_like(norms) if math.isinf(clip) else (clip / norms).clamp(max=1)
-    return factors.masked_fill(~norms.isfinite(), 0)
+class PrivateGradients:
+    """Computes the private gradients of one job on a live network.
 
-
-def draw_poisson_batches(examples: int, rate: float, steps: int, stream: Stream) -> list[Tensor]:
-    """Who joins each of `steps` steps: everyone by itself, with probability `rate` at every step.
-
-    All steps × examples coins are one row; the gaps between heads are geometric, so that tails cost nothing.
+    Args:
+        job: The job; its `training.private` holds C and σ.
+        network: The network, in training mode.
+        live: The bundle that `network.load_weights` returned.
+        examples: The number of the site's training examples.
+        secret: The stream of the noise.
     """
-    if rate >= 1:
-        return [torch.arange(examples)] * steps
-    coins, at, heads = steps * examples, -1, [np.zeros(0, np.int64)]
-    generator = secret_generator(stream)
-    while rate > 0 and at < coins:
-        expected = (coins - at) * rate
-        gaps = generator.geometric(rate, int(expected + 4 * math.sqrt(expected)) + 16)
-        heads.append(at + np.minimum(gaps, coins + 1).cumsum())
-        at = int(heads[-1][-1])
-    chosen = np.concatenate(heads)
-    step, who = np.divmod(chosen[chosen < coins], max(examples, 1))
-    cuts = np.searchsorted(step, np.arange(1, steps))
-    return [torch.from_numpy(part) for part in np.split(who, cuts)] if steps else []
+
+    def __init__(self, job: Fit, network: LiveNetwork, live: Bundle, examples: int, secret: Stream | None) -> None:
+        assert job.training.private is not None
+        self.secret = check_private_job(job, network, secret)
+        self.training, self.options, self.full_batch = job.training, job.training.private, job.full_batch
+        self.network, self.live, self.examples = network, live, examples
+        self.dropped = torch.zeros((), dtype=torch.int64, device=network.device)
+        """How many gradients were not finite, and so counted as zero."""
+        self._tapes: dict[frozenset[str], tuple[LiveNetwork, GradientTape]] = {}
+        self._unrecordable: set[frozenset[str]] = set()
+
+    def noise_stream(self, number: int, which: int) -> Stream:
+        """Return the stream of the noise of the `which`-th optimiser step on the batch of step `number`."""
+        return self.secret.child("noise", number, which)
+
+    def set_gradients(
+        self,
+        step: Step,
+        names: frozenset[str],
+        batches: Iterable[Batch],
+        sizes: Sequence[int],
+        reference: Bundle,
+        noise: Stream,
+    ) -> Tensor:
+        """Set the parameters' `grad` to a step's private gradient (1).
+
+        Args:
+            step: The optimiser step with its objective.
+            names: The parameters that it moves.
+            batches: The batches into which the step's examples are cut.
+            sizes: Their numbers of examples.
+            reference: What the objective refers to.
+            noise: The stream of the step's noise.
+
+        Returns:
+            The mean loss of the step's examples, detached.
+        """
+        model, total = self.live["model"], torch.zeros((), device=self.network.device)
+        sums: Tensors = {}
+        for size, batch in zip(sizes, batches, strict=True):
+            loss, clipped = self._sum_clipped(step.objective, names, batch, reference)
+            sums = {n: sums[n] + t for n, t in clipped.items()} if sums else clipped
+            total += torch.where(loss.isfinite(), loss, 0) * (size / sum(sizes))
+        sums = sums or {name: torch.zeros_like(model[name]) for name in names}
+        expected = expected_batch_size(self.training, self.examples, self.full_batch, sum(sizes))
+        gradients = add_noise(sums, self.options, expected, noise)
+        for name, gradient in self._data_free_gradients(step.objective, names, reference).items():
+            gradients[name].add_(gradient)
+        for name, gradient in gradients.items():
+            model[name].grad = gradient
+        return total
+
+    def _data_free_gradients(self, objective: Objective, names: frozenset[str], reference: Bundle) -> Tensors:
+        """Return the gradient of the objective's terms that use no data."""
+        if objective not in SEPARABLE:
+            return {}
+        nothing = torch.empty(0, device=self.network.device)
+        loss = objective(ZeroLossNetwork(self.network.device), self.live, (nothing, nothing), reference)
+        if not loss.requires_grad:
+            return {}
+        moving = {name: self.live["model"][name] for name in sorted(names)}
+        gradients = torch.autograd.grad(loss, list(moving.values()), allow_unused=True)
+        return {name: t for name, t in zip(moving, gradients, strict=True) if t is not None}
+
+    def _sum_clipped(
+        self, objective: Objective, names: frozenset[str], batch: Batch, reference: Bundle
+    ) -> tuple[Tensor, Tensors]:
+        """Return the mean loss of a batch and the sum of its examples' clipped gradients."""
+        if objective in SEPARABLE and names not in self._unrecordable:
+            try:
+                return self._sum_with_tape(objective, names, batch, reference)
+            except NotRecordableError:
+                self._unrecordable.add(names)
+        return self._sum_with_vmap(objective, names, batch, reference)
+
+    def _sum_with_tape(
+        self, objective: Objective, names: frozenset[str], batch: Batch, reference: Bundle
+    ) -> tuple[Tensor, Tensors]:
+        """Do so in one forward and one backward pass; the quick way, for separable objectives and known layers."""
+        if names not in self._tapes:
+            tape, network = GradientTape(self.network.device), copy.copy(self.network)
+            network.module = copy_with_record(self.network.module, names, tape)
+            self._tapes[names] = network, tape
+        network, tape = self._tapes[names]
+        count = len(batch[1]) // self.options.views
+        tape.begin_pass(count)
+        loss = objective(network, self.live, batch, reference)
+        gradients = tape.backward(loss * count)
+        if gradients.keys() != names:
+            raise NotRecordableError("a layer is not called")
+        return loss.detach(), self._clip_and_count(gradients, count)
+
+    def _sum_with_vmap(
+        self, objective: Objective, names: frozenset[str], batch: Batch, reference: Bundle
+    ) -> tuple[Tensor, Tensors]:
+        """Do so with the objective on batches of one example; right for any network and objective."""
+        images, labels = (t.reshape(-1, self.options.views, *t.shape[1:]) for t in batch)
+        example_loss = self._example_loss(objective, names, reference)
+        call = vmap(grad_and_value(example_loss), (None, 0, 0, 0), randomness="different")
+        moving = {name: self.live["model"][name].detach() for name in sorted(names)}
+        total, sums = torch.zeros((), device=self.network.device), dict[str, Tensor]()
+        for index in torch.split(torch.arange(len(labels), device=labels.device), VMAP_EXAMPLES):
+            per_example, losses = call(moving, images[index], labels[index], index)
+            gradients = {n: FullGradients(t, tuple(t.shape[1:])) for n, t in per_example.items()}
+            clipped = self._clip_and_count(gradients, len(index))
+            sums = {n: sums[n] + t for n, t in clipped.items()} if sums else clipped
+            total += losses.sum() / len(labels)
+        return total, sums
+
+    def _example_loss(self, objective: Objective, names: frozenset[str], reference: Bundle) -> Callable[..., Tensor]:
+        """Return one example's loss (the mean over its views) as a function of the parameters that train."""
+        frozen = {name: t.detach() for name, t in self.live["model"].items() if name not in names}
+        keys = {name: self.network.module.get_buffer(name) for name in self.network.dropout_buffers(torch.zeros(0))}
+
+        def loss(moving: Tensors, images: Tensor, labels: Tensor, position: Tensor) -> Tensor:
+            # With equal keys, examples that are each the first of their batch would all drop the same units.
+            own_keys = {name: key + position * (1 << 40) for name, key in keys.items()}
+            weights = {"model": {**frozen, **moving}, "buffers": {**self.live["buffers"], **own_keys}}
+            if objective in SEPARABLE:  # its terms without data are added later, in full
+                network: Network = SubstituteWeights(self.network, weights)
+                return objective(network, self.live, (images, labels), reference)
+            return objective(self.network, weights, (images, labels), reference)
+
+        return loss
+
+    def _clip_and_count(self, gradients: Mapping[str, ParameterGradients], count: int) -> Tensors:
+        present = torch.ones(1, count, device=self.network.device)
+        # Where the device works ahead of the host, asking it whether all is well would take longer than taking care.
+        assume_nonfinite = self.network.device.type != "cpu"
+        sums, dropped = sum_clipped_gradients(gradients, self.options.clip, present, assume_nonfinite)
+        self.dropped += dropped[0]
+        return {name: total[0] for name, total in sums.items()}
 
 
-def draw_gaussian_noise(stream: Stream, size: int, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """The standard normal noise of one step for ALL parameters, in the order of their sorted names."""
-    if device.type == "cuda":
-        generator = torch.Generator(device).manual_seed(stream.integer())
-        return torch.randn(size, generator=generator, device=device, dtype=dtype)
-    wanted = np.float64 if dtype == torch.float64 else np.float32
-    return torch.from_numpy(secret_generator(stream).standard_normal(size, wanted)).to(device, dtype)
+class ZeroLossNetwork:
+    """A network whose loss is 0. An objective of it is the sum of its terms that use no data."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.zero = torch.zeros((), device=device)
+
+    def loss(self, weights: Bundle, batch: Batch) -> Tensor:
+        del weights, batch
+        return self.zero
+
+    def _raise_misuse(self, *given: object, **named: object) -> NoReturn:
+        del given, named
+        raise EngineError("an objective marked as separable may only call network.loss; remove the mark `separable`")
+
+    __call__ = features = head = output_loss = predict = teacher_logits = teacher_features = auxiliary = _raise_misuse
 
 
-def secret_generator(stream: Stream) -> np.random.Generator:
-    """Numbers on the CPU that cannot be guessed from a seed: torch's generator there keeps 32 bits of it.
+class SubstituteWeights(NetworkWrapper):
+    """A network that is called with given weights instead of those of the call."""
 
-    With 2³² seeds noise would be drawn twice in a long run, and could be found by trying them all.
-    """
-    entropy = [stream.child("entropy", part).integer() for part in range(4)]
-    return np.random.Generator(np.random.SFC64(np.random.SeedSequence(entropy)))
+    def __init__(self, network: LiveNetwork, weights: Bundle) -> None:
+        super().__init__(network)
+        self.weights = weights
+
+    def replace_weights(self, weights: Bundle) -> Bundle:
+        del weights
+        return self.weights
 
 
 def is_plain_sgd(options: Private | None) -> bool:
-    """Whether training goes on as if it were not private."""
+    """Return whether these options change nothing, neither by clipping, nor by noise, nor by sampling."""
     if options is None:
         return True
     return (options.clip, options.noise, options.sampling, options.views) == (math.inf, 0.0, "shuffle", 1)
 
 
 def check_private_job(job: Fit, network: LiveNetwork, secret: Stream | None) -> Stream:
-    """The secret of a job that can be private; the last line of defence, as the recipe was looked at before."""
+    """Return the job's secret after checking that it can train privately; recipes were checked before."""
     options = job.training.private
     assert options is not None
     if secret is None:
         raise EngineError("a private training job came without a secret; an engine must pass its site's own to fit")
     if job.order != (None, None):
-        raise RecipeError("training.order looks at examples beside the priced steps; set it to random")
+        raise RecipeError("training.curriculum uses images outside the steps that privacy prices; leave it out")
     if job.training.oversample:
         raise RecipeError("training.oversample repeats examples, which privacy cannot count; set it to false")
     if math.isinf(options.clip) and options.noise:
@@ -108,48 +246,82 @@ def check_private_job(job: Fit, network: LiveNetwork, secret: Stream | None) -> 
     return secret
 
 
-def sampling_rate(training: Training, examples: int, whole: bool) -> float:
-    """q: the probability with which an example joins a step."""
-    return 1.0 if whole else min(1.0, training.batch_size(examples) / max(examples, 1))
+def sampling_rate(training: Training, examples: int, full_batch: bool) -> float:
+    """Return q, the probability with which an example joins a step."""
+    return 1.0 if full_batch else min(1.0, training.batch_size(examples) / max(examples, 1))
 
 
-def max_physical_batch(training: Training, examples: int, whole: bool) -> int:
-    """The most examples computed at once: enough for all but the largest of a step's random batches."""
-    if whole or training.private is None or training.private.sampling != "poisson":
+def max_physical_batch(training: Training, examples: int, full_batch: bool) -> int:
+    """Return the most examples computed at once: room for all but the largest of a step's random batches."""
+    if full_batch or training.private is None or training.private.sampling != "poisson":
         return training.batch_size(examples)
     expected = min(training.batch_size(examples), examples)
     return -int(-(expected + 3 * math.sqrt(expected)) // BATCH_MULTIPLE) * BATCH_MULTIPLE
 
 
-def expected_batch_size(training: Training, examples: int, whole: bool, drawn: int) -> int:
-    """q·n, what a step's sum is divided by: never a number that depends on who was drawn.
+def expected_batch_size(training: Training, examples: int, full_batch: bool, drawn: int) -> int:
+    """Return q·n, by which a step's sum is divided; it never depends on which examples were drawn.
 
-    Without Poisson sampling all batches' lengths follow from the number of examples, which is known.
+    `drawn` is the step's actual number of examples. It counts only without Poisson sampling, where the lengths of all
+    batches follow from the number of examples, which is known.
     """
     assert training.private is not None
     if training.private.sampling != "poisson":
         return max(drawn, 1)
-    return max(examples if whole else min(training.batch_size(examples), examples), 1)
+    return max(examples if full_batch else min(training.batch_size(examples), examples), 1)
+
+
+def draw_poisson_batches(examples: int, rate: float, steps: int, stream: Stream) -> list[Tensor]:
+    """Draw the examples of each of `steps` steps; every example joins every step independently with probability `rate`.
+
+    All steps × examples coins are one row; the gaps between heads are geometric, so that tails cost nothing.
+    """
+    if rate >= 1:
+        return [torch.arange(examples)] * steps
+    coins, at, heads = steps * examples, -1, [np.zeros(0, np.int64)]
+    generator = secret_generator(stream)
+    while rate > 0 and at < coins:
+        expected = (coins - at) * rate
+        gaps = generator.geometric(rate, int(expected + 4 * math.sqrt(expected)) + 16)
+        heads.append(at + np.minimum(gaps, coins + 1).cumsum())
+        at = int(heads[-1][-1])
+    chosen = np.concatenate(heads)
+    step, example = np.divmod(chosen[chosen < coins], max(examples, 1))
+    cuts = np.searchsorted(step, np.arange(1, steps))
+    return [torch.from_numpy(part) for part in np.split(example, cuts)] if steps else []
+
+
+def clip_factors(norms: Tensor, clip: float) -> Tensor:
+    """Return min(1, C/‖g‖) for every example, and 0 where ‖g‖ is not finite."""
+    factors = torch.ones_like(norms) if math.isinf(clip) else (clip / norms).clamp(max=1)
+    return factors.masked_fill(~norms.isfinite(), 0)
 
 
 def sum_clipped_gradients(
     gradients: Mapping[str, ParameterGradients], clip: float, present: Tensor, assume_nonfinite: bool = True
 ) -> tuple[Tensors, Tensor]:
-    """Σ clip(gradient) by name and site, and how many gradients of each site were not finite.
+    """Sum the clipped gradients of each site.
 
-    `present`: sites × examples, what is there and not padding. `careful`: count on bad examples without looking.
+    Args:
+        gradients: The examples' gradients by parameter, all sites' examples one after another.
+        clip: C.
+        present: Sites × examples; 1 for an example, 0 for padding.
+        assume_nonfinite: Mask gradients that are not finite without looking whether there are any.
+
+    Returns:
+        Σ clip(gradient) by parameter (sites × shape), and how many gradients of each site were not finite.
     """
-    squares = torch.stack([part.squared_norms() for part in gradients.values()]).sum(0)
+    squares = torch.stack([gradient.squared_norms() for gradient in gradients.values()]).sum(0)
     norms = squares.sqrt().reshape(present.shape)
     finite = norms.isfinite()
     factors = clip_factors(norms, clip) * present
-    bad = ~finite.reshape(-1) if assume_nonfinite or not bool(finite.all()) else None
-    sums = {name: part.weighted_sum(factors, bad) for name, part in gradients.items()}
+    nonfinite = ~finite.reshape(-1) if assume_nonfinite or not bool(finite.all()) else None
+    sums = {name: gradient.weighted_sum(factors, nonfinite) for name, gradient in gradients.items()}
     return sums, (~finite & present.bool()).sum(1)
 
 
 def add_noise(sums: Tensors, options: Private, expected: int, secret: Stream) -> Tensors:
-    """(Σ clip(gradient) + σC·noise) / expected batch, of one site; writes over `sums`."""
+    """Return (Σ clip(gradient) + σC·noise) / expected for one site; `sums` is overwritten."""
     if options.noise:
         first, names = next(iter(sums.values())), sorted(sums)
         noise = draw_gaussian_noise(secret, sum(t.numel() for t in sums.values()), first.device, first.dtype)
@@ -160,170 +332,19 @@ def add_noise(sums: Tensors, options: Private, expected: int, secret: Stream) ->
     return sums
 
 
-class ZeroLossNetwork:
-    """A network that has nothing to say of the data: an objective of it is what it has besides."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.zero = torch.zeros((), device=device)
-
-    def __call__(self, *given: object, **named: object) -> Tensor:
-        del given, named
-        raise EngineError("an objective marked as separable calls the network otherwise than by its loss; unmark it")
-
-    features = head = teacher_logits = auxiliary = __call__
-
-    def loss(self, weights: Bundle, batch: Batch) -> Tensor:
-        del weights, batch
-        return self.zero
+def draw_gaussian_noise(stream: Stream, size: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Draw the standard normal noise of one step for ALL parameters, in the order of their sorted names."""
+    if device.type == "cuda":
+        generator = torch.Generator(device).manual_seed(stream.integer())
+        return torch.randn(size, generator=generator, device=device, dtype=dtype)
+    precision = np.float64 if dtype == torch.float64 else np.float32
+    return torch.from_numpy(secret_generator(stream).standard_normal(size, precision)).to(device, dtype)
 
 
-class SubstituteWeights:
-    """A network that is called with other weights than those it is given."""
+def secret_generator(stream: Stream) -> np.random.Generator:
+    """Return a CPU generator that cannot be guessed from a seed: torch's generator there keeps 32 bits of it.
 
-    def __init__(self, network: LiveNetwork, weights: Bundle) -> None:
-        self.network, self.weights = network, weights
-
-    def __call__(self, weights: Bundle, images: Tensor) -> Tensor:
-        del weights
-        return self.network(self.weights, images)
-
-    def features(self, weights: Bundle, images: Tensor) -> Tensor:
-        del weights
-        return self.network.features(self.weights, images)
-
-    def head(self, weights: Bundle, features: Tensor, eval_mode: bool = False) -> Tensor:
-        del weights
-        return self.network.head(self.weights, features, eval_mode)
-
-    def teacher_logits(self, weights: Bundle, images: Tensor, features: bool = False) -> Tensor:
-        return self.network.teacher_logits(weights, images, features)
-
-    def auxiliary(self, weights: Bundle, name: str, *given: Tensor, eval_mode: bool = False) -> Tensor:
-        del weights
-        return self.network.auxiliary(self.weights, name, *given, eval_mode=eval_mode)
-
-    def loss(self, weights: Bundle, batch: Batch) -> Tensor:
-        del weights
-        return self.network.loss(self.weights, batch)
-
-
-class PrivateGradients:
-    """The private steps of one job on a live network."""
-
-    def __init__(self, job: Fit, network: LiveNetwork, live: Bundle, examples: int, secret: Stream | None) -> None:
-        assert job.training.private is not None
-        self.secret = check_private_job(job, network, secret)
-        self.training, self.options, self.whole = job.training, job.training.private, job.full_batch
-        self.network, self.live, self.examples = network, live, examples
-        self.dropped = torch.zeros((), dtype=torch.int64, device=network.device)
-        self._recorders: dict[frozenset[str], tuple[LiveNetwork, GradientTape]] = {}
-        self._unrecordable: set[frozenset[str]] = set()
-
-    def noise_stream(self, number: int, which: int) -> Stream:
-        """Where the noise of the `which`-th step on the batch of step `number` comes from."""
-        return self.secret.child("noise", number, which)
-
-    def set_gradients(
-        self,
-        step: Step,
-        names: frozenset[str],
-        batches: Iterable[Batch],
-        sizes: Sequence[int],
-        reference: Bundle,
-        noise: Stream,
-    ) -> Tensor:
-        """Leave a step's private gradient in the parameters; returns the mean loss, detached."""
-        model, total = self.live["model"], torch.zeros((), device=self.network.device)
-        sums: Tensors = {}
-        for size, batch in zip(sizes, batches, strict=True):
-            loss, found = self._sum_clipped(step.objective, names, batch, reference)
-            sums = {n: sums[n] + t for n, t in found.items()} if sums else found
-            total += torch.where(loss.isfinite(), loss, 0) * (size / sum(sizes))
-        sums = sums or {name: torch.zeros_like(model[name]) for name in names}
-        expected = expected_batch_size(self.training, self.examples, self.whole, sum(sizes))
-        gradients = add_noise(sums, self.options, expected, noise)
-        for name, besides in self._data_free_gradients(step.objective, names, reference).items():
-            gradients[name].add_(besides)
-        for name, gradient in gradients.items():
-            model[name].grad = gradient
-        return total
-
-    def _data_free_gradients(self, objective: Objective, names: frozenset[str], reference: Bundle) -> Tensors:
-        """The gradient of what looks at no data."""
-        if objective not in SEPARABLE:
-            return {}
-        nothing = torch.empty(0, device=self.network.device)
-        loss = objective(ZeroLossNetwork(self.network.device), self.live, (nothing, nothing), reference)
-        if not loss.requires_grad:
-            return {}
-        moving = {name: self.live["model"][name] for name in sorted(names)}
-        found = torch.autograd.grad(loss, list(moving.values()), allow_unused=True)
-        return {name: t for name, t in zip(moving, found, strict=True) if t is not None}
-
-    def _sum_clipped(
-        self, objective: Objective, names: frozenset[str], batch: Batch, reference: Bundle
-    ) -> tuple[Tensor, Tensors]:
-        """The mean loss of a batch and the sum of its examples' clipped gradients."""
-        if objective in SEPARABLE and names not in self._unrecordable:
-            try:
-                return self._sum_with_tape(objective, names, batch, reference)
-            except NotRecordableError:
-                self._unrecordable.add(names)
-        return self._sum_with_vmap(objective, names, batch, reference)
-
-    def _sum_with_tape(
-        self, objective: Objective, names: frozenset[str], batch: Batch, reference: Bundle
-    ) -> tuple[Tensor, Tensors]:
-        if names not in self._recorders:
-            book, network = GradientTape(self.network.device), copy.copy(self.network)
-            network.module = copy_with_record(self.network.module, names, book)
-            self._recorders[names] = network, book
-        network, book = self._recorders[names]
-        count = len(batch[1]) // self.options.views
-        book.begin_pass(count)
-        loss = objective(network, self.live, batch, reference)
-        parts = book.backward(loss * count)
-        if parts.keys() != names:
-            raise NotRecordableError("a layer is not called")
-        return loss.detach(), self._clip_and_count(parts, count)
-
-    def _clip_and_count(self, parts: Mapping[str, ParameterGradients], count: int) -> Tensors:
-        present = torch.ones(1, count, device=self.network.device)
-        # Where the device works ahead of the host, asking it whether all is well would take longer than taking care.
-        sums, dropped = sum_clipped_gradients(parts, self.options.clip, present, self.network.device.type != "cpu")
-        self.dropped += dropped[0]
-        return {name: total[0] for name, total in sums.items()}
-
-    def _sum_with_vmap(
-        self, objective: Objective, names: frozenset[str], batch: Batch, reference: Bundle
-    ) -> tuple[Tensor, Tensors]:
-        """By the objective on batches of one example: right for any network and objective."""
-        images, labels = (t.reshape(-1, self.options.views, *t.shape[1:]) for t in batch)
-        call = vmap(
-            grad_and_value(self._example_loss(objective, names, reference)), (None, 0, 0, 0), randomness="different"
-        )
-        moving = {name: self.live["model"][name].detach() for name in sorted(names)}
-        total, sums = torch.zeros((), device=self.network.device), dict[str, Tensor]()
-        everyone = torch.arange(len(labels), device=labels.device)
-        for some in torch.split(everyone, VMAP_EXAMPLES):
-            each, losses = call(moving, images[some], labels[some], some)
-            found = self._clip_and_count({n: FullGradients(t, tuple(t.shape[1:])) for n, t in each.items()}, len(some))
-            sums = {n: sums[n] + t for n, t in found.items()} if sums else found
-            total += losses.sum() / len(labels)
-        return total, sums
-
-    def _example_loss(self, objective: Objective, names: frozenset[str], reference: Bundle) -> Callable[..., Tensor]:
-        """The loss of one example in all its views, as a function of what trains."""
-        still = {name: t.detach() for name, t in self.live["model"].items() if name not in names}
-        keys = {name: self.network.module.get_buffer(name) for name in self.network.dropout_buffers(torch.zeros(0))}
-
-        def loss(moving: Tensors, images: Tensor, labels: Tensor, place: Tensor) -> Tensor:
-            # Each by itself in its batch, examples would all drop the same units.
-            own = {name: key + place * (1 << 40) for name, key in keys.items()}
-            weights = {"model": {**still, **moving}, "buffers": {**self.live["buffers"], **own}}
-            if objective in SEPARABLE:  # what it has besides is added later, in full
-                network: Network = SubstituteWeights(self.network, weights)
-                return objective(network, self.live, (images, labels), reference)
-            return objective(self.network, weights, (images, labels), reference)
-
-        return loss
+    With 2³² seeds noise would be drawn twice in a long run, and could be found by trying them all.
+    """
+    entropy = [stream.child("entropy", part).integer() for part in range(4)]
+    return np.random.Generator(np.random.SFC64(np.random.SeedSequence(entropy)))

@@ -1,4 +1,8 @@
-"""One parameter's gradients, an example each: how long they are, what they add up to, and their squares' sum."""
+"""Per-example gradients of one parameter: their norms, their weighted sums, and the sums of their squares.
+
+For dense layers and convolutions these follow from the layer's inputs and output gradients, without ever writing the
+examples' gradients down.
+"""
 
 from __future__ import annotations
 
@@ -10,23 +14,28 @@ from torch import Tensor
 
 
 class ParameterGradients(Protocol):
-    """One parameter's gradients, an example each."""
+    """One parameter's gradients, one for each example."""
 
     def squared_norms(self) -> Tensor:
-        """‖gradient‖² of every example."""
+        """Return ‖gradient‖² of every example."""
         ...
 
     def weighted_sum(self, factors: Tensor, nonfinite: Tensor | None) -> Tensor:
-        """Σ factor·gradient, by site (`factors`: sites × examples); those that are `bad` may hold anything."""
+        """Return Σ factor·gradient of each site.
+
+        Args:
+            factors: Sites × examples; the examples of all sites lie one after another.
+            nonfinite: Marks the examples whose gradients are not finite and count as zero; None if there are none.
+        """
         ...
 
     def sum_of_squares(self) -> Tensor:
-        """Σ gradient², weight by weight, over all examples."""
+        """Return Σ gradient², weight by weight, over all examples."""
         ...
 
 
 class FullGradients(NamedTuple):
-    """Every gradient in memory."""
+    """Gradients that are kept in memory."""
 
     per_example: Tensor
     """n × `shape`"""
@@ -44,7 +53,7 @@ class FullGradients(NamedTuple):
 
 
 class OuterProducts(NamedTuple):
-    """Gradients gᵀa of a matrix, never written down."""
+    """Gradients gᵀa of a dense layer's matrix, from its inputs a and output gradients g."""
 
     a: Tensor
     """n × places × inputs"""
@@ -54,7 +63,7 @@ class OuterProducts(NamedTuple):
     def squared_norms(self) -> Tensor:
         if self.a.shape[1] == 1:
             return _row_norms(self.a).square() * _row_norms(self.g).square()
-        # Terms of either sign cancel: in float32 the sum could come out too small, and the clip too long.
+        # Terms of either sign cancel: in float32 the norm could come out too small, and the clipped gradient too long.
         a, g = (t.to(_widest_dtype(t)) for t in (self.a, self.g))
         return ((a @ a.mT) * (g @ g.mT)).sum((1, 2)).clamp(min=0)
 
@@ -71,7 +80,7 @@ class OuterProducts(NamedTuple):
 
 
 def _row_norms(rows: Tensor) -> Tensor:
-    """By pieces, whose squares are added in float64: over a long row float32 would be off by more than 1e-6."""
+    """Return ‖row‖, piece by piece with a sum in float64: float32 would be off by more than 1e-6 over a long row."""
     flat = at_least_float32(rows.flatten(1))
     pieces = flat.reshape(len(flat), -1, math.gcd(flat.shape[1], 512))
     found: Tensor = torch.linalg.vector_norm(torch.linalg.vector_norm(pieces, dim=2).to(_widest_dtype(rows)), dim=1)
@@ -79,7 +88,7 @@ def _row_norms(rows: Tensor) -> Tensor:
 
 
 def at_least_float32(values: Tensor) -> Tensor:
-    """At least in float32."""
+    """Cast half precision to float32."""
     return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
@@ -88,12 +97,12 @@ def _widest_dtype(values: Tensor) -> torch.dtype:
 
 
 def _zero_nonfinite(rows: Tensor, nonfinite: Tensor | None) -> Tensor:
-    """With zeros for what is bad: even nought times NaN is NaN."""
+    """Replace marked rows by zeros, as a factor of 0 is not enough: 0·NaN is NaN."""
     return rows if nonfinite is None else rows.masked_fill(nonfinite.reshape(-1, *[1] * (rows.ndim - 1)), 0)
 
 
 class ConvolutionGradients(NamedTuple):
-    """A convolution's matrix (filters × kernel·channels), as the convolution has it."""
+    """Gradients of a convolution's weight, from those of its matrix (filters × kernel·channels)."""
 
     matrix: ParameterGradients
     shape: tuple[int, ...]
@@ -109,19 +118,19 @@ class ConvolutionGradients(NamedTuple):
 
 
 class ConcatenatedGradients(NamedTuple):
-    """The gradients of one site's examples, some after some."""
+    """Gradients of one site's examples that were computed piece by piece."""
 
     pieces: tuple[ParameterGradients, ...]
     piece_size: int
 
     def squared_norms(self) -> Tensor:
-        return torch.cat([part.squared_norms() for part in self.pieces])
+        return torch.cat([piece.squared_norms() for piece in self.pieces])
 
     def sum_of_squares(self) -> Tensor:
-        return torch.stack([part.sum_of_squares() for part in self.pieces]).sum(0)
+        return torch.stack([piece.sum_of_squares() for piece in self.pieces]).sum(0)
 
     def weighted_sum(self, factors: Tensor, nonfinite: Tensor | None) -> Tensor:
-        shares = torch.split(factors, self.piece_size, 1)
-        worse = [None] * len(shares) if nonfinite is None else torch.split(nonfinite, self.piece_size)
-        totals = [part.weighted_sum(f, b) for part, f, b in zip(self.pieces, shares, worse, strict=True)]
-        return torch.stack(totals).sum(0)
+        weights = torch.split(factors, self.piece_size, 1)
+        masks = [None] * len(weights) if nonfinite is None else torch.split(nonfinite, self.piece_size)
+        sums = [piece.weighted_sum(w, mask) for piece, w, mask in zip(self.pieces, weights, masks, strict=True)]
+        return torch.stack(sums).sum(0)

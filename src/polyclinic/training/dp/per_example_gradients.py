@@ -1,11 +1,11 @@
-"""Every example's gradient from one forward and one backward pass: book-keeping (Bu et al., ICML 2023).
+"""Per-example gradients from one forward and one backward pass: book-keeping (Bu et al., ICML 2023).
 
-A layer with parameters is called with these detached. What it saw (a) and the gradient of what it gave (g) are enough
-to tell how long each example's gradient is, and to add the gradients up with a weight each. So autograd never computes
-the weights' gradients, and per-example ones are kept only where that is the cheapest way: for convolutions, as one
-batched product of g with the neighbourhoods in a.
+Layers are called with detached parameters, and their inputs a are recorded. Together with the gradients g of their
+outputs these give the norm of each example's gradient, and weighted sums of the gradients. So autograd never computes
+the parameters' gradients, and per-example gradients are kept only where that is the cheapest way: for convolutions, as
+one batched product of g with the patches of a.
 
-Nothing here knows of privacy. All sums have a leading axis of sites, which is 1 where a site trains alone.
+Nothing here is specific to privacy. All sums have a leading axis of sites, which is 1 where a site trains alone.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 import sys
 from functools import partial
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -29,60 +29,69 @@ from polyclinic.training.dp.gradient_parts import (
 from polyclinic.training.im2col_conv import Im2colConv2d, extract_patches
 
 MAX_KEPT_BYTES = 1 << 26
-"""Bytes of one parameter's per-example gradients, above which they are not kept if there is another way."""
+"""The most bytes of one parameter's per-example gradients that are kept in memory if there is another way."""
 PIECE_BYTES = 1 << 21
-"""On a CPU, what stays near the processor."""
+"""The bytes of a convolution's patches that are made at once on a CPU; they fit into its cache."""
 LayerInputs = tuple[Tensor, ...]
+"""The tensors that a layer needs to compute its gradients, usually its detached input."""
 M = TypeVar("M", bound=nn.Module)
 
 
 class NotRecordableError(Exception):
-    """A network that is not the sum of layers known here, each called once."""
+    """A network that has parameters in other layers than those below, or calls one of them twice."""
 
 
 class GradientRecord(Protocol):
+    """Keeps the inputs of every layer of one forward pass."""
+
     @property
     def piece_bytes(self) -> int:
-        """Bytes of a convolution's neighbourhoods that are made at once."""
+        """The bytes of a convolution's patches that are made at once."""
         ...
 
     def record_call(self, layer: RecordedLayer, inputs: LayerInputs, output: Tensor) -> Tensor:
-        """Note what a layer saw; returns its output, whose gradient will be known."""
+        """Keep a layer's inputs, and return its output, prepared so that its gradient will be known."""
         ...
 
     def make_contiguous(self, images: Tensor) -> Tensor:
-        """The images without gaps in memory."""
+        """Return the images in a contiguous memory format."""
         ...
 
 
-class RecordedLayer(Protocol):
-    """A layer that tells a book."""
+class RecordedLayer(nn.Module):
+    """A layer that reports its calls to a record."""
 
     name: str
     record: GradientRecord
     trainable: frozenset[str]
-    """Which of its parameters train."""
+    """The names of its parameters that train."""
 
     def parameter_gradients(self, inputs: LayerInputs, g: Tensor, count: int) -> dict[str, ParameterGradients]:
-        """Gradients of `count` examples, by the layer's own names; an example may have several rows (views)."""
-        ...
+        """Return the per-example gradients of the layer's trainable parameters.
+
+        Args:
+            inputs: What the layer recorded.
+            g: The gradient of its output.
+            count: The number of examples; each has one row in `inputs` and `g`, or several (its views).
+        """
+        raise NotImplementedError
 
 
 def _linear_gradients(trainable: frozenset[str], a: Tensor, g: Tensor, count: int) -> dict[str, ParameterGradients]:
-    """Of y = Wa + b, from a's and g's rows; an example's rows follow each other."""
+    """Return the gradients of W and b in y = Wa + b. One example's rows of `a` and `g` are adjacent."""
     a, g = a.reshape(count, -1, a.shape[-1]), g.reshape(count, -1, g.shape[-1])
     found: dict[str, ParameterGradients] = {}
     if "weight" in trainable:
         shape = g.shape[-1], a.shape[-1]
         places, size = a.shape[1], shape[0] * shape[1]
-        apart = places == 1 or (2 * places**2 < size and count * size * g.itemsize > MAX_KEPT_BYTES)
-        found["weight"] = OuterProducts(a, g) if apart else FullGradients(torch.bmm(g.mT, a.to(g.dtype)), shape)
+        keep_factors = places == 1 or (2 * places**2 < size and count * size * g.itemsize > MAX_KEPT_BYTES)
+        found["weight"] = OuterProducts(a, g) if keep_factors else FullGradients(torch.bmm(g.mT, a.to(g.dtype)), shape)
     if "bias" in trainable:
         found["bias"] = FullGradients(g[:, 0] if g.shape[1] == 1 else g.sum(1), (g.shape[-1],))
     return found
 
 
-class RecordedLinear(nn.Linear):
+class RecordedLinear(RecordedLayer, nn.Linear):
     name: str
     record: GradientRecord
     trainable: frozenset[str]
@@ -95,7 +104,7 @@ class RecordedLinear(nn.Linear):
         return _linear_gradients(self.trainable, inputs[0], g, count)
 
 
-class RecordedConv2d(nn.Conv2d):
+class RecordedConv2d(RecordedLayer, nn.Conv2d):
     name: str
     record: GradientRecord
     trainable: frozenset[str]
@@ -107,21 +116,19 @@ class RecordedConv2d(nn.Conv2d):
     def parameter_gradients(self, inputs: LayerInputs, g: Tensor, count: int) -> dict[str, ParameterGradients]:
         size = g[0, 0].numel() * self.kernel_size[0] * self.kernel_size[1] * self.in_channels * g.itemsize
         rows = len(g) // count
-        some = max(1, self.record.piece_bytes // (size * rows))
-        images, gradients = (torch.split(t, some * rows) for t in (inputs[0], g.permute(0, 2, 3, 1)))
+        examples = max(1, self.record.piece_bytes // (size * rows))
+        images, gradients = (torch.split(t, examples * rows) for t in (inputs[0], g.permute(0, 2, 3, 1)))
         pieces = [self._piece_gradients(i, each, len(each) // rows) for i, each in zip(images, gradients, strict=True)]
-        return (
-            pieces[0]
-            if len(pieces) == 1
-            else {n: ConcatenatedGradients(tuple(p[n] for p in pieces), some) for n in pieces[0]}
-        )
+        if len(pieces) == 1:
+            return pieces[0]
+        return {name: ConcatenatedGradients(tuple(piece[name] for piece in pieces), examples) for name in pieces[0]}
 
     def _piece_gradients(self, images: Tensor, g: Tensor, count: int) -> dict[str, ParameterGradients]:
-        around = extract_patches(images, self.kernel_size, self.stride, self.padding, self.dilation)
-        return self.gradients_from_patches(around, g, count)
+        patches = extract_patches(images, self.kernel_size, self.stride, self.padding, self.dilation)
+        return self.gradients_from_patches(patches, g, count)
 
     def gradients_from_patches(self, patches: Tensor, g: Tensor, count: int) -> dict[str, ParameterGradients]:
-        """From neighbourhoods (… × kernel·channels) and the gradients (… × filters) where they lie."""
+        """Return the gradients from patches (… × kernel·channels) and output gradients g (… × filters)."""
         shape = self.out_channels, *self.kernel_size, self.in_channels // self.groups
         found = _linear_gradients(
             self.trainable if self.groups == 1 else self.trainable - {"weight"}, patches, g, count
@@ -135,22 +142,20 @@ class RecordedConv2d(nn.Conv2d):
         return found
 
 
-class RecordedIm2colConv2d(RecordedConv2d):
-    """An `UnfoldedConv2d`, whose neighbourhoods are there already."""
+class RecordedIm2colConv2d(RecordedConv2d, Im2colConv2d):
+    """An `Im2colConv2d`, which has its patches already."""
 
     def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        around = extract_patches(input, self.kernel_size, self.stride, self.padding, self.dilation)
-        matrix = weight.detach().permute(2, 3, 1, 0).reshape(-1, weight.shape[0])
-        output = around.reshape(-1, around.shape[-1]) @ matrix
-        output = output if bias is None else output + bias.detach().to(output.dtype)
-        output = self.record.record_call(self, (around.detach(),), output)
-        return output.reshape(*around.shape[:-1], -1).permute(0, 3, 1, 2)
+        return Im2colConv2d._conv_forward(self, input, weight.detach(), _detach_parameter(bias))
+
+    def multiply_patches(self, patches: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return self.record.record_call(self, (patches.detach(),), super().multiply_patches(patches, weight, bias))
 
     def parameter_gradients(self, inputs: LayerInputs, g: Tensor, count: int) -> dict[str, ParameterGradients]:
         return self.gradients_from_patches(inputs[0], g, count)
 
 
-class RecordedGroupNorm(nn.GroupNorm):
+class RecordedGroupNorm(RecordedLayer, nn.GroupNorm):
     name: str
     record: GradientRecord
     trainable: frozenset[str]
@@ -180,7 +185,7 @@ class RecordedGroupNorm(nn.GroupNorm):
         return _affine_gradients(self.trainable, scaled, plain, count)
 
 
-class RecordedLayerNorm(nn.LayerNorm):
+class RecordedLayerNorm(RecordedLayer, nn.LayerNorm):
     name: str
     record: GradientRecord
     trainable: frozenset[str]
@@ -198,7 +203,7 @@ class RecordedLayerNorm(nn.LayerNorm):
 def _affine_gradients(
     trainable: frozenset[str], scaled: Tensor, plain: Tensor, count: int, shape: tuple[int, ...] | None = None
 ) -> dict[str, ParameterGradients]:
-    """Of y = weight·x + bias, from the rows that are to be added up for each example."""
+    """Return the gradients in y = weight·x + bias, where `scaled` is g·x and `plain` is g, summed over an example."""
     shape = tuple(plain.shape[1:]) if shape is None else shape
     rows = {"weight": scaled, "bias": plain}
     return {n: FullGradients(t.reshape(count, -1, *shape).sum(1), shape) for n, t in rows.items() if n in trainable}
@@ -208,7 +213,7 @@ def _detach_parameter(parameter: Tensor | None) -> Tensor | None:
     return None if parameter is None else parameter.detach()
 
 
-RECORDED_TYPES: dict[type[nn.Module], type[nn.Module]] = {
+RECORDED_TYPES: dict[type[nn.Module], type[RecordedLayer]] = {
     nn.Linear: RecordedLinear,
     nn.Conv2d: RecordedConv2d,
     Im2colConv2d: RecordedIm2colConv2d,
@@ -218,26 +223,25 @@ RECORDED_TYPES: dict[type[nn.Module], type[nn.Module]] = {
 
 
 def copy_with_record(module: M, names: frozenset[str], record: GradientRecord) -> M:
-    """The same module on the same weights; layers that have parameters among `names` tell the book."""
+    """Copy a module, sharing its parameters, so that the layers with parameters among `names` report to `record`."""
     if len([*module.parameters()]) < len([*module.named_parameters(remove_duplicate=False)]):
         raise NotRecordableError("layers share parameters")
     memo: dict[int, Any] = {id(t): t for t in (*module.parameters(), *module.buffers())}
     other = copy.deepcopy(module, memo)
     for name, layer in other.named_modules():
-        wanted = frozenset(n for n, _ in layer.named_parameters(recurse=False) if f"{name}.{n}".lstrip(".") in names)
-        if wanted:
+        trainable = frozenset(n for n, _ in layer.named_parameters(recurse=False) if f"{name}.{n}".lstrip(".") in names)
+        if trainable:
             if type(layer) not in RECORDED_TYPES or not _is_plain(layer):
                 raise NotRecordableError(f"{name} is a {type(layer).__name__}")
             layer.__class__ = RECORDED_TYPES[type(layer)]
-            known = cast(RecordedLayer, layer)
-            known.name, known.record, known.trainable = name, record, wanted
+            assert isinstance(layer, RecordedLayer)
+            layer.name, layer.record, layer.trainable = name, record, trainable
     return other
 
 
 def find_recorded_layers(module: nn.Module) -> dict[str, RecordedLayer]:
-    """The layers of a twin that tell a book, by name."""
-    kinds = tuple(RECORDED_TYPES.values())
-    return {name: cast(RecordedLayer, layer) for name, layer in module.named_modules() if isinstance(layer, kinds)}
+    """Return the recorded layers of a copy by `copy_with_record`, by name."""
+    return {name: layer for name, layer in module.named_modules() if isinstance(layer, RecordedLayer)}
 
 
 def _is_plain(layer: nn.Module) -> bool:
@@ -248,7 +252,7 @@ def _is_plain(layer: nn.Module) -> bool:
 
 
 class _RequireGradient(torch.autograd.Function):
-    """From here on there is something to differentiate by: the gradient of the output is asked for, nothing before."""
+    """Make an output require a gradient, although nothing before it does: backward stops here."""
 
     @staticmethod
     def forward(ctx: Any, output: Tensor, token: Tensor) -> Tensor:
@@ -263,7 +267,7 @@ class _RequireGradient(torch.autograd.Function):
 
 
 class GradientTape:
-    """One forward and backward pass of a network by itself. What a layer saw is let go as soon as it is of no use."""
+    """A `GradientRecord` of one network. A layer's inputs are released as soon as its gradients are known."""
 
     def __init__(self, device: torch.device) -> None:
         self.token = torch.zeros((), device=device, requires_grad=True)
@@ -271,7 +275,7 @@ class GradientTape:
         self.begin_pass(0)
 
     def begin_pass(self, count: int) -> None:
-        """Of `count` examples, whose rows follow each other."""
+        """Start a pass over `count` examples; the rows of one example (its views) are adjacent."""
         self.count = count
         self.inputs: dict[str, tuple[LayerInputs, list[int]]] = {}
         self.gradients: dict[str, ParameterGradients] = {}
@@ -288,18 +292,17 @@ class GradientTape:
         return output
 
     def _collect_gradients(self, layer: RecordedLayer, g: Tensor) -> None:
-        seen, versions = self.inputs.pop(layer.name)
-        if [t._version for t in seen] != versions:
-            raise NotRecordableError(f"what {layer.name} saw was written over")
-        self.gradients |= {
-            f"{layer.name}.{name}": part for name, part in layer.parameter_gradients(seen, g, self.count).items()
-        }
+        inputs, versions = self.inputs.pop(layer.name)
+        if [t._version for t in inputs] != versions:
+            raise NotRecordableError(f"the input of {layer.name} was overwritten")
+        gradients = layer.parameter_gradients(inputs, g, self.count)
+        self.gradients |= {f"{layer.name}.{name}": gradient for name, gradient in gradients.items()}
 
     def make_contiguous(self, images: Tensor) -> Tensor:
-        kept = images.is_cpu and images.is_contiguous(memory_format=torch.channels_last)
-        return images if kept else images.contiguous()
+        ready = images.is_cpu and images.is_contiguous(memory_format=torch.channels_last)
+        return images if ready else images.contiguous()
 
     def backward(self, loss: Tensor) -> dict[str, ParameterGradients]:
-        """The parts of every parameter that trains."""
+        """Return the per-example gradients of every parameter that trains, whose sum is that of `loss`."""
         torch.autograd.grad(loss, [self.token], allow_unused=True)
         return self.gradients

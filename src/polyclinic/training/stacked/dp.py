@@ -1,4 +1,4 @@
-"""Private steps of many sites at once: `private`'s, with an axis of sites before the axis of examples."""
+"""DP-SGD for many sites at once: `training.dp`, with an axis of sites before the axis of examples."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.func import vmap
 
-from polyclinic.core.contract import Batch, Bundle, Network, Objective, Private, Tensors
+from polyclinic.core.network import Network, Objective
+from polyclinic.core.options import Private
+from polyclinic.core.types import Batch, Bundle, Tensors
 from polyclinic.training.dp import dp_sgd
 from polyclinic.training.dp.gradient_parts import ParameterGradients
 from polyclinic.training.dp.per_example_gradients import (
@@ -23,13 +24,90 @@ from polyclinic.training.dp.per_example_gradients import (
     copy_with_record,
     find_recorded_layers,
 )
-from polyclinic.training.network import LiveNetwork
+from polyclinic.training.network import LiveNetwork, NetworkWrapper
 from polyclinic.training.stacked.batching import StackMember, StackStep
-from polyclinic.training.stacked.compile import compile_function as compiled_function
+from polyclinic.training.stacked.compile import compile_function
+
+ClippedSumFunction = Callable[[Bundle, Tensors, Batch, Tensor, Bundle], tuple[Tensors, Tensor, Tensor]]
+"""(weights, dropout keys, batch, presence, reference) -> clipped sums, losses and numbers dropped, of every site."""
+
+
+def make_clipped_sum_function(
+    network: LiveNetwork, objective: Objective, names: frozenset[str], clip: float, compiled: bool
+) -> ClippedSumFunction:
+    """Build the function that sums the clipped gradients of each site's batch.
+
+    Args:
+        network: A network's `stackable_copy`.
+        objective: A separable loss.
+        names: The parameters that train.
+        clip: The longest gradient of an example.
+        compiled: Compile the function; this pays after some thousand calls.
+    """
+    record, recorded = StackedRecord(), copy.copy(network)
+    recorded.module = copy_with_record(network.module, names, record)
+    layers = find_recorded_layers(recorded.module)
+
+    def site_loss(
+        zeros: Tensors,
+        model: Tensors,
+        buffers: Tensors,
+        keys: Tensors,
+        batch: Batch,
+        present: Tensor,
+        reference: Bundle,
+    ) -> tuple[Tensor, dict[str, LayerInputs]]:
+        record.begin_pass(zeros)
+        padded = PaddedNetwork(KeyedNetwork(recorded, keys) if keys else recorded, present)
+        return objective(padded, {"model": model, "buffers": buffers}, batch, reference), record.end_pass()
+
+    def forward(*arguments: Any) -> tuple[Tensor, dict[str, LayerInputs]]:
+        found: tuple[Tensor, dict[str, LayerInputs]] = vmap(site_loss, randomness="error")(*arguments)
+        return found
+
+    def backward(inputs: dict[str, LayerInputs], gradients: Tensors, present: Tensor) -> tuple[Tensors, Tensor]:
+        parts: dict[str, ParameterGradients] = {}
+        for name, g in gradients.items():
+            rows = tuple(t.flatten(0, 1) for t in inputs[name])
+            found = layers[name].parameter_gradients(rows, g.flatten(0, 1), present.numel())
+            parts |= {f"{name}.{n}": part for n, part in found.items()}
+        return dp_sgd.sum_clipped_gradients(parts, clip, present)
+
+    probe = forward
+    if compiled:
+        torch._dynamo.config.cache_size_limit = 64  # objectives and lengths of batches share these functions
+        forward = compile_function(forward, network.device, "first")
+        backward = compile_function(backward, network.device, "later")
+    zeros_by_shape: dict[torch.Size, Tensors] = {}
+
+    def call(
+        weights: Bundle, keys: Tensors, batch: Batch, present: Tensor, reference: Bundle
+    ) -> tuple[Tensors, Tensor, Tensor]:
+        rest = weights["model"], weights["buffers"], keys, batch, present, reference
+        shape = batch[0].shape
+        if shape not in zeros_by_shape:
+            with torch.no_grad():
+                probe({}, *rest)
+            if record.output_types.keys() != layers.keys():
+                raise NotRecordableError("a layer is not called")
+            types, sites = record.output_types, len(present)
+            zeros_by_shape[shape] = {n: _expand_zeros(sites, *types[n], present.device) for n in layers}
+        zeros = {n: t.detach().requires_grad_() for n, t in zeros_by_shape[shape].items()}
+        losses, inputs = forward(zeros, *rest)
+        found = torch.autograd.grad((losses * present.sum(1)).sum(), list(zeros.values()))
+        with torch.no_grad(), _full_precision_products():
+            sums, dropped = backward(inputs, dict(zip(zeros, found, strict=True)), present)
+        return sums, losses.detach(), dropped
+
+    return call
 
 
 class StackedRecord:
-    """One pass of a stack. Noughts that join what layers give are what there is to differentiate by, from outside."""
+    """Records one pass of a stack.
+
+    Under `vmap` outputs cannot be hooked. Instead zeros are added to the layers' outputs from outside: the gradient
+    with respect to them is that of the outputs.
+    """
 
     piece_bytes = sys.maxsize
 
@@ -39,12 +117,13 @@ class StackedRecord:
         self.output_types: dict[str, tuple[torch.Size, torch.dtype]] = {}
 
     def begin_pass(self, zeros: Tensors) -> None:
-        """Without noughts the book only learns what layers give."""
+        """Start a pass with these zeros, by layer; without any the record only learns the outputs' shapes and types."""
         self.zeros, self.inputs = zeros, {}
 
     def end_pass(self) -> dict[str, LayerInputs]:
-        seen, self.inputs, self.zeros = self.inputs, {}, {}
-        return seen
+        """Return every layer's inputs."""
+        inputs, self.inputs, self.zeros = self.inputs, {}, {}
+        return inputs
 
     def record_call(self, layer: RecordedLayer, inputs: LayerInputs, output: Tensor) -> Tensor:
         if layer.name in self.inputs:
@@ -59,169 +138,55 @@ class StackedRecord:
         return images.contiguous()
 
 
-class KeyedNetwork:
-    """A network whose every call drops what a site's keys say, whatever the weights it is called with."""
+class KeyedNetwork(NetworkWrapper):
+    """A network that is called with one site's dropout keys among the buffers."""
 
     def __init__(self, network: LiveNetwork, keys: Tensors) -> None:
-        self.network, self.keys = network, keys
+        super().__init__(network)
+        self.keys = keys
 
-    def _with_keys(self, weights: Bundle) -> Bundle:
+    def replace_weights(self, weights: Bundle) -> Bundle:
         return {"model": weights["model"], "buffers": {**weights.get("buffers", {}), **self.keys}}
 
-    def __call__(self, weights: Bundle, images: Tensor) -> Tensor:
-        return self.network(self._with_keys(weights), images)
 
-    def features(self, weights: Bundle, images: Tensor) -> Tensor:
-        return self.network.features(self._with_keys(weights), images)
-
-    def head(self, weights: Bundle, features: Tensor, eval_mode: bool = False) -> Tensor:
-        return self.network.head(self._with_keys(weights), features, eval_mode)
-
-    def loss(self, weights: Bundle, batch: Batch) -> Tensor:
-        return self.network.loss(self._with_keys(weights), batch)
-
-    def teacher_logits(self, weights: Bundle, images: Tensor, features: bool = False) -> Tensor:
-        return self.network.teacher_logits(weights, images, features)
-
-    def auxiliary(self, weights: Bundle, name: str, *given: Tensor, eval_mode: bool = False) -> Tensor:
-        return self.network.auxiliary(self._with_keys(weights), name, *given, eval_mode=eval_mode)
-
-
-class PaddedNetwork:
-    """A network whose loss leaves out what is not there."""
+class PaddedNetwork(NetworkWrapper):
+    """A network whose loss leaves out padding: `present` is 1 for an example and 0 for a padding row."""
 
     def __init__(self, network: Network, present: Tensor) -> None:
-        self.network, self.present = network, present
-
-    def __call__(self, weights: Bundle, images: Tensor) -> Tensor:
-        return self.network(weights, images)
-
-    def features(self, weights: Bundle, images: Tensor) -> Tensor:
-        return self.network.features(weights, images)
-
-    def head(self, weights: Bundle, features: Tensor, eval_mode: bool = False) -> Tensor:
-        return self.network.head(weights, features, eval_mode)
-
-    def teacher_logits(self, weights: Bundle, images: Tensor, features: bool = False) -> Tensor:
-        return self.network.teacher_logits(weights, images, features)
-
-    def auxiliary(self, weights: Bundle, name: str, *given: Tensor, eval_mode: bool = False) -> Tensor:
-        return self.network.auxiliary(weights, name, *given, eval_mode=eval_mode)
+        super().__init__(network)
+        self.present = present
 
     def loss(self, weights: Bundle, batch: Batch) -> Tensor:
         images, labels = batch
-        each = F.cross_entropy(self(weights, images), labels, reduction="none")
-        there = self.present.to(each.dtype).repeat_interleave(len(labels) // len(self.present))
-        return (each * there).sum() / there.sum().clamp(min=1)
-
-
-ClippedSumFunction = Callable[[Bundle, Tensors, Batch, Tensor, Bundle], tuple[Tensors, Tensor, Tensor]]
-
-
-def make_clipped_sum_function(
-    network: LiveNetwork,
-    objective: Objective,
-    names: frozenset[str],
-    clip: float,
-    compiled: bool,
-) -> ClippedSumFunction:
-    """(weights, dropout's keys, batch, who is present, reference) -> sums, losses and numbers dropped of every site."""
-    book, other = StackedRecord(), copy.copy(network)
-    other.module = copy_with_record(network.module, names, book)
-    layers = find_recorded_layers(other.module)
-
-    def of_one(
-        noughts: Tensors,
-        model: Tensors,
-        buffers: Tensors,
-        keys: Tensors,
-        batch: Batch,
-        there: Tensor,
-        aside: Bundle,
-    ) -> tuple[Tensor, dict[str, LayerInputs]]:
-        book.begin_pass(noughts)
-        seen = PaddedNetwork(KeyedNetwork(other, keys) if keys else other, there)
-        return objective(seen, {"model": model, "buffers": buffers}, batch, aside), book.end_pass()
-
-    def forward(*arguments: Any) -> tuple[Tensor, dict[str, LayerInputs]]:
-        found: tuple[Tensor, dict[str, LayerInputs]] = vmap(of_one, randomness="error")(*arguments)
-        return found
-
-    def backward(seen: dict[str, LayerInputs], gradients: Tensors, there: Tensor) -> tuple[Tensors, Tensor]:
-        parts: dict[str, ParameterGradients] = {}
-        for name, g in gradients.items():
-            rows = tuple(t.flatten(0, 1) for t in seen[name])
-            found = layers[name].parameter_gradients(rows, g.flatten(0, 1), there.numel())
-            parts |= {f"{name}.{n}": part for n, part in found.items()}
-        return dp_sgd.sum_clipped_gradients(parts, clip, there)
-
-    probe = forward
-    if compiled:
-        torch._dynamo.config.cache_size_limit = 64  # objectives and lengths of batches share these functions
-        forward = compiled_function(forward, network.device, "first")
-        backward = compiled_function(backward, network.device, "later")
-    noughts: dict[torch.Size, Tensors] = {}
-
-    def call(
-        weights: Bundle, keys: Tensors, batch: Batch, there: Tensor, aside: Bundle
-    ) -> tuple[Tensors, Tensor, Tensor]:
-        rest = weights["model"], weights["buffers"], keys, batch, there, aside
-        if batch[0].shape not in noughts:
-            with torch.no_grad():
-                probe({}, *rest)
-            if book.output_types.keys() != layers.keys():
-                raise NotRecordableError("a layer is not called")
-            noughts[batch[0].shape] = {
-                n: _expand_zeros(len(there), *book.output_types[n], there.device) for n in layers
-            }
-        mine = {n: t.detach().requires_grad_() for n, t in noughts[batch[0].shape].items()}
-        losses, seen = forward(mine, *rest)
-        found = torch.autograd.grad((losses * there.sum(1)).sum(), list(mine.values()))
-        with torch.no_grad(), _full_precision_products():
-            sums, dropped = backward(seen, dict(zip(mine, found, strict=True)), there)
-        return sums, losses.detach(), dropped
-
-    return call
-
-
-def _expand_zeros(sites: int, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """They take no memory."""
-    return torch.zeros((), dtype=dtype, device=device).expand(sites, *shape)
-
-
-@contextmanager
-def _full_precision_products() -> Iterator[None]:
-    """Rounded to TF32, a sum of clipped gradients would be longer than the clip allows."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
+        losses = self.output_loss(self(weights, images), labels, "none")
+        present = self.present.to(losses.dtype).repeat_interleave(len(labels) // len(self.present))
+        return (losses * present).sum() / present.sum().clamp(min=1)
 
 
 class StackedNoise:
-    """What joins the sums of a stack's sites: noise, each site's from its own secret, and what looks at no data."""
+    """Adds to the clipped sums of a stack's sites: each site's noise from its own secret, and data-free gradients."""
 
     def __init__(self, members: Sequence[StackMember], network: LiveNetwork) -> None:
-        self.secrets = [dp_sgd.check_private_job(seat.job, network, seat.secret) for seat in members]
-        options = [seat.job.training.private or Private(0.0, 0.0) for seat in members]
+        self.secrets = [dp_sgd.check_private_job(member.job, network, member.secret) for member in members]
+        options = [member.job.training.private or Private(0.0, 0.0) for member in members]
         self.clip, self.has_noise = options[0].clip, any(option.noise for option in options)
         scales = [option.noise * option.clip if option.noise else 0.0 for option in options]
         dtype = next(iter(members[0].job.weights["model"].values())).dtype
         self.scales = torch.tensor(scales, dtype=dtype, device=network.device)
         self.data_only_objectives: set[Objective] = set()
-        """Objectives that look at nothing but data."""
+        """Objectives found to have no terms without data."""
         self.dropped = torch.zeros(len(members), dtype=torch.int64, device=network.device)
+        """How many gradients of each site were not finite."""
 
     def add_noise(self, sums: Tensors, step: StackStep) -> Tensors:
-        """(Σ clip(gradient) + σC·noise) / expected batch, of the members of a turn."""
+        """Return (Σ clip(gradient) + σC·noise) / expected batch, of the members of a step."""
         names, first = sorted(sums), next(iter(sums.values()))
         found = {name: sums[name] / _broadcast_to(step.expected, sums[name]) for name in names}
         if self.has_noise:
             sizes = [sums[name][0].numel() for name in names]
             secrets = [self.secrets[site].child("noise", number, 0) for site, number in step.step_numbers]
-            block = torch.stack([dp_sgd.draw_gaussian_noise(s, sum(sizes), first.device, first.dtype) for s in secrets])
+            noise = [dp_sgd.draw_gaussian_noise(s, sum(sizes), first.device, first.dtype) for s in secrets]
+            block = torch.stack(noise)
             scales = self.scales if step.members is None else self.scales[step.members]
             block *= _broadcast_to(scales / step.expected, block)
             for name, piece in zip(names, torch.split(block, sizes, 1), strict=True):
@@ -231,22 +196,38 @@ class StackedNoise:
     def data_free_gradients(
         self, objective: Objective, names: frozenset[str], weights: Bundle, reference: Bundle
     ) -> Tensors:
-        """The gradient of what looks at no data, of every site that is seated."""
+        """Return the gradient of the objective's terms that use no data, for every site that is computed."""
         if objective in self.data_only_objectives:
             return {}
-        silent, nothing = dp_sgd.ZeroLossNetwork(self.dropped.device), torch.empty(0, device=self.dropped.device)
+        network, nothing = dp_sgd.ZeroLossNetwork(self.dropped.device), torch.empty(0, device=self.dropped.device)
 
-        def of_one(model: Tensors, aside: Bundle) -> Tensor:
-            return objective(silent, {"model": model, "buffers": {}}, (nothing, nothing), aside)
+        def site_loss(model: Tensors, reference: Bundle) -> Tensor:
+            return objective(network, {"model": model, "buffers": {}}, (nothing, nothing), reference)
 
         moving = {name: w.detach().requires_grad_() for name, w in weights["model"].items() if name in names}
-        still = {name: w for name, w in weights["model"].items() if name not in names}
-        losses = vmap(of_one)({**still, **moving}, reference)
+        frozen = {name: w for name, w in weights["model"].items() if name not in names}
+        losses = vmap(site_loss)({**frozen, **moving}, reference)
         if not losses.requires_grad:
             self.data_only_objectives.add(objective)
             return {}
         found = torch.autograd.grad(losses.sum(), list(moving.values()), allow_unused=True)
         return {name: t for name, t in zip(moving, found, strict=True) if t is not None}
+
+
+@contextmanager
+def _full_precision_products() -> Iterator[None]:
+    """Rounded to TF32, a sum of clipped gradients could be longer than the clip allows."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def _expand_zeros(sites: int, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return zeros that take no memory."""
+    return torch.zeros((), dtype=dtype, device=device).expand(sites, *shape)
 
 
 def _broadcast_to(values: Tensor, like: Tensor) -> Tensor:

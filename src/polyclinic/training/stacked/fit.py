@@ -1,7 +1,7 @@
-"""Many sites' training jobs as one: parameters stacked, `torch.func.vmap` over sites, the same numbers as one by one.
+"""Many sites' training jobs as one: parameters are stacked, and `torch.func.vmap` maps over sites.
 
-Sites do not wait for each other: a call takes all sites whose next batch has the same length. So sites of unequal size
-give what they give alone, BatchNorm included. Everything a call needs lies on the device before the first one.
+Each site gets the numbers that it gets alone, BatchNorm included. Sites of unequal size do not wait for each other: a
+call takes all sites whose next batch has the same length. All that calls need is on the device before the first one.
 """
 
 from __future__ import annotations
@@ -15,47 +15,44 @@ import torch
 from torch import Tensor
 from torch.func import vmap
 
-from polyclinic.core.contract import Batch, Bundle, Fit, Fitted, Objective, Site, Tensors, Training
 from polyclinic.core.flat_tensors import FlatDifference, FlatTensors, contiguous_vector, layout_of
+from polyclinic.core.jobs import Fit, Fitted, Site
+from polyclinic.core.network import Objective
+from polyclinic.core.options import Training
+from polyclinic.core.types import Batch, Bundle, Tensors
 from polyclinic.training.dp.dp_sgd import is_plain_sgd
 from polyclinic.training.dp.per_example_gradients import NotRecordableError
 from polyclinic.training.losses import SEPARABLE
 from polyclinic.training.network import LiveNetwork, move_tensors
 from polyclinic.training.stacked.batching import StackMember, StackSchedule
-from polyclinic.training.stacked.compile import compile_function as compiled_function
+from polyclinic.training.stacked.compile import compile_function
 from polyclinic.training.stacked.dp import ClippedSumFunction, KeyedNetwork, StackedNoise, make_clipped_sum_function
 from polyclinic.training.stacked.optimisers import StackedOptimiser
 
 
 class NotStackableError(Exception):
-    """An objective that `vmap` cannot do: it looks at values, draws at random, or writes in place."""
+    """An objective that `vmap` cannot map: it branches on values, draws random numbers, or writes in place."""
 
 
 def job_signature(job: Fit, site: Site, cache: dict[Any, Any] | None = None) -> tuple[Any, ...]:
-    """Jobs with equal signatures run as one, whatever their noise. `known` remembers bundles that many jobs share."""
+    """Return a key that is equal for jobs that can run as one stack; their noise may differ.
+
+    `cache` keeps the shapes of bundles that many jobs share; pass the same dictionary for all jobs of a round.
+    """
     cache = {} if cache is None else cache
-    mark = tuple(id(group) for group in job.weights.values())
-    if mark not in cache:
-        cache[mark] = _BundleShapes(job.weights)
+    identity = tuple(id(group) for group in job.weights.values())
+    if identity not in cache:
+        cache[identity] = _BundleShapes(job.weights)
     state = None if job.optimiser_state is None else _BundleShapes({"": job.optimiser_state})
     reference = _BundleShapes(job.reference) if job.reference else None
-    training = job.training
+    training, batch = job.training, job.training.batch_size(site.examples)
     if training.private is not None:
         training = replace(training, private=replace(training.private, noise=0.0))
-    return (
-        job.sequence,
-        training,
-        job.full_batch,
-        site.lr,
-        cache[mark],
-        reference,
-        state,
-        training.batch_size(site.examples),
-    )
+    return job.sequence, training, job.full_batch, site.lr, cache[identity], reference, state, batch
 
 
 class _BundleShapes:
-    """Names, shapes and dtypes of a bundle, quickly compared."""
+    """The names, shapes and dtypes of a bundle, with a hash that is computed once."""
 
     def __init__(self, bundle: Bundle) -> None:
         self.all = tuple((k, name, t.shape, t.dtype) for k, group in bundle.items() for name, t in group.items())
@@ -69,81 +66,87 @@ class _BundleShapes:
 
 
 def why_not_stackable(job: Fit, network: LiveNetwork) -> str:
-    """Why a job cannot be stacked; "" if it can."""
+    """Return why a job cannot be stacked; "" if it can."""
     if job.full_batch and len(job.sequence) > 1:
-        return "several steps on full gradients are taken site by site"
+        return "jobs with several full-batch steps are computed site by site"
     if not all(isinstance(step.objective, Hashable) for step in job.sequence):
-        return "its objective cannot be told from another's (it has no hash)"
+        return "its objective cannot be compared with another's (it has no hash)"
     if not is_plain_sgd(job.training.private):
         if len(job.sequence) > 1:
-            return "several private steps on a batch are taken site by site"
+            return "jobs with several private steps on a batch are computed site by site"
         if job.sequence[0].objective not in SEPARABLE:
-            return "its objective may mix examples, so these are clipped one by one"
+            return "its objective may mix examples, so their gradients are clipped one by one"
     shared = network.shared_random_layers
     return f"{shared} draws from a generator that sites would share" if shared else ""
 
 
 def fit_stacked(members: Sequence[StackMember], network: LiveNetwork, compiled: bool = False) -> list[Fitted]:
-    """What `fit` gives for each seat alone, up to rounding. `compiled` pays after some thousand steps."""
+    """Run the jobs of many sites as one.
+
+    Args:
+        members: The sites' jobs, whose `job_signature` is equal and which `why_not_stackable` does not reject.
+        network: The network that computes them.
+        compiled: Compile the functions of a step. This pays after some thousand steps.
+
+    Returns:
+        What `fit` returns for each site alone, up to rounding.
+    """
     first, network = members[0].job, network.stackable_copy
-    training, steps = first.training, first.sequence
+    device, training, steps = network.device, first.training, first.sequence
     moving = [network.trainable_names(training.fine_tune, step.train) for step in steps]
     network.set_training_mode(frozenset().union(*moving))
     weights = {
-        "model": _stack_tensors([s.job.weights["model"] for s in members], network.device),
-        # Each by itself: batch normalisation writes into a copy of what does not lie by itself, and its work is lost.
-        "buffers": _stack_tensors([dict(s.job.weights.get("buffers", {})) for s in members], network.device),
+        "model": _stack_tensors([m.job.weights["model"] for m in members], device),
+        # `dict`, so that they are stacked one by one: BatchNorm copies tensors that lie in a common vector before it
+        # writes into them, so that its updates would be lost.
+        "buffers": _stack_tensors([dict(m.job.weights.get("buffers", {})) for m in members], device),
     }
-    reference = {k: _stack_tensors([s.job.reference[k] for s in members], network.device) for k in first.reference}
+    reference = {kind: _stack_tensors([m.job.reference[kind] for m in members], device) for kind in first.reference}
     optimisers = [StackedOptimiser(training.optimiser, members[0].site.lr, number) for number in range(len(steps))]
     if first.optimiser_state is not None:
-        state = _stack_tensors([s.job.optimiser_state or {} for s in members], network.device)
+        state = _stack_tensors([m.job.optimiser_state or {} for m in members], device)
         for optimiser in optimisers:
             optimiser.load_state(state)
-    table = StackSchedule(members, network.device, compiled, network.has_dropout)
-    losses, gathered = torch.zeros(len(members), device=network.device), dict[str, Tensor]()
+    schedule = StackSchedule(members, device, compiled, network.has_dropout)
     noise = None if is_plain_sgd(training.private) else StackedNoise(members, network)
-    precise = network.use_precision(training.precision)
-    with precise, _match_convolution_precision(network.device), table.open_batches() as served:
-        for turn, batch in served:
-            keys = network.dropout_buffers(turn.keys)
+    losses, gathered = torch.zeros(len(members), device=device), dict[str, Tensor]()
+    precision = network.use_precision(training.precision)
+    with precision, _match_convolution_precision(device), schedule.open_batches() as batches:
+        for turn, batch in batches:
+            keys, compile_step = network.dropout_buffers(turn.keys), compiled and turn.computes_all
             for step, names, optimiser in zip(steps, moving, optimisers, strict=True):
-                here, aside = _select_rows(weights, turn.computed), _select_rows(reference, turn.computed)
-                if turn.members_among_computed is not None:  # not everyone's statistics may move
-                    here = {**here, "buffers": {name: t.clone() for name, t in here["buffers"].items()}}
+                rows, refs = _select_rows(weights, turn.computed), _select_rows(reference, turn.computed)
+                if turn.members_among_computed is not None:  # the statistics of the other sites must not move
+                    rows = {**rows, "buffers": {name: t.clone() for name, t in rows["buffers"].items()}}
                 if noise is None:
-                    call = _gradient_function(network, step.objective, names, compiled and turn.computes_all)
-                    grads, loss = call(here, keys, batch, aside)
+                    gradient_function = _gradient_function(network, step.objective, names, compile_step)
+                    grads, loss = gradient_function(rows, keys, batch, refs)
                 else:
-                    sums = _clipped_sum_function(
-                        network, step.objective, names, training, compiled and turn.computes_all
-                    )
-                    grads, loss, lost = sums(here, keys, batch, turn.present, aside)
+                    clipped_sum = _clipped_sum_function(network, step.objective, names, training, compile_step)
+                    grads, loss, dropped = clipped_sum(rows, keys, batch, turn.present, refs)
                     loss = torch.where(loss.isfinite(), loss, 0)
-                    _add_rows(noise.dropped, turn.select_members({"": lost})[""], turn.members)
+                    _add_rows(noise.dropped, turn.select_members({"": dropped})[""], turn.members)
                 if turn.members is not None:
                     grads, loss = turn.select_members(grads), turn.select_members({"": loss})[""]
-                    _write_rows(weights["buffers"], turn.select_members(here["buffers"]), turn.members)
+                    _write_rows(weights["buffers"], turn.select_members(rows["buffers"]), turn.members)
                 if turn.step_fractions is not None:
-                    parts = turn.step_fractions if noise is None else torch.ones_like(turn.step_fractions)
-                    grads = _accumulate_gradients(
-                        gathered, grads, parts, turn.members, len(members), turn.completes_step
-                    )
+                    factors = turn.step_fractions if noise is None else torch.ones_like(turn.step_fractions)
+                    total = (gathered, len(members))
+                    grads = _accumulate_gradients(*total, grads, factors, turn.members, turn.completes_step)
                 if turn.completes_step:
                     if noise is not None:
                         grads = noise.add_noise(grads, turn)
-                        for name, free in turn.select_members(
-                            noise.data_free_gradients(step.objective, names, here, aside)
-                        ).items():
-                            grads[name] += free
+                        free = noise.data_free_gradients(step.objective, names, rows, refs)
+                        for name, gradient in turn.select_members(free).items():
+                            grads[name] += gradient
                     optimiser.step(weights["model"], grads, turn.members)
             _add_rows(losses, loss if turn.step_fractions is None else loss * turn.step_fractions, turn.members)
-    dropped = [0] * len(members) if noise is None else noise.dropped.tolist()
-    return _split_results(members, weights, optimisers, losses, table.steps, dropped)
+    counts = [0] * len(members) if noise is None else noise.dropped.tolist()
+    return _split_results(members, weights, optimisers, losses, schedule.steps, counts)
 
 
 def _stack_tensors(groups: Sequence[Tensors], device: torch.device) -> Tensors:
-    """One tensor per name, with a row per site; where a site's tensors are one vector, so are its rows."""
+    """Return one tensor per name with a row per site; if each site's tensors are one vector, so are its rows."""
     first = groups[0]
     if not isinstance(first, FlatTensors) or not all(
         isinstance(group, FlatTensors) and group.has_layout_of(first) for group in groups
@@ -177,97 +180,100 @@ def _add_rows(total: Tensor, values: Tensor, members: Tensor | None) -> None:
 
 
 def _accumulate_gradients(
-    total: Tensors, grads: Tensors, step_fractions: Tensor, members: Tensor | None, sites: int, last: bool
+    total: Tensors, sites: int, grads: Tensors, step_fractions: Tensor, members: Tensor | None, last: bool
 ) -> Tensors:
-    """The members' gradients so far, over the batches of a step, weighted by their `shares` of the examples."""
+    """Return the members' gradients so far, summed over the batches of a step with weights `step_fractions`."""
     rows: Any = slice(None) if members is None else members
     for name, grad in grads.items():
         if name not in total:
             total[name] = grad.new_zeros(sites, *grad.shape[1:])
         total[name][rows] += grad * step_fractions.reshape(-1, *[1] * (grad.ndim - 1)).to(grad.dtype)
-    found = {name: total[name][rows].clone() for name in grads}
+    gradients = {name: total[name][rows].clone() for name in grads}
     if last:
         for name in grads:
             total[name][rows] = 0
-    return found
+    return gradients
 
 
 GradientFunction = Callable[[Bundle, Tensors, Batch, Bundle], tuple[Tensors, Tensor]]
+"""(stacked weights, dropout keys, stacked batch, stacked reference) -> gradients and losses of every site."""
 
 
 def _gradient_function(
     network: LiveNetwork, objective: Objective, names: frozenset[str], compiled: bool
 ) -> GradientFunction:
-    """(stacked weights, dropout's keys, stacked batch, stacked reference) -> gradient and loss of every site."""
+    """Return the function for plain steps, made once for each network."""
     key = (objective, names, compiled)
     if key not in network.stacked_functions:
         network.stacked_functions[key] = _make_gradient_function(network, objective, names, compiled)
-    found: GradientFunction = network.stacked_functions[key]
-    return found
+    function: GradientFunction = network.stacked_functions[key]
+    return function
 
 
 def _clipped_sum_function(
     network: LiveNetwork, objective: Objective, names: frozenset[str], training: Training, compiled: bool
 ) -> ClippedSumFunction:
-    """The same for private steps: (…, reference) -> sum of clipped gradients, loss, examples dropped of every site."""
+    """Return the function for private steps, made once for each network."""
     assert training.private is not None
     clip = training.private.clip
     key = ("private", objective, names, clip, training.precision, compiled)
     if key not in network.stacked_functions:
         with _translate_errors(compiled):
             network.stacked_functions[key] = make_clipped_sum_function(network, objective, names, clip, compiled)
-    made: ClippedSumFunction = network.stacked_functions[key]
+    function: ClippedSumFunction = network.stacked_functions[key]
 
     def call(*arguments: Any) -> tuple[Tensors, Tensor, Tensor]:
         with _translate_errors(compiled):
-            return made(*arguments)
+            return function(*arguments)
 
     return call
 
 
 @contextmanager
 def _translate_errors(compiled: bool) -> Iterator[None]:
+    """Turn what `vmap` and recorded layers raise into `NotStackableError`."""
     try:
         yield
     except NotRecordableError as error:
-        raise NotStackableError(f"its examples are clipped one by one: {error}") from error
+        raise NotStackableError(f"its examples' gradients are clipped one by one: {error}") from error
     except RuntimeError as error:
         if compiled or isinstance(error, torch.OutOfMemoryError):
             raise
         # If the objective itself is wrong, each site's own training will say so.
-        raise NotStackableError(f"its objective cannot be: {' '.join(str(error).split())[:120]}") from error
+        raise NotStackableError(f"vmap cannot map its objective: {' '.join(str(error).split())[:120]}") from error
 
 
 def _make_gradient_function(
     network: LiveNetwork, objective: Objective, names: frozenset[str], compiled: bool
 ) -> GradientFunction:
-    def loss(moving: Tensors, still: Tensors, buffers: Tensors, keys: Tensors, batch: Batch, aside: Bundle) -> Tensor:
-        seen = KeyedNetwork(network, keys) if keys else network
-        return objective(seen, {"model": {**still, **moving}, "buffers": buffers}, batch, aside)
+    def site_loss(
+        moving: Tensors, frozen: Tensors, buffers: Tensors, keys: Tensors, batch: Batch, reference: Bundle
+    ) -> Tensor:
+        keyed = KeyedNetwork(network, keys) if keys else network
+        return objective(keyed, {"model": {**frozen, **moving}, "buffers": buffers}, batch, reference)
 
     def stacked(*arguments: Any) -> Tensor:
-        found: Tensor = vmap(loss, randomness="error")(*arguments)
-        return found
+        losses: Tensor = vmap(site_loss, randomness="error")(*arguments)
+        return losses
 
     if compiled:  # this function, not what vmap returns: the compiler passes over torch's own
-        stacked = compiled_function(stacked, network.device)
+        stacked = compile_function(stacked, network.device)
 
-    def call(weights: Bundle, keys: Tensors, batch: Batch, aside: Bundle) -> tuple[Tensors, Tensor]:
+    def call(weights: Bundle, keys: Tensors, batch: Batch, reference: Bundle) -> tuple[Tensors, Tensor]:
         moving = {name: w.detach().requires_grad_() for name, w in weights["model"].items() if name in names}
-        still = {name: w for name, w in weights["model"].items() if name not in names}
+        frozen = {name: w for name, w in weights["model"].items() if name not in names}
         with _translate_errors(compiled):
-            losses = stacked(moving, still, weights["buffers"], keys, batch, aside)
-        # No site's loss depends on another's weights: the gradient of their sum holds everyone's own.
-        found = torch.autograd.grad(losses.sum(), list(moving.values()), allow_unused=True)
-        grads = {name: grad for name, grad in zip(moving, found, strict=True) if grad is not None}
-        return grads, losses.detach()
+            losses = stacked(moving, frozen, weights["buffers"], keys, batch, reference)
+        # No site's loss depends on another's weights, so the gradient of their sum holds each site's own.
+        gradients = torch.autograd.grad(losses.sum(), list(moving.values()), allow_unused=True)
+        return {n: g for n, g in zip(moving, gradients, strict=True) if g is not None}, losses.detach()
 
     return call
 
 
 @contextmanager
 def _match_convolution_precision(device: torch.device) -> Iterator[None]:
-    """On CUDA, convolutions round to TF32 unless told otherwise; here they are matrix products, which would not."""
+    """Let matrix products round to TF32 on CUDA if convolutions do, since here they take the convolutions' place."""
     before = torch.get_float32_matmul_precision()
     if device.type == "cuda" and torch.backends.cudnn.allow_tf32:
         torch.set_float32_matmul_precision("high")
@@ -285,21 +291,24 @@ def _split_results(
     steps: list[int],
     dropped: list[int],
 ) -> list[Fitted]:
-    """Every site's own share of the stack, as views of it."""
+    """Return every site's result; its tensors are views of the stacked ones."""
     keep = members[0].job.optimiser_state is not None
     state = {name: t for optimiser in optimisers for name, t in optimiser.state().items()} if keep else {}
-    starts = {kind: [seat.job.weights.get(kind) for seat in members] for kind in weights}
-    apart = {kind: _split_rows(group, starts.get(kind, [])) for kind, group in {**weights, "": state}.items()}
-    found = []
+    starts = {kind: [member.job.weights.get(kind) for member in members] for kind in weights}
+    split = {kind: _split_rows(group, starts.get(kind, [])) for kind, group in {**weights, "": state}.items()}
+    results = []
     for number, (count, total) in enumerate(zip(steps, losses.tolist(), strict=True)):
-        mine = {kind: rows[number] if rows else {} for kind, rows in apart.items()}
-        own = mine.pop("")
-        found.append(Fitted(mine, count, total / max(count, 1), own, dropped[number]))
-    return found
+        bundle = {kind: rows[number] if rows else {} for kind, rows in split.items()}
+        own_state = bundle.pop("")
+        results.append(Fitted(bundle, count, total / max(count, 1), own_state, dropped[number]))
+    return results
 
 
 def _split_rows(group: Tensors, starts: Sequence[Tensors | None]) -> list[Tensors]:
-    """Each site's tensors; as one vector, where a site's lie side by side, with the way it has come from the start."""
+    """Return each site's tensors.
+
+    If they are contiguous they become `FlatTensors`, with their distance from `starts` where all sites share these.
+    """
     split = zip(*(tensor.unbind() for tensor in group.values()), strict=True)
     rows = [dict(zip(group, tensors, strict=True)) for tensors in split]
     vector = contiguous_vector([tensor for row in rows[:2] for tensor in row.values()])
@@ -308,9 +317,11 @@ def _split_rows(group: Tensors, starts: Sequence[Tensors | None]) -> list[Tensor
     width = len(vector) // 2  # of the block that holds all rows, since it holds two of them side by side
     block = vector.as_strided((len(rows), width), (width, 1))
     first, layout = starts[0] if starts else None, layout_of(rows[0])
-    far: list[FlatDifference | None] = [None] * len(rows)
+    differences: list[FlatDifference | None] = [None] * len(rows)
     alike = isinstance(first, FlatTensors) and first.layout == layout and all(start is first for start in starts)
     if isinstance(first, FlatTensors) and alike and first.vector.device == block.device:
-        # Here for all sites at once: one by one, whoever asks would wait for the device each time.
-        far = [FlatDifference(first.vector, w) for w in torch.linalg.vector_norm(block - first.vector, dim=1).tolist()]
-    return [FlatTensors(row.items(), own, layout, way) for row, own, way in zip(rows, block.unbind(), far, strict=True)]
+        # For all sites at once, as each later question would wait for the device.
+        norms = torch.linalg.vector_norm(block - first.vector, dim=1).tolist()
+        differences = [FlatDifference(first.vector, norm) for norm in norms]
+    parts = zip(rows, block.unbind(), differences, strict=True)
+    return [FlatTensors(row.items(), vector, layout, difference) for row, vector, difference in parts]

@@ -7,26 +7,23 @@ import os
 import torch
 from torch import Tensor, nn
 
-from polyclinic.core.contract import Bundle
+from polyclinic.core.types import Bundle
 from polyclinic.training.dp import dp_sgd
 from polyclinic.training.network import LiveNetwork, move_bundle
 from polyclinic.training.stacked.batching import StackMember
 
 WEIGHT_COPIES = 6
-"""Of a site's weights: themselves, their gradients, the optimiser's state, and what is made on the way."""
+"""Copies of a site's weights: the weights, their gradients, the optimiser's state, and temporary ones."""
 SAFETY_FACTOR = 2
-"""Memory is estimated, and others use it too: only one part in so many is taken."""
+"""Only this fraction (1/2) of the free memory is used: sizes are estimates, and other programs use memory too."""
 
 
 def max_stack_size(member: StackMember, network: LiveNetwork) -> int:
-    """The most jobs like this one that one stack should hold; at least one."""
-    held = (
-        WEIGHT_COPIES * bundle_bytes(member.job.weights)
-        + bundle_bytes(member.job.reference)
-        + 2 * activation_bytes(member, network)
-    )
-    held += per_example_bytes(member, network)
-    return max(1, free_memory(network.device) // (SAFETY_FACTOR * held))
+    """Return how many jobs like this one a stack may hold; at least one."""
+    weights, reference = bundle_bytes(member.job.weights), bundle_bytes(member.job.reference)
+    activations, gradients = activation_bytes(member, network), per_example_bytes(member, network)
+    needed = WEIGHT_COPIES * weights + reference + 2 * activations + gradients
+    return max(1, free_memory(network.device) // (SAFETY_FACTOR * needed))
 
 
 def bundle_bytes(bundle: Bundle) -> int:
@@ -34,13 +31,13 @@ def bundle_bytes(bundle: Bundle) -> int:
 
 
 def images_per_call(member: StackMember) -> int:
-    """Images of one call; a private step's batch is of random length, and may see each in several views."""
+    """Return the most images of one batch; a private step's batches are of random length."""
     training, examples = member.job.training, len(member.data)
     return min(examples, dp_sgd.max_physical_batch(training, examples, member.job.full_batch))
 
 
 def per_example_bytes(member: StackMember, network: LiveNetwork) -> int:
-    """Bytes of gradients that private steps keep for every example: all but those of dense layers."""
+    """Return the bytes of per-example gradients that private steps keep: those of all but dense layers."""
     if dp_sgd.is_plain_sgd(member.job.training.private):
         return 0
     layers = [layer for layer in network.module.modules() if not isinstance(layer, nn.Linear)]
@@ -48,11 +45,11 @@ def per_example_bytes(member: StackMember, network: LiveNetwork) -> int:
 
 
 def activation_bytes(member: StackMember, network: LiveNetwork) -> int:
-    """Bytes that one batch's forward pass keeps for its gradient."""
-    network, kept = network.stackable_copy, dict[int, int]()
+    """Return the bytes that one batch's forward pass keeps for the backward pass."""
+    network, saved = network.stackable_copy, dict[int, int]()
 
-    def keep(tensor: Tensor) -> Tensor:
-        kept[tensor.data_ptr()] = tensor.nbytes
+    def pack(tensor: Tensor) -> Tensor:
+        saved[tensor.data_ptr()] = tensor.nbytes
         return tensor
 
     weights, reference = (
@@ -64,11 +61,11 @@ def activation_bytes(member: StackMember, network: LiveNetwork) -> int:
     training = member.job.training
     views = 1 if training.private is None else training.private.views
     batch = member.data.batch(torch.arange(images_per_call(member)).repeat_interleave(views))
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         images, labels = (tensor.to(network.device) for tensor in batch)
         for step in member.job.sequence:
             step.objective(network, live, (images, labels), reference)
-    return sum(kept.values())
+    return sum(saved.values())
 
 
 def _copy_bundle(bundle: Bundle) -> Bundle:
@@ -76,11 +73,11 @@ def _copy_bundle(bundle: Bundle) -> Bundle:
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes that could be had on a device."""
+    """Return the bytes that can still be allocated on a device."""
     if device.type == "cuda":
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return int(torch.cuda.mem_get_info(device)[0]) + unused
     try:
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (ValueError, OSError, AttributeError):  # not every system says
+    except (ValueError, OSError, AttributeError):  # not available on every system
         return 1 << 32

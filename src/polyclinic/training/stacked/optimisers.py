@@ -1,24 +1,31 @@
-"""SGD, Adam and AdamW for all sites of a stack at once, as torch.optim takes them one by one."""
+"""SGD, Adam and AdamW for all sites of a stack at once, with the numbers that torch.optim gives site by site."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from polyclinic.core.contract import Bundle, Optimiser, Tensors
+from polyclinic.core.options import Optimiser
+from polyclinic.core.types import Bundle, Tensors
 
 BETA_1, BETA_2, EPSILON = 0.9, 0.999, 1e-8
-"""torch.optim.Adam's own."""
+"""The defaults of torch.optim.Adam."""
 SLOTS = {
     "sgd": ("momentum_buffer",),
     "adam": ("step", "exp_avg", "exp_avg_sq"),
     "adamw": ("step", "exp_avg", "exp_avg_sq"),
 }
-"""What each remembers, by torch.optim's names. From zeros, momentum's first value is the gradient, as there."""
+"""Each optimiser's state by torch.optim's names. Momentum starts at zero, so that it is the gradient after one step."""
 
 
 class StackedOptimiser:
-    """Every tensor has a leading axis of sites."""
+    """An optimiser whose tensors all have a leading axis of sites.
+
+    Args:
+        options: The optimiser that the recipe asks for.
+        lr: The learning rate of this round.
+        number: The position of its step among the steps that a job takes on every batch.
+    """
 
     def __init__(self, options: Optimiser, lr: float, number: int) -> None:
         self.options, self.lr, self.number = options, lr, number
@@ -36,7 +43,7 @@ class StackedOptimiser:
 
     @torch.no_grad()
     def step(self, model: Tensors, grads: Tensors, members: Tensor | None) -> None:
-        """Moves the members' rows of `model` (None: all); `grads` holds theirs only."""
+        """Move the members' rows of `model` (None: all rows) along `grads`, which holds only theirs."""
         for slot, group in self.slots.items():
             for name in grads.keys() - group.keys():
                 group[name] = _zeros_for(slot, model[name])

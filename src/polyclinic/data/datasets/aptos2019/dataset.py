@@ -1,12 +1,14 @@
-"""APTOS 2019: grades of diabetic retinopathy on fundus photographs of Aravind Eye Hospital (Kaggle, 2019)."""
+"""3,662 fundus photographs of rural India, Aravind Eye Hospital: grades 0 to 4.
+
+APTOS 2019: grades of diabetic retinopathy on fundus photographs of Aravind Eye Hospital (Kaggle, 2019).
+"""
 
 from __future__ import annotations
 
 from pathlib import Path, PurePosixPath
 
-from polyclinic.data.datasets.base import PublicDataset
-from polyclinic.data.datasets.reading import find_subfolder, read_public_set, read_rows
-from polyclinic.data.loading.options import ImageOptions
+from polyclinic.data.datasets.base import NamedDataset
+from polyclinic.data.datasets.readers import find_subfolder, read_public_set, read_rows
 from polyclinic.data.records import Listing, Record
 from polyclinic.data.sources.folder import list_images
 
@@ -16,10 +18,6 @@ OBTAIN = (
     "accept the rules of https://www.kaggle.com/competitions/aptos2019-blindness-detection, download its data and "
     "unpack it there, so that the folder holds train.csv and train_images/*.png."
 )
-
-
-def read_listing(_: ImageOptions, folder: Path) -> Listing:
-    return read_public_set("aptos2019", folder, _read_published, OBTAIN, classes=CLASSES, sites=(SITE,))
 
 
 def _read_published(folder: Path) -> Listing | None:
@@ -36,11 +34,12 @@ def _read_published(folder: Path) -> Listing | None:
     return Listing("aptos2019", root, tuple(records), CLASSES, declared=True, unlisted=unlisted) if records else None
 
 
-SET = PublicDataset(
+DATASET = NamedDataset(
     name="aptos2019",
-    about="3,662 fundus photographs of rural India, Aravind Eye Hospital: grades 0 to 4",
     licence="the competition's rules: research and education, no redistribution",
     classes=CLASSES,
-    read=read_listing,
+    read=lambda _, folder: read_public_set(
+        "aptos2019", folder, _read_published, OBTAIN, classes=CLASSES, sites=(SITE,)
+    ),
     obtain=OBTAIN,
 )

@@ -1,4 +1,7 @@
-"""BreakHis: breast tumour histology at four magnifications (Spanhol et al., IEEE TBME 63(7), 2016)."""
+"""7,909 histology images of breast tumours of 82 patients, at 40, 100, 200 and 400 times: benign, malignant.
+
+BreakHis: breast tumour histology at four magnifications (Spanhol et al., IEEE TBME 63(7), 2016).
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
-from polyclinic.data.datasets.base import Download, PublicDataset
-from polyclinic.data.datasets.reading import find_home, find_subfolder, read_public_set
-from polyclinic.data.loading.options import ImageOptions
+from polyclinic.data.datasets.base import Download, NamedDataset
+from polyclinic.data.datasets.readers import find_home, find_subfolder, read_public_set
+from polyclinic.data.loading.image_options import ImageOptions
 from polyclinic.data.records import Listing, Record, pseudonymise
 
 CLASSES = ("benign", "malignant")
@@ -58,9 +61,8 @@ def _list_records(root: Path, label: str) -> list[Record]:
     return [Record(path, label, SITE, where=f"{label}, file {number}") for number, path in enumerate(images, start=1)]
 
 
-SET = PublicDataset(
+DATASET = NamedDataset(
     name="breakhis",
-    about="7,909 histology images of breast tumours of 82 patients, at 40, 100, 200 and 400 times: benign, malignant",
     licence="CC BY 4.0, cite Spanhol et al. 2016",
     classes=CLASSES,
     read=read_listing,

@@ -1,13 +1,15 @@
-"""Breast Cancer CT, Fully Preprocessed (BCFPP, Kaggle dataset 2026269): the CT client of FedCycle's scenario 3."""
+"""About 3,600 slices of breast CT, as FedCycle counts them: normal, cancer.
+
+Breast Cancer CT, Fully Preprocessed (BCFPP, Kaggle dataset 2026269): the CT client of FedCycle's scenario 3.
+"""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
 
-from polyclinic.data.datasets.base import PublicDataset
-from polyclinic.data.datasets.reading import read_public_set
-from polyclinic.data.loading.options import ImageOptions
+from polyclinic.data.datasets.base import NamedDataset
+from polyclinic.data.datasets.readers import read_public_set
 from polyclinic.data.records import Listing
 from polyclinic.data.sources.folder import SPLITS, Level, list_images, list_subfolders, read_folder
 
@@ -18,10 +20,6 @@ OBTAIN = (
     "download https://www.kaggle.com/ds/2026269 (a Kaggle account is needed) and lay its images out there as "
     "{normal,cancer}/*.png, within {train,valid,test}/ where it has such parts."
 )
-
-
-def read_listing(_: ImageOptions, folder: Path) -> Listing:
-    return read_public_set("breast_ct", folder, _read_published, OBTAIN, classes=CLASSES, sites=(SITE,))
 
 
 def _read_published(folder: Path) -> Listing | None:
@@ -43,11 +41,12 @@ def _has_class_folders(place: Path) -> bool:
     )
 
 
-SET = PublicDataset(
+DATASET = NamedDataset(
     name="breast_ct",
-    about="about 3,600 slices of breast CT, as FedCycle counts them: normal, cancer",
     licence="as stated on its Kaggle page: read it before use",
     classes=CLASSES,
-    read=read_listing,
+    read=lambda _, folder: read_public_set(
+        "breast_ct", folder, _read_published, OBTAIN, classes=CLASSES, sites=(SITE,)
+    ),
     obtain=OBTAIN,
 )

@@ -1,13 +1,16 @@
-"""BUSI: breast ultrasound images of Baheya Hospital, Cairo (Al-Dhabyani et al., Data in Brief 28, 104863, 2020)."""
+"""780 breast ultrasound images of about 600 women, one hospital in Cairo: normal, benign, malignant.
+
+BUSI: breast ultrasound images of Baheya Hospital, Cairo (Al-Dhabyani et al., Data in Brief 28, 104863, 2020).
+"""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
 
-from polyclinic.data.datasets.base import Download, PublicDataset
-from polyclinic.data.datasets.reading import TABLE, exclude_duplicates, find_subfolder, read_duplicates, read_public_set
-from polyclinic.data.loading.options import ImageOptions
+from polyclinic.data.datasets.base import Download, NamedDataset
+from polyclinic.data.datasets.readers import TABLE, exclude_duplicates, find_subfolder, read_duplicates, read_public_set
+from polyclinic.data.loading.image_options import ImageOptions
 from polyclinic.data.records import Listing
 from polyclinic.data.sources.folder import read_folder
 
@@ -36,9 +39,8 @@ def _read_published(folder: Path) -> Listing | None:
     return replace(found, records=tuple(replace(record, site=SITE) for record in found.records))
 
 
-SET = PublicDataset(
+DATASET = NamedDataset(
     name="busi",
-    about="780 breast ultrasound images of about 600 women, one hospital in Cairo: normal, benign, malignant",
     licence="free for research, cite Al-Dhabyani et al. 2020",
     classes=CLASSES,
     read=read_listing,

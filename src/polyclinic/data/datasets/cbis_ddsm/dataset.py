@@ -1,4 +1,7 @@
-"""CBIS-DDSM: film mammograms with biopsied or followed-up lesions (Lee et al., Scientific Data 4, 170177, 2017)."""
+"""3,103 film mammograms of 1,566 patients with masses or calcifications: benign, malignant.
+
+CBIS-DDSM: film mammograms with biopsied or followed-up lesions (Lee et al., Scientific Data 4, 170177, 2017).
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from polyclinic.data.datasets.base import PublicDataset
-from polyclinic.data.datasets.reading import find_subfolder, read_public_set, read_rows
-from polyclinic.data.loading.options import ImageOptions
+from polyclinic.data.datasets.base import NamedDataset
+from polyclinic.data.datasets.readers import find_subfolder, read_public_set, read_rows
+from polyclinic.data.loading.image_options import ImageOptions
 from polyclinic.data.records import Listing, Record, pseudonymise
 
 CLASSES = ("benign", "malignant")
@@ -112,9 +115,8 @@ def _image_candidates(folder: Path, dicoms: Path, text: str) -> list[Path]:
     return [*sorted(copies), *sorted(originals), dicoms.joinpath(*steps)]
 
 
-SET = PublicDataset(
+DATASET = NamedDataset(
     name="cbis_ddsm",
-    about="3,103 film mammograms of 1,566 patients with masses or calcifications: benign, malignant",
     licence="CC BY 3.0, cite Lee et al. 2017 and the Cancer Imaging Archive",
     classes=CLASSES,
     read=read_listing,

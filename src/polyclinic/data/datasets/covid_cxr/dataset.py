@@ -1,4 +1,7 @@
-"""Frontal chest X-rays gathered from publications (Cohen et al., MELBA 1, 2020), with NIH images as further normals."""
+"""Frontal chest X-rays from publications and the NIH: normal, pneumonia, covid, tuberculosis.
+
+Frontal chest X-rays gathered from publications (Cohen et al., MELBA 1, 2020), with NIH images as further normals.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from polyclinic.data.datasets.base import PublicDataset
-from polyclinic.data.datasets.reading import find_subfolder, read_public_set, read_rows
-from polyclinic.data.loading.options import ImageOptions
+from polyclinic.data.datasets.base import NamedDataset
+from polyclinic.data.datasets.readers import find_subfolder, read_public_set, read_rows
 from polyclinic.data.records import Listing, Record, pseudonymise
 
 CLASSES = ("normal", "pneumonia", "covid", "tuberculosis")
@@ -20,10 +22,6 @@ OBTAIN = (
     "clone https://github.com/ieee8023/covid-chestxray-dataset there, "
     "so that the folder holds metadata.csv and images/."
 )
-
-
-def read_listing(_: ImageOptions, folder: Path) -> Listing:
-    return read_public_set("covid_cxr", folder, _read_published, OBTAIN, classes=CLASSES, sites=SITES)
 
 
 def _read_published(folder: Path) -> Listing | None:
@@ -74,11 +72,10 @@ def _exclusion_reason(row: Mapping[str, str]) -> str:
     return "" if row.get("license") else "no licence is stated for it"
 
 
-SET = PublicDataset(
+DATASET = NamedDataset(
     name="covid_cxr",
-    about="frontal chest X-rays from publications and the NIH: normal, pneumonia, covid, tuberculosis",
     licence="per image, in the column `license` of its table",
     classes=CLASSES,
-    read=read_listing,
+    read=lambda _, folder: read_public_set("covid_cxr", folder, _read_published, OBTAIN, classes=CLASSES, sites=SITES),
     obtain=OBTAIN,
 )

@@ -1,13 +1,15 @@
-"""COVID-QU-Ex: chest X-rays from public collections (Tahir et al., Computers in Biology and Medicine 139, 2021)."""
+"""33,920 chest X-rays from many public collections: COVID-19, other infections, normal.
+
+COVID-QU-Ex: chest X-rays from public collections (Tahir et al., Computers in Biology and Medicine 139, 2021).
+"""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
 
-from polyclinic.data.datasets.base import PublicDataset
-from polyclinic.data.datasets.reading import find_subfolder, read_public_set
-from polyclinic.data.loading.options import ImageOptions
+from polyclinic.data.datasets.base import NamedDataset
+from polyclinic.data.datasets.readers import find_subfolder, read_public_set
 from polyclinic.data.records import Listing
 from polyclinic.data.sources.folder import read_folder
 
@@ -22,10 +24,6 @@ OBTAIN = (
 )
 
 
-def read_listing(_: ImageOptions, folder: Path) -> Listing:
-    return read_public_set("covid_qu_ex", folder, _read_published, OBTAIN, classes=CLASSES, sites=(SITE,))
-
-
 def _read_published(folder: Path) -> Listing | None:
     top = find_subfolder(folder, "COVID-QU-Ex dataset", "COVID-QU-Ex")
     here = [name for name in COLLECTIONS if (top / name).is_dir()]
@@ -38,11 +36,12 @@ def _read_published(folder: Path) -> Listing | None:
     return replace(found, records=tuple(records))
 
 
-SET = PublicDataset(
+DATASET = NamedDataset(
     name="covid_qu_ex",
-    about="33,920 chest X-rays from many public collections: COVID-19, other infections, normal",
     licence="as stated on its Kaggle page, and each source's own terms; cite Tahir et al. 2021",
     classes=CLASSES,
-    read=read_listing,
+    read=lambda _, folder: read_public_set(
+        "covid_qu_ex", folder, _read_published, OBTAIN, classes=CLASSES, sites=(SITE,)
+    ),
     obtain=OBTAIN,
 )

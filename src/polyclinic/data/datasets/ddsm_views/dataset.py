@@ -1,4 +1,7 @@
-"""DDSM views: which breast and which projection a film mammogram shows (Heath et al., IWDM 2000)."""
+"""2,225 film mammograms of 602 women from three institutions: projection (CC, MLO) and side, no cancer label.
+
+DDSM views: which breast and which projection a film mammogram shows (Heath et al., IWDM 2000).
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,9 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
-from polyclinic.data.datasets.base import PublicDataset
-from polyclinic.data.datasets.reading import read_public_set
-from polyclinic.data.loading.options import ImageOptions
+from polyclinic.data.datasets.base import NamedDataset
+from polyclinic.data.datasets.readers import read_public_set
+from polyclinic.data.loading.image_options import ImageOptions
 from polyclinic.data.records import Listing, Record, pseudonymise
 
 CLASSES = ("CC_L", "CC_R", "MLO_L", "MLO_R")
@@ -38,9 +41,8 @@ def _read_published(folder: Path) -> Listing | None:
     return Listing("ddsm_views", folder, tuple(records), CLASSES, declared=True)
 
 
-SET = PublicDataset(
+DATASET = NamedDataset(
     name="ddsm_views",
-    about="2,225 film mammograms of 602 women from three institutions: projection (CC, MLO) and side, no cancer label",
     licence="MIT-0 for the derived files, cite Heath et al. 2000",
     classes=CLASSES,
     read=read_listing,

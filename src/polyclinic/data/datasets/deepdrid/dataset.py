@@ -1,4 +1,7 @@
-"""DeepDRiD: grades of diabetic retinopathy on fundus photographs (Liu et al., Patterns 3(6), 100512, 2022)."""
+"""Fundus photographs of 500 patients of three screening projects and wide-field ones of 128: grades 0 to 4.
+
+DeepDRiD: grades of diabetic retinopathy on fundus photographs (Liu et al., Patterns 3(6), 100512, 2022).
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from polyclinic.data.datasets.base import PublicDataset
-from polyclinic.data.datasets.reading import find_subfolder, read_public_set, read_rows
-from polyclinic.data.loading.options import ImageOptions
+from polyclinic.data.datasets.base import NamedDataset
+from polyclinic.data.datasets.readers import find_subfolder, read_public_set, read_rows
+from polyclinic.data.loading.image_options import ImageOptions
 from polyclinic.data.records import Listing, Record, pseudonymise
 
 CLASSES = ("0", "1", "2", "3", "4")
@@ -114,9 +117,8 @@ def _image_path(folder: Path, patient: str, image: str) -> Path:
     return bare if not usual.exists() and bare.exists() else usual
 
 
-SET = PublicDataset(
+DATASET = NamedDataset(
     name="deepdrid",
-    about="fundus photographs of 500 patients of three screening projects and wide-field ones of 128: grades 0 to 4",
     licence="CC BY-SA 4.0, cite Liu et al. 2022",
     classes=CLASSES,
     read=read_listing,

@@ -1,13 +1,15 @@
-"""IDRiD: grades of diabetic retinopathy on fundus photographs of one Indian clinic (Porwal et al., Data 3(3), 2018)."""
+"""516 fundus photographs of one eye clinic in Nanded, India: grades 0 to 4.
+
+IDRiD: grades of diabetic retinopathy on fundus photographs of one Indian clinic (Porwal et al., Data 3(3), 2018).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
-from polyclinic.data.datasets.base import PublicDataset
-from polyclinic.data.datasets.reading import find_subfolder, read_public_set, read_rows
-from polyclinic.data.loading.options import ImageOptions
+from polyclinic.data.datasets.base import NamedDataset
+from polyclinic.data.datasets.readers import find_subfolder, read_public_set, read_rows
 from polyclinic.data.records import Listing, Record
 from polyclinic.data.sources.folder import list_images
 
@@ -22,10 +24,6 @@ OBTAIN = (
     "download B. Disease Grading.zip from https://dx.doi.org/10.21227/H25W98 (an IEEE DataPort account is needed) and "
     "unpack it there, so that the folder holds B. Disease Grading/1. Original Images/ and 2. Groundtruths/."
 )
-
-
-def read_listing(_: ImageOptions, folder: Path) -> Listing:
-    return read_public_set("idrid", folder, _read_published, OBTAIN, classes=CLASSES, sites=(SITE,))
 
 
 def _read_published(folder: Path) -> Listing | None:
@@ -47,11 +45,10 @@ def _list_records(root: Path, store: str, name: str, split: str) -> Iterator[Rec
             yield Record(path, grade, SITE, split=split, where=where)
 
 
-SET = PublicDataset(
+DATASET = NamedDataset(
     name="idrid",
-    about="516 fundus photographs of one eye clinic in Nanded, India: grades 0 to 4",
     licence="CC BY 4.0, cite Porwal et al. 2018",
     classes=CLASSES,
-    read=read_listing,
+    read=lambda _, folder: read_public_set("idrid", folder, _read_published, OBTAIN, classes=CLASSES, sites=(SITE,)),
     obtain=OBTAIN,
 )

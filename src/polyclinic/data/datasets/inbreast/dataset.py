@@ -1,12 +1,14 @@
-"""INbreast: full-field digital mammograms of one hospital in Porto (Moreira et al., Academic Radiology 19(2), 2012)."""
+"""410 full-field digital mammograms of 115 cases, one hospital in Porto: normal, benign, malignant by BI-RADS.
+
+INbreast: full-field digital mammograms of one hospital in Porto (Moreira et al., Academic Radiology 19(2), 2012).
+"""
 
 from __future__ import annotations
 
 from pathlib import Path, PurePosixPath
 
-from polyclinic.data.datasets.base import PublicDataset
-from polyclinic.data.datasets.reading import find_subfolder, read_public_set, read_rows
-from polyclinic.data.loading.options import ImageOptions
+from polyclinic.data.datasets.base import NamedDataset
+from polyclinic.data.datasets.readers import find_subfolder, read_public_set, read_rows
 from polyclinic.data.records import Listing, Record, pseudonymise
 from polyclinic.data.sources.folder import list_images
 
@@ -18,10 +20,6 @@ OBTAIN = (
     "ask the authors for INbreast (https://doi.org/10.1016/j.acra.2011.09.014), or take the copy on Kaggle if its "
     "terms suit you, and unpack it there, so that the folder holds INbreast.csv and AllDICOMs/*.dcm."
 )
-
-
-def read_listing(_: ImageOptions, folder: Path) -> Listing:
-    return read_public_set("inbreast", folder, _read_published, OBTAIN, classes=CLASSES, sites=(SITE,))
 
 
 def _read_published(folder: Path) -> Listing | None:
@@ -49,11 +47,10 @@ def _split_columns(row: dict[str, str]) -> dict[str, str]:
     return {column.strip(): cell.strip() for column, cell in cells}
 
 
-SET = PublicDataset(
+DATASET = NamedDataset(
     name="inbreast",
-    about="410 full-field digital mammograms of 115 cases, one hospital in Porto: normal, benign, malignant by BI-RADS",
     licence="for research, by agreement with the authors; cite Moreira et al. 2012",
     classes=CLASSES,
-    read=read_listing,
+    read=lambda _, folder: read_public_set("inbreast", folder, _read_published, OBTAIN, classes=CLASSES, sites=(SITE,)),
     obtain=OBTAIN,
 )

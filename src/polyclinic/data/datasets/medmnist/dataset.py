@@ -1,4 +1,7 @@
-"""MedMNIST v2: small versions of public medical image sets, one npz file each (Yang et al., Scientific Data, 2023)."""
+"""Small images (28 × 28) of eleven medical tasks; the option `file` says which: chest X-rays by default.
+
+MedMNIST v2: small versions of public medical image sets, one npz file each (Yang et al., Scientific Data, 2023).
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,9 @@ from typing import Literal
 
 from pydantic import Field
 
-from polyclinic.data.datasets.base import Download, PublicDataset
-from polyclinic.data.datasets.reading import read_public_set
-from polyclinic.data.loading.options import ImageOptions
+from polyclinic.data.datasets.base import Download, NamedDataset
+from polyclinic.data.datasets.readers import read_public_set
+from polyclinic.data.loading.image_options import ImageOptions
 from polyclinic.data.records import Listing
 from polyclinic.data.sources.npz import read_npz
 
@@ -126,9 +129,8 @@ def _find_file(name: str, places: tuple[Path, ...]) -> Path | None:
     return next((file for file in candidates if file.is_file()), None)
 
 
-SET = PublicDataset(
+DATASET = NamedDataset(
     name="medmnist",
-    about="small images (28 × 28) of eleven medical tasks; the option `file` says which: chest X-rays by default",
     licence="CC BY 4.0 (DermaMNIST: CC BY-NC 4.0), cite Yang et al. 2023 and the source of the file",
     classes=CLASSES["pneumoniamnist"],
     read=read_listing,

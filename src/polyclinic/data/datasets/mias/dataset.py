@@ -1,13 +1,15 @@
-"""mini-MIAS: digitised film mammograms of the United Kingdom's screening programme (Suckling et al., 1994)."""
+"""322 mammograms, left and right of 161 women, 1024 × 1024 pixels of 200 µm: normal, benign, malignant.
+
+mini-MIAS: digitised film mammograms of the United Kingdom's screening programme (Suckling et al., 1994).
+"""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 
-from polyclinic.data.datasets.base import Download, PublicDataset
-from polyclinic.data.datasets.reading import TABLE, find_subfolder, read_public_set
-from polyclinic.data.loading.options import ImageOptions
+from polyclinic.data.datasets.base import Download, NamedDataset
+from polyclinic.data.datasets.readers import TABLE, find_subfolder, read_public_set
 from polyclinic.data.records import Listing, Record, pseudonymise
 from polyclinic.data.sources.table import Columns, read_table
 
@@ -19,10 +21,6 @@ OBTAIN = (
 )
 FILM = re.compile(r"mdb(\d{3})\s+[FGD]\s+([A-Z]{4})\s*([BM]?)\b")
 """Reference, background tissue, class of abnormality, severity."""
-
-
-def read_listing(_: ImageOptions, folder: Path) -> Listing:
-    return read_public_set("mias", folder, _read_published, OBTAIN, _read_plain_table, classes=CLASSES, sites=(SITE,))
 
 
 def _read_plain_table(folder: Path) -> Listing:
@@ -60,12 +58,13 @@ def _read_films(info: Path) -> dict[str, tuple[str, str]]:
     return films
 
 
-SET = PublicDataset(
+DATASET = NamedDataset(
     name="mias",
-    about="322 mammograms, left and right of 161 women, 1024 × 1024 pixels of 200 µm: normal, benign, malignant",
     licence="research only, see its Licence.txt; cite Suckling et al. 1994",
     classes=CLASSES,
-    read=read_listing,
+    read=lambda _, folder: read_public_set(
+        "mias", folder, _read_published, OBTAIN, _read_plain_table, classes=CLASSES, sites=(SITE,)
+    ),
     obtain=OBTAIN,
     downloads=(Download("http://peipa.essex.ac.uk/pix/mias/all-mias.tar.gz", "", "all-mias.tar.gz", unpack=True),),
 )

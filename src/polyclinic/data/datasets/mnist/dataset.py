@@ -1,4 +1,7 @@
-"""MNIST from its four idx files (LeCun, Cortes and Burges), plain or gzipped."""
+"""60,000 + 10,000 handwritten digits of 28 × 28 pixels (LeCun, Cortes and Burges).
+
+MNIST from its four idx files (LeCun, Cortes and Burges), plain or gzipped.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +12,10 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from polyclinic.core.contract import Stream
 from polyclinic.core.errors import DataError
+from polyclinic.core.rng import Stream
 from polyclinic.data.data_dir import data_folder
-from polyclinic.data.datasets.base import Download, PublicDataset
+from polyclinic.data.datasets.base import Download, NamedDataset
 from polyclinic.data.examples import Collection, Images
 from polyclinic.data.options import Options
 from polyclinic.data.records import Listing, Record
@@ -73,9 +76,8 @@ def read_listing(options: MnistOptions, folder: Path) -> Listing:  # noqa: ARG00
     return Listing("mnist", folder, tuple(records), CLASSES, declared=True)
 
 
-SET = PublicDataset(
+DATASET = NamedDataset(
     name="mnist",
-    about="60,000 + 10,000 handwritten digits of 28 × 28 pixels (LeCun, Cortes and Burges)",
     licence="CC BY-SA 3.0",
     classes=CLASSES,
     read=read_listing,

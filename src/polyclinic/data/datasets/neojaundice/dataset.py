@@ -1,4 +1,7 @@
-"""NeoJaundice of MedFMC: skin photographs of newborns (Wang et al., Scientific Data 10, 574, 2023)."""
+"""2,235 skin photographs of 745 newborns, three of each: jaundice or not, by serum bilirubin.
+
+NeoJaundice of MedFMC: skin photographs of newborns (Wang et al., Scientific Data 10, 574, 2023).
+"""
 
 from __future__ import annotations
 
@@ -10,9 +13,9 @@ from pathlib import Path, PurePosixPath
 from pydantic import Field
 
 from polyclinic.core.errors import DataError
-from polyclinic.data.datasets.base import PublicDataset
-from polyclinic.data.datasets.reading import find_subfolder, read_public_set, read_rows
-from polyclinic.data.loading.options import ImageOptions
+from polyclinic.data.datasets.base import NamedDataset
+from polyclinic.data.datasets.readers import find_subfolder, read_public_set, read_rows
+from polyclinic.data.loading.image_options import ImageOptions
 from polyclinic.data.records import Listing, Record, pseudonymise
 from polyclinic.data.sources.folder import list_images
 
@@ -87,7 +90,7 @@ def _read_list(file: Path, split: str) -> Iterator[ImageEntry]:
         if words == [""]:
             continue
         if len(words) != 2:
-            raise DataError(f"{file} does not say an image and a label in line {number}; mend that line.")
+            raise DataError(f"{file} does not give an image and a label in line {number}; correct that line.")
         yield ImageEntry(f"{file.name} line {number}", words[0], words[1], split)
 
 
@@ -110,9 +113,8 @@ def build_medfmc_listing(
     return Listing(name, root, tuple(records), classes, official=official, declared=True, unlisted=unlisted)
 
 
-SET = PublicDataset(
+DATASET = NamedDataset(
     name="neojaundice",
-    about="2,235 skin photographs of 745 newborns, three of each: jaundice or not, by serum bilirubin",
     licence="CC BY 4.0, cite Wang et al. 2023",
     classes=CLASSES,
     read=read_listing,

@@ -1,13 +1,16 @@
-"""Office-Caltech10: ten kinds of object from four sources of pictures (Gong et al., CVPR 2012). Not medical."""
+"""2,533 pictures of ten kinds of object from four sources: shops, Caltech-256, a camera, a webcam.
+
+Office-Caltech10: ten kinds of object from four sources of pictures (Gong et al., CVPR 2012). Not medical.
+"""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
 
-from polyclinic.data.datasets.base import PublicDataset
-from polyclinic.data.datasets.reading import TABLE, exclude_duplicates, find_subfolder, read_duplicates, read_public_set
-from polyclinic.data.loading.options import ImageOptions
+from polyclinic.data.datasets.base import NamedDataset
+from polyclinic.data.datasets.readers import TABLE, exclude_duplicates, find_subfolder, read_duplicates, read_public_set
+from polyclinic.data.loading.image_options import ImageOptions
 from polyclinic.data.records import Listing
 from polyclinic.data.sources.folder import read_folder
 
@@ -71,9 +74,8 @@ def _find_duplicates(root: Path) -> list[list[Path]]:
     return [[root / folder / f"{stem}.jpg" for stem in stems] for folder, *stems in groups]
 
 
-SET = PublicDataset(
+DATASET = NamedDataset(
     name="office_caltech10",
-    about="2,533 pictures of ten kinds of object from four sources: shops, Caltech-256, a camera, a webcam",
     licence="research, cite Gong et al. 2012",
     classes=CLASSES,
     read=read_listing,

@@ -1,4 +1,7 @@
-"""MedFMC's Retino: grades of diabetic retinopathy on fundus photographs (Wang et al., Scientific Data 10, 2023)."""
+"""1,392 fundus photographs of one Chinese collection, MedFMC's Retino: grades 0 to 4.
+
+MedFMC's Retino: grades of diabetic retinopathy on fundus photographs (Wang et al., Scientific Data 10, 2023).
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,9 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from polyclinic.data.datasets.base import PublicDataset
+from polyclinic.data.datasets.base import NamedDataset
 from polyclinic.data.datasets.neojaundice.dataset import ImageEntry, build_medfmc_listing, read_lists
-from polyclinic.data.datasets.reading import find_subfolder, read_public_set, read_rows
-from polyclinic.data.loading.options import ImageOptions
+from polyclinic.data.datasets.readers import find_subfolder, read_public_set, read_rows
 from polyclinic.data.records import Listing
 
 CLASSES = ("0", "1", "2", "3", "4")
@@ -31,10 +33,6 @@ OBTAIN = (
 )
 
 
-def read_listing(_: ImageOptions, folder: Path) -> Listing:
-    return read_public_set("retino", folder, _read_published, OBTAIN, classes=CLASSES, sites=(SITE,))
-
-
 def _read_published(folder: Path) -> Listing | None:
     root = find_subfolder(folder, "Retino", "retino")
     entries = [*read_lists(root, LISTS)] or [*_read_grades(root / TABLE)]
@@ -52,11 +50,10 @@ def _read_grades(table: Path) -> Iterator[ImageEntry]:
         yield ImageEntry(where, cells[0], cells[-1])
 
 
-SET = PublicDataset(
+DATASET = NamedDataset(
     name="retino",
-    about="1,392 fundus photographs of one Chinese collection, MedFMC's Retino: grades 0 to 4",
     licence="CC BY 4.0, cite Wang et al. 2023",
     classes=CLASSES,
-    read=read_listing,
+    read=lambda _, folder: read_public_set("retino", folder, _read_published, OBTAIN, classes=CLASSES, sites=(SITE,)),
     obtain=OBTAIN,
 )

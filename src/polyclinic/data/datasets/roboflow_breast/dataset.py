@@ -1,4 +1,7 @@
-"""Breast Cancer Detection (hayder17, Roboflow Universe): mammograms as the third client of FedCycle's scenario 2."""
+"""3,383 mammograms exported from Roboflow, by their names a selection of RSNA's: normal, cancer.
+
+Breast Cancer Detection (hayder17, Roboflow Universe): mammograms as the third client of FedCycle's scenario 2.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from polyclinic.data.datasets.base import PublicDataset
-from polyclinic.data.datasets.reading import read_public_set, read_rows
-from polyclinic.data.loading.options import ImageOptions
+from polyclinic.data.datasets.base import NamedDataset
+from polyclinic.data.datasets.readers import read_public_set, read_rows
 from polyclinic.data.records import Listing, Record, pseudonymise
 from polyclinic.data.sources.folder import list_images, list_subfolders, parse_part
 
@@ -24,10 +26,6 @@ OBTAIN = (
     "needed), or download its copy https://www.kaggle.com/datasets/hayder17/breast-cancer-detection, and unpack it "
     "there, so that the folder holds {train,valid,test}/{0,1}/*.rf.*.jpg."
 )
-
-
-def read_listing(_: ImageOptions, folder: Path) -> Listing:
-    return read_public_set("roboflow_breast", folder, _read_published, OBTAIN, classes=CLASSES, sites=(SITE,))
 
 
 def _read_published(folder: Path) -> Listing | None:
@@ -63,11 +61,12 @@ def _patient_name(source: str) -> str:
     return numbers["patient"] if numbers else source
 
 
-SET = PublicDataset(
+DATASET = NamedDataset(
     name="roboflow_breast",
-    about="3,383 mammograms exported from Roboflow, by their names a selection of RSNA's: normal, cancer",
     licence="DbCL 1.0 as Kaggle states it; by their names the images are RSNA's, and under RSNA's rules",
     classes=CLASSES,
-    read=read_listing,
+    read=lambda _, folder: read_public_set(
+        "roboflow_breast", folder, _read_published, OBTAIN, classes=CLASSES, sites=(SITE,)
+    ),
     obtain=OBTAIN,
 )

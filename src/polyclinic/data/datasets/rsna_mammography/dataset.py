@@ -1,12 +1,14 @@
-"""RSNA screening mammography: two screening programmes, USA and Australia (Carr et al., Kaggle competition, 2022)."""
+"""54,706 screening mammograms of 11,913 patients at two real sites: no cancer, cancer.
+
+RSNA screening mammography: two screening programmes, USA and Australia (Carr et al., Kaggle competition, 2022).
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from polyclinic.data.datasets.base import PublicDataset
-from polyclinic.data.datasets.reading import find_subfolder, read_public_set, read_rows
-from polyclinic.data.loading.options import ImageOptions
+from polyclinic.data.datasets.base import NamedDataset
+from polyclinic.data.datasets.readers import find_subfolder, read_public_set, read_rows
 from polyclinic.data.records import Listing, Record, pseudonymise
 
 CLASSES = ("no cancer", "cancer")
@@ -17,12 +19,6 @@ OBTAIN = (
     "accept the rules of https://www.kaggle.com/competitions/rsna-breast-cancer-detection, download its data and "
     "unpack it there, so that the folder holds train.csv and train_images/<patient>/<image>.dcm."
 )
-
-
-def read_listing(_: ImageOptions, folder: Path) -> Listing:
-    return read_public_set(
-        "rsna_mammography", folder, _read_published, OBTAIN, classes=CLASSES, sites=("RSNA-1", "RSNA-2")
-    )
 
 
 def _read_published(folder: Path) -> Listing | None:
@@ -55,11 +51,12 @@ def _parse_number(text: str) -> str:
     return text if text.isalnum() else "unnumbered"
 
 
-SET = PublicDataset(
+DATASET = NamedDataset(
     name="rsna_mammography",
-    about="54,706 screening mammograms of 11,913 patients at two real sites: no cancer, cancer",
     licence="the competition's rules: non-commercial research and education, no redistribution",
     classes=CLASSES,
-    read=read_listing,
+    read=lambda _, folder: read_public_set(
+        "rsna_mammography", folder, _read_published, OBTAIN, classes=CLASSES, sites=("RSNA-1", "RSNA-2")
+    ),
     obtain=OBTAIN,
 )

@@ -1,4 +1,7 @@
-"""DA and DB: chest X-rays of one institute in New Delhi (Chauhan, Chauhan and Rout, PLoS ONE 9(11), e112980, 2014)."""
+"""Chest X-rays of one institute in New Delhi, two machines (DA 156, DB 150): normal, tuberculosis.
+
+DA and DB: chest X-rays of one institute in New Delhi (Chauhan, Chauhan and Rout, PLoS ONE 9(11), e112980, 2014).
+"""
 
 from __future__ import annotations
 
@@ -7,10 +10,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
-from polyclinic.data.datasets.base import PublicDataset
-from polyclinic.data.datasets.reading import find_subfolder, read_public_set
+from polyclinic.data.datasets.base import NamedDataset
+from polyclinic.data.datasets.readers import find_subfolder, read_public_set
 from polyclinic.data.datasets.tb_montgomery.dataset import CLASSES
-from polyclinic.data.loading.options import ImageOptions
+from polyclinic.data.loading.image_options import ImageOptions
 from polyclinic.data.records import Listing, Record
 from polyclinic.data.sources.folder import SPLITS, is_image
 
@@ -52,9 +55,8 @@ def _list_records(root: Path, letter: str, machines: bool) -> Iterator[Record]:
         yield Record(path, label, site, split=split, where=f"Dataset {letter}, file {number}")
 
 
-SET = PublicDataset(
+DATASET = NamedDataset(
     name="tb_india",
-    about="chest X-rays of one institute in New Delhi, two machines (DA 156, DB 150): normal, tuberculosis",
     licence="free for research, cite Chauhan et al. 2014",
     classes=CLASSES,
     read=read_listing,

@@ -1,13 +1,15 @@
-"""Montgomery County: chest X-rays of a tuberculosis programme (Jaeger et al., Quant. Imaging Med. Surg. 4(6), 2014)."""
+"""138 chest X-rays of the tuberculosis programme of Montgomery County, USA: normal, tuberculosis.
+
+Montgomery County: chest X-rays of a tuberculosis programme (Jaeger et al., Quant. Imaging Med. Surg. 4(6), 2014).
+"""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 
-from polyclinic.data.datasets.base import PublicDataset
-from polyclinic.data.datasets.reading import find_subfolder, read_public_set
-from polyclinic.data.loading.options import ImageOptions
+from polyclinic.data.datasets.base import NamedDataset
+from polyclinic.data.datasets.readers import find_subfolder, read_public_set
 from polyclinic.data.records import Listing, Record
 from polyclinic.data.sources.folder import list_images
 
@@ -20,11 +22,8 @@ OBTAIN = (
 )
 
 
-def read_listing(_: ImageOptions, folder: Path) -> Listing:
-    def publisher(place: Path) -> Listing | None:
-        return list_radiographs("tb_montgomery", find_subfolder(place, "MontgomerySet"), "MCUCXR", SITE)
-
-    return read_public_set("tb_montgomery", folder, publisher, OBTAIN, classes=CLASSES, sites=(SITE,))
+def _read_published(folder: Path) -> Listing | None:
+    return list_radiographs("tb_montgomery", find_subfolder(folder, "MontgomerySet"), "MCUCXR", SITE)
 
 
 def list_radiographs(name: str, root: Path, prefix: str, site: str) -> Listing | None:
@@ -41,11 +40,12 @@ def list_radiographs(name: str, root: Path, prefix: str, site: str) -> Listing |
     return Listing(name, root, tuple(records), CLASSES, declared=True, unlisted=unlisted) if records else None
 
 
-SET = PublicDataset(
+DATASET = NamedDataset(
     name="tb_montgomery",
-    about="138 chest X-rays of the tuberculosis programme of Montgomery County, USA: normal, tuberculosis",
     licence="free for research and education, cite Jaeger et al. 2014 and Candemir et al. 2014",
     classes=CLASSES,
-    read=read_listing,
+    read=lambda _, folder: read_public_set(
+        "tb_montgomery", folder, _read_published, OBTAIN, classes=CLASSES, sites=(SITE,)
+    ),
     obtain=OBTAIN,
 )

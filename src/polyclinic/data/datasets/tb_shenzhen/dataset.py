@@ -1,13 +1,15 @@
-"""Shenzhen: chest X-rays of Shenzhen No. 3 Hospital (Jaeger et al., Quant. Imaging Med. Surg. 4(6), 2014)."""
+"""662 chest X-rays of Shenzhen No. 3 Hospital, China: normal, tuberculosis.
+
+Shenzhen: chest X-rays of Shenzhen No. 3 Hospital (Jaeger et al., Quant. Imaging Med. Surg. 4(6), 2014).
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from polyclinic.data.datasets.base import PublicDataset
-from polyclinic.data.datasets.reading import find_subfolder, read_public_set
+from polyclinic.data.datasets.base import NamedDataset
+from polyclinic.data.datasets.readers import find_subfolder, read_public_set
 from polyclinic.data.datasets.tb_montgomery.dataset import CLASSES, list_radiographs
-from polyclinic.data.loading.options import ImageOptions
 from polyclinic.data.records import Listing
 
 SITE = "TB-Shenzhen"
@@ -18,18 +20,16 @@ OBTAIN = (
 )
 
 
-def read_listing(_: ImageOptions, folder: Path) -> Listing:
-    def publisher(place: Path) -> Listing | None:
-        return list_radiographs("tb_shenzhen", find_subfolder(place, "ChinaSet_AllFiles"), "CHNCXR", SITE)
-
-    return read_public_set("tb_shenzhen", folder, publisher, OBTAIN, classes=CLASSES, sites=(SITE,))
+def _read_published(folder: Path) -> Listing | None:
+    return list_radiographs("tb_shenzhen", find_subfolder(folder, "ChinaSet_AllFiles"), "CHNCXR", SITE)
 
 
-SET = PublicDataset(
+DATASET = NamedDataset(
     name="tb_shenzhen",
-    about="662 chest X-rays of Shenzhen No. 3 Hospital, China: normal, tuberculosis",
     licence="free for research and education, cite Jaeger et al. 2014 and Candemir et al. 2014",
     classes=CLASSES,
-    read=read_listing,
+    read=lambda _, folder: read_public_set(
+        "tb_shenzhen", folder, _read_published, OBTAIN, classes=CLASSES, sites=(SITE,)
+    ),
     obtain=OBTAIN,
 )

@@ -1,0 +1,280 @@
+"""The commands `plan`, `audit` and `attack`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.table import Table
+from rich.text import Text
+
+from polyclinic.cli.common import (
+    Data,
+    Json,
+    Seed,
+    Settings,
+    err,
+    find_recipe,
+    out,
+    parse_settings,
+    print_json,
+)
+from polyclinic.cli.display import plan_line, strip_zeros
+from polyclinic.core.errors import RecipeError
+
+if TYPE_CHECKING:
+    from polyclinic.privacy.plan import PrivacyPlan
+    from polyclinic.runs.experiment import FederatedDataset
+
+
+def plan_command(
+    recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="A recipe file, or the name of a bundled recipe.")],
+    settings: Settings = None,
+    data: Data = None,
+    seed: Seed = None,
+    as_json: Json = False,
+) -> None:
+    """Compute the privacy cost (ε) of a recipe for each site, before anything is trained."""
+    from polyclinic.config.recipe import Recipe
+    from polyclinic.runs.experiment import Experiment, load_sites
+
+    whole = Recipe.load(find_recipe(recipe), parse_settings(settings, seed=seed))
+    methods = {name: whole.method_recipe(name) for name in whole.methods} or {whole.name: whole}
+    gathered: dict[str, FederatedDataset] = {}
+    plans = {}
+    for name, one in methods.items():
+        data_of = one.data.model_dump_json()
+        gathered[data_of] = gathered.get(data_of) or load_sites(one, data)
+        plans[name] = Experiment(one, None, data, dataset=gathered[data_of]).setup.plan
+    known = {name: found for name, found in plans.items() if found is not None}
+    if not known:
+        raise RecipeError(f"{whole.name} has no privacy plan; add for example `privacy: {{epsilon: 3}}`")
+    if as_json:
+        print_json({name: plan_lines(found) for name, found in known.items()})
+        return
+    for name, found in known.items():
+        out.print(Text(f"{name}\n  {plan_line({'epsilon': found.epsilon, **found.as_json()})}"))
+        out.print(_plan_table(found))
+
+
+def plan_lines(plan: PrivacyPlan) -> dict[str, Any]:
+    by_site = {site: plan.epsilon_of(spends) for site, spends in plan.run_spends().items()}
+    sites = {site: value if math.isfinite(value) else None for site, value in by_site.items()}
+    return {**plan.as_json(), "epsilon": plan.epsilon if math.isfinite(plan.epsilon) else None, "sites": sites}
+
+
+def _plan_table(plan: PrivacyPlan) -> Table:
+    """Return a table of the ten sites with the largest ε."""
+    from polyclinic.reporting.privacy_statement import UNITS
+
+    whole = plan.run_spends()
+    cost = sorted((-plan.epsilon_of(spends), site) for site, spends in whole.items())
+    table = Table(box=None, padding=(0, 1))
+    for name in ("site", "rounds", "images", "releases", "ε of this site alone"):
+        table.add_column(name, justify="left" if name == "site" else "right")
+    for negative, site in cost[:10]:
+        rounds, steps = sum(site in cohort for cohort in plan.rounds), sum(spend.times for spend in whole[site])
+        cells = [site, str(rounds), f"{plan.site_sizes[site].examples:,}", f"{steps:,}", f"{-negative:.3f}"]
+        table.add_row(*map(Text, cells))
+    more = f"; {len(cost) - 10} more sites have a smaller ε" if len(cost) > 10 else ""
+    where = (
+        ""
+        if plan.config.unit == "site"
+        else f"; it may be at {plan.max_sites_per_record} site{'s' * (plan.max_sites_per_record > 1)}"
+    )
+    charges = "".join(f"; {kind} each round, noise {noise:g}" for kind, noise in plan.other_releases.items())
+    counts = "" if math.isinf(plan.metrics_noise) else f"; validation counts, noise {plan.metrics_noise:.3g}"
+    table.caption = Text(f"protects {UNITS[plan.config.unit]}{where}{charges}{counts}{more}")
+    return table
+
+
+def audit_command(
+    recipe: Annotated[
+        str,
+        typer.Argument(
+            metavar="RECIPE|DIR", help="A recipe, or the folder of a finished run, whose privacy statement is updated."
+        ),
+    ],
+    canaries: Annotated[
+        int, typer.Option(help="The number of planted examples. More of them can refute a larger ε.")
+    ] = 1000,
+    confidence: Annotated[float, typer.Option(help="The confidence of the lower bound.")] = 0.95,
+    rounds: Annotated[
+        int | None, typer.Option(min=1, help="The number of rounds to attack (default: all planned rounds).")
+    ] = None,
+    shadows: Annotated[
+        int,
+        typer.Option(
+            "--membership", min=0, help="Also run a membership attack (LiRA) with this number of shadow models."
+        ),
+    ] = 0,
+    settings: Settings = None,
+    data: Data = None,
+    file: Annotated[Path | None, typer.Option("--out", help="Also write the result to this JSON file.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Audit the privacy claim of a recipe: plant canaries at a site, train as planned, and guess which took part."""
+    from polyclinic.config.recipe import Recipe
+    from polyclinic.storage.files import write_json
+    from polyclinic.storage.run_folder import RunFolder
+
+    folder = Path(recipe) if RunFolder(Path(recipe)).recipe.is_file() else None
+    if folder and settings:
+        raise RecipeError("--set changes recipes, and this folder holds a finished run; leave out --set")
+    loaded = Recipe.load(RunFolder(folder).recipe if folder else find_recipe(recipe), parse_settings(settings))
+    from polyclinic.analysis.privacy_audit import attack_members, audit_recipe, save_audit
+
+    site, found = audit_recipe(loaded, data, canaries, confidence, rounds)
+    result = {"recipe": loaded.name, "site": site, **found.as_json()}
+    if shadows:
+        result["membership"] = attack_members(loaded, data, site, shadows).sentence
+    if file is not None:
+        write_json(file, result)
+    if folder is not None:
+        save_audit(folder, result)
+    if as_json:
+        print_json(result)
+    else:
+        for sentence in audit_sentences(result):
+            out.print(Text(sentence), soft_wrap=True)
+    if found.is_refuted:
+        raise typer.Exit(1)
+
+
+def audit_sentences(result: Mapping[str, Any]) -> list[str]:
+    return [f"{result['site']}: {result['verdict']}", *([result["membership"]] if "membership" in result else [])]
+
+
+COLUMNS = {"ssim": "SSIM", "ssim_max": "max", "l2": "L2", "l2_min": "min", "below": "<.1", "recognised": "own"}
+
+
+def attack_command(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="The folder of a finished run.")],
+    site: Annotated[
+        list[str] | None, typer.Option(help="A site to attack. May be repeated (default: the first three sites).")
+    ] = None,
+    stages: Annotated[
+        str | None, typer.Option(help="The stages whose features are intercepted, such as 1,3 (default: all).")
+    ] = None,
+    clip: Annotated[float | None, typer.Option(help="Also attack protected features, clipped to this norm.")] = None,
+    noise: Annotated[float, typer.Option(min=0, help="The noise on protected features, in units of the clip.")] = 0.0,
+    inversion: Annotated[bool, typer.Option("--inversion", help="Also attack gradients.")] = False,
+    batch: Annotated[int, typer.Option(min=1, max=8, help="The number of images behind each gradient.")] = 1,
+    step_clip: Annotated[float, typer.Option(help="The clip of protected gradients (DP-SGD).")] = 1.0,
+    step_noise: Annotated[
+        float, typer.Option(min=0, help="The noise of protected gradients, in units of their clip.")
+    ] = 1.0,
+    steps: Annotated[int, typer.Option(min=1, help="The training steps of a decoder.")] = 300,
+    iterations: Annotated[int, typer.Option(min=1, help="The iterations of gradient inversion.")] = 300,
+    images: Annotated[int, typer.Option(min=16, help="The largest number of images of a site.")] = 1000,
+    fid_weights: Annotated[
+        Path | None, typer.Option(help="Weights of MobileNetV2 for the Fréchet distance (default: the run's network).")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(min=0, help="The seed of the attack (default: the run's).")] = None,
+    data: Data = None,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda or auto (default: as in the run).")] = None,
+    as_json: Json = False,
+) -> None:
+    """Attack a finished run: reconstruct patients' images from features and, with --inversion, from gradients."""
+    from polyclinic.analysis.attack.campaign import AttackOptions, attack_run
+    from polyclinic.analysis.attack.decoder import DecoderTraining
+    from polyclinic.analysis.attack.gradient_inversion import Search
+    from polyclinic.core.rng import Stream
+    from polyclinic.runs.finished_run import open_run
+
+    check_options(clip, noise, step_clip)
+    options = AttackOptions(
+        sites=tuple(site or ()),
+        stages=parse_stages(stages),
+        effort=DecoderTraining(steps),
+        most=images,
+        clip=clip,
+        noise=noise,
+        fid_weights=fid_weights,
+        inversion=batch if inversion else 0,
+        search=Search(iterations),
+        step_clip=step_clip,
+        step_noise=step_noise,
+    )
+    past = open_run(folder, data, device)
+    stream = Stream(past.recipe.seed if seed is None else seed, ("attack",))
+    with err.status("attacking the run") as status:
+        result = attack_run(past, options, stream, status.update)
+    if as_json:
+        print_json(result)
+        return
+    out.print(feature_table(result))
+    if inversion:
+        out.print(gradient_table(result))
+    out.print(Text(result["verdict"]), soft_wrap=True)
+    out.print(
+        Text(f"written: {folder / 'attack'} (the figures show patients' images; do not share them)"), soft_wrap=True
+    )
+
+
+def check_options(clip: float | None, noise: float, step_clip: float) -> None:
+    if clip is None and noise:
+        raise RecipeError("--noise is in units of the clip; also give --clip")
+    for name, value in (("--clip", clip), ("--step-clip", step_clip)):
+        if value is not None and not 0 < value < math.inf:
+            raise RecipeError(f"{name} is {value}; choose a positive norm")
+
+
+def parse_stages(text: str | None) -> tuple[int, ...]:
+    parts = [] if text is None else text.split(",")
+    if not all(part.strip().isdigit() for part in parts):
+        raise RecipeError(f"--stages is {text!r}; write numbers separated by commas, such as 1,3")
+    return tuple(sorted({int(part) for part in parts}))
+
+
+def feature_table(result: Mapping[str, Any]) -> Table:
+    """Return a table of the metrics of all stages, means over sites, 80 columns wide."""
+    from polyclinic.analysis.attack.feature_inversion import GUESSES
+
+    sites = result["sites"]
+    table = _empty_table(
+        f"{result['run']}: images from features, at {', '.join(sites)}"[:79], "stage", [*COLUMNS, "frechet"]
+    )
+    for stage, row in result["mean"].items():
+        for number, (guess, figures) in enumerate(row.items()):
+            cells = [stage if number == 0 else "", GUESSES[guess], *_format_cells(figures), f"{figures['frechet']:.3g}"]
+            table.add_row(*map(Text, cells), style="bold" if guess == "decoder" else "")
+    table.caption = Text(
+        f"{_describe_count(sites)}; SSIM: mean and largest (1: identical); L2 of pixels in [0, 1]: mean and smallest; "
+        f"<.1: share with a smaller L2; own: share whose nearest original is the right one; Fréchet distance by "
+        f"{result['frechet_network']}"
+    )
+    return table
+
+
+def gradient_table(result: Mapping[str, Any]) -> Table:
+    from polyclinic.analysis.attack.gradient_inversion import KINDS
+
+    first = next(iter(result["sites"].values()))["gradients"]
+    table = _empty_table("images from gradients", "site", list(next(iter(first["guesses"].values()))))
+    for site, found in result["sites"].items():
+        for number, (kind, figures) in enumerate(found["gradients"]["guesses"].items()):
+            table.add_row(*map(Text, [site[:12] if number == 0 else "", KINDS[kind], *_format_cells(figures)]))
+    table.caption = Text(f"{first['attacked']} images a site, {first['images']} behind each gradient")
+    return table
+
+
+def _empty_table(title: str, first: str, figures: Sequence[str]) -> Table:
+    table = Table(title=Text(title), title_justify="left", caption_justify="left", box=None, padding=(0, 1))
+    for name in (first, "guess"):
+        table.add_column(name, no_wrap=True)
+    for name in figures:
+        table.add_column(COLUMNS.get(name, "Fréchet"), justify="right", no_wrap=True)
+    return table
+
+
+def _format_cells(figures: Mapping[str, float]) -> list[str]:
+    return [strip_zeros(f"{figures[key]:.2f}") for key in COLUMNS if key in figures]
+
+
+def _describe_count(sites: Mapping[str, Any]) -> str:
+    attacked = sum(found["attacked_images"] for found in sites.values())
+    return f"{attacked} attacked images" + (f", means over {len(sites)} sites" if len(sites) > 1 else "")

@@ -1,0 +1,170 @@
+"""The commands `site capability` and `weights convert`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+import yaml
+from rich.table import Table
+from rich.text import Text
+
+from polyclinic.cli.common import Json, find_recipe, out, print_json
+
+if TYPE_CHECKING:
+    from polyclinic.config.capability import Capability, MachineProfile
+
+
+site_app = typer.Typer(no_args_is_help=True, help="Measure this site's machine.")
+
+
+@site_app.command("capability")
+def capability_command(
+    server: Annotated[
+        str | None, typer.Option(metavar="HOST:PORT", help="The server, to measure the network latency.")
+    ] = None,
+    recipe: Annotated[
+        str | None, typer.Option(metavar="RECIPE", help="The recipe that gives the clusters and weights.")
+    ] = None,
+    site: Annotated[str, typer.Option("--name", help="The name of this site in the recipe.")] = "this-site",
+    most: Annotated[
+        float | None,
+        typer.Option("--max-latency", metavar="MS", help="The largest acceptable latency in milliseconds."),
+    ] = None,
+    weights: Annotated[
+        str | None, typer.Option(metavar="C,M,B,N", help="The weights of cpu, memory, battery and network.")
+    ] = None,
+    high: Annotated[float | None, typer.Option(help="The lowest score of the cluster `high`.")] = None,
+    medium: Annotated[float | None, typer.Option(help="The lowest score of the cluster `medium`.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Measure this machine, name the cluster that it would join, and print its profile for a recipe."""
+    from polyclinic.config.capability import (
+        GIGABYTE,
+        RESOURCES,
+        capability_score,
+        check_latency,
+        check_thresholds,
+        check_weights,
+        find_cluster,
+    )
+
+    address = None if server is None else _parse_address(server)
+    thresholds, asked = _read_clusters(recipe, high, medium)
+    most = asked.max_latency_ms if most is None else most
+    weighed = asked.weights if weights is None else _parse_weights(weights)
+    _check_option("--weights", check_weights(weighed))
+    _check_option("--max-latency", check_latency(most))
+    _check_option("--high / --medium", check_thresholds(thresholds))
+    from polyclinic.deploy.machine import measure_machine  # psutil is for this alone
+
+    found = measure_machine(address, most)
+    shares = {name: round(getattr(found, name), 6) for name in RESOURCES}  # the score is that of the printed profile
+    card = replace(found, **shares)
+    assert card.total_memory is not None
+    total = capability_score(card, weighed)
+    cluster = find_cluster(total, thresholds)
+    pasted = {"capability": {"profiles": {site: {**shares, "gigabytes": card.total_memory / GIGABYTE}}}}
+    if as_json:
+        notes = dict(zip(RESOURCES, card.notes, strict=True))
+        document = {**shares, "total_memory": card.total_memory, "notes": notes, "score": total, "cluster": cluster}
+        print_json({**document, "weights": weighed, "thresholds": thresholds, "recipe": pasted})
+        return
+    out.print(_profile_table(card, weighed))
+    out.print(Text(f"score {total:.3f}: cluster {cluster} ({_format_ranges(thresholds)})"))
+    written = yaml.safe_dump(pasted, sort_keys=False, allow_unicode=True).rstrip()
+    out.print(Text(f"\nfor a recipe:\n\n{written}"), soft_wrap=True)
+
+
+def _read_clusters(
+    recipe: str | None, high: float | None, medium: float | None
+) -> tuple[Mapping[str, float], Capability]:
+    """Return the lowest score of each cluster and the capability options, from the recipe or from the options."""
+    from polyclinic.config.capability import THRESHOLDS, Capability
+    from polyclinic.config.recipe import Recipe
+
+    if recipe is None:
+        given = {"high": high, "medium": medium}
+        return {**THRESHOLDS, **{name: least for name, least in given.items() if least is not None}}, Capability()
+    if high is not None or medium is not None:
+        sentence = "the recipe gives the scores of its clusters; leave out --high and --medium, or --recipe"
+        raise typer.BadParameter(sentence, param_hint="--recipe")
+    loaded = Recipe.load(find_recipe(recipe))
+    if not loaded.clusters:
+        sentence = f"{recipe} has no clusters; leave out --recipe to use high, medium and low"
+        raise typer.BadParameter(sentence, param_hint="--recipe")
+    return loaded.thresholds, loaded.capability
+
+
+def _check_option(option: str, problems: Iterable[str]) -> None:
+    for sentence in problems:
+        raise typer.BadParameter(sentence, param_hint=option)
+
+
+def _parse_address(text: str) -> tuple[str, int]:
+    """Parse HOST:PORT; an IPv6 address stands in brackets."""
+    found = re.fullmatch(r"(?:\[([^\s/\[\]]+)\]|([^\s:/\[\]]+)):([0-9]{1,5})", text)
+    if found is None or not 0 < int(found[3]) < 2**16:
+        sentence = f"{text!r} is not HOST:PORT; write for example server.hospital.org:8080, or [::1]:8080"
+        raise typer.BadParameter(sentence, param_hint="--server")
+    return found[1] or found[2], int(found[3])
+
+
+def _parse_weights(text: str) -> dict[str, float]:
+    from polyclinic.config.capability import RESOURCES
+
+    try:
+        return dict(zip(RESOURCES, map(float, text.split(",")), strict=True))
+    except ValueError:
+        sentence = f"{text!r} is not four numbers, for {', '.join(RESOURCES)}; write for example 0.3,0.3,0.1,0.3"
+        raise typer.BadParameter(sentence, param_hint="--weights") from None
+
+
+def _profile_table(card: MachineProfile, weights: Mapping[str, float]) -> Table:
+    from polyclinic.config.capability import RESOURCES
+
+    table = Table(box=None, padding=(0, 1), pad_edge=False)
+    for name in ("", "share", "weight", "measured by"):
+        table.add_column(name, justify="right" if name in ("share", "weight") else "left")
+    for name, note in zip(RESOURCES, card.notes, strict=True):
+        table.add_row(*map(Text, (name, f"{getattr(card, name):.3f}", f"{weights[name]:g}", note)))
+    return table
+
+
+def _format_ranges(thresholds: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} from {least:g}" for name, least in thresholds.items())
+
+
+weights_app = typer.Typer(no_args_is_help=True, help="Convert published weights.")
+
+
+@weights_app.callback()
+def weights() -> None:
+    """Convert published weights."""
+
+
+@weights_app.command()
+def convert(
+    source: Annotated[Path, typer.Argument(metavar="IN", help="A torch checkpoint (.pt, .pth, .p).")],
+    target: Annotated[Path, typer.Argument(metavar="OUT", help="The safetensors file to write.")],
+    key: Annotated[
+        str | None, typer.Option("--key", help="The key of the weights in the checkpoint, such as model.")
+    ] = None,
+    prefix: Annotated[
+        str,
+        typer.Option("--prefix", help="Take only names with this prefix, and remove it, such as four_view_resnet.cc."),
+    ] = "",
+    as_json: Json = False,
+) -> None:
+    """Convert a torch checkpoint to a safetensors file for `model.weights`, without running any code in it."""
+    from polyclinic.models.weights.convert import convert_checkpoint as convert_checkpoint
+
+    found = convert_checkpoint(source, target, key, prefix)
+    if as_json:
+        print_json({"file": str(target), **asdict(found)})
+        return
+    out.print(Text(f"written: {target} ({found.tensors} tensors, {found.values:,} values)"), soft_wrap=True)

@@ -1,0 +1,34 @@
+"""Random streams: every random number of a run comes from one seed and a path of names."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Stream:
+    """A random stream: a seed and a path of names. Equal seeds and paths give equal numbers on every machine.
+
+    All random numbers of a run come from such streams. Take a `child` for every purpose, for instance
+    `rng.child("bank", round)`, so that a further draw elsewhere does not change the numbers.
+    """
+
+    seed: int
+    path: tuple[str | int, ...] = ()
+
+    def child(self, *names: str | int) -> Stream:
+        """Return the stream with `names` appended to the path."""
+        return Stream(self.seed, self.path + names)
+
+    def integer(self) -> int:
+        """Return a number from 0 to 2⁶³ − 1, always the same one, for use as a seed."""
+        digest = hashlib.sha256(json.dumps([self.seed, *self.path]).encode()).digest()
+        return int.from_bytes(digest[:8], "big") >> 1
+
+    def generator(self) -> torch.Generator:
+        """Return a new torch generator on the CPU, always in the same state."""
+        return torch.Generator().manual_seed(self.integer())

@@ -1,0 +1,146 @@
+"""From predictions to scores: by site and over all sites, with bootstrap intervals on test images."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from polyclinic.core.errors import DataError
+from polyclinic.core.names import HELD_OUT, PUBLIC
+from polyclinic.core.rng import Stream
+from polyclinic.core.types import Bundle, Part, SiteId
+from polyclinic.evaluation.metrics import Predictions
+from polyclinic.evaluation.rounds import weighted_mean
+from polyclinic.evaluation.rows import EvaluateRow, MetricRow
+from polyclinic.evaluation.statistics import bootstrap_intervals
+from polyclinic.evaluation.summary import MODEL_DESCRIPTIONS, Headline, Metric, ModelScores, PartScores, SiteScores
+from polyclinic.evaluation.task import Task
+
+UNKNOWN = (math.nan, math.nan)
+Groups = Mapping[str, Predictions]
+"""Predictions by `model|part`."""
+
+
+@dataclass(frozen=True)
+class Assessment:
+    """Scores by site, model and part; `merged` on the images of all sites together."""
+
+    sites: dict[SiteId, SiteScores]
+    merged: SiteScores
+
+
+def assess_predictions(
+    task: Task,
+    predictions: Mapping[SiteId, Bundle],
+    held_out: Predictions | None,
+    resamples: int,
+    stream: Stream,
+) -> Assessment:
+    """Score the predictions of final models, which each site sent as tensors by `model|part`.
+
+    `held_out`: predictions on test images that belong to no site. `resamples`: of the bootstrap, which draws from
+    `stream`; 0: no intervals.
+    """
+    found = {s: {k: task.read_predictions(t, s) for k, t in groups.items()} for s, groups in predictions.items()}
+    for site, groups in found.items():
+        groups |= _transfer_predictions(groups, site, found)
+    sites = {site: _assess_models(task, groups, resamples, stream.child(site)) for site, groups in found.items()}
+    pools: dict[str, list[Predictions]] = {}
+    for groups in found.values():
+        for key, value in groups.items():
+            pools.setdefault(key, []).append(value)
+    pooled = {key: Predictions.merge(parts) for key, parts in pools.items()}
+    merged = _assess_models(task, pooled, resamples, stream.child("merged"))
+    if held_out is not None:
+        merged[HELD_OUT] = {"test": assess_part(task, held_out, "test", resamples, stream.child("held-out"))}
+    return Assessment(sites, merged)
+
+
+def assess_part(
+    task: Task, predictions: Predictions, part: Part, resamples: int = 0, stream: Stream | None = None
+) -> PartScores:
+    """Score predictions of one part; with `resamples`, metrics of a test part get bootstrap intervals."""
+    bounds: dict[str, tuple[float, float]] = {}
+    if part == "test" and resamples and stream is not None:
+        names = [info.name for info in task.metrics if info.has_interval]
+        bounds = bootstrap_intervals(
+            predictions, names, stream=stream, resamples=resamples, measure=task.measure_weighted
+        )
+    metrics = {name: _metric(v, *bounds.get(name, UNKNOWN)) for name, v in task.measure(predictions).items()}
+    return PartScores(n=len(predictions), metrics=metrics, details=task.details(predictions) if part == "test" else {})
+
+
+def score_predictions(task: Task, predictions: Predictions) -> PartScores:
+    """All metrics of the task, without intervals and details."""
+    metrics = {name: _metric(value, *UNKNOWN) for name, value in task.measure(predictions).items()}
+    return PartScores(n=len(predictions), metrics=metrics)
+
+
+def summarise_reports(task: Task, rows: Sequence[MetricRow]) -> Assessment:
+    """The scores where no site sends predictions: what sites last reported of the model they had received.
+
+    Scores over all sites are means weighted by images, not scores of all images together, and have no intervals.
+    """
+    reports = [row for row in rows if isinstance(row, EvaluateRow) and row.site != HELD_OUT]
+    last = max((row.round for row in reports), default=0)
+    sites: dict[SiteId, SiteScores] = {}
+    pools: dict[tuple[str, Part], list[EvaluateRow]] = {}
+    for row in (row for row in reports if row.round == last):
+        metrics = {name: Metric(value=row.metrics.get(name)) for name in task.metric_names}
+        sites.setdefault(row.site, {}).setdefault(row.model, {})[row.part] = PartScores(n=row.n, metrics=metrics)
+        pools.setdefault((row.model, row.part), []).append(row)
+    merged: SiteScores = {}
+    for (model, part), pool in pools.items():
+        means = {name: Metric(value=weighted_mean(pool, name)) for name in task.metric_names}
+        merged.setdefault(model, {})[part] = PartScores(n=sum(row.n for row in pool), metrics=means)
+    return Assessment(sites, merged)
+
+
+def choose_headline(
+    merged: SiteScores, public: Mapping[str, PartScores] | None = None, wanted: str | None = None
+) -> Headline:
+    """Choose the model that a run is judged by, on the test images of all sites; without any, on validation images.
+
+    `wanted`: that model, or `public`: the server's own model, on the public test images.
+    """
+    if wanted == PUBLIC and public:
+        best = next((name for name in ("student", "global") if name in public), next(iter(public)))
+        return Headline(model=PUBLIC, part="test", of=best, scores=public[best])
+    parts: tuple[Part, ...] = ("test", "validation")
+    for part in parts:
+        for model in (wanted, *MODEL_DESCRIPTIONS) if wanted else MODEL_DESCRIPTIONS:
+            if part in merged.get(model, {}):
+                of = next((name for name in ("student", "ensemble") if name in merged), "global")
+                return Headline(
+                    model=model, part=part, of=of if model == HELD_OUT else None, scores=merged[model][part]
+                )
+    raise DataError("no site has a test or validation image, so nothing can be reported; raise data.split.test")
+
+
+def _transfer_predictions(groups: Groups, site: SiteId, sites: Collection[SiteId]) -> dict[str, Predictions]:
+    """Predictions of models that were trained at other sites, together."""
+    pools: dict[str, list[Predictions]] = {}
+    for key, value in groups.items():
+        model, _, part = key.partition("|")
+        if model != site and model in sites:
+            pools.setdefault(f"transfer|{part}", []).append(value)
+    return {key: Predictions.merge(parts) for key, parts in pools.items()}
+
+
+def _assess_models(task: Task, groups: Groups, resamples: int, stream: Stream) -> SiteScores:
+    models: SiteScores = {}
+    for key, value in groups.items():
+        model, _, part = key.partition("|")
+        scores: ModelScores = models.setdefault(model, {})
+        scores[_PARTS[part]] = assess_part(task, value, _PARTS[part], resamples, stream.child(key))
+    return models
+
+
+_PARTS: Mapping[str, Part] = {"train": "train", "validation": "validation", "test": "test"}
+
+
+def _metric(value: float, low: float, high: float) -> Metric:
+    """For JSON, which knows neither NaN nor infinity: both become None."""
+    found = [number if math.isfinite(number) else None for number in (value, low, high)]
+    return Metric(value=found[0], low=found[1], high=found[2])

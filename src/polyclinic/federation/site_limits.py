@@ -1,0 +1,100 @@
+"""What a privacy plan lets a site release, enforced at the site: the orders that it follows, the jobs that it
+runs, and the secret that its noise is drawn from.
+
+A real site also has a policy of its own (`deploy.site.policy`) about what may leave at all.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from polyclinic.core.errors import EngineError, Refused
+from polyclinic.core.jobs import Fit, Fitted, Site, Work
+from polyclinic.core.rng import Stream
+from polyclinic.core.types import Bundle, Part, SiteId
+from polyclinic.privacy.sampling import rate_and_sums
+from polyclinic.storage import messages
+
+
+@dataclass(frozen=True)
+class SitePrivacyLimits:
+    """The limits that a privacy plan sets at one site."""
+
+    secret: Stream
+    """The source of the site's noise."""
+    priced_jobs: tuple[tuple[float, int], ...]
+    """Sampling rate and steps of each training job of a round that was priced …"""
+    min_noise: float
+    """… with no less noise than this."""
+    metrics_noise: float | None = None
+    """Noise on the counts that it reports of its validation images; None: metrics are reported without noise."""
+    parts: tuple[Part, ...] = ("validation",)
+    """The parts whose metrics may be reported in a round."""
+    rounds: int = sys.maxsize
+    allows_scores: bool = True
+    """Whether `Score` jobs are paid for by the plan."""
+    seeded: bool = False
+    """The secret is drawn from the recipe's seed: then equal seeds give equal noise, whatever the run."""
+
+    def noise_stream(self, order: messages.Message, memory: Bundle | None = None, device: str = "cpu") -> Stream:
+        """Return the noise stream of this round.
+
+        It is seeded by everything that the release depends on (weights, memory, learning rate, noise, device):
+        repeating the round exactly repeats its noise and costs nothing; repeating it with any change draws fresh noise.
+        """
+        fields = order.fields
+        hashes = messages.hash_tensors(order.tensors), messages.hash_tensors(memory) if memory else ""
+        terms = f"{self.min_noise!r}|{fields.get('lr')!r}|{device}"
+        run = () if self.seeded else (fields["run"],)
+        return self.secret.child(*run, fields["site"], int(fields["round"]), *hashes, terms)
+
+    def check_order(self, fields: Mapping[str, Any], name: SiteId) -> None:
+        """Refuse an order for metrics or rounds that the plan does not include."""
+        if fields["purpose"] == "train" and not set(fields["parts"]) <= set(self.parts):
+            raise Refused("privacy", f"{name} was asked for metrics that its privacy plan keeps back")
+        if int(fields["round"]) > self.rounds + (fields["purpose"] != "train"):
+            raise Refused(
+                "privacy", f"{name} was asked for round {fields['round']}, its privacy plan has {self.rounds}"
+            )
+
+    def _check_job(self, job: Fit, site: Site, number: int) -> None:
+        assert job.training.private is not None
+        rate, steps = rate_and_sums(job, site.examples)
+        allowed = self.priced_jobs[number] if number < len(self.priced_jobs) else (0.0, 0)
+        if rate > allowed[0] or steps > allowed[1] or job.training.private.noise < self.min_noise:
+            raise EngineError(
+                f"site {site.name} was asked to train {steps} steps as its job {number + 1} of round {site.round}, "
+                "which the privacy plan has not priced; an algorithm's jobs must not depend on a site's images"
+            )
+
+
+def limit_to_plan(work: Work, limits: SitePrivacyLimits, site: Site) -> Work:
+    """Return the same work, which ends in an error before it runs a job that the privacy plan has not priced."""
+    result: Any = None
+    trained = 0
+    while True:
+        try:
+            job = work.send(result)
+        except StopIteration as end:
+            update, memory = end.value
+            return update, memory
+        if limits.priced_jobs and (job.training.private is None if isinstance(job, Fit) else not limits.allows_scores):
+            raise EngineError(
+                f"site {site.name} was asked to use its images in a way that the privacy plan has not priced"
+            )
+        if isinstance(job, Fit) and job.training.private is not None:
+            limits._check_job(job, site, trained)
+            trained += 1
+        result = yield job
+        if isinstance(result, Fitted) and result.dropped:
+            # Logged at the site only: the number is as private as the images themselves.
+            logging.getLogger(__name__).warning(
+                "%s: %d gradients of single images were not finite in round %d and counted as zero; check the images",
+                site.name,
+                result.dropped,
+                site.round,
+            )

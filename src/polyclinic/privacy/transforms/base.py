@@ -1,0 +1,20 @@
+"""The interface of update transforms, which clip, noise or quantise an update on its way to the server."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from polyclinic.core.rng import Stream
+from polyclinic.core.types import Bundle
+
+
+class Stage(Protocol):
+    """A transform of updates at the site (clip, noise, quantise) and, in reverse order, at the server."""
+
+    def encode(self, tensors: Bundle, received: Bundle, rng: Stream) -> Bundle:
+        """Return what leaves the site instead of `tensors`. Names, shapes and dtypes must not depend on values."""
+        ...
+
+    def decode(self, tensors: Bundle, received: Bundle) -> Bundle:
+        """Return, at the server and before values are checked, what the algorithm gets."""
+        ...

@@ -1,0 +1,264 @@
+"""All methods side by side: figures, notes, and what accuracy costs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+from polyclinic.evaluation.comparison import MethodSummary, MetricEstimate, mean_of_known, metric_value, pair_by_seed
+from polyclinic.reporting.blocks import Block, Cell, Figure, Grid, Heading, Paragraph, Questions, Section, Table
+from polyclinic.reporting.charts import (
+    CostPoint,
+    Estimate,
+    LineAxes,
+    cost_scatter,
+    interval_chart,
+    line_chart,
+    without_band,
+)
+from polyclinic.reporting.formatting import (
+    format_digits,
+    format_interval,
+    format_names,
+    format_number,
+    format_percent,
+    format_signed,
+    format_spread,
+)
+from polyclinic.reporting.report_data import Method, ReportData
+from polyclinic.reporting.sections.tasks import task_report
+
+WORTH = 0.99
+"""A method sends less if it sends below this share of the first method's bytes."""
+COSTS = {
+    "megabytes": "megabytes sent, both ways",
+    "seconds": "seconds (wall-clock)",
+    "epsilon": "ε of the worst-placed unit",
+}
+
+
+def methods_section(data: ReportData) -> Section:
+    """The table of all methods with its notes."""
+    comparison, first = data.comparison, data.first.summary
+    head = [
+        "method",
+        "seeds",
+        "rounds",
+        *data.columns.values(),
+        f"worst-served site ({data.task.info(data.task.ranking_metric).label})",
+        "drift",
+        "MB sent",
+        "s",
+    ]
+    rows = [_method_row(data, method, line) for method, line in zip(data.methods, comparison.lines, strict=True)]
+    if data.paper:
+        head.append("paper")
+        rows = [[*row, data.paper.get(method.name, "–")] for method, row in zip(data.methods, rows, strict=True)]
+    intro = (
+        f"{first.data} data, {_describe_networks(data.methods[0])}. Figures on {comparison.judged_on} together, with "
+        f"the 95 % interval over {comparison.interval_description}."
+    )
+    blocks: list[Block] = [Paragraph(intro), Table("All methods", head, rows)]
+    blocks += [Paragraph(note, "note") for note in [" ".join(_collect_notes(data))]]
+    if not data.is_single and data.is_from_folders:
+        charts = [_metric_chart(data, metric) for metric in dict.fromkeys((data.main_metric, data.task.ranking_metric))]
+        blocks.append(Grid([chart for chart in charts if chart is not None]))
+    title = "The figures" if data.is_single else "The methods side by side"
+    questions: Questions = {"Clinician": "How do the methods compare?", "Engineer": "Figures of every method?"}
+    return Section("methods", title, blocks, questions)
+
+
+def _method_row(data: ReportData, method: Method, line: MethodSummary) -> list[str | Cell]:
+    worst = f"{line.worst_site} {format_number(line.worst_score)}" if line.worst_site else "–"
+    figures = [_estimate_cell(line.figures[metric]) for metric in data.columns]
+    sent = "images" if line.pools_images else format_number(line.megabytes, 1)
+    return [
+        line.name,
+        str(line.seeds),
+        str(method.first.summary.rounds),
+        *figures,
+        worst,
+        format_number(line.drift, 2),
+        sent,
+        format_number(line.seconds, 1),
+    ]
+
+
+def _estimate_cell(found: MetricEstimate) -> Cell:
+    bounds = None if math.isnan(found.low) else (format_number(found.low), format_number(found.high))
+    return Cell(format_spread(found.mean, found.std), bounds)
+
+
+def _describe_networks(method: Method) -> str:
+    """The network, or the network of each cluster."""
+    model = method.first.summary.model
+    return ", ".join(
+        f"{f'cluster {cluster}: ' if cluster else ''}{network.name} ({network.parameters:,} parameters, "
+        f"{network.flops_per_step / 1e9:.2g} GFLOP a training step)"
+        for cluster, network in (model.clusters or {"": model}).items()
+    )
+
+
+def _collect_notes(data: ReportData) -> Iterator[str]:
+    comparison = data.comparison
+    yield from (f"{failure}." for failure in data.failures)
+    yield from (
+        f"{line.name}: {line.lost} updates of sites were refused or lost." for line in comparison.lines if line.lost
+    )
+    yield f"Figures are of {comparison.judged_by}."
+    if len({line.judged_on for line in comparison.lines}) > 1:
+        yield from (f"{line.name} is judged on {line.judged_on}." for line in comparison.lines)
+    if any(line.seeds > 1 for line in comparison.lines):
+        yield "± is the standard deviation over seeds."
+    yield "Drift is the mean distance ‖w_k − w‖₂ that a site's weights travel in one round."
+    if len(comparison.lines) > 1:
+        yield "Intervals that overlap do not show that two methods are alike."
+    if pooled := [line.name for line in comparison.lines if line.pools_images]:
+        yield f"{', '.join(pooled)}: all images in one place, which sites may not do; a baseline."
+    yield from task_report(data.first.summary).warn({method.name: method.first.summary for method in data.methods})
+    yield from (f"{method.name}: {warning}." for method in data.methods for warning in method.first.summary.warnings)
+    if any(run.headline.model in ("personal", "transfer") for method in data.methods for run in method.summaries):
+        yield "Where several models are judged together, their AUC also reflects how classes are spread over sites."
+    if not data.has_privacy:
+        yield "Nothing here is private in the sense of a guarantee: no recipe has a privacy plan."
+
+
+def _metric_chart(data: ReportData, metric: str) -> Figure | None:
+    rows = [
+        Estimate(line.name, found.mean, found.low, found.high, _describe_estimate(found))
+        for line in data.comparison.lines
+        if not math.isnan((found := line.figures[metric]).mean)
+    ]
+    if not rows:
+        return None
+    label = data.columns[metric]
+    words = f"95 % intervals over {data.comparison.interval_description}."
+    return interval_chart(metric, f"{label[0].upper()}{label[1:]} of all methods", rows, label, words)
+
+
+def _describe_estimate(found: MetricEstimate) -> str:
+    bounds = "" if math.isnan(found.low) else f" ({format_interval(found.low, found.high, format_percent)})"
+    return f"{format_percent(found.mean)}{bounds}"
+
+
+def trade_section(data: ReportData) -> Section | None:
+    """Accuracy against megabytes, seconds and ε."""
+    if data.is_single:
+        return None
+    points = {method.name: found for method in data.methods if (found := _costs(method)) is not None}
+    scatters = [_cost_chart(points, at, label) for at, label in enumerate(COSTS.values())]
+    charts: list[Block] = [chart for chart in scatters if chart is not None]
+    blocks: list[Block] = []
+    if charts:
+        best = [
+            name
+            for name, (figure, cost) in points.items()
+            if not _is_dominated((figure.mean, cost), [(f.mean, c) for f, c in points.values()])
+        ]
+        words = (
+            f"Counting accuracy, megabytes, ε and seconds at once, nothing here surpasses {format_names(best)}: each "
+            "other method is matched or outdone in all four by one of them. That is by means; the tests show what may "
+            "be chance."
+        )
+        note = "Ringed and joined: no other method costs less and is right more often, by means. Log scale."
+        blocks = [Paragraph(words), Grid(charts), Paragraph(note, "note")]
+    blocks += _price_blocks(data)
+    return Section("trade", "What accuracy costs", blocks, {"Engineer": "What does accuracy cost?"}) if blocks else None
+
+
+def prices_section(data: ReportData) -> Section | None:
+    """What privacy and megabytes buy, for pages of results."""
+    blocks = _price_blocks(data)
+    return Section("trade", "What accuracy costs", blocks) if blocks else None
+
+
+def _price_blocks(data: ReportData) -> list[Block]:
+    chart = _privacy_chart(data)
+    return [*([chart] if chart else []), *_traffic_blocks(data)]
+
+
+def _costs(method: Method) -> tuple[MetricEstimate, tuple[float, ...]] | None:
+    """Mean accuracy, and mean cost of each kind; infinite where it cannot be compared."""
+    found = MetricEstimate.estimate(method.summaries, "accuracy")
+    if math.isnan(found.mean):
+        return None
+    moved, seconds = (
+        mean_of_known([metric_value(run, name) for run in method.summaries]) for name in ("megabytes", "seconds")
+    )
+    spent = [run.privacy.epsilon for run in method.summaries if run.privacy and not run.privacy.no_guarantee_reason]
+    paid = [epsilon for epsilon in spent if epsilon is not None]
+    complete = len(paid) == len(method.runs)
+    pools = method.first.summary.pooled  # images themselves: no number of bytes makes that comparable
+    return found, (math.inf if pools else moved, seconds, mean_of_known(paid) if complete else math.inf)
+
+
+def _is_dominated(one: tuple[float, tuple[float, ...]], others: Sequence[tuple[float, tuple[float, ...]]]) -> bool:
+    """Whether another is at least as good in everything, and better in something."""
+    return any(
+        other != one and other[0] >= one[0] and all(a <= b for a, b in zip(other[1], one[1], strict=True))
+        for other in others
+    )
+
+
+def _cost_chart(points: dict[str, tuple[MetricEstimate, tuple[float, ...]]], at: int, label: str) -> Figure | None:
+    shown = {n: (found, cost[at]) for n, (found, cost) in points.items() if math.isfinite(cost[at]) and cost[at] > 0}
+    if len(shown) < 2:
+        return None
+    sides = [(found.mean, (cost,)) for found, cost in shown.values()]
+    drawn = [
+        CostPoint(name, cost, found.mean, found.low, found.high, not _is_dominated((found.mean, (cost,)), sides))
+        for name, (found, cost) in shown.items()
+    ]
+    left = [name for name in points if name not in shown]
+    words = f"Not shown, for want of such a figure: {', '.join(left)}." if left else ""
+    short = label.partition(" (")[0].partition(",")[0]
+    name = f"accuracy-{list(COSTS)[at]}"
+    return cost_scatter(name, f"Accuracy against {short}", drawn, label, "accuracy", words)
+
+
+def _privacy_chart(data: ReportData) -> Figure | None:
+    """Accuracy against ε, a line for methods that differ only in their noise."""
+    series: dict[str, list[tuple[float, float]]] = {}
+    for method in data.methods:
+        plans = [run.privacy for run in method.summaries if run.privacy]
+        known = [plan.epsilon for plan in plans if plan.epsilon is not None]
+        if known:
+            accuracy = mean_of_known([run.headline.scores.value("accuracy") for run in method.summaries])
+            unsure = ", no guarantee" if plans[0].no_guarantee_reason else ""
+            line = method.name.partition(" σ=")[0].partition(" ε=")[0] + unsure
+            series.setdefault(line, []).append((mean_of_known(known), accuracy))
+    lines = {name: without_band(sorted(points)) for name, points in series.items() if len(points) > 1}
+    if not lines:
+        return None
+    axes = LineAxes(COSTS["epsilon"], "accuracy", format_digits, whole=False)
+    return line_chart("privacy", "Accuracy against ε", lines, axes)
+
+
+def _traffic_blocks(data: ReportData) -> list[Block]:
+    """How much accuracy the first method's extra megabytes bought, against each method that sends less."""
+    first, *others = data.comparison.lines
+    cheaper = [other for other in others if not other.pools_images and other.megabytes < WORTH * first.megabytes]
+    if not cheaper or first.pools_images:
+        return []
+    rows = []
+    for line in cheaper:
+        ours, theirs = (data.method(name).summaries for name in (first.name, line.name))
+        mine, other = map(mean_of_known, pair_by_seed(ours, theirs, "megabytes"))
+        gained, lost = map(mean_of_known, pair_by_seed(ours, theirs, "accuracy"))
+        more, gain, times = mine - other, gained - lost, mine / other if other else math.nan
+        rows.append(
+            [
+                line.name,
+                format_number(more, 1),
+                f"{format_number(times, 1)} ×",
+                format_signed(gain),
+                format_signed(gain / more * 1000, 4),
+            ]
+        )
+    head = ["against", f"MB that {first.name} sends more", "times", "accuracy gained", "per GB"]
+    note = (
+        "Bytes are measured on the wire, both ways, the weights of the final evaluation included, which the usual "
+        "estimate (2 × sites × rounds × model size) leaves out."
+    )
+    title = f"What the megabytes of {first.name} buy"
+    return [Heading(title), Table(title, head, rows), Paragraph(note, "note")]

@@ -1,0 +1,144 @@
+"""Privacy: what was claimed, for which unit, and what left the sites with what protection."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import fmean
+
+from polyclinic.evaluation.comparison import mean_of_known
+from polyclinic.evaluation.summary import PrivacySpent
+from polyclinic.reporting.blocks import Block, Bullets, Folded, Heading, Paragraph, Questions, Section, Table
+from polyclinic.reporting.formatting import MISSING, format_megabytes, format_names
+from polyclinic.reporting.privacy_statement import PAPER_METRIC, UNITS, privacy_sections
+from polyclinic.reporting.report_data import Method, ReportData
+
+
+def privacy_section(data: ReportData) -> Section:
+    blocks: list[Block] = [Heading("What was claimed"), *claim_blocks(data)]
+    if not data.has_privacy:
+        where = " All images were pooled in one place." if data.is_single and data.first.summary.pooled else ""
+        words = (
+            "Nothing. No recipe here has a privacy plan, so what was released may reveal single images, and no figure "
+            f"bounds how much.{where}"
+        )
+        blocks.append(Paragraph(words))
+    blocks += [
+        Folded(f"The whole privacy statement of {method.name}", _statement(method))
+        for method in data.methods
+        if method.first.summary.privacy
+    ]
+    blocks += [Heading("What left the building"), _release_table(data.methods), *_traffic(data)]
+    blocks += [Heading("What this report itself reveals"), Bullets(tuple(_own_disclosures(data)))]
+    questions: Questions = {
+        "Data-protection officer": "What was claimed, and what left the building?",
+        "Clinician": "And privacy?",
+    }
+    return Section("privacy", "Privacy", blocks, questions)
+
+
+def privacy_cost_section(data: ReportData) -> Section | None:
+    """The claims alone, for pages of results."""
+    return Section("privacy", "What privacy costs", claim_blocks(data)) if data.has_privacy else None
+
+
+def claim_blocks(data: ReportData) -> list[Block]:
+    """A table of what each method claims; [] where no method has a plan."""
+    if not data.has_privacy:
+        return []
+    head = [
+        "method",
+        "protects",
+        "noise",
+        "ε, worst-placed unit",
+        "ε, if at one site only",
+        "δ",
+        "allowed ε",
+        PAPER_METRIC,
+    ]
+    rows = [[method.name, *_claim_cells(method)] for method in data.methods]
+    plans = [run.privacy for method in data.methods for run in method.summaries if run.privacy]
+    note = (
+        "ε by privacy loss distributions unless the recipe says otherwise, the mean over seeds (which draw other "
+        "cohorts); runs add up for an observer of several. Every run has a page of its own, privacy.md."
+    )
+    for reason in sorted({plan.no_guarantee_reason for plan in plans if plan.no_guarantee_reason}):
+        note += f" In brackets, without a guarantee ({reason}): as if the noise were fixed."
+    return [Table("Privacy claimed by each method", head, rows), Paragraph(note, "note")]
+
+
+def _claim_cells(method: Method) -> list[str]:
+    plans = [run.privacy for run in method.summaries if run.privacy]
+    if not plans:
+        return ["nothing is claimed", "0", "∞", "∞", MISSING, MISSING, MISSING]
+    first = plans[0]
+    unsure = "({})" if first.no_guarantee_reason else "{}"
+    worst = unsure.format(_mean_epsilon([plan.epsilon for plan in plans]))
+    alone = unsure.format(_mean_epsilon([plan.worst_site_epsilon for plan in plans]))
+    protects = "no guarantee" if first.no_guarantee_reason else UNITS[first.unit]
+    allowed = "not limited" if first.max_epsilon is None else f"{first.max_epsilon:g}"
+    return [protects, f"{first.noise:.4g}", worst, alone, f"{first.delta:.2g}", allowed, _paper_metric(plans)]
+
+
+def _mean_epsilon(values: Sequence[float | None]) -> str:
+    known = [value for value in values if value is not None]
+    return f"{fmean(known):.2f}" if known and len(known) == len(values) else "∞"
+
+
+def _paper_metric(plans: Sequence[PrivacySpent]) -> str:
+    return MISSING if plans[0].paper_metric is None else _mean_epsilon([plan.paper_metric for plan in plans])
+
+
+def _statement(method: Method) -> list[Block]:
+    """The privacy statement of the first seed, but for the table of what was released."""
+    blocks: list[Block] = []
+    for section in privacy_sections(method.first.summary):
+        blocks += [*([Heading(section.title)] if section.title else []), *section.blocks]
+    return blocks
+
+
+def _release_table(methods: Sequence[Method]) -> Table:
+    """By kind and protection, with the methods that release it so."""
+    names: dict[tuple[str, str], list[str]] = {}
+    for method in methods:
+        summary = method.first.summary
+        kinds = [(row.kind, row.protection) for row in summary.released]
+        if summary.pooled:
+            kinds = [("images", "none: pooled in one place"), *kinds]
+        for pair in kinds:
+            names.setdefault(pair, []).append(method.name)
+    several = len(methods) > 1
+    rows = [
+        [*pair, *([format_names(found) if len(found) < len(methods) else "all methods"] if several else [])]
+        for pair, found in sorted(names.items())
+    ]
+    head = ["what leaves", "what protects it", *(["with"] if several else [])]
+    return Table("What leaves a site", head, rows)
+
+
+def _traffic(data: ReportData) -> list[Block]:
+    sent = [
+        f"{method.name} {format_megabytes(mean_of_known([float(run.cost.bytes_up) for run in method.summaries]))} MB"
+        for method in data.methods
+        if not method.first.summary.pooled
+    ]
+    words = f"Sent by all sites together, over a whole run: {', '.join(sent)}."
+    return [Paragraph(words, "note")] if sent else []
+
+
+def _own_disclosures(data: ReportData) -> list[str]:
+    pictures = (
+        "Pictures of patients, because --with-images was given: keep this file where the images may be seen."
+        if data.with_images
+        else "No picture of a patient."
+    )
+    found = [
+        "Numbers of images by site and class, and in confusion matrices down to single images; figures of test images "
+        "without noise. No patient's name or number.",
+        pictures,
+    ]
+    if data.withholds_seeds:
+        found.append(
+            "No seed: noise was drawn from it, and whoever has it can remove the noise. Folders named after seeds "
+            "reveal the same."
+        )
+    return found

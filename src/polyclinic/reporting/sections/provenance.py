@@ -1,0 +1,95 @@
+"""Recipes and versions behind the figures, and the commands that repeat them."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+from typing import Any
+
+import yaml
+
+from polyclinic.config.recipe import Recipe
+from polyclinic.reporting.blocks import Block, Folded, Paragraph, Preformatted, Questions, Section, Table
+from polyclinic.reporting.report_data import Method, ReportData
+
+NOT_COMPARED = ("name", "about", "paper", "claims", "methods", "engine", "seed", "track")
+"""Keys that may differ between recipes without being a difference of methods."""
+WITHHELD = "withheld"
+HEAD = ("algorithm", "data", "network", "parameters", "seeds", "model’s SHA-256, first digits")
+
+
+def provenance_section(data: ReportData) -> Section:
+    """Networks, recipes, versions."""
+    rows = [_method_row(method, data.withholds_seeds) for method in data.methods]
+    blocks: list[Block] = [Table("Networks and runs", ["method", *HEAD], rows)]
+    if not data.is_single:
+        blocks += _recipe_differences(data)
+    if (recipe := data.first.recipe) is not None:
+        text = Preformatted(_recipe_text(recipe, data.withholds_seeds))
+        blocks.append(Folded(f"The whole recipe of {data.methods[0].name}", [text]))
+    versions = data.first.summary.versions
+    blocks.append(Paragraph(f"Versions: {', '.join(f'{name} {number}' for name, number in versions.items())}."))
+    questions: Questions = {"Engineer": "Which recipe and versions?", "Statistician": "What exactly was run?"}
+    return Section("recipe", "Recipe and versions", blocks, questions)
+
+
+def _method_row(method: Method, secret: bool) -> list[str]:
+    found = method.first.summary
+    networks = list((found.model.clusters or {"": found.model}).values())
+    names = ", ".join(dict.fromkeys(network.name for network in networks))
+    parameters = ", ".join(dict.fromkeys(f"{network.parameters:,}" for network in networks))
+    seeds = WITHHELD if secret else ", ".join(str(run.seed) for run in method.summaries)
+    return [method.name, found.algorithm, found.data, names, parameters, seeds, found.sha256[:16]]
+
+
+def _recipe_text(recipe: Recipe, secret: bool) -> str:
+    values = yaml.safe_load(recipe.to_yaml())
+    if secret:
+        values["seed"] = WITHHELD
+    return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
+
+
+def _recipe_differences(data: ReportData) -> list[Block]:
+    """Keys in which the methods' recipes differ."""
+    recipes = {method.name: method.first.recipe for method in data.methods}
+    flat = {name: dict(_flatten(yaml.safe_load(one.to_yaml()))) for name, one in recipes.items() if one is not None}
+    keys = dict.fromkeys(key for found in flat.values() for key in found if key.partition(".")[0] not in NOT_COMPARED)
+    differ = [key for key in keys if len({_format_value(found.get(key)) for found in flat.values()}) > 1]
+    rows = [[key, *(_format_value(found.get(key)) for found in flat.values())] for key in differ]
+    return [Table("Where the recipes differ", ["key", *flat], rows)] if rows else []
+
+
+def _flatten(values: Mapping[str, Any], before: str = "") -> list[tuple[str, Any]]:
+    found: list[tuple[str, Any]] = []
+    for key, value in values.items():
+        inner = isinstance(value, Mapping) and value
+        found += _flatten(value, f"{before}{key}.") if inner else [(f"{before}{key}", value)]
+    return found
+
+
+def _format_value(value: Any) -> str:
+    return "–" if value is None or value in ({}, []) else f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def reproduce_section(data: ReportData) -> Section | None:
+    """The commands that repeat the run and its report."""
+    files, secret = data.first.files, data.withholds_seeds
+    if files is None:
+        return None
+    folder = "DIR" if secret else shlex.quote(str(files.path))
+    given = "DIR" if secret else " ".join(shlex.quote(str(path)) for path in data.folders)
+    lines = [f"polyclinic run {folder}/recipe.yaml --out again"]
+    if data.is_single and data.first.summary.algorithm != "local":
+        lines.append(f"polyclinic run {folder}/recipe.yaml --set algorithm=local --out alone")
+        lines.append(f"polyclinic report {given} alone")
+    if not data.is_single:
+        lines.append("# each method and seed has its own recipe.yaml in its folder")
+    lines.append(f"polyclinic report {given}")
+    words = (
+        "The same recipe, versions and kind of machine give the same model to the bit: compare sha256 in result.json "
+        "with the one above. Data sets that are not generated need --data."
+    )
+    if secret:
+        words += " DIR stands for the run's folder, whose name may hold the seed."
+    blocks: list[Block] = [Preformatted("\n".join(lines)), Paragraph(words)]
+    return Section("again", "How to reproduce", blocks, {"Engineer": "How do I run it again?"})

@@ -1,0 +1,34 @@
+"""What a task contributes to the report: sentences, site metrics, sections."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from typing import ClassVar
+
+from polyclinic.evaluation.summary import PartScores, RunSummary
+from polyclinic.reporting.blocks import Section
+from polyclinic.reporting.report_data import ReportData
+
+
+class TaskReport(ABC):
+    site_metrics: ClassVar[Mapping[str, str]]
+    """Metrics that the table of sites has beside the task's columns, with their titles."""
+    sections: ClassVar[tuple[Callable[[ReportData], Section | None], ...]]
+    results_sections: ClassVar[tuple[Callable[[ReportData], Section | None], ...]]
+    """Those that a page of kept results has."""
+
+    @abstractmethod
+    def describe_value(self, value: float, low: float, high: float, part: str, over: str = "") -> str:
+        """The main metric in words, with its interval."""
+
+    @abstractmethod
+    def describe_errors(self, summary: RunSummary) -> Iterator[str]:
+        """Sentences on the kinds of errors, for the summary of a run."""
+
+    @abstractmethod
+    def warn(self, summaries: Mapping[str, RunSummary]) -> Iterator[str]:
+        """Sentences on methods, given by name, whose figures mislead."""
+
+    def describe_scores(self, scores: PartScores, metric: str, part: str) -> str:
+        return self.describe_value(scores.value(metric), *scores.interval(metric), part)

@@ -1,0 +1,154 @@
+"""From a recipe and its images to everything that a run needs.
+
+Used by `Experiment` for all sites at once, and by a real site (`deploy.site.participation`) for itself. All random
+streams have the same names in both, so the bits are the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TypeAlias
+
+from polyclinic.algorithms.base import Algorithm
+from polyclinic.algorithms.distillation.refine import check_public
+from polyclinic.config.recipe import Recipe
+from polyclinic.core.jobs import Federation
+from polyclinic.core.names import POOLED
+from polyclinic.core.rng import Stream
+from polyclinic.core.types import SiteId
+from polyclinic.data.examples import Images, SiteData
+from polyclinic.federation.rounds import Rules
+from polyclinic.federation.site_runner import SiteRunner
+from polyclinic.models.classifier import Classifier
+from polyclinic.privacy.accounting import Spend
+from polyclinic.privacy.plan import PrivacyPlan
+from polyclinic.privacy.transforms.base import Stage
+from polyclinic.runs.networks import (
+    Networks,
+    build_network,
+    build_networks,
+    check_playable,
+    device_of,
+    sites_on_device,
+)
+from polyclinic.runs.privacy_plan import bind_plan, placeholder_private, plan_transforms, privacy_limits, restore_noise
+from polyclinic.runs.public_data import load_public
+from polyclinic.runs.server_training import pretrain_networks
+from polyclinic.runs.sites import FederatedDataset, pool_sites
+from polyclinic.storage.site_memory import SiteMemory
+from polyclinic.training.network import copy_module_weights, normalisation_names
+
+
+@dataclass(frozen=True)
+class RunSetup:
+    """A run before its first round."""
+
+    recipe: Recipe
+    dataset: FederatedDataset
+    module: Classifier
+    """The recipe's own network, which all sites share unless there are clusters."""
+    networks: Networks
+    sites: dict[SiteId, SiteData]
+    """With their images on the device; `pooled` is all of them in one place, for algorithms that need it."""
+    held_out: Images | None
+    """Test images that belong to no site, on the device."""
+    public: SiteData | None
+    """Images that the server may look at."""
+    federation: Federation
+    algorithm: Algorithm
+    plan: PrivacyPlan | None = None
+    transforms: tuple[Stage, ...] = ()
+    """Applied to an update on its way out: first those of the privacy plan, then those of the recipe."""
+
+    def make_runner(self, site: SiteId, memory: SiteMemory, secret: Stream | None) -> SiteRunner:
+        """Return the runner of one site; `secret`: the source of its noise, under a privacy plan."""
+        limits = privacy_limits(self.plan, site, secret) if self.plan is not None and secret is not None else None
+        networks = self.networks.with_student
+        return SiteRunner(site, self.sites[site], self.algorithm, networks, memory, self.transforms, limits)
+
+    def make_runners(self, memory: SiteMemory, secret: Stream | None) -> dict[SiteId, SiteRunner]:
+        """Return the runners of all sites, to run in this process; `secret`: the source of all their noise."""
+        return {site: self.make_runner(site, memory, secret and secret.child("site", site)) for site in self.sites}
+
+
+MakePlan: TypeAlias = Callable[[RunSetup], PrivacyPlan]
+"""Prices a run whose algorithm trains privately, with noise that is not known yet."""
+
+
+def assemble(
+    recipe: Recipe,
+    dataset: FederatedDataset,
+    make_plan: MakePlan,
+    data: Path | None = None,
+    site: SiteId | None = None,
+) -> RunSetup:
+    """Build networks, algorithm, privacy plan and transforms of a run.
+
+    `make_plan` is called if the recipe has a `privacy` section. `data`: the data folder, for first weights and the
+    public set. `site`: assemble the run for this site alone, which sees no other.
+    """
+    device = device_of(recipe)
+    private = placeholder_private(recipe.privacy) if recipe.privacy is not None else None
+    module, algorithm = build_network(recipe, dataset, data), recipe.build_algorithm(private)
+    networks = build_networks(recipe, dataset, module, algorithm, device, data)
+    if site is None:
+        check_playable(networks, dataset)
+    public = _load_public(recipe, dataset, data)
+    pretrain_networks(networks, public, device)
+    algorithm = networks.wrap_algorithm(algorithm)
+    sites, held_out = sites_on_device(recipe, dataset, module, device)
+    if site is not None:
+        sites = {site: sites[site]}
+    elif algorithm.pooled:
+        sites[POOLED] = pool_sites(sites)
+    registered = {name: len(one.train) for name, one in sites.items()}
+    start = copy_module_weights(module) if recipe.clusters else networks.first.copy_weights()
+    norms, shape = normalisation_names(module), networks.shapes.get("", ())
+    federation = Federation(dataset.classes, registered, start, norms, shape)
+    setup = RunSetup(recipe, dataset, module, networks, sites, held_out, public, federation, algorithm)
+    if recipe.privacy is None:
+        return replace(setup, transforms=tuple(recipe.build_stages()))
+    plan = make_plan(setup)
+    algorithm = networks.wrap_algorithm(recipe.build_algorithm(plan.private_options()))
+    transforms = (*plan_transforms(plan), *recipe.build_stages())
+    return replace(setup, plan=plan, algorithm=algorithm, transforms=transforms)
+
+
+def price_plan(draft: RunSetup, folder: Path | None, earlier: tuple[Spend, ...] = ()) -> PrivacyPlan:
+    """Return the privacy plan of all sites; a run that resumes in `folder` keeps its noise."""
+    assert draft.recipe.privacy is not None
+    sites = {POOLED: draft.sites[POOLED]} if draft.algorithm.pooled else draft.sites
+    rules, networks = rules_of(draft.recipe, ""), draft.networks.by_cluster
+    plan = bind_plan(draft.recipe.privacy, draft.algorithm, draft.federation, sites, networks, rules, earlier)
+    return restore_noise(plan, folder)
+
+
+def _load_public(recipe: Recipe, dataset: FederatedDataset, data: Path | None) -> SiteData | None:
+    if recipe.public is None:
+        return None
+    shape = dataset.classes, dataset.channels, dataset.size
+    sites = dataset.visible_sites if recipe.privacy is None else None
+    stream = Stream(recipe.seed, ("public",))
+    public = load_public(recipe.public, data, *shape, stream, sites, dataset.held_out)
+    if recipe.finish is not None:
+        check_public(public)
+    return public
+
+
+def rules_of(recipe: Recipe, run_id: str) -> Rules:
+    """Return the rules of the round loop that the recipe gives; `run_id` is in every message of the run."""
+    return Rules(
+        rounds=recipe.rounds,
+        run=run_id,
+        seed=recipe.seed,
+        cohort=recipe.cohort,
+        cohort_order=recipe.cohort_order,
+        quorum=recipe.quorum or 1,
+        schedule=recipe.schedule,
+        early_stop=recipe.early_stop,
+        evaluate_every=recipe.evaluate.every,
+        snapshot_every=recipe.snapshot_every,
+        max_norm=recipe.max_norm,
+    )

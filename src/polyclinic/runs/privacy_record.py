@@ -1,0 +1,141 @@
+"""The privacy record of a run: what leaves the sites, what protects it, and what the run has cost."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Mapping
+from statistics import fmean
+
+from polyclinic.core.errors import RecipeError
+from polyclinic.core.jobs import Exchange
+from polyclinic.core.types import SiteId
+from polyclinic.evaluation.rows import MetricRow, TrainRow
+from polyclinic.evaluation.summary import PrivacySpent, ReleasedKind
+from polyclinic.federation.privacy_budget import PrivacyBudget
+from polyclinic.privacy.accounting import Accountant, Spend, epsilon
+from polyclinic.privacy.plan import RELEASED, PrivacyPlan
+
+ACCOUNTANTS: tuple[Accountant, ...] = ("pld", "rdp", "prv")
+STATISTICS = ("prototypes", "counts", "features", "means")
+"""Kinds that are not trained, but statistics of images."""
+
+
+def list_releases(plan: PrivacyPlan | None, exchanges: Iterable[Exchange]) -> list[ReleasedKind]:
+    """Every kind of data that leaves a site, and what protects it."""
+    sent = list(exchanges)
+    if plan is None:
+        return [
+            *(ReleasedKind(kind=e.kind, protection=e.protection.why) for e in sent),
+            ReleasedKind(kind="metrics", protection="every evaluated round, of the site's validation images; no plan"),
+            ReleasedKind(
+                kind="predictions", protection="after the last round, of every image, with its label; no plan"
+            ),
+        ]
+    kinds = {exchange.kind: _describe_protection(plan, exchange.kind) for exchange in sent}
+    kinds |= {kind: _describe_charged(noise) for kind, noise in plan.other_releases.items() if kind not in kinds}
+    kinds["metrics"] = _describe_metrics(plan)
+    kinds["predictions"] = "read by the simulation itself after the last round; outside the claim"
+    kinds["number of images"] = "public by assumption"
+    return [ReleasedKind(kind=kind, protection=text) for kind, text in kinds.items()]
+
+
+def list_site_releases(
+    released: Iterable[ReleasedKind], parts: Iterable[str], sites: Iterable[SiteId], sent_by: Collection[SiteId]
+) -> list[ReleasedKind]:
+    """The same for real sites, each of which may withhold its predictions; `sent_by`: the sites that sent them."""
+    withheld = [site for site in sites if site not in sent_by]
+    text = "asked for after the last round; no site let them leave"
+    if sent_by:
+        text = f"of each image for {', '.join(parts)}, with its label, from {', '.join(sent_by)}; no plan protects them"
+        text += f"; none came from {', '.join(withheld)}" if withheld else ""
+    return [r.model_copy(update={"protection": text}) if r.kind == "predictions" else r for r in released]
+
+
+def _describe_protection(plan: PrivacyPlan, kind: str) -> str:
+    config = plan.config
+    if kind == "buffers":
+        return "nothing is trained in them: empty, or frozen as they were sent"
+    if not plan.has_guarantee:
+        return f"noised, but without a guarantee: {plan.no_guarantee_reason}"
+    if kind in plan.other_releases:
+        return _describe_charged(plan.other_releases[kind])
+    if kind in STATISTICS:
+        return "sent with the kind named before it, in one release"
+    if config.unit != "site":
+        return (
+            f"trained by DP-SGD: gradients clipped to {config.clip:g} each, noise {plan.noise:.4g} × that on their sum"
+        )
+    if kind not in RELEASED:
+        return "none"
+    where = "before it leaves the site" if config.noise_at == "site" else "by the server, to the mean"
+    return f"clipped to {config.clip:g} as a whole, noise {plan.noise:.4g} × that added {where}"
+
+
+def _describe_charged(noise: float) -> str:
+    return f"of every image no more than a fixed length counts (algorithm.clip), noise {noise:g} × that; charged"
+
+
+def _describe_metrics(plan: PrivacyPlan) -> str:
+    if plan.config.metrics == "suppress":
+        return "kept at the sites"
+    if plan.config.metrics == "open":
+        return "reported as they are, every evaluated round: NOT protected"
+    return f"noised counts (noise {plan.metrics_noise:.4g}), charged to the validation images"
+
+
+def summarise_privacy(budget: PrivacyBudget, exhausted: bool, rows: Iterable[MetricRow]) -> PrivacySpent:
+    """What a run has cost, by its budget. `exhausted`: the run stopped because the next round was too expensive."""
+    plan, config, spent = budget.plan, budget.plan.config, budget.total_spends()
+    by_site = {site: plan.epsilon_of(spends) for site, spends in spent.items()}
+    return PrivacySpent(
+        unit=config.unit,
+        neighbours=config.neighbours,
+        noise_at=config.noise_at,
+        sampling=config.sampling,
+        delta=config.delta,
+        clip=config.clip,
+        noise=plan.noise,
+        accountant=config.accountant,
+        max_epsilon=config.epsilon,
+        max_sites_per_record=plan.max_sites_per_record,
+        metrics=config.metrics,
+        metrics_noise=_finite_or_none(plan.metrics_noise),
+        randomness=config.randomness,
+        no_guarantee_reason=plan.no_guarantee_reason,
+        planned_epsilon=_finite_or_none(plan.epsilon),
+        epsilon_by_accountant={name: _price_with(plan, spent, name) for name in ACCOUNTANTS},
+        worst_site_epsilon=_finite_or_none(max(by_site.values(), default=0.0)),
+        site_epsilon={site: _finite_or_none(value) for site, value in by_site.items()},
+        stopped_by_budget=exhausted,
+        earlier_epsilon=_finite_or_none(plan.worst_epsilon({})) if plan.earlier else 0.0,
+        largest_group=max(sizes.largest for sizes in plan.site_sizes.values()),
+        paper_metric=_paper_metric(plan, rows),
+    )
+
+
+def _price_with(plan: PrivacyPlan, spent: Mapping[SiteId, Iterable[Spend]], accountant: Accountant) -> float | None:
+    """None where that accountant cannot price such a run."""
+    try:
+        return _finite_or_none(plan.worst_epsilon(spent, accountant))
+    except (RecipeError, ImportError):
+        return None
+
+
+def _finite_or_none(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def _paper_metric(plan: PrivacyPlan, rows: Iterable[MetricRow]) -> float | None:
+    """Eq. 4 and 5 of the adaptive-noise paper: the mean over a round's sites of each one's ε, summed over rounds."""
+    by_round: dict[int, list[float]] = {}
+    for row in rows:
+        noise = row.scalars.get("noise") if isinstance(row, TrainRow) else None
+        if noise and row.site in plan.jobs:
+            spends = [Spend(round_noise_down(noise), s.rate, s.times) for s in plan.jobs[row.site]]
+            by_round.setdefault(row.round, []).append(epsilon(spends, plan.config.delta, "prv"))
+    return sum(fmean(values) for values in by_round.values()) if by_round else None
+
+
+def round_noise_down(noise: float) -> float:
+    """Two decimals, rounded down: most sites then cost the same, none less than it should."""
+    return math.floor(noise * 100) / 100

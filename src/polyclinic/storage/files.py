@@ -1,0 +1,91 @@
+"""Writing files that are either whole or absent: synced, then renamed; appended rows; folder locks."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO
+
+from polyclinic.core.errors import StoreError
+from polyclinic.core.failpoints import failpoint
+
+LOCK = ".lock"
+ANOTHER = "make room or choose another folder with --out, then go on with the same command"
+
+
+@contextlib.contextmanager
+def explain_os_errors(path: Path, action: str = "write", remedy: str = ANOTHER) -> Iterator[None]:
+    """Raise an error of the disk as one sentence: what failed, why, and the remedy."""
+    try:
+        yield
+    except OSError as error:
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+        reason = "the disk is full" if full else error.strerror or error
+        raise StoreError(f"cannot {action} {path}: {reason}; {remedy}") from error
+
+
+def write_atomically(path: Path, data: bytes, half_written: str = "", before_rename: str = "") -> None:
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with explain_os_errors(path):
+        try:
+            with open(temporary, "wb") as file:
+                _write_and_sync(file, data, half_written)
+            failpoint(before_rename)
+            os.replace(temporary, path)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+        _sync_folder(path.parent)
+
+
+def append_durably(path: Path, data: bytes, half_written: str = "") -> None:
+    """Add to the end of a file. Where the disk gives out on the way, nothing was added."""
+    with explain_os_errors(path):
+        start = path.stat().st_size if path.exists() else 0
+        try:
+            with open(path, "ab") as file:
+                _write_and_sync(file, data, half_written)
+        except OSError:
+            if path.exists():
+                os.truncate(path, start)
+            raise
+
+
+def _write_and_sync(file: IO[bytes], data: bytes, half: str) -> None:
+    file.write(data[: len(data) // 2])
+    file.flush()
+    failpoint(half)
+    file.write(data[len(data) // 2 :])
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def _sync_folder(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def write_json(path: Path, value: object) -> None:
+    write_atomically(path, (json.dumps(value, indent=2, allow_nan=False) + "\n").encode())
+
+
+@contextlib.contextmanager
+def lock_folder(folder: Path) -> Iterator[None]:
+    """Hold a folder's lock: one process at a time works in it. The lock goes with the process, however it ends."""
+    with explain_os_errors(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        file = open(folder / LOCK, "wb")  # noqa: SIM115  named_failure is for opening it only
+    with file:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise StoreError(f"another process is at work in {folder}; wait for it, or choose another folder") from None
+        yield

@@ -1,0 +1,76 @@
+"""Append-only ledgers: JSON rows in a chain of hashes, so that no row can be lost or changed unnoticed."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from polyclinic.core.errors import StoreError
+from polyclinic.storage.files import append_durably, explain_os_errors
+
+MARK = b'"chain": "'
+HASH = 32
+"""Hexadecimal digits of a row's hash."""
+
+
+class Ledger:
+    """An append-only file of JSON rows, each synced before it counts and hashed together with the row before."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.rows, self.chain = path, 0, ""
+        if path.exists():
+            self._verify()
+        else:
+            with explain_os_errors(path):
+                path.touch()
+
+    def append(self, **row: Any) -> None:
+        text = json.dumps(row, allow_nan=False)
+        chain = _hash_row(self.chain, text)
+        line = f'{text[:-1]}{", " if row else ""}{MARK.decode()}{chain}"}}\n'.encode()
+        append_durably(self.path, line, "ledger-half-written")
+        self.chain, self.rows = chain, self.rows + 1
+
+    def read(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in self.path.read_text().splitlines()]
+
+    def includes(self, rows: int, chain: str) -> bool:
+        """Whether the first `rows` rows end in `chain`: nothing a snapshot has seen was lost since."""
+        lines = self.path.read_text().splitlines()
+        return rows <= len(lines) and (rows == 0 or json.loads(lines[rows - 1])["chain"] == chain)
+
+    def _verify(self) -> None:
+        """Walk the chain. A half-written last line is what a crash leaves: it is cut off. Anything else is damage."""
+        with explain_os_errors(self.path, "read"):
+            *lines, tail = self.path.read_bytes().split(b"\n")
+        for line in lines:
+            self.chain, self.rows = self._next_link(line), self.rows + 1
+        if tail:
+            whole = tail[: tail.find(MARK) + len(MARK) + HASH + 2]
+            if whole != tail and _valid_link(self.chain, whole):
+                self._next_link(tail)  # a row with its line's end lost was never half-written
+            with explain_os_errors(self.path):
+                os.truncate(self.path, self.path.stat().st_size - len(tail))
+
+    def _next_link(self, line: bytes) -> str:
+        chain = _valid_link(self.chain, line)
+        if chain is None:
+            raise StoreError(
+                f"{self.path} is damaged at row {self.rows + 1} (checksum); what the run has cost can no longer be "
+                "shown, so it cannot be resumed: restore the file or start anew in another folder"
+            )
+        return chain
+
+
+def _hash_row(chain: str, row: str) -> str:
+    return hashlib.sha256(f"{chain}|{row}".encode()).hexdigest()[:HASH]
+
+
+def _valid_link(chain: str, line: bytes) -> str | None:
+    """The hash a row carries, if that is what follows from the row before."""
+    row, _, carried = line.decode(errors="replace").rpartition(MARK.decode())
+    link = _hash_row(chain, row.removesuffix(", ") + "}")
+    return link if carried == f'{link}"}}' else None

@@ -1,0 +1,106 @@
+"""What sites keep between rounds: in memory, or in one checksummed file per site and round."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Protocol
+
+from polyclinic.core.errors import Refused, StoreError
+from polyclinic.core.flat_tensors import FlatTensors, copy_tensors
+from polyclinic.core.types import Bundle, SiteId, Tensors
+from polyclinic.storage import messages
+from polyclinic.storage.files import explain_os_errors, write_atomically
+
+
+class SiteMemory(Protocol):
+    """What sites remember between rounds, by round, so that a round can be played again."""
+
+    def load(self, site: SiteId, before: int) -> Bundle | None: ...
+
+    def save(self, site: SiteId, round: int, memory: Bundle, durable: int) -> None: ...
+
+    def forget(self, site: SiteId, after: int, before: int) -> None:
+        """Drop what was remembered of the rounds between: they did not count."""
+        ...
+
+    def save_report(self, site: SiteId, round: int, found: Bundle) -> None:
+        """Keep what a site found out in a round, for its own people to read: nothing here ever loads it."""
+        ...
+
+
+class RamMemory:
+    """Remembers for as long as the process lives: the last two rounds of each site."""
+
+    def __init__(self) -> None:
+        self._kept: dict[SiteId, list[tuple[int, Bundle]]] = {}
+
+    def load(self, site: SiteId, before: int) -> Bundle | None:
+        return next((m for r, m in reversed(self._kept.get(site, [])) if r < before), None)
+
+    def save(self, site: SiteId, round: int, memory: Bundle, durable: int) -> None:
+        del durable
+        earlier = [(r, m) for r, m in self._kept.get(site, []) if r < round]
+        self._kept[site] = [
+            *earlier[-1:],
+            (round, {kind: _without_shared_storage(group) for kind, group in memory.items()}),
+        ]
+
+    def forget(self, site: SiteId, after: int, before: int) -> None:
+        self._kept[site] = [(r, m) for r, m in self._kept.get(site, []) if not after < r < before]
+
+    def save_report(self, site: SiteId, round: int, found: Bundle) -> None:
+        """Without a folder there is nobody to read it."""
+
+
+def _without_shared_storage(group: Tensors) -> Tensors:
+    """The tensors without whatever else lies in their memory, such as all sites of a stack."""
+    held = [group.vector] if isinstance(group, FlatTensors) else list(group.values())
+    return group if all(t.untyped_storage().nbytes() == t.nbytes for t in held) else copy_tensors(group)
+
+
+class DiskMemory:
+    """One checksummed file per site and round, in the site's own folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def load(self, site: SiteId, before: int) -> Bundle | None:
+        for path in reversed(self._paths(site)):
+            if int(path.stem) < before:
+                try:
+                    return messages.decode(path.read_bytes()).tensors
+                except (Refused, OSError) as error:
+                    raise StoreError(
+                        f"what site {site} remembers in {path} is damaged ({error}); restore the file or start anew"
+                    ) from error
+        return None
+
+    def save(self, site: SiteId, round: int, memory: Bundle, durable: int) -> None:
+        """Save, then drop what no resume can need: all but the newest version at or before `durable`."""
+        folder = self._folder(site)
+        with explain_os_errors(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+        write_atomically(folder / f"{round:06d}.pcl", messages.encode({"round": round}, memory), "memory-half-written")
+        settled = [path for path in self._paths(site) if int(path.stem) <= durable]
+        with explain_os_errors(folder):
+            for old in settled[:-1]:
+                old.unlink(missing_ok=True)
+
+    def forget(self, site: SiteId, after: int, before: int) -> None:
+        with explain_os_errors(self._folder(site)):
+            for path in self._paths(site):
+                if after < int(path.stem) < before:
+                    path.unlink(missing_ok=True)
+
+    def save_report(self, site: SiteId, round: int, found: Bundle) -> None:
+        folder = self._folder(site) / "scores"
+        with explain_os_errors(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+        write_atomically(folder / f"{round:06d}.safetensors", messages.encode_body(found).data)
+
+    def _folder(self, site: SiteId) -> Path:
+        return self.folder / hashlib.sha256(site.encode()).hexdigest()[:16]
+
+    def _paths(self, site: SiteId) -> list[Path]:
+        return sorted(self._folder(site).glob("[0-9]*.pcl"))

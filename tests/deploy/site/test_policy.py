@@ -1,0 +1,367 @@
+"""What a hospital allows is all that a server gets: algorithms, recipes, kinds, and a privacy budget of its own."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from polyclinic import Recipe
+from polyclinic.core.errors import RecipeError, Refused
+from polyclinic.deploy.site.config import SiteConfig
+from polyclinic.deploy.site.message_handler import SiteMessageHandler
+from polyclinic.deploy.site.policy import Allow, check_recipe, check_sent_kinds, recipe_digest
+from polyclinic.deploy.site.release_log import ReleaseLog, RotatingLog
+from polyclinic.privacy.accounting import Spend, epsilon
+from polyclinic.storage import messages
+from polyclinic.storage.ledger import Ledger
+from tests.deploy.example_sites import (
+    EVERYTHING,
+    KINDS,
+    Crossing,
+    asked,
+    beginning,
+    config,
+    deployed,
+    loop,
+    recipe,
+    said,
+    simulation,
+)
+
+WISH = {"noise": 2.0, "delta": 1e-3}
+
+
+def enrolled(home: Path, state: str, found: Recipe, **settings: Any) -> dict[str, Any]:
+    return said(
+        SiteMessageHandler(config(home, "hill", state, **settings)).answer_message(asked("enrol", "hill", found))
+    )
+
+
+def allowing(**changes: Any) -> dict[str, Any]:
+    return {"allow": {**EVERYTHING, **changes}}
+
+
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "an algorithm": (allowing(algorithms=["fedavg"]), {"algorithm": "fedprox"}, "does not allow the algorithm fedprox"),
+    "nothing said": ({"allow": {}}, {}, "does not allow the algorithm fedavg"),
+    "a recipe": (allowing(recipes=["0" * 64]), {}, "does not allow this recipe, whose digest is"),
+    "features": (allowing(kinds=sorted(KINDS - {"features"})), {"algorithm": "fedmp"}, "does not let features leave"),
+    "metrics": (allowing(kinds=["model", "buffers"]), {}, "set evaluate.every: 0"),
+    "forgetting": (
+        allowing(kinds=["model", "buffers"]),
+        {"evaluate__every": 0, "evaluate__forgetting": True},
+        "does not let metrics leave",
+    ),
+    "pooled": ({}, {"algorithm": "centralised"}, "needs all sites' images in one place"),
+    "methods": ({}, {"methods": {"a": {}, "b": {}}}, "compares several methods"),
+    "noise the server knows": (
+        allowing(seeded_noise=False),
+        {"privacy": {**WISH, "randomness": "seed"}},
+        "privacy.randomness: secret",
+    ),
+    "no plan": ({"budget": {"epsilon": 8}}, {}, "add `privacy`"),
+    "another unit": ({"budget": {"epsilon": 8, "unit": "patient"}}, {"privacy": WISH}, "set privacy.unit: patient"),
+    "the server's noise": (
+        {"budget": {"epsilon": 8, "unit": "site"}},
+        {"privacy": {**WISH, "unit": "site", "noise_at": "server"}},
+        "privacy.noise_at: site",
+    ),
+    "open metrics": ({"budget": {"epsilon": 8}}, {"privacy": {**WISH, "metrics": "open"}}, "suppress or count"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_is_not_allowed_is_refused_at_enrolment_and_at_the_beginning(case: str, home: Path) -> None:
+    site, wanted, words = CASES[case]
+    found = recipe(**wanted)
+    desk = SiteMessageHandler(config(home, "hill", f"policy {case}", **site))
+    plan = None if found.privacy is None else {"noise": 2.0, "metrics_noise": None, "holders": 1}
+    shape = {"run": "r", "classes": ["benign", "malignant"], "channels": 1, "size": 8, "plan": plan}
+    for order in (asked("enrol", "hill", found), asked("begin", "hill", found, shape)):
+        reply = said(desk.answer_message(order))
+        assert reply["failure"] == "refused"
+        assert words in reply["why"]
+        assert words in desk.site_log.read_lines()[-1]
+    assert desk.releases.read_entries() == []
+
+
+def test_what_is_allowed_is_not_refused(home: Path) -> None:
+    modest = {
+        "kinds": ["model", "buffers"],
+        "algorithms": ["fedavg"],
+        "recipes": [recipe_digest(recipe(evaluate__every=0))],
+    }
+    assert "card" in enrolled(home, "modest", recipe(evaluate__every=0), allow=modest)
+    again = recipe(evaluate__every=0, about="other words", engine__workers=2)
+    assert "card" in enrolled(home, "modest", again, allow=modest), "neither words nor the engine decide a round"
+    assert "failure" in enrolled(home, "modest", recipe(evaluate__every=0, rounds=6), allow=modest)
+
+
+def test_a_policy_that_changed_holds_for_runs_that_began_before(home: Path) -> None:
+    made = simulation(recipe(algorithm="fedprox"), home)
+    assert said(SiteMessageHandler(config(home, "hill", "changed")).answer_message(beginning(made, "hill")))["ready"]
+    order = loop(made, Crossing({})).prepare_outbox(
+        "train", 1, made.setup.algorithm.init(made.setup.federation), ["hill"], []
+    )["hill"]
+    stricter = SiteMessageHandler(config(home, "hill", "changed", **allowing(algorithms=["fedavg"])))
+    assert "does not allow the algorithm" in said(stricter.answer_message(order))["why"]
+
+
+def test_metrics_and_predictions_are_asked_for_in_vain_where_they_may_not_leave(home: Path) -> None:
+    """A server that says one thing in its recipe and asks another in its orders."""
+    made = simulation(recipe(evaluate__every=0), home)
+    desk = SiteMessageHandler(config(home, "hill", "vain", **allowing(kinds=["model", "buffers"])))
+    assert said(desk.answer_message(beginning(made, "hill")))["ready"]
+    rounds, state = loop(made, Crossing({})), made.setup.algorithm.init(made.setup.federation)
+    nosy = rounds.prepare_outbox("train", 1, state, ["hill"], ["validation"])["hill"]
+    assert "does not let metrics leave" in said(desk.answer_message(nosy))["why"]
+    last = rounds.prepare_outbox("evaluate", 6, state, ["hill"], ["test"])["hill"]
+    assert "does not let predictions leave" in said(desk.answer_message(last))["why"]
+    assert "examples" in said(desk.answer_message(rounds.prepare_outbox("train", 1, state, ["hill"], [])["hill"]))
+    assert [row["kinds"].keys() - {"model", "buffers"} for row in desk.releases.read_entries()] == [set()]
+
+
+def test_the_last_look_at_a_reply_finds_kinds_and_bytes_that_nobody_agreed_to() -> None:
+    allow = Allow(kinds=("model", "buffers"))
+    check_sent_kinds({"model": 100, "buffers": 0}, {"model": 100, "buffers": 0}, "hill", allow)
+    check_sent_kinds({"features": 0}, {"model": 100}, "hill", allow)
+    with pytest.raises(Refused, match="101 bytes of model would have left hill, where 100 were agreed"):
+        check_sent_kinds({"model": 101}, {"model": 100}, "hill", allow)
+    with pytest.raises(Refused, match="does not let features leave"):
+        check_sent_kinds({"model": 100, "features": 1}, {"model": 100, "features": 9}, "hill", allow)
+    with pytest.raises(Refused, match="1 bytes of buffers"):
+        check_sent_kinds({"buffers": 1}, {"model": 100}, "hill", allow)
+
+
+def test_training_images_are_predicted_for_nobody_under_a_plan(home: Path) -> None:
+    made = simulation(recipe(privacy=WISH), home)
+    desk = SiteMessageHandler(config(home, "hill", "train part"))
+    assert said(desk.answer_message(beginning(made, "hill")))["ready"]
+    rounds, state = loop(made, Crossing({})), made.setup.algorithm.init(made.setup.federation)
+    for parts in (["train"], ["test", "train"]):
+        asks = rounds.prepare_outbox("evaluate", 6, state, ["hill"], parts)["hill"]  # type: ignore[arg-type]
+        assert said(desk.answer_message(asks))["why"].startswith("privacy: ")
+    assert "failure" not in said(
+        desk.answer_message(rounds.prepare_outbox("evaluate", 6, state, ["hill"], ["test"])["hill"])
+    )
+    assert desk.releases.read_entries()[-1]["epsilon"] == "unprotected"
+
+
+def spends(rounds: int, noise: float = 2.0) -> list[Spend]:
+    """Of the recipe at hill: 8 training images in batches of 4, so two steps an epoch at a rate of a half."""
+    return [Spend(noise, 0.5, 2 * rounds)]
+
+
+def budget(rounds: int, spare: float = 1e-6) -> dict[str, Any]:
+    return {"budget": {"unit": "image", "delta": 1e-3, "epsilon": epsilon(spends(rounds), 1e-3) + spare}}
+
+
+def test_a_budget_pays_for_just_as_many_rounds_as_it_should(home: Path) -> None:
+    """What is left is what the accountant says of all rounds of all runs together."""
+    run = recipe(privacy=WISH, rounds=3)
+    crossing = Crossing({"hill": SiteMessageHandler(config(home, "hill", "pays", **budget(6)))})
+    for count in (3, 6):
+        _play(run.model_copy(update={"seed": count}), home, crossing)
+        told = crossing.desks["hill"].releases.read_entries()[-1]["epsilon"]
+        assert told == pytest.approx(epsilon(spends(count), 1e-3), abs=1e-6)
+    made = simulation(run.model_copy(update={"seed": 9, "rounds": 1}), home)
+    reply = said(crossing.desks["hill"].answer_message(beginning(made, "hill")))
+    assert reply["failure"] == "refused"
+    assert reply["why"].startswith("budget: this run would cost more than the privacy budget of hill has left")
+    short = SiteMessageHandler(config(home, "hill", "short", **budget(3, -1e-3)))
+    assert "budget" in said(short.answer_message(beginning(simulation(run, home), "hill")))["why"]
+
+
+def _play(found: Recipe, home: Path, crossing: Crossing) -> None:
+    """The recipe's rounds, as far as they are hill's."""
+    made = simulation(found, home)
+    assert said(crossing.desks["hill"].answer_message(beginning(made, "hill"))).get("ready")
+    rounds, state = loop(made, crossing), made.setup.algorithm.init(made.setup.federation)
+    for number in range(1, found.rounds + 1):
+        answer = crossing.answer("hill", rounds.prepare_outbox("train", number, state, ["hill"], [])["hill"])
+        assert isinstance(answer, bytes), answer
+
+
+def test_a_server_that_repeats_a_round_from_other_weights_runs_out_of_budget(home: Path) -> None:
+    made = simulation(recipe(privacy=WISH, rounds=2), home)
+    desk = SiteMessageHandler(config(home, "hill", "greedy", **budget(3)))
+    assert said(desk.answer_message(beginning(made, "hill")))["ready"]
+    rounds, start = loop(made, Crossing({})), made.setup.algorithm.init(made.setup.federation)
+    replies = []
+    for turn in range(5):
+        moved = {kind: {n: t + turn for n, t in group.items()} for kind, group in start.items()}
+        replies.append(said(desk.answer_message(rounds.prepare_outbox("train", 1, moved, ["hill"], [])["hill"])))
+    assert ["failure" in reply for reply in replies] == [False, False, False, True, True]
+    assert replies[3]["why"] == "budget: the privacy budget of hill cannot pay round 1"
+    assert len(desk.releases.read_entries()) == 3
+
+
+def test_a_round_is_charged_before_it_is_played(home: Path) -> None:
+    """C4: whatever happens afterwards, what is written is never less than what left."""
+    made = simulation(recipe(algorithm="scaffold", privacy=WISH), home)
+    desk = SiteMessageHandler(config(home, "hill", "charged", **budget(50)))
+    assert said(desk.answer_message(beginning(made, "hill")))["ready"]
+    order = messages.decode(
+        loop(made, Crossing({})).prepare_outbox(
+            "train", 1, made.setup.algorithm.init(made.setup.federation), ["hill"], []
+        )["hill"]
+    )
+    broken = {kind: group for kind, group in order.tensors.items() if kind != "control"}
+    assert said(desk.answer_message(messages.encode(order.fields, broken)))["failure"] == "error"
+    assert len(Ledger(home / "hill" / "charged" / "ledger-image.jsonl").read()) == 1
+    assert desk.releases.read_entries() == []
+
+
+def test_a_ledger_that_lost_rows_ends_all_private_work(home: Path) -> None:
+    made = simulation(recipe(privacy=WISH, rounds=2), home)
+    desk = SiteMessageHandler(config(home, "hill", "lost", **budget(2)))
+    assert said(desk.answer_message(beginning(made, "hill")))["ready"]
+    rounds, state = loop(made, Crossing({})), made.setup.algorithm.init(made.setup.federation)
+    assert "failure" not in said(desk.answer_message(rounds.prepare_outbox("train", 1, state, ["hill"], [])["hill"]))
+    (home / "hill" / "lost" / "ledger-image.jsonl").write_bytes(b"")
+    reply = said(desk.answer_message(rounds.prepare_outbox("train", 2, state, ["hill"], [])["hill"]))
+    assert reply["failure"] == "error"
+    assert "ledger" not in reply["why"]
+    assert "lacks charges" in desk.site_log.read_lines()[-1]
+
+
+PLANS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    ({"noise": 2.0}, {"noise": 0.5}, "the recipe's noise is 2, but the plan's is 0.5"),
+    ({"epsilon": 3.0}, {"noise": 0.3}, "too little for what the recipe promises"),
+    ({"noise": 2.0, "metrics": "count"}, {"metrics_noise": None}, "noise on metrics"),
+    ({"noise": 2.0}, {"metrics_noise": 1.0}, "noise on metrics"),
+    ({"epsilon": 3.0, "metrics": "count"}, {"metrics_noise": 0.01}, "too little for what the recipe promises"),
+    ({"noise": 2.0}, {"noise": -1.0}, "should be a number, 0 or more"),
+    ({"noise": 2.0}, {"holders": 0}, "holders is 0"),
+]
+
+
+@pytest.mark.parametrize(("wish", "lie", "words"), PLANS)
+def test_a_server_cannot_send_less_noise_than_its_recipe_promises(
+    wish: dict[str, Any], lie: dict[str, Any], words: str, home: Path
+) -> None:
+    made = simulation(recipe(privacy={"delta": 1e-3, **wish}), home)
+    assert made.setup.plan is not None
+    quiet = made.setup.plan.metrics_noise
+    honest = {
+        "noise": made.setup.plan.noise,
+        "metrics_noise": None if math.isinf(quiet) else quiet,
+        "holders": made.setup.plan.max_sites_per_record,
+    }
+    desk = SiteMessageHandler(config(home, "hill", "less noise"))
+    reply = said(desk.answer_message(beginning(made, "hill", {"run": "lie", "plan": {**honest, **lie}})))
+    assert reply["failure"] == "refused"
+    assert words in reply["why"]
+    assert said(desk.answer_message(beginning(made, "hill", {"run": "honest" + made.run_id()})))["ready"]
+
+
+def test_a_promise_holds_where_cohorts_hide_how_often_a_site_takes_part(home: Path) -> None:
+    found = recipe(privacy={"delta": 1e-3, "epsilon": 3.0}, cohort=2, rounds=4)
+    made = simulation(found, home)
+    assert made.setup.plan is not None
+    little = {"noise": 1.2, "metrics_noise": None, "holders": 1}
+    fewest = next(n for n in range(1, 9) if epsilon(spends(n, 1.2), 1e-3) > 3.0)
+    assert 1 < fewest <= 4
+    desk = SiteMessageHandler(config(home, "hill", "cohorts"))
+    assert said(desk.answer_message(beginning(made, "hill", {"plan": little})))["ready"]
+    rounds, state = loop(made, Crossing({})), made.setup.algorithm.init(made.setup.federation)
+    replies = [
+        said(desk.answer_message(rounds.prepare_outbox("train", n, state, ["hill"], [])["hill"])) for n in (1, 2, 3, 4)
+    ]
+    assert ["failure" in reply for reply in replies] == [n >= fewest for n in (1, 2, 3, 4)]
+
+
+def test_validation_images_pay_for_metrics_and_training_images_for_training(home: Path) -> None:
+    """D4: an image is one or the other, so the dearer counts, not the sum."""
+    crossing = Crossing(
+        {site: SiteMessageHandler(config(home, site, "dearer")) for site in ("harbour", "hill", "lake")}
+    )
+    found = recipe(privacy={"delta": 1e-3, "epsilon": 8.0, "metrics": "count"}, rounds=2)
+    deployed(found, home, crossing)
+    rows = Ledger(home / "hill" / "dearer" / "ledger-image.jsonl").read()
+    assert [set(row["privacy"]["sites"]) for row in rows] == [{"hill", "validation"}] * 2
+    costs = [
+        epsilon([Spend(*spend) for row in rows for spend in row["privacy"]["sites"][who]], 1e-3)
+        for who in ("hill", "validation")
+    ]
+    assert crossing.desks["hill"].releases.read_entries()[-1]["epsilon"] == pytest.approx(max(costs), abs=1e-6)
+    assert max(costs) <= 8.0
+
+
+def test_a_preview_tells_what_the_run_would_cost(home: Path) -> None:
+    desk = SiteMessageHandler(config(home, "hill", "priced", **budget(5)))
+    rows = {row.kind: row for row in desk.preview_releases(recipe(privacy=WISH))}
+    assert rows["model"].epsilon == pytest.approx(epsilon(spends(5), 1e-3))
+    assert "DP-SGD" in rows["model"].protection
+    assert rows["predictions"].epsilon is None
+    with pytest.raises(Refused, match="privacy budget of hill"):
+        desk.preview_releases(recipe(privacy=WISH, rounds=6))
+    plain = {row.kind: row for row in SiteMessageHandler(config(home, "hill", "plain")).preview_releases(recipe())}
+    assert plain["model"].protection == "no privacy plan in this recipe"
+    assert plain["model"].bytes == sum(t.nbytes for t in _model().values())
+
+
+def _model() -> dict[str, torch.Tensor]:
+    return {"a": torch.zeros(64, 64), "b": torch.zeros(64), "c": torch.zeros(2, 64), "d": torch.zeros(2)}
+
+
+def test_a_notebook_never_outgrows_its_room(tmp_path: Path) -> None:
+    book = RotatingLog(tmp_path / "releases.jsonl", most=1000, kept=3)
+    for number in range(500):
+        book.append_line(f"line {number:04d} {'x' * 40}")
+    assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= 4 * 1000
+    lines = book.read_lines()
+    assert lines[-1].startswith("line 0499")
+    assert [int(line.split()[1]) for line in lines] == list(range(500 - len(lines), 500))
+
+
+def test_half_a_line_of_a_killed_process_spoils_no_other(tmp_path: Path) -> None:
+    releases = ReleaseLog(tmp_path)
+    note = {"run": "r", "purpose": "train", "epsilon": math.inf}
+    releases.record_release(b"one", {"model": 3}, round=1, **note)  # type: ignore[arg-type]
+    with open(tmp_path / "releases.jsonl", "ab") as file:
+        file.write(b'{"time": "2030')
+    releases.record_release(b"two", {"model": 3}, round=2, **note)  # type: ignore[arg-type]
+    assert [(row["round"], row["epsilon"]) for row in releases.read_entries()] == [(1, "infinite"), (2, "infinite")]
+
+
+SITE: dict[str, Any] = {"federation": "north-sea", "site": "harbour", "server": "fl.example.org:9443"}
+
+
+def test_site_yaml_is_read_from_its_own_folder(tmp_path: Path) -> None:
+    path = tmp_path / "kit" / "site.yaml"
+    path.parent.mkdir()
+    path.write_text(yaml.safe_dump({**SITE, "ca": "ca.crt", "data": {"a": "images/labels.csv", "b": "/data/b"}}))
+    found = SiteConfig.load(path)
+    assert (found.ca, found.folder) == (tmp_path / "kit" / "ca.crt", tmp_path / "kit" / "state")
+    assert found.data == {"a": tmp_path / "kit" / "images" / "labels.csv", "b": Path("/data/b")}
+    assert (found.allow.algorithms, found.allow.kinds, found.budget) == ((), (), None)
+    with pytest.raises(Refused):
+        check_recipe(recipe(), "harbour", found.allow, found.budget)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"sight": "x"}, "there is no key 'sight'"),
+        ({"site": "a/b"}, "site is 'a/b', but The site name"),
+        ({"allow": {"algorithms": ["fedavgg"]}}, "did you mean 'fedavg'?"),
+        ({"allow": {"recipes": ["abc"]}}, "allow.recipes.0 is 'abc'"),
+        ({"allow": {"everything": True}}, "there is no key 'allow.everything'"),
+        ({"budget": {"epsilon": -1}}, "budget.epsilon is -1"),
+        ({"budget": {"epsilon": 1, "unit": "pixel"}}, "budget.unit is 'pixel'"),
+        ({"federation": None}, "federation is None"),
+    ],
+)
+def test_mistakes_in_site_yaml_are_one_sentence(change: dict[str, Any], words: str, tmp_path: Path) -> None:
+    path = tmp_path / "site.yaml"
+    path.write_text(yaml.safe_dump({**SITE, **change}))
+    with pytest.raises(RecipeError) as caught:
+        SiteConfig.load(path)
+    assert words in str(caught.value)
+    assert str(path) in str(caught.value)

@@ -1,0 +1,353 @@
+"""What whoever runs a server is told: who takes no part and why, what is wrong before anybody comes, how it ended."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import typer
+import yaml
+from typer.testing import CliRunner
+
+pytest.importorskip("flwr", reason="needs the extra polyclinic[flower]")
+
+
+from polyclinic import Recipe, run
+from polyclinic.cli.deploy import serve, status
+from polyclinic.cli.display import result_table
+from polyclinic.core.errors import EngineError, PolyclinicError, RecipeError, RoundFailed, StoreError
+from polyclinic.core.jobs import Failure
+from polyclinic.core.types import SiteId
+from polyclinic.deploy.config import ServerConfig
+from polyclinic.deploy.flower.client import SiteConnection
+from polyclinic.deploy.processes import WAITING, ServerStatus, open_server
+from polyclinic.deploy.provisioning.provision import rotate_site
+from polyclinic.deploy.serve import run_deployed
+from polyclinic.deploy.site.config import SiteConfig
+from polyclinic.deploy.site.message_handler import SiteMessageHandler
+from polyclinic.federation.engines import RemoteExecution
+from polyclinic.federation.engines.mock import MockEngine
+from polyclinic.storage import messages
+from polyclinic.storage.run_folder import RunFolder
+from tests.deploy.example_sites import EVERYTHING, SITES, TABLE, Crossing, desks, recipe
+from tests.deploy.flower.test_gateway import attending, until
+from tests.deploy.memory_grid import MemoryGrid, echo, engine_of, orders
+from tests.deploy.memory_grid import said as answers
+from tests.deploy.real_processes import free_port, furnish
+from tests.reporting.drawn import Page, report_page
+
+KITS = Path("k", "server", "server.yaml")
+WITHOUT_PREDICTIONS: dict[str, Any] = {
+    "allow": {**EVERYTHING, "kinds": [k for k in EVERYTHING["kinds"] if k != "predictions"]}
+}
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Hospitals with images and kits."""
+    folder = tmp_path_factory.mktemp("place")
+    furnish(folder)
+    return folder
+
+
+def said(command: Callable[..., None], *words: object) -> tuple[str, BaseException | None]:
+    """What a command prints, and the error with which it ends."""
+    app = typer.Typer(rich_markup_mode=None)
+    app.command()(command)
+    found = CliRunner().invoke(app, list(map(str, words)), env={"COLUMNS": "200"})
+    return re.sub(r"\s+", " ", found.output), found.exception
+
+
+def served(place: Path, found: Recipe, out: Path, *options: object) -> tuple[str, BaseException | None]:
+    path = out.with_suffix(".yaml")
+    path.write_text(found.to_yaml())
+    return said(serve, place / KITS, path, "--out", out, *options)
+
+
+def altered(folder: Path, site: SiteId, name: str, label: str) -> Path:
+    """A site's table with another word for one of its labels."""
+    path = folder / site / name
+    path.write_text((folder / site / TABLE).read_text().replace("malignant", label))
+    return path
+
+
+@contextmanager
+def at_work(place: Path, tmp_path: Path, **settings: Mapping[str, Any]) -> Iterator[None]:
+    """All sites, in threads, with other settings for those that are named."""
+    with ExitStack() as leaving:
+        for site in SITES:
+            config = SiteConfig.load(place / "k" / "sites" / site / "site.yaml")
+            given = SiteConfig.model_validate({**config.model_dump(), **settings.get(site, {})})
+            desk = SiteMessageHandler(given.model_copy(update={"folder": tmp_path / f"state {site}"}))
+            assert config.ca is not None
+            assert config.key is not None
+            attendance = SiteConnection(config.server, config.ca, config.key, desk.config.folder, desk.answer_message)
+            thread = threading.Thread(target=attendance.serve_forever, daemon=True)
+            thread.start()
+            leaving.callback(thread.join, 15)
+            leaving.callback(attendance.stop.set)
+        yield
+
+
+def test_who_refuses_is_named_everywhere_and_a_federation_does_not_shrink_by_itself(
+    place: Path, tmp_path: Path
+) -> None:
+    """Two refuse; by default nothing is trained, and with a quorum of one the rest says who is not in it."""
+    refusing: dict[str, dict[str, Any]] = {
+        "harbour": {"allow": {**EVERYTHING, "algorithms": ["fedprox"]}},
+        "lake": {"data": {}},
+    }
+    both = (
+        "harbour does not take part: refused: policy: harbour does not allow ",
+        "lake does not take part: refused: data: ",
+    )
+    with at_work(place, tmp_path, **refusing):
+        told, error = served(place, recipe(rounds=2), tmp_path / "all")
+        assert isinstance(error, RoundFailed)
+        assert re.search(r"1 of 3 sites enrolled, 3 are needed \(harbour: refused: .*; lake: refused: ", str(error))
+        assert all(line in told for line in both)
+        assert not RunFolder(tmp_path / "all").enrolment.exists()
+        after, _ = said(status, tmp_path / "all")
+        assert "stopped: 1 of 3 sites enrolled" in after
+        told, error = served(place, recipe(rounds=2, quorum=1), tmp_path / "one")
+    assert error is None, told
+    assert all(line in told for line in both)
+    assert re.search("without harbour: refused: policy: .* without lake: refused: data: ", told)
+    summary = json.loads((tmp_path / "one" / "result.json").read_text())
+    assert summary["absent"].keys() == {"harbour", "lake"}
+    report = Page(report_page([tmp_path / "one"])).text("section", id="failures")
+    assert "harbour took no part: refused" in report
+    assert "lake took no part: refused" in report
+
+
+def test_a_finished_run_says_that_nothing_was_run(place: Path, tmp_path: Path) -> None:
+    found, out = recipe(rounds=1), tmp_path / "run"
+    summary = run_deployed(
+        found, RemoteExecution(MockEngine(Crossing(desks(place, "done")).answer), "mock"), SITES, out
+    ).summary
+    told, error = served(place, found, out)
+    assert error is None
+    assert re.match(r"this run finished on \d{4}-\d\d-\d\d \d\d:\d\d; no site was contacted", told)
+    assert summary.name in told
+    (out / "result.json").unlink()
+    with pytest.raises(StoreError, match=r"between real sites.*go on with: polyclinic serve SERVER\.yaml"):
+        run(found, out, place / "simulation")
+
+
+def test_a_simulation_is_not_taken_for_a_run_between_sites(place: Path, tmp_path: Path) -> None:
+    found, out = recipe(rounds=1), tmp_path / "simulated"
+    run(found, out, place / "simulation")
+    for _ in ("finished", "interrupted"):
+        _, error = served(place, found, out, "--wait", 0)
+        assert isinstance(error, StoreError)
+        assert "holds a simulation, in which no site was asked" in str(error)
+        (out / "result.json").unlink(missing_ok=True)
+    _, error = said(status, out)
+    assert isinstance(error, StoreError)
+    assert "holds a simulation, without real sites" in str(error)
+
+
+FORESEEN: dict[str, tuple[dict[str, Any], type[PolyclinicError], str]] = {
+    "pooled": ({"algorithm": "centralised"}, RecipeError, "needs all sites' images in one place"),
+    "methods": ({"methods": {"a": {"rounds": 1}, "b": {"rounds": 2}}}, RecipeError, "compares 2 methods"),
+    "quorum": ({"quorum": 9}, RecipeError, "a quorum of 9 is asked of 3 sites"),
+    "cohort": ({"cohort": 4}, RecipeError, "a cohort of 4 is asked of 3 sites"),
+}
+
+
+@pytest.mark.parametrize(("settings", "kind", "sentence"), FORESEEN.values(), ids=FORESEEN)
+def test_what_can_be_known_before_is_told_before_anybody_comes(
+    settings: dict[str, Any], kind: type[PolyclinicError], sentence: str, place: Path, tmp_path: Path
+) -> None:
+    told, error = served(place, recipe(**settings), tmp_path / "run", "--wait", 0)
+    assert isinstance(error, kind), error
+    assert sentence in str(error)
+    assert "listening" not in told
+
+
+def test_folders_that_cannot_hold_the_run_are_told_before_anybody_comes(place: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    path = tmp_path / "recipe.yaml"
+    path.write_text(recipe().to_yaml())
+    told, error = said(serve, place / KITS, path, "--out", tmp_path / "file" / "run", "--wait", 0)
+    assert isinstance(error, StoreError)
+    assert "cannot write" in str(error)
+    assert "listening" not in told
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "recipe.yaml").write_text(recipe(rounds=77).to_yaml())
+    told, error = served(place, recipe(), tmp_path / "other", "--wait", 0)
+    assert isinstance(error, StoreError)
+    assert "another recipe" in str(error)
+    assert "listening" not in told
+
+
+def test_waiting_has_an_end_that_is_no_longer_than_was_said(place: Path, tmp_path: Path) -> None:
+    assert "Invalid value for '--wait'" in served(place, recipe(), tmp_path / "a", "--wait", -5)[0]
+    _, error = served(place, recipe(), tmp_path / "b", "--wait", 0)
+    assert isinstance(error, EngineError)
+    assert "0 of 3 sites came within 0 s, 3 are needed" in str(error)
+
+
+def test_who_did_not_come_is_not_asked_and_waited_for_again(place: Path, tmp_path: Path) -> None:
+    crossing, seen = Crossing(desks(place, "gone")), []
+    there = RemoteExecution(MockEngine(crossing.answer), "mock")
+    missing = {"hill": "it did not come within 12 s"}
+    found = recipe(rounds=1, quorum=2)
+    summary = run_deployed(found, there, SITES, tmp_path, lambda *event: seen.append(event), missing=missing).summary
+    assert summary.absent == {"hill": "dead: it did not come within 12 s"}
+    assert {site for site, _ in crossing.sent} == {"harbour", "lake"}
+    assert seen[0][0] == "absent"
+
+
+def test_one_sites_other_labels_are_told_there_and_leave_it_out(place: Path, tmp_path: Path) -> None:
+    """It is told at its own desk; mended, it enters by the same command: nothing had begun."""
+    path = altered(place, "lake", "wrong.csv", "Malign")
+    wrong = desks(place, "wrong") | desks(place, "wrong lake", ("lake",), data={TABLE: path})
+    heard: list[str] = []
+    wrong["lake"].report = heard.append
+    there = RemoteExecution(MockEngine(Crossing(wrong).answer), "mock")
+    why = "it has classes Malign, benign, harbour has benign, malignant"
+    with pytest.raises(RoundFailed, match=rf"2 of 3 sites enrolled, 3 are needed \(lake: refused: {why}"):
+        run_deployed(recipe(rounds=1), there, SITES, tmp_path / "run")
+    assert re.match("failed, .* images have a label that is none of the task's classes .*row", heard[-1])
+    smaller = run_deployed(recipe(rounds=1, quorum=2), there, SITES, tmp_path / "smaller").summary
+    assert smaller.absent["lake"].startswith(f"refused: {why}")
+    assert not list((place / "lake" / "wrong lake" / "runs").glob("*"))
+    right = RemoteExecution(MockEngine(Crossing(desks(place, "right")).answer), "mock")
+    assert run_deployed(recipe(rounds=1), right, SITES, tmp_path / "run").summary.absent == {}
+
+
+def test_a_run_has_the_sites_that_it_began_with(place: Path, tmp_path: Path) -> None:
+    """Who was not there cannot enter it; whoever was may be missing for a while, if the recipe says so."""
+    crossing = Crossing(desks(place, "began"))
+
+    def without(*away: SiteId) -> RemoteExecution:
+        return RemoteExecution(
+            MockEngine(lambda s, d: Failure("dead", "away") if s in away else crossing.answer(s, d)), "m"
+        )
+
+    found = recipe(rounds=1, quorum=2)
+    run_deployed(found, without("hill"), SITES, tmp_path)
+    (tmp_path / "result.json").unlink()
+    again = run_deployed(found, without(), SITES, tmp_path).summary
+    assert [row.site for row in again.site_sizes] == ["harbour", "lake"]
+    assert again.absent == {"hill": "refused: it was not there when this run began; only a new run can have it"}
+    (tmp_path / "result.json").unlink()
+    fewer = run_deployed(recipe(rounds=1, quorum=1), without("lake"), SITES, tmp_path).summary
+    assert fewer.absent.keys() == {"hill"}, "lake is in this run, wherever it is now"
+
+
+def test_without_a_quorum_every_round_needs_all_and_a_lower_one_may_be_set_to_go_on(
+    place: Path, tmp_path: Path
+) -> None:
+    crossing = Crossing(desks(place, "every"))
+
+    def answer(site: SiteId, data: bytes) -> bytes | Failure:
+        fields = messages.decode(data).fields
+        lost = site == "hill" and fields["purpose"] == "train" and fields["round"] == 2
+        return Failure("dead", "it is away") if lost else crossing.answer(site, data)
+
+    there = RemoteExecution(MockEngine(answer), "mock")
+    with pytest.raises(RoundFailed, match=r"2 acceptable updates where the quorum is 3.*hill: it is away"):
+        run_deployed(recipe(rounds=3), there, SITES, tmp_path)
+    assert run_deployed(recipe(rounds=3, quorum=2), there, SITES, tmp_path).summary.rounds == 3
+
+
+def test_predictions_that_were_kept_back_are_not_called_released_or_lost_updates(place: Path, tmp_path: Path) -> None:
+    crossing = Crossing(desks(place, "kept", **WITHOUT_PREDICTIONS))
+    seen: list[tuple[str, Mapping[str, Any]]] = []
+    there = RemoteExecution(MockEngine(crossing.answer), "mock")
+    summary = run_deployed(recipe(rounds=1), there, SITES, tmp_path, lambda *event: seen.append(event)).summary
+    assert [summary.cost.refused, summary.cost.failed, summary.cost.withheld] == [0, 0, 3]
+    caption = str(result_table(summary).caption)
+    assert "3 of 3 sites sent no predictions" in caption
+    assert "means of what sites reported of their validation images" in caption
+    assert "updates" not in caption
+    assert (
+        "| predictions | asked for after the last round; no site let them leave |"
+        in (tmp_path / "privacy.md").read_text()
+    )
+    told = [info for event, info in seen if event == "evaluated"]
+    assert all("does not let predictions leave" in info["why"] for info in told)
+    assert len(told) == 3
+    assert "the site would not do it" in Page(report_page([tmp_path])).text("section", id="failures")
+    (row,) = (row for row in crossing.desks["hill"].preview_releases(recipe()) if row.kind == "predictions")
+    assert (row.when, row.bytes) == ("asked for, and kept back", 0)
+
+
+def test_predictions_of_some_sites_are_said_to_be_of_these(place: Path, tmp_path: Path) -> None:
+    open_ones = desks(place, "some") | desks(place, "some hill", ("hill",), **WITHOUT_PREDICTIONS)
+    there = RemoteExecution(MockEngine(Crossing(open_ones).answer), "mock")
+    summary = run_deployed(recipe(rounds=1), there, SITES, tmp_path).summary
+    (said,) = (row.protection for row in summary.released if row.kind == "predictions")
+    assert "from harbour, lake;" in said
+    assert said.endswith("none came from hill")
+
+
+def test_a_run_that_needs_all_waits_for_whoever_has_gone_away() -> None:
+    engine = engine_of({site: echo(site) for site in SITES}, patience=math.inf)
+    grid = cast(MemoryGrid, engine.grid)
+    grid.away.add(engine.nodes["hill"])
+    back = threading.Timer(1.0, grid.away.clear)
+    back.start()
+    assert all(isinstance(answer, bytes) for answer in answers(engine, orders()).values())
+    back.join()
+
+
+def board(place: Path) -> ServerStatus:
+    return ServerStatus(ServerConfig.load(place / KITS), [])
+
+
+def test_who_goes_away_and_comes_back_is_told_once_the_sites_have_come(place: Path) -> None:
+    found, told = board(place), list[str]()
+    found.report = told.append
+    found.report_changes({"harbour"})
+    assert found.facts["state"] == WAITING
+    found.begin_enrolment(SITES)
+    found.report_changes(set(SITES))
+    assert told == [], "gathering tells who comes"
+    found.report_changes({"harbour", "lake"})
+    found.report_changes({"harbour", "lake"})
+    found.report_changes(set(SITES))
+    assert told == ["hill has gone away", "hill is back"]
+    found.patient = True
+    found.report_changes(set())
+    assert told[2:] == [f"{s} has gone away; the run waits for it, as the recipe names no quorum" for s in SITES]
+
+
+def test_a_status_that_cannot_be_written_ends_nothing(place: Path, tmp_path: Path) -> None:
+    config = ServerConfig.load(place / KITS).model_copy(update={"folder": tmp_path / "state", "port": free_port()})
+    (tmp_path / "in the way").write_text("")
+    with open_server(config) as reception:
+        reception.board.folders = [tmp_path / "in the way", tmp_path / "free"]
+        (tmp_path / "free" / "status.json").mkdir(parents=True)
+        reception.board.write_status(reception.link)
+
+
+def test_who_uses_a_withdrawn_key_is_named(place: Path, tmp_path: Path) -> None:
+    kits = tmp_path / "kits"
+    furnish(tmp_path / "there")
+    (tmp_path / "there" / "k").rename(kits)
+    old = tmp_path / "old"
+    (kits / "sites" / "hill").rename(old)
+    (kits / "sites" / "hill").mkdir()
+    for file in old.iterdir():
+        (kits / "sites" / "hill" / file.name).write_bytes(file.read_bytes())
+        (kits / "sites" / "hill" / file.name).chmod(file.stat().st_mode)
+    rotate_site(kits, "hill")
+    (kits / "sites" / "hill" / "site.key").write_bytes((old / "site.key").read_bytes())
+    config = ServerConfig.load(kits / "server" / "server.yaml").model_copy(update={"folder": tmp_path / "state"})
+    with open_server(config) as reception, attending(kits, reception, "hill", tmp_path / "site") as told:
+        until(lambda: told)
+        ((site, why),) = reception.board.refusals
+    assert site == ""
+    day = yaml.safe_load((kits / "server" / "revoked.yaml").read_text())["revoked"][0]["date"]
+    assert why == f"the key of hill that was rotated on {day}"
+    assert "its key is not registered, or was revoked" in told[0]

@@ -1,0 +1,29 @@
+"""A run between sites is followed as a simulation is, and sites are not told where."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from polyclinic.deploy.serve import run_deployed
+from polyclinic.federation.engines import RemoteExecution
+from polyclinic.federation.engines.mock import MockEngine
+from polyclinic.runs.tracking.backends import TensorBoard
+from tests.deploy.example_sites import EVERYTHING, SITES, Crossing, desks, recipe
+
+
+@pytest.mark.parametrize("predictions", [True, False])
+def test_a_deployed_run_is_tracked(home: Path, tmp_path: Path, predictions: bool) -> None:
+    pytest.importorskip("tensorboard", reason="needs the extra tensorboard")
+    kinds = [kind for kind in EVERYTHING["kinds"] if predictions or kind != "predictions"]
+    crossing = Crossing(desks(home, f"{tmp_path.name}-{predictions}", allow={**EVERYTHING, "kinds": kinds}))
+    found = recipe(track="tensorboard")
+    summary = run_deployed(found, RemoteExecution(MockEngine(crossing.answer), "mock"), SITES, tmp_path).summary
+    told = TensorBoard(tmp_path).written_points()
+    rounds = set(range(found.rounds))
+    assert {step for name, step in told if name == f"site/{SITES[0]}/accuracy"} == (
+        rounds | {found.rounds} if predictions else rounds  # what sites told last is of the round before
+    )
+    assert (("test/accuracy", found.rounds) in told) == predictions
+    assert summary.headline.part == ("test" if predictions else "validation")

@@ -1,0 +1,91 @@
+"""What DP-SGD draws, and by how much it clips."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+
+from polyclinic.core.rng import Stream
+from polyclinic.training.dp.dp_sgd import clip_factors, draw_gaussian_noise, draw_poisson_batches
+
+SECRET = Stream(11, ("secret",))
+
+
+def test_clip_factors() -> None:
+    norms = torch.tensor([0.0, 1e-30, 0.5, 1.0, 2.0, 1e30, math.inf, math.nan])
+    found = clip_factors(norms, 1.0)
+    assert found.tolist() == pytest.approx([1, 1, 1, 1, 0.5, 1e-30, 0, 0])
+    assert clip_factors(norms, math.inf).tolist() == [1, 1, 1, 1, 1, 1, 0, 0]
+    drawn = torch.rand(10_000, generator=SECRET.generator()).mul(80).sub(40).exp()
+    for clip in (1e-3, 1.0, 1.5, 7e4):
+        assert float((drawn.double() * clip_factors(drawn, clip).double()).max()) <= clip * (1 + 1e-6)
+
+
+def test_m5_poisson_draws_everyone_alike_and_by_itself() -> None:
+    people, rate, steps = 12, 0.3, 10_000
+    joined = np.zeros((steps, people))
+    for step, who in enumerate(draw_poisson_batches(people, rate, steps, SECRET)):
+        assert len(set(who.tolist())) == len(who)
+        joined[step, who.numpy()] = 1
+    marginal = ((joined.sum(0) - steps * rate) ** 2 / (steps * rate * (1 - rate))).sum()
+    assert stats.chi2.sf(marginal, people) > 1e-3
+    standard = (joined - rate) / math.sqrt(rate * (1 - rate))
+    pairs = (standard.T @ standard / math.sqrt(steps))[np.triu_indices(people, 1)]
+    assert stats.chi2.sf((pairs**2).sum(), len(pairs)) > 1e-3
+    follow = (standard[1:] * standard[:-1]).sum(0) / math.sqrt(steps - 1)
+    assert stats.chi2.sf((follow**2).sum(), people) > 1e-3
+    sizes = np.bincount(joined.sum(1).astype(int), minlength=people + 1)
+    wanted = steps * stats.binom.pmf(np.arange(people + 1), people, rate)
+    common = wanted > 5
+    found = [*sizes[common], sizes[~common].sum()]
+    assert stats.chisquare(found, [*wanted[common], wanted[~common].sum()]).pvalue > 1e-3
+
+
+def test_poisson_at_its_edges() -> None:
+    assert [who.tolist() for who in draw_poisson_batches(3, 1.0, 2, SECRET)] == [[0, 1, 2]] * 2
+    assert [who.tolist() for who in draw_poisson_batches(3, 0.0, 2, SECRET)] == [[], []]
+    assert [who.tolist() for who in draw_poisson_batches(0, 0.5, 2, SECRET)] == [[], []]
+    assert draw_poisson_batches(5, 0.5, 0, SECRET) == []
+    assert sum(len(who) for who in draw_poisson_batches(7, 1e-12, 3, SECRET)) == 0
+    large = draw_poisson_batches(45_600, 64 / 45_600, 712, SECRET)
+    drawn = sum(len(who) for who in large)
+    assert len(large) == 712
+    assert abs(drawn - 64 * 712) < 5 * math.sqrt(64 * 712)
+
+
+def kolmogorov(drawn: np.ndarray[tuple[int], np.dtype[np.float64]]) -> float:
+    """The p-value of sorted numbers being standard normal; scipy's own test sorts them anew and looks for exactness."""
+    wanted, count = stats.norm.cdf(drawn), len(drawn)
+    ranks = np.arange(count + 1) / count
+    gap = max((ranks[1:] - wanted).max(), (wanted - ranks[:-1]).max())
+    return float(stats.kstwobign.sf(gap * math.sqrt(count)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_m1_noise_is_standard_normal(dtype: torch.dtype) -> None:
+    drawn = draw_gaussian_noise(SECRET, 1_000_000, torch.device("cpu"), dtype).double().numpy()
+    assert drawn.std() == pytest.approx(1, rel=5e-3)
+    drawn.sort()
+    for scale in (1.0, 0.98, 1.02):
+        assert (kolmogorov(drawn * scale) > 1e-3) == (scale == 1)
+
+
+def test_m4_noise_is_never_used_twice() -> None:
+    """Not even where the numbers that seed it agree in their last 32 bits, which is all torch's CPU generator keeps."""
+    cpu = torch.device("cpu")
+    streams = [
+        Stream(seed, (site, round, "noise", t))
+        for seed in (0, 1 << 32)
+        for site in "ab"
+        for round in (1, 2)
+        for t in range(200)
+    ]
+    first = {tuple(draw_gaussian_noise(stream, 4, cpu, torch.float32).tolist()) for stream in streams}
+    assert len(first) == len(streams)
+    assert torch.equal(
+        draw_gaussian_noise(streams[0], 4, cpu, torch.float32), draw_gaussian_noise(streams[0], 4, cpu, torch.float32)
+    )
