@@ -28,8 +28,7 @@ from polyclinic.core.jobs import Failure, Federation, Update
 from polyclinic.core.options import Training
 from polyclinic.core.rng import Stream
 from polyclinic.core.types import SiteId
-from polyclinic.deploy.config import FederationConfig as Kits
-from polyclinic.deploy.config import ServerConfig, ServerSection
+from polyclinic.deploy.config import FederationConfig as Kits, ServerConfig, ServerSection
 from polyclinic.deploy.processes import ChildProcess, SiteRegistration, open_server, serve_site
 from polyclinic.deploy.provisioning.provision import provision_federation
 from polyclinic.deploy.site.config import SiteConfig

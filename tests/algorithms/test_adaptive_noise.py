@@ -12,8 +12,7 @@ from typing import Any, Literal
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from opacus.accountants import PRVAccountant
 from torch import Tensor
 from typer.testing import CliRunner

@@ -34,8 +34,7 @@ from polyclinic.storage import messages
 from polyclinic.storage.journal import RamJournal
 from polyclinic.storage.site_memory import RamMemory
 from polyclinic.training.network import LiveNetwork, copy_module_weights, normalisation_names
-from tests.laws.bench import CLASSES, SIDE, Letter, Sites, Tap, as_json, clinics, same, small
-from tests.laws.bench import play as play_alone
+from tests.laws.bench import CLASSES, SIDE, Letter, Sites, Tap, as_json, clinics, play as play_alone, same, small
 from tests.laws.test_stacked import assert_close, on_the_stack
 
 SGD = Training(Optimiser(lr=0.1), batch=5)

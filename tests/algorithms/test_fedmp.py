@@ -11,8 +11,7 @@ from typing import Any, Literal
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from scipy.spatial.distance import directed_hausdorff
 from torch import Tensor, nn
 from torch.func import grad_and_value

@@ -11,8 +11,7 @@ import numpy.typing as npt
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from torch import Tensor
 from torch.func import grad_and_value, vmap
 

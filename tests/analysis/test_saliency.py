@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from PIL import Image
 from torch import Tensor, nn
 
@@ -251,7 +250,7 @@ def test_runs_are_shown_side_by_side(runs: dict[str, Path], tmp_path: Path) -> N
     *lines, written = shown.stdout.splitlines()
     assert written == f"written: {folder} (the figures show patients' images; do not share them)"
     assert max(len(line) for line in lines if line.startswith((" ", "right", "wrong"))) <= 80
-    assert "fedavg: maps of 2 × 2 places show little" in shown.stdout
+    assert "fedavg: maps of 2 × 2 positions show little" in shown.stdout
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     found = json.loads((folder / "explain.json").read_text())
     for group in found["groups"]:

@@ -12,8 +12,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from pydantic import TypeAdapter
 from scipy.stats import kstest
 

@@ -1,6 +1,3 @@
 """The board's tests follow the runs and comparisons that reports are made of."""
 
-from tests.reporting.conftest import browser as browser
-from tests.reporting.conftest import compared as compared
-from tests.reporting.conftest import seeds as seeds
-from tests.reporting.conftest import single as single
+from tests.reporting.conftest import browser as browser, compared as compared, seeds as seeds, single as single

@@ -38,8 +38,7 @@ from polyclinic.storage import messages
 from polyclinic.storage.run_folder import RunFolder
 from tests.deploy.example_sites import EVERYTHING, SITES, TABLE, Crossing, desks, recipe
 from tests.deploy.flower.test_gateway import attending, until
-from tests.deploy.memory_grid import MemoryGrid, echo, engine_of, orders
-from tests.deploy.memory_grid import said as answers
+from tests.deploy.memory_grid import MemoryGrid, echo, engine_of, orders, said as answers
 from tests.deploy.real_processes import free_port, furnish
 from tests.reporting.drawn import Page, report_page
 

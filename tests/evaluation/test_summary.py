@@ -14,7 +14,7 @@ from polyclinic.core.errors import StoreError
 from polyclinic.evaluation.summary import RunSummary, package_versions
 from polyclinic.evaluation.task import class_names, confusion_of, task_of
 from polyclinic.storage.run_folder import RunFolder
-from tests.summaries import make_headline, make_scores, make_summary
+from tests.summaries import Sites, make_headline, make_scores, make_summary
 
 
 def test_a_summary_comes_back_from_its_file(tmp_path: Path) -> None:
@@ -37,7 +37,7 @@ def test_a_metric_that_was_not_measured_is_nan_as_a_number() -> None:
 
 
 def test_the_headline_at_a_site_is_about_the_same_model_and_part() -> None:
-    sites = {
+    sites: Sites = {
         "north": {"global": {"test": make_scores(accuracy=0.25)}, "x": {"test": make_scores()}},
         "south": {"x": {}},
     }

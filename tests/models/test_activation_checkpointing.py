@@ -156,7 +156,9 @@ def test_private_steps_and_stacks_keep_their_activations() -> None:
 
 @pytest.mark.parametrize("name", ["cnn_a", "groupnorm_cnn", "mlp"])
 def test_a_network_without_blocks_is_refused(name: str) -> None:
-    with pytest.raises(RecipeError, match=r"model\.checkpoint is true, but this network is not a chain of blocks"):
+    with pytest.raises(
+        RecipeError, match=r"model\.activation_checkpointing is true, but this network is not a chain of blocks"
+    ):
         enable_checkpointing(built(name))
 
 
@@ -165,11 +167,11 @@ def test_a_recipe_asks_for_it() -> None:
     others: list[dict[str, object]] = [{}, {"model__cut": 2}, {"model__norm": "group"}]
     for wanted in (False, True):
         for keys in others:
-            recipe = tiny(model__name="mobilenet_v3_small", model__checkpoint=wanted, **keys)
+            recipe = tiny(model__name="mobilenet_v3_small", model__activation_checkpointing=wanted, **keys)
             blocks = [m for m in build_network(recipe, consortium).modules() if isinstance(m, CheckpointedBlock)]
             assert len(blocks) == (13 if wanted else 0)  # 11 blocks between two layers
-    with pytest.raises(RecipeError, match=r"model\.checkpoint is true"):
-        build_network(tiny(model__checkpoint=True), consortium)
+    with pytest.raises(RecipeError, match=r"model\.activation_checkpointing is true"):
+        build_network(tiny(model__activation_checkpointing=True), consortium)
 
 
 STEP = """

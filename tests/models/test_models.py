@@ -7,8 +7,7 @@ import sys
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from safetensors.torch import load, save
 from torch import nn
 from torchvision.models import get_model_weights

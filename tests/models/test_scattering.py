@@ -7,8 +7,7 @@ from math import pi
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from numpy.typing import NDArray
 from scipy.signal import fftconvolve
 from torch import Tensor, nn

@@ -8,8 +8,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from markupsafe import Markup
 from scipy import stats
 from sklearn.metrics import auc
@@ -44,7 +43,9 @@ def test_names_stay_names_in_tables_lists_charts_and_files() -> None:
     points = [CostPoint(NASTY, 1, 0.5, 0.4, 0.6, True), CostPoint("b", 2, 0.6, 0.5, 0.7, True)]
     scatter = cost_scatter(NASTY, NASTY, points, NASTY, NASTY, NASTY)
     table = Table(NASTY, [NASTY, "b"], [[NASTY, NASTY]])
-    found = [render_block(block) for block in (table, Bullets((NASTY,)), chart, scatter, Folded(NASTY, [table]))]
+    found: list[str] = [
+        render_block(block) for block in (table, Bullets((NASTY,)), chart, scatter, Folded(NASTY, [table]))
+    ]
     found.append(to_svg_file(chart.plot, NASTY, NASTY, chart.legend))
     for markup in found:
         page = Page(markup)

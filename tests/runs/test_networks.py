@@ -115,11 +115,11 @@ WRONG: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "a weight is missing": ({"capability__weights": {"cpu": 1.0}}, ("capability.weights", "memory is missing")),
     "T_M = T_H": (
         {"clusters": CLUSTERS | {"medium": {"min_score": 0.66, "model": "cnn_b"}}},
-        ("high", "medium", "must fall"),
+        ("high", "medium", "in falling order"),
     ),
     "T_M > T_H": (
         {"clusters": CLUSTERS | {"medium": {"min_score": 0.7, "model": "cnn_b"}}},
-        ("high", "medium", "must fall"),
+        ("high", "medium", "in falling order"),
     ),
     "some site is left out": (
         {"clusters": {"high": CLUSTERS["high"], "medium": CLUSTERS["medium"]}},

@@ -22,8 +22,7 @@ from polyclinic.deploy.serve import recipe_for_sites
 from polyclinic.deploy.site.policy import recipe_digest
 from polyclinic.evaluation.metrics import METRICS
 from polyclinic.evaluation.rounds import metric_by_cluster
-from polyclinic.runs.tracking import backends
-from polyclinic.runs.tracking import events as tracking
+from polyclinic.runs.tracking import backends, events as tracking
 from polyclinic.storage.run_folder import RunFolder
 from tests.commands import call, refused
 from tests.small import SITES, tiny, write_recipe

@@ -13,8 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import assume, given, settings
-from hypothesis import strategies as st
+from hypothesis import assume, given, settings, strategies as st
 
 from polyclinic.algorithms.base import Algorithm
 from polyclinic.algorithms.optimisation.fedavg import FedAvg

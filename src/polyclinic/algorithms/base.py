@@ -13,12 +13,23 @@ from typing import ClassVar
 import torch
 from torch import nn
 
-from polyclinic.core.flat_tensors import FlatTensors, copy_tensors
-from polyclinic.core.jobs import Exchange, Federation, ServerWork, Site, Update, Work
-from polyclinic.core.options import Training
-from polyclinic.core.rng import Stream
-from polyclinic.core.types import AUX_PREFIX, Bundle, SiteId, Tensors
-from polyclinic.core.validation import check_options
+from polyclinic.core import (
+    AUX_PREFIX,
+    Bundle,
+    Exchange,
+    Federation,
+    FlatTensors,
+    ServerWork,
+    Site,
+    SiteId,
+    Stream,
+    Tensors,
+    Training,
+    Update,
+    Work,
+    check_options,
+    copy_tensors,
+)
 
 WEIGHT_KINDS = ("model", "buffers")
 IDENTIFYING_KINDS = ("bank", "features", "means")

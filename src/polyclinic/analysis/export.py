@@ -23,8 +23,7 @@ from torch import Tensor, nn
 
 from polyclinic.analysis.model_card import render_model_card
 from polyclinic.analysis.predict import ModelCatalogue, Preprocessing, RunModel
-from polyclinic.core.errors import EngineError, StoreError
-from polyclinic.core.rng import Stream
+from polyclinic.core import EngineError, StoreError, Stream
 from polyclinic.data.loading.preprocessing import BLOCKS, DARK, MARGIN, THIN
 from polyclinic.evaluation.calibration import Calibration, Uncalibrated
 from polyclinic.evaluation.summary import RunSummary
@@ -188,10 +187,10 @@ def build_manifest(run: ModelCatalogue, model: RunModel, calibration: Calibratio
 
 
 def _describe_cropping() -> dict[str, object]:
-    told = (
+    rule = (
         "cut to the largest bright object; what does not touch it becomes black (polyclinic.data.loading.preprocessing)"
     )
-    return {"rule": told, "dark": DARK, "blocks": BLOCKS, "thin": THIN, "margin": MARGIN}
+    return {"rule": rule, "dark": DARK, "blocks": BLOCKS, "thin": THIN, "margin": MARGIN}
 
 
 def build_onnx(model: RunModel, preprocessing: Preprocessing, classes: tuple[str, ...], temperature: float) -> bytes:

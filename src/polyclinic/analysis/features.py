@@ -25,9 +25,7 @@ import torch
 from torch import Tensor
 
 from polyclinic.analysis.site_classifier import score_site_classifier
-from polyclinic.core.errors import DataError, RecipeError
-from polyclinic.core.rng import Stream
-from polyclinic.core.types import Examples, Part, SiteId
+from polyclinic.core import DataError, Examples, Part, RecipeError, SiteId, Stream
 from polyclinic.data.heterogeneity.feature_shift import p_value, shuffle_sites
 from polyclinic.data.patients import Indices
 from polyclinic.evaluation.metrics import Floats

@@ -16,7 +16,7 @@ from matplotlib.lines import Line2D
 
 from polyclinic.analysis.features import FeatureScore, RunFeatures, embed_tsne
 from polyclinic.analysis.figures import new_sheet, shorten_text
-from polyclinic.core.rng import Stream
+from polyclinic.core import Stream
 from polyclinic.evaluation.metrics import Floats
 from polyclinic.reporting.figures import COLOURS, FAINT, INK, TEXT, save
 

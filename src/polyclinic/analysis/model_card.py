@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from polyclinic.analysis.predict import ModelCatalogue, RunModel
-from polyclinic.core.names import ENSEMBLE, HELD_OUT, STUDENT
-from polyclinic.core.types import Part
+from polyclinic.core import ENSEMBLE, HELD_OUT, STUDENT, Part
 from polyclinic.evaluation.calibration import Calibration, Uncalibrated
 from polyclinic.evaluation.summary import PartScores, RunSummary
 from polyclinic.reporting.formatting import format_number

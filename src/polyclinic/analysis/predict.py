@@ -20,10 +20,18 @@ from torch import Tensor, nn
 
 from polyclinic.algorithms.wrappers.ensemble import ENSEMBLE, models_by_site
 from polyclinic.config.recipe import ModelSection, Recipe
-from polyclinic.core import __version__
-from polyclinic.core.errors import DataError, PolyclinicError, RecipeError, StoreError
-from polyclinic.core.names import STUDENT
-from polyclinic.core.types import Bundle, Examples, Part, SiteId
+from polyclinic.core import (
+    STUDENT,
+    Bundle,
+    DataError,
+    Examples,
+    Part,
+    PolyclinicError,
+    RecipeError,
+    SiteId,
+    StoreError,
+    __version__,
+)
 from polyclinic.data import DATASETS
 from polyclinic.data.builtin.digits import DigitsOptions
 from polyclinic.data.builtin.phantom import MEAN, STD, PhantomOptions

@@ -12,7 +12,7 @@ from polyclinic.analysis.figures import draw_heat_map, draw_image, new_sheet
 from polyclinic.analysis.predict import Prediction, Preprocessing, RunModel
 from polyclinic.analysis.saliency import Saliency, grad_cam, resize_map
 from polyclinic.analysis.saliency_figure import describe_map
-from polyclinic.core.errors import RecipeError
+from polyclinic.core import RecipeError
 from polyclinic.evaluation.metrics import Floats
 from polyclinic.reporting.figures import INK, TEXT, save
 from polyclinic.storage.files import explain_os_errors
@@ -56,9 +56,11 @@ class HeatMapWriter:
         )
 
     def _format_prediction(self, prediction: Prediction) -> str:
-        sure = prediction.probabilities if prediction.calibrated is None else prediction.calibrated
-        told = "uncalibrated" if prediction.calibrated is None else "calibrated"
-        return f"{self.classes[prediction.predicted_class]}, {told} probability {sure[prediction.predicted_class]:.2f}"
+        calibrated = prediction.calibrated
+        label = "uncalibrated" if calibrated is None else "calibrated"
+        number = prediction.predicted_class
+        probability = (prediction.probabilities if calibrated is None else calibrated)[number]
+        return f"{self.classes[number]}, {label} probability {probability:.2f}"
 
 
 def _draw_figure(prediction: Prediction, heat: Floats, title: str, label: str, path: Path) -> None:

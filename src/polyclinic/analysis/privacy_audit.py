@@ -12,10 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from polyclinic.config.recipe import Recipe
-from polyclinic.core.errors import RecipeError
-from polyclinic.core.jobs import Fit, Score, Site
-from polyclinic.core.rng import Stream
-from polyclinic.core.types import SiteId
+from polyclinic.core import Fit, RecipeError, Score, Site, SiteId, Stream
 from polyclinic.data.examples import Selection
 from polyclinic.evaluation.metrics import Floats
 from polyclinic.evaluation.summary import Audit

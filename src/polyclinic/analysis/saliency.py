@@ -26,9 +26,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from polyclinic.core.errors import DataError, RecipeError
-from polyclinic.core.rng import Stream
-from polyclinic.core.types import SiteId
+from polyclinic.core import DataError, RecipeError, SiteId, Stream
 from polyclinic.data.examples import Images, Selection
 from polyclinic.data.patients import Indices
 from polyclinic.evaluation.metrics import Floats

@@ -21,7 +21,7 @@ from polyclinic.analysis.saliency import (
     IntensityDistribution,
     resize_map,
 )
-from polyclinic.core.types import SiteId
+from polyclinic.core import SiteId
 from polyclinic.evaluation.metrics import Floats
 from polyclinic.reporting.figures import COLOURS, INK, TEXT, draw_curves, save
 

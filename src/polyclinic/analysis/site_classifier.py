@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from polyclinic.core.rng import Stream
+from polyclinic.core import Stream
 from polyclinic.data.patients import Indices
 from polyclinic.evaluation.metrics import Floats
 

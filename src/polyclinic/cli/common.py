@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.text import Text
 
 from polyclinic.config.bundled import bundled_recipes
-from polyclinic.core.errors import RecipeError
+from polyclinic.core import RecipeError
 
 out, err = Console(), Console(stderr=True)
 

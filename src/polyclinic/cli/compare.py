@@ -24,9 +24,7 @@ from polyclinic.cli.display import (
     progress_display,
     report_failures,
 )
-from polyclinic.core.errors import RecipeError
-from polyclinic.core.names import slugify
-from polyclinic.core.strict_parsing import read_yaml
+from polyclinic.core import RecipeError, read_yaml, slugify
 
 
 def compare_command(
@@ -75,8 +73,7 @@ def reproduce_command(
     as_json: Json = False,
 ) -> None:
     """Run all recipes of a paper and write its page of results, into docs/results/ or, with --quick, into --out."""
-    from polyclinic.experiments.reproduce import reproduce as reproduce_paper
-    from polyclinic.experiments.reproduce import results_folder, write_page
+    from polyclinic.experiments.reproduce import reproduce as reproduce_paper, results_folder, write_page
 
     target = folder or Path("runs") / (f"{paper}-quick" if quick else paper)
     if rebuild:

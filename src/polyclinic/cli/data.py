@@ -23,7 +23,7 @@ from rich.text import Text
 
 from polyclinic.cli.common import Data, Json, err, out, print_json, print_message
 from polyclinic.config.bundled import bundled_recipes
-from polyclinic.core.errors import DataError
+from polyclinic.core import DataError
 from polyclinic.data import DATASETS, NAMED_DATASETS, describe_datasets
 
 if TYPE_CHECKING:

@@ -30,8 +30,7 @@ from polyclinic.cli.common import (
     print_message,
 )
 from polyclinic.cli.display import Display, print_result
-from polyclinic.core.errors import PolyclinicError, RecipeError, StoreError
-from polyclinic.core.strict_parsing import read_yaml
+from polyclinic.core import PolyclinicError, RecipeError, StoreError, read_yaml
 
 if TYPE_CHECKING:
     from polyclinic.config.recipe import Recipe

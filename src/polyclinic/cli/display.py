@@ -31,7 +31,7 @@ from polyclinic.cli.common import (
     print_json,
     print_message,
 )
-from polyclinic.core.names import STUDENT
+from polyclinic.core import STUDENT
 
 if TYPE_CHECKING:
     from polyclinic.config.recipe import Recipe

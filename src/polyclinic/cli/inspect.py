@@ -14,7 +14,7 @@ from rich.text import Text
 
 from polyclinic.cli.common import Data, Json, err, out, print_json
 from polyclinic.cli.display import strip_zeros
-from polyclinic.core.errors import RecipeError
+from polyclinic.core import RecipeError
 
 if TYPE_CHECKING:
     from polyclinic.analysis.features import FeatureOptions, FeatureScore, RunFeatures

@@ -27,8 +27,7 @@ from polyclinic.cli import (
     tools,
 )
 from polyclinic.cli.common import print_message
-from polyclinic.core import __version__
-from polyclinic.core.errors import PolyclinicError
+from polyclinic.core import PolyclinicError, __version__
 
 COMMANDS: dict[str, dict[str, Callable[..., None] | typer.Typer]] = {
     "Run": {

@@ -23,7 +23,7 @@ from polyclinic.cli.common import (
     print_json,
 )
 from polyclinic.cli.display import plan_line, strip_zeros
-from polyclinic.core.errors import RecipeError
+from polyclinic.core import RecipeError
 
 if TYPE_CHECKING:
     from polyclinic.privacy.plan import PrivacyPlan

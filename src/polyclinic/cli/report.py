@@ -10,7 +10,7 @@ import typer
 from rich.text import Text
 
 from polyclinic.cli.common import err, out, print_message
-from polyclinic.core.errors import RecipeError
+from polyclinic.core import RecipeError
 
 LARGE = 3_000_000
 

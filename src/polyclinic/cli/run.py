@@ -28,9 +28,7 @@ from polyclinic.cli.display import (
     progress_display,
 )
 from polyclinic.config.bundled import bundled_recipes
-from polyclinic.core.errors import RecipeError, StoreError
-from polyclinic.core.names import slugify
-from polyclinic.core.strict_parsing import read_yaml
+from polyclinic.core import RecipeError, StoreError, read_yaml, slugify
 
 if TYPE_CHECKING:
     from polyclinic.config.recipe import Recipe

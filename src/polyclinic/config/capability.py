@@ -17,9 +17,7 @@ from types import MappingProxyType
 
 import torch
 
-from polyclinic.core.errors import RecipeError
-from polyclinic.core.rng import Stream
-from polyclinic.core.types import SiteId
+from polyclinic.core import RecipeError, SiteId, Stream
 
 RESOURCES = ("cpu", "memory", "battery", "network")
 THRESHOLDS: Mapping[str, float] = MappingProxyType({"high": 0.66, "medium": 0.33, "low": 0.0})

@@ -7,8 +7,7 @@ from pathlib import Path
 
 from polyclinic.algorithms.distillation.refine import RefinementOptions
 from polyclinic.config.recipe import EngineSection, Recipe
-from polyclinic.core.errors import StoreError
-from polyclinic.core.types import Part
+from polyclinic.core import Part, StoreError
 from polyclinic.storage.run_folder import RunFolder
 
 

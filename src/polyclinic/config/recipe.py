@@ -24,10 +24,16 @@ from polyclinic.config.capability import Capability
 from polyclinic.config.renamed_keys import find_renamed
 from polyclinic.config.rules import EngineName, check_algorithm, find_problems, format_suggestion, unused_options
 from polyclinic.config.track import Track
-from polyclinic.core.errors import RecipeError
-from polyclinic.core.options import Augment, CurriculumOptions, Optimiser, Private, Training
-from polyclinic.core.strict_parsing import read_yaml
-from polyclinic.core.validation import validate_as
+from polyclinic.core import (
+    Augment,
+    CurriculumOptions,
+    Optimiser,
+    Private,
+    RecipeError,
+    Training,
+    read_yaml,
+    validate_as,
+)
 from polyclinic.data import DATASETS
 from polyclinic.data.partitioning.partitions import PARTITIONS, Partition
 from polyclinic.data.splits import Fractions

@@ -1,4 +1,4 @@
-"""A live page of a run or a comparison, for those who wait for it: reads its folder, writes nothing."""
+"""The board: a live page of a run or a comparison. It reads the folder and writes nothing."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from statistics import fmean
 from typing import Any
 
 from polyclinic.config.recipe import Recipe
-from polyclinic.core.errors import PolyclinicError, StoreError
+from polyclinic.core import PolyclinicError, StoreError
 from polyclinic.dashboard.privacy_spent import Spent, SpentSoFar
 from polyclinic.dashboard.run import METRICS, Curve, RunStatus
 from polyclinic.deploy.processes import read_status

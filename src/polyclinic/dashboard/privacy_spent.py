@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from polyclinic.core.errors import RecipeError
-from polyclinic.core.rng import Stream
+from polyclinic.core import RecipeError, Stream
 from polyclinic.dashboard.run import RunStatus
 from polyclinic.evaluation.rows import ChargeRow
 from polyclinic.evaluation.summary import RunSummary

@@ -10,8 +10,7 @@ from statistics import median
 from typing import Any
 
 from polyclinic.config.recipe import Recipe
-from polyclinic.core.names import HELD_OUT
-from polyclinic.core.types import SiteId
+from polyclinic.core import HELD_OUT, SiteId
 from polyclinic.evaluation.rounds import metric_by_cluster, metric_over_rounds, sum_costs
 from polyclinic.evaluation.rows import ChargeRow, CostRow, EvaluateRow, LedgerRow, MetricRow, SiteOutcome, TrainRow
 from polyclinic.evaluation.summary import Cost, RunSummary

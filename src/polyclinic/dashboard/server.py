@@ -1,4 +1,4 @@
-"""The board's server: two addresses, GET only, this machine only unless a token is asked of everyone.
+"""The board's server: two addresses, GET only, and this machine only unless every request must carry a token.
 
 Whatever a request says, it chooses among two answers; no part of it ever becomes a path on the disk.
 """
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-from polyclinic.core.errors import EngineError, RecipeError
+from polyclinic.core import EngineError, RecipeError
 from polyclinic.dashboard.follow import Follower, PageState
 from polyclinic.dashboard.page import POLICY, page_kind, render_page, render_parts, tab_title
 from polyclinic.deploy.config import is_loopback, join_host_port
@@ -37,7 +37,7 @@ HEADERS = {
 
 
 class BoardServer(ThreadingHTTPServer):
-    """Answers for one folder."""
+    """Serves the state of one folder."""
 
     daemon_threads = True
     allow_reuse_port = False
@@ -49,18 +49,18 @@ class BoardServer(ThreadingHTTPServer):
         super().__init__((str(address[0]), port), Handler)
 
     def server_bind(self) -> None:
-        """Without looking up what this machine is called, for which HTTPServer may wait long."""
+        """Bind without looking up this machine's name, which may take HTTPServer long."""
         socketserver.TCPServer.server_bind(self)
         self.server_name, self.server_port = self.host, int(self.server_address[1])
 
     @property
     def board_url(self) -> str:
-        """What to open; with the token, which the browser then keeps."""
+        """The address to open, with the token, which the browser then keeps."""
         name = socket.gethostname() if self.host in ("0.0.0.0", "::") else self.host
         return f"http://{join_host_port(name, self.server_port)}/" + (f"?token={self.token}" if self.token else "")
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A browser that has gone away is nobody's mistake."""
+        """Ignore connections that a browser has closed."""
         if not isinstance(sys.exception(), OSError):
             super().handle_error(request, client_address)
 
@@ -72,7 +72,7 @@ class Handler(BaseHTTPRequestHandler):
     error_message_format = "%(code)d %(message)s\n"
 
     def parse_request(self) -> bool:
-        """Read the request, and refuse it here if it is not for us: whatever its method."""
+        """Read the request, and refuse it here, whatever its method, if it is not authorised."""
         if not super().parse_request():
             return False
         refusal = self._check_request()
@@ -93,7 +93,7 @@ class Handler(BaseHTTPRequestHandler):
         return None
 
     def _is_for_this_host(self) -> bool:
-        """A foreign page may have its own name lead here (DNS rebinding); then the browser tells that name."""
+        """A foreign page may let its own name resolve to this machine (DNS rebinding); then Host holds that name."""
         if not is_loopback(self.server.host):
             return True  # there the token says who may look
         given = self.headers.get_all("Host", [])
@@ -121,11 +121,11 @@ class Handler(BaseHTTPRequestHandler):
 
     @property
     def _cookie_name(self) -> str:
-        """With the port, since browsers do not keep those of one machine apart by it."""
+        """The name includes the port, since browsers share cookies among the ports of a machine."""
         return f"polyclinic-{self.server.server_port}"
 
     def _query_token(self) -> str:
-        """A token in the address of the page, there and nowhere else."""
+        """The token in the address of the page, which is accepted there only."""
         where, _, query = self.path.partition("?")
         return parse_qs(query).get("token", [""])[-1] if where == "/" else ""
 
@@ -165,19 +165,19 @@ class Handler(BaseHTTPRequestHandler):
         return "polyclinic"
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Not a word: an address may hold the token."""
+        """Log nothing: an address may hold the token."""
 
 
 @lru_cache(maxsize=2)  # a look serves everybody who asks at the time
 def state_json(view: PageState) -> str:
-    """The state for programs, and for the page what to put where."""
+    """The state for programs, with the parts that the page replaces."""
     words = {"state": view.sentence, "title": view.title, "kind": page_kind(view)}
     told = view.to_json() | {"parts": render_parts(view), "words": words, "tab": tab_title(view)}
     return json.dumps(told, allow_nan=False)
 
 
 def open_board(folder: Path, host: str = "127.0.0.1", port: int = 8765, token: str | None = None) -> BoardServer:
-    """A server that listens; `serve_forever` answers. With a token, everyone needs it; off this machine it must be."""
+    """Listen on an address; `serve_forever` answers. With a token every request needs it; other hosts require one."""
     if token is None and not is_loopback(host):
         raise RecipeError(
             f"{host} is not this machine alone, and a board tells about patients' data: give --token new, which "

@@ -9,7 +9,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from polyclinic.core.errors import RecipeError
+from polyclinic.core import RecipeError
 
 if TYPE_CHECKING:
     from polyclinic.data.datasets.base import Dataset, NamedDataset

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from polyclinic.core.errors import DataError
+from polyclinic.core import DataError
 
 VARIABLE = "POLYCLINIC_DATA"
 

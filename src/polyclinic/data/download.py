@@ -26,7 +26,7 @@ from urllib import request
 from urllib.error import HTTPError, URLError
 from urllib.parse import urlsplit
 
-from polyclinic.core.errors import DataError
+from polyclinic.core import DataError
 from polyclinic.data.datasets.base import Download, NamedDataset
 from polyclinic.storage.files import lock_folder
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from polyclinic.core.types import Batch, Examples
+from polyclinic.core import Batch, Examples
 
 PerChannel: TypeAlias = float | tuple[float, ...]
 """One number for all channels, or one for each channel."""

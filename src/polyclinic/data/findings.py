@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from polyclinic.core.errors import DataError
+from polyclinic.core import DataError
 
 Level = Literal["stop", "warn", "note"]
 """stop: training may not start; warn: it may, but the result may mislead; note: for information."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from polyclinic.core.errors import DataError
+from polyclinic.core import DataError
 from polyclinic.data import DATASETS, NAMED_DATASETS
 from polyclinic.data.records import Listing
 from polyclinic.data.sources.format_detection import TABLE, open_source

@@ -6,7 +6,7 @@ from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, ModelWrapValidatorHandler, ValidationError, model_validator
 
-from polyclinic.core.errors import RecipeError
+from polyclinic.core import RecipeError
 
 
 class Options(BaseModel):

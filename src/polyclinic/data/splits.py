@@ -8,9 +8,7 @@ from typing import Self, TypeAlias, get_args
 import numpy as np
 from pydantic import Field, model_validator
 
-from polyclinic.core.errors import DataError, RecipeError
-from polyclinic.core.rng import Stream
-from polyclinic.core.types import Part
+from polyclinic.core import DataError, Part, RecipeError, Stream
 from polyclinic.data.options import Options
 from polyclinic.data.patients import Indices, Patients
 

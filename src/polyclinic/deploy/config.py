@@ -12,9 +12,7 @@ from typing import Annotated, Any, TypeVar
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from polyclinic.core.errors import RecipeError
-from polyclinic.core.strict_parsing import read_yaml
-from polyclinic.core.types import SiteId
+from polyclinic.core import RecipeError, SiteId, read_yaml
 from polyclinic.data.sources.folder import clean_text
 from polyclinic.runs.sites import check_site_name
 

@@ -9,7 +9,7 @@ import time
 import psutil
 
 from polyclinic.config.capability import GIGABYTE, LATENCY, MachineProfile, check_latency
-from polyclinic.core.errors import EngineError, RecipeError
+from polyclinic.core import EngineError, RecipeError
 
 CPU_SECONDS = 0.5
 """Seconds over which the processor's load is averaged."""

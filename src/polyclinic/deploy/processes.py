@@ -25,8 +25,7 @@ from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from polyclinic.core.errors import EngineError, RecipeError, StoreError
-from polyclinic.core.types import SiteId
+from polyclinic.core import EngineError, RecipeError, SiteId, StoreError
 from polyclinic.deploy.config import ServerConfig, is_loopback, parse_address
 from polyclinic.deploy.provisioning.certificates import check_server_files, check_site_files, read_revoked_keys
 from polyclinic.deploy.provisioning.kit import FLWR

@@ -14,10 +14,7 @@ from typing import Any, TypeAlias
 
 from polyclinic.config.identity import check_same_recipe
 from polyclinic.config.recipe import Recipe
-from polyclinic.core import __version__
-from polyclinic.core.errors import RecipeError, Refused, RoundFailed, StoreError
-from polyclinic.core.jobs import Failure
-from polyclinic.core.types import SiteId
+from polyclinic.core import Failure, RecipeError, Refused, RoundFailed, SiteId, StoreError, __version__
 from polyclinic.federation.engines import Answer, Engine, RemoteExecution
 from polyclinic.federation.rounds import Watch
 from polyclinic.privacy.plan import PrivacyPlan
@@ -220,16 +217,16 @@ def ask_sites(
 
 def _begin_fields(experiment: Experiment) -> dict[str, object]:
     """The fields of the `begin` message: everything a site needs to know about the run."""
-    recipe, consortium, plan = experiment.recipe, experiment.setup.dataset, experiment.setup.plan
+    recipe, dataset, plan = experiment.recipe, experiment.setup.dataset, experiment.setup.plan
     return {
         "purpose": "begin",
         "run": experiment.run_id(),
         "version": __version__,
         "recipe": recipe_for_sites(recipe),
         "seed": recipe.seed,
-        "classes": list(consortium.classes),
-        "channels": consortium.channels,
-        "size": consortium.size,
+        "classes": list(dataset.classes),
+        "channels": dataset.channels,
+        "size": dataset.size,
         "plan": None if plan is None else _plan_fields(plan),
     }
 

@@ -6,10 +6,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from polyclinic.core.errors import DataError
-from polyclinic.core.names import HELD_OUT, PUBLIC
-from polyclinic.core.rng import Stream
-from polyclinic.core.types import Bundle, Part, SiteId
+from polyclinic.core import HELD_OUT, PUBLIC, Bundle, DataError, Part, SiteId, Stream
 from polyclinic.evaluation.metrics import Predictions
 from polyclinic.evaluation.rounds import weighted_mean
 from polyclinic.evaluation.rows import EvaluateRow, MetricRow

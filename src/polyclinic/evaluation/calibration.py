@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from scipy.optimize import minimize_scalar
 from scipy.special import log_softmax, softmax
 
-from polyclinic.core.types import Part, SiteId
+from polyclinic.core import Part, SiteId
 from polyclinic.evaluation.metrics import Floats, Predictions, measure
 
 LOWEST, HIGHEST = 0.05, 20.0

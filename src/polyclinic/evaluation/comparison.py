@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 from pydantic import JsonValue
 
-from polyclinic.core.rng import Stream
-from polyclinic.core.types import SiteId
+from polyclinic.core import SiteId, Stream
 from polyclinic.evaluation.metrics import Predictions
 from polyclinic.evaluation.rounds import convergence_round
 from polyclinic.evaluation.statistics import (

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from polyclinic.core.errors import DataError
+from polyclinic.core import DataError
 
 
 def _convolution_backward(

@@ -24,7 +24,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from polyclinic.core.errors import DataError, RecipeError
+from polyclinic.core import DataError, RecipeError
 
 Floats: TypeAlias = NDArray[np.float64]
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from polyclinic.core.names import POOLED
-from polyclinic.core.types import Part, SiteId
+from polyclinic.core import POOLED, Part, SiteId
 from polyclinic.evaluation.rows import CostRow, EvaluateRow, LedgerRow, MetricRow, TrainRow
 from polyclinic.evaluation.summary import Cost, RunSummary
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
-from polyclinic.core.types import Part, SiteId
+from polyclinic.core import Part, SiteId
 
 
 class Row(BaseModel):

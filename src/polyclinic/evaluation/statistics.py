@@ -12,8 +12,7 @@ from statistics import NormalDist
 import numpy as np
 from numpy.typing import NDArray
 
-from polyclinic.core.errors import DataError, RecipeError
-from polyclinic.core.rng import Stream
+from polyclinic.core import DataError, RecipeError, Stream
 from polyclinic.evaluation.metrics import Floats, Predictions, weighted_metrics
 
 LEVEL = 0.05

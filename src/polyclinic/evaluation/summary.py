@@ -14,8 +14,7 @@ from typing import Literal, TypeAlias
 import torch
 from pydantic import BaseModel, ConfigDict, JsonValue
 
-from polyclinic.core.names import HELD_OUT, PUBLIC
-from polyclinic.core.types import Part, SiteId
+from polyclinic.core import HELD_OUT, PUBLIC, Part, SiteId
 
 SCHEMA_VERSION = 2
 MODEL_DESCRIPTIONS = {

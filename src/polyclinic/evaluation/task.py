@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from pydantic import JsonValue, TypeAdapter
 from torch import Tensor
 
-from polyclinic.core.types import SiteId, Tensors
+from polyclinic.core import SiteId, Tensors
 from polyclinic.evaluation.metrics import Floats, Predictions, confusion_matrix, weighted_metrics
 from polyclinic.evaluation.summary import PartScores, RunSummary
 

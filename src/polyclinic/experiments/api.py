@@ -18,7 +18,7 @@ from polyclinic.analysis.predict import (
     predict_files,
 )
 from polyclinic.config.recipe import Recipe
-from polyclinic.core.types import SiteId
+from polyclinic.core import SiteId
 from polyclinic.data.check import CheckResult, check_listing
 from polyclinic.data.listings import open_listing
 from polyclinic.evaluation.calibration import Calibration

@@ -11,8 +11,7 @@ from pathlib import Path
 from polyclinic.analysis.features import measure_site_classifier
 from polyclinic.config.identity import check_same_recipe, method_identity
 from polyclinic.config.recipe import Recipe
-from polyclinic.core.errors import DataError, RecipeError, RoundFailed, StoreError
-from polyclinic.core.names import slugify
+from polyclinic.core import DataError, RecipeError, RoundFailed, StoreError, slugify
 from polyclinic.evaluation.comparison import SITE_CLASSIFIER_ACCURACY, Comparison, summarise_methods
 from polyclinic.evaluation.summary import RunSummary
 from polyclinic.federation.rounds import Watch

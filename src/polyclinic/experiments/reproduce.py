@@ -11,7 +11,7 @@ from pydantic import TypeAdapter
 
 from polyclinic.config.bundled import bundled_recipes, recipes_folder
 from polyclinic.config.recipe import Recipe
-from polyclinic.core.errors import RecipeError, StoreError
+from polyclinic.core import RecipeError, StoreError
 from polyclinic.evaluation.claims import evaluate_claims
 from polyclinic.evaluation.comparison import Comparison, summarise_methods
 from polyclinic.evaluation.summary import Metric, ModelScores, PartScores, RunSummary

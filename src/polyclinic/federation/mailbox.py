@@ -6,10 +6,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import IO, Any
 
-from polyclinic.core.errors import Refused
-from polyclinic.core.flat_tensors import FlatTensors
-from polyclinic.core.jobs import Failure
-from polyclinic.core.types import Bundle, SiteId
+from polyclinic.core import Bundle, Failure, FlatTensors, Refused, SiteId
 from polyclinic.federation.engines import Answer
 from polyclinic.storage import messages
 

@@ -13,8 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple, replace
 from typing import Any
 
-from polyclinic.core.rng import Stream
-from polyclinic.core.types import Bundle, SiteId
+from polyclinic.core import Bundle, SiteId, Stream
 from polyclinic.evaluation.rows import ChargeRow, LedgerRow
 from polyclinic.privacy.accounting import Spend
 from polyclinic.privacy.plan import RELEASED, PrivacyPlan

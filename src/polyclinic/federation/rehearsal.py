@@ -7,10 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from polyclinic.algorithms.base import Algorithm
-from polyclinic.core.errors import RecipeError
-from polyclinic.core.jobs import Federation, Fit, Fitted, Job, Score, Site
-from polyclinic.core.rng import Stream
-from polyclinic.core.types import Bundle, SiteId, Tensors
+from polyclinic.core import Bundle, Federation, Fit, Fitted, Job, RecipeError, Score, Site, SiteId, Stream, Tensors
 from polyclinic.federation.site_runner import drive_jobs
 from polyclinic.training.network import LiveNetwork
 

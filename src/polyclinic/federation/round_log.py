@@ -6,9 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from polyclinic.core.jobs import Failure
-from polyclinic.core.names import HELD_OUT
-from polyclinic.core.types import SiteId
+from polyclinic.core import HELD_OUT, Failure, SiteId
 from polyclinic.federation.update_check import is_number
 
 

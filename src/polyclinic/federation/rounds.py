@@ -18,12 +18,21 @@ from typing import Any, Literal
 import torch
 
 from polyclinic.algorithms.base import Algorithm
-from polyclinic.core.errors import Refused, RoundFailed, StoreError
-from polyclinic.core.failpoints import failpoint
-from polyclinic.core.jobs import Failure, Federation, Site, Update
-from polyclinic.core.names import POOLED
-from polyclinic.core.rng import Stream
-from polyclinic.core.types import Bundle, Part, SiteId
+from polyclinic.core import (
+    POOLED,
+    Bundle,
+    Failure,
+    Federation,
+    Part,
+    Refused,
+    RoundFailed,
+    Site,
+    SiteId,
+    StoreError,
+    Stream,
+    Update,
+    failpoint,
+)
 from polyclinic.federation.engines import Answer, Engine
 from polyclinic.federation.mailbox import Outbox, in_site_order
 from polyclinic.federation.privacy_budget import PrivacyBudget
@@ -258,7 +267,9 @@ class Rounds:
         clusters: Mapping[SiteId, str],
     ) -> Iterator[Update]:
         """Send the round's messages and yield each accepted update in site order; `log` gets an entry per site."""
-        exchange = _RoundExchange(round, state, self.prepare_outbox("train", round, state, cohort, parts, progress), log)
+        exchange = _RoundExchange(
+            round, state, self.prepare_outbox("train", round, state, cohort, parts, progress), log
+        )
 
         def log_refusal(site: SiteId, refusal: Refused) -> None:
             log.sites.setdefault(site, {}).setdefault("extra", []).append(refusal.kind)
@@ -328,7 +339,9 @@ class Rounds:
         fields = {s: {**common, "site": s, "lr": rates[s], "remembers": counted.get(s, 0)} for s in sites}
         return Outbox(fields, lambda site: self.algorithm.broadcast(state, site))
 
-    def _expected_update(self, exchange: _RoundExchange, site: SiteId, cluster: str, received: Bundle) -> ExpectedUpdate:
+    def _expected_update(
+        self, exchange: _RoundExchange, site: SiteId, cluster: str, received: Bundle
+    ) -> ExpectedUpdate:
         exchanges = self.algorithm.exchanges
         if cluster not in exchange.layouts:
             share = self.algorithm.cluster_state(exchange.state, cluster)

@@ -6,9 +6,7 @@ from collections.abc import Mapping
 
 import torch
 
-from polyclinic.core.errors import EngineError
-from polyclinic.core.flat_tensors import FlatTensors, copy_tensors
-from polyclinic.core.types import Bundle, Tensors
+from polyclinic.core import Bundle, EngineError, FlatTensors, Tensors, copy_tensors
 
 
 def canonical_layout(state: Bundle, before: Bundle) -> Bundle:

@@ -12,10 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from polyclinic.core.errors import EngineError, Refused
-from polyclinic.core.jobs import Fit, Fitted, Site, Work
-from polyclinic.core.rng import Stream
-from polyclinic.core.types import Bundle, Part, SiteId
+from polyclinic.core import Bundle, EngineError, Fit, Fitted, Part, Refused, Site, SiteId, Stream, Work
 from polyclinic.privacy.sampling import rate_and_sums
 from polyclinic.storage import messages
 

@@ -17,12 +17,27 @@ import torch
 from polyclinic.algorithms.base import Algorithm
 from polyclinic.algorithms.wrappers.curriculum import split_memory
 from polyclinic.algorithms.wrappers.ensemble import models_by_site, without_ensemble
-from polyclinic.core.errors import EngineError, Refused, StoreError
-from polyclinic.core.failpoints import failpoint
-from polyclinic.core.jobs import Fit, Fitted, Job, Score, Site, Update, Work
-from polyclinic.core.names import ENSEMBLE, STUDENT
-from polyclinic.core.rng import Stream
-from polyclinic.core.types import Bundle, Examples, Part, SiteId, Tensors
+from polyclinic.core import (
+    ENSEMBLE,
+    STUDENT,
+    Bundle,
+    EngineError,
+    Examples,
+    Fit,
+    Fitted,
+    Job,
+    Part,
+    Refused,
+    Score,
+    Site,
+    SiteId,
+    StoreError,
+    Stream,
+    Tensors,
+    Update,
+    Work,
+    failpoint,
+)
 from polyclinic.data.examples import PooledData
 from polyclinic.evaluation.metrics import finite_or_none, measure
 from polyclinic.federation.site_limits import SitePrivacyLimits, limit_to_plan

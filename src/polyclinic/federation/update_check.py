@@ -16,10 +16,7 @@ from typing import Any, TypeGuard
 
 import torch
 
-from polyclinic.core.errors import Refused
-from polyclinic.core.flat_tensors import FlatTensors, l2_distance
-from polyclinic.core.jobs import Update
-from polyclinic.core.types import Bundle, SiteId, Tensors
+from polyclinic.core import Bundle, FlatTensors, Refused, SiteId, Tensors, Update, l2_distance
 from polyclinic.evaluation.metrics import METRICS
 from polyclinic.privacy.transforms.base import Stage
 from polyclinic.storage.messages import Message, decode, format_untrusted

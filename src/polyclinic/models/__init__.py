@@ -13,7 +13,7 @@ from importlib import import_module
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, TypeVar
 
-from polyclinic.core.errors import RecipeError
+from polyclinic.core import RecipeError
 
 if TYPE_CHECKING:
     from polyclinic.core.rng import Stream

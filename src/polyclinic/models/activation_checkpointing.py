@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
-from polyclinic.core.errors import RecipeError
+from polyclinic.core import RecipeError
 from polyclinic.models.classifier import Classifier
 from polyclinic.models.split_point import chained_layers
 

@@ -6,7 +6,7 @@ from typing import Protocol
 
 from torch import Tensor, nn
 
-from polyclinic.core.errors import RecipeError
+from polyclinic.core import RecipeError
 
 
 class Classifier(nn.Module):

@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from polyclinic.core.rng import Stream
+from polyclinic.core import Stream
 from polyclinic.models.classifier import Classifier
 
 SCALES, ANGLES = 2, 8

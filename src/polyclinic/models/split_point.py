@@ -11,7 +11,7 @@ from collections import OrderedDict
 
 from torch import nn
 
-from polyclinic.core.errors import RecipeError
+from polyclinic.core import RecipeError
 from polyclinic.models.classifier import Classifier
 
 STAGE_ENDS: dict[str, tuple[str, ...]] = {

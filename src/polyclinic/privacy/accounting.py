@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal, TypeAlias
 
-from polyclinic.core.errors import RecipeError
+from polyclinic.core import RecipeError
 
 Accountant: TypeAlias = Literal["pld", "rdp", "prv"]
 Neighbours: TypeAlias = Literal["add or remove", "replace"]

@@ -28,11 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from polyclinic.core.errors import RecipeError
-from polyclinic.core.jobs import Fit, Site
-from polyclinic.core.options import Private, Training
-from polyclinic.core.rng import Stream
-from polyclinic.core.types import Batch, Examples
+from polyclinic.core import Batch, Examples, Fit, Private, RecipeError, Site, Stream, Training
 from polyclinic.models.classifier import Classifier
 from polyclinic.training.data_order import batches_per_epoch
 from polyclinic.training.fit import fit

@@ -18,10 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from polyclinic.core.errors import RecipeError
-from polyclinic.core.flat_tensors import BLOCK_SIZE
-from polyclinic.core.rng import Stream
-from polyclinic.core.types import Bundle, Tensors
+from polyclinic.core import BLOCK_SIZE, Bundle, RecipeError, Stream, Tensors
 from polyclinic.training.dp.dp_sgd import secret_generator
 
 SLACK = 1e-6

@@ -17,8 +17,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from polyclinic.core.errors import DataError, RecipeError
-from polyclinic.core.rng import Stream
+from polyclinic.core import DataError, RecipeError, Stream
 from polyclinic.evaluation.metrics import Floats, Predictions, measure
 from polyclinic.evaluation.statistics import bootstrap_intervals
 

@@ -20,10 +20,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from polyclinic.core.errors import RecipeError
-from polyclinic.core.jobs import Fit
-from polyclinic.core.options import Private, Training
-from polyclinic.core.types import SiteId
+from polyclinic.core import Fit, Private, RecipeError, SiteId, Training
 from polyclinic.privacy.accounting import Accountant, Neighbours, Spend, epsilon, noise_for
 from polyclinic.privacy.sampling import rate_and_sums
 

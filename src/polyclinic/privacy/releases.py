@@ -18,9 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 
-from polyclinic.core.errors import DataError, RecipeError
-from polyclinic.core.rng import Stream
-from polyclinic.core.types import Tensors
+from polyclinic.core import DataError, RecipeError, Stream, Tensors
 from polyclinic.privacy.mechanism import gaussian_noise
 
 LARGEST_LOSS = 5.0

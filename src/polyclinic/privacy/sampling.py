@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from polyclinic.core.jobs import Fit
+from polyclinic.core import Fit
 from polyclinic.training.data_order import batches_per_epoch
 
 

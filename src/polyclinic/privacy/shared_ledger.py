@@ -12,8 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from polyclinic.core.errors import RecipeError, RoundFailed, StoreError
-from polyclinic.core.types import SiteId
+from polyclinic.core import RecipeError, RoundFailed, SiteId, StoreError
 from polyclinic.privacy.accounting import Spend, epsilon
 from polyclinic.privacy.plan import worst_candidates
 from polyclinic.storage.files import explain_os_errors

@@ -15,7 +15,7 @@ from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
-from polyclinic.core.errors import DataError, StoreError
+from polyclinic.core import DataError, StoreError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

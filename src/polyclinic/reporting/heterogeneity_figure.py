@@ -1,4 +1,4 @@
-"""A diagnosis in one picture: class shares, sizes, grey values, and how far the sites' features lie apart."""
+"""The picture of a diagnosis: class shares, sizes, grey values, and distances between the sites' features."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from polyclinic.reporting.figures import COLOURS, DASHES, DPI, FAINT, INK, TEXT,
 
 WIDTH, HEIGHT = 12.0, 9.0
 SITES = 20
-"""Sites drawn singly; of more, the largest are, and the rest as one."""
+"""Sites that have a row of their own; of more, the largest have one and the rest share one."""
 CLASSES = 8
-"""Likewise for classes."""
+"""The same limit for classes."""
 CLASS_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#999999")
 """Okabe and Ito's, ordered so that neighbours differ in lightness; as areas, yellow can be seen."""
 ROOMY = 12
@@ -34,14 +34,14 @@ FIGURES = 8
 
 @dataclass(frozen=True)
 class _Row:
-    """What is drawn as one site."""
+    """One site, or several that share a row."""
 
     name: str
     members: tuple[SiteStatistics, ...]
 
     @property
     def site(self) -> str:
-        """Its name in full; "" of several."""
+        """The site's full name; "" for several sites."""
         return self.members[0].name if len(self.members) == 1 else ""
 
     @property
@@ -87,7 +87,7 @@ def _group_sites(sites: Sequence[SiteStatistics]) -> list[_Row]:
 
 
 def _shorten_names(sites: Sequence[SiteStatistics]) -> list[str]:
-    """Short names, numbered where that makes some of them equal."""
+    """Shorten the names, and number those that become equal."""
     short = [_shorten(site.name) for site in sites]
     if len(set(short)) == len(short):
         return short
@@ -95,7 +95,7 @@ def _shorten_names(sites: Sequence[SiteStatistics]) -> list[str]:
 
 
 def _group_classes(diagnosis: Diagnosis) -> dict[str, tuple[str, ...]]:
-    """What is drawn as one class, and the classes in it."""
+    """The columns, and the classes that each stands for."""
     names = diagnosis.classes
     if len(names) <= CLASSES:
         return {name: (name,) for name in names}
@@ -191,7 +191,7 @@ def _draw_map(axes: Axes, diagnosis: Diagnosis, rows: Sequence[_Row]) -> None:
 
 
 def _draw_cells(axes: Axes, distances: Floats, top: float, certain: Sequence[tuple[int, int]]) -> None:
-    """A figure and a star in every cell, or only stars where there is no room for figures."""
+    """Write a figure into every cell and a star where it is significant; only stars where there is no room."""
     if len(distances) > FIGURES:
         y, x = np.array(certain).reshape(-1, 2).T
         axes.scatter(x, y, marker="*", s=18, color="white", edgecolor=INK, linewidth=0.4)
@@ -203,7 +203,7 @@ def _draw_cells(axes: Axes, distances: Floats, top: float, certain: Sequence[tup
 
 
 def _significant_cells(pairs: Sequence[SitePair], rows: Sequence[_Row]) -> list[tuple[int, int]]:
-    """The cells of single sites that differ."""
+    """The cells of two sites whose features differ significantly."""
     place = {row.site: number for number, row in enumerate(rows)}
     differing = [pair for pair in pairs if pair.holm is not None and pair.holm <= LEVEL]
     cells = [(place[pair.a], place[pair.b]) for pair in differing if pair.a in place and pair.b in place]
@@ -220,7 +220,7 @@ def _describe_site_classifier(diagnosis: Diagnosis) -> str:
 
 
 def _distance_matrix(pairs: Sequence[SitePair], rows: Sequence[_Row]) -> Floats:
-    """Of every two rows the mean MMD² of their sites; NaN on the diagonal and where there is none."""
+    """The mean MMD² between the sites of two rows; NaN on the diagonal and where it is unknown."""
     found: dict[tuple[int, int], list[float]] = {}
     place = {site.name: number for number, row in enumerate(rows) for site in row.members}
     for pair in pairs:
@@ -273,11 +273,11 @@ def _style_axes(axes: Axes, title: str, x_label: str) -> None:
 
 
 def _text_colour_on(colour: str) -> str:
-    """Dark text on light colours, light text on dark ones."""
+    """Choose dark text for light colours and light text for dark ones."""
     red, green, blue = (int(colour[start : start + 2], 16) for start in (1, 3, 5))
     return INK if 0.299 * red + 0.587 * green + 0.114 * blue > 140 else "white"
 
 
 def _shorten(text: str, most: int = 18) -> str:
-    """Cut in the middle: names of sites often differ at their end."""
+    """Cut the text in the middle, since names of sites often differ at their ends."""
     return text if len(text) <= most else f"{text[: most // 2 - 1]}…{text[-(most // 2) :]}"

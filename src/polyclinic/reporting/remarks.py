@@ -1,21 +1,18 @@
-"""What whoever runs a recipe should know beside its figures: on the terminal, in privacy.md and in reports."""
+"""Warnings about a recipe, shown with its figures: on the terminal, in privacy.md and in reports."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from polyclinic.algorithms.base import Algorithm
-    from polyclinic.config.recipe import Recipe
+from polyclinic.algorithms.base import Algorithm
+from polyclinic.config.recipe import Recipe
 
 
 def collect_warnings(recipe: Recipe, algorithm: Algorithm, sizes: Collection[int]) -> list[str]:
-    """Of the algorithm, and of parts that do not do what they are for; `sizes`: training images that sites have."""
-    return [
-        told for told in (algorithm.warning(), *_check_alignment(recipe), *_check_curriculum(recipe, sizes)) if told
-    ]
+    """The algorithm's own warning, and warnings of options without effect. `sizes`: the sites' training images."""
+    warnings = (algorithm.warning(), *_check_alignment(recipe), *_check_curriculum(recipe, sizes))
+    return [warning for warning in warnings if warning]
 
 
 def _check_alignment(recipe: Recipe) -> Iterator[str]:

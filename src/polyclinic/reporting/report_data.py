@@ -11,8 +11,7 @@ from pathlib import Path
 
 from polyclinic.config.identity import method_identity
 from polyclinic.config.recipe import Recipe
-from polyclinic.core.errors import StoreError
-from polyclinic.core.types import SiteId
+from polyclinic.core import SiteId, StoreError
 from polyclinic.evaluation.claims import Claim
 from polyclinic.evaluation.comparison import Comparison, PairwiseTest, metric_value, summarise_methods
 from polyclinic.evaluation.metrics import Predictions

@@ -14,10 +14,7 @@ from typing import TypeAlias
 from polyclinic.algorithms.base import Algorithm
 from polyclinic.algorithms.distillation.refine import check_public
 from polyclinic.config.recipe import Recipe
-from polyclinic.core.jobs import Federation
-from polyclinic.core.names import POOLED
-from polyclinic.core.rng import Stream
-from polyclinic.core.types import SiteId
+from polyclinic.core import POOLED, Federation, SiteId, Stream
 from polyclinic.data.examples import Images, SiteData
 from polyclinic.federation.rounds import Rules
 from polyclinic.federation.site_runner import SiteRunner

@@ -21,12 +21,7 @@ from polyclinic.algorithms.distillation.refine import RefinementResult
 from polyclinic.algorithms.wrappers.ensemble import ensemble_members, models_by_site
 from polyclinic.config.identity import check_same_recipe, identity, predicted_parts, with_absolute_paths
 from polyclinic.config.recipe import Recipe
-from polyclinic.core.errors import RecipeError, RoundFailed
-from polyclinic.core.failpoints import failpoint
-from polyclinic.core.jobs import Score
-from polyclinic.core.names import STUDENT
-from polyclinic.core.rng import Stream
-from polyclinic.core.types import Bundle, SiteId
+from polyclinic.core import STUDENT, Bundle, RecipeError, RoundFailed, Score, SiteId, Stream, failpoint
 from polyclinic.evaluation.assessment import (
     Assessment,
     assess_predictions,
@@ -58,8 +53,7 @@ from polyclinic.runs.engines.choice import (
     read_choice,
 )
 from polyclinic.runs.engines.ray_engine import RayEngine, make_actor_setup
-from polyclinic.runs.networks import build_network as build_network
-from polyclinic.runs.networks import server_models
+from polyclinic.runs.networks import build_network as build_network, server_models
 from polyclinic.runs.privacy_plan import (
     noise_secret,
     write_noise,
@@ -67,10 +61,12 @@ from polyclinic.runs.privacy_plan import (
 from polyclinic.runs.privacy_record import list_releases, list_site_releases, summarise_privacy
 from polyclinic.runs.result import RunResult, read_result, summarise_student
 from polyclinic.runs.server_training import ServerTrainer
-from polyclinic.runs.sites import FederatedDataset as FederatedDataset
-from polyclinic.runs.sites import load_sites as load_sites
-from polyclinic.runs.sites import pool_sites as pool_sites
-from polyclinic.runs.sites import site_on_device
+from polyclinic.runs.sites import (
+    FederatedDataset as FederatedDataset,
+    load_sites as load_sites,
+    pool_sites as pool_sites,
+    site_on_device,
+)
 from polyclinic.runs.tracking.backends import check_tracking
 from polyclinic.runs.tracking.events import RunTracking, track_finished
 from polyclinic.storage import messages

@@ -13,9 +13,7 @@ from safetensors.torch import load_file
 
 from polyclinic.algorithms.base import Algorithm
 from polyclinic.config.recipe import ModelSection, Recipe
-from polyclinic.core.errors import DataError, StoreError
-from polyclinic.core.rng import Stream
-from polyclinic.core.types import Bundle, SiteId
+from polyclinic.core import Bundle, DataError, SiteId, StoreError, Stream
 from polyclinic.evaluation.summary import RunSummary, SiteSizes
 from polyclinic.models.classifier import Classifier
 from polyclinic.models.split_point import cut_after

@@ -20,10 +20,7 @@ from polyclinic.algorithms.wrappers.curriculum import wrap_with_curriculum
 from polyclinic.algorithms.wrappers.ensemble import Ensemble
 from polyclinic.config.capability import available_memory, capability_score, find_cluster, site_profile, training_memory
 from polyclinic.config.recipe import ModelSection, Recipe
-from polyclinic.core.errors import DataError, EngineError, RecipeError, WeightsError
-from polyclinic.core.names import STUDENT
-from polyclinic.core.rng import Stream
-from polyclinic.core.types import Bundle, SiteId
+from polyclinic.core import STUDENT, Bundle, DataError, EngineError, RecipeError, SiteId, Stream, WeightsError
 from polyclinic.data.data_dir import in_data_folder
 from polyclinic.data.examples import Images, SiteData
 from polyclinic.evaluation.flops import count_parameters, training_step_flops

@@ -16,11 +16,7 @@ from torch import nn
 from polyclinic.algorithms.base import Algorithm
 from polyclinic.algorithms.optimisation.fedavg import FedAvg
 from polyclinic.algorithms.wrappers.ensemble import Ensemble
-from polyclinic.core.errors import RecipeError, StoreError
-from polyclinic.core.jobs import Federation
-from polyclinic.core.options import Private
-from polyclinic.core.rng import Stream
-from polyclinic.core.types import AUX_PREFIX, Examples, SiteId
+from polyclinic.core import AUX_PREFIX, Examples, Federation, Private, RecipeError, SiteId, StoreError, Stream
 from polyclinic.data.examples import Selection, SiteData
 from polyclinic.federation.rehearsal import rehearse_round
 from polyclinic.federation.rounds import Rules, draw_cohort

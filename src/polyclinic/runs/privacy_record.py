@@ -6,9 +6,7 @@ import math
 from collections.abc import Collection, Iterable, Mapping
 from statistics import fmean
 
-from polyclinic.core.errors import RecipeError
-from polyclinic.core.jobs import Exchange
-from polyclinic.core.types import SiteId
+from polyclinic.core import Exchange, RecipeError, SiteId
 from polyclinic.evaluation.rows import MetricRow, TrainRow
 from polyclinic.evaluation.summary import PrivacySpent, ReleasedKind
 from polyclinic.federation.privacy_budget import PrivacyBudget

@@ -11,9 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from polyclinic.core.errors import DataError
-from polyclinic.core.rng import Stream
-from polyclinic.core.types import SiteId
+from polyclinic.core import DataError, SiteId, Stream
 from polyclinic.data import DATASETS
 from polyclinic.data.examples import Collection, Images, Selection, SiteData
 from polyclinic.data.partitioning.partitions import Natural

@@ -11,9 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from polyclinic.core import __version__
-from polyclinic.core.errors import DataError, EngineError, Refused
-from polyclinic.core.types import Batch, SiteId
+from polyclinic.core import Batch, DataError, EngineError, Refused, SiteId, __version__
 from polyclinic.data.examples import Images, SiteData
 from polyclinic.data.partitioning.site_data import SiteSummary
 from polyclinic.runs.sites import FederatedDataset, check_site_name
@@ -89,7 +87,7 @@ class RemoteImages:
 class RemoteSites(FederatedDataset):
     """Sites on other machines, in the federation's order, as a dataset without images."""
 
-    cards: Mapping[SiteId, SiteProfile]
+    profiles: Mapping[SiteId, SiteProfile]
 
     @staticmethod
     def from_profiles(profiles: Mapping[SiteId, SiteProfile]) -> RemoteSites:
@@ -108,14 +106,14 @@ class RemoteSites(FederatedDataset):
 
     @cached_property
     def fingerprint(self) -> str:
-        marks = "|".join(f"{site}:{profile.fingerprint}" for site, profile in self.cards.items())
+        marks = "|".join(f"{site}:{profile.fingerprint}" for site, profile in self.profiles.items())
         return hashlib.sha256(marks.encode()).hexdigest()
 
     def describe(self) -> list[SiteSummary]:
         """Describe the sites without the numbers of images per class, which they do not send."""
         return [
             SiteSummary(site=site, train=profile.train, validation=profile.validation, test=profile.test, classes={})
-            for site, profile in self.cards.items()
+            for site, profile in self.profiles.items()
         ]
 
     def on_device(self, device: torch.device, room: int | None = None) -> dict[SiteId, SiteData]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from polyclinic.algorithms.distillation.refine import RefinementResult
 from polyclinic.config.identity import check_same_recipe
 from polyclinic.config.recipe import Recipe
-from polyclinic.core.types import Bundle
+from polyclinic.core import Bundle
 from polyclinic.evaluation.summary import Headline, RunSummary, StudentTraining
 from polyclinic.storage.run_folder import RunFolder
 

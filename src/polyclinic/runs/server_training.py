@@ -13,12 +13,19 @@ from polyclinic.algorithms.base import Algorithm
 from polyclinic.algorithms.distillation.losses import Teacher
 from polyclinic.algorithms.distillation.patch_attribution import attribute_patches
 from polyclinic.algorithms.distillation.refine import RefinementResult, refine_student
-from polyclinic.core.errors import RecipeError
-from polyclinic.core.jobs import Fit, Fitted, Job, Score, Site
-from polyclinic.core.names import STUDENT
-from polyclinic.core.options import CurriculumOptions
-from polyclinic.core.rng import Stream
-from polyclinic.core.types import Bundle, Tensors
+from polyclinic.core import (
+    STUDENT,
+    Bundle,
+    CurriculumOptions,
+    Fit,
+    Fitted,
+    Job,
+    RecipeError,
+    Score,
+    Site,
+    Stream,
+    Tensors,
+)
 from polyclinic.data.examples import SiteData
 from polyclinic.evaluation.assessment import score_predictions
 from polyclinic.evaluation.metrics import Predictions

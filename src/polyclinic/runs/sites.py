@@ -14,10 +14,7 @@ import torch
 from torch import nn
 
 from polyclinic.config.recipe import Recipe
-from polyclinic.core.errors import DataError
-from polyclinic.core.names import HELD_OUT, POOLED
-from polyclinic.core.rng import Stream
-from polyclinic.core.types import SiteId
+from polyclinic.core import HELD_OUT, POOLED, DataError, SiteId, Stream
 from polyclinic.data import DATASETS
 from polyclinic.data.examples import Images, PooledData, Selection, SiteData, concatenate
 from polyclinic.data.loading.loader import apply_task

@@ -11,8 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
-from polyclinic.core.errors import StoreError
-from polyclinic.core.failpoints import failpoint
+from polyclinic.core import StoreError, failpoint
 
 LOCK = ".lock"
 ANOTHER = "make room or choose another folder with --out, then go on with the same command"

@@ -8,9 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Protocol
 
-from polyclinic.core.errors import StoreError
-from polyclinic.core.failpoints import failpoint
-from polyclinic.core.types import Bundle, SiteId
+from polyclinic.core import Bundle, SiteId, StoreError, failpoint
 from polyclinic.evaluation.rows import LEDGER_ROW, METRIC_ROW, ChargeRow, CostRow, LedgerRow, MetricRow, SiteOutcome
 from polyclinic.storage.ledger import Ledger
 from polyclinic.storage.metrics_file import MetricsFile

@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from polyclinic.core.errors import StoreError
+from polyclinic.core import StoreError
 from polyclinic.storage.files import append_durably, explain_os_errors
 
 MARK = b'"chain": "'

@@ -21,10 +21,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from polyclinic.core.errors import Refused
-from polyclinic.core.flat_tensors import flatten_if_contiguous
-from polyclinic.core.strict_parsing import parse_json
-from polyclinic.core.types import Bundle, Tensors
+from polyclinic.core import Bundle, Refused, Tensors, flatten_if_contiguous, parse_json
 
 MAGIC = b"PCL1"
 SCHEMA = 1
@@ -124,11 +121,11 @@ def _encode_table(layout: tuple[tuple[str, torch.dtype, torch.Size], ...]) -> by
     return text + b" " * (-len(text) % 8)
 
 
-def encode_with_body(fields: Mapping[str, Any], body: Body) -> bytes:
+def encode_with_body(fields: Mapping[str, object], body: Body) -> bytes:
     return _join_frame(fields, body.sha256, [body.data])
 
 
-def encode(fields: Mapping[str, Any], bundle: Bundle) -> bytes:
+def encode(fields: Mapping[str, object], bundle: Bundle) -> bytes:
     """A message that is sent once: its tensors are copied once, straight into it."""
     pieces, total = _body_views(bundle), hashlib.sha256()
     for piece in pieces:
@@ -136,12 +133,12 @@ def encode(fields: Mapping[str, Any], bundle: Bundle) -> bytes:
     return _join_frame(fields, total.hexdigest(), pieces)
 
 
-def _join_frame(fields: Mapping[str, Any], checksum: str, body: Sequence[bytes | memoryview]) -> bytes:
+def _join_frame(fields: Mapping[str, object], checksum: str, body: Sequence[bytes | memoryview]) -> bytes:
     header = _encode_header(fields, checksum)
     return b"".join((PREFIX.pack(MAGIC, len(header), hashlib.sha256(header).digest()), header, *body))
 
 
-def _encode_header(fields: Mapping[str, Any], checksum: str) -> bytes:
+def _encode_header(fields: Mapping[str, object], checksum: str) -> bytes:
     header = json.dumps({**fields, "schema": SCHEMA, "body": checksum}, allow_nan=False).encode()
     return header + b" " * (-(PREFIX.size + len(header)) % ALIGNMENT)
 

@@ -8,7 +8,7 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from polyclinic.core.errors import StoreError
+from polyclinic.core import StoreError
 from polyclinic.storage.files import append_durably, explain_os_errors
 
 

@@ -9,9 +9,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from polyclinic.core.errors import DataError, Refused, StoreError
-from polyclinic.core.names import HELD_OUT
-from polyclinic.core.types import Bundle, SiteId
+from polyclinic.core import HELD_OUT, Bundle, DataError, Refused, SiteId, StoreError
 from polyclinic.evaluation.metrics import Predictions
 from polyclinic.evaluation.task import CLASSIFICATION, Task
 from polyclinic.storage import messages

@@ -14,9 +14,7 @@ from typing import Literal, TypeVar, get_args
 
 from pydantic import TypeAdapter, ValidationError
 
-from polyclinic.core.errors import StoreError
-from polyclinic.core.names import HELD_OUT
-from polyclinic.core.types import SiteId
+from polyclinic.core import HELD_OUT, SiteId, StoreError
 from polyclinic.evaluation.metrics import Predictions
 from polyclinic.evaluation.rows import LEDGER_ROW, METRIC_ROW, LedgerRow, MetricRow
 from polyclinic.evaluation.summary import SCHEMA_VERSION, RunSummary

@@ -6,9 +6,7 @@ import hashlib
 from pathlib import Path
 from typing import Protocol
 
-from polyclinic.core.errors import Refused, StoreError
-from polyclinic.core.flat_tensors import FlatTensors, copy_tensors
-from polyclinic.core.types import Bundle, SiteId, Tensors
+from polyclinic.core import Bundle, FlatTensors, Refused, SiteId, StoreError, Tensors, copy_tensors
 from polyclinic.storage import messages
 from polyclinic.storage.files import explain_os_errors, write_atomically
 

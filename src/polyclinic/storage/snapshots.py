@@ -6,8 +6,7 @@ import contextlib
 from collections.abc import Mapping
 from pathlib import Path
 
-from polyclinic.core.errors import Refused, StoreError
-from polyclinic.core.types import Bundle
+from polyclinic.core import Bundle, Refused, StoreError
 from polyclinic.storage import messages
 from polyclinic.storage.files import explain_os_errors, write_atomically
 

@@ -12,8 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from polyclinic.core.options import Augment
-from polyclinic.core.rng import Stream
+from polyclinic.core import Augment, Stream
 from polyclinic.training.prefetch import to_device
 
 

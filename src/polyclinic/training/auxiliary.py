@@ -8,8 +8,7 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from polyclinic.core.rng import Stream
-from polyclinic.core.types import AUX_PREFIX, Bundle
+from polyclinic.core import AUX_PREFIX, Bundle, Stream
 from polyclinic.training.fit import seed_generators
 from polyclinic.training.network import LiveNetwork, copy_module_weights
 

@@ -12,9 +12,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from polyclinic.core.jobs import Fit
-from polyclinic.core.options import Training
-from polyclinic.core.rng import Stream
+from polyclinic.core import Fit, Stream, Training
 from polyclinic.training.dp.dp_sgd import draw_poisson_batches, max_physical_batch, sampling_rate
 from polyclinic.training.prefetch import to_device
 

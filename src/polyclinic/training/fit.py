@@ -9,10 +9,20 @@ from itertools import islice
 import torch
 from torch import Tensor
 
-from polyclinic.core.jobs import Fit, Fitted, Score, Site, Step
-from polyclinic.core.options import Optimiser, Training
-from polyclinic.core.rng import Stream
-from polyclinic.core.types import Batch, Bundle, Examples, Tensors
+from polyclinic.core import (
+    Batch,
+    Bundle,
+    Examples,
+    Fit,
+    Fitted,
+    Optimiser,
+    Score,
+    Site,
+    Step,
+    Stream,
+    Tensors,
+    Training,
+)
 from polyclinic.training.augment import augment_images
 from polyclinic.training.data_order import schedule_steps
 from polyclinic.training.dp.dp_sgd import PrivateGradients, is_plain_sgd

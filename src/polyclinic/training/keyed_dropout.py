@@ -12,7 +12,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from polyclinic.core.rng import Stream
+from polyclinic.core import Stream
 
 MASK_32 = 0xFFFFFFFF
 """All arithmetic is on 32-bit numbers, held in 64 bits."""

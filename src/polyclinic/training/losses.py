@@ -10,8 +10,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
-from polyclinic.core.network import Network, Objective
-from polyclinic.core.types import Batch, Bundle, Tensors
+from polyclinic.core import Batch, Bundle, Network, Objective, Tensors
 
 VARIANCE_FLOOR = 1e-2
 """A feature whose variance is this fraction of the mean variance counts half in correlations."""

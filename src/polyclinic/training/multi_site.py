@@ -6,9 +6,7 @@ from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from polyclinic.core.jobs import Fit, Fitted, Site
-from polyclinic.core.rng import Stream
-from polyclinic.core.types import Examples, SiteId
+from polyclinic.core import Examples, Fit, Fitted, Site, SiteId, Stream
 from polyclinic.training.network import LiveNetwork
 
 

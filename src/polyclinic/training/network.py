@@ -12,10 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from polyclinic.core.errors import EngineError
-from polyclinic.core.flat_tensors import copy_tensors
-from polyclinic.core.network import Network
-from polyclinic.core.types import AUX_PREFIX, Batch, Bundle, Precision, Tensors
+from polyclinic.core import AUX_PREFIX, Batch, Bundle, EngineError, Network, Precision, Tensors, copy_tensors
 from polyclinic.evaluation.task import CLASSIFICATION, Task
 from polyclinic.models.activation_checkpointing import CheckpointedBlock
 from polyclinic.models.classifier import Classifier

@@ -16,7 +16,7 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from polyclinic.core.types import Batch, Examples
+from polyclinic.core import Batch, Examples
 from polyclinic.data.examples import Images, Selection
 
 QUEUED_BATCHES = 2

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from polyclinic.core.errors import RecipeError
-from polyclinic.core.options import Training
-from polyclinic.core.validation import check_options
+from polyclinic.core import RecipeError, Training, check_options
 
 
 def check_training(training: Training) -> None:

@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 import pydicom
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from numpy.typing import NDArray
 from PIL import Image
 from pydicom.encaps import encapsulate

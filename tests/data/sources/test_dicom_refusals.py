@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 import pydicom
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from pydicom.encaps import encapsulate
 from pydicom.pixels.decoders.base import get_decoder
 from pydicom.uid import (

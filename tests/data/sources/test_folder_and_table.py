@@ -9,8 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from polyclinic.core.errors import RecipeError
 from polyclinic.data.sources.folder import Level, is_image, parse_part, read_folder

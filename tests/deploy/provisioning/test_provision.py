@@ -17,8 +17,7 @@ from polyclinic.cli.deploy import provision_app as app
 from polyclinic.core import __version__
 from polyclinic.core.errors import DataError, EngineError, RecipeError, StoreError
 from polyclinic.deploy.config import ServerConfig
-from polyclinic.deploy.provisioning import certificates
-from polyclinic.deploy.provisioning import provision as kits_of
+from polyclinic.deploy.provisioning import certificates, provision as kits_of
 from polyclinic.deploy.provisioning.inspect import inspect_kits
 from polyclinic.deploy.provisioning.kit import KitFile, zip_files
 from polyclinic.deploy.provisioning.provision import (

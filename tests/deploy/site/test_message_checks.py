@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 
 from polyclinic.deploy.site.message_handler import MOST_RUNS, SiteMessageHandler
 from polyclinic.runs.experiment import Experiment

@@ -12,8 +12,7 @@ import pytest
 from polyclinic.deploy.site.config import SiteConfig
 from polyclinic.deploy.site.message_handler import SiteMessageHandler
 from polyclinic.runs.experiment import Experiment
-from tests.data.test_secrecy import FAILURES, NAME, SITES, Rows, hits, recipe, told_in, write_table
-from tests.data.test_secrecy import rows as rows
+from tests.data.test_secrecy import FAILURES, NAME, SITES, Rows, hits, recipe, rows as rows, told_in, write_table
 from tests.deploy.example_sites import EVERYTHING, Crossing, asked, beginning, loop, said
 
 TABLE = "hospital/labels.csv"

@@ -14,9 +14,7 @@ from typing import ClassVar
 
 from polyclinic.algorithms.baselines.local import continue_fit, pack_memory
 from polyclinic.algorithms.optimisation.fedavg import FedAvg
-from polyclinic.core.jobs import Site, Update, Work
-from polyclinic.core.rng import Stream
-from polyclinic.core.types import Bundle
+from polyclinic.core import Bundle, Site, Stream, Update, Work
 
 
 @dataclass(frozen=True)

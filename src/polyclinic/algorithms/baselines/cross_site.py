@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from polyclinic.algorithms.base import WEIGHT_KINDS
 from polyclinic.algorithms.baselines.local import Local
 from polyclinic.algorithms.baselines.one_shot import OneShot
-from polyclinic.core.jobs import Update
-from polyclinic.core.types import Bundle, SiteId
+from polyclinic.core import Bundle, SiteId, Update
 
 
 @dataclass(frozen=True)

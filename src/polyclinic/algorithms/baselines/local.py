@@ -13,10 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from polyclinic.algorithms.base import Algorithm, network_weights
-from polyclinic.core.errors import StoreError
-from polyclinic.core.jobs import Exchange, Fit, Fitted, Site, Update, Work
-from polyclinic.core.rng import Stream
-from polyclinic.core.types import Bundle, SiteId
+from polyclinic.core import Bundle, Exchange, Fit, Fitted, Site, SiteId, StoreError, Stream, Update, Work
 from polyclinic.training.losses import task_loss
 
 

@@ -15,9 +15,7 @@ from dataclasses import dataclass
 from polyclinic.algorithms.base import WEIGHT_KINDS, BundleMean
 from polyclinic.algorithms.baselines.local import Local, continue_fit, pack_memory
 from polyclinic.algorithms.optimisation.fedavg import FedAvg
-from polyclinic.core.jobs import Exchange, Site, Update, Work
-from polyclinic.core.rng import Stream
-from polyclinic.core.types import Bundle, SiteId
+from polyclinic.core import Bundle, Exchange, Site, SiteId, Stream, Update, Work
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from polyclinic.core.types import Bundle
+from polyclinic.core import Bundle
 from polyclinic.training.network import LiveNetwork, move_bundle
 
 

@@ -22,8 +22,7 @@ import torch
 from torch import Tensor
 
 from polyclinic.algorithms.distillation.losses import Teacher
-from polyclinic.core.rng import Stream
-from polyclinic.core.types import Examples
+from polyclinic.core import Examples, Stream
 from polyclinic.training.fit import evaluation_batch_size, seed_generators
 
 GRID = 7

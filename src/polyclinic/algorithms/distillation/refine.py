@@ -38,13 +38,23 @@ from torch import Tensor
 from polyclinic.algorithms.distillation import patch_attribution
 from polyclinic.algorithms.distillation.losses import Teacher, supcon_loss
 from polyclinic.algorithms.distillation.shapley import beats_chance, coalition_value, shapley_values, shapley_weights
-from polyclinic.core.errors import DataError, RecipeError, WeightsError
-from polyclinic.core.jobs import Score
-from polyclinic.core.network import Network
-from polyclinic.core.options import Augment, Optimiser, Training
-from polyclinic.core.rng import Stream
-from polyclinic.core.types import Batch, Bundle, Examples, Tensors
-from polyclinic.core.validation import Share, check_options
+from polyclinic.core import (
+    Augment,
+    Batch,
+    Bundle,
+    DataError,
+    Examples,
+    Network,
+    Optimiser,
+    RecipeError,
+    Score,
+    Share,
+    Stream,
+    Tensors,
+    Training,
+    WeightsError,
+    check_options,
+)
 from polyclinic.data.examples import SiteData
 from polyclinic.training.augment import augment_images
 from polyclinic.training.data_order import draw_epoch_batches

@@ -24,7 +24,7 @@ from itertools import combinations
 import torch
 from torch import Tensor
 
-from polyclinic.core.errors import RecipeError
+from polyclinic.core import RecipeError
 
 MOST_PLAYERS = 12
 """4,096 coalitions."""

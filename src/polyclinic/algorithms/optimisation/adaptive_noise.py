@@ -27,11 +27,7 @@ from pydantic import PositiveFloat
 from torch import Tensor
 
 from polyclinic.algorithms.optimisation.fedavg import FedAvg
-from polyclinic.core.errors import RecipeError
-from polyclinic.core.jobs import Fit, Score, Site, Update, Work
-from polyclinic.core.network import Network
-from polyclinic.core.rng import Stream
-from polyclinic.core.types import Batch, Bundle, Tensors
+from polyclinic.core import Batch, Bundle, Fit, Network, RecipeError, Score, Site, Stream, Tensors, Update, Work
 from polyclinic.privacy.releases import release_variance
 from polyclinic.training.losses import task_loss
 

@@ -33,11 +33,21 @@ from torch import Tensor
 from torch.func import grad
 
 from polyclinic.algorithms.base import WEIGHT_KINDS, Algorithm, BundleMean
-from polyclinic.core.errors import RecipeError, Refused
-from polyclinic.core.jobs import Exchange, Fit, Score, Site, Update, Work
-from polyclinic.core.network import Network
-from polyclinic.core.rng import Stream
-from polyclinic.core.types import Batch, Bundle, Tensors
+from polyclinic.core import (
+    Batch,
+    Bundle,
+    Exchange,
+    Fit,
+    Network,
+    RecipeError,
+    Refused,
+    Score,
+    Site,
+    Stream,
+    Tensors,
+    Update,
+    Work,
+)
 from polyclinic.training.losses import task_loss
 
 

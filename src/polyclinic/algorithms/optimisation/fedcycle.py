@@ -17,9 +17,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from polyclinic.algorithms.base import Algorithm, BundleMean
-from polyclinic.core.jobs import Fit, Site, Update, Work
-from polyclinic.core.rng import Stream
-from polyclinic.core.types import Bundle
+from polyclinic.core import Bundle, Fit, Site, Stream, Update, Work
 from polyclinic.training.losses import task_loss
 
 

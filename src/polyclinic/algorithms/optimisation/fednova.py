@@ -16,10 +16,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from polyclinic.algorithms.base import Algorithm, RunningMean
-from polyclinic.core.errors import RecipeError, Refused
-from polyclinic.core.jobs import Fit, Site, Update, Work
-from polyclinic.core.rng import Stream
-from polyclinic.core.types import Bundle
+from polyclinic.core import Bundle, Fit, RecipeError, Refused, Site, Stream, Update, Work
 from polyclinic.training.data_order import batches_per_epoch
 from polyclinic.training.losses import task_loss
 

@@ -16,9 +16,7 @@ import torch
 from pydantic import NonNegativeFloat
 
 from polyclinic.algorithms.optimisation.fedavg import FedAvg
-from polyclinic.core.jobs import Fit, Site, Update, Work
-from polyclinic.core.rng import Stream
-from polyclinic.core.types import Bundle
+from polyclinic.core import Bundle, Fit, Site, Stream, Update, Work
 from polyclinic.training.losses import proximal_loss
 
 

@@ -15,10 +15,7 @@ from dataclasses import dataclass, replace
 from pydantic import PositiveInt
 
 from polyclinic.algorithms.optimisation.fedavg import FedAvg
-from polyclinic.core.errors import RecipeError
-from polyclinic.core.jobs import Fit, Site, Update, Work
-from polyclinic.core.rng import Stream
-from polyclinic.core.types import Bundle
+from polyclinic.core import Bundle, Fit, RecipeError, Site, Stream, Update, Work
 from polyclinic.training.losses import task_loss
 
 

@@ -23,10 +23,7 @@ import torch
 from pydantic import Field
 
 from polyclinic.algorithms.base import Algorithm, RunningMean, network_weights
-from polyclinic.core.errors import RecipeError
-from polyclinic.core.jobs import Exchange, Federation, Fit, Site, Update, Work
-from polyclinic.core.rng import Stream
-from polyclinic.core.types import Bundle
+from polyclinic.core import Bundle, Exchange, Federation, Fit, RecipeError, Site, Stream, Update, Work
 from polyclinic.training.losses import corrected_loss
 
 

@@ -23,9 +23,7 @@ from dataclasses import dataclass
 import torch
 
 from polyclinic.algorithms.base import WEIGHT_KINDS, Algorithm, BundleMean, network_weights
-from polyclinic.core.jobs import Federation, Fit, Site, Update, Work
-from polyclinic.core.rng import Stream
-from polyclinic.core.types import Bundle, SiteId, Tensors
+from polyclinic.core import Bundle, Federation, Fit, Site, SiteId, Stream, Tensors, Update, Work
 from polyclinic.training.losses import task_loss
 
 LOCAL_KINDS = {"model": "norms", "buffers": "norm buffers"}

@@ -13,9 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from polyclinic.algorithms.base import Algorithm, BundleMean, with_prefix, without_prefix
-from polyclinic.core.jobs import Federation, Fit, Site, Update, Work
-from polyclinic.core.rng import Stream
-from polyclinic.core.types import Bundle, Tensors
+from polyclinic.core import Bundle, Federation, Fit, Site, Stream, Tensors, Update, Work
 from polyclinic.training.losses import task_loss
 
 HEAD = "head."

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 from torch.func import grad, vmap
 
-from polyclinic.core.network import Network
-from polyclinic.core.types import Batch, Bundle, Tensors
+from polyclinic.core import Batch, Bundle, Network, Tensors
 from polyclinic.training.dp.per_example_gradients import GradientTape, NotRecordableError, copy_with_record
 from polyclinic.training.network import LiveNetwork
 

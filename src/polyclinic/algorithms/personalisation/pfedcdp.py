@@ -29,11 +29,7 @@ from torch import Tensor
 
 from polyclinic.algorithms.personalisation.fedper import HEAD, FedPer, head_weights, shared_update
 from polyclinic.algorithms.personalisation.fisher import squared_gradients, squared_mean_gradient
-from polyclinic.core.jobs import Fit, Score, ServerWork, Site, Step, Work
-from polyclinic.core.options import Training
-from polyclinic.core.rng import Stream
-from polyclinic.core.types import Bundle, Tensors
-from polyclinic.core.validation import Share
+from polyclinic.core import Bundle, Fit, Score, ServerWork, Share, Site, Step, Stream, Tensors, Training, Work
 from polyclinic.training.losses import distillation_loss, task_loss
 
 

@@ -15,9 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from polyclinic.core.errors import Refused
-from polyclinic.core.rng import Stream
-from polyclinic.core.types import SiteId, Tensors
+from polyclinic.core import Refused, SiteId, Stream, Tensors
 from polyclinic.privacy.releases import release_class_means, release_rows
 from polyclinic.training.dp.dp_sgd import secret_generator
 

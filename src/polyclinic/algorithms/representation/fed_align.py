@@ -57,10 +57,22 @@ from polyclinic.algorithms.representation.fed_align_losses import (
 )
 from polyclinic.algorithms.representation.fed_align_pooled import PooledFit
 from polyclinic.algorithms.representation.fedmr import labelled_features
-from polyclinic.core.errors import RecipeError
-from polyclinic.core.jobs import Exchange, Federation, Fit, Score, Site, Step, Update, Work
-from polyclinic.core.rng import Stream
-from polyclinic.core.types import AUX_PREFIX, Bundle, SiteId, Tensors
+from polyclinic.core import (
+    AUX_PREFIX,
+    Bundle,
+    Exchange,
+    Federation,
+    Fit,
+    RecipeError,
+    Score,
+    Site,
+    SiteId,
+    Step,
+    Stream,
+    Tensors,
+    Update,
+    Work,
+)
 from polyclinic.training.losses import task_loss
 
 LESSON, DISCRIMINATION = ("extractor.", "head."), (f"{AUX_PREFIX}{DISCRIMINATOR}.",)

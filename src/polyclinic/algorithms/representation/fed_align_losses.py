@@ -8,9 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from polyclinic.core.network import Network
-from polyclinic.core.rng import Stream
-from polyclinic.core.types import Batch, Bundle, Tensors
+from polyclinic.core import Batch, Bundle, Network, Stream, Tensors
 from polyclinic.training.auxiliary import build_with_seed, copy_auxiliary_weights
 
 DISCRIMINATOR = "discriminator"

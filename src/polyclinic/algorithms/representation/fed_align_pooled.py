@@ -20,10 +20,7 @@ from polyclinic.algorithms.representation.fed_align_losses import (
     confusion_loss,
     separation_loss,
 )
-from polyclinic.core.jobs import Fitted, Site
-from polyclinic.core.options import Training
-from polyclinic.core.rng import Stream
-from polyclinic.core.types import AUX_PREFIX, Batch, Examples, SiteId
+from polyclinic.core import AUX_PREFIX, Batch, Examples, Fitted, Site, SiteId, Stream, Training
 from polyclinic.training.data_order import schedule_steps
 from polyclinic.training.fit import augment_batch, make_optimiser, seed_generators
 from polyclinic.training.keyed_dropout import dropout_key, first_key

@@ -49,11 +49,21 @@ from polyclinic.algorithms.representation.feature_bank import (
 )
 from polyclinic.algorithms.representation.fedmp_losses import completion_loss, completion_loss_paper
 from polyclinic.algorithms.representation.fedmr import labelled_features
-from polyclinic.core.errors import Refused
-from polyclinic.core.jobs import Exchange, Federation, Fit, Score, Site, Update, Work
-from polyclinic.core.rng import Stream
-from polyclinic.core.types import Bundle, SiteId, Tensors
-from polyclinic.core.validation import PositiveShare
+from polyclinic.core import (
+    Bundle,
+    Exchange,
+    Federation,
+    Fit,
+    PositiveShare,
+    Refused,
+    Score,
+    Site,
+    SiteId,
+    Stream,
+    Tensors,
+    Update,
+    Work,
+)
 from polyclinic.training.losses import task_loss
 
 

@@ -6,8 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from polyclinic.core.network import Network
-from polyclinic.core.types import Batch, Bundle, Tensors
+from polyclinic.core import Batch, Bundle, Network, Tensors
 from polyclinic.training.keyed_dropout import MASK_32, hash_uniform
 
 LEAST, MOST = 0.1, 10.0

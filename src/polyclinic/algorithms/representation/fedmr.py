@@ -39,12 +39,23 @@ from pydantic import NonNegativeFloat, PositiveFloat
 
 from polyclinic.algorithms.base import BundleMean, network_weights
 from polyclinic.algorithms.optimisation.fedavg import FedAvg
-from polyclinic.core.errors import RecipeError, Refused
-from polyclinic.core.jobs import Exchange, Federation, Fit, Score, Site, Update, Work
-from polyclinic.core.network import Network
-from polyclinic.core.rng import Stream
-from polyclinic.core.types import Batch, Bundle, Tensors
-from polyclinic.core.validation import Share
+from polyclinic.core import (
+    Batch,
+    Bundle,
+    Exchange,
+    Federation,
+    Fit,
+    Network,
+    RecipeError,
+    Refused,
+    Score,
+    Share,
+    Site,
+    Stream,
+    Tensors,
+    Update,
+    Work,
+)
 from polyclinic.privacy.releases import release_class_means
 from polyclinic.training.losses import manifold_reshaping_loss, pairwise_distances, task_loss
 

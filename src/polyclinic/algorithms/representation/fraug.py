@@ -53,11 +53,20 @@ from polyclinic.algorithms.representation.fraug_losses import (
     generator_loss,
     transform_loss,
 )
-from polyclinic.core.errors import RecipeError
-from polyclinic.core.jobs import Federation, Fit, Site, Step, Update, Work
-from polyclinic.core.rng import Stream
-from polyclinic.core.types import AUX_PREFIX, Bundle
-from polyclinic.core.validation import PositiveShare, Share
+from polyclinic.core import (
+    AUX_PREFIX,
+    Bundle,
+    Federation,
+    Fit,
+    PositiveShare,
+    RecipeError,
+    Share,
+    Site,
+    Step,
+    Stream,
+    Update,
+    Work,
+)
 from polyclinic.training.auxiliary import build_with_seed, copy_auxiliary_weights
 from polyclinic.training.keyed_dropout import first_key
 

@@ -10,8 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from polyclinic.core.network import Network
-from polyclinic.core.types import AUX_PREFIX, Batch, Bundle
+from polyclinic.core import AUX_PREFIX, Batch, Bundle, Network
 from polyclinic.training.keyed_dropout import hash_uniform
 
 GENERATOR, TRANSFORM, MEANS = "generator", "transform", "means"

@@ -26,9 +26,7 @@ from pydantic import NonNegativeFloat, PositiveFloat
 
 from polyclinic.algorithms.base import network_weights
 from polyclinic.algorithms.optimisation.fedavg import FedAvg
-from polyclinic.core.jobs import Fit, Site, Update, Work
-from polyclinic.core.rng import Stream
-from polyclinic.core.types import Bundle
+from polyclinic.core import Bundle, Fit, Site, Stream, Update, Work
 from polyclinic.training.losses import contrastive_loss, task_loss
 
 

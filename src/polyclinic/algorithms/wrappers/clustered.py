@@ -14,9 +14,7 @@ from itertools import groupby
 import torch
 
 from polyclinic.algorithms.wrappers.base import Wrapper
-from polyclinic.core.jobs import Federation, Job, ServerWork, Site, Update, Work
-from polyclinic.core.rng import Stream
-from polyclinic.core.types import Bundle, SiteId
+from polyclinic.core import Bundle, Federation, Job, ServerWork, Site, SiteId, Stream, Update, Work
 
 CLUSTER_MARKER = "cluster"
 """The kind whose one tensor is named after the cluster of the site that receives it."""

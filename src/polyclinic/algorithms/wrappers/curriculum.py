@@ -36,12 +36,22 @@ from torch import Tensor
 
 from polyclinic.algorithms.base import Algorithm, classifier_weights
 from polyclinic.algorithms.wrappers.base import Wrapper
-from polyclinic.core.errors import Refused
-from polyclinic.core.jobs import Fit, Fitted, Job, Score, Site, Update, Work
-from polyclinic.core.network import Network
-from polyclinic.core.options import Training
-from polyclinic.core.rng import Stream
-from polyclinic.core.types import Batch, Bundle, Tensors
+from polyclinic.core import (
+    Batch,
+    Bundle,
+    Fit,
+    Fitted,
+    Job,
+    Network,
+    Refused,
+    Score,
+    Site,
+    Stream,
+    Tensors,
+    Training,
+    Update,
+    Work,
+)
 from polyclinic.training.data_order import batches_per_epoch, regular_rounds_before
 
 CASES, SCORES = "cases", "scores"

@@ -13,11 +13,7 @@ from dataclasses import dataclass
 
 from polyclinic.algorithms.base import classifier_weights
 from polyclinic.algorithms.wrappers.base import Wrapper
-from polyclinic.core.errors import RecipeError
-from polyclinic.core.flat_tensors import copy_tensors
-from polyclinic.core.jobs import Federation, ServerWork, Site, Update
-from polyclinic.core.rng import Stream
-from polyclinic.core.types import Bundle, SiteId
+from polyclinic.core import Bundle, Federation, RecipeError, ServerWork, Site, SiteId, Stream, Update, copy_tensors
 
 ENSEMBLE = "ensemble"
 """The kind that holds the models of all sites; a tensor is named `kind/site/name`."""

@@ -9,9 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from polyclinic.core.errors import DataError
-from polyclinic.core.rng import Stream
-from polyclinic.core.types import SiteId
+from polyclinic.core import DataError, SiteId, Stream
 from polyclinic.data.examples import Images, Selection
 from polyclinic.data.splits import Fractions, split_by_patient
 

@@ -28,10 +28,7 @@ from polyclinic.analysis.attack.feature_inversion import (
 from polyclinic.analysis.attack.figure import COLUMNS, draw_gallery, select_spread
 from polyclinic.analysis.attack.gradient_inversion import GradientInversion, Search, invert_batches
 from polyclinic.analysis.attack.image_similarity import THRESHOLD, gaussian_window
-from polyclinic.core.errors import RecipeError
-from polyclinic.core.names import slugify
-from polyclinic.core.rng import Stream
-from polyclinic.core.types import SiteId
+from polyclinic.core import RecipeError, SiteId, Stream, slugify
 from polyclinic.data.examples import Images, Selection
 from polyclinic.data.loading.image_options import NORMALISATIONS
 from polyclinic.models import build_model

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from polyclinic.core.rng import Stream
+from polyclinic.core import Stream
 from polyclinic.training.fit import evaluation_batch_size, seed_generators
 
 NARROW, WIDE = 16, 128

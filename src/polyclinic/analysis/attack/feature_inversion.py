@@ -33,7 +33,7 @@ from polyclinic.analysis.attack.image_similarity import (
     mean_ssim,
     rms_distance,
 )
-from polyclinic.core.rng import Stream
+from polyclinic.core import Stream
 from polyclinic.models.classifier import Classifier
 from polyclinic.models.split_point import cut_after
 from polyclinic.privacy.releases import release_rows as released

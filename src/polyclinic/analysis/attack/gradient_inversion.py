@@ -24,8 +24,7 @@ from torch.func import functional_call
 
 from polyclinic.analysis.attack.attacker_data import AttackSplit
 from polyclinic.analysis.attack.image_similarity import THRESHOLD, mean_ssim, rms_distance
-from polyclinic.core.rng import Stream
-from polyclinic.core.types import Tensors
+from polyclinic.core import Stream, Tensors
 from polyclinic.models.classifier import Classifier
 from polyclinic.privacy.mechanism import add_noise
 from polyclinic.training.dp.dp_sgd import clip_factors

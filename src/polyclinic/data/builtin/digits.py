@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from pydantic import Field
 
-from polyclinic.core.rng import Stream
+from polyclinic.core import Stream
 from polyclinic.data.datasets.base import Dataset
 from polyclinic.data.examples import Collection
 from polyclinic.data.options import Options

@@ -15,8 +15,7 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from polyclinic.core.errors import RecipeError
-from polyclinic.core.rng import Stream
+from polyclinic.core import RecipeError, Stream
 from polyclinic.data.builtin.phantom_anatomy import Cases, draw_anatomy
 from polyclinic.data.builtin.phantom_scanner import VENDORS, Vendor, VendorName, acquire_images
 from polyclinic.data.datasets.base import Dataset

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from polyclinic.core.rng import Stream
+from polyclinic.core import Stream
 from polyclinic.data import NAMED_DATASETS
 from polyclinic.data.data_dir import data_folder
 from polyclinic.data.examples import Collection

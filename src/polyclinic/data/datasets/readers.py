@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
-from polyclinic.core.errors import DataError
+from polyclinic.core import DataError
 from polyclinic.data import NAMED_DATASETS
 from polyclinic.data.findings import first_places, format_places
 from polyclinic.data.records import Listing, Record

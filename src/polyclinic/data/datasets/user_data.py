@@ -9,7 +9,7 @@ from pathlib import Path
 
 from pydantic import Field
 
-from polyclinic.core.errors import DataError
+from polyclinic.core import DataError
 from polyclinic.data import NAMED_DATASETS
 from polyclinic.data.data_dir import VARIABLE, data_folder
 from polyclinic.data.datasets.base import Dataset, NamedDataset

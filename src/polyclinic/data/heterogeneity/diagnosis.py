@@ -14,9 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from polyclinic.core.errors import DataError
-from polyclinic.core.rng import Stream
-from polyclinic.core.types import Examples
+from polyclinic.core import DataError, Examples, Stream
 from polyclinic.data.heterogeneity import feature_shift
 from polyclinic.data.heterogeneity.advice import Advice, format_thresholds, list_caveats, recommend_methods
 from polyclinic.data.heterogeneity.feature_shift import Cohort, Features, SiteClassifierResult

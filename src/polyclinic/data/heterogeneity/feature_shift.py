@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from polyclinic.core.rng import Stream
+from polyclinic.core import Stream
 from polyclinic.data.patients import Indices
 from polyclinic.evaluation.metrics import Floats, Predictions
 from polyclinic.evaluation.statistics import bootstrap_intervals

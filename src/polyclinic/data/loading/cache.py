@@ -22,7 +22,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from polyclinic.core.errors import DataError, StoreError
+from polyclinic.core import DataError, StoreError
 from polyclinic.data.loading.image_options import Preparation
 from polyclinic.data.records import Record
 from polyclinic.storage.files import explain_os_errors, write_json

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from polyclinic.core.types import Part
+from polyclinic.core import Part
 from polyclinic.data.examples import PerChannel
 from polyclinic.data.options import Options
 

@@ -16,9 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from polyclinic.core.errors import DataError
-from polyclinic.core.rng import Stream
-from polyclinic.core.types import Part
+from polyclinic.core import DataError, Part, Stream
 from polyclinic.data.examples import Collection
 from polyclinic.data.findings import Finding, format_places, raise_findings
 from polyclinic.data.loading.cache import Pixels, load_cached, pixel_shape

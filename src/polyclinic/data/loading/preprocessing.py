@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from scipy import ndimage
 
-from polyclinic.core.errors import DataError
+from polyclinic.core import DataError
 from polyclinic.data.loading.image_options import Preparation
 
 Bytes = NDArray[np.uint8]

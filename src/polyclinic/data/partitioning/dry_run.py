@@ -8,8 +8,7 @@ from typing import TypeAlias
 
 import torch
 
-from polyclinic.core.errors import DataError
-from polyclinic.core.rng import Stream
+from polyclinic.core import DataError, Stream
 from polyclinic.data.findings import Finding, Level, raise_findings
 from polyclinic.data.loading.loader import build_collection, draw_records
 from polyclinic.data.partitioning.partitions import Iid, Natural, Partition

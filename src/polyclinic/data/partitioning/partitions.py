@@ -16,8 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from polyclinic.core.errors import DataError
-from polyclinic.core.rng import Stream
+from polyclinic.core import DataError, Stream
 from polyclinic.data.options import Options
 from polyclinic.data.patients import Indices, Patients
 from polyclinic.data.quality.finding_text import format_count

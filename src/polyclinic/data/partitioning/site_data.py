@@ -8,8 +8,7 @@ from typing import TypedDict
 import numpy as np
 import torch
 
-from polyclinic.core.errors import DataError
-from polyclinic.core.rng import Stream
+from polyclinic.core import DataError, Stream
 from polyclinic.data.examples import Collection, Selection, SiteData
 from polyclinic.data.partitioning.partitions import Partition, make_display_names
 from polyclinic.data.patients import Indices

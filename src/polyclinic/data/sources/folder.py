@@ -13,7 +13,7 @@ from itertools import count
 from pathlib import Path
 from typing import Literal
 
-from polyclinic.core.errors import DataError
+from polyclinic.core import DataError
 from polyclinic.data.findings import first_places, format_places
 from polyclinic.data.records import Listing, Record, find_classes, is_disclosable, pseudonymise
 

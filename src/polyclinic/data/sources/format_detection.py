@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from polyclinic.core.errors import DataError
+from polyclinic.core import DataError
 from polyclinic.data.records import Listing
 from polyclinic.data.sources.folder import SPLITS, Level, list_images, list_subfolders, plain_read_errors, read_folder
 from polyclinic.data.sources.npz import read_npz

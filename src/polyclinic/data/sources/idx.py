@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from polyclinic.core.errors import DataError
+from polyclinic.core import DataError
 
 
 def read_idx(path: Path, shape: tuple[int, ...], most: int) -> Tensor:

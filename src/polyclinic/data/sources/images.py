@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from polyclinic.core.errors import PolyclinicError
+from polyclinic.core import PolyclinicError
 
 LARGEST = 100_000_000
 """Pixels of the largest image that is opened: a small file can announce any size and exhaust the memory."""

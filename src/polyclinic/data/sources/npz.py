@@ -19,7 +19,7 @@ from zipfile import ZIP_DEFLATED, ZIP_STORED, BadZipFile, ZipFile, ZipInfo
 import numpy as np
 from numpy.lib import format as npy
 
-from polyclinic.core.errors import DataError
+from polyclinic.core import DataError
 from polyclinic.data.records import Listing, Record, find_classes, pseudonymise
 from polyclinic.data.sources.folder import SPLITS, clean_text, parse_part
 

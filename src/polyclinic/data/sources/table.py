@@ -12,7 +12,7 @@ from pathlib import Path
 from posixpath import isabs, join, normpath
 from typing import TextIO
 
-from polyclinic.core.errors import DataError
+from polyclinic.core import DataError
 from polyclinic.data.findings import Finding, first_places, format_places, raise_findings
 from polyclinic.data.options import Options
 from polyclinic.data.records import Listing, Record, find_classes, pseudonymise

@@ -51,8 +51,7 @@ from flwr.supercore.protobuf.client import ProtobufCall, ProtobufRequestContext
 from flwr.supernode.fleet_http_client import FleetHttpClient
 from flwr.supernode.node_auth_http_interceptor import NodeAuthHttpInterceptor
 
-from polyclinic.core import __version__
-from polyclinic.core.errors import EngineError, StoreError
+from polyclinic.core import EngineError, StoreError, __version__
 from polyclinic.deploy.flower.gateway import NAMES, VERSION
 from polyclinic.deploy.provisioning.certificates import read_private_key
 from polyclinic.federation.engines.flower_envelope import pack_message, unpack_message

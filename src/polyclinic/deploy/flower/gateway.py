@@ -19,7 +19,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from polyclinic.core.types import SiteId
+from polyclinic.core import SiteId
 
 Refusal: TypeAlias = tuple[int, str, str]
 """The HTTP status, a note for the server's log, and a sentence for the caller."""

@@ -46,10 +46,7 @@ from flwr.superlink.grid import HttpGrid
 from flwr.superlink.main import create_app
 from flwr.superlink.servicer.runtime import runtime_handlers
 
-from polyclinic.core import __version__
-from polyclinic.core.errors import EngineError, Refused
-from polyclinic.core.jobs import Failure
-from polyclinic.core.types import SiteId
+from polyclinic.core import EngineError, Failure, Refused, SiteId, __version__
 from polyclinic.deploy.flower.client import HEARTBEAT_SECONDS, NONCE
 from polyclinic.deploy.flower.gateway import Gateway
 from polyclinic.deploy.provisioning.certificates import read_public_key

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import yaml
 
-from polyclinic.core.errors import EngineError
+from polyclinic.core import EngineError
 from polyclinic.deploy.config import is_loopback, parse_address
 
 with contextlib.suppress(ImportError):  # comes with the extra; `require_cryptography` raises the error

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
-from polyclinic.core.errors import EngineError
-from polyclinic.core.types import SiteId
+from polyclinic.core import EngineError, SiteId
 from polyclinic.deploy.provisioning import certificates
 from polyclinic.deploy.provisioning.provision import KitFolder
 

@@ -17,8 +17,7 @@ from importlib.metadata import distributions
 
 import yaml
 
-from polyclinic.core import __version__
-from polyclinic.core.types import SiteId
+from polyclinic.core import SiteId, __version__
 from polyclinic.deploy.config import FederationConfig, join_host_port, site_folder_name
 
 FLWR = "1.41.0"

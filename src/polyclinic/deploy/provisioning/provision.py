@@ -23,9 +23,7 @@ from pathlib import Path
 
 import yaml
 
-from polyclinic.core import __version__
-from polyclinic.core.errors import DataError, EngineError, RecipeError, StoreError
-from polyclinic.core.types import SiteId
+from polyclinic.core import DataError, EngineError, RecipeError, SiteId, StoreError, __version__
 from polyclinic.deploy.config import FederationConfig, site_folder_name
 from polyclinic.deploy.provisioning import certificates
 from polyclinic.deploy.provisioning.kit import (

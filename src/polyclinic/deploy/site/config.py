@@ -13,9 +13,7 @@ from pydantic import BaseModel, Field, ValidationError, field_validator
 
 from polyclinic.algorithms import ALGORITHMS
 from polyclinic.config.rules import format_suggestion
-from polyclinic.core.errors import DataError, RecipeError, StoreError
-from polyclinic.core.strict_parsing import read_yaml
-from polyclinic.core.types import SiteId
+from polyclinic.core import DataError, RecipeError, SiteId, StoreError, read_yaml
 from polyclinic.data.sources.folder import clean_text
 from polyclinic.deploy.config import find_host_problem
 from polyclinic.deploy.site.policy import CLOSED, METRICS, PREDICTIONS, Allow, Budget

@@ -13,9 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from polyclinic.config.recipe import Recipe
-from polyclinic.core.errors import DataError, Refused
-from polyclinic.core.rng import Stream
-from polyclinic.core.types import SiteId
+from polyclinic.core import DataError, Refused, SiteId, Stream
 from polyclinic.data import DATASETS, NAMED_DATASETS
 from polyclinic.data.datasets.user_data import MultiOptions, UserDataOptions
 from polyclinic.data.loading.image_options import ImageOptions

@@ -13,9 +13,7 @@ from functools import lru_cache
 import yaml
 
 from polyclinic.config.recipe import Recipe
-from polyclinic.core import __version__
-from polyclinic.core.errors import RecipeError, Refused
-from polyclinic.core.types import SiteId
+from polyclinic.core import RecipeError, Refused, SiteId, __version__
 from polyclinic.data.splits import PARTS
 from polyclinic.deploy.site.participation import RunTerms
 from polyclinic.federation.site_runner import ORDER

@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from polyclinic.config.recipe import Recipe
-from polyclinic.core import __version__
-from polyclinic.core.errors import DataError, PolyclinicError, Refused, StoreError
+from polyclinic.core import DataError, PolyclinicError, Refused, StoreError, __version__
 from polyclinic.deploy.site.config import SiteConfig, with_remedy
 from polyclinic.deploy.site.images import build_site_profile, load_own_site
 from polyclinic.deploy.site.message_checks import check_addressee, check_order, read_recipe, read_run_id, read_terms

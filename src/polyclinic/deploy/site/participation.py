@@ -24,9 +24,7 @@ from polyclinic.algorithms.wrappers.base import Wrapper
 from polyclinic.algorithms.wrappers.clustered import Clustered
 from polyclinic.config.identity import predicted_parts
 from polyclinic.config.recipe import Recipe
-from polyclinic.core.errors import EngineError, Refused
-from polyclinic.core.rng import Stream
-from polyclinic.core.types import Bundle
+from polyclinic.core import Bundle, EngineError, Refused, Stream
 from polyclinic.deploy.site.config import SiteConfig
 from polyclinic.deploy.site.policy import METRICS, PREDICTIONS, check_kinds, check_sent_kinds, image_report_kinds
 from polyclinic.deploy.site.privacy_account import PrivacyAccount

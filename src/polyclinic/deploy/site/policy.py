@@ -18,8 +18,7 @@ from polyclinic.algorithms import ALGORITHMS
 from polyclinic.config.identity import identity
 from polyclinic.config.recipe import Recipe
 from polyclinic.config.rules import format_suggestion
-from polyclinic.core.errors import Refused
-from polyclinic.core.types import SiteId
+from polyclinic.core import Refused, SiteId
 from polyclinic.privacy.plan import PrivacyConfig, Unit
 
 CLOSED = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)

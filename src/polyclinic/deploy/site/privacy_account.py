@@ -11,8 +11,7 @@ from dataclasses import astuple, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from polyclinic.core.errors import Refused, RoundFailed, StoreError
-from polyclinic.core.types import SiteId
+from polyclinic.core import Refused, RoundFailed, SiteId, StoreError
 from polyclinic.deploy.site.policy import Budget
 from polyclinic.privacy.accounting import Spend, epsilon
 from polyclinic.privacy.plan import PrivacyPlan, worst_candidates

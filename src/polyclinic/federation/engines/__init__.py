@@ -6,8 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
 
-from polyclinic.core.jobs import Failure
-from polyclinic.core.types import SiteId
+from polyclinic.core import Failure, SiteId
 from polyclinic.storage.messages import Message
 
 Answer: TypeAlias = bytes | Message | Failure

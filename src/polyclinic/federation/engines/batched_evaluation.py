@@ -7,8 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from polyclinic.core.jobs import Score
-from polyclinic.core.types import Bundle, Part, SiteId, Tensors
+from polyclinic.core import Bundle, Part, Score, SiteId, Tensors
 from polyclinic.data.examples import Selection
 from polyclinic.federation.site_runner import SiteRunner
 from polyclinic.training.fit import score

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, cast
 
-from polyclinic.core.errors import Refused
+from polyclinic.core import Refused
 
 if TYPE_CHECKING:
     from flwr.app import ArrayRecord, Message, RecordDict

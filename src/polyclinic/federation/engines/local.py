@@ -21,9 +21,7 @@ from typing import TypeVar
 
 import torch
 
-from polyclinic.core.errors import PolyclinicError, Refused, StoreError
-from polyclinic.core.jobs import Failure
-from polyclinic.core.types import SiteId
+from polyclinic.core import Failure, PolyclinicError, Refused, SiteId, StoreError
 from polyclinic.federation.engines import Answer
 from polyclinic.federation.mailbox import Outbox
 from polyclinic.federation.site_runner import SiteRunner

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from polyclinic.core.jobs import Failure
-from polyclinic.core.types import SiteId
+from polyclinic.core import Failure, SiteId
 
 Answer = Callable[[SiteId, bytes], bytes | Failure]
 

@@ -15,8 +15,7 @@ from typing import Any, Literal
 
 import torch
 
-from polyclinic.core.jobs import Failure, Fit, Fitted, Job, Work
-from polyclinic.core.types import SiteId, Tensors
+from polyclinic.core import Failure, Fit, Fitted, Job, SiteId, Tensors, Work
 from polyclinic.federation.engines import Answer
 from polyclinic.federation.engines.batched_evaluation import BatchedEvaluation
 from polyclinic.federation.engines.local import call_or_failure, keep_freed_memory, message_for

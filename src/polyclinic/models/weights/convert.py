@@ -15,7 +15,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
-from polyclinic.core.errors import WeightsError
+from polyclinic.core import WeightsError
 from polyclinic.models.weights import sandboxed_reader
 
 KEPT_VARIABLES = ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH")

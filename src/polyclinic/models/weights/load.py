@@ -20,8 +20,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from polyclinic.core.errors import WeightsError
-from polyclinic.core.types import Tensors
+from polyclinic.core import Tensors, WeightsError
 from polyclinic.models.classifier import Classifier
 
 MAX_LISTED = 3

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from polyclinic.core.registry import Registry
+from polyclinic.core import Registry
 
 if TYPE_CHECKING:
     from polyclinic.privacy.transforms.base import Stage

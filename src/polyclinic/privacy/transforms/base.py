@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from polyclinic.core.rng import Stream
-from polyclinic.core.types import Bundle
+from polyclinic.core import Bundle, Stream
 
 
 class Stage(Protocol):

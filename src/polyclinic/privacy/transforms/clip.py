@@ -13,9 +13,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from polyclinic.core.errors import RecipeError
-from polyclinic.core.rng import Stream
-from polyclinic.core.types import Bundle
+from polyclinic.core import Bundle, RecipeError, Stream
 from polyclinic.privacy.mechanism import clip, join_kinds, split_kinds
 
 DEVIATIONS = 10

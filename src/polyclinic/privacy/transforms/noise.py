@@ -15,9 +15,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from polyclinic.core.errors import Refused
-from polyclinic.core.rng import Stream
-from polyclinic.core.types import Bundle
+from polyclinic.core import Bundle, Refused, Stream
 from polyclinic.privacy.mechanism import add_noise, check_std, join_kinds, split_kinds
 
 

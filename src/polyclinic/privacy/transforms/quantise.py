@@ -30,10 +30,7 @@ from typing import Literal, TypeAlias, get_args
 import torch
 from torch import Generator, Tensor
 
-from polyclinic.core.errors import RecipeError, Refused
-from polyclinic.core.flat_tensors import contiguous_vector, split_vector
-from polyclinic.core.rng import Stream
-from polyclinic.core.types import Bundle, Tensors
+from polyclinic.core import Bundle, RecipeError, Refused, Stream, Tensors, contiguous_vector, split_vector
 from polyclinic.privacy.transforms.bit_packing import pack_bits, packed_size, unpack_bits
 
 VALUES, SCALES = "..values", "..scales"

@@ -1,4 +1,4 @@
-"""The page on paper: printed to PDF by a Chromium without a window."""
+"""Prints the page to PDF with a headless Chromium."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-from polyclinic.core.errors import EngineError, StoreError
+from polyclinic.core import EngineError, StoreError
 from polyclinic.storage.files import write_atomically
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome", "microsoft-edge")
@@ -25,7 +25,7 @@ def find_browser() -> str:
 
 
 def write_pdf(source: Path, target: Path) -> None:
-    """Print an HTML file; whoever reads `target` sees the old file or the new one."""
+    """Print an HTML file; a reader of `target` sees the old file or the new one."""
     program = find_browser()
     with tempfile.TemporaryDirectory(prefix="polyclinic-pdf-") as place:
         printed = Path(place) / "page.pdf"

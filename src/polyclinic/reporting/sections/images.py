@@ -9,7 +9,7 @@ from pathlib import Path
 
 from PIL import Image, UnidentifiedImageError
 
-from polyclinic.core.errors import StoreError
+from polyclinic.core import StoreError
 from polyclinic.reporting.blocks import Block, Paragraph, Photo, Questions, Section, Strong
 from polyclinic.reporting.report_data import ReportData
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from statistics import median
 
-from polyclinic.core.types import SiteId
+from polyclinic.core import SiteId
 from polyclinic.evaluation.comparison import UNTESTED, PairwiseTest, metric_value
 from polyclinic.evaluation.statistics import LEVEL, summarise_sample
 from polyclinic.evaluation.summary import PartScores

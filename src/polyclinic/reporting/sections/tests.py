@@ -10,7 +10,7 @@ from typing import Literal
 
 import numpy as np
 
-from polyclinic.core.types import SiteId
+from polyclinic.core import SiteId
 from polyclinic.evaluation.claims import ClaimResult, evaluate_claims, format_verdict
 from polyclinic.evaluation.comparison import MIN_SEEDS, UNTESTED, PairwiseTest, metric_value
 from polyclinic.evaluation.statistics import LEVEL, correct_bonferroni, correct_holm, one_way_anova
@@ -115,7 +115,7 @@ def _test_over_seeds(
     metric: str,
     correct: Callable[[Sequence[float]], Sequence[float]],
 ) -> list[PairwiseTest]:
-    """Tests of the pairs with seeds enough. Where all seeds are equal nothing is decided, and no correction counts it."""
+    """Tests of the pairs with enough seeds. A pair whose seeds are all equal counts in no correction."""
     tests = {pair: data.comparison.compare_pair(*pair, metric=metric) for pair in pairs}
     tests = {pair: test for pair, test in tests.items() if "seeds" in test.over}
     differing = [pair for pair, test in tests.items() if test.low or test.high]

@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from polyclinic.core.names import HELD_OUT, POOLED
-from polyclinic.core.types import SiteId
+from polyclinic.core import HELD_OUT, POOLED, SiteId
 from polyclinic.evaluation.comparison import mean_of_known, metric_value
 from polyclinic.evaluation.rounds import convergence_round, final_rows
 from polyclinic.evaluation.rows import EvaluateRow, TrainRow

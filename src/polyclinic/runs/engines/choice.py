@@ -12,10 +12,7 @@ from typing import Any
 import torch
 
 from polyclinic.algorithms.base import Algorithm
-from polyclinic.core.errors import StoreError
-from polyclinic.core.jobs import Fit, Site
-from polyclinic.core.rng import Stream
-from polyclinic.core.types import Bundle, SiteId
+from polyclinic.core import Bundle, Fit, Site, SiteId, StoreError, Stream
 from polyclinic.federation.engines.local import LocalEngine, WorkerEngine
 from polyclinic.federation.engines.stacked import Compile, StackedEngine
 from polyclinic.federation.site_runner import SiteRunner

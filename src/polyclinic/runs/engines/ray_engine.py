@@ -33,10 +33,7 @@ import torch
 import yaml
 
 from polyclinic.config.recipe import Recipe
-from polyclinic.core.errors import EngineError, PolyclinicError
-from polyclinic.core.jobs import Failure
-from polyclinic.core.rng import Stream
-from polyclinic.core.types import SiteId
+from polyclinic.core import EngineError, Failure, PolyclinicError, SiteId, Stream
 from polyclinic.federation.engines import Answer
 from polyclinic.federation.engines.flower_envelope import pack_message, unpack_message
 from polyclinic.federation.engines.local import answer_or_failure, keep_freed_memory, parse_worker_reply

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from polyclinic.config.track import Track
-from polyclinic.core.errors import EngineError, RecipeError, StoreError
+from polyclinic.core import EngineError, RecipeError, StoreError
 from polyclinic.storage.files import write_json
 
 if TYPE_CHECKING:

@@ -16,9 +16,7 @@ from typing import Any, Generic, TypeVar
 from pydantic import TypeAdapter
 
 from polyclinic.config.recipe import Recipe
-from polyclinic.core.names import HELD_OUT
-from polyclinic.core.rng import Stream
-from polyclinic.core.types import SiteId
+from polyclinic.core import HELD_OUT, SiteId, Stream
 from polyclinic.evaluation.rounds import final_rows, mean_over_sites, sum_costs
 from polyclinic.evaluation.rows import LEDGER_ROW, METRIC_ROW, CostRow, EvaluateRow, LedgerRow, MetricRow, SiteOutcome
 from polyclinic.evaluation.summary import PartScores, RunSummary

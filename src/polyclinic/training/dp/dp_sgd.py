@@ -21,12 +21,20 @@ import torch
 from torch import Tensor, nn
 from torch.func import grad_and_value, vmap
 
-from polyclinic.core.errors import EngineError, RecipeError
-from polyclinic.core.jobs import Fit, Step
-from polyclinic.core.network import Network, Objective
-from polyclinic.core.options import Private, Training
-from polyclinic.core.rng import Stream
-from polyclinic.core.types import Batch, Bundle, Tensors
+from polyclinic.core import (
+    Batch,
+    Bundle,
+    EngineError,
+    Fit,
+    Network,
+    Objective,
+    Private,
+    RecipeError,
+    Step,
+    Stream,
+    Tensors,
+    Training,
+)
 from polyclinic.training.dp.gradient_parts import FullGradients, ParameterGradients
 from polyclinic.training.dp.per_example_gradients import GradientTape, NotRecordableError, copy_with_record
 from polyclinic.training.losses import SEPARABLE

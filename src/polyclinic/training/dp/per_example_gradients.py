@@ -92,10 +92,6 @@ def _linear_gradients(trainable: frozenset[str], a: Tensor, g: Tensor, count: in
 
 
 class RecordedLinear(RecordedLayer, nn.Linear):
-    name: str
-    record: GradientRecord
-    trainable: frozenset[str]
-
     def forward(self, input: Tensor) -> Tensor:
         output = F.linear(input, self.weight.detach(), _detach_parameter(self.bias))
         return self.record.record_call(self, (input.detach(),), output)
@@ -105,10 +101,6 @@ class RecordedLinear(RecordedLayer, nn.Linear):
 
 
 class RecordedConv2d(RecordedLayer, nn.Conv2d):
-    name: str
-    record: GradientRecord
-    trainable: frozenset[str]
-
     def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         output = super()._conv_forward(input, weight.detach(), _detach_parameter(bias))
         return self.record.record_call(self, (input.detach(),), output)
@@ -156,10 +148,6 @@ class RecordedIm2colConv2d(RecordedConv2d, Im2colConv2d):
 
 
 class RecordedGroupNorm(RecordedLayer, nn.GroupNorm):
-    name: str
-    record: GradientRecord
-    trainable: frozenset[str]
-
     def forward(self, input: Tensor) -> Tensor:
         values = self.record.make_contiguous(input.to(self.weight.dtype))
         n, channels = values.shape[:2]
@@ -186,10 +174,6 @@ class RecordedGroupNorm(RecordedLayer, nn.GroupNorm):
 
 
 class RecordedLayerNorm(RecordedLayer, nn.LayerNorm):
-    name: str
-    record: GradientRecord
-    trainable: frozenset[str]
-
     def forward(self, input: Tensor) -> Tensor:
         normal = F.layer_norm(input, self.normalized_shape, None, None, self.eps)
         bias = _detach_parameter(self.bias)

@@ -11,9 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from polyclinic.core.jobs import Fit, Site
-from polyclinic.core.rng import Stream
-from polyclinic.core.types import Batch, Examples, Tensors
+from polyclinic.core import Batch, Examples, Fit, Site, Stream, Tensors
 from polyclinic.data.examples import Selection
 from polyclinic.training.data_order import schedule_steps
 from polyclinic.training.dp.dp_sgd import BATCH_MULTIPLE, expected_batch_size, is_plain_sgd

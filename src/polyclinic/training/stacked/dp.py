@@ -12,9 +12,7 @@ import torch
 from torch import Tensor
 from torch.func import vmap
 
-from polyclinic.core.network import Network, Objective
-from polyclinic.core.options import Private
-from polyclinic.core.types import Batch, Bundle, Tensors
+from polyclinic.core import Batch, Bundle, Network, Objective, Private, Tensors
 from polyclinic.training.dp import dp_sgd
 from polyclinic.training.dp.gradient_parts import ParameterGradients
 from polyclinic.training.dp.per_example_gradients import (

@@ -15,11 +15,20 @@ import torch
 from torch import Tensor
 from torch.func import vmap
 
-from polyclinic.core.flat_tensors import FlatDifference, FlatTensors, contiguous_vector, layout_of
-from polyclinic.core.jobs import Fit, Fitted, Site
-from polyclinic.core.network import Objective
-from polyclinic.core.options import Training
-from polyclinic.core.types import Batch, Bundle, Tensors
+from polyclinic.core import (
+    Batch,
+    Bundle,
+    Fit,
+    Fitted,
+    FlatDifference,
+    FlatTensors,
+    Objective,
+    Site,
+    Tensors,
+    Training,
+    contiguous_vector,
+    layout_of,
+)
 from polyclinic.training.dp.dp_sgd import is_plain_sgd
 from polyclinic.training.dp.per_example_gradients import NotRecordableError
 from polyclinic.training.losses import SEPARABLE

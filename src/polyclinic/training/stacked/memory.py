@@ -7,7 +7,7 @@ import os
 import torch
 from torch import Tensor, nn
 
-from polyclinic.core.types import Bundle
+from polyclinic.core import Bundle
 from polyclinic.training.dp import dp_sgd
 from polyclinic.training.network import LiveNetwork, move_bundle
 from polyclinic.training.stacked.batching import StackMember

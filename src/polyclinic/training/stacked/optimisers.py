@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from polyclinic.core.options import Optimiser
-from polyclinic.core.types import Bundle, Tensors
+from polyclinic.core import Bundle, Optimiser, Tensors
 
 BETA_1, BETA_2, EPSILON = 0.9, 0.999, 1e-8
 """The defaults of torch.optim.Adam."""

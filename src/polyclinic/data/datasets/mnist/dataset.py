@@ -12,8 +12,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from polyclinic.core.errors import DataError
-from polyclinic.core.rng import Stream
+from polyclinic.core import DataError, Stream
 from polyclinic.data.data_dir import data_folder
 from polyclinic.data.datasets.base import Download, NamedDataset
 from polyclinic.data.examples import Collection, Images

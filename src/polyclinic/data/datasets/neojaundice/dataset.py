@@ -12,7 +12,7 @@ from pathlib import Path, PurePosixPath
 
 from pydantic import Field
 
-from polyclinic.core.errors import DataError
+from polyclinic.core import DataError
 from polyclinic.data.datasets.base import NamedDataset
 from polyclinic.data.datasets.readers import find_subfolder, read_public_set, read_rows
 from polyclinic.data.loading.image_options import ImageOptions
