@@ -23,13 +23,15 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from tests.deploy.child_process import ChildProcess
+
 from polyclinic.algorithms.optimisation.fedavg import FedAvg
 from polyclinic.core.jobs import Failure, Federation, Update
 from polyclinic.core.options import Training
 from polyclinic.core.rng import Stream
 from polyclinic.core.types import SiteId
 from polyclinic.deploy.config import FederationConfig as Kits, ServerConfig, ServerSection
-from polyclinic.deploy.processes import ChildProcess, SiteRegistration, open_server, serve_site
+from polyclinic.deploy.processes import SiteRegistration, open_server, serve_site
 from polyclinic.deploy.provisioning.provision import provision_federation
 from polyclinic.deploy.site.config import SiteConfig
 from polyclinic.federation.mailbox import Outbox

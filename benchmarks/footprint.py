@@ -40,8 +40,9 @@ loaded = time.process_time()
 class Begun(Exception): pass
 def watch(event, fields):
     if event == "round": raise Begun
-recipe = polyclinic.Recipe.of({"name": "minimal", "rounds": 1, "data": {"name": "digits", "partition": {"by": "iid",
-    "sites": 3}}, "model": "linear", "algorithm": "fedavg"})
+data = {"name": "digits", "partition": {"by": "iid", "sites": 3}}
+values = {"name": "minimal", "rounds": 1, "data": data, "model": "linear", "algorithm": "fedavg"}
+recipe = polyclinic.Recipe.from_values(values)
 try: polyclinic.run(recipe, watch=watch)
 except Begun: print(loaded, time.process_time())
 """

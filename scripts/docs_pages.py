@@ -1,4 +1,4 @@
-"""Pages of the documentation that lie elsewhere in the repository: notes for contributors, and the notebooks."""
+"""Add the pages that lie outside docs/ (notes for contributors, notebooks) to the site, and adapt links to them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from mkdocs.structure.pages import Page
 ROOT = Path(__file__).parent.parent
 NOTES = ("CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md")
 OUTSIDE = re.compile(rf"\]\(\.\./((?:\.\./)*)({'|'.join(map(re.escape, NOTES))}|notebooks/[\w-]+\.ipynb)")
-"""Links that are right in the repository, and on the site one folder nearer."""
+"""Links from docs/ to the repository's root. The site has no folder docs/, so they lose one `../`."""
+FIRST_RESULTS = "](docs/results/fedcycle.md)"
+"""The page that a link to the folder of results leads to on the site."""
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -25,18 +27,20 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
+    if page.file.src_uri in NOTES:
+        return markdown.replace("](docs/results/)", FIRST_RESULTS).replace("](docs/", "](")
     linked = OUTSIDE.sub(lambda found: f"]({found[1]}{found[2].replace('.ipynb', '.md')}", markdown)
     return one_title(linked, f"Results of {page.title}") if page.file.src_uri.startswith("results/") else linked
 
 
 def one_title(markdown: str, title: str) -> str:
-    """Pages of results have a first-level heading for every table: a table of contents wants them one lower."""
+    """Add a title to a page of results, and lower its headings, of which every table has one of the first level."""
     return f"# {title}\n\n" + re.sub(r"^#+ ", r"#\g<0>", markdown, flags=re.MULTILINE)
 
 
 def as_markdown(notebook: Path) -> str:
-    """Text as it is, code in fences; outputs are not kept, whoever runs it sees them."""
+    """Return a notebook as Markdown: its text, and its code in fences. Notebooks are kept without outputs."""
     cells = json.loads(notebook.read_text(encoding="utf-8"))["cells"]
-    told = [(cell["cell_type"], "".join(cell["source"])) for cell in cells]
-    pieces = [text if kind == "markdown" else f"```python\n{text}\n```" for kind, text in told]
+    sources = [(cell["cell_type"], "".join(cell["source"])) for cell in cells]
+    pieces = [text if kind == "markdown" else f"```python\n{text}\n```" for kind, text in sources]
     return "\n\n".join([*pieces, f"*This page is `notebooks/{notebook.name}`; run it to see what it prints.*"]) + "\n"

@@ -1,7 +1,5 @@
 """`python -m polyclinic`."""
 
-from __future__ import annotations
-
 import sys
 
 

@@ -10,21 +10,21 @@ from typing import Any
 import pytest
 import torch
 
-from polyclinic.algorithms.base import Algorithm
+from polyclinic.algorithms.base import Algorithm, without_prefix
 from polyclinic.algorithms.baselines.local import Local
 from polyclinic.algorithms.optimisation.fedavg import FedAvg
 from polyclinic.algorithms.optimisation.scaffold import Scaffold
 from polyclinic.algorithms.personalisation.fedbn import FedBN
-from polyclinic.algorithms.personalisation.fedper import FedPer, extractor_weights
+from polyclinic.algorithms.personalisation.fedper import HEAD, FedPer
 from polyclinic.algorithms.personalisation.pfedcdp import PFedCDP
 from polyclinic.algorithms.representation.moon import Moon
-from polyclinic.algorithms.wrappers.clustered import Clustered, Seating
+from polyclinic.algorithms.wrappers.clustered import Clustered, ClusterSchedule
 from polyclinic.core.jobs import Failure, Federation
 from polyclinic.core.options import Optimiser, Training
 from polyclinic.core.rng import Stream
 from polyclinic.core.types import Bundle, SiteId
 from polyclinic.federation.engines import Engine
-from polyclinic.federation.engines.local import LocalEngine, try_answer
+from polyclinic.federation.engines.local import LocalEngine, call_or_failure
 from polyclinic.federation.engines.mock import MockEngine
 from polyclinic.federation.rounds import Outcome, Rounds, Rules
 from polyclinic.federation.site_runner import SiteRunner
@@ -52,11 +52,21 @@ WITH_EACH_KIND = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 
 
 def around(
-    inner: Algorithm, networks: Mapping[str, LiveNetwork], seating: Seating, rates: Mapping[str, float] | None = None
+    inner: Algorithm,
+    networks: Mapping[str, LiveNetwork],
+    cluster_schedule: ClusterSchedule,
+    rates: Mapping[str, float] | None = None,
 ) -> Clustered:
     initials = {name: copy_module_weights(network.module) for name, network in networks.items()}
     norms = {name: normalisation_names(network.module) for name, network in networks.items()}
-    return Clustered(inner.training, inner=inner, initials=initials, norms=norms, seating=seating, rates=rates or {})
+    return Clustered(
+        inner.training,
+        inner=inner,
+        initials=initials,
+        norms=norms,
+        cluster_schedule=cluster_schedule,
+        rates=rates or {},
+    )
 
 
 @dataclass(frozen=True)
@@ -181,7 +191,7 @@ def test_three_architectures_in_one_run_on_both_engines(kind: Callable[[Training
     assert {note["together"] for note in notes} == {2}, "sites of a cluster train as one stack"
     for letter in letters:
         initial = local.algorithm.initials[by_thirds(letter.site, 1)]["model"]
-        own = initial if kind is FedAvg else extractor_weights(initial)
+        own = initial if kind is FedAvg else without_prefix(HEAD, initial)
         shapes = {name: tensor.shape for name, tensor in letter.answer.tensors["model"].items()}
         assert shapes == {name: tensor.shape for name, tensor in own.items()}
     predicted = rounds.collect_predictions(outcome, ["validation", "test"])
@@ -218,7 +228,7 @@ def test_an_update_of_another_clusters_shape_is_refused() -> None:
     replies: dict[SiteId, bytes] = {}
 
     def answer(site: SiteId, message: bytes) -> bytes | Failure:
-        reply = try_answer(runners[site], message)
+        reply = call_or_failure(lambda: runners[site].answer(message))
         assert isinstance(reply, bytes)
         replies[site] = reply
         if site != "clinic-2":
@@ -247,7 +257,7 @@ def test_a_cluster_of_which_nobody_was_heard_is_told(cohort: int | None) -> None
     def answer(site: SiteId, message: bytes) -> bytes | Failure:
         round = messages.decode(message).fields["round"]
         lost = cohort is None and round == 2 and odd_and_even(site, round) == "even"
-        return Failure("dead", "no power") if lost else try_answer(runners[site], message)
+        return Failure("dead", "no power") if lost else call_or_failure(lambda: runners[site].answer(message))
 
     rounds = stage.rounds(MockEngine(answer), 3, cohort=cohort, cohort_order="cyclic", quorum=1)
     rounds.watch = lambda event, info: told.update({info["round"]: info["unheard"]}) if event == "round done" else None
@@ -294,11 +304,11 @@ def test_the_order_of_arrival_does_not_matter(kind: Callable[[Training], Algorit
 def test_a_site_that_moves_starts_from_the_new_cluster_and_finds_its_own_again() -> None:
     """clinic-1 goes odd, even, even, odd: what it remembered of the first is untouched when it comes back."""
 
-    def seating(site: SiteId, round: int) -> str:
+    def cluster_schedule(site: SiteId, round: int) -> str:
         return ("even" if round in (2, 3) else "odd") if site == "clinic-1" else odd_and_even(site, round)
 
     networks = {"odd": small(), "even": another()}
-    stage = set_up(around(FedPer(SGD), networks, seating), networks, clinics(*SIZES))
+    stage = set_up(around(FedPer(SGD), networks, cluster_schedule), networks, clinics(*SIZES))
     tap = Tap(LocalEngine(stage.runners))
     kept: dict[int, Bundle] = {}
     save = stage.memory.save
@@ -333,7 +343,7 @@ def test_a_site_that_moves_starts_from_the_new_cluster_and_finds_its_own_again()
 def test_nobody_moves_after_the_last_round() -> None:
     """A site is judged in the cluster it trained in, not in one that it would enter next."""
     networks = {"odd": small(), "even": another()}
-    turns: Seating = lambda site, round: "odd" if round % 2 else "even"  # noqa: E731
+    turns: ClusterSchedule = lambda site, round: "odd" if round % 2 else "even"  # noqa: E731
     for rounds, last in ((1, "odd"), (2, "even"), (3, "odd")):
         stage = set_up(around(FedPer(SGD), networks, turns), networks, clinics(8, 8))
         outcome = play(stage, rounds)
@@ -354,7 +364,10 @@ def test_clusters_alike_but_for_dropout_are_not_one_stack() -> None:
 def test_the_choice_of_an_engine_looks_at_the_largest_cluster() -> None:
     networks = machines()
     everyone = clinics(8, 8, 8, 8)
-    for seating, count in (((lambda s, r: "low"), 4), ((lambda s, r: "high" if s == "clinic-1" else "low"), 3)):
-        stage = set_up(around(FedAvg(SGD), networks, seating), networks, everyone)
+    for cluster_schedule, count in (
+        ((lambda s, r: "low"), 4),
+        ((lambda s, r: "high" if s == "clinic-1" else "low"), 3),
+    ):
+        stage = set_up(around(FedAvg(SGD), networks, cluster_schedule), networks, everyone)
         choice = choose_engine(stage.runners, stage.algorithm, stage.algorithm.init(stage.federation))
         assert f"of {count} sites took" in choice.why

@@ -76,7 +76,7 @@ def test_without_whole_models_there_is_no_ensemble(algorithm: str) -> None:
 
 
 def test_what_cannot_be_is_said_before_anything_trains() -> None:
-    with pytest.raises(RecipeError, match=r"evaluate.headline is ensemble, but nobody keeps .*ensemble: true"):
+    with pytest.raises(RecipeError, match=r"headline is ensemble, but the run has no ensemble; add `ensemble: true`"):
         tiny(evaluate__headline="ensemble")
     clusters = {"all": {"min_score": 0, "model": "linear"}}
     with pytest.raises(RecipeError, match=r"one network for all sites' models; set clusters: \{\}"):

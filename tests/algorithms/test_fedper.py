@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from polyclinic.algorithms.base import Algorithm
+from polyclinic.algorithms.base import Algorithm, without_prefix
 from polyclinic.algorithms.optimisation.fedavg import FedAvg
-from polyclinic.algorithms.personalisation.fedper import HEAD, FedPer, extractor_weights, head_weights
+from polyclinic.algorithms.personalisation.fedper import HEAD, FedPer, head_weights
 from polyclinic.algorithms.personalisation.pfedcdp import PFedCDP
 from polyclinic.core.options import Optimiser, Training
 from polyclinic.core.types import Bundle, SiteId, Tensors
@@ -62,7 +62,7 @@ def test_in_the_first_round_sites_do_what_they_do_in_fedavg(weights: Weighting) 
     for rounds, equal in ((1, True), (2, False)):
         fedper, fedavg = (play(kind(training), clinics(12, 7, 16), small(), rounds) for kind in (FedPer, FedAvg))
         mine, theirs = fedper.outcome.state, fedavg.outcome.state
-        assert same({"model": mine["model"]}, {"model": extractor_weights(theirs["model"])}) is equal
+        assert same({"model": mine["model"]}, {"model": without_prefix(HEAD, theirs["model"])}) is equal
         assert same({"buffers": mine["buffers"]}, {"buffers": theirs["buffers"]}) is equal
 
 
@@ -168,7 +168,7 @@ def test_no_byte_of_a_head_leaves_a_site(algorithm: Algorithm, stages: list[Stag
         if stages and "model" in sent:
             assert sent["model"][VALUES].numel() == packed_size(6, size)
         elif "model" in sent:
-            assert sent["model"].keys() == extractor_weights(first["model"]).keys() == state["model"].keys()
+            assert sent["model"].keys() == without_prefix(HEAD, first["model"]).keys() == state["model"].keys()
 
 
 def test_it_would_be_found_if_it_did() -> None:

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from polyclinic.algorithms.personalisation.fisher import (
+from polyclinic.algorithms.personalisation.pfedcdp import (
     per_example_squared_gradients,
     squared_gradients,
     squared_mean_gradient,

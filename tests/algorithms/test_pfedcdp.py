@@ -13,9 +13,9 @@ from hypothesis import given, settings, strategies as st
 from scipy.special import log_softmax, softmax
 from torch import Tensor
 
-from polyclinic.algorithms.personalisation.fedper import FedPer, extractor_weights, head_weights
-from polyclinic.algorithms.personalisation.fisher import squared_gradients, squared_mean_gradient
-from polyclinic.algorithms.personalisation.pfedcdp import PFedCDP
+from polyclinic.algorithms.base import without_prefix
+from polyclinic.algorithms.personalisation.fedper import HEAD, FedPer, head_weights
+from polyclinic.algorithms.personalisation.pfedcdp import PFedCDP, squared_gradients, squared_mean_gradient
 from polyclinic.core.errors import RecipeError
 from polyclinic.core.jobs import Fit, Fitted, Job, Score
 from polyclinic.core.options import Optimiser, Training
@@ -313,7 +313,7 @@ def test_it_predicts_with_the_blend_at_home_and_the_fitted_head_at_the_server() 
     found = algorithm.models(state, memory)
     assert same(found["personal"], algorithm.start_weights(state, memory))
     assert same({"m": found["global"]["model"]}, {"m": {**state["model"], **state["head"]}})
-    assert not same({"m": extractor_weights(found["personal"]["model"])}, {"m": state["model"]})
+    assert not same({"m": without_prefix(HEAD, found["personal"]["model"])}, {"m": state["model"]})
 
 
 @pytest.mark.parametrize(

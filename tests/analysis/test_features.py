@@ -32,8 +32,8 @@ from polyclinic.analysis.features import (
     hausdorff_distances,
     measure_features,
     reduce_dimensions,
+    score_site_classifier,
 )
-from polyclinic.analysis.site_classifier import score_site_classifier
 from polyclinic.core.errors import RecipeError
 from polyclinic.core.rng import Stream
 from polyclinic.evaluation import claims

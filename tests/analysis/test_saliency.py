@@ -20,7 +20,6 @@ from polyclinic.analysis.saliency import (
     BINS,
     CaseGroup,
     RunPredictions,
-    Saliency,
     SaliencyOptions,
     explain_runs,
     grad_cam,
@@ -119,7 +118,7 @@ def test_a_constant_network_looks_nowhere(a_chain: bool) -> None:
     head.weight.zero_()
     (found,) = grad_cam(network, noise(1, 2, 6, 6), torch.tensor([1]))
     assert not found.any()
-    heat = resize_map(Saliency(0, 1.0, 0, found), torch.zeros(1, 12, 12))
+    heat = resize_map(found, torch.zeros(1, 12, 12))
     assert heat.shape == (12, 12)
     assert not heat.any()
     assert locate_map(heat) is None
@@ -129,7 +128,7 @@ def test_a_constant_network_looks_nowhere(a_chain: bool) -> None:
 def test_a_map_is_told_in_words() -> None:
     corner = torch.zeros(4, 4)
     corner[0, 3] = 5
-    heat = resize_map(Saliency(0, 1.0, 0, corner), torch.zeros(3, 16, 16))
+    heat = resize_map(corner, torch.zeros(3, 16, 16))
     assert heat.max() == 1
     assert describe_map(heat).startswith("to the upper right, at ")
     assert describe_map(np.ones((8, 8))) == "at the centre, at 100% of the image"

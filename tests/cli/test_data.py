@@ -19,11 +19,11 @@ from polyclinic.config.recipe import Recipe
 from polyclinic.core.rng import Stream
 from polyclinic.data import NAMED_DATASETS, describe_datasets
 from polyclinic.data.datasets.base import Download, NamedDataset
+from polyclinic.data.listings import open_source
 from polyclinic.data.loading.cache import VARIABLE as CACHE
 from polyclinic.data.loading.image_options import ImageOptions
 from polyclinic.data.loading.loader import load_collection
 from polyclinic.data.records import Listing
-from polyclinic.data.sources.format_detection import open_source
 from polyclinic.runs.experiment import load_sites
 from tests import commands
 from tests.data import planted

@@ -266,7 +266,7 @@ def test_a_disk_that_refuses_is_told_in_one_sentence(monkeypatch: pytest.MonkeyP
     def fail(*_: object, **__: object) -> None:
         raise PermissionError(13, "Permission denied", "/locked")
 
-    monkeypatch.setattr("polyclinic.runs.experiment.run", fail)
+    monkeypatch.setattr("polyclinic.run", fail)
     assert "/locked: Permission denied" in refused("run", "tiny.yaml")
 
 
@@ -274,7 +274,7 @@ def test_ctrl_c_before_the_first_round_says_how_to_begin_again(monkeypatch: pyte
     def stop(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("polyclinic.runs.experiment.run", stop)
+    monkeypatch.setattr("polyclinic.run", stop)
     result = call("run", "tiny.yaml", "--out", "out")
     assert result.exit_code == 130
     assert result.stderr == "stopped; no finished round is lost: continue with the same command\n"

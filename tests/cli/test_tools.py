@@ -17,6 +17,7 @@ from polyclinic.config.capability import (
     RESOURCES,
     THRESHOLDS,
     MachineProfile,
+    ResourceWeights,
     capability_score,
     find_cluster,
     site_profile,
@@ -61,7 +62,7 @@ def test_the_document_agrees_with_itself(server: str) -> None:
     told = document("--server", server, "--weights", "0.3,0.3,0.1,0.3")
     card = MachineProfile(**{name: told[name] for name in RESOURCES}, total_memory=told["total_memory"])
     assert told["weights"] == dict(zip(RESOURCES, (0.3, 0.3, 0.1, 0.3), strict=True))
-    assert told["score"] == capability_score(card, told["weights"])
+    assert told["score"] == capability_score(card, ResourceWeights(**told["weights"]))
     assert told["thresholds"] == THRESHOLDS
     assert told["cluster"] == find_cluster(told["score"], THRESHOLDS)
     assert told["total_memory"] == psutil.virtual_memory().total
@@ -137,9 +138,9 @@ USAGE = [
     (("--medium", "0"), "cluster medium begins at a score of 0.0 and low"),
     (("--high", "2"), "which no site reaches"),
     (("--high", "nan"), "cluster high begins at a score of nan"),
-    (("--max-latency", "0"), "acceptable is 0.0 ms"),
-    (("--max-latency", "nan"), "acceptable is nan ms"),
-    (("--max-latency", "1e300"), "acceptable is 1e+300 ms"),
+    (("--max-latency", "0"), "max_latency_ms is 0.0"),
+    (("--max-latency", "nan"), "max_latency_ms is nan"),
+    (("--max-latency", "1e300"), "max_latency_ms is 1e+300"),
     (("--server", "hospital"), "'hospital' is not HOST:PORT"),
     (("--server", ":80"), "':80' is not HOST:PORT"),
     (("--server", "hospital:"), "'hospital:' is not HOST:PORT"),

@@ -148,7 +148,7 @@ def test_the_environment_variable_arms_a_point() -> None:
     """As a person would do it: POLYCLINIC_FAULT=finished:2 lets the first pass and dies at the second."""
     spec = importlib.util.find_spec("polyclinic.core.failpoints")
     assert spec is not None
-    script = f"import runpy; reach = runpy.run_path({spec.origin!r})['reach']; "
+    script = f"import runpy; reach = runpy.run_path({spec.origin!r})['failpoint']; "
     script += "reach('finished'); print('once', flush=True); "
     for name, code in (("finished", KILLED), ("evaluated", 0)):
         ended = subprocess.run(

@@ -28,13 +28,13 @@ from polyclinic.dashboard.follow import PageState
 from polyclinic.dashboard.page import POLICY, render_page
 from polyclinic.dashboard.run import RunStatus
 from polyclinic.dashboard.server import state_json
-from polyclinic.deploy.processes import ChildProcess
 from polyclinic.evaluation.rows import ChargeRow, CostRow, LedgerRow, SiteOutcome
 from polyclinic.experiments.compare import compare
 from polyclinic.runs.experiment import run
 from polyclinic.storage.ledger import Ledger
 from polyclinic.storage.run_folder import RunFolder
 from tests import commands
+from tests.deploy.child_process import ChildProcess
 from tests.reporting.drawn import Page
 from tests.small import SITES, tiny
 
@@ -147,7 +147,7 @@ def test_a_real_run_is_followed_from_its_start_to_its_end(tmp_path: Path) -> Non
     assert [stay["last"] for stay in seen[-1]["sites"]] == [6] * 5
     curve = seen[-1]["curves"]["accuracy"]["validation images"]
     assert [round for round, _ in curve] == list(range(7))
-    assert curve[-1][1] == summary["merged"]["global"]["validation"]["accuracy"]
+    assert curve[-1][1] == summary["merged"]["global"]["validation"]["metrics"]["accuracy"]["value"]
 
 
 def test_a_look_changes_nothing(finished: Path) -> None:

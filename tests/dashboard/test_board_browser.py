@@ -86,7 +86,7 @@ def test_a_page_follows_without_a_reload_and_leaves_readers_where_they_are(
         assert view.evaluate("document.activeElement.textContent") == FIGURES
         assert view.evaluate("document.activeElement.closest('#learning') !== null")
         assert view.title().startswith("finished")
-        assert view.locator("#hospitals tbody tr").first.locator("td").first.text_content() == "4"
+        assert view.locator("#sites tbody tr").first.locator("td").first.text_content() == "4"
     assert said == [], "its own policy must let the page work"
     view.locator("#link", has_text="not up to date").wait_for()
     context.close()
@@ -98,9 +98,9 @@ def test_without_scripts_it_is_a_snapshot(browser: Any, begun: Path) -> None:
     with served(begun) as server:
         view.goto(server.board_url)
         assert view.text_content("#state") == "Stopped after 3 of 4 rounds: no process is at work."
-        assert "stands still" in view.text_content("footer")
+        assert "does not update" in view.text_content("footer")
         assert view.locator("svg[role=img]").count() >= 3
-        assert view.locator("#hospitals tbody tr").count() == 3
+        assert view.locator("#sites tbody tr").count() == 3
         labels = [each.get_attribute("aria-label") for each in view.locator("svg[role=img]").all()]
         assert all(labels)
         assert any("cross-entropy (nats)" in label for label in labels)

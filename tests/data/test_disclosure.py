@@ -17,11 +17,11 @@ from polyclinic.data.check import CheckResult, check_listing
 from polyclinic.data.examples import Collection, Images
 from polyclinic.data.heterogeneity import feature_shift
 from polyclinic.data.heterogeneity.diagnosis import Diagnosis, diagnose_sites, format_diagnosis
+from polyclinic.data.listings import open_source
 from polyclinic.data.partitioning.partitions import Natural
 from polyclinic.data.partitioning.site_data import build_site_data
 from polyclinic.data.records import Listing
 from polyclinic.data.sources.folder import read_folder
-from polyclinic.data.sources.format_detection import open_source
 from polyclinic.data.sources.table import read_table
 from polyclinic.data.splits import Fractions
 from tests.data.written import NAME, refused, table, touch

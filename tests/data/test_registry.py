@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-import polyclinic.data as registry
+import polyclinic.core.registry as core_registry
 from polyclinic.core.errors import RecipeError
 from polyclinic.core.rng import Stream
 from polyclinic.data import DATASETS, NAMED_DATASETS, describe_datasets
@@ -24,7 +24,7 @@ from polyclinic.data.sources.folder import read_folder
 
 @pytest.fixture
 def registered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(NAMED_DATASETS, "_registered", {})
+    monkeypatch.setattr(NAMED_DATASETS, "_loaded", {})
     return iter(())
 
 
@@ -91,11 +91,12 @@ def test_an_installed_package_adds_a_dataset_when_it_is_asked_for(
         "read = register_dataset('ward')(read_ward)\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    point = EntryPoint("ward", "ward_package:read", registry.ENTRY_POINTS)
-    monkeypatch.setattr(registry, "entry_points", lambda group, name="ward": [point] if name == "ward" else [])
+    points = [EntryPoint("ward", "ward_package:read", "polyclinic.datasets")]
+    monkeypatch.setattr(core_registry, "entry_points", lambda group: points if group == "polyclinic.datasets" else [])
+    NAMED_DATASETS.__dict__.pop("_places", None)  # found again, with the new package
     assert "ward" in list(DATASETS)
     assert "ward_package" not in sys.modules
     assert DATASETS["ward"].read is not None
     assert "ward_package" in sys.modules
     assert "other" not in DATASETS
-    del sys.modules["ward_package"]
+    del sys.modules["ward_package"], NAMED_DATASETS.__dict__["_places"]

@@ -20,7 +20,7 @@ import polyclinic.deploy.serve
 import polyclinic.deploy.site.message_handler
 from polyclinic import run
 from polyclinic.core import failpoints
-from polyclinic.deploy.processes import ChildProcess, _die_with_parent
+from tests.deploy.child_process import ChildProcess, die_with_parent
 from tests.driving import serve
 from tests.small import tiny
 
@@ -66,7 +66,7 @@ def start(
 def _settle(log: str, network: str) -> None:
     """A session and files of its own, as `Child` gives to what it starts; in another network if one is named."""
     os.setsid()
-    _die_with_parent()
+    die_with_parent()
     output, nothing = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600), os.open(os.devnull, os.O_RDONLY)
     for old, new in ((nothing, 0), (output, 1), (output, 2)):
         os.dup2(old, new)

@@ -19,10 +19,11 @@ import yaml
 from polyclinic import Recipe
 from polyclinic.core.types import SiteId
 from polyclinic.deploy.config import FederationConfig, ServerSection
-from polyclinic.deploy.processes import ENVIRONMENT, ChildProcess, _die_with_parent
+from polyclinic.deploy.flower import ENVIRONMENT
 from polyclinic.deploy.provisioning.provision import provision_federation
 from polyclinic.evaluation.summary import RunSummary
 from polyclinic.storage.run_folder import RunFolder
+from tests.deploy.child_process import ChildProcess, die_with_parent
 from tests.deploy.example_sites import EVERYTHING, SITES, TABLE, simulation, write_hospitals
 from tests.driving import Ask, driving
 
@@ -112,7 +113,7 @@ class Forked:
 
 def forking() -> AbstractContextManager[Ask]:
     """The driver of `tests.deploy.forks`; its children end with it."""
-    return driving("tests.deploy.forks", environment={**ENVIRONMENT, **ALONE}, before=_die_with_parent)
+    return driving("tests.deploy.forks", environment={**ENVIRONMENT, **ALONE}, before=die_with_parent)
 
 
 @dataclass

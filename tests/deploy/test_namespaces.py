@@ -13,7 +13,7 @@ import pytest
 
 pytest.importorskip("flwr", reason="needs the extra polyclinic[flower]")
 
-from polyclinic.deploy.processes import read_status
+from polyclinic.deploy.status import read_status
 from tests.deploy.example_sites import recipe
 from tests.deploy.real_processes import Ward, forking, furnish
 

@@ -19,16 +19,9 @@ from polyclinic.cli.deploy import join, status
 from polyclinic.core.errors import RecipeError
 from polyclinic.core.jobs import Failure
 from polyclinic.deploy.config import ServerConfig
-from polyclinic.deploy.processes import (
-    LOG_BYTES,
-    LOG_FILES,
-    ServerStatus,
-    listen_address,
-    log_to_file,
-    open_server,
-    read_status,
-)
+from polyclinic.deploy.processes import listen_address, open_server
 from polyclinic.deploy.serve import ask_sites
+from polyclinic.deploy.status import LOG_BYTES, LOG_FILES, ServerStatus, log_to_file, read_status
 from polyclinic.storage import messages
 from tests.deploy.example_sites import CLUSTERS, SITES, asked, recipe
 from tests.deploy.real_processes import Ward, forking, furnish, until
@@ -111,7 +104,7 @@ def test_sites_say_what_they_refuse_and_that_a_run_is_over(ward: Ward) -> None:
     )
     before = len(log.read_text())
     with open_server(ServerConfig.load(ward.folder / "k" / "server" / "server.yaml")) as reception:
-        ward.until(lambda: len(reception.connected_sites()) == len(SITES), "all sites' coming")
+        ward.until(lambda: len(reception.link.connected_sites()) == len(SITES), "all sites' coming")
         for _, answer in ask_sites(reception.engine, order, SITES, 20):
             assert isinstance(answer, Failure)
         assert "hill: connected to" in told_of_hill(ward)

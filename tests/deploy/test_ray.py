@@ -112,7 +112,7 @@ def test_a_mistake_surfaces(engine: InProcess, tmp_path: Path) -> None:
 def test_other_images_than_the_runs_are_not_trained_on(engine: InProcess, tmp_path: Path) -> None:
     played(engine, tmp_path)
     engine.assignment = replace(engine.assignment, images="of another day")
-    with pytest.raises(EngineError, match="cannot play the sites: the images there are not those"):
+    with pytest.raises(EngineError, match="cannot run the sites: the images there are not those"):
         engine.answer(SITES[0], 1, b"")
 
 

@@ -27,11 +27,12 @@ from polyclinic.core.jobs import Failure
 from polyclinic.core.types import SiteId
 from polyclinic.deploy.config import ServerConfig
 from polyclinic.deploy.flower.client import SiteConnection
-from polyclinic.deploy.processes import WAITING, ServerStatus, open_server
+from polyclinic.deploy.processes import open_server
 from polyclinic.deploy.provisioning.provision import rotate_site
 from polyclinic.deploy.serve import run_deployed
 from polyclinic.deploy.site.config import SiteConfig
 from polyclinic.deploy.site.message_handler import SiteMessageHandler
+from polyclinic.deploy.status import WAITING, ServerStatus
 from polyclinic.federation.engines import RemoteExecution
 from polyclinic.federation.engines.mock import MockEngine
 from polyclinic.storage import messages

@@ -18,11 +18,12 @@ from polyclinic import Recipe
 from polyclinic.cli.deploy import join, status
 from polyclinic.config.identity import predicted_parts
 from polyclinic.core.errors import PolyclinicError, RecipeError, StoreError
-from polyclinic.deploy.processes import STATUS, serve_site
+from polyclinic.deploy.processes import serve_site
 from polyclinic.deploy.site.config import SiteConfig, config_warnings
 from polyclinic.deploy.site.message_handler import SiteMessageHandler
 from polyclinic.deploy.site.participation import ReleasePreview
 from polyclinic.deploy.site.release_log import last_trouble
+from polyclinic.deploy.status import STATUS
 from polyclinic.privacy.accounting import Spend, epsilon
 from polyclinic.storage import messages
 from polyclinic.storage.files import write_json

@@ -12,14 +12,14 @@ from polyclinic.core.jobs import Site, Work
 from polyclinic.core.options import Optimiser, Training
 from polyclinic.core.rng import Stream
 from polyclinic.core.types import Bundle
-from polyclinic.federation.engines.local import WorkerEngine, try_answer
+from polyclinic.federation.engines.local import WorkerEngine, call_or_failure
 from polyclinic.federation.engines.mock import MockEngine
 from polyclinic.storage.messages import ALIGNMENT
 from tests.laws.bench import Played, as_json, clinics, play, small
 
 
 def over_bytes(engine: Any) -> MockEngine:
-    return MockEngine(lambda site, data: try_answer(engine.runners[site], data))
+    return MockEngine(lambda site, data: call_or_failure(lambda: engine.runners[site].answer(data)))
 
 
 @pytest.mark.parametrize("name", sorted(ALGORITHMS))

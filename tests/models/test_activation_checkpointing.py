@@ -164,7 +164,7 @@ def test_a_network_without_blocks_is_refused(name: str) -> None:
 
 def test_a_recipe_asks_for_it() -> None:
     consortium = load_sites(tiny(), None)
-    others: list[dict[str, object]] = [{}, {"model__cut": 2}, {"model__norm": "group"}]
+    others: list[dict[str, object]] = [{}, {"model__split_after": 2}, {"model__norm": "group"}]
     for wanted in (False, True):
         for keys in others:
             recipe = tiny(model__name="mobilenet_v3_small", model__activation_checkpointing=wanted, **keys)

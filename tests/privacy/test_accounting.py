@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 import pytest
@@ -12,7 +12,8 @@ from scipy.optimize import brentq
 from scipy.stats import binom, norm
 
 from polyclinic.core.errors import RecipeError
-from polyclinic.privacy.accounting import Accountant, Neighbours, Spend, delta_for, epsilon, noise_for
+from polyclinic.privacy import accounting
+from polyclinic.privacy.accounting import Accountant, Neighbours, Spend, epsilon, merge_spends, noise_for
 
 TABLE = [  # rate, noise, times, ε by Google's dp-accounting at δ = 1e-5: RDP, PLD
     (0.04, 1.5, 2250, 7.3293, 6.7688),
@@ -53,6 +54,25 @@ def test_prv_and_the_paper_s_own_metric() -> None:
     for noise, printed in ((1.02, 1.77), (2.04, 0.66)):  # ten rounds, added up, of one client's epoch
         round_ = epsilon([Spend(noise, 64 / 45600, 712)], 1 / 60000, "prv")
         assert 10 * round_ == pytest.approx(printed, abs=0.03)
+
+
+def delta_for(spends: Iterable[Spend], target: float, accountant: Accountant = "pld") -> float:
+    """δ of all spends together at this ε: that of the accountants themselves, or for PRV to 1 % by bisection."""
+    merged = merge_spends(spends, "add or remove")
+    if not merged or merged[0].noise == 0:
+        return float(bool(merged))
+    if accountant == "pld":
+        return float(accounting._compose_pld(merged, "add or remove").get_delta_for_epsilon(target))
+    if accountant == "rdp":
+        return float(accounting._compose_rdp(merged, "add or remove").get_delta(target))
+    too_little, enough = 1e-9, 1.0  # below 1e-9 Opacus loses its precision
+    while enough > 1.01 * too_little:
+        middle = math.sqrt(enough * too_little)
+        if epsilon(merged, middle, "prv") <= target:
+            enough = middle
+        else:
+            too_little = middle
+    return enough
 
 
 def gaussian_delta(eps: float, mu: float) -> float:

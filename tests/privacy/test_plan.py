@@ -346,10 +346,10 @@ def test_a_plan_says_what_an_infinite_price_is() -> None:
 def test_a_site_refuses_what_its_plan_does_not_have() -> None:
     held = SitePrivacyLimits(Stream(1), (), 1.0, parts=(), rounds=2)
     order = {"purpose": "train", "parts": [], "round": 2}
-    held.check_order(order, "a")
+    held.check_order(Message(order, {}), "a")
     for more in ({"parts": ["validation"]}, {"parts": ["train"]}, {"round": 3}, {"purpose": "evaluate", "round": 4}):
         with pytest.raises(Refused, match="privacy plan"):
-            held.check_order({**order, **more}, "a")
+            held.check_order(Message({**order, **more}, {}), "a")
 
 
 def test_one_bad_image_does_not_end_a_private_run(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -112,7 +112,7 @@ WRONG: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         {"capability__weights": dict.fromkeys(RESOURCES, 0.3)},
         ("capability.weights", "add up to 1.2"),
     ),
-    "a weight is missing": ({"capability__weights": {"cpu": 1.0}}, ("capability.weights", "memory is missing")),
+    "a weight is missing": ({"capability__weights": {"cpu": 1.0}}, ("capability.weights.memory", "is missing")),
     "T_M = T_H": (
         {"clusters": CLUSTERS | {"medium": {"min_score": 0.66, "model": "cnn_b"}}},
         ("high", "medium", "in falling order"),
@@ -127,10 +127,10 @@ WRONG: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     ),
     "a share beyond 1": (
         {"capability__profiles": {"harbour": card(1.5)}},
-        ("capability.profiles.harbour", "from 0 to 1"),
+        ("capability.profiles.harbour", "less than or equal to 1"),
     ),
     "half a card": ({"capability__profiles": {"harbour": {"cpu": 0.5}}}, ("capability.profiles.harbour", "missing")),
-    "never evaluated": ({"capability__reassess_every": 0}, ("capability.reassess_every", "1 round or more")),
+    "never evaluated": ({"capability__reassess_every": 0}, ("capability.reassess_every", "greater than or equal to 1")),
     "a name that is taken": ({"clusters": {"student": {"min_score": 0, "model": "mlp"}}}, ("student", "letters")),
     "a name that is none": ({"clusters": {"a@b": {"min_score": 0, "model": "mlp"}}}, ("a@b", "letters and digits")),
     "an unknown key in a cluster": (

@@ -19,7 +19,7 @@ from polyclinic import RunResult, run
 from polyclinic.algorithms.distillation.refine import logits_and_labels
 from polyclinic.algorithms.distillation.shapley import coalition_value
 from polyclinic.core.errors import RecipeError, RoundFailed, StoreError
-from polyclinic.core.jobs import Score, Site
+from polyclinic.core.jobs import Fit, Fitted, Score, Site
 from polyclinic.core.options import Private
 from polyclinic.core.types import Bundle
 from polyclinic.data.examples import Images, SiteData
@@ -29,6 +29,7 @@ from polyclinic.evaluation.summary import RunSummary
 from polyclinic.federation.rounds import Watch
 from polyclinic.reporting.render_markdown import to_markdown
 from polyclinic.reporting.report import build_results_page
+from polyclinic.runs import server_training
 from polyclinic.runs.experiment import Experiment
 from polyclinic.runs.networks import server_models
 from polyclinic.runs.privacy_plan import privacy_limits
@@ -36,7 +37,7 @@ from polyclinic.runs.public_data import load_public
 from polyclinic.runs.server_training import ServerTrainer
 from polyclinic.storage import messages
 from polyclinic.storage.run_folder import RunFolder
-from polyclinic.training.fit import score
+from polyclinic.training.fit import fit, score
 from tests.runs.test_networks import PUBLIC, SITES, hospitals, prepared, recipe
 
 QUICK = {"name": "refine", "epochs": 2, "batch": 64}
@@ -348,13 +349,12 @@ def test_without_masks_both_trainings_are_priced(monkeypatch: pytest.MonkeyPatch
     assert alone.setup.plan is not None
     assert experiment.setup.plan.epsilon > alone.setup.plan.epsilon > 0
     noticed: list[Private | None] = []
-    serve = type(server_of(experiment))._run_job
 
-    def spied(self: ServerTrainer, group: str, job: Any, site: Site, rng: Any) -> Any:
+    def spied(job: Fit, *rest: Any) -> Fitted:
         noticed.append(job.training.private)
-        return serve(self, group, job, site, rng)
+        return fit(job, *rest)
 
-    monkeypatch.setattr(ServerTrainer, "_run_job", spied)
+    monkeypatch.setattr(server_training, "fit", spied)
     result = experiment.run()
     assert result.summary.epsilon == pytest.approx(experiment.setup.plan.epsilon)
     assert noticed == [None] * 6, "public images need no protection"

@@ -3,10 +3,8 @@
 To write an algorithm, read this file and `polyclinic.core.jobs`.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -26,6 +24,7 @@ from polyclinic.core import (
     Tensors,
     Training,
     Update,
+    Updates,
     Work,
     check_options,
     copy_tensors,
@@ -132,7 +131,6 @@ class Algorithm(ABC):
             features: The shape of the extractor's output for one image.
             classes: The number of classes.
         """
-        del features, classes
         return {}
 
     def init(self, federation: Federation) -> Bundle:
@@ -141,7 +139,6 @@ class Algorithm(ABC):
 
     def broadcast(self, state: Bundle, site: SiteId) -> Bundle:
         """Return the part of the state that `site` receives."""
-        del site
         return state
 
     @abstractmethod
@@ -162,7 +159,7 @@ class Algorithm(ABC):
         """
 
     @abstractmethod
-    def aggregate(self, state: Bundle, updates: Iterable[Update]) -> Bundle:
+    def aggregate(self, state: Bundle, updates: Updates) -> Bundle:
         """Return the next state.
 
         Args:
@@ -170,9 +167,8 @@ class Algorithm(ABC):
             updates: The accepted updates in site order, one at a time. Average them by `BundleMean`; keep none.
         """
 
-    def check_update(self, update: Update) -> None:
+    def check_update(self, update: Update) -> None:  # noqa: B027  by default there is nothing to check
         """Raise `errors.Refused` if the update has valid shapes and values but cannot be right for this algorithm."""
-        del update
 
     def finish(self, state: Bundle) -> Bundle:
         """Return the state after the last round, which is saved and from which the final models are made."""
@@ -182,7 +178,6 @@ class Algorithm(ABC):
 
     def models(self, received: Bundle, memory: Bundle | None) -> dict[str, Bundle]:
         """Return the weights that a site would predict with, by name: "global", "personal" or another site's name."""
-        del memory
         return {"global": classifier_weights(received)}
 
     @property
@@ -192,7 +187,6 @@ class Algorithm(ABC):
 
     def server_step(self, state: Bundle, server: Site, rng: Stream) -> ServerWork:
         """Do the server's training on its public set: yield `("", job)`, receive the result, return the next state."""
-        del server, rng
         yield from ()
         return state
 
@@ -213,23 +207,26 @@ class Algorithm(ABC):
 
     def cluster_of(self, state: Bundle, site: SiteId) -> str:
         """Return the cluster of a site, whose members share one network. Only `wrappers.clustered` overrides it."""
-        del state, site
         return ""
 
     def cluster_state(self, state: Bundle, cluster: str) -> Bundle:
         """Return the part of the state that belongs to a cluster."""
-        del cluster
         return state
 
     def cluster_from_broadcast(self, received: Bundle) -> str:
         """Return the cluster that a site belongs to, read from what it received."""
-        del received
         return ""
 
     def lr_scale(self, cluster: str) -> float:
         """Return the factor on the learning rate in a cluster."""
-        del cluster
         return 1.0
+
+    def mean_update(self, updates: Updates, *kinds: str) -> Bundle:
+        """Return Σ_k (n_k / n) · w_k over the updates: the mean of `kinds`, by default of parameters and buffers."""
+        mean = BundleMean(*kinds)
+        for update in updates:
+            mean.add(update.tensors, self.update_weight(update))
+        return mean.value()
 
     def update_weight(self, update: Update) -> float:
         """Return the weight of an update in a mean: n_k, or 1 with `training.weights: uniform`."""

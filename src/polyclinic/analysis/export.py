@@ -5,8 +5,6 @@ batch size; it is written only after its outputs were compared with torch's. The
 checksums of the other files: a folder without a matching card is incomplete.
 """
 
-from __future__ import annotations
-
 import copy
 import hashlib
 import json
@@ -14,7 +12,6 @@ import math
 import warnings
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -39,6 +36,15 @@ DICOM = (
     "as its sender meant it to be shown: modality, then its VOI table or first window, else from the least to the "
     "largest value that is not padding; MONOCHROME1 inverted"
 )
+CROPPING = {
+    "rule": (
+        "cut to the largest bright object; what does not touch it becomes black (polyclinic.data.loading.preprocessing)"
+    ),
+    "dark": DARK,
+    "blocks": BLOCKS,
+    "thin": THIN,
+    "margin": MARGIN,
+}
 
 
 class CalibratedModel(nn.Module):
@@ -127,8 +133,8 @@ def export_model(
     """
     check_overwriting(folder, force)
     temperature = calibration.temperature if isinstance(calibration, Calibration) else 1.0
-    manifest = build_manifest(run, model, calibration)
-    files = {WEIGHTS: collect_weights(model), PREPARING: (json.dumps(manifest, indent=2) + "\n").encode()}
+    manifest = json.dumps(build_manifest(run, model, calibration), indent=2) + "\n"
+    files = {WEIGHTS: collect_weights(model), PREPARING: manifest.encode()}
     if onnx:
         files[ONNX] = build_onnx(model, run.preprocessing, run.classes, temperature)
     sums = {name: hashlib.sha256(data).hexdigest() for name, data in files.items()}
@@ -150,9 +156,8 @@ def check_overwriting(folder: Path, force: bool) -> None:
 
 def collect_weights(model: RunModel) -> bytes:
     """The weights under torch's names; for an ensemble prefixed with `members.NUMBER.`, without the sites' names."""
-    alone = len(model.networks) == 1
     tensors = {
-        name if alone else f"members.{number}.{name}": tensor.detach().cpu().contiguous()
+        name if len(model.networks) == 1 else f"members.{number}.{name}": tensor.detach().cpu().contiguous()
         for number, network in enumerate(model.networks)
         for name, tensor in network.state_dict().items()
     }
@@ -171,7 +176,7 @@ def build_manifest(run: ModelCatalogue, model: RunModel, calibration: Calibratio
             "order": "channels red, green, blue" if wanted.channels == 3 else "one channel, grey",
         },
         "decode": {"bits": wanted.bits, "dicom": DICOM, "orientation": "upright, by EXIF", "transparency": "on black"},
-        "crop_borders": _describe_cropping() if wanted.crop_borders else None,
+        "crop_borders": CROPPING if wanted.crop_borders else None,
         "channels": {"number": wanted.channels, "grey": "Pillow's L", "colour": "a grey image thrice"},
         "resize": {"size": wanted.size, "fit": wanted.fit, "filter": "Pillow bilinear, antialiased", "pad": 0},
         "scale": {"divide_by": 255, "mean": run.preprocessing.mean, "std": run.preprocessing.std},
@@ -186,13 +191,6 @@ def build_manifest(run: ModelCatalogue, model: RunModel, calibration: Calibratio
     }
 
 
-def _describe_cropping() -> dict[str, object]:
-    rule = (
-        "cut to the largest bright object; what does not touch it becomes black (polyclinic.data.loading.preprocessing)"
-    )
-    return {"rule": rule, "dark": DARK, "blocks": BLOCKS, "thin": THIN, "margin": MARGIN}
-
-
 def build_onnx(model: RunModel, preprocessing: Preprocessing, classes: tuple[str, ...], temperature: float) -> bytes:
     """The model as ONNX, after comparing its outputs with torch's."""
     if missing := [name for name in NEEDED if find_spec(name) is None]:
@@ -200,8 +198,8 @@ def build_onnx(model: RunModel, preprocessing: Preprocessing, classes: tuple[str
             f'ONNX needs {", ".join(missing)}; install with pip install "polyclinic[export]", or leave --onnx out'
         )
     wanted = preprocessing.preparation
-    images = torch.rand(3, wanted.channels, wanted.size, wanted.size, generator=Stream(0, ("onnx",)).generator())
-    images = (images - 0.5) * 4
+    shape = 3, wanted.channels, wanted.size, wanted.size
+    images = (torch.rand(shape, generator=Stream(0, ("onnx",)).generator()) - 0.5) * 4
     data = _convert_to_onnx(CalibratedModel(model, temperature), images, model, classes)
     for some in (images[:1], images):
         _check_same_outputs(data, some, model, temperature)
@@ -231,19 +229,13 @@ def _convert_to_onnx(whole: CalibratedModel, images: Tensor, model: RunModel, cl
         ) from None
     assert found is not None
     proto = found.model_proto
-    _strip_traces(proto)
-    props = {"classes": json.dumps(classes), "temperature": repr(whole.temperature), "opset": str(OPSET)}
-    set_model_props(proto, {**props, "use": "research only; not a medical device"})
-    data: bytes = proto.SerializeToString()
-    return data
-
-
-def _strip_traces(proto: Any) -> None:
-    """Remove the paths of source files that the converter records."""
     graph = proto.graph
     for part in (graph, *graph.node, *graph.value_info, *graph.input, *graph.output, *graph.initializer):
-        del part.metadata_props[:]
+        del part.metadata_props[:]  # the converter records the paths of source files
         part.doc_string = ""
+    props = {"classes": json.dumps(classes), "temperature": repr(whole.temperature), "opset": str(OPSET)}
+    set_model_props(proto, {**props, "use": "research only; not a medical device"})
+    return bytes(proto.SerializeToString())
 
 
 def _check_same_outputs(data: bytes, images: Tensor, model: RunModel, temperature: float) -> None:

@@ -9,27 +9,25 @@ way, so two scores accompany it, both computed from the features themselves and 
     apart       the Hausdorff distance between two sites' features of a class, mean over classes and pairs of sites,
                 divided by the mean distance between two classes' means. Scaling or turning features changes nothing.
 
-and the accuracy of a classifier that predicts the site (site_classifier.py).
+and the accuracy of a classifier that predicts the site of an image: the more sites differ, the
+higher it is.
 
 Each is reported with its chance level: the mean of the same score after patients of a class were permuted among sites.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Self
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from polyclinic.analysis.site_classifier import score_site_classifier
 from polyclinic.core import DataError, Examples, Part, RecipeError, SiteId, Stream
 from polyclinic.data.heterogeneity.feature_shift import p_value, shuffle_sites
 from polyclinic.data.patients import Indices
 from polyclinic.evaluation.metrics import Floats
-from polyclinic.models.classifier import Classifier
 from polyclinic.models.split_point import count_stages, cut_after
 from polyclinic.runs.finished_run import FinishedRun, check_same_images, run_names
 from polyclinic.runs.sites import FederatedDataset
@@ -41,6 +39,8 @@ MIN_IMAGES = 8
 """Below this number a t-SNE figure shows nothing."""
 PERMUTATIONS = 200
 """How often patients are permuted among sites."""
+FOLDS = 5
+"""Of the site classifier's cross-validation."""
 PERPLEXITY = 30.0
 MAX_VALUES = 2**29
 """The most values of all features together, which take 4 GiB in double precision."""
@@ -67,8 +67,8 @@ class FeaturePoints:
     label: Indices
     patient: Indices
 
-    def select_rows(self, rows: Indices) -> FeaturePoints:
-        return FeaturePoints(self.values[rows], self.site[rows], self.label[rows], self.patient[rows])
+    def select_rows(self, rows: Indices) -> Self:
+        return replace(self, **{name: column[rows] for name, column in vars(self).items()})
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class FeatureScores:
     classes: int
     """How many classes at least two sites are compared in."""
     site_classifier_accuracy: float | None
-    """See site_classifier.py."""
+    """See `score_site_classifier`."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,10 +113,13 @@ class RunFeatures:
 def compare_features(runs: Sequence[FinishedRun], options: FeatureOptions, stream: Stream) -> list[RunFeatures]:
     """Extract features of the same images in every run, and score them."""
     for run in runs:
-        _check_unclustered(run)
+        if run.recipe.clusters:
+            raise RecipeError(
+                f"the run in {run.folder} has a network for each of its clusters, whose features cannot be compared; "
+                "give runs without clusters"
+            )
         check_same_images(run, runs[0])
-    dataset = runs[0].dataset
-    rows = choose_images(dataset, options, stream.child("images"))
+    rows = choose_images(runs[0].dataset, options, stream.child("images"))
     named = zip(runs, run_names(runs), strict=True)
     return [_features_of_run(run, name, rows, options, stream.child("dealt")) for run, name in named]
 
@@ -127,22 +130,12 @@ def measure_site_classifier(run: FinishedRun) -> float | None:
     return None if found.scores is None else found.scores.site_classifier_accuracy
 
 
-def _check_unclustered(run: FinishedRun) -> None:
-    if run.recipe.clusters:
-        raise RecipeError(
-            f"the run in {run.folder} has a network for each of its clusters, whose features cannot be compared; give "
-            "runs without clusters"
-        )
-
-
 def choose_images(dataset: FederatedDataset, options: FeatureOptions, stream: Stream) -> dict[SiteId, Tensor]:
     """The rows of the images to use, evenly over sites; with a label also as many images of all other classes."""
     held: dict[SiteId, Examples] = {name: getattr(site, options.part) for name, site in dataset.sites.items()}
     labels = {name: examples.labels.cpu().numpy() for name, examples in held.items()}
-    wanted = {name: np.ones(len(own), dtype=bool) for name, own in labels.items()}
-    if options.label is not None:
-        number = _class_number(dataset.classes, options.label)
-        wanted = {name: own == number for name, own in labels.items()}
+    number = None if options.label is None else _class_number(dataset.classes, options.label)
+    wanted = {name: np.full(len(own), number is None) | (own == number) for name, own in labels.items()}
     there = sum(int(own.sum()) for own in wanted.values())
     if there < MIN_IMAGES:
         of = "" if options.label is None else f" of class {options.label}"
@@ -150,11 +143,11 @@ def choose_images(dataset: FederatedDataset, options: FeatureOptions, stream: St
             f"the sites have {there} {options.part} images{of}, and fewer than {MIN_IMAGES} make no picture; choose "
             "another --part" + (" or --label" if of else "")
         )
-    rng = np.random.default_rng(stream.integer())
-    parts = [
-        _sample_rows([np.flatnonzero(own == keep) for own in wanted.values()], options.most, rng)
-        for keep in (True, False)
-    ]
+    rng, parts = np.random.default_rng(stream.integer()), []
+    for keep in (True, False):
+        rows = [np.flatnonzero(own == keep) for own in wanted.values()]
+        sizes = divide_evenly([len(own) for own in rows], options.most)
+        parts.append([np.sort(rng.permutation(own)[:size]) for own, size in zip(rows, sizes, strict=True)])
     return {name: torch.from_numpy(np.concatenate(both)) for name, *both in zip(held, *parts, strict=True)}
 
 
@@ -162,11 +155,6 @@ def _class_number(classes: Sequence[str], label: str) -> int:
     if label not in classes:
         raise RecipeError(f"there is no class {label!r:.60}; choose among {', '.join(classes[:12])}")
     return classes.index(label)
-
-
-def _sample_rows(rows: Sequence[Indices], most: int, rng: np.random.Generator) -> list[Indices]:
-    sizes = divide_evenly([len(own) for own in rows], most)
-    return [np.sort(rng.permutation(own)[:size]) for own, size in zip(rows, sizes, strict=True)]
 
 
 def divide_evenly(sizes: Sequence[int], most: int) -> list[int]:
@@ -194,8 +182,8 @@ def _features_of_run(
         raise DataError(f"the features of {run.folder} are not finite, or those of all images the same; train it anew")
     among = None if options.label is None else _class_number(run.dataset.classes, options.label)
     shown = points if among is None else points.select_rows(np.flatnonzero(points.label == among))
-    figures = measure_features(shown, class_distance(points), stream)
-    return RunFeatures(run.folder, name, stage, last, values.shape[1], shared, shown, figures)
+    scores = measure_features(shown, class_distance(points), stream)
+    return RunFeatures(run.folder, name, stage, last, values.shape[1], shared, shown, scores)
 
 
 def _name_patients(site: SiteId, examples: Examples, rows: Tensor) -> list[str]:
@@ -205,6 +193,7 @@ def _name_patients(site: SiteId, examples: Examples, rows: Tensor) -> list[str]:
     return [examples.patients[row] for row in rows.tolist()]
 
 
+@torch.no_grad()
 def _extract_all(
     run: FinishedRun, rows: Mapping[SiteId, Tensor], options: FeatureOptions
 ) -> tuple[Floats, int, int, bool]:
@@ -222,32 +211,21 @@ def _extract_all(
         weights = cut.extractor.state_dict()
         first = first or weights
         shared = shared and all(torch.equal(tensor, first[name]) for name, tensor in weights.items())
-        found.append(_extract_rows(cut, getattr(run.dataset.sites[site], options.part), own, run.device))
-        _check_memory(found[-1].shape[1], images, stage)
+        examples: Examples = getattr(run.dataset.sites[site], options.part)
+        for part in torch.split(own, evaluation_batch_size(run.device)):
+            found.append(cut.extractor(examples.batch(part)[0].to(run.device)).flatten(1).cpu())
+        if (dimensions := found[-1].shape[1]) * images > MAX_VALUES:
+            raise RecipeError(
+                f"a feature of stage {stage} has {dimensions:,} values, too many for {images:,} images; lower --most "
+                f"to {MAX_VALUES // dimensions:,} or choose a later --stage"
+            )
     return torch.cat(found).numpy(), stage, last, shared
-
-
-@torch.no_grad()
-def _extract_rows(network: Classifier, examples: Examples, rows: Tensor, device: torch.device) -> Tensor:
-    parts = torch.split(rows, evaluation_batch_size(device))
-    return torch.cat([network.extractor(examples.batch(part)[0].to(device)).flatten(1).cpu() for part in parts])
-
-
-def _check_memory(dimensions: int, images: int, stage: int) -> None:
-    if dimensions * images > MAX_VALUES:
-        raise RecipeError(
-            f"a feature of stage {stage} has {dimensions:,} values, too many for {images:,} images; lower --most to "
-            f"{MAX_VALUES // dimensions:,} or choose a later --stage"
-        )
 
 
 def reduce_dimensions(values: Floats) -> Floats:
     """Centre and rotate the points: distances stay the same, and there are no more dimensions than points."""
     centred: Floats = values.astype(np.float64) - values.mean(axis=0, dtype=np.float64)
-    if centred.shape[1] <= len(centred):
-        return centred
-    turned: Floats = np.linalg.qr(centred.T).R.T
-    return turned
+    return centred if centred.shape[1] <= len(centred) else np.asarray(np.linalg.qr(centred.T).R.T)
 
 
 def embed_tsne(values: Floats, stream: Stream) -> Floats:
@@ -255,12 +233,9 @@ def embed_tsne(values: Floats, stream: Stream) -> Floats:
     from sklearn.manifold import TSNE
     from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]  # scikit-learn brings it
 
-    perplexity = min(PERPLEXITY, len(values) / 4)
+    tsne = TSNE(init="pca", perplexity=min(PERPLEXITY, len(values) / 4), random_state=stream.integer() % 2**32)
     with threadpool_limits(1):
-        found: Floats = TSNE(init="pca", perplexity=perplexity, random_state=stream.integer() % 2**32).fit_transform(
-            values
-        )
-    return found
+        return np.asarray(tsne.fit_transform(values))
 
 
 def class_distance(points: FeaturePoints) -> float | None:
@@ -292,15 +267,44 @@ def measure_features(points: FeaturePoints, scale: float | None, stream: Stream)
     rng = np.random.default_rng(stream.integer())
     permuted = [shuffle_sites(one.home, np.zeros_like(one.home), PERMUTATIONS, rng) for one in classes]
 
-    def judged(figure: Callable[[Sequence[_Class], Sequence[Indices]], float]) -> FeatureScore:
-        value = figure(classes, [one.home for one in classes])
-        chance = np.array([figure(classes, homes) for homes in zip(*permuted, strict=True)])
+    def test_score(score: Callable[[Sequence[_Class], Sequence[Indices]], float]) -> FeatureScore:
+        value = score(classes, [one.home for one in classes])
+        chance = np.array([score(classes, homes) for homes in zip(*permuted, strict=True)])
         return FeatureScore(value, float(chance.mean()), p_value(value, chance))
 
-    apart = judged(lambda found, homes: _site_distance(found, homes) / scale) if scale else None
+    apart = test_score(lambda found, homes: _site_distance(found, homes) / scale) if scale else None
     sites = np.unique(np.concatenate([one.home for one in classes]))
     accuracy = score_site_classifier(points.values, points.site, points.patient, stream.child("folds"))
-    return FeatureScores(judged(_site_recognition), apart, len(sites), len(classes), accuracy)
+    return FeatureScores(test_score(_site_recognition), apart, len(sites), len(classes), accuracy)
+
+
+def score_site_classifier(features: Floats, site: Indices, patient: Indices, stream: Stream) -> float | None:
+    """Balanced accuracy of a logistic regression on patients it was not fitted on; chance is 1 / number of sites.
+
+    Args:
+        features: One row for each image.
+        site: The number of each image's site. Every site counts alike, whatever its size.
+        patient: The number of each image's patient; no patient is in two folds of the cross-validation.
+        stream: Decides the folds.
+
+    Returns:
+        The accuracy; None if fewer than two sites have a patient for every fold.
+    """
+    from sklearn.linear_model import LogisticRegression
+    from sklearn.metrics import balanced_accuracy_score
+    from sklearn.model_selection import StratifiedGroupKFold, cross_val_predict
+
+    patients = [len(np.unique(patient[site == number])) for number in range(site.max() + 1)]
+    able = np.flatnonzero(np.array(patients) >= FOLDS)
+    rows = np.isin(site, able)
+    if len(able) < 2:
+        return None
+    values = features[rows] - features[rows].mean(axis=0)
+    values /= np.sqrt((values**2).mean())  # one scale for all: moving or turning features changes nothing
+    classifier = LogisticRegression(class_weight="balanced", max_iter=2000)
+    folds = StratifiedGroupKFold(FOLDS, shuffle=True, random_state=stream.integer() % 2**32)
+    predicted = cross_val_predict(classifier, values, site[rows], groups=patient[rows], cv=folds)
+    return float(balanced_accuracy_score(site[rows], predicted))
 
 
 def _select_class(points: FeaturePoints, label: int) -> _Class | None:
@@ -338,5 +342,4 @@ def hausdorff_distances(distance: Floats, site: Indices) -> Floats:
     _, starts = np.unique(site[order], return_index=True)
     to_site = np.minimum.reduceat(distance[np.ix_(order, order)], starts, axis=1)
     directed = np.maximum.reduceat(to_site, starts, axis=0)
-    both: Floats = np.maximum(directed, directed.T)[np.triu_indices(len(starts), 1)]
-    return both
+    return np.asarray(np.maximum(directed, directed.T)[np.triu_indices(len(starts), 1)])

@@ -1,7 +1,5 @@
 """Draws features of several runs by t-SNE: a colour for each site, a marker for each class (FedMP, Figures 5 and 6)."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,7 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.lines import Line2D
 
-from polyclinic.analysis.features import FeatureScore, RunFeatures, embed_tsne
+from polyclinic.analysis.features import RunFeatures, embed_tsne
 from polyclinic.analysis.figures import new_sheet, shorten_text
 from polyclinic.core import Stream
 from polyclinic.evaluation.metrics import Floats
@@ -38,10 +36,8 @@ def draw_features(
     rows = -(-len(runs) // columns)
     shown = [classes[number] for number in np.unique(np.concatenate([run.points.label for run in runs]))]
     lines = 4 + len(_join_names(sites)) + len(_join_names(shown))
-    height = max(rows * (PANEL + ABOVE) + TITLE, LINE * lines)
-    size = (max(columns * PANEL, PANEL * 1.3) + LEGEND, height)
-    layout = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.1, wspace=0.0, hspace=0.04)
-    sheet = new_sheet(title, size, layout)
+    size = max(columns * PANEL, PANEL * 1.3) + LEGEND, max(rows * (PANEL + ABOVE) + TITLE, LINE * lines)
+    sheet = new_sheet(title, size, ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.1, wspace=0.0, hspace=0.04))
     panels = sheet.subplots(rows, columns, squeeze=False).flatten()
     colours = _site_colours(len(sites))
     for axes, run in zip(panels, runs, strict=False):
@@ -55,15 +51,10 @@ def draw_features(
 
 def format_scores(run: RunFeatures) -> list[str]:
     """The scores of a run's features as text."""
-    found = run.scores
-    if found is None:
+    if run.scores is None:
         return ["too few patients of a class at two sites"]
-    apart = [] if found.apart is None else [f"Hausdorff {_format_chance(found.apart)}"]
-    return [f"site recognised {_format_chance(found.recognised)}", *apart]
-
-
-def _format_chance(figure: FeatureScore) -> str:
-    return f"{figure.value:.2f} (by chance {figure.chance:.2f})"
+    scores = {"site recognised": run.scores.recognised, "Hausdorff": run.scores.apart}
+    return [f"{name} {score.value:.2f} (by chance {score.chance:.2f})" for name, score in scores.items() if score]
 
 
 def _draw_panel(axes: Axes, run: RunFeatures, places: Floats, colours: Sequence[str], stream: Stream) -> None:
@@ -84,8 +75,7 @@ def _draw_panel(axes: Axes, run: RunFeatures, places: Floats, colours: Sequence[
             edgecolor="white",
             linewidth=0.4,
         )
-    axes.set_xticks([])
-    axes.set_yticks([])
+    axes.set(xticks=[], yticks=[])
     axes.spines[:].set_color(FAINT)
     axes.set_box_aspect(1)
     whose = "" if run.shared else ", each site's own network"
@@ -98,12 +88,9 @@ def _draw_legend(sheet: Figure, sites: Sequence[str], colours: Sequence[str], ma
     dots = [_legend_handle("o", colour) for colour in colours[: len(sites)]]
     shapes = [_legend_handle(marker, INK) for marker in markers.values()]
     blank = _legend_handle("", INK)
-    handles = [blank, *dots[:LISTED], blank, blank, *shapes[:LISTED]]
+    more_sites, more_classes = ([blank] * (len(names) > LISTED) for names in (sites, markers))
+    handles = [blank, *dots[:LISTED], *more_sites, blank, blank, *shapes[:LISTED], *more_classes]
     names = ["site", *_join_names(sites), "", "class", *_join_names(list(markers))]
-    if len(sites) > LISTED:
-        handles.insert(LISTED + 1, blank)
-    if len(markers) > LISTED:
-        handles.append(blank)
     legend = sheet.legend(
         handles,
         names,
@@ -134,8 +121,7 @@ def _site_colours(sites: int) -> list[str]:
     """The colours of Okabe and Ito if they are enough; else evenly spaced hues."""
     if sites <= len(COLOURS):
         return list(COLOURS)
-    shades = colormaps["turbo"](np.linspace(0.02, 0.98, sites))
-    return [to_hex(shade) for shade in shades]
+    return [to_hex(shade) for shade in colormaps["turbo"](np.linspace(0.02, 0.98, sites))]
 
 
 def _class_marker(number: int) -> str:

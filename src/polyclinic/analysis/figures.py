@@ -1,7 +1,5 @@
 """What the figures of this package share: a titled sheet, an image, a heat map over it, shortened names."""
 
-from __future__ import annotations
-
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure

@@ -5,8 +5,6 @@ noise of a private run was drawn from its seed, the card withholds the seed and 
 `export.py` writes the card last, beside the model's other files.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 
 from polyclinic.analysis.predict import ModelCatalogue, RunModel
@@ -69,12 +67,10 @@ def _escape_text(text: object) -> str:
 
 
 def _render_table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    return "\n".join([_row(head), "|" + "---|" * len(head), *map(_row, lines)])
-
-
-def _row(cells: Sequence[str]) -> str:
-    """A row of a Markdown table; what would end a cell or the row is escaped or left out."""
-    return "| " + " | ".join(" ".join(cell.split()).replace("|", "\\|") for cell in cells) + " |"
+    """A Markdown table; characters that would end a cell or a row are escaped or left out."""
+    rows = (" | ".join(" ".join(cell.split()).replace("|", "\\|") for cell in cells) for cells in (head, *lines))
+    first, *others = (f"| {row} |" for row in rows)
+    return "\n".join([first, "|" + "---|" * len(head), *others])
 
 
 def _describe_model(run: ModelCatalogue, model: RunModel) -> Iterator[str]:
@@ -98,9 +94,13 @@ def _describe_data(run: ModelCatalogue, model: RunModel) -> Iterator[str]:
     lines = []
     for site in run.summary.site_sizes:
         classes = ", ".join(f"{_escape_text(name)} {count}" for name, count in site.classes.items())
-        counts = [str(site.train), str(site.validation), str(site.test)]
-        mark = "✓" if site.site in model.sites else ""
-        lines.append([_escape_text(site.site), mark, *counts, "withheld" if private or not classes else classes])
+        counts = [
+            str(site.train),
+            str(site.validation),
+            str(site.test),
+            "withheld" if private else classes or "withheld",
+        ]
+        lines.append([_escape_text(site.site), "✓" if site.site in model.sites else "", *counts])
     yield _render_table(["site", "", "train", "validation", "test", "classes"], lines)
     if private:
         yield "How many images of each class a site has is not covered by the run's privacy guarantee, and is withheld."
@@ -153,9 +153,9 @@ def _compare_with_local(run: ModelCatalogue, model: RunModel, alone: RunSummary 
     lines = []
     for site, ours, theirs in _paired_scores(run, model, alone):
         change = ours.value("accuracy") - theirs.value("accuracy")
-        verdict = "worse off here" if change < 0 else "as good" if change == 0 else "better off here"
-        cells = [_format_metric(theirs, "accuracy"), _format_metric(ours, "accuracy"), f"{change:+.3f}", verdict]
-        lines.append([_escape_text(site), str(ours.n), *cells])
+        verdict = "as good" if change == 0 else "worse off here" if change < 0 else "better off here"
+        scores = [_format_metric(theirs, "accuracy"), _format_metric(ours, "accuracy")]
+        lines.append([_escape_text(site), str(ours.n), *scores, f"{change:+.3f}", verdict])
     yield _render_table(["site", "test images", "accuracy alone", "accuracy of this model", "difference", ""], lines)
     yield "One run against one: differences were not tested, and within the intervals they may be chance."
 
@@ -180,9 +180,9 @@ def _describe_calibration(run: ModelCatalogue, found: Calibration | Uncalibrated
         f"{found.ece[1]:.3f}."
     ]
     if found.test_ece is not None:
-        before, after = found.test_ece
         sentences.append(
-            f"On {found.test_images} test images, not used for it: {before:.3f} before, {after:.3f} after."
+            f"On {found.test_images} test images, not used for it: {found.test_ece[0]:.3f} before, "
+            f"{found.test_ece[1]:.3f} after."
         )
     sentences.append(
         "It holds where images are like those; at a new site, or with another share of ill people, check it."
@@ -194,8 +194,8 @@ def _describe_calibration(run: ModelCatalogue, found: Calibration | Uncalibrated
 
 def _render_privacy(run: ModelCatalogue, model: RunModel) -> str:
     """The run's privacy page, its headings one level deeper."""
-    page = write_privacy_page(run.summary.model_copy(update={"name": ""}))
-    text = page.split("\n", 1)[1].strip().replace("\n## ", "\n### ")
+    _, _, text = write_privacy_page(run.summary.model_copy(update={"name": ""})).partition("\n")
+    text = text.strip().replace("\n## ", "\n### ")
     if model.site is not None:
         text += (
             f"\n\nThis is the personal model of {_escape_text(model.site)}. It was made from that site's images more "
@@ -205,8 +205,8 @@ def _render_privacy(run: ModelCatalogue, model: RunModel) -> str:
 
 
 def _describe_origin(run: ModelCatalogue) -> Iterator[str]:
-    recipe, summary = run.recipe, run.summary
-    training = recipe.training
+    recipe, summary, training = run.recipe, run.summary, run.recipe.training
+    is_seed_secret = summary.privacy is not None and summary.privacy.randomness == "seed"
     options = ", ".join(f"{key} {value}" for key, value in recipe.algorithm.options.items())
     budget = f"epochs: {training.epochs}" if training.epochs else f"steps: {training.steps}"
     lines = [
@@ -216,15 +216,11 @@ def _describe_origin(run: ModelCatalogue) -> Iterator[str]:
         ["optimiser", f"{training.optimiser.name}, learning rate {training.optimiser.lr:g}"],
         ["augmentation", "yes" if training.augment else "no"],
         ["first weights", "drawn from the seed" if recipe.model.weights is None else "pretrained"],
-        ["seed", PRIVATE_SEED if _is_seed_secret(summary) else str(summary.seed)],
+        ["seed", PRIVATE_SEED if is_seed_secret else str(summary.seed)],
         ["SHA-256 of the run's state", f"`{summary.sha256}`"],
         ["versions", ", ".join(f"{name} {version}" for name, version in summary.versions.items())],
     ]
     yield _render_table(["", ""], lines)
-
-
-def _is_seed_secret(summary: RunSummary) -> bool:
-    return summary.privacy is not None and summary.privacy.randomness == "seed"
 
 
 def _describe_limits(

@@ -5,16 +5,14 @@ the recipe's images were, and computed in the same batches and memory layout, so
 run's own predictions.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -39,7 +37,6 @@ from polyclinic.data.datasets.mnist.dataset import SIDE, MnistOptions
 from polyclinic.data.examples import Images, PerChannel
 from polyclinic.data.loading.image_options import ImageOptions, Preparation
 from polyclinic.data.loading.preprocessing import preprocess_image
-from polyclinic.data.options import Options
 from polyclinic.data.sources.decoder import decode_image
 from polyclinic.data.sources.folder import list_images, list_subfolders, plain_read_errors
 from polyclinic.data.sources.images import UnreadableImage
@@ -83,18 +80,13 @@ def build_preprocessing(recipe: Recipe) -> Preprocessing:
     options = DATASETS[recipe.data.name].options.model_validate(recipe.data.options)
     if isinstance(options, ImageOptions):
         return Preprocessing(options.preparation, *options.normalisation)
-    size, mean, std = _generated_options(options)
-    return Preprocessing(Preparation(size=size, channels=1), mean, std)
-
-
-def _generated_options(options: Options) -> tuple[int, float, float]:
-    """Size, mean and deviation for sets without image options, whose images are grey and of one size."""
     if isinstance(options, PhantomOptions):
-        return options.size, MEAN, STD
+        return Preprocessing(Preparation(size=options.size, channels=1), MEAN, STD)
     if isinstance(options, DigitsOptions):
-        return options.size, 0.0, 1.0
+        return Preprocessing(Preparation(size=options.size, channels=1), 0.0, 1.0)
     if isinstance(options, MnistOptions):
-        return (SIDE, 0.0, 1.0) if options.normalise == "none" else (SIDE, 0.5, 0.5)
+        mean, std = (0.0, 1.0) if options.normalise == "none" else (0.5, 0.5)
+        return Preprocessing(Preparation(size=SIDE, channels=1), mean, std)
     raise RecipeError("how this data set prepares its images is not known here; give a run on image files")
 
 
@@ -123,7 +115,7 @@ class RunModel:
     def compute_probabilities(self, images: Tensor) -> tuple[Tensor, Tensor]:
         """The probabilities and logits of normalised images; for an ensemble, log-probabilities in place of logits."""
         laid = images.to(self.device)
-        if self._has_convolutions:
+        if self.has_convolutions:
             laid = laid.contiguous(memory_format=torch.channels_last)  # as in the run, for equal bits
         logits = [network(laid) for network in self.networks]
         if len(logits) == 1:
@@ -132,7 +124,7 @@ class RunModel:
         return mean.cpu(), mean.log().cpu()
 
     @cached_property
-    def _has_convolutions(self) -> bool:
+    def has_convolutions(self) -> bool:
         return any(isinstance(module, nn.Conv2d) for module in self.networks[0].modules())
 
 
@@ -167,8 +159,10 @@ class ModelCatalogue(FinishedRun):
     def load_model(self, wanted: str | None = None, site: SiteId | None = None) -> RunModel:
         """Load the model of this name; None: the one that the run's headline is about."""
         if site is not None and site not in self.dataset.sites:
-            known = ", ".join(list(self.dataset.sites)[:12])
-            raise RecipeError(f"--site is {site!r:.60}, which is no site of this run; there are: {known}")
+            raise RecipeError(
+                f"--site is {site!r:.60}, which is no site of this run; there are: "
+                f"{', '.join(list(self.dataset.sites)[:12])}"
+            )
         name = wanted or self._load_default(site)
         if name == GLOBAL and self.recipe.clusters and site is not None:
             name, site = self.algorithm.cluster_of(self.state, site), None
@@ -182,13 +176,12 @@ class ModelCatalogue(FinishedRun):
         if name == STUDENT:
             return self._build_model(name, name, [(self.recipe.model, read_weights(self.files.student))])
         if name == ENSEMBLE:
-            return self._build_model(
-                name, name, [(self.recipe.model, each) for each in models_by_site(self.state).values()]
-            )
+            members = models_by_site(self.state).values()
+            return self._build_model(name, name, [(self.recipe.model, weights) for weights in members])
         cluster = name if self.recipe.clusters else ""
         section = self.recipe.clusters[cluster].model if cluster else self.recipe.model
-        members = tuple(s for s in self.dataset.sites if self.algorithm.cluster_of(self.state, s) == cluster)
-        return self._build_model(name, GLOBAL, [(section, self._server_models[cluster])], members)
+        sites = tuple(s for s in self.dataset.sites if self.algorithm.cluster_of(self.state, s) == cluster)
+        return self._build_model(name, GLOBAL, [(section, self._server_models[cluster])], sites)
 
     def _load_default(self, site: SiteId | None) -> str:
         if site is not None:
@@ -202,11 +195,6 @@ class ModelCatalogue(FinishedRun):
             )
         return PERSONAL if name == "transfer" else name
 
-    def _has_personal_state(self, site: SiteId) -> bool:
-        """Whether a part of the site's model is in its memory: not if it never trained, or keeps no memory."""
-        snapshot = SnapshotStore(self.files.snapshots).load()
-        return snapshot is None or site in snapshot[1].fields["progress"]["remembering"]
-
     def _load_personal(self, site: SiteId | None) -> RunModel:
         if site is None:
             rest = ", ".join(name for name in self.model_names if name != PERSONAL)
@@ -214,11 +202,14 @@ class ModelCatalogue(FinishedRun):
             raise RecipeError(f"this run's sites have models of their own; say whose with --site NAME{instead}")
         models, remembers = self.models_at(site)
         key = site if site in models else PERSONAL
-        if key == PERSONAL and not remembers and self._has_personal_state(site):
-            raise StoreError(
-                f"the memory of site {site} is not in {self.files.site_memory} (a real site keeps it to itself), so "
-                "its personal model cannot be assembled; ask the site for it, or choose another model with --model"
-            )
+        if key == PERSONAL and not remembers:
+            snapshot = SnapshotStore(self.files.snapshots).load()  # says which sites have trained and keep a memory
+            if snapshot is None or site in snapshot[1].fields["progress"]["remembering"]:
+                raise StoreError(
+                    f"the memory of site {site} is not in {self.files.site_memory} (a real site keeps it to itself), "
+                    "so its personal model cannot be assembled; ask the site for it, or choose another model with "
+                    "--model"
+                )
         return self._build_model(PERSONAL, key, [(self._model_section(site), models[key])], (site,), site)
 
     def _build_model(
@@ -230,8 +221,8 @@ class ModelCatalogue(FinishedRun):
         site: SiteId | None = None,
     ) -> RunModel:
         networks = tuple(self.load_network(section, weights) for section, weights in parts)
-        here = tuple(self.dataset.sites) if sites is None else sites
-        return RunModel(name, site, key, here, networks, tuple(section for section, _ in parts), self.device)
+        sites = tuple(self.dataset.sites) if sites is None else sites
+        return RunModel(name, site, key, sites, networks, tuple(section for section, _ in parts), self.device)
 
 
 def open_catalogue(folder: Path, device: str | None = None) -> ModelCatalogue:
@@ -245,8 +236,17 @@ def _remote_sites(recipe: Recipe, summary: RunSummary) -> RemoteSites:
     wanted, classes = build_preprocessing(recipe).preparation, class_names(summary)
     cards = {}
     for site in summary.site_sizes:
-        counts = (site.train, site.validation, site.test)
-        cards[site.site] = SiteProfile(__version__, classes, wanted.channels, wanted.size, *counts, (1, 1), "")
+        cards[site.site] = SiteProfile(
+            version=__version__,
+            classes=classes,
+            channels=wanted.channels,
+            size=wanted.size,
+            train=site.train,
+            validation=site.validation,
+            test=site.test,
+            groups=(1, 1),
+            fingerprint="",
+        )
     return RemoteSites.from_profiles(cards)
 
 
@@ -272,9 +272,9 @@ def fit_calibration(run: ModelCatalogue, model: RunModel, data: Path | None = No
 
 def _predict_parts(model: RunModel, parts: Sequence[Examples]) -> Predictions | None:
     found = []
-    for examples in (part for part in parts if len(part)):
-        turns = torch.split(torch.arange(len(examples)), evaluation_batch_size(model.device))
-        rows = [model.compute_probabilities(examples.batch(index)[0])[0].double() for index in turns]
+    for examples in filter(len, parts):
+        batches = torch.split(torch.arange(len(examples)), evaluation_batch_size(model.device))
+        rows = [model.compute_probabilities(examples.batch(batch)[0])[0].double() for batch in batches]
         found.append(Predictions(torch.cat(rows).numpy(), examples.labels.cpu().numpy()))
     return Predictions.merge(found) if found else None
 
@@ -307,7 +307,7 @@ def predict_files(
         for some in (files[start : start + size] for start in range(0, len(files), size)):
             opened = list(pool.map(lambda path: _open_image(preprocessing, path), some))
             images = [image for image in opened if isinstance(image, Tensor)]
-            outputs = iter(_predict_batch(model, preprocessing, images, temperature))
+            outputs = _predict_batch(model, preprocessing, images, temperature)
             for path, image in zip(some, opened, strict=True):
                 yield (
                     Prediction(path, image, *next(outputs))
@@ -332,28 +332,22 @@ def _predict_batch(
     if not probabilities.isfinite().all():
         raise DataError("the network gives values that are not finite; train it anew")
     plain: Floats = probabilities.double().numpy()
-    scaled = None if temperature is None else apply_temperature(logits.double().numpy(), temperature)
-    for row in range(len(plain)):
-        yield plain[row], None if scaled is None else np.asarray(scaled[row])
+    if temperature is None:
+        yield from ((row, None) for row in plain)
+    else:
+        yield from zip(plain, apply_temperature(logits.double().numpy(), temperature), strict=True)
 
 
 def find_image_files(given: Sequence[Path]) -> tuple[list[Path], list[UnreadableFile]]:
     """Expand folders to their images, sorted by name, without repeats; also returns the folders that have none."""
-    found: dict[Path, None] = {}
-    failed = []
-    for path in given:
-        inside = list(_files_in_folder(path)) if path.is_dir() else [path]
-        found |= dict.fromkeys(inside)
-        if not inside:
-            failed.append(UnreadableFile(path, "the folder holds no image"))
-    return list(found), failed
+    inside = {path: list(_files_in_folder(path)) if path.is_dir() else [path] for path in given}
+    failed = [UnreadableFile(path, "the folder holds no image") for path in given if not inside[path]]
+    return list(dict.fromkeys(chain.from_iterable(inside.values()))), failed
 
 
 def _files_in_folder(folder: Path) -> Iterator[Path]:
     with plain_read_errors(folder):
         yield from list_images(folder)
-        deeper = [
-            inner for inner in list_subfolders(folder) if not inner.is_symlink()
-        ]  # a link may lead back up, for ever
+        deeper = [inner for inner in list_subfolders(folder) if not inner.is_symlink()]  # a link may lead back up
     for inner in deeper:
         yield from _files_in_folder(inner)

@@ -1,11 +1,8 @@
 """The audit of a recipe: attacks on its own privacy claim and on the membership of its images."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -58,14 +55,12 @@ def audit_recipe(
     site = max(plan.jobs, key=lambda name: _claimed_epsilon(plan, name, _count_rounds(plan, name)))
     examples, network = experiment.setup.sites[site].train, network_of_site(experiment, site)
     shape = examples.batch(examples.labels.new_zeros(1))[0].shape[1:]
-    job = _private_job(
-        rehearse_round(experiment.setup.algorithm, experiment.setup.federation, site, network, shape)[0], plan
-    )
+    job = rehearse_round(experiment.setup.algorithm, experiment.setup.federation, site, network, shape)[0][0]
     played = min(rounds or _count_rounds(plan, site), _count_rounds(plan, site))
     return site, run_audit(
         network.module,
         examples,
-        job.training,
+        replace(job.training, private=plan.private_options()),
         rounds=played,
         delta=plan.config.delta,
         claimed=_claimed_epsilon(plan, site, played),
@@ -99,8 +94,8 @@ def attack_members(recipe: Recipe, data: Path | None, site: SiteId, shadows: int
         part, weights = examples.subset(torch.from_numpy(members)), start
         for number in range(1, _count_rounds(plan, site) + 1):
             here = Site(site, len(part), number, recipe.rounds, training.optimiser.lr)
-            job = Fit(weights, task_loss, training)
-            weights = fit(job, network, part, here, stream, stream.child("secret", number)).weights
+            secret = stream.child("secret", number)
+            weights = fit(Fit(weights, task_loss, training), network, part, here, stream, secret).weights
         found = score(Score(weights, predict_probabilities), network, examples)
         sure: Floats = found["probabilities"].gather(1, found["labels"][:, None]).squeeze(1).double().cpu().numpy()
         return sure.clip(0.0, 1.0)
@@ -108,20 +103,15 @@ def attack_members(recipe: Recipe, data: Path | None, site: SiteId, shadows: int
     return attack_membership(train, len(examples), Stream(recipe.seed, ("membership",)), shadows)
 
 
-def save_audit(folder: Path, told: Mapping[str, Any]) -> None:
-    """Add an audit to the result and the privacy statement of a finished run."""
+def save_audit(folder: Path, findings: Mapping[str, object]) -> None:
+    """Add an audit's findings to the result and the privacy statement of a finished run."""
     files = RunFolder(folder)
     summary = files.read_summary()
     assert summary.privacy is not None
-    privacy = summary.privacy.model_copy(update={"audit": Audit.model_validate(told)})
+    privacy = summary.privacy.model_copy(update={"audit": Audit.model_validate(findings)})
     summary = summary.model_copy(update={"privacy": privacy})
     write_atomically(files.privacy_page, write_privacy_page(summary).encode())
     files.write_summary(summary)
-
-
-def _private_job(jobs: tuple[Fit, ...], plan: PrivacyPlan) -> Fit:
-    first = jobs[0]
-    return replace(first, training=replace(first.training, private=plan.private_options()))
 
 
 def _count_rounds(plan: PrivacyPlan, site: SiteId) -> int:

@@ -16,9 +16,8 @@ A map shows roughly which places raised the logit of a class. It does not prove 
 disease.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import numpy as np
@@ -70,13 +69,11 @@ class RunPredictions:
 
     @property
     def predicted_classes(self) -> Indices:
-        classes: Indices = self.probabilities.argmax(axis=-1)
-        return classes
+        return np.asarray(self.probabilities.argmax(axis=-1))
 
     @property
     def is_correct(self) -> NDArray[np.bool_]:
-        found: NDArray[np.bool_] = self.predicted_classes == self.truth
-        return found
+        return np.asarray(self.predicted_classes == self.truth)
 
 
 @dataclass(frozen=True, eq=False)
@@ -153,13 +150,13 @@ def explain_runs(runs: Sequence[FinishedRun], options: SaliencyOptions, stream: 
     saliencies = zip(
         *(_explain_run(run, predictions, number, shown, options) for number, run in enumerate(runs)), strict=True
     )
-    called = [group.name for group in groups for _ in group.shown]
-    cases = [
-        _build_case(first, predictions, at, group, seen)
-        for at, group, seen in zip(shown.tolist(), called, saliencies, strict=True)
-    ]
+    named = [group.name for group in groups for _ in group.shown]
+    cases = tuple(
+        _build_case(first, predictions, at, group, maps)
+        for at, group, maps in zip(shown.tolist(), named, saliencies, strict=True)
+    )
     accuracy = tuple(predictions.is_correct.mean(axis=1).tolist())
-    return Explanation(names, first.classes, options.of, accuracy, len(predictions.truth), tuple(groups), tuple(cases))
+    return Explanation(names, first.classes, options.of, accuracy, len(predictions.truth), tuple(groups), cases)
 
 
 def predict_test_images(runs: Sequence[FinishedRun], options: SaliencyOptions) -> RunPredictions:
@@ -188,7 +185,7 @@ def _predict_run(run: FinishedRun, options: SaliencyOptions) -> Floats:
         _check_explainable(network, run, name, options.stage)
         parts = torch.split(torch.arange(len(site.test)), evaluation_batch_size(run.device))
         found += [network(site.test.batch(rows)[0].to(run.device)).double().softmax(-1).cpu() for rows in parts]
-    probabilities: Floats = torch.cat(found).numpy()
+    probabilities = np.asarray(torch.cat(found).numpy())
     if not np.isfinite(probabilities).all():
         raise DataError(f"the network of {run.folder} gives values that are not finite; train it anew")
     return probabilities
@@ -211,12 +208,11 @@ def group_by_agreement(predictions: RunPredictions, names: Sequence[str], most: 
     if len(names) == 1:
         return _order_by_certainty(predictions, most)
     right, last = predictions.is_correct, names[-1]
-    others = right[:-1]
     masks = {
         "right by all": right.all(axis=0),
         "wrong by all": ~right.any(axis=0),
-        f"right by {last} alone": right[-1] & ~others.any(axis=0),
-        f"wrong by {last} alone": ~right[-1] & others.all(axis=0),
+        f"right by {last} alone": right[-1] & ~right[:-1].any(axis=0),
+        f"wrong by {last} alone": ~right[-1] & right[:-1].all(axis=0),
     }
     drawn = np.random.default_rng(stream.integer()).permutation(len(predictions.truth))
     return [
@@ -246,8 +242,7 @@ def _select_evenly(order: Indices, site: Indices, most: int) -> Indices:
         here = site[order] == number
         turn[here] = np.arange(here.sum())
     taken = order[np.argsort(turn, kind="stable")[:most]]
-    by_site: Indices = taken[np.argsort(site[taken], kind="stable")]
-    return by_site
+    return np.asarray(taken[np.argsort(site[taken], kind="stable")])
 
 
 def _explain_run(
@@ -309,26 +304,22 @@ def split_at_stage(network: Classifier, images: Tensor, stage: int | None = None
 
 def _find_last_map(network: Classifier, image: Tensor) -> nn.Module:
     """The first part of an extractor that is called after all its convolutions, where the extractor is not a chain."""
-    parts = list(network.extractor.children())
     called: list[nn.Module] = []
-    inside = [module for module in network.extractor.modules() if module is not network.extractor]
-    hooks = [module.register_forward_pre_hook(lambda module, _: called.append(module)) for module in inside]
-    try:
+    with ExitStack() as hooks:
+        for module in list(network.extractor.modules())[1:]:
+            hook = module.register_forward_pre_hook(lambda module, _: called.append(module))
+            hooks.callback(hook.remove)
         network(image)
-    finally:
-        for hook in hooks:
-            hook.remove()
     last = max(place for place, module in enumerate(called) if isinstance(module, nn.Conv2d))
-    return next(module for module in called[last + 1 :] if any(module is part for part in parts))
+    return next(module for module in called[last + 1 :] if module in set(network.extractor.children()))
 
 
-def resize_map(saliency: Saliency, image: Tensor) -> Floats:
+def resize_map(heat: Tensor, image: Tensor) -> Floats:
     """Interpolate a map to the size of the image and scale its maximum to 1; a map of zeros stays zero."""
     from captum.attr import LayerAttribution
 
-    fine = LayerAttribution.interpolate(saliency.map[None, None], image.shape[-2:], "bilinear")[0, 0].double()
-    found: Floats = (fine / fine.max().clamp(min=torch.finfo(torch.float64).tiny)).numpy()
-    return found
+    fine = LayerAttribution.interpolate(heat[None, None], image.shape[-2:], "bilinear")[0, 0].double()
+    return np.asarray((fine / fine.max().clamp(min=torch.finfo(torch.float64).tiny)).numpy())
 
 
 def _build_case(
@@ -379,8 +370,7 @@ def _sample_pixels(examples: object, stream: Stream) -> Floats:
     rows = torch.randperm(len(examples), generator=stream.child("images").generator())[:IMAGES]
     stored = examples.stored_batch(rows)[0].cpu().flatten(1)
     chosen = torch.randperm(stored.shape[1], generator=stream.child("pixels").generator())[:PIXELS]
-    found: Floats = stored[:, chosen].double().numpy()
-    return found
+    return np.asarray(stored[:, chosen].double().numpy())
 
 
 def _describe_intensity(pixels: Floats, low: float, high: float) -> IntensityDistribution:

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 import yaml
 from rich.console import Console
+from rich.table import Column, Table
 from rich.text import Text
 
 from polyclinic.config.bundled import bundled_recipes
 from polyclinic.core import RecipeError
+
+if TYPE_CHECKING:
+    from polyclinic.core import Stream
+    from polyclinic.runs.finished_run import FinishedRun
 
 out, err = Console(), Console(stderr=True)
 
@@ -24,6 +30,15 @@ Settings = Annotated[
 ]
 Track = Annotated[list[str] | None, typer.Option("--track", help="Also log to tensorboard or mlflow. May be repeated.")]
 Seed = Annotated[int | None, typer.Option("--seed", help="The seed of all randomness.")]
+
+
+def plain_table(*columns: Column | str) -> Table:
+    return Table(*columns, box=None, padding=(0, 1), pad_edge=False)
+
+
+def titled_table(title: str, *columns: Column | str) -> Table:
+    left: dict[str, Any] = {"title_justify": "left", "caption_justify": "left"}
+    return Table(*columns, title=Text(title), box=None, padding=(0, 1), **left)
 
 
 def print_message(sentence: str) -> None:
@@ -60,3 +75,14 @@ def find_recipe(name: str) -> Path:
             f"{name} is a folder; give a recipe file, or continue the run in it: polyclinic resume {name}"
         )
     raise RecipeError(f"there is no recipe {name!r}; give a file, or a bundled recipe: {', '.join(ours) or 'none'}")
+
+
+def open_runs(
+    folders: Sequence[Path], data: Path | None, device: str | None, seed: int | None, purpose: str
+) -> tuple[list[FinishedRun], Stream]:
+    """Open finished runs; also return a random stream for a purpose, from `seed` or from the first run's."""
+    from polyclinic.core import Stream
+    from polyclinic.runs.finished_run import open_run
+
+    runs = [open_run(folder, data, device) for folder in folders]
+    return runs, Stream(runs[0].recipe.seed if seed is None else seed, (purpose,))

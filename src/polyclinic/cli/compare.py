@@ -1,13 +1,12 @@
 """The commands `compare` and `reproduce`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.text import Text
 
+import polyclinic
 from polyclinic.cli.common import (
     Data,
     Json,
@@ -39,8 +38,6 @@ def compare_command(
     as_json: Json = False,
 ) -> None:
     """Compare several methods over several seeds in one table. Finished runs are not repeated."""
-    from polyclinic.config.recipe import Recipe
-    from polyclinic.experiments.api import report
     from polyclinic.experiments.compare import compare, compare_folders
 
     folders = [Path(name) for name in what if Path(name).is_dir()]
@@ -52,11 +49,11 @@ def compare_command(
         print_comparison(compare_folders(folders, folder), as_json)
         return
     given = parse_settings(settings, track=track or None)
-    recipes = [Recipe.from_values(read_yaml(path), given, str(path)) for path in map(find_recipe, what)]
+    recipes = [polyclinic.Recipe.from_values(read_yaml(path), given, str(path)) for path in map(find_recipe, what)]
     target = folder or Path("runs") / slugify(recipes[0].name)
     with progress_display() as display:
         comparison = compare(recipes, seeds, target, data, display.on_event, display.start_run)
-    report([target], target / "report.html")
+    polyclinic.report([target], target / "report.html")
     print_comparison(comparison, as_json)
     report_failures(comparison)
 

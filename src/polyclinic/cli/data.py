@@ -13,21 +13,21 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
+from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 import typer
 from rich.console import Console
 from rich.progress import Progress, TaskID
-from rich.table import Table
+from rich.table import Column
 from rich.text import Text
 
-from polyclinic.cli.common import Data, Json, err, out, print_json, print_message
+import polyclinic
+from polyclinic.cli.common import Data, Json, err, out, plain_table, print_json, print_message
 from polyclinic.config.bundled import bundled_recipes
 from polyclinic.core import DataError
 from polyclinic.data import DATASETS, NAMED_DATASETS, describe_datasets
 
 if TYPE_CHECKING:
-    from polyclinic.config.recipe import Recipe
     from polyclinic.core.rng import Stream
     from polyclinic.data.check import CheckResult
     from polyclinic.data.datasets.base import NamedDataset
@@ -71,10 +71,7 @@ def list_datasets(data: Data = None, as_json: Json = False) -> None:
     if as_json:
         print_json(rows)
         return
-    table = Table(box=None, padding=(0, 1), pad_edge=False)
-    table.add_column("name", no_wrap=True)
-    table.add_column("here", no_wrap=True)
-    table.add_column("what it is, and its terms")
+    table = plain_table(Column("name", no_wrap=True), Column("here", no_wrap=True), "what it is, and its terms")
     for row in rows:
         here = "yes" if row["here"] else "fetch" if row["fetch"] else "no"
         table.add_row(str(row["name"]), here, Text(f"{row['about']}\n").append(f"terms: {row['licence']}", "dim"))
@@ -122,8 +119,7 @@ def check_command(
         file.parent.mkdir(parents=True, exist_ok=True)
     with _progress_bar("checking images") as report:
         found = [check_listing(listing, progress=report, divisions=divisions) for listing, divisions in work]
-    rows = [checked.as_json() for checked in found]
-    document = rows[0] if len(rows) == 1 else rows
+    document = found[0].as_json() if len(found) == 1 else [checked.as_json() for checked in found]
     if file is not None:
         write_json(file, document)
     if as_json:
@@ -139,15 +135,13 @@ def check_command(
         raise typer.Exit(1)
 
 
-def _load_recipe(what: str) -> Recipe | None:
+def _load_recipe(what: str) -> polyclinic.Recipe | None:
     """Load a recipe by its file or, unless a path of that name exists, by the name of a bundled recipe."""
-    from polyclinic.config.recipe import Recipe
-
     ours = {} if Path(what).exists() else bundled_recipes()
-    return Recipe.load(ours.get(what, what)) if what in ours or what.endswith((".yaml", ".yml")) else None
+    return polyclinic.Recipe.load(ours.get(what, what)) if what in ours or what.endswith((".yaml", ".yml")) else None
 
 
-def _dry_runs(recipe: Recipe, data: Path | None) -> Work:
+def _dry_runs(recipe: polyclinic.Recipe, data: Path | None) -> Work:
     """Return the listings that a recipe's methods use, each once, with the partitions that they make of it."""
     from polyclinic.data.loading.loader import apply_task
 
@@ -167,7 +161,7 @@ def _dry_runs(recipe: Recipe, data: Path | None) -> Work:
     return [(listing, tuple(divisions[key].values())) for key, listing in listings.items()]
 
 
-def _dry_run(recipe: Recipe, options: Options, data: Path | None) -> Refusal:
+def _dry_run(recipe: polyclinic.Recipe, options: Options, data: Path | None) -> Refusal:
     from polyclinic.data.loading.image_options import ImageOptions
     from polyclinic.data.partitioning.dry_run import Division
     from polyclinic.runs.experiment import load_sites
@@ -190,21 +184,28 @@ def _dry_run(recipe: Recipe, options: Options, data: Path | None) -> Refusal:
 @contextmanager
 def _progress_bar(what: str) -> Iterator[Callable[[int, int], None]]:
     with Progress(console=err, transient=True, disable=not err.is_terminal) as progress:
-        task: TaskID = progress.add_task(what, total=None)
+        task = progress.add_task(what, total=None)
         yield lambda done, total: progress.update(task, completed=done, total=total)
 
 
 def print_check(checked: CheckResult) -> None:
+    from polyclinic.data.findings import format_places
+
     _print_wrapped(f"{checked.name}: {checked.images:,} images")
     _print_wrapped(f"classes: {_format_counts(checked.classes)}", 6)
     if len(checked.sites) > 1:
         _print_wrapped(f"sites: {_format_counts(checked.sites)}", 6)
     for finding in checked.findings:
         out.print(_severity_style(finding).append(f"  {finding.kind}: {finding.count:,}", "bold"))
-        for line in _finding_json(finding):
-            _print_wrapped(line, 6)
+        _print_wrapped(f"{finding.sentence}.", 6)
+        if finding.where:
+            _print_wrapped(f"where: {format_places(list(map(_shorten_place, finding.where)), finding.count)}", 6)
+        _print_wrapped(f"the loader: {finding.handled}" if finding.handled else f"to do: {finding.remedy}", 6)
     if checked.findings:
-        out.print(_findings_table(checked.findings))
+        table = plain_table("", "finding", Column("n", justify="right"))
+        for finding in checked.findings:
+            table.add_row(_severity_style(finding), Text(finding.kind), f"{finding.count:,}")
+        out.print(table)
     stops = sum(finding.stops for finding in checked.findings)
     warns = sum(finding.level == "warn" and not finding.handled for finding in checked.findings)
     verdict = "training may start" if checked.may_train else "training must NOT start"
@@ -214,17 +215,7 @@ def print_check(checked: CheckResult) -> None:
 
 
 def _severity_style(finding: Finding) -> Text:
-    level = "done" if finding.handled else finding.level
-    return Text(level, COLOURS.get(level, "green"))
-
-
-def _findings_table(findings: tuple[Finding, ...]) -> Table:
-    """Return a table of the findings with their counts."""
-    table = Table("", "finding", box=None, padding=(0, 1), pad_edge=False)
-    table.add_column("n", justify="right")
-    for finding in findings:
-        table.add_row(_severity_style(finding), Text(finding.kind), f"{finding.count:,}")
-    return table
+    return Text("done", "green") if finding.handled else Text(finding.level, COLOURS[finding.level])
 
 
 def _print_wrapped(text: str, indent: int = 0) -> None:
@@ -237,15 +228,6 @@ def _print_wrapped(text: str, indent: int = 0) -> None:
 def _format_counts(groups: Mapping[str, int]) -> str:
     shown = [f"{name} {count:,}" for name, count in groups.items()][:MOST]
     return ", ".join(shown) + (f" and {len(groups) - MOST} more" if len(groups) > MOST else "")
-
-
-def _finding_json(finding: Finding) -> Iterator[str]:
-    from polyclinic.data.findings import format_places
-
-    yield f"{finding.sentence}."
-    if finding.where:
-        yield f"where: {format_places([_shorten_place(place) for place in finding.where], finding.count)}"
-    yield f"the loader: {finding.handled}" if finding.handled else f"to do: {finding.remedy}"
 
 
 def _shorten_place(place: str) -> str:
@@ -307,11 +289,10 @@ def _measure_heterogeneity(
 
     recipe = _load_recipe(what)
     if recipe is not None:
-        consortium = load_sites(recipe, data)
-        everything = {name: site.train for name, site in consortium.sites.items()}
-        return f"{recipe.name}: how the sites' training images differ", diagnose_sites(
-            everything, consortium.classes, stream
-        )
+        dataset = load_sites(recipe, data)
+        training = {name: site.train for name, site in dataset.sites.items()}
+        found = diagnose_sites(training, dataset.classes, stream)
+        return f"{recipe.name}: how the sites' training images differ", found
     listing = open_listing(what, data)
     if len({record.site for record in listing.used_records} - {""}) < 2:
         raise DataError(
@@ -366,24 +347,25 @@ def cache_command(
 
     home = cache_folder()
     ours = sorted(path for path in home.glob("*") if _is_cache_entry(path))
-    rows = [_describe_cached(path / "pixels") for path in ours if (path / "pixels").is_file()]
+    states = {path.name: (path / "pixels").stat() for path in ours if (path / "pixels").is_file()}
     kept = _clear_cache(ours) if clear else []
     if as_json:
+        made = {name: time.strftime("%F", time.gmtime(state.st_mtime)) for name, state in states.items()}
+        rows = [{"set": name, "bytes": state.st_size, "made": made[name]} for name, state in states.items()]
         print_json({"folder": str(home), "cleared": clear, "in_use": kept, "sets": rows})
         return
-    size = sum(row["bytes"] for row in rows)
+    size = sum(state.st_size for state in states.values())
     note = f"; cleared{f', except {len(kept)} that are being prepared' if kept else ''}" if clear else ""
-    out.print(Text(f"{home}: {len(rows)} prepared sets, {size / 2**20:,.1f} MiB{note}"), soft_wrap=True)
+    out.print(Text(f"{home}: {len(states)} prepared sets, {size / 2**20:,.1f} MiB{note}"), soft_wrap=True)
 
 
 def _is_cache_entry(path: Path) -> bool:
     """Whether a path was made by the cache; its folder may hold other files, which are never deleted."""
-    named = OURS.fullmatch(path.name)
-    if named is None or path.is_symlink():
+    if not OURS.fullmatch(path.name) or path.is_symlink():
         return False
     if path.is_dir():
-        return named[2] != ".lock" and all(OUR_FILES.fullmatch(file.name) for file in path.iterdir())
-    return named[2] == ".lock" and path.stat().st_size == 0
+        return path.suffix != ".lock" and all(OUR_FILES.fullmatch(file.name) for file in path.iterdir())
+    return path.suffix == ".lock" and path.stat().st_size == 0
 
 
 def _clear_cache(ours: list[Path]) -> list[str]:
@@ -402,8 +384,3 @@ def _is_locked(lock: Path) -> bool:
         except BlockingIOError:
             return True
     return False
-
-
-def _describe_cached(pixels: Path) -> dict[str, Any]:
-    state = pixels.stat()
-    return {"set": pixels.parent.name, "bytes": state.st_size, "made": time.strftime("%F", time.gmtime(state.st_mtime))}

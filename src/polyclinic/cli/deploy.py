@@ -5,17 +5,18 @@ from __future__ import annotations
 import contextlib
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import typer
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 from typer.core import TyperGroup
 
+import polyclinic
 from polyclinic.cli.common import (
     Data,
     Json,
@@ -26,6 +27,7 @@ from polyclinic.cli.common import (
     find_recipe,
     out,
     parse_settings,
+    plain_table,
     print_json,
     print_message,
 )
@@ -33,14 +35,13 @@ from polyclinic.cli.display import Display, print_result
 from polyclinic.core import PolyclinicError, RecipeError, StoreError, read_yaml
 
 if TYPE_CHECKING:
-    from polyclinic.config.recipe import Recipe
     from polyclinic.deploy.processes import SiteRegistration
-    from polyclinic.deploy.site.config import SiteConfig
     from polyclinic.deploy.site.message_handler import SiteMessageHandler
-    from polyclinic.deploy.site.participation import ReleasePreview
     from polyclinic.runs.result import RunResult
 
 FAILED = "failed"
+Status: TypeAlias = dict[str, Any]
+"""What a server or a site last wrote about itself, or the traffic of one site."""
 Out = Annotated[Path, typer.Option("--out", help="The folder of the run. An interrupted run in it is continued.")]
 
 
@@ -63,31 +64,30 @@ def serve(
     as_json: Json = False,
 ) -> None:
     """Run a recipe between real sites: start the server, wait for the sites, and run the rounds."""
-    from polyclinic.config.recipe import Recipe
     from polyclinic.deploy.config import ServerConfig
     from polyclinic.deploy.processes import PATIENCE, open_server, terminate_as_interrupt
     from polyclinic.deploy.serve import check_servable
     from polyclinic.runs.result import read_result
 
     config = ServerConfig.load(server)
-    loaded = Recipe.load(find_recipe(recipe), parse_settings(settings, seed=seed, track=track or None))
+    loaded = polyclinic.Recipe.load(find_recipe(recipe), parse_settings(settings, seed=seed, track=track or None))
     check_servable(loaded, list(config.sites), folder)
-    if (folder / "result.json").exists():
-        ended = datetime.fromtimestamp((folder / "result.json").stat().st_mtime)
+    if (result_file := folder / "result.json").exists():
+        ended = datetime.fromtimestamp(result_file.stat().st_mtime)
         print_message(f"this run finished on {ended:%Y-%m-%d %H:%M}; no site was contacted")
         print_result(read_result(folder, loaded), folder, as_json)
         return
     patience = PATIENCE if loaded.quorum else math.inf
     try:
         with terminate_as_interrupt(), open_server(config, folder, patience) as reception, Display(err) as display:
-            reception.board.update_facts(recipe=loaded.name, rounds=loaded.rounds, folder=str(folder.resolve()))
+            reception.board.facts.update(recipe=loaded.name, rounds=loaded.rounds, folder=str(folder.resolve()))
             display.print_line(f"{config.federation}: listening for sites on {config.host}:{config.port}")
             try:
                 result = _run_rounds(reception, display, loaded, folder, wait, deadline, data)
             except PolyclinicError as error:
-                reception.board.update_facts(state=FAILED, why=str(error))
+                reception.board.facts.update(state=FAILED, why=str(error))
                 raise
-            reception.board.update_facts(state="finished")
+            reception.board.facts.update(state="finished")
     except KeyboardInterrupt:
         print_message("stopped; no finished round is lost: continue with the same command")
         raise typer.Exit(130) from None
@@ -97,7 +97,7 @@ def serve(
 def _run_rounds(
     reception: SiteRegistration,
     display: Display,
-    recipe: Recipe,
+    recipe: polyclinic.Recipe,
     folder: Path,
     wait: float | None,
     deadline: float | None,
@@ -110,16 +110,15 @@ def _run_rounds(
     board, sites = reception.board, list(reception.link.nodes)
     board.report, board.patient = display.print_line, recipe.quorum is None
     missing = reception.wait_for_sites(wait, recipe.quorum or len(sites), display.print_line)
-    board.begin_enrolment(reception.connected_sites())
+    board.begin_enrolment(reception.link.connected_sites())
 
     def watch(event: str, info: Mapping[str, Any]) -> None:
         board.record_event(event, info)
         display.on_event(event, info)
 
     display.start_run(recipe, 0, 1)
-    return run_deployed(
-        recipe, RemoteExecution(reception.engine, "flower", deadline), sites, folder, watch, data, missing
-    )
+    remote = RemoteExecution(reception.engine, "flower", deadline)
+    return run_deployed(recipe, remote, sites, folder, watch, data, missing)
 
 
 def join(
@@ -133,42 +132,28 @@ def join(
     as_json: Json = False,
 ) -> None:
     """Take part with this site's images: connect, and answer requests that the policy in SITE.yaml allows."""
+    from polyclinic.deploy.processes import serve_site
     from polyclinic.deploy.site.config import SiteConfig, config_warnings, with_remedy
     from polyclinic.deploy.site.message_handler import SiteMessageHandler
 
     config = SiteConfig.load(site)
 
-    def said(sentence: str) -> None:
+    def log(sentence: str) -> None:
         with contextlib.suppress(OSError):  # a terminal that is gone, or a log on a full disk, shall not end the work
-            print_message(f"{_local_time()} {config.site}: {sentence}")
+            print_message(f"{datetime.now():%H:%M:%S} {config.site}: {sentence}")
 
-    for remark in config_warnings(config):
-        said(remark)
+    for warning in config_warnings(config):
+        log(warning)
     with with_remedy():
-        _serve_site(config, SiteMessageHandler(config, said), said, rehearsed, as_json)
-
-
-def _serve_site(
-    config: SiteConfig, desk: SiteMessageHandler, said: Callable[[str], None], rehearsed: str | None, as_json: bool
-) -> None:
-    from polyclinic.config.recipe import Recipe
-    from polyclinic.deploy.processes import serve_site
-    from polyclinic.deploy.site.policy import recipe_digest
-
-    if rehearsed is not None:
-        loaded = Recipe.load(find_recipe(rehearsed))
-        rows, mark = desk.preview_releases(loaded), recipe_digest(loaded)
-        if as_json:
-            print_json({"recipe": mark, "leaves": [asdict(row) for row in rows]})
-        else:
-            out.print(_release_table(rows))
-            out.print(Text(f"to allow only this recipe, add to allow.recipes:\n{mark}"), soft_wrap=True)
-        return
-    try:
-        serve_site(config, desk.answer_message, said, lambda: desk.is_idle)
-    except KeyboardInterrupt:
-        said("stopped")
-        raise typer.Exit(0) from None
+        handler = SiteMessageHandler(config, log)
+        if rehearsed is not None:
+            _print_releases(handler, polyclinic.Recipe.load(find_recipe(rehearsed)), as_json)
+            return
+        try:
+            serve_site(config, handler.answer_message, log, lambda: handler.is_idle)
+        except KeyboardInterrupt:
+            log("stopped")
+            raise typer.Exit(0) from None
 
 
 def status(
@@ -178,14 +163,14 @@ def status(
     as_json: Json = False,
 ) -> None:
     """Show the status of a server or a site: connections, rounds, traffic, refusals and failures."""
-    from polyclinic.deploy.processes import read_status
+    from polyclinic.deploy.status import read_status
 
     folder = where if where.is_dir() else _state_folder(where)
     found = read_status(folder)
     if found is None:
         if (folder / "recipe.yaml").exists():
             raise StoreError(f"{folder} holds a simulation, without real sites; use: polyclinic report {folder}")
-        raise StoreError(f"{folder} holds no {'status.json'}: no server or site has been started with it yet")
+        raise StoreError(f"{folder} holds no status.json: no server or site has been started with it yet")
     if "sites" not in found:
         _print_site(found, folder, as_json)
         return
@@ -213,22 +198,23 @@ def _state_folder(path: Path) -> Path:
     return kind.load(path).folder
 
 
-def _site_history(folder: Path) -> dict[str, dict[str, Any]]:
+def _site_history(folder: Path) -> dict[str, Status]:
     """Return the traffic and the outcomes of every site's rounds, by the run's ledger."""
-    from polyclinic.storage.ledger import Ledger
+    from polyclinic.evaluation.rows import CostRow
+    from polyclinic.storage.run_folder import RunFolder
 
-    path = folder / "ledger.jsonl"
-    found: dict[str, dict[str, Any]] = {}
-    for row in Ledger(path).read() if path.exists() else []:
-        for site, note in row["sites"].items() if row["event"] in ("round", "failed round") else ():
-            entry = found.setdefault(site, {"down": 0, "up": 0, "outcomes": Counter()})
-            entry["down"] += note.get("down", 0)
-            entry["up"] += note.get("up", 0)
-            entry["outcomes"][note.get("outcome", "silent")] += 1
-    return found
+    history: dict[str, Status] = {}
+    rows = [row for row in RunFolder(folder).ledger() if isinstance(row, CostRow)]
+    for row in rows:
+        for site, sent in row.sites.items() if row.event in ("round", "failed round") else ():
+            entry = history.setdefault(site, {"down": 0, "up": 0, "outcomes": Counter()})
+            entry["down"] += sent.down
+            entry["up"] += sent.up
+            entry["outcomes"][sent.outcome or "silent"] += 1
+    return history
 
 
-def _status_line(found: Mapping[str, Any]) -> str:
+def _status_line(found: Status) -> str:
     over = f"stopped: {found['why']}" if found["state"] == FAILED else f"stopped while {found['state']}"
     running = found["state"] if found["state"] == "finished" or (found["alive"] and found["state"] != FAILED) else over
     round = f", round {found['round']} of {found['rounds']}" if "round" in found else ""
@@ -236,24 +222,16 @@ def _status_line(found: Mapping[str, Any]) -> str:
     return f"{found['federation']} at {found['server']}{recipe}: {running}{round}"
 
 
-def _sites_table(found: Mapping[str, Any]) -> Table:
-    table = Table(box=None, padding=(0, 1), pad_edge=False)
-    for name in ("site", "now", "seen", "accepted", "failed", "MB to", "MB from"):
-        table.add_column(name, justify="left" if name in ("site", "now") else "right", no_wrap=name != "site")
+def _sites_table(found: Status) -> Table:
+    figures = ("seen", "accepted", "failed", "MB to", "MB from")
+    right = (Column(name, justify="right", no_wrap=True) for name in figures)
+    table = plain_table("site", Column("now", no_wrap=True), *right)
     for site, there in found["sites"].items():
-        past = found["history"].get(site, {"down": 0, "up": 0, "outcomes": {}})
-        good = past["outcomes"].get("accepted", 0)
-        bad = sum(past["outcomes"].values()) - good
+        rounds = found["history"].get(site, {"down": 0, "up": 0, "outcomes": {}})
+        good, sizes = rounds["outcomes"].get("accepted", 0), (rounds["down"], rounds["up"])
+        counts = map(str, (good, sum(rounds["outcomes"].values()) - good))
         state = there["state"] if found["alive"] else "–"
-        cells = [
-            site,
-            state,
-            _format_age(there["seen"]),
-            str(good),
-            str(bad),
-            _format_megabytes(past["down"]),
-            _format_megabytes(past["up"]),
-        ]
+        cells = [site, state, _format_age(there["seen"]), *counts, *map(_format_megabytes, sizes)]
         table.add_row(*map(Text, cells))
     notes = [f"{site} {why}" for kind in ("absent", "last failure") for site, why in found.get(kind, {}).items()]
     table.caption = Text("\n".join(notes)) if notes else None
@@ -261,10 +239,10 @@ def _sites_table(found: Mapping[str, Any]) -> Table:
     return table
 
 
-def _print_site(found: Mapping[str, Any], folder: Path, as_json: bool) -> None:
-    """Print the status of a site: its connection, and what it has sent."""
-    from polyclinic.deploy.processes import STOPPED
+def _print_site(found: Status, folder: Path, as_json: bool) -> None:
+    """Print the status of a site: its connection, and the data that it has sent."""
     from polyclinic.deploy.site.release_log import ReleaseLog, last_trouble
+    from polyclinic.deploy.status import STOPPED
 
     rows = ReleaseLog(folder).read_entries()
     left = {"messages": len(rows), "bytes": sum(int(row.get("bytes", 0)) for row in rows)}
@@ -283,20 +261,26 @@ def _print_site(found: Mapping[str, Any], folder: Path, as_json: bool) -> None:
     out.print(Text(f"sent so far: {sent}; see {folder / 'releases.jsonl'}"), soft_wrap=True)
 
 
-def _release_table(rows: Sequence[ReleasePreview]) -> Table:
-    """Return a table of what would leave the site, by kind."""
+def _print_releases(handler: SiteMessageHandler, recipe: polyclinic.Recipe, as_json: bool) -> None:
+    """Print the data that a recipe would send from the site, by kind."""
     from polyclinic.deploy.site.participation import WITHHELD
+    from polyclinic.deploy.site.policy import recipe_digest
 
-    table = Table(box=None, padding=(0, 1), pad_edge=False)
-    for name in ("kind", "when", "MB", "tensors", "protection"):
-        table.add_column(name, justify="right" if name in ("MB", "tensors") else "left", overflow="fold")
+    rows, mark = handler.preview_releases(recipe), recipe_digest(recipe)
+    if as_json:
+        print_json({"recipe": mark, "leaves": [asdict(row) for row in rows]})
+        return
+    table = plain_table(*(Column(name, overflow="fold") for name in ("kind", "when", "MB", "tensors", "protection")))
+    for column in table.columns[2:4]:
+        column.justify = "right"
     for row in rows:
         size = f"{row.bytes / 1e6:.3f}" if row.bytes else "–" if row.when == WITHHELD else "as asked"
         kind = f"{row.kind} ({row.cluster})" if row.cluster else row.kind
         table.add_row(*map(Text, (kind, row.when, size, str(len(row.shapes)), row.protection)))
     prices = {row.epsilon for row in rows if row.epsilon is not None}
     table.caption = Text("\n".join(f"ε of the whole run: {price:.3g}" for price in sorted(prices)))
-    return table
+    out.print(table)
+    out.print(Text(f"to allow only this recipe, add to allow.recipes:\n{mark}"), soft_wrap=True)
 
 
 def _format_megabytes(size: int) -> str:
@@ -311,10 +295,6 @@ def _format_age(when: str | None) -> str:
         if seconds >= length:
             return f"{seconds / length:.0f} {unit} ago"
     return f"{max(0, seconds):.0f} s ago"
-
-
-def _local_time() -> str:
-    return f"{datetime.now():%H:%M:%S}"
 
 
 MAKE = "make"
@@ -434,17 +414,13 @@ def _print_kits(folder: Path, as_json: bool) -> bool:
     if as_json:
         print_json(asdict(found))
         return bool(found.problems)
-    table = Table(box=None, padding=(0, 1), pad_edge=False)
-    table.add_column("", overflow="fold")
-    for title in ("fingerprint (SHA-256)", "valid until"):
-        table.add_column(title, no_wrap=True)
+    titles = (Column(title, no_wrap=True) for title in ("fingerprint (SHA-256)", "valid until"))
+    table = plain_table(Column("", overflow="fold"), *titles)
     for row in found.rows:
         table.add_row(*map(Text, (row.name, row.fingerprint[:50], row.until)))
     out.print(table)
     for gone in found.revoked:
         out.print(Text(f"{gone.get('why')} on {gone.get('date')}: {gone.get('site')}, {gone.get('fingerprint')}"))
-    for sentence in found.warnings:
-        print_message(f"warning: {sentence}")
-    for sentence in found.problems:
-        print_message(f"error: {sentence}")
+    for message in [f"warning: {w}" for w in found.warnings] + [f"error: {p}" for p in found.problems]:
+        print_message(message)
     return bool(found.problems)

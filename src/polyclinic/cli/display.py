@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -30,6 +29,7 @@ from polyclinic.cli.common import (
     out,
     print_json,
     print_message,
+    titled_table,
 )
 from polyclinic.core import STUDENT
 
@@ -75,14 +75,12 @@ class Display:
             self.live = Live(
                 console=self.console, get_renderable=self.render_panel, refresh_per_second=5, transient=True
             )
-            self.live.__enter__()
+            self.live.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self.live is not None:
-            self.live.__exit__(kind, error, traceback)
+            self.live.stop()
 
     def start_run(self, recipe: Recipe, done: int, total: int) -> None:
         """Begin the display of a run, number `done + 1` of `total`."""
@@ -105,7 +103,9 @@ class Display:
         elif event == "plan":
             self.print_line(f"  {plan_line(info)}")
         elif event == "site":
-            self._count_site(info)
+            self.sites[info["site"]] = MARKS[info["outcome"]]
+            if info["outcome"] != "accepted":
+                self.print_line(f"  round {info['round']}: {info['site']} {info['outcome']}: {info['why']}")
         elif event == "round done":
             self._finish_round(info)
         elif event == "absent":
@@ -122,11 +122,6 @@ class Display:
             self.bars.reset(self.overall)
             self.playing = True
         self.bars.update(self.overall, completed=self.done + round / self.rounds)
-
-    def _count_site(self, info: Mapping[str, Any]) -> None:
-        self.sites[info["site"]] = MARKS[info["outcome"]]
-        if info["outcome"] != "accepted":
-            self.print_line(f"  round {info['round']}: {info['site']} {info['outcome']}: {info['why']}")
 
     def _finish_round(self, info: Mapping[str, Any]) -> None:
         known = [f"{name} {info[name]:.3f}" for name in ("loss", "accuracy", "auc") if info.get(name) is not None]
@@ -161,14 +156,13 @@ def comparison_table(comparison: Comparison) -> Table:
     """Return the table of a comparison, 80 columns wide."""
     from polyclinic.reporting.formatting import format_number
 
-    table = _titled_table(f"{comparison.title}: {comparison.judged_on}")
-    table.add_column("method")
-    for name in ("accuracy [95 %]", "AUC [95 %]", "worst AUC, at", "MB", "s"):
-        table.add_column(name, justify="right", no_wrap=name != "worst AUC, at")
+    names = ("accuracy [95 %]", "AUC [95 %]", "worst AUC, at", "MB", "s")
+    figures = (Column(name, justify="right", no_wrap=name != "worst AUC, at") for name in names)
+    table = titled_table(f"{comparison.title}: {comparison.judged_on}", "method", *figures)
     for line in comparison.lines:
         worst = f"{strip_zeros(format_number(line.worst_score, 2))} {line.worst_site[:12]}".rstrip()
-        figures = [line.figures[metric] for metric in ("accuracy", "auc")]
-        shown = [_estimate_cell(figure.mean, figure.low, figure.high) for figure in figures]
+        estimates = (line.figures[metric] for metric in ("accuracy", "auc"))
+        shown = [_estimate_cell(estimate.mean, estimate.low, estimate.high) for estimate in estimates]
         sent = "images" if line.pools_images else f"{line.megabytes:.1f}"
         cells = [line.name, *shown, worst, sent, f"{line.seconds:.0f}"]
         table.add_row(*map(Text, cells))
@@ -199,10 +193,9 @@ def result_table(summary: RunSummary) -> Table:
 
     best, cost, engine = summary.headline, summary.cost, summary.engine
     early = " (stopped early)" if summary.stopped_early else ""
-    table = _titled_table(f"{summary.name}: {summary.rounds} rounds{early}, {best.images}")
-    table.add_column("site")
-    for name in ("n", "accuracy [95 %]", "AUC [95 %]", "sensit.", "specif."):
-        table.add_column(name, justify="right", no_wrap=True)
+    names = ("n", "accuracy [95 %]", "AUC [95 %]", "sensit.", "specif.")
+    figures = (Column(name, justify="right", no_wrap=True) for name in names)
+    table = titled_table(f"{summary.name}: {summary.rounds} rounds{early}, {best.images}", "site", *figures)
     for site in summary.sites:
         if here := summary.headline_at(site):
             table.add_row(*map(Text, [site, *_method_cells(here)]))
@@ -222,19 +215,19 @@ def result_table(summary: RunSummary) -> Table:
     if engine is not None and engine.reason != REASON_REQUESTED:
         notes.append(f"engine {engine.name}: {engine.reason}")
     notes += _missing_notes(summary)
-    if cost.lost:
-        notes.append(f"{cost.lost} updates of sites were refused or lost; ledger.jsonl says why")
     table.caption = Text("\n".join([f"{cost.megabytes:.1f} MB both ways, {cost.seconds:.1f} s{intervals}", *notes]))
     return table
 
 
 def _missing_notes(summary: RunSummary) -> list[str]:
-    """The sites that took no part, and the predictions that were withheld."""
+    """Return notes on sites that took no part, on predictions that were withheld, and on updates that were lost."""
     notes = [f"without {site}: {why}" for site, why in summary.absent.items()]
     if withheld := summary.cost.withheld:
         notes.append(f"{withheld} of {len(summary.site_sizes)} sites sent no predictions; ledger.jsonl says why")
         if summary.headline.part == "validation":
             notes.append("so these are means of what sites reported of their validation images in the last round")
+    if lost := summary.cost.lost:
+        notes.append(f"{lost} updates of sites were refused or lost; ledger.jsonl says why")
     return notes
 
 
@@ -242,19 +235,12 @@ def plan_line(plan: Mapping[str, Any]) -> str:
     """Return the cost of a privacy plan in one line."""
     if plan["no_guarantee_reason"]:
         return f"privacy: noise {plan['noise']:.3g}, NO guarantee: {plan['no_guarantee_reason']}"
+    limit = plan["max_epsilon"]
+    stop = f"; it stops before ε = {limit:g}" if limit and plan["epsilon"] > limit else ""
     return (
         f"privacy: ε = {plan['epsilon']:.3g} per {plan['unit']} at δ = {plan['delta']:.2g} for the whole run "
-        f"(noise {plan['noise']:.4g}, clip {plan['clip']:g})"
-        + (
-            f"; it stops before ε = {plan['max_epsilon']:g}"
-            if plan["max_epsilon"] and plan["epsilon"] > plan["max_epsilon"]
-            else ""
-        )
+        f"(noise {plan['noise']:.4g}, clip {plan['clip']:g}){stop}"
     )
-
-
-def _titled_table(title: str) -> Table:
-    return Table(title=Text(title), title_justify="left", caption_justify="left", box=None, padding=(0, 1))
 
 
 def strip_zeros(text: str) -> str:

@@ -6,20 +6,20 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast, get_args
 
 import typer
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
-from polyclinic.cli.common import Data, Json, err, out, print_json
+from polyclinic.cli.common import Data, Json, err, open_runs, out, print_json, titled_table
 from polyclinic.cli.display import strip_zeros
 from polyclinic.core import RecipeError
 
 if TYPE_CHECKING:
-    from polyclinic.analysis.features import FeatureOptions, FeatureScore, RunFeatures
+    from polyclinic.analysis.features import FeatureScore, RunFeatures
     from polyclinic.analysis.saliency import Case, Explanation, IntensityDistribution, Saliency, SaliencyOptions
-    from polyclinic.core.types import Part, SiteId
+    from polyclinic.core import SiteId
     from polyclinic.runs.finished_run import FinishedRun
 
 
@@ -56,12 +56,9 @@ def explain_command(
 ) -> None:
     """Show where networks look (Grad-CAM), in cases that all runs or only the last run classify right or wrong."""
     from polyclinic.analysis.saliency import SaliencyOptions, explain_runs, measure_intensities
-    from polyclinic.core.rng import Stream
-    from polyclinic.runs.finished_run import open_run
     from polyclinic.storage.files import write_json
 
-    runs = [open_run(each, data, device) for each in folders]
-    stream = Stream(runs[0].recipe.seed if seed is None else seed, ("explain",))
+    runs, stream = open_runs(folders, data, device, seed, "explain")
     options, target = SaliencyOptions(of=of, cases=cases, stage=stage), folder or folders[0] / "explain"
     with err.status("Grad-CAM"):
         found = explain_runs(runs, options, stream.child("cases"))
@@ -71,9 +68,10 @@ def explain_command(
     if as_json:
         print_json(content)
         return
-    for table in saliency_tables(found):
-        out.print(table)
-    for line in [*_agreement_notes(found), *content["remarks"]]:
+    for group in found.groups:
+        out.print(_group_table(group.name, group.images, found))
+    scores = (f"{name} {strip_zeros(f'{a:.3f}')}" for name, a in zip(found.names, found.accuracy, strict=True))
+    for line in (f"accuracy on {found.images} test images: {', '.join(scores)}", *content["remarks"]):
         out.print(Text(line), soft_wrap=True)
     out.print(Text(f"written: {target} (the figures show patients' images; do not share them)"), soft_wrap=True)
 
@@ -91,24 +89,25 @@ def _write_figures(
         draw_intensities,
         draw_saliency_gallery,
     )
-    from polyclinic.storage.files import explain_os_errors
+    from polyclinic.storage.files import make_folder
 
-    with explain_os_errors(folder):
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # it will show patients' images
+    make_folder(folder, mode=0o700)  # it will show patients' images
     title = f"Where {'networks look' if len(runs) > 1 else 'the network looks'}: {len(found.cases)} test images"
     draw_saliency_gallery(found, title, folder / GALLERY)
     pictures = {GALLERY: {"title": title, "alternative": describe_gallery(found)}}
     if pixels is not None:
-        bright = f"Pixel values of {len(pixels)} sites' training images, black left out"
-        draw_intensities(pixels, bright, folder / HISTOGRAMS)
-        pictures[HISTOGRAMS] = {"title": bright, "alternative": _bright_share(pixels)}
+        title = f"Pixel values of {len(pixels)} sites' training images, black left out"
+        draw_intensities(pixels, title, folder / HISTOGRAMS)
+        curves = (f"{name} mean {p.mean:.3g}, sd {p.std:.3g}, black {p.black:.0%}" for name, p in pixels.items())
+        alternative = f"A curve of pixel values for every site. {'; '.join(curves)}."
+        pictures[HISTOGRAMS] = {"title": title, "alternative": alternative}
     return {
         **asdict(options),
         "classes": list(found.classes),
         "images": found.images,
         "runs": [
-            {"name": name, "folder": str(past.folder), "accuracy": accuracy}
-            for past, name, accuracy in zip(runs, found.names, found.accuracy, strict=True)
+            {"name": name, "folder": str(run.folder), "accuracy": accuracy}
+            for run, name, accuracy in zip(runs, found.names, found.accuracy, strict=True)
         ],
         "groups": [{"name": g.name, "images": g.images, "shown": len(g.shown)} for g in found.groups],
         "cases": [_case_json(case, number, found) for number, case in enumerate(found.cases, 1)],
@@ -118,86 +117,71 @@ def _write_figures(
     }
 
 
-def _case_json(case: Case, number: int, found: Explanation) -> dict[str, Any]:
+def _case_json(case: Case, number: int, found: Explanation) -> dict[str, object]:
     from polyclinic.analysis.saliency import resize_map
     from polyclinic.analysis.saliency_figure import describe_case, locate_map
 
-    looks = [
-        {
-            "name": name,
-            "prediction": found.classes[look.predicted],
-            "probability": look.probability,
-            "right": look.predicted == case.truth,
-            "explained": found.classes[look.explained],
-            "map": {"places": list(look.map.shape), "largest": float(look.map.max())},
-            "looks": locate_map(resize_map(look, case.image)),
-        }
-        for name, look in zip(found.names, case.saliencies, strict=True)
-    ]
-    place = {"number": number, "group": case.group, "site": case.site, "index": case.row}
     return {
-        **place,
+        "number": number,
+        "group": case.group,
+        "site": case.site,
+        "index": case.row,
         "truth": found.classes[case.truth],
-        "runs": looks,
+        "runs": [
+            {
+                "name": name,
+                "prediction": found.classes[saliency.predicted],
+                "probability": saliency.probability,
+                "right": saliency.predicted == case.truth,
+                "explained": found.classes[saliency.explained],
+                "map": {"places": list(saliency.map.shape), "largest": float(saliency.map.max())},
+                "looks": locate_map(resize_map(saliency.map, case.image)),
+            }
+            for name, saliency in zip(found.names, case.saliencies, strict=True)
+        ],
         "alternative": describe_case(case, number, found),
     }
 
 
-def _bright_share(pixels: Mapping[SiteId, IntensityDistribution]) -> str:
-    content = [
-        f"{name} mean {each.mean:.3g}, sd {each.std:.3g}, black {each.black:.0%}" for name, each in pixels.items()
-    ]
-    return f"A curve of pixel values for every site. {'; '.join(content)}."
-
-
 def _gallery_notes(found: Explanation, runs: Sequence[FinishedRun]) -> list[str]:
-    """Return what a reader of the gallery must know."""
-    content = []
-    for number, (name, past) in enumerate(zip(found.names, runs, strict=True)):
+    """Return the limits of the gallery that its reader must know."""
+    notes = []
+    for number, (name, run) in enumerate(zip(found.names, runs, strict=True)):
         down, across = min((tuple(case.saliencies[number].map.shape) for case in found.cases), key=min)
-        if min(down, across) < COARSE:
-            content.append(
-                f"{name}: maps of {down} × {across} positions show little; choose an earlier stage with --stage N"
-            )
-        if past.recipe.ensemble:
-            content.append(f"{name}: shows the global model, not the ensemble of the sites' models")
-        if past.recipe.finish:
-            content.append(f"{name}: shows the networks of the sites, not the student")
-    return content
+        small = f"maps of {down} × {across} positions show little; choose an earlier stage with --stage N"
+        limits = {
+            small: min(down, across) < COARSE,
+            "shows the global model, not the ensemble of the sites' models": run.recipe.ensemble,
+            "shows the networks of the sites, not the student": run.recipe.finish,
+        }
+        notes += [f"{name}: {limit}" for limit, holds in limits.items() if holds]
+    return notes
 
 
-def _agreement_notes(found: Explanation) -> list[str]:
-    runs = zip(found.names, found.accuracy, strict=True)
-    return [
-        f"accuracy on {found.images} test images: " + ", ".join(f"{name} {strip_zeros(f'{a:.3f}')}" for name, a in runs)
-    ]
-
-
-def saliency_tables(found: Explanation) -> list[Table]:
-    """Return a table for each group, with a row for every case, 80 columns wide."""
-    cases = enumerate(found.cases, 1)
-    return [_group_table(group.name, group.images, [next(cases) for _ in group.shown], found) for group in found.groups]
-
-
-def _group_table(name: str, images: int, cases: Sequence[tuple[int, Case]], found: Explanation) -> Table:
-    title = f"{name}: {len(cases)} of {images} images" if images else f"{name}: no image"
-    table = Table(title=Text(title[:79]), title_justify="left", box=None, padding=(0, 1), show_header=bool(cases))
+def _group_table(name: str, images: int, found: Explanation) -> Table:
+    """Return a table of a group with a row for every case that is shown, 80 columns wide."""
+    cases = [(number, case) for number, case in enumerate(found.cases, 1) if case.group == name]
     wide = max(8, (WIDTH - SITE - 8 - 2 * (3 + len(found.names))) // (len(found.names) + 1))
-    table.add_column("case", justify="right", width=4)
-    for heading, width in (("site", SITE), ("truth", wide), *((run, wide) for run in found.names)):
-        table.add_column(Text(heading), width=width, no_wrap=True, overflow="ellipsis")
+    widths = (("site", SITE), ("truth", wide), *((run, wide) for run in found.names))
+    table = titled_table(
+        (f"{name}: {len(cases)} of {images} images" if images else f"{name}: no image")[:79],
+        Column("case", justify="right", width=4),
+        *(Column(Text(head), width=width, no_wrap=True, overflow="ellipsis") for head, width in widths),
+    )
+    table.show_header = bool(cases)
     for number, case in cases:
-        said = [_format_prediction(look, case, found) for look in case.saliencies]
-        table.add_row(*map(Text, [str(number), case.site, found.classes[case.truth], *said]))
+        predictions = [_format_prediction(saliency, case, found) for saliency in case.saliencies]
+        table.add_row(*map(Text, [str(number), case.site, found.classes[case.truth], *predictions]))
     return table
 
 
-def _format_prediction(look: Saliency, case: Case, found: Explanation) -> str:
-    mark = "✓" if look.predicted == case.truth else "✗"
-    return f"{mark} {strip_zeros(f'{look.probability:.2f}')} {found.classes[look.predicted]}"
+def _format_prediction(saliency: Saliency, case: Case, found: Explanation) -> str:
+    mark = "✓" if saliency.predicted == case.truth else "✗"
+    return f"{mark} {strip_zeros(f'{saliency.probability:.2f}')} {found.classes[saliency.predicted]}"
 
 
-PARTS: tuple[Part, ...] = ("train", "validation", "test")
+OWN = "each site has a feature extractor of its own, so sites may also lie apart because their extractors differ"
+PROBE = "balanced accuracy of a site classifier on patients held out from its training"
 CAPTION = (
     "recognised: images whose nearest one, of the same class and another patient, is of their own site, mean over "
     "sites. Hausdorff: between two sites' features of a class, mean over classes and pairs, in units of the distance "
@@ -224,91 +208,59 @@ def features_command(
 ) -> None:
     """Show the features of the sites' images by t-SNE, and measure how far sites lie apart in feature space."""
     from polyclinic.analysis.features import FeatureOptions, compare_features
-    from polyclinic.core.rng import Stream
-    from polyclinic.runs.finished_run import open_run
+    from polyclinic.core import Part
 
-    options = FeatureOptions(part=_part_label(part), label=label, most=most, stage=stage)
-    runs = [open_run(folder, data, device) for folder in folders]
-    stream = Stream(runs[0].recipe.seed if seed is None else seed, ("features",))
+    if part not in get_args(Part):
+        raise RecipeError(f"--part is {part!r:.60}; choose test, validation or train")
+    options = FeatureOptions(part=cast(Part, part), label=label, most=most, stage=stage)
+    runs, stream = open_runs(folders, data, device, seed, "features")
     sites, classes = tuple(runs[0].dataset.sites), runs[0].dataset.classes
     with err.status("features"):
         found = compare_features(runs, options, stream)
-    target, title = path or folders[0] / "features.png", _figure_title(found, options)
+    target, of_class = path or folders[0] / "features.png", f" of {label}" if label else ""
+    title = f"Features of {len(found[0].points.site)} {part} images{of_class}"
     with err.status("t-SNE"):
-        from polyclinic.analysis.features_figure import (
-            draw_features,  # matplotlib takes a second to load
-        )
+        from polyclinic.analysis.features_figure import draw_features  # matplotlib takes a second to load
 
         draw_features(found, sites, classes, title, target, stream)
     if as_json:
-        print_json(
-            {"picture": str(target), "seed": stream.seed, **asdict(options), "runs": _features_json(found, sites)}
-        )
+        rows = [_features_json(view, sites) for view in found]
+        print_json({"picture": str(target), "seed": stream.seed, **asdict(options), "runs": rows})
         return
-    out.print(features_table(found, title))
-    out.print(Text(_probe_notes(found)))
+    out.print(_features_table(found, title))
+    scores = [(view.name, view.scores and view.scores.site_classifier_accuracy) for view in found]
+    content = ", ".join(f"{name} {'–' if score is None else f'{score:.2f}'}" for name, score in scores)
+    out.print(Text(textwrap.fill(f"{PROBE}: {content}", 79)))
     for view in found:
         if not view.shared:
             out.print(Text(f"{view.name}: {OWN}"), soft_wrap=True)
     out.print(Text(f"written: {target}"), soft_wrap=True)
 
 
-OWN = "each site has a feature extractor of its own, so sites may also lie apart because their extractors differ"
-
-
-def _part_label(name: str) -> Part:
-    for part in PARTS:
-        if part == name:
-            return part
-    raise RecipeError(f"--part is {name!r:.60}; choose test, validation or train")
-
-
-def _figure_title(found: Sequence[RunFeatures], options: FeatureOptions) -> str:
-    images = f"{len(found[0].points.site)} {options.part} images"
-    return f"Features of {images}" + (f" of {options.label}" if options.label else "")
-
-
-def _features_json(found: Sequence[RunFeatures], sites: Sequence[str]) -> list[dict[str, Any]]:
-    return [
-        {
-            "folder": str(view.folder),
-            "name": view.name,
-            "stage": view.stage,
-            "stages": view.stages,
-            "dimensions": view.dimensions,
-            "one_extractor": view.shared,
-            "images": _count_images(view, sites),
-            "figures": None if view.scores is None else asdict(view.scores),
-        }
-        for view in found
-    ]
-
-
-def _probe_notes(found: Sequence[RunFeatures]) -> str:
-    """Return how well a classifier tells the sites apart by each run's features."""
-    scores = [(view.name, view.scores and view.scores.site_classifier_accuracy) for view in found]
-    content = ", ".join(f"{name} {'–' if score is None else f'{score:.2f}'}" for name, score in scores)
-    return textwrap.fill(
-        f"balanced accuracy of a site classifier on patients held out from its training: {content}", 79
-    )
-
-
-def _count_images(view: RunFeatures, sites: Sequence[str]) -> Mapping[str, int]:
+def _features_json(view: RunFeatures, sites: Sequence[str]) -> dict[str, object]:
     import numpy as np
 
     counts = np.bincount(view.points.site, minlength=len(sites)).tolist()
-    return dict(zip(sites, counts, strict=True))
+    return {
+        "folder": str(view.folder),
+        "name": view.name,
+        "stage": view.stage,
+        "stages": view.stages,
+        "dimensions": view.dimensions,
+        "one_extractor": view.shared,
+        "images": dict(zip(sites, counts, strict=True)),
+        "figures": None if view.scores is None else asdict(view.scores),
+    }
 
 
-def features_table(found: Sequence[RunFeatures], title: str) -> Table:
+def _features_table(found: Sequence[RunFeatures], title: str) -> Table:
     """Return a table with a row for every run, 80 columns wide."""
-    table = Table(title=Text(title[:79]), title_justify="left", caption_justify="left", box=None, padding=(0, 1))
-    table.add_column("run", overflow="ellipsis", no_wrap=True, max_width=22)
-    for name in ("stage", "recognised", "chance", "p", "Hausdorff", "chance", "p"):
-        table.add_column(name, justify="right", no_wrap=True)
+    names = ("stage", "recognised", "chance", "p", "Hausdorff", "chance", "p")
+    figures = (Column(name, justify="right", no_wrap=True) for name in names)
+    run = Column("run", overflow="ellipsis", no_wrap=True, max_width=22)
+    table = titled_table(title[:79], run, *figures)
     for view in found:
-        figures = view.scores
-        pair = (None, None) if figures is None else (figures.recognised, figures.apart)
+        pair = (view.scores.recognised, view.scores.apart) if view.scores else (None, None)
         cells = [view.name, f"{view.stage}/{view.stages}", *(cell for figure in pair for cell in _format_cells(figure))]
         table.add_row(*map(Text, cells))
     table.caption = Text(CAPTION)

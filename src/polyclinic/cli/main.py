@@ -4,8 +4,6 @@ To add a command, write a function in the module of its kind and name it in `COM
 when it is called, so that `polyclinic --help` answers at once.
 """
 
-from __future__ import annotations
-
 import errno
 import io
 import sys

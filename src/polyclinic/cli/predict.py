@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import typer
-from rich.table import Table
+from rich.table import Column
 from rich.text import Text
 
-from polyclinic.cli.common import Data, Json, err, out, print_json, print_message
+from polyclinic.cli.common import Data, Json, err, out, plain_table, print_json, print_message
 from polyclinic.cli.display import strip_zeros
 from polyclinic.core import RecipeError
 
 if TYPE_CHECKING:
-    from polyclinic.analysis.predict import ModelCatalogue, Prediction, RunModel, UnreadableFile
+    from polyclinic.analysis.predict import ModelCatalogue, Prediction, RunModel
     from polyclinic.evaluation.calibration import Calibration, Uncalibrated
     from polyclinic.evaluation.summary import RunSummary
+
+    Row: TypeAlias = Mapping[str, Any]
+    """A prediction as JSON."""
 
 
 WIDTH, FILE, CLASS, NUMBER = 80, 25, 16, 6
@@ -61,7 +64,7 @@ def predict_command(
     model = run.load_model(wanted, site)
     files, failed = find_image_files(given)
     if grad_cam is not None:
-        from polyclinic.analysis.predict_figure import HeatMapWriter  # captum and matplotlib take a second
+        from polyclinic.analysis.saliency_figure import HeatMapWriter  # captum and matplotlib take a second
 
         maps = HeatMapWriter(model, run.preprocessing, run.classes, grad_cam)
     with err.status("predicting"):
@@ -75,69 +78,53 @@ def predict_command(
             drawn = maps.draw_prediction(found) if grad_cam is not None else None
             rows.append(_prediction_row(found, run.classes, drawn))
     if as_json:
-        print_json(_predictions_json(run, model, calibration, rows, failed))
+        document = {"run": str(run.folder), "model": model.name, "site": model.site, "classes": list(run.classes)}
+        failures = [{"file": str(each.file), "error": each.why} for each in failed]
+        print_json({**document, "calibration": asdict(calibration), "predictions": rows, "failures": failures})
     elif rows:
         _print_predictions(run, model, calibration, rows)
         if grad_cam is not None:
             out.print(
                 Text(f"written: {grad_cam} (the figures show patients' images; do not share them)"), soft_wrap=True
             )
-    _report_failures(failed)
+    for each in failed:
+        print_message(f"error: {each.file}: {each.why}")
+    if failed:
+        raise typer.Exit(1)
 
 
-def _prediction_row(found: Prediction, classes: Sequence[str], drawn: Path | None) -> dict[str, Any]:
-    named = dict(zip(classes, found.probabilities.tolist(), strict=True))
-    sure = None if found.calibrated is None else dict(zip(classes, found.calibrated.tolist(), strict=True))
-    row: dict[str, Any] = {"file": str(found.file), "class": classes[found.predicted_class], "probabilities": named}
-    return {**row, "calibrated": sure, **({} if drawn is None else {"grad_cam": str(drawn)})}
-
-
-def _predictions_json(
-    run: ModelCatalogue,
-    model: RunModel,
-    calibration: Calibration | Uncalibrated,
-    rows: Sequence[dict[str, Any]],
-    failed: Iterable[UnreadableFile],
-) -> dict[str, Any]:
+def _prediction_row(found: Prediction, classes: Sequence[str], drawn: Path | None) -> Row:
+    raw, calibrated = found.probabilities, found.calibrated
     return {
-        "run": str(run.folder),
-        **_describe_model(model),
-        "classes": list(run.classes),
-        "calibration": asdict(calibration),
-        "predictions": list(rows),
-        "failures": [{"file": str(each.file), "error": each.why} for each in failed],
+        "file": str(found.file),
+        "class": classes[found.predicted_class],
+        "probabilities": dict(zip(classes, raw.tolist(), strict=True)),
+        "calibrated": None if calibrated is None else dict(zip(classes, calibrated.tolist(), strict=True)),
+        **({} if drawn is None else {"grad_cam": str(drawn)}),
     }
 
 
-def _describe_model(model: RunModel) -> dict[str, Any]:
-    return {"model": model.name, "site": model.site}
-
-
 def _print_predictions(
-    run: ModelCatalogue, model: RunModel, calibration: Calibration | Uncalibrated, rows: Sequence[dict[str, Any]]
+    run: ModelCatalogue, model: RunModel, calibration: Calibration | Uncalibrated, rows: Sequence[Row]
 ) -> None:
     """Print a row for each file, 80 columns wide, with as many of the other classes as fit."""
     from polyclinic.evaluation.calibration import Calibration
 
     fitted = isinstance(calibration, Calibration)
-    table = Table(box=None, padding=(0, 1), pad_edge=False)
     rest = WIDTH - FILE - CLASS - 2 * NUMBER - 8
-    for heading, width, justify in (
-        ("file", FILE, "left"),
-        ("class", CLASS, "left"),
-        ("prob.", NUMBER, "right"),
-        ("calib.", NUMBER, "right"),
-        ("others", rest, "left"),
-    ):
-        table.add_column(heading, width=width, justify=justify, no_wrap=True, overflow="ellipsis")  # type: ignore[arg-type]
+    widths = {"file": FILE, "class": CLASS, "prob.": NUMBER, "calib.": NUMBER, "others": rest}
+    table = plain_table(*(Column(n, width=w, no_wrap=True, overflow="ellipsis") for n, w in widths.items()))
+    for column in table.columns[2:4]:
+        column.justify = "right"
     for line in rows:
         sure = line["calibrated"] or line["probabilities"]
         others = sorted((name for name in sure if name != line["class"]), key=lambda name: -sure[name])
-        cells = [_shorten_path(line["file"]), line["class"], _format_probability(line["probabilities"][line["class"]])]
-        cells += [_format_probability(sure[line["class"]]) if fitted else "–"]
+        file = line["file"] if len(line["file"]) <= FILE else f"…{line['file'][1 - FILE :]}"  # paths begin alike
+        calibrated = _format_probability(sure[line["class"]]) if fitted else "–"
+        cells = [file, line["class"], _format_probability(line["probabilities"][line["class"]]), calibrated]
         table.add_row(*map(Text, [*cells, " ".join(f"{_format_probability(sure[name])} {name}" for name in others)]))
     out.print(table)
-    out.print(Text(f"{model.description} of {run.folder}; {_describe_export(calibration)}"), soft_wrap=True)
+    _print_model(run, model, calibration)
     out.print(Text("For research; not a medical device, and no diagnosis."), soft_wrap=True)
 
 
@@ -145,28 +132,18 @@ def _format_probability(probability: float) -> str:
     return strip_zeros(f"{probability:.3f}")
 
 
-def _shorten_path(file: str) -> str:
-    """Return the end of a path, as the files of a folder begin alike."""
-    return file if len(file) <= FILE else f"…{file[1 - FILE :]}"
-
-
-def _describe_export(found: Calibration | Uncalibrated) -> str:
+def _print_model(run: ModelCatalogue, model: RunModel, calibration: Calibration | Uncalibrated) -> None:
     from polyclinic.evaluation.calibration import Uncalibrated
 
-    if isinstance(found, Uncalibrated):
-        return f"uncalibrated: {found.reason}"
-    return (
-        f"calibrated by a temperature of {found.temperature:.3g}, fitted on {found.images} validation images (their "
-        f"calibration error: {found.ece[0]:.3f} before, {found.ece[1]:.3f} after)"
-    )
-
-
-def _report_failures(failed: Sequence[UnreadableFile]) -> None:
-    """Print the files that could not be read, and exit with code 1 if there are any."""
-    for each in failed:
-        print_message(f"error: {each.file}: {each.why}")
-    if failed:
-        raise typer.Exit(1)
+    if isinstance(calibration, Uncalibrated):
+        description = f"uncalibrated: {calibration.reason}"
+    else:
+        before, after = calibration.ece
+        description = (
+            f"calibrated by a temperature of {calibration.temperature:.3g}, fitted on {calibration.images} validation "
+            f"images (their calibration error: {before:.3f} before, {after:.3f} after)"
+        )
+    out.print(Text(f"{model.description} of {run.folder}; {description}"), soft_wrap=True)
 
 
 def export_command(
@@ -203,11 +180,10 @@ def export_command(
             run, model, calibration, target, onnx, force, _local_baseline(run, alone) if alone else None
         )
     if as_json:
-        print_json(
-            {**_describe_model(model), "calibration": asdict(calibration), "files": [str(file) for file in files]}
-        )
+        document = {"model": model.name, "site": model.site, "calibration": asdict(calibration)}
+        print_json({**document, "files": list(map(str, files))})
         return
-    out.print(Text(f"{model.description} of {run.folder}; {_describe_export(calibration)}"), soft_wrap=True)
+    _print_model(run, model, calibration)
     out.print(Text("written: " + "  ".join(map(str, files))), soft_wrap=True)
 
 

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
+import polyclinic
 from polyclinic.cli.common import (
     Data,
     Json,
@@ -18,9 +19,11 @@ from polyclinic.cli.common import (
     Settings,
     err,
     find_recipe,
+    open_runs,
     out,
     parse_settings,
     print_json,
+    titled_table,
 )
 from polyclinic.cli.display import plan_line, strip_zeros
 from polyclinic.core import RecipeError
@@ -38,29 +41,28 @@ def plan_command(
     as_json: Json = False,
 ) -> None:
     """Compute the privacy cost (ε) of a recipe for each site, before anything is trained."""
-    from polyclinic.config.recipe import Recipe
     from polyclinic.runs.experiment import Experiment, load_sites
 
-    whole = Recipe.load(find_recipe(recipe), parse_settings(settings, seed=seed))
+    whole = polyclinic.Recipe.load(find_recipe(recipe), parse_settings(settings, seed=seed))
     methods = {name: whole.method_recipe(name) for name in whole.methods} or {whole.name: whole}
     gathered: dict[str, FederatedDataset] = {}
     plans = {}
     for name, one in methods.items():
-        data_of = one.data.model_dump_json()
-        gathered[data_of] = gathered.get(data_of) or load_sites(one, data)
-        plans[name] = Experiment(one, None, data, dataset=gathered[data_of]).setup.plan
+        key = one.data.model_dump_json()
+        gathered[key] = gathered.get(key) or load_sites(one, data)
+        plans[name] = Experiment(one, None, data, dataset=gathered[key]).setup.plan
     known = {name: found for name, found in plans.items() if found is not None}
     if not known:
         raise RecipeError(f"{whole.name} has no privacy plan; add for example `privacy: {{epsilon: 3}}`")
     if as_json:
-        print_json({name: plan_lines(found) for name, found in known.items()})
+        print_json({name: plan_json(found) for name, found in known.items()})
         return
     for name, found in known.items():
         out.print(Text(f"{name}\n  {plan_line({'epsilon': found.epsilon, **found.as_json()})}"))
         out.print(_plan_table(found))
 
 
-def plan_lines(plan: PrivacyPlan) -> dict[str, Any]:
+def plan_json(plan: PrivacyPlan) -> dict[str, object]:
     by_site = {site: plan.epsilon_of(spends) for site, spends in plan.run_spends().items()}
     sites = {site: value if math.isfinite(value) else None for site, value in by_site.items()}
     return {**plan.as_json(), "epsilon": plan.epsilon if math.isfinite(plan.epsilon) else None, "sites": sites}
@@ -72,9 +74,8 @@ def _plan_table(plan: PrivacyPlan) -> Table:
 
     whole = plan.run_spends()
     cost = sorted((-plan.epsilon_of(spends), site) for site, spends in whole.items())
-    table = Table(box=None, padding=(0, 1))
-    for name in ("site", "rounds", "images", "releases", "ε of this site alone"):
-        table.add_column(name, justify="left" if name == "site" else "right")
+    figures = (Column(name, justify="right") for name in ("rounds", "images", "releases", "ε of this site alone"))
+    table = Table("site", *figures, box=None, padding=(0, 1))
     for negative, site in cost[:10]:
         rounds, steps = sum(site in cohort for cohort in plan.rounds), sum(spend.times for spend in whole[site])
         cells = [site, str(rounds), f"{plan.site_sizes[site].examples:,}", f"{steps:,}", f"{-negative:.3f}"]
@@ -117,15 +118,13 @@ def audit_command(
     as_json: Json = False,
 ) -> None:
     """Audit the privacy claim of a recipe: plant canaries at a site, train as planned, and guess which took part."""
-    from polyclinic.config.recipe import Recipe
-    from polyclinic.storage.files import write_json
-    from polyclinic.storage.run_folder import RunFolder
-
-    folder = Path(recipe) if RunFolder(Path(recipe)).recipe.is_file() else None
+    folder = Path(recipe) if (Path(recipe) / "recipe.yaml").is_file() else None
     if folder and settings:
         raise RecipeError("--set changes recipes, and this folder holds a finished run; leave out --set")
-    loaded = Recipe.load(RunFolder(folder).recipe if folder else find_recipe(recipe), parse_settings(settings))
+    file_of = folder / "recipe.yaml" if folder else find_recipe(recipe)
+    loaded = polyclinic.Recipe.load(file_of, parse_settings(settings))
     from polyclinic.analysis.privacy_audit import attack_members, audit_recipe, save_audit
+    from polyclinic.storage.files import write_json
 
     site, found = audit_recipe(loaded, data, canaries, confidence, rounds)
     result = {"recipe": loaded.name, "site": site, **found.as_json()}
@@ -138,14 +137,11 @@ def audit_command(
     if as_json:
         print_json(result)
     else:
-        for sentence in audit_sentences(result):
+        membership = [str(result["membership"])] if shadows else []
+        for sentence in (f"{site}: {result['verdict']}", *membership):
             out.print(Text(sentence), soft_wrap=True)
     if found.is_refuted:
         raise typer.Exit(1)
-
-
-def audit_sentences(result: Mapping[str, Any]) -> list[str]:
-    return [f"{result['site']}: {result['verdict']}", *([result["membership"]] if "membership" in result else [])]
 
 
 COLUMNS = {"ssim": "SSIM", "ssim_max": "max", "l2": "L2", "l2_min": "min", "below": "<.1", "recognised": "own"}
@@ -182,13 +178,11 @@ def attack_command(
     from polyclinic.analysis.attack.campaign import AttackOptions, attack_run
     from polyclinic.analysis.attack.decoder import DecoderTraining
     from polyclinic.analysis.attack.gradient_inversion import Search
-    from polyclinic.core.rng import Stream
-    from polyclinic.runs.finished_run import open_run
 
-    check_options(clip, noise, step_clip)
+    _check_clips(clip, noise, step_clip)
     options = AttackOptions(
         sites=tuple(site or ()),
-        stages=parse_stages(stages),
+        stages=_parse_stages(stages),
         effort=DecoderTraining(steps),
         most=images,
         clip=clip,
@@ -199,10 +193,9 @@ def attack_command(
         step_clip=step_clip,
         step_noise=step_noise,
     )
-    past = open_run(folder, data, device)
-    stream = Stream(past.recipe.seed if seed is None else seed, ("attack",))
+    (run,), stream = open_runs([folder], data, device, seed, "attack")
     with err.status("attacking the run") as status:
-        result = attack_run(past, options, stream, status.update)
+        result = attack_run(run, options, stream, status.update)
     if as_json:
         print_json(result)
         return
@@ -215,7 +208,7 @@ def attack_command(
     )
 
 
-def check_options(clip: float | None, noise: float, step_clip: float) -> None:
+def _check_clips(clip: float | None, noise: float, step_clip: float) -> None:
     if clip is None and noise:
         raise RecipeError("--noise is in units of the clip; also give --clip")
     for name, value in (("--clip", clip), ("--step-clip", step_clip)):
@@ -223,7 +216,7 @@ def check_options(clip: float | None, noise: float, step_clip: float) -> None:
             raise RecipeError(f"{name} is {value}; choose a positive norm")
 
 
-def parse_stages(text: str | None) -> tuple[int, ...]:
+def _parse_stages(text: str | None) -> tuple[int, ...]:
     parts = [] if text is None else text.split(",")
     if not all(part.strip().isdigit() for part in parts):
         raise RecipeError(f"--stages is {text!r}; write numbers separated by commas, such as 1,3")
@@ -242,8 +235,10 @@ def feature_table(result: Mapping[str, Any]) -> Table:
         for number, (guess, figures) in enumerate(row.items()):
             cells = [stage if number == 0 else "", GUESSES[guess], *_format_cells(figures), f"{figures['frechet']:.3g}"]
             table.add_row(*map(Text, cells), style="bold" if guess == "decoder" else "")
+    attacked = f"{sum(found['attacked_images'] for found in sites.values())} attacked images"
+    means = f", means over {len(sites)} sites" if len(sites) > 1 else ""
     table.caption = Text(
-        f"{_describe_count(sites)}; SSIM: mean and largest (1: identical); L2 of pixels in [0, 1]: mean and smallest; "
+        f"{attacked}{means}; SSIM: mean and largest (1: identical); L2 of pixels in [0, 1]: mean and smallest; "
         f"<.1: share with a smaller L2; own: share whose nearest original is the right one; Fréchet distance by "
         f"{result['frechet_network']}"
     )
@@ -263,18 +258,9 @@ def gradient_table(result: Mapping[str, Any]) -> Table:
 
 
 def _empty_table(title: str, first: str, figures: Sequence[str]) -> Table:
-    table = Table(title=Text(title), title_justify="left", caption_justify="left", box=None, padding=(0, 1))
-    for name in (first, "guess"):
-        table.add_column(name, no_wrap=True)
-    for name in figures:
-        table.add_column(COLUMNS.get(name, "Fréchet"), justify="right", no_wrap=True)
-    return table
+    columns = (Column(COLUMNS.get(name, "Fréchet"), justify="right", no_wrap=True) for name in figures)
+    return titled_table(title, Column(first, no_wrap=True), Column("guess", no_wrap=True), *columns)
 
 
 def _format_cells(figures: Mapping[str, float]) -> list[str]:
     return [strip_zeros(f"{figures[key]:.2f}") for key in COLUMNS if key in figures]
-
-
-def _describe_count(sites: Mapping[str, Any]) -> str:
-    attacked = sum(found["attacked_images"] for found in sites.values())
-    return f"{attacked} attacked images" + (f", means over {len(sites)} sites" if len(sites) > 1 else "")

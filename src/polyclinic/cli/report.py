@@ -1,7 +1,5 @@
 """The commands `report` and `board`."""
 
-from __future__ import annotations
-
 import secrets
 from pathlib import Path
 from typing import Annotated
@@ -9,6 +7,7 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
+import polyclinic
 from polyclinic.cli.common import err, out, print_message
 from polyclinic.core import RecipeError
 
@@ -28,7 +27,6 @@ def report_command(
     ] = False,
 ) -> None:
     """Write a report in one HTML file, for clinicians, statisticians, engineers and data-protection officers."""
-    from polyclinic.experiments.api import report
     from polyclinic.reporting.html.pdf import find_browser, write_pdf
     from polyclinic.reporting.render_markdown import write_markdown
 
@@ -38,7 +36,7 @@ def report_command(
     if as_pdf:
         find_browser()  # fail before minutes of work
     with err.status("report"):
-        content = report(folders, target, with_images)
+        content = polyclinic.report(folders, target, with_images)
         written = [target]
         if as_markdown:
             written.append(target.with_suffix(".md"))

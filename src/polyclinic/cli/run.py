@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.table import Table
+from rich.table import Column
 from rich.text import Text
 
+import polyclinic
+from polyclinic.algorithms import describe_algorithms
 from polyclinic.cli.common import (
     Data,
     Json,
@@ -19,6 +21,7 @@ from polyclinic.cli.common import (
     find_recipe,
     out,
     parse_settings,
+    plain_table,
     print_json,
 )
 from polyclinic.cli.display import (
@@ -29,9 +32,11 @@ from polyclinic.cli.display import (
 )
 from polyclinic.config.bundled import bundled_recipes
 from polyclinic.core import RecipeError, StoreError, read_yaml, slugify
+from polyclinic.data import DATASETS, describe_datasets
+from polyclinic.models import MODELS
+from polyclinic.privacy.transforms import describe_transforms
 
 if TYPE_CHECKING:
-    from polyclinic.config.recipe import Recipe
     from polyclinic.data.options import Options
 
 
@@ -41,14 +46,12 @@ def demo_command(
     as_json: Json = False,
 ) -> None:
     """Compare several methods on five simulated sites. Takes under two minutes and needs no data."""
-    from polyclinic.config.recipe import Recipe
-    from polyclinic.experiments.api import report
     from polyclinic.experiments.compare import compare
 
-    recipe = Recipe.load(bundled_recipes()["demo"], parse_settings(None, seed=seed))
+    recipe = polyclinic.Recipe.load(bundled_recipes()["demo"], parse_settings(None, seed=seed))
     with progress_display(about=recipe.about) as display:
         comparison = compare([recipe], 1, folder, None, display.on_event, display.start_run)
-    report([folder], folder / "report.html")
+    polyclinic.report([folder], folder / "report.html")
     print_comparison(comparison, as_json)
 
 
@@ -64,10 +67,8 @@ def run_command(
     as_json: Json = False,
 ) -> None:
     """Run a recipe: train, evaluate and write the results."""
-    from polyclinic.config.recipe import Recipe
-
     given = parse_settings(settings, seed=seed, engine__name=engine, engine__device=device, track=track or None)
-    loaded = Recipe.load(find_recipe(recipe), given)
+    loaded = polyclinic.Recipe.load(find_recipe(recipe), given)
     _run_recipe(loaded, folder or Path("runs") / slugify(loaded.name), data, as_json)
 
 
@@ -81,28 +82,23 @@ def resume_command(
     as_json: Json = False,
 ) -> None:
     """Continue an interrupted run. The result is the same as without the interruption."""
-    from polyclinic.config.recipe import Recipe
-
     if not (folder / "recipe.yaml").is_file():
         raise StoreError(
             f"{folder} holds no run (recipe.yaml is missing); give the folder that `run` wrote to, or, for a "
             "comparison, the same command again"
         )
-    _run_recipe(
-        Recipe.load(folder / "recipe.yaml", parse_settings(settings, track=track or None)), folder, data, as_json
-    )
+    recipe = polyclinic.Recipe.load(folder / "recipe.yaml", parse_settings(settings, track=track or None))
+    _run_recipe(recipe, folder, data, as_json)
 
 
-def _run_recipe(recipe: Recipe, folder: Path, data: Path | None, as_json: bool) -> None:
-    from polyclinic.runs.experiment import run as run_recipe
-
+def _run_recipe(recipe: polyclinic.Recipe, folder: Path, data: Path | None, as_json: bool) -> None:
     def way_on() -> str:
         again = ["polyclinic", "resume", str(folder), *(["--data", str(data)] if data else [])]
         return f"continue with {shlex.join(again)}" if (folder / "recipe.yaml").exists() else SAME_COMMAND
 
     with progress_display(way_on) as display:
         display.start_run(recipe, 0, 1)
-        result = run_recipe(recipe, folder, data, display.on_event)
+        result = polyclinic.run(recipe, folder, data, display.on_event)
     print_result(result, folder, as_json)
 
 
@@ -111,56 +107,35 @@ def list_command(
     as_json: Json = False,
 ) -> None:
     """List the algorithms, models, datasets, stages or recipes that can be named."""
-    listings = {
-        "algorithms": _list_algorithms,
-        "models": _list_models,
-        "datasets": _list_datasets,
-        "stages": _list_stages,
-        "recipes": _list_recipes,
-    }
-    if what not in listings:
-        raise RecipeError(f"there is no list of {what!r}; choose one of {', '.join(listings)}")
-    rows = listings[what]()
+    rows = _describe_names(what)
     if as_json:
         print_json(rows)
         return
-    table = Table(box=None, padding=(0, 1), pad_edge=False)
-    for column in rows[0]:
-        table.add_column(column.replace("_", " "), overflow="fold", no_wrap=column == "name")
+    table = plain_table(*(Column(name.replace("_", " "), overflow="fold", no_wrap=name == "name") for name in rows[0]))
     for row in rows:
         table.add_row(*(Text(", ".join(cell) or "–" if isinstance(cell, list) else str(cell)) for cell in row.values()))
     out.print(table)
 
 
-def _list_algorithms() -> list[dict[str, Any]]:
-    from polyclinic.algorithms import describe_algorithms
-
-    return [{"name": name, "options": d.options, "about": d.about} for name, d in describe_algorithms().items()]
-
-
-def _list_stages() -> list[dict[str, Any]]:
-    from polyclinic.privacy.transforms import describe_transforms
-
-    return [{"name": name, "options": d.options, "about": d.about} for name, d in describe_transforms().items()]
-
-
-def _list_models() -> list[dict[str, Any]]:
-    from polyclinic.models import MODELS
-
-    return [
-        {"name": name, "min_pixels": spec.min_size, "about": spec.description, "paper": spec.paper}
-        for name, spec in MODELS.items()
-    ]
-
-
-def _list_datasets() -> list[dict[str, Any]]:
-    from polyclinic.data import DATASETS, describe_datasets
-
-    about = describe_datasets()
-    return [
-        {"name": name, "about": about[name], "licence": spec.licence, "options": _dataset_options(spec.options)}
-        for name, spec in DATASETS.items()
-    ]
+def _describe_names(what: str) -> list[dict[str, object]]:
+    match what:
+        case "algorithms" | "stages":
+            described = describe_algorithms() if what == "algorithms" else describe_transforms()
+            return [{"name": name, "options": d.options, "about": d.about} for name, d in described.items()]
+        case "models":
+            return [
+                {"name": name, "min_pixels": spec.min_size, "about": spec.description, "paper": spec.paper}
+                for name, spec in MODELS.items()
+            ]
+        case "datasets":
+            about = describe_datasets()
+            return [
+                {"name": name, "about": about[name], "licence": spec.licence, "options": _dataset_options(spec.options)}
+                for name, spec in DATASETS.items()
+            ]
+        case "recipes":
+            return [{"name": name, "about": read_yaml(p).get("about", "")} for name, p in bundled_recipes().items()]
+    raise RecipeError(f"there is no list of {what!r}; choose one of algorithms, models, datasets, stages, recipes")
 
 
 def _dataset_options(kind: type[Options]) -> list[str]:
@@ -169,7 +144,3 @@ def _dataset_options(kind: type[Options]) -> list[str]:
 
     common = ImageOptions.model_fields if issubclass(kind, ImageOptions) else {}
     return [name for name in kind.model_fields if name not in common] + (["image options"] if common else [])
-
-
-def _list_recipes() -> list[dict[str, Any]]:
-    return [{"name": name, "about": read_yaml(path).get("about", "")} for name, path in bundled_recipes().items()]

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 import yaml
-from rich.table import Table
+from rich.table import Column
 from rich.text import Text
 
-from polyclinic.cli.common import Json, find_recipe, out, print_json
+import polyclinic
+from polyclinic.cli.common import Json, find_recipe, out, plain_table, print_json
+from polyclinic.core import RecipeError
 
 if TYPE_CHECKING:
-    from polyclinic.config.capability import Capability, MachineProfile
+    from polyclinic.config.capability import Capability, ResourceWeights
 
 
 site_app = typer.Typer(no_args_is_help=True, help="Measure this site's machine.")
@@ -43,39 +45,32 @@ def capability_command(
     as_json: Json = False,
 ) -> None:
     """Measure this machine, name the cluster that it would join, and print its profile for a recipe."""
-    from polyclinic.config.capability import (
-        GIGABYTE,
-        RESOURCES,
-        capability_score,
-        check_latency,
-        check_thresholds,
-        check_weights,
-        find_cluster,
-    )
+    from polyclinic.config.capability import GIGABYTE, RESOURCES, capability_score, find_cluster
 
     address = None if server is None else _parse_address(server)
     thresholds, asked = _read_clusters(recipe, high, medium)
-    most = asked.max_latency_ms if most is None else most
     weighed = asked.weights if weights is None else _parse_weights(weights)
-    _check_option("--weights", check_weights(weighed))
-    _check_option("--max-latency", check_latency(most))
-    _check_option("--high / --medium", check_thresholds(thresholds))
+    most = asked.max_latency_ms if most is None else _check_latency(most)
     from polyclinic.deploy.machine import measure_machine  # psutil is for this alone
 
     found = measure_machine(address, most)
     shares = {name: round(getattr(found, name), 6) for name in RESOURCES}  # the score is that of the printed profile
-    card = replace(found, **shares)
-    assert card.total_memory is not None
-    total = capability_score(card, weighed)
+    profile = replace(found, **shares)
+    assert profile.total_memory is not None
+    total = capability_score(profile, weighed)
     cluster = find_cluster(total, thresholds)
-    pasted = {"capability": {"profiles": {site: {**shares, "gigabytes": card.total_memory / GIGABYTE}}}}
+    pasted = {"capability": {"profiles": {site: {**shares, "gigabytes": profile.total_memory / GIGABYTE}}}}
     if as_json:
-        notes = dict(zip(RESOURCES, card.notes, strict=True))
-        document = {**shares, "total_memory": card.total_memory, "notes": notes, "score": total, "cluster": cluster}
-        print_json({**document, "weights": weighed, "thresholds": thresholds, "recipe": pasted})
+        notes = dict(zip(RESOURCES, profile.notes, strict=True))
+        document = {**shares, "total_memory": profile.total_memory, "notes": notes, "score": total, "cluster": cluster}
+        print_json({**document, "weights": asdict(weighed), "thresholds": thresholds, "recipe": pasted})
         return
-    out.print(_profile_table(card, weighed))
-    out.print(Text(f"score {total:.3f}: cluster {cluster} ({_format_ranges(thresholds)})"))
+    table = plain_table("", Column("share", justify="right"), Column("weight", justify="right"), "measured by")
+    for name, note in zip(RESOURCES, profile.notes, strict=True):
+        table.add_row(*map(Text, (name, f"{shares[name]:.3f}", f"{getattr(weighed, name):g}", note)))
+    out.print(table)
+    ranges = ", ".join(f"{name} from {least:g}" for name, least in thresholds.items())
+    out.print(Text(f"score {total:.3f}: cluster {cluster} ({ranges})"))
     written = yaml.safe_dump(pasted, sort_keys=False, allow_unicode=True).rstrip()
     out.print(Text(f"\nfor a recipe:\n\n{written}"), soft_wrap=True)
 
@@ -84,25 +79,22 @@ def _read_clusters(
     recipe: str | None, high: float | None, medium: float | None
 ) -> tuple[Mapping[str, float], Capability]:
     """Return the lowest score of each cluster and the capability options, from the recipe or from the options."""
-    from polyclinic.config.capability import THRESHOLDS, Capability
-    from polyclinic.config.recipe import Recipe
+    from polyclinic.config.capability import THRESHOLDS, Capability, check_thresholds
 
     if recipe is None:
         given = {"high": high, "medium": medium}
-        return {**THRESHOLDS, **{name: least for name, least in given.items() if least is not None}}, Capability()
+        thresholds = {**THRESHOLDS, **{name: least for name, least in given.items() if least is not None}}
+        for sentence in check_thresholds(thresholds):
+            raise typer.BadParameter(sentence, param_hint="--high / --medium")
+        return thresholds, Capability()
     if high is not None or medium is not None:
         sentence = "the recipe gives the scores of its clusters; leave out --high and --medium, or --recipe"
         raise typer.BadParameter(sentence, param_hint="--recipe")
-    loaded = Recipe.load(find_recipe(recipe))
+    loaded = polyclinic.Recipe.load(find_recipe(recipe))
     if not loaded.clusters:
         sentence = f"{recipe} has no clusters; leave out --recipe to use high, medium and low"
         raise typer.BadParameter(sentence, param_hint="--recipe")
     return loaded.thresholds, loaded.capability
-
-
-def _check_option(option: str, problems: Iterable[str]) -> None:
-    for sentence in problems:
-        raise typer.BadParameter(sentence, param_hint=option)
 
 
 def _parse_address(text: str) -> tuple[str, int]:
@@ -114,29 +106,29 @@ def _parse_address(text: str) -> tuple[str, int]:
     return found[1] or found[2], int(found[3])
 
 
-def _parse_weights(text: str) -> dict[str, float]:
-    from polyclinic.config.capability import RESOURCES
+def _check_latency(milliseconds: float) -> float:
+    from polyclinic.config.capability import Capability
+    from polyclinic.core import check_options
 
     try:
-        return dict(zip(RESOURCES, map(float, text.split(",")), strict=True))
+        check_options(Capability(max_latency_ms=milliseconds), "capability.")
+    except RecipeError as error:
+        raise typer.BadParameter(str(error), param_hint="--max-latency") from None
+    return milliseconds
+
+
+def _parse_weights(text: str) -> ResourceWeights:
+    from polyclinic.config.capability import RESOURCES, ResourceWeights
+
+    try:
+        numbers = dict(zip(RESOURCES, map(float, text.split(",")), strict=True))
     except ValueError:
         sentence = f"{text!r} is not four numbers, for {', '.join(RESOURCES)}; write for example 0.3,0.3,0.1,0.3"
         raise typer.BadParameter(sentence, param_hint="--weights") from None
-
-
-def _profile_table(card: MachineProfile, weights: Mapping[str, float]) -> Table:
-    from polyclinic.config.capability import RESOURCES
-
-    table = Table(box=None, padding=(0, 1), pad_edge=False)
-    for name in ("", "share", "weight", "measured by"):
-        table.add_column(name, justify="right" if name in ("share", "weight") else "left")
-    for name, note in zip(RESOURCES, card.notes, strict=True):
-        table.add_row(*map(Text, (name, f"{getattr(card, name):.3f}", f"{weights[name]:g}", note)))
-    return table
-
-
-def _format_ranges(thresholds: Mapping[str, float]) -> str:
-    return ", ".join(f"{name} from {least:g}" for name, least in thresholds.items())
+    try:
+        return ResourceWeights(**numbers)
+    except (RecipeError, ValueError) as error:
+        raise typer.BadParameter(str(error), param_hint="--weights") from None
 
 
 weights_app = typer.Typer(no_args_is_help=True, help="Convert published weights.")

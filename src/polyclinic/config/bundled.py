@@ -1,7 +1,5 @@
 """The recipes that come with the package."""
 
-from __future__ import annotations
-
 from importlib import resources
 from pathlib import Path
 

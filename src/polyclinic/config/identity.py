@@ -1,7 +1,5 @@
 """The identity of a run: which keys of a recipe determine its result, and whether a folder holds that run."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 
@@ -40,7 +38,7 @@ def predicted_parts(recipe: Recipe) -> list[Part]:
 
 
 def check_same_recipe(path: Path, recipe: Recipe, served: bool = False) -> None:
-    """Refuse a folder that holds another run than this recipe's. `served`: the run is played between real sites."""
+    """Raise a StoreError if a folder holds another run than this recipe's; `served`: a run between real sites."""
     folder = RunFolder(path)
     begun = Recipe.load(folder.recipe) if folder.recipe.exists() else recipe
     if begun is not recipe and identity(begun) != identity(recipe):

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import yaml
 from pydantic import (
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     ValidatorFunctionWrapHandler,
@@ -20,7 +22,7 @@ from pydantic import (
 from polyclinic.algorithms import ALGORITHMS
 from polyclinic.algorithms.base import Algorithm
 from polyclinic.algorithms.distillation.refine import FEDDF, RefinementOptions
-from polyclinic.config.capability import Capability
+from polyclinic.config.capability import Capability, ResourceShares, ResourceWeights
 from polyclinic.config.renamed_keys import find_renamed
 from polyclinic.config.rules import EngineName, check_algorithm, find_problems, format_suggestion, unused_options
 from polyclinic.config.track import Track
@@ -48,6 +50,8 @@ from polyclinic.training.rules import check_training
 FINISHES = {"refine": RefinementOptions(), "feddf": FEDDF}
 RANK = {"name": 0, "variant": 1}
 CLOSED = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+NAME_ALONE = BeforeValidator(lambda value: {"name": value} if isinstance(value, str) else value)
+"""A name alone stands for a section of which only the name is given."""
 T = TypeVar("T")
 
 
@@ -67,14 +71,22 @@ for _options in (
     Schedule,
     EarlyStop,
     Capability,
+    ResourceShares,
+    ResourceWeights,
     RefinementOptions,
     Algorithm,
 ):
     _forbid_extra(_options)
 
 
+class ClosedSection(BaseModel):
+    """A section with fixed keys."""
+
+    model_config = CLOSED
+
+
 class OptionsSection(BaseModel):
-    """A section that gives a name and, beside it, the options of what is named."""
+    """A section with a name and the options that belong to it."""
 
     model_config = ConfigDict(extra="allow", frozen=True)
 
@@ -107,8 +119,7 @@ class DataSection(PublicSection):
     allow_single_class: bool = False
 
 
-class ModelSection(BaseModel):
-    model_config = CLOSED
+class ModelSection(ClosedSection):
     name: str
     dropout: float | None = Field(None, ge=0, lt=1)
     norm: Literal["default", "group"] = "default"
@@ -123,24 +134,17 @@ class ModelSection(BaseModel):
     """Recompute the activations of blocks in the backward pass instead of keeping them."""
 
 
-class ClusterSection(BaseModel):
+class ClusterSection(ClosedSection):
     """A cluster of sites with similar machines, and the network that they share."""
 
-    model_config = CLOSED
     min_score: float = Field(ge=0, le=1)
     """The lowest capability score of its sites. A site joins the first cluster whose minimum it reaches."""
-    model: ModelSection
+    model: Annotated[ModelSection, NAME_ALONE]
     lr_scale: float = Field(1.0, gt=0)
     """Factor of the learning rate in this cluster."""
 
-    @field_validator("model", mode="before")
-    @classmethod
-    def _name_alone(cls, value: Any) -> Any:
-        return {"name": value} if isinstance(value, str) else value
 
-
-class EvaluateSection(BaseModel):
-    model_config = CLOSED
+class EvaluateSection(ClosedSection):
     every: int = Field(1, ge=0)
     bootstrap: int = Field(1000, ge=0)
     train: bool = True
@@ -152,8 +156,7 @@ class EvaluateSection(BaseModel):
     that exists of personal, student, ensemble and global."""
 
 
-class EngineSection(BaseModel):
-    model_config = CLOSED
+class EngineSection(ClosedSection):
     name: EngineName = "local"
     workers: int = Field(0, ge=0, le=256)
     threads: int = Field(1, ge=1, le=256)
@@ -162,28 +165,27 @@ class EngineSection(BaseModel):
     """Compile the stacked training step. auto: on a GPU, if the rest of the run would take minutes."""
 
 
-class Recipe(BaseModel):
+class Recipe(ClosedSection):
     """A validated recipe (docs/recipes.md explains every key). Use `load` for a file and `from_values` for a dict."""
 
-    model_config = CLOSED
     name: str = Field(min_length=1)
     about: str = ""
     seed: int = Field(0, ge=0, lt=2**53)
     rounds: int = Field(ge=1)
-    data: DataSection
-    model: ModelSection
-    algorithm: NamedSection
+    data: Annotated[DataSection, NAME_ALONE]
+    model: Annotated[ModelSection, NAME_ALONE]
+    algorithm: Annotated[NamedSection, NAME_ALONE]
     clusters: dict[str, ClusterSection] = Field(default_factory=dict)
     """Clusters of sites with similar machines, from most to least capable."""
     capability: Capability = Field(default_factory=Capability)
-    public: PublicSection | None = None
+    public: Annotated[PublicSection | None, NAME_ALONE] = None
     """Labelled images at the server."""
     finish: RefinementOptions | None = None
     """After the last round, distil the server's models into a student on the public dataset."""
     ensemble: bool = False
     """After the last round, average the predictions of the sites' last models."""
     training: Training = Training()
-    schedule: Schedule = Schedule()
+    schedule: Annotated[Schedule, NAME_ALONE] = Schedule()
     early_stop: EarlyStop | None = None
     cohort: int | None = Field(None, ge=1)
     cohort_order: Literal["random", "cyclic"] = "random"
@@ -203,11 +205,6 @@ class Recipe(BaseModel):
     """The paper's result for each method, shown beside the measured one."""
     claims: list[Claim] = Field(default_factory=list)
     """The paper's claims about these methods, tested when all have run."""
-
-    @field_validator("algorithm", "data", "model", "public", "schedule", mode="before")
-    @classmethod
-    def _name_alone(cls, value: Any) -> Any:
-        return {"name": value} if isinstance(value, str) else value
 
     @field_validator("finish", mode="before")
     @classmethod
@@ -290,25 +287,21 @@ def with_settings(values: Mapping[str, Any], settings: Mapping[str, Any]) -> dic
 
     Another algorithm's name drops the options of the previous one, and another variant those that it does not use.
     """
-    result: dict[str, Any] = _deep_copy(dict(values))
+    result = deepcopy(dict(values))
     for key, value in sorted(settings.items(), key=lambda s: (s[0].count("."), RANK.get(s[0].split(".")[-1], 2))):
         *path, last = key.split(".")
         here = result
         for step in path:
             inner = here.get(step)
-            inside = {"name": inner} if isinstance(inner, str) else inner if isinstance(inner, dict) else {}
-            here[step] = here = inside
+            inner = {"name": inner} if isinstance(inner, str) else inner
+            here[step] = here = inner if isinstance(inner, dict) else {}
         if key in ("algorithm.name", "finish.name") and here.get(last) != value:
             here.clear()
         if key in ("algorithm.variant", "finish.variant"):
             for option in unused_options(path[0], here.get("name"), value):
                 here.pop(option, None)
-        here[last] = _deep_copy(value)
+        here[last] = deepcopy(value)
     return result
-
-
-def _deep_copy(value: Any) -> Any:
-    return {k: _deep_copy(v) for k, v in value.items()} if isinstance(value, dict) else value
 
 
 @contextmanager
@@ -343,7 +336,7 @@ def _known_keys(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _find_named(section: Any, registry: Mapping[str, T], what: str, key: str) -> T | None:
-    """Look up what a section names; None if it names nothing, which is reported later."""
+    """Look up the entry that a section names; None if it names none, which is reported later."""
     name = section.get(key.rpartition(".")[2]) if isinstance(section, dict) else section
     return _check_choice(registry, name, what, key) if isinstance(name, str) else None
 
@@ -373,13 +366,10 @@ def _check_known_keys(values: Any, section: Any, place: str = "") -> None:
         by_name = get_origin(known[key]) is dict and isinstance(value, dict)  # the user's names, each with a section
         inside = {f"{key}.{name}.": below for name, below in value.items()} if by_name else {f"{key}.": value}
         for kind in kinds:
-            if isinstance(kind, dict) or is_dataclass(kind) or _has_fixed_keys(kind):
+            fixed = isinstance(kind, type) and issubclass(kind, BaseModel) and not issubclass(kind, OptionsSection)
+            if isinstance(kind, dict) or is_dataclass(kind) or fixed:
                 for where, below in inside.items():
                     _check_known_keys(below, kind, place + where)
-
-
-def _has_fixed_keys(kind: Any) -> bool:
-    return isinstance(kind, type) and issubclass(kind, BaseModel) and not issubclass(kind, OptionsSection)
 
 
 def _check_choice(registry: Mapping[str, T], name: str, what: str, key: str) -> T:

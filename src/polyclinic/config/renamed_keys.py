@@ -1,7 +1,5 @@
 """Keys and values of recipes that have a new name: an old one is refused in a sentence that gives the new one."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any

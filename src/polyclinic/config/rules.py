@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterator
+from itertools import chain
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
 from pydantic import BeforeValidator
@@ -13,7 +14,7 @@ from polyclinic.algorithms import ALGORITHMS
 from polyclinic.algorithms.base import Algorithm
 from polyclinic.algorithms.distillation.refine import RefinementOptions
 from polyclinic.algorithms.distillation.shapley import MOST_PLAYERS
-from polyclinic.config.capability import check_capability, check_thresholds
+from polyclinic.config.capability import check_thresholds
 from polyclinic.evaluation.metrics import METRICS
 from polyclinic.privacy.plan import config_problems
 
@@ -23,11 +24,14 @@ if TYPE_CHECKING:
 
 
 def find_problems(recipe: Recipe) -> Iterator[str]:
-    yield from _check_schedule(recipe)
-    yield from _check_engine(recipe)
-    yield from _check_privacy(recipe)
-    yield from _check_clusters(recipe)
-    yield from _unused_options(recipe)
+    """Yield the problems that can be seen in the recipe alone."""
+    checks = (_check_schedule, _check_engine, _check_privacy, _check_clusters, _unused_options)
+    return chain.from_iterable(check(recipe) for check in checks)
+
+
+def _select_broken(*rules: tuple[object, str]) -> Iterator[str]:
+    """Yield the sentence of each rule that is broken. A rule: whether it is broken, and its sentence."""
+    return (sentence for broken, sentence in rules if broken)
 
 
 def unused_options(section: str, name: Any, variant: Any) -> tuple[str, ...]:
@@ -51,33 +55,24 @@ def _unused_options(recipe: Recipe) -> Iterator[str]:
 
 def check_algorithm(recipe: Recipe, algorithm: Algorithm) -> Iterator[str]:
     """Yield the problems of a recipe with the algorithm that its options make."""
-    name = recipe.algorithm.name
-    if algorithm.pooled and (recipe.quorum or 1) > 1:
-        yield f"{name} trains in one place, so a quorum of {recipe.quorum} can never be met; set quorum: 1"
-    if algorithm.pooled and recipe.training.curriculum.by != "random":
-        yield f"{name} trains in one place, so no deployed model forgets; set training.curriculum.by: random"
-    if algorithm.pooled and recipe.evaluate.forgetting:
-        yield f"{name} trains in one place, so no deployed model forgets; set evaluate.forgetting: false"
-    if algorithm.pooled and recipe.clusters:
-        yield f"{name} has one network for all sites; set clusters: {{}}"
-    if algorithm.pooled and not type(algorithm).pooled:
-        yield from _check_pooled(recipe)
-    yield from _check_stages(recipe, algorithm)
-
-
-def _check_pooled(recipe: Recipe) -> Iterator[str]:
-    """Problems of an algorithm that trains all sites itself, in one process."""
-    rules = {
-        "cohort: null": recipe.cohort is None,
-        "training.curriculum.by: random": recipe.training.curriculum.by == "random",
-        "evaluate.forgetting: false": not recipe.evaluate.forgetting,
-        "ensemble: false": not recipe.ensemble,
-    }
-    for key in (key for key, kept in rules.items() if not kept):
-        yield (
-            f"{recipe.algorithm.name} in this variant trains all sites itself, in one place and in random order "
-            f"of cases; set {key}, or algorithm.variant: corrected"
+    name, curriculum = recipe.algorithm.name, recipe.training.curriculum.by != "random"
+    one_place = f"{name} trains in one place, so"
+    if algorithm.pooled:
+        yield from _select_broken(
+            ((recipe.quorum or 1) > 1, f"{one_place} a quorum of {recipe.quorum} can never be met; set quorum: 1"),
+            (curriculum, f"{one_place} no deployed model forgets; set training.curriculum.by: random"),
+            (recipe.evaluate.forgetting, f"{one_place} no deployed model forgets; set evaluate.forgetting: false"),
+            (recipe.clusters, f"{name} has one network for all sites; set clusters: {{}}"),
         )
+    if algorithm.pooled and not type(algorithm).pooled:
+        own_way = f"{name} in this variant trains all sites itself, in one place and in random order of cases; set"
+        yield from _select_broken(
+            (recipe.cohort is not None, f"{own_way} cohort: null, or algorithm.variant: corrected"),
+            (curriculum, f"{own_way} training.curriculum.by: random, or algorithm.variant: corrected"),
+            (recipe.evaluate.forgetting, f"{own_way} evaluate.forgetting: false, or algorithm.variant: corrected"),
+            (recipe.ensemble, f"{own_way} ensemble: false, or algorithm.variant: corrected"),
+        )
+    yield from _check_stages(recipe, algorithm)
 
 
 def _check_stages(recipe: Recipe, algorithm: Algorithm) -> Iterator[str]:
@@ -113,89 +108,140 @@ def format_suggestion(word: str, known: list[str]) -> str:
 def _check_schedule(recipe: Recipe) -> Iterator[str]:
     schedule, stop = recipe.schedule, recipe.early_stop
     watching = schedule.name == "plateau" or stop is not None
-    if watching and recipe.evaluate.every != 1:
-        yield "schedule plateau and early_stop use the validation metrics of every round; set evaluate.every: 1"
-    if watching and recipe.cohort is not None:
-        yield "schedule plateau and early_stop would compare different sites from round to round; set cohort: null"
-    if schedule.name == "cosine" and schedule.minimum == 0 and (schedule.period or recipe.rounds) < recipe.rounds:
-        yield "schedule cosine reaches a learning rate of exactly 0 within the run; give schedule.minimum a small share"
-    if watching and recipe.data.split.validation == 0:
-        yield "schedule plateau and early_stop use validation metrics; give data.split.validation a share"
+    reaches_zero = schedule.minimum == 0 and (schedule.period or recipe.rounds) < recipe.rounds
+    yield from _select_broken(
+        (
+            watching and recipe.evaluate.every != 1,
+            "schedule plateau and early_stop use the validation metrics of every round; set evaluate.every: 1",
+        ),
+        (
+            watching and recipe.cohort is not None,
+            "schedule plateau and early_stop would compare different sites from round to round; set cohort: null",
+        ),
+        (
+            schedule.name == "cosine" and reaches_zero,
+            "schedule cosine reaches a learning rate of exactly 0 within the run; give schedule.minimum a small share",
+        ),
+        (
+            watching and recipe.data.split.validation == 0,
+            "schedule plateau and early_stop use validation metrics; give data.split.validation a share",
+        ),
+    )
     if stop is not None and stop.metric not in METRICS:
         near = format_suggestion(stop.metric, list(METRICS))
         yield f"early_stop.metric: there is no metric {stop.metric!r}{near}; there are: {', '.join(METRICS)}"
 
 
 def _check_privacy(recipe: Recipe) -> Iterator[str]:
+    adaptive = recipe.algorithm.name == "adaptive-noise"
     if recipe.privacy is not None:
         watching = recipe.schedule.name == "plateau" or recipe.early_stop is not None
         yield from config_problems(recipe.privacy, recipe.training, watching)
-        if recipe.evaluate.forgetting:
-            yield "evaluate.forgetting reports on training images, which no privacy plan covers; set it to false"
-        if recipe.algorithm.name == "adaptive-noise" and recipe.privacy.unit == "site":
-            yield "adaptive-noise scales the noise of training steps; set privacy.unit: image or patient"
-    elif recipe.algorithm.name == "adaptive-noise":
+        yield from _select_broken(
+            (
+                recipe.evaluate.forgetting,
+                "evaluate.forgetting reports on training images, which no privacy plan covers; set it to false",
+            ),
+            (
+                adaptive and recipe.privacy.unit == "site",
+                "adaptive-noise scales the noise of training steps; set privacy.unit: image or patient",
+            ),
+        )
+    elif adaptive:
         yield "adaptive-noise scales the noise of a privacy plan; add for example `privacy: {epsilon: 3}`"
     elif recipe.training.private is not None:
         yield "training.private follows from privacy; leave it out and write privacy instead"
 
 
 def _check_clusters(recipe: Recipe) -> Iterator[str]:
-    yield from check_capability(recipe.capability)
     if recipe.clusters:
         yield from (f"clusters: {sentence}" for sentence in check_thresholds(recipe.thresholds))
     for name in (n for n in recipe.clusters if not re.fullmatch(r"[A-Za-z][A-Za-z0-9_-]{0,30}", n) or n in TAKEN):
         yield f"a cluster cannot be called {name!r:.40}; use letters and digits, and none of {', '.join(TAKEN)}"
-    name = recipe.algorithm.name
-    if recipe.clusters and name in ("single", "cross-site") and not recipe.methods:
-        yield f"{name} has one network for all sites; set clusters: {{}}"
-    if recipe.clusters and recipe.capability.reassess_every is not None and name == "scaffold":
-        yield "scaffold counts the sites of a cluster once, so they must not move; set capability.reassess_every: null"
-    wanted = recipe.evaluate.headline
-    if wanted == "public" and recipe.public is None:
-        yield "evaluate.headline is public, but there is no public set; add `public`, or set evaluate.headline: null"
-    if any(m.pretrain for m in (recipe.model, *(c.model for c in recipe.clusters.values()))) and recipe.public is None:
-        yield "model.pretrain trains on images at the server; add for example `public: {name: mias}`"
-    if recipe.ensemble and recipe.clusters:
-        yield "ensemble has one network for all sites' models; set clusters: {}, or ensemble: false"
-    if wanted == "ensemble" and not recipe.ensemble:
-        yield "evaluate.headline is ensemble, but the run has no ensemble; add `ensemble: true`"
-    if wanted == "student" and recipe.finish is None:
-        yield "evaluate.headline is student, but the run trains no student; add `finish: refine`"
-    if recipe.finish is not None:
-        if recipe.finish.shapley and len(recipe.clusters) > MOST_PLAYERS:
-            yield f"finish.shapley tries every coalition of at most {MOST_PLAYERS} clusters; set finish.shapley: false"
-        if recipe.public is None:
-            yield "finish needs labelled images at the server; add for example `public: {name: mias}`"
+    name, headline, finish = recipe.algorithm.name, recipe.evaluate.headline, recipe.finish
+    models = (recipe.model, *(cluster.model for cluster in recipe.clusters.values()))
     options = recipe.algorithm.options
     corrected = options.get("variant", "corrected") == "corrected"
-    taught = corrected and options.get("head_epochs", 1) and options.get("distil", 1)
-    if name == "pfedcdp" and taught and recipe.public is None and not recipe.methods:
-        yield (
+    fitted_head = corrected and options.get("head_epochs", 1) and options.get("distil", 1)
+    yield from _select_broken(
+        (
+            recipe.clusters and name in ("single", "cross-site") and not recipe.methods,
+            f"{name} has one network for all sites; set clusters: {{}}",
+        ),
+        (
+            recipe.clusters and recipe.capability.reassess_every is not None and name == "scaffold",
+            "scaffold counts the sites of a cluster once, so they must not move; set capability.reassess_every: null",
+        ),
+        (
+            headline == "public" and recipe.public is None,
+            "evaluate.headline is public, but there is no public set; add `public`, or set evaluate.headline: null",
+        ),
+        (
+            any(model.pretrain for model in models) and recipe.public is None,
+            "model.pretrain trains on images at the server; add for example `public: {name: mias}`",
+        ),
+        (
+            recipe.ensemble and recipe.clusters,
+            "ensemble has one network for all sites' models; set clusters: {}, or ensemble: false",
+        ),
+        (
+            headline == "ensemble" and not recipe.ensemble,
+            "evaluate.headline is ensemble, but the run has no ensemble; add `ensemble: true`",
+        ),
+        (
+            headline == "student" and finish is None,
+            "evaluate.headline is student, but the run trains no student; add `finish: refine`",
+        ),
+        (
+            finish and finish.shapley and len(recipe.clusters) > MOST_PLAYERS,
+            f"finish.shapley tries every coalition of at most {MOST_PLAYERS} clusters; set finish.shapley: false",
+        ),
+        (
+            finish and recipe.public is None,
+            "finish needs labelled images at the server; add for example `public: {name: mias}`",
+        ),
+        (
+            name == "pfedcdp" and fitted_head and recipe.public is None and not recipe.methods,
             "pfedcdp's sites learn from a head that the server fits on labelled images of its own; add for example "
-            "`public: {name: mias}`, or set algorithm.head_epochs: 0 to do without"
-        )
+            "`public: {name: mias}`, or set algorithm.head_epochs: 0 to do without",
+        ),
+    )
 
 
 def _check_engine(recipe: Recipe) -> Iterator[str]:
-    name, engine = recipe.algorithm.name, recipe.engine
+    name, engine, cohort = recipe.algorithm.name, recipe.engine, recipe.cohort
     at_the_end = name in ("single", "cross-site")
-    if at_the_end and recipe.early_stop is not None:
-        yield f"{name} sends its models after the last round, which early_stop would skip; set early_stop: null"
-    if at_the_end and recipe.cohort is not None:
-        yield f"{name} needs every site in the last round; set cohort: null"
-    if name == "fedsgd" and recipe.training.curriculum.by != "random" and not recipe.methods:
-        yield "fedsgd takes every step on all images, so a curriculum has no effect; set training.curriculum.by: random"
-    if recipe.cohort is not None and (recipe.quorum or 1) > recipe.cohort:
-        yield f"a quorum of {recipe.quorum} can never be met by a cohort of {recipe.cohort}; lower quorum"
-    if not re.fullmatch(r"auto|cpu|mps|cuda(:\d+)?", engine.device):
-        yield f"engine.device is {engine.device!r}; choose cpu, cuda, cuda:1 and so on, mps or auto"
-    if engine.name == "ray" and engine.device not in ("auto", "cpu", "cuda"):
-        yield f"engine.device is {engine.device!r}, but ray assigns GPUs itself; choose cpu, cuda or auto"
-    if engine.workers > 0 and engine.device != "cpu" and engine.name != "ray":
-        yield "worker processes use only the CPU; set engine.workers: 0 or engine.device: cpu"
-    if engine.workers > 0 and engine.name not in ("local", "ray"):
-        yield f"engine.name {engine.name} works in one process; set engine.workers: 0, or engine.name: local"
+    yield from _select_broken(
+        (
+            at_the_end and recipe.early_stop is not None,
+            f"{name} sends its models after the last round, which early_stop would skip; set early_stop: null",
+        ),
+        (at_the_end and cohort is not None, f"{name} needs every site in the last round; set cohort: null"),
+        (
+            name == "fedsgd" and recipe.training.curriculum.by != "random" and not recipe.methods,
+            "fedsgd takes every step on all images, so a curriculum has no effect; set training.curriculum.by: random",
+        ),
+        (
+            cohort is not None and (recipe.quorum or 1) > cohort,
+            f"a quorum of {recipe.quorum} can never be met by a cohort of {cohort}; lower quorum",
+        ),
+        (
+            not re.fullmatch(r"auto|cpu|mps|cuda(:\d+)?", engine.device),
+            f"engine.device is {engine.device!r}; choose cpu, cuda, cuda:1 and so on, mps or auto",
+        ),
+        (
+            engine.name == "ray" and engine.device not in ("auto", "cpu", "cuda"),
+            f"engine.device is {engine.device!r}, but ray assigns GPUs itself; choose cpu, cuda or auto",
+        ),
+        (
+            engine.workers > 0 and engine.device != "cpu" and engine.name != "ray",
+            "worker processes use only the CPU; set engine.workers: 0 or engine.device: cpu",
+        ),
+        (
+            engine.workers > 0 and engine.name not in ("local", "ray"),
+            f"engine.name {engine.name} works in one process; set engine.workers: 0, or engine.name: local",
+        ),
+    )
     methods = recipe.methods or {recipe.name: {}}
     named = [("paper", name) for name in recipe.paper] + [("claims", n) for c in recipe.claims for n in c.methods]
     for place, unknown in (pair for pair in named if pair[1] not in methods):

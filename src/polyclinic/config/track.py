@@ -1,7 +1,5 @@
 """Where a run can be followed."""
 
-from __future__ import annotations
-
 from typing import Annotated, Literal
 
 from pydantic import BeforeValidator

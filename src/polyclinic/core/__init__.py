@@ -43,6 +43,7 @@ if TYPE_CHECKING:
         Site as Site,
         Step as Step,
         Update as Update,
+        Updates as Updates,
         Work as Work,
     )
     from polyclinic.core.names import (
@@ -117,6 +118,7 @@ _NAMES = {
         "Site",
         "Step",
         "Update",
+        "Updates",
         "Work",
     ),
     "names": ("ENSEMBLE", "HELD_OUT", "POOLED", "PUBLIC", "STUDENT", "slugify"),

@@ -1,7 +1,5 @@
 """The errors that users can meet. Each message says in one sentence what is wrong, where, and what to do."""
 
-from __future__ import annotations
-
 
 class PolyclinicError(Exception):
     """The base class of all errors that users can mend. The command line prints them without a traceback."""

@@ -4,8 +4,6 @@
 costs one comparison.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 

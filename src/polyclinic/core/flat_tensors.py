@@ -2,8 +2,6 @@
 faster than hundreds of short ones.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Iterable, Sequence
@@ -43,7 +41,7 @@ class FlatTensors(dict[str, Tensor]):
         self.layout = layout_of(self) if layout is None else layout
         self._travelled, self._version = travelled, vector._version
 
-    def distance_from(self, start: FlatTensors) -> float:
+    def distance_from(self, start: "FlatTensors") -> float:
         """Return ‖self − start‖₂: the known distance, unless a tensor was changed in place since."""
         known = self._travelled
         if known is not None and known.start is start.vector and self.vector._version == self._version:

@@ -4,9 +4,7 @@ Nothing here knows where a site runs: `Algorithm.local` is a generator that yiel
 their results from whatever engine drives it.
 """
 
-from __future__ import annotations
-
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
@@ -103,6 +101,10 @@ class Update:
     examples: int
     site: SiteId = ""
     scalars: Mapping[str, float] = field(default_factory=dict)
+
+
+Updates: TypeAlias = Iterable[Update]
+"""The accepted updates of a round in site order, one at a time. Keep none: each may be as large as the model."""
 
 
 @dataclass(frozen=True)

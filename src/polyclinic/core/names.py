@@ -1,7 +1,5 @@
 """Reserved names in messages, run folders and results, and names as parts of paths."""
 
-from __future__ import annotations
-
 import re
 
 HELD_OUT = "held-out"

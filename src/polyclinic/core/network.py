@@ -1,7 +1,5 @@
 """A network as a function of its weights, and the functions of it that jobs compute."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Protocol, TypeAlias
 

@@ -1,7 +1,5 @@
 """Options of local training that all algorithms share."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Annotated, Literal
 

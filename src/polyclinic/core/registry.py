@@ -1,7 +1,5 @@
 """Registries of the names that a recipe may give; what a name stands for is imported when it is first used."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from functools import cached_property
@@ -26,26 +24,26 @@ class Registry(MutableMapping[str, T]):
     """A mapping from names to classes, which are imported on access. Other installed packages may add entries.
 
     Args:
-        package: The package that holds the built-in classes. It is also the group of entry points by which another
-            distribution adds its own, for instance `[project.entry-points."polyclinic.algorithms"]`.
+        package: The package that holds the built-in classes.
         builtin: For each name the place of its class below `package`, as "module:Class".
+        group: The group of entry points by which another distribution adds its own, for instance
+            `[project.entry-points."polyclinic.algorithms"]`; by default `package`.
     """
 
-    def __init__(self, package: str, builtin: Mapping[str, str]) -> None:
-        self.package = package
+    def __init__(self, package: str, builtin: Mapping[str, str], group: str = "") -> None:
+        self.package, self.group = package, group or package
         self._builtin = {name: f"{package}.{place}" for name, place in builtin.items()}
         self._loaded: dict[str, T] = {}
 
     @cached_property
     def _places(self) -> dict[str, str]:
-        return self._builtin | {
-            e.name: e.value for e in entry_points(group=self.package) if e.name not in self._builtin
-        }
+        return self._builtin | {e.name: e.value for e in entry_points(group=self.group) if e.name not in self._builtin}
 
     def __getitem__(self, name: str) -> T:
         if name not in self._loaded:
             module, _, attribute = self._places[name].partition(":")
-            self._loaded[name] = getattr(import_module(module), attribute)
+            # a module that registers the name itself comes first
+            self._loaded.setdefault(name, getattr(import_module(module), attribute))
         return self._loaded[name]
 
     def __setitem__(self, name: str, value: T) -> None:
@@ -97,4 +95,4 @@ def _first_paragraph(docstring: str | None) -> str:
 
 
 def _option_names(annotations: Mapping[str, object]) -> list[str]:
-    return [name for name, hint in annotations.items() if not str(hint).startswith("ClassVar")]
+    return [name for name, hint in annotations.items() if "ClassVar" not in str(hint)]

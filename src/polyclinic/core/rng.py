@@ -1,7 +1,5 @@
 """Random streams: every random number of a run comes from one seed and a path of names."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from dataclasses import dataclass
@@ -20,14 +18,13 @@ class Stream:
     seed: int
     path: tuple[str | int, ...] = ()
 
-    def child(self, *names: str | int) -> Stream:
+    def child(self, *names: str | int) -> "Stream":
         """Return the stream with `names` appended to the path."""
         return Stream(self.seed, self.path + names)
 
     def integer(self) -> int:
         """Return a number from 0 to 2⁶³ − 1, always the same one, for use as a seed."""
-        digest = hashlib.sha256(json.dumps([self.seed, *self.path]).encode()).digest()
-        return int.from_bytes(digest[:8], "big") >> 1
+        return int(hashlib.sha256(json.dumps([self.seed, *self.path]).encode()).hexdigest()[:16], 16) >> 1
 
     def generator(self) -> torch.Generator:
         """Return a new torch generator on the CPU, always in the same state."""

@@ -1,15 +1,16 @@
 """Strict parsing of JSON from untrusted sources and of YAML files: recipes and the settings of sites and servers."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import yaml
 
 from polyclinic.core.errors import RecipeError, Refused
+
+JsonObject: TypeAlias = dict[str, Any]
+"""A JSON or YAML object, before its values are checked."""
 
 
 def _reject_constant(name: str) -> float:
@@ -23,7 +24,7 @@ def _parse_finite(text: str) -> float:
     return number
 
 
-def _reject_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _reject_duplicates(pairs: list[tuple[str, Any]]) -> JsonObject:
     found = dict(pairs)
     if len(found) < len(pairs):
         raise ValueError("a key occurs twice")
@@ -35,7 +36,7 @@ _JSON = json.JSONDecoder(
 )
 
 
-def parse_json(text: bytes, kind: str) -> dict[str, Any]:
+def parse_json(text: bytes, kind: str) -> JsonObject:
     """Parse a JSON object in UTF-8 with unique keys, finite numbers and valid text, or raise `Refused` with `kind`."""
     try:
         found = _JSON.decode(str(text, "utf-8"))
@@ -65,7 +66,15 @@ def read_yaml(
     what: str = "recipe",
     remedy: str = "see `polyclinic list recipes`",
     keys: str = "data, model and algorithm",
-) -> dict[str, Any]:
+) -> JsonObject:
+    """Return the mapping that a YAML file holds.
+
+    Args:
+        path: The file.
+        what: The kind of file, for messages.
+        remedy: The way out that the message names if the file cannot be read.
+        keys: Keys that such a file should hold, for messages.
+    """
     try:
         values = yaml.load(path.read_text(encoding="utf-8"), _Loader)
     except OSError as error:

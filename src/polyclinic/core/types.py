@@ -1,7 +1,5 @@
 """Named tensors and the other types that everything else is made of."""
 
-from __future__ import annotations
-
 from typing import Literal, Protocol, TypeAlias
 
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Validation of options against their declared types; an error is one sentence that names the key."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import fields
 from functools import cache
@@ -23,8 +21,7 @@ def _type_adapter(kind: Any) -> TypeAdapter[Any]:
 
 def validate_as(kind: type[T], values: Any, place: str = "") -> T:
     """Convert `values` to the type `kind`; raise a RecipeError about the first wrong key, which begins with `place`."""
-    found: T = _validate(_type_adapter(cast(Any, kind)), values, place)
-    return found
+    return cast(T, _validate(_type_adapter(cast(Any, kind)), values, place))
 
 
 def check_options(options: Any, place: str) -> None:

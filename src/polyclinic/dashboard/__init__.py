@@ -1,7 +1,5 @@
 """The board: a live page of a run or a comparison. It reads the folder and writes nothing."""
 
-from __future__ import annotations
-
 from polyclinic.dashboard.follow import Follower
 from polyclinic.dashboard.server import BoardServer, open_board
 

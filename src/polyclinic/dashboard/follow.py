@@ -1,7 +1,5 @@
 """Follows the folder of a run or a comparison while other processes write it."""
 
-from __future__ import annotations
-
 import json
 import threading
 import time
@@ -16,7 +14,8 @@ from polyclinic.config.recipe import Recipe
 from polyclinic.core import PolyclinicError, StoreError
 from polyclinic.dashboard.privacy_spent import Spent, SpentSoFar
 from polyclinic.dashboard.run import METRICS, Curve, RunStatus
-from polyclinic.deploy.processes import read_status
+from polyclinic.deploy.status import read_status
+from polyclinic.evaluation.rows import group_pairs
 from polyclinic.evaluation.summary import Cost
 from polyclinic.experiments.compare import PLAN_FILE
 from polyclinic.reporting.formatting import format_count
@@ -40,10 +39,7 @@ class PageState:
 
     @cached_property
     def methods(self) -> dict[str, list[RunStatus]]:
-        found: dict[str, list[RunStatus]] = {}
-        for run in self.runs:
-            found.setdefault(run.method, []).append(run)
-        return found
+        return group_pairs((run.method, run) for run in self.runs)
 
     def runs_in_state(self, *states: State) -> list[RunStatus]:
         return [run for run in self.runs if run.state in states]
@@ -125,16 +121,16 @@ class PageState:
     @property
     def cost(self) -> Cost:
         """Of all runs together."""
-        every = [run.cost for run in self.runs]
         names = ("bytes_down", "bytes_up", "seconds", "site_seconds", "refused", "failed")
-        return Cost(**{name: sum(getattr(one, name) for one in every) for name in names})
+        return Cost(**{name: sum(getattr(run.cost, name) for run in self.runs) for name in names})
 
     def curves_by_name(self, metric: str) -> dict[str, Curve]:
         """A run's curves, or the mean of each method over the seeds that have reported the round so far."""
         if self.single:
             return self.runs[0].curves[metric]
         return {
-            name: _mean_curve([_first_curve(run.curves[metric]) for run in runs]) for name, runs in self.methods.items()
+            name: _mean_curve([next(iter(run.curves[metric].values()), ()) for run in runs])
+            for name, runs in self.methods.items()
         }
 
     def seconds_by_method(self) -> dict[str, Curve]:
@@ -155,26 +151,19 @@ class PageState:
             "seconds_since_news": self.seconds_since_news,
             "cost": self.cost.model_dump(),
             "curves": {metric: self.curves_by_name(metric) for metric in METRICS},
-            "runs": [run.to_json() | self._privacy_json(run) for run in self.runs],
+            "runs": [
+                run.to_json() | {"privacy": self.spent[run].to_json() if run in self.spent else None}
+                for run in self.runs
+            ],
         }
         if self.current_run is not None:
             found["sites"] = [vars(site) for site in self.current_run.sites]
             found["failures"] = [vars(failure) for failure in self.current_run.failures]
         return found
 
-    def _privacy_json(self, run: RunStatus) -> dict[str, Any]:
-        return {"privacy": self.spent[run].to_json() if run in self.spent else None}
-
-
-def _first_curve(curves: Mapping[str, Curve]) -> Curve:
-    return next(iter(curves.values()), ())
-
 
 def _mean_curve(curves: Sequence[Curve]) -> Curve:
-    values: dict[int, list[float]] = {}
-    for curve in curves:
-        for round, value in curve:
-            values.setdefault(round, []).append(value)
+    values = group_pairs(point for curve in curves for point in curve)
     return [(round, fmean(found)) for round, found in sorted(values.items())]
 
 

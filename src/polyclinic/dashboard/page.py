@@ -1,7 +1,5 @@
 """The board as HTML: a page that stands by itself, and the parts of it that change, made of the report's blocks."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import math
@@ -12,11 +10,12 @@ from markupsafe import Markup
 
 from polyclinic.dashboard.follow import PageState
 from polyclinic.dashboard.privacy_spent import Spent
-from polyclinic.dashboard.run import HELD_OUT_IMAGES, METRICS, RECENT, Curve, RunStatus, SiteStatus, format_ago
+from polyclinic.dashboard.run import HELD_OUT_IMAGES, METRICS, RECENT, Curve, RunStatus
 from polyclinic.evaluation.task import task_of
-from polyclinic.reporting.blocks import Block, Bullets, Cell, Figure, Grid, Inline, Paragraph, Strong, Table
-from polyclinic.reporting.charts import LineAxes, Series, line_chart
+from polyclinic.reporting.blocks import Block, Bullets, Cell, Grid, Inline, Paragraph, Strong, Table
+from polyclinic.reporting.charts import LineAxes, Series, line_chart, without_band
 from polyclinic.reporting.formatting import (
+    MISSING,
     format_compact,
     format_count,
     format_digits,
@@ -28,7 +27,6 @@ from polyclinic.reporting.formatting import (
 )
 from polyclinic.reporting.html.render import bullet_list, page_head, render_blocks, render_inline
 from polyclinic.reporting.html.style import CSS
-from polyclinic.reporting.html.svg import Banded
 from polyclinic.reporting.html.tags import join_markup, tag
 from polyclinic.reporting.privacy_statement import UNITS
 from polyclinic.reporting.sections.costs import MEANING, MOST_ROWS
@@ -103,8 +101,11 @@ def page_kind(view: PageState) -> str:
 
 def _footer() -> Markup:
     alone = tag("noscript", "Without JavaScript this page does not update: reload it for news. ")
-    words = "The board reads the folder and writes nothing. Research software, no medical device."
-    return tag("footer", tag("p", alone, tag("span", "", id="link", role="status")), tag("p", words))
+    return tag(
+        "footer",
+        tag("p", alone, tag("span", "", id="link", role="status")),
+        tag("p", "The board reads the folder and writes nothing. Research software, no medical device."),
+    )
 
 
 def render_parts(view: PageState) -> dict[str, Markup]:
@@ -126,13 +127,16 @@ def render_parts(view: PageState) -> dict[str, Markup]:
 
 
 def _status_part(view: PageState) -> Markup:
-    played, total = view.rounds_played
+    (played, total), cost = view.rounds_played, view.cost
     share = f"{played} of {format_count(total, 'round')} played"
     bar = tag("progress", share, max=max(total, 1), value=played, aria_label=share) if total else ""
     facts: dict[str, Sequence[Inline]] = {
         "Rounds": _round_facts(view),
         "Time": _time_facts(view),
-        "Bytes, measured": _byte_facts(view),
+        "Bytes, measured": [
+            f"{format_megabytes(cost.bytes_down)} MB sent to sites",
+            f"{format_megabytes(cost.bytes_up)} MB received",
+        ],
         "Sites' replies": _reply_facts(view),
     }
     cards = [tag("h3", heading) + bullet_list(map(render_inline, items)) for heading, items in facts.items()]
@@ -150,7 +154,7 @@ def _next_steps(view: PageState) -> list[str]:
             result = f"The model is right in {scores}; "
         return [f"{result}polyclinic report shows all figures and which differences are beyond chance."]
     silence = view.seconds_since_news
-    quiet = f"No news for {format_ago(silence)}. " if silence is not None else ""
+    quiet = f"No news for {format_duration(silence, 0)}. " if silence is not None else ""
     if view.state == "failed" and view.single:
         return [f"{quiet}Correct what is named below, then continue with polyclinic resume."]
     if view.state == "stopped":
@@ -171,7 +175,7 @@ def _round_facts(view: PageState) -> list[str]:
     if run is not None and run.state == "running" and run.seconds_since_news is not None:
         now = "the test" if run.is_testing else f"round {run.current_round}" if run.current_round else "preparing"
         began = run.current_round > run.rounds_done or run.is_testing
-        facts.append(f"{now} began {format_ago(run.seconds_since_news)} ago" if began else f"now: {now}")
+        facts.append(f"{now} began {format_duration(run.seconds_since_news, 0)} ago" if began else f"now: {now}")
     return facts
 
 
@@ -185,18 +189,12 @@ def _time_facts(view: PageState) -> list[str]:
     elif view.state == "running" and not (run is not None and run.is_testing):
         facts.append("the first round will show how long a round takes")
     if view.seconds_since_news is not None:
-        facts.append(f"last news {format_ago(view.seconds_since_news)} ago")
+        facts.append(f"last news {format_duration(view.seconds_since_news, 0)} ago")
     return facts or ["nothing yet"]
 
 
-def _byte_facts(view: PageState) -> list[str]:
-    cost = view.cost
-    return [f"{format_megabytes(cost.bytes_down)} MB sent to sites", f"{format_megabytes(cost.bytes_up)} MB received"]
-
-
 def _reply_facts(view: PageState) -> list[str]:
-    run, cost = view.current_run, view.cost
-    lost = f"{cost.refused} refused, {cost.failed} lost"
+    run, lost = view.current_run, f"{view.cost.refused} refused, {view.cost.failed} lost"
     if run is None or not run.sites or not run.rounds_done:
         return [lost]
     counted = sum(site.last == run.rounds_done for site in run.sites)
@@ -211,10 +209,13 @@ def _run_blocks(view: PageState) -> list[Block]:
     states: list[list[str | Cell]] = [
         [name, *(_run_cell(run) for run in runs), *([""] * (most - len(runs)))] for name, runs in view.methods.items()
     ]
-    head = ["method", "rounds", "time a round", "accuracy, last reported", "MB to sites", "MB from them", "lost"]
     return [
         Table("Runs by method and seed", ["method", *(f"run {n}" for n in range(1, most + 1))], states),
-        Table("Methods so far", head, [_method_row(view, name) for name in view.methods]),
+        Table(
+            "Methods so far",
+            ["method", "rounds", "time a round", "accuracy, last reported", "MB to sites", "MB from them", "lost"],
+            [_method_row(view, name) for name in view.methods],
+        ),
     ]
 
 
@@ -243,23 +244,26 @@ def _method_row(view: PageState, method: str) -> list[str]:
 
 def _learning_blocks(view: PageState) -> list[Block]:
     curves = {metric: _drawn_series(view, view.curves_by_name(metric)) for metric in METRICS}
-    charts: list[Figure] = []
-    for metric, (name, axes) in AXES.items():
-        if found := curves[metric]:
-            charts.append(line_chart(metric, _curve_title(name, found), found, axes))
-    if loss := curves["loss"]:
-        axes = LineAxes.from_zero("round", "cross-entropy (nats)", loss, format_digits)
-        charts.append(line_chart("loss", _curve_title("Loss", loss), loss, axes))
-    if times := _drawn_series(view, view.seconds_by_method()):
-        axes = LineAxes.from_zero("round", "seconds", times, format_compact)
-        charts.append(line_chart("time", "Time a round", times, axes))
+    loss, times = curves["loss"], _drawn_series(view, view.seconds_by_method())
+    nats = LineAxes.from_zero("round", "cross-entropy (nats)", loss, format_digits)
+    known = [
+        *((metric, _curve_title(name, curves[metric]), curves[metric], axes) for metric, (name, axes) in AXES.items()),
+        ("loss", _curve_title("Loss", loss), loss, nats),
+        ("time", "Time a round", times, LineAxes.from_zero("round", "seconds", times, format_compact)),
+    ]
+    charts = [line_chart(*chart) for chart in known if chart[2]]
     if not any(curves.values()):
         return [] if view.state == "waiting" else [Paragraph(_explain_no_curves(view)), *charts]
     several = any(len(runs) > 1 for runs in view.methods.values())
     over = "Lines are means over the seeds that have reported so far. " if several else ""
-    note = f"{over}A round's point is of the model that it left behind, reported by sites when they next received it."
     wide = any(chart.panels for chart in charts)
-    blocks: list[Block] = [Paragraph(note, "note"), *(charts if wide else [Grid(charts)])]
+    blocks: list[Block] = [
+        Paragraph(
+            f"{over}A round's point is of the model that it left behind, reported by sites when they next received it.",
+            "note",
+        ),
+        *(charts if wide else [Grid(charts)]),
+    ]
     by_site = _nonempty_series(view.runs[0].by_site) if view.single else {}
     if len(by_site) > 1:
         blocks.append(line_chart("sites", "Accuracy at each site", by_site, AXES["accuracy"][1]))
@@ -288,13 +292,12 @@ def _drawn_series(view: PageState, curves: Mapping[str, Curve]) -> Series:
 
 
 def _nonempty_series(curves: Mapping[str, Curve]) -> Series:
-    return {name: _thin_curve(points) for name, points in curves.items() if points}
-
-
-def _thin_curve(points: Curve) -> list[Banded]:
-    """No more points than can be seen, the last among them."""
-    every = math.ceil(len(points) / MOST_POINTS)
-    return [(float(round), value, math.nan, math.nan) for round, value in points[::-every][::-1]]
+    """Without empty curves, and of each no more points than can be seen, the last among them."""
+    return {
+        name: without_band(points[:: -math.ceil(len(points) / MOST_POINTS)][::-1])
+        for name, points in curves.items()
+        if points
+    }
 
 
 def _site_blocks(view: PageState) -> list[Block]:
@@ -304,7 +307,18 @@ def _site_blocks(view: PageState) -> list[Block]:
     connected = any(site.now for site in run.sites)
     shown = sorted(run.sites, key=lambda site: -(site.refused + site.lost))[:MOST_SITES]
     kept = [site for site in run.sites if site in shown]
-    rows = [[*_site_row(site), *([site.now] if connected else [])] for site in kept]
+    rows = [
+        [
+            site.site,
+            MISSING if site.last is None else str(site.last),
+            *(str(count) for count in (site.counted, site.refused, site.lost)),
+            format_megabytes(site.down),
+            format_megabytes(site.up),
+            format_duration(site.seconds),
+            *([site.now] if connected else []),
+        ]
+        for site in kept
+    ]
     head = ["site", "last round that counted", "rounds counted", "refused", "lost", "MB received", "MB sent", "work"]
     blocks: list[Block] = [Table("Each site's replies", [*head, *(["now"] if connected else [])], rows)]
     if more := len(run.sites) - len(kept):
@@ -312,21 +326,17 @@ def _site_blocks(view: PageState) -> list[Block]:
     return blocks
 
 
-def _site_row(site: SiteStatus) -> list[str]:
-    last = "–" if site.last is None else str(site.last)
-    counts = [last, str(site.counted), str(site.refused), str(site.lost)]
-    return [site.site, *counts, format_megabytes(site.down), format_megabytes(site.up), format_duration(site.seconds)]
-
-
 def _failure_blocks(view: PageState) -> list[Block]:
     failures = [(run, failure) for run in view.runs for failure in run.failures]
     events = [f"{view.run_label(run)}: {run.sentence}" for run in view.runs if run.state in ("failed", "unreadable")]
     for run in view.runs:
         resumed = sum(row.event == "resumed" for row in run.ledger)
-        events += (
-            [f"{view.run_label(run)} was interrupted and resumed {format_count(resumed, 'time')}."] if resumed else []
-        )
-        events += _connection_refusals(run)
+        if resumed:
+            events.append(f"{view.run_label(run)} was interrupted and resumed {format_count(resumed, 'time')}.")
+        events += [
+            f"Refused {each['site'] or 'a stranger'}, {format_count(each['times'], 'time')}: {each['why']}."
+            for each in (run.status or {}).get("refusals", ())
+        ]
     blocks: list[Block] = [Bullets(tuple(events))] if events else []
     if failures:
         rows = [
@@ -340,20 +350,16 @@ def _failure_blocks(view: PageState) -> list[Block]:
             ]
             for run, one in failures[-MOST_ROWS:]
         ]
-        head = ["site", *([] if view.single else ["run"]), "what", "why, the last time", "times", "in rounds"]
-        blocks.append(Table("Replies that were refused or lost", head, rows))
+        blocks.append(
+            Table(
+                "Replies that were refused or lost",
+                ["site", *([] if view.single else ["run"]), "what", "why, the last time", "times", "in rounds"],
+                rows,
+            )
+        )
     if len(failures) > MOST_ROWS:
         blocks.append(Paragraph(f"{len(failures) - MOST_ROWS} earlier kinds are in the ledger.", "note"))
     return blocks or ([] if view.state == "waiting" else [Paragraph("None so far.")])
-
-
-def _connection_refusals(run: RunStatus) -> list[str]:
-    """Between real sites: connections that the server has refused."""
-    found = (run.status or {}).get("refusals", ())
-    return [
-        f"Refused {each['site'] or 'a stranger'}, {format_count(each['times'], 'time')}: {each['why']}."
-        for each in found
-    ]
 
 
 def _privacy_blocks(view: PageState) -> list[Block]:
@@ -364,12 +370,14 @@ def _privacy_blocks(view: PageState) -> list[Block]:
     if view.single:
         return _describe_spent(view.spent[view.runs[0]])
     rows = [[view.run_label(run), *_privacy_row(spent)] for run, spent in view.spent.items()]
-    head = ["run", "protects", "ε so far", "δ", "allowed ε", "charged to round"]
     notes = dict.fromkeys(f"ε leaves out {one.left_out}." for one in view.spent.values() if one.left_out)
     bare = dict.fromkeys(r.method for r in view.runs if r.recipe is not None and r.recipe.privacy is None)
     if bare:
         notes[f"Nothing is claimed for {format_names(list(bare))}."] = None
-    return [Table("Privacy spent so far", head, rows), *map(Paragraph, notes)]
+    return [
+        Table("Privacy spent so far", ["run", "protects", "ε so far", "δ", "allowed ε", "charged to round"], rows),
+        *map(Paragraph, notes),
+    ]
 
 
 def _describe_spent(spent: Spent) -> list[Block]:
@@ -378,9 +386,10 @@ def _describe_spent(spent: Spent) -> list[Block]:
     until = f"so far, round {spent.round} included, which was charged as it began"
     when = "over the whole run" if spent.is_final else until
     reason = spent.no_guarantee_reason
-    blocks: list[Block] = [Paragraph(f"{reason[:1].upper()}{reason[1:]}: no guarantee.")] if reason else []
-    claim = Strong(f"ε = {paid} at δ = {delta}")
-    blocks.append(Paragraph((claim, f" for {UNITS[spent.config.unit]}, {when}; {limit}.")))
+    blocks: list[Block] = [Paragraph(f"{reason[0].upper()}{reason[1:]}: no guarantee.")] if reason else []
+    blocks.append(
+        Paragraph((Strong(f"ε = {paid} at δ = {delta}"), f" for {UNITS[spent.config.unit]}, {when}; {limit}."))
+    )
     if spent.left_out:
         blocks.append(
             Paragraph(f"The figure leaves out {spent.left_out}; privacy.md includes it when the run has ended.")

@@ -1,7 +1,5 @@
 """The ε that a private run has spent so far, from its ledger and its recipe, before its own privacy page exists."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Sequence
@@ -34,13 +32,11 @@ class Spent:
     """Reported by the finished run."""
 
     def to_json(self) -> dict[str, Any]:
-        facts = {
+        return {
             "epsilon": self.epsilon,
             "delta": self.config.delta,
             "unit": self.config.unit,
             "allowed": self.config.epsilon,
-        }
-        return facts | {
             "charged_to_round": self.round,
             "no_guarantee_reason": self.no_guarantee_reason,
             "leaves_out": self.left_out,

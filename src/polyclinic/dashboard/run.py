@@ -1,7 +1,5 @@
 """The status of one run: its state, rounds, time, sites, curves and cost."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,9 +10,17 @@ from typing import Any
 from polyclinic.config.recipe import Recipe
 from polyclinic.core import HELD_OUT, SiteId
 from polyclinic.evaluation.rounds import metric_by_cluster, metric_over_rounds, sum_costs
-from polyclinic.evaluation.rows import ChargeRow, CostRow, EvaluateRow, LedgerRow, MetricRow, SiteOutcome, TrainRow
+from polyclinic.evaluation.rows import (
+    ChargeRow,
+    CostRow,
+    EvaluateRow,
+    LedgerRow,
+    MetricRow,
+    SiteOutcome,
+    TrainRow,
+    group_pairs,
+)
 from polyclinic.evaluation.summary import Cost, RunSummary
-from polyclinic.reporting.formatting import format_duration
 from polyclinic.reporting.sections.costs import LOST
 from polyclinic.storage.journal import add_interrupted_rounds
 from polyclinic.storage.run_folder import PATIENCE, State
@@ -73,7 +79,6 @@ class RunStatus:
 
     @property
     def seconds_since_news(self) -> float | None:
-        """Seconds since the last news."""
         return None if self.written is None else max(0.0, time.time() - self.written)
 
     @property
@@ -183,17 +188,14 @@ class RunStatus:
         """Every site that was ever asked."""
         there = (self.status or {}).get("sites", {})
         asked = (site for row in self.ledger if isinstance(row, ChargeRow | CostRow) for site in row.sites)
-        counted: dict[SiteId, list[int]] = {}
-        for row in self.rows:
-            if isinstance(row, TrainRow) and row.outcome == "accepted":
-                counted.setdefault(row.site, []).append(row.round)
+        trained = (row for row in self.rows if isinstance(row, TrainRow))
+        counted = group_pairs((row.site, row.round) for row in trained if row.outcome == "accepted")
         names = dict.fromkeys([*there, *asked])
         return [self._site_status(site, counted.get(site, []), there.get(site, {})) for site in names]
 
     def _site_status(self, site: SiteId, counted: Sequence[int], there: Mapping[str, Any]) -> SiteStatus:
         replies = self._replies_by_site.get(site, [])
         outcomes = [reply.outcome for reply in replies]
-        alive = bool((self.status or {}).get("alive"))
         return SiteStatus(
             site,
             last=max(counted, default=None),
@@ -203,27 +205,24 @@ class RunStatus:
             down=sum(reply.down for reply in replies),
             up=sum(reply.up for reply in replies),
             seconds=sum(reply.seconds for reply in replies),
-            now=str(there.get("state", "")) if alive else "",
+            now=str(there.get("state", "")) if (self.status or {}).get("alive") else "",
         )
 
     @cached_property
     def _replies_by_site(self) -> dict[SiteId, list[SiteOutcome]]:
-        found: dict[SiteId, list[SiteOutcome]] = {}
-        for row in self.charged_ledger:
-            for site, reply in row.sites.items() if isinstance(row, CostRow) else ():
-                found.setdefault(site, []).append(reply)
-        return found
+        costs = (row for row in self.charged_ledger if isinstance(row, CostRow))
+        return group_pairs(pair for row in costs for pair in row.sites.items())
 
     @cached_property
     def failures(self) -> list[RepeatedFailure]:
         """Grouped by kind: the reasons may differ in a figure from round to round."""
-        found: dict[tuple[SiteId, str, str], list[tuple[int, str]]] = {}
-        for row in self.ledger:
-            for site, reply in row.sites.items() if isinstance(row, CostRow) else ():
-                if reply.outcome in LOST:
-                    why = reply.why or "–"
-                    key = site, str(reply.outcome), reply.kind or why
-                    found.setdefault(key, []).append((row.round, why))
+        costs = (row for row in self.ledger if isinstance(row, CostRow))
+        replies = ((row.round, site, reply, reply.why or "–") for row in costs for site, reply in row.sites.items())
+        found = group_pairs(
+            ((site, str(reply.outcome), reply.kind or why), (round, why))
+            for round, site, reply, why in replies
+            if reply.outcome in LOST
+        )
         return [
             RepeatedFailure(*key[:2], times[-1][1], tuple(round for round, _ in times)) for key, times in found.items()
         ]
@@ -241,8 +240,7 @@ class RunStatus:
             clusters = metric_by_cluster(merged, metric)
         whole = self._append_final(metric, clusters.get("", []))
         held_out = [row for row in self.rows if isinstance(row, EvaluateRow) and row.site == HELD_OUT]
-        tested = list(metric_over_rounds(held_out, metric, "test").items())
-        curves = {ALL: whole} | found | {HELD_OUT_IMAGES: tested}
+        curves = {ALL: whole} | found | {HELD_OUT_IMAGES: list(metric_over_rounds(held_out, metric, "test").items())}
         return {name: curve for name, curve in curves.items() if curve}
 
     def _append_final(self, metric: str, curve: Curve) -> Curve:
@@ -259,9 +257,7 @@ class RunStatus:
     @cached_property
     def by_site(self) -> dict[SiteId, Curve]:
         """Accuracy on each site's validation images."""
-        rows: dict[SiteId, list[MetricRow]] = {}
-        for row in self.rows:
-            rows.setdefault(row.site, []).append(row)
+        rows = group_pairs((row.site, row) for row in self.rows)
         curves = {site: metric_by_cluster(own, "accuracy") for site, own in rows.items()}
         return {site: sorted(point for part in found.values() for point in part) for site, found in curves.items()}
 
@@ -280,8 +276,3 @@ class RunStatus:
             "seconds_since_news": self.seconds_since_news,
             "cost": self.cost.model_dump(),
         }
-
-
-def format_ago(seconds: float) -> str:
-    """With whole seconds, where they are few."""
-    return format_duration(seconds, places=0)

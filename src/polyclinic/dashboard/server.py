@@ -3,8 +3,6 @@
 Whatever a request says, it chooses among two answers; no part of it ever becomes a path on the disk.
 """
 
-from __future__ import annotations
-
 import errno
 import hmac
 import json

@@ -3,19 +3,15 @@
 Findings contain no names of patients or files; they say where an image is listed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
 
-from polyclinic.data.findings import Finding
+from polyclinic.data.findings import Finding, disclosable_groups, group_positions, used_positions
 from polyclinic.data.loading.loader import find_label_faults
 from polyclinic.data.partitioning.dry_run import UNDIVIDED, Refusal, division_findings
 from polyclinic.data.quality.cohort import cohort_findings
 from polyclinic.data.quality.duplicates import duplicate_findings
 from polyclinic.data.quality.files import file_findings
-from polyclinic.data.quality.finding_text import disclosable_groups, group_positions, used_positions
 from polyclinic.data.quality.image_stats import Progress, measure_images
 from polyclinic.data.quality.labels import disclosable_labels
 from polyclinic.data.records import Listing
@@ -44,18 +40,17 @@ class CheckResult:
         """Whether training may start on the dataset's own sites and parts, with a recipe's default settings."""
         return all(finding.kind != UNDIVIDED for finding in self.findings)
 
-    def as_json(self) -> dict[str, Any]:
-        findings = [
-            asdict(finding) | {"where": list(finding.where), "positions": list(finding.positions)}
-            for finding in self.findings
-        ]
+    def as_json(self) -> dict[str, object]:
         return {
             "name": self.name,
             "images": self.images,
             "classes": dict(self.classes),
             "sites": dict(self.sites),
             "may_train": self.may_train,
-            "findings": findings,
+            "findings": [
+                asdict(finding) | {"where": list(finding.where), "positions": list(finding.positions)}
+                for finding in self.findings
+            ],
         }
 
 
@@ -67,10 +62,10 @@ def check_listing(
     `workers` threads decode images (0: one per core); `progress` is called with the number of images done and in all.
     If nothing stops training, the `divisions` (without any: the listing's own sites and parts) are tried on the labels.
     """
-    looks = measure_images(listing, workers, progress)
+    stats = measure_images(listing, workers, progress)
     found = [
-        *file_findings(listing, looks),
-        *duplicate_findings(listing, looks),
+        *file_findings(listing, stats),
+        *duplicate_findings(listing, stats),
         *find_label_faults(listing),
         *cohort_findings(listing),
     ]

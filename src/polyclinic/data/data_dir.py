@@ -1,7 +1,5 @@
 """The data folder, which holds the images of all datasets."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 
@@ -12,8 +10,7 @@ VARIABLE = "POLYCLINIC_DATA"
 
 def data_folder(given: Path | None = None) -> Path:
     """Return the folder that is `given`, or else the one that the environment variable names."""
-    named = given or os.environ.get(VARIABLE)
-    if not named:
+    if not (named := given or os.environ.get(VARIABLE)):
         raise DataError(f"No data folder is set; give --data DIR or set {VARIABLE} to the folder of the datasets.")
     folder = Path(named)
     if not folder.is_dir():

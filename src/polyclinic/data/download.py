@@ -4,10 +4,7 @@ A file is called NAME.part until it is complete. An archive is unpacked to a tem
 every member has been checked, so no dataset is ever half unpacked. Errors give the number of a member, not its name.
 """
 
-from __future__ import annotations
-
 import contextlib
-import hashlib
 import http.client
 import os
 import re
@@ -18,17 +15,16 @@ import time
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import IO, Any, TypeAlias, cast
+from typing import IO, Any, NamedTuple, TypeAlias, cast
 from urllib import request
 from urllib.error import HTTPError, URLError
 from urllib.parse import urlsplit
 
 from polyclinic.core import DataError
 from polyclinic.data.datasets.base import Download, NamedDataset
-from polyclinic.storage.files import lock_folder
+from polyclinic.storage.files import file_sha256, lock_folder
 
 Report: TypeAlias = Callable[[str, int, int | None], None]
 """(what, bytes done, bytes in all or None if unknown)."""
@@ -47,16 +43,18 @@ BUSY = (408, 425, 429)
 BROKEN_ARCHIVE = (zipfile.BadZipFile, tarfile.TarError, EOFError, zlib.error, NotImplementedError, RuntimeError)
 
 
-@dataclass(frozen=True)
-class RetryPolicy:
+class RetryPolicy(NamedTuple):
     timeout: float = 60.0
     """The seconds without data after which a connection counts as lost."""
     pause: float = 2.0
     """The seconds before the first retry; doubled before each further one."""
 
 
+DEFAULT_RETRY = RetryPolicy()
+
+
 def fetch_dataset(
-    dataset: NamedDataset, data_folder: Path, report: Report, *, retry: RetryPolicy | None = None
+    dataset: NamedDataset, data_folder: Path, report: Report, *, retry: RetryPolicy = DEFAULT_RETRY
 ) -> list[Path]:
     """Download a dataset's files into its folder and unpack archives.
 
@@ -67,7 +65,7 @@ def fetch_dataset(
     if not dataset.downloads:
         raise DataError(f"The set {dataset.name} is not for automatic download; put it into {folder}: {dataset.obtain}")
     with _disk_errors(folder), lock_folder(folder):
-        return [_fetch_file(download, folder, report, retry or RetryPolicy()) for download in dataset.downloads]
+        return [_fetch_file(download, folder, report, retry) for download in dataset.downloads]
 
 
 @contextlib.contextmanager
@@ -75,8 +73,9 @@ def _disk_errors(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        reason = error.strerror or type(error).__name__
-        raise DataError(f"{folder} cannot be written ({reason}); correct that and fetch again.") from None
+        raise DataError(
+            f"{folder} cannot be written ({error.strerror or type(error).__name__}); correct that and fetch again."
+        ) from None
 
 
 def _fetch_file(download: Download, folder: Path, report: Report, retry: RetryPolicy) -> Path:
@@ -99,7 +98,7 @@ def _ensure_file(download: Download, file: Path, report: Report, retry: RetryPol
     """Download the file unless it exists and matches its checksum."""
     if not file.is_file():
         return _download_file(download, file, report, retry)
-    size, found = file.stat().st_size, _file_sha256(file)
+    size, found = file.stat().st_size, file_sha256(file)
     if download.sha256 and found != download.sha256.lower():
         raise DataError(
             f"{file} has the SHA-256 sum {found} instead of {download.sha256.lower()}; remove it and fetch again."
@@ -117,7 +116,7 @@ class _TransferError(Exception):
 def _download_file(download: Download, file: Path, report: Report, retry: RetryPolicy) -> None:
     part = file.with_name(f"{file.name}.part")
     _retry_download(download, part, report, retry)
-    found, size = _file_sha256(part), part.stat().st_size
+    found, size = file_sha256(part), part.stat().st_size
     _stored_validator(part).unlink(missing_ok=True)
     if download.sha256 and found != download.sha256.lower():
         part.unlink()
@@ -153,13 +152,17 @@ def _attempt_download(download: Download, part: Path, report: Report, timeout: f
     # Without a validator or a checksum, the rest of this file could not be distinguished from that of a newer one.
     if have and (known or download.sha256):
         headers |= {"Range": f"bytes={have}-"} | ({"If-Range": known} if known else {})
-    answer = _open_url(download.url, headers, timeout)
-    with contextlib.closing(answer):
+    with contextlib.closing(_open_url(download.url, headers, timeout)) as answer:
         if answer.status == http.client.REQUESTED_RANGE_NOT_SATISFIABLE:
-            return _check_complete(part, have, answer.headers.get("Content-Range", ""))
+            if answer.headers.get("Content-Range", "").strip() == f"bytes */{have}":
+                return  # the file is complete
+            part.unlink()
+            raise _TransferError("the file on the server is shorter than what was fetched")
         done, total = _parse_extent(answer, have, part)
         with part.open("ab" if done else "wb") as file:
-            validator.write_text(_response_validator(answer))
+            # the version of the file for If-Range: a strong ETag, else its date
+            tag = str(answer.headers.get("ETag", ""))
+            validator.write_text(tag if tag.startswith('"') else str(answer.headers.get("Last-Modified", "")))
             _check_free_space(part.parent, (total or done) - done)
             for chunk in _read_chunks(answer):
                 if total is None:
@@ -169,7 +172,7 @@ def _attempt_download(download: Download, part: Path, report: Report, timeout: f
                 report(download.name, done, total)
     if total is not None and done < total:
         raise _TransferError("the connection ended early")
-    return None
+    return
 
 
 def _open_url(url: str, headers: dict[str, str], timeout: float) -> Any:
@@ -225,25 +228,12 @@ def _parse_extent(answer: Any, have: int, part: Path) -> tuple[int, int | None]:
     return have, have + int(length) if length.isdigit() else None
 
 
-def _check_complete(part: Path, have: int, extent: str) -> None:
-    """Handle a response without further bytes: the file is complete, or it is not the beginning of this file."""
-    if extent.strip() != f"bytes */{have}":
-        part.unlink()
-        raise _TransferError("the file on the server is shorter than what was fetched")
-
-
 def _read_chunks(answer: Any) -> Iterator[bytes]:
     try:
         while chunk := answer.read1(CHUNK):
             yield chunk
     except (OSError, http.client.HTTPException) as error:
         raise _TransferError(_describe_error(error)) from None
-
-
-def _response_validator(answer: Any) -> str:
-    """Return what identifies this version of the file in If-Range: a strong ETag, else its date."""
-    tag: str = answer.headers.get("ETag", "")
-    return tag if tag.startswith('"') else str(answer.headers.get("Last-Modified", ""))
 
 
 def _stored_validator(part: Path) -> Path:
@@ -259,11 +249,6 @@ def _file_size(path: Path) -> int:
     return path.stat().st_size if path.is_file() else 0
 
 
-def _file_sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 def _check_free_space(folder: Path, size: int) -> None:
     free = shutil.disk_usage(folder).free
     if size + SPARE > free:
@@ -275,8 +260,7 @@ def _check_free_space(folder: Path, size: int) -> None:
 # --- Unpack ---------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _ArchiveMember:
+class _ArchiveMember(NamedTuple):
     name: str
     size: int
     kind: str
@@ -298,7 +282,7 @@ def _unpack_archive(archive: Path, target: Path, seal: str, report: Report) -> N
         for number, member in enumerate(_check_members(members, archive), start=1):
             _resolve_target(member, half, f"Member {number} of {archive.name}")
             report(f"{archive.name}: unpacking", number, None)
-        (half / seal).write_text(_file_sha256(archive))
+        (half / seal).write_text(file_sha256(archive))
         os.rename(half, target)
     except BROKEN_ARCHIVE:
         raise DataError(f"{archive} is not an intact zip or tar archive; remove it and fetch again.") from None
@@ -335,8 +319,7 @@ def _tar_members(archive: Path) -> Iterator[_ArchiveMember]:
 
 def _check_members(members: Iterator[_ArchiveMember], archive: Path) -> Iterator[_ArchiveMember]:
     """Yield the members while their number and declared sizes stay within the limits and the free disk space."""
-    most = min(MAX_BYTES, max(SMALL, MAX_RATIO * archive.stat().st_size))
-    total = 0
+    most, total = min(MAX_BYTES, max(SMALL, MAX_RATIO * archive.stat().st_size)), 0
     for number, member in enumerate(members, start=1):
         total += member.size
         if number > MAX_MEMBERS or total > most:
@@ -367,8 +350,7 @@ def _resolve_target(member: _ArchiveMember, target: Path, who: str) -> None:
 def _move_in(unpacked: Path, folder: Path, last: str) -> None:
     """Move the unpacked entries into the folder, continuing after an interruption. `last` is moved last."""
     entries = sorted(unpacked.iterdir(), key=lambda entry: (entry.name == last, entry.name))
-    taken = sum((folder / entry.name).exists() for entry in entries if entry.name != last)
-    if taken:
+    if taken := sum((folder / entry.name).exists() for entry in entries if entry.name != last):
         raise DataError(
             f"{taken} of the files and folders just unpacked are in {folder} already; move those away and fetch again."
         )

@@ -127,16 +127,13 @@ def concatenate(parts: Sequence[Images | Selection]) -> Images | Selection:
     if selections:
         rows = np.unique(np.concatenate([part.rows.cpu().numpy() for part in selections]))
         return Selection.from_rows(selections[0].shared, torch.from_numpy(rows))
-    return _concatenate_images([part for part in parts if isinstance(part, Images)])
-
-
-def _concatenate_images(parts: Sequence[Images]) -> Images:
-    known = [part.patients for part in parts if part.patients is not None]
+    whole = [part for part in parts if isinstance(part, Images)]
+    known = [part.patients for part in whole if part.patients is not None]
     return replace(
-        parts[0],
-        images=torch.cat([part.images for part in parts]),
-        labels=torch.cat([part.labels for part in parts]),
-        patients=tuple(name for names in known for name in names) if len(known) == len(parts) else None,
+        whole[0],
+        images=torch.cat([part.images for part in whole]),
+        labels=torch.cat([part.labels for part in whole]),
+        patients=tuple(name for names in known for name in names) if len(known) == len(whole) else None,
     )
 
 
@@ -182,8 +179,7 @@ class Collection:
 
     def with_normalisation(self, mean: PerChannel, std: PerChannel) -> Collection:
         """Return the same images with batches normalised to (image − mean) / std."""
-        held_out = self.held_out and replace(self.held_out, mean=mean, std=std)
-        return replace(self, held_out=held_out, mean=mean, std=std)
+        return replace(self, held_out=self.held_out and replace(self.held_out, mean=mean, std=std), mean=mean, std=std)
 
     def to_images(self) -> Images:
         return Images(self.images, self.labels, self.patients, self.mean, self.std)

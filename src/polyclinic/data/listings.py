@@ -1,13 +1,12 @@
-"""Listings of images by the name of a dataset or by a path."""
-
-from __future__ import annotations
+"""Listings of images by the name of a dataset or by a path, whose format is detected."""
 
 from pathlib import Path
 
 from polyclinic.core import DataError
 from polyclinic.data import DATASETS, NAMED_DATASETS
 from polyclinic.data.records import Listing
-from polyclinic.data.sources.format_detection import TABLE, open_source
+from polyclinic.data.sources.folder import SPLITS, Level, list_images, list_subfolders, plain_read_errors, read_folder
+from polyclinic.data.sources.npz import read_npz
 from polyclinic.data.sources.table import Columns, read_table
 
 
@@ -39,3 +38,36 @@ def _open_table(path: Path, columns: str) -> Listing:
         raise DataError(f"--columns is for a table, but '{path}' is neither a CSV file nor a folder with {TABLE}.")
     chosen = Columns.model_validate({name.strip(): column.strip() for name, column in pairs})
     return read_table(table, name=str(path), columns=chosen)
+
+
+TABLE = "labels.csv"
+
+
+def open_source(path: Path) -> Listing:
+    """Open a table, an npz file, a folder with labels.csv, or a folder of folders, whose levels are guessed."""
+    with plain_read_errors(path):
+        if path.is_dir() and (path / TABLE).is_file():
+            return read_table(path / TABLE, name=str(path))
+        if path.is_dir():
+            levels = _guess_levels(path)
+            return read_folder(path, name=f"folder {path} read as {'/'.join(levels)}", levels=levels, guessed=True)
+        exists = path.exists()
+    suffix = path.suffix.lower()
+    if exists and suffix in (".csv", ".tsv"):
+        return read_table(path, name=str(path))
+    if exists and suffix == ".npz":
+        return read_npz(path, name=str(path))
+    fault = "is neither a folder nor a CSV or npz file" if exists else "does not exist"
+    raise DataError(f"'{path}' {fault}; give a folder of images, a CSV file or an npz file.")
+
+
+def _guess_levels(path: Path) -> tuple[Level, ...]:
+    folders = list_subfolders(path)
+    if any(any(list_images(folder)) for folder in folders):
+        return ("label",)
+    if any(any(list_images(deeper)) for folder in folders for deeper in list_subfolders(folder)):
+        return ("split" if all(folder.name.lower() in SPLITS for folder in folders) else "site", "label")
+    fault = "holds files but no class folders" if any(path.iterdir()) else "is an empty folder"
+    if folders:
+        fault = "has folders, but no images one or two levels down"
+    raise DataError(f"'{path}' {fault}; make one folder per class, add a {TABLE}, or give a file.")

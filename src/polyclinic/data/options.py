@@ -1,7 +1,5 @@
 """The base class for options of datasets, partitions and splits: frozen, no unknown keys, errors in one sentence."""
 
-from __future__ import annotations
-
 from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, ModelWrapValidatorHandler, ValidationError, model_validator
@@ -20,15 +18,15 @@ class Options(BaseModel):
         try:
             return handler(values)
         except ValidationError as error:
-            raise RecipeError(cls._format_error(error)) from None
+            raise RecipeError(_format_error(cls, error)) from None
 
-    @classmethod
-    def _format_error(cls, error: ValidationError) -> str:
-        first = error.errors()[0]
-        option = ".".join(str(step) for step in first["loc"]) or "value"
-        if first["type"] == "extra_forbidden":
-            return f"{cls.__name__} has no option '{option}'; it has: {', '.join(cls.model_fields)}."
-        if first["type"] == "missing":
-            return f"{cls.__name__} needs the option '{option}'; add it."
-        requirement = first["msg"].removeprefix("Input ")
-        return f"The option '{option}' of {cls.__name__} {requirement}, but is {first['input']!r}."
+
+def _format_error(options: type[BaseModel], error: ValidationError) -> str:
+    first = error.errors()[0]
+    option = ".".join(str(step) for step in first["loc"]) or "value"
+    if first["type"] == "extra_forbidden":
+        return f"{options.__name__} has no option '{option}'; it has: {', '.join(options.model_fields)}."
+    if first["type"] == "missing":
+        return f"{options.__name__} needs the option '{option}'; add it."
+    requirement = first["msg"].removeprefix("Input ")
+    return f"The option '{option}' of {options.__name__} {requirement}, but is {first['input']!r}."

@@ -1,7 +1,5 @@
 """Images grouped by patient, so that partitions and splits divide patients rather than images."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -22,7 +20,7 @@ class Patients:
     """The most frequent label (the lowest of equally frequent ones), for every patient."""
 
     @staticmethod
-    def from_names(labels: Indices, names: Sequence[str]) -> Patients:
+    def from_names(labels: Indices, names: Sequence[str]) -> "Patients":
         """Number the patients by first appearance, so that a site on its own has the same order as in a simulation."""
         numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
         of_image = np.array([numbers[name] for name in names], dtype=np.int64)
@@ -47,5 +45,4 @@ def _majority_labels(groups: Indices, labels: Indices) -> Indices:
     pairs, counts = np.unique(np.stack([groups, labels]), axis=1, return_counts=True)
     order = np.lexsort((-pairs[1], counts, pairs[0]))
     last = np.flatnonzero(np.diff(pairs[0][order], append=-1))
-    majority: Indices = pairs[1][order][last].astype(np.int64)
-    return majority
+    return np.asarray(pairs[1][order][last], dtype=np.int64)

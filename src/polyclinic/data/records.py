@@ -5,8 +5,6 @@ faults, `heterogeneity` measures how sites differ. Names of patients and files n
 pseudonyms from here on, and messages say `where` an image is listed instead of naming its file.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -53,7 +51,7 @@ class Listing:
     def used_records(self) -> tuple[Record, ...]:
         return tuple(record for record in self.records if not record.excluded)
 
-    def exclude_records(self, reasons: Mapping[int, str]) -> Listing:
+    def exclude_records(self, reasons: Mapping[int, str]) -> "Listing":
         """Return the same listing with the records at these positions excluded, each for its reason."""
         records = [
             replace(record, excluded=reasons.get(position, record.excluded))
@@ -71,11 +69,8 @@ def pseudonymise(names: Sequence[str]) -> tuple[str, ...]:
 def find_classes(labels: Iterable[str]) -> tuple[str, ...]:
     """Return the distinct labels, sorted as numbers if all are numbers, else alphabetically."""
     found = {label for label in labels if label}
-    return tuple(sorted(found, key=(lambda text: (int(text), text)) if all(map(_is_number, found)) else None))
-
-
-def _is_number(text: str) -> bool:
-    return len(text) <= 18 and text.isascii() and text.isdigit()
+    are_numbers = all(len(label) <= 18 and label.isascii() and label.isdigit() for label in found)
+    return tuple(sorted(found, key=(lambda text: (int(text), text)) if are_numbers else None))
 
 
 DISCLOSURE_MINIMUM = (10, 3)

@@ -1,7 +1,5 @@
 """The split into training, validation and test parts, by patient."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Self, TypeAlias, get_args
 
@@ -49,9 +47,8 @@ def split_by_patient(
     of each part. Parts that an official split lacks are taken from its training part.
     """
     people = Patients.from_names(labels, patients)
-    if official is None or not fractions.official:
-        given = np.zeros(len(people), dtype=np.int64)
-    else:
+    given = np.zeros(len(people), dtype=np.int64)
+    if official is not None and fractions.official:
         given = _official_parts(people, official)
     wanted = np.array([fractions.fraction_of(part) for part in PARTS])
     wanted[1:][np.isin([1, 2], given)] = 0
@@ -69,8 +66,7 @@ def _official_parts(patients: Patients, official: Sequence[str]) -> Indices:
             f"({sum(part in unknown for part in official)} images); use only these, or set official: false."
         )
     part = np.array([PARTS.index(name) for name in official if name in PARTS], dtype=np.int64)
-    leaked = patients.count_spread(part)
-    if leaked:
+    if leaked := patients.count_spread(part):
         raise DataError(
             f"The official split puts {leaked} patients into more than one part; "
             "set official: false to split by patient instead."

@@ -1,13 +1,11 @@
 """Reads `federation.yaml`, written by the coordinator, and `server.yaml`, which is in the server's kit."""
 
-from __future__ import annotations
-
 import contextlib
 import ipaddress
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Self, TypeVar
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
@@ -83,11 +81,11 @@ class FederationConfig(BaseModel):
     sites: tuple[SiteId, ...] = Field(strict=False)
 
     @classmethod
-    def load(cls, path: Path) -> FederationConfig:
+    def load(cls, path: Path) -> Self:
         return _validate(cls, path, _read_yaml(path, "federation, server and sites"))
 
-    def with_site(self, site: SiteId) -> FederationConfig:
-        return _validate(FederationConfig, Path("federation.yaml"), {**self.model_dump(), "sites": [*self.sites, site]})
+    def with_site(self, site: SiteId) -> Self:
+        return _validate(type(self), Path("federation.yaml"), {**self.model_dump(), "sites": [*self.sites, site]})
 
     @field_validator("federation")
     @classmethod
@@ -129,14 +127,14 @@ class ServerConfig(BaseModel):
     """Serve without TLS: for rehearsals on one machine."""
 
     @classmethod
-    def load(cls, path: Path) -> ServerConfig:
+    def load(cls, path: Path) -> Self:
         config = _validate(cls, path, _read_yaml(path, "federation, host, port and sites"))
         here = path.resolve().parent
         places = {name: here / getattr(config, name) for name in ("certificate", "key", "ca", "revoked", "folder")}
         return config.model_copy(update={**places, "sites": {site: here / key for site, key in config.sites.items()}})
 
     @model_validator(mode="after")
-    def _check_loopback(self) -> ServerConfig:
+    def _check_loopback(self) -> Self:
         if self.insecure and not is_loopback(self.host):
             raise ValueError(
                 f"insecure: true is for rehearsals on one machine, and {self.host} is not this machine; "
@@ -145,7 +143,7 @@ class ServerConfig(BaseModel):
         return self
 
 
-def _read_yaml(path: Path, keys: str) -> dict[str, Any]:
+def _read_yaml(path: Path, keys: str) -> Mapping[str, object]:
     if not path.is_file():
         raise RecipeError(f"there is no file {path}; give the path of a YAML file with {keys} (docs/deploy.md)")
     with contextlib.suppress(yaml.YAMLError, ValueError, RecursionError):
@@ -154,20 +152,22 @@ def _read_yaml(path: Path, keys: str) -> dict[str, Any]:
     return read_yaml(path)
 
 
-def _validate(kind: type[M], path: Path, values: Mapping[str, Any]) -> M:
+def _validate(kind: type[M], path: Path, values: Mapping[str, object]) -> M:
     try:
         return kind.model_validate(values)
     except ValidationError as error:
-        raise RecipeError(f"{path.name}: {_format_error(error, kind)}") from None
+        known = f"there are: {', '.join(kind.model_fields)}"
+        raise RecipeError(f"{path.name}: {format_error(error, known)}") from None
 
 
-def _format_error(error: ValidationError, kind: type[BaseModel]) -> str:
+def format_error(error: ValidationError, known: str) -> str:
+    """Describe the first wrong key of a file in a sentence; `known`: a sentence that lists the keys that there are."""
     first = error.errors()[0]
-    key = ".".join(map(str, first["loc"]))
+    key = ".".join(str(step) for step in first["loc"] if step != "tuple[str, ...]")
     if first["type"] == "missing":
         return f"the key {key!r} is missing; add it"
     if first["type"] == "extra_forbidden":
-        return f"there is no key {key!r}; there are: {', '.join(kind.model_fields)}"
+        return f"there is no key {key!r}; {known}"
     if first["type"] == "model_type":
         return f"{key} should hold keys of its own, written as {{key: value}} or indented below it"
     wish = re.sub("^(Input|String|Value error,) ", "", first["msg"])

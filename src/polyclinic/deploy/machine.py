@@ -1,18 +1,19 @@
 """Measures a machine's profile: processor, memory, battery and network."""
 
-from __future__ import annotations
-
 import socket
 import statistics
 import time
+from contextlib import suppress
 
 import psutil
 
-from polyclinic.config.capability import GIGABYTE, LATENCY, MachineProfile, check_latency
-from polyclinic.core import EngineError, RecipeError
+from polyclinic.config.capability import GIGABYTE, LATENCY, Capability, MachineProfile
+from polyclinic.core import EngineError, check_options
 
 CPU_SECONDS = 0.5
 """Seconds over which the processor's load is averaged."""
+UNSUPPORTED = suppress(OSError, NotImplementedError, AttributeError)
+"""Ignores the errors by which psutil says that a system has no such sensor."""
 CONNECTIONS = 5
 PATIENCE = 5.0
 """Seconds after which a server counts as unreachable."""
@@ -20,24 +21,21 @@ PATIENCE = 5.0
 
 def measure_machine(server: tuple[str, int] | None = None, most_latency_ms: float = LATENCY) -> MachineProfile:
     """Measure this machine now; the profile says how each number was found."""
-    for sentence in check_latency(most_latency_ms):
-        raise RecipeError(sentence)
+    check_options(Capability(max_latency_ms=most_latency_ms), "capability.")
     network, way = _score_network(server, most_latency_ms)
     cpu, speed = _score_cpu(*_read_frequency())
-    memory = psutil.virtual_memory()
-    room = f"{memory.available / GIGABYTE:.1f} of {memory.total / GIGABYTE:.1f} GB available"
     battery, power = _score_battery(*_read_charge())
-    share = min(1.0, memory.available / memory.total)
-    return MachineProfile(cpu, share, battery, network, memory.total, (speed, room, power, way))
+    memory = psutil.virtual_memory()
+    notes = speed, f"{memory.available / GIGABYTE:.1f} of {memory.total / GIGABYTE:.1f} GB available", power, way
+    return MachineProfile(cpu, min(1.0, memory.available / memory.total), battery, network, memory.total, notes)
 
 
 def _read_frequency() -> tuple[float, float]:
     """The current and the highest frequency in MHz; 0 where the system does not report it."""
-    try:
-        found = psutil.cpu_freq()
-    except (OSError, NotImplementedError, AttributeError):
-        return 0.0, 0.0
-    return (found.current or 0.0, found.max or 0.0) if found else (0.0, 0.0)
+    with UNSUPPORTED:
+        if found := psutil.cpu_freq():
+            return found.current or 0.0, found.max or 0.0
+    return 0.0, 0.0
 
 
 def _score_cpu(now: float, most: float) -> tuple[float, str]:
@@ -49,11 +47,10 @@ def _score_cpu(now: float, most: float) -> tuple[float, str]:
 
 def _read_charge() -> tuple[float | None, bool]:
     """The battery's charge in percent (None without one), and whether it is plugged in."""
-    try:
-        found = psutil.sensors_battery()
-    except (OSError, NotImplementedError, AttributeError):
-        return None, False
-    return (float(found.percent), bool(found.power_plugged)) if found else (None, False)
+    with UNSUPPORTED:
+        if found := psutil.sensors_battery():
+            return float(found.percent), bool(found.power_plugged)
+    return None, False
 
 
 def _score_battery(percent: float | None, plugged: bool) -> tuple[float, str]:

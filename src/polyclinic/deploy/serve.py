@@ -3,21 +3,18 @@
 `polyclinic serve` calls `run_deployed`.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from polyclinic.config.identity import check_same_recipe
 from polyclinic.config.recipe import Recipe
 from polyclinic.core import Failure, RecipeError, Refused, RoundFailed, SiteId, StoreError, __version__
 from polyclinic.federation.engines import Answer, Engine, RemoteExecution
 from polyclinic.federation.rounds import Watch
-from polyclinic.privacy.plan import PrivacyPlan
 from polyclinic.runs.experiment import Experiment, run_tracked
 from polyclinic.runs.remote_sites import RemoteSites, SiteProfile, find_misfits
 from polyclinic.runs.result import RunResult, read_result
@@ -26,7 +23,7 @@ from polyclinic.storage import messages
 from polyclinic.storage.files import write_json
 from polyclinic.storage.run_folder import RunFolder
 
-Fields: TypeAlias = dict[str, Any]
+Fields: TypeAlias = dict[str, object]
 """The JSON fields of a reply, which the caller checks."""
 UNFIT = "unfit"
 """Names the run that is announced to a site that does not fit, so that it can explain why."""
@@ -59,10 +56,10 @@ def run_deployed(
         return read_result(folder, recipe)
     profiles, absent = enrol_sites(recipe, remote, sites, folder, watch, missing or {})
     announced = AnnouncedEngine(remote.engine, remote.deadline)
-    reached = replace(remote, engine=announced, absent=absent)
-    experiment = Experiment(recipe, folder, data, watch, RemoteSites.from_profiles(profiles), reached)
+    remote = replace(remote, engine=announced, absent=absent)
+    experiment = Experiment(recipe, folder, data, watch, RemoteSites.from_profiles(profiles), remote)
     announced.order = _begin_fields(experiment)
-    write_json(RunFolder(folder).enrolment, {site: card.as_json() for site, card in profiles.items()})
+    write_json(RunFolder(folder).enrolment, {site: card.model_dump(mode="json") for site, card in profiles.items()})
     result = run_tracked(experiment)
     announced.end_run()
     return result
@@ -148,18 +145,17 @@ class Enrolment:
     absent: dict[SiteId, str] = field(default_factory=dict)
 
     def enrol_all(self, sites: Sequence[SiteId]) -> None:
-        cards: dict[SiteId, SiteProfile] = {}
+        profiles: dict[SiteId, SiteProfile] = {}
         for site, answer in self._send_recipe({"purpose": "enrol", "run": ""}, sites):
             if isinstance(answer, Failure):
                 self.exclude_site(site, answer)
                 continue
             try:
-                cards[site] = SiteProfile.from_fields(answer.get("card", {}))
+                profiles[site] = SiteProfile.from_fields(answer.get("card", {}))
             except Refused as refusal:
                 self.exclude_site(site, Failure("refused", str(refusal)))
-        self.profiles = {site: cards[site] for site in sites if site in cards}
-        odd = find_misfits(self.profiles)
-        self.profiles = {site: card for site, card in self.profiles.items() if site not in odd}
+        odd = find_misfits({site: profiles[site] for site in sites if site in profiles})
+        self.profiles = {site: profiles[site] for site in sites if site in profiles and site not in odd}
         for site, why in odd.items():
             self._explain_misfit(site)
             self.exclude_site(site, Failure("refused", why))
@@ -170,12 +166,12 @@ class Enrolment:
 
     def _explain_misfit(self, site: SiteId) -> None:
         """Announce a run with the other sites' shape of data, so that the site's own log says what to correct."""
-        common = next(iter(self.profiles.values()), None)
-        if common is None:
+        if not self.profiles:
             return
+        common, plan = next(iter(self.profiles.values())), {"noise": 0.0, "metrics_noise": None, "holders": 1}
         shape = {"classes": list(common.classes), "channels": common.channels, "size": common.size}
-        plan = self.recipe.privacy and {"noise": 0.0, "metrics_noise": None, "holders": 1}
-        for _, answer in self._send_recipe({"purpose": "begin", "run": UNFIT, **shape, "plan": plan}, [site]):
+        order = {"purpose": "begin", "run": UNFIT, **shape, "plan": self.recipe.privacy and plan}
+        for _, answer in self._send_recipe(order, [site]):
             if not isinstance(answer, Failure):
                 list(ask_sites(self.remote.engine, {"purpose": "end", "run": UNFIT}, [site], self.remote.deadline))
 
@@ -227,13 +223,13 @@ def _begin_fields(experiment: Experiment) -> dict[str, object]:
         "classes": list(dataset.classes),
         "channels": dataset.channels,
         "size": dataset.size,
-        "plan": None if plan is None else _plan_fields(plan),
+        "plan": plan
+        and {
+            "noise": plan.noise,
+            "metrics_noise": None if math.isinf(plan.metrics_noise) else plan.metrics_noise,
+            "holders": plan.max_sites_per_record,
+        },
     }
-
-
-def _plan_fields(plan: PrivacyPlan) -> dict[str, object]:
-    metrics_noise = None if math.isinf(plan.metrics_noise) else plan.metrics_noise
-    return {"noise": plan.noise, "metrics_noise": metrics_noise, "holders": plan.max_sites_per_record}
 
 
 @dataclass
@@ -262,9 +258,8 @@ class AnnouncedEngine:
 
     def end_run(self) -> None:
         """Tell the sites that the run is over and its data can be deleted. Nothing depends on their receiving it."""
-        patience = FAREWELL if self.deadline is None else min(FAREWELL, self.deadline)
-        for _ in ask_sites(self.engine, {"purpose": "end", "run": self.order["run"]}, sorted(self.ready), patience):
-            pass
+        order, patience = {"purpose": "end", "run": self.order["run"]}, min(FAREWELL, self.deadline or FAREWELL)
+        list(ask_sites(self.engine, order, sorted(self.ready), patience))
 
 
 class ReadyOrders(Mapping[SiteId, bytes]):

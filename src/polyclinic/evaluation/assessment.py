@@ -1,17 +1,15 @@
 """From predictions to scores: by site and over all sites, with bootstrap intervals on test images."""
 
-from __future__ import annotations
-
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from polyclinic.core import HELD_OUT, PUBLIC, Bundle, DataError, Part, SiteId, Stream
 from polyclinic.evaluation.metrics import Predictions
 from polyclinic.evaluation.rounds import weighted_mean
-from polyclinic.evaluation.rows import EvaluateRow, MetricRow
+from polyclinic.evaluation.rows import EvaluateRow, MetricRow, group_pairs
 from polyclinic.evaluation.statistics import bootstrap_intervals
-from polyclinic.evaluation.summary import MODEL_DESCRIPTIONS, Headline, Metric, ModelScores, PartScores, SiteScores
+from polyclinic.evaluation.summary import MODEL_DESCRIPTIONS, Headline, Metric, PartScores, SiteScores
 from polyclinic.evaluation.task import Task
 
 UNKNOWN = (math.nan, math.nan)
@@ -43,11 +41,7 @@ def assess_predictions(
     for site, groups in found.items():
         groups |= _transfer_predictions(groups, site, found)
     sites = {site: _assess_models(task, groups, resamples, stream.child(site)) for site, groups in found.items()}
-    pools: dict[str, list[Predictions]] = {}
-    for groups in found.values():
-        for key, value in groups.items():
-            pools.setdefault(key, []).append(value)
-    pooled = {key: Predictions.merge(parts) for key, parts in pools.items()}
+    pooled = _merge_by_key(pair for groups in found.values() for pair in groups.items())
     merged = _assess_models(task, pooled, resamples, stream.child("merged"))
     if held_out is not None:
         merged[HELD_OUT] = {"test": assess_part(task, held_out, "test", resamples, stream.child("held-out"))}
@@ -82,13 +76,12 @@ def summarise_reports(task: Task, rows: Sequence[MetricRow]) -> Assessment:
     reports = [row for row in rows if isinstance(row, EvaluateRow) and row.site != HELD_OUT]
     last = max((row.round for row in reports), default=0)
     sites: dict[SiteId, SiteScores] = {}
-    pools: dict[tuple[str, Part], list[EvaluateRow]] = {}
-    for row in (row for row in reports if row.round == last):
+    final = [row for row in reports if row.round == last]
+    for row in final:
         metrics = {name: Metric(value=row.metrics.get(name)) for name in task.metric_names}
         sites.setdefault(row.site, {}).setdefault(row.model, {})[row.part] = PartScores(n=row.n, metrics=metrics)
-        pools.setdefault((row.model, row.part), []).append(row)
     merged: SiteScores = {}
-    for (model, part), pool in pools.items():
+    for (model, part), pool in group_pairs(((row.model, row.part), row) for row in final).items():
         means = {name: Metric(value=weighted_mean(pool, name)) for name in task.metric_names}
         merged.setdefault(model, {})[part] = PartScores(n=sum(row.n for row in pool), metrics=means)
     return Assessment(sites, merged)
@@ -117,20 +110,21 @@ def choose_headline(
 
 def _transfer_predictions(groups: Groups, site: SiteId, sites: Collection[SiteId]) -> dict[str, Predictions]:
     """Predictions of models that were trained at other sites, together."""
-    pools: dict[str, list[Predictions]] = {}
-    for key, value in groups.items():
-        model, _, part = key.partition("|")
-        if model != site and model in sites:
-            pools.setdefault(f"transfer|{part}", []).append(value)
-    return {key: Predictions.merge(parts) for key, parts in pools.items()}
+    keys = ((key, *key.split("|", 1)) for key in groups)
+    transferred = ((part, groups[key]) for key, model, part in keys if model != site and model in sites)
+    return {f"transfer|{part}": value for part, value in _merge_by_key(transferred).items()}
+
+
+def _merge_by_key(predictions: Iterable[tuple[str, Predictions]]) -> dict[str, Predictions]:
+    return {key: Predictions.merge(parts) for key, parts in group_pairs(predictions).items()}
 
 
 def _assess_models(task: Task, groups: Groups, resamples: int, stream: Stream) -> SiteScores:
     models: SiteScores = {}
     for key, value in groups.items():
         model, _, part = key.partition("|")
-        scores: ModelScores = models.setdefault(model, {})
-        scores[_PARTS[part]] = assess_part(task, value, _PARTS[part], resamples, stream.child(key))
+        scored = assess_part(task, value, _PARTS[part], resamples, stream.child(key))
+        models.setdefault(model, {})[_PARTS[part]] = scored
     return models
 
 

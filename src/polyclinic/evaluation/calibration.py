@@ -12,11 +12,9 @@ A temperature holds for images like those that it was fitted on. Under a privacy
 validation images as they are, outside the claim.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -89,10 +87,10 @@ def calibrate(validation: Predictions, test: Predictions | None = None) -> Calib
             f"no temperature from {LOWEST:g} to {HIGHEST:g} is best for its {len(validation)} validation images, of "
             "which its probabilities tell no more than guesses"
         )
-    loss, ece = _loss_and_ece(validation, temperature)
-    if test is None:
-        return Calibration(temperature, len(validation), loss, ece)
-    return Calibration(temperature, len(validation), loss, ece, len(test), _loss_and_ece(test, temperature)[1])
+    found = Calibration(temperature, len(validation), *_loss_and_ece(validation, temperature))
+    return (
+        found if test is None else replace(found, test_images=len(test), test_ece=_loss_and_ece(test, temperature)[1])
+    )
 
 
 def log_probabilities(probabilities: NDArray[np.floating[Any]]) -> Floats:

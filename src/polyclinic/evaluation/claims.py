@@ -3,12 +3,10 @@
 A recipe lists claims as data, so the verdicts on the page of results are computed anew with the runs.
 """
 
-from __future__ import annotations
-
 import difflib
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -50,7 +48,7 @@ class Claim(BaseModel):
     """A metric, or gap (accuracy on training minus on validation images), drift, megabytes, seconds, converged (the
     first round after which validation accuracy is within a point of its best), forgotten (the share of training images
     that a deployment lost, on average), site_classifier_accuracy (balanced accuracy of a classifier that predicts the
-    site from features of test images: analysis/site_classifier.py)."""
+    site from features of test images: analysis/features.py)."""
     site: str | None = None
     """At this hospital alone; else over all hospitals' images together."""
     margin: float = Field(0.01, gt=0)
@@ -85,83 +83,78 @@ class Claim(BaseModel):
 
 @dataclass(frozen=True)
 class ClaimResult:
+    """A claim, tested: the difference or range that was found, its p-value, and what follows from them."""
+
     claim: Claim
     figures: tuple[float, ...]
     """The mean of each method."""
-    effect: str
-    p: float
-    corrected: float
+    effect: str = "–"
+    p: float = math.nan
+    direction: float = 0.0
+    """The sign of the first method's difference to the second."""
+    within: bool | None = None
+    """Whether the interval lies within the margin; None where it lies neither inside nor outside."""
+    corrected: float = math.nan
     """p, by Holm, for the number of claims tested together."""
-    verdict: Verdict
+    verdict: Verdict = "not decided"
 
 
 def evaluate_claims(claims: Sequence[Claim], results: Mapping[str, Runs]) -> list[ClaimResult]:
     """Every claim on the runs that are there."""
     raw = [_measure_effect(claim, results) for claim in claims]
     corrected = iter(correct_holm([found.p for found in raw if not math.isnan(found.p)]))
-    return [_with_verdict(found, math.nan if math.isnan(found.p) else next(corrected)) for found in raw]
+    final = [found if math.isnan(found.p) else replace(found, corrected=next(corrected)) for found in raw]
+    return [replace(found, verdict=_decide_verdict(found)) for found in final]
 
 
-@dataclass(frozen=True)
-class _Effect:
-    claim: Claim
-    figures: tuple[float, ...]
-    effect: str = "–"
-    p: float = math.nan
-    direction: float = 0.0
-    within: bool | None = None
-
-
-def _measure_effect(claim: Claim, results: Mapping[str, Runs]) -> _Effect:
+def _measure_effect(claim: Claim, results: Mapping[str, Runs]) -> ClaimResult:
     if not all(name in results for name in claim.methods):
-        return _Effect(claim, ())
+        return ClaimResult(claim, ())
     runs = [results[name] for name in claim.methods]
     values = [[metric_value(run, claim.metric, claim.site) for run in found] for found in runs]
     figures = tuple(mean_of_known(found) for found in values)
     by = _paired_effect if claim.test in PAIRED else _anova_effect
     sample = pair_by_seed(runs[0], runs[1], claim.metric, claim.site) if by is _paired_effect else values
     if any(math.isnan(v) for found in sample for v in found) or min(map(len, sample)) < 2:
-        return _Effect(claim, figures)
+        return ClaimResult(claim, figures)
     return by(claim, figures, sample)
 
 
-def _paired_effect(claim: Claim, figures: tuple[float, ...], values: Sequence[Sequence[float]]) -> _Effect:
+def _paired_effect(claim: Claim, figures: tuple[float, ...], values: Sequence[Sequence[float]]) -> ClaimResult:
     found = compare_paired(values[0], values[1])
     effect = _format_difference(found.difference, found.low, found.high)
     if claim.test == "equal":
         inside = max(abs(found.low), abs(found.high)) <= claim.margin
         outside = found.low > claim.margin or found.high < -claim.margin
-        effect = f"{effect}, margin ±{claim.margin:g}"
-        return _Effect(claim, figures, effect, within=inside if inside or outside else None)
-    p = 1.0 if math.isnan(found.p) else found.p
-    return _Effect(claim, figures, effect, p, math.copysign(1, found.difference) if found.difference else 0.0)
+        return ClaimResult(
+            claim, figures, f"{effect}, margin ±{claim.margin:g}", within=inside if inside or outside else None
+        )
+    return ClaimResult(
+        claim, figures, effect, 1.0 if math.isnan(found.p) else found.p, float(np.sign(found.difference))
+    )
 
 
-def _anova_effect(claim: Claim, figures: tuple[float, ...], values: Sequence[Sequence[float]]) -> _Effect:
+def _anova_effect(claim: Claim, figures: tuple[float, ...], values: Sequence[Sequence[float]]) -> ClaimResult:
     spread = max(figures) - min(figures)
     if all(np.ptp(found) == 0 for found in values):
-        return _Effect(claim, figures, f"range {spread:.3f}", 1.0 if spread == 0 else 0.0)
+        return ClaimResult(claim, figures, f"range {spread:.3f}", 1.0 if spread == 0 else 0.0)
     if len(values) == 2:
-        test = welch_test(*values)
-        difference = _format_difference(figures[0] - figures[1], test.low, test.high)
-        return _Effect(claim, figures, f"{difference}, t = {test.statistic:.2f}", test.p)
+        statistic, p, interval = welch_test(*values)
+        difference = _format_difference(figures[0] - figures[1], *interval)
+        return ClaimResult(claim, figures, f"{difference}, t = {statistic:.2f}", p)
     statistic, p = one_way_anova(values)
-    return _Effect(claim, figures, f"range {spread:.3f}, F = {statistic:.2f}", p)
+    return ClaimResult(claim, figures, f"range {spread:.3f}, F = {statistic:.2f}", p)
 
 
-def _with_verdict(found: _Effect, p: float) -> ClaimResult:
-    return ClaimResult(found.claim, found.figures, found.effect, found.p, p, _decide_verdict(found, p))
-
-
-def _decide_verdict(found: _Effect, p: float) -> Verdict:
+def _decide_verdict(found: ClaimResult) -> Verdict:
     test = found.claim.test
     if not found.figures:
         return "not run"
     if test == "equal":
         return "not decided" if found.within is None else "supported" if found.within else "contradicted"
-    seen, hinted = p < LEVEL, found.p < LEVEL
-    if not hinted:
+    if not found.p < LEVEL:
         return "not decided"
+    seen = found.corrected < LEVEL
     if test == "no effect" or (test != "effect" and found.direction != (1 if test == "higher" else -1)):
         return "contradicted" if seen else "suggested against"
     return "supported" if seen else "suggested"

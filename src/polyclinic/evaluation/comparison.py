@@ -15,6 +15,7 @@ from pydantic import JsonValue
 from polyclinic.core import SiteId, Stream
 from polyclinic.evaluation.metrics import Predictions
 from polyclinic.evaluation.rounds import convergence_round
+from polyclinic.evaluation.rows import group_pairs
 from polyclinic.evaluation.statistics import (
     LEVEL,
     compare_paired,
@@ -23,7 +24,7 @@ from polyclinic.evaluation.statistics import (
     sign_flip_p,
     summarise_sample,
 )
-from polyclinic.evaluation.summary import RunSummary, generalisation_gap
+from polyclinic.evaluation.summary import RunSummary, generalisation_gap, nan_if_none
 from polyclinic.evaluation.task import Task, task_of
 
 if TYPE_CHECKING:
@@ -135,9 +136,7 @@ class Comparison:
     @property
     def judged_by(self) -> str:
         """The models that the figures are of, with the methods' names where they differ."""
-        methods: dict[str, list[str]] = {}
-        for line in self.lines:
-            methods.setdefault(line.judged_by, []).append(line.name)
+        methods = group_pairs((line.judged_by, line.name) for line in self.lines)
         if len(methods) == 1:
             return next(iter(methods))
         return "; ".join(f"{model} ({', '.join(names)})" for model, names in methods.items())
@@ -188,8 +187,8 @@ class Comparison:
                 cohens_d=found.cohens_d,
                 over=f"{found.n} seeds",
             )
-        means = [float(np.mean([metric_value(run, metric, site) for run in self.results[name]])) for name in (a, b)]
-        plain = PairwiseTest(a, b, site, means[0] - means[1])
+        ours, theirs = (np.mean([metric_value(run, metric, site) for run in self.results[name]]) for name in (a, b))
+        plain = PairwiseTest(a, b, site, float(ours - theirs))
         return self._test_over_patients(plain) if metric == self.task.main_metric else plain
 
     def _test_over_patients(self, plain: PairwiseTest) -> PairwiseTest:
@@ -198,16 +197,15 @@ class Comparison:
         seed = next((run.seed for run in self.results[plain.a] if run.seed in others), None)
         if seed is None:
             return plain
-        found = [self.predictions(name, seed, plain.site) for name in (plain.a, plain.b)]
-        ours, theirs = found
+        ours, theirs = (self.predictions(name, seed, plain.site) for name in (plain.a, plain.b))
         if ours is None or theirs is None or not ours.has_same_images(theirs):
             return plain
-        successes = [self.task.successes(one) for one in (ours, theirs)]
-        if successes[0] is None or successes[1] is None:
+        right, also_right = self.task.successes(ours), self.task.successes(theirs)
+        if right is None or also_right is None:
             return plain
         patient_of, patients = ours.patient_numbers
         gained = np.zeros(patients, dtype=np.int64)
-        np.add.at(gained, patient_of, successes[0] - successes[1])
+        np.add.at(gained, patient_of, right - also_right)
         images = np.bincount(patient_of)
         stream = Stream(0, ("report", plain.a, plain.b, plain.site or ""))
         low, high = paired_bootstrap_interval(gained, images, stream)
@@ -218,13 +216,9 @@ class Comparison:
         return nan_to_none({"title": self.title, "methods": [asdict(line) for line in self.lines]})
 
 
-def _mean_forgotten(run: RunSummary) -> float:
-    return mean_of_known([share for _, share in run.forgetting.get("forgotten", [])])
-
-
 RUN_METRICS: Mapping[str, Callable[[RunSummary], float]] = {
     "converged": lambda run: nan_if_none(convergence_round(run.progress.get("", []))),
-    "forgotten": _mean_forgotten,
+    "forgotten": lambda run: mean_of_known([share for _, share in run.forgetting.get("forgotten", [])]),
     "megabytes": lambda run: run.cost.megabytes,
     "seconds": lambda run: run.cost.seconds,
     SITE_CLASSIFIER_ACCURACY: lambda run: nan_if_none(run.site_classifier_accuracy),
@@ -253,8 +247,9 @@ def pair_by_seed(a: Runs, b: Runs, metric: str, site: SiteId | None = None) -> t
     return [one[seed] for seed in shared], [other[seed] for seed in shared]
 
 
-def summarise_methods(results: Mapping[str, Runs]) -> list[MethodSummary]:
-    return [_summarise_method(name, runs) for name, runs in results.items()]
+def summarise_methods(results: Mapping[str, Runs]) -> tuple[MethodSummary, ...]:
+    """The line of each method in the table of a comparison."""
+    return tuple(_summarise_method(name, runs) for name, runs in results.items())
 
 
 def _summarise_method(name: str, runs: Runs) -> MethodSummary:
@@ -278,16 +273,9 @@ def _summarise_method(name: str, runs: Runs) -> MethodSummary:
 
 def _worst_site(runs: Runs, metric: str) -> tuple[str, float]:
     """The site that is served worst: the lowest mean of the metric, by the model that the run is judged by."""
-    values: dict[SiteId, list[float]] = {}
-    for run in runs:
-        for site in run.sites:
-            values.setdefault(site, []).append(metric_value(run, metric, site))
+    values = group_pairs((site, metric_value(run, metric, site)) for run in runs for site in run.sites)
     known = {site: mean for site, found in values.items() if not math.isnan(mean := mean_of_known(found))}
     return min(known.items(), key=lambda item: item[1]) if known else ("", math.nan)
-
-
-def nan_if_none(value: float | None) -> float:
-    return math.nan if value is None else float(value)
 
 
 def mean_of_known(values: Sequence[float]) -> float:

@@ -1,7 +1,5 @@
 """What one training step costs: multiplications and additions of its products, by torch's own counter."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Sequence
 from math import prod

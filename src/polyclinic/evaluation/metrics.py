@@ -15,10 +15,10 @@ cannot follow different conventions:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import count
+from itertools import count, islice
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -168,9 +168,7 @@ class _WeightedCounts:
 
     def default_average(self, per_class: Floats) -> Floats:
         """What a paper prints without a qualifier: class 1's figure of two, the macro average of more."""
-        if self.classes == 2:
-            return per_class[:, -1]
-        return self.macro_average(per_class)
+        return per_class[:, -1] if self.classes == 2 else self.macro_average(per_class)
 
 
 def _accuracy(tally: _WeightedCounts) -> Floats:
@@ -270,12 +268,8 @@ def _check_labels(labels: NDArray[Any], examples: int, classes: int) -> None:
 
 
 def _merge_patients(parts: Sequence[Predictions]) -> tuple[str, ...] | None:
-    named = {name for part in parts for name in part.patients or ()}
     if all(part.patients is None for part in parts):
         return None
+    named = {name for part in parts for name in part.patients or ()}
     fresh = (name for number in count() if (name := f"unnamed {number}") not in named)
-    return tuple(name for part in parts for name in _patient_names(part, fresh))
-
-
-def _patient_names(part: Predictions, fresh: Iterator[str]) -> tuple[str, ...]:
-    return part.patients if part.patients is not None else tuple(next(fresh) for _ in range(len(part)))
+    return tuple(name for part in parts for name in part.patients or islice(fresh, len(part)))

@@ -1,11 +1,9 @@
 """Metrics, drift, forgetting and cost over the rounds of a run, from the rows that it wrote."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 
 from polyclinic.core import POOLED, Part, SiteId
-from polyclinic.evaluation.rows import CostRow, EvaluateRow, LedgerRow, MetricRow, TrainRow
+from polyclinic.evaluation.rows import CostRow, EvaluateRow, LedgerRow, MetricRow, TrainRow, group_pairs
 from polyclinic.evaluation.summary import Cost, RunSummary
 
 CLOSE = 0.01
@@ -28,10 +26,7 @@ def mean_over_sites(rows: Iterable[EvaluateRow], metric: str) -> float | None:
 
 def metric_over_rounds(rows: Iterable[MetricRow], metric: str, part: Part = "validation") -> dict[int, float]:
     """The metric of each round's model on one part: the mean over the rows' sites (`mean_over_sites`)."""
-    rounds: dict[int, list[EvaluateRow]] = {}
-    for row in rows:
-        if isinstance(row, EvaluateRow) and row.part == part:
-            rounds.setdefault(row.round, []).append(row)
+    rounds = group_pairs((row.round, row) for row in rows if isinstance(row, EvaluateRow) and row.part == part)
     means = {round: mean_over_sites(found, metric) for round, found in sorted(rounds.items())}
     return {round: value for round, value in means.items() if value is not None}
 
@@ -42,10 +37,8 @@ def metric_by_cluster(rows: Sequence[MetricRow], metric: str) -> dict[str, list[
     A site reports in a round on the model that it has received, which is that of the round before.
     """
     cluster_of = {(row.site, row.round - 1): row.cluster for row in rows if isinstance(row, TrainRow)}
-    clusters: dict[str, list[EvaluateRow]] = {}
-    for row in rows:
-        if isinstance(row, EvaluateRow) and (row.site, row.round) in cluster_of:
-            clusters.setdefault(cluster_of[row.site, row.round], []).append(row)
+    reports = ((row, cluster_of.get((row.site, row.round))) for row in rows if isinstance(row, EvaluateRow))
+    clusters = group_pairs((cluster, row) for row, cluster in reports if cluster is not None)
     curves = {name: list(metric_over_rounds(clusters[name], metric).items()) for name in sorted(clusters)}
     return {name: curve for name, curve in curves.items() if curve}
 
@@ -77,10 +70,8 @@ def convergence_round(curve: Sequence[tuple[int, float]]) -> int | None:
 
 def mean_drift(rows: Iterable[MetricRow]) -> dict[SiteId, float]:
     """Mean distance ‖w_k − w‖₂ that a site's weights moved in a round."""
-    moved: dict[SiteId, list[float]] = {}
-    for row in rows:
-        if isinstance(row, TrainRow) and row.drift is not None and row.site != POOLED:
-            moved.setdefault(row.site, []).append(row.drift)
+    trained = (row for row in rows if isinstance(row, TrainRow) and row.site != POOLED)
+    moved = group_pairs((row.site, row.drift) for row in trained if row.drift is not None)
     return {site: sum(values) / len(values) for site, values in moved.items()}
 
 

@@ -1,13 +1,22 @@
 """The rows that a run writes: metrics by round and site (metrics.jsonl) and the cost of every event (ledger.jsonl)."""
 
-from __future__ import annotations
-
-from collections.abc import Mapping
-from typing import Annotated, Any, Literal, TypeAlias
+from collections.abc import Iterable, Mapping
+from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
 from polyclinic.core import Part, SiteId
+
+K = TypeVar("K")
+V = TypeVar("V")
+
+
+def group_pairs(pairs: Iterable[tuple[K, V]]) -> dict[K, list[V]]:
+    """The second elements by the first, in the order of the pairs."""
+    groups: dict[K, list[V]] = {}
+    for key, value in pairs:
+        groups.setdefault(key, []).append(value)
+    return groups
 
 
 class Row(BaseModel):

@@ -1,7 +1,5 @@
 """How sure we can be: intervals over patients and over seeds, tests between methods, corrections for several tests."""
 
-from __future__ import annotations
-
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -51,16 +49,6 @@ class PairedTest:
     """Cohen's d of pairs: the mean difference in units of the differences' standard deviation."""
 
 
-@dataclass(frozen=True)
-class WelchTest:
-    """Two independent samples; `low` to `high` is the 95 % interval of the difference of means."""
-
-    statistic: float
-    p: float
-    low: float
-    high: float
-
-
 def bootstrap_intervals(
     predictions: Predictions,
     metrics: Sequence[str],
@@ -84,8 +72,9 @@ def bootstrap_intervals(
     patient_of, patients = predictions.patient_numbers
     if patients < 2:
         return dict.fromkeys(metrics, (math.nan, math.nan))
-    draws = _resample_counts(patient_of, patients, resamples, stream)
-    blocks = [measure(predictions, drawn, metrics) for drawn in draws]
+    blocks = [
+        measure(predictions, drawn, metrics) for drawn in _resample_counts(patient_of, patients, resamples, stream)
+    ]
     return {name: _percentile_interval(np.concatenate([block[name] for block in blocks]), level) for name in metrics}
 
 
@@ -111,9 +100,16 @@ def compare_paired(a: Sequence[float], b: Sequence[float]) -> PairedTest:
             f"A paired comparison needs the same seeds on both sides, not {len(a)} and {len(b)} values: "
             "run the missing seeds."
         )
+    from scipy import stats
+
     spread = summarise_sample([first - second for first, second in zip(a, b, strict=True)])
+    apart = np.subtract(a, b)
+    with warnings.catch_warnings():
+        # scipy warns of one pair, of ties and of differences that do not vary; the NaN or 0 it returns says as much.
+        warnings.simplefilter("ignore")
+        ranked = float(stats.wilcoxon(apart).pvalue) if np.isfinite(apart).all() and apart.any() else math.nan
+        p = float(stats.ttest_rel(a, b).pvalue)
     d = spread.mean / spread.std if spread.std else math.nan
-    p, ranked = _paired_p(a, b)
     return PairedTest(spread.mean, spread.low, spread.high, p, spread.n, ranked, d)
 
 
@@ -149,13 +145,13 @@ def paired_bootstrap_interval(
     return float(low), float(high)
 
 
-def welch_test(a: Sequence[float], b: Sequence[float]) -> WelchTest:
-    """Welch's t-test of two independent samples."""
+def welch_test(a: Sequence[float], b: Sequence[float]) -> tuple[float, float, tuple[float, float]]:
+    """t and p of Welch's t-test of two independent samples, and the 95 % interval of the difference of means."""
     from scipy import stats
 
     found = stats.ttest_ind(a, b, equal_var=False)
     low, high = found.confidence_interval()
-    return WelchTest(float(found.statistic), float(found.pvalue), float(low), float(high))
+    return float(found.statistic), float(found.pvalue), (float(low), float(high))
 
 
 def one_way_anova(groups: Sequence[Sequence[float]]) -> tuple[float, float]:
@@ -189,26 +185,13 @@ def correct_bonferroni(values: Sequence[float]) -> list[float]:
     return [min(1.0, value * len(values)) for value in values]
 
 
-def _paired_p(a: Sequence[float], b: Sequence[float]) -> tuple[float, float]:
-    """Of the paired t-test and of Wilcoxon's signed ranks."""
-    from scipy import stats
-
-    known = bool(np.isfinite(apart := np.subtract(a, b)).all() and apart.any())
-    with warnings.catch_warnings():
-        # scipy warns of one pair, of ties and of differences that do not vary; the NaN or 0 it returns says as much.
-        warnings.simplefilter("ignore")
-        ranked = float(stats.wilcoxon(apart).pvalue) if known else math.nan
-        return float(stats.ttest_rel(a, b).pvalue), ranked
-
-
 def _resample_counts(patient_of: NDArray[np.intp], patients: int, resamples: int, stream: Stream) -> Iterator[Floats]:
     """How often each image was drawn (resamples × images), in blocks that fit in memory."""
     rng = np.random.default_rng(stream.integer())
     chances = np.full(patients, 1 / patients)
     block = max(1, BLOCK // len(patient_of))
     for done in range(0, resamples, block):
-        times = rng.multinomial(patients, chances, size=min(block, resamples - done))
-        yield times[:, patient_of].astype(np.float64)
+        yield rng.multinomial(patients, chances, size=min(block, resamples - done))[:, patient_of].astype(np.float64)
 
 
 def _percentile_interval(values: Floats, level: float) -> tuple[float, float]:

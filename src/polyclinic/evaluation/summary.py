@@ -53,11 +53,11 @@ class PartScores(SummaryPart):
 
     def value(self, name: str) -> float:
         """The metric's value; NaN where it is unknown."""
-        return _nan_if_none(self[name].value)
+        return nan_if_none(self[name].value)
 
     def interval(self, name: str) -> tuple[float, float]:
         """The metric's interval; NaN where there is none."""
-        return _nan_if_none(self[name].low), _nan_if_none(self[name].high)
+        return nan_if_none(self[name].low), nan_if_none(self[name].high)
 
     @property
     def values(self) -> dict[str, float | None]:
@@ -91,9 +91,7 @@ class Headline(SummaryPart):
     @property
     def images(self) -> str:
         """A description of the images that it was measured on."""
-        if self.model in (HELD_OUT, PUBLIC):
-            return f"{self.model} test images"
-        return f"{self.part} images of all sites"
+        return f"{self.model} test images" if self.model in (HELD_OUT, PUBLIC) else f"{self.part} images of all sites"
 
     @property
     def model_description(self) -> str:
@@ -294,5 +292,5 @@ def package_versions() -> dict[str, str]:
     return found
 
 
-def _nan_if_none(value: float | None) -> float:
+def nan_if_none(value: float | None) -> float:
     return math.nan if value is None else float(value)

@@ -4,8 +4,6 @@
 and comparisons then find its metrics by name.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -118,8 +116,11 @@ class Classification(Task):
         return {"probabilities": torch.softmax(outputs, -1)}
 
     def read_predictions(self, tensors: Tensors, site: SiteId) -> Predictions:
-        patients = tuple(f"{site}:{number}" for number in tensors["patients"].tolist())
-        return Predictions(tensors["probabilities"].double().numpy(), tensors["labels"].numpy(), patients)
+        return Predictions(
+            tensors["probabilities"].double().numpy(),
+            tensors["labels"].numpy(),
+            tuple(f"{site}:{number}" for number in tensors["patients"].tolist()),
+        )
 
     def measure_weighted(self, predictions: Predictions, weights: Floats, names: Sequence[str]) -> Mapping[str, Floats]:
         return weighted_metrics(predictions, weights, names)

@@ -1,7 +1,5 @@
 """The functions that `polyclinic` offers beside `run`: each is a few lines over the package that does the work."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -32,7 +30,7 @@ from polyclinic.reporting.html.render import to_html
 from polyclinic.reporting.report import build_report
 from polyclinic.reporting.report_data import read_report_data
 from polyclinic.runs.experiment import Experiment
-from polyclinic.storage.files import explain_os_errors, write_atomically
+from polyclinic.storage.files import make_folder, write_atomically
 
 
 def check_data(source: Path | str, data: Path | str | None = None, columns: str = "") -> CheckResult:
@@ -119,7 +117,7 @@ class SavedRun:
 
     @cached_property
     def ledger(self) -> list[LedgerRow]:
-        """What happened in each round: who took part, what was sent, refused or lost."""
+        """The events of each round: which sites took part, and the updates that were sent, refused or lost."""
         return self.catalogue.files.ledger()
 
     def model(self, site: SiteId | None = None, name: str | None = None) -> RunModel:
@@ -168,7 +166,6 @@ def report(folders: Sequence[Path | str], out: Path | str, with_images: bool = F
         with_images: Show the gallery of `polyclinic explain`, which shows patients' images.
     """
     content, target = build_report(read_report_data([Path(folder) for folder in folders], with_images)), Path(out)
-    with explain_os_errors(target.parent):
-        target.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(target.parent)
     write_atomically(target, to_html(content).encode())
     return content

@@ -1,7 +1,5 @@
 """Comparisons: several methods with several seeds. Finished runs are read back, missing ones are run."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
@@ -21,7 +19,7 @@ from polyclinic.runs.experiment import Experiment, run
 from polyclinic.runs.finished_run import open_run
 from polyclinic.runs.sites import FederatedDataset, load_sites
 from polyclinic.runs.tracking.backends import check_tracking
-from polyclinic.storage.files import explain_os_errors, write_json
+from polyclinic.storage.files import make_folder, write_json
 from polyclinic.storage.run_folder import RunFolder, find_runs
 
 PLAN_FILE = "runs.json"
@@ -72,23 +70,20 @@ def compare(
     _check_plan(plan, classified, load, data)
     title = ", ".join(recipe.name for recipe in recipes)
     _write_plan(title, plan, out)
-    total, done = sum(map(len, plan.values())), 0
     results: dict[str, list[RunSummary]] = {}
     failures: list[str] = []
-    for name, runs in plan.items():
-        for recipe, folder in runs:
-            begin(recipe, done, total)
-            known = None if RunFolder(folder).is_finished else load(recipe)
-            try:
-                found = run(recipe, folder, data, watch, known).summary
-                if name in classified:
-                    accuracy = _site_classifier_accuracy(RunFolder(folder), partial(load, recipe))
-                    found = found.model_copy(update={SITE_CLASSIFIER_ACCURACY: accuracy})
-                results.setdefault(name, []).append(found)
-            except RoundFailed as error:
-                failures.append(f"{name}, seed {recipe.seed}, did not end: {error}")
-            done += 1
-    results = {name: found for name, found in results.items() if found}
+    planned = [(name, recipe, folder) for name, runs in plan.items() for recipe, folder in runs]
+    for done, (name, recipe, folder) in enumerate(planned):
+        begin(recipe, done, len(planned))
+        known = None if RunFolder(folder).is_finished else load(recipe)
+        try:
+            found = run(recipe, folder, data, watch, known).summary
+            if name in classified:
+                accuracy = _site_classifier_accuracy(RunFolder(folder), partial(load, recipe))
+                found = found.model_copy(update={SITE_CLASSIFIER_ACCURACY: accuracy})
+            results.setdefault(name, []).append(found)
+        except RoundFailed as error:
+            failures.append(f"{name}, seed {recipe.seed}, did not end: {error}")
     if not results:
         raise RoundFailed(failures[0])
     about = "\n\n".join(recipe.about for recipe in recipes if recipe.about)
@@ -119,7 +114,7 @@ def _check_plan(
     load: Callable[[Recipe], FederatedDataset],
     data: Path | None,
 ) -> None:
-    """Refuse a plan with a run that cannot be played, before hours go into the others."""
+    """Raise an error about a run that cannot be done, before hours go into the others."""
     for name, runs in plan.items():
         if name in classified and any(recipe.clusters for recipe, _ in runs):
             raise RecipeError(
@@ -135,8 +130,7 @@ def _check_plan(
 
 def _write_plan(title: str, plan: Mapping[str, Sequence[tuple[Recipe, Path]]], out: Path) -> None:
     """Write the runs that are planned, for the dashboard."""
-    with explain_os_errors(out):
-        out.mkdir(parents=True, exist_ok=True)
+    make_folder(out)
     runs = [
         {"method": name, "folder": str(folder.relative_to(out)), "rounds": recipe.rounds}
         for name, found in plan.items()
@@ -178,7 +172,6 @@ def write_comparison(comparison: Comparison, folders: Mapping[str, Sequence[RunF
     """Write the report as Markdown, with its charts, and the methods as JSON into the comparison's folder."""
     out = comparison.folder
     assert out is not None
-    with explain_os_errors(out):
-        out.mkdir(parents=True, exist_ok=True)
+    make_folder(out)
     write_json(out / "comparison.json", comparison.to_json())
     write_markdown(build_comparison_report(comparison, folders), out / "report.md")

@@ -1,10 +1,7 @@
 """A paper's experiments again: every recipe under recipes/PAPER, one page of results."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
 from pathlib import Path
 
 from pydantic import TypeAdapter
@@ -20,22 +17,13 @@ from polyclinic.federation.rounds import Watch
 from polyclinic.reporting.render_markdown import render_table, to_markdown, write_figures
 from polyclinic.reporting.report import build_results_page
 from polyclinic.reporting.sections.tests import claims_overview
-from polyclinic.storage.files import explain_os_errors, write_atomically
+from polyclinic.storage.files import make_folder, write_atomically
 
 FULL_SEEDS, QUICK_SEEDS = 5, 5
 
 
-@dataclass(frozen=True)
-class KeptComparison:
-    """The figures of a comparison, as docs/results/data holds them."""
-
-    title: str
-    about: str
-    paper: dict[str, str]
-    runs: dict[str, list[RunSummary]]
-
-
-_KEPT = TypeAdapter(KeptComparison)
+_KEPT_RUNS = TypeAdapter(dict[str, list[RunSummary]])
+"""The runs of a comparison by method, as docs/results/data holds them."""
 
 
 def reproduce(
@@ -58,8 +46,7 @@ def reproduce(
         raise RecipeError(f"{paper} has no table {only!r}; there are: {', '.join(chosen)}")
     seeds = QUICK_SEEDS if quick else FULL_SEEDS
     folder = out if quick else results or results_folder()
-    with explain_os_errors(folder):
-        (folder / "data").mkdir(parents=True, exist_ok=True)
+    make_folder(folder / "data")
     for table, path in chosen.items():
         if only not in (None, table):
             continue
@@ -89,38 +76,26 @@ def write_page(paper: str, quick: bool, folder: Path) -> tuple[Path, list[Compar
     every = paper_recipes(paper, quick)
     kept = {table: folder / "data" / f"{paper}-{table}.json" for table in every}
     tabled = [table for table, path in kept.items() if path.exists()] or list(every)
-    comparisons = [_with_recipe_text(_load_comparison(kept[table]), Recipe.load(every[table])) for table in tabled]
+    comparisons = [_load_comparison(kept[table], Recipe.load(every[table])) for table in tabled]
     head = [f"<!-- Written by `polyclinic reproduce {paper}{' --quick' if quick else ''}`; do not edit. -->", ""]
     overview = claims_overview({c.title: evaluate_claims(c.claims, c.results) for c in comparisons})
     if overview:
         title = "# What our data says about the paper's claims"
-        head += [title, "", *_phantom_warning(comparisons), render_table(overview), ""]
+        phantom = all(run.data == "phantom" for c in comparisons for runs in c.results.values() for run in runs)
+        drawn = "On drawn (phantom) images: this shows how the page reads, and is evidence of nothing."
+        head += [title, "", *([drawn, ""] if phantom else []), render_table(overview), ""]
     if missing := [Recipe.load(path).name for table, path in every.items() if table not in tabled]:
         head += [f"Not run yet: {'; '.join(missing)}.", ""]
     notes = recipes_folder() / paper / "notes.md"
     remarks = [notes.read_text(encoding="utf-8")] if notes.exists() and not quick else []
     page = folder / f"{paper}.md"
-    tables = [_render_table(c, folder, f"{paper}-{table}-") for table, c in zip(tabled, comparisons, strict=True)]
+    tables = []
+    for table, comparison in zip(tabled, comparisons, strict=True):
+        report, prefix = build_results_page(comparison), f"{paper}-{table}-"
+        write_figures(report, folder, prefix)
+        tables.append(to_markdown(report, prefix, folder))
     write_atomically(page, "\n".join([*head, *remarks, *tables]).encode())
     return page, comparisons
-
-
-def _render_table(comparison: Comparison, folder: Path, prefix: str) -> str:
-    """One table of the paper as Markdown; its charts are written beside the page."""
-    report = build_results_page(comparison)
-    write_figures(report, folder, prefix)
-    return to_markdown(report, prefix, folder)
-
-
-def _phantom_warning(comparisons: Sequence[Comparison]) -> list[str]:
-    if all(run.data == "phantom" for c in comparisons for runs in c.results.values() for run in runs):
-        return ["On drawn (phantom) images: this shows how the page reads, and is evidence of nothing.", ""]
-    return []
-
-
-def _with_recipe_text(comparison: Comparison, recipe: Recipe) -> Comparison:
-    """Kept figures under what the recipe says of them today."""
-    return replace(comparison, title=recipe.name, about=recipe.about, paper=recipe.paper, claims=recipe.claims)
 
 
 def _to_kept_json(comparison: Comparison) -> dict[str, object]:
@@ -165,12 +140,14 @@ def _trim_scores(parts: ModelScores) -> ModelScores:
     }
 
 
-def _load_comparison(path: Path) -> Comparison:
+def _load_comparison(path: Path, recipe: Recipe) -> Comparison:
+    """Read kept figures; the text beside them is that of the recipe today."""
     try:
-        kept = _KEPT.validate_json(path.read_bytes())
-    except (OSError, ValueError):
+        runs = _KEPT_RUNS.validate_python(json.loads(path.read_bytes())["runs"])
+    except (OSError, ValueError, LookupError, TypeError):
         raise StoreError(f"{path} is missing or damaged; run `polyclinic reproduce` without --rebuild first") from None
-    return Comparison(kept.title, tuple(summarise_methods(kept.runs)), kept.runs, None, kept.about, kept.paper)
+    lines = tuple(summarise_methods(runs))
+    return Comparison(recipe.name, lines, runs, None, recipe.about, recipe.paper, claims=recipe.claims)
 
 
 def results_folder() -> Path:

@@ -1,10 +1,8 @@
 """Messages between server and sites: encoded on access, and replies sorted by site, whatever order they arrive in."""
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import IO, Any
+from typing import IO
 
 from polyclinic.core import Bundle, Failure, FlatTensors, Refused, SiteId
 from polyclinic.federation.engines import Answer
@@ -17,7 +15,7 @@ class Outbox(Mapping[SiteId, bytes]):
     `tensors(site)` is called once a site, and its result is kept until `take`, since the reply is checked against it.
     """
 
-    def __init__(self, fields: Mapping[SiteId, Mapping[str, Any]], tensors: Callable[[SiteId], Bundle]) -> None:
+    def __init__(self, fields: Mapping[SiteId, Mapping[str, object]], tensors: Callable[[SiteId], Bundle]) -> None:
         self.fields, self.tensors = fields, tensors
         self.sizes: dict[SiteId, int] = {}
         self._sent: dict[SiteId, Bundle] = {}
@@ -37,18 +35,16 @@ class Outbox(Mapping[SiteId, bytes]):
         bundle = self._bundle(site)
         if self._last_size is None or self._last_size[0] is not bundle:
             self._last_size = bundle, messages.body_size(bundle)
-        copy = {
-            kind: group if isinstance(group, FlatTensors) else dict(group) for kind, group in bundle.items() if group
-        }
-        message = messages.Message(self.fields[site], copy)
+        message = messages.Message(
+            self.fields[site], {k: g if isinstance(g, FlatTensors) else dict(g) for k, g in bundle.items() if g}
+        )
         self.sizes[site] = messages.message_size(message, self._last_size[1])
         return message
 
     def take(self, site: SiteId) -> Bundle:
         """Return what the site was sent, and forget it."""
-        bundle = self._bundle(site)
-        del self._sent[site]
-        return bundle
+        self._bundle(site)
+        return self._sent.pop(site)
 
     def _bundle(self, site: SiteId) -> Bundle:
         if site not in self._sent:

@@ -5,19 +5,17 @@ site's secret, the round and the weights received. So it is charged once; a roun
 draws other noise, and is charged again. ε itself is computed in `privacy.accounting`.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import astuple, replace
-from typing import Any
 
 from polyclinic.core import Bundle, SiteId, Stream
 from polyclinic.evaluation.rows import ChargeRow, LedgerRow
 from polyclinic.privacy.accounting import Spend
 from polyclinic.privacy.plan import RELEASED, PrivacyPlan
-from polyclinic.privacy.shared_ledger import SharedLedger
+from polyclinic.privacy.shared_ledger import PrivacyCharge, SharedLedger
 from polyclinic.privacy.transforms.noise import add_noise_to, largest_weight
 from polyclinic.storage.messages import hash_tensors
 
@@ -61,25 +59,25 @@ class PrivacyBudget:
 
     def charge_round(
         self, round: int, cohort: Sequence[SiteId], state: Bundle, remembered: bool = False
-    ) -> dict[str, Any]:
+    ) -> PrivacyCharge:
         """Charge the round and return the ledger entry, which must be written before anything is sent.
 
         `remembered`: sites keep a memory, which the server cannot compare, so every attempt is charged. So it is where
         the server adds the noise, since its mean depends on which sites answer.
         """
         spends = {site: [list(astuple(spend)) for spend in self.plan.round_spends(site)] for site in cohort}
-        attempt = f"-{self._count_attempts(round)}" if remembered or self.hides_drift else ""
-        found: dict[str, Any] = {"of": self._release_id(state) + attempt, "sites": spends}
+        attempts = sum(known == round for known, _ in self.charged_attempts)
+        attempt = f"-{attempts}" if remembered or self.hides_drift else ""
+        found: PrivacyCharge = {"of": self._release_id(state) + attempt, "sites": spends}
         if not math.isinf(self.plan.metrics_noise):
             found["metrics"] = [self.plan.metrics_noise, self.plan.models]
         if self.shared_ledger is not None:
-            seen = self.shared_ledger.enter_charge(
+            found["account"] = self.shared_ledger.enter_charge(
                 round,
                 self.plan.max_sites_per_record,
                 found,
                 lambda earlier: self._within_budget(round, cohort, state, earlier),
             )
-            found["account"] = list(seen)
         self._record_charge(round, found)
         return found
 
@@ -96,11 +94,8 @@ class PrivacyBudget:
         if cap is None or (round, self._release_id(state)) in self.charged_attempts or self._follows_plan(cap):
             return True
         spent = self.total_spends()
-        after = {site: (*spent.get(site, ()), *self.plan.round_spends(site)) for site in cohort}
-        return self.plan.worst_epsilon({**spent, **after}) <= cap
-
-    def _count_attempts(self, round: int) -> int:
-        return sum(known == round for known, _ in self.charged_attempts)
+        spent |= {site: (*spent.get(site, ()), *self.plan.round_spends(site)) for site in cohort}
+        return self.plan.worst_epsilon(spent) <= cap
 
     def _release_id(self, state: Bundle) -> str:
         """Return a hash of all that a round's release depends on: weights, noise, clip, and the kind of device."""
@@ -117,15 +112,14 @@ class PrivacyBudget:
 
     def total_spends(self) -> dict[SiteId, tuple[Spend, ...]]:
         """Return all that this run was charged, by site."""
-        total: dict[SiteId, dict[Spend, int]] = {}
+        total: dict[SiteId, Counter[Spend]] = defaultdict(Counter)
         for charged in self.charged_attempts.values():
             for site, spends in charged.items():
                 for spend in spends:
-                    once = Spend(spend.noise, spend.rate, 1, spend.group)
-                    mine = total.setdefault(site, {})
-                    mine[once] = mine.get(once, 0) + spend.times
+                    total[site][replace(spend, times=1)] += spend.times
         return {site: tuple(replace(s, times=times) for s, times in mine.items()) for site, mine in total.items()}
 
-    def _record_charge(self, round: int, found: Mapping[str, Any]) -> None:
-        spends = {site: tuple(Spend(*spend) for spend in rows) for site, rows in found["sites"].items()}
-        self.charged_attempts[round, found["of"]] = spends
+    def _record_charge(self, round: int, found: PrivacyCharge) -> None:
+        self.charged_attempts[round, found["of"]] = {
+            site: tuple(Spend(*spend) for spend in rows) for site, rows in found["sites"].items()
+        }

@@ -1,13 +1,11 @@
 """A dry run of a round without training, which shows how an algorithm will use a site's images."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch
 
 from polyclinic.algorithms.base import Algorithm
-from polyclinic.core import Bundle, Federation, Fit, Fitted, Job, RecipeError, Score, Site, SiteId, Stream, Tensors
+from polyclinic.core import Bundle, Federation, Fit, Fitted, Job, RecipeError, Site, SiteId, Stream, Tensors
 from polyclinic.federation.site_runner import drive_jobs
 from polyclinic.training.network import LiveNetwork
 
@@ -27,14 +25,13 @@ def rehearse_round(
     rounds: list[list[Fit]] = []
     for number in (1, 2):
         found: list[Fit] = []
-        state = algorithm.init(federation)
-        received = algorithm.broadcast(state, site)
+        received = algorithm.broadcast(algorithm.init(federation), site)
         here = Site(site, federation.sites[site], number, 2, algorithm.training.optimiser.lr, Stream(0))
         work = algorithm.local(received, memory, here, Stream(0))
         _, memory = drive_jobs(work, lambda job, _: _blank_result(job, found, algorithm, network, shape))  # noqa: B023
         rounds.append(found)
-    first, second = rounds
     models = algorithm.models(algorithm.broadcast(algorithm.init(federation), site), memory)
+    first, second = rounds
     return tuple(first if len(first) > len(second) else second), max(1, len(models))
 
 
@@ -50,10 +47,6 @@ def _blank_result(
             "not pay for; choose another algorithm (pfedcdp with variant: corrected and keep: 0 needs no other use), "
             "privacy.unit: site, or leave privacy out"
         )
-    return _blank_score(job, network, shape)
-
-
-def _blank_score(job: Score, network: LiveNetwork, shape: Sequence[int]) -> Tensors:
     weights: Bundle = network.load_weights(job.weights, classifier_only=True)
     network.set_eval_mode()
     blank = torch.zeros(BLANK, *shape, device=network.device)

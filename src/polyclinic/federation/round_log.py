@@ -1,43 +1,49 @@
 """The log of one round: what every site sent, the outcome, and the metrics it reported of the model it received."""
 
-from __future__ import annotations
-
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
-from polyclinic.core import HELD_OUT, Failure, SiteId
-from polyclinic.federation.update_check import is_number
+from polyclinic.core import HELD_OUT, Refused, SiteId
+from polyclinic.evaluation.rows import SiteOutcome
+from polyclinic.federation.update_check import ReportRow, is_number
 
 
 @dataclass
 class RoundLog:
-    """By site: an entry (bytes both ways, seconds, drift, outcome) and the report that came with its update."""
+    """By site: the outcome (bytes both ways, seconds, drift …) and the report that came with its update."""
 
-    sites: dict[SiteId, dict[str, Any]] = field(default_factory=dict)
-    reports: dict[SiteId, list[dict[str, Any]]] = field(default_factory=dict)
+    sites: dict[SiteId, SiteOutcome] = field(default_factory=dict)
+    reports: dict[SiteId, Sequence[ReportRow]] = field(default_factory=dict)
     accepted: int = 0
     accepted_weights: list[float] = field(default_factory=list)
     """The weights of the accepted updates in the mean."""
     sites_with_memory: set[SiteId] = field(default_factory=set)
 
+    def add(self, site: SiteId, **fields: object) -> None:
+        """Add these fields of `SiteOutcome` to the outcome of a site."""
+        self.sites[site] = self.sites.get(site, SiteOutcome()).model_copy(update=fields)
 
-def failure_entry(reply: object) -> dict[str, Any]:
-    """Return the log entry of a site without a reply, {} for a reply."""
-    return {"outcome": reply.kind, "why": reply.sentence} if isinstance(reply, Failure) else {}
+    def add_refusal(self, site: SiteId, refusal: Refused) -> None:
+        """Add the kind of a further message that was refused."""
+        self.add(site, extra=[*self.sites.get(site, SiteOutcome()).extra, refusal.kind])
+
+    def to_json(self) -> dict[SiteId, dict[str, object]]:
+        return {site: outcome.to_json() for site, outcome in self.sites.items()}
 
 
-def accepted_entry(fields: Mapping[str, Any], scalars: Mapping[str, float], drift: float | None) -> dict[str, Any]:
-    """Return the log entry of an accepted reply with these `fields`; whatever is malformed in them is left out."""
-    seconds = fields.get("seconds")
-    entry: dict[str, Any] = {"outcome": "accepted", "seconds": float(seconds) if is_number(seconds) else 0.0}
-    if isinstance(together := fields.get("together"), int) and together > 1:
-        entry["together"] = together
-    if isinstance(alone := fields.get("alone"), str) and alone.isprintable() and alone:
-        entry["alone"] = alone[:200]
+def accepted_fields(
+    fields: Mapping[str, object], scalars: Mapping[str, float], drift: float | None
+) -> dict[str, object]:
+    """Return the outcome of an accepted reply with these `fields`; whatever is malformed in them is left out."""
+    seconds, together, alone = (fields.get(name) for name in ("seconds", "together", "alone"))
+    found: dict[str, object] = {"outcome": "accepted", "seconds": float(seconds) if is_number(seconds) else 0.0}
+    if isinstance(together, int) and together > 1:
+        found["together"] = together
+    if isinstance(alone, str) and alone.isprintable() and alone:
+        found["alone"] = alone[:200]
     if scalars:
-        entry["scalars"] = dict(scalars)
-    return entry if drift is None else entry | {"drift": drift}
+        found["scalars"] = dict(scalars)
+    return found if drift is None else found | {"drift": drift}
 
 
 def mean_report(log: RoundLog, metric: str) -> float | None:
@@ -51,16 +57,16 @@ def mean_report(log: RoundLog, metric: str) -> float | None:
 
 def clusters_without_updates(log: RoundLog, clusters: Mapping[SiteId, str]) -> list[str]:
     """Return the clusters of which no update was accepted, so that their models did not change."""
-    heard = {clusters[site] for site, entry in log.sites.items() if entry.get("outcome") == "accepted"}
+    heard = {clusters[site] for site, found in log.sites.items() if found.outcome == "accepted"}
     return [cluster for cluster in dict.fromkeys(clusters.values()) if cluster not in heard]
 
 
-def metric_rows(round: int, log: RoundLog, held_out: Mapping[str, Any] | None) -> list[dict[str, Any]]:
+def metric_rows(round: int, log: RoundLog, held_out: Mapping[str, float | None] | None) -> list[Mapping[str, object]]:
     """Return the rows of metrics.jsonl: per site, its work in this round and the metrics of the model of the round
     before; `held_out`: the metrics of that model on images that belong to no site."""
-    rows: list[dict[str, Any]] = []
-    for site, entry in log.sites.items():
-        rows.append({"round": round, "site": site, "event": "train", **entry})
+    rows: list[Mapping[str, object]] = []
+    for site, outcome in log.to_json().items():
+        rows.append({"round": round, "site": site, "event": "train", **outcome})
         rows += [{"round": round - 1, "site": site, "event": "evaluate", **r} for r in log.reports.get(site, [])]
     if held_out is not None:
         where = {"round": round - 1, "site": HELD_OUT, "event": "evaluate", "model": "global", "part": "test"}
@@ -70,7 +76,7 @@ def metric_rows(round: int, log: RoundLog, held_out: Mapping[str, Any] | None) -
 
 def format_failure(round: int, log: RoundLog, quorum: int) -> str:
     """Return the sentence for a round that missed its quorum."""
-    failed = [f"{site}: {e.get('why')}" for site, e in log.sites.items() if e.get("outcome", "accepted") != "accepted"]
+    failed = [f"{site}: {found.why}" for site, found in log.sites.items() if found.outcome not in (None, "accepted")]
     return (
         f"round {round} had {log.accepted} acceptable updates where the quorum is {max(1, quorum)}, so the state was "
         f"left unchanged ({'; '.join(failed[:3])}); correct that and resume, or set a lower quorum"

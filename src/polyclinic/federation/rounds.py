@@ -12,6 +12,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from itertools import chain, islice
 from typing import Any, Literal
 
@@ -38,9 +39,8 @@ from polyclinic.federation.mailbox import Outbox, in_site_order
 from polyclinic.federation.privacy_budget import PrivacyBudget
 from polyclinic.federation.round_log import (
     RoundLog,
-    accepted_entry,
+    accepted_fields,
     clusters_without_updates,
-    failure_entry,
     format_failure,
     mean_report,
     metric_rows,
@@ -54,7 +54,8 @@ from polyclinic.storage.journal import Journal
 from polyclinic.training.network import move_bundle
 
 Watch = Callable[[str, Mapping[str, Any]], None]
-HeldOutEvaluation = Callable[[Bundle], dict[str, Any]]
+"""Called with the name of an event, and its facts by name."""
+HeldOutEvaluation = Callable[[Bundle], Mapping[str, float | None]]
 ServerStep = Callable[[Bundle, Site], Bundle]
 """The server's own training on its public set."""
 PLATEAU_THRESHOLD = 1e-4
@@ -101,12 +102,12 @@ class Progress:
     remembering: Mapping[SiteId, int] = field(default_factory=dict)
     """Sites that keep a memory, and their last round that counted; other sites have not taken part yet."""
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> dict[str, object]:
         return {k: None if v == math.inf else v for k, v in asdict(self).items()}
 
     @staticmethod
     def from_json(fields: Mapping[str, Any]) -> Progress:
-        values: dict[str, Any] = {k: math.inf if v is None else v for k, v in fields.items()}
+        values: Any = {k: math.inf if v is None else v for k, v in fields.items()}
         return Progress(**values)
 
 
@@ -144,12 +145,11 @@ def draw_cohort(sites: Sequence[SiteId], rules: Rules, round: int) -> list[SiteI
     if rules.cohort is None or rules.cohort >= len(sites):
         return list(sites)
     if rules.cohort_order == "cyclic":
-        first = (round - 1) * rules.cohort
-        taking = {(first + place) % len(sites) for place in range(rules.cohort)}
-        return [site for place, site in enumerate(sites) if place in taking]
-    generator = Stream(rules.seed, ("run", "cohort", round)).generator()
-    chosen = torch.randperm(len(sites), generator=generator)[: rules.cohort]
-    return [sites[i] for i in sorted(chosen.tolist())]
+        chosen = [((round - 1) * rules.cohort + place) % len(sites) for place in range(rules.cohort)]
+    else:
+        generator = Stream(rules.seed, ("run", "cohort", round)).generator()
+        chosen = torch.randperm(len(sites), generator=generator)[: rules.cohort].tolist()
+    return [sites[place] for place in sorted(chosen)]
 
 
 class Rounds:
@@ -193,8 +193,8 @@ class Rounds:
                 progress = replace(progress, stopped=True, broke=True)
             else:
                 state, progress = self.play_round(state, progress)
-            due = progress.round % self.rules.snapshot_every == 0 or progress.round == self.rules.rounds
-            if due or progress.stopped:
+            last = progress.stopped or progress.round == self.rules.rounds
+            if last or progress.round % self.rules.snapshot_every == 0:
                 self.journal.save_snapshot(progress.round, state, progress.as_json())
         state = self.algorithm.finish(state)
         failpoint("finished")
@@ -228,8 +228,7 @@ class Rounds:
             round, state, cohort, progress, ["validation"] if reporting else [], log, clusters
         )
         before, versions = state, version_counters(state)
-        first = list(islice(updates, 1))
-        if first:
+        if first := list(islice(updates, 1)):
             state = self.algorithm.aggregate(state, chain(_drain(first), updates))
         check_not_mutated(before, versions)
         if self.budget is not None and log.accepted:
@@ -239,17 +238,20 @@ class Rounds:
             server = Site("server", 0, round, self.rules.rounds, self._learning_rate(round, progress))
             state = canonical_layout(self.server_trainer(state, server), before)
         if log.accepted < max(1, self.rules.quorum):
-            self.journal.append_cost("failed round", round, time.perf_counter() - began, log.sites)
+            self.journal.append_cost("failed round", round, time.perf_counter() - began, log.to_json())
             raise RoundFailed(format_failure(round, log, self.rules.quorum))
         failpoint("aggregated")
         seconds = time.perf_counter() - began
         self.journal.append_metrics(metric_rows(round, log, held_out))
-        self.journal.append_cost("round", round, seconds, log.sites)
+        self.journal.append_cost("round", round, seconds, log.to_json())
         remembering = {**progress.remembering, **dict.fromkeys(sorted(log.sites_with_memory), round)}
         progress = advance_progress(replace(progress, round=round, remembering=remembering), log, self.rules)
-        summary: dict[str, Any] = {m: mean_report(log, m) for m in ("loss", "accuracy", "auc")} if evaluating else {}
-        summary["unheard"] = clusters_without_updates(log, clusters)
-        self.watch("round done", {"round": round, "seconds": seconds, "stopped": progress.stopped, **summary})
+        means = {m: mean_report(log, m) for m in ("loss", "accuracy", "auc")} if evaluating else {}
+        unheard = clusters_without_updates(log, clusters)
+        self.watch(
+            "round done",
+            {"round": round, "seconds": seconds, "stopped": progress.stopped, **means, "unheard": unheard},
+        )
         return state, progress
 
     def _learning_rate(self, round: int, progress: Progress) -> float:
@@ -267,22 +269,19 @@ class Rounds:
         clusters: Mapping[SiteId, str],
     ) -> Iterator[Update]:
         """Send the round's messages and yield each accepted update in site order; `log` gets an entry per site."""
-        exchange = _RoundExchange(
-            round, state, self.prepare_outbox("train", round, state, cohort, parts, progress), log
-        )
-
-        def log_refusal(site: SiteId, refusal: Refused) -> None:
-            log.sites.setdefault(site, {}).setdefault("extra", []).append(refusal.kind)
-
+        outbox = self.prepare_outbox("train", round, state, cohort, parts, progress)
+        exchange = _RoundExchange(round, state, outbox, log)
         arrivals = self.engine.exchange(round, exchange.outbox, self.rules.deadline)
-        for site, reply in in_site_order(arrivals, _sort_by_cluster(cohort, clusters), log_refusal):
-            entry = log.sites.setdefault(site, {})
-            entry["down"] = exchange.outbox.sizes.get(site, 0)
+        order = list(dict.fromkeys(clusters[site] for site in cohort))
+        # Side by side, so that each cluster's updates can be aggregated one at a time.
+        by_cluster = sorted(cohort, key=lambda site: order.index(clusters[site]))
+        for site, reply in in_site_order(arrivals, by_cluster, log.add_refusal):
+            log.add(site, down=exchange.outbox.sizes.get(site, 0))
             if clusters[site]:
-                entry["cluster"] = clusters[site]
+                log.add(site, cluster=clusters[site])
             update = self._receive_update(exchange, site, clusters[site], reply)
             del reply
-            self.watch("site", {"round": round, "site": site, **entry})
+            self.watch("site", {"round": round, "site": site, **log.sites[site].to_json()})
             if update is not None:
                 log.accepted += 1
                 log.accepted_weights.append(update.examples if self.algorithm.training.weights == "examples" else 1.0)
@@ -294,24 +293,23 @@ class Rounds:
 
     def _receive_update(self, exchange: _RoundExchange, site: SiteId, cluster: str, reply: Answer) -> Update | None:
         """Return a site's update if `check_update` accepts it; the outcome is logged either way."""
-        entry, received = exchange.log.sites[site], exchange.outbox.take(site)
+        log, received = exchange.log, exchange.outbox.take(site)
         if isinstance(reply, Failure):
-            entry |= {"up": 0, **failure_entry(reply)}
+            log.add(site, up=0, outcome=reply.kind, why=reply.sentence)
             return None
         try:
             expected = self._expected_update(exchange, site, cluster, received)
             accepted = check_update(reply, expected, self.transforms, self.algorithm.check_update)
         except Refused as refusal:
-            size = messages.message_size(reply)
-            entry |= {"up": size, "outcome": "refused", "kind": refusal.kind, "why": str(refusal)}
+            log.add(site, up=messages.message_size(reply), outcome="refused", kind=refusal.kind, why=str(refusal))
             return None
         complete = not isinstance(reply, bytes) and reply.tensors.keys() == expected.like.keys()
-        entry["up"] = messages.message_size(reply, exchange.layouts[cluster][1] if complete else None)
-        hides_drift = self.budget is not None and self.budget.hides_drift
-        entry |= accepted_entry(accepted.fields, accepted.update.scalars, None if hides_drift else accepted.drift)
-        exchange.log.reports[site] = accepted.report
+        log.add(site, up=messages.message_size(reply, exchange.layouts[cluster][1] if complete else None))
+        drift = None if self.budget is not None and self.budget.hides_drift else accepted.drift
+        log.add(site, **accepted_fields(accepted.fields, accepted.update.scalars, drift))
+        log.reports[site] = accepted.report
         if accepted.fields.get("remembers") is True:
-            exchange.log.sites_with_memory.add(site)
+            log.sites_with_memory.add(site)
         return accepted.update
 
     def prepare_outbox(
@@ -337,7 +335,7 @@ class Rounds:
         counted, rate = progress.remembering, self._learning_rate(round, progress)
         rates = {s: rate * self.algorithm.lr_scale(self.algorithm.cluster_of(state, s)) for s in sites}
         fields = {s: {**common, "site": s, "lr": rates[s], "remembers": counted.get(s, 0)} for s in sites}
-        return Outbox(fields, lambda site: self.algorithm.broadcast(state, site))
+        return Outbox(fields, partial(self.algorithm.broadcast, state))
 
     def _expected_update(
         self, exchange: _RoundExchange, site: SiteId, cluster: str, received: Bundle
@@ -378,27 +376,22 @@ class Rounds:
         arrivals = self.engine.exchange(round, outbox, self.rules.deadline)
         for site, reply in in_site_order(arrivals, sites, lambda *_: None):
             outbox.take(site)
-            log.sites[site] = failed = failure_entry(reply)
-            self.watch("evaluated", {"site": site, **failed})
-            if failed and tolerant:
-                continue
             if isinstance(reply, Failure):
+                log.add(site, outcome=reply.kind, why=reply.sentence)
+                self.watch("evaluated", {"site": site, **log.sites[site].to_json()})
+                if tolerant:
+                    continue
                 raise RoundFailed(f"site {site} could not be evaluated: {reply.sentence}")
+            self.watch("evaluated", {"site": site})
             try:
                 message = reply if isinstance(reply, messages.Message) else messages.decode(reply)
                 check_address(message.fields, self.rules.run, round, site)
                 found[site] = split_predictions(message.tensors.get("predictions", {}), len(self.federation.classes))
             except Refused as refusal:
                 raise RoundFailed(f"site {site} could not be evaluated: {refusal}") from refusal
-            log.sites[site] = {"down": outbox.sizes[site], "up": messages.message_size(reply)}
-        self.journal.append_cost("evaluation", round, time.perf_counter() - began, log.sites)
+            log.add(site, down=outbox.sizes[site], up=messages.message_size(reply))
+        self.journal.append_cost("evaluation", round, time.perf_counter() - began, log.to_json())
         return found
-
-
-def _sort_by_cluster(cohort: Sequence[SiteId], clusters: Mapping[SiteId, str]) -> list[SiteId]:
-    """Put the sites of a cluster side by side, so that each cluster's updates can be aggregated one at a time."""
-    order = list(dict.fromkeys(clusters[site] for site in cohort))
-    return sorted(cohort, key=lambda site: order.index(clusters[site]))
 
 
 def advance_progress(progress: Progress, log: RoundLog, rules: Rules) -> Progress:
@@ -420,6 +413,10 @@ def advance_progress(progress: Progress, log: RoundLog, rules: Rules) -> Progres
         value = value if stop.metric in LOWER_IS_BETTER else -value
         better = value < progress.best - stop.min_delta
         waited = 0 if better else progress.waited + 1
-        best = value if better else progress.best  # small steps add up to an improvement
-        progress = replace(progress, best=best, waited=waited, stopped=waited >= stop.patience)
+        progress = replace(
+            progress,
+            best=value if better else progress.best,  # small steps add up to an improvement
+            waited=waited,
+            stopped=waited >= stop.patience,
+        )
     return progress

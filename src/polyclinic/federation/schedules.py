@@ -1,7 +1,5 @@
 """Schedules over rounds: the learning rate, and early stopping."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Annotated, Literal

@@ -1,7 +1,5 @@
 """The server's state between rounds: its layout in memory, and a check that nothing changes it in place."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import torch
@@ -27,8 +25,7 @@ def _canonical_group(group: Tensors, before: Tensors) -> Tensors:
 
 
 def device_of(state: Bundle) -> torch.device:
-    found = (tensor.device for group in state.values() for tensor in group.values())
-    return next(found, torch.device("cpu"))
+    return next((t.device for group in state.values() for t in group.values()), torch.device("cpu"))
 
 
 def version_counters(state: Bundle) -> dict[str, int]:

@@ -4,15 +4,11 @@ runs, and the secret that its noise is drawn from.
 A real site also has a policy of its own (`deploy.site.policy`) about what may leave at all.
 """
 
-from __future__ import annotations
-
 import logging
 import sys
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
-from polyclinic.core import Bundle, EngineError, Fit, Fitted, Part, Refused, Site, SiteId, Stream, Work
+from polyclinic.core import Bundle, EngineError, Fit, Fitted, Part, Refused, Site, SiteId, Stream, Tensors, Update, Work
 from polyclinic.privacy.sampling import rate_and_sums
 from polyclinic.storage import messages
 
@@ -49,8 +45,9 @@ class SitePrivacyLimits:
         run = () if self.seeded else (fields["run"],)
         return self.secret.child(*run, fields["site"], int(fields["round"]), *hashes, terms)
 
-    def check_order(self, fields: Mapping[str, Any], name: SiteId) -> None:
+    def check_order(self, order: messages.Message, name: SiteId) -> None:
         """Refuse an order for metrics or rounds that the plan does not include."""
+        fields = order.fields
         if fields["purpose"] == "train" and not set(fields["parts"]) <= set(self.parts):
             raise Refused("privacy", f"{name} was asked for metrics that its privacy plan keeps back")
         if int(fields["round"]) > self.rounds + (fields["purpose"] != "train"):
@@ -71,14 +68,14 @@ class SitePrivacyLimits:
 
 def limit_to_plan(work: Work, limits: SitePrivacyLimits, site: Site) -> Work:
     """Return the same work, which ends in an error before it runs a job that the privacy plan has not priced."""
-    result: Any = None
+    result: Fitted | Tensors | None = None
     trained = 0
     while True:
         try:
             job = work.send(result)
         except StopIteration as end:
-            update, memory = end.value
-            return update, memory
+            finished: tuple[Update, Bundle | None] = end.value
+            return finished
         if limits.priced_jobs and (job.training.private is None if isinstance(job, Fit) else not limits.allows_scores):
             raise EngineError(
                 f"site {site.name} was asked to use its images in a way that the privacy plan has not priced"

@@ -4,12 +4,9 @@ Order → check against the site's limits → load memory → report metrics →
 → save memory → reply. What a site remembers lies in `storage.site_memory`; nothing of it leaves.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -38,35 +35,21 @@ from polyclinic.core import (
     Work,
     failpoint,
 )
-from polyclinic.data.examples import PooledData
+from polyclinic.data.examples import PooledData, SiteData
 from polyclinic.evaluation.metrics import finite_or_none, measure
 from polyclinic.federation.site_limits import SitePrivacyLimits, limit_to_plan
-from polyclinic.federation.update_check import read_scalars
+from polyclinic.federation.update_check import ReportRow, read_scalars
 from polyclinic.privacy.releases import release_metrics
 from polyclinic.privacy.transforms.base import Stage
 from polyclinic.storage import messages
 from polyclinic.storage.site_memory import SiteMemory
-from polyclinic.training.fit import fit, score
+from polyclinic.training.fit import MultiSiteFit, fit, score
 from polyclinic.training.losses import predict_probabilities
-from polyclinic.training.multi_site import MultiSiteFit
 from polyclinic.training.network import LiveNetwork, move_bundle
 
 Predict = Callable[[Bundle, Part], Tensors]
 ORDER = frozenset({"run", "seed", "purpose", "site", "round", "rounds", "lr", "parts", "durable"})
 """The fields that a message to a site must have."""
-
-
-class SiteImages(Protocol):
-    """One site's images."""
-
-    @property
-    def train(self) -> Examples: ...
-
-    @property
-    def validation(self) -> Examples: ...
-
-    @property
-    def test(self) -> Examples: ...
 
 
 @dataclass(frozen=True)
@@ -77,7 +60,7 @@ class SiteRound:
     memory: Bundle | None
     site: Site
     rng: Stream
-    report: list[dict[str, Any]]
+    report: Sequence[ReportRow]
     started_at: float
 
 
@@ -87,7 +70,7 @@ class SiteRunner:
     def __init__(
         self,
         name: SiteId,
-        images: SiteImages,
+        images: SiteData,
         algorithm: Algorithm,
         network: LiveNetwork | Mapping[str, LiveNetwork],
         memory: SiteMemory,
@@ -112,15 +95,15 @@ class SiteRunner:
             return self.evaluate(order)
         site_round = self.begin_round(order)
         work = self.start_local(site_round)
-        update, memory = drive_jobs(work, lambda job, number: self.run_job(job, site_round, number))
-        return self.finish_round(site_round, update, memory)
+        done = drive_jobs(work, lambda job, number: self.run_job(job, site_round, number))
+        return self.finish_round(site_round, *done)
 
     def check_order(self, order: messages.Message) -> None:
         """Refuse an order that lacks a field, breaks the privacy limits, or names a cluster without a model here."""
         if missing := ORDER - order.fields.keys():
             raise Refused("json", f"the order to {self.name} lacks {', '.join(sorted(missing))}")
         if self.limits is not None:
-            self.limits.check_order(order.fields, self.name)
+            self.limits.check_order(order, self.name)
         group = self.algorithm.cluster_from_broadcast(order.tensors)
         if group not in self.networks:
             raise Refused("site", f"{self.name} was assigned to cluster {group!r:.60}, but has no model for it")
@@ -133,7 +116,7 @@ class SiteRunner:
         if fields["site"] != self.name:
             raise Refused("site", f"a message for {fields['site']!r} reached {self.name!r}")
         failpoint("site-received")
-        memory = self.load_memory(fields)
+        memory = self.load_memory(order)
         if memory is None and fields.get("remembers"):
             raise StoreError(
                 f"site {self.name} lost its memory of earlier rounds; restore its folder, or start a new run"
@@ -144,13 +127,13 @@ class SiteRunner:
         failpoint("site-evaluated")
         return SiteRound(order, memory, site, Stream(fields["seed"], ("site", self.name)), report, begun)
 
-    def load_memory(self, fields: Mapping[str, Any]) -> Bundle | None:
+    def load_memory(self, order: messages.Message) -> Bundle | None:
         """Return the site's memory of its last round that counted, on its device, and drop that of later rounds.
 
         The order says which round counted (`remembers`); without it, it is the one before.
         """
-        round = int(fields["round"])
-        counted = fields.get("remembers", round - 1)
+        round = int(order.fields["round"])
+        counted = order.fields.get("remembers", round - 1)
         if type(counted) is not int or not 0 <= counted < max(round, 1):
             raise Refused("json", f"the order to {self.name} names no valid round for its memory")
         self.memory.forget(self.name, counted, round)
@@ -164,18 +147,15 @@ class SiteRunner:
     def run_job(self, job: Job, site_round: SiteRound, number: int) -> Fitted | Tensors:
         """Run a job; `number` counts the jobs of the round and seeds its random draws."""
         if isinstance(job, MultiSiteFit):
-            return job.fit_sites(self.network, self._pooled_sites(), site_round.site, site_round.rng)
+            if not isinstance(self.images, PooledData):
+                raise EngineError(
+                    f"{self.name} was asked to train all sites at once, which needs all their images in one process; "
+                    "set algorithm.variant: corrected, or run it on one machine"
+                )
+            return job.fit_sites(self.network, self.images.members, site_round.site, site_round.rng)
         if isinstance(job, Fit):
             return fit(job, self.network, self.images.train, site_round.site, *job_streams(site_round, number))
         return score(job, self.network, getattr(self.images, job.part))
-
-    def _pooled_sites(self) -> Mapping[SiteId, Examples]:
-        if not isinstance(self.images, PooledData):
-            raise EngineError(
-                f"{self.name} was asked to train all sites at once, which needs all their images in one process; set "
-                "algorithm.variant: corrected, or run it on one machine"
-            )
-        return self.images.members
 
     def finish_round(
         self,
@@ -193,11 +173,9 @@ class SiteRunner:
         fields, tensors = site_round.order.fields, update.tensors
         if any(t.requires_grad for group in tensors.values() for t in group.values()):
             tensors = {kind: {n: t.detach() for n, t in group.items()} for kind, group in tensors.items()}
-        drawn = site_round.site.secret or site_round.rng
         for number, stage in enumerate(self.transforms):
-            tensors = stage.encode(
-                tensors, site_round.order.tensors, drawn.child("stage", number, site_round.site.round)
-            )
+            stream = (site_round.site.secret or site_round.rng).child("stage", number, site_round.site.round)
+            tensors = stage.encode(tensors, site_round.order.tensors, stream)
         memory, filed = (None, {}) if memory is None else split_memory(memory)
         if filed:
             self.memory.save_report(self.name, site_round.site.round, filed)
@@ -226,19 +204,17 @@ class SiteRunner:
         parts: Sequence[Part],
         predict: Predict,
         secret: Stream | None = None,
-    ) -> list[dict[str, Any]]:
+    ) -> list[ReportRow]:
         """Return the metrics of the model(s) that this site would predict with now, by part."""
-        rows = []
-        models = self.algorithm.models(received, memory) if parts else {}
-        for name, weights in models.items():
+        rows: list[ReportRow] = []
+        for name, weights in (self.algorithm.models(received, memory) if parts else {}).items():
             for part in self.nonempty_parts(parts):
-                values = self.release_metrics(
-                    self._replace_non_finite(predict(weights, part)), secret and secret.child("metrics", name, part)
-                )
+                found = self._replace_non_finite(predict(weights, part))
+                values = self._measure(found, secret and secret.child("metrics", name, part))
                 rows.append({"model": name, "part": part, "n": len(getattr(self.images, part)), **values})
         return rows
 
-    def release_metrics(self, found: Tensors, secret: Stream | None) -> dict[str, Any]:
+    def _measure(self, found: Tensors, secret: Stream | None) -> Mapping[str, float | None]:
         """Return metrics without noise, or from noised counts where the plan charges for them."""
         noise = None if self.limits is None else self.limits.metrics_noise
         if noise is None or secret is None:
@@ -263,7 +239,7 @@ class SiteRunner:
     def evaluate(self, order: messages.Message, predict: Predict | None = None) -> messages.Message:
         """Return every model's predictions on the parts that the order names, with patients as anonymous numbers."""
         fields = order.fields
-        memory = self.load_memory(fields)
+        memory = self.load_memory(order)
         received, student = _split_student(without_ensemble(order.tensors))
         found = self._predictions(self.algorithm.models(received, memory), fields["parts"], predict or self.predict)
         if together := models_by_site(order.tensors):
@@ -271,8 +247,9 @@ class SiteRunner:
         if student:
             self.network = self.networks[STUDENT]
             found |= self._predictions({STUDENT: student}, fields["parts"], predict or self.predict)
-        reply = {"run": fields["run"], "round": fields["round"], "site": self.name}
-        return messages.Message(reply, {"predictions": found})
+        return messages.Message(
+            {"run": fields["run"], "round": fields["round"], "site": self.name}, {"predictions": found}
+        )
 
     def _predictions(self, models: Mapping[str, Bundle], parts: Sequence[Part], predict: Predict) -> Tensors:
         found: Tensors = {}
@@ -315,8 +292,8 @@ def drive_jobs(work: Work, run: Callable[[Job, int], Fitted | Tensors]) -> tuple
         try:
             job = work.send(result)
         except StopIteration as end:
-            update, memory = end.value
-            return update, memory
+            finished: tuple[Update, Bundle | None] = end.value
+            return finished
         result = run(job, number)
         number += advances_counter(job)
 

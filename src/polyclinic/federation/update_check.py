@@ -6,13 +6,11 @@ values after the transforms are undone (finite, and near what was sent), what on
 reported metrics.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, TypeGuard
+from typing import Any, TypeAlias, TypeGuard
 
 import torch
 
@@ -21,6 +19,10 @@ from polyclinic.evaluation.metrics import METRICS
 from polyclinic.privacy.transforms.base import Stage
 from polyclinic.storage.messages import Message, decode, format_untrusted
 
+ReportRow: TypeAlias = Mapping[str, Any]
+"""A site's metrics of one model on one part of its images: `model`, `part`, the number of images `n`, and metrics."""
+ReplyFields: TypeAlias = Mapping[str, Any]
+"""The fields of a site's reply, of which nothing is checked."""
 TABLE_ALLOWANCE = 1 << 16
 """Bytes, beyond the tensors themselves, for names, shapes and one site's report."""
 LARGEST_NUMBER = 1e100
@@ -61,10 +63,10 @@ class CheckedUpdate:
     """An accepted update, the other fields of the reply, and how far the model moved (client drift)."""
 
     update: Update
-    fields: Mapping[str, Any]
+    fields: ReplyFields
     drift: float | None
     """None where no weights were sent."""
-    report: list[dict[str, Any]]
+    report: list[ReportRow]
     """The site's metrics of the model it received, a row per model and part."""
 
 
@@ -80,8 +82,9 @@ def check_update(
     check_address(fields, expected.run, expected.round, expected.site)
     examples = fields.get("examples")
     if type(examples) is not int or not 0 < examples <= expected.examples:
-        found = format_untrusted(examples)
-        raise Refused("examples", f"{found} training examples where {expected.examples} are registered")
+        raise Refused(
+            "examples", f"{format_untrusted(examples)} training examples where {expected.examples} are registered"
+        )
     for kind in tensors.keys() - expected.like.keys():
         raise Refused("kind", f"{kind[:60]!r} was not agreed to leave a site")
     for kind, like in expected.like.items():
@@ -95,7 +98,7 @@ def check_update(
     return CheckedUpdate(update, fields, drift, check_report(fields))
 
 
-def check_address(fields: Mapping[str, Any], run: str, round: int, site: SiteId) -> None:
+def check_address(fields: ReplyFields, run: str, round: int, site: SiteId) -> None:
     """Check that a message belongs to this run, round and site: no replay, no impostor."""
     for name, wanted in (("run", run), ("site", site), ("round", round)):
         found = fields.get(name)
@@ -122,13 +125,13 @@ def _check_values(tensors: Bundle, expected: ExpectedUpdate) -> float | None:
     model moved."""
     drift: float | None = None
     for kind, group in tensors.items():
-        start = expected.received.get(kind, {})
-        norm = l2_distance(group, start)
+        norm = l2_distance(group, expected.received.get(kind, {}))
         if not math.isfinite(norm):
             bad = next((n for n, t in group.items() if not bool(torch.isfinite(t).all())), None)
             if bad is not None:
-                why = "training diverged, lower the learning rate"
-                raise Refused("finite", f"{kind}/{bad} holds NaN or infinity; {why}")
+                raise Refused(
+                    "finite", f"{kind}/{bad} holds NaN or infinity; training diverged, lower the learning rate"
+                )
         if not norm <= expected.max_norm:
             raise Refused("norm", f"{kind} moved by {norm:.3g}, more than {expected.max_norm:.3g} in one round")
         counts = [tensor.reshape(-1) for tensor in group.values() if tensor.dtype == torch.int64 and tensor.numel()]
@@ -138,7 +141,7 @@ def _check_values(tensors: Bundle, expected: ExpectedUpdate) -> float | None:
     return drift
 
 
-def read_scalars(fields: Mapping[str, Any]) -> dict[str, float]:
+def read_scalars(fields: ReplyFields) -> dict[str, float]:
     """Return the few numbers that an algorithm's sites report beside tensors."""
     scalars = fields.get("scalars", {})
     if not isinstance(scalars, dict):
@@ -154,7 +157,7 @@ def is_number(value: object) -> TypeGuard[int | float]:
     return isinstance(value, int | float) and not isinstance(value, bool) and -LARGEST_NUMBER <= value <= LARGEST_NUMBER
 
 
-def check_report(fields: Mapping[str, Any]) -> list[dict[str, Any]]:
+def check_report(fields: ReplyFields) -> list[ReportRow]:
     """Return a site's metrics, checked to be rows of finite numbers, one per model and part: they steer the schedule
     and early stopping."""
     report = fields.get("report", [])
@@ -186,10 +189,9 @@ def split_predictions(tensors: Mapping[str, torch.Tensor], classes: int) -> Bund
         bundle.setdefault(group, {})[key] = tensor
     for group, found in bundle.items():
         rows = found.get("probabilities", torch.zeros(0))
-        shaped = rows.is_floating_point() and rows.ndim == 2 and rows.shape[1] == classes
-        if not shaped or not bool(torch.isfinite(rows).all()):
+        if not rows.is_floating_point() or rows.shape[1:] != (classes,) or not bool(torch.isfinite(rows).all()):
             raise Refused("predictions", f"{group[:60]!r} are not finite probabilities of {classes} classes")
-        columns = [found.get(key, torch.zeros(0)) for key in ("labels", "patients")]
+        columns = (found.get(key, torch.zeros(0)) for key in ("labels", "patients"))
         if any(c.dtype != torch.int64 or c.shape != rows.shape[:1] for c in columns):
             raise Refused("predictions", f"{group[:60]!r} has not one label and one patient per row")
     return bundle

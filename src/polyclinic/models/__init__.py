@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import entry_points
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, TypeVar, cast
 
 from polyclinic.core import RecipeError
 
@@ -42,20 +42,15 @@ class ModelSpec:
         if not isinstance(self.builder, str):
             return self.builder
         module, _, function = self.builder.partition(":")
-        builder: ModelBuilder = getattr(import_module(module, __name__), function)
-        return builder
+        return cast("ModelBuilder", getattr(import_module(module, __name__), function))
 
 
 SCATTERING_PAPER = "Tramèr and Boneh 2021"
 MODELS: dict[str, ModelSpec] = {
-    "cnn_a": ModelSpec(
-        ".pfedcdp:cnn_a", 4, 0.0, "two convolutions (32, 64), 128 dense units: strong devices", "PFedCDP"
-    ),
-    "cnn_b": ModelSpec(
-        ".pfedcdp:cnn_b", 4, 0.5, "two convolutions (16, 32), 64 dense units: medium devices", "PFedCDP"
-    ),
-    "cnn_c": ModelSpec(".pfedcdp:cnn_c", 4, 0.0, "two convolutions (8, 16), 32 dense units: weak devices", "PFedCDP"),
-    "student": ModelSpec(".pfedcdp:student", 4, 0.5, "the server's student, built as cnn_b", "PFedCDP"),
+    "cnn_a": ModelSpec(".small:cnn_a", 4, 0.0, "two convolutions (32, 64), 128 dense units: strong devices", "PFedCDP"),
+    "cnn_b": ModelSpec(".small:cnn_b", 4, 0.5, "two convolutions (16, 32), 64 dense units: medium devices", "PFedCDP"),
+    "cnn_c": ModelSpec(".small:cnn_c", 4, 0.0, "two convolutions (8, 16), 32 dense units: weak devices", "PFedCDP"),
+    "student": ModelSpec(".small:student", 4, 0.5, "the server's student, built as cnn_b", "PFedCDP"),
     "groupnorm_cnn": ModelSpec(
         ".groupnorm_cnn:groupnorm_cnn", 8, 0.3, "three convolutions with GroupNorm and a skip", "adaptive-noise DP-FL"
     ),
@@ -135,11 +130,10 @@ def build_model(
     spec = _find_spec(name)
     rate = spec.dropout if dropout is None else dropout
     _check_arguments(name, spec, classes, channels, size, rate)
-    builder = spec.load_builder()
     # Only the CPU's generator is seeded: torch.manual_seed would also reseed every accelerator.
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.default_generator.manual_seed(seed.integer())
-        return builder(classes=classes, channels=channels, size=size, dropout=rate)
+        return spec.load_builder()(classes=classes, channels=channels, size=size, dropout=rate)
 
 
 def _find_spec(name: str) -> ModelSpec:

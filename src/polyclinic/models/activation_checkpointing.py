@@ -6,11 +6,10 @@ block uses the same weights as the first time, also if they were passed with the
 that these move once a step, as they do without checkpointing.
 """
 
-from __future__ import annotations
+from typing import cast
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 from polyclinic.core import RecipeError
@@ -26,8 +25,7 @@ class CheckpointedBlock(nn.Module):
 
     def forward(self, values: Tensor, again: bool = False) -> Tensor:
         if again or not (self.checkpointing and torch.is_grad_enabled()):
-            output: Tensor = super().forward(values)
-            return output
+            return cast(Tensor, super().forward(values))
         tensors = dict(self.named_parameters()) | {name: buffer.clone() for name, buffer in self.named_buffers()}
         first = True
 
@@ -36,11 +34,9 @@ class CheckpointedBlock(nn.Module):
             if first:
                 first = False
                 return self.forward(values, again=True)
-            output: Tensor = functional_call(self, tensors, (values,), {"again": True})
-            return output
+            return cast(Tensor, torch.func.functional_call(self, tensors, (values,), {"again": True}))
 
-        checkpointed: Tensor = checkpoint(compute, values, use_reentrant=False)
-        return checkpointed
+        return checkpoint(compute, values, use_reentrant=False)
 
 
 def enable_checkpointing(classifier: Classifier) -> Classifier:

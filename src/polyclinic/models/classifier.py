@@ -1,8 +1,6 @@
 """A network in two parts, `extractor` and `head`, and its layers in order from input to output."""
 
-from __future__ import annotations
-
-from typing import Protocol
+from typing import Protocol, cast
 
 from torch import Tensor, nn
 
@@ -21,8 +19,7 @@ class Classifier(nn.Module):
         self.head = head
 
     def forward(self, images: Tensor) -> Tensor:
-        logits: Tensor = self.head(self.extractor(images))
-        return logits
+        return cast(Tensor, self.head(self.extractor(images)))
 
     def leaf_layers(self) -> list[str]:
         """Return the names of the modules that own weights or statistics themselves, from input to output.

@@ -1,7 +1,5 @@
 """Replaces BatchNorm by GroupNorm, so that no layer mixes the images of a batch, as DP-SGD requires."""
 
-from __future__ import annotations
-
 import copy
 import math
 from typing import TypeVar

@@ -11,8 +11,6 @@ convolution has no normalisation of its own; its pools are max-pools, as the oth
 halved three times, rounding down, on both branches alike.
 """
 
-from __future__ import annotations
-
 from collections import OrderedDict
 
 from torch import Tensor, nn
@@ -51,8 +49,7 @@ class ResidualExtractor(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         early = self.block1(images)
         late = self.pool3(self.block3(self.pool2(self.block2(self.pool1(early)))))
-        joined = self.flatten(late + self.skip(early))
-        features: Tensor = self.dropout(self.relu(self.dense(joined)))
+        features: Tensor = self.dropout(self.relu(self.dense(self.flatten(late + self.skip(early)))))
         return features
 
 

@@ -12,8 +12,6 @@ first block is a 1×1 convolution, also in the first stage, where it is not need
 block's first normalisation and ReLU. The Sigmoid at the end belongs to the loss: the head returns logits.
 """
 
-from __future__ import annotations
-
 from collections import OrderedDict
 
 from torch import Tensor, nn

@@ -11,8 +11,6 @@ large variance use up the signal of the others. Statistics of the sites' images 
 random pen strokes, drawn here.
 """
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from contextlib import nullcontext
 from functools import cache
@@ -154,8 +152,7 @@ def _shrink_first_weights(head: nn.Linear) -> nn.Linear:
 def _normalise_paths(features: Tensor) -> Tensor:
     """Normalise each image and channel, in groups of paths, to length 1."""
     paths = features.reshape(-1, PATHS, *features.shape[-2:])
-    grouped = F.group_norm(paths, GROUPS, eps=1e-8).flatten(1)
-    return F.normalize(grouped, dim=1)
+    return F.normalize(F.group_norm(paths, GROUPS, eps=1e-8).flatten(1), dim=1)
 
 
 @cache

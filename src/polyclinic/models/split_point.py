@@ -5,8 +5,6 @@ likewise. What follows the last stage (pooling, a dense layer) belongs to it, so
 was built. Only networks that are one chain of layers can be cut.
 """
 
-from __future__ import annotations
-
 from collections import OrderedDict
 
 from torch import nn

@@ -5,8 +5,6 @@ classifier, sized for the task. There is always a dropout before its last layer,
 that the names of saved weights do not depend on the dropout that a recipe asks for.
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 from torch import nn

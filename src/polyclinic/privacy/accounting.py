@@ -8,15 +8,13 @@ remove"); with "replace" one unit takes the place of another, which may move a s
 Both libraries are imported where they are needed: they take a second to load.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, reduce
 from typing import Any, Literal, TypeAlias
 
 from polyclinic.core import RecipeError
@@ -67,54 +65,37 @@ def epsilon(
     return _cached_epsilon(merge_spends(spends, neighbours), delta, accountant, neighbours)
 
 
-def delta_for(
-    spends: Iterable[Spend],
-    epsilon: float,
-    accountant: Accountant = "pld",
-    neighbours: Neighbours = "add or remove",
-) -> float:
-    """Return δ of all spends together at this ε."""
-    if not epsilon >= 0:
-        raise RecipeError(f"epsilon is {epsilon:g}, but cannot be negative: give the ε at which δ is asked for")
-    merged = merge_spends(spends, neighbours)
-    if not merged:
-        return 0.0
-    if merged[0].noise == 0:
-        return 1.0
-    if accountant == "pld":
-        return float(_compose_pld(merged, neighbours).get_delta_for_epsilon(epsilon))
-    if accountant == "rdp":
-        return float(_compose_rdp(merged, neighbours).get_delta(epsilon))
-    return _prv_delta(merged, epsilon, neighbours)
-
-
 def noise_for(
     price: Callable[[float], Iterable[Spend]],
-    epsilon: float,
+    target: float,
     delta: float,
     accountant: Accountant = "pld",
     neighbours: Neighbours = "add or remove",
 ) -> float:
-    """Return the least noise at which the spends that `price(noise)` returns cost at most ε.
+    """Return the least noise at which the spends that `price(noise)` returns cost at most ε = `target`.
 
     Never too little, at most 0.1 % too much, and never below 0.01.
     """
-    if not epsilon > 0:
-        raise RecipeError(f"epsilon is {epsilon:g}, but must be positive: no noise buys an ε of 0")
-    spent = _epsilon_by_noise(price, delta, accountant, neighbours)
+    if not target > 0:
+        raise RecipeError(f"epsilon is {target:g}, but must be positive: no noise buys an ε of 0")
+
+    def spent(noise: float) -> float:
+        return epsilon(price(noise), delta, accountant, neighbours)
+
     enough = 1.0
-    while spent(enough) > epsilon:
+    while spent(enough) > target:
         if enough == LARGEST_NOISE:
             raise RecipeError(
-                f"even a noise of {LARGEST_NOISE:g} spends ε = {spent(enough):.3g}, above {epsilon:g} at δ = {delta:g}:"
+                f"even a noise of {LARGEST_NOISE:g} spends ε = {spent(enough):.3g}, above {target:g} at δ = {delta:g}:"
                 " allow a larger epsilon, fewer rounds, smaller batches, or more noise on other releases"
             )
         enough = min(2 * enough, LARGEST_NOISE)
-    while enough > SMALLEST_NOISE and spent(max(enough / 2, SMALLEST_NOISE)) <= epsilon:
-        enough = max(enough / 2, SMALLEST_NOISE)
-    return (
-        enough if enough == SMALLEST_NOISE else _refine_noise(spent, max(enough / 2, SMALLEST_NOISE), enough, epsilon)
-    )
+    while enough > SMALLEST_NOISE:
+        too_little = max(enough / 2, SMALLEST_NOISE)
+        if spent(too_little) > target:
+            return _refine_noise(spent, too_little, enough, target)
+        enough = too_little
+    return enough
 
 
 def merge_spends(spends: Iterable[Spend], neighbours: Neighbours) -> tuple[Spend, ...]:
@@ -150,18 +131,15 @@ def _cached_epsilon(merged: tuple[Spend, ...], delta: float, accountant: Account
 def _compose_pld(merged: Sequence[Spend], neighbours: Neighbours) -> Any:
     """Return the privacy loss distribution of all releases."""
     width = _bucket_width(merged)
-    parts = [_release_pld(spend.noise, spend.rate, spend.group, width, neighbours) for spend in merged]
-    total, *rest = (part.self_compose(spend.times) for part, spend in zip(parts, merged, strict=True))
-    for part in rest:
-        total = total.compose(part, tail_mass_truncation=TAIL)
-    return total
+    parts = (_release_pld(s.noise, s.rate, s.group, width, neighbours).self_compose(s.times) for s in merged)
+    return reduce(lambda total, part: total.compose(part, tail_mass_truncation=TAIL), parts)
 
 
 def _bucket_width(merged: Sequence[Spend]) -> float:
-    """Of the buckets into which losses are sorted, as a power of two so that calls share what `_once` keeps.
+    """Return the width of the buckets into which losses are sorted: a power of two, so that calls share cached results.
 
     Buckets of width h add about h²/6 to the variance of each step's loss. ε is about 5·sd + variance/2 at the usual
-    δ, whence what that adds to ε. A large ε needs no more than 1e-5 of itself.
+    δ, from which follows how much that adds to ε. A large ε needs no more than 1e-5 of itself.
     """
     steps = sum(spend.times for spend in merged)
     variance = sum(s.times * (s.rate * s.group) ** 2 * math.expm1(min(s.noise**-2, 99.0)) for s in merged)
@@ -190,7 +168,7 @@ def _release_pld(noise: float, rate: float, group: int, width: float, neighbours
         return pld.from_mixture_gaussian_mechanism(noise, count, odds, value_discretization_interval=width)
     relation = NeighboringRelation.REPLACE_ONE if neighbours == "replace" else NeighboringRelation.ADD_OR_REMOVE_ONE
     if rate == 1:
-        relation = NeighboringRelation.ADD_OR_REMOVE_ONE  # `_merged` has already counted the double reach
+        relation = NeighboringRelation.ADD_OR_REMOVE_ONE  # `merge_spends` has already counted the double reach
     return pld.from_gaussian_mechanism(
         noise, sampling_prob=rate, neighboring_relation=relation, value_discretization_interval=width
     )
@@ -228,34 +206,10 @@ def _prv_epsilon(merged: Sequence[Spend], delta: float, neighbours: Neighbours) 
             raise RecipeError(f"the PRV accountant cannot price this run ({error}): take accountant: pld") from error
 
 
-def _prv_delta(merged: tuple[Spend, ...], epsilon: float, neighbours: Neighbours) -> float:
-    """Return the least δ (to 1 %) at which Opacus' ε is no larger; below 1e-9 Opacus loses its precision."""
-    enough, too_little = 1.0, 1e-9
-    if _cached_epsilon(merged, too_little, "prv", neighbours) <= epsilon:
-        return too_little
-    while enough > 1.01 * too_little:
-        middle = math.sqrt(enough * too_little)
-        if _cached_epsilon(merged, middle, "prv", neighbours) <= epsilon:
-            enough = middle
-        else:
-            too_little = middle
-    return enough
-
-
-def _needs_pld(spend: Spend, neighbours: Neighbours) -> bool:
-    return spend.rate < 1 and (spend.group > 1 or neighbours == "replace")
-
-
 def _check_no_pld_needed(merged: Iterable[Spend], neighbours: Neighbours, accountant: Accountant) -> None:
-    if any(_needs_pld(spend, neighbours) for spend in merged):
+    if any(spend.rate < 1 and (spend.group > 1 or neighbours == "replace") for spend in merged):
         what = "a record that is replaced" if neighbours == "replace" else "several sampled images of one patient"
         raise RecipeError(f"the {accountant} accountant cannot price {what}: take accountant: pld")
-
-
-def _epsilon_by_noise(
-    price: Callable[[float], Iterable[Spend]], delta: float, accountant: Accountant, neighbours: Neighbours
-) -> Callable[[float], float]:
-    return lambda noise: epsilon(price(noise), delta, accountant, neighbours)
 
 
 def _refine_noise(spent: Callable[[float], float], too_little: float, enough: float, epsilon: float) -> float:

@@ -12,8 +12,6 @@ An audit that finds nothing proves nothing: it bounds ε from below, the account
 see their own layer only: a mistake confined to the gradients of another is not theirs to find.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Iterator, Mapping
@@ -40,7 +38,7 @@ LENGTH = 10.0
 GAP = 1e4
 """Canary i is an image of pixels −GAP·(i + 1), which turning, cropping and blurring leave alone; no scan is so dark."""
 EMPTY = 2**30
-"""In a canary's place: a seat that nobody took."""
+"""The number in the place of a canary that lost its toss."""
 SHARES = ((0.03, 0.03), (0.1, 0.1), (0.25, 0.25), (0.5, 0.5), (0.1, 0.0), (0.25, 0.0), (0.4, 0.0))
 """Shares of the canaries that are called in (those of the highest scores) and out (the lowest), chosen beforehand.
 
@@ -49,19 +47,19 @@ Where steps are small, members who were never drawn look like outsiders: then it
 
 @dataclass(frozen=True)
 class AuditResult:
-    """What an attack on a claim came to."""
+    """The outcome of an attack on a claim."""
 
     claimed: float
     """ε of the steps that were attacked, by the accountant …"""
     bound: float
-    """… and what it must be at least, by the attack, at this confidence."""
+    """… and the lower bound on it that the attack proves at this confidence."""
     delta: float
     confidence: float
     canaries: int
     guesses: int
     right: int
     statistic: str
-    """What the canaries were told apart by."""
+    """The score that distinguished the canaries."""
     steps: int
     reach: float
     """The bound had every guess been right: no larger ε can be refuted with so many canaries."""
@@ -85,9 +83,9 @@ class AuditResult:
             )
         return f"No contradiction found: {found}. That is no proof: a better attack might find more."
 
-    def as_json(self) -> dict[str, Any]:
-        told = {name: None if value == math.inf else value for name, value in vars(self).items()}
-        return {**told, "refuted": self.is_refuted, "verdict": self.verdict}
+    def as_json(self) -> dict[str, object]:
+        fields = {name: None if value == math.inf else value for name, value in vars(self).items()}
+        return {**fields, "refuted": self.is_refuted, "verdict": self.verdict}
 
 
 def run_audit(
@@ -104,11 +102,11 @@ def run_audit(
     whole: bool = False,
     device: torch.device | None = None,
 ) -> AuditResult:
-    """Train one site as planned, with canaries among its images, and try to tell which of them took part.
+    """Train one site as planned, with canaries among its images, and guess which of them took part.
 
     `claimed` is ε of `rounds` rounds of `training` on `data` (`whole`: each step on all of it). With canaries a site is
     larger, so its batches grow: every image keeps its chance of coming into a step (rounded down), and steps stay as
-    many. Canaries that lost their toss leave an empty seat, as the number of examples is public.
+    many. Canaries that lost their toss leave an empty place, as the number of examples is public.
     """
     private = _check_auditable(training, canaries, confidence)
     members = torch.rand(canaries, generator=stream.child("coins").generator()) < 0.5
@@ -142,7 +140,7 @@ def _check_auditable(training: Training, canaries: int, confidence: float) -> Pr
 
 
 def adjust_batches(training: Training, before: int, after: int, whole: bool = False) -> Training:
-    """The same chance of coming into a step, and the same steps, for a site that has grown by canaries."""
+    """Return the training of a site that has grown by canaries, with the same sampling rate and number of steps."""
     if whole:
         return training
     size = training.batch_size(before)
@@ -155,8 +153,8 @@ def adjust_batches(training: Training, before: int, after: int, whole: bool = Fa
 class CanaryNetwork(Classifier):
     """A network with a layer `seats`: each canary's gradient lies on one weight of it, and images' on none.
 
-    Canary a·s + b puts a number into the layer's input b and listens to its output a, so that s² canaries need inputs
-    and outputs of s. What the layer says is taken off again: it moves nothing but itself, whatever its weights become.
+    Canary a·s + b sets the layer's input b and reads its output a, so that s² canaries need s inputs and s outputs. The
+    layer's output is subtracted again: its weights change nothing but themselves.
     """
 
     def __init__(self, network: Classifier, canaries: int, length: float) -> None:
@@ -175,13 +173,13 @@ class CanaryNetwork(Classifier):
         places = torch.arange(self.side, device=images.device)
         asked, heard = ((place[:, None] == places).to(images.dtype) for place in (column, row))
         # The first of k equal logits has the gradient 1/k, as canaries are labelled otherwise.
-        told = (self.seats(asked * self.length * logits.shape[1]) * heard).sum(1, keepdim=True)
-        return logits + F.pad(told - told.detach(), (0, logits.shape[1] - 1))
+        added = (self.seats(asked * self.length * logits.shape[1]) * heard).sum(1, keepdim=True)
+        return logits + F.pad(added - added.detach(), (0, logits.shape[1] - 1))
 
 
 @dataclass(frozen=True, eq=False)
 class CanaryExamples:
-    """A site's images, and behind them a seat for every canary: empty, if it lost its toss, of a gradient of zero."""
+    """A site's images followed by a place for every canary; a canary that lost its toss has a gradient of zero."""
 
     images: Examples
     members: Tensor
@@ -200,7 +198,7 @@ class CanaryExamples:
 
     @cached_property
     def _canary_numbers(self) -> Tensor:
-        """What the pixels say: 0 for the site's own images."""
+        """The number of each canary, 0 for the site's own images."""
         seats = torch.arange(1, len(self.members) + 1).where(self.members, EMPTY)
         return torch.cat([seats.new_zeros(len(self.images)), seats]).to(self.labels.device)
 
@@ -220,7 +218,7 @@ class CanaryExamples:
 
 @contextmanager
 def record_gradients(parameter: Tensor) -> Iterator[list[Tensor]]:
-    """The noised gradients of a parameter that optimisers are handed meanwhile: the accountant's adversary sees all."""
+    """Record the noised gradients of a parameter that optimisers receive, all of which the adversary may see."""
     heard: list[Tensor] = []
 
     def listen(optimiser: torch.optim.Optimizer, *_: Any) -> None:
@@ -235,11 +233,11 @@ def record_gradients(parameter: Tensor) -> Iterator[list[Tensor]]:
 
 
 def canary_scores(released: Tensor, moved: Tensor, rate: float, per_round: int) -> dict[str, Tensor]:
-    """Scores by which members stand out; several, as each is blind to some mistake of the code.
+    """Return several membership scores of the canaries, since each misses some mistake of the code.
 
-    `released` is each step's noised sum on each canary's weight, in clips (steps × canaries). Sharpest of all is the
-    likelihood ratio of a member, who is in it with probability `rate`, under as much noise as there is: whoever hopes
-    for a mistake measures it. Noise that comes twice is seen by what two steps leave once it cancels.
+    `released` is each step's noised sum on each canary's weight, in clips (steps × canaries). The most powerful score
+    is the likelihood ratio of a member, sampled with probability `rate`, under noise as it is measured. Noise that is
+    used twice shows in the difference of two steps, in which it cancels.
     """
     # Canaries only add, so what lies below zero is noise.
     noise = (released.clamp(max=0).square().sum() / (released < 0).sum().clamp(min=1)).sqrt().clamp(min=0.01)
@@ -258,7 +256,7 @@ def canary_scores(released: Tensor, moved: Tensor, rate: float, per_round: int) 
 def best_bound(
     scores: Mapping[str, Tensor], members: Tensor, *, claimed: float, delta: float, confidence: float, steps: int
 ) -> AuditResult:
-    """The best bound of all scores and shares of guesses; each may err with its part of 1 − confidence only."""
+    """Return the best bound of all scores and shares of guesses; each may err with its part of 1 − confidence only."""
     count = len(members)
     beta = (1 - confidence) / (len(scores) * len(SHARES))
     best = AuditResult(
@@ -276,7 +274,7 @@ def best_bound(
 
 
 def p_value(right: int, guesses: int, canaries: int, epsilon: float, delta: float) -> float:
-    """At most this often would (ε, δ) let so many guesses be right (the algorithm of their Appendix D).
+    """Return how often (ε, δ) lets so many guesses be right at most (the algorithm of their Appendix D).
 
     Under ε alone each guess is right with probability e^ε / (1 + e^ε) at most; δ may turn some more.
     """
@@ -294,7 +292,7 @@ def p_value(right: int, guesses: int, canaries: int, epsilon: float, delta: floa
 
 
 def lower_bound(right: int, guesses: int, canaries: int, delta: float, beta: float, at_least: float = 0.0) -> float:
-    """The largest ε that so many right guesses refute, erring with probability `beta`; `at_least` if none beyond it."""
+    """Return the largest ε that so many right guesses refute with error probability `beta`; at least `at_least`."""
 
     def refuted(epsilon: float) -> bool:
         return p_value(right, guesses, canaries, epsilon, delta) < beta

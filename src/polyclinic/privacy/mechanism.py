@@ -9,8 +9,6 @@ A limit of all mechanisms in floating point: the last bits of a noised value dep
 (Mironov: On significance of the least significant bits for differential privacy. CCS 2012).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
@@ -74,14 +72,13 @@ def _is_comparable(one: Tensor, other: Tensor) -> bool:
 
 def distance(tensors: Tensors, origin: Tensors = NOTHING) -> float:
     """Return ‖tensors − origin‖₂ in float64 over all floating-point tensors; without an origin the norm."""
-    pairs = [(t, origin.get(n)) for n, t in tensors.items() if t.is_floating_point() and t.numel()]
-    pairs = [(tensor.detach(), start) for tensor, start in pairs if tensor is not start]
+    named = {n: t for n, t in tensors.items() if t.is_floating_point() and t.numel() and t is not origin.get(n)}
+    pairs = [(tensor.detach(), origin.get(name)) for name, tensor in named.items()]
     plain = math.sqrt(sum(float(torch.dot(m, m)) for m in _differences(pairs)))
     if math.isnan(plain) or 1e-140 < plain < 1e140:
         return plain
-    largest = max(
-        (float(m.abs().max()) for m in _differences(pairs)), default=0.0
-    )  # squares may have over- or underflowed
+    # Squares may have over- or underflowed.
+    largest = max((float(m.abs().max()) for m in _differences(pairs)), default=0.0)
     if largest == 0 or not math.isfinite(largest):
         return largest
     return largest * math.sqrt(sum(float((m / largest).square().sum()) for m in _differences(pairs)))
@@ -136,5 +133,5 @@ def join_kinds(bundle: Bundle, kinds: Iterable[str]) -> Tensors:
 
 
 def split_kinds(tree: Mapping[str, Tensor], bundle: Bundle, kinds: Iterable[str]) -> Bundle:
-    """The bundle, with these kinds from what `joined` made of them."""
+    """Return the bundle with these kinds taken from `tree`, as `join_kinds` names them."""
     return bundle | {k: {name: tree[f"{k}/{name}"] for name in bundle[k]} for k in kinds if k in bundle}

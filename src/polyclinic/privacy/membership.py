@@ -8,8 +8,6 @@ score. What counts is how many members are found while hardly any outsider is ac
 Departure: one deviation for all examples, within and without, as the paper advises for few shadow models.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -76,8 +74,7 @@ def random_halves(examples: int, models: int, stream: Stream) -> NDArray[np.bool
 
 def likelihood_ratios(attacked: Floats, shadows: Floats, inside: NDArray[np.bool_]) -> Floats:
     """Return the log-likelihood ratio, for each example, of being a member (shadows: models × examples)."""
-    seen, unseen = (_log_likelihood(attacked, shadows, who) for who in (inside, ~inside))
-    return seen - unseen
+    return _log_likelihood(attacked, shadows, inside) - _log_likelihood(attacked, shadows, ~inside)
 
 
 def membership_result(

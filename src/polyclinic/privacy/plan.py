@@ -10,13 +10,12 @@
 From these `privacy.accounting` computes ε of each site and of the record that is charged most.
 """
 
-from __future__ import annotations
-
 import math
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
-from typing import Annotated, Any, Literal
+from functools import cached_property, partial
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -165,8 +164,8 @@ class PrivacyPlan:
         """Return what all rounds at each site release of one unit."""
         taken = {site: sum(site in cohort for cohort in self.rounds) for site in self.site_sizes}
         return {
-            site: tuple(replace(s, times=s.times * taken[site]) for s in self.round_spends(site, noise) if taken[site])
-            for site in self.site_sizes
+            site: tuple(replace(s, times=s.times * rounds) for s in self.round_spends(site, noise) if rounds)
+            for site, rounds in taken.items()
         }
 
     def worst_epsilon(self, spent: Mapping[SiteId, Iterable[Spend]], accountant: Accountant | None = None) -> float:
@@ -191,7 +190,7 @@ class PrivacyPlan:
             return None
         return Private(self.config.clip, self.noise, self.config.sampling, self.config.augmentation_multiplicity)
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> dict[str, object]:
         config = self.config
         return {
             "unit": config.unit,
@@ -221,12 +220,12 @@ def worst_candidates(spent: Mapping[SiteId, Iterable[Spend]], max_sites: int) ->
     lists = {tuple(spends) for spends in spent.values()} - {()}
     if max_sites == 1:
         return [one for one in lists if not any(other != one and _dominates(other, one) for other in lists)]
-    kinds: dict[float, list[Spend]] = {}
+    kinds: dict[float, list[Spend]] = defaultdict(list)
     for spends in (tuple(found) for found in spent.values()):
         for noise in {s.noise for s in spends}:
             mine = [s for s in spends if s.noise == noise]
             rate, group = max(s.rate for s in mine), max(s.group for s in mine)
-            kinds.setdefault(noise, []).append(Spend(noise, rate, sum(s.times for s in mine), group))
+            kinds[noise].append(Spend(noise, rate, sum(s.times for s in mine), group))
     return [tuple(_largest_spend(rows, max_sites) for rows in kinds.values())] if kinds else []
 
 
@@ -236,9 +235,9 @@ def _largest_spend(rows: Sequence[Spend], max_sites: int) -> Spend:
 
 
 def _dominates(more: tuple[Spend, ...], less: tuple[Spend, ...]) -> bool:
-    pairs = list(zip(more, less, strict=False))
     return len(more) == len(less) and all(
-        m.noise == s.noise and m.rate >= s.rate and m.times >= s.times and m.group >= s.group for m, s in pairs
+        m.noise == s.noise and m.rate >= s.rate and m.times >= s.times and m.group >= s.group
+        for m, s in zip(more, less, strict=True)
     )
 
 
@@ -279,27 +278,26 @@ def make_plan(draft: PrivacyPlan) -> PrivacyPlan:
             f"privacy.epsilon cannot be promised: {draft.no_guarantee_reason}; set algorithm.variant: corrected, or "
             "give privacy.noise alone to run without a guarantee"
         )
-    if config.noise is not None:
-        plan = replace(draft, noise=config.noise)
-    else:
+    noise = config.noise
+    if noise is None:
         assert config.epsilon is not None
-        sigma = _solve_noise(draft, config.epsilon)
-        plan = replace(draft, noise=sigma)
+        noise = _solve_noise(draft, config.epsilon)
+    plan = replace(draft, noise=noise)
     return replace(plan, metrics_noise=_metrics_noise(plan)) if config.metrics == "count" else plan
 
 
 def _solve_noise(draft: PrivacyPlan, target: float) -> float:
     """Return the least noise that keeps every candidate within the target."""
-    config, tried = draft.config, worst_candidates(draft.run_spends(SOUGHT), draft.max_sites_per_record)
+    config = draft.config
 
     def scaled(one: tuple[Spend, ...], sigma: float) -> tuple[Spend, ...]:
         """Set the noise of training; that of other releases is given."""
         return (*(replace(s, noise=sigma) if s.noise == SOUGHT else s for s in one), *draft.earlier)
 
-    def solved(one: tuple[Spend, ...]) -> float:
-        return noise_for(lambda sigma: scaled(one, sigma), target, config.delta, config.accountant, config.neighbours)
-
-    return max(map(solved, tried))
+    return max(
+        noise_for(partial(scaled, one), target, config.delta, config.accountant, config.neighbours)
+        for one in worst_candidates(draft.run_spends(SOUGHT), draft.max_sites_per_record)
+    )
 
 
 def _metrics_noise(plan: PrivacyPlan) -> float:
@@ -311,9 +309,12 @@ def _metrics_noise(plan: PrivacyPlan) -> float:
         * plan.models
     )
     group = max(h.largest_validation for h in plan.site_sizes.values()) if plan.config.unit == "patient" else 1
-    config, told = plan.config, Spend(1.0, times=taken, group=group)
     return noise_for(
-        lambda noise: (replace(told, noise=noise),), target, config.delta, config.accountant, config.neighbours
+        lambda noise: (Spend(noise, times=taken, group=group),),
+        target,
+        plan.config.delta,
+        plan.config.accountant,
+        plan.config.neighbours,
     )
 
 
@@ -321,7 +322,4 @@ def largest_groups(patients: Sequence[str] | None) -> int:
     """Return the number of images of the patient who has most."""
     if not patients:
         return 1
-    counts: dict[str, int] = {}
-    for name in patients:
-        counts[name] = counts.get(name, 0) + 1
-    return max(counts.values())
+    return max(Counter(patients).values())

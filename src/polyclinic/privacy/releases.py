@@ -9,8 +9,6 @@ example whose value is NaN contributes 0 as well. A patient with m examples is a
 Values with `noise = 0` are exact, for tests; the accountant prices them at ε = ∞.
 """
 
-from __future__ import annotations
-
 import math
 from typing import NamedTuple
 
@@ -94,8 +92,8 @@ def release_metrics(probabilities: Tensor, labels: Tensor, noise: float, stream:
     """Return accuracy and loss of predictions by `release_counts`, for one charge of `noise`."""
     table = probabilities.double()
     losses = -table.gather(1, labels[:, None]).squeeze(1).log().nan_to_num(nan=-LARGEST_LOSS)
-    told = release_counts(table.argmax(1) == labels, losses, LARGEST_LOSS, noise, stream).tensors
-    return {name: float(told[name]) for name in ("accuracy", "loss")}
+    counts = release_counts(table.argmax(1) == labels, losses, LARGEST_LOSS, noise, stream).tensors
+    return {name: float(counts[name]) for name in ("accuracy", "loss")}
 
 
 def release_rows(features: Tensor, clip: float, noise: float, stream: Stream) -> Release:
@@ -104,8 +102,8 @@ def release_rows(features: Tensor, clip: float, noise: float, stream: Stream) ->
     An example moves one row, and taken out leaves zeros: s = clip. Its label does not belong to what is protected here.
     """
     clipped = clip_rows(features, clip)
-    told = clipped + gaussian_noise(clipped.shape, noise * clip, stream).to(clipped.device)
-    return Release({"rows": told.to(features.dtype).view(features.shape)}, noise)
+    rows = clipped + gaussian_noise(clipped.shape, noise * clip, stream).to(clipped.device)
+    return Release({"rows": rows.to(features.dtype).view(features.shape)}, noise)
 
 
 def release_class_means(
@@ -130,8 +128,7 @@ def release_class_means(
         raise DataError(f"class means need one label from 0 to {classes - 1} for each of the {len(flat)} rows")
     scale = math.sqrt(1 - p) / clip
     member = one_hot(labels.long(), classes).double().to(flat.device)
-    ones = flat.new_full((len(flat), 1), math.sqrt(p))
-    joint = member.T @ torch.cat([flat * scale, ones], 1)
+    joint = member.T @ torch.cat([flat * scale, flat.new_full((len(flat), 1), math.sqrt(p))], 1)
     joint = joint + gaussian_noise(joint.shape, noise, stream).to(joint.device)
     number = joint[:, -1] / math.sqrt(p)
     known = number >= minimum

@@ -1,7 +1,5 @@
 """Training jobs as an accountant counts them: how many noised sums, and each image's probability of being in one."""
 
-from __future__ import annotations
-
 from polyclinic.core import Fit
 from polyclinic.training.data_order import batches_per_epoch
 

@@ -4,13 +4,12 @@ Each charge is entered before its round begins. A run adds the charges of all ot
 that were charged most were its own; a round that is repeated from the same weights is charged once.
 """
 
-from __future__ import annotations
-
 import fcntl
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from polyclinic.core import RecipeError, RoundFailed, SiteId, StoreError
 from polyclinic.privacy.accounting import Spend, epsilon
@@ -18,6 +17,8 @@ from polyclinic.privacy.plan import worst_candidates
 from polyclinic.storage.files import explain_os_errors
 from polyclinic.storage.ledger import Ledger
 
+PrivacyCharge: TypeAlias = dict[str, Any]
+"""What a round releases, as JSON: the `Spend`s of its `sites`, and a hash of all that the release depends on (`of`)."""
 COMPARED = 1e-5
 """δ at which the records of one run are ranked."""
 
@@ -59,18 +60,19 @@ class SharedLedger:
                 f"privacy.ledger {self.path} holds charges of unit {other.pop()}, but this plan has unit {self.unit}; "
                 "give each unit a file of its own"
             )
-        runs: dict[str, dict[tuple[int, str], Mapping[str, Any]]] = {}
+        runs: dict[str, dict[tuple[int, str], PrivacyCharge]] = defaultdict(dict)
         max_sites: dict[str, int] = {}
         for row in rows:
-            if row["run"] != self.run or (row["round"], row["privacy"]["of"]) not in self.known:
-                runs.setdefault(row["run"], {})[row["round"], row["privacy"]["of"]] = row["privacy"]["sites"]
+            charge = row["round"], row["privacy"]["of"]
+            if row["run"] != self.run or charge not in self.known:
+                runs[row["run"]][charge] = row["privacy"]
                 max_sites[row["run"]] = row["holders"]
         return tuple(
-            spend for run, charged in runs.items() for spend in _worst_spends(charged.values(), max_sites[run])
+            spend for run, charges in runs.items() for spend in _worst_spends(charges.values(), max_sites[run])
         )
 
     def enter_charge(
-        self, round: int, max_sites: int, privacy: Mapping[str, Any], affords: Callable[..., bool]
+        self, round: int, max_sites: int, privacy: PrivacyCharge, affords: Callable[[tuple[Spend, ...]], bool]
     ) -> tuple[int, str]:
         """Enter a round's charge and return the new `seen`; raises `RoundFailed` if other runs have left too little."""
         self.known.add((round, privacy["of"]))
@@ -81,7 +83,7 @@ class SharedLedger:
                     f"round {round} would exceed privacy.epsilon, since other runs have added charges to {self.path}; "
                     "raise privacy.epsilon, or stop using these images"
                 )
-            ledger.append(run=self.run, round=round, unit=self.unit, holders=max_sites, privacy=dict(privacy))
+            ledger.append(run=self.run, round=round, unit=self.unit, holders=max_sites, privacy=privacy)
             self.seen = ledger.rows, ledger.chain
         return self.seen
 
@@ -98,10 +100,10 @@ class SharedLedger:
             yield
 
 
-def _worst_spends(charged: Iterable[Mapping[SiteId, Any]], max_sites: int) -> tuple[Spend, ...]:
+def _worst_spends(charges: Iterable[PrivacyCharge], max_sites: int) -> tuple[Spend, ...]:
     """Return a composition of one run's charges whose ε is an upper bound for each of its records."""
-    spent: dict[SiteId, tuple[Spend, ...]] = {}
-    for sites in charged:
-        for site, spends in sites.items():
-            spent[site] = (*spent.get(site, ()), *(Spend(*spend) for spend in spends))
+    spent: dict[SiteId, list[Spend]] = defaultdict(list)
+    for charge in charges:
+        for site, spends in charge["sites"].items():
+            spent[site] += (Spend(*spend) for spend in spends)
     return max(worst_candidates(spent, max_sites), key=lambda one: epsilon(one, COMPARED), default=())

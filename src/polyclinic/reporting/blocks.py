@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,8 +38,8 @@ class Cell:
     """A cell of a table that shows more than its text."""
 
     text: str
-    interval: tuple[str, str] | None = None
-    """The bounds of a 95 % interval."""
+    interval: tuple[float, float] = (math.nan, math.nan)
+    """The bounds of a 95 % interval; NaN where there is none."""
     share: float | None = None
     """The share of the row's total, which also shades the cell."""
     mark: Literal["", "better", "worse"] = ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 from polyclinic.reporting.blocks import Figure, Panel, Table
 from polyclinic.reporting.formatting import (
@@ -13,6 +13,7 @@ from polyclinic.reporting.formatting import (
     format_compact,
     format_interval,
     format_percent,
+    format_points,
 )
 from polyclinic.reporting.html.style import COLOURS
 from polyclinic.reporting.html.svg import (
@@ -25,6 +26,7 @@ from polyclinic.reporting.html.svg import (
     log_ticks,
     marker_shape,
     padded_range,
+    stroke_class,
 )
 from polyclinic.reporting.html.tags import tag
 
@@ -70,19 +72,30 @@ def line_chart(name: str, title: str, series: Series, axes: LineAxes, words: str
     known = {label: points for label, points in series.items() if points}
     shown = dict(list(known.items())[:MOST_PANELS]) if len(known) > 3 else known
     plot = _plot_lines(shown, axes, list(shown))
-    alt = f"{axes.describe()} Last values: {describe_last_values(shown, axes.show)}."
     panels = []
     if len(known) > 3:
         left = len(known) - len(shown)
         words += f" Grey: the others.{f' The first {len(shown)} of {len(known)}.' if left else ''}"
         panels = [_panel(label, shown, axes) for label in shown]
     legend = list(shown) if len(shown) > 1 else []
-    return Figure(name, title, plot, alt, words.strip(), legend, panels=panels, values=_value_table(title, shown, axes))
+    return Figure(
+        name,
+        title,
+        plot,
+        f"{axes.describe()} Last values: {describe_last_values(shown, axes.show)}.",
+        words.strip(),
+        legend,
+        panels=panels,
+        values=_value_table(title, shown, axes),
+    )
 
 
 def _panel(name: str, series: Series, axes: LineAxes) -> Panel:
-    plot = _plot_lines(series, axes, [name], list(series).index(name))
-    return Panel(name, plot, f"{axes.describe()} It ends at {axes.show(series[name][-1][1])}.")
+    return Panel(
+        name,
+        _plot_lines(series, axes, [name], list(series).index(name)),
+        f"{axes.describe()} It ends at {axes.show(series[name][-1][1])}.",
+    )
 
 
 def _plot_lines(series: Series, axes: LineAxes, shown: Sequence[str], number: int = 0) -> Plot:
@@ -122,13 +135,18 @@ def _format_point(point: Banded | None, axes: LineAxes) -> str:
 
 @dataclass(frozen=True)
 class Estimate:
-    """A named value with its interval, and how it is written."""
+    """A named value with its interval."""
 
     name: str
     value: float
     low: float
     high: float
-    text: str
+
+    def describe(self, is_difference: bool) -> str:
+        """The value and its interval, in per cent or in percentage points."""
+        show = format_points if is_difference else format_percent
+        bounds = "" if math.isnan(self.low) else f" ({format_interval(self.low, self.high, show)})"
+        return f"{show(self.value)}{bounds}"
 
 
 def interval_chart(
@@ -136,6 +154,7 @@ def interval_chart(
 ) -> Figure:
     """Draw a dot and its interval for each row. `line`: a value to compare all rows with; 0 makes x a difference."""
     edges = [edge for row in rows for edge in (row.value, row.low, row.high)]
+    texts = [row.describe(line == 0) for row in rows]
     bounds = (-1.0, 1.0) if line == 0 else (0.0, 1.0)
     x = padded_range([*edges, *([line] if line is not None else [])], 0.1, bounds)
     plot = _plot_rows(x, len(rows))
@@ -143,13 +162,13 @@ def interval_chart(
     if line is not None:
         plot.add_path([(line, 0.0), (line, float(len(rows)))], "ideal")
     for number, row in enumerate(rows):
-        y = _label_row(plot, len(rows), number, row.name, row.text)
+        y = _label_row(plot, len(rows), number, row.name, texts[number])
         if math.isfinite(row.low):
             plot.add_path([(row.low, y), (row.high, y)], "whisker s0")
         if math.isfinite(row.value):
             plot.add_marker(row.value, y, 0, 5)
-    alt = f"Dots with intervals of {axis}: {'; '.join(f'{row.name} {row.text}' for row in rows)}."
-    return Figure(name, title, plot, alt, words)
+    described = "; ".join(f"{row.name} {text}" for row, text in zip(rows, texts, strict=True))
+    return Figure(name, title, plot, f"Dots with intervals of {axis}: {described}.", words)
 
 
 def _plot_rows(x: tuple[float, float], count: int) -> Plot:
@@ -168,16 +187,12 @@ def stacked_bars(name: str, title: str, rows: Mapping[str, Sequence[float]], par
     """Draw for each site how its images divide among classes."""
     plot = _plot_rows((0.0, 1.0), len(rows))
     for number, (site, counts) in enumerate(rows.items()):
-        y, total, start = (
-            _label_row(plot, len(rows), number, site, f"{sum(counts):,.0f} images"),
-            sum(counts) or 1.0,
-            0.0,
-        )
-        for part, count in enumerate(counts):
-            left, right = plot.x_pixel(start), plot.x_pixel(start + count / total)
+        y = _label_row(plot, len(rows), number, site, f"{sum(counts):,.0f} images")
+        shares = [count / (sum(counts) or 1.0) for count in counts]
+        for part, (start, end) in enumerate(pairwise(accumulate(shares, initial=0.0))):
+            left, right = plot.x_pixel(start), plot.x_pixel(end)
             box = {"x": f"{left:.1f}", "y": f"{plot.y_pixel(y) - 5:.1f}", "width": f"{max(0.0, right - left - 1):.1f}"}
             plot.drawn.append(tag("rect", height=12, class_=f"f{part % COLOURS}", **box))
-            start += count / total
     plot.draw_axes("share of a site's images", "", linear_ticks(0, 1, show=format_percent), [])
     described = "; ".join(
         f"{site} " + ", ".join(f"{part} {count:g}" for part, count in zip(parts, counts, strict=True))
@@ -201,7 +216,7 @@ def unit_square_curves(
     if ideal:
         plot.add_path(ideal, "ideal")
     for number, points in enumerate(series.values()):
-        plot.add_path(points, f"line s{number % COLOURS} d{number % 4}")
+        plot.add_path(points, stroke_class(number))
         if points:
             x, y = points[len(points) // 2]
             plot.add_marker(x, y, number)
@@ -245,9 +260,15 @@ def reliability_diagram(name: str, title: str, bins: Sequence[ConfidenceBin], wo
         ]
         for one in bins
     ]
-    alt = f"Dots with intervals: {'; '.join(f'{row[0]} sure, {row[1]} right, {row[3]} images' for row in rows)}."
     values = Table(title, ["mean confidence", "right", "95 % interval", "images"], rows)
-    return Figure(name, title, plot, alt, words, values=values)
+    return Figure(
+        name,
+        title,
+        plot,
+        f"Dots with intervals: {'; '.join(f'{row[0]} sure, {row[1]} right, {row[3]} images' for row in rows)}.",
+        words,
+        values=values,
+    )
 
 
 @dataclass(frozen=True)
@@ -283,5 +304,6 @@ def cost_scatter(name: str, title: str, points: Sequence[CostPoint], x_label: st
         f"{p.name} {format_compact(p.cost)}, {format_percent(p.value)}{', optimal' if p.optimal else ''}"
         for p in points
     )
-    alt = f"Dots of {y_label} against {x_label}: {described}."
-    return Figure(name, title, plot, alt, words, [point.name for point in points])
+    return Figure(
+        name, title, plot, f"Dots of {y_label} against {x_label}: {described}.", words, [point.name for point in points]
+    )

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from polyclinic.core import DataError, StoreError
 
 if TYPE_CHECKING:
+    from matplotlib.artist import Artist
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
@@ -53,7 +54,8 @@ def draw_curves(
     axes.xaxis.set_major_locator(MaxNLocator(integer=whole, steps=[1, 2, 5, 10], min_n_ticks=1))
     axes.grid(color=FAINT, linewidth=0.8)
     last = {name: _last_value(points) for name, points in series.items()}
-    _draw_legend(axes, lines, sorted(series, key=last.__getitem__, reverse=True))
+    order = sorted(series, key=last.__getitem__, reverse=True)
+    draw_legend(axes, [lines[name] for name in order], [_wrap(name, 24) for name in order], TEXT - 1, 3.2)
     words = "; ".join(f"{name} {_format(value)}" for name, value in last.items())
     save(figure, path, title, f"Lines of {y_label} against {x_label}. Last values: {words}.")
 
@@ -63,12 +65,9 @@ def _new_figure(title: str, height: float) -> tuple[Figure, Axes]:
 
     figure = Figure(figsize=(WIDTH, height), dpi=DPI, layout="constrained", facecolor="white")
     axes = figure.add_subplot()
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.spines[["left", "bottom"]].set_color(INK)
-    axes.tick_params(labelsize=TEXT - 1, colors=INK)
-    heading = figure.suptitle(_wrap(title, 78), x=0.01, ha="left", fontsize=TEXT + 2, color=INK)
-    heading.set_parse_math(False)
+    style_axes(axes)
+    axes.tick_params(labelsize=TEXT - 1)
+    figure.suptitle(_wrap(title, 78), x=0.01, ha="left", fontsize=TEXT + 2, color=INK).set_parse_math(False)
     return figure, axes
 
 
@@ -94,17 +93,34 @@ def _draw_line(axes: Axes, number: int, points: Sequence[Point]) -> Line2D:
     return line
 
 
-def _draw_legend(axes: Axes, lines: Mapping[str, Line2D], order: Sequence[str]) -> None:
+def style_axes(axes: Axes) -> None:
+    """Two dark spines, and grid lines behind what is drawn."""
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set_color(INK)
+    axes.tick_params(colors=INK)
+
+
+def draw_legend(
+    axes: Axes,
+    handles: Sequence[Artist],
+    names: Sequence[str],
+    size: float,
+    length: float,
+    spacing: float | None = None,
+) -> None:
+    """A legend right of the axes, with the names as they are. `length`: of the handles, in units of the font size."""
     legend = axes.legend(
-        [lines[name] for name in order],
-        [_wrap(name, 24) for name in order],
+        handles,
+        names,
         loc="upper left",
         bbox_to_anchor=(1.01, 1.0),
         borderaxespad=0.0,
         frameon=False,
-        fontsize=TEXT - 1,
+        fontsize=size,
         labelcolor=INK,
-        handlelength=3.2,
+        handlelength=length,
+        labelspacing=spacing,
     )
     for text in legend.get_texts():
         text.set_parse_math(False)
@@ -130,9 +146,10 @@ def save(figure: Figure, path: Path, title: str, description: str) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
     picture = BytesIO()
-    metadata = {"Title": title, "Description": description, "Software": None}
     FigureCanvasAgg(figure)
-    figure.savefig(picture, format="png", dpi=DPI, metadata=metadata)
+    figure.savefig(
+        picture, format="png", dpi=DPI, metadata={"Title": title, "Description": description, "Software": None}
+    )
     _write(path, picture.getvalue())
 
 

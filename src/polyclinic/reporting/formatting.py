@@ -1,7 +1,5 @@
 """How numbers, intervals and lists of names are written, everywhere."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 

@@ -1,7 +1,5 @@
 """The picture of a diagnosis: class shares, sizes, grey values, and distances between the sites' features."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +14,8 @@ from matplotlib.patches import Patch
 from polyclinic.data.heterogeneity.advice import LEVEL, MMD, format_ratio
 from polyclinic.data.heterogeneity.diagnosis import Diagnosis, SitePair, SiteStatistics
 from polyclinic.evaluation.metrics import Floats
-from polyclinic.reporting.figures import COLOURS, DASHES, DPI, FAINT, INK, TEXT, save
+from polyclinic.evaluation.rows import group_pairs
+from polyclinic.reporting.figures import COLOURS, DASHES, DPI, FAINT, INK, TEXT, draw_legend, save, style_axes
 
 WIDTH, HEIGHT = 12.0, 9.0
 SITES = 20
@@ -68,8 +67,7 @@ def build_figure(diagnosis: Diagnosis, title: str) -> Figure:
     rows = _group_sites(diagnosis.sites)
     layout = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.12, wspace=0.03, hspace=0.03)
     figure = Figure(figsize=(WIDTH, HEIGHT), dpi=DPI, layout=layout, facecolor="white")
-    heading = figure.suptitle(_shorten(title, 90), x=0.01, ha="left", fontsize=TEXT + 3, color=INK)
-    heading.set_parse_math(False)
+    figure.suptitle(_shorten(title, 90), x=0.01, ha="left", fontsize=TEXT + 3, color=INK).set_parse_math(False)
     panels = figure.subplots(2, 2)
     _draw_classes(panels[0, 0], diagnosis, rows)
     _draw_sizes(panels[0, 1], diagnosis, rows)
@@ -115,11 +113,10 @@ def _draw_classes(axes: Axes, diagnosis: Diagnosis, rows: Sequence[_Row]) -> Non
             texts = [f"{count:,}" if share > 0.09 else "" for count, share in zip(counts, counts / totals, strict=True)]
             axes.bar_label(bars, texts, label_type="center", fontsize=TEXT - 2, color=_text_colour_on(colour))
         left += counts / totals
-    patches = [Patch(color=colour) for colour, _ in zip(CLASS_COLOURS, groups, strict=False)]
-    _draw_legend(axes, patches, list(groups))
-    skew = diagnosis.labels
+    _draw_legend(axes, [Patch(color=colour) for colour, _ in zip(CLASS_COLOURS, groups, strict=False)], list(groups))
     _name_sites(axes, rows)
     axes.set_xlim(0, 1)
+    skew = diagnosis.labels
     _style_axes(
         axes,
         f"Labels: divergence {skew.observed:.3f} bits\n(by chance {skew.expected:.3f}, p = {skew.p:.2g})",
@@ -221,12 +218,9 @@ def _describe_site_classifier(diagnosis: Diagnosis) -> str:
 
 def _distance_matrix(pairs: Sequence[SitePair], rows: Sequence[_Row]) -> Floats:
     """The mean MMD² between the sites of two rows; NaN on the diagonal and where it is unknown."""
-    found: dict[tuple[int, int], list[float]] = {}
     place = {site.name: number for number, row in enumerate(rows) for site in row.members}
-    for pair in pairs:
-        if pair.mmd2 is not None and place[pair.a] != place[pair.b]:
-            found.setdefault((place[pair.a], place[pair.b]), []).append(pair.mmd2)
-            found.setdefault((place[pair.b], place[pair.a]), []).append(pair.mmd2)
+    known = [((place[pair.a], place[pair.b]), pair.mmd2) for pair in pairs if pair.mmd2 is not None]
+    found = group_pairs((cell, value) for (i, j), value in known if i != j for cell in ((i, j), (j, i)))
     distances = np.full((len(rows), len(rows)), np.nan)
     for cell, values in found.items():
         distances[cell] = max(0.0, float(np.mean(values)))
@@ -241,34 +235,18 @@ def _name_sites(axes: Axes, rows: Sequence[_Row]) -> None:
         label.set_parse_math(False)
 
 
-def _font_size(rows: Sequence[_Row]) -> float:
+def _font_size(rows: Sequence[object]) -> float:
     return TEXT - (2 if len(rows) <= ROOMY else 4)
 
 
 def _draw_legend(axes: Axes, handles: Sequence[Artist], names: Sequence[str]) -> None:
-    legend = axes.legend(
-        handles,
-        [_shorten(name) for name in names],
-        loc="upper left",
-        bbox_to_anchor=(1.01, 1.0),
-        borderaxespad=0.0,
-        frameon=False,
-        fontsize=TEXT - (2 if len(names) <= ROOMY else 4),
-        labelcolor=INK,
-        labelspacing=0.3,
-        handlelength=2.6,
-    )
-    for text in legend.get_texts():
-        text.set_parse_math(False)
+    draw_legend(axes, handles, [_shorten(name) for name in names], _font_size(names), 2.6, 0.3)
 
 
 def _style_axes(axes: Axes, title: str, x_label: str) -> None:
     axes.set_title(title, fontsize=TEXT, color=INK, loc="left")
     axes.set_xlabel(x_label, fontsize=TEXT - 1, color=INK)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.spines[["left", "bottom"]].set_color(INK)
-    axes.tick_params(colors=INK)
+    style_axes(axes)
     axes.tick_params(axis="x", labelsize=TEXT - 2)
 
 

@@ -1,7 +1,5 @@
 """The privacy statement of a run: what is claimed, for whom, against whom, and what is not protected."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 

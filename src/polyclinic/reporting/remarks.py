@@ -1,7 +1,5 @@
 """Warnings about a recipe, shown with its figures: on the terminal, in privacy.md and in reports."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Iterator
 

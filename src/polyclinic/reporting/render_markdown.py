@@ -1,7 +1,6 @@
 """Blocks as Markdown, and a report as a Markdown file with its charts as SVG files beside it."""
 
-from __future__ import annotations
-
+import math
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -24,7 +23,7 @@ from polyclinic.reporting.blocks import (
     Strong,
     Table,
 )
-from polyclinic.reporting.formatting import format_percent
+from polyclinic.reporting.formatting import format_number, format_percent
 from polyclinic.reporting.html.svg import to_svg_file
 from polyclinic.storage.files import explain_os_errors, write_atomically
 
@@ -64,8 +63,7 @@ def write_figure(figure: Figure, path: Path) -> None:
     """Write a chart as an SVG file."""
     with explain_os_errors(path.parent):
         path.parent.mkdir(parents=True, exist_ok=True)
-    text = to_svg_file(figure.plot, figure.title, figure.alt, figure.legend, figure.areas)
-    write_atomically(path, text.encode())
+    write_atomically(path, to_svg_file(figure.plot, figure.title, figure.alt, figure.legend, figure.areas).encode())
 
 
 def _find_figures(blocks: Sequence[Block]) -> Iterator[Figure]:
@@ -74,11 +72,6 @@ def _find_figures(blocks: Sequence[Block]) -> Iterator[Figure]:
             yield block
         elif isinstance(block, Folded | Grid | Callout):
             yield from _find_figures(block.blocks)
-
-
-def blocks_to_markdown(blocks: Sequence[Block]) -> str:
-    """Render blocks without charts."""
-    return "\n\n".join(_Renderer(None, Path()).render(blocks))
 
 
 class _Renderer:
@@ -134,7 +127,8 @@ def _render_cell(cell: str | Cell) -> str:
     if isinstance(cell, str):
         return cell
     text = f"**{cell.text}**" if cell.strong else cell.text
-    interval = f" [{', '.join(cell.interval)}]" if cell.interval is not None else ""
+    low, high = map(format_number, cell.interval)
+    interval = "" if math.isnan(cell.interval[0]) else f" [{low}, {high}]"
     share = f" ({format_percent(cell.share)})" if cell.share is not None else ""
     return text + MARKS[cell.mark] + interval + share
 

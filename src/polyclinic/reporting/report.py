@@ -1,7 +1,5 @@
 """The report: its sections in order, of a run or of a comparison."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What a report is made from: the folders of finished runs, read and grouped by method."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -165,17 +163,16 @@ class ReportData:
     def withholds_seeds(self) -> bool:
         """Whether seeds must not be shown, since a run's noise was drawn from one."""
         plans = [run.privacy for method in self.methods for run in method.summaries]
-        begun = [one.recipe.privacy for one in self.unfinished]
-        unfinished = any(plan is not None and plan.randomness == "seed" for plan in begun)
-        return unfinished or any(
-            plan is not None and plan.randomness == "seed" and not plan.no_guarantee_reason for plan in plans
-        )
+        claimed = [plan for plan in plans if plan is not None and not plan.no_guarantee_reason]
+        begun = [one.recipe.privacy for one in self.unfinished if one.recipe.privacy is not None]
+        return any(plan.randomness == "seed" for plan in claimed) or any(plan.randomness == "seed" for plan in begun)
 
     @cached_property
     def comparison(self) -> Comparison:
         results = {method.name: method.summaries for method in self.methods}
-        lines = tuple(summarise_methods(results))
-        return Comparison(self.title, lines, results, None, self.about, predictions=self._find_predictions)
+        return Comparison(
+            self.title, summarise_methods(results), results, None, self.about, predictions=self._find_predictions
+        )
 
     @cached_property
     def pairs(self) -> list[PairwiseTest]:
@@ -237,8 +234,14 @@ def read_report_data(folders: Sequence[Path], with_images: bool = False) -> Repo
     named = dict(zip(_label_methods([runs[0] for runs in methods]), methods, strict=True))
     title, order = _read_title(folders, list(named))
     about = methods[0][0].recipe
-    ordered = tuple(Method(name, named[name]) for name in order)
-    return ReportData(title, about.about if about else "", ordered, tuple(folders), tuple(unfinished), with_images)
+    return ReportData(
+        title,
+        about.about if about else "",
+        tuple(Method(name, named[name]) for name in order),
+        tuple(folders),
+        tuple(unfinished),
+        with_images,
+    )
 
 
 def _runs_in(folder: Path) -> list[RunFolder]:

@@ -1,7 +1,5 @@
 """What a task contributes to the report: sentences, site metrics, sections."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from typing import ClassVar

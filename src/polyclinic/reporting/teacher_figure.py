@@ -1,7 +1,5 @@
 """The picture of teachers' patch attributions."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 

@@ -4,8 +4,6 @@ Used by `Experiment` for all sites at once, and by a real site (`deploy.site.par
 streams have the same names in both, so the bits are the same.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -62,8 +60,9 @@ class RunSetup:
     def make_runner(self, site: SiteId, memory: SiteMemory, secret: Stream | None) -> SiteRunner:
         """Return the runner of one site; `secret`: the source of its noise, under a privacy plan."""
         limits = privacy_limits(self.plan, site, secret) if self.plan is not None and secret is not None else None
-        networks = self.networks.with_student
-        return SiteRunner(site, self.sites[site], self.algorithm, networks, memory, self.transforms, limits)
+        return SiteRunner(
+            site, self.sites[site], self.algorithm, self.networks.with_student, memory, self.transforms, limits
+        )
 
     def make_runners(self, memory: SiteMemory, secret: Stream | None) -> dict[SiteId, SiteRunner]:
         """Return the runners of all sites, to run in this process; `secret`: the source of all their noise."""
@@ -102,15 +101,15 @@ def assemble(
         sites[POOLED] = pool_sites(sites)
     registered = {name: len(one.train) for name, one in sites.items()}
     start = copy_module_weights(module) if recipe.clusters else networks.first.copy_weights()
-    norms, shape = normalisation_names(module), networks.shapes.get("", ())
-    federation = Federation(dataset.classes, registered, start, norms, shape)
+    federation = Federation(
+        dataset.classes, registered, start, normalisation_names(module), networks.shapes.get("", ())
+    )
     setup = RunSetup(recipe, dataset, module, networks, sites, held_out, public, federation, algorithm)
     if recipe.privacy is None:
         return replace(setup, transforms=tuple(recipe.build_stages()))
     plan = make_plan(setup)
     algorithm = networks.wrap_algorithm(recipe.build_algorithm(plan.private_options()))
-    transforms = (*plan_transforms(plan), *recipe.build_stages())
-    return replace(setup, plan=plan, algorithm=algorithm, transforms=transforms)
+    return replace(setup, plan=plan, algorithm=algorithm, transforms=(*plan_transforms(plan), *recipe.build_stages()))
 
 
 def price_plan(draft: RunSetup, folder: Path | None, earlier: tuple[Spend, ...] = ()) -> PrivacyPlan:
@@ -126,9 +125,8 @@ def _load_public(recipe: Recipe, dataset: FederatedDataset, data: Path | None) -
     if recipe.public is None:
         return None
     shape = dataset.classes, dataset.channels, dataset.size
-    sites = dataset.visible_sites if recipe.privacy is None else None
-    stream = Stream(recipe.seed, ("public",))
-    public = load_public(recipe.public, data, *shape, stream, sites, dataset.held_out)
+    sites = dataset.sites if recipe.privacy is None else None
+    public = load_public(recipe.public, data, *shape, Stream(recipe.seed, ("public",)), sites, dataset.held_out)
     if recipe.finish is not None:
         check_public(public)
     return public

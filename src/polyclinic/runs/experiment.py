@@ -1,7 +1,5 @@
 """A run from its recipe to its result: assemble, play the rounds, evaluate, write."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import hashlib
@@ -32,7 +30,7 @@ from polyclinic.evaluation.assessment import (
 from polyclinic.evaluation.metrics import Predictions
 from polyclinic.evaluation.rounds import forgetting_by_round, mean_drift, metric_by_cluster, sum_costs
 from polyclinic.evaluation.rows import ChargeRow
-from polyclinic.evaluation.summary import EngineUsed, RunSummary, SiteSizes, package_versions
+from polyclinic.evaluation.summary import EngineUsed, RunSummary, SiteSizes, StudentTraining, package_versions
 from polyclinic.evaluation.task import CLASSIFICATION
 from polyclinic.federation.engines import Engine, RemoteExecution
 from polyclinic.federation.privacy_budget import PrivacyBudget
@@ -54,12 +52,9 @@ from polyclinic.runs.engines.choice import (
 )
 from polyclinic.runs.engines.ray_engine import RayEngine, make_actor_setup
 from polyclinic.runs.networks import build_network as build_network, server_models
-from polyclinic.runs.privacy_plan import (
-    noise_secret,
-    write_noise,
-)
+from polyclinic.runs.privacy_plan import noise_secret, write_noise
 from polyclinic.runs.privacy_record import list_releases, list_site_releases, summarise_privacy
-from polyclinic.runs.result import RunResult, read_result, summarise_student
+from polyclinic.runs.result import RunResult, read_result
 from polyclinic.runs.server_training import ServerTrainer
 from polyclinic.runs.sites import (
     FederatedDataset as FederatedDataset,
@@ -107,9 +102,13 @@ class Experiment:
         setup = self.setup
         if setup.public is None:
             return None
-        public = site_on_device(setup.public, setup.networks.first.device, {})
-        start = classifier_weights(setup.federation.initial)
-        trainer = ServerTrainer(setup.algorithm, setup.networks, public, self.recipe.seed, start)
+        trainer = ServerTrainer(
+            setup.algorithm,
+            setup.networks,
+            site_on_device(setup.public, setup.networks.first.device, {}),
+            self.recipe.seed,
+            classifier_weights(setup.federation.initial),
+        )
         trainer.check_usable(setup.algorithm.init(setup.federation))
         return trainer
 
@@ -119,15 +118,15 @@ class Experiment:
 
     def _open_shared_ledger(self, setup: RunSetup) -> SharedLedger | None:
         """Return the ledger that this run shares with others on the same images."""
-        wish = self.recipe.privacy
-        if wish is None or wish.ledger is None:
+        config = self.recipe.privacy
+        if config is None or config.ledger is None:
             return None
         rows = RunFolder(self.folder).ledger() if self.folder else []
         charged = [(row.round, row.privacy) for row in rows if isinstance(row, ChargeRow) and row.privacy]
         known = [(round, found["of"]) for round, found in charged]
         seen = next((tuple(found["account"]) for _, found in reversed(charged) if "account" in found), None)
-        own_mark = f"{_run_id(setup)}-{self.secret.integer() % 2**32:08x}"
-        return SharedLedger(Path(wish.ledger), own_mark, wish.unit, known, seen)
+        mark = f"{_run_id(setup)}-{self.secret.integer() % 2**32:08x}"
+        return SharedLedger(Path(config.ledger), mark, config.unit, known, seen)
 
     @cached_property
     def secret(self) -> Stream:
@@ -151,12 +150,11 @@ class Experiment:
             write_atomically(RunFolder(self.folder).recipe, recipe.to_yaml().encode())
             if plan is not None:
                 write_noise(plan, self.folder)
+        for warning in self.warnings:
+            logging.getLogger(__name__).warning("%s", warning)
         budget = None
         if plan is not None:
             budget = PrivacyBudget(plan, self.secret.child("server"), self._open_shared_ledger(self.setup))
-        for warning in self.warnings:
-            logging.getLogger(__name__).warning("%s", warning)
-        if plan is not None:
             self.watch("plan", {"epsilon": plan.epsilon, **plan.as_json()})
         with contextlib.ExitStack() as resources:
             engine, choice = self._make_engine(resources)
@@ -179,7 +177,7 @@ class Experiment:
         summary = summary.model_copy(
             update={
                 "engine": EngineUsed(name=choice.name, reason=choice.why),
-                "finish": summarise_student(refined) if refined else None,
+                "finish": StudentTraining.model_validate(refined, from_attributes=True) if refined else None,
                 "absent": dict(self.remote.absent) if self.remote else {},
                 "released": released,
                 "privacy": summarise_privacy(budget, outcome.budget_exhausted, journal.rows) if budget else None,
@@ -227,8 +225,8 @@ class Experiment:
     ) -> Assessment:
         """Return the scores of the final models, or the last reports where no predictions leave the sites."""
         if predictions:
-            bootstrap = self.recipe.evaluate.bootstrap, Stream(self.recipe.seed, ("bootstrap",))
-            return assess_predictions(CLASSIFICATION, predictions, held_out, *bootstrap)
+            stream = Stream(self.recipe.seed, ("bootstrap",))
+            return assess_predictions(CLASSIFICATION, predictions, held_out, self.recipe.evaluate.bootstrap, stream)
         scores = summarise_reports(CLASSIFICATION, journal.rows)
         if not scores.merged:
             self._write_model(state)
@@ -243,7 +241,7 @@ class Experiment:
         if self.remote is not None:
             return self.remote.engine, EngineChoice(self.remote.name, REASON_REMOTE)
         memory, options = self._make_memory(resources), self.recipe.engine
-        runners = self.make_runners(memory)
+        runners = self.setup.make_runners(memory, self.secret_of_plan)
         choice = self._choose_engine(runners)
         engine: Engine
         if choice.name == "ray":
@@ -254,10 +252,6 @@ class Experiment:
             engine = make_engine(choice.name, runners, options.workers, options.threads, options.compile)
         resources.callback(engine.close)
         return engine, choice
-
-    def make_runners(self, memory: SiteMemory) -> dict[SiteId, SiteRunner]:
-        """Return the runner of every site, all in this process."""
-        return self.setup.make_runners(memory, self.secret_of_plan)
 
     def run_id(self) -> str:
         """Return a hash over everything that decides the result of the run, the images among it."""
@@ -377,8 +371,8 @@ def _run_id(setup: RunSetup) -> str:
     datasets = [setup.dataset]
     if setup.public is not None:
         datasets.append(replace(setup.dataset, sites={setup.public.name: setup.public}))
-    images = "|".join(each.fingerprint for each in datasets)
-    return hashlib.sha256(f"{identity(setup.recipe)}|{images}".encode()).hexdigest()[:16]
+    terms = "|".join((identity(setup.recipe), *(each.fingerprint for each in datasets)))
+    return hashlib.sha256(terms.encode()).hexdigest()[:16]
 
 
 def run(

@@ -1,7 +1,5 @@
 """Finished runs, read back: their networks as sites compute with them, and their images."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -42,31 +40,30 @@ class FinishedRun:
 
     @cached_property
     def algorithm(self) -> Algorithm:
-        """Without the files that first weights came from: nothing is trained any more."""
+        """The run's algorithm, built without the files of first weights, since nothing is trained any more."""
         recipe = without_weights(self.recipe)
-        lineup = build_networks(
-            recipe, self.dataset, build_network(recipe, self.dataset), recipe.build_algorithm(), torch.device("cpu")
-        )
-        return lineup.wrap_algorithm(recipe.build_algorithm())
+        module, algorithm = build_network(recipe, self.dataset), recipe.build_algorithm()
+        networks = build_networks(recipe, self.dataset, module, algorithm, torch.device("cpu"))
+        return networks.wrap_algorithm(algorithm)
 
     def models_at(self, site: SiteId) -> tuple[dict[str, Bundle], bool]:
-        """The models of a site, and whether it remembers anything that they would be made of."""
+        """Return a site's models by name, and whether the site has a memory that they are made of."""
         memory = DiskMemory(self.files.site_memory).load(site, self.summary.rounds + 1)
         return self.algorithm.models(self.algorithm.broadcast(self.state, site), memory), memory is not None
 
     def model_at(self, site: SiteId) -> tuple[str, Bundle]:
-        """The weights that a site computes with, and what they are called: its own, or the first that it has."""
+        """Return the name and the weights of the model that a site predicts with: its own, or its first one."""
         models, _ = self.models_at(site)
         name = site if site in models else next(iter(models))
         return name, models[name]
 
     def site_network(self, site: SiteId) -> tuple[str, Classifier]:
-        """A site's network with those weights."""
+        """Return the name of a site's model, and its network with these weights."""
         name, weights = self.model_at(site)
         return name, self.load_network(self._model_section(site), weights)
 
     def load_network(self, section: ModelSection, weights: Bundle) -> Classifier:
-        """Ready to evaluate; whole, wherever the recipe cuts it, so that its names are the network's own."""
+        """Return a network with these weights, ready to evaluate. It is not split, so that layers keep their names."""
         whole = build_network(self._recipe_with_model(section), self.dataset)
         cut = whole if section.split_after is None else cut_after(whole, section.split_after)  # which shares the layers
         try:
@@ -78,10 +75,9 @@ class FinishedRun:
         return whole.eval().requires_grad_(False)
 
     def untrained_network(self, site: SiteId, stream: Stream) -> Classifier:
-        """The same network with random weights."""
-        recipe = self._recipe_with_model(self._model_section(site)).model_copy(
-            update={"seed": stream.integer() % 2**53}
-        )
+        """Return a site's network with random weights."""
+        recipe = self._recipe_with_model(self._model_section(site))
+        recipe = recipe.model_copy(update={"seed": stream.integer() % 2**53})
         return build_network(recipe, self.dataset).to(self.device).eval().requires_grad_(False)
 
     def _model_section(self, site: SiteId) -> ModelSection:
@@ -89,34 +85,36 @@ class FinishedRun:
         return self.recipe.clusters[group].model if group else self.recipe.model
 
     def _recipe_with_model(self, section: ModelSection) -> Recipe:
-        """The recipe with this network, uncut, its weights from the seed alone."""
-        return self.recipe.model_copy(
-            update={"model": section.model_copy(update={"split_after": None, "weights": None})}
-        )
+        """Return the recipe with this network, not split and without first weights."""
+        model = section.model_copy(update={"split_after": None, "weights": None})
+        return self.recipe.model_copy(update={"model": model})
 
 
 def open_run(
     folder: Path, data: Path | None, device: str | None = None, dataset: FederatedDataset | None = None
 ) -> FinishedRun:
-    """A finished run's folder, and its images, which must be those of the run; `gathered`: they are at hand already."""
+    """Return the finished run in `folder`. `data`: the data folder; `dataset`: its images, if they are loaded already.
+
+    Raises `DataError` if the images are not those of the run.
+    """
     recipe, summary, state, place = read_run_files(folder, device)
-    consortium = dataset or load_sites(recipe, data)
-    if [SiteSizes.model_validate(site) for site in consortium.describe()] != summary.site_sizes:
+    dataset = dataset or load_sites(recipe, data)
+    if [SiteSizes.model_validate(site) for site in dataset.describe()] != summary.site_sizes:
         raise DataError(f"the images found are not those of the run in {folder}; give --data DIR as the run had it")
-    return FinishedRun(folder, recipe, summary, state, consortium, place)
+    return FinishedRun(folder, recipe, summary, state, dataset, place)
 
 
 def read_run_files(path: Path, device: str | None = None) -> tuple[Recipe, RunSummary, Bundle, torch.device]:
-    """The recipe, summary and state of a finished run, and the device to compute on; its images are not needed."""
+    """Return the recipe, summary and state of a finished run, and the device to compute on, without its images."""
     folder = RunFolder(path)
     if not folder.recipe.is_file():
         raise StoreError(f"{path} holds no run (recipe.yaml is missing); give the folder that `run` wrote to")
     summary = folder.read_summary()
     recipe = Recipe.load(folder.recipe, {} if device is None else {"engine.device": device})
-    device_used, state = device_of(recipe), read_weights(folder.model)
+    place, state = device_of(recipe), read_weights(folder.model)
     if messages.hash_tensors(state) != summary.sha256:
         raise StoreError(f"{folder.model} is not the model of this run; restore it, or run again")
-    return recipe, summary, state, device_used
+    return recipe, summary, state, place
 
 
 def read_weights(path: Path) -> Bundle:
@@ -127,7 +125,7 @@ def read_weights(path: Path) -> Bundle:
 
 
 def check_same_images(run: FinishedRun, first: FinishedRun) -> None:
-    """Runs can be compared image by image only if they have the same ones, at the same sites."""
+    """Raise unless both runs have the same images at the same sites, so that they can be compared image by image."""
     if run.dataset.classes != first.dataset.classes:
         raise DataError(
             f"the run in {run.folder} has other classes than that in {first.folder}; give runs on the same data"
@@ -140,6 +138,6 @@ def check_same_images(run: FinishedRun, first: FinishedRun) -> None:
 
 
 def run_names(past_runs: Sequence[FinishedRun]) -> tuple[str, ...]:
-    """The runs' names, or their folders where names are not enough."""
+    """Return the runs' names, or their folders if two runs have the same name."""
     names = [past.summary.name for past in past_runs]
     return tuple(names if len(set(names)) == len(names) else [str(past.folder) for past in past_runs])

@@ -1,7 +1,5 @@
 """The networks of a run: one for all sites or one for each cluster, and the server's student."""
 
-from __future__ import annotations
-
 import copy
 import re
 from collections.abc import Mapping, Sequence
@@ -68,12 +66,12 @@ def _load_cluster_weights(module: Classifier, path: Path, cluster: str) -> None:
     try:
         stored = load_file(path)
     except (SafetensorError, OSError):
-        stored = {}  # what is wrong with the file is told as of any other
+        stored = {}  # `load_weights` reports any mistake in the file
     held = list(dict.fromkeys(found[1] for name in stored if (found := re.match("model@([^/]+)/", name))))
     if not held or any(name.startswith("model/") for name in stored):
         load_weights(module, path)
     elif cluster in held:
-        kinds = tuple(f"{kind}@{cluster}/" for kind in ("model", "head", "buffers"))  # head: the server's own
+        kinds = (f"model@{cluster}/", f"head@{cluster}/", f"buffers@{cluster}/")  # head: the server's own
         part = {name.partition("/")[2]: tensor for name, tensor in stored.items() if name.startswith(kinds)}
         adopt_weights(module, part, f"cluster {cluster} of {path}")
     else:
@@ -95,9 +93,9 @@ def without_weights(recipe: Recipe) -> Recipe:
 
 def recipe_for_site(recipe: Recipe, device: str) -> Recipe:
     """Return the recipe for a site: computed on `device`, without first weights, public set and privacy ledger."""
-    wish = recipe.privacy and replace(recipe.privacy, ledger=None)
+    privacy = recipe.privacy and replace(recipe.privacy, ledger=None)
     engine = recipe.engine.model_copy(update={"device": device})
-    return without_weights(recipe).model_copy(update={"privacy": wish, "public": None, "engine": engine})
+    return without_weights(recipe).model_copy(update={"privacy": privacy, "public": None, "engine": engine})
 
 
 def device_of(recipe: Recipe) -> torch.device:
@@ -108,7 +106,7 @@ def device_of(recipe: Recipe) -> torch.device:
         device = torch.device(wanted)
         torch.zeros(1, device=device)
     except (RuntimeError, AssertionError):
-        raise EngineError(f"the device {wanted!r} is not to be had here; use --device cpu or --device auto") from None
+        raise EngineError(f"the device {wanted!r} is not available; use --device cpu or --device auto") from None
     return device
 
 
@@ -124,24 +122,22 @@ class Networks:
 
     def cluster_of(self, site: SiteId, round: int) -> str:
         """Return the cluster of a site in a round."""
-        recipe = self.recipe
-        period = recipe.capability.period_of_round(round)
-        card = site_profile(recipe.capability, site, period, Stream(recipe.seed))
-        return find_cluster(capability_score(card, recipe.capability.weights), recipe.thresholds)
+        capability, period = self.recipe.capability, self.recipe.capability.period_of_round(round)
+        profile = site_profile(capability, site, period, Stream(self.recipe.seed))
+        return find_cluster(capability_score(profile, capability.weights), self.recipe.thresholds)
 
     def wrap_algorithm(self, algorithm: Algorithm) -> Algorithm:
         """Return the algorithm with the recipe's curriculum, clusters or ensemble around it."""
         algorithm = wrap_with_curriculum(algorithm, self.recipe.evaluate.forgetting)
         if not self.recipe.clusters:
             return Ensemble(algorithm.training, inner=algorithm) if self.recipe.ensemble else algorithm
-        initials: dict[str, Bundle] = {name: live.copy_weights() for name, live in self.by_cluster.items()}
         return Clustered(
             algorithm.training,
             inner=algorithm,
-            initials=initials,
+            initials={name: live.copy_weights() for name, live in self.by_cluster.items()},
             norms={name: normalisation_names(live.module) for name, live in self.by_cluster.items()},
             shapes=self.shapes,
-            seating=self.cluster_of,
+            cluster_schedule=self.cluster_of,
             rates={name: section.lr_scale for name, section in self.recipe.clusters.items()},
         )
 
@@ -158,9 +154,11 @@ class Networks:
         found: dict[str, ModelSize] = {}
         for cluster, live in self.by_cluster.items():
             live.require_gradients(live.trainable_names(self.recipe.training.fine_tune, ()))
-            model = self.recipe.clusters[cluster].model if cluster else self.recipe.model
-            flops = training_step_flops(live.module, batch)
-            found[cluster] = ModelSize(name=model.name, parameters=count_parameters(live.module), flops_per_step=flops)
+            found[cluster] = ModelSize(
+                name=_model_section(self.recipe, cluster).name,
+                parameters=count_parameters(live.module),
+                flops_per_step=training_step_flops(live.module, batch),
+            )
         if not self.recipe.clusters:
             return found[""]
         return ModelSize(
@@ -172,10 +170,8 @@ class Networks:
 
     def cluster_members(self, sites: Mapping[SiteId, object]) -> dict[str, list[SiteId]]:
         """Return the sites of each cluster in round 1."""
-        found: dict[str, list[SiteId]] = {name: [] for name in self.recipe.clusters}
-        for site in sites:
-            found[self.cluster_of(site, 1)].append(site)
-        return found
+        clusters = {site: self.cluster_of(site, 1) for site in sites}
+        return {name: [site for site in sites if clusters[site] == name] for name in self.recipe.clusters}
 
 
 def build_networks(
@@ -198,11 +194,9 @@ def build_networks(
     networks = {name: LiveNetwork(own, device) for name, own in (modules or {"": module}).items()}
     blank = torch.zeros(1, dataset.channels, dataset.size, dataset.size)
     shapes = {name: feature_shape(live, blank) for name, live in networks.items()}
-    classes = len(dataset.classes)
     for name, live in networks.items():
-        networks[name] = with_auxiliary(
-            live, algorithm.auxiliary, shapes[name], classes, Stream(recipe.seed, ("beside", name))
-        )
+        stream = Stream(recipe.seed, ("beside", name))
+        networks[name] = with_auxiliary(live, algorithm.auxiliary, shapes[name], len(dataset.classes), stream)
     return Networks(recipe, networks, student, shapes)
 
 
@@ -255,14 +249,18 @@ def check_playable(networks: Networks, dataset: FederatedDataset) -> None:
     norms = nn.modules.batchnorm._BatchNorm
     for cluster, live in networks.by_cluster.items() if recipe.training.batch == 1 else ():
         if any(isinstance(module, norms) for module in live.module.modules()):
-            model = recipe.clusters[cluster].model if cluster else recipe.model
             raise RecipeError(
-                f"{model.name} normalises over the batch, which one image cannot be; raise training.batch"
+                f"{_model_section(recipe, cluster).name} normalises over the batch, which one image cannot be; raise "
+                "training.batch"
             )
+
+
+def _model_section(recipe: Recipe, cluster: str) -> ModelSection:
+    return recipe.clusters[cluster].model if cluster else recipe.model
 
 
 def server_models(algorithm: Algorithm, state: Bundle, groups: Mapping[str, object]) -> dict[str, Bundle]:
     """Return the global models in the server's state, by cluster."""
     inner = algorithm.inner if isinstance(algorithm, Wrapper) else algorithm
-    found = {group: inner.models(algorithm.cluster_state(state, group), None) for group in groups}
-    return {group: models["global"] for group, models in found.items() if "global" in models}
+    found = ((group, inner.models(algorithm.cluster_state(state, group), None)) for group in groups)
+    return {group: models["global"] for group, models in found if "global" in models}

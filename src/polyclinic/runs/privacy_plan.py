@@ -1,12 +1,10 @@
 """The privacy plan of a run: from the recipe's privacy section, the sites and a dry run of the algorithm."""
 
-from __future__ import annotations
-
 import json
 import math
 import secrets
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,7 +14,7 @@ from torch import nn
 from polyclinic.algorithms.base import Algorithm
 from polyclinic.algorithms.optimisation.fedavg import FedAvg
 from polyclinic.algorithms.wrappers.ensemble import Ensemble
-from polyclinic.core import AUX_PREFIX, Examples, Federation, Private, RecipeError, SiteId, StoreError, Stream
+from polyclinic.core import AUX_PREFIX, Federation, Private, RecipeError, SiteId, StoreError, Stream
 from polyclinic.data.examples import Selection, SiteData
 from polyclinic.federation.rehearsal import rehearse_round
 from polyclinic.federation.rounds import Rules, draw_cohort
@@ -78,7 +76,7 @@ def bind_plan(
     jobs: dict[SiteId, tuple[Steps, ...]] = {}
     models = 1
     if config.unit != "site":
-        shape = _image_shape(sites[first].train)
+        shape = sites[first].train.batch(torch.zeros(1, dtype=torch.int64))[0].shape[1:]
         group = algorithm.cluster_of(algorithm.init(federation), first)
         asked, models = rehearse_round(algorithm, federation, first, networks[group], shape)
         jobs = {name: tuple(steps_of(job, h.examples, config) for job in asked) for name, h in sizes.items()}
@@ -179,11 +177,6 @@ def check_no_shared_statistics(network: LiveNetwork, algorithm: Algorithm, key: 
                 f"no image could be protected by itself; set {key}.norm: group (dp_safe puts GroupNorm in its place), "
                 "or train only layers behind it with training.fine_tune"
             )
-
-
-def _image_shape(examples: Examples) -> Sequence[int]:
-    """Return the shape of one image."""
-    return examples.batch(torch.zeros(1, dtype=torch.int64))[0].shape[1:]
 
 
 def _site_size(site: SiteData) -> SiteSize:

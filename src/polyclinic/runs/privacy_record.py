@@ -1,8 +1,7 @@
 """The privacy record of a run: what leaves the sites, what protects it, and what the run has cost."""
 
-from __future__ import annotations
-
 import math
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
 from statistics import fmean
 
@@ -19,7 +18,7 @@ STATISTICS = ("prototypes", "counts", "features", "means")
 
 
 def list_releases(plan: PrivacyPlan | None, exchanges: Iterable[Exchange]) -> list[ReleasedKind]:
-    """Every kind of data that leaves a site, and what protects it."""
+    """Return each kind of data that leaves a site, with its protection."""
     sent = list(exchanges)
     if plan is None:
         return [
@@ -40,7 +39,7 @@ def list_releases(plan: PrivacyPlan | None, exchanges: Iterable[Exchange]) -> li
 def list_site_releases(
     released: Iterable[ReleasedKind], parts: Iterable[str], sites: Iterable[SiteId], sent_by: Collection[SiteId]
 ) -> list[ReleasedKind]:
-    """The same for real sites, each of which may withhold its predictions; `sent_by`: the sites that sent them."""
+    """Return the same for real sites, which may withhold predictions; `sent_by`: the sites that sent theirs."""
     withheld = [site for site in sites if site not in sent_by]
     text = "asked for after the last round; no site let them leave"
     if sent_by:
@@ -82,7 +81,7 @@ def _describe_metrics(plan: PrivacyPlan) -> str:
 
 
 def summarise_privacy(budget: PrivacyBudget, exhausted: bool, rows: Iterable[MetricRow]) -> PrivacySpent:
-    """What a run has cost, by its budget. `exhausted`: the run stopped because the next round was too expensive."""
+    """Return the cost of a run by its budget. `exhausted`: the run stopped since the next round cost too much."""
     plan, config, spent = budget.plan, budget.plan.config, budget.total_spends()
     by_site = {site: plan.epsilon_of(spends) for site, spends in spent.items()}
     return PrivacySpent(
@@ -125,15 +124,11 @@ def _finite_or_none(value: float) -> float | None:
 
 def _paper_metric(plan: PrivacyPlan, rows: Iterable[MetricRow]) -> float | None:
     """Eq. 4 and 5 of the adaptive-noise paper: the mean over a round's sites of each one's ε, summed over rounds."""
-    by_round: dict[int, list[float]] = {}
+    by_round: dict[int, list[float]] = defaultdict(list)
     for row in rows:
         noise = row.scalars.get("noise") if isinstance(row, TrainRow) else None
         if noise and row.site in plan.jobs:
-            spends = [Spend(round_noise_down(noise), s.rate, s.times) for s in plan.jobs[row.site]]
-            by_round.setdefault(row.round, []).append(epsilon(spends, plan.config.delta, "prv"))
-    return sum(fmean(values) for values in by_round.values()) if by_round else None
-
-
-def round_noise_down(noise: float) -> float:
-    """Two decimals, rounded down: most sites then cost the same, none less than it should."""
-    return math.floor(noise * 100) / 100
+            # Rounded down to two decimals: most sites then cost the same, none less than it should.
+            spends = [Spend(math.floor(noise * 100) / 100, s.rate, s.times) for s in plan.jobs[row.site]]
+            by_round[row.round].append(epsilon(spends, plan.config.delta, "prv"))
+    return sum(map(fmean, by_round.values())) if by_round else None

@@ -1,24 +1,19 @@
 """The server's public set: labelled images that belong to no site, with the sites' shape and classes."""
 
-from __future__ import annotations
-
 import hashlib
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
+from polyclinic.config.recipe import PublicSection
 from polyclinic.core import DataError, SiteId, Stream
 from polyclinic.data import DATASETS
 from polyclinic.data.examples import Collection, Images, Selection, SiteData
 from polyclinic.data.partitioning.partitions import Natural
 from polyclinic.data.partitioning.site_data import build_site_data
-
-if TYPE_CHECKING:
-    from polyclinic.config.recipe import PublicSection
 
 PUBLIC = "public"
 HASHED = 256
@@ -35,17 +30,18 @@ def load_public(
     sites: Mapping[SiteId, SiteData] | None = None,
     held_out: Images | None = None,
 ) -> SiteData:
-    """Load the public set as one site, split by patient. What `sites` hold too, pixel by pixel, or what is held out for
-    testing, is left out of it. Under a privacy plan sites are not to be looked at: that alone would tell on them."""
+    """Load the public set as one site, split by patient, without images that `sites` hold too, pixel by pixel, or that
+    are held out for testing. Under a privacy plan leave out `sites`: the gap would reveal their images."""
     spec = DATASETS[section.name]
     collection = spec.load(spec.options.model_validate(section.options), stream.child("data"), data)
     _check_shape(section.name, collection, channels, size)
     collection = _align_labels(section.name, collection, classes)
-    held = [*_all_parts(sites or {}), *([held_out] if held_out is not None else [])]
+    parts = [part for site in (sites or {}).values() for part in (site.train, site.validation, site.test)]
+    held = [part for part in (*parts, held_out) if isinstance(part, Images | Selection)]
     if held:
         collection = _drop_duplicates(held, collection)
-    one = replace(collection, sites=(PUBLIC,) * len(collection))
-    return build_site_data(one, Natural(), section.split, stream.child("sites"))[PUBLIC]
+    collection = replace(collection, sites=(PUBLIC,) * len(collection))
+    return build_site_data(collection, Natural(), section.split, stream.child("sites"))[PUBLIC]
 
 
 def _check_shape(name: str, collection: Collection, channels: int, size: int) -> None:
@@ -92,11 +88,6 @@ def _drop_duplicates(held: Sequence[Images | Selection], collection: Collection)
         patients=tuple(collection.patients[row] for row in kept),
         split=collection.split and tuple(collection.split[row] for row in kept),
     )
-
-
-def _all_parts(sites: Mapping[SiteId, SiteData]) -> list[Images | Selection]:
-    parts = [part for site in sites.values() for part in (site.train, site.validation, site.test)]
-    return [part for part in parts if isinstance(part, Images | Selection)]
 
 
 def _image_hashes(images: Images | Selection) -> Iterator[bytes]:

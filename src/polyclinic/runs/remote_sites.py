@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Annotated, TypeAlias
 
 import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor, nn
 
 from polyclinic.core import Batch, DataError, EngineError, Refused, SiteId, __version__
@@ -16,42 +17,35 @@ from polyclinic.data.examples import Images, SiteData
 from polyclinic.data.partitioning.site_data import SiteSummary
 from polyclinic.runs.sites import FederatedDataset, check_site_name
 
-MOST = 10**9
+Count: TypeAlias = Annotated[int, Field(ge=0, le=10**9)]
+PositiveCount: TypeAlias = Annotated[int, Field(ge=1, le=10**9)]
+Word: TypeAlias = Annotated[str, Field(max_length=200)]
 
 
-@dataclass(frozen=True)
-class SiteProfile:
+class SiteProfile(BaseModel):
     """A site's description of its images: numbers, shape, and a fingerprint that shows whether they changed."""
 
-    version: str
-    classes: tuple[str, ...]
-    channels: int
-    size: int
-    train: int
-    validation: int
-    test: int
-    groups: tuple[int, int]
+    model_config = ConfigDict(frozen=True, strict=True)
+
+    version: Word
+    classes: Annotated[tuple[Word, ...], Field(min_length=2, max_length=10_000, strict=False)]
+    channels: PositiveCount
+    size: PositiveCount
+    train: PositiveCount
+    validation: Count
+    test: Count
+    groups: Annotated[tuple[Count, Count], Field(strict=False)]
     """Training and validation images of the patient who has most."""
-    fingerprint: str
+    fingerprint: Word
 
     @staticmethod
-    def from_fields(fields: Mapping[str, Any]) -> SiteProfile:
-        """Read a profile from a message; raises `Refused` if a field is missing or invalid."""
+    def from_fields(fields: object) -> SiteProfile:
+        """Read a profile from the JSON of a message; raises `Refused` if a field is missing or invalid."""
         try:
-            counts = [fields[name] for name in ("channels", "size", "train", "validation", "test")]
-            groups, classes = tuple(fields["groups"]), tuple(fields["classes"])
-            version, mark = fields["version"], fields["fingerprint"]
-        except (KeyError, TypeError):
-            raise Refused("json", "a site's profile lacks a field") from None
-        whole = all(type(number) is int and 0 <= number <= MOST for number in (*counts, *groups))
-        words = all(isinstance(word, str) and len(word) <= 200 for word in (version, mark, *classes))
-        if not whole or not words or len(groups) != 2 or not 2 <= len(classes) <= 10_000 or not all(counts[:3]):
-            raise Refused("json", "a site's profile has invalid values")
-        channels, size, train, validation, test = counts
-        return SiteProfile(version, classes, channels, size, train, validation, test, (groups[0], groups[1]), mark)
-
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
+            return SiteProfile.model_validate(fields)
+        except ValidationError as error:
+            lacks = error.errors()[0]["type"] in ("missing", "model_type")
+            raise Refused("json", f"a site's profile {'lacks a field' if lacks else 'has invalid values'}") from None
 
 
 @dataclass(frozen=True)
@@ -97,12 +91,13 @@ class RemoteSites(FederatedDataset):
             raise DataError(f"Site {site} does not fit: {why}.")
         for site in profiles:
             check_site_name(site)
-        sites = {site: _remote_site(site, profile) for site, profile in profiles.items()}
+        sites: dict[SiteId, SiteData] = {}
+        for site, profile in profiles.items():
+            shape = (profile.channels, profile.size, profile.size)
+            train = RemoteImages(profile.train, shape, profile.groups[0])
+            validation = RemoteImages(profile.validation, shape, profile.groups[1])
+            sites[site] = SiteData(site, train, validation, RemoteImages(profile.test, shape))
         return RemoteSites(first.classes, sites, None, first.channels, first.size, dict(profiles))
-
-    @property
-    def visible_sites(self) -> Mapping[SiteId, SiteData]:
-        return {}
 
     @cached_property
     def fingerprint(self) -> str:
@@ -135,17 +130,12 @@ def find_misfits(profiles: Mapping[SiteId, SiteProfile]) -> dict[SiteId, str]:
             found[site] = f"it runs polyclinic {theirs}, this server {__version__}; install the same on both"
         for what, own, other in zip(("classes", "channels", "size"), kind, usual or kind, strict=True):
             if own != other:
-                difference = f"it has {what} {_format_value(own)}, {like} has {_format_value(other)}"
-                found.setdefault(site, f"{difference}; correct its data, or set it in the recipe's data section")
+                found.setdefault(
+                    site,
+                    f"it has {what} {_format_value(own)}, {like} has {_format_value(other)}; correct its data, or set "
+                    "it in the recipe's data section",
+                )
     return found
-
-
-def _remote_site(site: SiteId, profile: SiteProfile) -> SiteData:
-    shape = (profile.channels, profile.size, profile.size)
-    train, validation = (
-        RemoteImages(n, shape, of) for n, of in zip((profile.train, profile.validation), profile.groups, strict=True)
-    )
-    return SiteData(site, train, validation, RemoteImages(profile.test, shape))
 
 
 def _format_value(value: object) -> str:

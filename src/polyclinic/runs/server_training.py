@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -19,7 +18,6 @@ from polyclinic.core import (
     CurriculumOptions,
     Fit,
     Fitted,
-    Job,
     RecipeError,
     Score,
     Site,
@@ -53,21 +51,19 @@ class ServerTrainer:
         """Return the state after the algorithm's `server_step`, which follows an aggregation."""
         site, rng = replace(site, examples=len(self.public.train)), Stream(self.seed, ("server", site.round))
         work = self.algorithm.server_step(state, site, rng)
-        answer: Any = None
+        result: Fitted | Tensors | None = None
         while True:
             try:
-                group, job = work.send(answer)
+                group, job = work.send(result)
             except StopIteration as end:
                 after: Bundle = end.value
                 return after
-            answer = self._run_job(group, job, site, rng.child(group))
-
-    def _run_job(self, group: str, job: Job, site: Site, rng: Stream) -> Fitted | Tensors:
-        network = self.networks.by_cluster[group]
-        if isinstance(job, Fit):
-            here = replace(site, lr=site.lr * self.algorithm.lr_scale(group))
-            return fit(job, network, self.public.train, here, rng)
-        return score(job, network, getattr(self.public, job.part))
+            network = self.networks.by_cluster[group]
+            if isinstance(job, Fit):
+                here = replace(site, lr=site.lr * self.algorithm.lr_scale(group))
+                result = fit(job, network, self.public.train, here, rng.child(group))
+            else:
+                result = score(job, network, getattr(self.public, job.part))
 
     def check_usable(self, start: Bundle) -> None:
         """Raise, before training, if the server has no model or images to use; `start`: the state before round 1."""
@@ -95,8 +91,8 @@ class ServerTrainer:
         options, student = self.networks.recipe.finish, self.networks.student
         assert options is not None
         assert student is not None
-        rng = Stream(self.seed, ("finish",))
-        return refine_student(self._make_teachers(state), student, self.start, self.public, options, rng)
+        teachers = self._make_teachers(state)
+        return refine_student(teachers, student, self.start, self.public, options, Stream(self.seed, ("finish",)))
 
     def draw_teachers(self, state: Bundle, classes: Sequence[str], path: Path) -> None:
         """Draw each teacher's patch attributions on some public training images."""
@@ -104,8 +100,10 @@ class ServerTrainer:
         draw_teacher_maps(maps.psi, maps.images, path, [classes[label] for label in maps.labels])
 
     def _make_teachers(self, state: Bundle) -> list[Teacher]:
-        models = self._server_models(state).items()
-        return [Teacher(group or "global", self.networks.by_cluster[group], weights) for group, weights in models]
+        return [
+            Teacher(group or "global", self.networks.by_cluster[group], weights)
+            for group, weights in self._server_models(state).items()
+        ]
 
     def evaluate_models(self, state: Bundle, student: Bundle | None) -> dict[str, PartScores]:
         """Return the scores of all models of the server on the public test images."""
@@ -131,10 +129,11 @@ def pretrain_networks(networks: Networks, public: SiteData | None, device: torch
     sections = {name: cluster.model for name, cluster in recipe.clusters.items()} or {"": recipe.model}
     if public is None or not any(section.pretrain for section in sections.values()):
         return
-    images, rate = site_on_device(public, device, {}).train, recipe.training.optimiser.lr
-    lesson = replace(recipe.training, steps=None, first_epochs=None, curriculum=CurriculumOptions(), private=None)
+    images = site_on_device(public, device, {}).train
+    server = Site("server", len(images), 1, 1, recipe.training.optimiser.lr)
+    training = replace(recipe.training, steps=None, first_epochs=None, curriculum=CurriculumOptions(), private=None)
     for name, network in networks.by_cluster.items():
         if sections[name].pretrain is not None:
-            job = Fit(network.copy_weights(), task_loss, replace(lesson, epochs=sections[name].pretrain))
-            server, stream = Site("server", len(images), 1, 1, rate), Stream(recipe.seed, ("pretrain", name))
-            network.load_weights(fit(job, network, images, server, stream).weights)
+            job = Fit(network.copy_weights(), task_loss, replace(training, epochs=sections[name].pretrain))
+            fitted = fit(job, network, images, server, Stream(recipe.seed, ("pretrain", name)))
+            network.load_weights(fitted.weights)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -36,11 +36,12 @@ class FederatedDataset:
     held_out: Images | None
     channels: int
     size: int
-
-    @property
-    def visible_sites(self) -> Mapping[SiteId, SiteData]:
-        """The sites whose images this process can read."""
-        return self.sites
+    _on_devices: dict[torch.device, dict[SiteId, SiteData]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+    _feature_cache: dict[tuple[int, torch.device, str], tuple[Images, Images]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     def describe(self) -> list[SiteSummary]:
         return summarise_sites(self.sites, self.classes)
@@ -59,14 +60,10 @@ class FederatedDataset:
                         total.update(tensor.contiguous().numpy().data)
         return total.hexdigest()
 
-    @cached_property
-    def _on_devices(self) -> dict[torch.device, dict[SiteId, SiteData]]:
-        return {}
-
     def on_device(self, device: torch.device, room: int | None = None) -> dict[SiteId, SiteData]:
-        """The sites with their images on `device`, where images that sites share lie once.
+        """Return the sites with their images on `device`, where images that sites share are stored once.
 
-        If they take more than `room` bytes there (None: half of what is free now) they stay, and are fed as needed.
+        If they take more than `room` bytes there (None: half of the free memory), they stay where they are.
         """
         if device.type == "cpu":
             return dict(self.sites)
@@ -79,33 +76,22 @@ class FederatedDataset:
         return dict(self._on_devices[device])
 
     def with_features(self, part: nn.Module, device: torch.device) -> tuple[dict[SiteId, SiteData], Images | None]:
-        """The sites on `device`, and the held-out images, with what a fixed part of a network makes of images in the
-        images' place, where it fits; made once for all who ask."""
+        """Return the sites on `device` and the held-out images, with the features that a fixed part of a network
+        computes in place of images, where they fit; each is computed once."""
 
-        def made(images: Images) -> Images:
+        def cached(images: Images) -> Images:
             key = id(images), device, repr(part)
-            if key not in self._feature_cache:
-                self._feature_cache[key] = (
-                    images,
-                    _compute_features(images, part),
-                )  # held, so that no other takes its identity
+            if key not in self._feature_cache:  # which holds the images, so that no other takes their identity
+                self._feature_cache[key] = images, _compute_features(images, part)
             return self._feature_cache[key][1]
 
-        def of(examples: Any) -> Any:
-            return examples.with_images(made(examples.shared)) if isinstance(examples, Selection) else made(examples)
-
-        sites = self.on_device(device).items()
-        kept = {n: SiteData(s.name, of(s.train), of(s.validation), of(s.test)) for n, s in sites}
-        return kept, self.held_out and made(self.held_out)
-
-    @cached_property
-    def _feature_cache(self) -> dict[tuple[int, torch.device, str], tuple[Images, Images]]:
-        return {}
+        sites = {name: _map_images(site, cached) for name, site in self.on_device(device).items()}
+        return sites, self.held_out and cached(self.held_out)
 
     def _distinct_tensors(self) -> list[torch.Tensor]:
         """Return every tensor of images once."""
-        parts = [part for site in self.sites.values() for part in (site.train, site.validation, site.test)]
-        held = [part.shared if isinstance(part, Selection) else part for part in parts]
+        parts = (part for site in self.sites.values() for part in (site.train, site.validation, site.test))
+        held = (part.shared if isinstance(part, Selection) else part for part in parts)
         return list({id(h.images): h.images for h in held if isinstance(h, Images)}.values())
 
 
@@ -166,14 +152,20 @@ def free_bytes(device: torch.device) -> float:
 def site_on_device(site: SiteData, device: torch.device, copies: dict[int, Images]) -> SiteData:
     """Return the site with its images on `device`; `copies` holds those that are there already."""
 
-    def moved(part: Any) -> Any:
-        if not isinstance(part, Selection):
-            return part.to(device)
-        key = id(part.shared)
-        copies[key] = copies.get(key) or part.shared.to(device)
-        return part.with_images(copies[key])
+    def moved(images: Images) -> Images:
+        copies[id(images)] = copies.get(id(images)) or images.to(device)
+        return copies[id(images)]
 
-    return SiteData(site.name, moved(site.train), moved(site.validation), moved(site.test))
+    return _map_images(site, moved)
+
+
+def _map_images(site: SiteData, function: Callable[[Images], Images]) -> SiteData:
+    """Return the site with `function` applied to its images."""
+
+    def mapped(part: Any) -> Any:
+        return part.with_images(function(part.shared)) if isinstance(part, Selection) else function(part)
+
+    return SiteData(site.name, mapped(site.train), mapped(site.validation), mapped(site.test))
 
 
 def pool_sites(sites: Mapping[SiteId, SiteData]) -> PooledData:

@@ -1,10 +1,9 @@
 """Writing files that are either whole or absent: synced, then renamed; appended rows; folder locks."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import fcntl
+import hashlib
 import json
 import os
 from collections.abc import Iterator
@@ -19,13 +18,19 @@ ANOTHER = "make room or choose another folder with --out, then go on with the sa
 
 @contextlib.contextmanager
 def explain_os_errors(path: Path, action: str = "write", remedy: str = ANOTHER) -> Iterator[None]:
-    """Raise an error of the disk as one sentence: what failed, why, and the remedy."""
+    """Raise an OSError again as a StoreError: one sentence with the action, the reason and the remedy."""
     try:
         yield
     except OSError as error:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
         reason = "the disk is full" if full else error.strerror or error
         raise StoreError(f"cannot {action} {path}: {reason}; {remedy}") from error
+
+
+def make_folder(path: Path, mode: int = 0o777) -> None:
+    """Make a folder and its parents, or explain why that is not possible."""
+    with explain_os_errors(path):
+        path.mkdir(mode=mode, parents=True, exist_ok=True)
 
 
 def write_atomically(path: Path, data: bytes, half_written: str = "", before_rename: str = "") -> None:
@@ -43,7 +48,7 @@ def write_atomically(path: Path, data: bytes, half_written: str = "", before_ren
 
 
 def append_durably(path: Path, data: bytes, half_written: str = "") -> None:
-    """Add to the end of a file. Where the disk gives out on the way, nothing was added."""
+    """Append to a file. If the disk fails on the way, the file is as before."""
     with explain_os_errors(path):
         start = path.stat().st_size if path.exists() else 0
         try:
@@ -81,10 +86,16 @@ def lock_folder(folder: Path) -> Iterator[None]:
     """Hold a folder's lock: one process at a time works in it. The lock goes with the process, however it ends."""
     with explain_os_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        file = open(folder / LOCK, "wb")  # noqa: SIM115  named_failure is for opening it only
+        file = open(folder / LOCK, "wb")  # noqa: SIM115  errors are explained for opening it only
     with file:
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             raise StoreError(f"another process is at work in {folder}; wait for it, or choose another folder") from None
         yield
+
+
+def file_sha256(path: Path) -> str:
+    """Return the SHA-256 digest of a file's content, in hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,7 +1,5 @@
 """The journal of the round loop: charges, metrics, costs and snapshots, written to a run's folder or kept in memory."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -32,7 +30,7 @@ class Journal(Protocol):
     def resume(self) -> Resumed | None: ...
 
     def charge_round(self, round: int, sites: Sequence[SiteId], privacy: Fields | None = None) -> None:
-        """Write what this round may release, before anything is sent; synced before it returns."""
+        """Write the charge of a round before anything is sent; it is synced before this returns."""
         ...
 
     def read_charges(self) -> list[ChargeRow]: ...

@@ -1,7 +1,5 @@
 """Append-only ledgers: JSON rows in a chain of hashes, so that no row can be lost or changed unnoticed."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
@@ -70,7 +68,7 @@ def _hash_row(chain: str, row: str) -> str:
 
 
 def _valid_link(chain: str, line: bytes) -> str | None:
-    """The hash a row carries, if that is what follows from the row before."""
+    """Return the hash that a row carries if it follows from the row before, otherwise None."""
     row, _, carried = line.decode(errors="replace").rpartition(MARK.decode())
     link = _hash_row(chain, row.removesuffix(", ") + "}")
     return link if carried == f'{link}"}}' else None

@@ -1,11 +1,9 @@
-"""Bytes ↔ messages. The only code that reads what another machine wrote, in every engine.
+"""Bytes ↔ messages. No other code reads data from another machine, in any engine.
 
 A message is one frame: `PCL1 | header length | SHA-256 of header | header (JSON) | body (safetensors)`. The header
 holds the body's SHA-256, so every bit is covered. Nothing is executed, nothing is pickled, and nothing larger than what
-was announced is ever allocated. Whatever does not fit is `Refused` by name.
+was announced is ever allocated. Anything else is `Refused` by name.
 """
-
-from __future__ import annotations
 
 import hashlib
 import json
@@ -84,7 +82,7 @@ def unflatten(tensors: Mapping[str, Tensor]) -> Bundle:
 
 
 def hash_tensors(bundle: Bundle) -> str:
-    """SHA-256 of names, dtypes, shapes and values, whatever order they were put in."""
+    """Return the SHA-256 of names, dtypes, shapes and values; the order of insertion does not matter."""
     total = hashlib.sha256()
     for path, tensor in sorted(flatten(bundle).items()):
         total.update(json.dumps([path, str(tensor.dtype), list(tensor.shape)]).encode())
@@ -99,15 +97,11 @@ def encode_body(bundle: Bundle) -> Body:
 
 
 def _body_views(bundle: Bundle) -> list[bytes | memoryview]:
-    """What a body is made of, as views of the tensors: no copy."""
-    tensors, table = _sort_by_width(bundle)
-    views = (t.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data for t in tensors)
-    return [len(table).to_bytes(8, "little"), table, *views]
-
-
-def _sort_by_width(bundle: Bundle) -> tuple[list[Tensor], bytes]:
+    """Return the parts of a body as views of the tensors: no copy."""
     tensors = sorted(flatten(bundle).items(), key=lambda item: (-item[1].element_size(), item[0]))
-    return [t for _, t in tensors], _encode_table(tuple((path, tensor.dtype, tensor.shape) for path, tensor in tensors))
+    table = _encode_table(tuple((path, tensor.dtype, tensor.shape) for path, tensor in tensors))
+    views = (t.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data for _, t in tensors)
+    return [len(table).to_bytes(8, "little"), table, *views]
 
 
 @lru_cache(maxsize=16)
@@ -144,7 +138,7 @@ def _encode_header(fields: Mapping[str, object], checksum: str) -> bytes:
 
 
 def message_size(message: bytes | Message, body: int | None = None) -> int:
-    """The bytes a message has, or would have if it travelled; `body` of them for its tensors, if that is known."""
+    """Return the size of a message in bytes as it is sent; `body`: the bytes of its tensors, if known."""
     if isinstance(message, bytes):
         return len(message)
     header = _encode_header(message.fields, "0" * 2 * hashlib.sha256().digest_size)
@@ -162,9 +156,12 @@ def _body_size(layout: tuple[tuple[str, torch.dtype, torch.Size], ...]) -> int:
 
 
 def decode(data: bytes, max_bytes: int | None = None, max_table_bytes: int = MAX_TABLE) -> Message:
-    """The message in `data`, or `Refused`. Checks everything that can be checked without knowing what was expected.
+    """Decode a message, or raise `Refused`. All is checked that can be checked without knowing what was expected.
 
-    `limit` and `table`: the most bytes that the message, and the table of its tensors, may have.
+    Args:
+        data: The bytes as they arrived.
+        max_bytes: The largest size of the message; None: no limit.
+        max_table_bytes: The largest size of the table of its tensors.
     """
     if not data:
         raise Refused("empty", "the message has no bytes")
@@ -198,7 +195,7 @@ def _parse_header(header: bytes) -> dict[str, Any]:
 
 
 def format_untrusted(value: object) -> str:
-    """What a stranger wrote, harmless in a log: short, escaped, and lists without what is nested in them."""
+    """Format a value from another machine for a log: short and escaped; of lists and mappings only the type."""
     return repr(value)[:60] if value is None or isinstance(value, str | int | float) else f"a {type(value).__name__}"
 
 
@@ -206,7 +203,7 @@ def _parse_body(body: memoryview, most: int) -> Tensors:
     """Read safetensors without a copy: tensors are views of the message, and read-only by contract.
 
     Stricter than the format: every byte belongs to exactly one tensor, in the order of the header, and a tensor's
-    bytes are exactly what its shape and dtype need. So what is announced can never exceed what was sent.
+    bytes are exactly what its shape and dtype need. So a message cannot announce more than it holds.
     """
     length = int.from_bytes(body[:8], "little")
     if len(body) < 8 or length > min(len(body) - 8, most):
@@ -231,7 +228,7 @@ def _parse_body(body: memoryview, most: int) -> Tensors:
 
 @lru_cache(maxsize=16)
 def _parse_table(table: bytes) -> tuple[Entry, ...]:
-    """What a table says, checked. Sites of one federation send the same table again and again."""
+    """Parse and check a table. Sites of one federation send the same table again and again."""
     entries, position = [], 0
     for name, entry in sorted(parse_json(table, "tensors").items(), key=_entry_offset):
         dtype, shape, size = _parse_entry(name, entry, position)

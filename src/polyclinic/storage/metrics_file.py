@@ -1,7 +1,5 @@
 """The file of metrics by round and site."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
@@ -13,7 +11,7 @@ from polyclinic.storage.files import append_durably, explain_os_errors
 
 
 class MetricsFile:
-    """JSON rows, which a resumed run truncates to what its snapshot has seen."""
+    """JSON rows, which a resumed run truncates to those that its snapshot covers."""
 
     def __init__(self, path: Path) -> None:
         self.path, self._sum = path, hashlib.sha256()
@@ -31,7 +29,7 @@ class MetricsFile:
         return self._sum.hexdigest()
 
     def truncate(self, size: int, checksum: str | None = None) -> None:
-        """Drop what was written after the snapshot that is resumed from; those rounds run again."""
+        """Drop the rows that are newer than the snapshot that is resumed from; those rounds run again."""
         with explain_os_errors(self.path, "read"):
             seen = self.path.read_bytes()[:size] if self.path.exists() else b""
         self._sum = hashlib.sha256(seen)

@@ -1,7 +1,5 @@
 """The predictions of final models, kept beside a run's result."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The folder of a run: the names of its files, and their contents read back. No other module spells these names."""
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os
@@ -9,8 +7,9 @@ import struct
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
-from typing import Literal, TypeVar, get_args
+from typing import Literal, TypeVar, cast, get_args
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -51,14 +50,13 @@ class RunFolder:
         self._kept: dict[tuple[Path, str], tuple[tuple[int, int, int], object]] = {}
 
     def prepare(self) -> None:
-        """Make the folder, or say why it cannot be made; delete what a killed process had not finished writing."""
+        """Make the folder, or explain why that is not possible; delete files that a killed process left unfinished."""
         with explain_os_errors(self.path):
             self.snapshots.mkdir(parents=True, exist_ok=True)
             for place in (self.path, self.snapshots, *self.site_memory.glob("*")):
                 for unfinished in place.glob(".*.[0-9]*.tmp"):
                     unfinished.unlink(missing_ok=True)
-            probe = self.path / ".probe"
-            probe.write_bytes(b"")
+            (probe := self.path / ".probe").write_bytes(b"")
             probe.unlink()
 
     @property
@@ -125,21 +123,19 @@ class RunFolder:
 
     @property
     def last_written(self) -> float | None:
-        """When the run was last heard of."""
+        """The time of the last change to a file of the run."""
         times = []
         for path in (self.ledger_file, self.metrics_file, self.recipe, self.result, self.snapshots):
-            try:
+            with suppress(OSError):
                 times.append(path.stat().st_mtime)
-            except OSError:
-                continue
         return max(times, default=None)
 
     @property
     def is_locked(self) -> bool | None:
         """Whether another process holds the folder's lock; None where the system does not say.
 
-        The lock is only queried: trying it would take it for a moment. Not for the process that runs: whoever closes
-        a file gives up the locks it has on it.
+        The lock is only queried: trying it would take it for a moment. Not for the process that runs: a process that
+        closes a file gives up its locks on it.
         """
         linux = sys.platform != "darwin"
         layout = "hhqqi4x" if linux else "qqihh"
@@ -155,9 +151,9 @@ class RunFolder:
         return bool(struct.unpack(layout, answer)[0 if linux else 3] != fcntl.F_UNLCK)
 
     def read_if_changed(self, path: Path, parse: Callable[[Path], T], key: str = "") -> T | None:
-        """Parse a file of the run, or return what was parsed if it has not changed since; None: no such file yet.
+        """Parse a file of the run, or return the earlier result if it has not changed; None: no such file yet.
 
-        `key` tells several ways of parsing one file apart.
+        `key` distinguishes several ways of parsing one file.
         """
         try:
             found = path.stat()
@@ -167,8 +163,7 @@ class RunFolder:
                 kept = self._kept[path, key] = mark, parse(path)
         except (FileNotFoundError, NotADirectoryError):
             return None
-        value: T = kept[1]  # type: ignore[assignment]
-        return value
+        return cast(T, kept[1])
 
     def _rows(self, path: Path, row: TypeAdapter[T], tolerant: bool) -> list[T]:
         return self.read_if_changed(path, lambda place: _read_rows(place, row, tolerant), str(tolerant)) or []
@@ -202,16 +197,9 @@ def _read_summary(path: Path) -> RunSummary:
     except (OSError, ValueError, AttributeError) as error:
         if isinstance(error, FileNotFoundError):
             raise
-        raise StoreError(
-            f"{path} is damaged ({_first_line(error)}); remove it and run again: only the end is repeated"
-        ) from error
-
-
-def _first_line(error: Exception) -> str:
-    if isinstance(error, ValidationError):
-        first = error.errors()[0]
-        return f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
-    return str(error)
+        first = error.errors()[0] if isinstance(error, ValidationError) else None
+        reason = f"{'.'.join(map(str, first['loc']))}: {first['msg']}" if first else str(error)
+        raise StoreError(f"{path} is damaged ({reason}); remove it and run again: only the end is repeated") from error
 
 
 def _read_rows(path: Path, row: TypeAdapter[T], tolerant: bool) -> list[T]:

@@ -1,6 +1,4 @@
-"""What sites keep between rounds: in memory, or in one checksummed file per site and round."""
-
-from __future__ import annotations
+"""The memory of sites between rounds: in RAM, or in one checksummed file per site and round."""
 
 import hashlib
 from pathlib import Path
@@ -8,22 +6,22 @@ from typing import Protocol
 
 from polyclinic.core import Bundle, FlatTensors, Refused, SiteId, StoreError, Tensors, copy_tensors
 from polyclinic.storage import messages
-from polyclinic.storage.files import explain_os_errors, write_atomically
+from polyclinic.storage.files import explain_os_errors, make_folder, write_atomically
 
 
 class SiteMemory(Protocol):
-    """What sites remember between rounds, by round, so that a round can be played again."""
+    """The memory of sites between rounds, by round, so that a round can be repeated."""
 
     def load(self, site: SiteId, before: int) -> Bundle | None: ...
 
     def save(self, site: SiteId, round: int, memory: Bundle, durable: int) -> None: ...
 
     def forget(self, site: SiteId, after: int, before: int) -> None:
-        """Drop what was remembered of the rounds between: they did not count."""
+        """Drop the memory of the rounds between, which did not count."""
         ...
 
     def save_report(self, site: SiteId, round: int, found: Bundle) -> None:
-        """Keep what a site found out in a round, for its own people to read: nothing here ever loads it."""
+        """Keep what a site computed in a round for its own staff; it is never loaded here."""
         ...
 
 
@@ -48,11 +46,11 @@ class RamMemory:
         self._kept[site] = [(r, m) for r, m in self._kept.get(site, []) if not after < r < before]
 
     def save_report(self, site: SiteId, round: int, found: Bundle) -> None:
-        """Without a folder there is nobody to read it."""
+        """Nothing is kept: there is no folder to read it from."""
 
 
 def _without_shared_storage(group: Tensors) -> Tensors:
-    """The tensors without whatever else lies in their memory, such as all sites of a stack."""
+    """Copy tensors that share their storage with others, such as those of all sites of a stack."""
     held = [group.vector] if isinstance(group, FlatTensors) else list(group.values())
     return group if all(t.untyped_storage().nbytes() == t.nbytes for t in held) else copy_tensors(group)
 
@@ -75,14 +73,13 @@ class DiskMemory:
         return None
 
     def save(self, site: SiteId, round: int, memory: Bundle, durable: int) -> None:
-        """Save, then drop what no resume can need: all but the newest version at or before `durable`."""
+        """Save, then drop what no resume needs: all versions at or before `durable` but the newest."""
         folder = self._folder(site)
-        with explain_os_errors(folder):
-            folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         write_atomically(folder / f"{round:06d}.pcl", messages.encode({"round": round}, memory), "memory-half-written")
-        settled = [path for path in self._paths(site) if int(path.stem) <= durable]
+        durable_paths = [path for path in self._paths(site) if int(path.stem) <= durable]
         with explain_os_errors(folder):
-            for old in settled[:-1]:
+            for old in durable_paths[:-1]:
                 old.unlink(missing_ok=True)
 
     def forget(self, site: SiteId, after: int, before: int) -> None:
@@ -93,8 +90,7 @@ class DiskMemory:
 
     def save_report(self, site: SiteId, round: int, found: Bundle) -> None:
         folder = self._folder(site) / "scores"
-        with explain_os_errors(folder):
-            folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         write_atomically(folder / f"{round:06d}.safetensors", messages.encode_body(found).data)
 
     def _folder(self, site: SiteId) -> Path:

@@ -1,7 +1,5 @@
 """Snapshots of the server's state, each written atomically and covered by a checksum."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Mapping
 from pathlib import Path

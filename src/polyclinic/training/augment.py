@@ -3,8 +3,6 @@
 Its parameters are drawn on the CPU, so a run sees the same images whatever its device.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Auxiliary networks, which train beside a classifier (a generator, a discriminator). Predictions do not use them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import TypeVar
 
@@ -47,5 +45,5 @@ def with_auxiliary(
 
 def copy_auxiliary_weights(name: str, module: nn.Module) -> Bundle:
     """Return a copy of an auxiliary network's weights, under the names that they have in a classifier's bundle."""
-    weights = copy_module_weights(module)
-    return {kind: {f"{AUX_PREFIX}{name}.{n}": t for n, t in group.items()} for kind, group in weights.items()}
+    prefix, weights = f"{AUX_PREFIX}{name}.", copy_module_weights(module)
+    return {kind: {prefix + n: t for n, t in group.items()} for kind, group in weights.items()}

@@ -5,8 +5,6 @@ a site draws the same order in epoch e whether that epoch is a round, a part of 
 augments the images of step s in the same way.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import torch

@@ -1,9 +1,9 @@
 """The training loop (`fit`), and the loop that evaluates a function without training (`score`)."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator, Sequence
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import islice
 
 import torch
@@ -18,6 +18,7 @@ from polyclinic.core import (
     Optimiser,
     Score,
     Site,
+    SiteId,
     Step,
     Stream,
     Tensors,
@@ -29,6 +30,16 @@ from polyclinic.training.dp.dp_sgd import PrivateGradients, is_plain_sgd
 from polyclinic.training.keyed_dropout import dropout_key, first_key
 from polyclinic.training.network import LiveNetwork
 from polyclinic.training.prefetch import prefetch_batches
+
+
+@dataclass(frozen=True)
+class MultiSiteFit(Fit):
+    """A training job for all sites of one place at once, with a loop of its own, for algorithms that pool all images.
+    The site runner calls `fit_sites` in the place of `fit`."""
+
+    @abstractmethod
+    def fit_sites(self, network: LiveNetwork, images: Mapping[SiteId, Examples], site: Site, stream: Stream) -> Fitted:
+        """Train on the `images` of each site; `site` and `stream` are those of the place that has them all."""
 
 
 def fit(
@@ -72,8 +83,7 @@ def fit(
                 if len(steps) > 1:
                     network.require_gradients(names)
                 optimiser.zero_grad(set_to_none=True)
-                ready = augment_batches(islice(loaded, len(batches)), training, stream.child("augment", number))
-                ready = key_dropout(ready, network, key, number)
+                ready = prepare_batches(islice(loaded, len(batches)), network, training, stream, key, number)
                 if private is None:
                     loss = accumulate_gradient(step, network, live, ready, sizes, reference)
                 else:
@@ -86,10 +96,14 @@ def fit(
     return Fitted(network.copy_weights(), len(schedule), float(total) / max(len(schedule), 1), state, dropped)
 
 
-def augment_batches(batches: Iterator[Batch], training: Training, stream: Stream) -> Iterator[Batch]:
-    """Augment the batches of one step."""
+def prepare_batches(
+    batches: Iterator[Batch], network: LiveNetwork, training: Training, stream: Stream, first: int, number: int
+) -> Iterator[Batch]:
+    """Augment the batches of step `number`, and give each a dropout mask of its own, just before the batch is used."""
     for position, batch in enumerate(batches):
-        yield augment_batch(*batch, training, stream.child(position))
+        ready = augment_batch(*batch, training, stream.child("augment", number, position))
+        network.set_dropout_key(dropout_key(first, number, position))
+        yield ready
 
 
 def augment_batch(images: Tensor, labels: Tensor, training: Training, stream: Stream) -> Batch:
@@ -98,13 +112,6 @@ def augment_batch(images: Tensor, labels: Tensor, training: Training, stream: St
     if views > 1:
         images, labels = images.repeat_interleave(views, 0), labels.repeat_interleave(views, 0)
     return (images if training.augment is None else augment_images(images, training.augment, stream)), labels
-
-
-def key_dropout(batches: Iterator[Batch], network: LiveNetwork, first: int, number: int) -> Iterator[Batch]:
-    """Give every batch of step `number` a dropout mask of its own, just before the batch is used."""
-    for position, batch in enumerate(batches):
-        network.set_dropout_key(dropout_key(first, number, position))
-        yield batch
 
 
 def accumulate_gradient(

@@ -4,13 +4,10 @@ Under `vmap` a convolution with a weight per site becomes a grouped convolution,
 a hundred sites on one GPU). Image patches, multiplied by each site's own matrix, give the same.
 """
 
-from __future__ import annotations
-
 import copy
 from typing import TypeVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 MAX_KERNEL_PIXELS = 25
@@ -23,8 +20,7 @@ class Im2colConv2d(nn.Conv2d):
 
     def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         patches = extract_patches(input, self.kernel_size, self.stride, self.padding, self.dilation)
-        output = self.multiply_patches(patches, weight, bias)
-        return output.reshape(*patches.shape[:-1], -1).permute(0, 3, 1, 2)
+        return self.multiply_patches(patches, weight, bias).reshape(*patches.shape[:-1], -1).permute(0, 3, 1, 2)
 
     def multiply_patches(self, patches: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Return the outputs as rows (… × filters)."""
@@ -42,7 +38,7 @@ def extract_patches(
     """Return each output pixel's patch: n × channels × height × width → n × height' × width' × (kernel·channels)."""
     assert not isinstance(padding, str)
     (above, left), (down, right), (high, wide) = padding, stride, dilation
-    pixels = F.pad(images.permute(0, 2, 3, 1), (0, 0, left, left, above, above))
+    pixels = nn.functional.pad(images.permute(0, 2, 3, 1), (0, 0, left, left, above, above))
     rows = (pixels.shape[1] - high * (kernel[0] - 1) - 1) // down + 1
     columns = (pixels.shape[2] - wide * (kernel[1] - 1) - 1) // right + 1
     shifted = [

@@ -4,8 +4,6 @@ PyTorch's dropout draws from one generator per process, so a site's masks would 
 process. Here a site's key comes from its own stream: it drops the same units alone, in a stack, or on its own machine.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import cast
 
@@ -39,8 +37,7 @@ def hash_uniform(key: Tensor, count: int) -> Tensor:
     low, high = key & MASK_32, (key >> 32) & MASK_32
     one = _mix_bits(_mix_bits(low) ^ high)
     other = _mix_bits((one + 0x9E3779B9) & MASK_32)
-    place = torch.arange(count, device=key.device)
-    return _mix_bits((_mix_bits(place ^ one) + other) & MASK_32).float() / 2**32
+    return _mix_bits((_mix_bits(torch.arange(count, device=key.device) ^ one) + other) & MASK_32).float() / 2**32
 
 
 def _mix_bits(x: Tensor) -> Tensor:

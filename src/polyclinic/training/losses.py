@@ -5,8 +5,6 @@ weights that train, `reference` holds whatever else a loss needs (teachers, anch
 own loss, cross-entropy for classification, comes from `network.loss` and `network.output_loss`.
 """
 
-from __future__ import annotations
-
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -29,25 +27,22 @@ def separable(objective: Objective) -> Objective:
 
 
 @separable
-def task_loss(network: Network, weights: Bundle, batch: Batch, reference: Bundle) -> Tensor:
+def task_loss(network: Network, weights: Bundle, batch: Batch, _reference: Bundle) -> Tensor:
     """Return the task's own loss on the batch, for classification the mean negative log-likelihood."""
-    del reference
     return network.loss(weights, batch)
 
 
 @separable
 def proximal_loss(network: Network, weights: Bundle, batch: Batch, reference: Bundle) -> Tensor:
     """Return the task loss + (μ/2)·‖w − anchor‖² (FedProx)."""
-    anchor = reference["anchor"]
-    distance = sum((w - anchor[name]).pow(2).sum() for name, w in weights["model"].items())
+    distance = sum((w - reference["anchor"][name]).pow(2).sum() for name, w in weights["model"].items())
     return task_loss(network, weights, batch, reference) + reference["scalars"]["mu"] / 2 * distance
 
 
 @separable
 def corrected_loss(network: Network, weights: Bundle, batch: Batch, reference: Bundle) -> Tensor:
     """Return the task loss + ⟨correction, w⟩ (SCAFFOLD); the gradient of this term is the correction itself."""
-    correction = reference["correction"]
-    linear = sum((correction[name] * w).sum() for name, w in weights["model"].items())
+    linear = sum((reference["correction"][name] * w).sum() for name, w in weights["model"].items())
     return task_loss(network, weights, batch, reference) + linear
 
 
@@ -144,8 +139,7 @@ def pairwise_distances(rows: Tensor, others: Tensor) -> Tensor:
     return squares.clamp(min=1e-12).sqrt()
 
 
-def predict_probabilities(network: Network, weights: Bundle, batch: Batch, reference: Bundle) -> Tensors:
+def predict_probabilities(network: Network, weights: Bundle, batch: Batch, _reference: Bundle) -> Tensors:
     """Return the task's predictions, one row for each example, with the labels."""
-    del reference
     images, labels = batch
     return {**network.predict(weights, images), "labels": labels}

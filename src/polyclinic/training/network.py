@@ -1,16 +1,13 @@
 """A network as a function of its weights (`core.network.Network`), with a fast path for the module's own weights."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from polyclinic.core import AUX_PREFIX, Batch, Bundle, EngineError, Network, Precision, Tensors, copy_tensors
 from polyclinic.evaluation.task import CLASSIFICATION, Task
@@ -47,7 +44,8 @@ class LiveNetwork:
             task: What outputs and targets mean: the loss and the predictions.
         """
         self.device, self.task = device or torch.device("cpu"), task
-        self.memory_format = torch.channels_last if _has_convolutions(module) else torch.contiguous_format
+        has_convolutions = any(isinstance(layer, nn.Conv2d) for layer in module.modules())
+        self.memory_format = torch.channels_last if has_convolutions else torch.contiguous_format
         """Convolutions run much faster, on CPU and GPU, where a pixel's channels lie side by side."""
         self.module = module.to(self.device).to(memory_format=self.memory_format)
         self.auxiliary_modules = nn.ModuleDict(dict(auxiliary or {})).to(self.device)
@@ -120,11 +118,9 @@ class LiveNetwork:
     def _forward(self, module: nn.Module, weights: Bundle, prefix: str, *given: Tensor) -> Tensor:
         if not (self.may_use_live and weights is self.live):
             return self._functional_call(module, weights, prefix, *given)
-        output: Tensor = module(*map(self._to_memory_format, given))
-        return output
-
-    def _to_memory_format(self, images: Tensor) -> Tensor:
-        return images.contiguous(memory_format=self.memory_format) if images.ndim == 4 else images
+        return cast(
+            Tensor, module(*(t.contiguous(memory_format=self.memory_format) if t.ndim == 4 else t for t in given))
+        )
 
     @staticmethod
     def _functional_call(module: nn.Module, weights: Bundle, prefix: str, *given: Tensor) -> Tensor:
@@ -132,8 +128,7 @@ class LiveNetwork:
         own = {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
         if not prefix:
             own = {name: t for name, t in own.items() if not name.startswith(AUX_PREFIX)}
-        output: Tensor = functional_call(module, own, given)
-        return output
+        return cast(Tensor, torch.func.functional_call(module, own, given))
 
     @cached_property
     def _eval_module(self) -> Classifier:
@@ -178,7 +173,7 @@ class LiveNetwork:
                 block.checkpointing = False
 
     @cached_property
-    def stackable_copy(self) -> LiveNetwork:
+    def stackable_copy(self) -> "LiveNetwork":
         """The network, rewritten so that many sites' weights run as one call; its own weights are never used."""
         auxiliary = {name: copy_with_im2col(module) for name, module in self.auxiliary_modules.items()}
         network = LiveNetwork(copy_with_im2col(self.module), self.device, auxiliary, self.task)
@@ -305,10 +300,6 @@ def _cast_to_float32(_: nn.Module, given: tuple[Tensor, ...]) -> tuple[Tensor, .
 
 
 _cast_to_float32.changes_nothing = True  # type: ignore[attr-defined]  # layers may still be recorded
-
-
-def _has_convolutions(module: nn.Module) -> bool:
-    return any(isinstance(m, nn.Conv2d) for m in module.modules())
 
 
 def copy_to_device(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:

@@ -4,8 +4,6 @@ They are transferred as they are stored, from pinned memory, on a CUDA stream of
 the device neither waits for them nor holds more than a few batches. Images that are already there are only indexed.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor

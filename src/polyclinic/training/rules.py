@@ -1,7 +1,5 @@
 """Checks of the options in `training`: their ranges, and the rules between them."""
 
-from __future__ import annotations
-
 from polyclinic.core import RecipeError, Training, check_options
 
 

@@ -12,8 +12,7 @@ from torch import Tensor
 from polyclinic.core.errors import RecipeError
 from polyclinic.core.rng import Stream
 from polyclinic.data.builtin.phantom import HOSPITALS, MEAN, STD, PhantomOptions, PhantomSite, generate_phantom
-from polyclinic.data.builtin.phantom_anatomy import Cases, draw_anatomy, spectral_noise
-from polyclinic.data.builtin.phantom_scanner import VENDORS, Vendor, acquire_images
+from polyclinic.data.builtin.phantom_images import VENDORS, Cases, Vendor, acquire_images, draw_anatomy, spectral_noise
 from polyclinic.data.examples import Collection
 
 

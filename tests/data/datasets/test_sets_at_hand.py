@@ -24,7 +24,7 @@ from polyclinic.data.datasets.deepdrid.dataset import DATASET as DEEPDRID
 from polyclinic.data.datasets.medmnist.dataset import DATASET as MEDMNIST
 from polyclinic.data.datasets.mias.dataset import DATASET as MIAS
 from polyclinic.data.datasets.office_caltech10.dataset import DATASET as OFFICE, ONE_IMAGE_TWICE
-from polyclinic.data.datasets.readers import exclude_duplicates, read_duplicates, read_rows
+from polyclinic.data.datasets.toolkit import exclude_duplicates, read_duplicates, read_rows
 from polyclinic.data.records import Listing, Record
 
 SETS = {each.name: each for each in (BUSI, MIAS, DDSM, DEEPDRID, COVID, OFFICE, MEDMNIST, BREAKHIS)}

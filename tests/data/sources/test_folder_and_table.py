@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, strategies as st
 
 from polyclinic.core.errors import RecipeError
+from polyclinic.data.listings import open_source
 from polyclinic.data.sources.folder import Level, is_image, parse_part, read_folder
-from polyclinic.data.sources.format_detection import open_source
 from polyclinic.data.sources.table import Columns, read_table
 from tests.data.written import NAME, counts, pictures, real, refused, saved, table, touch
 

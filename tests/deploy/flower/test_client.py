@@ -17,9 +17,10 @@ pytest.importorskip("flwr", reason="needs the extra polyclinic[flower]")
 
 from polyclinic.deploy.config import FederationConfig, ServerConfig, ServerSection
 from polyclinic.deploy.flower.client import SiteConnection
-from polyclinic.deploy.processes import STATUS, SiteRegistration, open_server, serve_site
+from polyclinic.deploy.processes import SiteRegistration, open_server, serve_site
 from polyclinic.deploy.provisioning.provision import provision_federation
 from polyclinic.deploy.site.config import SiteConfig
+from polyclinic.deploy.status import STATUS
 from tests.deploy.memory_grid import SITES, at_work, echo, orders, said
 from tests.deploy.real_processes import free_port, until
 
@@ -60,7 +61,7 @@ def address(reception: SiteRegistration) -> str:
 
 def test_the_end_of_a_run_is_no_failure(kits: Path, tmp_path: Path, reception: SiteRegistration) -> None:
     with told_by_hill(kits, address(reception), tmp_path / "hill", is_idle=lambda: True) as told:
-        until(lambda: reception.connected_sites() == ["hill"], "hill's coming", 15)
+        until(lambda: reception.link.connected_sites() == ["hill"], "hill's coming", 15)
         reception.link.__exit__()
         until(lambda: len(told) == 2, "a word on the server's end", 15)
         time.sleep(1.5)
@@ -72,7 +73,7 @@ def test_a_server_that_goes_in_the_middle_of_a_run_cannot_be_reached(
     kits: Path, tmp_path: Path, reception: SiteRegistration
 ) -> None:
     with told_by_hill(kits, address(reception), tmp_path / "hill") as told:
-        until(lambda: reception.connected_sites() == ["hill"], "hill's coming", 15)
+        until(lambda: reception.link.connected_sites() == ["hill"], "hill's coming", 15)
         reception.link.__exit__()
         until(lambda: any("cannot be reached" in sentence for sentence in told), "a word on the server's end", 15)
 
@@ -125,7 +126,7 @@ def test_a_full_disk_does_not_end_a_site(
 
     def exchange() -> None:
         try:
-            until(lambda: reception.connected_sites() == ["hill"], "hill's coming", 15)
+            until(lambda: reception.link.connected_sites() == ["hill"], "hill's coming", 15)
             replies.update(said(reception.engine, {"hill": orders()["hill"]}))
         finally:
             if not over.is_set():  # or it would end the tests

@@ -96,7 +96,7 @@ def until(found: Callable[[], object], seconds: float = 15) -> None:
 def test_over_tls_replies_come_back_bit_for_bit_and_soon(kits: Path, tmp_path: Path) -> None:
     with open_server(server(kits, tmp_path)) as reception:
         with attending(kits, reception, "harbour", tmp_path / "a"), attending(kits, reception, "hill", tmp_path / "b"):
-            until(lambda: len(reception.connected_sites()) == 2)
+            until(lambda: len(reception.link.connected_sites()) == 2)
             sent = {site: data for site, data in orders(size=1_500_000).items() if site != "lake"}
             for _ in range(3):
                 begun = time.monotonic()
@@ -109,7 +109,7 @@ def test_over_tls_replies_come_back_bit_for_bit_and_soon(kits: Path, tmp_path: P
             assert not reception.board.refusals, "a site needs no more than is open, and no application of a server's"
             assert store.num_message_ins() == store.num_message_res() == 0
             assert not cast(Any, store.object_store).store, "nothing may pile up in the server"
-        until(lambda: reception.connected_sites() == [])
+        until(lambda: reception.link.connected_sites() == [])
 
 
 def test_a_rehearsal_on_this_machine_needs_no_tls_but_keys(kits: Path, tmp_path: Path) -> None:
@@ -118,11 +118,11 @@ def test_a_rehearsal_on_this_machine_needs_no_tls_but_keys(kits: Path, tmp_path:
     with open_server(server(kits, tmp_path).model_copy(update={"insecure": True})) as reception:
         attendance = SiteConnection(f"127.0.0.1:{reception.link.port}", None, config.key, tmp_path, echo("hill"))
         threading.Thread(target=attendance.serve_forever, daemon=True).start()
-        until(lambda: reception.connected_sites() == ["hill"])
+        until(lambda: reception.link.connected_sites() == ["hill"])
         assert said(reception.engine, {"hill": orders()["hill"]}) == {"hill": echo("hill")(orders()["hill"])}
         attendance.stop.set()
         reception.link.gate.notify_site("hill")
-        until(lambda: reception.connected_sites() == [])
+        until(lambda: reception.link.connected_sites() == [])
 
 
 def test_a_site_with_another_key_is_refused_and_told_so(kits: Path, tmp_path: Path) -> None:
@@ -136,7 +136,7 @@ def test_a_site_with_another_key_is_refused_and_told_so(kits: Path, tmp_path: Pa
             "ask for a new kit"
         ]
         assert reception.board.refusals == {("", "a key that is not registered"): 1}
-        assert reception.connected_sites() == []
+        assert reception.link.connected_sites() == []
 
 
 def test_what_is_not_for_sites_is_closed(kits: Path, tmp_path: Path) -> None:
@@ -162,7 +162,7 @@ def test_a_site_that_speaks_for_another_is_refused_and_the_round_goes_on(kits: P
         posing = SiteConnection(at, config.ca, config.key, tmp_path, echo("harbour"))
         with posing.client, attending(kits, reception, "hill", tmp_path / "b", slowly(echo("hill"), 1.5)):
             own = posing._activate_node()
-            until(lambda: len(reception.connected_sites()) == 2)
+            until(lambda: len(reception.link.connected_sites()) == 2)
             found: dict[SiteId, Any] = {}
             asking = threading.Thread(target=lambda: found.update(said(reception.engine, {"hill": orders()["hill"]})))
             asking.start()
@@ -205,7 +205,7 @@ def test_a_server_of_another_authority_is_not_trusted(kits: Path, tmp_path: Path
             sentence
             == "the server's certificate is not of the CA in this kit; ask the coordinator for the right ca.crt"
         )
-        assert reception.connected_sites() == []
+        assert reception.link.connected_sites() == []
 
 
 def test_an_expired_certificate_is_not_trusted_and_does_not_even_serve(kits: Path, tmp_path: Path) -> None:
@@ -257,11 +257,11 @@ def test_a_site_finds_a_restarted_server_again(kits: Path, tmp_path: Path) -> No
     sent = {"hill": orders()["hill"]}
     with open_server(config) as reception:
         with attending(kits, reception, "hill", tmp_path / "b") as told:
-            until(lambda: reception.connected_sites() == ["hill"])
+            until(lambda: reception.link.connected_sites() == ["hill"])
             said(reception.engine, sent)
             reception.link.__exit__()
             with open_server(config.model_copy(update={"folder": tmp_path / "again"})) as anew:
-                until(lambda: anew.connected_sites() == ["hill"])
+                until(lambda: anew.link.connected_sites() == ["hill"])
                 assert said(anew.engine, sent) == {"hill": echo("hill")(sent["hill"])}
         assert [sentence.split()[0] for sentence in told[:1]] == ["connected"]
 
@@ -274,7 +274,7 @@ def test_a_slow_or_huge_sender_keeps_nobody_waiting(kits: Path, tmp_path: Path) 
         bad = SiteConnection(f"127.0.0.1:{reception.link.port}", config.ca, config.key, tmp_path, echo("harbour"))
         with bad.client, attending(kits, reception, "hill", tmp_path / "b"):
             node = bad._activate_node()
-            until(lambda: len(reception.connected_sites()) == 2)
+            until(lambda: len(reception.link.connected_sites()) == 2)
             sent = {site: data for site, data in orders().items() if site != "lake"}
             arrived: dict[SiteId, float] = {}
             begun = time.monotonic()

@@ -7,8 +7,6 @@ The engine offers one extra site, `pooled`, that holds the training and validati
 trains. The model is tested at every site. Departures: none, there is no paper.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

@@ -7,15 +7,12 @@ Each site sends its model once, at the end. In the results a model is named afte
 Local, the rest shows transfer. Departures: none, it is a baseline of Fed-Align-CL.
 """
 
-from __future__ import annotations
-
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from polyclinic.algorithms.base import WEIGHT_KINDS
 from polyclinic.algorithms.baselines.local import Local
 from polyclinic.algorithms.baselines.one_shot import OneShot
-from polyclinic.core import Bundle, SiteId, Update
+from polyclinic.core import Bundle, SiteId, Update, Updates
 
 
 @dataclass(frozen=True)
@@ -24,7 +21,7 @@ class CrossSite(OneShot):
         trained = {kind: tensors for kind, tensors in state.items() if "@" in kind}
         return trained or Local().broadcast(state, site)
 
-    def aggregate(self, state: Bundle, updates: Iterable[Update]) -> Bundle:
+    def aggregate(self, state: Bundle, updates: Updates) -> Bundle:
         trained: Bundle = {}
         started: list[Update] = []
         for update in updates:

@@ -5,15 +5,12 @@
 No site sends anything; the server hands out the common start once. Departures: none, there is no paper.
 """
 
-from __future__ import annotations
-
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 
 from polyclinic.algorithms.base import Algorithm, network_weights
-from polyclinic.core import Bundle, Exchange, Fit, Fitted, Site, SiteId, StoreError, Stream, Update, Work
+from polyclinic.core import Bundle, Exchange, Fit, Fitted, Site, SiteId, StoreError, Stream, Update, Updates, Work
 from polyclinic.training.losses import task_loss
 
 
@@ -30,7 +27,7 @@ class Local(Algorithm):
         fitted = yield continue_fit(received, memory, self)  # (1)
         return Update({}, site.examples), pack_memory(fitted)
 
-    def aggregate(self, state: Bundle, updates: Iterable[Update]) -> Bundle:
+    def aggregate(self, state: Bundle, updates: Updates) -> Bundle:
         started = {update.site: torch.ones(()) for update in updates}
         return {**state, "started": {**state.get("started", {}), **started}}
 

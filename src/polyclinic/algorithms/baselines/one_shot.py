@@ -7,15 +7,12 @@ There is one download and one upload per site in the whole run. Departures: none
 Fed-Align-CL.
 """
 
-from __future__ import annotations
-
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from polyclinic.algorithms.base import WEIGHT_KINDS, BundleMean
 from polyclinic.algorithms.baselines.local import Local, continue_fit, pack_memory
 from polyclinic.algorithms.optimisation.fedavg import FedAvg
-from polyclinic.core import Bundle, Exchange, Site, SiteId, Stream, Update, Work
+from polyclinic.core import Bundle, Exchange, Site, SiteId, Stream, Update, Updates, Work
 
 
 @dataclass(frozen=True)
@@ -32,16 +29,13 @@ class OneShot(FedAvg):
         sent = fitted.weights if site.round == site.rounds else {}
         return Update(sent, site.examples), pack_memory(fitted)
 
-    def aggregate(self, state: Bundle, updates: Iterable[Update]) -> Bundle:
-        mean = BundleMean()
-        started = []
+    def aggregate(self, state: Bundle, updates: Updates) -> Bundle:
+        mean, started = BundleMean(), list[Update]()
         for update in updates:
             started.append(Update({}, update.examples, update.site))
             if update.tensors:
                 mean.add(update.tensors, self.update_weight(update))
-        if mean.count:
-            return mean.value()  # (2)
-        return Local().aggregate(state, started)
+        return mean.value() if mean.count else Local().aggregate(state, started)  # (2)
 
     def models(self, received: Bundle, memory: Bundle | None) -> dict[str, Bundle]:
         return {"global": received} if "model" in received else Local().models(received, memory)

@@ -16,13 +16,10 @@ with the batch, unlike (10), and change the balance of the two. Anchors without 
 views of each image, are left out.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from polyclinic.core import Bundle
 from polyclinic.training.network import LiveNetwork, move_bundle
@@ -36,7 +33,7 @@ class Teacher:
     network: LiveNetwork
     weights: Bundle
 
-    def on_device(self) -> Teacher:
+    def on_device(self) -> "Teacher":
         """Return the teacher with its weights on its network's device, so that calls do not copy them."""
         return replace(self, weights=move_bundle(self.weights, self.network.device))
 
@@ -48,7 +45,7 @@ class Teacher:
 
 def supcon_loss(embeddings: Tensor, labels: Tensor, temperature: float) -> Tensor:
     """Return the mean of (17) over all anchors that have positives; 0 if none has."""
-    unit = F.normalize(embeddings, dim=-1)
+    unit = nn.functional.normalize(embeddings, dim=-1)
     itself = torch.eye(len(labels), dtype=torch.bool, device=labels.device)
     similarity = (unit @ unit.T / temperature).masked_fill(itself, -torch.inf)
     log_share = similarity - torch.logsumexp(similarity, -1, keepdim=True)

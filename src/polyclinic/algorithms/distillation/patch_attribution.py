@@ -13,8 +13,6 @@ Departures: the paper uses test images, here they are training images; it has a 
 since the number of network calls grows with it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 

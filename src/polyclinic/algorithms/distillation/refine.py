@@ -23,17 +23,14 @@ on the public validation part are kept, with the start as epoch 0. Shapley value
 never used. The paper gives no α; FedDF uses Adam 1e-3 with a cosine schedule and T = 1.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar, Literal, TypeAlias
 
 import torch
-import torch.nn.functional as F
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
-from torch import Tensor
+from torch import Tensor, nn
 
 from polyclinic.algorithms.distillation import patch_attribution
 from polyclinic.algorithms.distillation.losses import Teacher, supcon_loss
@@ -193,8 +190,8 @@ def refine_student(
         factor = patch_attribution.loss_factor(
             patch_attribution.attribute_patches(ready, public.train, rng.child("maps")).psi
         )  # (19)
-    lesson = StudentObjective(ready, shares, options, factor)
-    found, history, best = _train_student(lesson, student, start, public, rng, watch)
+    objective = StudentObjective(ready, shares, options, factor)
+    found, history, best = _train_student(objective, student, start, public, rng, watch)
     return RefinementResult(found, worth, shares, history, len(history) - 1, best, factor)
 
 
@@ -218,8 +215,8 @@ def _teacher_values(
         raise DataError(f"Every teacher needs a name of its own, but there are: {', '.join(names) or 'no teachers'}.")
     classes = _predict(student, start, public.validation)["logits"].shape[1]
     _check_labels(public, classes)
-    opinions = {each.name: _predict(each.network, each.weights, public.validation)["logits"] for each in teachers}
-    for name, logits in opinions.items():
+    teacher_logits = {each.name: _predict(each.network, each.weights, public.validation)["logits"] for each in teachers}
+    for name, logits in teacher_logits.items():
         if logits.shape[1] != classes:
             raise WeightsError(
                 f"Teacher {name!r} predicts {logits.shape[1]} classes, the student {classes}; give both the same task."
@@ -228,12 +225,11 @@ def _teacher_values(
             raise WeightsError(
                 f"Teacher {name!r} predicts values that are not finite; leave it out, or train it again."
             )
-    return shapley_values(coalition_value(opinions, public.validation.labels), names) if options.shapley else {}
+    return shapley_values(coalition_value(teacher_logits, public.validation.labels), names) if options.shapley else {}
 
 
-def logits_and_labels(network: Network, weights: Bundle, batch: Batch, reference: Bundle) -> Tensors:
+def logits_and_labels(network: Network, weights: Bundle, batch: Batch, _reference: Bundle) -> Tensors:
     """Return logits and labels, a row per example."""
-    del reference
     return {"logits": network(weights, batch[0]), "labels": batch[1]}
 
 
@@ -252,8 +248,8 @@ class StudentObjective:
 
     def teacher_logits(self, images: Tensor) -> Tensor:
         """Return z̄, the weighted mean of the teachers' logits."""
-        heard = [(self.shares[each.name], each) for each in self.teachers if self.shares[each.name] > 0]
-        return torch.stack([share * each.logits(images).to(images.device) for share, each in heard]).sum(0)
+        weighted = [(self.shares[each.name], each) for each in self.teachers if self.shares[each.name] > 0]
+        return torch.stack([share * each.logits(images).to(images.device) for share, each in weighted]).sum(0)
 
     def augment_views(self, batch: Batch, stream: Stream) -> Batch:
         """Return one augmented view of every image, or two if the loss has the contrast."""
@@ -266,18 +262,18 @@ class StudentObjective:
     def loss_terms(self, student: LiveNetwork, batch: Batch) -> Tensors:
         """Return the terms of the loss on augmented images."""
         (images, labels), options, wanted = batch, self.options, self.options.loss_weights
-        taught = self.teacher_logits(images) if "kd" in wanted else None
+        teacher = self.teacher_logits(images) if "kd" in wanted else None
         # Only now: a teacher may share the module, and leaves it in evaluation mode.
         student.set_training_mode(frozenset(student.live["model"]))
         embeddings = student.features(student.live, images)
         logits = student.module.head(embeddings)
         found = {}
         if "ce" in wanted:
-            found["ce"] = F.cross_entropy(logits, labels)  # (9)
+            found["ce"] = nn.functional.cross_entropy(logits, labels)  # (9)
         if "scl" in wanted:
             found["scl"] = supcon_loss(embeddings, labels, options.tau)  # (17)
-        if taught is not None:
-            found["kd"] = softened_kl(logits, taught, options.temperature)  # (10)
+        if teacher is not None:
+            found["kd"] = softened_kl(logits, teacher, options.temperature)  # (10)
         return found
 
     def total_loss(self, terms: Tensors) -> Tensor:
@@ -287,7 +283,7 @@ class StudentObjective:
 
 
 def _train_student(
-    lesson: StudentObjective,
+    objective: StudentObjective,
     student: LiveNetwork,
     start: Bundle,
     public: SiteData,
@@ -295,7 +291,7 @@ def _train_student(
     watch: Callable[[EpochRow], None],
 ) -> tuple[Bundle, list[EpochRow], int]:
     """Return the weights of the best epoch, the rows of all epochs, and the number of the best one."""
-    options = lesson.options
+    options = objective.options
     live = student.load_weights(start)
     moving = student.require_gradients(frozenset(live["model"]))
     adam = make_optimiser(moving, Optimiser("adam", weight_decay=options.weight_decay), options.lr)
@@ -304,7 +300,7 @@ def _train_student(
     watch(history[0])
     with seed_generators(rng.child("draws"), student.device), student.use_checkpointing():
         for epoch in range(1, options.epochs + 1):
-            means = _train_epoch(lesson, student, adam, public.train, epoch, rng)
+            means = _train_epoch(objective, student, adam, public.train, epoch, rng)
             history.append({"epoch": epoch, **means, **_validate(student, public.validation)})
             watch(history[epoch])
             if not all(map(math.isfinite, history[epoch].values())):
@@ -319,17 +315,22 @@ def _train_student(
 
 
 def _train_epoch(
-    lesson: StudentObjective, student: LiveNetwork, adam: torch.optim.Optimizer, data: Examples, epoch: int, rng: Stream
+    objective: StudentObjective,
+    student: LiveNetwork,
+    adam: torch.optim.Optimizer,
+    data: Examples,
+    epoch: int,
+    rng: Stream,
 ) -> EpochRow:
     """Train for one epoch; return the means of the loss and its terms."""
-    cut = draw_epoch_batches(data.labels, Training(batch=lesson.options.batch), rng.child("order", epoch))
-    key, names = first_key(rng), ("loss", *lesson.options.loss_weights)
+    cut = draw_epoch_batches(data.labels, Training(batch=objective.options.batch), rng.child("order", epoch))
+    key, names = first_key(rng), ("loss", *objective.options.loss_weights)
     totals = torch.zeros(len(names), device=student.device)
     with prefetch_batches(data, cut, student.device) as fed:
         for position, batch in enumerate(fed):
             student.set_dropout_key(dropout_key(key, (epoch - 1) * len(cut) + position, 0))
-            terms = lesson.loss_terms(student, lesson.augment_views(batch, rng.child("views", epoch, position)))
-            loss = lesson.total_loss(terms)
+            terms = objective.loss_terms(student, objective.augment_views(batch, rng.child("views", epoch, position)))
+            loss = objective.total_loss(terms)
             adam.zero_grad(set_to_none=True)
             loss.backward()  # type: ignore[no-untyped-call]
             adam.step()
@@ -341,6 +342,6 @@ def _validate(student: LiveNetwork, data: Examples) -> EpochRow:
     found = _predict(student, student.live, data)
     right = found["logits"].argmax(-1) == found["labels"]
     return {
-        "validation_loss": float(F.cross_entropy(found["logits"], found["labels"])),
+        "validation_loss": float(nn.functional.cross_entropy(found["logits"], found["labels"])),
         "validation_accuracy": float(right.float().mean()),
     }

@@ -15,8 +15,6 @@ most frequent class is worth nothing. v(∅) = 0, and a teacher with equal logit
 right by chance, on a few images more than the others, would get the weight 1.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import combinations
@@ -54,15 +52,13 @@ def shapley_weights(values: Mapping[str, float]) -> dict[str, float]:
 
 def beats_chance(together: float, labels: Tensor) -> bool:
     """Return (4): whether teachers of joint value `together` predict these labels better than chance."""
-    shares = _class_weights(labels)
-    return 2 * together / float(shares.square().sum()) > CHANCE
+    return 2 * together / float(_class_weights(labels).square().sum()) > CHANCE
 
 
 def coalition_value(logits: Mapping[str, Tensor], labels: Tensor) -> Callable[[frozenset[str]], float]:
     """Return v of (2) as a function of a coalition, for teachers with these logits on the same labelled images."""
     exact = {name: found.detach().double().cpu() for name, found in logits.items()}
-    here = labels.cpu()
-    shares = _class_weights(here)
+    here, shares = labels.cpu(), _class_weights(labels.cpu())
 
     def value(coalition: frozenset[str]) -> float:
         if not coalition:
@@ -84,8 +80,7 @@ def likelihood_gain(logits: Tensor, labels: Tensor, shares: Tensor) -> float:
     right = scaled.gather(1, labels[:, None]).squeeze(1)
 
     def slope(beta: float) -> float:
-        expected = (torch.softmax(beta * scaled, -1) * scaled).sum(-1)
-        return float(shares @ (right - expected))
+        return float(shares @ (right - (torch.softmax(beta * scaled, -1) * scaled).sum(-1)))
 
     if slope(0.0) <= 0:
         return 0.0
@@ -101,8 +96,7 @@ def _class_weights(labels: Tensor) -> Tensor:
 
 
 def _list_coalitions(players: Sequence[str]) -> Iterator[frozenset[str]]:
-    for size in range(len(players) + 1):
-        yield from map(frozenset, combinations(players, size))
+    return (frozenset(some) for size in range(len(players) + 1) for some in combinations(players, size))
 
 
 def _player_value(player: str, players: Sequence[str], worth: Mapping[frozenset[str], float]) -> float:

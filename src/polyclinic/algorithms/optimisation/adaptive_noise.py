@@ -16,8 +16,6 @@ with noise `loss_noise`, which is charged; σ_k follows from the released varian
 its least value.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
@@ -32,17 +30,14 @@ from polyclinic.privacy.releases import release_variance
 from polyclinic.training.losses import task_loss
 
 
-def per_example_losses(network: Network, weights: Bundle, batch: Batch, reference: Bundle) -> Tensors:
+def per_example_losses(network: Network, weights: Bundle, batch: Batch, _reference: Bundle) -> Tensors:
     """The loss of every image."""
-    del reference
-    images, labels = batch
-    return {"losses": network.output_loss(network(weights, images), labels, "none")}
+    return {"losses": network.output_loss(network(weights, batch[0]), batch[1], "none")}
 
 
 def scale_noise(sigma: float, spread: float, rule: Literal["equation", "text"]) -> float:
     """(3), or what the text says."""
-    more = spread if rule == "equation" else 1 / (1 + spread)
-    return min(sigma * (1 + more), 2 * sigma)
+    return min(sigma * (1 + (spread if rule == "equation" else 1 / (1 + spread))), 2 * sigma)
 
 
 @dataclass(frozen=True)
@@ -75,8 +70,7 @@ class AdaptiveNoise(FedAvg):
             return (yield from super().local(received, memory, site, rng))
         found = yield Score(received, per_example_losses)
         sigma = scale_noise(private.noise, self.loss_variance(found["losses"], site), self.rule)  # (3)
-        adapting = replace(self.training, private=replace(private, noise=sigma))
-        fitted = yield Fit(received, task_loss, adapting)  # (2)
+        fitted = yield Fit(received, task_loss, replace(self.training, private=replace(private, noise=sigma)))  # (2)
         return Update(fitted.weights, site.examples, scalars={"noise": sigma}), None
 
     def loss_variance(self, losses: Tensor, site: Site) -> float:
@@ -85,5 +79,5 @@ class AdaptiveNoise(FedAvg):
             means = torch.stack([batch.mean() for batch in torch.split(losses, self.training.batch_size(len(losses)))])
             return float(means.var(correction=0).nan_to_num(0.0))
         assert site.secret is not None
-        told = release_variance(losses.cpu(), self.largest_loss, self.loss_noise, site.secret.child("losses"))
-        return float(told.tensors["variance"])
+        released = release_variance(losses.cpu(), self.largest_loss, self.loss_noise, site.secret.child("losses"))
+        return float(released.tensors["variance"])

@@ -21,18 +21,14 @@ It is refused under a privacy plan: Ω_k depends on all images and has as many v
 noise would leave no signal.
 """
 
-from __future__ import annotations
-
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
 import torch
 from pydantic import Field
 from torch import Tensor
-from torch.func import grad
 
-from polyclinic.algorithms.base import WEIGHT_KINDS, Algorithm, BundleMean
+from polyclinic.algorithms.base import WEIGHT_KINDS, Algorithm
 from polyclinic.core import (
     Batch,
     Bundle,
@@ -46,19 +42,19 @@ from polyclinic.core import (
     Stream,
     Tensors,
     Update,
+    Updates,
     Work,
 )
 from polyclinic.training.losses import task_loss
 
 
-def parameter_sensitivity(network: Network, weights: Bundle, batch: Batch, reference: Bundle) -> Tensors:
+def parameter_sensitivity(network: Network, weights: Bundle, batch: Batch, _reference: Bundle) -> Tensors:
     """Return |∂ mean_x ‖F(x)‖² / ∂θ| of a batch."""
-    del reference
 
     def length(model: Tensors) -> Tensor:
         return network({**weights, "model": model}, batch[0]).square().sum(-1).mean()
 
-    return {name: slope.abs() for name, slope in grad(length)(dict(weights["model"])).items()}
+    return {name: slope.abs() for name, slope in torch.func.grad(length)(dict(weights["model"])).items()}
 
 
 @dataclass(frozen=True)
@@ -91,11 +87,8 @@ class Elastic(Algorithm):
         if any(bool((omega < 0).any()) for omega in update.tensors["sensitivity"].values()):
             raise Refused("norm", "sensitivity holds values below 0, but it is a mean of absolute values")
 
-    def aggregate(self, state: Bundle, updates: Iterable[Update]) -> Bundle:
-        mean = BundleMean(*WEIGHT_KINDS, "sensitivity")
-        for update in updates:
-            mean.add(update.tensors, self.update_weight(update))  # (2)
-        means = mean.value()
+    def aggregate(self, state: Bundle, updates: Updates) -> Bundle:
+        means = self.mean_update(updates, *WEIGHT_KINDS, "sensitivity")  # (2)
         zeta, trained = self.aggregation_coefficients(means["sensitivity"]), means["model"]
         moved = {name: torch.lerp(w, trained[name], zeta[name]) for name, w in state["model"].items()}  # (4)
         return {"model": moved, "buffers": means["buffers"]}

@@ -8,13 +8,10 @@ Departures: n is the number of examples of the sites that replied, not of all si
 correction); `training.weights: uniform` replaces n_k by 1. BatchNorm statistics are averaged like parameters.
 """
 
-from __future__ import annotations
-
-from collections.abc import Iterable
 from dataclasses import dataclass
 
-from polyclinic.algorithms.base import Algorithm, BundleMean
-from polyclinic.core import Bundle, Fit, Site, Stream, Update, Work
+from polyclinic.algorithms.base import Algorithm
+from polyclinic.core import Bundle, Fit, Site, Stream, Update, Updates, Work
 from polyclinic.training.losses import task_loss
 
 
@@ -24,8 +21,5 @@ class FedAvg(Algorithm):
         fitted = yield Fit(received, task_loss, self.training)  # (1)
         return Update(fitted.weights, site.examples), None
 
-    def aggregate(self, state: Bundle, updates: Iterable[Update]) -> Bundle:
-        mean = BundleMean()
-        for update in updates:
-            mean.add(update.tensors, self.update_weight(update))
-        return mean.value()  # (2)
+    def aggregate(self, state: Bundle, updates: Updates) -> Bundle:
+        return self.mean_update(updates)  # (2)

@@ -11,25 +11,18 @@ It is FedAvg with E = 1 and uniform weights; tests/laws asserts that bit for bit
 Departures: none in the update. The paper implicitly restarts Adam in every round; so do all algorithms here.
 """
 
-from __future__ import annotations
-
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from polyclinic.algorithms.base import Algorithm, BundleMean
+from polyclinic.algorithms.optimisation.fedavg import FedAvg
 from polyclinic.core import Bundle, Fit, Site, Stream, Update, Work
 from polyclinic.training.losses import task_loss
 
 
 @dataclass(frozen=True)
-class FedCycle(Algorithm):
+class FedCycle(FedAvg):
     def local(self, received: Bundle, memory: Bundle | None, site: Site, rng: Stream) -> Work:
-        one_epoch = replace(self.training, epochs=1, steps=None)
-        fitted = yield Fit(received, task_loss, one_epoch)  # line 7
+        fitted = yield Fit(received, task_loss, replace(self.training, epochs=1, steps=None))  # line 7
         return Update(fitted.weights, site.examples), None
 
-    def aggregate(self, state: Bundle, updates: Iterable[Update]) -> Bundle:
-        mean = BundleMean()
-        for update in updates:
-            mean.add(update.tensors)  # Eq. 1: all sites have the same weight
-        return mean.value()
+    def update_weight(self, update: Update) -> float:
+        return 1.0  # Eq. 1: all sites have the same weight

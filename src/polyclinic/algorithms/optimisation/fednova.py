@@ -10,13 +10,10 @@ Sites that take more steps have no more influence. Departures: none; BatchNorm s
 averaged as in FedAvg. The server computes ‖a_k‖₁ from the number of steps that a site reports.
 """
 
-from __future__ import annotations
-
-from collections.abc import Iterable
 from dataclasses import dataclass
 
-from polyclinic.algorithms.base import Algorithm, RunningMean
-from polyclinic.core import Bundle, Fit, RecipeError, Refused, Site, Stream, Update, Work
+from polyclinic.algorithms.base import Algorithm, BundleMean
+from polyclinic.core import Bundle, Fit, RecipeError, Refused, Site, Stream, Update, Updates, Work
 from polyclinic.training.data_order import batches_per_epoch
 from polyclinic.training.losses import task_loss
 
@@ -49,18 +46,13 @@ class FedNova(Algorithm):
         if steps != implied and not (own.oversample and own.epochs and 1 <= steps <= 1e6):
             raise Refused("scalars", f"{steps:g} steps reported where {update.examples} examples imply {implied}")
 
-    def aggregate(self, state: Bundle, updates: Iterable[Update]) -> Bundle:
+    def aggregate(self, state: Bundle, updates: Updates) -> Bundle:
         x = state["model"]
-        direction, buffers, lengths = RunningMean(), RunningMean(), 0.0
+        mean, lengths, total = BundleMean(), 0.0, 0.0
         for update in updates:
             a_k = normalised_steps(update.scalars["steps"], self.training.optimiser.momentum)
             d_k = {name: (x[name] - y) / a_k for name, y in update.tensors["model"].items()}  # (2)
-            direction.add(d_k, self.update_weight(update))
-            buffers.add(update.tensors.get("buffers", {}), self.update_weight(update))
-            lengths += self.update_weight(update) * a_k
-        tau = lengths / direction.total  # (3)
-        mean = direction.value()
-        return {
-            "model": {name: w - tau * mean[name] for name, w in x.items()},
-            "buffers": buffers.value(),
-        }  # (4)
+            mean.add({**update.tensors, "model": d_k}, self.update_weight(update))
+            lengths, total = lengths + self.update_weight(update) * a_k, total + self.update_weight(update)
+        tau, means = lengths / total, mean.value()  # (3)
+        return {**means, "model": {name: w - tau * means["model"][name] for name, w in x.items()}}  # (4)

@@ -8,11 +8,8 @@ Departures: the paper samples sites with probability n_k/n and averages uniforml
 weighted by n_k, as in all algorithms here. μ = 0 is FedAvg, bit for bit. The paper tunes μ in {.001, .01, .1, .5, 1}.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
-import torch
 from pydantic import NonNegativeFloat
 
 from polyclinic.algorithms.optimisation.fedavg import FedAvg
@@ -26,7 +23,7 @@ class FedProx(FedAvg):
     """μ, the weight of the proximal term."""
 
     def local(self, received: Bundle, memory: Bundle | None, site: Site, rng: Stream) -> Work:
-        anchor = received["model"]
-        scalars = {"mu": torch.tensor(self.mu, dtype=next(iter(anchor.values())).dtype)}
-        fitted = yield Fit(received, proximal_loss, self.training, {"anchor": anchor, "scalars": scalars})  # (1)
+        mu = next(iter(received["model"].values())).new_tensor(self.mu)
+        reference = {"anchor": received["model"], "scalars": {"mu": mu}}
+        fitted = yield Fit(received, proximal_loss, self.training, reference)  # (1)
         return Update(fitted.weights, site.examples), None

@@ -8,8 +8,6 @@ Departures: with BatchNorm each batch of (1) is normalised by its own statistics
 batch-normalised loss. Further steps are an option (FedCycle's comparison uses them); the original takes one.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 from pydantic import PositiveInt

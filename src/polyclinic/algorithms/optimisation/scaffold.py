@@ -13,17 +13,14 @@ from the distance moved, which momentum, Adam or weight decay would change.
 Departures: the mean in (3) follows `training.weights` (uniform, as in the paper, or by examples).
 """
 
-from __future__ import annotations
-
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Annotated
 
 import torch
 from pydantic import Field
 
-from polyclinic.algorithms.base import Algorithm, RunningMean, network_weights
-from polyclinic.core import Bundle, Exchange, Federation, Fit, RecipeError, Site, Stream, Update, Work
+from polyclinic.algorithms.base import Algorithm, BundleMean, RunningMean, network_weights
+from polyclinic.core import Bundle, Exchange, Federation, Fit, RecipeError, Site, Stream, Update, Updates, Work
 from polyclinic.training.losses import corrected_loss
 
 
@@ -54,20 +51,18 @@ class Scaffold(Algorithm):
         c_k = memory["control"] if memory else {name: torch.zeros_like(v) for name, v in c.items()}
         correction = {name: c[name] - c_k[name] for name in c}
         fitted = yield Fit(network_weights(received), corrected_loss, self.training, {"correction": correction})  # (1)
-        y = fitted.weights["model"]
-        distance = fitted.steps * site.lr
+        y, distance = fitted.weights["model"], fitted.steps * site.lr
         moved = {name: (x[name] - y[name]) / distance - c[name] for name in c}  # (2): c_k⁺ − c_k
         remembered = {name: c_k[name] + moved[name] for name in c}
         return Update({**fitted.weights, "control": moved}, site.examples), {"control": remembered}
 
-    def aggregate(self, state: Bundle, updates: Iterable[Update]) -> Bundle:
-        y, buffers, moved = RunningMean(), RunningMean(), RunningMean()
+    def aggregate(self, state: Bundle, updates: Updates) -> Bundle:
+        mean, moved = BundleMean(), RunningMean()
         for update in updates:
-            y.add(update.tensors["model"], self.update_weight(update))
-            buffers.add(update.tensors.get("buffers", {}), self.update_weight(update))
+            mean.add(update.tensors, self.update_weight(update))
             moved.add(update.tensors["control"])
-        x, mean_y, mean_moved = state["model"], y.value(), moved.value()
+        x, mean_y, mean_moved = state["model"], mean.value(), moved.value()
         share = moved.count / int(state["all"]["sites"])
-        model = {name: torch.lerp(x[name], mean_y[name], self.global_lr) for name in x}  # (3)
+        model = {name: torch.lerp(x[name], mean_y["model"][name], self.global_lr) for name in x}  # (3)
         control = {name: c + share * mean_moved[name] for name, c in state["control"].items()}  # (4)
-        return {**state, "model": model, "buffers": buffers.value(), "control": control}
+        return {**state, **mean_y, "model": model, "control": control}

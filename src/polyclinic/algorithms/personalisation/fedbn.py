@@ -15,15 +15,13 @@ Sites are weighted by n_k / n; the authors weight them equally (`training.weight
 normalisation layers this is FedAvg, bit for bit; it is allowed, since with clusters only some networks may have them.
 """
 
-from __future__ import annotations
-
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
 
 from polyclinic.algorithms.base import WEIGHT_KINDS, Algorithm, BundleMean, network_weights
-from polyclinic.core import Bundle, Federation, Fit, Site, SiteId, Stream, Tensors, Update, Work
+from polyclinic.core import Bundle, Federation, Fit, Site, SiteId, Stream, Tensors, Update, Updates, Work
 from polyclinic.training.losses import task_loss
 
 LOCAL_KINDS = {"model": "norms", "buffers": "norm buffers"}
@@ -50,10 +48,11 @@ class FedBN(Algorithm):
         return Update(shared, site.examples), own if any(own.values()) else None
 
     def start_weights(self, received: Bundle, memory: Bundle | None) -> Bundle:
-        own = memory or received
-        return {kind: {**received.get(kind, {}), **own.get(LOCAL_KINDS[kind], {})} for kind in WEIGHT_KINDS}
+        return {
+            kind: {**received.get(kind, {}), **(memory or received).get(LOCAL_KINDS[kind], {})} for kind in WEIGHT_KINDS
+        }
 
-    def aggregate(self, state: Bundle, updates: Iterable[Update]) -> Bundle:
+    def aggregate(self, state: Bundle, updates: Updates) -> Bundle:
         mean, started = BundleMean(), dict(state.get("started", {}))
         for update in updates:
             started[update.site] = torch.ones(())

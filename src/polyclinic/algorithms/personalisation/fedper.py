@@ -7,13 +7,10 @@ personalization layers. arXiv:1912.00818, Algorithms 1 and 2.
 The head never leaves the site. Departures: the heads of all sites start from the same weights.
 """
 
-from __future__ import annotations
-
-from collections.abc import Iterable
 from dataclasses import dataclass
 
-from polyclinic.algorithms.base import Algorithm, BundleMean, with_prefix, without_prefix
-from polyclinic.core import Bundle, Federation, Fit, Site, Stream, Tensors, Update, Work
+from polyclinic.algorithms.base import Algorithm, with_prefix, without_prefix
+from polyclinic.core import Bundle, Federation, Fit, Site, Stream, Tensors, Update, Updates, Work
 from polyclinic.training.losses import task_loss
 
 HEAD = "head."
@@ -23,7 +20,7 @@ HEAD = "head."
 class FedPer(Algorithm):
     def init(self, federation: Federation) -> Bundle:
         model = federation.initial["model"]
-        return {**federation.initial, "model": extractor_weights(model), "head": head_weights(model)}
+        return {**federation.initial, "model": without_prefix(HEAD, model), "head": head_weights(model)}
 
     def local(self, received: Bundle, memory: Bundle | None, site: Site, rng: Stream) -> Work:
         fitted = yield Fit(self.start_weights(received, memory), task_loss, self.training)  # (1)
@@ -33,11 +30,8 @@ class FedPer(Algorithm):
         own = (memory or received).get("head", {})
         return {"model": {**received.get("model", {}), **own}, "buffers": received.get("buffers", {})}
 
-    def aggregate(self, state: Bundle, updates: Iterable[Update]) -> Bundle:
-        mean = BundleMean()
-        for update in updates:
-            mean.add(update.tensors, self.update_weight(update))
-        return {**state, **mean.value()}  # (2)
+    def aggregate(self, state: Bundle, updates: Updates) -> Bundle:
+        return {**state, **self.mean_update(updates)}  # (2)
 
     def models(self, received: Bundle, memory: Bundle | None) -> dict[str, Bundle]:
         return {"personal": self.start_weights(received, memory)}
@@ -47,10 +41,6 @@ def head_weights(model: Tensors) -> Tensors:
     return with_prefix(HEAD, model)
 
 
-def extractor_weights(model: Tensors) -> Tensors:
-    return without_prefix(HEAD, model)
-
-
 def shared_update(weights: Bundle, site: Site) -> Update:
     """Return the update of a site, which is everything but its head."""
-    return Update({**weights, "model": extractor_weights(weights["model"])}, site.examples)
+    return Update({**weights, "model": without_prefix(HEAD, weights["model"])}, site.examples)

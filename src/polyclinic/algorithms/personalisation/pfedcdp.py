@@ -18,8 +18,8 @@ the server fits it after every aggregation, and distillation starts in round 2. 
 T_Fisher = `threshold`, and one training of all weights by (11) from round 1 on, with the server's initial head.
 """
 
-from __future__ import annotations
-
+import copy
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
@@ -28,9 +28,13 @@ from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveIn
 from torch import Tensor
 
 from polyclinic.algorithms.personalisation.fedper import HEAD, FedPer, head_weights, shared_update
-from polyclinic.algorithms.personalisation.fisher import squared_gradients, squared_mean_gradient
-from polyclinic.core import Bundle, Fit, Score, ServerWork, Share, Site, Step, Stream, Tensors, Training, Work
+from polyclinic.core import Batch, Bundle, Fit, Network, Score, ServerWork, Share, Site, Step, Stream, Tensors, Work
+from polyclinic.training.dp.per_example_gradients import GradientTape, NotRecordableError, copy_with_record
 from polyclinic.training.losses import distillation_loss, task_loss
+from polyclinic.training.network import LiveNetwork
+
+CHUNK_SIZE = 8
+"""Examples whose gradients are computed at a time, for networks without the quicker way."""
 
 
 @dataclass(frozen=True)
@@ -62,25 +66,18 @@ class PFedCDP(FedPer):
         else:
             fitted = yield Fit(weights, task_loss, self.training)
             if self.head_epochs and self.distil and site.round > 1:  # in round 1 the teacher is untrained
-                step = Step(distillation_loss, train=(HEAD,))
-                fitted = yield Fit(
-                    fitted.weights,
-                    (step,),
-                    _with_epochs(self.training, self.head_epochs),
-                    self._teacher_reference(received),
-                )  # (11)
+                training = replace(self.training, epochs=self.head_epochs, steps=None)
+                steps = (Step(distillation_loss, train=(HEAD,)),)
+                fitted = yield Fit(fitted.weights, steps, training, self._teacher_reference(received))  # (11)
         mask: Tensors = {}
         if self.keep or self.variant == "paper":
-            fisher = yield self._fisher_score(fitted.weights, site)  # (3)
+            size = None if self.variant == "corrected" else self.training.batch_size(site.examples)
+            gradients = squared_gradients if self.variant == "corrected" else squared_mean_gradient
+            fisher = yield Score(fitted.weights, gradients, reduce="mean", batch=size)  # (3)
             mask = {name: self.importance_mask(f) for name, f in fisher.items() if not name.startswith(HEAD)}  # (4)
         own = shared_update(fitted.weights, site)
         kept = {**own.tensors, "head": head_weights(fitted.weights["model"]), "mask": mask}
         return own, kept if mask else {"head": kept["head"]}
-
-    def _fisher_score(self, weights: Bundle, site: Site) -> Score:
-        if self.variant == "corrected":
-            return Score(weights, squared_gradients, reduce="mean")
-        return Score(weights, squared_mean_gradient, reduce="mean", batch=self.training.batch_size(site.examples))
 
     def importance_mask(self, fisher: Tensor) -> Tensor:
         """Return M of (4), which is true where the site keeps its own weight. Elsewhere it takes the cluster's: (5)."""
@@ -101,9 +98,8 @@ class PFedCDP(FedPer):
 
     def server_step(self, state: Bundle, server: Site, rng: Stream) -> ServerWork:
         weights = {"model": {**state["model"], **state["head"]}, "buffers": state.get("buffers", {})}
-        training = replace(
-            _with_epochs(self.training, self.server_epochs), private=None
-        )  # the public set needs no protection
+        # The public set needs no protection.
+        training = replace(self.training, epochs=self.server_epochs, steps=None, private=None)
         fitted = yield "", Fit(weights, (Step(task_loss, train=(HEAD,)),), training)
         return {**state, "head": head_weights(fitted.weights["model"])}
 
@@ -125,5 +121,41 @@ class PFedCDP(FedPer):
         return {"teacher": teacher, "teacher buffers": dict(received.get("buffers", {})), "scalars": scalars}
 
 
-def _with_epochs(training: Training, epochs: int) -> Training:
-    return replace(training, epochs=epochs, steps=None)
+def squared_gradients(network: Network, weights: Bundle, batch: Batch, _reference: Bundle) -> Tensors:
+    """Return the mean over examples of the squared gradient of each example's log-likelihood."""
+    if isinstance(network, LiveNetwork) and weights is network.live:
+        with suppress(NotRecordableError):
+            return _squared_gradients_from_tape(network, weights, batch)
+    return per_example_squared_gradients(network, weights, batch)
+
+
+def squared_mean_gradient(network: Network, weights: Bundle, batch: Batch, _reference: Bundle) -> Tensors:
+    """Return the squared gradient of a batch's mean loss. It is no Fisher information: it shrinks with the batch."""
+    found = torch.func.grad(lambda model: network.loss({**weights, "model": model}, batch))(dict(weights["model"]))
+    return {name: g.square() for name, g in found.items()}
+
+
+def _squared_gradients_from_tape(network: LiveNetwork, weights: Bundle, batch: Batch) -> Tensors:
+    """Compute `squared_gradients` in one forward and one backward pass."""
+    names, tape, other = frozenset(weights["model"]), GradientTape(network.device), copy.copy(network)
+    other.module = copy_with_record(network.module, names, tape)
+    tape.begin_pass(len(batch[1]))
+    with torch.enable_grad():
+        parts = tape.backward(other.loss(weights, batch) * len(batch[1]))
+    if parts.keys() != names:
+        raise NotRecordableError("a layer is not called")
+    return {name: parts[name].sum_of_squares() / len(batch[1]) for name in weights["model"]}
+
+
+def per_example_squared_gradients(network: Network, weights: Bundle, batch: Batch) -> Tensors:
+    """Compute `squared_gradients` of any network, example by example."""
+
+    def loss(model: Tensors, image: Tensor, label: Tensor) -> Tensor:
+        return network.loss({**weights, "model": model}, (image[None], label[None]))
+
+    found: Tensors = {}
+    for images, labels in zip(*(torch.split(t, CHUNK_SIZE) for t in batch), strict=True):
+        each = torch.func.vmap(torch.func.grad(loss), (None, 0, 0))(dict(weights["model"]), images, labels)
+        sums = {name: g.square().sum(0) / len(batch[1]) for name, g in each.items()}
+        found = {name: found[name] + t for name, t in sums.items()} if found else sums
+    return found

@@ -5,22 +5,24 @@ if an image is taken out, another one or none takes its slot and no other slot c
 at most 2·clip. If the draw depended on a known seed, all later images would move up by one slot.
 """
 
-from __future__ import annotations
-
 import math
 from typing import NamedTuple
 
 import numpy as np
 import torch
-import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-from polyclinic.core import Refused, SiteId, Stream, Tensors
+from polyclinic.core import Batch, Bundle, Network, Refused, SiteId, Stream, Tensors
 from polyclinic.privacy.releases import release_class_means, release_rows
 from polyclinic.training.dp.dp_sgd import secret_generator
 
 SHARE, DEVIATIONS = 0.1, 3.0
 """Under a privacy plan: the counts' share of the means' budget, and the least count in standard deviations of noise."""
+
+
+def labelled_features(network: Network, weights: Bundle, batch: Batch, _reference: Bundle) -> Tensors:
+    """Return the extractor's features and the labels of a batch."""
+    return {"features": network.features(weights, batch[0]), "labels": batch[1]}
 
 
 class FeatureRelease(NamedTuple):
@@ -39,15 +41,14 @@ def release_features(
     features: Tensor, labels: Tensor, classes: int, slots: int, fewest: int, stream: Stream
 ) -> FeatureRelease:
     """Return the features of up to `slots` random images of each class that has at least `fewest` images."""
-    order = torch.randperm(len(labels), generator=stream.generator())
-    picked = assign_slots(labels, classes, slots, order)
+    picked = assign_slots(labels, classes, slots, torch.randperm(len(labels), generator=stream.generator()))
     count = torch.bincount(labels, minlength=classes)
     count = torch.where(count >= fewest, count, 0)
     picked = torch.where(count[:, None] > 0, picked, -1)
-    member = F.one_hot(labels, classes).to(features.dtype) * (count > 0)
+    member = nn.functional.one_hot(labels, classes).to(features.dtype) * (count > 0)
     means = member.T @ features.flatten(1) / count.clamp(min=1)[:, None]
-    held = (picked >= 0).sum(1)
-    return FeatureRelease(_fill_slots(features, picked), held.to(features.dtype), means, count.to(features.dtype))
+    held, images = (picked >= 0).sum(1).to(features.dtype), count.to(features.dtype)
+    return FeatureRelease(_fill_slots(features, picked), held, means, images)
 
 
 def release_features_privately(
@@ -118,6 +119,13 @@ def features_of_others(bank: Tensors, site: SiteId, most: int) -> Tensors:
             labels, places, slot = torch.tensor(moves, device=like.device).unbind(1)
             found["values"][labels, places] = bank[f"{other}/values"][labels, slot]
     return found
+
+
+def check_class_counts(counts: Tensors, examples: int) -> None:
+    """Refuse numbers of images by class (`images`, if given) that a site with so many examples cannot have."""
+    images = counts.get("images")
+    if images is not None and (bool((images < 0).any()) or float(images.sum()) > examples + 0.5):
+        raise Refused("examples", f"counts of classes below 0, or of more than {examples} images")
 
 
 def check_slot_counts(features: Tensors, slots: int) -> None:

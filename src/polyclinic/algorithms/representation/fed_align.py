@@ -32,10 +32,8 @@ Z is no privacy protection: nothing is clipped, so the paper's σ² = 0.001 has 
 features, not to statistics such as BatchNorm's. No privacy plan covers it: (3) uses features outside the priced steps.
 """
 
-from __future__ import annotations
-
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
@@ -45,18 +43,9 @@ from torch import nn
 
 from polyclinic.algorithms.base import WEIGHT_KINDS, BundleMean, classifier_weights, network_weights, with_prefix
 from polyclinic.algorithms.optimisation.fedavg import FedAvg
-from polyclinic.algorithms.representation.feature_bank import check_slot_counts, features_of_others, release_features
-from polyclinic.algorithms.representation.fed_align_losses import (
-    DISCRIMINATOR,
-    Discriminator,
-    add_noise,
-    alignment_loss,
-    bank_reference,
-    discriminator_loss,
-    initial_discriminator,
-)
+from polyclinic.algorithms.representation import feature_bank, fed_align_losses as losses
+from polyclinic.algorithms.representation.fed_align_losses import DISCRIMINATOR, alignment_loss, discriminator_loss
 from polyclinic.algorithms.representation.fed_align_pooled import PooledFit
-from polyclinic.algorithms.representation.fedmr import labelled_features
 from polyclinic.core import (
     AUX_PREFIX,
     Bundle,
@@ -71,11 +60,12 @@ from polyclinic.core import (
     Stream,
     Tensors,
     Update,
+    Updates,
     Work,
 )
 from polyclinic.training.losses import task_loss
 
-LESSON, DISCRIMINATION = ("extractor.", "head."), (f"{AUX_PREFIX}{DISCRIMINATOR}.",)
+CLASSIFIER, DISCRIMINATION = ("extractor.", "head."), (f"{AUX_PREFIX}{DISCRIMINATOR}.",)
 """The parameters that (3) and (2) train."""
 MOST = 100_000
 Count = Annotated[int, Field(ge=1, le=MOST)]
@@ -121,8 +111,7 @@ class FedAlign(FedAvg):
         return "; ".join([place] * self.pooled + [noise] * (self.variance > 0))
 
     def auxiliary(self, features: tuple[int, ...], classes: int) -> Mapping[str, nn.Module]:
-        del classes
-        return {DISCRIMINATOR: Discriminator(math.prod(features), self.hidden)} if self.align else {}
+        return {DISCRIMINATOR: losses.Discriminator(math.prod(features), self.hidden)} if self.align else {}
 
     def init(self, federation: Federation) -> Bundle:
         state = classifier_weights(federation.initial)
@@ -139,7 +128,7 @@ class FedAlign(FedAvg):
         sent = network_weights(state)
         if self.pooled or "bank" not in state:
             return {**sent, **{kind: state[kind] for kind in ("features", "bank") if kind in state}}
-        return {**sent, "others": features_of_others(state["bank"], site, self.receive)}
+        return {**sent, "others": feature_bank.features_of_others(state["bank"], site, self.receive)}
 
     def local(self, received: Bundle, memory: Bundle | None, site: Site, rng: Stream) -> Work:
         start = network_weights(received)
@@ -148,23 +137,25 @@ class FedAlign(FedAvg):
             return Update(self._noised_weights(fitted.weights, rng, site), site.examples), None
         if self.pooled:
             return (yield from self._fit_pooled(received, memory or {}, site, rng))
-        before = memory or {**initial_discriminator(received["others"], self.hidden, rng), "own": {}}
+        before = memory or {**losses.initial_discriminator(received["others"], self.hidden, rng), "own": {}}
         accompanied = {kind: {**group, **before.get(kind, {})} for kind, group in start.items()}
         if site.round > self.warmup and before.get("own") and bool(received["others"]["held"] > 0):
-            steps = (
-                *(Step(discriminator_loss, DISCRIMINATION),) * self.lessons,
-                Step(alignment_loss, LESSON),
-            )  # (2), (3)
-            fitted = yield Fit(
-                accompanied, steps, self.training, bank_reference(before["own"], received["others"], self.align)
-            )
+            steps = (Step(discriminator_loss, DISCRIMINATION),) * self.lessons  # (2)
+            steps += (Step(alignment_loss, CLASSIFIER),)  # (3)
+            reference = losses.bank_reference(before["own"], received["others"], self.align)
+            fitted = yield Fit(accompanied, steps, self.training, reference)
         else:
-            fitted = yield Fit(accompanied, (Step(task_loss, LESSON),), self.training)  # (1)
+            fitted = yield Fit(accompanied, (Step(task_loss, CLASSIFIER),), self.training)  # (1)
         own = {kind: with_prefix(AUX_PREFIX, group) for kind, group in fitted.weights.items()}
         sent = self._noised_weights(fitted.weights, rng, site)
         if not self.warmup <= site.round < site.rounds:  # no site will use them
             return Update(sent, site.examples), own
-        features = self._select_features((yield Score(start, labelled_features)), rng.child("bank", site.round))
+        found, draws = (yield Score(start, feature_bank.labelled_features)), rng.child("bank", site.round)
+        nobody = torch.zeros_like(found["labels"]).long()
+        release = feature_bank.release_features(found["features"], nobody, 1, self.bank, 1, draws)
+        noise = draws.child("noise").generator()
+        shown = losses.add_noise({"values": release.values}, self.variance, noise)  # Z(F(x))
+        features = {**shown, "held": release.held}
         return Update({**sent, "features": features}, site.examples), {**own, "own": features}
 
     def _fit_pooled(self, received: Bundle, memory: Bundle, site: Site, rng: Stream) -> Work:
@@ -173,7 +164,8 @@ class FedAlign(FedAvg):
         streams = {name: Stream(rng.seed, ("site", name)) for name in received["bank"]}
         places = {name: f"{DISCRIMINATOR}@{name}" for name in streams}
         known = {
-            p: memory.get(p) or initial_discriminator(like, self.hidden, streams[n])["model"] for n, p in places.items()
+            p: memory.get(p) or losses.initial_discriminator(like, self.hidden, streams[n])["model"]
+            for n, p in places.items()
         }
         alpha = self.align if site.round > self.warmup else 0.0
         fitted = yield PooledFit(
@@ -187,22 +179,16 @@ class FedAlign(FedAvg):
             kept[places[name]] = with_prefix(AUX_PREFIX, own["model"])
         return Update(mean.value(), site.examples), kept
 
-    def _select_features(self, found: Tensors, rng: Stream) -> Tensors:
-        """Return Z(F(x)) of some images, without their labels."""
-        nobody = torch.zeros_like(found["labels"]).long()
-        release = release_features(found["features"], nobody, 1, self.bank, 1, rng)
-        values = add_noise({"values": release.values}, self.variance, rng.child("noise").generator())["values"]
-        return {"values": values, "held": release.held}
-
     def _noised_weights(self, weights: Bundle, rng: Stream, site: Site) -> Bundle:
         """Return Z(w_k) of (4)."""
         model = classifier_weights(weights)
-        return {**model, "model": add_noise(model["model"], self.variance, rng.child("noise", site.round).generator())}
+        draws = rng.child("noise", site.round).generator()
+        return {**model, "model": losses.add_noise(model["model"], self.variance, draws)}
 
     def check_update(self, update: Update) -> None:
-        check_slot_counts(update.tensors.get("features", {}), self.bank)
+        feature_bank.check_slot_counts(update.tensors.get("features", {}), self.bank)
 
-    def aggregate(self, state: Bundle, updates: Iterable[Update]) -> Bundle:
+    def aggregate(self, state: Bundle, updates: Updates) -> Bundle:
         mean, bank = BundleMean(), dict(state.get("bank", {}))
         for update in updates:
             mean.add(update.tensors, self.update_weight(update))  # (4)

@@ -1,7 +1,5 @@
 """The losses of Fed-Align: equations 2, 3, 5 and 6 of fed_align.py."""
 
-from __future__ import annotations
-
 import math
 
 import torch
@@ -27,9 +25,8 @@ class Discriminator(nn.Module):
         return logits
 
 
-def discriminator_loss(network: Network, weights: Bundle, batch: Batch, reference: Bundle) -> Tensor:
+def discriminator_loss(network: Network, weights: Bundle, _batch: Batch, reference: Bundle) -> Tensor:
     """Return (2), of own and others' features of the last exchange. It uses no image."""
-    del batch
     own, others = reference["own"], reference["others"]
     mine, theirs = (network.auxiliary(weights, DISCRIMINATOR, each["values"].flatten(1)) for each in (own, others))
     return _masked_mean(F.softplus(-mine), own["there"]) + _masked_mean(F.softplus(theirs), others["there"])

@@ -4,8 +4,6 @@ Each site has a network of its own and the same batches as in separate training.
 weights are those of separate training, bit for bit.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -22,9 +20,8 @@ from polyclinic.algorithms.representation.fed_align_losses import (
 )
 from polyclinic.core import AUX_PREFIX, Batch, Examples, Fitted, Site, SiteId, Stream, Training
 from polyclinic.training.data_order import schedule_steps
-from polyclinic.training.fit import augment_batch, make_optimiser, seed_generators
+from polyclinic.training.fit import MultiSiteFit, augment_batch, make_optimiser, seed_generators
 from polyclinic.training.keyed_dropout import dropout_key, first_key
-from polyclinic.training.multi_site import MultiSiteFit
 from polyclinic.training.network import LiveNetwork
 
 
@@ -54,7 +51,7 @@ class PooledSite:
     data: Examples
     plan: Sequence[tuple[int, list[Tensor]]]
     stream: Stream
-    lesson: list[nn.Parameter]
+    classifier: list[nn.Parameter]
     extractor: list[nn.Parameter]
     discriminator: list[nn.Parameter]
 
@@ -91,7 +88,7 @@ def fit_pooled_sites(
                 if turn >= len(own.plan):
                     continue
                 loss = job.sequence[0].objective(own.network, own.network.live, batch, {})
-                _optimiser_step(optimiser, loss, own.lesson)  # (1)
+                _optimiser_step(optimiser, loss, own.classifier)  # (1)
                 total, taken = total + loss.detach(), taken + 1
                 for other, (images, _) in zip(members, seen, strict=True):
                     if job.align and other is not own:
@@ -140,7 +137,7 @@ def _load_pooled_site(
 def _trainable_weights(own: PooledSite, members: Sequence[PooledSite]) -> list[nn.Parameter]:
     """Return the parameters of a site's optimiser: all of its own, and the extractors of the others."""
     others = [parameter for other in members if other is not own for parameter in other.extractor]
-    return [*own.lesson, *own.discriminator, *others]
+    return [*own.classifier, *own.discriminator, *others]
 
 
 def _optimiser_step(optimiser: torch.optim.Optimizer, loss: Tensor, moving: list[nn.Parameter]) -> None:

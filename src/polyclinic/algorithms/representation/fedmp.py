@@ -28,10 +28,8 @@ clipped to `clip`, noised and charged (privacy/releases.py) with `noise_features
 has `bank` slots, filled or not (feature_bank.py); a class with so few images that its count may be noise is withheld.
 """
 
-from __future__ import annotations
-
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -42,26 +40,27 @@ from polyclinic.algorithms.base import WEIGHT_KINDS, BundleMean, network_weights
 from polyclinic.algorithms.optimisation.fedavg import FedAvg
 from polyclinic.algorithms.representation.feature_bank import (
     FeatureRelease,
+    check_class_counts,
     check_slot_counts,
     features_of_others,
+    labelled_features,
     release_features,
     release_features_privately,
 )
 from polyclinic.algorithms.representation.fedmp_losses import completion_loss, completion_loss_paper
-from polyclinic.algorithms.representation.fedmr import labelled_features
 from polyclinic.core import (
     Bundle,
     Exchange,
     Federation,
     Fit,
     PositiveShare,
-    Refused,
     Score,
     Site,
     SiteId,
     Stream,
     Tensors,
     Update,
+    Updates,
     Work,
 )
 from polyclinic.training.losses import task_loss
@@ -107,11 +106,9 @@ class FedMP(FedAvg):
 
     def init(self, federation: Federation) -> Bundle:
         first, classes = next(iter(federation.initial["model"].values())), len(federation.classes)
-        state = dict(federation.initial)
-        none = first.new_zeros(classes)
+        state, none = dict(federation.initial), first.new_zeros(classes)
         if self.completion:
-            slots = first.new_zeros(classes, self.bank, *federation.features)
-            state["features"] = {"values": slots, "held": none}
+            state["features"] = {"values": first.new_zeros(classes, self.bank, *federation.features), "held": none}
             state["bank"] = {f"{site}/{what}": t for site in federation.sites for what, t in state["features"].items()}
         if self.alignment:
             means = {"means": first.new_zeros(classes, math.prod(federation.features)), "images": none}
@@ -171,14 +168,11 @@ class FedMP(FedAvg):
 
     def check_update(self, update: Update) -> None:
         """Refuse counts that the number of examples rules out: they are weights in (7) and sizes of the bank."""
-        images = update.tensors.get("means", {}).get("images")
-        if images is not None and (bool((images < 0).any()) or float(images.sum()) > update.examples + 0.5):
-            raise Refused("examples", f"counts of classes below 0, or of more than {update.examples} images")
+        check_class_counts(update.tensors.get("means", {}), update.examples)
         check_slot_counts(update.tensors.get("features", {}), self.bank)
 
-    def aggregate(self, state: Bundle, updates: Iterable[Update]) -> Bundle:
-        mean = BundleMean()
-        bank, seen = dict(state.get("bank", {})), None
+    def aggregate(self, state: Bundle, updates: Updates) -> Bundle:
+        mean, bank, seen = BundleMean(), dict(state.get("bank", {})), None
         for update in updates:
             mean.add(update.tensors, self.update_weight(update))
             bank |= {f"{update.site}/{n}": t.clone() for n, t in update.tensors.get("features", {}).items()}

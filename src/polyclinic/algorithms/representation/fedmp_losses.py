@@ -1,9 +1,6 @@
 """The loss of FedMP: equations 1, 5 and 8 of fedmp.py."""
 
-from __future__ import annotations
-
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from polyclinic.core import Batch, Bundle, Network, Tensors
@@ -47,10 +44,9 @@ def rescale_term(term: Tensor, loss: Tensor, paper: bool) -> Tensor:
 
 def prototype_alignment(z: Tensor, labels: Tensor, means: Tensor, known: Tensor, paper: bool) -> Tensor:
     """Return (8) over the batch's classes that have a prototype."""
-    cosine = F.cosine_similarity(z, means[labels], dim=-1)
+    cosine = torch.cosine_similarity(z, means[labels], dim=-1)
     same = (labels[:, None] == labels[None, :]).to(z.dtype)
-    told = known[labels].to(z.dtype)
-    each = told / same.sum(1)  # the images of a class add up to 1
+    each = known[labels].to(z.dtype) / same.sum(1)  # the images of a class add up to 1
     return -(each * cosine).sum() if paper else (each * (1 - cosine)).sum() / each.sum().clamp(min=1)
 
 
@@ -71,5 +67,4 @@ def sample_bank(bank: Tensors, labels: Tensor, slots: Tensor) -> tuple[Tensor, T
     total = held.cumsum(0)
     by_share = (first[:, None] * total[-1] >= total[None, :]).sum(1).clamp(max=classes - 1)
     owners = torch.where(slots >= 0, slots % classes, by_share)
-    chosen = (second * held[owners]).long()
-    return values[owners, chosen], owners, (held[owners] > 0).to(values.dtype)
+    return values[owners, (second * held[owners]).long()], owners, (held[owners] > 0).to(values.dtype)

@@ -27,10 +27,8 @@ then of clipped features, noised and charged (privacy/releases.py); a class with
 noise is withheld. The means are useful only if sites have thousands of images of a class.
 """
 
-from __future__ import annotations
-
 import math
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Generator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,6 +37,12 @@ from pydantic import NonNegativeFloat, PositiveFloat
 
 from polyclinic.algorithms.base import BundleMean, network_weights
 from polyclinic.algorithms.optimisation.fedavg import FedAvg
+from polyclinic.algorithms.representation.feature_bank import (
+    DEVIATIONS,
+    SHARE,
+    check_class_counts,
+    labelled_features,
+)
 from polyclinic.core import (
     Batch,
     Bundle,
@@ -47,20 +51,17 @@ from polyclinic.core import (
     Fit,
     Network,
     RecipeError,
-    Refused,
     Score,
     Share,
     Site,
     Stream,
     Tensors,
     Update,
+    Updates,
     Work,
 )
 from polyclinic.privacy.releases import release_class_means
 from polyclinic.training.losses import manifold_reshaping_loss, pairwise_distances, task_loss
-
-SHARE, DEVIATIONS = 0.1, 3.0
-"""Under a privacy plan: the share of the budget for counts, and the least count in standard deviations of its noise."""
 
 
 def class_sums(network: Network, weights: Bundle, batch: Batch, reference: Bundle) -> Tensors:
@@ -70,11 +71,6 @@ def class_sums(network: Network, weights: Bundle, batch: Batch, reference: Bundl
     classes = torch.arange(len(reference["prototypes"]["means"]), device=labels.device)
     member = (labels[:, None] == classes).to(z.dtype)
     return {"sums": member.T @ z / len(labels), "shares": member.mean(0)}
-
-
-def labelled_features(network: Network, weights: Bundle, batch: Batch, reference: Bundle) -> Tensors:
-    del reference
-    return {"features": network.features(weights, batch[0]), "labels": batch[1]}
 
 
 @dataclass(frozen=True)
@@ -118,8 +114,8 @@ class FedMR(FedAvg):
         fitted = yield Fit(
             network_weights(received), task_loss if plain else manifold_reshaping_loss, self.training, reference
         )  # (3)
-        told = (yield from self._class_prototypes(fitted.weights, received, site)) if self.inter else {}
-        return Update({**fitted.weights, **told}, site.examples), None
+        prototypes = (yield from self._class_prototypes(fitted.weights, received, site)) if self.inter else {}
+        return Update({**fitted.weights, **prototypes}, site.examples), None
 
     def _loss_reference(self, received: Bundle) -> Bundle:
         like = next(iter(received["model"].values()))
@@ -142,18 +138,16 @@ class FedMR(FedAvg):
             assert site.secret is not None
             rows, drawn = (found["features"], found["labels"]), site.secret.child("prototypes")
             fewest = DEVIATIONS * self.noise / math.sqrt(SHARE)
-            told = release_class_means(*rows, len(like), self.clip, self.noise, fewest, drawn, SHARE).tensors
-            count = told["counts"] * told["known"]
-            means, count = told["means"], count * (site.examples / count.sum().clamp(min=site.examples))
+            released = release_class_means(*rows, len(like), self.clip, self.noise, fewest, drawn, SHARE).tensors
+            count = released["counts"] * released["known"]
+            means, count = released["means"], count * (site.examples / count.sum().clamp(min=site.examples))
         return {"prototypes": {"means": means}, "counts": {"images": count.to(like.dtype)}}
 
     def check_update(self, update: Update) -> None:
         """Refuse counts that the number of examples rules out: they are weights in (5)."""
-        for counts in update.tensors.get("counts", {}).values():
-            if bool((counts < 0).any()) or float(counts.sum()) > update.examples + 0.5:
-                raise Refused("examples", f"counts of classes below 0, or of more than {update.examples} images")
+        check_class_counts(update.tensors.get("counts", {}), update.examples)
 
-    def aggregate(self, state: Bundle, updates: Iterable[Update]) -> Bundle:
+    def aggregate(self, state: Bundle, updates: Updates) -> Bundle:
         if "prototypes" not in state:
             return super().aggregate(state, updates)
         mean, before = BundleMean(), state["prototypes"]["means"]

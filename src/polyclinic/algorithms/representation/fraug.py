@@ -30,8 +30,6 @@ since BatchNorm needs two.
 No privacy plan covers it: (4) and (5) compare the images of a batch, and G's statistics are sent without noise.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass

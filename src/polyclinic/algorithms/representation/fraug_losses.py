@@ -4,10 +4,9 @@ All randomness is hashed from a key: the round's key and the number of classes s
 batch. So a site generates the same features alone and in a stack.
 """
 
-from __future__ import annotations
+from typing import cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from polyclinic.core import AUX_PREFIX, Batch, Bundle, Network
@@ -28,8 +27,7 @@ class FeatureGenerator(nn.Module):
 
     def forward(self, noise: Tensor, classes: Tensor) -> Tensor:
         inner = self.enter_norm(self.enter(torch.cat([noise, classes], 1))).relu()
-        made: Tensor = self.leave_norm(self.leave(inner)).relu()
-        return made
+        return cast(Tensor, self.leave_norm(self.leave(inner)).relu())
 
 
 class FeatureTransform(nn.Module):
@@ -42,8 +40,7 @@ class FeatureTransform(nn.Module):
 
     def forward(self, made: Tensor, classes: Tensor) -> Tensor:
         inner = self.enter_norm(self.enter(torch.cat([made, classes], 1))).relu()
-        residual: Tensor = self.leave_norm(self.leave(inner))
-        return residual
+        return cast(Tensor, self.leave_norm(self.leave(inner)))
 
 
 class ClassMeans(nn.Module):
@@ -61,8 +58,8 @@ class ClassMeans(nn.Module):
     def forward(self, features: Tensor, classes: Tensor) -> Tensor:
         count = classes.sum(0)
         fresh = (classes.T @ features / count.clamp(min=1)[:, None]).to(self.value.dtype)
-        met = (self.times > 0).to(fresh.dtype)
-        share = (1 - (1 - self.momentum) * met) * (count > 0)  # the first value starts a mean
+        # The first value starts a mean.
+        share = (1 - (1 - self.momentum) * (self.times > 0).to(fresh.dtype)) * (count > 0)
         after = torch.lerp(self.value, fresh, share[:, None])  # (6)
         if self.training:
             self.value.copy_(after)
@@ -109,7 +106,7 @@ def transform_loss(network: Network, weights: Bundle, batch: Batch, reference: B
 
 def mean_entropy(logits: Tensor) -> Tensor:
     """Return the mean entropy of the predictions, in nats."""
-    log = F.log_softmax(logits, -1)
+    log = torch.log_softmax(logits, -1)
     return -(log.exp() * log).sum(-1).mean()
 
 
@@ -157,5 +154,4 @@ def _generate_features(
 
 
 def _dropout_key(weights: Bundle, reference: Bundle, which: int) -> Tensor:
-    met = weights["buffers"][f"{AUX_PREFIX}{MEANS}.times"].sum()
-    return reference["scalars"]["key"] + (met << 8) + which
+    return reference["scalars"]["key"] + (weights["buffers"][f"{AUX_PREFIX}{MEANS}.times"].sum() << 8) + which

@@ -18,8 +18,6 @@ then has its own random initial model as the previous one. The previous model is
 or quantisation of its update.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from pydantic import NonNegativeFloat, PositiveFloat
@@ -38,12 +36,9 @@ class Moon(FedAvg):
     """τ, the temperature of the contrastive loss."""
 
     def local(self, received: Bundle, memory: Bundle | None, site: Site, rng: Stream) -> Work:
-        if memory:
-            fitted = yield Fit(
-                network_weights(received), contrastive_loss, self.training, self._loss_reference(received, memory)
-            )  # (2)
-        else:
-            fitted = yield Fit(network_weights(received), task_loss, self.training)  # (2), where (1) is constant
+        objective = contrastive_loss if memory else task_loss  # without a previous model (1) is constant
+        reference = self._loss_reference(received, memory) if memory else {}
+        fitted = yield Fit(network_weights(received), objective, self.training, reference)  # (2)
         return Update(fitted.weights, site.examples), fitted.weights
 
     def _loss_reference(self, received: Bundle, memory: Bundle) -> Bundle:

@@ -1,7 +1,5 @@
 """Wrappers: algorithms that run another algorithm and change something about it."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 

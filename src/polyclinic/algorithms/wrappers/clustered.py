@@ -5,20 +5,18 @@ only the server's work at the end (`finish`) uses the models of several. A site 
 there from what it receives; when it returns, it finds its old memory.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import groupby
 
 import torch
 
 from polyclinic.algorithms.wrappers.base import Wrapper
-from polyclinic.core import Bundle, Federation, Job, ServerWork, Site, SiteId, Stream, Update, Work
+from polyclinic.core import Bundle, Federation, Job, ServerWork, Site, SiteId, Stream, Updates, Work
 
 CLUSTER_MARKER = "cluster"
 """The kind whose one tensor is named after the cluster of the site that receives it."""
-Seating = Callable[[SiteId, int], str]
+ClusterSchedule = Callable[[SiteId, int], str]
 """(site, round) -> the site's cluster."""
 
 
@@ -30,20 +28,20 @@ class Clustered(Wrapper):
     """The names of parameters and statistics of normalisation layers in each cluster's network."""
     shapes: Mapping[str, tuple[int, ...]] = field(kw_only=True, default_factory=dict)
     """The shape of the features of one image in each cluster's network."""
-    seating: Seating = field(kw_only=True)
+    cluster_schedule: ClusterSchedule = field(kw_only=True)
     rates: Mapping[str, float] = field(kw_only=True)
     """The factor on the learning rate in each cluster."""
 
     def init(self, federation: Federation) -> Bundle:
         state: Bundle = {"clock": {"round": torch.ones((), dtype=torch.int64)}}
         for cluster, initial in self.initials.items():
-            members = {s: n for s, n in federation.sites.items() if self.seating(s, 1) == cluster}
+            members = {s: n for s, n in federation.sites.items() if self.cluster_schedule(s, 1) == cluster}
             here = Federation(federation.classes, members, initial, self.norms[cluster], self.shapes.get(cluster, ()))
             state |= _add_cluster_suffix(cluster, self.inner.init(here))
         return state
 
     def cluster_of(self, state: Bundle, site: SiteId) -> str:
-        return self.seating(site, int(state["clock"]["round"]))
+        return self.cluster_schedule(site, int(state["clock"]["round"]))
 
     def cluster_state(self, state: Bundle, cluster: str) -> Bundle:
         return _kinds_of_cluster(state, cluster)
@@ -69,7 +67,7 @@ class Clustered(Wrapper):
         others = {kind: group for kind, group in (memory or {}).items() if not kind.endswith(f"@{cluster}")}
         return update, {**others, **_add_cluster_suffix(cluster, kept)} if kept is not None else memory
 
-    def aggregate(self, state: Bundle, updates: Iterable[Update]) -> Bundle:
+    def aggregate(self, state: Bundle, updates: Updates) -> Bundle:
         after = dict(state)
         for cluster, some in groupby(updates, lambda update: self.cluster_of(state, update.site)):
             after |= _add_cluster_suffix(cluster, self.inner.aggregate(self.cluster_state(state, cluster), some))

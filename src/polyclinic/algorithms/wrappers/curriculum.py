@@ -24,15 +24,12 @@ Departures: the authors' code compares two deployed models and draws with replac
 whose loss equals another's to the last digits, may be ranked differently by another engine.
 """
 
-from __future__ import annotations
-
 from collections.abc import Generator
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from polyclinic.algorithms.base import Algorithm, classifier_weights
 from polyclinic.algorithms.wrappers.base import Wrapper
@@ -85,10 +82,8 @@ class Curriculum(Wrapper):
     def local(self, received: Bundle, memory: Bundle | None, site: Site, rng: Stream) -> Work:
         known = {name: tensor.cpu() for name, tensor in (memory or {}).get(CASES, {}).items()}
         work = self.inner.local(received, _inner_memory(memory), site, rng)
-        answer: Any = None
         found: Deployment | None = None
-        trained: Bundle = {}
-        begun: Tensor | None = None
+        answer, trained, begun = cast(Any, None), dict[str, Tensors](), cast(Tensor | None, None)
         while True:
             try:
                 job = work.send(answer)
@@ -118,8 +113,8 @@ class Curriculum(Wrapper):
         ordering &= kind != "forgotten" or before is not None
         if not ordering and not (self.reports_forgetting and before is not None):
             return Deployment()
-        after = yield Score(classifier_weights(job.weights), score_cases, counts=False)
-        after = {name: tensor.cpu() for name, tensor in after.items()}
+        scores = yield Score(classifier_weights(job.weights), score_cases, counts=False)
+        after = {name: tensor.cpu() for name, tensor in scores.items()}
         early = case_preference(kind, after, before) if ordering else None
         return Deployment(before, after, None if early is None else self.training.curriculum.strength**early)
 
@@ -145,12 +140,11 @@ class Curriculum(Wrapper):
         return self.inner.models(received, _inner_memory(memory))
 
 
-def score_cases(network: Network, weights: Bundle, batch: Batch, reference: Bundle) -> Tensors:
+def score_cases(network: Network, weights: Bundle, batch: Batch, _reference: Bundle) -> Tensors:
     """Return for each case whether it is predicted correctly, its loss and its label."""
-    del reference
     images, labels = batch
     logits = network(weights, images)
-    loss = F.cross_entropy(logits, labels, reduction="none")
+    loss = nn.functional.cross_entropy(logits, labels, reduction="none")
     return {"right": logits.argmax(-1) == labels, "loss": loss, "labels": labels}
 
 
@@ -166,8 +160,7 @@ def case_preference(kind: str, after: Tensors, before: Tensor | None) -> Tensor:
 def fractional_ranks(values: Tensor) -> Tensor:
     """Return ranks from 0 (the smallest value) to 1. Ties share their mean rank; NaN ranks as the largest."""
     known = values.double().masked_fill(values.isnan(), torch.inf)
-    line = known.sort().values
-    below, upto = (torch.searchsorted(line, known, right=right) for right in (False, True))
+    below, upto = (torch.searchsorted(known.sort().values, known, right=right) for right in (False, True))
     return (below + upto - 1).double() / 2 / max(len(values) - 1, 1)
 
 

@@ -6,14 +6,23 @@ Training is that of the inner algorithm, bit for bit. After the last round every
 counted: K times the bytes of one. A site that has not sent a model yet has no part in (1).
 """
 
-from __future__ import annotations
-
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from polyclinic.algorithms.base import classifier_weights
 from polyclinic.algorithms.wrappers.base import Wrapper
-from polyclinic.core import Bundle, Federation, RecipeError, ServerWork, Site, SiteId, Stream, Update, copy_tensors
+from polyclinic.core import (
+    Bundle,
+    Federation,
+    RecipeError,
+    ServerWork,
+    Site,
+    SiteId,
+    Stream,
+    Update,
+    Updates,
+    copy_tensors,
+)
 
 ENSEMBLE = "ensemble"
 """The kind that holds the models of all sites; a tensor is named `kind/site/name`."""
@@ -34,7 +43,7 @@ class Ensemble(Wrapper):
     def broadcast(self, state: Bundle, site: SiteId) -> Bundle:
         return self.inner.broadcast(without_ensemble(state), site)
 
-    def aggregate(self, state: Bundle, updates: Iterable[Update]) -> Bundle:
+    def aggregate(self, state: Bundle, updates: Updates) -> Bundle:
         kept = dict(state.get(ENSEMBLE, {}))
 
         def keep_models() -> Iterator[Update]:
@@ -46,8 +55,7 @@ class Ensemble(Wrapper):
         return {**self.inner.aggregate(without_ensemble(state), keep_models()), ENSEMBLE: kept}
 
     def server_step(self, state: Bundle, server: Site, rng: Stream) -> ServerWork:
-        served = yield from self.inner.server_step(without_ensemble(state), server, rng)
-        return {**served, **ensemble_members(state)}
+        return {**(yield from self.inner.server_step(without_ensemble(state), server, rng)), **ensemble_members(state)}
 
     def finish(self, state: Bundle) -> Bundle:
         return {**self.inner.finish(without_ensemble(state)), **ensemble_members(state)}

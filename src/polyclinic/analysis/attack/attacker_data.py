@@ -1,7 +1,5 @@
 """Splits a site's images into those that the attacker has and those that are attacked."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -50,18 +48,19 @@ def split_for_attack(
     scale = 255.0 if integers else max(high - low, 1e-12)
     own, attacked = ((part.to(device).float() - low) / scale for part in stored)
 
-    def seen(pixels: Tensor) -> Tensor:
+    def normalise(pixels: Tensor) -> Tensor:
         return examples.scale_images(pixels * (high - low) + low)
 
-    places = tuple(rows[0].tolist()), tuple(rows[1].tolist())
-    return AttackSplit(own, attacked, examples.labels.cpu()[rows[1]].to(device), places, seen)
+    labels = examples.labels.cpu()[rows[1]].to(device)
+    return AttackSplit(own, attacked, labels, (tuple(rows[0].tolist()), tuple(rows[1].tolist())), normalise)
 
 
 def split_rows(examples: Images | Selection, stream: Stream) -> tuple[Tensor, Tensor]:
     """The rows of both halves in random order; no patient is in both."""
-    patients = examples.patients or tuple(map(str, range(len(examples))))
-    fractions = Fractions(train=0.5, validation=0.0, test=0.5)
-    parts = split_by_patient(examples.labels.cpu().numpy(), patients, fractions, stream.child("halves"))
+    patients, halves = examples.patients or tuple(map(str, range(len(examples)))), stream.child("halves")
+    parts = split_by_patient(
+        examples.labels.cpu().numpy(), patients, Fractions(train=0.5, validation=0.0, test=0.5), halves
+    )
     generator = np.random.default_rng(stream.child("order").integer())
     own, attacked = (torch.from_numpy(generator.permutation(parts[part])) for part in ("train", "test"))
     return own, attacked

@@ -1,9 +1,9 @@
 """Attacks a finished run: features of every site and stage, and gradients; `polyclinic attack` calls `attack_run`."""
 
-from __future__ import annotations
-
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -125,13 +125,11 @@ def _load_target(run: FinishedRun, options: AttackOptions, site: SiteId, stream:
     others = [slugify(name) for name in run.dataset.sites if name != site]
     number = list(run.dataset.sites).index(site) + 1
     file = f"{slugify(site)}-{number}" if slugify(site) in others else slugify(site)
-    judge = _load_mobilenet(options.fid_weights, run.device) if options.fid_weights else _network_judge(network, split)
+    if options.fid_weights:
+        judge = _load_mobilenet(options.fid_weights, run.device)
+    else:
+        judge = partial(extract_features, cut_after(network, last).extractor, split.normalise)
     return Target(site, file, model, network, split, judge, options.stages or tuple(range(1, last + 1)))
-
-
-def _network_judge(network: Classifier, split: AttackSplit) -> Judge:
-    extractor = cut_after(network, count_stages(network)).extractor
-    return lambda pixels: extract_features(extractor, split.normalise, pixels)
 
 
 def _load_mobilenet(weights: Path, device: torch.device) -> Judge:
@@ -139,12 +137,12 @@ def _load_mobilenet(weights: Path, device: torch.device) -> Judge:
     load_weights(module, weights)
     extractor = module.extractor.to(device).eval()
 
-    def seen(pixels: Tensor) -> Tensor:
+    def normalise(pixels: Tensor) -> Tensor:
         mean, deviation = (pixels.new_tensor(values).view(3, 1, 1) for values in NORMALISATIONS["imagenet"])
         colour = (pixels.expand(-1, 3, -1, -1) - mean) / deviation
         return F.interpolate(colour, size=(MOBILENET_SIDE, MOBILENET_SIDE), mode="bilinear", align_corners=False)
 
-    return lambda pixels: extract_features(extractor, seen, pixels)
+    return partial(extract_features, extractor, normalise)
 
 
 def _attack_features(
@@ -168,8 +166,8 @@ def _attack_features(
 def _draw_gallery(won: FeatureAttack, split: AttackSplit, title: str, path: Path) -> None:
     chosen = select_spread(won.similarity["decoder"][0]).to(split.target_images.device)
     guesses = {GUESSES[name]: guess[chosen] for name, guess in won.guesses.items()}
-    alike = {GUESSES[name]: found[0][chosen] for name, found in won.similarity.items()}
-    draw_gallery(split.target_images[chosen], guesses, alike, title, path)
+    ssim = {GUESSES[name]: found[0][chosen] for name, found in won.similarity.items()}
+    draw_gallery(split.target_images[chosen], guesses, ssim, title, path)
 
 
 def _attack_gradients(
@@ -201,7 +199,9 @@ def _build_report(
         "protection": None if options.clip is None else {"clip": options.clip, "noise": options.noise},
         "threshold": THRESHOLD,
         "ssim_window": len(gaussian_window(run.dataset.size)),
-        "frechet_network": _judge_name(options),
+        "frechet_network": "the last stage of the run's own network"
+        if options.fid_weights is None
+        else f"MobileNetV2 ({options.fid_weights.name}), at {MOBILENET_SIDE} pixels",
         "decoder_steps": options.effort.steps,
         "sites": {
             target.site: {
@@ -219,19 +219,12 @@ def _build_report(
     }
 
 
-def _judge_name(options: AttackOptions) -> str:
-    if options.fid_weights is None:
-        return "the last stage of the run's own network"
-    return f"MobileNetV2 ({options.fid_weights.name}), at {MOBILENET_SIDE} pixels"
-
-
 def _count_leaks(sites: Iterable[InversionFindings]) -> dict[str, int]:
     """At how many sites each guess from features leaks."""
-    total: dict[str, int] = {}
+    total: Counter[str] = Counter()
     for findings in sites:
-        for guess, leak in findings.leaks.items():
-            total[guess] = total.get(guess, 0) + leak
-    return total
+        total.update({guess: int(leak) for guess, leak in findings.leaks.items()})
+    return dict(total)
 
 
 def format_verdict(
@@ -245,12 +238,12 @@ def format_verdict(
     parts = []
     if bad:
         worst = means[bad[0]]
-        guesses = [worst[guess] for guess in UNREAD]
+        guesses, decoder = [worst[guess] for guess in UNREAD], worst["decoder"]
         best = max(g.ssim for g in guesses), min(g.l2 for g in guesses), max(g.recognised for g in guesses)
-        here = worst["decoder"].ssim, worst["decoder"].l2, worst["decoder"].recognised
         parts.append(
-            f"features of {_format_stages(bad)} give images away (stage {bad[0]}: {_format_figures(here)}; without a "
-            f"decoder at best {_format_figures(best)})"
+            f"features of {_format_stages(bad)} give images away (stage {bad[0]}: "
+            f"{_format_figures(decoder.ssim, decoder.l2, decoder.recognised)}; without a decoder at best "
+            f"{_format_figures(*best)})"
         )
     if good:
         parts.append(f"this decoder makes nothing of {_format_stages(good)} that the attacker's own images do not show")
@@ -262,8 +255,8 @@ def format_verdict(
     return f"{sentence[0].upper()}{sentence[1:]}."
 
 
-def _format_figures(found: tuple[float, float, float]) -> str:
-    return f"SSIM {found[0]:.2f}, L2 {found[1]:.2f}, {found[2]:.0%} recognised"
+def _format_figures(ssim: float, l2: float, recognised: float) -> str:
+    return f"SSIM {ssim:.2f}, L2 {l2:.2f}, {recognised:.0%} recognised"
 
 
 def _format_gradients(inverted: Sequence[GradientInversion]) -> list[str]:
@@ -271,8 +264,8 @@ def _format_gradients(inverted: Sequence[GradientInversion]) -> list[str]:
         return []
     open_, hidden = (any(found.does_leak(kind) for found in inverted) for kind in ("plain", "protected"))
     first = "gradients give images away" if open_ else "this search finds no image behind gradients"
-    second = "do so still" if hidden and open_ else "do not"
-    return [first, *([f"clipped and noised they {second}"] if open_ else [])]
+    second = f"clipped and noised they {'do so still' if hidden else 'do not'}"
+    return [first, second] if open_ else [first]
 
 
 def _format_stages(numbers: Sequence[int]) -> str:

@@ -1,11 +1,9 @@
 """Trains a decoder that maps an extractor's features back to images, on the attacker's own images."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import count, pairwise
 
 import torch
 import torch.nn.functional as F
@@ -49,8 +47,8 @@ class Decoder(nn.Module):
         )
         widths = [min(WIDE, NARROW * 2**step) for step in range(doublings, -1, -1)]
         small = -(-self.side // 2**doublings)
-        layers: list[nn.Module] = _row_to_map(self.reshaped[0], widths[0], small) if flat else []
-        layers += [
+        layers = [
+            *(_row_to_map(self.reshaped[0], widths[0], small) if flat else []),
             nn.Conv2d(widths[0] if flat else self.reshaped[0], widths[0], 3, padding=1),
             *_refinement_block(widths[0]),
         ]
@@ -58,11 +56,9 @@ class Decoder(nn.Module):
             layers += [nn.ConvTranspose2d(wide, narrow, 4, stride=2, padding=1), *_refinement_block(narrow)]
         self.body = nn.Sequential(*layers)
         self.last = nn.Conv2d(widths[-1], channels, 3, padding=1)
-        self.mean: Tensor
-        self.deviation: Tensor
         per_channel = (self.reshaped[0],) if flat else (self.reshaped[0], 1, 1)
-        self.register_buffer("mean", torch.zeros(per_channel))
-        self.register_buffer("deviation", torch.ones(per_channel))
+        self.mean = nn.Buffer(torch.zeros(per_channel))
+        self.deviation = nn.Buffer(torch.ones(per_channel))
 
     def forward(self, features: Tensor) -> Tensor:
         maps = self.body((features.reshape(-1, *self.reshaped) - self.mean) / self.deviation)
@@ -81,10 +77,7 @@ class Decoder(nn.Module):
 
 def count_halvings(side: int, small: int) -> int:
     """How often a side is halved, rounding up, until it is no longer than `small`."""
-    times = 0
-    while -(-side // 2**times) > small:
-        times += 1
-    return times
+    return next(times for times in count() if -(-side // 2**times) <= small)
 
 
 def _row_to_map(features: int, width: int, side: int) -> list[nn.Module]:
@@ -103,9 +96,9 @@ def _refinement_block(width: int) -> list[nn.Module]:
 def train_decoder(
     features: Tensor, pixels: Tensor, effort: DecoderTraining, stream: Stream, defence: Defence | None = None
 ) -> Decoder:
-    """A decoder for the attacker's own pairs, by mean squared error; of all epochs the one that does best on pairs held
-    back. A disguise is put on anew at every step: the attacker knows how it is made."""
-    device, hide = features.device, defence or _identity
+    """Train a decoder on the attacker's own pairs by mean squared error; return that of the epoch with the least error
+    on held-out pairs. A defence is applied anew at every step: the attacker knows how it works."""
+    device, hide = features.device, defence or (lambda values, _: values)
     held = torch.arange(len(features), device=device) % HELD_BACK == 0
     seen, judged = (~held).nonzero().squeeze(1), held.nonzero().squeeze(1)
     with seed_generators(stream.child("first weights"), torch.device("cpu")):
@@ -142,14 +135,9 @@ def _train_epoch(
         if len(rows) == 1:  # BatchNorm needs two
             continue
         optimiser.zero_grad(set_to_none=True)
-        guesses = decoder(hide(features[rows], stream.child(number)))
-        F.mse_loss(guesses, pixels[rows]).backward()  # type: ignore[no-untyped-call]
+        loss = F.mse_loss(decoder(hide(features[rows], stream.child(number))), pixels[rows])
+        loss.backward()  # type: ignore[no-untyped-call]
         optimiser.step()
-
-
-def _identity(features: Tensor, stream: Stream) -> Tensor:
-    del stream
-    return features
 
 
 @torch.no_grad()

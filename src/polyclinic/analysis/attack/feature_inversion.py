@@ -13,8 +13,6 @@ among all attacked images more often than chance, as a blurred guess that picks 
 images.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -117,24 +115,21 @@ def invert_features(
         stream: Seeds the decoder, its training and the defence.
         defence: Changes features before they leave the site; None: no attack on protected features.
     """
-    extractor = cut_after(network, stage).extractor
-    own, taken = (
-        extract_features(extractor, split.normalise, pixels) for pixels in (split.attacker_images, split.target_images)
+    (own, taken), (plain_own, plain_taken) = (
+        [
+            extract_features(cut_after(model, stage).extractor, split.normalise, pixels)
+            for pixels in (split.attacker_images, split.target_images)
+        ]
+        for model in (network, untrained)
     )
-    plain = cut_after(untrained, stage).extractor
     guesses = {
         "decoder": decode_features(train_decoder(own, split.attacker_images, effort, stream.child("decoder")), taken)
     }
     if defence is not None:
         decoder = train_decoder(own, split.attacker_images, effort, stream.child("protected"), defence)
         guesses["protected"] = decode_features(decoder, defence(taken, stream.child("released")))
-    learnt = train_decoder(
-        extract_features(plain, split.normalise, split.attacker_images),
-        split.attacker_images,
-        effort,
-        stream.child("untrained"),
-    )
-    guesses["untrained"] = decode_features(learnt, extract_features(plain, split.normalise, split.target_images))
+    learnt = train_decoder(plain_own, split.attacker_images, effort, stream.child("untrained"))
+    guesses["untrained"] = decode_features(learnt, plain_taken)
     guesses["nearest"] = split.attacker_images[torch.cdist(taken.flatten(1), own.flatten(1)).argmin(1)]
     guesses["mean"] = split.attacker_images.mean(0).expand_as(split.target_images)
     likeness = {
@@ -148,15 +143,9 @@ def invert_features(
         )
         for name, guess in guesses.items()
     }
-    readers = [name for name in guesses if name not in UNREAD]
+    leaks = {name: does_leak(name, likeness, figures[name].recognised) for name in guesses if name not in UNREAD}
     length = float(taken.flatten(1).norm(dim=1).median())
-    found = InversionFindings(
-        tuple(own.shape[1:]),
-        length,
-        {name: does_leak(name, likeness, figures[name].recognised) for name in readers},
-        figures,
-    )
-    return FeatureAttack(guesses, likeness, found)
+    return FeatureAttack(guesses, likeness, InversionFindings(tuple(own.shape[1:]), length, leaks, figures))
 
 
 def does_leak(guess: str, similarity: Mapping[str, Similarity], known: float) -> bool:
@@ -171,8 +160,7 @@ def does_leak(guess: str, similarity: Mapping[str, Similarity], known: float) ->
 
 
 def _is_significantly_positive(differences: Tensor) -> bool:
-    error = float(differences.std()) / math.sqrt(len(differences))
-    return float(differences.mean()) > CHANCE * error
+    return float(differences.mean()) > CHANCE * (float(differences.std()) / math.sqrt(len(differences)))
 
 
 def _build_scores(similarity: Similarity, known: float, distance: float) -> InversionScores:

@@ -1,7 +1,5 @@
 """Draws originals and, below them, an attacker's guesses. The figure shows patients and stays in the run's folder."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 

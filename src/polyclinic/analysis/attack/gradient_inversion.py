@@ -11,8 +11,6 @@ images are recovered one after another, each adding 1/n to the gradient of its b
 4,800.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -63,8 +61,7 @@ def compute_dp_gradient(
     total: Tensors = {}
     for row in range(len(images)):
         one = compute_gradient(network, images[row : row + 1], labels[row : row + 1])
-        norm = torch.stack([g.norm() for g in one.values()]).norm()
-        factor = clip_factors(norm, clip)
+        factor = clip_factors(torch.stack([g.norm() for g in one.values()]).norm(), clip)
         total = {name: factor * g + total.get(name, 0.0) for name, g in one.items()}
     return {name: g / len(images) for name, g in add_noise(total, noise * clip, stream).items()}
 
@@ -114,14 +111,12 @@ def search_images(
     start = torch.rand(len(labels), *shape, generator=stream.generator())
     pixels = start.to(labels.device).requires_grad_(True)
     optimiser = torch.optim.Adam([pixels], search.step)
-    milestones = [int(share * search.iterations) for share in DROPS]
-    schedule = torch.optim.lr_scheduler.MultiStepLR(optimiser, milestones)
+    schedule = torch.optim.lr_scheduler.MultiStepLR(optimiser, [int(share * search.iterations) for share in DROPS])
     for _ in range(search.iterations):
         optimiser.zero_grad(set_to_none=True)
         mine = list(compute_gradient(network, normalise(pixels), labels, keep=True).values())
         loss = 1 - _cosine_distance(mine, wanted) + search.smooth * total_variation(pixels)
-        (slope,) = torch.autograd.grad(loss, [pixels])
-        pixels.grad = slope.sign()
+        pixels.grad = torch.autograd.grad(loss, [pixels])[0].sign()
         optimiser.step()
         schedule.step()
         with torch.no_grad():
@@ -205,8 +200,13 @@ class GradientInversion:
             }
             for kind, name in KINDS.items()
         }
-        recovered = {"method": self.method, "images": self.images, "attacked": len(self.originals)}
-        return {**recovered, "labels_told": self.label_accuracy, "guesses": figures}
+        return {
+            "method": self.method,
+            "images": self.images,
+            "attacked": len(self.originals),
+            "labels_told": self.label_accuracy,
+            "guesses": figures,
+        }
 
 
 def invert_batches(
@@ -229,6 +229,6 @@ def invert_batches(
             found[kind].append(match_guesses(guess, some))
         found["mean"].append(split.attacker_images.mean(0).expand_as(some))
     guesses = {KINDS[kind]: torch.cat(parts) for kind, parts in found.items()}
-    alike = {name: mean_ssim(guess, originals) for name, guess in guesses.items()}
-    far = {name: rms_distance(guess, originals) for name, guess in guesses.items()}
-    return GradientInversion(method, images, recovered / batches, originals, guesses, alike, far)
+    ssim = {name: mean_ssim(guess, originals) for name, guess in guesses.items()}
+    distance = {name: rms_distance(guess, originals) for name, guess in guesses.items()}
+    return GradientInversion(method, images, recovered / batches, originals, guesses, ssim, distance)

@@ -8,8 +8,6 @@ L2: √(Σ(a − b)² / number of values), in [0, 1]. So N. Carlini et al., "Ext
 (USENIX Security 2023), normalise it, whose threshold FedMP takes as 0.1; FedMP does not say how it normalises.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch
@@ -41,8 +39,8 @@ def gaussian_window(side: int, device: torch.device | None = None) -> Tensor:
 
 
 def _window_average(images: Tensor, weights: Tensor) -> Tensor:
-    flat = images.flatten(0, 1).unsqueeze(1)
-    found = F.conv2d(F.conv2d(flat, weights[None, None, :, None]), weights[None, None, None, :])
+    down = F.conv2d(images.flatten(0, 1).unsqueeze(1), weights[None, None, :, None])
+    found = F.conv2d(down, weights[None, None, None, :])
     return found.reshape(*images.shape[:2], *found.shape[-2:])
 
 
@@ -53,8 +51,8 @@ def rms_distance(first: Tensor, second: Tensor) -> Tensor:
 
 def identification_rate(guesses: Tensor, originals: Tensor) -> float:
     """The share of guesses that are nearer to their own original than to any other."""
-    own = torch.arange(len(guesses), device=guesses.device)
-    return float((torch.cdist(guesses.flatten(1), originals.flatten(1)).argmin(1) == own).double().mean())
+    nearest = torch.cdist(guesses.flatten(1), originals.flatten(1)).argmin(1)
+    return float((nearest == torch.arange(len(guesses), device=guesses.device)).double().mean())
 
 
 def frechet_distance(first: Tensor, second: Tensor) -> float:

@@ -1,7 +1,5 @@
 """scikit-learn's copy of the UCI optical digits: 1,797 real images without a download."""
 
-from __future__ import annotations
-
 from functools import cache
 from pathlib import Path
 

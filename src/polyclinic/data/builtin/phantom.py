@@ -5,8 +5,6 @@ round and well bordered; a malignant one is irregular, spiculated and ill define
 differ in their machine (`VENDORS`), their number of patients and their proportion of malignant cases.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal, Self
@@ -16,8 +14,7 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from polyclinic.core import RecipeError, Stream
-from polyclinic.data.builtin.phantom_anatomy import Cases, draw_anatomy
-from polyclinic.data.builtin.phantom_scanner import VENDORS, Vendor, VendorName, acquire_images
+from polyclinic.data.builtin.phantom_images import VENDORS, Cases, Vendor, VendorName, acquire_images, draw_anatomy
 from polyclinic.data.datasets.base import Dataset
 from polyclinic.data.examples import Collection
 from polyclinic.data.options import Options
@@ -136,8 +133,7 @@ def _draw_cases(malignant: Tensor, views: Tensor, generator: torch.Generator) ->
         right=between(0, 1) < 0.5,
     )
     images = patients.select_rows(torch.arange(len(views)).repeat_interleave(views))
-    number = torch.cat([torch.arange(int(count)) for count in views])
-    return replace(images, oblique=number % 2 == 1)
+    return replace(images, oblique=torch.cat([torch.arange(int(count)) % 2 == 1 for count in views]))
 
 
 DATASET = Dataset(

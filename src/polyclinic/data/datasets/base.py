@@ -1,14 +1,12 @@
 """What a dataset is: how its images are listed and loaded, under which terms, and where they are downloaded from."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from polyclinic.core import Stream
-from polyclinic.data import NAMED_DATASETS
+from polyclinic.core import RecipeError, Stream
+from polyclinic.data import GENERATED, NAMED_DATASETS, PUBLIC, USER_DATA
 from polyclinic.data.data_dir import data_folder
 from polyclinic.data.examples import Collection
 from polyclinic.data.loading.image_options import ImageOptions
@@ -39,7 +37,7 @@ class Dataset:
         options: type[Options],
         licence: str = "yours",
         classes: tuple[str, ...] = (),
-    ) -> Dataset:
+    ) -> "Dataset":
         """A dataset that loads all images which `read` lists, or those of the chosen official parts."""
 
         def read_parts(chosen: Any, folder: Path | None) -> Listing:
@@ -51,8 +49,7 @@ class Dataset:
         return Dataset(options, licence, classes, load, read_parts)
 
 
-@dataclass(frozen=True)
-class Download:
+class Download(NamedTuple):
     """One file to download."""
 
     url: str
@@ -110,8 +107,11 @@ def register_dataset(
     files.
     """
 
+    if name in {*GENERATED, *USER_DATA, *PUBLIC}:
+        raise RecipeError(f"There is already a dataset '{name}'; register yours under another name.")
+
     def register(read: Reader) -> Reader:
-        NAMED_DATASETS.register(NamedDataset(name, licence, classes, read, obtain, options))
+        NAMED_DATASETS[name] = NamedDataset(name, licence, classes, read, obtain, options)
         return read
 
     return register

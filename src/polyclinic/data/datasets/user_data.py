@@ -1,9 +1,7 @@
 """The user's own images in a folder, a table or an npz file; and several named datasets combined into one."""
 
-from __future__ import annotations
-
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,14 +10,20 @@ from pydantic import Field
 from polyclinic.core import DataError
 from polyclinic.data import NAMED_DATASETS
 from polyclinic.data.data_dir import VARIABLE, data_folder
-from polyclinic.data.datasets.base import Dataset, NamedDataset
-from polyclinic.data.loading.image_options import ImageOptions
+from polyclinic.data.datasets.toolkit import (
+    Columns,
+    Dataset,
+    ImageOptions,
+    Level,
+    Listing,
+    NamedDataset,
+    Record,
+    read_folder,
+    read_npz,
+    read_table,
+)
 from polyclinic.data.loading.loader import apply_task
 from polyclinic.data.options import Options
-from polyclinic.data.records import Listing, Record
-from polyclinic.data.sources.folder import Level, read_folder
-from polyclinic.data.sources.npz import read_npz
-from polyclinic.data.sources.table import Columns, read_table
 
 
 class UserDataOptions(ImageOptions):
@@ -94,33 +98,24 @@ def read_multi(options: MultiOptions, data: Path | None, sets: Mapping[str, Name
                 f"The part '{part.set}' has the classes {', '.join(part.task)}, "
                 f"the first part {', '.join(classes)}; give all parts the same."
             )
-        named = _find_set(part.set, sets)
-        found = apply_task(named.read(named.options(), named.find_folder(data)), part.task)
-        records += _assign_sites(found, part)
+        if part.set not in sets:
+            raise DataError(f"There is no set '{part.set}' to take a part from; there are: {', '.join(sets)}.")
+        named = sets[part.set]
+        records += _assign_sites(apply_task(named.read(named.options(), named.find_folder(data)), part.task), part)
     return Listing("multi", data_folder(data), tuple(records), classes, official=False, declared=True)
 
 
-def _find_set(name: str, sets: Mapping[str, NamedDataset]) -> NamedDataset:
-    if name not in sets:
-        raise DataError(f"There is no set '{name}' to take a part from; there are: {', '.join(sets)}.")
-    return sets[name]
-
-
-def _assign_sites(listing: Listing, part: SetPart) -> list[Record]:
-    """Return the records of a dataset, assigned to the sites of this part."""
+def _assign_sites(listing: Listing, part: SetPart) -> Iterator[Record]:
+    """Yield the records of a dataset, assigned to the sites of this part."""
     turns: dict[str, int] = {}
-    found = []
     for number, record in enumerate(listing.records):
         turn = turns.setdefault(record.patient or f"image {number}", len(turns)) % part.pieces
         site = part.site if part.pieces == 1 else f"{part.site}-{turn + 1}"
         patient = record.patient and f"{part.set}-{record.patient}"
-        found.append(replace(record, site=site, patient=patient, split="", where=f"{part.set}: {record.where}"))
-    return found
+        yield replace(record, site=site, patient=patient, split="", where=f"{part.set}: {record.where}")
 
 
-DATASETS = {
-    "folder": Dataset.from_reader(read_user_folder, FolderOptions),
-    "table": Dataset.from_reader(read_user_table, TableOptions),
-    "npz": Dataset.from_reader(read_user_npz, UserDataOptions),
-    "multi": Dataset.from_reader(read_multi, MultiOptions),
-}
+FOLDER = Dataset.from_reader(read_user_folder, FolderOptions)
+TABLE = Dataset.from_reader(read_user_table, TableOptions)
+NPZ = Dataset.from_reader(read_user_npz, UserDataOptions)
+MULTI = Dataset.from_reader(read_multi, MultiOptions)

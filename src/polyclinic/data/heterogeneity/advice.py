@@ -77,10 +77,9 @@ def recommend_methods(diagnosis: Diagnosis) -> tuple[Advice, ...]:
     )
     if any(advice.methods for advice in found):
         return found
-    patients = sum(site.patients for site in diagnosis.sites)
     sentence = (
-        f"no difference of at least moderate strength was found among {patients} patients, so plain averaging is "
-        "enough to begin with."
+        f"no difference of at least moderate strength was found among {sum(site.patients for site in diagnosis.sites)} "
+        "patients, so plain averaging is enough to begin with."
     )
     return (*found, Advice("nothing to correct", "none", sentence, ("FedAvg",)))
 
@@ -120,9 +119,8 @@ def _advise_labels(diagnosis: Diagnosis) -> Advice:
     strength = _grade_strength(skew.observed - skew.expected, LABELS, skew.p)
     farthest = max(diagnosis.sites, key=lambda site: site.skew)
     figures = f"mean divergence {skew.observed:.3f} bits, {skew.expected:.3f} expected by chance, p = {skew.p:.2g}"
-    if strength == "none":
-        sentence = f"class proportions differ between sites no more than by chance ({figures})."
-    else:
+    sentence = f"class proportions differ between sites no more than by chance ({figures})."
+    if strength != "none":
         sentence = (
             f"class proportions differ between sites ({figures}), most at {farthest.name} ({farthest.skew:.3f} bits)."
         )
@@ -159,8 +157,8 @@ def _advise_intensity(diagnosis: Diagnosis) -> Advice:
 
 
 def _advise_features(diagnosis: Diagnosis) -> Advice:
-    compared = [pair for pair in diagnosis.pairs if pair.holm is not None]
-    differing = [pair for pair in compared if _is_different(pair)]
+    compared = [(pair, pair.holm) for pair in diagnosis.pairs if pair.holm is not None]
+    differing = [pair for pair, holm in compared if holm <= LEVEL]
     strength = _feature_strength(diagnosis, differing)
     domain = diagnosis.domain
     recognised = (
@@ -189,17 +187,12 @@ def _feature_strength(diagnosis: Diagnosis, differing: Sequence[SitePair]) -> St
     return max(by_classifier, by_pairs, key=STRENGTHS.index)
 
 
-def _is_different(pair: SitePair) -> bool:
-    return pair.holm is not None and pair.holm <= LEVEL
-
-
 def _advise_trust(diagnosis: Diagnosis) -> list[str]:
     domain, names = diagnosis.domain, [site.name for site in diagnosis.sites]
     if domain is None:
         return [f"There is no domain classifier: fewer than two sites have {FEWEST} patients to train and test it."]
     notes = []
-    left = [name for name in names if name not in domain.sites]
-    if left:
+    if left := [name for name in names if name not in domain.sites]:
         notes.append(
             f"The domain classifier leaves out {format_places(first_places(left), len(left))}, with fewer than "
             f"{FEWEST} patients."
@@ -218,8 +211,7 @@ def _advise_trust(diagnosis: Diagnosis) -> list[str]:
 
 def _list_conditions(diagnosis: Diagnosis) -> list[str]:
     notes = []
-    apart = sum(pair.holm is None for pair in diagnosis.pairs)
-    if apart:
+    if apart := sum(pair.holm is None for pair in diagnosis.pairs):
         notes.append(
             f"{apart} of {len(diagnosis.pairs)} pairs of sites have no class in common to compare images within, so "
             "that label skew and feature shift cannot be separated there."

@@ -4,12 +4,10 @@ Every measure comes with its expectation if sites did not differ, from permutati
 sentence with the methods designed for it. These are suggestions: only a run shows what a method gains.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import combinations
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -103,7 +101,7 @@ class Diagnosis:
     advice: tuple[Advice, ...] = ()
     caveats: tuple[str, ...] = ()
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> dict[str, object]:
         return asdict(self)
 
 
@@ -125,7 +123,7 @@ def diagnose_sites(
     for name in names:
         _check_site(called[name], sites[name], classes)
     seen = _draw_sample(sites, called, stream, features)
-    told = [called[name].name for name in names]
+    shown = [called[name].name for name in names]
     tallies, member = _count_labels([sites[name] for name in names], len(classes))
     counts = np.stack([tallies[member == number].sum(axis=0) for number in range(len(names))])
     shares = counts.sum(axis=1) / counts.sum()
@@ -136,17 +134,17 @@ def diagnose_sites(
         classes=classes,
         sites=tuple(
             SiteStatistics(
-                name=told[number],
-                images=len(sites[name]),
-                patients=int((member == number).sum()),
-                counts=dict(zip(classes, counts[number].tolist(), strict=True)),
-                skew=float(jensen_shannon(counts[number], counts.sum(axis=0))),
-                **grey.describe_site(seen.cohort, number),
+                shown[number],
+                len(sites[name]),
+                int((member == number).sum()),
+                dict(zip(classes, counts[number].tolist(), strict=True)),
+                float(jensen_shannon(counts[number], counts.sum(axis=0))),
+                *grey.describe_site(seen.cohort, number),
             )
             for number, name in enumerate(names)
         ),
         pairs=tuple(
-            SitePair(told[i], told[j], float(jensen_shannon(counts[i], counts[j])), float(distances[i, j]), *answer)
+            SitePair(shown[i], shown[j], float(jensen_shannon(counts[i], counts[j])), float(distances[i, j]), *answer)
             for (i, j), answer in zip(combinations(range(len(names)), 2), found, strict=True)
         ),
         labels=measure_label_skew(tallies, member, stream.child("labels")),
@@ -154,35 +152,33 @@ def diagnose_sites(
         size_ratio=float(shares.max() / shares.min()),
         intensity=intensity,
         greys=(grey.low, grey.high),
-        domain=feature_shift.classify_sites(seen.features, seen.cohort, told, stream.child("domain")),
+        domain=feature_shift.classify_sites(seen.features, seen.cohort, shown, stream.child("domain")),
         features=RANDOM if features is None else "given by the caller",
         permutations=permutations,
     )
-    unknown = [called[name].name for name in names if sites[name].patients is None]
+    unknown = [name for name, site in zip(shown, names, strict=True) if sites[site].patients is None]
     shared = len(seen.cohort) - len(np.unique(seen.cohort.person))
     return replace(diagnosis, advice=recommend_methods(diagnosis), caveats=list_caveats(diagnosis, unknown, shared))
 
 
 def format_diagnosis(diagnosis: Diagnosis) -> list[str]:
     """Return the diagnosis as sentences, one paragraph each, not wrapped."""
-    told = [
+    advice = [
         f"{one.kind.capitalize()} ({one.strength}): {one.sentence}"
         + (f" Consider: {'; '.join(one.methods)}." if one.methods else "")
         for one in diagnosis.advice
     ]
-    return [*told, *diagnosis.caveats, f"The features are {diagnosis.features}.", format_thresholds()]
+    return [*advice, *diagnosis.caveats, f"The features are {diagnosis.features}.", format_thresholds()]
 
 
 def jensen_shannon(p: Floats | Indices, q: Floats | Indices) -> Floats:
     """Return the divergence of two distributions (or counts) along the last axis, in bits (0: equal, 1: disjoint)."""
     one, other = (each / each.sum(axis=-1, keepdims=True) for each in (p, q))
-    bits: Floats = np.maximum(0, _entropy((one + other) / 2) - (_entropy(one) + _entropy(other)) / 2)
-    return bits
+    return np.maximum(0, _entropy((one + other) / 2) - (_entropy(one) + _entropy(other)) / 2)
 
 
 def _entropy(p: Floats) -> Floats:
-    bits: Floats = -(p * np.log2(np.where(p > 0, p, 1))).sum(axis=-1)
-    return bits
+    return np.asarray(-(p * np.log2(np.where(p > 0, p, 1))).sum(axis=-1))
 
 
 def measure_label_skew(tallies: Indices, site: Indices, stream: Stream) -> TestedStatistic:
@@ -196,8 +192,8 @@ def measure_label_skew(tallies: Indices, site: Indices, stream: Stream) -> Teste
     table = np.zeros((len(kinds), site.max() + 1), dtype=np.int64)
     np.add.at(table, (of_patient.reshape(-1), site), 1)
     draw = random_table(sizes, table.sum(axis=0), seed=np.random.default_rng(stream.integer()))
-    blocks = [draw.rvs(BLOCK).astype(np.int64) for _ in range(PERMUTATIONS // BLOCK)]
-    null = np.concatenate([_mean_skew(tables.transpose(0, 2, 1) @ kinds) for tables in blocks])
+    blocks = (draw.rvs(BLOCK).astype(np.int64).transpose(0, 2, 1) for _ in range(PERMUTATIONS // BLOCK))
+    null = np.concatenate([_mean_skew(tables @ kinds) for tables in blocks])
     observed = float(_mean_skew(table.T @ kinds))
     return TestedStatistic(observed, float(null.mean()), feature_shift.p_value(observed, null))
 
@@ -205,15 +201,13 @@ def measure_label_skew(tallies: Indices, site: Indices, stream: Stream) -> Teste
 def _mean_skew(counts: Indices) -> Floats:
     """Return the mean divergence weighted by images; the last two axes are sites × classes."""
     shares = counts.sum(axis=-1) / counts.sum(axis=(-2, -1))[..., None]
-    mean: Floats = (jensen_shannon(counts, counts.sum(axis=-2, keepdims=True)) * shares).sum(axis=-1)
-    return mean
+    return np.asarray((jensen_shannon(counts, counts.sum(axis=-2, keepdims=True)) * shares).sum(axis=-1))
 
 
 def _check_site(site: SiteDisplayName, examples: Examples, classes: tuple[str, ...]) -> None:
     if not len(examples):
         raise DataError(f"{site.subject} has no images; leave it out or choose another partition.")
-    wrong = int(((examples.labels < 0) | (examples.labels >= len(classes))).sum())
-    if wrong:
+    if wrong := int(((examples.labels < 0) | (examples.labels >= len(classes))).sum()):
         raise DataError(
             f"{site.subject} has {wrong} images labelled outside the {len(classes)} classes of the task; "
             f"use labels 0 to {len(classes) - 1}."
@@ -236,8 +230,7 @@ def _count_labels(sites: Sequence[Examples], classes: int) -> tuple[Indices, Ind
     return np.concatenate(tallies), np.repeat(np.arange(len(tallies)), [len(tally) for tally in tallies])
 
 
-@dataclass(frozen=True)
-class _Sample:
+class _Sample(NamedTuple):
     """The patients that were drawn, with the features and grey values of their images."""
 
     cohort: Cohort
@@ -256,12 +249,11 @@ def _draw_sample(
         patients = Patients.from_names(labels, people)
         rows = _draw_rows(patients, most, np.random.default_rng(stream.child("sample", name).integer()))
         drawn, first, of_image = np.unique(patients.of_image[rows], return_index=True, return_inverse=True)
-        own = "" if examples.patients is not None else f"{name} image "
-        persons += [own + people[rows[row]] for row in first]
+        prefix = "" if examples.patients is not None else f"{name} image "
+        persons += [prefix + people[rows[row]] for row in first]
         cohorts.append((np.full(len(drawn), number), patients.labels[drawn], of_image.reshape(-1)))
         seen.append(_extract_features(site_called, examples, rows, stream, features))
-    widths = {(values.shape[1], found.shape[1]) for values, found in seen}
-    if len(widths) > 1:
+    if len({(values.shape[1], found.shape[1]) for values, found in seen}) > 1:
         raise DataError("The sites' images have different shapes; load them all with the same size and channels.")
     site, label = (np.concatenate([cohort[column] for cohort in cohorts]) for column in (0, 1))
     before = np.cumsum([0] + [len(cohort[0]) for cohort in cohorts])
@@ -279,9 +271,8 @@ def _draw_rows(patients: Patients, most: int, rng: np.random.Generator) -> Indic
     nth = np.arange(len(rank)) - np.searchsorted(rank, rank)
     order, rank = order[nth < PER_PATIENT], rank[nth < PER_PATIENT]
     last = np.searchsorted(rank, rank, side="right")
-    chosen: Indices = order[(last <= most) | (rank == 0)]
-    by_patient = np.lexsort((chosen, patients.of_image[chosen]))
-    return chosen[by_patient].astype(np.int64)
+    chosen = order[(last <= most) | (rank == 0)]
+    return np.asarray(chosen[np.lexsort((chosen, patients.of_image[chosen]))], dtype=np.int64)
 
 
 def _extract_features(
@@ -291,8 +282,7 @@ def _extract_features(
     for chunk in torch.split(torch.from_numpy(rows), BATCH):
         images = examples.batch(chunk)[0]
         flat = images.flatten(1).float()
-        broken = int((~flat.isfinite().all(1)).sum())
-        if broken:
+        if broken := int((~flat.isfinite().all(1)).sum()):
             raise DataError(
                 f"{site.subject} has at least {broken} images with values that are not finite; correct them."
             )
@@ -320,7 +310,7 @@ class _GreyValues:
     """Images × (mean, mean square)."""
 
     @staticmethod
-    def from_sample(sample: _Sample) -> _GreyValues:
+    def from_sample(sample: _Sample) -> "_GreyValues":
         values = sample.values
         low, high = float(values.min()), float(values.max())
         width = (high - low) / BINS or 1.0
@@ -338,15 +328,12 @@ class _GreyValues:
             moments=moments,
         )
 
-    def describe_site(self, cohort: Cohort, number: int) -> dict[str, Any]:
+    def describe_site(self, cohort: Cohort, number: int) -> tuple[float, float, tuple[float, ...]]:
+        """Return mean, standard deviation and histogram of the grey values of a site."""
         members = cohort.site == number
         histogram = self.sums[members].sum(axis=0) / self.images[members].sum()
         moments = self.moments[members[cohort.of_image]]
-        return {
-            "mean": float(moments[:, 0].mean()),
-            "std": _standard_deviation(moments),
-            "histogram": tuple(histogram.tolist()),
-        }
+        return float(moments[:, 0].mean()), _standard_deviation(moments), tuple(histogram.tolist())
 
     def compare_sites(self, cohort: Cohort, stream: Stream) -> tuple[Floats, TestedStatistic]:
         """Return the distances between all sites, and test the largest by permutations within classes."""
@@ -363,8 +350,7 @@ class _GreyValues:
         here = (site == np.arange(site.max() + 1)[:, None]).astype(np.float64)
         cumulative = np.cumsum(here @ self.sums / (here @ self.images)[:, None], axis=1)
         width = (self.high - self.low) / BINS / (self.spread or 1.0)
-        distances: Floats = np.abs(cumulative[:, None] - cumulative).sum(axis=2) * width
-        return distances
+        return np.asarray(np.abs(cumulative[:, None] - cumulative).sum(axis=2) * width)
 
 
 def _standard_deviation(moments: Floats) -> float:

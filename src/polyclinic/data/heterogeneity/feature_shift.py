@@ -5,8 +5,6 @@ lie apart (maximum mean discrepancy). Both are judged by moving patients, with a
 their class: what sites differ in because their classes do stays in the comparison, and is not mistaken for a shift.
 """
 
-from __future__ import annotations
-
 import math
 import warnings
 from collections.abc import Callable, Sequence
@@ -58,14 +56,13 @@ class Cohort:
         """The first image of every patient."""
         return np.searchsorted(self.of_image, np.arange(len(self)))
 
-    def select_patients(self, members: Indices) -> tuple[Cohort, Indices]:
+    def select_patients(self, members: Indices) -> "tuple[Cohort, Indices]":
         """Return the cohort of these patients, and the numbers of their images."""
         number = np.full(len(self), -1)
         number[members] = np.arange(len(members))
         rows = np.flatnonzero(number[self.of_image] >= 0)
         rows = rows[np.argsort(number[self.of_image[rows]], kind="stable")]
-        of_image = number[self.of_image[rows]]
-        return Cohort(self.site[members], self.label[members], self.person[members], of_image), rows
+        return Cohort(self.site[members], self.label[members], self.person[members], number[self.of_image[rows]]), rows
 
 
 @dataclass(frozen=True)
@@ -113,8 +110,7 @@ def random_features(channels: int) -> Features:
         pooled = [pool for maps in (one, two) for pool in (maps.mean((2, 3)), maps.amax((2, 3)))]
         greys = (images if max(images.shape[-2:]) <= GREYS else F.interpolate(images, size=(GREYS, GREYS))).flatten(1)
         quantiles = torch.quantile(greys, torch.tensor(QUANTILES), dim=1).T
-        moments = torch.stack([greys.mean(1), greys.std(1, correction=0)], 1)
-        return torch.cat([*pooled, quantiles, moments], 1)
+        return torch.cat([*pooled, quantiles, torch.stack([greys.mean(1), greys.std(1, correction=0)], 1)], 1)
 
     return features
 
@@ -123,8 +119,7 @@ def standardise(features: Floats) -> Floats:
     """Scale every feature to mean 0 and standard deviation 1 over all images; a constant feature becomes 0."""
     spread = features.std(axis=0)
     varies = spread > 1e-9 * np.maximum(1, np.abs(features).max(axis=0))
-    scaled: Floats = (features - features.mean(axis=0)) * varies / np.where(varies, spread, 1)
-    return scaled
+    return np.asarray((features - features.mean(axis=0)) * varies / np.where(varies, spread, 1))
 
 
 def shuffle_sites(site: Indices, label: Indices, times: int, rng: np.random.Generator) -> Indices:
@@ -157,8 +152,7 @@ def classify_sites(
     accuracy = _balanced_accuracy(probabilities, site[cohort.of_image])
     moved = [row[cohort.of_image] for row in shuffle_sites(site, cohort.label, REFITS, rng)]
     null = np.array([_balanced_accuracy(_predict_held_out(whitened, truth, folds), truth) for truth in moved])
-    people = tuple(str(person) for person in cohort.person[cohort.of_image])
-    predictions = Predictions(probabilities, site[cohort.of_image], people)
+    predictions = Predictions(probabilities, site[cohort.of_image], tuple(map(str, cohort.person[cohort.of_image])))
     low, high = bootstrap_intervals(predictions, ["balanced_accuracy"], stream=stream.child("interval"))[
         "balanced_accuracy"
     ]
@@ -204,8 +198,7 @@ def _whiten_components(features: Floats) -> Floats:
     left, spread, _ = np.linalg.svd(features - features.mean(axis=0), full_matrices=False)
     most = max(1, min(COMPONENTS, len(features) // 10))
     varies = spread[:most] > 1e-6 * max(spread[0], 1e-6)
-    components: Floats = left[:, :most] * varies * math.sqrt(len(features))
-    return components
+    return np.asarray(left[:, :most] * varies * math.sqrt(len(features)))
 
 
 def _predict_held_out(features: Floats, site: Indices, folds: Indices) -> Floats:
@@ -215,7 +208,7 @@ def _predict_held_out(features: Floats, site: Indices, folds: Indices) -> Floats
 
     probabilities = np.zeros((len(site), site.max() + 1))
     with warnings.catch_warnings():
-        # Where sites are told apart perfectly there is little to converge to, and the answer stands early.
+        # If sites are separable the weights need not converge: the predictions are settled early.
         warnings.simplefilter("ignore", ConvergenceWarning)
         for fold in range(FOLDS):
             held = folds == fold
@@ -242,8 +235,7 @@ def patient_kernel(features: Floats, cohort: Cohort) -> Floats:
     images = np.exp(-distances / (2 * (median or 1.0)))
     sums = np.add.reduceat(np.add.reduceat(images, cohort.first_images, axis=0), cohort.first_images, axis=1)
     sizes = np.bincount(cohort.of_image)
-    kernel: Floats = sums / np.outer(sizes, sizes)
-    return kernel
+    return np.asarray(sums / np.outer(sizes, sizes))
 
 
 def measure_discrepancy(
@@ -273,5 +265,4 @@ def _unbiased_mmd(kernel: Floats, first: Floats, m: int, n: int) -> Floats:
     within = ((first @ apart) * first).sum(axis=1)
     reached = first @ apart.sum(axis=1)
     others = apart.sum() - 2 * reached + within
-    value: Floats = within / (m * (m - 1)) + others / (n * (n - 1)) - 2 * (reached - within) / (m * n)
-    return value
+    return np.asarray(within / (m * (m - 1)) + others / (n * (n - 1)) - 2 * (reached - within) / (m * n))

@@ -5,16 +5,14 @@ holds only pixels: no names, labels or patients. It lies in POLYCLINIC_CACHE, or
 only its owner can read it.
 """
 
-from __future__ import annotations
-
 import fcntl
 import hashlib
 import json
+import math
 import os
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import PIL
@@ -25,13 +23,12 @@ from torch import Tensor
 from polyclinic.core import DataError, StoreError
 from polyclinic.data.loading.image_options import Preparation
 from polyclinic.data.records import Record
-from polyclinic.storage.files import explain_os_errors, write_json
+from polyclinic.storage.files import explain_os_errors, file_sha256, write_json
 
 VARIABLE = "POLYCLINIC_CACHE"
 REMEDY = f"make room, set {VARIABLE} to another folder, or set cache: false"
 LAYOUT = 1
 """The version of the cache's layout and of the preprocessing; a new version rebuilds everything."""
-BLOCK = 1 << 24
 
 Pixels = NDArray[np.uint8]
 Fill = Callable[[Pixels], None]
@@ -39,8 +36,7 @@ Fill = Callable[[Pixels], None]
 
 
 def cache_folder() -> Path:
-    named = os.environ.get(VARIABLE)
-    if named:
+    if named := os.environ.get(VARIABLE):
         return Path(named)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "polyclinic"
 
@@ -51,7 +47,7 @@ def load_cached(records: Sequence[Record], preparation: Preparation, fill: Fill)
     folder = cache_folder() / cache_key(records, preparation)
     if not _is_intact(folder, shape):
         _write_once(folder, shape, fill)
-    return torch.from_file(str(folder / "pixels"), shared=False, size=_byte_count(shape), dtype=torch.uint8).reshape(
+    return torch.from_file(str(folder / "pixels"), shared=False, size=math.prod(shape), dtype=torch.uint8).reshape(
         shape
     )
 
@@ -79,10 +75,6 @@ def _file_state(record: Record) -> bytes:
         raise DataError(f"The file of {record.where} cannot be read ({error.strerror}); restore it.") from None
 
 
-def _byte_count(shape: tuple[int, ...]) -> int:
-    return int(np.prod(shape, dtype=np.int64))
-
-
 def _write_once(folder: Path, shape: tuple[int, ...], fill: Fill) -> None:
     """Write a set unless another process has written it while this one waited for the lock."""
     with explain_os_errors(folder.parent, remedy=REMEDY):
@@ -98,15 +90,20 @@ def _write_set(folder: Path, shape: tuple[int, ...], fill: Fill) -> None:
     """Write a set to a draft folder and rename it when complete, so that a killed process leaves no incomplete set."""
     draft = folder.with_name(f"{folder.name}.draft")
     shutil.rmtree(draft, ignore_errors=True)
-    _check_free_space(folder.parent, _byte_count(shape))
+    wanted, free = math.prod(shape), shutil.disk_usage(folder.parent).free
+    if wanted > free:  # the system's own error contains no figures
+        raise StoreError(
+            f"the prepared images need {wanted / 2**20:,.0f} MiB but {folder.parent} has {free / 2**20:,.0f} MiB left; "
+            f"{REMEDY}"
+        )
     try:
         with explain_os_errors(draft, remedy=REMEDY):
             draft.mkdir(mode=0o700)
-            _reserve_space(draft / "pixels", _byte_count(shape))
+            _reserve_space(draft / "pixels", wanted)
             pixels = np.memmap(draft / "pixels", np.uint8, "r+", shape=shape)
             fill(pixels)
             pixels.flush()
-            write_json(draft / "index.json", {"shape": list(shape), "sha256": _file_sha256(draft / "pixels")})
+            write_json(draft / "index.json", {"shape": list(shape), "sha256": file_sha256(draft / "pixels")})
             shutil.rmtree(folder, ignore_errors=True)
             os.rename(draft, folder)
     except BaseException:
@@ -122,27 +119,10 @@ def _reserve_space(path: Path, size: int) -> None:
             os.posix_fallocate(file.fileno(), 0, size)
 
 
-def _check_free_space(home: Path, wanted: int) -> None:
-    """Check the free space, since the system's own error contains no figures."""
-    free = shutil.disk_usage(home).free
-    if wanted > free:
-        raise StoreError(
-            f"the prepared images need {wanted / 2**20:,.0f} MiB but {home} has {free / 2**20:,.0f} MiB left; {REMEDY}"
-        )
-
-
 def _is_intact(folder: Path, shape: tuple[int, ...]) -> bool:
     """Whether the set exists, is complete and matches its checksum."""
     try:
-        index: dict[str, Any] = json.loads((folder / "index.json").read_text())
-        return bool(index["shape"] == list(shape) and index["sha256"] == _file_sha256(folder / "pixels"))
+        index = json.loads((folder / "index.json").read_text())
+        return bool(index["shape"] == list(shape) and index["sha256"] == file_sha256(folder / "pixels"))
     except (OSError, ValueError, LookupError, TypeError):
         return False
-
-
-def _file_sha256(path: Path) -> str:
-    total = hashlib.sha256()
-    with open(path, "rb") as file:
-        while block := file.read(BLOCK):
-            total.update(block)
-    return total.hexdigest()

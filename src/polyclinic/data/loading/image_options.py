@@ -1,7 +1,5 @@
 """The options of image datasets: which images to use, and how they become tensors of one shape."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from pydantic import Field

@@ -1,7 +1,5 @@
 """From a listing to a collection: apply the task, check for faults, decode the images."""
 
-from __future__ import annotations
-
 import os
 import zlib
 from collections import defaultdict
@@ -18,9 +16,8 @@ from torch import Tensor
 
 from polyclinic.core import DataError, Part, Stream
 from polyclinic.data.examples import Collection
-from polyclinic.data.findings import Finding, format_places, raise_findings
+from polyclinic.data.findings import Finding, format_count, format_places, group_positions, raise_findings
 from polyclinic.data.loading.cache import Pixels, load_cached, pixel_shape
-from polyclinic.data.loading.duplicate_merging import merge_patients
 from polyclinic.data.loading.image_options import ImageOptions, Preparation
 from polyclinic.data.loading.preprocessing import preprocess_image
 from polyclinic.data.quality.duplicates import CONFLICT, duplicate_findings
@@ -31,9 +28,9 @@ from polyclinic.data.quality.files import (
     repeated_file_findings,
     unreadable_file_findings,
 )
-from polyclinic.data.quality.finding_text import format_count, group_positions
 from polyclinic.data.quality.image_stats import measure_images
 from polyclinic.data.quality.labels import FEW, TYPO, disclosable_labels, label_findings
+from polyclinic.data.quality.near_duplicates import merge_patients
 from polyclinic.data.records import Listing, Record
 from polyclinic.data.sources.decoder import decode_image
 from polyclinic.data.sources.folder import clean_text
@@ -57,7 +54,7 @@ def load_collection(listing: Listing, options: ImageOptions, stream: Stream) -> 
     check_pixels(listing, images)
     found = build_collection(listing, images).with_normalisation(*options.normalisation)
     if options.merge_near_duplicates:
-        found = replace(found, patients=merge_patients(found.patients, images))
+        return replace(found, patients=merge_patients(found.patients, images))
     return found
 
 
@@ -85,13 +82,22 @@ def apply_task(listing: Listing, task: dict[str, list[str]] | None) -> Listing:
         raise DataError("The task needs at least two classes, and each label in only one of them; correct data.task.")
     unknown = sorted(set(named) - set(listing.classes))
     if unknown:
+        labels = group_positions(listing, range(len(listing.records)), lambda record: record.label)
+        disclosable = disclosable_labels(listing, labels)  # a rare one may be a patient's name in the wrong column
+        shown = [label for label in listing.classes if label in disclosable]
+        common = shown and format_places(shown, len(listing.classes))
         raise DataError(
             f"The task names the label '{unknown[0]}', which {listing.name} does not have; "
-            f"it has {_list_labels(listing)}."
+            f"it has {common or f'{len(listing.classes)} rare ones'}."
         )
     group = {label: name for name, labels in task.items() for label in labels}
     outside = set(listing.classes) - set(named)
-    _check_misspelt(listing, outside)
+    # images with other labels are excluded without a message, so misspelt ones are refused
+    raise_findings(
+        finding
+        for finding in label_findings(listing)
+        if finding.kind == TYPO.name and outside & {listing.records[position].label for position in finding.positions}
+    )
     records = [
         replace(record, excluded=record.excluded or "not part of the task")
         if record.label in outside
@@ -101,27 +107,8 @@ def apply_task(listing: Listing, task: dict[str, list[str]] | None) -> Listing:
     return replace(listing, records=tuple(records), classes=tuple(task), declared=True)
 
 
-def _list_labels(listing: Listing) -> str:
-    """List the labels but the rare ones, which may be a patient's name in the wrong column."""
-    said = disclosable_labels(
-        listing, group_positions(listing, range(len(listing.records)), lambda record: record.label)
-    )
-    common = [label for label in listing.classes if label in said]
-    return format_places(common, len(listing.classes)) if common else f"{len(listing.classes)} rare ones"
-
-
-def _check_misspelt(listing: Listing, outside: set[str]) -> None:
-    """Refuse misspelt labels outside the task: images with other labels are excluded without a message."""
-    raise_findings(
-        finding
-        for finding in label_findings(listing)
-        if finding.kind == TYPO.name and outside & {listing.records[position].label for position in finding.positions}
-    )
-
-
 def restrict_to_parts(listing: Listing, parts: Sequence[Part] | None) -> Listing:
-    """The listing with everything outside these official parts left out of use; without a training part it has no
-    official split any more."""
+    """Exclude all images outside these official parts. Without a training part, the split is no longer official."""
     if parts is None:
         return listing
     there = {record.split for record in listing.used_records}
@@ -142,7 +129,7 @@ def restrict_to_parts(listing: Listing, parts: Sequence[Part] | None) -> Listing
 
 
 def find_early_faults(listing: Listing) -> Iterator[Finding]:
-    """What stops training and can be seen without opening a file. Parts and sites are `federate`'s to judge."""
+    """Find the faults that stop training and need no file to be opened; parts and sites are checked elsewhere."""
     if not listing.used_records:
         raise DataError(f"{listing.name} has no image to use; check where it was loaded from.")
     # os.path, because Path.is_file raises, with the path, what it does not expect, such as a name that is too long
@@ -154,14 +141,11 @@ def find_early_faults(listing: Listing) -> Iterator[Finding]:
 
 def find_label_faults(listing: Listing) -> Iterator[Finding]:
     """Find the faults of labels, as `check_listing` reports and `load_collection` refuses them."""
-    for finding in label_findings(listing):
-        yield _stop_undeclared(finding) if finding.kind == FEW.name and not listing.declared else finding
-
-
-def _stop_undeclared(finding: Finding) -> Finding:
-    """Every result shows the classes, so undeclared ones with few patients stop training: they may be names."""
+    # every result shows the classes, so undeclared ones with few patients stop training: they may be names
     remedy = "correct these labels, or declare the classes if these are some; they may be names in the wrong column"
-    return replace(finding, level="stop", remedy=remedy)
+    for finding in label_findings(listing):
+        undeclared = finding.kind == FEW.name and not listing.declared
+        yield replace(finding, level="stop", remedy=remedy) if undeclared else finding
 
 
 def draw_records(records: tuple[Record, ...], limit: int | None, stream: Stream) -> tuple[Record, ...]:
@@ -204,8 +188,8 @@ def check_pixels(listing: Listing, images: Tensor) -> None:
     suspects = sorted({*_blank_rows(pixels), *_conflicting_rows(listing.records, pixels)})
     if suspects:
         some = replace(listing, records=tuple(listing.records[position] for position in suspects), unlisted=())
-        looks = measure_images(some)
-        found = (*file_findings(some, looks), *duplicate_findings(some, looks))
+        stats = measure_images(some)
+        found = (*file_findings(some, stats), *duplicate_findings(some, stats))
         raise_findings(finding for finding in found if finding.kind in (BLANK.name, CONFLICT.name))
 
 

@@ -4,8 +4,6 @@ Images are resized by Pillow's bilinear filter, whose support grows with the red
 covers. Lanczos is slightly sharper but overshoots: it draws a halo around calcifications and the rim of a film.
 """
 
-from __future__ import annotations
-
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
@@ -69,12 +67,13 @@ def _locate_object(grey: Bytes) -> tuple[Box, NDArray[np.bool_]]:
     top, left, bottom, right = int(rows[0]), int(columns[0]), int(rows[-1]) + 1, int(columns[-1]) + 1
     inner = grey[top:bottom, left:right]
     across, down = _block_edges(inner.shape[1]), _block_edges(inner.shape[0])
-    bright = _block_means(inner, down, across) > DARK
+    sums = np.add.reduceat(np.add.reduceat(inner, down[:-1], axis=0, dtype=np.int64), across[:-1], axis=1)
+    bright = sums / np.outer(np.diff(down), np.diff(across)) > DARK
     if not bright.any():
         return (top, left, bottom, right), foreign
     object_ = _largest_object(bright)
-    others = _expand_blocks(_foreign_blocks(bright, object_) & ~object_, down, across)
-    foreign[top:bottom, left:right] = others
+    others = _foreign_blocks(bright, object_) & ~object_
+    foreign[top:bottom, left:right] = others.repeat(np.diff(down), axis=0).repeat(np.diff(across), axis=1)
     (y0, y1), (x0, x1) = _object_extent(object_, 0, down), _object_extent(object_, 1, across)
     margin = round(MARGIN * max(y1 - y0, x1 - x0))
     box = (
@@ -93,11 +92,6 @@ def _block_edges(length: int) -> NDArray[np.int64]:
     return np.where(np.arange(count + 1) <= count // 2, lower, length - lower[::-1])
 
 
-def _block_means(grey: Bytes, down: NDArray[np.int64], across: NDArray[np.int64]) -> NDArray[np.float64]:
-    sums = np.add.reduceat(np.add.reduceat(grey, down[:-1], axis=0, dtype=np.int64), across[:-1], axis=1)
-    return np.asarray(sums / np.outer(np.diff(down), np.diff(across)))
-
-
 def _largest_object(bright: NDArray[np.bool_]) -> NDArray[np.bool_]:
     """Return a mask of the largest connected object (of all, if several are equally large), ignoring thin lines."""
     thick = ndimage.binary_opening(bright, np.ones((2 * THIN + 1, 2 * THIN + 1)))
@@ -114,10 +108,6 @@ def _foreign_blocks(bright: NDArray[np.bool_], object_: NDArray[np.bool_]) -> ND
     touching[labels[object_]] = True
     ours = ndimage.binary_dilation(bright & touching[labels])
     return np.asarray(ndimage.binary_dilation(bright & ~touching[labels]) & ~ours)
-
-
-def _expand_blocks(blocks: NDArray[np.bool_], down: NDArray[np.int64], across: NDArray[np.int64]) -> NDArray[np.bool_]:
-    return blocks.repeat(np.diff(down), axis=0).repeat(np.diff(across), axis=1)
 
 
 def _object_extent(object_: NDArray[np.bool_], axis: int, edges: NDArray[np.int64]) -> tuple[int, int]:

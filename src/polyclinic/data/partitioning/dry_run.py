@@ -1,7 +1,5 @@
 """The division among sites that a run would make, tried in advance: labels, sites and patients suffice to refuse it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
@@ -9,12 +7,19 @@ from typing import TypeAlias
 import torch
 
 from polyclinic.core import DataError, Stream
-from polyclinic.data.findings import Finding, Level, raise_findings
+from polyclinic.data.findings import (
+    Finding,
+    Level,
+    disclosable_groups,
+    group_positions,
+    place_of,
+    raise_findings,
+    used_positions,
+)
 from polyclinic.data.loading.loader import build_collection, draw_records
 from polyclinic.data.partitioning.partitions import Iid, Natural, Partition
 from polyclinic.data.partitioning.site_data import build_site_data
 from polyclinic.data.quality.cohort import NO_PART, NO_SITE, missing_field_findings
-from polyclinic.data.quality.finding_text import disclosable_groups, group_positions, place_of, used_positions
 from polyclinic.data.quality.labels import disclosable_labels
 from polyclinic.data.records import Listing
 from polyclinic.data.splits import Fractions
@@ -38,10 +43,9 @@ class Division:
         """Return why a run would refuse this division, or "". The random streams are those of a run."""
         stream = Stream(self.seed)
         used = replace(listing, records=draw_records(listing.used_records, self.limit, stream.child("data", "limit")))
-        images = torch.zeros(len(used.records), 1, 1, 1, dtype=torch.uint8)
         try:
             check_missing_fields(used, self.partition, self.fractions)
-            collection = build_collection(used, images)
+            collection = build_collection(used, torch.zeros(len(used.records), 1, 1, 1, dtype=torch.uint8))
             build_site_data(collection, self.partition, self.fractions, stream.child("sites"), self.allow_single_class)
         except DataError as error:
             return str(error)
@@ -59,32 +63,24 @@ def division_findings(listing: Listing, divisions: Sequence[Refusal] = ()) -> It
     """Find the divisions that a run would refuse; without divisions, try the listing's own sites and parts."""
     if not divisions:
         yield from _try_natural_division(listing)
-    for told in dict.fromkeys(refusal(listing) for refusal in divisions):
-        if told:
-            yield _division_finding(listing, "stop", told)
+    for sentence in filter(None, dict.fromkeys(refusal(listing) for refusal in divisions)):
+        yield _division_finding(listing, "stop", sentence)
 
 
 def _try_natural_division(listing: Listing) -> Iterator[Finding]:
-    own = Division(Natural() if any(record.site for record in listing.used_records) else Iid(sites=1))
-    told = own.find_refusal(listing)
-    if not told:
-        return
-    if len({record.label for record in listing.used_records}) == 1:
+    natural = Division(Natural() if any(record.site for record in listing.used_records) else Iid(sites=1))
+    refusal = natural.find_refusal(listing)
+    if refusal and len({record.label for record in listing.used_records}) == 1:
         remedy = "add images of another class"
         yield Finding(UNDIVIDED, "stop", 1, "all images are of one class, so there is nothing to learn", remedy)
-        return
-    helpful = [how for how, other in _list_alternatives(own).items() if not other.find_refusal(listing)]
-    yield _division_finding(listing, "warn" if helpful else "stop", told, " or ".join(helpful))
-
-
-def _list_alternatives(own: Division) -> dict[str, Division]:
-    """List what a recipe may set instead."""
-    elsewhere = replace(own, partition=Iid(sites=1))
-    return {
-        "another data.partition (such as iid)": elsewhere,
-        "data.allow_single_class: true": replace(own, allow_single_class=True),
-        "data.split: {official: false}": replace(own, fractions=Fractions(official=False)),
-    }
+    elif refusal:
+        alternatives = {
+            "another data.partition (such as iid)": replace(natural, partition=Iid(sites=1)),
+            "data.allow_single_class: true": replace(natural, allow_single_class=True),
+            "data.split: {official: false}": replace(natural, fractions=Fractions(official=False)),
+        }
+        helpful = [setting for setting, other in alternatives.items() if not other.find_refusal(listing)]
+        yield _division_finding(listing, "warn" if helpful else "stop", refusal, " or ".join(helpful))
 
 
 def _division_finding(listing: Listing, level: Level, refusal: str, helpful: str = "") -> Finding:

@@ -5,21 +5,19 @@ its images. All partitions but `Admixture` give disjoint sites that together hol
 leaves sites out.
 """
 
-from __future__ import annotations
-
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
 from polyclinic.core import DataError, Stream
+from polyclinic.data.findings import format_count
 from polyclinic.data.options import Options
 from polyclinic.data.patients import Indices, Patients
-from polyclinic.data.quality.finding_text import format_count
 from polyclinic.data.records import is_disclosable
 
 DRAWS = 500
@@ -27,9 +25,8 @@ OURS = re.compile(r"site-\d+")
 """The names of sites that were drawn."""
 
 
-@dataclass(frozen=True)
-class SiteDisplayName:
-    """How messages name a site: by its name or, if that may be a patient's name in the wrong column, by a number."""
+class SiteDisplayName(NamedTuple):
+    """A site's name in messages: its own or, if that may be a patient's name in the wrong column, a number."""
 
     name: str
     """ "north", or "site 3 (4 images)"."""
@@ -78,10 +75,18 @@ class Natural(Partition):
         self, labels: Indices, patients: Sequence[str], stream: Stream, column: Sequence[str] | None = None
     ) -> list[Indices]:
         names, where = self.site_names(column), np.asarray(self._check_column(column))
-        _check_shared_patients(Patients.from_names(labels, patients), np.unique(where, return_inverse=True)[1])
+        if shared := Patients.from_names(labels, patients).count_spread(np.unique(where, return_inverse=True)[1]):
+            raise DataError(
+                f"{shared} patients have images at more than one natural site; choose another partition, or write the "
+                "site into the patient identifiers if they are different people."
+            )
         members = [np.flatnonzero(where == name) for name in names]
-        people = [[patients[row] for row in rows.tolist()] for rows in members]
-        self._check_minimum(dict(zip(names, people, strict=True)))
+        people = {name: [patients[row] for row in rows.tolist()] for name, rows in zip(names, members, strict=True)}
+        for name, called in make_display_names(people).items():
+            if (size := len(people[name])) < self.minimum:
+                raise DataError(
+                    f"{called.subject} is below the minimum of {self.minimum} images ({size}); lower the minimum."
+                )
         return members
 
     def site_names(self, column: Sequence[str] | None = None) -> list[str]:
@@ -91,13 +96,6 @@ class Natural(Partition):
                 f"data.partition.only has {unknown[0]!r:.60}, but no image comes from there; correct the name"
             )
         return [name for name in found if name in self.only] if self.only else found
-
-    def _check_minimum(self, members: Mapping[str, Sequence[str]]) -> None:
-        for name, called in make_display_names(members).items():
-            if (size := len(members[name])) < self.minimum:
-                raise DataError(
-                    f"{called.subject} is below the minimum of {self.minimum} images ({size}); lower the minimum."
-                )
 
     def _check_column(self, column: Sequence[str] | None) -> Sequence[str]:
         if column is None:
@@ -110,8 +108,7 @@ class RandomPartition(Partition):
 
     sites: int = Field(ge=1)
 
-    @property
-    def remedy(self) -> str:
+    def suggest_remedy(self) -> str:
         return "ask for fewer sites or a lower minimum"
 
     def assign_images(
@@ -127,8 +124,7 @@ class RandomPartition(Partition):
         raise self._size_error(people)
 
     def site_names(self, column: Sequence[str] | None = None) -> list[str]:
-        width = len(str(self.sites))
-        return [f"site-{number:0{width}d}" for number in range(1, self.sites + 1)]
+        return [f"site-{number:0{len(str(self.sites))}d}" for number in range(1, self.sites + 1)]
 
     def check_feasible(self, patients: Patients) -> None:
         """Refuse a partition that no draw can satisfy."""
@@ -142,7 +138,7 @@ class RandomPartition(Partition):
     def _size_error(self, patients: Patients) -> DataError:
         return DataError(
             f"{patients.sizes.sum()} images of {len(patients)} patients could not be divided among {self.sites} sites "
-            f"with at least {self.minimum} images each ({DRAWS} draws at most); {self.remedy}."
+            f"with at least {self.minimum} images each ({DRAWS} draws at most); {self.suggest_remedy()}."
         )
 
 
@@ -158,8 +154,7 @@ class Quantity(RandomPartition):
 
     alpha: float = Field(0.5, gt=0)
 
-    @property
-    def remedy(self) -> str:
+    def suggest_remedy(self) -> str:
         return "ask for fewer sites, a lower minimum or a larger alpha"
 
     def draw_patients(self, patients: Patients, rng: np.random.Generator) -> list[Indices]:
@@ -173,10 +168,9 @@ class Dirichlet(RandomPartition):
     top_up: bool = False
     """Move patients from the largest sites to those below the minimum instead of drawing again."""
 
-    @property
-    def remedy(self) -> str:
+    def suggest_remedy(self) -> str:
         if self.top_up:
-            return super().remedy
+            return super().suggest_remedy()
         return "ask for fewer sites, a lower minimum or a larger alpha, or set top_up: true"
 
     def draw_patients(self, patients: Patients, rng: np.random.Generator) -> list[Indices]:
@@ -196,8 +190,7 @@ class Shards(RandomPartition):
 
     classes_per_site: int = Field(2, ge=1)
 
-    @property
-    def remedy(self) -> str:
+    def suggest_remedy(self) -> str:
         return "ask for fewer sites, a lower minimum or more classes_per_site"
 
     def check_feasible(self, patients: Patients) -> None:
@@ -210,19 +203,15 @@ class Shards(RandomPartition):
             )
 
     def draw_patients(self, patients: Patients, rng: np.random.Generator) -> list[Indices]:
-        classes = _group_by_class(patients)
-        counts = _apportion_shards([int(patients.sizes[members].sum()) for members in classes], self._shard_count)
+        classes, total = _group_by_class(patients), self.sites * self.classes_per_site
+        counts = _apportion_shards([int(patients.sizes[members].sum()) for members in classes], total)
         shards = [
             shard
             for members, count in zip(classes, counts, strict=True)
             for shard in _cut_by_shares(patients, rng.permutation(members), np.ones(count))
         ]
-        hands = rng.permutation(self._shard_count).reshape(self.sites, self.classes_per_site)
+        hands = rng.permutation(total).reshape(self.sites, self.classes_per_site)
         return [np.concatenate([shards[number] for number in hand]) for hand in hands]
-
-    @property
-    def _shard_count(self) -> int:
-        return self.sites * self.classes_per_site
 
 
 class Admixture(RandomPartition):
@@ -234,8 +223,7 @@ class Admixture(RandomPartition):
     primary: int = Field(2, ge=1)
     admixture: float = Field(0.7, ge=0, le=1)
 
-    @property
-    def remedy(self) -> str:
+    def suggest_remedy(self) -> str:
         return "ask for a lower minimum or more admixture"
 
     def check_feasible(self, patients: Patients) -> None:
@@ -260,15 +248,6 @@ PARTITIONS: Mapping[str, type[Partition]] = {
     "quantity": Quantity,
     "admixture": Admixture,
 }
-
-
-def _check_shared_patients(patients: Patients, site: Indices) -> None:
-    shared = patients.count_spread(site)
-    if shared:
-        raise DataError(
-            f"{shared} patients have images at more than one natural site; choose another partition, or write the "
-            "site into the patient identifiers if they are different people."
-        )
 
 
 def _group_by_class(patients: Patients) -> list[Indices]:
@@ -296,18 +275,18 @@ def _top_up(patients: Patients, drawn: list[Indices], minimum: int) -> list[Indi
     return [np.array(site, dtype=np.int64) for site in members]
 
 
-def _find_donor(people: Patients, members: list[list[int]], sizes: Indices, minimum: int) -> tuple[int, int] | None:
+def _find_donor(patients: Patients, members: list[list[int]], sizes: Indices, minimum: int) -> tuple[int, int] | None:
     """Return the largest site that keeps the minimum after giving away a patient, and that patient.
 
     The patient is of the site's most frequent class, so that no site loses a rare class.
     """
     for giver in np.argsort(-sizes, kind="stable").tolist():
-        own = np.array(members[giver], dtype=np.int64)
-        free = people.sizes[own] <= sizes[giver] - minimum
+        here = np.array(members[giver], dtype=np.int64)
+        free = patients.sizes[here] <= sizes[giver] - minimum
         if free.any():
-            _, label = np.unique(people.labels[own], return_inverse=True)
-            frequency = np.bincount(label, people.sizes[own])[label]
-            return giver, int(own[free & (frequency == frequency[free].max())][-1])
+            _, label = np.unique(patients.labels[here], return_inverse=True)
+            frequency = np.bincount(label, patients.sizes[here])[label]
+            return giver, int(here[free & (frequency == frequency[free].max())][-1])
     return None
 
 
@@ -315,6 +294,5 @@ def _apportion_shards(sizes: list[int], total: int) -> list[int]:
     """Apportion `total` shards to the classes by size, at least one each (D'Hondt's method)."""
     counts = [1] * len(sizes)
     for _ in range(total - len(sizes)):
-        weight = [size / count for size, count in zip(sizes, counts, strict=True)]
-        counts[weight.index(max(weight))] += 1
+        counts[np.argmax(np.divide(sizes, counts))] += 1
     return counts

@@ -1,7 +1,5 @@
 """From a collection to sites with training, validation and test parts, checked before training."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sized
 from typing import TypedDict
 
@@ -37,14 +35,18 @@ def build_site_data(
     (pathological partitions). Return the sites by name.
     """
     _check_counts(collection)
-    labels = collection.labels.cpu().numpy()
-    assigned = partition.assign_images(labels, collection.patients, stream.child("partition"), collection.sites)
+    assigned = partition.assign_images(
+        collection.labels.cpu().numpy(), collection.patients, stream.child("partition"), collection.sites
+    )
     members = dict(zip(partition.site_names(collection.sites), assigned, strict=True))
     called = make_display_names({name: [collection.patients[row] for row in rows] for name, rows in members.items()})
     for name, rows in members.items():
         _check_images(called[name].subject, rows, collection)
-    overlapping = sum(map(len, assigned)) > len(np.unique(np.concatenate(assigned)))
-    parts = (_split_once if overlapping else _split_each)(collection, members, fractions, stream.child("split"))
+    split = stream.child("split")
+    if sum(map(len, assigned)) > len(np.unique(np.concatenate(assigned))):
+        parts = _split_overlapping(collection, members, fractions, split)
+    else:
+        parts = {name: _split_rows(collection, rows, fractions, split.child(name)) for name, rows in members.items()}
     for name in members:
         _check_parts(called[name].subject, parts[name], collection, fractions, allow_single_class)
     everything = collection.to_images()
@@ -58,38 +60,32 @@ def build_site_data(
 
 def summarise_sites(sites: Mapping[str, SiteData], classes: tuple[str, ...]) -> list[SiteSummary]:
     """Return the sizes of every site's parts and its images of each class."""
-    return [_summarise_site(site, classes) for site in sites.values()]
+    return [
+        SiteSummary(
+            site=site.name,
+            train=len(site.train),
+            validation=len(site.validation),
+            test=len(site.test),
+            classes=_count_labels(torch.cat([site.train.labels, site.validation.labels, site.test.labels]), classes),
+        )
+        for site in sites.values()
+    ]
 
 
-def _summarise_site(site: SiteData, classes: tuple[str, ...]) -> SiteSummary:
-    labels = torch.cat([site.train.labels, site.validation.labels, site.test.labels])
-    counts = torch.bincount(labels, minlength=len(classes)).tolist()
-    return SiteSummary(
-        site=site.name,
-        train=len(site.train),
-        validation=len(site.validation),
-        test=len(site.test),
-        classes=dict(zip(classes, counts, strict=True)),
-    )
+def _count_labels(labels: torch.Tensor, classes: tuple[str, ...]) -> dict[str, int]:
+    return dict(zip(classes, torch.bincount(labels, minlength=len(classes)).tolist(), strict=True))
 
 
-def _split_each(
-    collection: Collection, members: Mapping[str, Indices], fractions: Fractions, stream: Stream
-) -> dict[str, Parts]:
-    return {name: _split_rows(collection, rows, fractions, stream.child(name)) for name, rows in members.items()}
-
-
-def _split_once(
+def _split_overlapping(
     collection: Collection, members: Mapping[str, Indices], fractions: Fractions, stream: Stream
 ) -> dict[str, Parts]:
     """Split all images at once if sites share patients; otherwise one site could train on another's test images."""
     part_of = np.empty(len(collection), dtype=np.int64)
     for number, rows in enumerate(_split_rows(collection, np.arange(len(collection)), fractions, stream).values()):
         part_of[rows] = number
-    in_order = {name: np.sort(rows) for name, rows in members.items()}
     return {
         name: {part: rows[part_of[rows] == number] for number, part in enumerate(PARTS)}
-        for name, rows in in_order.items()
+        for name, rows in zip(members, map(np.sort, members.values()), strict=True)
     }
 
 
@@ -119,27 +115,21 @@ def _check_counts(collection: Collection) -> None:
 def _check_images(site: str, rows: Indices, collection: Collection) -> None:
     if not len(rows):
         raise DataError(f"{site} has no images; ask for fewer sites or a minimum of at least 1.")
-    index = torch.from_numpy(rows)
-    _check_labels(site, index, collection)
+    index, classes = torch.from_numpy(rows), len(collection.classes)
+    labels = collection.labels[index]
+    _check_none(
+        (labels < 0) | (labels >= classes),
+        index,
+        f"{site} has {{}} labelled outside the {classes} classes of the task",
+        f"use labels 0 to {classes - 1}",
+    )
     if collection.images.is_floating_point():
         finite = collection.images[index].isfinite().flatten(1).all(1)
         _check_none(~finite, index, f"{site} has {{}} with values that are not finite", "correct or remove them")
 
 
-def _check_labels(site: str, index: torch.Tensor, collection: Collection) -> None:
-    labels, classes = collection.labels[index], len(collection.classes)
-    wrong = (labels < 0) | (labels >= classes)
-    _check_none(
-        wrong,
-        index,
-        f"{site} has {{}} labelled outside the {classes} classes of the task",
-        f"use labels 0 to {classes - 1}",
-    )
-
-
 def _check_none(wrong: torch.Tensor, index: torch.Tensor, sentence: str, remedy: str) -> None:
-    count = int(wrong.sum())
-    if count:
+    if count := int(wrong.sum()):
         first = int(index[wrong.cpu()][0])
         raise DataError(f"{sentence.format(f'{count} images')} (the first at index {first}); {remedy}.")
 

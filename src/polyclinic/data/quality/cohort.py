@@ -1,16 +1,15 @@
 """Faults of the cohort: patients in several parts or at several sites, missing classes, labels that follow sites."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from polyclinic.data.findings import SHOWN, Finding
-from polyclinic.data.quality.finding_text import (
+from polyclinic.data.findings import (
+    SHOWN,
+    Finding,
     FindingKind,
     Group,
     as_groups,
@@ -73,17 +72,15 @@ def cohort_findings(listing: Listing) -> Iterator[Finding]:
 
 
 def _patient_findings(listing: Listing, used: list[int]) -> Iterator[Finding]:
-    people = group_positions(listing, used, lambda record: record.patient)
-    several = [group for group in people.values() if len(group) > 1]
-    if used and not people:
-        told = "no patient is named, so each image counts as one"
-        yield Finding(NO_PATIENTS.name, NO_PATIENTS.level, len(used), told, NO_PATIENTS.remedy)
+    patients = group_positions(listing, used, lambda record: record.patient)
+    several = [group for group in patients.values() if len(group) > 1]
+    if used and not patients:
+        sentence = "no patient is named, so each image counts as one"
+        yield Finding(NO_PATIENTS.name, NO_PATIENTS.level, len(used), sentence, NO_PATIENTS.remedy)
     if several:
-        most = max(map(len, several))
-        told = (
-            f"of {len(people):,} patients {format_count(len(several), 'has', 'have')} several images, {most:,} at most"
-        )
-        yield Finding(SEVERAL.name, SEVERAL.level, len(several), told, SEVERAL.remedy)
+        counts = f"{format_count(len(several), 'has', 'have')} several images, {max(map(len, several)):,} at most"
+        sentence = f"of {len(patients):,} patients {counts}"
+        yield Finding(SEVERAL.name, SEVERAL.level, len(several), sentence, SEVERAL.remedy)
     yield from build_findings(
         listing,
         LEAK,
@@ -99,18 +96,17 @@ def _patient_findings(listing: Listing, used: list[int]) -> Iterator[Finding]:
     )
 
 
-def _first_of_each_value(listing: Listing, people: list[list[int]], value: Callable[[Record], str]) -> list[Group]:
+def _first_of_each_value(listing: Listing, patients: list[list[int]], value: Callable[[Record], str]) -> list[Group]:
     """Return, for each patient with several values, the first image of each value."""
-    spread = (group_positions(listing, group, value) for group in people)
+    spread = (group_positions(listing, group, value) for group in patients)
     return [tuple(group[0] for group in values.values()) for values in spread if len(values) > 1]
 
 
 def _part_findings(listing: Listing, used: list[int], classes: set[str]) -> Iterator[Finding]:
-    unknown = [p for p in used if listing.records[p].split not in ("", *PARTS)]
     yield from build_findings(
         listing,
         SPLIT,
-        as_groups(unknown),
+        as_groups([p for p in used if listing.records[p].split not in ("", *PARTS)]),
         lambda f: format_count(len(f), "image is", "images are") + " said to be in a part that is none of the three",
         handled="" if listing.official else "the loader does not keep this split",
     )
@@ -125,28 +121,27 @@ def _labels_of(listing: Listing, positions: list[int]) -> set[str]:
 
 
 def _missing_class_findings(
-    kind: FindingKind, lacking: Mapping[str, int], one: str, several: str, said: set[str]
+    kind: FindingKind, lacking: Mapping[str, int], one: str, several: str, disclosable: set[str]
 ) -> Iterator[Finding]:
-    short = {name: missing for name, missing in lacking.items() if missing}
-    if short:
-        told = f"{format_count(len(short), one, several)} classes that others have, {max(short.values()):,} at most"
+    if short := {name: missing for name, missing in lacking.items() if missing}:
+        sentence = f"{format_count(len(short), one, several)} classes that others have, {max(short.values()):,} at most"
         places = tuple(
-            f"{name} ({format_count(short[name], 'class', 'classes')})" for name in sorted(said & short.keys())
+            f"{name} ({format_count(short[name], 'class', 'classes')})" for name in sorted(disclosable & short.keys())
         )
-        yield Finding(kind.name, kind.level, len(short), told, kind.remedy, places[:SHOWN])
+        yield Finding(kind.name, kind.level, len(short), sentence, kind.remedy, places[:SHOWN])
 
 
 def _site_findings(listing: Listing, used: list[int], classes: set[str]) -> Iterator[Finding]:
     sites = group_positions(listing, used, lambda record: record.site)
     if len(sites) < 2:
         return
-    said = disclosable_groups(listing, sites)
+    disclosable = disclosable_groups(listing, sites)
     nouns = ("image has a site that looks", "images have a site that looks")
-    yield from misspelt_findings(listing, MISSPELT, sites, find_other_spellings(sites), said, nouns)
+    yield from misspelt_findings(listing, MISSPELT, sites, find_other_spellings(sites), disclosable, nouns)
 
     def place(fault: Group) -> str:
         site = listing.records[fault[0]].site
-        name = site if site in said else f"the site of {place_of(listing, fault[0])}"
+        name = site if site in disclosable else f"the site of {place_of(listing, fault[0])}"
         return f"{name} ({len(fault):,})"
 
     yield from build_findings(
@@ -166,7 +161,7 @@ def _site_findings(listing: Listing, used: list[int], classes: set[str]) -> Iter
             place=place,
         )
         lacking = {site: len(classes) - len(there) for site, there in held.items() if len(there) > 1}
-        yield from _missing_class_findings(LACKING, lacking, "site lacks", "sites lack", set(said))
+        yield from _missing_class_findings(LACKING, lacking, "site lacks", "sites lack", set(disclosable))
     yield from _confounding_findings(listing, used, classes)
 
 
@@ -175,12 +170,11 @@ def missing_field_findings(listing: Listing, used: list[int]) -> Iterator[Findin
     for kind, field in ((UNNAMED, "patient"), (NO_SITE, "site"), (NO_PART, "split")):
         silent = [position for position in used if not getattr(listing.records[position], field)]
         if 0 < len(silent) < len(used) and (field != "split" or listing.official):
-            told = f"{format_count(len(silent), 'image has', 'images have')} no {field}, while others have one"
-            yield build_set_finding(listing, kind, silent, told)
+            sentence = f"{format_count(len(silent), 'image has', 'images have')} no {field}, while others have one"
+            yield build_set_finding(listing, kind, silent, sentence)
 
 
-@dataclass(frozen=True)
-class Association:
+class Association(NamedTuple):
     """The association between labels and sites."""
 
     v: float
@@ -209,21 +203,18 @@ def measure_association(table: NDArray[np.int64]) -> Association:
 
 
 def _confounding_findings(listing: Listing, used: list[int], real: set[str]) -> Iterator[Finding]:
-    told = [p for p in used if listing.records[p].site and listing.records[p].label in real]
-    sites, row = np.unique([listing.records[p].site for p in told], return_inverse=True)
-    classes, column = np.unique([listing.records[p].label for p in told], return_inverse=True)
+    known = [listing.records[p] for p in used if listing.records[p].site and listing.records[p].label in real]
+    sites, row = np.unique([record.site for record in known], return_inverse=True)
+    classes, column = np.unique([record.label for record in known], return_inverse=True)
     if min(len(sites), len(classes)) < 2 or len(sites) * len(classes) > LARGEST_TABLE:
         return
     table = np.zeros((len(sites), len(classes)), dtype=np.int64)
     np.add.at(table, (row, column), 1)
     found = measure_association(table)
     if found.v >= CONFOUNDED and found.p < SURE:
+        p = f"= {found.p:.0e}" if found.p > 1e-99 else "< 1e-99"
         sentence = (
-            f"labels follow sites (Cramér's V {found.v:.2f}, p {_format_p_value(found.p)}): knowing only the site, "
+            f"labels follow sites (Cramér's V {found.v:.2f}, p {p}): knowing only the site, "
             f"{found.guessed:.0%} of labels are guessed correctly, against {found.commonest:.0%} without it"
         )
         yield Finding(CONFOUNDING.name, CONFOUNDING.level, len(sites), sentence, CONFOUNDING.remedy)
-
-
-def _format_p_value(p: float) -> str:
-    return f"= {p:.0e}" if p > 1e-99 else "< 1e-99"

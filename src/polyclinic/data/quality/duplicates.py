@@ -1,14 +1,11 @@
 """Duplicates: images with the same pixels, or almost the same."""
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from functools import partial
 
-from polyclinic.data.findings import Finding
+from polyclinic.data.findings import Finding, FindingKind, Group, build_findings, format_count
 from polyclinic.data.quality.files import one_per_file
-from polyclinic.data.quality.finding_text import FindingKind, Group, build_findings, format_count
 from polyclinic.data.quality.image_stats import ListingStats
 from polyclinic.data.quality.near_duplicates import group_near_duplicates
 from polyclinic.data.records import Listing
@@ -30,7 +27,7 @@ def duplicate_findings(listing: Listing, stats: ListingStats) -> Iterator[Findin
     same: defaultdict[bytes, list[int]] = defaultdict(list)
     for position in positions:
         same[stats.images[position].digest].append(position)
-    distinct = [_choose_representative(listing, group) for group in same.values()]
+    distinct = [min(group, key=lambda position: bool(listing.records[position].excluded)) for group in same.values()]
     near = group_near_duplicates({position: stats.images[position].thumbnail for position in distinct})
     conflicting, agreeing = _separate_conflicts(listing, [group for group in same.values() if len(group) > 1])
     leaking = [group for group in agreeing if _has_leak(listing, group)]
@@ -39,10 +36,6 @@ def duplicate_findings(listing: Listing, stats: ListingStats) -> Iterator[Findin
         yield from build_findings(listing, kind, groups, partial(_describe_groups, listing, "the same"), spare=1)
     for kind, groups in zip((NEAR_CONFLICT, NEAR), _separate_conflicts(listing, near), strict=True):
         yield from build_findings(listing, kind, groups, partial(_describe_groups, listing, "almost the same"), spare=1)
-
-
-def _choose_representative(listing: Listing, group: list[int]) -> int:
-    return next((position for position in group if not listing.records[position].excluded), group[0])
 
 
 def _separate_conflicts(listing: Listing, groups: list[list[int]]) -> tuple[list[list[int]], list[list[int]]]:
@@ -63,14 +56,10 @@ def _has_leak(listing: Listing, group: Group) -> bool:
 
 def _describe_groups(listing: Listing, likeness: str, groups: list[Group]) -> str:
     images = sum(map(len, groups))
-    fields = {
-        "label": "under two labels",
-        "patient": "of two patients",
-        "site": "at two sites",
-    }
-    spread = {told: sum(_differs_in(listing, group, field) for group in groups) for field, told in fields.items()}
+    fields = {"label": "under two labels", "patient": "of two patients", "site": "at two sites"}
+    spread = {text: sum(_differs_in(listing, group, field) for group in groups) for field, text in fields.items()}
     spread |= Counter(_describe_parts(listing, group) for group in groups if _differs_in(listing, group, "split"))
-    details = ", ".join(f"{count:,} {told}" for told, count in spread.items() if count)
+    details = ", ".join(f"{count:,} {text}" for text, count in spread.items() if count)
     return f"{images:,} images have {likeness} pixels as others, in {format_count(len(groups), 'group')}" + (
         details and f": {details}"
     )

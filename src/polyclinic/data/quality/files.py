@@ -1,7 +1,5 @@
 """Faults of files: missing, unreadable, blank, of unusual size or depth, listed twice."""
 
-from __future__ import annotations
-
 import os
 import unicodedata
 from collections import Counter, defaultdict
@@ -12,8 +10,8 @@ from pathlib import Path
 
 import numpy as np
 
-from polyclinic.data.findings import Finding
-from polyclinic.data.quality.finding_text import (
+from polyclinic.data.findings import (
+    Finding,
     FindingKind,
     Group,
     as_groups,
@@ -62,44 +60,41 @@ UNLISTED = FindingKind(
 def file_findings(listing: Listing, stats: ListingStats) -> Iterator[Finding]:
     yield from missing_file_findings(listing, stats.missing)
     yield from unreadable_file_findings(listing, stats.unreadable)
-    yield from _blank_findings(listing, stats)
+    yield from build_findings(
+        listing,
+        BLANK,
+        as_groups([position for position, image in stats.images.items() if image.blank]),
+        lambda f: format_count(len(f), "image is", "images are") + " of one grey value all over",
+    )
     yield from _size_findings(listing, stats)
     yield from _mixture_findings(listing, stats)
     yield from repeated_file_findings(listing)
     yield from similar_name_findings(listing)
-    yield from _unlisted_findings(listing)
+    if count := len(listing.unlisted):
+        sentence = format_count(count, "image lies", "images lie") + " beside the listed ones without being listed"
+        yield Finding(UNLISTED.name, UNLISTED.level, count, sentence, UNLISTED.remedy)
 
 
 def missing_file_findings(listing: Listing, positions: Iterable[int]) -> Iterator[Finding]:
-    beside = _SimilarFiles()
+    names = cache(_list_names)
 
-    def sentence(faults: list[Group]) -> str:
-        alike = sum(beside.has_similar(listing.records[position].path) for fault in faults for position in fault)
-        told = f", {alike:,} of them differ from a file that is there only in case or accents" if alike else ""
-        return format_count(len(faults), "listed file") + " cannot be found" + told
+    @cache
+    def find_folder(path: Path) -> Path | None:
+        return path if os.path.isdir(path) or path == path.parent else find_similar(path)
 
-    yield from build_findings(listing, MISSING, as_groups(positions), sentence)
-
-
-class _SimilarFiles:
-    """Finds files whose names differ from missing ones only in case or accents. Every folder is listed once."""
-
-    def __init__(self) -> None:
-        self.names = cache(_list_names)
-        self.folder = cache(self._find_folder)
-
-    def has_similar(self, path: Path) -> bool:
-        found = self._find_similar(path)
-        return found is not None and os.path.isfile(found)
-
-    def _find_similar(self, path: Path) -> Path | None:
+    def find_similar(path: Path) -> Path | None:
         """Find the path that differs from this one only in case or in the form of accents."""
-        folder = self.folder(path.parent)
-        name = self.names(folder).get(_fold_name(path.name)) if folder else None
+        folder = find_folder(path.parent)
+        name = names(folder).get(_fold_name(path.name)) if folder else None
         return folder / name if folder and name else None
 
-    def _find_folder(self, path: Path) -> Path | None:
-        return path if os.path.isdir(path) or path == path.parent else self._find_similar(path)
+    def sentence(faults: list[Group]) -> str:
+        found = (find_similar(listing.records[position].path) for fault in faults for position in fault)
+        alike = sum(path is not None and os.path.isfile(path) for path in found)
+        more = f", {alike:,} of them differ from a file that is there only in case or accents" if alike else ""
+        return format_count(len(faults), "listed file") + " cannot be found" + more
+
+    yield from build_findings(listing, MISSING, as_groups(positions), sentence)
 
 
 def _list_names(folder: Path) -> dict[str, str]:
@@ -120,18 +115,8 @@ def unreadable_file_findings(listing: Listing, reasons: Mapping[int, str]) -> It
     yield from build_findings(listing, UNREADABLE, as_groups(reasons), sentence)
 
 
-def _blank_findings(listing: Listing, stats: ListingStats) -> Iterator[Finding]:
-    blank = [position for position, look in stats.images.items() if look.blank]
-    yield from build_findings(
-        listing,
-        BLANK,
-        as_groups(blank),
-        lambda f: format_count(len(f), "image is", "images are") + " of one grey value all over",
-    )
-
-
 def _size_findings(listing: Listing, stats: ListingStats) -> Iterator[Finding]:
-    tiny = [position for position, look in stats.images.items() if min(look.height, look.width) < SMALLEST]
+    tiny = [position for position, image in stats.images.items() if min(image.height, image.width) < SMALLEST]
     yield from build_findings(
         listing,
         TINY,
@@ -141,11 +126,10 @@ def _size_findings(listing: Listing, stats: ListingStats) -> Iterator[Finding]:
     sites: defaultdict[str, list[int]] = defaultdict(list)
     for position in sorted(stats.images.keys() - set(tiny)):
         sites[listing.records[position].site].append(position)
-    unusual = [position for positions in sites.values() for position in _find_unusual(positions, stats)]
     yield from build_findings(
         listing,
         OUTLIER,
-        as_groups(unusual),
+        as_groups([position for positions in sites.values() for position in _find_unusual(positions, stats)]),
         lambda f: (
             format_count(len(f), "image is", "images are")
             + f" {FAR_AREA:g} times larger or smaller than is usual at the site, or {FAR_ASPECT:g} times longer"
@@ -164,18 +148,20 @@ def _find_unusual(positions: list[int], stats: ListingStats) -> list[int]:
 def _mixture_findings(listing: Listing, stats: ListingStats) -> Iterator[Finding]:
     """Report mixed sizes, depths and colours among the used images."""
     images = {position: stats.images[position] for position in used_positions(listing) if position in stats.images}
-    sizes, rarer = _count_values({position: f"{look.width} × {look.height}" for position, look in images.items()})
+    sizes, rarer = _count_values({position: f"{image.width} × {image.height}" for position, image in images.items()})
     if rarer:
         told = f"the images have {len(sizes):,} sizes; {sizes[0][1]:,} of {len(images):,} are {sizes[0][0]} pixels"
         yield build_set_finding(listing, SIZES, rarer, told)
     # DICOM files state themselves how their bits are shown
     depths, rarer = _count_values(
-        {position: f"{look.bits} bits" for position, look in images.items() if not look.windowed}
+        {position: f"{image.bits} bits" for position, image in images.items() if not image.windowed}
     )
     if rarer:
         told = "the images are stored with different depths: " + ", ".join(f"{n:,} with {bits}" for bits, n in depths)
         yield build_set_finding(listing, DEPTHS, rarer, told)
-    colours, rarer = _count_values({position: "colour" if look.colour else "grey" for position, look in images.items()})
+    colours, rarer = _count_values(
+        {position: "colour" if image.colour else "grey" for position, image in images.items()}
+    )
     if rarer:
         yield build_set_finding(
             listing, COLOURS, rarer, "of the images " + " and ".join(f"{n:,} are {c}" for c, n in colours)
@@ -206,11 +192,10 @@ def repeated_file_findings(listing: Listing) -> Iterator[Finding]:
         files[_file_identity(record)].append(position)
     twice = [positions for positions in files.values() if len(positions) > 1]
     conflict = [group for group in twice if len({listing.records[p].label for p in group}) > 1]
-    plain = [group for group in twice if len({listing.records[p].label for p in group}) == 1]
     yield from build_findings(
         listing,
         TWICE,
-        plain,
+        [group for group in twice if len({listing.records[p].label for p in group}) == 1],
         lambda f: format_count(len(f), "file is", "files are") + " listed more than once",
         spare=1,
     )
@@ -225,13 +210,12 @@ def repeated_file_findings(listing: Listing) -> Iterator[Finding]:
 
 def similar_name_findings(listing: Listing) -> Iterator[Finding]:
     """Report names in one folder that differ only in case or suffix."""
-    whole = [position for position in one_per_file(listing) if listing.records[position].row is None]
-    stems = group_positions(listing, whole, lambda record: _folded_stem(record.path))
-    alike = [group for group in stems.values() if len(group) > 1]
+    files = [position for position in one_per_file(listing) if listing.records[position].row is None]
+    stems = group_positions(listing, files, lambda record: _folded_stem(record.path))
     yield from build_findings(
         listing,
         ALIKE,
-        alike,
+        [group for group in stems.values() if len(group) > 1],
         lambda f: (
             format_count(len(f), "group of files has", "groups of files have")
             + " names in one folder that differ in case or suffix only"
@@ -243,10 +227,3 @@ def similar_name_findings(listing: Listing) -> Iterator[Finding]:
 def _folded_stem(path: Path) -> str:
     name = path.stem if path.suffix.lower() in SUFFIXES else path.name
     return f"{os.path.normpath(path.parent)}/{name.casefold()}"
-
-
-def _unlisted_findings(listing: Listing) -> Iterator[Finding]:
-    count = len(listing.unlisted)
-    if count:
-        sentence = format_count(count, "image lies", "images lie") + " beside the listed ones without being listed"
-        yield Finding(UNLISTED.name, UNLISTED.level, count, sentence, UNLISTED.remedy)

@@ -1,27 +1,22 @@
 """Statistics of every image, from one decoding: its shape, a digest of its pixels and a thumbnail."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
 from PIL import Image
 
 from polyclinic.data.records import Listing
 from polyclinic.data.sources.decoder import decode_image
-from polyclinic.data.sources.images import DecodedImage, UnreadableImage, silence_decoders
+from polyclinic.data.sources.images import Bytes, DecodedImage, UnreadableImage, silence_decoders
 from polyclinic.data.sources.stacks import decode_rows
 
-Bytes: TypeAlias = NDArray[np.uint8]
 Progress: TypeAlias = Callable[[int, int], None]
 """(images done, images in all)."""
 SIDE = 32
@@ -30,8 +25,7 @@ BLOCK = 2**27
 MISSING = "missing"
 
 
-@dataclass(frozen=True)
-class ImageStats:
+class ImageStats(NamedTuple):
     height: int
     width: int
     bits: int
@@ -42,8 +36,7 @@ class ImageStats:
     thumbnail: Bytes
 
 
-@dataclass(frozen=True)
-class ListingStats:
+class ListingStats(NamedTuple):
     """The statistics of all images by position in the listing."""
 
     images: dict[int, ImageStats]

@@ -1,17 +1,17 @@
 """Faults of labels: empty, misspelt, outside the task, too few per class."""
 
-from __future__ import annotations
-
 import re
 import unicodedata
 from collections.abc import Callable, Collection, Iterator, Mapping
 from difflib import SequenceMatcher
 from functools import lru_cache
 
-from polyclinic.data.findings import SHOWN, Finding, Level
-from polyclinic.data.quality.finding_text import (
+from polyclinic.data.findings import (
+    SHOWN,
+    Finding,
     FindingKind,
     Group,
+    Level,
     as_groups,
     build_findings,
     build_set_finding,
@@ -53,9 +53,11 @@ IMBALANCED = FindingKind(
 
 def label_findings(listing: Listing) -> Iterator[Finding]:
     everything = group_positions(listing, range(len(listing.records)), lambda record: record.label)
-    empty = [position for position, record in enumerate(listing.records) if not record.label]
     yield from build_findings(
-        listing, EMPTY, as_groups(empty), lambda f: format_count(len(f), "image has", "images have") + " no label"
+        listing,
+        EMPTY,
+        as_groups(position for position, record in enumerate(listing.records) if not record.label),
+        lambda f: format_count(len(f), "image has", "images have") + " no label",
     )
     misspelt = find_misspellings(listing, everything)
     yield from misspelt_findings(
@@ -77,8 +79,7 @@ def real_classes(listing: Listing) -> set[str]:
     """Return the classes expected at every site and in every part: no misspellings, no classes with one image."""
     labels = group_positions(listing, used_positions(listing), lambda record: record.label)
     misspelt = find_misspellings(listing, labels)
-    several = {label for label, group in labels.items() if len(group) > 1}
-    return several.intersection(listing.classes) - misspelt.keys()
+    return {c for c in listing.classes if len(labels.get(c, ())) > 1 and c not in misspelt}
 
 
 def disclosable_labels(listing: Listing, labels: Mapping[str, list[int]]) -> set[str]:
@@ -105,8 +106,7 @@ def _find_intended(
 ) -> dict[str, str]:
     found: dict[str, str] = {}
     for suspect in sorted(suspects) if len(names) <= MANY else ():
-        meant = [name for name in sorted(known) if name != suspect and mistakes(suspect, name, names)]
-        if meant:
+        if meant := [name for name in sorted(known) if name != suspect and mistakes(suspect, name, names)]:
             found[suspect] = max(meant, key=lambda name: (_label_similarity(suspect, name), len(names[name])))
     return found
 
@@ -114,9 +114,8 @@ def _find_intended(
 def _is_misspelling(suspect: str, label: str, labels: Mapping[str, list[int]]) -> bool:
     if _normalise_label(suspect) == _normalise_label(label):
         return _is_respelling(suspect, label, labels)
-    rare, common = len(labels[suspect]), len(labels[label])
     return (
-        rare * RARER <= common
+        len(labels[suspect]) * RARER <= len(labels[label])
         and not _differ_as_codes(suspect, label)
         and _label_similarity(suspect, label) > RESEMBLANCE
     )
@@ -172,18 +171,17 @@ def misspelt_findings(
 
 
 def _count_findings(listing: Listing, classes: Mapping[str, list[int]]) -> Iterator[Finding]:
-    said = disclosable_labels(listing, classes)
+    disclosable = disclosable_labels(listing, classes)
 
     def place(fault: Group) -> str:
         label = listing.records[fault[0]].label
-        return f"'{label}'" if label in said else f"the class of {place_of(listing, fault[0])}"
+        return f"'{label}'" if label in disclosable else f"the class of {place_of(listing, fault[0])}"
 
-    one = [group for group in classes.values() if len(group) == 1]
     few = [group for group in classes.values() if len(group) > 1 and count_patients(listing, group) < FEW_PATIENTS]
     yield from build_findings(
         listing,
         ONE_IMAGE,
-        one,
+        [group for group in classes.values() if len(group) == 1],
         lambda f: format_count(len(f), "class has", "classes have") + " a single image",
         place=place,
     )
@@ -194,11 +192,10 @@ def _count_findings(listing: Listing, classes: Mapping[str, list[int]]) -> Itera
         lambda f: format_count(len(f), "class has", "classes have") + f" fewer than {FEW_PATIENTS} patients",
         place=place,
     )
-    none = [label for label, group in classes.items() if not group]
-    if none:
-        told = format_count(len(none), "class of the task has", "classes of the task have") + " no image"
+    if none := [label for label, group in classes.items() if not group]:
+        sentence = format_count(len(none), "class of the task has", "classes of the task have") + " no image"
         shown = tuple(f"'{label}'" for label in none[:SHOWN]) if listing.declared else ()
-        yield Finding(NONE.name, NONE.level, len(none), told, NONE.remedy, shown)
+        yield Finding(NONE.name, NONE.level, len(none), sentence, NONE.remedy, shown)
     yield from _proportion_findings(listing, classes)
 
 

@@ -1,21 +1,23 @@
 """Near duplicates: the same picture saved anew, rescaled, brightened, marked, or cropped by a hair.
 
-They are told by the correlation r of their thumbnails. No fixed r will do: photographs of two retinas reach 0.998 and
-two handwritten ones 0.994, because all that differs is fine, while the same ultrasound image cut out twice from its
-screen has 0.99. What tells a copy is that it is out of all proportion nearer than images that just look alike. So 1 − r
-must be 20 times less than to the tenth nearest image, and 0.01 at most.
+They are recognised by the correlation r of their thumbnails. No fixed threshold works: photographs of two retinas reach
+0.998 and two handwritten digits 0.994, because they differ in details only, while the same ultrasound image cut out
+twice from its screen has 0.99. But a copy is much nearer than images that are merely similar. So 1 − r must be 20 times
+less than to the tenth nearest image, and 0.01 at most.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
 import numpy as np
+import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
+from torch import Tensor
 
-from polyclinic.data.quality.image_stats import Bytes
+from polyclinic.data.quality.image_stats import SIDE
+from polyclinic.data.sources.images import Bytes
 
 Floats: TypeAlias = NDArray[np.float32]
 Rows: TypeAlias = NDArray[np.int64]
@@ -39,15 +41,20 @@ def group_near_duplicates(thumbnails: Mapping[int, Bytes]) -> list[list[int]]:
     keys = [key for key, thumbnail in thumbnails.items() if thumbnail.std() >= FLAT]
     if len(keys) < 2:
         return []
+    one, other = find_near_pairs(np.stack([thumbnails[key] for key in keys]))
+    groups: defaultdict[int, list[int]] = defaultdict(list)
+    for key, group in zip(keys, _connect_nodes(one, other, len(keys)), strict=True):
+        groups[group].append(key)
+    return [group for group in groups.values() if len(group) > 1]
+
+
+def _connect_nodes(one: Rows, other: Rows, count: int) -> list[int]:
+    """Return the number of each node's connected component, given the two ends of every edge."""
     from scipy.sparse import coo_array  # takes a second to load, and most runs do without
     from scipy.sparse.csgraph import connected_components
 
-    one, other = find_near_pairs(np.stack([thumbnails[key] for key in keys]))
-    graph = coo_array((np.ones(len(one)), (one, other)), shape=(len(keys), len(keys)))
-    groups: defaultdict[int, list[int]] = defaultdict(list)
-    for key, group in zip(keys, connected_components(graph, directed=False)[1].tolist(), strict=True):
-        groups[group].append(key)
-    return [group for group in groups.values() if len(group) > 1]
+    graph = coo_array((np.ones(len(one)), (one, other)), shape=(count, count))
+    return list(connected_components(graph, directed=False)[1].tolist())
 
 
 def find_near_pairs(thumbnails: Bytes) -> tuple[Rows, Rows]:
@@ -76,7 +83,8 @@ class _ThumbnailSpace:
         from scipy.spatial import cKDTree
 
         self.thumbnails = thumbnails
-        axes = _principal_axes(_unit_vectors(thumbnails[:: -(-len(thumbnails) // SAMPLE)]))
+        sample = _unit_vectors(thumbnails[:: -(-len(thumbnails) // SAMPLE)])
+        axes = np.linalg.svd(sample - sample.mean(axis=0), full_matrices=False)[2][:AXES].T
         blocks = [thumbnails[start : start + SAMPLE] for start in range(0, len(thumbnails), SAMPLE)]
         self.places = np.concatenate([_unit_vectors(block) @ axes for block in blocks])
         self.tree = cKDTree(self.places)
@@ -100,7 +108,23 @@ def _unit_vectors(thumbnails: Bytes) -> Floats:
     return flat
 
 
-def _principal_axes(vectors: Floats) -> Floats:
-    centred = vectors - vectors.mean(axis=0)
-    axes: Floats = np.linalg.svd(centred, full_matrices=False)[2][:AXES]
-    return axes.T
+def merge_patients(patients: Sequence[str], images: Tensor) -> tuple[str, ...]:
+    """Return a patient's name for every image, with one name for all patients who share a near duplicate.
+
+    Pass the patient of every image and the images as bytes (n × channels × height × width).
+    """
+    groups = group_near_duplicates(dict(enumerate(_make_thumbnails(images))))
+    names, number = np.unique(np.asarray(patients), return_inverse=True)
+    links = [(number[group[0]], number[other]) for group in groups for other in group[1:]]
+    one, other = np.array(links, dtype=np.int64).reshape(-1, 2).T
+    person = _connect_nodes(one, other, len(names))
+    first = dict(reversed(list(zip(person, names.tolist(), strict=True))))
+    return tuple(first[person[n]] for n in number)
+
+
+def _make_thumbnails(images: Tensor) -> list[np.ndarray]:
+    found = []
+    for some in torch.split(images, 2 * BLOCK):
+        small = F.interpolate(some.float().mean(1, keepdim=True), (SIDE, SIDE), mode="bilinear", antialias=True)
+        found += list(small[:, 0].round().to(torch.uint8).numpy())
+    return found

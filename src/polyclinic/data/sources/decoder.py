@@ -4,8 +4,6 @@ A file that cannot be read is refused by a short reason that names neither the f
 replaced by something else: reasons end up in reports, and files and their headers carry patients' names.
 """
 
-from __future__ import annotations
-
 from importlib import import_module
 from pathlib import Path
 
@@ -69,7 +67,9 @@ def _decode_picture(path: Path, head: bytes, bits: int | None) -> DecodedImage:
         with path.open("rb") as file, Image.open(file, formats=FORMATS) as image:
             kind = KINDS.get(str(image.format), str(image.format))
             check_size(*image.size)
-            _check_single_picture(image)
+            # the other pictures of an MPO, a JPEG of some cameras, are previews of the first
+            if getattr(image, "n_frames", 1) > 1 and image.format != "MPO":
+                raise UnreadableImage("it holds several pictures; save each as a file of its own")
             image.load()
             pixels, depth = _decode_deep_png(path, bits) if _is_deep_colour_png(head) else _to_eight_bit(image, bits)
             pixels = _apply_orientation(pixels, image.getexif().get(ORIENTATION, 1))
@@ -84,12 +84,6 @@ def _decode_picture(path: Path, head: bytes, bits: int | None) -> DecodedImage:
     except Exception as error:  # decoders raise whatever a damaged file leads them to
         raise UnreadableImage(f"the {kind} is {'truncated' if 'truncated' in str(error) else 'damaged'}") from None
     return DecodedImage(pixels, depth, colour=pixels.ndim == 3)
-
-
-def _check_single_picture(image: Image.Image) -> None:
-    # the other pictures of an MPO, a JPEG of some cameras, are previews of the first
-    if getattr(image, "n_frames", 1) > 1 and image.format != "MPO":
-        raise UnreadableImage("it holds several pictures; save each as a file of its own")
 
 
 def _to_eight_bit(image: Image.Image, bits: int | None) -> tuple[Bytes, int]:

@@ -17,8 +17,6 @@ Pixels are decompressed and windows applied by pydicom. Three things are done he
 The presentation lookup table is not read: its shape only repeats what the photometric interpretation says.
 """
 
-from __future__ import annotations
-
 import io
 import math
 import zlib
@@ -93,8 +91,8 @@ def _read_file(path: Path) -> DecodedImage:
     stored, photometric = _read_stored_values(path, header.file_meta.get("TransferSyntaxUID"))
     if stored.shape[:2] != (header.Rows, header.Columns) or stored.ndim > 3:
         raise UnreadableImage("its pixels are not the one picture that its header announces")
-    shown = _render_pixels(stored, photometric, header)
-    return DecodedImage(shown, int(header.BitsStored), photometric not in MONOCHROME, windowed=True)
+    pixels = _render_pixels(stored, photometric, header)
+    return DecodedImage(pixels, int(header.BitsStored), photometric not in MONOCHROME, windowed=True)
 
 
 class _GuardedReader(io.BufferedReader):

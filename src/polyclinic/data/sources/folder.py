@@ -1,17 +1,14 @@
 """Images in folders whose names are labels, parts, sites or patients: `benign/…`, `train/benign/…`."""
 
-from __future__ import annotations
-
 import os
 import unicodedata
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from itertools import count
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from polyclinic.core import DataError
 from polyclinic.data.findings import first_places, format_places
@@ -32,8 +29,7 @@ SPLITS = {
 }
 
 
-@dataclass(frozen=True)
-class _Folder:
+class _Folder(NamedTuple):
     """A folder, and the names of the folders from the root to it."""
 
     path: Path
@@ -140,13 +136,14 @@ def _folders_by_depth(root: Path, depth: int) -> list[list[_Folder]]:
     """Return all folders by depth below the root, starting with the root."""
     ranks = [[_Folder(root, (), ())]]
     for _ in range(depth):
-        ranks.append([folder for above in ranks[-1] for folder in _child_folders(above)])
+        ranks.append(
+            [
+                _Folder(path, (*above.names, clean_text(path.name)), (*above.numbers, number))
+                for above in ranks[-1]
+                for number, path in enumerate(list_subfolders(above.path), 1)
+            ]
+        )
     return ranks
-
-
-def _child_folders(above: _Folder) -> Iterator[_Folder]:
-    for number, path in enumerate(list_subfolders(above.path), 1):
-        yield _Folder(path, (*above.names, clean_text(path.name)), (*above.numbers, number))
 
 
 def _images_elsewhere(ranks: Sequence[Sequence[_Folder]]) -> Iterator[Path]:
@@ -168,23 +165,22 @@ def _images_below(folder: Path) -> Iterator[Path]:
 def _build_records(
     levels: tuple[Level, ...], files: Mapping[_Folder, Sequence[Path]], guessed: bool
 ) -> tuple[Record, ...]:
-    said = [dict(zip(levels, folder.names, strict=True)) for folder in files]
-    patients = pseudonymise([names.get("patient", "") for names in said])
-    places = _numbered_places(levels, files) if guessed else _named_places(levels, files)
+    named = [dict(zip(levels, folder.names, strict=True)) for folder in files]
+    patients = pseudonymise([names.get("patient", "") for names in named])
+    places = (
+        _numbered_places(levels, files)
+        if guessed
+        else ["/".join(names[level] for level in levels if level in DISCLOSED_LEVELS) for names in named]
+    )
     numbers: defaultdict[str, Iterator[int]] = defaultdict(lambda: count(1))
     records = []
-    for names, patient, place, found in zip(said, patients, places, files.values(), strict=True):
+    for names, patient, place, found in zip(named, patients, places, files.values(), strict=True):
         label, site, split = names.get("label", ""), names.get("site", ""), parse_part(names.get("split", ""))
         for file in found:
             number = next(numbers[place])
             where = f"{place}, file {number}" if place else f"file {number}"
             records.append(Record(file, label, site, patient, split, where))
     return tuple(records)
-
-
-def _named_places(levels: tuple[Level, ...], folders: Iterable[_Folder]) -> list[str]:
-    ways = [zip(levels, folder.names, strict=True) for folder in folders]
-    return ["/".join(name for level, name in way if level in DISCLOSED_LEVELS) for way in ways]
 
 
 def _numbered_places(levels: tuple[Level, ...], files: Mapping[_Folder, Sequence[Path]]) -> list[str]:
@@ -216,8 +212,7 @@ def _check_empty_folders(
             continue
         _check_printable(root, level, folders)
         names = [] if level == "label" and declared else sorted(folders.keys() - {path[depth] for path in used})
-        empty = first_places(folders[name].format_path([None] * (depth + 1)) for name in names)
-        if empty:
+        if empty := first_places(folders[name].format_path([None] * (depth + 1)) for name in names):
             raise DataError(
                 f"'{root}' has {len(names)} {level} folder(s) without an image "
                 f"(counted by name: {format_places(empty, len(names))}); "
@@ -226,8 +221,7 @@ def _check_empty_folders(
 
 
 def _check_printable(root: Path, level: Level, names: Iterable[str]) -> None:
-    broken = sum(not name.isprintable() for name in names)
-    if broken:
+    if broken := sum(not name.isprintable() for name in names):
         raise DataError(
             f"'{root}' has {broken} {level} folder(s) whose name is not printable UTF-8 text; rename the folder(s)."
         )

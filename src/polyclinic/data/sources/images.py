@@ -1,7 +1,5 @@
 """A decoded image, and what all decoders share: a limit on size, 8-bit scaling, silence, and the error they raise."""
 
-from __future__ import annotations
-
 import logging
 import threading
 import warnings

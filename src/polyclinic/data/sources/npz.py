@@ -4,16 +4,13 @@ An npz file is a zip of arrays, and its sender controls every number in it. So o
 nothing is unpickled, and a header must agree with the zip before memory is allocated.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from io import BytesIO
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from zipfile import ZIP_DEFLATED, ZIP_STORED, BadZipFile, ZipFile, ZipInfo
 
 import numpy as np
@@ -32,8 +29,7 @@ HEADERS = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}
 Array = np.ndarray[Any, np.dtype[Any]]
 
 
-@dataclass(frozen=True)
-class _ImageArray:
+class _ImageArray(NamedTuple):
     """An array of images with one text per image in every field."""
 
     array: str
@@ -112,8 +108,7 @@ class _Archive:
             if dtype.kind in "biu":
                 return [str(int(value)) for value in column.tolist()]
             texts = [clean_text(value if isinstance(value, str) else value.decode()) for value in column.tolist()]
-        strange = sum(not text.isprintable() for text in texts)
-        if strange:
+        if strange := sum(not text.isprintable() for text in texts):
             raise self.build_error(f"{strange} of '{key}' hold characters that cannot be printed")
         return texts
 

@@ -1,7 +1,5 @@
 """Stacks of images in npz and idx files, read row by row."""
 
-from __future__ import annotations
-
 import gzip
 import io
 import math

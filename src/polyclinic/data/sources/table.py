@@ -1,7 +1,5 @@
 """Tables (CSV) with one row per image: its path, label, site, patient and part."""
 
-from __future__ import annotations
-
 import gc
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -96,8 +94,7 @@ def _open_table(csv: Path) -> Iterator[TextIO]:
 
 def _read_rows(csv: Path, file: TextIO, columns: Columns, faults: Mapping[str, list[int]]) -> Iterator[_Row]:
     """Yield the valid rows and add the numbers of others to `faults`. As in a spreadsheet, the header is row 1."""
-    delimiter = _find_delimiter(csv, file, columns)
-    table = _read_cells(csv, file, delimiter)
+    table = _read_cells(csv, file, _find_delimiter(csv, file, columns))
     header = [clean_text(cell) for cell in next(table, [])]
     pick = itemgetter(*_column_positions(csv, header, columns))
     parts = {"": ""}
@@ -108,8 +105,8 @@ def _read_rows(csv: Path, file: TextIO, columns: Columns, faults: Mapping[str, l
             faults["length"].append(number)
             continue
         cells.append("")  # the value of missing columns
-        path, *said = pick(cells)
-        label, site, patient, split = map(clean_text, said)
+        path, *texts = pick(cells)
+        label, site, patient, split = map(clean_text, texts)
         path = normpath(path.strip().replace("\\", "/"))
         if path == ".":
             faults["path"].append(number)
@@ -159,8 +156,7 @@ def _column_positions(csv: Path, header: Sequence[str], columns: Columns) -> lis
         needed = field in NEEDED or (column is not None and field in columns.model_fields_set)
         if needed and column not in header:
             raise DataError(f"'{csv}' has no column '{column}' for the {field}; {_describe_columns(header, columns)}.")
-    twice = first_places(column for column in header if column and header.count(column) > 1)
-    if twice:
+    if twice := first_places(column for column in header if column and header.count(column) > 1):
         raise DataError(f"'{csv}' has more than one column called {' and '.join(twice)}; rename all but one.")
     return [header.index(column) if column in header else -1 for column in wanted.values()]
 

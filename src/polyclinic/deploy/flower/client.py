@@ -4,8 +4,6 @@
 this is not `flower-supernode`.
 """
 
-from __future__ import annotations
-
 import json
 import socket
 import ssl
@@ -124,25 +122,22 @@ class SiteConnection:
 
     def serve_forever(self) -> None:
         """Answer messages until `stop` is set, then close the connection. Can be called once."""
-        with self.client:
-            self._run_session()
-
-    def _run_session(self) -> None:
         reported, wait, was_connected = "", 1.0, False
-        while not self.stop.is_set():
-            try:
-                with self._stay_connected() as node:
-                    self.report(f"connected to {self.server}")
-                    reported, wait, was_connected = "", 1.0, True
-                    while not self.stop.is_set():
-                        self._answer_messages(node)
-            except Disconnected as reason:
-                closed = f"{self.server} has closed; waiting for the next run"
-                sentence = closed if was_connected and self.is_idle() else str(reason)
-                if sentence != reported:
-                    self.report(reported := sentence)
-                self.stop.wait(wait)
-                wait = min(wait * 1.5, 5.0)
+        with self.client:
+            while not self.stop.is_set():
+                try:
+                    with self._stay_connected() as node:
+                        self.report(f"connected to {self.server}")
+                        reported, wait, was_connected = "", 1.0, True
+                        while not self.stop.is_set():
+                            self._answer_messages(node)
+                except Disconnected as reason:
+                    is_over = was_connected and self.is_idle()
+                    sentence = f"{self.server} has closed; waiting for the next run" if is_over else str(reason)
+                    if sentence != reported:
+                        self.report(reported := sentence)
+                    self.stop.wait(wait)
+                    wait = min(wait * 1.5, 5.0)
 
     @contextmanager
     def _stay_connected(self) -> Iterator[Node]:
@@ -173,8 +168,8 @@ class SiteConnection:
     def _deactivate_predecessor(self) -> None:
         """Sign off the site's previous process, which ended without doing so and still counts as connected."""
         with suppress(OSError, ValueError, KeyError, httpx.HTTPStatusError):
-            number = int(json.loads((self.folder / "node.json").read_text())["node"])
-            self.client.DeactivateNode(DeactivateNodeRequest(node_id=number))
+            former = json.loads((self.folder / "node.json").read_text())
+            self.client.DeactivateNode(DeactivateNodeRequest(node_id=int(former["node"])))
 
     def _send_heartbeats(self, node: Node, gone: threading.Event) -> None:
         while not gone.wait(HEARTBEAT_SECONDS * 0.4):

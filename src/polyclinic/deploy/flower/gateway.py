@@ -5,12 +5,11 @@ Through the others, whoever reaches the port may register a key, start runs and 
 check that a reply comes from the site it names, or limit the size of a request. This gateway closes these holes.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from base64 import b64decode
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from typing import TypeAlias
 from urllib.parse import unquote
@@ -140,15 +139,15 @@ class Gateway:
         if method != "POST" or path not in OPEN_PATHS:
             return 404, f"{method[:10]} {path[:60]!r} is not open to sites", "there is nothing here"
         if not site:
-            owner = self.former.get(_read_key(request), "a key that is not registered")
-            return 403, owner, "its key is not registered, or was revoked; ask for a new kit"
+            note = self.former.get(_read_key(request), "a key that is not registered")
+            return 403, note, "its key is not registered, or was revoked; ask for a new kit"
         theirs = request.headers.get(VERSION, "")[:40]
         if theirs != self.version:
-            sentence = f"the server runs polyclinic {self.version}, this site {theirs or 'another program'}"
             return (
                 403,
                 f"it runs polyclinic {theirs!r}, not {self.version}",
-                f"{sentence}; install the server's version",
+                f"the server runs polyclinic {self.version}, this site {theirs or 'another program'}; install the "
+                "server's version",
             )
         return self._find_name_problem(request.headers.get(NAMES, "")[:2000], site)
 
@@ -157,8 +156,12 @@ class Gateway:
         federation, _, named = map(unquote, names.partition("/"))
         for what, theirs, ours in (("site", named, site), ("federation", federation, self.federation)):
             if names and ours and theirs != ours:
-                sentence = f"its key is that of the {what} {ours}, but `{what}` in site.yaml is {theirs[:100]!r}"
-                return 403, f"it calls itself the {what} {theirs[:100]!r}", f"{sentence}; use the files of one kit"
+                return (
+                    403,
+                    f"it calls itself the {what} {theirs[:100]!r}",
+                    f"its key is that of the {what} {ours}, but `{what}` in site.yaml is {theirs[:100]!r}; use the "
+                    "files of one kit",
+                )
         return None
 
     def _find_body_problem(self, path: str, body: bytes | None, site: SiteId) -> Refusal | None:
@@ -179,11 +182,9 @@ class Gateway:
 
     async def _wait_for_work(self, site: SiteId) -> None:
         event = self._work_event(site)
-        try:
+        with suppress(TimeoutError):
             await asyncio.wait_for(event.wait(), self.hold)
-        except TimeoutError:
-            return
-        event.clear()
+            event.clear()
 
 
 def _read_key(request: Request) -> bytes:
@@ -196,25 +197,20 @@ def _read_key(request: Request) -> bytes:
 async def _read_body(request: Request, limit: int) -> bytes | None:
     """The whole body; None as soon as it exceeds `limit` bytes."""
     body = bytearray()
-    try:
+    with suppress(ClientDisconnect):
         async for piece in request.stream():
             body += piece
             if len(body) > limit:
                 return None
-    except ClientDisconnect:
-        return b""
-    return bytes(body)
+        return bytes(body)
+    return b""
 
 
 def _replay_body(body: bytes, receive: Receive) -> Receive:
     """A `receive` that delivers the body again, which has been read already."""
-    delivered = False
+    held: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def replay() -> Message:
-        nonlocal delivered
-        if delivered:
-            return await receive()
-        delivered = True
-        return {"type": "http.request", "body": body, "more_body": False}
+        return held.pop() if held else await receive()
 
     return replay

@@ -23,6 +23,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
 import uvicorn
@@ -57,8 +58,17 @@ from polyclinic.storage import messages as wire
 if TYPE_CHECKING:
     from polyclinic.deploy.provisioning.certificates import PublicKey
 
+RUNTIME_CALLS = (
+    "push_messages",
+    "pull_messages",
+    "push_object",
+    "pull_object",
+    "confirm_message_received",
+    "get_nodes",
+)
 MAX_ATTEMPTS = 5
 """How often one message is sent to a site that keeps going away: the message itself may be what ends it."""
+UNAVAILABLE = (ErrorCode.NODE_UNAVAILABLE, ErrorCode.MESSAGE_UNAVAILABLE, ErrorCode.REPLY_MESSAGE_UNAVAILABLE)
 MESSAGE_TTL = 30 * 86_400.0
 """Seconds after which Flower drops a message; rounds have shorter deadlines of their own."""
 
@@ -204,19 +214,14 @@ class _Exchange:
 
 def _read_reply(reply: Message) -> bytes | Failure:
     if reply.has_error():
-        gone = (ErrorCode.NODE_UNAVAILABLE, ErrorCode.MESSAGE_UNAVAILABLE, ErrorCode.REPLY_MESSAGE_UNAVAILABLE)
-        return Failure("dead" if reply.error.code in gone else "error", wire.format_untrusted(reply.error.reason))
+        reason = wire.format_untrusted(reply.error.reason)
+        return Failure("dead" if reply.error.code in UNAVAILABLE else "error", reason)
     data = unpack_message(reply)
-    if len(data) > 1 << 16:
-        return data
-    try:
-        fields = wire.decode(data).fields
-    except Refused:
-        return data  # the caller reports what is wrong with it
-    if "failure" not in fields:
-        return data
-    words = "".join(letter if letter.isprintable() else " " for letter in str(fields.get("why", "")))
-    return Failure("refused" if fields["failure"] == "refused" else "error", words[:500])
+    with suppress(Refused):  # the caller reports what is wrong with it
+        if len(data) <= 1 << 16 and "failure" in (fields := wire.decode(data).fields):
+            words = "".join(letter if letter.isprintable() else " " for letter in str(fields.get("why", "")))
+            return Failure("refused" if fields["failure"] == "refused" else "error", words[:500])
+    return data
 
 
 class LinkGrid(HttpGrid):
@@ -225,21 +230,13 @@ class LinkGrid(HttpGrid):
     def __init__(self, link: SuperLink) -> None:
         super().__init__(token="none: nothing travels")
         state, task, self.link = link.state, link.state.get_task_by_token(link.token), link
-        names = (
-            "push_messages",
-            "pull_messages",
-            "push_object",
-            "pull_object",
-            "confirm_message_received",
-            "get_nodes",
-        )
         calls = {
             "".join(map(str.capitalize, name.split("_"))): partial(
                 getattr(runtime_handlers, name), state=state, task=task
             )
-            for name in names
+            for name in RUNTIME_CALLS
         }
-        self._client = cast(Any, _RuntimeCalls(calls))
+        self._client = cast(Any, SimpleNamespace(**calls))
         self.set_run(state.get_run_info(run_ids=[link.run])[0])
         self.news = threading.Event()
         link.gate.arrived = self.news.set
@@ -271,29 +268,21 @@ class LinkGrid(HttpGrid):
         return found
 
     def _is_complete(self, name: str) -> bool:
-        reply = self.link.state.message_ins_id_to_message_res_id.get(name)
-        if reply is None:
-            return True
-        store = self.link.state.object_store
+        reply, store = self.link.state.message_ins_id_to_message_res_id.get(name), self.link.state.object_store
         with suppress(NoObjectInStoreError):
-            return all(store.get(part.object_id) for part in iterate_object_tree(store.get_object_tree(reply)))
+            if reply is not None:
+                return all(store.get(part.object_id) for part in iterate_object_tree(store.get_object_tree(reply)))
         return True
 
     def delete_message(self, name: str) -> None:
         """Delete a message, its reply and all their pieces; Flower itself keeps those that nobody fetched."""
         reply = self.link.state.message_ins_id_to_message_res_id.get(name)
-        for thing in (name, reply):
-            if thing is not None:
-                self.link.state.object_store.delete(thing)
+        for stored in filter(None, (name, reply)):
+            self.link.state.object_store.delete(stored)
         self.link.state.delete_messages({name})
 
     def close(self) -> None:
-        """Nothing to close: the SuperLink belongs to whoever opened it."""
-
-
-class _RuntimeCalls:
-    def __init__(self, calls: Mapping[str, Callable[..., Any]]) -> None:
-        self.__dict__.update(calls)
+        """Do nothing: the SuperLink is closed by the code that opened it."""
 
 
 @dataclass
@@ -327,9 +316,9 @@ class SuperLink:
         threading.Thread(target=self._refresh_heartbeats, daemon=True).start()
         return self
 
-    def connected_nodes(self) -> dict[int, str]:
-        """The connected nodes, and when each connected."""
-        return {node.node_id: node.last_activated_at for node in self.state.get_node_info(statuses=[NodeStatus.ONLINE])}
+    def connected_sites(self) -> list[SiteId]:
+        here = {node.node_id for node in self.state.get_node_info(statuses=[NodeStatus.ONLINE])}
+        return [site for site, node in self.nodes.items() if node in here]
 
     def _open_run(self) -> None:
         """Create Flower's run without an application, since the sites have theirs."""
@@ -342,8 +331,7 @@ class SuperLink:
         TaskIdentity.run_id, TaskIdentity.task_id, TaskIdentity.node_id = self.run, self.task, SUPERLINK_NODE_ID
 
     def _start_http_server(self) -> None:
-        family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
-        self.socket = socket.socket(family)
+        self.socket = socket.socket(socket.AF_INET6 if ":" in self.host else socket.AF_INET)
         self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             self.socket.bind((self.host, self.port))

@@ -57,13 +57,15 @@ def generate_key() -> PrivateKey:
 
 
 def encode_private_pem(key: PrivateKey) -> bytes:
-    plain = serialization.NoEncryption()
-    return key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, plain)
+    return _encode_private(key, serialization.PrivateFormat.PKCS8)
 
 
 def encode_private_openssh(key: PrivateKey) -> bytes:
-    plain = serialization.NoEncryption()
-    return key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.OpenSSH, plain)
+    return _encode_private(key, serialization.PrivateFormat.OpenSSH)
+
+
+def _encode_private(key: PrivateKey, form: serialization.PrivateFormat) -> bytes:
+    return key.private_bytes(serialization.Encoding.PEM, form, serialization.NoEncryption())
 
 
 def encode_public_openssh(key: PublicKey) -> bytes:
@@ -93,31 +95,35 @@ def encode_certificate(certificate: x509.Certificate) -> bytes:
 def create_authority(federation: str, key: PrivateKey, now: datetime) -> x509.Certificate:
     """The certificate of the federation's authority, which may sign server certificates but no further authority."""
     name = _x509_name(federation)
-    usage = _key_usage(signs_certificates=True)
-    made = _certificate_builder(name, name, key.public_key(), now, now + timedelta(days=AUTHORITY_DAYS))
-    made = made.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-    made = made.add_extension(usage, critical=True)
-    return made.sign(key, hashes.SHA384())
+    return (
+        _certificate_builder(name, name, key.public_key(), now, now + timedelta(days=AUTHORITY_DAYS))
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .add_extension(_key_usage(signs_certificates=True), critical=True)
+        .sign(key, hashes.SHA384())
+    )
 
 
 def create_server_certificate(host: str, key: PublicKey, signer: Signer, now: datetime, days: int) -> x509.Certificate:
     ca, ca_key = signer
     until = min(now + timedelta(days=days), ca.not_valid_after_utc)
     issuer_key = x509.AuthorityKeyIdentifier.from_issuer_public_key(ca_key.public_key())
-    made = _certificate_builder(_x509_name(host), ca.subject, key, now, until)
-    made = made.add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-    made = made.add_extension(_key_usage(signs_certificates=False), critical=True)
-    made = made.add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
-    made = made.add_extension(x509.SubjectAlternativeName(_server_names(host)), critical=False)
-    made = made.add_extension(issuer_key, critical=False)
-    return made.sign(ca_key, hashes.SHA384())
+    return (
+        _certificate_builder(_x509_name(host), ca.subject, key, now, until)
+        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+        .add_extension(_key_usage(signs_certificates=False), critical=True)
+        .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
+        .add_extension(x509.SubjectAlternativeName(_server_names(host)), critical=False)
+        .add_extension(issuer_key, critical=False)
+        .sign(ca_key, hashes.SHA384())
+    )
 
 
 def _certificate_builder(
     subject: x509.Name, issuer: x509.Name, key: PublicKey, now: datetime, until: datetime
 ) -> x509.CertificateBuilder:
-    made = x509.CertificateBuilder(issuer, subject, key, x509.random_serial_number(), now - SKEW, until)
-    return made.add_extension(x509.SubjectKeyIdentifier.from_public_key(key), critical=False)
+    return x509.CertificateBuilder(issuer, subject, key, x509.random_serial_number(), now - SKEW, until).add_extension(
+        x509.SubjectKeyIdentifier.from_public_key(key), critical=False
+    )
 
 
 def _x509_name(text: str) -> x509.Name:
@@ -126,11 +132,8 @@ def _x509_name(text: str) -> x509.Name:
 
 def _server_names(host: str) -> list[x509.GeneralName]:
     """The names in the server's certificate: its host, and on one machine every name for the loopback interface."""
-    found: dict[str, None] = {host: None}
-    if is_loopback(host):
-        found |= {"localhost": None, "127.0.0.1": None}
-    addresses = {name: parse_address(name) for name in found}
-    return [x509.DNSName(name) if ip is None else x509.IPAddress(ip) for name, ip in addresses.items()]
+    names = dict.fromkeys([host, "localhost", "127.0.0.1"] if is_loopback(host) else [host])
+    return [x509.IPAddress(ip) if (ip := parse_address(name)) else x509.DNSName(name) for name in names]
 
 
 def _key_usage(signs_certificates: bool) -> x509.KeyUsage:
@@ -179,8 +182,8 @@ def read_revoked_keys(path: Path) -> list[tuple[PublicKey, str]]:
     with contextlib.suppress(OSError, UnicodeError, yaml.YAMLError, KeyError, TypeError):
         for row in yaml.safe_load(path.read_text(encoding="utf-8"))["revoked"]:
             with contextlib.suppress(EngineError, KeyError, TypeError):
-                whose = f"the key of {row['site']} that was {row['why']} on {row['date']}"
-                found.append((_parse_public_key(str(row["key"]).encode(), path), whose))
+                key = _parse_public_key(str(row["key"]).encode(), path)
+                found.append((key, f"the key of {row['site']} that was {row['why']} on {row['date']}"))
     return found
 
 
@@ -226,17 +229,12 @@ def check_server_files(certificate: Path, key: Path, ca: Path, host: str, now: d
     _check_validity(certificate, shown, now, rotate)
     if read_private_key(key).public_key() != shown.public_key():
         raise EngineError(f"{key} is not the key of {certificate}; copy the whole server kit anew, or {rotate}")
-    names = shown.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
-    if not set(_server_names(host)) & set(names):
+    if set(_server_names(host)).isdisjoint(shown.extensions.get_extension_for_class(x509.SubjectAlternativeName).value):
         raise EngineError(f"{certificate} is not for {host}, so that sites would hang up; set host back, or {rotate}")
 
 
 def check_authority(path: Path, found: x509.Certificate, now: datetime) -> None:
-    try:
-        signs = found.extensions.get_extension_for_class(x509.BasicConstraints).value.ca
-    except x509.ExtensionNotFound:
-        signs = False
-    if not signs:
+    if not any(isinstance(part.value, x509.BasicConstraints) and part.value.ca for part in found.extensions):
         raise EngineError(f"{path} is not the certificate of an authority; copy ca.crt from the kit again")
     _check_validity(path, found, now, "run `polyclinic provision rotate KITS --all` and hand out new kits")
 
@@ -245,5 +243,7 @@ def _check_validity(path: Path, found: x509.Certificate, now: datetime, remedy: 
     if now > found.not_valid_after_utc:
         raise EngineError(f"{path} expired on {found.not_valid_after_utc:%Y-%m-%d}; {remedy}")
     if now < found.not_valid_before_utc:
-        since = f"{found.not_valid_before_utc:%Y-%m-%d %H:%M} UTC"
-        raise EngineError(f"{path} is good from {since} on, but here it is {now:%Y-%m-%d %H:%M} UTC; set the clock")
+        raise EngineError(
+            f"{path} is good from {found.not_valid_before_utc:%Y-%m-%d %H:%M} UTC on, but here it is "
+            f"{now:%Y-%m-%d %H:%M} UTC; set the clock"
+        )

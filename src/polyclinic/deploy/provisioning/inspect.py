@@ -1,10 +1,10 @@
 """Lists and checks the keys and certificates of a federation's kits (`polyclinic provision show`)."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 
 from polyclinic.core import EngineError, SiteId
@@ -35,16 +35,15 @@ def inspect_kits(folder: Path, now: datetime | None = None) -> Inspection:
     kits, now = KitFolder.open(folder), now or certificates.current_time()
     server = kits.folder / "server"
     shown = {"authority": kits.folder / "ca" / "ca.crt", "server": server / "server.crt"}
-    checks: list[Callable[[], object]] = [lambda: _check_authorities(kits)]
     files = (server / "server.crt", server / "server.key", server / "ca.crt")
-    checks.append(lambda: certificates.check_server_files(*files, kits.federation.server.host, now))
-    for site in kits.federation.sites:
-        checks.append(lambda site=site: _check_site(kits, site, now))  # type: ignore[misc]
-    problems = tuple(dict.fromkeys(sentence for check in checks for sentence in _collect_problem(check)))
-    rows = [row for name, path in shown.items() for row in _certificate_rows(name, path)]
-    rows += [row for site in kits.federation.sites for row in _key_rows(site, kits.public_key(site))]
+    checks = [
+        partial(_check_authorities, kits),
+        partial(certificates.check_server_files, *files, kits.federation.server.host, now),
+        *(partial(_check_site, kits, site, now) for site in kits.federation.sites),
+    ]
+    problems = dict.fromkeys(problem for check in checks for problem in _collect_problem(check))
     ending = tuple(warning for name, path in shown.items() for warning in _warn_of_expiry(name, path, folder, now))
-    return Inspection(tuple(rows), tuple(kits.revoked), ending, problems)
+    return Inspection(tuple(_list_rows(kits, shown)), tuple(kits.revoked), ending, tuple(problems))
 
 
 def _collect_problem(check: Callable[[], object]) -> Iterator[str]:
@@ -59,8 +58,10 @@ def _check_authorities(kits: KitFolder) -> None:
     ours = certificates.read_certificate(kits.folder / "ca" / "ca.crt")
     for place in (kits.folder / "server", *map(kits.site_folder, kits.federation.sites)):
         if certificates.read_certificate(place / "ca.crt") != ours:
-            again = f"run `polyclinic provision rotate {kits.folder} --all`"
-            raise EngineError(f"{place / 'ca.crt'} is another authority than {kits.folder / 'ca' / 'ca.crt'}; {again}")
+            raise EngineError(
+                f"{place / 'ca.crt'} is another authority than {kits.folder / 'ca' / 'ca.crt'}; run `polyclinic "
+                f"provision rotate {kits.folder} --all`"
+            )
 
 
 def _check_site(kits: KitFolder, site: SiteId, now: datetime) -> None:
@@ -76,32 +77,23 @@ def _check_site(kits: KitFolder, site: SiteId, now: datetime) -> None:
         raise EngineError(f"the server still takes the revoked key {mark} of {site}; {again}")
 
 
-def _certificate_rows(name: str, path: Path) -> Iterator[InspectionRow]:
-    for found in _check_readable(path):
-        yield InspectionRow(name, certificates.certificate_fingerprint(found), f"{found.not_valid_after_utc:%Y-%m-%d}")
-
-
-def _key_rows(site: SiteId, path: Path) -> Iterator[InspectionRow]:
-    try:
-        yield InspectionRow(site, certificates.key_file_fingerprint(path), "")
-    except EngineError:  # among the problems already
-        return
-
-
-def _check_readable(path: Path) -> Iterator[certificates.Certificate]:
-    try:
-        yield certificates.read_certificate(path)
-    except EngineError:  # among the problems already
-        return
+def _list_rows(kits: KitFolder, shown: Mapping[str, Path]) -> Iterator[InspectionRow]:
+    for name, path in shown.items():
+        with suppress(EngineError):  # a damaged file is among the problems
+            found = certificates.read_certificate(path)
+            mark = certificates.certificate_fingerprint(found)
+            yield InspectionRow(name, mark, f"{found.not_valid_after_utc:%Y-%m-%d}")
+    for site in kits.federation.sites:
+        with suppress(EngineError):
+            yield InspectionRow(site, certificates.key_file_fingerprint(kits.public_key(site)), "")
 
 
 def _warn_of_expiry(name: str, path: Path, folder: Path, now: datetime) -> Iterator[str]:
-    for found in _check_readable(path):
-        left = found.not_valid_after_utc - now
-        if now <= found.not_valid_after_utc and left <= certificates.SOON:
+    with suppress(EngineError):
+        end = certificates.read_certificate(path).not_valid_after_utc
+        if now <= end <= now + certificates.SOON:
             who = "--all" if name == "authority" else "server"
-            day = f"{found.not_valid_after_utc:%Y-%m-%d}"
             yield (
-                f"the certificate of the {name} ends on {day}, in {left.days} days; "
+                f"the certificate of the {name} ends on {end:%Y-%m-%d}, in {(end - now).days} days; "
                 f"run `polyclinic provision rotate {folder} {who}`"
             )

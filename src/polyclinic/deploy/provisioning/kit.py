@@ -3,8 +3,6 @@
 `provision.py` writes them.
 """
 
-from __future__ import annotations
-
 import io
 import platform
 import re
@@ -62,7 +60,6 @@ def build_site_kit(
         "command": "join site.yaml",
         "service_command": "join site.yaml",
     }
-    wheels = [f"!{wheel.name}"] if wheel else []
     return {
         "site.yaml": _render_text("site.yaml", words),
         "ca.crt": KitFile(ca),
@@ -70,7 +67,9 @@ def build_site_kit(
         "start.sh": _render_text("start.sh", words, PROGRAM),
         "polyclinic-site.service": _render_text("polyclinic.service", words),
         "Dockerfile": _render_text("Dockerfile.txt", words),
-        ".dockerignore": _join_lines(["*", "!requirements.txt", "!constraints.txt", *wheels]),
+        ".dockerignore": _join_lines(
+            ["*", "!requirements.txt", "!constraints.txt", *([f"!{wheel.name}"] if wheel else [])]
+        ),
         "README.md": _render_text("README-site.md", words),
         **_pinned_versions(wheel),
     }
@@ -115,12 +114,13 @@ def render_federation_yaml(federation: FederationConfig) -> KitFile:
     return _render_yaml(federation.model_dump(mode="json"))
 
 
-def render_server_yaml(federation: FederationConfig) -> KitFile:
+def render_server_yaml(federation: FederationConfig, former: Mapping[str, object] | None = None) -> KitFile:
+    """server.yaml; `former`: the settings of an earlier one, of which only the sites are replaced."""
     server = federation.server
     settings = {"federation": federation.federation, "host": server.host, "port": server.port}
     files = {"certificate": "server.crt", "key": "server.key", "ca": "ca.crt", "folder": "state"}
-    sites = {site: public_key_path(site) for site in federation.sites}
-    return _render_yaml({**settings, **files, "sites": sites, "insecure": False})
+    keys = {site: public_key_path(site) for site in federation.sites}
+    return _render_yaml({**(former or {**settings, **files, "sites": {}, "insecure": False}), "sites": keys})
 
 
 def render_revoked_yaml(rows: list[dict[str, str]]) -> KitFile:
@@ -180,13 +180,12 @@ def _join_lines(lines: list[str]) -> KitFile:
 def _pinned_versions(wheel: Wheel | None) -> dict[str, KitFile]:
     """requirements.txt and constraints.txt: the versions that are installed here."""
     ours = f"./{wheel.name}[flower]" if wheel else f"polyclinic[flower]=={__version__}"
-    carried = {wheel.name: KitFile(wheel.data)} if wheel else {}
     return {
         "requirements.txt": _join_lines([ours, f"flwr=={FLWR}"]),
         "constraints.txt": _join_lines(
             ["# What was installed where this kit was made; pip takes from here what it needs.", *_installed_versions()]
         ),
-        **carried,
+        **({wheel.name: KitFile(wheel.data)} if wheel else {}),
     }
 
 
@@ -194,6 +193,4 @@ def _pinned_versions(wheel: Wheel | None) -> dict[str, KitFile]:
 def _installed_versions() -> list[str]:
     """Versions without build names such as `+cu128`, which the site's own machine decides."""
     found = {re.sub(r"[-_.]+", "-", package.name).lower(): package.version.split("+")[0] for package in distributions()}
-    for left_out in ("polyclinic", "pip", "flwr"):
-        found.pop(left_out, None)
-    return [f"{name}=={version}" for name, version in sorted(found.items())]
+    return [f"{name}=={found[name]}" for name in sorted(found.keys() - {"polyclinic", "pip", "flwr"})]

@@ -16,7 +16,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -77,20 +77,19 @@ def provision_federation(
     )
     authority = certificates.encode_certificate(ca)
     keys = {site: certificates.generate_key() for site in federation.sites}
-    public = {site: certificates.encode_public_openssh(key.public_key()) for site, key in keys.items()}
     server = build_server_kit(
         federation,
         authority,
         certificates.encode_certificate(shown),
         certificates.encode_private_pem(server_key),
-        public,
+        {site: certificates.encode_public_openssh(key.public_key()) for site, key in keys.items()},
         wheel,
     )
     files = {
         "federation.yaml": render_federation_yaml(federation),
         "ca/ca.crt": KitFile(authority),
         "ca/ca.key": KitFile(certificates.encode_private_pem(ca_key), SECRET),
-        **_files_under("server", server),
+        **{f"server/{name}": file for name, file in server.items()},
     }
     for site, key in keys.items():
         files |= _site_files(
@@ -116,13 +115,10 @@ def zip_path(folder: Path, site: SiteId) -> Path:
     return folder / "sites" / f"{site_folder_name(site)}.zip"
 
 
-def _files_under(folder: str, files: Files) -> dict[str, KitFile]:
-    return {f"{folder}/{name}": file for name, file in files.items()}
-
-
 def _site_files(site: SiteId, files: Files) -> dict[str, KitFile]:
     folder = site_folder_name(site)
-    return _files_under(f"sites/{folder}", files) | {f"sites/{folder}.zip": KitFile(zip_files(folder, files), SECRET)}
+    listed = {f"sites/{folder}/{name}": file for name, file in files.items()}
+    return listed | {f"sites/{folder}.zip": KitFile(zip_files(folder, files), SECRET)}
 
 
 @contextmanager
@@ -185,15 +181,15 @@ class KitFolder:
         with explain_os_errors(path, "read", "put it back"):
             text = path.read_text(encoding="utf-8")
         try:
-            rows = yaml.safe_load(text)["revoked"]
-            return [{str(key): str(value) for key, value in row.items()} for row in rows]
+            return [{str(key): str(value) for key, value in row.items()} for row in yaml.safe_load(text)["revoked"]]
         except (yaml.YAMLError, TypeError, KeyError, AttributeError):
             raise StoreError(f"{path} is damaged; put it back as it was") from None
 
     def check_known(self, site: SiteId) -> None:
         if site not in self.federation.sites:
-            there = ", ".join(self.federation.sites) or "none"
-            raise DataError(f"there is no site {site!r} in {self.folder}; there are: {there}")
+            raise DataError(
+                f"there is no site {site!r} in {self.folder}; there are: {', '.join(self.federation.sites) or 'none'}"
+            )
 
 
 def rotate_site(folder: Path, site: SiteId, now: datetime | None = None) -> None:
@@ -207,19 +203,20 @@ def rotate_server(folder: Path, now: datetime | None = None) -> None:
     """Give the server a new key and certificate from the same authority; the sites need nothing new."""
     with lock_kits(folder) as kits:
         now = now or certificates.current_time()
-        path = kits.folder / "ca" / "ca.crt"
-        signer = certificates.read_certificate(path), _authority_key(kits)
-        certificates.check_authority(path, signer[0], now)
-        if signer[0].public_key() != signer[1].public_key():
+        path, key_path = kits.folder / "ca" / "ca.crt", kits.folder / "ca" / "ca.key"
+        if not key_path.exists():
+            raise EngineError(f"{key_path} is not there; put it back for as long as this takes, or rotate --all")
+        ca, key = certificates.read_certificate(path), certificates.read_private_key(key_path)
+        certificates.check_authority(path, ca, now)
+        if ca.public_key() != key.public_key():
             raise EngineError(f"ca.key is not the key of {path}; put the right one back, or rotate --all")
-        _certify_server(kits, signer, now)
+        _certify_server(kits, (ca, key), now)
 
 
 def rotate_all(folder: Path, now: datetime | None = None) -> None:
     """Create a new authority, certificate and keys; every site needs its new kit."""
     with lock_kits(folder) as kits:
-        now = now or certificates.current_time()
-        key = certificates.generate_key()
+        now, key = now or certificates.current_time(), certificates.generate_key()
         ca = certificates.create_authority(kits.federation.federation, key, now)
         _write_file(kits.folder / "ca" / "ca.key", KitFile(certificates.encode_private_pem(key), SECRET))
         for place in ("ca", "server", *(f"sites/{site_folder_name(site)}" for site in kits.federation.sites)):
@@ -266,13 +263,6 @@ def lock_kits(folder: Path) -> Iterator[KitFolder]:
         yield KitFolder.open(folder)
 
 
-def _authority_key(kits: KitFolder) -> certificates.PrivateKey:
-    path = kits.folder / "ca" / "ca.key"
-    if not path.exists():
-        raise EngineError(f"{path} is not there; put it back for as long as this takes, or rotate --all")
-    return certificates.read_private_key(path)
-
-
 def _certify_server(kits: KitFolder, signer: certificates.Signer, now: datetime) -> None:
     key, federation = certificates.generate_key(), kits.federation
     shown = certificates.create_server_certificate(
@@ -288,9 +278,8 @@ def _renew_site_key(kits: KitFolder, site: SiteId, now: datetime) -> None:
     key = certificates.generate_key()
     _write_file(kits.public_key(site), KitFile(certificates.encode_public_openssh(key.public_key())))
     _write_file(kits.site_folder(site) / "site.key", KitFile(certificates.encode_private_openssh(key), SECRET))
-    _write_file(
-        zip_path(kits.folder, site), KitFile(zip_files(site_folder_name(site), _read_kit_files(kits, site)), SECRET)
-    )
+    zipped = zip_files(site_folder_name(site), _read_kit_files(kits, site))
+    _write_file(zip_path(kits.folder, site), KitFile(zipped, SECRET))
 
 
 def _read_kit_files(kits: KitFolder, site: SiteId) -> dict[str, KitFile]:
@@ -305,11 +294,9 @@ def _list_revoked(kits: KitFolder, site: SiteId, why: str, now: datetime) -> Non
     path = kits.public_key(site)
     if not path.exists():
         return
-    line = path.read_bytes().decode(errors="replace").strip()
-    try:
+    line, mark = path.read_bytes().decode(errors="replace").strip(), "unreadable"
+    with suppress(EngineError):  # a damaged key can be revoked too
         mark = certificates.key_file_fingerprint(path)
-    except EngineError:  # a damaged key must not keep anybody from withdrawing it
-        mark = "unreadable"
     row = {"site": site, "date": f"{now:%Y-%m-%d}", "why": why, "fingerprint": mark, "key": line}
     rows = [kept for kept in kits.revoked if kept.get("key") != line]
     _write_file(kits.folder / "server" / "revoked.yaml", render_revoked_yaml([*rows, row]))
@@ -320,8 +307,5 @@ def _register_sites(kits: KitFolder, sites: tuple[SiteId, ...]) -> None:
     federation = kits.federation.model_copy(update={"sites": sites})
     path = kits.folder / "server" / "server.yaml"
     settings = yaml.safe_load(path.read_bytes()) if path.exists() else None
-    listed = yaml.safe_load(render_server_yaml(federation).data)
-    if isinstance(settings, dict):
-        listed = {**settings, "sites": listed["sites"]}
-    _write_file(path, KitFile(yaml.safe_dump(listed, sort_keys=False, allow_unicode=True, width=10**6).encode()))
+    _write_file(path, render_server_yaml(federation, settings if isinstance(settings, dict) else None))
     _write_file(kits.folder / "federation.yaml", render_federation_yaml(federation))

@@ -1,13 +1,12 @@
 """Reads `site.yaml`: a site's server, its data and what it allows. `polyclinic join` calls `SiteConfig.load`."""
 
-from __future__ import annotations
-
 import os
 import re
 import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Self
 
 from pydantic import BaseModel, Field, ValidationError, field_validator
 
@@ -15,7 +14,7 @@ from polyclinic.algorithms import ALGORITHMS
 from polyclinic.config.rules import format_suggestion
 from polyclinic.core import DataError, RecipeError, SiteId, StoreError, read_yaml
 from polyclinic.data.sources.folder import clean_text
-from polyclinic.deploy.config import find_host_problem
+from polyclinic.deploy.config import find_host_problem, format_error
 from polyclinic.deploy.site.policy import CLOSED, METRICS, PREDICTIONS, Allow, Budget
 from polyclinic.runs.sites import check_site_name
 from polyclinic.storage.files import ANOTHER, explain_os_errors, write_atomically
@@ -57,30 +56,30 @@ class SiteConfig(BaseModel):
     def _check_address(cls, server: str) -> str:
         host, _, port = server.rpartition(":")
         bare = host.removeprefix("[").removesuffix("]")
-        known = (
-            host.startswith("[") == (":" in bare) and not find_host_problem(bare) and re.fullmatch("[0-9]{1,5}", port)
-        )
-        if server and not (known and 0 < int(port) < 1 << 16):
+        is_host = host.startswith("[") == (":" in bare) and not find_host_problem(bare)
+        if server and not (is_host and re.fullmatch("[0-9]{1,5}", port) and 0 < int(port) < 1 << 16):
             raise ValueError("it should be HOST:PORT as in the kit, such as fl.example.org:9443 (no https://, no path)")
         return server
 
     @field_validator("site")
     @classmethod
     def _check_site_name(cls, site: SiteId) -> SiteId:
+        site = clean_text(site)
         try:
-            check_site_name(clean_text(site))
+            check_site_name(site)
         except DataError as error:
             raise ValueError(str(error)) from None
-        return clean_text(site)
+        return site
 
-    @staticmethod
-    def load(path: Path) -> SiteConfig:
+    @classmethod
+    def load(cls, path: Path) -> Self:
         """Read site.yaml; relative paths start at its folder."""
         values = read_yaml(path, "site.yaml", "give the one of the site's kit", "site, server and data")
         try:
-            found = SiteConfig.model_validate(values)
+            found = cls.model_validate(values)
         except ValidationError as error:
-            raise RecipeError(f"{path}: {_format_error(error)}") from None
+            known = f"known are: {', '.join(cls.model_fields)}, and below `allow`: {', '.join(Allow.model_fields)}"
+            raise RecipeError(f"{path}: {format_error(error, known)}") from None
         home = path.resolve().parent
         places = {name: home / place for name in ("ca", "key", "folder") if (place := getattr(found, name)) is not None}
         data = {name: home / place.expanduser() for name, place in found.data.items()}
@@ -107,21 +106,10 @@ def config_warnings(config: SiteConfig) -> Iterator[str]:
     kinds = {METRICS, PREDICTIONS, *(exchange.kind for made in ALGORITHMS.values() for exchange in made().exchanges)}
     for kind in config.allow.kinds:
         if kind not in kinds:
-            near = format_suggestion(kind, sorted(kinds))
-            yield f"allow.kinds in site.yaml names {kind!r}{near}, which no algorithm sends by itself"
+            yield (
+                f"allow.kinds in site.yaml names {kind!r}{format_suggestion(kind, sorted(kinds))}, which no algorithm "
+                "sends by itself"
+            )
     for name, path in config.data.items():
         if not os.access(path, os.R_OK):
             yield f"data in site.yaml says that {name!r} lies at {path}, where nothing can be read; correct it"
-
-
-def _format_error(error: ValidationError) -> str:
-    first = error.errors()[0]
-    key = ".".join(str(step) for step in first["loc"] if step != "tuple[str, ...]")
-    if first["type"] == "missing":
-        return f"the key {key!r} is missing; add it"
-    if first["type"] == "extra_forbidden":
-        return (
-            f"there is no key {key!r}; known are: {', '.join(SiteConfig.model_fields)}, and below `allow`: "
-            + ", ".join(Allow.model_fields)
-        )
-    return f"{key} is {first['input']!r:.60}, but {re.sub('^(Input|String|Value error,) ', '', first['msg'])}"

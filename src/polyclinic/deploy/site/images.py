@@ -5,8 +5,6 @@ stream named by the site, so a site that has only its own rows gets the parts th
 recipe is a name to look up in site.yaml and nothing else: a server cannot point at a file.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from dataclasses import replace
@@ -38,8 +36,8 @@ def load_own_site(recipe: Recipe, config: SiteConfig, classes: Sequence[str] | N
             recipe, config.site, spec.options.model_validate({**given, **named, "path": str(path)}), None
         )
     if issubclass(spec.options, MultiOptions):
-        options = spec.options.model_validate(given)
-        return _load_single_site(recipe, config.site, _select_site_parts(options, config), _link_data_folder(config))
+        parts = _select_site_parts(spec.options.model_validate(given), config)
+        return _load_single_site(recipe, config.site, parts, _link_data_folder(config))
     if recipe.data.name in NAMED_DATASETS:
         registered_path(recipe.data.name, config)
     return _load_from_partition(recipe, config)
@@ -73,8 +71,7 @@ def _load_single_site(recipe: Recipe, site: SiteId, options: ImageOptions, data:
     alone = Natural(minimum=partition.minimum)
     if "" in (*(collection.sites or ()), *(collection.split or ())):
         check_missing_fields(apply_task(listing, options.task), alone, recipe.data.split)
-    split, single = recipe.data.split, recipe.data.allow_single_class
-    sites = build_site_data(collection, alone, split, stream.child("sites"), single)
+    sites = build_site_data(collection, alone, recipe.data.split, stream.child("sites"), recipe.data.allow_single_class)
     return FederatedDataset(collection.classes, sites, None, collection.images.shape[1], collection.images.shape[-1])
 
 
@@ -88,13 +85,12 @@ def select_site_rows(listing: Listing, site: SiteId) -> Listing:
             f"No image of {listing.name} is from site '{site}', although the data name sites; correct the site "
             "column (or folders), leave it out if all images are this site's, or correct `site` in site.yaml."
         )
-    if listing.declared:
-        return replace(listing, records=own)
-    return replace(listing, records=own, classes=find_classes(record.label for record in own))
+    classes = listing.classes if listing.declared else find_classes(record.label for record in own)
+    return replace(listing, records=own, classes=classes)
 
 
 def _select_site_parts(options: MultiOptions, config: SiteConfig) -> MultiOptions:
-    """Of several sets, those that are this site's."""
+    """The options of a combined data set with this site's parts only."""
     own = [part for part in options.parts if _belongs_to_site(config.site, part.site, part.pieces)]
     for part in own:
         registered_path(part.set, config)

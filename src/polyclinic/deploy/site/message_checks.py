@@ -3,11 +3,10 @@
 `message_handler.py` calls these functions before anything else happens with a message.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import lru_cache
 
 import yaml
@@ -86,23 +85,22 @@ def read_terms(fields: Mapping[str, object], site: SiteId) -> RunTerms:
     plan = fields.get("plan")
     if (plan is None) != (recipe.privacy is None):
         raise Refused("privacy", "a privacy plan and a recipe with `privacy` come together, or neither does")
-    shape = tuple(classes), channels, size
+    terms = RunTerms(read_run_id(fields), recipe, tuple(classes), channels, size)
     if plan is None:
-        return RunTerms(read_run_id(fields), recipe, *shape)
+        return terms
     if not isinstance(plan, dict):
         raise Refused("json", "the plan is not an object")
-    metrics_noise = plan.get("metrics_noise")
     _read_int(plan, "holders", 1, 1 << 31)
-    metrics_noise = math.inf if metrics_noise is None else _read_number(plan, "metrics_noise")
-    return RunTerms(read_run_id(fields), recipe, *shape, _read_number(plan, "noise"), metrics_noise)
+    metrics_noise = math.inf if plan.get("metrics_noise") is None else _read_number(plan, "metrics_noise")
+    return replace(terms, noise=_read_number(plan, "noise"), metrics_noise=metrics_noise)
 
 
 def check_order(fields: Mapping[str, object], recipe: Recipe, site: SiteId) -> None:
     """Raise `Refused` unless a round's order agrees with the recipe and all its numbers are in range."""
     if missing := ORDER - fields.keys():
         raise Refused("json", f"the order to {site} lacks {', '.join(sorted(missing))}")
-    rounds = _read_int(fields, "rounds", recipe.rounds, recipe.rounds)
-    _read_int(fields, "round", 1, rounds + (fields["purpose"] == "evaluate"))
+    _read_int(fields, "rounds", recipe.rounds, recipe.rounds)
+    _read_int(fields, "round", 1, recipe.rounds + (fields["purpose"] == "evaluate"))
     _read_int(fields, "seed", recipe.seed, recipe.seed)
     _read_int(fields, "durable", 0, 1 << 53)
     _read_number(fields, "lr")

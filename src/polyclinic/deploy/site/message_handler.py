@@ -5,14 +5,11 @@ details of a failure are written to the site's own log; the server gets a senten
 or data of a patient. `policy.py` decides what may leave.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import hmac
 import logging
 import shutil
-import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -64,13 +61,15 @@ class SiteMessageHandler:
             with with_remedy(), lock_folder(self.config.folder):
                 return self._dispatch_message(order, data)
         except Refused as refusal:
-            self._write_log(f"{REFUSED}, {_describe_run(run)}: {refusal}{_describe_cause(refusal)}")
+            cause = "" if refusal.__cause__ is None else f" ({refusal.__cause__})"
+            self._write_log(f"{REFUSED}, {_describe_run(run)}: {refusal}{cause}")
             return self._encode_failure(run, "refused", str(refusal))
         except PolyclinicError as error:
             self._write_log(f"{FAILED}, {_describe_run(run)}: {error}")
             return self._encode_failure(run, "error", self._public_reason(error))
-        except Exception:
-            self._write_log(f"{FAILED}, {_describe_run(run)}: {_describe_defect()}", traceback.format_exc())
+        except Exception as error:
+            defect = f"a mistake in polyclinic ({type(error).__name__}); {LOG} has the details for its makers"
+            self._write_log(f"{FAILED}, {_describe_run(run)}: {defect}", traceback.format_exc())
             return self._encode_failure(
                 run, "error", f"{self.site} met a mistake in its own program; its log has the details"
             )
@@ -103,8 +102,7 @@ class SiteMessageHandler:
         self.is_idle = purpose in ("enrol", "end")
         return reply
 
-    def _handle_enrol(self, order: messages.Message, data: bytes) -> bytes:
-        del data
+    def _handle_enrol(self, order: messages.Message, _: bytes) -> bytes:
         recipe = self._read_allowed_recipe(order.fields)
         self._images = None  # the images may have changed since another run
         own = self._load_images(recipe)
@@ -126,7 +124,9 @@ class SiteMessageHandler:
         if part.account is not None:
             part.account.check_whole_run()
         if not kept.exists():
-            self._clear_oldest_runs()
+            begun = sorted((self.config.folder / "runs").glob("*/begin.pcl"), key=lambda path: path.stat().st_mtime)
+            for oldest in begun[: max(0, len(begun) - MOST_RUNS + 1)]:
+                self._clear_run_folder(oldest.parent)
             with explain_os_errors(kept):
                 kept.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             write_atomically(kept.with_name("images"), self._images_mark(part.setup.dataset).encode())
@@ -141,24 +141,22 @@ class SiteMessageHandler:
         check_order(fields, part.recipe, self.site)
         purpose, round = str(fields["purpose"]), int(fields["round"])
         kept, asked = self._run_folder(run) / f"last-{purpose}", hashlib.sha256(data).hexdigest()
-        reply = _cached_reply(kept, asked)
-        repeated = reply is not None
-        if reply is None:
+        former = _cached_reply(kept, asked)
+        if former is None:
             message = part.train(order) if purpose == "train" else part.evaluate(order)
-            kinds = part.check_reply(message)
-            reply = messages.encode(message.fields, message.tensors)
         else:
-            kinds = part.check_reply(messages.decode(reply))
+            message = messages.decode(former)
+        kinds = part.check_reply(message)
+        reply = former or messages.encode(message.fields, message.tensors)
         spent = part.account.epsilon_spent() if part.account is not None and purpose == "train" else None
         self.releases.record_release(
-            reply, kinds, run=run, round=round, purpose=purpose, epsilon=spent, repeated=repeated
+            reply, kinds, run=run, round=round, purpose=purpose, epsilon=spent, repeated=former is not None
         )
-        if not repeated:
+        if former is None:
             write_atomically(kept, asked.encode() + reply)
         return reply
 
-    def _handle_end(self, order: messages.Message, data: bytes) -> bytes:
-        del data
+    def _handle_end(self, order: messages.Message, _: bytes) -> bytes:
         run = read_run_id(order.fields)
         if self._open is not None and self._open[0] == run:
             self._open = None
@@ -204,9 +202,9 @@ class SiteMessageHandler:
         own = self._load_images(terms.recipe, terms.classes)
         self._check_images(own, terms)
         self._open = None  # the networks of one run at a time
-        memory = DiskMemory(self._run_folder(terms.run) / "memory")
-        self._open = terms.run, Participation(self.config, terms, own, memory)
-        return self._open[1]
+        part = Participation(self.config, terms, own, DiskMemory(self._run_folder(terms.run) / "memory"))
+        self._open = terms.run, part
+        return part
 
     def _check_images(self, own: FederatedDataset, terms: RunTerms) -> None:
         """Raise `Refused` if the images have other classes or shapes than the run, or changed since it began."""
@@ -254,11 +252,6 @@ class SiteMessageHandler:
             if folder.is_dir() and not any(folder.iterdir()):
                 folder.rmdir()
 
-    def _clear_oldest_runs(self) -> None:
-        begun = sorted((self.config.folder / "runs").glob("*/begin.pcl"), key=lambda path: path.stat().st_mtime)
-        for old in begun[: max(0, len(begun) - MOST_RUNS + 1)]:
-            self._clear_run_folder(old.parent)
-
     def _encode_reply(self, run: str, **fields: Any) -> bytes:
         return messages.encode({"run": run, "site": self.site, **fields}, {})
 
@@ -294,13 +287,5 @@ def _cached_reply(kept: Path, asked: str) -> bytes | None:
     return reply
 
 
-def _describe_defect() -> str:
-    return f"a mistake in polyclinic ({type(sys.exception()).__name__}); {LOG} has the details for its makers"
-
-
 def _describe_run(run: str) -> str:
     return f"run {messages.format_untrusted(run)}" if run else "no run"
-
-
-def _describe_cause(refusal: Refused) -> str:
-    return f" ({refusal.__cause__})" if refusal.__cause__ is not None else ""

@@ -6,8 +6,6 @@ shape and noise, which depend on other sites, come with the `begin` message; fir
 file that a recipe names is read here. `policy.py` decides what may leave.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math
@@ -61,9 +59,9 @@ class RunTerms:
     @cached_property
     def digest(self) -> str:
         """A hash of all terms."""
-        priced = None if math.isinf(self.metrics_noise) else self.metrics_noise
-        values = [self.recipe.to_yaml(), self.classes, self.channels, self.size, self.noise, priced]
-        return hashlib.sha256(json.dumps([self.run, *values]).encode()).hexdigest()
+        metrics_noise = None if math.isinf(self.metrics_noise) else self.metrics_noise
+        values = self.run, self.recipe.to_yaml(), self.classes, self.channels, self.size, self.noise, metrics_noise
+        return hashlib.sha256(json.dumps(values).encode()).hexdigest()
 
 
 WITHHELD = "asked for, and kept back"
@@ -133,8 +131,9 @@ class Participation:
         if self.setup.plan is None:
             return None
         run = f"{self.terms.run}-{self.terms.digest[:16]}-{self.setup.dataset.fingerprint[:16]}"
-        cohorts = self.recipe.cohort is not None
-        return PrivacyAccount(self.config.folder, self.site, run, self.setup.plan, self.config.budget, cohorts)
+        return PrivacyAccount(
+            self.config.folder, self.site, run, self.setup.plan, self.config.budget, self.recipe.cohort is not None
+        )
 
     def train(self, order: messages.Message) -> messages.Message:
         """Train for a round, after charging it to the site's ledger. The caller then calls `check_reply`."""
@@ -145,8 +144,8 @@ class Participation:
         visit = self.runner.begin_round(order)
         if self.account is not None:
             assert visit.site.secret is not None
-            of = f"{visit.site.secret.integer():016x}"
-            self.account.charge_round(visit.site.round, of, self.account.round_releases(len(visit.report)))
+            charge = self.account.round_releases(len(visit.report))
+            self.account.charge_round(visit.site.round, f"{visit.site.secret.integer():016x}", charge)
         update, memory = drive_jobs(
             self.runner.start_local(visit), lambda job, number: self.runner.run_job(job, visit, number)
         )
@@ -188,18 +187,15 @@ class Participation:
         fields = reply.fields
         reported = {kind: len(json.dumps(fields[key])) for key, kind in FIELD_KINDS.items() if fields.get(key)}
         asked = {METRICS: reported.get(METRICS, 0)} if "report" in fields else {PREDICTIONS: sent.get(PREDICTIONS, 0)}
-        beside = {kind: size for kind, size in reported.items() if kind == METRICS}
-        check_sent_kinds({**sent, **beside}, {**self.byte_limits, **asked}, self.site, self.config.allow)
+        metrics = {METRICS: reported[METRICS]} if METRICS in reported else {}
+        check_sent_kinds({**sent, **metrics}, {**self.byte_limits, **asked}, self.site, self.config.allow)
         return {**sent, **reported}
 
     @cached_property
     def byte_limits(self) -> dict[str, int]:
         """The most bytes of each kind that the algorithm sends in a round."""
-        found: dict[str, int] = {}
-        for like in self.update_templates.values():
-            for kind, group in like.items():
-                found[kind] = max(found.get(kind, 0), _count_bytes(group))
-        return found
+        sizes = [(kind, _count_bytes(group)) for like in self.update_templates.values() for kind, group in like.items()]
+        return {kind: max(size for other, size in sizes if other == kind) for kind, _ in sizes}
 
     @cached_property
     def update_templates(self) -> dict[str, Bundle]:
@@ -225,11 +221,10 @@ class Participation:
     @cached_property
     def _initial_states(self) -> dict[str, Bundle]:
         """For each cluster the server's state as if this were its only site."""
-        known = self.setup.federation
         return {
             cluster: self._inner_algorithm.init(
                 replace(
-                    known,
+                    self.setup.federation,
                     initial=live.copy_weights(),
                     norms=normalisation_names(live.module),
                     features=self.setup.networks.shapes[cluster],
@@ -246,8 +241,8 @@ class Participation:
         """List everything that would leave the site."""
         setup = self.setup
         words = {row.kind: row.protection for row in list_releases(setup.plan, setup.algorithm.exchanges)}
-        cost = self.setup.plan.epsilon if self.setup.plan is not None and self.setup.plan.has_guarantee else None
-        optional = {e.kind for e in self.setup.algorithm.exchanges if e.optional}
+        cost = setup.plan.epsilon if setup.plan is not None and setup.plan.has_guarantee else None
+        optional = {e.kind for e in setup.algorithm.exchanges if e.optional}
         rows = [
             ReleasePreview(
                 kind,
@@ -264,17 +259,15 @@ class Participation:
         ]
         if image_report_kinds(self.recipe):
             rows.append(ReleasePreview(METRICS, "every evaluated round", {}, 0, words[METRICS], epsilon=cost))
-        counts = {part: len(getattr(self.setup.sites[self.site], part)) for part in predicted_parts(self.recipe)}
-        *most, last = (f"{count} {'training' if part == 'train' else part}" for part, count in counts.items())
-        each = 4 * len(self.setup.dataset.classes) + 16  # probabilities in float32, a label and a patient's number
-        why = f"of {', '.join(most)} and {last} images, each with its label; no plan protects it"
-        size = sum(counts.values()) * each
         if PREDICTIONS not in self.config.allow.kinds:
-            return [
-                *rows,
-                ReleasePreview(PREDICTIONS, WITHHELD, {}, 0, "does not leave: allow.kinds in site.yaml lacks it"),
-            ]
-        return [*rows, ReleasePreview(PREDICTIONS, "after the last round, of each model", {}, size, why)]
+            why = "does not leave: allow.kinds in site.yaml lacks it"
+            return [*rows, ReleasePreview(PREDICTIONS, WITHHELD, {}, 0, why)]
+        counts = {part: len(getattr(setup.sites[self.site], part)) for part in predicted_parts(self.recipe)}
+        *most, last = (f"{count} {'training' if part == 'train' else part}" for part, count in counts.items())
+        each = 4 * len(setup.dataset.classes) + 16  # probabilities in float32, a label and a patient's number
+        why = f"of {', '.join(most)} and {last} images, each with its label; no plan protects it"
+        when, size = "after the last round, of each model", sum(counts.values()) * each
+        return [*rows, ReleasePreview(PREDICTIONS, when, {}, size, why)]
 
 
 def _choose_device(recipe: Recipe, config: SiteConfig) -> Recipe:

@@ -5,8 +5,6 @@ This is the only place of that decision. `message_handler.py` calls it before th
 less than the policy allows, never for more.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Mapping
 from dataclasses import replace
@@ -59,8 +57,8 @@ class Budget(BaseModel):
 
 def recipe_digest(recipe: Recipe) -> str:
     """The SHA-256 by which site.yaml allows a recipe: of every key that affects a round, except the ledger's path."""
-    privacy = recipe.privacy and replace(recipe.privacy, ledger=None)
-    return hashlib.sha256(identity(recipe.model_copy(update={"privacy": privacy})).encode()).hexdigest()
+    bare = recipe.model_copy(update={"privacy": recipe.privacy and replace(recipe.privacy, ledger=None)})
+    return hashlib.sha256(identity(bare).encode()).hexdigest()
 
 
 def image_report_kinds(recipe: Recipe) -> tuple[str, ...]:
@@ -74,7 +72,8 @@ def check_recipe(recipe: Recipe, site: SiteId, allow: Allow, budget: Budget | No
     name = recipe.algorithm.name
     if recipe.methods:
         raise Refused("policy", "the recipe compares several methods; send that of one method")
-    if recipe.build_algorithm().pooled:
+    algorithm = recipe.build_algorithm()
+    if algorithm.pooled:
         raise Refused("policy", f"{name} needs all sites' images in one place, and {site}'s stay where they are")
     if allow.algorithms != "all" and name not in allow.algorithms:
         raise Refused(
@@ -86,8 +85,7 @@ def check_recipe(recipe: Recipe, site: SiteId, allow: Allow, budget: Budget | No
             f"{site} does not allow this recipe, whose digest is {digest}; add it to allow.recipes in the site's "
             "site.yaml",
         )
-    kinds = [exchange.kind for exchange in recipe.build_algorithm().exchanges]
-    check_kinds((*kinds, *image_report_kinds(recipe)), site, allow)
+    check_kinds((*(e.kind for e in algorithm.exchanges), *image_report_kinds(recipe)), site, allow)
     _check_privacy(recipe.privacy, site, allow, budget)
 
 

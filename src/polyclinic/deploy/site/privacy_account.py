@@ -3,13 +3,11 @@
 `participation.py` charges every round here before it is computed.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, replace
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from polyclinic.core import Refused, RoundFailed, SiteId, StoreError
 from polyclinic.deploy.site.policy import Budget
@@ -49,12 +47,14 @@ class PrivacyAccount:
         """Raise `Refused` unless the whole run, added to what the ledger holds, stays within the budget."""
         charges = self._charges_of_run()
         again = len(charges) - len({round for round, _ in charges})
-        whole = _repeat_charge(self.round_releases(self.plan.models), len(self.plan.rounds))
+        whole = {
+            who: tuple(replace(spend, times=spend.times * len(self.plan.rounds)) for spend in spends)
+            for who, spends in self.round_releases(self.plan.models).items()
+        }
         if self.plan.config.noise is None and not self.cohorts and not self._is_within_recipe_epsilon(whole):
             raise Refused("privacy", f"the noise is too little for what the recipe promises the records of {self.site}")
-        if not self._is_within_budget(
-            _sum_charges([whole, *list(charges.values())[-again or len(charges) :]]), self._other_runs()
-        ):
+        total = _sum_charges([whole, *list(charges.values())[-again or len(charges) :]])
+        if not self._is_within_budget(total, self._site_ledger().earlier_spends()):
             raise Refused(
                 "budget",
                 f"this run would cost more than the privacy budget of {self.site} has left; ask for fewer rounds, or "
@@ -80,10 +80,11 @@ class PrivacyAccount:
 
     def epsilon_spent(self) -> float:
         """The ε of everything this site has released, in all runs of this unit."""
-        return self._epsilon_after(_sum_charges(list(self._charges_of_run().values())), self._other_runs())
+        total = _sum_charges(list(self._charges_of_run().values()))
+        return self._epsilon_after(total, self._site_ledger().earlier_spends())
 
     def _epsilon_after(self, charge: Mapping[str, Sequence[Spend]], earlier: tuple[Spend, ...]) -> float:
-        delta = self.budget.delta if self.budget else self.plan.config.delta
+        delta = (self.budget or self.plan.config).delta
         return max(epsilon((*one, *earlier), delta) for one in worst_candidates(charge, 1) or [()])
 
     def _is_within_recipe_epsilon(self, charge: Mapping[str, Sequence[Spend]]) -> bool:
@@ -96,9 +97,6 @@ class PrivacyAccount:
 
     def _is_within_budget(self, charge: Mapping[str, Sequence[Spend]], earlier: tuple[Spend, ...]) -> bool:
         return self.budget is None or self._epsilon_after(charge, earlier) <= self.budget.epsilon
-
-    def _other_runs(self) -> tuple[Spend, ...]:
-        return self._site_ledger().earlier_spends()
 
     def _site_ledger(self) -> SharedLedger:
         return SharedLedger(self.path, self.run, self.plan.config.unit, self._charges_of_run(), self._ledger_marker())
@@ -115,18 +113,13 @@ class PrivacyAccount:
 
     def _charges_of_run(self) -> dict[tuple[int, str], Charge]:
         """The charges of this run, by round and release."""
-        rows: list[dict[str, Any]] = Ledger(self.path).read() if self.path.exists() else []
         return {
             (row["round"], row["privacy"]["of"]): {
                 who: tuple(Spend(*spend) for spend in spends) for who, spends in row["privacy"]["sites"].items()
             }
-            for row in rows
+            for row in (Ledger(self.path).read() if self.path.exists() else [])
             if row["run"] == self.run
         }
-
-
-def _repeat_charge(charge: Charge, rounds: int) -> Charge:
-    return {who: tuple(replace(s, times=s.times * rounds) for s in spends) for who, spends in charge.items()}
 
 
 def _sum_charges(charges: Sequence[Mapping[str, Sequence[Spend]]]) -> Charge:

@@ -3,10 +3,9 @@
 `message_handler.py` writes them; `polyclinic site` reads them.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
+import math
 import os
 from collections.abc import Mapping
 from contextlib import suppress
@@ -36,8 +35,8 @@ class RotatingLog:
             self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             if self.path.exists() and self.path.stat().st_size + len(line) >= self.most:
                 self._rotate_files()
-            torn = _is_torn(self.path)
-        append_durably(self.path, (b"\n" if torn else b"") + f"{line}\n".encode())
+            start = "\n" if _is_torn(self.path) else ""
+        append_durably(self.path, f"{start}{line}\n".encode())
 
     def _rotate_files(self) -> None:
         for number in range(self.kept - 1, 0, -1):
@@ -50,7 +49,7 @@ class RotatingLog:
 
     def read_lines(self) -> list[str]:
         """All lines, the oldest first."""
-        paths = [*(self._rotated_path(number) for number in range(self.kept, 0, -1)), self.path]
+        paths = [*map(self._rotated_path, range(self.kept, 0, -1)), self.path]
         return [line for path in paths if path.exists() for line in path.read_text(encoding="utf-8").splitlines()]
 
 
@@ -88,7 +87,7 @@ class ReleaseLog:
             "purpose": purpose,
             "kinds": dict(kinds),
             "bytes": len(data),
-            "epsilon": "unprotected" if epsilon is None else _finite_or_none(epsilon),
+            "epsilon": _describe_epsilon(epsilon),
             "sha256": hashlib.sha256(data).hexdigest(),
         }
         self.log.append_line(json.dumps(row | ({"repeated": True} if repeated else {}), allow_nan=False))
@@ -111,9 +110,11 @@ def last_trouble(folder: Path) -> tuple[str, str] | None:
     return None
 
 
-def _finite_or_none(epsilon: float) -> float | str:
-    return round(epsilon, 6) if epsilon < float("inf") else "infinite"
+def _describe_epsilon(epsilon: float | None) -> float | str:
+    if epsilon is None:
+        return "unprotected"
+    return round(epsilon, 6) if epsilon < math.inf else "infinite"
 
 
-def timestamp() -> str:
-    return datetime.now(UTC).isoformat(timespec="seconds")
+def timestamp(when: datetime | None = None) -> str:
+    return (when or datetime.now(UTC)).isoformat(timespec="seconds")

@@ -1,7 +1,5 @@
 """Where site work runs. The round loop knows only `Engine.exchange`."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias

@@ -1,7 +1,5 @@
 """Evaluating many sites at once, where they predict with the same weights: their images pass as one long batch."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 

@@ -4,8 +4,6 @@ Workers are forked, so they share the images; bytes travel over pipes, nothing i
 site, since the memory of sites is on disk.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import os
@@ -30,16 +28,12 @@ from polyclinic.storage.messages import Message, decode
 T = TypeVar("T")
 
 
-def try_answer(runner: SiteRunner, data: bytes) -> bytes | Failure:
-    """Return a site's encoded reply, or its failure. Only our own errors are failures of a site; bugs surface.
-
-    A `StoreError` ends the run: the memory of all sites is in the run's folder, so none of them could go on.
-    """
-    return call_or_failure(lambda: runner.answer(data))
-
-
 def call_or_failure(call: Callable[[], T]) -> T | Failure:
-    """Return what `call` returns, or the failure of the site that it runs."""
+    """Return the result of `call`, or the failure of the site that it runs.
+
+    Only our own errors are failures of a site; bugs surface. A `StoreError` ends the run: the memory of all sites is in
+    the run's folder, so none of them could go on.
+    """
     try:
         return call()
     except StoreError:
@@ -62,9 +56,8 @@ def keep_freed_memory() -> None:
     """
     trim_threshold, top_pad, mmap_threshold = -1, -2, -3
     with contextlib.suppress(OSError, AttributeError):
-        libc = ctypes.CDLL(None)
         for option, size in ((mmap_threshold, 32 << 20), (trim_threshold, 512 << 20), (top_pad, 64 << 20)):
-            libc.mallopt(option, size)
+            ctypes.CDLL(None).mallopt(option, size)
 
 
 class LocalEngine:
@@ -160,7 +153,7 @@ class WorkerEngine:
 def answer_or_failure(runner: SiteRunner, data: bytes) -> tuple[str, bytes]:
     """Return the kind of result ("reply", a kind of failure, "store" or "bug"), and the reply or a sentence."""
     try:
-        answer = try_answer(runner, data)
+        answer = call_or_failure(partial(runner.answer, data))
     except StoreError as error:
         return "store", str(error).encode()
     except Exception:

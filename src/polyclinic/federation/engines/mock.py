@@ -1,7 +1,5 @@
 """A scripted engine for tests of algorithms, of the round loop, and of failures of a network."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from polyclinic.core import Failure, SiteId

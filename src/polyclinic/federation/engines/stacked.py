@@ -5,8 +5,6 @@ as a stack (`training.stacked`); any other job runs by itself, and the ledger sa
 the local engine, up to rounding.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -104,8 +102,7 @@ class StackedEngine:
         try:
             return StackedSite(runner, site_round, work, next(work))
         except StopIteration as end:  # a site that has nothing to do this round
-            update, memory = end.value
-            return runner.finish_round(site_round, update, memory)
+            return runner.finish_round(site_round, *end.value)
 
     def _group_jobs(self, active: Mapping[SiteId, StackedSite]) -> list[list[SiteId]]:
         """Return the sites whose next jobs run together, in stacks that fit into memory; other sites by themselves."""
@@ -125,16 +122,12 @@ class StackedEngine:
     def _stack_key(self, site: SiteId, stacked: StackedSite, known: dict[int, Any]) -> Any:
         if not isinstance(stacked.job, Fit):
             return site
-        reason = why_not_stackable(stacked.job, stacked.runner.network) or self._unstackable.get(
-            stacked.job.sequence, ""
-        )
-        stacked.unstacked_reason = reason or stacked.unstacked_reason
+        network = stacked.runner.network
+        if reason := why_not_stackable(stacked.job, network) or self._unstackable.get(stacked.job.sequence, ""):
+            stacked.unstacked_reason = reason
+            return site
         # Weights of one shape may belong to networks that differ, as in how much they drop.
-        return (
-            site
-            if reason
-            else (*job_signature(stacked.job, stacked.site_round.site, known), id(stacked.runner.network))
-        )
+        return *job_signature(stacked.job, stacked.site_round.site, known), id(network)
 
     def _stack_capacity(self, key: Any, stacked: StackedSite) -> int:
         """Return how many such jobs one stack may hold."""
@@ -170,10 +163,8 @@ class StackedEngine:
             return [*self._run_jobs(active[:half]), *self._run_jobs(active[half:])]
         for stacked in active:
             stacked.stack_size = max(stacked.stack_size, len(active))
-            if self.uncompiled:
-                stacked.unstacked_reason = (
-                    stacked.unstacked_reason or f"stacked, but it could not be compiled: {self.uncompiled}"
-                )
+            if self.uncompiled and not stacked.unstacked_reason:
+                stacked.unstacked_reason = f"stacked, but it could not be compiled: {self.uncompiled}"
         return [*found]
 
     def _advance_sites(
@@ -181,8 +172,9 @@ class StackedEngine:
     ) -> Iterator[tuple[SiteId, Answer]]:
         """Send results into the sites' generators, and yield the replies of sites that are done."""
         for number, site in enumerate(sites):
-            ended: Answer | None = results if isinstance(results, Failure) else None
-            if not isinstance(results, Failure):
+            if isinstance(results, Failure):
+                ended: Answer | None = results
+            else:
                 ended = call_or_failure(partial(self._advance_site, active[site], results[number]))
             if ended is not None:
                 del active[site]
@@ -203,8 +195,8 @@ class StackedEngine:
     def _consider_compiling(self, seconds: float) -> None:
         """Decide after the second round, which takes as long as those to come."""
         self.rounds += 1
-        device = next(iter(self.runners.values())).network.device
-        if self.compile == "auto" and self.rounds > 1 and device.type == "cuda":
+        on_gpu = next(iter(self.runners.values())).network.device.type == "cuda"
+        if self.compile == "auto" and self.rounds > 1 and on_gpu:
             self.compiling = self.compiling or seconds > WORTH_COMPILING
 
 

@@ -1,7 +1,5 @@
 """Converts a torch checkpoint to safetensors without running code from it: a sandboxed process reads it."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

@@ -6,8 +6,6 @@ the published ResNet-22 (`first_conv.weight`, with or without `four_view_resnet.
 ours. Either all tensors fit and are loaded, or nothing changes and `WeightsError` says why.
 """
 
-from __future__ import annotations
-
 import re
 import sys
 from collections.abc import Iterator
@@ -54,7 +52,14 @@ class LoadedWeights:
 
 def load_weights(classifier: Classifier, path: Path | str) -> LoadedWeights:
     """Load a safetensors file into `classifier`, as `adopt_weights` does."""
-    return adopt_weights(classifier, _read_safetensors(Path(path)), str(path))
+    path = Path(path)
+    if not path.is_file():
+        raise WeightsError(f"There is no weights file at {path}; correct the path in the recipe.")
+    try:
+        tensors = load_file(path)
+    except (SafetensorError, OSError) as error:
+        raise WeightsError(f"{path} cannot be read as safetensors ({error}); convert or copy it again.") from error
+    return adopt_weights(classifier, tensors, str(path))
 
 
 def adopt_weights(classifier: Classifier, tensors: Tensors, source: str) -> LoadedWeights:
@@ -107,21 +112,11 @@ def download_weights(name: str, *, progress: bool = False) -> Tensors:
     except Exception as error:
         reason = (str(error) or type(error).__name__).splitlines()[0][:120].rstrip(". ")
         raise WeightsError(
-            f"The weights of '{name}' could not be had from {weights.url} ({reason}); {WAY_OUT}."
+            f"The weights of '{name}' could not be downloaded from {weights.url} ({reason}); {WAY_OUT}."
         ) from error
     if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
         raise WeightsError(f"{weights.url} is not a set of named tensors; {WAY_OUT}.")
     return {key: value.detach() for key, value in state.items()}
-
-
-def _read_safetensors(path: Path) -> Tensors:
-    if not path.is_file():
-        raise WeightsError(f"There is no weights file at {path}; correct the path in the recipe.")
-    try:
-        tensors: Tensors = load_file(path)
-    except (SafetensorError, OSError) as error:
-        raise WeightsError(f"{path} cannot be read as safetensors ({error}); convert or copy it again.") from error
-    return tensors
 
 
 def _is_polyclinic(tensors: Tensors) -> bool:
@@ -191,7 +186,7 @@ def _fold_inception_input(found: Tensors) -> Tensors:
 
 def _sum_over_rgb(name: str, found: Tensors, wanted: Tensors) -> bool:
     tensor, like = found.get(name), wanted.get(name)
-    if tensor is None or like is None or tensor.ndim != 4 or like.ndim != 4:
+    if tensor is None or like is None or not tensor.ndim == like.ndim == 4:
         return False
     if (tensor.shape[1], like.shape[1]) != (3, 1):
         return False

@@ -8,8 +8,6 @@ disk than the checkpoint's size justifies.
 It reports an error as one sentence on standard output. `convert` checks all that comes back.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import io
@@ -71,8 +69,7 @@ def lock_process(size: int) -> None:
     sys.addaudithook(_deny_event)
 
 
-def _deny_event(event: str, arguments: tuple[Any, ...]) -> None:
-    del arguments
+def _deny_event(event: str, _arguments: tuple[Any, ...]) -> None:
     if event.startswith(FORBIDDEN):
         raise PermissionError(f"{event} is not allowed while weights are read")
 

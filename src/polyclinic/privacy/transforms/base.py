@@ -1,7 +1,5 @@
 """The interface of update transforms, which clip, noise or quantise an update on its way to the server."""
 
-from __future__ import annotations
-
 from typing import Protocol
 
 from polyclinic.core import Bundle, Stream

@@ -5,8 +5,6 @@ pairs, pairs into fours, fours into eight; so the eight values take the word's f
 bytes come first, and then the rest, packed likewise.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -8,8 +8,6 @@ Departures: an update within C·(1 + 10⁻⁶) is not changed, so that it keeps 
 that holds NaN or infinity becomes Δ = 0, because a missing reply would reveal something as well.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -9,8 +9,6 @@ The neighbour in (1) is the same round in which one site returns what it receive
 w_k·C at most. Its weight stays, as it depends on public facts only: the images it registered, and that it answered.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -19,8 +19,6 @@ server's checks refuse it as they would without this stage. As in the paper 0 ne
 that stayed put comes back up to a step away if others of its group moved.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -111,8 +109,8 @@ class Quantise:
         self._check_group(group, len(vector), sum(count for count, _ in runs))
         dequantise_into(vector, group[VALUES], group[SCALES], runs, self.bits)
         pieces = split_vector(vector.to(next(iter(start.values())).device), list(start.values()))
-        rest = {n: t for n, t in group.items() if n not in (VALUES, SCALES)}
-        return dict(zip(start, pieces, strict=True)) | rest
+        restored = dict(zip(start, pieces, strict=True))
+        return restored | {n: t for n, t in group.items() if n not in (VALUES, SCALES)}
 
     def _check_group(self, group: Tensors, values: int, groups: int) -> None:
         sizes = {VALUES: (torch.uint8, (packed_size(self.bits, values),)), SCALES: (torch.float32, (2, groups))}

@@ -1,7 +1,5 @@
 """Prints the page to PDF with a headless Chromium."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import tempfile

@@ -1,8 +1,7 @@
 """Blocks as HTML, and a report as one HTML file that needs no other."""
 
-from __future__ import annotations
-
 import base64
+import math
 import re
 from collections.abc import Iterable, Sequence
 
@@ -28,7 +27,7 @@ from polyclinic.reporting.blocks import (
     Strong,
     Table,
 )
-from polyclinic.reporting.formatting import format_percent
+from polyclinic.reporting.formatting import format_interval, format_percent
 from polyclinic.reporting.html.style import CSS
 from polyclinic.reporting.html.svg import legend_swatch
 from polyclinic.reporting.html.tags import join_markup, tag
@@ -43,7 +42,7 @@ POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri
 def to_html(report: Report) -> str:
     """Render a report as one HTML file."""
     first, *rest = report.sections
-    head = [*page_head(f"{report.title} · polyclinic report", CSS, POLICY)]
+    head = page_head(f"{report.title} · polyclinic report", CSS, POLICY)
     about = tag("p", report.about) if report.about else ""
     body = [
         tag("a", "Skip to the findings", href="#main", class_="skip"),
@@ -75,20 +74,31 @@ def page_head(title: str, style: str, policy: str | None = None) -> list[Markup]
 
 def _render_contents(sections: Sequence[Section]) -> Markup:
     """The questions by reader, then all sections."""
-    cards = []
-    for reader in READERS:
-        asked = [tag("a", one.questions[reader], href=f"#{one.id}") for one in sections[1:] if reader in one.questions]
-        cards.append(join_markup([tag("h3", reader), bullet_list(asked)]))
+    asked = {reader: [one for one in sections[1:] if reader in one.questions] for reader in READERS}
+    cards = [
+        tag("h3", reader) + bullet_list(tag("a", one.questions[reader], href=f"#{one.id}") for one in found)
+        for reader, found in asked.items()
+    ]
     every = bullet_list((tag("a", one.title, href=f"#{one.id}") for one in sections), "ol")
     contents = tag("details", tag("summary", "All sections"), every, class_="contents-all")
-    heading = tag("h2", "Where to find your answer", id="contents-title")
-    cards_list = bullet_list(cards, class_="who")
-    return tag("nav", heading, cards_list, contents, id="contents", aria_labelledby="contents-title")
+    return tag(
+        "nav",
+        tag("h2", "Where to find your answer", id="contents-title"),
+        bullet_list(cards, class_="who"),
+        contents,
+        id="contents",
+        aria_labelledby="contents-title",
+    )
 
 
 def render_section(section: Section) -> Markup:
-    heading = tag("h2", section.title, id=f"{section.id}-title")
-    return tag("section", heading, render_blocks(section.blocks), id=section.id, aria_labelledby=f"{section.id}-title")
+    return tag(
+        "section",
+        tag("h2", section.title, id=f"{section.id}-title"),
+        render_blocks(section.blocks),
+        id=section.id,
+        aria_labelledby=f"{section.id}-title",
+    )
 
 
 def render_blocks(blocks: Iterable[Block]) -> Markup:
@@ -110,8 +120,13 @@ def render_block(block: Block) -> Markup:
         case Figure():
             return _render_figure(block)
         case Photo():
-            source = f"data:image/webp;base64,{base64.b64encode(block.data).decode()}"
-            image = tag("img", src=source, alt=block.alt, width=block.size[0], height=block.size[1])
+            image = tag(
+                "img",
+                src=f"data:image/webp;base64,{base64.b64encode(block.data).decode()}",
+                alt=block.alt,
+                width=block.size[0],
+                height=block.size[1],
+            )
             return tag("figure", tag("figcaption", tag("strong", block.title)), image, class_="wide")
         case Folded(summary, inner):
             return tag("details", tag("summary", summary), render_blocks(inner))
@@ -136,7 +151,8 @@ def bullet_list(items: Iterable[str | Markup], kind: str = "ul", class_: str | N
 def _render_table(table: Table) -> Markup:
     """A table that scrolls by itself, by keyboard too, where it is wider than the page."""
     columns = list(zip(*table.rows, strict=True)) if table.rows else [()] * len(table.head)
-    numeric = [sum(bool(NUMERIC.match(_text_of(cell))) for cell in cells) * 2 > len(cells) for cells in columns]
+    texts = [[cell.text if isinstance(cell, Cell) else cell for cell in cells] for cells in columns]
+    numeric = [sum(map(bool, map(NUMERIC.match, cells))) * 2 > len(cells) for cells in texts]
     sides = ["n" if number and at and not table.matrix else None for at, number in enumerate(numeric)]
     corner, *titles = zip(table.head, sides, strict=True)
     first = tag("th", corner[0], scope="col") if corner[0] else tag("td", "")
@@ -148,10 +164,6 @@ def _render_table(table: Table) -> Markup:
     inside = [tag("caption", table.caption), tag("thead", top), tag("tbody", *body)]
     whole = tag("table", *inside, class_="cells" if table.matrix else None)
     return tag("div", whole, class_="scroll", role="group", tabindex=0, aria_label=f"Table: {table.caption}")
-
-
-def _text_of(cell: str | Cell) -> str:
-    return cell.text if isinstance(cell, Cell) else cell
 
 
 def _render_data(cell: str | Cell, side: str | None) -> Markup:
@@ -168,8 +180,8 @@ def _render_cell(cell: str | Cell) -> Markup:
     if cell.mark:
         class_, sign, spoken = MARKS[cell.mark]
         text = tag("span", f"{cell.text} {sign}", class_=class_) + tag("span", spoken, class_="unseen")
-    if cell.interval is not None:
-        text += tag("small", " to ".join(cell.interval))
+    if not math.isnan(cell.interval[0]):
+        text += tag("small", format_interval(*cell.interval))
     return text if cell.share is None else text + tag("small", format_percent(cell.share))
 
 
@@ -189,7 +201,6 @@ def _render_figure(figure: Figure) -> Markup:
         legend = bullet_list(entries, class_="legend") if figure.legend else ""
         picture = join_markup([figure.plot.to_svg(figure.title, figure.alt), legend])
     caption = tag("figcaption", tag("strong", figure.title), f" {figure.words}" if figure.words else "")
-    values = ""
-    if figure.values:
-        values = tag("details", tag("summary", "The figures of this picture"), _render_table(figure.values))
-    return tag("figure", caption, picture, values, class_="wide" if figure.panels else None)
+    values = [tag("summary", "The figures of this picture"), _render_table(figure.values)] if figure.values else []
+    details = tag("details", *values) if values else ""
+    return tag("figure", caption, picture, details, class_="wide" if figure.panels else None)

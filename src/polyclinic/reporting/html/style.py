@@ -4,8 +4,6 @@ The colours are Okabe and Ito's (2008), moved until each has a contrast of 3 to 
 markers repeat what they say.
 """
 
-from __future__ import annotations
-
 LIGHT = """
 --paper:#fff;--card:#f5f6f7;--ink:#1b1f23;--soft:#50575e;--rule:#d4d8dc;--link:#00558c;
 --c0:#0072b2;--c1:#c85200;--c2:#00805c;--c3:#a8447f;--c4:#1b1f23;--c5:#946a00;--c6:#2a8ab8;--c7:#6b4fa0;

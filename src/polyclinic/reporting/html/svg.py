@@ -3,8 +3,6 @@
 A plot is 400 units wide, so that its letters can be read on a phone.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -84,20 +82,25 @@ class Plot:
         wide = [p for p in points if math.isfinite(p[2]) and math.isfinite(p[3])]
         if len(wide) > 1:
             around = [*((x, high) for x, _, _, high in wide), *((x, low) for x, _, low, _ in reversed(wide))]
-            self.add_path([(x, self.clamp_y(y)) for x, y in around], f"band f{number % COLOURS}", closed=True)
+            low, high = self.y
+            clamped = [(x, min(max(y, low), high)) for x, y in around]
+            self.add_path(clamped, f"band f{number % COLOURS}", closed=True)
         known = [(x, y) for x, y, *_ in points if math.isfinite(y)]
         self.add_path(known, stroke_class(number))
         every = max(1, math.ceil(len(known) / MARKS_PER_LINE))
         for x, y in known[number % every :: every]:
             self.add_marker(x, y, number)
 
-    def clamp_y(self, y: float) -> float:
-        return min(max(y, self.y[0]), self.y[1])
-
     def to_svg(self, title: str, alt: str) -> Markup:
         """`alt` says what the plot shows, for readers who do not see it."""
-        box = f"0 0 {self.width:g} {self.height:g}"
-        return tag("svg", *self.drawn, class_="plot", viewBox=box, role="img", aria_label=f"{title}. {alt}")
+        return tag(
+            "svg",
+            *self.drawn,
+            class_="plot",
+            viewBox=f"0 0 {self.width:g} {self.height:g}",
+            role="img",
+            aria_label=f"{title}. {alt}",
+        )
 
 
 def stroke_class(number: int) -> str:
@@ -155,10 +158,16 @@ def to_svg_file(plot: Plot, title: str, alt: str, legend: Sequence[str] = (), ar
             *entries,
         ]
     )
-    box = f"0 0 {plot.width:g} {height:g}"
-    font = "system-ui,sans-serif"
-    xmlns = "http://www.w3.org/2000/svg"
-    return f"{tag('svg', inside, xmlns=xmlns, viewBox=box, width=int(2 * plot.width), role='img', font_family=font)}\n"
+    whole = tag(
+        "svg",
+        inside,
+        xmlns="http://www.w3.org/2000/svg",
+        viewBox=f"0 0 {plot.width:g} {height:g}",
+        width=int(2 * plot.width),
+        role="img",
+        font_family="system-ui,sans-serif",
+    )
+    return f"{whole}\n"
 
 
 def linear_ticks(

@@ -1,7 +1,5 @@
 """HTML elements. Text that is not `Markup` is escaped: names of sites and classes come from files of strangers."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 from markupsafe import Markup, escape

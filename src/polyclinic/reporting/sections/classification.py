@@ -1,7 +1,5 @@
 """The report of classification: errors by class, ROC and precision–recall curves, calibration."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import ClassVar
@@ -52,8 +50,12 @@ def curves_section(data: ReportData) -> Section | None:
         ("found (recall)", "of those called, right (precision)"),
         f"Average precision: {pr_words}.",
     )
-    questions: Questions = {"Clinician": "How many are found, at what price?", "Statistician": "ROC and PR curves?"}
-    return Section("curves", "ROC and precision–recall curves", [Paragraph(note), Grid([roc, pr])], questions)
+    return Section(
+        "curves",
+        "ROC and precision–recall curves",
+        [Paragraph(note), Grid([roc, pr])],
+        {"Clinician": "How many are found, at what price?", "Statistician": "ROC and PR curves?"},
+    )
 
 
 def _scored_by_name(data: ReportData) -> tuple[dict[str, Scored], str]:
@@ -87,8 +89,7 @@ def _score(found: Predictions) -> Scored:
     """Of two classes the second; of more all one-against-the-rest decisions at once."""
     if found.classes == 2:
         return found.probabilities[:, 1].astype(np.float64), found.labels == 1
-    truth = found.labels[:, None] == np.arange(found.classes)
-    return found.probabilities.astype(np.float64).ravel(), truth.ravel()
+    return found.probabilities.astype(np.float64).ravel(), (found.labels[:, None] == np.arange(found.classes)).ravel()
 
 
 def roc_points(scores: NDArray[np.float64], truth: NDArray[np.bool_]) -> list[Point]:
@@ -115,8 +116,7 @@ def thin_points(points: Sequence[Point]) -> list[Point]:
     """Evenly fewer points, with both ends."""
     if len(points) <= MOST_POINTS:
         return list(points)
-    at = np.linspace(0, len(points) - 1, MOST_POINTS).round().astype(int)
-    return [points[place] for place in at]
+    return [points[place] for place in np.linspace(0, len(points) - 1, MOST_POINTS).round().astype(int)]
 
 
 def confusion_section(data: ReportData) -> Section | None:
@@ -131,11 +131,15 @@ def confusion_section(data: ReportData) -> Section | None:
     blocks: list[Block] = []
     if counts and 2 <= len(classes) <= MOST_CLASSES:
         most = MOST_MATRICES if data.is_from_folders else 1
-        first = list(counts.items())[:most]
-        tables = [_confusion_table(f"{name}{seeds}", found, classes) for name, found in first]
+        tables = [_confusion_table(f"{name}{seeds}", found, classes) for name, found in list(counts.items())[:most]]
         shown, folded = (tables[:1], tables[1:]) if data.is_single else (tables, [])
-        note = "Rows: what an image shows. Columns: what the model says. Per cent are of a row; the darker, the more."
-        blocks = [Paragraph(note, "note"), Grid(shown, small=True)]
+        blocks = [
+            Paragraph(
+                "Rows: what an image shows. Columns: what the model says. Per cent are of a row; the darker, the more.",
+                "note",
+            ),
+            Grid(shown, small=True),
+        ]
         if folded:
             blocks.append(Folded("At each site", [Grid(folded, small=True)]))
     blocks += _average_blocks(data)
@@ -158,8 +162,10 @@ def _average_blocks(data: ReportData) -> list[Block]:
         return []
     labels = [data.task.info(name).label for name in AVERAGES]
     rows = [[method.name, *(method.format_spread(name) for name in AVERAGES)] for method in known]
-    title = f"Averages over classes{data.spread_note}"
-    return [Heading("Averages over classes"), Table(title, ["method", *labels], rows)]
+    return [
+        Heading("Averages over classes"),
+        Table(f"Averages over classes{data.spread_note}", ["method", *labels], rows),
+    ]
 
 
 def calibration_section(data: ReportData) -> Section | None:
@@ -171,22 +177,31 @@ def calibration_section(data: ReportData) -> Section | None:
     for number, method in enumerate(data.methods[:MOST_DIAGRAMS], 1):
         found = method.first.headline_predictions()
         if found is not None and len(found):
-            ece = format_number(method.first.summary.headline.scores.value("ece"))
-            diagrams.append(_reliability(f"reliability-{number}", method.name, ece, found))
+            diagrams.append(
+                _reliability(
+                    f"reliability-{number}",
+                    method.name,
+                    format_number(method.first.summary.headline.scores.value("ece")),
+                    found,
+                )
+            )
     head = ["site" if data.is_single else "method", "images", "ECE", "mean confidence", "right"]
-    note = (
-        "A calibrated model that is 80 % sure is right 80 times in 100: dots on the dashed line. Below it, it is too "
-        f"sure. ECE is the mean distance from the line, weighted by images ({BINS} bins, Guo et al. 2017): 0 is best. "
-        "With few images it is above 0 even for a calibrated model."
-    )
     seeds = " (first seed)" if data.has_several_seeds else ""
     blocks: list[Block] = [
-        Paragraph(note),
+        Paragraph(
+            "A calibrated model that is 80 % sure is right 80 times in 100: dots on the dashed line. Below it, it "
+            f"is too sure. ECE is the mean distance from the line, weighted by images ({BINS} bins, Guo et al. "
+            "2017): 0 is best. With few images it is above 0 even for a calibrated model."
+        ),
         *([Grid(diagrams)] if diagrams else []),
         Table(f"Calibration{seeds}", head, rows),
     ]
-    questions: Questions = {"Clinician": "Can I trust how sure it is?", "Statistician": "Is it calibrated?"}
-    return Section("calibration", "Calibration: is it as right as it is sure?", blocks, questions)
+    return Section(
+        "calibration",
+        "Calibration: is it as right as it is sure?",
+        blocks,
+        {"Clinician": "Can I trust how sure it is?", "Statistician": "Is it calibrated?"},
+    )
 
 
 def _calibration_rows(data: ReportData) -> list[list[str]]:
@@ -218,9 +233,14 @@ def _mean_confidence(found: Predictions | None) -> str:
 
 
 def _reliability(name: str, method: str, ece: str, found: Predictions) -> Figure:
-    words = f"ECE {ece}. Bars: 95 % intervals (Wilson); grey: images, by their number."
     start = 0.5 if found.classes == 2 else 0.0
-    return reliability_diagram(name, f"Reliability of {method}", calibration_bins(found), words, start)
+    return reliability_diagram(
+        name,
+        f"Reliability of {method}",
+        calibration_bins(found),
+        f"ECE {ece}. Bars: 95 % intervals (Wilson); grey: images, by their number.",
+        start,
+    )
 
 
 def calibration_bins(found: Predictions) -> list[ConfidenceBin]:

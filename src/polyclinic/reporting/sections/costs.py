@@ -1,12 +1,11 @@
 """Bytes, seconds, refusals and failures."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator
 
 from polyclinic.evaluation.comparison import mean_of_known
-from polyclinic.reporting.blocks import Block, Bullets, Paragraph, Questions, Section, Table
+from polyclinic.evaluation.rows import SiteOutcome, group_pairs
+from polyclinic.reporting.blocks import Block, Bullets, Paragraph, Section, Table
 from polyclinic.reporting.formatting import format_count, format_duration, format_megabytes, format_names
 from polyclinic.reporting.report_data import Method, ReportData, Run
 
@@ -31,33 +30,33 @@ def costs_section(data: ReportData) -> Section:
         head = ["method", "rounds", "MB down", "MB up", "MB a round", "wall-clock", "sites' time"]
         table = Table("Communication and time (mean over seeds)", head, [_method_row(m) for m in data.methods])
     engine = data.first.summary.engine
-    note = (
-        "Bytes are measured on the wire: down to sites, up to the server, the final evaluation and repeated rounds "
-        "included. Seconds are of this machine and engine; compare them within this report alone."
-        f"{f' Engine: {engine.name}.' if engine else ''}"
-    )
     return Section(
-        "costs", "Communication and time", [table, Paragraph(note, "note")], {"Engineer": "What did it cost to run?"}
+        "costs",
+        "Communication and time",
+        [
+            table,
+            Paragraph(
+                "Bytes are measured on the wire: down to sites, up to the server, the final evaluation and "
+                "repeated rounds included. Seconds are of this machine and engine; compare them within this report "
+                f"alone.{f' Engine: {engine.name}.' if engine else ''}",
+                "note",
+            ),
+        ],
+        {"Engineer": "What did it cost to run?"},
     )
 
 
 def _site_rows(run: Run) -> list[list[str]]:
-    down, up, seconds, rounds = Counter[str](), Counter[str](), Counter[str](), Counter[str]()
-    for row in run.cost_rows:
-        for site, outcome in row.sites.items():
-            down[site] += outcome.down
-            up[site] += outcome.up
-            seconds[site] += outcome.seconds  # type: ignore[assignment]
-            rounds[site] += row.event == "round"
+    replies = group_pairs((site, (row.event, reply)) for row in run.cost_rows for site, reply in row.sites.items())
     rows = [
         [
             site,
-            format_megabytes(down[site]),
-            format_megabytes(up[site]),
-            format_duration(seconds[site]),
-            str(rounds[site]),
+            format_megabytes(sum(reply.down for _, reply in found)),
+            format_megabytes(sum(reply.up for _, reply in found)),
+            format_duration(sum(reply.seconds for _, reply in found)),
+            str(sum(event == "round" for event, _ in found)),
         ]
-        for site in down
+        for site, found in replies.items()
     ]
     cost = run.summary.cost
     time = f"{format_duration(cost.site_seconds)} ({format_duration(cost.seconds)} on the clock)"
@@ -73,38 +72,49 @@ def _method_row(method: Method) -> list[str]:
         return [method.name, f"{rounds:g}", "images", "images", "images", seconds, "–"]
     down, up = mean_of_known([float(c.bytes_down) for c in costs]), mean_of_known([float(c.bytes_up) for c in costs])
     moved = [format_megabytes(amount) for amount in (down, up, (down + up) / max(rounds, 1))]
-    at_sites = format_duration(mean_of_known([cost.site_seconds for cost in costs]))
-    return [method.name, f"{rounds:g}", *moved, seconds, at_sites]
+    return [
+        method.name,
+        f"{rounds:g}",
+        *moved,
+        seconds,
+        format_duration(mean_of_known([cost.site_seconds for cost in costs])),
+    ]
 
 
 def failures_section(data: ReportData) -> Section:
     """Refused and lost updates, rounds that failed, resumed runs, runs that have not ended."""
     rows = [row for method in data.methods for run in method.runs for row in _failure_rows(method, run)]
     events = [
-        f"Not ended: {one.progress}{'' if data.withholds_seeds else f' ({one.folder})'}." for one in data.unfinished
+        *(f"Not ended: {one.progress}{'' if data.withholds_seeds else f' ({one.folder})'}." for one in data.unfinished),
+        *(words for m in data.methods for run in m.runs for words in _describe_events(m, run, data.is_single)),
     ]
-    for method in data.methods:
-        for run in method.runs:
-            events += _describe_events(method, run, data.is_single)
     blocks: list[Block] = [Bullets(tuple(events))] if events else []
     if rows:
-        head = ["site", "run", "what", "why", "times", "in rounds"]
-        blocks.append(Table("Updates that were refused or lost", head, rows[:MOST_ROWS]))
+        blocks.append(
+            Table(
+                "Updates that were refused or lost",
+                ["site", "run", "what", "why", "times", "in rounds"],
+                rows[:MOST_ROWS],
+            )
+        )
         if len(rows) > MOST_ROWS:
             blocks.append(Paragraph(f"{len(rows) - MOST_ROWS} more kinds are in the ledgers.", "note"))
     blocks = blocks or [Paragraph("None: every site that was asked answered, and every answer was accepted.")]
-    questions: Questions = {"Engineer": "What went wrong?", "Data-protection officer": "Was anything refused?"}
-    return Section("failures", "Refusals and failures", blocks, questions)
+    return Section(
+        "failures",
+        "Refusals and failures",
+        blocks,
+        {"Engineer": "What went wrong?", "Data-protection officer": "Was anything refused?"},
+    )
 
 
 def _failure_rows(method: Method, run: Run) -> list[list[str]]:
-    rounds: dict[tuple[str, str, str], list[int]] = {}
-    for row in run.cost_rows:
-        for site, reply in row.sites.items():
-            if reply.outcome in LOST:
-                declined = reply.outcome == "refused" and reply.kind is None  # a kind says what the server refused
-                what = "declined" if declined else str(reply.outcome)
-                rounds.setdefault((site, what, reply.why or "–"), []).append(row.round)
+    replies = ((row.round, site, reply) for row in run.cost_rows for site, reply in row.sites.items())
+    rounds = group_pairs(
+        ((site, _kind_of_loss(reply), reply.why or "–"), round)
+        for round, site, reply in replies
+        if reply.outcome in LOST
+    )
     return [
         [
             site,
@@ -116,6 +126,11 @@ def _failure_rows(method: Method, run: Run) -> list[list[str]]:
         ]
         for (site, what, why), found in rounds.items()
     ]
+
+
+def _kind_of_loss(reply: SiteOutcome) -> str:
+    """The outcome; "declined" where the site refused, since a kind says what the server refused."""
+    return "declined" if reply.outcome == "refused" and reply.kind is None else str(reply.outcome)
 
 
 def _run_label(method: Method, run: Run) -> str:

@@ -1,7 +1,5 @@
 """Pictures that other commands have written into a run's folder: features by site and class, and saliency maps."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from io import BytesIO
@@ -10,7 +8,7 @@ from pathlib import Path
 from PIL import Image, UnidentifiedImageError
 
 from polyclinic.core import StoreError
-from polyclinic.reporting.blocks import Block, Paragraph, Photo, Questions, Section, Strong
+from polyclinic.reporting.blocks import Block, Paragraph, Photo, Section, Strong
 from polyclinic.reporting.report_data import ReportData
 
 WIDEST = 1500
@@ -26,13 +24,20 @@ def features_section(data: ReportData) -> Section | None:
     found = list(_find_pictures(data, "features.png"))
     if not found:
         return None
-    note = (
-        "Each dot is an image as the network sees it (t-SNE): images that look alike to it lie close. Distances "
-        "between far groups mean nothing. If sites form islands, the network sees the site, not the disease."
-    )
     photos = [_read_photo(path, "Features by site and class") for path in found[:MOST]]
-    questions: Questions = {"Clinician": "Does it see the disease or the scanner?", "Engineer": "Are features mixed?"}
-    return Section("features", "What the network makes of the images", [Paragraph(note), *photos], questions)
+    return Section(
+        "features",
+        "What the network makes of the images",
+        [
+            Paragraph(
+                "Each dot is an image as the network sees it (t-SNE): images that look alike to it lie close. "
+                "Distances between far groups mean nothing. If sites form islands, the network sees the site, not "
+                "the disease."
+            ),
+            *photos,
+        ],
+        {"Clinician": "Does it see the disease or the scanner?", "Engineer": "Are features mixed?"},
+    )
 
 
 def saliency_section(data: ReportData) -> Section | None:

@@ -1,12 +1,10 @@
 """All methods side by side: figures, notes, and what accuracy costs."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 
 from polyclinic.evaluation.comparison import MethodSummary, MetricEstimate, mean_of_known, metric_value, pair_by_seed
-from polyclinic.reporting.blocks import Block, Cell, Figure, Grid, Heading, Paragraph, Questions, Section, Table
+from polyclinic.reporting.blocks import Block, Cell, Figure, Grid, Heading, Paragraph, Section, Table
 from polyclinic.reporting.charts import (
     CostPoint,
     Estimate,
@@ -18,10 +16,8 @@ from polyclinic.reporting.charts import (
 )
 from polyclinic.reporting.formatting import (
     format_digits,
-    format_interval,
     format_names,
     format_number,
-    format_percent,
     format_signed,
     format_spread,
 )
@@ -49,44 +45,41 @@ def methods_section(data: ReportData) -> Section:
         "drift",
         "MB sent",
         "s",
+        *(["paper"] if data.paper else []),
     ]
     rows = [_method_row(data, method, line) for method, line in zip(data.methods, comparison.lines, strict=True)]
-    if data.paper:
-        head.append("paper")
-        rows = [[*row, data.paper.get(method.name, "–")] for method, row in zip(data.methods, rows, strict=True)]
-    intro = (
-        f"{first.data} data, {_describe_networks(data.methods[0])}. Figures on {comparison.judged_on} together, with "
-        f"the 95 % interval over {comparison.interval_description}."
-    )
-    blocks: list[Block] = [Paragraph(intro), Table("All methods", head, rows)]
-    blocks += [Paragraph(note, "note") for note in [" ".join(_collect_notes(data))]]
+    blocks: list[Block] = [
+        Paragraph(
+            f"{first.data} data, {_describe_networks(data.methods[0])}. Figures on {comparison.judged_on} together, "
+            f"with the 95 % interval over {comparison.interval_description}."
+        ),
+        Table("All methods", head, rows),
+        Paragraph(" ".join(_collect_notes(data)), "note"),
+    ]
     if not data.is_single and data.is_from_folders:
         charts = [_metric_chart(data, metric) for metric in dict.fromkeys((data.main_metric, data.task.ranking_metric))]
         blocks.append(Grid([chart for chart in charts if chart is not None]))
     title = "The figures" if data.is_single else "The methods side by side"
-    questions: Questions = {"Clinician": "How do the methods compare?", "Engineer": "Figures of every method?"}
-    return Section("methods", title, blocks, questions)
+    return Section(
+        "methods", title, blocks, {"Clinician": "How do the methods compare?", "Engineer": "Figures of every method?"}
+    )
 
 
 def _method_row(data: ReportData, method: Method, line: MethodSummary) -> list[str | Cell]:
     worst = f"{line.worst_site} {format_number(line.worst_score)}" if line.worst_site else "–"
-    figures = [_estimate_cell(line.figures[metric]) for metric in data.columns]
+    figures = [line.figures[metric] for metric in data.columns]
     sent = "images" if line.pools_images else format_number(line.megabytes, 1)
     return [
         line.name,
         str(line.seeds),
         str(method.first.summary.rounds),
-        *figures,
+        *(Cell(format_spread(found.mean, found.std), (found.low, found.high)) for found in figures),
         worst,
         format_number(line.drift, 2),
         sent,
         format_number(line.seconds, 1),
+        *([data.paper.get(method.name, "–")] if data.paper else []),
     ]
-
-
-def _estimate_cell(found: MetricEstimate) -> Cell:
-    bounds = None if math.isnan(found.low) else (format_number(found.low), format_number(found.high))
-    return Cell(format_spread(found.mean, found.std), bounds)
 
 
 def _describe_networks(method: Method) -> str:
@@ -125,20 +118,20 @@ def _collect_notes(data: ReportData) -> Iterator[str]:
 
 def _metric_chart(data: ReportData, metric: str) -> Figure | None:
     rows = [
-        Estimate(line.name, found.mean, found.low, found.high, _describe_estimate(found))
+        Estimate(line.name, found.mean, found.low, found.high)
         for line in data.comparison.lines
         if not math.isnan((found := line.figures[metric]).mean)
     ]
     if not rows:
         return None
     label = data.columns[metric]
-    words = f"95 % intervals over {data.comparison.interval_description}."
-    return interval_chart(metric, f"{label[0].upper()}{label[1:]} of all methods", rows, label, words)
-
-
-def _describe_estimate(found: MetricEstimate) -> str:
-    bounds = "" if math.isnan(found.low) else f" ({format_interval(found.low, found.high, format_percent)})"
-    return f"{format_percent(found.mean)}{bounds}"
+    return interval_chart(
+        metric,
+        f"{label[0].upper()}{label[1:]} of all methods",
+        rows,
+        label,
+        f"95 % intervals over {data.comparison.interval_description}.",
+    )
 
 
 def trade_section(data: ReportData) -> Section | None:
@@ -155,13 +148,17 @@ def trade_section(data: ReportData) -> Section | None:
             for name, (figure, cost) in points.items()
             if not _is_dominated((figure.mean, cost), [(f.mean, c) for f, c in points.values()])
         ]
-        words = (
-            f"Counting accuracy, megabytes, ε and seconds at once, nothing here surpasses {format_names(best)}: each "
-            "other method is matched or outdone in all four by one of them. That is by means; the tests show what may "
-            "be chance."
-        )
-        note = "Ringed and joined: no other method costs less and is right more often, by means. Log scale."
-        blocks = [Paragraph(words), Grid(charts), Paragraph(note, "note")]
+        blocks = [
+            Paragraph(
+                f"Counting accuracy, megabytes, ε and seconds at once, nothing here surpasses {format_names(best)}: "
+                "each other method is matched or outdone in all four by one of them. That is by means; the tests "
+                "show what may be chance."
+            ),
+            Grid(charts),
+            Paragraph(
+                "Ringed and joined: no other method costs less and is right more often, by means. Log scale.", "note"
+            ),
+        ]
     blocks += _price_blocks(data)
     return Section("trade", "What accuracy costs", blocks, {"Engineer": "What does accuracy cost?"}) if blocks else None
 
@@ -225,13 +222,15 @@ def _privacy_chart(data: ReportData) -> Figure | None:
         if known:
             accuracy = mean_of_known([run.headline.scores.value("accuracy") for run in method.summaries])
             unsure = ", no guarantee" if plans[0].no_guarantee_reason else ""
-            line = method.name.partition(" σ=")[0].partition(" ε=")[0] + unsure
-            series.setdefault(line, []).append((mean_of_known(known), accuracy))
+            series.setdefault(method.name.partition(" σ=")[0].partition(" ε=")[0] + unsure, []).append(
+                (mean_of_known(known), accuracy)
+            )
     lines = {name: without_band(sorted(points)) for name, points in series.items() if len(points) > 1}
     if not lines:
         return None
-    axes = LineAxes(COSTS["epsilon"], "accuracy", format_digits, whole=False)
-    return line_chart("privacy", "Accuracy against ε", lines, axes)
+    return line_chart(
+        "privacy", "Accuracy against ε", lines, LineAxes(COSTS["epsilon"], "accuracy", format_digits, whole=False)
+    )
 
 
 def _traffic_blocks(data: ReportData) -> list[Block]:
@@ -255,10 +254,13 @@ def _traffic_blocks(data: ReportData) -> list[Block]:
                 format_signed(gain / more * 1000, 4),
             ]
         )
-    head = ["against", f"MB that {first.name} sends more", "times", "accuracy gained", "per GB"]
-    note = (
-        "Bytes are measured on the wire, both ways, the weights of the final evaluation included, which the usual "
-        "estimate (2 × sites × rounds × model size) leaves out."
-    )
     title = f"What the megabytes of {first.name} buy"
-    return [Heading(title), Table(title, head, rows), Paragraph(note, "note")]
+    return [
+        Heading(title),
+        Table(title, ["against", f"MB that {first.name} sends more", "times", "accuracy gained", "per GB"], rows),
+        Paragraph(
+            "Bytes are measured on the wire, both ways, the weights of the final evaluation included, which the usual "
+            "estimate (2 × sites × rounds × model size) leaves out.",
+            "note",
+        ),
+    ]

@@ -1,13 +1,12 @@
 """Privacy: what was claimed, for which unit, and what left the sites with what protection."""
 
-from __future__ import annotations
-
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from statistics import fmean
 
 from polyclinic.evaluation.comparison import mean_of_known
+from polyclinic.evaluation.rows import group_pairs
 from polyclinic.evaluation.summary import PrivacySpent
-from polyclinic.reporting.blocks import Block, Bullets, Folded, Heading, Paragraph, Questions, Section, Table
+from polyclinic.reporting.blocks import Block, Bullets, Folded, Heading, Paragraph, Section, Table
 from polyclinic.reporting.formatting import MISSING, format_megabytes, format_names
 from polyclinic.reporting.privacy_statement import PAPER_METRIC, UNITS, privacy_sections
 from polyclinic.reporting.report_data import Method, ReportData
@@ -17,11 +16,12 @@ def privacy_section(data: ReportData) -> Section:
     blocks: list[Block] = [Heading("What was claimed"), *claim_blocks(data)]
     if not data.has_privacy:
         where = " All images were pooled in one place." if data.is_single and data.first.summary.pooled else ""
-        words = (
-            "Nothing. No recipe here has a privacy plan, so what was released may reveal single images, and no figure "
-            f"bounds how much.{where}"
+        blocks.append(
+            Paragraph(
+                "Nothing. No recipe here has a privacy plan, so what was released may reveal single images, and no "
+                f"figure bounds how much.{where}"
+            )
         )
-        blocks.append(Paragraph(words))
     blocks += [
         Folded(f"The whole privacy statement of {method.name}", _statement(method))
         for method in data.methods
@@ -29,11 +29,15 @@ def privacy_section(data: ReportData) -> Section:
     ]
     blocks += [Heading("What left the building"), _release_table(data.methods), *_traffic(data)]
     blocks += [Heading("What this report itself reveals"), Bullets(tuple(_own_disclosures(data)))]
-    questions: Questions = {
-        "Data-protection officer": "What was claimed, and what left the building?",
-        "Clinician": "And privacy?",
-    }
-    return Section("privacy", "Privacy", blocks, questions)
+    return Section(
+        "privacy",
+        "Privacy",
+        blocks,
+        {
+            "Data-protection officer": "What was claimed, and what left the building?",
+            "Clinician": "And privacy?",
+        },
+    )
 
 
 def privacy_cost_section(data: ReportData) -> Section | None:
@@ -45,16 +49,6 @@ def claim_blocks(data: ReportData) -> list[Block]:
     """A table of what each method claims; [] where no method has a plan."""
     if not data.has_privacy:
         return []
-    head = [
-        "method",
-        "protects",
-        "noise",
-        "ε, worst-placed unit",
-        "ε, if at one site only",
-        "δ",
-        "allowed ε",
-        PAPER_METRIC,
-    ]
     rows = [[method.name, *_claim_cells(method)] for method in data.methods]
     plans = [run.privacy for method in data.methods for run in method.summaries if run.privacy]
     note = (
@@ -63,7 +57,23 @@ def claim_blocks(data: ReportData) -> list[Block]:
     )
     for reason in sorted({plan.no_guarantee_reason for plan in plans if plan.no_guarantee_reason}):
         note += f" In brackets, without a guarantee ({reason}): as if the noise were fixed."
-    return [Table("Privacy claimed by each method", head, rows), Paragraph(note, "note")]
+    return [
+        Table(
+            "Privacy claimed by each method",
+            [
+                "method",
+                "protects",
+                "noise",
+                "ε, worst-placed unit",
+                "ε, if at one site only",
+                "δ",
+                "allowed ε",
+                PAPER_METRIC,
+            ],
+            rows,
+        ),
+        Paragraph(note, "note"),
+    ]
 
 
 def _claim_cells(method: Method) -> list[str]:
@@ -90,29 +100,21 @@ def _paper_metric(plans: Sequence[PrivacySpent]) -> str:
 
 def _statement(method: Method) -> list[Block]:
     """The privacy statement of the first seed, but for the table of what was released."""
-    blocks: list[Block] = []
-    for section in privacy_sections(method.first.summary):
-        blocks += [*([Heading(section.title)] if section.title else []), *section.blocks]
-    return blocks
+    sections = privacy_sections(method.first.summary)
+    return [block for one in sections for block in (*([Heading(one.title)] if one.title else []), *one.blocks)]
 
 
 def _release_table(methods: Sequence[Method]) -> Table:
     """By kind and protection, with the methods that release it so."""
-    names: dict[tuple[str, str], list[str]] = {}
-    for method in methods:
-        summary = method.first.summary
-        kinds = [(row.kind, row.protection) for row in summary.released]
-        if summary.pooled:
-            kinds = [("images", "none: pooled in one place"), *kinds]
-        for pair in kinds:
-            names.setdefault(pair, []).append(method.name)
+    pooled = [(("images", "none: pooled in one place"), one.name) for one in methods if one.first.summary.pooled]
+    kinds = (((row.kind, row.protection), one.name) for one in methods for row in one.first.summary.released)
+    names = group_pairs([*pooled, *kinds])
     several = len(methods) > 1
     rows = [
         [*pair, *([format_names(found) if len(found) < len(methods) else "all methods"] if several else [])]
         for pair, found in sorted(names.items())
     ]
-    head = ["what leaves", "what protects it", *(["with"] if several else [])]
-    return Table("What leaves a site", head, rows)
+    return Table("What leaves a site", ["what leaves", "what protects it", *(["with"] if several else [])], rows)
 
 
 def _traffic(data: ReportData) -> list[Block]:
@@ -121,24 +123,21 @@ def _traffic(data: ReportData) -> list[Block]:
         for method in data.methods
         if not method.first.summary.pooled
     ]
-    words = f"Sent by all sites together, over a whole run: {', '.join(sent)}."
-    return [Paragraph(words, "note")] if sent else []
+    return [Paragraph(f"Sent by all sites together, over a whole run: {', '.join(sent)}.", "note")] if sent else []
 
 
-def _own_disclosures(data: ReportData) -> list[str]:
-    pictures = (
+def _own_disclosures(data: ReportData) -> Iterator[str]:
+    yield (
+        "Numbers of images by site and class, and in confusion matrices down to single images; figures of test images "
+        "without noise. No patient's name or number."
+    )
+    yield (
         "Pictures of patients, because --with-images was given: keep this file where the images may be seen."
         if data.with_images
         else "No picture of a patient."
     )
-    found = [
-        "Numbers of images by site and class, and in confusion matrices down to single images; figures of test images "
-        "without noise. No patient's name or number.",
-        pictures,
-    ]
     if data.withholds_seeds:
-        found.append(
+        yield (
             "No seed: noise was drawn from it, and whoever has it can remove the noise. Folders named after seeds "
             "reveal the same."
         )
-    return found

@@ -1,7 +1,5 @@
 """Recipes and versions behind the figures, and the commands that repeat them."""
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Mapping
 from typing import Any
@@ -9,7 +7,7 @@ from typing import Any
 import yaml
 
 from polyclinic.config.recipe import Recipe
-from polyclinic.reporting.blocks import Block, Folded, Paragraph, Preformatted, Questions, Section, Table
+from polyclinic.reporting.blocks import Block, Folded, Paragraph, Preformatted, Section, Table
 from polyclinic.reporting.report_data import Method, ReportData
 
 NOT_COMPARED = ("name", "about", "paper", "claims", "methods", "engine", "seed", "track")
@@ -25,12 +23,20 @@ def provenance_section(data: ReportData) -> Section:
     if not data.is_single:
         blocks += _recipe_differences(data)
     if (recipe := data.first.recipe) is not None:
-        text = Preformatted(_recipe_text(recipe, data.withholds_seeds))
-        blocks.append(Folded(f"The whole recipe of {data.methods[0].name}", [text]))
+        blocks.append(
+            Folded(
+                f"The whole recipe of {data.methods[0].name}",
+                [Preformatted(_recipe_text(recipe, data.withholds_seeds))],
+            )
+        )
     versions = data.first.summary.versions
     blocks.append(Paragraph(f"Versions: {', '.join(f'{name} {number}' for name, number in versions.items())}."))
-    questions: Questions = {"Engineer": "Which recipe and versions?", "Statistician": "What exactly was run?"}
-    return Section("recipe", "Recipe and versions", blocks, questions)
+    return Section(
+        "recipe",
+        "Recipe and versions",
+        blocks,
+        {"Engineer": "Which recipe and versions?", "Statistician": "What exactly was run?"},
+    )
 
 
 def _method_row(method: Method, secret: bool) -> list[str]:
@@ -79,12 +85,14 @@ def reproduce_section(data: ReportData) -> Section | None:
     folder = "DIR" if secret else shlex.quote(str(files.path))
     given = "DIR" if secret else " ".join(shlex.quote(str(path)) for path in data.folders)
     lines = [f"polyclinic run {folder}/recipe.yaml --out again"]
-    if data.is_single and data.first.summary.algorithm != "local":
-        lines.append(f"polyclinic run {folder}/recipe.yaml --set algorithm=local --out alone")
-        lines.append(f"polyclinic report {given} alone")
     if not data.is_single:
-        lines.append("# each method and seed has its own recipe.yaml in its folder")
-    lines.append(f"polyclinic report {given}")
+        lines += ["# each method and seed has its own recipe.yaml in its folder"]
+    elif data.first.summary.algorithm != "local":
+        lines += [
+            f"polyclinic run {folder}/recipe.yaml --set algorithm=local --out alone",
+            f"polyclinic report {given} alone",
+        ]
+    lines += [f"polyclinic report {given}"]
     words = (
         "The same recipe, versions and kind of machine give the same model to the bit: compare sha256 in result.json "
         "with the one above. Data sets that are not generated need --data."

@@ -1,13 +1,11 @@
 """The server's own models on its public images, its student and its teachers."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from statistics import fmean
 
 from polyclinic.evaluation.statistics import summarise_sample
 from polyclinic.evaluation.summary import PartScores
-from polyclinic.reporting.blocks import Block, Figure, Questions, Section, Table
+from polyclinic.reporting.blocks import Block, Figure, Section, Table
 from polyclinic.reporting.charts import LineAxes, line_chart, without_band
 from polyclinic.reporting.formatting import MISSING, format_spread
 from polyclinic.reporting.report_data import ReportData
@@ -35,8 +33,7 @@ def server_section(data: ReportData) -> Section | None:
         _six_metrics(f"On the server's public test images ({count} in the first seed){data.spread_note}", public),
     ]
     blocks += [*_teacher_table(data), *_student_chart(data)]
-    questions: Questions = {"Engineer": "How do the server's models do?"}
-    return Section("server", "On the server's public images", blocks, questions)
+    return Section("server", "On the server's public images", blocks, {"Engineer": "How do the server's models do?"})
 
 
 def _six_metrics(title: str, found: Mapping[tuple[str, str], Sequence[PartScores]]) -> Table:

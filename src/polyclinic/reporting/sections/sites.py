@@ -1,7 +1,5 @@
 """The sites: how they differ, how each is served, and which gain or lose against training alone."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from statistics import median
@@ -9,16 +7,13 @@ from statistics import median
 from polyclinic.core import SiteId
 from polyclinic.evaluation.comparison import UNTESTED, PairwiseTest, metric_value
 from polyclinic.evaluation.statistics import LEVEL, summarise_sample
-from polyclinic.evaluation.summary import PartScores
 from polyclinic.evaluation.task import class_names
-from polyclinic.reporting.blocks import Block, Cell, Folded, Paragraph, Questions, Section, Table
+from polyclinic.reporting.blocks import Block, Cell, Folded, Paragraph, Section, Table
 from polyclinic.reporting.charts import Estimate, interval_chart, stacked_bars
 from polyclinic.reporting.formatting import (
-    format_interval,
     format_names,
     format_number,
     format_percent,
-    format_points,
     format_spread,
 )
 from polyclinic.reporting.report_data import Method, ReportData
@@ -63,12 +58,18 @@ def sites_section(data: ReportData) -> Section | None:
         note += f" Fewer than {FEW} test images at {format_names(small)}: figures there say little by themselves."
     if data.has_several_seeds:
         note += " First seed."
-    head = ["site", *PARTS, *classes, "class shift"]
-    blocks: list[Block] = [Table("Sites and their images", head, rows), Paragraph(note, "note")]
+    blocks: list[Block] = [
+        Table("Sites and their images", ["site", *PARTS, *classes, "class shift"], rows),
+        Paragraph(note, "note"),
+    ]
     if total and data.is_from_folders:
         blocks.append(stacked_bars("classes", "Classes at each site", dict(list(mixes.items())[:MOST_DRAWN]), classes))
-    questions: Questions = {"Clinician": "Whose images are these?", "Statistician": "How do the sites differ?"}
-    return Section("sites", "The sites and how they differ", blocks, questions)
+    return Section(
+        "sites",
+        "The sites and how they differ",
+        blocks,
+        {"Clinician": "Whose images are these?", "Statistician": "How do the sites differ?"},
+    )
 
 
 def _class_cell(count: float, total: float) -> str:
@@ -96,8 +97,7 @@ def by_site_section(data: ReportData) -> Section | None:
         blocks += _claimed_metrics(data, data.sites)
     title = "How each site is served" if local is None else "Who gains, who loses against training alone"
     question = "How does it do at my site?" if local is None else "Would my site do as well alone?"
-    questions: Questions = {"Clinician": question, "Statistician": "Site by site, tested?"}
-    return Section("by-site", title, blocks, questions)
+    return Section("by-site", title, blocks, {"Clinician": question, "Statistician": "Site by site, tested?"})
 
 
 def site_metrics_section(data: ReportData) -> Section | None:
@@ -120,11 +120,15 @@ def _site_figures(data: ReportData, method: Method) -> list[Block]:
     more = task_report(run.summary).site_metrics
     known = {site: scores for site, scores in run.site_scores.items() if not math.isnan(scores.value(metric))}
     rows: list[list[str | Cell]] = [
-        [site, f"{scores.n:,}", *(_metric_cell(scores, name) for name in (*data.columns, *more))]
+        [
+            site,
+            f"{scores.n:,}",
+            *(Cell(format_number(scores.value(name)), scores.interval(name)) for name in (*data.columns, *more)),
+        ]
         for site, scores in known.items()
     ]
     charted = [
-        Estimate(site, scores.value(metric), *scores.interval(metric), _describe_site(scores, metric))
+        Estimate(site, scores.value(metric), *scores.interval(metric))
         for site, scores in list(known.items())[:MOST_DRAWN]
     ]
     seeds = " (first seed)" if len(method.runs) > 1 else ""
@@ -132,24 +136,16 @@ def _site_figures(data: ReportData, method: Method) -> list[Block]:
     table = Table(
         f"Figures at each site{seeds}", ["site", f"{run.summary.headline.part} images", *labels, *more.values()], rows
     )
-    words = "Bars: 95 % intervals over test patients (bootstrap)."
     return [
         table,
-        interval_chart("sites", f"{data.label(metric)} at each site{seeds}", charted, data.columns[metric], words),
+        interval_chart(
+            "sites",
+            f"{data.label(metric)} at each site{seeds}",
+            charted,
+            data.columns[metric],
+            "Bars: 95 % intervals over test patients (bootstrap).",
+        ),
     ]
-
-
-def _describe_site(scores: PartScores, metric: str) -> str:
-    low, high = scores.interval(metric)
-    bounds = "" if math.isnan(low) else f" ({format_interval(low, high, format_percent)})"
-    return f"{format_percent(scores.value(metric))}{bounds}"
-
-
-def _metric_cell(scores: PartScores, metric: str) -> Cell:
-    low, high = scores.interval(metric)
-    return Cell(
-        format_number(scores.value(metric)), None if math.isnan(low) else (format_number(low), format_number(high))
-    )
 
 
 def _metric_table(data: ReportData, metric: str, sites: Sequence[SiteId]) -> Table:
@@ -181,10 +177,12 @@ def _gain_blocks(data: ReportData, local: Method) -> list[Block]:
     meaning = f"▲ gains, ▼ loses beyond chance: p < {LEVEL:g} {basis}, corrected for {tested} tests (Holm)."
     if not tested:
         meaning = f"Not tested: {UNTESTED}, so no difference is called a gain."
-    note = f"Accuracy alone, and for each method its difference in percentage points. {meaning} No mark: not decided."
     blocks: list[Block] = [
         Table("Accuracy against training alone", head, rows),
-        Paragraph(note, "note"),
+        Paragraph(
+            f"Accuracy alone, and for each method its difference in percentage points. {meaning} No mark: not decided.",
+            "note",
+        ),
         Table(
             "At how many sites",
             ["method", "gains", "loses", "not decided"],
@@ -192,25 +190,30 @@ def _gain_blocks(data: ReportData, local: Method) -> list[Block]:
         ),
     ]
     charted = [
-        Estimate(
-            test.site or "",
-            test.difference,
-            test.low,
-            test.high,
-            f"{format_points(test.difference)} ({format_interval(test.low, test.high, format_points)})",
-        )
+        Estimate(test.site or "", test.difference, test.low, test.high)
         for test in tests[:MOST_DRAWN]
         if not math.isnan(test.difference)
     ]
     if len(data.federated) == 1 and charted:
-        title = f"{data.federated[0].name} minus training alone, by site"
-        words = "Right of the line the federation is ahead; 95 % intervals, not corrected for their number."
-        blocks.append(interval_chart("gains", title, charted, "accuracy gained, percentage points", words, line=0.0))
+        blocks.append(
+            interval_chart(
+                "gains",
+                f"{data.federated[0].name} minus training alone, by site",
+                charted,
+                "accuracy gained, percentage points",
+                "Right of the line the federation is ahead; 95 % intervals, not corrected for their number.",
+                line=0.0,
+            )
+        )
     if tested:
         exact = [[f"{test.a} at {test.site}", *difference_cells(test), test.over] for test in tests]
         head = ["method and site", "difference", "95 % interval", "p", "p (Holm)", "over"]
-        table = Table("Differences to training alone, percentage points", head, exact)
-        blocks.append(Folded("Every difference with its interval and test", [table]))
+        blocks.append(
+            Folded(
+                "Every difference with its interval and test",
+                [Table("Differences to training alone, percentage points", head, exact)],
+            )
+        )
     return blocks
 
 

@@ -1,14 +1,13 @@
 """The findings in plain words. A method is called better only where a test found it."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 
+from polyclinic.core import HELD_OUT, PUBLIC
 from polyclinic.evaluation.comparison import UNTESTED, PairwiseTest, metric_value
 from polyclinic.evaluation.statistics import summarise_sample
 from polyclinic.evaluation.task import task_of
-from polyclinic.reporting.blocks import Block, Bullets, Callout, Paragraph, Questions, Section
+from polyclinic.reporting.blocks import Block, Bullets, Callout, Paragraph, Section
 from polyclinic.reporting.formatting import format_count, format_megabytes, format_names
 from polyclinic.reporting.privacy_statement import privacy_line
 from polyclinic.reporting.report_data import Method, ReportData, Run
@@ -18,8 +17,12 @@ from polyclinic.reporting.sections.tasks import task_report
 def summary_section(data: ReportData) -> Section:
     lead, *rest = _describe_run(data) if data.is_single else _describe_methods(data)
     blocks: list[Block] = [Paragraph(lead, "lead"), *([Bullets(tuple(rest))] if rest else [])]
-    questions: Questions = {"Clinician": "What was found?", "Statistician": "What was found?"}
-    return Section("answer", "In plain words", [Callout(blocks)], questions)
+    return Section(
+        "answer",
+        "In plain words",
+        [Callout(blocks)],
+        {"Clinician": "What was found?", "Statistician": "What was found?"},
+    )
 
 
 def _describe_run(data: ReportData) -> Iterator[str]:
@@ -48,10 +51,8 @@ def _describe_result(method: Method) -> str:
 
 
 def _describe_images(run: Run) -> str:
-    model = run.summary.headline.model
-    if model in ("held-out", "public"):
-        return " that belong to no site" if model == "held-out" else " of the server's public set"
-    return f" of {format_count(len(run.summary.sites), 'site')}"
+    known = {HELD_OUT: " that belong to no site", PUBLIC: " of the server's public set"}
+    return known.get(run.summary.headline.model, f" of {format_count(len(run.summary.sites), 'site')}")
 
 
 def _describe_extremes(data: ReportData, run: Run, seeds: int) -> Iterator[str]:
@@ -70,9 +71,8 @@ def _describe_extremes(data: ReportData, run: Run, seeds: int) -> Iterator[str]:
 
 def _describe_cost(run: Run) -> Iterator[str]:
     cost, privacy = run.summary.cost, run.summary.privacy
-    claim = "privacy: nothing is claimed, no figure bounds how much the model reveals about patients"
-    if privacy is not None:
-        claim = privacy_line(privacy)
+    nothing = "privacy: nothing is claimed, no figure bounds how much the model reveals about patients"
+    claim = nothing if privacy is None else privacy_line(privacy)
     moved = f"{format_megabytes(cost.bytes_up + cost.bytes_down)} MB were sent in {run.summary.rounds} rounds"
     yield f"{'All images were pooled in one place' if run.summary.pooled else moved}; {claim}."
 
@@ -133,12 +133,10 @@ def _describe_local_training(data: ReportData, top: Method) -> Iterator[str]:
         return
     gains, losses = ([test.site or "" for test in tests if test.verdict == sign] for sign in (1, -1))
     undecided = len(tests) - len(gains) - len(losses)
-    parts = []
-    if gains:
-        parts.append(f"at {format_names(gains, 5)} {top.name} was better than training alone")
-    if losses:
-        parts.append(f"at {format_names(losses, 5)} training alone was better")
-    if undecided:
-        where = "all" if undecided == len(tests) else f"{undecided} of the"
-        parts.append(f"at {where} {len(tests)} sites the test images do not decide")
-    yield f"Site by site: {'; '.join(parts)}."
+    where = "all" if undecided == len(tests) else f"{undecided} of the"
+    parts = {
+        f"at {format_names(gains, 5)} {top.name} was better than training alone": gains,
+        f"at {format_names(losses, 5)} training alone was better": losses,
+        f"at {where} {len(tests)} sites the test images do not decide": undecided,
+    }
+    yield f"Site by site: {'; '.join(words for words, sites in parts.items() if sites)}."

@@ -1,7 +1,5 @@
 """A task's part of the report, found by the task's name. A new task adds its report here."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from polyclinic.evaluation.summary import RunSummary

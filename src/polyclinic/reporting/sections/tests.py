@@ -1,7 +1,5 @@
 """Statistical tests: every pair of methods, every method against the first, and the paper's claims."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -78,18 +76,30 @@ def _difference_matrix(data: ReportData) -> Table:
 def _pair_table(known: Sequence[PairwiseTest]) -> Table:
     seeds = any("seeds" in pair.over for pair in known)
     more = ["Wilcoxon p", "effect d"] if seeds else []
-    head = ["pair", "difference", "95 % interval", "p", "p (Holm)", *more, "over"]
-    rows = []
-    for pair in known:
-        extra = [format_p_value(pair.wilcoxon_p), format_number(pair.cohens_d, 2)] if seeds else []
-        rows.append([f"{pair.a} − {pair.b}", *difference_cells(pair), *extra, pair.over])
-    return Table("Pairs of methods, percentage points of accuracy", head, rows)
+    rows = [
+        [
+            f"{pair.a} − {pair.b}",
+            *difference_cells(pair),
+            *([format_p_value(pair.wilcoxon_p), format_number(pair.cohens_d, 2)] if seeds else []),
+            pair.over,
+        ]
+        for pair in known
+    ]
+    return Table(
+        "Pairs of methods, percentage points of accuracy",
+        ["pair", "difference", "95 % interval", "p", "p (Holm)", *more, "over"],
+        rows,
+    )
 
 
 def difference_cells(pair: PairwiseTest) -> list[str]:
     """The difference, its interval, p, and p after Holm's correction."""
-    interval = format_interval(pair.low, pair.high, format_points)
-    return [format_points(pair.difference), interval, format_p_value(pair.p), format_p_value(pair.corrected_p)]
+    return [
+        format_points(pair.difference),
+        format_interval(pair.low, pair.high, format_points),
+        format_p_value(pair.p),
+        format_p_value(pair.corrected_p),
+    ]
 
 
 def against_first_section(data: ReportData) -> Section | None:
@@ -100,13 +110,20 @@ def against_first_section(data: ReportData) -> Section | None:
         return None
     rows = _paired_rows({test.a: test for test in tests})
     count = sum(not math.isnan(test.corrected_p) for test in tests)
-    note = (
-        "d: Cohen's, of pairs. Of n seeds Wilcoxon's p is never below 2^(1 − n), 0.062 of five. Holm: corrected for "
-        f"the {count} p-values of this table."
+    table = Table(f"{data.label(data.main_metric)} against {first.name}", ["method", *PAIRED_HEAD, "p (Holm)"], rows)
+    return Section(
+        "against-first",
+        f"Against {first.name}, seed by seed",
+        [
+            table,
+            Paragraph(
+                "d: Cohen's, of pairs. Of n seeds Wilcoxon's p is never below 2^(1 − n), 0.062 of five. Holm: "
+                f"corrected for the {count} p-values of this table.",
+                "note",
+            ),
+        ],
+        QUESTION,
     )
-    title = f"{data.label(data.main_metric)} against {first.name}"
-    table = Table(title, ["method", *PAIRED_HEAD, "p (Holm)"], rows)
-    return Section("against-first", f"Against {first.name}, seed by seed", [table, Paragraph(note, "note")], QUESTION)
 
 
 def _test_over_seeds(
@@ -142,16 +159,28 @@ def claims_section(data: ReportData) -> Section | None:
     found = evaluate_claims(data.claims, data.comparison.results)
     if not found:
         return None
-    head = ["the paper's claim", "paper", "ours", "difference [95 %]", "p", "p (Holm)", "our data"]
-    table = Table("The paper's claims, tested", head, [_claim_row(result) for result in found])
-    count = sum(not math.isnan(result.p) for result in found)
-    note = (
-        "higher, lower: paired t-test over seeds; equal: the 95 % interval lies within the margin; effect: one-way "
-        f"ANOVA, or Welch's t-test for two. Supported, contradicted: p < {LEVEL:g} also after Holm's correction for "
-        f'the {count} p-values of this table; suggested: only before it. "Not decided" is no proof of the opposite.'
+    table = Table(
+        "The paper's claims, tested",
+        ["the paper's claim", "paper", "ours", "difference [95 %]", "p", "p (Holm)", "our data"],
+        [_claim_row(result) for result in found],
     )
-    blocks = [table, Paragraph(note, "note"), *_pairs_behind(data)]
-    return Section("claims", "The paper's claims, tested", blocks, {"Statistician": "Do the paper's claims hold?"})
+    count = sum(not math.isnan(result.p) for result in found)
+    return Section(
+        "claims",
+        "The paper's claims, tested",
+        [
+            table,
+            Paragraph(
+                "higher, lower: paired t-test over seeds; equal: the 95 % interval lies within the margin; effect: "
+                f"one-way ANOVA, or Welch's t-test for two. Supported, contradicted: p < {LEVEL:g} also after Holm's "
+                f"correction for the {count} p-values of this table; suggested: only before it. "
+                '"Not decided" is no proof of the opposite.',
+                "note",
+            ),
+            *_pairs_behind(data),
+        ],
+        {"Statistician": "Do the paper's claims hold?"},
+    )
 
 
 def _claim_row(result: ClaimResult) -> list[str | Cell]:
@@ -175,8 +204,13 @@ def _pairs_behind(data: ReportData) -> list[Block]:
         tests = _test_over_seeds(data, pairs, claim.metric, correct_bonferroni)
         if rows := _paired_rows({f"{test.a} − {test.b}": test for test in tests}):
             metric = data.label(claim.metric) if claim.metric in data.task.metric_names else claim.metric
-            title = f'The pairs behind "{claim.claim}" ({metric}, seed by seed)'
-            blocks.append(Table(title, ["pair", *PAIRED_HEAD, "p (Bonferroni)"], rows))
+            blocks.append(
+                Table(
+                    f'The pairs behind "{claim.claim}" ({metric}, seed by seed)',
+                    ["pair", *PAIRED_HEAD, "p (Bonferroni)"],
+                    rows,
+                )
+            )
     return blocks
 
 

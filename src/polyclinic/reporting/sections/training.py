@@ -1,16 +1,15 @@
 """What changes over rounds: accuracy, drift, forgetting; and the gap between training and validation images."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 
 from polyclinic.core import HELD_OUT, POOLED, SiteId
 from polyclinic.evaluation.comparison import mean_of_known, metric_value
 from polyclinic.evaluation.rounds import convergence_round, final_rows
-from polyclinic.evaluation.rows import EvaluateRow, TrainRow
+from polyclinic.evaluation.rows import EvaluateRow, TrainRow, group_pairs
 from polyclinic.evaluation.statistics import summarise_sample, wilson_interval
-from polyclinic.reporting.blocks import Block, Figure, Paragraph, Questions, Section, Table
+from polyclinic.evaluation.summary import generalisation_gap
+from polyclinic.reporting.blocks import Block, Figure, Paragraph, Section, Table
 from polyclinic.reporting.charts import LineAxes, line_chart, without_band
 from polyclinic.reporting.formatting import format_digits, format_number, format_spread
 from polyclinic.reporting.html.svg import Banded
@@ -35,15 +34,23 @@ def learning_section(data: ReportData) -> Section | None:
     note = "A round's point is of the model that it left behind, reported by sites when they next received it."
     if missing := [name for name in series if name not in known]:
         note += f" Not shown, as no site reported figures by round: {', '.join(missing)}."
-    title = f"{data.label(data.main_metric)} on the sites' validation images, by round"
-    blocks: list[Block] = [Paragraph(note, "note"), line_chart("learning", title, known, axes, band)]
+    blocks: list[Block] = [
+        Paragraph(note, "note"),
+        line_chart(
+            "learning", f"{data.label(data.main_metric)} on the sites' validation images, by round", known, axes, band
+        ),
+    ]
     if data.is_single and (chart := _site_curves(data, axes)):
         blocks.append(chart)
     if rounds := _convergence_rounds(data):
         when = f"Rounds until validation {data.columns[data.main_metric]}, where it was measured often enough,"
         blocks.append(Paragraph(f"{when} is within a point of its best (mean): {rounds}."))
-    questions: Questions = {"Engineer": "Did it converge?", "Statistician": "How steady was learning?"}
-    return Section("learning", "Learning curves", blocks, questions)
+    return Section(
+        "learning",
+        "Learning curves",
+        blocks,
+        {"Engineer": "Did it converge?", "Statistician": "How steady was learning?"},
+    )
 
 
 def _method_curves(data: ReportData) -> dict[str, list[Banded]]:
@@ -76,8 +83,13 @@ def _site_curves(data: ReportData, axes: LineAxes) -> Figure | None:
     shown = {site: points for site, points in curves.items() if len(points) > 1}
     if len(shown) < 2:
         return None
-    words = f"Wilson's 95 % intervals.{' First seed.' if data.has_several_seeds else ''}"
-    return line_chart("learning-by-site", "The same at each site", shown, axes, words)
+    return line_chart(
+        "learning-by-site",
+        "The same at each site",
+        shown,
+        axes,
+        f"Wilson's 95 % intervals.{' First seed.' if data.has_several_seeds else ''}",
+    )
 
 
 def _validation_curve(run: Run, metric: str, site: SiteId | None = None) -> Curve:
@@ -104,11 +116,9 @@ def _mean_over_seeds(curves: Sequence[Curve]) -> list[Banded]:
     points: list[Banded] = []
     for at in common:
         values = [curve[at][0] for curve in curves]
-        if len(values) == 1:
-            points.append((float(at), values[0], *wilson_interval(*curves[0][at])))
-        else:
-            found = summarise_sample(values)
-            points.append((float(at), found.mean, found.low, found.high))
+        found = summarise_sample(values)
+        interval = (found.low, found.high) if len(values) > 1 else wilson_interval(*curves[0][at])
+        points.append((float(at), found.mean, *interval))
     return points
 
 
@@ -132,39 +142,54 @@ def drift_section(data: ReportData) -> Section | None:
     if not known:
         return None
     who = "site" if data.is_single else "method"
-    words = "No unit: the Euclidean norm of the difference of all weights."
-    axes = LineAxes.from_zero("round", "distance", known, format_digits)
-    chart = line_chart("drift", f"Distance of a site's weights from the shared ones, by {who}", known, axes, words)
-    note = (
-        "Drift is ‖w_k − w‖₂: how far a site's training moved from the model that it was sent. Sites that drift far "
-        "pull the average apart."
+    chart = line_chart(
+        "drift",
+        f"Distance of a site's weights from the shared ones, by {who}",
+        known,
+        LineAxes.from_zero("round", "distance", known, format_digits),
+        "No unit: the Euclidean norm of the difference of all weights.",
     )
-    title = "Drift: how far sites pull the model apart"
-    return Section("drift", title, [Paragraph(note), chart], {"Engineer": "Do sites pull it apart?"})
+    return Section(
+        "drift",
+        "Drift: how far sites pull the model apart",
+        [
+            Paragraph(
+                "Drift is ‖w_k − w‖₂: how far a site's training moved from the model that it was sent. Sites that "
+                "drift far pull the average apart."
+            ),
+            chart,
+        ],
+        {"Engineer": "Do sites pull it apart?"},
+    )
 
 
 def _drift_by_round(run: Run, site: SiteId | None = None) -> dict[int, float]:
-    found: dict[int, list[float]] = {}
-    for row in run.metric_rows:
-        if isinstance(row, TrainRow) and row.drift is not None and row.site != POOLED and site in (None, row.site):
-            found.setdefault(row.round, []).append(row.drift)
+    trained = (row for row in run.metric_rows if isinstance(row, TrainRow) and row.site != POOLED)
+    known = ((row.round, row.drift) for row in trained if row.drift is not None and site in (None, row.site))
+    found = group_pairs(known)
     return {round: sum(values) / len(values) for round, values in sorted(found.items())}
 
 
 def _mean_drift(method: Method) -> list[Banded]:
-    curves = [{at: (moved, 0) for at, moved in _drift_by_round(run).items()} for run in method.runs]
-    return _mean_over_seeds(curves)
+    return _mean_over_seeds([{at: (moved, 0) for at, moved in _drift_by_round(run).items()} for run in method.runs])
 
 
 def forgetting_section(data: ReportData) -> Section | None:
     """Training images that a deployed model gets wrong and the site's model before it got right, and vice versa."""
     if (chart := forgetting_chart(data)) is None:
         return None
-    note = (
-        "Forgotten: training images that a site's model had right before it received the shared one, and wrong after; "
-        "gained: the other way round."
+    return Section(
+        "forgetting",
+        "Forgetting",
+        [
+            Paragraph(
+                "Forgotten: training images that a site's model had right before it received the shared one, and "
+                "wrong after; gained: the other way round."
+            ),
+            chart,
+        ],
+        {"Engineer": "What is forgotten?"},
     )
-    return Section("forgetting", "Forgetting", [Paragraph(note), chart], {"Engineer": "What is forgotten?"})
 
 
 def gap_section(data: ReportData) -> Section | None:
@@ -173,28 +198,42 @@ def gap_section(data: ReportData) -> Section | None:
     if not rows:
         return None
     head = ["site" if data.is_single else "method", "training", "validation", "gap"]
-    note = (
-        "The gap is how much better a model is on training images than on validation images: large where it memorises."
+    return Section(
+        "gap",
+        "Train–validation gap",
+        [
+            Paragraph(
+                "The gap is how much better a model is on training images than on validation images: large where it "
+                "memorises."
+            ),
+            Table(
+                f"{data.label(data.main_metric)} on training and validation images"
+                f"{'' if data.is_single else data.spread_note}",
+                head,
+                rows,
+            ),
+        ],
+        {
+            "Engineer": "Does it memorise?",
+            "Data-protection officer": "Does it memorise training images?",
+        },
     )
-    title = (
-        f"{data.label(data.main_metric)} on training and validation images{'' if data.is_single else data.spread_note}"
-    )
-    questions: Questions = {
-        "Engineer": "Does it memorise?",
-        "Data-protection officer": "Does it memorise training images?",
-    }
-    return Section("gap", "Train–validation gap", [Paragraph(note), Table(title, head, rows)], questions)
 
 
 def _gap_by_site(data: ReportData) -> list[list[str]]:
     summary, metric = data.first.summary, data.main_metric
-    rows = []
-    for site, models in {**summary.sites, "all": summary.merged}.items():
-        parts = models.get(summary.headline.model, {})
-        if "train" in parts and "validation" in parts:
-            train, validation = parts["train"].value(metric), parts["validation"].value(metric)
-            rows.append([site, *map(format_number, (train, validation, train - validation))])
-    return rows
+    places = {**summary.sites, "all": summary.merged}
+    scores = {site: models.get(summary.headline.model, {}) for site, models in places.items()}
+    return [
+        [
+            site,
+            format_number(parts["train"].value(metric)),
+            format_number(parts["validation"].value(metric)),
+            format_number(generalisation_gap(parts, metric)),
+        ]
+        for site, parts in scores.items()
+        if "train" in parts and "validation" in parts
+    ]
 
 
 def _gap_by_method(data: ReportData) -> list[list[str]]:
@@ -216,8 +255,7 @@ def forgetting_chart(data: ReportData) -> Figure | None:
     series: dict[str, list[Banded]] = {}
     for name, runs in _at_shared_seeds(data, "forgetting").items():
         for kind in ("forgotten", "gained") if data.is_single else ("forgotten",):
-            curves = [{at: (share, 0) for at, share in run[kind]} for run in runs if run.get(kind)]
-            points = _mean_over_seeds(curves)
+            points = _mean_over_seeds([{at: (share, 0) for at, share in run[kind]} for run in runs if run.get(kind)])
             clipped = [(x, y, max(low, 0.0), min(high, 1.0)) for x, y, low, high in points]  # NaN stays
             series[kind if data.is_single else name] = clipped
     known = {name: points for name, points in series.items() if points}

@@ -1,9 +1,8 @@
 """The choice of an engine: the recipe's, or for `auto` the faster one in a short measurement."""
 
-from __future__ import annotations
-
 import json
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -67,20 +66,17 @@ def choose_engine(
 ) -> EngineChoice:
     """Time a few steps of as many sites as train at once, if not too many, on both engines; nothing of it is kept.
 
-    Where sites have several networks, those of the one that most have.
+    Of several clusters, sites of the largest one are timed.
     """
     torch.set_num_threads(threads)
-    groups: dict[str, list[SiteId]] = {}
-    for site in runners:
-        groups.setdefault(algorithm.cluster_of(state, site), []).append(site)
-    group = max(groups, key=lambda name: len(groups[name]))
-    chosen = groups[group][: min(TRIED, cohort or TRIED)]
+    clusters = {site: algorithm.cluster_of(state, site) for site in runners}
+    group = Counter(clusters.values()).most_common(1)[0][0]
+    chosen = [site for site in runners if clusters[site] == group][: min(TRIED, cohort or TRIED)]
     if algorithm.pooled or len(chosen) < 2:
         return EngineChoice("local", "one place trains, and there is nothing to stack")
     jobs = [_first_job(runners[site], algorithm, algorithm.broadcast(state, site)) for site in chosen]
     network = runners[chosen[0]].networks[group]
-    reason = _unstackable_reason(jobs, network)
-    if reason:
+    if reason := _unstackable_reason(jobs, network):
         return EngineChoice("local", f"sites do not stack: {reason}")
     ready = [job for job in jobs if job is not None]
     apart = _time_steps(lambda: [fit(s.job, network, s.data, s.site, s.stream, s.secret) for s in ready], network)
@@ -101,14 +97,14 @@ def _first_job(runner: SiteRunner, algorithm: Algorithm, received: Bundle) -> St
     job = next(algorithm.local(received, None, site, stream), None)
     if not isinstance(job, Fit):
         return None
-    short = replace(job, training=replace(job.training, epochs=None, steps=STEPS))
-    return StackMember(short, examples, site, stream, stream.child("secret"))
+    job = replace(job, training=replace(job.training, epochs=None, steps=STEPS))
+    return StackMember(job, examples, site, stream, stream.child("secret"))
 
 
 def _unstackable_reason(members: list[StackMember | None], network: LiveNetwork) -> str:
-    if any(member is None for member in members):
-        return "their work does not begin with training"
     jobs = [member for member in members if member is not None]
+    if len(jobs) < len(members):
+        return "their work does not begin with training"
     if len({job_signature(member.job, member.site) for member in jobs}) > 1:
         return "their jobs differ in shape"
     return why_not_stackable(jobs[0].job, network)

@@ -148,29 +148,28 @@ def make_request(site: SiteId, node: int, data: bytes) -> tuple[Message, Context
     from flwr.supercore.task_identity import TaskIdentity
 
     TaskIdentity.run_id, TaskIdentity.task_id, TaskIdentity.node_id = 1, 1, SUPERLINK_NODE_ID
-    known = Context(1, node, {PARTITION_ID_KEY: node, SITE: site}, RecordDict(), {})
-    return Message(pack_message(data), node, "query"), known
+    context = Context(1, node, {PARTITION_ID_KEY: node, SITE: site}, RecordDict(), {})
+    return Message(pack_message(data), node, "query"), context
 
 
 def parse_reply(reply: Message) -> bytes | Failure:
     """Return a site's reply or failure."""
     kind, payload = str(reply.content[KIND][KIND]), unpack_message(reply)
     if kind == "unfit":
-        raise EngineError(f"an actor of Ray's cannot play the sites: {payload.decode()}")
+        raise EngineError(f"an actor of Ray's cannot run the sites: {payload.decode()}")
     return parse_worker_reply(kind, payload, "an actor of Ray's")
 
 
 def actor_resources(workers: int, threads: int, cpus: int, gpus: int | None) -> tuple[int, float]:
-    """How many actors, and what share of a GPU each has; `gpus` None: they compute on CPUs.
+    """Return the number of actors and each one's share of a GPU; `gpus`: None if they compute on CPUs.
 
-    Shares are a whole number to a GPU, or an actor would have to sit on two.
+    A whole number of shares make a GPU, so that no actor needs parts of two.
     """
     if gpus is None:
         return workers or max(1, cpus // threads), 0.0
     if not gpus:
         raise EngineError("Ray has no GPU here; set engine.device: cpu")
-    actors = workers or gpus
-    return actors, 1 / ceil(actors / gpus)
+    return workers or gpus, 1 / ceil((workers or gpus) / gpus)
 
 
 class RayEngine:
@@ -195,8 +194,8 @@ class RayEngine:
         os.environ.update(QUIET)
         options: dict[str, Any] = {}
         if address == "local":
-            token = {"RAY_AUTH_TOKEN": secrets.token_hex(32)}  # which Ray reads once in a process
-            os.environ.update({**OWN, **token, **os.environ})
+            # Ray reads the token once in a process.
+            os.environ.update({**OWN, "RAY_AUTH_TOKEN": secrets.token_hex(32), **os.environ})
             cpus, gpus = os.cpu_count() or 1, torch.cuda.device_count() if on_gpu else None
             actors, _ = actor_resources(workers, threads, cpus, gpus)
             place = self.resources.enter_context(tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True))
@@ -208,18 +207,20 @@ class RayEngine:
         if ray.is_initialized():
             raise EngineError("Ray already runs in this process; call ray.shutdown() before the run")
         self.resources.callback(ray.shutdown)
+        ours = {name: value for name, value in os.environ.items() if name.startswith("POLYCLINIC_")}
+        environment = {**QUIET, **ours, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         try:
             ray.init(
                 address,
                 include_dashboard=False,
                 log_to_driver=False,
                 logging_level=logging.CRITICAL,
-                runtime_env={"env_vars": _actor_environment()},
+                runtime_env={"env_vars": environment},
                 **options,
             )
         except (ConnectionError, RuntimeError, ValueError) as error:
             reason = str(error).strip().partition("\n")[0]
-            raise EngineError(f"Ray cannot be had at {address} ({reason}); check RAY_ADDRESS, or unset it") from error
+            raise EngineError(f"no Ray answers at {address} ({reason}); check RAY_ADDRESS, or unset it") from error
         found = cast(Any, ray).cluster_resources()
         return actor_resources(workers, threads, int(found.get("CPU", 1)), int(found.get("GPU", 0)) if on_gpu else None)
 
@@ -293,10 +294,4 @@ def _check_reachable(address: str) -> None:
             socket.create_connection((host.removeprefix("ray://"), int(port)), timeout=5).close()
     except OSError as error:
         reason = error.strerror or error
-        raise EngineError(f"Ray cannot be had at {address} ({reason}); check RAY_ADDRESS, or unset it") from None
-
-
-def _actor_environment() -> dict[str, str]:
-    """Return the environment variables that actors on other machines need."""
-    ours = {name: value for name, value in os.environ.items() if name.startswith("POLYCLINIC_")}
-    return {**QUIET, **ours, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        raise EngineError(f"no Ray answers at {address} ({reason}); check RAY_ADDRESS, or unset it") from None

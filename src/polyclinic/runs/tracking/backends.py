@@ -9,7 +9,7 @@ import time
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING
 
 from polyclinic.config.track import Track
 from polyclinic.core import EngineError, RecipeError, StoreError
@@ -36,16 +36,6 @@ def check_tracking(track: Track, folder: Path | None) -> None:
             )
 
 
-class Tracker(Protocol):
-    def written_points(self) -> set[tuple[str, int]]:
-        """Return the points of this run that it has already."""
-        ...
-
-    def write_points(self, points: Points) -> None: ...
-
-    def close(self, finished: bool) -> None: ...
-
-
 class TensorBoard:
     """Event files in the run's folder: `tensorboard --logdir runs` shows all runs below `runs`."""
 
@@ -54,6 +44,7 @@ class TensorBoard:
         self.writer: SummaryWriter | None = None
 
     def written_points(self) -> set[tuple[str, int]]:
+        """Return the points of this run that it has already."""
         from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
         if not self.folder.exists():
@@ -82,7 +73,7 @@ class MLflow:
     address may hold a password.
     """
 
-    def __init__(self, folder: Path, name: str, parameters: Mapping[str, Any]) -> None:
+    def __init__(self, folder: Path, name: str, parameters: Mapping[str, object]) -> None:
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # else it tells its makers that it is in use
         from mlflow import MlflowClient
 
@@ -108,7 +99,7 @@ class MLflow:
         except (OSError, ValueError, AttributeError) as error:
             raise StoreError(f"{self.noted} is damaged ({error}); remove it to track this run anew") from error
 
-    def _create_run(self, name: str, parameters: Mapping[str, Any]) -> str:
+    def _create_run(self, name: str, parameters: Mapping[str, object]) -> str:
         label = os.environ.get("MLFLOW_EXPERIMENT_NAME", "polyclinic")
         known = self.client.get_experiment_by_name(label)
         experiment = known.experiment_id if known else self.client.create_experiment(label)

@@ -9,9 +9,10 @@ from __future__ import annotations
 import logging
 import math
 import re
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from pydantic import TypeAdapter
 
@@ -23,7 +24,7 @@ from polyclinic.evaluation.summary import PartScores, RunSummary
 from polyclinic.federation.privacy_budget import PrivacyBudget
 from polyclinic.privacy.plan import PrivacyPlan
 from polyclinic.runs.result import RunResult
-from polyclinic.runs.tracking.backends import MLflow, Points, TensorBoard, Tracker
+from polyclinic.runs.tracking.backends import MLflow, Points, TensorBoard
 from polyclinic.storage.journal import add_interrupted_rounds
 from polyclinic.storage.run_folder import RunFolder
 
@@ -47,7 +48,7 @@ class RunTracking:
         self.metrics, self.ledger = RowTail(files.metrics_file, METRIC_ROW), RowTail(files.ledger_file, LEDGER_ROW)
         self.charged: list[LedgerRow] = []
         self.budget = PrivacyBudget(plan, Stream(0)) if plan is not None and plan.has_guarantee else None
-        self.trackers: dict[str, tuple[Tracker, set[tuple[str, int]]]] | None = None
+        self.trackers: dict[str, tuple[TensorBoard | MLflow, set[tuple[str, int]]]] | None = None
         self.warned = False
 
     def begin_round(self, round: int) -> None:
@@ -70,8 +71,14 @@ class RunTracking:
     def write_points(self, points: Points) -> None:
         """Write what each tracker lacks. Only a tracker that cannot be opened stops the run, before it begins."""
         if self.trackers is None:
-            opened = {name: self._open_tracker(name) for name in self.recipe.track}
-            self.trackers = {name: (tracker, tracker.written_points()) for name, tracker in opened.items()}
+            self.trackers = {}
+            for kind in self.recipe.track:
+                opened = (
+                    TensorBoard(self.folder)
+                    if kind == "tensorboard"
+                    else MLflow(self.folder, self.recipe.name, recipe_parameters(self.recipe))
+                )
+                self.trackers[kind] = opened, opened.written_points()
         for name, (tracker, known) in self.trackers.items():
             new = {at: points[at] for at in sorted(points, key=lambda at: at[1]) if at not in known}
             try:
@@ -88,17 +95,13 @@ class RunTracking:
             except Exception as error:
                 self._warn_once(name, error)
 
-    def _open_tracker(self, name: str) -> Tracker:
-        return (
-            TensorBoard(self.folder)
-            if name == "tensorboard"
-            else MLflow(self.folder, self.recipe.name, recipe_parameters(self.recipe))
-        )
-
     def _warn_once(self, name: str, error: Exception) -> None:
         if not self.warned:
-            sentence = "%s could not be updated (%s); the run goes on, and the same command adds what is missing"
-            logging.getLogger(__name__).warning(sentence, name, (str(error) or repr(error)).splitlines()[0])
+            logging.getLogger(__name__).warning(
+                "%s could not be updated (%s); the run goes on, and the same command adds what is missing",
+                name,
+                (str(error) or repr(error)).splitlines()[0],
+            )
         self.warned = True
 
 
@@ -120,15 +123,14 @@ class RowTail(Generic[T]):
 
 def validation_points(rows: Iterable[MetricRow]) -> MetricPoints:
     """From metrics.jsonl: the metrics of each round's model on validation images, at every site and over all."""
-    rounds: dict[int, list[EvaluateRow]] = {}
+    rounds: dict[int, list[EvaluateRow]] = defaultdict(list)
     for row in rows:
         if isinstance(row, EvaluateRow):
-            rounds.setdefault(row.round, []).append(row)
+            rounds[row.round].append(row)
     found: MetricPoints = {}
     for round, reports in rounds.items():
-        held_out = [row for row in reports if row.site == HELD_OUT]
         found |= report_points(round, [row for row in reports if row.site != HELD_OUT])
-        found |= _mean_points(f"{HELD_OUT}/", round, held_out)
+        found |= _mean_points(f"{HELD_OUT}/", round, [row for row in reports if row.site == HELD_OUT])
     return found
 
 
@@ -136,32 +138,29 @@ def report_points(round: int, reports: Sequence[EvaluateRow]) -> MetricPoints:
     """Means over all sites, then every site's own; of personal models where there are some."""
     found = _mean_points("", round, reports)
     for site in dict.fromkeys(row.site for row in reports):
-        here = [row for row in reports if row.site == site]
-        found |= _mean_points(f"site/{sanitize_name(site)}/", round, here)
+        found |= _mean_points(f"site/{sanitize_name(site)}/", round, [row for row in reports if row.site == site])
     return found
 
 
 def _mean_points(before: str, round: int, rows: Sequence[EvaluateRow]) -> MetricPoints:
     names = dict.fromkeys(name for row in rows for name in row.metrics)
-    means = {(before + name, round): mean_over_sites(rows, name) for name in names}
-    return {at: value for at, value in means.items() if value is not None}
+    means = ((name, mean_over_sites(rows, name)) for name in names)
+    return {(before + name, round): value for name, value in means if value is not None}
 
 
 def cost_points(rows: Sequence[LedgerRow], budget: PrivacyBudget | None) -> MetricPoints:
     """From the ledger: bytes, seconds, refusals and failures of each round, with all its attempts, and ε after it."""
-    rounds: dict[int, list[CostRow]] = {}
+    rounds: dict[int, list[CostRow]] = defaultdict(list)
     for row in add_interrupted_rounds(rows):
         if isinstance(row, CostRow):
-            rounds.setdefault(row.round, []).append(row)
+            rounds[row.round].append(row)
     found: MetricPoints = {}
     for round, attempts in rounds.items():
         cost = sum_costs(attempts).model_dump(exclude={"run_seconds"})
         found |= {(name, round): float(value) for name, value in cost.items()}
         for site in dict.fromkeys(site for row in attempts for site in row.sites):
-            outcomes = [row.sites[site] for row in attempts if site in row.sites]
-            found |= {
-                (f"site/{sanitize_name(site)}/{name}", round): value for name, value in _site_costs(outcomes).items()
-            }
+            costs = _site_costs([row.sites[site] for row in attempts if site in row.sites])
+            found |= {(f"site/{sanitize_name(site)}/{name}", round): value for name, value in costs.items()}
     if budget is not None:
         for row in rows:
             budget.load_charges([row])
@@ -205,10 +204,10 @@ def sanitize_name(site: SiteId) -> str:
     return re.sub(r"[^\w. -]|^\.+$", "_", site)
 
 
-def recipe_parameters(recipe: Recipe) -> dict[str, Any]:
+def recipe_parameters(recipe: Recipe) -> dict[str, object]:
     """Return the recipe's dotted keys; without the seed where a private run's noise may come from it."""
     values = recipe.model_dump(mode="json")
-    found = {"rounds": recipe.rounds, "data.name": recipe.data.name, "model.name": recipe.model.name}
+    found: dict[str, object] = {"rounds": recipe.rounds, "data.name": recipe.data.name, "model.name": recipe.model.name}
     for section in ("algorithm", "training"):
         found |= {f"{section}.{key}": value for key, value in values[section].items()}
     return found if recipe.privacy else {"seed": recipe.seed, **found}

@@ -9,8 +9,6 @@ Terms of an objective that use no data (FedProx's penalty, SCAFFOLD's linear ter
 added in full, neither clipped nor noised.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -19,14 +17,12 @@ from typing import NoReturn
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.func import grad_and_value, vmap
 
 from polyclinic.core import (
     Batch,
     Bundle,
     EngineError,
     Fit,
-    Network,
     Objective,
     Private,
     RecipeError,
@@ -159,7 +155,7 @@ class PrivateGradients:
         """Do so with the objective on batches of one example; right for any network and objective."""
         images, labels = (t.reshape(-1, self.options.views, *t.shape[1:]) for t in batch)
         example_loss = self._example_loss(objective, names, reference)
-        call = vmap(grad_and_value(example_loss), (None, 0, 0, 0), randomness="different")
+        call = torch.func.vmap(torch.func.grad_and_value(example_loss), (None, 0, 0, 0), randomness="different")
         moving = {name: self.live["model"][name].detach() for name in sorted(names)}
         total, sums = torch.zeros((), device=self.network.device), dict[str, Tensor]()
         for index in torch.split(torch.arange(len(labels), device=labels.device), VMAP_EXAMPLES):
@@ -180,8 +176,7 @@ class PrivateGradients:
             own_keys = {name: key + position * (1 << 40) for name, key in keys.items()}
             weights = {"model": {**frozen, **moving}, "buffers": {**self.live["buffers"], **own_keys}}
             if objective in SEPARABLE:  # its terms without data are added later, in full
-                network: Network = SubstituteWeights(self.network, weights)
-                return objective(network, self.live, (images, labels), reference)
+                return objective(SubstituteWeights(self.network, weights), self.live, (images, labels), reference)
             return objective(self.network, weights, (images, labels), reference)
 
         return loss
@@ -202,11 +197,9 @@ class ZeroLossNetwork:
         self.zero = torch.zeros((), device=device)
 
     def loss(self, weights: Bundle, batch: Batch) -> Tensor:
-        del weights, batch
         return self.zero
 
     def _raise_misuse(self, *given: object, **named: object) -> NoReturn:
-        del given, named
         raise EngineError("an objective marked as separable may only call network.loss; remove the mark `separable`")
 
     __call__ = features = head = output_loss = predict = teacher_logits = teacher_features = auxiliary = _raise_misuse
@@ -220,15 +213,13 @@ class SubstituteWeights(NetworkWrapper):
         self.weights = weights
 
     def replace_weights(self, weights: Bundle) -> Bundle:
-        del weights
         return self.weights
 
 
 def is_plain_sgd(options: Private | None) -> bool:
     """Return whether these options change nothing, neither by clipping, nor by noise, nor by sampling."""
-    if options is None:
-        return True
-    return (options.clip, options.noise, options.sampling, options.views) == (math.inf, 0.0, "shuffle", 1)
+    unchanged = (math.inf, 0.0, "shuffle", 1)
+    return options is None or (options.clip, options.noise, options.sampling, options.views) == unchanged
 
 
 def check_private_job(job: Fit, network: LiveNetwork, secret: Stream | None) -> Stream:
@@ -333,8 +324,7 @@ def add_noise(sums: Tensors, options: Private, expected: int, secret: Stream) ->
     if options.noise:
         first, names = next(iter(sums.values())), sorted(sums)
         noise = draw_gaussian_noise(secret, sum(t.numel() for t in sums.values()), first.device, first.dtype)
-        pieces = torch.split(noise, [sums[name].numel() for name in names])
-        for name, piece in zip(names, pieces, strict=True):
+        for name, piece in zip(names, torch.split(noise, [sums[name].numel() for name in names]), strict=True):
             sums[name].add_(piece.view(sums[name].shape), alpha=options.noise * options.clip)
     torch._foreach_div_(list(sums.values()), expected)
     return sums

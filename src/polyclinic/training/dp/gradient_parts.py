@@ -4,8 +4,6 @@ For dense layers and convolutions these follow from the layer's inputs and outpu
 examples' gradients down.
 """
 
-from __future__ import annotations
-
 import math
 from typing import NamedTuple, Protocol
 

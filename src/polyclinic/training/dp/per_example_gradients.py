@@ -8,15 +8,12 @@ one batched product of g with the patches of a.
 Nothing here is specific to privacy. All sums have a leading axis of sites, which is 1 where a site trains alone.
 """
 
-from __future__ import annotations
-
 import copy
 import sys
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from polyclinic.training.dp.gradient_parts import (
@@ -49,7 +46,7 @@ class GradientRecord(Protocol):
         """The bytes of a convolution's patches that are made at once."""
         ...
 
-    def record_call(self, layer: RecordedLayer, inputs: LayerInputs, output: Tensor) -> Tensor:
+    def record_call(self, layer: "RecordedLayer", inputs: LayerInputs, output: Tensor) -> Tensor:
         """Keep a layer's inputs, and return its output, prepared so that its gradient will be known."""
         ...
 
@@ -93,7 +90,7 @@ def _linear_gradients(trainable: frozenset[str], a: Tensor, g: Tensor, count: in
 
 class RecordedLinear(RecordedLayer, nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
-        output = F.linear(input, self.weight.detach(), _detach_parameter(self.bias))
+        output = nn.functional.linear(input, self.weight.detach(), _detach_parameter(self.bias))
         return self.record.record_call(self, (input.detach(),), output)
 
     def parameter_gradients(self, inputs: LayerInputs, g: Tensor, count: int) -> dict[str, ParameterGradients]:
@@ -110,14 +107,13 @@ class RecordedConv2d(RecordedLayer, nn.Conv2d):
         rows = len(g) // count
         examples = max(1, self.record.piece_bytes // (size * rows))
         images, gradients = (torch.split(t, examples * rows) for t in (inputs[0], g.permute(0, 2, 3, 1)))
-        pieces = [self._piece_gradients(i, each, len(each) // rows) for i, each in zip(images, gradients, strict=True)]
+        pieces = []
+        for some, each in zip(images, gradients, strict=True):
+            patches = extract_patches(some, self.kernel_size, self.stride, self.padding, self.dilation)
+            pieces.append(self.gradients_from_patches(patches, each, len(each) // rows))
         if len(pieces) == 1:
             return pieces[0]
         return {name: ConcatenatedGradients(tuple(piece[name] for piece in pieces), examples) for name in pieces[0]}
-
-    def _piece_gradients(self, images: Tensor, g: Tensor, count: int) -> dict[str, ParameterGradients]:
-        patches = extract_patches(images, self.kernel_size, self.stride, self.padding, self.dilation)
-        return self.gradients_from_patches(patches, g, count)
 
     def gradients_from_patches(self, patches: Tensor, g: Tensor, count: int) -> dict[str, ParameterGradients]:
         """Return the gradients from patches (… × kernel·channels) and output gradients g (… × filters)."""
@@ -169,13 +165,12 @@ class RecordedGroupNorm(RecordedLayer, nn.GroupNorm):
         g, values = (t.reshape(*t.shape[:2], -1) for t in (g, values))  # a dense layer's values have no places
         plain = g.sum(2)
         # Σ g·(x − mean)·scale, without writing the normalised values down.
-        scaled = ((g * values).sum(2) - mean * plain) * scale
-        return _affine_gradients(self.trainable, scaled, plain, count)
+        return _affine_gradients(self.trainable, ((g * values).sum(2) - mean * plain) * scale, plain, count)
 
 
 class RecordedLayerNorm(RecordedLayer, nn.LayerNorm):
     def forward(self, input: Tensor) -> Tensor:
-        normal = F.layer_norm(input, self.normalized_shape, None, None, self.eps)
+        normal = nn.functional.layer_norm(input, self.normalized_shape, None, None, self.eps)
         bias = _detach_parameter(self.bias)
         output = normal * self.weight.detach()
         return self.record.record_call(self, (normal.detach(),), output if bias is None else output + bias)
@@ -223,11 +218,6 @@ def copy_with_record(module: M, names: frozenset[str], record: GradientRecord) -
     return other
 
 
-def find_recorded_layers(module: nn.Module) -> dict[str, RecordedLayer]:
-    """Return the recorded layers of a copy by `copy_with_record`, by name."""
-    return {name: layer for name, layer in module.named_modules() if isinstance(layer, RecordedLayer)}
-
-
 def _is_plain(layer: nn.Module) -> bool:
     hooks = (*layer._forward_hooks.values(), *layer._forward_pre_hooks.values(), *layer._backward_hooks.values())
     hooked = any(not getattr(hook, "changes_nothing", False) for hook in hooks)
@@ -239,14 +229,12 @@ class _RequireGradient(torch.autograd.Function):
     """Make an output require a gradient, although nothing before it does: backward stops here."""
 
     @staticmethod
-    def forward(ctx: Any, output: Tensor, token: Tensor) -> Tensor:
-        del token
+    def forward(ctx: Any, output: Tensor, _token: Tensor) -> Tensor:
         ctx.mark_dirty(output)
         return output
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        del ctx, gradients
+    def backward(_ctx: Any, *_gradients: Any) -> Any:
         return None, None
 
 

@@ -1,15 +1,12 @@
 """Which batches a stack computes at once: each site's batches of a round, grouped by length into calls."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from polyclinic.core import Batch, Examples, Fit, Site, Stream, Tensors
 from polyclinic.data.examples import Selection
@@ -58,9 +55,6 @@ class MicroBatch(NamedTuple):
     expected: int = 1
     """The number by which a private step's sum is divided."""
 
-    def pad_to(self, length: int) -> MicroBatch:
-        return self._replace(rows=F.pad(self.rows, (0, length - self.present)), length=length)
-
 
 def plan_micro_batches(member: StackMember) -> list[MicroBatch]:
     """List a site's batches of the round in their order, which is drawn on the CPU, as `fit` draws it."""
@@ -108,7 +102,7 @@ class StackStep:
     they compute is thrown away.
     """
 
-    schedule: StackSchedule
+    schedule: "StackSchedule"
     micro_batches: list[MicroBatch]
     """One for each computed site."""
     computed_sites: list[int]
@@ -130,10 +124,6 @@ class StackStep:
     """The numbers by which the members' private sums are divided."""
     step_numbers: list[tuple[int, int]]
     """The members, and the numbers of their steps."""
-
-    @property
-    def computes_all(self) -> bool:
-        return self.computed is None
 
     @property
     def completes_step(self) -> bool:
@@ -284,7 +274,8 @@ def _pad_to_common_length(batches: list[MicroBatch]) -> list[MicroBatch]:
     if batches[0].length != UNPADDED:
         return batches
     longest = max(1, *(batch.present for batch in batches))
-    return [batch.pad_to(-(-longest // BATCH_MULTIPLE) * BATCH_MULTIPLE) for batch in batches]
+    length = -(-longest // BATCH_MULTIPLE) * BATCH_MULTIPLE
+    return [b._replace(rows=nn.functional.pad(b.rows, (0, length - b.present)), length=length) for b in batches]
 
 
 def _split_by_site(step: StackStep, images: Tensor, labels: Tensor) -> Batch:

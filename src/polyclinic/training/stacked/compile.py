@@ -3,9 +3,8 @@
 A private step of five small networks takes 2 ms of computing on a GPU, and 8 ms of launching its hundred kernels.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -34,3 +33,14 @@ def compile_function(
         return compiled(*arguments)
 
     return call
+
+
+@contextmanager
+def use_matmul_precision(wanted: str) -> Iterator[None]:
+    """Compute matrix products of float32 in a precision of `torch.set_float32_matmul_precision`."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(wanted)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)

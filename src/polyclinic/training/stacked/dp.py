@@ -1,16 +1,12 @@
 """DP-SGD for many sites at once: `training.dp`, with an axis of sites before the axis of examples."""
 
-from __future__ import annotations
-
 import copy
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.func import vmap
 
 from polyclinic.core import Batch, Bundle, Network, Objective, Private, Tensors
 from polyclinic.training.dp import dp_sgd
@@ -20,11 +16,10 @@ from polyclinic.training.dp.per_example_gradients import (
     NotRecordableError,
     RecordedLayer,
     copy_with_record,
-    find_recorded_layers,
 )
 from polyclinic.training.network import LiveNetwork, NetworkWrapper
 from polyclinic.training.stacked.batching import StackMember, StackStep
-from polyclinic.training.stacked.compile import compile_function
+from polyclinic.training.stacked.compile import compile_function, use_matmul_precision
 
 ClippedSumFunction = Callable[[Bundle, Tensors, Batch, Tensor, Bundle], tuple[Tensors, Tensor, Tensor]]
 """(weights, dropout keys, batch, presence, reference) -> clipped sums, losses and numbers dropped, of every site."""
@@ -44,7 +39,7 @@ def make_clipped_sum_function(
     """
     record, recorded = StackedRecord(), copy.copy(network)
     recorded.module = copy_with_record(network.module, names, record)
-    layers = find_recorded_layers(recorded.module)
+    layers = {name: layer for name, layer in recorded.module.named_modules() if isinstance(layer, RecordedLayer)}
 
     def site_loss(
         zeros: Tensors,
@@ -60,8 +55,7 @@ def make_clipped_sum_function(
         return objective(padded, {"model": model, "buffers": buffers}, batch, reference), record.end_pass()
 
     def forward(*arguments: Any) -> tuple[Tensor, dict[str, LayerInputs]]:
-        found: tuple[Tensor, dict[str, LayerInputs]] = vmap(site_loss, randomness="error")(*arguments)
-        return found
+        return torch.func.vmap(site_loss, randomness="error")(*arguments)
 
     def backward(inputs: dict[str, LayerInputs], gradients: Tensors, present: Tensor) -> tuple[Tensors, Tensor]:
         parts: dict[str, ParameterGradients] = {}
@@ -89,11 +83,13 @@ def make_clipped_sum_function(
             if record.output_types.keys() != layers.keys():
                 raise NotRecordableError("a layer is not called")
             types, sites = record.output_types, len(present)
-            zeros_by_shape[shape] = {n: _expand_zeros(sites, *types[n], present.device) for n in layers}
+            zero = torch.zeros((), device=present.device)  # expanded, so that it takes no memory
+            zeros_by_shape[shape] = {n: zero.to(types[n][1]).expand(sites, *types[n][0]) for n in layers}
         zeros = {n: t.detach().requires_grad_() for n, t in zeros_by_shape[shape].items()}
         losses, inputs = forward(zeros, *rest)
         found = torch.autograd.grad((losses * present.sum(1)).sum(), list(zeros.values()))
-        with torch.no_grad(), _full_precision_products():
+        # Rounded to TF32, a sum of clipped gradients could be longer than the clip allows.
+        with torch.no_grad(), use_matmul_precision("highest"):
             sums, dropped = backward(inputs, dict(zip(zeros, found, strict=True)), present)
         return sums, losses.detach(), dropped
 
@@ -183,8 +179,8 @@ class StackedNoise:
         if self.has_noise:
             sizes = [sums[name][0].numel() for name in names]
             secrets = [self.secrets[site].child("noise", number, 0) for site, number in step.step_numbers]
-            noise = [dp_sgd.draw_gaussian_noise(s, sum(sizes), first.device, first.dtype) for s in secrets]
-            block = torch.stack(noise)
+            draws = [dp_sgd.draw_gaussian_noise(s, sum(sizes), first.device, first.dtype) for s in secrets]
+            block = torch.stack(draws)
             scales = self.scales if step.members is None else self.scales[step.members]
             block *= _broadcast_to(scales / step.expected, block)
             for name, piece in zip(names, torch.split(block, sizes, 1), strict=True):
@@ -204,28 +200,12 @@ class StackedNoise:
 
         moving = {name: w.detach().requires_grad_() for name, w in weights["model"].items() if name in names}
         frozen = {name: w for name, w in weights["model"].items() if name not in names}
-        losses = vmap(site_loss)({**frozen, **moving}, reference)
+        losses = torch.func.vmap(site_loss)({**frozen, **moving}, reference)
         if not losses.requires_grad:
             self.data_only_objectives.add(objective)
             return {}
         found = torch.autograd.grad(losses.sum(), list(moving.values()), allow_unused=True)
         return {name: t for name, t in zip(moving, found, strict=True) if t is not None}
-
-
-@contextmanager
-def _full_precision_products() -> Iterator[None]:
-    """Rounded to TF32, a sum of clipped gradients could be longer than the clip allows."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
-
-
-def _expand_zeros(sites: int, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return zeros that take no memory."""
-    return torch.zeros((), dtype=dtype, device=device).expand(sites, *shape)
 
 
 def _broadcast_to(values: Tensor, like: Tensor) -> Tensor:

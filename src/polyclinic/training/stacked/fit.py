@@ -4,16 +4,13 @@ Each site gets the numbers that it gets alone, BatchNorm included. Sites of uneq
 call takes all sites whose next batch has the same length. All that calls need is on the device before the first one.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.func import vmap
 
 from polyclinic.core import (
     Batch,
@@ -34,7 +31,7 @@ from polyclinic.training.dp.per_example_gradients import NotRecordableError
 from polyclinic.training.losses import SEPARABLE
 from polyclinic.training.network import LiveNetwork, move_tensors
 from polyclinic.training.stacked.batching import StackMember, StackSchedule
-from polyclinic.training.stacked.compile import compile_function
+from polyclinic.training.stacked.compile import compile_function, use_matmul_precision
 from polyclinic.training.stacked.dp import ClippedSumFunction, KeyedNetwork, StackedNoise, make_clipped_sum_function
 from polyclinic.training.stacked.optimisers import StackedOptimiser
 
@@ -119,17 +116,22 @@ def fit_stacked(members: Sequence[StackMember], network: LiveNetwork, compiled: 
     schedule = StackSchedule(members, device, compiled, network.has_dropout)
     noise = None if is_plain_sgd(training.private) else StackedNoise(members, network)
     losses, gathered = torch.zeros(len(members), device=device), dict[str, Tensor]()
-    precision = network.use_precision(training.precision)
-    with precision, _match_convolution_precision(device), schedule.open_batches() as batches:
+    # Matrix products round to TF32 on CUDA if convolutions do, since here they take the convolutions' place.
+    rounded = device.type == "cuda" and torch.backends.cudnn.allow_tf32
+    with (
+        network.use_precision(training.precision),
+        use_matmul_precision("high" if rounded else torch.get_float32_matmul_precision()),
+        schedule.open_batches() as batches,
+    ):
         for turn, batch in batches:
-            keys, compile_step = network.dropout_buffers(turn.keys), compiled and turn.computes_all
+            keys, compile_step = network.dropout_buffers(turn.keys), compiled and turn.computed is None
             for step, names, optimiser in zip(steps, moving, optimisers, strict=True):
                 rows, refs = _select_rows(weights, turn.computed), _select_rows(reference, turn.computed)
                 if turn.members_among_computed is not None:  # the statistics of the other sites must not move
                     rows = {**rows, "buffers": {name: t.clone() for name, t in rows["buffers"].items()}}
                 if noise is None:
-                    gradient_function = _gradient_function(network, step.objective, names, compile_step)
-                    grads, loss = gradient_function(rows, keys, batch, refs)
+                    gradients_and_losses = _gradient_function(network, step.objective, names, compile_step)
+                    grads, loss = gradients_and_losses(rows, keys, batch, refs)
                 else:
                     clipped_sum = _clipped_sum_function(network, step.objective, names, training, compile_step)
                     grads, loss, dropped = clipped_sum(rows, keys, batch, turn.present, refs)
@@ -137,11 +139,13 @@ def fit_stacked(members: Sequence[StackMember], network: LiveNetwork, compiled: 
                     _add_rows(noise.dropped, turn.select_members({"": dropped})[""], turn.members)
                 if turn.members is not None:
                     grads, loss = turn.select_members(grads), turn.select_members({"": loss})[""]
-                    _write_rows(weights["buffers"], turn.select_members(rows["buffers"]), turn.members)
+                    for name, value in turn.select_members(rows["buffers"]).items():
+                        weights["buffers"][name][turn.members] = value
                 if turn.step_fractions is not None:
                     factors = turn.step_fractions if noise is None else torch.ones_like(turn.step_fractions)
-                    total = (gathered, len(members))
-                    grads = _accumulate_gradients(*total, grads, factors, turn.members, turn.completes_step)
+                    grads = _accumulate_gradients(
+                        gathered, len(members), grads, factors, turn.members, turn.completes_step
+                    )
                 if turn.completes_step:
                     if noise is not None:
                         grads = noise.add_noise(grads, turn)
@@ -174,11 +178,6 @@ def _select_rows(bundle: Bundle, sites: Tensor | None) -> Bundle:
     if sites is None:
         return bundle
     return {kind: {name: tensor[sites] for name, tensor in group.items()} for kind, group in bundle.items()}
-
-
-def _write_rows(into: Tensors, values: Tensors, members: Tensor) -> None:
-    for name, value in values.items():
-        into[name][members] = value
 
 
 def _add_rows(total: Tensor, values: Tensor, members: Tensor | None) -> None:
@@ -215,8 +214,7 @@ def _gradient_function(
     key = (objective, names, compiled)
     if key not in network.stacked_functions:
         network.stacked_functions[key] = _make_gradient_function(network, objective, names, compiled)
-    function: GradientFunction = network.stacked_functions[key]
-    return function
+    return cast(GradientFunction, network.stacked_functions[key])
 
 
 def _clipped_sum_function(
@@ -262,8 +260,7 @@ def _make_gradient_function(
         return objective(keyed, {"model": {**frozen, **moving}, "buffers": buffers}, batch, reference)
 
     def stacked(*arguments: Any) -> Tensor:
-        losses: Tensor = vmap(site_loss, randomness="error")(*arguments)
-        return losses
+        return torch.func.vmap(site_loss, randomness="error")(*arguments)
 
     if compiled:  # this function, not what vmap returns: the compiler passes over torch's own
         stacked = compile_function(stacked, network.device)
@@ -278,18 +275,6 @@ def _make_gradient_function(
         return {n: g for n, g in zip(moving, gradients, strict=True) if g is not None}, losses.detach()
 
     return call
-
-
-@contextmanager
-def _match_convolution_precision(device: torch.device) -> Iterator[None]:
-    """Let matrix products round to TF32 on CUDA if convolutions do, since here they take the convolutions' place."""
-    before = torch.get_float32_matmul_precision()
-    if device.type == "cuda" and torch.backends.cudnn.allow_tf32:
-        torch.set_float32_matmul_precision("high")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
 
 
 def _split_results(

@@ -1,7 +1,5 @@
 """How many sites' jobs fit into a device's memory at once."""
 
-from __future__ import annotations
-
 import os
 
 import torch
@@ -53,7 +51,8 @@ def activation_bytes(member: StackMember, network: LiveNetwork) -> int:
         return tensor
 
     weights, reference = (
-        _copy_bundle(move_bundle(bundle, network.device)) for bundle in (member.job.weights, member.job.reference)
+        {kind: {name: t.detach().clone() for name, t in group.items()} for kind, group in moved.items()}
+        for moved in (move_bundle(bundle, network.device) for bundle in (member.job.weights, member.job.reference))
     )
     live = {"model": {n: t.requires_grad_() for n, t in weights["model"].items()}}
     live["buffers"] = weights.get("buffers", {})
@@ -66,10 +65,6 @@ def activation_bytes(member: StackMember, network: LiveNetwork) -> int:
         for step in member.job.sequence:
             step.objective(network, live, (images, labels), reference)
     return sum(saved.values())
-
-
-def _copy_bundle(bundle: Bundle) -> Bundle:
-    return {kind: {name: t.detach().clone() for name, t in group.items()} for kind, group in bundle.items()}
 
 
 def free_memory(device: torch.device) -> int:

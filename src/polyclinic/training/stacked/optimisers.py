@@ -1,7 +1,5 @@
 """SGD, Adam and AdamW for all sites of a stack at once, with the numbers that torch.optim gives site by site."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 
@@ -45,7 +43,10 @@ class StackedOptimiser:
         """Move the members' rows of `model` (None: all rows) along `grads`, which holds only theirs."""
         for slot, group in self.slots.items():
             for name in grads.keys() - group.keys():
-                group[name] = _zeros_for(slot, model[name])
+                like = model[name]
+                group[name] = (
+                    like.new_zeros(len(like), dtype=torch.float32) if slot == "step" else torch.zeros_like(like)
+                )
         moved = {"": {name: model[name] for name in grads}}
         everything = moved | {slot: {name: group[name] for name in grads} for slot, group in self.slots.items()}
         if members is None:
@@ -64,16 +65,13 @@ class StackedOptimiser:
         elif options.weight_decay:
             gradients = list(torch._foreach_add(gradients, weights, alpha=options.weight_decay))
         slots = [list(rows[slot].values()) for slot in self.slots]
-        if options.name == "sgd":
-            self._sgd(weights, gradients, *slots)
-        else:
+        if options.name != "sgd":
             self._adam(weights, gradients, *slots)
-
-    def _sgd(self, weights: list[Tensor], gradients: list[Tensor], buffers: list[Tensor] | None = None) -> None:
-        if buffers is not None:
-            torch._foreach_mul_(buffers, self.options.momentum)
-            torch._foreach_add_(buffers, gradients)
-        torch._foreach_add_(weights, gradients if buffers is None else buffers, alpha=-self.lr)
+        else:
+            for buffers in slots:
+                torch._foreach_mul_(buffers, options.momentum)
+                torch._foreach_add_(buffers, gradients)
+            torch._foreach_add_(weights, slots[0] if slots else gradients, alpha=-self.lr)
 
     def _adam(
         self,
@@ -91,7 +89,3 @@ class StackedOptimiser:
             count = step.to(weight.dtype).reshape(-1, *[1] * (weight.ndim - 1))
             scale = self.lr / (1 - BETA_1**count)
             weight -= scale * mean / (square.sqrt() / (1 - BETA_2**count).sqrt() + EPSILON)
-
-
-def _zeros_for(slot: str, like: Tensor) -> Tensor:
-    return torch.zeros(len(like), device=like.device) if slot == "step" else torch.zeros_like(like)

@@ -3,14 +3,17 @@
 APTOS 2019: grades of diabetic retinopathy on fundus photographs of Aravind Eye Hospital (Kaggle, 2019).
 """
 
-from __future__ import annotations
-
 from pathlib import Path, PurePosixPath
 
-from polyclinic.data.datasets.base import NamedDataset
-from polyclinic.data.datasets.readers import find_subfolder, read_public_set, read_rows
-from polyclinic.data.records import Listing, Record
-from polyclinic.data.sources.folder import list_images
+from polyclinic.data.datasets.toolkit import (
+    Listing,
+    NamedDataset,
+    Record,
+    find_subfolder,
+    list_images,
+    read_public_set,
+    read_rows,
+)
 
 CLASSES = ("0", "1", "2", "3", "4")
 SITE = "APTOS-Aravind"
@@ -25,10 +28,10 @@ def _read_published(folder: Path) -> Listing | None:
     table, store = root / "train.csv", root / "train_images"
     if not (table.is_file() and store.is_dir()):
         return None
-    said = [(where, row) for where, row in read_rows(table) if row.keys() >= {"id_code", "diagnosis"}]
     records = [
         Record(store / f"{PurePosixPath(row['id_code']).name}.png", row["diagnosis"], SITE, where=where)
-        for where, row in said
+        for where, row in read_rows(table)
+        if row.keys() >= {"id_code", "diagnosis"}
     ]
     unlisted = tuple(sorted(set(list_images(store)) - {record.path for record in records}))
     return Listing("aptos2019", root, tuple(records), CLASSES, declared=True, unlisted=unlisted) if records else None

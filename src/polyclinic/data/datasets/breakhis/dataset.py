@@ -3,17 +3,21 @@
 BreakHis: breast tumour histology at four magnifications (Spanhol et al., IEEE TBME 63(7), 2016).
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
-from polyclinic.data.datasets.base import Download, NamedDataset
-from polyclinic.data.datasets.readers import find_home, find_subfolder, read_public_set
-from polyclinic.data.loading.image_options import ImageOptions
-from polyclinic.data.records import Listing, Record, pseudonymise
+from polyclinic.data.datasets.toolkit import (
+    Download,
+    ImageOptions,
+    Listing,
+    NamedDataset,
+    Record,
+    find_subfolder,
+    pseudonymise,
+    read_public_set,
+)
 
 CLASSES = ("benign", "malignant")
 SITE = "BreakHis-P&D"
@@ -31,7 +35,8 @@ class BreakHisOptions(ImageOptions):
 
 
 def read_listing(options: BreakHisOptions, folder: Path) -> Listing:
-    place = find_home(folder, "breakhis_sample")
+    sample = folder.with_name("breakhis_sample")
+    place = sample if sample.exists() and not folder.exists() else folder
     found = read_public_set("breakhis", place, _read_published, OBTAIN, classes=CLASSES, sites=(SITE,))
     slides = [SLIDE.match(record.path.name) for record in found.records]
     patients = pseudonymise(
@@ -52,13 +57,15 @@ def _exclusion_reason(slide: re.Match[str] | None, wanted: str) -> str:
 
 def _read_published(folder: Path) -> Listing | None:
     root = find_subfolder(find_subfolder(folder, "BreaKHis_v1"), "histology_slides/breast")
-    records = [record for label in CLASSES for record in _list_records(root / label, label)]
+    images = {
+        label: filter(lambda path: SLIDE.match(path.name), sorted((root / label).rglob("*.png"))) for label in CLASSES
+    }
+    records = [
+        Record(path, label, SITE, where=f"{label}, file {number}")
+        for label, paths in images.items()
+        for number, path in enumerate(paths, start=1)
+    ]
     return Listing("breakhis", root, tuple(records), CLASSES, declared=True) if records else None
-
-
-def _list_records(root: Path, label: str) -> list[Record]:
-    images = [path for path in sorted(root.rglob("*.png")) if SLIDE.match(path.name)]
-    return [Record(path, label, SITE, where=f"{label}, file {number}") for number, path in enumerate(images, start=1)]
 
 
 DATASET = NamedDataset(

@@ -3,15 +3,19 @@
 Breast Cancer CT, Fully Preprocessed (BCFPP, Kaggle dataset 2026269): the CT client of FedCycle's scenario 3.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 
-from polyclinic.data.datasets.base import NamedDataset
-from polyclinic.data.datasets.readers import read_public_set
-from polyclinic.data.records import Listing
-from polyclinic.data.sources.folder import SPLITS, Level, list_images, list_subfolders, read_folder
+from polyclinic.data.datasets.toolkit import (
+    SPLITS,
+    Level,
+    Listing,
+    NamedDataset,
+    list_images,
+    list_subfolders,
+    read_folder,
+    read_public_set,
+)
 
 CLASSES = ("normal", "cancer")
 SITE = "BCFPP"
@@ -28,8 +32,8 @@ def _read_published(folder: Path) -> Listing | None:
         return None
     levels: tuple[Level, ...] = ("split", "label") if parts else ("label",)
     found = read_folder(folder, name="breast_ct", levels=levels)
-    records = [replace(record, label=FOLDERS[record.label.lower()], site=SITE) for record in found.records]
-    return replace(found, records=tuple(records), classes=CLASSES, declared=True)
+    records = tuple(replace(record, label=FOLDERS[record.label.lower()], site=SITE) for record in found.records)
+    return replace(found, records=records, classes=CLASSES, declared=True)
 
 
 def _has_class_folders(place: Path) -> bool:

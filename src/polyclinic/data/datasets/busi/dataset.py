@@ -3,16 +3,21 @@
 BUSI: breast ultrasound images of Baheya Hospital, Cairo (Al-Dhabyani et al., Data in Brief 28, 104863, 2020).
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 
-from polyclinic.data.datasets.base import Download, NamedDataset
-from polyclinic.data.datasets.readers import TABLE, exclude_duplicates, find_subfolder, read_duplicates, read_public_set
-from polyclinic.data.loading.image_options import ImageOptions
-from polyclinic.data.records import Listing
-from polyclinic.data.sources.folder import read_folder
+from polyclinic.data.datasets.toolkit import (
+    TABLE,
+    Download,
+    ImageOptions,
+    Listing,
+    NamedDataset,
+    exclude_duplicates,
+    find_subfolder,
+    read_duplicates,
+    read_folder,
+    read_public_set,
+)
 
 CLASSES = ("normal", "benign", "malignant")
 SITE = "BUSI-Cairo"

@@ -3,24 +3,29 @@
 CBIS-DDSM: film mammograms with biopsied or followed-up lesions (Lee et al., Scientific Data 4, 170177, 2017).
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
-from polyclinic.data.datasets.base import NamedDataset
-from polyclinic.data.datasets.readers import find_subfolder, read_public_set, read_rows
-from polyclinic.data.loading.image_options import ImageOptions
-from polyclinic.data.records import Listing, Record, pseudonymise
+from polyclinic.data.datasets.toolkit import (
+    ImageOptions,
+    Listing,
+    NamedDataset,
+    Record,
+    find_subfolder,
+    has_one_part_per_patient,
+    pseudonymise,
+    read_public_set,
+    read_rows,
+)
 
 CLASSES = ("benign", "malignant")
 SITE = "CBIS-DDSM"
 PATHOLOGY = {"BENIGN": "benign", "BENIGN_WITHOUT_CALLBACK": "benign", "MALIGNANT": "malignant"}
 ABNORMALITIES = {"all": ("mass", "calc"), "mass": ("mass",), "calcification": ("calc",)}
-COLUMNS = {"patient_id", "left or right breast", "image view", "pathology", "image file path"}
+COLUMNS = ("patient_id", "left or right breast", "image view", "pathology", "image file path")
 OBTAIN = (
     "download the images with the NBIA Data Retriever and the four *_case_description_*_set.csv files from "
     "https://www.cancerimagingarchive.net/collection/cbis-ddsm/ so that the folder holds CBIS-DDSM/ and the CSV files, "
@@ -34,51 +39,48 @@ class CbisDdsmOptions(ImageOptions):
     """Whose tables are read. With one kind only, the official split can be kept."""
 
 
-@dataclass(frozen=True)
-class Lesion:
+class Lesion(NamedTuple):
     """One row: one abnormality on one mammogram."""
 
     where: str
     split: str
     patient: str
-    view: tuple[str, str]
+    view: tuple[str, ...]
     pathology: str
     file: str
 
 
 def read_listing(options: CbisDdsmOptions, folder: Path) -> Listing:
-    kinds = ABNORMALITIES[options.abnormality]
-    return read_public_set(
-        "cbis_ddsm", folder, lambda place: _read_published(place, kinds), OBTAIN, classes=CLASSES, sites=(SITE,)
-    )
+    publisher = partial(_read_published, kinds=ABNORMALITIES[options.abnormality])
+    return read_public_set("cbis_ddsm", folder, publisher, OBTAIN, classes=CLASSES, sites=(SITE,))
 
 
 def _read_published(folder: Path, kinds: tuple[str, ...]) -> Listing | None:
     lesions = [lesion for kind in kinds for part in ("train", "test") for lesion in _read_lesions(folder, kind, part)]
-    mammograms: defaultdict[tuple[str, tuple[str, str]], list[Lesion]] = defaultdict(list)
+    mammograms: defaultdict[tuple[str, tuple[str, ...]], list[Lesion]] = defaultdict(list)
     for lesion in lesions:
         mammograms[lesion.patient, lesion.view].append(lesion)
     if not mammograms:
         return None
     patients = pseudonymise([patient for patient, _ in mammograms])
-    dicoms = _dicom_folder(folder)
+    # The retriever adds a folder named after the manifest.
+    dicoms = next(iter(sorted(folder.glob("manifest-*/CBIS-DDSM"))), find_subfolder(folder, "CBIS-DDSM"))
     records = [
         _mammogram_record(folder, dicoms, shown, patient)
         for shown, patient in zip(mammograms.values(), patients, strict=True)
     ]
-    parts = {(lesion.patient, lesion.split) for lesion in lesions}
-    # The publisher split masses and calcifications apart: whoever has both may be in both parts.
-    official = len(parts) == len({patient for patient, _ in parts})
+    # The publisher split masses and calcifications separately, so a patient with both may be in both parts.
+    official = has_one_part_per_patient((lesion.patient, lesion.split) for lesion in lesions)
     return Listing("cbis_ddsm", folder, tuple(records), CLASSES, official=official, declared=True)
 
 
 def _read_lesions(folder: Path, kind: str, part: str) -> Iterator[Lesion]:
     table = find_subfolder(folder, "csv") / f"{kind}_case_description_{part}_set.csv"
     for where, row in read_rows(table) if table.is_file() else ():
-        if not row.keys() >= COLUMNS:
+        if not row.keys() >= set(COLUMNS):
             return
-        view = (row["left or right breast"], row["image view"])
-        yield Lesion(where, part, row["patient_id"], view, row["pathology"], row["image file path"])
+        patient, *view, pathology, file = (row[column] for column in COLUMNS)
+        yield Lesion(where, part, patient, tuple(view), pathology, file)
 
 
 def _mammogram_record(folder: Path, dicoms: Path, shown: Sequence[Lesion], patient: str) -> Record:
@@ -95,11 +97,6 @@ def _mammogram_record(folder: Path, dicoms: Path, shown: Sequence[Lesion], patie
         split=splits.pop() if len(splits) == 1 else "",
         where=shown[0].where,
     )
-
-
-def _dicom_folder(folder: Path) -> Path:
-    """The retriever adds a folder named after the manifest."""
-    return next((path for path in sorted(folder.glob("manifest-*/CBIS-DDSM"))), find_subfolder(folder, "CBIS-DDSM"))
 
 
 def _image_candidates(folder: Path, dicoms: Path, text: str) -> list[Path]:

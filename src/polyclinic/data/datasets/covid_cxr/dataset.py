@@ -3,15 +3,19 @@
 Frontal chest X-rays gathered from publications (Cohen et al., MELBA 1, 2020), with NIH images as further normals.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from polyclinic.data.datasets.base import NamedDataset
-from polyclinic.data.datasets.readers import find_subfolder, read_public_set, read_rows
-from polyclinic.data.records import Listing, Record, pseudonymise
+from polyclinic.data.datasets.toolkit import (
+    Listing,
+    NamedDataset,
+    Record,
+    find_subfolder,
+    pseudonymise,
+    read_public_set,
+    read_rows,
+)
 
 CLASSES = ("normal", "pneumonia", "covid", "tuberculosis")
 FRONTAL = ("PA", "AP", "AP Supine", "AP Erect")
@@ -33,7 +37,8 @@ def _read_published(folder: Path) -> Listing | None:
     patients = pseudonymise([row["patientid"] for _, row in listed_rows])
     records = [
         Record(
-            _image_path(root, row),
+            # whatever the table says, only files directly in these two folders are read
+            root / ("volumes" if row.get("folder") == "volumes" else "images") / Path(row["filename"]).name,
             _map_label(row["finding"]),
             _site_name(row),
             patient,
@@ -45,11 +50,6 @@ def _read_published(folder: Path) -> Listing | None:
     return Listing("covid_cxr", root, tuple(records), CLASSES, declared=True)
 
 
-def _image_path(root: Path, row: Mapping[str, str]) -> Path:
-    """Whatever the table says, nothing outside these two folders is meant."""
-    return root / ("volumes" if row.get("folder") == "volumes" else "images") / Path(row["filename"]).name
-
-
 def _map_label(finding: str) -> str:
     """Findings are paths in a tree of diseases: "Pneumonia/Viral/COVID-19"."""
     steps = finding.lower().split("/")
@@ -59,7 +59,7 @@ def _map_label(finding: str) -> str:
 
 
 def _site_name(row: Mapping[str, str]) -> str:
-    """Where it was published: the nearest thing to a hospital that is told."""
+    """Return where an image was published: the best approximation of a hospital in the table."""
     url = urlsplit(row.get("url", ""))
     return HANNOVER if "ml-workgroup" in url.path else (url.hostname or "").removeprefix("www.")
 

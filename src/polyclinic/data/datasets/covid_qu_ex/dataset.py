@@ -3,15 +3,10 @@
 COVID-QU-Ex: chest X-rays from public collections (Tahir et al., Computers in Biology and Medicine 139, 2021).
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 
-from polyclinic.data.datasets.base import NamedDataset
-from polyclinic.data.datasets.readers import find_subfolder, read_public_set
-from polyclinic.data.records import Listing
-from polyclinic.data.sources.folder import read_folder
+from polyclinic.data.datasets.toolkit import Listing, NamedDataset, find_subfolder, read_folder, read_public_set
 
 CLASSES = ("COVID-19", "Non-COVID", "Normal")
 SITE = "COVID-QU-Ex"
@@ -32,8 +27,8 @@ def _read_published(folder: Path) -> Listing | None:
         return None
     # `images` sorts before the folders of masks, so that leaving these out leaves no gap in the numbers.
     found = read_folder(root, name="covid_qu_ex", levels=("split", "label", "skip"), classes=CLASSES)
-    records = [replace(record, site=SITE) for record in found.records if record.path.parent.name == "images"]
-    return replace(found, records=tuple(records))
+    images = [record for record in found.records if record.path.parent.name == "images"]
+    return replace(found, records=tuple(replace(record, site=SITE) for record in images))
 
 
 DATASET = NamedDataset(

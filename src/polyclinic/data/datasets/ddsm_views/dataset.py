@@ -3,16 +3,11 @@
 DDSM views: which breast and which projection a film mammogram shows (Heath et al., IWDM 2000).
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from pathlib import Path
 
-from polyclinic.data.datasets.base import NamedDataset
-from polyclinic.data.datasets.readers import read_public_set
-from polyclinic.data.loading.image_options import ImageOptions
-from polyclinic.data.records import Listing, Record, pseudonymise
+from polyclinic.data.datasets.toolkit import ImageOptions, Listing, NamedDataset, Record, pseudonymise, read_public_set
 
 CLASSES = ("CC_L", "CC_R", "MLO_L", "MLO_R")
 SITES = {"A": "DDSM-A-MGH", "B": "DDSM-B-WFU-Lumisys", "C": "DDSM-C", "D": "DDSM-D-ISMD-Howtek"}
@@ -26,7 +21,7 @@ FILM = re.compile(r"([A-D])_(\d{4})(?:_1)?[._](LEFT|RIGHT)_(CC|MLO)\.(?:png|jpe?
 
 
 def read_listing(_: ImageOptions, folder: Path) -> Listing:
-    """The split that some copies come with sends films of one woman to both sides: it is never kept."""
+    """List the films. Some copies have a split with films of one woman in both parts, so it is never kept."""
     found = read_public_set("ddsm_views", folder, _read_published, OBTAIN, classes=CLASSES, sites=tuple(SITES.values()))
     return replace(found, official=False)
 

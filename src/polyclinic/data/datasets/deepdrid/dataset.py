@@ -3,39 +3,43 @@
 DeepDRiD: grades of diabetic retinopathy on fundus photographs (Liu et al., Patterns 3(6), 100512, 2022).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
-from polyclinic.data.datasets.base import NamedDataset
-from polyclinic.data.datasets.readers import find_subfolder, read_public_set, read_rows
-from polyclinic.data.loading.image_options import ImageOptions
-from polyclinic.data.records import Listing, Record, pseudonymise
+from polyclinic.data.datasets.toolkit import (
+    ImageOptions,
+    Listing,
+    NamedDataset,
+    Record,
+    find_subfolder,
+    pseudonymise,
+    read_public_set,
+    read_rows,
+)
 
 CLASSES = ("0", "1", "2", "3", "4")
 UNGRADABLE = "5"
 WIDE, UNSTATED = "DeepDRiD-UWF", "unstated"
 SITES = ("DeepDRiD-Nicheng", "DeepDRiD-Shanghai", "DeepDRiD-Nation", WIDE, UNSTATED)
 GRADES = ("left_eye_dr_level", "right_eye_dr_level", "dr_level", "dr_levels", "uwf_dr_levels")
-"""The columns a grade may stand in: the publisher names it differently in almost every table."""
+"""The columns that may hold a grade: the publisher names it differently in almost every table."""
 OBTAIN = (
     "clone https://github.com/deepdrdoc/DeepDRiD there, so that the folder holds regular_fundus_images/ and "
     "ultra-widefield_images/, and save Challenge1_labels.xlsx and Challenge3_labels.xlsx as CSV beside themselves."
 )
 
 
-@dataclass(frozen=True)
-class PublishedFolder:
+class PublishedFolder(NamedTuple):
     """One folder of the publisher's, with `Images/` and a table of grades."""
 
     folder: str
     split: str
     tables: tuple[str, ...]
-    """The first of them that is there counts."""
+    """The first one that exists is read."""
     sources: str = ""
-    """The table that tells each image's screening project, where one was published."""
+    """The table of each image's screening project, if one was published."""
 
 
 PARTS = (
@@ -95,7 +99,8 @@ def _read_published(folder: Path) -> Listing | None:
 def _list_records(root: Path, part: PublishedFolder) -> Iterator[Record]:
     folder = root / part.folder
     table = next((folder / name for name in part.tables if (folder / name).is_file()), None)
-    sources = _read_sources(folder / part.sources)
+    stated = read_rows(folder / part.sources) if (folder / part.sources).is_file() else ()
+    sources = {row.get("image_id", ""): f"DeepDRiD-{row['source']}" for _, row in stated if row.get("source")}
     for where, row in read_rows(table) if table else ():
         image = Path(row.get("image_id", "")).name  # never a way out of the folder
         patient = image.partition("_")[0]
@@ -103,11 +108,6 @@ def _list_records(root: Path, part: PublishedFolder) -> Iterator[Record]:
         grade = next((row[column] for column in GRADES if row.get(column)), "")
         excluded = "" if grade else "its grade is in an .xlsx file; save that as CSV under the same name"
         yield Record(_image_path(folder, patient, image), grade, site, patient, part.split, where, excluded=excluded)
-
-
-def _read_sources(table: Path) -> dict[str, str]:
-    found = read_rows(table) if table.is_file() else ()
-    return {row.get("image_id", ""): f"DeepDRiD-{row['source']}" for _, row in found if row.get("source")}
 
 
 def _image_path(folder: Path, patient: str, image: str) -> Path:

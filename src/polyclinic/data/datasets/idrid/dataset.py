@@ -3,15 +3,18 @@
 IDRiD: grades of diabetic retinopathy on fundus photographs of one Indian clinic (Porwal et al., Data 3(3), 2018).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
-from polyclinic.data.datasets.base import NamedDataset
-from polyclinic.data.datasets.readers import find_subfolder, read_public_set, read_rows
-from polyclinic.data.records import Listing, Record
-from polyclinic.data.sources.folder import list_images
+from polyclinic.data.datasets.toolkit import (
+    Listing,
+    NamedDataset,
+    Record,
+    find_subfolder,
+    list_images,
+    read_public_set,
+    read_rows,
+)
 
 CLASSES = ("0", "1", "2", "3", "4")
 SITE = "IDRiD-Nanded"

@@ -3,14 +3,18 @@
 INbreast: full-field digital mammograms of one hospital in Porto (Moreira et al., Academic Radiology 19(2), 2012).
 """
 
-from __future__ import annotations
-
 from pathlib import Path, PurePosixPath
 
-from polyclinic.data.datasets.base import NamedDataset
-from polyclinic.data.datasets.readers import find_subfolder, read_public_set, read_rows
-from polyclinic.data.records import Listing, Record, pseudonymise
-from polyclinic.data.sources.folder import list_images
+from polyclinic.data.datasets.toolkit import (
+    Listing,
+    NamedDataset,
+    Record,
+    find_subfolder,
+    list_images,
+    pseudonymise,
+    read_public_set,
+    read_rows,
+)
 
 CLASSES = ("normal", "benign", "malignant")
 SITE = "INbreast-Porto"
@@ -28,21 +32,21 @@ def _read_published(folder: Path) -> Listing | None:
     if not (table.is_file() and store.is_dir()):
         return None
     files = {path.name.partition("_")[0]: path for path in list_images(store)}
-    said = [(where, _split_columns(row)) for where, row in read_rows(table)]
-    named = [PurePosixPath(cells.get("file name", "")).name for _, cells in said]
+    rows = [(where, _split_columns(row)) for where, row in read_rows(table)]
+    named = [PurePosixPath(cells.get("file name", "")).name for _, cells in rows]
     paths = [files.get(name, store / f"{name}.dcm") for name in named]
-    # 22678622_61b13c59bcba149e_MG_L_CC_ANON.dcm: the second word stands for the patient, whom the table leaves out.
+    # 22678622_61b13c59bcba149e_MG_L_CC_ANON.dcm: the second word is the patient, whom the table does not name.
     patients = pseudonymise([f"{path.stem}__".split("_")[1] for path in paths])
     records = [
         Record(path, BIRADS.get(cells.get("bi-rads", "").lower(), cells.get("bi-rads", "")), SITE, patient, where=where)
-        for (where, cells), path, patient in zip(said, paths, patients, strict=True)
+        for (where, cells), path, patient in zip(rows, paths, patients, strict=True)
     ]
     unlisted = tuple(path for name, path in files.items() if name not in set(named))
     return Listing("inbreast", root, tuple(records), CLASSES, declared=True, unlisted=unlisted)
 
 
 def _split_columns(row: dict[str, str]) -> dict[str, str]:
-    """The table as published has semicolons between its cells, as saved again by others commas."""
+    """Split the cells: the published table separates them by semicolons, copies saved by others by commas."""
     cells = zip(";".join(row).split(";"), ";".join(row.values()).split(";"), strict=False)
     return {column.strip(): cell.strip() for column, cell in cells}
 

@@ -3,19 +3,13 @@
 MedMNIST v2: small versions of public medical image sets, one npz file each (Yang et al., Scientific Data, 2023).
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
 from pydantic import Field
 
-from polyclinic.data.datasets.base import Download, NamedDataset
-from polyclinic.data.datasets.readers import read_public_set
-from polyclinic.data.loading.image_options import ImageOptions
-from polyclinic.data.records import Listing
-from polyclinic.data.sources.npz import read_npz
+from polyclinic.data.datasets.toolkit import Download, ImageOptions, Listing, NamedDataset, read_npz, read_public_set
 
 ORGANS = (
     "bladder",
@@ -109,10 +103,12 @@ class MedMnistOptions(ImageOptions):
 
 
 def read_listing(options: MedMnistOptions, folder: Path) -> Listing:
-    """The file may also lie in a folder of its own name beside that of the set."""
+    """List a file, which may also lie in a folder of its own name beside the set's folder."""
     name = options.file if options.resolution == 28 else f"{options.file}_{options.resolution}"
     classes = CLASSES[options.file]
-    file = _find_file(name, (folder, folder.with_name(options.file)))
+    places = (folder, folder.with_name(options.file))
+    candidates = [place / f"{stem}.npz" for place in places for stem in (name, f"{name}_rebuilt")]
+    file = next((candidate for candidate in candidates if candidate.is_file()), None)
 
     def publisher(_: Path) -> Listing | None:
         return read_npz(file, name=name, classes=classes, label_names=classes) if file else None
@@ -122,11 +118,6 @@ def read_listing(options: MedMnistOptions, folder: Path) -> Listing:
     )
     site = SITES.get(options.file, "")
     return replace(found, records=tuple(replace(record, site=record.site or site) for record in found.records))
-
-
-def _find_file(name: str, places: tuple[Path, ...]) -> Path | None:
-    candidates = [place / f"{stem}.npz" for place in places for stem in (name, f"{name}_rebuilt")]
-    return next((file for file in candidates if file.is_file()), None)
 
 
 DATASET = NamedDataset(

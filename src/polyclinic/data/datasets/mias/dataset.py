@@ -3,15 +3,21 @@
 mini-MIAS: digitised film mammograms of the United Kingdom's screening programme (Suckling et al., 1994).
 """
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 
-from polyclinic.data.datasets.base import Download, NamedDataset
-from polyclinic.data.datasets.readers import TABLE, find_subfolder, read_public_set
-from polyclinic.data.records import Listing, Record, pseudonymise
-from polyclinic.data.sources.table import Columns, read_table
+from polyclinic.data.datasets.toolkit import (
+    TABLE,
+    Columns,
+    Download,
+    Listing,
+    NamedDataset,
+    Record,
+    find_subfolder,
+    pseudonymise,
+    read_public_set,
+    read_table,
+)
 
 CLASSES = ("normal", "benign", "malignant")
 SITE = "MIAS-UK"

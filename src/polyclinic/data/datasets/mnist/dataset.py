@@ -3,22 +3,23 @@
 MNIST from its four idx files (LeCun, Cortes and Burges), plain or gzipped.
 """
 
-from __future__ import annotations
-
+import gzip
+import math
+import struct
+import zlib
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
 import torch
 from pydantic import Field
 from torch import Tensor
 
 from polyclinic.core import DataError, Stream
 from polyclinic.data.data_dir import data_folder
-from polyclinic.data.datasets.base import Download, NamedDataset
+from polyclinic.data.datasets.toolkit import Download, Listing, NamedDataset, Record
 from polyclinic.data.examples import Collection, Images
 from polyclinic.data.options import Options
-from polyclinic.data.records import Listing, Record
-from polyclinic.data.sources.idx import read_idx
 
 CLASSES = tuple("0123456789")
 SIDE = 28
@@ -45,9 +46,9 @@ def load_mnist(options: MnistOptions, stream: Stream, folder: Path | None = None
 
 def _read_images_and_labels(home: Path, prefix: str) -> tuple[Tensor, Tensor]:
     most = PUBLISHED[prefix]
-    images = read_idx(_find_file(home, f"{prefix}-images-idx3-ubyte"), (SIDE, SIDE), most)
+    images = _read_idx(_find_file(home, f"{prefix}-images-idx3-ubyte"), (SIDE, SIDE), most)
     path = _find_file(home, f"{prefix}-labels-idx1-ubyte")
-    labels = read_idx(path, (), most).long()
+    labels = _read_idx(path, (), most).long()
     if len(images) != len(labels):
         raise DataError(f"'{path}' has {len(labels)} labels for {len(images)} images; get the four files anew.")
     if len(labels) and labels.max() > 9:
@@ -73,6 +74,37 @@ def read_listing(options: MnistOptions, folder: Path) -> Listing:  # noqa: ARG00
             for row, label in enumerate(labels.tolist())
         ]
     return Listing("mnist", folder, tuple(records), CLASSES, declared=True)
+
+
+def _read_idx(path: Path, shape: tuple[int, ...], most: int) -> Tensor:
+    """Read an idx file of bytes. The header must announce items of this `shape`, and no more than `most` of them."""
+    try:
+        with gzip.GzipFile(path) if path.suffix == ".gz" else path.open("rb") as file:
+            count = _check_count(path, file.read(8 + 4 * len(shape)), shape, most)
+            size = count * math.prod(shape)
+            body = file.read(size + 1)
+    except (OSError, EOFError, zlib.error) as error:
+        raise DataError(f"'{path}' cannot be read ({error}); get the file anew.") from None
+    if len(body) != size:
+        found = "is truncated" if len(body) < size else "has bytes after its end"
+        raise DataError(f"'{path}' {found}: its header promises {size} bytes of content; get the file anew.")
+    return torch.from_numpy(np.frombuffer(bytearray(body), dtype=np.uint8)).reshape(count, *shape)
+
+
+def _check_count(path: Path, header: bytes, shape: tuple[int, ...], most: int) -> int:
+    fields = 2 + len(shape)
+    if len(header) < 4 * fields:
+        raise DataError(f"'{path}' is truncated within its header; get the file anew.")
+    magic, count, *sides = struct.unpack(f">{fields}I", header)
+    wanted = 0x800 + 1 + len(shape)
+    if magic != wanted:
+        raise DataError(f"'{path}' starts with {magic:#010x}, not {wanted:#010x}: it is not this idx file.")
+    if tuple(sides) != shape:
+        found, expected = (" × ".join(map(str, each)) for each in (sides, shape))
+        raise DataError(f"'{path}' has images of {found} pixels, not {expected}; it is another set's file.")
+    if not 1 <= count <= most:
+        raise DataError(f"'{path}' claims {count} items, where there can be {most}; get the file anew.")
+    return int(count)
 
 
 DATASET = NamedDataset(

@@ -3,21 +3,26 @@
 NeoJaundice of MedFMC: skin photographs of newborns (Wang et al., Scientific Data 10, 574, 2023).
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
+from typing import NamedTuple
 
 from pydantic import Field
 
 from polyclinic.core import DataError
-from polyclinic.data.datasets.base import NamedDataset
-from polyclinic.data.datasets.readers import find_subfolder, read_public_set, read_rows
-from polyclinic.data.loading.image_options import ImageOptions
-from polyclinic.data.records import Listing, Record, pseudonymise
-from polyclinic.data.sources.folder import list_images
+from polyclinic.data.datasets.toolkit import (
+    ImageOptions,
+    Listing,
+    NamedDataset,
+    Record,
+    find_subfolder,
+    has_one_part_per_patient,
+    list_images,
+    pseudonymise,
+    read_public_set,
+    read_rows,
+)
 
 CLASSES = ("no jaundice", "jaundice")
 SITE = "MedFMC-NeoJaundice"
@@ -43,9 +48,8 @@ class NeoJaundiceOptions(ImageOptions):
     """Serum bilirubin in mg/dL above which an infant counts as jaundiced, where only the table of values is there."""
 
 
-@dataclass(frozen=True)
-class ImageEntry:
-    """What a list or table says of one image."""
+class ImageEntry(NamedTuple):
+    """The entry of one image in a list or table."""
 
     where: str
     image: str
@@ -57,7 +61,7 @@ def read_listing(options: NeoJaundiceOptions, folder: Path) -> Listing:
     def publisher(place: Path) -> Listing | None:
         root = find_subfolder(place, "NeoJaundice", "neojaundice")
         entries = [*read_lists(root, LISTS)] or [*_read_table_entries(root / TABLE, options.threshold)]
-        named = [replace(entry, label=LABELS.get(entry.label, entry.label)) for entry in entries]
+        named = [entry._replace(label=LABELS.get(entry.label, entry.label)) for entry in entries]
         # 0012-1, 0012-2 and 0012-3 are the head, face and chest of one infant.
         patients = [PurePosixPath(entry.image).stem.partition("-")[0] for entry in entries]
         fits = all(re.match(r"\d+-\d", entry.image) for entry in entries[:1])
@@ -74,10 +78,9 @@ def _read_table_entries(table: Path, threshold: float) -> Iterator[ImageEntry]:
 
 
 def read_lists(root: Path, lists: dict[str, str]) -> Iterator[ImageEntry]:
-    """The entries of those lists that are there."""
-    for name, split in lists.items():
-        if (root / name).is_file():
-            yield from _read_list(root / name, split)
+    """Yield the entries of the lists that exist."""
+    for name in filter(lambda name: (root / name).is_file(), lists):
+        yield from _read_list(root / name, lists[name])
 
 
 def _read_list(file: Path, split: str) -> Iterator[ImageEntry]:
@@ -107,8 +110,7 @@ def build_medfmc_listing(
         Record(path, entry.label, site, patient, entry.split, entry.where)
         for entry, path, patient in zip(entries, paths, pseudonymise(patients), strict=True)
     ]
-    parts = {(record.patient, record.split) for record in records}
-    official = len(parts) == len({patient for patient, _ in parts})
+    official = has_one_part_per_patient((record.patient, record.split) for record in records)
     unlisted = tuple(sorted(set(files.values()) - set(paths)))
     return Listing(name, root, tuple(records), classes, official=official, declared=True, unlisted=unlisted)
 

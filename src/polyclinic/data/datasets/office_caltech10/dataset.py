@@ -1,18 +1,22 @@
-"""2,533 pictures of ten kinds of object from four sources: shops, Caltech-256, a camera, a webcam.
+"""2,533 images of ten kinds of object from four sources: shops, Caltech-256, a camera, a webcam.
 
-Office-Caltech10: ten kinds of object from four sources of pictures (Gong et al., CVPR 2012). Not medical.
+Office-Caltech10: ten kinds of object from four sources of images (Gong et al., CVPR 2012). Not medical.
 """
-
-from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
 
-from polyclinic.data.datasets.base import NamedDataset
-from polyclinic.data.datasets.readers import TABLE, exclude_duplicates, find_subfolder, read_duplicates, read_public_set
-from polyclinic.data.loading.image_options import ImageOptions
-from polyclinic.data.records import Listing
-from polyclinic.data.sources.folder import read_folder
+from polyclinic.data.datasets.toolkit import (
+    TABLE,
+    ImageOptions,
+    Listing,
+    NamedDataset,
+    exclude_duplicates,
+    find_subfolder,
+    read_duplicates,
+    read_folder,
+    read_public_set,
+)
 
 CLASSES = (
     "backpack",
@@ -51,13 +55,17 @@ amazon/mug frame_0071 frame_0073
 amazon/projector frame_0013 frame_0021 frame_0046
 amazon/projector frame_0051 frame_0064
 """
-"""A folder and the files in it that are one picture."""
+"""A folder, and the files in it that are the same picture."""
 
 
 def read_listing(_: ImageOptions, folder: Path) -> Listing:
     found = read_public_set("office_caltech10", folder, _read_published, OBTAIN, classes=CLASSES, sites=SITES)
-    known = read_duplicates(folder) if (folder / TABLE).is_file() else _find_duplicates(found.root)
-    return exclude_duplicates(found, known)
+    if (folder / TABLE).is_file():
+        return exclude_duplicates(found, read_duplicates(folder))
+    groups = map(str.split, ONE_IMAGE_TWICE.strip().splitlines())
+    return exclude_duplicates(
+        found, [[found.root / place / f"{stem}.jpg" for stem in stems] for place, *stems in groups]
+    )
 
 
 def _read_published(folder: Path) -> Listing | None:
@@ -67,11 +75,6 @@ def _read_published(folder: Path) -> Listing | None:
     found = read_folder(root, name="office_caltech10", levels=("site", "label"))
     records = tuple(replace(record, label=record.label.replace("back_pack", "backpack")) for record in found.records)
     return replace(found, records=records, classes=CLASSES, declared=True)
-
-
-def _find_duplicates(root: Path) -> list[list[Path]]:
-    groups = [line.split() for line in ONE_IMAGE_TWICE.split("\n") if line]
-    return [[root / folder / f"{stem}.jpg" for stem in stems] for folder, *stems in groups]
 
 
 DATASET = NamedDataset(

@@ -3,16 +3,12 @@
 MedFMC's Retino: grades of diabetic retinopathy on fundus photographs (Wang et al., Scientific Data 10, 2023).
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from polyclinic.data.datasets.base import NamedDataset
 from polyclinic.data.datasets.neojaundice.dataset import ImageEntry, build_medfmc_listing, read_lists
-from polyclinic.data.datasets.readers import find_subfolder, read_public_set, read_rows
-from polyclinic.data.records import Listing
+from polyclinic.data.datasets.toolkit import Listing, NamedDataset, find_subfolder, read_public_set, read_rows
 
 CLASSES = ("0", "1", "2", "3", "4")
 SITE = "MedFMC-Retino"
@@ -44,7 +40,7 @@ def _read_published(folder: Path) -> Listing | None:
 
 
 def _read_grades(table: Path) -> Iterator[ImageEntry]:
-    """The image is in the first column and its grade in the last: what they are called was not printed."""
+    """Read the image from the first column and its grade from the last: the columns' names were not published."""
     for where, row in read_rows(table) if table.is_file() else ():
         cells = [*row.values()]
         yield ImageEntry(where, cells[0], cells[-1])

@@ -3,16 +3,22 @@
 Breast Cancer Detection (hayder17, Roboflow Universe): mammograms as the third client of FedCycle's scenario 2.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from polyclinic.data.datasets.base import NamedDataset
-from polyclinic.data.datasets.readers import read_public_set, read_rows
-from polyclinic.data.records import Listing, Record, pseudonymise
-from polyclinic.data.sources.folder import list_images, list_subfolders, parse_part
+from polyclinic.data.datasets.toolkit import (
+    Listing,
+    NamedDataset,
+    Record,
+    has_one_part_per_patient,
+    list_images,
+    list_subfolders,
+    parse_part,
+    pseudonymise,
+    read_public_set,
+    read_rows,
+)
 
 CLASSES = ("normal", "cancer")
 SITE = "Roboflow"
@@ -38,8 +44,7 @@ def _read_published(folder: Path) -> Listing | None:
         Record(path, LABELS.get(label, label), SITE, patient, parse_part(part), where)
         for (part, path, label, where), patient in zip(found, patients, strict=True)
     ]
-    parts = {(record.patient, record.split) for record in records if record.patient}
-    official = len(parts) == len({patient for patient, _ in parts})
+    official = has_one_part_per_patient((record.patient, record.split) for record in records if record.patient)
     return Listing("roboflow_breast", folder, tuple(records), CLASSES, official=official, declared=True)
 
 

@@ -3,13 +3,17 @@
 RSNA screening mammography: two screening programmes, USA and Australia (Carr et al., Kaggle competition, 2022).
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
-from polyclinic.data.datasets.base import NamedDataset
-from polyclinic.data.datasets.readers import find_subfolder, read_public_set, read_rows
-from polyclinic.data.records import Listing, Record, pseudonymise
+from polyclinic.data.datasets.toolkit import (
+    Listing,
+    NamedDataset,
+    Record,
+    find_subfolder,
+    pseudonymise,
+    read_public_set,
+    read_rows,
+)
 
 CLASSES = ("no cancer", "cancer")
 LABELS = {"0": "no cancer", "1": "cancer"}
@@ -26,13 +30,13 @@ def _read_published(folder: Path) -> Listing | None:
     table, store = root / "train.csv", root / "train_images"
     if not (table.is_file() and store.is_dir()):
         return None
-    said = [(where, row) for where, row in read_rows(table) if row.keys() >= COLUMNS]
-    if not said:
+    rows = [(where, row) for where, row in read_rows(table) if row.keys() >= COLUMNS]
+    if not rows:
         return None
-    paths = [store / _parse_number(row["patient_id"]) / _parse_number(row["image_id"]) for _, row in said]
-    # Converted copies are common; one look decides for 54,706 files.
+    paths = [store / _parse_number(row["patient_id"]) / _parse_number(row["image_id"]) for _, row in rows]
+    # Converted copies are common; the first file decides for all 54,706.
     suffix = next((suffix for suffix in SUFFIXES if paths[0].with_suffix(suffix).exists()), SUFFIXES[0])
-    patients = pseudonymise([row["patient_id"] for _, row in said])
+    patients = pseudonymise([row["patient_id"] for _, row in rows])
     records = [
         Record(
             path.with_suffix(suffix),
@@ -41,13 +45,13 @@ def _read_published(folder: Path) -> Listing | None:
             patient,
             where=where,
         )
-        for (where, row), path, patient in zip(said, paths, patients, strict=True)
+        for (where, row), path, patient in zip(rows, paths, patients, strict=True)
     ]
     return Listing("rsna_mammography", root, tuple(records), CLASSES, declared=True)
 
 
 def _parse_number(text: str) -> str:
-    """Patients and images are numbered; anything else could point out of the folder."""
+    """Return the number of a patient or image; any other text could point outside the folder."""
     return text if text.isalnum() else "unnumbered"
 
 

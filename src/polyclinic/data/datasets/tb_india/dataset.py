@@ -3,19 +3,22 @@
 DA and DB: chest X-rays of one institute in New Delhi (Chauhan, Chauhan and Rout, PLoS ONE 9(11), e112980, 2014).
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
-from polyclinic.data.datasets.base import NamedDataset
-from polyclinic.data.datasets.readers import find_subfolder, read_public_set
 from polyclinic.data.datasets.tb_montgomery.dataset import CLASSES
-from polyclinic.data.loading.image_options import ImageOptions
-from polyclinic.data.records import Listing, Record
-from polyclinic.data.sources.folder import SPLITS, is_image
+from polyclinic.data.datasets.toolkit import (
+    SPLITS,
+    ImageOptions,
+    Listing,
+    NamedDataset,
+    Record,
+    find_subfolder,
+    is_image,
+    read_public_set,
+)
 
 SITE = "TB-India"
 COLLECTIONS = {"A": ("DatasetA", "Dataset A", "DA"), "B": ("DatasetB", "Dataset B", "DB")}
@@ -51,8 +54,7 @@ def _list_records(root: Path, letter: str, machines: bool) -> Iterator[Record]:
     for number, path in enumerate(found, start=1):
         split = next((SPLITS[step.lower()] for step in path.parts[len(root.parts) :] if step.lower() in SPLITS), "")
         mark = re.match(r"([np])x?[ _-]?\d", path.name.lower())
-        label = MARKS[mark[1]] if mark else ""
-        yield Record(path, label, site, split=split, where=f"Dataset {letter}, file {number}")
+        yield Record(path, MARKS[mark[1]] if mark else "", site, split=split, where=f"Dataset {letter}, file {number}")
 
 
 DATASET = NamedDataset(

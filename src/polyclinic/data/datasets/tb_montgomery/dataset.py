@@ -3,15 +3,11 @@
 Montgomery County: chest X-rays of a tuberculosis programme (Jaeger et al., Quant. Imaging Med. Surg. 4(6), 2014).
 """
 
-from __future__ import annotations
-
 import re
+from functools import partial
 from pathlib import Path
 
-from polyclinic.data.datasets.base import NamedDataset
-from polyclinic.data.datasets.readers import find_subfolder, read_public_set
-from polyclinic.data.records import Listing, Record
-from polyclinic.data.sources.folder import list_images
+from polyclinic.data.datasets.toolkit import Listing, NamedDataset, Record, find_subfolder, list_images, read_public_set
 
 CLASSES = ("normal", "tuberculosis")
 SITE = "TB-Montgomery"
@@ -22,12 +18,9 @@ OBTAIN = (
 )
 
 
-def _read_published(folder: Path) -> Listing | None:
-    return list_radiographs("tb_montgomery", find_subfolder(folder, "MontgomerySet"), "MCUCXR", SITE)
-
-
-def list_radiographs(name: str, root: Path, prefix: str, site: str) -> Listing | None:
-    """The National Library's layout: CXR_png/PREFIX_0001_0.png, whose last digit is 1 for tuberculosis."""
+def list_radiographs(folder: Path, name: str, subfolder: str, prefix: str, site: str) -> Listing | None:
+    """List the National Library's layout: CXR_png/PREFIX_0001_0.png, whose last digit is 1 for tuberculosis."""
+    root = find_subfolder(folder, subfolder)
     store = root / "CXR_png"
     found = list(list_images(store)) if store.is_dir() else []
     marks = [re.fullmatch(rf"{prefix}_\d+_([01])", path.stem) for path in found]
@@ -40,6 +33,7 @@ def list_radiographs(name: str, root: Path, prefix: str, site: str) -> Listing |
     return Listing(name, root, tuple(records), CLASSES, declared=True, unlisted=unlisted) if records else None
 
 
+_read_published = partial(list_radiographs, name="tb_montgomery", subfolder="MontgomerySet", prefix="MCUCXR", site=SITE)
 DATASET = NamedDataset(
     name="tb_montgomery",
     licence="free for research and education, cite Jaeger et al. 2014 and Candemir et al. 2014",

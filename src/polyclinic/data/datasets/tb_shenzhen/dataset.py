@@ -3,14 +3,10 @@
 Shenzhen: chest X-rays of Shenzhen No. 3 Hospital (Jaeger et al., Quant. Imaging Med. Surg. 4(6), 2014).
 """
 
-from __future__ import annotations
+from functools import partial
 
-from pathlib import Path
-
-from polyclinic.data.datasets.base import NamedDataset
-from polyclinic.data.datasets.readers import find_subfolder, read_public_set
 from polyclinic.data.datasets.tb_montgomery.dataset import CLASSES, list_radiographs
-from polyclinic.data.records import Listing
+from polyclinic.data.datasets.toolkit import NamedDataset, read_public_set
 
 SITE = "TB-Shenzhen"
 OBTAIN = (
@@ -20,10 +16,9 @@ OBTAIN = (
 )
 
 
-def _read_published(folder: Path) -> Listing | None:
-    return list_radiographs("tb_shenzhen", find_subfolder(folder, "ChinaSet_AllFiles"), "CHNCXR", SITE)
-
-
+_read_published = partial(
+    list_radiographs, name="tb_shenzhen", subfolder="ChinaSet_AllFiles", prefix="CHNCXR", site=SITE
+)
 DATASET = NamedDataset(
     name="tb_shenzhen",
     licence="free for research and education, cite Jaeger et al. 2014 and Candemir et al. 2014",

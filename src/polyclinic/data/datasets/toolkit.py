@@ -1,6 +1,4 @@
-"""Functions shared by the public datasets: choosing the layout, refusing another dataset's folder, known duplicates."""
-
-from __future__ import annotations
+"""Everything that the module of a dataset needs: listings, readers of publishers' layouts, and known duplicates."""
 
 import csv
 from collections import defaultdict
@@ -9,10 +7,49 @@ from pathlib import Path
 
 from polyclinic.core import DataError
 from polyclinic.data import NAMED_DATASETS
+from polyclinic.data.datasets.base import Dataset, Download, NamedDataset
 from polyclinic.data.findings import first_places, format_places
-from polyclinic.data.records import Listing, Record
-from polyclinic.data.sources.folder import plain_read_errors
-from polyclinic.data.sources.table import read_table
+from polyclinic.data.loading.image_options import ImageOptions
+from polyclinic.data.records import Listing, Record, pseudonymise
+from polyclinic.data.sources.folder import (
+    SPLITS,
+    Level,
+    is_image,
+    list_images,
+    list_subfolders,
+    parse_part,
+    plain_read_errors,
+    read_folder,
+)
+from polyclinic.data.sources.npz import read_npz
+from polyclinic.data.sources.table import Columns, read_table
+
+__all__ = [
+    "SPLITS",
+    "TABLE",
+    "Columns",
+    "Dataset",
+    "Download",
+    "ImageOptions",
+    "Level",
+    "Listing",
+    "NamedDataset",
+    "Record",
+    "exclude_duplicates",
+    "find_subfolder",
+    "has_one_part_per_patient",
+    "is_image",
+    "list_images",
+    "list_subfolders",
+    "parse_part",
+    "pseudonymise",
+    "read_duplicates",
+    "read_folder",
+    "read_npz",
+    "read_public_set",
+    "read_rows",
+    "read_table",
+]
 
 TABLE = "labels.csv"
 SAME_IMAGE = "the same image as"
@@ -74,15 +111,15 @@ def _suggest_similar_sets(listing: Listing, set_: str) -> str:
     return f"; it looks like {' or '.join(like)}" if like else ""
 
 
-def find_home(folder: Path, *others: str) -> Path:
-    """Return the dataset's folder or, if it does not exist, the first existing sibling with one of these names."""
-    neighbours = (folder.with_name(other) for other in others)
-    return folder if folder.exists() else next((path for path in neighbours if path.exists()), folder)
-
-
 def find_subfolder(folder: Path, *names: str) -> Path:
     """Return the first existing subfolder, else the folder: archives unpack with or without their top-level folder."""
     return next((folder / name for name in names if (folder / name).is_dir()), folder)
+
+
+def has_one_part_per_patient(pairs: Iterable[tuple[str, str]]) -> bool:
+    """Whether no patient is in two parts, given pairs of a patient and a part."""
+    distinct = set(pairs)
+    return len(distinct) == len(dict(distinct))
 
 
 def read_rows(file: Path) -> Iterator[tuple[str, dict[str, str]]]:
@@ -115,8 +152,7 @@ def exclude_duplicates(listing: Listing, groups: Iterable[Sequence[Path]]) -> Li
     positions = {record.path: position for position, record in enumerate(listing.records)}
     reasons: dict[int, str] = {}
     for group in groups:
-        here = sorted(positions[path] for path in group if path in positions)
-        reasons |= _duplicate_reasons(listing.records, here)
+        reasons |= _duplicate_reasons(listing.records, sorted(positions[path] for path in group if path in positions))
     return listing.exclude_records(reasons)
 
 

@@ -1,11 +1,15 @@
-"""Drawing breasts with lesions, many at once. Lengths are shares of the image's height; grey values are about 0..1."""
+"""Drawing breasts with lesions, many at once, and the scanners of different vendors, which give them other grey values.
 
-from __future__ import annotations
+Lengths are relative to the image's height; grey values are about 0 to 1.
+"""
 
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
+from typing import Literal, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 SPICULES = 12
@@ -37,7 +41,7 @@ class Cases:
     def __len__(self) -> int:
         return len(self.lesion)
 
-    def select_rows(self, index: Tensor | slice) -> Cases:
+    def select_rows(self, index: Tensor | slice) -> "Cases":
         return Cases(*(getattr(self, field.name)[index] for field in fields(self)))
 
 
@@ -67,8 +71,7 @@ def spectral_noise(count: int, size: int, exponent: float, generator: torch.Gene
 
 def frequency_grid(size: int) -> Tensor:
     """Cycles per image height, on the grid of `rfft2`."""
-    vertical = torch.fft.fftfreq(size, 1 / size).reshape(-1, 1)
-    return torch.hypot(vertical, torch.fft.rfftfreq(size, 1 / size))
+    return torch.hypot(torch.fft.fftfreq(size, 1 / size).reshape(-1, 1), torch.fft.rfftfreq(size, 1 / size))
 
 
 def _draw_uniform(count: int, columns: int, low: float, high: float, generator: torch.Generator) -> Tensor:
@@ -107,8 +110,7 @@ def _draw_mass(c: Cases, distance: Tensor, angle: Tensor, generator: torch.Gener
     for order in range(2, 7):
         weight, phase = _draw_uniform(len(c), 2, 0.0, 1.0, generator).unbind(1)
         edge += 0.28 * c.malignancy * weight * torch.cos(order * angle + 2 * math.pi * phase)
-    softness = 0.006 + 0.02 * c.malignancy
-    return torch.sigmoid((c.radius * edge - distance) / softness)
+    return torch.sigmoid((c.radius * edge - distance) / (0.006 + 0.02 * c.malignancy))
 
 
 def _draw_spicules(c: Cases, distance: Tensor, dx: Tensor, dy: Tensor, generator: torch.Generator) -> Tensor:
@@ -124,8 +126,7 @@ def _draw_spicules(c: Cases, distance: Tensor, dx: Tensor, dy: Tensor, generator
         profile = (dy * cos - dx * sin).div_(width).square_().clamp_(max=20).neg_().exp_()
         reach = (c.radius * (1.3 + 1.2 * length[:, ray]) - distance).div_(0.02).sigmoid_()
         visible = shown[:, ray] < 1.4 * c.malignancy - 0.4
-        ahead = dx * cos + dy * sin > 0
-        torch.maximum(rays, profile.mul_(reach).mul_(ahead).mul_(visible), out=rays)
+        torch.maximum(rays, profile.mul_(reach).mul_(dx * cos + dy * sin > 0).mul_(visible), out=rays)
     return 0.8 * rays
 
 
@@ -136,5 +137,80 @@ def _draw_calcifications(c: Cases, dx: Tensor, dy: Tensor, generator: torch.Gene
     size = max(0.006, 0.6 / dx.shape[-1])
     columns = torch.exp(-((dx[:, None] - c.radius[:, None] * across) ** 2) / (2 * size**2))
     rows = torch.exp(-((dy[:, None] - c.radius[:, None] * down) ** 2) / (2 * size**2))
-    specks = torch.einsum("nsyi,nsix->nyx", rows, columns)
-    return 0.3 * clustered * specks
+    return 0.3 * clustered * torch.einsum("nsyi,nsix->nyx", rows, columns)
+
+
+class Vendor(NamedTuple):
+    """The response of one scanner. Lengths are relative to the image's height."""
+
+    gamma: float = 1.0
+    slope: float = 0.0
+    """Above 0 an S-shaped film curve, below 0 its inverse, which flattens the middle greys."""
+    window: tuple[float, float] = (0.0, 1.0)
+    """Grey values shown as black and as white."""
+    blur: float = 0.0
+    sharpen: float = 0.0
+    """Strength of unsharp masking."""
+    noise: float = 0.02
+    grain: float = 0.0
+    """Correlation length of the noise."""
+    inverted: bool = False
+    """Raw images ("for processing"), where dense tissue is dark."""
+
+
+VendorName = Literal["selenium", "silicon", "photon-counting", "phosphor-plate", "film"]
+VENDORS: Mapping[VendorName, Vendor] = {
+    "selenium": Vendor(window=(0.0, 0.8), sharpen=0.5, noise=0.015),
+    "silicon": Vendor(gamma=0.55, window=(0.0, 0.9), blur=0.006, noise=0.015, grain=0.008),
+    "photon-counting": Vendor(inverted=True, gamma=1.6, window=(0.0, 0.8), sharpen=1.0, noise=0.02),
+    "phosphor-plate": Vendor(slope=-4.0, window=(-0.2, 0.8), blur=0.010, noise=0.015, grain=0.012),
+    "film": Vendor(slope=6.0, window=(0.0, 0.7), blur=0.008, noise=0.03, grain=0.02),
+}
+
+
+def acquire_images(tissue: Tensor, vendor: Vendor, generator: torch.Generator) -> Tensor:
+    """Return the images that the scanner stores: uint8, n × 1 × height × width."""
+
+    def optics(frequency: Tensor) -> Tensor:
+        unsharp = 1 + vendor.sharpen * (1 - _gaussian_response(frequency, 0.03))
+        return _gaussian_response(frequency, vendor.blur) * unsharp
+
+    image = _apply_filter(tissue, optics) + vendor.noise * _draw_grain(tissue.shape, vendor.grain, generator)
+    low, high = vendor.window
+    shown = ((image - low) / (high - low)).clamp(0, 1)
+    grey = _apply_curve(1 - shown if vendor.inverted else shown, vendor)
+    return (255 * grey).round().to(torch.uint8)[:, None]
+
+
+def _gaussian_response(frequency: Tensor, length: float) -> Tensor:
+    return torch.exp(-2 * (math.pi * frequency * length) ** 2)
+
+
+def _apply_filter(image: Tensor, response: Callable[[Tensor], Tensor]) -> Tensor:
+    """Filtered in the frequency domain, mirrored at the borders so that they do not see the opposite side."""
+    size = image.shape[-1]
+    margin = size // 8
+    padded = F.pad(image, (margin,) * 4, mode="reflect")
+    whole = size + 2 * margin
+    frequency = frequency_grid(whole) * (size / whole)
+    filtered: Tensor = torch.fft.irfft2(torch.fft.rfft2(padded) * response(frequency), s=(whole, whole))
+    return filtered[:, margin:-margin, margin:-margin]
+
+
+def _draw_grain(shape: torch.Size, length: float, generator: torch.Generator) -> Tensor:
+    """Noise of unit variance, whatever its correlation length."""
+    noise = torch.randn(shape, generator=generator)
+    if length:
+        noise = _apply_filter(noise, lambda frequency: _gaussian_response(frequency, length))
+    return noise / noise.std()
+
+
+def _apply_curve(image: Tensor, vendor: Vendor) -> Tensor:
+    image = image**vendor.gamma
+    if vendor.slope == 0:
+        return image
+    steep = abs(vendor.slope)
+    edge = 1 / (1 + math.exp(steep / 2))
+    if vendor.slope > 0:
+        return (torch.sigmoid(steep * (image - 0.5)) - edge) / (1 - 2 * edge)
+    return torch.logit(edge + (1 - 2 * edge) * image) / steep + 0.5

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from polyclinic.core.rng import Stream
-from polyclinic.data.loading.duplicate_merging import merge_patients
+from polyclinic.data.quality.near_duplicates import merge_patients
 
 
 def pictures(count: int) -> torch.Tensor:
