@@ -31,7 +31,7 @@ from polyclinic.algorithms.optimisation.fedavg import FedAvg
 from polyclinic.core.flat_tensors import contiguous_vector
 from polyclinic.core.jobs import Failure, Federation
 from polyclinic.core.types import Bundle
-from polyclinic.federation.rounds import Progress, Rounds, Rules
+from polyclinic.federation.rounds import Progress, RoundOptions, Rounds
 from polyclinic.storage import messages
 from polyclinic.storage.journal import RamJournal
 
@@ -88,7 +88,7 @@ def a_round(updates: int, parameters: int = PARAMETERS) -> Callable[[], dict[str
         messages.encode({}, model(0.0, parameters))
     ).tensors  # side by side, as after every round but one
     sites = {f"site-{i}": 10 for i in range(updates)}
-    loop = Rounds(Federation(("a", "b"), sites, state), FedAvg(), engine, Rules(rounds=1), RamJournal())
+    loop = Rounds(Federation(("a", "b"), sites, state), FedAvg(), engine, RoundOptions(rounds=1), RamJournal())
 
     def play() -> dict[str, Any]:
         baseline, began = peak_bytes(), time.process_time()

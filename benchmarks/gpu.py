@@ -33,7 +33,7 @@ from polyclinic.core.rng import Stream
 from polyclinic.core.types import Bundle, Precision
 from polyclinic.data.examples import Images, Selection, SiteData
 from polyclinic.federation.engines.stacked import Compile
-from polyclinic.federation.rounds import Rounds, Rules
+from polyclinic.federation.rounds import RoundOptions, Rounds
 from polyclinic.federation.site_runner import SiteRunner
 from polyclinic.models import build_model
 from polyclinic.runs.engines.choice import make_engine
@@ -99,7 +99,7 @@ class Bench:
         federation = Federation(
             tuple("0123456789"), {n: len(s.train) for n, s in sites.items()}, copy_module_weights(module)
         )
-        rules = Rules(rounds=rounds, cohort=cohort, evaluate_every=0)
+        rules = RoundOptions(rounds=rounds, cohort=cohort, evaluate_every=0)
         taken: list[float] = []
 
         def watch(event: str, found: Any) -> None:
@@ -261,7 +261,11 @@ class Bench:
         )
         with tempfile.TemporaryDirectory() as folder:
             driver = make_engine(engine, runners, 0, 1)
-            return Rounds(federation, algorithm, driver, Rules(rounds=2), FolderJournal(Path(folder))).play_all().state
+            return (
+                Rounds(federation, algorithm, driver, RoundOptions(rounds=2), FolderJournal(Path(folder)))
+                .play_all()
+                .state
+            )
 
     def feed(self) -> list[Row]:
         each, size, batch = (16, 64, 8) if self.small else (640, 224, 64)

@@ -39,7 +39,7 @@ from polyclinic.core.rng import Stream
 from polyclinic.core.types import Bundle, Tensors
 from polyclinic.data.examples import Images, SiteData
 from polyclinic.federation.engines.local import keep_freed_memory
-from polyclinic.federation.rounds import Rounds, Rules, Watch, draw_cohort
+from polyclinic.federation.rounds import RoundOptions, Rounds, Watch, draw_cohort
 from polyclinic.federation.site_runner import SiteRunner
 from polyclinic.models import build_model
 from polyclinic.models.classifier import Classifier
@@ -122,7 +122,7 @@ def federated(
     federation = Federation(
         tuple("0123456789"), {n: len(s.train) for n, s in sites.items()}, copy_module_weights(module)
     )
-    rules = Rules(rounds=work.rounds, cohort=work.cohort, evaluate_every=0)
+    rules = RoundOptions(rounds=work.rounds, cohort=work.cohort, evaluate_every=0)
 
     def play() -> Bundle:
         engine = make_engine("local", runners, workers, 1)
@@ -140,7 +140,7 @@ def our_order(work: Workload) -> Draw:
     """The very batches that `ours` takes."""
 
     def draw(name: str, round: int, labels: Tensor) -> Iterable[Tensor]:
-        steps = iterate_steps(labels, training(work), Stream(Rules(rounds=1).seed, ("site", name)), round, False)
+        steps = iterate_steps(labels, training(work), Stream(RoundOptions(rounds=1).seed, ("site", name)), round, False)
         return [index for _, micro in steps for index in micro]
 
     return draw
@@ -149,7 +149,7 @@ def our_order(work: Workload) -> Draw:
 def bare(work: Workload, sites: dict[str, SiteData], module: Classifier, draw: Draw) -> Callable[[], Tensors]:
     """The same steps as most people would write them: load, train, add up, divide."""
     start = {name: tensor.clone() for name, tensor in module.state_dict().items()}
-    rules = Rules(rounds=work.rounds, cohort=work.cohort)
+    rules = RoundOptions(rounds=work.rounds, cohort=work.cohort)
 
     def play() -> Tensors:
         weights = start

@@ -14,7 +14,7 @@ from polyclinic.core.options import Optimiser, Training
 from polyclinic.core.rng import Stream
 from polyclinic.data.examples import Images, SiteData
 from polyclinic.federation.engines.local import LocalEngine
-from polyclinic.federation.rounds import Rounds, Rules
+from polyclinic.federation.rounds import RoundOptions, Rounds
 from polyclinic.federation.site_runner import SiteRunner
 from polyclinic.models import build_model
 from polyclinic.models.classifier import Classifier
@@ -48,7 +48,7 @@ def main() -> None:
     federation = Federation(
         tuple("0123456789"), {n: len(s.train) for n, s in data.items()}, copy_module_weights(module)
     )
-    rules = Rules(rounds=task.rounds, cohort=task.work.cohort, evaluate_every=0)
+    rules = RoundOptions(rounds=task.rounds, cohort=task.work.cohort, evaluate_every=0)
     rounds = Rounds(federation, algorithm, LocalEngine(runners), rules, Reporting(task.folder / "run"))
     weights = rounds.play_all().state["model"]
     keep((weights[name] for name, _ in module.named_parameters()), task.folder)

@@ -26,7 +26,7 @@ from polyclinic.core.types import Bundle, SiteId
 from polyclinic.federation.engines import Engine
 from polyclinic.federation.engines.local import LocalEngine, call_or_failure
 from polyclinic.federation.engines.mock import MockEngine
-from polyclinic.federation.rounds import Outcome, Rounds, Rules
+from polyclinic.federation.rounds import Outcome, RoundOptions, Rounds
 from polyclinic.federation.site_runner import SiteRunner
 from polyclinic.models import build_model
 from polyclinic.runs.engines.choice import choose_engine
@@ -92,7 +92,7 @@ class Stage:
 
     def rounds(self, engine: Engine, count: int, **rules: Any) -> Rounds:
         return Rounds(
-            self.federation, self.algorithm, engine, Rules(count, **{"evaluate_every": 0, **rules}), self.journal
+            self.federation, self.algorithm, engine, RoundOptions(count, **{"evaluate_every": 0, **rules}), self.journal
         )
 
 

@@ -19,7 +19,7 @@ from polyclinic.core.types import Bundle, Tensors
 from polyclinic.data.examples import Images
 from polyclinic.models import build_model
 from polyclinic.models.group_norm import replace_batch_norm
-from polyclinic.privacy.transforms.base import Stage
+from polyclinic.privacy.transforms.base import UpdateTransform
 from polyclinic.runs.experiment import run
 from polyclinic.storage import messages as wire
 from polyclinic.training.network import copy_module_weights, normalisation_names
@@ -149,7 +149,7 @@ def test_a_sites_normalisation_is_what_it_has_by_itself_given_the_shared_weights
 
 
 @pytest.mark.parametrize("stages", STAGES.values(), ids=STAGES)
-def test_no_byte_of_a_normalisation_layer_leaves_a_site(stages: list[Stage]) -> None:
+def test_no_byte_of_a_normalisation_layer_leaves_a_site(stages: list[UpdateTransform]) -> None:
     messages, remembered, _ = crossing(FedBN(SGD), stages)
     assert (len(messages), len(remembered)) == (2 * (3 + 1), 2 * 3)
     own = [group for memory in remembered for group in memory.values()]

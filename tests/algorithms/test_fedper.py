@@ -16,9 +16,9 @@ from polyclinic.core.options import Optimiser, Training
 from polyclinic.core.types import Bundle, SiteId, Tensors
 from polyclinic.data.examples import Images
 from polyclinic.federation.engines.mock import MockEngine
-from polyclinic.federation.rounds import Rounds, Rules
+from polyclinic.federation.rounds import RoundOptions, Rounds
 from polyclinic.federation.site_runner import SiteRunner
-from polyclinic.privacy.transforms.base import Stage
+from polyclinic.privacy.transforms.base import UpdateTransform
 from polyclinic.privacy.transforms.bit_packing import packed_size
 from polyclinic.privacy.transforms.clip import Clip
 from polyclinic.privacy.transforms.noise import Noise
@@ -120,7 +120,7 @@ class Diary(RamMemory):
         super().save(site, round, memory, durable)
 
 
-def crossing(algorithm: Algorithm, stages: Sequence[Stage]) -> tuple[list[bytes], list[Bundle], Bundle]:
+def crossing(algorithm: Algorithm, stages: Sequence[UpdateTransform]) -> tuple[list[bytes], list[Bundle], Bundle]:
     """Every byte that leaves sites in three rounds and their evaluation; what they remembered; the last state."""
     network, diary, crossed = small(), Diary(), list[bytes]()
     known, sites = federation(algorithm, clinics(12, 9), network)
@@ -130,7 +130,7 @@ def crossing(algorithm: Algorithm, stages: Sequence[Stage]) -> tuple[list[bytes]
         crossed.append(runners[site].answer(message))
         return crossed[-1]
 
-    rounds = Rounds(known, algorithm, MockEngine(answer), Rules(3), RamJournal(), transforms=stages)
+    rounds = Rounds(known, algorithm, MockEngine(answer), RoundOptions(3), RamJournal(), transforms=stages)
     outcome = rounds.play_all()
     rounds.collect_predictions(outcome, ["train", "validation", "test"])
     return crossed, diary.all, outcome.state
@@ -143,7 +143,7 @@ def traces(tensors: Tensors) -> Iterator[bytes]:
         yield from (row.contiguous().numpy().tobytes() for row in rows)
 
 
-STAGES: dict[str, list[Stage]] = {
+STAGES: dict[str, list[UpdateTransform]] = {
     "as they are": [],
     "clipped, noised and quantised": [Clip(0.5, noise=0.01), Noise(0.01), Quantise(bits=6)],
 }
@@ -155,7 +155,7 @@ STAGES: dict[str, list[Stage]] = {
     [FedPer(SGD), PFedCDP(SGD), PFedCDP(SGD, variant="paper", threshold=1e-4)],
     ids=["fedper", "pfedcdp", "pfedcdp as printed"],
 )
-def test_no_byte_of_a_head_leaves_a_site(algorithm: Algorithm, stages: list[Stage]) -> None:
+def test_no_byte_of_a_head_leaves_a_site(algorithm: Algorithm, stages: list[UpdateTransform]) -> None:
     messages, remembered, state = crossing(algorithm, stages)
     assert (len(messages), len(remembered)) == (2 * (3 + 1), 2 * 3)
     first, size = copy_module_weights(small().module), sum(t.numel() for t in state["model"].values())

@@ -34,7 +34,7 @@ from polyclinic.experiments.compare import compare
 from polyclinic.federation.engines.mock import MockEngine
 from polyclinic.federation.rounds import Rounds
 from polyclinic.federation.site_runner import SiteRunner
-from polyclinic.runs.assemble import rules_of
+from polyclinic.runs.assemble import round_options
 from polyclinic.runs.experiment import Experiment, run
 from polyclinic.storage.journal import FolderJournal
 from polyclinic.storage.site_memory import DiskMemory
@@ -167,7 +167,7 @@ def test_the_wire_carries_no_name(rows: Rows, tmp_path: Path) -> None:
 
     journal = FolderJournal(tmp_path / "journal")
     rounds = Rounds(
-        made.setup.federation, made.setup.algorithm, MockEngine(answer), rules_of(recipe(), made.run_id()), journal
+        made.setup.federation, made.setup.algorithm, MockEngine(answer), round_options(recipe(), made.run_id()), journal
     )
     rounds.collect_predictions(rounds.play_all(), ["train", "validation", "test"])
     assert len(crossed) == 2 * 3 * 3, "three sites, two rounds and the predictions, there and back"

@@ -22,7 +22,7 @@ from polyclinic.deploy.site.message_handler import SiteMessageHandler
 from polyclinic.federation.engines.mock import MockEngine
 from polyclinic.federation.privacy_budget import PrivacyBudget
 from polyclinic.federation.rounds import Outcome, Rounds
-from polyclinic.runs.assemble import rules_of
+from polyclinic.runs.assemble import round_options
 from polyclinic.runs.experiment import Experiment
 from polyclinic.runs.sites import FederatedDataset, load_sites
 from polyclinic.storage import messages
@@ -155,7 +155,7 @@ def loop(made: Experiment, crossing: Crossing) -> Rounds:
     """The server's rounds, with desks for sites."""
     plan = made.setup.plan
     guard = PrivacyBudget(plan, made.secret.child("server")) if plan else None
-    rules, engine = rules_of(made.recipe, made.run_id()), MockEngine(crossing.answer)
+    rules, engine = round_options(made.recipe, made.run_id()), MockEngine(crossing.answer)
     return Rounds(
         made.setup.federation,
         made.setup.algorithm,

@@ -14,7 +14,7 @@ from polyclinic.deploy.serve import run_deployed
 from polyclinic.federation.engines import RemoteExecution
 from polyclinic.federation.engines.mock import MockEngine
 from polyclinic.federation.rounds import Watch
-from polyclinic.privacy.plan import largest_groups
+from polyclinic.privacy.plan import max_images_per_patient
 from polyclinic.runs.remote_sites import RemoteSites, SiteProfile, find_misfits
 from polyclinic.storage import messages
 from polyclinic.storage.run_folder import RunFolder
@@ -49,9 +49,9 @@ def test_stand_ins_have_the_sizes_and_the_largest_patients_that_sites_said() -> 
         }
     ).sites
     assert [len(site["harbour"].train), len(site["harbour"].validation), len(site["harbour"].test)] == [12, 4, 5]
-    assert largest_groups(site["harbour"].train.patients) == 4
-    assert largest_groups(site["harbour"].validation.patients) == 2
-    assert largest_groups(site["hill"].train.patients) == 1
+    assert max_images_per_patient(site["harbour"].train.patients) == 4
+    assert max_images_per_patient(site["harbour"].validation.patients) == 2
+    assert max_images_per_patient(site["hill"].train.patients) == 1
     assert len(site["harbour"].train.patients or ()) == 12
     with pytest.raises(EngineError, match="never leave it"):
         _ = site["harbour"].train.labels

@@ -14,14 +14,14 @@ from polyclinic.algorithms.optimisation.fedavg import FedAvg
 from polyclinic.core.options import Optimiser, Training
 from polyclinic.federation.engines.mock import MockEngine
 from polyclinic.federation.round_log import RoundLog, mean_report
-from polyclinic.federation.rounds import Outcome, Rounds, Rules
+from polyclinic.federation.rounds import Outcome, RoundOptions, Rounds
 from polyclinic.federation.schedules import EarlyStop, Schedule
 from polyclinic.storage.journal import FolderJournal
 from tests.federation.test_schedules import Scripted
 from tests.laws.bench import clinics, federation, small
 
 
-def play(scripted: Scripted, folder: Path, rules: Rules, stop_at: int | None = None) -> Outcome:
+def play(scripted: Scripted, folder: Path, rules: RoundOptions, stop_at: int | None = None) -> Outcome:
     """Play what is left of the script; `stop_at`: the round in which the process ends."""
     algorithm = FedAvg(Training(Optimiser(lr=0.1)))
     known, _ = federation(algorithm, clinics(12, 7), small())
@@ -47,7 +47,7 @@ def test_plateau_and_early_stop_go_on_where_they_were(
     losses: list[float], stop_at: int, plateau: int, early: int
 ) -> None:
     schedule = Schedule("plateau", patience=plateau, factor=0.5)
-    rules = Rules(len(losses), schedule=schedule, early_stop=EarlyStop(early))
+    rules = RoundOptions(len(losses), schedule=schedule, early_stop=EarlyStop(early))
     whole, cut = Scripted(losses), Scripted(losses)
     with tempfile.TemporaryDirectory() as place:
         expected = play(whole, Path(place) / "whole", rules)

@@ -17,7 +17,7 @@ from polyclinic.algorithms.optimisation.fedavg import FedAvg
 from polyclinic.core.options import Optimiser, Training
 from polyclinic.core.types import SiteId
 from polyclinic.federation.engines.mock import MockEngine
-from polyclinic.federation.rounds import Outcome, Progress, Rounds, Rules, draw_cohort
+from polyclinic.federation.rounds import Outcome, Progress, RoundOptions, Rounds, draw_cohort
 from polyclinic.federation.schedules import EarlyStop, Schedule
 from polyclinic.storage import messages
 from polyclinic.storage.journal import RamJournal
@@ -47,7 +47,7 @@ class Scripted:
         algorithm = FedAvg(Training(Optimiser(lr=LR)))
         known, _ = federation(algorithm, clinics(12, 7), small())
         engine = MockEngine(self.answer)
-        return Rounds(known, algorithm, engine, Rules(len(self.script), **rules), RamJournal()).play_all()
+        return Rounds(known, algorithm, engine, RoundOptions(len(self.script), **rules), RamJournal()).play_all()
 
 
 def a_rate() -> torch.optim.Optimizer:
@@ -131,7 +131,7 @@ def test_progress_survives_json() -> None:
 def test_a_cohort_has_no_repeats_keeps_the_order_and_comes_from_the_seed(
     seed: int, count: int, cohort: int, round: int
 ) -> None:
-    sites, rules = [f"s{n}" for n in range(count)], Rules(1, seed=seed, cohort=cohort)
+    sites, rules = [f"s{n}" for n in range(count)], RoundOptions(1, seed=seed, cohort=cohort)
     drawn = draw_cohort(sites, rules, round)
     assert len(set(drawn)) == len(drawn) == min(count, cohort)
     assert drawn == sorted(drawn, key=sites.index)
@@ -141,7 +141,7 @@ def test_a_cohort_has_no_repeats_keeps_the_order_and_comes_from_the_seed(
 def test_every_cohort_is_equally_likely() -> None:
     """χ² over all 20 choices of three sites of six; the seed is fixed, so this cannot fail by chance twice."""
     sites = list("abcdef")
-    counts = Counter(tuple(draw_cohort(sites, Rules(1, seed=1, cohort=3), round)) for round in range(1, 3001))
+    counts = Counter(tuple(draw_cohort(sites, RoundOptions(1, seed=1, cohort=3), round)) for round in range(1, 3001))
     observed = [counts[chosen] for chosen in combinations(sites, 3)]
     assert sum(observed) == 3000
     assert stats.chisquare(observed).pvalue > 1e-3
@@ -149,5 +149,5 @@ def test_every_cohort_is_equally_likely() -> None:
 
 def test_cohorts_change_with_round_and_seed() -> None:
     sites = [f"s{n}" for n in range(30)]
-    drawn = [tuple(draw_cohort(sites, Rules(1, seed=s, cohort=10), r)) for s in range(5) for r in range(1, 6)]
+    drawn = [tuple(draw_cohort(sites, RoundOptions(1, seed=s, cohort=10), r)) for s in range(5) for r in range(1, 6)]
     assert len(set(drawn)) == 25

@@ -21,7 +21,7 @@ from polyclinic.data.examples import Images, SiteData
 from polyclinic.evaluation.rows import Row
 from polyclinic.federation.engines import Answer, Engine
 from polyclinic.federation.engines.local import LocalEngine
-from polyclinic.federation.rounds import Outcome, Rounds, Rules
+from polyclinic.federation.rounds import Outcome, RoundOptions, Rounds
 from polyclinic.federation.site_runner import SiteRunner
 from polyclinic.models.classifier import Classifier
 from polyclinic.runs.experiment import pool_sites
@@ -175,7 +175,7 @@ def play(
     memory, journal = RamMemory(), RamJournal()
     runners = {name: SiteRunner(name, held, algorithm, network, memory) for name, held in everyone.items()}
     engine = wrap(LocalEngine(runners))
-    loop = Rounds(known, algorithm, engine, Rules(rounds, **{"evaluate_every": 0, **rules}), journal)
+    loop = Rounds(known, algorithm, engine, RoundOptions(rounds, **{"evaluate_every": 0, **rules}), journal)
     outcome = loop.play_all()
     network.load_weights(known.initial)
     return Played(outcome, journal, memory, loop)

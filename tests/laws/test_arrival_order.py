@@ -14,7 +14,7 @@ from polyclinic.core.jobs import Update
 from polyclinic.core.options import Optimiser, Training
 from polyclinic.core.types import SiteId
 from polyclinic.federation.engines.mock import MockEngine
-from polyclinic.federation.rounds import Rounds, Rules
+from polyclinic.federation.rounds import RoundOptions, Rounds
 from polyclinic.federation.site_runner import SiteRunner
 from polyclinic.storage import messages as wire
 from polyclinic.storage.journal import RamJournal
@@ -41,7 +41,7 @@ class Replay:
     def play(self, arrival: Sequence[int] | None, rounds: int = 2) -> str:
         engine = MockEngine(self.answer, arrival)
         return wire.hash_tensors(
-            Rounds(self.federation, self.algorithm, engine, Rules(rounds), RamJournal()).play_all().state
+            Rounds(self.federation, self.algorithm, engine, RoundOptions(rounds), RamJournal()).play_all().state
         )
 
 

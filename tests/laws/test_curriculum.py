@@ -155,7 +155,7 @@ class Bench:
 
     def weights(self) -> Tensor | None:
         (job,) = (job for job in self.jobs if isinstance(job, Fit))
-        return job.order[0]
+        return job.sampling_weights[0]
 
     def weighs(self) -> list[float]:
         found = self.weights()
@@ -332,7 +332,7 @@ def test_an_epoch_of_several_rounds_keeps_the_order_it_began_with(kind: Any, ove
             assert len(epoch) == copies
             assert set(epoch) == set(range(len(labels)))
             assert oversample or len(set(epoch)) == len(epoch)
-        orders = [job.order for _, job in noted.seen[name]]
+        orders = [job.sampling_weights for _, job in noted.seen[name]]
         changed += sum(a is not None and b is not None and not torch.equal(a, b) for a, b in orders)
     assert changed, "an epoch went on in its order while the scores had changed"
     stacked = play(replace(noted, seen={}), sites, small(), 16, on_the_stack())
@@ -356,7 +356,7 @@ def test_a_private_step_takes_no_order() -> None:
         site.network.copy_weights(),
         task_loss,
         Training(private=Private(1.0, 1.0)),
-        order=(torch.ones(4, dtype=torch.float64), None),
+        sampling_weights=(torch.ones(4, dtype=torch.float64), None),
     )
     with pytest.raises(RecipeError, match=r"training\.curriculum uses images outside the steps"):
         fit(job, site.network, site.data, Site("only", 4, 1, 1, 0.1), Stream(0), Stream(1))

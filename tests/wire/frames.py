@@ -18,7 +18,7 @@ from polyclinic.core.rng import Stream
 from polyclinic.core.types import Bundle, SiteId
 from polyclinic.federation import update_check
 from polyclinic.federation.engines.mock import MockEngine
-from polyclinic.federation.rounds import Outcome, Rounds, Rules
+from polyclinic.federation.rounds import Outcome, RoundOptions, Rounds
 from polyclinic.storage import messages
 from polyclinic.storage.journal import RamJournal
 from tests.laws.bench import as_json
@@ -113,7 +113,7 @@ def body_of(table: bytes | Mapping[str, Any], raw: bytes, shift: int = 0) -> byt
 
 def played(answer: Answer, sites: Mapping[SiteId, int] = REGISTERED, **options: Any) -> tuple[Outcome, RamJournal]:
     """One round (or more) among sites that answer by script, under the real round loop."""
-    rules = Rules(**{"rounds": 1, "run": RUN, **options.pop("rules", {})})
+    rules = RoundOptions(**{"rounds": 1, "run": RUN, **options.pop("rules", {})})
     algorithm: Algorithm = options.pop("algorithm", FedAvg())
     journal = RamJournal()
     rounds = Rounds(federation(sites), algorithm, MockEngine(answer, **options), rules, journal)

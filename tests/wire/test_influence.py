@@ -24,7 +24,7 @@ from polyclinic.core.options import Optimiser, Training
 from polyclinic.core.rng import Stream
 from polyclinic.core.types import SiteId
 from polyclinic.federation.engines.mock import MockEngine
-from polyclinic.federation.rounds import Rounds, Rules
+from polyclinic.federation.rounds import RoundOptions, Rounds
 from polyclinic.storage import messages
 from polyclinic.storage.journal import RamJournal
 from polyclinic.training.data_order import draw_epoch_batches
@@ -54,7 +54,9 @@ def influence(
         return messages.encode(fields, {"model": {"w": unit}})
 
     method = algorithm or FedAvg()
-    rounds = Rounds(Federation(("a", "b"), sites, start), method, MockEngine(answer), Rules(rounds=1), RamJournal())
+    rounds = Rounds(
+        Federation(("a", "b"), sites, start), method, MockEngine(answer), RoundOptions(rounds=1), RamJournal()
+    )
     return [float(v) for v in rounds.play_all().state["model"]["w"]]
 
 

@@ -11,7 +11,7 @@ from polyclinic.algorithms.optimisation.fedavg import FedAvg
 from polyclinic.core.errors import Refused, RoundFailed
 from polyclinic.core.types import SiteId, Tensors
 from polyclinic.federation.engines.mock import MockEngine
-from polyclinic.federation.rounds import Outcome, Rounds, Rules
+from polyclinic.federation.rounds import Outcome, RoundOptions, Rounds
 from polyclinic.federation.update_check import split_predictions
 from polyclinic.storage import messages
 from polyclinic.storage.journal import RamJournal
@@ -31,7 +31,7 @@ def predictions(rows: int = 5) -> Tensors:
 
 def evaluated(answer: Callable[[SiteId], bytes]) -> dict[SiteId, dict[str, Tensors]]:
     engine = MockEngine(lambda site, data: answer(site))
-    rounds = Rounds(federation(), FedAvg(), engine, Rules(rounds=ROUND - 1, run=RUN), RamJournal())
+    rounds = Rounds(federation(), FedAvg(), engine, RoundOptions(rounds=ROUND - 1, run=RUN), RamJournal())
     return rounds.collect_predictions(Outcome(start(), ROUND - 1, False), ["test"])
 
 

@@ -44,7 +44,7 @@ from polyclinic.federation.schedules import EarlyStop, Schedule
 from polyclinic.models import MODELS
 from polyclinic.privacy.plan import PrivacyConfig
 from polyclinic.privacy.transforms import STAGES
-from polyclinic.privacy.transforms.base import Stage
+from polyclinic.privacy.transforms.base import UpdateTransform
 from polyclinic.training.rules import check_training
 
 FINISHES = {"refine": RefinementOptions(), "feddf": FEDDF}
@@ -255,7 +255,7 @@ class Recipe(ClosedSection):
         """The lowest score of each cluster, from most to least capable."""
         return {name: section.min_score for name, section in self.clusters.items()}
 
-    def build_stages(self) -> list[Stage]:
+    def build_stages(self) -> list[UpdateTransform]:
         names = [section.name for section in self.stages]
         for name in (name for name in names if names.count(name) > 1):
             raise RecipeError(f"stages: {name} is listed twice; list it once")

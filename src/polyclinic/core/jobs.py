@@ -41,7 +41,7 @@ class Fit:
     """The state of the optimiser to continue with (from `Fitted.optimiser_state`); None: a new optimiser."""
     full_batch: bool = False
     """Whether to take one step per epoch on the gradient over all examples, accumulated in batches."""
-    order: tuple[Tensor | None, Tensor | None] = (None, None)
+    sampling_weights: tuple[Tensor | None, Tensor | None] = (None, None)
     """The examples' sampling weights for epochs that begin in this round, and for one that began earlier."""
 
     @property

@@ -22,9 +22,9 @@ from polyclinic.reporting.formatting import format_count
 from polyclinic.storage.files import explain_os_errors
 from polyclinic.storage.run_folder import DEEPEST, MOST_RUNS, PATIENCE, RunFolder, State, find_runs
 
-FRESH = 0.5
+CACHE_SECONDS = 0.5
 """Seconds for which one reading serves every request."""
-GIVE = "give the folder that `polyclinic run` or `polyclinic compare` writes to"
+FOLDER_HINT = "give the folder that `polyclinic run` or `polyclinic compare` writes to"
 
 
 @dataclass(frozen=True, eq=False)
@@ -172,11 +172,11 @@ class Follower:
 
     def __init__(self, folder: Path) -> None:
         if not folder.is_dir():
-            raise StoreError(f"there is no folder {folder}; {GIVE}")
-        with explain_os_errors(folder, "read", GIVE):
+            raise StoreError(f"there is no folder {folder}; {FOLDER_HINT}")
+        with explain_os_errors(folder, "read", FOLDER_HINT):
             empty = not any(folder.iterdir())
         if not empty and not any(find_runs(folder, DEEPEST)) and not any(find_plans(folder)):
-            raise StoreError(f"{folder} holds no run (recipe.yaml is missing); {GIVE}")
+            raise StoreError(f"{folder} holds no run (recipe.yaml is missing); {FOLDER_HINT}")
         self.folder = folder.resolve()
         self._spent, self._lock = SpentSoFar(), threading.Lock()
         self._folders: dict[Path, RunFolder] = {}
@@ -189,7 +189,7 @@ class Follower:
         with self._lock:
             if self._seen is None or time.monotonic() > self._until:
                 self._seen = self._read_folder()
-                self._until = time.monotonic() + FRESH
+                self._until = time.monotonic() + CACHE_SECONDS
             return self._seen
 
     def _read_folder(self) -> PageState:

@@ -48,7 +48,7 @@ from polyclinic.federation.round_log import (
 from polyclinic.federation.schedules import EarlyStop, Schedule
 from polyclinic.federation.server_state import canonical_layout, check_not_mutated, device_of, version_counters
 from polyclinic.federation.update_check import ExpectedUpdate, check_address, check_update, split_predictions
-from polyclinic.privacy.transforms.base import Stage
+from polyclinic.privacy.transforms.base import UpdateTransform
 from polyclinic.storage import messages
 from polyclinic.storage.journal import Journal
 from polyclinic.training.network import move_bundle
@@ -64,7 +64,7 @@ LOWER_IS_BETTER = ("loss", "ece")
 
 
 @dataclass(frozen=True)
-class Rules:
+class RoundOptions:
     """How a run proceeds, whatever the algorithm and the engine."""
 
     rounds: int
@@ -140,7 +140,7 @@ def _drain(updates: list[Update]) -> Iterator[Update]:
         yield updates.pop(0)
 
 
-def draw_cohort(sites: Sequence[SiteId], rules: Rules, round: int) -> list[SiteId]:
+def draw_cohort(sites: Sequence[SiteId], rules: RoundOptions, round: int) -> list[SiteId]:
     """Return the sites of a round, drawn from a public stream, in the federation's order."""
     if rules.cohort is None or rules.cohort >= len(sites):
         return list(sites)
@@ -160,11 +160,11 @@ class Rounds:
         federation: Federation,
         algorithm: Algorithm,
         engine: Engine,
-        rules: Rules,
+        rules: RoundOptions,
         journal: Journal,
         watch: Watch = lambda *_: None,
         evaluate_held_out: HeldOutEvaluation | None = None,
-        transforms: Sequence[Stage] = (),
+        transforms: Sequence[UpdateTransform] = (),
         budget: PrivacyBudget | None = None,
         server_trainer: ServerStep | None = None,
     ) -> None:
@@ -394,7 +394,7 @@ class Rounds:
         return found
 
 
-def advance_progress(progress: Progress, log: RoundLog, rules: Rules) -> Progress:
+def advance_progress(progress: Progress, log: RoundLog, rules: RoundOptions) -> Progress:
     """Return the progress after a round: schedule and early stopping follow the metrics that the sites reported."""
     loss = mean_report(log, "loss")
     if loss is not None:

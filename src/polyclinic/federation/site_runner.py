@@ -40,7 +40,7 @@ from polyclinic.evaluation.metrics import finite_or_none, measure
 from polyclinic.federation.site_limits import SitePrivacyLimits, limit_to_plan
 from polyclinic.federation.update_check import ReportRow, read_scalars
 from polyclinic.privacy.releases import release_metrics
-from polyclinic.privacy.transforms.base import Stage
+from polyclinic.privacy.transforms.base import UpdateTransform
 from polyclinic.storage import messages
 from polyclinic.storage.site_memory import SiteMemory
 from polyclinic.training.fit import MultiSiteFit, fit, score
@@ -74,7 +74,7 @@ class SiteRunner:
         algorithm: Algorithm,
         network: LiveNetwork | Mapping[str, LiveNetwork],
         memory: SiteMemory,
-        transforms: Sequence[Stage] = (),
+        transforms: Sequence[UpdateTransform] = (),
         limits: SitePrivacyLimits | None = None,
     ) -> None:
         self.name, self.images, self.algorithm = name, images, algorithm

@@ -16,7 +16,7 @@ import torch
 
 from polyclinic.core import Bundle, FlatTensors, Refused, SiteId, Tensors, Update, l2_distance
 from polyclinic.evaluation.metrics import METRICS
-from polyclinic.privacy.transforms.base import Stage
+from polyclinic.privacy.transforms.base import UpdateTransform
 from polyclinic.storage.messages import Message, decode, format_untrusted
 
 ReportRow: TypeAlias = Mapping[str, Any]
@@ -73,7 +73,7 @@ class CheckedUpdate:
 def check_update(
     reply: bytes | Message,
     expected: ExpectedUpdate,
-    transforms: Sequence[Stage] = (),
+    transforms: Sequence[UpdateTransform] = (),
     algorithm_check: Callable[[Update], None] = lambda _: None,
 ) -> CheckedUpdate:
     """Decode a site's reply, undo the `transforms` (last first) and check everything about it; raises `Refused`."""

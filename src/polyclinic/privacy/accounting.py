@@ -26,7 +26,7 @@ SMALLEST_NOISE, LARGEST_NOISE = 0.01, 1e4
 """The range that `noise_for` searches."""
 FINEST, COARSEST = 1e-5, 1e-2
 """Bounds on the width of PLD's buckets: any width is pessimistic, a finer one takes longer."""
-PRECISION = 2e-4
+EPSILON_TOLERANCE = 2e-4
 """About how much PLD's buckets may add to ε (or a quarter of that share of ε, where it is more)."""
 TAIL = 1e-15
 """Probability that PLD may count as certain loss, each time it composes."""
@@ -146,7 +146,7 @@ def _bucket_width(merged: Sequence[Spend]) -> float:
     unsampled = sum(s.times * (s.group / s.noise) ** 2 for s in merged)
     spent = min(5 * math.sqrt(v) + v / 2 for v in (variance, unsampled))
     slope = 5 / (2 * math.sqrt(variance)) + 0.5
-    width = math.sqrt(6 * max(PRECISION, PRECISION * spent / 4) / (steps * slope))
+    width = math.sqrt(6 * max(EPSILON_TOLERANCE, EPSILON_TOLERANCE * spent / 4) / (steps * slope))
     return float(2.0 ** math.floor(math.log2(max(min(max(width, FINEST), COARSEST), 1e-5 * spent))))
 
 

@@ -29,9 +29,9 @@ DIGITS = 3
 
 RELEASED = ("model",)
 """Kinds of an update that a site-level plan clips and noises, together as one vector."""
-LEFT = 0.98
+MAX_SPENT_SHARE = 0.98
 """The share of ε; where earlier runs have spent more, the rest would allow nothing but noise."""
-SOUGHT = 1.0 + 2.0**-40
+NOISE_PLACEHOLDER = 1.0 + 2.0**-40
 """Stands for the noise to be solved for; no recipe has this number."""
 
 
@@ -268,7 +268,11 @@ def make_plan(draft: PrivacyPlan) -> PrivacyPlan:
         raise RecipeError(
             f"privacy.ledger is for runs with a guarantee, but {draft.no_guarantee_reason}; leave privacy.ledger out"
         )
-    if config.epsilon is not None and draft.earlier and (spent := draft.worst_epsilon({})) >= LEFT * config.epsilon:
+    if (
+        config.epsilon is not None
+        and draft.earlier
+        and (spent := draft.worst_epsilon({})) >= MAX_SPENT_SHARE * config.epsilon
+    ):
         raise RecipeError(
             f"earlier runs on these images have spent ε = {spent:.3g} (see {config.ledger}), and privacy.epsilon is "
             f"{config.epsilon:g}; raise privacy.epsilon, or stop using these images"
@@ -292,11 +296,11 @@ def _solve_noise(draft: PrivacyPlan, target: float) -> float:
 
     def scaled(one: tuple[Spend, ...], sigma: float) -> tuple[Spend, ...]:
         """Set the noise of training; that of other releases is given."""
-        return (*(replace(s, noise=sigma) if s.noise == SOUGHT else s for s in one), *draft.earlier)
+        return (*(replace(s, noise=sigma) if s.noise == NOISE_PLACEHOLDER else s for s in one), *draft.earlier)
 
     return max(
         noise_for(partial(scaled, one), target, config.delta, config.accountant, config.neighbours)
-        for one in worst_candidates(draft.run_spends(SOUGHT), draft.max_sites_per_record)
+        for one in worst_candidates(draft.run_spends(NOISE_PLACEHOLDER), draft.max_sites_per_record)
     )
 
 
@@ -318,7 +322,7 @@ def _metrics_noise(plan: PrivacyPlan) -> float:
     )
 
 
-def largest_groups(patients: Sequence[str] | None) -> int:
+def max_images_per_patient(patients: Sequence[str] | None) -> int:
     """Return the number of images of the patient who has most."""
     if not patients:
         return 1

@@ -14,17 +14,17 @@ from polyclinic.algorithms.distillation.refine import check_public
 from polyclinic.config.recipe import Recipe
 from polyclinic.core import POOLED, Federation, SiteId, Stream
 from polyclinic.data.examples import Images, SiteData
-from polyclinic.federation.rounds import Rules
+from polyclinic.federation.rounds import RoundOptions
 from polyclinic.federation.site_runner import SiteRunner
 from polyclinic.models.classifier import Classifier
 from polyclinic.privacy.accounting import Spend
 from polyclinic.privacy.plan import PrivacyPlan
-from polyclinic.privacy.transforms.base import Stage
+from polyclinic.privacy.transforms.base import UpdateTransform
 from polyclinic.runs.networks import (
     Networks,
     build_network,
     build_networks,
-    check_playable,
+    check_recipe_fits_sites,
     device_of,
     sites_on_device,
 )
@@ -54,7 +54,7 @@ class RunSetup:
     federation: Federation
     algorithm: Algorithm
     plan: PrivacyPlan | None = None
-    transforms: tuple[Stage, ...] = ()
+    transforms: tuple[UpdateTransform, ...] = ()
     """Applied to an update on its way out: first those of the privacy plan, then those of the recipe."""
 
     def make_runner(self, site: SiteId, memory: SiteMemory, secret: Stream | None) -> SiteRunner:
@@ -90,7 +90,7 @@ def assemble(
     module, algorithm = build_network(recipe, dataset, data), recipe.build_algorithm(private)
     networks = build_networks(recipe, dataset, module, algorithm, device, data)
     if site is None:
-        check_playable(networks, dataset)
+        check_recipe_fits_sites(networks, dataset)
     public = _load_public(recipe, dataset, data)
     pretrain_networks(networks, public, device)
     algorithm = networks.wrap_algorithm(algorithm)
@@ -116,7 +116,7 @@ def price_plan(draft: RunSetup, folder: Path | None, earlier: tuple[Spend, ...] 
     """Return the privacy plan of all sites; a run that resumes in `folder` keeps its noise."""
     assert draft.recipe.privacy is not None
     sites = {POOLED: draft.sites[POOLED]} if draft.algorithm.pooled else draft.sites
-    rules, networks = rules_of(draft.recipe, ""), draft.networks.by_cluster
+    rules, networks = round_options(draft.recipe, ""), draft.networks.by_cluster
     plan = bind_plan(draft.recipe.privacy, draft.algorithm, draft.federation, sites, networks, rules, earlier)
     return restore_noise(plan, folder)
 
@@ -132,9 +132,9 @@ def _load_public(recipe: Recipe, dataset: FederatedDataset, data: Path | None) -
     return public
 
 
-def rules_of(recipe: Recipe, run_id: str) -> Rules:
+def round_options(recipe: Recipe, run_id: str) -> RoundOptions:
     """Return the rules of the round loop that the recipe gives; `run_id` is in every message of the run."""
-    return Rules(
+    return RoundOptions(
         rounds=recipe.rounds,
         run=run_id,
         seed=recipe.seed,

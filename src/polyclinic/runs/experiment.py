@@ -41,7 +41,7 @@ from polyclinic.privacy.shared_ledger import SharedLedger
 from polyclinic.reporting.privacy_statement import write_privacy_page
 from polyclinic.reporting.remarks import collect_warnings
 from polyclinic.reporting.report import write_forgetting_chart
-from polyclinic.runs.assemble import RunSetup, assemble, price_plan, rules_of
+from polyclinic.runs.assemble import RunSetup, assemble, price_plan, round_options
 from polyclinic.runs.engines.choice import (
     REASON_REMOTE,
     REASON_REQUESTED,
@@ -189,7 +189,7 @@ class Experiment:
         return RunResult(summary, outcome.state, self.folder)
 
     def _make_rounds(self, engine: Engine, journal: Journal, budget: PrivacyBudget | None) -> Rounds:
-        setup, rules = self.setup, rules_of(self.recipe, self.run_id())
+        setup, rules = self.setup, round_options(self.recipe, self.run_id())
         if self.remote is not None:
             rules = replace(rules, deadline=self.remote.deadline, quorum=quorum_of(self.recipe, setup.sites))
         return Rounds(

@@ -235,7 +235,7 @@ def _check_clusters(networks: Networks, dataset: FederatedDataset) -> None:
                 )
 
 
-def check_playable(networks: Networks, dataset: FederatedDataset) -> None:
+def check_recipe_fits_sites(networks: Networks, dataset: FederatedDataset) -> None:
     """Raise, before anything is trained, if the recipe does not fit the sites or nothing could be reported."""
     recipe, sites = networks.recipe, dataset.sites
     if recipe.clusters:

@@ -17,7 +17,7 @@ from polyclinic.algorithms.wrappers.ensemble import Ensemble
 from polyclinic.core import AUX_PREFIX, Federation, Private, RecipeError, SiteId, StoreError, Stream
 from polyclinic.data.examples import Selection, SiteData
 from polyclinic.federation.rehearsal import rehearse_round
-from polyclinic.federation.rounds import Rules, draw_cohort
+from polyclinic.federation.rounds import RoundOptions, draw_cohort
 from polyclinic.federation.site_limits import SitePrivacyLimits
 from polyclinic.privacy.accounting import Spend
 from polyclinic.privacy.plan import (
@@ -26,11 +26,11 @@ from polyclinic.privacy.plan import (
     PrivacyPlan,
     SiteSize,
     Steps,
-    largest_groups,
     make_plan,
+    max_images_per_patient,
     steps_of,
 )
-from polyclinic.privacy.transforms.base import Stage
+from polyclinic.privacy.transforms.base import UpdateTransform
 from polyclinic.privacy.transforms.clip import Clip
 from polyclinic.privacy.transforms.noise import Noise
 from polyclinic.storage.files import write_atomically, write_json
@@ -43,7 +43,7 @@ def bind_plan(
     federation: Federation,
     sites: Mapping[SiteId, SiteData],
     networks: Mapping[str, LiveNetwork],
-    rules: Rules,
+    rules: RoundOptions,
     earlier: tuple[Spend, ...] = (),
 ) -> PrivacyPlan:
     """Return the privacy plan of a run.
@@ -103,7 +103,7 @@ def placeholder_private(config: PrivacyConfig) -> Private | None:
     )
 
 
-def plan_transforms(plan: PrivacyPlan) -> list[Stage]:
+def plan_transforms(plan: PrivacyPlan) -> list[UpdateTransform]:
     """Return the transforms of a plan for unit site, which come before the recipe's own."""
     config = plan.config
     if config.unit != "site":
@@ -180,7 +180,9 @@ def check_no_shared_statistics(network: LiveNetwork, algorithm: Algorithm, key: 
 
 
 def _site_size(site: SiteData) -> SiteSize:
-    return SiteSize(len(site.train), largest_groups(site.train.patients), largest_groups(site.validation.patients))
+    return SiteSize(
+        len(site.train), max_images_per_patient(site.train.patients), max_images_per_patient(site.validation.patients)
+    )
 
 
 def max_sites_per_record(sites: Mapping[SiteId, SiteData], config: PrivacyConfig) -> int:

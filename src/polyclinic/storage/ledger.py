@@ -9,7 +9,7 @@ from typing import Any
 from polyclinic.core import StoreError
 from polyclinic.storage.files import append_durably, explain_os_errors
 
-MARK = b'"chain": "'
+CHAIN_KEY = b'"chain": "'
 HASH = 32
 """Hexadecimal digits of a row's hash."""
 
@@ -28,7 +28,7 @@ class Ledger:
     def append(self, **row: Any) -> None:
         text = json.dumps(row, allow_nan=False)
         chain = _hash_row(self.chain, text)
-        line = f'{text[:-1]}{", " if row else ""}{MARK.decode()}{chain}"}}\n'.encode()
+        line = f'{text[:-1]}{", " if row else ""}{CHAIN_KEY.decode()}{chain}"}}\n'.encode()
         append_durably(self.path, line, "ledger-half-written")
         self.chain, self.rows = chain, self.rows + 1
 
@@ -47,7 +47,7 @@ class Ledger:
         for line in lines:
             self.chain, self.rows = self._next_link(line), self.rows + 1
         if tail:
-            whole = tail[: tail.find(MARK) + len(MARK) + HASH + 2]
+            whole = tail[: tail.find(CHAIN_KEY) + len(CHAIN_KEY) + HASH + 2]
             if whole != tail and _valid_link(self.chain, whole):
                 self._next_link(tail)  # a row with its line's end lost was never half-written
             with explain_os_errors(self.path):
@@ -69,6 +69,6 @@ def _hash_row(chain: str, row: str) -> str:
 
 def _valid_link(chain: str, line: bytes) -> str | None:
     """Return the hash that a row carries if it follows from the row before, otherwise None."""
-    row, _, carried = line.decode(errors="replace").rpartition(MARK.decode())
+    row, _, carried = line.decode(errors="replace").rpartition(CHAIN_KEY.decode())
     link = _hash_row(chain, row.removesuffix(", ") + "}")
     return link if carried == f'{link}"}}' else None

@@ -32,7 +32,7 @@ def schedule_steps(
     """
     private = job.training.private
     if private is None or private.sampling == "shuffle" or secret is None:
-        return list(iterate_steps(labels, job.training, stream, round, job.full_batch, job.order))
+        return list(iterate_steps(labels, job.training, stream, round, job.full_batch, job.sampling_weights))
     return list(iterate_poisson_steps(labels, job.training, secret, round, job.full_batch))
 
 

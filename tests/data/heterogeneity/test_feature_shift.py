@@ -10,7 +10,7 @@ from scipy import stats
 
 from polyclinic.core.rng import Stream
 from polyclinic.data.heterogeneity import feature_shift
-from polyclinic.data.heterogeneity.feature_shift import Cohort
+from polyclinic.data.heterogeneity.feature_shift import PatientSample
 from polyclinic.evaluation.metrics import Floats
 from polyclinic.evaluation.statistics import correct_holm
 
@@ -21,7 +21,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(feature_shift, "REFITS", 20)
 
 
-def cohort(seed: int, shares: tuple[float, float] = (0.3, 0.7), moved: float = 0.0) -> tuple[Cohort, Floats]:
+def cohort(seed: int, shares: tuple[float, float] = (0.3, 0.7), moved: float = 0.0) -> tuple[PatientSample, Floats]:
     """Two sites; the images of a patient resemble each other, classes lie far apart, and sites `moved`."""
     rng = np.random.default_rng(seed)
     of_site = np.repeat([0, 1], [60, 80])
@@ -30,10 +30,10 @@ def cohort(seed: int, shares: tuple[float, float] = (0.3, 0.7), moved: float = 0
     features = rng.normal(size=(140, 4))[of_image] + rng.normal(size=(len(of_image), 4))
     features[:, :2] += 4 * label[of_image, None]
     features[:, 2:] += moved * of_site[of_image, None]
-    return Cohort(of_site, label, np.arange(140), of_image), feature_shift.standardise(features)
+    return PatientSample(of_site, label, np.arange(140), of_image), feature_shift.standardise(features)
 
 
-def mmd(people: Cohort, features: Floats, times: int = 200) -> tuple[float, float]:
+def mmd(people: PatientSample, features: Floats, times: int = 200) -> tuple[float, float]:
     rng = np.random.default_rng(len(features))
     kernel = feature_shift.patient_kernel(features, people)
     found = feature_shift.measure_discrepancy(kernel, (people.site == 0).astype(np.int64), people.label, times, rng)
@@ -51,7 +51,7 @@ def test_mmd_is_the_textbook_double_sum() -> None:
         pairs = [(a, b) for i, a in enumerate(first) for j, b in enumerate(second) if first is not second or i != j]
         return float(np.mean([np.exp(-((a - b) ** 2).sum() / (2 * width)) for a, b in pairs]))
 
-    people = Cohort(np.repeat([0, 1], [5, 7]), np.zeros(12, dtype=np.int64), np.arange(12), np.arange(12))
+    people = PatientSample(np.repeat([0, 1], [5, 7]), np.zeros(12, dtype=np.int64), np.arange(12), np.arange(12))
     assert mmd(people, both)[0] == pytest.approx(mean(x, x) + mean(y, y) - 2 * mean(x, y))
 
 
@@ -88,7 +88,7 @@ def test_a_patient_counts_once_however_many_images_there_are() -> None:
     assert kernel[np.argmax(sizes), np.argmin(sizes)] == pytest.approx(images[np.ix_(first, second)].mean())
 
 
-def domain(people: Cohort, features: Floats, seed: int = 0) -> feature_shift.SiteClassifierResult:
+def domain(people: PatientSample, features: Floats, seed: int = 0) -> feature_shift.SiteClassifierResult:
     found = feature_shift.classify_sites(features, people, ("north", "south"), Stream(seed))
     assert found is not None
     return found

@@ -13,9 +13,9 @@ from polyclinic.core.options import Optimiser, Training
 from polyclinic.core.rng import Stream
 from polyclinic.core.types import Bundle
 from polyclinic.federation.engines.mock import MockEngine
-from polyclinic.federation.rounds import Rounds, Rules
+from polyclinic.federation.rounds import RoundOptions, Rounds
 from polyclinic.federation.site_runner import SiteRunner
-from polyclinic.privacy.transforms.base import Stage
+from polyclinic.privacy.transforms.base import UpdateTransform
 from polyclinic.storage import messages
 from polyclinic.storage.journal import RamJournal
 from polyclinic.storage.site_memory import RamMemory
@@ -50,7 +50,7 @@ class Shift:
         return {k: {n: t + received[k][n] for n, t in g.items()} for k, g in tensors.items()}
 
 
-def play(stages: Sequence[Stage]) -> tuple[Bundle, list[bytes]]:
+def play(stages: Sequence[UpdateTransform]) -> tuple[Bundle, list[bytes]]:
     """Two rounds of FedAvg; the final state and every reply as it crossed."""
     network, algorithm, crossed = small(), FedAvg(TRAINING), []
     runners = {n: SiteRunner(n, s, algorithm, network, RamMemory(), stages) for n, s in SITES.items()}
@@ -62,7 +62,7 @@ def play(stages: Sequence[Stage]) -> tuple[Bundle, list[bytes]]:
     federation = Federation(
         ("a", "b"), {n: len(s.train) for n, s in SITES.items()}, copy_module_weights(network.module)
     )
-    rounds = Rounds(federation, algorithm, MockEngine(answer), Rules(rounds=2), RamJournal(), transforms=stages)
+    rounds = Rounds(federation, algorithm, MockEngine(answer), RoundOptions(rounds=2), RamJournal(), transforms=stages)
     return rounds.play_all().state, crossed
 
 
@@ -101,7 +101,7 @@ def test_what_left_without_its_stage_is_refused() -> None:
         ("a", "b"), {n: len(s.train) for n, s in SITES.items()}, copy_module_weights(network.module)
     )
     journal = RamJournal()
-    Rounds(federation, algorithm, MockEngine(answer), Rules(rounds=1), journal, transforms=[Halve()]).play_all()
+    Rounds(federation, algorithm, MockEngine(answer), RoundOptions(rounds=1), journal, transforms=[Halve()]).play_all()
     notes = next(row["sites"] for row in as_json(journal.costs) if row["event"] == "round")
     assert (notes["clinic-1"]["outcome"], notes["clinic-1"]["kind"]) == ("refused", "dtype")
     assert notes["clinic-2"]["outcome"] == "accepted"

@@ -18,10 +18,10 @@ from polyclinic.core.rng import Stream
 from polyclinic.core.types import Bundle, Tensors
 from polyclinic.federation import update_check
 from polyclinic.federation.engines.mock import MockEngine
-from polyclinic.federation.rounds import Rounds, Rules
+from polyclinic.federation.rounds import RoundOptions, Rounds
 from polyclinic.federation.site_runner import SiteRunner
 from polyclinic.models import build_model
-from polyclinic.privacy.transforms.base import Stage
+from polyclinic.privacy.transforms.base import UpdateTransform
 from polyclinic.privacy.transforms.bit_packing import unpack_bits
 from polyclinic.privacy.transforms.quantise import (
     CHUNK,
@@ -62,7 +62,7 @@ def weights(sizes: dict[str, tuple[int, ...]], seed: int, size: float = 1.0) -> 
     return {name: torch.randn(shape, generator=generator) * size for name, shape in sizes.items()}
 
 
-def there_and_back(stage: Stage, tensors: Bundle, received: Bundle, stream: Stream = STREAM) -> Bundle:
+def there_and_back(stage: UpdateTransform, tensors: Bundle, received: Bundle, stream: Stream = STREAM) -> Bundle:
     """Through the wire as well, so that what arrives is what a server would see."""
     sent = messages.decode(messages.encode({}, stage.encode(tensors, received, stream))).tensors
     return stage.decode(sent, received)
@@ -355,7 +355,7 @@ def test_what_does_not_fit_is_refused(change: dict[str, Tensor | None]) -> None:
         Quantise(block=20).decode({"model": {n: t for n, t in sent.items() if t is not None}}, received)
 
 
-def play(stages: list[Stage]) -> tuple[Bundle, list[int]]:
+def play(stages: list[UpdateTransform]) -> tuple[Bundle, list[int]]:
     network, algorithm, sizes = small(), FedAvg(Training(Optimiser(lr=0.1), batch=4)), []
     runners = {n: SiteRunner(n, s, algorithm, network, RamMemory(), stages) for n, s in SITES.items()}
     start = copy_module_weights(network.module)
@@ -367,7 +367,7 @@ def play(stages: list[Stage]) -> tuple[Bundle, list[int]]:
         return reply
 
     federation = Federation(("a", "b"), {n: len(s.train) for n, s in SITES.items()}, start)
-    rounds = Rounds(federation, algorithm, MockEngine(answer), Rules(rounds=3), RamJournal(), transforms=stages)
+    rounds = Rounds(federation, algorithm, MockEngine(answer), RoundOptions(rounds=3), RamJournal(), transforms=stages)
     return rounds.play_all().state, sizes
 
 

@@ -13,7 +13,7 @@ from polyclinic.core.errors import RecipeError, Refused
 from polyclinic.core.rng import Stream
 from polyclinic.core.types import Bundle
 from polyclinic.privacy.mechanism import distance, join_kinds
-from polyclinic.privacy.transforms.base import Stage
+from polyclinic.privacy.transforms.base import UpdateTransform
 from polyclinic.privacy.transforms.clip import Clip
 from polyclinic.privacy.transforms.noise import Noise, add_noise_to, largest_weight
 from polyclinic.privacy.transforms.quantise import Quantise
@@ -57,7 +57,7 @@ def test_nothing_longer_than_the_bound_leaves_a_site() -> None:
 
 
 @pytest.mark.parametrize("stages", [[Clip(0.5, noise=0.1), Noise(0.1)], [Clip(0.5, noise=0.1), Noise(0.1), Quantise()]])
-def test_a_run_with_noise_is_another_and_its_statistics_are_not_touched(stages: list[Stage]) -> None:
+def test_a_run_with_noise_is_another_and_its_statistics_are_not_touched(stages: list[UpdateTransform]) -> None:
     bare, _ = play([Clip(0.5)])
     state, messages = play(stages)
     assert 0.1 < largest_difference({"model": state["model"]}, {"model": bare["model"]}) < 2

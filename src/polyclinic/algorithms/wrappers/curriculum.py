@@ -95,7 +95,7 @@ class Curriculum(Wrapper):
                     found = yield from self._score_deployment(job, known, site)
                     begun = ongoing_epoch_weights(job.training, known, found, site.round)
                 if found.weights is not None:
-                    job = replace(job, order=(found.weights, begun))
+                    job = replace(job, sampling_weights=(found.weights, begun))
             answer = yield job
             trained = answer.weights if isinstance(answer, Fitted) else trained
         cases = known if found is None else (yield from self._update_cases(trained, found, begun, site))

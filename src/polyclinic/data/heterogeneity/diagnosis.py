@@ -15,7 +15,7 @@ import torch
 from polyclinic.core import DataError, Examples, Stream
 from polyclinic.data.heterogeneity import feature_shift
 from polyclinic.data.heterogeneity.advice import Advice, format_thresholds, list_caveats, recommend_methods
-from polyclinic.data.heterogeneity.feature_shift import Cohort, Features, SiteClassifierResult
+from polyclinic.data.heterogeneity.feature_shift import Features, PatientSample, SiteClassifierResult
 from polyclinic.data.partitioning.partitions import SiteDisplayName, make_display_names
 from polyclinic.data.patients import Indices, Patients
 from polyclinic.evaluation.metrics import Floats
@@ -233,7 +233,7 @@ def _count_labels(sites: Sequence[Examples], classes: int) -> tuple[Indices, Ind
 class _Sample(NamedTuple):
     """The patients that were drawn, with the features and grey values of their images."""
 
-    cohort: Cohort
+    cohort: PatientSample
     features: Floats
     values: Floats
 
@@ -260,7 +260,7 @@ def _draw_sample(
     of_image = np.concatenate([cohort[2] + start for cohort, start in zip(cohorts, before[:-1], strict=True)])
     person = np.unique(np.asarray(persons), return_inverse=True)[1].reshape(-1)
     values, found = (np.concatenate(parts) for parts in zip(*seen, strict=True))
-    return _Sample(Cohort(site, label, person, of_image), feature_shift.standardise(found), values)
+    return _Sample(PatientSample(site, label, person, of_image), feature_shift.standardise(found), values)
 
 
 def _draw_rows(patients: Patients, most: int, rng: np.random.Generator) -> Indices:
@@ -328,14 +328,14 @@ class _GreyValues:
             moments=moments,
         )
 
-    def describe_site(self, cohort: Cohort, number: int) -> tuple[float, float, tuple[float, ...]]:
+    def describe_site(self, cohort: PatientSample, number: int) -> tuple[float, float, tuple[float, ...]]:
         """Return mean, standard deviation and histogram of the grey values of a site."""
         members = cohort.site == number
         histogram = self.sums[members].sum(axis=0) / self.images[members].sum()
         moments = self.moments[members[cohort.of_image]]
         return float(moments[:, 0].mean()), _standard_deviation(moments), tuple(histogram.tolist())
 
-    def compare_sites(self, cohort: Cohort, stream: Stream) -> tuple[Floats, TestedStatistic]:
+    def compare_sites(self, cohort: PatientSample, stream: Stream) -> tuple[Floats, TestedStatistic]:
         """Return the distances between all sites, and test the largest by permutations within classes."""
         rng = np.random.default_rng(stream.integer())
         moved = feature_shift.shuffle_sites(cohort.site, cohort.label, PERMUTATIONS, rng)

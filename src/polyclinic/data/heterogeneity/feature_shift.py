@@ -36,7 +36,7 @@ COMPONENTS = 32
 
 
 @dataclass(frozen=True)
-class Cohort:
+class PatientSample:
     """Patients drawn from all sites. A patient of two sites appears twice, with the same `person`."""
 
     site: Indices
@@ -56,13 +56,15 @@ class Cohort:
         """The first image of every patient."""
         return np.searchsorted(self.of_image, np.arange(len(self)))
 
-    def select_patients(self, members: Indices) -> "tuple[Cohort, Indices]":
+    def select_patients(self, members: Indices) -> "tuple[PatientSample, Indices]":
         """Return the cohort of these patients, and the numbers of their images."""
         number = np.full(len(self), -1)
         number[members] = np.arange(len(members))
         rows = np.flatnonzero(number[self.of_image] >= 0)
         rows = rows[np.argsort(number[self.of_image[rows]], kind="stable")]
-        return Cohort(self.site[members], self.label[members], self.person[members], number[self.of_image[rows]]), rows
+        return PatientSample(
+            self.site[members], self.label[members], self.person[members], number[self.of_image[rows]]
+        ), rows
 
 
 @dataclass(frozen=True)
@@ -137,7 +139,7 @@ def p_value(observed: float, permuted: Floats) -> float:
 
 
 def classify_sites(
-    features: Floats, cohort: Cohort, names: Sequence[str], stream: Stream
+    features: Floats, cohort: PatientSample, names: Sequence[str], stream: Stream
 ) -> SiteClassifierResult | None:
     """Train and test the domain classifier. Return None if fewer than two sites have enough patients."""
     able = np.flatnonzero(np.bincount(cohort.site, minlength=len(names)) >= FEWEST)
@@ -168,7 +170,7 @@ def classify_sites(
     )
 
 
-def _balance_cohort(cohort: Cohort, able: Indices, rng: np.random.Generator) -> tuple[Indices, bool]:
+def _balance_cohort(cohort: PatientSample, able: Indices, rng: np.random.Generator) -> tuple[Indices, bool]:
     """Select equally many patients of each class from every site, or all patients if that leaves too few."""
     able_site = np.isin(cohort.site, able)
     cells = [
@@ -182,7 +184,7 @@ def _balance_cohort(cohort: Cohort, able: Indices, rng: np.random.Generator) -> 
     return np.sort(np.concatenate(drawn)), True
 
 
-def _assign_folds(cohort: Cohort, rng: np.random.Generator) -> Indices:
+def _assign_folds(cohort: PatientSample, rng: np.random.Generator) -> Indices:
     """Assign every image to a fold, each person to one only. Persons are renumbered so that folds mix the sites."""
     from sklearn.model_selection import GroupKFold
 
@@ -223,7 +225,7 @@ def _balanced_accuracy(probabilities: Floats, site: Indices) -> float:
     return float((np.bincount(site, weights=right) / np.bincount(site)).mean())
 
 
-def patient_kernel(features: Floats, cohort: Cohort) -> Floats:
+def patient_kernel(features: Floats, cohort: PatientSample) -> Floats:
     """Patients × patients: the mean Gaussian kernel between their images, as wide as the median distance of images.
 
     The kernel of patients' mean embeddings. So a patient counts once, however many images there are, and a discrepancy

@@ -21,7 +21,7 @@ from polyclinic.data.partitioning.partitions import Natural
 from polyclinic.data.partitioning.site_data import build_site_data
 from polyclinic.data.records import Listing, find_classes
 from polyclinic.deploy.site.config import SiteConfig
-from polyclinic.privacy.plan import largest_groups
+from polyclinic.privacy.plan import max_images_per_patient
 from polyclinic.runs.sites import FederatedDataset, load_sites
 from polyclinic.storage.files import explain_os_errors
 
@@ -135,6 +135,6 @@ def build_site_profile(dataset: FederatedDataset, site: SiteId, version: str, ma
         "train": len(own.train),
         "validation": len(own.validation),
         "test": len(own.test),
-        "groups": [largest_groups(own.train.patients), largest_groups(own.validation.patients)],
+        "groups": [max_images_per_patient(own.train.patients), max_images_per_patient(own.validation.patients)],
         "fingerprint": mark,
     }

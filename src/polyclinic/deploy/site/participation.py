@@ -29,7 +29,7 @@ from polyclinic.deploy.site.privacy_account import PrivacyAccount
 from polyclinic.federation.engines.local import keep_freed_memory
 from polyclinic.federation.site_runner import drive_jobs
 from polyclinic.privacy.plan import PrivacyPlan
-from polyclinic.runs.assemble import RunSetup, assemble, rules_of
+from polyclinic.runs.assemble import RunSetup, assemble, round_options
 from polyclinic.runs.networks import device_of, recipe_for_site
 from polyclinic.runs.privacy_plan import bind_plan, noise_secret
 from polyclinic.runs.privacy_record import list_releases
@@ -105,7 +105,7 @@ class Participation:
         config, terms, site = draft.recipe.privacy, self.terms, self.site
         assert config is not None
         asked = config if terms.noise is None else replace(config, noise=terms.noise, epsilon=None, metrics="suppress")
-        rules, networks = replace(rules_of(draft.recipe, ""), cohort=None), draft.networks.by_cluster
+        rules, networks = replace(round_options(draft.recipe, ""), cohort=None), draft.networks.by_cluster
         plan = bind_plan(asked, draft.algorithm, draft.federation, draft.sites, networks, rules)
         if terms.noise is not None and config.noise not in (None, terms.noise):
             raise Refused("privacy", f"the recipe's noise is {config.noise:g}, but the plan's is {terms.noise:g}")

@@ -22,7 +22,7 @@ from polyclinic.privacy.plan import PrivacyConfig, Unit
 CLOSED = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 METRICS, PREDICTIONS = "metrics", "predictions"
 """Kinds that no algorithm declares: metrics on validation images in every round, and predictions at the end."""
-Mark = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 
 
 class Allow(BaseModel):
@@ -30,7 +30,7 @@ class Allow(BaseModel):
 
     model_config = CLOSED
     algorithms: Literal["all"] | tuple[str, ...] = ()
-    recipes: tuple[Mark, ...] = ()
+    recipes: tuple[Sha256, ...] = ()
     """SHA-256 of the only recipes that may run (`recipe_digest`); (): every recipe with an allowed algorithm."""
     kinds: tuple[str, ...] = ()
     """Kinds of data that may leave: those that algorithms send (model, buffers, features …), metrics, predictions."""

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 from polyclinic.core import Registry
 
 if TYPE_CHECKING:
-    from polyclinic.privacy.transforms.base import Stage
+    from polyclinic.privacy.transforms.base import UpdateTransform
 
-STAGES: Registry[type[Stage]] = Registry("polyclinic.privacy.transforms", {"quantise": "quantise:Quantise"})
+STAGES: Registry[type[UpdateTransform]] = Registry("polyclinic.privacy.transforms", {"quantise": "quantise:Quantise"})
 register_transform = STAGES.register
 describe_transforms = STAGES.describe
 

@@ -5,7 +5,7 @@ from typing import Protocol
 from polyclinic.core import Bundle, Stream
 
 
-class Stage(Protocol):
+class UpdateTransform(Protocol):
     """A transform of updates at the site (clip, noise, quantise) and, in reverse order, at the server."""
 
     def encode(self, tensors: Bundle, received: Bundle, rng: Stream) -> Bundle:

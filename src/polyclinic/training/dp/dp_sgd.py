@@ -228,7 +228,7 @@ def check_private_job(job: Fit, network: LiveNetwork, secret: Stream | None) -> 
     assert options is not None
     if secret is None:
         raise EngineError("a private training job came without a secret; an engine must pass its site's own to fit")
-    if job.order != (None, None):
+    if job.sampling_weights != (None, None):
         raise RecipeError("training.curriculum uses images outside the steps that privacy prices; leave it out")
     if job.training.oversample:
         raise RecipeError("training.oversample repeats examples, which privacy cannot count; set it to false")
