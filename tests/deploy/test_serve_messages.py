@@ -279,7 +279,7 @@ def test_predictions_that_were_kept_back_are_not_called_released_or_lost_updates
     assert len(told) == 3
     assert "the site would not do it" in Page(report_page([tmp_path])).text("section", id="failures")
     (row,) = (row for row in crossing.desks["hill"].preview_releases(recipe()) if row.kind == "predictions")
-    assert (row.when, row.bytes) == ("asked for, and kept back", 0)
+    assert (row.when, row.bytes) == ("requested, but not allowed", 0)
 
 
 def test_predictions_of_some_sites_are_said_to_be_of_these(place: Path, tmp_path: Path) -> None:

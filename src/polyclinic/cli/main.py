@@ -1,4 +1,4 @@
-"""The command line: its commands, and one sentence with a non-zero exit code for every mistake, never a traceback.
+"""The command line: its commands, and one sentence with a non-zero exit code for every expected mistake.
 
 To add a command, write a function in the module of its kind and name it in `COMMANDS`. A command imports what it needs
 when it is called, so that `polyclinic --help` answers at once.

@@ -38,7 +38,8 @@ class Fit:
     training: Training
     reference: Bundle = field(default_factory=dict)
     optimiser_state: Tensors | None = None
-    """The state of the optimiser to continue with (from `Fitted.optimiser_state`); None: a new optimiser."""
+    """The state of the optimiser to continue with (from `Fitted.optimiser_state`); None: a new optimiser
+    whose state is not returned; {}: a new optimiser whose state is returned."""
     full_batch: bool = False
     """Whether to take one step per epoch on the gradient over all examples, accumulated in batches."""
     sampling_weights: tuple[Tensor | None, Tensor | None] = (None, None)
@@ -92,9 +93,9 @@ ServerWork: TypeAlias = Generator[tuple[str, Job], Any, Bundle]
 class Update:
     """What a site sends after its local work.
 
-    `tensors` holds absolute values by kind; transforms and checks compute differences from the broadcast themselves.
-    `examples` is the site's number of training images, `scalars` any further numbers for the server. `site` is set by
-    the engine.
+    `tensors` holds the new values by kind, not differences; transforms and checks compute their differences from the
+    broadcast. `examples` is the site's number of training images, `scalars` any further numbers for the server. `site`
+    is set when the update is checked.
     """
 
     tensors: Bundle
@@ -104,7 +105,7 @@ class Update:
 
 
 Updates: TypeAlias = Iterable[Update]
-"""The accepted updates of a round in site order, one at a time. Keep none: each may be as large as the model."""
+"""The accepted updates of a round, by cluster and site, one at a time. Keep none: each may be as large as the model."""
 
 
 @dataclass(frozen=True)

@@ -92,7 +92,7 @@ def choose_headline(
 ) -> Headline:
     """Choose the model that a run is judged by, on the test images of all sites; without any, on validation images.
 
-    `wanted`: that model, or `public`: the server's own model, on the public test images.
+    `wanted`: that model if it was evaluated, or `public`: the server's own model, on the public test images.
     """
     if wanted == PUBLIC and public:
         best = next((name for name in ("student", "global") if name in public), next(iter(public)))

@@ -1,7 +1,8 @@
 """The round loop, written once for every engine: `Rounds.play_round` plays a round, `Rounds.play_all` a run.
 
 A round: draw the cohort → charge the privacy budget → broadcast → local work at the sites → sort the replies by site →
-check each update (`update_check`) → aggregate → add the server's noise → log costs → snapshot.
+check each update (`update_check`) → aggregate → add the server's noise → the server's own training → evaluate the
+held-out images → log costs → snapshot. A site's part is `site_runner`.
 The model that a site receives in round t is evaluated there before training, and logged as that of round t − 1: so
 evaluation costs no extra message, exactly as it would between real hospitals.
 """
@@ -100,7 +101,7 @@ class Progress:
     run: str = ""
     """A hash of recipe and data: a run resumes with the same ones or not at all."""
     remembering: Mapping[SiteId, int] = field(default_factory=dict)
-    """Sites that keep a memory, and their last round that counted; other sites have not taken part yet."""
+    """Sites that keep a memory, and their last round that counted. Sites without memory never appear."""
 
     def as_json(self) -> dict[str, object]:
         return {k: None if v == math.inf else v for k, v in asdict(self).items()}
@@ -201,7 +202,7 @@ class Rounds:
         return Outcome(state, progress.round, progress.stopped, progress.broke, progress.remembering)
 
     def can_afford(self, state: Bundle, progress: Progress) -> bool:
-        """Whether the privacy budget, if there is one, covers the next round."""
+        """Return whether the privacy budget covers the next round; raises `RoundFailed` if it covers none."""
         round = progress.round + 1
         if self.budget is None or self.budget.can_afford(round, draw_cohort(self.trainers, self.rules, round), state):
             return True
@@ -268,7 +269,7 @@ class Rounds:
         log: RoundLog,
         clusters: Mapping[SiteId, str],
     ) -> Iterator[Update]:
-        """Send the round's messages and yield each accepted update in site order; `log` gets an entry per site."""
+        """Send the round's messages and yield accepted updates by cluster and site; `log` gets an entry per site."""
         outbox = self.prepare_outbox("train", round, state, cohort, parts, progress)
         exchange = _RoundExchange(round, state, outbox, log)
         arrivals = self.engine.exchange(round, exchange.outbox, self.rules.deadline)

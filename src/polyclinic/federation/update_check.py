@@ -2,8 +2,8 @@
 
 `check_update` is the only way of an update into a round. It checks, in this order: size and encoding
 (`storage.messages`), run, round and site, the number of examples, the kinds that were agreed, names, shapes and dtypes,
-values after the transforms are undone (finite, and near what was sent), what only the algorithm can check, and the
-reported metrics.
+scalars, values after the transforms are undone (finite, and near the broadcast), the algorithm's own check
+(`Algorithm.check_update`), and the reported metrics.
 """
 
 import math

@@ -255,7 +255,7 @@ def round_up(rate: float) -> float:
 
 
 def make_plan(draft: PrivacyPlan) -> PrivacyPlan:
-    """Return the plan with its noise solved for; raises `RecipeError` where ε cannot be guaranteed."""
+    """Return the plan with its noise solved for; raises `RecipeError` if ε was asked for and cannot be guaranteed."""
     config = draft.config
     units = len(draft.site_sizes) if config.unit == "site" else max(h.examples for h in draft.site_sizes.values())
     if config.delta * units >= 1:

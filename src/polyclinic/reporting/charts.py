@@ -1,4 +1,4 @@
-"""The kinds of charts that reports and the board have. Each function returns a figure block."""
+"""The kinds of charts of reports and the board; a section (`sections/`) calls one of them for a figure block."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class LineAxes:
 
 
 def line_chart(name: str, title: str, series: Series, axes: LineAxes, words: str = "") -> Figure:
-    """Draw lines over rounds. With more than three, HTML shows a panel for each, with the others in grey behind it."""
+    """Draw lines. With more than three, HTML shows a panel for each, with the others in grey behind it."""
     known = {label: points for label, points in series.items() if points}
     shown = dict(list(known.items())[:MOST_PANELS]) if len(known) > 3 else known
     plot = _plot_lines(shown, axes, list(shown))

@@ -80,7 +80,7 @@ def assemble(
     data: Path | None = None,
     site: SiteId | None = None,
 ) -> RunSetup:
-    """Build networks, algorithm, privacy plan and transforms of a run.
+    """Build networks, algorithm, privacy plan and transforms of a run; load the public set and pretrain on it if asked.
 
     `make_plan` is called if the recipe has a `privacy` section. `data`: the data folder, for first weights and the
     public set. `site`: assemble the run for this site alone, which sees no other.

@@ -1,4 +1,8 @@
-"""Append-only ledgers: JSON rows in a chain of hashes, so that no row can be lost or changed unnoticed."""
+"""Append-only ledgers: JSON rows in a chain of hashes, so that a changed or missing row is noticed.
+
+The hash has no key: it finds damage, not a forger who rewrites the whole file. Rows cut from the end are noticed by the
+snapshot, which names the row that it includes.
+"""
 
 import hashlib
 import json

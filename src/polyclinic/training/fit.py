@@ -57,8 +57,8 @@ def fit(
         secret: The stream of Poisson sampling and DP-SGD's noise; private jobs need it. It never leaves the site.
 
     Returns:
-        The trained weights (on the network's device), the number of steps, the mean loss of a step and, if the job
-        continues an optimiser, its state.
+        The trained weights (on the network's device), the number of steps, the mean loss of a step, the
+        number of dropped gradients (private training) and, if the job names an optimiser state, the new one.
     """
     live, training, steps = network.load_weights(job.weights), job.training, job.sequence
     moving = [network.trainable_names(training.fine_tune, step.train) for step in steps]

@@ -1,4 +1,4 @@
-"""Attacks a finished run: features of every site and stage, and gradients; `polyclinic attack` calls `attack_run`."""
+"""Attacks a finished run: its features by site and stage, on request its gradients (`polyclinic attack`)."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -85,7 +85,7 @@ class Target:
 def attack_run(
     run: FinishedRun, options: AttackOptions, stream: Stream, progress: Progress = lambda _: None
 ) -> dict[str, Any]:
-    """Attack every site and stage, and write attack.json and galleries of images into the run's folder.
+    """Attack the chosen sites and stages, and write attack.json and galleries of images into the run's folder.
 
     Returns:
         The content of attack.json.

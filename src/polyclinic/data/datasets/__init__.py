@@ -1,1 +1,1 @@
-"""Public datasets, one folder each with `dataset.py` (it defines `DATASET`) and README.md; and the user's images."""
+"""The user's images, and public datasets: one folder each with README.md and `dataset.py`, which defines `DATASET`."""

@@ -1,7 +1,7 @@
 """The heterogeneity of sites: label skew, size skew, intensity shift and feature shift within classes.
 
-Every measure comes with its expectation if sites did not differ, from permutations of whole patients, and becomes one
-sentence with the methods designed for it. These are suggestions: only a run shows what a method gains.
+Skews and shifts come with their expectation if sites did not differ, from permutations of whole patients. Each becomes
+one sentence with the methods designed for it. These are suggestions: only a run shows what a method gains.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,7 +22,7 @@ from polyclinic.evaluation.metrics import Floats
 from polyclinic.evaluation.statistics import correct_holm
 
 PER_SITE, PER_PATIENT, IN_ALL = 400, 8, 2400
-"""The largest numbers of images examined. Whole patients are drawn, so that permuting them stays exact."""
+"""The largest numbers of images whose pixels are examined, at most PER_PATIENT of one patient."""
 BINS = 64
 PIXELS = 4096
 """How many grey values of an image enter its histogram: all of a 64 × 64 image, a random sample of a larger one."""

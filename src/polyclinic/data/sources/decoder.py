@@ -1,4 +1,4 @@
-"""From a file to 8-bit pixels: PNG, JPEG, BMP, TIFF, WebP, PGM and DICOM, and stacks of images in npz and idx files.
+"""From a file to 8-bit pixels: PNG, JPEG, BMP, TIFF, WebP, PGM and DICOM. Stacks of images: `stacks.py`.
 
 A file that cannot be read is refused by a short reason that names neither the file nor what is written in it, and never
 replaced by something else: reasons end up in reports, and files and their headers carry patients' names.

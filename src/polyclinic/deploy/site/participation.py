@@ -64,7 +64,7 @@ class RunTerms:
         return hashlib.sha256(json.dumps(values).encode()).hexdigest()
 
 
-WITHHELD = "asked for, and kept back"
+WITHHELD = "requested, but not allowed"
 
 
 @dataclass(frozen=True)
@@ -182,7 +182,10 @@ class Participation:
         return algorithm
 
     def check_reply(self, reply: messages.Message) -> dict[str, int]:
-        """The kinds of a reply with their bytes; raises `Refused` if it has more than was agreed."""
+        """Return the kinds of a reply with their bytes.
+
+        Raises `Refused` if a kind is not allowed, or the algorithm's tensors are larger than in the agreed recipe.
+        """
         sent = {kind: _count_bytes(group) for kind, group in reply.tensors.items()}
         fields = reply.fields
         reported = {kind: len(json.dumps(fields[key])) for key, kind in FIELD_KINDS.items() if fields.get(key)}

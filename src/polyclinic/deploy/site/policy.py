@@ -1,8 +1,9 @@
 """Decides what may leave a site: algorithms, recipes, kinds of data, privacy (`allow` and `budget` in site.yaml).
 
-This is the only place of that decision. `message_handler.py` calls it before the images are read (`check_recipe`), and
-`participation.py` before a round, before predictions, and on every reply (`check_sent_kinds`). A server can ask for
-less than the policy allows, never for more.
+`message_handler.py` calls it before the images are read (`check_recipe`), and `participation.py` before a round, before
+predictions, and on every reply (`check_sent_kinds`); `participation.py` also refuses predictions of training images and
+counts the privacy budget. A server can ask for less than the policy allows, never for more. The few scalars of an
+algorithm, such as its number of steps, leave unchecked.
 """
 
 import hashlib
@@ -26,7 +27,7 @@ Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 
 
 class Allow(BaseModel):
-    """`allow` in site.yaml. Anything it does not name is forbidden."""
+    """`allow` in site.yaml. An algorithm or kind that it does not name is forbidden."""
 
     model_config = CLOSED
     algorithms: Literal["all"] | tuple[str, ...] = ()

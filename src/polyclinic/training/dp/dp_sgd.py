@@ -1,7 +1,7 @@
 """DP-SGD (Abadi et al. 2016), sampled and counted as in Opacus.
 
 Each example's gradient is clipped to length C, noise N(0, (σC)²) is added to their sum, and the sum is divided by the
-EXPECTED number of examples in a step:
+EXPECTED number of examples in a step (with `sampling: shuffle`, by the batch size):
 
     (1)  g̃ = (Σ_i g_i · min(1, C/‖g_i‖) + σC·N(0, I)) / (q·n)     q: sampling rate; n: examples
 
@@ -259,7 +259,7 @@ def max_physical_batch(training: Training, examples: int, full_batch: bool) -> i
 
 
 def expected_batch_size(training: Training, examples: int, full_batch: bool, drawn: int) -> int:
-    """Return q·n, by which a step's sum is divided; it never depends on which examples were drawn.
+    """Return q·n, by which a step's sum is divided; it does not depend on which examples were drawn.
 
     `drawn` is the step's actual number of examples. It counts only without Poisson sampling, where the lengths of all
     batches follow from the number of examples, which is known.
