@@ -147,7 +147,7 @@ def test_a_cluster_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -
         monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{taken.getsockname()[1]}")
         for name in ray_engine.QUIET:
             monkeypatch.setenv(name, "")  # so that they are put back
-        with pytest.raises(EngineError, match=r"cannot be had at 127\.0\.0\.1:\d+ \(.*\); check RAY_ADDRESS"):
+        with pytest.raises(EngineError, match=r"no Ray answers at 127\.0\.0\.1:\d+ \(.*\); check RAY_ADDRESS"):
             run(tiny(engine__name="ray"))
 
 
