@@ -25,7 +25,7 @@ from polyclinic.core.types import Bundle
 from polyclinic.data.examples import Images
 from polyclinic.federation.site_runner import drive_jobs
 from polyclinic.models import build_model
-from polyclinic.models.split_point import cut_after
+from polyclinic.models.modifications import cut_after
 from polyclinic.training.fit import fit, score
 from polyclinic.training.network import LiveNetwork, copy_module_weights, feature_shape
 

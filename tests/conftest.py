@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
 
 from polyclinic.data.loading.cache import VARIABLE
+
+# Workers rewrite the assertions of all tests, and tests start hundreds of processes: each file is compiled only once.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 settings.register_profile("patient", deadline=None)
 settings.load_profile("patient")
@@ -24,7 +30,6 @@ LONGEST = (
     "test_ray",
     "test_processes",
     "test_churn",
-    "test_private",
     "test_namespaces",
     "test_audit",
 )

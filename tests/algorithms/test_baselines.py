@@ -65,7 +65,7 @@ def predicted(weights: Bundle, site: SiteId) -> torch.Tensor:
 
 def test_local_hands_the_start_out_once_and_nothing_ever_comes_back() -> None:
     watched = Watched(Local(TRAINING), small())
-    assert Local(TRAINING).exchanges == ()
+    assert Local(TRAINING).exchanges() == ()
     for site in SITES:
         assert watched.models_down(site) == [1]
         assert watched.models_up(site) == []

@@ -25,7 +25,6 @@ from polyclinic.core.rng import Stream
 from polyclinic.core.types import Bundle, SiteId
 from polyclinic.federation.engines import Engine
 from polyclinic.federation.engines.local import LocalEngine, call_or_failure
-from polyclinic.federation.engines.mock import MockEngine
 from polyclinic.federation.rounds import Outcome, RoundOptions, Rounds
 from polyclinic.federation.site_runner import SiteRunner
 from polyclinic.models import build_model
@@ -34,6 +33,7 @@ from polyclinic.storage import messages
 from polyclinic.storage.journal import RamJournal
 from polyclinic.storage.site_memory import RamMemory
 from polyclinic.training.network import LiveNetwork, copy_module_weights, normalisation_names
+from tests.federation.mock_engine import MockEngine
 from tests.laws.bench import CLASSES, SIDE, Letter, Sites, Tap, as_json, clinics, play as play_alone, same, small
 from tests.laws.test_stacked import assert_close, on_the_stack
 
@@ -313,8 +313,8 @@ def test_a_site_that_moves_starts_from_the_new_cluster_and_finds_its_own_again()
     kept: dict[int, Bundle] = {}
     save = stage.memory.save
 
-    def noting(site: SiteId, round: int, memory: Bundle, durable: int) -> None:
-        save(site, round, memory, durable)
+    def noting(site: SiteId, round: int, memory: Bundle, oldest_snapshot: int) -> None:
+        save(site, round, memory, oldest_snapshot)
         if site == "clinic-1":
             kept[round] = memory
 

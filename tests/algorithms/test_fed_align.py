@@ -27,8 +27,7 @@ from polyclinic.data.builtin.digits import DigitsOptions, load_digit_images
 from polyclinic.data.examples import Images, SiteData
 from polyclinic.models import build_model
 from polyclinic.runs.experiment import run
-from polyclinic.training.auxiliary import with_auxiliary
-from polyclinic.training.network import LiveNetwork
+from polyclinic.training.network import LiveNetwork, with_auxiliary
 from tests.laws.bench import CLASSES, clinics, noise, play, same, site, small, tapped
 from tests.small import tiny
 

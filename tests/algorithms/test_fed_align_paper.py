@@ -15,7 +15,7 @@ from polyclinic.algorithms.base import classifier_weights
 from polyclinic.algorithms.optimisation.fedavg import FedAvg
 from polyclinic.algorithms.representation.fed_align import FedAlign
 from polyclinic.algorithms.representation.fed_align_losses import DISCRIMINATOR, initial_discriminator
-from polyclinic.algorithms.representation.fed_align_pooled import PooledFit, fit_pooled_sites
+from polyclinic.algorithms.representation.fed_align_pooled import PooledFit
 from polyclinic.core.errors import EngineError, RecipeError
 from polyclinic.core.jobs import Site
 from polyclinic.core.names import POOLED
@@ -26,9 +26,8 @@ from polyclinic.federation.site_runner import SiteRunner
 from polyclinic.runs.experiment import Experiment, run
 from polyclinic.storage.messages import Message
 from polyclinic.storage.site_memory import RamMemory
-from polyclinic.training.auxiliary import with_auxiliary
 from polyclinic.training.losses import task_loss
-from polyclinic.training.network import LiveNetwork
+from polyclinic.training.network import LiveNetwork, with_auxiliary
 from tests.algorithms.test_fed_align import told_and_right
 from tests.laws.bench import CLASSES, clinics, play, same, small
 from tests.small import tiny
@@ -79,7 +78,7 @@ def one_step(**options: Any) -> tuple[LiveNetwork, Bundle, Bundle]:
     start = classifier_weights(network.copy_weights())
     training = Training(Optimiser(lr=0.1), batch=8)
     job = PooledFit(start, task_loss, training, named, **{"align": 1.0, **options})
-    found = fit_pooled_sites(job, network, held, Site(POOLED, 14, 1, 1, 0.1), Stream(0, ("site", POOLED))).weights
+    found = job.fit_sites(network, held, Site(POOLED, 14, 1, 1, 0.1), Stream(0, ("site", POOLED))).weights
     return network, {**start, **named}, found
 
 

@@ -18,7 +18,7 @@ from polyclinic.core.rng import Stream
 from polyclinic.core.types import Bundle, Tensors
 from polyclinic.data.examples import Images
 from polyclinic.models import build_model
-from polyclinic.models.group_norm import replace_batch_norm
+from polyclinic.models.modifications import replace_batch_norm
 from polyclinic.privacy.transforms.base import UpdateTransform
 from polyclinic.runs.experiment import run
 from polyclinic.storage import messages as wire

@@ -26,7 +26,7 @@ from polyclinic.core.types import SiteId, Tensors
 from polyclinic.data.examples import Images, SiteData
 from polyclinic.models import build_model
 from polyclinic.models.classifier import Classifier
-from polyclinic.models.split_point import cut_after
+from polyclinic.models.modifications import cut_after
 from polyclinic.runs.sites import load_sites
 from polyclinic.training.network import LiveNetwork, copy_module_weights
 from tests.algorithms.distillation.digits import parts

@@ -8,14 +8,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from polyclinic.algorithms.base import Algorithm, without_prefix
+from polyclinic.algorithms.base import Algorithm, with_prefix, without_prefix
 from polyclinic.algorithms.optimisation.fedavg import FedAvg
-from polyclinic.algorithms.personalisation.fedper import HEAD, FedPer, head_weights
+from polyclinic.algorithms.personalisation.fedper import HEAD, FedPer
 from polyclinic.algorithms.personalisation.pfedcdp import PFedCDP
 from polyclinic.core.options import Optimiser, Training
 from polyclinic.core.types import Bundle, SiteId, Tensors
 from polyclinic.data.examples import Images
-from polyclinic.federation.engines.mock import MockEngine
 from polyclinic.federation.rounds import RoundOptions, Rounds
 from polyclinic.federation.site_runner import SiteRunner
 from polyclinic.privacy.transforms.base import UpdateTransform
@@ -27,6 +26,7 @@ from polyclinic.storage import messages as wire
 from polyclinic.storage.journal import RamJournal
 from polyclinic.storage.site_memory import RamMemory
 from polyclinic.training.network import copy_module_weights
+from tests.federation.mock_engine import MockEngine
 from tests.laws.bench import (
     Weighting,
     clinics,
@@ -74,7 +74,7 @@ def test_the_extractor_is_the_mean_by_examples_and_heads_stay_apart() -> None:
         torch.testing.assert_close(tensor.double(), mean, rtol=0, atol=1e-7)
     heads = [memory["head"] for site in clinics(12, 7, 16) if (memory := played.remembered(site))]
     assert len({wire.hash_tensors({"head": each}) for each in heads}) == 3
-    first = head_weights(copy_module_weights(small().module)["model"])
+    first = with_prefix(HEAD, copy_module_weights(small().module)["model"])
     assert same({"head": played.outcome.state["head"]}, {"head": first}), "the server's is as it was drawn"
 
 
@@ -115,9 +115,9 @@ class Diary(RamMemory):
         super().__init__()
         self.all: list[Bundle] = []
 
-    def save(self, site: SiteId, round: int, memory: Bundle, durable: int) -> None:
+    def save(self, site: SiteId, round: int, memory: Bundle, oldest_snapshot: int) -> None:
         self.all.append(memory)
-        super().save(site, round, memory, durable)
+        super().save(site, round, memory, oldest_snapshot)
 
 
 def crossing(algorithm: Algorithm, stages: Sequence[UpdateTransform]) -> tuple[list[bytes], list[Bundle], Bundle]:
@@ -159,7 +159,7 @@ def test_no_byte_of_a_head_leaves_a_site(algorithm: Algorithm, stages: list[Upda
     messages, remembered, state = crossing(algorithm, stages)
     assert (len(messages), len(remembered)) == (2 * (3 + 1), 2 * 3)
     first, size = copy_module_weights(small().module), sum(t.numel() for t in state["model"].values())
-    heads = [head_weights(first["model"]), *(memory["head"] for memory in remembered)]
+    heads = [with_prefix(HEAD, first["model"]), *(memory["head"] for memory in remembered)]
     for message in messages:
         assert HEAD.encode() not in message
         assert not any(trace in message for each in heads for trace in traces(each))
@@ -175,4 +175,4 @@ def test_it_would_be_found_if_it_did() -> None:
     messages, _, _ = crossing(FedAvg(SGD), [])
     sent = wire.decode(messages[0]).tensors["model"]
     assert HEAD.encode() in messages[0]
-    assert all(trace in messages[0] for trace in traces(head_weights(sent)))
+    assert all(trace in messages[0] for trace in traces(with_prefix(HEAD, sent)))

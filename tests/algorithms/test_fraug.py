@@ -26,8 +26,7 @@ from polyclinic.core.types import AUX_PREFIX, Bundle, SiteId
 from polyclinic.data.examples import SiteData
 from polyclinic.federation.site_runner import drive_jobs
 from polyclinic.runs.experiment import Experiment
-from polyclinic.training.auxiliary import copy_auxiliary_weights
-from polyclinic.training.network import LiveNetwork
+from polyclinic.training.network import LiveNetwork, copy_auxiliary_weights
 from tests.laws.bench import clinics, play, same, small, tapped
 from tests.laws.test_stacked import SIZES, same_on_both, together
 from tests.small import tiny

@@ -29,8 +29,8 @@ from polyclinic.core.network import Objective
 from polyclinic.core.options import Optimiser, Training
 from polyclinic.core.rng import Stream
 from polyclinic.core.types import Bundle
-from polyclinic.training.auxiliary import build_with_seed
 from polyclinic.training.keyed_dropout import hash_uniform
+from polyclinic.training.network import build_with_seed
 from tests.laws.bench import CLASSES, clinics, noise, small, with_beside
 
 SGD = Training(Optimiser(lr=0.1), batch=5)

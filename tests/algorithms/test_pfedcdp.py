@@ -13,8 +13,8 @@ from hypothesis import given, settings, strategies as st
 from scipy.special import log_softmax, softmax
 from torch import Tensor
 
-from polyclinic.algorithms.base import without_prefix
-from polyclinic.algorithms.personalisation.fedper import HEAD, FedPer, head_weights
+from polyclinic.algorithms.base import with_prefix, without_prefix
+from polyclinic.algorithms.personalisation.fedper import HEAD, FedPer
 from polyclinic.algorithms.personalisation.pfedcdp import PFedCDP, squared_gradients, squared_mean_gradient
 from polyclinic.core.errors import RecipeError
 from polyclinic.core.jobs import Fit, Fitted, Job, Score
@@ -124,7 +124,7 @@ def test_the_blend_changes_the_start_from_round_two_on(algorithm: PFedCDP, deeds
             assert torch.equal(start[name] != global_one, mask[name] & (own[name] != global_one))
         assert any(not torch.equal(start[name], t) for name, t in received.items()), "the blend does nothing"
         assert any(not torch.equal(start[name], own[name]) for name in own), "the server's work is lost"
-        assert same({"head": head_weights(start)}, {"head": deed.memory["head"]})
+        assert same({"head": with_prefix(HEAD, start)}, {"head": deed.memory["head"]})
 
 
 @pytest.mark.parametrize(
@@ -289,7 +289,7 @@ def test_first_everything_trains_then_the_head_alone(network: Callable[[], LiveN
         if deed.number == 0:
             assert moved >= {name for name in after["model"] if name.endswith("weight")}, "but a bias before BatchNorm"
             continue
-        assert moved == set(head_weights(after["model"]))
+        assert moved == set(with_prefix(HEAD, after["model"]))
         assert same({"b": dict(before["buffers"])}, {"b": dict(after["buffers"])}), (
             "frozen layers keep their statistics"
         )

@@ -25,7 +25,7 @@ from polyclinic.core.rng import Stream
 from polyclinic.data.loading.image_options import Preparation
 from polyclinic.evaluation.calibration import Uncalibrated
 from polyclinic.models import MODELS, build_model
-from polyclinic.models.activation_checkpointing import enable_checkpointing
+from polyclinic.models.modifications import enable_checkpointing
 from polyclinic.models.scattering import Scattering
 from tests import commands
 from tests.small import TINY
@@ -65,7 +65,7 @@ def noise(*shape: int) -> Tensor:
     return torch.randn(shape, generator=Stream(4).generator())
 
 
-def test_the_weights_are_those_of_the_plain_network(runs: dict[str, Path], tmp_path: Path) -> None:
+def test_the_weights_equal_the_plain_network(runs: dict[str, Path], tmp_path: Path) -> None:
     """By its own names, wherever the recipe cuts it; built from what preprocessing.json says, it is the same."""
     folder = exported(runs["phantom"], tmp_path / "out")
     says = json.loads((folder / "preprocessing.json").read_text())
@@ -156,7 +156,7 @@ def test_every_network_is_the_same_function_as_onnx(name: str) -> None:
 
 @with_onnx
 @pytest.mark.parametrize("run", ["fedavg", "together"])
-def test_a_runs_onnx_gives_what_predict_gives(run: str, runs: dict[str, Path], tmp_path: Path) -> None:
+def test_onnx_gives_the_predictions_of_predict(run: str, runs: dict[str, Path], tmp_path: Path) -> None:
     from onnxruntime import InferenceSession
 
     folder = exported(runs[run], tmp_path / "out", "--onnx")
@@ -196,7 +196,7 @@ def test_the_card_names_the_sums_of_the_files(runs: dict[str, Path], tmp_path: P
     }
 
 
-def test_who_is_worse_off_than_alone_is_told(runs: dict[str, Path], tmp_path: Path) -> None:
+def test_the_card_lists_sites_that_are_worse_off_than_alone(runs: dict[str, Path], tmp_path: Path) -> None:
     unknown = card_of(runs["fedavg"], tmp_path / "unknown")
     assert "better off training alone is not known" in unknown
     found = card_of(runs["fedavg"], tmp_path / "out", "--alone", runs["alone"])
@@ -235,7 +235,7 @@ def test_nothing_of_patients_or_of_the_disk_is_in_any_file(runs: dict[str, Path]
         assert str(runs["phantom"]).encode() not in data
 
 
-def test_names_cannot_change_what_the_card_says(runs: dict[str, Path], tmp_path: Path) -> None:
+def test_names_cannot_change_the_markup_of_the_card(runs: dict[str, Path], tmp_path: Path) -> None:
     nasty = "<script>alert(1)</script> | **certified**\n# A medical device"
     run = open_catalogue(runs["fedavg"])
     run = replace(run, summary=run.summary.model_copy(update={"name": nasty}))
@@ -268,10 +268,10 @@ def test_nothing_is_overwritten_unless_asked(runs: dict[str, Path], tmp_path: Pa
     assert "cannot write" in refused(runs["fedavg"], "--out", "/dev/null/here")
 
 
-def test_without_onnx_a_sentence_says_what_to_install(
+def test_without_onnx_an_error_names_the_packages_to_install(
     runs: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("polyclinic.analysis.export.find_spec", lambda name: None)
-    told = refused(runs["fedavg"], "--out", tmp_path / "out", "--onnx")
-    assert 'pip install "polyclinic[export]"' in told
+    message = refused(runs["fedavg"], "--out", tmp_path / "out", "--onnx")
+    assert 'pip install "polyclinic[export]"' in message
     assert not (tmp_path / "out").exists()

@@ -181,7 +181,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 call, refused = partial(commands.call, "features"), partial(commands.refused, "features")
 
 
-def test_features_are_those_that_the_extractor_hands_to_the_head(runs: dict[str, Path]) -> None:
+def test_features_are_the_input_of_the_head(runs: dict[str, Path]) -> None:
     past_runs = [open_run(runs[name], None) for name in ("fedavg", "early")]
     wishes = FeatureOptions(most=40)
     found = compare_features(past_runs, wishes, Stream(0))
@@ -201,7 +201,7 @@ def test_features_are_those_that_the_extractor_hands_to_the_head(runs: dict[str,
 
 
 @pytest.mark.parametrize(("name", "shared"), [("fedavg", True), ("fedmp", True), ("fedper", True), ("local", False)])
-def test_whose_extractor_it_is_is_told(name: str, shared: bool, runs: dict[str, Path]) -> None:
+def test_the_output_names_sites_with_their_own_extractor(name: str, shared: bool, runs: dict[str, Path]) -> None:
     (view,) = compare_features([open_run(runs[name], None)], FeatureOptions(most=12), Stream(0))
     assert view.shared == shared
 
@@ -224,29 +224,29 @@ def test_runs_are_shown_side_by_side(runs: dict[str, Path], tmp_path: Path) -> N
 def test_the_seed_decides_everything(runs: dict[str, Path], tmp_path: Path) -> None:
     wanted = (runs["fedavg"], "--label", "3", "--part", "train", "--most", "45", "--stage", "2", "--json")
     first, again, other = (tmp_path / f"{name}.png" for name in ("first", "again", "other"))
-    told = [json.loads(call(*wanted, "--out", path).stdout) for path in (first, again)]
+    answer = [json.loads(call(*wanted, "--out", path).stdout) for path in (first, again)]
     assert first.read_bytes() == again.read_bytes()
-    assert told[0] == {**told[1], "picture": str(first)}
-    assert set(told[0]["runs"][0]["images"].values()) == {15}
-    assert told[0]["runs"][0]["figures"]["classes"] == 1
-    assert told[0]["runs"][0]["figures"]["apart"]["value"] > 0
+    assert answer[0] == {**answer[1], "picture": str(first)}
+    assert set(answer[0]["runs"][0]["images"].values()) == {15}
+    assert answer[0]["runs"][0]["figures"]["classes"] == 1
+    assert answer[0]["runs"][0]["figures"]["apart"]["value"] > 0
     call(*wanted, "--out", other, "--seed", "9")
     assert first.read_bytes() != other.read_bytes()
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "answer"),
     [
         (["--part", "all"], "--part is 'all'; choose test, validation or train"),
         (["--label", "cat"], "there is no class 'cat'; choose among 0, 1, 2"),
         (["--stage", "4"], "has stages 1 to 3"),
         (["--stage", "0"], "--stage is 0"),
         (["--device", "tpu"], "engine.device is 'tpu'"),
-        (["--out", "nowhere/at/all.png"], "cannot be written"),
+        (["--out", "nowhere/at/all.png"], "cannot write nowhere"),
     ],
 )
-def test_a_bad_wish_gets_one_sentence(arguments: list[str], told: str, runs: dict[str, Path]) -> None:
-    assert told in refused(runs["fedavg"], "--most", "12", *arguments)
+def test_a_bad_argument_gets_one_sentence(arguments: list[str], answer: str, runs: dict[str, Path]) -> None:
+    assert answer in refused(runs["fedavg"], "--most", "12", *arguments)
     assert not (runs["fedavg"] / "features.png").exists()
 
 
@@ -260,7 +260,7 @@ def test_runs_that_cannot_be_compared_get_one_sentence(runs: dict[str, Path], tm
     assert "has a network for each of its clusters" in refused(clustered)
 
 
-def test_a_claim_about_features_is_what_the_command_says_and_is_kept(
+def test_a_claim_about_features_equals_the_command_and_is_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     claim = {"claim": "it differs", "test": "lower", "metric": "site_classifier_accuracy", "methods": ["Fed", "Local"]}
@@ -270,9 +270,9 @@ def test_a_claim_about_features_is_what_the_command_says_and_is_kept(
     for name in ("Fed", "Local"):
         for seed, result in enumerate(found.results[name]):
             folder = tmp_path / name.lower() / f"seed-{seed}"
-            told = commands.document("features", folder, "--out", tmp_path / "picture.png")["runs"][0]["figures"]
+            answer = commands.document("features", folder, "--out", tmp_path / "picture.png")["runs"][0]["figures"]
             assert result.site_classifier_accuracy is not None
-            assert 0 < result.site_classifier_accuracy == told["site_classifier_accuracy"] < 1
+            assert 0 < result.site_classifier_accuracy == answer["site_classifier_accuracy"] < 1
     assert all(run.site_classifier_accuracy is None for run in found.results["Silent"]), "nobody asked"
     [judged] = claims.evaluate_claims(recipe.claims, found.results)
     assert judged.figures == tuple(

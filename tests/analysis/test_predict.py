@@ -1,4 +1,4 @@
-"""Predictions of finished runs: the run's own on its own images, and what is wrong with files told one by one."""
+"""Predictions of finished runs: equal to the run's own on its images, and an error for each unreadable file."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ WISHES: dict[str, dict[str, Any]] = {
 }
 
 call, refused = partial(commands.call, "predict"), partial(commands.refused, "predict")
-told = partial(commands.document, "predict")
+predict_json = partial(commands.document, "predict")
 
 
 def stored(examples: Any) -> Tensor:
@@ -131,7 +131,7 @@ def test_the_runs_own_images_get_the_runs_own_predictions(
     """Without its data, from files, by whichever model."""
     kept = load_predictions(RunFolder(runs[run]).predictions_file)[site, key, "test"]
     folder = files[run if (run, site) in files else "fedavg", site]
-    np.testing.assert_allclose(said(told(runs[run], folder, *arguments)), kept.probabilities, rtol=0, atol=1e-6)
+    np.testing.assert_allclose(said(predict_json(runs[run], folder, *arguments)), kept.probabilities, rtol=0, atol=1e-6)
 
 
 def test_first_weights_need_not_be_there_any_more(files: dict[tuple[str, str], Path], tmp_path: Path) -> None:
@@ -142,7 +142,7 @@ def test_first_weights_need_not_be_there_any_more(files: dict[tuple[str, str], P
     polyclinic.run(polyclinic.Recipe.from_values({**DIGITS, **values}), out=tmp_path / "run")
     first.unlink()
     kept = load_predictions(RunFolder(tmp_path / "run").predictions_file)["site-1", "global", "test"]
-    found = told(tmp_path / "run", files["fedavg", "site-1"], "--model", "low")
+    found = predict_json(tmp_path / "run", files["fedavg", "site-1"], "--model", "low")
     np.testing.assert_allclose(said(found), kept.probabilities, rtol=0, atol=1e-6)
     assert open_run(tmp_path / "run", None).site_network("site-1")[0] == "global"
 
@@ -223,7 +223,7 @@ def test_wrong_files_get_a_sentence_each_and_the_others_are_predicted(
     wrong = [tmp_path / name for name in ("empty", "text.png", "half.png", "blank.png", "missing.png")] + [scan]
     result = call(runs["fedavg"], *wrong, good, "--json")
     assert result.exit_code == 1
-    assert json.loads(result.stdout)["predictions"] == told(runs["fedavg"], good)["predictions"]
+    assert json.loads(result.stdout)["predictions"] == predict_json(runs["fedavg"], good)["predictions"]
     lines = result.stderr.splitlines()
     assert [line.split(": ")[:2] for line in sorted(lines)] == sorted(["error", str(path)] for path in wrong)
     assert not any(secret in result.output for secret in SECRETS)
@@ -244,7 +244,7 @@ def test_calibration_is_fitted_on_the_validation_images(
     runs: dict[str, Path], files: dict[tuple[str, str], Path], tmp_path: Path
 ) -> None:
     """From what the run kept, or from its images: the same temperature; and the order of classes stays."""
-    found = told(runs["fedavg"], files["fedavg", "site-1"])
+    found = predict_json(runs["fedavg"], files["fedavg", "site-1"])
     temperature = found["calibration"]["temperature"]
     sites = _sites(runs["fedavg"])
     validation, test = sum(len(site.validation) for site in sites), sum(len(site.test) for site in sites)
@@ -263,7 +263,7 @@ def test_calibration_is_fitted_on_the_validation_images(
     assert (again.images, again.test_images) == (validation, test)
     assert again.temperature == pytest.approx(temperature, rel=1e-3)
     assert again.test_ece == pytest.approx(found["calibration"]["test_ece"], abs=1e-4)
-    without = told(bare, files["fedavg", "site-1"])
+    without = predict_json(bare, files["fedavg", "site-1"])
     assert without["predictions"][0]["calibrated"] is None
     shown = call(bare, files["fedavg", "site-1"])
     assert "uncalibrated: the run kept no predictions of validation images; give its images with --data" in shown.stdout
@@ -297,7 +297,7 @@ def test_heat_maps_are_drawn_and_tell_themselves_in_words(
     runs: dict[str, Path], files: dict[tuple[str, str], Path], tmp_path: Path
 ) -> None:
     place = files["phantom", "site-1"]
-    found = told(runs["phantom"], place / "0000.png", place / "0001.png", "--grad-cam", tmp_path / "maps")
+    found = predict_json(runs["phantom"], place / "0000.png", place / "0001.png", "--grad-cam", tmp_path / "maps")
     assert stat.S_IMODE((tmp_path / "maps").stat().st_mode) == 0o700
     for row in found["predictions"]:
         with Image.open(row["grad_cam"]) as picture:
@@ -322,7 +322,7 @@ def test_heat_maps_are_drawn_and_tell_themselves_in_words(
         ("fedavg", ["--device", "tpu"], "engine.device is 'tpu'"),
     ],
 )
-def test_a_bad_wish_gets_one_sentence(run: str, arguments: list[str], sentence: str, runs: dict[str, Path]) -> None:
+def test_a_bad_argument_gets_one_sentence(run: str, arguments: list[str], sentence: str, runs: dict[str, Path]) -> None:
     assert sentence in refused(runs[run], "some.png", *arguments)
 
 

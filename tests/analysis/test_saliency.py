@@ -77,7 +77,7 @@ def test_one_convolution_has_a_closed_form(a_chain: bool) -> None:
     assert (weighted < 0).any()
 
 
-def test_the_maps_of_a_network_with_a_skip_are_those_where_both_ways_meet() -> None:
+def test_a_network_with_a_skip_connection_gives_maps_where_both_paths_meet() -> None:
     network = (
         build_model("groupnorm_cnn", classes=CLASSES, channels=1, size=24, seed=Stream(2)).eval().requires_grad_(False)
     )
@@ -125,7 +125,7 @@ def test_a_constant_network_looks_nowhere(a_chain: bool) -> None:
     assert describe_map(heat).startswith("nowhere")
 
 
-def test_a_map_is_told_in_words() -> None:
+def test_a_map_is_described_in_words() -> None:
     corner = torch.zeros(4, 4)
     corner[0, 3] = 5
     heat = resize_map(corner, torch.zeros(3, 16, 16))
@@ -151,7 +151,7 @@ def refuse_uneven(group: CaseGroup, answers: RunPredictions, belongs: Any, most:
 
 
 @given(st.integers(2, 4), st.integers(1, 60), st.integers(1, 6), st.integers(0, 99))
-def test_cases_are_those_that_runs_agree_or_differ_about(runs: int, images: int, most: int, seed: int) -> None:
+def test_cases_are_grouped_by_agreement_of_runs(runs: int, images: int, most: int, seed: int) -> None:
     answers = made_up(runs, images, seed)
     right = [[answers.probabilities[r, i].argmax() == answers.truth[i] for r in range(runs)] for i in range(images)]
     names = [*map(str, range(runs - 1)), "ours"]
@@ -175,9 +175,9 @@ def test_one_run_shows_its_most_and_least_certain_cases(images: int, most: int, 
     answers = made_up(1, images, seed)
     certain, right = answers.probabilities[0].max(axis=1), answers.is_correct[0]
     groups = {group.name: group for group in group_by_agreement(answers, ["alone"], most, Stream(0))}
-    for told, mask in (("right", right), ("wrong", ~right)):
+    for explain_json, mask in (("right", right), ("wrong", ~right)):
         middle = np.median(certain[mask]) if mask.any() else 0.5
-        high, low = groups[f"{told}, most certain"], groups[f"{told}, least certain"]
+        high, low = groups[f"{explain_json}, most certain"], groups[f"{explain_json}, least certain"]
         refuse_uneven(high, answers, lambda i, mask=mask, middle=middle: mask[i] and certain[i] >= middle, most)
         refuse_uneven(low, answers, lambda i, mask=mask, middle=middle: mask[i] and certain[i] < middle, most)
         assert high.images == low.images == mask.sum()
@@ -213,11 +213,11 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 call, refused = partial(commands.call, "explain"), partial(commands.refused, "explain")
-told = partial(commands.document, "explain")
+explain_json = partial(commands.document, "explain")
 
 
 @pytest.mark.parametrize("name", ["fedavg", "local", "clusters", "cut"])
-def test_answers_are_those_that_the_run_was_judged_by(name: str, runs: dict[str, Path]) -> None:
+def test_predictions_equal_the_evaluated_ones_of_the_run(name: str, runs: dict[str, Path]) -> None:
     """At every site: with its own model where sites have their own, and its cluster's network."""
     past = open_run(runs[name], None)
     answers = predict_test_images([past], SaliencyOptions())
@@ -268,7 +268,7 @@ def test_runs_are_shown_side_by_side(runs: dict[str, Path], tmp_path: Path) -> N
 
 def test_the_seed_decides_everything(runs: dict[str, Path], tmp_path: Path) -> None:
     both = (runs["fedavg"], runs["longer"], "--cases", "1")
-    first, again = (told(*both, "--out", tmp_path / name) for name in ("first", "again"))
+    first, again = (explain_json(*both, "--out", tmp_path / name) for name in ("first", "again"))
     assert first == again
     assert first["seed"] == 0
     assert (tmp_path / "first/gallery.png").read_bytes() == (tmp_path / "again/gallery.png").read_bytes()
@@ -280,8 +280,8 @@ def test_the_seed_decides_everything(runs: dict[str, Path], tmp_path: Path) -> N
     assert len(draws) > 1
 
 
-def test_histograms_are_those_of_the_pixels(runs: dict[str, Path], tmp_path: Path) -> None:
-    found = told(runs["phantom"], "--histograms", "--cases", "1", "--out", tmp_path)
+def test_histograms_count_the_stored_pixels(runs: dict[str, Path], tmp_path: Path) -> None:
+    found = explain_json(runs["phantom"], "--histograms", "--cases", "1", "--out", tmp_path)
     assert (tmp_path / "histograms.png").stat().st_size > 10_000
     assert "harbour mean" in found["pictures"]["histograms.png"]["alternative"]
     consortium = open_run(runs["phantom"], None).dataset
@@ -310,7 +310,7 @@ def test_histograms_are_those_of_the_pixels(runs: dict[str, Path], tmp_path: Pat
         ("no test", [], "no site has a test image"),
     ],
 )
-def test_a_bad_wish_gets_one_sentence(run: str, arguments: list[str], sentence: str, runs: dict[str, Path]) -> None:
+def test_a_bad_argument_gets_one_sentence(run: str, arguments: list[str], sentence: str, runs: dict[str, Path]) -> None:
     assert sentence in refused(runs[run], *arguments)
     assert not (runs[run] / "explain").exists()
 

@@ -1,4 +1,4 @@
-"""`polyclinic data …`: what people see, what is written, what may be told, and what may be deleted."""
+"""`polyclinic data …`: its output, its files, the privacy of names, and the deletion of cached images."""
 
 from __future__ import annotations
 
@@ -76,10 +76,10 @@ call = partial(commands.call, "data")
 def refused(*arguments: str) -> str:
     """The one sentence a mistake gets; nothing else is printed, nothing is written."""
     before = files()
-    told = commands.refused("data", *arguments)
-    assert NAME not in told
+    message = commands.refused("data", *arguments)
+    assert NAME not in message
     assert files() == before
-    return told
+    return message
 
 
 def files() -> set[Path]:
@@ -119,7 +119,7 @@ def test_the_list_fits_eighty_columns_and_breaks_no_word() -> None:
         assert words(f"{describe_datasets()[name]} terms: {named.licence}") <= words(result.stdout)
 
 
-def test_the_list_says_what_is_here(images: Path) -> None:
+def test_the_list_shows_downloaded_datasets(images: Path) -> None:
     rows = document("list")
     assert [row["name"] for row in rows] == list(NAMED_DATASETS)
     assert not any(row["here"] for row in rows), "no data folder is set"
@@ -174,7 +174,7 @@ def test_a_faulty_set_may_not_and_nobody_is_named(images: Path) -> None:
         assert NAME not in said
 
 
-def test_names_are_shown_to_whoever_asks(images: Path) -> None:
+def test_names_are_shown_on_request(images: Path) -> None:
     paths = broken(images)
     (images / f"{NAME}_unlisted.png").write_bytes((images / paths[1]).read_bytes())
     shown = call("check", str(images), "--show-names", "--out", "found.json")
@@ -203,7 +203,7 @@ def test_folders_of_classes_are_read_without_a_table(images: Path) -> None:
 
 @pytest.mark.parametrize("command", ["check", "diagnose"])
 @pytest.mark.parametrize(
-    ("what", "told"),
+    ("what", "message"),
     [
         ("bussi", "There is no dataset and no path 'bussi'"),
         ("nowhere/images", "There is no dataset and no path 'nowhere/images'"),
@@ -217,17 +217,17 @@ def test_folders_of_classes_are_read_without_a_table(images: Path) -> None:
         ("x" * 300, "error: "),
     ],
 )
-def test_what_is_no_set_of_images_gets_one_sentence(command: str, what: str, told: str) -> None:
+def test_a_path_without_images_gets_one_sentence(command: str, what: str, message: str) -> None:
     Path("empty").mkdir()
     Path("texts").mkdir()
     Path("texts/a.txt").write_text("a")
     Path("bad.csv").write_text("file,label\n1.png,a\n")
     Path("bad.npz").write_text("no zip")
-    assert told in refused(command, what)
+    assert message in refused(command, what)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         (["list", "--data", "nowhere"], "The data folder 'nowhere' does not exist"),
         (["check", "busi", "--data", "nowhere"], "The data folder 'nowhere' does not exist"),
@@ -244,10 +244,10 @@ def test_what_is_no_set_of_images_gets_one_sentence(command: str, what: str, tol
         (["fetch", "inbreast", "--data", "images"], "not for automatic download; put it into images/inbreast: "),
     ],
 )
-def test_a_bad_argument_gets_one_sentence(images: Path, arguments: list[str], told: str) -> None:
+def test_a_bad_argument_gets_one_sentence(images: Path, arguments: list[str], message: str) -> None:
     few = [row for row in read_table(images) if row[3][-2:] in ("-0", "-1", "-2", "-3")]
     write_table(images, few)  # too few patients for the part of a diagnosis that takes long
-    assert told in refused(*arguments)
+    assert message in refused(*arguments)
 
 
 @pytest.mark.parametrize("arguments", [[], ["chek"], ["check"], ["diagnose", "x", "--size", "7"], ["list", "--nmae"]])
@@ -262,9 +262,9 @@ def test_two_sites_are_compared(images: Path) -> None:
     result = call("diagnose", str(images), "--size", "16", "--channels", "1", "--out", "new/folder")
     assert result.exit_code == 0, result.output
     assert max(map(len, result.stdout.splitlines())) <= 80
-    told = flat(result.stdout)
+    message = flat(result.stdout)
     for kind in ("Label skew", "Size skew", "Intensity shift", "Feature shift"):
-        assert f"{kind} (" in told
+        assert f"{kind} (" in message
     assert result.stdout.splitlines()[-1] == "written: new/folder/diagnosis.png  new/folder/diagnosis.json"
     with Image.open("new/folder/diagnosis.png") as picture:
         picture.verify()
@@ -279,8 +279,8 @@ def test_one_site_has_nothing_to_be_compared_with(images: Path) -> None:
     rows = read_table(images)
     for site in ("", "clinic 0"):
         write_table(images, [(path, label, site, *rest) for path, label, _, *rest in rows])
-        told = refused("diagnose", "images")
-        assert "names fewer than two sites, so there is nothing to compare; give a recipe" in told
+        message = refused("diagnose", "images")
+        assert "names fewer than two sites, so there is nothing to compare; give a recipe" in message
 
 
 def test_a_table_that_names_only_some_sites_gets_one_sentence(images: Path) -> None:
@@ -304,7 +304,7 @@ PHANTOM: dict[str, Any] = {
 }
 
 
-def test_a_recipe_says_what_lies_at_which_site(tmp_path: Path) -> None:
+def test_a_recipe_determines_the_images_of_each_site(tmp_path: Path) -> None:
     write_recipe(tmp_path, PHANTOM, "skewed.yaml")
     found = document("diagnose", "skewed.yaml")
     sites = load_sites(Recipe.load("skewed.yaml"), None).sites
@@ -328,7 +328,7 @@ def unread(_: Any, __: Path) -> Listing:
     raise AssertionError("fetching reads nothing")
 
 
-def test_what_is_fetched_is_told_with_the_sum_to_compare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fetch_reports_a_file_and_its_checksum(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     with served() as site:
         site.files["/images.bin"] = b"pixels"
@@ -350,7 +350,7 @@ def prepared(images: Path, home: Path) -> list[Path]:
     return sorted(home.iterdir())
 
 
-def test_the_cache_is_told_and_cleared(images: Path, tmp_path: Path) -> None:
+def test_the_cache_is_listed_and_cleared(images: Path, tmp_path: Path) -> None:
     home = tmp_path / "cache"
     assert call("cache").stdout == f"{home}: 0 prepared sets, 0.0 MiB\n"
     assert len(prepared(images, home)) == 2

@@ -142,7 +142,9 @@ def test_what_no_recipe_can_take_stops_without_one(fault: Callable[[Rows], None]
 
 
 @pytest.mark.parametrize("fault", DIVISIONS)
-def test_what_another_division_can_take_is_told_and_does_not_stop(fault: Callable[[Rows], None], rows: Rows) -> None:
+def test_a_fault_that_another_division_tolerates_is_reported_and_does_not_stop(
+    fault: Callable[[Rows], None], rows: Rows
+) -> None:
     fault(rows)
     written(rows)
     result = call("images")
@@ -178,7 +180,7 @@ def test_a_table_is_checked_with_columns_named_by_hand(rows: Rows) -> None:
         assert result.exit_code == 0, result.output
         assert "sites: clinic 0 60, clinic 1 60" in flat(result.stdout)
     write_recipe(Path(), recipe(), "trial.yaml")
-    for arguments, told in (
+    for arguments, message in (
         (["images", "--columns", "path"], "--columns needs names of columns, such as path=file"),
         (["images", "--columns", "path=datei,label=befund"], "has no column 'befund' for the label"),
         (["images", "--columns", "pfad=datei"], "Columns has no option 'pfad'; it has: path, label,"),
@@ -187,10 +189,10 @@ def test_a_table_is_checked_with_columns_named_by_hand(rows: Rows) -> None:
     ):
         result = call(*arguments)
         assert (result.exit_code, result.stdout) == (1, "")
-        assert told in result.stderr
+        assert message in result.stderr
 
 
-def test_a_seed_may_refuse_what_another_lets_pass(rows: Rows) -> None:
+def test_one_seed_may_refuse_a_partition_that_another_accepts(rows: Rows) -> None:
     written([row for row in rows if row[3][-2:] in ("-0", "-1", "-2", "-3", "-4")])
     found = {}
     for seed in range(8):
@@ -244,6 +246,6 @@ def test_joined_copies_are_divided_as_a_run_does(rows: Rows) -> None:
 
 
 def test_help_fits_the_page() -> None:
-    told = call("--help").stdout
-    assert "--columns" in told
-    assert max(map(len, told.splitlines())) <= 80
+    message = call("--help").stdout
+    assert "--columns" in message
+    assert max(map(len, message.splitlines())) <= 80

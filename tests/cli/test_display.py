@@ -67,13 +67,13 @@ def test_without_a_terminal_there_are_plain_lines() -> None:
     ]
 
 
-def test_a_cluster_that_got_no_update_is_told() -> None:
+def test_a_cluster_without_an_update_is_reported() -> None:
     screen = console()
     with Display(screen) as display:
         followed(display)
         display.on_event("round done", {**DONE, "unheard": ["low"]})
-    told = text_of(screen).splitlines()[-1]
-    assert told == "  round 1: cluster low got no update and keeps its model"
+    description = text_of(screen).splitlines()[-1]
+    assert description == "  round 1: cluster low got no update and keeps its model"
 
 
 def test_nothing_is_said_before_something_happens() -> None:
@@ -217,9 +217,9 @@ def test_a_comparison_says_whose_figures_it_shows(summary: RunSummary) -> None:
     runs = {"A": summary, "B": refined(summary, "student"), "C": refined(summary, "public"), "D": summary}
     results = {name: [one] for name, one in runs.items()}
     comparison = Comparison("x", tuple(summarise_methods(results)), results, None)
-    told = "the global model (A, D); the server's student (B, C)"
-    assert f"figures of {told}\n" in re.sub(" +\n", "\n", shown(comparison_table(comparison)))
-    assert f"Figures are of {told}." in to_markdown(build_results_page(comparison))
+    description = "the global model (A, D); the server's student (B, C)"
+    assert f"figures of {description}\n" in re.sub(" +\n", "\n", shown(comparison_table(comparison)))
+    assert f"Figures are of {description}." in to_markdown(build_results_page(comparison))
     assert [line.judged_by for line in comparison.lines][1] == "the server's student"
     alone = Comparison("x", tuple(summarise_methods({"A": [summary]})), {"A": [summary]}, None)
     assert "figures of the global model" in shown(comparison_table(alone))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import resource
 import subprocess
@@ -47,7 +48,7 @@ def run_command(*arguments: str) -> tuple[list[str], float]:
         ("list recipes", 1.0),
     ],
 )
-def test_what_computes_nothing_answers_at_once(call: str, limit: float) -> None:
+def test_commands_that_compute_nothing_answer_at_once(call: str, limit: float) -> None:
     """The limits are several times what it takes, so that a busy machine does not fail it, but loading torch does."""
     loaded, seconds = run_command(*call.split())
     assert loaded == []
@@ -68,6 +69,24 @@ def test_every_command_option_and_argument_is_explained() -> None:
     assert missing == []
 
 
-@pytest.mark.parametrize("command", COMMAND_NAMES)
-def test_the_help_of_a_command_loads_nothing_heavy(command: str) -> None:
-    assert run_command(command, "--help")[0] == []
+def test_the_help_of_a_command_loads_nothing_heavy() -> None:
+    """One process shows all of them: a module that one loads stays, and counts against that one and all after it."""
+    script = f"""
+import json, sys
+from polyclinic.__main__ import main
+loaded = {{}}
+for name in {COMMAND_NAMES}:
+    sys.argv = ["polyclinic", name, "--help"]
+    try:
+        main()
+    except SystemExit as end:
+        assert not end.code, name
+    loaded[name] = [module for module in {HEAVY} if module in sys.modules]
+print(json.dumps(loaded), file=sys.stderr)
+"""
+    environment = {**os.environ, "PYTHONPATH": str(Path(polyclinic.__file__).parents[1])}
+    command = [sys.executable, "-c", script]
+    found = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert found.returncode == 0, found.stderr
+    assert [name for name in COMMAND_NAMES if f"Usage: polyclinic {name} " not in found.stdout] == []
+    assert json.loads(found.stderr) == {name: [] for name in COMMAND_NAMES}

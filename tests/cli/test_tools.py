@@ -1,4 +1,4 @@
-"""`polyclinic site …`: what people see, and what they are told when they mistype."""
+"""`polyclinic site …`: its output, and its errors about wrong arguments."""
 
 from __future__ import annotations
 
@@ -59,15 +59,15 @@ def test_the_card_fits_a_terminal(server: str) -> None:
 
 
 def test_the_document_agrees_with_itself(server: str) -> None:
-    told = document("--server", server, "--weights", "0.3,0.3,0.1,0.3")
-    card = MachineProfile(**{name: told[name] for name in RESOURCES}, total_memory=told["total_memory"])
-    assert told["weights"] == dict(zip(RESOURCES, (0.3, 0.3, 0.1, 0.3), strict=True))
-    assert told["score"] == capability_score(card, ResourceWeights(**told["weights"]))
-    assert told["thresholds"] == THRESHOLDS
-    assert told["cluster"] == find_cluster(told["score"], THRESHOLDS)
-    assert told["total_memory"] == psutil.virtual_memory().total
-    assert list(told["notes"]) == list(RESOURCES)
-    assert told["network"] > 0.9
+    answer = document("--server", server, "--weights", "0.3,0.3,0.1,0.3")
+    card = MachineProfile(**{name: answer[name] for name in RESOURCES}, total_memory=answer["total_memory"])
+    assert answer["weights"] == dict(zip(RESOURCES, (0.3, 0.3, 0.1, 0.3), strict=True))
+    assert answer["score"] == capability_score(card, ResourceWeights(**answer["weights"]))
+    assert answer["thresholds"] == THRESHOLDS
+    assert answer["cluster"] == find_cluster(answer["score"], THRESHOLDS)
+    assert answer["total_memory"] == psutil.virtual_memory().total
+    assert list(answer["notes"]) == list(RESOURCES)
+    assert answer["network"] > 0.9
 
 
 def test_the_options_reach_the_figures(server: str) -> None:
@@ -84,25 +84,25 @@ CLUSTERED: dict[str, Any] = TINY | {
 }
 
 
-def test_a_card_that_is_pasted_into_the_recipe_leads_to_the_cluster_it_told(server: str, tmp_path: Path) -> None:
+def test_a_profile_that_is_pasted_into_the_recipe_gives_the_printed_cluster(server: str, tmp_path: Path) -> None:
     """By the recipe's weights, thresholds and latency, unless an option says otherwise."""
     recipe = write_recipe(tmp_path, CLUSTERED)
     asked = ("--recipe", str(recipe), "--server", server, "--name", "St. Mary's: west")
-    told = document(*asked)
-    assert told["cluster"] == "strong"
-    assert (told["weights"], told["thresholds"]) == (CLUSTERED["capability"]["weights"], {"strong": 0.9, "weak": 0})
-    assert "150 ms counts 0" in told["notes"]["network"]
+    answer = document(*asked)
+    assert answer["cluster"] == "strong"
+    assert (answer["weights"], answer["thresholds"]) == (CLUSTERED["capability"]["weights"], {"strong": 0.9, "weak": 0})
+    assert "150 ms counts 0" in answer["notes"]["network"]
     assert document(*asked, "--max-latency", "0.000001")["cluster"] == "weak"
     shown = yaml.safe_load(call(*asked).stdout.split("for a recipe:")[1])
-    for snippet in (told["recipe"], shown):
+    for snippet in (answer["recipe"], shown):
         cards = snippet["capability"]["profiles"]
         pasted = Recipe.from_values(CLUSTERED, {"capability.profiles": cards})
         card = site_profile(pasted.capability, "St. Mary's: west", 0, Stream(0))
         assert list(cards) == ["St. Mary's: west"]
         assert card.total_memory == psutil.virtual_memory().total
         assert find_cluster(capability_score(card, pasted.capability.weights), pasted.thresholds) == "strong"
-    same = told["recipe"]["capability"]["profiles"]["St. Mary's: west"]
-    assert {name: same[name] for name in RESOURCES} == {name: told[name] for name in RESOURCES}
+    same = answer["recipe"]["capability"]["profiles"]["St. Mary's: west"]
+    assert {name: same[name] for name in RESOURCES} == {name: answer[name] for name in RESOURCES}
 
 
 def test_a_recipe_and_options_that_contradict_it_are_refused(tmp_path: Path) -> None:
@@ -121,9 +121,9 @@ def test_a_recipe_and_options_that_contradict_it_are_refused(tmp_path: Path) -> 
 
 
 def test_without_a_server_it_says_that_the_network_was_not_measured() -> None:
-    told = document()
-    assert told["network"] == 1
-    assert "not measured" in told["notes"]["network"]
+    answer = document()
+    assert answer["network"] == 1
+    assert "not measured" in answer["notes"]["network"]
 
 
 USAGE = [

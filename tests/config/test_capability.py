@@ -321,9 +321,9 @@ def test_the_processor_by_its_frequency_or_by_its_use() -> None:
     for now, most in ((2400.0, 0.0), (0.0, 2400.0), (0.0, 0.0)):
         share, note = _score_cpu(now, most)
         assert 0 <= share <= 1
-        told = re.search(r"(\d+) % was in use", note)
-        assert told is not None
-        assert abs(int(told[1]) - 100 * (1 - share)) <= 1, "but for rounding"
+        percent = re.search(r"(\d+) % was in use", note)
+        assert percent is not None
+        assert abs(int(percent[1]) - 100 * (1 - share)) <= 1, "but for rounding"
 
 
 def test_mains_power_is_a_full_battery() -> None:
@@ -335,7 +335,7 @@ def test_mains_power_is_a_full_battery() -> None:
     ]
 
 
-def test_memory_that_training_needs_is_what_adam_holds() -> None:
+def test_training_memory_counts_the_tensors_of_adam() -> None:
     layer = torch.nn.Linear(30, 20)
     adam = torch.optim.Adam(layer.parameters())
     layer(torch.ones(1, 30)).sum().backward()

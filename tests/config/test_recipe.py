@@ -188,7 +188,7 @@ def test_a_mistyped_key_of_a_method_names_the_method() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "message"),
     [
         ({"algorithm": "fedprx"}, "no algorithm 'fedprx' (did you mean 'fedprox'?)"),
         ({"model": "mobilenet_v4"}, "no model 'mobilenet_v4' (did you mean 'mobilenet_v2'?)"),
@@ -201,12 +201,12 @@ def test_a_mistyped_key_of_a_method_names_the_method() -> None:
         ({"engine.device": "gpu"}, "engine.device is 'gpu'; choose cpu"),
     ],
 )
-def test_unknown_names_are_refused_with_the_nearest(changes: dict[str, Any], told: str) -> None:
-    assert told in refused(TINY, changes)
+def test_unknown_names_are_refused_with_the_nearest(changes: dict[str, Any], message: str) -> None:
+    assert message in refused(TINY, changes)
 
 
 @pytest.mark.parametrize(
-    ("key", "value", "told"),
+    ("key", "value", "message"),
     [
         ("rounds", "many", "rounds is 'many', but should be a valid integer"),
         ("rounds", 0, "rounds is 0, but should be greater than or equal to 1"),
@@ -264,8 +264,8 @@ def test_unknown_names_are_refused_with_the_nearest(changes: dict[str, Any], tol
         ("evaluate.bootstrap", "no", "evaluate.bootstrap is 'no'"),
     ],
 )
-def test_wrong_values_are_refused_where_they_stand(key: str, value: Any, told: str) -> None:
-    assert told in refused(TINY, {key: value})
+def test_wrong_values_are_refused_where_they_stand(key: str, value: Any, message: str) -> None:
+    assert message in refused(TINY, {key: value})
 
 
 @pytest.mark.parametrize("algorithm", ["fednova", "scaffold", "fedsgd"])
@@ -277,7 +277,7 @@ def test_methods_made_for_sgd_refuse_adam(algorithm: str, optimiser: str) -> Non
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "message"),
     [
         ({"training.steps": 3}, "either epochs or steps"),
         ({"training.epochs": None}, "either epochs or steps"),
@@ -299,8 +299,8 @@ def test_methods_made_for_sgd_refuse_adam(algorithm: str, optimiser: str) -> Non
         ({"methods": {"A": {"algorithm": "fednova", "training.optimiser.name": "adam"}}}, "method A: fednova"),
     ],
 )
-def test_impossible_combinations_are_refused_with_the_way_out(changes: dict[str, Any], told: str) -> None:
-    assert told in refused(TINY, changes)
+def test_impossible_combinations_are_refused_with_the_way_out(changes: dict[str, Any], message: str) -> None:
+    assert message in refused(TINY, changes)
 
 
 def test_a_new_algorithm_is_closed_to_unknown_keys_like_ours(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -334,7 +334,7 @@ def test_whatever_is_written_anywhere_it_runs_or_gets_one_sentence(place: tuple[
 
 
 @pytest.mark.parametrize(
-    ("content", "told"),
+    ("content", "message"),
     [
         (b"name: tiny\nrounds: [1\nmodel: x", "cannot be read as YAML"),
         (b"name: a\n\tb: c", "line 2"),
@@ -350,12 +350,12 @@ def test_whatever_is_written_anywhere_it_runs_or_gets_one_sentence(place: tuple[
         (b"", "is not a recipe"),
     ],
 )
-def test_a_file_that_is_no_recipe_is_refused(tmp_path: Path, content: bytes, told: str) -> None:
+def test_a_file_that_is_no_recipe_is_refused(tmp_path: Path, content: bytes, message: str) -> None:
     path = tmp_path / "bad.yaml"
     path.write_bytes(content)
     with pytest.raises(RecipeError) as error:
         Recipe.load(path)
-    assert told in str(error.value)
+    assert message in str(error.value)
     assert str(path) in str(error.value)
     assert "\n" not in str(error.value)
 

@@ -104,7 +104,7 @@ CHANGES: dict[str, Callable[[dict[str, torch.Tensor]], object]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES.keys())
-def test_a_row_stays_what_it_is(change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+def test_flat_tensors_are_immutable(change: Callable[[dict[str, torch.Tensor]], object]) -> None:
     """Else its vector would speak of tensors that it no longer holds."""
     row = a_row(1.0, 2.0, 3.0)
     with pytest.raises(TypeError, match="make a new dict"):
@@ -116,7 +116,7 @@ def test_a_row_stays_what_it_is(change: Callable[[dict[str, torch.Tensor]], obje
 def test_a_way_that_is_known_counts_only_from_where_it_was_measured() -> None:
     start, other = a_row(0.0, 0.0, 0.0), a_row(1.0, 2.0, 1.0)
     end = a_row(1.0, 2.0, 2.0)
-    known = FlatTensors(end.items(), end.vector, travelled=FlatDifference(start.vector, 3.0))
+    known = FlatTensors(end.items(), end.vector, difference=FlatDifference(start.vector, 3.0))
     assert l2_distance(known, start) == l2_distance(end, start) == 3.0
     assert l2_distance(known, other) == l2_distance(end, other) == 1.0
     assert l2_distance(known, dict(start)) == 3.0
@@ -124,7 +124,7 @@ def test_a_way_that_is_known_counts_only_from_where_it_was_measured() -> None:
 
 def test_a_way_is_measured_again_once_a_tensor_was_changed() -> None:
     start, end = a_row(0.0, 0.0, 0.0), a_row(1.0, 2.0, 2.0)
-    known = FlatTensors(end.items(), end.vector, travelled=FlatDifference(start.vector, 3.0))
+    known = FlatTensors(end.items(), end.vector, difference=FlatDifference(start.vector, 3.0))
     known["a"].mul_(math.nan)
     assert math.isnan(l2_distance(known, start))
 

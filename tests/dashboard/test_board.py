@@ -173,7 +173,7 @@ def test_a_run_is_at_work_as_long_as_its_process_lives_and_no_longer(tmp_path: P
     assert told(folder)["state"] == "stopped"
 
 
-def test_silence_is_told_in_seconds(tmp_path: Path) -> None:
+def test_silence_is_reported_in_seconds(tmp_path: Path) -> None:
     folder = interrupted(tiny(rounds=5), tmp_path / "run", at=4)
     past = time.time() - 1000
     for path in (folder, *folder.rglob("*")):
@@ -201,7 +201,7 @@ def _torn(data: bytes) -> int:
     return data.rpartition(b"\n")[2].count(b'{"event": "round"')
 
 
-def test_damage_is_told_and_not_a_crash(finished: Path, tmp_path: Path) -> None:
+def test_damage_is_reported_and_does_not_crash(finished: Path, tmp_path: Path) -> None:
     for number, (name, text) in enumerate(
         [("recipe.yaml", "name: ["), ("result.json", "{"), ("ledger.jsonl", '{"event": "round"}\n')]
     ):
@@ -243,7 +243,7 @@ def test_what_is_left_follows_from_what_rounds_took() -> None:
     assert RunStatus("m", rounds=10, ledger=testing, working=True, written=time.time()).is_testing
 
 
-def test_a_failed_round_and_its_refusals_are_told(tmp_path: Path) -> None:
+def test_a_failed_round_and_its_refusals_are_reported(tmp_path: Path) -> None:
     with pytest.raises(RoundFailed):
         run(tiny(max_norm=1e-6), tmp_path / "run")
     found = told(tmp_path / "run")

@@ -1,6 +1,6 @@
-"""Small folders laid out as the publishers of the sets that are not at hand lay them out.
+"""Small folders in the layouts of publishers whose datasets are not available to the tests.
 
-Every file name and cell where a publisher puts a patient carries a planted name, which may be told nowhere.
+Every file name and cell where a publisher puts a patient carries a planted name, which must not appear in any output.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""A patient's name, planted in file names, DICOM tags and cells of the table, is told nowhere: in no file of a run, no
-prepared image, no message on the wire, nothing printed or logged, no error and no traceback.
+"""A patient's name, planted in file names, DICOM tags and cells of the table, appears in no file of a run, prepared
+image, message on the wire, printed or logged line, error or traceback.
 
-The names of classes and sites are no secret, nor is the path of the set: results are told by them. A folder that is
-said to be a class is one. A rare label that nobody declared is not: it may be a name in the wrong column.
+The names of classes and sites and the path of the dataset are no secret, since results mention them. A folder that is
+declared as a class is one. A rare undeclared label is not: it may be a name in the wrong column.
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ from polyclinic.core.errors import PolyclinicError
 from polyclinic.core.jobs import Failure
 from polyclinic.data.loading.cache import VARIABLE, cache_folder
 from polyclinic.experiments.compare import compare
-from polyclinic.federation.engines.mock import MockEngine
 from polyclinic.federation.rounds import Rounds
 from polyclinic.federation.site_runner import SiteRunner
 from polyclinic.runs.assemble import round_options
@@ -39,6 +38,7 @@ from polyclinic.runs.experiment import Experiment, run
 from polyclinic.storage.journal import FolderJournal
 from polyclinic.storage.site_memory import DiskMemory
 from tests.data.dicoms import dataset
+from tests.federation.mock_engine import MockEngine
 
 WORDS = ("Quetzalcoatl", "Testperson")
 NAME = " ".join(WORDS)
@@ -77,7 +77,7 @@ def told_in(folder: Path) -> int:
 
 
 def tags(number: int) -> dict[str, Any]:
-    """Everything by which a file may name its patient, or whoever she met."""
+    """Return all tags by which a file may name its patient or the staff."""
     return {
         "PatientName": f"{WORDS[1]}^{WORDS[0]}",
         "PatientID": f"{NAME} {number}",
@@ -218,7 +218,7 @@ def cut_dicom(rows: Rows) -> None:
 
 
 def name_for_a_number(rows: Rows) -> None:
-    """What is said of the picture is the name, in a tag that should hold a number, or an alphabet."""
+    """Plant the name in tags that should hold a number or a character set."""
     for path, tag in zip(spoilt(rows, 3, 10), (b"\x28\0\x50\x10DS", b"\x08\0\x05\0CS"), strict=True):
         data = path.read_bytes()
         at = data.index(b"\x08\0\x50\0SH")  # the accession number; tags are in order, as decoders need not check

@@ -19,7 +19,6 @@ from polyclinic.core.jobs import Failure
 from polyclinic.core.types import SiteId
 from polyclinic.deploy.site.config import SiteConfig
 from polyclinic.deploy.site.message_handler import SiteMessageHandler
-from polyclinic.federation.engines.mock import MockEngine
 from polyclinic.federation.privacy_budget import PrivacyBudget
 from polyclinic.federation.rounds import Outcome, Rounds
 from polyclinic.runs.assemble import round_options
@@ -27,13 +26,14 @@ from polyclinic.runs.experiment import Experiment
 from polyclinic.runs.sites import FederatedDataset, load_sites
 from polyclinic.storage import messages
 from polyclinic.storage.journal import RamJournal
+from tests.federation.mock_engine import MockEngine
 from tests.small import NEEDED
 
 SITES = ("harbour", "hill", "lake")
 PATIENTS, EACH = 6, 4
 """More than nine in all, so that a patient has another number, and sorts otherwise, in a site's table than in all."""
 TABLE = "clinic.csv"
-KINDS = {exchange.kind for kind in ALGORITHMS.values() for exchange in kind().exchanges} | {"metrics", "predictions"}
+KINDS = {exchange.kind for kind in ALGORITHMS.values() for exchange in kind().exchanges()} | {"metrics", "predictions"}
 EVERYTHING: dict[str, Any] = {"algorithms": "all", "kinds": sorted(KINDS), "seeded_noise": True}
 BASE: dict[str, Any] = {
     "name": "law",

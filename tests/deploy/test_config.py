@@ -39,7 +39,7 @@ from tests.deploy.kits import GOOD, NORTH
         ({"federation": 'a"b'}, "no slash, quote"),
     ],
 )
-def test_a_wrong_federation_is_told_in_a_sentence(tmp_path: Path, change: dict[str, object], sentence: str) -> None:
+def test_a_wrong_federation_is_reported_in_a_sentence(tmp_path: Path, change: dict[str, object], sentence: str) -> None:
     path = tmp_path / "federation.yaml"
     path.write_text(yaml.safe_dump(GOOD))
     FederationConfig.load(path)
@@ -53,19 +53,19 @@ def test_a_wrong_federation_is_told_in_a_sentence(tmp_path: Path, change: dict[s
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ("", "should hold the keys"),
-        ("- harbour\n", "should hold the keys"),
+        ("", "should hold keys such as"),
+        ("- harbour\n", "should hold keys such as"),
         ("sites: [a\n", "cannot be read as YAML"),
         ("federation: a\nfederation: b\n", "twice"),
         ("federation: a\n", "is missing"),
     ],
 )
-def test_a_file_that_is_no_federation_is_told_in_a_sentence(tmp_path: Path, text: str, sentence: str) -> None:
+def test_a_file_that_is_no_federation_is_reported_in_a_sentence(tmp_path: Path, text: str, sentence: str) -> None:
     path = tmp_path / "federation.yaml"
     path.write_text(text)
     with pytest.raises(RecipeError, match=sentence):
         FederationConfig.load(path)
-    with pytest.raises(RecipeError, match="there is no file"):
+    with pytest.raises(RecipeError, match=r"cannot read the federation\.yaml .*docs/deploy\.md"):
         FederationConfig.load(tmp_path / "other.yaml")
 
 

@@ -151,7 +151,7 @@ def test_a_dry_run_tells_what_would_leave_and_sends_nothing(place: Path) -> None
     told = shown("join", file, "--dry-run", place / "recipe.yaml")
     assert {"model", "metrics", "predictions"} <= set(told.split())
     assert max(map(len, told.splitlines())) <= 80
-    rows = json.loads(shown("join", file, "--dry-run", place / "recipe.yaml", "--json"))["leaves"]
+    rows = json.loads(shown("join", file, "--dry-run", place / "recipe.yaml", "--json"))["releases"]
     assert {row["kind"] for row in rows} >= {"model", "metrics", "predictions"}
     assert not (file.parent / "state" / "releases.jsonl").exists()
 

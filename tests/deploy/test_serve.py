@@ -12,13 +12,13 @@ from polyclinic.core.errors import DataError, EngineError, RecipeError, Refused,
 from polyclinic.core.jobs import Failure
 from polyclinic.deploy.serve import run_deployed
 from polyclinic.federation.engines import RemoteExecution
-from polyclinic.federation.engines.mock import MockEngine
 from polyclinic.federation.rounds import Watch
 from polyclinic.privacy.plan import max_images_per_patient
 from polyclinic.runs.remote_sites import RemoteSites, SiteProfile, find_misfits
 from polyclinic.storage import messages
 from polyclinic.storage.run_folder import RunFolder
 from tests.deploy.example_sites import EVERYTHING, SITES, Crossing, desks, recipe, simulation
+from tests.federation.mock_engine import MockEngine
 
 CARD: dict[str, Any] = {
     "version": __version__,
@@ -41,7 +41,7 @@ def allowing(*kinds: str) -> dict[str, Any]:
     return {"allow": {**EVERYTHING, "kinds": kinds}}
 
 
-def test_stand_ins_have_the_sizes_and_the_largest_patients_that_sites_said() -> None:
+def test_stand_ins_have_the_sizes_and_the_largest_patients_of_the_profiles() -> None:
     site = RemoteSites.from_profiles(
         {
             "harbour": SiteProfile.from_fields(CARD),
@@ -79,7 +79,7 @@ def test_cards_that_cannot_be_are_refused(change: dict[str, Any]) -> None:
         SiteProfile.from_fields({name: value for name, value in CARD.items() if name not in change})
 
 
-def test_sites_that_do_not_fit_together_are_told_by_name() -> None:
+def test_sites_that_do_not_fit_together_are_named() -> None:
     other = SiteProfile.from_fields(CARD | {"classes": ["benign", "cancer"]})
     with pytest.raises(DataError, match="hill does not fit: it has classes benign, cancer, harbour has benign, malig"):
         RemoteSites.from_profiles({"harbour": SiteProfile.from_fields(CARD), "hill": other})
@@ -118,7 +118,7 @@ def test_a_deployed_run_is_the_simulated_one(settings: dict[str, Any], home: Pat
     assert [row.train for row in deployed.site_sizes] == [row.train for row in alone.site_sizes]
 
 
-def test_where_no_predictions_leave_the_report_has_what_sites_last_told(home: Path, tmp_path: Path) -> None:
+def test_without_predictions_the_report_has_the_last_metrics_of_the_sites(home: Path, tmp_path: Path) -> None:
     found = recipe()
     crossing = Crossing(desks(home, tmp_path.name, **allowing("model", "buffers", "metrics")))
     summary = run_deployed(found, elsewhere(crossing), SITES, tmp_path).summary
@@ -131,14 +131,14 @@ def test_where_no_predictions_leave_the_report_has_what_sites_last_told(home: Pa
     assert summary.headline.scores.n == images
 
 
-def test_where_nothing_is_told_the_model_is_not_lost(home: Path, tmp_path: Path) -> None:
+def test_without_any_metrics_the_model_is_not_lost(home: Path, tmp_path: Path) -> None:
     crossing = Crossing(desks(home, tmp_path.name, **allowing("model", "buffers")))
     with pytest.raises(RoundFailed, match=r"the model is in model\.safetensors"):
         run_deployed(recipe(evaluate__every=0), elsewhere(crossing), SITES, tmp_path)
     assert (tmp_path / "model.safetensors").stat().st_size > 1000
 
 
-def test_a_site_that_is_not_there_is_left_out_and_told(home: Path, tmp_path: Path) -> None:
+def test_a_missing_site_is_left_out_and_reported(home: Path, tmp_path: Path) -> None:
     crossing, seen = Crossing(desks(home, tmp_path.name)), []
 
     def answer(site: str, data: bytes) -> bytes | Failure:

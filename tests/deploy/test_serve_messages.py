@@ -34,13 +34,13 @@ from polyclinic.deploy.site.config import SiteConfig
 from polyclinic.deploy.site.message_handler import SiteMessageHandler
 from polyclinic.deploy.status import WAITING, ServerStatus
 from polyclinic.federation.engines import RemoteExecution
-from polyclinic.federation.engines.mock import MockEngine
 from polyclinic.storage import messages
 from polyclinic.storage.run_folder import RunFolder
 from tests.deploy.example_sites import EVERYTHING, SITES, TABLE, Crossing, desks, recipe
 from tests.deploy.flower.test_gateway import attending, until
 from tests.deploy.memory_grid import MemoryGrid, echo, engine_of, orders, said as answers
 from tests.deploy.real_processes import free_port, furnish
+from tests.federation.mock_engine import MockEngine
 from tests.reporting.drawn import Page, report_page
 
 KITS = Path("k", "server", "server.yaml")
@@ -163,7 +163,7 @@ FORESEEN: dict[str, tuple[dict[str, Any], type[PolyclinicError], str]] = {
 
 
 @pytest.mark.parametrize(("settings", "kind", "sentence"), FORESEEN.values(), ids=FORESEEN)
-def test_what_can_be_known_before_is_told_before_anybody_comes(
+def test_problems_known_in_advance_are_reported_before_any_site_joins(
     settings: dict[str, Any], kind: type[PolyclinicError], sentence: str, place: Path, tmp_path: Path
 ) -> None:
     told, error = served(place, recipe(**settings), tmp_path / "run", "--wait", 0)
@@ -172,7 +172,7 @@ def test_what_can_be_known_before_is_told_before_anybody_comes(
     assert "listening" not in told
 
 
-def test_folders_that_cannot_hold_the_run_are_told_before_anybody_comes(place: Path, tmp_path: Path) -> None:
+def test_unusable_folders_are_reported_before_any_site_joins(place: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     path = tmp_path / "recipe.yaml"
     path.write_text(recipe().to_yaml())
@@ -188,7 +188,7 @@ def test_folders_that_cannot_hold_the_run_are_told_before_anybody_comes(place: P
     assert "listening" not in told
 
 
-def test_waiting_has_an_end_that_is_no_longer_than_was_said(place: Path, tmp_path: Path) -> None:
+def test_waiting_ends_within_the_given_seconds(place: Path, tmp_path: Path) -> None:
     assert "Invalid value for '--wait'" in served(place, recipe(), tmp_path / "a", "--wait", -5)[0]
     _, error = served(place, recipe(), tmp_path / "b", "--wait", 0)
     assert isinstance(error, EngineError)
@@ -206,7 +206,7 @@ def test_who_did_not_come_is_not_asked_and_waited_for_again(place: Path, tmp_pat
     assert seen[0][0] == "absent"
 
 
-def test_one_sites_other_labels_are_told_there_and_leave_it_out(place: Path, tmp_path: Path) -> None:
+def test_other_labels_at_one_site_are_logged_there_and_exclude_it(place: Path, tmp_path: Path) -> None:
     """It is told at its own desk; mended, it enters by the same command: nothing had begun."""
     path = altered(place, "lake", "wrong.csv", "Malign")
     wrong = desks(place, "wrong") | desks(place, "wrong lake", ("lake",), data={TABLE: path})
@@ -268,7 +268,7 @@ def test_predictions_that_were_kept_back_are_not_called_released_or_lost_updates
     assert [summary.cost.refused, summary.cost.failed, summary.cost.withheld] == [0, 0, 3]
     caption = str(result_table(summary).caption)
     assert "3 of 3 sites sent no predictions" in caption
-    assert "means of what sites reported of their validation images" in caption
+    assert "means of the sites' reports on their validation images" in caption
     assert "updates" not in caption
     assert (
         "| predictions | asked for after the last round; no site let them leave |"
@@ -282,7 +282,7 @@ def test_predictions_that_were_kept_back_are_not_called_released_or_lost_updates
     assert (row.when, row.bytes) == ("requested, but not allowed", 0)
 
 
-def test_predictions_of_some_sites_are_said_to_be_of_these(place: Path, tmp_path: Path) -> None:
+def test_predictions_of_some_sites_are_reported_as_such(place: Path, tmp_path: Path) -> None:
     open_ones = desks(place, "some") | desks(place, "some hill", ("hill",), **WITHOUT_PREDICTIONS)
     there = RemoteExecution(MockEngine(Crossing(open_ones).answer), "mock")
     summary = run_deployed(recipe(rounds=1), there, SITES, tmp_path).summary
@@ -291,7 +291,7 @@ def test_predictions_of_some_sites_are_said_to_be_of_these(place: Path, tmp_path
     assert said.endswith("none came from hill")
 
 
-def test_a_run_that_needs_all_waits_for_whoever_has_gone_away() -> None:
+def test_a_run_that_needs_all_sites_waits_for_absent_ones() -> None:
     engine = engine_of({site: echo(site) for site in SITES}, patience=math.inf)
     grid = cast(MemoryGrid, engine.grid)
     grid.away.add(engine.nodes["hill"])
@@ -305,7 +305,7 @@ def board(place: Path) -> ServerStatus:
     return ServerStatus(ServerConfig.load(place / KITS), [])
 
 
-def test_who_goes_away_and_comes_back_is_told_once_the_sites_have_come(place: Path) -> None:
+def test_disconnections_are_reported_once_all_sites_have_joined(place: Path) -> None:
     found, told = board(place), list[str]()
     found.report = told.append
     found.report_changes({"harbour"})

@@ -8,9 +8,9 @@ import pytest
 
 from polyclinic.deploy.serve import run_deployed
 from polyclinic.federation.engines import RemoteExecution
-from polyclinic.federation.engines.mock import MockEngine
 from polyclinic.runs.tracking.backends import TensorBoard
 from tests.deploy.example_sites import EVERYTHING, SITES, Crossing, desks, recipe
+from tests.federation.mock_engine import MockEngine
 
 
 @pytest.mark.parametrize("predictions", [True, False])

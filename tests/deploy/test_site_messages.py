@@ -72,7 +72,7 @@ TROUBLE: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", TROUBLE)
-def test_refusals_and_failures_are_told_in_one_sentence_and_kept(case: str, home: Path) -> None:
+def test_refusals_and_failures_are_reported_in_one_sentence_and_kept(case: str, home: Path) -> None:
     changes, settings, sentence = TROUBLE[case]
     found, told = recipe(**changes), list[str]()
     place = config(home, "hill", f"trouble {case}", **settings)
@@ -107,7 +107,7 @@ def command(*arguments: object) -> str:
     return found.output
 
 
-def test_what_went_well_is_told_and_is_no_trouble(home: Path) -> None:
+def test_successes_are_reported_and_are_no_failures(home: Path) -> None:
     told: list[str] = []
     desk = SiteMessageHandler(config(home, "hill", "well"), told.append)
     made = simulation(recipe(), home)
@@ -170,7 +170,7 @@ def test_what_site_yaml_lacks_is_named(tmp_path: Path) -> None:
             serve_site(SiteConfig.model_validate(given), bytes, lambda _: None)
 
 
-def test_probable_slips_are_told_at_the_start(home: Path) -> None:
+def test_probable_mistakes_are_reported_at_the_start(home: Path) -> None:
     assert list(config_warnings(config(home, "hill"))) == []
     slips: dict[str, Any] = {"allow": {"kinds": ["modell", "buffers"]}, "data": {"scans": Path("/nowhere")}}
     first, second = config_warnings(config(home, "hill", **slips))
@@ -223,7 +223,7 @@ THREE = epsilon([Spend(2.0, 0.5, 6)], 1e-3) + 1e-6
 """Of three rounds of the recipe at hill: 8 training images in batches of 4, so two steps an epoch, at a rate of ½."""
 
 
-def test_a_budget_that_cannot_pay_is_told_before_the_site_enrols(home: Path) -> None:
+def test_an_insufficient_budget_is_reported_before_the_site_enrols(home: Path) -> None:
     budget: dict[str, Any] = {"budget": {"unit": "image", "delta": 1e-3, "epsilon": THREE}}
     found = recipe(privacy=WISH, rounds=3)
     crossing = Crossing(desks(home, "spent", **budget))

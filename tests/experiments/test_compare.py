@@ -17,9 +17,9 @@ from polyclinic import Recipe, run
 from polyclinic.core.errors import RecipeError, StoreError
 from polyclinic.core.names import slugify
 from polyclinic.evaluation.comparison import Comparison, MetricEstimate, summarise_methods
-from polyclinic.evaluation.rounds import validation_curve
+from polyclinic.evaluation.rounds import final_rows, metric_over_rounds
 from polyclinic.experiments.compare import compare, compare_folders, expand_grid
-from polyclinic.experiments.reproduce import QUICK_SEEDS, paper_recipes, reproduce, write_page
+from polyclinic.experiments.reproduce import SEEDS, paper_recipes, reproduce, write_page
 from polyclinic.reporting.render_markdown import to_markdown
 from polyclinic.reporting.report import build_results_page
 from polyclinic.storage.run_folder import RunFolder
@@ -144,7 +144,7 @@ def test_a_bar_in_a_name_does_not_break_the_table(compared: Comparison) -> None:
 def test_curves_go_from_the_start_to_the_final_model(compared: Comparison) -> None:
     assert compared.folder is not None
     result, folder = compared.results["FedAvg"][0], compared.folder / "fedavg" / "seed-0"
-    curve = validation_curve(RunFolder(folder).metrics(), result, "accuracy")
+    curve = metric_over_rounds([*RunFolder(folder).metrics(), *final_rows(result)], "accuracy")
     assert list(curve) == [0, 1, 2]
     assert curve[2] == pytest.approx(result.merged["global"]["validation"].value("accuracy"))
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -271,7 +271,7 @@ def paper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_paper_is_reproduced_in_small_and_in_full(paper: Path, tmp_path: Path) -> None:
     page, (quick,) = reproduce("paper", True, tmp_path / "quick")
     assert page == tmp_path / "quick" / "paper.md"
-    assert [line.seeds for line in quick.lines] == [QUICK_SEEDS, QUICK_SEEDS]
+    assert [line.seeds for line in quick.lines] == [SEEDS, SEEDS]
     full, (table,) = reproduce("paper", False, tmp_path / "runs", results=tmp_path / "docs")
     assert full == tmp_path / "docs" / "paper.md"
     assert "What differs from the paper" in full.read_text()

@@ -12,11 +12,11 @@ from hypothesis import example, given, settings, strategies as st
 
 from polyclinic.algorithms.optimisation.fedavg import FedAvg
 from polyclinic.core.options import Optimiser, Training
-from polyclinic.federation.engines.mock import MockEngine
 from polyclinic.federation.round_log import RoundLog, mean_report
 from polyclinic.federation.rounds import Outcome, RoundOptions, Rounds
 from polyclinic.federation.schedules import EarlyStop, Schedule
 from polyclinic.storage.journal import FolderJournal
+from tests.federation.mock_engine import MockEngine
 from tests.federation.test_schedules import Scripted
 from tests.laws.bench import clinics, federation, small
 

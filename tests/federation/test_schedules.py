@@ -16,11 +16,11 @@ from scipy import stats
 from polyclinic.algorithms.optimisation.fedavg import FedAvg
 from polyclinic.core.options import Optimiser, Training
 from polyclinic.core.types import SiteId
-from polyclinic.federation.engines.mock import MockEngine
 from polyclinic.federation.rounds import Outcome, Progress, RoundOptions, Rounds, draw_cohort
 from polyclinic.federation.schedules import EarlyStop, Schedule
 from polyclinic.storage import messages
 from polyclinic.storage.journal import RamJournal
+from tests.federation.mock_engine import MockEngine
 from tests.laws.bench import clinics, federation, small
 
 LR = 0.1

@@ -28,9 +28,14 @@ from polyclinic.runs.experiment import pool_sites
 from polyclinic.storage import messages
 from polyclinic.storage.journal import RamJournal
 from polyclinic.storage.site_memory import RamMemory
-from polyclinic.training.auxiliary import with_auxiliary
 from polyclinic.training.data_order import draw_epoch_batches
-from polyclinic.training.network import LiveNetwork, copy_module_weights, feature_shape, normalisation_names
+from polyclinic.training.network import (
+    LiveNetwork,
+    copy_module_weights,
+    feature_shape,
+    normalisation_names,
+    with_auxiliary,
+)
 
 SIDE, CLASSES = 4, 3
 Sites: TypeAlias = Mapping[SiteId, SiteData]

@@ -13,12 +13,12 @@ from polyclinic.algorithms.optimisation.scaffold import Scaffold
 from polyclinic.core.jobs import Update
 from polyclinic.core.options import Optimiser, Training
 from polyclinic.core.types import SiteId
-from polyclinic.federation.engines.mock import MockEngine
 from polyclinic.federation.rounds import RoundOptions, Rounds
 from polyclinic.federation.site_runner import SiteRunner
 from polyclinic.storage import messages as wire
 from polyclinic.storage.journal import RamJournal
 from polyclinic.storage.site_memory import RamMemory
+from tests.federation.mock_engine import MockEngine
 from tests.laws.bench import clinics, federation, small
 
 TRAINING = Training(Optimiser(lr=0.1), batch=5)

@@ -213,4 +213,4 @@ def test_no_algorithm_changes_what_it_is_handed(name: str, momentum: float) -> N
         assert described(state) == old
         assert described(start.initial) == first, "the state after a round may share tensors with the start"
         state = new
-    witness.unchanged(lambda: algorithm.finish(state), state)
+    witness.unchanged(lambda: algorithm.final_state(state), state)

@@ -13,8 +13,8 @@ from polyclinic.core.options import Optimiser, Training
 from polyclinic.core.rng import Stream
 from polyclinic.core.types import Bundle
 from polyclinic.federation.engines.local import WorkerEngine, call_or_failure
-from polyclinic.federation.engines.mock import MockEngine
 from polyclinic.storage.messages import ALIGNMENT
+from tests.federation.mock_engine import MockEngine
 from tests.laws.bench import Played, as_json, clinics, play, small
 
 

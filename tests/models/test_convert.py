@@ -69,7 +69,7 @@ def test_the_public_checkpoint_becomes_a_weights_file(tmp_path: Path, monkeypatc
     assert found.keys() == cc.keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in cc.items())
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in.p", "out.safetensors"]
-    load_weights(build_model("resnet22", classes=2, channels=1, size=64, seed=Stream(1)), "out.safetensors")
+    load_weights(build_model("resnet22", classes=2, channels=1, size=64, seed=Stream(1)), Path("out.safetensors"))
 
 
 def test_a_checkpoint_with_a_command_in_it_is_refused_and_the_command_is_not_run(tmp_path: Path) -> None:

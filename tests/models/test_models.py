@@ -15,7 +15,7 @@ from torchvision.models import get_model_weights
 from polyclinic import models
 from polyclinic.core.errors import RecipeError
 from polyclinic.core.rng import Stream
-from polyclinic.models import MODELS, build_model, describe_models, register_model
+from polyclinic.models import MODELS, build_model, register_model
 from polyclinic.models.classifier import Classifier
 from tests.models.networks import (
     CLASSES,
@@ -295,10 +295,10 @@ def test_streams_that_differ_in_path_only_give_other_weights() -> None:
 
 
 def test_models_are_described_without_loading_torch() -> None:
-    program = "import sys; from polyclinic.models import describe_models as d; print('torch' in sys.modules, len(d()))"
+    program = "import sys; from polyclinic.models import MODELS; print('torch' in sys.modules, len(MODELS))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["False", str(len(MODELS))]
-    assert describe_models()["mlp"] == "one hidden layer of 64 units"
+    assert MODELS["mlp"].description == "one hidden layer of 64 units"
 
 
 def test_a_registered_model_can_be_built_and_is_described(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -315,7 +315,7 @@ def test_a_registered_model_can_be_built_and_is_described(monkeypatch: pytest.Mo
 
     network = build_model("mine", classes=4, channels=3, size=5, seed=STREAM)
     assert (network(torch.ones(2, 3, 5, 5)).shape, network.extractor[1].p) == ((2, 4), 0.25)  # type: ignore[index]
-    assert describe_models()["mine"] == "A linear model with dropout."
+    assert models.MODELS["mine"].description == "A linear model with dropout."
     with pytest.raises(RecipeError, match="at least 3 pixels"):
         build_model("mine", classes=4, channels=3, size=2, seed=STREAM)
 

@@ -19,9 +19,8 @@ from polyclinic.core.types import Tensors
 from polyclinic.data.examples import Images
 from polyclinic.models import build_model
 from polyclinic.models.classifier import Classifier
-from polyclinic.models.group_norm import replace_batch_norm
+from polyclinic.models.modifications import cut_after, replace_batch_norm
 from polyclinic.models.resnet22 import PreActivationBlock
-from polyclinic.models.split_point import cut_after
 from polyclinic.models.weights.load import adopt_weights, load_weights
 from polyclinic.training.dp.dp_sgd import PrivateGradients
 from polyclinic.training.fit import fit

@@ -28,7 +28,7 @@ from polyclinic.federation.privacy_budget import PrivacyBudget
 from polyclinic.federation.site_limits import SitePrivacyLimits
 from polyclinic.federation.site_runner import SiteRunner
 from polyclinic.models import build_model
-from polyclinic.models.group_norm import replace_batch_norm
+from polyclinic.models.modifications import replace_batch_norm
 from polyclinic.privacy.accounting import Spend, epsilon
 from polyclinic.privacy.plan import PrivacyConfig, PrivacyPlan, SiteSize, Steps, make_plan, round_up, worst_candidates
 from polyclinic.runs.experiment import Experiment

@@ -40,7 +40,7 @@ def test_names_stay_names_in_tables_lists_charts_and_files() -> None:
     chart = line_chart(
         NASTY, NASTY, {NASTY: [(0, 0.1, 0, 1), (1, 0.2, 0, 1)], "b": [(0, 0.1, 0, 1)]}, LineAxes(NASTY, NASTY), NASTY
     )
-    points = [CostPoint(NASTY, 1, 0.5, 0.4, 0.6, True), CostPoint("b", 2, 0.6, 0.5, 0.7, True)]
+    points = [CostPoint(NASTY, 0.5, 0.4, 0.6, 1, True), CostPoint("b", 0.6, 0.5, 0.7, 2, True)]
     scatter = cost_scatter(NASTY, NASTY, points, NASTY, NASTY, NASTY)
     table = Table(NASTY, [NASTY, "b"], [[NASTY, NASTY]])
     found: list[str] = [

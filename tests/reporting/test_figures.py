@@ -86,7 +86,7 @@ def test_an_interrupted_write_leaves_the_old_picture_alone(tmp_path: Path) -> No
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
     try:
-        with pytest.raises(StoreError, match=r"picture\.png cannot be written"):
+        with pytest.raises(StoreError, match=r"cannot write .*picture\.png"):
             curves(path)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
@@ -97,7 +97,7 @@ def test_an_interrupted_write_leaves_the_old_picture_alone(tmp_path: Path) -> No
 def test_a_picture_that_cannot_take_its_place_leaves_nothing(tmp_path: Path) -> None:
     (tmp_path / "picture.png").mkdir()
     for path in (tmp_path / "picture.png", tmp_path / "no such folder" / "picture.png"):
-        with pytest.raises(StoreError, match="cannot be written"):
+        with pytest.raises(StoreError, match="cannot write"):
             curves(path)
     assert os.listdir(tmp_path) == ["picture.png"]
 

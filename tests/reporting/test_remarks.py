@@ -60,7 +60,7 @@ def test_whoever_plays_all_sites_in_one_place_says_so_everywhere(tmp_path: Path)
     page = to_markdown(build_results_page(found))
     assert "Paper: all images in one place" in page
     assert "Paper: fed-align, variant paper: all sites train in this process" in page
-    assert "What the megabytes" not in page
+    assert "extra megabytes of" not in page
     with pytest.raises(Refused, match="needs all sites' images in one place"):
         check_recipe(tiny(**PAPER), "site-1", Allow(algorithms="all"), None)
 
@@ -95,5 +95,5 @@ def test_what_megabytes_buy_is_told_seed_by_seed(tmp_path: Path) -> None:
     first, other = (short[name][0].headline.scores.value("accuracy") for name in methods)
     assert (
         f"| {first - other:+.3f} |"
-        in to_markdown(build_results_page(replace(found, results=short))).split("What the megabytes")[1]
+        in to_markdown(build_results_page(replace(found, results=short))).split("extra megabytes of")[1]
     )

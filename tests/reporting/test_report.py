@@ -105,7 +105,7 @@ def test_nobody_is_called_better_without_the_test(tmp_path: Path) -> None:
 def test_training_alone_is_held_against_every_method_at_every_site(parsed: dict[str, Page], compared: Path) -> None:
     sites = RunFolder(compared / "alone" / "seed-0").read_summary().sites
     told = parsed["two"].text("section", id="by-site")
-    assert "Who gains, who loses against training alone" in told
+    assert "Gains and losses against training alone" in told
     assert all(site in told for site in sites)
     assert "corrected for 5 tests" in told  # one method that learns together, five sites
 

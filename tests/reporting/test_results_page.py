@@ -41,17 +41,17 @@ TITLES = {
     "claims": "## The paper's claims, tested",
     "sites": "**Accuracy at each site (mean ± standard deviation over seeds; median)**",
     "gap": "**Accuracy on training and validation images (mean ± standard deviation over seeds)**",
-    "bytes": "### What the megabytes of Often buy",
+    "bytes": "### Accuracy gained by the extra megabytes of Often",
     "against": "**Accuracy against Often**",
 }
 SECTIONS = [
-    "## The methods side by side",
+    "## Comparison of methods",
     "## Against Often, seed by seed",
     "## Errors by class",
     "## The paper's claims, tested",
     "## Site by site",
     "## Train–validation gap",
-    "## What accuracy costs",
+    "## Accuracy against cost",
     "## Learning curves",
     "## The sites and how they differ",
 ]
@@ -196,13 +196,13 @@ def test_what_megabytes_buy_against_whoever_sends_less(compared: Comparison) -> 
 def test_the_cheapest_and_the_pooled_buy_nothing(compared: Comparison) -> None:
     for name in ("Local", "Centralised"):
         results = {name: compared.results[name], **compared.results}
-        assert "What the megabytes" not in markdown(of(results))
+        assert "extra megabytes of" not in markdown(of(results))
     often = compared.results["Often"]
     nearly = []
     for run in often:
         cost = run.cost.model_copy(update={"bytes_up": int(run.cost.bytes_up * WORTH)})
         nearly.append(run.model_copy(update={"cost": cost}))
-    assert "What the megabytes" not in markdown(of({"Often": often, "Nearly": nearly})), "a hundredth is no saving"
+    assert "extra megabytes of" not in markdown(of({"Often": often, "Nearly": nearly})), "a hundredth is no saving"
 
 
 def test_differences_need_three_seeds_in_common(compared: Comparison) -> None:

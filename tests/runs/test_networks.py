@@ -261,7 +261,7 @@ def test_every_cluster_has_its_network_and_every_site_its_cluster() -> None:
     assert isinstance(experiment.setup.algorithm, Clustered)
     assert dict(experiment.setup.algorithm.rates) == {"high": 1.0, "medium": 1.0, "low": 0.5}
     assert isinstance(named(experiment)["medium"].module, Classifier)
-    assert named(experiment)["medium"].has_dropout, "cnn_b drops units"
+    assert named(experiment)["medium"].dropouts, "cnn_b drops units"
 
 
 def named(experiment: Experiment) -> Mapping[str, Any]:

@@ -57,10 +57,10 @@ def test_a_run_stopped_anywhere_any_number_of_times(stops: list[str]) -> None:
         for stop in stops:
             journal = FolderJournal(folder)
             resumed = journal.resume()
-            assert (resumed.round if resumed else 0) == last
+            assert (resumed.fields["round"] if resumed else 0) == last
             if resumed:
-                assert torch.equal(resumed.state["model"]["w"], state(last)["model"]["w"])
-                assert resumed.progress == {"round": last}
+                assert torch.equal(resumed.tensors["model"]["w"], state(last)["model"]["w"])
+                assert resumed.fields["progress"] == {"round": last}
             assert [row.round for row in journal.rows] == [r for r in range(1, last + 1) for _ in SITES]
             play(journal, last + 1, until=stop)
             charged += [("charge", last + 1)] if stop != "charge" else []
@@ -116,7 +116,7 @@ def test_a_ledger_that_lost_rows_is_refused(tmp_path: Path) -> None:
     play(journal, 1)
     lines = journal.ledger.path.read_bytes().splitlines(keepends=True)
     journal.ledger.path.write_bytes(lines[0])
-    with pytest.raises(StoreError, match="lacks rows that the snapshot of round 1 has seen"):
+    with pytest.raises(StoreError, match="lacks rows that the snapshot of round 1 counts"):
         FolderJournal(tmp_path).resume()
 
 

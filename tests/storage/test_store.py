@@ -255,9 +255,9 @@ def test_a_snapshot_gives_back_what_was_saved(bundle: Bundle, progress: dict[str
         SnapshotStore(folder / "snapshots").save(3, bundle, {"progress": progress})
         found = SnapshotStore(folder / "snapshots").load()
         assert found is not None
-        assert found[0] == 3
-        assert found[1].fields["progress"] == progress
-        assert messages.hash_tensors(found[1].tensors) == messages.hash_tensors(bundle)
+        assert found.fields["round"] == 3
+        assert found.fields["progress"] == progress
+        assert messages.hash_tensors(found.tensors) == messages.hash_tensors(bundle)
 
 
 def test_no_snapshot_is_no_error(tmp_path: Path) -> None:
@@ -271,7 +271,7 @@ def test_the_newest_two_are_kept(tmp_path: Path) -> None:
     snapshots = SnapshotStore(tmp_path / "snapshots")
     for round in (1, 2, 9, 10, 11):
         snapshots.save(round, state(round), {})
-        assert snapshots.load()[0] == round  # type: ignore[index]
+        assert snapshots.load().fields["round"] == round  # type: ignore[union-attr]
     assert [path.name for path in sorted(snapshots.folder.iterdir())] == ["round-000010.pcl", "round-000011.pcl"]
     assert snapshots.oldest_round() == 10
 
@@ -288,7 +288,7 @@ def test_every_flipped_bit_and_every_truncation_brings_the_snapshot_before(folde
         newest.write_bytes(damaged)
         found = snapshots.load()
         assert found is not None
-        assert (found[0], messages.hash_tensors(found[1].tensors)) == (1, messages.hash_tensors(state(1)))
+        assert (found.fields["round"], messages.hash_tensors(found.tensors)) == (1, messages.hash_tensors(state(1)))
 
 
 def test_only_damaged_snapshots_are_an_error(tmp_path: Path) -> None:
@@ -349,7 +349,7 @@ def test_a_site_remembers_the_last_round_before(rounds: set[int], before: int) -
     with somewhere() as folder:
         memory = DiskMemory(folder)
         for round in sorted(rounds):
-            memory.save("north", round, state(round), durable=0)
+            memory.save("north", round, state(round), oldest_snapshot=0)
         found = DiskMemory(folder).load("north", before)
         last = max((round for round in rounds if round < before), default=None)
         assert (found is None) == (last is None)
@@ -360,9 +360,9 @@ def test_a_site_remembers_the_last_round_before(rounds: set[int], before: int) -
 @pytest.mark.parametrize("kind", ["ram", "disk"])
 def test_a_round_that_is_played_again_starts_from_the_same_memory(tmp_path: Path, kind: str) -> None:
     memory: SiteMemory = RamMemory() if kind == "ram" else DiskMemory(tmp_path)
-    memory.save("north", 1, state(1), durable=0)
-    memory.save("north", 2, state(2), durable=1)
-    memory.save("north", 2, state(-2), durable=1)
+    memory.save("north", 1, state(1), oldest_snapshot=0)
+    memory.save("north", 2, state(2), oldest_snapshot=1)
+    memory.save("north", 2, state(-2), oldest_snapshot=1)
     first, second = memory.load("north", 2), memory.load("north", 3)
     assert first is not None
     assert second is not None
@@ -397,17 +397,17 @@ def test_what_a_resume_may_need_is_never_dropped(attends: list[bool], every: int
 @pytest.mark.parametrize("damage", [lambda data: data[:-1], lambda data: data[:-1] + bytes([data[-1] ^ 4])])
 def test_a_damaged_memory_names_the_site_and_the_file(tmp_path: Path, damage: Any) -> None:
     memory = DiskMemory(tmp_path)
-    memory.save("north", 1, state(1), durable=0)
+    memory.save("north", 1, state(1), oldest_snapshot=0)
     (path,) = tmp_path.rglob("*.pcl")
     path.write_bytes(damage(path.read_bytes()))
-    with pytest.raises(StoreError, match=rf"what site north remembers in {path} is damaged .*; restore the file"):
+    with pytest.raises(StoreError, match=rf"the memory of site north in {path} is damaged .*; restore the file"):
         memory.load("north", 2)
 
 
 @pytest.mark.parametrize("site", ["..", "../../etc", "Überlingen", "a b", "x" * 300])
 def test_a_site_s_name_never_leaves_the_folder(tmp_path: Path, site: str) -> None:
     memory = DiskMemory(tmp_path / "sites")
-    memory.save(site, 1, state(1), durable=0)
+    memory.save(site, 1, state(1), oldest_snapshot=0)
     assert memory.load(site, 2) is not None
     assert [path.name for path in tmp_path.iterdir()] == ["sites"]
 

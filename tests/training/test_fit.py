@@ -21,9 +21,9 @@ from polyclinic.data.examples import Images, SiteData
 from polyclinic.models.classifier import Classifier
 from polyclinic.storage import messages
 from polyclinic.training.data_order import draw_epoch_batches, draw_epoch_order, iterate_steps
-from polyclinic.training.fit import fit, seed_generators
+from polyclinic.training.fit import fit
 from polyclinic.training.losses import corrected_loss, proximal_loss, task_loss
-from polyclinic.training.network import LiveNetwork, copy_module_weights
+from polyclinic.training.network import LiveNetwork, copy_module_weights, seed_generators
 from tests.laws.bench import noise, play, same, small
 from tests.training.jobs import at_round, job
 

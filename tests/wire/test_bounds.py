@@ -21,7 +21,7 @@ from polyclinic.federation.update_check import (
 )
 from polyclinic.storage import messages
 
-KINDS = sorted({exchange.kind for algorithm in ALGORITHMS.values() for exchange in algorithm().exchanges})
+KINDS = sorted({exchange.kind for algorithm in ALGORITHMS.values() for exchange in algorithm().exchanges()})
 NORM = 8.0
 FIELDS: dict[str, Any] = {"run": "r", "round": 1, "site": "s", "examples": 5}
 

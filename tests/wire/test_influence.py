@@ -23,11 +23,11 @@ from polyclinic.core.jobs import Federation
 from polyclinic.core.options import Optimiser, Training
 from polyclinic.core.rng import Stream
 from polyclinic.core.types import SiteId
-from polyclinic.federation.engines.mock import MockEngine
 from polyclinic.federation.rounds import RoundOptions, Rounds
 from polyclinic.storage import messages
 from polyclinic.storage.journal import RamJournal
 from polyclinic.training.data_order import draw_epoch_batches
+from tests.federation.mock_engine import MockEngine
 
 BATCH = 8
 TRAINING = Training(batch=BATCH)

@@ -10,11 +10,11 @@ import torch
 from polyclinic.algorithms.optimisation.fedavg import FedAvg
 from polyclinic.core.errors import Refused, RoundFailed
 from polyclinic.core.types import SiteId, Tensors
-from polyclinic.federation.engines.mock import MockEngine
 from polyclinic.federation.rounds import Outcome, RoundOptions, Rounds
 from polyclinic.federation.update_check import split_predictions
 from polyclinic.storage import messages
 from polyclinic.storage.journal import RamJournal
+from tests.federation.mock_engine import MockEngine
 from tests.wire.frames import REGISTERED, RUN, federation, start
 
 GROUP = "global|test"

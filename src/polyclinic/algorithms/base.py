@@ -80,12 +80,10 @@ class BundleMean:
     """The weighted mean of bundles that arrive one at a time: a `RunningMean` for each of `kinds`."""
 
     def __init__(self, *kinds: str) -> None:
-        self.count = 0
         self._means = {kind: RunningMean() for kind in kinds or WEIGHT_KINDS}
 
     def add(self, bundle: Bundle, weight: float = 1.0) -> None:
         """Add a summand. A kind that it lacks counts as empty."""
-        self.count += 1
         for kind, mean in self._means.items():
             mean.add(bundle.get(kind, {}), weight)
 
@@ -115,7 +113,6 @@ class Algorithm(ABC):
     def __post_init__(self) -> None:
         check_options(self, "algorithm.")
 
-    @property
     def exchanges(self) -> tuple[Exchange, ...]:
         """The kinds of tensors that a site sends. Anything else in an update is refused."""
         return tuple(Exchange(kind, like=kind) for kind in WEIGHT_KINDS)
@@ -155,7 +152,7 @@ class Algorithm(ABC):
             rng: The site's random stream; use `rng.child(name, site.round)` for a draw.
 
         Returns:
-            The update for the server, and what the site remembers until its next round (None: no change).
+            The update for the server, and the site's memory until its next round (None: no change).
         """
 
     @abstractmethod
@@ -170,7 +167,7 @@ class Algorithm(ABC):
     def check_update(self, update: Update) -> None:  # noqa: B027  by default there is nothing to check
         """Raise `errors.Refused` if the update has valid shapes and values but cannot be right for this algorithm."""
 
-    def finish(self, state: Bundle) -> Bundle:
+    def final_state(self, state: Bundle) -> Bundle:
         """Return the state after the last round, which is saved and from which the final models are made."""
         return {
             kind: without_prefix(AUX_PREFIX, group) for kind, group in state.items() if kind not in IDENTIFYING_KINDS
@@ -180,7 +177,6 @@ class Algorithm(ABC):
         """Return the weights that a site would predict with, by name: "global", "personal" or another site's name."""
         return {"global": classifier_weights(received)}
 
-    @property
     def trains_on_server(self) -> bool:
         """Whether the server trains on a public set after every aggregation, by `server_step`."""
         return False
@@ -191,7 +187,7 @@ class Algorithm(ABC):
         return state
 
     def privacy_releases(self) -> Mapping[str, float]:
-        """Return what a site releases in a round besides its trained weights: a noise multiplier for each release.
+        """Return the noise multiplier of each release that a site makes in a round besides its trained weights.
 
         A privacy plan charges for every entry.
         """
@@ -231,6 +227,12 @@ class Algorithm(ABC):
     def update_weight(self, update: Update) -> float:
         """Return the weight of an update in a mean: n_k, or 1 with `training.weights: uniform`."""
         return float(update.examples) if self.training.weights == "examples" else 1.0
+
+
+def scalar_tensors(weights: Bundle, values: Mapping[str, float]) -> Tensors:
+    """Return numbers as tensors of the weights' type, on their device: a loss receives them as "scalars"."""
+    like = next(iter(weights["model"].values()))
+    return {name: like.new_tensor(value) for name, value in values.items()}
 
 
 def network_weights(bundle: Bundle) -> Bundle:

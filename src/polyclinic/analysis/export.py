@@ -74,8 +74,7 @@ class RealScattering(Scattering):
             self.register_buffer(f"sin{resolution}", angles.sin().float())
             kept = torch.cat([torch.arange(side // 2), torch.arange(padded - side // 2, padded)])
             for scale in range(resolution, self.scales):
-                waves = self.get_buffer(f"waves{scale}")[:, kept][:, :, kept]
-                self.register_buffer(f"waves{resolution}{scale}", waves)
+                self.register_buffer(f"waves{resolution}{scale}", self.get_buffer(f"waves{scale}")[:, kept][:, :, kept])
 
     def forward(self, images: Tensor) -> Tensor:
         pixels = nn.functional.pad(images, (*self.margin, *self.margin), mode="reflect")
@@ -83,8 +82,10 @@ class RealScattering(Scattering):
         for scale in range(self.scales):
             moduli = self._wavelet_moduli(pixels, 0, scale)
             first.append(self._average_maps(moduli, scale))
-            for wider in range(scale + 1, self.scales):
-                second.append(self._average_maps(self._wavelet_moduli(moduli, scale, wider), wider))
+            second += [
+                self._average_maps(self._wavelet_moduli(moduli, scale, wider), wider)
+                for wider in range(scale + 1, self.scales)
+            ]
         paths = [path.reshape(*images.shape[:2], -1, self.side, self.side) for path in zeroth + first + second]
         return torch.cat(paths, 2).flatten(1, 2)
 
@@ -103,7 +104,7 @@ class RealScattering(Scattering):
 
 
 def _to_exportable(network: nn.Module) -> nn.Module:
-    """A copy of the network that ONNX can express."""
+    """Return a copy of the network that ONNX can express."""
     found = copy.deepcopy(network)
     for part in found.modules():
         if isinstance(part, FixedFeatures):
@@ -133,8 +134,8 @@ def export_model(
     """
     check_overwriting(folder, force)
     temperature = calibration.temperature if isinstance(calibration, Calibration) else 1.0
-    manifest = json.dumps(build_manifest(run, model, calibration), indent=2) + "\n"
-    files = {WEIGHTS: collect_weights(model), PREPARING: manifest.encode()}
+    manifest = json.dumps(build_manifest(run, model, calibration), indent=2)
+    files = {WEIGHTS: collect_weights(model), PREPARING: f"{manifest}\n".encode()}
     if onnx:
         files[ONNX] = build_onnx(model, run.preprocessing, run.classes, temperature)
     sums = {name: hashlib.sha256(data).hexdigest() for name, data in files.items()}
@@ -155,7 +156,7 @@ def check_overwriting(folder: Path, force: bool) -> None:
 
 
 def collect_weights(model: RunModel) -> bytes:
-    """The weights under torch's names; for an ensemble prefixed with `members.NUMBER.`, without the sites' names."""
+    """Return the weights by torch's names; an ensemble's have a prefix `members.NUMBER.`, without the sites' names."""
     tensors = {
         name if len(model.networks) == 1 else f"members.{number}.{name}": tensor.detach().cpu().contiguous()
         for number, network in enumerate(model.networks)
@@ -165,7 +166,7 @@ def collect_weights(model: RunModel) -> bytes:
 
 
 def build_manifest(run: ModelCatalogue, model: RunModel, calibration: Calibration | Uncalibrated) -> dict[str, object]:
-    """Everything needed to prepare an image, build the network and interpret its output."""
+    """Return everything needed to prepare an image, build the network and interpret its output."""
     wanted, section = run.preprocessing.preparation, model.sections[0]
     temperature = calibration.temperature if isinstance(calibration, Calibration) else None
     return {
@@ -192,7 +193,7 @@ def build_manifest(run: ModelCatalogue, model: RunModel, calibration: Calibratio
 
 
 def build_onnx(model: RunModel, preprocessing: Preprocessing, classes: tuple[str, ...], temperature: float) -> bytes:
-    """The model as ONNX, after comparing its outputs with torch's."""
+    """Return the model as ONNX, after a comparison of its outputs with torch's."""
     if missing := [name for name in NEEDED if find_spec(name) is None]:
         raise EngineError(
             f'ONNX needs {", ".join(missing)}; install with pip install "polyclinic[export]", or leave --onnx out'
@@ -233,8 +234,15 @@ def _convert_to_onnx(whole: CalibratedModel, images: Tensor, model: RunModel, cl
     for part in (graph, *graph.node, *graph.value_info, *graph.input, *graph.output, *graph.initializer):
         del part.metadata_props[:]  # the converter records the paths of source files
         part.doc_string = ""
-    props = {"classes": json.dumps(classes), "temperature": repr(whole.temperature), "opset": str(OPSET)}
-    set_model_props(proto, {**props, "use": "research only; not a medical device"})
+    set_model_props(
+        proto,
+        {
+            "classes": json.dumps(classes),
+            "temperature": repr(whole.temperature),
+            "opset": str(OPSET),
+            "use": "research only; not a medical device",
+        },
+    )
     return bytes(proto.SerializeToString())
 
 

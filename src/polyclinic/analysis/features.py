@@ -9,8 +9,7 @@ way, so two scores accompany it, both computed from the features themselves and 
     apart       the Hausdorff distance between two sites' features of a class, mean over classes and pairs of sites,
                 divided by the mean distance between two classes' means. Scaling or turning features changes nothing.
 
-and the accuracy of a classifier that predicts the site of an image: the more sites differ, the
-higher it is.
+A third score is the accuracy of a classifier that predicts the site of an image: it grows with the sites' difference.
 
 Each is reported with its chance level: the mean of the same score after patients of a class were permuted among sites.
 """
@@ -28,7 +27,7 @@ from polyclinic.core import DataError, Examples, Part, RecipeError, SiteId, Stre
 from polyclinic.data.heterogeneity.feature_shift import p_value, shuffle_sites
 from polyclinic.data.patients import Indices
 from polyclinic.evaluation.metrics import Floats
-from polyclinic.models.split_point import count_stages, cut_after
+from polyclinic.models.modifications import count_stages, cut_after
 from polyclinic.runs.finished_run import FinishedRun, check_same_images, run_names
 from polyclinic.runs.sites import FederatedDataset
 from polyclinic.training.fit import evaluation_batch_size
@@ -120,18 +119,20 @@ def compare_features(runs: Sequence[FinishedRun], options: FeatureOptions, strea
             )
         check_same_images(run, runs[0])
     rows = choose_images(runs[0].dataset, options, stream.child("images"))
-    named = zip(runs, run_names(runs), strict=True)
-    return [_features_of_run(run, name, rows, options, stream.child("dealt")) for run, name in named]
+    return [
+        _features_of_run(run, name, rows, options, stream.child("dealt"))
+        for run, name in zip(runs, run_names(runs), strict=True)
+    ]
 
 
 def measure_site_classifier(run: FinishedRun) -> float | None:
-    """The site_classifier_accuracy of a run that `polyclinic features` reports, on test images."""
+    """Return a run's site_classifier_accuracy on test images, as `polyclinic features` reports it."""
     [found] = compare_features([run], FeatureOptions(), Stream(run.recipe.seed, ("features",)))
     return None if found.scores is None else found.scores.site_classifier_accuracy
 
 
 def choose_images(dataset: FederatedDataset, options: FeatureOptions, stream: Stream) -> dict[SiteId, Tensor]:
-    """The rows of the images to use, evenly over sites; with a label also as many images of all other classes."""
+    """Return the rows of the images to use, evenly over sites, and with a label as many images of all other classes."""
     held: dict[SiteId, Examples] = {name: getattr(site, options.part) for name, site in dataset.sites.items()}
     labels = {name: examples.labels.cpu().numpy() for name, examples in held.items()}
     number = None if options.label is None else _class_number(dataset.classes, options.label)
@@ -158,7 +159,7 @@ def _class_number(classes: Sequence[str], label: str) -> int:
 
 
 def divide_evenly(sizes: Sequence[int], most: int) -> list[int]:
-    """Divide `most` evenly; what one site cannot fill goes to the others."""
+    """Divide `most` evenly; a share that one site cannot fill goes to the others."""
     given, left = [0] * len(sizes), most
     for place, number in enumerate(sorted(range(len(sizes)), key=sizes.__getitem__)):
         given[number] = min(sizes[number], left // (len(sizes) - place))
@@ -187,17 +188,16 @@ def _features_of_run(
 
 
 def _name_patients(site: SiteId, examples: Examples, rows: Tensor) -> list[str]:
-    """The patient of each image; where patients are unknown, every image counts as another patient."""
-    if examples.patients is None:
-        return [f"{site}/{row}" for row in rows.tolist()]
-    return [examples.patients[row] for row in rows.tolist()]
+    """Return the patient of each image. Where patients are unknown, every image counts as another patient."""
+    patients = examples.patients
+    return [f"{site}/{row}" if patients is None else patients[row] for row in rows.tolist()]
 
 
 @torch.no_grad()
 def _extract_all(
     run: FinishedRun, rows: Mapping[SiteId, Tensor], options: FeatureOptions
 ) -> tuple[Floats, int, int, bool]:
-    """The features, their stage, the number of stages, and whether all sites share one extractor."""
+    """Return the features, their stage, the number of stages, and whether all sites share one extractor."""
     found: list[Tensor] = []
     first: dict[str, Tensor] = {}
     shared, images = True, sum(map(len, rows.values()))
@@ -212,8 +212,10 @@ def _extract_all(
         first = first or weights
         shared = shared and all(torch.equal(tensor, first[name]) for name, tensor in weights.items())
         examples: Examples = getattr(run.dataset.sites[site], options.part)
-        for part in torch.split(own, evaluation_batch_size(run.device)):
-            found.append(cut.extractor(examples.batch(part)[0].to(run.device)).flatten(1).cpu())
+        found += [
+            cut.extractor(examples.batch(part)[0].to(run.device)).flatten(1).cpu()
+            for part in torch.split(own, evaluation_batch_size(run.device))
+        ]
         if (dimensions := found[-1].shape[1]) * images > MAX_VALUES:
             raise RecipeError(
                 f"a feature of stage {stage} has {dimensions:,} values, too many for {images:,} images; lower --most "
@@ -239,7 +241,7 @@ def embed_tsne(values: Floats, stream: Stream) -> Floats:
 
 
 def class_distance(points: FeaturePoints) -> float | None:
-    """The mean distance between the means of two classes; None for a single class."""
+    """Return the mean distance between the means of two classes; None for a single class."""
     from scipy.spatial.distance import pdist  # takes as long to load as the rest of the command line
 
     means = [points.values[points.label == label].mean(axis=0) for label in np.unique(points.label)]
@@ -279,7 +281,7 @@ def measure_features(points: FeaturePoints, scale: float | None, stream: Stream)
 
 
 def score_site_classifier(features: Floats, site: Indices, patient: Indices, stream: Stream) -> float | None:
-    """Balanced accuracy of a logistic regression on patients it was not fitted on; chance is 1 / number of sites.
+    """Return a logistic regression's balanced accuracy on patients it was not fitted on; chance is 1 / number of sites.
 
     Args:
         features: One row for each image.
@@ -337,7 +339,7 @@ def _site_distance(classes: Sequence[_Class], homes: Sequence[Indices]) -> float
 
 
 def hausdorff_distances(distance: Floats, site: Indices) -> Floats:
-    """The Hausdorff distance of every pair of sites, from distances of images."""
+    """Return the Hausdorff distance of every pair of sites, from distances of images."""
     order = np.argsort(site, kind="stable")
     _, starts = np.unique(site[order], return_index=True)
     to_site = np.minimum.reduceat(distance[np.ix_(order, order)], starts, axis=1)

@@ -39,7 +39,9 @@ def draw_features(
     size = max(columns * PANEL, PANEL * 1.3) + LEGEND, max(rows * (PANEL + ABOVE) + TITLE, LINE * lines)
     sheet = new_sheet(title, size, ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.1, wspace=0.0, hspace=0.04))
     panels = sheet.subplots(rows, columns, squeeze=False).flatten()
-    colours = _site_colours(len(sites))
+    # The colours of Okabe and Ito if they are enough; else evenly spaced hues.
+    hues = colormaps["turbo"](np.linspace(0.02, 0.98, len(sites)))
+    colours = list(COLOURS) if len(sites) <= len(COLOURS) else [to_hex(shade) for shade in hues]
     for axes, run in zip(panels, runs, strict=False):
         _draw_panel(axes, run, embed_tsne(run.points.values, stream.child("t-sne")), colours, stream.child("order"))
     for axes in panels[len(runs) :]:
@@ -50,7 +52,7 @@ def draw_features(
 
 
 def format_scores(run: RunFeatures) -> list[str]:
-    """The scores of a run's features as text."""
+    """Return the scores of a run's features as text."""
     if run.scores is None:
         return ["too few patients of a class at two sites"]
     scores = {"site recognised": run.scores.recognised, "Hausdorff": run.scores.apart}
@@ -115,13 +117,6 @@ def _join_names(names: Sequence[str]) -> list[str]:
 def _legend_handle(marker: str, colour: str) -> Line2D:
     size = 8 * math.sqrt(LARGER.get(marker, 1))
     return Line2D([], [], linestyle="none", marker=marker, color=colour, markersize=size, markeredgecolor="white")
-
-
-def _site_colours(sites: int) -> list[str]:
-    """The colours of Okabe and Ito if they are enough; else evenly spaced hues."""
-    if sites <= len(COLOURS):
-        return list(COLOURS)
-    return [to_hex(shade) for shade in colormaps["turbo"](np.linspace(0.02, 0.98, sites))]
 
 
 def _class_marker(number: int) -> str:

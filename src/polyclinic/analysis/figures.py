@@ -1,4 +1,4 @@
-"""What the figures of this package share: a titled sheet, an image, a heat map over it, shortened names."""
+"""Parts that the figures of this package share: a titled sheet, an image, a heat map over it, shortened names."""
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -12,13 +12,13 @@ from polyclinic.reporting.figures import DPI, INK, TEXT
 
 COLOUR_MAP = "inferno"
 HALF = 0.5
-"""Of a map's largest value: where the contour is drawn, and what counts as looked at."""
+"""Of a map's largest value: the level of the contour, above which a pixel counts as looked at."""
 
 
 def new_sheet(
     title: str, size: tuple[float, float], layout: LayoutEngine | str, title_size: float = TEXT + 3
 ) -> Figure:
-    """An empty figure with a title in its upper left corner; `size` in inches."""
+    """Return an empty figure with a title in its upper left corner; `size` in inches."""
     sheet = Figure(figsize=size, dpi=DPI, layout=layout, facecolor="white")  # type: ignore[arg-type]
     sheet.suptitle(title, x=0.01, ha="left", fontsize=title_size, color=INK).set_parse_math(False)
     return sheet

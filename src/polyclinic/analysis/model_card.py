@@ -61,13 +61,13 @@ def render_model_card(
 
 
 def _escape_text(text: object) -> str:
-    """The text on one line, with the characters escaped that mean something in Markdown or HTML."""
+    """Return the text on one line, with the special characters of Markdown and HTML escaped."""
     line = " ".join(str(text).split()).replace("<", "&lt;")
     return "".join(f"\\{letter}" if letter in "\\`*_[]|#" else letter for letter in line)
 
 
 def _render_table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    """A Markdown table; characters that would end a cell or a row are escaped or left out."""
+    """Return a Markdown table. Characters that would end a cell or a row are escaped or left out."""
     rows = (" | ".join(" ".join(cell.split()).replace("|", "\\|") for cell in cells) for cells in (head, *lines))
     first, *others = (f"| {row} |" for row in rows)
     return "\n".join([first, "|" + "---|" * len(head), *others])
@@ -85,22 +85,21 @@ def _describe_model(run: ModelCatalogue, model: RunModel) -> Iterator[str]:
         f"{_escape_text(model.description)} of a federated run of {_escape_text(summary.algorithm)} over "
         f"{len(summary.site_sizes)} sites, by polyclinic {summary.versions.get('polyclinic', '')}."
     )
-    yield "`preprocessing.json` says what an image must go through first; without it the figures below do not hold."
+    yield "`preprocessing.json` describes how an image must be prepared; otherwise the figures below do not hold."
 
 
 def _describe_data(run: ModelCatalogue, model: RunModel) -> Iterator[str]:
     private = run.summary.privacy is not None
     yield f"Data set: {_escape_text(run.summary.data)}. Images by site; those this model is for are marked ✓."
-    lines = []
-    for site in run.summary.site_sizes:
-        classes = ", ".join(f"{_escape_text(name)} {count}" for name, count in site.classes.items())
-        counts = [
-            str(site.train),
-            str(site.validation),
-            str(site.test),
-            "withheld" if private else classes or "withheld",
+    lines = [
+        [
+            _escape_text(site.site),
+            "✓" if site.site in model.sites else "",
+            *map(str, (site.train, site.validation, site.test)),
+            ", ".join(f"{_escape_text(name)} {n}" for name, n in site.classes.items() if not private) or "withheld",
         ]
-        lines.append([_escape_text(site.site), "✓" if site.site in model.sites else "", *counts])
+        for site in run.summary.site_sizes
+    ]
     yield _render_table(["site", "", "train", "validation", "test", "classes"], lines)
     if private:
         yield "How many images of each class a site has is not covered by the run's privacy guarantee, and is withheld."
@@ -114,26 +113,20 @@ def _render_metrics(run: ModelCatalogue, model: RunModel) -> Iterator[str]:
     merged = summary.merged.get(model.key, {}).get(part)
     if merged and len(model.sites) == len(summary.site_sizes):
         lines.append(["all together", *_metric_cells(merged)])
-    lines += _render_held_out(summary, model)
+    held_out = summary.merged.get(HELD_OUT, {}).get("test")
+    if held_out and model.name == next((name for name in (STUDENT, ENSEMBLE) if name in summary.merged), "global"):
+        lines.append(["held-out, of no site", *_metric_cells(held_out)])
+    if public := summary.public.get(model.name):
+        lines.append(["public, of no site", *_metric_cells(public)])
     if not lines:
         yield "No figure of this model is known: the sites withheld the predictions that would be needed."
         return
-    yield f"On {part} images, with bootstrap intervals (95 %) over patients where predictions were at hand:"
+    yield f"On {part} images, with bootstrap intervals (95 %) over patients where predictions are known:"
     yield _render_table(["site", "images", *METRICS.values(), "calibration error (ECE)"], lines)
     best = summary.headline
     yield f"The run is judged by its {_escape_text(best.of or best.model)} model, on {_escape_text(best.images)}."
     if model.site is not None:
         yield f"This model was not tested at sites other than {_escape_text(model.site)} for this card."
-
-
-def _render_held_out(summary: RunSummary, model: RunModel) -> Iterator[list[str]]:
-    """Rows of test images that belong to no site, if they were used to test this model."""
-    held_out = summary.merged.get(HELD_OUT, {}).get("test")
-    tested = next((name for name in (STUDENT, ENSEMBLE) if name in summary.merged), "global")
-    if held_out and model.name == tested:
-        yield ["held-out, of no site", *_metric_cells(held_out)]
-    if public := summary.public.get(model.name):
-        yield ["public, of no site", *_metric_cells(public)]
 
 
 def _metric_cells(scores: PartScores) -> list[str]:
@@ -154,8 +147,16 @@ def _compare_with_local(run: ModelCatalogue, model: RunModel, alone: RunSummary 
     for site, ours, theirs in _paired_scores(run, model, alone):
         change = ours.value("accuracy") - theirs.value("accuracy")
         verdict = "as good" if change == 0 else "worse off here" if change < 0 else "better off here"
-        scores = [_format_metric(theirs, "accuracy"), _format_metric(ours, "accuracy")]
-        lines.append([_escape_text(site), str(ours.n), *scores, f"{change:+.3f}", verdict])
+        lines.append(
+            [
+                _escape_text(site),
+                str(ours.n),
+                _format_metric(theirs, "accuracy"),
+                _format_metric(ours, "accuracy"),
+                f"{change:+.3f}",
+                verdict,
+            ]
+        )
     yield _render_table(["site", "test images", "accuracy alone", "accuracy of this model", "difference", ""], lines)
     yield "One run against one: differences were not tested, and within the intervals they may be chance."
 
@@ -163,7 +164,7 @@ def _compare_with_local(run: ModelCatalogue, model: RunModel, alone: RunSummary 
 def _paired_scores(
     run: ModelCatalogue, model: RunModel, alone: RunSummary
 ) -> Iterator[tuple[str, PartScores, PartScores]]:
-    """The test scores of this model and of the site's own, at each site that has both."""
+    """Yield the test scores of this model and of the site's own, at each site that has both."""
     for site in model.sites:
         ours = run.summary.sites.get(site, {}).get(model.key, {}).get("test")
         theirs = alone.sites.get(site, {}).get("personal", {}).get("test")
@@ -193,7 +194,7 @@ def _describe_calibration(run: ModelCatalogue, found: Calibration | Uncalibrated
 
 
 def _render_privacy(run: ModelCatalogue, model: RunModel) -> str:
-    """The run's privacy page, its headings one level deeper."""
+    """Return the run's privacy page, its headings one level deeper."""
     _, _, text = write_privacy_page(run.summary.model_copy(update={"name": ""})).partition("\n")
     text = text.strip().replace("\n## ", "\n### ")
     if model.site is not None:

@@ -65,7 +65,7 @@ class Preprocessing:
     std: PerChannel
 
     def load_image(self, path: Path) -> Tensor:
-        """Decode and resize a file to channels × size × size bytes; `UnreadableImage` says what is wrong with it."""
+        """Decode and resize a file to channels × size × size bytes; `UnreadableImage` gives the reason if it cannot."""
         pixels = decode_image(path, self.preparation.bits).pixels
         if (pixels == pixels.flat[0]).all():
             raise UnreadableImage("it is blank: all its pixels are alike")
@@ -113,7 +113,7 @@ class RunModel:
 
     @torch.no_grad()
     def compute_probabilities(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        """The probabilities and logits of normalised images; for an ensemble, log-probabilities in place of logits."""
+        """Return the probabilities and logits of normalised images; for an ensemble, log-probabilities as logits."""
         laid = images.to(self.device)
         if self.has_convolutions:
             laid = laid.contiguous(memory_format=torch.channels_last)  # as in the run, for equal bits
@@ -176,8 +176,8 @@ class ModelCatalogue(FinishedRun):
         if name == STUDENT:
             return self._build_model(name, name, [(self.recipe.model, read_weights(self.files.student))])
         if name == ENSEMBLE:
-            members = models_by_site(self.state).values()
-            return self._build_model(name, name, [(self.recipe.model, weights) for weights in members])
+            members = [(self.recipe.model, weights) for weights in models_by_site(self.state).values()]
+            return self._build_model(name, name, members)
         cluster = name if self.recipe.clusters else ""
         section = self.recipe.clusters[cluster].model if cluster else self.recipe.model
         sites = tuple(s for s in self.dataset.sites if self.algorithm.cluster_of(self.state, s) == cluster)
@@ -204,7 +204,7 @@ class ModelCatalogue(FinishedRun):
         key = site if site in models else PERSONAL
         if key == PERSONAL and not remembers:
             snapshot = SnapshotStore(self.files.snapshots).load()  # says which sites have trained and keep a memory
-            if snapshot is None or site in snapshot[1].fields["progress"]["remembering"]:
+            if snapshot is None or site in snapshot.fields["progress"]["memory_rounds"]:
                 raise StoreError(
                     f"the memory of site {site} is not in {self.files.site_memory} (a real site keeps it to itself), "
                     "so its personal model cannot be assembled; ask the site for it, or choose another model with "
@@ -232,11 +232,10 @@ def open_catalogue(folder: Path, device: str | None = None) -> ModelCatalogue:
 
 
 def _remote_sites(recipe: Recipe, summary: RunSummary) -> RemoteSites:
-    """The sites of a run without their images, as a deployed server knows them."""
+    """Return the sites of a run without their images, as a deployed server knows them."""
     wanted, classes = build_preprocessing(recipe).preparation, class_names(summary)
-    cards = {}
-    for site in summary.site_sizes:
-        cards[site.site] = SiteProfile(
+    profiles = {
+        site.site: SiteProfile(
             version=__version__,
             classes=classes,
             channels=wanted.channels,
@@ -247,7 +246,9 @@ def _remote_sites(recipe: Recipe, summary: RunSummary) -> RemoteSites:
             groups=(1, 1),
             fingerprint="",
         )
-    return RemoteSites.from_profiles(cards)
+        for site in summary.site_sizes
+    }
+    return RemoteSites.from_profiles(profiles)
 
 
 def fit_calibration(run: ModelCatalogue, model: RunModel, data: Path | None = None) -> Calibration | Uncalibrated:
@@ -331,11 +332,10 @@ def _predict_batch(
     probabilities, logits = model.compute_probabilities(preprocessing.normalise(torch.stack(list(images))))
     if not probabilities.isfinite().all():
         raise DataError("the network gives values that are not finite; train it anew")
-    plain: Floats = probabilities.double().numpy()
-    if temperature is None:
-        yield from ((row, None) for row in plain)
-    else:
-        yield from zip(plain, apply_temperature(logits.double().numpy(), temperature), strict=True)
+    calibrated = (
+        [None] * len(images) if temperature is None else apply_temperature(logits.double().numpy(), temperature)
+    )
+    yield from zip(probabilities.double().numpy(), calibrated, strict=True)
 
 
 def find_image_files(given: Sequence[Path]) -> tuple[list[Path], list[UnreadableFile]]:

@@ -30,7 +30,7 @@ from polyclinic.data.examples import Images, Selection
 from polyclinic.data.patients import Indices
 from polyclinic.evaluation.metrics import Floats
 from polyclinic.models.classifier import Classifier
-from polyclinic.models.split_point import chained_layers, count_stages, cut_after
+from polyclinic.models.modifications import chained_layers, count_stages, cut_after
 from polyclinic.runs.finished_run import FinishedRun, check_same_images, run_names
 from polyclinic.runs.sites import FederatedDataset
 from polyclinic.training.fit import evaluation_batch_size
@@ -222,16 +222,16 @@ def group_by_agreement(predictions: RunPredictions, names: Sequence[str], most: 
 
 
 def _order_by_certainty(predictions: RunPredictions, most: int) -> list[CaseGroup]:
-    """The most certain cases come from the more certain half, so that no case is in both groups."""
+    """Group a single run's images. The most certain come from the more certain half, so no case is in two groups."""
     certain = np.argsort(-predictions.probabilities[0].max(axis=-1), kind="stable")
     groups = []
     for name, mask in {"right": predictions.is_correct[0], "wrong": ~predictions.is_correct[0]}.items():
         members = certain[mask[certain]]
         more, less = np.split(members, [-(-len(members) // 2)])
-        for degree, half in (("most", more), ("least", less[::-1])):
-            groups.append(
-                CaseGroup(f"{name}, {degree} certain", len(members), _select_evenly(half, predictions.site, most))
-            )
+        groups += [
+            CaseGroup(f"{name}, {degree} certain", len(members), _select_evenly(half, predictions.site, most))
+            for degree, half in (("most", more), ("least", less[::-1]))
+        ]
     return groups
 
 
@@ -248,9 +248,11 @@ def _select_evenly(order: Indices, site: Indices, most: int) -> Indices:
 def _explain_run(
     run: FinishedRun, predictions: RunPredictions, run_number: int, shown: Indices, options: SaliencyOptions
 ) -> list[Saliency]:
-    """One run's saliency for every case that is shown."""
+    """Return one run's saliency for every case that is shown."""
     predicted = predictions.predicted_classes[run_number]
-    explained = _classes_to_explain(predictions, predicted, run.dataset.classes, options.of)
+    explained = {TRUTH: predictions.truth, PREDICTION: predicted}.get(options.of)
+    if explained is None:
+        explained = np.full_like(predicted, run.dataset.classes.index(options.of))
     maps: dict[int, Tensor] = {}
     for number, name in enumerate(run.dataset.sites):
         here = shown[predictions.site[shown] == number]
@@ -260,12 +262,6 @@ def _explain_run(
             maps.update(zip(here.tolist(), found.cpu(), strict=True))
     certainty = predictions.probabilities[run_number].max(axis=-1)
     return [Saliency(int(predicted[at]), float(certainty[at]), int(explained[at]), maps[at]) for at in shown.tolist()]
-
-
-def _classes_to_explain(predictions: RunPredictions, predicted: Indices, classes: Sequence[str], of: str) -> Indices:
-    if of in (TRUTH, PREDICTION):
-        return predictions.truth if of == TRUTH else predicted
-    return np.full_like(predicted, classes.index(of))
 
 
 def grad_cam(network: Classifier, images: Tensor, classes: Tensor, stage: int | None = None) -> Tensor:
@@ -303,12 +299,11 @@ def split_at_stage(network: Classifier, images: Tensor, stage: int | None = None
 
 
 def _find_last_map(network: Classifier, image: Tensor) -> nn.Module:
-    """The first part of an extractor that is called after all its convolutions, where the extractor is not a chain."""
+    """Return the first part of an extractor, not a chain, that is called after all its convolutions."""
     called: list[nn.Module] = []
     with ExitStack() as hooks:
         for module in list(network.extractor.modules())[1:]:
-            hook = module.register_forward_pre_hook(lambda module, _: called.append(module))
-            hooks.callback(hook.remove)
+            hooks.callback(module.register_forward_pre_hook(lambda module, _: called.append(module)).remove)
         network(image)
     last = max(place for place, module in enumerate(called) if isinstance(module, nn.Conv2d))
     return next(module for module in called[last + 1 :] if module in set(network.extractor.children()))
@@ -333,7 +328,7 @@ def _build_case(
 
 
 def _to_displayable(stored: Tensor) -> Tensor:
-    """Pixels in [0, 1]; images stored as floats are scaled from their minimum to their maximum."""
+    """Return pixels in [0, 1]. Images stored as floats are scaled from their minimum to their maximum."""
     if stored.dtype == torch.uint8:
         return stored.float() / 255
     low, high = stored.min(), stored.max()
@@ -365,7 +360,7 @@ def measure_intensities(dataset: FederatedDataset, stream: Stream) -> Mapping[Si
 
 
 def _sample_pixels(examples: object, stream: Stream) -> Floats:
-    """A sample of images × values, drawn at random where there are many."""
+    """Return a random sample of images × values."""
     assert isinstance(examples, (Images, Selection))
     rows = torch.randperm(len(examples), generator=stream.child("images").generator())[:IMAGES]
     stored = examples.stored_batch(rows)[0].cpu().flatten(1)

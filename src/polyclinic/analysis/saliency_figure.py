@@ -48,15 +48,14 @@ def draw_saliency_gallery(found: Explanation, title: str, path: Path) -> None:
     *parts, foot = sheet.subfigures(len(groups) + 1, 1, height_ratios=[*heights, BAR], squeeze=False).flatten()
     number = 1
     for part, group in zip(parts, groups, strict=True):
-        heading = part.suptitle(
+        part.suptitle(
             f"{shorten_text(group.name, 40)}: {len(group.shown)} of {group.images} images",
             x=0.01,
             ha="left",
             fontsize=TEXT + 1,
             fontweight="bold",
             color=INK,
-        )
-        heading.set_parse_math(False)
+        ).set_parse_math(False)
         cases = found.cases[number - 1 : number - 1 + len(group.shown)]
         _draw_group(part, cases, found, number)
         number += len(cases)
@@ -72,8 +71,9 @@ def _draw_group(part: SubFigure, cases: Sequence[Case], found: Explanation, numb
     for place, (row, case) in enumerate(zip(panels, cases, strict=True)):
         truth = shorten_text(found.classes[case.truth], 19)
         words = "\n".join([f"case {number + place}", shorten_text(case.site, 19), "truth:", truth])
-        text = row[0].text(0, 0.5, words, va="center", fontsize=TEXT - 1, color=INK, parse_math=False, linespacing=1.4)
-        text.set_in_layout(False)  # otherwise rows with long words would be narrower
+        row[0].text(
+            0, 0.5, words, va="center", fontsize=TEXT - 1, color=INK, parse_math=False, linespacing=1.4
+        ).set_in_layout(False)  # otherwise rows with long words would be narrower
         draw_image(row[1], case.image)
         _draw_title(row[1], "image" if place == 0 else "", "", INK)
         for axes, name, look in zip(row[2:], found.names, case.saliencies, strict=True):
@@ -84,17 +84,24 @@ def _draw_group(part: SubFigure, cases: Sequence[Case], found: Explanation, numb
             _draw_title(axes, shorten_text(name, 19) if place == 0 else "", heading, colour)
             if not heat.any():
                 box = {"facecolor": "white", "edgecolor": "none", "alpha": 0.85, "pad": 2}
-                note = {"ha": "center", "va": "center", "fontsize": TEXT - 2, "bbox": box}
-                axes.text(0.5, 0.5, "nothing speaks\nfor this class", transform=axes.transAxes, **note)
+                axes.text(
+                    0.5,
+                    0.5,
+                    "nothing speaks\nfor this class",
+                    transform=axes.transAxes,
+                    ha="center",
+                    va="center",
+                    fontsize=TEXT - 2,
+                    bbox=box,
+                )
 
 
 def _draw_title(axes: Axes, name: str, heading: str, colour: str) -> None:
     axes.set_title(heading, fontsize=TEXT - 1, color=colour, loc="left", pad=4).set_parse_math(False)
     if name:
-        line = axes.annotate(
+        axes.annotate(
             name, (0, 1), xytext=(0, 20), xycoords="axes fraction", textcoords="offset points", fontsize=TEXT - 1
-        )
-        line.set(parse_math=False, color=INK)
+        ).set(parse_math=False, color=INK)
 
 
 def _draw_bar(part: SubFigure, found: Explanation) -> None:
@@ -116,8 +123,8 @@ def _format_target(of: str) -> str:
 def describe_gallery(found: Explanation) -> str:
     """Describe the gallery in words."""
     cases = " ".join(describe_case(case, number, found) for number, case in enumerate(found.cases, 1))
-    names = ", ".join(found.names)
-    return f"Images with Grad-CAM maps for {_format_target(found.of)}, beside each other for {names}. {cases}"
+    target, names = _format_target(found.of), ", ".join(found.names)
+    return f"Images with Grad-CAM maps for {target}, beside each other for {names}. {cases}"
 
 
 def describe_case(case: Case, number: int, found: Explanation) -> str:
@@ -146,7 +153,7 @@ class MapLocation(TypedDict):
 
 
 def locate_map(heat: Floats) -> MapLocation | None:
-    """Where a map's centre lies and how much of the image it covers; None for a map of zeros."""
+    """Return where a map's centre lies and how much of the image it covers; None for a map of zeros."""
     if not heat.any():
         return None
     places = [
@@ -156,8 +163,14 @@ def locate_map(heat: Floats) -> MapLocation | None:
 
 
 def draw_intensities(sites: Mapping[SiteId, IntensityDistribution], title: str, path: Path) -> None:
-    curves = {name: found.curve for name, found in sites.items()}
-    draw_curves(curves, title, "pixel value, as stored", "% of the pixels that are not black", path, whole=False)
+    draw_curves(
+        {name: found.curve for name, found in sites.items()},
+        title,
+        "pixel value, as stored",
+        "% of the pixels that are not black",
+        path,
+        whole=False,
+    )
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""What the commands share: output, common options, and the way to find a recipe."""
+"""Output, options and the search for recipes that all commands share."""
 
 from __future__ import annotations
 
@@ -37,8 +37,11 @@ def plain_table(*columns: Column | str) -> Table:
 
 
 def titled_table(title: str, *columns: Column | str) -> Table:
-    left: dict[str, Any] = {"title_justify": "left", "caption_justify": "left"}
-    return Table(*columns, title=Text(title), box=None, padding=(0, 1), **left)
+    return Table(*columns, title=Text(title), box=None, padding=(0, 1), title_justify="left", caption_justify="left")
+
+
+def number_columns(*names: str) -> list[Column]:
+    return [Column(name, justify="right", no_wrap=True) for name in names]
 
 
 def print_message(sentence: str) -> None:

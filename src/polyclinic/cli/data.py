@@ -9,8 +9,7 @@ import shutil
 import textwrap
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeAlias
@@ -26,6 +25,7 @@ from polyclinic.cli.common import Data, Json, err, out, plain_table, print_json,
 from polyclinic.config.bundled import bundled_recipes
 from polyclinic.core import DataError
 from polyclinic.data import DATASETS, NAMED_DATASETS, describe_datasets
+from polyclinic.storage.files import write_json
 
 if TYPE_CHECKING:
     from polyclinic.core.rng import Stream
@@ -109,7 +109,6 @@ def check_command(
     """Check a dataset, or the data of a recipe, for faults. The exit code is 1 if training must not start."""
     from polyclinic.data.check import check_listing
     from polyclinic.data.listings import open_listing
-    from polyclinic.storage.files import write_json
 
     recipe = _load_recipe(what)
     if recipe is not None and columns:
@@ -117,7 +116,12 @@ def check_command(
     work: Work = [(open_listing(what, data, columns), ())] if recipe is None else _dry_runs(recipe, data)
     if file is not None:
         file.parent.mkdir(parents=True, exist_ok=True)
-    with _progress_bar("checking images") as report:
+    with Progress(console=err, transient=True, disable=not err.is_terminal) as progress:
+        task = progress.add_task("checking images", total=None)
+
+        def report(done: int, total: int) -> None:
+            progress.update(task, completed=done, total=total)
+
         found = [check_listing(listing, progress=report, divisions=divisions) for listing, divisions in work]
     document = found[0].as_json() if len(found) == 1 else [checked.as_json() for checked in found]
     if file is not None:
@@ -179,13 +183,6 @@ def _dry_run(recipe: polyclinic.Recipe, options: Options, data: Path | None) -> 
         return ""
 
     return gathered
-
-
-@contextmanager
-def _progress_bar(what: str) -> Iterator[Callable[[int, int], None]]:
-    with Progress(console=err, transient=True, disable=not err.is_terminal) as progress:
-        task = progress.add_task(what, total=None)
-        yield lambda done, total: progress.update(task, completed=done, total=total)
 
 
 def print_check(checked: CheckResult) -> None:
@@ -258,7 +255,6 @@ def diagnose_command(
     from polyclinic.core.rng import Stream
     from polyclinic.data.heterogeneity.diagnosis import format_diagnosis
     from polyclinic.data.loading.image_options import ImageOptions
-    from polyclinic.storage.files import write_json
 
     options = ImageOptions.model_validate({"size": size, "channels": channels})
     title, found = _measure_heterogeneity(what, data, options, Stream(seed))
@@ -290,8 +286,7 @@ def _measure_heterogeneity(
     recipe = _load_recipe(what)
     if recipe is not None:
         dataset = load_sites(recipe, data)
-        training = {name: site.train for name, site in dataset.sites.items()}
-        found = diagnose_sites(training, dataset.classes, stream)
+        found = diagnose_sites({name: site.train for name, site in dataset.sites.items()}, dataset.classes, stream)
         return f"{recipe.name}: how the sites' training images differ", found
     listing = open_listing(what, data)
     if len({record.site for record in listing.used_records} - {""}) < 2:
@@ -302,8 +297,8 @@ def _measure_heterogeneity(
     collection = load_collection(listing, options, stream.child("data"))
     whole = Fractions(train=1, validation=0, test=0, official=False)
     sites = build_site_data(collection, Natural(), whole, stream.child("sites"), allow_single_class=True)
-    found = diagnose_sites({name: site.train for name, site in sites.items()}, collection.classes, stream)
-    return f"{listing.name}: how the sites differ", found
+    training = {name: site.train for name, site in sites.items()}
+    return f"{listing.name}: how the sites differ", diagnose_sites(training, collection.classes, stream)
 
 
 @app.command("fetch")
@@ -350,8 +345,10 @@ def cache_command(
     states = {path.name: (path / "pixels").stat() for path in ours if (path / "pixels").is_file()}
     kept = _clear_cache(ours) if clear else []
     if as_json:
-        made = {name: time.strftime("%F", time.gmtime(state.st_mtime)) for name, state in states.items()}
-        rows = [{"set": name, "bytes": state.st_size, "made": made[name]} for name, state in states.items()]
+        rows = [
+            {"set": name, "bytes": state.st_size, "made": time.strftime("%F", time.gmtime(state.st_mtime))}
+            for name, state in states.items()
+        ]
         print_json({"folder": str(home), "cleared": clear, "in_use": kept, "sets": rows})
         return
     size = sum(state.st_size for state in states.values())
@@ -360,7 +357,7 @@ def cache_command(
 
 
 def _is_cache_entry(path: Path) -> bool:
-    """Whether a path was made by the cache; its folder may hold other files, which are never deleted."""
+    """Return whether a path was made by the cache; its folder may hold other files, which are never deleted."""
     if not OURS.fullmatch(path.name) or path.is_symlink():
         return False
     if path.is_dir():

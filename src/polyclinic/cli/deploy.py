@@ -25,6 +25,7 @@ from polyclinic.cli.common import (
     Track,
     err,
     find_recipe,
+    number_columns,
     out,
     parse_settings,
     plain_table,
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
 
 FAILED = "failed"
 Status: TypeAlias = dict[str, Any]
-"""What a server or a site last wrote about itself, or the traffic of one site."""
+"""The last status that a server or a site wrote, or the traffic of one site."""
 Out = Annotated[Path, typer.Option("--out", help="The folder of the run. An interrupted run in it is continued.")]
 
 
@@ -77,9 +78,12 @@ def serve(
         print_message(f"this run finished on {ended:%Y-%m-%d %H:%M}; no site was contacted")
         print_result(read_result(folder, loaded), folder, as_json)
         return
-    patience = PATIENCE if loaded.quorum else math.inf
     try:
-        with terminate_as_interrupt(), open_server(config, folder, patience) as reception, Display(err) as display:
+        with (
+            terminate_as_interrupt(),
+            open_server(config, folder, PATIENCE if loaded.quorum else math.inf) as reception,
+            Display(err) as display,
+        ):
             reception.board.facts.update(recipe=loaded.name, rounds=loaded.rounds, folder=str(folder.resolve()))
             display.print_line(f"{config.federation}: listening for sites on {config.host}:{config.port}")
             try:
@@ -103,7 +107,7 @@ def _run_rounds(
     deadline: float | None,
     data: Path | None,
 ) -> RunResult:
-    """Wait for sites, and run the recipe with those that connect."""
+    """Wait for sites, and run the recipe with the connected ones."""
     from polyclinic.deploy.serve import run_deployed
     from polyclinic.federation.engines import RemoteExecution
 
@@ -174,16 +178,17 @@ def status(
     if "sites" not in found:
         _print_site(found, folder, as_json)
         return
-    run = Path(found["folder"]) if "folder" in found else folder
-    whole = found | {"history": _site_history(run)}
+    whole = found | {"history": _site_history(Path(found.get("folder", folder)))}
     if as_json:
         print_json(whole)
         return
     out.print(Text(_status_line(whole)), soft_wrap=True)
     out.print(_sites_table(whole))
     for refusal in found["refusals"]:
-        who = refusal["site"] or "a stranger"
-        out.print(Text(f"refused {who}, {refusal['times']} times: {refusal['why']}"), soft_wrap=True)
+        out.print(
+            Text(f"refused {refusal['site'] or 'a stranger'}, {refusal['times']} times: {refusal['why']}"),
+            soft_wrap=True,
+        )
 
 
 def _state_folder(path: Path) -> Path:
@@ -194,8 +199,7 @@ def _state_folder(path: Path) -> Path:
     if not path.is_file():
         raise RecipeError(f"there is no file or folder {path}; give a run's folder, SERVER.yaml or SITE.yaml")
     values = read_yaml(path, "site.yaml or server.yaml", "give the one of a kit", "federation")
-    kind = SiteConfig if "site" in values else ServerConfig
-    return kind.load(path).folder
+    return (SiteConfig if "site" in values else ServerConfig).load(path).folder
 
 
 def _site_history(folder: Path) -> dict[str, Status]:
@@ -204,8 +208,7 @@ def _site_history(folder: Path) -> dict[str, Status]:
     from polyclinic.storage.run_folder import RunFolder
 
     history: dict[str, Status] = {}
-    rows = [row for row in RunFolder(folder).ledger() if isinstance(row, CostRow)]
-    for row in rows:
+    for row in (row for row in RunFolder(folder).ledger() if isinstance(row, CostRow)):
         for site, sent in row.sites.items() if row.event in ("round", "failed round") else ():
             entry = history.setdefault(site, {"down": 0, "up": 0, "outcomes": Counter()})
             entry["down"] += sent.down
@@ -223,16 +226,14 @@ def _status_line(found: Status) -> str:
 
 
 def _sites_table(found: Status) -> Table:
-    figures = ("seen", "accepted", "failed", "MB to", "MB from")
-    right = (Column(name, justify="right", no_wrap=True) for name in figures)
-    table = plain_table("site", Column("now", no_wrap=True), *right)
+    figures = number_columns("seen", "accepted", "failed", "MB to", "MB from")
+    table = plain_table("site", Column("now", no_wrap=True), *figures)
     for site, there in found["sites"].items():
         rounds = found["history"].get(site, {"down": 0, "up": 0, "outcomes": {}})
         good, sizes = rounds["outcomes"].get("accepted", 0), (rounds["down"], rounds["up"])
         counts = map(str, (good, sum(rounds["outcomes"].values()) - good))
         state = there["state"] if found["alive"] else "–"
-        cells = [site, state, _format_age(there["seen"]), *counts, *map(_format_megabytes, sizes)]
-        table.add_row(*map(Text, cells))
+        table.add_row(*map(Text, [site, state, _format_age(there["seen"]), *counts, *map(_format_megabytes, sizes)]))
     notes = [f"{site} {why}" for kind in ("absent", "last failure") for site, why in found.get(kind, {}).items()]
     table.caption = Text("\n".join(notes)) if notes else None
     table.caption_justify = "left"
@@ -268,7 +269,7 @@ def _print_releases(handler: SiteMessageHandler, recipe: polyclinic.Recipe, as_j
 
     rows, mark = handler.preview_releases(recipe), recipe_digest(recipe)
     if as_json:
-        print_json({"recipe": mark, "leaves": [asdict(row) for row in rows]})
+        print_json({"recipe": mark, "releases": [asdict(row) for row in rows]})
         return
     table = plain_table(*(Column(name, overflow="fold") for name in ("kind", "when", "MB", "tensors", "protection")))
     for column in table.columns[2:4]:
@@ -277,8 +278,8 @@ def _print_releases(handler: SiteMessageHandler, recipe: polyclinic.Recipe, as_j
         size = f"{row.bytes / 1e6:.3f}" if row.bytes else "–" if row.when == WITHHELD else "as asked"
         kind = f"{row.kind} ({row.cluster})" if row.cluster else row.kind
         table.add_row(*map(Text, (kind, row.when, size, str(len(row.shapes)), row.protection)))
-    prices = {row.epsilon for row in rows if row.epsilon is not None}
-    table.caption = Text("\n".join(f"ε of the whole run: {price:.3g}" for price in sorted(prices)))
+    prices = sorted({row.epsilon for row in rows if row.epsilon is not None})
+    table.caption = Text("\n".join(f"ε of the whole run: {price:.3g}" for price in prices))
     out.print(table)
     out.print(Text(f"to allow only this recipe, add to allow.recipes:\n{mark}"), soft_wrap=True)
 
@@ -336,8 +337,7 @@ def make(
         read_wheel,
     )
 
-    federation = FederationConfig.load(file)
-    provision_federation(federation, folder, None if wheel is None else read_wheel(wheel))
+    provision_federation(FederationConfig.load(file), folder, None if wheel is None else read_wheel(wheel))
     _print_kits(folder, as_json)
     if not as_json:
         _print_next_steps(
@@ -414,8 +414,11 @@ def _print_kits(folder: Path, as_json: bool) -> bool:
     if as_json:
         print_json(asdict(found))
         return bool(found.problems)
-    titles = (Column(title, no_wrap=True) for title in ("fingerprint (SHA-256)", "valid until"))
-    table = plain_table(Column("", overflow="fold"), *titles)
+    table = plain_table(
+        Column("", overflow="fold"),
+        Column("fingerprint (SHA-256)", no_wrap=True),
+        Column("valid until", no_wrap=True),
+    )
     for row in found.rows:
         table.add_row(*map(Text, (row.name, row.fingerprint[:50], row.until)))
     out.print(table)

@@ -26,12 +26,14 @@ from rich.text import Text
 
 from polyclinic.cli.common import (
     err,
+    number_columns,
     out,
     print_json,
     print_message,
     titled_table,
 )
-from polyclinic.core import STUDENT
+from polyclinic.core import HELD_OUT, PUBLIC, STUDENT
+from polyclinic.reporting.formatting import format_number
 
 if TYPE_CHECKING:
     from polyclinic.config.recipe import Recipe
@@ -154,18 +156,15 @@ class Display:
 
 def comparison_table(comparison: Comparison) -> Table:
     """Return the table of a comparison, 80 columns wide."""
-    from polyclinic.reporting.formatting import format_number
-
-    names = ("accuracy [95 %]", "AUC [95 %]", "worst AUC, at", "MB", "s")
-    figures = (Column(name, justify="right", no_wrap=name != "worst AUC, at") for name in names)
+    figures = number_columns("accuracy [95 %]", "AUC [95 %]", "worst AUC, at", "MB", "s")
+    figures[2].no_wrap = False
     table = titled_table(f"{comparison.title}: {comparison.judged_on}", "method", *figures)
     for line in comparison.lines:
         worst = f"{strip_zeros(format_number(line.worst_score, 2))} {line.worst_site[:12]}".rstrip()
         estimates = (line.figures[metric] for metric in ("accuracy", "auc"))
         shown = [_estimate_cell(estimate.mean, estimate.low, estimate.high) for estimate in estimates]
         sent = "images" if line.pools_images else f"{line.megabytes:.1f}"
-        cells = [line.name, *shown, worst, sent, f"{line.seconds:.0f}"]
-        table.add_row(*map(Text, cells))
+        table.add_row(*map(Text, [line.name, *shown, worst, sent, f"{line.seconds:.0f}"]))
     lost = [f"{line.name}: {line.lost} updates refused or lost!" for line in comparison.lines if line.lost]
     notes = [f"intervals over {comparison.interval_description}; MB both ways; s: wall-clock"]
     notes += [f"figures of {comparison.judged_by}", *_privacy_notes(comparison), *lost]
@@ -186,15 +185,13 @@ def _privacy_notes(comparison: Comparison) -> list[str]:
 
 
 def result_table(summary: RunSummary) -> Table:
-    """One finished run, by site."""
-    from polyclinic.core.names import HELD_OUT, PUBLIC
+    """Return the table of one finished run, with a row for every site."""
     from polyclinic.reporting.privacy_statement import privacy_line
     from polyclinic.runs.engines.choice import REASON_REQUESTED
 
     best, cost, engine = summary.headline, summary.cost, summary.engine
     early = " (stopped early)" if summary.stopped_early else ""
-    names = ("n", "accuracy [95 %]", "AUC [95 %]", "sensit.", "specif.")
-    figures = (Column(name, justify="right", no_wrap=True) for name in names)
+    figures = number_columns("n", "accuracy [95 %]", "AUC [95 %]", "sensit.", "specif.")
     table = titled_table(f"{summary.name}: {summary.rounds} rounds{early}, {best.images}", "site", *figures)
     for site in summary.sites:
         if here := summary.headline_at(site):
@@ -225,7 +222,7 @@ def _missing_notes(summary: RunSummary) -> list[str]:
     if withheld := summary.cost.withheld:
         notes.append(f"{withheld} of {len(summary.site_sizes)} sites sent no predictions; ledger.jsonl says why")
         if summary.headline.part == "validation":
-            notes.append("so these are means of what sites reported of their validation images in the last round")
+            notes.append("so these are means of the sites' reports on their validation images in the last round")
     if lost := summary.cost.lost:
         notes.append(f"{lost} updates of sites were refused or lost; ledger.jsonl says why")
     return notes
@@ -250,8 +247,6 @@ def strip_zeros(text: str) -> str:
 
 def _estimate_cell(value: float, low: float, high: float) -> str:
     """Return a value and its interval without leading zeros: .873 [.812 .921]."""
-    from polyclinic.reporting.formatting import format_number
-
     interval = "" if math.isnan(low) else f" [{low:.3f} {high:.3f}]"
     return strip_zeros(format_number(value) + interval)
 

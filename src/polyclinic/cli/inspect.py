@@ -12,9 +12,10 @@ import typer
 from rich.table import Column, Table
 from rich.text import Text
 
-from polyclinic.cli.common import Data, Json, err, open_runs, out, print_json, titled_table
+from polyclinic.cli.common import Data, Json, err, number_columns, open_runs, out, print_json, titled_table
 from polyclinic.cli.display import strip_zeros
 from polyclinic.core import RecipeError
+from polyclinic.storage.files import make_folder, write_json
 
 if TYPE_CHECKING:
     from polyclinic.analysis.features import FeatureScore, RunFeatures
@@ -56,7 +57,6 @@ def explain_command(
 ) -> None:
     """Show where networks look (Grad-CAM), in cases that all runs or only the last run classify right or wrong."""
     from polyclinic.analysis.saliency import SaliencyOptions, explain_runs, measure_intensities
-    from polyclinic.storage.files import write_json
 
     runs, stream = open_runs(folders, data, device, seed, "explain")
     options, target = SaliencyOptions(of=of, cases=cases, stage=stage), folder or folders[0] / "explain"
@@ -89,7 +89,6 @@ def _write_figures(
         draw_intensities,
         draw_saliency_gallery,
     )
-    from polyclinic.storage.files import make_folder
 
     make_folder(folder, mode=0o700)  # it will show patients' images
     title = f"Where {'networks look' if len(runs) > 1 else 'the network looks'}: {len(found.cases)} test images"
@@ -255,14 +254,12 @@ def _features_json(view: RunFeatures, sites: Sequence[str]) -> dict[str, object]
 
 def _features_table(found: Sequence[RunFeatures], title: str) -> Table:
     """Return a table with a row for every run, 80 columns wide."""
-    names = ("stage", "recognised", "chance", "p", "Hausdorff", "chance", "p")
-    figures = (Column(name, justify="right", no_wrap=True) for name in names)
-    run = Column("run", overflow="ellipsis", no_wrap=True, max_width=22)
-    table = titled_table(title[:79], run, *figures)
+    figures = number_columns("stage", "recognised", "chance", "p", "Hausdorff", "chance", "p")
+    table = titled_table(title[:79], Column("run", overflow="ellipsis", no_wrap=True, max_width=22), *figures)
     for view in found:
         pair = (view.scores.recognised, view.scores.apart) if view.scores else (None, None)
-        cells = [view.name, f"{view.stage}/{view.stages}", *(cell for figure in pair for cell in _format_cells(figure))]
-        table.add_row(*map(Text, cells))
+        cells = [cell for figure in pair for cell in _format_cells(figure)]
+        table.add_row(*map(Text, [view.name, f"{view.stage}/{view.stages}", *cells]))
     table.caption = Text(CAPTION)
     return table
 

@@ -1,7 +1,7 @@
 """The command line: its commands, and one sentence with a non-zero exit code for every expected mistake.
 
-To add a command, write a function in the module of its kind and name it in `COMMANDS`. A command imports what it needs
-when it is called, so that `polyclinic --help` answers at once.
+To add a command, write a function in the module of its kind and name it in `COMMANDS`. A command imports heavy
+modules when it is called, so that `polyclinic --help` answers at once.
 """
 
 import errno

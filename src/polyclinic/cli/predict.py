@@ -78,9 +78,16 @@ def predict_command(
             drawn = maps.draw_prediction(found) if grad_cam is not None else None
             rows.append(_prediction_row(found, run.classes, drawn))
     if as_json:
-        document = {"run": str(run.folder), "model": model.name, "site": model.site, "classes": list(run.classes)}
-        failures = [{"file": str(each.file), "error": each.why} for each in failed]
-        print_json({**document, "calibration": asdict(calibration), "predictions": rows, "failures": failures})
+        document = {
+            "run": str(run.folder),
+            "model": model.name,
+            "site": model.site,
+            "classes": list(run.classes),
+            "calibration": asdict(calibration),
+            "predictions": rows,
+            "failures": [{"file": str(each.file), "error": each.why} for each in failed],
+        }
+        print_json(document)
     elif rows:
         _print_predictions(run, model, calibration, rows)
         if grad_cam is not None:
@@ -108,9 +115,6 @@ def _print_predictions(
     run: ModelCatalogue, model: RunModel, calibration: Calibration | Uncalibrated, rows: Sequence[Row]
 ) -> None:
     """Print a row for each file, 80 columns wide, with as many of the other classes as fit."""
-    from polyclinic.evaluation.calibration import Calibration
-
-    fitted = isinstance(calibration, Calibration)
     rest = WIDTH - FILE - CLASS - 2 * NUMBER - 8
     widths = {"file": FILE, "class": CLASS, "prob.": NUMBER, "calib.": NUMBER, "others": rest}
     table = plain_table(*(Column(n, width=w, no_wrap=True, overflow="ellipsis") for n, w in widths.items()))
@@ -120,7 +124,7 @@ def _print_predictions(
         sure = line["calibrated"] or line["probabilities"]
         others = sorted((name for name in sure if name != line["class"]), key=lambda name: -sure[name])
         file = line["file"] if len(line["file"]) <= FILE else f"…{line['file'][1 - FILE :]}"  # paths begin alike
-        calibrated = _format_probability(sure[line["class"]]) if fitted else "–"
+        calibrated = _format_probability(sure[line["class"]]) if line["calibrated"] else "–"
         cells = [file, line["class"], _format_probability(line["probabilities"][line["class"]]), calibrated]
         table.add_row(*map(Text, [*cells, " ".join(f"{_format_probability(sure[name])} {name}" for name in others)]))
     out.print(table)
@@ -180,8 +184,14 @@ def export_command(
             run, model, calibration, target, onnx, force, _local_baseline(run, alone) if alone else None
         )
     if as_json:
-        document = {"model": model.name, "site": model.site, "calibration": asdict(calibration)}
-        print_json({**document, "files": list(map(str, files))})
+        print_json(
+            {
+                "model": model.name,
+                "site": model.site,
+                "calibration": asdict(calibration),
+                "files": list(map(str, files)),
+            }
+        )
         return
     _print_model(run, model, calibration)
     out.print(Text("written: " + "  ".join(map(str, files))), soft_wrap=True)

@@ -19,6 +19,7 @@ from polyclinic.cli.common import (
     Settings,
     err,
     find_recipe,
+    number_columns,
     open_runs,
     out,
     parse_settings,
@@ -121,8 +122,8 @@ def audit_command(
     folder = Path(recipe) if (Path(recipe) / "recipe.yaml").is_file() else None
     if folder and settings:
         raise RecipeError("--set changes recipes, and this folder holds a finished run; leave out --set")
-    file_of = folder / "recipe.yaml" if folder else find_recipe(recipe)
-    loaded = polyclinic.Recipe.load(file_of, parse_settings(settings))
+    path = folder / "recipe.yaml" if folder else find_recipe(recipe)
+    loaded = polyclinic.Recipe.load(path, parse_settings(settings))
     from polyclinic.analysis.privacy_audit import attack_members, audit_recipe, save_audit
     from polyclinic.storage.files import write_json
 
@@ -137,9 +138,9 @@ def audit_command(
     if as_json:
         print_json(result)
     else:
-        membership = [str(result["membership"])] if shadows else []
-        for sentence in (f"{site}: {result['verdict']}", *membership):
-            out.print(Text(sentence), soft_wrap=True)
+        out.print(Text(f"{site}: {result['verdict']}"), soft_wrap=True)
+        if shadows:
+            out.print(Text(str(result["membership"])), soft_wrap=True)
     if found.is_refuted:
         raise typer.Exit(1)
 
@@ -183,7 +184,7 @@ def attack_command(
     options = AttackOptions(
         sites=tuple(site or ()),
         stages=_parse_stages(stages),
-        effort=DecoderTraining(steps),
+        decoder_training=DecoderTraining(steps),
         most=images,
         clip=clip,
         noise=noise,
@@ -258,7 +259,7 @@ def gradient_table(result: Mapping[str, Any]) -> Table:
 
 
 def _empty_table(title: str, first: str, figures: Sequence[str]) -> Table:
-    columns = (Column(COLUMNS.get(name, "Fréchet"), justify="right", no_wrap=True) for name in figures)
+    columns = number_columns(*(COLUMNS.get(name, "Fréchet") for name in figures))
     return titled_table(title, Column(first, no_wrap=True), Column("guess", no_wrap=True), *columns)
 
 

@@ -61,9 +61,17 @@ def capability_command(
     cluster = find_cluster(total, thresholds)
     pasted = {"capability": {"profiles": {site: {**shares, "gigabytes": profile.total_memory / GIGABYTE}}}}
     if as_json:
-        notes = dict(zip(RESOURCES, profile.notes, strict=True))
-        document = {**shares, "total_memory": profile.total_memory, "notes": notes, "score": total, "cluster": cluster}
-        print_json({**document, "weights": asdict(weighed), "thresholds": thresholds, "recipe": pasted})
+        document = {
+            **shares,
+            "total_memory": profile.total_memory,
+            "notes": dict(zip(RESOURCES, profile.notes, strict=True)),
+            "score": total,
+            "cluster": cluster,
+            "weights": asdict(weighed),
+            "thresholds": thresholds,
+            "recipe": pasted,
+        }
+        print_json(document)
         return
     table = plain_table("", Column("share", justify="right"), Column("weight", justify="right"), "measured by")
     for name, note in zip(RESOURCES, profile.notes, strict=True):
@@ -88,12 +96,15 @@ def _read_clusters(
             raise typer.BadParameter(sentence, param_hint="--high / --medium")
         return thresholds, Capability()
     if high is not None or medium is not None:
-        sentence = "the recipe gives the scores of its clusters; leave out --high and --medium, or --recipe"
-        raise typer.BadParameter(sentence, param_hint="--recipe")
+        raise typer.BadParameter(
+            "the recipe gives the scores of its clusters; leave out --high and --medium, or --recipe",
+            param_hint="--recipe",
+        )
     loaded = polyclinic.Recipe.load(find_recipe(recipe))
     if not loaded.clusters:
-        sentence = f"{recipe} has no clusters; leave out --recipe to use high, medium and low"
-        raise typer.BadParameter(sentence, param_hint="--recipe")
+        raise typer.BadParameter(
+            f"{recipe} has no clusters; leave out --recipe to use high, medium and low", param_hint="--recipe"
+        )
     return loaded.thresholds, loaded.capability
 
 
@@ -101,8 +112,10 @@ def _parse_address(text: str) -> tuple[str, int]:
     """Parse HOST:PORT; an IPv6 address stands in brackets."""
     found = re.fullmatch(r"(?:\[([^\s/\[\]]+)\]|([^\s:/\[\]]+)):([0-9]{1,5})", text)
     if found is None or not 0 < int(found[3]) < 2**16:
-        sentence = f"{text!r} is not HOST:PORT; write for example server.hospital.org:8080, or [::1]:8080"
-        raise typer.BadParameter(sentence, param_hint="--server")
+        raise typer.BadParameter(
+            f"{text!r} is not HOST:PORT; write for example server.hospital.org:8080, or [::1]:8080",
+            param_hint="--server",
+        )
     return found[1] or found[2], int(found[3])
 
 
@@ -123,8 +136,10 @@ def _parse_weights(text: str) -> ResourceWeights:
     try:
         numbers = dict(zip(RESOURCES, map(float, text.split(",")), strict=True))
     except ValueError:
-        sentence = f"{text!r} is not four numbers, for {', '.join(RESOURCES)}; write for example 0.3,0.3,0.1,0.3"
-        raise typer.BadParameter(sentence, param_hint="--weights") from None
+        raise typer.BadParameter(
+            f"{text!r} is not four numbers, for {', '.join(RESOURCES)}; write for example 0.3,0.3,0.1,0.3",
+            param_hint="--weights",
+        ) from None
     try:
         return ResourceWeights(**numbers)
     except (RecipeError, ValueError) as error:
@@ -153,7 +168,7 @@ def convert(
     as_json: Json = False,
 ) -> None:
     """Convert a torch checkpoint to a safetensors file for `model.weights`, without running any code in it."""
-    from polyclinic.models.weights.convert import convert_checkpoint as convert_checkpoint
+    from polyclinic.models.weights.convert import convert_checkpoint
 
     found = convert_checkpoint(source, target, key, prefix)
     if as_json:

@@ -10,21 +10,21 @@ from polyclinic.storage.run_folder import RunFolder
 
 
 def identity(recipe: Recipe) -> str:
-    """The recipe reduced to the keys that determine the rounds. Two recipes with equal identity may resume each
-    other's folder. Left out: engine, track, about, paper, quorum and the options of finish."""
+    """Return the recipe reduced to the keys that determine the rounds. Two recipes with equal identity may resume
+    each other's folder. Left out: engine, track, about, paper, quorum and the options of finish."""
     finish = recipe.finish and RefinementOptions()
     reset = {"engine": EngineSection(), "about": "", "paper": {}, "finish": finish, "track": (), "quorum": 1}
     return recipe.model_copy(update=reset).to_yaml()
 
 
 def method_identity(recipe: Recipe) -> str:
-    """The recipe without its seed and without where it runs: equal for the runs of one method in a comparison."""
+    """Return the recipe without its seed and its place: it is equal for the runs of one method in a comparison."""
     reset = {"seed": 0, "engine": EngineSection(), "track": (), "quorum": recipe.quorum or 1}
     return recipe.model_copy(update=reset).to_yaml()
 
 
 def with_absolute_paths(recipe: Recipe) -> Recipe:
-    """The recipe with an absolute path of its shared privacy ledger, so that it can be resumed from elsewhere."""
+    """Return the recipe with an absolute path of its privacy ledger, so that it can be resumed from elsewhere."""
     privacy = recipe.privacy
     if privacy is None or privacy.ledger is None:
         return recipe
@@ -32,7 +32,7 @@ def with_absolute_paths(recipe: Recipe) -> Recipe:
 
 
 def predicted_parts(recipe: Recipe) -> list[Part]:
-    """The parts for which the final models predict every image; under a privacy plan never the training part."""
+    """Return the parts for which the final models predict every image; under a privacy plan never the training part."""
     parts: list[Part] = ["train", "validation", "test"]
     return parts if recipe.evaluate.train and recipe.privacy is None else parts[1:]
 

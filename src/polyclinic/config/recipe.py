@@ -1,7 +1,5 @@
 """The recipe: the keys of the YAML file that describes a run. Unknown keys and impossible combinations are errors."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
@@ -23,9 +21,8 @@ from polyclinic.algorithms import ALGORITHMS
 from polyclinic.algorithms.base import Algorithm
 from polyclinic.algorithms.distillation.refine import FEDDF, RefinementOptions
 from polyclinic.config.capability import Capability, ResourceShares, ResourceWeights
+from polyclinic.config.recipe_rules import EngineName, check_algorithm, find_problems, format_suggestion, unused_options
 from polyclinic.config.renamed_keys import find_renamed
-from polyclinic.config.rules import EngineName, check_algorithm, find_problems, format_suggestion, unused_options
-from polyclinic.config.track import Track
 from polyclinic.core import (
     Augment,
     CurriculumOptions,
@@ -33,6 +30,7 @@ from polyclinic.core import (
     Private,
     RecipeError,
     Training,
+    check_training,
     read_yaml,
     validate_as,
 )
@@ -45,13 +43,17 @@ from polyclinic.models import MODELS
 from polyclinic.privacy.plan import PrivacyConfig
 from polyclinic.privacy.transforms import STAGES
 from polyclinic.privacy.transforms.base import UpdateTransform
-from polyclinic.training.rules import check_training
 
 FINISHES = {"refine": RefinementOptions(), "feddf": FEDDF}
 RANK = {"name": 0, "variant": 1}
 CLOSED = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 NAME_ALONE = BeforeValidator(lambda value: {"name": value} if isinstance(value, str) else value)
 """A name alone stands for a section of which only the name is given."""
+Track = Annotated[
+    tuple[Literal["tensorboard", "mlflow"], ...],
+    BeforeValidator(lambda given: [given] if isinstance(given, str) else given),
+]
+"""`track` in a recipe: where a run is followed; it changes nothing in the run."""
 T = TypeVar("T")
 
 
@@ -125,7 +127,7 @@ class ModelSection(ClosedSection):
     norm: Literal["default", "group"] = "default"
     """group: GroupNorm replaces BatchNorm, so that no image influences another."""
     weights: str | None = None
-    """Initial weights: a safetensors file, or `torchvision` for those that torchvision downloads."""
+    """Initial weights: a safetensors file, or `torchvision` for the weights that torchvision downloads."""
     split_after: int | None = Field(None, ge=1)
     """The stage after which the extractor ends and the head begins; None: before the last layers."""
     pretrain: int | None = Field(None, ge=1)
@@ -213,11 +215,10 @@ class Recipe(ClosedSection):
         if not isinstance(given, dict) or "name" not in given:
             return value
         start = _check_choice(FINISHES, str(given["name"]), "way to finish", "finish.name")
-        preset = {field.name: getattr(start, field.name) for field in fields(start)}
-        return preset | {key: option for key, option in given.items() if key != "name"}
+        return vars(start) | {key: option for key, option in given.items() if key != "name"}
 
     @staticmethod
-    def load(path: Path | str, settings: Mapping[str, Any] | None = None) -> Recipe:
+    def load(path: Path | str, settings: Mapping[str, Any] | None = None) -> "Recipe":
         """Read and validate a recipe file.
 
         Args:
@@ -229,7 +230,7 @@ class Recipe(ClosedSection):
     @staticmethod
     def from_values(
         values: Mapping[str, Any], settings: Mapping[str, Any] | None = None, source: str = "recipe"
-    ) -> Recipe:
+    ) -> "Recipe":
         """Validate a recipe given as a mapping. Errors begin with `source`, the name of the file for instance."""
         with _naming_source(source):
             wanted = with_settings(values, settings or {})
@@ -247,8 +248,8 @@ class Recipe(ClosedSection):
             private: The DP-SGD options of a privacy plan; None trains without noise.
         """
         kind = _check_choice(ALGORITHMS, self.algorithm.name, "algorithm", "algorithm.name")
-        training = replace(self.training, private=private)
-        return validate_as(kind, {**self.algorithm.options, "training": training}, "algorithm.")
+        options = {**self.algorithm.options, "training": replace(self.training, private=private)}
+        return validate_as(kind, options, "algorithm.")
 
     @property
     def thresholds(self) -> dict[str, float]:
@@ -259,9 +260,8 @@ class Recipe(ClosedSection):
         names = [section.name for section in self.stages]
         for name in (name for name in names if names.count(name) > 1):
             raise RecipeError(f"stages: {name} is listed twice; list it once")
-        kinds = [_check_choice(STAGES, name, "stage", "stages.name") for name in names]
-        options = [section.options for section in self.stages]
-        return [validate_as(_forbid_extra(k), values, "stages.") for k, values in zip(kinds, options, strict=True)]
+        stages = [(_check_choice(STAGES, s.name, "stage", "stages.name"), s.options) for s in self.stages]
+        return [validate_as(_forbid_extra(kind), options, "stages.") for kind, options in stages]
 
     def build_partition(self) -> Partition:
         kind = _check_choice(PARTITIONS, self.data.partition.by, "partition", "data.partition.by")
@@ -272,20 +272,19 @@ class Recipe(ClosedSection):
         values = self.model_dump(mode="json", exclude=None if self.track else {"track"})
         return str(yaml.safe_dump(values, sort_keys=False, allow_unicode=True))
 
-    def method_recipe(self, name: str) -> Recipe:
+    def method_recipe(self, name: str) -> "Recipe":
         """Return the recipe of one of `methods`."""
         settings = _check_choice(self.methods, name, "method", "methods")
         base = self.model_dump(mode="json") | {"methods": {}, "paper": {}, "claims": [], "name": name}
-        with _naming_source(f"method {name}"):
-            if {"methods", "paper", "claims"} & {key.split(".")[0] for key in settings}:
-                raise RecipeError("a method cannot set methods, paper or claims; set other keys")
+        if {"methods", "paper", "claims"} & {key.split(".")[0] for key in settings}:
+            raise RecipeError(f"method {name}: a method cannot set methods, paper or claims; set other keys")
         return Recipe.from_values(base, settings, f"method {name}")
 
 
 def with_settings(values: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return a deep copy of `values` with dotted keys set. The order of `settings` does not matter.
 
-    Another algorithm's name drops the options of the previous one, and another variant those that it does not use.
+    Another algorithm's name drops the options of the previous one; another variant drops its unused options.
     """
     result = deepcopy(dict(values))
     for key, value in sorted(settings.items(), key=lambda s: (s[0].count("."), RANK.get(s[0].split(".")[-1], 2))):
@@ -315,19 +314,16 @@ def _naming_source(source: str) -> Iterator[None]:
 def _known_keys(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keys that a recipe may have, each with its type. Those of a section depend on the name it gives."""
     keys, data = _typed_keys(Recipe), values.get("data")
-    algorithm = _find_named(values.get("algorithm"), ALGORITHMS, "algorithm", "algorithm.name")
-    if algorithm is not None:
+    if algorithm := _find_named(values.get("algorithm"), ALGORITHMS, "algorithm", "algorithm.name"):
         options = _typed_keys(algorithm)
         keys["algorithm"] = {"name": str} | {key: options[key] for key in options if key != "training"}
     for name, section in (("data", DataSection), ("public", PublicSection)):
-        dataset = _find_named(values.get(name), DATASETS, "data set", f"{name}.name")
-        if dataset is not None:
+        if dataset := _find_named(values.get(name), DATASETS, "data set", f"{name}.name"):
             keys[name] = _typed_keys(section) | _typed_keys(dataset.options)
     if isinstance(data, dict) and isinstance(keys["data"], dict):
         given = data.get("partition", {})
         named = {"by": "natural"} | given if isinstance(given, dict) else given
-        partition = _find_named(named, PARTITIONS, "partition", "data.partition.by")
-        if partition is not None:
+        if partition := _find_named(named, PARTITIONS, "partition", "data.partition.by"):
             keys["data"]["partition"] = {"by": str} | _typed_keys(partition)
     stages = [_typed_keys(stage) for stage in STAGES.values()]
     keys["stages"] = {"name": str} | {key: kind for stage in stages for key, kind in stage.items()}
@@ -385,11 +381,10 @@ def _check_recipe(recipe: Recipe) -> None:
     check_training(recipe.training)
     for sentence in find_problems(recipe):
         raise RecipeError(sentence)
-    with _naming_source("data"):
-        DATASETS[recipe.data.name].options.model_validate(recipe.data.options)
-    if recipe.public is not None:
-        with _naming_source("public"):
-            DATASETS[recipe.public.name].options.model_validate(recipe.public.options)
+    for source, section in (("data", recipe.data), ("public", recipe.public)):
+        if section is not None:
+            with _naming_source(source):
+                DATASETS[section.name].options.model_validate(section.options)
     for name, cluster in recipe.clusters.items():
         _check_choice(MODELS, cluster.model.name, "model", f"clusters.{name}.model.name")
     recipe.build_partition()

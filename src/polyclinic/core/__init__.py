@@ -3,8 +3,6 @@
 Each name is imported when it is first used, so that names that need no torch do not load it.
 """
 
-from __future__ import annotations
-
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -61,6 +59,7 @@ if TYPE_CHECKING:
         Optimiser as Optimiser,
         Private as Private,
         Training as Training,
+        check_training as check_training,
     )
     from polyclinic.core.registry import Registry as Registry
     from polyclinic.core.rng import Stream as Stream
@@ -123,7 +122,7 @@ _NAMES = {
     ),
     "names": ("ENSEMBLE", "HELD_OUT", "POOLED", "PUBLIC", "STUDENT", "slugify"),
     "network": ("Network", "Objective"),
-    "options": ("Augment", "CurriculumOptions", "Optimiser", "Private", "Training"),
+    "options": ("Augment", "CurriculumOptions", "Optimiser", "Private", "Training", "check_training"),
     "registry": ("Registry",),
     "rng": ("Stream",),
     "strict_parsing": ("parse_json", "read_yaml"),

@@ -1,4 +1,4 @@
-"""The errors that users can meet. Each message says in one sentence what is wrong, where, and what to do."""
+"""The errors that users can meet. Each message gives the problem, its place and the way out in one sentence."""
 
 
 class PolyclinicError(Exception):
@@ -30,7 +30,7 @@ class RoundFailed(PolyclinicError):  # noqa: N818  it names what happened
 
 
 class Refused(PolyclinicError):  # noqa: N818
-    """A message that was not accepted. `kind` is a stable name; the text says what was found."""
+    """A message that was not accepted. `kind` is a stable name; the text describes the fault."""
 
     def __init__(self, kind: str, sentence: str) -> None:
         super().__init__(f"{kind}: {sentence}")

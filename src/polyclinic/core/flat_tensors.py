@@ -33,17 +33,17 @@ class FlatTensors(dict[str, Tensor]):
         tensors: Iterable[tuple[str, Tensor]],
         vector: Tensor,
         layout: Layout | None = None,
-        travelled: FlatDifference | None = None,
+        difference: FlatDifference | None = None,
     ) -> None:
         """`difference`: the distance of the vector from another one, if it is known."""
         super().__init__(tensors)
         self.vector = vector
         self.layout = layout_of(self) if layout is None else layout
-        self._travelled, self._version = travelled, vector._version
+        self._difference, self._version = difference, vector._version
 
     def distance_from(self, start: "FlatTensors") -> float:
         """Return ‖self − start‖₂: the known distance, unless a tensor was changed in place since."""
-        known = self._travelled
+        known = self._difference
         if known is not None and known.start is start.vector and self.vector._version == self._version:
             return known.length
         return _vector_distance(self.vector, start.vector)

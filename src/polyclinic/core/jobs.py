@@ -1,4 +1,4 @@
-"""What an algorithm sees of a site, the jobs it asks an engine to run there, and what a site sends back.
+"""The interface between algorithms and engines: the site as an algorithm sees it, jobs, and a site's update.
 
 Nothing here knows where a site runs: `Algorithm.local` is a generator that yields jobs (`Fit`, `Score`) and receives
 their results from whatever engine drives it.
@@ -91,7 +91,7 @@ ServerWork: TypeAlias = Generator[tuple[str, Job], Any, Bundle]
 
 @dataclass(frozen=True)
 class Update:
-    """What a site sends after its local work.
+    """A site's result of its local work.
 
     `tensors` holds the new values by kind, not differences; transforms and checks compute their differences from the
     broadcast. `examples` is the site's number of training images, `scalars` any further numbers for the server. `site`
@@ -139,7 +139,7 @@ class Exchange:
 
 @dataclass(frozen=True)
 class Site:
-    """What an algorithm knows about the site in a round. It reaches images through jobs only."""
+    """An algorithm's knowledge of the site in a round. It reaches images through jobs only."""
 
     name: SiteId
     examples: int
@@ -153,7 +153,7 @@ class Site:
 
 @dataclass(frozen=True)
 class Federation:
-    """What the server knows before round 1: classes, the sites' numbers of training images, and initial weights."""
+    """The server's knowledge before round 1: classes, the sites' numbers of training images, and initial weights."""
 
     classes: tuple[str, ...]
     sites: Mapping[SiteId, int]

@@ -5,8 +5,9 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from polyclinic.core.errors import RecipeError
 from polyclinic.core.types import Precision
-from polyclinic.core.validation import PositiveShare, Share
+from polyclinic.core.validation import PositiveShare, Share, check_options
 
 Count = Annotated[int, Field(ge=1)]
 BatchSize = Annotated[int, Field(ge=1, le=1_000_000)]
@@ -93,3 +94,22 @@ class Training:
     def batch_size(self, examples: int) -> int:
         """Return the batch size of a site: `batch`, or ⌊n / `batches`⌋ but at least 2. Remaining examples make more."""
         return self.batch or max(2, examples // (self.batches or 1))
+
+
+def check_training(training: Training) -> None:
+    """Raise a RecipeError about the first option that is out of range or does not fit another one."""
+    check_options(training, "training.")
+    check_options(training.optimiser, "training.optimiser.")
+    check_options(training.curriculum, "training.curriculum.")
+    if training.augment is not None:
+        check_options(training.augment, "training.augment.")
+    if (training.epochs is None) == (training.steps is None):
+        raise RecipeError(
+            "training needs either epochs or steps: to average every τ steps write `epochs: null` and `steps: τ`"
+        )
+    if (training.batch is None) == (training.batches is None):
+        raise RecipeError(
+            "training needs either batch or batches: for Q batches an epoch write `batch: null` and `batches: Q`"
+        )
+    if training.optimiser.name != "sgd" and training.optimiser.momentum != 0:
+        raise RecipeError(f"{training.optimiser.name} has no momentum option; leave training.optimiser.momentum at 0")

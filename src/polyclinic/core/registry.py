@@ -1,4 +1,4 @@
-"""Registries of the names that a recipe may give; what a name stands for is imported when it is first used."""
+"""Registries of the names that a recipe may give; the class of a name is imported when it is first used."""
 
 import ast
 from collections.abc import Callable, Iterator, Mapping, MutableMapping

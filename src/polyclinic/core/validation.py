@@ -1,6 +1,7 @@
 """Validation of options against their declared types; an error is one sentence that names the key."""
 
 import re
+from collections.abc import Callable
 from dataclasses import fields
 from functools import cache
 from typing import Annotated, Any, Literal, TypeVar, cast, get_args, get_origin, get_type_hints
@@ -14,9 +15,8 @@ Share = Annotated[float, Field(ge=0, le=1)]
 PositiveShare = Annotated[float, Field(gt=0, le=1)]
 
 
-@cache
-def _type_adapter(kind: Any) -> TypeAdapter[Any]:
-    return TypeAdapter(kind)  # takes longer to make than to use
+_type_adapter: Callable[[Any], TypeAdapter[Any]] = cache(TypeAdapter)
+"""An adapter takes longer to make than to use."""
 
 
 def validate_as(kind: type[T], values: Any, place: str = "") -> T:
@@ -34,8 +34,11 @@ def check_options(options: Any, place: str) -> None:
 @cache
 def _declared_ranges(kind: type) -> dict[str, TypeAdapter[Any]]:
     hints = get_type_hints(kind, include_extras=True)
-    ranges = {field.name: hints[field.name] for field in fields(kind) if _declares_range(hints[field.name])}
-    return {name: TypeAdapter(hint, config=ConfigDict(allow_inf_nan=False)) for name, hint in ranges.items()}
+    return {
+        field.name: TypeAdapter(hints[field.name], config=ConfigDict(allow_inf_nan=False))
+        for field in fields(kind)
+        if _declares_range(hints[field.name])
+    }
 
 
 def _declares_range(hint: Any) -> bool:

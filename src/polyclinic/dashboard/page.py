@@ -71,6 +71,7 @@ def render_page(view: PageState) -> str:
         for name, html in parts.items()
         if name != "now"
     )
+    without_script = tag("noscript", "Without JavaScript this page does not update: reload it for news. ")
     body = [
         tag("a", "Skip to the board", href="#main", class_="skip"),
         tag("header", tag("p", page_kind(view), class_="kind", id="kind"), tag("h1", view.title, id="title")),
@@ -82,7 +83,11 @@ def render_page(view: PageState) -> str:
             id="main",
             tabindex="-1",
         ),
-        _footer(),
+        tag(
+            "footer",
+            tag("p", without_script, tag("span", "", id="link", role="status")),
+            tag("p", "The board reads the folder and writes nothing. Research software, no medical device."),
+        ),
         tag("script", Markup(SCRIPT)),
     ]
     return f"<!doctype html>\n{tag('html', tag('head', *head), tag('body', *body), lang='en')}\n"
@@ -97,15 +102,6 @@ def tab_title(view: PageState) -> str:
 
 def page_kind(view: PageState) -> str:
     return "Board of a run" if view.single else "Board of a comparison"
-
-
-def _footer() -> Markup:
-    alone = tag("noscript", "Without JavaScript this page does not update: reload it for news. ")
-    return tag(
-        "footer",
-        tag("p", alone, tag("span", "", id="link", role="status")),
-        tag("p", "The board reads the folder and writes nothing. Research software, no medical device."),
-    )
 
 
 def render_parts(view: PageState) -> dict[str, Markup]:
@@ -330,8 +326,7 @@ def _failure_blocks(view: PageState) -> list[Block]:
     failures = [(run, failure) for run in view.runs for failure in run.failures]
     events = [f"{view.run_label(run)}: {run.sentence}" for run in view.runs if run.state in ("failed", "unreadable")]
     for run in view.runs:
-        resumed = sum(row.event == "resumed" for row in run.ledger)
-        if resumed:
+        if resumed := sum(row.event == "resumed" for row in run.ledger):
             events.append(f"{view.run_label(run)} was interrupted and resumed {format_count(resumed, 'time')}.")
         events += [
             f"Refused {each['site'] or 'a stranger'}, {format_count(each['times'], 'time')}: {each['why']}."
@@ -371,8 +366,7 @@ def _privacy_blocks(view: PageState) -> list[Block]:
         return _describe_spent(view.spent[view.runs[0]])
     rows = [[view.run_label(run), *_privacy_row(spent)] for run, spent in view.spent.items()]
     notes = dict.fromkeys(f"ε leaves out {one.left_out}." for one in view.spent.values() if one.left_out)
-    bare = dict.fromkeys(r.method for r in view.runs if r.recipe is not None and r.recipe.privacy is None)
-    if bare:
+    if bare := dict.fromkeys(r.method for r in view.runs if r.recipe is not None and r.recipe.privacy is None):
         notes[f"Nothing is claimed for {format_names(list(bare))}."] = None
     return [
         Table("Privacy spent so far", ["run", "protects", "ε so far", "δ", "allowed ε", "charged to round"], rows),
@@ -383,12 +377,16 @@ def _privacy_blocks(view: PageState) -> list[Block]:
 def _describe_spent(spent: Spent) -> list[Block]:
     _, paid, delta, allowed, _ = _privacy_row(spent)
     limit = f"{allowed} allowed" if spent.config.epsilon is not None else "no limit set"
-    until = f"so far, round {spent.round} included, which was charged as it began"
-    when = "over the whole run" if spent.is_final else until
+    so_far = f"so far, round {spent.round} included, which was charged as it began"
     reason = spent.no_guarantee_reason
     blocks: list[Block] = [Paragraph(f"{reason[0].upper()}{reason[1:]}: no guarantee.")] if reason else []
     blocks.append(
-        Paragraph((Strong(f"ε = {paid} at δ = {delta}"), f" for {UNITS[spent.config.unit]}, {when}; {limit}."))
+        Paragraph(
+            (
+                Strong(f"ε = {paid} at δ = {delta}"),
+                f" for {UNITS[spent.config.unit]}, {'over the whole run' if spent.is_final else so_far}; {limit}.",
+            )
+        )
     )
     if spent.left_out:
         blocks.append(

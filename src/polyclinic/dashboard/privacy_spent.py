@@ -3,13 +3,13 @@
 import math
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from polyclinic.core import RecipeError, Stream
 from polyclinic.dashboard.run import RunStatus
 from polyclinic.evaluation.rows import ChargeRow
-from polyclinic.evaluation.summary import RunSummary
 from polyclinic.federation.privacy_budget import PrivacyBudget
 from polyclinic.privacy.plan import PrivacyConfig, PrivacyPlan
 from polyclinic.runs.privacy_plan import placeholder_private
@@ -54,7 +54,9 @@ class SpentSoFar:
         if config is None or run.recipe is None:
             return None
         if run.summary is not None:
-            return _spent_when_finished(run.summary, config)
+            if (found := run.summary.privacy) is None:
+                return None
+            return Spent(found.epsilon, config, run.summary.rounds, found.no_guarantee_reason, is_final=True)
         key, charges = (run.method, run.number), [row for row in run.ledger if isinstance(row, ChargeRow)]
         known = self._known.get(key)
         rested = known is not None and (time.monotonic() >= known[2] or run.state != "running")
@@ -67,14 +69,6 @@ class SpentSoFar:
         return known[1]
 
 
-def _spent_when_finished(summary: RunSummary, config: PrivacyConfig) -> Spent | None:
-    """As the finished run reports it."""
-    found = summary.privacy
-    if found is None:
-        return None
-    return Spent(found.epsilon, config, summary.rounds, found.no_guarantee_reason, is_final=True)
-
-
 def _price_charges(run: RunStatus, config: PrivacyConfig, charges: Sequence[ChargeRow]) -> Spent:
     assert run.recipe is not None
     plan = PrivacyPlan(
@@ -82,16 +76,14 @@ def _price_charges(run: RunStatus, config: PrivacyConfig, charges: Sequence[Char
     )
     budget = PrivacyBudget(plan, Stream(0))
     budget.load_charges(charges)
-    try:
-        epsilon: float | None = plan.worst_epsilon(budget.total_spends())
-    except RecipeError:
-        epsilon = None
+    epsilon = math.inf
+    with suppress(RecipeError):
+        epsilon = plan.worst_epsilon(budget.total_spends())
     reason = (
         run.recipe.build_algorithm(placeholder_private(config)).no_guarantee_reason() if config.unit != "site" else ""
     )
     paid = max((row.round for row in charges if row.privacy), default=0)
-    known = epsilon is not None and math.isfinite(epsilon)
-    return Spent(epsilon if known else None, config, paid, reason, _describe_left_out(config))
+    return Spent(epsilon if math.isfinite(epsilon) else None, config, paid, reason, _describe_left_out(config))
 
 
 def _describe_left_out(config: PrivacyConfig) -> str:

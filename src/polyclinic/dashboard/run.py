@@ -190,11 +190,16 @@ class RunStatus:
         asked = (site for row in self.ledger if isinstance(row, ChargeRow | CostRow) for site in row.sites)
         trained = (row for row in self.rows if isinstance(row, TrainRow))
         counted = group_pairs((row.site, row.round) for row in trained if row.outcome == "accepted")
-        names = dict.fromkeys([*there, *asked])
-        return [self._site_status(site, counted.get(site, []), there.get(site, {})) for site in names]
+        costs = (row for row in self.charged_ledger if isinstance(row, CostRow))
+        replies = group_pairs(pair for row in costs for pair in row.sites.items())
+        return [
+            self._site_status(site, counted.get(site, []), replies.get(site, []), there.get(site, {}))
+            for site in dict.fromkeys([*there, *asked])
+        ]
 
-    def _site_status(self, site: SiteId, counted: Sequence[int], there: Mapping[str, Any]) -> SiteStatus:
-        replies = self._replies_by_site.get(site, [])
+    def _site_status(
+        self, site: SiteId, counted: Sequence[int], replies: Sequence[SiteOutcome], there: Mapping[str, Any]
+    ) -> SiteStatus:
         outcomes = [reply.outcome for reply in replies]
         return SiteStatus(
             site,
@@ -207,11 +212,6 @@ class RunStatus:
             seconds=sum(reply.seconds for reply in replies),
             now=str(there.get("state", "")) if (self.status or {}).get("alive") else "",
         )
-
-    @cached_property
-    def _replies_by_site(self) -> dict[SiteId, list[SiteOutcome]]:
-        costs = (row for row in self.charged_ledger if isinstance(row, CostRow))
-        return group_pairs(pair for row in costs for pair in row.sites.items())
 
     @cached_property
     def failures(self) -> list[RepeatedFailure]:

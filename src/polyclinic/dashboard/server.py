@@ -1,6 +1,6 @@
 """The board's server: two addresses, GET only, and this machine only unless every request must carry a token.
 
-Whatever a request says, it chooses among two answers; no part of it ever becomes a path on the disk.
+A request can only choose between two answers; no part of it ever becomes a path on the disk.
 """
 
 import errno
@@ -23,6 +23,15 @@ from polyclinic.dashboard.follow import Follower, PageState
 from polyclinic.dashboard.page import POLICY, page_kind, render_page, render_parts, tab_title
 from polyclinic.deploy.config import is_loopback, join_host_port
 
+LISTEN_PROBLEMS = {
+    errno.EADDRINUSE: "another program has that port; choose one with --port, or 0 for any that is free",
+    errno.EACCES: "that port is the system's; choose one above 1023 with --port",
+    errno.EADDRNOTAVAIL: "this machine has no such address; leave out --host, or name one of its own",
+}
+REFUSAL_HEADERS = {
+    HTTPStatus.METHOD_NOT_ALLOWED: {"Allow": "GET"},
+    HTTPStatus.UNAUTHORIZED: {"WWW-Authenticate": "Bearer"},
+}
 TOKEN = re.compile(r"[A-Za-z0-9._~-]{16,200}")
 HEADERS = {
     "Content-Security-Policy": POLICY,
@@ -73,8 +82,7 @@ class Handler(BaseHTTPRequestHandler):
         """Read the request, and refuse it here, whatever its method, if it is not authorised."""
         if not super().parse_request():
             return False
-        refusal = self._check_request()
-        if refusal is not None:
+        if (refusal := self._check_request()) is not None:
             self.send_text(*refusal)
         return refusal is None
 
@@ -93,7 +101,7 @@ class Handler(BaseHTTPRequestHandler):
     def _is_for_this_host(self) -> bool:
         """A foreign page may let its own name resolve to this machine (DNS rebinding); then Host holds that name."""
         if not is_loopback(self.server.host):
-            return True  # there the token says who may look
+            return True  # there the token authorises a request
         given = self.headers.get_all("Host", [])
         try:
             name = urlsplit(f"//{given[0]}").hostname if len(given) == 1 else None
@@ -144,12 +152,8 @@ class Handler(BaseHTTPRequestHandler):
     ) -> None:
         data = text.encode()
         self.send_response(status)
-        given = {"Content-Type": f"{kind}; charset=utf-8", "Content-Length": str(len(data)), **(more or {})}
-        if status == HTTPStatus.METHOD_NOT_ALLOWED:
-            given["Allow"] = "GET"
-        if status == HTTPStatus.UNAUTHORIZED:
-            given["WWW-Authenticate"] = "Bearer"
-        for name, value in given.items():
+        headers = {"Content-Type": f"{kind}; charset=utf-8", "Content-Length": str(len(data)), **(more or {})}
+        for name, value in (headers | REFUSAL_HEADERS.get(status, {})).items():
             self.send_header(name, value)
         self.end_headers()
         self.wfile.write(data)
@@ -166,12 +170,12 @@ class Handler(BaseHTTPRequestHandler):
         """Log nothing: an address may hold the token."""
 
 
-@lru_cache(maxsize=2)  # a look serves everybody who asks at the time
+@lru_cache(maxsize=2)  # one state answers all requests of that time
 def state_json(view: PageState) -> str:
     """The state for programs, with the parts that the page replaces."""
     words = {"state": view.sentence, "title": view.title, "kind": page_kind(view)}
-    told = view.to_json() | {"parts": render_parts(view), "words": words, "tab": tab_title(view)}
-    return json.dumps(told, allow_nan=False)
+    page = {"parts": render_parts(view), "words": words, "tab": tab_title(view)}
+    return json.dumps(view.to_json() | page, allow_nan=False)
 
 
 def open_board(folder: Path, host: str = "127.0.0.1", port: int = 8765, token: str | None = None) -> BoardServer:
@@ -189,16 +193,6 @@ def open_board(folder: Path, host: str = "127.0.0.1", port: int = 8765, token: s
     try:
         return BoardServer(follower, host, port, token)
     except OSError as error:
-        raise EngineError(
-            f"the board cannot listen on {join_host_port(host, port)}: {_explain_listen_error(error)}"
-        ) from None
-
-
-def _explain_listen_error(error: OSError) -> str:
-    if error.errno == errno.EADDRINUSE:
-        return "another program has that port; choose one with --port, or 0 for any that is free"
-    if error.errno == errno.EACCES:
-        return "that port is the system's; choose one above 1023 with --port"
-    if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
-        return "this machine has no such address; leave out --host, or name one of its own"
-    return f"{error.strerror or error}; choose another --port"
+        number = errno.EADDRNOTAVAIL if isinstance(error, socket.gaierror) else error.errno or 0
+        reason = LISTEN_PROBLEMS.get(number, f"{error.strerror or error}; choose another --port")
+        raise EngineError(f"the board cannot listen on {join_host_port(host, port)}: {reason}") from None

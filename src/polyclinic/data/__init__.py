@@ -54,5 +54,8 @@ def describe_datasets() -> dict[str, str]:
     """Return one line about every dataset, by name. Nothing is imported but the packages that add datasets."""
     texts = {name: ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) for name, file in PUBLIC.items()}
     texts |= {name: NAMED_DATASETS[name].read.__doc__ for name in NAMED_DATASETS if name not in PUBLIC}
-    first_lines = {name: (text or "").strip().partition("\n")[0].removesuffix(".") for name, text in texts.items()}
-    return GENERATED | USER_DATA | first_lines
+    return (
+        GENERATED
+        | USER_DATA
+        | {name: (text or "").strip().partition("\n")[0].removesuffix(".") for name, text in texts.items()}
+    )

@@ -71,7 +71,6 @@ def check_listing(
     ]
     if not any(finding.stops for finding in found):
         found += division_findings(listing, divisions)
-    found.sort(key=lambda finding: (bool(finding.handled), LEVELS.index(finding.level)))
     used = used_positions(listing)
     labels = group_positions(listing, used, lambda record: record.label)
     sites = group_positions(listing, used, lambda record: record.site)
@@ -80,7 +79,7 @@ def check_listing(
         images=len(listing.records),
         classes=_count_groups(labels, disclosable_labels(listing, labels)),
         sites=_count_groups(sites, set(disclosable_groups(listing, sites))),
-        findings=tuple(found),
+        findings=tuple(sorted(found, key=lambda finding: (bool(finding.handled), LEVELS.index(finding.level)))),
     )
 
 

@@ -172,7 +172,6 @@ def _attempt_download(download: Download, part: Path, report: Report, timeout: f
                 report(download.name, done, total)
     if total is not None and done < total:
         raise _TransferError("the connection ended early")
-    return
 
 
 def _open_url(url: str, headers: dict[str, str], timeout: float) -> Any:

@@ -63,8 +63,12 @@ class Images:
     def subset(self, index: Tensor) -> Images:
         """Return a copy of the images at `index`."""
         rows = index.to(self.labels.device)
-        patients = _select_patients(self.patients, index)
-        return replace(self, images=self.images[rows], labels=self.labels[rows], patients=patients)
+        return replace(
+            self,
+            images=self.images[rows],
+            labels=self.labels[rows],
+            patients=_select_patients(self.patients, index),
+        )
 
     def to(self, device: torch.device | str) -> Images:
         return replace(self, images=self.images.to(device), labels=self.labels.to(device))

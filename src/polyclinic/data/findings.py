@@ -95,16 +95,32 @@ def build_findings(
     for some, why in ((standing, handled), (excluded, _exclusion_reason(listing, excluded))):
         if some:
             where = first_places((place or partial(_format_place, listing))(fault) for fault in some)
-            positions = tuple(chain.from_iterable(some))
-            yield Finding(kind.name, kind.level, len(some), sentence(some), kind.remedy, where, why, positions)
+            yield Finding(
+                kind.name,
+                kind.level,
+                len(some),
+                sentence(some),
+                kind.remedy,
+                where,
+                handled=why,
+                positions=tuple(chain.from_iterable(some)),
+            )
 
 
 def build_set_finding(
     listing: Listing, kind: FindingKind, positions: Group, sentence: str, handled: str = ""
 ) -> Finding:
     """Build a finding about the dataset as a whole; the records at `positions` are examples."""
-    places = first_places(place_of(listing, position) for position in positions)
-    return Finding(kind.name, kind.level, len(positions), sentence, kind.remedy, places, handled, tuple(positions))
+    return Finding(
+        kind.name,
+        kind.level,
+        len(positions),
+        sentence,
+        kind.remedy,
+        where=first_places(place_of(listing, position) for position in positions),
+        handled=handled,
+        positions=tuple(positions),
+    )
 
 
 def _is_excluded(listing: Listing, fault: Group, spare: int) -> bool:

@@ -36,8 +36,11 @@ def _open_table(path: Path, columns: str) -> Listing:
     table = path / TABLE if path.is_dir() else path
     if table.suffix.lower() not in (".csv", ".tsv") or not table.is_file():
         raise DataError(f"--columns is for a table, but '{path}' is neither a CSV file nor a folder with {TABLE}.")
-    chosen = Columns.model_validate({name.strip(): column.strip() for name, column in pairs})
-    return read_table(table, name=str(path), columns=chosen)
+    return read_table(
+        table,
+        name=str(path),
+        columns=Columns.model_validate({name.strip(): column.strip() for name, column in pairs}),
+    )
 
 
 TABLE = "labels.csv"

@@ -28,5 +28,6 @@ def _format_error(options: type[BaseModel], error: ValidationError) -> str:
         return f"{options.__name__} has no option '{option}'; it has: {', '.join(options.model_fields)}."
     if first["type"] == "missing":
         return f"{options.__name__} needs the option '{option}'; add it."
-    requirement = first["msg"].removeprefix("Input ")
-    return f"The option '{option}' of {options.__name__} {requirement}, but is {first['input']!r}."
+    return (
+        f"The option '{option}' of {options.__name__} {first['msg'].removeprefix('Input ')}, but is {first['input']!r}."
+    )

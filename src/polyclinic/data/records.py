@@ -53,11 +53,13 @@ class Listing:
 
     def exclude_records(self, reasons: Mapping[int, str]) -> "Listing":
         """Return the same listing with the records at these positions excluded, each for its reason."""
-        records = [
-            replace(record, excluded=reasons.get(position, record.excluded))
-            for position, record in enumerate(self.records)
-        ]
-        return replace(self, records=tuple(records))
+        return replace(
+            self,
+            records=tuple(
+                replace(record, excluded=reasons.get(position, record.excluded))
+                for position, record in enumerate(self.records)
+            ),
+        )
 
 
 def pseudonymise(names: Sequence[str]) -> tuple[str, ...]:

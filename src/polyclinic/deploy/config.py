@@ -1,13 +1,11 @@
 """Reads `federation.yaml`, written by the coordinator, and `server.yaml`, which is in the server's kit."""
 
-import contextlib
 import ipaddress
 import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Self, TypeVar
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from polyclinic.core import RecipeError, SiteId, read_yaml
@@ -37,8 +35,7 @@ def is_loopback(host: str) -> bool:
 
 def find_host_problem(host: str) -> str:
     """Why sites could not reach a server by this name; "" if they could."""
-    address = parse_address(host)
-    if address is not None:
+    if (address := parse_address(host)) is not None:
         every = f"{host} means every address of a machine; give the one name or address by which sites reach the server"
         return every if address.is_unspecified or address.is_multicast else ""
     if len(host) > 253 or not re.fullmatch(rf"{LABEL}(\.{LABEL})*", host) or re.fullmatch(r"[0-9.]+", host):
@@ -82,10 +79,11 @@ class FederationConfig(BaseModel):
 
     @classmethod
     def load(cls, path: Path) -> Self:
-        return _validate(cls, path, _read_yaml(path, "federation, server and sites"))
+        values = read_yaml(path, "federation.yaml", "docs/deploy.md shows one", "federation, server and sites")
+        return validate_config(cls, path.name, values)
 
     def with_site(self, site: SiteId) -> Self:
-        return _validate(type(self), Path("federation.yaml"), {**self.model_dump(), "sites": [*self.sites, site]})
+        return validate_config(type(self), "federation.yaml", {**self.model_dump(), "sites": [*self.sites, site]})
 
     @field_validator("federation")
     @classmethod
@@ -128,7 +126,8 @@ class ServerConfig(BaseModel):
 
     @classmethod
     def load(cls, path: Path) -> Self:
-        config = _validate(cls, path, _read_yaml(path, "federation, host, port and sites"))
+        values = read_yaml(path, "server.yaml", "give the one of the server's kit", "federation, host, port and sites")
+        config = validate_config(cls, path.name, values)
         here = path.resolve().parent
         places = {name: here / getattr(config, name) for name in ("certificate", "key", "ca", "revoked", "folder")}
         return config.model_copy(update={**places, "sites": {site: here / key for site, key in config.sites.items()}})
@@ -143,25 +142,16 @@ class ServerConfig(BaseModel):
         return self
 
 
-def _read_yaml(path: Path, keys: str) -> Mapping[str, object]:
-    if not path.is_file():
-        raise RecipeError(f"there is no file {path}; give the path of a YAML file with {keys} (docs/deploy.md)")
-    with contextlib.suppress(yaml.YAMLError, ValueError, RecursionError):
-        if not isinstance(yaml.safe_load(path.read_text(encoding="utf-8")), dict):
-            raise RecipeError(f"{path} should hold the keys {keys} (docs/deploy.md)")
-    return read_yaml(path)
-
-
-def _validate(kind: type[M], path: Path, values: Mapping[str, object]) -> M:
+def validate_config(kind: type[M], file: str, values: Mapping[str, object], known: str = "") -> M:
+    """Raise `RecipeError` for the first wrong key of a file. `known`: a sentence that lists the keys that there are."""
     try:
         return kind.model_validate(values)
     except ValidationError as error:
-        known = f"there are: {', '.join(kind.model_fields)}"
-        raise RecipeError(f"{path.name}: {format_error(error, known)}") from None
+        known = known or f"there are: {', '.join(kind.model_fields)}"
+        raise RecipeError(f"{file}: {_format_error(error, known)}") from None
 
 
-def format_error(error: ValidationError, known: str) -> str:
-    """Describe the first wrong key of a file in a sentence; `known`: a sentence that lists the keys that there are."""
+def _format_error(error: ValidationError, known: str) -> str:
     first = error.errors()[0]
     key = ".".join(str(step) for step in first["loc"] if step != "tuple[str, ...]")
     if first["type"] == "missing":
@@ -170,5 +160,5 @@ def format_error(error: ValidationError, known: str) -> str:
         return f"there is no key {key!r}; {known}"
     if first["type"] == "model_type":
         return f"{key} should hold keys of its own, written as {{key: value}} or indented below it"
-    wish = re.sub("^(Input|String|Value error,) ", "", first["msg"])
-    return f"{key} is {first['input']!r:.60}, but {wish}" if key else wish
+    expected = re.sub("^(Input|String|Value error,) ", "", first["msg"])
+    return f"{key} is {first['input']!r:.60}, but {expected}" if key else expected

@@ -21,7 +21,7 @@ from polyclinic.deploy.provisioning.certificates import check_server_files, chec
 from polyclinic.deploy.site.config import SiteConfig
 from polyclinic.deploy.site.release_log import timestamp
 from polyclinic.deploy.status import STATUS, STOPPED, ServerStatus, log_to_file
-from polyclinic.storage.files import explain_os_errors, lock_folder, write_json
+from polyclinic.storage.files import lock_folder, make_folder, write_json
 
 PATIENCE = 30.0
 """Seconds that a site may be away before a run that does not need it goes on."""
@@ -29,8 +29,7 @@ PATIENCE = 30.0
 
 def prepare_role_folder(folder: Path) -> None:
     """Create a role's folder, and keep Flower's files in it."""
-    with explain_os_errors(folder):
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    make_folder(folder, 0o700)
     os.environ["FLWR_HOME"] = str(folder / "flower")
 
 
@@ -135,27 +134,37 @@ def serve_site(
     if authority is not None:
         check_site_files(authority, config.key)
 
-    def note(state: str, pid: int | None) -> None:
+    def write_state(state: str, pid: int | None) -> None:
         logging.getLogger("polyclinic.site").info(state)
-        about = {"site": config.site, "server": config.server, "pid": pid, "since": timestamp(), "state": state}
         with contextlib.suppress(StoreError):  # a full disk is reported elsewhere, and may have room again later
-            write_json(config.folder / STATUS, about)
+            write_json(
+                config.folder / STATUS,
+                {"site": config.site, "server": config.server, "pid": pid, "since": timestamp(), "state": state},
+            )
 
-    def say(sentence: str) -> None:
-        note(sentence, os.getpid())
+    def report_state(sentence: str) -> None:
+        write_state(sentence, os.getpid())
         report(sentence)
 
     with lock_folder(config.folder / "joined"):
-        names = config.federation, config.site
-        connection = SiteConnection(config.server, authority, config.key, config.folder, answer, say, is_idle, names)
+        connection = SiteConnection(
+            config.server,
+            authority,
+            config.key,
+            config.folder,
+            answer,
+            report_state,
+            is_idle,
+            (config.federation, config.site),
+        )
         with log_to_file(config.folder / "flower.log"), terminate_as_interrupt():
             try:
                 connection.serve_forever()
             except EngineError as error:
-                note(f"{STOPPED}: {error}", None)
+                write_state(f"{STOPPED}: {error}", None)
                 raise
             except KeyboardInterrupt:
-                note(STOPPED, None)
+                write_state(STOPPED, None)
                 raise
 
 

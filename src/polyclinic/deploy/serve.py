@@ -28,7 +28,7 @@ Fields: TypeAlias = dict[str, object]
 UNFIT = "unfit"
 """Names the run that is announced to a site that does not fit, so that it can explain why."""
 FAREWELL = 30.0
-"""Seconds that a finished run waits for sites to be told."""
+"""Seconds that a finished run waits until the sites have heard that it is over."""
 
 
 def run_deployed(
@@ -58,7 +58,7 @@ def run_deployed(
     announced = AnnouncedEngine(remote.engine, remote.deadline)
     remote = replace(remote, engine=announced, absent=absent)
     experiment = Experiment(recipe, folder, data, watch, RemoteSites.from_profiles(profiles), remote)
-    announced.order = _begin_fields(experiment)
+    announced.announcement = _begin_fields(experiment)
     write_json(RunFolder(folder).enrolment, {site: card.model_dump(mode="json") for site, card in profiles.items()})
     result = run_tracked(experiment)
     announced.end_run()
@@ -170,16 +170,16 @@ class Enrolment:
             return
         common, plan = next(iter(self.profiles.values())), {"noise": 0.0, "metrics_noise": None, "holders": 1}
         shape = {"classes": list(common.classes), "channels": common.channels, "size": common.size}
-        order = {"purpose": "begin", "run": UNFIT, **shape, "plan": self.recipe.privacy and plan}
-        for _, answer in self._send_recipe(order, [site]):
+        fields = {"purpose": "begin", "run": UNFIT, **shape, "plan": self.recipe.privacy and plan}
+        for _, answer in self._send_recipe(fields, [site]):
             if not isinstance(answer, Failure):
                 list(ask_sites(self.remote.engine, {"purpose": "end", "run": UNFIT}, [site], self.remote.deadline))
 
     def _send_recipe(
-        self, order: Mapping[str, object], sites: Sequence[SiteId]
+        self, fields: Mapping[str, object], sites: Sequence[SiteId]
     ) -> Iterable[tuple[SiteId, Fields | Failure]]:
-        fields = {"version": __version__, "recipe": recipe_for_sites(self.recipe), "seed": self.recipe.seed}
-        return ask_sites(self.remote.engine, {**order, **fields}, sites, self.remote.deadline) if sites else ()
+        recipe = {"version": __version__, "recipe": recipe_for_sites(self.recipe), "seed": self.recipe.seed}
+        return ask_sites(self.remote.engine, {**fields, **recipe}, sites, self.remote.deadline) if sites else ()
 
 
 def _read_enrolment(path: Path) -> dict[SiteId, SiteProfile]:
@@ -192,23 +192,23 @@ def _read_enrolment(path: Path) -> dict[SiteId, SiteProfile]:
 
 
 def ask_sites(
-    engine: Engine, order: Mapping[str, object], sites: Sequence[SiteId], deadline: float | None
+    engine: Engine, fields: Mapping[str, object], sites: Sequence[SiteId], deadline: float | None
 ) -> Iterable[tuple[SiteId, Fields | Failure]]:
     """Send each site a message without tensors, and yield each site's answer."""
-    sent = {site: messages.encode({**order, "site": site}, {}) for site in sites}
+    sent = {site: messages.encode({**fields, "site": site}, {}) for site in sites}
     for site, answer in engine.exchange(0, sent, deadline):
         if isinstance(answer, Failure):
             yield site, answer
             continue
         try:
-            fields = (answer if isinstance(answer, messages.Message) else messages.decode(answer)).fields
+            reply = (answer if isinstance(answer, messages.Message) else messages.decode(answer)).fields
         except Refused as refusal:
             yield site, Failure("refused", str(refusal))
             continue
-        if fields.get("site") != site or fields.get("run") != order["run"]:
+        if reply.get("site") != site or reply.get("run") != fields["run"]:
             yield site, Failure("refused", f"{site} answered for another site or run")
         else:
-            yield site, dict(fields)
+            yield site, dict(reply)
 
 
 def _begin_fields(experiment: Experiment) -> dict[str, object]:
@@ -234,36 +234,35 @@ def _begin_fields(experiment: Experiment) -> dict[str, object]:
 
 @dataclass
 class AnnouncedEngine:
-    """An engine that announces the run to each site before its first order, whenever the site joins."""
+    """An engine that announces the run to each site before its first message, whenever the site joins."""
 
     engine: Engine
     deadline: float | None
-    order: dict[str, object] = field(default_factory=dict)
+    announcement: dict[str, object] = field(default_factory=dict)
     ready: set[SiteId] = field(default_factory=set)
 
     def exchange(
         self, round: int, sent: Mapping[SiteId, bytes], deadline: float | None
     ) -> Iterable[tuple[SiteId, Answer]]:
         new = [site for site in sent if site not in self.ready]
-        for site, answer in ask_sites(self.engine, self.order, new, self.deadline) if new else ():
+        for site, answer in ask_sites(self.engine, self.announcement, new, self.deadline) if new else ():
             if isinstance(answer, Failure):
                 yield site, answer
             elif answer.get("ready") is True:
                 self.ready.add(site)
             else:
                 yield site, Failure("error", f"{site} is not ready for this run")
-        there = ReadyOrders(sent, self.ready)
-        if there:
-            yield from self.engine.exchange(round, there, deadline)
+        if ready := ReadyMessages(sent, self.ready):
+            yield from self.engine.exchange(round, ready, deadline)
 
     def end_run(self) -> None:
         """Tell the sites that the run is over and its data can be deleted. Nothing depends on their receiving it."""
-        order, patience = {"purpose": "end", "run": self.order["run"]}, min(FAREWELL, self.deadline or FAREWELL)
-        list(ask_sites(self.engine, order, sorted(self.ready), patience))
+        fields, patience = {"purpose": "end", "run": self.announcement["run"]}, min(FAREWELL, self.deadline or FAREWELL)
+        list(ask_sites(self.engine, fields, sorted(self.ready), patience))
 
 
-class ReadyOrders(Mapping[SiteId, bytes]):
-    """The orders to sites that are ready, encoded when they are read."""
+class ReadyMessages(Mapping[SiteId, bytes]):
+    """The messages to sites that are ready, encoded when they are read."""
 
     def __init__(self, sent: Mapping[SiteId, bytes], ready: Iterable[SiteId]) -> None:
         self.sent, self.names = sent, [site for site in sent if site in set(ready)]

@@ -69,7 +69,7 @@ def score_predictions(task: Task, predictions: Predictions) -> PartScores:
 
 
 def summarise_reports(task: Task, rows: Sequence[MetricRow]) -> Assessment:
-    """The scores where no site sends predictions: what sites last reported of the model they had received.
+    """Scores from the last reports of the sites, for runs in which no site sends predictions.
 
     Scores over all sites are means weighted by images, not scores of all images together, and have no intervals.
     """
@@ -123,8 +123,8 @@ def _assess_models(task: Task, groups: Groups, resamples: int, stream: Stream) -
     models: SiteScores = {}
     for key, value in groups.items():
         model, _, part = key.partition("|")
-        scored = assess_part(task, value, _PARTS[part], resamples, stream.child(key))
-        models.setdefault(model, {})[_PARTS[part]] = scored
+        scores = models.setdefault(model, {})
+        scores[_PARTS[part]] = assess_part(task, value, _PARTS[part], resamples, stream.child(key))
     return models
 
 

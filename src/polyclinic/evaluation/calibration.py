@@ -1,10 +1,10 @@
-"""Probabilities that mean what they say: temperature scaling.
+"""Calibration of probabilities by temperature scaling.
 
 C. Guo, G. Pleiss, Y. Sun, K. Q. Weinberger: "On Calibration of Modern Neural Networks", ICML 2017, section 4.2:
 
     (9)  q = softmax(z / T)        z: the logits; T > 0 is fitted by the loss (NLL) of q on validation images
 
-T above 1 makes a network less sure of itself, below 1 surer; which class it predicts, and accuracy, stay as they are.
+T above 1 lowers the confidence of a network, T below 1 raises it; predicted classes and accuracy do not change.
 The loss is convex in 1/T, so that a bounded search finds the one minimum. Logits may be log-probabilities: they differ
 by a constant for each image, which softmax takes out. So an ensemble has a temperature, too, and kept probabilities do.
 
@@ -28,12 +28,12 @@ from polyclinic.evaluation.metrics import Floats, Predictions, measure
 LOWEST, HIGHEST = 0.05, 20.0
 """Where T is looked for. At an end of it nothing was found."""
 FEWEST = 20
-"""Validation images; a temperature of fewer says little."""
+"""Validation images; a temperature fitted on fewer is unreliable."""
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """A temperature, and what it does to the images that it was fitted on."""
+    """A temperature, with loss and calibration error before and after it."""
 
     temperature: float
     images: int
@@ -43,7 +43,7 @@ class Calibration:
     ece: tuple[float, float]
     test_images: int = 0
     test_ece: tuple[float, float] | None = None
-    """On test images, which it was not fitted on; None where no predictions are at hand."""
+    """On test images, which it was not fitted on; None if no test predictions were kept."""
 
 
 @dataclass(frozen=True)
@@ -55,8 +55,7 @@ class Uncalibrated:
 
 def apply_temperature(logits: Floats, temperature: float) -> Floats:
     """(9)"""
-    found: Floats = softmax(np.asarray(logits, dtype=np.float64) / temperature, axis=-1)
-    return found
+    return np.asarray(softmax(np.asarray(logits, dtype=np.float64) / temperature, axis=-1), dtype=np.float64)
 
 
 def fit_temperature(logits: Floats, labels: NDArray[np.integer[Any]]) -> float:
@@ -66,13 +65,13 @@ def fit_temperature(logits: Floats, labels: NDArray[np.integer[Any]]) -> float:
     def loss(log_temperature: float) -> float:
         return -float(log_softmax(values / math.exp(log_temperature), axis=-1)[rows, labels].mean())
 
-    ends = (math.log(LOWEST), math.log(HIGHEST))
-    found = minimize_scalar(loss, bounds=ends, method="bounded", options={"xatol": 1e-7})
+    bounds = (math.log(LOWEST), math.log(HIGHEST))
+    found = minimize_scalar(loss, bounds=bounds, method="bounded", options={"xatol": 1e-7})
     return math.exp(float(found.x))
 
 
 def calibrate(validation: Predictions, test: Predictions | None = None) -> Calibration | Uncalibrated:
-    """The temperature of a model, by what it says of validation images."""
+    """Fit the temperature of a model on its predictions of validation images."""
     if len(validation) < FEWEST:
         return Uncalibrated(f"{len(validation)} validation images are too few for a temperature ({FEWEST} are needed)")
     logits = log_probabilities(validation.probabilities)
@@ -94,7 +93,7 @@ def calibrate(validation: Predictions, test: Predictions | None = None) -> Calib
 
 
 def log_probabilities(probabilities: NDArray[np.floating[Any]]) -> Floats:
-    """Log-probabilities; what is 0 in the precision it was kept in counts as the least number of that."""
+    """Log-probabilities; a probability stored as 0 counts as the smallest positive number of single precision."""
     least = float(np.finfo(np.float32).smallest_subnormal)
     found: Floats = np.log(np.maximum(np.asarray(probabilities, dtype=np.float64), least))
     return found
@@ -109,6 +108,6 @@ def _loss_and_ece(predictions: Predictions, temperature: float) -> tuple[tuple[f
 def merge_part(
     kept: Mapping[tuple[SiteId, str, str], Predictions], sites: Collection[SiteId], model: str, part: Part
 ) -> Predictions | None:
-    """What a model said of a part's images, of all `sites` together."""
+    """Merge a model's predictions of one part over all `sites`; None where there are none."""
     found = [kept[site, model, part] for site in sites if (site, model, part) in kept]
     return Predictions.merge(found) if found else None

@@ -50,7 +50,7 @@ class Claim(BaseModel):
     that a deployment lost, on average), site_classifier_accuracy (balanced accuracy of a classifier that predicts the
     site from features of test images: analysis/features.py)."""
     site: str | None = None
-    """At this hospital alone; else over all hospitals' images together."""
+    """Only at this site; else over the images of all sites together."""
     margin: float = Field(0.01, gt=0)
     paper: str = ""
     """What the paper reports."""
@@ -100,7 +100,7 @@ class ClaimResult:
 
 
 def evaluate_claims(claims: Sequence[Claim], results: Mapping[str, Runs]) -> list[ClaimResult]:
-    """Every claim on the runs that are there."""
+    """Test every claim on the runs in `results`, by method."""
     raw = [_measure_effect(claim, results) for claim in claims]
     corrected = iter(correct_holm([found.p for found in raw if not math.isnan(found.p)]))
     final = [found if math.isnan(found.p) else replace(found, corrected=next(corrected)) for found in raw]
@@ -167,6 +167,6 @@ def _format_difference(*figures: float) -> str:
 
 
 def format_verdict(found: ClaimResult) -> str:
-    """In words: that an effect was not seen is all a test can say for a claim that there is none."""
+    """The verdict in words. A test cannot support a claim of no effect, only fail to see one."""
     unseen = (found.claim.test, found.verdict) == ("no effect", "not decided") and not math.isnan(found.p)
     return "no effect seen" if unseen else found.verdict

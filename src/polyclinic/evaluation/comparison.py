@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from itertools import combinations
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 from pydantic import JsonValue
+from pydantic_core import to_jsonable_python
 
 from polyclinic.core import SiteId, Stream
 from polyclinic.evaluation.metrics import Predictions
@@ -18,6 +19,7 @@ from polyclinic.evaluation.rounds import convergence_round
 from polyclinic.evaluation.rows import group_pairs
 from polyclinic.evaluation.statistics import (
     LEVEL,
+    PairedTest,
     compare_paired,
     correct_holm,
     paired_bootstrap_interval,
@@ -37,7 +39,7 @@ PredictionSource: TypeAlias = Callable[[str, int, SiteId | None], Predictions | 
 SITE_CLASSIFIER_ACCURACY = "site_classifier_accuracy"
 """Measured only where a claim asks for it: every test image goes through the network once more."""
 MIN_SEEDS = 3
-"""With fewer, a paired test over seeds says nothing."""
+"""With fewer seeds, a paired test has no power."""
 UNTESTED = "there are neither three seeds in common nor predictions of the same images"
 
 
@@ -82,29 +84,22 @@ class MethodSummary:
     judged_by: str
 
 
-@dataclass(frozen=True)
-class PairwiseTest:
+@dataclass(frozen=True, kw_only=True)
+class PairwiseTest(PairedTest):
     """The difference a − b of a metric. `p` is NaN where nothing could be tested; `corrected_p` is corrected for all
     tests that are shown together."""
 
     a: str
     b: str
     site: SiteId | None
-    difference: float
-    low: float = math.nan
-    high: float = math.nan
-    p: float = math.nan
     corrected_p: float = math.nan
-    wilcoxon_p: float = math.nan
-    cohens_d: float = math.nan
     over: str = ""
     """What the test is over: "5 seeds" or "97 patients"."""
 
     @property
     def verdict(self) -> int:
         """1: a is better; −1: b is better; 0: not decided."""
-        decided = self.corrected_p < LEVEL and self.difference
-        return int(math.copysign(1, self.difference)) if decided else 0
+        return int(np.sign(self.difference)) if self.corrected_p < LEVEL else 0
 
 
 @dataclass(frozen=True)
@@ -175,20 +170,10 @@ class Comparison:
         known = [pair for pair in zip(*pairs, strict=True) if not any(map(math.isnan, pair))]
         if len(known) >= MIN_SEEDS:
             found = compare_paired([one for one, _ in known], [other for _, other in known])
-            return PairwiseTest(
-                a,
-                b,
-                site,
-                found.difference,
-                found.low,
-                found.high,
-                p=1.0 if math.isnan(found.p) else found.p,
-                wilcoxon_p=found.wilcoxon_p,
-                cohens_d=found.cohens_d,
-                over=f"{found.n} seeds",
-            )
+            known_p = {"p": 1.0 if math.isnan(found.p) else found.p}
+            return PairwiseTest(**vars(found) | known_p, a=a, b=b, site=site, over=f"{found.n} seeds")
         ours, theirs = (np.mean([metric_value(run, metric, site) for run in self.results[name]]) for name in (a, b))
-        plain = PairwiseTest(a, b, site, float(ours - theirs))
+        plain = PairwiseTest(float(ours - theirs), a=a, b=b, site=site)
         return self._test_over_patients(plain) if metric == self.task.main_metric else plain
 
     def _test_over_patients(self, plain: PairwiseTest) -> PairwiseTest:
@@ -213,7 +198,8 @@ class Comparison:
         return replace(plain, difference=float(gained.sum() / images.sum()), low=low, high=high, p=p, over=over)
 
     def to_json(self) -> JsonValue:
-        return nan_to_none({"title": self.title, "methods": [asdict(line) for line in self.lines]})
+        found: JsonValue = to_jsonable_python({"title": self.title, "methods": self.lines}, inf_nan_mode="null")
+        return found
 
 
 RUN_METRICS: Mapping[str, Callable[[RunSummary], float]] = {
@@ -272,7 +258,7 @@ def _summarise_method(name: str, runs: Runs) -> MethodSummary:
 
 
 def _worst_site(runs: Runs, metric: str) -> tuple[str, float]:
-    """The site that is served worst: the lowest mean of the metric, by the model that the run is judged by."""
+    """The site with the lowest mean of the metric, by the headline's model."""
     values = group_pairs((site, metric_value(run, metric, site)) for run in runs for site in run.sites)
     known = {site: mean for site, found in values.items() if not math.isnan(mean := mean_of_known(found))}
     return min(known.items(), key=lambda item: item[1]) if known else ("", math.nan)
@@ -281,14 +267,3 @@ def _worst_site(runs: Runs, metric: str) -> tuple[str, float]:
 def mean_of_known(values: Sequence[float]) -> float:
     known = [v for v in values if not math.isnan(v)]
     return sum(known) / len(known) if known else math.nan
-
-
-def nan_to_none(value: object) -> JsonValue:
-    """For JSON: NaN becomes null."""
-    if isinstance(value, float):
-        return None if math.isnan(value) else value
-    if isinstance(value, dict):
-        return {key: nan_to_none(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [nan_to_none(item) for item in value]
-    return value if isinstance(value, str | int | bool | None) else str(value)

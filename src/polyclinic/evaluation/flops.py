@@ -1,4 +1,4 @@
-"""What one training step costs: multiplications and additions of its products, by torch's own counter."""
+"""FLOPs of a training step (multiplications and additions, by torch's own counter), and numbers of parameters."""
 
 import copy
 from collections.abc import Sequence

@@ -1,7 +1,7 @@
-"""How good predictions are.
+"""Metrics of classification from predicted probabilities.
 
 Everything is computed for many weightings of the same examples at once: `measure` uses one weighting of ones,
-and the bootstrap (`stats.py`) hands in how often each example was drawn. So a point estimate and its interval
+and the bootstrap (`statistics.py`) passes how often each example was drawn. So a point estimate and its interval
 cannot follow different conventions:
 
 - Precision, recall, specificity, F1 and both areas are those of class 1 of two, and macro averages of more.
@@ -95,8 +95,7 @@ def measure(probabilities: NDArray[np.floating[Any]], labels: NDArray[np.integer
 
 def weighted_metrics(predictions: Predictions, weights: Floats, names: Sequence[str]) -> dict[str, Floats]:
     """The named metrics, one value for each row of `weights` (weightings × examples)."""
-    unknown = [name for name in names if name not in METRICS]
-    if unknown:
+    if unknown := [name for name in names if name not in METRICS]:
         raise RecipeError(f"There is no metric named {unknown[0]!r}: choose from {', '.join(METRICS)}.")
     tally = _WeightedCounts(predictions, weights)
     return {name: METRICS[name](tally) for name in names}
@@ -167,7 +166,7 @@ class _WeightedCounts:
         return _ratio(np.where(present, per_class, 0.0).sum(axis=1), present.sum(axis=1))
 
     def default_average(self, per_class: Floats) -> Floats:
-        """What a paper prints without a qualifier: class 1's figure of two, the macro average of more."""
+        """The figure that papers print without a qualifier: class 1's of two classes, the macro average of more."""
         return per_class[:, -1] if self.classes == 2 else self.macro_average(per_class)
 
 

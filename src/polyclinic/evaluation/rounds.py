@@ -45,19 +45,12 @@ def metric_by_cluster(rows: Sequence[MetricRow], metric: str) -> dict[str, list[
 
 def final_rows(summary: RunSummary) -> list[EvaluateRow]:
     """The final model's scores on each site's validation images, as rows of the last round."""
-    rows = []
-    for site, models in summary.sites.items():
-        for model in ("global", "personal"):
-            if scores := models.get(model, {}).get("validation"):
-                values = {name: metric.value for name, metric in scores.metrics.items()}
-                row = EvaluateRow(round=summary.rounds, site=site, model=model, part="validation", n=scores.n, **values)
-                rows.append(row)
-    return rows
-
-
-def validation_curve(rows: Iterable[MetricRow], summary: RunSummary, metric: str) -> dict[int, float]:
-    """A run's metric on validation images after each round, the last one included."""
-    return metric_over_rounds(rows, metric) | metric_over_rounds(final_rows(summary), metric)
+    return [
+        EvaluateRow(round=summary.rounds, site=site, model=model, part="validation", n=scores.n, **scores.values)
+        for site, models in summary.sites.items()
+        for model in ("global", "personal")
+        if (scores := models.get(model, {}).get("validation"))
+    ]
 
 
 def convergence_round(curve: Sequence[tuple[int, float]]) -> int | None:
@@ -78,15 +71,17 @@ def mean_drift(rows: Iterable[MetricRow]) -> dict[SiteId, float]:
 def forgetting_by_round(rows: Iterable[MetricRow]) -> dict[str, list[tuple[int, float]]]:
     """The shares of all training images that each deployment lost ("forgotten") and gained, by the round whose model
     it was; {} where no site reported them."""
-    reports = [(r.round - 1, r.scalars) for r in rows if isinstance(r, TrainRow) and "forgotten" in r.scalars]
-    found: dict[str, list[tuple[int, float]]] = {}
-    for round in sorted({round for round, _ in reports}):
-        here = [scalars for at, scalars in reports if at == round]
-        cases = sum(scalars["cases"] for scalars in here)
-        for name in ("forgotten", "gained"):
-            changed = sum(scalars[name] * scalars["cases"] for scalars in here)
-            found.setdefault(name, []).append((round, changed / max(cases, 1)))
-    return found
+    reporting = (row for row in rows if isinstance(row, TrainRow) and "forgotten" in row.scalars)
+    rounds = group_pairs((row.round - 1, row.scalars) for row in reporting)
+    cases = {round: max(sum(site["cases"] for site in sites), 1) for round, sites in rounds.items()}
+    return {
+        name: [
+            (round, sum(site[name] * site["cases"] for site in sites) / cases[round])
+            for round, sites in sorted(rounds.items())
+        ]
+        for name in ("forgotten", "gained")
+        if rounds
+    }
 
 
 def sum_costs(ledger: Iterable[LedgerRow], run_seconds: float | None = None) -> Cost:

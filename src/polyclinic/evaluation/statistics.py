@@ -1,4 +1,4 @@
-"""How sure we can be: intervals over patients and over seeds, tests between methods, corrections for several tests."""
+"""Statistics: intervals over patients and over seeds, tests between methods, corrections for several tests."""
 
 import math
 import warnings
@@ -39,13 +39,13 @@ class PairedTest:
     """Two methods on the same seeds: the mean of a − b, its 95 % interval, the paired t-test's p-value."""
 
     difference: float
-    low: float
-    high: float
-    p: float
-    n: int
-    wilcoxon_p: float
-    """p of Wilcoxon's signed ranks, which takes no distribution for granted; of n pairs never below 2^(1 − n)."""
-    cohens_d: float
+    low: float = math.nan
+    high: float = math.nan
+    p: float = math.nan
+    n: int = 0
+    wilcoxon_p: float = math.nan
+    """p of Wilcoxon's signed-rank test, which assumes no distribution; with n pairs it is never below 2^(1 − n)."""
+    cohens_d: float = math.nan
     """Cohen's d of pairs: the mean difference in units of the differences' standard deviation."""
 
 
@@ -175,8 +175,7 @@ def wilson_interval(share: float, n: float) -> tuple[float, float]:
 def correct_holm(values: Sequence[float]) -> list[float]:
     """p-values adjusted for their number (Holm 1979), in the order given."""
     order = np.argsort(values, kind="stable")
-    factors = len(values) - np.arange(len(values))
-    adjusted = np.minimum(1, np.maximum.accumulate(np.asarray(values)[order] * factors))
+    adjusted = np.minimum(1, np.maximum.accumulate(np.asarray(values)[order] * np.arange(len(values), 0, -1)))
     return [float(adjusted[place]) for place in np.argsort(order, kind="stable")]
 
 

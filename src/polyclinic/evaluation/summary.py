@@ -132,10 +132,6 @@ class SiteSizes(SummaryPart):
     test: int
     classes: dict[str, int] = {}
 
-    @property
-    def total(self) -> int:
-        return self.train + self.validation + self.test
-
 
 class ModelSize(SummaryPart):
     """Parameters of the network, and the FLOPs of one training step; of several clusters, their sums."""
@@ -278,8 +274,7 @@ class RunSummary(SummaryPart):
 
     def to_json(self) -> JsonValue:
         """For result.json; a key that is left out is null."""
-        found: JsonValue = self.model_dump(mode="json", exclude_none=True)
-        return found
+        return self.model_dump(mode="json", exclude_none=True)
 
 
 def package_versions() -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Tasks: what a target is, how a network is trained for it, how predictions are scored and which figures are shown.
+"""Tasks: their targets, losses, predictions and metrics, and the metrics that reports show.
 
 `Classification` is the only one so far. Another one subclasses `Task` and joins `TASKS`; summaries, intervals, tables
 and comparisons then find its metrics by name.
@@ -36,14 +36,14 @@ class MetricInfo:
 
 
 class Task(ABC):
-    """What targets are, the loss, the metrics, and what a summary holds beside them."""
+    """The loss and the metrics of one kind of target, and the details that a summary keeps of it."""
 
     name: ClassVar[str]
     metrics: ClassVar[tuple[MetricInfo, ...]]
     main_metric: ClassVar[str]
     """Of curves over rounds, of the gap between training and validation, of pairwise tests."""
     ranking_metric: ClassVar[str]
-    """By which the site that is served worst is found."""
+    """The site with the lowest value of this metric is reported as the worst."""
     shown_metrics: ClassVar[tuple[str, ...]]
     """The columns of a comparison."""
 
@@ -57,7 +57,7 @@ class Task(ABC):
 
     @abstractmethod
     def read_predictions(self, tensors: Tensors, site: SiteId) -> Predictions:
-        """Check what a site predicted for one part; patients of different sites are different people."""
+        """Read and check a site's predictions of one part; patients of different sites are different people."""
 
     @abstractmethod
     def measure_weighted(self, predictions: Predictions, weights: Floats, names: Sequence[str]) -> Mapping[str, Floats]:
@@ -65,11 +65,10 @@ class Task(ABC):
 
     @abstractmethod
     def details(self, predictions: Predictions) -> dict[str, JsonValue]:
-        """What the summary of a test part holds beside its metrics."""
+        """Return what the summary of a test part holds beside its metrics."""
 
     def successes(self, predictions: Predictions) -> NDArray[np.int64] | None:
         """1 for each image that the main metric counts as right, else 0; None where it is no mean over images."""
-        del predictions
         return None
 
     def measure(self, predictions: Predictions) -> dict[str, float]:
@@ -126,8 +125,7 @@ class Classification(Task):
         return weighted_metrics(predictions, weights, names)
 
     def successes(self, predictions: Predictions) -> NDArray[np.int64]:
-        right: NDArray[np.int64] = (predictions.probabilities.argmax(axis=1) == predictions.labels).astype(np.int64)
-        return right
+        return np.asarray(predictions.probabilities.argmax(axis=1) == predictions.labels, dtype=np.int64)
 
     def details(self, predictions: Predictions) -> dict[str, JsonValue]:
         return {"confusion": _COUNTS.dump_python(confusion_matrix(predictions.probabilities, predictions.labels))}

@@ -88,8 +88,9 @@ def compare(
         out: The folder of the comparison. Call again with the same folder after an interruption.
         data: The data folder of public datasets (None: the one that POLYCLINIC_DATA names).
     """
-    found = comparisons.compare(recipes, seeds, Path(out), None if data is None else Path(data))
-    return ComparisonResult(found, Path(out))
+    return ComparisonResult(
+        comparisons.compare(recipes, seeds, Path(out), None if data is None else Path(data)), Path(out)
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,7 +113,7 @@ class SavedRun:
 
     @cached_property
     def metrics(self) -> list[MetricRow]:
-        """What was measured in each round, at each site."""
+        """The metrics of each round at each site."""
         return self.catalogue.files.metrics()
 
     @cached_property

@@ -14,7 +14,8 @@ from polyclinic.evaluation.comparison import SITE_CLASSIFIER_ACCURACY, Compariso
 from polyclinic.evaluation.summary import RunSummary
 from polyclinic.federation.rounds import Watch
 from polyclinic.reporting.render_markdown import write_markdown
-from polyclinic.reporting.report import build_comparison_report
+from polyclinic.reporting.report import build_report
+from polyclinic.reporting.report_data import gather_report_data
 from polyclinic.runs.experiment import Experiment, run
 from polyclinic.runs.finished_run import open_run
 from polyclinic.runs.sites import FederatedDataset, load_sites
@@ -75,9 +76,8 @@ def compare(
     planned = [(name, recipe, folder) for name, runs in plan.items() for recipe, folder in runs]
     for done, (name, recipe, folder) in enumerate(planned):
         begin(recipe, done, len(planned))
-        known = None if RunFolder(folder).is_finished else load(recipe)
         try:
-            found = run(recipe, folder, data, watch, known).summary
+            found = run(recipe, folder, data, watch, None if RunFolder(folder).is_finished else load(recipe)).summary
             if name in classified:
                 accuracy = _site_classifier_accuracy(RunFolder(folder), partial(load, recipe))
                 found = found.model_copy(update={SITE_CLASSIFIER_ACCURACY: accuracy})
@@ -174,4 +174,4 @@ def write_comparison(comparison: Comparison, folders: Mapping[str, Sequence[RunF
     assert out is not None
     make_folder(out)
     write_json(out / "comparison.json", comparison.to_json())
-    write_markdown(build_comparison_report(comparison, folders), out / "report.md")
+    write_markdown(build_report(gather_report_data(comparison, folders)), out / "report.md")

@@ -19,8 +19,7 @@ from polyclinic.reporting.report import build_results_page
 from polyclinic.reporting.sections.tests import claims_overview
 from polyclinic.storage.files import make_folder, write_atomically
 
-FULL_SEEDS, QUICK_SEEDS = 5, 5
-
+SEEDS = 5
 
 _KEPT_RUNS = TypeAdapter(dict[str, list[RunSummary]])
 """The runs of a comparison by method, as docs/results/data holds them."""
@@ -44,20 +43,19 @@ def reproduce(
     chosen = paper_recipes(paper, quick)
     if only is not None and only not in chosen:
         raise RecipeError(f"{paper} has no table {only!r}; there are: {', '.join(chosen)}")
-    seeds = QUICK_SEEDS if quick else FULL_SEEDS
     folder = out if quick else results or results_folder()
     make_folder(folder / "data")
     for table, path in chosen.items():
         if only not in (None, table):
             continue
-        comparison = compare([Recipe.load(path)], seeds, out / table, data, watch, begin)
+        comparison = compare([Recipe.load(path)], SEEDS, out / table, data, watch, begin)
         kept = json.dumps(_to_kept_json(comparison), allow_nan=False, separators=(",", ":")) + "\n"
         write_atomically(folder / "data" / f"{paper}-{table}.json", kept.encode())
     return write_page(paper, quick, folder)
 
 
 def paper_recipes(paper: str, quick: bool) -> dict[str, Path]:
-    """The recipes of a paper's quick or full version, by table."""
+    """Return the recipes of a paper's quick or full version, by table."""
     ours = {name: path for name, path in bundled_recipes().items() if "/" in name}
     found = {name.split("/")[1]: path for name, path in ours.items() if name.split("/")[0] == paper}
     if not found:
@@ -72,7 +70,7 @@ def paper_recipes(paper: str, quick: bool) -> dict[str, Path]:
 
 
 def write_page(paper: str, quick: bool, folder: Path) -> tuple[Path, list[Comparison]]:
-    """The page from the figures that are kept: runs nothing."""
+    """Write the page from the figures that are kept, without running anything."""
     every = paper_recipes(paper, quick)
     kept = {table: folder / "data" / f"{paper}-{table}.json" for table in every}
     tabled = [table for table, path in kept.items() if path.exists()] or list(every)
@@ -80,10 +78,15 @@ def write_page(paper: str, quick: bool, folder: Path) -> tuple[Path, list[Compar
     head = [f"<!-- Written by `polyclinic reproduce {paper}{' --quick' if quick else ''}`; do not edit. -->", ""]
     overview = claims_overview({c.title: evaluate_claims(c.claims, c.results) for c in comparisons})
     if overview:
-        title = "# What our data says about the paper's claims"
         phantom = all(run.data == "phantom" for c in comparisons for runs in c.results.values() for run in runs)
         drawn = "On drawn (phantom) images: this shows how the page reads, and is evidence of nothing."
-        head += [title, "", *([drawn, ""] if phantom else []), render_table(overview), ""]
+        head += [
+            "# What our data says about the paper's claims",
+            "",
+            *([drawn, ""] if phantom else []),
+            render_table(overview),
+            "",
+        ]
     if missing := [Recipe.load(path).name for table, path in every.items() if table not in tabled]:
         head += [f"Not run yet: {'; '.join(missing)}.", ""]
     notes = recipes_folder() / paper / "notes.md"
@@ -99,7 +102,7 @@ def write_page(paper: str, quick: bool, folder: Path) -> tuple[Path, list[Compar
 
 
 def _to_kept_json(comparison: Comparison) -> dict[str, object]:
-    """What a page needs of a comparison: figures by method and seed, without intervals, details and drawings."""
+    """Return the part of a comparison that a page shows: figures by method and seed, without intervals and details."""
     runs = {name: [_trim_summary(r).to_json() for r in found] for name, found in comparison.results.items()}
     return {"title": comparison.title, "about": comparison.about, "paper": dict(comparison.paper), "runs": runs}
 
@@ -146,11 +149,12 @@ def _load_comparison(path: Path, recipe: Recipe) -> Comparison:
         runs = _KEPT_RUNS.validate_python(json.loads(path.read_bytes())["runs"])
     except (OSError, ValueError, LookupError, TypeError):
         raise StoreError(f"{path} is missing or damaged; run `polyclinic reproduce` without --rebuild first") from None
-    lines = tuple(summarise_methods(runs))
-    return Comparison(recipe.name, lines, runs, None, recipe.about, recipe.paper, claims=recipe.claims)
+    return Comparison(
+        recipe.name, tuple(summarise_methods(runs)), runs, None, recipe.about, recipe.paper, claims=recipe.claims
+    )
 
 
 def results_folder() -> Path:
-    """docs/results of the checkout that the recipes lie in; elsewhere, a folder of that name right here."""
+    """Return docs/results of the checkout with the recipes; without one, of the current folder."""
     folder = recipes_folder().parent / "docs" / "results"
     return folder if folder.is_dir() else Path("docs") / "results"

@@ -10,7 +10,7 @@ from polyclinic.federation.site_runner import drive_jobs
 from polyclinic.training.network import LiveNetwork
 
 BLANK = 2
-"""Blank images that `Score` jobs run on."""
+"""The number of blank images that `Score` jobs run on."""
 
 
 def rehearse_round(

@@ -69,8 +69,9 @@ def metric_rows(round: int, log: RoundLog, held_out: Mapping[str, float | None] 
         rows.append({"round": round, "site": site, "event": "train", **outcome})
         rows += [{"round": round - 1, "site": site, "event": "evaluate", **r} for r in log.reports.get(site, [])]
     if held_out is not None:
-        where = {"round": round - 1, "site": HELD_OUT, "event": "evaluate", "model": "global", "part": "test"}
-        rows.append({**where, **held_out})
+        rows.append(
+            {"round": round - 1, "site": HELD_OUT, "event": "evaluate", "model": "global", "part": "test", **held_out}
+        )
     return rows
 
 

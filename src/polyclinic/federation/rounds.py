@@ -56,9 +56,6 @@ from polyclinic.training.network import move_bundle
 
 Watch = Callable[[str, Mapping[str, Any]], None]
 """Called with the name of an event, and its facts by name."""
-HeldOutEvaluation = Callable[[Bundle], Mapping[str, float | None]]
-ServerStep = Callable[[Bundle, Site], Bundle]
-"""The server's own training on its public set."""
 PLATEAU_THRESHOLD = 1e-4
 """The share by which a loss must fall to count as better for the plateau schedule, as in torch."""
 LOWER_IS_BETTER = ("loss", "ece")
@@ -66,7 +63,7 @@ LOWER_IS_BETTER = ("loss", "ece")
 
 @dataclass(frozen=True)
 class RoundOptions:
-    """How a run proceeds, whatever the algorithm and the engine."""
+    """How a run proceeds, independent of the algorithm and the engine."""
 
     rounds: int
     run: str = "run"
@@ -100,7 +97,7 @@ class Progress:
     """Stopped because the privacy budget could not cover the next round."""
     run: str = ""
     """A hash of recipe and data: a run resumes with the same ones or not at all."""
-    remembering: Mapping[SiteId, int] = field(default_factory=dict)
+    memory_rounds: Mapping[SiteId, int] = field(default_factory=dict)
     """Sites that keep a memory, and their last round that counted. Sites without memory never appear."""
 
     def as_json(self) -> dict[str, object]:
@@ -164,10 +161,10 @@ class Rounds:
         rules: RoundOptions,
         journal: Journal,
         watch: Watch = lambda *_: None,
-        evaluate_held_out: HeldOutEvaluation | None = None,
+        evaluate_held_out: Callable[[Bundle], Mapping[str, float | None]] | None = None,
         transforms: Sequence[UpdateTransform] = (),
         budget: PrivacyBudget | None = None,
-        server_trainer: ServerStep | None = None,
+        server_trainer: Callable[[Bundle, Site], Bundle] | None = None,
     ) -> None:
         self.federation, self.algorithm, self.engine = federation, algorithm, engine
         self.rules, self.journal, self.watch, self.evaluate_held_out = rules, journal, watch, evaluate_held_out
@@ -180,8 +177,8 @@ class Rounds:
         state = self.algorithm.init(self.federation)
         state = canonical_layout(state, state)
         if resumed:
-            state = canonical_layout(move_bundle(resumed.state, device_of(state)), state)
-        progress = Progress.from_json(resumed.progress) if resumed else Progress(run=self.rules.run)
+            state = canonical_layout(move_bundle(resumed.tensors, device_of(state)), state)
+        progress = Progress.from_json(resumed.fields["progress"]) if resumed else Progress(run=self.rules.run)
         if progress.run != self.rules.run:
             raise StoreError(
                 "this run was started with other data or another recipe; give the same --data and recipe.yaml to "
@@ -197,9 +194,9 @@ class Rounds:
             last = progress.stopped or progress.round == self.rules.rounds
             if last or progress.round % self.rules.snapshot_every == 0:
                 self.journal.save_snapshot(progress.round, state, progress.as_json())
-        state = self.algorithm.finish(state)
+        state = self.algorithm.final_state(state)
         failpoint("finished")
-        return Outcome(state, progress.round, progress.stopped, progress.broke, progress.remembering)
+        return Outcome(state, progress.round, progress.stopped, progress.broke, progress.memory_rounds)
 
     def can_afford(self, state: Bundle, progress: Progress) -> bool:
         """Return whether the privacy budget covers the next round; raises `RoundFailed` if it covers none."""
@@ -221,7 +218,7 @@ class Rounds:
         evaluating = self.rules.evaluate_every > 0 and (round - 1) % self.rules.evaluate_every == 0
         held_out = self.evaluate_held_out(state) if self.evaluate_held_out and evaluating else None
         began = time.perf_counter()
-        charge = self.budget.charge_round(round, cohort, state, bool(progress.remembering)) if self.budget else None
+        charge = self.budget.charge_round(round, cohort, state, bool(progress.memory_rounds)) if self.budget else None
         self.journal.charge_round(round, cohort, charge)
         reporting = evaluating and (self.budget is None or self.budget.reports_metrics)
         clusters = {site: self.algorithm.cluster_of(state, site) for site in self.trainers}
@@ -235,7 +232,7 @@ class Rounds:
         if self.budget is not None and log.accepted:
             state = self.budget.add_server_noise(round, before, state, log.accepted_weights)
         state = canonical_layout(state, before)
-        if self.server_trainer is not None and self.algorithm.trains_on_server and log.accepted:
+        if self.server_trainer is not None and self.algorithm.trains_on_server() and log.accepted:
             server = Site("server", 0, round, self.rules.rounds, self._learning_rate(round, progress))
             state = canonical_layout(self.server_trainer(state, server), before)
         if log.accepted < max(1, self.rules.quorum):
@@ -245,14 +242,11 @@ class Rounds:
         seconds = time.perf_counter() - began
         self.journal.append_metrics(metric_rows(round, log, held_out))
         self.journal.append_cost("round", round, seconds, log.to_json())
-        remembering = {**progress.remembering, **dict.fromkeys(sorted(log.sites_with_memory), round)}
-        progress = advance_progress(replace(progress, round=round, remembering=remembering), log, self.rules)
+        memory_rounds = {**progress.memory_rounds, **dict.fromkeys(sorted(log.sites_with_memory), round)}
+        progress = advance_progress(replace(progress, round=round, memory_rounds=memory_rounds), log, self.rules)
         means = {m: mean_report(log, m) for m in ("loss", "accuracy", "auc")} if evaluating else {}
-        unheard = clusters_without_updates(log, clusters)
-        self.watch(
-            "round done",
-            {"round": round, "seconds": seconds, "stopped": progress.stopped, **means, "unheard": unheard},
-        )
+        facts = {"round": round, "seconds": seconds, "stopped": progress.stopped, **means}
+        self.watch("round done", {**facts, "unheard": clusters_without_updates(log, clusters)})
         return state, progress
 
     def _learning_rate(self, round: int, progress: Progress) -> float:
@@ -270,8 +264,9 @@ class Rounds:
         clusters: Mapping[SiteId, str],
     ) -> Iterator[Update]:
         """Send the round's messages and yield accepted updates by cluster and site; `log` gets an entry per site."""
-        outbox = self.prepare_outbox("train", round, state, cohort, parts, progress)
-        exchange = _RoundExchange(round, state, outbox, log)
+        exchange = _RoundExchange(
+            round, state, self.prepare_outbox("train", round, state, cohort, parts, progress), log
+        )
         arrivals = self.engine.exchange(round, exchange.outbox, self.rules.deadline)
         order = list(dict.fromkeys(clusters[site] for site in cohort))
         # Side by side, so that each cluster's updates can be aggregated one at a time.
@@ -287,10 +282,10 @@ class Rounds:
                 log.accepted += 1
                 log.accepted_weights.append(update.examples if self.algorithm.training.weights == "examples" else 1.0)
                 failpoint("reply-accepted")
-                lent = replace(update, tensors=dict(update.tensors))
+                shallow_copy = replace(update, tensors=dict(update.tensors))
                 del update
-                yield lent
-                lent.tensors.clear()  # whatever still refers to the update, its tensors are freed
+                yield shallow_copy
+                shallow_copy.tensors.clear()  # frees the tensors, even if something still refers to the update
 
     def _receive_update(self, exchange: _RoundExchange, site: SiteId, cluster: str, reply: Answer) -> Update | None:
         """Return a site's update if `check_update` accepts it; the outcome is logged either way."""
@@ -305,11 +300,11 @@ class Rounds:
             log.add(site, up=messages.message_size(reply), outcome="refused", kind=refusal.kind, why=str(refusal))
             return None
         complete = not isinstance(reply, bytes) and reply.tensors.keys() == expected.like.keys()
-        log.add(site, up=messages.message_size(reply, exchange.layouts[cluster][1] if complete else None))
+        size = messages.message_size(reply, exchange.layouts[cluster][1] if complete else None)
         drift = None if self.budget is not None and self.budget.hides_drift else accepted.drift
-        log.add(site, **accepted_fields(accepted.fields, accepted.update.scalars, drift))
+        log.add(site, up=size, **accepted_fields(accepted.fields, accepted.update.scalars, drift))
         log.reports[site] = accepted.report
-        if accepted.fields.get("remembers") is True:
+        if accepted.fields.get("keeps_memory") is True:
             log.sites_with_memory.add(site)
         return accepted.update
 
@@ -331,17 +326,24 @@ class Rounds:
             "round": round,
             "rounds": rules.rounds,
             "parts": parts,
-            "durable": self.journal.oldest_snapshot(),
+            "oldest_snapshot": self.journal.oldest_snapshot(),
         }
-        counted, rate = progress.remembering, self._learning_rate(round, progress)
-        rates = {s: rate * self.algorithm.lr_scale(self.algorithm.cluster_of(state, s)) for s in sites}
-        fields = {s: {**common, "site": s, "lr": rates[s], "remembers": counted.get(s, 0)} for s in sites}
+        counted, rate = progress.memory_rounds, self._learning_rate(round, progress)
+        fields = {
+            site: {
+                **common,
+                "site": site,
+                "lr": rate * self.algorithm.lr_scale(self.algorithm.cluster_of(state, site)),
+                "memory_round": counted.get(site, 0),
+            }
+            for site in sites
+        }
         return Outbox(fields, partial(self.algorithm.broadcast, state))
 
     def _expected_update(
         self, exchange: _RoundExchange, site: SiteId, cluster: str, received: Bundle
     ) -> ExpectedUpdate:
-        exchanges = self.algorithm.exchanges
+        exchanges = self.algorithm.exchanges()
         if cluster not in exchange.layouts:
             share = self.algorithm.cluster_state(exchange.state, cluster)
             like = {exchange.kind: share.get(exchange.like, {}) for exchange in exchanges}
@@ -368,11 +370,10 @@ class Rounds:
         sites = [s for s in self.federation.sites if s != POOLED]
         self.journal.charge_round(round, sites)
         outbox = self.prepare_outbox(
-            "evaluate", round, outcome.state, sites, parts, Progress(remembering=outcome.memory_rounds)
+            "evaluate", round, outcome.state, sites, parts, Progress(memory_rounds=outcome.memory_rounds)
         )
         if extra_tensors:
-            models = outbox.tensors
-            outbox.tensors = lambda site: {**models(site), **extra_tensors}
+            outbox.tensors = lambda site: {**self.algorithm.broadcast(outcome.state, site), **extra_tensors}
         found: dict[SiteId, Bundle] = {}
         arrivals = self.engine.exchange(round, outbox, self.rules.deadline)
         for site, reply in in_site_order(arrivals, sites, lambda *_: None):

@@ -8,7 +8,8 @@ import logging
 import sys
 from dataclasses import dataclass
 
-from polyclinic.core import Bundle, EngineError, Fit, Fitted, Part, Refused, Site, SiteId, Stream, Tensors, Update, Work
+from polyclinic.core import Bundle, EngineError, Fit, Fitted, Part, Refused, Site, SiteId, Stream, Work
+from polyclinic.federation.job_loop import JobLoop
 from polyclinic.privacy.sampling import rate_and_sums
 from polyclinic.storage import messages
 
@@ -68,14 +69,8 @@ class SitePrivacyLimits:
 
 def limit_to_plan(work: Work, limits: SitePrivacyLimits, site: Site) -> Work:
     """Return the same work, which ends in an error before it runs a job that the privacy plan has not priced."""
-    result: Fitted | Tensors | None = None
-    trained = 0
-    while True:
-        try:
-            job = work.send(result)
-        except StopIteration as end:
-            finished: tuple[Update, Bundle | None] = end.value
-            return finished
+    jobs, trained = JobLoop(work), 0
+    for job in jobs:
         if limits.priced_jobs and (job.training.private is None if isinstance(job, Fit) else not limits.allows_scores):
             raise EngineError(
                 f"site {site.name} was asked to use its images in a way that the privacy plan has not priced"
@@ -83,12 +78,13 @@ def limit_to_plan(work: Work, limits: SitePrivacyLimits, site: Site) -> Work:
         if isinstance(job, Fit) and job.training.private is not None:
             limits._check_job(job, site, trained)
             trained += 1
-        result = yield job
-        if isinstance(result, Fitted) and result.dropped:
+        jobs.result = yield job
+        if isinstance(jobs.result, Fitted) and jobs.result.dropped:
             # Logged at the site only: the number is as private as the images themselves.
             logging.getLogger(__name__).warning(
                 "%s: %d gradients of single images were not finite in round %d and counted as zero; check the images",
                 site.name,
-                result.dropped,
+                jobs.result.dropped,
                 site.round,
             )
+    return jobs.returned

@@ -1,11 +1,11 @@
 """A site's part in a round, the same class on every engine.
 
 Order → check against the site's limits → load memory → report metrics → local work → transforms (clip, noise, quantise)
-→ save memory → reply. What a site remembers lies in `storage.site_memory`; nothing of it leaves.
+→ save memory → reply. A site's memory is kept by `storage.site_memory`; nothing of it leaves the site.
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -37,6 +37,7 @@ from polyclinic.core import (
 )
 from polyclinic.data.examples import PooledData, SiteData
 from polyclinic.evaluation.metrics import finite_or_none, measure
+from polyclinic.federation.job_loop import JobLoop
 from polyclinic.federation.site_limits import SitePrivacyLimits, limit_to_plan
 from polyclinic.federation.update_check import ReportRow, read_scalars
 from polyclinic.privacy.releases import release_metrics
@@ -48,13 +49,13 @@ from polyclinic.training.losses import predict_probabilities
 from polyclinic.training.network import LiveNetwork, move_bundle
 
 Predict = Callable[[Bundle, Part], Tensors]
-ORDER = frozenset({"run", "seed", "purpose", "site", "round", "rounds", "lr", "parts", "durable"})
+ORDER = frozenset({"run", "seed", "purpose", "site", "round", "rounds", "lr", "parts", "oldest_snapshot"})
 """The fields that a message to a site must have."""
 
 
 @dataclass(frozen=True)
 class SiteRound:
-    """A round at a site that has begun: the order, and what the local work starts from."""
+    """A round at a site that has begun: the order, and everything that the local work starts from."""
 
     order: messages.Message
     memory: Bundle | None
@@ -94,8 +95,7 @@ class SiteRunner:
         if order.fields["purpose"] == "evaluate":
             return self.evaluate(order)
         site_round = self.begin_round(order)
-        work = self.start_local(site_round)
-        done = drive_jobs(work, lambda job, number: self.run_job(job, site_round, number))
+        done = drive_jobs(self.start_local(site_round), lambda job, number: self.run_job(job, site_round, number))
         return self.finish_round(site_round, *done)
 
     def check_order(self, order: messages.Message) -> None:
@@ -117,7 +117,7 @@ class SiteRunner:
             raise Refused("site", f"a message for {fields['site']!r} reached {self.name!r}")
         failpoint("site-received")
         memory = self.load_memory(order)
-        if memory is None and fields.get("remembers"):
+        if memory is None and fields.get("memory_round"):
             raise StoreError(
                 f"site {self.name} lost its memory of earlier rounds; restore its folder, or start a new run"
             )
@@ -130,10 +130,10 @@ class SiteRunner:
     def load_memory(self, order: messages.Message) -> Bundle | None:
         """Return the site's memory of its last round that counted, on its device, and drop that of later rounds.
 
-        The order says which round counted (`remembers`); without it, it is the one before.
+        The order says which round counted (`memory_round`); without it, it is the one before.
         """
         round = int(order.fields["round"])
-        counted = order.fields.get("remembers", round - 1)
+        counted = order.fields.get("memory_round", round - 1)
         if type(counted) is not int or not 0 <= counted < max(round, 1):
             raise Refused("json", f"the order to {self.name} names no valid round for its memory")
         self.memory.forget(self.name, counted, round)
@@ -180,7 +180,7 @@ class SiteRunner:
         if filed:
             self.memory.save_report(self.name, site_round.site.round, filed)
         if memory is not None:
-            self.memory.save(self.name, site_round.site.round, memory, int(fields["durable"]))
+            self.memory.save(self.name, site_round.site.round, memory, int(fields["oldest_snapshot"]))
             failpoint("memory-saved")
         reply = {
             "run": fields["run"],
@@ -189,7 +189,7 @@ class SiteRunner:
             "examples": update.examples,
             "scalars": dict(update.scalars),
             "report": site_round.report,
-            "remembers": memory is not None,
+            "keeps_memory": memory is not None,
             "together": stack_size,
             "alone": unstacked_reason,
             "seconds": (time.perf_counter() - site_round.started_at) / stack_size,
@@ -207,12 +207,20 @@ class SiteRunner:
     ) -> list[ReportRow]:
         """Return the metrics of the model(s) that this site would predict with now, by part."""
         rows: list[ReportRow] = []
-        for name, weights in (self.algorithm.models(received, memory) if parts else {}).items():
-            for part in self.nonempty_parts(parts):
-                found = self._replace_non_finite(predict(weights, part))
-                values = self._measure(found, secret and secret.child("metrics", name, part))
-                rows.append({"model": name, "part": part, "n": len(getattr(self.images, part)), **values})
+        models = self.algorithm.models(received, memory) if parts else {}
+        for name, part, found in self._predict_parts(models, parts, predict):
+            values = self._measure(found, secret and secret.child("metrics", name, part))
+            rows.append({"model": name, "part": part, "n": len(getattr(self.images, part)), **values})
         return rows
+
+    def _predict_parts(
+        self, models: Mapping[str, Bundle], parts: Sequence[Part], predict: Predict
+    ) -> Iterator[tuple[str, Part, Tensors]]:
+        """Yield each model's name, each part that has images, and the predictions."""
+        for name, weights in models.items():
+            for part in parts:
+                if len(getattr(self.images, part)):
+                    yield name, part, self._replace_non_finite(predict(weights, part))
 
     def _measure(self, found: Tensors, secret: Stream | None) -> Mapping[str, float | None]:
         """Return metrics without noise, or from noised counts where the plan charges for them."""
@@ -229,12 +237,9 @@ class SiteRunner:
         bad = ~chance.isfinite().all(1, keepdim=True)
         return {**found, "probabilities": torch.where(bad, 1 / chance.shape[1], chance)}
 
-    def nonempty_parts(self, parts: Sequence[Part]) -> list[Part]:
-        return [part for part in parts if len(getattr(self.images, part))]
-
     def predict(self, weights: Bundle, part: Part) -> Tensors:
-        found = score(Score(weights, predict_probabilities), self.network, getattr(self.images, part))
-        return {name: tensor.cpu() for name, tensor in found.items()}
+        job = Score(weights, predict_probabilities)
+        return {n: t.cpu() for n, t in score(job, self.network, getattr(self.images, part)).items()}
 
     def evaluate(self, order: messages.Message, predict: Predict | None = None) -> messages.Message:
         """Return every model's predictions on the parts that the order names, with patients as anonymous numbers."""
@@ -253,11 +258,9 @@ class SiteRunner:
 
     def _predictions(self, models: Mapping[str, Bundle], parts: Sequence[Part], predict: Predict) -> Tensors:
         found: Tensors = {}
-        for name, weights in models.items():
-            for part in self.nonempty_parts(parts):
-                for key, value in self._replace_non_finite(predict(weights, part)).items():
-                    found[f"{name}|{part}|{key}"] = value
-                found[f"{name}|{part}|patients"] = _patient_numbers(getattr(self.images, part))
+        for name, part, predictions in self._predict_parts(models, parts, predict):
+            found |= {f"{name}|{part}|{key}": value for key, value in predictions.items()}
+            found[f"{name}|{part}|patients"] = _patient_numbers(getattr(self.images, part))
         return found
 
 
@@ -285,17 +288,12 @@ def job_streams(site_round: SiteRound, number: int) -> tuple[Stream, Stream | No
 
 
 def drive_jobs(work: Work, run: Callable[[Job, int], Fitted | Tensors]) -> tuple[Update, Bundle | None]:
-    """Send the result of each job back into the generator until it returns the update and the memory."""
-    result: Fitted | Tensors | None = None
-    number = 0
-    while True:
-        try:
-            job = work.send(result)
-        except StopIteration as end:
-            finished: tuple[Update, Bundle | None] = end.value
-            return finished
-        result = run(job, number)
+    """Run the jobs of a site's local work (`number` counts those that advance the counter); return what it returns."""
+    jobs, number = JobLoop(work), 0
+    for job in jobs:
+        jobs.result = run(job, number)
         number += advances_counter(job)
+    return jobs.returned
 
 
 def advances_counter(job: Job) -> bool:

@@ -86,7 +86,7 @@ def check_update(
             "examples", f"{format_untrusted(examples)} training examples where {expected.examples} are registered"
         )
     for kind in tensors.keys() - expected.like.keys():
-        raise Refused("kind", f"{kind[:60]!r} was not agreed to leave a site")
+        raise Refused("kind", f"{kind[:60]!r} is not a kind that the algorithm sends")
     for kind, like in expected.like.items():
         if kind in tensors or not (kind in expected.optional or not like):
             _check_layout(kind, tensors.get(kind, {}), like)

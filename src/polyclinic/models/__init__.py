@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from polyclinic.core.rng import Stream
     from polyclinic.models.classifier import Classifier, ModelBuilder
 
-__all__ = ["MODELS", "ModelSpec", "build_model", "describe_models", "register_model"]
+__all__ = ["MODELS", "ModelSpec", "build_model", "register_model"]
 
 B = TypeVar("B", bound="ModelBuilder")
 
@@ -82,11 +82,6 @@ MODELS: dict[str, ModelSpec] = {
 BUILTIN = frozenset(MODELS)
 for _entry in entry_points(group=__name__):
     MODELS.setdefault(_entry.name, ModelSpec(_entry.value, 1, 0.0, f"from the package {_entry.module}"))
-
-
-def describe_models() -> dict[str, str]:
-    """Return each model's one-line description by name, without importing any model."""
-    return {name: spec.description for name, spec in MODELS.items()}
 
 
 def register_model(

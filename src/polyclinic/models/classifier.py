@@ -28,7 +28,10 @@ class Classifier(nn.Module):
         execution (parallel branches count in the order in which they are computed); the tests compare the two with
         forward hooks.
         """
-        return [name for name, module in self.named_modules() if _owns_tensors(module)]
+        # Non-persistent buffers (fixed filters, dropout keys) do not count, as they are not saved with the model.
+        return [
+            n for n, m in self.named_modules() if m._parameters or m._buffers.keys() - m._non_persistent_buffers_set
+        ]
 
     def tail_parameters(self, fraction: float) -> frozenset[str]:
         """Return the names of the parameters in the `fraction` of all leaf layers that is nearest the output.
@@ -51,8 +54,3 @@ class ModelBuilder(Protocol):
     """Builds a network for square images of `size` pixels; its first weights come from torch's current random state."""
 
     def __call__(self, *, classes: int, channels: int, size: int, dropout: float) -> Classifier: ...
-
-
-def _owns_tensors(module: nn.Module) -> bool:
-    """Non-persistent buffers (fixed filters, dropout keys) do not count, as they are not saved with the model."""
-    return bool(module._parameters or module._buffers.keys() - module._non_persistent_buffers_set)

@@ -54,9 +54,8 @@ class ResNet22(nn.Sequential):
             first = PreActivationBlock(before, width, 1 if number == 1 else 2, first=True)
             layers[f"layer{number}"] = nn.Sequential(first, PreActivationBlock(width, width, 1, first=False))
             before = width
-        layers |= {"norm": nn.BatchNorm2d(before), "relu": nn.ReLU()}
-        layers |= {"average": nn.AdaptiveAvgPool2d(1), "flatten": nn.Flatten()}
-        super().__init__(OrderedDict(layers))
+        end = {"norm": nn.BatchNorm2d(before), "relu": nn.ReLU(), "average": nn.AdaptiveAvgPool2d(1)}
+        super().__init__(OrderedDict(layers | end, flatten=nn.Flatten()))
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
@@ -72,9 +71,7 @@ def resnet22(
     layers: dict[str, nn.Module] = {}
     before = WIDTHS[-1]
     for number, width in enumerate(DENSE, 1):
-        layers[f"dense{number}"] = nn.Linear(before, width)
-        layers[f"norm{number}"] = nn.BatchNorm1d(width)
-        layers[f"relu{number}"] = nn.ReLU()
-        layers[f"dropout{number}"] = nn.Dropout(dropout)
+        layers |= {f"dense{number}": nn.Linear(before, width), f"norm{number}": nn.BatchNorm1d(width)}
+        layers |= {f"relu{number}": nn.ReLU(), f"dropout{number}": nn.Dropout(dropout)}
         before = width
     return Classifier(ResNet22(channels), nn.Sequential(OrderedDict(layers, classify=nn.Linear(before, classes))))

@@ -216,8 +216,7 @@ def _averaging_matrix(side: int, resolution: int, scales: int) -> Tensor:
     half = side >> (resolution + 1)
     spectrum = torch.cat([spectrum[:half], spectrum[-half:]])
     dots = torch.fft.fft(torch.eye(2 * half, dtype=torch.float64), dim=0)
-    everywhere = torch.real(torch.fft.ifft(dots * spectrum[:, None], dim=0))
-    return everywhere[:: 2 ** (scales - resolution)][1:-1]
+    return torch.real(torch.fft.ifft(dots * spectrum[:, None], dim=0))[:: 2 ** (scales - resolution)][1:-1]
 
 
 def _subsample_spectrum(spectrum: Tensor) -> Tensor:

@@ -21,7 +21,6 @@ from polyclinic.reporting.html.svg import (
     Banded,
     Plot,
     Point,
-    describe_last_values,
     linear_ticks,
     log_ticks,
     marker_shape,
@@ -31,7 +30,7 @@ from polyclinic.reporting.html.svg import (
 from polyclinic.reporting.html.tags import tag
 
 MOST_LINES = 8
-"""More lines cannot be told apart in one plot."""
+"""More lines in one plot cannot be distinguished."""
 MOST_PANELS = 16
 MOST_VALUES = 60
 ROW_HEIGHT = 38.0
@@ -76,25 +75,24 @@ def line_chart(name: str, title: str, series: Series, axes: LineAxes, words: str
     if len(known) > 3:
         left = len(known) - len(shown)
         words += f" Grey: the others.{f' The first {len(shown)} of {len(known)}.' if left else ''}"
-        panels = [_panel(label, shown, axes) for label in shown]
-    legend = list(shown) if len(shown) > 1 else []
+        panels = [
+            Panel(
+                label,
+                _plot_lines(shown, axes, [label], number),
+                f"{axes.describe()} It ends at {axes.show(points[-1][1])}.",
+            )
+            for number, (label, points) in enumerate(shown.items())
+        ]
+    last = "; ".join(f"{label} {axes.show(points[-1][1])}" for label, points in shown.items())
     return Figure(
         name,
         title,
         plot,
-        f"{axes.describe()} Last values: {describe_last_values(shown, axes.show)}.",
+        f"{axes.describe()} Last values: {last}.",
         words.strip(),
-        legend,
+        list(shown) if len(shown) > 1 else [],
         panels=panels,
         values=_value_table(title, shown, axes),
-    )
-
-
-def _panel(name: str, series: Series, axes: LineAxes) -> Panel:
-    return Panel(
-        name,
-        _plot_lines(series, axes, [name], list(series).index(name)),
-        f"{axes.describe()} It ends at {axes.show(series[name][-1][1])}.",
     )
 
 
@@ -103,8 +101,7 @@ def _plot_lines(series: Series, axes: LineAxes, shown: Sequence[str], number: in
     bands = [edge for name in shown for point in series[name] for edge in point[1:]]
     y = padded_range([*(point[1] for point in every), *bands], axes.least, axes.bounds)
     x = min(point[0] for point in every), max(point[0] for point in every)
-    alone = len(shown) == 1 and len(series) > 1
-    plot = Plot(x, y, height=190, width=300) if alone else Plot(x, y)
+    plot = Plot(x, y, height=190, width=300) if len(shown) == 1 and len(series) > 1 else Plot(x, y)
     plot.draw_axes(
         axes.x, axes.y, linear_ticks(*x, whole=axes.whole, show=format_compact), linear_ticks(*y, show=axes.show)
     )
@@ -119,8 +116,7 @@ def _plot_lines(series: Series, axes: LineAxes, shown: Sequence[str], number: in
 def _value_table(title: str, series: Series, axes: LineAxes) -> Table:
     """Every point as a number; of long series every n-th, the last among them."""
     at = sorted({point[0] for points in series.values() for point in points})
-    every = math.ceil(len(at) / MOST_VALUES)
-    kept = at[::-every][::-1] if at else []
+    kept = at[:: -math.ceil(len(at) / MOST_VALUES)][::-1] if at else []
     found = {name: {point[0]: point for point in points} for name, points in series.items()}
     rows = [[format_compact(x), *(_format_point(points.get(x), axes) for points in found.values())] for x in kept]
     return Table(f"{title}: {axes.y}", [axes.x, *series], rows)
@@ -238,8 +234,8 @@ def reliability_diagram(name: str, title: str, bins: Sequence[ConfidenceBin], wo
     """Draw the share of right predictions against their confidence, with their number at the bottom."""
     plot = Plot((start, 1.0), (0.0, 1.0), height=330)
     plot.draw_axes(
-        "how sure the model is",
-        "how often it is right",
+        "confidence of the model",
+        "share of right predictions",
         linear_ticks(start, 1, show=format_percent),
         linear_ticks(0, 1, show=format_percent),
     )
@@ -272,14 +268,10 @@ def reliability_diagram(name: str, title: str, bins: Sequence[ConfidenceBin], wo
 
 
 @dataclass(frozen=True)
-class CostPoint:
-    """A method's cost and accuracy. `optimal`: no other method costs less and has a higher accuracy."""
+class CostPoint(Estimate):
+    """A method's accuracy and cost. `optimal`: no other method costs less and has a higher accuracy."""
 
-    name: str
     cost: float
-    value: float
-    low: float
-    high: float
     optimal: bool
 
 

@@ -7,15 +7,14 @@ what the colour says, for readers and printers that see none. Each picture descr
 from __future__ import annotations
 
 import math
-import os
 import textwrap
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
-from polyclinic.core import DataError, StoreError
+from polyclinic.core import DataError
+from polyclinic.storage.files import write_atomically
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist
@@ -150,17 +149,4 @@ def save(figure: Figure, path: Path, title: str, description: str) -> None:
     figure.savefig(
         picture, format="png", dpi=DPI, metadata={"Title": title, "Description": description, "Software": None}
     )
-    _write(path, picture.getvalue())
-
-
-def _write(path: Path, content: bytes) -> None:
-    """All or nothing: a reader of `path` sees the old picture or the new one."""
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        part.write_bytes(content)
-        os.replace(part, path)
-    except OSError as error:
-        raise StoreError(f"The picture {path} cannot be written: {error.strerror}.") from error
-    finally:
-        with suppress(OSError):
-            part.unlink(missing_ok=True)
+    write_atomically(path, picture.getvalue())

@@ -1,4 +1,4 @@
-"""The privacy statement of a run: what is claimed, for whom, against whom, and what is not protected."""
+"""The privacy statement of a run: the claim, its unit, the observers it holds against, and its limits."""
 
 import math
 from collections.abc import Iterator
@@ -19,9 +19,9 @@ PAPER_METRIC = "paper metric, not a guarantee"
 
 def write_privacy_page(summary: RunSummary) -> str:
     """The content of privacy.md."""
-    return to_markdown(
-        Report(f"Privacy of {summary.name}", "", "", [*privacy_sections(summary), _release_section(summary)])
-    )
+    rows = [[row.kind, row.protection] for row in summary.released]
+    released = Section("released", "What is released", [Table("", ["what leaves a site", "what protects it"], rows)])
+    return to_markdown(Report(f"Privacy of {summary.name}", "", "", [*privacy_sections(summary), released]))
 
 
 def privacy_sections(summary: RunSummary) -> list[Section]:
@@ -47,11 +47,6 @@ def privacy_sections(summary: RunSummary) -> list[Section]:
     ]
 
 
-def _release_section(summary: RunSummary) -> Section:
-    rows = [[row.kind, row.protection] for row in summary.released]
-    return Section("released", "What is released", [Table("", ["what leaves a site", "what protects it"], rows)])
-
-
 def _claim_blocks(privacy: PrivacySpent, summary: RunSummary) -> Iterator[Block]:
     yield Paragraph(_describe_claim(privacy))
     if summary.pooled:
@@ -64,8 +59,10 @@ def _claim_blocks(privacy: PrivacySpent, summary: RunSummary) -> Iterator[Block]
             f"Averaged over sites and summed over rounds the cost is {privacy.paper_metric:.2f} ({PAPER_METRIC})."
         )
     if privacy.earlier_epsilon:
-        earlier = round_up(privacy.earlier_epsilon)
-        yield Paragraph(f"Earlier runs on the same ledger had cost ε = {earlier} before it, which is included.")
+        yield Paragraph(
+            f"Earlier runs on the same ledger had cost ε = {round_up(privacy.earlier_epsilon)} before it, which is "
+            "included."
+        )
     if privacy.stopped_by_budget:
         yield Paragraph(
             f"The run stopped after round {summary.rounds}: the next one would have cost more than was allowed."
@@ -75,13 +72,13 @@ def _claim_blocks(privacy: PrivacySpent, summary: RunSummary) -> Iterator[Block]
 def _describe_claim(privacy: PrivacySpent) -> tuple[Inline, ...]:
     value = privacy.epsilon
     if reason := privacy.no_guarantee_reason:
-        why = reason[0].upper() + reason[1:]
-        return Strong("No guarantee."), f" {why}. The figures below describe the noise, not a protection."
+        why = f" {reason[0].upper()}{reason[1:]}. The figures below describe the noise, not a protection."
+        return Strong("No guarantee."), why
     if value is None:
         return Strong("No protection."), " Without noise ε is infinite."
     if privacy.audit is not None and privacy.audit.refuted:
-        refuted = Strong("Do not rely on this run: an audit has refuted its claim")
-        return refuted, f" of ε = {round_up(value)}; see below."
+        refuted = "Do not rely on this run: an audit has refuted its claim"
+        return Strong(refuted), f" of ε = {round_up(value)}; see below."
     sites, unit = privacy.max_sites_per_record, UNITS[privacy.unit]
     several = f", for a record that may be at {sites} sites" if sites > 1 else ""
     seed = ", against anyone who does not know the run's seed" if privacy.randomness == "seed" else ""
@@ -102,8 +99,7 @@ def _plan_rows(privacy: PrivacySpent, pooled: bool) -> Iterator[list[str]]:
     yield [f"ε of the worst-placed {privacy.unit}", _format_bounds(privacy)]
     if privacy.worst_site_epsilon is not None and privacy.unit != "site":
         yield ["ε if it is at one site only", f"at most {round_up(privacy.worst_site_epsilon)}"]
-    allowed = "not limited" if privacy.max_epsilon is None else f"{privacy.max_epsilon:g}"
-    yield ["ε that was allowed", allowed]
+    yield ["ε that was allowed", "not limited" if privacy.max_epsilon is None else f"{privacy.max_epsilon:g}"]
 
 
 def _format_bounds(privacy: PrivacySpent) -> str:
@@ -211,7 +207,7 @@ def _describe_audit(privacy: PrivacySpent) -> tuple[Inline, ...]:
 
 
 def privacy_line(privacy: PrivacySpent) -> str:
-    """What a finished run has cost in privacy, in a line."""
+    """The privacy cost of a finished run, in one line."""
     if privacy.no_guarantee_reason:
         return "privacy: no guarantee; privacy.md says why"
     value = "∞" if privacy.epsilon is None else f"{privacy.epsilon:.3g}"

@@ -1,6 +1,6 @@
 """The report: its sections in order, of a run or of a comparison."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from polyclinic.evaluation.comparison import Comparison
@@ -26,7 +26,6 @@ from polyclinic.reporting.sections.training import (
     gap_section,
     learning_section,
 )
-from polyclinic.storage.run_folder import RunFolder
 
 SectionBuilder = Callable[[ReportData], Section | None]
 """Builds a section, or None where there is nothing to show."""
@@ -81,13 +80,7 @@ def build_results_page(comparison: Comparison) -> Report:
         forgetting_section,
         sites_section,
     )
-    versions = ", ".join(f"{name} {number}" for name, number in data.first.summary.versions.items())
-    return Report(data.title, "", data.about, _build_sections(data, builders), f"Versions: {versions}.")
-
-
-def build_comparison_report(comparison: Comparison, folders: Mapping[str, Sequence[RunFolder]]) -> Report:
-    """The whole report of a comparison that has just run; `folders`: of its runs, by method."""
-    return build_report(gather_report_data(comparison, folders))
+    return Report(data.title, "", data.about, _build_sections(data, builders), data.versions)
 
 
 def write_forgetting_chart(summary: RunSummary, path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What a report is made from: the folders of finished runs, read and grouped by method."""
+"""The data of a report: finished runs, read from their folders and grouped by method."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -74,8 +74,7 @@ class Method:
 
     def format_spread(self, metric: str, site: SiteId | None = None) -> str:
         """Mean ± standard deviation of a metric over seeds."""
-        found = summarise_sample([metric_value(summary, metric, site) for summary in self.summaries])
-        return format_spread(found.mean, found.std)
+        return format_sample([metric_value(summary, metric, site) for summary in self.summaries])
 
 
 @dataclass(frozen=True, eq=False)
@@ -127,6 +126,10 @@ class ReportData:
         return self.methods[0].first
 
     @property
+    def versions(self) -> str:
+        return f"Versions: {', '.join(f'{name} {number}' for name, number in self.first.summary.versions.items())}."
+
+    @property
     def task(self) -> Task:
         return task_of(self.first.summary)
 
@@ -162,10 +165,9 @@ class ReportData:
     @cached_property
     def withholds_seeds(self) -> bool:
         """Whether seeds must not be shown, since a run's noise was drawn from one."""
-        plans = [run.privacy for method in self.methods for run in method.summaries]
-        claimed = [plan for plan in plans if plan is not None and not plan.no_guarantee_reason]
-        begun = [one.recipe.privacy for one in self.unfinished if one.recipe.privacy is not None]
-        return any(plan.randomness == "seed" for plan in claimed) or any(plan.randomness == "seed" for plan in begun)
+        plans = [run.privacy for method in self.methods for run in method.summaries if run.privacy is not None]
+        begun = [one.recipe.privacy.randomness for one in self.unfinished if one.recipe.privacy is not None]
+        return "seed" in [*begun, *(plan.randomness for plan in plans if not plan.no_guarantee_reason)]
 
     @cached_property
     def comparison(self) -> Comparison:
@@ -193,6 +195,12 @@ class ReportData:
 
     def method(self, name: str) -> Method:
         return next(method for method in self.methods if method.name == name)
+
+
+def format_sample(values: Sequence[float]) -> str:
+    """Mean ± standard deviation of a figure over seeds."""
+    found = summarise_sample(values)
+    return format_spread(found.mean, found.std)
 
 
 def gather_report_data(comparison: Comparison, folders: Mapping[str, Sequence[RunFolder]]) -> ReportData:

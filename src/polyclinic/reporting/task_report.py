@@ -1,4 +1,4 @@
-"""What a task contributes to the report: sentences, site metrics, sections."""
+"""The interface of a task's part of the report: sentences, site metrics, sections."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
@@ -14,7 +14,7 @@ class TaskReport(ABC):
     """Metrics that the table of sites has beside the task's columns, with their titles."""
     sections: ClassVar[tuple[Callable[[ReportData], Section | None], ...]]
     results_sections: ClassVar[tuple[Callable[[ReportData], Section | None], ...]]
-    """Those that a page of kept results has."""
+    """The sections of a page of kept results."""
 
     @abstractmethod
     def describe_value(self, value: float, low: float, high: float, part: str, over: str = "") -> str:

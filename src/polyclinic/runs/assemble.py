@@ -7,7 +7,6 @@ streams have the same names in both, so the bits are the same.
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeAlias
 
 from polyclinic.algorithms.base import Algorithm
 from polyclinic.algorithms.distillation.refine import check_public
@@ -69,21 +68,18 @@ class RunSetup:
         return {site: self.make_runner(site, memory, secret and secret.child("site", site)) for site in self.sites}
 
 
-MakePlan: TypeAlias = Callable[[RunSetup], PrivacyPlan]
-"""Prices a run whose algorithm trains privately, with noise that is not known yet."""
-
-
 def assemble(
     recipe: Recipe,
     dataset: FederatedDataset,
-    make_plan: MakePlan,
+    make_plan: Callable[[RunSetup], PrivacyPlan],
     data: Path | None = None,
     site: SiteId | None = None,
 ) -> RunSetup:
     """Build networks, algorithm, privacy plan and transforms of a run; load the public set and pretrain on it if asked.
 
-    `make_plan` is called if the recipe has a `privacy` section. `data`: the data folder, for first weights and the
-    public set. `site`: assemble the run for this site alone, which sees no other.
+    `make_plan` prices the run, before its noise is known; it is called if the recipe has a `privacy` section. `data`:
+    the data folder, for first weights and the public set. `site`: assemble the run for this site alone, which sees no
+    other.
     """
     device = device_of(recipe)
     private = placeholder_private(recipe.privacy) if recipe.privacy is not None else None

@@ -6,7 +6,7 @@ import hashlib
 import logging
 import tempfile
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from functools import cached_property
 from pathlib import Path
@@ -72,11 +72,6 @@ from polyclinic.storage.run_folder import RunFolder
 from polyclinic.storage.site_memory import DiskMemory, RamMemory, SiteMemory
 from polyclinic.training.fit import score
 from polyclinic.training.losses import predict_probabilities
-
-
-def quorum_of(recipe: Recipe, sites: Collection[SiteId]) -> int:
-    """Return the quorum of a run between real sites: all of them, unless the recipe allows fewer."""
-    return recipe.quorum or recipe.cohort or len(sites)
 
 
 class Experiment:
@@ -190,8 +185,9 @@ class Experiment:
 
     def _make_rounds(self, engine: Engine, journal: Journal, budget: PrivacyBudget | None) -> Rounds:
         setup, rules = self.setup, round_options(self.recipe, self.run_id())
-        if self.remote is not None:
-            rules = replace(rules, deadline=self.remote.deadline, quorum=quorum_of(self.recipe, setup.sites))
+        if self.remote is not None:  # the quorum of real sites is all of them, unless the recipe allows fewer
+            quorum = self.recipe.quorum or self.recipe.cohort or len(setup.sites)
+            rules = replace(rules, deadline=self.remote.deadline, quorum=quorum)
         return Rounds(
             setup.federation,
             setup.algorithm,
@@ -341,7 +337,7 @@ class Experiment:
             forgetting=forgetting_by_round(rows) if recipe.evaluate.forgetting else {},
             drift=mean_drift(rows),
             cost=sum_costs(journal.costs, seconds),
-            released=list_releases(self.setup.plan, self.setup.algorithm.exchanges),
+            released=list_releases(self.setup.plan, self.setup.algorithm.exchanges()),
             warnings=self.warnings,
             sha256=messages.hash_tensors(outcome.state),
             versions=package_versions(),

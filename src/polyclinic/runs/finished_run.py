@@ -14,7 +14,7 @@ from polyclinic.config.recipe import ModelSection, Recipe
 from polyclinic.core import Bundle, DataError, SiteId, StoreError, Stream
 from polyclinic.evaluation.summary import RunSummary, SiteSizes
 from polyclinic.models.classifier import Classifier
-from polyclinic.models.split_point import cut_after
+from polyclinic.models.modifications import cut_after
 from polyclinic.runs.networks import build_network, build_networks, device_of, without_weights
 from polyclinic.runs.sites import FederatedDataset, load_sites
 from polyclinic.storage import messages
@@ -51,16 +51,11 @@ class FinishedRun:
         memory = DiskMemory(self.files.site_memory).load(site, self.summary.rounds + 1)
         return self.algorithm.models(self.algorithm.broadcast(self.state, site), memory), memory is not None
 
-    def model_at(self, site: SiteId) -> tuple[str, Bundle]:
-        """Return the name and the weights of the model that a site predicts with: its own, or its first one."""
+    def site_network(self, site: SiteId) -> tuple[str, Classifier]:
+        """Return the name of the model that a site predicts with (its own, or its first one), and its network."""
         models, _ = self.models_at(site)
         name = site if site in models else next(iter(models))
-        return name, models[name]
-
-    def site_network(self, site: SiteId) -> tuple[str, Classifier]:
-        """Return the name of a site's model, and its network with these weights."""
-        name, weights = self.model_at(site)
-        return name, self.load_network(self._model_section(site), weights)
+        return name, self.load_network(self._model_section(site), models[name])
 
     def load_network(self, section: ModelSection, weights: Bundle) -> Classifier:
         """Return a network with these weights, ready to evaluate. It is not split, so that layers keep their names."""

@@ -24,15 +24,12 @@ from polyclinic.data.examples import Images, SiteData
 from polyclinic.evaluation.flops import count_parameters, training_step_flops
 from polyclinic.evaluation.summary import ModelSize
 from polyclinic.models import build_model
-from polyclinic.models.activation_checkpointing import enable_checkpointing
 from polyclinic.models.classifier import Classifier
-from polyclinic.models.group_norm import replace_batch_norm
+from polyclinic.models.modifications import cut_after, enable_checkpointing, replace_batch_norm
 from polyclinic.models.scattering import find_fixed_features
-from polyclinic.models.split_point import cut_after
 from polyclinic.models.weights.load import adopt_weights, download_weights, load_weights
 from polyclinic.runs.sites import FederatedDataset
-from polyclinic.training.auxiliary import with_auxiliary
-from polyclinic.training.network import LiveNetwork, feature_shape, normalisation_names
+from polyclinic.training.network import LiveNetwork, feature_shape, normalisation_names, with_auxiliary
 
 
 def build_network(recipe: Recipe, dataset: FederatedDataset, data: Path | None = None) -> Classifier:
@@ -195,8 +192,9 @@ def build_networks(
     blank = torch.zeros(1, dataset.channels, dataset.size, dataset.size)
     shapes = {name: feature_shape(live, blank) for name, live in networks.items()}
     for name, live in networks.items():
-        stream = Stream(recipe.seed, ("beside", name))
-        networks[name] = with_auxiliary(live, algorithm.auxiliary, shapes[name], len(dataset.classes), stream)
+        networks[name] = with_auxiliary(
+            live, algorithm.auxiliary, shapes[name], len(dataset.classes), Stream(recipe.seed, ("beside", name))
+        )
     return Networks(recipe, networks, student, shapes)
 
 
@@ -246,9 +244,8 @@ def check_recipe_fits_sites(networks: Networks, dataset: FederatedDataset) -> No
         raise RecipeError(f"a quorum of {recipe.quorum} is asked of {len(sites)} sites; lower quorum")
     if dataset.held_out is None and not any(len(site.validation) + len(site.test) for site in sites.values()):
         raise DataError("No site has a validation or test image, so nothing could be reported; mend data.split.")
-    norms = nn.modules.batchnorm._BatchNorm
     for cluster, live in networks.by_cluster.items() if recipe.training.batch == 1 else ():
-        if any(isinstance(module, norms) for module in live.module.modules()):
+        if any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in live.module.modules()):
             raise RecipeError(
                 f"{_model_section(recipe, cluster).name} normalises over the batch, which one image cannot be; raise "
                 "training.batch"

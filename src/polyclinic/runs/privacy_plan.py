@@ -66,7 +66,7 @@ def bind_plan(
             "privacy.noise_at: server needs an algorithm whose server takes a weighted mean, as fedavg and fedprox do; "
             "choose one of them, or privacy.noise_at: site"
         )
-    sent = algorithm.exchanges
+    sent = algorithm.exchanges()
     if config.unit == "site" and (any(e.kind not in (*RELEASED, "buffers") or e.optional for e in sent) or not sent):
         raise RecipeError(
             "privacy.unit: site clips and noises a site's whole update of the model, and this algorithm sends more, or "

@@ -65,8 +65,8 @@ def _align_labels(name: str, collection: Collection, classes: tuple[str, ...]) -
             f"{', '.join(classes)}; bring both to the same names with public.task or data.task, "
             "or choose another public set."
         )
-    number = torch.tensor([classes.index(label) for label in collection.classes])
-    return replace(collection, labels=number[collection.labels], classes=classes)
+    numbers = torch.tensor([classes.index(label) for label in collection.classes])
+    return replace(collection, labels=numbers[collection.labels], classes=classes)
 
 
 def _drop_duplicates(held: Sequence[Images | Selection], collection: Collection) -> Collection:
@@ -91,7 +91,7 @@ def _drop_duplicates(held: Sequence[Images | Selection], collection: Collection)
 
 
 def _image_hashes(images: Images | Selection) -> Iterator[bytes]:
-    """Return a hash of every stored image."""
+    """Yield a hash of every stored image."""
     for index in torch.split(torch.arange(len(images)), HASHED):
         for image in images.stored_batch(index)[0]:
             yield hashlib.sha256(image.numpy().tobytes()).digest()

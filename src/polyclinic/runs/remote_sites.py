@@ -94,9 +94,12 @@ class RemoteSites(FederatedDataset):
         sites: dict[SiteId, SiteData] = {}
         for site, profile in profiles.items():
             shape = (profile.channels, profile.size, profile.size)
-            train = RemoteImages(profile.train, shape, profile.groups[0])
-            validation = RemoteImages(profile.validation, shape, profile.groups[1])
-            sites[site] = SiteData(site, train, validation, RemoteImages(profile.test, shape))
+            sites[site] = SiteData(
+                site,
+                RemoteImages(profile.train, shape, profile.groups[0]),
+                RemoteImages(profile.validation, shape, profile.groups[1]),
+                RemoteImages(profile.test, shape),
+            )
         return RemoteSites(first.classes, sites, None, first.channels, first.size, dict(profiles))
 
     @cached_property

@@ -12,23 +12,13 @@ from polyclinic.algorithms.base import Algorithm
 from polyclinic.algorithms.distillation.losses import Teacher
 from polyclinic.algorithms.distillation.patch_attribution import attribute_patches
 from polyclinic.algorithms.distillation.refine import RefinementResult, refine_student
-from polyclinic.core import (
-    STUDENT,
-    Bundle,
-    CurriculumOptions,
-    Fit,
-    Fitted,
-    RecipeError,
-    Score,
-    Site,
-    Stream,
-    Tensors,
-)
+from polyclinic.core import STUDENT, Bundle, CurriculumOptions, Fit, RecipeError, Score, Site, Stream
 from polyclinic.data.examples import SiteData
 from polyclinic.evaluation.assessment import score_predictions
 from polyclinic.evaluation.metrics import Predictions
 from polyclinic.evaluation.summary import PartScores
 from polyclinic.evaluation.task import CLASSIFICATION
+from polyclinic.federation.job_loop import JobLoop
 from polyclinic.reporting.teacher_figure import draw_teacher_maps
 from polyclinic.runs.networks import Networks, server_models
 from polyclinic.runs.sites import site_on_device
@@ -50,20 +40,15 @@ class ServerTrainer:
     def __call__(self, state: Bundle, site: Site) -> Bundle:
         """Return the state after the algorithm's `server_step`, which follows an aggregation."""
         site, rng = replace(site, examples=len(self.public.train)), Stream(self.seed, ("server", site.round))
-        work = self.algorithm.server_step(state, site, rng)
-        result: Fitted | Tensors | None = None
-        while True:
-            try:
-                group, job = work.send(result)
-            except StopIteration as end:
-                after: Bundle = end.value
-                return after
+        jobs = JobLoop(self.algorithm.server_step(state, site, rng))
+        for group, job in jobs:
             network = self.networks.by_cluster[group]
             if isinstance(job, Fit):
                 here = replace(site, lr=site.lr * self.algorithm.lr_scale(group))
-                result = fit(job, network, self.public.train, here, rng.child(group))
+                jobs.result = fit(job, network, self.public.train, here, rng.child(group))
             else:
-                result = score(job, network, getattr(self.public, job.part))
+                jobs.result = score(job, network, getattr(self.public, job.part))
+        return jobs.returned
 
     def check_usable(self, start: Bundle) -> None:
         """Raise, before training, if the server has no model or images to use; `start`: the state before round 1."""
@@ -91,8 +76,9 @@ class ServerTrainer:
         options, student = self.networks.recipe.finish, self.networks.student
         assert options is not None
         assert student is not None
-        teachers = self._make_teachers(state)
-        return refine_student(teachers, student, self.start, self.public, options, Stream(self.seed, ("finish",)))
+        return refine_student(
+            self._make_teachers(state), student, self.start, self.public, options, Stream(self.seed, ("finish",))
+        )
 
     def draw_teachers(self, state: Bundle, classes: Sequence[str], path: Path) -> None:
         """Draw each teacher's patch attributions on some public training images."""
@@ -135,5 +121,4 @@ def pretrain_networks(networks: Networks, public: SiteData | None, device: torch
     for name, network in networks.by_cluster.items():
         if sections[name].pretrain is not None:
             job = Fit(network.copy_weights(), task_loss, replace(training, epochs=sections[name].pretrain))
-            fitted = fit(job, network, images, server, Stream(recipe.seed, ("pretrain", name)))
-            network.load_weights(fitted.weights)
+            network.load_weights(fit(job, network, images, server, Stream(recipe.seed, ("pretrain", name))).weights)

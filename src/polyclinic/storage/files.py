@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import IO
 
@@ -33,18 +34,32 @@ def make_folder(path: Path, mode: int = 0o777) -> None:
         path.mkdir(mode=mode, parents=True, exist_ok=True)
 
 
-def write_atomically(path: Path, data: bytes, half_written: str = "", before_rename: str = "") -> None:
+def write_atomically(
+    path: Path,
+    data: bytes,
+    half_written: str = "",
+    before_rename: str = "",
+    mode: int | None = None,
+    remedy: str = ANOTHER,
+) -> None:
+    """Write a file that is either whole or absent. `mode`: its permissions from the first moment on; None: as usual."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with explain_os_errors(path):
+    with explain_os_errors(path, remedy=remedy):
         try:
-            with open(temporary, "wb") as file:
+            with open(temporary, "wb", opener=partial(os.open, mode=0o666 if mode is None else mode)) as file:
+                if mode is not None:
+                    os.fchmod(file.fileno(), mode)
                 _write_and_sync(file, data, half_written)
             failpoint(before_rename)
             os.replace(temporary, path)
         except BaseException:
             temporary.unlink(missing_ok=True)
             raise
-        _sync_folder(path.parent)
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
 
 
 def append_durably(path: Path, data: bytes, half_written: str = "") -> None:
@@ -67,14 +82,6 @@ def _write_and_sync(file: IO[bytes], data: bytes, half: str) -> None:
     file.write(data[len(data) // 2 :])
     file.flush()
     os.fsync(file.fileno())
-
-
-def _sync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def write_json(path: Path, value: object) -> None:

@@ -1,49 +1,20 @@
 """The journal of the round loop: charges, metrics, costs and snapshots, written to a run's folder or kept in memory."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TypeAlias
 
 from polyclinic.core import Bundle, SiteId, StoreError, failpoint
 from polyclinic.evaluation.rows import LEDGER_ROW, METRIC_ROW, ChargeRow, CostRow, LedgerRow, MetricRow, SiteOutcome
 from polyclinic.storage.ledger import Ledger
+from polyclinic.storage.messages import Message
 from polyclinic.storage.metrics_file import MetricsFile
 from polyclinic.storage.run_folder import RunFolder
 from polyclinic.storage.snapshots import SnapshotStore
 
 Fields = Mapping[str, object]
 """A row as JSON; it is read back as a typed row (`evaluation/rows.py`)."""
-
-
-@dataclass(frozen=True)
-class Resumed:
-    """Where a run goes on: the state after `round`, and the loop's own progress."""
-
-    round: int
-    state: Bundle
-    progress: Mapping[str, Any]
-
-
-class Journal(Protocol):
-    def resume(self) -> Resumed | None: ...
-
-    def charge_round(self, round: int, sites: Sequence[SiteId], privacy: Fields | None = None) -> None:
-        """Write the charge of a round before anything is sent; it is synced before this returns."""
-        ...
-
-    def read_charges(self) -> list[ChargeRow]: ...
-
-    def append_metrics(self, rows: Sequence[Fields]) -> None: ...
-
-    def append_cost(self, event: str, round: int, seconds: float, sites: Mapping[SiteId, Fields]) -> None: ...
-
-    def save_snapshot(self, round: int, state: Bundle, progress: Fields) -> None: ...
-
-    def oldest_snapshot(self) -> int:
-        """The earliest round that a resume could go back to."""
-        ...
 
 
 @dataclass
@@ -53,7 +24,7 @@ class RamJournal:
     rows: list[MetricRow] = field(default_factory=list)
     costs: list[LedgerRow] = field(default_factory=list)
 
-    def resume(self) -> Resumed | None:
+    def resume(self) -> Message | None:
         return None
 
     def charge_round(self, round: int, sites: Sequence[SiteId], privacy: Fields | None = None) -> None:
@@ -66,8 +37,9 @@ class RamJournal:
         self.rows.extend(map(METRIC_ROW.validate_python, rows))
 
     def append_cost(self, event: str, round: int, seconds: float, sites: Mapping[SiteId, Fields]) -> None:
-        row = {"event": event, "round": round, "seconds": seconds, "sites": dict(sites)}
-        self.costs.append(LEDGER_ROW.validate_python(row))
+        self.costs.append(
+            LEDGER_ROW.validate_python({"event": event, "round": round, "seconds": seconds, "sites": dict(sites)})
+        )
 
     def save_snapshot(self, round: int, state: Bundle, progress: Fields) -> None:
         """Nothing to keep."""
@@ -94,26 +66,29 @@ class FolderJournal:
     def costs(self) -> list[LedgerRow]:
         return add_interrupted_rounds(self.folder.ledger())
 
-    def resume(self) -> Resumed | None:
-        """Go back to the newest valid snapshot. Later metrics are dropped; later charges and costs are not."""
-        found = self.snapshots.load()
-        if found is None:
+    def resume(self) -> Message | None:
+        """Go back to the newest valid snapshot, and return it: the state, and the loop's progress among the fields.
+
+        Later metrics are dropped; later charges and costs are not.
+        """
+        snapshot = self.snapshots.load()
+        if snapshot is None:
             self._metrics.truncate(0)
             if self.ledger.rows:
                 self.ledger.append(event="resumed", round=0)
             return None
-        round, message = found
-        fields = message.fields
+        fields, round = snapshot.fields, snapshot.fields["round"]
         if not self.ledger.includes(fields["ledger_rows"], fields["ledger_chain"]):
             raise StoreError(
-                f"{self.ledger.path} lacks rows that the snapshot of round {round} has seen; what the run has cost "
-                "can no longer be shown, so it cannot be resumed: restore the file or start anew in another folder"
+                f"{self.ledger.path} lacks rows that the snapshot of round {round} counts, so the run's cost is "
+                "not known in full and it cannot be resumed; restore the file or start anew in another folder"
             )
         self._metrics.truncate(fields["metrics_size"], fields["metrics_sha256"])
         self.ledger.append(event="resumed", round=round)
-        return Resumed(round, message.tensors, fields["progress"])
+        return snapshot
 
     def charge_round(self, round: int, sites: Sequence[SiteId], privacy: Fields | None = None) -> None:
+        """Write the charge of a round before anything is sent; it is synced before this returns."""
         self.ledger.append(event="charge", round=round, sites=list(sites), privacy=privacy)
         failpoint("charge-written")
 
@@ -125,7 +100,7 @@ class FolderJournal:
         failpoint("metrics-written")
 
     def append_cost(self, event: str, round: int, seconds: float, sites: Mapping[SiteId, Fields]) -> None:
-        self.ledger.append(event=event, round=round, seconds=round_seconds(seconds), sites=dict(sites))
+        self.ledger.append(event=event, round=round, seconds=float(f"{seconds:.6f}"), sites=dict(sites))
         failpoint("ledger-written")
 
     def save_snapshot(self, round: int, state: Bundle, progress: Fields) -> None:
@@ -140,21 +115,20 @@ class FolderJournal:
         failpoint("snapshot-written")
 
     def oldest_snapshot(self) -> int:
+        """Return the earliest round that a resume could go back to."""
         return self.snapshots.oldest_round()
 
 
-def round_seconds(seconds: float) -> float:
-    return round(seconds, 6)
+Journal: TypeAlias = RamJournal | FolderJournal
+"""What the round loop writes to, and resumes from."""
 
 
-def add_interrupted_rounds(rows: Iterable[LedgerRow]) -> list[LedgerRow]:
-    """Add the cost of rounds that were interrupted: as much as when the round was repeated, since nobody knows how far
-    it came."""
-    every = list(rows)
-    played = {row.round: row for row in every if isinstance(row, CostRow) and row.event in ("round", "evaluation")}
+def add_interrupted_rounds(rows: Sequence[LedgerRow]) -> list[LedgerRow]:
+    """Add the cost of rounds that were interrupted: as much as when the round was repeated, since it is not known how
+    far it came."""
+    played = {row.round: row for row in rows if isinstance(row, CostRow) and row.event in ("round", "evaluation")}
     found: list[LedgerRow] = []
-    for row, after in pairwise([*every, None]):
-        assert row is not None
+    for row, after in zip(rows, [*rows[1:], None], strict=False):
         found.append(row)
         ended = after is not None and after.event in ("round", "failed round", "evaluation")
         if isinstance(row, ChargeRow) and not ended and row.round in played:

@@ -40,12 +40,12 @@ class Ledger:
         return [json.loads(line) for line in self.path.read_text().splitlines()]
 
     def includes(self, rows: int, chain: str) -> bool:
-        """Whether the first `rows` rows end in `chain`: nothing a snapshot has seen was lost since."""
+        """Whether the first `rows` rows end in `chain`, so that none of them was lost or changed."""
         lines = self.path.read_text().splitlines()
         return rows <= len(lines) and (rows == 0 or json.loads(lines[rows - 1])["chain"] == chain)
 
     def _verify(self) -> None:
-        """Walk the chain. A half-written last line is what a crash leaves: it is cut off. Anything else is damage."""
+        """Check the chain. A half-written last line, which a crash leaves, is cut off; anything else is damage."""
         with explain_os_errors(self.path, "read"):
             *lines, tail = self.path.read_bytes().split(b"\n")
         for line in lines:
@@ -53,7 +53,7 @@ class Ledger:
         if tail:
             whole = tail[: tail.find(CHAIN_KEY) + len(CHAIN_KEY) + HASH + 2]
             if whole != tail and _valid_link(self.chain, whole):
-                self._next_link(tail)  # a row with its line's end lost was never half-written
+                self._next_link(tail)  # damage, since a half-written row does not go on after its end
             with explain_os_errors(self.path):
                 os.truncate(self.path, self.path.stat().st_size - len(tail))
 
@@ -61,8 +61,8 @@ class Ledger:
         chain = _valid_link(self.chain, line)
         if chain is None:
             raise StoreError(
-                f"{self.path} is damaged at row {self.rows + 1} (checksum); what the run has cost can no longer be "
-                "shown, so it cannot be resumed: restore the file or start anew in another folder"
+                f"{self.path} is damaged at row {self.rows + 1} (checksum), so the run's cost is not known in full and "
+                "it cannot be resumed; restore the file or start anew in another folder"
             )
         return chain
 

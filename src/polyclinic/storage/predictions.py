@@ -20,8 +20,11 @@ def save_predictions(path: Path, found: Mapping[SiteId, Bundle], held_out: Predi
     kept = {f"{site}|{key}": group for site, groups in found.items() for key, group in groups.items()}
     kept = {key: group for key, group in kept.items() if not key.endswith("|train")}
     if held_out is not None:
-        columns = {"probabilities": torch.tensor(held_out.probabilities), "labels": torch.tensor(held_out.labels)}
-        kept[f"{HELD_OUT}|{HELD_OUT}|test"] = {**columns, "patients": torch.arange(len(held_out))}
+        kept[f"{HELD_OUT}|{HELD_OUT}|test"] = {
+            "probabilities": torch.tensor(held_out.probabilities),
+            "labels": torch.tensor(held_out.labels),
+            "patients": torch.arange(len(held_out)),
+        }
     if kept:
         write_atomically(path, messages.encode_body(kept).data)
 

@@ -103,8 +103,7 @@ class RunFolder:
         if site is not None:
             return kept.get((site, model, part))
         found = [kept[name, model, part] for name in summary.sites if (name, model, part) in kept]
-        complete = found and sum(map(len, found)) == summary.headline.scores.n
-        return Predictions.merge(found) if complete else None
+        return Predictions.merge(found) if found and sum(map(len, found)) == summary.headline.scores.n else None
 
     @property
     def state(self) -> State:

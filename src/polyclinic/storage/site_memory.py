@@ -2,47 +2,30 @@
 
 import hashlib
 from pathlib import Path
-from typing import Protocol
+from typing import TypeAlias
 
 from polyclinic.core import Bundle, FlatTensors, Refused, SiteId, StoreError, Tensors, copy_tensors
 from polyclinic.storage import messages
 from polyclinic.storage.files import explain_os_errors, make_folder, write_atomically
 
 
-class SiteMemory(Protocol):
-    """The memory of sites between rounds, by round, so that a round can be repeated."""
-
-    def load(self, site: SiteId, before: int) -> Bundle | None: ...
-
-    def save(self, site: SiteId, round: int, memory: Bundle, durable: int) -> None: ...
-
-    def forget(self, site: SiteId, after: int, before: int) -> None:
-        """Drop the memory of the rounds between, which did not count."""
-        ...
-
-    def save_report(self, site: SiteId, round: int, found: Bundle) -> None:
-        """Keep what a site computed in a round for its own staff; it is never loaded here."""
-        ...
-
-
 class RamMemory:
-    """Remembers for as long as the process lives: the last two rounds of each site."""
+    """Keeps the memory of the last two rounds of each site for as long as the process lives."""
 
     def __init__(self) -> None:
         self._kept: dict[SiteId, list[tuple[int, Bundle]]] = {}
 
     def load(self, site: SiteId, before: int) -> Bundle | None:
+        """Return the memory of the last round before `before`; None if there is none."""
         return next((m for r, m in reversed(self._kept.get(site, [])) if r < before), None)
 
-    def save(self, site: SiteId, round: int, memory: Bundle, durable: int) -> None:
-        del durable
+    def save(self, site: SiteId, round: int, memory: Bundle, oldest_snapshot: int) -> None:
         earlier = [(r, m) for r, m in self._kept.get(site, []) if r < round]
-        self._kept[site] = [
-            *earlier[-1:],
-            (round, {kind: _without_shared_storage(group) for kind, group in memory.items()}),
-        ]
+        own = {kind: _without_shared_storage(group) for kind, group in memory.items()}
+        self._kept[site] = [*earlier[-1:], (round, own)]
 
     def forget(self, site: SiteId, after: int, before: int) -> None:
+        """Drop the memory of the rounds between, which did not count."""
         self._kept[site] = [(r, m) for r, m in self._kept.get(site, []) if not after < r < before]
 
     def save_report(self, site: SiteId, round: int, found: Bundle) -> None:
@@ -68,18 +51,17 @@ class DiskMemory:
                     return messages.decode(path.read_bytes()).tensors
                 except (Refused, OSError) as error:
                     raise StoreError(
-                        f"what site {site} remembers in {path} is damaged ({error}); restore the file or start anew"
+                        f"the memory of site {site} in {path} is damaged ({error}); restore the file or start anew"
                     ) from error
         return None
 
-    def save(self, site: SiteId, round: int, memory: Bundle, durable: int) -> None:
-        """Save, then drop what no resume needs: all versions at or before `durable` but the newest."""
+    def save(self, site: SiteId, round: int, memory: Bundle, oldest_snapshot: int) -> None:
+        """Save, then drop versions that no resume needs: all at or before `oldest_snapshot` but the newest."""
         folder = self._folder(site)
         make_folder(folder)
         write_atomically(folder / f"{round:06d}.pcl", messages.encode({"round": round}, memory), "memory-half-written")
-        durable_paths = [path for path in self._paths(site) if int(path.stem) <= durable]
         with explain_os_errors(folder):
-            for old in durable_paths[:-1]:
+            for old in [path for path in self._paths(site) if int(path.stem) <= oldest_snapshot][:-1]:
                 old.unlink(missing_ok=True)
 
     def forget(self, site: SiteId, after: int, before: int) -> None:
@@ -89,6 +71,7 @@ class DiskMemory:
                     path.unlink(missing_ok=True)
 
     def save_report(self, site: SiteId, round: int, found: Bundle) -> None:
+        """Save figures for the site's own staff; they are never loaded here."""
         folder = self._folder(site) / "scores"
         make_folder(folder)
         write_atomically(folder / f"{round:06d}.safetensors", messages.encode_body(found).data)
@@ -98,3 +81,7 @@ class DiskMemory:
 
     def _paths(self, site: SiteId) -> list[Path]:
         return sorted(self._folder(site).glob("[0-9]*.pcl"))
+
+
+SiteMemory: TypeAlias = RamMemory | DiskMemory
+"""The memory of sites between rounds, by round, so that a round can be repeated."""

@@ -16,19 +16,18 @@ class SnapshotStore:
         self.folder, self.keep = folder, keep
 
     def save(self, round: int, state: Bundle, fields: Mapping[str, object]) -> None:
-        data = messages.encode({**fields, "round": round}, state)
-        write_atomically(self._path(round), data, "snapshot-half-written", "snapshot-unnamed")
+        path, data = self.folder / f"round-{round:06d}.pcl", messages.encode({**fields, "round": round}, state)
+        write_atomically(path, data, "snapshot-half-written", "snapshot-unnamed")
         with explain_os_errors(self.folder):
             for old in self._paths()[: -self.keep]:
                 old.unlink(missing_ok=True)
 
-    def load(self) -> tuple[int, messages.Message] | None:
-        """The newest snapshot that passes its checksum; None when there is none at all."""
+    def load(self) -> messages.Message | None:
+        """Return the newest snapshot that passes its checksum; None when there is none at all."""
         paths = self._paths()
         for path in reversed(paths):
             with contextlib.suppress(Refused, OSError):
-                message = messages.decode(path.read_bytes())
-                return int(message.fields["round"]), message
+                return messages.decode(path.read_bytes())
         if paths:
             raise StoreError(
                 f"every snapshot in {self.folder} is damaged (checksum); start the run anew in another folder"
@@ -36,12 +35,9 @@ class SnapshotStore:
         return None
 
     def oldest_round(self) -> int:
-        """The earliest round that a resume could go back to: sites keep their memories from there on."""
+        """Return the earliest round that a resume could go back to: sites keep their memories from there on."""
         paths = self._paths()
         return int(paths[0].stem.split("-")[1]) if paths else 0
-
-    def _path(self, round: int) -> Path:
-        return self.folder / f"round-{round:06d}.pcl"
 
     def _paths(self) -> list[Path]:
         return sorted(self.folder.glob("round-*.pcl"))

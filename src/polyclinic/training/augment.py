@@ -49,8 +49,7 @@ def augment_images(images: Tensor, options: Augment, stream: Stream) -> Tensor:
 
 def draw_parameters(options: Augment, count: int, stream: Stream) -> AugmentParameters:
     """Draw the parameters of `count` images. Setting one option leaves the draws of the others as they were."""
-    shares = torch.rand(count, 8, dtype=torch.float64, generator=stream.generator())
-    coin, side, blur, *rest = shares.unbind(1)
+    coin, side, blur, *rest = torch.rand(count, 8, dtype=torch.float64, generator=stream.generator()).unbind(1)
     turn, across, down, brightness, contrast = (2 * share - 1 for share in rest)
     kept = 1 - options.crop * side
     return AugmentParameters(
@@ -128,9 +127,8 @@ def gaussian_kernels(sigma: Tensor) -> Tensor:
     radius = int(reach.max())
     distance = torch.arange(-radius, radius + 1, dtype=sigma.dtype).abs()
     # σ = 0 would be 0/0 at the middle; below 1/8 the kernel ends there anyway.
-    bell = torch.exp(-((distance / sigma.clamp(min=0.1)[:, None]) ** 2) / 2)
-    cut = bell * (distance <= reach[:, None])
-    return cut / cut.sum(1, keepdim=True)
+    bell = torch.exp(-((distance / sigma.clamp(min=0.1)[:, None]) ** 2) / 2) * (distance <= reach[:, None])
+    return bell / bell.sum(1, keepdim=True)
 
 
 def _pixel_centres(size: int, images: Tensor) -> Tensor:

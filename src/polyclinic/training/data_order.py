@@ -60,8 +60,9 @@ def iterate_steps(
         for position in range(first * per_epoch + before * steps, first * per_epoch + (before + 1) * steps):
             if position // per_epoch != epoch:
                 epoch = position // per_epoch
-                order = weights[position % per_epoch > 0]
-                cut = draw_epoch_batches(labels, training, stream.child("order", epoch), order)
+                cut = draw_epoch_batches(
+                    labels, training, stream.child("order", epoch), weights[position % per_epoch > 0]
+                )
             yield position, [cut[position % per_epoch]]
 
 

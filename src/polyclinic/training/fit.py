@@ -2,7 +2,6 @@
 
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 
@@ -28,7 +27,7 @@ from polyclinic.training.augment import augment_images
 from polyclinic.training.data_order import schedule_steps
 from polyclinic.training.dp.dp_sgd import PrivateGradients, is_plain_sgd
 from polyclinic.training.keyed_dropout import dropout_key, first_key
-from polyclinic.training.network import LiveNetwork
+from polyclinic.training.network import LiveNetwork, seed_generators
 from polyclinic.training.prefetch import prefetch_batches
 
 
@@ -87,8 +86,9 @@ def fit(
                 if private is None:
                     loss = accumulate_gradient(step, network, live, ready, sizes, reference)
                 else:
-                    noise = private.noise_stream(number, which)
-                    loss = private.set_gradients(step, names, ready, sizes, reference, noise)
+                    loss = private.set_gradients(
+                        step, names, ready, sizes, reference, private.noise_stream(number, which)
+                    )
                 optimiser.step()
             total += loss
     state = {} if job.optimiser_state is None else collect_optimiser_state(optimisers, network, moving)
@@ -130,19 +130,6 @@ def accumulate_gradient(
     return total
 
 
-@contextmanager
-def seed_generators(stream: Stream, device: torch.device) -> Iterator[None]:
-    """Seed torch's generators (stochastic depth and other layers draw from them), and restore them afterwards."""
-    cuda = device.type == "cuda"
-    with torch.random.fork_rng([device] if cuda else []):
-        # torch.manual_seed would also reseed accelerators that were not forked.
-        torch.default_generator.manual_seed(stream.integer())
-        if cuda:
-            with torch.cuda.device(device):
-                torch.cuda.manual_seed(stream.integer())
-        yield
-
-
 def make_optimiser(parameters: list[torch.nn.Parameter], options: Optimiser, lr: float) -> torch.optim.Optimizer:
     """Return the optimiser that a recipe asks for, at the learning rate of this round."""
     if options.name == "sgd":
@@ -155,13 +142,13 @@ def collect_optimiser_state(
     optimisers: Sequence[torch.optim.Optimizer], network: LiveNetwork, moving: Sequence[frozenset[str]]
 ) -> Tensors:
     """Return the optimisers' states by `step/slot/parameter`; each step of the job has an optimiser of its own."""
-    state: Tensors = {}
-    for number, (optimiser, names) in enumerate(zip(optimisers, moving, strict=True)):
-        for name in sorted(names):
-            for slot, value in optimiser.state.get(network.live["model"][name], {}).items():
-                if isinstance(value, Tensor):
-                    state[f"{number}/{slot}/{name}"] = value.detach().to("cpu", copy=True)
-    return state
+    return {
+        f"{number}/{slot}/{name}": value.detach().to("cpu", copy=True)
+        for number, (optimiser, names) in enumerate(zip(optimisers, moving, strict=True))
+        for name in sorted(names)
+        for slot, value in optimiser.state.get(network.live["model"][name], {}).items()
+        if isinstance(value, Tensor)
+    }
 
 
 def restore_optimisers(

@@ -41,7 +41,7 @@ def hash_uniform(key: Tensor, count: int) -> Tensor:
 
 
 def _mix_bits(x: Tensor) -> Tensor:
-    """A bijection of 32-bit numbers with very little bias: C. Wellons, "lowbias32" (2018)."""
+    """Apply a bijection of 32-bit numbers with very little bias: C. Wellons, "lowbias32" (2018)."""
     x = x ^ (x >> 16)
     x = (x * 0x7FEB352D) & MASK_32
     x = x ^ (x >> 15)

@@ -70,17 +70,13 @@ def contrastive_loss(network: Network, weights: Bundle, batch: Batch, reference:
     images, labels = batch
     features = network.features(weights, images)
     flat = features.flatten(1)
+    teachers = ({kind: reference[f"{who} {kind}"] for kind in ("model", "buffers")} for who in ("global", "previous"))
     to_global, to_previous = (
-        F.cosine_similarity(flat, network.teacher_features(_teacher_weights(reference, who), images).flatten(1), dim=-1)
-        for who in ("global", "previous")
+        F.cosine_similarity(flat, network.teacher_features(teacher, images).flatten(1), dim=-1) for teacher in teachers
     )
-    difference = (to_global - to_previous) / reference["scalars"]["tau"]
-    contrast = -F.logsigmoid(difference).mean()  # −log(eᵃ / (eᵃ + eᵇ)) = −log σ(a − b)
+    # −log(eᵃ / (eᵃ + eᵇ)) = −log σ(a − b)
+    contrast = -F.logsigmoid((to_global - to_previous) / reference["scalars"]["tau"]).mean()
     return network.output_loss(network.head(weights, features), labels) + reference["scalars"]["mu"] * contrast
-
-
-def _teacher_weights(reference: Bundle, who: str) -> Bundle:
-    return {kind: reference[f"{who} {kind}"] for kind in ("model", "buffers")}
 
 
 def manifold_reshaping_loss(network: Network, weights: Bundle, batch: Batch, reference: Bundle) -> Tensor:
@@ -109,8 +105,7 @@ def intra_class_correlation(z: Tensor, labels: Tensor) -> Tensor:
     count = same.sum(1)
     centred = z - same @ z / count[:, None]
     variance = same @ centred.square() / (count - 1).clamp(min=1)[:, None]
-    floor = VARIANCE_FLOOR * variance.mean(1, keepdim=True)
-    x = centred / (variance + floor + 1e-12).sqrt()
+    x = centred / (variance + VARIANCE_FLOOR * variance.mean(1, keepdim=True) + 1e-12).sqrt()
     squares = (same * (x @ x.T).square()).sum(1) - (same @ x.square()).square().sum(1) / count  # without a = b
     pairs = (count - 1).clamp(min=1).square() * max(z.shape[1] * (z.shape[1] - 1), 1)
     enough = (count > 2).to(z.dtype)

@@ -1,21 +1,25 @@
-"""A network as a function of its weights (`core.network.Network`), with a fast path for the module's own weights."""
+"""A network as a function of its weights (`core.network.Network`), with a fast path for the module's own weights.
+
+Auxiliary networks train beside the classifier (a generator, a discriminator). Predictions do not use them.
+"""
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 
-from polyclinic.core import AUX_PREFIX, Batch, Bundle, EngineError, Network, Precision, Tensors, copy_tensors
+from polyclinic.core import AUX_PREFIX, Batch, Bundle, EngineError, Network, Precision, Stream, Tensors, copy_tensors
 from polyclinic.evaluation.task import CLASSIFICATION, Task
-from polyclinic.models.activation_checkpointing import CheckpointedBlock
 from polyclinic.models.classifier import Classifier
+from polyclinic.models.modifications import CheckpointedBlock
 from polyclinic.training.im2col_conv import copy_with_im2col
 from polyclinic.training.keyed_dropout import has_own_randomness, key_dropout_layers
 
+T = TypeVar("T")
 NORM_LAYERS = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
 """Normalisation layers; the first of these classes is the base of BatchNorm and InstanceNorm."""
 
@@ -49,7 +53,7 @@ class LiveNetwork:
         """Convolutions run much faster, on CPU and GPU, where a pixel's channels lie side by side."""
         self.module = module.to(self.device).to(memory_format=self.memory_format)
         self.auxiliary_modules = nn.ModuleDict(dict(auxiliary or {})).to(self.device)
-        self._dropouts = key_dropout_layers(self.named_layers(), self.device)
+        self.dropouts = key_dropout_layers(self.named_layers(), self.device)
         self._norms = {name: m for name, m in self.named_layers() if isinstance(m, nn.modules.batchnorm._BatchNorm)}
         self.live: Bundle = {
             "model": {
@@ -185,18 +189,14 @@ class LiveNetwork:
         """The types of layers whose random numbers depend on which other sites train in the process; "" if none."""
         return ", ".join(sorted({type(m).__name__ for _, m in self.named_layers() if not has_own_randomness(m)}))
 
-    @property
-    def has_dropout(self) -> bool:
-        return bool(self._dropouts)
-
     def set_dropout_key(self, key: int) -> None:
         """Set the key from which the masks of the next call are computed."""
-        for layer in self._dropouts.values():
+        for layer in self.dropouts.values():
             layer.key.fill_(key)
 
     def dropout_buffers(self, keys: Tensor) -> Tensors:
         """Return dropout keys as buffers, to be passed with the weights of a functional call."""
-        return {f"{name}.key": keys for name in self._dropouts}
+        return {f"{name}.key": keys for name in self.dropouts}
 
     # The live weights and how they train.
 
@@ -346,6 +346,55 @@ def normalisation_names(module: nn.Module) -> frozenset[str]:
     """Return the names of normalisation layers' parameters and statistics. Layers are recognised by type, not name."""
     layers = {name: layer for name, layer in module.named_modules() if isinstance(layer, NORM_LAYERS)}
     return frozenset(f"{name}.{own}" for name, layer in layers.items() for own in layer.state_dict())
+
+
+@contextmanager
+def seed_generators(stream: Stream, device: torch.device) -> Iterator[None]:
+    """Seed torch's generators (stochastic depth and other layers draw from them), and restore them afterwards."""
+    cuda = device.type == "cuda"
+    with torch.random.fork_rng([device] if cuda else []):
+        # torch.manual_seed would also reseed accelerators that were not forked.
+        torch.default_generator.manual_seed(stream.integer())
+        if cuda:
+            with torch.cuda.device(device):
+                torch.cuda.manual_seed(stream.integer())
+        yield
+
+
+def build_with_seed(build: Callable[[], T], seed: Stream) -> T:
+    """Return what `build` returns, with first weights that depend on `seed` alone."""
+    with seed_generators(seed, torch.device("cpu")), torch.device("cpu"):
+        return build()
+
+
+def with_auxiliary(
+    network: LiveNetwork,
+    build: Callable[[tuple[int, ...], int], Mapping[str, nn.Module]],
+    features: tuple[int, ...],
+    classes: int,
+    seed: Stream,
+) -> LiveNetwork:
+    """Return the network with an algorithm's auxiliary networks; the network itself if there are none.
+
+    Args:
+        network: The network of the classifier.
+        build: Builds the auxiliary networks by name (`Algorithm.auxiliary`) from `features` and `classes`.
+        features: The shape of the extractor's features of one image.
+        classes: The number of classes.
+        seed: The stream of their first weights.
+    """
+    modules = build_with_seed(lambda: build(features, classes), seed)
+    if not modules:
+        return network
+    dtype = next(iter(network.live["model"].values())).dtype
+    auxiliary = {name: module.to(dtype) for name, module in modules.items()}
+    return LiveNetwork(network.module, network.device, auxiliary, network.task)
+
+
+def copy_auxiliary_weights(name: str, module: nn.Module) -> Bundle:
+    """Return a copy of an auxiliary network's weights, under the names that they have in a classifier's bundle."""
+    prefix, weights = f"{AUX_PREFIX}{name}.", copy_module_weights(module)
+    return {kind: {prefix + n: t for n, t in group.items()} for kind, group in weights.items()}
 
 
 def _add_prefix(tensors: Tensors) -> Tensors:

@@ -40,8 +40,9 @@ def prefetch_batches(
     if not (data.labels.device.type != device.type if ahead is None else ahead):
         yield map(data.batch, indices)
     elif isinstance(data, Images | Selection):
-        pinned = device.type == "cuda"
-        with prefetch_in_thread(lambda index: data.stored_batch(index, pinned), indices, device) as batches:
+        with prefetch_in_thread(
+            lambda index: data.stored_batch(index, device.type == "cuda"), indices, device
+        ) as batches:
             yield ((data.scale_images(images), labels) for images, labels in batches)
     else:
         with prefetch_in_thread(data.batch, indices, device) as batches:

@@ -62,19 +62,19 @@ def test_a_run_is_attacked_shown_and_kept(run: Path) -> None:
     assert written.startswith("written: ")
     table = shown.stdout.splitlines()[:-2]
     assert max(map(len, table)) <= 80
-    told = json.loads((run / "attack" / "attack.json").read_text(), parse_constant=pytest.fail)
-    assert told["verdict"] == sentence
-    assert told["frechet_network"] == "the last stage of the run's own network"
-    assert list(told["sites"]) == ["harbour", "Hill Side"]
-    assert list(told["mean"]) == list(told["leaks"]) == ["1", "3"]
-    for found in told["sites"].values():
+    answer = json.loads((run / "attack" / "attack.json").read_text(), parse_constant=pytest.fail)
+    assert answer["verdict"] == sentence
+    assert answer["frechet_network"] == "the last stage of the run's own network"
+    assert list(answer["sites"]) == ["harbour", "Hill Side"]
+    assert list(answer["mean"]) == list(answer["leaks"]) == ["1", "3"]
+    for found in answer["sites"].values():
         assert [row["features"] for row in found["stages"].values()] == [[8, 16, 16], [32]]
         assert all(
             set(row["guesses"]) == {"decoder", "protected", "untrained", "nearest", "mean"}
             for row in found["stages"].values()
         )
         assert found["gradients"]["method"] == "search"
-        assert found["gradients"]["labels_told"] == 1.0
+        assert found["gradients"]["label_accuracy"] == 1.0
     names = [(site, what) for site in ("harbour", "hill-side") for what in ("stage1", "stage3", "gradient")]
     kept = {f"gallery-{site}-{what}.png" for site, what in names}
     assert {path.name for path in (run / "attack").iterdir()} == kept | {"attack.json"}
@@ -149,7 +149,7 @@ def test_the_frechet_distance_may_be_that_of_mobilenet(run: Path, tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "answer"),
     [
         (["--site", "nowhere"], "there is no site 'nowhere' in this run; choose among Hill Side, harbour, small"),
         (["--stages", "4"], "--stages has 4, but the network of Hill Side has stages 1 to 3"),
@@ -162,8 +162,8 @@ def test_the_frechet_distance_may_be_that_of_mobilenet(run: Path, tmp_path: Path
         (["--device", "tpu"], "engine.device is 'tpu'"),
     ],
 )
-def test_a_bad_wish_gets_one_sentence(arguments: list[str], told: str, run: Path) -> None:
-    assert told in refused(run, *arguments)
+def test_a_bad_argument_gets_one_sentence(arguments: list[str], answer: str, run: Path) -> None:
+    assert answer in refused(run, *arguments)
     assert not (run / "attack").exists()
 
 
@@ -209,12 +209,12 @@ def figures(ssim: float) -> InversionScores:
 
 def test_the_verdict_is_one_sentence_about_every_stage() -> None:
     means = {n: {"decoder": figures(0.9 - n / 10), "mean": figures(0.2), "nearest": figures(0.3)} for n in (1, 2, 3)}
-    told = format_verdict(means, {1: {"decoder": 2}, 2: {"decoder": 1}, 3: {"decoder": 0}}, [])
-    assert told.startswith(
+    answer = format_verdict(means, {1: {"decoder": 2}, 2: {"decoder": 1}, 3: {"decoder": 0}}, [])
+    assert answer.startswith(
         "Features of stages 1 and 2 give images away (stage 1: SSIM 0.80, L2 0.10, 50% recognised; without a decoder "
         "at best SSIM 0.30, L2 0.10, 50% recognised)"
     )
-    assert "makes nothing of stage 3" in told
+    assert "makes nothing of stage 3" in answer
     hidden = format_verdict(means, {n: {"decoder": 1, "protected": n == 1} for n in means}, [])
     assert hidden.endswith("as protected here, stage 1 still leaks.")
     assert "as protected here, none leaks" in format_verdict(

@@ -25,7 +25,7 @@ from polyclinic.core.errors import DataError
 from polyclinic.core.rng import Stream
 from polyclinic.data.examples import Images
 from polyclinic.models.classifier import Classifier
-from polyclinic.models.split_point import cut_after
+from polyclinic.models.modifications import cut_after
 from tests.algorithms.distillation.digits import network, parts, taught
 
 CPU = torch.device("cpu")
@@ -226,7 +226,7 @@ def test_means_over_sites_and_pictures_from_best_to_worst() -> None:
     assert select_spread(torch.tensor([0.1, 0.9])).tolist() == [1, 0]
 
 
-def test_features_are_those_of_the_network_in_evaluation() -> None:
+def test_features_are_computed_in_evaluation_mode() -> None:
     module, here = trained(), halves()
     torch.testing.assert_close(
         extract_features(module.extractor, here.normalise, here.attacker_images),

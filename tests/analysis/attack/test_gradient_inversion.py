@@ -11,7 +11,6 @@ from polyclinic.analysis.attack.gradient_inversion import (
     compute_dp_gradient,
     compute_gradient,
     find_first_dense,
-    gradient_from_update,
     invert_dense,
     invert_gradient,
     match_guesses,
@@ -66,7 +65,7 @@ def test_the_same_in_single_precision_and_through_normalisation() -> None:
     assert float(rms_distance(guess, images)) < 1e-5
 
 
-def test_a_training_step_of_ours_gives_it_away_as_well() -> None:
+def test_the_update_of_one_training_step_reveals_the_image() -> None:
     data = parts()[0].subset(torch.tensor([3]))
     module = network("mlp").double()
     before, lr = copy_module_weights(module), 0.1
@@ -75,13 +74,13 @@ def test_a_training_step_of_ours_gives_it_away_as_well() -> None:
     after = fit(
         Fit(before, task_loss, training), LiveNetwork(module), data, Site("any", 1, 1, 1, lr), Stream(2)
     ).weights
-    found = gradient_from_update(before["model"], after["model"], lr)
+    found = {name: (before["model"][name] - after["model"][name]) / lr for name in before["model"]}
     layer = find_first_dense(module)
     assert layer is not None
     torch.testing.assert_close(invert_dense(found, layer).reshape(1, *SHAPE), data.images, rtol=0, atol=1e-9)
 
 
-def test_only_what_sees_pixels_first_is_a_dense_first_layer() -> None:
+def test_only_a_layer_whose_input_is_the_pixels_is_a_dense_first_layer() -> None:
     assert find_first_dense(network("cnn_c")) is None
     assert find_first_dense(network("mlp")) == "extractor.dense"
     assert find_first_dense(network("linear")) == "head"
@@ -95,7 +94,7 @@ def test_the_sign_of_the_last_bias_tells_the_class(name: str) -> None:
         assert torch.equal(recover_labels(compute_gradient(module, images, labels), module), labels)
 
 
-def test_classes_of_several_images_are_told_with_their_repetitions() -> None:
+def test_classes_of_several_images_are_recovered_with_repetitions() -> None:
     module, labels = network("cnn_c"), torch.tensor([2, 7, 7, 9])
     images = some(4)[0]
     assert torch.equal(recover_labels(compute_gradient(module, images, labels), module, 4), labels)

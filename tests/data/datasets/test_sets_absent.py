@@ -1,4 +1,4 @@
-"""Sets that are not at hand, on small folders laid out as their publishers lay them out, with a planted name."""
+"""Datasets that are not available here: small folders in their publishers' layouts, with a planted name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Named sets: the real folders where they are at hand, and the publishers' layouts in small."""
+"""Named datasets: the real folders where they are available, and small copies of the publishers' layouts."""
 
 from __future__ import annotations
 

@@ -268,20 +268,20 @@ def test_every_finding_suggests_something(scanners: Diagnosis, skewed: Diagnosis
 
 def test_a_strong_shift_suggests_what_our_own_results_bear_out(scanners: Diagnosis) -> None:
     (shifted,) = [advice for advice in scanners.advice if advice.kind == "feature shift"]
-    told = "; ".join(shifted.methods)
+    methods = "; ".join(shifted.methods)
     assert shifted.strength == "strong"
-    assert "training.epochs: 1" in told
-    assert "comparison with Local" in told
-    assert "Cross-site" in told
-    assert "FedCycle" not in told
+    assert "training.epochs: 1" in methods
+    assert "comparison with Local" in methods
+    assert "Cross-site" in methods
+    assert "FedCycle" not in methods
 
 
-@pytest.mark.parametrize(("value", "told"), [(1.0, "1.0"), (12.34, "12.3"), (1000.0, "1,000"), (12345.6, "12,346")])
-def test_ratios_are_told_as_people_write_them(value: float, told: str, skewed: Diagnosis) -> None:
+@pytest.mark.parametrize(("value", "expected"), [(1.0, "1.0"), (12.34, "12.3"), (1000.0, "1,000"), (12345.6, "12,346")])
+def test_ratios_are_formatted_with_separators(value: float, expected: str, skewed: Diagnosis) -> None:
     (sizes,) = [advice for advice in recommend_methods(replace(skewed, size_ratio=value)) if advice.kind == "size skew"]
-    assert f"the largest has {told} times" in sizes.sentence
+    assert f"the largest has {expected} times" in sizes.sentence
     shown = texts(replace(skewed, size_ratio=value))
-    assert any(f"largest : smallest = {told})" in text for text in shown)
+    assert any(f"largest : smallest = {expected})" in text for text in shown)
 
 
 def texts(diagnosis: Diagnosis) -> list[str]:
@@ -306,24 +306,24 @@ def edges_are_white(path: Path) -> bool:
 
 
 def test_label_skew_suggests_what_is_registered(skewed: Diagnosis) -> None:
-    told = " ".join(format_diagnosis(skewed))
+    text = " ".join(format_diagnosis(skewed))
     for name in ("SCAFFOLD", "FedProx", "oversampling", "Local"):
-        assert name in told
+        assert name in text
 
 
 def test_too_few_patients_are_not_trusted_and_unknown_ones_named(alike: Diagnosis) -> None:
     few_images = replace(site(3, patients=3), patients=None)
     few = diagnosed(site(1, patients=14), site(2, patients=14), few_images)
-    told = " ".join(format_diagnosis(few))
-    assert "cannot be trusted: it had 14 patients" in told
-    assert f"leaves out site 3 ({len(few_images)} images), with fewer than 10 patients" in told
-    assert f"Patients are unknown at site 3 ({len(few_images)} images)" in told
+    text = " ".join(format_diagnosis(few))
+    assert "cannot be trusted: it had 14 patients" in text
+    assert f"leaves out site 3 ({len(few_images)} images), with fewer than 10 patients" in text
+    assert f"Patients are unknown at site 3 ({len(few_images)} images)" in text
     assert "trusted" not in " ".join(format_diagnosis(alike))
 
 
 def test_shared_patients_are_counted_without_names() -> None:
-    told = " ".join(format_diagnosis(diagnosed(site(1), site(1))))
-    assert "40 of the patients compared are at more than one site" in told
+    text = " ".join(format_diagnosis(diagnosed(site(1), site(1))))
+    assert "40 of the patients compared are at more than one site" in text
 
 
 BROKEN = replace(site(1), images=torch.full_like(site(1).images, float("nan")))

@@ -105,7 +105,7 @@ def test_the_domain_classifier_stays_at_chance_when_only_labels_differ() -> None
 
 
 def test_the_labels_alone_would_give_the_site_away() -> None:
-    """What the balance is for: the same patients, told apart by nothing but their class."""
+    """Without balanced classes, the same patients are assigned to sites by their class alone."""
     people, features = cohort(0, shares=(0.2, 0.8))
     assert domain(replace(people, label=np.zeros(140, dtype=np.int64)), features).accuracy > 0.68
     assert domain(people, features).accuracy < 0.62

@@ -46,7 +46,7 @@ def mounted(home: Path) -> Iterator[Callable[[str], None]]:
 def test_a_disk_that_is_really_full(
     home: Path, records: list[Record], mounted: Callable[[str], None], size: str
 ) -> None:
-    """Too small for the pixels; and for what is written after them."""
+    """One disk is too small for the pixels, the other for the files written after them."""
     mounted(size)
     ask = Asked(records, Preparation(size=64, channels=3))
     with pytest.raises(StoreError, match=r"MiB left; make room|the disk is full; make room"):
@@ -59,7 +59,7 @@ def test_a_disk_that_is_really_full(
 def test_a_disk_that_others_fill_meanwhile(
     home: Path, records: list[Record], mounted: Callable[[str], None], tmp_path: Path
 ) -> None:
-    """Nobody is told of a page that no longer fits: the process would just end, so this is seen from outside."""
+    """A page that no longer fits raises no error but ends the process, so the test watches it from outside."""
     mounted("64k")
     process = child(fill_disk_then_decode, home, records, tmp_path)
     process.join(60)

@@ -1,4 +1,4 @@
-"""One word written in two ways: by accents, by case; what is said of it, and how places are shortened."""
+"""One word written in two ways (accents, case), the finding about it, and how places are shortened."""
 
 from __future__ import annotations
 

@@ -87,7 +87,7 @@ def test_a_server_that_goes_in_the_middle_of_a_run_cannot_be_reached(
         (("test", "hill"), "connected to"),
     ],
 )
-def test_settings_of_another_kit_are_told_as_the_site_connects(
+def test_settings_of_another_kit_are_reported_when_the_site_connects(
     names: tuple[str, str], sentence: str, kits: Path, tmp_path: Path, reception: SiteRegistration
 ) -> None:
     with told_by_hill(kits, address(reception), tmp_path / "hill", names=names) as told:
@@ -97,7 +97,9 @@ def test_settings_of_another_kit_are_told_as_the_site_connects(
         reception.link.gate.notify_site("hill")
 
 
-def test_why_there_is_no_connection_is_told_apart(kits: Path, tmp_path: Path, reception: SiteRegistration) -> None:
+def test_the_reasons_for_a_missing_connection_are_distinguished(
+    kits: Path, tmp_path: Path, reception: SiteRegistration
+) -> None:
     closed = f"127.0.0.1:{free_port()}"
     cases: list[tuple[str, dict[str, Any], str]] = [
         (address(reception), {"authority": None}, "if it speaks TLS, set insecure: false in site.yaml"),

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -125,7 +126,7 @@ def test_a_rehearsal_on_this_machine_needs_no_tls_but_keys(kits: Path, tmp_path:
         until(lambda: reception.link.connected_sites() == [])
 
 
-def test_a_site_with_another_key_is_refused_and_told_so(kits: Path, tmp_path: Path) -> None:
+def test_a_site_with_another_key_is_refused_with_the_reason(kits: Path, tmp_path: Path) -> None:
     other = tmp_path / "kits"
     shutil.copytree(kits, other)
     rotate_site(other, "hill")
@@ -221,10 +222,11 @@ def test_an_expired_certificate_is_not_trusted_and_does_not_even_serve(kits: Pat
         assert one_said(other, reception, tmp_path / "b").startswith("the server's certificate has expired; ask")
 
 
-def test_a_site_whose_clock_is_wrong_is_told_so(kits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_clock_at_a_site_is_reported(kits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ahead = timedelta(minutes=10)
     monkeypatch.setattr(node_auth_http_interceptor, "now", lambda: datetime.now(UTC) + ahead)
-    monkeypatch.setattr("polyclinic.deploy.flower.client._current_time", lambda: time.time() + ahead.total_seconds())
+    clock = SimpleNamespace(time=lambda: time.time() + ahead.total_seconds(), perf_counter=time.perf_counter)
+    monkeypatch.setattr("polyclinic.deploy.flower.client.time", clock)
     with open_server(server(kits, tmp_path)) as reception:
         sentence = one_said(kits, reception, tmp_path / "b")
     assert re.fullmatch(
@@ -242,7 +244,7 @@ def test_another_version_is_refused_on_both_sides_by_name(kits: Path, tmp_path: 
         assert list(reception.board.refusals) == [("hill", f"it runs polyclinic '{__version__}', not 9.9")]
 
 
-def test_a_port_in_use_is_said(kits: Path, tmp_path: Path) -> None:
+def test_a_port_in_use_is_reported(kits: Path, tmp_path: Path) -> None:
     config = server(kits, tmp_path)
     with socket.socket() as other:
         other.bind(("127.0.0.1", config.port))

@@ -74,7 +74,7 @@ def test_nobody_can_guess_the_name_of_a_message() -> None:
 
 
 @pytest.mark.parametrize(("kind", "expected"), [("refused", "refused"), ("error", "error"), ("a lie", "error")])
-def test_a_desk_that_will_not_is_a_failure_with_its_sentence(kind: str, expected: str) -> None:
+def test_a_refusal_by_a_site_is_a_failure_with_its_sentence(kind: str, expected: str) -> None:
     engine = engine_of({"harbour": failed("harbour", kind, "not\nallowed \x1b[31mhere"), "hill": echo("hill")})
     found = said(engine, {site: data for site, data in orders().items() if site != "lake"})
     assert found["harbour"] == Failure(cast(Any, expected), "not allowed  [31mhere")

@@ -162,7 +162,9 @@ def ed25519_key(kits: Path) -> None:
         (ed25519_key, "is not an ECDSA key"),
     ],
 )
-def test_what_does_not_fit_is_told_in_a_sentence(kits: Path, spoil: Callable[[Path], None], sentence: str) -> None:
+def test_files_that_do_not_match_are_reported_in_a_sentence(
+    kits: Path, spoil: Callable[[Path], None], sentence: str
+) -> None:
     spoil(kits)
     problems = inspect_kits(kits).problems
     assert any(sentence in problem for problem in problems), problems

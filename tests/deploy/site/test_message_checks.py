@@ -52,7 +52,7 @@ FIELDS: dict[str, list[Any]] = {
     "seed": [1, "0", None, -1, [], True],
     "lr": ["0.1", None, -1.0, 1e300, [], True],
     "parts": ["validation", None, ["train"], ["validation", "validation"], [["a"]], ["nothing"], [1], {"a": 1}],
-    "durable": [-1, "x", None, 1.5],
+    "oldest_snapshot": [-1, "x", None, 1.5],
 }
 
 
@@ -152,7 +152,7 @@ def test_tensors_that_fit_nothing_are_refused(begun: tuple[SiteMessageHandler, b
         assert reply["why"].startswith("shape: the model sent to hill")
 
 
-def test_a_mistake_of_ours_is_told_in_general_and_logged_in_full(
+def test_a_programming_error_is_reported_in_general_and_logged_in_full(
     begun: tuple[SiteMessageHandler, bytes, Experiment],
 ) -> None:
     desk, order, _ = begun

@@ -74,7 +74,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_desks_end_in_the_bits_of_the_simulation(case: str, home: Path) -> None:
+def test_message_handlers_end_in_the_bits_of_the_simulation(case: str, home: Path) -> None:
     """L4, without a network between."""
     found = recipe(**CASES[case])
     together = simulation(found, home).run()
@@ -84,7 +84,7 @@ def test_desks_end_in_the_bits_of_the_simulation(case: str, home: Path) -> None:
     assert messages.hash_tensors(outcome.state) != messages.hash_tensors(rounds.algorithm.init(rounds.federation))
 
 
-def test_desks_predict_what_the_simulation_predicts(home: Path) -> None:
+def test_message_handlers_predict_the_same_as_the_simulation(home: Path) -> None:
     found = recipe(algorithm="fedbn", rounds=2)
     rounds, outcome = deployed(found, home, Crossing(desks(home, "predictions")))
     predictions = rounds.collect_predictions(outcome, ["train", "validation", "test"])
@@ -275,7 +275,7 @@ def test_data_that_will_not_do_are_one_sentence_on_each_side(case: str, home: Pa
     assert desk.releases.read_entries() == []
 
 
-def test_missing_files_and_tables_are_told_at_the_site_alone(home: Path, tmp_path: Path) -> None:
+def test_missing_files_and_tables_are_reported_at_the_site_only(home: Path, tmp_path: Path) -> None:
     gone = SiteMessageHandler(config(home, "hill", "gone", data={TABLE: tmp_path / "gone.csv"}))
     why = refusal(said(gone.answer_message(asked("enrol", "hill", recipe()))))
     assert "gone" not in why

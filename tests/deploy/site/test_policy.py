@@ -310,7 +310,7 @@ def _model() -> dict[str, torch.Tensor]:
     return {"a": torch.zeros(64, 64), "b": torch.zeros(64), "c": torch.zeros(2, 64), "d": torch.zeros(2)}
 
 
-def test_a_notebook_never_outgrows_its_room(tmp_path: Path) -> None:
+def test_the_release_log_never_exceeds_its_size(tmp_path: Path) -> None:
     book = RotatingLog(tmp_path / "releases.jsonl", most=1000, kept=3)
     for number in range(500):
         book.append_line(f"line {number:04d} {'x' * 40}")

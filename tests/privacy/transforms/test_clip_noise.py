@@ -12,7 +12,6 @@ from polyclinic.core.jobs import Failure, Federation
 from polyclinic.core.options import Optimiser, Training
 from polyclinic.core.rng import Stream
 from polyclinic.core.types import Bundle
-from polyclinic.federation.engines.mock import MockEngine
 from polyclinic.federation.rounds import RoundOptions, Rounds
 from polyclinic.federation.site_runner import SiteRunner
 from polyclinic.privacy.transforms.base import UpdateTransform
@@ -20,6 +19,7 @@ from polyclinic.storage import messages
 from polyclinic.storage.journal import RamJournal
 from polyclinic.storage.site_memory import RamMemory
 from polyclinic.training.network import copy_module_weights
+from tests.federation.mock_engine import MockEngine
 from tests.laws.bench import as_json, clinics, small
 
 SITES = clinics(12, 12)

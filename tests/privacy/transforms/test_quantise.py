@@ -17,7 +17,6 @@ from polyclinic.core.options import Optimiser, Training
 from polyclinic.core.rng import Stream
 from polyclinic.core.types import Bundle, Tensors
 from polyclinic.federation import update_check
-from polyclinic.federation.engines.mock import MockEngine
 from polyclinic.federation.rounds import RoundOptions, Rounds
 from polyclinic.federation.site_runner import SiteRunner
 from polyclinic.models import build_model
@@ -38,6 +37,7 @@ from polyclinic.storage import messages
 from polyclinic.storage.journal import RamJournal
 from polyclinic.storage.site_memory import RamMemory
 from polyclinic.training.network import copy_module_weights
+from tests.federation.mock_engine import MockEngine
 from tests.laws.bench import clinics, small
 from tests.small import tiny
 

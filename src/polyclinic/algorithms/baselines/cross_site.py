@@ -18,8 +18,7 @@ from polyclinic.core import Bundle, SiteId, Update, Updates
 @dataclass(frozen=True)
 class CrossSite(OneShot):
     def broadcast(self, state: Bundle, site: SiteId) -> Bundle:
-        trained = {kind: tensors for kind, tensors in state.items() if "@" in kind}
-        return trained or Local().broadcast(state, site)
+        return {kind: group for kind, group in state.items() if "@" in kind} or Local().broadcast(state, site)
 
     def aggregate(self, state: Bundle, updates: Updates) -> Bundle:
         trained: Bundle = {}

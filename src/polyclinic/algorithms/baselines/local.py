@@ -16,7 +16,6 @@ from polyclinic.training.losses import task_loss
 
 @dataclass(frozen=True)
 class Local(Algorithm):
-    @property
     def exchanges(self) -> tuple[Exchange, ...]:
         return ()
 
@@ -28,8 +27,7 @@ class Local(Algorithm):
         return Update({}, site.examples), pack_memory(fitted)
 
     def aggregate(self, state: Bundle, updates: Updates) -> Bundle:
-        started = {update.site: torch.ones(()) for update in updates}
-        return {**state, "started": {**state.get("started", {}), **started}}
+        return {**state, "started": state.get("started", {}) | {update.site: torch.ones(()) for update in updates}}
 
     def models(self, received: Bundle, memory: Bundle | None) -> dict[str, Bundle]:
         return {"personal": network_weights(memory or received)}
@@ -41,8 +39,8 @@ def continue_fit(received: Bundle, memory: Bundle | None, algorithm: Algorithm) 
         raise StoreError(
             "this site has lost its memory, and with it its model; restore its folder or start the run anew"
         )
-    state = memory.get("optimiser", {}) if memory else {}
-    return Fit(network_weights(memory or received), task_loss, algorithm.training, optimiser_state=state)
+    weights, state = network_weights(memory or received), (memory or {}).get("optimiser", {})
+    return Fit(weights, task_loss, algorithm.training, optimiser_state=state)
 
 
 def pack_memory(fitted: Fitted) -> Bundle:

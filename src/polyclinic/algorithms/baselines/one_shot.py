@@ -17,7 +17,6 @@ from polyclinic.core import Bundle, Exchange, Site, SiteId, Stream, Update, Upda
 
 @dataclass(frozen=True)
 class OneShot(FedAvg):
-    @property
     def exchanges(self) -> tuple[Exchange, ...]:
         return tuple(Exchange(kind, like=kind, optional=True) for kind in WEIGHT_KINDS)
 
@@ -26,8 +25,7 @@ class OneShot(FedAvg):
 
     def local(self, received: Bundle, memory: Bundle | None, site: Site, rng: Stream) -> Work:
         fitted = yield continue_fit(received, memory, self)  # (1)
-        sent = fitted.weights if site.round == site.rounds else {}
-        return Update(sent, site.examples), pack_memory(fitted)
+        return Update(fitted.weights if site.round == site.rounds else {}, site.examples), pack_memory(fitted)
 
     def aggregate(self, state: Bundle, updates: Updates) -> Bundle:
         mean, started = BundleMean(), list[Update]()
@@ -35,7 +33,8 @@ class OneShot(FedAvg):
             started.append(Update({}, update.examples, update.site))
             if update.tensors:
                 mean.add(update.tensors, self.update_weight(update))
-        return mean.value() if mean.count else Local().aggregate(state, started)  # (2)
+        averaged = mean.value()  # (2)
+        return averaged if any(averaged.values()) else Local().aggregate(state, started)
 
     def models(self, received: Bundle, memory: Bundle | None) -> dict[str, Bundle]:
         return {"global": received} if "model" in received else Local().models(received, memory)

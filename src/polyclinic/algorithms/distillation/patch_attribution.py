@@ -21,7 +21,8 @@ from torch import Tensor
 
 from polyclinic.algorithms.distillation.losses import Teacher
 from polyclinic.core import Examples, Stream
-from polyclinic.training.fit import evaluation_batch_size, seed_generators
+from polyclinic.training.fit import evaluation_batch_size
+from polyclinic.training.network import seed_generators
 
 GRID = 7
 """Patches along a side."""
@@ -50,8 +51,10 @@ def attribute_patches(
 ) -> AttributionMaps:
     """Return ψ of every teacher, on `per_class` images of each class. All teachers use the same images and orders."""
     images, labels = data.batch(sample_balanced(data.labels, per_class, stream.child("images")))
-    ready = [teacher.on_device() for teacher in teachers]
-    psi = {each.name: patch_importance(each, images, labels, stream.child("orders"), grid, orders) for each in ready}
+    psi = {
+        each.name: patch_importance(each.on_device(), images, labels, stream.child("orders"), grid, orders)
+        for each in teachers
+    }
     return AttributionMaps(images.cpu(), labels.cpu(), psi)
 
 
@@ -80,10 +83,12 @@ def patch_importance(
 
     # captum gets the players, not the pixels: its work for each of them takes longer than most networks.
     players = torch.ones(len(here), int(patch.max()) + 1, device=device)
-    together = max(1, evaluation_batch_size(device) // len(here))
     with seed_generators(stream, device):
         found: Tensor = ShapleyValueSampling(prediction).attribute(
-            players, target=labels.to(device), n_samples=orders, perturbations_per_eval=together
+            players,
+            target=labels.to(device),
+            n_samples=orders,
+            perturbations_per_eval=max(1, evaluation_batch_size(device) // len(here)),
         )
     return found.cpu().reshape(len(images), -1, int(patch[0, -1]) + 1)
 
@@ -96,5 +101,4 @@ def patch_index(height: int, width: int, grid: int) -> Tensor:
 
 def loss_factor(maps: Mapping[str, Tensor]) -> float:
     """Return the factor on the loss in (19)."""
-    psi = torch.stack([each.abs().mean(0) for each in maps.values()]).mean(0)  # (16)
-    return float(psi.mean())  # (19)
+    return float(torch.stack([each.abs().mean(0) for each in maps.values()]).mean(0).mean())  # (16), (19)

@@ -55,10 +55,10 @@ from polyclinic.core import (
 from polyclinic.data.examples import SiteData
 from polyclinic.training.augment import augment_images
 from polyclinic.training.data_order import draw_epoch_batches
-from polyclinic.training.fit import make_optimiser, score, seed_generators
+from polyclinic.training.fit import make_optimiser, score
 from polyclinic.training.keyed_dropout import dropout_key, first_key
 from polyclinic.training.losses import softened_kl
-from polyclinic.training.network import LiveNetwork
+from polyclinic.training.network import LiveNetwork, seed_generators
 from polyclinic.training.prefetch import prefetch_batches
 
 EpochRow: TypeAlias = dict[str, float]
@@ -190,8 +190,9 @@ def refine_student(
         factor = patch_attribution.loss_factor(
             patch_attribution.attribute_patches(ready, public.train, rng.child("maps")).psi
         )  # (19)
-    objective = StudentObjective(ready, shares, options, factor)
-    found, history, best = _train_student(objective, student, start, public, rng, watch)
+    found, history, best = _train_student(
+        StudentObjective(ready, shares, options, factor), student, start, public, rng, watch
+    )
     return RefinementResult(found, worth, shares, history, len(history) - 1, best, factor)
 
 
@@ -278,8 +279,7 @@ class StudentObjective:
 
     def total_loss(self, terms: Tensors) -> Tensor:
         """Return (S), (18) or (F), times the factor of (19)."""
-        weighted = [weight * terms[name] for name, weight in self.options.loss_weights.items()]
-        return self.factor * torch.stack(weighted).sum()
+        return self.factor * torch.stack([w * terms[name] for name, w in self.options.loss_weights.items()]).sum()
 
 
 def _train_student(
@@ -292,9 +292,10 @@ def _train_student(
 ) -> tuple[Bundle, list[EpochRow], int]:
     """Return the weights of the best epoch, the rows of all epochs, and the number of the best one."""
     options = objective.options
-    live = student.load_weights(start)
-    moving = student.require_gradients(frozenset(live["model"]))
-    adam = make_optimiser(moving, Optimiser("adam", weight_decay=options.weight_decay), options.lr)
+    moving = frozenset(student.load_weights(start)["model"])
+    adam = make_optimiser(
+        student.require_gradients(moving), Optimiser("adam", weight_decay=options.weight_decay), options.lr
+    )
     history: list[EpochRow] = [{"epoch": 0, **_validate(student, public.validation)}]
     losses, kept = [history[0]["validation_loss"]], student.copy_weights()
     watch(history[0])
@@ -340,8 +341,7 @@ def _train_epoch(
 
 def _validate(student: LiveNetwork, data: Examples) -> EpochRow:
     found = _predict(student, student.live, data)
-    right = found["logits"].argmax(-1) == found["labels"]
     return {
         "validation_loss": float(nn.functional.cross_entropy(found["logits"], found["labels"])),
-        "validation_accuracy": float(right.float().mean()),
+        "validation_accuracy": float((found["logits"].argmax(-1) == found["labels"]).float().mean()),
     }

@@ -31,12 +31,12 @@ from polyclinic.training.losses import task_loss
 
 
 def per_example_losses(network: Network, weights: Bundle, batch: Batch, _reference: Bundle) -> Tensors:
-    """The loss of every image."""
+    """Return the loss of every image."""
     return {"losses": network.output_loss(network(weights, batch[0]), batch[1], "none")}
 
 
 def scale_noise(sigma: float, spread: float, rule: Literal["equation", "text"]) -> float:
-    """(3), or what the text says."""
+    """Return σ_k by (3), or by the rule in the paper's text."""
     return min(sigma * (1 + (spread if rule == "equation" else 1 / (1 + spread))), 2 * sigma)
 
 
@@ -74,10 +74,10 @@ class AdaptiveNoise(FedAvg):
         return Update(fitted.weights, site.examples, scalars={"noise": sigma}), None
 
     def loss_variance(self, losses: Tensor, site: Site) -> float:
-        """Var(ℓ_k)."""
+        """Return Var(ℓ_k)."""
         if self.variant == "paper":
             means = torch.stack([batch.mean() for batch in torch.split(losses, self.training.batch_size(len(losses)))])
             return float(means.var(correction=0).nan_to_num(0.0))
         assert site.secret is not None
-        released = release_variance(losses.cpu(), self.largest_loss, self.loss_noise, site.secret.child("losses"))
-        return float(released.tensors["variance"])
+        secret = site.secret.child("losses")
+        return float(release_variance(losses.cpu(), self.largest_loss, self.loss_noise, secret).tensors["variance"])

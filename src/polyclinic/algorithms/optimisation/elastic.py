@@ -72,9 +72,8 @@ class Elastic(Algorithm):
                 "protects an image would leave no signal in it; choose fedavg or fedprox, or leave privacy out"
             )
 
-    @property
     def exchanges(self) -> tuple[Exchange, ...]:
-        return (*super().exchanges, Exchange("sensitivity", like="model"))
+        return (*super().exchanges(), Exchange("sensitivity", like="model"))
 
     def local(self, received: Bundle, memory: Bundle | None, site: Site, rng: Stream) -> Work:
         fitted = yield Fit(received, task_loss, self.training)

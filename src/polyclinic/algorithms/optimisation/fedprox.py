@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from pydantic import NonNegativeFloat
 
+from polyclinic.algorithms.base import scalar_tensors
 from polyclinic.algorithms.optimisation.fedavg import FedAvg
 from polyclinic.core import Bundle, Fit, Site, Stream, Update, Work
 from polyclinic.training.losses import proximal_loss
@@ -23,7 +24,6 @@ class FedProx(FedAvg):
     """μ, the weight of the proximal term."""
 
     def local(self, received: Bundle, memory: Bundle | None, site: Site, rng: Stream) -> Work:
-        mu = next(iter(received["model"].values())).new_tensor(self.mu)
-        reference = {"anchor": received["model"], "scalars": {"mu": mu}}
+        reference = {"anchor": received["model"], "scalars": scalar_tensors(received, {"mu": self.mu})}
         fitted = yield Fit(received, proximal_loss, self.training, reference)  # (1)
         return Update(fitted.weights, site.examples), None

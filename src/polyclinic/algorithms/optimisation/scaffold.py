@@ -38,9 +38,8 @@ class Scaffold(Algorithm):
                 "training.optimiser to {name: sgd, momentum: 0, weight_decay: 0}"
             )
 
-    @property
     def exchanges(self) -> tuple[Exchange, ...]:
-        return (*super().exchanges, Exchange("control", like="control"))
+        return (*super().exchanges(), Exchange("control", like="control"))
 
     def init(self, federation: Federation) -> Bundle:
         zero = {name: torch.zeros_like(w) for name, w in federation.initial["model"].items()}
@@ -53,8 +52,8 @@ class Scaffold(Algorithm):
         fitted = yield Fit(network_weights(received), corrected_loss, self.training, {"correction": correction})  # (1)
         y, distance = fitted.weights["model"], fitted.steps * site.lr
         moved = {name: (x[name] - y[name]) / distance - c[name] for name in c}  # (2): c_k⁺ − c_k
-        remembered = {name: c_k[name] + moved[name] for name in c}
-        return Update({**fitted.weights, "control": moved}, site.examples), {"control": remembered}
+        update = Update({**fitted.weights, "control": moved}, site.examples)
+        return update, {"control": {name: c_k[name] + moved[name] for name in c}}
 
     def aggregate(self, state: Bundle, updates: Updates) -> Bundle:
         mean, moved = BundleMean(), RunningMean()

@@ -10,7 +10,7 @@ The head never leaves the site. Departures: the heads of all sites start from th
 from dataclasses import dataclass
 
 from polyclinic.algorithms.base import Algorithm, with_prefix, without_prefix
-from polyclinic.core import Bundle, Federation, Fit, Site, Stream, Tensors, Update, Updates, Work
+from polyclinic.core import Bundle, Federation, Fit, Site, Stream, Update, Updates, Work
 from polyclinic.training.losses import task_loss
 
 HEAD = "head."
@@ -20,11 +20,11 @@ HEAD = "head."
 class FedPer(Algorithm):
     def init(self, federation: Federation) -> Bundle:
         model = federation.initial["model"]
-        return {**federation.initial, "model": without_prefix(HEAD, model), "head": head_weights(model)}
+        return {**federation.initial, "model": without_prefix(HEAD, model), "head": with_prefix(HEAD, model)}
 
     def local(self, received: Bundle, memory: Bundle | None, site: Site, rng: Stream) -> Work:
         fitted = yield Fit(self.start_weights(received, memory), task_loss, self.training)  # (1)
-        return shared_update(fitted.weights, site), {"head": head_weights(fitted.weights["model"])}
+        return shared_update(fitted.weights, site), {"head": with_prefix(HEAD, fitted.weights["model"])}
 
     def start_weights(self, received: Bundle, memory: Bundle | None) -> Bundle:
         own = (memory or received).get("head", {})
@@ -35,10 +35,6 @@ class FedPer(Algorithm):
 
     def models(self, received: Bundle, memory: Bundle | None) -> dict[str, Bundle]:
         return {"personal": self.start_weights(received, memory)}
-
-
-def head_weights(model: Tensors) -> Tensors:
-    return with_prefix(HEAD, model)
 
 
 def shared_update(weights: Bundle, site: Site) -> Update:

@@ -27,7 +27,8 @@ import torch
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from torch import Tensor
 
-from polyclinic.algorithms.personalisation.fedper import HEAD, FedPer, head_weights, shared_update
+from polyclinic.algorithms.base import scalar_tensors, with_prefix
+from polyclinic.algorithms.personalisation.fedper import HEAD, FedPer, shared_update
 from polyclinic.core import Batch, Bundle, Fit, Network, Score, ServerWork, Share, Site, Step, Stream, Tensors, Work
 from polyclinic.training.dp.per_example_gradients import GradientTape, NotRecordableError, copy_with_record
 from polyclinic.training.losses import distillation_loss, task_loss
@@ -53,7 +54,6 @@ class PFedCDP(FedPer):
     server_epochs: PositiveInt = 5
     """Epochs in which the server fits its head on the public set after every aggregation."""
 
-    @property
     def trains_on_server(self) -> bool:
         return self.variant == "corrected"
 
@@ -76,7 +76,7 @@ class PFedCDP(FedPer):
             fisher = yield Score(fitted.weights, gradients, reduce="mean", batch=size)  # (3)
             mask = {name: self.importance_mask(f) for name, f in fisher.items() if not name.startswith(HEAD)}  # (4)
         own = shared_update(fitted.weights, site)
-        kept = {**own.tensors, "head": head_weights(fitted.weights["model"]), "mask": mask}
+        kept = {**own.tensors, "head": with_prefix(HEAD, fitted.weights["model"]), "mask": mask}
         return own, kept if mask else {"head": kept["head"]}
 
     def importance_mask(self, fisher: Tensor) -> Tensor:
@@ -101,24 +101,22 @@ class PFedCDP(FedPer):
         # The public set needs no protection.
         training = replace(self.training, epochs=self.server_epochs, steps=None, private=None)
         fitted = yield "", Fit(weights, (Step(task_loss, train=(HEAD,)),), training)
-        return {**state, "head": head_weights(fitted.weights["model"])}
+        return {**state, "head": with_prefix(HEAD, fitted.weights["model"])}
 
     def warning(self) -> str:
-        if self.variant == "corrected":
-            return ""
-        return (
+        paper = (
             "pfedcdp, variant paper: the server's head is never trained, so sites distil from an untrained teacher; "
             "variant corrected trains it"
         )
+        return paper if self.variant == "paper" else ""
 
     def models(self, received: Bundle, memory: Bundle | None) -> dict[str, Bundle]:
         return {"personal": self.start_weights(received, memory), "global": super().start_weights(received, None)}
 
     def _teacher_reference(self, received: Bundle) -> Bundle:
-        like = next(iter(received["head"].values()))
-        scalars = {"share": like.new_tensor(self.distil), "temperature": like.new_tensor(self.temperature)}
-        teacher = {**received.get("model", {}), **received.get("head", {})}
-        return {"teacher": teacher, "teacher buffers": dict(received.get("buffers", {})), "scalars": scalars}
+        teacher = super().start_weights(received, None)
+        scalars = scalar_tensors(teacher, {"share": self.distil, "temperature": self.temperature})
+        return {"teacher": teacher["model"], "teacher buffers": dict(teacher["buffers"]), "scalars": scalars}
 
 
 def squared_gradients(network: Network, weights: Bundle, batch: Batch, _reference: Bundle) -> Tensors:

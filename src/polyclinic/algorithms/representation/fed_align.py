@@ -99,10 +99,9 @@ class FedAlign(FedAvg):
             )
         object.__setattr__(self, "pooled", self.variant == "paper" and self.align > 0)
 
-    @property
     def exchanges(self) -> tuple[Exchange, ...]:
         kinds = ("features",) if self.align else ()
-        return (*super().exchanges, *(Exchange(kind, like=kind, optional=True) for kind in kinds))
+        return (*super().exchanges(), *(Exchange(kind, like=kind, optional=True) for kind in kinds))
 
     def warning(self) -> str:
         place = "fed-align, variant paper: all sites train in this process, which no hospital could take part in"
@@ -153,8 +152,7 @@ class FedAlign(FedAvg):
         found, draws = (yield Score(start, feature_bank.labelled_features)), rng.child("bank", site.round)
         nobody = torch.zeros_like(found["labels"]).long()
         release = feature_bank.release_features(found["features"], nobody, 1, self.bank, 1, draws)
-        noise = draws.child("noise").generator()
-        shown = losses.add_noise({"values": release.values}, self.variance, noise)  # Z(F(x))
+        shown = losses.add_noise({"values": release.values}, self.variance, draws.child("noise").generator())  # Z(F(x))
         features = {**shown, "held": release.held}
         return Update({**sent, "features": features}, site.examples), {**own, "own": features}
 
@@ -182,8 +180,8 @@ class FedAlign(FedAvg):
     def _noised_weights(self, weights: Bundle, rng: Stream, site: Site) -> Bundle:
         """Return Z(w_k) of (4)."""
         model = classifier_weights(weights)
-        draws = rng.child("noise", site.round).generator()
-        return {**model, "model": losses.add_noise(model["model"], self.variance, draws)}
+        noise = rng.child("noise", site.round).generator()
+        return {**model, "model": losses.add_noise(model["model"], self.variance, noise)}
 
     def check_update(self, update: Update) -> None:
         feature_bank.check_slot_counts(update.tensors.get("features", {}), self.bank)

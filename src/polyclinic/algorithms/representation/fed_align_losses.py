@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from polyclinic.core import Batch, Bundle, Network, Stream, Tensors
-from polyclinic.training.auxiliary import build_with_seed, copy_auxiliary_weights
+from polyclinic.training.network import build_with_seed, copy_auxiliary_weights
 
 DISCRIMINATOR = "discriminator"
 

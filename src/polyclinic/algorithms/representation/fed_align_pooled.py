@@ -20,9 +20,9 @@ from polyclinic.algorithms.representation.fed_align_losses import (
 )
 from polyclinic.core import AUX_PREFIX, Batch, Examples, Fitted, Site, SiteId, Stream, Training
 from polyclinic.training.data_order import schedule_steps
-from polyclinic.training.fit import MultiSiteFit, augment_batch, make_optimiser, seed_generators
+from polyclinic.training.fit import MultiSiteFit, augment_batch, make_optimiser
 from polyclinic.training.keyed_dropout import dropout_key, first_key
-from polyclinic.training.network import LiveNetwork
+from polyclinic.training.network import LiveNetwork, seed_generators
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,30 @@ class PooledFit(MultiSiteFit):
     """σ² of the noise on features that another site uses."""
 
     def fit_sites(self, network: LiveNetwork, images: Mapping[SiteId, Examples], site: Site, stream: Stream) -> Fitted:
-        return fit_pooled_sites(self, network, images, site, stream)
+        """Train all sites, each on its own images. `site` and `stream` are those of the pooled site."""
+        members = [_load_pooled_site(self, network, name, data, site, stream.seed) for name, data in images.items()]
+        optimisers = [
+            make_optimiser(_trainable_weights(own, members), self.training.optimiser, site.lr) for own in members
+        ]
+        total, taken = torch.zeros((), device=network.device), 0
+        with ExitStack() as modes:
+            modes.enter_context(seed_generators(stream.child("dropout", site.round), network.device))
+            for member in members:
+                modes.enter_context(member.network.use_precision(self.training.precision))
+                modes.enter_context(member.network.use_checkpointing())
+            for turn in range(max(len(member.plan) for member in members)):
+                seen = [member.batch_at(turn, self.training) for member in members]
+                for own, batch, optimiser in zip(members, seen, optimisers, strict=True):
+                    if turn >= len(own.plan):
+                        continue
+                    loss = self.sequence[0].objective(own.network, own.network.live, batch, {})
+                    _optimiser_step(optimiser, loss, own.classifier)  # (1)
+                    total, taken = total + loss.detach(), taken + 1
+                    for other, (foreign, _) in zip(members, seen, strict=True):
+                        if self.align and other is not own:
+                            align_pair(self, (own, batch[0]), (other, foreign), optimiser, own.plan[turn][0])
+        found = {f"{kind}@{m.name}": group for m in members for kind, group in m.network.copy_weights().items()}
+        return Fitted(found, taken, float(total) / max(taken, 1), {})
 
 
 @dataclass(frozen=True)
@@ -68,33 +91,6 @@ class PooledSite:
     def discriminate(self, features: Tensor) -> Tensor:
         """Return the logits of the site's discriminator."""
         return self.network.auxiliary(self.network.live, DISCRIMINATOR, features)
-
-
-def fit_pooled_sites(
-    job: PooledFit, network: LiveNetwork, held: Mapping[SiteId, Examples], site: Site, stream: Stream
-) -> Fitted:
-    """Train all sites, each on its own images. `site` and `stream` are those of the pooled site."""
-    members = [_load_pooled_site(job, network, name, data, site, stream.seed) for name, data in held.items()]
-    optimisers = [make_optimiser(_trainable_weights(own, members), job.training.optimiser, site.lr) for own in members]
-    total, taken = torch.zeros((), device=network.device), 0
-    with ExitStack() as modes:
-        modes.enter_context(seed_generators(stream.child("dropout", site.round), network.device))
-        for member in members:
-            modes.enter_context(member.network.use_precision(job.training.precision))
-            modes.enter_context(member.network.use_checkpointing())
-        for turn in range(max(len(member.plan) for member in members)):
-            seen = [member.batch_at(turn, job.training) for member in members]
-            for own, batch, optimiser in zip(members, seen, optimisers, strict=True):
-                if turn >= len(own.plan):
-                    continue
-                loss = job.sequence[0].objective(own.network, own.network.live, batch, {})
-                _optimiser_step(optimiser, loss, own.classifier)  # (1)
-                total, taken = total + loss.detach(), taken + 1
-                for other, (images, _) in zip(members, seen, strict=True):
-                    if job.align and other is not own:
-                        align_pair(job, (own, batch[0]), (other, images), optimiser, own.plan[turn][0])
-    found = {f"{kind}@{m.name}": group for m in members for kind, group in m.network.copy_weights().items()}
-    return Fitted(found, taken, float(total) / max(taken, 1), {})
 
 
 def align_pair(

@@ -94,10 +94,9 @@ class FedMP(FedAvg):
     noise_means: PositiveFloat = 20.0
     """Under a privacy plan: the noise multiplier of a round's means and counts, which is charged."""
 
-    @property
     def exchanges(self) -> tuple[Exchange, ...]:
         kinds = (*(("features",) if self.completion else ()), *(("means",) if self.alignment else ()))
-        return (*super().exchanges, *(Exchange(kind, like=kind) for kind in kinds))
+        return (*super().exchanges(), *(Exchange(kind, like=kind) for kind in kinds))
 
     def privacy_releases(self) -> Mapping[str, float]:
         # The noised counts of the means decide which classes' features are released, so these are always charged.
@@ -181,9 +180,7 @@ class FedMP(FedAvg):
                 share = images if self.variant == "corrected" else torch.full_like(images, update.examples)
                 weighted = {"sum": means * share[:, None], "share": share, "images": images}
                 seen = {n: seen[n] + t for n, t in weighted.items()} if seen else weighted
-        kept = {**state, **mean.value()}
-        if self.completion:
-            kept["bank"] = bank
+        kept = {**state, **mean.value(), **({"bank": bank} if self.completion else {})}
         return {**kept, "prototypes": self._update_prototypes(state["prototypes"], seen)} if seen else kept
 
     def _update_prototypes(self, before: Tensors, seen: Tensors) -> Tensors:

@@ -60,10 +60,8 @@ def sample_bank(bank: Tensors, labels: Tensor, slots: Tensor) -> tuple[Tensor, T
     place = torch.arange(len(labels), device=labels.device)
     own = ((labels + 1) * ((place * 0x9E3779B1 + 1) & MASK_32)).sum()
     size, classes = len(slots), len(held)
-    below_one = (
-        hash_uniform(key + own, 2 * size).to(held.dtype).clamp(max=1 - 2**-24)
-    )  # single precision rounds up to 1
-    first, second = below_one.chunk(2)
+    # Below 1, to which single precision rounds up.
+    first, second = hash_uniform(key + own, 2 * size).to(held.dtype).clamp(max=1 - 2**-24).chunk(2)
     total = held.cumsum(0)
     by_share = (first[:, None] * total[-1] >= total[None, :]).sum(1).clamp(max=classes - 1)
     owners = torch.where(slots >= 0, slots % classes, by_share)

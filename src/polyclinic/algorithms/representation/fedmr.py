@@ -35,7 +35,7 @@ from typing import Any
 import torch
 from pydantic import NonNegativeFloat, PositiveFloat
 
-from polyclinic.algorithms.base import BundleMean, network_weights
+from polyclinic.algorithms.base import BundleMean, network_weights, scalar_tensors
 from polyclinic.algorithms.optimisation.fedavg import FedAvg
 from polyclinic.algorithms.representation.feature_bank import (
     DEVIATIONS,
@@ -93,10 +93,9 @@ class FedMR(FedAvg):
                 "fedmr correlates the images of a batch, and private steps take them one by one; set algorithm.intra: 0"
             )
 
-    @property
     def exchanges(self) -> tuple[Exchange, ...]:
         kinds = ("prototypes", "counts") if self.inter else ()
-        return (*super().exchanges, *(Exchange(kind, like=kind) for kind in kinds))
+        return (*super().exchanges(), *(Exchange(kind, like=kind) for kind in kinds))
 
     def privacy_releases(self) -> Mapping[str, float]:
         return {"prototypes": self.noise} if self.inter else {}
@@ -105,21 +104,21 @@ class FedMR(FedAvg):
         if not self.inter:
             return super().init(federation)
         first, classes = next(iter(federation.initial["model"].values())), len(federation.classes)
-        none = {"means": first.new_zeros(classes, math.prod(federation.features))}
-        return {**federation.initial, "prototypes": none, "counts": {"images": first.new_zeros(classes)}}
+        return {
+            **federation.initial,
+            "prototypes": {"means": first.new_zeros(classes, math.prod(federation.features))},
+            "counts": {"images": first.new_zeros(classes)},
+        }
 
     def local(self, received: Bundle, memory: Bundle | None, site: Site, rng: Stream) -> Work:
-        plain = not (self.intra or self.inter)
-        reference = {} if plain else self._loss_reference(received)
-        fitted = yield Fit(
-            network_weights(received), task_loss if plain else manifold_reshaping_loss, self.training, reference
-        )  # (3)
+        reference = self._loss_reference(received) if self.intra or self.inter else {}
+        objective = manifold_reshaping_loss if reference else task_loss
+        fitted = yield Fit(network_weights(received), objective, self.training, reference)  # (3)
         prototypes = (yield from self._class_prototypes(fitted.weights, received, site)) if self.inter else {}
         return Update({**fitted.weights, **prototypes}, site.examples), None
 
     def _loss_reference(self, received: Bundle) -> Bundle:
-        like = next(iter(received["model"].values()))
-        scalars = {name: like.new_tensor(getattr(self, name)) for name in ("intra", "inter", "margin")}
+        scalars = scalar_tensors(received, {"intra": self.intra, "inter": self.inter, "margin": self.margin})
         if not self.inter:
             return {"scalars": scalars}
         means, known = received["prototypes"]["means"], received["counts"]["images"] > 0

@@ -38,7 +38,7 @@ import torch
 from pydantic import NonNegativeFloat, PositiveInt
 from torch import nn
 
-from polyclinic.algorithms.base import WEIGHT_KINDS, with_prefix, without_prefix
+from polyclinic.algorithms.base import WEIGHT_KINDS, scalar_tensors, with_prefix, without_prefix
 from polyclinic.algorithms.optimisation.fedavg import FedAvg
 from polyclinic.algorithms.representation.fraug_losses import (
     GENERATOR,
@@ -65,8 +65,8 @@ from polyclinic.core import (
     Update,
     Work,
 )
-from polyclinic.training.auxiliary import build_with_seed, copy_auxiliary_weights
 from polyclinic.training.keyed_dropout import first_key
+from polyclinic.training.network import build_with_seed, copy_auxiliary_weights
 
 STEPS = (
     Step(augmentation_loss, ("extractor.", "head.")),
@@ -138,11 +138,12 @@ class FRAug(FedAvg):
         return {kind: {n: t for weights in own for n, t in weights[kind].items()} for kind in WEIGHT_KINDS}
 
     def _loss_reference(self, received: Bundle, site: Site, rng: Stream) -> Bundle:
-        like = next(iter(received["model"].values()))
         rho = math.exp(self.ramp * (site.round / site.rounds - 1))
-        numbers = {"rho": rho, "lambda": min(self.most, rho), "away": self.away, "near": self.near}
-        key = torch.tensor(first_key(rng.child("made up", site.round)), device=like.device)
-        return {"scalars": {**{name: like.new_tensor(number) for name, number in numbers.items()}, "key": key}}
+        scalars = scalar_tensors(
+            received, {"rho": rho, "lambda": min(self.most, rho), "away": self.away, "near": self.near}
+        )
+        key = torch.tensor(first_key(rng.child("made up", site.round)), device=scalars["rho"].device)
+        return {"scalars": {**scalars, "key": key}}
 
 
 def _shared_weights(weights: Bundle) -> Bundle:

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 from pydantic import NonNegativeFloat, PositiveFloat
 
-from polyclinic.algorithms.base import network_weights
+from polyclinic.algorithms.base import network_weights, scalar_tensors
 from polyclinic.algorithms.optimisation.fedavg import FedAvg
 from polyclinic.core import Bundle, Fit, Site, Stream, Update, Work
 from polyclinic.training.losses import contrastive_loss, task_loss
@@ -42,7 +42,6 @@ class Moon(FedAvg):
         return Update(fitted.weights, site.examples), fitted.weights
 
     def _loss_reference(self, received: Bundle, memory: Bundle) -> Bundle:
-        like = next(iter(received["model"].values()))
         teachers = {"global": network_weights(received), "previous": network_weights(memory)}
         parts = {f"{who} {kind}": dict(group) for who, model in teachers.items() for kind, group in model.items()}
-        return {**parts, "scalars": {"mu": like.new_tensor(self.mu), "tau": like.new_tensor(self.tau)}}
+        return {**parts, "scalars": scalar_tensors(received, {"mu": self.mu, "tau": self.tau})}

@@ -7,7 +7,7 @@ from polyclinic.algorithms.base import Algorithm
 
 
 class _OfInner:
-    """A method or property of `inner`, under the same name."""
+    """A method of `inner`, under the same name."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self.name = name
@@ -32,7 +32,7 @@ class Wrapper(Algorithm):
     local = _OfInner()
     check_update = _OfInner()
     aggregate = _OfInner()
-    finish = _OfInner()
+    final_state = _OfInner()
     models = _OfInner()
     trains_on_server = _OfInner()
     server_step = _OfInner()

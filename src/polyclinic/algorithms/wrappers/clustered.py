@@ -85,11 +85,14 @@ class Clustered(Wrapper):
                 answer = yield cluster, job
         return state
 
-    def finish(self, state: Bundle) -> Bundle:
+    def final_state(self, state: Bundle) -> Bundle:
         """Finish every cluster and set the clock back, so that sites are evaluated in their last round's cluster."""
         state = {**state, "clock": {"round": state["clock"]["round"] - 1}}
         for cluster in self.initials:
-            state = {**state, **_add_cluster_suffix(cluster, self.inner.finish(self.cluster_state(state, cluster)))}
+            state = {
+                **state,
+                **_add_cluster_suffix(cluster, self.inner.final_state(self.cluster_state(state, cluster))),
+            }
         return state
 
     def models(self, received: Bundle, memory: Bundle | None) -> dict[str, Bundle]:

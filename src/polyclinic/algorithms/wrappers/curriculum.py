@@ -194,9 +194,9 @@ def round_scores(found: Deployment) -> Tensors:
     """Return the scores of a round, which the site stores and never sends."""
     if not found.after:
         return {}
-    known = {"before": found.before, "weight": found.weights}
-    filed = {name: tensor for name, tensor in known.items() if tensor is not None}
-    return {"after": found.after["right"], "loss": found.after["loss"], **filed}
+    after, loss = found.after["right"], found.after["loss"]
+    scores = {"after": after, "loss": loss, "before": found.before, "weight": found.weights}
+    return {name: tensor for name, tensor in scores.items() if tensor is not None}
 
 
 def split_memory(memory: Bundle) -> tuple[Bundle | None, Bundle]:

@@ -33,7 +33,7 @@ class Ensemble(Wrapper):
     def init(self, federation: Federation) -> Bundle:
         state = self.inner.init(federation)
         sent, whole = (
-            {exchange.kind for exchange in self.exchanges},
+            {exchange.kind for exchange in self.exchanges()},
             classifier_weights(federation.initial)["model"].keys(),
         )
         if self.inner.pooled or "model" not in sent or classifier_weights(state)["model"].keys() != whole:
@@ -57,8 +57,8 @@ class Ensemble(Wrapper):
     def server_step(self, state: Bundle, server: Site, rng: Stream) -> ServerWork:
         return {**(yield from self.inner.server_step(without_ensemble(state), server, rng)), **ensemble_members(state)}
 
-    def finish(self, state: Bundle) -> Bundle:
-        return {**self.inner.finish(without_ensemble(state)), **ensemble_members(state)}
+    def final_state(self, state: Bundle) -> Bundle:
+        return {**self.inner.final_state(without_ensemble(state)), **ensemble_members(state)}
 
     def models(self, received: Bundle, memory: Bundle | None) -> dict[str, Bundle]:
         return self.inner.models(without_ensemble(received), memory)

@@ -1,4 +1,4 @@
-"""Splits a site's images into those that the attacker has and those that are attacked."""
+"""Splits a site's images into the attacker's images and the attacked images."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ MIN_IMAGES = 16
 
 @dataclass(frozen=True, eq=False)
 class AttackSplit:
-    """A site's training images as pixels in [0, 1]: the attacker's, and those that are attacked."""
+    """A site's training images as pixels in [0, 1]: the attacker's images and the attacked images."""
 
     attacker_images: Tensor
     target_images: Tensor
@@ -56,7 +56,7 @@ def split_for_attack(
 
 
 def split_rows(examples: Images | Selection, stream: Stream) -> tuple[Tensor, Tensor]:
-    """The rows of both halves in random order; no patient is in both."""
+    """Return the rows of both halves in random order; no patient is in both."""
     patients, halves = examples.patients or tuple(map(str, range(len(examples)))), stream.child("halves")
     parts = split_by_patient(
         examples.labels.cpu().numpy(), patients, Fractions(train=0.5, validation=0.0, test=0.5), halves

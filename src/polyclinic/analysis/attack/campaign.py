@@ -1,7 +1,6 @@
 """Attacks a finished run: its features by site and stage, on request its gradients (`polyclinic attack`)."""
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -16,10 +15,9 @@ from polyclinic.analysis.attack.decoder import DecoderTraining
 from polyclinic.analysis.attack.feature_inversion import (
     GUESSES,
     UNREAD,
-    FeatureAttack,
+    FeatureFunction,
     InversionFindings,
     InversionScores,
-    Judge,
     clip_and_noise,
     extract_features,
     invert_features,
@@ -33,7 +31,7 @@ from polyclinic.data.examples import Images, Selection
 from polyclinic.data.loading.image_options import NORMALISATIONS
 from polyclinic.models import build_model
 from polyclinic.models.classifier import Classifier
-from polyclinic.models.split_point import count_stages, cut_after
+from polyclinic.models.modifications import count_stages, cut_after
 from polyclinic.models.weights.load import load_weights
 from polyclinic.runs.finished_run import FinishedRun
 from polyclinic.storage.files import explain_os_errors, write_json
@@ -48,13 +46,13 @@ Progress: TypeAlias = Callable[[str], None]
 
 @dataclass(frozen=True)
 class AttackOptions:
-    """What is attacked, and how hard."""
+    """The options of an attack."""
 
     sites: tuple[SiteId, ...] = ()
     """(): the first three."""
     stages: tuple[int, ...] = ()
     """(): all."""
-    effort: DecoderTraining = field(default_factory=DecoderTraining)
+    decoder_training: DecoderTraining = field(default_factory=DecoderTraining)
     most: int = 1000
     """The most images of a site that are used."""
     clip: float | None = None
@@ -78,7 +76,7 @@ class Target:
     model: str
     network: Classifier
     split: AttackSplit
-    judge: Judge
+    frechet_features: FeatureFunction
     stages: tuple[int, ...]
 
 
@@ -126,13 +124,13 @@ def _load_target(run: FinishedRun, options: AttackOptions, site: SiteId, stream:
     number = list(run.dataset.sites).index(site) + 1
     file = f"{slugify(site)}-{number}" if slugify(site) in others else slugify(site)
     if options.fid_weights:
-        judge = _load_mobilenet(options.fid_weights, run.device)
+        frechet_features = _load_mobilenet(options.fid_weights, run.device)
     else:
-        judge = partial(extract_features, cut_after(network, last).extractor, split.normalise)
-    return Target(site, file, model, network, split, judge, options.stages or tuple(range(1, last + 1)))
+        frechet_features = partial(extract_features, cut_after(network, last).extractor, split.normalise)
+    return Target(site, file, model, network, split, frechet_features, options.stages or tuple(range(1, last + 1)))
 
 
-def _load_mobilenet(weights: Path, device: torch.device) -> Judge:
+def _load_mobilenet(weights: Path, device: torch.device) -> FeatureFunction:
     module = build_model("mobilenet_v2", classes=2, channels=3, size=MOBILENET_SIDE, seed=Stream(0))
     load_weights(module, weights)
     extractor = module.extractor.to(device).eval()
@@ -154,20 +152,24 @@ def _attack_features(
     for stage in target.stages:
         progress(f"{target.site}: features of stage {stage}")
         own = stream.child("features", target.site, stage)
-        won = invert_features(
-            target.network, untrained, stage, target.split, target.judge, options.effort, own, defence
+        attack = invert_features(
+            target.network,
+            untrained,
+            stage,
+            target.split,
+            target.frechet_features,
+            options.decoder_training,
+            own,
+            defence,
         )
         title = f"{target.site}, features of stage {stage}: from best (left) to worst; figures: SSIM"
-        _draw_gallery(won, target.split, title, folder / f"gallery-{target.file}-stage{stage}.png")
-        found[stage] = won.findings
+        chosen = select_spread(attack.similarity["decoder"][0]).to(target.split.target_images.device)
+        guesses = {GUESSES[name]: guess[chosen] for name, guess in attack.guesses.items()}
+        ssim = {GUESSES[name]: similarity[0][chosen] for name, similarity in attack.similarity.items()}
+        path = folder / f"gallery-{target.file}-stage{stage}.png"
+        draw_gallery(target.split.target_images[chosen], guesses, ssim, title, path)
+        found[stage] = attack.findings
     return found
-
-
-def _draw_gallery(won: FeatureAttack, split: AttackSplit, title: str, path: Path) -> None:
-    chosen = select_spread(won.similarity["decoder"][0]).to(split.target_images.device)
-    guesses = {GUESSES[name]: guess[chosen] for name, guess in won.guesses.items()}
-    ssim = {GUESSES[name]: found[0][chosen] for name, found in won.similarity.items()}
-    draw_gallery(split.target_images[chosen], guesses, ssim, title, path)
 
 
 def _attack_gradients(
@@ -175,13 +177,13 @@ def _attack_gradients(
 ) -> GradientInversion:
     images, own = options.inversion, stream.child("gradients", target.site)
     progress(f"{target.site}: gradients")
-    won = invert_batches(
+    inversion = invert_batches(
         target.network, target.split, images, options.search, options.step_clip, options.step_noise, own
     )
     title = f"{target.site}, gradients of {images} image{'s' * (images > 1)} each; figures: SSIM"
-    guesses, ssim = ({name: t[:COLUMNS] for name, t in group.items()} for group in (won.guesses, won.ssim))
-    draw_gallery(won.originals[:COLUMNS], guesses, ssim, title, folder / f"gallery-{target.file}-gradient.png")
-    return won
+    guesses, ssim = ({name: t[:COLUMNS] for name, t in group.items()} for group in (inversion.guesses, inversion.ssim))
+    draw_gallery(inversion.originals[:COLUMNS], guesses, ssim, title, folder / f"gallery-{target.file}-gradient.png")
+    return inversion
 
 
 def _build_report(
@@ -193,7 +195,7 @@ def _build_report(
 ) -> dict[str, Any]:
     numbers = sorted({stage for here in found.values() for stage in here})
     means = {n: mean_scores([here[n].guesses for here in found.values() if n in here]) for n in numbers}
-    leaking = {n: _count_leaks(here[n] for here in found.values() if n in here) for n in numbers}
+    leaking = {n: _count_leaks([here[n].leaks for here in found.values() if n in here]) for n in numbers}
     return {
         "run": run.recipe.name,
         "protection": None if options.clip is None else {"clip": options.clip, "noise": options.noise},
@@ -202,7 +204,7 @@ def _build_report(
         "frechet_network": "the last stage of the run's own network"
         if options.fid_weights is None
         else f"MobileNetV2 ({options.fid_weights.name}), at {MOBILENET_SIDE} pixels",
-        "decoder_steps": options.effort.steps,
+        "decoder_steps": options.decoder_training.steps,
         "sites": {
             target.site: {
                 "model": target.model,
@@ -219,12 +221,9 @@ def _build_report(
     }
 
 
-def _count_leaks(sites: Iterable[InversionFindings]) -> dict[str, int]:
-    """At how many sites each guess from features leaks."""
-    total: Counter[str] = Counter()
-    for findings in sites:
-        total.update({guess: int(leak) for guess, leak in findings.leaks.items()})
-    return dict(total)
+def _count_leaks(sites: Sequence[Mapping[str, bool]]) -> dict[str, int]:
+    """Return the number of sites at which each kind of guess from features leaks."""
+    return {guess: sum(leaks[guess] for leaks in sites) for guess in sites[0]}
 
 
 def format_verdict(
@@ -264,8 +263,7 @@ def _format_gradients(inverted: Sequence[GradientInversion]) -> list[str]:
         return []
     open_, hidden = (any(found.does_leak(kind) for found in inverted) for kind in ("plain", "protected"))
     first = "gradients give images away" if open_ else "this search finds no image behind gradients"
-    second = f"clipped and noised they {'do so still' if hidden else 'do not'}"
-    return [first, second] if open_ else [first]
+    return [first, f"clipped and noised they {'do so still' if hidden else 'do not'}"] if open_ else [first]
 
 
 def _format_stages(numbers: Sequence[int]) -> str:

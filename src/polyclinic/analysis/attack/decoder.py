@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from polyclinic.core import Stream
-from polyclinic.training.fit import evaluation_batch_size, seed_generators
+from polyclinic.training.fit import evaluation_batch_size
+from polyclinic.training.network import seed_generators
 
 NARROW, WIDE = 16, 128
 SMALLEST_SIDE = 8
@@ -76,12 +77,12 @@ class Decoder(nn.Module):
 
 
 def count_halvings(side: int, small: int) -> int:
-    """How often a side is halved, rounding up, until it is no longer than `small`."""
+    """Return how often a side must be halved, rounding up, until it is no longer than `small`."""
     return next(times for times in count() if -(-side // 2**times) <= small)
 
 
 def _row_to_map(features: int, width: int, side: int) -> list[nn.Module]:
-    """Layers from a flat row to a map; in two steps where one would have too many weights."""
+    """Return layers from a flat row to a map, in two steps where one would have too many weights."""
     values = width * side**2
     if features * values <= MAX_WEIGHTS:
         return [nn.Linear(features, values), nn.Unflatten(1, (width, side, side))]
@@ -94,26 +95,26 @@ def _refinement_block(width: int) -> list[nn.Module]:
 
 
 def train_decoder(
-    features: Tensor, pixels: Tensor, effort: DecoderTraining, stream: Stream, defence: Defence | None = None
+    features: Tensor, pixels: Tensor, training: DecoderTraining, stream: Stream, defence: Defence | None = None
 ) -> Decoder:
     """Train a decoder on the attacker's own pairs by mean squared error; return that of the epoch with the least error
     on held-out pairs. A defence is applied anew at every step: the attacker knows how it works."""
     device, hide = features.device, defence or (lambda values, _: values)
     held = torch.arange(len(features), device=device) % HELD_BACK == 0
-    seen, judged = (~held).nonzero().squeeze(1), held.nonzero().squeeze(1)
+    seen, held_out = (~held).nonzero().squeeze(1), held.nonzero().squeeze(1)
     with seed_generators(stream.child("first weights"), torch.device("cpu")):
         decoder = Decoder(features.shape[1:], pixels.shape[1:])
     decoder.to(device).to(memory_format=torch.channels_last)
     decoder.fit_normalisation(hide(features[seen], stream.child("look")))
-    optimiser = torch.optim.Adam(decoder.parameters(), effort.lr)
-    epochs = -(-effort.steps * effort.batch // len(seen))
+    optimiser = torch.optim.Adam(decoder.parameters(), training.lr)
+    epochs = -(-training.steps * training.batch // len(seen))
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, epochs)
-    trial = hide(features[judged], stream.child("judged"))
+    trial = hide(features[held_out], stream.child("judged"))
     best, kept = float("inf"), copy.deepcopy(decoder.state_dict())
     for epoch in range(epochs):
-        _train_epoch(decoder.train(), features, pixels, seen, effort, optimiser, stream.child("epoch", epoch), hide)
+        _train_epoch(decoder.train(), features, pixels, seen, training, optimiser, stream.child("epoch", epoch), hide)
         schedule.step()
-        loss = float(F.mse_loss(decode_features(decoder, trial), pixels[judged]))
+        loss = float(F.mse_loss(decode_features(decoder, trial), pixels[held_out]))
         if loss < best:
             best, kept = loss, copy.deepcopy(decoder.state_dict())
     decoder.load_state_dict(kept)
@@ -125,18 +126,17 @@ def _train_epoch(
     features: Tensor,
     pixels: Tensor,
     seen: Tensor,
-    effort: DecoderTraining,
+    training: DecoderTraining,
     optimiser: torch.optim.Optimizer,
     stream: Stream,
     hide: Defence,
 ) -> None:
     order = seen[torch.randperm(len(seen), generator=stream.generator()).to(seen.device)]
-    for number, rows in enumerate(torch.split(order, effort.batch)):
+    for number, rows in enumerate(torch.split(order, training.batch)):
         if len(rows) == 1:  # BatchNorm needs two
             continue
         optimiser.zero_grad(set_to_none=True)
-        loss = F.mse_loss(decoder(hide(features[rows], stream.child(number))), pixels[rows])
-        loss.backward()  # type: ignore[no-untyped-call]
+        F.mse_loss(decoder(hide(features[rows], stream.child(number))), pixels[rows]).backward()  # type: ignore[no-untyped-call]
         optimiser.step()
 
 

@@ -5,7 +5,7 @@ former and applies it to the latter. SSIM, distance and Fréchet distance mean s
 
     mean        the mean of the attacker's images, the same guess for every image
     nearest     the attacker's image whose features are nearest to the intercepted ones
-    untrained   the same decoder for the same network with random weights: what its architecture alone reveals
+    untrained   the same decoder for the same network with random weights: the leak by its architecture alone
 
 A leak: the decoder is nearer to the originals than both `mean` and `nearest`, or its guesses identify their originals
 among all attacked images more often than chance, as a blurred guess that picks out the patient does. Whether it beats
@@ -33,7 +33,7 @@ from polyclinic.analysis.attack.image_similarity import (
 )
 from polyclinic.core import Stream
 from polyclinic.models.classifier import Classifier
-from polyclinic.models.split_point import cut_after
+from polyclinic.models.modifications import cut_after
 from polyclinic.privacy.releases import release_rows as released
 from polyclinic.training.fit import evaluation_batch_size
 
@@ -52,7 +52,7 @@ UNREAD = ("nearest", "mean")
 
 Similarity: TypeAlias = tuple[Tensor, Tensor]
 """SSIM and distance of every image."""
-Judge: TypeAlias = Callable[[Tensor], Tensor]
+FeatureFunction: TypeAlias = Callable[[Tensor], Tensor]
 """Computes the features for the Fréchet distance from pixels."""
 
 
@@ -98,8 +98,8 @@ def invert_features(
     untrained: Classifier,
     stage: int,
     split: AttackSplit,
-    judge: Judge,
-    effort: DecoderTraining,
+    frechet_features: FeatureFunction,
+    decoder_training: DecoderTraining,
     stream: Stream,
     defence: Defence | None = None,
 ) -> FeatureAttack:
@@ -110,8 +110,8 @@ def invert_features(
         untrained: The same network with random weights.
         stage: The stage whose features are intercepted.
         split: The attacker's images and the attacked images.
-        judge: Computes the features for the Fréchet distance.
-        effort: How the decoder is trained.
+        frechet_features: Computes the features for the Fréchet distance.
+        decoder_training: How the decoder is trained.
         stream: Seeds the decoder, its training and the defence.
         defence: Changes features before they leave the site; None: no attack on protected features.
     """
@@ -123,12 +123,14 @@ def invert_features(
         for model in (network, untrained)
     )
     guesses = {
-        "decoder": decode_features(train_decoder(own, split.attacker_images, effort, stream.child("decoder")), taken)
+        "decoder": decode_features(
+            train_decoder(own, split.attacker_images, decoder_training, stream.child("decoder")), taken
+        )
     }
     if defence is not None:
-        decoder = train_decoder(own, split.attacker_images, effort, stream.child("protected"), defence)
+        decoder = train_decoder(own, split.attacker_images, decoder_training, stream.child("protected"), defence)
         guesses["protected"] = decode_features(decoder, defence(taken, stream.child("released")))
-    learnt = train_decoder(plain_own, split.attacker_images, effort, stream.child("untrained"))
+    learnt = train_decoder(plain_own, split.attacker_images, decoder_training, stream.child("untrained"))
     guesses["untrained"] = decode_features(learnt, plain_taken)
     guesses["nearest"] = split.attacker_images[torch.cdist(taken.flatten(1), own.flatten(1)).argmin(1)]
     guesses["mean"] = split.attacker_images.mean(0).expand_as(split.target_images)
@@ -136,10 +138,12 @@ def invert_features(
         name: (mean_ssim(guess, split.target_images), rms_distance(guess, split.target_images))
         for name, guess in guesses.items()
     }
-    true = judge(split.target_images)
+    true = frechet_features(split.target_images)
     figures = {
         name: _build_scores(
-            likeness[name], identification_rate(guess, split.target_images), frechet_distance(judge(guess), true)
+            likeness[name],
+            identification_rate(guess, split.target_images),
+            frechet_distance(frechet_features(guess), true),
         )
         for name, guess in guesses.items()
     }
@@ -148,11 +152,11 @@ def invert_features(
     return FeatureAttack(guesses, likeness, InversionFindings(tuple(own.shape[1:]), length, leaks, figures))
 
 
-def does_leak(guess: str, similarity: Mapping[str, Similarity], known: float) -> bool:
-    """Whether a guess beats both guesses that need no decoder, in SSIM or in distance; or identifies more originals
-    than chance, which identifies about one."""
+def does_leak(guess: str, similarity: Mapping[str, Similarity], recognised: float) -> bool:
+    """Return whether a guess beats both guesses that need no decoder, in SSIM or in distance, or identifies more
+    originals than chance, which identifies about one."""
     (alike, far), others = similarity[guess], [similarity[name] for name in UNREAD]
-    if known * len(alike) > 1 + CHANCE:
+    if recognised * len(alike) > 1 + CHANCE:
         return True
     return all(_is_significantly_positive(alike - other[0]) for other in others) or all(
         _is_significantly_positive(other[1] - far) for other in others
@@ -163,7 +167,7 @@ def _is_significantly_positive(differences: Tensor) -> bool:
     return float(differences.mean()) > CHANCE * (float(differences.std()) / math.sqrt(len(differences)))
 
 
-def _build_scores(similarity: Similarity, known: float, distance: float) -> InversionScores:
+def _build_scores(similarity: Similarity, recognised: float, distance: float) -> InversionScores:
     alike, far = similarity
     return InversionScores(
         float(alike.mean()),
@@ -171,21 +175,21 @@ def _build_scores(similarity: Similarity, known: float, distance: float) -> Inve
         float(far.mean()),
         float(far.min()),
         float((far < THRESHOLD).double().mean()),
-        known,
+        recognised,
         distance,
     )
 
 
 @torch.no_grad()
 def extract_features(extractor: nn.Module, seen: Callable[[Tensor], Tensor], pixels: Tensor) -> Tensor:
-    """The extractor's features of images, in evaluation mode."""
+    """Return the extractor's features of images, in evaluation mode."""
     extractor.eval()
     parts = torch.split(pixels, evaluation_batch_size(pixels.device))
     return torch.cat([extractor(seen(part)).contiguous() for part in parts])
 
 
 def clip_and_noise(clip: float, noise: float) -> Defence:
-    """A defence as `privacy/releases.py` applies it: each image's features clipped, with noise in units of the clip."""
+    """Return a defence that clips each image's features and adds noise in units of the clip (`privacy/releases.py`)."""
 
     def defend(features: Tensor, stream: Stream) -> Tensor:
         parts = enumerate(torch.split(features, evaluation_batch_size(features.device)))
@@ -195,7 +199,7 @@ def clip_and_noise(clip: float, noise: float) -> Defence:
 
 
 def mean_scores(sites: Sequence[Mapping[str, InversionScores]]) -> dict[str, InversionScores]:
-    """The mean scores over sites, as FedMP reports them."""
+    """Return the mean scores over sites, as FedMP reports them."""
     names = [field.name for field in fields(InversionScores)]
     return {
         guess: InversionScores(*(mean(getattr(figures[guess], name) for figures in sites) for name in names))

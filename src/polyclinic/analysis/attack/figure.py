@@ -16,7 +16,7 @@ SIDE, GAP, BESIDE, MARGIN = 1.25, 0.25, 0.08, 1.5
 
 
 def select_spread(similarity: Tensor, columns: int = COLUMNS) -> Tensor:
-    """The rows of some images, evenly spaced from the most similar guess to the least similar."""
+    """Return the rows of some images, evenly spaced from the most similar guess to the least similar."""
     order = similarity.argsort(descending=True).cpu()
     return order[torch.linspace(0, len(order) - 1, min(columns, len(order))).round().long()]
 
@@ -38,12 +38,12 @@ def draw_gallery(
         for column, picture in enumerate(pictures.detach().cpu().clamp(0, 1)):
             axes = panels[row, column]
             draw_image(axes, picture)
-            axes.set_xticks([])
-            axes.set_yticks([])
+            axes.set(xticks=[], yticks=[])
             if name in guesses:
                 axes.set_title(f"{float(similarity[name][column]):.2f}", fontsize=TEXT - 4, color=INK, pad=2)
-        label = panels[row, 0].set_ylabel(name.replace(", ", ",\n"), fontsize=TEXT - 3, color=INK, rotation=0)
-        label.set(horizontalalignment="right", verticalalignment="center", parse_math=False)
+        panels[row, 0].set_ylabel(name.replace(", ", ",\n"), fontsize=TEXT - 3, color=INK, rotation=0).set(
+            horizontalalignment="right", verticalalignment="center", parse_math=False
+        )
     figure.suptitle(title, fontsize=TEXT - 2, color=INK, x=0.01, y=1 - 0.2 * GAP / high, ha="left").set_parse_math(
         False
     )

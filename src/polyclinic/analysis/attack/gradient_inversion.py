@@ -1,4 +1,4 @@
-"""Reconstructs images from gradients: what an update of one step on one or a few images reveals about them.
+"""Reconstructs images from gradients, as an update of one step on one or a few images reveals them.
 
     (1)  x = (∂L/∂W_i) / (∂L/∂b_i)      a dense first layer with a bias gives one image away exactly; any row i
     (2)  y = the class whose bias in the last layer has the negative gradient    (iDLG: Zhao, Mopuri, Bilen 2020)
@@ -48,7 +48,7 @@ class Search:
 
 
 def compute_gradient(network: Classifier, images: Tensor, labels: Tensor, keep: bool = False) -> Tensors:
-    """The gradient of the mean loss with respect to every weight; `keep`: can itself be differentiated."""
+    """Return the gradient of the mean loss by every weight. With `keep` it can itself be differentiated."""
     weights = {name: weight.detach().requires_grad_(True) for name, weight in network.named_parameters()}
     loss = F.cross_entropy(functional_call(network.eval(), weights, (images,)), labels)
     return dict(zip(weights, torch.autograd.grad(loss, list(weights.values()), create_graph=keep), strict=True))
@@ -57,18 +57,13 @@ def compute_gradient(network: Classifier, images: Tensor, labels: Tensor, keep: 
 def compute_dp_gradient(
     network: Classifier, images: Tensor, labels: Tensor, clip: float, noise: float, stream: Stream
 ) -> Tensors:
-    """The gradient as DP-SGD releases it: clipped for each image, noise on the sum, divided by the number of images."""
+    """Return the gradient that DP-SGD releases: the mean of each image's clipped gradient, with noise on the sum."""
     total: Tensors = {}
     for row in range(len(images)):
         one = compute_gradient(network, images[row : row + 1], labels[row : row + 1])
         factor = clip_factors(torch.stack([g.norm() for g in one.values()]).norm(), clip)
         total = {name: factor * g + total.get(name, 0.0) for name, g in one.items()}
     return {name: g / len(images) for name, g in add_noise(total, noise * clip, stream).items()}
-
-
-def gradient_from_update(before: Tensors, after: Tensors, lr: float) -> Tensors:
-    """Compute (4) from the weights before and after one step."""
-    return {name: (before[name] - after[name]) / lr for name in before}
 
 
 def recover_labels(found: Tensors, network: Classifier, images: int = 1) -> Tensor:
@@ -82,7 +77,7 @@ def recover_labels(found: Tensors, network: Classifier, images: int = 1) -> Tens
 
 
 def find_first_dense(network: Classifier) -> str | None:
-    """The name of the first layer if it is a dense one with a bias and receives the pixels themselves."""
+    """Return the name of the first layer if it is a dense one with a bias whose input is the pixels themselves."""
     for name, layer in network.named_modules():
         if isinstance(layer, nn.Linear):
             return None if layer.bias is None else str(name)
@@ -108,8 +103,7 @@ def search_images(
 ) -> Tensor:
     """Search the pixels of as many images as there are labels by (3)."""
     wanted = list(found.values())
-    start = torch.rand(len(labels), *shape, generator=stream.generator())
-    pixels = start.to(labels.device).requires_grad_(True)
+    pixels = torch.rand(len(labels), *shape, generator=stream.generator()).to(labels.device).requires_grad_(True)
     optimiser = torch.optim.Adam([pixels], search.step)
     schedule = torch.optim.lr_scheduler.MultiStepLR(optimiser, [int(share * search.iterations) for share in DROPS])
     for _ in range(search.iterations):
@@ -131,7 +125,7 @@ def _cosine_distance(mine: list[Tensor], wanted: list[Tensor]) -> Tensor:
 
 
 def total_variation(pixels: Tensor) -> Tensor:
-    """The mean absolute difference of neighbouring pixels."""
+    """Return the mean absolute difference of neighbouring pixels."""
     down, across = pixels.diff(dim=-2), pixels.diff(dim=-1)
     return down.abs().mean() + across.abs().mean()
 
@@ -145,7 +139,7 @@ def invert_gradient(
     search: Search,
     stream: Stream,
 ) -> tuple[Tensor, str]:
-    """The pixels of the images behind a gradient, and the method: "exact" (1) or "search" (3)."""
+    """Return the pixels of the images behind a gradient, and the method: "exact" (1) or "search" (3)."""
     layer = find_first_dense(network)
     if layer is not None and images == 1:
         return _denormalise(invert_dense(found, layer).reshape(1, *shape), normalise), "exact"
@@ -155,7 +149,7 @@ def invert_gradient(
 
 
 def _denormalise(shown: Tensor, normalise: Normalise) -> Tensor:
-    """The inverse of `normalise`, which is affine."""
+    """Return the inverse of `normalise`, which is affine."""
     zero, one = (normalise(torch.full_like(shown, value)) for value in (0.0, 1.0))
     return ((shown - zero) / (one - zero)).nan_to_num(0.0).clamp(0, 1)
 
@@ -183,7 +177,7 @@ class GradientInversion:
     distance: Mapping[str, Tensor]
 
     def does_leak(self, kind: str) -> bool:
-        """Whether a guess is closer than the mean of the attacker's images, in SSIM and in distance."""
+        """Return whether a guess is closer than the mean of the attacker's images, in SSIM and in distance."""
         return bool(
             self.ssim[KINDS[kind]].mean() > self.ssim[KINDS["mean"]].mean()
             and self.distance[KINDS[kind]].mean() < self.distance[KINDS["mean"]].mean()
@@ -204,7 +198,7 @@ class GradientInversion:
             "method": self.method,
             "images": self.images,
             "attacked": len(self.originals),
-            "labels_told": self.label_accuracy,
+            "label_accuracy": self.label_accuracy,
             "guesses": figures,
         }
 

@@ -21,7 +21,7 @@ THRESHOLD = 0.1
 
 
 def mean_ssim(first: Tensor, second: Tensor) -> Tensor:
-    """The SSIM of each pair: 1 for equal images."""
+    """Return the SSIM of each pair: 1 for equal images."""
     a, b = first.double(), second.double()
     weights = gaussian_window(min(a.shape[-2:]), a.device)
     mean_a, mean_b, aa, bb, ab = (_window_average(t, weights) for t in (a, b, a * a, b * b, a * b))
@@ -31,7 +31,7 @@ def mean_ssim(first: Tensor, second: Tensor) -> Tensor:
 
 
 def gaussian_window(side: int, device: torch.device | None = None) -> Tensor:
-    """The Gaussian window along one side; it is the same along the other."""
+    """Return the Gaussian window along one side; it is the same along the other."""
     width = min(WINDOW, side if side % 2 else side - 1)
     at = torch.arange(width, device=device, dtype=torch.float64) - width // 2
     weights = (-at.square() / (2 * SIGMA**2)).exp()
@@ -45,12 +45,12 @@ def _window_average(images: Tensor, weights: Tensor) -> Tensor:
 
 
 def rms_distance(first: Tensor, second: Tensor) -> Tensor:
-    """The root mean square difference of each pair."""
+    """Return the root mean square difference of each pair."""
     return (first - second).double().square().flatten(1).mean(1).sqrt()
 
 
 def identification_rate(guesses: Tensor, originals: Tensor) -> float:
-    """The share of guesses that are nearer to their own original than to any other."""
+    """Return the share of guesses that are nearer to their own original than to any other."""
     nearest = torch.cdist(guesses.flatten(1), originals.flatten(1)).argmin(1)
     return float((nearest == torch.arange(len(guesses), device=guesses.device)).double().mean())
 

@@ -25,8 +25,12 @@ def load_digit_images(options: DigitsOptions, stream: Stream, folder: Path | Non
     images = scans.float()[:, None] * (255 / 16)
     if options.size != 8:
         images = F.interpolate(images, size=(options.size, options.size), mode="bilinear")
-    patients = tuple(f"digit-{row}" for row in range(len(labels)))
-    return Collection(images.round().to(torch.uint8), labels.clone(), CLASSES, patients)
+    return Collection(
+        images=images.round().to(torch.uint8),
+        labels=labels.clone(),
+        classes=CLASSES,
+        patients=tuple(f"digit-{row}" for row in range(len(labels))),
+    )
 
 
 @cache

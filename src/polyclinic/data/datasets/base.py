@@ -1,4 +1,4 @@
-"""What a dataset is: how its images are listed and loaded, under which terms, and where they are downloaded from."""
+"""The definition of a dataset: how its images are listed and loaded, its licence, and its downloads."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -3,13 +3,17 @@
 import csv
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from polyclinic.core import DataError
 from polyclinic.data import NAMED_DATASETS
 from polyclinic.data.datasets.base import Dataset, Download, NamedDataset
 from polyclinic.data.findings import first_places, format_places
 from polyclinic.data.loading.image_options import ImageOptions
+from polyclinic.data.options import Options
 from polyclinic.data.records import Listing, Record, pseudonymise
 from polyclinic.data.sources.folder import (
     SPLITS,
@@ -26,7 +30,6 @@ from polyclinic.data.sources.table import Columns, read_table
 
 __all__ = [
     "SPLITS",
-    "TABLE",
     "Columns",
     "Dataset",
     "Download",
@@ -35,6 +38,7 @@ __all__ = [
     "Listing",
     "NamedDataset",
     "Record",
+    "define_public_dataset",
     "exclude_duplicates",
     "find_subfolder",
     "has_one_part_per_patient",
@@ -42,17 +46,43 @@ __all__ = [
     "list_images",
     "list_subfolders",
     "parse_part",
-    "pseudonymise",
+    "pseudonymise_patients",
     "read_duplicates",
     "read_folder",
     "read_npz",
     "read_public_set",
     "read_rows",
     "read_table",
+    "read_table_without_copies",
 ]
 
 TABLE = "labels.csv"
 SAME_IMAGE = "the same image as"
+
+
+def define_public_dataset(
+    name: str,
+    *,
+    licence: str,
+    classes: tuple[str, ...],
+    obtain: str,
+    read_published: Callable[[Any, Path], Listing | None],
+    sites: tuple[str, ...] = (),
+    read_plain: Callable[..., Listing] = read_table,
+    options: type[Options] = ImageOptions,
+    downloads: tuple[Download, ...] = (),
+) -> NamedDataset:
+    """Define a dataset that `read_public_set` reads.
+
+    `read_published` is called with the options and the dataset's folder. It may put the publisher's patient names into
+    the records, since these are replaced by pseudonyms; the other arguments are those of `read_public_set`.
+    """
+
+    def read(chosen: Any, folder: Path) -> Listing:
+        publisher = partial(read_published, chosen)
+        return read_public_set(name, folder, publisher, obtain, classes=classes, sites=sites, read_plain=read_plain)
+
+    return NamedDataset(name, licence, classes, read, obtain, options, downloads=downloads)
 
 
 def read_public_set(
@@ -60,23 +90,24 @@ def read_public_set(
     folder: Path,
     read_published: Callable[[Path], Listing | None],
     obtain: str,
-    read_plain: Callable[[Path], Listing] | None = None,
     *,
     classes: tuple[str, ...],
     sites: tuple[str, ...] = (),
+    read_plain: Callable[..., Listing] = read_table,
 ) -> Listing:
     """Read a public dataset from its plain table (`folder/labels.csv`), or else in the publisher's layout.
 
-    `read_published` returns None if the publisher's layout is not there; `read_plain` replaces the default reader of
-    the table. A folder of another dataset is refused: none of its labels is in `classes`, or it names sites and none of
-    them is in `sites` (if given, since datasets of the same organ often share their classes).
+    `read_published` returns None, or a listing without records, if the publisher's layout is not there; the patients in
+    its records are replaced by pseudonyms. `read_plain` reads the table and is called like `read_table`. A folder of
+    another dataset is refused: none of its labels is in `classes`, or it names sites and none of them is in `sites` (if
+    given, since datasets of the same organ often share their classes).
     """
     found: Listing | None = None
     with plain_read_errors(folder):
         if (folder / TABLE).is_file():
-            found = read_plain(folder) if read_plain else read_table(folder / TABLE, name=set_, classes=classes)
-        elif folder.is_dir():
-            found = read_published(folder)
+            found = read_plain(folder / TABLE, name=set_, classes=classes)
+        elif folder.is_dir() and (published := read_published(folder)):
+            found = pseudonymise_patients(published)
     foreign = _find_mismatch(found, classes, sites) if found else ""
     if found is None or (foreign and not (folder / TABLE).is_file()):
         raise DataError(
@@ -109,6 +140,13 @@ def _suggest_similar_sets(listing: Listing, set_: str) -> str:
         name for name, classes in others.items() if labels <= classes
     ]
     return f"; it looks like {' or '.join(like)}" if like else ""
+
+
+def pseudonymise_patients(listing: Listing) -> Listing:
+    """Replace the names of patients in all records by pseudonyms; existing pseudonyms stay unchanged."""
+    patients = pseudonymise([record.patient for record in listing.records])
+    records = [replace(record, patient=patient) for record, patient in zip(listing.records, patients, strict=True)]
+    return replace(listing, records=tuple(records))
 
 
 def find_subfolder(folder: Path, *names: str) -> Path:
@@ -145,6 +183,11 @@ def read_duplicates(folder: Path) -> list[list[Path]]:
     for _, row in read_rows(file) if file.is_file() else ():
         groups[row.get("group", "")].append(folder / row.get("path", ""))
     return list(groups.values())
+
+
+def read_table_without_copies(table: Path, *, name: str, classes: tuple[str, ...]) -> Listing:
+    """Read a table and keep one of each group of identical images that `duplicates.csv` beside it lists."""
+    return exclude_duplicates(read_table(table, name=name, classes=classes), read_duplicates(table.parent))
 
 
 def exclude_duplicates(listing: Listing, groups: Iterable[Sequence[Path]]) -> Listing:

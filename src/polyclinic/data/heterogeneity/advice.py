@@ -132,11 +132,13 @@ def _advise_sizes(diagnosis: Diagnosis) -> Advice:
     strength = _grade_strength(lost, SIZES)
     if strength == "weak":
         strength = "moderate" if diagnosis.size_ratio >= RATIO else "none" if lost < SIZES[0] / 2 else "weak"
-    sentence = (
+    return _build_advice(
+        "size skew",
+        strength,
         f"{len(diagnosis.sites)} sites weigh as much as {diagnosis.effective_sites:.1f} of equal size, and the largest "
-        f"has {format_ratio(diagnosis.size_ratio)} times the images of the smallest."
+        f"has {format_ratio(diagnosis.size_ratio)} times the images of the smallest.",
+        FOR_SIZES,
     )
-    return _build_advice("size skew", strength, sentence, FOR_SIZES)
 
 
 def format_ratio(value: float) -> str:

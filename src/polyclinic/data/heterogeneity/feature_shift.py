@@ -2,7 +2,7 @@
 
 Two answers: how well a small classifier names the site of an unseen patient's image, and how far the sites' features
 lie apart (maximum mean discrepancy). Both are judged by moving patients, with all their images, between sites WITHIN
-their class: what sites differ in because their classes do stays in the comparison, and is not mistaken for a shift.
+their class, so differences that only follow from different class proportions are not mistaken for a shift.
 """
 
 import math

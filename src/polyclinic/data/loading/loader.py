@@ -133,8 +133,9 @@ def find_early_faults(listing: Listing) -> Iterator[Finding]:
     if not listing.used_records:
         raise DataError(f"{listing.name} has no image to use; check where it was loaded from.")
     # os.path, because Path.is_file raises, with the path, what it does not expect, such as a name that is too long
-    gone = [position for position, record in enumerate(listing.records) if not os.path.isfile(record.path)]
-    yield from missing_file_findings(listing, gone)
+    yield from missing_file_findings(
+        listing, [position for position, record in enumerate(listing.records) if not os.path.isfile(record.path)]
+    )
     yield from repeated_file_findings(listing)
     yield from find_label_faults(listing)
 
@@ -173,8 +174,7 @@ def decode_records(pixels: Pixels, listing: Listing, preparation: Preparation) -
     """Decode and preprocess every record into its row of `pixels`; one error names all that cannot be read."""
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         jobs = [pool.submit(work) for work in _decoding_tasks(pixels, listing.records, preparation)]
-        broken = dict(sorted(problem for job in jobs for problem in job.result()))
-    raise_findings(unreadable_file_findings(listing, broken))
+    raise_findings(unreadable_file_findings(listing, dict(sorted(problem for job in jobs for problem in job.result()))))
 
 
 def check_pixels(listing: Listing, images: Tensor) -> None:
@@ -226,8 +226,14 @@ def _decoding_tasks(
         else:
             stacks.setdefault((record.path, record.array), []).append(position)
     for (path, array), positions in stacks.items():
-        rows = {position: records[position].row or 0 for position in positions}
-        yield partial(_decode_rows, pixels, rows, path, array, preparation)
+        yield partial(
+            _decode_rows,
+            pixels,
+            {position: records[position].row or 0 for position in positions},
+            path,
+            array,
+            preparation,
+        )
 
 
 def _decode_file(pixels: Pixels, position: int, path: Path, preparation: Preparation) -> Problems:

@@ -71,8 +71,13 @@ def _try_natural_division(listing: Listing) -> Iterator[Finding]:
     natural = Division(Natural() if any(record.site for record in listing.used_records) else Iid(sites=1))
     refusal = natural.find_refusal(listing)
     if refusal and len({record.label for record in listing.used_records}) == 1:
-        remedy = "add images of another class"
-        yield Finding(UNDIVIDED, "stop", 1, "all images are of one class, so there is nothing to learn", remedy)
+        yield Finding(
+            kind=UNDIVIDED,
+            level="stop",
+            count=1,
+            sentence="all images are of one class, so there is nothing to learn",
+            remedy="add images of another class",
+        )
     elif refusal:
         alternatives = {
             "another data.partition (such as iid)": replace(natural, partition=Iid(sites=1)),

@@ -90,10 +90,13 @@ def _split_overlapping(
 
 
 def _split_rows(collection: Collection, rows: Indices, fractions: Fractions, stream: Stream) -> Parts:
-    labels = collection.labels.cpu().numpy()[rows]
-    patients = [collection.patients[row] for row in rows]
-    official = None if collection.split is None else [collection.split[row] for row in rows]
-    parts = split_by_patient(labels, patients, fractions, stream, official)
+    parts = split_by_patient(
+        labels=collection.labels.cpu().numpy()[rows],
+        patients=[collection.patients[row] for row in rows],
+        fractions=fractions,
+        stream=stream,
+        official=None if collection.split is None else [collection.split[row] for row in rows],
+    )
     return {part: rows[chosen] for part, chosen in parts.items()}
 
 
@@ -130,8 +133,9 @@ def _check_images(site: str, rows: Indices, collection: Collection) -> None:
 
 def _check_none(wrong: torch.Tensor, index: torch.Tensor, sentence: str, remedy: str) -> None:
     if count := int(wrong.sum()):
-        first = int(index[wrong.cpu()][0])
-        raise DataError(f"{sentence.format(f'{count} images')} (the first at index {first}); {remedy}.")
+        raise DataError(
+            f"{sentence.format(f'{count} images')} (the first at index {int(index[wrong.cpu()][0])}); {remedy}."
+        )
 
 
 def _check_parts(

@@ -34,32 +34,9 @@ SURE = 0.001
 LARGEST_TABLE = 10**7
 """Sites × classes. With more, the texts are neither sites nor classes, which other findings report."""
 
-SPLIT = FindingKind("unknown part", "stop", "write train, validation or test, or leave the cells empty")
-LEAK = FindingKind("patient in two parts", "stop", "split by patient: with official: false that is done here")
-TWO_SITES = FindingKind(
-    "patient at two sites", "warn", "if it is the same person, sites are not independent; else number anew"
-)
-SEVERAL = FindingKind("patients with several images", "note", "nothing: splits are made by patient")
-NO_PATIENTS = FindingKind(
-    "no patients", "note", "name a patient column if there is one; else images are split one by one"
-)
 UNNAMED = FindingKind("image without a patient", "warn", "write who it is: now each counts as a patient of its own")
 NO_SITE = FindingKind("image without a site", "warn", "write the site of these images, or leave them out")
 NO_PART = FindingKind("image without a part", "warn", "write train, validation or test for all images, or for none")
-MISSPELT = FindingKind("misspelt site", "warn", "write each site in one way: now they count as different sites")
-FEW = FindingKind(
-    "few images at a site", "warn", "join the site with another, or leave it out; its own figures say nothing"
-)
-SINGLE = FindingKind(
-    "site with a single class", "warn", "join it with another: there a model can learn the site for the label"
-)
-LACKING = FindingKind(
-    "class missing at a site", "warn", "read the figures of these sites by class; a personal model forgets it"
-)
-LACKING_PART = FindingKind("class missing in a part", "warn", "split anew with official: false, by patient and class")
-CONFOUNDING = FindingKind(
-    "label follows site", "warn", "test on sites that were not trained on; never trust the pooled figure"
-)
 
 
 def cohort_findings(listing: Listing) -> Iterator[Finding]:
@@ -75,22 +52,34 @@ def _patient_findings(listing: Listing, used: list[int]) -> Iterator[Finding]:
     patients = group_positions(listing, used, lambda record: record.patient)
     several = [group for group in patients.values() if len(group) > 1]
     if used and not patients:
-        sentence = "no patient is named, so each image counts as one"
-        yield Finding(NO_PATIENTS.name, NO_PATIENTS.level, len(used), sentence, NO_PATIENTS.remedy)
+        yield Finding(
+            "no patients",
+            "note",
+            len(used),
+            sentence="no patient is named, so each image counts as one",
+            remedy="name a patient column if there is one; else images are split one by one",
+        )
     if several:
-        counts = f"{format_count(len(several), 'has', 'have')} several images, {max(map(len, several)):,} at most"
-        sentence = f"of {len(patients):,} patients {counts}"
-        yield Finding(SEVERAL.name, SEVERAL.level, len(several), sentence, SEVERAL.remedy)
+        yield Finding(
+            "patients with several images",
+            "note",
+            len(several),
+            sentence=f"of {len(patients):,} patients {format_count(len(several), 'has', 'have')} several images, "
+            f"{max(map(len, several)):,} at most",
+            remedy="nothing: splits are made by patient",
+        )
     yield from build_findings(
         listing,
-        LEAK,
+        FindingKind("patient in two parts", "stop", "split by patient: with official: false that is done here"),
         _first_of_each_value(listing, several, lambda record: record.split if record.split in PARTS else ""),
         lambda f: f"{format_count(len(f), 'patient has', 'patients have')} images in more than one part",
         handled="" if listing.official else "the loader does not keep this split and makes its own, by patient",
     )
     yield from build_findings(
         listing,
-        TWO_SITES,
+        FindingKind(
+            "patient at two sites", "warn", "if it is the same person, sites are not independent; else number anew"
+        ),
         _first_of_each_value(listing, several, lambda record: record.site),
         lambda f: f"{format_count(len(f), 'patient has', 'patients have')} images at more than one site",
     )
@@ -105,7 +94,7 @@ def _first_of_each_value(listing: Listing, patients: list[list[int]], value: Cal
 def _part_findings(listing: Listing, used: list[int], classes: set[str]) -> Iterator[Finding]:
     yield from build_findings(
         listing,
-        SPLIT,
+        FindingKind("unknown part", "stop", "write train, validation or test, or leave the cells empty"),
         as_groups([p for p in used if listing.records[p].split not in ("", *PARTS)]),
         lambda f: format_count(len(f), "image is", "images are") + " said to be in a part that is none of the three",
         handled="" if listing.official else "the loader does not keep this split",
@@ -113,7 +102,13 @@ def _part_findings(listing: Listing, used: list[int], classes: set[str]) -> Iter
     parts = group_positions(listing, used, lambda record: record.split if record.split in PARTS else "")
     if listing.official and len(parts) > 1:
         lacking = {part: len(classes - _labels_of(listing, group)) for part, group in parts.items()}
-        yield from _missing_class_findings(LACKING_PART, lacking, "part lacks", "parts lack", set(PARTS))
+        yield from _missing_class_findings(
+            FindingKind("class missing in a part", "warn", "split anew with official: false, by patient and class"),
+            lacking,
+            "part lacks",
+            "parts lack",
+            set(PARTS),
+        )
 
 
 def _labels_of(listing: Listing, positions: list[int]) -> set[str]:
@@ -124,11 +119,15 @@ def _missing_class_findings(
     kind: FindingKind, lacking: Mapping[str, int], one: str, several: str, disclosable: set[str]
 ) -> Iterator[Finding]:
     if short := {name: missing for name, missing in lacking.items() if missing}:
-        sentence = f"{format_count(len(short), one, several)} classes that others have, {max(short.values()):,} at most"
-        places = tuple(
-            f"{name} ({format_count(short[name], 'class', 'classes')})" for name in sorted(disclosable & short.keys())
+        shown = sorted(disclosable & short.keys())[:SHOWN]
+        yield Finding(
+            kind.name,
+            kind.level,
+            len(short),
+            f"{format_count(len(short), one, several)} classes that others have, {max(short.values()):,} at most",
+            kind.remedy,
+            where=tuple(f"{name} ({format_count(short[name], 'class', 'classes')})" for name in shown),
         )
-        yield Finding(kind.name, kind.level, len(short), sentence, kind.remedy, places[:SHOWN])
 
 
 def _site_findings(listing: Listing, used: list[int], classes: set[str]) -> Iterator[Finding]:
@@ -136,8 +135,14 @@ def _site_findings(listing: Listing, used: list[int], classes: set[str]) -> Iter
     if len(sites) < 2:
         return
     disclosable = disclosable_groups(listing, sites)
-    nouns = ("image has a site that looks", "images have a site that looks")
-    yield from misspelt_findings(listing, MISSPELT, sites, find_other_spellings(sites), disclosable, nouns)
+    yield from misspelt_findings(
+        listing,
+        FindingKind("misspelt site", "warn", "write each site in one way: now they count as different sites"),
+        sites,
+        find_other_spellings(sites),
+        disclosable,
+        nouns=("image has a site that looks", "images have a site that looks"),
+    )
 
     def place(fault: Group) -> str:
         site = listing.records[fault[0]].site
@@ -146,7 +151,9 @@ def _site_findings(listing: Listing, used: list[int], classes: set[str]) -> Iter
 
     yield from build_findings(
         listing,
-        FEW,
+        FindingKind(
+            "few images at a site", "warn", "join the site with another, or leave it out; its own figures say nothing"
+        ),
         [group for group in sites.values() if len(group) < FEW_AT_SITE],
         lambda f: f"{format_count(len(f), 'site has', 'sites have')} fewer than {FEW_AT_SITE} images",
         place=place,
@@ -155,13 +162,27 @@ def _site_findings(listing: Listing, used: list[int], classes: set[str]) -> Iter
         held = {site: classes & _labels_of(listing, group) for site, group in sites.items()}
         yield from build_findings(
             listing,
-            SINGLE,
+            FindingKind(
+                "site with a single class",
+                "warn",
+                "join it with another: there a model can learn the site for the label",
+            ),
             [group for site, group in sites.items() if len(held[site]) == 1],
             lambda f: f"{format_count(len(f), 'site has', 'sites have')} images of one class only",
             place=place,
         )
         lacking = {site: len(classes) - len(there) for site, there in held.items() if len(there) > 1}
-        yield from _missing_class_findings(LACKING, lacking, "site lacks", "sites lack", set(disclosable))
+        yield from _missing_class_findings(
+            FindingKind(
+                "class missing at a site",
+                "warn",
+                "read the figures of these sites by class; a personal model forgets it",
+            ),
+            lacking,
+            "site lacks",
+            "sites lack",
+            set(disclosable),
+        )
     yield from _confounding_findings(listing, used, classes)
 
 
@@ -170,8 +191,8 @@ def missing_field_findings(listing: Listing, used: list[int]) -> Iterator[Findin
     for kind, field in ((UNNAMED, "patient"), (NO_SITE, "site"), (NO_PART, "split")):
         silent = [position for position in used if not getattr(listing.records[position], field)]
         if 0 < len(silent) < len(used) and (field != "split" or listing.official):
-            sentence = f"{format_count(len(silent), 'image has', 'images have')} no {field}, while others have one"
-            yield build_set_finding(listing, kind, silent, sentence)
+            count = format_count(len(silent), "image has", "images have")
+            yield build_set_finding(listing, kind, silent, f"{count} no {field}, while others have one")
 
 
 class Association(NamedTuple):
@@ -213,8 +234,11 @@ def _confounding_findings(listing: Listing, used: list[int], real: set[str]) -> 
     found = measure_association(table)
     if found.v >= CONFOUNDED and found.p < SURE:
         p = f"= {found.p:.0e}" if found.p > 1e-99 else "< 1e-99"
-        sentence = (
-            f"labels follow sites (Cramér's V {found.v:.2f}, p {p}): knowing only the site, "
-            f"{found.guessed:.0%} of labels are guessed correctly, against {found.commonest:.0%} without it"
+        yield Finding(
+            "label follows site",
+            "warn",
+            len(sites),
+            sentence=f"labels follow sites (Cramér's V {found.v:.2f}, p {p}): knowing only the site, "
+            f"{found.guessed:.0%} of labels are guessed correctly, against {found.commonest:.0%} without it",
+            remedy="test on sites that were not trained on; never trust the pooled figure",
         )
-        yield Finding(CONFOUNDING.name, CONFOUNDING.level, len(sites), sentence, CONFOUNDING.remedy)

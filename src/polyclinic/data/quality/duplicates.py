@@ -30,12 +30,15 @@ def duplicate_findings(listing: Listing, stats: ListingStats) -> Iterator[Findin
     distinct = [min(group, key=lambda position: bool(listing.records[position].excluded)) for group in same.values()]
     near = group_near_duplicates({position: stats.images[position].thumbnail for position in distinct})
     conflicting, agreeing = _separate_conflicts(listing, [group for group in same.values() if len(group) > 1])
-    leaking = [group for group in agreeing if _has_leak(listing, group)]
-    harmless = [group for group in agreeing if not _has_leak(listing, group)]
-    for kind, groups in ((CONFLICT, conflicting), (LEAK, leaking), (EXACT, harmless)):
-        yield from build_findings(listing, kind, groups, partial(_describe_groups, listing, "the same"), spare=1)
-    for kind, groups in zip((NEAR_CONFLICT, NEAR), _separate_conflicts(listing, near), strict=True):
-        yield from build_findings(listing, kind, groups, partial(_describe_groups, listing, "almost the same"), spare=1)
+    near_conflicting, near_agreeing = _separate_conflicts(listing, near)
+    for kind, groups, likeness in (
+        (CONFLICT, conflicting, "the same"),
+        (LEAK, [group for group in agreeing if _has_leak(listing, group)], "the same"),
+        (EXACT, [group for group in agreeing if not _has_leak(listing, group)], "the same"),
+        (NEAR_CONFLICT, near_conflicting, "almost the same"),
+        (NEAR, near_agreeing, "almost the same"),
+    ):
+        yield from build_findings(listing, kind, groups, partial(_describe_groups, listing, likeness), spare=1)
 
 
 def _separate_conflicts(listing: Listing, groups: list[list[int]]) -> tuple[list[list[int]], list[list[int]]]:
@@ -55,11 +58,11 @@ def _has_leak(listing: Listing, group: Group) -> bool:
 
 
 def _describe_groups(listing: Listing, likeness: str, groups: list[Group]) -> str:
-    images = sum(map(len, groups))
     fields = {"label": "under two labels", "patient": "of two patients", "site": "at two sites"}
     spread = {text: sum(_differs_in(listing, group, field) for group in groups) for field, text in fields.items()}
     spread |= Counter(_describe_parts(listing, group) for group in groups if _differs_in(listing, group, "split"))
     details = ", ".join(f"{count:,} {text}" for text, count in spread.items() if count)
+    images = sum(map(len, groups))
     return f"{images:,} images have {likeness} pixels as others, in {format_count(len(groups), 'group')}" + (
         details and f": {details}"
     )

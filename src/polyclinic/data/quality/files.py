@@ -32,29 +32,7 @@ RARE = 0.1
 """Unusual sizes of more than this proportion of a site's images indicate a second scanner, not a fault."""
 
 MISSING = FindingKind("missing file", "stop", "put the files there or remove them from the list")
-UNREADABLE = FindingKind("unreadable file", "stop", "get new copies of these files, or leave them out")
 BLANK = FindingKind("blank image", "stop", "get new copies of these images, or leave them out")
-TINY = FindingKind("tiny image", "warn", "check whether they are icons or previews, and leave those out")
-OUTLIER = FindingKind(
-    "unusual size", "warn", "look whether they show what the others show: previews, crops and scouts do not"
-)
-SIZES = FindingKind("several sizes", "note", "nothing: all are brought to one size; choose pad, crop or stretch")
-DEPTHS = FindingKind(
-    "several bit depths", "warn", "convert them alike; a set of 10- or 12-bit images needs the option bits"
-)
-COLOURS = FindingKind(
-    "grey and colour", "note", "nothing: all are brought to the chosen channels; look whether marks are drawn"
-)
-TWICE = FindingKind("file listed twice", "warn", "remove all but one of these lines")
-TWICE_OTHERWISE = FindingKind(
-    "file listed twice with other labels", "stop", "find out which label is right, remove the others"
-)
-ALIKE = FindingKind(
-    "names alike", "warn", "look whether they are copies; some computers cannot keep both in one folder"
-)
-UNLISTED = FindingKind(
-    "unlisted image", "warn", "add them to the list or move them away; --show-names tells which they are"
-)
 
 
 def file_findings(listing: Listing, stats: ListingStats) -> Iterator[Finding]:
@@ -71,8 +49,13 @@ def file_findings(listing: Listing, stats: ListingStats) -> Iterator[Finding]:
     yield from repeated_file_findings(listing)
     yield from similar_name_findings(listing)
     if count := len(listing.unlisted):
-        sentence = format_count(count, "image lies", "images lie") + " beside the listed ones without being listed"
-        yield Finding(UNLISTED.name, UNLISTED.level, count, sentence, UNLISTED.remedy)
+        yield Finding(
+            "unlisted image",
+            "warn",
+            count,
+            sentence=format_count(count, "image lies", "images lie") + " beside the listed ones without being listed",
+            remedy="add them to the list or move them away; --show-names tells which they are",
+        )
 
 
 def missing_file_findings(listing: Listing, positions: Iterable[int]) -> Iterator[Finding]:
@@ -112,14 +95,19 @@ def unreadable_file_findings(listing: Listing, reasons: Mapping[int, str]) -> It
         counts = Counter(reasons[position] for fault in faults for position in fault).most_common()
         return format_count(len(faults), "file") + " cannot be read: " + ", ".join(f"{why} ({n})" for why, n in counts)
 
-    yield from build_findings(listing, UNREADABLE, as_groups(reasons), sentence)
+    yield from build_findings(
+        listing,
+        FindingKind("unreadable file", "stop", "get new copies of these files, or leave them out"),
+        as_groups(reasons),
+        sentence,
+    )
 
 
 def _size_findings(listing: Listing, stats: ListingStats) -> Iterator[Finding]:
     tiny = [position for position, image in stats.images.items() if min(image.height, image.width) < SMALLEST]
     yield from build_findings(
         listing,
-        TINY,
+        FindingKind("tiny image", "warn", "check whether they are icons or previews, and leave those out"),
         as_groups(tiny),
         lambda f: format_count(len(f), "image is", "images are") + f" less than {SMALLEST} pixels high or wide",
     )
@@ -128,7 +116,9 @@ def _size_findings(listing: Listing, stats: ListingStats) -> Iterator[Finding]:
         sites[listing.records[position].site].append(position)
     yield from build_findings(
         listing,
-        OUTLIER,
+        FindingKind(
+            "unusual size", "warn", "look whether they show what the others show: previews, crops and scouts do not"
+        ),
         as_groups([position for positions in sites.values() for position in _find_unusual(positions, stats)]),
         lambda f: (
             format_count(len(f), "image is", "images are")
@@ -150,21 +140,38 @@ def _mixture_findings(listing: Listing, stats: ListingStats) -> Iterator[Finding
     images = {position: stats.images[position] for position in used_positions(listing) if position in stats.images}
     sizes, rarer = _count_values({position: f"{image.width} × {image.height}" for position, image in images.items()})
     if rarer:
-        told = f"the images have {len(sizes):,} sizes; {sizes[0][1]:,} of {len(images):,} are {sizes[0][0]} pixels"
-        yield build_set_finding(listing, SIZES, rarer, told)
+        yield build_set_finding(
+            listing,
+            FindingKind("several sizes", "note", "nothing: all are brought to one size; choose pad, crop or stretch"),
+            rarer,
+            f"the images have {len(sizes):,} sizes; {sizes[0][1]:,} of {len(images):,} are {sizes[0][0]} pixels",
+        )
     # DICOM files state themselves how their bits are shown
     depths, rarer = _count_values(
         {position: f"{image.bits} bits" for position, image in images.items() if not image.windowed}
     )
     if rarer:
-        told = "the images are stored with different depths: " + ", ".join(f"{n:,} with {bits}" for bits, n in depths)
-        yield build_set_finding(listing, DEPTHS, rarer, told)
+        yield build_set_finding(
+            listing,
+            FindingKind(
+                "several bit depths", "warn", "convert them alike; a set of 10- or 12-bit images needs the option bits"
+            ),
+            rarer,
+            "the images are stored with different depths: " + ", ".join(f"{n:,} with {bits}" for bits, n in depths),
+        )
     colours, rarer = _count_values(
         {position: "colour" if image.colour else "grey" for position, image in images.items()}
     )
     if rarer:
         yield build_set_finding(
-            listing, COLOURS, rarer, "of the images " + " and ".join(f"{n:,} are {c}" for c, n in colours)
+            listing,
+            FindingKind(
+                "grey and colour",
+                "note",
+                "nothing: all are brought to the chosen channels; look whether marks are drawn",
+            ),
+            rarer,
+            "of the images " + " and ".join(f"{n:,} are {c}" for c, n in colours),
         )
 
 
@@ -191,18 +198,17 @@ def repeated_file_findings(listing: Listing) -> Iterator[Finding]:
     for position, record in enumerate(listing.records):
         files[_file_identity(record)].append(position)
     twice = [positions for positions in files.values() if len(positions) > 1]
-    conflict = [group for group in twice if len({listing.records[p].label for p in group}) > 1]
     yield from build_findings(
         listing,
-        TWICE,
+        FindingKind("file listed twice", "warn", "remove all but one of these lines"),
         [group for group in twice if len({listing.records[p].label for p in group}) == 1],
         lambda f: format_count(len(f), "file is", "files are") + " listed more than once",
         spare=1,
     )
     yield from build_findings(
         listing,
-        TWICE_OTHERWISE,
-        conflict,
+        FindingKind("file listed twice with other labels", "stop", "find out which label is right, remove the others"),
+        [group for group in twice if len({listing.records[p].label for p in group}) > 1],
         lambda f: format_count(len(f), "file is", "files are") + " listed more than once, under different labels",
         spare=1,
     )
@@ -214,7 +220,9 @@ def similar_name_findings(listing: Listing) -> Iterator[Finding]:
     stems = group_positions(listing, files, lambda record: _folded_stem(record.path))
     yield from build_findings(
         listing,
-        ALIKE,
+        FindingKind(
+            "names alike", "warn", "look whether they are copies; some computers cannot keep both in one folder"
+        ),
         [group for group in stems.values() if len(group) > 1],
         lambda f: (
             format_count(len(f), "group of files has", "groups of files have")

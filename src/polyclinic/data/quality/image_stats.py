@@ -53,9 +53,9 @@ def measure_image(image: DecodedImage) -> ImageStats:
     pixels = _drop_redundant_colour(image.pixels)
     thumbnail = np.asarray(Image.fromarray(pixels).convert("L").resize((SIDE, SIDE), Image.Resampling.BILINEAR))
     blank = thumbnail.min() == thumbnail.max() and bool((pixels == pixels[:1, :1]).all())
-    digest = hashlib.blake2b(pixels.data, digest_size=16, key=str(pixels.shape).encode())
+    digest = hashlib.blake2b(pixels.data, digest_size=16, key=str(pixels.shape).encode()).digest()
     height, width = pixels.shape[:2]
-    return ImageStats(height, width, image.bits, image.colour, image.windowed, blank, digest.digest(), thumbnail)
+    return ImageStats(height, width, image.bits, image.colour, image.windowed, blank, digest, thumbnail)
 
 
 def _drop_redundant_colour(pixels: Bytes) -> Bytes:

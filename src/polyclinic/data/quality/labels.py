@@ -11,7 +11,6 @@ from polyclinic.data.findings import (
     Finding,
     FindingKind,
     Group,
-    Level,
     as_groups,
     build_findings,
     build_set_finding,
@@ -33,21 +32,9 @@ FEW_IMAGES = 100
 IMBALANCE = 5
 UMLAUTS = str.maketrans({"ä": "ae", "ö": "oe", "ü": "ue", "ø": "oe", "å": "aa"})
 
-EMPTY = FindingKind("empty label", "stop", "write the labels, or leave these images out")
 TYPO = FindingKind("misspelt label", "stop", "correct them, or declare the classes if this is a class of its own")
-OUTSIDE = FindingKind(
-    "label outside the task", "stop", "correct them, leave these images out, or add the class to the task"
-)
-ONE_IMAGE = FindingKind("class with one image", "stop", "leave the class out, join it with another, or get more images")
 FEW = FindingKind(
     "class with few patients", "warn", "no split by patient has it in all three parts: join it or get more"
-)
-NONE = FindingKind(
-    "class without images", "warn", "leave the class out of the task, or look whether its label is spelt alike"
-)
-SMALL = FindingKind("too few images", "warn", "use it for trials only; no figure measured on it is reliable")
-IMBALANCED = FindingKind(
-    "class imbalance", "note", "read balanced accuracy and per-class figures; oversample if need be"
 )
 
 
@@ -55,7 +42,7 @@ def label_findings(listing: Listing) -> Iterator[Finding]:
     everything = group_positions(listing, range(len(listing.records)), lambda record: record.label)
     yield from build_findings(
         listing,
-        EMPTY,
+        FindingKind("empty label", "stop", "write the labels, or leave these images out"),
         as_groups(position for position, record in enumerate(listing.records) if not record.label),
         lambda f: format_count(len(f), "image has", "images have") + " no label",
     )
@@ -64,11 +51,12 @@ def label_findings(listing: Listing) -> Iterator[Finding]:
         listing, TYPO, everything, misspelt, disclosable_labels(listing, everything), ("label looks", "labels look")
     )
     known = {*listing.classes, *misspelt}
-    outside = [position for label, group in everything.items() if label not in known for position in group]
     yield from build_findings(
         listing,
-        OUTSIDE,
-        as_groups(sorted(outside)),
+        FindingKind(
+            "label outside the task", "stop", "correct them, leave these images out, or add the class to the task"
+        ),
+        as_groups(sorted(position for label, group in everything.items() if label not in known for position in group)),
         lambda f: format_count(len(f), "image has", "images have") + " a label that is none of the task's classes",
     )
     classes = group_positions(listing, used_positions(listing), lambda record: record.label)
@@ -163,8 +151,8 @@ def misspelt_findings(
 
     def sentence(some: list[Group]) -> str:
         found = dict.fromkeys(misspelt[position] for fault in some for position in fault)
-        told = [f"'{name}' (did you mean '{intended[name]}'?)" for name in found if intended[name] in disclosable]
-        quoted = ": " + ", ".join(told[:SHOWN]) if told else ""
+        hints = [f"'{name}' (did you mean '{intended[name]}'?)" for name in found if intended[name] in disclosable]
+        quoted = ": " + ", ".join(hints[:SHOWN]) if hints else ""
         return f"{format_count(len(some), *nouns)} misspelt{quoted}"
 
     yield from build_findings(listing, kind, as_groups(sorted(misspelt)), sentence)
@@ -177,10 +165,9 @@ def _count_findings(listing: Listing, classes: Mapping[str, list[int]]) -> Itera
         label = listing.records[fault[0]].label
         return f"'{label}'" if label in disclosable else f"the class of {place_of(listing, fault[0])}"
 
-    few = [group for group in classes.values() if len(group) > 1 and count_patients(listing, group) < FEW_PATIENTS]
     yield from build_findings(
         listing,
-        ONE_IMAGE,
+        FindingKind("class with one image", "stop", "leave the class out, join it with another, or get more images"),
         [group for group in classes.values() if len(group) == 1],
         lambda f: format_count(len(f), "class has", "classes have") + " a single image",
         place=place,
@@ -188,14 +175,19 @@ def _count_findings(listing: Listing, classes: Mapping[str, list[int]]) -> Itera
     yield from build_findings(
         listing,
         FEW,
-        few,
+        [group for group in classes.values() if len(group) > 1 and count_patients(listing, group) < FEW_PATIENTS],
         lambda f: format_count(len(f), "class has", "classes have") + f" fewer than {FEW_PATIENTS} patients",
         place=place,
     )
     if none := [label for label, group in classes.items() if not group]:
-        sentence = format_count(len(none), "class of the task has", "classes of the task have") + " no image"
-        shown = tuple(f"'{label}'" for label in none[:SHOWN]) if listing.declared else ()
-        yield Finding(NONE.name, NONE.level, len(none), sentence, NONE.remedy, shown)
+        yield Finding(
+            "class without images",
+            "warn",
+            len(none),
+            sentence=format_count(len(none), "class of the task has", "classes of the task have") + " no image",
+            remedy="leave the class out of the task, or look whether its label is spelt alike",
+            where=tuple(f"'{label}'" for label in none[:SHOWN]) if listing.declared else (),
+        )
     yield from _proportion_findings(listing, classes)
 
 
@@ -203,10 +195,20 @@ def _proportion_findings(listing: Listing, classes: Mapping[str, list[int]]) -> 
     counts = sorted(len(group) for group in classes.values() if group)
     total = sum(counts)
     if total < FEW_IMAGES:
-        level: Level = "warn" if total else "stop"
-        told = f"the set has {format_count(total, 'image')} to use; a tenth of them says nothing about a method"
-        yield Finding(SMALL.name, level, total, told, SMALL.remedy)
+        yield Finding(
+            "too few images",
+            "warn" if total else "stop",
+            total,
+            sentence=f"the set has {format_count(total, 'image')} to use; a tenth of them says nothing about a method",
+            remedy="use it for trials only; no figure measured on it is reliable",
+        )
     if len(counts) > 1 and counts[-1] >= IMBALANCE * counts[0]:
         rarest = min((group for group in classes.values() if group), key=len)
-        told = f"the commonest class has {counts[-1]:,} images, the rarest {counts[0]:,}"
-        yield build_set_finding(listing, IMBALANCED, rarest, told)
+        yield build_set_finding(
+            listing,
+            FindingKind(
+                "class imbalance", "note", "read balanced accuracy and per-class figures; oversample if need be"
+            ),
+            rarest,
+            f"the commonest class has {counts[-1]:,} images, the rarest {counts[0]:,}",
+        )

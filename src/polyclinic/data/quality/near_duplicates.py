@@ -123,8 +123,8 @@ def merge_patients(patients: Sequence[str], images: Tensor) -> tuple[str, ...]:
 
 
 def _make_thumbnails(images: Tensor) -> list[np.ndarray]:
-    found = []
-    for some in torch.split(images, 2 * BLOCK):
-        small = F.interpolate(some.float().mean(1, keepdim=True), (SIDE, SIDE), mode="bilinear", antialias=True)
-        found += list(small[:, 0].round().to(torch.uint8).numpy())
-    return found
+    blocks = (
+        F.interpolate(some.float().mean(1, keepdim=True), (SIDE, SIDE), mode="bilinear", antialias=True)
+        for some in torch.split(images, 2 * BLOCK)
+    )
+    return [thumbnail for block in blocks for thumbnail in block[:, 0].round().to(torch.uint8).numpy()]

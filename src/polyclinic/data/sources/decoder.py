@@ -102,7 +102,7 @@ def _to_eight_bit(image: Image.Image, bits: int | None) -> tuple[Bytes, int]:
 
 def _scale_deep_grey(image: Image.Image, bits: int | None) -> Bytes:
     values = np.array(image).astype(np.uint16)
-    if image.format == "PPM":  # Pillow has stretched it already, by the greatest value that the header tells
+    if image.format == "PPM":  # Pillow has stretched it already, by the greatest value that the header states
         return scale_to_bytes(values, 16)
     pixels = scale_to_bytes(values, bits or 16)
     return 255 - pixels if _tiff_tag(image, PHOTOMETRIC) == WHITE_IS_ZERO else pixels

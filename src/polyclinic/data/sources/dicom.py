@@ -91,8 +91,12 @@ def _read_file(path: Path) -> DecodedImage:
     stored, photometric = _read_stored_values(path, header.file_meta.get("TransferSyntaxUID"))
     if stored.shape[:2] != (header.Rows, header.Columns) or stored.ndim > 3:
         raise UnreadableImage("its pixels are not the one picture that its header announces")
-    pixels = _render_pixels(stored, photometric, header)
-    return DecodedImage(pixels, int(header.BitsStored), photometric not in MONOCHROME, windowed=True)
+    return DecodedImage(
+        pixels=_render_pixels(stored, photometric, header),
+        bits=int(header.BitsStored),
+        colour=photometric not in MONOCHROME,
+        windowed=True,
+    )
 
 
 class _GuardedReader(io.BufferedReader):
@@ -197,8 +201,7 @@ def _render_pixels(stored: NDArray[np.integer[Any]], photometric: str, header: D
     # at most 2^16 different values: render each once
     levels = np.arange(low, low + len(seen), dtype=np.float64)
     if photometric == "PALETTE COLOR":
-        colours = [_LookupTable(header, *names).to_shades(levels) for names in PALETTES]
-        return np.stack([np.take(shades, index) for shades in colours], axis=-1)
+        return np.stack([_LookupTable(header, *names).to_shades(levels)[index] for names in PALETTES], axis=-1)
     if photometric not in MONOCHROME:
         raise UnreadableImage("its colours cannot be converted to red, green and blue")
     seen &= ~_padding_mask(levels, stored, header)

@@ -3,8 +3,7 @@
 import logging
 import threading
 import warnings
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -75,7 +74,7 @@ class _SilentDecoders:
         self.inside = 0
         self.before = ExitStack()
 
-    def enter(self) -> None:
+    def __enter__(self) -> None:
         with self.lock:
             if self.inside == 0:
                 self.before.enter_context(warnings.catch_warnings())
@@ -85,7 +84,7 @@ class _SilentDecoders:
                     logger.setLevel(logging.CRITICAL + 1)
             self.inside += 1
 
-    def leave(self) -> None:
+    def __exit__(self, *_: object) -> None:
         with self.lock:
             self.inside -= 1
             if self.inside == 0:
@@ -95,11 +94,6 @@ class _SilentDecoders:
 _SILENT_DECODERS = _SilentDecoders("PIL", "pydicom", "pylibjpeg", "openjpeg")
 
 
-@contextmanager
-def silence_decoders() -> Iterator[None]:
+def silence_decoders() -> AbstractContextManager[None]:
     """Suppress the decoders' warnings and log records, since they may quote headers that contain a patient's name."""
-    _SILENT_DECODERS.enter()
-    try:
-        yield
-    finally:
-        _SILENT_DECODERS.leave()
+    return _SILENT_DECODERS

@@ -118,8 +118,9 @@ class _Archive:
             raise self.build_error(f"'{key}' is compressed in a way that NumPy does not write")
         if info.file_size > most:
             raise self.build_error(f"'{key}' has {info.file_size:,} bytes, more than the {most:,} that are read")
-        within = info.header_offset + info.compress_size <= self.size
-        if not within or info.file_size > DEFLATE_LIMIT * (info.compress_size + 1):
+        if info.header_offset + info.compress_size > self.size or info.file_size > DEFLATE_LIMIT * (
+            info.compress_size + 1
+        ):
             raise self.build_error(f"'{key}' claims {info.file_size:,} bytes, more than the file can hold")
         return info
 

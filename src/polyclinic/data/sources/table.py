@@ -61,8 +61,14 @@ def read_table(
             for (number, path, label, site, _, split), patient in zip(rows, patients, strict=True)
         )
     found = find_classes({record.label for record in records}) if classes is None else tuple(map(clean_text, classes))
-    unlisted = _find_unlisted(home, [row[1] for row in rows])
-    return Listing(name, home, records, found, declared=classes is not None, unlisted=unlisted)
+    return Listing(
+        name,
+        home,
+        records,
+        found,
+        declared=classes is not None,
+        unlisted=_find_unlisted(home, [row[1] for row in rows]),
+    )
 
 
 _Row = tuple[int, str, str, str, str, str]

@@ -263,13 +263,9 @@ def _explain_status(response: httpx.Response, server: str) -> Exception:
 def _clock_skew(response: httpx.Response) -> float | None:
     """Seconds by which this machine's clock is ahead of the server's; None if the server sent no date."""
     try:
-        return _current_time() - parsedate_to_datetime(response.headers["date"]).timestamp()
+        return time.time() - parsedate_to_datetime(response.headers["date"]).timestamp()
     except (KeyError, ValueError):
         return None
-
-
-def _current_time() -> float:
-    return time.time()
 
 
 def _explain_transport_error(error: httpx.TransportError, server: str, secure: bool) -> Exception:

@@ -1,13 +1,14 @@
-"""The server's only entrance: ASGI middleware that passes to Flower's SuperLink what a registered site needs.
+"""The server's only entrance: ASGI middleware that passes only the requests of registered sites to Flower's SuperLink.
 
 Flower 1.41 serves three interfaces on one port and authenticates callers on one of them, the fleet interface for sites.
-Through the others, whoever reaches the port may register a key, start runs and read their results. Nor does Flower
+Through the others, anyone who reaches the port may register a key, start runs and read their results. Nor does Flower
 check that a reply comes from the site it names, or limit the size of a request. This gateway closes these holes.
 """
 
 import asyncio
 import time
 from base64 import b64decode
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
@@ -84,23 +85,20 @@ class Gateway:
         self.arrived: Callable[[], None] = lambda: None
         """Called when a piece of a reply has arrived."""
         self.hold = HOLD_SECONDS
-        self._work: dict[SiteId, asyncio.Event] = {}
+        self._work: defaultdict[SiteId, asyncio.Event] = defaultdict(asyncio.Event)
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def notify_site(self, site: SiteId, size: int = 0) -> None:
         """Release the site's held request: there is a message of `size` bytes for it. May be called from any thread."""
         self.bytes_left[site] = MIN_REPLY_BYTES + REPLY_FACTOR * size
         if self._loop is not None and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._work_event(site).set)
+            self._loop.call_soon_threadsafe(self._work[site].set)
 
     def release_waiters(self) -> None:
         """Release all held requests and hold none from now on. May be called from any thread."""
         self.hold = 0.0
         for site in self.nodes:
             self.notify_site(site)
-
-    def _work_event(self, site: SiteId) -> asyncio.Event:
-        return self._work.setdefault(site, asyncio.Event())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._loop = asyncio.get_running_loop()
@@ -181,10 +179,9 @@ class Gateway:
             return False
 
     async def _wait_for_work(self, site: SiteId) -> None:
-        event = self._work_event(site)
         with suppress(TimeoutError):
-            await asyncio.wait_for(event.wait(), self.hold)
-            event.clear()
+            await asyncio.wait_for(self._work[site].wait(), self.hold)
+            self._work[site].clear()
 
 
 def _read_key(request: Request) -> bytes:

@@ -5,13 +5,11 @@ process of ours (`flower/client.py`) uses Flower's own client of the fleet inter
 asks for work at once instead of every 3 s, and answers from the installed package. The application that a server can
 ship with a run is never fetched, so no foreign code can run. At the server, Flower's SuperLink (the application that
 `flower-superlink` serves, kept in memory) runs in the process of the round loop, behind `flower/gateway.py`; the loop
-calls it directly through Flower's Grid. A site is identified by the key registered for it, whatever it says of itself.
+calls it directly through Flower's Grid. A site is identified by its registered key alone.
 
 Only this folder and `federation/engines/flower_envelope.py` import flwr; its releases change these interfaces, so one
 version is pinned.
 """
-
-from __future__ import annotations
 
 import secrets
 import socket
@@ -24,7 +22,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, Self, cast
 
 import uvicorn
 from flwr.app import Message
@@ -50,13 +48,10 @@ from flwr.superlink.servicer.runtime import runtime_handlers
 from polyclinic.core import EngineError, Failure, Refused, SiteId, __version__
 from polyclinic.deploy.flower.client import HEARTBEAT_SECONDS, NONCE
 from polyclinic.deploy.flower.gateway import Gateway
-from polyclinic.deploy.provisioning.certificates import read_public_key
+from polyclinic.deploy.provisioning.certificates import PublicKey, read_public_key
 from polyclinic.federation.engines import Answer
 from polyclinic.federation.engines.flower_envelope import pack_message, unpack_message
 from polyclinic.storage import messages as wire
-
-if TYPE_CHECKING:
-    from polyclinic.deploy.provisioning.certificates import PublicKey
 
 RUNTIME_CALLS = (
     "push_messages",
@@ -99,16 +94,16 @@ class FlowerEngine:
     ) -> Iterable[tuple[SiteId, Answer]]:
         """Send each site its message and yield the answers. A site that reconnects gets its message again; it answers
         a repeated message with the same bytes."""
-        exchange = _Exchange(self, sent, deadline)
+        exchange = _Exchange(self, sent)
         try:
             for site in sent:
                 exchange.send_message(site)
             yield from exchange.resend_or_give_up()
-            while exchange.has_pending and not exchange.is_expired:
+            while exchange.unanswered_sites() and (deadline is None or time.monotonic() < exchange.begun + deadline):
                 yield from exchange.collect_answers()
                 if time.monotonic() >= exchange.looked + 1:
                     yield from exchange.resend_or_give_up()
-                if exchange.has_pending:
+                if exchange.unanswered_sites():
                     self.pause(0.2)
             yield from (
                 (site, Failure("late", f"no reply within {deadline:g} s")) for site in exchange.unanswered_sites()
@@ -125,8 +120,8 @@ class FlowerEngine:
 class _Exchange:
     """The state of one call of `exchange`."""
 
-    def __init__(self, engine: FlowerEngine, sent: Mapping[SiteId, bytes], deadline: float | None) -> None:
-        self.engine, self.sent, self.deadline = engine, sent, deadline
+    def __init__(self, engine: FlowerEngine, sent: Mapping[SiteId, bytes]) -> None:
+        self.engine, self.sent = engine, sent
         self.begun = self.looked = time.monotonic()
         self.asked: dict[str, SiteId] = {}
         self.absent: set[SiteId] = set()
@@ -134,14 +129,6 @@ class _Exchange:
         self.since: dict[SiteId, str] = {}
         """When each site had last connected at the time its message was sent."""
         self.times: Counter[SiteId] = Counter()
-
-    @property
-    def has_pending(self) -> bool:
-        return bool(self.asked or self.absent)
-
-    @property
-    def is_expired(self) -> bool:
-        return self.has_pending and self.deadline is not None and time.monotonic() >= self.begun + self.deadline
 
     def send_message(self, site: SiteId) -> None:
         here = self.connected_nodes()
@@ -186,7 +173,7 @@ class _Exchange:
             return Failure("refused", f"its reply could not be read ({type(error).__name__})")
 
     def resend_or_give_up(self) -> Iterable[tuple[SiteId, Answer]]:
-        """Resend to sites that have reconnected; give up those that have been away too long."""
+        """Resend to sites that have reconnected; give up sites that have been away too long."""
         self.looked, here = time.monotonic(), self.connected_nodes()
         for site in self.unanswered_sites():
             came = here.get(self.engine.nodes[site])
@@ -224,67 +211,6 @@ def _read_reply(reply: Message) -> bytes | Failure:
     return data
 
 
-class LinkGrid(HttpGrid):
-    """Flower's grid, calling the SuperLink of this process without HTTP."""
-
-    def __init__(self, link: SuperLink) -> None:
-        super().__init__(token="none: nothing travels")
-        state, task, self.link = link.state, link.state.get_task_by_token(link.token), link
-        calls = {
-            "".join(map(str.capitalize, name.split("_"))): partial(
-                getattr(runtime_handlers, name), state=state, task=task
-            )
-            for name in RUNTIME_CALLS
-        }
-        self._client = cast(Any, SimpleNamespace(**calls))
-        self.set_run(state.get_run_info(run_ids=[link.run])[0])
-        self.news = threading.Event()
-        link.gate.arrived = self.news.set
-
-    def wait_for_reply(self, seconds: float) -> None:
-        """Wait until a piece of a reply arrives, for at most so many seconds."""
-        self.news.wait(seconds)
-        self.news.clear()
-
-    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        sizes = {message.metadata.dst_node_id: len(unpack_message(message)) for message in messages}
-        names = super().push_messages(messages)
-        for site, node in self.link.nodes.items():
-            if node in sizes:
-                self.link.gate.notify_site(site, sizes[node])
-        return names
-
-    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        """The replies that have arrived completely, so that a slow one does not delay the others."""
-        found: list[Message] = []
-        for name in filter(self._is_complete, message_ids):
-            reply = self.link.state.message_ins_id_to_message_res_id.get(name)
-            try:
-                found += super().pull_messages([name])
-            except Exception:
-                if reply is not None:
-                    self.link.state.object_store.delete(reply)
-                raise
-        return found
-
-    def _is_complete(self, name: str) -> bool:
-        reply, store = self.link.state.message_ins_id_to_message_res_id.get(name), self.link.state.object_store
-        with suppress(NoObjectInStoreError):
-            if reply is not None:
-                return all(store.get(part.object_id) for part in iterate_object_tree(store.get_object_tree(reply)))
-        return True
-
-    def delete_message(self, name: str) -> None:
-        """Delete a message, its reply and all their pieces; Flower itself keeps those that nobody fetched."""
-        reply = self.link.state.message_ins_id_to_message_res_id.get(name)
-        for stored in filter(None, (name, reply)):
-            self.link.state.object_store.delete(stored)
-        self.link.state.delete_messages({name})
-
-    def close(self) -> None:
-        """Do nothing: the SuperLink is closed by the code that opened it."""
-
-
 @dataclass
 class SuperLink:
     """Flower's SuperLink in this process, behind the gateway, with the sites' public keys registered."""
@@ -301,7 +227,7 @@ class SuperLink:
     revoked: Sequence[tuple[PublicKey, str]] = ()
     """Revoked keys, each with a description of its owner."""
 
-    def __enter__(self) -> SuperLink:
+    def __enter__(self) -> Self:
         app = create_app()
         app.state.enable_supernode_auth = True
         self.state = cast(InMemoryLinkState, app.state.linkstate_factory.state())
@@ -372,6 +298,67 @@ class SuperLink:
         self.server.should_exit = True
         self.thread.join(timeout=5)
         self.socket.close()
+
+
+class LinkGrid(HttpGrid):
+    """Flower's grid, calling the SuperLink of this process without HTTP."""
+
+    def __init__(self, link: SuperLink) -> None:
+        super().__init__(token="none: nothing travels")
+        state, task, self.link = link.state, link.state.get_task_by_token(link.token), link
+        calls = {
+            "".join(map(str.capitalize, name.split("_"))): partial(
+                getattr(runtime_handlers, name), state=state, task=task
+            )
+            for name in RUNTIME_CALLS
+        }
+        self._client = cast(Any, SimpleNamespace(**calls))
+        self.set_run(state.get_run_info(run_ids=[link.run])[0])
+        self.news = threading.Event()
+        link.gate.arrived = self.news.set
+
+    def wait_for_reply(self, seconds: float) -> None:
+        """Wait until a piece of a reply arrives, for at most so many seconds."""
+        self.news.wait(seconds)
+        self.news.clear()
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        sizes = {message.metadata.dst_node_id: len(unpack_message(message)) for message in messages}
+        names = super().push_messages(messages)
+        for site, node in self.link.nodes.items():
+            if node in sizes:
+                self.link.gate.notify_site(site, sizes[node])
+        return names
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        """The replies that have arrived completely, so that a slow one does not delay the others."""
+        found: list[Message] = []
+        for name in filter(self._is_complete, message_ids):
+            reply = self.link.state.message_ins_id_to_message_res_id.get(name)
+            try:
+                found += super().pull_messages([name])
+            except Exception:
+                if reply is not None:
+                    self.link.state.object_store.delete(reply)
+                raise
+        return found
+
+    def _is_complete(self, name: str) -> bool:
+        reply, store = self.link.state.message_ins_id_to_message_res_id.get(name), self.link.state.object_store
+        with suppress(NoObjectInStoreError):
+            if reply is not None:
+                return all(store.get(part.object_id) for part in iterate_object_tree(store.get_object_tree(reply)))
+        return True
+
+    def delete_message(self, name: str) -> None:
+        """Delete a message, its reply and all their pieces; Flower itself keeps a reply that nobody has fetched."""
+        reply = self.link.state.message_ins_id_to_message_res_id.get(name)
+        for stored in filter(None, (name, reply)):
+            self.link.state.object_store.delete(stored)
+        self.link.state.delete_messages({name})
+
+    def close(self) -> None:
+        """Do nothing: the SuperLink is closed by the code that opened it."""
 
 
 def _read_senders(path: str, body: bytes) -> set[int]:

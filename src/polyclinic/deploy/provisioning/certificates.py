@@ -13,7 +13,7 @@ import hashlib
 import importlib.util
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 import yaml
 
@@ -27,7 +27,6 @@ with contextlib.suppress(ImportError):  # comes with the extra; `require_cryptog
     from cryptography.hazmat.primitives.asymmetric import ec
     from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-if TYPE_CHECKING:
     PrivateKey: TypeAlias = ec.EllipticCurvePrivateKey
     PublicKey: TypeAlias = ec.EllipticCurvePublicKey
     Certificate: TypeAlias = x509.Certificate
@@ -56,15 +55,9 @@ def generate_key() -> PrivateKey:
     return ec.generate_private_key(ec.SECP384R1())
 
 
-def encode_private_pem(key: PrivateKey) -> bytes:
-    return _encode_private(key, serialization.PrivateFormat.PKCS8)
-
-
-def encode_private_openssh(key: PrivateKey) -> bytes:
-    return _encode_private(key, serialization.PrivateFormat.OpenSSH)
-
-
-def _encode_private(key: PrivateKey, form: serialization.PrivateFormat) -> bytes:
+def encode_private_key(key: PrivateKey, openssh: bool = False) -> bytes:
+    """The private key in OpenSSH's format or as PKCS #8, without a password."""
+    form = serialization.PrivateFormat.OpenSSH if openssh else serialization.PrivateFormat.PKCS8
     return key.private_bytes(serialization.Encoding.PEM, form, serialization.NoEncryption())
 
 
@@ -73,14 +66,11 @@ def encode_public_openssh(key: PublicKey) -> bytes:
     return key.public_bytes(serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH) + b"\n"
 
 
-def key_fingerprint(line: bytes) -> str:
-    """The fingerprint of a public key in OpenSSH's format, as `ssh-keygen -l` prints it."""
+def key_file_fingerprint(path: Path) -> str:
+    """The fingerprint of a public key, as `ssh-keygen -l` prints it."""
+    line = encode_public_openssh(read_public_key(path))
     digest = hashlib.sha256(base64.b64decode(line.split()[1])).digest()
     return "SHA256:" + base64.b64encode(digest).decode().rstrip("=")
-
-
-def key_file_fingerprint(path: Path) -> str:
-    return key_fingerprint(encode_public_openssh(read_public_key(path)))
 
 
 def certificate_fingerprint(certificate: x509.Certificate) -> str:

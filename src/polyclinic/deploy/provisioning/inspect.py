@@ -1,6 +1,6 @@
 """Lists and checks the keys and certificates of a federation's kits (`polyclinic provision show`)."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
@@ -42,8 +42,22 @@ def inspect_kits(folder: Path, now: datetime | None = None) -> Inspection:
         *(partial(_check_site, kits, site, now) for site in kits.federation.sites),
     ]
     problems = dict.fromkeys(problem for check in checks for problem in _collect_problem(check))
-    ending = tuple(warning for name, path in shown.items() for warning in _warn_of_expiry(name, path, folder, now))
-    return Inspection(tuple(_list_rows(kits, shown)), tuple(kits.revoked), ending, tuple(problems))
+    rows: list[InspectionRow] = []
+    warnings: list[str] = []
+    for name, path in shown.items():
+        with suppress(EngineError):  # a damaged file is among the problems
+            found = certificates.read_certificate(path)
+            until = found.not_valid_after_utc
+            rows.append(InspectionRow(name, certificates.certificate_fingerprint(found), f"{until:%Y-%m-%d}"))
+            if now <= until <= now + certificates.SOON:
+                warnings.append(
+                    f"the certificate of the {name} ends on {until:%Y-%m-%d}, in {(until - now).days} days; run "
+                    f"`polyclinic provision rotate {folder} {'--all' if name == 'authority' else 'server'}`"
+                )
+    for site in kits.federation.sites:
+        with suppress(EngineError):
+            rows.append(InspectionRow(site, certificates.key_file_fingerprint(kits.public_key(site)), ""))
+    return Inspection(tuple(rows), tuple(kits.revoked), tuple(warnings), tuple(problems))
 
 
 def _collect_problem(check: Callable[[], object]) -> Iterator[str]:
@@ -75,25 +89,3 @@ def _check_site(kits: KitFolder, site: SiteId, now: datetime) -> None:
     mark = certificates.key_file_fingerprint(kits.public_key(site))
     if mark in {row.get("fingerprint") for row in kits.revoked}:
         raise EngineError(f"the server still takes the revoked key {mark} of {site}; {again}")
-
-
-def _list_rows(kits: KitFolder, shown: Mapping[str, Path]) -> Iterator[InspectionRow]:
-    for name, path in shown.items():
-        with suppress(EngineError):  # a damaged file is among the problems
-            found = certificates.read_certificate(path)
-            mark = certificates.certificate_fingerprint(found)
-            yield InspectionRow(name, mark, f"{found.not_valid_after_utc:%Y-%m-%d}")
-    for site in kits.federation.sites:
-        with suppress(EngineError):
-            yield InspectionRow(site, certificates.key_file_fingerprint(kits.public_key(site)), "")
-
-
-def _warn_of_expiry(name: str, path: Path, folder: Path, now: datetime) -> Iterator[str]:
-    with suppress(EngineError):
-        end = certificates.read_certificate(path).not_valid_after_utc
-        if now <= end <= now + certificates.SOON:
-            who = "--all" if name == "authority" else "server"
-            yield (
-                f"the certificate of the {name} ends on {end:%Y-%m-%d}, in {(end - now).days} days; "
-                f"run `polyclinic provision rotate {folder} {who}`"
-            )

@@ -39,7 +39,7 @@ from polyclinic.deploy.provisioning.kit import (
     render_server_yaml,
     zip_files,
 )
-from polyclinic.storage.files import explain_os_errors, lock_folder
+from polyclinic.storage.files import explain_os_errors, lock_folder, make_folder, write_atomically
 
 OTHER = "make room or choose another folder, then try again"
 
@@ -81,19 +81,19 @@ def provision_federation(
         federation,
         authority,
         certificates.encode_certificate(shown),
-        certificates.encode_private_pem(server_key),
+        certificates.encode_private_key(server_key),
         {site: certificates.encode_public_openssh(key.public_key()) for site, key in keys.items()},
         wheel,
     )
     files = {
         "federation.yaml": render_federation_yaml(federation),
         "ca/ca.crt": KitFile(authority),
-        "ca/ca.key": KitFile(certificates.encode_private_pem(ca_key), SECRET),
+        "ca/ca.key": KitFile(certificates.encode_private_key(ca_key), SECRET),
         **{f"server/{name}": file for name, file in server.items()},
     }
     for site, key in keys.items():
         files |= _site_files(
-            site, build_site_kit(federation, site, authority, certificates.encode_private_openssh(key), wheel)
+            site, build_site_kit(federation, site, authority, certificates.encode_private_key(key, openssh=True), wheel)
         )
     with _atomic_folder(out) as folder:
         for name, file in files.items():
@@ -139,20 +139,8 @@ def _atomic_folder(out: Path) -> Iterator[Path]:
 
 def _write_file(path: Path, file: KitFile) -> None:
     """Write a file atomically; a secret is never readable by others, not even for a moment."""
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with explain_os_errors(path, remedy=OTHER):
-        try:
-            handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, file.mode)
-            with open(handle, "wb") as opened:
-                os.fchmod(handle, file.mode)
-                opened.write(file.data)
-                opened.flush()
-                os.fsync(handle)
-            os.replace(temporary, path)
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise
+    make_folder(path.parent, 0o700)
+    write_atomically(path, file.data, mode=file.mode, remedy=OTHER)
 
 
 @dataclass(frozen=True)
@@ -218,7 +206,7 @@ def rotate_all(folder: Path, now: datetime | None = None) -> None:
     with lock_kits(folder) as kits:
         now, key = now or certificates.current_time(), certificates.generate_key()
         ca = certificates.create_authority(kits.federation.federation, key, now)
-        _write_file(kits.folder / "ca" / "ca.key", KitFile(certificates.encode_private_pem(key), SECRET))
+        _write_file(kits.folder / "ca" / "ca.key", KitFile(certificates.encode_private_key(key), SECRET))
         for place in ("ca", "server", *(f"sites/{site_folder_name(site)}" for site in kits.federation.sites)):
             _write_file(kits.folder / place / "ca.crt", KitFile(certificates.encode_certificate(ca)))
         _certify_server(kits, (ca, key), now)
@@ -248,7 +236,11 @@ def add_site(folder: Path, site: SiteId) -> None:
         wheels = [read_wheel(path) for path in kits.folder.glob("server/*.whl")]
         key = certificates.generate_key()
         files = build_site_kit(
-            grown, site, authority.read_bytes(), certificates.encode_private_openssh(key), wheels[0] if wheels else None
+            grown,
+            site,
+            authority.read_bytes(),
+            certificates.encode_private_key(key, openssh=True),
+            wheels[0] if wheels else None,
         )
         for name, file in _site_files(site, files).items():
             _write_file(kits.folder / name, file)
@@ -268,7 +260,7 @@ def _certify_server(kits: KitFolder, signer: certificates.Signer, now: datetime)
     shown = certificates.create_server_certificate(
         federation.server.host, key.public_key(), signer, now, federation.days
     )
-    _write_file(kits.folder / "server" / "server.key", KitFile(certificates.encode_private_pem(key), SECRET))
+    _write_file(kits.folder / "server" / "server.key", KitFile(certificates.encode_private_key(key), SECRET))
     _write_file(kits.folder / "server" / "server.crt", KitFile(certificates.encode_certificate(shown)))
 
 
@@ -277,7 +269,9 @@ def _renew_site_key(kits: KitFolder, site: SiteId, now: datetime) -> None:
     _list_revoked(kits, site, "rotated", now)
     key = certificates.generate_key()
     _write_file(kits.public_key(site), KitFile(certificates.encode_public_openssh(key.public_key())))
-    _write_file(kits.site_folder(site) / "site.key", KitFile(certificates.encode_private_openssh(key), SECRET))
+    _write_file(
+        kits.site_folder(site) / "site.key", KitFile(certificates.encode_private_key(key, openssh=True), SECRET)
+    )
     zipped = zip_files(site_folder_name(site), _read_kit_files(kits, site))
     _write_file(zip_path(kits.folder, site), KitFile(zipped, SECRET))
 

@@ -8,16 +8,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Self
 
-from pydantic import BaseModel, Field, ValidationError, field_validator
+from pydantic import BaseModel, Field, field_validator
 
 from polyclinic.algorithms import ALGORITHMS
-from polyclinic.config.rules import format_suggestion
-from polyclinic.core import DataError, RecipeError, SiteId, StoreError, read_yaml
+from polyclinic.config.recipe_rules import format_suggestion
+from polyclinic.core import DataError, SiteId, StoreError, read_yaml
 from polyclinic.data.sources.folder import clean_text
-from polyclinic.deploy.config import find_host_problem, format_error
+from polyclinic.deploy.config import find_host_problem, validate_config
 from polyclinic.deploy.site.policy import CLOSED, METRICS, PREDICTIONS, Allow, Budget
 from polyclinic.runs.sites import check_site_name
-from polyclinic.storage.files import ANOTHER, explain_os_errors, write_atomically
+from polyclinic.storage.files import ANOTHER, make_folder, write_atomically
 
 OWN_FOLDER = "make room, or let this program's user write there; the folder is `folder` in site.yaml"
 
@@ -75,11 +75,8 @@ class SiteConfig(BaseModel):
     def load(cls, path: Path) -> Self:
         """Read site.yaml; relative paths start at its folder."""
         values = read_yaml(path, "site.yaml", "give the one of the site's kit", "site, server and data")
-        try:
-            found = cls.model_validate(values)
-        except ValidationError as error:
-            known = f"known are: {', '.join(cls.model_fields)}, and below `allow`: {', '.join(Allow.model_fields)}"
-            raise RecipeError(f"{path}: {format_error(error, known)}") from None
+        known = f"known are: {', '.join(cls.model_fields)}, and below `allow`: {', '.join(Allow.model_fields)}"
+        found = validate_config(cls, str(path), values, known)
         home = path.resolve().parent
         places = {name: home / place for name in ("ca", "key", "folder") if (place := getattr(found, name)) is not None}
         data = {name: home / place.expanduser() for name, place in found.data.items()}
@@ -88,11 +85,9 @@ class SiteConfig(BaseModel):
     def load_secret(self) -> int:
         """256 random bits that never leave the site. They seed its noise and key the hash of its images."""
         path = self.folder / "secret"
-        with explain_os_errors(self.folder):
-            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_folder(self.folder, 0o700)
         if not path.exists():
-            write_atomically(path, secrets.token_hex(32).encode())
-            path.chmod(0o600)
+            write_atomically(path, secrets.token_hex(32).encode(), mode=0o600)
         try:
             return int(path.read_text(), 16)
         except (OSError, ValueError) as error:
@@ -103,7 +98,7 @@ class SiteConfig(BaseModel):
 
 def config_warnings(config: SiteConfig) -> Iterator[str]:
     """Settings that are probably mistakes but harmless: an unknown kind never leaves, missing images are not found."""
-    kinds = {METRICS, PREDICTIONS, *(exchange.kind for made in ALGORITHMS.values() for exchange in made().exchanges)}
+    kinds = {METRICS, PREDICTIONS, *(exchange.kind for made in ALGORITHMS.values() for exchange in made().exchanges())}
     for kind in config.allow.kinds:
         if kind not in kinds:
             yield (

@@ -40,7 +40,10 @@ def load_own_site(recipe: Recipe, config: SiteConfig, classes: Sequence[str] | N
         return _load_single_site(recipe, config.site, parts, _link_data_folder(config))
     if recipe.data.name in NAMED_DATASETS:
         registered_path(recipe.data.name, config)
-    return _load_from_partition(recipe, config)
+    whole = load_sites(recipe, _link_data_folder(config))  # a generated or public set is loaded as a whole
+    if config.site not in whole.sites:
+        raise Refused("data", f"no part of this recipe's data is that of a site called {config.site}")
+    return replace(whole, sites={config.site: whole.sites[config.site]}, held_out=None)
 
 
 def registered_path(name: str, config: SiteConfig) -> Path:
@@ -68,10 +71,12 @@ def _load_single_site(recipe: Recipe, site: SiteId, options: ImageOptions, data:
     assert spec.read is not None
     listing = select_site_rows(spec.read(options, data), site)
     collection = load_collection(listing, options, stream.child("data"))
-    alone = Natural(minimum=partition.minimum)
+    natural = Natural(minimum=partition.minimum)
     if "" in (*(collection.sites or ()), *(collection.split or ())):
-        check_missing_fields(apply_task(listing, options.task), alone, recipe.data.split)
-    sites = build_site_data(collection, alone, recipe.data.split, stream.child("sites"), recipe.data.allow_single_class)
+        check_missing_fields(apply_task(listing, options.task), natural, recipe.data.split)
+    sites = build_site_data(
+        collection, natural, recipe.data.split, stream.child("sites"), recipe.data.allow_single_class
+    )
     return FederatedDataset(collection.classes, sites, None, collection.images.shape[1], collection.images.shape[-1])
 
 
@@ -114,14 +119,6 @@ def _link_data_folder(config: SiteConfig) -> Path:
                 link.unlink(missing_ok=True)
                 link.symlink_to(path)
     return home
-
-
-def _load_from_partition(recipe: Recipe, config: SiteConfig) -> FederatedDataset:
-    """Load a generated or public set as a whole, and take this site's part of it."""
-    whole = load_sites(recipe, _link_data_folder(config))
-    if config.site not in whole.sites:
-        raise Refused("data", f"no part of this recipe's data is that of a site called {config.site}")
-    return replace(whole, sites={config.site: whole.sites[config.site]}, held_out=None)
 
 
 def build_site_profile(dataset: FederatedDataset, site: SiteId, version: str, mark: str) -> dict[str, object]:

@@ -95,14 +95,14 @@ def read_terms(fields: Mapping[str, object], site: SiteId) -> RunTerms:
     return replace(terms, noise=_read_number(plan, "noise"), metrics_noise=metrics_noise)
 
 
-def check_order(fields: Mapping[str, object], recipe: Recipe, site: SiteId) -> None:
-    """Raise `Refused` unless a round's order agrees with the recipe and all its numbers are in range."""
+def check_round_fields(fields: Mapping[str, object], recipe: Recipe, site: SiteId) -> None:
+    """Raise `Refused` unless a round's message agrees with the recipe and all its numbers are in range."""
     if missing := ORDER - fields.keys():
-        raise Refused("json", f"the order to {site} lacks {', '.join(sorted(missing))}")
+        raise Refused("json", f"the message to {site} lacks {', '.join(sorted(missing))}")
     _read_int(fields, "rounds", recipe.rounds, recipe.rounds)
     _read_int(fields, "round", 1, recipe.rounds + (fields["purpose"] == "evaluate"))
     _read_int(fields, "seed", recipe.seed, recipe.seed)
-    _read_int(fields, "durable", 0, 1 << 53)
+    _read_int(fields, "oldest_snapshot", 0, 1 << 53)
     _read_number(fields, "lr")
     parts = fields["parts"]
     if not isinstance(parts, list) or not all(part in PARTS for part in parts) or len(set(parts)) < len(parts):

@@ -19,13 +19,19 @@ from polyclinic.config.recipe import Recipe
 from polyclinic.core import DataError, PolyclinicError, Refused, StoreError, __version__
 from polyclinic.deploy.site.config import SiteConfig, with_remedy
 from polyclinic.deploy.site.images import build_site_profile, load_own_site
-from polyclinic.deploy.site.message_checks import check_addressee, check_order, read_recipe, read_run_id, read_terms
+from polyclinic.deploy.site.message_checks import (
+    check_addressee,
+    check_round_fields,
+    read_recipe,
+    read_run_id,
+    read_terms,
+)
 from polyclinic.deploy.site.participation import Participation, ReleasePreview, RunTerms
 from polyclinic.deploy.site.policy import check_recipe, recipe_digest
 from polyclinic.deploy.site.release_log import FAILED, LOG, REFUSED, ReleaseLog, RotatingLog, timestamp
 from polyclinic.runs.sites import FederatedDataset
 from polyclinic.storage import messages
-from polyclinic.storage.files import explain_os_errors, lock_folder, write_atomically
+from polyclinic.storage.files import explain_os_errors, lock_folder, make_folder, write_atomically
 from polyclinic.storage.site_memory import DiskMemory, RamMemory
 
 CARD = "card"
@@ -47,19 +53,18 @@ class SiteMessageHandler:
         """Whether the site takes part in no run at the moment."""
         self.releases = ReleaseLog(config.folder)
         self.site_log = RotatingLog(config.folder / LOG)
-        self._open: tuple[str, Participation] | None = None
+        self._open: Participation | None = None
         self._images: tuple[str, tuple[str, ...] | None, FederatedDataset] | None = None
-        with explain_os_errors(config.folder):
-            config.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_folder(config.folder, 0o700)
 
     def answer_message(self, data: bytes) -> bytes:
         """Return the reply to a message, or a failure with one sentence."""
         run = ""
         try:
-            order = messages.decode(data)
-            run = named if isinstance(named := order.fields.get("run"), str) else ""
+            message = messages.decode(data)
+            run = named if isinstance(named := message.fields.get("run"), str) else ""
             with with_remedy(), lock_folder(self.config.folder):
-                return self._dispatch_message(order, data)
+                return self._dispatch_message(message, data)
         except Refused as refusal:
             cause = "" if refusal.__cause__ is None else f" ({refusal.__cause__})"
             self._write_log(f"{REFUSED}, {_describe_run(run)}: {refusal}{cause}")
@@ -87,7 +92,7 @@ class SiteMessageHandler:
             part.account.check_whole_run()
         return part
 
-    def _dispatch_message(self, order: messages.Message, data: bytes) -> bytes:
+    def _dispatch_message(self, message: messages.Message, data: bytes) -> bytes:
         purposes: dict[str, Callable[[messages.Message, bytes], bytes]] = {
             "enrol": self._handle_enrol,
             "begin": self._handle_begin,
@@ -95,15 +100,15 @@ class SiteMessageHandler:
             "evaluate": self._handle_round,
             "end": self._handle_end,
         }
-        purpose = check_addressee(order.fields, self.site)
+        purpose = check_addressee(message.fields, self.site)
         if purpose not in purposes:
             raise Refused("purpose", f"{messages.format_untrusted(purpose)} is nothing that a site does")
-        reply = purposes[purpose](order, data)
+        reply = purposes[purpose](message, data)
         self.is_idle = purpose in ("enrol", "end")
         return reply
 
-    def _handle_enrol(self, order: messages.Message, _: bytes) -> bytes:
-        recipe = self._read_allowed_recipe(order.fields)
+    def _handle_enrol(self, message: messages.Message, _: bytes) -> bytes:
+        recipe = self._read_allowed_recipe(message.fields)
         self._images = None  # the images may have changed since another run
         own = self._load_images(recipe)
         if self.config.budget is not None and not self._is_recipe_running(recipe):
@@ -113,10 +118,10 @@ class SiteMessageHandler:
         self._write_log(f"enrolled for the recipe {recipe.name!r:.100} ({recipe.algorithm.name})")
         return reply
 
-    def _handle_begin(self, order: messages.Message, data: bytes) -> bytes:
+    def _handle_begin(self, message: messages.Message, data: bytes) -> bytes:
         """Join a run. The message is stored: after a restart the run continues under these terms, or not at all."""
-        self._read_allowed_recipe(order.fields)
-        terms = read_terms(order.fields, self.site)
+        self._read_allowed_recipe(message.fields)
+        terms = read_terms(message.fields, self.site)
         kept = self._run_folder(terms.run) / "begin.pcl"
         if kept.exists() and self._load_terms(terms.run).digest != terms.digest:
             raise Refused("run", f"{self.site} has begun the run {terms.run} under other terms; end it first")
@@ -127,27 +132,26 @@ class SiteMessageHandler:
             begun = sorted((self.config.folder / "runs").glob("*/begin.pcl"), key=lambda path: path.stat().st_mtime)
             for oldest in begun[: max(0, len(begun) - MOST_RUNS + 1)]:
                 self._clear_run_folder(oldest.parent)
-            with explain_os_errors(kept):
-                kept.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            make_folder(kept.parent, 0o700)
             write_atomically(kept.with_name("images"), self._images_mark(part.setup.dataset).encode())
             write_atomically(kept, data)
             self._write_log(f"began run {terms.run}: {terms.recipe.name!r:.100} ({terms.recipe.algorithm.name})")
         return self._encode_reply(terms.run, ready=True)
 
-    def _handle_round(self, order: messages.Message, data: bytes) -> bytes:
+    def _handle_round(self, message: messages.Message, data: bytes) -> bytes:
         """Train for a round, or predict. A repeated message gets the same bytes again, and costs nothing."""
-        fields, run = order.fields, read_run_id(order.fields)
+        fields, run = message.fields, read_run_id(message.fields)
         part = self._open_participation(run)
-        check_order(fields, part.recipe, self.site)
+        check_round_fields(fields, part.recipe, self.site)
         purpose, round = str(fields["purpose"]), int(fields["round"])
         kept, asked = self._run_folder(run) / f"last-{purpose}", hashlib.sha256(data).hexdigest()
         former = _cached_reply(kept, asked)
         if former is None:
-            message = part.train(order) if purpose == "train" else part.evaluate(order)
+            answer = part.train(message) if purpose == "train" else part.evaluate(message)
         else:
-            message = messages.decode(former)
-        kinds = part.check_reply(message)
-        reply = former or messages.encode(message.fields, message.tensors)
+            answer = messages.decode(former)
+        kinds = part.check_reply(answer)
+        reply = former or messages.encode(answer.fields, answer.tensors)
         spent = part.account.epsilon_spent() if part.account is not None and purpose == "train" else None
         self.releases.record_release(
             reply, kinds, run=run, round=round, purpose=purpose, epsilon=spent, repeated=former is not None
@@ -156,9 +160,9 @@ class SiteMessageHandler:
             write_atomically(kept, asked.encode() + reply)
         return reply
 
-    def _handle_end(self, order: messages.Message, _: bytes) -> bytes:
-        run = read_run_id(order.fields)
-        if self._open is not None and self._open[0] == run:
+    def _handle_end(self, message: messages.Message, _: bytes) -> bytes:
+        run = read_run_id(message.fields)
+        if self._open is not None and self._open.terms.run == run:
             self._open = None
         self._clear_run_folder(self._run_folder(run))
         self._write_log(f"ended run {run}")
@@ -171,8 +175,8 @@ class SiteMessageHandler:
 
     def _open_participation(self, run: str) -> Participation:
         """The participation in a run: from memory, or restored from its stored terms."""
-        if self._open is not None and self._open[0] == run:
-            return self._open[1]
+        if self._open is not None and self._open.terms.run == run:
+            return self._open
         if not (self._run_folder(run) / "begin.pcl").exists():
             raise Refused("run", f"{self.site} knows of no run {run}; begin it first")
         return self._join_run(self._load_terms(run))
@@ -197,14 +201,13 @@ class SiteMessageHandler:
         return terms
 
     def _join_run(self, terms: RunTerms) -> Participation:
-        if self._open is not None and self._open[1].terms.digest == terms.digest:
-            return self._open[1]
+        if self._open is not None and self._open.terms.digest == terms.digest:
+            return self._open
         own = self._load_images(terms.recipe, terms.classes)
         self._check_images(own, terms)
         self._open = None  # the networks of one run at a time
-        part = Participation(self.config, terms, own, DiskMemory(self._run_folder(terms.run) / "memory"))
-        self._open = terms.run, part
-        return part
+        self._open = Participation(self.config, terms, own, DiskMemory(self._run_folder(terms.run) / "memory"))
+        return self._open
 
     def _check_images(self, own: FederatedDataset, terms: RunTerms) -> None:
         """Raise `Refused` if the images have other classes or shapes than the run, or changed since it began."""
@@ -276,15 +279,12 @@ class SiteMessageHandler:
 
 def _cached_reply(kept: Path, asked: str) -> bytes | None:
     """The stored reply, if this message is the last one of its kind again."""
-    try:
-        with open(kept, "rb") as file:
-            if file.read(DIGEST) != asked.encode():
-                return None
+    with contextlib.suppress(OSError, Refused), open(kept, "rb") as file:
+        if file.read(DIGEST) == asked.encode():
             reply = file.read()
-        messages.decode(reply)
-    except (OSError, Refused):
-        return None
-    return reply
+            messages.decode(reply)
+            return reply
+    return None
 
 
 def _describe_run(run: str) -> str:

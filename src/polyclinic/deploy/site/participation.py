@@ -1,9 +1,9 @@
 """Takes part in one run at one site: trains and evaluates for the server, charges privacy, checks every reply.
 
-`message_handler.py` creates a `Participation` from the `begin` message and calls it for every order. It is assembled by
-the same code as a simulation (`runs/assemble.py`), with the same random streams, so the bits are the same. Classes,
-shape and noise, which depend on other sites, come with the `begin` message; first weights come with the orders, so no
-file that a recipe names is read here. `policy.py` decides what may leave.
+`message_handler.py` creates a `Participation` from the `begin` message and calls it for the message of every round. It
+is assembled by the same code as a simulation (`runs/assemble.py`), with the same random streams, so the bits are the
+same. Classes, shape and noise, which depend on other sites, come with the `begin` message, and the first weights with
+the first round, so no file that a recipe names is read here. `policy.py` decides what may leave.
 """
 
 import hashlib
@@ -135,35 +135,38 @@ class Participation:
             self.config.folder, self.site, run, self.setup.plan, self.config.budget, self.recipe.cohort is not None
         )
 
-    def train(self, order: messages.Message) -> messages.Message:
+    def train(self, message: messages.Message) -> messages.Message:
         """Train for a round, after charging it to the site's ledger. The caller then calls `check_reply`."""
-        if order.fields["parts"]:
+        if message.fields["parts"]:
             check_kinds((METRICS,), self.site, self.config.allow)
-        self.runner.check_order(order)
-        self._check_complete(order)
-        visit = self.runner.begin_round(order)
+        self.runner.check_order(message)
+        self._check_complete(message)
+        site_round = self.runner.begin_round(message)
         if self.account is not None:
-            assert visit.site.secret is not None
-            charge = self.account.round_releases(len(visit.report))
-            self.account.charge_round(visit.site.round, f"{visit.site.secret.integer():016x}", charge)
+            assert site_round.site.secret is not None
+            charge = self.account.round_releases(len(site_round.report))
+            self.account.charge_round(site_round.site.round, f"{site_round.site.secret.integer():016x}", charge)
         update, memory = drive_jobs(
-            self.runner.start_local(visit), lambda job, number: self.runner.run_job(job, visit, number)
+            self.runner.start_local(site_round), lambda job, number: self.runner.run_job(job, site_round, number)
         )
-        return self.runner.finish_round(visit, update, memory)
+        return self.runner.finish_round(site_round, update, memory)
 
-    def evaluate(self, order: messages.Message) -> messages.Message:
+    def evaluate(self, message: messages.Message) -> messages.Message:
         check_kinds((PREDICTIONS,), self.site, self.config.allow)
-        if "train" in order.fields["parts"] and "train" not in predicted_parts(self.recipe):
+        if "train" in message.fields["parts"] and "train" not in predicted_parts(self.recipe):
             why = "are protected by a plan" if self.setup.plan else "the recipe leaves out (evaluate.train: false)"
             raise Refused("privacy", f"{self.site} was asked for predictions of training images, which {why}")
-        self.runner.check_order(order)
-        return self.runner.evaluate(order)
+        self.runner.check_order(message)
+        return self.runner.evaluate(message)
 
-    def _check_complete(self, order: messages.Message) -> None:
-        """Raise `Refused` unless an order has all weights: missing ones would keep their values of an earlier round.
-        Orders of algorithms without exchange may have none at all; then a site continues from its memory."""
-        sent = order.tensors
-        if not any(sent.get(kind) for kind in WEIGHT_KINDS) and isinstance(self._unwrapped_algorithm, Local | OneShot):
+    def _check_complete(self, message: messages.Message) -> None:
+        """Raise `Refused` unless a message has all weights: missing ones would keep their values of an earlier round.
+        Messages of algorithms without exchange may have none at all; then a site continues from its memory."""
+        sent = message.tensors
+        algorithm = self.setup.algorithm
+        while isinstance(algorithm, Wrapper):
+            algorithm = algorithm.inner
+        if not any(sent.get(kind) for kind in WEIGHT_KINDS) and isinstance(algorithm, Local | OneShot):
             return
         for kind in WEIGHT_KINDS:
             like, found = (
@@ -172,14 +175,6 @@ class Participation:
             )
             if {n: (t.shape, t.dtype) for n, t in like.items()} != {n: (t.shape, t.dtype) for n, t in found.items()}:
                 raise Refused("shape", f"the {kind} sent to {self.site} has other names, shapes or types than its own")
-
-    @property
-    def _unwrapped_algorithm(self) -> Algorithm:
-        """The algorithm inside all wrappers."""
-        algorithm = self.setup.algorithm
-        while isinstance(algorithm, Wrapper):
-            algorithm = algorithm.inner
-        return algorithm
 
     def check_reply(self, reply: messages.Message) -> dict[str, int]:
         """Return the kinds of a reply with their bytes.
@@ -206,7 +201,7 @@ class Participation:
         found = {}
         for cluster, received in self.broadcast_templates.items():
             like: Bundle = {
-                e.kind: self._initial_states[cluster].get(e.like, {}) for e in self.setup.algorithm.exchanges
+                e.kind: self._initial_states[cluster].get(e.like, {}) for e in self.setup.algorithm.exchanges()
             }
             for stage in self.setup.transforms:
                 like = stage.encode(like, received, Stream(0))
@@ -215,7 +210,7 @@ class Participation:
 
     @cached_property
     def broadcast_templates(self) -> dict[str, Bundle]:
-        """For each cluster what a new site is sent; only names and shapes matter, the values are the server's."""
+        """For each cluster the tensors that a new site receives; only their names and shapes are used here."""
         return {
             cluster: self._inner_algorithm.broadcast(state, self.site)
             for cluster, state in self._initial_states.items()
@@ -243,9 +238,9 @@ class Participation:
     def preview_releases(self) -> list[ReleasePreview]:
         """List everything that would leave the site."""
         setup = self.setup
-        words = {row.kind: row.protection for row in list_releases(setup.plan, setup.algorithm.exchanges)}
+        words = {row.kind: row.protection for row in list_releases(setup.plan, setup.algorithm.exchanges())}
         cost = setup.plan.epsilon if setup.plan is not None and setup.plan.has_guarantee else None
-        optional = {e.kind for e in setup.algorithm.exchanges if e.optional}
+        optional = {e.kind for e in setup.algorithm.exchanges() if e.optional}
         rows = [
             ReleasePreview(
                 kind,

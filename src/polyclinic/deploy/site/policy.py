@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 from polyclinic.algorithms import ALGORITHMS
 from polyclinic.config.identity import identity
 from polyclinic.config.recipe import Recipe
-from polyclinic.config.rules import format_suggestion
+from polyclinic.config.recipe_rules import format_suggestion
 from polyclinic.core import Refused, SiteId
 from polyclinic.privacy.plan import PrivacyConfig, Unit
 
@@ -86,7 +86,7 @@ def check_recipe(recipe: Recipe, site: SiteId, allow: Allow, budget: Budget | No
             f"{site} does not allow this recipe, whose digest is {digest}; add it to allow.recipes in the site's "
             "site.yaml",
         )
-    check_kinds((*(e.kind for e in algorithm.exchanges), *image_report_kinds(recipe)), site, allow)
+    check_kinds((*(e.kind for e in algorithm.exchanges()), *image_report_kinds(recipe)), site, allow)
     _check_privacy(recipe.privacy, site, allow, budget)
 
 

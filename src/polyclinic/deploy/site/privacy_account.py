@@ -1,16 +1,18 @@
-"""Accounts for what all runs together have spent of this site's privacy budget, in a ledger that only the site writes.
+"""Accounts for the privacy budget that all runs have spent at this site, in a ledger that only the site writes.
 
 `participation.py` charges every round here before it is computed.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple, replace
+from itertools import chain
 from pathlib import Path
 from typing import TypeAlias
 
 from polyclinic.core import Refused, RoundFailed, SiteId, StoreError
 from polyclinic.deploy.site.policy import Budget
+from polyclinic.evaluation.rows import group_pairs
 from polyclinic.privacy.accounting import Spend, epsilon
 from polyclinic.privacy.plan import PrivacyPlan, worst_candidates
 from polyclinic.privacy.shared_ledger import SharedLedger
@@ -44,7 +46,7 @@ class PrivacyAccount:
         return charge
 
     def check_whole_run(self) -> None:
-        """Raise `Refused` unless the whole run, added to what the ledger holds, stays within the budget."""
+        """Raise `Refused` unless the whole run, added to the charges in the ledger, stays within the budget."""
         charges = self._charges_of_run()
         again = len(charges) - len({round for round, _ in charges})
         whole = {
@@ -62,7 +64,7 @@ class PrivacyAccount:
             )
 
     def charge_round(self, round: int, of: str, charge: Charge) -> None:
-        """Record what a round is about to release. `of` identifies the release exactly: repeating it costs nothing."""
+        """Record the next round's releases. `of` identifies them exactly: repeating the same release costs nothing."""
         charges = self._charges_of_run()
         if (round, of) in charges:
             return
@@ -80,7 +82,7 @@ class PrivacyAccount:
 
     def epsilon_spent(self) -> float:
         """The ε of everything this site has released, in all runs of this unit."""
-        total = _sum_charges(list(self._charges_of_run().values()))
+        total = _sum_charges(self._charges_of_run().values())
         return self._epsilon_after(total, self._site_ledger().earlier_spends())
 
     def _epsilon_after(self, charge: Mapping[str, Sequence[Spend]], earlier: tuple[Spend, ...]) -> float:
@@ -88,11 +90,10 @@ class PrivacyAccount:
         return max(epsilon((*one, *earlier), delta) for one in worst_candidates(charge, 1) or [()])
 
     def _is_within_recipe_epsilon(self, charge: Mapping[str, Sequence[Spend]]) -> bool:
-        """Whether the run stays within its recipe's ε: a server cannot order less noise than the recipe promises."""
-        wish = self.plan.config
+        """Whether the run stays within its recipe's ε: a server cannot lower the noise that the recipe promises."""
+        promised = self.plan.config.epsilon
         return (
-            wish.epsilon is None
-            or replace(self.plan, earlier=(), max_sites_per_record=1).worst_epsilon(charge) <= wish.epsilon
+            promised is None or replace(self.plan, earlier=(), max_sites_per_record=1).worst_epsilon(charge) <= promised
         )
 
     def _is_within_budget(self, charge: Mapping[str, Sequence[Spend]], earlier: tuple[Spend, ...]) -> bool:
@@ -122,9 +123,6 @@ class PrivacyAccount:
         }
 
 
-def _sum_charges(charges: Sequence[Mapping[str, Sequence[Spend]]]) -> Charge:
-    total: Charge = {}
-    for charge in charges:
-        for who, spends in charge.items():
-            total[who] = (*total.get(who, ()), *spends)
-    return total
+def _sum_charges(charges: Iterable[Charge]) -> Charge:
+    charged = group_pairs(pair for charge in charges for pair in charge.items())
+    return {who: tuple(chain.from_iterable(spends)) for who, spends in charged.items()}

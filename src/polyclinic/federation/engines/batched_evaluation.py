@@ -36,8 +36,7 @@ class BatchedEvaluation:
                 self._known.pop(oldest, None)
             return runner.predict(weights, part)
         if key not in self._known:
-            first = known[0]
-            others = [r for r in self.runners if r.name != first and r.network is runner.network]
+            others = [r for r in self.runners if r.name != known[0] and r.network is runner.network]
             self._known[key] = predict_batched(others, weights, part)
         found = self._known[key].pop(runner.name, None)
         return runner.predict(weights, part) if found is None else found
@@ -53,6 +52,5 @@ def predict_batched(runners: Sequence[SiteRunner], weights: Bundle, part: Part) 
     everything = replace(parts[0], rows=rows, labels=parts[0].shared.labels[rows], patients=None)
     found = score(Score(weights, predict_probabilities), runners[0].network, everything)
     found = {name: tensor[place] for name, tensor in found.items()}
-    sizes = [len(examples) for examples in parts]
-    pieces = {name: torch.split(tensor.cpu(), sizes) for name, tensor in found.items()}
+    pieces = {name: torch.split(tensor.cpu(), [len(examples) for examples in parts]) for name, tensor in found.items()}
     return {site: {name: split[number] for name, split in pieces.items()} for number, site in enumerate(held) if pieces}

@@ -88,8 +88,7 @@ class WorkerEngine:
         keep_freed_memory()
         torch.set_num_threads(1)  # forking while other threads compute would hang the child
         torch.optim.SGD([torch.zeros(1)])  # the first optimiser loads a compiler: here once, not in every worker
-        self.runners, self.names = runners, list(runners)
-        self.numbers = {name: str(number).encode() for number, name in enumerate(self.names)}
+        self.runners = runners
         context = get_context("fork")
         self.pipes: list[Connection] = []
         self.processes: list[BaseProcess] = []
@@ -102,14 +101,14 @@ class WorkerEngine:
             self.processes.append(process)
 
     def _serve_pipe(self, pipe: Connection, threads: int) -> None:
-        """Serve one worker: read a site's number and a message, write a reply or a failure, until the pipe closes."""
+        """Serve one worker: read a site's name and a message, write a reply or a failure, until the pipe closes."""
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         for ours in self.pipes:
             ours.close()  # or this worker would keep its own pipe open and never see that the parent is gone
         torch.set_num_threads(threads)
         while True:
             try:
-                site, data = self.names[int(pipe.recv_bytes())], pipe.recv_bytes()
+                site, data = pipe.recv_bytes().decode(), pipe.recv_bytes()
             except (EOFError, OSError):
                 os._exit(0)
             kind, payload = answer_or_failure(self.runners[site], data)
@@ -129,7 +128,7 @@ class WorkerEngine:
             while waiting and idle:
                 site, pipe = waiting[0], idle.pop()
                 with contextlib.suppress(OSError):  # it died while idle: another worker takes the site
-                    pipe.send_bytes(self.numbers[site])
+                    pipe.send_bytes(site.encode())
                     pipe.send_bytes(sent[site])
                     busy[pipe] = waiting.popleft()
             if not busy:

@@ -16,7 +16,7 @@ import torch
 from polyclinic.core import Failure, Fit, Fitted, Job, SiteId, Tensors, Work
 from polyclinic.federation.engines import Answer
 from polyclinic.federation.engines.batched_evaluation import BatchedEvaluation
-from polyclinic.federation.engines.local import call_or_failure, keep_freed_memory, message_for
+from polyclinic.federation.engines.local import LocalEngine, call_or_failure, message_for
 from polyclinic.federation.site_runner import SiteRound, SiteRunner, advances_counter, job_streams
 from polyclinic.storage.messages import Message
 from polyclinic.training.stacked.batching import StackMember
@@ -43,7 +43,7 @@ class StackedSite:
     """Why a training job of it was not stacked."""
 
 
-class StackedEngine:
+class StackedEngine(LocalEngine):
     """Runs sites in this process on one device, stacked where possible."""
 
     def __init__(
@@ -54,15 +54,14 @@ class StackedEngine:
         compile: Compile = "auto",
     ) -> None:
         """`max_stack`: sites in one stack; None: as many as fit into the device's memory."""
-        self.runners, self.max_stack, self.compile = runners, max_stack, compile
+        super().__init__(runners, threads)
+        self.max_stack, self.compile = max_stack, compile
         self.compiling, self.rounds = compile == "always", 0
         self.uncompiled = ""
         """Why compiling did not work."""
         self._rooms: dict[Any, int] = {}
         self._unstackable: dict[Any, str] = {}
         """Jobs that turned out not to stack, and why."""
-        torch.set_num_threads(threads)
-        keep_freed_memory()
 
     def exchange(
         self, round: int, sent: Mapping[SiteId, bytes], deadline: float | None
@@ -84,9 +83,6 @@ class StackedEngine:
                 spent += time.perf_counter() - began
                 yield from self._advance_sites(active, together, results)
         self._consider_compiling(spent * left)
-
-    def close(self) -> None:
-        """Nothing to release."""
 
     def _begin_site(
         self, sent: Mapping[SiteId, bytes], site: SiteId, batched: BatchedEvaluation
@@ -136,7 +132,7 @@ class StackedEngine:
         if kind not in self._rooms:
             try:
                 self._rooms[kind] = max_stack_size(_stack_member(stacked), stacked.runner.network)
-            except RuntimeError:  # an objective that fails here fails in training too, where it is told
+            except RuntimeError:  # an objective that fails here fails in training too, which reports the error
                 return self.max_stack or len(self.runners)
         return min(self._rooms[kind], self.max_stack or self._rooms[kind])
 

@@ -8,6 +8,7 @@ ours. Either all tensors fit and are loaded, or nothing changes and `WeightsErro
 
 import re
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import redirect_stdout
 from dataclasses import dataclass
@@ -50,9 +51,8 @@ class LoadedWeights:
     """Whether the first convolution was summed over RGB for images of one channel."""
 
 
-def load_weights(classifier: Classifier, path: Path | str) -> LoadedWeights:
+def load_weights(classifier: Classifier, path: Path) -> LoadedWeights:
     """Load a safetensors file into `classifier`, as `adopt_weights` does."""
-    path = Path(path)
     if not path.is_file():
         raise WeightsError(f"There is no weights file at {path}; correct the path in the recipe.")
     try:
@@ -133,21 +133,20 @@ def _translate_names(classifier: Classifier, tensors: Tensors, source: str) -> T
     if _is_polyclinic(tensors):
         kinds = {f"model/{name}": name for name, _ in classifier.named_parameters()}
         kinds |= {f"buffers/{name}": name for name, _ in classifier.named_buffers()}
-        own = [name for name in tensors if name.startswith(KINDS + PARTS)]  # a state may hold more, such as controls
-        pairs = [(kinds.get(name, name), tensors[name]) for name in own]
+        # A state may hold more, such as control variates.
+        pairs = [(kinds.get(name, name), t) for name, t in tensors.items() if name.startswith(KINDS + PARTS)]
     elif (prefix := _mammogram_prefix(tensors)) is not None:
-        used = [name for name in tensors if name.startswith(prefix)]  # beside it are other views' and their own head
-        pairs = [(_from_mammogram_name(name.removeprefix(prefix)), tensors[name]) for name in used]
+        # Beside this view's weights are other views', and a head.
+        used = {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
+        pairs = [(_from_mammogram_name(name), t) for name, t in used.items()]
     else:
         last = classifier.leaf_layers()[-1]
-        used = [name for name in tensors if not name.startswith("AuxLogits.")]
-        pairs = [(_from_torchvision_name(name, last), tensors[name]) for name in used]
-    translated = dict(pairs)
-    if len(translated) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = sorted({name for name in names if names.count(name) > 1})
-        _check_mismatches([f"{name} (twice)" for name in twice], source)
-    return translated
+        pairs = [
+            (_from_torchvision_name(name, last), t) for name, t in tensors.items() if not name.startswith("AuxLogits.")
+        ]
+    counts = Counter(name for name, _ in pairs)
+    _check_mismatches([f"{name} (twice)" for name in sorted(counts) if counts[name] > 1], source)
+    return dict(pairs)
 
 
 def _from_torchvision_name(name: str, last_layer: str) -> str:
@@ -186,9 +185,13 @@ def _fold_inception_input(found: Tensors) -> Tensors:
 
 def _sum_over_rgb(name: str, found: Tensors, wanted: Tensors) -> bool:
     tensor, like = found.get(name), wanted.get(name)
-    if tensor is None or like is None or not tensor.ndim == like.ndim == 4:
-        return False
-    if (tensor.shape[1], like.shape[1]) != (3, 1):
+    if (
+        tensor is None
+        or like is None
+        or not tensor.ndim == like.ndim == 4
+        or tensor.shape[1] != 3
+        or like.shape[1] != 1
+    ):
         return False
     found[name] = tensor.sum(dim=1, keepdim=True)
     return True

@@ -4,7 +4,7 @@ A plot is 400 units wide, so that its letters can be read on a phone.
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -198,9 +198,3 @@ def padded_range(
     low, high = min(known, default=bounds[0]), max(known, default=bounds[1])
     pad = max(0.06 * (high - low), (least - (high - low)) / 2)
     return max(bounds[0], low - pad), min(bounds[1], high + pad)
-
-
-def describe_last_values(series: Mapping[str, Sequence[Banded]], show: Callable[[float], str]) -> str:
-    """The last value of each line, in words."""
-    ends = {name: points[-1][1] for name, points in series.items() if points}
-    return "; ".join(f"{name} {show(value)}" for name, value in ends.items())

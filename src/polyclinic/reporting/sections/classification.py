@@ -15,7 +15,7 @@ from polyclinic.reporting.blocks import Block, Cell, Figure, Folded, Grid, Headi
 from polyclinic.reporting.charts import MOST_LINES, ConfidenceBin, reliability_diagram, unit_square_curves
 from polyclinic.reporting.formatting import MISSING, format_number, format_percent
 from polyclinic.reporting.html.svg import Point
-from polyclinic.reporting.report_data import ReportData
+from polyclinic.reporting.report_data import Method, ReportData
 from polyclinic.reporting.task_report import TaskReport
 
 MOST_CLASSES = 12
@@ -39,7 +39,7 @@ def curves_section(data: ReportData) -> Section | None:
         "roc",
         "ROC curves",
         {name: thin_points(roc_points(*pair)) for name, pair in shown.items()},
-        ("false alarms (1 − specificity)", "found (sensitivity)"),
+        ("false positive rate (1 − specificity)", "sensitivity"),
         f"Areas under the curve: {roc_words}.",
         [(0, 0), (1, 1)],
     )
@@ -47,7 +47,7 @@ def curves_section(data: ReportData) -> Section | None:
         "precision-recall",
         "Precision–recall curves",
         {name: thin_points(pr_points(*pair)) for name, pair in shown.items()},
-        ("found (recall)", "of those called, right (precision)"),
+        ("recall (sensitivity)", "precision (positive predictive value)"),
         f"Average precision: {pr_words}.",
     )
     return Section(
@@ -160,31 +160,20 @@ def _average_blocks(data: ReportData) -> list[Block]:
     known = [m for m in data.methods if all(name in m.first.summary.headline.scores.metrics for name in AVERAGES)]
     if not known or not (data.has_privacy or data.is_from_folders):
         return []
-    labels = [data.task.info(name).label for name in AVERAGES]
+    head = ["method", *(data.task.info(name).label for name in AVERAGES)]
     rows = [[method.name, *(method.format_spread(name) for name in AVERAGES)] for method in known]
-    return [
-        Heading("Averages over classes"),
-        Table(f"Averages over classes{data.spread_note}", ["method", *labels], rows),
-    ]
+    return [Heading("Averages over classes"), Table(f"Averages over classes{data.spread_note}", head, rows)]
 
 
 def calibration_section(data: ReportData) -> Section | None:
-    """Whether a model is right as often as it is sure."""
-    rows = _calibration_rows(data)
-    if not rows:
+    """The calibration of the models: share of right predictions against confidence."""
+    if not (rows := _calibration_rows(data)):
         return None
-    diagrams: list[Block] = []
-    for number, method in enumerate(data.methods[:MOST_DIAGRAMS], 1):
-        found = method.first.headline_predictions()
-        if found is not None and len(found):
-            diagrams.append(
-                _reliability(
-                    f"reliability-{number}",
-                    method.name,
-                    format_number(method.first.summary.headline.scores.value("ece")),
-                    found,
-                )
-            )
+    diagrams = [
+        _reliability(f"reliability-{number}", method, found)
+        for number, method in enumerate(data.methods[:MOST_DIAGRAMS], 1)
+        if (found := method.first.headline_predictions()) is not None and len(found)
+    ]
     head = ["site" if data.is_single else "method", "images", "ECE", "mean confidence", "right"]
     seeds = " (first seed)" if data.has_several_seeds else ""
     blocks: list[Block] = [
@@ -198,7 +187,7 @@ def calibration_section(data: ReportData) -> Section | None:
     ]
     return Section(
         "calibration",
-        "Calibration: is it as right as it is sure?",
+        "Calibration of probabilities",
         blocks,
         {"Clinician": "Can I trust how sure it is?", "Statistician": "Is it calibrated?"},
     )
@@ -211,8 +200,10 @@ def _calibration_rows(data: ReportData) -> list[list[str]]:
         found = {site: (scores, run.headline_predictions(site)) for site, scores in run.site_scores.items()}
         found["all"] = run.summary.headline.scores, run.headline_predictions()
     else:
-        firsts = {method.name: method.first for method in data.methods}
-        found = {name: (run.summary.headline.scores, run.headline_predictions()) for name, run in firsts.items()}
+        found = {
+            method.name: (method.first.summary.headline.scores, method.first.headline_predictions())
+            for method in data.methods
+        }
     return [
         [
             name,
@@ -232,14 +223,14 @@ def _mean_confidence(found: Predictions | None) -> str:
     return format_percent(float(found.probabilities.max(axis=1).mean()))
 
 
-def _reliability(name: str, method: str, ece: str, found: Predictions) -> Figure:
-    start = 0.5 if found.classes == 2 else 0.0
+def _reliability(name: str, method: Method, found: Predictions) -> Figure:
+    ece = format_number(method.first.summary.headline.scores.value("ece"))
     return reliability_diagram(
         name,
-        f"Reliability of {method}",
+        f"Reliability of {method.name}",
         calibration_bins(found),
         f"ECE {ece}. Bars: 95 % intervals (Wilson); grey: images, by their number.",
-        start,
+        0.5 if found.classes == 2 else 0.0,
     )
 
 
@@ -281,9 +272,8 @@ class ClassificationReport(TaskReport):
             )
 
     def warn(self, summaries: Mapping[str, RunSummary]) -> Iterator[str]:
-        constant = [name for name, summary in summaries.items() if _predicts_one_class(summary)]
-        if constant:
-            yield f"{', '.join(constant)} called all images by one class (first seed): look at AUC, not at accuracy."
+        if constant := [name for name, summary in summaries.items() if _predicts_one_class(summary)]:
+            yield f"{', '.join(constant)} predicted one class for all images (first seed): compare AUC, not accuracy."
 
 
 def _predicts_one_class(summary: RunSummary) -> bool:

@@ -71,11 +71,10 @@ def _method_row(method: Method) -> list[str]:
     if method.first.summary.pooled:
         return [method.name, f"{rounds:g}", "images", "images", "images", seconds, "–"]
     down, up = mean_of_known([float(c.bytes_down) for c in costs]), mean_of_known([float(c.bytes_up) for c in costs])
-    moved = [format_megabytes(amount) for amount in (down, up, (down + up) / max(rounds, 1))]
     return [
         method.name,
         f"{rounds:g}",
-        *moved,
+        *map(format_megabytes, (down, up, (down + up) / max(rounds, 1))),
         seconds,
         format_duration(mean_of_known([cost.site_seconds for cost in costs])),
     ]
@@ -144,8 +143,7 @@ def _describe_events(method: Method, run: Run, single: bool) -> Iterator[str]:
     for site, why in run.summary.absent.items():
         yield f"{name}{site} took no part: {why}."
     if failed := events["failed round"]:
-        rounds = format_count(failed, "round")
-        yield f"{name}{rounds} failed for want of acceptable updates and left the model as it was."
+        yield f"{name}{format_count(failed, 'round')} failed: too few updates were accepted, the model is unchanged."
     if resumed := events["resumed"]:
         yield f"{name}interrupted and resumed {format_count(resumed, 'time')}; interrupted rounds are counted in costs."
     if run.summary.stopped_early:

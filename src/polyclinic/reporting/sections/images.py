@@ -24,17 +24,16 @@ def features_section(data: ReportData) -> Section | None:
     found = list(_find_pictures(data, "features.png"))
     if not found:
         return None
-    photos = [_read_photo(path, "Features by site and class") for path in found[:MOST]]
     return Section(
         "features",
-        "What the network makes of the images",
+        "Features by site and class",
         [
             Paragraph(
                 "Each dot is an image as the network sees it (t-SNE): images that look alike to it lie close. "
                 "Distances between far groups mean nothing. If sites form islands, the network sees the site, not "
                 "the disease."
             ),
-            *photos,
+            *(_read_photo(path, "Features by site and class") for path in found[:MOST]),
         ],
         {"Clinician": "Does it see the disease or the scanner?", "Engineer": "Are features mixed?"},
     )

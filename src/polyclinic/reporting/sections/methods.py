@@ -1,4 +1,4 @@
-"""All methods side by side: figures, notes, and what accuracy costs."""
+"""Comparison of all methods: a table with notes, and charts of accuracy against cost."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -59,9 +59,11 @@ def methods_section(data: ReportData) -> Section:
     if not data.is_single and data.is_from_folders:
         charts = [_metric_chart(data, metric) for metric in dict.fromkeys((data.main_metric, data.task.ranking_metric))]
         blocks.append(Grid([chart for chart in charts if chart is not None]))
-    title = "The figures" if data.is_single else "The methods side by side"
     return Section(
-        "methods", title, blocks, {"Clinician": "How do the methods compare?", "Engineer": "Figures of every method?"}
+        "methods",
+        "Results" if data.is_single else "Comparison of methods",
+        blocks,
+        {"Clinician": "How do the methods compare?", "Engineer": "Figures of every method?"},
     )
 
 
@@ -160,13 +162,15 @@ def trade_section(data: ReportData) -> Section | None:
             ),
         ]
     blocks += _price_blocks(data)
-    return Section("trade", "What accuracy costs", blocks, {"Engineer": "What does accuracy cost?"}) if blocks else None
+    return (
+        Section("trade", "Accuracy against cost", blocks, {"Engineer": "What does accuracy cost?"}) if blocks else None
+    )
 
 
 def prices_section(data: ReportData) -> Section | None:
-    """What privacy and megabytes buy, for pages of results."""
+    """Accuracy against ε and megabytes, for pages of results."""
     blocks = _price_blocks(data)
-    return Section("trade", "What accuracy costs", blocks) if blocks else None
+    return Section("trade", "Accuracy against cost", blocks) if blocks else None
 
 
 def _price_blocks(data: ReportData) -> list[Block]:
@@ -203,11 +207,11 @@ def _cost_chart(points: dict[str, tuple[MetricEstimate, tuple[float, ...]]], at:
         return None
     sides = [(found.mean, (cost,)) for found, cost in shown.values()]
     drawn = [
-        CostPoint(name, cost, found.mean, found.low, found.high, not _is_dominated((found.mean, (cost,)), sides))
+        CostPoint(name, found.mean, found.low, found.high, cost, not _is_dominated((found.mean, (cost,)), sides))
         for name, (found, cost) in shown.items()
     ]
     left = [name for name in points if name not in shown]
-    words = f"Not shown, for want of such a figure: {', '.join(left)}." if left else ""
+    words = f"Not shown, since this cost is unknown or zero: {', '.join(left)}." if left else ""
     short = label.partition(" (")[0].partition(",")[0]
     name = f"accuracy-{list(COSTS)[at]}"
     return cost_scatter(name, f"Accuracy against {short}", drawn, label, "accuracy", words)
@@ -234,7 +238,7 @@ def _privacy_chart(data: ReportData) -> Figure | None:
 
 
 def _traffic_blocks(data: ReportData) -> list[Block]:
-    """How much accuracy the first method's extra megabytes bought, against each method that sends less."""
+    """Accuracy gained by the first method's extra megabytes, against each method that sends less."""
     first, *others = data.comparison.lines
     cheaper = [other for other in others if not other.pools_images and other.megabytes < WORTH * first.megabytes]
     if not cheaper or first.pools_images:
@@ -254,7 +258,7 @@ def _traffic_blocks(data: ReportData) -> list[Block]:
                 format_signed(gain / more * 1000, 4),
             ]
         )
-    title = f"What the megabytes of {first.name} buy"
+    title = f"Accuracy gained by the extra megabytes of {first.name}"
     return [
         Heading(title),
         Table(title, ["against", f"MB that {first.name} sends more", "times", "accuracy gained", "per GB"], rows),

@@ -1,4 +1,4 @@
-"""Privacy: what was claimed, for which unit, and what left the sites with what protection."""
+"""Privacy: the claims with their units, and everything that left the sites with its protection."""
 
 from collections.abc import Iterator, Sequence
 from statistics import fmean
@@ -27,14 +27,14 @@ def privacy_section(data: ReportData) -> Section:
         for method in data.methods
         if method.first.summary.privacy
     ]
-    blocks += [Heading("What left the building"), _release_table(data.methods), *_traffic(data)]
+    blocks += [Heading("What left the sites"), _release_table(data.methods), *_traffic(data)]
     blocks += [Heading("What this report itself reveals"), Bullets(tuple(_own_disclosures(data)))]
     return Section(
         "privacy",
         "Privacy",
         blocks,
         {
-            "Data-protection officer": "What was claimed, and what left the building?",
+            "Data-protection officer": "What was claimed, and what left the sites?",
             "Clinician": "And privacy?",
         },
     )
@@ -42,7 +42,7 @@ def privacy_section(data: ReportData) -> Section:
 
 def privacy_cost_section(data: ReportData) -> Section | None:
     """The claims alone, for pages of results."""
-    return Section("privacy", "What privacy costs", claim_blocks(data)) if data.has_privacy else None
+    return Section("privacy", "Cost of privacy", claim_blocks(data)) if data.has_privacy else None
 
 
 def claim_blocks(data: ReportData) -> list[Block]:

@@ -29,8 +29,7 @@ def provenance_section(data: ReportData) -> Section:
                 [Preformatted(_recipe_text(recipe, data.withholds_seeds))],
             )
         )
-    versions = data.first.summary.versions
-    blocks.append(Paragraph(f"Versions: {', '.join(f'{name} {number}' for name, number in versions.items())}."))
+    blocks.append(Paragraph(data.versions))
     return Section(
         "recipe",
         "Recipe and versions",

@@ -3,12 +3,11 @@
 from collections.abc import Mapping, Sequence
 from statistics import fmean
 
-from polyclinic.evaluation.statistics import summarise_sample
 from polyclinic.evaluation.summary import PartScores
 from polyclinic.reporting.blocks import Block, Figure, Section, Table
 from polyclinic.reporting.charts import LineAxes, line_chart, without_band
-from polyclinic.reporting.formatting import MISSING, format_spread
-from polyclinic.reporting.report_data import ReportData
+from polyclinic.reporting.formatting import MISSING
+from polyclinic.reporting.report_data import ReportData, format_sample
 
 SIX = ("accuracy", "precision", "recall", "f1", "specificity", "auc")
 """The metrics of PFedCDP's tables."""
@@ -46,14 +45,11 @@ def _six_metrics(title: str, found: Mapping[tuple[str, str], Sequence[PartScores
 
 def _format_spread(values: Sequence[float | None]) -> str:
     known = [value for value in values if value is not None]
-    if not known:
-        return MISSING
-    found = summarise_sample(known)
-    return format_spread(found.mean, found.std)
+    return format_sample(known) if known else MISSING
 
 
 def _teacher_table(data: ReportData) -> list[Table]:
-    """What each teacher was worth to the student."""
+    """The Shapley value and the weight of each teacher."""
     rows = []
     for method in data.methods:
         students = [run.finish for run in method.summaries if run.finish]
@@ -63,7 +59,7 @@ def _teacher_table(data: ReportData) -> list[Table]:
             weights = [_format_spread([one.teacher_weights[name] for one in students]) for name in teachers]
             rows.append([method.name, *map(", ".join, (teachers, values, weights))])
     head = ["method", "teachers", "value", "weight"]
-    return [Table("What teachers are worth (Shapley values)", head, rows)] if rows else []
+    return [Table("Shapley values of the teachers", head, rows)] if rows else []
 
 
 def _student_chart(data: ReportData) -> list[Figure]:

@@ -1,4 +1,4 @@
-"""The sites: how they differ, how each is served, and which gain or lose against training alone."""
+"""The sites: their images, their results, and their gains and losses against training alone."""
 
 import math
 from collections.abc import Sequence
@@ -6,17 +6,12 @@ from statistics import median
 
 from polyclinic.core import SiteId
 from polyclinic.evaluation.comparison import UNTESTED, PairwiseTest, metric_value
-from polyclinic.evaluation.statistics import LEVEL, summarise_sample
+from polyclinic.evaluation.statistics import LEVEL
 from polyclinic.evaluation.task import class_names
 from polyclinic.reporting.blocks import Block, Cell, Folded, Paragraph, Section, Table
 from polyclinic.reporting.charts import Estimate, interval_chart, stacked_bars
-from polyclinic.reporting.formatting import (
-    format_names,
-    format_number,
-    format_percent,
-    format_spread,
-)
-from polyclinic.reporting.report_data import Method, ReportData
+from polyclinic.reporting.formatting import format_names, format_number, format_percent
+from polyclinic.reporting.report_data import Method, ReportData, format_sample
 from polyclinic.reporting.sections.tasks import task_report
 from polyclinic.reporting.sections.tests import difference_cell, difference_cells
 
@@ -30,8 +25,7 @@ PARTS = ("train", "validation", "test")
 
 def sites_section(data: ReportData) -> Section | None:
     """Numbers of images and the mix of classes at each site."""
-    sites = data.first.summary.site_sizes
-    if not sites:
+    if not (sites := data.first.summary.site_sizes):
         return None
     counted = dict.fromkeys(name for site in sites for name in site.classes)
     classes = class_names(data.first.summary) or tuple(counted)
@@ -53,8 +47,7 @@ def sites_section(data: ReportData) -> Section | None:
         "Numbers are of images. Class shift: the share of a site's images that would have to change class for it to "
         "have the mix of all together (total variation distance)."
     )
-    small = [site.site for site in sites if 0 < site.test < FEW]
-    if small:
+    if small := [site.site for site in sites if 0 < site.test < FEW]:
         note += f" Fewer than {FEW} test images at {format_names(small)}: figures there say little by themselves."
     if data.has_several_seeds:
         note += " First seed."
@@ -83,7 +76,7 @@ def total_variation(mix: Sequence[float], total: Sequence[float]) -> float:
 
 
 def by_site_section(data: ReportData) -> Section | None:
-    """How every site is served; against training alone where that has been run."""
+    """Results at every site; against training alone where that has been run."""
     if not data.first.site_scores:
         return None
     local = data.local if data.federated else None
@@ -95,7 +88,7 @@ def by_site_section(data: ReportData) -> Section | None:
         blocks.append(table if local is None else Folded("Accuracy of every method at every site", [table]))
     if not data.is_single and len(data.sites) <= MOST_SITES:
         blocks += _claimed_metrics(data, data.sites)
-    title = "How each site is served" if local is None else "Who gains, who loses against training alone"
+    title = "Results at each site" if local is None else "Gains and losses against training alone"
     question = "How does it do at my site?" if local is None else "Would my site do as well alone?"
     return Section("by-site", title, blocks, {"Clinician": question, "Statistician": "Site by site, tested?"})
 
@@ -157,9 +150,8 @@ def _metric_table(data: ReportData, metric: str, sites: Sequence[SiteId]) -> Tab
 
 def _spread_at_site(method: Method, metric: str, site: str) -> str:
     values = [metric_value(run, metric, site) for run in method.summaries]
-    found = summarise_sample(values)
-    middle = f"; {median(values):.3f}" if len(values) > 1 and not math.isnan(found.mean) else ""
-    return format_spread(found.mean, found.std) + middle
+    has_median = len(values) > 1 and not any(map(math.isnan, values))
+    return format_sample(values) + (f"; {median(values):.3f}" if has_median else "")
 
 
 def _gain_blocks(data: ReportData, local: Method) -> list[Block]:
@@ -168,9 +160,8 @@ def _gain_blocks(data: ReportData, local: Method) -> list[Block]:
     head = ["site", local.name, *(method.name for method in data.federated)]
     rows: list[list[str | Cell]] = []
     for site in data.sites:
-        values = summarise_sample([metric_value(run, data.main_metric, site) for run in local.summaries])
         here = [difference_cell(test) for test in tests if test.site == site]
-        rows.append([site, format_spread(values.mean, values.std), *here])
+        rows.append([site, local.format_spread(data.main_metric, site), *here])
     tested = sum(not math.isnan(test.p) for test in tests)
     over_seeds = any("seeds" in test.over for test in tests)
     basis = "over seeds (paired t-test)" if over_seeds else "over test patients (sign flips)"

@@ -1,4 +1,4 @@
-"""The findings in plain words. A method is called better only where a test found it."""
+"""The findings in sentences. A method is called better only where a test found it."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -19,7 +19,7 @@ def summary_section(data: ReportData) -> Section:
     blocks: list[Block] = [Paragraph(lead, "lead"), *([Bullets(tuple(rest))] if rest else [])]
     return Section(
         "answer",
-        "In plain words",
+        "Summary",
         [Callout(blocks)],
         {"Clinician": "What was found?", "Statistician": "What was found?"},
     )
@@ -84,8 +84,7 @@ def _describe_methods(data: ReportData) -> Iterator[str]:
     shared = f", as was {format_names(level)}" if level else ""
     rest = f"{shared}, the highest share of the methods that learn together" if len(ranked) > 1 else ""
     yield f"{top.name} was right on {_describe_result(top)}{_describe_images(top.first)}{rest}."
-    others = [f"{method.name} {100 * _mean_result(method):.0f}" for method in data.methods if method not in ranked]
-    if others:
+    if others := [f"{method.name} {100 * _mean_result(method):.0f}" for method in data.methods if method not in ranked]:
         yield f"For comparison, right of 100: {format_names(others)}."
     yield from _describe_tests(top, [method for method in data.methods if method is not top], data.pairs)
     yield from _describe_local_training(data, top)
@@ -109,12 +108,10 @@ def _describe_tests(top: Method, others: Sequence[Method], pairs: Sequence[Pairw
     if beaten:
         yield f"{top.name} is better than {format_names(beaten)} ({test}{once})."
     if beating:
-        verb = "is" if len(beating) == 1 else "are"
-        yield f"{format_names(beating)} {verb} better than {top.name} ({test}{once})."
+        yield f"{format_names(beating)} {'is' if len(beating) == 1 else 'are'} better than {top.name} ({test}{once})."
     if undecided:
         yield f"{top.name} against {format_names(undecided)}: the difference may be chance, not decided ({over})."
-    untested = [name for name in verdicts if name not in tested]
-    if untested:
+    if untested := [name for name in verdicts if name not in tested]:
         yield f"Against {format_names(untested)} nothing was tested: {UNTESTED}."
 
 

@@ -26,7 +26,7 @@ def tests_section(data: ReportData) -> Section | None:
     if data.is_single:
         return None
     known = [pair for pair in data.pairs if not math.isnan(pair.p)]
-    title = "Tests: is it more than chance?"
+    title = "Statistical tests between methods"
     if not known:
         return Section("tests", title, [Paragraph(f"No pair of methods can be tested: {UNTESTED}.")], QUESTION)
     blocks: list[Block] = [_difference_matrix(data), Paragraph(_describe_tests(known), "note")]
@@ -38,8 +38,7 @@ def tests_section(data: ReportData) -> Section | None:
 def _describe_anova(data: ReportData) -> Iterator[str]:
     """A one-way analysis of variance over three methods or more with three seeds each."""
     values = [[metric_value(run, data.main_metric) for run in method.summaries] for method in data.methods]
-    enough = len(values) > 2 and min(map(len, values)) >= MIN_SEEDS
-    if enough and any(np.ptp(found) > 0 for found in values):
+    if len(values) > 2 and min(map(len, values)) >= MIN_SEEDS and any(np.ptp(found) > 0 for found in values):
         statistic, p = one_way_anova(values)
         shown = format_p_value(p) if p < 0.001 else f"= {format_p_value(p)}"
         yield f"One-way ANOVA over all methods: F = {statistic:.2f}, p {shown}."
@@ -156,8 +155,7 @@ def _paired_rows(tests: Mapping[str, PairwiseTest]) -> list[list[str]]:
 
 def claims_section(data: ReportData) -> Section | None:
     """The paper's claims, and the pairs behind each analysis of variance."""
-    found = evaluate_claims(data.claims, data.comparison.results)
-    if not found:
+    if not (found := evaluate_claims(data.claims, data.comparison.results)):
         return None
     table = Table(
         "The paper's claims, tested",

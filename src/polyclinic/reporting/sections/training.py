@@ -1,4 +1,4 @@
-"""What changes over rounds: accuracy, drift, forgetting; and the gap between training and validation images."""
+"""Curves over rounds (accuracy, drift, forgetting), and the gap between training and validation images."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -11,9 +11,9 @@ from polyclinic.evaluation.statistics import summarise_sample, wilson_interval
 from polyclinic.evaluation.summary import generalisation_gap
 from polyclinic.reporting.blocks import Block, Figure, Paragraph, Section, Table
 from polyclinic.reporting.charts import LineAxes, line_chart, without_band
-from polyclinic.reporting.formatting import format_digits, format_number, format_spread
+from polyclinic.reporting.formatting import format_digits, format_number
 from polyclinic.reporting.html.svg import Banded
-from polyclinic.reporting.report_data import Method, ReportData, Run
+from polyclinic.reporting.report_data import ReportData, Run, format_sample
 
 Curve = Mapping[int, tuple[float, int]]
 """By round: a share, and the number of images that it is of."""
@@ -132,26 +132,30 @@ def _convergence_rounds(data: ReportData) -> str:
 
 
 def drift_section(data: ReportData) -> Section | None:
-    """How far sites' weights move away in a round."""
+    """The distance that sites' weights move in a round."""
     if data.is_single:
         run = data.first
         series = {site: without_band(_drift_by_round(run, site).items()) for site in run.summary.sites}
     else:
-        series = {method.name: _mean_drift(method) for method in data.methods}
+        series = {
+            method.name: _mean_over_seeds(
+                [{at: (moved, 0) for at, moved in _drift_by_round(run).items()} for run in method.runs]
+            )
+            for method in data.methods
+        }
     known = {name: points for name, points in series.items() if len(points) > 1}
     if not known:
         return None
-    who = "site" if data.is_single else "method"
     chart = line_chart(
         "drift",
-        f"Distance of a site's weights from the shared ones, by {who}",
+        f"Distance of a site's weights from the shared ones, by {'site' if data.is_single else 'method'}",
         known,
         LineAxes.from_zero("round", "distance", known, format_digits),
         "No unit: the Euclidean norm of the difference of all weights.",
     )
     return Section(
         "drift",
-        "Drift: how far sites pull the model apart",
+        "Drift",
         [
             Paragraph(
                 "Drift is ‖w_k − w‖₂: how far a site's training moved from the model that it was sent. Sites that "
@@ -165,13 +169,8 @@ def drift_section(data: ReportData) -> Section | None:
 
 def _drift_by_round(run: Run, site: SiteId | None = None) -> dict[int, float]:
     trained = (row for row in run.metric_rows if isinstance(row, TrainRow) and row.site != POOLED)
-    known = ((row.round, row.drift) for row in trained if row.drift is not None and site in (None, row.site))
-    found = group_pairs(known)
+    found = group_pairs((row.round, row.drift) for row in trained if row.drift is not None and site in (None, row.site))
     return {round: sum(values) / len(values) for round, values in sorted(found.items())}
-
-
-def _mean_drift(method: Method) -> list[Banded]:
-    return _mean_over_seeds([{at: (moved, 0) for at, moved in _drift_by_round(run).items()} for run in method.runs])
 
 
 def forgetting_section(data: ReportData) -> Section | None:
@@ -237,17 +236,17 @@ def _gap_by_site(data: ReportData) -> list[list[str]]:
 
 
 def _gap_by_method(data: ReportData) -> list[list[str]]:
-    rows = []
-    for method in data.methods:
-        if not math.isnan(metric_value(method.summaries[0], "gap")):
-            parts = [run.merged[run.headline.model] for run in method.summaries]
-            samples = [
-                summarise_sample([part["train"].value(data.main_metric) for part in parts]),
-                summarise_sample([part["validation"].value(data.main_metric) for part in parts]),
-            ]
-            seen = [format_spread(found.mean, found.std) for found in samples]
-            rows.append([method.name, *seen, method.format_spread("gap")])
-    return rows
+    known = [method for method in data.methods if not math.isnan(metric_value(method.summaries[0], "gap"))]
+    scores = {method: [run.merged[run.headline.model] for run in method.summaries] for method in known}
+    return [
+        [
+            method.name,
+            format_sample([parts["train"].value(data.main_metric) for parts in found]),
+            format_sample([parts["validation"].value(data.main_metric) for parts in found]),
+            method.format_spread("gap"),
+        ]
+        for method, found in scores.items()
+    ]
 
 
 def forgetting_chart(data: ReportData) -> Figure | None:

@@ -148,8 +148,10 @@ def make_request(site: SiteId, node: int, data: bytes) -> tuple[Message, Context
     from flwr.supercore.task_identity import TaskIdentity
 
     TaskIdentity.run_id, TaskIdentity.task_id, TaskIdentity.node_id = 1, 1, SUPERLINK_NODE_ID
-    context = Context(1, node, {PARTITION_ID_KEY: node, SITE: site}, RecordDict(), {})
-    return Message(pack_message(data), node, "query"), context
+    return (
+        Message(pack_message(data), node, "query"),
+        Context(1, node, {PARTITION_ID_KEY: node, SITE: site}, RecordDict(), {}),
+    )
 
 
 def parse_reply(reply: Message) -> bytes | Failure:
@@ -228,7 +230,7 @@ class RayEngine:
         from flwr.server.superlink.fleet.vce.backend.raybackend import RayBackend
         from ray import kill
 
-        logging.getLogger("flwr").setLevel(logging.CRITICAL)  # the round loop tells what fails
+        logging.getLogger("flwr").setLevel(logging.CRITICAL)  # the round loop reports what fails
         self.backend = RayBackend({"client_resources": {"num_cpus": threads, "num_gpus": share, **AGAIN}})
         try:
             self.backend.build(partial(make_site_app, assignment))

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from polyclinic.config.track import Track
+from polyclinic.config.recipe import Track
 from polyclinic.core import EngineError, RecipeError, StoreError
 from polyclinic.storage.files import write_json
 
@@ -74,7 +74,7 @@ class MLflow:
     """
 
     def __init__(self, folder: Path, name: str, parameters: Mapping[str, object]) -> None:
-        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # else it tells its makers that it is in use
+        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # else it reports its use to its makers
         from mlflow import MlflowClient
 
         logging.getLogger("mlflow.store.db.utils").setLevel(logging.WARNING)

@@ -122,7 +122,7 @@ class RowTail(Generic[T]):
 
 
 def validation_points(rows: Iterable[MetricRow]) -> MetricPoints:
-    """From metrics.jsonl: the metrics of each round's model on validation images, at every site and over all."""
+    """Return the metrics of each round's model on validation images, at every site and over all."""
     rounds: dict[int, list[EvaluateRow]] = defaultdict(list)
     for row in rows:
         if isinstance(row, EvaluateRow):
@@ -170,14 +170,13 @@ def cost_points(rows: Sequence[LedgerRow], budget: PrivacyBudget | None) -> Metr
 
 
 def _site_costs(outcomes: Sequence[SiteOutcome]) -> dict[str, float]:
-    """What one site cost in a round."""
+    """Return the cost of one site in a round."""
     total = {
         "bytes_down": float(sum(outcome.down for outcome in outcomes)),
         "bytes_up": float(sum(outcome.up for outcome in outcomes)),
         "seconds": float(sum(outcome.seconds for outcome in outcomes)),
     }
-    drift = outcomes[-1].drift
-    return total if drift is None else total | {"drift": drift}
+    return total if outcomes[-1].drift is None else total | {"drift": outcomes[-1].drift}
 
 
 def final_points(summary: RunSummary) -> MetricPoints:

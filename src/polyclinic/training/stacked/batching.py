@@ -209,8 +209,7 @@ class StackSchedule:
             return sites, batches
         busy, last = dict(zip(sites, batches, strict=True)), batches[0].completes_step
         for site in set(everyone) - busy.keys():
-            rows = torch.arange(length) % len(self.members[site].data)
-            busy[site] = MicroBatch(0, 0, rows, length, 0.0, last, 0)
+            busy[site] = MicroBatch(0, 0, torch.arange(length) % len(self.members[site].data), length, 0.0, last, 0)
         return everyone, [busy[site] for site in everyone]
 
     def _image_rows(self, sites: list[int], batches: list[MicroBatch]) -> Tensor:
@@ -253,8 +252,7 @@ class StackSchedule:
         """Return the stacked batches of a step; images that all sites share are gathered at once."""
         if self.shared_images is not None:
             return _split_by_site(step, *self.shared_images.batch(self._pool_index(step)))
-        rows_by_site = zip(step.computed_sites, step.rows, strict=True)
-        batches = [self.members[site].data.batch(rows) for site, rows in rows_by_site]
+        batches = [self.members[k].data.batch(rows) for k, rows in zip(step.computed_sites, step.rows, strict=True)]
         images, labels = (torch.stack(parts) for parts in zip(*batches, strict=True))
         return images.to(self.device), labels.to(self.device)
 

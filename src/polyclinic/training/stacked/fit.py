@@ -113,7 +113,7 @@ def fit_stacked(members: Sequence[StackMember], network: LiveNetwork, compiled: 
         state = _stack_tensors([m.job.optimiser_state or {} for m in members], device)
         for optimiser in optimisers:
             optimiser.load_state(state)
-    schedule = StackSchedule(members, device, compiled, network.has_dropout)
+    schedule = StackSchedule(members, device, compiled, bool(network.dropouts))
     noise = None if is_plain_sgd(training.private) else StackedNoise(members, network)
     losses, gathered = torch.zeros(len(members), device=device), dict[str, Tensor]()
     # Matrix products round to TF32 on CUDA if convolutions do, since here they take the convolutions' place.
@@ -181,10 +181,7 @@ def _select_rows(bundle: Bundle, sites: Tensor | None) -> Bundle:
 
 
 def _add_rows(total: Tensor, values: Tensor, members: Tensor | None) -> None:
-    if members is None:
-        total += values
-    else:
-        total[members] += values
+    total[... if members is None else members] += values
 
 
 def _accumulate_gradients(
@@ -288,14 +285,11 @@ def _split_results(
     """Return every site's result; its tensors are views of the stacked ones."""
     keep = members[0].job.optimiser_state is not None
     state = {name: t for optimiser in optimisers for name, t in optimiser.state().items()} if keep else {}
-    starts = {kind: [member.job.weights.get(kind) for member in members] for kind in weights}
-    split = {kind: _split_rows(group, starts.get(kind, [])) for kind, group in {**weights, "": state}.items()}
-    results = []
-    for number, (count, total) in enumerate(zip(steps, losses.tolist(), strict=True)):
-        bundle = {kind: rows[number] if rows else {} for kind, rows in split.items()}
-        own_state = bundle.pop("")
-        results.append(Fitted(bundle, count, total / max(count, 1), own_state, dropped[number]))
-    return results
+    states = _split_rows(state, []) or [{} for _ in members]
+    split = {kind: _split_rows(group, [m.job.weights.get(kind) for m in members]) for kind, group in weights.items()}
+    bundles = [{kind: rows[k] if rows else {} for kind, rows in split.items()} for k in range(len(members))]
+    means = [total / max(count, 1) for total, count in zip(losses.tolist(), steps, strict=True)]
+    return [Fitted(*result) for result in zip(bundles, steps, means, states, dropped, strict=True)]
 
 
 def _split_rows(group: Tensors, starts: Sequence[Tensors | None]) -> list[Tensors]:
@@ -303,8 +297,8 @@ def _split_rows(group: Tensors, starts: Sequence[Tensors | None]) -> list[Tensor
 
     If they are contiguous they become `FlatTensors`, with their distance from `starts` where all sites share these.
     """
-    split = zip(*(tensor.unbind() for tensor in group.values()), strict=True)
-    rows = [dict(zip(group, tensors, strict=True)) for tensors in split]
+    tensors_by_site = zip(*(tensor.unbind() for tensor in group.values()), strict=True)
+    rows = [dict(zip(group, tensors, strict=True)) for tensors in tensors_by_site]
     vector = contiguous_vector([tensor for row in rows[:2] for tensor in row.values()])
     if vector is None or len(rows) < 2:
         return rows
@@ -317,5 +311,7 @@ def _split_rows(group: Tensors, starts: Sequence[Tensors | None]) -> list[Tensor
         # For all sites at once, as each later question would wait for the device.
         norms = torch.linalg.vector_norm(block - first.vector, dim=1).tolist()
         differences = [FlatDifference(first.vector, norm) for norm in norms]
-    parts = zip(rows, block.unbind(), differences, strict=True)
-    return [FlatTensors(row.items(), vector, layout, difference) for row, vector, difference in parts]
+    return [
+        FlatTensors(row.items(), vector, layout, difference)
+        for row, vector, difference in zip(rows, block.unbind(), differences, strict=True)
+    ]

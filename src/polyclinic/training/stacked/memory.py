@@ -38,8 +38,8 @@ def per_example_bytes(member: StackMember, network: LiveNetwork) -> int:
     """Return the bytes of per-example gradients that private steps keep: those of all but dense layers."""
     if dp_sgd.is_plain_sgd(member.job.training.private):
         return 0
-    layers = [layer for layer in network.module.modules() if not isinstance(layer, nn.Linear)]
-    return images_per_call(member) * sum(p.nbytes for layer in layers for p in layer.parameters(recurse=False))
+    others = [layer for layer in network.module.modules() if not isinstance(layer, nn.Linear)]
+    return images_per_call(member) * sum(p.nbytes for layer in others for p in layer.parameters(recurse=False))
 
 
 def activation_bytes(member: StackMember, network: LiveNetwork) -> int:
@@ -54,8 +54,8 @@ def activation_bytes(member: StackMember, network: LiveNetwork) -> int:
         {kind: {name: t.detach().clone() for name, t in group.items()} for kind, group in moved.items()}
         for moved in (move_bundle(bundle, network.device) for bundle in (member.job.weights, member.job.reference))
     )
-    live = {"model": {n: t.requires_grad_() for n, t in weights["model"].items()}}
-    live["buffers"] = weights.get("buffers", {})
+    model = {name: tensor.requires_grad_() for name, tensor in weights["model"].items()}
+    live = {"model": model, "buffers": weights.get("buffers", {})}
     network.set_training_mode(frozenset(live["model"]))
     training = member.job.training
     views = 1 if training.private is None else training.private.views

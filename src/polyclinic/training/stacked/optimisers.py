@@ -47,8 +47,8 @@ class StackedOptimiser:
                 group[name] = (
                     like.new_zeros(len(like), dtype=torch.float32) if slot == "step" else torch.zeros_like(like)
                 )
-        moved = {"": {name: model[name] for name in grads}}
-        everything = moved | {slot: {name: group[name] for name in grads} for slot, group in self.slots.items()}
+        groups = {"": model, **self.slots}
+        everything = {slot: {name: group[name] for name in grads} for slot, group in groups.items()}
         if members is None:
             self._update_rows(everything, grads)
         elif grads:

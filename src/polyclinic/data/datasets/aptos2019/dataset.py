@@ -6,24 +6,20 @@ APTOS 2019: grades of diabetic retinopathy on fundus photographs of Aravind Eye 
 from pathlib import Path, PurePosixPath
 
 from polyclinic.data.datasets.toolkit import (
+    ImageOptions,
     Listing,
-    NamedDataset,
     Record,
+    define_public_dataset,
     find_subfolder,
     list_images,
-    read_public_set,
     read_rows,
 )
 
 CLASSES = ("0", "1", "2", "3", "4")
 SITE = "APTOS-Aravind"
-OBTAIN = (
-    "accept the rules of https://www.kaggle.com/competitions/aptos2019-blindness-detection, download its data and "
-    "unpack it there, so that the folder holds train.csv and train_images/*.png."
-)
 
 
-def _read_published(folder: Path) -> Listing | None:
+def _read_published(_: ImageOptions, folder: Path) -> Listing | None:
     root = find_subfolder(folder, "aptos2019-blindness-detection")
     table, store = root / "train.csv", root / "train_images"
     if not (table.is_file() and store.is_dir()):
@@ -33,16 +29,18 @@ def _read_published(folder: Path) -> Listing | None:
         for where, row in read_rows(table)
         if row.keys() >= {"id_code", "diagnosis"}
     ]
-    unlisted = tuple(sorted(set(list_images(store)) - {record.path for record in records}))
-    return Listing("aptos2019", root, tuple(records), CLASSES, declared=True, unlisted=unlisted) if records else None
+    unlisted = sorted(set(list_images(store)) - {record.path for record in records})
+    return Listing("aptos2019", root, tuple(records), CLASSES, declared=True, unlisted=tuple(unlisted))
 
 
-DATASET = NamedDataset(
+DATASET = define_public_dataset(
     name="aptos2019",
     licence="the competition's rules: research and education, no redistribution",
     classes=CLASSES,
-    read=lambda _, folder: read_public_set(
-        "aptos2019", folder, _read_published, OBTAIN, classes=CLASSES, sites=(SITE,)
+    sites=(SITE,),
+    read_published=_read_published,
+    obtain=(
+        "accept the rules of https://www.kaggle.com/competitions/aptos2019-blindness-detection, download its data and "
+        "unpack it there, so that the folder holds train.csv and train_images/*.png."
     ),
-    obtain=OBTAIN,
 )

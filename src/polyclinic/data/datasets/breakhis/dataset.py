@@ -15,7 +15,7 @@ from polyclinic.data.datasets.toolkit import (
     NamedDataset,
     Record,
     find_subfolder,
-    pseudonymise,
+    pseudonymise_patients,
     read_public_set,
 )
 
@@ -39,14 +39,15 @@ def read_listing(options: BreakHisOptions, folder: Path) -> Listing:
     place = sample if sample.exists() and not folder.exists() else folder
     found = read_public_set("breakhis", place, _read_published, OBTAIN, classes=CLASSES, sites=(SITE,))
     slides = [SLIDE.match(record.path.name) for record in found.records]
-    patients = pseudonymise(
-        [slide["case"] if slide else record.patient for slide, record in zip(slides, found.records, strict=True)]
-    )
     records = [
-        replace(record, patient=patient, excluded=record.excluded or _exclusion_reason(slide, options.magnification))
-        for record, slide, patient in zip(found.records, slides, patients, strict=True)
+        replace(
+            record,
+            patient=slide["case"] if slide else record.patient,
+            excluded=record.excluded or _exclusion_reason(slide, options.magnification),
+        )
+        for record, slide in zip(found.records, slides, strict=True)
     ]
-    return replace(found, records=tuple(records))
+    return pseudonymise_patients(replace(found, records=tuple(records)))
 
 
 def _exclusion_reason(slide: re.Match[str] | None, wanted: str) -> str:
@@ -55,7 +56,7 @@ def _exclusion_reason(slide: re.Match[str] | None, wanted: str) -> str:
     return f"not at the magnification {wanted}"
 
 
-def _read_published(folder: Path) -> Listing | None:
+def _read_published(folder: Path) -> Listing:
     root = find_subfolder(find_subfolder(folder, "BreaKHis_v1"), "histology_slides/breast")
     images = {
         label: filter(lambda path: SLIDE.match(path.name), sorted((root / label).rglob("*.png"))) for label in CLASSES
@@ -65,7 +66,7 @@ def _read_published(folder: Path) -> Listing | None:
         for label, paths in images.items()
         for number, path in enumerate(paths, start=1)
     ]
-    return Listing("breakhis", root, tuple(records), CLASSES, declared=True) if records else None
+    return Listing("breakhis", root, tuple(records), CLASSES, declared=True)
 
 
 DATASET = NamedDataset(

@@ -8,25 +8,21 @@ from pathlib import Path
 
 from polyclinic.data.datasets.toolkit import (
     SPLITS,
+    ImageOptions,
     Level,
     Listing,
-    NamedDataset,
+    define_public_dataset,
     list_images,
     list_subfolders,
     read_folder,
-    read_public_set,
 )
 
 CLASSES = ("normal", "cancer")
 SITE = "BCFPP"
 FOLDERS = {"normal": "normal", "0": "normal", "cancer": "cancer", "1": "cancer"}
-OBTAIN = (
-    "download https://www.kaggle.com/ds/2026269 (a Kaggle account is needed) and lay its images out there as "
-    "{normal,cancer}/*.png, within {train,valid,test}/ where it has such parts."
-)
 
 
-def _read_published(folder: Path) -> Listing | None:
+def _read_published(_: ImageOptions, folder: Path) -> Listing | None:
     parts = [path for path in list_subfolders(folder) if path.name.lower() in SPLITS]
     if not all(_has_class_folders(place) for place in parts or [folder]):
         return None
@@ -45,12 +41,14 @@ def _has_class_folders(place: Path) -> bool:
     )
 
 
-DATASET = NamedDataset(
+DATASET = define_public_dataset(
     name="breast_ct",
     licence="as stated on its Kaggle page: read it before use",
     classes=CLASSES,
-    read=lambda _, folder: read_public_set(
-        "breast_ct", folder, _read_published, OBTAIN, classes=CLASSES, sites=(SITE,)
+    sites=(SITE,),
+    read_published=_read_published,
+    obtain=(
+        "download https://www.kaggle.com/ds/2026269 (a Kaggle account is needed) and lay its images out there as "
+        "{normal,cancer}/*.png, within {train,valid,test}/ where it has such parts."
     ),
-    obtain=OBTAIN,
 )

@@ -5,19 +5,17 @@ CBIS-DDSM: film mammograms with biopsied or followed-up lesions (Lee et al., Sci
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 from polyclinic.data.datasets.toolkit import (
     ImageOptions,
     Listing,
-    NamedDataset,
     Record,
+    define_public_dataset,
     find_subfolder,
     has_one_part_per_patient,
-    pseudonymise,
-    read_public_set,
     read_rows,
 )
 
@@ -26,12 +24,6 @@ SITE = "CBIS-DDSM"
 PATHOLOGY = {"BENIGN": "benign", "BENIGN_WITHOUT_CALLBACK": "benign", "MALIGNANT": "malignant"}
 ABNORMALITIES = {"all": ("mass", "calc"), "mass": ("mass",), "calcification": ("calc",)}
 COLUMNS = ("patient_id", "left or right breast", "image view", "pathology", "image file path")
-OBTAIN = (
-    "download the images with the NBIA Data Retriever and the four *_case_description_*_set.csv files from "
-    "https://www.cancerimagingarchive.net/collection/cbis-ddsm/ so that the folder holds CBIS-DDSM/ and the CSV files, "
-    "or the JPEG copy from https://www.kaggle.com/datasets/awsaf49/cbis-ddsm-breast-cancer-image-dataset "
-    "so that it holds csv/ and jpeg/."
-)
 
 
 class CbisDdsmOptions(ImageOptions):
@@ -50,25 +42,15 @@ class Lesion(NamedTuple):
     file: str
 
 
-def read_listing(options: CbisDdsmOptions, folder: Path) -> Listing:
-    publisher = partial(_read_published, kinds=ABNORMALITIES[options.abnormality])
-    return read_public_set("cbis_ddsm", folder, publisher, OBTAIN, classes=CLASSES, sites=(SITE,))
-
-
-def _read_published(folder: Path, kinds: tuple[str, ...]) -> Listing | None:
-    lesions = [lesion for kind in kinds for part in ("train", "test") for lesion in _read_lesions(folder, kind, part)]
+def _read_published(options: CbisDdsmOptions, folder: Path) -> Listing:
+    tables = product(ABNORMALITIES[options.abnormality], ("train", "test"))
+    lesions = [lesion for kind, part in tables for lesion in _read_lesions(folder, kind, part)]
     mammograms: defaultdict[tuple[str, tuple[str, ...]], list[Lesion]] = defaultdict(list)
     for lesion in lesions:
         mammograms[lesion.patient, lesion.view].append(lesion)
-    if not mammograms:
-        return None
-    patients = pseudonymise([patient for patient, _ in mammograms])
     # The retriever adds a folder named after the manifest.
     dicoms = next(iter(sorted(folder.glob("manifest-*/CBIS-DDSM"))), find_subfolder(folder, "CBIS-DDSM"))
-    records = [
-        _mammogram_record(folder, dicoms, shown, patient)
-        for shown, patient in zip(mammograms.values(), patients, strict=True)
-    ]
+    records = [_mammogram_record(folder, dicoms, shown) for shown in mammograms.values()]
     # The publisher split masses and calcifications separately, so a patient with both may be in both parts.
     official = has_one_part_per_patient((lesion.patient, lesion.split) for lesion in lesions)
     return Listing("cbis_ddsm", folder, tuple(records), CLASSES, official=official, declared=True)
@@ -83,7 +65,7 @@ def _read_lesions(folder: Path, kind: str, part: str) -> Iterator[Lesion]:
         yield Lesion(where, part, patient, tuple(view), pathology, file)
 
 
-def _mammogram_record(folder: Path, dicoms: Path, shown: Sequence[Lesion], patient: str) -> Record:
+def _mammogram_record(folder: Path, dicoms: Path, shown: Sequence[Lesion]) -> Record:
     """One mammogram, malignant if any of its lesions is; a mass and a calcification may share it."""
     labels = [PATHOLOGY.get(lesion.pathology.upper(), lesion.pathology) for lesion in shown]
     strange = [label for label in labels if label not in CLASSES]
@@ -93,7 +75,7 @@ def _mammogram_record(folder: Path, dicoms: Path, shown: Sequence[Lesion], patie
         path=next((path for path in paths if path.is_file()), (paths or [dicoms / "not named"])[-1]),
         label=(strange or [max(labels, key=CLASSES.index)])[0],
         site=SITE,
-        patient=patient,
+        patient=shown[0].patient,
         split=splits.pop() if len(splits) == 1 else "",
         where=shown[0].where,
     )
@@ -112,11 +94,17 @@ def _image_candidates(folder: Path, dicoms: Path, text: str) -> list[Path]:
     return [*sorted(copies), *sorted(originals), dicoms.joinpath(*steps)]
 
 
-DATASET = NamedDataset(
+DATASET = define_public_dataset(
     name="cbis_ddsm",
     licence="CC BY 3.0, cite Lee et al. 2017 and the Cancer Imaging Archive",
     classes=CLASSES,
-    read=read_listing,
-    obtain=OBTAIN,
+    sites=(SITE,),
+    read_published=_read_published,
+    obtain=(
+        "download the images with the NBIA Data Retriever and the four *_case_description_*_set.csv files from "
+        "https://www.cancerimagingarchive.net/collection/cbis-ddsm/ so that the folder holds CBIS-DDSM/ and the CSV "
+        "files, or the JPEG copy from https://www.kaggle.com/datasets/awsaf49/cbis-ddsm-breast-cancer-image-dataset "
+        "so that it holds csv/ and jpeg/."
+    ),
     options=CbisDdsmOptions,
 )

@@ -8,12 +8,11 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from polyclinic.data.datasets.toolkit import (
+    ImageOptions,
     Listing,
-    NamedDataset,
     Record,
+    define_public_dataset,
     find_subfolder,
-    pseudonymise,
-    read_public_set,
     read_rows,
 )
 
@@ -22,30 +21,25 @@ FRONTAL = ("PA", "AP", "AP Supine", "AP Erect")
 HANNOVER = "Hannover-ml-workgroup"
 SITES = ("NIH-ChestXray8", "radiopaedia.org", "eurorad.org", HANNOVER)
 """The four large ones; a table that names none of them is another set's."""
-OBTAIN = (
-    "clone https://github.com/ieee8023/covid-chestxray-dataset there, "
-    "so that the folder holds metadata.csv and images/."
-)
 
 
-def _read_published(folder: Path) -> Listing | None:
+def _read_published(_: ImageOptions, folder: Path) -> Listing | None:
     root = find_subfolder(folder, "covid-chestxray-dataset", "covid-chestxray-dataset-master")
     table = root / "metadata.csv"
     listed_rows = list(read_rows(table)) if table.is_file() else []
     if not all({"patientid", "finding", "view", "filename"} <= row.keys() for _, row in listed_rows):
         return None
-    patients = pseudonymise([row["patientid"] for _, row in listed_rows])
     records = [
         Record(
             # whatever the table says, only files directly in these two folders are read
             root / ("volumes" if row.get("folder") == "volumes" else "images") / Path(row["filename"]).name,
             _map_label(row["finding"]),
             _site_name(row),
-            patient,
+            row["patientid"],
             where=where,
             excluded=_exclusion_reason(row),
         )
-        for (where, row), patient in zip(listed_rows, patients, strict=True)
+        for where, row in listed_rows
     ]
     return Listing("covid_cxr", root, tuple(records), CLASSES, declared=True)
 
@@ -72,10 +66,14 @@ def _exclusion_reason(row: Mapping[str, str]) -> str:
     return "" if row.get("license") else "no licence is stated for it"
 
 
-DATASET = NamedDataset(
+DATASET = define_public_dataset(
     name="covid_cxr",
     licence="per image, in the column `license` of its table",
     classes=CLASSES,
-    read=lambda _, folder: read_public_set("covid_cxr", folder, _read_published, OBTAIN, classes=CLASSES, sites=SITES),
-    obtain=OBTAIN,
+    sites=SITES,
+    read_published=_read_published,
+    obtain=(
+        "clone https://github.com/ieee8023/covid-chestxray-dataset there, "
+        "so that the folder holds metadata.csv and images/."
+    ),
 )

@@ -6,20 +6,22 @@ COVID-QU-Ex: chest X-rays from public collections (Tahir et al., Computers in Bi
 from dataclasses import replace
 from pathlib import Path
 
-from polyclinic.data.datasets.toolkit import Listing, NamedDataset, find_subfolder, read_folder, read_public_set
+from polyclinic.data.datasets.toolkit import (
+    ImageOptions,
+    Listing,
+    define_public_dataset,
+    find_subfolder,
+    read_folder,
+)
 
 CLASSES = ("COVID-19", "Non-COVID", "Normal")
 SITE = "COVID-QU-Ex"
 PARTS = ("Train", "Val", "Test")
 COLLECTIONS = ("Lung Segmentation Data", "Infection Segmentation Data")
 """The second is a part of the first, with other masks: it is read only where the first is not there."""
-OBTAIN = (
-    "download https://www.kaggle.com/datasets/anasmohammedtahir/covidqu (a Kaggle account is needed) and unpack it "
-    "there, so that the folder holds Lung Segmentation Data/{Train,Val,Test}/{COVID-19,Non-COVID,Normal}/images/*.png."
-)
 
 
-def _read_published(folder: Path) -> Listing | None:
+def _read_published(_: ImageOptions, folder: Path) -> Listing | None:
     top = find_subfolder(folder, "COVID-QU-Ex dataset", "COVID-QU-Ex")
     here = [name for name in COLLECTIONS if (top / name).is_dir()]
     root = find_subfolder(top / here[0], here[0]) if here else top
@@ -31,12 +33,15 @@ def _read_published(folder: Path) -> Listing | None:
     return replace(found, records=tuple(replace(record, site=SITE) for record in images))
 
 
-DATASET = NamedDataset(
+DATASET = define_public_dataset(
     name="covid_qu_ex",
     licence="as stated on its Kaggle page, and each source's own terms; cite Tahir et al. 2021",
     classes=CLASSES,
-    read=lambda _, folder: read_public_set(
-        "covid_qu_ex", folder, _read_published, OBTAIN, classes=CLASSES, sites=(SITE,)
+    sites=(SITE,),
+    read_published=_read_published,
+    obtain=(
+        "download https://www.kaggle.com/datasets/anasmohammedtahir/covidqu (a Kaggle account is needed) and unpack it "
+        "there, so that the folder holds "
+        "Lung Segmentation Data/{Train,Val,Test}/{COVID-19,Non-COVID,Normal}/images/*.png."
     ),
-    obtain=OBTAIN,
 )

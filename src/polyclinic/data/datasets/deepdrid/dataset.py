@@ -14,7 +14,7 @@ from polyclinic.data.datasets.toolkit import (
     NamedDataset,
     Record,
     find_subfolder,
-    pseudonymise,
+    pseudonymise_patients,
     read_public_set,
     read_rows,
 )
@@ -75,25 +75,23 @@ PARTS = (
 def read_listing(_: ImageOptions, folder: Path) -> Listing:
     sites = (*SITES, "DeepDRiD-regular-unknown")
     found = read_public_set("deepdrid", folder, _read_published, OBTAIN, classes=CLASSES, sites=sites)
-    stated = [_normalise_record(record) for record in found.records]
-    # The two kinds of photograph number their patients independently: both have a patient 1, not the same person.
-    patients = pseudonymise([f"{record.site == WIDE} {record.patient}" if record.patient else "" for record in stated])
-    records = [replace(record, patient=patient) for record, patient in zip(stated, patients, strict=True)]
-    return replace(found, records=tuple(records))
+    return pseudonymise_patients(replace(found, records=tuple(map(_normalise_record, found.records))))
 
 
 def _normalise_record(record: Record) -> Record:
     if record.site == "DeepDRiD-regular-unknown":
         record = replace(record, site=UNSTATED)
+    # The two kinds of photograph number their patients independently: both have a patient 1, not the same person.
+    record = replace(record, patient=record.patient and f"{record.site == WIDE} {record.patient}")
     if record.label == UNGRADABLE:
         return replace(record, excluded="grade 5: the graders could not judge it")
     return record
 
 
-def _read_published(folder: Path) -> Listing | None:
+def _read_published(folder: Path) -> Listing:
     root = find_subfolder(folder, "DeepDRiD", "DeepDRiD-master")
     records = [record for part in PARTS for record in _list_records(root, part)]
-    return Listing("deepdrid", root, tuple(records), CLASSES, declared=True) if records else None
+    return Listing("deepdrid", root, tuple(records), CLASSES, declared=True)
 
 
 def _list_records(root: Path, part: PublishedFolder) -> Iterator[Record]:

@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
 from polyclinic.data.datasets.toolkit import (
+    ImageOptions,
     Listing,
-    NamedDataset,
     Record,
+    define_public_dataset,
     find_subfolder,
     list_images,
-    read_public_set,
     read_rows,
 )
 
@@ -23,17 +23,13 @@ PARTS = (
     ("a. Training Set", "a. IDRiD_Disease Grading_Training Labels.csv", "train"),
     ("b. Testing Set", "b. IDRiD_Disease Grading_Testing Labels.csv", "test"),
 )
-OBTAIN = (
-    "download B. Disease Grading.zip from https://dx.doi.org/10.21227/H25W98 (an IEEE DataPort account is needed) and "
-    "unpack it there, so that the folder holds B. Disease Grading/1. Original Images/ and 2. Groundtruths/."
-)
 
 
-def _read_published(folder: Path) -> Listing | None:
+def _read_published(_: ImageOptions, folder: Path) -> Listing | None:
     root = find_subfolder(folder, f"{GRADING}/{GRADING}", f"B.%20Disease%20Grading/{GRADING}", GRADING)
     records = [record for part in PARTS for record in _list_records(root, *part)]
     stores = [store for name, _, _ in PARTS if (store := root / "1. Original Images" / name).is_dir()]
-    if not records or not stores:
+    if not stores:
         return None
     unlisted = {path for store in stores for path in list_images(store)} - {record.path for record in records}
     return Listing("idrid", root, tuple(records), CLASSES, declared=True, unlisted=tuple(sorted(unlisted)))
@@ -48,10 +44,14 @@ def _list_records(root: Path, store: str, name: str, split: str) -> Iterator[Rec
             yield Record(path, grade, SITE, split=split, where=where)
 
 
-DATASET = NamedDataset(
+DATASET = define_public_dataset(
     name="idrid",
     licence="CC BY 4.0, cite Porwal et al. 2018",
     classes=CLASSES,
-    read=lambda _, folder: read_public_set("idrid", folder, _read_published, OBTAIN, classes=CLASSES, sites=(SITE,)),
-    obtain=OBTAIN,
+    sites=(SITE,),
+    read_published=_read_published,
+    obtain=(
+        "download B. Disease Grading.zip from https://dx.doi.org/10.21227/H25W98 (an IEEE DataPort account is needed) "
+        "and unpack it there, so that the folder holds B. Disease Grading/1. Original Images/ and 2. Groundtruths/."
+    ),
 )

@@ -39,8 +39,13 @@ def load_mnist(options: MnistOptions, stream: Stream, folder: Path | None = None
     if options.limit is not None and options.limit < len(labels):
         kept = torch.randperm(len(labels), generator=stream.child("limit").generator())[: options.limit]
         images, labels = images[kept.sort().values], labels[kept.sort().values]
-    patients = tuple(f"digit-{row}" for row in range(len(labels)))
-    found = Collection(images, labels, CLASSES, patients, held_out=Images(*_read_images_and_labels(home, "t10k")))
+    found = Collection(
+        images,
+        labels,
+        CLASSES,
+        patients=tuple(f"digit-{row}" for row in range(len(labels))),
+        held_out=Images(*_read_images_and_labels(home, "t10k")),
+    )
     return found if options.normalise == "none" else found.with_normalisation(0.5, 0.5)
 
 

@@ -14,13 +14,11 @@ from polyclinic.core import DataError
 from polyclinic.data.datasets.toolkit import (
     ImageOptions,
     Listing,
-    NamedDataset,
     Record,
+    define_public_dataset,
     find_subfolder,
     has_one_part_per_patient,
     list_images,
-    pseudonymise,
-    read_public_set,
     read_rows,
 )
 
@@ -36,11 +34,6 @@ LISTS = {
     "neojaundice_test.txt": "test",
 }
 """Lists of "image label": the first two are the authors', with their benchmark."""
-OBTAIN = (
-    "download NeoJaundice from https://doi.org/10.6084/m9.figshare.c.6476047 and unpack it there, so that the folder "
-    f"holds images/*.jpg and {TABLE}; for the benchmark's own labels and split put its fewshot-pool.txt and test.txt "
-    "(data/NeoJaundice of https://github.com/wllfore/MedFMC_fewshot_baseline) beside them."
-)
 
 
 class NeoJaundiceOptions(ImageOptions):
@@ -57,17 +50,14 @@ class ImageEntry(NamedTuple):
     split: str = ""
 
 
-def read_listing(options: NeoJaundiceOptions, folder: Path) -> Listing:
-    def publisher(place: Path) -> Listing | None:
-        root = find_subfolder(place, "NeoJaundice", "neojaundice")
-        entries = [*read_lists(root, LISTS)] or [*_read_table_entries(root / TABLE, options.threshold)]
-        named = [entry._replace(label=LABELS.get(entry.label, entry.label)) for entry in entries]
-        # 0012-1, 0012-2 and 0012-3 are the head, face and chest of one infant.
-        patients = [PurePosixPath(entry.image).stem.partition("-")[0] for entry in entries]
-        fits = all(re.match(r"\d+-\d", entry.image) for entry in entries[:1])
-        return build_medfmc_listing("neojaundice", root, named, patients, CLASSES, SITE) if fits else None
-
-    return read_public_set("neojaundice", folder, publisher, OBTAIN, classes=CLASSES, sites=(SITE,))
+def _read_published(options: NeoJaundiceOptions, folder: Path) -> Listing | None:
+    root = find_subfolder(folder, "NeoJaundice", "neojaundice")
+    entries = [*read_lists(root, LISTS)] or [*_read_table_entries(root / TABLE, options.threshold)]
+    named = [entry._replace(label=LABELS.get(entry.label, entry.label)) for entry in entries]
+    # 0012-1, 0012-2 and 0012-3 are the head, face and chest of one infant.
+    patients = [PurePosixPath(entry.image).stem.partition("-")[0] for entry in entries]
+    fits = all(re.match(r"\d+-\d", entry.image) for entry in entries[:1])
+    return build_medfmc_listing("neojaundice", root, named, patients, CLASSES, SITE) if fits else None
 
 
 def _read_table_entries(table: Path, threshold: float) -> Iterator[ImageEntry]:
@@ -108,18 +98,29 @@ def build_medfmc_listing(
     paths = [files.get(plain, store / plain) for plain in (PurePosixPath(entry.image).name for entry in entries)]
     records = [
         Record(path, entry.label, site, patient, entry.split, entry.where)
-        for entry, path, patient in zip(entries, paths, pseudonymise(patients), strict=True)
+        for entry, path, patient in zip(entries, paths, patients, strict=True)
     ]
-    official = has_one_part_per_patient((record.patient, record.split) for record in records)
-    unlisted = tuple(sorted(set(files.values()) - set(paths)))
-    return Listing(name, root, tuple(records), classes, official=official, declared=True, unlisted=unlisted)
+    return Listing(
+        name,
+        root,
+        tuple(records),
+        classes,
+        official=has_one_part_per_patient((record.patient, record.split) for record in records),
+        declared=True,
+        unlisted=tuple(sorted(set(files.values()) - set(paths))),
+    )
 
 
-DATASET = NamedDataset(
+DATASET = define_public_dataset(
     name="neojaundice",
     licence="CC BY 4.0, cite Wang et al. 2023",
     classes=CLASSES,
-    read=read_listing,
-    obtain=OBTAIN,
+    sites=(SITE,),
+    read_published=_read_published,
+    obtain=(
+        "download NeoJaundice from https://doi.org/10.6084/m9.figshare.c.6476047 and unpack it there, so that the "
+        f"folder holds images/*.jpg and {TABLE}; for the benchmark's own labels and split put its fewshot-pool.txt and "
+        "test.txt (data/NeoJaundice of https://github.com/wllfore/MedFMC_fewshot_baseline) beside them."
+    ),
     options=NeoJaundiceOptions,
 )

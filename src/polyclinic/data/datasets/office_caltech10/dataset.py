@@ -7,15 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from polyclinic.data.datasets.toolkit import (
-    TABLE,
     ImageOptions,
     Listing,
-    NamedDataset,
+    define_public_dataset,
     exclude_duplicates,
     find_subfolder,
-    read_duplicates,
     read_folder,
-    read_public_set,
+    read_table_without_copies,
 )
 
 CLASSES = (
@@ -31,10 +29,6 @@ CLASSES = (
     "projector",
 )
 SITES = ("amazon", "caltech", "dslr", "webcam")
-OBTAIN = (
-    "get a copy of Gong et al.'s images (Office_Caltech_DA_Dataset on GitHub is one), "
-    "so that the folder holds office_caltech_10/{amazon,caltech,dslr,webcam}/<class>/*.jpg."
-)
 ONE_IMAGE_TWICE = """
 caltech/bike 224_0004 224_0095
 amazon/headphones frame_0024 frame_0079
@@ -58,29 +52,26 @@ amazon/projector frame_0051 frame_0064
 """A folder, and the files in it that are the same picture."""
 
 
-def read_listing(_: ImageOptions, folder: Path) -> Listing:
-    found = read_public_set("office_caltech10", folder, _read_published, OBTAIN, classes=CLASSES, sites=SITES)
-    if (folder / TABLE).is_file():
-        return exclude_duplicates(found, read_duplicates(folder))
-    groups = map(str.split, ONE_IMAGE_TWICE.strip().splitlines())
-    return exclude_duplicates(
-        found, [[found.root / place / f"{stem}.jpg" for stem in stems] for place, *stems in groups]
-    )
-
-
-def _read_published(folder: Path) -> Listing | None:
+def _read_published(_: ImageOptions, folder: Path) -> Listing | None:
     root = find_subfolder(folder, "office_caltech_10", "Office_Caltech_DA_Dataset", "images")
     if not all((root / site).is_dir() for site in SITES):
         return None
     found = read_folder(root, name="office_caltech10", levels=("site", "label"))
     records = tuple(replace(record, label=record.label.replace("back_pack", "backpack")) for record in found.records)
-    return replace(found, records=records, classes=CLASSES, declared=True)
+    listing = replace(found, records=records, classes=CLASSES, declared=True)
+    groups = map(str.split, ONE_IMAGE_TWICE.strip().splitlines())
+    return exclude_duplicates(listing, [[root / place / f"{stem}.jpg" for stem in stems] for place, *stems in groups])
 
 
-DATASET = NamedDataset(
+DATASET = define_public_dataset(
     name="office_caltech10",
     licence="research, cite Gong et al. 2012",
     classes=CLASSES,
-    read=read_listing,
-    obtain=OBTAIN,
+    sites=SITES,
+    read_published=_read_published,
+    obtain=(
+        "get a copy of Gong et al.'s images (Office_Caltech_DA_Dataset on GitHub is one), "
+        "so that the folder holds office_caltech_10/{amazon,caltech,dslr,webcam}/<class>/*.jpg."
+    ),
+    read_plain=read_table_without_copies,
 )

@@ -8,7 +8,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from polyclinic.data.datasets.neojaundice.dataset import ImageEntry, build_medfmc_listing, read_lists
-from polyclinic.data.datasets.toolkit import Listing, NamedDataset, find_subfolder, read_public_set, read_rows
+from polyclinic.data.datasets.toolkit import (
+    ImageOptions,
+    Listing,
+    define_public_dataset,
+    find_subfolder,
+    read_rows,
+)
 
 CLASSES = ("0", "1", "2", "3", "4")
 SITE = "MedFMC-Retino"
@@ -22,14 +28,9 @@ LISTS = {
 }
 EXAMINATION = re.compile(r"(\d{17})(\d{3})?")
 """20230116125802923001: a time to the millisecond, then the number of the photograph within that examination."""
-OBTAIN = (
-    "download Retino from https://doi.org/10.6084/m9.figshare.c.6476047 and unpack it there, so that the folder holds "
-    f"images/ and {TABLE}; for the benchmark's own split put its fewshot-pool.txt and test.txt "
-    "(data/Retino of https://github.com/wllfore/MedFMC_fewshot_baseline) beside them."
-)
 
 
-def _read_published(folder: Path) -> Listing | None:
+def _read_published(_: ImageOptions, folder: Path) -> Listing | None:
     root = find_subfolder(folder, "Retino", "retino")
     entries = [*read_lists(root, LISTS)] or [*_read_grades(root / TABLE)]
     examinations = [EXAMINATION.match(entry.image) for entry in entries]
@@ -46,10 +47,15 @@ def _read_grades(table: Path) -> Iterator[ImageEntry]:
         yield ImageEntry(where, cells[0], cells[-1])
 
 
-DATASET = NamedDataset(
+DATASET = define_public_dataset(
     name="retino",
     licence="CC BY 4.0, cite Wang et al. 2023",
     classes=CLASSES,
-    read=lambda _, folder: read_public_set("retino", folder, _read_published, OBTAIN, classes=CLASSES, sites=(SITE,)),
-    obtain=OBTAIN,
+    sites=(SITE,),
+    read_published=_read_published,
+    obtain=(
+        "download Retino from https://doi.org/10.6084/m9.figshare.c.6476047 and unpack it there, so that the folder "
+        f"holds images/ and {TABLE}; for the benchmark's own split put its fewshot-pool.txt and test.txt "
+        "(data/Retino of https://github.com/wllfore/MedFMC_fewshot_baseline) beside them."
+    ),
 )

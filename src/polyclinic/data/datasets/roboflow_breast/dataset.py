@@ -8,15 +8,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from polyclinic.data.datasets.toolkit import (
+    ImageOptions,
     Listing,
-    NamedDataset,
     Record,
+    define_public_dataset,
     has_one_part_per_patient,
     list_images,
     list_subfolders,
     parse_part,
-    pseudonymise,
-    read_public_set,
     read_rows,
 )
 
@@ -27,22 +26,16 @@ PARTS = ("train", "valid", "test")
 EXPORTED = re.compile(r"(?P<source>.+)\.rf\.[^.]+\.\w+")
 """Roboflow adds a code to each image's name; copies made by augmentation share what stands before it."""
 RSNA = re.compile(r"(?P<patient>\d+)_\d+_(png|jpg|jpeg|dcm)")
-OBTAIN = (
-    "export https://universe.roboflow.com/hayder17/breast-cancer-detection as 'Folder Structure' (an account is "
-    "needed), or download its copy https://www.kaggle.com/datasets/hayder17/breast-cancer-detection, and unpack it "
-    "there, so that the folder holds {train,valid,test}/{0,1}/*.rf.*.jpg."
-)
 
 
-def _read_published(folder: Path) -> Listing | None:
+def _read_published(_: ImageOptions, folder: Path) -> Listing | None:
     found = [(part, *entry) for part in PARTS if (folder / part).is_dir() for entry in _list_entries(folder / part)]
     sources = [EXPORTED.fullmatch(path.name) for _, path, _, _ in found]
     if not any(sources):
         return None
-    patients = pseudonymise([_patient_name(source["source"]) if source else "" for source in sources])
     records = [
-        Record(path, LABELS.get(label, label), SITE, patient, parse_part(part), where)
-        for (part, path, label, where), patient in zip(found, patients, strict=True)
+        Record(path, LABELS.get(label, label), SITE, _patient_name(source) if source else "", parse_part(part), where)
+        for (part, path, label, where), source in zip(found, sources, strict=True)
     ]
     official = has_one_part_per_patient((record.patient, record.split) for record in records if record.patient)
     return Listing("roboflow_breast", folder, tuple(records), CLASSES, official=official, declared=True)
@@ -60,18 +53,21 @@ def _list_entries(part: Path) -> Iterator[tuple[Path, str, str]]:
             yield path, label.name, f"{part.name}/{label.name}, file {number}"
 
 
-def _patient_name(source: str) -> str:
+def _patient_name(exported: re.Match[str]) -> str:
     """The names are RSNA's numbers of patient and image; where they are not, copies of one image belong together."""
-    numbers = RSNA.fullmatch(source)
-    return numbers["patient"] if numbers else source
+    numbers = RSNA.fullmatch(exported["source"])
+    return numbers["patient"] if numbers else exported["source"]
 
 
-DATASET = NamedDataset(
+DATASET = define_public_dataset(
     name="roboflow_breast",
     licence="DbCL 1.0 as Kaggle states it; by their names the images are RSNA's, and under RSNA's rules",
     classes=CLASSES,
-    read=lambda _, folder: read_public_set(
-        "roboflow_breast", folder, _read_published, OBTAIN, classes=CLASSES, sites=(SITE,)
+    sites=(SITE,),
+    read_published=_read_published,
+    obtain=(
+        "export https://universe.roboflow.com/hayder17/breast-cancer-detection as 'Folder Structure' (an account is "
+        "needed), or download its copy https://www.kaggle.com/datasets/hayder17/breast-cancer-detection, and unpack it "
+        "there, so that the folder holds {train,valid,test}/{0,1}/*.rf.*.jpg."
     ),
-    obtain=OBTAIN,
 )

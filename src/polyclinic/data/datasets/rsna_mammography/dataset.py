@@ -6,12 +6,11 @@ RSNA screening mammography: two screening programmes, USA and Australia (Carr et
 from pathlib import Path
 
 from polyclinic.data.datasets.toolkit import (
+    ImageOptions,
     Listing,
-    NamedDataset,
     Record,
+    define_public_dataset,
     find_subfolder,
-    pseudonymise,
-    read_public_set,
     read_rows,
 )
 
@@ -19,13 +18,9 @@ CLASSES = ("no cancer", "cancer")
 LABELS = {"0": "no cancer", "1": "cancer"}
 COLUMNS = {"site_id", "patient_id", "image_id", "cancer"}
 SUFFIXES = (".dcm", ".png")
-OBTAIN = (
-    "accept the rules of https://www.kaggle.com/competitions/rsna-breast-cancer-detection, download its data and "
-    "unpack it there, so that the folder holds train.csv and train_images/<patient>/<image>.dcm."
-)
 
 
-def _read_published(folder: Path) -> Listing | None:
+def _read_published(_: ImageOptions, folder: Path) -> Listing | None:
     root = find_subfolder(folder, "rsna-breast-cancer-detection")
     table, store = root / "train.csv", root / "train_images"
     if not (table.is_file() and store.is_dir()):
@@ -36,16 +31,15 @@ def _read_published(folder: Path) -> Listing | None:
     paths = [store / _parse_number(row["patient_id"]) / _parse_number(row["image_id"]) for _, row in rows]
     # Converted copies are common; the first file decides for all 54,706.
     suffix = next((suffix for suffix in SUFFIXES if paths[0].with_suffix(suffix).exists()), SUFFIXES[0])
-    patients = pseudonymise([row["patient_id"] for _, row in rows])
     records = [
         Record(
             path.with_suffix(suffix),
             LABELS.get(row["cancer"], row["cancer"]),
             f"RSNA-{row['site_id']}" if row["site_id"] else "",
-            patient,
+            row["patient_id"],
             where=where,
         )
-        for (where, row), path, patient in zip(rows, paths, patients, strict=True)
+        for (where, row), path in zip(rows, paths, strict=True)
     ]
     return Listing("rsna_mammography", root, tuple(records), CLASSES, declared=True)
 
@@ -55,12 +49,14 @@ def _parse_number(text: str) -> str:
     return text if text.isalnum() else "unnumbered"
 
 
-DATASET = NamedDataset(
+DATASET = define_public_dataset(
     name="rsna_mammography",
     licence="the competition's rules: non-commercial research and education, no redistribution",
     classes=CLASSES,
-    read=lambda _, folder: read_public_set(
-        "rsna_mammography", folder, _read_published, OBTAIN, classes=CLASSES, sites=("RSNA-1", "RSNA-2")
+    sites=("RSNA-1", "RSNA-2"),
+    read_published=_read_published,
+    obtain=(
+        "accept the rules of https://www.kaggle.com/competitions/rsna-breast-cancer-detection, download its data and "
+        "unpack it there, so that the folder holds train.csv and train_images/<patient>/<image>.dcm."
     ),
-    obtain=OBTAIN,
 )

@@ -13,21 +13,15 @@ from polyclinic.data.datasets.toolkit import (
     SPLITS,
     ImageOptions,
     Listing,
-    NamedDataset,
     Record,
+    define_public_dataset,
     find_subfolder,
     is_image,
-    read_public_set,
 )
 
 SITE = "TB-India"
 COLLECTIONS = {"A": ("DatasetA", "Dataset A", "DA"), "B": ("DatasetB", "Dataset B", "DB")}
 MARKS = {"n": "normal", "p": "tuberculosis"}
-OBTAIN = (
-    "download Dataset A and Dataset B from https://sourceforge.net/projects/tbxpredict/ and unpack them there, so that "
-    "the folder holds DatasetA/{Training,Testing}/ and DatasetB/{Training,Testing}/ with files such as px1.jpg "
-    "(positive) and nx1.jpg (negative)."
-)
 
 
 class TbIndiaOptions(ImageOptions):
@@ -35,16 +29,10 @@ class TbIndiaOptions(ImageOptions):
     """One site, or one for each of the two X-ray machines: DA and DB."""
 
 
-def read_listing(options: TbIndiaOptions, folder: Path) -> Listing:
-    def publisher(place: Path) -> Listing | None:
-        root = find_subfolder(place, "tbxpredict")
-        records = [
-            record for letter in COLLECTIONS for record in _list_records(root, letter, options.sites == "machine")
-        ]
-        return Listing("tb_india", root, tuple(records), CLASSES, declared=True) if records else None
-
-    sites = (SITE, *(f"{SITE}-{letter}" for letter in COLLECTIONS))
-    return read_public_set("tb_india", folder, publisher, OBTAIN, classes=CLASSES, sites=sites)
+def _read_published(options: TbIndiaOptions, folder: Path) -> Listing:
+    root = find_subfolder(folder, "tbxpredict")
+    records = [record for letter in COLLECTIONS for record in _list_records(root, letter, options.sites == "machine")]
+    return Listing("tb_india", root, tuple(records), CLASSES, declared=True)
 
 
 def _list_records(root: Path, letter: str, machines: bool) -> Iterator[Record]:
@@ -57,11 +45,16 @@ def _list_records(root: Path, letter: str, machines: bool) -> Iterator[Record]:
         yield Record(path, MARKS[mark[1]] if mark else "", site, split=split, where=f"Dataset {letter}, file {number}")
 
 
-DATASET = NamedDataset(
+DATASET = define_public_dataset(
     name="tb_india",
     licence="free for research, cite Chauhan et al. 2014",
     classes=CLASSES,
-    read=read_listing,
-    obtain=OBTAIN,
+    sites=(SITE, *(f"{SITE}-{letter}" for letter in COLLECTIONS)),
+    read_published=_read_published,
+    obtain=(
+        "download Dataset A and Dataset B from https://sourceforge.net/projects/tbxpredict/ and unpack them there, so "
+        "that the folder holds DatasetA/{Training,Testing}/ and DatasetB/{Training,Testing}/ with files such as "
+        "px1.jpg (positive) and nx1.jpg (negative)."
+    ),
     options=TbIndiaOptions,
 )

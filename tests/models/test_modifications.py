@@ -10,7 +10,7 @@ import torch
 from polyclinic.core.errors import RecipeError
 from polyclinic.core.rng import Stream
 from polyclinic.models import build_model
-from polyclinic.models.split_point import count_stages, cut_after
+from polyclinic.models.modifications import count_stages, cut_after
 from polyclinic.training.network import LiveNetwork, feature_shape
 
 SHAPES: dict[str, list[tuple[int, ...]]] = {

@@ -26,10 +26,9 @@ from polyclinic.core.rng import Stream
 from polyclinic.core.types import AUX_PREFIX, Batch, Bundle
 from polyclinic.evaluation.flops import count_parameters, training_step_flops
 from polyclinic.runs.experiment import Experiment
-from polyclinic.training.auxiliary import with_auxiliary
 from polyclinic.training.fit import fit, score
 from polyclinic.training.losses import predict_probabilities
-from polyclinic.training.network import LiveNetwork, copy_module_weights
+from polyclinic.training.network import LiveNetwork, copy_module_weights, with_auxiliary
 from tests.laws.bench import CLASSES, clinics, noise, play, same, small, tapped
 from tests.laws.test_determinism import RandomStates
 from tests.laws.test_handed_over import over_bytes

@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterator
-from itertools import chain
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
 from pydantic import BeforeValidator
@@ -25,8 +24,8 @@ if TYPE_CHECKING:
 
 def find_problems(recipe: Recipe) -> Iterator[str]:
     """Yield the problems that can be seen in the recipe alone."""
-    checks = (_check_schedule, _check_engine, _check_privacy, _check_clusters, _unused_options)
-    return chain.from_iterable(check(recipe) for check in checks)
+    for check in (_check_schedule, _check_engine, _check_privacy, _check_clusters, _unused_options):
+        yield from check(recipe)
 
 
 def _select_broken(*rules: tuple[object, str]) -> Iterator[str]:
@@ -41,7 +40,7 @@ def unused_options(section: str, name: Any, variant: Any) -> tuple[str, ...]:
 
 
 def _unused_options(recipe: Recipe) -> Iterator[str]:
-    """Options that are given without effect. A preset fills every key of `finish`, so only changed ones count."""
+    """Yield options given without effect. A preset fills every key of `finish`, so only changed ones count."""
     algorithm, finish = recipe.algorithm, recipe.finish
     variant = algorithm.options.get("variant", "corrected")
     given = [("algorithm", variant, key) for key in unused_options("algorithm", algorithm.name, variant)]
@@ -72,12 +71,8 @@ def check_algorithm(recipe: Recipe, algorithm: Algorithm) -> Iterator[str]:
             (recipe.evaluate.forgetting, f"{own_way} evaluate.forgetting: false, or algorithm.variant: corrected"),
             (recipe.ensemble, f"{own_way} ensemble: false, or algorithm.variant: corrected"),
         )
-    yield from _check_stages(recipe, algorithm)
-
-
-def _check_stages(recipe: Recipe, algorithm: Algorithm) -> Iterator[str]:
-    """Stages for kinds of tensors that sites do not send. Where they send nothing, stages have no effect."""
-    sent = [exchange.kind for exchange in algorithm.exchanges]
+    # A stage may name only kinds of tensors that sites send. Where they send nothing, stages have no effect.
+    sent = [exchange.kind for exchange in algorithm.exchanges()]
     for stage in recipe.stages if sent else ():
         for kind in stage.options.get("kinds", ()):
             if kind not in sent:

@@ -19,10 +19,8 @@ from polyclinic.core.rng import Stream
 from polyclinic.core.types import Batch, Bundle, Precision
 from polyclinic.data.examples import Images
 from polyclinic.models import build_model
-from polyclinic.models.activation_checkpointing import CheckpointedBlock, enable_checkpointing
 from polyclinic.models.classifier import Classifier
-from polyclinic.models.group_norm import replace_batch_norm
-from polyclinic.models.split_point import cut_after
+from polyclinic.models.modifications import CheckpointedBlock, cut_after, enable_checkpointing, replace_batch_norm
 from polyclinic.runs.experiment import load_sites
 from polyclinic.runs.networks import build_network
 from polyclinic.training.fit import fit
@@ -185,7 +183,7 @@ from polyclinic.training.fit import fit
 from polyclinic.training.network import LiveNetwork, copy_module_weights
 from polyclinic.training.losses import task_loss
 from polyclinic.models import build_model
-from polyclinic.models.activation_checkpointing import enable_checkpointing
+from polyclinic.models.modifications import enable_checkpointing
 
 count, precision, wanted = int(sys.argv[1]), sys.argv[2], sys.argv[3] == "again"
 module = build_model("resnet22", classes=2, channels=1, size=2048, seed=Stream(1))
