@@ -71,7 +71,7 @@ def test_a_cluster_without_an_update_is_reported() -> None:
     screen = console()
     with Display(screen) as display:
         followed(display)
-        display.on_event("round done", {**DONE, "unheard": ["low"]})
+        display.on_event("round done", {**DONE, "clusters_without_updates": ["low"]})
     description = text_of(screen).splitlines()[-1]
     assert description == "  round 1: cluster low got no update and keeps its model"
 

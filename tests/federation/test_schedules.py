@@ -60,7 +60,7 @@ def test_the_cosine_schedule_is_torchs(period: int | None, minimum: float) -> No
     theirs = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, period or rounds, eta_min=minimum * LR)
     schedule = Schedule("cosine", period=period, minimum=minimum)
     for round in range(1, rounds + 1):
-        assert LR * schedule.lr_factor(round, rounds, cuts=0) == pytest.approx(
+        assert LR * schedule.lr_factor(round, rounds, reductions=0) == pytest.approx(
             theirs.get_last_lr()[0], rel=1e-9, abs=1e-12
         )
         optimiser.step()

@@ -91,8 +91,8 @@ def test_stacks_hold_the_sites_whose_batches_are_alike() -> None:
     stacked = play(FedAvg(SGD), sites, small(dtype=torch.float64), 2, on_the_stack())
     assert_close(stacked.outcome.state, alone, 1e-12)
     notes = next(row["sites"] for row in as_json(stacked.journal.costs) if row["event"] == "round")
-    assert [notes[name].get("together", 1) for name in sites] == [2, 2, 1]
-    assert notes["clinic-3"]["alone"] == "no other site's job was like it"
+    assert [notes[name].get("stack_size", 1) for name in sites] == [2, 2, 1]
+    assert notes["clinic-3"]["unstacked_reason"] == "no other site's job was like it"
 
 
 def test_a_plan_prices_each_sites_own_batch() -> None:

@@ -72,7 +72,7 @@ def same_on_both(algorithm: Algorithm, sites: Sites, bar: float, dtype: torch.dt
 
 def together(played: Played) -> set[int]:
     rounds = [row for row in as_json(played.journal.costs) if row["event"] == "round"]
-    return {note.get("together", 1) for row in rounds for note in row["sites"].values()}
+    return {note.get("stack_size", 1) for row in rounds for note in row["sites"].values()}
 
 
 @pytest.mark.parametrize("norm", [False, True])
@@ -191,7 +191,7 @@ def test_layers_that_draw_from_a_shared_generator_run_one_by_one_and_the_ledger_
     one, other = play(algorithm, sites, networks[0], 2), play(algorithm, sites, networks[1], 2, on_the_stack())
     assert one.sha256 == other.sha256
     notes = [note for row in as_json(other.journal.costs) if row["event"] == "round" for note in row["sites"].values()]
-    assert {note["alone"] for note in notes} == {"StochasticDepth draws from a generator that sites would share"}
+    assert {note["unstacked_reason"] for note in notes} == {"StochasticDepth draws from a generator that sites would share"}
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.heavy)])
@@ -285,7 +285,7 @@ def test_objectives_that_cannot_be_stacked_run_one_by_one_and_the_ledger_says_so
     alone, stacked = play(algorithm, sites, small(), 2), play(algorithm, sites, small(), 2, on_the_stack())
     assert alone.sha256 == stacked.sha256
     for row in (row for row in as_json(stacked.journal.costs) if row["event"] == "round"):
-        assert all("vmap cannot map its objective" in note["alone"] for note in row["sites"].values())
+        assert all("vmap cannot map its objective" in note["unstacked_reason"] for note in row["sites"].values())
 
 
 class Idle(FedAvg):

@@ -200,9 +200,9 @@ class ModelCatalogue(FinishedRun):
             rest = ", ".join(name for name in self.model_names if name != PERSONAL)
             instead = f", or choose with --model: {rest}" if rest else ""
             raise RecipeError(f"this run's sites have models of their own; say whose with --site NAME{instead}")
-        models, remembers = self.models_at(site)
+        models, has_memory = self.models_at(site)
         key = site if site in models else PERSONAL
-        if key == PERSONAL and not remembers:
+        if key == PERSONAL and not has_memory:
             snapshot = SnapshotStore(self.files.snapshots).load()  # says which sites have trained and keep a memory
             if snapshot is None or site in snapshot.fields["progress"]["memory_rounds"]:
                 raise StoreError(

@@ -133,7 +133,7 @@ class Display:
         if self.live is None:
             notes = f"  {self.summary}" if known else ""
             self.print_line(f"  round {info['round']}/{self.rounds}  {info['seconds']:.1f} s{notes}")
-        for cluster in info.get("unheard", ()):
+        for cluster in info.get("clusters_without_updates", ()):
             self.print_line(f"  round {info['round']}: cluster {cluster} got no update and keeps its model")
         if info["stopped"]:
             self.print_line(f"  stopped early after round {info['round']}: validation no longer improves")

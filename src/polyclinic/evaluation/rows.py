@@ -48,9 +48,9 @@ class SiteOutcome(Row):
     scalars: dict[str, float] = {}
     extra: list[str] = []
     """Kinds of further messages that were refused."""
-    together: int | None = None
-    """Sites that were trained in one batched job; `alone`: why this one was not."""
-    alone: str | None = None
+    stack_size: int | None = None
+    """Sites that were trained in one batched job; `unstacked_reason`: why this one was not."""
+    unstacked_reason: str | None = None
 
 
 class TrainRow(SiteOutcome):

@@ -35,12 +35,12 @@ def accepted_fields(
     fields: Mapping[str, object], scalars: Mapping[str, float], drift: float | None
 ) -> dict[str, object]:
     """Return the outcome of an accepted reply with these `fields`; whatever is malformed in them is left out."""
-    seconds, together, alone = (fields.get(name) for name in ("seconds", "together", "alone"))
+    seconds, size, reason = (fields.get(name) for name in ("seconds", "stack_size", "unstacked_reason"))
     found: dict[str, object] = {"outcome": "accepted", "seconds": float(seconds) if is_number(seconds) else 0.0}
-    if isinstance(together, int) and together > 1:
-        found["together"] = together
-    if isinstance(alone, str) and alone.isprintable() and alone:
-        found["alone"] = alone[:200]
+    if isinstance(size, int) and size > 1:
+        found["stack_size"] = size
+    if isinstance(reason, str) and reason.isprintable() and reason:
+        found["unstacked_reason"] = reason[:200]
     if scalars:
         found["scalars"] = dict(scalars)
     return found if drift is None else found | {"drift": drift}

@@ -87,13 +87,13 @@ class Progress:
     """The state of the loop, which a resume needs beside the algorithm's."""
 
     round: int = 0
-    cuts: int = 0
+    lr_reductions: int = 0
     best_loss: float = math.inf
-    stale: int = 0
+    rounds_without_lower_loss: int = 0
     best: float = math.inf
-    waited: int = 0
+    rounds_without_improvement: int = 0
     stopped: bool = False
-    broke: bool = False
+    budget_exhausted: bool = False
     """Stopped because the privacy budget could not cover the next round."""
     run: str = ""
     """A hash of recipe and data: a run resumes with the same ones or not at all."""
@@ -188,7 +188,7 @@ class Rounds:
             self.budget.load_charges(self.journal.read_charges())
         while progress.round < self.rules.rounds and not progress.stopped:
             if not self.can_afford(state, progress):
-                progress = replace(progress, stopped=True, broke=True)
+                progress = replace(progress, stopped=True, budget_exhausted=True)
             else:
                 state, progress = self.play_round(state, progress)
             last = progress.stopped or progress.round == self.rules.rounds
@@ -196,7 +196,7 @@ class Rounds:
                 self.journal.save_snapshot(progress.round, state, progress.as_json())
         state = self.algorithm.final_state(state)
         failpoint("finished")
-        return Outcome(state, progress.round, progress.stopped, progress.broke, progress.memory_rounds)
+        return Outcome(state, progress.round, progress.stopped, progress.budget_exhausted, progress.memory_rounds)
 
     def can_afford(self, state: Bundle, progress: Progress) -> bool:
         """Return whether the privacy budget covers the next round; raises `RoundFailed` if it covers none."""
@@ -246,12 +246,12 @@ class Rounds:
         progress = advance_progress(replace(progress, round=round, memory_rounds=memory_rounds), log, self.rules)
         means = {m: mean_report(log, m) for m in ("loss", "accuracy", "auc")} if evaluating else {}
         facts = {"round": round, "seconds": seconds, "stopped": progress.stopped, **means}
-        self.watch("round done", {**facts, "unheard": clusters_without_updates(log, clusters)})
+        self.watch("round done", {**facts, "clusters_without_updates": clusters_without_updates(log, clusters)})
         return state, progress
 
     def _learning_rate(self, round: int, progress: Progress) -> float:
         rules = self.rules
-        return self.algorithm.training.optimiser.lr * rules.schedule.lr_factor(round, rules.rounds, progress.cuts)
+        return self.algorithm.training.optimiser.lr * rules.schedule.lr_factor(round, rules.rounds, progress.lr_reductions)
 
     def receive_updates(
         self,
@@ -401,24 +401,24 @@ def advance_progress(progress: Progress, log: RoundLog, rules: RoundOptions) -> 
     loss = mean_report(log, "loss")
     if loss is not None:
         better = loss < progress.best_loss * (1 - PLATEAU_THRESHOLD)
-        stale = 0 if better else progress.stale + 1
-        cut = rules.schedule.name == "plateau" and stale > rules.schedule.patience
+        worse = 0 if better else progress.rounds_without_lower_loss + 1
+        reduce = rules.schedule.name == "plateau" and worse > rules.schedule.patience
         progress = replace(
             progress,
             best_loss=loss if better else progress.best_loss,
-            stale=0 if cut else stale,
-            cuts=progress.cuts + cut,
+            rounds_without_lower_loss=0 if reduce else worse,
+            lr_reductions=progress.lr_reductions + reduce,
         )
     stop = rules.early_stop
     value = mean_report(log, stop.metric) if stop else None
     if stop is not None and value is not None:
         value = value if stop.metric in LOWER_IS_BETTER else -value
         better = value < progress.best - stop.min_delta
-        waited = 0 if better else progress.waited + 1
+        worse = 0 if better else progress.rounds_without_improvement + 1
         progress = replace(
             progress,
             best=value if better else progress.best,  # small steps add up to an improvement
-            waited=waited,
-            stopped=waited >= stop.patience,
+            rounds_without_improvement=worse,
+            stopped=worse >= stop.patience,
         )
     return progress

@@ -21,12 +21,12 @@ class Schedule:
     minimum: Annotated[float, Field(ge=0, le=1)] = 0.0
     """The rate never falls below this share of the initial one."""
 
-    def lr_factor(self, round: int, rounds: int, cuts: int) -> float:
-        """Return what the initial rate is multiplied by in `round` of `rounds`, after `cuts` of a plateau schedule."""
+    def lr_factor(self, round: int, rounds: int, reductions: int) -> float:
+        """Return what the initial rate is multiplied by in `round` of `rounds`, after `reductions` of a plateau schedule."""
         if self.name == "cosine":
             angle = math.pi * (round - 1) / (self.period or rounds)
             return self.minimum + (1 - self.minimum) * (1 + math.cos(angle)) / 2
-        return max(self.minimum, self.factor**cuts) if self.name == "plateau" else 1.0
+        return max(self.minimum, self.factor**reductions) if self.name == "plateau" else 1.0
 
 
 @dataclass(frozen=True)

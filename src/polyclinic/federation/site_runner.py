@@ -190,8 +190,8 @@ class SiteRunner:
             "scalars": dict(update.scalars),
             "report": site_round.report,
             "keeps_memory": memory is not None,
-            "together": stack_size,
-            "alone": unstacked_reason,
+            "stack_size": stack_size,
+            "unstacked_reason": unstacked_reason,
             "seconds": (time.perf_counter() - site_round.started_at) / stack_size,
         }
         read_scalars(reply)  # checked before sending, since a NaN could not be encoded
