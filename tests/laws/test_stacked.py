@@ -191,7 +191,9 @@ def test_layers_that_draw_from_a_shared_generator_run_one_by_one_and_the_ledger_
     one, other = play(algorithm, sites, networks[0], 2), play(algorithm, sites, networks[1], 2, on_the_stack())
     assert one.sha256 == other.sha256
     notes = [note for row in as_json(other.journal.costs) if row["event"] == "round" for note in row["sites"].values()]
-    assert {note["unstacked_reason"] for note in notes} == {"StochasticDepth draws from a generator that sites would share"}
+    assert {note["unstacked_reason"] for note in notes} == {
+        "StochasticDepth draws from a generator that sites would share"
+    }
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.heavy)])

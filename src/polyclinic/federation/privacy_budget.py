@@ -17,6 +17,7 @@ from polyclinic.privacy.accounting import Spend
 from polyclinic.privacy.plan import RELEASED, PrivacyPlan
 from polyclinic.privacy.shared_ledger import PrivacyCharge, SharedLedger
 from polyclinic.privacy.transforms.noise import add_noise_to, largest_weight
+from polyclinic.privacy.worst_case import RunCost
 from polyclinic.storage.messages import hash_tensors
 
 
@@ -70,11 +71,11 @@ class PrivacyBudget:
         attempt = f"-{attempts}" if remembered or self.hides_drift else ""
         found: PrivacyCharge = {"of": self._release_id(state) + attempt, "sites": spends}
         if not math.isinf(self.plan.metrics_noise):
-            found["metrics"] = [self.plan.metrics_noise, self.plan.models]
+            found["metrics"] = [list(astuple(spend)) for spend in self.plan.validation_spends(1)]
         if self.shared_ledger is not None:
             found["account"] = self.shared_ledger.enter_charge(
                 round,
-                self.plan.max_sites_per_record,
+                self.plan,
                 found,
                 lambda earlier: self._within_budget(round, cohort, state, earlier),
             )
@@ -84,10 +85,10 @@ class PrivacyBudget:
     def can_afford(self, round: int, cohort: Sequence[SiteId], state: Bundle) -> bool:
         """Whether the run stays within privacy.epsilon if this round is played."""
         return self._within_budget(
-            round, cohort, state, self.shared_ledger.earlier_spends() if self.shared_ledger else ()
+            round, cohort, state, self.shared_ledger.earlier_runs() if self.shared_ledger else ()
         )
 
-    def _within_budget(self, round: int, cohort: Sequence[SiteId], state: Bundle, earlier: tuple[Spend, ...]) -> bool:
+    def _within_budget(self, round: int, cohort: Sequence[SiteId], state: Bundle, earlier: tuple[RunCost, ...]) -> bool:
         if earlier != self.plan.earlier:
             self.plan = replace(self.plan, earlier=earlier)
         cap = self.plan.config.epsilon
@@ -100,7 +101,8 @@ class PrivacyBudget:
     def _release_id(self, state: Bundle) -> str:
         """Return a hash of all that a round's release depends on: weights, noise, clip, and the kind of device."""
         device = next((t.device.type for group in state.values() for t in group.values()), "cpu")
-        terms = f"{hash_tensors(state)}|{self.plan.noise!r}|{self.plan.config.clip!r}|{device}"
+        noise = self.plan.noise, sorted(self.plan.site_noise.items())
+        terms = f"{hash_tensors(state)}|{noise!r}|{self.plan.config.clip!r}|{device}"
         return hashlib.sha256(terms.encode()).hexdigest()[:16]
 
     def _follows_plan(self, cap: float) -> bool:

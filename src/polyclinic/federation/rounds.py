@@ -251,7 +251,9 @@ class Rounds:
 
     def _learning_rate(self, round: int, progress: Progress) -> float:
         rules = self.rules
-        return self.algorithm.training.optimiser.lr * rules.schedule.lr_factor(round, rules.rounds, progress.lr_reductions)
+        return self.algorithm.training.optimiser.lr * rules.schedule.lr_factor(
+            round, rules.rounds, progress.lr_reductions
+        )
 
     def receive_updates(
         self,

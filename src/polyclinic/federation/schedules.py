@@ -22,7 +22,7 @@ class Schedule:
     """The rate never falls below this share of the initial one."""
 
     def lr_factor(self, round: int, rounds: int, reductions: int) -> float:
-        """Return what the initial rate is multiplied by in `round` of `rounds`, after `reductions` of a plateau schedule."""
+        """Return what the initial rate is multiplied by in `round` of `rounds`, after so many `reductions`."""
         if self.name == "cosine":
             angle = math.pi * (round - 1) / (self.period or rounds)
             return self.minimum + (1 - self.minimum) * (1 + math.cos(angle)) / 2

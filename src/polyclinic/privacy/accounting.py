@@ -13,7 +13,7 @@ import math
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, reduce
 from typing import Any, Literal, TypeAlias
 
@@ -50,6 +50,10 @@ class Spend:
                 f"{self} cannot be priced: noise and times are at least 0, rate lies in 0 … 1, group is at least 1"
             )
 
+    def repeated(self, count: int) -> "Spend":
+        """Return `count` times the same release."""
+        return replace(self, times=self.times * count)
+
 
 def epsilon(
     spends: Iterable[Spend],
@@ -65,29 +69,19 @@ def epsilon(
     return _cached_epsilon(merge_spends(spends, neighbours), delta, accountant, neighbours)
 
 
-def noise_for(
-    price: Callable[[float], Iterable[Spend]],
-    target: float,
-    delta: float,
-    accountant: Accountant = "pld",
-    neighbours: Neighbours = "add or remove",
-) -> float:
-    """Return the least noise at which the spends that `price(noise)` returns cost at most ε = `target`.
+def noise_for(spent: Callable[[float], float], target: float) -> float:
+    """Return the least noise at which ε, `spent(noise)`, is at most `target`.
 
     Never too little, at most 0.1 % too much, and never below 0.01.
     """
     if not target > 0:
         raise RecipeError(f"epsilon is {target:g}, but must be positive: no noise buys an ε of 0")
-
-    def spent(noise: float) -> float:
-        return epsilon(price(noise), delta, accountant, neighbours)
-
     enough = 1.0
     while spent(enough) > target:
         if enough == LARGEST_NOISE:
             raise RecipeError(
-                f"even a noise of {LARGEST_NOISE:g} spends ε = {spent(enough):.3g}, above {target:g} at δ = {delta:g}:"
-                " allow a larger epsilon, fewer rounds, smaller batches, or more noise on other releases"
+                f"even a noise of {LARGEST_NOISE:g} spends ε = {spent(enough):.3g}, above {target:g}: allow a larger "
+                "epsilon, fewer rounds, smaller batches, or more noise on other releases"
             )
         enough = min(2 * enough, LARGEST_NOISE)
     while enough > SMALLEST_NOISE:
@@ -120,7 +114,7 @@ def _cached_epsilon(merged: tuple[Spend, ...], delta: float, accountant: Account
         return math.inf
     if accountant == "pld":
         try:
-            return float(_compose_pld(merged, neighbours).get_epsilon_for_delta(delta))
+            return float(compose_pld(merged, neighbours).get_epsilon_for_delta(delta))
         except OverflowError:  # losses beyond what a float's exponent holds: no finite figure is safe
             return math.inf
     if accountant == "rdp":
@@ -128,14 +122,14 @@ def _cached_epsilon(merged: tuple[Spend, ...], delta: float, accountant: Account
     return _prv_epsilon(merged, delta, neighbours)
 
 
-def _compose_pld(merged: Sequence[Spend], neighbours: Neighbours) -> Any:
-    """Return the privacy loss distribution of all releases."""
-    width = _bucket_width(merged)
+def compose_pld(merged: Sequence[Spend], neighbours: Neighbours, width: float | None = None) -> Any:
+    """Return the privacy loss distribution of all releases, in buckets of `width` (None: as fine as is useful)."""
+    width = width or bucket_width(merged)
     parts = (_release_pld(s.noise, s.rate, s.group, width, neighbours).self_compose(s.times) for s in merged)
     return reduce(lambda total, part: total.compose(part, tail_mass_truncation=TAIL), parts)
 
 
-def _bucket_width(merged: Sequence[Spend]) -> float:
+def bucket_width(merged: Sequence[Spend]) -> float:
     """Return the width of the buckets into which losses are sorted: a power of two, so that calls share cached results.
 
     Buckets of width h add about h²/6 to the variance of each step's loss. ε is about 5·sd + variance/2 at the usual
@@ -150,7 +144,7 @@ def _bucket_width(merged: Sequence[Spend]) -> float:
     return float(2.0 ** math.floor(math.log2(max(min(max(width, FINEST), COARSEST), 1e-5 * spent))))
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=256)
 def _release_pld(noise: float, rate: float, group: int, width: float, neighbours: Neighbours) -> Any:
     """Return the privacy loss distribution of one release."""
     from dp_accounting import NeighboringRelation
@@ -188,6 +182,14 @@ def _compose_rdp(merged: Sequence[Spend], neighbours: Neighbours) -> Any:
     return accountant
 
 
+def rdp_curve(merged: Sequence[Spend], neighbours: Neighbours) -> tuple[Any, Any] | None:
+    """Return Rényi orders and the divergence of all releases at each; None where no accountant knows it."""
+    if any(_needs_pld(spend, neighbours) for spend in merged):
+        return None
+    accountant = _compose_rdp(merged, neighbours)
+    return accountant.orders, accountant.rdp
+
+
 def _prv_epsilon(merged: Sequence[Spend], delta: float, neighbours: Neighbours) -> float:
     """Return the upper end of Opacus' interval, which is 0.01 above its estimate."""
     import numpy as np
@@ -207,9 +209,13 @@ def _prv_epsilon(merged: Sequence[Spend], delta: float, neighbours: Neighbours) 
 
 
 def _check_no_pld_needed(merged: Iterable[Spend], neighbours: Neighbours, accountant: Accountant) -> None:
-    if any(spend.rate < 1 and (spend.group > 1 or neighbours == "replace") for spend in merged):
+    if any(_needs_pld(spend, neighbours) for spend in merged):
         what = "a record that is replaced" if neighbours == "replace" else "several sampled images of one patient"
         raise RecipeError(f"the {accountant} accountant cannot price {what}: take accountant: pld")
+
+
+def _needs_pld(spend: Spend, neighbours: Neighbours) -> bool:
+    return spend.rate < 1 and (spend.group > 1 or neighbours == "replace")
 
 
 def _refine_noise(spent: Callable[[float], float], too_little: float, enough: float, epsilon: float) -> float:

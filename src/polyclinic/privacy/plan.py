@@ -11,28 +11,28 @@ From these `privacy.accounting` computes ε of each site and of the record that 
 """
 
 import math
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Annotated, Literal
 
 from pydantic import Field
 
 from polyclinic.core import Fit, Private, RecipeError, SiteId, Training
-from polyclinic.privacy.accounting import Accountant, Neighbours, Spend, epsilon, noise_for
+from polyclinic.privacy.accounting import Accountant, Neighbours, Spend, noise_for
 from polyclinic.privacy.sampling import rate_and_sums
+from polyclinic.privacy.worst_case import Composition, RunCost, add_up, run_cost, worst_epsilon
 
 Unit = Literal["image", "patient", "site"]
-DIGITS = 3
-"""Digits to which sampling rates are rounded up: it costs next to nothing and makes most sites' steps equal."""
+FEW_SITES = 16
+"""Up to so many sites, sampling rates are rounded up to five digits; beyond, to three, so that most sites' costs are
+equal and need to be computed once."""
 
 RELEASED = ("model",)
 """Kinds of an update that a site-level plan clips and noises, together as one vector."""
 MAX_SPENT_SHARE = 0.98
 """The share of ε; where earlier runs have spent more, the rest would allow nothing but noise."""
-NOISE_PLACEHOLDER = 1.0 + 2.0**-40
-"""Stands for the noise to be solved for; no recipe has this number."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,10 @@ class PrivacyConfig:
     epsilon: Annotated[float, Field(gt=0, le=1000)] | None = None
     """The ε of the whole run; with `noise` as well, the run stops before it exceeds it."""
     noise: Annotated[float, Field(ge=0, le=1e6)] | None = None
-    """σ, the noise in units of the clip; left out, it is solved for `epsilon`."""
+    """σ, the noise in units of the clip, at every site; left out, it is solved for `epsilon`."""
+    noise_per_site: bool | None = None
+    """Whether each site's noise is solved by itself, so that all pay the same ε. Left out: yes, for units image and
+    patient. Otherwise all sites have the noise of the site that needs most."""
     delta: Annotated[float, Field(gt=0, lt=1)] = 1e-5
     clip: Annotated[float, Field(ge=1e-9, le=1e9)] = 1.0
     accountant: Accountant = "pld"
@@ -74,6 +77,9 @@ def config_problems(config: PrivacyConfig, training: Training, watching: bool) -
             "privacy.augmentation_multiplicity would be copies of one image; give training.augment, or set "
             "privacy.augmentation_multiplicity: 1"
         )
+    if config.noise_per_site and (config.noise is not None or config.unit == "site"):
+        reason = "privacy.noise is given" if config.noise is not None else "unit site needs the same noise everywhere"
+        yield f"privacy.noise_per_site solves the noise of each site, and {reason}; leave privacy.noise_per_site out"
     if config.noise_at == "server" and config.unit != "site":
         yield (
             f"privacy.noise_at: server is for unit site; with unit {config.unit} noise is added in every step, at the "
@@ -131,6 +137,7 @@ class PrivacyPlan:
 
     config: PrivacyConfig
     noise: float
+    """σ, the least of all sites."""
     rounds: tuple[tuple[SiteId, ...], ...]
     """The sites of each round."""
     site_sizes: Mapping[SiteId, SiteSize]
@@ -144,35 +151,59 @@ class PrivacyPlan:
     models: int = 1
     """The number of models that a site reports metrics of."""
     metrics_noise: float = math.inf
-    earlier: tuple[Spend, ...] = ()
-    """The spends of earlier runs on the same images, of a shared ledger."""
+    earlier: tuple[RunCost, ...] = ()
+    """The costs of earlier runs on the same images, of a shared ledger."""
+    site_noise: Mapping[SiteId, float] = field(default_factory=dict)
+    """The noise of each site, where it is not the same at all."""
 
     @property
     def has_guarantee(self) -> bool:
         return not self.no_guarantee_reason
 
-    def round_spends(self, site: SiteId, noise: float | None = None) -> tuple[Spend, ...]:
+    @property
+    def images_per_patient(self) -> int:
+        """The most images of one patient at a site, in the training or the validation part."""
+        return max(max(size.largest, size.largest_validation) for size in self.site_sizes.values())
+
+    def noise_of(self, site: SiteId) -> float:
+        return self.site_noise.get(site, self.noise)
+
+    def round_spends(self, site: SiteId) -> Composition:
         """Return what one round at a site releases of one unit."""
-        sigma = self.noise if noise is None else noise
+        sigma = self.noise_of(site)
         if self.config.unit == "site":
             return (Spend(sigma),)
         group = self.site_sizes[site].largest if self.config.unit == "patient" else 1
         steps = (Spend(sigma, job.rate, job.times, group) for job in self.jobs[site])
         return (*steps, *(Spend(charge, group=group) for charge in self.other_releases.values()))
 
-    def run_spends(self, noise: float | None = None) -> dict[SiteId, tuple[Spend, ...]]:
+    def run_spends(self) -> dict[SiteId, Composition]:
         """Return what all rounds at each site release of one unit."""
-        taken = {site: sum(site in cohort for cohort in self.rounds) for site in self.site_sizes}
         return {
-            site: tuple(replace(s, times=s.times * rounds) for s in self.round_spends(site, noise) if rounds)
-            for site, rounds in taken.items()
+            site: tuple(spend.repeated(rounds) for spend in self.round_spends(site) if rounds)
+            for site, rounds in self.rounds_by_site.items()
         }
 
+    def validation_spends(self, rounds: int) -> Composition:
+        """Return what a site's metrics release of one validation image (or patient) in so many rounds."""
+        if math.isinf(self.metrics_noise):
+            return ()
+        group = max(h.largest_validation for h in self.site_sizes.values()) if self.config.unit == "patient" else 1
+        return (Spend(self.metrics_noise, times=rounds * self.models, group=group),)
+
+    @cached_property
+    def rounds_by_site(self) -> dict[SiteId, int]:
+        """The number of rounds in which each site takes part."""
+        return {site: sum(site in cohort for cohort in self.rounds) for site in self.site_sizes}
+
     def worst_epsilon(self, spent: Mapping[SiteId, Iterable[Spend]], accountant: Accountant | None = None) -> float:
-        """Return ε of the unit that is charged most: it is at the `max_sites_per_record` sites that released most."""
-        return max(
-            self.epsilon_of(one, accountant) for one in worst_candidates(spent, self.max_sites_per_record) or [()]
-        )
+        """Return ε of the unit that is charged most: it is at the `max_sites_per_record` sites that released most.
+
+        With `earlier` runs, validation images count, too: they may have been training images there.
+        """
+        most = self.max_sites_per_record
+        validation = [self.validation_spends(max(self.rounds_by_site.values()))] * most if self.earlier else []
+        return self._price([*spent.values(), *validation], most, accountant)
 
     @cached_property
     def epsilon(self) -> float:
@@ -181,14 +212,18 @@ class PrivacyPlan:
 
     def epsilon_of(self, spent: Iterable[Spend], accountant: Accountant | None = None) -> float:
         """Return ε of all these releases and the earlier ones together."""
-        config = self.config
-        return epsilon((*spent, *self.earlier), config.delta, accountant or config.accountant, config.neighbours)
+        return self._price([spent], 1, accountant)
 
-    def private_options(self) -> Private | None:
-        """Return the DP-SGD options of training jobs; None if noise is added to updates instead."""
+    def _price(self, sites: Iterable[Iterable[Spend]], max_sites: int, accountant: Accountant | None) -> float:
+        own = run_cost(sites, max_sites, self.config.neighbours)
+        return worst_epsilon((own, *self.earlier), self.config.delta, accountant or self.config.accountant)
+
+    def private_options(self, site: SiteId | None = None) -> Private | None:
+        """Return the DP-SGD options of training jobs at a site; None if noise is added to updates instead."""
         if self.config.unit == "site":
             return None
-        return Private(self.config.clip, self.noise, self.config.sampling, self.config.augmentation_multiplicity)
+        noise = self.noise if site is None else self.noise_of(site)
+        return Private(self.config.clip, noise, self.config.sampling, self.config.augmentation_multiplicity)
 
     def as_json(self) -> dict[str, object]:
         config = self.config
@@ -200,6 +235,7 @@ class PrivacyPlan:
             "delta": config.delta,
             "clip": config.clip,
             "noise": self.noise,
+            "site_noise": dict(self.site_noise),
             "accountant": config.accountant,
             "max_epsilon": config.epsilon,
             "max_sites_per_record": self.max_sites_per_record,
@@ -210,47 +246,16 @@ class PrivacyPlan:
         }
 
 
-def worst_candidates(spent: Mapping[SiteId, Iterable[Spend]], max_sites: int) -> list[tuple[Spend, ...]]:
-    """Return compositions of which the one with the largest ε is an upper bound for any unit at `max_sites` sites.
-
-    A unit at one site is charged for that site, so each site is a candidate except those that release less than another
-    in every respect. A unit at m sites composes m times; sites' releases have no order in general, so for each noise
-    the m largest numbers of releases are added, all at the largest rate.
-    """
-    lists = {tuple(spends) for spends in spent.values()} - {()}
-    if max_sites == 1:
-        return [one for one in lists if not any(other != one and _dominates(other, one) for other in lists)]
-    kinds: dict[float, list[Spend]] = defaultdict(list)
-    for spends in (tuple(found) for found in spent.values()):
-        for noise in {s.noise for s in spends}:
-            mine = [s for s in spends if s.noise == noise]
-            rate, group = max(s.rate for s in mine), max(s.group for s in mine)
-            kinds[noise].append(Spend(noise, rate, sum(s.times for s in mine), group))
-    return [tuple(_largest_spend(rows, max_sites) for rows in kinds.values())] if kinds else []
-
-
-def _largest_spend(rows: Sequence[Spend], max_sites: int) -> Spend:
-    times = sorted((s.times for s in rows), reverse=True)[:max_sites]
-    return Spend(rows[0].noise, max(s.rate for s in rows), sum(times), max(s.group for s in rows))
-
-
-def _dominates(more: tuple[Spend, ...], less: tuple[Spend, ...]) -> bool:
-    return len(more) == len(less) and all(
-        m.noise == s.noise and m.rate >= s.rate and m.times >= s.times and m.group >= s.group
-        for m, s in zip(more, less, strict=True)
-    )
-
-
-def steps_of(job: Fit, examples: int, config: PrivacyConfig) -> Steps:
-    """Return a training job as the accountant counts it."""
+def steps_of(job: Fit, examples: int, config: PrivacyConfig, sites: int = 1) -> Steps:
+    """Return a training job as the accountant counts it; `sites`: how many sites are priced."""
     rate, times = rate_and_sums(job, examples)
-    return Steps(1.0 if config.amplification is False else round_up(rate), times)
+    return Steps(1.0 if config.amplification is False else round_up(rate, 5 if sites <= FEW_SITES else 3), times)
 
 
-def round_up(rate: float) -> float:
+def round_up(rate: float, digits: int) -> float:
     if rate >= 1:
         return 1.0
-    unit = 10.0 ** (math.floor(math.log10(rate)) - DIGITS + 1)
+    unit = 10.0 ** (math.floor(math.log10(rate)) - digits + 1)
     return min(1.0, math.ceil(rate / unit - 1e-9) * unit)
 
 
@@ -282,44 +287,59 @@ def make_plan(draft: PrivacyPlan) -> PrivacyPlan:
             f"privacy.epsilon cannot be promised: {draft.no_guarantee_reason}; set algorithm.variant: corrected, or "
             "give privacy.noise alone to run without a guarantee"
         )
-    noise = config.noise
-    if noise is None:
-        assert config.epsilon is not None
-        noise = _solve_noise(draft, config.epsilon)
-    plan = replace(draft, noise=noise)
+    plan = replace(draft, noise=config.noise) if config.noise is not None else _solve_noise(draft)
     return replace(plan, metrics_noise=_metrics_noise(plan)) if config.metrics == "count" else plan
 
 
-def _solve_noise(draft: PrivacyPlan, target: float) -> float:
-    """Return the least noise that keeps every candidate within the target."""
-    config = draft.config
+def _solve_noise(draft: PrivacyPlan) -> PrivacyPlan:
+    """Return the plan with the least noise that keeps every record within privacy.epsilon."""
+    target = draft.config.epsilon
+    assert target is not None
+    if draft.config.unit == "site" or draft.config.noise_per_site is False:
 
-    def scaled(one: tuple[Spend, ...], sigma: float) -> tuple[Spend, ...]:
-        """Set the noise of training; that of other releases is given."""
-        return (*(replace(s, noise=sigma) if s.noise == NOISE_PLACEHOLDER else s for s in one), *draft.earlier)
+        def spent(noise: float) -> float:
+            plan = replace(draft, noise=noise)
+            return plan.worst_epsilon(plan.run_spends())
 
-    return max(
-        noise_for(partial(scaled, one), target, config.delta, config.accountant, config.neighbours)
-        for one in worst_candidates(draft.run_spends(NOISE_PLACEHOLDER), draft.max_sites_per_record)
-    )
+        return replace(draft, noise=noise_for(spent, target))
+    if draft.max_sites_per_record == 1:
+        return _equalise_epsilon(draft, target)
+    return _share_epsilon(draft, target)
+
+
+def _equalise_epsilon(draft: PrivacyPlan, target: float) -> PrivacyPlan:
+    """Return the plan in which a record at one site pays exactly the target, whatever the site."""
+    found: dict[Composition, float] = {}
+    noise: dict[SiteId, float] = {}
+    for site, rounds in draft.rounds_by_site.items():
+
+        def spends(sigma: float, site: SiteId = site, rounds: int = rounds) -> Composition:
+            plan = replace(draft, noise=sigma)
+            return add_up(spend.repeated(rounds) for spend in plan.round_spends(site))
+
+        if rounds:
+            kind = spends(1.0)
+            found[kind] = found.get(kind) or noise_for(lambda sigma: draft.epsilon_of(spends(sigma)), target)  # noqa: B023
+            noise[site] = found[kind]
+    return replace(draft, noise=min(noise.values()), site_noise=noise if len(set(noise.values())) > 1 else {})
+
+
+def _share_epsilon(draft: PrivacyPlan, target: float) -> PrivacyPlan:
+    """Return the plan of a record at several sites: it pays the target there together, and the same at each."""
+    plans: dict[float, PrivacyPlan] = {}
+
+    def spent(scale: float) -> float:
+        plans[scale] = _equalise_epsilon(draft, target / scale)
+        return plans[scale].epsilon
+
+    return plans[noise_for(spent, target)]
 
 
 def _metrics_noise(plan: PrivacyPlan) -> float:
     """Return the noise on metrics. Validation images are not training images, so they have the same ε of their own."""
     target = plan.config.epsilon if plan.config.epsilon is not None else plan.epsilon
-    taken = (
-        max(sum(site in cohort for cohort in plan.rounds) for site in plan.site_sizes)
-        * plan.max_sites_per_record
-        * plan.models
-    )
-    group = max(h.largest_validation for h in plan.site_sizes.values()) if plan.config.unit == "patient" else 1
-    return noise_for(
-        lambda noise: (Spend(noise, times=taken, group=group),),
-        target,
-        plan.config.delta,
-        plan.config.accountant,
-        plan.config.neighbours,
-    )
+    taken = max(plan.rounds_by_site.values()) * plan.max_sites_per_record
+    return noise_for(lambda noise: plan.epsilon_of(replace(plan, metrics_noise=noise).validation_spends(taken)), target)
 
 
 def max_images_per_patient(patients: Sequence[str] | None) -> int:

@@ -1,78 +1,103 @@
-"""The privacy ledger that all runs on the same images share (`privacy.ledger` of a recipe).
+"""The privacy ledger that all runs on the same images share (`privacy.ledger` of a recipe, and a site's own account).
 
-Each charge is entered before its round begins. A run adds the charges of all other runs to its own, as if their records
-that were charged most were its own; a round that is repeated from the same weights is charged once.
+Each charge is entered before its round begins. A run adds the costs of all other runs to its own, as if the record
+that it charges most had been charged most by them, too; a round that is repeated from the same weights is charged once.
+
+Runs may have protected different units, or other neighbours. What a run released of a patient (or site) bounds what it
+released of one of its images; what it released of an image bounds what it released of a patient with that many images.
+If any run's neighbours are data sets in which a record is replaced, all are priced so, which costs more.
 """
 
 import fcntl
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from polyclinic.core import RecipeError, RoundFailed, SiteId, StoreError
-from polyclinic.privacy.accounting import Spend, epsilon
-from polyclinic.privacy.plan import worst_candidates
+from polyclinic.privacy.accounting import Spend
+from polyclinic.privacy.plan import PrivacyPlan, Unit
+from polyclinic.privacy.worst_case import RunCost, run_cost
 from polyclinic.storage.files import explain_os_errors
 from polyclinic.storage.ledger import Ledger
 
 PrivacyCharge: TypeAlias = dict[str, Any]
-"""What a round releases, as JSON: the `Spend`s of its `sites`, and a hash of all that the release depends on (`of`)."""
-COMPARED = 1e-5
-"""δ at which the records of one run are ranked."""
+"""What a round releases, as JSON: the `Spend`s of its `sites`, a hash of all that the release depends on (`of`), and
+`metrics`: the `Spend`s of a validation image."""
+UNITS: tuple[Unit, ...] = ("image", "patient", "site")
+"""From the smallest to the largest."""
 
 
 class SharedLedger:
-    """One file for all runs; `run` identifies this one, `unit` is what its plan protects.
+    """One file for all runs.
 
-    `known`: the charges in this run's own ledger (round, and a hash of what it started from). Other charges under its
-    name are of another attempt, with other noise or from other weights, and count as those of another run.
+    Args:
+        path: The file.
+        run: The name of this run.
+        unit: What its plan protects.
+        known: The charges in this run's own ledger (round, and a hash of what it started from). Other charges under
+            its name are of another attempt, with other noise or from other weights, and count as another run's.
+        seen: The number of rows and the last link of the file when this run last wrote to it.
     """
 
     def __init__(
         self,
         path: Path,
         run: str,
-        unit: str,
+        unit: Unit,
         known: Iterable[tuple[int, str]] = (),
         seen: tuple[int, str] | None = None,
     ) -> None:
-        """`seen`: the number of rows and the last link of the file when this run last wrote to it."""
         self.path, self.run, self.unit, self.known, self.seen = path, run, unit, set(known), seen
 
-    def earlier_spends(self) -> tuple[Spend, ...]:
-        """Return the spends of the most charged record of each other run; its sites may have been others."""
+    def earlier_runs(self) -> tuple[RunCost, ...]:
+        """Return the cost of each other run; its sites may have been others."""
         if not self.path.exists() and self.seen is None:
             return ()
         with self._lock():
             return self._read_earlier(Ledger(self.path))
 
-    def _read_earlier(self, ledger: Ledger) -> tuple[Spend, ...]:
+    def _read_earlier(self, ledger: Ledger) -> tuple[RunCost, ...]:
         if self.seen is not None and not ledger.includes(*self.seen):
             raise StoreError(
                 f"{self.path} lacks charges that this run has seen there, so ε of its images is unknown; restore the "
                 "file"
             )
-        rows = ledger.read()
-        if other := {row["unit"] for row in rows} - {self.unit}:
-            raise RecipeError(
-                f"privacy.ledger {self.path} holds charges of unit {other.pop()}, but this plan has unit {self.unit}; "
-                "give each unit a file of its own"
-            )
-        runs: dict[str, dict[tuple[int, str], PrivacyCharge]] = defaultdict(dict)
-        max_sites: dict[str, int] = {}
-        for row in rows:
+        runs: dict[str, dict[tuple[int, str], dict[str, Any]]] = defaultdict(dict)
+        for row in ledger.read():
             charge = row["round"], row["privacy"]["of"]
             if row["run"] != self.run or charge not in self.known:
-                runs[row["run"]][charge] = row["privacy"]
-                max_sites[row["run"]] = row["holders"]
-        return tuple(
-            spend for run, charges in runs.items() for spend in _worst_spends(charges.values(), max_sites[run])
-        )
+                runs[row["run"]][charge] = row
+        return tuple(self._cost(list(rows.values())) for rows in runs.values())
+
+    def _cost(self, rows: list[dict[str, Any]]) -> RunCost:
+        """Return what one run has released, by site, and of validation images: each is a candidate."""
+        spent: dict[SiteId, list[Spend]] = defaultdict(list)
+        metrics: list[Spend] = []
+        for row in rows:
+            group = self._group_of(row)
+            for site, spends in row["privacy"]["sites"].items():
+                spent[site] += (_in_groups(Spend(*spend), group) for spend in spends)
+            metrics += (_in_groups(Spend(*spend), group) for spend in row["privacy"].get("metrics", ()))
+        most = int(rows[0]["holders"])
+        return run_cost([*spent.values(), *[metrics] * most], most, rows[0]["neighbours"])
+
+    def _group_of(self, row: dict[str, Any]) -> int:
+        """Return how many of the units that a charge protects are one unit of this ledger's reader."""
+        if UNITS.index(row["unit"]) >= UNITS.index(self.unit):
+            return 1
+        if self.unit == "site" or row["group"] is None:
+            why = "no bound on a site" if self.unit == "site" else "no bound on a patient whose images are not known"
+            raise RecipeError(
+                f"{self.path} holds charges of unit {row['unit']}, which are {why}; set the unit to {row['unit']}, or "
+                "begin a new ledger with images that were never used"
+            )
+        return int(row["group"])
 
     def enter_charge(
-        self, round: int, max_sites: int, privacy: PrivacyCharge, affords: Callable[[tuple[Spend, ...]], bool]
+        self, round: int, plan: PrivacyPlan, privacy: PrivacyCharge, affords: Callable[[tuple[RunCost, ...]], bool]
     ) -> tuple[int, str]:
         """Enter a round's charge and return the new `seen`; raises `RoundFailed` if other runs have left too little."""
         self.known.add((round, privacy["of"]))
@@ -83,7 +108,15 @@ class SharedLedger:
                     f"round {round} would exceed privacy.epsilon, since other runs have added charges to {self.path}; "
                     "raise privacy.epsilon, or stop using these images"
                 )
-            ledger.append(run=self.run, round=round, unit=self.unit, holders=max_sites, privacy=privacy)
+            ledger.append(
+                run=self.run,
+                round=round,
+                unit=plan.config.unit,
+                neighbours=plan.config.neighbours,
+                holders=plan.max_sites_per_record,
+                group=plan.images_per_patient,
+                privacy=privacy,
+            )
             self.seen = ledger.rows, ledger.chain
         return self.seen
 
@@ -100,10 +133,5 @@ class SharedLedger:
             yield
 
 
-def _worst_spends(charges: Iterable[PrivacyCharge], max_sites: int) -> tuple[Spend, ...]:
-    """Return a composition of one run's charges whose ε is an upper bound for each of its records."""
-    spent: dict[SiteId, list[Spend]] = defaultdict(list)
-    for charge in charges:
-        for site, spends in charge["sites"].items():
-            spent[site] += (Spend(*spend) for spend in spends)
-    return max(worst_candidates(spent, max_sites), key=lambda one: epsilon(one, COMPARED), default=())
+def _in_groups(spend: Spend, group: int) -> Spend:
+    return replace(spend, group=spend.group * group)

@@ -16,9 +16,9 @@ from polyclinic.data.examples import Images, SiteData
 from polyclinic.federation.rounds import RoundOptions
 from polyclinic.federation.site_runner import SiteRunner
 from polyclinic.models.classifier import Classifier
-from polyclinic.privacy.accounting import Spend
 from polyclinic.privacy.plan import PrivacyPlan
 from polyclinic.privacy.transforms.base import UpdateTransform
+from polyclinic.privacy.worst_case import RunCost
 from polyclinic.runs.networks import (
     Networks,
     build_network,
@@ -59,8 +59,11 @@ class RunSetup:
     def make_runner(self, site: SiteId, memory: SiteMemory, secret: Stream | None) -> SiteRunner:
         """Return the runner of one site; `secret`: the source of its noise, under a privacy plan."""
         limits = privacy_limits(self.plan, site, secret) if self.plan is not None and secret is not None else None
+        algorithm = self.algorithm
+        if self.plan is not None and self.plan.noise_of(site) != self.plan.noise:
+            algorithm = self.networks.wrap_algorithm(self.recipe.build_algorithm(self.plan.private_options(site)))
         return SiteRunner(
-            site, self.sites[site], self.algorithm, self.networks.with_student, memory, self.transforms, limits
+            site, self.sites[site], algorithm, self.networks.with_student, memory, self.transforms, limits
         )
 
     def make_runners(self, memory: SiteMemory, secret: Stream | None) -> dict[SiteId, SiteRunner]:
@@ -108,7 +111,7 @@ def assemble(
     return replace(setup, plan=plan, algorithm=algorithm, transforms=(*plan_transforms(plan), *recipe.build_stages()))
 
 
-def price_plan(draft: RunSetup, folder: Path | None, earlier: tuple[Spend, ...] = ()) -> PrivacyPlan:
+def price_plan(draft: RunSetup, folder: Path | None, earlier: tuple[RunCost, ...] = ()) -> PrivacyPlan:
     """Return the privacy plan of all sites; a run that resumes in `folder` keeps its noise."""
     assert draft.recipe.privacy is not None
     sites = {POOLED: draft.sites[POOLED]} if draft.algorithm.pooled else draft.sites

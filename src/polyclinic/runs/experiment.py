@@ -109,7 +109,7 @@ class Experiment:
 
     def _make_plan(self, draft: RunSetup) -> PrivacyPlan:
         ledger = self._open_shared_ledger(draft)
-        return price_plan(draft, self.folder, ledger.earlier_spends() if ledger else ())
+        return price_plan(draft, self.folder, ledger.earlier_runs() if ledger else ())
 
     def _open_shared_ledger(self, setup: RunSetup) -> SharedLedger | None:
         """Return the ledger that this run shares with others on the same images."""

@@ -19,7 +19,6 @@ from polyclinic.data.examples import Selection, SiteData
 from polyclinic.federation.rehearsal import rehearse_round
 from polyclinic.federation.rounds import RoundOptions, draw_cohort
 from polyclinic.federation.site_limits import SitePrivacyLimits
-from polyclinic.privacy.accounting import Spend
 from polyclinic.privacy.plan import (
     RELEASED,
     PrivacyConfig,
@@ -33,6 +32,7 @@ from polyclinic.privacy.plan import (
 from polyclinic.privacy.transforms.base import UpdateTransform
 from polyclinic.privacy.transforms.clip import Clip
 from polyclinic.privacy.transforms.noise import Noise
+from polyclinic.privacy.worst_case import RunCost
 from polyclinic.storage.files import write_atomically, write_json
 from polyclinic.training.network import LiveNetwork
 
@@ -44,7 +44,7 @@ def bind_plan(
     sites: Mapping[SiteId, SiteData],
     networks: Mapping[str, LiveNetwork],
     rules: RoundOptions,
-    earlier: tuple[Spend, ...] = (),
+    earlier: tuple[RunCost, ...] = (),
 ) -> PrivacyPlan:
     """Return the privacy plan of a run.
 
@@ -79,7 +79,9 @@ def bind_plan(
         shape = sites[first].train.batch(torch.zeros(1, dtype=torch.int64))[0].shape[1:]
         group = algorithm.cluster_of(algorithm.init(federation), first)
         asked, models = rehearse_round(algorithm, federation, first, networks[group], shape)
-        jobs = {name: tuple(steps_of(job, h.examples, config) for job in asked) for name, h in sizes.items()}
+        jobs = {
+            name: tuple(steps_of(job, h.examples, config, len(sizes)) for job in asked) for name, h in sizes.items()
+        }
     return make_plan(
         PrivacyPlan(
             config,
@@ -116,7 +118,7 @@ def privacy_limits(plan: PrivacyPlan, site: SiteId, secret: Stream) -> SitePriva
     return SitePrivacyLimits(
         secret,
         priced_jobs=tuple((step.rate, step.times) for step in plan.jobs.get(site, ())),
-        min_noise=plan.noise,
+        min_noise=plan.noise_of(site),
         metrics_noise=plan.metrics_noise if plan.config.metrics == "count" else None,
         parts=() if plan.config.metrics == "suppress" else ("validation",),
         rounds=len(plan.rounds),
@@ -127,7 +129,8 @@ def privacy_limits(plan: PrivacyPlan, site: SiteId, secret: Stream) -> SitePriva
 
 def write_noise(plan: PrivacyPlan, folder: Path) -> None:
     """Keep the noise of the plan for a resume, whatever other runs spend in the meantime."""
-    write_json(folder / "plan.json", {"noise": plan.noise, "metrics_noise": plan.as_json()["metrics_noise"]})
+    kept = plan.as_json()
+    write_json(folder / "plan.json", {name: kept[name] for name in ("noise", "site_noise", "metrics_noise")})
 
 
 def restore_noise(plan: PrivacyPlan, folder: Path | None) -> PrivacyPlan:
@@ -136,8 +139,9 @@ def restore_noise(plan: PrivacyPlan, folder: Path | None) -> PrivacyPlan:
     try:
         found = json.loads((folder / "plan.json").read_text())
         quiet = math.inf if found["metrics_noise"] is None else float(found["metrics_noise"])
-        return replace(plan, noise=float(found["noise"]), metrics_noise=quiet)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        site_noise = {str(site): float(noise) for site, noise in found["site_noise"].items()}
+        return replace(plan, noise=float(found["noise"]), site_noise=site_noise, metrics_noise=quiet)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise StoreError(f"{folder / 'plan.json'} is damaged ({error}); restore it or start anew elsewhere") from None
 
 

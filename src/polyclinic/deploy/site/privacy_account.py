@@ -10,12 +10,13 @@ from itertools import chain
 from pathlib import Path
 from typing import TypeAlias
 
-from polyclinic.core import Refused, RoundFailed, SiteId, StoreError
+from polyclinic.core import RecipeError, Refused, RoundFailed, SiteId, StoreError
 from polyclinic.deploy.site.policy import Budget
 from polyclinic.evaluation.rows import group_pairs
-from polyclinic.privacy.accounting import Spend, epsilon
-from polyclinic.privacy.plan import PrivacyPlan, worst_candidates
-from polyclinic.privacy.shared_ledger import SharedLedger
+from polyclinic.privacy.accounting import Spend
+from polyclinic.privacy.plan import PrivacyPlan, Unit
+from polyclinic.privacy.shared_ledger import UNITS, SharedLedger
+from polyclinic.privacy.worst_case import RunCost, run_cost, worst_epsilon
 from polyclinic.storage.files import write_json
 from polyclinic.storage.ledger import Ledger
 
@@ -23,6 +24,7 @@ Charge: TypeAlias = dict[str, tuple[Spend, ...]]
 """The releases that training images pay for (under the site's name) and validation images (under VALIDATION). An image
 is one or the other, so the more expensive of the two counts."""
 VALIDATION = "validation"
+LEDGER, LEDGER_SEEN = "ledger.jsonl", "ledger.seen.json"
 
 
 class PrivacyAccount:
@@ -33,8 +35,7 @@ class PrivacyAccount:
     ) -> None:
         """`cohorts`: the site takes part in some rounds only, and does not know in advance in which."""
         self.site, self.run, self.plan, self.budget, self.cohorts = site, run, plan, budget, cohorts
-        self.path = folder / f"ledger-{plan.config.unit}.jsonl"
-        self._seen = folder / f"ledger-{plan.config.unit}.seen.json"
+        self.path, self._seen = folder / LEDGER, folder / LEDGER_SEEN
 
     def round_releases(self, models: int = 0) -> Charge:
         """The releases of one round; `models`: the number of models it reports noised metrics of."""
@@ -56,7 +57,7 @@ class PrivacyAccount:
         if self.plan.config.noise is None and not self.cohorts and not self._is_within_recipe_epsilon(whole):
             raise Refused("privacy", f"the noise is too little for what the recipe promises the records of {self.site}")
         total = _sum_charges([whole, *list(charges.values())[-again or len(charges) :]])
-        if not self._is_within_budget(total, self._site_ledger().earlier_spends()):
+        if not self._is_within_budget(total, self._site_ledger().earlier_runs()):
             raise Refused(
                 "budget",
                 f"this run would cost more than the privacy budget of {self.site} has left; ask for fewer rounds, or "
@@ -74,7 +75,10 @@ class PrivacyAccount:
         spent_by = {who: [list(astuple(spend)) for spend in spends] for who, spends in charge.items()}
         try:
             seen = self._site_ledger().enter_charge(
-                round, 1, {"of": of, "sites": spent_by}, lambda earlier: self._is_within_budget(total, earlier)
+                round,
+                replace(self.plan, max_sites_per_record=1),
+                {"of": of, "sites": spent_by},
+                lambda earlier: self._is_within_budget(total, earlier),
             )
         except RoundFailed:
             raise Refused("budget", f"the privacy budget of {self.site} cannot pay round {round}") from None
@@ -83,11 +87,11 @@ class PrivacyAccount:
     def epsilon_spent(self) -> float:
         """The ε of everything this site has released, in all runs of this unit."""
         total = _sum_charges(self._charges_of_run().values())
-        return self._epsilon_after(total, self._site_ledger().earlier_spends())
+        return self._epsilon_after(total, self._site_ledger().earlier_runs())
 
-    def _epsilon_after(self, charge: Mapping[str, Sequence[Spend]], earlier: tuple[Spend, ...]) -> float:
-        delta = (self.budget or self.plan.config).delta
-        return max(epsilon((*one, *earlier), delta) for one in worst_candidates(charge, 1) or [()])
+    def _epsilon_after(self, charge: Mapping[str, Sequence[Spend]], earlier: tuple[RunCost, ...]) -> float:
+        own = run_cost(charge.values(), neighbours=self.plan.config.neighbours)
+        return worst_epsilon((own, *earlier), (self.budget or self.plan.config).delta)
 
     def _is_within_recipe_epsilon(self, charge: Mapping[str, Sequence[Spend]]) -> bool:
         """Whether the run stays within its recipe's ε: a server cannot lower the noise that the recipe promises."""
@@ -96,21 +100,14 @@ class PrivacyAccount:
             promised is None or replace(self.plan, earlier=(), max_sites_per_record=1).worst_epsilon(charge) <= promised
         )
 
-    def _is_within_budget(self, charge: Mapping[str, Sequence[Spend]], earlier: tuple[Spend, ...]) -> bool:
+    def _is_within_budget(self, charge: Mapping[str, Sequence[Spend]], earlier: tuple[RunCost, ...]) -> bool:
         return self.budget is None or self._epsilon_after(charge, earlier) <= self.budget.epsilon
 
     def _site_ledger(self) -> SharedLedger:
         return SharedLedger(self.path, self.run, self.plan.config.unit, self._charges_of_run(), self._ledger_marker())
 
     def _ledger_marker(self) -> tuple[int, str] | None:
-        """The ledger's length and hash at the last charge: one that has lost rows since would under-report ε."""
-        if not self._seen.exists():
-            return None
-        try:
-            rows, chain = json.loads(self._seen.read_text())
-            return int(rows), str(chain)
-        except (OSError, ValueError, TypeError) as error:
-            raise StoreError(f"{self._seen} is damaged ({error}); restore it from a backup") from None
+        return _read_marker(self._seen)
 
     def _charges_of_run(self) -> dict[tuple[int, str], Charge]:
         """The charges of this run, by round and release."""
@@ -121,6 +118,32 @@ class PrivacyAccount:
             for row in (Ledger(self.path).read() if self.path.exists() else [])
             if row["run"] == self.run
         }
+
+
+def price_site_ledger(folder: Path, delta: float) -> dict[Unit, float | str]:
+    """Return ε at δ of everything that all runs have released of one image, patient and site, from the site's ledger.
+
+    Where a unit's ε cannot be known, the reason stands in its place.
+    """
+    found: dict[Unit, float | str] = {}
+    for unit in UNITS:
+        try:
+            ledger = SharedLedger(folder / LEDGER, "", unit, seen=_read_marker(folder / LEDGER_SEEN))
+            found[unit] = worst_epsilon(ledger.earlier_runs(), delta)
+        except RecipeError as error:
+            found[unit] = str(error)
+    return found
+
+
+def _read_marker(path: Path) -> tuple[int, str] | None:
+    """Return the ledger's length and hash at the last charge: one that has lost rows since would under-report ε."""
+    if not path.exists():
+        return None
+    try:
+        rows, chain = json.loads(path.read_text())
+        return int(rows), str(chain)
+    except (OSError, ValueError, TypeError) as error:
+        raise StoreError(f"{path} is damaged ({error}); restore it from a backup") from None
 
 
 def _sum_charges(charges: Iterable[Charge]) -> Charge:
