@@ -267,7 +267,7 @@ PLANTED: dict[str, tuple[str, Callable[..., Tensor]]] = {
     "no noise": ("secure_random.draw_normals", scaled(0.0)),
     "noise divided by the batch": ("secure_random.draw_normals", scaled(1 / (RATE * EXAMPLES))),
     "noise divided by three": ("secure_random.draw_normals", scaled(1 / 3)),
-    "noise reused": ("secure_random.draw_normals", lambda s, *given: NORMALS([Stream(each.seed) for each in s], *given)),
+    "noise reused": ("secure_random.draw_normals", lambda s, *given: NORMALS([Stream(n.seed) for n in s], *given)),
     "three clips let through": ("dp_sgd.clip_factors", lambda norms, clip: CLIP(norms, 3 * clip)),
 }
 

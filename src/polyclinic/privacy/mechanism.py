@@ -1,8 +1,8 @@
 """The Gaussian mechanism on named tensors: clipping to a bound, and noise in proportion to it.
 
 Lengths are measured in float64, whatever the tensors are. Noise is drawn in float64 and then rounded: its tails are
-whole, where torch's own single-precision normals never exceed 5.77 σ. It comes from a cipher under the secret's 256 bits
-(`training.dp.secure_random`).
+whole, where torch's own single-precision normals never exceed 5.77 σ. It comes from a cipher whose key is the
+secret's (`training.dp.secure_random`).
 
 A limit of all mechanisms in floating point: the last bits of a noised value depend on the value before the noise
 (Mironov: On significance of the least significant bits for differential privacy. CCS 2012).
@@ -101,7 +101,7 @@ def gaussian_noise(shape: Sequence[int], std: float, stream: Stream) -> Tensor:
 
 
 def noise_like(tensors: Tensors, std: float, stream: Stream) -> Tensors:
-    """Return N(0, std²) for every floating-point tensor, in its type and on its device; each name has its own stream."""
+    """Return N(0, std²) for every floating-point tensor, in its type, on its device; every name has a stream."""
     names = sorted(name for name, tensor in tensors.items() if tensor.is_floating_point())
     return {n: gaussian_noise(tensors[n].shape, std, stream.child(n)).to(tensors[n]) for n in names}
 

@@ -126,8 +126,7 @@ class Experiment:
     @cached_property
     def secret(self) -> Stream:
         """The source of the noise of a private run."""
-        assert self.recipe.privacy is not None
-        return noise_secret(self.recipe.privacy, self.recipe.seed, self.folder)
+        return noise_secret(self.recipe, self.folder)
 
     @property
     def secret_of_plan(self) -> Stream | None:

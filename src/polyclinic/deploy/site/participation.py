@@ -122,7 +122,7 @@ class Participation:
             return None
         secret = Stream(self.config.load_secret(), ("secret", self.terms.digest, self.setup.dataset.fingerprint))
         if config.randomness == "seed":
-            secret = noise_secret(config, self.recipe.seed, None)
+            secret = noise_secret(self.recipe, None)
         return secret.child("site", self.site)
 
     @cached_property

@@ -109,7 +109,7 @@ def build_runners(setup: ActorSetup) -> Mapping[SiteId, SiteRunner]:
     if dataset.fingerprint != setup.images:
         raise EngineError("the images there are not those that the run began with; give every machine the same data")
     run = assemble(recipe, dataset, lambda draft: price_plan(draft, setup.folder), setup.data)
-    secret = noise_secret(recipe.privacy, recipe.seed, setup.folder) if recipe.privacy is not None else None
+    secret = noise_secret(recipe, setup.folder) if recipe.privacy is not None else None
     return run.make_runners(DiskMemory(setup.memory), secret)
 
 

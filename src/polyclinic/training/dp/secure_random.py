@@ -1,4 +1,4 @@
-"""All random numbers on which privacy rests: ChaCha20 (RFC 8439), keyed by a secret stream, as uniform and normal numbers.
+"""All random numbers on which privacy rests: ChaCha20 (RFC 8439), keyed by a stream, as uniform and normal numbers.
 
 The cipher's keystream is cut into words k of 64 bits. Normal numbers are drawn from pairs of words in float64 (Box and
 Muller 1958), and rounded to the type that is asked for:
