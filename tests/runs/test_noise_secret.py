@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -115,3 +116,18 @@ def test_secret_noise_is_another_in_every_run() -> None:
 def test_a_ledger_is_for_secret_noise_only() -> None:
     with pytest.raises(RecipeError, match=r"privacy.randomness: secret, or leave privacy.ledger out"):
         run(tiny(privacy={**SEEDED, "ledger": "ours.jsonl"}))
+
+
+def test_the_key_of_a_run_is_overwritten_and_removed_when_it_ends(tmp_path: Path) -> None:
+    kept: list[bytes] = []
+
+    def link(event: str, _: Any) -> None:
+        if event == "round" and not kept:
+            kept.append((tmp_path / "run" / "secret").read_bytes())
+            (tmp_path / "linked").hardlink_to(tmp_path / "run" / "secret")
+
+    run(tiny(privacy={**SEEDED, "randomness": "secret"}), tmp_path / "run", watch=link)
+    assert len(bytes.fromhex(kept[0].decode())) == 32
+    assert not (tmp_path / "run" / "secret").exists()
+    assert set((tmp_path / "linked").read_bytes()) == {0}
+    assert not any(kept[0] in path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file())

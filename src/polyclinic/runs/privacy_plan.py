@@ -39,6 +39,7 @@ from polyclinic.privacy.transforms.noise import Noise
 from polyclinic.privacy.worst_case import RunCost
 from polyclinic.runs.networks import recipe_for_site
 from polyclinic.storage.files import write_atomically, write_json
+from polyclinic.storage.run_folder import RunFolder
 from polyclinic.training.network import LiveNetwork
 
 
@@ -153,7 +154,7 @@ def restore_noise(plan: PrivacyPlan, folder: Path | None) -> PrivacyPlan:
 def noise_secret(recipe: Recipe, folder: Path | None) -> Stream:
     """Return the source of noise: 256 random bits that are stored in the run's folder only.
 
-    With `privacy.randomness: seed` it is the seed, named by all that decides the rounds of the recipe at a site, so that
+    With `privacy.randomness: seed` it is the seed, named by all that decides the rounds at a site, so that
     recipes that differ share no noise. A site adds the fingerprint of its images (`RunSetup.make_runner`).
     """
     assert recipe.privacy is not None
@@ -162,13 +163,16 @@ def noise_secret(recipe: Recipe, folder: Path | None) -> Stream:
         return Stream(recipe.seed, ("secret", hashlib.sha256(terms.encode()).hexdigest()))
     if folder is None:
         return Stream(secrets.randbits(256), ("secret",))
-    path = folder / "secret"
+    files = RunFolder(folder)
+    path = files.secret
     if not path.exists():
-        if (folder / "ledger.jsonl").exists() and (folder / "ledger.jsonl").stat().st_size:
-            raise StoreError(f"{path}, whence noise comes, is gone; restore it, or start anew in another folder")
+        if files.ledger_file.exists() and files.ledger_file.stat().st_size:
+            raise StoreError(
+                f"{path}, whence noise comes, is gone, as it is when a run has ended; start anew in another folder, as "
+                "a run of its own"
+            )
         folder.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, secrets.token_hex(32).encode())
-        path.chmod(0o600)
+        write_atomically(path, secrets.token_hex(32).encode(), mode=0o600)
     try:
         return Stream(int(path.read_text(), 16), ("secret",))
     except (OSError, ValueError) as error:
