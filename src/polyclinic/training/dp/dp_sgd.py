@@ -157,10 +157,12 @@ class PrivateGradients:
         images, labels = (t.reshape(-1, self.options.views, *t.shape[1:]) for t in batch)
         example_loss = self._example_loss(objective, names, reference)
         call = torch.func.vmap(torch.func.grad_and_value(example_loss), (None, 0, 0, 0), randomness="different")
+        key = next((layer.key for layer in self.network.dropouts.values()), labels.new_zeros(()))
+        keys = key.reshape(len(labels), -1) if key.ndim else key.expand(len(labels), 1)
         moving = {name: self.live["model"][name].detach() for name in sorted(names)}
         total, sums = torch.zeros((), device=self.network.device), dict[str, Tensor]()
         for index in torch.split(torch.arange(len(labels), device=labels.device), VMAP_EXAMPLES):
-            per_example, losses = call(moving, images[index], labels[index], index)
+            per_example, losses = call(moving, images[index], labels[index], keys[index])
             gradients = {n: FullGradients(t, tuple(t.shape[1:])) for n, t in per_example.items()}
             clipped = self._clip_and_count(gradients, len(index))
             sums = {n: sums[n] + t for n, t in clipped.items()} if sums else clipped
@@ -170,11 +172,9 @@ class PrivateGradients:
     def _example_loss(self, objective: Objective, names: frozenset[str], reference: Bundle) -> Callable[..., Tensor]:
         """Return one example's loss (the mean over its views) as a function of the parameters that train."""
         frozen = {name: t.detach() for name, t in self.live["model"].items() if name not in names}
-        keys = {name: self.network.module.get_buffer(name) for name in self.network.dropout_buffers(torch.zeros(0))}
 
-        def loss(moving: Tensors, images: Tensor, labels: Tensor, position: Tensor) -> Tensor:
-            # With equal keys, examples that are each the first of their batch would all drop the same units.
-            own_keys = {name: key + position * (1 << 40) for name, key in keys.items()}
+        def loss(moving: Tensors, images: Tensor, labels: Tensor, keys: Tensor) -> Tensor:
+            own_keys = self.network.dropout_buffers(keys)
             weights = {"model": {**frozen, **moving}, "buffers": {**self.live["buffers"], **own_keys}}
             if objective in SEPARABLE:  # its terms without data are added later, in full
                 return objective(SubstituteWeights(self.network, weights), self.live, (images, labels), reference)
