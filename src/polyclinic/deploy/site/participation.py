@@ -52,8 +52,7 @@ class RunTerms:
     channels: int
     size: int
     noise: float | None = None
-    """The noise of this site in the server's privacy plan; None without a plan, or in a preview, where the site computes
-    it."""
+    """This site's noise in the server's privacy plan; None without a plan, or in a preview: the site computes it."""
     metrics_noise: float = math.inf
     """The noise on metrics, if they are reported as noised counts."""
 
