@@ -47,6 +47,8 @@ class PrivacyConfig:
     noise_per_site: bool | None = None
     """Whether each site's noise is solved by itself, so that all pay the same ε. Left out: yes, for units image and
     patient. Otherwise all sites have the noise of the site that needs most."""
+    weigh_by_noise: bool = False
+    """Whether an update's weight in a mean is divided by σ² of its site."""
     delta: Annotated[float, Field(gt=0, lt=1)] = 1e-5
     clip: Annotated[float, Field(ge=1e-9, le=1e9)] | Literal["auto"] = 1.0
     """C, the largest norm of what one unit adds to a sum; `auto`: every image's gradient is scaled to the length 1."""
@@ -175,6 +177,11 @@ class PrivacyPlan:
 
     def noise_of(self, site: SiteId) -> float:
         return self.site_noise.get(site, self.noise)
+
+    def precision_of(self, site: SiteId) -> float:
+        """Return 1/σ² of a site's noise, relative to the site with the least, if updates are weighed by it; else 1."""
+        noisy = self.config.weigh_by_noise and self.site_noise
+        return (self.noise / self.noise_of(site)) ** 2 if noisy else 1.0
 
     def round_spends(self, site: SiteId) -> Composition:
         """Return what one round at a site releases of one unit."""

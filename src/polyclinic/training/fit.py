@@ -168,7 +168,7 @@ def restore_optimisers(
 
 @torch.no_grad()
 def score(job: Score, network: LiveNetwork, data: Examples, batch: int | None = None) -> Tensors:
-    """Compute a job's function over all of `data`, in its order, in evaluation mode.
+    """Compute a job's function over all of `data`, in its order or the job's, in evaluation mode.
 
     Args:
         job: The weights, the function of (network, weights, batch, reference), and how batches are reduced.
@@ -183,13 +183,14 @@ def score(job: Score, network: LiveNetwork, data: Examples, batch: int | None = 
     network.set_eval_mode()
     reference = {k: {n: t.to(network.device) for n, t in g.items()} for k, g in job.reference.items()}
     size = batch or job.batch or evaluation_batch_size(network.device)
-    indices = torch.split(torch.arange(len(data), device=data.labels.device), size)
+    rows = torch.arange(len(data)) if job.order is None else job.order
+    indices = torch.split(rows.to(data.labels.device), size)
     with prefetch_batches(data, indices, network.device) as loaded:
         parts = ((len(part[1]), job.function(network, weights, part, reference)) for part in loaded)
         if job.reduce == "mean":
             return _weighted_mean(parts, len(data))
-        rows = [values for _, values in parts]
-    return {name: torch.cat([values[name] for values in rows]) for name in rows[0]} if rows else {}
+        found = [values for _, values in parts]
+    return {name: torch.cat([values[name] for values in found]) for name in found[0]} if found else {}
 
 
 def evaluation_batch_size(device: torch.device) -> int:
