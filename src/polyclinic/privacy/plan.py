@@ -180,7 +180,7 @@ class PrivacyPlan:
 
     def samples_patients(self, site: SiteId) -> bool:
         """Whether patients, not images, join a site's steps; then one with several images costs as much as an image."""
-        config, size = self.config, self.site_sizes[site]
+        config, size = self.config, self.site_sizes.get(site, SiteSize(0))
         return config.unit == "patient" and config.sampling == "poisson" and not size.unnamed and size.largest > 1
 
     def noise_of(self, site: SiteId) -> float:

@@ -17,10 +17,10 @@ def collect_warnings(
     `sizes`: the training images of each place that trains; `sites`: the sites with their images.
     """
     warnings = (
+        *_check_patients(sites),
         algorithm.warning(),
         *_check_alignment(recipe),
         *_check_curriculum(recipe, sizes),
-        *_check_patients(sites),
     )
     return [warning for warning in warnings if warning]
 
