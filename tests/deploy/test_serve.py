@@ -109,6 +109,7 @@ def test_who_is_odd_is_found_by_what_most_have() -> None:
         {"algorithm": "scaffold"},
         {"privacy": {"epsilon": 8, "delta": 1e-3, "randomness": "seed"}},
         {"privacy": {"epsilon": 8, "delta": 1e-3, "unit": "patient", "randomness": "seed", "metrics": "count"}},
+        {"privacy": {"noise": 2, "delta": 1e-3, "unit": "patient", "group": 3, "randomness": "seed"}},
     ],
     ids=str,
 )

@@ -58,7 +58,7 @@ def sets_of_sites(sites: Iterable[Composition], most: int) -> list[Composition]:
 
 
 def test_the_worst_three_of_five_hospitals_are_enumerated() -> None:
-    """The demo federation, patients of up to four images who are not named: a bound by numbers alone would say 10.15."""
+    """The demo federation, unnamed patients of up to four images: a bound by numbers alone would say 10.15."""
     sizes = {"harbour": 278, "hillside": 222, "lakeview": 160, "northfield": 111, "riverside": 73}
     plan = make_plan(
         PrivacyPlan(

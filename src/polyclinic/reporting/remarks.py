@@ -33,8 +33,8 @@ def _check_patients(sites: Collection[SiteData]) -> Iterator[str]:
             "no image names its patient" if unnamed == images else f"{unnamed:,} of {images:,} images name no patient"
         )
         yield (
-            f"{which}, so training, validation and test parts were divided by image: images of one patient may lie in "
-            "two parts, and figures may be too good"
+            f"{which}, so training, validation and test parts are by image: images of one patient may lie in two "
+            "parts, and figures may be too good"
         )
 
 

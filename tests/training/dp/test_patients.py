@@ -88,6 +88,15 @@ def test_a_full_batch_takes_every_patient() -> None:
     assert apart(found, {name: torch.stack([g[name] for g in each]).mean(0) for name in each[0]}) <= 1e-9
 
 
+def test_no_batch_is_larger_than_asked_but_for_one_patient_s_images() -> None:
+    data, network = owned(), LiveNetwork(model("linear"))
+    work = job(network, Training(SGD, 4, private=Private(1.0, 1.0, unit="patient")), full_batch=True)
+    ((_, batches),) = schedule_steps(work, data.labels, STREAM, SECRET, 1, data.patients)
+    assert sorted(row for index in batches for row in index.flatten().tolist()) == list(range(len(data)))
+    assert all(index.numel() <= 4 or len(index) == 1 for index in batches)
+    assert max(len(index) for index in batches) > 1, "small patients share a batch"
+
+
 def test_m5_poisson_draws_every_patient_alike_and_by_itself() -> None:
     owners = tuple("abcdefghijkl") + tuple("abcdef") * 2 + tuple("aab")
     data, steps, people = owned(owners), 10_000, sorted(set(owners))
