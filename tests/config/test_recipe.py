@@ -76,6 +76,7 @@ FULL: dict[str, Any] = {
         "neighbours": "replace",
         "sampling": "shuffle",
         "amplification": False,
+        "group": None,
         "augmentation_multiplicity": 2,
         "noise_per_site": False,
         "weigh_by_noise": True,

@@ -62,14 +62,18 @@ def fit(
     live, training, steps = network.load_weights(job.weights), job.training, job.sequence
     moving = [network.trainable_names(training.fine_tune, step.train) for step in steps]
     network.set_training_mode(frozenset().union(*moving))
-    private = None if is_plain_sgd(training.private) else PrivateGradients(job, network, live, len(data), secret)
+    by_patient = training.private is not None and training.private.unit == "patient"
+    patients = len(set(data.patients or ())) if by_patient else None
+    private = (
+        None if is_plain_sgd(training.private) else PrivateGradients(job, network, live, len(data), secret, patients)
+    )
     # A copy: a network that is called with weights from it, in training mode, writes into their statistics.
     reference = {k: {n: t.to(network.device, copy=True) for n, t in g.items()} for k, g in job.reference.items()}
     optimisers = [make_optimiser(network.require_gradients(n), training.optimiser, site.lr) for n in moving]
     restore_optimisers(optimisers, network, moving, job.optimiser_state)
     total, key = torch.zeros((), device=network.device), first_key(stream)
-    schedule = schedule_steps(job, data.labels, stream, secret, site.round)
-    indices = (index for _, batches in schedule for _ in steps for index in batches)
+    schedule = schedule_steps(job, data.labels, stream, secret, site.round, data.patients)
+    indices = (index.flatten() for _, batches in schedule for _ in steps for index in batches)
     with (
         seed_generators(stream.child("dropout", site.round), network.device),
         network.use_precision(training.precision),
