@@ -40,7 +40,7 @@ from polyclinic.privacy.audit import (
 from polyclinic.runs.experiment import Experiment
 from polyclinic.training.augment import augment_images
 from polyclinic.training.data_order import batches_per_epoch
-from polyclinic.training.dp import dp_sgd
+from polyclinic.training.dp import dp_sgd, secure_random
 from tests.privacy.scale_attack import is_louder, scale_epsilon
 from tests.small import tiny, write_recipe
 
@@ -256,19 +256,19 @@ class TestCanaries:
             assert grown.steps == 3 * batches_per_epoch(60, batch)
 
 
-GAUSSIAN, CLIP = dp_sgd.draw_gaussian_noise, dp_sgd.clip_factors
+NORMALS, CLIP = secure_random.draw_normals, dp_sgd.clip_factors
 
 
 def scaled(by: float) -> Callable[..., Tensor]:
-    return lambda *given: GAUSSIAN(*given) * by
+    return lambda *given: NORMALS(*given) * by
 
 
 PLANTED: dict[str, tuple[str, Callable[..., Tensor]]] = {
-    "no noise": ("draw_gaussian_noise", scaled(0.0)),
-    "noise divided by the batch": ("draw_gaussian_noise", scaled(1 / (RATE * EXAMPLES))),
-    "noise divided by three": ("draw_gaussian_noise", scaled(1 / 3)),
-    "noise reused": ("draw_gaussian_noise", lambda secret, *given: GAUSSIAN(Stream(secret.seed), *given)),
-    "three clips let through": ("clip_factors", lambda norms, clip: CLIP(norms, 3 * clip)),
+    "no noise": ("secure_random.draw_normals", scaled(0.0)),
+    "noise divided by the batch": ("secure_random.draw_normals", scaled(1 / (RATE * EXAMPLES))),
+    "noise divided by three": ("secure_random.draw_normals", scaled(1 / 3)),
+    "noise reused": ("secure_random.draw_normals", lambda s, *given: NORMALS([Stream(n.seed) for n in s], *given)),
+    "three clips let through": ("dp_sgd.clip_factors", lambda norms, clip: CLIP(norms, 3 * clip)),
 }
 
 
@@ -276,7 +276,8 @@ PLANTED: dict[str, tuple[str, Callable[..., Tensor]]] = {
 def test_every_planted_mistake_is_caught_every_time(
     mistake: str, claimed: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dp_sgd, *PLANTED[mistake])
+    place, planted = PLANTED[mistake]
+    monkeypatch.setattr(f"polyclinic.training.dp.{place}", planted)
     found = [audited(claimed, seed) for seed in range(20)]
     assert [audit.is_refuted for audit in found] == [True] * 20
     assert "refuted" in found[0].verdict
@@ -309,7 +310,7 @@ def test_whatever_trains_is_audited(optimiser: Optimiser, monkeypatch: pytest.Mo
     in_whole = replace(how, steps=None, epochs=2, private=Private(0.7, 4.0))
     price, whole_price = (epsilon([s], DELTA) for s in (Spend(NOISE, RATE, STEPS), Spend(4.0, times=2)))
     for noise in (1.0, 0.0):
-        monkeypatch.setattr(dp_sgd, "draw_gaussian_noise", scaled(noise))
+        monkeypatch.setattr(secure_random, "draw_normals", scaled(noise))
         assert audited(price, 1, training=how, canaries=1000).is_refuted == (noise == 0)
         assert audited(whole_price, 1, training=in_whole, canaries=1000, whole=True).is_refuted == (noise == 0)
 
@@ -358,7 +359,7 @@ def test_a_recipe_is_audited_at_the_site_that_pays_most(tmp_path: Path, command:
 def test_a_claim_that_is_refuted_ends_in_an_error(
     tmp_path: Path, command: typer.Typer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dp_sgd, "draw_gaussian_noise", scaled(0.0))
+    monkeypatch.setattr(secure_random, "draw_normals", scaled(0.0))
     said = CliRunner().invoke(command, [str(write_recipe(tmp_path)), "--set", "privacy.epsilon=3", "--json"])
     assert said.exit_code == 1
     assert json.loads(said.stdout)["refuted"]
