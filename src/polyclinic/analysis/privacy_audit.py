@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from polyclinic.analysis.audit.listening import Recorder
-from polyclinic.analysis.audit.play import CanaryRun, add_canaries, trainers
+from polyclinic.analysis.audit.play import CanaryRun, add_canaries
 from polyclinic.analysis.audit.releases import check_metrics, check_releases, check_server_noise, check_update_clip
 from polyclinic.analysis.audit.result import CANARY_SHARE, AuditResult, charged_kinds, epsilon_as_measured
 from polyclinic.analysis.audit.weights import check_updates, check_weights, guess_members
@@ -23,6 +23,7 @@ from polyclinic.privacy.gaussian_tests import GaussianTest
 from polyclinic.privacy.membership import MembershipResult, attack_membership
 from polyclinic.privacy.plan import PrivacyPlan
 from polyclinic.reporting.privacy_statement import write_privacy_page
+from polyclinic.runs.assemble import RunSetup
 from polyclinic.runs.engines.choice import choose_engine
 from polyclinic.runs.experiment import Experiment
 from polyclinic.storage.files import write_atomically
@@ -66,30 +67,43 @@ def audit_recipe(
     if canaries < 100:
         raise RecipeError(f"{canaries} canaries can show next to nothing; take 1000 or more")
     setup = Experiment(recipe, None, data).setup
+    chance = Stream(secrets.randbits(256) if seed is None else seed, ("audit",))
+    return attack_claim(setup, chance, canaries, confidence, rounds, engine)
+
+
+def attack_claim(
+    setup: RunSetup,
+    chance: Stream,
+    canaries: int = 1000,
+    confidence: float = 0.95,
+    rounds: int | None = None,
+    engine: str | None = None,
+) -> AuditResult:
+    """Attack the claim of a run that has been set up; `chance`: the source of coins and noise. See `audit_recipe`."""
     if setup.plan is None or not math.isfinite(setup.plan.epsilon):
         raise RecipeError(
-            f"{recipe.name} makes no claim to audit: without noise and a clip nothing is private; give privacy.epsilon"
+            f"{setup.recipe.name} makes no claim to audit: without noise and a clip nothing is private; give "
+            "privacy.epsilon"
         )
-    chance = Stream(secrets.randbits(256) if seed is None else seed, ("audit",))
     run = add_canaries(setup, canaries, chance)
-    played = min(rounds or len(run.plan.rounds), len(run.plan.rounds))
-    name = attacked_engine(engine or recipe.engine.name, run, chance)
+    plan, name = run.plan, attacked_engine(engine or setup.recipe.engine.name, run, chance)
+    played = min(rounds or len(plan.rounds), len(plan.rounds))
     heard = run.play(name, chance.child("secret"), played)
     tests = _test_releases(run, heard, chance)
-    site = max(trainers(setup), key=lambda site: epsilon_as_measured(run.plan, site, played))
+    site = max(heard.runners, key=lambda site: epsilon_as_measured(plan, site, played))
     return AuditResult(
         engine=name,
         stacked=heard.stacked,
-        unit=run.plan.config.unit,
+        unit=plan.config.unit,
         sites=tuple(heard.runners),
         site=site,
         rounds=played,
-        planned_rounds=len(run.plan.rounds),
+        planned_rounds=len(plan.rounds),
         canaries=sum(map(len, run.members.values())),
-        kinds=charged_kinds(run.plan),
-        claimed=epsilon_as_measured(run.plan, site, played),
-        measured=epsilon_as_measured(run.plan, site, played, tests),
-        delta=run.plan.config.delta,
+        kinds=charged_kinds(plan),
+        claimed=epsilon_as_measured(plan, site, played),
+        measured=epsilon_as_measured(plan, site, played, tests),
+        delta=plan.config.delta,
         confidence=confidence,
         tests=tuple(tests),
         canary_bound=guess_members(run, heard, played, 1 - CANARY_SHARE * (1 - confidence)) if run.members else None,

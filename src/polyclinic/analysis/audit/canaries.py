@@ -5,6 +5,7 @@ Otherwise nothing treats canaries differently: the code that trains on patients 
 noises them. So a seat's noised sum is the noise alone where nobody sits, and the noise plus a clip where a member does.
 """
 
+import copy
 import math
 from dataclasses import dataclass
 from functools import cached_property
@@ -69,9 +70,10 @@ class CanaryHead(nn.Module):
 
 
 def add_seats(network: Classifier, canaries: int, clip: float) -> Classifier:
-    """Return the network with seats for so many canaries; it computes the same for images."""
-    seated = Classifier(CanaryExtractor(network.extractor), CanaryHead(network.head, canaries, LENGTH * clip))
-    return seated.to(next(network.parameters()))
+    """Return a copy of the network with seats for so many canaries; it computes the same for images."""
+    own = copy.deepcopy(network)
+    seated = Classifier(CanaryExtractor(own.extractor), CanaryHead(own.head, canaries, LENGTH * clip))
+    return seated.to(next(own.parameters()))
 
 
 def _read_number(values: Tensor) -> Tensor:

@@ -1,5 +1,6 @@
 """A run with canaries among its images: the same sites, engine, jobs, sampling rates and steps."""
 
+import copy
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -14,6 +15,7 @@ from polyclinic.core import POOLED, SiteId, Stream
 from polyclinic.data.examples import SiteData
 from polyclinic.federation.rounds import Progress, RoundOptions, Rounds
 from polyclinic.federation.server_state import canonical_layout
+from polyclinic.federation.site_runner import SiteRunner
 from polyclinic.privacy.plan import PrivacyPlan
 from polyclinic.runs.assemble import RunSetup, price_plan, round_options
 from polyclinic.runs.engines.choice import make_engine
@@ -45,7 +47,8 @@ class CanaryRun:
     def play(self, engine: str, secret: Stream, rounds: int) -> Recorder:
         """Play the first rounds on this engine, and return what was overheard. `secret`: the source of all noise."""
         setup, options = self.setup, self.setup.recipe.engine
-        runners = {site: self._listening_runner(site, secret) for site in trainers(setup)}
+        own = setup.make_runners(RamMemory(), secret)
+        runners = {site: self._listening_runner(own[site]) for site in trainers(setup)}
         recorder = Recorder(runners)
         for site, runner in runners.items():
             runner.attach(recorder, blank_site(setup.sites[site]))
@@ -65,9 +68,8 @@ class CanaryRun:
                 state, progress = loop.play_round(state, progress)
         return recorder
 
-    def _listening_runner(self, site: SiteId, secret: Stream) -> ListeningRunner:
-        """Return the site's own runner, overheard. What the recipe does to an update after the plan is left out."""
-        own = self.setup.make_runner(site, RamMemory(), secret.child("site", site))
+    def _listening_runner(self, own: SiteRunner) -> ListeningRunner:
+        """Return the same runner, overheard. What the recipe does to an update after the plan is left out."""
         return ListeningRunner(
             own.name, own.images, own.algorithm, own.networks, own.memory, plan_transforms(self.plan), own.limits
         )
@@ -110,12 +112,13 @@ def add_canaries(setup: RunSetup, canaries: int, coins: Stream) -> CanaryRun:
     )
     sites, members = dict(setup.sites), dict[SiteId, Tensor]()
     for site, size in sizes.items():
-        count = (rows[site] if factor == 1 else (factor - 1) * size.examples) // _group(plan, site)
+        group = _group(plan, site)
+        count = -(-(rows[site] if factor == 1 else (factor - 1) * size.examples) // group)
         members[site] = torch.rand(count, generator=coins.child("coins", site).generator()) < 0.5
-        own = factor * size.examples - count * _group(plan, site)
-        own = min(own, size.examples)
-        grown = CanaryExamples(setup.sites[site].train, members[site], own, _group(plan, site))
-        sites[site] = replace(setup.sites[site], train=grown)
+        own = factor * size.examples - count * group
+        sites[site] = replace(
+            setup.sites[site], train=CanaryExamples(setup.sites[site].train, members[site], own, group)
+        )
     return CanaryRun(_rebuild(setup, sites, factor, max(map(len, members.values()))), members)
 
 
@@ -132,11 +135,7 @@ def _rebuild(setup: RunSetup, sites: dict[SiteId, SiteData], factor: int, seats:
     if training.batch is not None:
         training = replace(training, batch=training.batch * factor)
     recipe = recipe.model_copy(update={"training": training})
-    clip = plan.config.clip
-    by_cluster = {
-        name: LiveNetwork(add_seats(live.module, seats, clip), live.device, dict(live.auxiliary_modules.items()))
-        for name, live in setup.networks.by_cluster.items()
-    }
+    by_cluster = {name: _add_seats(live, seats, plan.config.clip) for name, live in setup.networks.by_cluster.items()}
     networks = Networks(recipe, by_cluster, None, setup.networks.shapes)
     module = networks.first.module
     federation = replace(
@@ -149,6 +148,11 @@ def _rebuild(setup: RunSetup, sites: dict[SiteId, SiteData], factor: int, seats:
     draft = replace(draft, algorithm=_build_algorithm(draft, None), plan=None)
     rebuilt = _reprice(draft, plan)
     return replace(draft, plan=rebuilt, algorithm=_build_algorithm(draft, rebuilt))
+
+
+def _add_seats(live: LiveNetwork, seats: int, clip: float) -> LiveNetwork:
+    auxiliary = copy.deepcopy(live.auxiliary_modules)
+    return LiveNetwork(add_seats(live.module, seats, clip), live.device, dict(auxiliary.items()), live.task)
 
 
 def _build_algorithm(setup: RunSetup, plan: PrivacyPlan | None) -> Algorithm:
