@@ -77,6 +77,7 @@ FULL: dict[str, Any] = {
         "sampling": "shuffle",
         "amplification": False,
         "augmentation_multiplicity": 2,
+        "noise_per_site": False,
         "noise_at": "site",
         "max_sites_per_record": 2,
         "metrics": "open",

@@ -93,6 +93,47 @@ def _plan_table(plan: PrivacyPlan) -> Table:
     return table
 
 
+def spent_command(
+    where: Annotated[
+        Path,
+        typer.Argument(metavar="SITE.yaml|LEDGER", help="A site's configuration, or the ledger that runs share."),
+    ],
+    delta: Annotated[float | None, typer.Option(help="δ (default: that of the site's budget, else 1e-5).")] = None,
+    as_json: Json = False,
+) -> None:
+    """Show the ε that all runs so far have spent, for one image, one patient and the whole site."""
+    from polyclinic.deploy.site.config import SiteConfig
+    from polyclinic.deploy.site.privacy_account import price_site_ledger
+    from polyclinic.privacy.shared_ledger import price_ledger
+    from polyclinic.reporting.privacy_statement import UNITS
+
+    if not where.is_file():
+        raise RecipeError(f"there is no file {where}; give a site.yaml, or the file that privacy.ledger names")
+    budget = None
+    if where.suffix in (".yaml", ".yml"):
+        config = SiteConfig.load(where)
+        budget = config.budget
+        delta = delta or (budget.delta if budget else 1e-5)
+        found = price_site_ledger(config.folder, delta)
+    else:
+        delta = delta or 1e-5
+        found = price_ledger(where, delta)
+    if as_json:
+        known = {unit: value if isinstance(value, float) else None for unit, value in found.items()}
+        print_json({"delta": delta, "epsilon": known, "budget": budget and budget.model_dump()})
+        return
+    table = Table("protected", Column("ε spent", justify="right"), "budget", box=None, padding=(0, 1))
+    notes = []
+    for unit, value in found.items():
+        limit = f"of {budget.epsilon:g}" if budget is not None and budget.unit == unit else ""
+        table.add_row(UNITS[unit], f"{value:.3f}" if isinstance(value, float) else "unknown", limit)
+        notes += [] if isinstance(value, float) else [f"{UNITS[unit]}: {value}"]
+    table.caption = Text(f"all runs together, at δ = {delta:.2g}")
+    out.print(table)
+    for note in notes:
+        out.print(Text(note), soft_wrap=True)
+
+
 def audit_command(
     recipe: Annotated[
         str,

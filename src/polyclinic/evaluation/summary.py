@@ -185,8 +185,10 @@ class PrivacySpent(SummaryPart):
     noise_at: str
     sampling: str
     delta: float
-    clip: float
+    clip: float | Literal["auto"]
     noise: float
+    site_noise: dict[SiteId, float] = {}
+    """The noise of each site, where it is not the same at all."""
     accountant: str
     max_epsilon: float | None = None
     """privacy.epsilon of the recipe."""

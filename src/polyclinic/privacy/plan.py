@@ -48,7 +48,8 @@ class PrivacyConfig:
     """Whether each site's noise is solved by itself, so that all pay the same ε. Left out: yes, for units image and
     patient. Otherwise all sites have the noise of the site that needs most."""
     delta: Annotated[float, Field(gt=0, lt=1)] = 1e-5
-    clip: Annotated[float, Field(ge=1e-9, le=1e9)] = 1.0
+    clip: Annotated[float, Field(ge=1e-9, le=1e9)] | Literal["auto"] = 1.0
+    """C, the largest norm of what one unit adds to a sum; `auto`: every image's gradient is scaled to the length 1."""
     accountant: Accountant = "pld"
     neighbours: Neighbours = "add or remove"
     sampling: Literal["poisson", "shuffle"] = "poisson"
@@ -67,6 +68,11 @@ class PrivacyConfig:
     randomness: Literal["seed", "secret"] = "secret"
     """The source of noise; with `seed` a run can be repeated, but anybody who knows the seed can remove the noise."""
 
+    @property
+    def clip_norm(self) -> float:
+        """C, which is 1 with automatic clipping."""
+        return 1.0 if self.clip == "auto" else self.clip
+
 
 def config_problems(config: PrivacyConfig, training: Training, watching: bool) -> Iterator[str]:
     """Yield a sentence for each mistake that needs no data to find; `watching`: a schedule uses validation metrics."""
@@ -80,6 +86,8 @@ def config_problems(config: PrivacyConfig, training: Training, watching: bool) -
     if config.noise_per_site and (config.noise is not None or config.unit == "site"):
         reason = "privacy.noise is given" if config.noise is not None else "unit site needs the same noise everywhere"
         yield f"privacy.noise_per_site solves the noise of each site, and {reason}; leave privacy.noise_per_site out"
+    if config.clip == "auto" and config.unit == "site":
+        yield "privacy.clip: auto scales the gradients of single images, and unit site clips updates; give a number"
     if config.noise_at == "server" and config.unit != "site":
         yield (
             f"privacy.noise_at: server is for unit site; with unit {config.unit} noise is added in every step, at the "
@@ -223,7 +231,7 @@ class PrivacyPlan:
         if self.config.unit == "site":
             return None
         noise = self.noise if site is None else self.noise_of(site)
-        return Private(self.config.clip, noise, self.config.sampling, self.config.augmentation_multiplicity)
+        return private_options(self.config, noise)
 
     def as_json(self) -> dict[str, object]:
         config = self.config
@@ -244,6 +252,23 @@ class PrivacyPlan:
             "randomness": config.randomness,
             "no_guarantee_reason": self.no_guarantee_reason,
         }
+
+
+def describe_clip(clip: float | Literal["auto"]) -> str:
+    return "scaled to length 1" if clip == "auto" else f"clipped to {clip:g}"
+
+
+def describe_noise(noise: float, site_noise: Mapping[SiteId, float]) -> str:
+    """Return σ, or its range where each site has its own."""
+    if not site_noise:
+        return f"{noise:.4g}"
+    return f"{min(site_noise.values()):.4g} to {max(site_noise.values()):.4g}, by site"
+
+
+def private_options(config: PrivacyConfig, noise: float) -> Private:
+    """Return the DP-SGD options of training jobs at this noise."""
+    views = config.augmentation_multiplicity
+    return Private(config.clip_norm, noise, config.sampling, views, normalise=config.clip == "auto")
 
 
 def steps_of(job: Fit, examples: int, config: PrivacyConfig, sites: int = 1) -> Steps:
@@ -319,7 +344,7 @@ def _equalise_epsilon(draft: PrivacyPlan, target: float) -> PrivacyPlan:
 
         if rounds:
             kind = spends(1.0)
-            found[kind] = found.get(kind) or noise_for(lambda sigma: draft.epsilon_of(spends(sigma)), target)  # noqa: B023
+            found[kind] = found.get(kind) or noise_for(lambda sigma: draft.epsilon_of(spends(sigma)), target)
             noise[site] = found[kind]
     return replace(draft, noise=min(noise.values()), site_noise=noise if len(set(noise.values())) > 1 else {})
 

@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator
 
 from polyclinic.evaluation.summary import PrivacySpent, RunSummary
+from polyclinic.privacy.plan import describe_clip, describe_noise
 from polyclinic.reporting.blocks import Block, Bullets, Code, Inline, Paragraph, Report, Section, Strong, Table
 from polyclinic.reporting.formatting import round_up
 from polyclinic.reporting.render_markdown import to_markdown
@@ -94,7 +95,8 @@ def _plan_rows(privacy: PrivacySpent, pooled: bool) -> Iterator[list[str]]:
     if privacy.unit == "patient":
         yield ["training images of one patient at a site", f"at most {privacy.largest_group}, which is public"]
     yield ["sampling", _describe_sampling(privacy)]
-    yield ["clip, noise", f"{privacy.clip:g}, {privacy.noise:.4g} × the clip"]
+    noise = describe_noise(privacy.noise, privacy.site_noise)
+    yield ["clip, noise", f"{describe_clip(privacy.clip)}; {noise} × that"]
     yield ["δ", round_up(privacy.delta)]
     yield [f"ε of the worst-placed {privacy.unit}", _format_bounds(privacy)]
     if privacy.worst_site_epsilon is not None and privacy.unit != "site":
@@ -109,7 +111,8 @@ def _format_bounds(privacy: PrivacySpent) -> str:
         name: value for name, value in privacy.epsilon_by_accountant.items() if name != first and value is not None
     }
     shown = [f"{LIBRARIES[name]}: {round_up(value, 4)}" for name, value in others.items()]
-    head = f"{'∞' if best is None else round_up(best, 4)} ({LIBRARIES[first]}), which is what was limited"
+    limited = "" if privacy.max_epsilon is None else ", which is what was limited"
+    head = f"{'∞' if best is None else round_up(best, 4)} ({LIBRARIES[first]}){limited}"
     return head + (f"; other bounds on the same: {', '.join(shown)}" if shown else "")
 
 

@@ -27,6 +27,7 @@ from polyclinic.privacy.plan import (
     Steps,
     make_plan,
     max_images_per_patient,
+    private_options,
     steps_of,
 )
 from polyclinic.privacy.transforms.base import UpdateTransform
@@ -100,9 +101,7 @@ def bind_plan(
 
 def placeholder_private(config: PrivacyConfig) -> Private | None:
     """Return the DP-SGD options of a dry run, before the noise is known."""
-    return (
-        None if config.unit == "site" else Private(config.clip, 1.0, config.sampling, config.augmentation_multiplicity)
-    )
+    return None if config.unit == "site" else private_options(config, 1.0)
 
 
 def plan_transforms(plan: PrivacyPlan) -> list[UpdateTransform]:
@@ -110,8 +109,8 @@ def plan_transforms(plan: PrivacyPlan) -> list[UpdateTransform]:
     config = plan.config
     if config.unit != "site":
         return []
-    std = plan.noise * config.clip if config.noise_at == "site" else 0.0
-    return [Clip(config.clip, RELEASED, std), *([Noise(std, RELEASED)] if config.noise_at == "site" else [])]
+    std = plan.noise * config.clip_norm if config.noise_at == "site" else 0.0
+    return [Clip(config.clip_norm, RELEASED, std), *([Noise(std, RELEASED)] if config.noise_at == "site" else [])]
 
 
 def privacy_limits(plan: PrivacyPlan, site: SiteId, secret: Stream) -> SitePrivacyLimits:

@@ -52,7 +52,7 @@ class RunTerms:
     channels: int
     size: int
     noise: float | None = None
-    """The noise of the server's privacy plan; None without a plan, or in a preview, where the site computes it."""
+    """This site's noise in the server's privacy plan; None without a plan, or in a preview: the site computes it."""
     metrics_noise: float = math.inf
     """The noise on metrics, if they are reported as noised counts."""
 
@@ -104,7 +104,9 @@ class Participation:
         """Return the server's plan for this site alone: with the server's noise, priced by this site's own counts."""
         config, terms, site = draft.recipe.privacy, self.terms, self.site
         assert config is not None
-        asked = config if terms.noise is None else replace(config, noise=terms.noise, epsilon=None, metrics="suppress")
+        asked = config
+        if terms.noise is not None:
+            asked = replace(config, noise=terms.noise, noise_per_site=None, epsilon=None, metrics="suppress")
         rules, networks = replace(round_options(draft.recipe, ""), cohort=None), draft.networks.by_cluster
         plan = bind_plan(asked, draft.algorithm, draft.federation, draft.sites, networks, rules)
         if terms.noise is not None and config.noise not in (None, terms.noise):

@@ -5,6 +5,11 @@ EXPECTED number of examples in a step (with `sampling: shuffle`, by the batch si
 
     (1)  g̃ = (Σ_i g_i · min(1, C/‖g_i‖) + σC·N(0, I)) / (q·n)     q: sampling rate; n: examples
 
+With automatic clipping (Bu, Wang, Zha, Karypis: Automatic clipping: differentially private deep learning made easier
+and stronger. NeurIPS 2023, AUTO-S), short gradients are lengthened, so that C is only a factor on the learning rate:
+
+    (2)  g_i · C / (‖g_i‖ + γ), γ = 0.01, in the place of g_i · min(1, C/‖g_i‖)
+
 Terms of an objective that use no data (FedProx's penalty, SCAFFOLD's linear term) cost no privacy: their gradient is
 added in full, neither clipped nor noised.
 """
@@ -38,6 +43,8 @@ from polyclinic.training.network import LiveNetwork, NetworkWrapper
 
 VMAP_EXAMPLES = 16
 """How many examples' gradients `vmap` computes at once, where layers cannot be recorded."""
+STABILITY = 0.01
+"""γ of (2): how fast the gradient of an example that is learnt goes to 0."""
 BATCH_MULTIPLE = 16
 """Random batches are padded to a multiple of this, so that stacks see few different lengths."""
 BATCH_DEPENDENT_LAYERS = {
@@ -185,7 +192,7 @@ class PrivateGradients:
         present = torch.ones(1, count, device=self.network.device)
         # Where the device works ahead of the host, asking it whether all is well would take longer than taking care.
         assume_nonfinite = self.network.device.type != "cpu"
-        sums, dropped = sum_clipped_gradients(gradients, self.options.clip, present, assume_nonfinite)
+        sums, dropped = sum_clipped_gradients(gradients, self.options, present, assume_nonfinite)
         self.dropped += dropped[0]
         return {name: total[0] for name, total in sums.items()}
 
@@ -290,20 +297,22 @@ def draw_poisson_batches(examples: int, rate: float, steps: int, stream: Stream)
     return [torch.from_numpy(part) for part in np.split(example, cuts)] if steps else []
 
 
-def clip_factors(norms: Tensor, clip: float) -> Tensor:
-    """Return min(1, C/‖g‖) for every example, and 0 where ‖g‖ is not finite."""
+def clip_factors(norms: Tensor, clip: float, normalise: bool = False) -> Tensor:
+    """Return min(1, C/‖g‖), or C/(‖g‖ + γ) by (2), for every example, and 0 where ‖g‖ is not finite."""
     factors = torch.ones_like(norms) if math.isinf(clip) else (clip / norms).clamp(max=1)
+    if normalise:
+        factors = clip / (norms + STABILITY)
     return factors.masked_fill(~norms.isfinite(), 0)
 
 
 def sum_clipped_gradients(
-    gradients: Mapping[str, ParameterGradients], clip: float, present: Tensor, assume_nonfinite: bool = True
+    gradients: Mapping[str, ParameterGradients], options: Private, present: Tensor, assume_nonfinite: bool = True
 ) -> tuple[Tensors, Tensor]:
     """Sum the clipped gradients of each site.
 
     Args:
         gradients: The examples' gradients by parameter, all sites' examples one after another.
-        clip: C.
+        options: How they are clipped.
         present: Sites × examples; 1 for an example, 0 for padding.
         assume_nonfinite: Mask gradients that are not finite without looking whether there are any.
 
@@ -313,7 +322,7 @@ def sum_clipped_gradients(
     squares = torch.stack([gradient.squared_norms() for gradient in gradients.values()]).sum(0)
     norms = squares.sqrt().reshape(present.shape)
     finite = norms.isfinite()
-    factors = clip_factors(norms, clip) * present
+    factors = clip_factors(norms, options.clip, options.normalise) * present
     nonfinite = ~finite.reshape(-1) if assume_nonfinite or not bool(finite.all()) else None
     sums = {name: gradient.weighted_sum(factors, nonfinite) for name, gradient in gradients.items()}
     return sums, (~finite & present.bool()).sum(1)

@@ -220,11 +220,11 @@ def _clipped_sum_function(
 ) -> ClippedSumFunction:
     """Return the function for private steps, made once for each network."""
     assert training.private is not None
-    clip = training.private.clip
-    key = ("private", objective, names, clip, training.precision, compiled)
+    options = replace(training.private, noise=0.0)
+    key = ("private", objective, names, options, training.precision, compiled)
     if key not in network.stacked_functions:
         with _translate_errors(compiled):
-            network.stacked_functions[key] = make_clipped_sum_function(network, objective, names, clip, compiled)
+            network.stacked_functions[key] = make_clipped_sum_function(network, objective, names, options, compiled)
     function: ClippedSumFunction = network.stacked_functions[key]
 
     def call(*arguments: Any) -> tuple[Tensors, Tensor, Tensor]:
