@@ -58,6 +58,7 @@ RECIPES: dict[str, dict[str, Any]] = {
     "patient": {"privacy": {"unit": "patient", "noise": 4.0, "delta": 1e-3}, "data": PHANTOM, "training__batch": 16},
     "fedmp": {"privacy": IMAGE, "algorithm": "fedmp"},
     "fedmr": {"privacy": IMAGE, "algorithm": {"name": "fedmr", "intra": 0}},
+    "automatic clip": {"privacy": {**IMAGE, "clip": "auto"}, "engine__name": "stacked"},
     "adaptive": {"privacy": {"noise": 1.5, "delta": 1e-5}, "algorithm": "adaptive-noise"},
     "jobs": {"privacy": IMAGE, "algorithm": {"name": "pfedcdp", "keep": 0}, "public": {"name": "digits"}},
     "metrics": {"privacy": {**IMAGE, "metrics": "count"}},
@@ -205,11 +206,11 @@ def clip_per_batch(patch: pytest.MonkeyPatch) -> None:
     """The mean gradient of a batch is clipped, in place of each example's."""
     real = dp_sgd.sum_clipped_gradients
 
-    def wrong(gradients: Any, clip: float, present: Tensor, *rest: Any) -> Any:
-        sums, dropped = real(gradients, math.inf, present, *rest)
+    def wrong(gradients: Any, options: Private, present: Tensor, *rest: Any) -> Any:
+        sums, dropped = real(gradients, replace(options, clip=math.inf), present, *rest)
         count = present.sum(1).clamp(min=1)
         norms = torch.stack([t.flatten(1).square().sum(1) for t in sums.values()]).sum(0).sqrt() / count
-        share = (clip / norms).clamp(max=1)
+        share = (options.clip / norms).clamp(max=1)
         return {n: t * share.reshape(-1, *[1] * (t.ndim - 1)) for n, t in sums.items()}, dropped
 
     patch.setattr(dp_sgd, "sum_clipped_gradients", wrong)
@@ -217,7 +218,7 @@ def clip_per_batch(patch: pytest.MonkeyPatch) -> None:
 
 def clip_three_times_as_long(patch: pytest.MonkeyPatch) -> None:
     real = dp_sgd.clip_factors
-    patch.setattr(dp_sgd, "clip_factors", lambda norms, clip: real(norms, 3 * clip))
+    patch.setattr(dp_sgd, "clip_factors", lambda norms, clip, *rest: real(norms, 3 * clip, *rest))
 
 
 def leave_a_bias_without_noise(patch: pytest.MonkeyPatch) -> None:

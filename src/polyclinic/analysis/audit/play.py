@@ -135,7 +135,9 @@ def _rebuild(setup: RunSetup, sites: dict[SiteId, SiteData], factor: int, seats:
     if training.batch is not None:
         training = replace(training, batch=training.batch * factor)
     recipe = recipe.model_copy(update={"training": training})
-    by_cluster = {name: _add_seats(live, seats, plan.config.clip) for name, live in setup.networks.by_cluster.items()}
+    by_cluster = {
+        name: _add_seats(live, seats, plan.config.clip_norm) for name, live in setup.networks.by_cluster.items()
+    }
     networks = Networks(recipe, by_cluster, None, setup.networks.shapes)
     module = networks.first.module
     federation = replace(

@@ -229,10 +229,10 @@ def check_update_clip(runner: ListeningRunner, plan: PrivacyPlan) -> GaussianTes
         generator = torch.Generator().manual_seed(number)
         steps = {n: torch.randn(t.shape, generator=generator, dtype=torch.float64) for n, t in start.items()}
         norm = float(torch.cat([t.flatten() for t in steps.values()]).norm())
-        planted = {n: (t + (steps[n] * (length * plan.config.clip / norm)).to(t)) for n, t in start.items()}
+        planted = {n: (t + (steps[n] * (length * plan.config.clip_norm / norm)).to(t)) for n, t in start.items()}
         sent = _send_update(runner, planted)
         moved = torch.cat([(sent[n].double() - still[n].double()).flatten() for n in sorted(sent)])
-        movements.append(float(moved.norm()) / plan.config.clip)
+        movements.append(float(moved.norm()) / plan.config.clip_norm)
     return check_sensitivity(UPDATES, np.array(movements))
 
 
@@ -247,7 +247,7 @@ def _send_update(runner: ListeningRunner, model: Tensors) -> Tensors:
 def check_server_noise(plan: PrivacyPlan, state: Bundle, secret: Stream) -> GaussianTest:
     """Test the noise that the server adds to the mean of updates (unit site, noise at the server)."""
     sizes = [float(size.examples) for size in plan.site_sizes.values()]
-    budget, std = PrivacyBudget(plan, secret), plan.noise * plan.config.clip * largest_weight(sizes)
+    budget, std = PrivacyBudget(plan, secret), plan.noise * plan.config.clip_norm * largest_weight(sizes)
     squares, count = 0.0, 0
     for round in range(1, REPLAYS + 1):
         after = budget.add_server_noise(round, state, state, sizes)

@@ -133,12 +133,12 @@ def training_epsilon(plan: PrivacyPlan, site: SiteId, rounds: int) -> float:
 
 def check_updates(plan: PrivacyPlan, updates: Mapping[SiteId, Sequence[OverheardUpdate]]) -> list[GaussianTest]:
     """Test the noise on whole updates, less the updates as they should have been clipped (unit site)."""
-    kind, std = UPDATES, plan.noise * plan.config.clip
-    noises = [_flatten(_residual(each, plan.config.clip)) / std for each in _all(updates)]
+    kind, std = UPDATES, plan.noise * plan.config.clip_norm
+    noises = [_flatten(_residual(each, plan.config.clip_norm)) / std for each in _all(updates)]
     squares, count = sum(float(np.square(noise).sum()) for noise in noises), sum(map(len, noises))
     by_name: dict[str, list[Tensor]] = defaultdict(list)
     for each in _all(updates):
-        for name, tensor in _residual(each, plan.config.clip).items():
+        for name, tensor in _residual(each, plan.config.clip_norm).items():
             by_name[name].append(tensor.flatten())
     layers = [
         check_deviation(kind, f"noise of {name}", float(torch.cat(t).square().sum()) / std**2, sum(map(len, t)))
