@@ -72,10 +72,10 @@ def test_a_site_pays_for_its_own_rounds_only() -> None:
 
 
 def test_patients_cost_as_groups() -> None:
-    """D7: the figure of the patient with the most images, by the mixture of Gaussians."""
-    wish = PrivacyConfig(unit="patient", noise=2.0, delta=DELTA)
+    """D7: where patients cannot be sampled, the figure of a declared number of images, by the mixture of Gaussians."""
+    wish = PrivacyConfig(unit="patient", noise=2.0, delta=DELTA, group=3)
     one = draft(wish, sites={"a": 400})
-    plan = make_plan(replace(one, site_sizes={"a": SiteSize(400, largest=3)}))
+    plan = make_plan(replace(one, site_sizes={"a": SiteSize(400, largest=3, unnamed=400)}))
     assert plan.epsilon == epsilon([Spend(2.0, 0.05, 60, 3)], DELTA)
     assert plan.epsilon > make_plan(one).epsilon
 

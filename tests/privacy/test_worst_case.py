@@ -58,14 +58,14 @@ def sets_of_sites(sites: Iterable[Composition], most: int) -> list[Composition]:
 
 
 def test_the_worst_three_of_five_hospitals_are_enumerated() -> None:
-    """The demo federation, patients of up to four images drawn by image: a bound by numbers alone would say 10.15."""
+    """The demo federation, unnamed patients of up to four images: a bound by numbers alone would say 10.15."""
     sizes = {"harbour": 278, "hillside": 222, "lakeview": 160, "northfield": 111, "riverside": 73}
     plan = make_plan(
         PrivacyPlan(
-            PrivacyConfig(unit="patient", noise=8.0, delta=1e-3),
+            PrivacyConfig(unit="patient", noise=8.0, delta=1e-3, group=4),
             noise=1.0,
             rounds=(tuple(sizes),) * 6,
-            site_sizes={site: SiteSize(n, 4, 4) for site, n in sizes.items()},
+            site_sizes={site: SiteSize(n, 4, 4, unnamed=n) for site, n in sizes.items()},
             jobs={site: (Steps(16 / n, 2 * batches_per_epoch(n, 16)),) for site, n in sizes.items()},
             max_sites_per_record=3,
         )

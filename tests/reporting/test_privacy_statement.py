@@ -44,6 +44,7 @@ RUNS: dict[str, dict[str, Any]] = {
         "data": PHANTOM,
         "training__batch": 16,
     },
+    "declared": {"privacy": {"unit": "patient", "group": 3, "noise": 9.0, "delta": 1e-3}},
     "site": {"privacy": SITE},
     "server": {"privacy": {**SITE, "noise_at": "server"}},
     "count": {"privacy": {**IMAGE, "metrics": "count"}},
@@ -148,8 +149,8 @@ def test_the_figures_are_those_of_the_ledger(folder: Folder, name: str) -> None:
     first = re.findall(r"^([\d.]+) \((PLD, dp-accounting)\)(?:, which is what was limited)?", figures)
     assert ("which is what was limited" in figures) == ("epsilon" in wish)
     shown = {library: figure for figure, library in first} | dict(re.findall(r"(\w+, [\w-]+): ([\d.]+)", figures))
-    # Only a patient's several sampled images are beyond RDP and PRV.
-    assert shown.keys() == ({"PLD, dp-accounting"} if name == "patient" else LIBRARIES.keys())
+    # Only a patient's several images that are sampled one by one are beyond RDP and PRV.
+    assert shown.keys() == ({"PLD, dp-accounting"} if name == "declared" else LIBRARIES.keys())
     for library, figure in shown.items():
         neighbours = wish.get("neighbours", "add or remove")
         paid = max(epsilon(s, wish["delta"], LIBRARIES[library], neighbours) for s in spent.values())
@@ -167,8 +168,12 @@ def test_images_of_a_patient_are_told_apart_from_the_patient(folder: Folder) -> 
     told = text(folder("patient"))
     assert alone not in told
     assert "with all training images of that patient" in cell(told, "whom it protects")
-    groups = {spend.group for spends in charged(folder("patient")).values() for spend in spends}
-    assert max(groups) > 1, "these patients have one image each, which shows nothing"
+    for name, group, sampled in (("patient", 1, "patient"), ("declared", 3, "image")):
+        told = text(folder(name))
+        assert {spend.group for spends in charged(folder(name)).values() for spend in spends} == {group}
+        assert cell(told, "sampling").startswith(f"every {sampled} joins every step by itself")
+        (largest,) = re.findall(r"^at most (\d+)", cell(told, "training images of one patient at a site"))
+        assert int(largest) > 1, "these patients have one image each, which shows nothing"
 
 
 def test_what_a_trusted_server_sees_is_said(folder: Folder) -> None:

@@ -87,9 +87,14 @@ def _plan_table(plan: PrivacyPlan) -> Table:
         if plan.config.unit == "site"
         else f"; it may be at {plan.max_sites_per_record} site{'s' * (plan.max_sites_per_record > 1)}"
     )
+    sizes = plan.site_sizes.values()
+    unnamed, left_out = sum(size.unnamed for size in sizes), sum(size.left_out for size in sizes)
+    group = f"; {left_out:,} images beyond privacy.group are left out" if left_out else ""
+    if plan.config.unit == "patient" and unnamed:
+        group += f"; {unnamed:,} images name no patient: privacy.group: {plan.config.group} is declared, not checked"
     charges = "".join(f"; {kind} each round, noise {noise:g}" for kind, noise in plan.other_releases.items())
     counts = "" if math.isinf(plan.metrics_noise) else f"; validation counts, noise {plan.metrics_noise:.3g}"
-    table.caption = Text(f"protects {UNITS[plan.config.unit]}{where}{charges}{counts}{more}")
+    table.caption = Text(f"protects {UNITS[plan.config.unit]}{where}{group}{charges}{counts}{more}")
     return table
 
 

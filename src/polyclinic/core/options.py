@@ -53,6 +53,8 @@ class Private:
     """So many augmentations of an example, whose mean gradient is clipped."""
     normalise: bool = False
     """Whether every gradient is scaled to (almost) length C, short ones too: automatic clipping."""
+    unit: Literal["image", "patient"] = "image"
+    """What joins a step, and whose mean gradient is clipped: an image, or a patient with all training images."""
 
 
 @dataclass(frozen=True)

@@ -93,7 +93,7 @@ def _plan_rows(privacy: PrivacySpent, pooled: bool) -> Iterator[list[str]]:
         yield ["neighbouring data sets", _describe_neighbours(privacy)]
         yield ["who need not be trusted", _describe_observers(privacy, pooled)]
     if privacy.unit == "patient":
-        yield ["training images of one patient at a site", f"at most {privacy.largest_group}, which is public"]
+        yield ["training images of one patient at a site", _describe_group(privacy)]
     yield ["sampling", _describe_sampling(privacy)]
     noise = describe_noise(privacy.noise, privacy.site_noise)
     yield ["clip, noise", f"{describe_clip(privacy.clip)}; {noise} × that"]
@@ -124,7 +124,8 @@ def _describe_neighbours(privacy: PrivacySpent) -> str:
         return (
             "the same, but one site sends back what it received, as if it had no images; that it takes part is public"
         )
-    return f"the same with and without one {unit}; how many images a site registered is public"
+    people = " and patients" if privacy.sampled != "image" else ""
+    return f"the same with and without one {unit}; how many images{people} a site registered is public"
 
 
 def _describe_observers(privacy: PrivacySpent, pooled: bool) -> str:
@@ -141,9 +142,27 @@ def _describe_observers(privacy: PrivacySpent, pooled: bool) -> str:
     )
 
 
+def _describe_group(privacy: PrivacySpent) -> str:
+    at_most = f"at most {privacy.largest_group}, which is public"
+    if privacy.unnamed:
+        at_most += (
+            f"; {privacy.unnamed:,} training images name no patient, so privacy.group: {privacy.group} is declared for "
+            "them and not checked, nor is the number of sites that one patient is at"
+        )
+    if privacy.left_out:
+        at_most += f"; {privacy.left_out:,} images beyond privacy.group: {privacy.group} were left out"
+    return at_most
+
+
 def _describe_sampling(privacy: PrivacySpent) -> str:
     if privacy.unit == "site":
         return "sites take part in rounds that anyone may know; no credit is taken for not taking part at random"
+    if privacy.sampling == "poisson" and privacy.sampled != "image":
+        elsewhere = " (where patients are not named, every image)" if privacy.sampled == "either" else ""
+        return (
+            f"every patient{elsewhere} joins every step by itself, at random and in secret (Poisson sampling), with "
+            "all training images, whose mean gradient is clipped"
+        )
     if privacy.sampling == "poisson":
         return "every image joins every step by itself, at random and in secret (Poisson sampling)"
     return "shuffled: every image is seen once an epoch; no credit is taken for chance"
@@ -178,7 +197,8 @@ def _list_unprotected(privacy: PrivacySpent) -> Iterator[Inline | tuple[Inline, 
         )
     if privacy.unit != "site":
         yield "What is true of many patients alike: that is what the model learns."
-    yield "That a site took part, how many training images it has, which classes there are, when it answered."
+    people = " and patients" if privacy.sampled != "image" else ""
+    yield f"That a site took part, how many training images{people} it has, which classes there are, when it answered."
     if privacy.metrics == "open":
         yield "Metrics of validation images, which sites reported without noise (privacy.metrics: open)."
     if privacy.metrics == "count":

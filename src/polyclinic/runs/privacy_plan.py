@@ -16,6 +16,7 @@ from polyclinic.algorithms.optimisation.fedavg import FedAvg
 from polyclinic.algorithms.wrappers.ensemble import Ensemble
 from polyclinic.core import AUX_PREFIX, Federation, Private, RecipeError, SiteId, StoreError, Stream
 from polyclinic.data.examples import Selection, SiteData
+from polyclinic.data.patients import count_unnamed, max_images_per_patient
 from polyclinic.federation.rehearsal import rehearse_round
 from polyclinic.federation.rounds import RoundOptions, draw_cohort
 from polyclinic.federation.site_limits import SitePrivacyLimits
@@ -26,7 +27,6 @@ from polyclinic.privacy.plan import (
     SiteSize,
     Steps,
     make_plan,
-    max_images_per_patient,
     private_options,
     steps_of,
 )
@@ -73,7 +73,7 @@ def bind_plan(
             "privacy.unit: site clips and noises a site's whole update of the model, and this algorithm sends more, or "
             "at other times; choose fedavg, fedprox, fednova or fedcycle, or try privacy.unit: image"
         )
-    sizes, first = {name: _site_size(site) for name, site in sites.items()}, next(iter(sites))
+    sizes, first = {name: _site_size(site, config.group) for name, site in sites.items()}, next(iter(sites))
     jobs: dict[SiteId, tuple[Steps, ...]] = {}
     models = 1
     if config.unit != "site":
@@ -118,6 +118,7 @@ def privacy_limits(plan: PrivacyPlan, site: SiteId, secret: Stream) -> SitePriva
         secret,
         priced_jobs=tuple((step.rate, step.times) for step in plan.jobs.get(site, ())),
         min_noise=plan.noise_of(site),
+        unit="patient" if plan.samples_patients(site) else "image",
         metrics_noise=plan.metrics_noise if plan.config.metrics == "count" else None,
         parts=() if plan.config.metrics == "suppress" else ("validation",),
         rounds=len(plan.rounds),
@@ -182,10 +183,11 @@ def check_no_shared_statistics(network: LiveNetwork, algorithm: Algorithm, key: 
             )
 
 
-def _site_size(site: SiteData) -> SiteSize:
-    return SiteSize(
-        len(site.train), max_images_per_patient(site.train.patients), max_images_per_patient(site.validation.patients)
-    )
+def _site_size(site: SiteData, group: int | None) -> SiteSize:
+    """Count a site's images. `group`: the declared bound on the images of a patient who is not named."""
+    counted = [(count_unnamed(part), max_images_per_patient(part.patients)) for part in (site.train, site.validation)]
+    largest, largest_validation = (max(most, group or 1) if unnamed else most for unnamed, most in counted)
+    return SiteSize(len(site.train), largest, largest_validation, counted[0][0], counted[1][0], site.left_out)
 
 
 def max_sites_per_record(sites: Mapping[SiteId, SiteData], config: PrivacyConfig) -> int:

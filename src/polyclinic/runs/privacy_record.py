@@ -4,6 +4,7 @@ import math
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
 from statistics import fmean
+from typing import Literal
 
 from polyclinic.core import Exchange, RecipeError, SiteId
 from polyclinic.evaluation.rows import MetricRow, TrainRow
@@ -108,8 +109,19 @@ def summarise_privacy(budget: PrivacyBudget, exhausted: bool, rows: Iterable[Met
         stopped_by_budget=exhausted,
         earlier_epsilon=_finite_or_none(plan.worst_epsilon({})) if plan.earlier else 0.0,
         largest_group=max(sizes.largest for sizes in plan.site_sizes.values()),
+        group=config.group,
+        unnamed=sum(sizes.unnamed for sizes in plan.site_sizes.values()),
+        left_out=sum(sizes.left_out for sizes in plan.site_sizes.values()),
+        sampled=_sampled_unit(plan),
         paper_metric=_paper_metric(plan, rows),
     )
+
+
+def _sampled_unit(plan: PrivacyPlan) -> Literal["image", "patient", "either"]:
+    named = {not sizes.unnamed for sizes in plan.site_sizes.values()}
+    if plan.config.unit != "patient" or plan.config.sampling != "poisson" or named == {False}:
+        return "image"
+    return "patient" if named == {True} else "either"
 
 
 def _price_with(plan: PrivacyPlan, spent: Mapping[SiteId, Iterable[Spend]], accountant: Accountant) -> float | None:

@@ -63,6 +63,12 @@ CASES: dict[str, dict[str, Any]] = {
     "ensemble": {"ensemble": True},
     "forgotten first": {"training__curriculum__by": "forgotten", "evaluate__forgetting": True},
     "a plan for images": {"privacy": {"epsilon": 8, "delta": 1e-3, "randomness": "seed", "metrics": "count"}},
+    "a plan for patients": {"privacy": {**SEEDED, "unit": "patient", "group": 3}},
+    "a plan for patients with one to four images": {
+        "data": PHANTOM,
+        "privacy": {**SEEDED, "unit": "patient", "metrics": "count"},
+    },
+    "fedmp under a plan for patients": {"algorithm": "fedmp", "privacy": {**SEEDED, "unit": "patient"}},
     "a plan for sites": {"privacy": {**SEEDED, "unit": "site"}},
     "fedmp under a plan": {"algorithm": "fedmp", "privacy": SEEDED},
     "noise by site": {"data": PHANTOM, "privacy": {"epsilon": 8, "delta": 1e-3, "randomness": "seed"}},

@@ -10,6 +10,10 @@ and stronger. NeurIPS 2023, AUTO-S), short gradients are lengthened, so that C i
 
     (2)  g_i · C / (‖g_i‖ + γ), γ = 0.01, in the place of g_i · min(1, C/‖g_i‖)
 
+Where patients join the steps, not single examples, i counts patients: g_i is the MEAN gradient of all examples of
+patient i, and n is the number of patients (user-level sampling, Charles et al. 2024). So a patient with many examples
+moves the sum no further than one with a single example.
+
 Terms of an objective that use no data (FedProx's penalty, SCAFFOLD's linear term) cost no privacy: their gradient is
 added in full, neither clipped nor noised.
 """
@@ -63,13 +67,22 @@ class PrivateGradients:
         live: The bundle that `network.load_weights` returned.
         examples: The number of the site's training examples.
         secret: The stream of the noise.
+        patients: The number of patients, if they, and not single examples, join the steps.
     """
 
-    def __init__(self, job: Fit, network: LiveNetwork, live: Bundle, examples: int, secret: Stream | None) -> None:
+    def __init__(
+        self,
+        job: Fit,
+        network: LiveNetwork,
+        live: Bundle,
+        examples: int,
+        secret: Stream | None,
+        patients: int | None = None,
+    ) -> None:
         assert job.training.private is not None
         self.secret = check_private_job(job, network, secret)
         self.training, self.options, self.full_batch = job.training, job.training.private, job.full_batch
-        self.network, self.live, self.examples = network, live, examples
+        self.network, self.live, self.examples, self.patients = network, live, examples, patients
         self.dropped = torch.zeros((), dtype=torch.int64, device=network.device)
         """How many gradients were not finite, and so counted as zero."""
         self._tapes: dict[frozenset[str], tuple[LiveNetwork, GradientTape]] = {}
@@ -94,7 +107,7 @@ class PrivateGradients:
             step: The optimiser step with its objective.
             names: The parameters that it moves.
             batches: The batches into which the step's examples are cut.
-            sizes: Their numbers of examples.
+            sizes: Their numbers of examples (or patients, whose examples lie one after another).
             reference: What the objective refers to.
             noise: The stream of the step's noise.
 
@@ -104,11 +117,13 @@ class PrivateGradients:
         model, total = self.live["model"], torch.zeros((), device=self.network.device)
         sums: Tensors = {}
         for size, batch in zip(sizes, batches, strict=True):
-            loss, clipped = self._sum_clipped(step.objective, names, batch, reference)
+            loss, clipped = self._sum_clipped(step.objective, names, batch, reference, size)
             sums = {n: sums[n] + t for n, t in clipped.items()} if sums else clipped
             total += torch.where(loss.isfinite(), loss, 0) * (size / sum(sizes))
         sums = sums or {name: torch.zeros_like(model[name]) for name in names}
-        expected = expected_batch_size(self.training, self.examples, self.full_batch, sum(sizes))
+        expected: float = expected_batch_size(self.training, self.examples, self.full_batch, sum(sizes))
+        if self.patients is not None:
+            expected = sampling_rate(self.training, self.examples, self.full_batch) * self.patients
         gradients = add_noise(sums, self.options, expected, noise)
         for name, gradient in self._data_free_gradients(step.objective, names, reference).items():
             gradients[name].add_(gradient)
@@ -129,18 +144,23 @@ class PrivateGradients:
         return {name: t for name, t in zip(moving, gradients, strict=True) if t is not None}
 
     def _sum_clipped(
-        self, objective: Objective, names: frozenset[str], batch: Batch, reference: Bundle
+        self, objective: Objective, names: frozenset[str], batch: Batch, reference: Bundle, count: int | None = None
     ) -> tuple[Tensor, Tensors]:
-        """Return the mean loss of a batch and the sum of its examples' clipped gradients."""
+        """Return the mean loss of a batch and the sum of its examples' clipped gradients.
+
+        `count`: the number of examples or patients, each with as many rows, one after another, whose mean gradient is
+        clipped. Without it these are the views of an example.
+        """
+        count = len(batch[1]) // self.options.views if count is None else count
         if objective in SEPARABLE and names not in self._unrecordable:
             try:
-                return self._sum_with_tape(objective, names, batch, reference)
+                return self._sum_with_tape(objective, names, batch, reference, count)
             except NotRecordableError:
                 self._unrecordable.add(names)
-        return self._sum_with_vmap(objective, names, batch, reference)
+        return self._sum_with_vmap(objective, names, batch, reference, count)
 
     def _sum_with_tape(
-        self, objective: Objective, names: frozenset[str], batch: Batch, reference: Bundle
+        self, objective: Objective, names: frozenset[str], batch: Batch, reference: Bundle, count: int
     ) -> tuple[Tensor, Tensors]:
         """Do so in one forward and one backward pass; the quick way, for separable objectives and known layers."""
         if names not in self._tapes:
@@ -148,7 +168,6 @@ class PrivateGradients:
             network.module = copy_with_record(self.network.module, names, tape)
             self._tapes[names] = network, tape
         network, tape = self._tapes[names]
-        count = len(batch[1]) // self.options.views
         tape.begin_pass(count)
         loss = objective(network, self.live, batch, reference)
         gradients = tape.backward(loss * count)
@@ -157,10 +176,10 @@ class PrivateGradients:
         return loss.detach(), self._clip_and_count(gradients, count)
 
     def _sum_with_vmap(
-        self, objective: Objective, names: frozenset[str], batch: Batch, reference: Bundle
+        self, objective: Objective, names: frozenset[str], batch: Batch, reference: Bundle, count: int
     ) -> tuple[Tensor, Tensors]:
-        """Do so with the objective on batches of one example; right for any network and objective."""
-        images, labels = (t.reshape(-1, self.options.views, *t.shape[1:]) for t in batch)
+        """Do so with the objective on batches of one example or patient; right for any network and objective."""
+        images, labels = (t.reshape(count, -1, *t.shape[1:]) for t in batch)
         example_loss = self._example_loss(objective, names, reference)
         call = torch.func.vmap(torch.func.grad_and_value(example_loss), (None, 0, 0, 0), randomness="different")
         moving = {name: self.live["model"][name].detach() for name in sorted(names)}
@@ -328,7 +347,7 @@ def sum_clipped_gradients(
     return sums, (~finite & present.bool()).sum(1)
 
 
-def add_noise(sums: Tensors, options: Private, expected: int, secret: Stream) -> Tensors:
+def add_noise(sums: Tensors, options: Private, expected: float, secret: Stream) -> Tensors:
     """Return (Σ clip(gradient) + σC·noise) / expected for one site; `sums` is overwritten."""
     if options.noise:
         first, names = next(iter(sums.values())), sorted(sums)

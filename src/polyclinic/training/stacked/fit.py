@@ -80,6 +80,8 @@ def why_not_stackable(job: Fit, network: LiveNetwork) -> str:
     if not is_plain_sgd(job.training.private):
         if len(job.sequence) > 1:
             return "jobs with several private steps on a batch are computed site by site"
+        if job.training.private is not None and job.training.private.unit == "patient":
+            return "patients have different numbers of images, so they are drawn and clipped site by site"
         if job.sequence[0].objective not in SEPARABLE:
             return "its objective may mix examples, so their gradients are clipped one by one"
     shared = network.shared_random_layers
