@@ -15,11 +15,13 @@ import pytest
 from hypothesis import given, strategies as st
 
 from polyclinic import run
+from polyclinic.analysis.audit.result import AuditResult
 from polyclinic.analysis.privacy_audit import save_audit
 from polyclinic.core.jobs import Exchange
 from polyclinic.evaluation.summary import Audit, RunSummary
 from polyclinic.privacy.accounting import Accountant, Spend, epsilon
-from polyclinic.privacy.audit import AuditResult
+from polyclinic.privacy.gaussian_tests import GaussianTest
+from polyclinic.privacy.one_run_bound import CanaryBound
 from polyclinic.reporting.formatting import round_up
 from polyclinic.reporting.privacy_statement import privacy_line, write_privacy_page
 from polyclinic.runs.privacy_record import list_releases
@@ -299,47 +301,63 @@ def costing(value: float, folder: Folder) -> RunSummary:
 # Audited
 
 
+NOISE = GaussianTest("weights, training job 1", "noise", 1.01, 1.0, 0.6, 5000, 1.0)
+MOVED = GaussianTest("weights, training job 1", "sensitivity", 1.0, 1.0, 1.0, 800, 1.0)
+GUESSED = CanaryBound(3.0, 1.2, 1e-4, 0.96, 1000, 40, 30, "products", 3.5)
 FOUND = AuditResult(
+    engine="stacked",
+    stacked=3,
+    unit="image",
+    sites=("site-1", "site-2", "site-3"),
+    site="site-2",
+    rounds=2,
+    planned_rounds=2,
+    canaries=1000,
+    kinds=("weights, training job 1",),
     claimed=3.0,
-    bound=1.2,
+    measured=2.97,
     delta=1e-4,
     confidence=0.95,
-    canaries=100,
-    guesses=40,
-    right=30,
-    statistic="products",
-    steps=6,
-    reach=3.5,
+    tests=(NOISE, MOVED),
+    canary_bound=GUESSED,
 )
 
 
 def test_an_audit_completes_the_page_and_changes_nothing_else(tmp_path: Path) -> None:
     run(tiny(privacy=IMAGE), tmp_path)
     before, summary = text(tmp_path), result(tmp_path)
-    save_audit(tmp_path, {"site": "site-2", **FOUND.as_json(), "membership": "Members are hardly told apart."})
+    save_audit(tmp_path, {**FOUND.as_json(), "membership": "Members are hardly told apart."})
     told = text(tmp_path)
     audited = section(told, "Audit")
-    for words in ("At site-2: No contradiction found", "30 of 40 guesses", "95 %", "no proof", "hardly told apart"):
+    said = (
+        "No contradiction found",
+        "engine stacked, 3 sites at once",
+        "1,000 canaries (unit image)",
+        "training job 1",
+    )
+    for words in (*said, "would be 2.97; 3 is", "30 of 40 guesses", "95 %", "no proof", "hardly told apart"):
         assert words in audited
     assert "not audited" not in told
     assert told.replace(audited, "") == before.replace(section(before, "Audit"), "")
     after = result(tmp_path)
     assert after.privacy is not None
     assert after.privacy.audit is not None
-    assert after.privacy.audit.model_dump()["bound"] == FOUND.bound
+    assert after.privacy.audit.model_dump()["measured"] == FOUND.measured
     assert with_privacy(after, audit=None) == summary
 
 
 @pytest.mark.parametrize(
     ("found", "words"),
     [
-        (replace(FOUND, bound=3.2), "The claim is refuted"),
-        (replace(FOUND, reach=2.0), "could not have refuted the claim"),
-        (replace(FOUND, bound=0.0), "That is no proof"),
+        (replace(FOUND, tests=(replace(NOISE, measured=0.7, p_value=1e-9), MOVED)), "noise is 0.7, where 1 is charged"),
+        (replace(FOUND, canary_bound=replace(GUESSED, bound=3.2)), "The claim is refuted: 30 of 40 guesses"),
+        (replace(FOUND, tests=(NOISE,)), "could not have refuted the claim"),
+        (replace(FOUND, kinds=("features",)), "Not attacked, or without power: features"),
+        (replace(FOUND, canary_bound=None), "That is no proof"),
     ],
 )
 def test_an_audit_is_told_as_it_went(folder: Folder, found: AuditResult, words: str) -> None:
-    summary = with_privacy(costing(3.0, folder), audit=Audit.model_validate({"site": "a", **found.as_json()}))
+    summary = with_privacy(costing(3.0, folder), audit=Audit.model_validate(found.as_json()))
     assert words in section(write_privacy_page(summary), "Audit")
 
 

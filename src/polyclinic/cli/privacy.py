@@ -149,7 +149,7 @@ def audit_command(
     canaries: Annotated[
         int, typer.Option(help="The number of planted examples. More of them can refute a larger ε.")
     ] = 1000,
-    confidence: Annotated[float, typer.Option(help="The confidence of the lower bound.")] = 0.95,
+    confidence: Annotated[float, typer.Option(help="One minus the probability that an honest run is accused.")] = 0.95,
     rounds: Annotated[
         int | None, typer.Option(min=1, help="The number of rounds to attack (default: all planned rounds).")
     ] = None,
@@ -159,24 +159,34 @@ def audit_command(
             "--membership", min=0, help="Also run a membership attack (LiRA) with this number of shadow models."
         ),
     ] = 0,
+    attack_seed: Annotated[
+        int | None, typer.Option("--attack-seed", min=0, help="The seed of coins and noise (default: drawn anew).")
+    ] = None,
     settings: Settings = None,
     data: Data = None,
     file: Annotated[Path | None, typer.Option("--out", help="Also write the result to this JSON file.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Audit the privacy claim of a recipe: plant canaries at a site, train as planned, and guess which took part."""
+    """Audit the privacy claim of a recipe: play its rounds with planted canaries, and test what leaves the sites.
+
+    Tested are the noise that is really added, how far one image (patient, site) moves what is released, and what
+    guesses about canaries prove, on the engine of the run. Exit codes: 0, nothing contradicts the claim, and the audit
+    would have found half the noise or twice the sensitivity; 1, the claim is refuted; 3, the audit could not have
+    refuted it.
+    """
     folder = Path(recipe) if (Path(recipe) / "recipe.yaml").is_file() else None
     if folder and settings:
         raise RecipeError("--set changes recipes, and this folder holds a finished run; leave out --set")
     path = folder / "recipe.yaml" if folder else find_recipe(recipe)
     loaded = polyclinic.Recipe.load(path, parse_settings(settings))
-    from polyclinic.analysis.privacy_audit import attack_members, audit_recipe, save_audit
+    from polyclinic.analysis.privacy_audit import attack_members, audit_recipe, engine_of_run, save_audit
     from polyclinic.storage.files import write_json
 
-    site, found = audit_recipe(loaded, data, canaries, confidence, rounds)
-    result = {"recipe": loaded.name, "site": site, **found.as_json()}
+    engine = engine_of_run(folder) if folder else None
+    found = audit_recipe(loaded, data, canaries, confidence, rounds, engine, attack_seed)
+    result = {"recipe": loaded.name, **found.as_json()}
     if shadows:
-        result["membership"] = attack_members(loaded, data, site, shadows).sentence
+        result["membership"] = attack_members(loaded, data, found.site, shadows).sentence
     if file is not None:
         write_json(file, result)
     if folder is not None:
@@ -184,11 +194,11 @@ def audit_command(
     if as_json:
         print_json(result)
     else:
-        out.print(Text(f"{site}: {result['verdict']}"), soft_wrap=True)
+        out.print(Text(f"{loaded.name}: {result['verdict']}"), soft_wrap=True)
         if shadows:
             out.print(Text(str(result["membership"])), soft_wrap=True)
-    if found.is_refuted:
-        raise typer.Exit(1)
+    if found.exit_code:
+        raise typer.Exit(found.exit_code)
 
 
 COLUMNS = {"ssim": "SSIM", "ssim_max": "max", "l2": "L2", "l2_min": "min", "below": "<.1", "recognised": "own"}

@@ -228,9 +228,7 @@ def _list_unprotected(privacy: PrivacySpent) -> Iterator[Inline | tuple[Inline, 
 def _describe_audit(privacy: PrivacySpent) -> tuple[Inline, ...]:
     audit = privacy.audit
     if audit is not None:
-        return (" ".join([f"At {audit.site}: {audit.verdict}", audit.membership or ""]).strip(),)
-    if privacy.unit == "site":
-        return ("This run was not audited: there is no audit of whole sites yet.",)
+        return (" ".join([audit.verdict, audit.membership or ""]).strip(),)
     return (
         "This run was not audited. ",
         Code("polyclinic audit DIR"),
