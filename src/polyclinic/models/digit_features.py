@@ -49,7 +49,7 @@ def remove_slant(images: Tensor) -> Tensor:
     ink = ink / ink.sum((1, 2), keepdim=True).clamp(min=1e-6)
     across, down = (ink.sum(axis) @ place for axis in (1, 2))
     x, y = place - across[:, None], place - down[:, None]
-    shear = torch.einsum("nyx,ny,nx->n", ink, y, x) / torch.einsum("nyx,ny->n", ink, y**2).clamp(min=1e-6)
+    shear = (y * (ink * x[:, None]).sum(2)).sum(1) / (y**2 * ink.sum(2)).sum(1).clamp(min=1e-6)
     columns = across[:, None, None] + place + shear[:, None, None] * place[:, None]
     rows = (down[:, None] + place)[..., None].expand_as(columns)
     grid = torch.stack([columns, rows], -1)
