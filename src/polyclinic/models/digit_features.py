@@ -1,4 +1,4 @@
-"""Fixed features of handwritten digits: scattering of upright digits, in which the ways of writing one digit are shrunk.
+"""Fixed features of handwritten digits: scattering of upright digits, with the ways of writing one digit shrunk.
 
 Like `scattering`, without weights and without a look at anybody's images: all statistics are those of drawn digits
 (`data.builtin.drawn_digits`). Two things are taken out of every image's features:

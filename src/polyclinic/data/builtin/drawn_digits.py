@@ -1,6 +1,6 @@
 """Digits drawn from strokes, as many as wanted: a public set that holds nobody's handwriting.
 
-Each class has a few ways in which people write it (`SKELETONS`), as curves through given points. Every image moves these
+Each class has a few ways in which people write it (`SKELETONS`), as curves through given points. Every image moves the
 points at random, slants, turns and bends the curve, and draws it with a pen of random width. Images are prepared as
 MNIST's are (LeCun et al., Proc. IEEE 86(11), 1998): the ink fits a square of 20 of 28 pixels, and its centre of mass is
 the image's centre.
@@ -79,8 +79,8 @@ SKELETONS = (
         "60 21 12 24 54 71 60 71 75 69",
     ),
 )
-"""The ways to write each digit: curves through points "xy" (y downwards, from 0 to 9) in a pen's order, with / where the
-pen is lifted. A point that is given twice is a corner."""
+"""The ways to write each digit, one or several times as often as others: curves through points "xy" (y downwards, from
+0 to 9) in a pen's order, with / where the pen is lifted. A point that is given twice is a corner."""
 DENSITY = 30
 """Points along a curve of the length of a skeleton's side."""
 INK = 0.75
@@ -105,7 +105,7 @@ def draw_digits(options: DrawnDigitsOptions, stream: Stream, folder: Path | None
         rows = (labels == label).nonzero().squeeze(1)
         for way, skeleton in enumerate(skeletons):
             generator = stream.child("digit", label, way).generator()
-            for chunk in rows[way :: len(skeletons)].split(500):
+            for chunk in torch.split(rows[way :: len(skeletons)], 500):
                 images[chunk, 0] = _draw_images(skeleton, len(chunk), options.size, generator)
     return Collection(
         images=images[order],
@@ -118,7 +118,7 @@ def draw_digits(options: DrawnDigitsOptions, stream: Stream, folder: Path | None
 def _draw_images(skeleton: str, number: int, size: int, generator: torch.Generator) -> Tensor:
     curves = [_draw_curve(stroke.split(), number, generator) for stroke in skeleton.split("/")]
     points = _bend_curves(torch.cat(curves, 1), generator)
-    lengths = torch.cat([_point_lengths(part) for part in points.split([c.shape[1] for c in curves], 1)], 1)
+    lengths = torch.cat([_point_lengths(part) for part in torch.split(points, [c.shape[1] for c in curves], 1)], 1)
     width = (INK_WIDTH * torch.exp(0.3 * torch.randn(number, 1, 1, generator=generator))).clamp(0.55, 2.6)
     return _draw_ink(*_fit_points(points, lengths, width), width, size, generator)
 
@@ -170,7 +170,7 @@ def _point_lengths(points: Tensor) -> Tensor:
 def _fit_points(points: Tensor, lengths: Tensor, width: Tensor) -> tuple[Tensor, Tensor]:
     """Scale the ink (in pixels of 28) to a square of 20, and put its centre of mass into the middle."""
     low, high = points.amin(1, keepdim=True), points.amax(1, keepdim=True)
-    scale = (20 - 2 * width.clamp(max=3)) / (high - low).amax(2, keepdim=True)
+    scale = (20 - 2 * width) / (high - low).amax(2, keepdim=True)
     centre = (points * lengths[..., None]).sum(1, keepdim=True) / lengths[..., None].sum(1, keepdim=True)
     return scale * (points - centre), scale[..., 0] * lengths
 
@@ -178,8 +178,8 @@ def _fit_points(points: Tensor, lengths: Tensor, width: Tensor) -> tuple[Tensor,
 def _draw_ink(points: Tensor, lengths: Tensor, width: Tensor, size: int, generator: torch.Generator) -> Tensor:
     """Return grey values (n × size × size): white where the curve is nearer than half the pen's width.
 
-    Each point of the curve spreads a Gaussian of ink; along a line their sum is exp(−d² / 2·INK²), d being the distance,
-    so that its logarithm gives the distance from the nearest line.
+    Each point of the curve spreads a Gaussian of ink; along a line their sum is exp(−d² / 2·INK²), with the distance d
+    from it, which the logarithm gives back.
     """
     place = (torch.arange(size) + 0.5) * (28 / size) - 14
     x, y = (torch.exp(-((points[..., axis, None] - place) ** 2) / (2 * INK**2)) for axis in (0, 1))
