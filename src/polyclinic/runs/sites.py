@@ -96,7 +96,7 @@ class FederatedDataset:
         def cached(images: Images) -> Images:
             key = id(images), device, repr(part)
             if key not in self._feature_cache:  # which holds the images, so that no other takes their identity
-                self._feature_cache[key] = images, _compute_features(images, part)
+                self._feature_cache[key] = images, compute_features(images, part)
             return self._feature_cache[key][1]
 
         sites = {name: _map_images(site, cached) for name, site in self.on_device(device).items()}
@@ -143,7 +143,8 @@ def check_site_name(name: SiteId) -> None:
 
 
 @torch.no_grad()
-def _compute_features(images: Images, part: nn.Module) -> Images:
+def compute_features(images: Images, part: nn.Module) -> Images:
+    """Return the images with the features that a fixed part of a network computes in their place, where they fit."""
     device = images.labels.device
     part = copy.deepcopy(part).to(device)
     rows = torch.split(torch.arange(len(images), device=device), HASHED)
