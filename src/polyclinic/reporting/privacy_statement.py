@@ -208,7 +208,10 @@ def _list_unprotected(privacy: PrivacySpent) -> Iterator[Inline | tuple[Inline, 
     if privacy.metrics == "open":
         yield "Metrics of validation images, which sites reported without noise (privacy.metrics: open)."
     if privacy.metrics == "count":
-        yield "Validation images cost at most the same ε as training images; test images are outside the claim."
+        yield (
+            "Validation images cost at most the same ε as training images by the metrics that are reported of them. "
+            "Predictions of them, where a site lets them leave, are outside the claim, as test images are."
+        )
     yield (
         "The final evaluation: this simulation reads all validation and test images itself. Accuracy tables are not "
         "noised, and choosing among runs by them is not charged. Each run of a comparison has its own ε, and they add "

@@ -24,7 +24,14 @@ from polyclinic.config.identity import predicted_parts
 from polyclinic.config.recipe import Recipe
 from polyclinic.core import Bundle, EngineError, Refused, Stream
 from polyclinic.deploy.site.config import SiteConfig
-from polyclinic.deploy.site.policy import METRICS, PREDICTIONS, check_kinds, check_sent_kinds, image_report_kinds
+from polyclinic.deploy.site.policy import (
+    METRICS,
+    PREDICTIONS,
+    check_kinds,
+    check_predictions,
+    check_sent_kinds,
+    image_report_kinds,
+)
 from polyclinic.deploy.site.privacy_account import PrivacyAccount
 from polyclinic.federation.engines.local import keep_freed_memory
 from polyclinic.federation.site_runner import SiteRunner, drive_jobs
@@ -166,7 +173,7 @@ class Participation:
         return self.runner.finish_round(site_round, update, memory)
 
     def evaluate(self, message: messages.Message) -> messages.Message:
-        check_kinds((PREDICTIONS,), self.site, self.config.allow)
+        check_predictions(self.site, self.config.allow, self.config.budget)
         if "train" in message.fields["parts"] and "train" not in predicted_parts(self.recipe):
             why = "are protected by a plan" if self.setup.plan else "the recipe leaves out (evaluate.train: false)"
             raise Refused("privacy", f"{self.site} was asked for predictions of training images, which {why}")
@@ -271,8 +278,10 @@ class Participation:
         ]
         if image_report_kinds(self.recipe):
             rows.append(ReleasePreview(METRICS, "every evaluated round", {}, 0, words[METRICS], epsilon=cost))
-        if PREDICTIONS not in self.config.allow.kinds:
-            why = "does not leave: allow.kinds in site.yaml lacks it"
+        try:
+            check_predictions(self.site, self.config.allow, self.config.budget)
+        except Refused as refusal:
+            why = f"does not leave: {refusal}"
             return [*rows, ReleasePreview(PREDICTIONS, WITHHELD, {}, 0, why)]
         counts = {part: len(getattr(setup.sites[self.site], part)) for part in predicted_parts(self.recipe)}
         *most, last = (f"{count} {'training' if part == 'train' else part}" for part, count in counts.items())
