@@ -126,6 +126,21 @@ def test_metrics_and_predictions_are_asked_for_in_vain_where_they_may_not_leave(
     assert [row["kinds"].keys() - {"model", "buffers"} for row in desk.releases.read_entries()] == [set()]
 
 
+@pytest.mark.parametrize("expressly", [False, True])
+def test_beside_a_budget_predictions_leave_only_if_the_site_says_so(expressly: bool, home: Path) -> None:
+    """They evade the budget: no plan protects them."""
+    limit = {"budget": {"epsilon": 50, "delta": 1e-3, "predictions": expressly}}
+    made = simulation(recipe(privacy=WISH, evaluate__every=0), home)
+    desk = SiteMessageHandler(config(home, "hill", f"predictions {expressly}", **limit))
+    assert said(desk.answer_message(beginning(made, "hill")))["ready"]
+    rounds, state = loop(made, Crossing({})), made.setup.algorithm.init(made.setup.federation)
+    reply = said(desk.answer_message(rounds.prepare_outbox("evaluate", 6, state, ["hill"], ["test"])["hill"]))
+    assert ("failure" in reply) != expressly
+    assert expressly or "set budget.predictions: true" in reply["why"]
+    (row,) = (one for one in desk.preview_releases(made.recipe) if one.kind == "predictions")
+    assert ("does not leave" in row.protection) != expressly
+
+
 def test_the_last_look_at_a_reply_finds_kinds_and_bytes_that_nobody_agreed_to() -> None:
     allow = Allow(kinds=("model", "buffers"))
     check_sent_kinds({"model": 100, "buffers": 0}, {"model": 100, "buffers": 0}, "hill", allow)
