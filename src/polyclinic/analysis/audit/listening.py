@@ -256,9 +256,14 @@ def _moves_without_images(runner: ListeningRunner, objective: Objective, job: Fi
     batch = runner.images.train.batch(torch.zeros(1, dtype=torch.int64))
     own = {kind: {n: t.to(network.device) for n, t in group.items()} for kind, group in job.reference.items()}
     leaves = [p for p in network.live["model"].values() if p.requires_grad]
-    with torch.enable_grad():
-        loss = objective(network, network.live, batch, own)
-        found = torch.autograd.grad(loss, leaves, allow_unused=True)
+    training = [module for module in network.module.modules() if module.training]
+    network.module.eval()  # dropout knows the rows of the step's batch, not this one
+    try:
+        with torch.enable_grad():
+            found = torch.autograd.grad(objective(network, network.live, batch, own), leaves, allow_unused=True)
+    finally:
+        for module in training:
+            module.training = True
     return any(bool(gradient.any()) for gradient in found if gradient is not None)
 
 
