@@ -244,9 +244,8 @@ def test_a_site_trains_with_the_noise_it_tells(tmp_path: Path) -> None:
     )
     lr = experiment.setup.algorithm.training.optimiser.lr
     order = Message({"run": experiment.run_id(), "site": name, "round": 1, "lr": lr}, initial)
-    secret = privacy_limits(plan, name, noise_secret(plan.config, recipe.seed, None).child("site", name)).noise_stream(
-        order
-    )
+    own = noise_secret(experiment.recipe, None).child("site", name, experiment.setup.dataset.fingerprint_of(name))
+    secret = privacy_limits(plan, name, own).noise_stream(order)
     losses = score(Score(initial, per_example_losses), network, train)["losses"]
     told = release_variance(losses, BOUND, LOSS_NOISE, secret.child("losses")).tensors["variance"]
     sigma = min(SIGMA * (1 + float(told)), 2 * SIGMA)

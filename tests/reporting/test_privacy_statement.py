@@ -23,7 +23,7 @@ from polyclinic.privacy.accounting import Accountant, Spend, epsilon
 from polyclinic.privacy.gaussian_tests import GaussianTest
 from polyclinic.privacy.one_run_bound import CanaryBound
 from polyclinic.reporting.formatting import round_up
-from polyclinic.reporting.privacy_statement import write_privacy_page
+from polyclinic.reporting.privacy_statement import privacy_line, write_privacy_page
 from polyclinic.runs.privacy_record import list_releases
 from polyclinic.storage.run_folder import RunFolder
 from tests.small import tiny
@@ -38,7 +38,8 @@ PHANTOM = {
 OVERLAP = {"by": "admixture", "sites": 3, "primary": 4, "admixture": 0.7}
 RUNS: dict[str, dict[str, Any]] = {
     "no plan": {},
-    "image": {"privacy": {**IMAGE, "randomness": "seed"}},
+    "image": {"privacy": IMAGE},
+    "seeded": {"privacy": {**IMAGE, "randomness": "seed"}},
     "patient": {
         "privacy": {"unit": "patient", "noise": 5.0, "delta": 1e-3},
         "data": PHANTOM,
@@ -54,7 +55,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "overlap": {"privacy": {"noise": 1.5, "delta": 1e-4}, "data__partition": OVERLAP},
     "no noise": {"privacy": {"noise": 0.0, "delta": 1e-4}},
 }
-CLAIMING = sorted(set(RUNS) - {"no plan", "no noise"})
+CLAIMING = sorted(set(RUNS) - {"no plan", "no noise", "seeded"})
 LIBRARIES: dict[str, Accountant] = {"PLD, dp-accounting": "pld", "RDP, dp-accounting": "rdp", "PRV, Opacus": "prv"}
 NOBODY = "the other sites, whoever gets the models, and the server as long as it follows the plan: noise is added"
 Folder = Callable[[str], Path]
@@ -130,8 +131,6 @@ def test_a_claim_says_for_whom_against_whom_and_what_it_leaves_out(folder: Folde
     assert f"one {unit}" in cell(told, "neighbouring data sets")
     assert float(cell(told, "δ")) == wish["delta"]
     assert cell(told, "who need not be trusted").startswith(NOBODY) == (name != "server")
-    seeded = wish.get("randomness") == "seed"
-    assert ("against anyone who does not know the run's seed" in told) == seeded
     assert cell(told, "ε that was allowed") == (f"{wish['epsilon']:g}" if "epsilon" in wish else "not limited")
     gaps = section(told, "What is NOT protected")
     for always in ("how many training images", "final evaluation", "floating-point", "a site that lies"):
@@ -213,10 +212,33 @@ def test_metrics_are_kept_noised_or_told(folder: Folder) -> None:
     assert "test images are outside the claim" in section(noised, "What is NOT protected")
 
 
-def test_whoever_knows_the_seed_can_remove_the_noise(folder: Folder) -> None:
-    warning = "whoever knows the seed can remove it"
-    assert warning in section(text(folder("image")), "What is NOT protected")
-    assert warning not in text(folder("open"))
+def test_noise_from_a_seed_is_no_guarantee(folder: Folder) -> None:
+    path, words = folder("seeded"), "no guarantee: the noise comes from a public seed"
+    told, warning = text(path), "whoever has the recipe can remove the noise"
+    assert re.search(rf"ε would be [\d.]+ at δ = [\d.e-]+ for one image at a site.*; \*\*{words}\*\*", told)
+    assert not re.search(r"\*\*ε|whom it protects|need not be trusted|never surer|ε = ", told)
+    gaps = section(told, "What is NOT protected")
+    assert "- Anything." in gaps
+    assert warning in gaps
+    assert warning not in text(folder("image"))
+    assert words not in text(folder("image"))
+    spent = result(path).privacy
+    assert spent is not None
+    assert not spent.has_guarantee
+    assert re.fullmatch(
+        rf"privacy: ε would be [\d.]+ per image at δ = 0.0001; see privacy.md; {words}", privacy_line(spent)
+    )
+    assert cell(told, "model").startswith("noised, but without a guarantee")
+
+
+def test_a_run_of_an_earlier_version_with_noise_from_its_seed_is_no_guarantee(folder: Folder) -> None:
+    old = json.loads((folder("image") / "result.json").read_text())
+    assert old["privacy"]["no_guarantee_reason"] == ""
+    old["privacy"]["randomness"] = "seed"
+    summary = RunSummary.model_validate(old)
+    assert summary.privacy is not None
+    assert not summary.privacy.has_guarantee
+    assert "**ε" not in write_privacy_page(summary)
 
 
 def test_a_run_that_its_budget_stopped_says_when(folder: Folder) -> None:

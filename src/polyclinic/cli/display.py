@@ -33,6 +33,7 @@ from polyclinic.cli.common import (
     titled_table,
 )
 from polyclinic.core import HELD_OUT, PUBLIC, STUDENT
+from polyclinic.evaluation.summary import PUBLIC_SEED
 from polyclinic.reporting.formatting import format_number
 
 if TYPE_CHECKING:
@@ -232,12 +233,16 @@ def plan_line(plan: Mapping[str, Any]) -> str:
     """Return the cost of a privacy plan in one line."""
     from polyclinic.privacy.plan import describe_clip, describe_noise
 
-    if plan["no_guarantee_reason"]:
+    is_seeded = plan["no_guarantee_reason"] == PUBLIC_SEED
+    if plan["no_guarantee_reason"] and not is_seeded:
         return f"privacy: noise {plan['noise']:.3g}, NO guarantee: {plan['no_guarantee_reason']}"
     limit = plan["max_epsilon"]
     stop = f"; it stops before ε = {limit:g}" if limit and plan["epsilon"] > limit else ""
+    if is_seeded:
+        stop += f"; no guarantee: {PUBLIC_SEED}"
     return (
-        f"privacy: ε = {plan['epsilon']:.3g} per {plan['unit']} at δ = {plan['delta']:.2g} for the whole run "
+        f"privacy: ε {'would be' if is_seeded else '='} {plan['epsilon']:.3g} per {plan['unit']} at "
+        f"δ = {plan['delta']:.2g} for the whole run "
         f"(noise {describe_noise(plan['noise'], plan['site_noise'])}, {describe_clip(plan['clip'])}){stop}"
     )
 

@@ -73,9 +73,9 @@ def _plan_table(plan: PrivacyPlan) -> Table:
     """Return a table of the ten sites with the largest ε."""
     from polyclinic.reporting.privacy_statement import UNITS
 
-    whole = plan.run_spends()
+    whole, price = plan.run_spends(), f"{'' if plan.has_guarantee else 'would-be '}ε of this site alone"
     cost = sorted((-plan.epsilon_of(spends), site) for site, spends in whole.items())
-    figures = (Column(name, justify="right") for name in ("rounds", "images", "releases", "ε of this site alone"))
+    figures = (Column(name, justify="right") for name in ("rounds", "images", "releases", price))
     table = Table("site", *figures, box=None, padding=(0, 1))
     for negative, site in cost[:10]:
         rounds, steps = sum(site in cohort for cohort in plan.rounds), sum(spend.times for spend in whole[site])

@@ -19,6 +19,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from polyclinic.core import Fit, Private, RecipeError, SiteId, Training
+from polyclinic.evaluation.summary import PUBLIC_SEED
 from polyclinic.privacy.accounting import Accountant, Neighbours, Spend, noise_for
 from polyclinic.privacy.sampling import rate_and_sums
 from polyclinic.privacy.worst_case import Composition, RunCost, add_up, run_cost, worst_epsilon
@@ -70,7 +71,13 @@ class PrivacyConfig:
     ledger: str | None = None
     """A file in which all runs on the same images record what they spend, so that it adds up."""
     randomness: Literal["seed", "secret"] = "secret"
-    """The source of noise; with `seed` a run can be repeated, but anybody who knows the seed can remove the noise."""
+    """The source of noise. With `seed` a run can be repeated, and ε is no guarantee, since whoever has the recipe can
+    remove the noise."""
+
+    @property
+    def no_guarantee_reason(self) -> str:
+        """Why no run of this section gives a guarantee; "" if one can."""
+        return PUBLIC_SEED if self.randomness == "seed" else ""
 
     @property
     def clip_norm(self) -> float:
@@ -107,6 +114,11 @@ def config_problems(config: PrivacyConfig, training: Training, watching: bool) -
         yield (
             "a shuffled loader is not Poisson sampling, so no step is cheaper for it; set privacy.sampling: poisson, "
             "or privacy.amplification: false"
+        )
+    if config.ledger is not None and config.no_guarantee_reason:
+        yield (
+            "privacy.ledger adds up what runs spend, and no ε bounds what noise from a public seed spends; set "
+            "privacy.randomness: secret, or leave privacy.ledger out"
         )
     if training.first_epochs is not None:
         yield "a privacy plan prices all rounds alike; leave out training.first_epochs, or privacy"
@@ -342,6 +354,7 @@ def make_plan(draft: PrivacyPlan) -> PrivacyPlan:
             "give privacy.noise alone to run without a guarantee"
         )
     plan = replace(draft, noise=config.noise) if config.noise is not None else _solve_noise(draft)
+    plan = replace(plan, no_guarantee_reason=plan.no_guarantee_reason or config.no_guarantee_reason)
     return replace(plan, metrics_noise=_metrics_noise(plan)) if config.metrics == "count" else plan
 
 

@@ -9,7 +9,7 @@ the first round, so no file that a recipe names is read here. `policy.py` decide
 import hashlib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -27,7 +27,7 @@ from polyclinic.deploy.site.config import SiteConfig
 from polyclinic.deploy.site.policy import METRICS, PREDICTIONS, check_kinds, check_sent_kinds, image_report_kinds
 from polyclinic.deploy.site.privacy_account import PrivacyAccount
 from polyclinic.federation.engines.local import keep_freed_memory
-from polyclinic.federation.site_runner import drive_jobs
+from polyclinic.federation.site_runner import SiteRunner, drive_jobs
 from polyclinic.privacy.plan import PrivacyPlan
 from polyclinic.runs.assemble import RunSetup, assemble, round_options
 from polyclinic.runs.networks import device_of, recipe_for_site
@@ -90,15 +90,27 @@ class Participation:
         terms: The terms of the run.
         dataset: This site's images.
         memory: Where the site's memory of the run is kept.
+        read_key: Returns the run's key, whence its noise comes; called before the first round.
     """
 
-    def __init__(self, config: SiteConfig, terms: RunTerms, dataset: FederatedDataset, memory: SiteMemory) -> None:
+    def __init__(
+        self,
+        config: SiteConfig,
+        terms: RunTerms,
+        dataset: FederatedDataset,
+        memory: SiteMemory,
+        read_key: Callable[[], int],
+    ) -> None:
         self.config, self.terms, self.site = config, terms, config.site
         self.recipe = recipe = _choose_device(terms.recipe, config)
         torch.set_num_threads(recipe.engine.threads)
         keep_freed_memory()
         self.setup = assemble(recipe, dataset, self._make_plan, site=self.site)
-        self.runner = self.setup.make_runner(self.site, memory, self._noise_secret())
+        self._memory, self._read_key = memory, read_key
+
+    @cached_property
+    def runner(self) -> SiteRunner:
+        return self.setup.make_runner(self.site, self._memory, self._noise_secret())
 
     def _make_plan(self, draft: RunSetup) -> PrivacyPlan:
         """Return the server's plan for this site alone: with the server's noise, priced by this site's own counts."""
@@ -122,10 +134,10 @@ class Participation:
         config = self.recipe.privacy
         if config is None:
             return None
-        secret = Stream(self.config.load_secret(), ("secret", self.terms.digest, self.setup.dataset.fingerprint))
         if config.randomness == "seed":
-            secret = noise_secret(config, self.recipe.seed, None)
-        return secret.child("site", self.site)
+            return noise_secret(self.recipe, None).child("site", self.site)
+        named = self.terms.digest, self.setup.dataset.fingerprint
+        return Stream(self._read_key(), ("secret", *named, "site", self.site))
 
     @cached_property
     def account(self) -> PrivacyAccount | None:

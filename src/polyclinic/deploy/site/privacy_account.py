@@ -72,6 +72,8 @@ class PrivacyAccount:
         total = _sum_charges([*charges.values(), charge])
         if not self._is_within_recipe_epsilon(total):
             raise Refused("privacy", f"round {round} would cost {self.site} more than the recipe promises")
+        if not self.plan.has_guarantee:  # later runs must not build upon an ε that protects nobody
+            charge = {who: tuple(replace(spend, noise=0.0) for spend in spends) for who, spends in charge.items()}
         spent_by = {who: [list(astuple(spend)) for spend in spends] for who, spends in charge.items()}
         try:
             seen = self._site_ledger().enter_charge(
@@ -97,7 +99,9 @@ class PrivacyAccount:
         """Whether the run stays within its recipe's ε: a server cannot lower the noise that the recipe promises."""
         promised = self.plan.config.epsilon
         return (
-            promised is None or replace(self.plan, earlier=(), max_sites_per_record=1).worst_epsilon(charge) <= promised
+            promised is None
+            or not self.plan.has_guarantee
+            or replace(self.plan, earlier=(), max_sites_per_record=1).worst_epsilon(charge) <= promised
         )
 
     def _is_within_budget(self, charge: Mapping[str, Sequence[Spend]], earlier: tuple[RunCost, ...]) -> bool:

@@ -57,7 +57,7 @@ def claim_blocks(data: ReportData) -> list[Block]:
         "cohorts); runs add up for an observer of several. Every run has a page of its own, privacy.md."
     )
     for reason in sorted({plan.no_guarantee_reason for plan in plans if plan.no_guarantee_reason}):
-        note += f" In brackets, without a guarantee ({reason}): as if the noise were fixed."
+        note += f" In brackets, without a guarantee ({reason}): what ε would be."
     return [
         Table(
             "Privacy claimed by each method",
@@ -145,8 +145,3 @@ def _own_disclosures(data: ReportData) -> Iterator[str]:
         if data.with_images
         else "No picture of a patient."
     )
-    if data.withholds_seeds:
-        yield (
-            "No seed: noise was drawn from it, and whoever has it can remove the noise. Folders named after seeds "
-            "reveal the same."
-        )

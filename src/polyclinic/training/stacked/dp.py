@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from polyclinic.core import Batch, Bundle, Network, Objective, Private, Tensors
-from polyclinic.training.dp import dp_sgd
+from polyclinic.training.dp import dp_sgd, secure_random
 from polyclinic.training.dp.gradient_parts import ParameterGradients
 from polyclinic.training.dp.per_example_gradients import (
     LayerInputs,
@@ -179,8 +179,7 @@ class StackedNoise:
         if self.has_noise:
             sizes = [sums[name][0].numel() for name in names]
             secrets = [self.secrets[site].child("noise", number, 0) for site, number in step.step_numbers]
-            draws = [dp_sgd.draw_gaussian_noise(s, sum(sizes), first.device, first.dtype) for s in secrets]
-            block = torch.stack(draws)
+            block = secure_random.draw_normals(secrets, sum(sizes), first.device, first.dtype)
             scales = self.scales if step.members is None else self.scales[step.members]
             block *= _broadcast_to(scales / step.expected, block)
             for name, piece in zip(names, torch.split(block, sizes, 1), strict=True):
