@@ -56,6 +56,7 @@ RECIPES: dict[str, dict[str, Any]] = {
     "local": {"privacy": IMAGE},
     "stacked": {"privacy": IMAGE, "engine__name": "stacked"},
     "patient": {"privacy": {"unit": "patient", "noise": 4.0, "delta": 1e-3}, "data": PHANTOM, "training__batch": 16},
+    "declared": {"privacy": {"unit": "patient", "group": 3, "noise": 6.0, "delta": 1e-4}},
     "fedmp": {"privacy": IMAGE, "algorithm": "fedmp"},
     "fedmr": {"privacy": IMAGE, "algorithm": {"name": "fedmr", "intra": 0}},
     "automatic clip": {"privacy": {**IMAGE, "clip": "auto"}, "engine__name": "stacked"},

@@ -31,7 +31,7 @@ from polyclinic.federation.job_loop import JobLoop
 from polyclinic.federation.site_runner import SiteRound, SiteRunner
 from polyclinic.storage.messages import Message
 from polyclinic.training.data_order import schedule_steps
-from polyclinic.training.dp.dp_sgd import ZeroLossNetwork, expected_batch_size
+from polyclinic.training.dp.dp_sgd import ZeroLossNetwork, expected_batch_size, sampling_rate
 from polyclinic.training.losses import SEPARABLE
 from polyclinic.training.stacked.optimisers import STEP_PRE_HOOKS, StackedOptimiser
 
@@ -148,15 +148,17 @@ class ListeningRunner(SiteRunner):
 
     def expected(self, job: Fit, step: int) -> float:
         """Return the number by which the sum of this step was divided."""
-        training, examples = job.training, len(self.images.train)
+        training, train = job.training, self.images.train
         assert training.private is not None
+        if training.private.unit == "patient":
+            return sampling_rate(training, len(train), job.full_batch) * len(set(train.patients or ()))
         if training.private.sampling == "poisson":
-            return expected_batch_size(training, examples, job.full_batch, 0)
+            return expected_batch_size(training, len(train), job.full_batch, 0)
         if self.private_jobs not in self.batch_sizes:
             round = self.visit.site_round.site.round
-            self.batch_sizes[self.private_jobs] = _batch_sizes(job, self.images.train.labels, round)
+            self.batch_sizes[self.private_jobs] = _batch_sizes(job, train.labels, round)
         drawn = self.batch_sizes[self.private_jobs][step // len(job.sequence)]
-        return expected_batch_size(training, examples, job.full_batch, drawn)
+        return expected_batch_size(training, len(train), job.full_batch, drawn)
 
 
 def _batch_sizes(job: Fit, labels: Tensor, round: int) -> list[int]:
@@ -254,9 +256,14 @@ def _moves_without_images(runner: ListeningRunner, objective: Objective, job: Fi
     batch = runner.images.train.batch(torch.zeros(1, dtype=torch.int64))
     own = {kind: {n: t.to(network.device) for n, t in group.items()} for kind, group in job.reference.items()}
     leaves = [p for p in network.live["model"].values() if p.requires_grad]
-    with torch.enable_grad():
-        loss = objective(network, network.live, batch, own)
-        found = torch.autograd.grad(loss, leaves, allow_unused=True)
+    training = [module for module in network.module.modules() if module.training]
+    network.module.eval()  # dropout knows the rows of the step's batch, not this one
+    try:
+        with torch.enable_grad():
+            found = torch.autograd.grad(objective(network, network.live, batch, own), leaves, allow_unused=True)
+    finally:
+        for module in training:
+            module.training = True
     return any(bool(gradient.any()) for gradient in found if gradient is not None)
 
 

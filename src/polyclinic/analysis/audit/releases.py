@@ -35,8 +35,8 @@ TRIALS, ENOUGH = 64, 4
 """The most members that are moved, for each tensor, and how many of them must have mattered."""
 FAR = 1e4
 """A feature that is longer than any clip."""
-SMALL = 1e-5
-"""A movement below this share of a release is rounding."""
+ROUNDING = 100.0
+"""A movement below so many units in the last place of a release is rounding."""
 USUAL_LOSS = 2.0
 """The middle of the losses that adaptive noise lets through."""
 BAD = math.exp(-LARGEST_LOSS)
@@ -132,7 +132,10 @@ def _replay(runner: ListeningRunner, scores: Tensors, secret: Stream) -> Tensors
         if kind not in WEIGHT_KINDS
         for name, t in group.items()
     }
-    return sent | {f"noise of job {number + 1}": torch.tensor([noise]) for number, noise in enumerate(settings)}
+    return sent | {
+        f"noise of job {number + 1}": torch.tensor([noise], dtype=torch.float64)
+        for number, noise in enumerate(settings)
+    }
 
 
 def _first_class(released: Tensors) -> Tensors:
@@ -153,16 +156,18 @@ def _usual_movement(runner: ListeningRunner, name: str, crafted: CraftedData) ->
     order, found = torch.Generator().manual_seed(0), list[float]()
 
     def release(data: Tensors, secret: Stream) -> Tensor:
-        return _first_class(_replay(runner, data, secret))[name].double()
+        return _first_class(_replay(runner, data, secret))[name]
 
     for trial in range(TRIALS):
         secret = _fresh_secret(runner, -1 - trial)
         noise = release(crafted.quiet, secret)
         still = release(crafted.mixed, secret) - noise
+        rounding = ROUNDING * torch.finfo(noise.dtype).eps * float(noise.norm() + still.norm())
 
-        def movement(rows: Tensor, secret: Stream = secret, still: Tensor = still, noise: Tensor = noise) -> float:
-            moved = release(crafted.move(crafted.mixed, rows), secret) - noise
-            return _distance_of_rows(moved, still, SMALL * float(noise.norm() + still.norm()))
+        def movement(
+            rows: Tensor, secret: Stream = secret, still: Tensor = still, noise: Tensor = noise, least: float = rounding
+        ) -> float:
+            return _distance_of_rows(release(crafted.move(crafted.mixed, rows), secret) - noise, still, least)
 
         rows = crafted.rows[torch.randperm(len(crafted.rows), generator=order)]
         found.append(movement(rows[:1]) or _find_movement(movement, rows[: len(rows) // 4]))
