@@ -113,7 +113,7 @@ def test_scattering_in_real_numbers_is_scattering(size: int, channels: int) -> N
     torch.testing.assert_close(RealScattering(fixed)(images), fixed(images), atol=1e-5, rtol=1e-4)
 
 
-QUICK = ("linear", "cnn_c", "scattering_linear")
+QUICK = ("linear", "cnn_c", "scattering_linear", "scattering_digits")
 
 
 @with_onnx

@@ -313,7 +313,7 @@ def test_ctrl_c_tells_the_way_on_and_resuming_ends_the_same(workers: int) -> Non
     assert printed == ""
     *progress, last = message.splitlines()
     assert last == "stopped; no finished round is lost: continue with polyclinic resume 'my run'"
-    assert all(line.startswith(("tiny, seed 0", "  round ")) for line in progress), message
+    assert all(line.startswith(("no image", "tiny, seed 0", "  round ")) for line in progress), message
     assert not Path("my run/result.json").exists()
     resumed = document("resume", "my run")
     whole = document("run", "tiny.yaml", *settings, "--set", "engine.workers=0", "--out", "whole")

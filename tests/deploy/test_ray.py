@@ -42,11 +42,17 @@ from polyclinic.runs.experiment import Experiment
 from tests.small import SITES, tiny
 
 PRIVATE = {"noise": 1.0, "delta": 1e-4}
+HOSPITAL = {"name": "harbour", "vendor": "film", "patients": 10, "malignant": 0.5}
 LAWS: dict[str, dict[str, Any]] = {
     "fedavg": {},
     "scaffold": {"algorithm": "scaffold"},
     "fedmp": {"algorithm": "fedmp", "model__name": "mlp"},
     "private": {"privacy": {**PRIVATE, "randomness": "seed"}},
+    "patients": {
+        "privacy": {**PRIVATE, "unit": "patient", "randomness": "seed"},
+        "data": {"name": "phantom", "size": 32, "hospitals": [HOSPITAL, {**HOSPITAL, "name": "hill"}]},
+        "training__batch": 8,
+    },
 }
 needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="needs the extra polyclinic[ray]")
 

@@ -10,10 +10,10 @@ import pytest
 from polyclinic.core import __version__
 from polyclinic.core.errors import DataError, EngineError, RecipeError, Refused, RoundFailed, StoreError
 from polyclinic.core.jobs import Failure
+from polyclinic.data.patients import count_unnamed, max_images_per_patient
 from polyclinic.deploy.serve import run_deployed
 from polyclinic.federation.engines import RemoteExecution
 from polyclinic.federation.rounds import Watch
-from polyclinic.privacy.plan import max_images_per_patient
 from polyclinic.runs.remote_sites import RemoteSites, SiteProfile, find_misfits
 from polyclinic.storage import messages
 from polyclinic.storage.run_folder import RunFolder
@@ -29,6 +29,8 @@ CARD: dict[str, Any] = {
     "validation": 4,
     "test": 5,
     "groups": [4, 2],
+    "unnamed": [0, 1, 5],
+    "left_out": 0,
     "fingerprint": "f" * 64,
 }
 
@@ -53,6 +55,7 @@ def test_stand_ins_have_the_sizes_and_the_largest_patients_of_the_profiles() -> 
     assert max_images_per_patient(site["harbour"].validation.patients) == 2
     assert max_images_per_patient(site["hill"].train.patients) == 1
     assert len(site["harbour"].train.patients or ()) == 12
+    assert [count_unnamed(part) for part in (site["harbour"].validation, site["harbour"].test)] == [1, 5]
     with pytest.raises(EngineError, match="never leave it"):
         _ = site["harbour"].train.labels
 
@@ -68,6 +71,8 @@ def test_stand_ins_have_the_sizes_and_the_largest_patients_of_the_profiles() -> 
         {"classes": ["one"]},
         {"classes": [1, 2]},
         {"groups": [1]},
+        {"unnamed": [0, 0]},
+        {"left_out": -1},
         {"fingerprint": None},
         {"version": 3},
     ],
@@ -104,6 +109,7 @@ def test_who_is_odd_is_found_by_what_most_have() -> None:
         {"algorithm": "scaffold"},
         {"privacy": {"epsilon": 8, "delta": 1e-3, "randomness": "seed"}},
         {"privacy": {"epsilon": 8, "delta": 1e-3, "unit": "patient", "randomness": "seed", "metrics": "count"}},
+        {"privacy": {"noise": 2, "delta": 1e-3, "unit": "patient", "group": 3, "randomness": "seed"}},
     ],
     ids=str,
 )

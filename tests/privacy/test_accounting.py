@@ -62,7 +62,7 @@ def delta_for(spends: Iterable[Spend], target: float, accountant: Accountant = "
     if not merged or merged[0].noise == 0:
         return float(bool(merged))
     if accountant == "pld":
-        return float(accounting._compose_pld(merged, "add or remove").get_delta_for_epsilon(target))
+        return float(accounting.compose_pld(merged, "add or remove").get_delta_for_epsilon(target))
     if accountant == "rdp":
         return float(accounting._compose_rdp(merged, "add or remove").get_delta(target))
     too_little, enough = 1e-9, 1.0  # below 1e-9 Opacus loses its precision
@@ -196,14 +196,14 @@ def test_order_does_not_matter(lists: tuple[list[Spend], list[Spend]]) -> None:
 )
 def test_calibration_never_overshoots(release: tuple[float, int, Accountant], target: float) -> None:
     rate, times, accountant = release
-    noise = noise_for(lambda sigma: [Spend(sigma, rate, times)], target, 1e-5, accountant)
+    noise = noise_for(lambda sigma: epsilon([Spend(sigma, rate, times)], 1e-5, accountant), target)
     assert epsilon([Spend(noise, rate, times)], 1e-5, accountant) <= target
     assert epsilon([Spend(0.997 * noise, rate, times)], 1e-5, accountant) > target - JITTER
 
 
 def test_a_true_five_over_twenty_rounds() -> None:
     """The published σ for ε = 5 over 20 full releases is about 4.0."""
-    assert noise_for(lambda sigma: [Spend(sigma, times=20)], 5, 1e-5) == pytest.approx(4.0, abs=0.03)
+    assert noise_for(lambda sigma: epsilon([Spend(sigma, times=20)], 1e-5), 5) == pytest.approx(4.0, abs=0.03)
 
 
 @pytest.mark.parametrize(
@@ -224,7 +224,7 @@ def test_what_an_accountant_cannot_price(
 
 def test_impossible_requests_are_refused() -> None:
     with pytest.raises(RecipeError, match="larger epsilon"):
-        noise_for(lambda sigma: [Spend(sigma), Spend(0.5)], 1.0, 1e-5)
+        noise_for(lambda sigma: epsilon([Spend(sigma), Spend(0.5)], 1e-5), 1.0)
     for bad in ({"noise": -1.0}, {"noise": math.nan}, {"noise": 1.0, "rate": 1.5}, {"noise": 1.0, "group": 0}):
         with pytest.raises(RecipeError, match="cannot be priced"):
             Spend(**bad)  # type: ignore[arg-type]
@@ -232,4 +232,4 @@ def test_impossible_requests_are_refused() -> None:
         with pytest.raises(RecipeError, match="delta"):
             epsilon([Spend(1.0)], delta)
     with pytest.raises(RecipeError, match="positive"):
-        noise_for(lambda sigma: [Spend(sigma)], 0.0, 1e-5)
+        noise_for(lambda sigma: epsilon([Spend(sigma)], 1e-5), 0.0)

@@ -15,11 +15,13 @@ import pytest
 from hypothesis import given, strategies as st
 
 from polyclinic import run
+from polyclinic.analysis.audit.result import AuditResult
 from polyclinic.analysis.privacy_audit import save_audit
 from polyclinic.core.jobs import Exchange
 from polyclinic.evaluation.summary import Audit, RunSummary
 from polyclinic.privacy.accounting import Accountant, Spend, epsilon
-from polyclinic.privacy.audit import AuditResult
+from polyclinic.privacy.gaussian_tests import GaussianTest
+from polyclinic.privacy.one_run_bound import CanaryBound
 from polyclinic.reporting.formatting import round_up
 from polyclinic.reporting.privacy_statement import privacy_line, write_privacy_page
 from polyclinic.runs.privacy_record import list_releases
@@ -43,6 +45,7 @@ RUNS: dict[str, dict[str, Any]] = {
         "data": PHANTOM,
         "training__batch": 16,
     },
+    "declared": {"privacy": {"unit": "patient", "group": 3, "noise": 9.0, "delta": 1e-3}},
     "site": {"privacy": SITE},
     "server": {"privacy": {**SITE, "noise_at": "server"}},
     "count": {"privacy": {**IMAGE, "metrics": "count"}},
@@ -142,10 +145,11 @@ def test_the_figures_are_those_of_the_ledger(folder: Folder, name: str) -> None:
     """No record is at two sites here, so the worst-placed one pays what the dearest site does."""
     told, wish, spent = text(folder(name)), RUNS[name]["privacy"], charged(folder(name))
     figures = cell(told, f"ε of the worst-placed {wish.get('unit', 'image')}")
-    first = re.findall(r"^([\d.]+) \((PLD, dp-accounting)\), which is what was limited", figures)
+    first = re.findall(r"^([\d.]+) \((PLD, dp-accounting)\)(?:, which is what was limited)?", figures)
+    assert ("which is what was limited" in figures) == ("epsilon" in wish)
     shown = {library: figure for figure, library in first} | dict(re.findall(r"(\w+, [\w-]+): ([\d.]+)", figures))
-    # Only a patient's several sampled images are beyond RDP and PRV.
-    assert shown.keys() == ({"PLD, dp-accounting"} if name == "patient" else LIBRARIES.keys())
+    # Only a patient's several images that are sampled one by one are beyond RDP and PRV.
+    assert shown.keys() == ({"PLD, dp-accounting"} if name == "declared" else LIBRARIES.keys())
     for library, figure in shown.items():
         neighbours = wish.get("neighbours", "add or remove")
         paid = max(epsilon(s, wish["delta"], LIBRARIES[library], neighbours) for s in spent.values())
@@ -163,8 +167,12 @@ def test_images_of_a_patient_are_told_apart_from_the_patient(folder: Folder) -> 
     told = text(folder("patient"))
     assert alone not in told
     assert "with all training images of that patient" in cell(told, "whom it protects")
-    groups = {spend.group for spends in charged(folder("patient")).values() for spend in spends}
-    assert max(groups) > 1, "these patients have one image each, which shows nothing"
+    for name, group, sampled in (("patient", 1, "patient"), ("declared", 3, "image")):
+        told = text(folder(name))
+        assert {spend.group for spends in charged(folder(name)).values() for spend in spends} == {group}
+        assert cell(told, "sampling").startswith(f"every {sampled} joins every step by itself")
+        (largest,) = re.findall(r"^at most (\d+)", cell(told, "training images of one patient at a site"))
+        assert int(largest) > 1, "these patients have one image each, which shows nothing"
 
 
 def test_what_a_trusted_server_sees_is_said(folder: Folder) -> None:
@@ -293,47 +301,63 @@ def costing(value: float, folder: Folder) -> RunSummary:
 # Audited
 
 
+NOISE = GaussianTest("weights, training job 1", "noise", 1.01, 1.0, 0.6, 5000, 1.0)
+MOVED = GaussianTest("weights, training job 1", "sensitivity", 1.0, 1.0, 1.0, 800, 1.0)
+GUESSED = CanaryBound(3.0, 1.2, 1e-4, 0.96, 1000, 40, 30, "products", 3.5)
 FOUND = AuditResult(
+    engine="stacked",
+    stacked=3,
+    unit="image",
+    sites=("site-1", "site-2", "site-3"),
+    site="site-2",
+    rounds=2,
+    planned_rounds=2,
+    canaries=1000,
+    kinds=("weights, training job 1",),
     claimed=3.0,
-    bound=1.2,
+    measured=2.97,
     delta=1e-4,
     confidence=0.95,
-    canaries=100,
-    guesses=40,
-    right=30,
-    statistic="products",
-    steps=6,
-    reach=3.5,
+    tests=(NOISE, MOVED),
+    canary_bound=GUESSED,
 )
 
 
 def test_an_audit_completes_the_page_and_changes_nothing_else(tmp_path: Path) -> None:
     run(tiny(privacy=IMAGE), tmp_path)
     before, summary = text(tmp_path), result(tmp_path)
-    save_audit(tmp_path, {"site": "site-2", **FOUND.as_json(), "membership": "Members are hardly told apart."})
+    save_audit(tmp_path, {**FOUND.as_json(), "membership": "Members are hardly told apart."})
     told = text(tmp_path)
     audited = section(told, "Audit")
-    for words in ("At site-2: No contradiction found", "30 of 40 guesses", "95 %", "no proof", "hardly told apart"):
+    said = (
+        "No contradiction found",
+        "engine stacked, 3 sites at once",
+        "1,000 canaries (unit image)",
+        "training job 1",
+    )
+    for words in (*said, "would be 2.97; 3 is", "30 of 40 guesses", "95 %", "no proof", "hardly told apart"):
         assert words in audited
     assert "not audited" not in told
     assert told.replace(audited, "") == before.replace(section(before, "Audit"), "")
     after = result(tmp_path)
     assert after.privacy is not None
     assert after.privacy.audit is not None
-    assert after.privacy.audit.model_dump()["bound"] == FOUND.bound
+    assert after.privacy.audit.model_dump()["measured"] == FOUND.measured
     assert with_privacy(after, audit=None) == summary
 
 
 @pytest.mark.parametrize(
     ("found", "words"),
     [
-        (replace(FOUND, bound=3.2), "The claim is refuted"),
-        (replace(FOUND, reach=2.0), "could not have refuted the claim"),
-        (replace(FOUND, bound=0.0), "That is no proof"),
+        (replace(FOUND, tests=(replace(NOISE, measured=0.7, p_value=1e-9), MOVED)), "noise is 0.7, where 1 is charged"),
+        (replace(FOUND, canary_bound=replace(GUESSED, bound=3.2)), "The claim is refuted: 30 of 40 guesses"),
+        (replace(FOUND, tests=(NOISE,)), "could not have refuted the claim"),
+        (replace(FOUND, kinds=("features",)), "Not attacked, or without power: features"),
+        (replace(FOUND, canary_bound=None), "That is no proof"),
     ],
 )
 def test_an_audit_is_told_as_it_went(folder: Folder, found: AuditResult, words: str) -> None:
-    summary = with_privacy(costing(3.0, folder), audit=Audit.model_validate({"site": "a", **found.as_json()}))
+    summary = with_privacy(costing(3.0, folder), audit=Audit.model_validate(found.as_json()))
     assert words in section(write_privacy_page(summary), "Audit")
 
 

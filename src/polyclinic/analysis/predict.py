@@ -244,6 +244,8 @@ def _remote_sites(recipe: Recipe, summary: RunSummary) -> RemoteSites:
             validation=site.validation,
             test=site.test,
             groups=(1, 1),
+            unnamed=(0, 0, 0),
+            left_out=0,
             fingerprint="",
         )
         for site in summary.site_sizes

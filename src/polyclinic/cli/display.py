@@ -231,6 +231,7 @@ def _missing_notes(summary: RunSummary) -> list[str]:
 def plan_line(plan: Mapping[str, Any]) -> str:
     """Return the cost of a privacy plan in one line."""
     from polyclinic.evaluation.summary import PUBLIC_SEED
+    from polyclinic.privacy.plan import describe_clip, describe_noise
 
     is_seeded = plan["no_guarantee_reason"] == PUBLIC_SEED
     if plan["no_guarantee_reason"] and not is_seeded:
@@ -242,7 +243,7 @@ def plan_line(plan: Mapping[str, Any]) -> str:
     return (
         f"privacy: ε {'would be' if is_seeded else '='} {plan['epsilon']:.3g} per {plan['unit']} at "
         f"δ = {plan['delta']:.2g} for the whole run "
-        f"(noise {plan['noise']:.4g}, clip {plan['clip']:g}){stop}"
+        f"(noise {describe_noise(plan['noise'], plan['site_noise'])}, {describe_clip(plan['clip'])}){stop}"
     )
 
 

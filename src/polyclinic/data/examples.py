@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TypeAlias
 
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from polyclinic.core import Batch, Examples
+from polyclinic.data.patients import spread_group
 
 PerChannel: TypeAlias = float | tuple[float, ...]
 """One number for all channels, or one for each channel."""
@@ -36,6 +37,7 @@ class Images:
     images: Tensor
     labels: Tensor
     patients: tuple[str, ...] | None = None
+    """The identifiers of `Collection.patients`; None: no patient is named."""
     mean: PerChannel = 0.0
     std: PerChannel = 1.0
 
@@ -149,6 +151,16 @@ class SiteData:
     train: Examples
     validation: Examples
     test: Examples
+    left_out: int = field(default=0, kw_only=True)
+    """Images that `limit_group` has taken out of the training part."""
+
+    def limit_group(self, most: int) -> SiteData:
+        """Return the site with at most `most` training images of each named patient."""
+        if not isinstance(self.train, Images | Selection) or self.train.patients is None:
+            return self
+        kept = torch.from_numpy(spread_group(self.train.patients, most))
+        left_out = self.left_out + len(self.train) - len(kept)
+        return replace(self, train=self.train.subset(kept), left_out=left_out) if left_out > self.left_out else self
 
 
 @dataclass(frozen=True)
@@ -168,7 +180,7 @@ class Collection:
     labels: Tensor
     classes: tuple[str, ...]
     patients: tuple[str, ...]
-    """An identifier for every image; unique if patients are unknown."""
+    """An identifier for every image; UNNAMED (`data.patients`) and a unique number where its patient is not named."""
     sites: tuple[str, ...] | None = None
     """The natural site of every image."""
     split: tuple[str, ...] | None = None

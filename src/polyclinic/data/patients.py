@@ -1,5 +1,6 @@
 """Images grouped by patient, so that partitions and splits divide patients rather than images."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -7,7 +8,39 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from polyclinic.core import Examples
+
 Indices: TypeAlias = NDArray[np.int64]
+UNNAMED = "unnamed image "
+"""The beginning of the identifier of an image whose patient is not named; a number that makes it unique follows."""
+
+
+def is_named(patient: str) -> bool:
+    """Whether an identifier stands for a patient that the source names, and not for a single image of anybody."""
+    return bool(patient) and not patient.startswith(UNNAMED)
+
+
+def count_unnamed(examples: Examples) -> int:
+    """Count the images whose patient is not named."""
+    return len(examples) if examples.patients is None else sum(not is_named(name) for name in examples.patients)
+
+
+def max_images_per_patient(patients: Sequence[str] | None) -> int:
+    """Return the number of images of the patient who has most."""
+    return max(Counter(patients).values()) if patients else 1
+
+
+def spread_group(patients: Sequence[str], most: int) -> Indices:
+    """Return the ascending indices of at most `most` images of each patient, evenly spread over that patient's images.
+
+    Which images of a patient are left out depends on that patient's number of images alone, and on nobody else's.
+    """
+    rows: dict[str, list[int]] = {}
+    for row, name in enumerate(patients):
+        rows.setdefault(name, []).append(row)
+    kept = (own[turn * len(own) // most] for own in rows.values() if len(own) > most for turn in range(most))
+    whole = (row for own in rows.values() if len(own) <= most for row in own)
+    return np.array(sorted([*kept, *whole]), dtype=np.int64)
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ class Record:
     label: str
     site: str = ""
     patient: str = ""
-    """A pseudonym, never the source's own text ("": unknown, so the image counts as a patient of its own)."""
+    """A pseudonym, never the source's own text ("": not named, so splits count the image as a patient of its own)."""
     split: str = ""
     """train, validation or test ("": not stated)."""
     where: str = ""

@@ -227,6 +227,7 @@ def _begin_fields(experiment: Experiment) -> dict[str, object]:
         "plan": plan
         and {
             "noise": plan.noise,
+            "site_noise": dict(plan.site_noise),
             "metrics_noise": None if math.isinf(plan.metrics_noise) else plan.metrics_noise,
             "holders": plan.max_sites_per_record,
         },

@@ -189,8 +189,10 @@ class PrivacySpent(SummaryPart):
     noise_at: str
     sampling: str
     delta: float
-    clip: float
+    clip: float | Literal["auto"]
     noise: float
+    site_noise: dict[SiteId, float] = {}
+    """The noise of each site, where it is not the same at all."""
     accountant: str
     max_epsilon: float | None = None
     """privacy.epsilon of the recipe."""
@@ -209,6 +211,14 @@ class PrivacySpent(SummaryPart):
     """Of the runs before it on a shared ledger."""
     largest_group: int = 1
     """Training images of one patient at one site, at most."""
+    group: int | None = None
+    """privacy.group of the recipe."""
+    unnamed: int = 0
+    """Training images whose patient is not named."""
+    left_out: int = 0
+    """Training images beyond privacy.group, which were not used."""
+    sampled: Literal["image", "patient", "either"] = "image"
+    """What joined a step by itself; either: patients where they are named, images elsewhere."""
     paper_metric: float | None = None
     audit: Audit | None = None
 

@@ -7,6 +7,7 @@ A real site also has a policy of its own (`deploy.site.policy`) about what may l
 import logging
 import sys
 from dataclasses import dataclass
+from typing import Literal
 
 from polyclinic.core import Bundle, EngineError, Fit, Fitted, Part, Refused, Site, SiteId, Stream, Work
 from polyclinic.federation.job_loop import JobLoop
@@ -29,6 +30,8 @@ class SitePrivacyLimits:
     parts: tuple[Part, ...] = ("validation",)
     """The parts whose metrics may be reported in a round."""
     rounds: int = sys.maxsize
+    unit: Literal["image", "patient"] = "image"
+    """What joins a step of the priced jobs, and is clipped as one."""
     allows_scores: bool = True
     """Whether `Score` jobs are paid for by the plan."""
     seeded: bool = False
@@ -60,7 +63,8 @@ class SitePrivacyLimits:
         assert job.training.private is not None
         rate, steps = rate_and_sums(job, site.examples)
         allowed = self.priced_jobs[number] if number < len(self.priced_jobs) else (0.0, 0)
-        if rate > allowed[0] or steps > allowed[1] or job.training.private.noise < self.min_noise:
+        private = job.training.private
+        if rate > allowed[0] or steps > allowed[1] or private.noise < self.min_noise or private.unit != self.unit:
             raise EngineError(
                 f"site {site.name} was asked to train {steps} steps as its job {number + 1} of round {site.round}, "
                 "which the privacy plan has not priced; an algorithm's jobs must not depend on a site's images"

@@ -11,8 +11,7 @@ From these `privacy.accounting` computes ε of each site and of the record that 
 """
 
 import math
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Annotated, Literal
@@ -48,13 +47,19 @@ class PrivacyConfig:
     noise_per_site: bool | None = None
     """Whether each site's noise is solved by itself, so that all pay the same ε. Left out: yes, for units image and
     patient. Otherwise all sites have the noise of the site that needs most."""
+    weigh_by_noise: bool = False
+    """Whether an update's weight in a mean is divided by σ² of its site."""
     delta: Annotated[float, Field(gt=0, lt=1)] = 1e-5
-    clip: Annotated[float, Field(ge=1e-9, le=1e9)] = 1.0
+    clip: Annotated[float, Field(ge=1e-9, le=1e9)] | Literal["auto"] = 1.0
+    """C, the largest norm of what one unit adds to a sum; `auto`: every image's gradient is scaled to the length 1."""
     accountant: Accountant = "pld"
     neighbours: Neighbours = "add or remove"
     sampling: Literal["poisson", "shuffle"] = "poisson"
     amplification: bool | None = None
     """Whether the accountant counts on sampling; left out: with Poisson sampling only."""
+    group: Annotated[int, Field(ge=1)] | None = None
+    """For unit patient: the most training images of one patient at a site. Of a patient who is named, those beyond it
+    are left out; where patients are not named, it is declared and not checked."""
     augmentation_multiplicity: Annotated[int, Field(ge=1)] = 1
     """Augmented copies of an image whose mean gradient is clipped."""
     noise_at: Literal["site", "server"] = "site"
@@ -74,6 +79,11 @@ class PrivacyConfig:
         """Why no run of this section gives a guarantee; "" if one can."""
         return PUBLIC_SEED if self.randomness == "seed" else ""
 
+    @property
+    def clip_norm(self) -> float:
+        """C, which is 1 with automatic clipping."""
+        return 1.0 if self.clip == "auto" else self.clip
+
 
 def config_problems(config: PrivacyConfig, training: Training, watching: bool) -> Iterator[str]:
     """Yield a sentence for each mistake that needs no data to find; `watching`: a schedule uses validation metrics."""
@@ -87,11 +97,15 @@ def config_problems(config: PrivacyConfig, training: Training, watching: bool) -
     if config.noise_per_site and (config.noise is not None or config.unit == "site"):
         reason = "privacy.noise is given" if config.noise is not None else "unit site needs the same noise everywhere"
         yield f"privacy.noise_per_site solves the noise of each site, and {reason}; leave privacy.noise_per_site out"
+    if config.clip == "auto" and config.unit == "site":
+        yield "privacy.clip: auto scales the gradients of single images, and unit site clips updates; give a number"
     if config.noise_at == "server" and config.unit != "site":
         yield (
             f"privacy.noise_at: server is for unit site; with unit {config.unit} noise is added in every step, at the "
             "site"
         )
+    if config.group is not None and config.unit != "patient":
+        yield f"privacy.group bounds the images of a patient, and the unit is {config.unit}; set privacy.unit: patient"
     if config.metrics == "count" and config.unit == "site":
         yield "privacy.metrics: count protects single images, not a whole site; set it to suppress"
     if config.amplification and config.unit == "site":
@@ -138,9 +152,15 @@ class SiteSize:
 
     examples: int
     largest: int = 1
-    """Training images of the patient who has most, at this site."""
+    """Training images of the patient who has most, at this site; at least privacy.group if some are not named."""
     largest_validation: int = 1
     """The same of validation images."""
+    unnamed: int = 0
+    """Training images whose patient is not named."""
+    unnamed_validation: int = 0
+    """The same of validation images."""
+    left_out: int = 0
+    """Training images beyond privacy.group, which are not used."""
 
 
 @dataclass(frozen=True)
@@ -173,12 +193,25 @@ class PrivacyPlan:
         return not self.no_guarantee_reason
 
     @property
-    def images_per_patient(self) -> int:
-        """The most images of one patient at a site, in the training or the validation part."""
-        return max(max(size.largest, size.largest_validation) for size in self.site_sizes.values())
+    def images_per_patient(self) -> int | None:
+        """The most images of one patient at a site, in the training or the validation part; None: nobody knows."""
+        sizes = self.site_sizes.values()
+        if self.config.group is None and any(size.unnamed or size.unnamed_validation for size in sizes):
+            return None
+        return max(max(size.largest, size.largest_validation) for size in sizes)
+
+    def samples_patients(self, site: SiteId) -> bool:
+        """Whether patients, not images, join a site's steps; then one with several images costs as much as an image."""
+        config, size = self.config, self.site_sizes.get(site, SiteSize(0))
+        return config.unit == "patient" and config.sampling == "poisson" and not size.unnamed and size.largest > 1
 
     def noise_of(self, site: SiteId) -> float:
         return self.site_noise.get(site, self.noise)
+
+    def precision_of(self, site: SiteId) -> float:
+        """Return 1/σ² of a site's noise, relative to the site with the least, if updates are weighed by it; else 1."""
+        noisy = self.config.weigh_by_noise and self.site_noise
+        return (self.noise / self.noise_of(site)) ** 2 if noisy else 1.0
 
     def round_spends(self, site: SiteId) -> Composition:
         """Return what one round at a site releases of one unit."""
@@ -186,7 +219,8 @@ class PrivacyPlan:
         if self.config.unit == "site":
             return (Spend(sigma),)
         group = self.site_sizes[site].largest if self.config.unit == "patient" else 1
-        steps = (Spend(sigma, job.rate, job.times, group) for job in self.jobs[site])
+        in_step = 1 if self.samples_patients(site) else group
+        steps = (Spend(sigma, job.rate, job.times, in_step) for job in self.jobs[site])
         return (*steps, *(Spend(charge, group=group) for charge in self.other_releases.values()))
 
     def run_spends(self) -> dict[SiteId, Composition]:
@@ -235,12 +269,14 @@ class PrivacyPlan:
         if self.config.unit == "site":
             return None
         noise = self.noise if site is None else self.noise_of(site)
-        return Private(self.config.clip, noise, self.config.sampling, self.config.augmentation_multiplicity)
+        unit: Literal["image", "patient"] = "patient" if site is not None and self.samples_patients(site) else "image"
+        return replace(private_options(self.config, noise), unit=unit)
 
     def as_json(self) -> dict[str, object]:
         config = self.config
         return {
             "unit": config.unit,
+            "group": config.group,
             "neighbours": config.neighbours,
             "noise_at": config.noise_at,
             "sampling": config.sampling,
@@ -256,6 +292,23 @@ class PrivacyPlan:
             "randomness": config.randomness,
             "no_guarantee_reason": self.no_guarantee_reason,
         }
+
+
+def describe_clip(clip: float | Literal["auto"]) -> str:
+    return "scaled to length 1" if clip == "auto" else f"clipped to {clip:g}"
+
+
+def describe_noise(noise: float, site_noise: Mapping[SiteId, float]) -> str:
+    """Return σ, or its range where each site has its own."""
+    if not site_noise:
+        return f"{noise:.4g}"
+    return f"{min(site_noise.values()):.4g} to {max(site_noise.values()):.4g}, by site"
+
+
+def private_options(config: PrivacyConfig, noise: float) -> Private:
+    """Return the DP-SGD options of training jobs at this noise."""
+    views = config.augmentation_multiplicity
+    return Private(config.clip_norm, noise, config.sampling, views, normalise=config.clip == "auto")
 
 
 def steps_of(job: Fit, examples: int, config: PrivacyConfig, sites: int = 1) -> Steps:
@@ -274,6 +327,7 @@ def round_up(rate: float, digits: int) -> float:
 def make_plan(draft: PrivacyPlan) -> PrivacyPlan:
     """Return the plan with its noise solved for; raises `RecipeError` if ε was asked for and cannot be guaranteed."""
     config = draft.config
+    _check_patients_named(draft)
     units = len(draft.site_sizes) if config.unit == "site" else max(h.examples for h in draft.site_sizes.values())
     if config.delta * units >= 1:
         what = "sites" if config.unit == "site" else "training images at the largest site"
@@ -302,6 +356,22 @@ def make_plan(draft: PrivacyPlan) -> PrivacyPlan:
     plan = replace(draft, noise=config.noise) if config.noise is not None else _solve_noise(draft)
     plan = replace(plan, no_guarantee_reason=plan.no_guarantee_reason or config.no_guarantee_reason)
     return replace(plan, metrics_noise=_metrics_noise(plan)) if config.metrics == "count" else plan
+
+
+def _check_patients_named(draft: PrivacyPlan) -> None:
+    """Raise a `RecipeError` for a claim about patients whom the data do not name and the recipe does not bound."""
+    config = draft.config
+    if config.unit != "patient" or config.group is not None:
+        return
+    sizes = draft.site_sizes.values()
+    training, validation = (sum(of) for of in zip(*((s.unnamed, s.unnamed_validation) for s in sizes), strict=True))
+    if training or (validation and config.metrics == "count"):
+        images = f"{training} training images" if training else f"{validation} validation images"
+        raise RecipeError(
+            f"privacy.unit: patient protects patients, but {images} name no patient, so nobody knows how many images "
+            "one has; name the patient of every image in the data, declare the most images of a patient at a site "
+            "with privacy.group, or set privacy.unit: image"
+        )
 
 
 def _solve_noise(draft: PrivacyPlan) -> PrivacyPlan:
@@ -353,10 +423,3 @@ def _metrics_noise(plan: PrivacyPlan) -> float:
     target = plan.config.epsilon if plan.config.epsilon is not None else plan.epsilon
     taken = max(plan.rounds_by_site.values()) * plan.max_sites_per_record
     return noise_for(lambda noise: plan.epsilon_of(replace(plan, metrics_noise=noise).validation_spends(taken)), target)
-
-
-def max_images_per_patient(patients: Sequence[str] | None) -> int:
-    """Return the number of images of the patient who has most."""
-    if not patients:
-        return 1
-    return max(Counter(patients).values())

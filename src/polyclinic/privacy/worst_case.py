@@ -7,7 +7,7 @@ combinations are priced. Where there are too many, the smaller of two upper boun
 
     (1)  δ(ε) = max_c δ_c(ε): a release whose privacy profile is the maximum of the candidates' dominates each of them,
          in any composition (Zhu, Dong, Wang: Optimal accounting of differential privacy via characteristic function.
-         AISTATS 2022), at each of the record's sites and in each run
+         AISTATS 2022), at the j-th of the record's sites and in each run
     (2)  at each Rényi order the sum of the largest divergences
 """
 
@@ -15,7 +15,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import reduce
+from functools import lru_cache, reduce
 from itertools import chain, combinations_with_replacement, product
 from typing import Any, TypeAlias
 
@@ -169,6 +169,7 @@ def _combine(choices: Candidates, counts: Counter[RunCost]) -> Iterator[Composit
         yield add_up(spend for part in chosen for one in part for spend in one)
 
 
+@lru_cache(maxsize=256)
 def _drop_dominated(candidates: tuple[Composition, ...], neighbours: Neighbours) -> tuple[Composition, ...]:
     """Leave out candidates whose privacy profile lies nowhere above another's: no composition makes them dearer."""
     if len(candidates) == 1:
@@ -201,17 +202,30 @@ def _profiles(candidates: Sequence[Composition], width: float, neighbours: Neigh
 
 
 def _dominate(rows: Sequence[tuple[Sequence[Composition], int, int]], delta: float, neighbours: Neighbours) -> float:
-    """Return bound (1). `rows`: for each run its candidates, how many of them count together, and how often it was."""
+    """Return bound (1). `rows`: for each run its candidates, how many of them count together, and how often it was.
+
+    Of candidates in any fixed order, the j-th of a chosen few stands at place j or later. So it is dominated by the
+    maximum of all from place j on; in order of cost this is the j-th itself, if candidates can be compared.
+    """
     from dp_accounting.pld.pld_pmf import create_pmf_pessimistic_connect_dots as connect_dots
     from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution
 
     total = sum(taken * times for _, taken, times in rows)
-    width = min(_common_width(found, total, neighbours) for found, _, _ in rows)
+    width = min(_common_width(set(found), total, neighbours) for found, _, _ in rows)
     parts = []
     for found, taken, times in rows:
-        places, profiles = _profiles(found, width, neighbours)
-        remove, add = (connect_dots(width, places, highest.clip(0, 1)) for highest in profiles.max(0))
-        parts.append(PrivacyLossDistribution(remove, add).self_compose(taken * times))
+        kinds = Counter(found)
+        places, profiles = _profiles(tuple(kinds), width, neighbours)
+        order = sorted(kinds, key=lambda one: -profiles[tuple(kinds).index(one)].sum())
+        left = taken
+        for rank, one in enumerate(order):
+            ahead = np.stack([profiles[tuple(kinds).index(other)] for other in order[rank:]]).max(0)
+            remove, add = (connect_dots(width, places, highest.clip(0, 1)) for highest in ahead)
+            count = min(left, kinds[one])
+            parts.append(PrivacyLossDistribution(remove, add).self_compose(count * times))
+            left -= count
+            if not left:
+                break
     composed = reduce(lambda whole, part: whole.compose(part, tail_mass_truncation=TAIL), parts)
     return float(composed.get_epsilon_for_delta(delta))
 

@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator
 
 from polyclinic.evaluation.summary import PUBLIC_SEED, PrivacySpent, RunSummary
+from polyclinic.privacy.plan import describe_clip, describe_noise
 from polyclinic.reporting.blocks import Block, Bullets, Code, Inline, Paragraph, Report, Section, Strong, Table
 from polyclinic.reporting.formatting import round_up
 from polyclinic.reporting.render_markdown import to_markdown
@@ -100,9 +101,10 @@ def _plan_rows(privacy: PrivacySpent, pooled: bool) -> Iterator[list[str]]:
         yield ["neighbouring data sets", _describe_neighbours(privacy)]
         yield ["who need not be trusted", _describe_observers(privacy, pooled)]
     if privacy.unit == "patient":
-        yield ["training images of one patient at a site", f"at most {privacy.largest_group}, which is public"]
+        yield ["training images of one patient at a site", _describe_group(privacy)]
     yield ["sampling", _describe_sampling(privacy)]
-    yield ["clip, noise", f"{privacy.clip:g}, {privacy.noise:.4g} × the clip"]
+    noise = describe_noise(privacy.noise, privacy.site_noise)
+    yield ["clip, noise", f"{describe_clip(privacy.clip)}; {noise} × that"]
     yield ["δ", round_up(privacy.delta)]
     would = "would-be ε" if privacy.no_guarantee_reason else "ε"
     yield [f"{would} of the worst-placed {privacy.unit}", _format_bounds(privacy)]
@@ -118,7 +120,8 @@ def _format_bounds(privacy: PrivacySpent) -> str:
         name: value for name, value in privacy.epsilon_by_accountant.items() if name != first and value is not None
     }
     shown = [f"{LIBRARIES[name]}: {round_up(value, 4)}" for name, value in others.items()]
-    head = f"{'∞' if best is None else round_up(best, 4)} ({LIBRARIES[first]}), which is what was limited"
+    limited = "" if privacy.max_epsilon is None else ", which is what was limited"
+    head = f"{'∞' if best is None else round_up(best, 4)} ({LIBRARIES[first]}){limited}"
     return head + (f"; other bounds on the same: {', '.join(shown)}" if shown else "")
 
 
@@ -130,7 +133,8 @@ def _describe_neighbours(privacy: PrivacySpent) -> str:
         return (
             "the same, but one site sends back what it received, as if it had no images; that it takes part is public"
         )
-    return f"the same with and without one {unit}; how many images a site registered is public"
+    people = " and patients" if privacy.sampled != "image" else ""
+    return f"the same with and without one {unit}; how many images{people} a site registered is public"
 
 
 def _describe_observers(privacy: PrivacySpent, pooled: bool) -> str:
@@ -144,9 +148,27 @@ def _describe_observers(privacy: PrivacySpent, pooled: bool) -> str:
     )
 
 
+def _describe_group(privacy: PrivacySpent) -> str:
+    at_most = f"at most {privacy.largest_group}, which is public"
+    if privacy.unnamed:
+        at_most += (
+            f"; {privacy.unnamed:,} training images name no patient, so privacy.group: {privacy.group} is declared for "
+            "them and not checked, nor is the number of sites that one patient is at"
+        )
+    if privacy.left_out:
+        at_most += f"; {privacy.left_out:,} images beyond privacy.group: {privacy.group} were left out"
+    return at_most
+
+
 def _describe_sampling(privacy: PrivacySpent) -> str:
     if privacy.unit == "site":
         return "sites take part in rounds that anyone may know; no credit is taken for not taking part at random"
+    if privacy.sampling == "poisson" and privacy.sampled != "image":
+        elsewhere = " (where patients are not named, every image)" if privacy.sampled == "either" else ""
+        return (
+            f"every patient{elsewhere} joins every step by itself, at random and in secret (Poisson sampling), with "
+            "all training images, whose mean gradient is clipped"
+        )
     if privacy.sampling == "poisson":
         return "every image joins every step by itself, at random and in secret (Poisson sampling)"
     return "shuffled: every image is seen once an epoch; no credit is taken for chance"
@@ -181,11 +203,15 @@ def _list_unprotected(privacy: PrivacySpent) -> Iterator[Inline | tuple[Inline, 
         )
     if privacy.unit != "site":
         yield "What is true of many patients alike: that is what the model learns."
-    yield "That a site took part, how many training images it has, which classes there are, when it answered."
+    people = " and patients" if privacy.sampled != "image" else ""
+    yield f"That a site took part, how many training images{people} it has, which classes there are, when it answered."
     if privacy.metrics == "open":
         yield "Metrics of validation images, which sites reported without noise (privacy.metrics: open)."
     if privacy.metrics == "count":
-        yield "Validation images cost at most the same ε as training images; test images are outside the claim."
+        yield (
+            "Validation images cost at most the same ε as training images by the metrics that are reported of them. "
+            "Predictions of them, where a site lets them leave, are outside the claim, as test images are."
+        )
     yield (
         "The final evaluation: this simulation reads all validation and test images itself. Accuracy tables are not "
         "noised, and choosing among runs by them is not charged. Each run of a comparison has its own ε, and they add "
@@ -205,9 +231,7 @@ def _list_unprotected(privacy: PrivacySpent) -> Iterator[Inline | tuple[Inline, 
 def _describe_audit(privacy: PrivacySpent) -> tuple[Inline, ...]:
     audit = privacy.audit
     if audit is not None:
-        return (" ".join([f"At {audit.site}: {audit.verdict}", audit.membership or ""]).strip(),)
-    if privacy.unit == "site":
-        return ("This run was not audited: there is no audit of whole sites yet.",)
+        return (" ".join([audit.verdict, audit.membership or ""]).strip(),)
     return (
         "This run was not audited. ",
         Code("polyclinic audit DIR"),

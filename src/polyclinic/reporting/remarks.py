@@ -5,12 +5,37 @@ from collections.abc import Collection, Iterator
 
 from polyclinic.algorithms.base import Algorithm
 from polyclinic.config.recipe import Recipe
+from polyclinic.data.examples import SiteData
+from polyclinic.data.patients import count_unnamed
 
 
-def collect_warnings(recipe: Recipe, algorithm: Algorithm, sizes: Collection[int]) -> list[str]:
-    """The algorithm's own warning, and warnings of options without effect. `sizes`: the sites' training images."""
-    warnings = (algorithm.warning(), *_check_alignment(recipe), *_check_curriculum(recipe, sizes))
+def collect_warnings(
+    recipe: Recipe, algorithm: Algorithm, sizes: Collection[int], sites: Collection[SiteData]
+) -> list[str]:
+    """The algorithm's own warning, and warnings of options without effect and of splits by image.
+
+    `sizes`: the training images of each place that trains; `sites`: the sites with their images.
+    """
+    warnings = (
+        *_check_patients(sites),
+        algorithm.warning(),
+        *_check_alignment(recipe),
+        *_check_curriculum(recipe, sizes),
+    )
     return [warning for warning in warnings if warning]
+
+
+def _check_patients(sites: Collection[SiteData]) -> Iterator[str]:
+    parts = [part for site in sites for part in (site.train, site.validation, site.test)]
+    unnamed, images = sum(map(count_unnamed, parts)), sum(map(len, parts))
+    if unnamed:
+        which = (
+            "no image names its patient" if unnamed == images else f"{unnamed:,} of {images:,} images name no patient"
+        )
+        yield (
+            f"{which}, so training, validation and test parts are by image: images of one patient may lie in two "
+            "parts, and figures may be too good"
+        )
 
 
 def _check_alignment(recipe: Recipe) -> Iterator[str]:

@@ -62,7 +62,7 @@ class RunSetup:
             secret = secret.child(self.dataset.fingerprint_of(site))  # runs on other images must not share noise
         limits = privacy_limits(self.plan, site, secret) if self.plan is not None and secret is not None else None
         algorithm = self.algorithm
-        if self.plan is not None and self.plan.noise_of(site) != self.plan.noise:
+        if self.plan is not None and self.plan.private_options(site) != self.plan.private_options():
             algorithm = self.networks.wrap_algorithm(self.recipe.build_algorithm(self.plan.private_options(site)))
         return SiteRunner(
             site, self.sites[site], algorithm, self.networks.with_student, memory, self.transforms, limits
@@ -87,6 +87,7 @@ def assemble(
     other.
     """
     device = device_of(recipe)
+    dataset = dataset.limit_group(recipe.privacy.group if recipe.privacy is not None else None)
     private = placeholder_private(recipe.privacy) if recipe.privacy is not None else None
     module, algorithm = build_network(recipe, dataset, data), recipe.build_algorithm(private)
     networks = build_networks(recipe, dataset, module, algorithm, device, data)

@@ -303,7 +303,9 @@ class Experiment:
 
     @property
     def warnings(self) -> list[str]:
-        return collect_warnings(self.recipe, self.setup.algorithm, self.setup.federation.sites.values())
+        setup = self.setup
+        sizes, sites = setup.federation.sites.values(), setup.dataset.sites.values()
+        return collect_warnings(self.recipe, setup.algorithm, sizes, sites)
 
     def summarise(
         self,

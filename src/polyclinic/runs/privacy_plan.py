@@ -19,6 +19,7 @@ from polyclinic.config.identity import identity
 from polyclinic.config.recipe import Recipe
 from polyclinic.core import AUX_PREFIX, Federation, Private, RecipeError, SiteId, StoreError, Stream
 from polyclinic.data.examples import Selection, SiteData
+from polyclinic.data.patients import count_unnamed, max_images_per_patient
 from polyclinic.evaluation.summary import PUBLIC_SEED
 from polyclinic.federation.rehearsal import rehearse_round
 from polyclinic.federation.rounds import RoundOptions, draw_cohort
@@ -30,7 +31,7 @@ from polyclinic.privacy.plan import (
     SiteSize,
     Steps,
     make_plan,
-    max_images_per_patient,
+    private_options,
     steps_of,
 )
 from polyclinic.privacy.transforms.base import UpdateTransform
@@ -78,7 +79,7 @@ def bind_plan(
             "privacy.unit: site clips and noises a site's whole update of the model, and this algorithm sends more, or "
             "at other times; choose fedavg, fedprox, fednova or fedcycle, or try privacy.unit: image"
         )
-    sizes, first = {name: _site_size(site) for name, site in sites.items()}, next(iter(sites))
+    sizes, first = {name: _site_size(site, config.group) for name, site in sites.items()}, next(iter(sites))
     jobs: dict[SiteId, tuple[Steps, ...]] = {}
     models = 1
     if config.unit != "site":
@@ -106,9 +107,7 @@ def bind_plan(
 
 def placeholder_private(config: PrivacyConfig) -> Private | None:
     """Return the DP-SGD options of a dry run, before the noise is known."""
-    return (
-        None if config.unit == "site" else Private(config.clip, 1.0, config.sampling, config.augmentation_multiplicity)
-    )
+    return None if config.unit == "site" else private_options(config, 1.0)
 
 
 def plan_transforms(plan: PrivacyPlan) -> list[UpdateTransform]:
@@ -116,8 +115,8 @@ def plan_transforms(plan: PrivacyPlan) -> list[UpdateTransform]:
     config = plan.config
     if config.unit != "site":
         return []
-    std = plan.noise * config.clip if config.noise_at == "site" else 0.0
-    return [Clip(config.clip, RELEASED, std), *([Noise(std, RELEASED)] if config.noise_at == "site" else [])]
+    std = plan.noise * config.clip_norm if config.noise_at == "site" else 0.0
+    return [Clip(config.clip_norm, RELEASED, std), *([Noise(std, RELEASED)] if config.noise_at == "site" else [])]
 
 
 def privacy_limits(plan: PrivacyPlan, site: SiteId, secret: Stream) -> SitePrivacyLimits:
@@ -125,6 +124,7 @@ def privacy_limits(plan: PrivacyPlan, site: SiteId, secret: Stream) -> SitePriva
         secret,
         priced_jobs=tuple((step.rate, step.times) for step in plan.jobs.get(site, ())),
         min_noise=plan.noise_of(site),
+        unit="patient" if plan.samples_patients(site) else "image",
         metrics_noise=plan.metrics_noise if plan.config.metrics == "count" else None,
         parts=() if plan.config.metrics == "suppress" else ("validation",),
         rounds=len(plan.rounds),
@@ -198,10 +198,11 @@ def check_no_shared_statistics(network: LiveNetwork, algorithm: Algorithm, key: 
             )
 
 
-def _site_size(site: SiteData) -> SiteSize:
-    return SiteSize(
-        len(site.train), max_images_per_patient(site.train.patients), max_images_per_patient(site.validation.patients)
-    )
+def _site_size(site: SiteData, group: int | None) -> SiteSize:
+    """Count a site's images. `group`: the declared bound on the images of a patient who is not named."""
+    counted = [(count_unnamed(part), max_images_per_patient(part.patients)) for part in (site.train, site.validation)]
+    largest, largest_validation = (max(most, group or 1) if unnamed else most for unnamed, most in counted)
+    return SiteSize(len(site.train), largest, largest_validation, counted[0][0], counted[1][0], site.left_out)
 
 
 def max_sites_per_record(sites: Mapping[SiteId, SiteData], config: PrivacyConfig) -> int:

@@ -4,13 +4,14 @@ import math
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
 from statistics import fmean
+from typing import Literal
 
 from polyclinic.core import Exchange, RecipeError, SiteId
 from polyclinic.evaluation.rows import MetricRow, TrainRow
 from polyclinic.evaluation.summary import PrivacySpent, ReleasedKind
 from polyclinic.federation.privacy_budget import PrivacyBudget
 from polyclinic.privacy.accounting import Accountant, Spend, epsilon
-from polyclinic.privacy.plan import RELEASED, PrivacyPlan
+from polyclinic.privacy.plan import RELEASED, PrivacyPlan, describe_clip, describe_noise
 
 ACCOUNTANTS: tuple[Accountant, ...] = ("pld", "rdp", "prv")
 STATISTICS = ("prototypes", "counts", "features", "means")
@@ -60,12 +61,13 @@ def _describe_protection(plan: PrivacyPlan, kind: str) -> str:
         return "sent with the kind named before it, in one release"
     if config.unit != "site":
         return (
-            f"trained by DP-SGD: gradients clipped to {config.clip:g} each, noise {plan.noise:.4g} × that on their sum"
+            f"trained by DP-SGD: gradients {describe_clip(config.clip)} each, noise "
+            f"{describe_noise(plan.noise, plan.site_noise)} × that on their sum"
         )
     if kind not in RELEASED:
         return "none"
     where = "before it leaves the site" if config.noise_at == "site" else "by the server, to the mean"
-    return f"clipped to {config.clip:g} as a whole, noise {plan.noise:.4g} × that added {where}"
+    return f"{describe_clip(config.clip)} as a whole, noise {plan.noise:.4g} × that added {where}"
 
 
 def _describe_charged(noise: float) -> str:
@@ -92,6 +94,7 @@ def summarise_privacy(budget: PrivacyBudget, exhausted: bool, rows: Iterable[Met
         delta=config.delta,
         clip=config.clip,
         noise=plan.noise,
+        site_noise=dict(plan.site_noise),
         accountant=config.accountant,
         max_epsilon=config.epsilon,
         max_sites_per_record=plan.max_sites_per_record,
@@ -106,8 +109,19 @@ def summarise_privacy(budget: PrivacyBudget, exhausted: bool, rows: Iterable[Met
         stopped_by_budget=exhausted,
         earlier_epsilon=_finite_or_none(plan.worst_epsilon({})) if plan.earlier else 0.0,
         largest_group=max(sizes.largest for sizes in plan.site_sizes.values()),
+        group=config.group,
+        unnamed=sum(sizes.unnamed for sizes in plan.site_sizes.values()),
+        left_out=sum(sizes.left_out for sizes in plan.site_sizes.values()),
+        sampled=_sampled_unit(plan),
         paper_metric=_paper_metric(plan, rows),
     )
+
+
+def _sampled_unit(plan: PrivacyPlan) -> Literal["image", "patient", "either"]:
+    named = {not sizes.unnamed for sizes in plan.site_sizes.values()}
+    if plan.config.unit != "patient" or plan.config.sampling != "poisson" or named == {False}:
+        return "image"
+    return "patient" if named == {True} else "either"
 
 
 def _price_with(plan: PrivacyPlan, spent: Mapping[SiteId, Iterable[Spend]], accountant: Accountant) -> float | None:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from polyclinic.core import Batch, DataError, EngineError, Refused, SiteId, __version__
 from polyclinic.data.examples import Images, SiteData
 from polyclinic.data.partitioning.site_data import SiteSummary
+from polyclinic.data.patients import UNNAMED
 from polyclinic.runs.sites import FederatedDataset, check_site_name
 
 Count: TypeAlias = Annotated[int, Field(ge=0, le=10**9)]
@@ -36,6 +37,10 @@ class SiteProfile(BaseModel):
     test: Count
     groups: Annotated[tuple[Count, Count], Field(strict=False)]
     """Training and validation images of the patient who has most."""
+    unnamed: Annotated[tuple[Count, Count, Count], Field(strict=False)]
+    """Training, validation and test images whose patient is not named."""
+    left_out: Count
+    """Training images beyond privacy.group, which are not used."""
     fingerprint: Word
 
     @staticmethod
@@ -55,6 +60,7 @@ class RemoteImages:
     count: int
     shape: tuple[int, ...]
     largest: int = 1
+    unnamed: int = 0
 
     def __len__(self) -> int:
         return self.count
@@ -65,9 +71,11 @@ class RemoteImages:
 
     @property
     def patients(self) -> tuple[str, ...]:
-        """Placeholders, of which as many are equal as the site has images of one patient."""
-        alike = min(self.largest, self.count)
-        return (*("1",) * alike, *(str(number) for number in range(2, self.count - alike + 2)))
+        """Placeholders: as many are equal as the site has images of one patient, and as many are not named."""
+        unnamed = min(self.unnamed, self.count)
+        alike = min(self.largest, self.count - unnamed)
+        others = (str(number) for number in range(2, self.count - unnamed - alike + 2))
+        return (*("1",) * alike, *others, *(f"{UNNAMED}{number}" for number in range(unnamed)))
 
     def batch(self, index: Tensor) -> Batch:
         """Return a blank batch, whose shape is used in the dry run of a round."""
@@ -96,9 +104,10 @@ class RemoteSites(FederatedDataset):
             shape = (profile.channels, profile.size, profile.size)
             sites[site] = SiteData(
                 site,
-                RemoteImages(profile.train, shape, profile.groups[0]),
-                RemoteImages(profile.validation, shape, profile.groups[1]),
-                RemoteImages(profile.test, shape),
+                RemoteImages(profile.train, shape, profile.groups[0], profile.unnamed[0]),
+                RemoteImages(profile.validation, shape, profile.groups[1], profile.unnamed[1]),
+                RemoteImages(profile.test, shape, 1, profile.unnamed[2]),
+                left_out=profile.left_out,
             )
         return RemoteSites(first.classes, sites, None, first.channels, first.size, dict(profiles))
 

@@ -68,6 +68,12 @@ class FederatedDataset:
                         total.update(tensor.contiguous().numpy().data)
         return total.hexdigest()
 
+    def limit_group(self, most: int | None) -> FederatedDataset:
+        """Return the sites with at most `most` training images of each named patient; None: with all of them."""
+        sites = {name: site.limit_group(most) for name, site in self.sites.items()} if most else self.sites
+        kept = all(site is self.sites[name] for name, site in sites.items())
+        return self if kept else replace(self, sites=sites)
+
     def on_device(self, device: torch.device, room: int | None = None) -> dict[SiteId, SiteData]:
         """Return the sites with their images on `device`, where images that sites share are stored once.
 
@@ -90,7 +96,7 @@ class FederatedDataset:
         def cached(images: Images) -> Images:
             key = id(images), device, repr(part)
             if key not in self._feature_cache:  # which holds the images, so that no other takes their identity
-                self._feature_cache[key] = images, _compute_features(images, part)
+                self._feature_cache[key] = images, compute_features(images, part)
             return self._feature_cache[key][1]
 
         sites = {name: _map_images(site, cached) for name, site in self.on_device(device).items()}
@@ -137,7 +143,8 @@ def check_site_name(name: SiteId) -> None:
 
 
 @torch.no_grad()
-def _compute_features(images: Images, part: nn.Module) -> Images:
+def compute_features(images: Images, part: nn.Module) -> Images:
+    """Return the images with the features that a fixed part of a network computes in their place, where they fit."""
     device = images.labels.device
     part = copy.deepcopy(part).to(device)
     rows = torch.split(torch.arange(len(images), device=device), HASHED)
@@ -173,11 +180,12 @@ def _map_images(site: SiteData, function: Callable[[Images], Images]) -> SiteDat
     def mapped(part: Any) -> Any:
         return part.with_images(function(part.shared)) if isinstance(part, Selection) else function(part)
 
-    return SiteData(site.name, mapped(site.train), mapped(site.validation), mapped(site.test))
+    return replace(site, train=mapped(site.train), validation=mapped(site.validation), test=mapped(site.test))
 
 
 def pool_sites(sites: Mapping[SiteId, SiteData]) -> PooledData:
     """Return the training and validation images of all sites as one site without test images."""
     train, validation = (concatenate([getattr(site, p) for site in sites.values()]) for p in ("train", "validation"))
     nothing, members = validation.subset(torch.arange(0)), {name: site.train for name, site in sites.items()}
-    return PooledData(POOLED, train, validation, nothing, members)
+    left_out = sum(site.left_out for site in sites.values())
+    return PooledData(POOLED, train, validation, nothing, members, left_out=left_out)

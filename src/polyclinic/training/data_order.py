@@ -5,18 +5,24 @@ a site draws the same order in epoch e whether that epoch is a round, a part of 
 augments the images of step s in the same way.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from polyclinic.core import Fit, Stream, Training
+from polyclinic.core import EngineError, Fit, Stream, Training
+from polyclinic.data.patients import Patients
 from polyclinic.training.dp.dp_sgd import draw_poisson_batches, max_physical_batch, sampling_rate
 from polyclinic.training.prefetch import to_device
 
 
 def schedule_steps(
-    job: Fit, labels: Tensor, stream: Stream, secret: Stream | None, round: int
+    job: Fit,
+    labels: Tensor,
+    stream: Stream,
+    secret: Stream | None,
+    round: int,
+    patients: Sequence[str] | None = None,
 ) -> list[tuple[int, list[Tensor]]]:
     """List the optimiser steps of a job in one round.
 
@@ -26,13 +32,20 @@ def schedule_steps(
         stream: The site's random stream, which shuffles its epochs.
         secret: The stream of Poisson sampling, which private training needs.
         round: The round's number; 1 is the first.
+        patients: The patient of each example, which private training by patient needs.
 
     Returns:
-        For each step its number in the run and the rows of its batches, whose gradients it accumulates.
+        For each step its number in the run and the rows of its batches, whose gradients it accumulates. Where patients
+        join a step, a batch has a row for each patient, and columns for that patient's examples.
     """
     private = job.training.private
     if private is None or private.sampling == "shuffle" or secret is None:
         return list(iterate_steps(labels, job.training, stream, round, job.full_batch, job.sampling_weights))
+    if private.unit == "patient":
+        if patients is None:
+            raise EngineError("a job that samples patients came to examples without patients")
+        people = Patients.from_names(labels.cpu().numpy(), patients)
+        return list(iterate_patient_steps(people, job.training, secret, round, job.full_batch))
     return list(iterate_poisson_steps(labels, job.training, secret, round, job.full_batch))
 
 
@@ -70,13 +83,40 @@ def iterate_poisson_steps(
     labels: Tensor, training: Training, secret: Stream, round: int, full_batch: bool
 ) -> Iterator[tuple[int, list[Tensor]]]:
     """Yield each step of one round, which every example joins independently. A step that nobody joins has no batch."""
-    per_epoch = 1 if full_batch else batches_per_epoch(len(labels), training.batch_size(len(labels)))
-    steps = (training.steps or 1) if training.epochs is None else training.epochs * per_epoch
+    steps = steps_per_round(training, len(labels), full_batch)
     rate, most = sampling_rate(training, len(labels), full_batch), max_physical_batch(training, len(labels), full_batch)
     drawn = draw_poisson_batches(len(labels), rate, steps, secret.child("sample"))
     joined = to_device(torch.cat([torch.zeros(0, dtype=torch.int64), *drawn]), labels.device)
     batches = torch.split(joined, [len(index) for index in drawn])
     yield from enumerate(([*torch.split(index, most)] if len(index) else [] for index in batches), (round - 1) * steps)
+
+
+def iterate_patient_steps(
+    people: Patients, training: Training, secret: Stream, round: int, full_batch: bool
+) -> Iterator[tuple[int, list[Tensor]]]:
+    """Yield each step of one round, which every patient joins independently, with all examples.
+
+    Rate and number of steps are those of as many examples that join by themselves. A batch holds patients with equally
+    many examples: it has a row for each of them.
+    """
+    examples = len(people.of_image)
+    steps = steps_per_round(training, examples, full_batch)
+    rate, most = sampling_rate(training, examples, full_batch), max_physical_batch(training, examples, full_batch)
+    rows, sizes = torch.from_numpy(people.of_image.argsort(kind="stable")), torch.from_numpy(people.sizes)
+    first = sizes.cumsum(0) - sizes
+    for number, drawn in enumerate(draw_poisson_batches(len(people), rate, steps, secret.child("sample"))):
+        alike = ((size, drawn[sizes[drawn] == size]) for size in sorted(set(sizes[drawn].tolist())))
+        batches = ((size, some) for size, who in alike for some in torch.split(who, max(1, most // size)))
+        yield (
+            (round - 1) * steps + number,
+            [rows[first[some][:, None] + torch.arange(size)] for size, some in batches],
+        )
+
+
+def steps_per_round(training: Training, examples: int, full_batch: bool) -> int:
+    """Count the steps of a round of Poisson sampling."""
+    per_epoch = 1 if full_batch else batches_per_epoch(examples, training.batch_size(examples))
+    return (training.steps or 1) if training.epochs is None else training.epochs * per_epoch
 
 
 def regular_rounds_before(training: Training, round: int) -> int:

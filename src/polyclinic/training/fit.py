@@ -63,15 +63,19 @@ def fit(
     live, training, steps = network.load_weights(job.weights), job.training, job.sequence
     moving = [network.trainable_names(training.fine_tune, step.train) for step in steps]
     network.set_training_mode(frozenset().union(*moving))
-    private = None if is_plain_sgd(training.private) else PrivateGradients(job, network, live, len(data), secret)
+    by_patient = training.private is not None and training.private.unit == "patient"
+    patients = len(set(data.patients or ())) if by_patient else None
+    private = (
+        None if is_plain_sgd(training.private) else PrivateGradients(job, network, live, len(data), secret, patients)
+    )
     # A copy: a network that is called with weights from it, in training mode, writes into their statistics.
     reference = {k: {n: t.to(network.device, copy=True) for n, t in g.items()} for k, g in job.reference.items()}
     optimisers = [make_optimiser(network.require_gradients(n), training.optimiser, site.lr) for n in moving]
     restore_optimisers(optimisers, network, moving, job.optimiser_state)
     total, key = torch.zeros((), device=network.device), first_key(stream)
-    schedule = schedule_steps(job, data.labels, stream, secret, site.round)
+    schedule = schedule_steps(job, data.labels, stream, secret, site.round, data.patients)
     rows = None if private is None else iterate_on_host([batches for _, batches in schedule for _ in steps])
-    indices = (index for _, batches in schedule for _ in steps for index in batches)
+    indices = (index.flatten() for _, batches in schedule for _ in steps for index in batches)
     with (
         seed_generators(stream.child("dropout", site.round), network.device),
         network.use_precision(training.precision),
@@ -207,7 +211,7 @@ def restore_optimisers(
 
 @torch.no_grad()
 def score(job: Score, network: LiveNetwork, data: Examples, batch: int | None = None) -> Tensors:
-    """Compute a job's function over all of `data`, in its order, in evaluation mode.
+    """Compute a job's function over all of `data`, in its order or the job's, in evaluation mode.
 
     Args:
         job: The weights, the function of (network, weights, batch, reference), and how batches are reduced.
@@ -222,13 +226,14 @@ def score(job: Score, network: LiveNetwork, data: Examples, batch: int | None = 
     network.set_eval_mode()
     reference = {k: {n: t.to(network.device) for n, t in g.items()} for k, g in job.reference.items()}
     size = batch or job.batch or evaluation_batch_size(network.device)
-    indices = torch.split(torch.arange(len(data), device=data.labels.device), size)
+    rows = torch.arange(len(data)) if job.order is None else job.order
+    indices = torch.split(rows.to(data.labels.device), size)
     with prefetch_batches(data, indices, network.device) as loaded:
         parts = ((len(part[1]), job.function(network, weights, part, reference)) for part in loaded)
         if job.reduce == "mean":
             return _weighted_mean(parts, len(data))
-        rows = [values for _, values in parts]
-    return {name: torch.cat([values[name] for values in rows]) for name in rows[0]} if rows else {}
+        found = [values for _, values in parts]
+    return {name: torch.cat([values[name] for values in found]) for name in found[0]} if found else {}
 
 
 def evaluation_batch_size(device: torch.device) -> int:

@@ -172,7 +172,7 @@ def test_both_ways_give_every_examples_own_gradient(name: str) -> None:
     steps = steps_on(module, Private(clip, 0.0))
     names = frozenset(steps.live["model"])
     for way in (steps._sum_with_tape, steps._sum_with_vmap):
-        loss, sums = way(task_loss, names, batch, {})
+        loss, sums = way(task_loss, names, batch, {}, 9)
         assert apart(sums, summed(each, clip)) <= 1e-12
         assert float(loss) == pytest.approx(F.cross_entropy(module(batch[0]), batch[1]).item(), rel=1e-6)
 

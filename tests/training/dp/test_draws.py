@@ -25,6 +25,17 @@ def test_clip_factors() -> None:
         assert float((drawn.double() * clip_factors(drawn, clip).double()).max()) <= clip * (1 + 1e-6)
 
 
+def test_automatic_clipping_scales_every_gradient_to_less_than_the_clip() -> None:
+    """AUTO-S of Bu et al. (2023): C‖g‖ / (‖g‖ + 0.01)."""
+    norms = torch.tensor([0.0, 0.01, 1.0, 1e30, math.inf, math.nan], dtype=torch.float64)
+    lengths = norms[:4] * clip_factors(norms, 2.0, normalise=True)[:4]
+    assert lengths.tolist() == pytest.approx([0, 1.0, 2 / 1.01, 2.0])
+    assert clip_factors(norms, 2.0, normalise=True)[4:].tolist() == [0, 0]
+    drawn = torch.rand(10_000, generator=SECRET.generator()).mul(80).sub(40).exp()
+    for clip in (1e-3, 1.0, 7e4):
+        assert float((drawn.double() * clip_factors(drawn, clip, normalise=True).double()).max()) <= clip * (1 + 1e-6)
+
+
 def test_m5_poisson_draws_everyone_alike_and_by_itself() -> None:
     people, rate, steps = 12, 0.3, 10_000
     joined = np.zeros((steps, people))

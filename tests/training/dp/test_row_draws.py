@@ -157,7 +157,9 @@ def test_both_ways_drop_the_same_units() -> None:
     network.require_gradients(names)
     private = PrivateGradients(job, network, network.live, COUNT, SECRET)
     (batch,) = prepare_rows(iter([pictures().batch(rows)]), [rows], network, training(), SECRET, 3)
-    one, other = (way(task_loss, names, batch, {})[1] for way in (private._sum_with_tape, private._sum_with_vmap))
+    one, other = (
+        way(task_loss, names, batch, {}, len(rows))[1] for way in (private._sum_with_tape, private._sum_with_vmap)
+    )
     for name in names:
         torch.testing.assert_close(one[name], other[name], rtol=1e-12, atol=1e-14)
 

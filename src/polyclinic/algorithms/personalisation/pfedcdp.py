@@ -73,7 +73,8 @@ class PFedCDP(FedPer):
         if self.keep or self.variant == "paper":
             size = None if self.variant == "corrected" else self.training.batch_size(site.examples)
             gradients = squared_gradients if self.variant == "corrected" else squared_mean_gradient
-            fisher = yield Score(fitted.weights, gradients, reduce="mean", batch=size)  # (3)
+            shuffled = torch.randperm(site.examples, generator=rng.child("fisher batches", site.round).generator())
+            fisher = yield Score(fitted.weights, gradients, reduce="mean", batch=size, order=shuffled)  # (3)
             mask = {name: self.importance_mask(f) for name, f in fisher.items() if not name.startswith(HEAD)}  # (4)
         own = shared_update(fitted.weights, site)
         kept = {**own.tensors, "head": with_prefix(HEAD, fitted.weights["model"]), "mask": mask}

@@ -11,6 +11,7 @@ from polyclinic.core import Stream
 from polyclinic.data.datasets.base import Dataset
 from polyclinic.data.examples import Collection
 from polyclinic.data.options import Options
+from polyclinic.data.patients import UNNAMED
 
 CLASSES = tuple("0123456789")
 
@@ -29,7 +30,7 @@ def load_digit_images(options: DigitsOptions, stream: Stream, folder: Path | Non
         images=images.round().to(torch.uint8),
         labels=labels.clone(),
         classes=CLASSES,
-        patients=tuple(f"digit-{row}" for row in range(len(labels))),
+        patients=tuple(f"{UNNAMED}{row}" for row in range(len(labels))),
     )
 
 

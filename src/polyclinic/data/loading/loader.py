@@ -20,6 +20,7 @@ from polyclinic.data.findings import Finding, format_count, format_places, group
 from polyclinic.data.loading.cache import Pixels, load_cached, pixel_shape
 from polyclinic.data.loading.image_options import ImageOptions, Preparation
 from polyclinic.data.loading.preprocessing import preprocess_image
+from polyclinic.data.patients import UNNAMED
 from polyclinic.data.quality.duplicates import CONFLICT, duplicate_findings
 from polyclinic.data.quality.files import (
     BLANK,
@@ -66,7 +67,7 @@ def build_collection(listing: Listing, images: Tensor) -> Collection:
         images,
         torch.tensor([numbers[record.label] for record in records]),
         listing.classes,
-        tuple(record.patient or f"image-{position}" for position, record in enumerate(records, 1)),
+        tuple(record.patient or f"{UNNAMED}{position}" for position, record in enumerate(records, 1)),
         _optional_column(record.site for record in records),
         _optional_column(record.split for record in records) if listing.official else None,
     )

@@ -51,9 +51,7 @@ def build_site_data(
         _check_parts(called[name].subject, parts[name], collection, fractions, allow_single_class)
     everything = collection.to_images()
     return {
-        name: SiteData(
-            name, **{part: Selection.from_rows(everything, torch.from_numpy(rows)) for part, rows in of.items()}
-        )
+        name: SiteData(name, *(Selection.from_rows(everything, torch.from_numpy(of[part])) for part in PARTS))
         for name, of in parts.items()
     }
 

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
+from polyclinic.data.patients import is_named
 from polyclinic.data.quality.image_stats import SIDE
 from polyclinic.data.sources.images import Bytes
 
@@ -118,7 +119,9 @@ def merge_patients(patients: Sequence[str], images: Tensor) -> tuple[str, ...]:
     links = [(number[group[0]], number[other]) for group in groups for other in group[1:]]
     one, other = np.array(links, dtype=np.int64).reshape(-1, 2).T
     person = _connect_nodes(one, other, len(names))
-    first = dict(reversed(list(zip(person, names.tolist(), strict=True))))
+    # One image without a name leaves the patient of all of them unknown.
+    ordered = sorted(zip(person, names.tolist(), strict=True), key=lambda pair: is_named(pair[1]))
+    first = dict(reversed(ordered))
     return tuple(first[person[n]] for n in number)
 
 

@@ -19,9 +19,9 @@ from polyclinic.data.loading.loader import apply_task, load_collection
 from polyclinic.data.partitioning.dry_run import check_missing_fields
 from polyclinic.data.partitioning.partitions import Natural
 from polyclinic.data.partitioning.site_data import build_site_data
+from polyclinic.data.patients import count_unnamed, max_images_per_patient
 from polyclinic.data.records import Listing, find_classes
 from polyclinic.deploy.site.config import SiteConfig
-from polyclinic.privacy.plan import max_images_per_patient
 from polyclinic.runs.sites import FederatedDataset, load_sites
 from polyclinic.storage.files import explain_os_errors
 
@@ -124,6 +124,7 @@ def _link_data_folder(config: SiteConfig) -> Path:
 def build_site_profile(dataset: FederatedDataset, site: SiteId, version: str, mark: str) -> dict[str, object]:
     """What the server learns about a site's images: counts, classes, shape, and a keyed hash to detect changes."""
     own = dataset.sites[site]
+    parts = own.train, own.validation, own.test
     return {
         "version": version,
         "classes": list(dataset.classes),
@@ -132,6 +133,8 @@ def build_site_profile(dataset: FederatedDataset, site: SiteId, version: str, ma
         "train": len(own.train),
         "validation": len(own.validation),
         "test": len(own.test),
-        "groups": [max_images_per_patient(own.train.patients), max_images_per_patient(own.validation.patients)],
+        "groups": [max_images_per_patient(part.patients) for part in parts[:2]],
+        "unnamed": [count_unnamed(part) for part in parts],
+        "left_out": own.left_out,
         "fingerprint": mark,
     }

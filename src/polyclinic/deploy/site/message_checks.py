@@ -92,7 +92,15 @@ def read_terms(fields: Mapping[str, object], site: SiteId) -> RunTerms:
         raise Refused("json", "the plan is not an object")
     _read_int(plan, "holders", 1, 1 << 31)
     metrics_noise = math.inf if plan.get("metrics_noise") is None else _read_number(plan, "metrics_noise")
-    return replace(terms, noise=_read_number(plan, "noise"), metrics_noise=metrics_noise)
+    return replace(terms, noise=_read_noise(plan, site), metrics_noise=metrics_noise)
+
+
+def _read_noise(plan: Mapping[str, object], site: SiteId) -> float:
+    """The noise of this site: its own where the plan solved one for each site, else that of all."""
+    by_site = plan.get("site_noise", {})
+    if not isinstance(by_site, dict):
+        raise Refused("json", "site_noise is not an object")
+    return _read_number(by_site, site) if site in by_site else _read_number(plan, "noise")
 
 
 def check_round_fields(fields: Mapping[str, object], recipe: Recipe, site: SiteId) -> None:

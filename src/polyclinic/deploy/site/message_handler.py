@@ -234,12 +234,14 @@ class SiteMessageHandler:
 
     def _load_images(self, recipe: Recipe, classes: Sequence[str] | None = None) -> FederatedDataset:
         """Load the images, or return those of the previous message."""
-        key, named = f"{recipe.seed}|{recipe.data.model_dump_json()}", None if classes is None else tuple(classes)
+        group = None if recipe.privacy is None else recipe.privacy.group
+        named = None if classes is None else tuple(classes)
+        key = f"{recipe.seed}|{group}|{recipe.data.model_dump_json()}"
         if self._images is not None and self._images[0] == key:
             _, given, found = self._images
             if named in (given, found.classes):  # whether they were given or follow from the labels
                 return found
-        self._images = key, named, load_own_site(recipe, self.config, named)
+        self._images = key, named, load_own_site(recipe, self.config, named).limit_group(group)
         return self._images[2]
 
     def _run_folder(self, run: str) -> Path:

@@ -24,7 +24,14 @@ from polyclinic.config.identity import predicted_parts
 from polyclinic.config.recipe import Recipe
 from polyclinic.core import Bundle, EngineError, Refused, Stream
 from polyclinic.deploy.site.config import SiteConfig
-from polyclinic.deploy.site.policy import METRICS, PREDICTIONS, check_kinds, check_sent_kinds, image_report_kinds
+from polyclinic.deploy.site.policy import (
+    METRICS,
+    PREDICTIONS,
+    check_kinds,
+    check_predictions,
+    check_sent_kinds,
+    image_report_kinds,
+)
 from polyclinic.deploy.site.privacy_account import PrivacyAccount
 from polyclinic.federation.engines.local import keep_freed_memory
 from polyclinic.federation.site_runner import SiteRunner, drive_jobs
@@ -52,7 +59,7 @@ class RunTerms:
     channels: int
     size: int
     noise: float | None = None
-    """The noise of the server's privacy plan; None without a plan, or in a preview, where the site computes it."""
+    """This site's noise in the server's privacy plan; None without a plan, or in a preview: the site computes it."""
     metrics_noise: float = math.inf
     """The noise on metrics, if they are reported as noised counts."""
 
@@ -116,7 +123,9 @@ class Participation:
         """Return the server's plan for this site alone: with the server's noise, priced by this site's own counts."""
         config, terms, site = draft.recipe.privacy, self.terms, self.site
         assert config is not None
-        asked = config if terms.noise is None else replace(config, noise=terms.noise, epsilon=None, metrics="suppress")
+        asked = config
+        if terms.noise is not None:
+            asked = replace(config, noise=terms.noise, noise_per_site=None, epsilon=None, metrics="suppress")
         rules, networks = replace(round_options(draft.recipe, ""), cohort=None), draft.networks.by_cluster
         plan = bind_plan(asked, draft.algorithm, draft.federation, draft.sites, networks, rules)
         if terms.noise is not None and config.noise not in (None, terms.noise):
@@ -164,7 +173,7 @@ class Participation:
         return self.runner.finish_round(site_round, update, memory)
 
     def evaluate(self, message: messages.Message) -> messages.Message:
-        check_kinds((PREDICTIONS,), self.site, self.config.allow)
+        check_predictions(self.site, self.config.allow, self.config.budget)
         if "train" in message.fields["parts"] and "train" not in predicted_parts(self.recipe):
             why = "are protected by a plan" if self.setup.plan else "the recipe leaves out (evaluate.train: false)"
             raise Refused("privacy", f"{self.site} was asked for predictions of training images, which {why}")
@@ -269,8 +278,10 @@ class Participation:
         ]
         if image_report_kinds(self.recipe):
             rows.append(ReleasePreview(METRICS, "every evaluated round", {}, 0, words[METRICS], epsilon=cost))
-        if PREDICTIONS not in self.config.allow.kinds:
-            why = "does not leave: allow.kinds in site.yaml lacks it"
+        try:
+            check_predictions(self.site, self.config.allow, self.config.budget)
+        except Refused as refusal:
+            why = f"does not leave: {refusal}"
             return [*rows, ReleasePreview(PREDICTIONS, WITHHELD, {}, 0, why)]
         counts = {part: len(getattr(setup.sites[self.site], part)) for part in predicted_parts(self.recipe)}
         *most, last = (f"{count} {'training' if part == 'train' else part}" for part, count in counts.items())

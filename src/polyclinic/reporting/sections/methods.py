@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator, Sequence
 
 from polyclinic.evaluation.comparison import MethodSummary, MetricEstimate, mean_of_known, metric_value, pair_by_seed
+from polyclinic.evaluation.rows import group_pairs
 from polyclinic.reporting.blocks import Block, Cell, Figure, Grid, Heading, Paragraph, Section, Table
 from polyclinic.reporting.charts import (
     CostPoint,
@@ -111,7 +112,8 @@ def _collect_notes(data: ReportData) -> Iterator[str]:
     if pooled := [line.name for line in comparison.lines if line.pools_images]:
         yield f"{', '.join(pooled)}: all images in one place, which sites may not do; a baseline."
     yield from task_report(data.first.summary).warn({method.name: method.first.summary for method in data.methods})
-    yield from (f"{method.name}: {warning}." for method in data.methods for warning in method.first.summary.warnings)
+    warned = group_pairs((warning, method.name) for method in data.methods for warning in method.first.summary.warnings)
+    yield from (f"{format_names(names)}: {warning}." for warning, names in warned.items())
     if any(run.headline.model in ("personal", "transfer") for method in data.methods for run in method.summaries):
         yield "Where several models are judged together, their AUC also reflects how classes are spread over sites."
     if not data.has_privacy:

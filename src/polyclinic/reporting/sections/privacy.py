@@ -6,6 +6,7 @@ from statistics import fmean
 from polyclinic.evaluation.comparison import mean_of_known
 from polyclinic.evaluation.rows import group_pairs
 from polyclinic.evaluation.summary import PrivacySpent
+from polyclinic.privacy.plan import describe_noise
 from polyclinic.reporting.blocks import Block, Bullets, Folded, Heading, Paragraph, Section, Table
 from polyclinic.reporting.formatting import MISSING, format_megabytes, format_names
 from polyclinic.reporting.privacy_statement import PAPER_METRIC, UNITS, privacy_sections
@@ -86,7 +87,15 @@ def _claim_cells(method: Method) -> list[str]:
     alone = unsure.format(_mean_epsilon([plan.worst_site_epsilon for plan in plans]))
     protects = "no guarantee" if first.no_guarantee_reason else UNITS[first.unit]
     allowed = "not limited" if first.max_epsilon is None else f"{first.max_epsilon:g}"
-    return [protects, f"{first.noise:.4g}", worst, alone, f"{first.delta:.2g}", allowed, _paper_metric(plans)]
+    return [
+        protects,
+        describe_noise(first.noise, first.site_noise),
+        worst,
+        alone,
+        f"{first.delta:.2g}",
+        allowed,
+        _paper_metric(plans),
+    ]
 
 
 def _mean_epsilon(values: Sequence[float | None]) -> str:

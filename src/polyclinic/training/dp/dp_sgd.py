@@ -5,6 +5,15 @@ EXPECTED number of examples in a step (with `sampling: shuffle`, by the batch si
 
     (1)  g̃ = (Σ_i g_i · min(1, C/‖g_i‖) + σC·N(0, I)) / (q·n)     q: sampling rate; n: examples
 
+With automatic clipping (Bu, Wang, Zha, Karypis: Automatic clipping: differentially private deep learning made easier
+and stronger. NeurIPS 2023, AUTO-S), short gradients are lengthened, so that C is only a factor on the learning rate:
+
+    (2)  g_i · C / (‖g_i‖ + γ), γ = 0.01, in the place of g_i · min(1, C/‖g_i‖)
+
+Where patients join the steps, not single examples, i counts patients: g_i is the MEAN gradient of all examples of
+patient i, and n is the number of patients (user-level sampling, Charles et al. 2024). So a patient with many examples
+moves the sum no further than one with a single example.
+
 Terms of an objective that use no data (FedProx's penalty, SCAFFOLD's linear term) cost no privacy: their gradient is
 added in full, neither clipped nor noised.
 """
@@ -39,6 +48,8 @@ from polyclinic.training.network import LiveNetwork, NetworkWrapper
 
 VMAP_EXAMPLES = 16
 """How many examples' gradients `vmap` computes at once, where layers cannot be recorded."""
+STABILITY = 0.01
+"""γ of (2): how fast the gradient of an example that is learnt goes to 0."""
 BATCH_MULTIPLE = 16
 """Random batches are padded to a multiple of this, so that stacks see few different lengths."""
 BATCH_DEPENDENT_LAYERS = {
@@ -57,13 +68,22 @@ class PrivateGradients:
         live: The bundle that `network.load_weights` returned.
         examples: The number of the site's training examples.
         secret: The stream of the noise.
+        patients: The number of patients, if they, and not single examples, join the steps.
     """
 
-    def __init__(self, job: Fit, network: LiveNetwork, live: Bundle, examples: int, secret: Stream | None) -> None:
+    def __init__(
+        self,
+        job: Fit,
+        network: LiveNetwork,
+        live: Bundle,
+        examples: int,
+        secret: Stream | None,
+        patients: int | None = None,
+    ) -> None:
         assert job.training.private is not None
         self.secret = check_private_job(job, network, secret)
         self.training, self.options, self.full_batch = job.training, job.training.private, job.full_batch
-        self.network, self.live, self.examples = network, live, examples
+        self.network, self.live, self.examples, self.patients = network, live, examples, patients
         self.dropped = torch.zeros((), dtype=torch.int64, device=network.device)
         """How many gradients were not finite, and so counted as zero."""
         self._tapes: dict[frozenset[str], tuple[LiveNetwork, GradientTape]] = {}
@@ -88,7 +108,7 @@ class PrivateGradients:
             step: The optimiser step with its objective.
             names: The parameters that it moves.
             batches: The batches into which the step's examples are cut.
-            sizes: Their numbers of examples.
+            sizes: Their numbers of examples (or patients, whose examples lie one after another).
             reference: What the objective refers to.
             noise: The stream of the step's noise.
 
@@ -98,11 +118,13 @@ class PrivateGradients:
         model, total = self.live["model"], torch.zeros((), device=self.network.device)
         sums: Tensors = {}
         for size, batch in zip(sizes, batches, strict=True):
-            loss, clipped = self._sum_clipped(step.objective, names, batch, reference)
+            loss, clipped = self._sum_clipped(step.objective, names, batch, reference, size)
             sums = {n: sums[n] + t for n, t in clipped.items()} if sums else clipped
             total += torch.where(loss.isfinite(), loss, 0) * (size / sum(sizes))
         sums = sums or {name: torch.zeros_like(model[name]) for name in names}
-        expected = expected_batch_size(self.training, self.examples, self.full_batch, sum(sizes))
+        expected: float = expected_batch_size(self.training, self.examples, self.full_batch, sum(sizes))
+        if self.patients is not None:
+            expected = sampling_rate(self.training, self.examples, self.full_batch) * self.patients
         gradients = add_noise(sums, self.options, expected, noise)
         for name, gradient in self._data_free_gradients(step.objective, names, reference).items():
             gradients[name].add_(gradient)
@@ -123,18 +145,23 @@ class PrivateGradients:
         return {name: t for name, t in zip(moving, gradients, strict=True) if t is not None}
 
     def _sum_clipped(
-        self, objective: Objective, names: frozenset[str], batch: Batch, reference: Bundle
+        self, objective: Objective, names: frozenset[str], batch: Batch, reference: Bundle, count: int | None = None
     ) -> tuple[Tensor, Tensors]:
-        """Return the mean loss of a batch and the sum of its examples' clipped gradients."""
+        """Return the mean loss of a batch and the sum of its examples' clipped gradients.
+
+        `count`: the number of examples or patients, each with as many rows, one after another, whose mean gradient is
+        clipped. Without it these are the views of an example.
+        """
+        count = len(batch[1]) // self.options.views if count is None else count
         if objective in SEPARABLE and names not in self._unrecordable:
             try:
-                return self._sum_with_tape(objective, names, batch, reference)
+                return self._sum_with_tape(objective, names, batch, reference, count)
             except NotRecordableError:
                 self._unrecordable.add(names)
-        return self._sum_with_vmap(objective, names, batch, reference)
+        return self._sum_with_vmap(objective, names, batch, reference, count)
 
     def _sum_with_tape(
-        self, objective: Objective, names: frozenset[str], batch: Batch, reference: Bundle
+        self, objective: Objective, names: frozenset[str], batch: Batch, reference: Bundle, count: int
     ) -> tuple[Tensor, Tensors]:
         """Do so in one forward and one backward pass; the quick way, for separable objectives and known layers."""
         if names not in self._tapes:
@@ -142,7 +169,6 @@ class PrivateGradients:
             network.module = copy_with_record(self.network.module, names, tape)
             self._tapes[names] = network, tape
         network, tape = self._tapes[names]
-        count = len(batch[1]) // self.options.views
         tape.begin_pass(count)
         loss = objective(network, self.live, batch, reference)
         gradients = tape.backward(loss * count)
@@ -151,10 +177,10 @@ class PrivateGradients:
         return loss.detach(), self._clip_and_count(gradients, count)
 
     def _sum_with_vmap(
-        self, objective: Objective, names: frozenset[str], batch: Batch, reference: Bundle
+        self, objective: Objective, names: frozenset[str], batch: Batch, reference: Bundle, count: int
     ) -> tuple[Tensor, Tensors]:
-        """Do so with the objective on batches of one example; right for any network and objective."""
-        images, labels = (t.reshape(-1, self.options.views, *t.shape[1:]) for t in batch)
+        """Do so with the objective on batches of one example or patient; right for any network and objective."""
+        images, labels = (t.reshape(count, -1, *t.shape[1:]) for t in batch)
         example_loss = self._example_loss(objective, names, reference)
         call = torch.func.vmap(torch.func.grad_and_value(example_loss), (None, 0, 0, 0), randomness="different")
         key = next((layer.key for layer in self.network.dropouts.values()), labels.new_zeros(()))
@@ -186,7 +212,7 @@ class PrivateGradients:
         present = torch.ones(1, count, device=self.network.device)
         # Where the device works ahead of the host, asking it whether all is well would take longer than taking care.
         assume_nonfinite = self.network.device.type != "cpu"
-        sums, dropped = sum_clipped_gradients(gradients, self.options.clip, present, assume_nonfinite)
+        sums, dropped = sum_clipped_gradients(gradients, self.options, present, assume_nonfinite)
         self.dropped += dropped[0]
         return {name: total[0] for name, total in sums.items()}
 
@@ -291,20 +317,22 @@ def draw_poisson_batches(examples: int, rate: float, steps: int, stream: Stream)
     return [torch.from_numpy(part) for part in np.split(example, cuts)] if steps else []
 
 
-def clip_factors(norms: Tensor, clip: float) -> Tensor:
-    """Return min(1, C/‖g‖) for every example, and 0 where ‖g‖ is not finite."""
+def clip_factors(norms: Tensor, clip: float, normalise: bool = False) -> Tensor:
+    """Return min(1, C/‖g‖), or C/(‖g‖ + γ) by (2), for every example, and 0 where ‖g‖ is not finite."""
     factors = torch.ones_like(norms) if math.isinf(clip) else (clip / norms).clamp(max=1)
+    if normalise:
+        factors = clip / (norms + STABILITY)
     return factors.masked_fill(~norms.isfinite(), 0)
 
 
 def sum_clipped_gradients(
-    gradients: Mapping[str, ParameterGradients], clip: float, present: Tensor, assume_nonfinite: bool = True
+    gradients: Mapping[str, ParameterGradients], options: Private, present: Tensor, assume_nonfinite: bool = True
 ) -> tuple[Tensors, Tensor]:
     """Sum the clipped gradients of each site.
 
     Args:
         gradients: The examples' gradients by parameter, all sites' examples one after another.
-        clip: C.
+        options: How they are clipped.
         present: Sites × examples; 1 for an example, 0 for padding.
         assume_nonfinite: Mask gradients that are not finite without looking whether there are any.
 
@@ -314,13 +342,13 @@ def sum_clipped_gradients(
     squares = torch.stack([gradient.squared_norms() for gradient in gradients.values()]).sum(0)
     norms = squares.sqrt().reshape(present.shape)
     finite = norms.isfinite()
-    factors = clip_factors(norms, clip) * present
+    factors = clip_factors(norms, options.clip, options.normalise) * present
     nonfinite = ~finite.reshape(-1) if assume_nonfinite or not bool(finite.all()) else None
     sums = {name: gradient.weighted_sum(factors, nonfinite) for name, gradient in gradients.items()}
     return sums, (~finite & present.bool()).sum(1)
 
 
-def add_noise(sums: Tensors, options: Private, expected: int, secret: Stream) -> Tensors:
+def add_noise(sums: Tensors, options: Private, expected: float, secret: Stream) -> Tensors:
     """Return (Σ clip(gradient) + σC·noise) / expected for one site; `sums` is overwritten."""
     if options.noise:
         first, names = next(iter(sums.values())), sorted(sums)

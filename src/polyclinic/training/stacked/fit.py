@@ -80,6 +80,8 @@ def why_not_stackable(job: Fit, network: LiveNetwork) -> str:
     if not is_plain_sgd(job.training.private):
         if len(job.sequence) > 1:
             return "jobs with several private steps on a batch are computed site by site"
+        if job.training.private is not None and job.training.private.unit == "patient":
+            return "patients have different numbers of images, so they are drawn and clipped site by site"
         if job.sequence[0].objective not in SEPARABLE:
             return "its objective may mix examples, so their gradients are clipped one by one"
     shared = network.shared_random_layers
@@ -108,7 +110,8 @@ def fit_stacked(members: Sequence[StackMember], network: LiveNetwork, compiled: 
         "buffers": _stack_tensors([dict(m.job.weights.get("buffers", {})) for m in members], device),
     }
     reference = {kind: _stack_tensors([m.job.reference[kind] for m in members], device) for kind in first.reference}
-    optimisers = [StackedOptimiser(training.optimiser, members[0].site.lr, number) for number in range(len(steps))]
+    lr, names_of_sites = members[0].site.lr, [member.site.name for member in members]
+    optimisers = [StackedOptimiser(training.optimiser, lr, number, names_of_sites) for number in range(len(steps))]
     if first.optimiser_state is not None:
         state = _stack_tensors([m.job.optimiser_state or {} for m in members], device)
         for optimiser in optimisers:
@@ -219,11 +222,11 @@ def _clipped_sum_function(
 ) -> ClippedSumFunction:
     """Return the function for private steps, made once for each network."""
     assert training.private is not None
-    clip = training.private.clip
-    key = ("private", objective, names, clip, training.precision, compiled)
+    options = replace(training.private, noise=0.0)
+    key = ("private", objective, names, options, training.precision, compiled)
     if key not in network.stacked_functions:
         with _translate_errors(compiled):
-            network.stacked_functions[key] = make_clipped_sum_function(network, objective, names, clip, compiled)
+            network.stacked_functions[key] = make_clipped_sum_function(network, objective, names, options, compiled)
     function: ClippedSumFunction = network.stacked_functions[key]
 
     def call(*arguments: Any) -> tuple[Tensors, Tensor, Tensor]:

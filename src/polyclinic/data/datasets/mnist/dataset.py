@@ -20,6 +20,7 @@ from polyclinic.data.data_dir import data_folder
 from polyclinic.data.datasets.toolkit import Download, Listing, NamedDataset, Record
 from polyclinic.data.examples import Collection, Images
 from polyclinic.data.options import Options
+from polyclinic.data.patients import UNNAMED
 
 CLASSES = tuple("0123456789")
 SIDE = 28
@@ -43,7 +44,7 @@ def load_mnist(options: MnistOptions, stream: Stream, folder: Path | None = None
         images,
         labels,
         CLASSES,
-        patients=tuple(f"digit-{row}" for row in range(len(labels))),
+        patients=tuple(f"{UNNAMED}{row}" for row in range(len(labels))),
         held_out=Images(*_read_images_and_labels(home, "t10k")),
     )
     return found if options.normalise == "none" else found.with_normalisation(0.5, 0.5)
