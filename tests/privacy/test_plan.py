@@ -35,7 +35,7 @@ from polyclinic.privacy.plan import PrivacyConfig, PrivacyPlan, SiteSize, Steps,
 from polyclinic.runs.experiment import Experiment
 from polyclinic.storage.messages import Message
 from polyclinic.training.losses import predict_probabilities
-from tests.small import NEEDED, tiny
+from tests.small import NEEDED, run_until_the_end, tiny
 
 IMAGE: dict[str, Any] = {"epsilon": 3.0, "delta": 1e-4}
 SITE: dict[str, Any] = {"unit": "site", "epsilon": 30.0, "delta": 1e-3}
@@ -230,10 +230,9 @@ def test_metrics_stay_at_the_sites_unless_told_otherwise(tmp_path: Path) -> None
 
 def test_noise_from_a_secret_is_another_every_time_and_survives_a_resume(tmp_path: Path) -> None:
     recipe = tiny(privacy={**IMAGE, "randomness": "secret"})
-    first, second = run(recipe, tmp_path / "1"), run(recipe, tmp_path / "2")
+    first, second = run_until_the_end(recipe, tmp_path / "1"), run(recipe, tmp_path / "2")
     assert first.summary.sha256 != second.summary.sha256
     assert (tmp_path / "1" / "secret").stat().st_mode & 0o077 == 0
-    (tmp_path / "1" / "result.json").unlink()
     assert run(recipe, tmp_path / "1").summary.sha256 == first.summary.sha256
 
 
@@ -397,8 +396,7 @@ def test_one_bad_image_does_not_end_a_private_run(monkeypatch: pytest.MonkeyPatc
 
 def test_a_lost_secret_is_not_replaced(tmp_path: Path) -> None:
     recipe = tiny(privacy={**IMAGE, "randomness": "secret"})
-    run(recipe, tmp_path)
-    (tmp_path / "result.json").unlink()
+    run_until_the_end(recipe, tmp_path)
     (tmp_path / "secret").unlink()
     with pytest.raises(StoreError, match="is gone"):
         run(recipe, tmp_path)

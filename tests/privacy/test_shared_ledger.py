@@ -13,7 +13,7 @@ from polyclinic.core.errors import RecipeError, RoundFailed, StoreError
 from polyclinic.privacy.accounting import Spend, epsilon
 from polyclinic.privacy.shared_ledger import SharedLedger
 from polyclinic.runs.experiment import Experiment
-from tests.small import tiny
+from tests.small import run_until_the_end, tiny
 
 DELTA = 1e-4
 
@@ -97,8 +97,7 @@ def test_a_run_that_goes_on_keeps_its_noise(tmp_path: Path) -> None:
     book = tmp_path / "ours.jsonl"
     recipe = tiny(privacy={"epsilon": 3.0, "delta": DELTA, "ledger": str(book)})
     before = Experiment(recipe, tmp_path / "a")
-    ended = before.run().summary.sha256
-    (tmp_path / "a" / "result.json").unlink()
+    ended = run_until_the_end(recipe, tmp_path / "a").summary.sha256
     run(tiny(privacy={"noise": 20.0, "delta": DELTA, "ledger": str(book)}, seed=5))
     again = Experiment(recipe, tmp_path / "a")
     assert again.run().summary.sha256 == ended
@@ -120,8 +119,7 @@ def test_another_attempt_of_the_same_run_is_counted(tmp_path: Path) -> None:
 def test_charges_that_vanish_are_noticed_by_whoever_wrote_them(tmp_path: Path, lost: str) -> None:
     book = tmp_path / "ours.jsonl"
     recipe = tiny(privacy=wish(book))
-    run(recipe, tmp_path / "a")
-    (tmp_path / "a" / "result.json").unlink()
+    run_until_the_end(recipe, tmp_path / "a")
     rows = book.read_text().splitlines(keepends=True)
     book.unlink() if lost == "all" else book.write_text("".join(rows[:-1]))
     with pytest.raises(StoreError, match="lacks charges that this run has seen"):
