@@ -33,7 +33,6 @@ from polyclinic.cli.common import (
     titled_table,
 )
 from polyclinic.core import HELD_OUT, PUBLIC, STUDENT
-from polyclinic.evaluation.summary import PUBLIC_SEED
 from polyclinic.reporting.formatting import format_number
 
 if TYPE_CHECKING:
@@ -231,6 +230,7 @@ def _missing_notes(summary: RunSummary) -> list[str]:
 
 def plan_line(plan: Mapping[str, Any]) -> str:
     """Return the cost of a privacy plan in one line."""
+    from polyclinic.evaluation.summary import PUBLIC_SEED
     from polyclinic.privacy.plan import describe_clip, describe_noise
 
     is_seeded = plan["no_guarantee_reason"] == PUBLIC_SEED
