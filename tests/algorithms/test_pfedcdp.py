@@ -143,10 +143,7 @@ def test_fishers_information_is_of_the_weights_before_the_download(algorithm: PF
         memory = played.remembered(site)
         assert memory is not None
         letter = next(letter for letter in letters if (letter.round, letter.site) == (2, site))
-        sent, draws = (
-            letter.answer.tensors,
-            Stream(letter.sent.fields["seed"], ("site", site)).child("fisher batches", 2),
-        )
+        sent, own = letter.answer.tensors, Stream(letter.sent.fields["seed"], ("site", site))
         order = torch.randperm(len(held.train), generator=own.child("fisher batches", 2).generator())
         assert same({"model": memory["model"]}, {"model": sent["model"]})
         weights = {"model": {**memory["model"], **memory["head"]}, "buffers": sent["buffers"]}
