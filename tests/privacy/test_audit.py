@@ -325,9 +325,10 @@ def test_other_planted_mistakes_are_refuted(mistake: str, monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_honest_runs_are_not_accused(recipe: str) -> None:
-    """The error of one audit is 5 % at most, a fifth of it for the tests: of 20 honest runs 1 is expected, or fewer."""
+    """An honest run is accused with a probability of 5 % at most: 4 % by guesses, 1 % by all tests together. So of 20
+    runs 1 is expected at most; guesses stay far below the claim, and 0.2 are to be expected."""
     found = [attacked(recipe, secret) for secret in range(20 if recipe in ("local", "stacked", "site") else 1)]
-    assert sum(audit.is_refuted for audit in found) <= 1
+    assert sum(audit.is_refuted for audit in found) <= len(found) // 20
     assert not found[0].not_attacked
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -13,7 +14,7 @@ from polyclinic.algorithms.distillation.losses import Teacher
 from polyclinic.algorithms.distillation.patch_attribution import attribute_patches
 from polyclinic.algorithms.distillation.refine import RefinementResult, refine_student
 from polyclinic.core import STUDENT, Bundle, CurriculumOptions, Fit, RecipeError, Score, Site, Stream
-from polyclinic.data.examples import Images, SiteData
+from polyclinic.data.examples import SiteData
 from polyclinic.evaluation.assessment import score_predictions
 from polyclinic.evaluation.metrics import Predictions
 from polyclinic.evaluation.summary import PartScores
@@ -22,7 +23,7 @@ from polyclinic.federation.job_loop import JobLoop
 from polyclinic.models.scattering import find_fixed_features
 from polyclinic.reporting.teacher_figure import draw_teacher_maps
 from polyclinic.runs.networks import Networks, server_models
-from polyclinic.runs.sites import compute_features, site_on_device
+from polyclinic.runs.sites import compute_features, map_part, site_on_device
 from polyclinic.training.fit import fit, score
 from polyclinic.training.losses import predict_probabilities, task_loss
 
@@ -121,7 +122,7 @@ def pretrain_networks(networks: Networks, public: SiteData | None, device: torch
     training = replace(recipe.training, steps=None, first_epochs=None, curriculum=CurriculumOptions(), private=None)
     for name, network in networks.by_cluster.items():
         if sections[name].pretrain is not None:
-            part = find_fixed_features(network.module) if training.augment is None else None
-            seen = compute_features(images, part) if isinstance(images, Images) and part is not None else images
+            fixed = find_fixed_features(network.module) if training.augment is None else None
+            seen = images if fixed is None else map_part(images, partial(compute_features, part=fixed))
             job = Fit(network.copy_weights(), task_loss, replace(training, epochs=sections[name].pretrain))
             network.load_weights(fit(job, network, seen, server, Stream(recipe.seed, ("pretrain", name))).weights)

@@ -176,11 +176,13 @@ def site_on_device(site: SiteData, device: torch.device, copies: dict[int, Image
 
 def _map_images(site: SiteData, function: Callable[[Images], Images]) -> SiteData:
     """Return the site with `function` applied to its images."""
+    train, validation, test = (map_part(part, function) for part in (site.train, site.validation, site.test))
+    return replace(site, train=train, validation=validation, test=test)
 
-    def mapped(part: Any) -> Any:
-        return part.with_images(function(part.shared)) if isinstance(part, Selection) else function(part)
 
-    return replace(site, train=mapped(site.train), validation=mapped(site.validation), test=mapped(site.test))
+def map_part(part: Any, function: Callable[[Images], Images]) -> Any:
+    """Return a part of a site with `function` applied to its images, or to those that it selects from."""
+    return part.with_images(function(part.shared)) if isinstance(part, Selection) else function(part)
 
 
 def pool_sites(sites: Mapping[SiteId, SiteData]) -> PooledData:
