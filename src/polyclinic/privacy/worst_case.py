@@ -150,7 +150,8 @@ def _choose(kinds: Sequence[tuple[Composition, int]], taken: int) -> Iterator[tu
             yield ()
         return
     (first, capacity), *rest = kinds
-    for count in range(min(capacity, taken) + 1):
+    fewest = max(0, taken - sum(n for _, n in rest))
+    for count in range(fewest, min(capacity, taken) + 1):
         yield from ((first,) * count + more for more in _choose(rest, taken - count))
 
 
