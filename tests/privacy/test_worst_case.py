@@ -88,6 +88,14 @@ def test_every_set_of_sites_is_covered(accountant: Accountant) -> None:
         assert found == pytest.approx(max(epsilon(one, DELTA, accountant) for one in sets_of_sites(sites, most)))
 
 
+def test_sets_of_nearly_all_sites_are_found_at_once() -> None:
+    """Without looking at the 2⁵⁰ sets of 50 sites."""
+    sites = [(Spend(1.0 + k / 100, 1.0),) for k in range(50)]
+    assert worst_epsilon([run_cost(sites, 50)], DELTA, "rdp") == epsilon(chain.from_iterable(sites), DELTA, "rdp")
+    without_least = epsilon(chain.from_iterable(sites[:49]), DELTA, "rdp")
+    assert worst_epsilon([run_cost(sites, 49)], DELTA, "rdp") == without_least
+
+
 def test_sets_that_are_too_many_are_bounded_from_above(monkeypatch: pytest.MonkeyPatch) -> None:
     """Half of 30 unlike sites: the bound is above what any set found by exchanging sites pays, and hardly above."""
     sites = [(Spend(1.0 + k / 40, 0.02 + k / 1000, 20 + 3 * (k % 7)),) for k in range(30)]
