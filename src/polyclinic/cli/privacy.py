@@ -124,14 +124,16 @@ def spent_command(
         delta = delta or 1e-5
         found = price_ledger(where, delta)
     if as_json:
-        known = {unit: value if isinstance(value, float) else None for unit, value in found.items()}
-        print_json({"delta": delta, "epsilon": known, "budget": budget and budget.model_dump()})
+        priced = {unit: value for unit, value in found.items() if isinstance(value, float)}
+        spent = {unit: "infinite" if priced.get(unit) == math.inf else priced.get(unit) for unit in found}
+        print_json({"delta": delta, "epsilon": spent, "budget": budget and budget.model_dump()})
         return
     table = Table("protected", Column("ε spent", justify="right"), "budget", box=None, padding=(0, 1))
     notes = []
     for unit, value in found.items():
         limit = f"of {budget.epsilon:g}" if budget is not None and budget.unit == unit else ""
-        table.add_row(UNITS[unit], f"{value:.3f}" if isinstance(value, float) else "unknown", limit)
+        known = "unknown" if isinstance(value, str) else f"{value:.3f}" if math.isfinite(value) else "infinite"
+        table.add_row(UNITS[unit], known, limit)
         notes += [] if isinstance(value, float) else [f"{UNITS[unit]}: {value}"]
     table.caption = Text(f"all runs together, at δ = {delta:.2g}")
     out.print(table)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
+from typer.testing import CliRunner
 
+from polyclinic.cli.privacy import spent_command
 from polyclinic.deploy.site.message_handler import SiteMessageHandler
 from polyclinic.deploy.site.privacy_account import price_site_ledger
 from tests.deploy.example_sites import Crossing, asked, config, deployed, desks, recipe, refusal, said, write_hospitals
@@ -28,6 +32,10 @@ def test_a_rehearsal_is_charged_without_end(home: Path) -> None:
     _, outcome = deployed(recipe(privacy=SEEDED, rounds=2), home, crossing)
     assert outcome.rounds == 2
     assert price_site_ledger(home / "hill" / "rehearsal", 1e-3)["image"] == math.inf
+    (app := typer.Typer()).command()(spent_command)
+    given = [str(home / "hill" / "rehearsal" / "ledger.jsonl"), "--delta", "0.001"]
+    assert "infinite" in CliRunner().invoke(app, given).output
+    assert json.loads(CliRunner().invoke(app, [*given, "--json"]).stdout)["epsilon"]["image"] == "infinite"
     assert [row["epsilon"] for row in crossing.desks["hill"].releases.read_entries()][-1] == "infinite"
     budget = config(home, "hill", "rehearsal", budget={"unit": "image", "epsilon": 1000, "delta": 1e-3})
     later = asked("enrol", "hill", recipe(privacy={"epsilon": 3.0, "delta": 1e-3}, rounds=1))
