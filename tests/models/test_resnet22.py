@@ -165,7 +165,7 @@ def test_group_norm_keeps_pictures_apart_and_their_gradients_can_be_noted() -> N
     steps = PrivateGradients(Fit(copy_module_weights(module), task_loss, training), network, network.live, 4, Stream(1))
     names = network.trainable_names(1, ())
     batch = data.images, data.labels
-    noted, each = (way(task_loss, names, batch, {})[1] for way in (steps._sum_with_tape, steps._sum_with_vmap))
+    noted, each = (way(task_loss, names, batch, {}, 4)[1] for way in (steps._sum_with_tape, steps._sum_with_vmap))
     for name in names:
         torch.testing.assert_close(noted[name], each[name])
 
