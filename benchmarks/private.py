@@ -1,11 +1,14 @@
 """What privacy costs in time and memory: DP-SGD steps against a plain loop and against Opacus.
 
-    python -m benchmarks.private [--repeats 9] [--device cpu] [--json FILE]
+    python -m benchmarks.private [--repeats 9] [--device cpu] [--json FILE] [--noise]
 
 cpu:  small CNN and GroupNorm CNN, images 1×28×28, batch 64, SGD, one thread. Ways take turns in one process, all with
       the engines' memory settings; examples a CPU-second, medians. Memory: what steps add at most to their process.
 cuda: GroupNorm CNN, 5 sites × batch 64, 100 steps. Opacus' hooks for one site after another; ours stacked, compiled and
       not, batches of 64 as Opacus' here, or Poisson; the same stack without privacy. Examples a second, medians.
+noise: private steps with the noise of the cipher against the same steps with that of a fast generator (SFC64 on the
+      CPU, torch's Philox on a GPU), taking turns; CPU time on the CPU; on a GPU five sites stacked, too. Networks of 5
+      thousand to 3.5 million weights; a step of the perceptrons is the cheapest, so that noise weighs most there.
 
 Every private way clips to 1 and draws noise of 1. Opacus (hooks: GradSampleModule; ghost: fast gradient clipping) is
 called as its documentation does, without its data loader.
@@ -25,6 +28,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
@@ -35,6 +39,8 @@ from polyclinic.data.examples import Images, Selection
 from polyclinic.federation.engines.local import keep_freed_memory
 from polyclinic.models import build_model
 from polyclinic.models.classifier import Classifier
+from polyclinic.models.modifications import replace_batch_norm
+from polyclinic.training.dp import secure_random
 from polyclinic.training.fit import fit
 from polyclinic.training.losses import task_loss
 from polyclinic.training.network import LiveNetwork, copy_module_weights
@@ -208,12 +214,94 @@ def cuda(device: torch.device, repeats: int) -> list[Row]:
     return found
 
 
+NOISED: dict[str, tuple[str, int, int, int]] = {
+    "mlp, 5 thousand": ("mlp", 1, 8, 10),
+    "cnn_c, 33 thousand": ("cnn_c", 1, 28, 10),
+    "mlp, 1.0 million": ("mlp", 3, 72, 10),
+    "groupnorm_cnn, 0.6 million": ("groupnorm_cnn", 1, 28, 10),
+    "mlp, 3.5 million": ("mlp", 3, 135, 10),
+    "mobilenet_v2, 3.5 million": ("mobilenet_v2", 3, 32, 1000),
+}
+"""Model, channels, size and classes."""
+
+
+def former_normals(streams: list[Stream], size: int, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    """Normal numbers of a fast generator, not a cipher."""
+
+    def draw(stream: Stream) -> torch.Tensor:
+        if device.type == "cuda":
+            generator = torch.Generator(device).manual_seed(stream.integer())
+            return torch.randn(size, generator=generator, device=device, dtype=dtype)
+        entropy = np.random.SeedSequence([stream.child("entropy", part).integer() for part in range(4)])
+        drawn = np.random.Generator(np.random.SFC64(entropy)).standard_normal(size, np.float32)
+        return torch.from_numpy(drawn).to(dtype)
+
+    return torch.stack([draw(stream) for stream in streams])
+
+
+def noised(name: str, device: torch.device, sites: int, batch: int = 16) -> tuple[Deed, int]:
+    """Four private steps of one site, or of several as a stack; and the number of weights."""
+    model, channels, size, classes = NOISED[name]
+    module = build_model(model, classes=classes, channels=channels, size=size, dropout=0.0, seed=Stream(0))
+    live = LiveNetwork(replace_batch_norm(module), device)
+    private = Private(CLIP, NOISE, "shuffle")
+    job = Fit(copy_module_weights(live.module), task_loss, Training(Optimiser("sgd", LR), batch, private=private))
+    count = 4 * batch * sites
+    data = Images(torch.rand(count, channels, size, size), torch.randint(classes, (count,))).to(device)
+    weights = sum(t.numel() for t in live.live["model"].values())
+    if sites == 1:
+        return lambda: fit(job, live, data, Site("a", count, 1, 1, LR), Stream(0), Stream(1)), weights
+    parts = [Selection.from_rows(data, torch.arange(n * 4 * batch, (n + 1) * 4 * batch)) for n in range(sites)]
+    seats = [
+        StackMember(job, part, Site(str(n), 4 * batch, 1, 1, LR), Stream(n), Stream(n, ("secret",)))
+        for n, part in enumerate(parts)
+    ]
+    return lambda: fit_stacked(seats, live), weights
+
+
+def noise_cost(device: torch.device, repeats: int) -> list[Row]:
+    """What a private step with the cipher's noise takes, in units of one with a fast generator's."""
+    found: list[Row] = []
+    ways = {"cipher": secure_random.draw_normals, "fast generator": former_normals}
+    for name in NOISED:
+        for sites in (1, SITES) if device.type == "cuda" else (1,):
+            deed, weights = noised(name, device, sites)
+            taken: dict[str, list[float]] = {way: [] for way in ways}
+            times, clock = max(1, 400_000 // weights), time.process_time if device.type == "cpu" else time.perf_counter
+            for number in range(repeats + 1):
+                for way, draw in ways.items():
+                    secure_random.draw_normals = draw  # type: ignore[assignment]
+                    _wait_for(device)
+                    began = clock()
+                    for _ in range(times):
+                        deed()
+                    _wait_for(device)
+                    taken[way] += [(clock() - began) / times] if number else []
+            ratios = [a / b for a, b in zip(*taken.values(), strict=True)]
+            step = {way: statistics.median(seconds) / 4 * 1000 for way, seconds in taken.items()}
+            row = {"network": name, "weights": weights, "sites": sites, "ratio": statistics.median(ratios)}
+            found.append(row | {f"{way}_ms_per_step": value for way, value in step.items()})
+            print(
+                f"{name:28}{weights:10,} weights, {sites} site(s): a step takes {step['cipher']:8.2f} ms, with a fast "
+                f"generator {step['fast generator']:8.2f} ms; ratio {row['ratio']:.3f} "
+                f"({min(ratios):.2f} to {max(ratios):.2f})",
+                flush=True,
+            )
+    return found
+
+
+def _wait_for(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--memory", nargs=2, metavar=("MODEL", "WAY"), help="print what a way's steps add, in MiB")
+    parser.add_argument("--noise", action="store_true", help="measure what the cipher's noise costs")
     options = parser.parse_args()
     warnings.simplefilter("ignore")  # Opacus' hooks warn at every step
     torch.set_num_threads(1)
@@ -222,7 +310,10 @@ def main() -> None:
         return
     keep_freed_memory()
     device = torch.device(options.device)
-    rows = cpu(options.repeats) if device.type == "cpu" else cuda(device, options.repeats)
+    if options.noise:
+        rows = noise_cost(device, options.repeats)
+    else:
+        rows = cpu(options.repeats) if device.type == "cpu" else cuda(device, options.repeats)
     if options.json:
         report = {"torch": torch.__version__, "device": options.device, "batch": BATCH, "ways": rows}
         options.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import yaml
 
-from polyclinic import Recipe
+from polyclinic import Recipe, RunResult, run
 
 SITES = ("site-1", "site-2", "site-3")
 WEIGHTS = 8 * 8 * 10 + 10
@@ -39,3 +40,11 @@ NEEDED: dict[str, dict[str, Any]] = {
     "pfedcdp": {"algorithm": {"name": "pfedcdp", "head_epochs": 0, "keep": 0}},
 }
 """What a recipe must say beside an algorithm's name, and what it must do without where there is no public set."""
+
+
+def run_until_the_end(recipe: Recipe, folder: Path) -> RunResult:
+    """Run a recipe as if it had been killed before its result was written: nothing is missing for it to go on."""
+    with patch("polyclinic.runs.experiment.erase_file"):
+        found = run(recipe, folder)
+    (folder / "result.json").unlink()
+    return found

@@ -25,6 +25,7 @@ from polyclinic.core.errors import RecipeError
 from polyclinic.core.jobs import Fit, Fitted, Score, Site, Update
 from polyclinic.core.options import Optimiser, Private, Training
 from polyclinic.core.rng import Stream
+from polyclinic.data.examples import Images, Selection
 from polyclinic.evaluation.rows import TrainRow
 from polyclinic.federation.privacy_budget import PrivacyBudget
 from polyclinic.privacy.accounting import Spend, epsilon
@@ -151,16 +152,36 @@ def test_nothing_but_the_noise_is_adapted(variant: Variant) -> None:
 @pytest.mark.parametrize("rule", ["equation", "text"])
 @pytest.mark.parametrize("loss_noise", [0.01, 5.0, 50.0])
 def test_sound_noise_is_the_formula_of_the_released_variance(rule: Rule, loss_noise: float) -> None:
-    told = release_variance(LOSSES, BOUND, loss_noise, SECRET.child("losses")).tensors["variance"]
-    more = float(told) if rule == "equation" else 1 / (1 + float(told))
+    told = float(release_variance(LOSSES, BOUND, loss_noise, SECRET.child("losses")).tensors["variance"]) / BATCH
+    more = told if rule == "equation" else 1 / (1 + told)
     found = noise_of(AdaptiveNoise(TRAINING, "corrected", rule, BOUND, loss_noise), LOSSES)
     assert found == pytest.approx(min(SIGMA * (1 + more), 2 * SIGMA), rel=1e-12)
 
 
-def test_with_hardly_any_noise_the_released_variance_is_the_variance() -> None:
-    """Of single images, where the paper takes that of batches."""
+def test_with_hardly_any_noise_the_released_variance_is_that_of_batches() -> None:
+    """The mean of a batch of B images has the B-th part of the variance of one."""
     found = noise_of(AdaptiveNoise(TRAINING, "corrected", "equation", BOUND, 1e-9), LOSSES)
-    assert found == pytest.approx(SIGMA * (1 + float(LOSSES.double().var(correction=0))), rel=1e-6)
+    assert found == pytest.approx(SIGMA * (1 + float(LOSSES.double().var(correction=0)) / BATCH), rel=1e-6)
+
+
+def test_the_paper_s_batches_are_random_however_images_are_stored() -> None:
+    """On images stored by class, batches in stored order would be of one class, and their losses far apart."""
+    network, rows = small(norm=False), 60
+    train = clinics(rows)["clinic-1"].train
+    assert isinstance(train, Images | Selection)
+    by_class = train.subset(train.labels.argsort(stable=True))
+    site = Site("a", rows, 1, 3, 0.1, SECRET)
+
+    def variance(data: Images | Selection, seed: int) -> float:
+        job = next(AdaptiveNoise(TRAINING, "paper").local(WEIGHTS, None, site, Stream(seed)))
+        assert isinstance(job, Score)
+        assert job.order is not None
+        assert sorted(job.order.tolist()) == list(range(rows))
+        return AdaptiveNoise(TRAINING, "paper").loss_variance(score(job, network, data)["losses"], site)
+
+    whole = float(score(Score(WEIGHTS, per_example_losses), network, train)["losses"].var(correction=0)) / BATCH
+    for data in (train, by_class):
+        assert fmean(variance(data, seed) for seed in range(60)) == pytest.approx(whole, rel=0.15)
 
 
 @given(
@@ -244,12 +265,11 @@ def test_a_site_trains_with_the_noise_it_tells(tmp_path: Path) -> None:
     )
     lr = experiment.setup.algorithm.training.optimiser.lr
     order = Message({"run": experiment.run_id(), "site": name, "round": 1, "lr": lr}, initial)
-    secret = privacy_limits(plan, name, noise_secret(plan.config, recipe.seed, None).child("site", name)).noise_stream(
-        order
-    )
+    own = noise_secret(experiment.recipe, None).child("site", name, experiment.setup.dataset.fingerprint_of(name))
+    secret = privacy_limits(plan, name, own).noise_stream(order)
     losses = score(Score(initial, per_example_losses), network, train)["losses"]
     told = release_variance(losses, BOUND, LOSS_NOISE, secret.child("losses")).tensors["variance"]
-    sigma = min(SIGMA * (1 + float(told)), 2 * SIGMA)
+    sigma = min(SIGMA * (1 + float(told) / experiment.setup.algorithm.training.batch_size(len(train))), 2 * SIGMA)
     training = replace(experiment.setup.algorithm.training, private=replace(private, noise=sigma))
     site = Site(name, len(train), 1, 1, training.optimiser.lr, secret)
     public = Stream(recipe.seed, ("site", name)).child("job", 1)

@@ -239,7 +239,7 @@ def test_impossible_options_are_refused(name: str, value: Any) -> None:
 
 # Under a privacy plan
 
-IMAGE: dict[str, Any] = {"epsilon": 3.0, "delta": 1e-4, "randomness": "seed"}
+IMAGE: dict[str, Any] = {"epsilon": 3.0, "delta": 1e-4}
 
 
 def test_features_and_means_are_charged_and_the_page_says_what_protects_them() -> None:

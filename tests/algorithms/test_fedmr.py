@@ -314,7 +314,7 @@ def test_impossible_options_are_refused(name: str) -> None:
 
 # Under a privacy plan
 
-IMAGE: dict[str, Any] = {"epsilon": 3.0, "delta": 1e-4, "randomness": "seed"}
+IMAGE: dict[str, Any] = {"epsilon": 3.0, "delta": 1e-4}
 
 
 def test_private_steps_cannot_correlate_images() -> None:

@@ -113,7 +113,7 @@ def test_scattering_in_real_numbers_is_scattering(size: int, channels: int) -> N
     torch.testing.assert_close(RealScattering(fixed)(images), fixed(images), atol=1e-5, rtol=1e-4)
 
 
-QUICK = ("linear", "cnn_c", "scattering_linear")
+QUICK = ("linear", "cnn_c", "scattering_linear", "scattering_digits")
 
 
 @with_onnx
@@ -215,12 +215,15 @@ def test_the_card_lists_sites_that_are_worse_off_than_alone(runs: dict[str, Path
     assert not (tmp_path / "no").exists()
 
 
-def test_a_private_runs_card_keeps_the_seed_and_the_classes_back(runs: dict[str, Path], tmp_path: Path) -> None:
-    """Whoever knows the seed could take the noise away."""
+def test_a_private_runs_card_keeps_the_classes_back(runs: dict[str, Path], tmp_path: Path) -> None:
     folder = exported(runs["private"], tmp_path / "out")
     found = (folder / "MODEL_CARD.md").read_text()
-    assert not any(b"8675309" in path.read_bytes() for path in folder.iterdir())
-    for words in ("**ε = ", "What is NOT protected", "anyone who knows it can remove the noise", "| withheld |"):
+    for words in (
+        "ε would be ",
+        "no guarantee: the noise comes from a public seed",
+        "What is NOT protected",
+        "| withheld |",
+    ):
         assert words in found
     for site in open_catalogue(runs["private"]).summary.site_sizes:
         assert ", ".join(f"{name} {count}" for name, count in site.classes.items()) not in found

@@ -78,6 +78,8 @@ FULL: dict[str, Any] = {
         "amplification": False,
         "group": None,
         "augmentation_multiplicity": 2,
+        "noise_per_site": False,
+        "weigh_by_noise": True,
         "noise_at": "site",
         "max_sites_per_record": 2,
         "metrics": "open",

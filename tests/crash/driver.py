@@ -19,6 +19,8 @@ import torch
 from polyclinic import Recipe, run
 from polyclinic.core import failpoints
 from polyclinic.core.errors import PolyclinicError
+from polyclinic.deploy.site.config import SiteConfig
+from polyclinic.deploy.site.message_handler import SiteMessageHandler
 from polyclinic.federation.rounds import Watch
 from polyclinic.runs.experiment import FederatedDataset, load_sites
 from tests.driving import serve
@@ -34,7 +36,7 @@ def main() -> None:
     recipe = Recipe.from_values(json.loads(sys.argv[1]))
     consortium = load_sites(recipe)
     run(recipe, dataset=consortium)  # whatever PyTorch loads at first use
-    serve(start=start, wait=wait)
+    serve(start=start, wait=wait, answer=answer)
 
 
 def start(**job: Any) -> int:
@@ -43,6 +45,24 @@ def start(**job: Any) -> int:
         return pid
     os.setsid()  # so that whatever the child leaves behind can be found by its group
     os._exit(play(**job))
+
+
+def answer(config: Mapping[str, Any], messages: list[str], replies: str, fault: tuple[str, int] | None = None) -> int:
+    """A child that answers messages (files) at a real site, and writes the replies into a folder."""
+    pid = os.fork()
+    if pid:
+        return pid
+    os.setsid()
+    if fault:
+        failpoints.arm_failpoint(*fault)
+    try:
+        handler = SiteMessageHandler(SiteConfig.model_validate(config))
+        for number, path in enumerate(messages):
+            (Path(replies) / str(number)).write_bytes(handler.answer_message(Path(path).read_bytes()))
+    except BaseException:
+        traceback.print_exc()
+        os._exit(BUG)
+    os._exit(0)
 
 
 def wait(pid: int) -> int:

@@ -23,6 +23,9 @@ from tests.crash.runs import KILLED, RECIPES, Driver, assert_same_end, ledger_ro
 
 Whole = Callable[[str], Path]
 PER_SITE = {"site-received", "site-evaluated", "site-trained", "memory-half-written", "memory-saved", "reply-accepted"}
+OF_KEYS = {"key-overwritten", "run-key-written", "chain-key-moved", "run-begun"}
+"""Points of private runs and real sites: `test_keys.py` is about them."""
+POINTS = [point for point in failpoints.FAILPOINTS if point not in OF_KEYS]
 SNAPSHOT = {point for point in failpoints.FAILPOINTS if point.startswith("snapshot")}
 AT_THE_END = {"finished", "evaluated", "model-written", "result-written"}
 
@@ -35,7 +38,7 @@ def mid_run(point: str) -> int:
 
 
 @pytest.mark.parametrize("name", ["scaffold", "single"])
-@pytest.mark.parametrize("point", failpoints.FAILPOINTS)
+@pytest.mark.parametrize("point", POINTS)
 def test_killed_at_a_fault_point(driver: Driver, whole: Whole, place: Path, name: str, point: str) -> None:
     wanted, folder = whole(name), place / "run"
     assert driver.run(RECIPES[name], folder, fault=(point, mid_run(point))).code == KILLED
@@ -46,7 +49,7 @@ def test_killed_at_a_fault_point(driver: Driver, whole: Whole, place: Path, name
 
 @pytest.mark.heavy
 @pytest.mark.parametrize("name", ["scaffold", "single"])
-@pytest.mark.parametrize("point", failpoints.FAILPOINTS)
+@pytest.mark.parametrize("point", POINTS)
 def test_killed_every_time_a_fault_point_is_reached(
     driver: Driver, whole: Whole, place: Path, name: str, point: str
 ) -> None:

@@ -25,7 +25,7 @@ from polyclinic.data.splits import Fractions
 PUBLISHED = [5923, 6742, 5958, 6131, 5842, 5421, 5918, 6265, 5851, 5949]
 
 
-@pytest.mark.parametrize("name", ["phantom", "digits"])
+@pytest.mark.parametrize("name", ["phantom", "digits", "drawn_digits"])
 def test_sets_that_need_no_files_load_and_federate(name: str) -> None:
     dataset = DATASETS[name]
     options = dataset.options.model_validate({"size": 32})

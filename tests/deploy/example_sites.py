@@ -128,6 +128,7 @@ def beginning(made: Experiment, to: SiteId, fields: Mapping[str, Any] | None = N
     plan, consortium = made.setup.plan, made.setup.dataset
     priced = plan and {
         "noise": plan.noise,
+        "site_noise": dict(plan.site_noise),
         "metrics_noise": plan.as_json()["metrics_noise"],
         "holders": plan.max_sites_per_record,
     }

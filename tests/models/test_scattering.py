@@ -210,11 +210,11 @@ def test_strokes_are_the_same_every_time_and_lie_about_the_middle() -> None:
         assert (ink.sum(axis) @ place / ink.sum()).item() == pytest.approx(13.5, abs=0.3)
 
 
-@pytest.mark.parametrize("name", ["scattering_linear", "scattering_cnn"])
+@pytest.mark.parametrize("name", ["scattering_linear", "scattering_cnn", "scattering_digits"])
 @pytest.mark.parametrize("channels", [1, 3])
 def test_the_fixed_part_may_be_computed_beforehand(name: str, channels: int) -> None:
-    classifier = build_model(name, classes=3, channels=channels, size=12, seed=STREAM).eval()
-    images, fixed = images_for(12, channels), find_fixed_features(classifier)
+    classifier = build_model(name, classes=3, channels=channels, size=14, seed=STREAM).eval()
+    images, fixed = images_for(14, channels), find_fixed_features(classifier)
     assert fixed is not None
     assert torch.equal(classifier(fixed(images)), classifier(images))
     assert not any(parameter.requires_grad for parameter in fixed.parameters())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import replace
+from itertools import combinations
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -34,7 +35,7 @@ from polyclinic.privacy.plan import PrivacyConfig, PrivacyPlan, SiteSize, Steps,
 from polyclinic.runs.experiment import Experiment
 from polyclinic.storage.messages import Message
 from polyclinic.training.losses import predict_probabilities
-from tests.small import NEEDED, tiny
+from tests.small import NEEDED, run_until_the_end, tiny
 
 IMAGE: dict[str, Any] = {"epsilon": 3.0, "delta": 1e-4}
 SITE: dict[str, Any] = {"unit": "site", "epsilon": 30.0, "delta": 1e-3}
@@ -84,6 +85,54 @@ def test_patients_cost_as_groups() -> None:
 def test_solved_noise_keeps_within_what_is_wished(wanted: float, unit: Any) -> None:
     plan = make_plan(draft(PrivacyConfig(unit=unit, epsilon=wanted, delta=DELTA)))
     assert 0.98 * wanted < plan.epsilon <= wanted
+
+
+def test_every_site_pays_the_same_by_noise_of_its_own() -> None:
+    plan = make_plan(draft(PrivacyConfig(epsilon=3.0, delta=DELTA), sites={"a": 1600, "b": 400, "c": 100}))
+    paid = {site: plan.epsilon_of(spends) for site, spends in plan.run_spends().items()}
+    assert all(0.995 * 3.0 < value <= 3.0 for value in paid.values())
+    assert plan.noise == plan.noise_of("a") < plan.noise_of("b") < plan.noise_of("c")
+    alike = make_plan(
+        draft(PrivacyConfig(epsilon=3.0, delta=DELTA, noise_per_site=False), sites={"a": 1600, "b": 400, "c": 100})
+    )
+    assert not alike.site_noise
+    assert alike.noise == pytest.approx(plan.noise_of("c"), rel=1e-3), "one noise for all is that of the smallest site"
+    assert alike.epsilon_of(alike.run_spends()["a"]) < 2.0
+
+
+@pytest.mark.parametrize("most", [2, 3])
+def test_a_record_at_several_sites_pays_the_whole_at_its_worst_set_of_sites(most: int) -> None:
+    """Against the enumeration of all sets of sites, with noise by site."""
+    sizes = {"a": 1600, "b": 800, "c": 400, "d": 200}
+    plan = make_plan(draft(PrivacyConfig(epsilon=3.0, delta=DELTA), sites=sizes, holders=most))
+    spends = plan.run_spends()
+    exact = max(epsilon([s for site in chosen for s in spends[site]], DELTA) for chosen in combinations(sizes, most))
+    assert exact == pytest.approx(plan.epsilon, rel=0.01)
+    assert 0.99 * 3.0 < exact <= 3.0
+    alone = [plan.epsilon_of(one) for one in spends.values()]
+    assert max(alone) < 1.02 * min(alone)
+
+
+def test_sites_train_with_their_own_noise_and_pay_for_it(tmp_path: Path) -> None:
+    """A run's ledger holds each site's σ, and its result says the range."""
+    by = {"data__partition": {"by": "dirichlet", "sites": 3, "alpha": 1.0, "minimum": 60}}
+    found = run(tiny(privacy=IMAGE, **by), tmp_path).summary.privacy
+    assert found is not None
+    assert len(set(found.site_noise.values())) == 3
+    assert all(2.98 < (value or 0) <= 3 for value in found.site_epsilon.values())
+    row = json.loads((tmp_path / "ledger.jsonl").read_text().splitlines()[0])
+    assert {site: rows[0][0] for site, rows in row["privacy"]["sites"].items()} == found.site_noise
+    assert "by site" in (tmp_path / "privacy.md").read_text()
+
+
+def test_automatic_clipping_trains_and_is_said(tmp_path: Path) -> None:
+    recipe = {"privacy": {**IMAGE, "clip": "auto", "randomness": "seed"}, "rounds": 1}
+    found, stacked = run(tiny(**recipe), tmp_path), run(tiny(**recipe, engine__name="stacked"))
+    assert "scaled to length 1" in (tmp_path / "privacy.md").read_text()
+    for name, value in found.state["model"].items():
+        torch.testing.assert_close(stacked.state["model"][name], value, rtol=1e-5, atol=1e-6)
+    with pytest.raises(RecipeError, match="unit site clips updates; give a number"):
+        Experiment(tiny(privacy={**SITE, "clip": "auto"}))
 
 
 @given(rate=st.floats(1e-9, 1), digits=st.integers(3, 5))
@@ -181,10 +230,9 @@ def test_metrics_stay_at_the_sites_unless_told_otherwise(tmp_path: Path) -> None
 
 def test_noise_from_a_secret_is_another_every_time_and_survives_a_resume(tmp_path: Path) -> None:
     recipe = tiny(privacy={**IMAGE, "randomness": "secret"})
-    first, second = run(recipe, tmp_path / "1"), run(recipe, tmp_path / "2")
+    first, second = run_until_the_end(recipe, tmp_path / "1"), run(recipe, tmp_path / "2")
     assert first.summary.sha256 != second.summary.sha256
     assert (tmp_path / "1" / "secret").stat().st_mode & 0o077 == 0
-    (tmp_path / "1" / "result.json").unlink()
     assert run(recipe, tmp_path / "1").summary.sha256 == first.summary.sha256
 
 
@@ -348,8 +396,7 @@ def test_one_bad_image_does_not_end_a_private_run(monkeypatch: pytest.MonkeyPatc
 
 def test_a_lost_secret_is_not_replaced(tmp_path: Path) -> None:
     recipe = tiny(privacy={**IMAGE, "randomness": "secret"})
-    run(recipe, tmp_path)
-    (tmp_path / "result.json").unlink()
+    run_until_the_end(recipe, tmp_path)
     (tmp_path / "secret").unlink()
     with pytest.raises(StoreError, match="is gone"):
         run(recipe, tmp_path)

@@ -15,13 +15,15 @@ import pytest
 from hypothesis import given, strategies as st
 
 from polyclinic import run
+from polyclinic.analysis.audit.result import AuditResult
 from polyclinic.analysis.privacy_audit import save_audit
 from polyclinic.core.jobs import Exchange
 from polyclinic.evaluation.summary import Audit, RunSummary
 from polyclinic.privacy.accounting import Accountant, Spend, epsilon
-from polyclinic.privacy.audit import AuditResult
+from polyclinic.privacy.gaussian_tests import GaussianTest
+from polyclinic.privacy.one_run_bound import CanaryBound
 from polyclinic.reporting.formatting import round_up
-from polyclinic.reporting.privacy_statement import write_privacy_page
+from polyclinic.reporting.privacy_statement import privacy_line, write_privacy_page
 from polyclinic.runs.privacy_record import list_releases
 from polyclinic.storage.run_folder import RunFolder
 from tests.small import tiny
@@ -36,7 +38,8 @@ PHANTOM = {
 OVERLAP = {"by": "admixture", "sites": 3, "primary": 4, "admixture": 0.7}
 RUNS: dict[str, dict[str, Any]] = {
     "no plan": {},
-    "image": {"privacy": {**IMAGE, "randomness": "seed"}},
+    "image": {"privacy": IMAGE},
+    "seeded": {"privacy": {**IMAGE, "randomness": "seed"}},
     "patient": {
         "privacy": {"unit": "patient", "noise": 5.0, "delta": 1e-3},
         "data": PHANTOM,
@@ -52,7 +55,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "overlap": {"privacy": {"noise": 1.5, "delta": 1e-4}, "data__partition": OVERLAP},
     "no noise": {"privacy": {"noise": 0.0, "delta": 1e-4}},
 }
-CLAIMING = sorted(set(RUNS) - {"no plan", "no noise"})
+CLAIMING = sorted(set(RUNS) - {"no plan", "no noise", "seeded"})
 LIBRARIES: dict[str, Accountant] = {"PLD, dp-accounting": "pld", "RDP, dp-accounting": "rdp", "PRV, Opacus": "prv"}
 NOBODY = "the other sites, whoever gets the models, and the server as long as it follows the plan: noise is added"
 Folder = Callable[[str], Path]
@@ -128,8 +131,6 @@ def test_a_claim_says_for_whom_against_whom_and_what_it_leaves_out(folder: Folde
     assert f"one {unit}" in cell(told, "neighbouring data sets")
     assert float(cell(told, "δ")) == wish["delta"]
     assert cell(told, "who need not be trusted").startswith(NOBODY) == (name != "server")
-    seeded = wish.get("randomness") == "seed"
-    assert ("against anyone who does not know the run's seed" in told) == seeded
     assert cell(told, "ε that was allowed") == (f"{wish['epsilon']:g}" if "epsilon" in wish else "not limited")
     gaps = section(told, "What is NOT protected")
     for always in ("how many training images", "final evaluation", "floating-point", "a site that lies"):
@@ -144,7 +145,8 @@ def test_the_figures_are_those_of_the_ledger(folder: Folder, name: str) -> None:
     """No record is at two sites here, so the worst-placed one pays what the dearest site does."""
     told, wish, spent = text(folder(name)), RUNS[name]["privacy"], charged(folder(name))
     figures = cell(told, f"ε of the worst-placed {wish.get('unit', 'image')}")
-    first = re.findall(r"^([\d.]+) \((PLD, dp-accounting)\), which is what was limited", figures)
+    first = re.findall(r"^([\d.]+) \((PLD, dp-accounting)\)(?:, which is what was limited)?", figures)
+    assert ("which is what was limited" in figures) == ("epsilon" in wish)
     shown = {library: figure for figure, library in first} | dict(re.findall(r"(\w+, [\w-]+): ([\d.]+)", figures))
     # Only a patient's several images that are sampled one by one are beyond RDP and PRV.
     assert shown.keys() == ({"PLD, dp-accounting"} if name == "declared" else LIBRARIES.keys())
@@ -210,10 +212,33 @@ def test_metrics_are_kept_noised_or_told(folder: Folder) -> None:
     assert "test images are outside the claim" in section(noised, "What is NOT protected")
 
 
-def test_whoever_knows_the_seed_can_remove_the_noise(folder: Folder) -> None:
-    warning = "whoever knows the seed can remove it"
-    assert warning in section(text(folder("image")), "What is NOT protected")
-    assert warning not in text(folder("open"))
+def test_noise_from_a_seed_is_no_guarantee(folder: Folder) -> None:
+    path, words = folder("seeded"), "no guarantee: the noise comes from a public seed"
+    told, warning = text(path), "whoever has the recipe can remove the noise"
+    assert re.search(rf"ε would be [\d.]+ at δ = [\d.e-]+ for one image at a site.*; \*\*{words}\*\*", told)
+    assert not re.search(r"\*\*ε|whom it protects|need not be trusted|never surer|ε = ", told)
+    gaps = section(told, "What is NOT protected")
+    assert "- Anything." in gaps
+    assert warning in gaps
+    assert warning not in text(folder("image"))
+    assert words not in text(folder("image"))
+    spent = result(path).privacy
+    assert spent is not None
+    assert not spent.has_guarantee
+    assert re.fullmatch(
+        rf"privacy: ε would be [\d.]+ per image at δ = 0.0001; see privacy.md; {words}", privacy_line(spent)
+    )
+    assert cell(told, "model").startswith("noised, but without a guarantee")
+
+
+def test_a_run_of_an_earlier_version_with_noise_from_its_seed_is_no_guarantee(folder: Folder) -> None:
+    old = json.loads((folder("image") / "result.json").read_text())
+    assert old["privacy"]["no_guarantee_reason"] == ""
+    old["privacy"]["randomness"] = "seed"
+    summary = RunSummary.model_validate(old)
+    assert summary.privacy is not None
+    assert not summary.privacy.has_guarantee
+    assert "**ε" not in write_privacy_page(summary)
 
 
 def test_a_run_that_its_budget_stopped_says_when(folder: Folder) -> None:
@@ -276,47 +301,63 @@ def costing(value: float, folder: Folder) -> RunSummary:
 # Audited
 
 
+NOISE = GaussianTest("weights, training job 1", "noise", 1.01, 1.0, 0.6, 5000, 1.0)
+MOVED = GaussianTest("weights, training job 1", "sensitivity", 1.0, 1.0, 1.0, 800, 1.0)
+GUESSED = CanaryBound(3.0, 1.2, 1e-4, 0.96, 1000, 40, 30, "products", 3.5)
 FOUND = AuditResult(
+    engine="stacked",
+    stacked=3,
+    unit="image",
+    sites=("site-1", "site-2", "site-3"),
+    site="site-2",
+    rounds=2,
+    planned_rounds=2,
+    canaries=1000,
+    kinds=("weights, training job 1",),
     claimed=3.0,
-    bound=1.2,
+    measured=2.97,
     delta=1e-4,
     confidence=0.95,
-    canaries=100,
-    guesses=40,
-    right=30,
-    statistic="products",
-    steps=6,
-    reach=3.5,
+    tests=(NOISE, MOVED),
+    canary_bound=GUESSED,
 )
 
 
 def test_an_audit_completes_the_page_and_changes_nothing_else(tmp_path: Path) -> None:
     run(tiny(privacy=IMAGE), tmp_path)
     before, summary = text(tmp_path), result(tmp_path)
-    save_audit(tmp_path, {"site": "site-2", **FOUND.as_json(), "membership": "Members are hardly told apart."})
+    save_audit(tmp_path, {**FOUND.as_json(), "membership": "Members are hardly told apart."})
     told = text(tmp_path)
     audited = section(told, "Audit")
-    for words in ("At site-2: No contradiction found", "30 of 40 guesses", "95 %", "no proof", "hardly told apart"):
+    said = (
+        "No contradiction found",
+        "engine stacked, 3 sites at once",
+        "1,000 canaries (unit image)",
+        "training job 1",
+    )
+    for words in (*said, "would be 2.97; 3 is", "30 of 40 guesses", "95 %", "no proof", "hardly told apart"):
         assert words in audited
     assert "not audited" not in told
     assert told.replace(audited, "") == before.replace(section(before, "Audit"), "")
     after = result(tmp_path)
     assert after.privacy is not None
     assert after.privacy.audit is not None
-    assert after.privacy.audit.model_dump()["bound"] == FOUND.bound
+    assert after.privacy.audit.model_dump()["measured"] == FOUND.measured
     assert with_privacy(after, audit=None) == summary
 
 
 @pytest.mark.parametrize(
     ("found", "words"),
     [
-        (replace(FOUND, bound=3.2), "The claim is refuted"),
-        (replace(FOUND, reach=2.0), "could not have refuted the claim"),
-        (replace(FOUND, bound=0.0), "That is no proof"),
+        (replace(FOUND, tests=(replace(NOISE, measured=0.7, p_value=1e-9), MOVED)), "noise is 0.7, where 1 is charged"),
+        (replace(FOUND, canary_bound=replace(GUESSED, bound=3.2)), "The claim is refuted: 30 of 40 guesses"),
+        (replace(FOUND, tests=(NOISE,)), "could not have refuted the claim"),
+        (replace(FOUND, kinds=("features",)), "Not attacked, or without power: features"),
+        (replace(FOUND, canary_bound=None), "That is no proof"),
     ],
 )
 def test_an_audit_is_told_as_it_went(folder: Folder, found: AuditResult, words: str) -> None:
-    summary = with_privacy(costing(3.0, folder), audit=Audit.model_validate({"site": "a", **found.as_json()}))
+    summary = with_privacy(costing(3.0, folder), audit=Audit.model_validate(found.as_json()))
     assert words in section(write_privacy_page(summary), "Audit")
 
 

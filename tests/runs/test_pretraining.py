@@ -11,6 +11,9 @@ import torch
 from polyclinic.core.errors import RecipeError
 from polyclinic.core.jobs import Fit, Site
 from polyclinic.core.rng import Stream
+from polyclinic.core.types import Bundle
+from polyclinic.models.scattering import FixedFeatures
+from polyclinic.runs import sites
 from polyclinic.runs.experiment import Experiment, run
 from polyclinic.training.fit import fit
 from polyclinic.training.losses import task_loss
@@ -38,6 +41,29 @@ def test_it_is_so_many_epochs_of_the_recipes_training_on_public_images() -> None
     wanted = fit(job, plain.setup.networks.first, plain.setup.public.train, server, stream).weights
     for name, tensor in wanted["model"].items():
         assert torch.equal(ready.setup.federation.initial["model"][name], tensor)
+
+
+def test_features_that_never_change_are_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And give the same start as if they were computed in every step."""
+    seen: list[int] = []
+    forward = FixedFeatures.forward
+
+    def count(part: FixedFeatures, images: torch.Tensor) -> torch.Tensor:
+        seen.append(len(images) if images.shape[1:] != part.shape and not images.is_meta else 0)
+        return forward(part, images)
+
+    monkeypatch.setattr(FixedFeatures, "forward", count)
+    start: dict[tuple[int, int], Bundle] = {}
+    counts: dict[tuple[int, int], int] = {}
+    room = sites.MOST_FEATURES
+    for most, epochs in ((0, 2), (room, 1), (room, 2)):
+        monkeypatch.setattr(sites, "MOST_FEATURES", most)
+        seen.clear()
+        ready = experiment(model="scattering_linear", model__pretrain=epochs)
+        start[most, epochs], counts[most, epochs] = ready.setup.federation.initial, sum(seen)
+    assert counts[room, 1] == counts[room, 2]
+    for name, value in start[0, 2]["model"].items():
+        torch.testing.assert_close(value, start[room, 2]["model"][name], rtol=1e-5, atol=1e-6)
 
 
 def test_a_pretrained_start_is_better_and_repeats() -> None:

@@ -225,8 +225,8 @@ class Algorithm(ABC):
         return mean.value()
 
     def update_weight(self, update: Update) -> float:
-        """Return the weight of an update in a mean: n_k, or 1 with `training.weights: uniform`."""
-        return float(update.examples) if self.training.weights == "examples" else 1.0
+        """Return the weight of an update in a mean: n_k, or 1 with `training.weights: uniform`, times its precision."""
+        return update.precision * (update.examples if self.training.weights == "examples" else 1.0)
 
 
 def scalar_tensors(weights: Bundle, values: Mapping[str, float]) -> Tensors:

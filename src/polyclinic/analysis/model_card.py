@@ -1,7 +1,6 @@
 """Renders a model card as Markdown: data, metrics at every site, calibration, privacy, intended use, origin and limits.
 
-After M. Mitchell et al.: "Model Cards for Model Reporting", FAT* 2019. The card describes sites, never patients. If the
-noise of a private run was drawn from its seed, the card withholds the seed and everything that would reveal it.
+After M. Mitchell et al.: "Model Cards for Model Reporting", FAT* 2019. The card describes sites, never patients.
 `export.py` writes the card last, beside the model's other files.
 """
 
@@ -24,7 +23,6 @@ who can judge an image themselves.
 **Not intended:** diagnosis, screening, triage, or any decision about a patient. This is **not a medical device**: it
 has no CE mark and no clearance by any authority, and nobody has tried it in care. It is not for images of another kind,
 body part or population than those below, nor for images prepared in another way."""
-PRIVATE_SEED = "withheld: the noise was drawn from it, and anyone who knows it can remove the noise"
 
 
 def render_model_card(
@@ -207,7 +205,6 @@ def _render_privacy(run: ModelCatalogue, model: RunModel) -> str:
 
 def _describe_origin(run: ModelCatalogue) -> Iterator[str]:
     recipe, summary, training = run.recipe, run.summary, run.recipe.training
-    is_seed_secret = summary.privacy is not None and summary.privacy.randomness == "seed"
     options = ", ".join(f"{key} {value}" for key, value in recipe.algorithm.options.items())
     budget = f"epochs: {training.epochs}" if training.epochs else f"steps: {training.steps}"
     lines = [
@@ -217,7 +214,7 @@ def _describe_origin(run: ModelCatalogue) -> Iterator[str]:
         ["optimiser", f"{training.optimiser.name}, learning rate {training.optimiser.lr:g}"],
         ["augmentation", "yes" if training.augment else "no"],
         ["first weights", "drawn from the seed" if recipe.model.weights is None else "pretrained"],
-        ["seed", PRIVATE_SEED if is_seed_secret else str(summary.seed)],
+        ["seed", str(summary.seed)],
         ["SHA-256 of the run's state", f"`{summary.sha256}`"],
         ["versions", ", ".join(f"{name} {version}" for name, version in summary.versions.items())],
     ]

@@ -1,75 +1,136 @@
 """The audit of a recipe: attacks on its own privacy claim and on the membership of its images."""
 
+import math
+import secrets
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from polyclinic.analysis.audit.listening import Recorder
+from polyclinic.analysis.audit.play import CanaryRun, add_canaries
+from polyclinic.analysis.audit.releases import check_metrics, check_releases, check_server_noise, check_update_clip
+from polyclinic.analysis.audit.result import CANARY_SHARE, AuditResult, charged_kinds, epsilon_as_measured
+from polyclinic.analysis.audit.weights import check_updates, check_weights, guess_members
 from polyclinic.config.recipe import Recipe
 from polyclinic.core import Fit, RecipeError, Score, Site, SiteId, Stream
 from polyclinic.data.examples import Selection
 from polyclinic.evaluation.metrics import Floats
 from polyclinic.evaluation.summary import Audit
-from polyclinic.federation.rehearsal import rehearse_round
-from polyclinic.privacy.accounting import Spend
-from polyclinic.privacy.audit import AuditResult, run_audit
+from polyclinic.privacy.gaussian_tests import GaussianTest
 from polyclinic.privacy.membership import MembershipResult, attack_membership
 from polyclinic.privacy.plan import PrivacyPlan
 from polyclinic.reporting.privacy_statement import write_privacy_page
+from polyclinic.runs.assemble import RunSetup
+from polyclinic.runs.engines.choice import choose_engine
 from polyclinic.runs.experiment import Experiment
 from polyclinic.storage.files import write_atomically
 from polyclinic.storage.run_folder import RunFolder
+from polyclinic.storage.site_memory import RamMemory
 from polyclinic.training.fit import fit, score
 from polyclinic.training.losses import predict_probabilities, task_loss
 from polyclinic.training.network import LiveNetwork, copy_module_weights
 
 
 def audit_recipe(
-    recipe: Recipe, data: Path | None = None, canaries: int = 1000, confidence: float = 0.95, rounds: int | None = None
-) -> tuple[SiteId, AuditResult]:
-    """Attack the training of the site with the largest ε by canaries (Steinke, Nasr, Jagielski 2023).
+    recipe: Recipe,
+    data: Path | None = None,
+    canaries: int = 1000,
+    confidence: float = 0.95,
+    rounds: int | None = None,
+    engine: str | None = None,
+    seed: int | None = None,
+) -> AuditResult:
+    """Attack the privacy claim of a recipe on the code that runs it.
 
-    The attack is on the first training job of each round, with the task's loss. Its lower bound is compared with the ε
-    of those steps alone, for one image.
+    The first rounds are played with canaries at every site (unit site: with the images as they are), and everything
+    that leaves a site is compared with what the plan charges: the noise that is really added, how far one member moves
+    what is released, and what guesses about canaries prove.
 
     Args:
-        recipe: A recipe with a privacy plan that protects images or patients.
+        recipe: A recipe with a privacy plan.
         data: The data folder (None: the one that POLYCLINIC_DATA names).
-        canaries: The number of planted examples. With more, a larger ε can be refuted.
-        confidence: The confidence of the lower bound.
-        rounds: The number of rounds to play (None: all that the plan gives the site).
+        canaries: The least number of planted examples.
+        confidence: One minus the probability that an honest run is accused.
+        rounds: The number of rounds to play (None: all that are planned).
+        engine: The engine of a finished run (None: as the recipe says). Workers, Ray and Flower run the same code at a
+            site as the engine `local`, which is attacked in their place.
+        seed: The seed of coins and noise (None: 256 random bits).
 
     Returns:
-        The site, and the result of the attack.
+        What was attacked, and what was found.
     """
-    experiment = Experiment(recipe, None, data)
-    plan = experiment.setup.plan
-    if plan is None or plan.config.unit == "site":
+    if not 0.5 <= confidence < 1:
+        raise RecipeError(f"a confidence of {confidence} says nothing; choose 0.95, or another from 0.5 to below 1")
+    if canaries < 100:
+        raise RecipeError(f"{canaries} canaries can show next to nothing; take 1000 or more")
+    setup = Experiment(recipe, None, data).setup
+    chance = Stream(secrets.randbits(256) if seed is None else seed, ("audit",))
+    return attack_claim(setup, chance, canaries, confidence, rounds, engine)
+
+
+def attack_claim(
+    setup: RunSetup,
+    chance: Stream,
+    canaries: int = 1000,
+    confidence: float = 0.95,
+    rounds: int | None = None,
+    engine: str | None = None,
+) -> AuditResult:
+    """Attack the claim of a run that has been set up; `chance`: the source of coins and noise. See `audit_recipe`."""
+    if setup.plan is None or not math.isfinite(setup.plan.epsilon):
         raise RecipeError(
-            f"{recipe.name} makes no claim that canaries among the images could refute; give it privacy with unit "
-            "image or patient"
+            f"{setup.recipe.name} makes no claim to audit: without noise and a clip nothing is private; give "
+            "privacy.epsilon"
         )
-    site = max(plan.jobs, key=lambda name: _claimed_epsilon(plan, name, _count_rounds(plan, name)))
-    examples, network = experiment.setup.sites[site].train, network_of_site(experiment, site)
-    shape = examples.batch(examples.labels.new_zeros(1))[0].shape[1:]
-    job = rehearse_round(experiment.setup.algorithm, experiment.setup.federation, site, network, shape)[0][0]
-    played = min(rounds or _count_rounds(plan, site), _count_rounds(plan, site))
-    return site, run_audit(
-        network.module,
-        examples,
-        replace(job.training, private=plan.private_options()),
+    run = add_canaries(setup, canaries, chance)
+    plan, name = run.plan, attacked_engine(engine or setup.recipe.engine.name, run, chance)
+    played = min(rounds or len(plan.rounds), len(plan.rounds))
+    heard = run.play(name, chance.child("secret"), played)
+    tests = _test_releases(run, heard, chance)
+    site = max(heard.runners, key=lambda site: epsilon_as_measured(plan, site, played))
+    return AuditResult(
+        engine=name,
+        stacked=heard.stacked,
+        unit=plan.config.unit,
+        sites=tuple(heard.runners),
+        site=site,
         rounds=played,
+        planned_rounds=len(plan.rounds),
+        canaries=sum(map(len, run.members.values())),
+        kinds=charged_kinds(plan),
+        claimed=epsilon_as_measured(plan, site, played),
+        measured=epsilon_as_measured(plan, site, played, tests),
         delta=plan.config.delta,
-        claimed=_claimed_epsilon(plan, site, played),
-        stream=Stream(recipe.seed, ("audit",)),
-        canaries=canaries,
         confidence=confidence,
-        whole=job.full_batch,
-        device=network.device,
+        tests=tuple(tests),
+        canary_bound=guess_members(run, heard, played, 1 - CANARY_SHARE * (1 - confidence)) if run.members else None,
     )
+
+
+def attacked_engine(name: str, run: CanaryRun, chance: Stream) -> str:
+    """Return the engine to attack for a run on engine `name`: `local` or `stacked`."""
+    if name != "auto":
+        return name if name == "stacked" else "local"
+    setup = run.setup
+    runners = setup.make_runners(RamMemory(), chance.child("choice"))
+    state, options = setup.algorithm.init(setup.federation), setup.recipe.engine
+    return choose_engine(runners, setup.algorithm, state, options.threads, setup.recipe.cohort).name
+
+
+def _test_releases(run: CanaryRun, heard: Recorder, chance: Stream) -> list[GaussianTest]:
+    """Test every kind of release that the plan charges, as far as there is an attack on it."""
+    plan = run.plan
+    visited = next(runner for runner in heard.runners.values() if runner.was_visited)
+    if plan.config.unit != "site":
+        return [*check_weights(run, heard), *check_releases(visited, plan), *check_metrics(visited, plan)]
+    clipped = check_update_clip(visited, plan)
+    if plan.config.noise_at == "server":
+        start = run.setup.algorithm.init(run.setup.federation)
+        return [clipped, check_server_noise(plan, start, chance.child("server"))]
+    return [clipped, *check_updates(plan, heard.updates)]
 
 
 def network_of_site(experiment: Experiment, site: SiteId) -> LiveNetwork:
@@ -103,6 +164,12 @@ def attack_members(recipe: Recipe, data: Path | None, site: SiteId, shadows: int
     return attack_membership(train, len(examples), Stream(recipe.seed, ("membership",)), shadows)
 
 
+def engine_of_run(folder: Path) -> str:
+    """Return the engine that a finished run had."""
+    used = RunFolder(folder).read_summary().engine
+    return used.name if used is not None else "local"
+
+
 def save_audit(folder: Path, findings: Mapping[str, object]) -> None:
     """Add an audit's findings to the result and the privacy statement of a finished run."""
     files = RunFolder(folder)
@@ -116,9 +183,3 @@ def save_audit(folder: Path, findings: Mapping[str, object]) -> None:
 
 def _count_rounds(plan: PrivacyPlan, site: SiteId) -> int:
     return sum(site in cohort for cohort in plan.rounds)
-
-
-def _claimed_epsilon(plan: PrivacyPlan, site: SiteId, rounds: int) -> float:
-    """Return ε of the first training job of each of `rounds` rounds, for one image."""
-    job = plan.jobs[site][0]
-    return plan.epsilon_of([Spend(plan.noise, job.rate, job.times * rounds)])

@@ -230,13 +230,20 @@ def _missing_notes(summary: RunSummary) -> list[str]:
 
 def plan_line(plan: Mapping[str, Any]) -> str:
     """Return the cost of a privacy plan in one line."""
-    if plan["no_guarantee_reason"]:
+    from polyclinic.evaluation.summary import PUBLIC_SEED
+    from polyclinic.privacy.plan import describe_clip, describe_noise
+
+    is_seeded = plan["no_guarantee_reason"] == PUBLIC_SEED
+    if plan["no_guarantee_reason"] and not is_seeded:
         return f"privacy: noise {plan['noise']:.3g}, NO guarantee: {plan['no_guarantee_reason']}"
     limit = plan["max_epsilon"]
     stop = f"; it stops before ε = {limit:g}" if limit and plan["epsilon"] > limit else ""
+    if is_seeded:
+        stop += f"; no guarantee: {PUBLIC_SEED}"
     return (
-        f"privacy: ε = {plan['epsilon']:.3g} per {plan['unit']} at δ = {plan['delta']:.2g} for the whole run "
-        f"(noise {plan['noise']:.4g}, clip {plan['clip']:g}){stop}"
+        f"privacy: ε {'would be' if is_seeded else '='} {plan['epsilon']:.3g} per {plan['unit']} at "
+        f"δ = {plan['delta']:.2g} for the whole run "
+        f"(noise {describe_noise(plan['noise'], plan['site_noise'])}, {describe_clip(plan['clip'])}){stop}"
     )
 
 

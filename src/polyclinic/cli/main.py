@@ -47,6 +47,7 @@ COMMANDS: dict[str, dict[str, Callable[..., None] | typer.Typer]] = {
     },
     "Privacy": {
         "plan": privacy.plan_command,
+        "spent": privacy.spent_command,
         "audit": privacy.audit_command,
         "attack": privacy.attack_command,
     },

@@ -27,6 +27,10 @@ FAILPOINTS = (
     "evaluated",
     "model-written",
     "result-written",
+    "key-overwritten",
+    "run-key-written",
+    "chain-key-moved",
+    "run-begun",
 )
 
 _name, _left = "", 0

@@ -76,6 +76,8 @@ class Score:
     reduce: Literal["cat", "mean"] = "cat"
     batch: int | None = None
     """The batch size, if the function is not a mean over examples; None: a size that suits the device."""
+    order: Tensor | None = None
+    """The rows in the order in which batches take them; None: as they are stored, which may be by class."""
     counts: bool = True
     """If false, the job does not advance the job counter that seeds later jobs, so adding it leaves their random draws
     unchanged."""
@@ -95,13 +97,15 @@ class Update:
 
     `tensors` holds the new values by kind, not differences; transforms and checks compute their differences from the
     broadcast. `examples` is the site's number of training images, `scalars` any further numbers for the server. `site`
-    is set when the update is checked.
+    is set when the update is checked, and `precision` where a privacy plan weighs sites by their noise.
     """
 
     tensors: Bundle
     examples: int
     site: SiteId = ""
     scalars: Mapping[str, float] = field(default_factory=dict)
+    precision: float = 1.0
+    """A factor on its weight in a mean: 1/σ², relative to the site with the least noise."""
 
 
 Updates: TypeAlias = Iterable[Update]

@@ -51,6 +51,8 @@ class Private:
     """poisson: every example joins a step independently with probability batch / n, as accountants assume."""
     views: int = 1
     """So many augmentations of an example, whose mean gradient is clipped."""
+    normalise: bool = False
+    """Whether every gradient is scaled to (almost) length C, short ones too: automatic clipping."""
     unit: Literal["image", "patient"] = "image"
     """What joins a step, and whose mean gradient is clipped: an image, or a patient with all training images."""
 

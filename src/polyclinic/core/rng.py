@@ -23,8 +23,12 @@ class Stream:
         return Stream(self.seed, self.path + names)
 
     def integer(self) -> int:
-        """Return a number from 0 to 2⁶³ − 1, always the same one, for use as a seed."""
+        """Return a number from 0 to 2⁶³ − 1, always the same one, as a seed of what need not be secret."""
         return int(hashlib.sha256(json.dumps([self.seed, *self.path]).encode()).hexdigest()[:16], 16) >> 1
+
+    def key(self) -> bytes:
+        """Return a key of 32 bytes for a cipher: a hash of its own, of which `integer` reveals nothing."""
+        return hashlib.sha256(b"key" + json.dumps([self.seed, *self.path]).encode()).digest()
 
     def generator(self) -> torch.Generator:
         """Return a new torch generator on the CPU, always in the same state."""

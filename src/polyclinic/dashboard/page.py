@@ -383,7 +383,7 @@ def _describe_spent(spent: Spent) -> list[Block]:
     blocks.append(
         Paragraph(
             (
-                Strong(f"ε = {paid} at δ = {delta}"),
+                Strong(f"ε {paid if reason else f'= {paid}'} at δ = {delta}"),
                 f" for {UNITS[spent.config.unit]}, {'over the whole run' if spent.is_final else so_far}; {limit}.",
             )
         )
@@ -399,5 +399,6 @@ def _privacy_row(spent: Spent) -> list[str]:
     reason, config = spent.no_guarantee_reason, spent.config
     protects = f"no guarantee: {reason}" if reason else UNITS[config.unit]
     paid = "∞" if spent.epsilon is None else round_up(spent.epsilon)
+    paid = f"would be {paid}" if reason else paid
     allowed = "not limited" if config.epsilon is None else f"{config.epsilon:g}"
     return [protects, paid, round_up(config.delta, 2), allowed, str(spent.round)]

@@ -79,9 +79,9 @@ def _price_charges(run: RunStatus, config: PrivacyConfig, charges: Sequence[Char
     epsilon = math.inf
     with suppress(RecipeError):
         epsilon = plan.worst_epsilon(budget.total_spends())
-    reason = (
-        run.recipe.build_algorithm(placeholder_private(config)).no_guarantee_reason() if config.unit != "site" else ""
-    )
+    reason = config.no_guarantee_reason
+    if config.unit != "site":
+        reason = run.recipe.build_algorithm(placeholder_private(config)).no_guarantee_reason() or reason
     paid = max((row.round for row in charges if row.privacy), default=0)
     return Spent(epsilon if math.isfinite(epsilon) else None, config, paid, reason, _describe_left_out(config))
 

@@ -62,7 +62,7 @@ class RepeatedFailure:
 
 @dataclass(frozen=True, eq=False)
 class RunStatus:
-    """A run as its folder shows it; numbered, since its seed may have to stay secret."""
+    """A run as its folder shows it; `number` counts the runs of a method."""
 
     method: str
     number: int = 1

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 GENERATED = {
     "phantom": "drawn mammograms of five hospitals with different machines; not real, not evidence",
     "digits": "1,797 handwritten digits of 8 × 8 pixels (Alpaydin and Kaynak 1998), shipped with scikit-learn",
+    "drawn_digits": "digits drawn from strokes in many ways of writing, prepared as MNIST's are; nobody's handwriting",
 }
 USER_DATA = {
     "folder": "your images in folders: of classes, of sites, as you say",

@@ -20,7 +20,7 @@ from polyclinic.runs.remote_sites import RemoteSites, SiteProfile, find_misfits
 from polyclinic.runs.result import RunResult, read_result
 from polyclinic.runs.tracking.backends import check_tracking
 from polyclinic.storage import messages
-from polyclinic.storage.files import write_json
+from polyclinic.storage.files import erase_file, write_json
 from polyclinic.storage.run_folder import RunFolder
 
 Fields: TypeAlias = dict[str, object]
@@ -53,6 +53,7 @@ def run_deployed(
     """
     check_servable(recipe, sites, folder)
     if RunFolder(folder).is_finished:
+        erase_file(RunFolder(folder).secret)  # of a run that was killed as it ended
         return read_result(folder, recipe)
     profiles, absent = enrol_sites(recipe, remote, sites, folder, watch, missing or {})
     announced = AnnouncedEngine(remote.engine, remote.deadline)

@@ -9,10 +9,10 @@ from __future__ import annotations
 import math
 import platform
 from importlib.metadata import PackageNotFoundError, version
-from typing import Literal, TypeAlias
+from typing import Literal, Self, TypeAlias
 
 import torch
-from pydantic import BaseModel, ConfigDict, JsonValue
+from pydantic import BaseModel, ConfigDict, JsonValue, model_validator
 
 from polyclinic.core import HELD_OUT, PUBLIC, Part, SiteId
 
@@ -177,6 +177,10 @@ class Audit(BaseModel):
     membership: str | None = None
 
 
+PUBLIC_SEED = "the noise comes from a public seed"
+"""Why ε is no guarantee with `privacy.randomness: seed`."""
+
+
 class PrivacySpent(SummaryPart):
     """What the run has cost in privacy, and under which assumptions."""
 
@@ -185,8 +189,10 @@ class PrivacySpent(SummaryPart):
     noise_at: str
     sampling: str
     delta: float
-    clip: float
+    clip: float | Literal["auto"]
     noise: float
+    site_noise: dict[SiteId, float] = {}
+    """The noise of each site, where it is not the same at all."""
     accountant: str
     max_epsilon: float | None = None
     """privacy.epsilon of the recipe."""
@@ -216,9 +222,16 @@ class PrivacySpent(SummaryPart):
     paper_metric: float | None = None
     audit: Audit | None = None
 
+    @model_validator(mode="after")
+    def _withdraw_seeded_guarantee(self) -> Self:
+        """Runs of earlier versions called the ε of seeded noise a guarantee."""
+        if self.randomness == "seed" and not self.no_guarantee_reason:
+            object.__setattr__(self, "no_guarantee_reason", PUBLIC_SEED)
+        return self
+
     @property
     def epsilon(self) -> float | None:
-        """By the plan's accountant; None: infinite."""
+        """By the plan's accountant; None: infinite. It is what ε would be where `no_guarantee_reason` is given."""
         return self.epsilon_by_accountant.get(self.accountant)
 
     @property

@@ -44,7 +44,7 @@ class PrivacyBudget:
         config = self.plan.config
         if config.unit != "site" or config.noise_at != "server":
             return after
-        std = self.plan.noise * config.clip * largest_weight(weights)
+        std = self.plan.noise * config.clip_norm * largest_weight(weights)
         # Seeded by the mean that it covers: if other sites answer when a round is repeated, the noise is fresh.
         return add_noise_to(
             after, RELEASED, std, self.secret.child(round, hash_tensors(before), hash_tensors(after), repr(std))

@@ -284,7 +284,8 @@ class Rounds:
                 log.accepted += 1
                 log.accepted_weights.append(update.examples if self.algorithm.training.weights == "examples" else 1.0)
                 failpoint("reply-accepted")
-                shallow_copy = replace(update, tensors=dict(update.tensors))
+                precision = 1.0 if self.budget is None else self.budget.plan.precision_of(site)
+                shallow_copy = replace(update, tensors=dict(update.tensors), precision=precision)
                 del update
                 yield shallow_copy
                 shallow_copy.tensors.clear()  # frees the tensors, even if something still refers to the update

@@ -35,7 +35,7 @@ class SitePrivacyLimits:
     allows_scores: bool = True
     """Whether `Score` jobs are paid for by the plan."""
     seeded: bool = False
-    """The secret is drawn from the recipe's seed: then equal seeds give equal noise, whatever the run."""
+    """The secret is drawn from the recipe's seed: then equal recipes and images give equal noise, whatever the run."""
 
     def noise_stream(self, order: messages.Message, memory: Bundle | None = None, device: str = "cpu") -> Stream:
         """Return the noise stream of this round.

@@ -60,6 +60,9 @@ MODELS: dict[str, ModelSpec] = {
     "scattering_linear": ModelSpec(
         ".scattering:scattering_linear", 8, 0.0, "one linear layer on fixed wavelet features", SCATTERING_PAPER
     ),
+    "scattering_digits": ModelSpec(
+        ".digit_features:scattering_digits", 14, 0.0, "one linear layer on wavelet features of upright digits", "-"
+    ),
     "scattering_cnn": ModelSpec(
         ".scattering:scattering_cnn", 8, 0.0, "one convolution on fixed wavelet features", SCATTERING_PAPER
     ),

@@ -86,8 +86,16 @@ class FixedFeatures(nn.Module):
         super().__init__()
         self.scattering = Scattering(channels, size)
         self.shape = self.scattering.shape
-        for name, tensor in zip(("mean", "directions", "kept"), _stroke_statistics(size), strict=True):
+        for name, tensor in zip(("mean", "directions", "kept"), self.compute_statistics(size), strict=True):
             self.register_buffer(name, tensor.clone(), persistent=False)
+
+    def compute_statistics(self, size: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the mean of drawn images' features, directions to shrink, and the factor that is kept of each."""
+        return _stroke_statistics(size)
+
+    def prepare_images(self, images: Tensor) -> Tensor:
+        """Return the images as scattering gets them."""
+        return images
 
     def forward(self, images: Tensor) -> Tensor:
         """Return the features; inputs that are features already (computed once, before training) stay as they are."""
@@ -96,7 +104,7 @@ class FixedFeatures(nn.Module):
         # Not in lower precision, as there are no weights that could learn to make up for it.
         with nullcontext() if images.is_meta else torch.autocast(images.device.type, enabled=False):
             return self.shrink_common_directions(
-                self.scattering(images if images.dtype == torch.float64 else images.float())
+                self.scattering(self.prepare_images(images if images.dtype == torch.float64 else images.float()))
             )
 
     def shrink_common_directions(self, scattered: Tensor) -> Tensor:
@@ -116,8 +124,10 @@ def find_fixed_features(module: nn.Module) -> FixedFeatures | None:
     return next((part for part in module.modules() if isinstance(part, FixedFeatures)), None)
 
 
-def scattering_linear(*, classes: int, channels: int, size: int, dropout: float) -> Classifier:
-    fixed = FixedFeatures(channels, size)
+def scattering_linear(
+    *, classes: int, channels: int, size: int, dropout: float, features: type[FixedFeatures] = FixedFeatures
+) -> Classifier:
+    fixed = features(channels, size)
     extractor = nn.Sequential(OrderedDict(fixed=fixed, flatten=nn.Flatten(), dropout=nn.Dropout(dropout)))
     width, side, _ = fixed.shape
     return Classifier(extractor, _shrink_first_weights(nn.Linear(width * side**2, classes)))
@@ -162,17 +172,23 @@ def _stroke_statistics(size: int) -> tuple[Tensor, Tensor, Tensor]:
     The factor is √(floor / (variance + floor)). Fewer large images are drawn, so that this takes seconds at any size.
     """
     number = min(1000, max(128, round(1000 * (28 / size) ** 2)))
-    layer = Scattering(1, size)
-    features = torch.cat(
-        [_normalise_paths(layer(block)) for block in torch.split(_draw_strokes(number, size), 100)]
-    ).double()
+    features = scatter_blocks(_draw_strokes(number, size)).double()
     mean = features.mean(0)
-    deviations = (features - mean) / number**0.5
-    variances, mixtures = torch.linalg.eigh(deviations @ deviations.mT)
-    count = min(number // 8, len(mean) // 2)
-    directions = F.normalize(deviations.mT @ mixtures[:, -count:], dim=0)
-    kept = (FLOOR / (variances[-count:] + FLOOR)).sqrt()
-    return mean.float(), directions.float(), kept.float()
+    return mean.float(), *find_directions(features - mean, min(number // 8, features.shape[1] // 2), FLOOR)
+
+
+def scatter_blocks(images: Tensor) -> Tensor:
+    """Return the features of grey images before their statistics are applied, computed in blocks."""
+    layer = Scattering(1, images.shape[-1])
+    return torch.cat([_normalise_paths(layer(block)) for block in torch.split(images, 100)])
+
+
+def find_directions(deviations: Tensor, count: int, floor: float) -> tuple[Tensor, Tensor]:
+    """Return the `count` directions in which deviations (a row each) vary most, and the factor that is kept of each."""
+    scaled = deviations / len(deviations) ** 0.5
+    variances, mixtures = torch.linalg.eigh(scaled @ scaled.mT)
+    directions = F.normalize(scaled.mT @ mixtures[:, -count:], dim=0)
+    return directions.float(), (floor / (variances[-count:] + floor)).sqrt().float()
 
 
 def _draw_strokes(number: int, size: int) -> Tensor:

@@ -1,9 +1,8 @@
 """The Gaussian mechanism on named tensors: clipping to a bound, and noise in proportion to it.
 
 Lengths are measured in float64, whatever the tensors are. Noise is drawn in float64 and then rounded: its tails are
-whole, where torch's own single-precision normals never exceed 5.77 σ. It comes from a generator with 252 bits of seed;
-torch's takes 32 bits of its seed, which can be tried one after the other, and which a thousand sites would share by
-chance.
+whole, where torch's own single-precision normals never exceed 5.77 σ. It comes from a cipher whose key is the
+secret's (`training.dp.secure_random`).
 
 A limit of all mechanisms in floating point: the last bits of a noised value depend on the value before the noise
 (Mironov: On significance of the least significant bits for differential privacy. CCS 2012).
@@ -12,12 +11,11 @@ A limit of all mechanisms in floating point: the last bits of a noised value dep
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from polyclinic.core import BLOCK_SIZE, Bundle, RecipeError, Stream, Tensors
-from polyclinic.training.dp.dp_sgd import secret_generator
+from polyclinic.training.dp import secure_random
 
 SLACK = 1e-6
 """Relative tolerance of a bound, so that rounding alone never clips an update a second time."""
@@ -98,18 +96,14 @@ def _differences(pairs: Iterable[tuple[Tensor, Tensor | None]]) -> Iterator[Tens
 
 def gaussian_noise(shape: Sequence[int], std: float, stream: Stream) -> Tensor:
     """Return a sample of N(0, std²) in float64."""
-    return _standard_normal(shape, secret_generator(stream)) * check_std(std)
+    drawn = secure_random.draw_normals([stream], math.prod(shape), torch.device("cpu"), torch.float64)
+    return drawn.view(tuple(shape)) * check_std(std)
 
 
 def noise_like(tensors: Tensors, std: float, stream: Stream) -> Tensors:
-    """Return N(0, std²) for every floating-point tensor, in its type and on its device, drawn in order of names."""
-    generator, std = secret_generator(stream), check_std(std)
+    """Return N(0, std²) for every floating-point tensor, in its type, on its device; every name has a stream."""
     names = sorted(name for name, tensor in tensors.items() if tensor.is_floating_point())
-    return {n: (_standard_normal(tensors[n].shape, generator) * std).to(tensors[n]) for n in names}
-
-
-def _standard_normal(shape: Sequence[int], generator: np.random.Generator) -> Tensor:
-    return torch.from_numpy(np.asarray(generator.standard_normal(tuple(shape))))
+    return {n: gaussian_noise(tensors[n].shape, std, stream.child(n)).to(tensors[n]) for n in names}
 
 
 def add_noise(tensors: Tensors, std: float, stream: Stream) -> Tensors:

@@ -19,6 +19,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from polyclinic.core import Fit, Private, RecipeError, SiteId, Training
+from polyclinic.evaluation.summary import PUBLIC_SEED
 from polyclinic.privacy.accounting import Accountant, Neighbours, Spend, noise_for
 from polyclinic.privacy.sampling import rate_and_sums
 from polyclinic.privacy.worst_case import Composition, RunCost, add_up, run_cost, worst_epsilon
@@ -46,8 +47,11 @@ class PrivacyConfig:
     noise_per_site: bool | None = None
     """Whether each site's noise is solved by itself, so that all pay the same ε. Left out: yes, for units image and
     patient. Otherwise all sites have the noise of the site that needs most."""
+    weigh_by_noise: bool = False
+    """Whether an update's weight in a mean is divided by σ² of its site."""
     delta: Annotated[float, Field(gt=0, lt=1)] = 1e-5
-    clip: Annotated[float, Field(ge=1e-9, le=1e9)] = 1.0
+    clip: Annotated[float, Field(ge=1e-9, le=1e9)] | Literal["auto"] = 1.0
+    """C, the largest norm of what one unit adds to a sum; `auto`: every image's gradient is scaled to the length 1."""
     accountant: Accountant = "pld"
     neighbours: Neighbours = "add or remove"
     sampling: Literal["poisson", "shuffle"] = "poisson"
@@ -67,7 +71,18 @@ class PrivacyConfig:
     ledger: str | None = None
     """A file in which all runs on the same images record what they spend, so that it adds up."""
     randomness: Literal["seed", "secret"] = "secret"
-    """The source of noise; with `seed` a run can be repeated, but anybody who knows the seed can remove the noise."""
+    """The source of noise. With `seed` a run can be repeated, and ε is no guarantee, since whoever has the recipe can
+    remove the noise."""
+
+    @property
+    def no_guarantee_reason(self) -> str:
+        """Why no run of this section gives a guarantee; "" if one can."""
+        return PUBLIC_SEED if self.randomness == "seed" else ""
+
+    @property
+    def clip_norm(self) -> float:
+        """C, which is 1 with automatic clipping."""
+        return 1.0 if self.clip == "auto" else self.clip
 
 
 def config_problems(config: PrivacyConfig, training: Training, watching: bool) -> Iterator[str]:
@@ -82,6 +97,8 @@ def config_problems(config: PrivacyConfig, training: Training, watching: bool) -
     if config.noise_per_site and (config.noise is not None or config.unit == "site"):
         reason = "privacy.noise is given" if config.noise is not None else "unit site needs the same noise everywhere"
         yield f"privacy.noise_per_site solves the noise of each site, and {reason}; leave privacy.noise_per_site out"
+    if config.clip == "auto" and config.unit == "site":
+        yield "privacy.clip: auto scales the gradients of single images, and unit site clips updates; give a number"
     if config.noise_at == "server" and config.unit != "site":
         yield (
             f"privacy.noise_at: server is for unit site; with unit {config.unit} noise is added in every step, at the "
@@ -97,6 +114,11 @@ def config_problems(config: PrivacyConfig, training: Training, watching: bool) -
         yield (
             "a shuffled loader is not Poisson sampling, so no step is cheaper for it; set privacy.sampling: poisson, "
             "or privacy.amplification: false"
+        )
+    if config.ledger is not None and config.no_guarantee_reason:
+        yield (
+            "privacy.ledger adds up what runs spend, and no ε bounds what noise from a public seed spends; set "
+            "privacy.randomness: secret, or leave privacy.ledger out"
         )
     if training.first_epochs is not None:
         yield "a privacy plan prices all rounds alike; leave out training.first_epochs, or privacy"
@@ -186,6 +208,11 @@ class PrivacyPlan:
     def noise_of(self, site: SiteId) -> float:
         return self.site_noise.get(site, self.noise)
 
+    def precision_of(self, site: SiteId) -> float:
+        """Return 1/σ² of a site's noise, relative to the site with the least, if updates are weighed by it; else 1."""
+        noisy = self.config.weigh_by_noise and self.site_noise
+        return (self.noise / self.noise_of(site)) ** 2 if noisy else 1.0
+
     def round_spends(self, site: SiteId) -> Composition:
         """Return what one round at a site releases of one unit."""
         sigma = self.noise_of(site)
@@ -243,7 +270,7 @@ class PrivacyPlan:
             return None
         noise = self.noise if site is None else self.noise_of(site)
         unit: Literal["image", "patient"] = "patient" if site is not None and self.samples_patients(site) else "image"
-        return Private(self.config.clip, noise, self.config.sampling, self.config.augmentation_multiplicity, unit)
+        return replace(private_options(self.config, noise), unit=unit)
 
     def as_json(self) -> dict[str, object]:
         config = self.config
@@ -265,6 +292,23 @@ class PrivacyPlan:
             "randomness": config.randomness,
             "no_guarantee_reason": self.no_guarantee_reason,
         }
+
+
+def describe_clip(clip: float | Literal["auto"]) -> str:
+    return "scaled to length 1" if clip == "auto" else f"clipped to {clip:g}"
+
+
+def describe_noise(noise: float, site_noise: Mapping[SiteId, float]) -> str:
+    """Return σ, or its range where each site has its own."""
+    if not site_noise:
+        return f"{noise:.4g}"
+    return f"{min(site_noise.values()):.4g} to {max(site_noise.values()):.4g}, by site"
+
+
+def private_options(config: PrivacyConfig, noise: float) -> Private:
+    """Return the DP-SGD options of training jobs at this noise."""
+    views = config.augmentation_multiplicity
+    return Private(config.clip_norm, noise, config.sampling, views, normalise=config.clip == "auto")
 
 
 def steps_of(job: Fit, examples: int, config: PrivacyConfig, sites: int = 1) -> Steps:
@@ -310,6 +354,7 @@ def make_plan(draft: PrivacyPlan) -> PrivacyPlan:
             "give privacy.noise alone to run without a guarantee"
         )
     plan = replace(draft, noise=config.noise) if config.noise is not None else _solve_noise(draft)
+    plan = replace(plan, no_guarantee_reason=plan.no_guarantee_reason or config.no_guarantee_reason)
     return replace(plan, metrics_noise=_metrics_noise(plan)) if config.metrics == "count" else plan
 
 
@@ -357,7 +402,7 @@ def _equalise_epsilon(draft: PrivacyPlan, target: float) -> PrivacyPlan:
 
         if rounds:
             kind = spends(1.0)
-            found[kind] = found.get(kind) or noise_for(lambda sigma: draft.epsilon_of(spends(sigma)), target)  # noqa: B023
+            found[kind] = found.get(kind) or noise_for(lambda sigma: draft.epsilon_of(spends(sigma)), target)
             noise[site] = found[kind]
     return replace(draft, noise=min(noise.values()), site_noise=noise if len(set(noise.values())) > 1 else {})
 

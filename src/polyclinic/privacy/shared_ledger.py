@@ -19,7 +19,7 @@ from typing import Any, TypeAlias
 from polyclinic.core import RecipeError, RoundFailed, SiteId, StoreError
 from polyclinic.privacy.accounting import Spend
 from polyclinic.privacy.plan import PrivacyPlan, Unit
-from polyclinic.privacy.worst_case import RunCost, run_cost
+from polyclinic.privacy.worst_case import RunCost, run_cost, worst_epsilon
 from polyclinic.storage.files import explain_os_errors
 from polyclinic.storage.ledger import Ledger
 
@@ -131,6 +131,20 @@ class SharedLedger:
         with file:
             fcntl.lockf(file, fcntl.LOCK_EX)
             yield
+
+
+def price_ledger(path: Path, delta: float, seen: tuple[int, str] | None = None) -> dict[Unit, float | str]:
+    """Return ε at δ of all that the runs in a ledger have released of one image, of one patient, and of a site.
+
+    Where ε of a unit cannot be known, the reason stands in its place.
+    """
+    found: dict[Unit, float | str] = {}
+    for unit in UNITS:
+        try:
+            found[unit] = worst_epsilon(SharedLedger(path, "", unit, seen=seen).earlier_runs(), delta)
+        except RecipeError as error:
+            found[unit] = str(error)
+    return found
 
 
 def _in_groups(spend: Spend, group: int) -> Spend:

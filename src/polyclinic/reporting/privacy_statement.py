@@ -3,7 +3,8 @@
 import math
 from collections.abc import Iterator
 
-from polyclinic.evaluation.summary import PrivacySpent, RunSummary
+from polyclinic.evaluation.summary import PUBLIC_SEED, PrivacySpent, RunSummary
+from polyclinic.privacy.plan import describe_clip, describe_noise
 from polyclinic.reporting.blocks import Block, Bullets, Code, Inline, Paragraph, Report, Section, Strong, Table
 from polyclinic.reporting.formatting import round_up
 from polyclinic.reporting.render_markdown import to_markdown
@@ -71,7 +72,18 @@ def _claim_blocks(privacy: PrivacySpent, summary: RunSummary) -> Iterator[Block]
 
 def _describe_claim(privacy: PrivacySpent) -> tuple[Inline, ...]:
     value = privacy.epsilon
-    if reason := privacy.no_guarantee_reason:
+    sites, unit = privacy.max_sites_per_record, UNITS[privacy.unit]
+    several = f", for a record that may be at {sites} sites" if sites > 1 else ""
+    if (reason := privacy.no_guarantee_reason) == PUBLIC_SEED:
+        would = "∞" if value is None else round_up(value)
+        return (
+            f"ε would be {would} at δ = {round_up(privacy.delta, 2)} for {unit}, over the whole run{several}; ",
+            Strong(f"no guarantee: {reason}"),
+            ", so whoever has the recipe can remove it. Set ",
+            Code("privacy.randomness: secret"),
+            " for a guarantee.",
+        )
+    if reason:
         why = f" {reason[0].upper()}{reason[1:]}. The figures below describe the noise, not a protection."
         return Strong("No guarantee."), why
     if value is None:
@@ -79,11 +91,8 @@ def _describe_claim(privacy: PrivacySpent) -> tuple[Inline, ...]:
     if privacy.audit is not None and privacy.audit.refuted:
         refuted = "Do not rely on this run: an audit has refuted its claim"
         return Strong(refuted), f" of ε = {round_up(value)}; see below."
-    sites, unit = privacy.max_sites_per_record, UNITS[privacy.unit]
-    several = f", for a record that may be at {sites} sites" if sites > 1 else ""
-    seed = ", against anyone who does not know the run's seed" if privacy.randomness == "seed" else ""
     claim = Strong(f"ε = {round_up(value)} at δ = {round_up(privacy.delta, 2)}")
-    return claim, f" for {unit}, over the whole run{several}{seed}."
+    return claim, f" for {unit}, over the whole run{several}."
 
 
 def _plan_rows(privacy: PrivacySpent, pooled: bool) -> Iterator[list[str]]:
@@ -94,11 +103,13 @@ def _plan_rows(privacy: PrivacySpent, pooled: bool) -> Iterator[list[str]]:
     if privacy.unit == "patient":
         yield ["training images of one patient at a site", _describe_group(privacy)]
     yield ["sampling", _describe_sampling(privacy)]
-    yield ["clip, noise", f"{privacy.clip:g}, {privacy.noise:.4g} × the clip"]
+    noise = describe_noise(privacy.noise, privacy.site_noise)
+    yield ["clip, noise", f"{describe_clip(privacy.clip)}; {noise} × that"]
     yield ["δ", round_up(privacy.delta)]
-    yield [f"ε of the worst-placed {privacy.unit}", _format_bounds(privacy)]
+    would = "would-be ε" if privacy.no_guarantee_reason else "ε"
+    yield [f"{would} of the worst-placed {privacy.unit}", _format_bounds(privacy)]
     if privacy.worst_site_epsilon is not None and privacy.unit != "site":
-        yield ["ε if it is at one site only", f"at most {round_up(privacy.worst_site_epsilon)}"]
+        yield [f"{would} if it is at one site only", f"at most {round_up(privacy.worst_site_epsilon)}"]
     yield ["ε that was allowed", "not limited" if privacy.max_epsilon is None else f"{privacy.max_epsilon:g}"]
 
 
@@ -109,7 +120,8 @@ def _format_bounds(privacy: PrivacySpent) -> str:
         name: value for name, value in privacy.epsilon_by_accountant.items() if name != first and value is not None
     }
     shown = [f"{LIBRARIES[name]}: {round_up(value, 4)}" for name, value in others.items()]
-    head = f"{'∞' if best is None else round_up(best, 4)} ({LIBRARIES[first]}), which is what was limited"
+    limited = "" if privacy.max_epsilon is None else ", which is what was limited"
+    head = f"{'∞' if best is None else round_up(best, 4)} ({LIBRARIES[first]}){limited}"
     return head + (f"; other bounds on the same: {', '.join(shown)}" if shown else "")
 
 
@@ -130,12 +142,9 @@ def _describe_observers(privacy: PrivacySpent, pooled: bool) -> str:
         return "whoever gets the model; NOT the place where all images lie"
     if privacy.unit == "site" and privacy.noise_at == "server":
         return "whoever gets the models; the SERVER is trusted: it sees every site's clipped update before noise"
-    seed = (
-        " (not against who knows the seed, from which this simulation drew it)" if privacy.randomness == "seed" else ""
-    )
     return (
         "the other sites, whoever gets the models, and the server as long as it follows the plan: noise is added "
-        f"before anything leaves the site{seed}"
+        "before anything leaves the site"
     )
 
 
@@ -199,7 +208,10 @@ def _list_unprotected(privacy: PrivacySpent) -> Iterator[Inline | tuple[Inline, 
     if privacy.metrics == "open":
         yield "Metrics of validation images, which sites reported without noise (privacy.metrics: open)."
     if privacy.metrics == "count":
-        yield "Validation images cost at most the same ε as training images; test images are outside the claim."
+        yield (
+            "Validation images cost at most the same ε as training images by the metrics that are reported of them. "
+            "Predictions of them, where a site lets them leave, are outside the claim, as test images are."
+        )
     yield (
         "The final evaluation: this simulation reads all validation and test images itself. Accuracy tables are not "
         "noised, and choosing among runs by them is not charged. Each run of a comparison has its own ε, and they add "
@@ -207,18 +219,19 @@ def _list_unprotected(privacy: PrivacySpent) -> Iterator[Inline | tuple[Inline, 
     )
     if privacy.randomness == "seed":
         yield (
-            "Noise was drawn from the run's seed, so that it can be repeated: whoever knows the seed can remove it. "
-            "Publish the model without the seed, or set privacy.randomness: secret."
+            "Noise was drawn from the run's seed, so that the run can be repeated: whoever has the recipe can remove "
+            "the noise."
         )
-    yield "Numbers are floating-point and noise is pseudo-random, not cryptographic; a site that lies is not caught."
+    yield (
+        "The last bits: numbers are floating-point, and noise, although drawn by a cipher, is rounded as they are; a "
+        "site that lies is not caught."
+    )
 
 
 def _describe_audit(privacy: PrivacySpent) -> tuple[Inline, ...]:
     audit = privacy.audit
     if audit is not None:
-        return (" ".join([f"At {audit.site}: {audit.verdict}", audit.membership or ""]).strip(),)
-    if privacy.unit == "site":
-        return ("This run was not audited: there is no audit of whole sites yet.",)
+        return (" ".join([audit.verdict, audit.membership or ""]).strip(),)
     return (
         "This run was not audited. ",
         Code("polyclinic audit DIR"),
@@ -228,8 +241,11 @@ def _describe_audit(privacy: PrivacySpent) -> tuple[Inline, ...]:
 
 def privacy_line(privacy: PrivacySpent) -> str:
     """The privacy cost of a finished run, in one line."""
-    if privacy.no_guarantee_reason:
+    is_seeded = privacy.no_guarantee_reason == PUBLIC_SEED
+    if privacy.no_guarantee_reason and not is_seeded:
         return "privacy: no guarantee; privacy.md says why"
     value = "∞" if privacy.epsilon is None else f"{privacy.epsilon:.3g}"
+    claim = f"ε {'would be' if is_seeded else '='} {value} per {privacy.unit} at δ = {privacy.delta:.2g}"
     early = "; stopped before it cost more" if privacy.stopped_by_budget else ""
-    return f"privacy: ε = {value} per {privacy.unit} at δ = {privacy.delta:.2g}; see privacy.md{early}"
+    early += f"; no guarantee: {PUBLIC_SEED}" if is_seeded else ""
+    return f"privacy: {claim}; see privacy.md{early}"

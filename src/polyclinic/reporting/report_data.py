@@ -163,13 +163,6 @@ class ReportData:
         return tuple(method for method, one in summaries if one.algorithm != LOCAL and not one.pooled)
 
     @cached_property
-    def withholds_seeds(self) -> bool:
-        """Whether seeds must not be shown, since a run's noise was drawn from one."""
-        plans = [run.privacy for method in self.methods for run in method.summaries if run.privacy is not None]
-        begun = [one.recipe.privacy.randomness for one in self.unfinished if one.recipe.privacy is not None]
-        return "seed" in [*begun, *(plan.randomness for plan in plans if not plan.no_guarantee_reason)]
-
-    @cached_property
     def comparison(self) -> Comparison:
         results = {method.name: method.summaries for method in self.methods}
         return Comparison(

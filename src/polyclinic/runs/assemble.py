@@ -58,6 +58,8 @@ class RunSetup:
 
     def make_runner(self, site: SiteId, memory: SiteMemory, secret: Stream | None) -> SiteRunner:
         """Return the runner of one site; `secret`: the source of its noise, under a privacy plan."""
+        if self.plan is not None and self.plan.config.randomness == "seed" and secret is not None:
+            secret = secret.child(self.dataset.fingerprint_of(site))  # runs on other images must not share noise
         limits = privacy_limits(self.plan, site, secret) if self.plan is not None and secret is not None else None
         algorithm = self.algorithm
         if self.plan is not None and self.plan.private_options(site) != self.plan.private_options():

@@ -65,7 +65,7 @@ from polyclinic.runs.sites import (
 from polyclinic.runs.tracking.backends import check_tracking
 from polyclinic.runs.tracking.events import RunTracking, track_finished
 from polyclinic.storage import messages
-from polyclinic.storage.files import lock_folder, write_atomically, write_json
+from polyclinic.storage.files import erase_file, lock_folder, write_atomically, write_json
 from polyclinic.storage.journal import FolderJournal, Journal, RamJournal
 from polyclinic.storage.predictions import save_predictions
 from polyclinic.storage.run_folder import RunFolder
@@ -126,8 +126,7 @@ class Experiment:
     @cached_property
     def secret(self) -> Stream:
         """The source of the noise of a private run."""
-        assert self.recipe.privacy is not None
-        return noise_secret(self.recipe.privacy, self.recipe.seed, self.folder)
+        return noise_secret(self.recipe, self.folder)
 
     @property
     def secret_of_plan(self) -> Stream | None:
@@ -181,6 +180,7 @@ class Experiment:
         if self.folder:
             save_predictions(RunFolder(self.folder).predictions_file, predictions, held_out)
             self.write_result(outcome, summary, student)
+            erase_file(RunFolder(self.folder).secret)
         return RunResult(summary, outcome.state, self.folder)
 
     def _make_rounds(self, engine: Engine, journal: Journal, budget: PrivacyBudget | None) -> Rounds:
@@ -384,6 +384,7 @@ def run(
     folder, recipe = Path(out) if out is not None else None, with_absolute_paths(recipe)
     check_tracking(recipe.track, folder)
     if folder is not None and RunFolder(folder).is_finished:
+        erase_file(RunFolder(folder).secret)  # of a run that was killed as it ended
         return track_finished(read_result(folder, recipe), recipe)
     if folder is not None:
         check_same_recipe(folder, recipe)

@@ -1,5 +1,6 @@
 """The privacy plan of a run: from the recipe's privacy section, the sites and a dry run of the algorithm."""
 
+import hashlib
 import json
 import math
 import secrets
@@ -14,9 +15,12 @@ from torch import nn
 from polyclinic.algorithms.base import Algorithm
 from polyclinic.algorithms.optimisation.fedavg import FedAvg
 from polyclinic.algorithms.wrappers.ensemble import Ensemble
+from polyclinic.config.identity import identity
+from polyclinic.config.recipe import Recipe
 from polyclinic.core import AUX_PREFIX, Federation, Private, RecipeError, SiteId, StoreError, Stream
 from polyclinic.data.examples import Selection, SiteData
 from polyclinic.data.patients import count_unnamed, max_images_per_patient
+from polyclinic.evaluation.summary import PUBLIC_SEED
 from polyclinic.federation.rehearsal import rehearse_round
 from polyclinic.federation.rounds import RoundOptions, draw_cohort
 from polyclinic.federation.site_limits import SitePrivacyLimits
@@ -27,13 +31,16 @@ from polyclinic.privacy.plan import (
     SiteSize,
     Steps,
     make_plan,
+    private_options,
     steps_of,
 )
 from polyclinic.privacy.transforms.base import UpdateTransform
 from polyclinic.privacy.transforms.clip import Clip
 from polyclinic.privacy.transforms.noise import Noise
 from polyclinic.privacy.worst_case import RunCost
+from polyclinic.runs.networks import recipe_for_site
 from polyclinic.storage.files import write_atomically, write_json
+from polyclinic.storage.run_folder import RunFolder
 from polyclinic.training.network import LiveNetwork
 
 
@@ -100,9 +107,7 @@ def bind_plan(
 
 def placeholder_private(config: PrivacyConfig) -> Private | None:
     """Return the DP-SGD options of a dry run, before the noise is known."""
-    return (
-        None if config.unit == "site" else Private(config.clip, 1.0, config.sampling, config.augmentation_multiplicity)
-    )
+    return None if config.unit == "site" else private_options(config, 1.0)
 
 
 def plan_transforms(plan: PrivacyPlan) -> list[UpdateTransform]:
@@ -110,8 +115,8 @@ def plan_transforms(plan: PrivacyPlan) -> list[UpdateTransform]:
     config = plan.config
     if config.unit != "site":
         return []
-    std = plan.noise * config.clip if config.noise_at == "site" else 0.0
-    return [Clip(config.clip, RELEASED, std), *([Noise(std, RELEASED)] if config.noise_at == "site" else [])]
+    std = plan.noise * config.clip_norm if config.noise_at == "site" else 0.0
+    return [Clip(config.clip_norm, RELEASED, std), *([Noise(std, RELEASED)] if config.noise_at == "site" else [])]
 
 
 def privacy_limits(plan: PrivacyPlan, site: SiteId, secret: Stream) -> SitePrivacyLimits:
@@ -123,7 +128,7 @@ def privacy_limits(plan: PrivacyPlan, site: SiteId, secret: Stream) -> SitePriva
         metrics_noise=plan.metrics_noise if plan.config.metrics == "count" else None,
         parts=() if plan.config.metrics == "suppress" else ("validation",),
         rounds=len(plan.rounds),
-        allows_scores=bool(plan.other_releases or plan.no_guarantee_reason),
+        allows_scores=bool(plan.other_releases) or plan.no_guarantee_reason not in ("", PUBLIC_SEED),
         seeded=plan.config.randomness == "seed",
     )
 
@@ -146,19 +151,28 @@ def restore_noise(plan: PrivacyPlan, folder: Path | None) -> PrivacyPlan:
         raise StoreError(f"{folder / 'plan.json'} is damaged ({error}); restore it or start anew elsewhere") from None
 
 
-def noise_secret(config: PrivacyConfig, seed: int, folder: Path | None) -> Stream:
-    """Return the source of noise: the recipe's seed, or 256 random bits that are stored in the run's folder only."""
-    if config.randomness == "seed":
-        return Stream(seed, ("secret",))
+def noise_secret(recipe: Recipe, folder: Path | None) -> Stream:
+    """Return the source of noise: 256 random bits that are stored in the run's folder only.
+
+    With `privacy.randomness: seed` it is the seed, named by all that decides the rounds at a site, so that
+    recipes that differ share no noise. A site adds the fingerprint of its images (`RunSetup.make_runner`).
+    """
+    assert recipe.privacy is not None
+    if recipe.privacy.randomness == "seed":
+        terms = identity(recipe_for_site(recipe, "cpu"))
+        return Stream(recipe.seed, ("secret", hashlib.sha256(terms.encode()).hexdigest()))
     if folder is None:
         return Stream(secrets.randbits(256), ("secret",))
-    path = folder / "secret"
+    files = RunFolder(folder)
+    path = files.secret
     if not path.exists():
-        if (folder / "ledger.jsonl").exists() and (folder / "ledger.jsonl").stat().st_size:
-            raise StoreError(f"{path}, whence noise comes, is gone; restore it, or start anew in another folder")
+        if files.ledger_file.exists() and files.ledger_file.stat().st_size:
+            raise StoreError(
+                f"{path}, whence noise comes, is gone, as it is when a run has ended; start anew in another folder, as "
+                "a run of its own"
+            )
         folder.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, secrets.token_hex(32).encode())
-        path.chmod(0o600)
+        write_atomically(path, secrets.token_hex(32).encode(), mode=0o600)
     try:
         return Stream(int(path.read_text(), 16), ("secret",))
     except (OSError, ValueError) as error:

@@ -11,7 +11,7 @@ from polyclinic.evaluation.rows import MetricRow, TrainRow
 from polyclinic.evaluation.summary import PrivacySpent, ReleasedKind
 from polyclinic.federation.privacy_budget import PrivacyBudget
 from polyclinic.privacy.accounting import Accountant, Spend, epsilon
-from polyclinic.privacy.plan import RELEASED, PrivacyPlan
+from polyclinic.privacy.plan import RELEASED, PrivacyPlan, describe_clip, describe_noise
 
 ACCOUNTANTS: tuple[Accountant, ...] = ("pld", "rdp", "prv")
 STATISTICS = ("prototypes", "counts", "features", "means")
@@ -61,12 +61,13 @@ def _describe_protection(plan: PrivacyPlan, kind: str) -> str:
         return "sent with the kind named before it, in one release"
     if config.unit != "site":
         return (
-            f"trained by DP-SGD: gradients clipped to {config.clip:g} each, noise {plan.noise:.4g} × that on their sum"
+            f"trained by DP-SGD: gradients {describe_clip(config.clip)} each, noise "
+            f"{describe_noise(plan.noise, plan.site_noise)} × that on their sum"
         )
     if kind not in RELEASED:
         return "none"
     where = "before it leaves the site" if config.noise_at == "site" else "by the server, to the mean"
-    return f"clipped to {config.clip:g} as a whole, noise {plan.noise:.4g} × that added {where}"
+    return f"{describe_clip(config.clip)} as a whole, noise {plan.noise:.4g} × that added {where}"
 
 
 def _describe_charged(noise: float) -> str:
@@ -93,6 +94,7 @@ def summarise_privacy(budget: PrivacyBudget, exhausted: bool, rows: Iterable[Met
         delta=config.delta,
         clip=config.clip,
         noise=plan.noise,
+        site_noise=dict(plan.site_noise),
         accountant=config.accountant,
         max_epsilon=config.epsilon,
         max_sites_per_record=plan.max_sites_per_record,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -19,9 +20,10 @@ from polyclinic.evaluation.metrics import Predictions
 from polyclinic.evaluation.summary import PartScores
 from polyclinic.evaluation.task import CLASSIFICATION
 from polyclinic.federation.job_loop import JobLoop
+from polyclinic.models.scattering import find_fixed_features
 from polyclinic.reporting.teacher_figure import draw_teacher_maps
 from polyclinic.runs.networks import Networks, server_models
-from polyclinic.runs.sites import site_on_device
+from polyclinic.runs.sites import compute_features, map_part, site_on_device
 from polyclinic.training.fit import fit, score
 from polyclinic.training.losses import predict_probabilities, task_loss
 
@@ -120,5 +122,7 @@ def pretrain_networks(networks: Networks, public: SiteData | None, device: torch
     training = replace(recipe.training, steps=None, first_epochs=None, curriculum=CurriculumOptions(), private=None)
     for name, network in networks.by_cluster.items():
         if sections[name].pretrain is not None:
+            fixed = find_fixed_features(network.module) if training.augment is None else None
+            seen = images if fixed is None else map_part(images, partial(compute_features, part=fixed))
             job = Fit(network.copy_weights(), task_loss, replace(training, epochs=sections[name].pretrain))
-            network.load_weights(fit(job, network, images, server, Stream(recipe.seed, ("pretrain", name))).weights)
+            network.load_weights(fit(job, network, seen, server, Stream(recipe.seed, ("pretrain", name))).weights)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -49,8 +49,16 @@ class FederatedDataset:
     @cached_property
     def fingerprint(self) -> str:
         """A hash over every image and label of every site."""
+        return self._hash_sites(self.sites)
+
+    def fingerprint_of(self, site: SiteId) -> str:
+        """Return a hash over every image and label of one site, the same in a simulation and at the site itself."""
+        return self.fingerprint if site == POOLED else self._hash_sites([site])
+
+    def _hash_sites(self, names: Iterable[SiteId]) -> str:
         total = hashlib.sha256()
-        for name, site in self.sites.items():
+        for name in names:
+            site = self.sites[name]
             for part in (site.train, site.validation, site.test):
                 total.update(f"{name}|{len(part)}".encode())
                 if isinstance(part, Selection):
@@ -88,7 +96,7 @@ class FederatedDataset:
         def cached(images: Images) -> Images:
             key = id(images), device, repr(part)
             if key not in self._feature_cache:  # which holds the images, so that no other takes their identity
-                self._feature_cache[key] = images, _compute_features(images, part)
+                self._feature_cache[key] = images, compute_features(images, part)
             return self._feature_cache[key][1]
 
         sites = {name: _map_images(site, cached) for name, site in self.on_device(device).items()}
@@ -135,7 +143,8 @@ def check_site_name(name: SiteId) -> None:
 
 
 @torch.no_grad()
-def _compute_features(images: Images, part: nn.Module) -> Images:
+def compute_features(images: Images, part: nn.Module) -> Images:
+    """Return the images with the features that a fixed part of a network computes in their place, where they fit."""
     device = images.labels.device
     part = copy.deepcopy(part).to(device)
     rows = torch.split(torch.arange(len(images), device=device), HASHED)
@@ -167,11 +176,13 @@ def site_on_device(site: SiteData, device: torch.device, copies: dict[int, Image
 
 def _map_images(site: SiteData, function: Callable[[Images], Images]) -> SiteData:
     """Return the site with `function` applied to its images."""
+    train, validation, test = (map_part(part, function) for part in (site.train, site.validation, site.test))
+    return replace(site, train=train, validation=validation, test=test)
 
-    def mapped(part: Any) -> Any:
-        return part.with_images(function(part.shared)) if isinstance(part, Selection) else function(part)
 
-    return replace(site, train=mapped(site.train), validation=mapped(site.validation), test=mapped(site.test))
+def map_part(part: Any, function: Callable[[Images], Images]) -> Any:
+    """Return a part of a site with `function` applied to its images, or to those that it selects from."""
+    return part.with_images(function(part.shared)) if isinstance(part, Selection) else function(part)
 
 
 def pool_sites(sites: Mapping[SiteId, SiteData]) -> PooledData:

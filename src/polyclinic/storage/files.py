@@ -55,11 +55,30 @@ def write_atomically(
         except BaseException:
             temporary.unlink(missing_ok=True)
             raise
-        folder = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        _sync_folder(path.parent)
+
+
+def _sync_folder(path: Path) -> None:
+    folder = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def erase_file(path: Path) -> None:
+    """Overwrite a file that holds a key, then remove it; one that is not there is left so.
+
+    A disk that writes elsewhere (flash memory, snapshots of a file system) may keep a copy all the same.
+    """
+    with explain_os_errors(path, "erase"), contextlib.suppress(FileNotFoundError):
+        with open(path, "r+b") as file:
+            file.write(bytes(path.stat().st_size))
+            file.flush()
+            os.fsync(file.fileno())
+        failpoint("key-overwritten")
+        path.unlink()
+        _sync_folder(path.parent)
 
 
 def append_durably(path: Path, data: bytes, half_written: str = "") -> None:

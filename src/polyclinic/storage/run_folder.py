@@ -39,6 +39,8 @@ class RunFolder:
         self.result, self.predictions_file = path / "result.json", path / "predictions.safetensors"
         self.model, self.student = path / "model.safetensors", path / "student.safetensors"
         self.privacy_page, self.privacy_plan = path / "privacy.md", path / "plan.json"
+        self.secret = path / "secret"
+        """The key of a private run's noise, until the run has ended."""
         self.engine, self.mlflow = path / "engine.json", path / "mlflow.json"
         self.lock, self.status = path / LOCK, path / "status.json"
         self.enrolment = path / "enrolled.json"

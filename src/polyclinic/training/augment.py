@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from polyclinic.core import Augment, Stream
+from polyclinic.training.keyed_dropout import hash_uniform
 from polyclinic.training.prefetch import to_device
 
 
@@ -36,20 +37,28 @@ class AugmentParameters:
     """σ of a Gaussian, in pixels."""
 
 
-def augment_images(images: Tensor, options: Augment, stream: Stream) -> Tensor:
+def augment_images(images: Tensor, options: Augment, stream: Stream, keys: Tensor | None = None) -> Tensor:
     """Augment each image independently.
 
     Args:
         images: n × channels × height × width.
         options: Which changes to make, and how large they may be.
         stream: The stream of this batch; equal streams give equal changes.
+        keys: A key for each image, on the CPU. Then an image's changes follow from its key alone: from nothing else in
+            the batch, not even by rounding.
     """
-    return apply_parameters(images, draw_parameters(options, len(images), stream))
+    if keys is None:
+        return apply_parameters(images, draw_parameters(options, len(images), stream))
+    return apply_parameters(images, draw_parameters(options, len(images), stream, keys), options)
 
 
-def draw_parameters(options: Augment, count: int, stream: Stream) -> AugmentParameters:
+def draw_parameters(options: Augment, count: int, stream: Stream, keys: Tensor | None = None) -> AugmentParameters:
     """Draw the parameters of `count` images. Setting one option leaves the draws of the others as they were."""
-    coin, side, blur, *rest = torch.rand(count, 8, dtype=torch.float64, generator=stream.generator()).unbind(1)
+    if keys is None:
+        drawn = torch.rand(count, 8, dtype=torch.float64, generator=stream.generator())
+    else:
+        drawn = hash_uniform(keys, 8).double()
+    coin, side, blur, *rest = drawn.unbind(1)
     turn, across, down, brightness, contrast = (2 * share - 1 for share in rest)
     kept = 1 - options.crop * side
     return AugmentParameters(
@@ -64,18 +73,27 @@ def draw_parameters(options: Augment, count: int, stream: Stream) -> AugmentPara
     )
 
 
-def apply_parameters(images: Tensor, changes: AugmentParameters) -> Tensor:
+def apply_parameters(images: Tensor, changes: AugmentParameters, largest: Augment | None = None) -> Tensor:
     """Apply brightness and contrast, then rotation, crop and flip, then blur.
 
-    Brightness and contrast come first, as they depend on the mean and deviation of the uncropped image.
+    Brightness and contrast come first, as they depend on the mean and deviation of the uncropped image. What would
+    change no image of the batch is left out; with `largest`, what could not change any.
     """
-    return blur_images(warp_images(adjust_intensity(images, changes), changes), changes.blur)
+    if largest is None:
+        adjusts = bool(changes.brightness.any()) or not bool((changes.contrast == 1).all())
+        warps = bool(changes.rotation.any()) or bool(changes.flip.any()) or not bool((changes.crop_side == 1).all())
+        widest = float(changes.blur.max()) if len(changes.blur) else 0.0
+    else:
+        adjusts = bool(largest.brightness or largest.contrast)
+        warps, widest = bool(largest.rotation or largest.flip or largest.crop), largest.blur
+    images = adjust_intensity(images, changes) if adjusts else images
+    images = warp_images(images, changes) if warps else images
+    radius = int(4 * widest + 0.5)
+    return blur_images(images, changes.blur, radius) if radius else images
 
 
 def adjust_intensity(images: Tensor, changes: AugmentParameters) -> Tensor:
     """Return mean + contrast·(image − mean) + brightness·deviation, with mean and deviation over all of an image."""
-    if not changes.brightness.any() and bool((changes.contrast == 1).all()):
-        return images
     contrast, brightness = (_to_images(images, value).unsqueeze(1) for value in (changes.contrast, changes.brightness))
     pixels = images.flatten(1)
     mean = pixels.mean(1, keepdim=True)
@@ -87,8 +105,6 @@ def adjust_intensity(images: Tensor, changes: AugmentParameters) -> Tensor:
 
 def warp_images(images: Tensor, changes: AugmentParameters) -> Tensor:
     """Rotate, crop and flip in one bilinear interpolation; beyond the image its edge is repeated."""
-    if not changes.rotation.any() and not changes.flip.any() and bool((changes.crop_side == 1).all()):
-        return images
     height, width = images.shape[-2:]
     place = _to_images(images, affine_matrix(changes, height / width))
     across = place[..., 0, None] * _pixel_centres(width, images)
@@ -106,12 +122,9 @@ def affine_matrix(changes: AugmentParameters, aspect: float) -> Tensor:
     return _stack_rows([cos, -sin * aspect], [sin / aspect, cos]) @ window
 
 
-def blur_images(images: Tensor, sigma: Tensor) -> Tensor:
+def blur_images(images: Tensor, sigma: Tensor, radius: int) -> Tensor:
     """Blur each image by a Gaussian of its own, down and then across; beyond the image its edge is repeated."""
-    kernel = gaussian_kernels(sigma)
-    radius = kernel.shape[1] // 2
-    if radius == 0:
-        return images
+    kernel = gaussian_kernels(sigma, radius)
     count, channels, height, width = images.shape
     padded = F.pad(images, (radius, radius, radius, radius), mode="replicate")
     # One image of n·channels channels, each with its own kernel: a grouped convolution takes them all at once.
@@ -121,10 +134,9 @@ def blur_images(images: Tensor, sigma: Tensor) -> Tensor:
     return F.conv2d(upright, weights, groups=count * channels).reshape(images.shape)
 
 
-def gaussian_kernels(sigma: Tensor) -> Tensor:
-    """Return a kernel of sum 1 for each σ, cut off at 4σ (to the nearest pixel); all have the widest one's length."""
+def gaussian_kernels(sigma: Tensor, radius: int) -> Tensor:
+    """Return a kernel of sum 1 for each σ, cut off at 4σ (to the nearest pixel), all of length 2·radius + 1."""
     reach = (4 * sigma + 0.5).floor()
-    radius = int(reach.max())
     distance = torch.arange(-radius, radius + 1, dtype=sigma.dtype).abs()
     # σ = 0 would be 0/0 at the middle; below 1/8 the kernel ends there anyway.
     bell = torch.exp(-((distance / sigma.clamp(min=0.1)[:, None]) ** 2) / 2) * (distance <= reach[:, None])

@@ -26,7 +26,7 @@ from polyclinic.core import (
 from polyclinic.training.augment import augment_images
 from polyclinic.training.data_order import schedule_steps
 from polyclinic.training.dp.dp_sgd import PrivateGradients, is_plain_sgd
-from polyclinic.training.keyed_dropout import dropout_key, first_key
+from polyclinic.training.keyed_dropout import dropout_key, first_key, row_keys
 from polyclinic.training.network import LiveNetwork, seed_generators
 from polyclinic.training.prefetch import prefetch_batches
 
@@ -53,7 +53,8 @@ def fit(
         site: The site's round and learning rate.
         stream: The site's random stream. Data order, augmentation and dropout are drawn from it, so they do not depend
             on the engine.
-        secret: The stream of Poisson sampling and DP-SGD's noise; private jobs need it. It never leaves the site.
+        secret: The stream of Poisson sampling and DP-SGD's noise, and of the augmentation and dropout of private jobs,
+            which need it. It never leaves the site.
 
     Returns:
         The trained weights (on the network's device), the number of steps, the mean loss of a step, the
@@ -73,6 +74,7 @@ def fit(
     restore_optimisers(optimisers, network, moving, job.optimiser_state)
     total, key = torch.zeros((), device=network.device), first_key(stream)
     schedule = schedule_steps(job, data.labels, stream, secret, site.round, data.patients)
+    rows = None if private is None else iterate_on_host([batches for _, batches in schedule for _ in steps])
     indices = (index.flatten() for _, batches in schedule for _ in steps for index in batches)
     with (
         seed_generators(stream.child("dropout", site.round), network.device),
@@ -86,10 +88,12 @@ def fit(
                 if len(steps) > 1:
                     network.require_gradients(names)
                 optimiser.zero_grad(set_to_none=True)
-                ready = prepare_batches(islice(loaded, len(batches)), network, training, stream, key, number)
-                if private is None:
+                given = islice(loaded, len(batches))
+                if private is None or rows is None:
+                    ready = prepare_batches(given, network, training, stream, key, number)
                     loss = accumulate_gradient(step, network, live, ready, sizes, reference)
                 else:
+                    ready = prepare_rows(given, next(rows), network, training, private.secret, number)
                     loss = private.set_gradients(
                         step, names, ready, sizes, reference, private.noise_stream(number, which)
                     )
@@ -110,12 +114,47 @@ def prepare_batches(
         yield ready
 
 
-def augment_batch(images: Tensor, labels: Tensor, training: Training, stream: Stream) -> Batch:
-    """Return a batch as the step sees it: augmented, with each example's views (if private) one after another."""
+def prepare_rows(
+    batches: Iterator[Batch],
+    rows: Sequence[Tensor],
+    network: LiveNetwork,
+    training: Training,
+    secret: Stream,
+    number: int,
+) -> Iterator[Batch]:
+    """Do the same under a privacy plan, where an image's augmentation and dropout follow from the step and its row.
+
+    So with an image taken out, the step is the same for all others, whose places in the batch have moved.
+    """
+    for index, batch in zip(rows, batches, strict=True):
+        ready = augment_batch(*batch, training, secret.child("augment", number), index)
+        if network.dropouts:
+            network.set_dropout_key(row_keys(secret.child("dropout", number), index, len(ready[1]) // len(index)))
+        yield ready
+
+
+def augment_batch(
+    images: Tensor, labels: Tensor, training: Training, stream: Stream, rows: Tensor | None = None
+) -> Batch:
+    """Return a batch as the step sees it: augmented, with each example's views (if private) one after another.
+
+    With `rows`, those of the images at their site, on the CPU, an image is augmented by its row and the stream.
+    """
     views = 1 if training.private is None else training.private.views
     if views > 1:
         images, labels = images.repeat_interleave(views, 0), labels.repeat_interleave(views, 0)
-    return (images if training.augment is None else augment_images(images, training.augment, stream)), labels
+    if training.augment is None:
+        return images, labels
+    keys = None if rows is None else row_keys(stream, rows, views)
+    return augment_images(images, training.augment, stream, keys), labels
+
+
+def iterate_on_host(steps: Sequence[Sequence[Tensor]]) -> Iterator[list[Tensor]]:
+    """Yield each step's batches of rows on the CPU; all are copied at once, as the host would wait for each copy."""
+    batches = [index.flatten() for step in steps for index in step]
+    here = iter(torch.split(torch.cat(batches).cpu(), [len(index) for index in batches]) if batches else [])
+    for step in steps:
+        yield list(islice(here, len(step)))
 
 
 def accumulate_gradient(
@@ -172,7 +211,7 @@ def restore_optimisers(
 
 @torch.no_grad()
 def score(job: Score, network: LiveNetwork, data: Examples, batch: int | None = None) -> Tensors:
-    """Compute a job's function over all of `data`, in its order, in evaluation mode.
+    """Compute a job's function over all of `data`, in its order or the job's, in evaluation mode.
 
     Args:
         job: The weights, the function of (network, weights, batch, reference), and how batches are reduced.
@@ -187,13 +226,14 @@ def score(job: Score, network: LiveNetwork, data: Examples, batch: int | None = 
     network.set_eval_mode()
     reference = {k: {n: t.to(network.device) for n, t in g.items()} for k, g in job.reference.items()}
     size = batch or job.batch or evaluation_batch_size(network.device)
-    indices = torch.split(torch.arange(len(data), device=data.labels.device), size)
+    rows = torch.arange(len(data)) if job.order is None else job.order
+    indices = torch.split(rows.to(data.labels.device), size)
     with prefetch_batches(data, indices, network.device) as loaded:
         parts = ((len(part[1]), job.function(network, weights, part, reference)) for part in loaded)
         if job.reduce == "mean":
             return _weighted_mean(parts, len(data))
-        rows = [values for _, values in parts]
-    return {name: torch.cat([values[name] for values in rows]) for name in rows[0]} if rows else {}
+        found = [values for _, values in parts]
+    return {name: torch.cat([values[name] for values in found]) for name in found[0]} if found else {}
 
 
 def evaluation_batch_size(device: torch.device) -> int:

@@ -18,6 +18,7 @@ from polyclinic.models.classifier import Classifier
 from polyclinic.models.modifications import CheckpointedBlock
 from polyclinic.training.im2col_conv import copy_with_im2col
 from polyclinic.training.keyed_dropout import has_own_randomness, key_dropout_layers
+from polyclinic.training.prefetch import to_device
 
 T = TypeVar("T")
 NORM_LAYERS = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
@@ -189,10 +190,14 @@ class LiveNetwork:
         """The types of layers whose random numbers depend on which other sites train in the process; "" if none."""
         return ", ".join(sorted({type(m).__name__ for _, m in self.named_layers() if not has_own_randomness(m)}))
 
-    def set_dropout_key(self, key: int) -> None:
-        """Set the key from which the masks of the next call are computed."""
-        for layer in self.dropouts.values():
-            layer.key.fill_(key)
+    def set_dropout_key(self, key: int | Tensor) -> None:
+        """Set the key from which the masks of the next call are computed, or one key for each row of its batch."""
+        keys = to_device(key, self.device) if isinstance(key, Tensor) else key
+        for layer in self.dropouts.values():  # in place, since copies of a layer share its key
+            if isinstance(keys, Tensor):
+                layer.key.resize_(keys.shape).copy_(keys)
+            else:
+                layer.key.resize_(()).fill_(keys)
 
     def dropout_buffers(self, keys: Tensor) -> Tensors:
         """Return dropout keys as buffers, to be passed with the weights of a functional call."""

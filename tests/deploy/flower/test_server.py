@@ -179,12 +179,15 @@ def test_an_outbox_travels() -> None:
     assert outbox.sizes.keys() == set(SITES)
 
 
-@pytest.mark.parametrize("case", EVERY)
+NOISE_BY_SITE: dict[str, Any] = {"cohort": 2, "privacy": {"epsilon": 8, "delta": 1e-3, "randomness": "seed"}}
+
+
+@pytest.mark.parametrize("case", [*EVERY, "noise by site"])
 def test_every_algorithm_ends_in_the_bits_of_the_simulation(case: str, home: Path, tmp_path: Path) -> None:
     """L4: enrolment, five rounds, test and farewell of three sites, each message one of Flower's."""
-    found = recipe(**EVERY[case])
+    found = recipe(**EVERY.get(case, NOISE_BY_SITE))
     engine = engine_of({site: desk.answer_message for site, desk in desks(home, f"flower {case}").items()})
     result = run_deployed(found, RemoteExecution(engine, "flower", 60), SITES, tmp_path / "run")
     assert result.summary.sha256 == simulation(found, home).run().summary.sha256
     assert result.summary.rounds == 5
-    assert len(cast(MemoryGrid, engine.grid).names) >= 3 * (1 + 1 + 5 + 1 + 1)
+    assert len(cast(MemoryGrid, engine.grid).names) >= 3 * (1 + 1 + 1 + 1) + 5 * (found.cohort or 3)

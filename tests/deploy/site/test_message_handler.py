@@ -71,6 +71,7 @@ CASES: dict[str, dict[str, Any]] = {
     "fedmp under a plan for patients": {"algorithm": "fedmp", "privacy": {**SEEDED, "unit": "patient"}},
     "a plan for sites": {"privacy": {**SEEDED, "unit": "site"}},
     "fedmp under a plan": {"algorithm": "fedmp", "privacy": SEEDED},
+    "noise by site": {"data": PHANTOM, "privacy": {"epsilon": 8, "delta": 1e-3, "randomness": "seed"}},
     "fixed features": {"model__name": "scattering_linear"},
     "cohorts and steps": {"cohort": 2, "training__epochs": None, "training__steps": 3},
     "quantised": {"stages": [{"name": "quantise"}]},
@@ -124,7 +125,7 @@ def test_restarts_and_repeated_messages_change_nothing(settings: dict[str, Any],
         (round, again) for round in (1, 2, 3) for again in (False, True)
     ]
     if "privacy" in settings:
-        charged = Ledger(home / "hill" / state / "ledger-image.jsonl").read()
+        charged = Ledger(home / "hill" / state / "ledger.jsonl").read()
         assert [row["round"] for row in charged] == [1, 2, 3]
 
 
@@ -140,7 +141,7 @@ def test_a_round_that_comes_late_again_is_the_same_and_costs_nothing(home: Path)
         messages.decode(before).tensors
     )
     assert desk.releases.read_entries()[-1]["epsilon"] == costs
-    assert len(Ledger(home / site / "late" / "ledger-image.jsonl").read()) == 3
+    assert len(Ledger(home / site / "late" / "ledger.jsonl").read()) == 3
     order = messages.decode(first)
     moved = {kind: {n: t + 1 for n, t in group.items()} for kind, group in order.tensors.items()}
     other = desk.answer_message(messages.encode(order.fields, moved))

@@ -126,6 +126,21 @@ def test_metrics_and_predictions_are_asked_for_in_vain_where_they_may_not_leave(
     assert [row["kinds"].keys() - {"model", "buffers"} for row in desk.releases.read_entries()] == [set()]
 
 
+@pytest.mark.parametrize("expressly", [False, True])
+def test_beside_a_budget_predictions_leave_only_if_the_site_says_so(expressly: bool, home: Path) -> None:
+    """They evade the budget: no plan protects them."""
+    limit = {"budget": {"epsilon": 50, "delta": 1e-3, "predictions": expressly}}
+    made = simulation(recipe(privacy=WISH, evaluate__every=0), home)
+    desk = SiteMessageHandler(config(home, "hill", f"predictions {expressly}", **limit))
+    assert said(desk.answer_message(beginning(made, "hill")))["ready"]
+    rounds, state = loop(made, Crossing({})), made.setup.algorithm.init(made.setup.federation)
+    reply = said(desk.answer_message(rounds.prepare_outbox("evaluate", 6, state, ["hill"], ["test"])["hill"]))
+    assert ("failure" in reply) != expressly
+    assert expressly or "set budget.predictions: true" in reply["why"]
+    (row,) = (one for one in desk.preview_releases(made.recipe) if one.kind == "predictions")
+    assert ("does not leave" in row.protection) != expressly
+
+
 def test_the_last_look_at_a_reply_finds_kinds_and_bytes_that_nobody_agreed_to() -> None:
     allow = Allow(kinds=("model", "buffers"))
     check_sent_kinds({"model": 100, "buffers": 0}, {"model": 100, "buffers": 0}, "hill", allow)
@@ -213,7 +228,7 @@ def test_a_round_is_charged_before_it_is_played(home: Path) -> None:
     )
     broken = {kind: group for kind, group in order.tensors.items() if kind != "control"}
     assert said(desk.answer_message(messages.encode(order.fields, broken)))["failure"] == "error"
-    assert len(Ledger(home / "hill" / "charged" / "ledger-image.jsonl").read()) == 1
+    assert len(Ledger(home / "hill" / "charged" / "ledger.jsonl").read()) == 1
     assert desk.releases.read_entries() == []
 
 
@@ -223,7 +238,7 @@ def test_a_ledger_that_lost_rows_ends_all_private_work(home: Path) -> None:
     assert said(desk.answer_message(beginning(made, "hill")))["ready"]
     rounds, state = loop(made, Crossing({})), made.setup.algorithm.init(made.setup.federation)
     assert "failure" not in said(desk.answer_message(rounds.prepare_outbox("train", 1, state, ["hill"], [])["hill"]))
-    (home / "hill" / "lost" / "ledger-image.jsonl").write_bytes(b"")
+    (home / "hill" / "lost" / "ledger.jsonl").write_bytes(b"")
     reply = said(desk.answer_message(rounds.prepare_outbox("train", 2, state, ["hill"], [])["hill"]))
     assert reply["failure"] == "error"
     assert "ledger" not in reply["why"]
@@ -283,7 +298,7 @@ def test_validation_images_pay_for_metrics_and_training_images_for_training(home
     )
     found = recipe(privacy={"delta": 1e-3, "epsilon": 8.0, "metrics": "count"}, rounds=2)
     deployed(found, home, crossing)
-    rows = Ledger(home / "hill" / "dearer" / "ledger-image.jsonl").read()
+    rows = Ledger(home / "hill" / "dearer" / "ledger.jsonl").read()
     assert [set(row["privacy"]["sites"]) for row in rows] == [{"hill", "validation"}] * 2
     costs = [
         epsilon([Spend(*spend) for row in rows for spend in row["privacy"]["sites"][who]], 1e-3)

@@ -10,7 +10,7 @@ import torch
 from scipy import stats
 
 from polyclinic.core.rng import Stream
-from polyclinic.training.dp.dp_sgd import clip_factors, draw_gaussian_noise, draw_poisson_batches
+from polyclinic.training.dp.dp_sgd import clip_factors, draw_poisson_batches
 
 SECRET = Stream(11, ("secret",))
 
@@ -23,6 +23,17 @@ def test_clip_factors() -> None:
     drawn = torch.rand(10_000, generator=SECRET.generator()).mul(80).sub(40).exp()
     for clip in (1e-3, 1.0, 1.5, 7e4):
         assert float((drawn.double() * clip_factors(drawn, clip).double()).max()) <= clip * (1 + 1e-6)
+
+
+def test_automatic_clipping_scales_every_gradient_to_less_than_the_clip() -> None:
+    """AUTO-S of Bu et al. (2023): C‖g‖ / (‖g‖ + 0.01)."""
+    norms = torch.tensor([0.0, 0.01, 1.0, 1e30, math.inf, math.nan], dtype=torch.float64)
+    lengths = norms[:4] * clip_factors(norms, 2.0, normalise=True)[:4]
+    assert lengths.tolist() == pytest.approx([0, 1.0, 2 / 1.01, 2.0])
+    assert clip_factors(norms, 2.0, normalise=True)[4:].tolist() == [0, 0]
+    drawn = torch.rand(10_000, generator=SECRET.generator()).mul(80).sub(40).exp()
+    for clip in (1e-3, 1.0, 7e4):
+        assert float((drawn.double() * clip_factors(drawn, clip, normalise=True).double()).max()) <= clip * (1 + 1e-6)
 
 
 def test_m5_poisson_draws_everyone_alike_and_by_itself() -> None:
@@ -55,37 +66,3 @@ def test_poisson_at_its_edges() -> None:
     drawn = sum(len(who) for who in large)
     assert len(large) == 712
     assert abs(drawn - 64 * 712) < 5 * math.sqrt(64 * 712)
-
-
-def kolmogorov(drawn: np.ndarray[tuple[int], np.dtype[np.float64]]) -> float:
-    """The p-value of sorted numbers being standard normal; scipy's own test sorts them anew and looks for exactness."""
-    wanted, count = stats.norm.cdf(drawn), len(drawn)
-    ranks = np.arange(count + 1) / count
-    gap = max((ranks[1:] - wanted).max(), (wanted - ranks[:-1]).max())
-    return float(stats.kstwobign.sf(gap * math.sqrt(count)))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_m1_noise_is_standard_normal(dtype: torch.dtype) -> None:
-    drawn = draw_gaussian_noise(SECRET, 1_000_000, torch.device("cpu"), dtype).double().numpy()
-    assert drawn.std() == pytest.approx(1, rel=5e-3)
-    drawn.sort()
-    for scale in (1.0, 0.98, 1.02):
-        assert (kolmogorov(drawn * scale) > 1e-3) == (scale == 1)
-
-
-def test_m4_noise_is_never_used_twice() -> None:
-    """Not even where the numbers that seed it agree in their last 32 bits, which is all torch's CPU generator keeps."""
-    cpu = torch.device("cpu")
-    streams = [
-        Stream(seed, (site, round, "noise", t))
-        for seed in (0, 1 << 32)
-        for site in "ab"
-        for round in (1, 2)
-        for t in range(200)
-    ]
-    first = {tuple(draw_gaussian_noise(stream, 4, cpu, torch.float32).tolist()) for stream in streams}
-    assert len(first) == len(streams)
-    assert torch.equal(
-        draw_gaussian_noise(streams[0], 4, cpu, torch.float32), draw_gaussian_noise(streams[0], 4, cpu, torch.float32)
-    )

@@ -10,10 +10,10 @@ Two rules: `equation` is (3), whose noise rises with the variance of the losses;
 
 Departures. As printed, (2) adds noise to the mean. Here it is added to the sum, as in Opacus and as the accountant
 assumes; images are drawn by Poisson sampling for the same reason. `variant: paper` takes Var(ℓ_k) of the losses of
-batches as they are. σ_k then depends on private data, and the noise on a million weights reveals σ_k, so no guarantee
-is claimed. `variant: corrected` clips every image's loss to [0, B] and releases their mean and variance once per round
-with noise `loss_noise`, which is charged; σ_k follows from the released variance. Training is charged as if σ_k were σ,
-its least value.
+random batches as they are. σ_k then depends on private data, and the noise on a million weights reveals σ_k, so no
+guarantee is claimed. `variant: corrected` clips every image's loss to [0, L] and releases their mean and variance once
+per round with noise `loss_noise`, which is charged. The mean of B random losses has the B-th part of the variance of
+one: with this Var(ℓ_k) σ_k follows from the release. Training is charged as if σ_k were σ, its least value.
 """
 
 from collections.abc import Mapping
@@ -46,16 +46,16 @@ class AdaptiveNoise(FedAvg):
     variant: Literal["corrected", "paper"] = "corrected"
     rule: Literal["equation", "text"] = "equation"
     largest_loss: PositiveFloat = 4.0
-    """B, usually 4."""
-    loss_noise: float = 20.0
-    """The noise multiplier of the released mean and variance, usually 5 to 50."""
+    """L, usually 4."""
+    loss_noise: float = 200.0
+    """The noise multiplier of the released mean and variance, usually 50 to 500: divided by B, they may be rough."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.variant == "corrected" and not self.loss_noise > 0:
             raise RecipeError(
                 f"algorithm.loss_noise is {self.loss_noise}, so σ would depend on private losses that nothing charges "
-                "for; choose 5 to 50, or variant: paper, which claims nothing"
+                "for; choose 50 to 500, or variant: paper, which claims nothing"
             )
 
     def privacy_releases(self) -> Mapping[str, float]:
@@ -68,16 +68,19 @@ class AdaptiveNoise(FedAvg):
         private = self.training.private
         if private is None:  # no noise to adapt, and FedAvg, bit for bit; recipes are refused before they come here
             return (yield from super().local(received, memory, site, rng))
-        found = yield Score(received, per_example_losses)
+        shuffled = torch.randperm(site.examples, generator=rng.child("loss batches", site.round).generator())
+        found = yield Score(received, per_example_losses, order=shuffled if self.variant == "paper" else None)
         sigma = scale_noise(private.noise, self.loss_variance(found["losses"], site), self.rule)  # (3)
         fitted = yield Fit(received, task_loss, replace(self.training, private=replace(private, noise=sigma)))  # (2)
         return Update(fitted.weights, site.examples, scalars={"noise": sigma}), None
 
     def loss_variance(self, losses: Tensor, site: Site) -> float:
-        """Return Var(ℓ_k)."""
+        """Return Var(ℓ_k), of the means of batches."""
+        size = self.training.batch_size(len(losses))
         if self.variant == "paper":
-            means = torch.stack([batch.mean() for batch in torch.split(losses, self.training.batch_size(len(losses)))])
+            means = torch.stack([batch.mean() for batch in torch.split(losses, size)])
             return float(means.var(correction=0).nan_to_num(0.0))
         assert site.secret is not None
         secret = site.secret.child("losses")
-        return float(release_variance(losses.cpu(), self.largest_loss, self.loss_noise, secret).tensors["variance"])
+        released = release_variance(losses.cpu(), self.largest_loss, self.loss_noise, secret).tensors
+        return float(released["variance"]) / min(size, len(losses))

@@ -71,9 +71,12 @@ class PFedCDP(FedPer):
                 fitted = yield Fit(fitted.weights, steps, training, self._teacher_reference(received))  # (11)
         mask: Tensors = {}
         if self.keep or self.variant == "paper":
-            size = None if self.variant == "corrected" else self.training.batch_size(site.examples)
-            gradients = squared_gradients if self.variant == "corrected" else squared_mean_gradient
-            fisher = yield Score(fitted.weights, gradients, reduce="mean", batch=size)  # (3)
+            job = Score(fitted.weights, squared_gradients, reduce="mean")
+            if self.variant == "paper":
+                size, draws = self.training.batch_size(site.examples), rng.child("fisher batches", site.round)
+                order = torch.randperm(site.examples, generator=draws.generator())
+                job = replace(job, function=squared_mean_gradient, batch=size, order=order)
+            fisher = yield job  # (3)
             mask = {name: self.importance_mask(f) for name, f in fisher.items() if not name.startswith(HEAD)}  # (4)
         own = shared_update(fitted.weights, site)
         kept = {**own.tensors, "head": with_prefix(HEAD, fitted.weights["model"]), "mask": mask}

@@ -8,13 +8,12 @@ at most 2·clip. If the draw depended on a known seed, all later images would mo
 import math
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from polyclinic.core import Batch, Bundle, Network, Refused, SiteId, Stream, Tensors
 from polyclinic.privacy.releases import release_class_means, release_rows
-from polyclinic.training.dp.dp_sgd import secret_generator
+from polyclinic.training.dp.secure_random import draw_permutation, draw_words
 
 SHARE, DEVIATIONS = 0.1, 3.0
 """Under a privacy plan: the counts' share of the means' budget, and the least count in standard deviations of noise."""
@@ -65,10 +64,9 @@ def release_features_privately(
 
     `noise` holds the noise multipliers of the features and of the means with counts; both are charged.
     """
-    draws = secret_generator(secret.child("slots"))
-    picked = assign_slots(labels, classes, slots, torch.from_numpy(draws.permutation(len(labels))))
-    places = draws.permuted(np.tile(np.arange(slots), (classes, 1)), axis=1)
-    values = _fill_slots(features, picked.gather(1, torch.from_numpy(places).to(picked.device)))
+    picked = assign_slots(labels, classes, slots, draw_permutation(secret.child("slots"), len(labels)))
+    places = draw_words(secret.child("places"), classes * slots).view(classes, slots).argsort(1)
+    values = _fill_slots(features, picked.gather(1, places.to(picked.device)))
     of_slots, of_means = noise
     least = max(fewest, DEVIATIONS * of_means / math.sqrt(SHARE))
     means = release_class_means(

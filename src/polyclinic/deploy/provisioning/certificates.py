@@ -10,27 +10,24 @@ from __future__ import annotations
 import base64
 import contextlib
 import hashlib
-import importlib.util
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TypeAlias
 
 import yaml
+from cryptography import x509
+from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from polyclinic.core import EngineError
 from polyclinic.deploy.config import is_loopback, parse_address
 
-with contextlib.suppress(ImportError):  # comes with the extra; `require_cryptography` raises the error
-    from cryptography import x509
-    from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
-    from cryptography.hazmat.primitives import hashes, serialization
-    from cryptography.hazmat.primitives.asymmetric import ec
-    from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
-
-    PrivateKey: TypeAlias = ec.EllipticCurvePrivateKey
-    PublicKey: TypeAlias = ec.EllipticCurvePublicKey
-    Certificate: TypeAlias = x509.Certificate
-    Signer: TypeAlias = tuple[Certificate, PrivateKey]
+PrivateKey: TypeAlias = ec.EllipticCurvePrivateKey
+PublicKey: TypeAlias = ec.EllipticCurvePublicKey
+Certificate: TypeAlias = x509.Certificate
+Signer: TypeAlias = tuple[Certificate, PrivateKey]
 
 SKEW = timedelta(minutes=10)
 """Certificates are valid from a little before they were made, for machines whose clocks are slow."""
@@ -40,11 +37,6 @@ SOON = timedelta(days=30)
 OPENSSH = b"-----BEGIN OPENSSH"
 NEW = "ask the coordinator for a new kit"
 OTHER_KIND = f"is not an ECDSA key, the only kind that Flower takes; {NEW}"
-
-
-def require_cryptography() -> None:
-    if importlib.util.find_spec("cryptography") is None:
-        raise EngineError("keys and certificates need an extra: pip install 'polyclinic[flower]'")
 
 
 def current_time() -> datetime:
@@ -196,7 +188,6 @@ def _read_bytes(path: Path) -> bytes:
 
 def check_site_files(ca: Path, key: Path, now: datetime | None = None) -> None:
     """Raise `EngineError` if a site's certificate of the authority or its key cannot be used."""
-    require_cryptography()
     check_authority(ca, read_certificate(ca), now or current_time())
     read_private_key(key)
     if not key.read_bytes().startswith(OPENSSH):
@@ -205,7 +196,6 @@ def check_site_files(ca: Path, key: Path, now: datetime | None = None) -> None:
 
 def check_server_files(certificate: Path, key: Path, ca: Path, host: str, now: datetime | None = None) -> None:
     """Raise `EngineError` if the server's certificate, key or authority cannot be used."""
-    require_cryptography()
     now = now or current_time()
     authority, shown = read_certificate(ca), read_certificate(certificate)
     check_authority(ca, authority, now)

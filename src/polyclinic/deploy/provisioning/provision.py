@@ -65,7 +65,6 @@ def provision_federation(
         wheel: Is put into every kit, for sites without access to a package index.
         now: The start of validity of the certificates.
     """
-    certificates.require_cryptography()
     if not federation.sites:
         raise RecipeError("a federation needs sites; add their names to federation.yaml: sites: [harbour, hill]")
     _check_vacant(out)
@@ -152,7 +151,6 @@ class KitFolder:
 
     @classmethod
     def open(cls, folder: Path) -> KitFolder:
-        certificates.require_cryptography()
         if not (folder / "federation.yaml").is_file() or not (folder / "server").is_dir():
             raise StoreError(f"there are no kits in {folder}; give the folder that `polyclinic provision … --out` made")
         return cls(folder, FederationConfig.load(folder / "federation.yaml"))

@@ -2,7 +2,6 @@
 
 import os
 import re
-import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,7 +16,7 @@ from polyclinic.data.sources.folder import clean_text
 from polyclinic.deploy.config import find_host_problem, validate_config
 from polyclinic.deploy.site.policy import CLOSED, METRICS, PREDICTIONS, Allow, Budget
 from polyclinic.runs.sites import check_site_name
-from polyclinic.storage.files import ANOTHER, make_folder, write_atomically
+from polyclinic.storage.files import ANOTHER
 
 OWN_FOLDER = "make room, or let this program's user write there; the folder is `folder` in site.yaml"
 
@@ -81,19 +80,6 @@ class SiteConfig(BaseModel):
         places = {name: home / place for name in ("ca", "key", "folder") if (place := getattr(found, name)) is not None}
         data = {name: home / place.expanduser() for name, place in found.data.items()}
         return found.model_copy(update={**places, "data": data})
-
-    def load_secret(self) -> int:
-        """256 random bits that never leave the site. They seed its noise and key the hash of its images."""
-        path = self.folder / "secret"
-        make_folder(self.folder, 0o700)
-        if not path.exists():
-            write_atomically(path, secrets.token_hex(32).encode(), mode=0o600)
-        try:
-            return int(path.read_text(), 16)
-        except (OSError, ValueError) as error:
-            raise StoreError(
-                f"{path}, which seeds the noise, cannot be read ({error}); remove it, and start runs anew"
-            ) from None
 
 
 def config_warnings(config: SiteConfig) -> Iterator[str]:

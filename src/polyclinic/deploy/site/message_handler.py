@@ -7,7 +7,6 @@ or data of a patient. `policy.py` decides what may leave.
 
 import contextlib
 import hashlib
-import hmac
 import logging
 import shutil
 import traceback
@@ -16,9 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from polyclinic.config.recipe import Recipe
-from polyclinic.core import DataError, PolyclinicError, Refused, StoreError, __version__
+from polyclinic.core import DataError, PolyclinicError, Refused, StoreError, __version__, failpoint
 from polyclinic.deploy.site.config import SiteConfig, with_remedy
 from polyclinic.deploy.site.images import build_site_profile, load_own_site
+from polyclinic.deploy.site.keys import SiteKeys, erase_run_key
 from polyclinic.deploy.site.message_checks import (
     check_addressee,
     check_round_fields,
@@ -51,6 +51,7 @@ class SiteMessageHandler:
         self.config, self.site, self.report = config, config.site, report
         self.is_idle = True
         """Whether the site takes part in no run at the moment."""
+        self.keys = SiteKeys(config.folder)
         self.releases = ReleaseLog(config.folder)
         self.site_log = RotatingLog(config.folder / LOG)
         self._open: Participation | None = None
@@ -87,7 +88,7 @@ class SiteMessageHandler:
     def _rehearse_run(self, recipe: Recipe, own: FederatedDataset) -> Participation:
         """Take part in a run of this site alone, without training; raises `Refused` if the budget cannot pay for it."""
         terms = RunTerms("preview", recipe, own.classes, own.channels, own.size)
-        part = Participation(self.config, terms, own, RamMemory())
+        part = Participation(self.config, terms, own, RamMemory(), lambda: 0)  # which draws no noise
         if part.account is not None:
             part.account.check_whole_run()
         return part
@@ -113,7 +114,9 @@ class SiteMessageHandler:
         own = self._load_images(recipe)
         if self.config.budget is not None and not self._is_recipe_running(recipe):
             self._rehearse_run(recipe, own)
-        reply = self._encode_reply("", card=build_site_profile(own, self.site, __version__, self._images_mark(own)))
+        reply = self._encode_reply(
+            "", card=build_site_profile(own, self.site, __version__, self.keys.mark_images(own.fingerprint))
+        )
         self.releases.record_release(reply, {CARD: len(reply)}, run="", round=0, purpose="enrol", epsilon=None)
         self._write_log(f"enrolled for the recipe {recipe.name!r:.100} ({recipe.algorithm.name})")
         return reply
@@ -133,8 +136,11 @@ class SiteMessageHandler:
             for oldest in begun[: max(0, len(begun) - MOST_RUNS + 1)]:
                 self._clear_run_folder(oldest.parent)
             make_folder(kept.parent, 0o700)
-            write_atomically(kept.with_name("images"), self._images_mark(part.setup.dataset).encode())
+            write_atomically(kept.with_name("images"), self.keys.mark_images(part.setup.dataset.fingerprint).encode())
+            if terms.recipe.privacy is not None:
+                self.keys.begin_run(kept.parent, terms.digest)
             write_atomically(kept, data)
+            failpoint("run-begun")
             self._write_log(f"began run {terms.run}: {terms.recipe.name!r:.100} ({terms.recipe.algorithm.name})")
         return self._encode_reply(terms.run, ready=True)
 
@@ -175,10 +181,10 @@ class SiteMessageHandler:
 
     def _open_participation(self, run: str) -> Participation:
         """The participation in a run: from memory, or restored from its stored terms."""
-        if self._open is not None and self._open.terms.run == run:
-            return self._open
         if not (self._run_folder(run) / "begin.pcl").exists():
             raise Refused("run", f"{self.site} knows of no run {run}; begin it first")
+        if self._open is not None and self._open.terms.run == run:
+            return self._open
         return self._join_run(self._load_terms(run))
 
     def _is_recipe_running(self, recipe: Recipe) -> bool:
@@ -206,7 +212,10 @@ class SiteMessageHandler:
         own = self._load_images(terms.recipe, terms.classes)
         self._check_images(own, terms)
         self._open = None  # the networks of one run at a time
-        self._open = Participation(self.config, terms, own, DiskMemory(self._run_folder(terms.run) / "memory"))
+        run = self._run_folder(terms.run)
+        self._open = Participation(
+            self.config, terms, own, DiskMemory(run / "memory"), lambda: self.keys.read_run_key(run)
+        )
         return self._open
 
     def _check_images(self, own: FederatedDataset, terms: RunTerms) -> None:
@@ -220,7 +229,7 @@ class SiteMessageHandler:
         if (own.channels, own.size) != (terms.channels, terms.size):
             raise Refused("data", f"{self.site}'s images have another shape than this run's")
         known = self._run_folder(terms.run) / "images"
-        if known.exists() and known.read_text() != self._images_mark(own):
+        if known.exists() and known.read_text() != self.keys.mark_images(own.fingerprint):
             raise Refused("data", f"{self.site} has other images than when this run began; start it anew")
 
     def _load_images(self, recipe: Recipe, classes: Sequence[str] | None = None) -> FederatedDataset:
@@ -235,16 +244,12 @@ class SiteMessageHandler:
         self._images = key, named, load_own_site(recipe, self.config, named).limit_group(group)
         return self._images[2]
 
-    def _images_mark(self, own: FederatedDataset) -> str:
-        """A keyed hash that shows the server when the images change, and reveals nothing else."""
-        secret = self.config.load_secret().to_bytes(32, "big")
-        return hmac.new(secret, own.fingerprint.encode(), hashlib.sha256).hexdigest()
-
     def _run_folder(self, run: str) -> Path:
         return self.config.folder / "runs" / run
 
     def _clear_run_folder(self, folder: Path) -> None:
-        """Delete a run's data, except the scores that are kept for the site to read."""
+        """Delete a run's data, its key first, except the scores that are kept for the site to read."""
+        erase_run_key(folder)
         with explain_os_errors(folder):
             for path in folder.glob("*"):
                 if path.name == "memory" and any(path.glob("*/scores")):

@@ -9,7 +9,7 @@ the first round, so no file that a recipe names is read here. `policy.py` decide
 import hashlib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -24,10 +24,17 @@ from polyclinic.config.identity import predicted_parts
 from polyclinic.config.recipe import Recipe
 from polyclinic.core import Bundle, EngineError, Refused, Stream
 from polyclinic.deploy.site.config import SiteConfig
-from polyclinic.deploy.site.policy import METRICS, PREDICTIONS, check_kinds, check_sent_kinds, image_report_kinds
+from polyclinic.deploy.site.policy import (
+    METRICS,
+    PREDICTIONS,
+    check_kinds,
+    check_predictions,
+    check_sent_kinds,
+    image_report_kinds,
+)
 from polyclinic.deploy.site.privacy_account import PrivacyAccount
 from polyclinic.federation.engines.local import keep_freed_memory
-from polyclinic.federation.site_runner import drive_jobs
+from polyclinic.federation.site_runner import SiteRunner, drive_jobs
 from polyclinic.privacy.plan import PrivacyPlan
 from polyclinic.runs.assemble import RunSetup, assemble, round_options
 from polyclinic.runs.networks import device_of, recipe_for_site
@@ -52,8 +59,7 @@ class RunTerms:
     channels: int
     size: int
     noise: float | None = None
-    """The noise of this site in the server's privacy plan; None without a plan, or in a preview, where the site computes
-    it."""
+    """This site's noise in the server's privacy plan; None without a plan, or in a preview: the site computes it."""
     metrics_noise: float = math.inf
     """The noise on metrics, if they are reported as noised counts."""
 
@@ -91,15 +97,27 @@ class Participation:
         terms: The terms of the run.
         dataset: This site's images.
         memory: Where the site's memory of the run is kept.
+        read_key: Returns the run's key, whence its noise comes; called before the first round.
     """
 
-    def __init__(self, config: SiteConfig, terms: RunTerms, dataset: FederatedDataset, memory: SiteMemory) -> None:
+    def __init__(
+        self,
+        config: SiteConfig,
+        terms: RunTerms,
+        dataset: FederatedDataset,
+        memory: SiteMemory,
+        read_key: Callable[[], int],
+    ) -> None:
         self.config, self.terms, self.site = config, terms, config.site
         self.recipe = recipe = _choose_device(terms.recipe, config)
         torch.set_num_threads(recipe.engine.threads)
         keep_freed_memory()
         self.setup = assemble(recipe, dataset, self._make_plan, site=self.site)
-        self.runner = self.setup.make_runner(self.site, memory, self._noise_secret())
+        self._memory, self._read_key = memory, read_key
+
+    @cached_property
+    def runner(self) -> SiteRunner:
+        return self.setup.make_runner(self.site, self._memory, self._noise_secret())
 
     def _make_plan(self, draft: RunSetup) -> PrivacyPlan:
         """Return the server's plan for this site alone: with the server's noise, priced by this site's own counts."""
@@ -123,10 +141,10 @@ class Participation:
         config = self.recipe.privacy
         if config is None:
             return None
-        secret = Stream(self.config.load_secret(), ("secret", self.terms.digest, self.setup.dataset.fingerprint))
         if config.randomness == "seed":
-            secret = noise_secret(config, self.recipe.seed, None)
-        return secret.child("site", self.site)
+            return noise_secret(self.recipe, None).child("site", self.site)
+        named = self.terms.digest, self.setup.dataset.fingerprint
+        return Stream(self._read_key(), ("secret", *named, "site", self.site))
 
     @cached_property
     def account(self) -> PrivacyAccount | None:
@@ -155,7 +173,7 @@ class Participation:
         return self.runner.finish_round(site_round, update, memory)
 
     def evaluate(self, message: messages.Message) -> messages.Message:
-        check_kinds((PREDICTIONS,), self.site, self.config.allow)
+        check_predictions(self.site, self.config.allow, self.config.budget)
         if "train" in message.fields["parts"] and "train" not in predicted_parts(self.recipe):
             why = "are protected by a plan" if self.setup.plan else "the recipe leaves out (evaluate.train: false)"
             raise Refused("privacy", f"{self.site} was asked for predictions of training images, which {why}")
@@ -260,8 +278,10 @@ class Participation:
         ]
         if image_report_kinds(self.recipe):
             rows.append(ReleasePreview(METRICS, "every evaluated round", {}, 0, words[METRICS], epsilon=cost))
-        if PREDICTIONS not in self.config.allow.kinds:
-            why = "does not leave: allow.kinds in site.yaml lacks it"
+        try:
+            check_predictions(self.site, self.config.allow, self.config.budget)
+        except Refused as refusal:
+            why = f"does not leave: {refusal}"
             return [*rows, ReleasePreview(PREDICTIONS, WITHHELD, {}, 0, why)]
         counts = {part: len(getattr(setup.sites[self.site], part)) for part in predicted_parts(self.recipe)}
         *most, last = (f"{count} {'training' if part == 'train' else part}" for part, count in counts.items())

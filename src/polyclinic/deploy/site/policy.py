@@ -54,6 +54,8 @@ class Budget(BaseModel):
     unit: Unit = "image"
     epsilon: float = Field(gt=0)
     delta: float = Field(1e-5, gt=0, lt=1)
+    predictions: bool = False
+    """Whether predictions, which no plan protects, may leave all the same, if `allow.kinds` names them."""
 
 
 def recipe_digest(recipe: Recipe) -> str:
@@ -98,6 +100,17 @@ def check_kinds(kinds: tuple[str, ...], site: SiteId, allow: Allow) -> None:
             raise Refused(
                 "policy", f"{site} does not let {kind} leave; add it to allow.kinds in the site's site.yaml{remedy}"
             )
+
+
+def check_predictions(site: SiteId, allow: Allow, budget: Budget | None) -> None:
+    """Raise `Refused` unless predictions may leave: beside a budget, which does not count them, it must say so."""
+    check_kinds((PREDICTIONS,), site, allow)
+    if budget is not None and not budget.predictions:
+        raise Refused(
+            "budget",
+            f"{site} has a privacy budget, which predictions would evade; set budget.predictions: true in the site's "
+            "site.yaml if they may leave",
+        )
 
 
 def _check_privacy(privacy: PrivacyConfig | None, site: SiteId, allow: Allow, budget: Budget | None) -> None:

@@ -10,12 +10,12 @@ from itertools import chain
 from pathlib import Path
 from typing import TypeAlias
 
-from polyclinic.core import RecipeError, Refused, RoundFailed, SiteId, StoreError
+from polyclinic.core import Refused, RoundFailed, SiteId, StoreError
 from polyclinic.deploy.site.policy import Budget
 from polyclinic.evaluation.rows import group_pairs
 from polyclinic.privacy.accounting import Spend
 from polyclinic.privacy.plan import PrivacyPlan, Unit
-from polyclinic.privacy.shared_ledger import UNITS, SharedLedger
+from polyclinic.privacy.shared_ledger import SharedLedger, price_ledger
 from polyclinic.privacy.worst_case import RunCost, run_cost, worst_epsilon
 from polyclinic.storage.files import write_json
 from polyclinic.storage.ledger import Ledger
@@ -72,6 +72,8 @@ class PrivacyAccount:
         total = _sum_charges([*charges.values(), charge])
         if not self._is_within_recipe_epsilon(total):
             raise Refused("privacy", f"round {round} would cost {self.site} more than the recipe promises")
+        if not self.plan.has_guarantee:  # later runs must not build upon an ε that protects nobody
+            charge = {who: tuple(replace(spend, noise=0.0) for spend in spends) for who, spends in charge.items()}
         spent_by = {who: [list(astuple(spend)) for spend in spends] for who, spends in charge.items()}
         try:
             seen = self._site_ledger().enter_charge(
@@ -97,7 +99,9 @@ class PrivacyAccount:
         """Whether the run stays within its recipe's ε: a server cannot lower the noise that the recipe promises."""
         promised = self.plan.config.epsilon
         return (
-            promised is None or replace(self.plan, earlier=(), max_sites_per_record=1).worst_epsilon(charge) <= promised
+            promised is None
+            or not self.plan.has_guarantee
+            or replace(self.plan, earlier=(), max_sites_per_record=1).worst_epsilon(charge) <= promised
         )
 
     def _is_within_budget(self, charge: Mapping[str, Sequence[Spend]], earlier: tuple[RunCost, ...]) -> bool:
@@ -121,18 +125,8 @@ class PrivacyAccount:
 
 
 def price_site_ledger(folder: Path, delta: float) -> dict[Unit, float | str]:
-    """Return ε at δ of everything that all runs have released of one image, patient and site, from the site's ledger.
-
-    Where a unit's ε cannot be known, the reason stands in its place.
-    """
-    found: dict[Unit, float | str] = {}
-    for unit in UNITS:
-        try:
-            ledger = SharedLedger(folder / LEDGER, "", unit, seen=_read_marker(folder / LEDGER_SEEN))
-            found[unit] = worst_epsilon(ledger.earlier_runs(), delta)
-        except RecipeError as error:
-            found[unit] = str(error)
-    return found
+    """Return ε by unit of all that a site has released in all runs, or the reason why it cannot be known."""
+    return price_ledger(folder / LEDGER, delta, _read_marker(folder / LEDGER_SEEN))
 
 
 def _read_marker(path: Path) -> tuple[int, str] | None:

@@ -84,7 +84,7 @@ def failures_section(data: ReportData) -> Section:
     """Refused and lost updates, rounds that failed, resumed runs, runs that have not ended."""
     rows = [row for method in data.methods for run in method.runs for row in _failure_rows(method, run)]
     events = [
-        *(f"Not ended: {one.progress}{'' if data.withholds_seeds else f' ({one.folder})'}." for one in data.unfinished),
+        *(f"Not ended: {one.progress} ({one.folder})." for one in data.unfinished),
         *(words for m in data.methods for run in m.runs for words in _describe_events(m, run, data.is_single)),
     ]
     blocks: list[Block] = [Bullets(tuple(events))] if events else []
@@ -133,7 +133,7 @@ def _kind_of_loss(reply: SiteOutcome) -> str:
 
 
 def _run_label(method: Method, run: Run) -> str:
-    """Without the seed, which may have to stay secret."""
+    """The method, with the run's number where there are several."""
     return method.name if len(method.runs) == 1 else f"{method.name}, run {method.runs.index(run) + 1}"
 
 

@@ -6,6 +6,7 @@ from statistics import fmean
 from polyclinic.evaluation.comparison import mean_of_known
 from polyclinic.evaluation.rows import group_pairs
 from polyclinic.evaluation.summary import PrivacySpent
+from polyclinic.privacy.plan import describe_noise
 from polyclinic.reporting.blocks import Block, Bullets, Folded, Heading, Paragraph, Section, Table
 from polyclinic.reporting.formatting import MISSING, format_megabytes, format_names
 from polyclinic.reporting.privacy_statement import PAPER_METRIC, UNITS, privacy_sections
@@ -56,7 +57,7 @@ def claim_blocks(data: ReportData) -> list[Block]:
         "cohorts); runs add up for an observer of several. Every run has a page of its own, privacy.md."
     )
     for reason in sorted({plan.no_guarantee_reason for plan in plans if plan.no_guarantee_reason}):
-        note += f" In brackets, without a guarantee ({reason}): as if the noise were fixed."
+        note += f" In brackets, without a guarantee ({reason}): what ε would be."
     return [
         Table(
             "Privacy claimed by each method",
@@ -86,7 +87,15 @@ def _claim_cells(method: Method) -> list[str]:
     alone = unsure.format(_mean_epsilon([plan.worst_site_epsilon for plan in plans]))
     protects = "no guarantee" if first.no_guarantee_reason else UNITS[first.unit]
     allowed = "not limited" if first.max_epsilon is None else f"{first.max_epsilon:g}"
-    return [protects, f"{first.noise:.4g}", worst, alone, f"{first.delta:.2g}", allowed, _paper_metric(plans)]
+    return [
+        protects,
+        describe_noise(first.noise, first.site_noise),
+        worst,
+        alone,
+        f"{first.delta:.2g}",
+        allowed,
+        _paper_metric(plans),
+    ]
 
 
 def _mean_epsilon(values: Sequence[float | None]) -> str:
@@ -136,8 +145,3 @@ def _own_disclosures(data: ReportData) -> Iterator[str]:
         if data.with_images
         else "No picture of a patient."
     )
-    if data.withholds_seeds:
-        yield (
-            "No seed: noise was drawn from it, and whoever has it can remove the noise. Folders named after seeds "
-            "reveal the same."
-        )

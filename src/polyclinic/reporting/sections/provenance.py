@@ -6,29 +6,22 @@ from typing import Any
 
 import yaml
 
-from polyclinic.config.recipe import Recipe
 from polyclinic.reporting.blocks import Block, Folded, Paragraph, Preformatted, Section, Table
 from polyclinic.reporting.report_data import Method, ReportData
 
 NOT_COMPARED = ("name", "about", "paper", "claims", "methods", "engine", "seed", "track")
 """Keys that may differ between recipes without being a difference of methods."""
-WITHHELD = "withheld"
 HEAD = ("algorithm", "data", "network", "parameters", "seeds", "model’s SHA-256, first digits")
 
 
 def provenance_section(data: ReportData) -> Section:
     """Networks, recipes, versions."""
-    rows = [_method_row(method, data.withholds_seeds) for method in data.methods]
+    rows = [_method_row(method) for method in data.methods]
     blocks: list[Block] = [Table("Networks and runs", ["method", *HEAD], rows)]
     if not data.is_single:
         blocks += _recipe_differences(data)
     if (recipe := data.first.recipe) is not None:
-        blocks.append(
-            Folded(
-                f"The whole recipe of {data.methods[0].name}",
-                [Preformatted(_recipe_text(recipe, data.withholds_seeds))],
-            )
-        )
+        blocks.append(Folded(f"The whole recipe of {data.methods[0].name}", [Preformatted(recipe.to_yaml())]))
     blocks.append(Paragraph(data.versions))
     return Section(
         "recipe",
@@ -38,20 +31,13 @@ def provenance_section(data: ReportData) -> Section:
     )
 
 
-def _method_row(method: Method, secret: bool) -> list[str]:
+def _method_row(method: Method) -> list[str]:
     found = method.first.summary
     networks = list((found.model.clusters or {"": found.model}).values())
     names = ", ".join(dict.fromkeys(network.name for network in networks))
     parameters = ", ".join(dict.fromkeys(f"{network.parameters:,}" for network in networks))
-    seeds = WITHHELD if secret else ", ".join(str(run.seed) for run in method.summaries)
+    seeds = ", ".join(str(run.seed) for run in method.summaries)
     return [method.name, found.algorithm, found.data, names, parameters, seeds, found.sha256[:16]]
-
-
-def _recipe_text(recipe: Recipe, secret: bool) -> str:
-    values = yaml.safe_load(recipe.to_yaml())
-    if secret:
-        values["seed"] = WITHHELD
-    return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
 
 
 def _recipe_differences(data: ReportData) -> list[Block]:
@@ -78,11 +64,10 @@ def _format_value(value: Any) -> str:
 
 def reproduce_section(data: ReportData) -> Section | None:
     """The commands that repeat the run and its report."""
-    files, secret = data.first.files, data.withholds_seeds
+    files = data.first.files
     if files is None:
         return None
-    folder = "DIR" if secret else shlex.quote(str(files.path))
-    given = "DIR" if secret else " ".join(shlex.quote(str(path)) for path in data.folders)
+    folder, given = shlex.quote(str(files.path)), " ".join(shlex.quote(str(path)) for path in data.folders)
     lines = [f"polyclinic run {folder}/recipe.yaml --out again"]
     if not data.is_single:
         lines += ["# each method and seed has its own recipe.yaml in its folder"]
@@ -96,7 +81,5 @@ def reproduce_section(data: ReportData) -> Section | None:
         "The same recipe, versions and kind of machine give the same model to the bit: compare sha256 in result.json "
         "with the one above. Data sets that are not generated need --data."
     )
-    if secret:
-        words += " DIR stands for the run's folder, whose name may hold the seed."
     blocks: list[Block] = [Preformatted("\n".join(lines)), Paragraph(words)]
     return Section("again", "How to reproduce", blocks, {"Engineer": "How do I run it again?"})

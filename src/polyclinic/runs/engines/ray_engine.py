@@ -43,6 +43,7 @@ from polyclinic.runs.networks import recipe_for_site
 from polyclinic.runs.privacy_plan import noise_secret, write_noise
 from polyclinic.runs.sites import load_sites
 from polyclinic.storage.files import write_atomically
+from polyclinic.storage.run_folder import RunFolder
 from polyclinic.storage.site_memory import DiskMemory
 
 if TYPE_CHECKING:
@@ -87,8 +88,7 @@ def make_actor_setup(
     kept = folder or memory
     if folder is None and setup.plan is not None and secret is not None:
         write_noise(setup.plan, kept)
-        write_atomically(kept / "secret", f"{secret.seed:x}".encode())
-        (kept / "secret").chmod(0o600)
+        write_atomically(RunFolder(kept).secret, f"{secret.seed:x}".encode(), mode=0o600)
     return ActorSetup(
         setup.recipe.to_yaml(),
         data and data.resolve(),
@@ -109,7 +109,7 @@ def build_runners(setup: ActorSetup) -> Mapping[SiteId, SiteRunner]:
     if dataset.fingerprint != setup.images:
         raise EngineError("the images there are not those that the run began with; give every machine the same data")
     run = assemble(recipe, dataset, lambda draft: price_plan(draft, setup.folder), setup.data)
-    secret = noise_secret(recipe.privacy, recipe.seed, setup.folder) if recipe.privacy is not None else None
+    secret = noise_secret(recipe, setup.folder) if recipe.privacy is not None else None
     return run.make_runners(DiskMemory(setup.memory), secret)
 
 

@@ -5,6 +5,11 @@ EXPECTED number of examples in a step (with `sampling: shuffle`, by the batch si
 
     (1)  g̃ = (Σ_i g_i · min(1, C/‖g_i‖) + σC·N(0, I)) / (q·n)     q: sampling rate; n: examples
 
+With automatic clipping (Bu, Wang, Zha, Karypis: Automatic clipping: differentially private deep learning made easier
+and stronger. NeurIPS 2023, AUTO-S), short gradients are lengthened, so that C is only a factor on the learning rate:
+
+    (2)  g_i · C / (‖g_i‖ + γ), γ = 0.01, in the place of g_i · min(1, C/‖g_i‖)
+
 Where patients join the steps, not single examples, i counts patients: g_i is the MEAN gradient of all examples of
 patient i, and n is the number of patients (user-level sampling, Charles et al. 2024). So a patient with many examples
 moves the sum no further than one with a single example.
@@ -35,6 +40,7 @@ from polyclinic.core import (
     Tensors,
     Training,
 )
+from polyclinic.training.dp import secure_random
 from polyclinic.training.dp.gradient_parts import FullGradients, ParameterGradients
 from polyclinic.training.dp.per_example_gradients import GradientTape, NotRecordableError, copy_with_record
 from polyclinic.training.losses import SEPARABLE
@@ -42,6 +48,8 @@ from polyclinic.training.network import LiveNetwork, NetworkWrapper
 
 VMAP_EXAMPLES = 16
 """How many examples' gradients `vmap` computes at once, where layers cannot be recorded."""
+STABILITY = 0.01
+"""γ of (2): how fast the gradient of an example that is learnt goes to 0."""
 BATCH_MULTIPLE = 16
 """Random batches are padded to a multiple of this, so that stacks see few different lengths."""
 BATCH_DEPENDENT_LAYERS = {
@@ -175,10 +183,12 @@ class PrivateGradients:
         images, labels = (t.reshape(count, -1, *t.shape[1:]) for t in batch)
         example_loss = self._example_loss(objective, names, reference)
         call = torch.func.vmap(torch.func.grad_and_value(example_loss), (None, 0, 0, 0), randomness="different")
+        key = next((layer.key for layer in self.network.dropouts.values()), labels.new_zeros(()))
+        keys = key.reshape(len(labels), -1) if key.ndim else key.expand(len(labels), 1)
         moving = {name: self.live["model"][name].detach() for name in sorted(names)}
         total, sums = torch.zeros((), device=self.network.device), dict[str, Tensor]()
         for index in torch.split(torch.arange(len(labels), device=labels.device), VMAP_EXAMPLES):
-            per_example, losses = call(moving, images[index], labels[index], index)
+            per_example, losses = call(moving, images[index], labels[index], keys[index])
             gradients = {n: FullGradients(t, tuple(t.shape[1:])) for n, t in per_example.items()}
             clipped = self._clip_and_count(gradients, len(index))
             sums = {n: sums[n] + t for n, t in clipped.items()} if sums else clipped
@@ -188,11 +198,9 @@ class PrivateGradients:
     def _example_loss(self, objective: Objective, names: frozenset[str], reference: Bundle) -> Callable[..., Tensor]:
         """Return one example's loss (the mean over its views) as a function of the parameters that train."""
         frozen = {name: t.detach() for name, t in self.live["model"].items() if name not in names}
-        keys = {name: self.network.module.get_buffer(name) for name in self.network.dropout_buffers(torch.zeros(0))}
 
-        def loss(moving: Tensors, images: Tensor, labels: Tensor, position: Tensor) -> Tensor:
-            # With equal keys, examples that are each the first of their batch would all drop the same units.
-            own_keys = {name: key + position * (1 << 40) for name, key in keys.items()}
+        def loss(moving: Tensors, images: Tensor, labels: Tensor, keys: Tensor) -> Tensor:
+            own_keys = self.network.dropout_buffers(keys)
             weights = {"model": {**frozen, **moving}, "buffers": {**self.live["buffers"], **own_keys}}
             if objective in SEPARABLE:  # its terms without data are added later, in full
                 return objective(SubstituteWeights(self.network, weights), self.live, (images, labels), reference)
@@ -204,7 +212,7 @@ class PrivateGradients:
         present = torch.ones(1, count, device=self.network.device)
         # Where the device works ahead of the host, asking it whether all is well would take longer than taking care.
         assume_nonfinite = self.network.device.type != "cpu"
-        sums, dropped = sum_clipped_gradients(gradients, self.options.clip, present, assume_nonfinite)
+        sums, dropped = sum_clipped_gradients(gradients, self.options, present, assume_nonfinite)
         self.dropped += dropped[0]
         return {name: total[0] for name, total in sums.items()}
 
@@ -297,10 +305,10 @@ def draw_poisson_batches(examples: int, rate: float, steps: int, stream: Stream)
     if rate >= 1:
         return [torch.arange(examples)] * steps
     coins, at, heads = steps * examples, -1, [np.zeros(0, np.int64)]
-    generator = secret_generator(stream)
     while rate > 0 and at < coins:
         expected = (coins - at) * rate
-        gaps = generator.geometric(rate, int(expected + 4 * math.sqrt(expected)) + 16)
+        more = int(expected + 4 * math.sqrt(expected)) + 16
+        gaps = secure_random.draw_geometric(stream.child(len(heads)), rate, more)
         heads.append(at + np.minimum(gaps, coins + 1).cumsum())
         at = int(heads[-1][-1])
     chosen = np.concatenate(heads)
@@ -309,20 +317,22 @@ def draw_poisson_batches(examples: int, rate: float, steps: int, stream: Stream)
     return [torch.from_numpy(part) for part in np.split(example, cuts)] if steps else []
 
 
-def clip_factors(norms: Tensor, clip: float) -> Tensor:
-    """Return min(1, C/‖g‖) for every example, and 0 where ‖g‖ is not finite."""
+def clip_factors(norms: Tensor, clip: float, normalise: bool = False) -> Tensor:
+    """Return min(1, C/‖g‖), or C/(‖g‖ + γ) by (2), for every example, and 0 where ‖g‖ is not finite."""
     factors = torch.ones_like(norms) if math.isinf(clip) else (clip / norms).clamp(max=1)
+    if normalise:
+        factors = clip / (norms + STABILITY)
     return factors.masked_fill(~norms.isfinite(), 0)
 
 
 def sum_clipped_gradients(
-    gradients: Mapping[str, ParameterGradients], clip: float, present: Tensor, assume_nonfinite: bool = True
+    gradients: Mapping[str, ParameterGradients], options: Private, present: Tensor, assume_nonfinite: bool = True
 ) -> tuple[Tensors, Tensor]:
     """Sum the clipped gradients of each site.
 
     Args:
         gradients: The examples' gradients by parameter, all sites' examples one after another.
-        clip: C.
+        options: How they are clipped.
         present: Sites × examples; 1 for an example, 0 for padding.
         assume_nonfinite: Mask gradients that are not finite without looking whether there are any.
 
@@ -332,7 +342,7 @@ def sum_clipped_gradients(
     squares = torch.stack([gradient.squared_norms() for gradient in gradients.values()]).sum(0)
     norms = squares.sqrt().reshape(present.shape)
     finite = norms.isfinite()
-    factors = clip_factors(norms, clip) * present
+    factors = clip_factors(norms, options.clip, options.normalise) * present
     nonfinite = ~finite.reshape(-1) if assume_nonfinite or not bool(finite.all()) else None
     sums = {name: gradient.weighted_sum(factors, nonfinite) for name, gradient in gradients.items()}
     return sums, (~finite & present.bool()).sum(1)
@@ -342,26 +352,9 @@ def add_noise(sums: Tensors, options: Private, expected: float, secret: Stream) 
     """Return (Σ clip(gradient) + σC·noise) / expected for one site; `sums` is overwritten."""
     if options.noise:
         first, names = next(iter(sums.values())), sorted(sums)
-        noise = draw_gaussian_noise(secret, sum(t.numel() for t in sums.values()), first.device, first.dtype)
+        size = sum(t.numel() for t in sums.values())
+        noise = secure_random.draw_normals([secret], size, first.device, first.dtype)[0]
         for name, piece in zip(names, torch.split(noise, [sums[name].numel() for name in names]), strict=True):
             sums[name].add_(piece.view(sums[name].shape), alpha=options.noise * options.clip)
     torch._foreach_div_(list(sums.values()), expected)
     return sums
-
-
-def draw_gaussian_noise(stream: Stream, size: int, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Draw the standard normal noise of one step for ALL parameters, in the order of their sorted names."""
-    if device.type == "cuda":
-        generator = torch.Generator(device).manual_seed(stream.integer())
-        return torch.randn(size, generator=generator, device=device, dtype=dtype)
-    precision = np.float64 if dtype == torch.float64 else np.float32
-    return torch.from_numpy(secret_generator(stream).standard_normal(size, precision)).to(device, dtype)
-
-
-def secret_generator(stream: Stream) -> np.random.Generator:
-    """Return a CPU generator that cannot be guessed from a seed: torch's generator there keeps 32 bits of it.
-
-    With 2³² seeds noise would be drawn twice in a long run, and could be found by trying them all.
-    """
-    entropy = [stream.child("entropy", part).integer() for part in range(4)]
-    return np.random.Generator(np.random.SFC64(np.random.SeedSequence(entropy)))

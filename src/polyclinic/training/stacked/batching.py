@@ -13,7 +13,7 @@ from polyclinic.data.examples import Selection
 from polyclinic.training.data_order import schedule_steps
 from polyclinic.training.dp.dp_sgd import BATCH_MULTIPLE, expected_batch_size, is_plain_sgd
 from polyclinic.training.fit import augment_batch
-from polyclinic.training.keyed_dropout import dropout_key, first_key
+from polyclinic.training.keyed_dropout import dropout_key, first_key, row_keys
 from polyclinic.training.prefetch import prefetch_in_thread, to_device
 
 UNPADDED = 0
@@ -33,6 +33,17 @@ class StackMember:
     @property
     def batch_size(self) -> int:
         return self.job.training.batch_size(len(self.data))
+
+    @property
+    def draws_by_row(self) -> bool:
+        """Whether an image's augmentation and dropout follow from its row, as under a privacy plan."""
+        return not is_plain_sgd(self.job.training.private)
+
+    @property
+    def own_secret(self) -> Stream:
+        """The secret of a private job, which has one."""
+        assert self.secret is not None
+        return self.secret
 
 
 class MicroBatch(NamedTuple):
@@ -109,7 +120,7 @@ class StackStep:
     rows: Tensor
     """The images of each computed site."""
     keys: Tensor
-    """The dropout key of each computed site."""
+    """The dropout key of each computed site, or of each of its rows (and views) under a privacy plan."""
     computed: Tensor | None
     """The computed sites as an index into the stack; None: all sites."""
     members: Tensor | None
@@ -142,9 +153,12 @@ class StackStep:
             return images, labels
         batches = []
         for row, (site, batch) in enumerate(zip(self.computed_sites, self.micro_batches, strict=True)):
-            stream = self.schedule.members[site].stream.child("augment", batch.number, batch.position)
-            present = batch.present or 1  # of an empty batch nothing is used, but it takes a row
-            augmented = augment_batch(images[row, :present], labels[row, :present], training, stream)
+            member, present = self.schedule.members[site], batch.present or 1  # an empty batch takes a row, not used
+            if member.draws_by_row:
+                stream, rows = member.own_secret.child("augment", batch.number), batch.rows[:present]
+            else:
+                stream, rows = member.stream.child("augment", batch.number, batch.position), None
+            augmented = augment_batch(images[row, :present], labels[row, :present], training, stream, rows)
             batches.append([_pad_rows(t, batch.length * views) for t in augmented])
         stacked_images, stacked_labels = (torch.stack(parts) for parts in zip(*batches, strict=True))
         return stacked_images, stacked_labels
@@ -164,6 +178,7 @@ class StackSchedule:
         self, members: Sequence[StackMember], device: torch.device, fill_idle: bool, has_dropout: bool
     ) -> None:
         self.members, self.device, self.fill_idle = members, device, fill_idle
+        self.has_dropout = has_dropout
         self.first_keys = [first_key(member.stream) if has_dropout else 0 for member in members]
         self.plans = [plan_micro_batches(member) for member in members]
         self.steps = [sum(batch.completes_step for batch in plan) for plan in self.plans]
@@ -218,7 +233,11 @@ class StackSchedule:
         return rows if self.pool_rows is None else rows + self.site_offsets[sites, None]
 
     def _dropout_keys(self, sites: list[int], batches: list[MicroBatch]) -> Tensor:
-        numbered = zip(sites, batches, strict=True)
+        numbered, private = list(zip(sites, batches, strict=True)), self.members[0].job.training.private
+        if self.has_dropout and private is not None and self.members[0].draws_by_row:
+            streams = [self.members[site].own_secret.child("dropout", batch.number) for site, batch in numbered]
+            keys = [row_keys(s, b.rows.flatten(), private.views) for s, (_, b) in zip(streams, numbered, strict=True)]
+            return torch.stack(keys)
         return torch.tensor([dropout_key(self.first_keys[site], b.number, b.position) for site, b in numbered])
 
     def _step_fractions(self, batches: list[MicroBatch]) -> Tensor | None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from polyclinic.core import Batch, Bundle, Network, Objective, Private, Tensors
-from polyclinic.training.dp import dp_sgd
+from polyclinic.training.dp import dp_sgd, secure_random
 from polyclinic.training.dp.gradient_parts import ParameterGradients
 from polyclinic.training.dp.per_example_gradients import (
     LayerInputs,
@@ -26,7 +26,7 @@ ClippedSumFunction = Callable[[Bundle, Tensors, Batch, Tensor, Bundle], tuple[Te
 
 
 def make_clipped_sum_function(
-    network: LiveNetwork, objective: Objective, names: frozenset[str], clip: float, compiled: bool
+    network: LiveNetwork, objective: Objective, names: frozenset[str], options: Private, compiled: bool
 ) -> ClippedSumFunction:
     """Build the function that sums the clipped gradients of each site's batch.
 
@@ -34,7 +34,7 @@ def make_clipped_sum_function(
         network: A network's `stackable_copy`.
         objective: A separable loss.
         names: The parameters that train.
-        clip: The longest gradient of an example.
+        options: How the gradient of an example is clipped.
         compiled: Compile the function; this pays after some thousand calls.
     """
     record, recorded = StackedRecord(), copy.copy(network)
@@ -63,7 +63,7 @@ def make_clipped_sum_function(
             rows = tuple(t.flatten(0, 1) for t in inputs[name])
             found = layers[name].parameter_gradients(rows, g.flatten(0, 1), present.numel())
             parts |= {f"{name}.{n}": part for n, part in found.items()}
-        return dp_sgd.sum_clipped_gradients(parts, clip, present)
+        return dp_sgd.sum_clipped_gradients(parts, options, present)
 
     probe = forward
     if compiled:
@@ -179,8 +179,7 @@ class StackedNoise:
         if self.has_noise:
             sizes = [sums[name][0].numel() for name in names]
             secrets = [self.secrets[site].child("noise", number, 0) for site, number in step.step_numbers]
-            draws = [dp_sgd.draw_gaussian_noise(s, sum(sizes), first.device, first.dtype) for s in secrets]
-            block = torch.stack(draws)
+            block = secure_random.draw_normals(secrets, sum(sizes), first.device, first.dtype)
             scales = self.scales if step.members is None else self.scales[step.members]
             block *= _broadcast_to(scales / step.expected, block)
             for name, piece in zip(names, torch.split(block, sizes, 1), strict=True):

@@ -110,7 +110,8 @@ def fit_stacked(members: Sequence[StackMember], network: LiveNetwork, compiled: 
         "buffers": _stack_tensors([dict(m.job.weights.get("buffers", {})) for m in members], device),
     }
     reference = {kind: _stack_tensors([m.job.reference[kind] for m in members], device) for kind in first.reference}
-    optimisers = [StackedOptimiser(training.optimiser, members[0].site.lr, number) for number in range(len(steps))]
+    lr, names_of_sites = members[0].site.lr, [member.site.name for member in members]
+    optimisers = [StackedOptimiser(training.optimiser, lr, number, names_of_sites) for number in range(len(steps))]
     if first.optimiser_state is not None:
         state = _stack_tensors([m.job.optimiser_state or {} for m in members], device)
         for optimiser in optimisers:
@@ -221,11 +222,11 @@ def _clipped_sum_function(
 ) -> ClippedSumFunction:
     """Return the function for private steps, made once for each network."""
     assert training.private is not None
-    clip = training.private.clip
-    key = ("private", objective, names, clip, training.precision, compiled)
+    options = replace(training.private, noise=0.0)
+    key = ("private", objective, names, options, training.precision, compiled)
     if key not in network.stacked_functions:
         with _translate_errors(compiled):
-            network.stacked_functions[key] = make_clipped_sum_function(network, objective, names, clip, compiled)
+            network.stacked_functions[key] = make_clipped_sum_function(network, objective, names, options, compiled)
     function: ClippedSumFunction = network.stacked_functions[key]
 
     def call(*arguments: Any) -> tuple[Tensors, Tensor, Tensor]:

@@ -1,9 +1,12 @@
 """SGD, Adam and AdamW for all sites of a stack at once, with the numbers that torch.optim gives site by site."""
 
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
+
 import torch
 from torch import Tensor
 
-from polyclinic.core import Bundle, Optimiser, Tensors
+from polyclinic.core import Bundle, Optimiser, SiteId, Tensors
 
 BETA_1, BETA_2, EPSILON = 0.9, 0.999, 1e-8
 """The defaults of torch.optim.Adam."""
@@ -15,6 +18,12 @@ SLOTS = {
 """Each optimiser's state by torch.optim's names. Momentum starts at zero, so that it is the gradient after one step."""
 
 
+StepHook: TypeAlias = Callable[["StackedOptimiser", Tensors, Tensors, Tensor | None], None]
+STEP_PRE_HOOKS: list[StepHook] = []
+"""Called with the arguments of every `StackedOptimiser.step` before it, as those of
+`torch.optim.optimizer.register_optimizer_step_pre_hook` are."""
+
+
 class StackedOptimiser:
     """An optimiser whose tensors all have a leading axis of sites.
 
@@ -22,10 +31,11 @@ class StackedOptimiser:
         options: The optimiser that the recipe asks for.
         lr: The learning rate of this round.
         number: The position of its step among the steps that a job takes on every batch.
+        sites: The names of the sites.
     """
 
-    def __init__(self, options: Optimiser, lr: float, number: int) -> None:
-        self.options, self.lr, self.number = options, lr, number
+    def __init__(self, options: Optimiser, lr: float, number: int, sites: Sequence[SiteId] = ()) -> None:
+        self.options, self.lr, self.number, self.sites = options, lr, number, tuple(sites)
         plain = options.name == "sgd" and not options.momentum
         self.slots: Bundle = {} if plain else {slot: {} for slot in SLOTS[options.name]}
 
@@ -41,6 +51,8 @@ class StackedOptimiser:
     @torch.no_grad()
     def step(self, model: Tensors, grads: Tensors, members: Tensor | None) -> None:
         """Move the members' rows of `model` (None: all rows) along `grads`, which holds only theirs."""
+        for hook in STEP_PRE_HOOKS:
+            hook(self, model, grads, members)
         for slot, group in self.slots.items():
             for name in grads.keys() - group.keys():
                 like = model[name]
