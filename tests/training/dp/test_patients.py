@@ -14,13 +14,14 @@ from scipy import stats
 from torch import Tensor
 
 from polyclinic.core.errors import EngineError
-from polyclinic.core.options import Private, Training
+from polyclinic.core.options import Augment, Private, Training
 from polyclinic.core.types import Bundle
 from polyclinic.data.examples import Images
 from polyclinic.models.classifier import Classifier
 from polyclinic.training.data_order import schedule_steps
-from polyclinic.training.dp.dp_sgd import draw_poisson_batches
-from polyclinic.training.fit import fit
+from polyclinic.training.dp.dp_sgd import PrivateGradients, draw_poisson_batches
+from polyclinic.training.fit import fit, prepare_rows
+from polyclinic.training.losses import task_loss
 from polyclinic.training.network import LiveNetwork, copy_module_weights
 from polyclinic.training.stacked.fit import why_not_stackable
 from tests.training.dp.test_dp_sgd import SECRET, SGD, STREAM, apart, model, noise, summed, twice, way_of
@@ -140,6 +141,28 @@ def test_m3_a_patient_moves_the_clipped_sum_by_the_clip_at_most() -> None:
             left = data.subset(torch.tensor([row for row, owner in enumerate(owners) if owner != gone]))
             farthest = max(farthest, way_of(whole, clipped_sum(left)))
     assert 0.99 * clip < farthest <= clip * (1 + 1e-6)
+
+
+@pytest.mark.parametrize("way", ["_sum_with_tape", "_sum_with_vmap"])
+def test_with_views_augmentation_and_dropout_a_patient_moves_the_sum_by_a_clip_at_most(way: str) -> None:
+    """Three patients of two images; the last is taken out, and all else of the step stays as it was."""
+    data, network, clip = owned(tuple("aabbcc")), LiveNetwork(model("mlp", dropout=0.4)), 1e-3
+    augment = Augment(rotation=20, brightness=0.5, flip=True)
+    training = Training(SGD, 6, augment=augment, private=Private(clip, 0.0, views=3, unit="patient"))
+    names = frozenset(network.live["model"])
+    network.set_training_mode(names)
+    network.require_gradients(names)
+    private = PrivateGradients(job(network, training), network, network.live, 6, SECRET, 3)
+
+    def clipped_sum(rows: list[int]) -> Tensor:
+        index = torch.tensor(rows)
+        (batch,) = prepare_rows(iter([data.batch(index)]), [index], network, training, SECRET, 3)
+        _, sums = getattr(private, way)(task_loss, names, batch, {}, len(rows) // 2)
+        return torch.cat([sums[name].flatten() for name in sorted(sums)])
+
+    whole, left = clipped_sum([0, 1, 2, 3, 4, 5]), clipped_sum([0, 1, 4, 5])
+    assert float((whole - left).norm()) == pytest.approx(clip, rel=1e-9), "this patient's mean is longer than the clip"
+    assert torch.allclose(whole, clipped_sum([4, 5, 0, 1, 2, 3]), rtol=0, atol=1e-14)
 
 
 def test_patients_are_needed_and_not_stacked() -> None:
