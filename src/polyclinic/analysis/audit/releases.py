@@ -29,8 +29,10 @@ from polyclinic.privacy.plan import PrivacyPlan
 from polyclinic.privacy.releases import LARGEST_LOSS
 from polyclinic.privacy.transforms.noise import largest_weight
 
-REPLAYS = 200
-"""Replays of a release with fresh secrets, which show its noise."""
+REPLAYS, FEW = 200, 24
+"""Replays of a release with fresh secrets, which show its noise; fewer of large features, which have many values."""
+LARGE = 1 << 20
+"""Values of crafted features beyond which they are large."""
 TRIALS, ENOUGH = 64, 4
 """The most members that are moved, for each tensor, and how many of them must have mattered."""
 FAR = 1e4
@@ -55,6 +57,7 @@ class CraftedData:
     """Takes the members in these rows out of the first class, or out of the data."""
     rows: Tensor
     """The members that may be moved."""
+    replays: int = REPLAYS
 
 
 def check_releases(runner: ListeningRunner, plan: PrivacyPlan) -> list[GaussianTest]:
@@ -64,7 +67,7 @@ def check_releases(runner: ListeningRunner, plan: PrivacyPlan) -> list[GaussianT
     crafted = _craft_data(runner, max(plan.other_releases.values()))
     if crafted is None:
         return []
-    replays = [_first_class(_replay(runner, crafted.quiet, _fresh_secret(runner, n))) for n in range(REPLAYS)]
+    replays = [_first_class(_replay(runner, crafted.quiet, _fresh_secret(runner, n))) for n in range(crafted.replays)]
     found = []
     for name in replays[0]:
         charge = next((c for c in plan.other_releases if name.partition("/")[0] == c), next(iter(plan.other_releases)))
@@ -83,18 +86,21 @@ def _craft_data(runner: ListeningRunner, noise: float) -> CraftedData | None:
     There are enough members that classes are released although `noise` hides how many they are.
     """
     scores = [result for job, result in runner.visit.results if isinstance(job, Score) and isinstance(result, Mapping)]
-    count = 4 * max(256, math.ceil(32 * noise))
+    least = 2 * max(256, math.ceil(32 * noise))
     if len(scores) == 1 and scores[0].keys() == {"features", "labels"}:
         features = scores[0]["features"]
+        large = 2 * least * features[0].numel() > LARGE
+        count = least if large else 2 * least
         labels = torch.arange(count, device=features.device) % 2
         zeros = features.new_zeros(count, *features.shape[1:])
         far = zeros.clone().flatten(1)
         far[:, 0] = torch.where(torch.arange(count, device=features.device) % 4 < 2, FAR, -FAR)
         mixed = {"features": far.view_as(zeros), "labels": labels}
-        return CraftedData({"features": zeros, "labels": labels}, mixed, _relabel, torch.arange(0, count, 2))
+        rows = torch.arange(0, count, 2)
+        return CraftedData({"features": zeros, "labels": labels}, mixed, _relabel, rows, FEW if large else REPLAYS)
     if len(scores) == 1 and scores[0].keys() == {"losses"}:
-        losses = scores[0]["losses"].new_full((count,), USUAL_LOSS)
-        losses[4:] += 0.7 * (1 - 2.0 * (torch.arange(count - 4, device=losses.device) % 2))
+        losses = scores[0]["losses"].new_full((2 * least,), USUAL_LOSS)
+        losses[4:] += 0.7 * (1 - 2.0 * (torch.arange(2 * least - 4, device=losses.device) % 2))
         return CraftedData({"losses": losses}, {"losses": losses}, _drop_losses, torch.arange(4))
     return None
 
