@@ -33,8 +33,9 @@ REPLAYS, FEW = 200, 24
 """Replays of a release with fresh secrets, which show its noise; fewer of large features, which have many values."""
 LARGE = 1 << 20
 """Values of crafted features beyond which they are large."""
-TRIALS, ENOUGH = 64, 4
-"""The most members that are moved, for each tensor, and how many of them must have mattered."""
+TRIALS, ENOUGH, IDLE = 64, 4, 12
+"""The most members that are moved, for each tensor; how many of them must have mattered; and after how many that did
+not there are no more."""
 FAR = 1e4
 """A feature that is longer than any clip."""
 ROUNDING = 100.0
@@ -73,7 +74,7 @@ def check_releases(runner: ListeningRunner, plan: PrivacyPlan) -> list[GaussianT
         charge = next((c for c in plan.other_releases if name.partition("/")[0] == c), next(iter(plan.other_releases)))
         drawn = torch.stack([replay[name].double().flatten() for replay in replays])
         squares, count = float((drawn - drawn.mean(0)).square().sum()), (len(drawn) - 1) * drawn.shape[1]
-        reach = _usual_movement(runner, name, crafted)
+        reach = _usual_movement(runner, name, crafted, True) or _usual_movement(runner, name, crafted, False)
         if reach > 0:
             what = f"noise of {name}, {OF_MEMBER}"
             found.append(check_release(charge, what, reach, squares, count, plan.other_releases[charge]))
@@ -157,28 +158,33 @@ def _fresh_secret(runner: ListeningRunner, attempt: int) -> Stream:
     return limits.noise_stream(around.order, around.memory, runner.network.device.type)
 
 
-def _usual_movement(runner: ListeningRunner, name: str, crafted: CraftedData) -> float:
-    """Return how far a member that matters moves what leaves under this name: the root mean square of several."""
+def _usual_movement(runner: ListeningRunner, name: str, crafted: CraftedData, paired: bool) -> float:
+    """Return how far a member that matters moves what leaves under this name: the root mean square of several.
+
+    `paired`: apart from what the same move does to the quiet data, which is how a noised count scales the noise of a
+    mean. A count itself moves there as well, so that it must be measured without.
+    """
     order, found = torch.Generator().manual_seed(0), list[float]()
 
-    def release(data: Tensors, secret: Stream) -> Tensor:
-        return _first_class(_replay(runner, data, secret))[name]
+    def content(move: Callable[[Tensors], Tensors], secret: Stream) -> Tensor:
+        quiet = move(crafted.quiet) if paired else crafted.quiet
+        mixed, noise = (_first_class(_replay(runner, data, secret))[name] for data in (move(crafted.mixed), quiet))
+        return mixed - noise
 
     for trial in range(TRIALS):
         secret = _fresh_secret(runner, -1 - trial)
-        noise = release(crafted.quiet, secret)
-        still = release(crafted.mixed, secret) - noise
+        noise = _first_class(_replay(runner, crafted.quiet, secret))[name]
+        still = content(lambda data: data, secret)
         rounding = ROUNDING * torch.finfo(noise.dtype).eps * float(noise.norm() + still.norm())
 
-        def movement(
-            rows: Tensor, secret: Stream = secret, still: Tensor = still, noise: Tensor = noise, least: float = rounding
-        ) -> float:
-            return _distance_of_rows(release(crafted.move(crafted.mixed, rows), secret) - noise, still, least)
+        def movement(rows: Tensor, secret: Stream = secret, still: Tensor = still, least: float = rounding) -> float:
+            return _distance_of_rows(content(lambda data: crafted.move(data, rows), secret), still, least)
 
         rows = crafted.rows[torch.randperm(len(crafted.rows), generator=order)]
         found.append(movement(rows[:1]) or _find_movement(movement, rows[: len(rows) // 4]))
         moved = [each for each in found if each > max(found) / 2]
-        if len(moved) == ENOUGH:
+        # Rows that match are moved by whole clips, so that one is enough.
+        if len(moved) == (1 if noise.ndim > 1 else ENOUGH) or (not moved and trial >= IDLE):
             break
     return math.sqrt(sum(each**2 for each in moved) / len(moved)) if moved else 0.0
 
