@@ -75,12 +75,12 @@ def _plan_table(plan: PrivacyPlan) -> Table:
 
     whole, price = plan.run_spends(), f"{'' if plan.has_guarantee else 'would-be '}ε of this site alone"
     cost = sorted((-plan.epsilon_of(spends), site) for site, spends in whole.items())
-    figures = (Column(name, justify="right") for name in ("rounds", "images", "releases", price))
+    figures = (Column(name, justify="right") for name in ("rounds", "images", "releases", "noise", price))
     table = Table("site", *figures, box=None, padding=(0, 1))
     for negative, site in cost[:10]:
         rounds, steps = sum(site in cohort for cohort in plan.rounds), sum(spend.times for spend in whole[site])
-        cells = [site, str(rounds), f"{plan.site_sizes[site].examples:,}", f"{steps:,}", f"{-negative:.3f}"]
-        table.add_row(*map(Text, cells))
+        counts = str(rounds), f"{plan.site_sizes[site].examples:,}", f"{steps:,}"
+        table.add_row(*map(Text, (site, *counts, f"{plan.noise_of(site):.3g}", f"{-negative:.3f}")))
     more = f"; {len(cost) - 10} more sites have a smaller ε" if len(cost) > 10 else ""
     where = (
         ""
