@@ -188,7 +188,7 @@ def test_three_architectures_in_one_run_on_both_engines(kind: Callable[[Training
     for site in sites:
         assert_close(stacked.memory.load(site, 4) or {}, local.memory.load(site, 4) or {}, 1e-10)
     notes = [n for row in as_json(stacked.journal.costs) if row["event"] == "round" for n in row["sites"].values()]
-    assert {note["together"] for note in notes} == {2}, "sites of a cluster train as one stack"
+    assert {note["stack_size"] for note in notes} == {2}, "sites of a cluster train as one stack"
     for letter in letters:
         initial = local.algorithm.initials[by_thirds(letter.site, 1)]["model"]
         own = initial if kind is FedAvg else without_prefix(HEAD, initial)
@@ -260,7 +260,7 @@ def test_a_cluster_of_which_nobody_was_heard_is_told(cohort: int | None) -> None
         return Failure("dead", "no power") if lost else call_or_failure(lambda: runners[site].answer(message))
 
     rounds = stage.rounds(MockEngine(answer), 3, cohort=cohort, cohort_order="cyclic", quorum=1)
-    rounds.watch = lambda event, info: told.update({info["round"]: info["unheard"]}) if event == "round done" else None
+    rounds.watch = lambda event, info: told.update({info["round"]: info["clusters_without_updates"]}) if event == "round done" else None
     rounds.play_all()
     assert told == ({1: [], 2: ["even"], 3: []} if cohort is None else {1: ["even"], 2: ["odd"], 3: ["even"]})
 
