@@ -260,7 +260,12 @@ def test_a_cluster_of_which_nobody_was_heard_is_told(cohort: int | None) -> None
         return Failure("dead", "no power") if lost else call_or_failure(lambda: runners[site].answer(message))
 
     rounds = stage.rounds(MockEngine(answer), 3, cohort=cohort, cohort_order="cyclic", quorum=1)
-    rounds.watch = lambda event, info: told.update({info["round"]: info["clusters_without_updates"]}) if event == "round done" else None
+
+    def watch(event: str, info: Mapping[str, Any]) -> None:
+        if event == "round done":
+            told[info["round"]] = info["clusters_without_updates"]
+
+    rounds.watch = watch
     rounds.play_all()
     assert told == ({1: [], 2: ["even"], 3: []} if cohort is None else {1: ["even"], 2: ["odd"], 3: ["even"]})
 

@@ -100,7 +100,7 @@ def test_every_site_pays_the_same_by_noise_of_its_own() -> None:
     assert alike.epsilon_of(alike.run_spends()["a"]) < 2.0
 
 
-@pytest.mark.parametrize("most", [2, 3])
+@pytest.mark.parametrize("most", [2, pytest.param(3, marks=pytest.mark.heavy)])
 def test_a_record_at_several_sites_pays_the_whole_at_its_worst_set_of_sites(most: int) -> None:
     """Against the enumeration of all sets of sites, with noise by site."""
     sizes = {"a": 1600, "b": 800, "c": 400, "d": 200}
