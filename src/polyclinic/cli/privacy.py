@@ -79,8 +79,8 @@ def _plan_table(plan: PrivacyPlan) -> Table:
     table = Table("site", *figures, box=None, padding=(0, 1))
     for negative, site in cost[:10]:
         rounds, steps = sum(site in cohort for cohort in plan.rounds), sum(spend.times for spend in whole[site])
-        counts = str(rounds), f"{plan.site_sizes[site].examples:,}", f"{steps:,}"
-        table.add_row(*map(Text, (site, *counts, f"{plan.noise_of(site):.3g}", f"{-negative:.3f}")))
+        cells = [site, str(rounds), f"{plan.site_sizes[site].examples:,}", f"{steps:,}", f"{plan.noise_of(site):.3g}"]
+        table.add_row(*map(Text, [*cells, f"{-negative:.3f}"]))
     more = f"; {len(cost) - 10} more sites have a smaller ε" if len(cost) > 10 else ""
     where = (
         ""
