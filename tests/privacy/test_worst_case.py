@@ -255,3 +255,16 @@ def test_a_site_admits_no_run_beyond_its_budget(tmp_path: Path) -> None:
     assert by_unit["image"] == pytest.approx(said)
     assert by_unit["patient"] == pytest.approx(said), "here every patient has one image"
     assert isinstance(by_unit["site"], str)
+
+
+def test_a_site_without_a_budget_goes_on_when_the_unit_changes_and_one_with_a_budget_does_not(tmp_path: Path) -> None:
+    """What runs of unit image released of a whole site is unknown, and counts as without end."""
+    image = replace(random_plan(random.Random(7), 1), metrics_noise=math.inf)
+    whole = replace(image, config=replace(image.config, unit="site"), rounds=(("a",),), site_sizes={"a": SiteSize(9)})
+    before = PrivacyAccount(tmp_path, "a", "before", replace(image, rounds=(("a",),)), None)
+    before.charge_round(1, "1", before.round_releases())
+    after = PrivacyAccount(tmp_path, "a", "after", whole, None)
+    after.check_whole_run()
+    after.charge_round(1, "1", after.round_releases())
+    assert after.epsilon_spent() == math.inf
+    assert refusal_of(PrivacyAccount(tmp_path, "a", "third", whole, Budget(unit="site", epsilon=1e6))) is not None

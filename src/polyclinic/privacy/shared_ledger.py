@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 from polyclinic.core import RecipeError, RoundFailed, SiteId, StoreError
 from polyclinic.privacy.accounting import Spend
@@ -40,6 +40,7 @@ class SharedLedger:
         known: The charges in this run's own ledger (round, and a hash of what it started from). Other charges under
             its name are of another attempt, with other noise or from other weights, and count as another run's.
         seen: The number of rows and the last link of the file when this run last wrote to it.
+        strict: Refuse a file with charges of units that are no bound on this one; else their ε counts as infinite.
     """
 
     def __init__(
@@ -49,8 +50,10 @@ class SharedLedger:
         unit: Unit,
         known: Iterable[tuple[int, str]] = (),
         seen: tuple[int, str] | None = None,
+        strict: bool = True,
     ) -> None:
         self.path, self.run, self.unit, self.known, self.seen = path, run, unit, set(known), seen
+        self.strict = strict
 
     def earlier_runs(self) -> tuple[RunCost, ...]:
         """Return the cost of each other run; its sites may have been others."""
@@ -74,27 +77,30 @@ class SharedLedger:
 
     def _cost(self, rows: list[dict[str, Any]]) -> RunCost:
         """Return what one run has released, by site, and of validation images: each is a candidate."""
+        if not self.strict and any(self._group_of(row) is None for row in rows):
+            return run_cost([[Spend(0.0)]])
         spent: dict[SiteId, list[Spend]] = defaultdict(list)
         metrics: list[Spend] = []
         for row in rows:
-            group = self._group_of(row)
+            group = self._group_of(row) or self._refuse_unit(row)
             for site, spends in row["privacy"]["sites"].items():
                 spent[site] += (_in_groups(Spend(*spend), group) for spend in spends)
             metrics += (_in_groups(Spend(*spend), group) for spend in row["privacy"].get("metrics", ()))
         most = int(rows[0]["holders"])
         return run_cost([*spent.values(), *[metrics] * most], most, rows[0]["neighbours"])
 
-    def _group_of(self, row: dict[str, Any]) -> int:
-        """Return how many of the units that a charge protects are one unit of this ledger's reader."""
+    def _group_of(self, row: dict[str, Any]) -> int | None:
+        """Return how many of the units that a charge protects are one unit of this ledger's reader; None: no bound."""
         if UNITS.index(row["unit"]) >= UNITS.index(self.unit):
             return 1
-        if self.unit == "site" or row["group"] is None:
-            why = "no bound on a site" if self.unit == "site" else "no bound on a patient whose images are not known"
-            raise RecipeError(
-                f"{self.path} holds charges of unit {row['unit']}, which are {why}; set the unit to {row['unit']}, or "
-                "begin a new ledger with images that were never used"
-            )
-        return int(row["group"])
+        return None if self.unit == "site" or row["group"] is None else int(row["group"])
+
+    def _refuse_unit(self, row: dict[str, Any]) -> NoReturn:
+        why = "no bound on a site" if self.unit == "site" else "no bound on a patient whose images are not known"
+        raise RecipeError(
+            f"{self.path} holds charges of unit {row['unit']}, which are {why}; set the unit to {row['unit']}, or "
+            "begin a new ledger with images that were never used"
+        )
 
     def enter_charge(
         self, round: int, plan: PrivacyPlan, privacy: PrivacyCharge, affords: Callable[[tuple[RunCost, ...]], bool]

@@ -108,7 +108,8 @@ class PrivacyAccount:
         return self.budget is None or self._epsilon_after(charge, earlier) <= self.budget.epsilon
 
     def _site_ledger(self) -> SharedLedger:
-        return SharedLedger(self.path, self.run, self.plan.config.unit, self._charges_of_run(), self._ledger_marker())
+        unit, known = self.plan.config.unit, self._charges_of_run()
+        return SharedLedger(self.path, self.run, unit, known, self._ledger_marker(), strict=False)
 
     def _ledger_marker(self) -> tuple[int, str] | None:
         return _read_marker(self._seen)
