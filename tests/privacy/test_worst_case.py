@@ -13,15 +13,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from polyclinic.core import RecipeError, Refused
+from polyclinic.core import Fit, Private, RecipeError, Refused, Step, Training
 from polyclinic.deploy.site.policy import Budget
 from polyclinic.deploy.site.privacy_account import PrivacyAccount, price_site_ledger
 from polyclinic.privacy import worst_case
 from polyclinic.privacy.accounting import Accountant, Neighbours, Spend, epsilon, rdp_curve
-from polyclinic.privacy.plan import PrivacyConfig, PrivacyPlan, SiteSize, Steps, make_plan
+from polyclinic.privacy.plan import PrivacyConfig, PrivacyPlan, SiteSize, Steps, make_plan, steps_of
 from polyclinic.privacy.shared_ledger import SharedLedger
 from polyclinic.privacy.worst_case import Composition, add_up, run_cost, worst_epsilon
 from polyclinic.training.data_order import batches_per_epoch
+from polyclinic.training.losses import task_loss
 
 DELTA = 1e-5
 
@@ -202,7 +203,7 @@ def test_a_patient_pays_for_its_images_and_a_replaced_record_for_both(tmp_path: 
     both = ledger_of(tmp_path / "both.jsonl", [image, patient])
     as_patient = SharedLedger(both.path, "reader", "patient").earlier_runs()
     assert worst_epsilon(as_patient, DELTA) == pytest.approx(
-        enumerate_worst([candidates(image, group=3)[:2], candidates(patient)[:2]]), rel=0.02
+        enumerate_worst([sets_of_sites(candidates(image, group=3)[:2], 2), candidates(patient)[:2]]), rel=0.02
     )
     as_image = SharedLedger(both.path, "reader", "image").earlier_runs()
     assert worst_epsilon(as_image, DELTA) <= worst_epsilon(as_patient, DELTA)
@@ -255,6 +256,53 @@ def test_a_site_admits_no_run_beyond_its_budget(tmp_path: Path) -> None:
     assert by_unit["image"] == pytest.approx(said)
     assert by_unit["patient"] == pytest.approx(said), "here every patient has one image"
     assert isinstance(by_unit["site"], str)
+
+
+def test_a_unit_within_another_may_have_been_at_all_sites_of_a_run(tmp_path: Path) -> None:
+    """A run for whole sites does not say how many hold an image; the server's one sum moves by all of them."""
+    whole = replace(random_plan(random.Random(7), 3), metrics_noise=math.inf)
+    whole = replace(whole, config=replace(whole.config, unit="site"), noise=5.0)
+    at_sites = SharedLedger(ledger_of(tmp_path / "sites.jsonl", [whole]).path, "reader", "image").earlier_runs()
+    assert worst_epsilon(at_sites, DELTA) == pytest.approx(epsilon([Spend(5.0, times=6)], DELTA))
+    server = replace(whole, config=replace(whole.config, noise_at="server"))
+    at_server = SharedLedger(ledger_of(tmp_path / "server.jsonl", [server]).path, "reader", "image").earlier_runs()
+    assert worst_epsilon(at_server, DELTA) >= epsilon([Spend(5.0, times=3, group=2)], DELTA)
+
+
+def test_an_image_may_train_at_one_site_and_validate_at_another() -> None:
+    """With records at two sites, the worst mix of training and noised metrics stays within ε."""
+    config = PrivacyConfig(epsilon=8, delta=DELTA, metrics="count", max_sites_per_record=2)
+    jobs = {site: (Steps(0.05, 2),) for site in ("a", "b")}
+    sizes = {site: SiteSize(1000) for site in jobs}
+    plan = make_plan(PrivacyPlan(config, 1.0, (("a", "b"),), sizes, jobs, max_sites_per_record=2))
+    mixed = [*plan.run_spends()["a"], *plan.validation_spends(1)]
+    both = [*plan.validation_spends(1), *plan.validation_spends(1)]
+    assert max(epsilon(mixed, DELTA), epsilon(both, DELTA)) <= plan.epsilon <= 8
+
+
+def test_metrics_are_charged_in_every_round_whether_asked_for_or_not(tmp_path: Path) -> None:
+    """A server may ask for a round without metrics, and then for the same round with them."""
+    plan = make_plan(
+        PrivacyPlan(
+            PrivacyConfig(noise=30.0, delta=DELTA, metrics="count"),
+            noise=1.0,
+            rounds=(("a",),),
+            site_sizes={"a": SiteSize(2000)},
+            jobs={"a": (Steps(0.02, 25),)},
+        )
+    )
+    plan = replace(plan, metrics_noise=0.45)
+    account = PrivacyAccount(tmp_path, "a", "run", plan, Budget(epsilon=10, delta=DELTA))
+    with pytest.raises(Refused, match="budget"):
+        account.charge_round(1, "1", account.round_releases(0))
+
+
+def test_several_steps_on_one_random_batch_are_not_priced_as_if_sampled_apart() -> None:
+    steps = Step(task_loss), Step(task_loss)
+    job = Fit({}, steps, Training(batch=10, private=Private(1.0, 1.0)))
+    with pytest.raises(RecipeError, match="not sampled independently"):
+        steps_of(job, 100, PrivacyConfig(noise=1.0))
+    assert steps_of(job, 100, PrivacyConfig(noise=1.0, amplification=False)).rate == 1
 
 
 def test_a_site_without_a_budget_goes_on_when_the_unit_changes_and_one_with_a_budget_does_not(tmp_path: Path) -> None:

@@ -416,11 +416,11 @@ def _print_kits(folder: Path, as_json: bool) -> bool:
         return bool(found.problems)
     table = plain_table(
         Column("", overflow="fold"),
-        Column("fingerprint (SHA-256)", no_wrap=True),
+        Column("fingerprint (SHA-256)", max_width=50, overflow="fold"),
         Column("valid until", no_wrap=True),
     )
     for row in found.rows:
-        table.add_row(*map(Text, (row.name, row.fingerprint[:50], row.until)))
+        table.add_row(*map(Text, (row.name, row.fingerprint, row.until)))
     out.print(table)
     for gone in found.revoked:
         out.print(Text(f"{gone.get('why')} on {gone.get('date')}: {gone.get('site')}, {gone.get('fingerprint')}"))

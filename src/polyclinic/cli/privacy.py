@@ -103,7 +103,9 @@ def spent_command(
         Path,
         typer.Argument(metavar="SITE.yaml|LEDGER", help="A site's configuration, or the ledger that runs share."),
     ],
-    delta: Annotated[float | None, typer.Option(help="δ (default: that of the site's budget, else 1e-5).")] = None,
+    delta: Annotated[
+        float | None, typer.Option(min=1e-300, max=0.5, help="δ (default: that of the site's budget, else 1e-5).")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Show the ε that all runs so far have spent, for one image, one patient and the whole site."""

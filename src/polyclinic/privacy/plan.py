@@ -245,10 +245,11 @@ class PrivacyPlan:
     def worst_epsilon(self, spent: Mapping[SiteId, Iterable[Spend]], accountant: Accountant | None = None) -> float:
         """Return ε of the unit that is charged most: it is at the `max_sites_per_record` sites that released most.
 
-        With `earlier` runs, validation images count, too: they may have been training images there.
+        Validation images count where they may have been training images: in `earlier` runs, or at another site.
         """
         most = self.max_sites_per_record
-        validation = [self.validation_spends(max(self.rounds_by_site.values()))] * most if self.earlier else []
+        may_train = self.earlier or most > 1
+        validation = [self.validation_spends(max(self.rounds_by_site.values()))] * most if may_train else []
         return self._price([*spent.values(), *validation], most, accountant)
 
     @cached_property
@@ -314,6 +315,11 @@ def private_options(config: PrivacyConfig, noise: float) -> Private:
 def steps_of(job: Fit, examples: int, config: PrivacyConfig, sites: int = 1) -> Steps:
     """Return a training job as the accountant counts it; `sites`: how many sites are priced."""
     rate, times = rate_and_sums(job, examples)
+    if rate < 1 and len(job.sequence) > 1 and config.amplification is not False:
+        raise RecipeError(
+            "this algorithm takes several steps on one random batch, which are not sampled independently; set "
+            "privacy.amplification: false, or privacy.sampling: shuffle"
+        )
     return Steps(1.0 if config.amplification is False else round_up(rate, 5 if sites <= FEW_SITES else 3), times)
 
 
@@ -401,7 +407,7 @@ def _equalise_epsilon(draft: PrivacyPlan, target: float) -> PrivacyPlan:
             return add_up(spend.repeated(rounds) for spend in plan.round_spends(site))
 
         if rounds:
-            kind = spends(1.0)
+            kind = spends(1.0 + 2.0**-40)  # a noise that no other release has
             found[kind] = found.get(kind) or noise_for(lambda sigma: draft.epsilon_of(spends(sigma)), target)
             noise[site] = found[kind]
     return replace(draft, noise=min(noise.values()), site_noise=noise if len(set(noise.values())) > 1 else {})
@@ -421,5 +427,10 @@ def _share_epsilon(draft: PrivacyPlan, target: float) -> PrivacyPlan:
 def _metrics_noise(plan: PrivacyPlan) -> float:
     """Return the noise on metrics. Validation images are not training images, so they have the same ε of their own."""
     target = plan.config.epsilon if plan.config.epsilon is not None else plan.epsilon
-    taken = max(plan.rounds_by_site.values()) * plan.max_sites_per_record
-    return noise_for(lambda noise: plan.epsilon_of(replace(plan, metrics_noise=noise).validation_spends(taken)), target)
+
+    def spent(noise: float) -> float:
+        noised = replace(plan, metrics_noise=noise)
+        alone = noised.epsilon_of(noised.validation_spends(max(plan.rounds_by_site.values())))
+        return max(alone, noised.worst_epsilon(plan.run_spends()))
+
+    return noise_for(spent, max(target, plan.epsilon))

@@ -5,6 +5,7 @@ that it charges most had been charged most by them, too; a round that is repeate
 
 Runs may have protected different units, or other neighbours. What a run released of a patient (or site) bounds what it
 released of one of its images; what it released of an image bounds what it released of a patient with that many images.
+A patient of images, or an image of sites, may have been at all sites of such a run.
 If any run's neighbours are data sets in which a record is replaced, all are priced so, which costs more.
 """
 
@@ -70,6 +71,8 @@ class SharedLedger:
             )
         runs: dict[str, dict[tuple[int, str], dict[str, Any]]] = defaultdict(dict)
         for row in ledger.read():
+            if "run" not in row:
+                raise RecipeError(f"{self.path} is the ledger of one run; give the file that privacy.ledger names")
             charge = row["round"], row["privacy"]["of"]
             if row["run"] != self.run or charge not in self.known:
                 runs[row["run"]][charge] = row
@@ -83,10 +86,13 @@ class SharedLedger:
         metrics: list[Spend] = []
         for row in rows:
             group = self._group_of(row) or self._refuse_unit(row)
+            if row["at_server"] and row["unit"] != self.unit:  # one sum, which a record at all sites moves so far
+                group *= int(row["all_sites"])
             for site, spends in row["privacy"]["sites"].items():
                 spent[site] += (_in_groups(Spend(*spend), group) for spend in spends)
             metrics += (_in_groups(Spend(*spend), group) for spend in row["privacy"].get("metrics", ()))
-        most = int(rows[0]["holders"])
+        counted = rows[0]["unit"] == self.unit or (rows[0]["unit"], self.unit) == ("patient", "image")
+        most = int(rows[0]["holders" if counted else "all_sites"])
         return run_cost([*spent.values(), *[metrics] * most], most, rows[0]["neighbours"])
 
     def _group_of(self, row: dict[str, Any]) -> int | None:
@@ -120,6 +126,8 @@ class SharedLedger:
                 unit=plan.config.unit,
                 neighbours=plan.config.neighbours,
                 holders=plan.max_sites_per_record,
+                all_sites=len(plan.site_sizes),
+                at_server=plan.config.noise_at == "server",
                 group=plan.images_per_patient,
                 privacy=privacy,
             )

@@ -305,7 +305,14 @@ class Experiment:
     def warnings(self) -> list[str]:
         setup = self.setup
         sizes, sites = setup.federation.sites.values(), setup.dataset.sites.values()
-        return collect_warnings(self.recipe, setup.algorithm, sizes, sites)
+        found = collect_warnings(self.recipe, setup.algorithm, sizes, sites)
+        plan = self.recipe.privacy
+        if self.remote is not None and plan and plan.unit != "site" and plan.max_sites_per_record is None:
+            found.append(
+                f"nobody can count how many sites hold the same {plan.unit}, and privacy.max_sites_per_record does "
+                f"not say so: ε is that of one {plan.unit} at one site only"
+            )
+        return found
 
     def summarise(
         self,

@@ -71,6 +71,11 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         {"privacy": {**WISH, "unit": "site", "noise_at": "server"}},
         "privacy.noise_at: site",
     ),
+    "who is a patient": (
+        {"budget": {"epsilon": 8, "unit": "patient"}},
+        {"privacy": {**WISH, "unit": "patient", "group": 1}},
+        "itself says who is a patient",
+    ),
     "open metrics": ({"budget": {"epsilon": 8}}, {"privacy": {**WISH, "metrics": "open"}}, "suppress or count"),
 }
 

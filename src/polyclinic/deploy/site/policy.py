@@ -88,6 +88,14 @@ def check_recipe(recipe: Recipe, site: SiteId, allow: Allow, budget: Budget | No
             f"{site} does not allow this recipe, whose digest is {digest}; add it to allow.recipes in the site's "
             "site.yaml",
         )
+    patients = {"columns", "levels"} & recipe.data.options.keys() or (recipe.privacy and recipe.privacy.group)
+    if budget is not None and budget.unit == "patient" and patients and recipe_digest(recipe) not in allow.recipes:
+        raise Refused(
+            "budget",
+            f"{site} has a privacy budget by patient, and this recipe itself says who is a patient (data.columns, "
+            f"data.levels or privacy.group); if that is right, add its digest {recipe_digest(recipe)} to "
+            "allow.recipes in the site's site.yaml",
+        )
     check_kinds((*(e.kind for e in algorithm.exchanges()), *image_report_kinds(recipe)), site, allow)
     _check_privacy(recipe.privacy, site, allow, budget)
 

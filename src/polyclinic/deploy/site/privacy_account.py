@@ -38,10 +38,13 @@ class PrivacyAccount:
         self.path, self._seen = folder / LEDGER, folder / LEDGER_SEEN
 
     def round_releases(self, models: int = 0) -> Charge:
-        """The releases of one round; `models`: the number of models it reports noised metrics of."""
+        """The releases of one round; `models`: the number of models it reports noised metrics of, if more than planned.
+
+        Metrics are charged in every round, asked for or not: the server may ask for them in a repeated message.
+        """
         plan = self.plan
         charge: Charge = {self.site: plan.round_spends(self.site)}
-        if plan.config.metrics == "count" and models:
+        if plan.config.metrics == "count":
             largest = plan.site_sizes[self.site].largest_validation if plan.config.unit == "patient" else 1
             charge[VALIDATION] = (Spend(plan.metrics_noise, times=max(models, plan.models), group=largest),)
         return charge

@@ -8,7 +8,7 @@ from polyclinic.evaluation.rows import group_pairs
 from polyclinic.evaluation.summary import PrivacySpent
 from polyclinic.privacy.plan import describe_noise
 from polyclinic.reporting.blocks import Block, Bullets, Folded, Heading, Paragraph, Section, Table
-from polyclinic.reporting.formatting import MISSING, format_megabytes, format_names
+from polyclinic.reporting.formatting import MISSING, format_megabytes, format_names, round_up
 from polyclinic.reporting.privacy_statement import PAPER_METRIC, UNITS, privacy_sections
 from polyclinic.reporting.report_data import Method, ReportData
 
@@ -83,8 +83,8 @@ def _claim_cells(method: Method) -> list[str]:
         return ["nothing is claimed", "0", "∞", "∞", MISSING, MISSING, MISSING]
     first = plans[0]
     unsure = "({})" if first.no_guarantee_reason else "{}"
-    worst = unsure.format(_mean_epsilon([plan.epsilon for plan in plans]))
-    alone = unsure.format(_mean_epsilon([plan.worst_site_epsilon for plan in plans]))
+    worst = unsure.format(_largest_epsilon([plan.epsilon for plan in plans]))
+    alone = unsure.format(_largest_epsilon([plan.worst_site_epsilon for plan in plans]))
     protects = "no guarantee" if first.no_guarantee_reason else UNITS[first.unit]
     allowed = "not limited" if first.max_epsilon is None else f"{first.max_epsilon:g}"
     return [
@@ -96,6 +96,11 @@ def _claim_cells(method: Method) -> list[str]:
         allowed,
         _paper_metric(plans),
     ]
+
+
+def _largest_epsilon(values: Sequence[float | None]) -> str:
+    known = [value for value in values if value is not None]
+    return round_up(max(known)) if known and len(known) == len(values) else "∞"
 
 
 def _mean_epsilon(values: Sequence[float | None]) -> str:

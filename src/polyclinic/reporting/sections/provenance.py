@@ -77,9 +77,9 @@ def reproduce_section(data: ReportData) -> Section | None:
             f"polyclinic report {given} alone",
         ]
     lines += [f"polyclinic report {given}"]
-    words = (
-        "The same recipe, versions and kind of machine give the same model to the bit: compare sha256 in result.json "
-        "with the one above. Data sets that are not generated need --data."
+    words = ("A private run draws new noise, so its model differs, and costs ε again. " if data.has_privacy else "") + (
+        "Without privacy the same recipe, versions and kind of machine give the same model to the bit: compare sha256 "
+        "in result.json with the one above. Data sets that are not generated need --data."
     )
     blocks: list[Block] = [Preformatted("\n".join(lines)), Paragraph(words)]
     return Section("again", "How to reproduce", blocks, {"Engineer": "How do I run it again?"})
