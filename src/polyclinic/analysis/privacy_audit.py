@@ -107,6 +107,7 @@ def attack_claim(
         confidence=confidence,
         tests=tuple(tests),
         canary_bound=guess_members(run, heard, played, 1 - CANARY_SHARE * (1 - confidence)) if run.members else None,
+        no_guarantee_reason=plan.no_guarantee_reason,
     )
 
 

@@ -94,7 +94,8 @@ def _plan_table(plan: PrivacyPlan) -> Table:
         group += f"; {unnamed:,} images name no patient: privacy.group: {plan.config.group} is declared, not checked"
     charges = "".join(f"; {kind} each round, noise {noise:g}" for kind, noise in plan.other_releases.items())
     counts = "" if math.isinf(plan.metrics_noise) else f"; validation counts, noise {plan.metrics_noise:.3g}"
-    table.caption = Text(f"protects {UNITS[plan.config.unit]}{where}{group}{charges}{counts}{more}")
+    protects = "protects" if plan.has_guarantee else "would protect"
+    table.caption = Text(f"{protects} {UNITS[plan.config.unit]}{where}{group}{charges}{counts}{more}")
     return table
 
 

@@ -92,7 +92,10 @@ def _describe_claim(privacy: PrivacySpent) -> tuple[Inline, ...]:
         refuted = "Do not rely on this run: an audit has refuted its claim"
         return Strong(refuted), f" of ε = {round_up(value)}; see below."
     claim = Strong(f"ε = {round_up(value)} at δ = {round_up(privacy.delta, 2)}")
-    return claim, f" for {unit}, over the whole run{several}."
+    declared = (
+        f", if nobody has more than {privacy.group} images at a site" if privacy.group and privacy.unnamed else ""
+    )
+    return claim, f" for {unit}, over the whole run{several}{declared}."
 
 
 def _plan_rows(privacy: PrivacySpent, pooled: bool) -> Iterator[list[str]]:
@@ -163,14 +166,15 @@ def _describe_group(privacy: PrivacySpent) -> str:
 def _describe_sampling(privacy: PrivacySpent) -> str:
     if privacy.unit == "site":
         return "sites take part in rounds that anyone may know; no credit is taken for not taking part at random"
+    drawn = "by a public seed" if privacy.randomness == "seed" else "at random and in secret"
     if privacy.sampling == "poisson" and privacy.sampled != "image":
         elsewhere = " (where patients are not named, every image)" if privacy.sampled == "either" else ""
         return (
-            f"every patient{elsewhere} joins every step by itself, at random and in secret (Poisson sampling), with "
+            f"every patient{elsewhere} joins every step by itself, {drawn} (Poisson sampling), with "
             "all training images, whose mean gradient is clipped"
         )
     if privacy.sampling == "poisson":
-        return "every image joins every step by itself, at random and in secret (Poisson sampling)"
+        return f"every image joins every step by itself, {drawn} (Poisson sampling)"
     return "shuffled: every image is seen once an epoch; no credit is taken for chance"
 
 

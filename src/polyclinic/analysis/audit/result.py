@@ -49,6 +49,8 @@ class AuditResult:
     confidence: float
     tests: tuple[GaussianTest, ...]
     canary_bound: CanaryBound | None = None
+    no_guarantee_reason: str = ""
+    """Why ε is no guarantee, whatever the audit finds."""
 
     @property
     def level(self) -> float:
@@ -92,7 +94,10 @@ class AuditResult:
 
     @property
     def verdict(self) -> str:
-        return " ".join([self._headline, self.scope, *self._figures()])
+        found = [self._headline, self.scope, *self._figures()]
+        return " ".join(
+            [*found, f"There is no guarantee: {self.no_guarantee_reason}."] if self.no_guarantee_reason else found
+        )
 
     @property
     def _headline(self) -> str:

@@ -10,7 +10,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TypeAlias
 
-from polyclinic.core import Refused, RoundFailed, SiteId, StoreError
+from polyclinic.core import DataError, Refused, RoundFailed, SiteId, StoreError
 from polyclinic.deploy.site.policy import Budget
 from polyclinic.evaluation.rows import group_pairs
 from polyclinic.privacy.accounting import Spend
@@ -61,11 +61,13 @@ class PrivacyAccount:
             raise Refused("privacy", f"the noise is too little for what the recipe promises the records of {self.site}")
         total = _sum_charges([whole, *list(charges.values())[-again or len(charges) :]])
         if not self._is_within_budget(total, self._site_ledger().earlier_runs()):
+            assert self.budget is not None
+            cost, limit = self._epsilon_after(total, self._site_ledger().earlier_runs()), self.budget
             raise Refused(
                 "budget",
                 f"this run would cost more than the privacy budget of {self.site} has left; ask for fewer rounds, or "
                 "for more noise",
-            )
+            ) from DataError(f"all runs would cost {cost:.3g} of {limit.epsilon:g} at δ = {limit.delta:g}")
 
     def charge_round(self, round: int, of: str, charge: Charge) -> None:
         """Record the next round's releases. `of` identifies them exactly: repeating the same release costs nothing."""
