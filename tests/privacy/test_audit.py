@@ -300,17 +300,12 @@ OTHERS: dict[str, tuple[str, Callable[[pytest.MonkeyPatch], None]]] = {
 SLOW = ("fedmp",)
 
 
+@pytest.mark.parametrize("times", [5, pytest.param(20, marks=pytest.mark.heavy)])
 @pytest.mark.parametrize("mistake", PLANTED)
-def test_every_planted_mistake_is_refuted_every_time(mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_planted_mistake_is_refuted_every_time(mistake: str, times: int, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe, plant = PLANTED[mistake]
     plant(monkeypatch)
-    assert all(attacked(recipe, secret).is_refuted for secret in range(3 if recipe in SLOW else 20))
-
-
-@pytest.mark.heavy
-def test_slots_without_their_factor_are_refuted_every_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    forget_the_factor_of_slots(monkeypatch)
-    assert all(attacked("fedmp", secret).is_refuted for secret in range(20))
+    assert all(attacked(recipe, secret).is_refuted for secret in range(1 if recipe in SLOW and times < 20 else times))
 
 
 @pytest.mark.parametrize("mistake", OTHERS)
@@ -325,16 +320,16 @@ def test_other_planted_mistakes_are_refuted(mistake: str, monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_honest_runs_are_not_accused(recipe: str) -> None:
-    """An honest run is accused with a probability of 5 % at most: 4 % by guesses, 1 % by all tests together. So of 20
-    runs 1 is expected at most; guesses stay far below the claim, and 0.2 are to be expected."""
-    found = [attacked(recipe, secret) for secret in range(20 if recipe in ("local", "stacked", "site") else 1)]
-    assert sum(audit.is_refuted for audit in found) <= len(found) // 20
-    assert not found[0].not_attacked
+    """An honest run is accused with a probability of 5 % at most: 4 % by guesses, 1 % by all tests together."""
+    found = attacked(recipe, 0)
+    assert not found.is_refuted
+    assert not found.not_attacked
 
 
 @pytest.mark.heavy
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_twenty_honest_runs_are_hardly_accused(recipe: str) -> None:
+    """One is expected at most; guesses stay far below the claim, and 0.2 are to be expected."""
     assert sum(attacked(recipe, secret).is_refuted for secret in range(20)) <= 1
 
 

@@ -31,7 +31,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:D
 
 Told = dict[tuple[str, int], float]
 BOTH = ["tensorboard", "mlflow"]
-TIMED = ("seconds", "site_seconds")
+TIMED = ("seconds", "site_seconds", "bytes_up")
+"""Times, and the bytes of messages that hold them."""
 
 
 @pytest.fixture(scope="module")
