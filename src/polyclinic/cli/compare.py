@@ -66,6 +66,7 @@ def reproduce_command(
     rebuild: Annotated[
         bool, typer.Option("--rebuild", help="Write the page again from saved results, without running.")
     ] = False,
+    seeds: Annotated[int, typer.Option("--seeds", min=1, help="The number of seeds of each method.")] = 5,
     folder: Annotated[Path | None, typer.Option("--out", help="The folder of the runs (default: runs/PAPER).")] = None,
     as_json: Json = False,
 ) -> None:
@@ -78,7 +79,7 @@ def reproduce_command(
     else:
         with progress_display() as display:
             page, comparisons = reproduce_paper(
-                paper, quick, target, data, display.on_event, display.start_run, only=only
+                paper, quick, target, data, display.on_event, display.start_run, only=only, seeds=seeds
             )
     if as_json:
         print_json({"page": str(page), "tables": [c.to_json() for c in comparisons]})

@@ -34,8 +34,9 @@ def reproduce(
     begin: Callable[[Recipe, int, int], None] = lambda *_: None,
     results: Path | None = None,
     only: str | None = None,
+    seeds: int = SEEDS,
 ) -> tuple[Path, list[Comparison]]:
-    """Run the paper's recipes, or `only` one table, and write its page.
+    """Run the paper's recipes with so many `seeds` each, or `only` one table, and write its page.
 
     A recipe named quick*.yaml belongs to the quick version, whose page goes into `out`; every other to the full one,
     whose figures are kept in docs/results/data/ and whose page in docs/results/ is made from them.
@@ -48,7 +49,7 @@ def reproduce(
     for table, path in chosen.items():
         if only not in (None, table):
             continue
-        comparison = compare([Recipe.load(path)], SEEDS, out / table, data, watch, begin)
+        comparison = compare([Recipe.load(path)], seeds, out / table, data, watch, begin)
         kept = json.dumps(_to_kept_json(comparison), allow_nan=False, separators=(",", ":")) + "\n"
         write_atomically(folder / "data" / f"{paper}-{table}.json", kept.encode())
     return write_page(paper, quick, folder)
