@@ -279,7 +279,7 @@ def _print_releases(handler: SiteMessageHandler, recipe: polyclinic.Recipe, as_j
         kind = f"{row.kind} ({row.cluster})" if row.cluster else row.kind
         table.add_row(*map(Text, (kind, row.when, size, str(len(row.shapes)), row.protection)))
     prices = sorted({row.epsilon for row in rows if row.epsilon is not None})
-    table.caption = Text("\n".join(f"ε of the whole run: {price:.3g}" for price in prices))
+    table.caption = Text("\n".join(f"ε of the whole run: {round_up(price)}" for price in prices))
     out.print(table)
     out.print(Text(f"to allow only this recipe, add to allow.recipes:\n{mark}"), soft_wrap=True)
 

@@ -33,7 +33,7 @@ from polyclinic.cli.common import (
     titled_table,
 )
 from polyclinic.core import HELD_OUT, PUBLIC, STUDENT
-from polyclinic.reporting.formatting import format_number
+from polyclinic.reporting.formatting import format_number, round_up
 
 if TYPE_CHECKING:
     from polyclinic.config.recipe import Recipe
@@ -241,7 +241,7 @@ def plan_line(plan: Mapping[str, Any]) -> str:
     if is_seeded:
         stop += f"; no guarantee: {PUBLIC_SEED}"
     return (
-        f"privacy: ε {'would be' if is_seeded else '='} {plan['epsilon']:.3g} per {plan['unit']} at "
+        f"privacy: ε {'would be' if is_seeded else '='} {round_up(plan['epsilon'])} per {plan['unit']} at "
         f"δ = {plan['delta']:.2g} for the whole run "
         f"(noise {describe_noise(plan['noise'], plan['site_noise'])}, {describe_clip(plan['clip'])}){stop}"
     )
