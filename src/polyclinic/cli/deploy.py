@@ -34,6 +34,7 @@ from polyclinic.cli.common import (
 )
 from polyclinic.cli.display import Display, print_result
 from polyclinic.core import PolyclinicError, RecipeError, StoreError, read_yaml
+from polyclinic.reporting.formatting import round_up
 
 if TYPE_CHECKING:
     from polyclinic.deploy.processes import SiteRegistration

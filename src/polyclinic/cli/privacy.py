@@ -28,6 +28,7 @@ from polyclinic.cli.common import (
 )
 from polyclinic.cli.display import plan_line, strip_zeros
 from polyclinic.core import RecipeError
+from polyclinic.reporting.formatting import round_up
 
 if TYPE_CHECKING:
     from polyclinic.privacy.plan import PrivacyPlan
@@ -80,7 +81,7 @@ def _plan_table(plan: PrivacyPlan) -> Table:
     for negative, site in cost[:10]:
         rounds, steps = sum(site in cohort for cohort in plan.rounds), sum(spend.times for spend in whole[site])
         cells = [site, str(rounds), f"{plan.site_sizes[site].examples:,}", f"{steps:,}", f"{plan.noise_of(site):.3g}"]
-        table.add_row(*map(Text, [*cells, "∞" if math.isinf(negative) else round_up(-negative, 4)]))
+        table.add_row(*map(Text, [*cells, round_up(-negative, 4)]))
     more = f"; {len(cost) - 10} more sites have a smaller ε" if len(cost) > 10 else ""
     where = (
         ""
@@ -135,7 +136,7 @@ def spent_command(
     notes = []
     for unit, value in found.items():
         limit = f"of {budget.epsilon:g}" if budget is not None and budget.unit == unit else ""
-        known = "unknown" if isinstance(value, str) else round_up(value, 4) if math.isfinite(value) else "infinite"
+        known = "unknown" if isinstance(value, str) else round_up(value, 4)
         table.add_row(UNITS[unit], known, limit)
         notes += [] if isinstance(value, float) else [f"{UNITS[unit]}: {value}"]
     table.caption = Text(f"all runs together, at δ = {delta:.2g}")

@@ -77,7 +77,7 @@ def format_names(names: Sequence[str], most: int | None = None) -> str:
 
 def round_up(value: float, digits: int = 3) -> str:
     """Significant digits, rounded up: a privacy cost is never shown smaller than it is."""
-    if value == 0:
-        return "0"
+    if value == 0 or math.isinf(value):
+        return "0" if value == 0 else "∞"
     unit = 10.0 ** (math.floor(math.log10(value)) - digits + 1)
     return f"{math.ceil(value / unit - 1e-9) * unit:.{digits}g}"
