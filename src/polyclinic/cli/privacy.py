@@ -136,7 +136,7 @@ def spent_command(
     notes = []
     for unit, value in found.items():
         limit = f"of {budget.epsilon:g}" if budget is not None and budget.unit == unit else ""
-        known = "unknown" if isinstance(value, str) else round_up(value, 4)
+        known = "unknown" if isinstance(value, str) else "infinite" if math.isinf(value) else round_up(value, 4)
         table.add_row(UNITS[unit], known, limit)
         notes += [] if isinstance(value, float) else [f"{UNITS[unit]}: {value}"]
     table.caption = Text(f"all runs together, at δ = {delta:.2g}")
