@@ -13,7 +13,7 @@ from polyclinic.analysis.attack.gradient_inversion import Search
 from polyclinic.analysis.features import FeatureOptions
 from polyclinic.analysis.privacy_audit import audit_recipe
 from polyclinic.analysis.saliency import SaliencyOptions
-from polyclinic.cli import data, deploy, display, inspect as inspecting, privacy, report, run
+from polyclinic.cli import data, display, inspect as inspecting, privacy, report, run, server
 from polyclinic.core.jobs import Failure
 from polyclinic.dashboard import open_board
 from polyclinic.data.findings import Level
@@ -61,9 +61,9 @@ def test_the_defaults_of_options(command: Callable[..., Any], option: str, expec
 def test_the_names_of_a_run_s_files() -> None:
     folder = RunFolder(Path())
     for file, modules in {
-        folder.recipe: (run, deploy, privacy),
-        folder.result: (deploy,),
-        folder.status: (deploy,),
+        folder.recipe: (run, server, privacy),
+        folder.result: (server,),
+        folder.status: (server,),
     }.items():
         for module in modules:
             assert file.name in inspect.getsource(module)

@@ -15,7 +15,8 @@ from typer.testing import CliRunner
 
 pytest.importorskip("flwr", reason="needs the extra polyclinic[flower]")
 
-from polyclinic.cli.deploy import join, status
+from polyclinic.cli.server import status
+from polyclinic.cli.site import join
 from polyclinic.core.errors import RecipeError
 from polyclinic.core.jobs import Failure
 from polyclinic.deploy.config import ServerConfig

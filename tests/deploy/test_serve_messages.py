@@ -20,8 +20,8 @@ pytest.importorskip("flwr", reason="needs the extra polyclinic[flower]")
 
 
 from polyclinic import Recipe, run
-from polyclinic.cli.deploy import serve, status
 from polyclinic.cli.display import result_table
+from polyclinic.cli.server import serve, status
 from polyclinic.core.errors import EngineError, PolyclinicError, RecipeError, RoundFailed, StoreError
 from polyclinic.core.jobs import Failure
 from polyclinic.core.types import SiteId

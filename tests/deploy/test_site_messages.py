@@ -15,7 +15,8 @@ from typer.testing import CliRunner
 pytest.importorskip("flwr", reason="needs the extra polyclinic[flower]")
 
 from polyclinic import Recipe
-from polyclinic.cli.deploy import join, status
+from polyclinic.cli.server import status
+from polyclinic.cli.site import join
 from polyclinic.config.identity import predicted_parts
 from polyclinic.core.errors import PolyclinicError, RecipeError, StoreError
 from polyclinic.deploy.processes import serve_site

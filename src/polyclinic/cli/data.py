@@ -1,4 +1,4 @@
-"""The commands `data list`, `check`, `diagnose`, `fetch` and `cache`."""
+"""The commands of `data` and `weights`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import textwrap
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeAlias
 
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
     Work: TypeAlias = Sequence[tuple[Listing, Sequence[Refusal]]]
     """Listings to check, each with the partitions to try; without any, its own sites."""
+
 
 app = typer.Typer(no_args_is_help=True, help="List, check, compare and download images before training.")
 
@@ -381,3 +382,34 @@ def _is_locked(lock: Path) -> bool:
         except BlockingIOError:
             return True
     return False
+
+
+weights_app = typer.Typer(no_args_is_help=True, help="Convert published weights.")
+
+
+@weights_app.callback()
+def weights() -> None:
+    """Convert published weights."""
+
+
+@weights_app.command()
+def convert(
+    source: Annotated[Path, typer.Argument(metavar="IN", help="A torch checkpoint (.pt, .pth, .p).")],
+    target: Annotated[Path, typer.Argument(metavar="OUT", help="The safetensors file to write.")],
+    key: Annotated[
+        str | None, typer.Option("--key", help="The key of the weights in the checkpoint, such as model.")
+    ] = None,
+    prefix: Annotated[
+        str,
+        typer.Option("--prefix", help="Take only names with this prefix, and remove it, such as four_view_resnet.cc."),
+    ] = "",
+    as_json: Json = False,
+) -> None:
+    """Convert a torch checkpoint to a safetensors file for `model.weights`, without running any code in it."""
+    from polyclinic.models.weights.convert import convert_checkpoint
+
+    found = convert_checkpoint(source, target, key, prefix)
+    if as_json:
+        print_json({"file": str(target), **asdict(found)})
+        return
+    out.print(Text(f"written: {target} ({found.tensors} tensors, {found.values:,} values)"), soft_wrap=True)

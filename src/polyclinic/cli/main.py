@@ -14,15 +14,15 @@ import typer
 from typer.core import TyperGroup
 
 from polyclinic.cli import (
-    compare,
     data,
-    deploy,
     inspect,
     predict,
     privacy,
+    provision,
     report,
     run,
-    tools,
+    server,
+    site,
 )
 from polyclinic.cli.common import print_message
 from polyclinic.core import PolyclinicError, __version__
@@ -32,11 +32,11 @@ COMMANDS: dict[str, dict[str, Callable[..., None] | typer.Typer]] = {
         "demo": run.demo_command,
         "run": run.run_command,
         "resume": run.resume_command,
-        "compare": compare.compare_command,
-        "reproduce": compare.reproduce_command,
+        "compare": run.compare_command,
+        "reproduce": run.reproduce_command,
         "list": run.list_command,
     },
-    "Data": {"data": data.app, "weights": tools.weights_app},
+    "Data": {"data": data.app, "weights": data.weights_app},
     "Results": {
         "report": report.report_command,
         "board": report.board_command,
@@ -52,11 +52,11 @@ COMMANDS: dict[str, dict[str, Callable[..., None] | typer.Typer]] = {
         "attack": privacy.attack_command,
     },
     "Real sites": {
-        "provision": deploy.provision_app,
-        "serve": deploy.serve,
-        "join": deploy.join,
-        "status": deploy.status,
-        "site": tools.site_app,
+        "provision": provision.provision_app,
+        "serve": server.serve,
+        "join": site.join,
+        "status": server.status,
+        "site": site.site_app,
     },
 }
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from polyclinic.cli.deploy import provision_app as app
+from polyclinic.cli.provision import provision_app as app
 from polyclinic.core.errors import EngineError
 from polyclinic.deploy.config import ServerSection
 from polyclinic.deploy.provisioning import certificates

@@ -13,7 +13,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from polyclinic.cli.deploy import provision_app as app
+from polyclinic.cli.provision import provision_app as app
 from polyclinic.core import __version__
 from polyclinic.core.errors import DataError, EngineError, RecipeError, StoreError
 from polyclinic.deploy.config import ServerConfig

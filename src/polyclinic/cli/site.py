@@ -1,10 +1,12 @@
-"""The commands `site capability` and `weights convert`."""
+"""The commands of a site: `join`, and those of `site`."""
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, replace
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,11 +16,77 @@ from rich.table import Column
 from rich.text import Text
 
 import polyclinic
-from polyclinic.cli.common import Json, find_recipe, out, plain_table, print_json
+from polyclinic.cli.common import (
+    Json,
+    find_recipe,
+    out,
+    plain_table,
+    print_json,
+    print_message,
+)
 from polyclinic.core import RecipeError
+from polyclinic.reporting.formatting import round_up
 
 if TYPE_CHECKING:
     from polyclinic.config.capability import Capability, ResourceWeights
+    from polyclinic.deploy.site.message_handler import SiteMessageHandler
+
+
+def join(
+    site: Annotated[Path, typer.Argument(metavar="SITE.yaml", help="The configuration file in the site's kit.")],
+    rehearsed: Annotated[
+        str | None,
+        typer.Option(
+            "--dry-run", metavar="RECIPE", help="Show what this recipe would send from this site, and send nothing."
+        ),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Take part with this site's images: connect, and answer requests that the policy in SITE.yaml allows."""
+    from polyclinic.deploy.processes import serve_site
+    from polyclinic.deploy.site.config import SiteConfig, config_warnings, with_remedy
+    from polyclinic.deploy.site.message_handler import SiteMessageHandler
+
+    config = SiteConfig.load(site)
+
+    def log(sentence: str) -> None:
+        with contextlib.suppress(OSError):  # a terminal that is gone, or a log on a full disk, shall not end the work
+            print_message(f"{datetime.now():%H:%M:%S} {config.site}: {sentence}")
+
+    for warning in config_warnings(config):
+        log(warning)
+    with with_remedy():
+        handler = SiteMessageHandler(config, log)
+        if rehearsed is not None:
+            _print_releases(handler, polyclinic.Recipe.load(find_recipe(rehearsed)), as_json)
+            return
+        try:
+            serve_site(config, handler.answer_message, log, lambda: handler.is_idle)
+        except KeyboardInterrupt:
+            log("stopped")
+            raise typer.Exit(0) from None
+
+
+def _print_releases(handler: SiteMessageHandler, recipe: polyclinic.Recipe, as_json: bool) -> None:
+    """Print the data that a recipe would send from the site, by kind."""
+    from polyclinic.deploy.site.participation import WITHHELD
+    from polyclinic.deploy.site.policy import recipe_digest
+
+    rows, mark = handler.preview_releases(recipe), recipe_digest(recipe)
+    if as_json:
+        print_json({"recipe": mark, "releases": [asdict(row) for row in rows]})
+        return
+    table = plain_table(*(Column(name, overflow="fold") for name in ("kind", "when", "MB", "tensors", "protection")))
+    for column in table.columns[2:4]:
+        column.justify = "right"
+    for row in rows:
+        size = f"{row.bytes / 1e6:.3f}" if row.bytes else "–" if row.when == WITHHELD else "as asked"
+        kind = f"{row.kind} ({row.cluster})" if row.cluster else row.kind
+        table.add_row(*map(Text, (kind, row.when, size, str(len(row.shapes)), row.protection)))
+    prices = sorted({row.epsilon for row in rows if row.epsilon is not None})
+    table.caption = Text("\n".join(f"ε of the whole run: {round_up(price)}" for price in prices))
+    out.print(table)
+    out.print(Text(f"to allow only this recipe, add to allow.recipes:\n{mark}"), soft_wrap=True)
 
 
 site_app = typer.Typer(no_args_is_help=True, help="Measure this site's machine.")
@@ -144,34 +212,3 @@ def _parse_weights(text: str) -> ResourceWeights:
         return ResourceWeights(**numbers)
     except (RecipeError, ValueError) as error:
         raise typer.BadParameter(str(error), param_hint="--weights") from None
-
-
-weights_app = typer.Typer(no_args_is_help=True, help="Convert published weights.")
-
-
-@weights_app.callback()
-def weights() -> None:
-    """Convert published weights."""
-
-
-@weights_app.command()
-def convert(
-    source: Annotated[Path, typer.Argument(metavar="IN", help="A torch checkpoint (.pt, .pth, .p).")],
-    target: Annotated[Path, typer.Argument(metavar="OUT", help="The safetensors file to write.")],
-    key: Annotated[
-        str | None, typer.Option("--key", help="The key of the weights in the checkpoint, such as model.")
-    ] = None,
-    prefix: Annotated[
-        str,
-        typer.Option("--prefix", help="Take only names with this prefix, and remove it, such as four_view_resnet.cc."),
-    ] = "",
-    as_json: Json = False,
-) -> None:
-    """Convert a torch checkpoint to a safetensors file for `model.weights`, without running any code in it."""
-    from polyclinic.models.weights.convert import convert_checkpoint
-
-    found = convert_checkpoint(source, target, key, prefix)
-    if as_json:
-        print_json({"file": str(target), **asdict(found)})
-        return
-    out.print(Text(f"written: {target} ({found.tensors} tensors, {found.values:,} values)"), soft_wrap=True)

@@ -1,12 +1,10 @@
-"""The commands between real sites: `serve`, `join`, `status` and `provision`."""
+"""The commands of a server of real sites: `serve` and `status`."""
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
@@ -14,7 +12,6 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 import typer
 from rich.table import Column, Table
 from rich.text import Text
-from typer.core import TyperGroup
 
 import polyclinic
 from polyclinic.cli.common import (
@@ -34,16 +31,12 @@ from polyclinic.cli.common import (
 )
 from polyclinic.cli.display import Display, print_result
 from polyclinic.core import PolyclinicError, RecipeError, StoreError, read_yaml
-from polyclinic.reporting.formatting import round_up
 
 if TYPE_CHECKING:
     from polyclinic.deploy.processes import SiteRegistration
-    from polyclinic.deploy.site.message_handler import SiteMessageHandler
     from polyclinic.runs.result import RunResult
 
-FAILED = "failed"
-Status: TypeAlias = dict[str, Any]
-"""The last status that a server or a site wrote, or the traffic of one site."""
+
 Out = Annotated[Path, typer.Option("--out", help="The folder of the run. An interrupted run in it is continued.")]
 
 
@@ -126,39 +119,8 @@ def _run_rounds(
     return run_deployed(recipe, remote, sites, folder, watch, data, missing)
 
 
-def join(
-    site: Annotated[Path, typer.Argument(metavar="SITE.yaml", help="The configuration file in the site's kit.")],
-    rehearsed: Annotated[
-        str | None,
-        typer.Option(
-            "--dry-run", metavar="RECIPE", help="Show what this recipe would send from this site, and send nothing."
-        ),
-    ] = None,
-    as_json: Json = False,
-) -> None:
-    """Take part with this site's images: connect, and answer requests that the policy in SITE.yaml allows."""
-    from polyclinic.deploy.processes import serve_site
-    from polyclinic.deploy.site.config import SiteConfig, config_warnings, with_remedy
-    from polyclinic.deploy.site.message_handler import SiteMessageHandler
-
-    config = SiteConfig.load(site)
-
-    def log(sentence: str) -> None:
-        with contextlib.suppress(OSError):  # a terminal that is gone, or a log on a full disk, shall not end the work
-            print_message(f"{datetime.now():%H:%M:%S} {config.site}: {sentence}")
-
-    for warning in config_warnings(config):
-        log(warning)
-    with with_remedy():
-        handler = SiteMessageHandler(config, log)
-        if rehearsed is not None:
-            _print_releases(handler, polyclinic.Recipe.load(find_recipe(rehearsed)), as_json)
-            return
-        try:
-            serve_site(config, handler.answer_message, log, lambda: handler.is_idle)
-        except KeyboardInterrupt:
-            log("stopped")
-            raise typer.Exit(0) from None
+FAILED = "failed"
+Status: TypeAlias = dict[str, Any]
 
 
 def status(
@@ -263,28 +225,6 @@ def _print_site(found: Status, folder: Path, as_json: bool) -> None:
     out.print(Text(f"sent so far: {sent}; see {folder / 'releases.jsonl'}"), soft_wrap=True)
 
 
-def _print_releases(handler: SiteMessageHandler, recipe: polyclinic.Recipe, as_json: bool) -> None:
-    """Print the data that a recipe would send from the site, by kind."""
-    from polyclinic.deploy.site.participation import WITHHELD
-    from polyclinic.deploy.site.policy import recipe_digest
-
-    rows, mark = handler.preview_releases(recipe), recipe_digest(recipe)
-    if as_json:
-        print_json({"recipe": mark, "releases": [asdict(row) for row in rows]})
-        return
-    table = plain_table(*(Column(name, overflow="fold") for name in ("kind", "when", "MB", "tensors", "protection")))
-    for column in table.columns[2:4]:
-        column.justify = "right"
-    for row in rows:
-        size = f"{row.bytes / 1e6:.3f}" if row.bytes else "–" if row.when == WITHHELD else "as asked"
-        kind = f"{row.kind} ({row.cluster})" if row.cluster else row.kind
-        table.add_row(*map(Text, (kind, row.when, size, str(len(row.shapes)), row.protection)))
-    prices = sorted({row.epsilon for row in rows if row.epsilon is not None})
-    table.caption = Text("\n".join(f"ε of the whole run: {round_up(price)}" for price in prices))
-    out.print(table)
-    out.print(Text(f"to allow only this recipe, add to allow.recipes:\n{mark}"), soft_wrap=True)
-
-
 def _format_megabytes(size: int) -> str:
     return f"{size / 1e6:.1f}"
 
@@ -297,134 +237,3 @@ def _format_age(when: str | None) -> str:
         if seconds >= length:
             return f"{seconds / length:.0f} {unit} ago"
     return f"{max(0, seconds):.0f} s ago"
-
-
-MAKE = "make"
-
-
-class DefaultCommandGroup(TyperGroup):
-    """A group in which `provision FILE` means `provision make FILE`."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        if args and args[0] not in self.commands and args[0] != "--help":
-            args = [MAKE, *args]
-        return super().parse_args(ctx, args)
-
-
-provision_app = typer.Typer(
-    cls=DefaultCommandGroup, no_args_is_help=True, help="Make and renew the keys, certificates and kits of real sites."
-)
-Folder = Annotated[Path, typer.Argument(metavar="KITS", help="The folder that `provision FILE --out KITS` made.")]
-
-
-@provision_app.command(MAKE)
-def make(
-    file: Annotated[
-        Path, typer.Argument(metavar="FEDERATION.yaml", help="The file that lists the sites (docs/deploy.md).")
-    ],
-    folder: Annotated[Path, typer.Option("--out", metavar="KITS", help="The output folder.")] = Path("kits"),
-    wheel: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE.whl", help="A wheel of polyclinic for the kits, if sites cannot install it from an index."
-        ),
-    ] = None,
-    as_json: Json = False,
-) -> None:
-    """Make a certificate authority, the server's certificate, and a kit with a key for each site (the default)."""
-    from polyclinic.deploy.config import FederationConfig
-    from polyclinic.deploy.provisioning.provision import (
-        provision_federation,
-        read_wheel,
-    )
-
-    provision_federation(FederationConfig.load(file), folder, None if wheel is None else read_wheel(wheel))
-    _print_kits(folder, as_json)
-    if not as_json:
-        _print_next_steps(
-            f"copy to the server: {folder / 'server'}",
-            f"send to each site by a secure channel (it holds a private key): {folder / 'sites' / 'NAME.zip'}",
-            f"keep here, and give to nobody: {folder / 'ca'}",
-        )
-
-
-@provision_app.command()
-def rotate(
-    folder: Folder,
-    who: Annotated[
-        str | None, typer.Argument(metavar="[SITE|server]", help="The site, or `server`, whose key to renew.")
-    ] = None,
-    everybody: Annotated[bool, typer.Option("--all", help="Renew the authority, the server and every site.")] = False,
-) -> None:
-    """Renew the key of a site, of the server, or of all. Old site keys are revoked."""
-    from polyclinic.deploy.provisioning import provision
-
-    if everybody == (who is not None):
-        raise typer.BadParameter("name the key to renew: a site, server, or --all", param_hint="SITE")
-    if who is None:
-        provision.rotate_all(folder)
-        _print_next_steps(
-            f"copy to the server: {folder / 'server'}", f"send to every site: its zip in {folder / 'sites'}"
-        )
-    elif who == "server":
-        provision.rotate_server(folder)
-        _print_next_steps(f"copy to the server: {folder / 'server'}; sites need nothing")
-    else:
-        provision.rotate_site(folder, who)
-        _print_next_steps(
-            f"copy to the server: {folder / 'server'}", f"send to {who}: {provision.zip_path(folder, who)}"
-        )
-
-
-@provision_app.command()
-def revoke(folder: Folder, site: Annotated[str, typer.Argument(metavar="SITE", help="The name of the site.")]) -> None:
-    """Revoke a site's key: remove it from the server's list."""
-    from polyclinic.deploy.provisioning import provision
-
-    provision.revoke_site(folder, site)
-    _print_next_steps(f"copy to the server at once: {folder / 'server'}; until then it still accepts the key of {site}")
-
-
-@provision_app.command()
-def add(folder: Folder, site: Annotated[str, typer.Argument(metavar="SITE", help="The name of the site.")]) -> None:
-    """Make a kit for another site, or a new one for a revoked site."""
-    from polyclinic.deploy.provisioning import provision
-
-    provision.add_site(folder, site)
-    _print_next_steps(f"copy to the server: {folder / 'server'}", f"send to {site}: {provision.zip_path(folder, site)}")
-
-
-@provision_app.command()
-def show(folder: Folder, as_json: Json = False) -> None:
-    """Show fingerprints and expiry dates. The exit code is 1 if files do not match or have expired."""
-    if _print_kits(folder, as_json):
-        raise typer.Exit(1)
-
-
-def _print_next_steps(*lines: str) -> None:
-    for line in lines:
-        out.print(Text(line), soft_wrap=True)
-    out.print(Text("then restart the server or site; the README.md in each kit says how"), soft_wrap=True)
-
-
-def _print_kits(folder: Path, as_json: bool) -> bool:
-    """Print the keys and certificates; return whether there is a problem."""
-    from polyclinic.deploy.provisioning.inspect import inspect_kits
-
-    found = inspect_kits(folder)
-    if as_json:
-        print_json(asdict(found))
-        return bool(found.problems)
-    table = plain_table(
-        Column("", overflow="fold"),
-        Column("fingerprint (SHA-256)", max_width=50, overflow="fold"),
-        Column("valid until", no_wrap=True),
-    )
-    for row in found.rows:
-        table.add_row(*map(Text, (row.name, row.fingerprint, row.until)))
-    out.print(table)
-    for gone in found.revoked:
-        out.print(Text(f"{gone.get('why')} on {gone.get('date')}: {gone.get('site')}, {gone.get('fingerprint')}"))
-    for message in [f"warning: {w}" for w in found.warnings] + [f"error: {p}" for p in found.problems]:
-        print_message(message)
-    return bool(found.problems)
