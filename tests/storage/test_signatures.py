@@ -26,7 +26,7 @@ def test_a_signature_is_verified() -> None:
 )
 def test_another_statement_or_site_is_refused(site: str, purpose: str, fields: dict[str, object]) -> None:
     signers, peers = make_signers(["north", "south"])
-    with pytest.raises(Refused, match="signature|no site"):
+    with pytest.raises(Refused, match=r"signature|no site"):
         peers.verify(site, purpose, fields, signers["north"].sign("cohort", FIELDS))
 
 
