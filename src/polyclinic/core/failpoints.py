@@ -31,6 +31,17 @@ FAILPOINTS = (
     "run-key-written",
     "chain-key-moved",
     "run-begun",
+    "keys-made",
+    "secrets-shared",
+    "update-masked",
+    "survivors-recorded",
+    "shares-revealed",
+    "keys-collected",
+    "shares-collected",
+    "masked-update-added",
+    "updates-collected",
+    "survivors-agreed",
+    "sum-unmasked",
 )
 
 _name, _left = "", 0

@@ -16,7 +16,7 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.hashes import SHA384
 
-from polyclinic.core import Refused, SiteId
+from polyclinic.core import Refused, SiteId, Stream
 
 ALGORITHM = ec.ECDSA(SHA384())
 
@@ -53,9 +53,21 @@ class PeerKeys:
             ) from None
 
 
-def make_signers(sites: list[SiteId]) -> tuple[dict[SiteId, SiteSigner], PeerKeys]:
-    """Return new keys for the sites of a simulation, and what each of them knows of the others."""
-    signers = {site: SiteSigner(site, ec.generate_private_key(ec.SECP384R1())) for site in sites}
+def make_signers(sites: list[SiteId], stream: Stream | None = None) -> tuple[dict[SiteId, SiteSigner], PeerKeys]:
+    """Return keys for the sites of a simulation, and what each of them knows of the others.
+
+    With a `stream` the keys follow from it, so that several processes of one simulation have the same.
+    """
+    curve = ec.SECP384R1()
+    signers = {
+        site: SiteSigner(
+            site,
+            ec.generate_private_key(curve)
+            if stream is None
+            else ec.derive_private_key(int.from_bytes(stream.child(site).key()), curve),
+        )
+        for site in sites
+    }
     return signers, PeerKeys({site: signer.key.public_key() for site, signer in signers.items()})
 
 
