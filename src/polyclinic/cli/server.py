@@ -102,8 +102,10 @@ def _run_rounds(
     data: Path | None,
 ) -> RunResult:
     """Wait for sites, and run the recipe with the connected ones."""
+    from polyclinic.deploy.provisioning.certificates import read_public_key
     from polyclinic.deploy.serve import run_deployed
     from polyclinic.federation.engines import RemoteExecution
+    from polyclinic.storage.signatures import PeerKeys
 
     board, sites = reception.board, list(reception.link.nodes)
     board.report, board.patient = display.print_line, recipe.quorum is None
@@ -115,7 +117,8 @@ def _run_rounds(
         display.on_event(event, info)
 
     display.start_run(recipe, 0, 1)
-    remote = RemoteExecution(reception.engine, "flower", deadline)
+    peers = PeerKeys({site: read_public_key(path) for site, path in reception.link.keys.items()})
+    remote = RemoteExecution(reception.engine, "flower", deadline, peers=peers)
     return run_deployed(recipe, remote, sites, folder, watch, data, missing)
 
 

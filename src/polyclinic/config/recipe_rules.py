@@ -73,10 +73,10 @@ def check_algorithm(recipe: Recipe, algorithm: Algorithm) -> Iterator[str]:
             (recipe.ensemble, f"{own_way} ensemble: false, or algorithm.variant: corrected"),
         )
     if any(stage.name == "mask" for stage in recipe.stages) and not averages(type(algorithm)):
+        known = ", ".join(sorted(n for n, kind in ALGORITHMS.items() if averages(kind) and not kind.pooled))
         yield (
             f"{name} needs every site's update by itself, and behind masks the server sees only their weighted mean; "
-            f"choose {', '.join(sorted(n for n, kind in ALGORITHMS.items() if averages(kind) and not kind.pooled))}, or leave the stage "
-            "mask out"
+            f"choose one of {known}, or leave the stage mask out"
         )
     # A stage may name only kinds of tensors that sites send. Where they send nothing, stages have no effect.
     sent = [exchange.kind for exchange in algorithm.exchanges()]

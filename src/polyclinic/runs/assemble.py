@@ -20,7 +20,7 @@ from polyclinic.models.classifier import Classifier
 from polyclinic.privacy.plan import PrivacyPlan
 from polyclinic.privacy.transforms.base import UpdateTransform
 from polyclinic.privacy.worst_case import RunCost
-from polyclinic.runs.masking import SiteIdentity, build_masking, mask_of, simulate_identities
+from polyclinic.runs.masking import SiteIdentity, build_masking, check_sites, mask_of, simulate_identities
 from polyclinic.runs.networks import (
     Networks,
     build_network,
@@ -114,6 +114,9 @@ def assemble(
     pretrain_networks(networks, public, device)
     algorithm = networks.wrap_algorithm(algorithm)
     sites, held_out = sites_on_device(recipe, dataset, module, device)
+    stages = recipe.build_stages()
+    if site is None:
+        check_sites(mask_of(stages), len(sites), recipe.cohort)
     if site is not None:
         sites = {site: sites[site]}
     elif algorithm.pooled:
@@ -125,8 +128,7 @@ def assemble(
     )
     setup = RunSetup(recipe, dataset, module, networks, sites, held_out, public, federation, algorithm)
     if recipe.privacy is None:
-        return replace(setup, transforms=tuple(recipe.build_stages()))
-    stages = recipe.build_stages()
+        return replace(setup, transforms=tuple(stages))
     plan = make_plan(setup)
     algorithm = networks.wrap_algorithm(recipe.build_algorithm(plan.private_options()))
     return replace(setup, plan=plan, algorithm=algorithm, transforms=(*plan_transforms(plan, mask_of(stages)), *stages))

@@ -42,6 +42,12 @@ def mask_of(stages: Iterable[UpdateTransform]) -> Mask | None:
     return next((stage for stage in stages if isinstance(stage, Mask)), None)
 
 
+def check_sites(mask: Mask | None, sites: int, cohort: int | None) -> None:
+    """Raise `RecipeError` if masks cannot protect rounds of so many sites."""
+    if mask is not None and (problem := mask.problem_with(min(sites, cohort or sites))):
+        raise RecipeError(problem)
+
+
 def simulate_identities(seed: int, sites: Sequence[SiteId]) -> dict[SiteId, SiteIdentity]:
     """Return the identities of the sites of a simulation, which follow from the seed and protect nothing."""
     stream = Stream(seed, ("identities",))

@@ -10,7 +10,7 @@ import binascii
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric import ec
@@ -51,6 +51,18 @@ class PeerKeys:
             raise Refused(
                 "signature", f"a statement ({purpose}) in the name of {site} has no valid signature"
             ) from None
+
+
+class Keyring(Protocol):
+    """What a site needs to sign, and to verify what others have signed."""
+
+    @property
+    def signer(self) -> SiteSigner: ...
+
+    @property
+    def keys(self) -> PeerKeys:
+        """The public keys of all sites."""
+        ...
 
 
 def make_signers(sites: list[SiteId], stream: Stream | None = None) -> tuple[dict[SiteId, SiteSigner], PeerKeys]:

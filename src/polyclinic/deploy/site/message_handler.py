@@ -29,9 +29,13 @@ from polyclinic.deploy.site.message_checks import (
 from polyclinic.deploy.site.participation import Participation, ReleasePreview, RunTerms
 from polyclinic.deploy.site.policy import check_recipe, recipe_digest
 from polyclinic.deploy.site.release_log import FAILED, LOG, REFUSED, ReleaseLog, RotatingLog, timestamp
+from polyclinic.federation.secure_aggregation.agreements import Agreements
+from polyclinic.federation.secure_aggregation.cohort import MASKS, PHASES
+from polyclinic.runs.masking import SiteIdentity
 from polyclinic.runs.sites import FederatedDataset
 from polyclinic.storage import messages
 from polyclinic.storage.files import explain_os_errors, lock_folder, make_folder, write_atomically
+from polyclinic.storage.signatures import Keyring
 from polyclinic.storage.site_memory import DiskMemory, RamMemory
 
 CARD = "card"
@@ -47,8 +51,11 @@ class SiteMessageHandler:
 
     `report` is called with a sentence about every request, refusal and failure."""
 
-    def __init__(self, config: SiteConfig, report: Callable[[str], None] = lambda _: None) -> None:
-        self.config, self.site, self.report = config, config.site, report
+    def __init__(
+        self, config: SiteConfig, report: Callable[[str], None] = lambda _: None, keyring: Keyring | None = None
+    ) -> None:
+        """`keyring`: this site's private key and the public keys of all sites, which masks need."""
+        self.config, self.site, self.report, self.keyring = config, config.site, report, keyring
         self.is_idle = True
         """Whether the site takes part in no run at the moment."""
         self.keys = SiteKeys(config.folder)
@@ -98,6 +105,7 @@ class SiteMessageHandler:
             "enrol": self._handle_enrol,
             "begin": self._handle_begin,
             "train": self._handle_round,
+            **dict.fromkeys(PHASES, self._handle_masks),
             "evaluate": self._handle_round,
             "end": self._handle_end,
         }
@@ -137,7 +145,7 @@ class SiteMessageHandler:
                 self._clear_run_folder(oldest.parent)
             make_folder(kept.parent, 0o700)
             write_atomically(kept.with_name("images"), self.keys.mark_images(part.setup.dataset.fingerprint).encode())
-            if terms.recipe.privacy is not None:
+            if terms.recipe.privacy is not None or part.mask is not None:
                 self.keys.begin_run(kept.parent, terms.digest)
             write_atomically(kept, data)
             failpoint("run-begun")
@@ -164,6 +172,17 @@ class SiteMessageHandler:
         )
         if former is None:
             write_atomically(kept, asked.encode() + reply)
+        return reply
+
+    def _handle_masks(self, message: messages.Message, _: bytes) -> bytes:
+        """Exchange keys and shares for masks. Nothing in the reply depends on images, and all of it can be repeated."""
+        fields, run = message.fields, read_run_id(message.fields)
+        part = self._open_participation(run)
+        check_round_fields(fields, part.recipe, self.site)
+        answer = part.exchange_masks(message)
+        reply = messages.encode(answer.fields, answer.tensors)
+        purpose, round = str(fields["purpose"]), int(fields["round"])
+        self.releases.record_release(reply, {MASKS: len(reply)}, run=run, round=round, purpose=purpose, epsilon=None)
         return reply
 
     def _handle_end(self, message: messages.Message, _: bytes) -> bytes:
@@ -214,9 +233,23 @@ class SiteMessageHandler:
         self._open = None  # the networks of one run at a time
         run = self._run_folder(terms.run)
         self._open = Participation(
-            self.config, terms, own, DiskMemory(run / "memory"), lambda: self.keys.read_run_key(run)
+            self.config,
+            terms,
+            own,
+            DiskMemory(run / "memory"),
+            lambda: self.keys.read_run_key(run),
+            self._find_identity(run),
         )
         return self._open
+
+    def _find_identity(self, run: Path) -> SiteIdentity | None:
+        """Return what this site needs to mask its updates of a run; None if it knows no keys of other sites."""
+        if self.keyring is None:
+            return None
+        signer, peers = self.keyring.signer, self.keyring.keys
+        agreements = Agreements(run / "masks.json")
+        least = self.config.allow.least_sites
+        return SiteIdentity(signer, peers, lambda: self.keys.read_run_key(run).to_bytes(32), agreements, least)
 
     def _check_images(self, own: FederatedDataset, terms: RunTerms) -> None:
         """Raise `Refused` if the images have other classes or shapes than the run, or changed since it began."""

@@ -35,6 +35,8 @@ class Allow(BaseModel):
     """SHA-256 of the only recipes that may run (`recipe_digest`); (): every recipe with an allowed algorithm."""
     kinds: tuple[str, ...] = ()
     """Kinds of data that may leave: those that algorithms send (model, buffers, features …), metrics, predictions."""
+    least_sites: int = Field(2, ge=1)
+    """The fewest sites whose masked updates are added up with this site's."""
     seeded_noise: bool = False
     """For rehearsals: noise may be drawn from the recipe's seed. Anyone who knows the seed can remove that noise."""
 

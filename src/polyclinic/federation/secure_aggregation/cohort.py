@@ -32,7 +32,7 @@ MOST_SITES = 1000
 
 
 @dataclass(frozen=True)
-class SiteKeys:
+class RoundKeys:
     """A site's signed statement of the purpose `keys`."""
 
     received: Mapping[str, str]
@@ -54,7 +54,7 @@ class SiteKeys:
         return {**self._own_fields(), "signature": self.signature}
 
     @staticmethod
-    def from_json(values: Any) -> "SiteKeys":
+    def from_json(values: Any) -> "RoundKeys":
         """Read a statement from another machine; raises `Refused`."""
         if not isinstance(values, dict):
             raise Refused("masks", "the keys of a site are not an object")
@@ -64,7 +64,7 @@ class SiteKeys:
         if not is_number(weight) or not 0 < weight <= 1e12:
             raise Refused("masks", "a site's weight is not a number above 0")
         mask_key, cipher_key = (decode_bytes(values.get(name), KEY) for name in ("mask_key", "cipher_key"))
-        return SiteKeys(received, float(weight), mask_key, cipher_key, str(values.get("signature"))[:400])
+        return RoundKeys(received, float(weight), mask_key, cipher_key, str(values.get("signature"))[:400])
 
 
 @dataclass(frozen=True)
@@ -73,14 +73,14 @@ class Cohort:
 
     run: str
     round: int
-    keys: Mapping[SiteId, SiteKeys]
+    keys: Mapping[SiteId, RoundKeys]
 
     @staticmethod
     def from_json(run: str, round: int, values: Any) -> "Cohort":
         """Read the keys of all sites from another machine; raises `Refused`. `check` comes next."""
         if not isinstance(values, dict) or len(values) > MOST_SITES:
             raise Refused("masks", f"the keys of the sites are not an object of at most {MOST_SITES}")
-        return Cohort(run, round, {site: SiteKeys.from_json(values[site]) for site in sorted(values)})
+        return Cohort(run, round, {site: RoundKeys.from_json(values[site]) for site in sorted(values)})
 
     def to_json(self) -> dict[str, Any]:
         return {site: keys.to_json() for site, keys in self.keys.items()}

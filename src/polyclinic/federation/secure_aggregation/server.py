@@ -25,7 +25,7 @@ from polyclinic.federation.round_log import RoundLog, accepted_fields
 from polyclinic.federation.secure_aggregation.cohort import (
     MASKS,
     Cohort,
-    SiteKeys,
+    RoundKeys,
     check_size,
     hash_kinds,
     read_texts,
@@ -115,7 +115,7 @@ class MaskedRound:
         wanted = {site: hashes[id(bundle)] for site, bundle in sent.items()}
 
         def check(site: SiteId, found: Mapping[str, Any]) -> None:
-            keys = SiteKeys.from_json(dict(found))
+            keys = RoundKeys.from_json(dict(found))
             if dict(keys.received) != wanted[site]:
                 raise Refused("cohort", f"{site} has signed other hashes than those of the weights for it")
             most = self.algorithm.update_weight(Update({}, self.expected(site, sent[site]).examples))
@@ -125,7 +125,7 @@ class MaskedRound:
                 self.peers.verify(site, "keys", keys.statement(self.run, self.round, site), keys.signature)
 
         found = self._ask("keys", list(sent), lambda site: {"received": wanted[site]}, check)
-        keys = {site: SiteKeys.from_json(dict(reply)) for site, reply in sorted(found.items())}
+        keys = {site: RoundKeys.from_json(dict(reply)) for site, reply in sorted(found.items())}
         try:
             check_size(self.options, len(keys), 0)
         except Refused as refusal:

@@ -16,7 +16,7 @@ from polyclinic.federation.secure_aggregation.cohort import (
     MASKS,
     Cohort,
     Fields,
-    SiteKeys,
+    RoundKeys,
     decode_bytes,
     encode_bytes,
     hash_kinds,
@@ -108,7 +108,7 @@ class MaskingSite:
         received = read_texts(masks.get("received"))
         secrets = self._secrets(fields, received)
         mask_key, cipher_key = (k.public_key().public_bytes_raw() for k in (secrets.mask_key, secrets.cipher_key))
-        own = SiteKeys(received, self.weight, mask_key, cipher_key)
+        own = RoundKeys(received, self.weight, mask_key, cipher_key)
         signed = self.signer.sign("keys", own.statement(str(fields["run"]), int(fields["round"]), self.site))
         failpoint("keys-made")
         return {**own.to_json(), "signature": signed}

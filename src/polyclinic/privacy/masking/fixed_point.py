@@ -21,7 +21,7 @@ Words: TypeAlias = NDArray[Any]
 
 
 @dataclass(frozen=True)
-class Grid:
+class FixedGrid:
     """The integers of one kind of tensors."""
 
     bits: int
@@ -42,13 +42,13 @@ class Grid:
         return ((1 << (self.bits - 1)) - 1) // summands
 
 
-PARAMETERS = Grid(32, 2.0**-24)
+PARAMETERS = FixedGrid(32, 2.0**-24)
 """Parameters move by far less than 1 in a round."""
-WIDE = Grid(64, 2.0**-32)
+WIDE = FixedGrid(64, 2.0**-32)
 """Statistics, counters and control variates may be large."""
 
 
-def grid_of(kind: str) -> Grid:
+def grid_of(kind: str) -> FixedGrid:
     """Return the grid of a kind of tensors."""
     return PARAMETERS if kind == "model" else WIDE
 
@@ -71,8 +71,8 @@ def quantise_group(kind: str, group: Tensors, received: Tensors, weight: float, 
             distance, reach = largest * grid.step / (weight or 1.0), limit * grid.step
             raise Refused(
                 "saturation",
-                f"{kind}/{name[:60]} moved by {distance:.3g}, where masks carry {reach:.3g} at most; lower the learning "
-                "rate, or leave the stage mask out",
+                f"{kind}/{name[:60]} moved by {distance:.3g}, where masks carry {reach:.3g} at most; lower the "
+                "learning rate, or leave the stage mask out",
             )
         pieces.append(scaled.numpy().astype(np.int64).astype(grid.words))
     return np.concatenate(pieces) if pieces else np.zeros(0, grid.words)
