@@ -30,8 +30,8 @@ class Agreements:
         if known is not None:
             raise Refused(
                 "agreement",
-                f"round {round} already has other {subject} at this site, and two sums of one round could be compared; "
-                "go back to an earlier round only by an order that the site's people allow, or start the run anew",
+                f"this site has agreed to another list of sites in round {round}, and two sums of one round could be "
+                "compared; resume the run with the sites it had, or start it anew",
             )
         made = {**self._made, f"{round} {subject}": content}
         if self.path is not None:

@@ -37,6 +37,8 @@ class RoundKeys:
 
     received: Mapping[str, str]
     """The hash of each kind of tensors that it receives."""
+    attempt: int
+    """How often the round was given up before; every attempt has masks of its own."""
     weight: float
     mask_key: bytes
     cipher_key: bytes
@@ -48,7 +50,7 @@ class RoundKeys:
 
     def _own_fields(self) -> dict[str, Any]:
         keys = {"mask_key": encode_bytes(self.mask_key), "cipher_key": encode_bytes(self.cipher_key)}
-        return {"received": dict(self.received), "weight": self.weight, **keys}
+        return {"received": dict(self.received), "attempt": self.attempt, "weight": self.weight, **keys}
 
     def to_json(self) -> dict[str, Any]:
         return {**self._own_fields(), "signature": self.signature}
@@ -63,8 +65,9 @@ class RoundKeys:
             raise Refused("masks", "the hashes of the weights are not texts")
         if not is_number(weight) or not 0 < weight <= 1e12:
             raise Refused("masks", "a site's weight is not a number above 0")
+        attempt = read_attempt(values)
         mask_key, cipher_key = (decode_bytes(values.get(name), KEY) for name in ("mask_key", "cipher_key"))
-        return RoundKeys(received, float(weight), mask_key, cipher_key, str(values.get("signature"))[:400])
+        return RoundKeys(received, attempt, float(weight), mask_key, cipher_key, str(values.get("signature"))[:400])
 
 
 @dataclass(frozen=True)
@@ -107,6 +110,8 @@ class Cohort:
         """Raise `Refused` unless every signature is good, all received the same weights, and masks can protect them."""
         check_size(options, len(self.keys), least_sites)
         agreed: dict[str, str] = {}
+        if len({keys.attempt for keys in self.keys.values()}) > 1:
+            raise Refused("cohort", "the sites have signed keys of different attempts")
         for site, keys in self.keys.items():
             peers.verify(site, "keys", keys.statement(self.run, self.round, site), keys.signature)
             for kind, found in keys.received.items():
@@ -134,6 +139,14 @@ def check_size(options: Mask, sites: int, least_sites: int) -> None:
 def hash_kinds(bundle: Bundle) -> dict[str, str]:
     """Return the hash of each kind of tensors that is not empty."""
     return {kind: hash_tensors({kind: group}) for kind, group in bundle.items() if group}
+
+
+def read_attempt(values: Mapping[str, Any]) -> int:
+    """Return how often a round was given up before, from another machine; raises `Refused`."""
+    attempt = values.get("attempt")
+    if type(attempt) is not int or not 0 <= attempt < 1 << 31:
+        raise Refused("masks", "the number of the attempt is not a whole number")
+    return attempt
 
 
 def read_sites(values: Any, known: Mapping[SiteId, object]) -> list[SiteId]:

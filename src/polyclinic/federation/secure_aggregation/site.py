@@ -20,6 +20,7 @@ from polyclinic.federation.secure_aggregation.cohort import (
     decode_bytes,
     encode_bytes,
     hash_kinds,
+    read_attempt,
     read_sites,
     read_texts,
 )
@@ -94,7 +95,7 @@ class MaskingSite:
         """
         cohort = self._read_cohort(order.fields, None)
         masked_with = self._read_masked_with(order.fields, cohort)
-        self.agreements.bind(cohort.round, "sites", f"{cohort.digest} {masked_with}")
+        self._bind_sites(cohort, masked_with)
         vectors = self._quantise(update, order.tensors, cohort, len(masked_with), secret)
         if self.options.masks:
             self._add_masks(vectors, cohort, masked_with)
@@ -105,10 +106,10 @@ class MaskingSite:
 
     def _make_keys(self, fields: Fields, masks: Mapping[str, Any]) -> dict[str, Any]:
         """Return the site's keys for this round and these weights, signed."""
-        received = read_texts(masks.get("received"))
-        secrets = self._secrets(fields, received)
+        received, attempt = read_texts(masks.get("received")), read_attempt(masks)
+        secrets = self._secrets(fields, received, attempt)
         mask_key, cipher_key = (k.public_key().public_bytes_raw() for k in (secrets.mask_key, secrets.cipher_key))
-        own = RoundKeys(received, self.weight, mask_key, cipher_key)
+        own = RoundKeys(received, attempt, self.weight, mask_key, cipher_key)
         signed = self.signer.sign("keys", own.statement(str(fields["run"]), int(fields["round"]), self.site))
         failpoint("keys-made")
         return {**own.to_json(), "signature": signed}
@@ -239,9 +240,13 @@ class MaskingSite:
         self._check_enough(survivors, cohort, "sent their updates")
         for site in survivors:
             self.peers.verify(site, "masked", cohort.masked_statement(site, masked_with), signed[site])
-        self.agreements.bind(cohort.round, "sites", f"{cohort.digest} {masked_with}")
+        self._bind_sites(cohort, masked_with)
         self.agreements.bind(cohort.round, "survivors", f"{cohort.digest} {survivors}")
         return masked_with, survivors
+
+    def _bind_sites(self, cohort: Cohort, masked_with: Sequence[SiteId]) -> None:
+        """Bind this site to the sites with which it masks in this attempt, which has masks of its own."""
+        self.agreements.bind(cohort.round, f"sites of {cohort.digest}", str(masked_with))
 
     def _check_enough(self, sites: Sequence[SiteId], cohort: Cohort, what: str) -> None:
         least = max(self.options.threshold_of(len(cohort.keys)), self.least_sites)
@@ -250,11 +255,13 @@ class MaskingSite:
             raise Refused("cohort", f"{len(sites)} sites {what}, {where} {self.site}, where {least} are needed")
 
     def _secrets_in(self, cohort: Cohort) -> RoundSecrets:
-        return self._secrets({"run": cohort.run, "round": cohort.round}, cohort.keys[self.site].received)
+        own = cohort.keys[self.site]
+        return self._secrets({"run": cohort.run, "round": cohort.round}, own.received, own.attempt)
 
-    def _secrets(self, fields: Fields, received: Mapping[str, str]) -> RoundSecrets:
+    def _secrets(self, fields: Fields, received: Mapping[str, str], attempt: int) -> RoundSecrets:
         hashes = [text for item in sorted(received.items()) for text in item]
-        return RoundSecrets(derive_key(self.read_key(), "masks", str(fields["run"]), int(fields["round"]), *hashes))
+        names = "masks", str(fields["run"]), int(fields["round"]), attempt, *hashes
+        return RoundSecrets(derive_key(self.read_key(), *names))
 
 
 def read_masks(fields: Fields) -> Mapping[str, Any]:

@@ -1,7 +1,7 @@
 """What the server has heard in a masked round, so that a resumed run goes on with the same sites.
 
-Only what every site may see is kept: signed keys, encrypted shares, signatures and revealed shares, and which sites
-each exchange ended with. Masked updates are not: sites send the same bytes again.
+Only what every site may see is kept: signed keys, encrypted shares, signatures, revealed shares, which sites each
+exchange ended with, and the sum of the masked updates, but no masked update by itself.
 """
 
 import contextlib
@@ -9,7 +9,7 @@ import json
 import shutil
 from pathlib import Path
 
-from polyclinic.core import Refused, SiteId
+from polyclinic.core import Bundle, Refused, SiteId
 from polyclinic.storage import messages
 from polyclinic.storage.files import explain_os_errors, make_folder, write_atomically
 
@@ -41,6 +41,25 @@ class Transcript:
     def write_sites(self, place: str, sites: list[SiteId]) -> None:
         self._write(place, "sites.json", json.dumps(sites).encode())
 
+    def read_total(self, place: str) -> Bundle | None:
+        """Return the sum of the masked updates, if it was complete before a resume."""
+        data = self._read(place, "total.pcl")
+        with contextlib.suppress(Refused):
+            return None if data is None else messages.decode(data).tensors
+        return None
+
+    def write_total(self, place: str, total: Bundle) -> None:
+        """Keep the sum of the masked updates, where a resume is possible."""
+        if self.folder is not None:
+            self._write(place, "total.pcl", messages.encode({}, total))
+
+    def find_attempt(self, round: int, weights: str) -> int:
+        """Return the number of the first attempt at a round that was not given up."""
+        attempt = 0
+        while self.read_sites(place_of(round, weights, attempt, "given-up")) is not None:
+            attempt += 1
+        return attempt
+
     def drop_before(self, round: int) -> None:
         """Delete what belongs to rounds before this one, to which no resume goes back."""
         if self.folder is None or not self.folder.exists():
@@ -65,6 +84,6 @@ class Transcript:
         write_atomically(self.folder / place / name, data)
 
 
-def place_of(round: int, weights: str, phase: str) -> str:
+def place_of(round: int, weights: str, attempt: int, phase: str) -> str:
     """Return the place of an exchange; `weights`: the hash of what the round began with."""
-    return f"{round:06d}-{weights[:DIGITS]}/{phase}"
+    return f"{round:06d}-{weights[:DIGITS]}/{attempt}-{phase}"
