@@ -320,6 +320,7 @@ class Rounds:
             transcript,
             self.rules.run,
             round,
+            self.rules.quorum,
             self.peers,
         )
         update = masked.play(cohort)

@@ -52,14 +52,14 @@ def test_the_mean_is_that_of_the_sites_but_for_half_a_step(kind: str) -> None:
 def test_counters_are_averaged_and_rounded_as_in_the_mean_of_single_updates() -> None:
     received = {"batches": torch.tensor(10)}
     vectors = [quantise_group("buffers", {"batches": torch.tensor(n)}, received, 1.0, 3) for n in (12, 13, 15)]
-    mean = restore_group("buffers", np.sum(vectors, axis=0, dtype=np.uint64), received, received, 3.0)
+    mean = restore_group("buffers", np.asarray(np.sum(vectors, axis=0, dtype=np.uint64)), received, received, 3.0)
     assert mean["batches"].dtype == torch.int64
     assert int(mean["batches"]) == 13
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 200.0, -200.0])
 def test_a_value_that_the_sum_cannot_carry_is_refused_by_name(value: float) -> None:
-    with pytest.raises(Refused, match="saturation: model/w moved by .* lower the learning rate"):
+    with pytest.raises(Refused, match=r"saturation: model/w moved by .* lower the learning rate"):
         quantise_group("model", {"w": torch.tensor([value])}, {"w": torch.zeros(1)}, 1.0, 2)
 
 

@@ -133,7 +133,7 @@ def check_size(options: Mask, sites: int, least_sites: int) -> None:
     if problem := options.problem_with(sites):
         raise Refused("cohort", problem)
     if sites < least_sites:
-        raise Refused("cohort", f"{sites} sites take part, where a site's policy asks for {least_sites} at least")
+        raise Refused("cohort", f"{sites} sites take part, where {least_sites} are needed")
 
 
 def hash_kinds(bundle: Bundle) -> dict[str, str]:

@@ -12,7 +12,7 @@ than its masked update, so that is all that it can lose.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
@@ -32,8 +32,14 @@ from polyclinic.federation.secure_aggregation.cohort import (
 )
 from polyclinic.federation.secure_aggregation.site import read_masks
 from polyclinic.federation.secure_aggregation.transcript import Transcript, place_of
-from polyclinic.federation.update_check import ExpectedUpdate, check_address, check_masked_reply, check_values
-from polyclinic.privacy.masking.fixed_point import Words, as_words, grid_of, restore_group
+from polyclinic.federation.update_check import (
+    ExpectedUpdate,
+    check_address,
+    check_masked_reply,
+    check_report,
+    check_values,
+)
+from polyclinic.privacy.masking.fixed_point import Words, as_tensor, as_words, grid_of, restore_group
 from polyclinic.privacy.masking.masks import add_mask, neighbours_of, pair_sign
 from polyclinic.privacy.masking.secrets import KEY, pair_seed
 from polyclinic.privacy.masking.shamir import PRIME, recover_secret
@@ -42,6 +48,8 @@ from polyclinic.storage import messages
 from polyclinic.storage.messages import Message, hash_tensors
 from polyclinic.storage.signatures import PeerKeys
 
+Collected: TypeAlias = tuple[dict[str, Words], dict[SiteId, str], dict[SiteId, tuple[Message, list[Any]]]]
+"""The sum of the masked updates, the survivors' signatures, and their replies without tensors but with reports."""
 MOST_BYTES = 1 << 20
 """Of a reply without tensors."""
 Prepare = Callable[[str, Sequence[SiteId]], Outbox]
@@ -63,6 +71,7 @@ class MaskedRound:
         log: Gets an entry per site.
         transcript: What was heard before a resume.
         run, round: The run and the round.
+        quorum: The fewest survivors of which the round is made, if more than the threshold.
         peers: The sites' public keys, to leave out a site whose signature is wrong; None: the sites check each other.
     """
 
@@ -77,24 +86,35 @@ class MaskedRound:
     transcript: Transcript
     run: str
     round: int
+    quorum: int = 1
     peers: PeerKeys | None = None
-    place: str = ""
+    weights: str = ""
+    """The hash of what the round begins with."""
+    attempt: int = 0
     received: Bundle = field(default_factory=dict)
     """The weights that updates are measured from, the same for all sites."""
 
     def play(self, sites: Sequence[SiteId]) -> Update:
-        """Return one update that stands for all survivors; raises `RoundFailed` below the threshold."""
+        """Return one update that stands for all survivors; raises `RoundFailed` below the threshold.
+
+        A round that fails before its survivors are agreed on begins anew when the run is resumed, with other masks.
+        """
         outbox = self.prepare("train", sites)
         sent = {site: outbox.take(site) for site in sites}
         self.received = next(iter(sent.values()))
-        self.place = hash_tensors(self.received)
-        cohort = self._collect_keys(sent)
-        masked_with, sealed = self._collect_shares(cohort)
-        total, signatures, accepted = self._collect_updates(cohort, masked_with)
+        self.weights = hash_tensors(self.received)
+        self.attempt = self.transcript.find_attempt(self.round, self.weights)
+        try:
+            cohort = self._collect_keys(sent)
+            masked_with, sealed = self._collect_shares(cohort)
+            total, signatures, accepted = self._collect_updates(cohort, masked_with)
+        except RoundFailed:
+            self.transcript.write_sites(self._place("given-up"), [])
+            raise
         survivors = sorted(signatures)
         asked = {**self._masks(cohort), "sites": masked_with, "survivors": signatures}
         agreed = self._collect_signatures(survivors, asked)
-        self._enough(sorted(agreed), cohort, "signed the list of survivors")
+        self._check_enough(sorted(agreed), cohort, "signed the list of survivors")
         revealed = self._collect_revealed(survivors, asked, agreed, sealed)
         self._remove_masks(total, cohort, (masked_with, survivors), revealed)
         failpoint("sum-unmasked")
@@ -102,6 +122,9 @@ class MaskedRound:
         for site in survivors:
             self._accept(site, *accepted[site])
         return update
+
+    def _place(self, phase: str) -> str:
+        return place_of(self.round, self.weights, self.attempt, phase)
 
     def _masks(self, cohort: Cohort) -> dict[str, Any]:
         return {"keys": cohort.to_json()}
@@ -116,20 +139,25 @@ class MaskedRound:
 
         def check(site: SiteId, found: Mapping[str, Any]) -> None:
             keys = RoundKeys.from_json(dict(found))
-            if dict(keys.received) != wanted[site]:
-                raise Refused("cohort", f"{site} has signed other hashes than those of the weights for it")
+            if dict(keys.received) != wanted[site] or keys.attempt != self.attempt:
+                raise Refused("cohort", f"{site} has signed other weights, or another attempt, than it was asked to")
             most = self.algorithm.update_weight(Update({}, self.expected(site, sent[site]).examples))
             if keys.weight > most:
                 raise Refused("examples", f"{site} asks for a weight of {keys.weight:g} where {most:g} is its most")
             if self.peers is not None:
                 self.peers.verify(site, "keys", keys.statement(self.run, self.round, site), keys.signature)
 
-        found = self._ask("keys", list(sent), lambda site: {"received": wanted[site]}, check)
+        def close(sites: list[SiteId]) -> None:
+            try:
+                check_size(self.options, len(sites), self.quorum)
+            except Refused as refusal:
+                raise RoundFailed(self._failure(f"{len(sites)} sites began it; {refusal}")) from None
+
+        def ask(site: SiteId) -> dict[str, Any]:
+            return {"received": wanted[site], "attempt": self.attempt}
+
+        found = self._ask("keys", list(sent), ask, check, close)
         keys = {site: RoundKeys.from_json(dict(reply)) for site, reply in sorted(found.items())}
-        try:
-            check_size(self.options, len(keys), 0)
-        except Refused as refusal:
-            raise RoundFailed(self._failure(f"{len(keys)} sites began it; {refusal}")) from None
         failpoint("keys-collected")
         return Cohort(self.run, self.round, keys)
 
@@ -141,8 +169,11 @@ class MaskedRound:
             if sorted(read_texts(found.get("sealed"))) != holders:
                 raise Refused("shares", f"{site} has not shared its secrets with the sites that it should")
 
-        found = self._ask("shares", cohort.sites, lambda _: self._masks(cohort), check)
-        masked_with = self._enough(sorted(found), cohort, "shared their secrets")
+        def close(sites: list[SiteId]) -> None:
+            self._check_enough(sites, cohort, "shared their secrets")
+
+        found = self._ask("shares", cohort.sites, lambda _: self._masks(cohort), check, close)
+        masked_with = sorted(found)
         sealed: dict[SiteId, dict[SiteId, str]] = {site: {} for site in masked_with}
         for sender in masked_with:
             for holder, text in found[sender]["sealed"].items():
@@ -151,13 +182,12 @@ class MaskedRound:
         failpoint("shares-collected")
         return masked_with, sealed
 
-    def _collect_updates(
-        self, cohort: Cohort, masked_with: list[SiteId]
-    ) -> tuple[dict[str, Words], dict[SiteId, str], dict[SiteId, tuple[Message, list[Any]]]]:
+    def _collect_updates(self, cohort: Cohort, masked_with: list[SiteId]) -> Collected:
         """Return the sum of the masked updates, the survivors' signatures, and their replies without tensors."""
-        place = place_of(self.round, self.place, "train")
-        closed = self.transcript.read_sites(place)
-        outbox = self.prepare("train", closed or masked_with)
+        place = self._place("train")
+        if (kept := self._read_total(place)) is not None:
+            return kept
+        outbox = self.prepare("train", masked_with)
         self._add_field(outbox, lambda _: {**self._masks(cohort), "sites": masked_with})
         total: dict[str, Words] = {}
         signatures: dict[SiteId, str] = {}
@@ -176,16 +206,30 @@ class MaskedRound:
             signatures[site], accepted[site] = signature, (Message(message.fields, {}), report)
             del message, answer
             failpoint("masked-update-added")
-        if closed is not None and sorted(signatures) != closed:
-            gone = ", ".join(sorted(set(closed) - set(signatures)))
-            raise RoundFailed(
-                self._failure(
-                    f"its survivors were agreed on before the server stopped, and {gone} did not answer again"
-                )
-            )
-        self.transcript.write_sites(place, self._enough(sorted(signatures), cohort, "sent their updates"))
+        self._check_enough(sorted(signatures), cohort, "sent their updates")
+        for site, (message, _) in accepted.items():
+            self.transcript.write_reply(place, site, message)
+        self.transcript.write_total(place, {kind: {SUM: as_tensor(words)} for kind, words in total.items()})
+        self.transcript.write_sites(place, sorted(signatures))
         failpoint("updates-collected")
         return total, signatures, accepted
+
+    def _read_total(self, place: str) -> Collected | None:
+        """Return what the sites had sent before a resume, if their list was complete."""
+        closed, total = self.transcript.read_sites(place), self.transcript.read_total(place)
+        if closed is None or total is None:
+            return None
+        signatures: dict[SiteId, str] = {}
+        accepted: dict[SiteId, tuple[Message, list[Any]]] = {}
+        for site in closed:
+            message = self.transcript.read_reply(place, site)
+            if message is None:
+                return None
+            signatures[site] = str(read_masks(message.fields).get("signature"))
+            accepted[site] = message, list(check_report(message.fields))
+        words: dict[str, Words] = {}
+        _add_up(words, total)
+        return words, signatures, accepted
 
     def _collect_signatures(self, survivors: list[SiteId], asked: Mapping[str, Any]) -> dict[SiteId, str]:
         """Return the survivors' signatures over their list."""
@@ -282,12 +326,14 @@ class MaskedRound:
         sites: Sequence[SiteId],
         masks: Callable[[SiteId], Mapping[str, Any]],
         check: Callable[[SiteId, Mapping[str, Any]], None],
+        close: Callable[[list[SiteId]], None] | None = None,
     ) -> dict[SiteId, Mapping[str, Any]]:
         """Send a message without weights to each site, and return what the acceptable replies say about masks.
 
-        An exchange that ended before the server stopped ends with the same sites again.
+        `close` raises `RoundFailed` if the sites that answered are too few. An exchange that it has closed ends with
+        the same sites when the run is resumed.
         """
-        place = place_of(self.round, self.place, phase)
+        place = self._place(phase)
         closed = self.transcript.read_sites(place)
         wanted = list(sites) if closed is None else closed
         found: dict[SiteId, Mapping[str, Any]] = {}
@@ -308,7 +354,8 @@ class MaskedRound:
                     continue
                 self.transcript.write_reply(place, site, Message(reply.fields, {}))
                 found[site] = read_masks(reply.fields)
-        if phase in ("keys", "shares"):
+        if close is not None:
+            close(sorted(found))
             self.transcript.write_sites(place, sorted(found))
         return found
 
@@ -333,11 +380,12 @@ class MaskedRound:
     def _refuse(self, site: SiteId, refusal: Refused) -> None:
         self.log.add(site, outcome="refused", kind=refusal.kind, why=str(refusal))
 
-    def _enough(self, sites: list[SiteId], cohort: Cohort, what: str) -> list[SiteId]:
+    def _check_enough(self, sites: list[SiteId], cohort: Cohort, what: str) -> None:
         least = self.options.threshold_of(len(cohort.keys))
+        if what != "signed the list of survivors":
+            least = max(least, self.quorum)
         if len(sites) < least:
             raise RoundFailed(self._failure(f"{len(sites)} of {len(cohort.keys)} sites {what}, and {least} are needed"))
-        return sites
 
     def _failure(self, why: str) -> str:
         failed = [f"{site}: {found.why}" for site, found in self.log.sites.items() if found.why]

@@ -260,8 +260,8 @@ class MaskingSite:
 
     def _secrets(self, fields: Fields, received: Mapping[str, str], attempt: int) -> RoundSecrets:
         hashes = [text for item in sorted(received.items()) for text in item]
-        names = "masks", str(fields["run"]), int(fields["round"]), attempt, *hashes
-        return RoundSecrets(derive_key(self.read_key(), *names))
+        where = str(fields["run"]), int(fields["round"]), attempt
+        return RoundSecrets(derive_key(self.read_key(), "masks", *where, *hashes))
 
 
 def read_masks(fields: Fields) -> Mapping[str, Any]:
