@@ -15,7 +15,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 import numpy as np
-from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
 from polyclinic.algorithms.base import Algorithm
 from polyclinic.core import Bundle, Failure, Refused, RoundFailed, SiteId, Update, failpoint
@@ -32,6 +31,7 @@ from polyclinic.federation.secure_aggregation.cohort import (
 )
 from polyclinic.federation.secure_aggregation.site import read_masks
 from polyclinic.federation.secure_aggregation.transcript import Transcript, place_of
+from polyclinic.federation.secure_aggregation.unmasking import add_up, read_share, remove_masks
 from polyclinic.federation.update_check import (
     ExpectedUpdate,
     check_address,
@@ -39,10 +39,8 @@ from polyclinic.federation.update_check import (
     check_report,
     check_values,
 )
-from polyclinic.privacy.masking.fixed_point import Words, as_tensor, as_words, grid_of, restore_group
-from polyclinic.privacy.masking.masks import add_mask, neighbours_of, pair_sign
-from polyclinic.privacy.masking.secrets import KEY, pair_seed
-from polyclinic.privacy.masking.shamir import PRIME, recover_secret
+from polyclinic.privacy.masking.fixed_point import Words, as_tensor, restore_group
+from polyclinic.privacy.masking.masks import neighbours_of
 from polyclinic.privacy.transforms.mask import SUM, Mask
 from polyclinic.storage import messages
 from polyclinic.storage.messages import Message, hash_tensors
@@ -116,7 +114,10 @@ class MaskedRound:
         agreed = self._collect_signatures(survivors, asked)
         self._check_enough(sorted(agreed), cohort, "signed the list of survivors")
         revealed = self._collect_revealed(survivors, asked, agreed, sealed)
-        self._remove_masks(total, cohort, (masked_with, survivors), revealed)
+        try:
+            remove_masks(total, self.options, cohort, (masked_with, survivors), revealed)
+        except Refused as refusal:
+            raise RoundFailed(self._failure(f"the masks could not be removed ({refusal})")) from None
         failpoint("sum-unmasked")
         update = self._mean_update(total, cohort, survivors)
         for site in survivors:
@@ -202,7 +203,7 @@ class MaskedRound:
             except Refused as refusal:
                 self._refuse(site, refusal)
                 continue
-            _add_up(total, message.tensors)
+            add_up(total, message.tensors)
             signatures[site], accepted[site] = signature, (Message(message.fields, {}), report)
             del message, answer
             failpoint("masked-update-added")
@@ -228,7 +229,7 @@ class MaskedRound:
             signatures[site] = str(read_masks(message.fields).get("signature"))
             accepted[site] = message, list(check_report(message.fields))
         words: dict[str, Words] = {}
-        _add_up(words, total)
+        add_up(words, total)
         return words, signatures, accepted
 
     def _collect_signatures(self, survivors: list[SiteId], asked: Mapping[str, Any]) -> dict[SiteId, str]:
@@ -249,48 +250,9 @@ class MaskedRound:
         def check(_: SiteId, found: Mapping[str, Any]) -> None:
             for part in ("own", "lost"):
                 for text in read_texts(found.get(part)).values():
-                    _read_share(text)
+                    read_share(text)
 
         return self._ask("unmask", survivors, lambda site: {**asked, "agreed": agreed, "sealed": sealed[site]}, check)
-
-    def _remove_masks(
-        self,
-        total: dict[str, Words],
-        cohort: Cohort,
-        sites: tuple[list[SiteId], list[SiteId]],
-        revealed: Mapping[SiteId, Mapping[str, Any]],
-    ) -> None:
-        """Take the survivors' own masks and those of lost sites out of the sum; `sites`: all, and the survivors."""
-        masked_with, survivors = sites
-        for site in masked_with:
-            part = "own" if site in survivors else "lost"
-            secret = self._recover(cohort, site, part, revealed)
-            if not self.options.masks:
-                continue
-            if part == "own":
-                add_mask(total, secret, -1)
-                continue
-            key = X25519PrivateKey.from_private_bytes(secret)
-            if key.public_key().public_bytes_raw() != cohort.keys[site].mask_key:
-                raise RoundFailed(self._failure(f"the shares of the key of {site} do not fit together"))
-            near = neighbours_of(site, cohort.sites, self.options.neighbours, cohort.digest)
-            for other in set(near) & set(survivors):
-                add_mask(total, pair_seed(key, cohort.keys[other].mask_key, cohort.digest), -pair_sign(other, site))
-
-    def _recover(self, cohort: Cohort, site: SiteId, part: str, revealed: Mapping[SiteId, Mapping[str, Any]]) -> bytes:
-        """Return a secret of a site from the shares that survivors have revealed of it."""
-        shares = {
-            cohort.point_of(holder): _read_share(found[part][site])
-            for holder, found in revealed.items()
-            if site in found[part]
-        }
-        try:
-            secret = recover_secret(shares, self.options.share_threshold(len(cohort.keys)))
-            return secret.to_bytes(KEY)
-        except Refused as refusal:
-            raise RoundFailed(self._failure(f"a mask with {site} cannot be removed: {refusal}")) from None
-        except OverflowError:
-            raise RoundFailed(self._failure(f"the shares of a secret of {site} do not fit together")) from None
 
     def _mean_update(self, total: Mapping[str, Words], cohort: Cohort, survivors: list[SiteId]) -> Update:
         """Return the survivors' mean as one update that stands for all of them."""
@@ -394,25 +356,3 @@ class MaskedRound:
             f"round {self.round} was given up, and no update was unmasked, because {why}{more}; mend that and resume, "
             "or start anew with fewer sites"
         )
-
-
-def _add_up(total: dict[str, Words], tensors: Bundle) -> None:
-    """Add a masked update to the sum, which wraps around."""
-    for kind, group in tensors.items():
-        if SUM in group:
-            words = as_words(group[SUM])
-            if kind in total:
-                np.add(total[kind], words, out=total[kind])
-            else:
-                total[kind] = words.astype(grid_of(kind).words, copy=True)
-
-
-def _read_share(text: str) -> int:
-    """Return a share of a secret from another machine; raises `Refused`."""
-    try:
-        value = int(text, 16)
-    except ValueError:
-        value = -1
-    if not 0 <= value < PRIME:
-        raise Refused("shares", "a share is not a number of the field")
-    return value
