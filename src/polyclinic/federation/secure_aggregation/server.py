@@ -97,6 +97,8 @@ class MaskedRound:
 
         A round that fails before its survivors are agreed on begins anew when the run is resumed, with other masks.
         """
+        for site in sites:
+            self.log.add(site)  # in this order, whoever answers first after a resume
         outbox = self.prepare("train", sites)
         sent = {site: outbox.take(site) for site in sites}
         self.received = next(iter(sent.values()))
