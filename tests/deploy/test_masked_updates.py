@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 import threading
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -32,22 +31,16 @@ from polyclinic.storage import messages
 from polyclinic.storage.run_folder import RunFolder
 from polyclinic.storage.signatures import PeerKeys, SiteSigner
 from tests.deploy.example_sites import recipe, simulation
+from tests.deploy.masking import FIVE, KnownSites
 from tests.deploy.memory_grid import at_work
 from tests.deploy.real_processes import Ward, forking, furnish, until
 
-FIVE = ("fjord", "harbour", "hill", "isle", "lake")
 PATTERN = 48
 """Bytes of a planted pattern: twelve values of an update, which nothing has by chance."""
+SEARCHED = (("agree", 1), ("train", 2), ("agree", 2), ("unmask", 2))
+"""When the server has all updates of a round; when it has their sum, and some of the next; before and after shares."""
 CHUNK = 1 << 26
 """Bytes of memory that are read at a time."""
-
-
-@dataclass
-class KnownSites:
-    """The keys of the sites, as a kit gives them to one of them."""
-
-    signer: SiteSigner
-    keys: PeerKeys
 
 
 @dataclass
@@ -63,14 +56,15 @@ class Observer:
     searched: int = 0
     lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def plant(self, site: SiteId, round: int, vector: np.ndarray[Any, Any]) -> None:
-        """Note a pattern of a vector, from where its values differ most."""
-        data, size = vector.tobytes(), vector.itemsize
-        starts = range(0, len(data) - PATTERN, PATTERN)
-        kinds = [len(np.unique(np.frombuffer(data[start : start + PATTERN], vector.dtype))) for start in starts]
+    def plant(self, site: SiteId, round: int, *vectors: np.ndarray[Any, Any]) -> None:
+        """Note a pattern of each vector, from the place where the last of them, the change, has most values."""
+        changes, values = vectors[-1], PATTERN // 4
+        starts = range(0, len(changes) - values, values)
+        kinds = [len(np.unique(part[part != 0])) for part in (changes[start : start + values] for start in starts)]
         best = starts[int(np.argmax(kinds))]
-        assert max(kinds) == PATTERN // size
-        self.planted[data[best : best + PATTERN]] = site, round
+        assert max(kinds) == values
+        for vector in vectors:
+            self.planted[vector[best : best + values].tobytes()] = site, round
 
     def search(self, data: bytes) -> set[tuple[SiteId, int]]:
         return {whose for pattern, whose in list(self.planted.items()) if pattern in data}
@@ -78,14 +72,12 @@ class Observer:
     def search_server(self) -> None:
         """Search the memory and the disk of the server, one search at a time."""
         with self.lock:
-            begun = time.monotonic()
             for data in memory_of(self.pid):
                 self.searched += len(data)
                 self.found["memory"] |= self.search(data)
             for path in [*self.folder.glob("masked*/**/*"), *self.folder.glob("k/server/**/*")]:
                 if path.is_file():
                     self.found["disk"] |= self.search(path.read_bytes())
-            print("search", time.monotonic() - begun, self.searched >> 20)
 
 
 def memory_of(pid: int) -> Iterator[bytes]:
@@ -110,11 +102,10 @@ def observed_sites(folder: Path, observer: Observer, monkeypatch: pytest.MonkeyP
 
     def quantise(self: MaskingSite, update: Bundle, received: Bundle, *more: Any) -> Mapping[str, Any]:
         vectors = plain(self, update, received, *more)
-        round = more[0].round
-        observer.plant(self.site, round, vectors["model"])
-        name, tensor = max(update["model"].items(), key=lambda item: item[1].numel())
-        observer.plant(self.site, round, tensor.numpy().reshape(-1))
-        observer.plant(self.site, round, (tensor - received["model"][name]).numpy().reshape(-1))
+        first = min(update["model"])  # as the integers begin
+        new = update["model"][first].numpy().reshape(-1)
+        change = new - received["model"][first].numpy().reshape(-1)
+        observer.plant(self.site, more[0].round, vectors["model"][: len(new)], new, change)
         return vectors
 
     monkeypatch.setattr(MaskingSite, "_quantise", quantise)
@@ -126,10 +117,11 @@ def observed_sites(folder: Path, observer: Observer, monkeypatch: pytest.MonkeyP
             handler = SiteMessageHandler(config, said.append, KnownSites(signers[site], peers))
 
             def answer(data: bytes, site: SiteId = site, handler: SiteMessageHandler = handler) -> bytes:
-                purpose = messages.decode(data).fields["purpose"]
+                fields = messages.decode(data).fields
+                moment = fields["purpose"], fields.get("round")
                 reply = handler.answer_message(data)
                 observer.wire.append(reply)
-                if site == FIVE[-1] and purpose in ("train", "agree", "unmask"):
+                if site == FIVE[-1] and moment in SEARCHED:
                     observer.search_server()
                 return reply
 
@@ -151,7 +143,7 @@ def play(folder: Path, found: Recipe, monkeypatch: pytest.MonkeyPatch) -> tuple[
         observer.pid = server.pid
         with observed_sites(folder, observer, monkeypatch) as said:
             try:
-                until(lambda: server.code() is not None, "the end of the run", 400)
+                until(lambda: server.code() is not None, "the end of the run", 900)
             except AssertionError as error:
                 raise AssertionError("\n".join([str(error), ward.said(), *said])) from None
         assert server.code() == 0, ward.said()

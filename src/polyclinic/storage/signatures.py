@@ -33,7 +33,7 @@ class SiteSigner:
         return base64.b64encode(self.key.sign(_statement(purpose, fields), ALGORITHM)).decode()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class PeerKeys:
     """The public keys of the sites of a federation, from a source that the server cannot change."""
 
