@@ -1,7 +1,7 @@
 """The time of masks in a round: `python -m benchmarks.masks [--rounds N]`.
 
-Five sites train a MobileNetV2 with a head of 1,000 units, 3.5 M parameters, in one process, a round with masks and one
-without in turn, so that whatever else the machine does slows both. Printed: the median seconds of each, and their ratio.
+Five sites train a MobileNetV2 with a head of 1,000 units (3.5 M parameters) in one process, a round with masks and one
+without in turn, so that whatever else the machine does slows both. Printed: the median seconds of each, and the ratio.
 """
 
 from __future__ import annotations

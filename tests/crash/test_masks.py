@@ -36,11 +36,14 @@ def assert_same_bits(found: Path, wanted: Path) -> None:
     assert unfinished(found) == []
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("point", [*OF_SERVERS, *OF_SITES])
 def test_a_killed_run_ends_in_the_same_bits(
     driver: Driver, whole: Callable[[str], Path], place: Path, point: str
 ) -> None:
-    """Server and sites in one process, killed in the third round, after a snapshot of the second."""
+    """Server and sites in one process, killed in the third round, after a snapshot of the second.
+
+    One command: `./scripts/test --heavy tests/crash/test_masks.py`."""
     count = 3 if point in OF_SERVERS and point != "masked-update-added" else 8
     wanted, folder = whole("masked"), place / "run"
     assert driver.run(RECIPES["masked"], folder, fault=(point, count)).code == KILLED
@@ -82,7 +85,9 @@ def without_signature(reply: bytes) -> tuple[Any, str]:
     return masks, messages.hash_tensors(message.tensors)
 
 
-@pytest.mark.parametrize("point", OF_SITES)
+@pytest.mark.parametrize(
+    "point", ["update-masked", *(pytest.param(p, marks=pytest.mark.heavy) for p in OF_SITES if p != "update-masked")]
+)
 def test_a_killed_site_gives_the_same_keys_shares_and_masked_update(
     driver: Driver, home: Path, place: Path, played: tuple[Path, list[tuple[bytes, bytes]]], point: str
 ) -> None:
@@ -118,7 +123,9 @@ class Gone(Exception):  # noqa: N818
     """A server that ends."""
 
 
-@pytest.mark.parametrize("last", ["keys", "shares", "train", "agree", "unmask"])
+@pytest.mark.parametrize(
+    "last", ["agree", *(pytest.param(p, marks=pytest.mark.heavy) for p in ("keys", "shares", "train", "unmask"))]
+)
 def test_the_server_and_then_a_site_are_gone(home: Path, place: Path, last: str) -> None:
     """The server ends as it asks the last site for something; when it is back, another site is gone for good."""
     crossing = Crossing(masking_desks(home, f"gone {last}"))

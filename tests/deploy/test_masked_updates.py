@@ -62,7 +62,7 @@ class Observer:
         starts = range(0, len(changes) - values, values)
         kinds = [len(np.unique(part[part != 0])) for part in (changes[start : start + values] for start in starts)]
         best = starts[int(np.argmax(kinds))]
-        assert max(kinds) == values
+        assert max(kinds) >= values - 4, "a pattern has values of its own"
         for vector in vectors:
             self.planted[vector[best : best + values].tobytes()] = site, round
 

@@ -53,6 +53,11 @@ class Mask:
                 f"with {sites} sites, a threshold of {t} and {c} colluders a sum could be that of one honest site; "
                 f"raise mask.threshold to {c + 2} or more, add sites, or lower mask.colluders"
             )
+        if (shares := self.share_threshold(sites)) < c + 2:
+            return (
+                f"{shares} shares of a secret among {self.neighbours} neighbours are too few against {c} colluders; "
+                "raise mask.neighbours, or lower mask.colluders"
+            )
         if 2 * t <= sites + c:
             return (
                 f"twice the threshold of {t} must be more than {sites} sites and {c} colluders together, or two sums "
